@@ -31,9 +31,6 @@ TOLERANCE = {
     # relative to the sum of the absolute values of all terms: some ten roundings, in any order,
     # fused or not.
     "sgd": {F64: 2e-15, F32: 1e-6},
-    # relative to the same convolution of absolute values: sums of some hundred addends, a weight's
-    # gradient of some thousand.
-    "conv": {F64: 1e-14, F32: 4e-6},
     # relative to 1 and the values' own size: up to three steps through some ten layers, each a sum
     # of up to a thousand addends.
     "chain": {F64: 1e-11, F32: 3e-5},

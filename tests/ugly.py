@@ -7,9 +7,10 @@ from contextlib import contextmanager
 import hypothesis.strategies as st
 import pytest
 import torch
-from tolerance import BF16, F16, FLOATS
+from tolerance import F16
 
 SIZES = [0, 1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 32, 61, 64, 127, 257, 521, 1031]
+BAD = -(1 << 40)  # an index that is in no list
 LAYOUTS = ["contiguous", "wide rows", "off by one", "every second column", "transposed"]
 
 
@@ -29,7 +30,7 @@ def lay(t, layout):
     elif layout == "transposed":
         out = t.new_full((cols, rows), torch.nan).T
     else:
-        return t.contiguous()
+        return t.clone(memory_format=torch.contiguous_format)
     return out.copy_(t)
 
 
@@ -46,20 +47,25 @@ def scales(dtype):
     )
 
 
-@st.composite
-def matrices(draw, rows, cols, dtype, scale=1.0):
-    """A matrix of normal numbers, sometimes with equal rows, a row of zeros or a constant row, in
-    any layout."""
-    m, p = draw(rows), draw(cols)
-    t = randn(draw(st.integers(0, 1 << 20)), m, p, dtype=dtype, scale=scale)
-    kind = draw(st.sampled_from(["plain", "plain", "equal rows", "zero row", "constant row"]))
-    if m and kind != "plain":
+def matrix(draw, m, p, dtype, scale=1.0):
+    """Normal numbers, sometimes close to the first row, with equal rows, a row of zeros or a
+    constant one."""
+    t = randn(draw(st.integers(0, 1 << 20)), m, p, scale=scale)
+    kind = draw(st.sampled_from(["plain", "close", "equal rows", "zero row", "constant row"]))
+    if m and kind == "close":
+        t = t[:1] + 1e-3 * t
+    elif m and kind != "plain":
         t[-1] = t[0] if kind == "equal rows" else 0.0 if kind == "zero row" else scale
-    return lay(t, draw(st.sampled_from(LAYOUTS)))
+    return t.to(dtype)
 
 
-dtypes = st.sampled_from(FLOATS)
-wide_dtypes = st.sampled_from([d for d in FLOATS if d not in (F16, BF16)])
+def intact(inner):
+    """Is everything in the memory of a tensor that `lay` placed, and that was written since, as it
+    was?"""
+    home = inner.new_empty(0).set_(inner.untyped_storage()).clone()
+    bad = torch.nan if home.is_floating_point() else BAD
+    home.as_strided(inner.shape, inner.stride(), inner.storage_offset()).fill_(bad)
+    return bool((home.isnan() if home.is_floating_point() else home == BAD).all())
 
 
 @contextmanager
@@ -80,9 +86,7 @@ def same_for_any_threads(call):
         with threads(n):
             found.append(call())
     for other in found[1:]:
-        assert torch.equal(found[0].nan_to_num(), other.nan_to_num()) and torch.equal(
-            found[0].isnan(), other.isnan()
-        )
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0, equal_nan=True)
 
 
 def refuses(op, name, kind=ValueError):

@@ -117,19 +117,47 @@ def check_out(
         refuse(op, "out", "memory of its own or base itself", "a part of base's memory")
 
 
-# [M, P]
-def reference(
+def dtypes(updates: Tensor, base: Tensor | None, precise: bool) -> tuple[torch.dtype, torch.dtype]:
+    """That of the result, and that of its sum."""
+    dtype = updates.dtype if base is None else base.dtype
+    wide = precise or torch.float64 in (updates.dtype, dtype)
+    return dtype, torch.float64 if wide else torch.float32
+
+
+def _formula(
     updates: Tensor,  # [N, P]
     weight: Tensor,  # [M, N], or [M, K] with index
     index: Tensor | None,  # [M, K] int64
     base: Tensor | None,  # [P] or [M, P]
     lr: float,
     precise: bool,
+    skip: bool = False,
+) -> Tensor:  # [M, P]
+    """The same in plain torch, which differentiates itself; `skip`: rows of weight 0 are not read,
+    which has no derivative there."""
+    dtype, wide = dtypes(updates, base, precise)
+    w = (lr * weight.double()).to(wide)
+    if index is None:
+        total = w @ updates.to(wide)
+    else:
+        total = w.new_zeros(w.shape[0], updates.shape[1])
+        for k in range(w.shape[1]):
+            weight_k = w[:, k, None]
+            part = weight_k * updates[index[:, k]].to(wide)
+            total = total + (torch.where(weight_k != 0, part, 0.0) if skip else part)
+    return (total if base is None else base.to(wide) + total).to(dtype)
+
+
+def reference(
+    updates: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    base: Tensor | None,
+    lr: float,
+    precise: bool,
 ) -> Tensor:  # [M, P]
     """The same into a fresh result of base's dtype, or else of updates'."""
-    out = updates.new_empty(
-        weight.shape[0], updates.shape[1], dtype=updates.dtype if base is None else base.dtype
-    )
+    out = _fake(updates, weight, index, base)
     reference_out(updates, weight, index, base, lr, precise, out)
     return out
 
@@ -144,94 +172,43 @@ def reference_out(
     out: Tensor,  # [M, P]
 ) -> None:
     """out = base + lr * (weight @ updates), strip by strip."""
-    wide = precise or torch.float64 in (updates.dtype, out.dtype)
-    dtype = torch.float64 if wide else torch.float32
-    w = (lr * weight.double()).to(dtype)
-    width = max(1, BUDGET // max(1, sum(updates.shape[:1]) + w.shape[0]))
+    width = max(1, BUDGET // max(1, updates.shape[0] + weight.shape[0]))
     for start in range(0, updates.shape[1], width):
         strip = slice(start, start + width)
-        if index is None:
-            total = w @ updates[:, strip].to(dtype)  # [M, width]
-        else:
-            total = torch.zeros(
-                w.shape[0], updates[:, strip].shape[1], dtype=dtype, device=w.device
-            )
-            for k in range(w.shape[1]):
-                weight_k = w[:, k, None]
-                total += torch.where(
-                    weight_k != 0, weight_k * updates[index[:, k], strip].to(dtype), 0.0
-                )
-        out[:, strip] = total if base is None else base[..., strip].to(dtype) + total
-
-
-def _formula(
-    updates: Tensor,
-    weight: Tensor,
-    index: Tensor | None,
-    base: Tensor | None,
-    lr: float,
-    precise: bool,
-) -> Tensor:
-    """The same in plain torch, which differentiates itself."""
-    dtype = updates.dtype if base is None else base.dtype
-    wide = torch.float64 if precise or torch.float64 in (updates.dtype, dtype) else torch.float32
-    w = weight.to(wide)
-    if index is None:
-        total = w @ updates.to(wide)
-    else:
-        total = w.new_zeros(w.shape[0], updates.shape[1])
-        for k in range(w.shape[1]):
-            total = total + w[:, k, None] * updates[index[:, k]].to(wide)
-    total = lr * total
-    return (total if base is None else base.to(wide) + total).to(dtype)
+        onto = None if base is None else base[..., strip]
+        out[:, strip] = _formula(updates[:, strip], weight, index, onto, lr, precise, True)
 
 
 def _fake(
-    updates: Tensor,
-    weight: Tensor,
-    index: Tensor | None,
-    base: Tensor | None,
-    lr: float,
-    precise: bool,
+    updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, *how: Any
 ) -> Tensor:
-    return updates.new_empty(
-        weight.shape[0], updates.shape[1], dtype=updates.dtype if base is None else base.dtype
-    )
+    dtype = updates.dtype if base is None else base.dtype
+    return updates.new_empty(weight.shape[0], updates.shape[1], dtype=dtype)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     updates, weight, index, base, ctx.lr, _ = inputs
-    ctx.sparse, ctx.base_dim, ctx.base_dtype = (
-        index is not None,
-        None if base is None else base.dim(),
-        output.dtype,
-    )
-    ctx.save_for_backward(updates, weight, *([index] if ctx.sparse else []))
+    ctx.one = base is not None and base.dim() == 1
+    ctx.save_for_backward(updates, weight, index)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    updates, weight, *rest = ctx.saved_tensors
+    updates, weight, index = ctx.saved_tensors
     need_updates, need_weight, _, need_base = ctx.needs_input_grad[:4]
-    dense = weight.double()  # [M, N] or [M, K]
-    grad64 = grad.double()
+    dense, grad64 = weight.double(), grad.double()  # [M, N] or [M, K]
     grad_updates = grad_weight = None
-    if ctx.sparse:
-        index = rest[0]
-        if need_weight:
-            columns = [
-                (grad64 * updates[index[:, k]].double()).sum(1) for k in range(index.shape[1])
-            ]
-            grad_weight = torch.stack(columns, 1) if columns else torch.zeros_like(dense)
-        dense = torch.zeros(
-            weight.shape[0], updates.shape[0], dtype=torch.float64, device=grad.device
-        ).scatter_add(1, index, dense)
-    elif need_weight:
+    if need_weight and index is None:
         grad_weight = grad64 @ updates.double().T
+    elif need_weight:
+        columns = [(grad64 * updates[rows].double()).sum(1) for rows in index.T]
+        grad_weight = torch.stack(columns, 1) if columns else torch.zeros_like(dense)
+    if index is not None:
+        dense = grad64.new_zeros(len(weight), len(updates)).scatter_add(1, index, dense)
     if need_updates:
         grad_updates = (ctx.lr * (dense.T @ grad64)).to(updates.dtype)
     if grad_weight is not None:
         grad_weight = (ctx.lr * grad_weight).to(weight.dtype)
-    grad_base = (grad if ctx.base_dim == 2 else grad.sum(0)) if need_base else None
+    grad_base = (grad.sum(0) if ctx.one else grad) if need_base else None
     return grad_updates, grad_weight, None, grad_base, None, None
 
 

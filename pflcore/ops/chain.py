@@ -9,9 +9,10 @@ take every client's k-th step at once, in differentiable torch: they are what ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,10 +64,7 @@ def mixed(z: Tensor) -> Tensor:
 def uniform(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """Integers from 0 to 2^24 - 1, [..., *shape] for seeds [...], a function of the seed, `layer`
     and each element's place alone."""
-    count = 1
-    for s in shape:
-        count *= s
-    places = torch.arange(count, device=seed.device) * _STEP
+    places = torch.arange(math.prod(shape), device=seed.device) * _STEP
     # wrapped by hand: Python's numbers do not overflow
     jump = (layer * _STEP + (1 << 63)) % (1 << 64) - (1 << 63)
     return shifted(mixed(mixed(seed + jump)[..., None] + places), 40).view(*seed.shape, *shape)
@@ -78,10 +76,7 @@ def forward(program: Tensor, w: Tensor, x: Tensor, seeds: Tensor | None) -> Tens
     s, random = len(w), 0
 
     def part(at: float, *sizes: int) -> Tensor:
-        count = 1
-        for n in sizes:
-            count *= n
-        return w[:, int(at) : int(at) + count].view(s, *sizes)
+        return w[:, int(at) : int(at) + math.prod(sizes)].view(s, *sizes)
 
     for kind, *field in program.tolist():
         name, n = KINDS[int(kind)], [int(f) for f in field]
@@ -92,14 +87,8 @@ def forward(program: Tensor, w: Tensor, x: Tensor, seeds: Tensor | None) -> Tens
         elif name == "conv":
             weight = part(n[6], n[0], x.shape[2], n[1], n[2])
             bias = None if n[7] < 0 else part(n[7], n[0]).reshape(-1)
-            y = F.conv2d(
-                x.transpose(0, 1).flatten(1, 2),
-                weight.flatten(0, 1),
-                bias,
-                n[3],
-                (n[4], n[5]),
-                groups=s,
-            )
+            many = x.transpose(0, 1).flatten(1, 2)
+            y = F.conv2d(many, weight.flatten(0, 1), bias, n[3], (n[4], n[5]), groups=s)
             x = y.unflatten(1, (s, n[0])).transpose(0, 1)
         elif name == "pool":
             pool = F.max_pool2d if n[0] == 1 else F.avg_pool2d
@@ -145,66 +134,53 @@ def losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
     return (z - y.to(z.dtype)).square() * (1.0 if criterion == "squared" else 0.5)
 
 
-def _samples(
-    x: Tensor, y: Tensor, relabel: Tensor | None, shape: tuple[int, ...], index: Tensor
-) -> tuple[Tensor, Tensor]:
-    """x [s, B, ...] and labels [s, B] at the places `index` [s, B]; `relabel` is of these
-    clients."""
-    labels = y[index]
-    return x[index].reshape(*index.shape, *shape), labels if relabel is None else relabel.gather(
-        1, labels
-    )
+class Head(NamedTuple):
+    """What a call begins with: the model, its loss and the pool that samples are taken from."""
+
+    program: Tensor  # [L, 9] float64, see `layer`
+    criterion: str
+    c: int
+    h: int
+    wide: int  # of one sample
+    x: Tensor  # [n, ...]
+    y: Tensor  # [n] int64 labels, or numbers of w's dtype
+    relabel: Tensor | None  # [S, classes] a label as each client knows it
+
+    def samples(self, some: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """x [s, B, C, H, W] and labels [s, B] at the places `index` [s, B] of the clients
+        `some`."""
+        y = self.y[index]
+        y = y if self.relabel is None else self.relabel[some].gather(1, y)
+        return self.x[index].reshape(*index.shape, self.c, self.h, self.wide), y
+
+    def gradient(
+        self, w: Tensor, some: Tensor, index: Tensor, weight: Tensor, seeds: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient [s, Q] of `(weight * losses).sum(1)`, and those sums [s]; a sample of
+        weight 0 does not count, whatever its loss."""
+        x, y = self.samples(some, index)
+        with torch.enable_grad():
+            rows = w.detach().requires_grad_()
+            loss = losses(self.criterion, forward(self.program, rows, x, seeds), y)
+            total = torch.where(weight != 0, loss * weight, 0.0).sum(1)
+            (g,) = torch.autograd.grad(total.sum(), rows)
+        return g, total.detach()
 
 
-def _gradient(
-    program: Tensor,
-    criterion: str,
-    w: Tensor,
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor,
-    seeds: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The gradient [s, Q] of `(weight * losses).sum(1)`, and those sums [s]; a sample of weight 0
-    does not count, whatever its loss."""
-    with torch.enable_grad():
-        rows = w.detach().requires_grad_()
-        total = torch.where(
-            weight != 0, losses(criterion, forward(program, rows, x, seeds), y) * weight, 0.0
-        ).sum(1)
-        (g,) = torch.autograd.grad(total.sum(), rows)
-    return g, total.detach()
+HEAD = len(Head._fields)
 
 
-def sgd_reference(
-    w: Tensor,  # [S, Q], changed
-    program: Tensor,  # [L, 9] float64
-    criterion: str,
-    c: int,
-    h: int,
-    wide: int,  # of one sample
-    x: Tensor,  # [n, ...] the pool
-    y: Tensor,  # [n] int64 labels, or numbers of w's dtype
-    relabel: Tensor | None,  # [S, classes] a label as each client knows it
-    order: Tensor,  # [S, passes, longest] places in the pool
-    size: Tensor,  # [S] samples of each client, on the CPU
-    steps: Tensor,  # [S] steps it takes, on the CPU
-    batch_size: int,
-    drop_last: bool,
-    # [S, passes] of the clients' dropout, the place within the pass is added; None: no dropout
-    seeds: Tensor | None,
-    lr: float,
-    shift: Tensor | None,  # [S, Q]
-    mask: Tensor | None,  # [Q] or [S, Q]
-    mu: float,
-    mu_rows: Tensor | None,  # [S], replaces mu
-    anchor: Tensor | None,  # [S, Q]
-    momentum: float,
-    weight_decay: float,
-    clip: float,  # the largest norm of a minibatch's gradient; inf: any
-    grad_sum: Tensor | None,  # [S, Q], added to
-) -> Tensor:  # [S] float64, the sum of the batches' mean losses
-    """Everybody's k-th step at once, with sample weights that are 0 beyond a short batch."""
+def sgd_reference(w: Tensor, *args: Any) -> Tensor:  # [S] float64, the sum of batches' mean losses
+    """Everybody's k-th step at once on the rows `w` [S, Q], with sample weights that are 0 beyond a
+    short batch.
+
+    After the head: places in the pool [S, passes, longest]; on the CPU each client's samples and
+    steps [S]; the size of a batch, and whether a short one is left out; seeds of dropout [S,
+    passes], to which the place within the pass is added (None: no dropout); then as `sgd_step_`,
+    the largest norm of a minibatch's gradient (inf: any), and what gradients are added to [S, Q].
+    """
+    head, (order, size, steps, batch_size, drop_last, seeds) = Head(*args[:HEAD]), args[HEAD:][:6]
+    lr, shift, mask, mu, mu_rows, anchor, momentum, weight_decay, clip, grad_sum = args[HEAD + 6 :]
     device = w.device
     buffer = torch.zeros_like(w) if momentum else None
     loss = torch.zeros(len(w), dtype=torch.float64, device=device)
@@ -220,111 +196,69 @@ def sgd_reference(
         some, epoch = on.to(device), epoch.to(device)
         index = order[some, epoch].gather(1, place.to(device))
         weight = (inside.double() / inside.sum(1, keepdim=True)).to(w)
-        xs, ys = _samples(x, y, None if relabel is None else relabel[some], (c, h, wide), index)
         rows = w[some]
-        grad, value = _gradient(
-            program,
-            criterion,
-            rows,
-            xs,
-            ys,
-            weight,
-            None if seeds is None else seeds[some, epoch] + turn.to(device),
-        )
+        own_seeds = None if seeds is None else seeds[some, epoch] + turn.to(device)
+        grad, value = head.gradient(rows, some, index, weight, own_seeds)
         loss[some] += value.double()
         if clip < float("inf"):
             grad = clipped(grad, clip)
         if grad_sum is not None:
             grad_sum[some] += grad + weight_decay * rows
-        own = None if buffer is None else buffer[some]
-        sgd_step_(
-            rows,
-            grad,
-            lr,
-            None if shift is None else shift[some],
-            mask if mask is None or mask.dim() == 1 else mask[some],
-            mu,
-            None if mu_rows is None else mu_rows.to(device)[some],
-            None if anchor is None else anchor[some],
-            momentum,
-            own,
-            weight_decay,
+        own_shift, own_anchor, own = (
+            None if t is None else t[some] for t in (shift, anchor, buffer)
         )
+        own_mask = mask if mask is None or mask.dim() == 1 else mask[some]
+        rates = None if mu_rows is None else mu_rows.to(device)[some]
+        step = (lr, own_shift, own_mask, mu, rates, own_anchor, momentum, own, weight_decay)
+        sgd_step_(rows, grad, *step)
         w[some] = rows
         if buffer is not None and own is not None:
             buffer[some] = own
     return loss
 
 
-def grad_reference(
-    w: Tensor,  # [S, Q]
-    program: Tensor,
-    criterion: str,
-    c: int,
-    h: int,
-    wide: int,
-    x: Tensor,
-    y: Tensor,
-    relabel: Tensor | None,
-    order: Tensor,  # [S, longest] places in the pool
-    size: Tensor,  # [S] of which each client takes so many
-    seeds: Tensor | None,  # [S]; None: evaluation mode
-) -> tuple[Tensor, Tensor]:  # [S, Q] gradients of the mean losses, [S] float64
-    grad, loss, of = (
-        torch.zeros_like(w),
-        torch.zeros(len(w), dtype=torch.float64, device=w.device),
-        size.to(w.device),
-    )
+def grad_reference(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """Gradients [S, Q] of the mean losses, [S] float64, on `order` [S, longest] places in the pool,
+    of which each client takes `size` [S]; with `seeds` [S] in training mode."""
+    head, (order, size, seeds) = Head(*args[:HEAD]), args[HEAD:]
+    grad, loss = torch.zeros_like(w), torch.zeros(len(w), dtype=torch.float64, device=w.device)
+    some, of = torch.arange(len(w), device=w.device), size.to(w.device)[:, None]
     # a mask's numbers go through the whole batch
     step = max(1, order.shape[1]) if seeds is not None else CHUNK
     for a in range(0, order.shape[1], step):
         index = order[:, a : a + step]
-        inside = torch.arange(a, a + index.shape[1], device=w.device) < of[:, None]
-        weight = (inside.double() / of[:, None].clamp(min=1)).to(w)
-        xs, ys = _samples(x, y, relabel, (c, h, wide), torch.where(inside, index, order[:, :1]))
-        g, value = _gradient(program, criterion, w, xs, ys, weight, seeds)
+        inside = torch.arange(a, a + index.shape[1], device=w.device) < of
+        weight = (inside.double() / of.clamp(min=1)).to(w)
+        index = torch.where(inside, index, order[:, :1])
+        g, value = head.gradient(w, some, index, weight, seeds)
         grad += g
         loss += value.double()
     return grad, loss
 
 
-def eval_reference(
-    w: Tensor,  # [S, Q]; an expanded row where all have one model
-    program: Tensor,
-    criterion: str,
-    c: int,
-    h: int,
-    wide: int,
-    x: Tensor,
-    y: Tensor,
-    relabel: Tensor | None,
-    order: Tensor,  # [n] places in the pool, client after client
-    begin: Tensor,  # [S + 1] where each one's begin, on the CPU
-    classes: int,  # 0: no scores wanted
-) -> tuple[Tensor, Tensor, Tensor]:  # losses [n] float64, right answers [n], scores [n, classes]
+def eval_reference(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [n] float64, right answers [n], scores [n, classes] of the rows `w` [S, Q], one
+    expanded where all have one model.
+
+    After the head: places in the pool [n], client after client; where each one's begin [S + 1], on
+    the CPU; 0 classes: no scores are wanted.
+    """
+    head, (order, begin, classes) = Head(*args[:HEAD]), args[HEAD:]
     n = len(order)
     owner = torch.arange(len(w)).repeat_interleave(begin.diff().cpu()).to(w.device)
-    loss, right = (
-        torch.zeros(n, dtype=torch.float64, device=w.device),
-        torch.zeros(n, dtype=torch.bool, device=w.device),
-    )
+    loss = torch.zeros(n, dtype=torch.float64, device=w.device)
+    right = torch.zeros(n, dtype=torch.bool, device=w.device)
     scores = w.new_empty(n if classes else 0, classes)
     ends = begin.tolist() if len(w) > 1 and w.stride(0) else [0, n]
     for i, (first, last) in enumerate(pairwise(ends)):
         for a in range(first, last, CHUNK):
             b = min(last, a + CHUNK)
-            labels = y[order[a:b]]
-            if relabel is not None:
-                labels = relabel[owner[a:b]].gather(1, labels[:, None])[:, 0]
-            found = forward(
-                program, w[i : i + 1], x[order[a:b]].reshape(1, b - a, c, h, wide), None
-            )[0]
-            loss[a:b] = losses(criterion, found[None], labels[None])[0].double()
-            right[a:b] = (
-                found.argmax(1) == labels
-                if criterion == "cross_entropy"
-                else (found[:, 0] > 0) == (labels > 0)
-            )
+            x, labels = head.samples(owner[a:b], order[a:b, None])
+            found = forward(head.program, w[i : i + 1], x.transpose(0, 1), None)[0]
+            labels = labels[:, 0]
+            loss[a:b] = losses(head.criterion, found[None], labels[None])[0].double()
+            many = head.criterion == "cross_entropy"
+            right[a:b] = found.argmax(1) == labels if many else (found[:, 0] > 0) == (labels > 0)
             if classes:
                 scores[a:b] = found
     return loss, right, scores
@@ -338,21 +272,17 @@ _HEAD = (
 )
 
 
-def _fake_sgd(w: Tensor, *args: Any) -> Tensor:
-    return w.new_empty(w.shape[0], dtype=torch.float64)
+def _fake(kind: str) -> Callable[..., Any]:
+    """The results of a call, which begins with w and the head."""
 
+    def fake(w: Tensor, *args: Any) -> Any:
+        losses = w.new_empty(len(args[HEAD]) if kind == "eval" else len(w), dtype=torch.float64)
+        if kind == "eval":
+            right, classes = w.new_empty(len(losses), dtype=torch.bool), args[-1]
+            return losses, right, w.new_empty(len(losses) if classes else 0, classes)
+        return (w.new_empty(w.shape), losses) if kind == "grad" else losses
 
-def _fake_grad(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return w.new_empty(w.shape), w.new_empty(w.shape[0], dtype=torch.float64)
-
-
-def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    n, classes = len(args[8]), args[10]
-    return (
-        w.new_empty(n, dtype=torch.float64),
-        w.new_empty(n, dtype=torch.bool),
-        w.new_empty(n if classes else 0, classes),
-    )
+    return fake
 
 
 _chain_sgd_: Callable[..., Tensor] = define(
@@ -362,7 +292,7 @@ _chain_sgd_: Callable[..., Tensor] = define(
     "weight_decay, float clip, "
     "Tensor(b!)? grad_sum) -> Tensor",
     sgd_reference,
-    _fake_sgd,
+    _fake("sgd"),
 )
 
 
@@ -377,10 +307,10 @@ def chain_sgd_(w: Tensor, *args: Any) -> Tensor:
 chain_grad: Callable[..., tuple[Tensor, Tensor]] = define(
     f"chain_grad(Tensor w, {_HEAD}, Tensor size, Tensor? seeds) -> (Tensor, Tensor)",
     grad_reference,
-    _fake_grad,
+    _fake("grad"),
 )
 chain_eval: Callable[..., tuple[Tensor, Tensor, Tensor]] = define(
     f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, Tensor)",
     eval_reference,
-    _fake_eval,
+    _fake("eval"),
 )

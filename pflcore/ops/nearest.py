@@ -4,18 +4,18 @@ spares them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Annotated, NamedTuple
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pflcore.check import ANYTHING, checked
+from pflcore.check import Count, Whole, checked
 
 from . import stream
-from ._words import check_same, expect, is_int, shape
+from ._words import check_same, expect
 from .sqdist import pairwise_sqdist
-from .stream import Bar, Dense, Rows, block, check_rows, meter, spans, take
+from .stream import Bar, Dense, Progress, Rows, block, check_rows, meter, spans, take
 from .weights import feddwa_weights
 
 MARGIN = 1e-6  # twice what a distance may be off: the squared one has a relative error of 1e-6
@@ -35,10 +35,10 @@ class Nearest(NamedTuple):
 def nearest(
     guide: Dense,  # [M, P]
     rows: Dense,  # [N, P]
-    k: Annotated[int, ANYTHING],
-    method: str = "exact",
+    k: Count,
+    method: Literal["exact", "groups"] = "exact",
     *,
-    pivots: int | None = None,
+    pivots: Whole | None = None,
     progress: Bar | None = None,
 ) -> Nearest:
     """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as `feddwa_weights` ranks:
@@ -54,27 +54,11 @@ def nearest(
     op = "nearest"
     none, few = check_rows(op, "guide", guide), check_rows(op, "rows", rows)
     check_same(op, "guide", none, "rows", few)
-    n, p = rows.shape
-    expect(
-        guide.shape[1] == p,
-        op,
-        "rows",
-        f"P = {guide.shape[1]} columns like guide",
-        f"{n} rows of {p}",
-    )
+    (n, p), wanted = rows.shape, f"P = {guide.shape[1]} columns like guide"
+    expect(guide.shape[1] == p, op, "rows", wanted, f"{n} rows of {p}")
     expect(n > 0, op, "rows", "at least one row", "none")
-    for name, value, low in (("k", k, 1), ("pivots", pivots, 0)):
-        fine = (value is None and name != "k") or (is_int(value) and value >= low)  # type: ignore
-        expect(
-            fine,
-            op,
-            name,
-            f"a whole number of at least {low}",
-            shape(value) if isinstance(value, Tensor) else repr(value),
-        )
-    expect(method in ("exact", "groups"), op, "method", "'exact' or 'groups'", repr(method))
     with torch.no_grad():
-        search = _Search(guide, rows, min(int(k), n), none.device, meter(progress))
+        search = _Search(guide, rows, min(k, n), none.device, meter(progress))
         if method == "exact":
             return search.exact()
         many = min(n, math.isqrt(n - 1) + 1 if pivots is None else pivots)
@@ -84,33 +68,19 @@ def nearest(
 def _sketch(
     rows: Tensor | Rows,  # [N, P]
 ) -> Tensor:  # [N, WIDTH] float32 (float64 for float64 rows); a row that is not finite is 0
-    """CountSketch in one pass: each strip of WIDTH columns is turned by an offset of its own, given
-    signs and added."""
-    gen = torch.Generator().manual_seed(0)
-    width, p = WIDTH, rows.shape[1]
-    strips = -(-p // width)
-    sign = (torch.randint(0, 2, (strips, width), generator=gen) * 2 - 1).float()
-    turn = torch.randint(0, width, (strips,), generator=gen).tolist()
-    wide = torch.float64 if block(rows, 0, 0).dtype is torch.float64 else torch.float32
-    parts = []
-    parts_of_rows = (
-        part
-        for first, last in spans(rows)
-        for part in block(rows, first, last).split(max(1, SERIAL // width))
-    )
-    for part in parts_of_rows:
-        signs, out = (
-            sign.to(part.device, wide),
-            torch.zeros(len(part), width, dtype=wide, device=part.device),
-        )
-        for s in range(strips):
-            x = part[:, s * width : (s + 1) * width].to(wide)
-            size, at = x.shape[1], turn[s]
-            left = min(size, width - at)
-            out[:, at : at + left].addcmul_(x[:, :left], signs[s, :left])
-            out[:, : size - left].addcmul_(x[:, left:], signs[s, left:size])
-        parts.append(torch.where(out.isfinite().all(1, keepdim=True), out, 0.0))
-    return torch.cat(parts) if parts else torch.zeros(0, width, dtype=wide)
+    """In one pass: the strips of WIDTH columns with signs drawn for each column, added."""
+    none, p = block(rows, 0, 0), rows.shape[1]
+    wide = torch.float64 if none.dtype is torch.float64 else torch.float32
+    draws = torch.randint(0, 2, (p,), generator=torch.Generator().manual_seed(0))
+    signs = (draws * 2 - 1).to(none.device, wide).split(WIDTH)
+    parts = [none.new_zeros(0, WIDTH, dtype=wide)]
+    for first, last in spans(rows):
+        for part in block(rows, first, last).split(max(1, SERIAL // WIDTH)):
+            out = part.new_zeros(len(part), WIDTH, dtype=wide)
+            for sign, x in zip(signs, part.split(WIDTH, 1), strict=True):
+                out[:, : len(sign)].addcmul_(x.to(wide), sign)
+            parts.append(torch.where(out.isfinite().all(1, keepdim=True), out, 0.0))
+    return torch.cat(parts)
 
 
 class _Pivots:
@@ -140,14 +110,9 @@ class _Pivots:
 
     @staticmethod
     def _distances(rows: Tensor | Rows, pivots: Tensor) -> Tensor:  # [N, G] float64
-        parts = [
-            pairwise_sqdist(block(rows, first, last), pivots).sqrt() for first, last in spans(rows)
-        ]
-        return (
-            torch.cat(parts).nan_to_num(math.inf, math.inf)
-            if parts
-            else torch.zeros(0, len(pivots), dtype=torch.float64)
-        )
+        parts = [pairwise_sqdist(block(rows, *ends), pivots) for ends in spans(rows)]
+        parts = parts or [pairwise_sqdist(pivots[:0], pivots)]
+        return torch.cat(parts).sqrt().nan_to_num(math.inf, math.inf)
 
 
 def _spared(
@@ -162,10 +127,8 @@ def _spared(
     squares lose below their range.
     """
     none = -math.inf
-    least, most = (
-        torch.where(low.isinf(), none, low * (1 - MARGIN)),
-        torch.where(low > high, math.inf, high * (1 + MARGIN)),
-    )
+    least = torch.where(low.isinf(), none, low * (1 - MARGIN))
+    most = torch.where(low > high, math.inf, high * (1 + MARGIN))
     near, far = torch.where(d.isinf(), none, d * (1 - MARGIN)), d * (1 + MARGIN)
     bound = d.new_zeros(len(d), len(low))
     for p in range(d.shape[1]):
@@ -184,7 +147,7 @@ class _Search:
         rows: Tensor | Rows,
         k: int,
         device: torch.device,
-        progress: Callable[[int, int], object] | None,
+        progress: Progress | None,
     ) -> None:
         self.guide, self.rows, self.k, self.progress, self.device = guide, rows, k, progress, device
         self.m, self.n = guide.shape[0], rows.shape[0]
@@ -201,9 +164,8 @@ class _Search:
         order."""
         index = index.expand_as(sqdist)
         best = feddwa_weights(sqdist, self.k).index
-        d = torch.cat(
-            [self.sqdist[guides], sqdist.gather(1, best).nan_to_num(math.inf, math.inf)], 1
-        )
+        found = sqdist.gather(1, best).nan_to_num(math.inf, math.inf)
+        d = torch.cat([self.sqdist[guides], found], 1)
         index = torch.cat([self.index[guides], index.gather(1, best)], 1)
         order = index.argsort(1)
         order = order.gather(1, feddwa_weights(d.gather(1, order), self.k).index)
@@ -226,28 +188,19 @@ class _Search:
     @staticmethod
     def read(rows: Tensor | Rows, index: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """These rows and their numbers, as many at a time as may be held."""
-        whole = isinstance(rows, Tensor) and len(index) == rows.shape[0]  # a view
-        limit = (
-            len(index)
-            if whole
-            else stream.BYTES // max(1, rows.shape[1] * block(rows, 0, 0).element_size())
-        )
+        limit = stream.at_once(rows)
+        if isinstance(rows, Tensor) and len(index) == rows.shape[0]:  # a view
+            limit = len(index)
         for some in index.split(max(1, min(limit, math.isqrt(PAIRS)))):
             yield some, take(rows, some)
 
     def exact(self) -> Nearest:
         """All pairs."""
         everybody = torch.arange(self.n, device=self.device)
-        if (
-            self.device.type != "cpu"
-            and isinstance(self.guide, Tensor)
-            and isinstance(self.rows, Tensor)
-        ):
-            self.keep(
-                torch.arange(self.m, device=self.device),
-                pairwise_sqdist(self.guide, self.rows),
-                everybody,
-            )
+        guide, rows = self.guide, self.rows
+        if self.device.type != "cpu" and isinstance(guide, Tensor) and isinstance(rows, Tensor):
+            guides = torch.arange(self.m, device=self.device)
+            self.keep(guides, pairwise_sqdist(guide, rows), everybody)
         else:
             # rows in the cache: then distances that need no new memory are quicker
             few = self.n * self.rows.shape[1] <= PAIRS >> 3
@@ -264,11 +217,7 @@ class _Search:
         size = torch.tensor([len(members) for members in pivots.members], device=self.device)
         seen = torch.zeros(self.m, len(size), dtype=torch.bool, device=self.device)
         for turn in range(len(size)):
-            todo = (
-                torch.nonzero((seen * size).sum(1) < self.k)[:, 0]
-                if turn
-                else torch.arange(self.m, device=self.device)
-            )
+            todo = torch.nonzero((seen * size).sum(1) < self.k)[:, 0]
             if len(todo) == 0:
                 break
             for g in pivots.home[todo, turn].unique().tolist():
@@ -282,9 +231,7 @@ class _Search:
             self.index.fill_(self.n)
             return self.exact()
         for g, members in enumerate(pivots.members):
-            self.compare(
-                torch.nonzero(~seen[:, g] & (pivots.bound[:, g] <= self.sqdist[:, -1]))[:, 0],
-                members,
-            )
+            near = ~seen[:, g] & (pivots.bound[:, g] <= self.sqdist[:, -1])
+            self.compare(torch.nonzero(near)[:, 0], members)
             self.report((g + 1) * self.m // len(size))
         return Nearest(self.sqdist, self.index)

@@ -10,6 +10,7 @@ from ._library import define, forward_mode, lib, warn_once
 from ._words import check_same, floating, refuse, shape
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)  # what autocast may cast
+_OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
 
 
 def rank1_linear(  # noqa: PLR0911 (a path each)
@@ -43,22 +44,18 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
     if forward_mode():
         wide = [t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b)]
         return ((wide[0] @ wide[3].mT) * wide[2][..., None, :] @ wide[1].mT).to(x.dtype)
-    if len(lead) <= 1 and all(
-        t.dim() == o or t.shape[0] == lead[0] for t, o in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))
-    ):
+    inputs = ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))
+    if len(lead) <= 1 and all(t.dim() == own or t.shape[0] == lead[0] for t, own in inputs):
         return _differentiable(x, w_a, lam, w_b)
     if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:  # nothing but a larger batch
         y = _differentiable(x.flatten(0, -2), w_a, lam, w_b)
         return y.reshape(*x.shape[:-1], y.shape[-1])
-
-    def flat(t: Tensor, own: int) -> Tensor:
-        return (
-            t
-            if t.dim() == own
-            else t.expand(*lead, *t.shape[t.dim() - own :]).flatten(0, len(lead) - 1)
-        )
-
-    y = _differentiable(flat(x, 2), flat(w_a, 2), flat(lam, 1), flat(w_b, 2))
+    last = len(lead) - 1
+    flat = [
+        t if t.dim() == own else t.expand(*lead, *t.shape[t.dim() - own :]).flatten(0, last)
+        for t, own in inputs
+    ]
+    y = _differentiable(*flat)
     return y.reshape(*lead, *y.shape[1:])
 
 
@@ -143,24 +140,13 @@ def backward_reference(
 
 
 def _fake(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
-    batch = next(
-        (t.shape[:1] for t, own in ((x, 2), (w_a, 2), (lam, 1), (w_b, 2)) if t.dim() > own), ()
-    )
+    inputs = zip((x, w_a, lam, w_b), _OWN, strict=True)
+    batch = next((t.shape[:1] for t, own in inputs if t.dim() > own), ())
     return x.new_empty(*batch, x.shape[-2], w_a.shape[-2])
 
 
-def _fake_backward(
-    grad: Tensor,
-    x: Tensor,
-    w_a: Tensor,
-    lam: Tensor,
-    w_b: Tensor,
-    need_x: bool,
-    need_a: bool,
-    need_lam: bool,
-    need_b: bool,
-) -> tuple[Tensor, ...]:
-    pairs = ((x, need_x), (w_a, need_a), (lam, need_lam), (w_b, need_b))
+def _fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    pairs = zip(args[:4], args[4:], strict=True)
     return tuple(t.new_empty(t.shape if need else (0,)) for t, need in pairs)
 
 
@@ -210,79 +196,54 @@ class _Rank1(torch.autograd.Function):
 def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
     # these need the op to stand alone
     eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-    if (
-        eager
-        and torch.is_grad_enabled()
-        and (w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad)
-    ):
-        y: Tensor = _Rank1.apply(x, w_a, lam, w_b)
-        return y
-    return _op(x, w_a, lam, w_b)
+    wanted = w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad
+    run = _Rank1.apply if eager and wanted and torch.is_grad_enabled() else _op
+    y: Tensor = run(x, w_a, lam, w_b)
+    return y
 
 
 # --- vmap -------------------------------------------------------------------
 
-_OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
-
 
 def _clients_first(
     size: int, in_dims: Sequence[int | None], args: Sequence[Tensor], own: Sequence[int]
-) -> list[Tensor]:
+) -> tuple[list[Tensor], list[bool]]:
     """Each argument with the vmapped axis in front, folded into a clients' axis that is there
-    already: [size * n, ...]."""
-    inner = next(
-        (
-            t.shape[0 if d is None else int(d == 0)]
-            for t, d, o in zip(args, in_dims, own, strict=True)
-            if t.dim() - (d is not None) > o
-        ),
-        None,
-    )
-    out = []
-    for t, dim, o in zip(args, in_dims, own, strict=True):
-        has_inner = t.dim() - (dim is not None) > o
-        if dim is not None:
-            t = t.movedim(dim, 0)
-        if inner is not None and (dim is not None or has_inner):
-            t = t if dim is not None else t[None]
-            t = t if has_inner else t[:, None]
-            t = t.expand(size, inner, *t.shape[2:]).reshape(size * inner, *t.shape[2:])
-        out.append(t)
-    return out
-
-
-def _inner(in_dims: Sequence[int | None], args: Sequence[Tensor], own: Sequence[int]) -> bool:
-    return any(t.dim() - (d is not None) > o for t, d, o in zip(args, in_dims, own, strict=True))
+    already: [size * n, ...]; and which of them had one."""
+    has = [t.dim() - (d is not None) > o for t, d, o in zip(args, in_dims, own, strict=True)]
+    out = [t if d is None else t.movedim(d, 0) for t, d in zip(args, in_dims, strict=True)]
+    if any(has):
+        at = has.index(True)
+        n = out[at].shape[0 if in_dims[at] is None else 1]
+        for k, (t, dim) in enumerate(zip(out, in_dims, strict=True)):
+            if dim is not None or has[k]:
+                t = t if dim is not None else t[None]
+                t = t if has[k] else t[:, None]
+                out[k] = t.expand(size, n, *t.shape[2:]).flatten(0, 1)
+    return out, has
 
 
 def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
-    y = _op(*_clients_first(info.batch_size, in_dims, args, _OWN))
-    return (y.unflatten(0, (info.batch_size, -1)) if _inner(in_dims, args, _OWN) else y), 0
+    given, has = _clients_first(info.batch_size, in_dims, args, _OWN)
+    y = _op(*given)
+    return (y.unflatten(0, (info.batch_size, -1)) if any(has) else y), 0
 
 
 def _backward_vmap(
     info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    size, own, dims = info.batch_size, (2, *_OWN), in_dims[:5]
-    tensors, needs = args[:5], args[5:]
-    inner = _inner(dims, tensors, own)
+    size, dims, needs = info.batch_size, in_dims[:5], args[5:]
     # a gradient is wanted for each vmapped slice, so a shared input is repeated (without a copy)
     # rather than summed over the slices
-    wide = [
-        t if d is not None else t.expand(size, *t.shape) for t, d in zip(tensors, dims, strict=True)
-    ]
-    grads = _op_backward(
-        *_clients_first(size, [0 if d is None else d for d in dims], wide, own), *needs
-    )
+    wide = [t.expand(size, *t.shape) if d is None else t for t, d in zip(args, dims, strict=False)]
+    given, has = _clients_first(size, [d or 0 for d in dims], wide, (2, *_OWN))
     out = []
-    for g, t, d, o, need in zip(grads, tensors[1:], dims[1:], _OWN, needs, strict=True):
+    for g, own, need in zip(_op_backward(*given, *needs), has[1:], needs, strict=True):
         if not need:
-            out.append(g.new_empty(size, 0))
-            continue
-        if inner:
+            g = g.new_empty(size, 0)
+        elif any(has):
             g = g.unflatten(0, (size, -1))
-            if t.dim() - (d is not None) == o:  # shared by the inner clients
-                g = g.sum(1)
+            g = g if own else g.sum(1)  # shared by the inner clients
         out.append(g)
     return tuple(out), (0, 0, 0, 0)
 

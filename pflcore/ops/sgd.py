@@ -46,19 +46,8 @@ def sgd_step_(
     rows = mu if isinstance(mu, Tensor) and mu.dim() else None
     if isinstance(mu, Tensor) and rows is None and torch.compiler.is_compiling():
         rows = mu.expand(len(w))  # its value is not known while a graph is made
-    _op(
-        w,
-        grad,
-        lr,
-        shift,
-        mask,
-        0.0 if rows is not None else float(mu),
-        rows,
-        anchor,
-        momentum,
-        buffer,
-        weight_decay,
-    )
+    mu = 0.0 if rows is not None else float(mu)
+    _op(w, grad, lr, shift, mask, mu, rows, anchor, momentum, buffer, weight_decay)
     changed(w, buffer if momentum else None)
 
 

@@ -46,13 +46,10 @@ def pairwise_sqdist(
         check_index(index, a, (a if b is None else b).shape[0])
     warn_once()
     if forward_mode() and len(a):
-        rows_a, rows_b = a.double(), (a if b is None else b).double()
-        others = (
-            [rows_b] * len(a) if index is None else [rows_b[near.clamp(min=0)] for near in index]
-        )
-        out = torch.stack(
-            [(other - row).square().sum(1) for other, row in zip(others, rows_a, strict=True)]
-        )
+        other = (a if b is None else b).double()
+        near = [other] * len(a) if index is None else [other[i.clamp(min=0)] for i in index]
+        pairs = zip(near, a.double(), strict=True)
+        out = torch.stack([(rows - row).square().sum(1) for rows, row in pairs])
         return out if index is None else torch.where(index < 0, math.inf, out)
     return _op(a, b, index)
 
@@ -98,41 +95,27 @@ def reference(
                 out[i, some] += square[:, 0]
     if index is not None:
         out = torch.where(index < 0, math.inf, out)
-        return (
-            torch.where(index == torch.arange(m, device=a.device)[:, None], 0.0, out)
-            if symmetric
-            else out
-        )
+        own = index == torch.arange(m, device=a.device)[:, None]
+        return torch.where(own, 0.0, out) if symmetric else out
     return out + out.T if symmetric else out
 
 
 def _fake(a: Tensor, b: Tensor | None, index: Tensor | None = None) -> Tensor:
-    return a.new_empty(
-        a.shape[0],
-        (a if b is None else b).shape[0] if index is None else index.shape[1],
-        dtype=torch.float64,
-    )
+    n = (a if b is None else b).shape[0] if index is None else index.shape[1]
+    return a.new_empty(a.shape[0], n, dtype=torch.float64)
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor | None], output: Tensor) -> None:
-    ctx.given = [t is not None for t in inputs]
-    ctx.save_for_backward(*(t for t in inputs if t is not None))
+    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    saved = list(ctx.saved_tensors)
-    a, b, index = (
-        saved.pop(0),
-        saved.pop(0) if ctx.given[1] else None,
-        saved.pop(0) if ctx.given[2] else None,
-    )
+    a, b, index = ctx.saved_tensors
     if index is not None:
-        dense = grad.new_zeros(a.shape[0], (a if b is None else b).shape[0])
-        grad = (
-            dense.scatter_add(1, index.clamp(min=0), torch.where(index < 0, 0.0, grad))
-            if dense.numel()
-            else dense
-        )
+        listed, grad = grad, grad.new_zeros(len(a), len(a if b is None else b))
+        if grad.numel():
+            listed = torch.where(index < 0, 0.0, listed)
+            grad = grad.scatter_add(1, index.clamp(min=0), listed)
     if b is None:
         return _pull(grad + grad.T, a, a), None, None
     need_a, need_b = ctx.needs_input_grad[:2]

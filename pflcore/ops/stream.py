@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -21,12 +21,13 @@ from pflcore.check import Kind, Names, are_names, checked, some
 
 from ._words import expect, matrix, meet, refuse, same_view, shape, span
 from .aggregate import aggregate as aggregate_op
-from .aggregate import check_aggregate, check_out
+from .aggregate import check_aggregate, check_out, dtypes
 from .sqdist import pairwise_sqdist as sqdist_op
 
 __all__ = ["Files", "Progress", "Rows", "aggregate", "pairwise_sqdist"]
 
 BYTES = 1 << 28  # of rows that are held at a time
+FLOATS = ("F16", "BF16", "F32", "F64")  # as files call them
 CHUNK = 128  # rows that `aggregate` sums before it adds them to a float64 total
 
 Progress = Callable[[int, int], object]
@@ -97,18 +98,8 @@ class Files:
         paths: Annotated[Sequence[str | Path], some("a list of files")],
         keys: Names | None = None,
     ) -> None:
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError:
-            raise ImportError(
-                "Files needs the package safetensors; install it: pip install safetensors"
-            ) from None
-        self._open: Any = safe_open
-        self._broken = SafetensorError, OSError
-        self.paths, self.keys = (
-            list(paths),
-            [keys] if isinstance(keys, str) else keys and list(keys),
-        )
+        self.paths = list(paths)
+        self.keys = [keys] if isinstance(keys, str) else keys and list(keys)
         expect(len(self.paths) > 0, "Files", "paths", "at least one file", "none")
         wrong = next((p for p in self.paths if not isinstance(p, str | os.PathLike)), None)
         expect(wrong is None, "Files", "paths", "names of files", repr(wrong))
@@ -117,44 +108,26 @@ class Files:
 
     def _row(self, number: int) -> tuple[Tensor, list[Any]]:
         """One file's row and the shapes of its tensors."""
+        from safetensors import SafetensorError, safe_open
+
+        path = self.paths[number]
         try:
-            with self._open(self.paths[number], "pt") as file:
+            with safe_open(path, "pt") as file:
+                held = {key: file.get_slice(key).get_dtype() for key in sorted(file.keys())}
                 if self.keys is None:
-                    self.keys = [
-                        key
-                        for key in sorted(file.keys())
-                        if file.get_slice(key).get_dtype() in ("F16", "BF16", "F32", "F64")
-                    ]
-                expect(
-                    len(self.keys) > 0,
-                    "Files",
-                    "paths",
-                    "files with floating-point tensors",
-                    str(self.paths[0]),
-                )
-                missing = sorted(set(self.keys) - set(file.keys()))
-                expect(
-                    not missing,
-                    "Files",
-                    "keys",
-                    f"names of tensors in {self.paths[number]}",
-                    ", ".join(missing),
-                )
+                    self.keys = [key for key in held if held[key] in FLOATS]
+                missing = ", ".join(sorted(set(self.keys) - set(held)))
+                expect(not missing, "Files", "keys", f"names of tensors in {path}", missing)
                 parts = [file.get_tensor(key) for key in self.keys]
-        except self._broken as error:
+        except (SafetensorError, OSError) as error:
+            why = str(error).rstrip(".")
             raise ValueError(
-                f"Files: paths: {self.paths[number]} is no whole safetensors file "
-                f"({str(error).rstrip('.')})."
+                f"Files: paths: {path} is no whole safetensors file ({why})."
             ) from None
+        expect(len(parts) > 0, "Files", "paths", "files with floating-point tensors", str(path))
         kinds = sorted({str(t.dtype).removeprefix("torch.") for t in parts})
-        expect(
-            len(kinds) == 1,
-            "Files",
-            "keys",
-            f"tensors of one dtype in {self.paths[number]}",
-            ", ".join(kinds),
-            "choose keys",
-        )
+        wanted = f"tensors of one dtype in {path}"
+        expect(len(kinds) == 1, "Files", "keys", wanted, ", ".join(kinds), "choose keys")
         return torch.cat([t.flatten() for t in parts]), [list(t.shape) for t in parts]
 
     def __getitem__(self, rows: slice, /) -> Tensor:
@@ -163,12 +136,8 @@ class Files:
         for number in range(len(self.paths))[rows]:
             row, shapes = self._row(number)
             if shapes != self._shapes or row.dtype is not self._first.dtype:
-                wanted, got = (
-                    f"{str(r.dtype).removeprefix('torch.')} {s}"
-                    for r, s in ((self._first, self._shapes), (row, shapes))
-                )
-                came = f"{got} in {self.paths[number]}"
-                refuse("Files", "paths", f"files of {wanted} like the first", came)
+                wanted = f"files of {self._first.dtype} {self._shapes} like the first"
+                refuse("Files", "paths", wanted, f"{row.dtype} {shapes} in {self.paths[number]}")
             picked.append(row)
         return torch.stack(picked) if picked else self._first.new_empty(0, self.shape[1])
 
@@ -221,9 +190,14 @@ def check_rows(op: str, name: str, rows: Any) -> Tensor:
     return none
 
 
+def at_once(rows: Tensor | Rows) -> int:
+    """How many rows are BYTES."""
+    return BYTES // max(1, rows.shape[1] * block(rows, 0, 0).element_size())
+
+
 def spans(rows: Tensor | Rows) -> Iterator[tuple[int, int]]:
     """first, last of the blocks in which rows are read: of BYTES at most, at least a row."""
-    step = max(1, BYTES // max(1, rows.shape[1] * block(rows, 0, 0).element_size()))
+    step = max(1, at_once(rows))
     return ((first, min(first + step, rows.shape[0])) for first in range(0, rows.shape[0], step))
 
 
@@ -278,80 +252,68 @@ def aggregate(
     """
     progress = meter(progress)
     matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
-    again = isinstance(updates, Tensor) or hasattr(updates, "shape")
-    expect(
-        index is None or again,
-        "aggregate",
-        "updates",
-        "rows that can be read again where index is given",
-        type(updates).__name__,
-    )
-    m = weight.shape[0]
+    again = hasattr(updates, "shape")
+    came = type(updates).__name__
+    wanted = "rows that can be read again where index is given"
+    expect(index is None or again, "aggregate", "updates", wanted, came)
+    rows, n = cast(Any, updates), weight.shape[1]
     if again:
-        check_result(updates, weight, index, base, out)
+        none = check_rows("aggregate", "updates", rows)
+        alike = _alike(none, *rows.shape)
+        check_aggregate(rows if isinstance(rows, Tensor) else alike, weight, index, base, lr, None)
+        check_result(rows, alike, weight, index, base, out)
+        n = rows.shape[0]
     if index is None:
-        result = _dense(_blocks(updates, weight.shape[1]), weight, base, lr, precise, progress)
+        blocks = (block(rows, a, min(a + CHUNK, n)) for a in range(0, n, CHUNK))
+        result = _dense(blocks if again else _blocks(rows, n), weight, base, lr, precise, progress)
         if out is None:
             return result
-        check_result(
-            result.new_empty(1, 1).expand(weight.shape[1], result.shape[1]),
-            weight,
-            None,
-            result,
-            out,
-        )
+        if not again:
+            alike = _alike(result, n, result.shape[1])
+            check_result(alike, alike, weight, None, result, out)
         out[:] = result
         return out
-    none = check_rows("aggregate", "updates", updates)
-    rows: Any = updates
-    check_aggregate(none.new_empty(1, 1).expand(*rows.shape), weight, index, base, lr, None)
     if out is None:
-        out = torch.empty(m, rows.shape[1], dtype=none.dtype if base is None else base.dtype)
-    step = max(1, BYTES // max(1, rows.shape[1] * none.element_size() * index.shape[1]))
-    for first in range(0, m, step):
+        out = torch.empty(
+            len(weight), rows.shape[1], dtype=none.dtype if base is None else base.dtype
+        )
+    step = max(1, at_once(rows) // max(1, index.shape[1]))
+    for first in range(0, len(weight), step):
         some = slice(first, first + step)
         # what has no weight is not read
         used = index[some][(lr * weight[some].double()) != 0].unique()
-        slot = torch.zeros(rows.shape[0], dtype=torch.int64, device=index.device)
+        slot = torch.zeros(n, dtype=torch.int64, device=index.device)
         slot[used] = torch.arange(len(used), device=index.device)
         start = base[some] if base is not None and base.dim() == 2 else base
         part = take(rows, used) if len(used) else none.new_zeros(1, rows.shape[1])
         out[some] = aggregate_op(part, weight[some], slot[index[some]], start, lr, precise=precise)
         if progress:
-            progress(min(first + step, m), m)
+            progress(min(first + step, len(weight)), len(weight))
     return out
 
 
+def _alike(t: Tensor, *shape: int) -> Tensor:
+    """A tensor of this shape like `t`, which takes no room."""
+    return t.new_empty(1, 1).expand(shape)
+
+
 def check_result(
-    rows: Any, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
+    rows: Any, alike: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
 ) -> None:
     """The `out` of `aggregate`: as the op wants it where it is a tensor, else of that shape and
-    floating point."""
-    none = check_rows("aggregate", "updates", rows)
+    floating point; with `index` it has memory of its own."""
     if isinstance(out, Tensor):
-        check_out(
-            rows if isinstance(rows, Tensor) else none.new_empty(1, 1).expand(*rows.shape),
-            weight,
-            index,
-            base,
-            out,
-        )
+        check_out(rows if isinstance(rows, Tensor) else alike, weight, index, base, out)
     elif out is not None:
-        wanted, kind = (
-            (weight.shape[0], rows.shape[1]),
-            getattr(getattr(out, "dtype", None), "kind", "f"),
-        )
-        fits = tuple(getattr(out, "shape", ())) == wanted and kind == "f"
-        expect(fits, "aggregate", "out", f"{list(wanted)} of floating point", shape(out))
+        wanted, kind = [len(weight), alike.shape[1]], getattr(out, "dtype", np.dtype(float)).kind
+        fits = list(getattr(out, "shape", ())) == wanted and kind == "f"
+        expect(fits, "aggregate", "out", f"{wanted} of floating point", shape(out))
     if out is None or index is None:
         return
     others = [("updates", rows)]
-    if (
-        base is not None
-        and isinstance(out, np.ndarray)
-        and not (out.flags.writeable and same_view(base, tensor_of(out)))
-    ):
-        others.append(("base", base))
+    if isinstance(out, np.ndarray) and base is not None:
+        own = out.flags.writeable and same_view(base, tensor_of(out))
+        others += [] if own else [("base", base)]
     for name, other in others:
         file = getattr(out, "filename", None)
         again = (
@@ -359,9 +321,8 @@ def check_result(
             and getattr(other, "filename", None) == file
             and getattr(other, "_mmap", None) is not out._mmap
         )
-        shared = (
-            out is other or again or any(meet(a, b) for a in _memory(out) for b in _memory(other))
-        )
+        meets = any(meet(a, b) for a in _memory(out) for b in _memory(other))
+        shared = out is other or again or meets
         expect(not shared, "aggregate", "out", "memory of its own", f"memory of {name}")
 
 
@@ -373,53 +334,28 @@ def _memory(rows: Any) -> list[tuple[int, int] | None]:
     if isinstance(rows, np.ndarray):
         first = rows.__array_interface__["data"][0]
         reach = [(n - 1) * step for n, step in zip(rows.shape, rows.strides, strict=True)]
-        return (
-            [
-                (
-                    first + sum(r for r in reach if r < 0),
-                    first + sum(r for r in reach if r > 0) + rows.itemsize,
-                )
-            ]
-            if rows.size
-            else []
-        )
+        low, high = (sum(r for r in reach if (r < 0) is below) for below in (True, False))
+        return [(first + low, first + high + rows.itemsize)] if rows.size else []
     ends = (rows[i : i + 1] for i in (0, rows.shape[0] - 1))
     return [where for end in ends if isinstance(end, Tensor | np.ndarray) for where in _memory(end)]
 
 
-def _blocks(updates: Any, n: int) -> Iterator[Tensor]:
+def _blocks(updates: Iterable[Any], n: int) -> Iterator[Tensor]:
     """The rows in blocks of CHUNK, whatever blocks they come in."""
-    if isinstance(updates, Tensor) or hasattr(updates, "shape"):
-        check_rows("aggregate", "updates", updates)
-        expect(
-            updates.shape[0] == n,
-            "aggregate",
-            "weight",
-            f"[M, {updates.shape[0]}], a column for each row of updates",
-            f"{n} columns",
-        )
-        yield from (block(updates, first, min(first + CHUNK, n)) for first in range(0, n, CHUNK))
-        return
     held: list[Tensor] = []
-    done = 0
+    done, wanted = 0, f"{n} rows in all, as weight has columns"
     for part in updates:
         rows = tensor_of(part)
         matrix("aggregate", "updates", rows, "[n, P] in each block")
         done += len(rows)
-        expect(
-            done <= n,
-            "aggregate",
-            "updates",
-            f"{n} rows in all, as weight has columns",
-            f"at least {done}",
-        )
+        expect(done <= n, "aggregate", "updates", wanted, f"at least {done}")
         same = not held or (rows.shape[1] == held[0].shape[1] and rows.dtype is held[0].dtype)
         expect(same, "aggregate", "updates", "blocks of one P and one dtype", shape(rows))
         held = [torch.cat([*held, rows])]
         while len(held[0]) >= CHUNK:
             yield held[0][:CHUNK]
             held = [held[0][CHUNK:]]
-    expect(done == n, "aggregate", "updates", f"{n} rows in all, as weight has columns", str(done))
+    expect(done == n, "aggregate", "updates", wanted, str(done))
     if held and len(held[0]):
         yield held[0]
 
@@ -442,10 +378,7 @@ def _dense(
         else:
             if total is None:
                 check_aggregate(rows, some, None, base, lr, None)
-            dtype = rows.dtype if base is None else base.dtype
-            wide = (
-                torch.float64 if precise or torch.float64 in (rows.dtype, dtype) else torch.float32
-            )
+            dtype, wide = dtypes(rows, base, precise)
             zero = torch.zeros(rows.shape[1], dtype=wide, device=rows.device)
             part = aggregate_op(rows, some, None, zero, lr, precise=precise)
             total = part.double() if total is None else total.add_(part)

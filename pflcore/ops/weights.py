@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._library import define, warn_once
-from ._words import concrete, expect, floating, is_int, matrix, refuse, shape, whole
+from ._words import concrete, expect, floating, is_int, matrix, number, refuse, shape, whole
 
 
 class TopK(NamedTuple):
@@ -77,10 +77,8 @@ def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> 
     n = dist.shape[-1] if dist.dim() else 0
     expect(n > 0, op, "dist", "[..., N] with N > 0", shape(dist))
     for name, value in (("omega", omega), ("psi", psi)):
-        try:
-            fine = 0 <= value <= 1e100  # so that a sum of them is finite
-        except (TypeError, RuntimeError, ValueError):
-            refuse(op, name, "a number", shape(value), kind=TypeError)
+        number(op, name, value)
+        fine = 0 <= value <= 1e100  # so that a sum of them is finite
         expect(fine, op, name, "a number from 0 to 1e100", repr(value))
     expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
     if is_int(target):
@@ -142,18 +140,14 @@ def feddwa_reference(
     return weight / weight.sum(1, keepdim=True), index
 
 
-def _fake_waffle(
-    dist: Tensor, target: Tensor, omega: float, psi: float, uniform_ties: bool
-) -> Tensor:
+def _fake_waffle(dist: Tensor, *how: Any) -> Tensor:
     return dist.new_empty(dist.shape, dtype=torch.float64)
 
 
 def _fake_feddwa(sqdist: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    m, n = sqdist.shape
-    kept = min(k, n)
-    return sqdist.new_empty(m, kept, dtype=torch.float64), sqdist.new_empty(
-        m, kept, dtype=torch.int64
-    )
+    m, kept = sqdist.shape[0], min(k, sqdist.shape[1])
+    weight = sqdist.new_empty(m, kept, dtype=torch.float64)
+    return weight, sqdist.new_empty(m, kept, dtype=torch.int64)
 
 
 _waffle: Callable[..., Tensor] = define(

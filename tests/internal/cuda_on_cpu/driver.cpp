@@ -95,11 +95,11 @@ void* fenced(int64_t bytes, int64_t* size) {
 void unfence(void* from, int64_t size) { munmap(from, static_cast<size_t>(size + sysconf(_SC_PAGESIZE))); }
 
 const char* last_error() { return failure.c_str(); }
-void set_order(unsigned seed) { cuda_on_cpu::device().seed = seed; }
+void set_order(int64_t seed) { cuda_on_cpu::device().seed = static_cast<unsigned>(seed); }
 void set_shared(int64_t most) { cuda_on_cpu::device().shared_most = most; }
 int64_t launches() { return cuda_on_cpu::device().launches; }
 
-int sqdist(int dtype, const void* a, int64_t a_row, int64_t m, int symmetric, const void* b, int64_t b_row, int64_t n, int64_t p,
+int sqdist(int64_t dtype, const void* a, int64_t a_row, int64_t m, int64_t symmetric, const void* b, int64_t b_row, int64_t n, int64_t p,
            double* out, int64_t most, const int64_t* index, int64_t listed) {
   return guarded([&] {
     pflcore::Sqdist q{static_cast<pflcore::Dtype>(dtype), a, a_row, m, symmetric != 0, b, b_row, n, p, out, nullptr, index, listed};
@@ -111,27 +111,27 @@ int sqdist(int dtype, const void* a, int64_t a_row, int64_t m, int symmetric, co
 }
 
 // The plan for these sizes: lanes, threads, stages, chunk, splits.
-void sqdist_plan(int dtype, int64_t m, int64_t n, int64_t p, int symmetric, int64_t* plan) {
+void sqdist_plan(int64_t dtype, int64_t m, int64_t n, int64_t p, int64_t symmetric, int64_t* plan) {
   const double here = 0;
   pflcore::Sqdist q{static_cast<pflcore::Dtype>(dtype), &here, p, m, symmetric != 0, &here, p, n, p, nullptr, nullptr};
   const pc::SqdistPlan got = pc::sqdist_plan(q);
   plan[0] = 1 << got.lanes_log2, plan[1] = got.threads, plan[2] = got.stages, plan[3] = got.chunk, plan[4] = got.splits;
 }
 
-int waffle(const double* dist, int64_t rows, int64_t n, const int64_t* target, int64_t target_step, double omega, double psi, int uniform_ties,
+int waffle(const double* dist, int64_t rows, int64_t n, const int64_t* target, int64_t target_step, double omega, double psi, int64_t uniform_ties,
            double* weight) {
   return guarded([&] { pc::waffle_weights({dist, rows, n, target, target_step, omega, psi, uniform_ties != 0, weight}, nullptr); });
 }
 
-int feddwa(int is_double, const void* sqdist, int64_t row, int64_t m, int64_t n, int64_t k, double* weight, int64_t* index) {
+int feddwa(int64_t is_double, const void* sqdist, int64_t row, int64_t m, int64_t n, int64_t k, double* weight, int64_t* index) {
   return guarded([&] {
     if (is_double) pc::feddwa_weights<double>({static_cast<const double*>(sqdist), row, m, n, k, weight, index}, nullptr);
     else pc::feddwa_weights<float>({static_cast<const float*>(sqdist), row, m, n, k, weight, index}, nullptr);
   });
 }
 
-int aggregate(int in, int out_dtype, int wide, int64_t n, int64_t p, int64_t m, int64_t k, const void* updates, int64_t updates_row,
-              const double* weight, int sparse, const int64_t* index, const void* base, int64_t base_row, double lr, void* out, int64_t out_row) {
+int aggregate(int64_t in, int64_t out_dtype, int64_t wide, int64_t n, int64_t p, int64_t m, int64_t k, const void* updates, int64_t updates_row,
+              const double* weight, int64_t sparse, const int64_t* index, const void* base, int64_t base_row, double lr, void* out, int64_t out_row) {
   return guarded([&] {
     pc::aggregate({static_cast<pflcore::Dtype>(in), static_cast<pflcore::Dtype>(out_dtype), wide != 0, n, p, m, k, updates, updates_row, weight, sparse != 0, index,
                    base, base_row, lr, out, out_row},
@@ -176,7 +176,7 @@ SGD(double, double)
 
 // What the harness must catch: a kernel that forgets a barrier (its result depends on the order), one whose threads part at a barrier, one that
 // reads shared memory it never wrote, one that uses a copy it did not wait for, one that reads past its input.
-int broken(int which, double* out) {
+int broken(int64_t which, double* out) {
   return guarded([&] {
     auto* const kernel = +[](int fault, double* to) {
       PFLCORE_DYNAMIC_SHARED(shared);
@@ -195,7 +195,7 @@ int broken(int which, double* out) {
       if (fault == 5 && t == 0) mine[64] = 0;
       if (fault == 6 && t == 63) to[t] = to[t + 1];
     };
-    PFLCORE_LAUNCH(kernel, 1, 64, 64 * sizeof(float), nullptr, which, out);
+    PFLCORE_LAUNCH(kernel, 1, 64, 64 * sizeof(float), nullptr, static_cast<int>(which), out);
   });
 }
 

@@ -1,0 +1,297 @@
+"""The ops' laws on drawn inputs, for all that runs them: the CPU's kernels and the references
+(tests/ops), the CUDA kernels on a card (tests/gpu) and on the CPU (tests/internal/cuda_on_cpu)."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import torch
+from tolerance import F16, F32, F64, FLOATS, assert_close
+from torch import Tensor
+from ugly import LAYOUTS, SIZES, intact, lay, matrix, randn, scales
+
+from pflcore import ops
+from pflcore.ops import reference
+
+dtypes = st.sampled_from(FLOATS)
+identical = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
+
+
+class Machine(NamedTuple):
+    """`put(t, draw)` gives a matrix's values in memory of its own for `ops`, NaN around them, in a
+    place that hypothesis draws; where they are to be written, in one that may be written."""
+
+    ops: Any
+    put: Callable[..., Tensor]
+    sizes: Sequence[int] = SIZES  # columns
+    device: str = "cpu"
+
+    def place(self, t: Tensor | None, draw: Any, **how: bool) -> Tensor | None:
+        """The same for a tensor of any number of axes, or none."""
+        if t is None:
+            return None
+        rows = t.flatten(0, -2) if t.dim() > 1 else t[None]
+        return self.put(rows, draw, **how).reshape(t.shape)
+
+
+CPU = Machine(
+    ops, lambda t, draw, write=False: lay(t, draw(st.sampled_from(LAYOUTS[: 3 if write else 5])))
+)
+
+
+def integers(seed, low, high, *shape):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def of(*values):
+    return st.sampled_from(values)
+
+
+# --- pairwise_sqdist --------------------------------------------------------
+
+
+def exact(a, b=None):
+    """The definition in float64."""
+    b = a if b is None else b
+    return (a.double()[:, None] - b.double()).square().sum(-1)
+
+
+def listed(all_pairs, index):
+    """The entries of all pairs; padding is infinitely far."""
+    return torch.where(index < 0, torch.inf, all_pairs.gather(1, index.clamp(min=0)))
+
+
+def sqdist(on, dtype, draw):
+    """The definition; symmetric, 0 with itself; listed pairs have the bits of all pairs."""
+    m, n, p = draw(of(1, 2, 3, 7, 17)), draw(of(1, 2, 5, 11, 17)), draw(of(*on.sizes))
+    rows = matrix(draw, m + n, p, dtype, draw(scales(dtype)))
+    a, b = on.put(rows[:m], draw), on.put(rows[m:], draw)
+    call = on.ops.pairwise_sqdist
+    both, own = call(a, b).cpu(), call(a).cpu()
+    assert_close(both, exact(rows[:m], rows[m:]), "sqdist", dtype)
+    assert_close(own, exact(rows[:m]), "sqdist", dtype)
+    assert own.dtype == F64
+    assert torch.equal(own, own.T) and not own.diagonal().any()
+    for other, pairs in ((b, both), (None, own)):
+        index = integers(draw(st.integers(0, 99)), -1, pairs.shape[1], draw(of(0, 1, 3, 9)), m).T
+        identical(call(a, other, index.to(on.device)).cpu(), listed(pairs, index))
+
+
+# --- weights ----------------------------------------------------------------
+
+
+def distances(rows, n, seed):
+    """Ugly distances: ties, zeros, huge and tiny, absent clients, below 0 by rounding."""
+    kind, size = integers(seed, 0, 9, rows, n), 10.0 ** integers(seed + 1, -3, 4, rows, 1)
+    d = randn(seed, rows, n).abs() * size
+    for turn, value in enumerate((0.0, 2.5, torch.inf, torch.nan, -1e-9)[: 2 + seed % 2 * 3]):
+        d[kind == turn] = value
+    return torch.full_like(d, 2.5) if seed % 7 == 0 else d
+
+
+def weights(on, dtype, draw):
+    """Both rules are their references, of any dtype in any place."""
+    rows, n, seed = (
+        draw(of(0, 1, 3)),
+        draw(of(1, 2, 3, 17, 67, 300, 1100)),
+        draw(st.integers(0, 99)),
+    )
+    k = draw(of(1, 2, 5, 16, 31, 32, 33, 34, 255, 2000))
+    d, target = distances(rows, n, seed).to(dtype), integers(seed, 0, n, rows)
+    there = on.put(d, draw)
+    (weight, index), (want, near) = on.ops.feddwa_weights(there, k), reference.feddwa_weights(d, k)
+    assert torch.equal(index.cpu(), near)
+    torch.testing.assert_close(weight.cpu(), want, rtol=1e-12, atol=1e-300)
+    omega, psi = draw(of(0.0, 0.2, 0.7, 1.0, 1.3)), draw(of(0.0, 0.3, 0.9))
+    for tie in ("closed", "uniform"):
+        got = on.ops.waffle_weights(there, target.to(on.device), omega, psi, tie).cpu()
+        want = reference.waffle_weights(d, target, omega, psi, tie == "uniform")
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-15)
+
+
+# --- aggregate --------------------------------------------------------------
+
+
+def scattered(weight, index, n):
+    """The dense [M, N] weights in float64; an index named twice adds up."""
+    if index is None:
+        return weight.double()
+    return torch.zeros(len(weight), n, dtype=F64).scatter_add_(1, index, weight.double())
+
+
+def close_mix(got, updates, weight, index=None, base=None, lr=1.0):
+    """`got` is base + lr * (weight @ updates), its error measured by the sizes of the addends."""
+    u, w = updates.double(), scattered(weight, index, len(updates))
+    start = torch.zeros((), dtype=F64) if base is None else base.double()
+    size = start.abs() + abs(lr) * (scattered(weight.abs(), index, len(updates)) @ u.abs())
+    assert got.dtype == (updates if base is None else base).dtype
+    exactly = got.dtype == F64 and updates.dtype == F64
+    # accumulated in float32, or rounded to it in the end
+    rounding = F32 if got.dtype in (F32, F64) and not exactly else got.dtype
+    assert_close(got.cpu(), start + lr * (w @ u), "aggregate", rounding, size)
+
+
+def aggregate(on, dtype, draw):
+    """The formula, dense and by index, onto any base; into `out` the same bits, and none beside."""
+    n, m, p = draw(of(0, 1, 2, 7, 20)), draw(of(0, 1, 2, 8, 9, 13, 33, 100)), draw(of(*on.sizes))
+    seed, scale = draw(st.integers(0, 99)), draw(scales(dtype))
+    updates = matrix(draw, n, p, dtype, scale)
+    sparse = draw(st.booleans())
+    k = draw(of(0, 1, 2, 5, 9, 40)) if sparse and n else n
+    weight = randn(seed, m, k, dtype=draw(of(F32, F64))) * (randn(seed + 2, m, k) > -0.8)
+    index = integers(seed, 0, max(n, 1), m, k) if sparse else None
+    shape = draw(of(None, (p,), (m, p)))
+    kinds = FLOATS if 1e-12 <= scale <= 1e3 else (dtype, F64)
+    base = None if shape is None else randn(seed + 1, *shape, scale=scale).to(draw(of(*kinds)))
+    lr, precise = draw(of(1.0, 0.5, -0.1, 0.0, 1e-3)), draw(st.booleans())
+    there = [on.place(t, draw) for t in (updates, weight)]
+    there += [None if index is None else index.to(on.device), on.place(base, draw)]
+    got = on.ops.aggregate(*there, lr, precise=precise)
+    close_mix(got, updates, weight, index, base, lr)
+    out = on.put(torch.full_like(got.cpu(), torch.nan), draw, write=True)
+    assert on.ops.aggregate(*there, lr, out, precise) is out and intact(out)
+    plain = reference.aggregate(updates, weight, index, base, lr, precise)
+    for result in (out, plain):
+        close_mix(result, updates, weight, index, base, lr)
+
+
+# --- rank1_linear -----------------------------------------------------------
+
+
+def dense(x, w_a, lam, w_b):
+    """x times the dense weight sum_f lam_f w_a[:, f] w_b[f, :], clients' axes broadcast."""
+    return x @ (w_a * lam[..., None, :] @ w_b).mT
+
+
+def factors(b, i, f, o, dtype=F64, leads=((),) * 4, active=1.0, seed=0):
+    """x, w_a, lam, w_b; so many of the factors are not off."""
+    shapes = ((b, i), (o, f), (f,), (f, i))
+    out = [
+        randn(seed + k, *lead, *shape)
+        for k, (lead, shape) in enumerate(zip(leads, shapes, strict=True))
+    ]
+    gen = torch.Generator().manual_seed(seed)
+    out[2] *= torch.rand(out[2].shape, generator=gen, dtype=F64) < active
+    return [t.to(dtype) for t in out]
+
+
+def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
+    """Value and gradients against autograd through the dense weight in float64, errors measured by
+    the same of the absolute values."""
+    leaves = [t.detach().requires_grad_(w) for t, w in zip(there or args, need, strict=True)]
+    y = call(*leaves)
+    wide, sizes = ([f(t.double()) for t in args] for f in (torch.clone, torch.abs))
+    assert y.dtype == args[0].dtype
+    assert_close(y.cpu(), dense(*wide), "rank1", size=dense(*sizes))
+    if not any(need):
+        return
+    grad = randn(9, *y.shape, dtype=y.dtype)
+    got = torch.autograd.grad(y, [t for t in leaves if t.requires_grad], grad.to(y.device))
+    want, size = (
+        torch.autograd.functional.vjp(dense, tuple(given), g)[1]
+        for given, g in ((wide, grad.double()), (sizes, grad.double().abs()))
+    )
+    wanted = [k for k in range(4) if need[k]]
+    for g, k in zip(got, wanted, strict=True):
+        assert g.dtype == args[k].dtype and g.shape == args[k].shape
+        assert_close(g.cpu(), want[k], "rank1", size=size[k])
+
+
+def rank1(on, dtype, draw):
+    """The layer and the gradients that are wanted, clients' axes where they may be, factors off."""
+    sizes = [draw(of(1, 2, 3, 7, 8, 13, 17, 33, 67)) for _ in range(4)]
+    has, need = (draw(st.tuples(*[st.booleans()] * 4)) for _ in range(2))
+    leads = [(3,) if axis else () for axis in has]
+    args = factors(*sizes, dtype, leads, draw(of(0.0, 0.3, 1.0)), draw(st.integers(0, 99)))
+    there = [on.place(t, draw) for t in args]
+    close_layer(args, there, need, on.ops.rank1_linear)
+
+
+# --- sgd_step_ --------------------------------------------------------------
+
+
+def stepped(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay):
+    """In float64: new w, new buffer."""
+    d = grad if shift is None else grad + shift
+    if anchor is not None:
+        d = d + (mu[:, None] if isinstance(mu, Tensor) else mu) * (w - anchor)
+    d = d + weight_decay * w
+    if momentum:
+        d = buffer = momentum * buffer + d
+    return w - lr * (1 if mask is None else mask) * d, buffer
+
+
+def sgd(on, dtype, draw):
+    """The formula, each tensor in a place of its own; what is masked does not move, nor what lies
+    between the rows."""
+    s, q = draw(of(0, 1, 2, 5, 17)), draw(of(*on.sizes))
+    seed, kind = draw(st.integers(0, 99)), draw(of(None, "number", "rows"))
+    t = [randn(seed + k, s, q, dtype=dtype) for k in range(5)]
+    for k, wanted in ((2, draw(st.booleans())), (3, kind), (4, draw(st.booleans()))):
+        t[k] = t[k] if wanted else None
+    shape = draw(of(None, (q,), (s, q)))
+    mask = None if shape is None else randn(seed + 5, *shape).gt(0).to(dtype)
+    rates = torch.rand(s, generator=torch.Generator().manual_seed(seed), dtype=F64)
+    mu = {None: 0.0, "number": 0.3, "rows": rates}[kind]
+    momentum, decay = 0.0 if t[4] is None else 0.9, draw(of(0.0, 0.01))
+    there = [on.place(x, draw, write=k in (0, 4)) for k, x in enumerate(t)]
+    held = on.place(mask, draw)
+    w, grad, shift, anchor, buffer = there
+    there_mu = mu.to(on.device) if kind == "rows" else mu
+    arguments = (w, grad, 0.1, shift, held, there_mu, anchor, momentum, buffer, decay)
+    assert on.ops.sgd_step_(*arguments) is None
+    wide = [None if x is None else x.double() for x in (*t, mask)]
+    want = stepped(*wide[:2], 0.1, wide[2], wide[5], mu, wide[3], momentum, wide[4], decay)
+    for got, value in zip((w, buffer), want, strict=True):
+        if got is not None:
+            # ten terms of size 2
+            assert_close(got.cpu(), value, "sgd", dtype, 20 * torch.ones_like(value))
+            assert intact(got)
+    if mask is not None:
+        frozen = mask.expand(s, q) == 0
+        assert torch.equal(w.cpu()[frozen], t[0][frozen])
+
+
+LAWS = {sqdist: FLOATS, weights: FLOATS, aggregate: FLOATS, rank1: FLOATS, sgd: (F32, F64)}
+
+
+def calls(run, backward, p, dtype=F32, device="cpu"):
+    """Each op, in the ways that its kernels take: what is called, and with what."""
+
+    def r(seed, *shape):
+        return randn(seed, *shape, dtype=dtype).to(device)
+
+    def step(w, *others):
+        run.sgd_step_(w, *others)
+        return w
+
+    rows, base, d = r(0, 20, p), r(1, p), randn(2, 97, 61).abs().to(device)
+    weight, target = randn(3, 20, 20).to(device), integers(4, 0, 61, 97).to(device)
+    near = integers(5, 0, 20, 20, 5).to(device)
+    args = [t.to(device) for t in factors(17, 57, 61, 31, dtype, ((6,), (), (6,), ()), 0.7)]
+    (x, w_a, lam, w_b), wide = args, dtype if dtype in (F32, F64) else F32
+    return {
+        "pairwise_sqdist": (run.pairwise_sqdist, [rows]),
+        "pairwise_sqdist of few": (run.pairwise_sqdist, [rows[:2]]),
+        "pairwise_sqdist of many": (run.pairwise_sqdist, [r(6, 67, 1031)]),
+        "pairwise_sqdist of two": (run.pairwise_sqdist, [rows, rows[:7] + 1]),
+        "pairwise_sqdist, tiny": (run.pairwise_sqdist, [rows * (1e-3 if dtype is F16 else 1e-25)]),
+        "pairwise_sqdist, listed": (lambda a, i: run.pairwise_sqdist(a, None, i), [rows, near]),
+        "feddwa_weights": (lambda d: run.feddwa_weights(d, 5), [d]),
+        "feddwa_weights of many": (lambda d: run.feddwa_weights(d, 50), [d]),
+        "waffle_weights": (lambda d, t: run.waffle_weights(d, t, 0.7), [d, target]),
+        "aggregate": (run.aggregate, [rows, weight, None, base]),
+        "aggregate, precise": (lambda *a: run.aggregate(*a, precise=True), [rows, weight]),
+        "aggregate of five": (run.aggregate, [rows, weight[:5].contiguous(), None, base]),
+        "aggregate of one": (run.aggregate, [rows[:, 1:], weight[:1].contiguous()]),
+        "aggregate by index": (run.aggregate, [rows, weight[:, :5].contiguous(), near, base]),
+        "rank1_linear": (run.rank1_linear, args),
+        "rank1_linear of one": (run.rank1_linear, [x[0], w_a, lam[0], w_b]),
+        "rank1_linear_backward": (lambda *t: backward(*t, *[True] * 4), [r(7, 6, 17, 31), *args]),
+        "rank1_linear_backward, but lam's": (
+            lambda *t: backward(*t, True, True, False, True)[:2],
+            [r(7, 6, 17, 31), *args],
+        ),
+        "sgd_step_": (step, [rows.to(wide), rows.to(wide) + 1, 0.1]),
+    }

@@ -1,0 +1,133 @@
+"""Every op on drawn inputs, on every path of the kernels and by the references; the same bits for
+any number of threads; what it refuses."""
+
+import hypothesis.strategies as st
+import laws
+import pytest
+import torch
+from hypothesis import given
+from tolerance import F16, F32, F64, FLOATS
+from ugly import refuses, same_for_any_threads
+
+from pflcore import ops
+
+EACH = [(law, dtype) for law, dtypes in laws.LAWS.items() for dtype in dtypes]
+CALLS = laws.calls(ops, torch.ops.pflcore.rank1_linear_backward, 1)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("law", "dtype"), EACH)
+@given(st.data())
+def test_definition(law, dtype, data):
+    law(laws.CPU, dtype, data.draw)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.unless(  # torch chooses the order of its products
+    lambda isa, name: isa == "references" and name.startswith(("aggregate", "rank1"))
+)
+def test_threads_change_no_bit(isa, name, dtype):
+    """Large enough that all of them work, and a result that is written past the caches."""
+    columns = 10_007 if isa == "references" else 120_011
+    call, inputs = laws.calls(ops, torch.ops.pflcore.rank1_linear_backward, columns, dtype)[name]
+    same_for_any_threads(
+        lambda: call(*(t.clone() if isinstance(t, torch.Tensor) else t for t in inputs))
+    )
+
+
+# --- bad input --------------------------------------------------------------
+
+
+def z(*shape, dtype=F32, **on):
+    return torch.zeros(shape, dtype=dtype, **on)
+
+
+INT, META = torch.int64, {"device": "meta"}
+W = z(2, 3)
+GOOD = {  # what is right, of each op
+    ops.pairwise_sqdist: {"a": z(2, 3), "b": z(4, 3)},
+    ops.aggregate: {"updates": z(3, 5), "weight": torch.ones(2, 3)},
+    ops.waffle_weights: {"dist": z(3), "target": 0, "omega": 0.5},
+    ops.feddwa_weights: {"sqdist": z(2, 3), "k": 1},
+    ops.rank1_linear: {"x": z(5, 7), "w_a": z(3, 6), "lam": z(6), "w_b": z(6, 7)},
+    ops.sgd_step_: {"w": W, "grad": W, "lr": 0.1},
+    ops.nearest: {"guide": z(2, 3), "rows": z(2, 3), "k": 1},
+}
+# what is wrong, by the argument that the sentence names; more of it in tests/internal/package
+TYPES = {
+    ops.pairwise_sqdist: {"a": [[[1.0]]], "b": [z(2, 3, dtype=F16)], "index": [[[0]], z(2, 1)]},
+    ops.aggregate: {"weight": [z(2, 3, dtype=INT)], "index": [z(2, 3)], "base": [z(5, dtype=INT)]},
+    ops.waffle_weights: {"target": [1.0, True, z(1, dtype=torch.int32)], "omega": ["1"]},
+    ops.feddwa_weights: {"sqdist": [[[1.0]]]},
+    ops.rank1_linear: {"w_a": [z(3, 6, dtype=F64)], "lam": [z(6, dtype=F16)]},
+    ops.sgd_step_: {
+        "w": [W.bfloat16(), W.to_sparse()],
+        "grad": [W.double()],
+        "shift": [0.0],
+        "mask": [z(3, dtype=torch.bool)],
+        "mu": ["x"],
+    },
+    ops.nearest: {"rows": [z(2, 3, dtype=F64), [[1.0]]]},
+}
+VALUES = {
+    ops.pairwise_sqdist: {
+        "b": [z(2, 4), z(2, 3, **META)],
+        "index": [
+            *(z(*s, dtype=INT) for s in ((2,), (3, 1))),
+            torch.tensor([[0], [4]]),
+            z(2, 1, dtype=INT, **META),
+        ],
+    },
+    ops.aggregate: {
+        "weight": [z(2, 4), z(2, 3, **META)],
+        "index": [z(2, 2, dtype=INT), torch.full((2, 3), 3), torch.full((2, 3), -1)],
+        "base": [z(4), z(1, 5)],
+        "out": [z(2, 4), z(2, 5, dtype=F64), z(5, 2).T, z(1, 5).expand(2, -1)],
+    },
+    ops.waffle_weights: {
+        "dist": [z(2, 0), z()],
+        "target": [3, -1, z(1, dtype=INT)],
+        "omega": [torch.nan, 1e308],
+        "psi": [torch.inf, -1, 1e101],
+    },
+    ops.feddwa_weights: {"sqdist": [z(3, 0)], "k": [True]},
+    ops.rank1_linear: {
+        "x": [z()],
+        "w_a": [z(3, 5)],
+        "lam": [z(5), z(6, **META)],
+        "w_b": [z(7)],
+    },
+    ops.sgd_step_: {
+        "w": [z(3, 2).T, z(1, 3).expand(2, -1), W.clone().requires_grad_()],
+        "grad": [z(2, 4)],
+        "mask": [torch.ones(2)],
+        "buffer": [z(3, 2).T],
+    },
+    ops.nearest: {"guide": [z(3)], "rows": [z(0, 3), z(2, 4)]},
+}
+SEVERAL = [  # wrong beside one another
+    (ops.aggregate, "out", {"out": z(2, 5), "base": z(5, dtype=F64)}),
+    (ops.waffle_weights, "target", {"dist": z(2, 3), "target": torch.tensor([0, 3])}),
+    (ops.rank1_linear, "w_b", {"x": z(5, 8)}),
+    (ops.rank1_linear, "w_a", {"w_b": z(5, 7)}),
+    (ops.rank1_linear, "lam", {"x": z(4, 5, 7), "lam": z(3, 6)}),
+    (ops.sgd_step_, "buffer", {"momentum": 0.9}),
+    (ops.sgd_step_, "anchor", {"mu": 1.0}),
+    (ops.sgd_step_, "mu", {"mu": torch.ones(3), "anchor": W}),
+]
+
+
+@pytest.mark.parametrize("op", GOOD)
+def test_bad_input(op):
+    """One sentence that names the op and the argument, of the kind that Python knows for it."""
+    tried = [
+        (kind, name, {name: value})
+        for kind, table in ((TypeError, TYPES), (ValueError, VALUES))
+        for name, values in table[op].items()
+        for value in values
+    ]
+    tried += [(ValueError, name, change) for of, name, change in SEVERAL if of is op]
+    for kind, name, change in tried:
+        with refuses(op.__name__, name, kind):
+            op(**{**GOOD[op], **change})
