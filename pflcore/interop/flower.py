@@ -43,7 +43,7 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.feddwa import FedDWA
-from pflcore.check import Buffers, are_names, checked, need
+from pflcore.check import are_names, checked, need
 from pflcore.interop.client import Client
 from pflcore.interop.mixing import Krum, method_of, personalize
 from pflcore.interop.packing import pack
@@ -340,38 +340,18 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
     """`pflcore.Server` as Flower's strategy: any algorithm, each client its own download, with
     `client_app` on the other side.
 
-    `algorithm`, `model`, `num_clients`, `rounds`, `seed`, `batch_norm` and `clip` are
-    `pflcore.Server`'s; the model and its start are those of the clients' `pflcore.Client`.
-    `flower`: FedAvg's own arguments; it waits for `num_clients` nodes where `min_available_nodes`
-    says nothing else. Who trains is drawn by `seed`, as a simulation draws it, so a run gives the
-    models of `pflcore.Simulation`. `server`: the `pflcore.Server`, with `state_dict()` and
-    `report()`. A node that does not answer was absent from the round; where all answers are errors,
-    the run ends with the first one's reason.
+    `server`: the `pflcore.Server`; its model and start are those of the clients' `pflcore.Client`.
+    `flower`: FedAvg's own arguments; it waits for as many nodes as the server has clients where
+    `min_available_nodes` says nothing else. Who trains is drawn by the server's seed, as a
+    simulation draws it, so a run gives the models of `pflcore.Simulation`. A node that does not
+    answer was absent from the round; where all answers are errors, the run ends with the first
+    one's reason.
     """
 
-    def __init__(
-        self,
-        algorithm: Any,
-        model: Any,
-        num_clients: int,
-        *,
-        rounds: int = 100,
-        seed: int = 0,
-        batch_norm: Buffers = "auto",
-        clip: float | None = None,
-        **flower: Any,
-    ) -> None:
-        self.server = Server(
-            algorithm,
-            model,
-            num_clients,
-            rounds=rounds,
-            seed=seed,
-            batch_norm=batch_norm,
-            clip=clip,
-        )
-        least = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": num_clients}
-        super().__init__(**(least | flower))
+    def __init__(self, server: Server, **flower: Any) -> None:
+        least = {"min_train_nodes": 1, "min_evaluate_nodes": 1}
+        super().__init__(**{**least, "min_available_nodes": server.num_clients, **flower})
+        self.server = server
         self.clients: dict[int, Hashable] = {}  # by node id
 
     def start(
@@ -383,11 +363,7 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
     ) -> Result:
         """Flower's, for the rounds of the server that are left, or `num_rounds` of them; the start
         is the model's own."""
-        if initial_arrays:
-            raise ValueError(
-                "initial_arrays: the start is `model`'s own, here and at the clients; leave them "
-                "out, and load them there."
-            )
+        need(not initial_arrays, "initial_arrays", "None, as the start is the model's own", "some")
         left = self.server.rounds - self.server.round
         return super().start(
             grid, ArrayRecord(), left if num_rounds is None else num_rounds, **options

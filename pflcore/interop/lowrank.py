@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from pflcore import ops
-from pflcore.check import Kind, Matrix, Positive, Row, Whole, checked, need, refuse
+from pflcore.check import Matrix, Positive, Row, Whole, checked, need, refuse
 from pflcore.interop import packing
 from pflcore.interop.packing import Form, Models, form_of
 
@@ -42,10 +42,6 @@ State = Mapping[str, Tensor]
 Scale = Mapping[str, float]  # name of A -> alpha / r
 Scales = Scale | Sequence[Scale] | Mapping[Any, Scale]
 Factors = list[tuple[Tensor, Tensor, float]]  # [N] of a [r_j, i], b [o, r_j], scale
-NUMBERS = Kind(
-    "int64 numbers of adapters [M, K]",
-    lambda v: isinstance(v, Tensor) and v.dtype == torch.int64 and v.dim() == 2,
-)
 # lora_A.weight, lora_A.default.weight, lora_embedding_A
 FACTOR = re.compile(r"(.*lora_(?:embedding_)?)A((?:\.\w+)*)")
 
@@ -202,15 +198,15 @@ def mix(
     states: Models,
     scale: Scales,
     weight: Matrix,  # [N, K]
-    index: Annotated[Tensor, NUMBERS],  # [N, K]
+    index: Tensor,  # [N, K] int64
 ) -> tuple[Any, list[float]]:
     """What `unpack` gives, for mixes of K adapters each (`feddwa_weights` gives weight and index),
     from K adapters at a time."""
     form, models, each = _clients(states, scale)
     n = len(models)
-    fits = weight.shape == index.shape and len(index) == n
-    need(fits, "weight, index", f"[{n}, K] each", (list(weight.shape), list(index.shape)))
-    need(bool(((index >= 0) & (index < n)).all()), "index", f"numbers from 0 to {n - 1}", index)
+    known = bool(((index >= 0) & (index < n)).all())
+    fits = known and weight.shape == index.shape and len(index) == n
+    need(fits, "weight, index", f"[{n}, K] each, of adapters 0 to {n - 1}", (weight, index))
     adapters = []
     for w, near, like, own in zip(weight, index.tolist(), models, each, strict=True):
         rows, layout = _pack(form, [models[j] for j in near], [each[j] for j in near])
@@ -218,6 +214,7 @@ def mix(
     return form.wrap([made for made, _ in adapters]), [lost for _, lost in adapters]
 
 
+@checked
 def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
     """The name of each A, as `get_peft_model_state_dict` has it, -> its scale in this PEFT model.
     ValueError where it has none."""
@@ -231,6 +228,7 @@ def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
     return found
 
 
+@checked
 def ffa_lora(states: Models, **options: Any) -> Any:
     """FFA-LoRA (Sun et al. 2024): A is frozen and the same for all, so B alone is packed:
     `pflcore.pack` with include "*lora_*B*".
@@ -246,6 +244,7 @@ def ffa_lora(states: Models, **options: Any) -> Any:
     return packing.pack(states, include="*lora_*B*", **options)
 
 
+@checked
 def fedsa_lora(states: Models, **options: Any) -> Any:
     """FedSA-LoRA (Guo et al. 2025): A is shared, B stays each client's own: `pflcore.pack` with
     include "*lora_*A*"."""
@@ -279,13 +278,11 @@ def _span(x: Tensor) -> tuple[Tensor, Tensor]:
 def _clients(states: Any, scale: Any) -> tuple[Form, list[State], list[Scale]]:
     """Whose adapters they are, the adapters, and the scale of each."""
     form, models = form_of(states)
-    of_each = not isinstance(scale, Mapping) or any(isinstance(v, Mapping) for v in scale.values())
-    if not of_each:
-        return form, models, [scale] * len(models)
-    each = scale if isinstance(scale, Mapping) else dict(zip(form.ids, scale, strict=False))
-    wanted = f"one for all clients, or one for each of {len(models)}"
-    need(each.keys() == set(form.ids) and len(scale) == len(models), "scale", wanted, scale)
-    return form, models, [each[i] for i in form.ids]
+    by_name = isinstance(scale, Mapping)
+    one = by_name and not any(isinstance(v, Mapping) for v in scale.values())
+    fits = one or {*(scale if by_name else range(len(scale)))} == {*form.ids}
+    need(fits, "scale", f"one for all clients, or one for each of {form.ids}", scale)
+    return form, models, [scale if one else scale[i] for i in form.ids]
 
 
 def _layers(models: list[State], scale: list[Scale]) -> Iterator[tuple[str, str, Any]]:

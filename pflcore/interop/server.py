@@ -13,7 +13,7 @@ import torch
 
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Cohort, Tensors
-from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, refuse
+from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, need
 from pflcore.interop.wire import STATISTICS, About, fingerprint, net_of, opened, packed
 from pflcore.simulation.accept import Outcome, Trained, accept
 from pflcore.simulation.personal import grown
@@ -74,20 +74,22 @@ class Server:
         return dict(self._numbers)
 
     @property
-    def _n(self) -> int:
+    def num_clients(self) -> int:
+        """How many clients the state is of."""
         return len(self._state.seen)
 
     def download(self, client_id: Hashable, purpose: str = "train") -> Tensors:
         """What a client needs for the round that comes ("train"), or for its model as it is now
         ("evaluation"): a dict of tensors."""
-        if purpose not in PURPOSES:
-            refuse("purpose", "'train' or 'evaluation'", purpose)
+        need(purpose in PURPOSES, "purpose", "'train' or 'evaluation'", purpose)
         number, done, train = self.join(client_id), self.round, purpose == "train"
         self._begun |= train
         round = done + 1 if train else max(1, done)
         cohort = self._cohort([number], [1], round, PURPOSES[purpose])
         taken = self._accepted.get(number, (0, 1.0))
-        about = About(number, self._n, self._fingerprint, cohort.round, self.rounds, done, *taken)
+        about = About(
+            number, self.num_clients, self._fingerprint, cohort.round, self.rounds, done, *taken
+        )
         statistics = self._state.batch_norm[number] if self.averages else None
         return packed(self.algorithm.send(self._state.server, cohort), about, statistics)
 
@@ -100,9 +102,8 @@ class Server:
         in one sentence, and nothing changed, for an upload that does not fit; without `strict` it
         is left out with a RuntimeWarning, and where none fits the round is void.
         """
-        if not isinstance(uploads, Mapping) or not uploads:
-            wanted = "{client id: (upload, number of samples)} of at least one client"
-            refuse("uploads", wanted, uploads)
+        wanted = "{client id: (upload, number of samples)} of at least one client"
+        need(isinstance(uploads, Mapping) and uploads, "uploads", wanted, uploads)
         read = self._read(uploads, strict)
         names = {number: client for client, (number, _, _) in read.items()}
         absent = set(self.algorithm.traits.required) - set(names)
@@ -125,7 +126,7 @@ class Server:
             raise TypeError(f"client_id: expected a string or a whole number, got {client_id!r}.")
         if client_id in self._numbers:
             return self._numbers[client_id]
-        n, taken = self._n, {*self._numbers.values(), *self._gone}
+        n, taken = self.num_clients, {*self._numbers.values(), *self._gone}
         number = next((i for i in range(n) if i not in taken), n)
         if isinstance(client_id, Integral) and 0 <= client_id < n and client_id not in taken:
             number = int(client_id)
@@ -143,8 +144,7 @@ class Server:
     def leave(self, client_id: Hashable) -> None:
         """Forgets who has a number, for good: a later client of this id is a newcomer. What
         the method holds of it, stays."""
-        self._gone.append(self._known(client_id))
-        del self._numbers[client_id]
+        self._gone.append(self._numbers.pop(client_id))
 
     def report(self) -> Tensors:
         """The algorithm's own report of the last round: mixing weights, clusters, ..., by the
@@ -181,7 +181,7 @@ class Server:
         self, ids: Sequence[int], size: Sequence[int], round: int, purpose: str = "send"
     ) -> Cohort:
         who, sizes = torch.tensor(ids), torch.tensor(size)
-        return Cohort(who, sizes, self._n, round, self.rounds, self.seed, 0, purpose)
+        return Cohort(who, sizes, self.num_clients, round, self.rounds, self.seed, 0, purpose)
 
     def _played(
         self, ids: Sequence[int], uploads: Sequence[Tensors], sizes: Sequence[int]
@@ -206,11 +206,6 @@ class Server:
             self._report = alg.report(self._state.server, outcome.mix, taken)
         return replace(outcome, train_loss=None)
 
-    def _known(self, client: Hashable) -> int:
-        if client not in self._numbers:
-            raise ValueError(f"client {client!r}: it is not known here; let it download first.")
-        return self._numbers[client]
-
     def _read(self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool) -> dict[Any, Upload]:
         """The round's uploads that have one form, by clients, ascending by number."""
         read: dict[Any, Upload] = {}
@@ -233,20 +228,22 @@ class Server:
 
     def _upload(self, client: Any, given: Any) -> Upload:
         """One client's upload, checked."""
-        who, number = f"client {client!r}", self._known(client)
-        if not (isinstance(given, tuple) and len(given) == 2):
-            refuse(who, "(upload, number of samples)", given)
+        who = f"client {client!r}"
+        need(client in self._numbers, who, "one of those who have downloaded", list(self._numbers))
+        whole = isinstance(given, tuple) and len(given) == 2
+        need(whole, who, "(upload, number of samples)", given)
         payload, about, statistics = opened(given[0], self.net.w0.device, self._fingerprint, who)
+        number, size = self._numbers[client], given[1]
         mine = number, self.round + 1
         if (about.number, about.round) != mine:
             raise ValueError(
                 f"{who}: its upload is number {about.number}'s of round {about.round}, expected "
                 f"{mine[0]}'s of round {mine[1]}; leave it out."
             )
-        if not isinstance(given[1], Integral) or not 1 <= int(given[1]) <= SAMPLES:
-            refuse(f"{who}, number of samples", f"a whole number from 1 to {SAMPLES}", given[1])
+        some = isinstance(size, Integral) and 1 <= int(size) <= SAMPLES
+        need(some, f"{who}, number of samples", f"a whole number from 1 to {SAMPLES}", size)
         up = {k: v[0] for k, v in payload.items()}
-        return number, up | ({} if statistics is None else {STATISTICS: statistics}), int(given[1])
+        return number, up | ({} if statistics is None else {STATISTICS: statistics}), int(size)
 
 
 def _complain(said: str, strict: bool) -> None:

@@ -19,7 +19,7 @@ from methods import SFL
 from nodes import Nodes, context
 from torch import nn
 
-from pflcore import Client, Evaluation, Hardware, Simulation, Training, personalize
+from pflcore import Client, Evaluation, Hardware, Server, Simulation, Training, personalize
 from pflcore import algorithms as alg_
 from pflcore.interop.flower import (
     PRIVATE,
@@ -71,7 +71,7 @@ def test_every_algorithm_in_flower_is_the_simulation(name):
     options: dict[str, Any] = {"evaluation": Evaluation(every=0), "seed": SEED}
     options["hardware"] = Hardware("loop", 1)
     history = Simulation(alg, model, DATA, TRAINING, ROUNDS, part, **options).run()
-    strategy = PflStrategy(alg, model, N, rounds=ROUNDS, seed=SEED, fraction_train=part)
+    strategy = PflStrategy(Server(alg, model, N, rounds=ROUNDS, seed=SEED), fraction_train=part)
     strategy.start(Nodes(client_app(maker(alg), evaluate=keep), range(N)))
     assert strategy.server.round == ROUNDS and sorted(models) == list(range(N))
     for i, other in models.items():
@@ -86,7 +86,7 @@ def test_every_algorithm_in_flower_is_the_simulation(name):
 
 def test_who_is_absent_or_comes_again_under_another_node():
     grid = Nodes(client_app(maker("ditto")), range(N))
-    strategy = PflStrategy("ditto", model, N, rounds=4, seed=SEED, min_available_nodes=1)
+    strategy = PflStrategy(Server("ditto", model, N, rounds=4, seed=SEED), min_available_nodes=1)
     grid.mute = {101}
     found = strategy.start(grid, num_rounds=1).evaluate_metrics_clientapp[1]
     assert set(found) == {"loss", "accuracy"}
@@ -102,7 +102,7 @@ def test_who_is_absent_or_comes_again_under_another_node():
 
 
 def test_two_nodes_that_claim_one_client_end_no_run():
-    strategy = PflStrategy("fedavg", model, 3, rounds=1, min_available_nodes=3)
+    strategy = PflStrategy(Server("fedavg", model, 3, rounds=1))
     strategy.start(Nodes(client_app(maker("fedavg")), [0, 1, 1]))
     assert strategy.server.round == 1
 
@@ -242,8 +242,8 @@ def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is():
     assert kept[0].data == kept[1].data == raw.data
 
 
-def error_of(app, partitions, name="scaffold", net=model, **options):
-    strategy = PflStrategy(name, net, N, rounds=1, min_available_nodes=1, **options)
+def error_of(app, partitions, name="scaffold", net=model):
+    strategy = PflStrategy(Server(name, net, N, rounds=1), min_available_nodes=1)
     with pytest.raises(ValueError) as error:
         strategy.start(Nodes(app, partitions))
     assert "\n" not in str(error.value)
@@ -269,10 +269,12 @@ def test_what_does_not_fit_is_one_sentence():
         client_app(lambda context: 3)(message(arrays={"a": [1.0]}), context(7))
     with pytest.raises(ValueError, match="make: expected a function"):
         client_app("fedavg")
-    with pytest.raises(ValueError, match="initial_arrays: the start is `model`'s own"):
-        PflStrategy("fedavg", model, 1).start(Nodes(fits, [0]), ArrayRecord(model().state_dict()))
-    with pytest.raises(ValueError, match="algorithm: expected one of"):
-        PflStrategy("no such", model, 1)
+    with pytest.raises(
+        ValueError, match="initial_arrays: expected None, as the start is the model's own"
+    ):
+        PflStrategy(Server("fedavg", model, 1)).start(
+            Nodes(fits, [0]), ArrayRecord(model().state_dict())
+        )
     for method in ("scaffold", "no such"):
         with pytest.raises(ValueError, match="method: expected one that needs only models"):
             PersonalStrategy(method)
@@ -297,7 +299,7 @@ def test_one_malformed_reply_ends_no_run(strategy, how, caplog, monkeypatch):
 
     if strategy == "all":
         app, start = client_app(maker("fedavg")), ()
-        plan: Any = PflStrategy("fedavg", model, 4, rounds=2)
+        plan: Any = PflStrategy(Server("fedavg", model, 4, rounds=2))
     else:
         app, start = trainer(), (ArrayRecord(model().state_dict()),)
         plan = PersonalStrategy("clusters", **LEAST)

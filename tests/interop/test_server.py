@@ -258,7 +258,7 @@ def test_mistakes_are_one_sentence_and_cost_nothing():
         (late, "upload is number 0's of round 1, expected 0's of round 2"),
         ({0: other}, "upload is number 1's of round 2, expected 0's"),
         ({1: other}, "the target, client number 0, must take part"),
-        ({0: (up, n), 9: other}, "client 9: it is not known here"),
+        ({0: (up, n), 9: other}, "client 9: expected one of those who have downloaded, got .0, 1."),
         ({0: up}, r"client 0: expected \(upload, number of samples\)"),
         ({0: (up, 0)}, "client 0, number of samples: expected a whole number"),
         ({0: ({"delta": up["delta"]}, n)}, "client 0: expected a dict of dense tensors as"),
