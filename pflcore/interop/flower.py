@@ -429,7 +429,7 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
     ) -> list[Message]:
         config["server-round"], messages = server_round, []
         for node in nodes:
-            purpose = "train" if kind == "train" else "evaluation"
+            purpose: Any = "train" if kind == "train" else "evaluation"
             record = record_of(self.server.download(self.clients[node], purpose))
             content = RecordDict({self.arrayrecord_key: record, self.configrecord_key: config})
             messages.append(Message(content, node, kind))

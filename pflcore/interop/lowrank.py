@@ -5,7 +5,9 @@ Averaging factors is not averaging products, and clients whose factors have base
 no neighbours by factors. One stacked QR in float64 makes each product a small core matrix in bases
 that all clients share: an isometric image, on which the ops run unchanged. Plain rows are right for
 FedDWA and for means; for clusters, Krum and ranks that differ compare directions:
-`pflcore.personalize(rows, "clusters", directions=True)`.
+`pflcore.personalize(rows, "clusters", directions=True)`. Where only one factor is shared, it is
+packed by name: of FedSA-LoRA (Guo et al. 2025) `pflcore.pack(states, include="*lora_*A*")`, of
+FFA-LoRA (Sun et al. 2024), whose A is frozen and the same for all, `include="*lora_*B*"`.
 """
 
 from __future__ import annotations
@@ -19,16 +21,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from pflcore import ops
-from pflcore.check import Matrix, Positive, Row, Whole, checked, need, refuse
-from pflcore.interop import packing
+from pflcore.check import Matrix, Positive, Row, Whole, checked, need
 from pflcore.interop.packing import Form, Models, form_of
 
 __all__ = [
     "Basis",
     "Layout",
     "distances",
-    "fedsa_lora",
-    "ffa_lora",
     "lift",
     "mix",
     "pack",
@@ -226,29 +225,6 @@ def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
                 found[f"{name}.{held}{tail}"] = float(scaling[adapter])
     need(found, "model", f"one with a LoRA adapter {adapter!r} (peft.get_peft_model)", model)
     return found
-
-
-@checked
-def ffa_lora(states: Models, **options: Any) -> Any:
-    """FFA-LoRA (Sun et al. 2024): A is frozen and the same for all, so B alone is packed:
-    `pflcore.pack` with include "*lora_*B*".
-
-    Distances of B are then those of the products where A's rows are orthonormal, and means are
-    means of products always. ValueError where the A's differ.
-    """
-    frozen, form = fedsa_lora(states)
-    other = (frozen != frozen[0]).any(1).nonzero()[:, 0].tolist()
-    if other:
-        wanted = "the A of the first client, as FFA-LoRA freezes one for all (else use project)"
-        refuse(f"client {form.ids[other[0]]!r}", wanted, "another")
-    return packing.pack(states, include="*lora_*B*", **options)
-
-
-@checked
-def fedsa_lora(states: Models, **options: Any) -> Any:
-    """FedSA-LoRA (Guo et al. 2025): A is shared, B stays each client's own: `pflcore.pack` with
-    include "*lora_*A*"."""
-    return packing.pack(states, include="*lora_*A*", **options)
 
 
 def _factors(

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +20,6 @@ from pflcore.simulation.personal import grown
 from pflcore.simulation.round import begin, check_start, commit, flat, policy, serve, unflat
 
 SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits
-PURPOSES = {"train": "send", "evaluation": "evaluation"}  # what the draws of each are called
 KEPT = "accepted", "numbers", "gone", "report"  # beside the state
 Form = dict[str, tuple[torch.Size, torch.dtype]]
 Upload = tuple[int, Tensors, int]  # whose, what, of how many samples
@@ -78,18 +77,19 @@ class Server:
         """How many clients the state is of."""
         return len(self._state.seen)
 
-    def download(self, client_id: Hashable, purpose: str = "train") -> Tensors:
+    @checked
+    def download(
+        self, client_id: Hashable, purpose: Literal["train", "evaluation"] = "train"
+    ) -> Tensors:
         """What a client needs for the round that comes ("train"), or for its model as it is now
         ("evaluation"): a dict of tensors."""
-        need(purpose in PURPOSES, "purpose", "'train' or 'evaluation'", purpose)
         number, done, train = self.join(client_id), self.round, purpose == "train"
         self._begun |= train
-        round = done + 1 if train else max(1, done)
-        cohort = self._cohort([number], [1], round, PURPOSES[purpose])
+        round, draws = (done + 1, "send") if train else (max(1, done), purpose)
+        cohort = self._cohort([number], [1], round, draws)
         taken = self._accepted.get(number, (0, 1.0))
-        about = About(
-            number, self.num_clients, self._fingerprint, cohort.round, self.rounds, done, *taken
-        )
+        both = self.num_clients, self._fingerprint
+        about = About(number, *both, round, self.rounds, done, *taken)
         statistics = self._state.batch_norm[number] if self.averages else None
         return packed(self.algorithm.send(self._state.server, cohort), about, statistics)
 
@@ -122,20 +122,17 @@ class Server:
     def join(self, client_id: Hashable) -> int:
         """A client's number; a new one's first `download` does the same. ValueError where a round
         that has begun would have to grow."""
-        if not isinstance(client_id, str | Integral) or isinstance(client_id, bool):
-            raise TypeError(f"client_id: expected a string or a whole number, got {client_id!r}.")
+        named = isinstance(client_id, str | Integral) and not isinstance(client_id, bool)
+        need(named, "client_id", "a string or a whole number", client_id)
         if client_id in self._numbers:
             return self._numbers[client_id]
         n, taken = self.num_clients, {*self._numbers.values(), *self._gone}
         number = next((i for i in range(n) if i not in taken), n)
         if isinstance(client_id, Integral) and 0 <= client_id < n and client_id not in taken:
             number = int(client_id)
-        if number == n and self._begun:
-            raise ValueError(
-                f"client {client_id!r}: the round has begun with {n} clients; let it come after "
-                "aggregate, or raise num_clients."
-            )
         if number == n:
+            who = f"client {client_id!r}"
+            need(not self._begun, who, f"no newcomer in a round begun with {n} clients", "one")
             self._state, _ = grown(self.algorithm, self._state, self.net, n)
             self._form = None
         self._numbers[client_id] = number

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pflcore import pairwise_sqdist, personalize
+from pflcore import pack, pairwise_sqdist, personalize
 from pflcore.interop import lowrank
 
 F64 = torch.float64
@@ -173,14 +173,13 @@ def test_directions_find_alike_clients_of_different_ranks_and_scales():
     assert not torch.equal(personalize(rows, "clusters", k=2)[0], means[0])  # lengths hide them
 
 
-def test_presets():
-    one, two = adapter(0, 2), adapter(1, 2)
-    with pytest.raises(ValueError, match="client 1: expected the A of the first client"):
-        lowrank.ffa_lora([one, two])
-    frozen = {k: one[k] if "A" in k else v for k, v in two.items()}
-    form = lowrank.ffa_lora([one, frozen]).form
-    assert list(form.columns) == [k for k in one if "_B" in k]
-    assert list(lowrank.fedsa_lora({"x": one, "y": two}).form.columns) == list(NAMES)
+def test_one_factor_is_packed_by_its_name():
+    states = [adapter(0, 2), adapter(1, 2)]
+    for pattern, names in (
+        ("*lora_*A*", NAMES),
+        ("*lora_*B*", [k for k in states[0] if "_B" in k]),
+    ):
+        assert list(pack(states, include=pattern).form.columns) == list(names)
 
 
 GOOD = adapter(0, 2)

@@ -111,21 +111,6 @@ def test_krum_is_its_definition(f):
         near(personalize(models, "multikrum", f=f, **more), mean)
 
 
-def test_krum_never_takes_the_hostile_where_a_gram_matrix_does():
-    torch.manual_seed(0)
-    fooled = 0
-    for _ in range(10):
-        honest = torch.randn(1, 20000) + 3e-5 * torch.randn(10, 20000)
-        # farther from everybody, each other included
-        hostile = honest.mean(0) + 1e-4 * torch.randn(4, 20000)
-        models = torch.cat([hostile, honest])
-        assert min(Krum(4, 5).chosen(pairwise_sqdist(models)).tolist()) >= 4
-        square = models.square().sum(1)
-        gram = square[:, None] + square - 2 * models @ models.T
-        fooled += min(Krum(4, 5).chosen(gram).tolist()) < 4
-    assert fooled >= 3
-
-
 def test_every_method_returns_the_form_it_was_given_and_is_blind_to_the_order():
     models = {f"client {i}": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)) for i in range(5)}
     names = ("fedamp", "heurfedamp", "sfl", "krum", "multikrum", "clusters")
@@ -164,17 +149,16 @@ def test_by_name_a_client_keeps_at_least_half_of_its_own(method):
     assert float(change.mean()) >= 0.5
 
 
-@pytest.mark.parametrize("method", ["krum", "multikrum", "clusters", "sfl"])
-def test_statistics_that_are_none_are_refused(method):
-    def models(name="", value=0.0):
-        given = [nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).state_dict() for _ in range(6)]
-        return [*given[:5], given[5] | ({name: torch.full((5,), value)} if name else {})]
-
-    for name, value in (("var", torch.nan), ("mean", torch.inf), ("var", -1e30)):
-        with pytest.raises(ValueError, match="client 5's model is not finite, or has a negative v"):
-            personalize(models(f"1.running_{name}", value), method, buffers="average")
-    mixed = personalize(models(), method, buffers="average")
+@pytest.mark.parametrize(
+    ("name", "value"), [("var", torch.nan), ("mean", torch.inf), ("var", -1e30)]
+)
+def test_statistics_that_are_none_are_refused(name, value):
+    models = [nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).state_dict() for _ in range(6)]
+    mixed = personalize(models, "krum", buffers="average")
     assert all(v.isfinite().all() for m in mixed for v in m.values())
+    models[5][f"1.running_{name}"] = torch.full((5,), value)
+    with pytest.raises(ValueError, match="client 5's model is not finite, or has a negative varia"):
+        personalize(models, "krum", buffers="average")
 
 
 ONE = "guidance, previous: expected one of them for FedDWA"
