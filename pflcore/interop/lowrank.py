@@ -156,17 +156,14 @@ def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
     magnitude, each by itself. ValueError names client and tensor: key sets or shapes that differ, a
     scale that is missing, adapters that are no product of two factors (LoHa, LoKr, AdaLoRA).
     """
-    return _pack(*_clients(states, scale))
-
-
-def _pack(form: Form, models: list[State], scale: list[Scale]) -> tuple[Tensor, Layout]:
+    form, models, each = _clients(states, scale)
     rows: list[Tensor] = []
     parts: list[tuple[str, str, Basis | None, int]] = []
-    for name, other, given in _layers(models, scale):
+    for name, other, given in _layers(models, each):
         row, basis = _project(given) if other else (given, None)
         parts.append((name, other, basis, row.shape[1]))
         rows.append(row)
-    return torch.cat(rows, 1), Layout(parts, models, scale, form)
+    return torch.cat(rows, 1), Layout(parts, models, each, form)
 
 
 @checked
@@ -208,7 +205,7 @@ def mix(
     need(fits, "weight, index", f"[{n}, K] each, of adapters 0 to {n - 1}", (weight, index))
     adapters = []
     for w, near, like, own in zip(weight, index.tolist(), models, each, strict=True):
-        rows, layout = _pack(form, [models[j] for j in near], [each[j] for j in near])
+        rows, layout = pack([models[j] for j in near], [each[j] for j in near])
         adapters.append(_adapter(w.to(rows) @ rows, layout.parts, like, own))
     return form.wrap([made for made, _ in adapters]), [lost for _, lost in adapters]
 
