@@ -22,7 +22,6 @@ from torch import nn
 from pflcore import Client, Evaluation, Hardware, Server, Simulation, Training, personalize
 from pflcore import algorithms as alg_
 from pflcore.interop.flower import (
-    PRIVATE,
     ExactMultiKrum,
     PersonalStrategy,
     PflStrategy,
@@ -38,6 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "knnper": {"k": 3},
     "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0},
 }
+KEPT = "pflcore.private"  # the record of a node's state
 LEAST = {"min_train_nodes": 4, "min_evaluate_nodes": 4, "min_available_nodes": 4}
 
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_kept_is_one_sentence():
     ctx, ok = context(7, {"partition-id": 1}), {"body": [1.0], "head": [1.0, 2.0]}
     app = trainer(keep_private("head*"))
     app(message(arrays=ok), ctx)
-    before = ctx.state[PRIVATE]
+    before = ctx.state[KEPT]
     kept = r"expected 'head' of shape \[2\], as this client keeps it, got"
     for given, where, words in (
         (
@@ -224,7 +224,7 @@ def test_what_cannot_be_kept_is_one_sentence():
         assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match=r"the app's reply: expected a model with \['head'\], got"):
         trainer(keep_private("head*"), drop="head")(message(arrays=ok), ctx)
-    assert ctx.state[PRIVATE] is before
+    assert ctx.state[KEPT] is before
 
 
 def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is():
@@ -238,7 +238,7 @@ def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is():
         return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
 
     given = Message(RecordDict({"arrays": ArrayRecord({"head": raw})}), 7, "train")
-    kept = app(given, ctx).content["arrays"]["head"], ctx.state[PRIVATE]["head"]
+    kept = app(given, ctx).content["arrays"]["head"], ctx.state[KEPT]["head"]
     assert kept[0].data == kept[1].data == raw.data
 
 

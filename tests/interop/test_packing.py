@@ -77,7 +77,8 @@ def same(a, b):
         assert a == b
 
 
-@given(st.sampled_from(sorted(FORMS)), st.sampled_from(sorted(OUTER)), SHAPES, DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+@given(outer=st.sampled_from(sorted(OUTER)), shapes=SHAPES, dtype=DTYPES)
 def test_what_is_packed_comes_back(form, outer, shapes, dtype):
     def made():
         draw = np.random.default_rng(0)
