@@ -214,8 +214,7 @@ class Server:
         forms = {client: _form_of(up) for client, (_, up, _) in read.items()}
         each = list(forms.values())
         form = self._form or max(each, key=each.count, default={})  # at first, what most sent
-        form = {k: v for k, v in form.items() if k != STATISTICS}
-        form |= _form_of({STATISTICS: self.net.b0} if self.averages else {})
+        form = form | _form_of({STATISTICS: self.net.b0} if self.averages else {})
         for client, mine in forms.items():
             if mine != form:
                 said = f"its upload holds {_words(mine)}, expected {_words(form)}."
