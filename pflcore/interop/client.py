@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.algorithms.lookup import algorithm_of, name_of
+from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Payload, Tensors, check_training
 from pflcore.check import Buffers, Model, Seed, checked, device_of
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.data.roles import held_out, one_client
-from pflcore.interop.wire import About, net_of, opened, packed
+from pflcore.interop.wire import About, fingerprint, net_of, opened, packed
 from pflcore.simulation.accept import finite_rows, nearer
 from pflcore.simulation.evaluate import one_by_one
 from pflcore.simulation.personal import Personalized, larger
@@ -63,6 +63,7 @@ class Client:
         if classes is not None and self.data.relabel is None and net.head_name is not None:
             # one client may not have samples of all classes
             self.data = replace(self.data, classes=max(classes, net.classes))
+        self._fingerprint = fingerprint(self.algorithm, net, self.averages)
         self._statistics = net.b0[None]  # [1, b]
         self._own: Tensors = {}  # [1, ...]
         self._pending: tuple[int, Tensors, Tensor] | None = None  # a round, and what became of
@@ -112,8 +113,7 @@ class Client:
     def state_dict(self) -> dict[str, Any]:
         """What this client keeps between rounds, for `torch.save`."""
         return {
-            "algorithm": name_of(self.algorithm),
-            "shapes": self._shapes,
+            "fingerprint": self._fingerprint,
             "own": dict(self._own),
             "statistics": self._statistics,
             "pending": self._pending,
@@ -122,41 +122,19 @@ class Client:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is
         something else: another algorithm's, or of a model of other shapes."""
-        try:
-            name, shapes, own = state["algorithm"], state["shapes"], dict(state["own"])
-            statistics, pending = state["statistics"], state["pending"]
-        except (KeyError, TypeError) as error:
+        if not isinstance(state, Mapping) or state.get("fingerprint") != self._fingerprint:
             raise ValueError(
-                f"state: expected what Client.state_dict() gives, got {type(state).__name__} "
-                f"({error})."
-            ) from None
-        if name != name_of(self.algorithm):
-            raise ValueError(
-                f"state: expected one of {name_of(self.algorithm)}, got one of {name}."
+                "state: expected what state_dict() of a Client of this algorithm and model gives."
             )
-        if shapes != self._shapes:
-            raise ValueError(
-                f"state: it is of a model of other parameters, {shapes}, than this client's, "
-                f"{self._shapes}."
-            )
-        self._own, self._statistics, self._pending = own, statistics, pending
-
-    @property
-    def _shapes(self) -> list[Any]:
-        net = self._setting.net
-        return [str(net.dtype), *map(list, (*net.shapes, *net.buffer_shapes))]
+        self._own, self._statistics = dict(state["own"]), state["statistics"]
+        self._pending = state["pending"]
 
     # inside -------------------------------------------------------------------------------------
     def _opened(self, download: Any) -> tuple[Payload, Tensors, About, Clients]:
         """What was sent, this client's own state [1, ...], the message's numbers, and what a hook
         is given to train with, when the last round is settled."""
         net = self._setting.net
-        down, about, statistics = opened(download, net, self.algorithm, "download")
-        if (statistics is None) is self.averages:
-            raise ValueError(
-                "download: the server has other `batch_norm` than this client; give both sides the "
-                "same."
-            )
+        down, about, statistics = opened(download, net.w0.device, self._fingerprint, "download")
         self._settle(about)
         kept = self._own if about.accepted else {}
         first = {k: v[:1] for k, v in self.algorithm.newcomer(down, net, about.n).items()}
@@ -174,7 +152,8 @@ class Client:
         round, own, statistics = self._pending
         if about.accepted == round:
             clipped = own.keys() & set(self.algorithm.traits.clipped)
-            own |= {k: nearer(own[k], self._own[k], about.factor) for k in clipped}
+            factor = torch.tensor([about.factor], dtype=torch.float64)
+            own |= {k: nearer(own[k], self._own[k], factor) for k in clipped}
             self._own, self._statistics = own, statistics
         self._pending = None
 

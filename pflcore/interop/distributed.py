@@ -103,13 +103,13 @@ def to_columns(
     Ranks may hold different numbers of clients, none too. `width` is this rank's number of columns,
     given on all ranks or on none: as equal as whole groups of 160 columns are.
     """
-    ranks = _agree("to_columns", group, 1, ("width", width), rows=rows)
-    widths = _cut("to_columns", "width", [w for _, w in ranks], rows.shape[1], GROUP)
+    op = "to_columns"
+    ranks = _agree(op, group, 1, ("width", width), rows=rows)
+    widths = _cut(op, "width", [w for _, w in ranks], rows.shape[1], GROUP)
     mine, counts = widths[dist.get_rank(group)], [n for n, _ in ranks]
     sent = torch.cat([part.flatten() for part in rows.split(widths, 1)])
-    return _exchange(
-        "to_columns", sent, [len(rows) * w for w in widths], [n * mine for n in counts], group
-    ).view(sum(counts), mine)
+    give, take = [len(rows) * w for w in widths], [n * mine for n in counts]
+    return _exchange(op, sent, give, take, group).view(sum(counts), mine)
 
 
 @torch.no_grad()
@@ -124,33 +124,21 @@ def to_rows(
     `count` is this rank's number of clients, given on all ranks or on none: as equal as they can
     be.
     """
-    ranks = _agree("to_rows", group, 0, ("count", count), columns=columns)
-    counts = _cut("to_rows", "count", [n for _, n in ranks], len(columns), 1)
+    op = "to_rows"
+    ranks = _agree(op, group, 0, ("count", count), columns=columns)
+    counts = _cut(op, "count", [n for _, n in ranks], len(columns), 1)
     mine, widths = counts[dist.get_rank(group)], [w for w, _ in ranks]
-    sizes = [mine * w for w in widths]
-    back = _exchange(
-        "to_rows",
-        columns.contiguous().flatten(),
-        [n * columns.shape[1] for n in counts],
-        sizes,
-        group,
-    )
-    return torch.cat(
-        [part.view(mine, w) for part, w in zip(back.split(sizes), widths, strict=True)], 1
-    )
+    give, take = [n * columns.shape[1] for n in counts], [mine * w for w in widths]
+    back = _exchange(op, columns.contiguous().flatten(), give, take, group).split(take)
+    return torch.cat([part.view(mine, w) for part, w in zip(back, widths, strict=True)], 1)
 
 
 def _cut(op: str, name: str, chosen: list[int | None], total: int, whole: int) -> list[int]:
     """`total` among the ranks: as they chose, or in equal shares of `whole` pieces, the last ones
     less or none."""
     given = [size for size in chosen if size is not None]
-    expect(
-        not given or sum(given) == total,
-        op,
-        name,
-        f"{total} in all over the ranks",
-        " + ".join(map(str, given)),
-    )
+    fits, came = not given or sum(given) == total, " + ".join(map(str, given))
+    expect(fits, op, name, f"{total} in all over the ranks", came)
     share = -(-total // (len(chosen) * whole)) * whole
     return given or [max(0, min(share, total - k * share)) for k in range(len(chosen))]
 
@@ -160,16 +148,10 @@ def _local(op: str, name: str, t: Any, group: Any = None) -> tuple[Any, Any]:
     mesh = getattr(t, "device_mesh", None)
     if mesh is None:
         return t, group
-    shards = [
-        dim for dim in (0, 1) if t.dim() == 2 and mesh.ndim == 1 and t.placements[0].is_shard(dim)
-    ]
-    expect(
-        shards != [],
-        op,
-        name,
-        "Shard(0) or Shard(1) of [N, P] on a 1-D mesh",
-        f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D",
-    )
+    flat = t.dim() == 2 and mesh.ndim == 1
+    shards = [dim for dim in (0, 1) if flat and t.placements[0].is_shard(dim)]
+    came = f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D"
+    expect(shards != [], op, name, "Shard(0) or Shard(1) of [N, P] on a 1-D mesh", came)
     local, group = t.to_local(), mesh.get_group()
     # as DTensor cuts
     width = _cut(op, name, [None] * mesh.size(), t.shape[1], 1)[mesh.get_local_rank()]
@@ -186,67 +168,40 @@ def _agree(
     that none waits for another.
     """
     (first, t), *_ = given.items()
+    what, chosen = size
     error: Exception | None = None
-    said, mine = op, (0, size[1])
+    said, mine = op, 0
     try:
         for name, other in given.items():
             matrix(op, name, other, "[rows, columns]")
             check_same(op, first, t, name, other)
-            expect(
-                other.shape[1] == t.shape[1],
-                op,
-                name,
-                f"of {t.shape[1]} columns like {first}",
-                shape(other),
-            )
+            wanted = f"of {t.shape[1]} columns like {first}"
+            expect(other.shape[1] == t.shape[1], op, name, wanted, shape(other))
             said += f", {name} with {other.shape[dim]} {('rows', 'columns')[dim]} of {other.dtype}"
-        if size[1] is not None:
-            expect(
-                is_int(size[1]) and size[1] >= 0,
-                op,
-                size[0],
-                "a whole number, at least 0",
-                shape(size[1]),
-            )
-            said += f", a {size[0]}"
-        mine = (t.shape[1 - dim], size[1])
+        whole = chosen is None or (is_int(chosen) and chosen >= 0)
+        expect(whole, op, what, "a whole number, at least 0", shape(chosen))
+        said += "" if chosen is None else f", a {what}"
+        mine = t.shape[1 - dim]
     except (TypeError, ValueError) as wrong:
         error = wrong
-    if not (dist.is_available() and dist.is_initialized()) or (
-        group is not None and not isinstance(group, dist.ProcessGroup)
-    ):
-        wanted = (
-            "a process group that this rank belongs to: start it by torchrun and call "
-            "torch.distributed.init_process_group"
-        )
+    begun = dist.is_available() and dist.is_initialized()
+    if not begun or (group is not None and not isinstance(group, dist.ProcessGroup)):
+        start = "start it by torchrun and call torch.distributed.init_process_group"
+        wanted = f"a process group that this rank belongs to: {start}"
         raise error or ValueError(f"{op}: group must be {wanted}, got {shape(group)}.")
     if error is None and f"{t.device.type}:" not in (config := dist.get_backend_config(group)):
-        error = ValueError(
-            f"{op}: {first} must be where the process group's backend ({config}) can send it from, "
-            f"got {shape(t)}."
-        )
+        wanted = f"{op}: {first} must be where the process group's backend ({config}) can send it"
+        error = ValueError(f"{wanted} from, got {shape(t)}.")
     ranks: list[Any] = [None] * dist.get_world_size(group)
-    _together(
-        op, dist.all_gather_object, ranks, (error is None, str(error or said), mine), group=group
-    )
+    own = str(error or said), (mine, chosen)
+    _together(op, dist.all_gather_object, ranks, own, group=group)
     if error:
         raise error
-    for rank, (fine, theirs, _) in enumerate(ranks):
-        expect(
-            fine,
-            op,
-            "the arguments",
-            "right on all ranks",
-            f"on rank {rank}: {theirs.removesuffix('.')}",
-        )
-        expect(
-            theirs == ranks[0][1],
-            op,
-            "the call",
-            f"that of rank 0 ({ranks[0][1]}) on all ranks",
-            f"{theirs} on rank {rank}",
-        )
-    return [sizes for _, _, sizes in ranks]
+    for rank, (theirs, _) in enumerate(ranks):
+        came = f"{theirs.removesuffix('.')} on rank {rank}"
+        wanted = f"that of rank 0 ({ranks[0][0]}) on all ranks"
+        expect(theirs == ranks[0][0], op, "the call", wanted, came)
+    return [sizes for _, sizes in ranks]
 
 
 def _together(op: str, call: Callable[..., Any], t: Any, *args: Any, **kwargs: Any) -> Any:

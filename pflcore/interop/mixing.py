@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,9 @@ from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Mix
 from pflcore.algorithms.relations import SFL, FedAMP, HeurFedAMP, nearest, smoothing
-from pflcore.check import Buffers, Count, Kind, Names, Whole, check, checked, refuse, shown
-from pflcore.interop.packing import _cut, pack, unpack
+from pflcore.check import Buffers, Count, Names, Whole, check, checked, need
+from pflcore.interop.packing import Form, Models, Packed, cut, pack, unpack
 from pflcore.simulation.accept import finite_rows
-
-USABLE = "fedamp, heurfedamp, sfl, feddwa, feddwa_qp, krum, multikrum, clusters"
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,8 @@ class Krum:
     def chosen(self, sqdist: Tensor) -> Tensor:
         """The chosen clients [m], best first, by squared distances [N, N]."""
         n = len(sqdist)
-        if not (2 * self.f + 2 < n and self.m <= n - self.f):
-            raise ValueError(
-                f"f, m: expected 0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f, got "
-                f"f={self.f}, m={self.m}."
-            )
+        wanted = f"0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f"
+        need(2 * self.f + 2 < n and self.m <= n - self.f, "f, m", wanted, self)
         return krum(sqdist, self.f, self.m)
 
 
@@ -66,20 +62,18 @@ class Clusters:
 
 
 Method = Algorithm | Krum | Clusters
-
-
-Models = Annotated[
-    Any,
-    Kind(
-        "rows [N, P], a list of models or a dict of them by client id",
-        lambda v: hasattr(v, "__iter__") and not isinstance(v, str | bytes),
-    ),
-]
+BY_NAME: dict[str, Callable[..., Method]] = {
+    **{name: ALGORITHMS[name] for name in ("fedamp", "sfl", "feddwa", "feddwa_qp")},
+    "heurfedamp": partial(HeurFedAMP, xi_self=0.5),
+    "krum": Krum,
+    "multikrum": partial(Krum, m=2),
+    "clusters": Clusters,
+}
 
 
 @checked
 def personalize(  # noqa: PLR0913 (what a mix has)
-    uploads: Any,
+    uploads: Models,
     method: Method | type[Algorithm] | str = "fedamp",
     *,
     guidance: Models | None = None,
@@ -109,163 +103,99 @@ def personalize(  # noqa: PLR0913 (what a mix has)
     alg = method_of(method, options)
     if buffers == "auto":
         buffers = alg.traits.batch_norm[0] if isinstance(alg, Algorithm) else "average"
-    only: dict[str, Any] = {"include": include, "exclude": exclude}
-    rows, form = pack(uploads, **only, buffers=buffers)
+    packed = partial(pack, include=include, exclude=exclude)
+    rows, form = packed(uploads, buffers=buffers)
     if method == "fedamp" and isinstance(alg, FedAMP) and "alpha" not in options:
         alg = replace(alg, alpha=alg.sigma / (2 * len(rows)))
-    if method == "heurfedamp" and isinstance(alg, HeurFedAMP) and "xi_self" not in options:
-        alg = replace(alg, xi_self=0.5)
     _check_rows(rows, form)
-    named, matrix = form.outer in ("dict", "pairs"), form.outer == "matrix"
-    extra: dict[str, Tensor] = {}
-    for name, given in (("guidance", guidance), ("previous", previous)):
-        if given is not None:
-            extra[name] = _rows_of(name, given, rows, form.ids, named, only)
-    if base is not None and matrix and not hasattr(base, "shape"):
-        raise TypeError(
-            f"base: expected one row of {rows.shape[1]} parameters, as the uploads are a matrix, "
-            f"got {shown(base)}."
-        )
+    guides = [
+        _like("guidance, previous", packed(given), rows, form)
+        for given in (guidance, previous)
+        if given is not None
+    ]
+    need(
+        len(guides) == isinstance(alg, FedDWA),
+        "guidance, previous",
+        "one of them for FedDWA (to its own model a client's distance is 0), none for another",
+        f"{len(guides)} of them for {type(alg).__name__}",
+    )
+    compared = [rows, *guides]
     if base is not None:
-        one = base[None] if matrix else [base]
-        extra["base"] = _rows_of("base", one, rows, [0], False, only)
-    compared = {"rows": rows, **extra}
-    if directions and base is None:
-        compared = {k: F.normalize(v.double()) for k, v in compared.items()}
-    mix = _mix(alg, **compared)
-    weight = mix.weight.to(rows.device)
-    index = None if mix.index is None else mix.index.to(rows.device)
-    return unpack(mix.of(rows), form, weight, index)
+        need(isinstance(alg, Clusters), "base", "None where the method is not 'clusters'", base)
+        start = _like("base", packed([base]), rows[:1], Form([0], "list"))
+        compared = [rows - start]
+    elif directions:
+        compared = [F.normalize(v.double()) for v in compared]
+    mix = _mix(alg, compared[0], compared[1:], base is not None)
+    return unpack(mix.of(rows), form, mix.weight, mix.index)
 
 
 def method_of(method: Any, options: dict[str, Any]) -> Method:
     """The method of this name with these options, or the instance itself."""
-    if options and not isinstance(method, str | type):
-        raise TypeError(
-            f"options: {type(method).__name__} has its own, got {', '.join(options)} beside it; "
-            "make the instance with them."
-        )
-    multi: Callable[..., Krum] = lambda m=2, **o: Krum(m=m, **o)  # noqa: E731
-    own: dict[Any, Callable[..., Method]] = {"krum": Krum, "multikrum": multi, "clusters": Clusters}
-    if isinstance(method, str) and method not in {*own, *ALGORITHMS} and ":" not in method:
-        raise ValueError(f"method: expected one of {USABLE}, got {method!r}.")
-    if isinstance(method, Krum | Clusters):
-        return method
-    try:
-        make = own[method] if method in own else lambda **o: algorithm_of(method, **o)
-        alg = make(**options)
-    except TypeError as error:
-        raise TypeError(
-            f"method: {method!r} cannot be made from {', '.join(options)} ({error})."
-        ) from None
-    if not isinstance(alg, FedAMP | FedDWA | SFL | Krum | Clusters):
-        raise ValueError(
-            f"method: {type(alg).__name__} needs more of a client than its model; use "
-            f"pflcore.Server and Client, or one of {USABLE}."
-        )
-    return alg
+    fresh = not options or isinstance(method, str | type)
+    need(fresh, "options", "none beside an instance, which has its own", options)
+    alg = method
+    if isinstance(method, str) and method in BY_NAME:
+        alg = BY_NAME[method](**options)
+    elif isinstance(method, Algorithm | type) or ":" in str(method):
+        alg = algorithm_of(method, **options)
+    usable = isinstance(alg, FedAMP | FedDWA | SFL | Krum | Clusters)
+    names = ", ".join(BY_NAME)
+    need(usable, "method", f"one that needs only models ({names}), as Server and Client play", alg)
+    return alg  # type: ignore[no-any-return]
 
 
-def _check_rows(rows: Tensor, form: Any) -> None:
+def _check_rows(rows: Tensor, form: Form) -> None:
     """ValueError for a client whose model is not finite, or whose statistics are impossible."""
     statistics = rows.new_zeros(len(rows), 0) if form.statistics is None else form.statistics
     fine = finite_rows([rows, statistics], len(rows))
-    for name, values in _cut(form.averaged, statistics.T).items():
+    for name, values in cut(form.averaged, statistics.T).items():
         if name.endswith("running_var"):
             fine &= (values >= 0).all(0).cpu()
-    if not bool(fine.all()):
+    if not fine.all():
         raise ValueError(
             f"uploads: client {form.ids[int(fine.int().argmin())]!r}'s model is not finite, or has "
             "a negative variance; leave that client out of this round."
         )
 
 
-def _rows_of(
-    name: str, given: Any, rows: Tensor, ids: list[Any], named: bool, only: dict[str, Any]
-) -> Tensor:
-    """Rows in the order of `ids`; where they are `named`, a client's own where nothing is given."""
-    more, form = pack(given, **only)
-    dtypes = [str(t.dtype).removeprefix("torch.") for t in (rows, more)]
-    alike = more.shape[1] == rows.shape[1] and dtypes[0] == dtypes[1]
-    if not (alike and (named or len(more) == len(ids))):
-        raise ValueError(
-            f"{name}: expected {len(ids)} models of {rows.shape[1]} {dtypes[0]} parameters, as the "
-            f"uploads are, got {list(more.shape)} {dtypes[1]}."
-        )
-    if not bool(more.isfinite().all()):
-        raise ValueError(f"{name}: expected finite models; leave the client out that sent another.")
-    if not named:
+def _like(name: str, packed: Packed, rows: Tensor, form: Form) -> Tensor:
+    """Rows [N, P] in the order of the uploads'; where these have names, a client's own where
+    nothing is given."""
+    more, ids, by_name = packed.rows, form.ids, form.outer in ("dict", "pairs")
+    where = {client: j for j, client in enumerate(packed.form.ids)}
+    alike = more.dtype == rows.dtype and more.shape[1] == rows.shape[1] and more.isfinite().all()
+    need(
+        alike and (where.keys() & set(ids) if by_name else len(more) == len(ids)),
+        name,
+        f"{len(ids)} finite models as the uploads are, {rows.shape[1]} numbers of {rows.dtype}, "
+        "by the same ids",
+        more,
+    )
+    if not by_name:
         return more
-    where = {i: j for j, i in enumerate(form.ids)}
-    if not where.keys() & set(ids):
-        raise ValueError(
-            f"{name}: none of its clients, {shown(form.ids)}, is one of the uploads', "
-            f"{shown(ids)}; use the same ids."
-        )
     return torch.stack([more[where[i]] if i in where else rows[j] for j, i in enumerate(ids)])
 
 
-def _mix(
-    alg: Method,
-    rows: Tensor,
-    guidance: Tensor | None = None,
-    previous: Tensor | None = None,
-    base: Tensor | None = None,
-) -> Mix:
+def _mix(alg: Method, rows: Tensor, guides: list[Tensor], updates: bool) -> Mix:
     """What each client's model is made of, by rows that are compared [N, P]."""
-    guides = [g for g in (guidance, previous) if g is not None]
     if isinstance(alg, FedDWA):
-        if len(guides) != 1:
-            raise ValueError(
-                "guidance, previous: FedDWA needs one of them; with a client's own model in their "
-                "place its own distance is 0, so it gets the whole weight and nothing is mixed."
-            )
         return Mix(*alg.weights(guides[0], rows))
-    if guides:
-        raise ValueError(
-            f"guidance, previous: they are FedDWA's, {type(alg).__name__} does not look at them; "
-            "leave them out."
-        )
-    if base is not None and not isinstance(alg, Clusters):
-        raise ValueError(
-            f"base: only clusters count updates from it, {type(alg).__name__} does not; leave it "
-            "out."
-        )
-    if isinstance(alg, Clusters):
-        return _clusters(alg, rows, base)
-    return Mix(_weights(alg, rows))
-
-
-def _clusters(alg: Clusters, rows: Tensor, base: Tensor | None) -> Mix:
-    if alg.k > len(rows):
-        refuse("k", f"at most {len(rows)} groups, one for each client", alg.k)
-    delta = rows if base is None else rows - base
-    sqdist = ops.pairwise_sqdist(delta).cpu()
-    similarity = -sqdist if base is None else cosines(sqdist, _norm2(delta).sqrt())
-    group = groups(similarity, alg.k, alg.linkage)
-    same = (group[:, None] == group).double()
-    return Mix(same / same.sum(1, keepdim=True))
-
-
-def _weights(alg: Method, rows: Tensor) -> Tensor:
-    """The weights [N, N] of a method that looks at the models alone."""
     n, sqdist = len(rows), ops.pairwise_sqdist(rows).cpu()
+    norm2 = ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0].cpu()
     everybody = torch.ones(n, dtype=torch.bool)
-    if isinstance(alg, Krum):
-        none = torch.zeros(n, n, dtype=torch.float64)
-        return none.index_fill_(1, alg.chosen(sqdist), 1 / alg.m)
-    if isinstance(alg, FedAMP):
-        return alg.mixing(sqdist, _norm2(rows), everybody)
-    assert isinstance(alg, SFL)
-    if alg.adjacency == "oracle_labels":
-        raise ValueError(
-            "adjacency: 'oracle_labels' needs the clients' labels, which are not in a model; take "
-            "'knn_models' or a .npy file."
-        )
-    drawn = alg.adjacency.endswith(".npy")
-    graph = alg.graph(n) if drawn else nearest(sqdist, alg.k, everybody)
-    return smoothing(graph, everybody, alg.layers, alg.s)
-
-
-def _norm2(rows: Tensor) -> Tensor:
-    return ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0].cpu()
+    if isinstance(alg, Clusters):
+        need(alg.k <= n, "k", f"at most {n} groups, one for each client", alg.k)
+        group = groups(cosines(sqdist, norm2.sqrt()) if updates else -sqdist, alg.k, alg.linkage)
+        same = (group[:, None] == group).double()
+        weight = same / same.sum(1, keepdim=True)
+    elif isinstance(alg, Krum):
+        weight = torch.zeros(n, n, dtype=torch.float64)
+        weight.index_fill_(1, alg.chosen(sqdist), 1 / alg.m)
+    elif isinstance(alg, FedAMP):
+        weight = alg.mixing(sqdist, norm2, everybody)
+    else:
+        assert isinstance(alg, SFL)
+        graph = alg.graph(n) if alg.adjacency != "knn_models" else nearest(sqdist, alg.k, everybody)
+        weight = smoothing(graph, everybody, alg.layers, alg.s)
+    return Mix(weight)

@@ -1,19 +1,18 @@
 """Clients' models, however other code holds them, as one matrix [N, P]; and back into the form they
 came in: a row, a list of arrays, a state dict, a Flower record, a module, a file.
 
-Nothing is imported for a form that is not there: a Flower record is known by what its values have,
-safetensors by the file's name.
+Nothing is imported for a form that is not there: a Flower array is known by what it has.
 """
 
 from __future__ import annotations
 
 import copy
-import io
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,208 +20,42 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pflcore import ops
-from pflcore.check import Matrix, Names, checked
-from pflcore.ops import stream
+from pflcore.check import Kind, Matrix, Names, checked, need, refuse
+from pflcore.ops.stream import tensor_of
 
 # what batch norm's buffers are called; a state dict does not say what is a buffer
 STATISTICS = ("running_mean", "running_var")
 Make = Callable[[Tensor], Any]  # a flat piece of a row -> what came: shape, dtype, device, kind
+Shapes = dict[str, torch.Size]
+Tensors = dict[str, Tensor]
+SEVERAL = Kind(
+    "rows [N, P], a list of models or a dict of them by client id",
+    lambda v: hasattr(v, "__iter__") and not isinstance(v, str | bytes | nn.Module),
+)
+Models = Annotated[Any, SEVERAL]
 
 
-def own(value: Any, who: str) -> tuple[Any, Make] | None:
-    """A tensor or an array that `value` is, holds or makes, without a copy, and how to make its
-    like; None where it is no such thing."""
-    if hasattr(value, "materialize") and not isinstance(value, Tensor):
-        value = value.materialize()
-    if isinstance(value, Tensor):
-        if value.layout != torch.strided or value.is_meta or is_lazy(value):
-            raise ValueError(
-                f"{who}: expected a dense tensor with values, got {value.layout} on "
-                f"{value.device}; make it dense first."
-            )
-        shape, like = value.shape, {"dtype": value.dtype, "device": value.device}
-        return value.detach(), lambda t: t.detach().to(**like, copy=True).view(shape)
-    if isinstance(value, np.ndarray | np.generic):
-        array = np.asarray(value)
-        extent, dtype, scalar = array.shape, array.dtype, isinstance(value, np.generic)
-        return array, lambda t: _array(t, extent, dtype)[()] if scalar else _array(t, extent, dtype)
-    if _is_flower(value):
-        array = _from_bytes(value, who)
-        extent, dtype, cls, stype = array.shape, array.dtype, type(value), value.stype
-        return array, lambda t: _to_bytes(_array(t, extent, dtype), cls, stype)
-    return None
+class Model(NamedTuple):
+    """One client's model without the numbers that are in the rows."""
 
+    given: Any  # a module itself, of anything else the class
+    kept: dict[str, Any]  # all that it has by name; None: it is in the rows
+    makes: dict[str, Make]
 
-def put(value: Any, into: Tensor) -> None:
-    """Writes a tensor or an array into a contiguous piece of a row."""
-    if isinstance(value, Tensor):
-        into.view(value.shape).copy_(value)
-    else:
-        into.numpy().reshape(value.shape)[...] = value
-
-
-def dtype_of(value: Any, who: str) -> torch.dtype:
-    """The torch dtype of a tensor or an array. ValueError where torch has none for it."""
-    if isinstance(value, Tensor):
-        return value.dtype
-    try:
-        return torch.from_numpy(np.empty(0, value.dtype.newbyteorder("="))).dtype
-    except TypeError:
-        raise ValueError(
-            f"{who}: numpy carries no {value.dtype} to torch; send bfloat16 as float32 or as a "
-            "torch tensor."
-        ) from None
-
-
-def _array(t: Tensor, shape: tuple[int, ...], dtype: Any) -> Any:
-    return (
-        t.detach()
-        .cpu()
-        .to(torch.float64 if t.dtype == torch.bfloat16 else t.dtype)
-        .numpy()
-        .astype(dtype)
-        .reshape(shape)
-    )
-
-
-def _is_flower(value: Any) -> bool:
-    return isinstance(getattr(value, "data", None), bytes | bytearray | memoryview) and hasattr(
-        value, "stype"
-    )
-
-
-def _from_bytes(value: Any, who: str) -> Any:
-    """The numbers of a Flower Array, which holds the bytes of a .npy file, where they lie."""
-    data = io.BytesIO(value.data)  # shares a bytes object's memory
-    try:
-        header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[
-            np.lib.format.read_magic(data)[0]
-        ]
-        shape, fortran, dtype = header(data)
-        if min(shape, default=0) < 0:
-            raise ValueError(f"its shape is {shape}")
-        flat = np.frombuffer(value.data, dtype, int(np.prod(shape)), data.tell())
-    except Exception as error:  # numpy's reader raises many kinds
-        why = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(
-            f"{who}: expected the bytes of a whole .npy file ({why}); fetch it again."
-        ) from None
-    return flat.reshape(shape, order="F" if fortran else "C")
-
-
-def _to_bytes(array: Any, cls: type, stype: str) -> Any:
-    data = io.BytesIO()
-    np.save(data, array, allow_pickle=False)
-    return cls(dtype=str(array.dtype), shape=tuple(array.shape), stype=stype, data=data.getvalue())
-
-
-class Upload:
-    """One client's model: its tensors by name, which of them are running statistics, and how to
-    make its like."""
-
-    def __init__(self, given: Any, who: str) -> None:
-        self.given, self.who = given, who
-        if isinstance(given, nn.Module):
-            self.statistics = {n for n, b in given.named_buffers() if b.is_floating_point()}
-        elif isinstance(given, str | Path):
-            self.given = Path(given)
-        elif not isinstance(given, Mapping | list | tuple | Tensor | np.ndarray) or (
-            isinstance(given, Tensor | np.ndarray) and given.ndim != 1
-        ):
-            what = (
-                f"shape {tuple(given.shape)}"
-                if isinstance(given, Tensor | np.ndarray)
-                else type(given).__name__
-            )
-            raise TypeError(
-                f"{who}: expected a 1-D tensor, a list of arrays, a state dict, a Flower "
-                "ArrayRecord, an nn.Module or the path of a "
-                f"safetensors file, got {what}."
-            )
-
-        elif isinstance(given, Mapping) and not all(isinstance(k, str) for k in given):
-            raise TypeError(
-                f"{who}: expected a dict with names as its keys, got the key "
-                f"{next(k for k in given if not isinstance(k, str))!r}."
-            )
-
-    def label(self, name: str) -> str:
-        """How a sentence calls one of its tensors."""
-        return f"{self.who}: {name!r}" if name else f"{self.who}: its row"
-
-    def named(self) -> Iterator[tuple[str, Any]]:
-        """The tensors by name, read one after another."""
-        g = self.given
-        if isinstance(g, nn.Module):
-            yield from g.named_parameters()
-            yield from g.named_buffers()
-        elif isinstance(g, Mapping):
-            yield from g.items()
-        elif isinstance(g, list | tuple):
-            yield from ((str(i), v) for i, v in enumerate(g))
-        elif isinstance(g, Path):
-            yield from _in_file(g, self.who)
-        else:
-            yield "", g
-
-    def is_statistic(self, name: str) -> bool:
-        """Whether a float tensor is batch norm's: a module says so, elsewhere the name does."""
-        return (
-            name in self.statistics
-            if isinstance(self.given, nn.Module)
-            else name.rpartition(".")[2] in STATISTICS
-        )
-
-    def like(self, new: dict[str, Any], kept: dict[str, Any], names: list[str]) -> Any:
-        """The same form with `new` tensors; those that are `kept` are the client's own."""
-        g, every = self.given, {n: new[n] if n in new else kept[n] for n in names}
-        if isinstance(g, nn.Module):
-            module = copy.deepcopy(g)
-            tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-            with torch.no_grad():
-                for n, t in new.items():
-                    tensors[n].copy_(t)
+    def like(self, pieces: Tensors) -> Any:
+        """The same form with new tensors, of pieces of a row; all else is the client's own."""
+        new = {name: self.makes[name](t) for name, t in pieces.items()}
+        if isinstance(self.given, nn.Module):
+            module = copy.deepcopy(self.given)
+            module.load_state_dict(new, strict=False)
             return module
-        if issubclass(g, Mapping):
-            return _mapping(g, every)
-        if issubclass(g, Path):
-            return every
-        return g(every.values()) if g in (list, tuple) else every[""]
-
-    def forget(self) -> None:
-        """Drops the numbers: of the client's model only its form is needed from here on (a module
-        is copied later)."""
-        if not isinstance(self.given, nn.Module):
-            self.given = type(self.given)
-
-
-def _mapping(cls: type, items: dict[str, Any]) -> Any:
-    """A mapping of the class that came, where it can be made of a dict."""
-    try:
-        return cls(items)
-    except TypeError:
-        return items
-
-
-def _in_file(path: Path, who: str) -> Iterator[tuple[str, Tensor]]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ImportError(
-            f"{who}: {path} needs the package safetensors; pip install 'pflcore[lora]'."
-        ) from None
-    try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (it is no mapping)
-                yield name, file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{who}: {path} is no whole safetensors file ({str(error).rstrip('.')}); fetch it "
-            "again."
-        ) from None
-
-
-FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+        every = self.kept | new
+        if issubclass(self.given, list | tuple):
+            return self.given(every.values())
+        if issubclass(self.given, Mapping):
+            with suppress(TypeError):  # a class that is not made of a dict comes back as one
+                return self.given(every)
+        return every.get("", every)
 
 
 @dataclass
@@ -230,23 +63,18 @@ class Form:
     """What `unpack` needs: whose rows they are, and what of each client's model is not in them."""
 
     ids: list[Any]  # [N]
-    outer: str  # "matrix", "list", "dict" or "pairs"
-    # the shapes of a row's tensors, in order
-    columns: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    width: int = 0  # P
-    statistics: Tensor | None = None  # [N, b] with buffers="average"
-    clients: list[Client] = field(default_factory=list, repr=False)
-    array: bool = False  # a matrix that came as an ndarray
-    averaged: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the statistics
+    outer: str  # "tensor" or "array" [N, P]; "list", "dict" or "pairs" of models
+    columns: Shapes = field(default_factory=dict)  # of a row's tensors, in order
+    averaged: Shapes = field(default_factory=dict)  # of the statistics, with buffers="average"
+    statistics: Tensor | None = None  # [N, b]
+    models: list[Model] = field(default_factory=list, repr=False)
 
-
-class Client(NamedTuple):
-    """One client's model without what is in the rows."""
-
-    upload: Upload
-    names: list[str]
-    makes: dict[str, Make]
-    kept: dict[str, Any]
+    def wrap(self, models: list[Any]) -> Any:
+        """The models [N] as they came: in a list, in pairs or in a dict."""
+        pairs = zip(self.ids, models, strict=True)
+        if self.outer == "dict":
+            return dict(pairs)
+        return list(pairs) if self.outer == "pairs" else models
 
 
 class Packed(NamedTuple):
@@ -258,10 +86,10 @@ class Packed(NamedTuple):
 
 @checked
 def pack(
-    uploads: Any,
+    uploads: Models,
     include: Names = (),
     exclude: Names = (),
-    buffers: str = "local",
+    buffers: Literal["local", "average"] = "local",
 ) -> Packed:
     """The rows [N, P] of N clients' models, in their own dtype, and the form that `unpack` gives
     mixed rows back in.
@@ -273,31 +101,34 @@ def pack(
     (default: all) and none of `exclude` are packed, as in `net.mask("head.*")`; lists of arrays are
     called "0", "1", ... The others stay each client's own, as integers always do. `buffers` says
     what becomes of batch norm's running statistics, which are never in the rows:
-    "local" leaves each client its own, "average" has `unpack` mix them. ValueError or TypeError in
-    a sentence that names client and tensor.
+    "local" leaves each client its own, "average" has `unpack` mix them. ValueError in a sentence
+    that names client and tensor.
     """
-    if buffers not in ("local", "average"):
-        raise ValueError(f"buffers: expected 'local' or 'average', got {buffers!r}.")
-    choose = _Chosen(include, exclude)
+    wanted, not_wanted = ([p] if isinstance(p, str) else list(p) for p in (include, exclude))
+    names: dict[str, None] = {}
     if isinstance(uploads, Tensor | np.ndarray) and uploads.ndim == 2:
-        return _matrix(uploads, choose)
-    form, models = _outer(uploads)
-    rows: list[Tensor] = []  # [N, P], [N, b]
-    kinds = (form.columns, form.averaged)
-    for i, (who, given) in enumerate(zip(form.ids, models, strict=True)):
-        client, values = _opened(Upload(given, f"client {who!r}"), choose, buffers, first=i == 0)
-        if not i:
-            for kind, mine in zip(kinds, values, strict=True):
-                kind.update((n, tuple(v.shape)) for n, v in mine.items())
-            rows = _empty(len(models), values, client)
-        for kind, mine, into in zip(kinds, values, rows, strict=True):
-            _fill(kind, mine, into[i], client.upload, form.ids[0])
-        client.upload.forget()
-        form.clients.append(client)
-    choose.finish()
-    form.width = rows[0].shape[1]
-    form.statistics = rows[1] if form.averaged else None
-    return Packed(rows[0], form)
+        packed = _matrix(uploads)
+    else:
+        form, given = form_of(uploads)
+        rows, statistics = torch.empty(0), torch.empty(0)
+        for i, (client, model) in enumerate(zip(form.ids, given, strict=True)):
+            who, every = f"client {client!r}", named(model, f"client {client!r}")
+            chosen = [n for n in every if _fits(n, wanted or "*") and not _fits(n, not_wanted)]
+            taken = _read(who, model, every, chosen, buffers)
+            if not i:
+                form.columns, rows = _empty(len(given), taken[1])
+                form.averaged, statistics = _empty(len(given), taken[2])
+            _fill(rows[i], form.columns, taken[1], who)
+            _fill(statistics[i], form.averaged, taken[2], who)
+            form.models.append(taken[0])
+            names |= dict.fromkeys(every)
+        form.statistics = statistics if form.averaged else None
+        packed = Packed(rows, form)
+    for pattern in (*wanted, *not_wanted):
+        found = any(fnmatchcase(name, pattern) for name in names)
+        need(found, "include, exclude", f"patterns of some of {', '.join(names)}", pattern)
+    need(packed.form.columns, "uploads", "floating-point tensors to be packed", list(names))
+    return packed
 
 
 @checked
@@ -311,223 +142,163 @@ def unpack(
     by `weight` [N, N] (with `index` [N, K] as `aggregate` has it), by default to their mean. A file
     comes back as the state dict that it holds, a module as a new one.
     """
-    n = len(form.ids)
-    if rows.shape != (n, form.width):
-        raise ValueError(
-            f"rows: expected [{n}, {form.width}], a row for each client that was packed, got "
-            f"{list(rows.shape)}."
-        )
-    if form.outer == "matrix":
-        return rows.detach().cpu().numpy() if form.array else rows
-    mixed = form.statistics
-    if mixed is not None:
+    n, width = len(form.ids), sum(s.numel() for s in form.columns.values())
+    wanted = f"[{n}, {width}], a row for each client that was packed"
+    need(rows.shape == (n, width), "rows", wanted, rows)
+    if not form.models:
+        return rows.detach().cpu().numpy() if form.outer == "array" else rows
+    parts = [(form.columns, rows)]
+    if form.statistics is not None:
         weight = torch.full((n, n), 1 / n, dtype=torch.float64) if weight is None else weight
-        if len(weight) != n:
-            raise ValueError(
-                f"weight: expected a row for each of {n} clients, got {list(weight.shape)}."
-            )
-        mixed = ops.aggregate(
-            mixed, weight.to(mixed.device), None if index is None else index.to(mixed.device)
-        )
+        need(len(weight) == n, "weight", f"a row for each of {n} clients", weight)
+        device = form.statistics.device
+        index = None if index is None else index.to(device)
+        parts.append((form.averaged, ops.aggregate(form.statistics, weight.to(device), index)))
     models = []
-    for i, client in enumerate(form.clients):
-        pieces = _cut(form.columns, rows[i]) | (
-            {} if mixed is None else _cut(form.averaged, mixed[i])
-        )
-        new = {n: client.makes[n](t) for n, t in pieces.items()}
-        models.append(client.upload.like(new, client.kept, client.names))
-    if form.outer == "dict":
-        return dict(zip(form.ids, models, strict=True))
-    return list(zip(form.ids, models, strict=True)) if form.outer == "pairs" else models
+    for i, model in enumerate(form.models):
+        pieces = [cut(shapes, matrix[i]) for shapes, matrix in parts]
+        models.append(model.like({k: t for piece in pieces for k, t in piece.items()}))
+    return form.wrap(models)
 
 
-class _Chosen:
-    """The names that patterns choose; each pattern must match something."""
-
-    def __init__(self, include: str | Sequence[str], exclude: str | Sequence[str]) -> None:
-        self.include, self.exclude = (
-            (p,) if isinstance(p, str) else tuple(p) for p in (include, exclude)
-        )
-        self.idle: set[str] = {*self.include, *self.exclude}
-        self.names: list[str] = []
-
-    def __call__(self, name: str) -> bool:
-        hits = {p for p in (*self.include, *self.exclude) if fnmatchcase(name, p)}
-        self.idle -= hits
-        self.names.append(name)
-        return (not self.include or bool(hits & {*self.include})) and not hits & {*self.exclude}
-
-    def finish(self) -> None:
-        if self.idle:
-            raise ValueError(
-                f"include, exclude: {min(self.idle)!r} matches no tensor; the names are "
-                f"{', '.join(dict.fromkeys(self.names)) or 'none'}."
-            )
-
-
-def _matrix(given: Any, choose: _Chosen) -> Packed:
-    choose.finish()
-    rows = (
-        given
-        if isinstance(given, Tensor)
-        else stream.tensor_of(given)
-        if dtype_of(given, "uploads")
-        else given
-    )
-    if rows.dtype not in FLOATS or not len(rows):
-        raise ValueError(
-            "uploads: expected floating-point rows [N, P] of at least one client, got "
-            f"{rows.dtype} {list(rows.shape)}."
-        )
-    return Packed(
-        rows,
-        Form(
-            list(range(len(rows))),
-            "matrix",
-            width=rows.shape[1],
-            array=not isinstance(given, Tensor),
-        ),
-    )
-
-
-def _outer(uploads: Any) -> tuple[Form, list[Any]]:
-    """Whose models they are, and the models."""
+def form_of(uploads: Any) -> tuple[Form, list[Any]]:
+    """Whose models they are, and the models [N]."""
+    models = list(uploads.values() if isinstance(uploads, Mapping) else uploads)
+    need(models, "uploads", "the models of at least one client", uploads)
     if isinstance(uploads, Mapping):
-        form, models = Form(list(uploads), "dict"), list(uploads.values())
-        tensors = [v for v in models if isinstance(v, Tensor | np.ndarray)]
-        if tensors and (
-            len(tensors) < len(models)
-            or len({tuple(t.shape) for t in tensors}) > 1
-            or tensors[0].ndim != 1
-        ):
-            raise ValueError(
-                "uploads: expected a dict of models by client id, got what looks like one state "
-                "dict; give [model, model, ...]."
-            )
-    elif isinstance(uploads, str | bytes | Tensor | np.ndarray | nn.Module) or not hasattr(
-        uploads, "__iter__"
-    ):
-        what = (
-            f"shape {tuple(uploads.shape)}"
-            if isinstance(uploads, Tensor | np.ndarray)
-            else type(uploads).__name__
-        )
-        raise TypeError(
-            "uploads: expected rows [N, P], a list of models or a dict of them by client id, got "
-            f"{what}."
-        )
+        return Form(list(uploads), "dict"), models
+    if not all(_is_pair(m) for m in models):
+        return Form(list(range(len(models))), "list"), models
+    ids = [i for i, _ in models]
+    need(len(set(ids)) == len(ids), "uploads", "each client once", ids)
+    return Form(ids, "pairs"), [m for _, m in models]
+
+
+def _is_pair(model: Any) -> bool:
+    pair = isinstance(model, tuple) and len(model) == 2
+    return pair and isinstance(model[0], str | int | np.integer)
+
+
+def named(given: Any, who: str) -> dict[str, Any]:
+    """A model's tensors by name. ValueError where it is no model."""
+    if isinstance(given, nn.Module):
+        return dict(given.named_parameters()) | dict(given.named_buffers())
+    if isinstance(given, str | Path):
+        return _of_file(given, who)
+    if isinstance(given, list | tuple):
+        given = {str(i): v for i, v in enumerate(given)}
+    if isinstance(given, Mapping) and all(isinstance(k, str) for k in given):
+        return dict(given)
+    if getattr(given, "ndim", 0) == 1:
+        return {"": given}
+    kinds = "a 1-D tensor, a list of arrays, a dict of tensors by name, a Flower ArrayRecord"
+    refuse(who, f"{kinds}, an nn.Module or the path of a safetensors file", given)
+
+
+def _of_file(path: str | Path, who: str) -> dict[str, Any]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError) as error:
+        why = str(error).rstrip(".")
+        raise ValueError(f"{who}: {path} is no whole safetensors file ({why}).") from None
+
+
+def opened(value: Any, who: str) -> tuple[Tensor, Make] | None:
+    """The tensor that `value` is, holds or makes, without a copy where that can be, and how to make
+    its like; None where it is no such thing."""
+    if hasattr(value, "materialize") and not isinstance(value, Tensor):
+        value = value.materialize()
+    if isinstance(value, Tensor):
+        dense = value.layout == torch.strided and not value.is_meta and not is_lazy(value)
+        need(dense, who, "a dense tensor with values", f"{value.layout} on {value.device}")
+        like: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+        extent = value.shape
+        return value.detach(), lambda t: t.detach().to(**like, copy=True).view(extent)
+    of_flower = hasattr(value, "stype")
+    if not of_flower and not isinstance(value, np.ndarray | np.generic):
+        return None
+    try:
+        array = value.numpy() if of_flower else np.asarray(value)
+        tensor = tensor_of(array)
+    except Exception:  # what is no whole array, or of another dtype, raises many kinds
+        raise ValueError(
+            f"{who}: expected a whole array in a dtype that torch has, got {value.dtype} "
+            f"{list(value.shape)}; send bfloat16 as float32 or as a torch tensor."
+        ) from None
+    shape, dtype, plain = array.shape, array.dtype, tensor.dtype
+    kind: Any = np.asarray if isinstance(value, np.ndarray) else type(value)
+
+    def make(t: Tensor) -> Any:
+        return kind(t.detach().to("cpu", plain).numpy().astype(dtype).reshape(shape))
+
+    return tensor, make
+
+
+def _matrix(given: Any) -> Packed:
+    found = opened(given, "uploads")
+    rows = given if found is None else found[0]
+    wanted = "floating-point rows [N, P] of at least one client"
+    need(rows.is_floating_point() and len(rows), "uploads", wanted, rows)
+    outer = "tensor" if isinstance(given, Tensor) else "array"
+    return Packed(rows, Form(list(range(len(rows))), outer, {"": rows.shape[1:]}))
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, p) for p in patterns)
+
+
+def _read(
+    who: str, given: Any, every: dict[str, Any], chosen: list[str], buffers: str
+) -> tuple[Model, Tensors, Tensors]:
+    """The client's model, its tensors that are packed, and its statistics that are mixed."""
+    if isinstance(given, nn.Module):
+        statistics = {name for name, _ in given.named_buffers()}
     else:
-        models = list(uploads)
-        if models and all(
-            isinstance(m, tuple) and len(m) == 2 and isinstance(m[0], Hashable) and _is_id(m[0])
-            for m in models
-        ):
-            form, models = Form([i for i, _ in models], "pairs"), [m for _, m in models]
-            seen: set[Any] = set()
-            for i in form.ids:
-                if i in seen:
-                    raise ValueError(
-                        f"uploads: expected each client once, got {i!r} more than once."
-                    )
-                seen.add(i)
-        else:
-            form = Form(list(range(len(models))), "list")
-    if not models:
-        raise ValueError("uploads: expected the models of at least one client, got none.")
-    return form, models
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, str | int | np.integer) and not isinstance(value, bool)
-
-
-def _opened(
-    upload: Upload, choose: _Chosen, buffers: str, first: bool
-) -> tuple[Client, tuple[dict[str, Any], dict[str, Any]]]:
-    """The client, and its tensors that are packed and its running statistics that are mixed."""
-    packed: dict[str, Any] = {}
-    averaged: dict[str, Any] = {}
-    client = Client(upload, [], {}, {})
-    for name, value in upload.named():
-        client.names.append(name)
-        client.kept[name] = value
-        who = upload.label(name)
-        opened = own(value, who) if choose(name) else None
-        if opened is None:
-            continue
-        array, make = opened
-        dtype = dtype_of(array, who)
-        if not (dtype.is_floating_point or dtype.is_complex):
+        statistics = {name for name in every if name.rpartition(".")[2] in STATISTICS}
+    module = isinstance(given, nn.Module)
+    model = Model(given if module else type(given), dict(every), {})
+    packed, averaged = Tensors(), Tensors()
+    for name in chosen:
+        found = opened(every[name], f"{who}: {name!r}")
+        if found is None or not (found[0].is_floating_point() or found[0].is_complex()):
             continue  # integers are never averaged
-        statistic = upload.is_statistic(name)
-        if statistic and buffers == "local":
+        if name in statistics and buffers == "local":
             continue
-        if dtype not in FLOATS:
-            raise ValueError(
-                f"{who}: expected float32, float64, float16 or bfloat16, got {dtype}; convert or "
-                "exclude it."
-            )
-        (averaged if statistic else packed)[name] = array
-        client.makes[name] = make
-        del client.kept[name]
-    if first and not packed:
-        choose.finish()
-        raise ValueError(
-            f"{upload.who}: found no floating-point tensor to pack among "
-            f"{', '.join(client.names) or 'none'}."
-        )
-    return client, (packed, averaged)
+        need(found[0].is_floating_point(), f"{who}: {name!r}", "real numbers", found[0])
+        model.kept[name] = None
+        (averaged if name in statistics else packed)[name], model.makes[name] = found
+    return model, packed, averaged
 
 
-def _empty(n: int, values: Sequence[dict[str, Any]], client: Client) -> list[Tensor]:
-    """The matrices for models like the first client's."""
-    matrices = []
-    for mine in values:
-        first = next(iter(mine.items()), None)
-        like: dict[str, Any] = (
-            {"dtype": dtype_of(first[1], ""), "device": getattr(first[1], "device", "cpu")}
-            if first
-            else {}
-        )
-        matrices.append(torch.empty(n, sum(int(np.prod(v.shape)) for v in mine.values()), **like))
-    return matrices
+def _empty(n: int, like: Tensors) -> tuple[Shapes, Tensor]:
+    """The shapes of one client's tensors, and the matrix for n such clients."""
+    first = next(iter(like.values()), torch.empty(0))
+    width = sum(t.numel() for t in like.values())
+    return {name: t.shape for name, t in like.items()}, first.new_empty(n, width)
 
 
-def _fill(
-    columns: dict[str, tuple[int, ...]],
-    mine: dict[str, Any],
-    row: Tensor,
-    upload: Upload,
-    first: Any,
-) -> None:
+def _fill(row: Tensor, columns: Shapes, mine: Tensors, who: str) -> None:
     """One client's tensors into its row, when they are those that the columns are for."""
-    missing, extra = [n for n in columns if n not in mine], [n for n in mine if n not in columns]
-    if missing or extra:
-        said = [
-            f"{word} {', '.join(map(repr, names[:5]))}"
-            for word, names in (("without", missing), ("with", extra))
-            if names
-        ]
-        raise ValueError(
-            f"{upload.who}: expected the tensors of client {first!r}, got a model "
-            f"{' and '.join(said)}; exclude what is private."
-        )
-    for name, piece in _cut(columns, row).items():
-        value, shape, who = mine[name], columns[name], upload.label(name)
-        if tuple(value.shape) != shape:
+    for name in columns | mine:
+        want = (columns[name], row.dtype, row.device) if name in columns else None
+        got = (mine[name].shape, mine[name].dtype, mine[name].device) if name in mine else None
+        if want != got:
+            first, other = (
+                "none" if kind is None else f"{list(kind[0])} {kind[1]} on {kind[2]}"
+                for kind in (want, got)
+            )
             raise ValueError(
-                f"{who} has shape {list(value.shape)}, client {first!r}'s has {list(shape)}; "
-                "exclude it or mend it."
+                f"{who}: {name or 'row'!r}: expected {first}, as of the first client, got {other}; "
+                "convert it, or exclude what is private."
             )
-        dtype, device = dtype_of(value, who), str(getattr(value, "device", "cpu"))
-        if dtype != row.dtype or device != str(row.device):
-            got, want = (
-                f"{str(t).removeprefix('torch.')} on {d}"
-                for t, d in ((dtype, device), (row.dtype, row.device))
-            )
-            raise ValueError(f"{who} is {got} where the row is {want}; convert it, or exclude it.")
-        put(value, piece)
+    for name, piece in cut(columns, row).items():
+        piece.view(columns[name]).copy_(mine[name])
 
 
-def _cut(columns: dict[str, tuple[int, ...]], row: Tensor) -> dict[str, Tensor]:
-    return dict(zip(columns, row.split([int(np.prod(s)) for s in columns.values()]), strict=True))
+def cut(columns: Shapes, row: Tensor) -> Tensors:
+    """The flat pieces of a row by name."""
+    pieces = row.split([shape.numel() for shape in columns.values()])
+    return dict(zip(columns, pieces, strict=True))

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from pflcore.algorithms.lookup import algorithm_of, name_of
+from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Cohort, Tensors
-from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, refuse
-from pflcore.interop.wire import STATISTICS, About, method_number, net_of, opened, packed
+from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, need
+from pflcore.interop.wire import STATISTICS, About, fingerprint, net_of, opened, packed
 from pflcore.simulation.accept import Outcome, Trained, accept
 from pflcore.simulation.personal import grown
 from pflcore.simulation.round import begin, check_start, commit, flat, policy, serve, unflat
-from pflcore.train import memory
 
 SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits
-PURPOSES = {"train": "send", "evaluation": "evaluation"}  # what the draws of each are called
-NEVER = 0, int(torch.ones(1, dtype=torch.float64).view(torch.int64))  # nothing of it was shortened
 KEPT = "accepted", "numbers", "gone", "report"  # beside the state
 Form = dict[str, tuple[torch.Size, torch.dtype]]
 Upload = tuple[int, Tensors, int]  # whose, what, of how many samples
@@ -58,7 +54,8 @@ class Server:
         self.rounds, self.seed, self.clip = rounds, seed, clip
         self.averages = policy(self.algorithm, self.net, batch_norm) == "average"
         self._state = begin(self.algorithm, self.net, num_clients, clients=False)
-        self._accepted: dict[int, tuple[int, int]] = {}  # see `About`: `accepted` and `bits`
+        self._fingerprint = fingerprint(self.algorithm, self.net, self.averages)
+        self._accepted: dict[int, tuple[int, float]] = {}  # `accepted` and `factor` of `About`
         self._numbers: dict[Hashable, int] = {}
         self._gone: list[int] = []  # numbers that nobody gets again
         self._report: Tensors = {}
@@ -76,21 +73,23 @@ class Server:
         return dict(self._numbers)
 
     @property
-    def _n(self) -> int:
+    def num_clients(self) -> int:
+        """How many clients the state is of."""
         return len(self._state.seen)
 
-    def download(self, client_id: Hashable, purpose: str = "train") -> Tensors:
+    @checked
+    def download(
+        self, client_id: Hashable, purpose: Literal["train", "evaluation"] = "train"
+    ) -> Tensors:
         """What a client needs for the round that comes ("train"), or for its model as it is now
         ("evaluation"): a dict of tensors."""
-        if purpose not in PURPOSES:
-            refuse("purpose", "'train' or 'evaluation'", purpose)
         number, done, train = self.join(client_id), self.round, purpose == "train"
         self._begun |= train
-        one = torch.tensor([number]), torch.ones(1, dtype=torch.int64)
-        cohort = self._cohort(*one, done + 1 if train else max(1, done), PURPOSES[purpose])
-        accepted, bits = self._accepted.get(number, NEVER)
-        model = self.net.size, method_number(self.algorithm)
-        about = About(number, self._n, *model, cohort.round, self.rounds, done, accepted, bits)
+        round, draws = (done + 1, "send") if train else (max(1, done), purpose)
+        cohort = self._cohort([number], [1], round, draws)
+        taken = self._accepted.get(number, (0, 1.0))
+        both = self.num_clients, self._fingerprint
+        about = About(number, *both, round, self.rounds, done, *taken)
         statistics = self._state.batch_norm[number] if self.averages else None
         return packed(self.algorithm.send(self._state.server, cohort), about, statistics)
 
@@ -103,20 +102,17 @@ class Server:
         in one sentence, and nothing changed, for an upload that does not fit; without `strict` it
         is left out with a RuntimeWarning, and where none fits the round is void.
         """
-        if not isinstance(uploads, Mapping) or not uploads:
-            wanted = "{client id: (upload, number of samples)} of at least one client"
-            refuse("uploads", wanted, uploads)
-        form, read = self._read(uploads, strict)
+        wanted = "{client id: (upload, number of samples)} of at least one client"
+        need(isinstance(uploads, Mapping) and uploads, "uploads", wanted, uploads)
+        read = self._read(uploads, strict)
         names = {number: client for client, (number, _, _) in read.items()}
         absent = set(self.algorithm.traits.required) - set(names)
         if absent:
-            _complain(
-                f"uploads: the target, client number {min(absent)}, must take part in every round.",
-                strict,
-            )
+            said = f"the target, client number {min(absent)}, must take part in every round."
+            _complain(f"uploads: {said}", strict)
         outcome = Outcome(list(names), void=True)
         if read and not absent:
-            outcome = self._played([*read.values()], form, strict)
+            outcome = self._played(*zip(*read.values(), strict=True))
         if outcome.void:
             self._state = commit(self._state, {})
         self._begun = False
@@ -126,20 +122,17 @@ class Server:
     def join(self, client_id: Hashable) -> int:
         """A client's number; a new one's first `download` does the same. ValueError where a round
         that has begun would have to grow."""
-        if not isinstance(client_id, str | Integral) or isinstance(client_id, bool):
-            raise TypeError(f"client_id: expected a string or a whole number, got {client_id!r}.")
+        named = isinstance(client_id, str | Integral) and not isinstance(client_id, bool)
+        need(named, "client_id", "a string or a whole number", client_id)
         if client_id in self._numbers:
             return self._numbers[client_id]
-        n, taken = self._n, {*self._numbers.values(), *self._gone}
+        n, taken = self.num_clients, {*self._numbers.values(), *self._gone}
         number = next((i for i in range(n) if i not in taken), n)
         if isinstance(client_id, Integral) and 0 <= client_id < n and client_id not in taken:
             number = int(client_id)
-        if number == n and self._begun:
-            raise ValueError(
-                f"client {client_id!r}: the round has begun with {n} clients; let it come after "
-                "aggregate, or raise num_clients."
-            )
         if number == n:
+            who = f"client {client_id!r}"
+            need(not self._begun, who, f"no newcomer in a round begun with {n} clients", "one")
             self._state, _ = grown(self.algorithm, self._state, self.net, n)
             self._form = None
         self._numbers[client_id] = number
@@ -148,8 +141,7 @@ class Server:
     def leave(self, client_id: Hashable) -> None:
         """Forgets who has a number, for good: a later client of this id is a newcomer. What
         the method holds of it, stays."""
-        self._gone.append(self._known(client_id))
-        del self._numbers[client_id]
+        self._gone.append(self._numbers.pop(client_id))
 
     def report(self) -> Tensors:
         """The algorithm's own report of the last round: mixing weights, clusters, ..., by the
@@ -160,7 +152,7 @@ class Server:
         """Everything that changes, in tensors of its own, numbers, strings and dicts, as
         `torch.save` and `torch.load` take it."""
         return {
-            "algorithm": name_of(self.algorithm),
+            "fingerprint": self._fingerprint,
             "state": {k: v.clone() for k, v in flat(self._state).items()},
             "round": self._state.round,
             "void": self._state.void,
@@ -170,77 +162,49 @@ class Server:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is another
         algorithm's or another model's."""
-        try:
-            tensors = {k: v.clone() for k, v in state["state"].items()}
-            new = unflat(tensors, int(state["round"]), int(state["void"]))
-            name, kept = state["algorithm"], {k: copy(state[k]) for k in KEPT}
-        except (KeyError, TypeError, AttributeError) as error:
+        if not isinstance(state, Mapping) or state.get("fingerprint") != self._fingerprint:
             raise ValueError(
-                f"state: expected what Server.state_dict() gives, got {type(state).__name__} "
-                f"({error})."
-            ) from None
-        if name != name_of(self.algorithm):
-            raise ValueError(
-                f"state: expected one of {name_of(self.algorithm)}, got one of {name}."
+                "state: expected what state_dict() of a Server of this algorithm and model gives."
             )
+        tensors = {k: v.clone() for k, v in state["state"].items()}
+        new = unflat(tensors, state["round"], state["void"])
         check_start(new, self.algorithm, self.net, len(new.seen), "state")
         self._state, self._form, self._begun = new, None, False
-        for key, value in kept.items():
-            setattr(self, f"_{key}", value)
+        for key in KEPT:
+            setattr(self, f"_{key}", copy(state[key]))
 
     # inside -------------------------------------------------------------------------------------
-    def _cohort(self, ids: Tensor, size: Tensor, round: int, purpose: str = "send") -> Cohort:
-        return Cohort(ids, size, self._n, round, self.rounds, self.seed, 0, purpose)
+    def _cohort(
+        self, ids: Sequence[int], size: Sequence[int], round: int, purpose: str = "send"
+    ) -> Cohort:
+        who, sizes = torch.tensor(ids), torch.tensor(size)
+        return Cohort(who, sizes, self.num_clients, round, self.rounds, self.seed, 0, purpose)
 
-    def _played(self, read: list[Upload], form: Form, strict: bool) -> Outcome:
-        """The round with these uploads. ValueError where the algorithm cannot use them."""
-        state, alg, ids = (
-            self._state,
-            self.algorithm,
-            torch.tensor([number for number, _, _ in read]),
-        )
-        up = {k: torch.stack([one[k] for _, one, _ in read]) for k in form}
-        cohort = self._cohort(ids, torch.tensor([size for _, _, size in read]), state.round + 1)
-        statistics = up.pop(STATISTICS, state.batch_norm[ids])
+    def _played(
+        self, ids: Sequence[int], uploads: Sequence[Tensors], sizes: Sequence[int]
+    ) -> Outcome:
+        """The round with these uploads, which have one form."""
+        state, alg = self._state, self.algorithm
+        up = {k: torch.stack([one[k] for one in uploads]) for k in uploads[0]}
+        cohort = self._cohort(ids, sizes, state.round + 1)
+        statistics = up.pop(STATISTICS, state.batch_norm[cohort.ids])
         negative = (statistics[:, self.net.variances] < 0).any(1)
         statistics[negative] = torch.nan  # no variance, and everybody's square root of it is NaN
         none = torch.zeros(len(ids))
         trained = Trained(cohort, alg.send(state.server, cohort), up, {}, {}, statistics, none)
-        try:
-            trained, outcome = accept(trained, alg.traits, state.server, self.clip)
-            changes = serve(alg, state, trained, outcome, self.averages)
-        except (LookupError, RuntimeError, ValueError) as error:
-            if self._form is not None or memory.ran_out(error):
-                raise
-            _complain(self._unusable(form, error), strict)
-            return Outcome(ids.tolist(), void=True)
+        trained, outcome = accept(trained, alg.traits, state.server, self.clip)
+        changes = serve(alg, state, trained, outcome, self.averages)
         if not outcome.void:
-            self._state, self._form = commit(state, changes), form
-            taken, factor = trained.cohort, outcome.factor
-            bits = torch.ones(len(taken.ids)).double() if factor is None else factor
-            pairs = zip(taken.ids.tolist(), bits.view(torch.int64).tolist(), strict=True)
+            self._state, self._form = commit(state, changes), _form_of(uploads[0])
+            taken = trained.cohort
+            factor = torch.ones(len(taken.ids)) if outcome.factor is None else outcome.factor
+            pairs = zip(taken.ids.tolist(), factor.tolist(), strict=True)
             self._accepted |= {number: (self.round, mine) for number, mine in pairs}
             self._report = alg.report(self._state.server, outcome.mix, taken)
         return replace(outcome, train_loss=None)
 
-    def _unusable(self, form: Form, error: Exception) -> str:
-        """The sentence for a first round of uploads that the algorithm fails on."""
-        why = f" ({str(error).strip('. ')})" if isinstance(error, ValueError) else ""
-        return (
-            f"uploads: {name_of(self.algorithm)} cannot use what each of them holds, "
-            f"{_words(form)}{why}; "
-            "give both sides one algorithm, model and `batch_norm`."
-        )
-
-    def _known(self, client: Hashable) -> int:
-        if client not in self._numbers:
-            raise ValueError(f"client {client!r}: it is not known here; let it download first.")
-        return self._numbers[client]
-
-    def _read(
-        self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool
-    ) -> tuple[Form, dict[Any, Upload]]:
-        """The form of the round's uploads, and those that have it, by clients, ascending."""
+    def _read(self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool) -> dict[Any, Upload]:
+        """The round's uploads that have one form, by clients, ascending by number."""
         read: dict[Any, Upload] = {}
         for client, given in uploads.items():
             try:
@@ -250,37 +214,32 @@ class Server:
         forms = {client: _form_of(up) for client, (_, up, _) in read.items()}
         each = list(forms.values())
         form = self._form or max(each, key=each.count, default={})  # at first, what most sent
+        form = form | _form_of({STATISTICS: self.net.b0} if self.averages else {})
         for client, mine in forms.items():
             if mine != form:
-                _complain(
-                    f"client {client!r}: its upload holds {_words(mine)}, expected {_words(form)} "
-                    "and the same `batch_norm` on both sides.",
-                    strict,
-                )
+                said = f"its upload holds {_words(mine)}, expected {_words(form)}."
+                _complain(f"client {client!r}: {said}", strict)
                 del read[client]
-        return form, dict(sorted(read.items(), key=lambda item: item[1][0]))
+        return dict(sorted(read.items(), key=lambda item: item[1][0]))
 
     def _upload(self, client: Any, given: Any) -> Upload:
         """One client's upload, checked."""
-        who, number = f"client {client!r}", self._known(client)
-        if not (isinstance(given, tuple) and len(given) == 2):
-            refuse(who, "(upload, number of samples)", given)
-        payload, about, statistics = opened(given[0], self.net, self.algorithm, who)
-        if (about.number, about.round) != (number, self.round + 1):
+        who = f"client {client!r}"
+        need(client in self._numbers, who, "one of those who have downloaded", list(self._numbers))
+        whole = isinstance(given, tuple) and len(given) == 2
+        need(whole, who, "(upload, number of samples)", given)
+        payload, about, statistics = opened(given[0], self.net.w0.device, self._fingerprint, who)
+        number, size = self._numbers[client], given[1]
+        mine = number, self.round + 1
+        if (about.number, about.round) != mine:
             raise ValueError(
                 f"{who}: its upload is number {about.number}'s of round {about.round}, expected "
-                f"{number}'s of round {self.round + 1}; leave it out."
+                f"{mine[0]}'s of round {mine[1]}; leave it out."
             )
-        if not isinstance(given[1], Integral) or not 1 <= int(given[1]) <= SAMPLES:
-            refuse(f"{who}, number of samples", f"a whole number from 1 to {SAMPLES}", given[1])
+        some = isinstance(size, Integral) and 1 <= int(size) <= SAMPLES
+        need(some, f"{who}, number of samples", f"a whole number from 1 to {SAMPLES}", size)
         up = {k: v[0] for k, v in payload.items()}
-        come = {} if statistics is None else {STATISTICS: statistics}
-        if _form_of(come) != _form_of({STATISTICS: self.net.b0} if self.averages else {}):
-            raise ValueError(
-                f"{who}: its upload holds {_words(_form_of(up | come))}, expected the same model "
-                "and `batch_norm` on both sides."
-            )
-        return number, up | come, int(given[1])
+        return number, up | ({} if statistics is None else {STATISTICS: statistics}), int(size)
 
 
 def _complain(said: str, strict: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pflcore.algorithms.lookup import name_of
 from pflcore.algorithms.protocol import Algorithm, Payload, Pool, Tensors
-from pflcore.check import Model, shown
+from pflcore.check import Model
 from pflcore.train import Net
 from pflcore.train.losses import Loss
 
@@ -19,28 +19,24 @@ ABOUT, STATISTICS = "@about", "@statistics"  # beside the algorithm's own keys
 
 
 class About(NamedTuple):
-    """The whole numbers of a message."""
+    """The numbers of a message, in float64: whole numbers below 2**53, and a factor."""
 
     number: int  # the client's, from 0
     n: int  # N
-    size: int  # P
-    method: int  # `method_number` of the algorithm
+    fingerprint: int
     round: int  # from 1, the one that the message is for
     rounds: int  # R
     done: int  # rounds that the server has finished
     accepted: int  # the last of them that the client's upload was part of; 0: none
-    bits: int  # of `factor`
-
-    @property
-    def factor(self) -> Tensor:
-        """How much of that upload the server took, float64 [1]: below 1 where its `clip` shortened
-        it."""
-        return torch.tensor([self.bits]).view(torch.float64)
+    # how much of that upload the server took: below 1 where its `clip` shortened it
+    factor: float
 
 
-def method_number(algorithm: Algorithm) -> int:
-    """What both sides call the algorithm, as a number."""
-    return zlib.crc32(name_of(algorithm).encode())
+def fingerprint(algorithm: Algorithm, net: Net, averages: bool) -> int:
+    """What both sides must have alike, as a number: the algorithm's name, the model's shapes and
+    what becomes of batch norm's statistics."""
+    parts = name_of(algorithm), str(net.dtype), net.shapes, net.buffer_shapes, averages
+    return zlib.crc32(repr(parts).encode())
 
 
 def net_of(algorithm: Algorithm, model: Model, loss: Loss, seed: int) -> Net:
@@ -51,51 +47,44 @@ def net_of(algorithm: Algorithm, model: Model, loss: Loss, seed: int) -> Net:
 def packed(payload: Payload, about: About, statistics: Tensor | None) -> Tensors:
     """The message of one client, of the slices [1, ...] of a payload; of pools the rows that are
     sent."""
-    message: Tensors = {}
+    message: Tensors = {ABOUT: torch.tensor(about, dtype=torch.float64)}
+    if statistics is not None:
+        message[STATISTICS] = statistics.clone()
     for key, value in payload.items():
         if isinstance(value, Pool):
             sent = torch.zeros(len(value.rows), dtype=torch.bool, device=value.rows.device)
             sent[value.index[value.index >= 0]] = True
             message |= {f"{key}@rows": value.rows[sent], f"{key}@sent": sent}
-            message[f"{key}@index"] = value.index[0].clone()
-        else:
-            message[key] = value[0].clone()
-    rest = {} if statistics is None else {STATISTICS: statistics.clone()}
-    return message | {ABOUT: torch.tensor(about)} | rest
+            value = value.index
+            key = f"{key}@index"
+        message[key] = value[0].clone()
+    return message
 
 
 def opened(
-    message: Any, net: Net, algorithm: Algorithm, what: str
+    message: Any, device: torch.device, alike: int, what: str
 ) -> tuple[Payload, About, Tensor | None]:
     """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on
-    the model's device."""
+    `device`. ValueError where it is no message, or its fingerprint is not
+    `alike`."""
     try:
-        if any(v.is_nested or v.layout != torch.strided for v in message.values()):
-            raise ValueError(
-                f"{what}: expected dense tensors, got a sparse or a nested one; send what the "
-                "other side made."
-            )
-        about = About(*message[ABOUT].tolist())
-        tensors = {k: v.detach().to(net.w0.device) for k, v in message.items() if k != ABOUT}
-        statistics = tensors.pop(STATISTICS, None)
+        tensors = {k: v.detach().to(device) for k, v in message.items()}
+        dense = all(v.layout is torch.strided and not v.is_nested for v in tensors.values())
+        *whole, factor = tensors.pop(ABOUT).tolist()
+        about, statistics = About._make([*map(int, whole), factor]), tensors.pop(STATISTICS, None)
         payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
         for key in (k.removesuffix("@rows") for k in tensors if k.endswith("@rows")):
             sent, few = tensors[f"{key}@sent"], tensors[f"{key}@rows"]
             rows = few.new_zeros(len(sent), *few.shape[1:])  # a row's number may be a client's
             rows[sent] = few
             payload[key] = Pool(rows, tensors[f"{key}@index"][None])
-    except (TypeError, KeyError, AttributeError, IndexError, RuntimeError):
+    except Exception:  # of what somebody else made
+        dense = False
+    if not dense:
+        raise ValueError(f"{what}: expected a dict of dense tensors as the other side made it.")
+    if about.fingerprint != alike:
         raise ValueError(
-            f"{what}: expected a dict of tensors as the other side made it, got {shown(message)}."
-        ) from None
-    if about.method != method_number(algorithm):
-        raise ValueError(
-            f"{what}: it is of another algorithm than {name_of(algorithm)}, which is played here; "
-            "give both sides one."
-        )
-    if about.size != net.size:
-        raise ValueError(
-            f"{what}: it is for a model of {about.size} parameters, this one has {net.size}; give "
-            "both sides one model."
+            f"{what}: it is of another algorithm, model or `batch_norm` than those that are played "
+            "here; give both sides the same."
         )
     return payload, about, statistics

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interop.rank import COUNTS, DTYPES, WIDTHS, N, P, matrix, weights
 from places import ROOT
 from torch import Tensor
 
@@ -20,9 +21,7 @@ pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no Gloo"
 )
 
-# as in rank.py
-COUNTS, WIDTHS, DTYPES = (3, 0, 4), (1, 1900, 102), (torch.float32, torch.float64, torch.bfloat16)
-N, P, WORLD = sum(COUNTS), sum(WIDTHS), 3
+WORLD = 3
 ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
@@ -50,14 +49,6 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
 
 
-def matrix(dtype=torch.float32, seed=0):
-    gen = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(P, generator=gen, dtype=torch.float64)
-        + 1e-3 * torch.randn(N, P, generator=gen, dtype=torch.float64)
-    ).to(dtype)
-
-
 def same(ranks, key):
     """What all ranks have alike, to the last bit."""
     first: Tensor = ranks[0][key]
@@ -73,16 +64,9 @@ def test_rows_become_columns_and_come_back(ranks, dtype):
     assert torch.equal(torch.cat([r["columns", dtype] for r in ranks], 1), x)
     # whole groups of 160
     assert [r["columns", dtype].shape[1] for r in ranks] == [800, 800, P - 1600]
-    assert all(
-        torch.equal(r["chosen", dtype], part)
-        for r, part in zip(ranks, x.split(WIDTHS, 1), strict=True)
-    )
-    assert all(
-        torch.equal(r["back", dtype], part) for r, part in zip(ranks, x.split(COUNTS), strict=True)
-    )
-    assert all(
-        torch.equal(r["equal rows", dtype], part) for r, part in zip(ranks, x.split(3), strict=True)
-    )
+    wanted = {"chosen": x.split(WIDTHS, 1), "back": x.split(COUNTS), "equal rows": x.split(3)}
+    for key, parts in wanted.items():
+        assert all(torch.equal(r[key, dtype], p) for r, p in zip(ranks, parts, strict=True)), key
 
 
 @pytest.mark.deep("several processes")
@@ -117,10 +101,10 @@ def test_distances_of_the_ugly(ranks):
 @pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mixes_are_bit_for_bit_those_of_one_process(ranks, dtype):
-    x, weight = matrix(dtype), torch.rand(2, N, generator=torch.Generator().manual_seed(1))
+    x, (weight, index) = matrix(dtype), weights()
     mixes = {
         "mix": pflcore.aggregate(x, weight, base=x[0]),
-        "sparse mix": pflcore.aggregate(x, weight[:, :2], torch.tensor([[0, 3], [6, 6]]), lr=0.5),
+        "sparse mix": pflcore.aggregate(x, weight[:, :2], index, lr=0.5),
     }
     for key, want in mixes.items():
         assert torch.equal(torch.cat([r[key, dtype] for r in ranks], 1), want)
@@ -129,7 +113,7 @@ def test_mixes_are_bit_for_bit_those_of_one_process(ranks, dtype):
 @pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_dtensors(ranks, dim):
-    x, weight = matrix(), torch.rand(2, N, generator=torch.Generator().manual_seed(1))
+    x, weight = matrix(), weights()[0]
     torch.testing.assert_close(
         same(ranks, ("DTensor", dim)), pflcore.pairwise_sqdist(x), rtol=2e-6, atol=0
     )
@@ -203,27 +187,12 @@ def test_without_a_group():
 
 @pytest.mark.deep("another process")
 def test_the_example_under_torchrun(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(ROOT / "examples" / "sharded.py"),
-    ]
-    run = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node=2", str(ROOT / "examples" / "sharded.py")]
+    options = {"capture_output": True, "text": True, "timeout": 400}
+    run = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, **options)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert (
-        "2 ranks, 24 clients" in run.stdout
-        and "rank 0 sent 4.8 MB of rows, 2208 bytes of distances, 4.8 MB of rows back" in run.stdout
-    )
+    sent = "rank 0 sent 4.8 MB of rows, 2208 bytes of distances, 4.8 MB of rows back"
+    assert "2 ranks, 24 clients" in run.stdout and sent in run.stdout
     off = [float(number) for number in re.findall(r"by ([\d.e+-]+),", run.stdout)]
     assert len(off) == 2 and off[0] < 1e-14 and off[1] < 1e-6

@@ -51,9 +51,8 @@ def test_appfl():
     scheduler = pytest.importorskip("appfl.algorithm.scheduler.sync_scheduler")
     omegaconf = pytest.importorskip("omegaconf")
     aggregator = personal("APPFL", BaseAggregator=base.BaseAggregator)()
-    server = scheduler.SyncScheduler(
-        omegaconf.OmegaConf.create({"num_clients": 3}), aggregator, None
-    )
+    options = omegaconf.OmegaConf.create({"num_clients": 3})
+    server = scheduler.SyncScheduler(options, aggregator, None)
     sent = {f"site-{i}": dict(m.state_dict()) for i, m in enumerate(models())}
     futures = {i: server.schedule(i, model) for i, model in sent.items()}
     want = pflcore.personalize(sent, "fedamp")
@@ -137,31 +136,27 @@ def test_nvflare(tmp_path):
 
 def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
     """Not the frameworks: stand-ins with the attributes that the snippets use, so that at least the
-    snippets' own lines have run."""
+    snippets' own lines have run; a second run of the same process starts fresh."""
     sent, start = models(), nn.Linear(3, 2)
     want = pflcore.personalize(dict(enumerate(sent[:2])), "fedamp")
     cls = personal("PFLlib", Server=type("Server", (), {}))
-    one, other = cls(), cls()
-    received: dict[int, nn.Module] = {}
+    one, received = cls(), [start] * 3
     one.clients = [
-        SimpleNamespace(id=i, set_parameters=lambda m, i=i: received.update({i: m}))
+        SimpleNamespace(id=i, set_parameters=lambda m, i=i: received.__setitem__(i, m))
         for i in range(3)
     ]
     one.uploaded_ids, one.uploaded_models, one.global_model = [0, 1], sent[:2], start
     one.aggregate_parameters()
     one.send_models()
     close(received[0], want[0])
-    close(received[2], start)
-    assert not other.personal  # a second run of the same process starts fresh
+    assert received[2] is start and not cls().personal
     rest = {"regular_model_params": dict(start.state_dict()), "rest": 1}
     base = type("FedAvgServer", (), {"get_client_model_params": lambda self, client: rest})
     cls = personal("FL-bench", FedAvgServer=base)
-    two, other = cls(), cls()
-    two.aggregate_client_updates(
-        {i: {"regular_model_params": dict(m.state_dict())} for i, m in enumerate(sent[:2])}
-    )
-    torch.testing.assert_close(
-        dict(two.get_client_model_params(1)["regular_model_params"]), dict(want[1].state_dict())
-    )
-    assert two.get_client_model_params(1)["rest"] == 1 and not other.personal
-    assert two.get_client_model_params(2)["regular_model_params"] is rest["regular_model_params"]
+    two = cls()
+    packages = [{"regular_model_params": dict(m.state_dict())} for m in sent[:2]]
+    two.aggregate_client_updates(dict(enumerate(packages)))
+    got = two.get_client_model_params(1)
+    torch.testing.assert_close(dict(got["regular_model_params"]), dict(want[1].state_dict()))
+    assert got["rest"] == 1 and not cls().personal
+    assert two.get_client_model_params(2) == rest

@@ -1,9 +1,7 @@
 """Every form of clients' models becomes rows and comes back; what does not fit is one sentence."""
 
-import io
 import warnings
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,55 +14,45 @@ from torch import nn
 from pflcore import pack, unpack
 
 SHAPES = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=4)
-FLOAT = {"f16": "float16", "f32": "float32", "f64": "float64"}
+DTYPES = st.sampled_from(["float16", "float32", "float64"])
 
 
-@dataclass
 class Array:
-    """What a Flower Array is made of."""
+    """What is asked of a Flower Array."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    stype: str
-    data: bytes
+    stype = "numpy.ndarray"
+
+    def __init__(self, array):
+        self.array, self.dtype, self.shape = np.array(array), str(array.dtype), array.shape
+
+    def numpy(self):
+        return self.array.copy()
 
 
 class Record(dict):
     """A Flower ArrayRecord is a mapping of Arrays."""
 
 
-def flower(array):
-    data = io.BytesIO()
-    np.save(data, array)
-    return Array(str(array.dtype), array.shape, "numpy.ndarray", data.getvalue())
-
-
-def values(shapes, dtype, seed):
-    draw = np.random.default_rng(seed)
-    return [np.asarray(draw.normal(size=s)).astype(dtype) for s in shapes]
-
-
-def state(arrays, torch_, seed):
-    named = OrderedDict(
-        (f"layer{i}.weight", torch.from_numpy(a.copy()) if torch_ else a)
-        for i, a in enumerate(arrays)
-    )
-    named["steps"] = torch.tensor(seed) if torch_ else np.int64(seed)
+def state(arrays, make, seed):
+    """A state dict, whose last tensor is no part of the rows."""
+    named = OrderedDict((f"layer{i}.weight", make(a.copy())) for i, a in enumerate(arrays))
+    named["steps"] = make(np.asarray(seed))
     return named
 
 
+def flat(arrays):
+    return np.concatenate([x.reshape(-1) for x in arrays] + [np.ones(1, arrays[0].dtype)])
+
+
 FORMS: dict[str, Any] = {
-    "row": lambda a, s: torch.from_numpy(
-        np.concatenate([x.reshape(-1) for x in a] + [np.ones(1, a[0].dtype)])
-    ),
-    "array": lambda a, s: np.concatenate([x.reshape(-1) for x in a] + [np.ones(1, a[0].dtype)]),
+    "row": lambda a, s: torch.from_numpy(flat(a)),
+    "array": lambda a, s: flat(a),
     "arrays": lambda a, s: [*a, np.full((2, 2), s)],
+    "scalars": lambda a, s: [a[0].dtype.type(s), *a],
     "tensors": lambda a, s: tuple(torch.from_numpy(x.copy()) for x in a),
-    "state": lambda a, s: state(a, True, s),
-    "numpy state": lambda a, s: dict(state(a, False, s)),
-    "record": lambda a, s: Record(
-        {k: flower(np.asarray(v)) for k, v in state(a, False, s).items()}
-    ),
+    "state": lambda a, s: state(a, torch.from_numpy, s),
+    "numpy state": lambda a, s: dict(state(a, np.asarray, s)),
+    "record": lambda a, s: Record(state(a, Array, s)),
 }
 OUTER: dict[str, Any] = {
     "list": lambda models: models,
@@ -76,37 +64,32 @@ OUTER: dict[str, Any] = {
 def same(a, b):
     assert type(a) is type(b)
     if isinstance(a, dict):
-        assert list(a) == list(b)
-        for k in a:
-            same(a[k], b[k])
+        same(list(a.items()), list(b.items()))
     elif isinstance(a, list | tuple):
         assert len(a) == len(b)
         for x, y in zip(a, b, strict=True):
             same(x, y)
-    elif isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    elif isinstance(a, np.ndarray):
-        assert a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b)
+    elif isinstance(a, Array):
+        same(a.array, b.array)
+    elif isinstance(a, torch.Tensor | np.ndarray):
+        assert a.dtype == b.dtype and a.shape == b.shape and (a == b).all()
     else:
         assert a == b
 
 
-@given(
-    st.sampled_from(sorted(FORMS)),
-    st.sampled_from(sorted(OUTER)),
-    SHAPES,
-    st.sampled_from(sorted(FLOAT)),
-    st.integers(1, 4),
-)
-def test_what_is_packed_comes_back(form, outer, shapes, dtype, n):
-    make, wrap = FORMS[form], OUTER[outer]
-    given, twin = (
-        wrap([make(values(shapes, FLOAT[dtype], i), i) for i in range(n)]) for _ in range(2)
-    )
+@pytest.mark.parametrize("form", FORMS)
+@given(outer=st.sampled_from(sorted(OUTER)), shapes=SHAPES, dtype=DTYPES)
+def test_what_is_packed_comes_back(form, outer, shapes, dtype):
+    def made():
+        draw = np.random.default_rng(0)
+        arrays = [[np.asarray(draw.normal(size=s)).astype(dtype) for s in shapes] for _ in range(3)]
+        return OUTER[outer]([FORMS[form](a, i) for i, a in enumerate(arrays)])
+
+    given, twin = made(), made()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rows, packed = pack(given)
-    assert rows.shape[0] == n and str(rows.dtype) == f"torch.{FLOAT[dtype]}"
+    assert rows.shape[0] == 3 and str(rows.dtype) == f"torch.{dtype}"
     back = unpack(rows, packed)
     same(back, given)
     rows.zero_()
@@ -114,12 +97,16 @@ def test_what_is_packed_comes_back(form, outer, shapes, dtype, n):
     same(back, twin)  # nor is what goes back a view of the rows
 
 
-@pytest.mark.parametrize("array", [False, True])
-def test_a_matrix_is_taken_as_it_is(array):
-    given: Any = np.arange(6.0).reshape(2, 3) if array else torch.arange(6.0).reshape(2, 3)
+@pytest.mark.parametrize("kind", ["torch", "f8", ">f4"])
+def test_a_matrix_is_taken_as_it_is(kind):
+    given: Any = torch.arange(12.0).reshape(4, 3)
+    given = given if kind == "torch" else given.numpy().astype(kind)
     rows, form = pack(given)
-    assert rows.data_ptr() == (given.ctypes.data if array else given.data_ptr())
-    same(unpack(rows, form), given)
+    assert rows.data_ptr() == (given.data_ptr() if kind == "torch" else rows.data_ptr())
+    assert kind != "f8" or rows.data_ptr() == given.ctypes.data
+    same(unpack(rows, form), given if kind == "torch" else given.astype(kind[-2:]))
+    if kind != "torch":
+        assert pack(given[::-1, ::-1])[0].tolist() == given[::-1, ::-1].tolist()
 
 
 def net(seed=0, wide=3):
@@ -145,40 +132,34 @@ def test_modules_come_back_as_modules_of_their_own():
     assert not back[0][0].weight.requires_grad and back[1][0].weight.requires_grad
 
 
-@pytest.mark.parametrize("form", ["module", "state"])
+@pytest.mark.parametrize("form", [lambda m: m, nn.Module.state_dict])
 def test_running_statistics_are_mixed_like_the_models_or_left_alone(form):
-    given: list[Any] = [net(0), net(1), net(2)]
-    given = given if form == "module" else [m.state_dict() for m in given]
+    given = [form(net(i)) for i in range(3)]
 
     def statistics(models):
-        return torch.stack(
-            [(m.state_dict() if form == "module" else m)["1.running_mean"] for m in models]
-        )
+        states = [m if isinstance(m, dict) else m.state_dict() for m in models]
+        return torch.stack([s["1.running_mean"] for s in states])
 
     local = pack(given)
     assert torch.equal(statistics(unpack(*local)), statistics(given))
     rows, packed = pack(given, buffers="average")
     assert torch.equal(rows, local.rows)  # statistics are no part of a distance
-    torch.testing.assert_close(
-        statistics(unpack(rows, packed)), statistics(given).mean(0).expand(3, -1)
-    )
+    means = statistics(given).mean(0).expand(3, -1)
+    torch.testing.assert_close(statistics(unpack(rows, packed)), means)
     weight = torch.tensor([[0.0, 0.5, 0.5], [1, 0, 0], [0, 0, 1]], dtype=torch.float64)
-    torch.testing.assert_close(
-        statistics(unpack(rows, packed, weight)), weight.float() @ statistics(given)
-    )
+    mixed = statistics(unpack(rows, packed, weight))
+    torch.testing.assert_close(mixed, weight.float() @ statistics(given))
+    with pytest.raises(ValueError, match=r"^weight: expected a row for each of 3 clients, got"):
+        unpack(rows, packed, weight[:2])
 
 
 def test_patterns_choose_and_private_tensors_may_differ():
     given = [net(0, 3).state_dict(), net(1, 3).state_dict()]
-    given[1]["2.weight"] = torch.ones(7, 3)
-    given[1]["extra"] = torch.ones(1)
+    given[1] |= {"2.weight": torch.ones(7, 3), "extra": torch.ones(1)}
     rows, form = pack(given, exclude=["2.*", "extra"])
     assert list(form.columns) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     back = unpack(torch.zeros_like(rows), form)
-    assert (
-        torch.equal(back[1]["2.weight"], torch.ones(7, 3))
-        and float(back[1]["0.weight"].abs().max()) == 0
-    )
+    assert torch.equal(back[1]["2.weight"], torch.ones(7, 3)) and not back[1]["0.weight"].any()
     assert list(pack(given, include="0.*").form.columns) == ["0.weight", "0.bias"]
     assert list(pack(given, include="0.*", exclude="*.bias").form.columns) == ["0.weight"]
 
@@ -196,10 +177,8 @@ def test_lazy_values_are_asked_for_one_client_at_a_time():
 
     rows, form = pack([{k: Logged(i, k) for k in ("a", "b")} for i in range(3)], include="a")
     assert log == [(0, "a"), (1, "a"), (2, "a")] and rows.tolist() == [[i] * 3 for i in range(3)]
-    back = unpack(rows, form)
-    assert (
-        isinstance(back[1]["a"], np.ndarray) and isinstance(back[1]["b"], Logged) and len(log) == 3
-    )
+    back = unpack(rows, form)[1]
+    assert isinstance(back["a"], np.ndarray) and isinstance(back["b"], Logged) and len(log) == 3
 
 
 def test_bfloat16_and_foreign_memory():
@@ -207,19 +186,11 @@ def test_bfloat16_and_foreign_memory():
     rows, form = pack(given)
     assert rows.dtype == torch.bfloat16
     same(unpack(rows, form), given)
-    odd = [
-        [
-            np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-            np.arange(4.0)[::-1],
-            np.arange(2.0).astype(">f8"),
-        ]
-        for _ in range(2)
-    ]
+    fortran, order = np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(2.0).astype(">f8")
+    odd = [[fortran, np.arange(4.0)[::-1], order]] * 2
     rows, form = pack(odd)
     assert rows[0].tolist() == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0, 0, 1]
     same(unpack(rows, form), odd)
-    records = [Record(w=flower(np.asfortranarray(np.arange(6.0).reshape(2, 3)))) for _ in range(2)]
-    assert pack(records).rows[0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_files(tmp_path):
@@ -228,9 +199,7 @@ def test_files(tmp_path):
     paths = [tmp_path / f"{i}.safetensors" for i in range(2)]
     for path, model in zip(paths, models, strict=True):
         save(model, path)
-    rows, form = pack({"a": paths[0], "b": str(paths[1])})
-    back = unpack(rows, form)
-    assert list(back) == ["a", "b"]
+    back = unpack(*pack({"a": paths[0], "b": str(paths[1])}))
     for i, model in zip("ab", models, strict=True):
         same(dict(sorted(back[i].items())), dict(sorted(model.items())))
     paths[1].write_bytes(paths[1].read_bytes()[:-5])
@@ -242,105 +211,55 @@ def test_files(tmp_path):
 
 def test_flowers_own_records():
     app = pytest.importorskip("flwr.app")
-    given = [app.ArrayRecord({k: v for k, v in net(i).state_dict().items()}) for i in range(2)]
+    given = [app.ArrayRecord(net(i).state_dict()) for i in range(2)]
     rows, form = pack(given)
-    back = unpack(rows, form)
-    assert [type(b) for b in back] == [app.ArrayRecord] * 2
-    for one, other in zip(given, back, strict=True):
-        same(dict(one.to_torch_state_dict()), dict(other.to_torch_state_dict()))
+    torch.testing.assert_close(rows, pack([net(0), net(1)]).rows)
+    assert unpack(rows, form) == given
+    assert [type(r) for r in unpack(rows, form)] == [app.ArrayRecord] * 2
+    broken = app.Array(dtype="float64", shape=(2,), stype="numpy.ndarray", data=b"\x93NUMPY")
+    for bad in (broken, app.Array(np.zeros(4, "V2"))):
+        with pytest.raises(
+            ValueError, match=r"^client 0: 'w': expected a whole array .* as float32"
+        ):
+            pack([app.ArrayRecord({"w": bad})])
 
 
 W = torch.ones(2)
+LIKE = "as of the first client, got"
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    (
-        [{"w": W, "b": W}, {"w": W}],
-        {},
-        "client 1: expected the tensors of client 0, got a model without 'b'",
-    ),
-    (
-        [{"w": W}, {"w": W, "c": W}],
-        {},
-        "client 1: expected the tensors of client 0, got a model with 'c'",
-    ),
-    ([{"w": W}, {"w": torch.ones(3)}], {}, r"client 1: 'w' has shape \[3\], client 0's has \[2\]"),
-    (
-        {"x": {"w": W}, "y": {"w": W.half()}},
-        {},
-        "client 'y': 'w' is float16 on cpu where the row is float32",
-    ),
-    ([{"w": W, "b": W.double()}], {}, "client 0: 'b' is float64 on cpu where the row is float32"),
-    (
-        [{"w": W.to(torch.complex64)}],
-        {},
-        "client 0: 'w': expected float32, float64, float16 or bfloat16",
-    ),
-    ([("a", {"w": W}), ("a", {"w": W})], {}, "expected each client once, got 'a' more than once"),
-    ([net(0), net(0, 5)], {}, "client 1: '0.weight' has shape"),
-    ([W, torch.ones(3)], {}, r"client 1: its row has shape \[3\]"),
-    ([{"n": torch.ones(2, dtype=torch.int64)}], {}, "client 0: found no floating-point tensor"),
-    ([{"w": torch.ones(2).to_sparse()}], {}, "client 0: 'w': expected a dense tensor"),
+    ([{"w": W, "b": W}, {"w": W}], {}, f"client 1: 'b': expected .2. torch.float32.* {LIKE} none"),
+    ([{"w": W}, {"w": W, "c": W}], {}, f"client 1: 'c': expected none, {LIKE} .2."),
+    ([{"w": W}, {"w": torch.ones(3)}], {}, f"client 1: 'w': expected .2. .* {LIKE} .3. "),
+    ({"x": {"w": W}, "y": {"w": W.half()}}, {}, f"client 'y': 'w': .* {LIKE} .2. torch.float16 on"),
+    ([{"w": W, "b": W.double()}], {}, f"client 0: 'b': .* {LIKE} .2. torch.float64 on cpu"),
+    ([{"w": W.to(torch.complex64)}], {}, "client 0: 'w': expected real numbers, got a tensor"),
+    ([("a", {"w": W}), ("a", {"w": W})], {}, "uploads: expected each client once, got .'a', 'a'"),
+    ([net(0), net(0, 5)], {}, f"client 1: '0.weight': expected .3, 4. .* {LIKE} .5, 4."),
+    ([W, torch.ones(3)], {}, f"client 1: 'row': expected .2. .* {LIKE} .3."),
+    ([{"n": W.long()}], {}, "uploads: expected floating-point tensors to be packed, got .'n'."),
+    ([{"w": W.to_sparse()}], {}, "client 0: 'w': expected a dense tensor with values"),
     ([{"w": torch.ones(2, device="meta")}], {}, "client 0: 'w': expected a dense tensor"),
     ([nn.LazyLinear(3)], {}, "client 0: 'weight': expected a dense tensor with values"),
-    (
-        [Record(w=Array("float32", (2,), "numpy.ndarray", b"\x93NUMPY"))],
-        {},
-        "client 0: 'w': expected the bytes",
-    ),
-    (
-        [Record(w=Array("float64", (2,), "numpy.ndarray", flower(np.ones(2)).data[:-3]))],
-        {},
-        "client 0: 'w': expected the bytes",
-    ),
-    ([[np.array(["a"])]], {}, "client 0: '0': numpy carries no <U1 to torch"),
-    ([{"w": W}], {"include": "v*"}, r"'v\*' matches no tensor; the names are w"),
+    ([[np.array(["a"])]], {}, "client 0: '0': expected a whole array in a dtype .* got <U1"),
+    ([{"w": W}], {"include": "v*"}, r"include, exclude: expected patterns of some of w, got 'v\*'"),
     ([{"w": W}], {"buffers": "mean"}, "buffers: expected 'local' or 'average'"),
-    ([], {}, "expected the models of at least one client"),
-    ({"w": W, "b": torch.ones(3)}, {}, "looks like one state dict"),
-    (W.long()[None], {}, "expected floating-point rows"),
+    ([], {}, "uploads: expected the models of at least one client"),
+    ({"w": W, "b": torch.ones(3, 2)}, {}, "client 'b': expected a 1-D tensor"),
+    (W.long()[None], {}, "uploads: expected floating-point rows"),
+    ([torch.ones(2, 2)], {}, "client 0: expected a 1-D tensor, .* got a tensor .2, 2."),
+    ([object()], {}, "client 0: expected a 1-D tensor"),
+    *((odd, {}, "uploads: expected rows") for odd in (3, "model", nn.Sequential(nn.Linear(2, 2)))),
 ]
 
 
 @pytest.mark.parametrize("uploads, options, words", BAD)
 def test_bad_uploads_are_one_sentence(uploads, options, words):
-    with pytest.raises(ValueError, match=words) as error:
+    with pytest.raises(ValueError, match=f"^{words}") as error:
         pack(uploads, **options)
     assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
 
 
-@pytest.mark.parametrize(
-    "uploads",
-    [3, "model", W, nn.Sequential(nn.Linear(2, 2)), [object()], [torch.ones(2, 2)], [3.0]],
-)
-def test_what_is_no_model_is_one_sentence(uploads):
-    with pytest.raises(TypeError, match=r"uploads: expected|client 0: expected") as error:
-        pack(uploads)
-    assert str(error.value).endswith(".")
-
-
 def test_rows_that_are_not_those_that_were_packed():
     rows, form = pack([{"w": W}, {"w": W}])
-    with pytest.raises(ValueError, match=r"rows: expected \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"^rows: expected \[2, 2\]"):
         unpack(rows[:1], form)
-
-
-def test_bfloat16_in_numpy_is_refused():
-    ml = pytest.importorskip("ml_dtypes")
-    with pytest.raises(ValueError, match="numpy carries no bfloat16"):
-        pack([[np.ones(2, ml.bfloat16)]])
-
-
-@pytest.mark.parametrize("kind", [">f4", ">f8", "f8"])
-def test_matrices_of_any_memory(kind):
-    x = np.arange(12.0).reshape(4, 3).astype(kind)
-    for one in (x, x[::-1], x[:, ::-1]):
-        assert pack(one)[0].tolist() == one.tolist()
-
-
-def test_statistics_are_mixed_by_a_row_for_each_client():
-    models = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).state_dict() for _ in range(3)]
-    rows, form = pack(models, buffers="average")
-    for bad in (torch.ones(2, 3), torch.ones(4, 3)):
-        with pytest.raises(
-            ValueError, match=r"weight: expected a row for each of 3 clients, got \[\d, 3\]"
-        ):
-            unpack(rows, form, weight=bad)

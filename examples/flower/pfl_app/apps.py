@@ -7,7 +7,7 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from pfl_app import task
-from pflcore import Client
+from pflcore import Client, Server
 from pflcore.interop.flower import PflStrategy, client_app
 from pflcore.simulation.personal import Personalized
 
@@ -17,14 +17,9 @@ server = ServerApp()
 @server.main()
 def play(grid: Grid, context: Context) -> None:
     c = context.run_config
-    strategy = PflStrategy(
-        task.algorithm(c["algorithm"]),
-        task.model,
-        c["clients"],
-        rounds=c["rounds"],
-        seed=c["seed"],
-        fraction_train=c["participation"],
-    )
+    alg, options = task.algorithm(c["algorithm"]), {"rounds": c["rounds"], "seed": c["seed"]}
+    rule = Server(alg, task.model, c["clients"], **options)
+    strategy = PflStrategy(rule, fraction_train=c["participation"])
     told = {"algorithm": c["algorithm"]}
     result = strategy.start(
         grid, train_config=ConfigRecord(told), evaluate_config=ConfigRecord(told)
