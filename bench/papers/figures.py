@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.results.canvas import COLOURS, MOST, client_ticks, figure_of, lines, save, tidy
+from pflcore.results.canvas import COLOURS, client_ticks, figure_of, lines, save, tidy
 from pflcore.results.record import Run
 
 
@@ -42,14 +42,12 @@ def of_rounds(run: Run, rounds: Sequence[int] | None, count: int = 4) -> list[tu
         )
         rounds = [found[i] for i in at]
     return [
-        (r, w)
-        for r, w in zip(*run.weights(rounds, MOST), strict=True)
-        if w.ndim == 2 and bool(w.any())
+        (r, w) for r, w in zip(*run.weights(rounds), strict=True) if w.ndim == 2 and bool(w.any())
     ]
 
 
 def _any(run: Run, round: int) -> bool:
-    _, (w,) = run.weights([round], MOST)
+    _, (w,) = run.weights([round])
     return w.ndim == 2 and bool(w.any())
 
 
