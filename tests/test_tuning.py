@@ -37,10 +37,9 @@ def regression(p):
 
 
 def silo(alg=None, grid=None, rounds=1, **options):
+    p, alg = PROTOCOLS["silo"](), alg or FedAvg()
     grid = {"training.lr": [1e-4, 0.3]} if grid is None else grid
-    return tune(
-        PROTOCOLS["silo"](), net or model(), alg or FedAvg(), TRAINING, grid, rounds, **options
-    )
+    return tune(p, model(), alg, TRAINING, grid, rounds, **options)
 
 
 def scores(tuned):
@@ -95,11 +94,8 @@ def test_statistics_of_what_is_held_out_never_shape_the_features():
     """Poisoned evaluation samples move nobody's features: they are standardised after the split, by
     personalization samples alone."""
     fed = federation(n=6, size=24)
-    for make, roles in (
-        (cross_silo, {"seed": 3}),
-        (cross_device, dict.fromkeys(("train", "val", "test"), 2)),
-    ):
-        p, x = make(fed, **roles, standardize=True), fed.x.clone()
+    for make, roles in ((cross_silo, [0.2, 0.2, 3]), (cross_device, [2, 2, 2])):
+        p, x = make(fed, *roles, standardize=True), fed.x.clone()
         for rows in (*p.data.index["val"], *p.data.index["test"]):
             x[rows] = 1e6
         again = make(replace(fed, x=x), *roles, standardize=True)
@@ -301,14 +297,10 @@ def test_results_of_other_searches_are_not_used_again(tmp_path):
 
 
 def test_several_splits_are_averaged():
-    splits, grid = (
-        [cross_silo(federation(), seed=s) for s in (100, 1100)],
-        {"training.lr": [0.01, 0.3]},
-    )
-    both = tune(splits, model(), FedAvg(), TRAINING, grid, 3, seed=5)
-    alone = [
-        tune(p, model(), FedAvg(), TRAINING, grid, 3, seed=5 + j) for j, p in enumerate(splits)
-    ]
+    splits = [cross_silo(federation(), seed=s) for s in (100, 1100)]
+    how = (model(), FedAvg(), TRAINING, {"training.lr": [0.01, 0.3]}, 3)
+    both = tune(splits, *how, seed=5)
+    alone = [tune(p, *how, seed=5 + j) for j, p in enumerate(splits)]
     means = [sum(pair) / 2 for pair in zip(*map(scores, alone), strict=True)]
     assert scores(both) == pytest.approx(means)
     for j, a in enumerate(alone):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pflcore import metrics
@@ -80,7 +80,8 @@ def _rows(
     baseline: str | None,
 ) -> list[list[str]]:
     """The table's heading and a row for each algorithm."""
-    columns = _columns(runs, measure, last)
+    clients = [None, *sorted({r.target for r in runs if r.target is not None})]
+    columns = list(_numbers(runs[0], clients, measure, last))
     extras = sorted({k for r in runs for k in r.extras} - {measure})
     base = find(groups, baseline) if baseline else None
     of_seed = {b.header.get("seed"): b for b in reversed(base or [])}
@@ -88,7 +89,8 @@ def _rows(
     rows = [["algorithm", *columns, *extras, *hurt, "bytes sent", "note"]]
     scale, digits = (100.0, 2) if measure == "accuracy" else (1.0, 5)
     for algorithm, members in groups.items():
-        row = [_cell([scale * f(r) for r in members], digits) for f in columns.values()]
+        numbers = [_numbers(r, clients, measure, last) for r in members]
+        row = [_cell([scale * each[k] for each in numbers], digits) for k in columns]
         for k in extras:
             row.append(_cell([metrics.mean(r.last(k)) for r in members if k in r.extras], 4))
         if base:
@@ -144,29 +146,18 @@ def _one_of_each_seed(runs: Sequence[Run]) -> list[Run]:
     return list(kept.values())
 
 
-def _columns(runs: Sequence[Run], measure: str, last: int) -> dict[str, Callable[[Run], float]]:
-    up = measure == "accuracy"
-    columns: dict[str, Callable[[Run], float]] = {}
-    for client in [None, *sorted({r.target for r in runs if r.target is not None})]:
-
-        def best(run: Run, client: int | None = client) -> float:
-            return metrics.best(run.curve(client, measure)[1], up).value
-
-        def final(run: Run, client: int | None = client) -> float:
-            return metrics.final(run.curve(client, measure)[1])
-
-        def late(run: Run, client: int | None = client) -> float:
-            rounds, values = run.curve(client, measure)
-            return metrics.last_mean(values, rounds, last)
-
+def _numbers(run: Run, clients: Sequence[int | None], measure: str, last: int) -> dict[str, float]:
+    """A run's numbers by column; of `clients` None is the mean over all."""
+    up, out = measure == "accuracy", dict[str, float]()
+    for client in clients:
+        rounds, values = run.curve(client, measure)
         who = "" if client is None else f"client {client}: "
-        of_client = {"best\\*": best, "final": final, f"mean of last {last}": late}
-        columns |= {who + name: f for name, f in of_client.items()}
-    columns["std over clients"] = lambda run: metrics.std(run.last(measure))
-    columns["worst decile"] = lambda run: metrics.worst_decile(
-        run.last(measure), higher_is_better=up
-    )
-    return columns
+        out[f"{who}best\\*"] = metrics.best(values, up).value
+        out[f"{who}final"] = metrics.final(values)
+        out[f"{who}mean of last {last}"] = metrics.last_mean(values, rounds, last)
+    out["std over clients"] = metrics.std(run.last(measure))
+    out["worst decile"] = metrics.worst_decile(run.last(measure), higher_is_better=up)
+    return out
 
 
 def _cell(values: Sequence[float], digits: int) -> str:
