@@ -202,7 +202,7 @@ class _Runs:
     def play(self, start: int, made: Simulation | None, goes_on: bool) -> int:
         """The jobs from `start` on; `made`, where it is there already, is the simulation of that
         one, which may go on. Gives the command's exit code."""
-        failed, history = False, None
+        failed = broken = False
         self.progress.skip(sum(j.length(self.data.n) for j in self.todo[:start]))
         try:
             for i in range(start, len(self.todo)):
@@ -212,14 +212,16 @@ class _Runs:
                 if history is not None and history.interrupted:
                     raise KeyboardInterrupt
                 failed = failed or history is None or history.stopped is not None
-                made, goes_on = None, False
+                broken = history is not None and history.failed
+                made = history = None  # the next one needs the memory
+                goes_on = False
         except KeyboardInterrupt:
             self.progress.say(
                 "Interrupted; the record is whole up to here, and --resume goes on from the last "
                 "checkpoint."
             )
             return 130
-        if history is None or not history.failed:
+        if not broken:
             self.stand(len(self.todo))
         return 1 if failed else 0
 

@@ -11,7 +11,7 @@ from pflcore.check import Count, checked, need
 from pflcore.metrics import human
 from pflcore.results.record import CUT, SETTING, Run, find, label
 
-__all__ = ["markdown", "table"]
+__all__ = ["table"]
 
 
 def setting(run: Run) -> str:
