@@ -16,7 +16,7 @@ import torch
 
 import pflcore
 from bench.problem import Absent, Measured, Problem, seconds_of
-from pflcore.results.table import _markdown
+from pflcore.results.table import markdown as _markdown
 
 Timer = Callable[[Callable[[], Any], float], tuple[list[float], Any]]
 

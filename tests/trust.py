@@ -77,7 +77,7 @@ def faults():
 def bad_inputs():
     count, _, good = tested(
         "tests/internal/package/test_arguments.py",
-        "tests/cli/test_bad_input.py",
+        "tests/cli/test_commands.py::test_bad_input_is_one_sentence_and_leaves_nothing",
         "tests/package/test_supply.py",
     )
     return Figure(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.results.canvas import COLOURS, MOST, client_ticks, figure_of, lines, save, tidy
+from pflcore.results.canvas import COLOURS, client_ticks, figure_of, lines, save, tidy
 from pflcore.results.record import Run
 
 
@@ -26,7 +26,7 @@ def nearest(weights: Tensor, k: int) -> Tensor:
 def of_rounds(run: Run, count: int = 4) -> list[tuple[int, Tensor]]:
     """The [N, N] weights of the first round that has any, the last one and some between, closer
     together early on."""
-    found = [(r, w) for r in run.weighted() for w in run.weights([r], MOST)[1]]
+    found = [(r, w) for r in run.weighted() for w in run.weights([r])[1]]
     found = [(r, w) for r, w in found if w.ndim == 2 and bool(w.any())]
     at = {round((len(found) - 1) * (i / (count - 1)) ** 2) for i in range(count)}
     return [found[i] for i in sorted(at)] if found else []

@@ -8,30 +8,110 @@ is computed or written.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 import io
 import os
+import platform
 import signal
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pflcore.algorithms import ALGORITHMS
-from pflcore.cli.about import info
+from pflcore.check import Count, check_fields
+from pflcore.cli.experiment import model_of
+from pflcore.cli.options import of_function, parse
 from pflcore.cli.play import RunFailed, compare, first_line, report, run
+from pflcore.nn import factorize
+from pflcore.nn.factorized import factorized_layers
+from pflcore.nn.models import model_for
+from pflcore.ops import __version__, backend
 from pflcore.results.progress import INTERRUPTED
 from pflcore.simulation.interrupts import ENDING
+from pflcore.train import Net
 
 __all__ = ["main"]
+EXTRAS = {
+    "cli": ("tyro", "tqdm"),
+    "data": ("torchvision", "mlxtend", "sklearn", "scipy"),
+    "plot": ("matplotlib",),
+}
 
 
-def _checkout(command: str) -> Path:
-    """The checkout that pflcore stands in. ImportError, one sentence, where it is an installed
-    package."""
+@dataclass(frozen=True)
+class Described:
+    """The model that is described."""
+
+    model: str = "mlp"  # by name
+    shape: tuple[int, ...] = (1, 28, 28)  # of one input
+    classes: Count = 10  # outputs
+    ranks: tuple[int, ...] = ()  # factors of each layer, or one for all; none: 3 for 5 outputs
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def info(argv: Sequence[str]) -> int:
+    """Says what runs here: versions, kernels, devices, optional packages; of a --model instead, the
+    parameters, plain and factorized."""
+    if argv:
+        return _info_model(argv)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch sees"
+    facts = {
+        "pflcore": __version__,
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+        "threads": f"{torch.get_num_threads()} (the machine has {os.cpu_count()} cores)",
+        "GPU": gpu,
+    }
+    for extra, modules in EXTRAS.items():
+        missing = ", ".join(m for m in modules if importlib.util.find_spec(m) is None)
+        lacking = f"without {missing}: pip install 'pflcore[{extra}]'"
+        facts[f"[{extra}]"] = lacking if missing else "complete"
+    for name, fact in {**facts, "kernels": backend()}.items():
+        print(f"{name:<10}  {fact}")
+    return 0
+
+
+def _info_model(argv: Sequence[str]) -> int:
+    """The parameters of a model, as it is and with its layers factorized."""
+    prog, about, groups = "pflcore info", inspect.getdoc(info) or "", {"model": Described}
+    choice = model_of(parse(prog, about, groups, argv, whole=False)["model"]["model"])
+    if choice is None:
+        raise ValueError("model: expected a model by name, which depends on no data, got 'auto'.")
+    own = {choice.name: of_function(choice.function, choice.defaults)}
+    got = parse(prog, about, groups | own, argv)
+    m = Described(**got["model"])
+    plain = model_for(m.model, m.shape, m.classes, **got[choice.name])
+    net = Net(plain)
+    made = factorize(plain, m.ranks, head=net.head_name)
+    layers, size = factorized_layers(made), Net(made).size
+    print(f"{m.model} on {prod(m.shape)} inputs: {net.size:,} parameters")
+    for n, layer in layers.items():
+        count = sum(p.numel() for p in layer.parameters())
+        print(
+            f"  {n}: {tuple(layer.weight.shape)} as {layer.factors} factors, {count:,} parameters"
+        )
+    print(
+        f"factorized: {size:,} parameters travel ({size / net.size:.3f} of the model's), "
+        f"{3 * sum(layer.factors for layer in layers.values()):,} stay with each client"
+    )
+    return 0
+
+
+def _of_checkout(command: str) -> Path:
+    """The checkout that pflcore stands in, from where modules may be imported. ImportError, one
+    sentence, where it is an installed package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "bench" / "__main__.py").exists():
         raise ImportError(
@@ -46,7 +126,7 @@ def _checkout(command: str) -> Path:
 def attack(argv: Sequence[str]) -> int:
     """Attacks what travels: membership inference and model inversion against an algorithm's
     uploads; needs a checkout of pflcore."""
-    _checkout("attack")
+    _of_checkout("attack")
     from bench.papers.attack import main
 
     return main(argv)
@@ -54,20 +134,18 @@ def attack(argv: Sequence[str]) -> int:
 
 def reproduce(argv: Sequence[str]) -> int:
     """Runs the experiments behind a table of a paper; needs a checkout of pflcore."""
-    _checkout("reproduce")
+    _of_checkout("reproduce")
     from bench.papers.run import main
 
-    return main(list(argv))
+    return main(argv)
 
 
 def bench(argv: Sequence[str]) -> int:
     """Times the kernels against the best torch call; needs a checkout of pflcore."""
-    paths = os.pathsep.join(
-        [str(_checkout("bench")), *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    return subprocess.run(
-        [sys.executable, "-m", "bench", *argv], env={**os.environ, "PYTHONPATH": paths}, check=False
-    ).returncode
+    root = str(_of_checkout("bench"))
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    words, env = [sys.executable, "-m", "bench", *argv], {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(words, env=env, check=False).returncode
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
@@ -108,15 +186,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("PFLCORE_DEBUG"):
             traceback.print_exc()
         expected = isinstance(e, ValueError | TypeError | ImportError | OSError | MemoryError)
-        clear = expected or isinstance(e.__cause__, OSError)
-        said = (
-            first_line(e)
-            if expected or isinstance(e, RunFailed)
-            else f"{type(e).__name__}: {first_line(e)}"
-        )
-        print(
-            f"pflcore: {said}" + ("" if clear else " PFLCORE_DEBUG=1 shows where."), file=sys.stderr
-        )
+        said = first_line(e)
+        if not (expected or isinstance(e, RunFailed)):
+            said = f"{type(e).__name__}: {said}"
+        if not (expected or isinstance(e.__cause__, OSError)):
+            said += " PFLCORE_DEBUG=1 shows where."
+        print(f"pflcore: {said}", file=sys.stderr)
         return 2 if expected else 1
 
 

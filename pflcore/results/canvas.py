@@ -9,12 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from pflcore.results import optional
+
 # Okabe and Ito's, distinct for the colour-blind too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 STYLES = ("-", "--", "-.", ":")
 # of a name beside its line
 OFFSET: dict[str, Any] = {"textcoords": "offset points", "annotation_clip": False, "fontsize": 8}
-MOST = 1000  # rows and columns of a picture; of more clients, blocks
+MOST = 1000  # clients of a picture of mixing weights
 
 
 def look(i: int) -> dict[str, str]:
@@ -24,16 +26,9 @@ def look(i: int) -> dict[str, str]:
 
 
 def figure_of(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any]]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "Pictures need matplotlib, which is not installed; get it with: pip install "
-            "'pflcore[plot]'."
-        ) from None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    """A figure with so many panels beside each other."""
+    figures = optional("matplotlib.figure", "'pflcore[plot]'")
+    figure = figures.Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
@@ -63,11 +58,11 @@ def lines(
     low, high = axis.get_ylim()
     gap, top = 0.05 * (high - low), high + 0.05 * (high - low)
     names = list(series)
-    for name in sorted(filter(lambda n: len(series[n][0]), names), key=lambda n: -series[n][1][-1]):
-        x, y = series[name]
-        top = min(top - gap, y[-1])
+    ends = {name: (x[-1], y[-1]) for name, (x, y) in series.items() if len(x)}
+    for name, (right, end) in sorted(ends.items(), key=lambda item: -item[1][1]):
+        top = min(top - gap, end)
         colour = look(names.index(name))["color"]
-        axis.annotate(name, (x[-1], top), (6, -3), color=colour, **OFFSET)
+        axis.annotate(name, (right, top), (6, -3), color=colour, **OFFSET)
 
 
 def client_ticks(axis: Any, ids: Tensor) -> None:

@@ -22,6 +22,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,15 @@ __all__ = ["Record", "Run", "group", "read"]
 LONG = 1000  # entries from which a list is no part of a line
 OnRound = Callable[[int, dict[str, Any]], None]
 PARTS = ("model_options", "training", "options")
-# ends the note of a federation that was cut so
 # times the cohort's median update: honest clients with many times the data of the others stay below
 OUTLIER = 20.0
 CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
 SETTING = ("data", "partition", "model", "n")
-# what seeds must share
-CONDITIONS = (
+# what all rows of a table must share
+SHARED = (
     *SETTING,
     "clients",
     "eval_clients",
-    "parameters",
     "rounds",
     "participation",
     "buffers",
@@ -66,7 +65,7 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Tensor | np.generic | np.ndarray):
-        return plain((value.detach().cpu() if isinstance(value, Tensor) else value).tolist())
+        return plain(value.tolist())
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
@@ -83,8 +82,8 @@ def slug(text: str) -> str:
 
 @checked
 class Record:
-    """Writes one record file. Each line is one unbuffered write, so an interrupted process leaves
-    at most its last line cut off."""
+    """Writes one record file, each line at once, so that an interrupted process leaves at most its
+    last line cut off; a line that a full disk cut off is finished before the next one."""
 
     def __init__(
         self, path: str | Path, overwrite: bool = False, mark: Mapping[str, Any] | None = None
@@ -95,23 +94,22 @@ class Record:
         With `mark`, what `mark()` gave when the file was written before, it is cut back to there
         and goes on; ValueError where what stands before the mark is not what was written then.
         """
-        self.path, self._torn, self._size, self._digest = Path(path), False, 0, hashlib.sha256()
-        self.side, self._arrays = (
-            self.path.with_name(self.path.name.removesuffix(".jsonl") + ".arrays"),
-            None,
-        )  # type: Path, Any
-        if mark is None and self.path.is_file() and self.path.stat().st_size and not overwrite:
+        self.path = Path(path)
+        self.side = self.path.with_name(self.path.name.removesuffix(".jsonl") + ".arrays")
+        holds = self.path.is_file() and self.path.stat().st_size
+        if holds and mark is None and not overwrite:
             raise ValueError(
                 f"path: expected a new file, got {self.path}, which holds something; name another "
                 "or allow overwriting it."
             )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "wb" if mark is None else "r+b", buffering=0)  # noqa: SIM115
-            if mark is None:
-                self.side.unlink(missing_ok=True)
-            else:
+            if mark is not None:
                 self._cut(mark)
+            else:
+                self.side.unlink(missing_ok=True)
+            self._file = open(self.path, "wb" if mark is None else "ab")  # noqa: SIM115
+            self._arrays = open(self.side, "ab") if self.side.exists() else None  # noqa: SIM115
         except OSError as e:
             raise ValueError(
                 f"path: expected a file that can be written, got {self.path} ({e.strerror}); name "
@@ -119,45 +117,33 @@ class Record:
             ) from None
 
     def _cut(self, mark: Mapping[str, Any]) -> None:
-        while piece := self._file.read(min(2**20, mark["bytes"] - self._size)):
-            self._count(piece)
-        aside = mark.get("arrays", 0)
-        if (
-            self.mark() | {"arrays": aside} != {**mark, "arrays": aside}
-            or (self.side.stat().st_size if aside else 0) < aside
-        ):
-            self._file.close()
+        aside = self.side.stat().st_size if self.side.exists() else 0
+        if self._digest(mark["bytes"]) != mark["sha256"] or aside < mark["arrays"]:
             raise ValueError(
                 f"path: {self.path} is not the record that its checkpoint was made with; put that "
                 "one back."
             )
-        self._file.truncate()  # in one step, and no disk is too full for it
-        if self.side.exists():
-            os.truncate(self.side, aside)
+        os.truncate(self.path, mark["bytes"])  # in one step, and no disk is too full for it
+        if aside:
+            os.truncate(self.side, mark["arrays"])
+
+    def _digest(self, size: int) -> str:
+        with open(self.path, "rb") as file:
+            return hashlib.sha256(file.read(size)).hexdigest()
 
     def mark(self) -> dict[str, Any]:
         """Where the record stands, once it is on the disk: how many bytes and their SHA-256, and
         how many bytes of long lists aside."""
         for file in filter(None, (self._file, self._arrays)):
             os.fsync(file.fileno())
-        aside = self.side.stat().st_size if self.side.exists() else 0
-        return {"bytes": self._size, "sha256": self._digest.hexdigest(), "arrays": aside}
-
-    def _count(self, data: bytes | memoryview) -> None:
-        self._size += len(data)
-        self._digest.update(data)
+        size, aside = self._file.tell(), self._arrays.tell() if self._arrays else 0
+        return {"bytes": size, "sha256": self._digest(size), "arrays": aside}
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends one line: a header, a round or a stop."""
         text = json.dumps(plain(self._aside(line)), allow_nan=False, separators=(",", ":"))
-        data = memoryview((("\n" if self._torn else "") + text + "\n").encode())
-        # until the whole line is written: Ctrl-C or a full disk may come in between
-        self._torn = True
-        while data:
-            done = self._file.write(data) or 0
-            self._count(data[:done])
-            data = data[done:]
-        self._torn = False
+        self._file.write((text + "\n").encode())
+        self._file.flush()
 
     def _aside(self, value: Any) -> Any:
         """`value` with its long lists and matrices in the side file."""
@@ -168,7 +154,7 @@ class Record:
             return value
         if self._arrays is None:
             self._arrays = open(self.side, "ab")  # noqa: SIM115
-        at = self._arrays.seek(0, os.SEEK_END)
+        at = self._arrays.tell()
         np.save(self._arrays, numbers, allow_pickle=False)
         self._arrays.flush()
         return {"array": [self.side.name, at]}
@@ -197,28 +183,23 @@ class Record:
             self.write({"header": header})
         try:
             history = play(write)
-        except KeyboardInterrupt:  # `Simulation.run` answers it from its first round on
-            self.write({"stopped": "Interrupted before the first round.", "unfinished": True})
-            raise
-        except Exception as e:
+        except BaseException as e:
+            said = f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '')}"
+            if isinstance(e, KeyboardInterrupt):  # `Simulation.run` answers it from round 1 on
+                said = "Interrupted before the first round."
             with contextlib.suppress(OSError):  # a full disk, perhaps
-                first = next(iter(str(e).strip().splitlines()), "")
-                self.write({"stopped": f"{type(e).__name__}: {first}", "unfinished": True})
+                self.write({"stopped": said, "unfinished": True})
             raise
         if history.stopped:
-            self.write(
-                {"stopped": history.stopped, "unfinished": history.interrupted or history.failed}
-            )
+            unfinished = history.interrupted or history.failed
+            self.write({"stopped": history.stopped, "unfinished": unfinished})
         return history
 
     def close(self) -> None:
         """Closes the file; what was written is on disk."""
-        if self._arrays is not None and not self._arrays.closed:
-            os.fsync(self._arrays.fileno())
-            self._arrays.close()
-        if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+        for file in filter(None, (self._arrays, self._file)):
+            with contextlib.suppress(OSError):  # `write` has said it
+                file.close()
 
     def __enter__(self) -> Record:
         return self
@@ -231,18 +212,14 @@ def _numbers(value: Any) -> np.ndarray[Any, Any] | None:
     """What goes to the side file: a long list or matrix of numbers, None in it as NaN."""
     if isinstance(value, Tensor):
         return value.detach().cpu().numpy() if value.numel() > LONG else None
-    if (
-        not isinstance(value, list)
-        or not value
-        or len(value) * (len(value[0]) if isinstance(value[0], list) else 1) <= LONG
-    ):
+    rows = isinstance(value, list) and value and isinstance(value[0], list)
+    if not isinstance(value, list) or len(value) * (len(value[0]) if rows else 1) <= LONG:
         return None
-    try:
+    with contextlib.suppress(TypeError, ValueError):
         array = np.array(value)
         array = array.astype(np.float64) if array.dtype == object else array
-    except (TypeError, ValueError):
-        return None
-    return array if array.dtype.kind in "biuf" else None
+        return array if array.dtype.kind in "biuf" else None
+    return None
 
 
 @dataclass
@@ -259,15 +236,14 @@ class Run:
     def algorithm(self) -> str:
         """What the algorithm is called."""
         return str(
-            self.header.get("algorithm")
-            or next((r["algorithm"] for r in self.rounds if "algorithm" in r), "?")
+            next((r["algorithm"] for r in (self.header, *self.rounds) if "algorithm" in r), "?")
         )
 
     @property
     def target(self) -> int | None:
         """The client that the run personalizes for, where it is a single one."""
         target = self.header.get("target")
-        return target if isinstance(target, int) and not isinstance(target, bool) else None
+        return target if isinstance(target, int) else None
 
     @property
     def held_out(self) -> str:
@@ -284,23 +260,23 @@ class Run:
     @property
     def measure(self) -> str:
         """ "accuracy", or "loss" where the task has no accuracy (regression)."""
-        has = any(
-            any(v is not None for v in r["eval"].get("accuracy") or []) for r in self.evaluations
-        )
-        return "accuracy" if has or not self.evaluations else "loss"
+        seen = [r["eval"].get("accuracy") or [] for r in self.evaluations]
+        return "loss" if seen and all(v is None for values in seen for v in values) else "accuracy"
+
+    @property
+    def extras(self) -> list[str]:
+        """The metrics that were asked for beside accuracy and loss."""
+        seen = {k for r in self.evaluations[-1:] for k in r["eval"]}
+        return sorted(seen - {"size", "clients", "loss", "accuracy"})
 
     def values(self, measure: str | None = None) -> tuple[list[int], Tensor]:
         """Rounds of the evaluations and their values per client, `[E, N]` float64: NaN for a client
         without samples; a loss that was not finite, null in the file, is infinite, so that no mean
         leaves it out."""
         measure = measure or self.measure
-        rows = [
-            _worst(metrics.vector(r["eval"][measure]), r["eval"].get("size"), measure)
-            for r in self.evaluations
-        ]
-        return [r["round"] for r in self.evaluations], torch.stack(rows) if rows else torch.empty(
-            0, 0, dtype=torch.float64
-        )
+        rows = [_worst(r["eval"], measure) for r in self.evaluations]
+        rounds = [r["round"] for r in self.evaluations]
+        return rounds, torch.stack(rows) if rows else torch.empty(0, 0, dtype=torch.float64)
 
     def curve(
         self, client: int | None = None, measure: str | None = None
@@ -324,7 +300,7 @@ class Run:
     def planned(self) -> int | None:
         """The rounds that the run was to have."""
         rounds = self.header.get("rounds")
-        return rounds if isinstance(rounds, int) and not isinstance(rounds, bool) else None
+        return rounds if isinstance(rounds, int) else None
 
     @property
     def played(self) -> int:
@@ -344,79 +320,47 @@ class Run:
 
     def sent(self) -> list[int]:
         """Bytes sent down and up by all clients up to and including each round."""
-        total, out = 0, []
-        for r in self.rounds:
-            total += r.get("bytes_down", 0) + r.get("bytes_up", 0)
-            out.append(total)
-        return out
+        return list(accumulate(r.get("bytes_down", 0) + r.get("bytes_up", 0) for r in self.rounds))
 
     def weighted(self) -> list[int]:
         """Rounds that report mixing weights."""
         return [r["round"] for r in self.rounds if _has_weights(r.get("report") or {})]
 
-    def weights(
-        self, rounds: Sequence[int] | None = None, most: int | None = None
-    ) -> tuple[list[int], list[Tensor]]:
+    def weights(self, rounds: Sequence[int] | None = None) -> tuple[list[int], list[Tensor]]:
         """Rounds (of these; default: all) that report mixing weights, and the weights: `[N]` for
-        one model, `[M, N]` for several.
+        one model, `[M, N]` for several."""
+        wanted = {*self.weighted()} & {*(self.weighted() if rounds is None else rounds)}
+        have = [r for r in self.rounds if r["round"] in wanted]
+        return [r["round"] for r in have], [self._dense(r["report"]) for r in have]
 
-        A matrix of more than `most` rows and columns comes as the means over rows, and sums over
-        columns, of blocks of clients.
-        """
-        wanted = set(self.weighted() if rounds is None else rounds)
-        have = [
-            r for r in self.rounds if r["round"] in wanted and _has_weights(r.get("report") or {})
-        ]
-        return [r["round"] for r in have], [self._matrix(r["report"], most) for r in have]
-
-    def _matrix(self, report: Mapping[str, Any], most: int | None) -> Tensor:
+    def _dense(self, report: Mapping[str, Any]) -> Tensor:
+        """The weights of a report, where it says `index` those of some clients alone."""
         if "index" not in report:
-            dense = torch.as_tensor(_nan(report["weights"]), dtype=torch.float64)
-            n = max(dense.shape)
-            if dense.ndim < 2 or most is None or n <= most:
-                return dense
-            rows, index, weight = (
-                torch.arange(len(dense)),
-                torch.arange(dense.shape[1]).expand_as(dense),
-                dense,
-            )
-        else:
-            index = torch.as_tensor(report["index"], dtype=torch.int64)
-            weight = torch.as_tensor(_nan(report["weight"]), dtype=torch.float64)
-            # none: one model, or one for each client
-            rows = torch.as_tensor(report.get("rows", range(len(index))), dtype=torch.int64)
-            n = int(self.header.get("n") or max(int(rows.max()), int(index.max())) + 1)
-            if index.ndim < 2:
-                return weight.new_zeros(n).index_copy_(0, index, weight)
-        block = 1 if most is None else -(-n // most)
-        matrix = torch.zeros(-(-n // block), -(-n // block), dtype=torch.float64)
-        matrix.index_put_(
-            ((rows // block)[:, None].expand_as(index), index // block), weight, accumulate=True
-        )
-        # the last block may be smaller
-        return matrix / torch.bincount(torch.arange(n) // block)[:, None]
+            return _tensor(report["weights"])
+        weight, index = _tensor(report["weight"]), _tensor(report["index"]).long()
+        n = int(self.header.get("n") or index.max() + 1)
+        if index.ndim < 2:
+            return weight.new_zeros(n).index_copy_(0, index, weight)
+        rows = _tensor(report.get("rows", range(len(weight)))).long()  # none: of each client
+        at = rows[:, None].expand_as(index), index
+        return weight.new_zeros(n, n).index_put_(at, weight, accumulate=True)
 
 
 def _has_weights(report: Mapping[str, Any]) -> bool:
     return any(k in report and len(report[k]) > 0 for k in ("weights", "weight"))
 
 
-def _worst(values: Tensor, size: Sequence[int] | None, measure: str) -> Tensor:
-    if not measure.endswith(("loss", "mae", "rmse")) or not size or len(size) != len(values):
+def _worst(seen: Mapping[str, Any], measure: str) -> Tensor:
+    """One value per client [N]; infinite for one that was lost."""
+    values, size = metrics.vector(seen[measure]), seen.get("size") or []
+    if not measure.endswith(("loss", "mae", "rmse")) or len(size) != len(values):
         return values
     return torch.where(values.isnan() & (torch.tensor(size) > 0), math.inf, values)
 
 
-def _nan(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value
-    return (
-        [_nan(v) for v in value]
-        if isinstance(value, list)
-        else math.nan
-        if value is None
-        else value
-    )
+def _tensor(value: Any) -> Tensor:
+    """Numbers as a line or a side file holds them, float64; None is NaN."""
+    return torch.as_tensor(np.asarray(value, dtype=np.float64))
 
 
 @checked
@@ -431,15 +375,8 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
     for line in lines:
         if "header" in line:
             out.append(Run(line["header"]))
-            continue
-        if not out and ("stopped" in line or "round" in line):
+        elif {"round", "stopped"} & {*line} and not (out and _follows(line, out[-1].rounds[-1:])):
             out.append(Run())
-        if "round" in line and out[-1].rounds:
-            before = out[-1].rounds[-1]
-            if line["round"] <= before["round"] or any(
-                line.get(k) != before.get(k) for k in ("algorithm", "seed")
-            ):
-                out.append(Run())
         if "stopped" in line:
             out[-1].stopped, out[-1].unfinished = line["stopped"], bool(line.get("unfinished"))
         if "round" in line:
@@ -447,16 +384,22 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
     return out
 
 
+def _follows(line: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a line is one of the run whose last round, if any, is given."""
+    return "round" not in line or all(
+        line["round"] > last["round"]
+        and all(line.get(k) == last.get(k) for k in ("algorithm", "seed"))
+        for last in before
+    )
+
+
 @checked
 def read(path: str | Path) -> list[Run]:
     """The runs in a record file, or in all `*.jsonl` files below a folder. A damaged line is left
     out, with a warning where it is not the last, which a run may be writing."""
     path = Path(path)
-    files = (
-        sorted(p for p in path.rglob("*.jsonl") if p.name != "tuning.jsonl")
-        if path.is_dir()
-        else [path]
-    )
+    below = (p for p in path.rglob("*.jsonl") if p.name != "tuning.jsonl")
+    files = sorted(below) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(
             f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is "
@@ -464,16 +407,9 @@ def read(path: str | Path) -> list[Run]:
         )
     runs: list[Run] = []
     for file in files:
-        lines: list[Any] = []
-        for text in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                line = json.loads(text or "{}")
-                lines.append(_whole(line, file.parent) if '{"array":[' in text else line)
-            except FileNotFoundError:
-                raise
-            except Exception:  # numpy's reader raises many kinds
-                lines.append(None)
-        damaged = [i for i, line in enumerate(lines, 1) if not _is_line(line)]
+        texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = [_line(text, file.parent) for text in texts]
+        damaged = [i for i, line in enumerate(lines, 1) if line is None]
         if damaged and damaged != [len(lines)]:
             said = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
             warnings.warn(
@@ -481,22 +417,23 @@ def read(path: str | Path) -> list[Run]:
                 "from before.",
                 stacklevel=3,
             )
-        runs += _grouped(filter(_is_line, lines))
+        runs += _grouped(line for line in lines if line)
     return runs
 
 
-def _is_line(line: Any) -> bool:
-    """Whether it has the form of what `Record` writes: somebody may have altered it."""
-    if not isinstance(line, dict):
-        return False
-    kinds_of = {"header": dict, "stopped": str, "round": int, "eval": dict | None}
-    measured = line.get("eval")
-    plain_values = not isinstance(measured, dict) or not any(
-        isinstance(v, dict) for v in measured.values()
-    )
-    return plain_values and all(
-        isinstance(line[k], kind) for k, kind in kinds_of.items() if k in line
-    )  # type: ignore[arg-type]
+def _line(text: str, folder: Path) -> dict[str, Any] | None:
+    """A line as `Record` writes it, with its long lists; None for a damaged one."""
+    try:
+        line = json.loads(text or "{}")
+        line = _whole(line, folder) if '{"array":[' in text else line
+        kinds = {"header": dict, "stopped": str, "round": int, "eval": dict | None}
+        fits = all(isinstance(line[k], kinds[k]) for k in {*kinds} & {*line})  # type: ignore
+        fits = fits and not any(isinstance(v, dict) for v in (line.get("eval") or {}).values())
+    except FileNotFoundError:
+        raise
+    except Exception:  # numpy's reader raises many kinds
+        return None
+    return line if fits and isinstance(line, dict) else None
 
 
 def _whole(value: Any, folder: Path) -> Any:
@@ -518,37 +455,29 @@ def _whole(value: Any, folder: Path) -> Any:
         array = np.load(blocks, allow_pickle=False)
     if array.ndim > 1:
         return torch.from_numpy(array)
-    return (
-        [None if v != v else v for v in array.tolist()]
-        if array.dtype.kind == "f"
-        else array.tolist()
-    )
+    return [None if v != v else v for v in array.tolist()]
 
 
 def label(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ in nothing but the seed under one name: the algorithm, with the options in
     which it differs from a namesake."""
-    by_key: dict[tuple[str, str], list[Run]] = {}
+    by_key: dict[str, list[Run]] = {}
     for run in runs:
-        by_key.setdefault((run.algorithm, json.dumps(options(run), sort_keys=True)), []).append(run)
+        key = json.dumps([run.algorithm, options(run)], sort_keys=True)
+        by_key.setdefault(key, []).append(run)
+    firsts = [(m[0].algorithm, options(m[0])) for m in by_key.values()]
     out: dict[str, list[Run]] = {}
-    for (algorithm, _), members in by_key.items():
-        others = [(other == algorithm, options(m[0])) for (other, _), m in by_key.items()]
-        mine = options(members[0])
-        # what all rows of a table must share, the cut with it
-        shared = {*CONDITIONS} - {"parameters"}
+    for (algorithm, mine), members in zip(firsts, by_key.values(), strict=True):
         differ = [
-            k
-            for k in mine
+            f"{k}={v}"
+            for k, v in mine.items()
             if any(
-                (same or k in shared or k.startswith("partition."))
-                and (k not in o or o[k] != mine[k])
-                for same, o in others
+                (name == algorithm or k in SHARED or k.startswith("partition."))
+                and (k not in other or other[k] != v)
+                for name, other in firsts
             )
         ]
-        name = (
-            f"{algorithm} ({', '.join(f'{k}={mine[k]}' for k in differ)})" if differ else algorithm
-        )
+        name = f"{algorithm} ({', '.join(differ)})" if differ else algorithm
         out.setdefault(name, []).extend(members)
     return out
 
@@ -564,7 +493,6 @@ def options(run: Run) -> dict[str, Any]:
     head = run.header
     # a method may have an "alpha", too
     cut = {f"partition.{k}": v for k, v in (head.get("partition_options") or {}).items()}
-    parts = [{k: head[k] for k in CONDITIONS if k in head}, cut] + [
-        head.get(k) or {} for k in PARTS
-    ]
+    shared = {k: head[k] for k in (*SHARED, "parameters") if k in head}
+    parts = [shared, cut, *(head.get(k) or {} for k in PARTS)]
     return {k: v for part in parts for k, v in part.items() if (k, v) != ("clip", None)}

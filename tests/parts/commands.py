@@ -2,7 +2,14 @@
 
 import sys
 
-DIGITS = ["--data", "digits", "--n", "4", "--model", "linear", "--rounds", "3"]
+from pflcore import cli
+
+DIGITS = "--data digits --n 4 --model linear --rounds 3 --quiet"
+
+
+def command(words, *more):
+    """The exit code of a command."""
+    return cli.main([*words.split(), *map(str, more)])
 
 
 def block(monkeypatch, *packages):

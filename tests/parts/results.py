@@ -1,5 +1,7 @@
 """What the tests of results share."""
 
+import math
+
 import torch
 
 from pflcore.results.record import Record
@@ -11,15 +13,11 @@ def line(r, accuracy, **more):
     return {
         "round": r,
         "algorithm": "waffle",
-        "engine": "loop",
         "seed": 0,
-        "seconds": 0.1,
         "cohort": torch.arange(N),
         "dropped": [],
-        "void": False,
         "bytes_down": 600,
         "bytes_up": 424,
-        "train_loss": 0.5,
         "report": {},
         "eval": {"accuracy": accuracy, "loss": [1.0] * N, "size": torch.tensor([10, 20, 30, 40])},
         **more,
@@ -28,23 +26,26 @@ def line(r, accuracy, **more):
 
 def a_run(algorithm="waffle", seed=0, rounds=12, shift=0.0, target=1, **header):
     """Client c's accuracy in round r is shift + r/100 + c/10."""
-    lines = [
-        {
-            "header": {
-                "algorithm": algorithm,
-                "data": "digits",
-                "n": N,
-                "target": target,
-                "seed": seed,
-                **header,
-            }
-        }
-    ]
+    head = {"algorithm": algorithm, "data": "digits", "n": N, "target": target, "seed": seed}
+    lines = [{"header": {**head, **header}}]
     for r in range(1, rounds + 1):
         weights = torch.full((N,), 1 / N) if target is not None else torch.eye(N)
         accuracy = shift + r / 100 + torch.arange(N) / 10
         lines.append(line(r, accuracy, algorithm=algorithm, seed=seed, report={"weights": weights}))
     return lines
+
+
+def a_long_run(n=1500, k=3):
+    """Lists and a sparse matrix that stand in a side file."""
+    index = torch.randint(n, (n, k), generator=torch.Generator().manual_seed(0))
+    weight = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).repeat(n, 1)
+    moved = [None if i == 3 else 1.5 for i in range(n)]
+    loss = [float(i) if i % 7 else math.nan for i in range(n)]
+    report = {"rows": torch.arange(n), "index": index, "weight": weight}
+    seen = {"loss": loss, "size": [1] * n}
+    one = {"cohort": list(range(n)), "moved": moved, "dropped": [3], "report": report, "eval": seen}
+    header = {"algorithm": "feddwa", "n": n, "size": [15] * n}
+    return [{"header": header}, {"round": 1, **one}, {"round": 2, **one}]
 
 
 def write(path, lines):
@@ -55,9 +56,6 @@ def write(path, lines):
 
 
 def cells(text, algorithm):
-    rows = [
-        [c.strip() for c in row.strip("|").split("|")]
-        for row in text.splitlines()
-        if row.startswith("| ")
-    ]
+    rows = [row.strip("|").split("|") for row in text.splitlines() if row.startswith("| ")]
+    rows = [[c.strip() for c in row] for row in rows]
     return dict(zip(rows[0], next(r for r in rows if r[0] == algorithm), strict=True))
