@@ -46,13 +46,6 @@ def some(n, round=1, ids=None):
     return Cohort(who, torch.ones_like(who), n, round, 100)
 
 
-def lines(n=6, lr=0.3, **training):
-    """Clients whose losses are squares around 1 to 2."""
-    b = torch.linspace(1, 2, n, dtype=F64)[:, None]
-    net, data = quadratics(torch.ones_like(b), b, [0.0])
-    return make_setting(net, data, Training(lr=lr, **training), rounds=100)
-
-
 class Scale(nn.Module):
     """scores = x * m, elementwise; with `half_square` and x = sqrt(a), y = sqrt(a) * b this is f(m)
     = sum a (m - b)^2 / 2."""
@@ -132,15 +125,22 @@ def by_hand(net, clients, lr, engine, **training):
     """Clients that are tested on their own samples (x, y), whole batches."""
     clients = [dict.fromkeys(("train", "test"), pair) for pair in clients]
     data = Federation.from_clients(clients, dtype=None)
-    return make_setting(net, data, Training(lr=lr, **{"batch_size": 100, **training}), 10, engine)
+    return make_setting(
+        net, data, Training(**{"lr": lr, "batch_size": 100, **training}), 10, engine
+    )
 
 
 def points(targets, lr=0.1, start=0.0, engine="loop", loss=half_square, **training):
     """Clients whose model is one number, and whose losses are half the mean square from their
     targets, a number or a list each."""
-    y = [t(target).reshape(-1, 1) for target in targets]
+    y = [torch.as_tensor(target, dtype=F64).reshape(-1, 1) for target in targets]
     net = Net(Scale([start]), criterion=loss)
     return by_hand(net, [(torch.ones_like(own), own) for own in y], lr, engine, **training)
+
+
+def lines(n=6, lr=0.3, **training):
+    """Clients whose losses are squares around 1 to 2."""
+    return points(torch.linspace(1, 2, n, dtype=F64), lr, **training)._replace(rounds=100)
 
 
 class Line(nn.Module):

@@ -101,14 +101,12 @@ def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
 def test_engines_agree_and_neighbours_play_no_part():
     """Clients of different sizes step together in one engine and alone in the other; a client's way
     is its own."""
-    alg, options = FactorizedWaffle(tau_start=2.0, tau_decay=0.8), {"momentum": 0.5}
-    s, loop = (setting(engine=e, weight_decay=1e-3, **options) for e in ("vmap", "loop"))
-    a, b = (play(alg, v, 2) for v in (s, loop))
-    for one, other in (
-        (a.server["x"], b.server["x"]),
-        *((a.clients[k], b.clients[k]) for k in a.clients),
-    ):
-        near(one, other, 1e-8, 1e-10)
+    alg, options = FactorizedWaffle(), {"momentum": 0.5, "weight_decay": 1e-3}
+    s, loop = (setting(engine=e, **options) for e in ("vmap", "loop"))
+    a, b = play(alg, s, 2), play(alg, loop, 2)
+    near(a.server["x"], b.server["x"], 1e-8, 1e-10)
+    for k, v in a.clients.items():
+        near(v, b.clients[k], 1e-8, 1e-10)
     near(play(alg, s, 1, [1]).clients["q"][1], play(alg, s, 1).clients["q"][1], 1e-9, 1e-11)
 
 
@@ -123,14 +121,6 @@ def test_clients_step_together_or_by_size(more):
         for together in (True, False)
     ]
     near(*ways, 1e-9, 1e-11)
-
-
-def test_the_temperature_falls():
-    s, ways = setting(batch_size=100, epochs=1), ({}, {"tau_start": 0.5}, {"tau_start": 3.0})
-    fixed, fallen, falling = (
-        play(FactorizedWaffle(tau=0.5, tau_decay=0.99, **o), s, 1).server["x"] for o in ways
-    )
-    assert torch.equal(fixed, fallen) and not torch.equal(fixed, falling)
 
 
 def test_a_simulation_factorizes_the_model():

@@ -115,22 +115,16 @@ def test_apfl_is_fedavg_beside_the_initial_model_or_local_training(mix, alpha):
         near(ours.clients["v"], want, 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("where", ["server", "client"])
 @MIXES
-def test_what_is_evaluated(mix, where):
-    s = tiny()
-    alg, other = (APFL(mix=mix, evaluate_on=w, alpha_lr=1.0) for w in (where, "server"))
-    (state, _), (same, _) = after(alg, s, 3), after(other, s, 3)
-    losses, own = evaluate(Setup(alg, s), state)["loss"], state.clients
+def test_what_is_evaluated(mix):
+    s, alg = tiny(), APFL(mix=mix, alpha_lr=1.0)
+    state, _ = after(alg, s, 3)
+    losses, w, own = evaluate(Setup(alg, s), state)["loss"], state.server["x"], state.clients
     for i, (v, a) in enumerate(zip(own["v"], own["alpha"], strict=True)):
         x, y = s.data.client(i, "test")
-        w = own["w"][i] if where == "client" else state.server["x"]
         mixed = s.net(a * v + (1 - a) * w, x)
         scores = mixed if mix == "weights" else a * s.net(v, x) + (1 - a) * s.net(w, x)
         near(losses[i], F.cross_entropy(scores, y), 1e-5)
-    # only the looking differs
-    assert torch.equal(same.server["x"], state.server["x"])
-    assert torch.equal(same.clients["v"], own["v"]) and "w" not in same.clients
 
 
 @ENGINES
@@ -309,7 +303,7 @@ def test_golden_l2c():
     )
     own = {"w": t([e1["theta_old"]]), "a": t([e1["alpha"]]), "m": zero, "v": zero, "t": zero[:, :1]}
     down = {"delta": Pool(-t(e1["Delta"]), torch.arange(3)[None]), "who": torch.arange(3)[None]}
-    x, w = L2C().mixed(down, own)
+    x, w, *_ = L2C().mixed(down, own)
     close(w[0], e1["w"])
     close(x[0], e1["theta_new"])
     close(x - centre, [e1["val_grad"]])
