@@ -46,7 +46,8 @@ class ChangesDown(FedAvg):
         return {"x": state["x"].repeat(len(cohort.ids), 1)}
 
     def train(self, down, own, clients):
-        start, fit = down["x"].clone(), clients.fit(down["x"])
+        start = down["x"].clone()
+        fit = clients.fit(down["x"])
         down["x"].copy_(fit.w)
         return own, {"delta": down["x"] - start}, fit
 

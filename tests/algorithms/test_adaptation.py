@@ -51,7 +51,8 @@ def with_index(s, **index):
 @ENGINES
 @pytest.mark.parametrize(("variant", "name"), [("fo", "FO"), ("hf", "HF"), ("exact", "exact")])
 def test_golden_per_fedavg(variant, name, engine):
-    h1, h2 = GOLDEN["H1_perfedavg_quadratic"], GOLDEN["H2_perfedavg_quartic"]
+    h1 = GOLDEN["H1_perfedavg_quadratic"]
+    h2 = GOLDEN["H2_perfedavg_quartic"]
     for h, loss, delta in (
         (h1, lambda w, y: (h1["a"] * (w - h1["c"]) ** 2 / 2).mean(), 1e-3),
         (h2, lambda w, y: (w**4 / 4 - w).mean(), h2["delta"]),
@@ -88,7 +89,11 @@ def test_exact_products_with_batch_norm(engine):
     """Gradient of gradient through batch norm: as finite differences have it."""
     net = Net(
         lambda: nn.Sequential(
-            nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4)
+            nn.Conv2d(1, 2, 3),
+            nn.BatchNorm2d(2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(8, 4),
         )
     )
     data = images((11, 8), shape=(1, 4, 4))
@@ -112,7 +117,8 @@ def test_the_minibatches_of_per_fedavg_are_independent():
     """Two samples with optima of their own, one a minibatch: two orders for D and two for D' make
     four ways to go, D' = D only two."""
     net, data = quadratics(t([[1.0]]), t([[0.0]]), start=[3.0], rows=2, noise=1.0)
-    s, ways = make_setting(net, data, Training(lr=0.3, batch_size=1)), set()
+    s = make_setting(net, data, Training(lr=0.3, batch_size=1))
+    ways = set()
     for round in range(1, 60):
         up = PerFedAvg().train({"x": net.w0[None]}, {}, at_work(s, round=round))[1]
         ways.add(round_off(up["delta"]))
@@ -146,15 +152,18 @@ def grid(choose, **options):
 
 
 @pytest.mark.parametrize(
-    "alg", [PerFedAvg(), FineTune(finetune_epochs=1), grid("client"), grid("global")]
+    "alg",
+    [PerFedAvg(), FineTune(finetune_epochs=1), grid("client"), grid("global")],
 )
 def test_nobody_adapts_on_test_data(alg):
     """A widely used code takes its adaptation step on test batches, labels and all."""
     s = validated()
     _, down = served(s)
-    x, y = s.data.x.clone(), s.data.y.clone()
+    x = s.data.x.clone()
+    y = s.data.y.clone()
     for rows in s.data.index["test"]:
-        x[rows], y[rows] = x[rows] + 3.0, 1
+        x[rows] = x[rows] + 3.0
+        y[rows] = 1
     other = s._replace(data=replace(s.data, x=x, y=y))
     one, two = (alg.model(down, {}, at_work(v))["w"] for v in (s, other))
     assert torch.equal(one, two) and not torch.equal(one, down["x"])
@@ -167,7 +176,11 @@ def test_no_epochs_of_fine_tuning_is_fedavg_and_training_may_be_fedproxs():
     assert not torch.equal(prox.server["x"], plain.server["x"])
     none, some, want = (
         evaluate(Setup(a, s), plain)
-        for a in (FineTune(finetune_epochs=0), FineTune(finetune_epochs=8), FedAvg())
+        for a in (
+            FineTune(finetune_epochs=0),
+            FineTune(finetune_epochs=8),
+            FedAvg(),
+        )
     )
     assert all(torch.equal(none[k], v) for k, v in want.items())
     assert not torch.equal(some["loss"], want["loss"])
@@ -222,7 +235,10 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
     # it cannot show that it is better
     assert torch.equal(FineTune(margin=-2.0).model(down, {}, lacking)["w"][1], down["x"][1])
     nobody = at_work(with_index(s, val=[rows[:0] for rows in val]))
-    for none, what in ((nobody, "these clients lack"), (at_work(tiny()), "'val'")):
+    for none, what in (
+        (nobody, "these clients lack"),
+        (at_work(tiny()), "'val'"),
+    ):
         x = {"x": down["x"][: len(none.ids)]}
         with pytest.raises(ValueError, match=rf"^choose: .*{what}.*\.$"):
             grid("client").model(x, {}, none)
@@ -236,7 +252,12 @@ def test_acceptance_of_a_tuned_model():
         w = FineTune(**options).model(down, {}, at_work(s))["w"]
         return (w == down["x"]).all(1).tolist()
 
-    assert kept(min_size=21) == [True, True, False, False]  # 16, 20, 24 and 28 samples
+    assert kept(min_size=21) == [
+        True,
+        True,
+        False,
+        False,
+    ]  # 16, 20, 24 and 28 samples
     assert kept(margin=2.0) == [True] * 4 and kept(margin=-2.0) == [False] * 4
 
 
@@ -264,8 +285,20 @@ TARGETS = t([0.2, 0.5, 0.4, 0.9, 0.7])
 @pytest.mark.parametrize(
     ("scores", "loss", "y", "lam", "expected"),
     [
-        (THIRDS, None, [0, 1, 1, 2, 0], 0.4, [0.4751798570, 0.3448201430, 0.18]),
-        (THIRDS, None, [0, 1, 1, 2, 0], 0.9, [0.4441546782, 0.5258453218, 0.03]),
+        (
+            THIRDS,
+            None,
+            [0, 1, 1, 2, 0],
+            0.4,
+            [0.4751798570, 0.3448201430, 0.18],
+        ),
+        (
+            THIRDS,
+            None,
+            [0, 1, 1, 2, 0],
+            0.9,
+            [0.4441546782, 0.5258453218, 0.03],
+        ),
         ([0.6], half_square, TARGETS, 1.0, [0.3562050358]),
         ([0.6], half_square, TARGETS, 0.5, [0.4781025179]),
         ([-0.35], "hinge", [-1, 1, 1, -1, 1], 0.9, [0.0766906436]),
@@ -302,7 +335,11 @@ def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
     each gets is what kNN-Per gives, or FedAvg."""
     s = validated(6)
     state, _ = served(s, 1)
-    algs = (FedAvg(), KnnPer(k=3, lam=0.8), KnnPer(k=3, lam=0.8, min_size=21, margin=margin))
+    algs = (
+        FedAvg(),
+        KnnPer(k=3, lam=0.8),
+        KnnPer(k=3, lam=0.8, min_size=21, margin=margin),
+    )
     on = {
         split: [evaluate(Setup(a, s), state, split)["accuracy"] for a in algs]
         for split in ("val", "test")
@@ -329,7 +366,8 @@ def ran(alg, data, width, loss=None):
 def test_knnper_mixes_probabilities_of_binary_labels(floats, width):
     x = 3 * torch.randn(3, 20, 6)
     y = (x[..., :width] > 0).squeeze(-1)
-    data, loss = federation(x, y.float() if floats else y.long()), "binary_cross_entropy"
+    data = federation(x, y.float() if floats else y.long())
+    loss = "binary_cross_entropy"
     none, some, all_ = (ran(KnnPer(k=1, lam=lam), data, width, loss) for lam in (0.0, 0.4, 1.0))
     shared = ran("fedavg", data, width, loss).model(0)(x[0])
     # each sample's nearest neighbour is itself
@@ -340,7 +378,8 @@ def test_knnper_mixes_probabilities_of_binary_labels(floats, width):
 
 
 def test_knnper_takes_several_targets_few_samples_and_no_probabilities():
-    x, y = torch.randn(1, 9, 6), torch.randn(1, 9, 2)
+    x = torch.randn(1, 9, 6)
+    y = torch.randn(1, 9, 2)
     torch.testing.assert_close(ran(KnnPer(k=1, lam=1.0), federation(x, y), 2).model(0)(x[0]), y[0])
     few = ran(KnnPer(k=10, lam=1.0), federation(x[:, :2], torch.tensor([[0, 1]])), 2)
     assert math.isfinite(few.rounds[0]["eval"]["loss"][0])
@@ -353,9 +392,15 @@ def test_hinge_with_weight_decay_by_hand():
     net.w0.copy_(t([0.4, -0.3, 0.1]))
     pair = t([[1, 0.5], [-0.2, 1.5], [2, 1]]), torch.tensor([1, 1, 0])
     s = by_hand(net, [pair], 1.0, "vmap", weight_decay=1e-4)
-    (start, _), (state, _) = after(FedAvg(), s, 0), after(FedAvg(), s)
+    (start, _) = after(FedAvg(), s, 0)
+    (state, _) = after(FedAvg(), s)
     found = evaluate(Setup(FedAvg(), s), start)
-    near(found["loss"] + 0.5e-4 * net.w0.square().sum(), [1.2266796667], 1e-7, 5e-10)
+    near(
+        found["loss"] + 0.5e-4 * net.w0.square().sum(),
+        [1.2266796667],
+        1e-7,
+        5e-10,
+    )
     near(found["accuracy"], [1 / 3])
     moved = [0.4000400000, -0.3333633333, -0.3333233333]
     near(net.w0 - state.server["x"], moved, 1e-7, 5e-10)

@@ -4,7 +4,15 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import spread
-from methods import SFL, Ensemble, FedDWA, HypCluster, QFedAvg, Waffle, WeightErosion
+from methods import (
+    SFL,
+    Ensemble,
+    FedDWA,
+    HypCluster,
+    QFedAvg,
+    Waffle,
+    WeightErosion,
+)
 from parts.edges import normal
 from small import after, at_work, near, some
 
@@ -31,7 +39,8 @@ def trained(s, ids):
 def test_statistics_are_mixed_as_the_model_is(alg):
     """Every client, present or not, has the mean with the model's own weights; the bytes are
     counted."""
-    s, ids = normal(), [0, 2, 3]
+    s = normal()
+    ids = [0, 2, 3]
     state, done = after(alg, s, [ids])
     weight = s.data.size()[ids].double()
     if isinstance(alg, QFedAvg):
@@ -42,13 +51,17 @@ def test_statistics_are_mixed_as_the_model_is(alg):
         weight = done.mix.weight[0]
     elif alg.weighting == "uniform":
         weight = torch.ones_like(weight)
-    near(state.batch_norm, (weight / weight.sum() @ trained(s, ids)).expand(4, -1))
+    near(
+        state.batch_norm,
+        (weight / weight.sum() @ trained(s, ids)).expand(4, -1),
+    )
     assert done.bytes_up >= 3 * 8 * (s.net.size + s.net.b0.numel())
 
 
 @pytest.mark.parametrize("alg", [FedDWA(k=2), SFL(k=1, lam1=0.0, lam2=0.0)])
 def test_statistics_follow_a_mixing_matrix(alg):
-    s, ids = normal(), [0, 1, 3]
+    s = normal()
+    ids = [0, 1, 3]
     setup = Setup(alg, s, batch_norm="average")
     state, done = step(setup, begin(alg, s.net, 4), torch.tensor(ids))
     if isinstance(alg, FedDWA):  # K numbers a client
@@ -64,7 +77,8 @@ def test_each_cluster_has_statistics_of_its_own(alg):
     """They are the mean of those who trained that model, and every model is judged with its own."""
     s = normal()
     state, _ = after(alg, s, 3)
-    x, b = state.server["x"], state.server["b"]
+    x = state.server["x"]
+    b = state.server["b"]
     assert b.shape == (3, s.net.b0.numel()) and len(b.unique(dim=0)) >= 2
     losses = []
     for j in range(3):
@@ -76,14 +90,17 @@ def test_each_cluster_has_statistics_of_its_own(alg):
     assert torch.equal(view["w"], x[best]) and torch.equal(view["batch_norm"], b[best])
 
 
-def test_statistics_that_fail_after_the_server_leave_the_round_undone(monkeypatch):
+def test_statistics_that_fail_after_the_server_leave_the_round_undone(
+    monkeypatch,
+):
     """FedDWA writes its models in place; what is mixed with them may still run out of memory."""
 
     def fails(*_):
         raise MemoryError("as if")
 
     monkeypatch.setattr("pflcore.simulation.round.averaged", fails)
-    s, alg = normal(), FedDWA()
+    s = normal()
+    alg = FedDWA()
     state = begin(alg, s.net, 4)
     before = {k: v.clone() for k, v in state.server.items()}
     with pytest.raises(MemoryError):

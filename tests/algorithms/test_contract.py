@@ -70,7 +70,8 @@ def test_as_many_models_are_sent_as_the_docstring_says(name):
 
 @pytest.mark.parametrize("name", ["waffle", "weight_erosion"])
 def test_mixing_weights_follow_the_clients(name):
-    case, order = case_of(name), [2, 0, 3, 1]
+    case = case_of(name)
+    order = [2, 0, 3, 1]
 
     def weights(numbers, rounds, **options):
         setup = case.renumbered(numbers, numbers[0] if len(numbers) == 1 else 1, **options)
@@ -153,7 +154,10 @@ def test_options_of_ones_own_class_are_checked_where_they_can_be_read():
     for cls in (Own, Unreadable):
         with pytest.raises(ValueError, match=r"^lam: expected a finite number >= 0, got -1\.$"):
             cls(lam=-1)
-    with pytest.raises(ValueError, match=r"^much: expected a whole number, at least 1, got 0\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^much: expected a whole number, at least 1, got 0\.$",
+    ):
         Own(much=0)
 
 
@@ -172,7 +176,8 @@ NO_ALGORITHMS = {
 @pytest.mark.parametrize("given", NO_ALGORITHMS)
 def test_what_is_no_algorithm_is_one_sentence(monkeypatch, given):
     module = types.ModuleType("mine")
-    module.Mine, module.number = Mine, 3
+    module.Mine = Mine
+    module.number = 3
     monkeypatch.setitem(sys.modules, "mine", module)
     with pytest.raises((ValueError, TypeError), match=f"^algorithm: {NO_ALGORITHMS[given]}") as e:
         simulation(given)

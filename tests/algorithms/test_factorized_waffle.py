@@ -31,7 +31,10 @@ def test_convolution():
     layer.strength.data = t(1.2, -0.5)
     layer.w_b.data = torch.arange(1, 17, dtype=D).view(2, 8) / 10
     y = layer(torch.arange(1, 19, dtype=D).view(1, 2, 3, 3) / 10)
-    close(y[0].flatten(1), [[2.972, 3.288, 3.92, 4.236], [-0.8268, -0.9336, -1.1472, -1.254]])
+    close(
+        y[0].flatten(1),
+        [[2.972, 3.288, 3.92, 4.236], [-0.8268, -0.9336, -1.1472, -1.254]],
+    )
 
 
 @pytest.mark.parametrize("preset", ["recommended", "paper_literal"])
@@ -45,9 +48,11 @@ def test_beliefs_never_leave_the_client(preset):
             seen.update(down=down, up=up, new=new, own=own)
             return new, up, fit
 
-    s, alg = setting(), Spy(preset=preset, lr_var=0.5)
+    s = setting()
+    alg = Spy(preset=preset, lr_var=0.5)
     state, done = after(alg, s)
-    down, up = seen["down"], seen["up"]
+    down = seen["down"]
+    up = seen["up"]
     assert set(up) == {"delta"} and set(down) == set(state.server) == {"x"}
     assert set(state.clients) == {"q", "m", "v", "t"} and state.clients["q"].shape == (3, 3 * 7)
     assert up["delta"].shape == down["x"].shape == (3, s.net.size)
@@ -62,12 +67,15 @@ def test_beliefs_never_leave_the_client(preset):
 
 def test_a_cached_dictionary_is_the_clients_last_download():
     """Section 2.3, without a connection: evaluated as if the server had stood still since."""
-    s, alg = setting(), FactorizedWaffle(dictionary="cached")
-    state, sent = begin(alg, s.net, 3), []
+    s = setting()
+    alg = FactorizedWaffle(dictionary="cached")
+    state = begin(alg, s.net, 3)
+    sent = []
     for ids in ([0, 1], [1], [1]):
         sent.append(state.server["x"].clone())
         state, _ = after(alg, s, [ids], state)
-    found, now = evaluate(Setup(alg, s), state)["loss"], state.server["x"]
+    found = evaluate(Setup(alg, s), state)["loss"]
+    now = state.server["x"]
     # client 0 was there in round 1, client 1 in all three, client 2 never
     for i, x in enumerate((sent[0], sent[2], now)):
         state.server["x"] = x
@@ -77,7 +85,12 @@ def test_a_cached_dictionary_is_the_clients_last_download():
 
 def run_of(alg, rounds, **training):
     return Simulation(
-        alg, model, federation(), Training(**training), rounds=rounds, hardware=Hardware(workers=1)
+        alg,
+        model,
+        federation(),
+        Training(**training),
+        rounds=rounds,
+        hardware=Hardware(workers=1),
     )
 
 
@@ -88,26 +101,37 @@ def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
         for ranks, rounds in (((4, 3), 2), ((7, 3), 4))
     )
     few.run()
-    before, was = few.evaluate("test")["loss"], few.state.server["x"].clone()
+    before = few.evaluate("test")["loss"]
+    was = few.state.server["x"].clone()
     many.state = many.algorithm.widened(few.state, few.setting.net, many.setting.net)
     near(many.evaluate("test")["loss"], before, 1e-12, 1e-14)
     history = many.run()
     assert len(history.rounds) == 2 and torch.equal(few.state.server["x"], was)
     assert history.state.clients["t"].max() == 2 * few.state.clients["t"].max()
-    with pytest.raises(ValueError, match=r"^new: expected the same layers with at least \[7, 3\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"^new: expected the same layers with at least \[7, 3\]",
+    ):
         few.algorithm.widened(history.state, many.setting.net, few.setting.net)
 
 
 def test_engines_agree_and_neighbours_play_no_part():
     """Clients of different sizes step together in one engine and alone in the other; a client's way
     is its own."""
-    alg, options = FactorizedWaffle(), {"momentum": 0.5, "weight_decay": 1e-3}
+    alg = FactorizedWaffle()
+    options = {"momentum": 0.5, "weight_decay": 1e-3}
     s, loop = (setting(engine=e, **options) for e in ("vmap", "loop"))
-    a, b = play(alg, s, 2), play(alg, loop, 2)
+    a = play(alg, s, 2)
+    b = play(alg, loop, 2)
     near(a.server["x"], b.server["x"], 1e-8, 1e-10)
     for k, v in a.clients.items():
         near(v, b.clients[k], 1e-8, 1e-10)
-    near(play(alg, s, 1, [1]).clients["q"][1], play(alg, s, 1).clients["q"][1], 1e-9, 1e-11)
+    near(
+        play(alg, s, 1, [1]).clients["q"][1],
+        play(alg, s, 1).clients["q"][1],
+        1e-9,
+        1e-11,
+    )
 
 
 @pytest.mark.parametrize("more", [{}, {"steps": 3}, {"batches": 2}])
@@ -126,7 +150,10 @@ def test_clients_step_together_or_by_size(more):
 def test_a_simulation_factorizes_the_model():
     run = run_of("factorized_waffle", 2, lr=0.1, batch_size=8)
     names = run.setting.net.names
-    assert names[:3] == ["0.w_a", "0.strength", "0.w_b"] and names[-2:] == ["4.weight", "4.bias"]
+    assert names[:3] == ["0.w_a", "0.strength", "0.w_b"] and names[-2:] == [
+        "4.weight",
+        "4.bias",
+    ]
     history = run.run()
     assert history.rounds[-1]["bytes_up"] == 3 * 8 * run.setting.net.size
     own = Net(factorize(model(), 6))
@@ -139,29 +166,35 @@ def test_a_simulation_factorizes_the_model():
 def test_it_learns_what_one_model_cannot():
     """Half the clients with their labels turned: one model for all cannot be right, private factors
     can."""
-    data, training = federation((60,) * 6), Training(lr=0.1, batch_size=10, epochs=5)
+    data = federation((60,) * 6)
+    training = Training(lr=0.1, batch_size=10, epochs=5)
 
     def wide():
         return nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 3)).double()
 
     def accuracy(name, **options):
-        alg, end = ALGORITHMS[name](**options), Evaluation(every=15)
+        alg = ALGORITHMS[name](**options)
+        end = Evaluation(every=15)
         run = Simulation(alg, wide, data, training, rounds=15, evaluation=end)
         return float(torch.tensor(run.run().rounds[-1]["eval"]["accuracy"]).mean())
 
-    plain, literal = accuracy("fedavg"), accuracy("factorized_waffle", preset="paper_literal")
+    plain = accuracy("fedavg")
+    literal = accuracy("factorized_waffle", preset="paper_literal")
     recommended = accuracy("factorized_waffle")
     assert recommended > plain + 0.15 and recommended > literal + 0.1
 
 
 @pytest.mark.parametrize(
-    ("loss", "width"), [("squared", 2), ("binary_cross_entropy", 2), ("cross_entropy", 3)]
+    ("loss", "width"),
+    [("squared", 2), ("binary_cross_entropy", 2), ("cross_entropy", 3)],
 )
 def test_sampled_models_are_averaged_as_their_loss_has_it(loss, width):
     alg = FactorizedWaffle(eval_mode="mc", ranks=(4,))
     made = lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, width))  # noqa: E731
     net = alg.prepare(Net(made, loss))
-    b, x, at = torch.rand(3, 4), torch.randn(7, 5), strengths(net)
+    b = torch.rand(3, 4)
+    x = torch.randn(7, 5)
+    at = strengths(net)
     each = torch.stack([net(net.w0.index_copy(0, at, net.w0[at] * row), x) for row in b])
     want = {
         "squared": each.mean(0),

@@ -9,7 +9,18 @@ from doors import spread
 from methods import FedDWA, FedDWAQP, LocalOnly
 from parts.edges import normal
 from parts.feddwa import GOLDEN, models
-from small import F64, after, at_work, double, near, points, served, some, t, tiny
+from small import (
+    F64,
+    after,
+    at_work,
+    double,
+    near,
+    points,
+    served,
+    some,
+    t,
+    tiny,
+)
 from small import near as close
 
 from pflcore import Training, evaluate, ops
@@ -26,7 +37,8 @@ def matrix(mix, ids, n):
 
 def mixed(alg, w, g):
     """The server's models and its weights [N, N] after models `w` and guidance `g` came in."""
-    n, up = len(w), {"w": w, "g": g}
+    n = len(w)
+    up = {"w": w, "g": g}
     state = {"x": torch.zeros_like(w), "seen": torch.zeros(n, dtype=torch.bool)}
     mix = alg.update(state, up, some(n))[1]
     return served(alg, state, up, some(n))["x"], matrix(mix, torch.arange(n), n)
@@ -45,7 +57,8 @@ def weights_of(done, n):
 
 def test_golden_weights_and_mixes():
     a1 = GOLDEN["A1_feddwa_basic"]
-    w, g = t(a1["W"]), t(a1["G"])
+    w = t(a1["W"])
+    g = t(a1["G"])
     close(ops.pairwise_sqdist(g, w), a1["D2"])
     for k, name in ((9, "full"), (2, "top2"), (1, "top1")):
         x, p = mixed(FedDWA(k=k), w, g)
@@ -61,7 +74,8 @@ def test_golden_weights_and_mixes():
 @pytest.mark.parametrize("guidance", ["epoch", "full_grad", "steps"])  # with one batch one thing
 def test_golden_rounds(guidance, engine):
     a4 = GOLDEN["A4_feddwa_scalar_rounds"]
-    s, alg = points(a4["c"], a4["eta"], engine=engine), FedDWA(k=a4["K"], guidance=guidance)
+    s = points(a4["c"], a4["eta"], engine=engine)
+    alg = FedDWA(k=a4["K"], guidance=guidance)
     state = None
     for want in a4["rounds"]:
         state, done = after(alg, s, 1, state)
@@ -71,12 +85,15 @@ def test_golden_rounds(guidance, engine):
 
 def test_golden_partial_participation():
     a5 = GOLDEN["A5_feddwa_partial"]
-    s, alg = points(a5["c"], a5["eta"]), FedDWA(k=a5["K"])
+    s = points(a5["c"], a5["eta"])
+    alg = FedDWA(k=a5["K"])
     state = begin(alg, s.net, 4)
     for ids, want in zip(a5["sampled"], a5["rounds"], strict=True):
-        before, absent = state.server["x"].clone(), sorted({0, 1, 2, 3} - set(ids))
+        before = state.server["x"].clone()
+        absent = sorted({0, 1, 2, 3} - set(ids))
         state, done = after(alg, s, [sorted(ids)], state)
-        there, p = torch.tensor(want["S"]), weights_of(done, 4)
+        there = torch.tensor(want["S"])
+        p = weights_of(done, 4)
         close(p[there][:, there], want["P_top2"], 1e-8)
         close(state.server["x"][:, 0], want["w_all_after"])
         assert torch.equal(state.server["x"][absent], before[absent])
@@ -89,7 +106,8 @@ def test_golden_guidance_epoch_against_full_gradient(guidance, name):
     a9 = GOLDEN["A9_guidance_epoch_vs_fullgrad"]
 
     class Ordered:  # local training in the order that the golden values have
-        lr, setting = a9["eta"], SimpleNamespace(training=Training())
+        lr = a9["eta"]
+        setting = SimpleNamespace(training=Training())
 
         def fit(self, start, *, epochs=1, **_):
             w = start.clone()
@@ -112,8 +130,10 @@ def test_golden_guidance_epoch_against_full_gradient(guidance, name):
 
 
 def test_golden_qp_of_a1():
-    a1, a7 = GOLDEN["A1_feddwa_basic"], GOLDEN["A7_qp_on_A1"]
-    w, g = t(a1["W"]), t(a1["G"])
+    a1 = GOLDEN["A1_feddwa_basic"]
+    a7 = GOLDEN["A7_qp_on_A1"]
+    w = t(a1["W"])
+    g = t(a1["G"])
     x, p = mixed(FedDWAQP(k=3), w, g)
     near(p, a7["p_simplex"], 1e-8, 1e-9)
     near(((x - g) ** 2).sum(1), a7["residual_sq_QP"], 1e-8)
@@ -137,8 +157,10 @@ def test_qp_bridge_runs_from_eq15_to_eq12():
 
 
 def test_weights_follow_the_clients_and_no_frame():
-    (w, g), alg = models(0, 40), FedDWA(k=6)
-    p, order = weights(alg, w, g), torch.randperm(40)
+    (w, g) = models(0, 40)
+    alg = FedDWA(k=6)
+    p = weights(alg, w, g)
+    order = torch.randperm(40)
     assert torch.equal(weights(alg, w[order], g[order]), p[order][:, order])
     turn = torch.linalg.qr(torch.randn(50, 50, dtype=F64)).Q
     for move in (lambda z: z + 3.0, lambda z: z @ turn, lambda z: 1e-4 * z):
@@ -159,7 +181,10 @@ def test_float32_weights_are_right_for_forty_close_models():
 def test_equal_models_and_guidance_on_a_model():
     w, g = models(2, 6)
     w[3], g[0], g[1] = w[1], w[0], w[1]
-    close(weights(FedDWA(k=5), w, g)[:2], [[1, 0, 0, 0, 0, 0], [0, 0.5, 0, 0.5, 0, 0]])
+    close(
+        weights(FedDWA(k=5), w, g)[:2],
+        [[1, 0, 0, 0, 0, 0], [0, 0.5, 0, 0.5, 0, 0]],
+    )
     alone = [0, 2, 4, 5]
     close(weights(FedDWA(k=2), w, w)[alone], torch.eye(6)[alone])
 
@@ -172,7 +197,8 @@ def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
     w = torch.randn(5, 67).repeat(8, 1) + 1e-3 * torch.randn(40, 67)
     w[30:35] = w[5:10]
     guide = w + 1e-3 * torch.randn(40, 67)
-    guide[:20], guide[20:34] = w[torch.randint(0, 40, (20,))], w[20:34]
+    guide[:20] = w[torch.randint(0, 40, (20,))]
+    guide[20:34] = w[20:34]
     want = FedDWA(k=k, search="exact").weights(guide, w)
     assert all(map(torch.equal, FedDWA(k=k, search="groups").weights(guide, w), want))
     monkeypatch.setattr("pflcore.algorithms.feddwa.MANY", 40)
@@ -211,23 +237,33 @@ SIZES = (8, 11, 14, 17, 20, 23)
 def test_look_ahead_leaves_no_trace(engine):
     """Whatever the guidance is, training, statistics and later shuffles are those of a run that
     never looked ahead."""
-    s, found = normal(SIZES, engine, momentum=0.5, batch_size=6), []
+    s = normal(SIZES, engine, momentum=0.5, batch_size=6)
+    found = []
     for guidance in ("previous", "epoch", "steps", "full_grad"):
         local = at_work(s, round=3)
         down = {"x": s.net.w0.expand(6, -1)}
         _, up, done = FedDWA(guidance=guidance, ahead=2).train(down, {}, local)
-        found.append([up["w"], done.buffers, local.after(done).fit(up["w"], stream="later").w])
+        found.append(
+            [
+                up["w"],
+                done.buffers,
+                local.after(done).fit(up["w"], stream="later").w,
+            ]
+        )
         assert "g" not in up or not torch.equal(up["g"], up["w"])
     assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
 
 
 def test_a_look_ahead_goes_its_own_way_and_further_with_more_steps():
-    s, w = points([[1.0, 2.0], [3.0, 5.0]], batch_size=1), torch.zeros(2, 1, dtype=F64)
+    s = points([[1.0, 2.0], [3.0, 5.0]], batch_size=1)
+    w = torch.zeros(2, 1, dtype=F64)
     one, two, four = (FedDWA(ahead=ahead).look_ahead(w, at_work(s)) for ahead in (1, 2, 4))
     assert bool((one < two).all() and (two < four).all())
     s = tiny(batch_size=4)
-    local, w = at_work(s), s.net.w0.expand(3, -1)
-    ahead, trained = FedDWA().look_ahead(w, local), local.fit(w).w
+    local = at_work(s)
+    w = s.net.w0.expand(3, -1)
+    ahead = FedDWA().look_ahead(w, local)
+    trained = local.fit(w).w
     assert not any(map(torch.equal, ahead, trained))
     near(ahead, trained, 0, 0.2)  # an epoch from the same place, all the same
 
@@ -242,7 +278,8 @@ def test_the_full_gradient_guidance_decays_as_training_does():
 
 
 def test_step_size_zero_keeps_everybody_at_home():
-    s, alg = tiny(SIZES, lr=0.0), FedDWA()
+    s = tiny(SIZES, lr=0.0)
+    alg = FedDWA()
     state = begin(alg, s.net, 6)
     state.server["x"] += torch.arange(6)[:, None] / 10
     state.server["seen"][:] = True
@@ -261,7 +298,8 @@ def test_the_current_model_as_guidance_is_local_training():
 
 
 def test_previous_guidance_uploads_one_model_and_starts_alone():
-    s, alg = tiny(SIZES), FedDWA(guidance="previous", k=3)
+    s = tiny(SIZES)
+    alg = FedDWA(guidance="previous", k=3)
     state, done = after(alg, s, [range(4)])
     assert done.bytes_up == done.bytes_down == 4 * 4 * s.net.size
     # nobody has a previous model yet
@@ -278,7 +316,8 @@ def test_previous_guidance_uploads_one_model_and_starts_alone():
 def test_a_last_model_kept_by_the_client_is_the_servers_copy_and_is_uploaded():
     """App. C.6: case i gives what case ii gives, for one more model of traffic, as a guidance that
     is trained ahead."""
-    s, cohorts = tiny(SIZES), ([0, 1, 2, 3], [1, 2, 5], [0, 1, 2, 3, 4, 5])
+    s = tiny(SIZES)
+    cohorts = ([0, 1, 2, 3], [1, 2, 5], [0, 1, 2, 3, 4, 5])
     guides = ("kept", "previous", "epoch")
     (kept, one), (cached, two), (_, three) = (
         after(FedDWA(guidance=guidance, k=3), s, cohorts) for guidance in guides
@@ -290,7 +329,8 @@ def test_a_last_model_kept_by_the_client_is_the_servers_copy_and_is_uploaded():
 
 @pytest.mark.parametrize("first", ["init", "mean"])
 def test_a_newcomer_starts_from_the_initial_model_or_the_mean(first):
-    s, alg = tiny(SIZES), FedDWA(first=first)
+    s = tiny(SIZES)
+    alg = FedDWA(first=first)
     state = after(alg, s, [range(4)])[0].server
     x = alg.send(state, some(6, ids=[1, 5]))["x"]
     assert torch.equal(x[0], state["x"][1])
@@ -305,14 +345,21 @@ def test_weights_of_a_cohort_smaller_than_k_sum_to_one():
 
 
 def test_the_guidance_can_be_served():
-    s, alg = points([[1.0, 2.0], [5.0]]), FedDWA(k=1)
+    s = points([[1.0, 2.0], [5.0]])
+    alg = FedDWA(k=1)
     state, _ = after(alg, s)
     target = t([[1.5], [5.0]])
     ahead = target + (state.server["x"] - target) * 0.9**2  # one step of training, one ahead
     got, plain = (
         evaluate(Setup(a, s), state, "test")["loss"] for a in (replace(alg, serve="guidance"), alg)
     )
-    close(got, [0.5 * ((ahead[0] - t([1.0, 2.0])) ** 2).mean(), 0.5 * (ahead[1, 0] - 5.0) ** 2])
+    close(
+        got,
+        [
+            0.5 * ((ahead[0] - t([1.0, 2.0])) ** 2).mean(),
+            0.5 * (ahead[1, 0] - 5.0) ** 2,
+        ],
+    )
     assert (got < plain).all()
     for guidance in ("previous", "current"):
         with pytest.raises(ValueError, match=r"^serve: 'guidance' is trained ahead"):

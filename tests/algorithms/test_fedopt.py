@@ -10,12 +10,14 @@ from small import after, near, regression, served, some, t, tiny
 
 from pflcore.algorithms import ALGORITHMS, FedAvg
 
-FAMILY, GOLDEN = golden("feddwa_family"), golden("server_optimizers")
+FAMILY = golden("feddwa_family")
+GOLDEN = golden("server_optimizers")
 
 
 def trajectory(alg, rounds, start=(0.0,)):
     """The model after each round of the clients' updates and sizes."""
-    state, found = alg.init(t(start), 2), []
+    state = alg.init(t(start), 2)
+    found = []
     for delta, size in rounds:
         cohort = some(len(size))._replace(size=torch.tensor(size))
         state = served(alg, state, {"delta": t(delta)}, cohort)
@@ -31,19 +33,30 @@ def alone(deltas):
 @pytest.mark.parametrize(("name", "options", "expected"), GOLDEN["one_weight"])
 def test_three_updates_of_one_weight(name, options, expected):
     alg = ALGORITHMS[name](**options)
-    near(trajectory(alg, alone([1.0, 0.5, -0.25])), t(expected)[:, None], 1e-7, 5e-10)
+    near(
+        trajectory(alg, alone([1.0, 0.5, -0.25])),
+        t(expected)[:, None],
+        1e-7,
+        5e-10,
+    )
 
 
 @pytest.mark.parametrize(("name", "options", "expected"), GOLDEN["two_clients"])
 def test_two_rounds_of_two_clients(name, options, expected):
-    rounds = [([[0.3, 0.1], [-0.1, 0.5]], [10, 30]), ([[0.2, -0.4], [0.1, 0.2]], [20, 20])]
+    rounds = [
+        ([[0.3, 0.1], [-0.1, 0.5]], [10, 30]),
+        ([[0.2, -0.4], [0.1, 0.2]], [20, 20]),
+    ]
     found = trajectory(ALGORITHMS[name](**options), rounds, (1.0, -2.0))
     near(found, expected, 1e-7, 5e-10)
 
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [("K2_fedavgm_nesterov_pytorch_form", "nesterov"), ("K3_fedavgm_heavyball", "heavy_ball")],
+    [
+        ("K2_fedavgm_nesterov_pytorch_form", "nesterov"),
+        ("K3_fedavgm_heavyball", "heavy_ball"),
+    ],
 )
 def test_golden_fedavgm(name, optimizer):
     k = FAMILY[name]
@@ -55,11 +68,20 @@ def test_golden_fedavgm(name, optimizer):
         near(state["x"], [w], 1e-8, 1e-10)
 
 
-@given(st.floats(0, 0.99), st.floats(0.01, 3), st.lists(st.floats(-5, 5), min_size=1, max_size=6))
+@given(
+    st.floats(0, 0.99),
+    st.floats(0.01, 3),
+    st.lists(st.floats(-5, 5), min_size=1, max_size=6),
+)
 def test_ema_is_heavy_ball_with_a_smaller_step(beta, lr, deltas):
     ema = FedOpt(optimizer="ema", beta1=beta, server_lr=lr)
     ball = FedOpt(optimizer="heavy_ball", beta1=beta, server_lr=lr * (1 - beta))
-    near(trajectory(ema, alone(deltas)), trajectory(ball, alone(deltas)), 1e-10, 1e-12)
+    near(
+        trajectory(ema, alone(deltas)),
+        trajectory(ball, alone(deltas)),
+        1e-10,
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("name", ["heavy_ball", "nesterov", "ema"])
@@ -70,7 +92,12 @@ def test_no_momentum_is_fedavg(name):
 
 
 def test_nothing_moves_an_adaptive_optimizer_without_updates():
-    for alg in (FedAdam(), FedYogi(), FedAdagrad(), FedAdam(v0=0.0, bias_correction="keras")):
+    for alg in (
+        FedAdam(),
+        FedYogi(),
+        FedAdagrad(),
+        FedAdam(v0=0.0, bias_correction="keras"),
+    ):
         assert trajectory(alg, alone([0.0, 0.0]), (0.5,)) == [[0.5], [0.5]]
 
 
@@ -92,7 +119,8 @@ class Ended:
 
 @pytest.mark.parametrize(("q", "expected"), GOLDEN["q_fedavg"])
 def test_q_fedavg_by_hand(q, expected):
-    alg, x = QFedAvg(q=q, weighting="uniform"), t([1.0, 1.0])
+    alg = QFedAvg(q=q, weighting="uniform")
+    x = t([1.0, 1.0])
     up = alg.train({"x": x.expand(2, -1)}, {}, Ended())[1]
     near(served(alg, {"x": x}, up, some(2))["x"], expected, 1e-7, 1e-9)
 

@@ -45,14 +45,21 @@ def golden_steps(**options):
     """w, v, alpha after one and after two rounds of one step each, from the worked example's
     start."""
     net, data = quadratics(t([[1.0, 2.0]]), t([[2.0, 1.0]]), start=[1.0, 0.0])
-    s, alg = make_setting(net, data, Training(lr=0.1, batch_size=1)), APFL(alpha=0.25, **options)
+    s = make_setting(net, data, Training(lr=0.1, batch_size=1))
+    alg = APFL(alpha=0.25, **options)
     state = joined(alg, s)
     state.clients["v"][0] = t([0.0, 2.0])
     found = []
     for _ in range(2):
         state, _ = after(alg, s, 1, state)
         own = state.clients
-        found.append([*state.server["x"].tolist(), *own["v"][0].tolist(), float(own["alpha"])])
+        found.append(
+            [
+                *state.server["x"].tolist(),
+                *own["v"][0].tolist(),
+                float(own["alpha"]),
+            ]
+        )
     return found
 
 
@@ -77,18 +84,28 @@ def test_a_round_step_by_step(engine, momentum):
     the old values."""
     s = double(tiny(engine=engine, epochs=2, momentum=momentum, weight_decay=0.01))
     w0 = s.net.w0.expand(3, -1)
-    v0, a0 = w0 + 0.3 * torch.randn_like(w0.contiguous()), torch.full((3, 1), 0.3, dtype=F64)
+    v0 = w0 + 0.3 * torch.randn_like(w0.contiguous())
+    a0 = torch.full((3, 1), 0.3, dtype=F64)
     alg = APFL(alpha=0.3, alpha_lr=5.0)
     own, up, _ = alg.train({"x": w0}, {"v": v0, "alpha": a0}, at_work(s))
 
     def update(rows, grad, k):
-        w, v, a = rows["w"], rows["v"], rows["a"]
-        gw, gm = grad(w), grad(a * v + (1 - a) * w)
+        w = rows["w"]
+        v = rows["v"]
+        a = rows["a"]
+        gw = grad(w)
+        gm = grad(a * v + (1 - a) * w)
         mw = momentum * rows["mw"] + gw + 0.01 * w
         mv = momentum * rows["mv"] + a * gm + 0.01 * v
         slope = ((v - w) * gm).sum(1, keepdim=True)
         a = (a - 5.0 * slope).clamp(0, 1) if k == 0 else a
-        return {"w": w - 0.1 * mw, "v": v - 0.1 * mv, "a": a, "mw": mw, "mv": mv}
+        return {
+            "w": w - 0.1 * mw,
+            "v": v - 0.1 * mv,
+            "a": a,
+            "mw": mw,
+            "mv": mv,
+        }
 
     zero = torch.zeros_like(v0)
     rows = {"w": w0.clone(), "v": v0, "a": a0, "mw": zero, "mv": zero}
@@ -108,7 +125,11 @@ def test_alpha_stays_while_the_models_are_one():
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_apfl_is_fedavg_beside_the_initial_model_or_local_training(mix, alpha):
     s = tiny(epochs=2)
-    algs = (APFL(alpha=alpha, adaptive=False, mix=mix), FedAvg(weighting="uniform"), LocalOnly())
+    algs = (
+        APFL(alpha=alpha, adaptive=False, mix=mix),
+        FedAvg(weighting="uniform"),
+        LocalOnly(),
+    )
     for (ours, _), (fedavg, _), (local, _) in zip(*(play(a, s, 3) for a in algs), strict=True):
         near(ours.server["x"], fedavg.server["x"], 1e-5, 1e-6)
         want = local.clients["w"] if alpha else s.net.w0.expand(3, -1)
@@ -117,9 +138,12 @@ def test_apfl_is_fedavg_beside_the_initial_model_or_local_training(mix, alpha):
 
 @MIXES
 def test_what_is_evaluated(mix):
-    s, alg = tiny(), APFL(mix=mix, alpha_lr=1.0)
+    s = tiny()
+    alg = APFL(mix=mix, alpha_lr=1.0)
     state, _ = after(alg, s, 3)
-    losses, w, own = evaluate(Setup(alg, s), state)["loss"], state.server["x"], state.clients
+    losses = evaluate(Setup(alg, s), state)["loss"]
+    w = state.server["x"]
+    own = state.clients
     for i, (v, a) in enumerate(zip(own["v"], own["alpha"], strict=True)):
         x, y = s.data.client(i, "test")
         mixed = s.net(a * v + (1 - a) * w, x)
@@ -131,7 +155,10 @@ def test_what_is_evaluated(mix):
 def test_the_statistics_of_batch_norm_are_the_mixtures(engine):
     s = normal((8, 8, 8), engine)  # one batch each
     w0 = s.net.w0.expand(3, -1)
-    own = {"v": w0 + torch.randn(3, s.net.size), "alpha": torch.full((3, 1), 0.5, dtype=F64)}
+    own = {
+        "v": w0 + torch.randn(3, s.net.size),
+        "alpha": torch.full((3, 1), 0.5, dtype=F64),
+    }
     fit = APFL().train({"x": w0}, own, at_work(s))[2]
     mixed = at_work(s).fit((own["v"] + w0) / 2)
     near(fit.buffers, mixed.buffers)
@@ -147,8 +174,12 @@ class Person:
     """A client of the paper's Algorithm 1: theta, W, and the epochs that W took."""
 
     def __init__(self, net, pair, low):
-        self.net, self.pair, self.low = net, pair, low
-        self.theta, self.W, self.epochs = net.w0, torch.ones_like(net.w0[low:]), []
+        self.net = net
+        self.pair = pair
+        self.low = low
+        self.theta = net.w0
+        self.W = torch.ones_like(net.w0[low:])
+        self.epochs = []
 
     def grad(self, made, at):
         at = at.detach().requires_grad_()
@@ -185,9 +216,12 @@ def test_golden_fedala(layers, engine):
     """Four rounds with absent clients: the server, theta, W, and what is evaluated; the first time
     takes more than `window` epochs."""
     s = double(tiny(engine=engine, lr=0.3, batch_size=64, epochs=2))
-    alg, low = FedALA(layers=layers, sample=1.0, **HOW), s.net.size - 24 if layers else 0
+    alg = FedALA(layers=layers, sample=1.0, **HOW)
+    low = s.net.size - 24 if layers else 0
     people = [Person(s.net, s.data.client(i), low) for i in range(3)]
-    x, size, cohorts = s.net.w0, s.data.size().double(), ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
+    x = s.net.w0
+    size = s.data.size().double()
+    cohorts = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
     for ids in cohorts:
         for i in ids:
             people[i].train(x)
@@ -208,9 +242,11 @@ def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers():
     (fedala, done), (fedavg, _) = (after(a, s, 3) for a in (FedALA(eta=0.0), FedAvg()))
     near(fedala.server["x"], fedavg.server["x"], 1e-9, 1e-11)
     assert done.bytes_up == done.bytes_down == 3 * 8 * s.net.size
-    alg, low = FedALA(layers=2), s.net.size - 24
+    alg = FedALA(layers=2)
+    low = s.net.size - 24
     state, _ = after(alg, s, 3)
-    w, x = views(alg, state, s, torch.arange(3))[0]["w"], state.server["x"].expand(3, -1)
+    w = views(alg, state, s, torch.arange(3))[0]["w"]
+    x = state.server["x"].expand(3, -1)
     assert state.clients["W"].shape == (3, 24) and torch.equal(w[:, :low], x[:, :low])
     assert not torch.equal(w[:, low:], x[:, low:])
 
@@ -218,7 +254,10 @@ def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers():
 def test_who_never_took_part_is_served_the_global_model():
     s = tiny()
     state, _ = after(FedALA(), s, [[0, 2], [0, 2]])
-    assert torch.equal(views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0], state.server["x"])
+    assert torch.equal(
+        views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0],
+        state.server["x"],
+    )
     assert state.clients["begun"][:, 0].tolist() == [1, 0, 1]
 
 
@@ -246,10 +285,15 @@ def test_fedfomo_drops_candidates_without_distance_or_with_a_broken_loss():
 
 
 def test_fedfomo_counts_the_models_it_downloads():
-    s, alg = validated(), FedFomo(m=2)
+    s = validated()
+    alg = FedFomo(m=2)
     p = 4 * s.net.size
     (_, one), (_, two), (state, three) = play(alg, s, 3, lambda r: [1, 3] if r > 2 else range(4))
-    assert [done.bytes_down for done in (one, two, three)] == [0, 4 * 2 * p, 2 * 2 * p]
+    assert [done.bytes_down for done in (one, two, three)] == [
+        0,
+        4 * 2 * p,
+        2 * 2 * p,
+    ]
     assert two.bytes_up == 4 * (p + 4 * 8)
     w = alg.report(state.server, three.mix, three.cohort)["weights"]
     assert w.shape == (4, 4) and not w[[0, 2]].any()
@@ -257,19 +301,25 @@ def test_fedfomo_counts_the_models_it_downloads():
 
 def picked(alg, ids, p, round=1, seed=0):
     """Which models each of these clients is sent."""
-    state = {"w": p[:, :3], "seen": torch.ones(len(p), dtype=torch.bool), "p": p}
+    state = {
+        "w": p[:, :3],
+        "seen": torch.ones(len(p), dtype=torch.bool),
+        "p": p,
+    }
     index = alg.send(state, some(len(p), round, ids)._replace(seed=seed))["w"].index
     return dict(zip(ids, index.tolist(), strict=True))
 
 
 def test_what_fedfomo_draws_for_a_client_does_not_depend_on_the_others():
-    alg, even = FedFomo(m=2, epsilon=0.5), torch.zeros(9, 9, dtype=F64)
+    alg = FedFomo(m=2, epsilon=0.5)
+    even = torch.zeros(9, 9, dtype=F64)
     one, *others = (picked(alg, ids, even)[3] for ids in ([0, 3, 7], [3], list(range(9))))
     assert others == [one, one]
 
 
 def test_fedfomo_explores_by_the_whole_share_in_the_first_round():
-    alg, p = FedFomo(m=1, epsilon=1.0, decay=1.0), torch.arange(25, dtype=F64).view(5, 5)
+    alg = FedFomo(m=1, epsilon=1.0, decay=1.0)
+    p = torch.arange(25, dtype=F64).view(5, 5)
     picks = {r: {picked(alg, [0], p, r, i)[0][0] for i in range(60)} for r in (1, 2, 9)}
     assert picks == {1: {1, 2, 3, 4}, 2: {4}, 9: {4}}
 
@@ -279,7 +329,10 @@ def test_fedfomos_affinities_add_up_over_the_rounds():
     g = alg.init(t([0.0]), 2)
     g = served(alg, g, {"w": t([[0], [0]]), "a": t([[0, 2], [-1, 0]])}, some(2))
     g = served(alg, g, {"w": t([[0]]), "a": t([[0, 5]])}, some(2, 2, [0]))
-    assert g["p"].tolist() == [[0, 7], [-1, 0]] and g["found"].tolist() == [[0, 5], [0, 0]]
+    assert g["p"].tolist() == [[0, 7], [-1, 0]] and g["found"].tolist() == [
+        [0, 5],
+        [0, 0],
+    ]
 
 
 def test_fedfomo_does_not_take_a_model_that_was_not_sent():
@@ -297,12 +350,23 @@ def test_fedfomo_does_not_take_a_model_that_was_not_sent():
 
 def test_golden_l2c():
     e1 = GOLDEN["E1_l2c"]
-    centre, zero = t(e1["val_center"]), torch.zeros(1, 3, dtype=F64)
+    centre = t(e1["val_center"])
+    zero = torch.zeros(1, 3, dtype=F64)
     local = SimpleNamespace(
-        grad=lambda w, split: w - centre, fit=lambda w: SimpleNamespace(w=w.clone())
+        grad=lambda w, split: w - centre,
+        fit=lambda w: SimpleNamespace(w=w.clone()),
     )
-    own = {"w": t([e1["theta_old"]]), "a": t([e1["alpha"]]), "m": zero, "v": zero, "t": zero[:, :1]}
-    down = {"delta": Pool(-t(e1["Delta"]), torch.arange(3)[None]), "who": torch.arange(3)[None]}
+    own = {
+        "w": t([e1["theta_old"]]),
+        "a": t([e1["alpha"]]),
+        "m": zero,
+        "v": zero,
+        "t": zero[:, :1],
+    }
+    down = {
+        "delta": Pool(-t(e1["Delta"]), torch.arange(3)[None]),
+        "who": torch.arange(3)[None],
+    }
     x, w, *_ = L2C().mixed(down, own)
     close(w[0], e1["w"])
     close(x[0], e1["theta_new"])
@@ -314,14 +378,19 @@ def test_golden_l2c():
     close(new["a"].softmax(1)[0], e1["w_after"])
     a = t(e1["alpha"]).requires_grad_()
     y = own["w"][0] - a.softmax(0) @ t(e1["Delta"])
-    close(torch.autograd.grad(((y - centre) ** 2).sum() / 2, a)[0], e1["dL_dalpha"])
+    close(
+        torch.autograd.grad(((y - centre) ** 2).sum() / 2, a)[0],
+        e1["dL_dalpha"],
+    )
 
 
 def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
     """However long it is absent: neither its own update nor its neighbours' are lost, and its model
     rests meanwhile. At first everybody is alike, and that is FedAvg."""
-    s, alg = validated(), L2C()
-    state, mixed = joined(alg, s), [s.net.w0] * 4
+    s = validated()
+    alg = L2C()
+    state = joined(alg, s)
+    mixed = [s.net.w0] * 4
     for round, ids in enumerate(([0, 1, 2, 3], [0, 1], [0, 2], [0, 2], [1, 3]), 1):
         down = alg.send(state.server, cohort([0, 1, 2, 3], 4, round))
         before = alg.model(down, state.clients, None)["w"]
@@ -333,7 +402,12 @@ def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
             share = state.clients["a"][i, ids].softmax(0).float()
             mixed[i] = state.clients["w"][i] + share @ newest
         if round == 1:
-            near(mixed[0], after(FedAvg(weighting="uniform"), s)[0].server["x"], 1e-5, 1e-6)
+            near(
+                mixed[0],
+                after(FedAvg(weighting="uniform"), s)[0].server["x"],
+                1e-5,
+                1e-6,
+            )
     # nothing is kept that nobody needs
     assert set(state.server["round"].tolist()) == {4, 5} and len(state.server["delta"]) == 4
     assert state.clients["t"][:, 0].tolist() == [3, 2, 2, 1]

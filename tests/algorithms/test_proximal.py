@@ -13,9 +13,17 @@ from pflcore.simulation.round import begin
 def test_fedprox_by_hand_and_without_its_pull():
     none, plain = (after(a, tiny(epochs=2), 3)[0].server["x"] for a in (FedProx(mu=0.0), FedAvg()))
     torch.testing.assert_close(none, plain, rtol=1e-6, atol=1e-7)
-    for epochs, golden in ((1, 1.4), (2, 1.7), (3, 1.925)):  # the loss is (w - 3)^2
+    for epochs, golden in (
+        (1, 1.4),
+        (2, 1.7),
+        (3, 1.925),
+    ):  # the loss is (w - 3)^2
         s = points(
-            [3.0], 0.1, 1.0, loss=lambda scores, y: ((scores - y) ** 2).mean(), epochs=epochs
+            [3.0],
+            0.1,
+            1.0,
+            loss=lambda scores, y: ((scores - y) ** 2).mean(),
+            epochs=epochs,
         )
         near(after(FedProx(mu=0.5), s)[0].server["x"], [golden])
 
@@ -24,7 +32,8 @@ def test_one_round_of_ditto_by_hand():
     s = regression([([[1, 2], [-1, 0.5], [0.3, -0.7]], [1, 0, 0.5])], w0=(0.2, -0.1))
     alg = Ditto(lam=0.5)
     state = begin(alg, s.net, 1)
-    state.clients["v"], state.seen[0] = t([[0.5, 0.4]]), True
+    state.clients["v"] = t([[0.5, 0.4]])
+    state.seen[0] = True
     near(at_work(s).grad(state.clients["v"]), [[0.137, 0.297]])
     state, _ = after(alg, s, 1, state)
     near(state.clients["v"], [[0.4713, 0.3453]], 1e-7, 5e-10)
@@ -33,7 +42,8 @@ def test_one_round_of_ditto_by_hand():
 
 def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
     s = tiny()
-    ditto, local = after(Ditto(lam=0.0), s, 3)[0], after(LocalOnly(), s, 3)[0]
+    ditto = after(Ditto(lam=0.0), s, 3)[0]
+    local = after(LocalOnly(), s, 3)[0]
     assert torch.equal(ditto.clients["v"], local.clients["w"])
     # one batch a client: no shuffle, so the two passes see the same
     ours, plain = (after(a, tiny(batch_size=100), 2)[0] for a in (Ditto(lam=0.3), FedAvg()))
@@ -42,9 +52,11 @@ def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
 
 def test_the_shared_model_of_mrmtl_is_the_mean_and_without_pull_it_is_local_training():
     s = tiny()
-    state, share = after(MRMTL(lam=0.3), s, 4)[0], s.data.size() / s.data.size().sum()
+    state = after(MRMTL(lam=0.3), s, 4)[0]
+    share = s.data.size() / s.data.size().sum()
     torch.testing.assert_close(state.server["x"], share @ state.clients["v"])
-    ours, local = after(MRMTL(lam=0.0), s, 3)[0], after(LocalOnly(), s, 3)[0]
+    ours = after(MRMTL(lam=0.0), s, 3)[0]
+    local = after(LocalOnly(), s, 3)[0]
     torch.testing.assert_close(ours.clients["v"], local.clients["w"])
 
 
@@ -57,11 +69,15 @@ def test_golden_pfedme(engine):
     options = {"lam": i1["lam"], "personal_lr": i1["personal_lr"]}
     s = points([2.0], i1["eta"], i1["w0"], engine)
     for inner, theta in enumerate(i1["theta_traj"], 1):
-        own, alg = {"theta": t([[i1["theta0"]]])}, PFedMe(inner=inner, **options)
+        own = {"theta": t([[i1["theta0"]]])}
+        alg = PFedMe(inner=inner, **options)
         new, up, _ = alg.train({"x": s.net.w0[None]}, own, at_work(s))
         close(new["theta"], [[theta]])
     close(up["delta"], [[i1["w_after"]]])
-    for beta, want in ((1.0, i1["server_beta1"][0]), (0.5, i1["server_beta05_prev0_mean"])):
+    for beta, want in (
+        (1.0, i1["server_beta1"][0]),
+        (0.5, i1["server_beta05_prev0_mean"]),
+    ):
         close(after(PFedMe(server_lr=beta, **options), s)[0].server["x"], [want])
     far = points([2.0], 0.0, 0.0, engine)
     state, _ = after(PFedMe(lam=1.0, inner=400, personal_lr=0.1), far)
@@ -70,7 +86,8 @@ def test_golden_pfedme(engine):
 
 def test_pfedme_evaluates_theta_and_goes_on_from_it_or_restarts_at_w():
     """An alias in the authors' code makes its "personalized" accuracy that of w."""
-    s, found = lines(), {}
+    s = lines()
+    found = {}
     for theta in ("keep", "restart"):
         alg = PFedMe(lam=1.0, personal_lr=0.05, theta=theta)
         first, _ = after(alg, s)

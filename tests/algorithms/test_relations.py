@@ -41,7 +41,8 @@ def test_golden_fedamp_proximal_term_moves_the_model(engine):
     FedAMP is local training. The pull is lam / alpha."""
     c3 = GOLDEN["C3_fedamp_prox_step"]
     alg = FedAMP(lam=2 * c3["lam"], alpha=2 * c3["alpha"])
-    down, own = {"u": t([[c3["u"]]])}, {"w": t([[1.0]])}
+    down = {"u": t([[c3["u"]]])}
+    own = {"w": t([[1.0]])}
     new, up, _ = alg.train(down, own, at_work(points([c3["c"]], 0.01, engine=engine)))
     close(up["w"], [[c3["one_sgd_step_from_w"]]])
     assert torch.equal(new["w"], up["w"]) and torch.equal(alg.model(down, new, None)["w"], up["w"])
@@ -52,13 +53,15 @@ def test_golden_fedamp_proximal_term_moves_the_model(engine):
 
 
 def test_fedamp_without_its_pull_is_local_training():
-    s, algs = points([1.0, 2.0, 5.0]), (FedAMP(lam=0.0), LocalOnly(), FedAMP(lam=2.0, sigma=3.0))
+    s = points([1.0, 2.0, 5.0])
+    algs = (FedAMP(lam=0.0), LocalOnly(), FedAMP(lam=2.0, sigma=3.0))
     amp, local, pulled = (after(alg, s, 5)[0].clients["w"] for alg in algs)
     assert torch.equal(amp, local) and pulled.std() < 0.95 * local.std()
 
 
 def test_fedamp_mixes_latest_uploads_and_nobody_who_never_came():
-    s, alg = points([1.0, 2.0, 3.0, 4.0], 0.3), FedAMP(sigma=2.0, alpha=0.2)
+    s = points([1.0, 2.0, 3.0, 4.0], 0.3)
+    alg = FedAMP(sigma=2.0, alpha=0.2)
     state = begin(alg, s.net, 4)
     for ids in ([0, 1, 2], [1, 2], [0, 2]):
         u = alg.send(state.server, cohort(ids, 4))["u"]
@@ -66,7 +69,8 @@ def test_fedamp_mixes_latest_uploads_and_nobody_who_never_came():
         state, done = after(alg, s, [ids], state)
         close(state.server["sqdist"], ops.pairwise_sqdist(state.server["w"]))
         assert torch.equal(state.server["w"][ids], state.clients["w"][ids])
-    report, w = alg.report(state.server, done.mix, done.cohort), state.server["w"][:, 0]
+    report = alg.report(state.server, done.mix, done.cohort)
+    w = state.server["w"][:, 0]
     assert report["last"].tolist() == [3, 2, 3, 0] and int(report["rescaled"]) == 0
     assert report["weights"][3].tolist() == [0, 0, 0, 1] and not report["weights"][:3, 3].any()
     # a stale model gives too
@@ -74,7 +78,8 @@ def test_fedamp_mixes_latest_uploads_and_nobody_who_never_came():
 
 
 def test_who_has_never_come_mixes_nobody_and_gives_nothing():
-    sqdist, norm2 = t([[0, 1, 2], [1, 0, 2], [2, 2, 0]]), t([1.0, 2, 3])
+    sqdist = t([[0, 1, 2], [1, 0, 2], [2, 2, 0]])
+    norm2 = t([1.0, 2, 3])
     for alg in (FedAMP(sigma=4.0), HeurFedAMP()):
         xi = alg.mixing(sqdist, norm2, torch.tensor([True, True, False]))
         assert xi[2].tolist() == [0, 0, 1] and xi[:2, 2].tolist() == [0, 0]
@@ -92,8 +97,10 @@ def test_heurfedamp_of_zeros_and_of_one_client():
 
 
 def test_sfl_on_the_complete_graph_is_fedavg():
-    s, sfl = points([1.0, 2.0, 6.0]), SFL(k=2, lam1=0.0, lam2=0.0)
-    ours, avg = after(sfl, s, 4)[0], after(FedAvg(weighting="uniform"), s, 4)[0]
+    s = points([1.0, 2.0, 6.0])
+    sfl = SFL(k=2, lam1=0.0, lam2=0.0)
+    ours = after(sfl, s, 4)[0]
+    avg = after(FedAvg(weighting="uniform"), s, 4)[0]
     for down in sfl.send(ours.server, cohort([0, 1, 2], 3)).values():
         close(down, avg.server["x"].expand(3, -1))
 
@@ -112,7 +119,11 @@ def test_sfl_regularisers_have_a_gradient(lam1, lam2, epochs):
 
 def test_sfl_with_a_graph_from_a_file(tmp_path):
     graph = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    files = {"graph": graph, "bare": graph - np.diag(np.diag(graph)), "wrong": graph[:2]}
+    files = {
+        "graph": graph,
+        "bare": graph - np.diag(np.diag(graph)),
+        "wrong": graph[:2],
+    }
     for name, values in files.items():
         np.save(tmp_path / f"{name}.npy", values)
     alg, bare, wrong = (SFL(str(tmp_path / f"{name}.npy"), lam1=0.0, lam2=0.0) for name in files)
@@ -120,7 +131,11 @@ def test_sfl_with_a_graph_from_a_file(tmp_path):
     u = alg.send(after(alg, s)[0].server, cohort([0, 1, 2], 3))["u"]
     close(u, [[0.2], [0.2], [0.8]])  # the row of zeros keeps its own
     # a client counts itself
-    assert begin(bare, s.net, 3).server["graph"].diagonal().tolist() == [1, 1, 1]
+    assert begin(bare, s.net, 3).server["graph"].diagonal().tolist() == [
+        1,
+        1,
+        1,
+    ]
     with pytest.raises(ValueError, match=r"^adjacency: expected 3 x 3 numbers"):
         begin(wrong, s.net, 3)
     with pytest.raises(ValueError, match=r"^adjacency: "):
@@ -128,7 +143,8 @@ def test_sfl_with_a_graph_from_a_file(tmp_path):
 
 
 def test_sfl_newcomers_hold_the_readout():
-    s, alg = points([1.0, 3.0, 8.0, 9.0]), SFL(k=1)
+    s = points([1.0, 3.0, 8.0, 9.0])
+    alg = SFL(k=1)
     down = alg.send(after(alg, s, [[0, 1, 2]])[0].server, cohort([0, 1, 2, 3], 4))
     close(down["u"][3], down["x"][3])
     close(down["x"][0], down["u"][:3].mean(0))
@@ -147,7 +163,8 @@ def test_mocha_reaches_the_closed_form_for_a_fixed_relation(matrix):
     """Two quadratic tasks, one full-batch step a round: the fixed point solves H_t w_t + lam sum_j
     Omega_tj w_j = b_t."""
     s = regression(TASKS, w0=(0.0, 0.0), lr=0.3)
-    alg, omega = Mocha(lam=0.2, outer=10_000, relation=matrix), t([[2.1, -0.6], [-0.6, 1.8]])
+    alg = Mocha(lam=0.2, outer=10_000, relation=matrix)
+    omega = t([[2.1, -0.6], [-0.6, 1.8]])
     state = begin(alg, s.net, 2)
     state.server["omega"] = omega
     state, _ = after(alg, s, 250, state)
@@ -160,7 +177,8 @@ def test_mocha_reaches_the_closed_form_for_a_fixed_relation(matrix):
 @pytest.mark.parametrize("relation", ["omega", "sigma"])
 def test_mocha_without_regulariser_is_local_training(relation):
     s = tiny()
-    state, local = after(Mocha(lam=0.0, relation=relation), s, 4)[0], after(LocalOnly(), s, 4)[0]
+    state = after(Mocha(lam=0.0, relation=relation), s, 4)[0]
+    local = after(LocalOnly(), s, 4)[0]
     torch.testing.assert_close(state.server["w"], local.clients["w"])
     assert torch.equal(state.clients["w"], state.server["w"])
 

@@ -24,12 +24,21 @@ from small import (
     tiny_model,
 )
 
-from pflcore import Evaluation, Federation, Net, Objective, Simulation, Training, evaluate
+from pflcore import (
+    Evaluation,
+    Federation,
+    Net,
+    Objective,
+    Simulation,
+    Training,
+    evaluate,
+)
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.simulation.round import Setup
 from pflcore.testing import check
 
-BODY, HEAD = ("0.weight", "0.bias", "1.weight", "1.bias"), ("3.weight", "3.bias")
+BODY = ("0.weight", "0.bias", "1.weight", "1.bias")
+HEAD = ("3.weight", "3.bias")
 PRIVATE = {"lg_fedavg": BODY, "fedbn": BODY[2:]}  # of the others the head
 EVEN = ("fedrep", "fedbn")  # the mean is not by samples
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -92,11 +101,19 @@ def program(name, start, data):
 def test_golden_presets(name, engine):
     """Three rounds, of which two lack somebody: the shared columns, the private ones and every
     client's own scores."""
-    options = {"fedrep": {"private_epochs": 3}, "fedbabu": {"finetune_epochs": 4}}.get(name, {})
-    alg, s = ALGORITHMS[name](**options), normal(engine)
+    options = {
+        "fedrep": {"private_epochs": 3},
+        "fedbabu": {"finetune_epochs": 4},
+    }.get(name, {})
+    alg = ALGORITHMS[name](**options)
+    s = normal(engine)
     state, _ = after(alg, s, COHORTS)
     server, clients = program(name, s.net.module, s.data)
-    near(state.server["x"], torch.cat([v.flatten() for v in server.values()]), 1e-10)
+    near(
+        state.server["x"],
+        torch.cat([v.flatten() for v in server.values()]),
+        1e-10,
+    )
     view, local = views(alg, state, s, torch.arange(3))
     for i, model in enumerate(clients):
         near(view["w"][i], s.net.row(model), 1e-10)
@@ -153,10 +170,16 @@ def test_private_columns_never_travel(alg, width):
 
 def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
     s = tiny()
-    with pytest.warns(UserWarning, match=r"^private: the whole model is private, so .* shared\.$"):
+    with pytest.warns(
+        UserWarning,
+        match=r"^private: the whole model is private, so .* shared\.$",
+    ):
         alone, _ = after(Split(private=("0.*", "2.*")), s, 3)
     assert torch.equal(alone.clients["h"], after(LocalOnly(), s, 3)[0].clients["w"])
-    with pytest.warns(UserWarning, match=r"^private: the model has no batch_norm parameter, so"):
+    with pytest.warns(
+        UserWarning,
+        match=r"^private: the model has no batch_norm parameter, so",
+    ):
         shared, _ = after(FedBN(), s, 3)
     even, _ = after(FedAvg(weighting="uniform"), s, 3)
     assert torch.equal(shared.server["x"], even.server["x"])
@@ -165,7 +188,8 @@ def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
 
 def test_a_frozen_part_never_moves_not_even_by_adamw():
     decayed = Training(lr=0.01, batch_size=4, local_optimizer="adamw", weight_decay=0.1)
-    s, alg = normal(training=decayed), FedBABU(finetune_epochs=0)
+    s = normal(training=decayed)
+    alg = FedBABU(finetune_epochs=0)
     state, _ = after(alg, s, 2)
     x, h = s.net.split(s.net.w0)
     assert not state.clients and (state.server["x"] != x).all()
@@ -215,9 +239,13 @@ def test_names_with_brackets_are_no_patterns_and_models_without_such_parts_one_s
 
 def test_golden_fedrod_losses():
     """Of a linear model whose generic logits are its input."""
-    j1, j2 = GOLDEN["J1_fedrod_bsm"], GOLDEN["J2_fedrod_personal"]
-    net, x = Net(nn.Linear(3, 3, bias=False).double()), t([j1["logits"]])
-    w, n, none = torch.eye(3, dtype=F64).view(-1), {"n": t(j1["counts"])}, torch.zeros(9)
+    j1 = GOLDEN["J1_fedrod_bsm"]
+    j2 = GOLDEN["J2_fedrod_personal"]
+    net = Net(nn.Linear(3, 3, bias=False).double())
+    x = t([j1["logits"]])
+    w = torch.eye(3, dtype=F64).view(-1)
+    n = {"n": t(j1["counts"])}
+    none = torch.zeros(9)
 
     def loss(y, gamma=1.0, head=none):
         return FedRoD(gamma=gamma).loss(net, torch.cat([w, head]), x, torch.tensor([y]), n)
@@ -247,7 +275,9 @@ def test_fedrod_personal_loss_moves_the_head_alone(engine):
 
 
 def test_fedrod_head_sees_detached_features():
-    net, x, y = tiny().net, torch.randn(5, 6), torch.randint(0, 4, (5,))
+    net = tiny().net
+    x = torch.randn(5, 6)
+    y = torch.randint(0, 4, (5,))
     head = torch.randn(net.head_slice.stop - net.head_slice.start, requires_grad=True)
     w = net.w0.clone().requires_grad_()
     loss = FedRoD(gamma=0.0).loss(net, torch.cat([w, head]), x, y, {"n": torch.ones(4)})
@@ -260,10 +290,12 @@ def test_fedrod_head_sees_detached_features():
 
 
 def test_a_newcomer_to_fedrod_predicts_as_the_generic_model():
-    s, alg = tiny(), FedRoD()
+    s = tiny()
+    alg = FedRoD()
     state, done = after(alg, s, [[0, 1]])
     assert not state.clients["h"][2].any() and done.bytes_up == 2 * 4 * s.net.size
-    view, x = views(alg, state, s, torch.tensor([2]))[0], s.data.client(2, "test")[0]
+    view = views(alg, state, s, torch.tensor([2]))[0]
+    x = s.data.client(2, "test")[0]
     got = alg.predict({k: v[0] for k, v in view.items()}, s.net, x)
     torch.testing.assert_close(got, s.net(state.server["x"], x))
 
@@ -284,7 +316,11 @@ def test_fedrod_goes_by_the_runs_loss_and_takes_a_model_that_knows_more_classes(
     assert more.server["x"].isfinite().all() and more.clients["h"].isfinite().all()
     binary = Federation.from_clients([{"train": (torch.randn(9, 6), torch.arange(9) % 2)}] * 2)
     with pytest.raises(ValueError, match=r"^loss: FedRoD balances the scores of classes"):
-        rod(binary.split(test=0.3), lambda: nn.Linear(6, 1), loss="binary_cross_entropy")
+        rod(
+            binary.split(test=0.3),
+            lambda: nn.Linear(6, 1),
+            loss="binary_cross_entropy",
+        )
 
 
 class Ends(nn.Module):
@@ -292,7 +328,9 @@ class Ends(nn.Module):
 
     def __init__(self, kind):
         super().__init__()
-        self.kind, self.e, self.h = kind, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kind = kind
+        self.e = nn.Linear(4, 4)
+        self.h = nn.Linear(4, 4)
         self.head = nn.Linear(4, 4)
         if kind == "statistics":
             self.head = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
@@ -308,7 +346,8 @@ class Ends(nn.Module):
 @pytest.mark.parametrize("kind", ["tied", "after", "beside", "statistics", "plain"])
 def test_fedrods_head_is_the_last_that_the_model_does(kind):
     pair = torch.randn(12, 4), torch.arange(12) % 4
-    data, model = Federation.from_clients([pair, pair]), Ends(kind)
+    data = Federation.from_clients([pair, pair])
+    model = Ends(kind)
     if kind == "plain":
         assert not rod(data, model, evaluation=Evaluation(split="train")).stopped
         return

@@ -96,10 +96,17 @@ def sequence(d, rounds, upto=None, **options):
 
 
 def test_golden_weights_with_another_target_and_a_history():
-    cohort, history = some(5, 40), torch.full((5, 2), 0.2, dtype=F64)
+    cohort = some(5, 40)
+    history = torch.full((5, 2), 0.2, dtype=F64)
     smooth, history = Waffle(target=2).weights(history, t([[3], [1.5], [0], [0.5], [6]]), cohort)
-    close(history[:, 0], [0.0965035928, 0.2348252394, 0.3416314973, 0.3270396705, 0])
-    close(smooth, [0.1655011976, 0.2116084131, 0.2472104991, 0.2423465568, 0.1333333333])
+    close(
+        history[:, 0],
+        [0.0965035928, 0.2348252394, 0.3416314973, 0.3270396705, 0],
+    )
+    close(
+        smooth,
+        [0.1655011976, 0.2116084131, 0.2472104991, 0.2423465568, 0.1333333333],
+    )
 
 
 @pytest.mark.parametrize(("do", "golden"), GOLDEN["sequences"])
@@ -124,19 +131,33 @@ def test_ties_and_lonely_clients_have_weights(d, tie):
 
 def test_no_globality_left_is_the_target_alone():
     assert sequence([0, 1, 2], 10, 1, omega=lambda r, n: 0.0)[0][0] == [1, 0, 0]
-    assert sequence([2, 0, 1], 10, 1, target=1, psi=lambda r, n: 0.0)[0][0] == [0, 1, 0]
+    assert sequence([2, 0, 1], 10, 1, target=1, psi=lambda r, n: 0.0)[0][0] == [
+        0,
+        1,
+        0,
+    ]
 
 
 def test_absence_is_no_unlikeness_for_waffle():
     """Equal clients, a quarter of 12 a round: attended rounds alone count, so the target's weight
     is what one round gives it."""
-    n, gen = 12, torch.Generator().manual_seed(0)
-    alg, net = Waffle(omega=lambda r, rounds: 0.9), Net(nn.Linear(8, 1))
-    state, smoothed, alone = begin(alg, net, n).server, [], []
+    n = 12
+    gen = torch.Generator().manual_seed(0)
+    alg = Waffle(omega=lambda r, rounds: 0.9)
+    net = Net(nn.Linear(8, 1))
+    state = begin(alg, net, n).server
+    smoothed = []
+    alone = []
     for round in range(1, 61):
-        ids = [0, *(1 + torch.randperm(n - 1, generator=gen)[:2].sort().values).tolist()]
+        ids = [
+            0,
+            *(1 + torch.randperm(n - 1, generator=gen)[:2].sort().values).tolist(),
+        ]
         cohort = some(n, round, ids)._replace(rounds=1000)
-        up = {"delta": torch.randn(3, net.size, generator=gen), "control": torch.zeros(3, net.size)}
+        up = {
+            "delta": torch.randn(3, net.size, generator=gen),
+            "control": torch.zeros(3, net.size),
+        }
         weights = alg.update(state, up, cohort)[1].weight[0]
         state = served(alg, state, up, cohort)
         assert float(weights.sum()) == pytest.approx(1)
@@ -158,7 +179,10 @@ def test_golden_waffle_from_end_to_end(option, engine, mode):
     close([float(s.server["x"]) for s in states], golden["x"])
     close([float(s.server["c"]) for s in states], golden["c"])
     close(states[0].clients["c"][:, 0], [-0.95, 3.6, -0.24375])
-    close(states[1].clients["c"][:, 0], [-1.0779147108, 3.8058718044, -0.2908887586])
+    close(
+        states[1].clients["c"][:, 0],
+        [-1.0779147108, 3.8058718044, -0.2908887586],
+    )
     close(done[0].mix.weight[0], [0.3898837123, 0.2222222222, 0.3878940655])
     close(done[1].mix.weight[0], [0.4483573008, 0.1111111111, 0.4405315881])
     close(done[2].mix.weight[0], golden["last"])
@@ -179,11 +203,15 @@ def test_option_one_is_the_gradient_at_the_servers_model(decay):
     s = squares([1.0, 2], [1.0, -2], epochs=2, start=[0.5], weight_decay=decay)
     (one, _), (two, _) = play(Scaffold(option="I"), s, 2)
     for x, state in ((0.5, one), (float(one.server["x"]), two)):
-        near(state.clients["c"][:, 0], [x - 1 + decay * x, 2 * (x + 2) + decay * x])
+        near(
+            state.clients["c"][:, 0],
+            [x - 1 + decay * x, 2 * (x + 2) + decay * x],
+        )
 
 
 @pytest.mark.parametrize(
-    ("steps", "expected"), [(1, 1.0), (2, 2.9), (40, 311.3302794647), (188, 1790.0000002248)]
+    ("steps", "expected"),
+    [(1, 1.0), (2, 2.9), (40, 311.3302794647), (188, 1790.0000002248)],
 )
 def test_with_momentum_option_two_divides_by_the_effective_steps(steps, expected):
     """A constant gradient of -1 moves a client by lr * K_eff, so option II recovers it."""
@@ -206,14 +234,17 @@ def test_the_new_control_variate_is_the_mean_minibatch_gradient(engine, training
     """And an update is the change of the control variate, -K lr (c + c_i' - c_i)."""
     s = double(tiny(engine=engine, **training))
     c, ci = 0.1 * torch.randn(2, 3, s.net.size, dtype=F64)
-    c, x, decay = c[:1].expand(3, -1), s.net.w0.expand(3, -1), s.training.weight_decay
+    c = c[:1].expand(3, -1)
+    x = s.net.w0.expand(3, -1)
+    decay = s.training.weight_decay
 
     def update(rows, grad, k):
         g = grad(rows["w"]) + decay * rows["w"]
         w = rows["w"] - lr * (g - rows["ci"] + rows["c"])
         return {"w": w, "sum": rows["sum"] + g, "steps": rows["steps"] + 1}
 
-    lr, zero = at_work(s).lr, torch.zeros_like(ci)
+    lr = at_work(s).lr
+    zero = torch.zeros_like(ci)
     rows = {"w": x, "c": c, "ci": ci, "sum": zero, "steps": zero[:, :1]}
     end = at_work(s).each_batch(rows, update).rows
     for option in ("II", "mean_grad"):
@@ -226,11 +257,13 @@ def test_the_new_control_variate_is_the_mean_minibatch_gradient(engine, training
 @OPTIONS
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 def test_c_is_the_mean_of_the_clients_c_and_the_first_round_fedavgs(option, weighting):
-    s, alg = tiny((7, 20, 31, 12)), Scaffold(option=option, weighting=weighting)
+    s = tiny((7, 20, 31, 12))
+    alg = Scaffold(option=option, weighting=weighting)
     cohorts = [[0, 1, 2, 3], [1], [0, 3], [1, 2, 3], [2], [0, 1, 2, 3]]
     share = torch.full((4,), 0.25)
     if weighting == "samples":  # the mean under full participation
-        cohorts, share = cohorts[:1] * 3, torch.tensor([0.1, 2 / 7, 31 / 70, 12 / 70])
+        cohorts = cohorts[:1] * 3
+        share = torch.tensor([0.1, 2 / 7, 31 / 70, 12 / 70])
     found = play(alg, s, len(cohorts), lambda r: cohorts[r - 1])
     for state, _ in found:
         alike(state.server["c"], share @ state.clients["c"])
@@ -240,11 +273,19 @@ def test_c_is_the_mean_of_the_clients_c_and_the_first_round_fedavgs(option, weig
 
 def test_scaffold_alone_is_local_training():
     s = tiny((20,))
-    alike(after(Scaffold(), s, 4)[0].server["x"], after(LocalOnly(), s, 4)[0].clients["w"][0])
+    alike(
+        after(Scaffold(), s, 4)[0].server["x"],
+        after(LocalOnly(), s, 4)[0].clients["w"][0],
+    )
 
 
 @pytest.mark.parametrize(
-    "alg", [Scaffold(), Scaffold(option="II"), Waffle(control_agg="literal", omega=lambda r, n: 1)]
+    "alg",
+    [
+        Scaffold(),
+        Scaffold(option="II"),
+        Waffle(control_agg="literal", omega=lambda r, n: 1),
+    ],
 )
 def test_a_clipped_round_leaves_scaffold_its_optimum(alg):
     """What the server did not take of a control variate the client does not keep, so c is their
@@ -284,7 +325,9 @@ class Forced(Waffle):
 
 
 @MODES
-def test_even_weights_are_scaffold_and_all_weight_on_the_target_its_local_training(mode):
+def test_even_weights_are_scaffold_and_all_weight_on_the_target_its_local_training(
+    mode,
+):
     s = tiny()
     even, scaffold = (play(a, s, 5) for a in (Forced(even=5, control_agg=mode), Scaffold()))
     ours, alone = (play(a, s, 5) for a in (Forced(target=1, control_agg=mode), LocalOnly()))
@@ -298,9 +341,11 @@ def test_even_weights_are_scaffold_and_all_weight_on_the_target_its_local_traini
 def test_only_recompute_reaches_the_targets_optimum():
     """A change of weights leaves its mark on literal c: the gap to the target's own c freezes."""
     gen = torch.Generator().manual_seed(0)
-    a, b = 0.5 + torch.rand(6, 3, generator=gen), torch.randn(6, 3, generator=gen)
+    a = 0.5 + torch.rand(6, 3, generator=gen)
+    b = torch.randn(6, 3, generator=gen)
     s = make_setting(*quadratics(a, b), Training(lr=0.1, batch_size=1, epochs=5), 200, "vmap")
-    error, gap = {}, {}
+    error = {}
+    gap = {}
     for mode in ("recompute", "literal"):
         found = [state for state, _ in play(Forced(even=20, control_agg=mode), s)]
         error[mode] = [float((found[r - 1].server["x"] - b[0]).norm()) for r in (40, 100, 200)]
@@ -320,8 +365,10 @@ def test_the_contract_with_c_as_printed():
 
 def eroded(updates, rounds, up_to=None, sizes=(), **options):
     """The weights and the step of each round of given updates."""
-    n, alg = len(updates), WeightErosion(**options)
-    state, found = alg.init(torch.zeros(len(updates[0]), dtype=F64), n), []
+    n = len(updates)
+    alg = WeightErosion(**options)
+    state = alg.init(torch.zeros(len(updates[0]), dtype=F64), n)
+    found = []
     for round in range(1, (up_to or rounds) + 1):
         cohort = some(n, round)._replace(rounds=rounds)
         passes = torch.tensor([(round - 1) * 32 // size for size in sizes or (1 << 20,) * n])
@@ -344,7 +391,11 @@ def test_golden_rounds_of_weight_erosion(p_s, golden):
 
 def test_passes_are_counted_in_the_chosen_unit():
     s = tiny((100, 33, 1000), batch_size=32, epochs=3)
-    units = {"samples": [1, 4, 0], "batches": [40, 80, 5], "epochs": [15, 15, 15]}
+    units = {
+        "samples": [1, 4, 0],
+        "batches": [40, 80, 5],
+        "epochs": [15, 15, 15],
+    }
     for unit, expected in units.items():
         down = {"x": s.net.w0.expand(3, -1)}
         _, up, _ = WeightErosion(size_unit=unit).train(down, {}, at_work(s, round=6))
@@ -352,7 +403,8 @@ def test_passes_are_counted_in_the_chosen_unit():
 
 
 def test_between_fedavg_and_local_training():
-    s, uniform = tiny(), FedAvg(weighting="uniform")
+    s = tiny()
+    uniform = FedAvg(weighting="uniform")
     kept, mean = (after(a, s, 4)[0].server["x"] for a in (WeightErosion(p_d=0.0), uniform))
     alike(kept, mean)
     alone = after(WeightErosion(target=1, p_d=1e9), s, 4)[0].server["x"]
@@ -360,7 +412,11 @@ def test_between_fedavg_and_local_training():
 
 
 @given(
-    st.lists(st.lists(st.floats(-10, 10), min_size=2, max_size=2), min_size=1, max_size=6),
+    st.lists(
+        st.lists(st.floats(-10, 10), min_size=2, max_size=2),
+        min_size=1,
+        max_size=6,
+    ),
     st.sampled_from([0.0, 1e-3, 0.3, 1e12]),
     st.floats(0, 3),
 )
@@ -372,7 +428,11 @@ def test_any_updates_give_weights(updates, p_d, p_s):
 def test_a_target_that_stands_still():
     """|delta_target| = 0: who stands still too keeps its weight, everybody else loses it all,
     unless nothing erodes."""
-    for p_d, expected in ((0.1, [1, 1, 0]), (0.0, [1, 1, 1]), (None, [1, 1, 1])):
+    for p_d, expected in (
+        (0.1, [1, 1, 0]),
+        (0.0, [1, 1, 1]),
+        (None, [1, 1, 1]),
+    ):
         alpha = eroded([[0.0, 0.0], [0.0, 0.0], [1.0, 0.0]], 1, p_d=p_d)[0][0]
         assert alpha.tolist() == expected
 
@@ -390,7 +450,8 @@ def test_an_absent_client_keeps_its_weight_and_those_present_share_the_whole():
 def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth):
     """The median's weight runs out after 0.8 R rounds, the farthest's before, the nearest's not."""
     alg = WeightErosion()
-    state, found = alg.init(t([0.0]), 4), []
+    state = alg.init(t([0.0]), 4)
+    found = []
     for round in range(1, 51):
         delta = 1 + t([[0], [1], [2], [3]]) * (1 + growth * round / 50)
         cohort = some(4, round)._replace(rounds=50)
