@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Cohort, Mix, Pool, Rows, Tensors
-from pflcore.check import check_fields, checked
+from pflcore.check import checked
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.simulation.accept import Outcome
@@ -57,6 +57,7 @@ FORMS: dict[str, tuple[tuple[Any, ...], str]] = {  # of the hooks that give more
 }
 BY_CLIENT = ("send", "train", "model")  # give a row for each
 CLOSE = 1e-7, 1e-9
+MISSING = torch.empty(0, 0, 0)
 
 
 class Fault(AssertionError):
@@ -69,8 +70,8 @@ class Play(NamedTuple):
     last: State
     states: list[Tensors]  # before the first round, and after each
     done: list[Outcome]
-    unfit: dict[str, int]  # what was not finite: since which round
     uploads: list[Tensors]
+    unfit: list[tuple[str, int]]  # what was not finite, and after which round
 
 
 @checked
@@ -108,15 +109,12 @@ class Case:
     federation: Federation | None = None
     dtype: torch.dtype = torch.float64
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
     @cached_property
     def data(self) -> Federation:
         """Four clients with the splits train, val and test."""
-        data = self.federation
-        if data is None:  # 9: a last batch of one sample, which batch norm has no use for
-            data = _gaussians(10 if any(True for _ in (self.model or _mlp)().buffers()) else 9)
+        normed = list((self.model or _mlp)().buffers())
+        # 9: a last batch of one sample, which batch norm has no use for
+        data = self.federation or _gaussians(10 if normed else 9)
         if data.n < len(ALL):
             raise ValueError(
                 f"data: expected a federation of at least {len(ALL)} clients, got {data.n}."
@@ -129,34 +127,32 @@ class Case:
     @cached_property
     def net(self) -> Net:
         """The model that is tried on."""
-        made = lambda: (self.model or _mlp)().to(self.dtype)  # noqa: E731
-        return self.given.prepare(Net(made, default_loss(self.data.y), seed=1))
+        loss = default_loss(self.data.y)
+        return self.given.prepare(Net(lambda: (self.model or _mlp)().to(self.dtype), loss, seed=1))
 
     @cached_property
     def watched(self) -> Algorithm:
         """The algorithm with a check of what goes into and comes out of each hook."""
         return _watched(self.given)
 
-    def setup(
-        self, data: Federation | None = None, engine: str = "loop", workers: int = 1, **more: Any
-    ) -> Setup:
-        """What a run on this case, or on other data, keeps the same."""
-        run = (data or self.data, TRAINING, Engine(engine), Workers(workers))
-        return Setup(self.watched, Setting(self.net, *run, rounds=6)._replace(**more))
+    def setup(self, algorithm: Algorithm | None = None, **changed: Any) -> Setup:
+        """What a run on this case, or on a changed one, keeps the same."""
+        setting = Setting(self.net, self.data, TRAINING, Engine("loop"), Workers(1), rounds=6)
+        return Setup(algorithm or self.watched, setting._replace(**changed))
 
-    def renumbered(self, numbers: Sequence[int], target: int = 1, **more: Any) -> Setup:
+    def renumbered(self, numbers: Sequence[int], target: int = 1, **changed: Any) -> Setup:
         """The same with some clients, in another order; a target stays who it is."""
-        setup = self.setup(self.data.subset(numbers), **more)
-        if not hasattr(self.given, "target"):
-            return setup
-        return setup._replace(algorithm=_watched(self.given, target=numbers.index(target)))
+        alg: Any = self.given
+        if hasattr(alg, "target"):
+            alg = replace(alg, target=numbers.index(target))
+        return self.setup(_watched(alg), data=self.data.subset(numbers), **changed)
 
     def breaking(self, clients: Sequence[int]) -> Setup:
         """The same where these clients' training overflows."""
         x, index = self.data.x.clone(), self.data.index
         rows = [of[i] for split, of in index.items() if split != "test" for i in clients]
         x[torch.cat(rows)] *= 5e307 / x.abs().max()
-        return self.setup(replace(self.data, x=x))
+        return self.setup(data=replace(self.data, x=x))
 
     def otherwise_tested(self, workers: int = 1) -> Setup:
         """The same, but every client has another's samples in the split "test", and one less."""
@@ -164,23 +160,23 @@ class Case:
         if "test" in index:
             first, *others = (rows[1:] for rows in index["test"])
             index["test"] = [*others, first]
-        return self.setup(replace(self.data, index=index), workers=workers)
+        return self.setup(data=replace(self.data, index=index), workers=Workers(workers))
 
     def play(self, setup: Setup, cohorts: Sequence[Sequence[int]] = COHORTS) -> Play:
         """Some rounds, by default those of the recorded play; Fault where one fails."""
-        alg, data = setup.algorithm, setup.setting.data
-        alg._uploads.clear()  # type: ignore[attr-defined]
-        state = begin(alg, setup.setting.net, data.n)
-        play = Play(state, [_state(state)], [], {}, [])
+        alg, n = setup.algorithm, setup.setting.data.n
+        state = begin(alg, setup.setting.net, n)
+        play = Play(state, [_state(state)], [], [], [])
+        object.__setattr__(alg, "_uploads", play.uploads)  # the hooks of `train` add theirs
         for some in cohorts:
             ids = torch.tensor(sorted({*some, *alg.traits.required}))
-            with _named("round", f" in round {state.round + 1}{_of(len(ids), data.n)}"):
+            with _named("round", f" in round {state.round + 1}{_of(len(ids), n)}"):
                 state, done = step(setup, state, ids)
             play.states.append(_state(state))
             play.done.append(done)
-            for key in [*(f"server.{k}" for k in done.spoilt), *_unfit(play.states[-1])]:
-                play.unfit.setdefault(key, state.round)
-        return play._replace(last=state, uploads=[*alg._uploads])  # type: ignore[attr-defined]
+            unfit = [*(f"server.{k}" for k in done.spoilt), *_unfit(play.states[-1])]
+            play.unfit.extend((key, state.round) for key in unfit)
+        return play._replace(last=state)
 
     @cached_property
     def recorded(self) -> Play:
@@ -200,10 +196,9 @@ class Case:
 
     def evaluate(self, state: State, setup: Setup) -> Tensors:
         """What an evaluation finds; Fault where it fails."""
+        split = "test" if "test" in setup.setting.data.index else "train"
         with _named("predict"):
-            found = evaluate(
-                setup, state, "test" if "test" in setup.setting.data.index else "train"
-            )
+            found = evaluate(setup, state, split)
         return {f"the evaluation's {k}": v for k, v in found.items()}
 
     def results(self, play: Play) -> Tensors:
@@ -226,38 +221,36 @@ class Case:
 # what goes into and comes out of the hooks ------------------------------------------------------
 
 
-def _watched(alg: Algorithm, **changed: Any) -> Algorithm:
+def _watched(alg: Algorithm) -> Algorithm:
     cls, new = type(alg), copy(alg)
-    uploads: list[Tensors] = []
-    watched = type(cls.__name__, (cls,), {name: _hook(cls, name, uploads) for name in HOOKS})
-    for key, value in {"__class__": watched, "_uploads": uploads, **changed}.items():
-        object.__setattr__(new, key, value)
+    watched = type(cls.__name__, (cls,), {name: _hook(cls, name) for name in HOOKS})
+    object.__setattr__(new, "__class__", watched)
     return new
 
 
-def _hook(cls: type[Algorithm], name: str, uploads: list[Tensors]) -> Callable[..., Any]:
-    def hook(self: Algorithm, *args: Any, **kwargs: Any) -> Any:
-        before = [_copies(given) for _, given in zip(HOOKS[name], args, strict=False)]
-        who = next((v for v in args if isinstance(v, Cohort | Clients)), None)
+def _hook(cls: type[Algorithm], name: str) -> Callable[..., Any]:
+    def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(HOOKS[name], args, strict=False))
+        before = {what: _copies(payload) for what, payload in given.items()}
         count, where = 0, ""
-        if who is not None:
+        for who in (v for v in args if isinstance(v, Cohort | Clients)):
             count = len(who.ids)
             where = _of(count, who.n if isinstance(who, Cohort) else who.setting.data.n)
         with _named(name, where):
             out = getattr(cls, name)(self, *args, **kwargs)
-        for what, given, old in zip(HOOKS[name], args, before, strict=False):
+        for what, payload in given.items():
             fault = (
                 f"{name}: {what}[{{!r}}] was changed in place; it is not the hook's own, so work "
                 "on a copy."
             )
-            _same(_copies(given), old, fault)
+            _same(_copies(payload), before[what], fault)
         _check_form(name, out, count)
         if name == "newcomer":
-            fine = {1, *(len(v.index if isinstance(v, Pool) else v) for v in args[0].values())}
-            _check_rows(out, fine)
+            sent = {len(v.index if isinstance(v, Pool) else v) for v in args[0].values()}
+            _check_rows(name, out, "result", "one row, or one for each client,", {1, *sent})
         if name == "train":
             _check_own(args[1], out[0])
-            uploads.append(_copies(out[1]))
+            self._uploads.append(_copies(out[1]))
         return out
 
     return hook
@@ -267,32 +260,30 @@ def _check_form(name: str, out: Any, count: int) -> None:
     """What a hook gives has the form that the protocol asks for."""
     kinds, words = FORMS.get(name, ((dict,), "a dict of tensors"))
     parts = out if name in FORMS else (out,)
-    pairs = isinstance(parts, tuple) and len(parts) == len(kinds) and zip(parts, kinds, strict=True)
-    if not pairs or not all(isinstance(part, kind) for part, kind in pairs):
+    alike = isinstance(parts, tuple) and len(parts) == len(kinds)
+    if not alike or not all(map(isinstance, parts, kinds)):
         raise Fault(f"{name}: expected {words}, got {type(out).__name__}.")
     said = ("state", "upload") if name == "train" else ("result",)
     for part, tensors in zip(said, parts, strict=False):
-        for key, value in tensors.items():
-            if isinstance(value, Pool | Rows):
-                value = value.index if isinstance(value, Pool) else value.rows
+        rows = {
+            k: v.index if isinstance(v, Pool) else v.rows if isinstance(v, Rows) else v
+            for k, v in tensors.items()
+        }
+        for key, value in rows.items():
             if not isinstance(value, Tensor):
                 raise Fault(
                     f"{name}: expected a tensor for {key!r} of its {part}, got "
                     f"{type(value).__name__}; what is kept or sent is counted in bytes."
                 )
-            if name in BY_CLIENT and (not value.dim() or len(value) != count):
-                raise Fault(
-                    f"{name}: expected one row for each of the {count} clients in {key!r} of its "
-                    f"{part}, got shape {list(value.shape)}."
-                )
+        if name in BY_CLIENT:
+            _check_rows(name, rows, part, f"one row for each of the {count} clients", {count})
 
 
-def _check_rows(new: Mapping[str, Tensor], fine: set[int]) -> None:
-    for key, value in new.items():
-        if len(value) not in fine:
+def _check_rows(name: str, rows: Tensors, part: str, words: str, fine: set[int]) -> None:
+    for key, value in rows.items():
+        if not value.dim() or len(value) not in fine:
             raise Fault(
-                f"newcomer: expected one row, or one for each client, in {key!r} of its result, "
-                f"got shape {list(value.shape)}."
+                f"{name}: expected {words} in {key!r} of its {part}, got shape {list(value.shape)}."
             )
 
 
@@ -336,17 +327,14 @@ def _state(state: State) -> Tensors:
     return _copies(flat(state))
 
 
-def _equal(a: Tensor, b: Tensor, rtol: float = 0.0, atol: float = 0.0) -> bool:
-    alike = a.shape == b.shape and a.dtype == b.dtype
-    return alike and torch.allclose(a.double(), b.double(), rtol, atol, equal_nan=True)
-
-
 def _other(a: Tensors, b: Tensors, rtol: float = 0.0, atol: float = 0.0) -> str | None:
     """What differs first."""
-    keys = {**a, **b}
-    return next(
-        (k for k in keys if not (k in a and k in b and _equal(a[k], b[k], rtol, atol))), None
-    )
+    for key in {**a, **b}:
+        one, other = a.get(key, MISSING), b.get(key, MISSING)
+        alike = one.shape == other.shape and one.dtype == other.dtype
+        if not alike or not torch.allclose(one.double(), other.double(), rtol, atol, True):
+            return key
+    return None
 
 
 def _same(a: Tensors, b: Tensors, fault: str, rtol: float = 0.0, atol: float = 0.0) -> None:
@@ -399,14 +387,13 @@ def clients_start_alike(case: Case) -> None:
 
 def shapes_stay(case: Case) -> None:
     """A client's upload keeps its shapes, with everybody and with some."""
-    first, *rest = (
-        {k: (v.shape[1:], v.dtype) for k, v in up.items()} for up in case.recorded.uploads
-    )
-    for key in (k for up in rest for k in {**first, **up} if first.get(k) != up.get(k)):
-        raise Fault(
-            f"train: its upload {key!r} is not of the same shape and dtype in every round; send "
-            "what is always the same."
+    first, *rest = ({k: v[:0] for k, v in up.items()} for up in case.recorded.uploads)
+    for up in rest:
+        fault = (
+            "train: its upload {!r} is not of the same shape and dtype in every round; send what "
+            "is always the same."
         )
+        _same(first, up, fault)
 
 
 def stays_finite(case: Case) -> None:
@@ -417,7 +404,7 @@ def stays_finite(case: Case) -> None:
             raise Fault(
                 f"train: the upload or new state of client {client} {fine}, in round {round}."
             )
-    for what, round in case.recorded.unfit.items():
+    for what, round in case.recorded.unfit:
         raise Fault(f"update: {what} {fine}, after round {round}.")
     for key in _unfit(case.evaluate(case.recorded.last, case.setup())):
         raise Fault(f"model or predict: {key} {fine}.")
@@ -450,7 +437,7 @@ def runs_repeat(case: Case) -> None:
         "change.",
     }
     for workers, fault in faults.items() if _other(case.found, case.again) else ():
-        _same(case.found, case.left(case.setup(workers=workers)), fault)
+        _same(case.found, case.left(case.setup(workers=Workers(workers))), fault)
 
 
 def nobody_trains_on_test(case: Case) -> None:
@@ -469,7 +456,7 @@ def engines_agree(case: Case) -> None:
         "{} differs between the engines 'loop' and 'vmap': a loss or an update mixes clients or "
         "branches on values."
     )
-    _same(case.found, case.left(case.setup(engine="vmap")), fault, 1e-6, 1e-8)
+    _same(case.found, case.left(case.setup(engine=Engine("vmap"))), fault, 1e-6, 1e-8)
 
 
 def numbers_of_clients_play_no_part(case: Case) -> None:
@@ -495,8 +482,8 @@ def numbers_of_clients_play_no_part(case: Case) -> None:
     first, again = left(ALL), left(order)
     expected = {k: v[order] for k, v in first.items()}
     for k, v in expected.items():
-        if v.shape[1:] == (4,) and not _equal(v, again[k], *CLOSE):  # a column for every client
-            expected[k] = v[:, order]
+        if v.shape[1:] == (4,) and _other({k: v}, {k: again[k]}, *CLOSE):
+            expected[k] = v[:, order]  # a column for every client
     if _other(expected, again, *CLOSE) and not _other(first, left(ALL, seed=1), *CLOSE):
         fault = (
             "update: {} depends on the clients' numbers: renumbered clients give other results "
@@ -540,7 +527,7 @@ def broken_clients_are_absent(case: Case) -> None:
         return
     setup = case.breaking([1])
     play = case.play(setup, COHORTS[:2])
-    for what in play.unfit:
+    for what, _ in play.unfit:
         raise Fault(
             f"update: {what} is not finite after a client's update overflowed; nothing but checked "
             "uploads may reach it."
@@ -571,14 +558,11 @@ def void_rounds_change_nothing(case: Case) -> None:
 
 def bytes_are_counted(case: Case) -> None:
     """No parameter's columns travel, and are counted, that are always zero."""
-    uploads, plain = (
-        case.recorded.uploads,
-        replace(case, given=FedAvg()),
-    )  # who moves all that moves
+    uploads, plain = case.recorded.uploads, replace(case, given=FedAvg())  # moves all that moves
     zero = [
         (key, name, columns)
-        for key in uploads[0]
-        if uploads[0][key].shape[1:] == (case.net.size,)
+        for key, first in uploads[0].items()
+        if first.shape[1:] == (case.net.size,)
         for name, columns in case.net.slices.items()
         if not any(up[key][:, columns].any() for up in uploads)
     ]
@@ -606,26 +590,19 @@ def required_clients_are_sampled(case: Case) -> None:
 def options_play_a_part(case: Case) -> None:
     """Another `server_lr` and another `weighting` give another run, where the method takes one."""
     alg: Any = case.given
-    others = {"server_lr": getattr(alg, "server_lr", 0) / 2 or 1.0, "weighting": "samples"}
-    if getattr(alg, "weighting", "") == "samples":
-        others["weighting"] = "uniform"
+    weighting = "uniform" if getattr(alg, "weighting", "") == "samples" else "samples"
+    others = {"server_lr": getattr(alg, "server_lr", 0) / 2 or 1.0, "weighting": weighting}
     for name, other in others.items():
-        if not _takes(alg, name, other):
+        try:
+            changed = replace(alg, **{name: other})
+        except (TypeError, ValueError):  # it has no such option
             continue
-        if case.repeats(case.setup()._replace(algorithm=_watched(alg, **{name: other}))):
+        if case.repeats(case.setup(_watched(changed))):
             raise Fault(
                 f"{name}: another value gives the same run to the bit, so nobody should be offered "
                 "it; derive from Algorithm, which has no such option, or narrow it to one choice "
                 f"by its annotation, {name}: Literal[...]."
             )
-
-
-def _takes(alg: Any, name: str, value: Any) -> bool:
-    try:
-        replace(alg, **{name: value})
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 CHECKS = {
@@ -668,9 +645,7 @@ def _gaussians(first: int) -> Federation:
         splits = {}
         for split in ("train", "val", "test"):
             y = torch.randint(0, 3, (n,), generator=gen)
-            splits[split] = (
-                centre[y] + torch.randn(n, 6, generator=gen, dtype=torch.float64),
-                (y + i % 2) % 3,
-            )
+            x = centre[y] + torch.randn(n, 6, generator=gen, dtype=torch.float64)
+            splits[split] = x, (y + i % 2) % 3
         clients.append(splits)
     return Federation.from_clients(clients, classes=3, dtype=None)

@@ -1,14 +1,17 @@
 """Small federations and models with known answers, for the tests of local training and of the
 algorithms."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+from doors import held_out
 from torch import Tensor
 
 from pflcore import (
+    Clients,
     Evaluation,
     Federation,
     Hardware,
@@ -41,13 +44,6 @@ def some(n, round=1, ids=None):
     """A cohort of clients with one sample each."""
     who = torch.arange(n) if ids is None else torch.tensor(ids)
     return Cohort(who, torch.ones_like(who), n, round, 100)
-
-
-def lines(n=6, lr=0.3, **training):
-    """Clients whose losses are squares around 1 to 2."""
-    b = torch.linspace(1, 2, n, dtype=F64)[:, None]
-    net, data = quadratics(torch.ones_like(b), b, [0.0])
-    return make_setting(net, data, Training(lr=lr, **training), rounds=100)
 
 
 class Scale(nn.Module):
@@ -107,6 +103,66 @@ def tiny_model(features=6, classes=4):
     return lambda: nn.Sequential(nn.Linear(features, 5), nn.Tanh(), nn.Linear(5, classes))
 
 
+def tiny(sizes=(7, 20, 31), engine="loop", rounds=10, **training):
+    """Clients of these sizes with Gaussian classes, and a small model."""
+    t = Training(**{"lr": 0.1, "batch_size": 8, **training})
+    return make_setting(Net(tiny_model()), images(sizes), t, rounds, engine)
+
+
+def double(s):
+    """The same in float64."""
+    net = Net(lambda: s.net.build().double(), s.net.criterion)
+    return s._replace(net=net, data=replace(s.data, x=s.data.x.double()))
+
+
+def validated(n=4, **training):
+    """Clients of 16, 20, 24 ... training samples, and a fourth as many to validate on."""
+    s = tiny([20 + 5 * i for i in range(n)], "vmap", **training)
+    return s._replace(data=held_out(s.data))
+
+
+def by_hand(net, clients, lr, engine, **training):
+    """Clients that are tested on their own samples (x, y), whole batches."""
+    clients = [dict.fromkeys(("train", "test"), pair) for pair in clients]
+    data = Federation.from_clients(clients, dtype=None)
+    return make_setting(
+        net, data, Training(**{"lr": lr, "batch_size": 100, **training}), 10, engine
+    )
+
+
+def points(targets, lr=0.1, start=0.0, engine="loop", loss=half_square, **training):
+    """Clients whose model is one number, and whose losses are half the mean square from their
+    targets, a number or a list each."""
+    y = [torch.as_tensor(target, dtype=F64).reshape(-1, 1) for target in targets]
+    net = Net(Scale([start]), criterion=loss)
+    return by_hand(net, [(torch.ones_like(own), own) for own in y], lr, engine, **training)
+
+
+def lines(n=6, lr=0.3, **training):
+    """Clients whose losses are squares around 1 to 2."""
+    return points(torch.linspace(1, 2, n, dtype=F64), lr, **training)._replace(rounds=100)
+
+
+class Line(nn.Module):
+    """y = w x, in float64, starting at `w0`."""
+
+    def __init__(self, w0=(0.0,), dtype=F64):
+        super().__init__()
+        self.head = nn.Linear(len(w0), 1, bias=False, dtype=dtype)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.tensor([w0]))
+
+    def forward(self, x):
+        return self.head(x)
+
+
+def regression(clients, w0=(0.0,), lr=0.1, model=None):
+    """Clients' samples x and y, by y = w x, and half the mean square."""
+    net = Net(model or (lambda: Line(w0)), half_square)
+    pairs = [(t(x).reshape(len(y), -1), t(y)[:, None]) for x, y in clients]
+    return by_hand(net, pairs, lr, "vmap")
+
+
 def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0):
     """What a run keeps the same, with nothing looked at beforehand; a chain is found by a whole
     `Simulation`."""
@@ -142,6 +198,20 @@ def play(alg, s, rounds=None, ids=None):
         state, done = step(Setup(alg, s), state, cohort)
         found.append((copied(state), done))
     return found
+
+
+def after(alg, s, cohorts=1, state=None):
+    """The state after so many rounds of everybody, or of these cohorts, and the last outcome."""
+    state, done = begin(alg, s.net, s.data.n) if state is None else state, None
+    for ids in [range(s.data.n)] * cohorts if isinstance(cohorts, int) else cohorts:
+        state, done = step(Setup(alg, s), state, torch.tensor(ids))
+    return state, done
+
+
+def at_work(s, ids=None, round=1):
+    """What a hook of that round is given."""
+    ids = torch.arange(s.data.n) if ids is None else torch.tensor(ids)
+    return Clients(s, ids, round, s.net.b0.repeat(len(ids), 1))
 
 
 def joined(alg, s):

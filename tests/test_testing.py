@@ -12,99 +12,131 @@ from pflcore.algorithms import Algorithm, Traits
 from pflcore.data import federation_of
 from pflcore.testing import CHECKS, Case, Fault, check
 
-
-def moved(w, down):
-    return {"delta": w - down["x"]}
+FAULTS: dict[type[FedAvg], str] = {}
 
 
+def found(sentence):
+    """Marks a class with what is found wrong with it."""
+
+    def mark(cls):
+        FAULTS[cls] = sentence
+        return cls
+
+    return mark
+
+
+class Trains(FedAvg):
+    """FedAvg whose clients keep and upload what `gives` says, of the update."""
+
+    def train(self, down, own, clients):
+        fit = clients.fit(down["x"])
+        return *self.gives(fit.w - down["x"], own, clients), fit
+
+
+class Steps(FedAvg):
+    """FedAvg whose server adds the `step` that it makes of the updates."""
+
+    def update(self, state, up, cohort):
+        return {"x": state["x"] + self.step(up["delta"], cohort)}, None
+
+
+@found(r"train: down\['x'\] was changed in place")
 class ChangesDown(FedAvg):
     def send(self, state, cohort):
         return {"x": state["x"].repeat(len(cohort.ids), 1)}
 
     def train(self, down, own, clients):
-        start, fit = down["x"].clone(), clients.fit(down["x"])
+        start = down["x"].clone()
+        fit = clients.fit(down["x"])
         down["x"].copy_(fit.w)
         return own, {"delta": down["x"] - start}, fit
 
 
-class GrowingState(FedAvg):
+@found(r"train: the state 'losses' of a client was \[0\] torch\.float32 and became \[1\]")
+class GrowingState(Trains):
     def newcomer(self, down, net, n):
         return {"losses": torch.zeros(1, 0)}
 
-    def train(self, down, own, clients):
-        fit = clients.fit(down["x"])
-        return (
-            {"losses": torch.cat([own["losses"], fit.loss[:, None].float()], 1)},
-            moved(fit.w, down),
-            fit,
-        )
+    def gives(self, delta, own, clients):
+        return {"losses": torch.cat([own["losses"], torch.zeros(len(delta), 1)], 1)}, {
+            "delta": delta
+        }
 
 
-class UnknownState(FedAvg):
-    def train(self, down, own, clients):
-        fit = clients.fit(down["x"])
-        return {"v": fit.w}, moved(fit.w, down), fit
+@found(r"train: its new state has 'v', which newcomer gave nobody")
+class UnknownState(Trains):
+    def gives(self, delta, own, clients):
+        return {"v": delta}, {"delta": delta}
 
 
-class OneRow(FedAvg):
-    def train(self, down, own, clients):
-        fit = clients.fit(down["x"])
-        return own, {"delta": (fit.w - down["x"]).mean(0)}, fit
+@found(r"train: expected one row for each of the 4 clients in 'delta' .*, got shape \[53\]")
+class OneRow(Trains):
+    def gives(self, delta, own, clients):
+        return own, {"delta": delta.mean(0)}
 
 
-class Number(FedAvg):
-    def train(self, down, own, clients):
-        fit = clients.fit(down["x"])
-        return own, {**moved(fit.w, down), "lr": clients.lr}, fit
+@found(r"train: expected a tensor for 'lr' of its upload, got float")
+class Number(Trains):
+    def gives(self, delta, own, clients):
+        return own, {"delta": delta, "lr": clients.lr}
 
 
+@found(r"train: expected \(the clients' new state, their upload, the fit that counts\)")
 class NoFit(FedAvg):
     def train(self, down, own, clients):
-        return own, moved(clients.fit(down["x"]).w, down)
+        return own, {"delta": clients.fit(down["x"]).w - down["x"]}
 
 
-class Everybody(FedAvg):
+@found(r"update: raised RuntimeError with 2 of 4 clients")
+class Everybody(Steps):
     """Forgets that some clients are absent."""
 
-    def update(self, state, up, cohort):
-        return {
-            "x": state["x"]
-            + torch.full((cohort.n,), 1 / cohort.n, dtype=torch.float64) @ up["delta"]
-        }, None
+    def step(self, delta, cohort):
+        return torch.full((cohort.n,), 1 / cohort.n, dtype=torch.float64) @ delta
 
 
-class FirstComesFirst(FedAvg):
-    def update(self, state, up, cohort):
-        return {"x": state["x"] + up["delta"][0]}, None
+@found(r"update: clients|the evaluation's \w+ depends on the clients' numbers")
+class FirstComesFirst(Steps):
+    def step(self, delta, cohort):
+        return delta[0]
 
 
-class Divides(FedAvg):
-    def update(self, state, up, cohort):
-        return {"x": state["x"] + (up["delta"] / (cohort.round - 2)).mean(0)}, None
+@found(r"update: the evaluation's \w+ depends on the clients' numbers")
+class ListensToTheFirst(Steps):
+    def step(self, delta, cohort):
+        return delta.mean(0) / (1 + cohort.ids[0])
 
 
-class GlobalNoise(FedAvg):
-    def update(self, state, up, cohort):
-        changes, mix = super().update(state, up, cohort)
-        return {"x": changes["x"] + 1e-3 * torch.randn_like(changes["x"])}, mix
+@found(r"update: server\.x is not finite on well-behaved data, after round 2")
+class Divides(Steps):
+    def step(self, delta, cohort):
+        return (delta / (cohort.round - 2)).mean(0)
 
 
-class Remembers(FedAvg):
+@found(r"server\.x differs between two runs of one seed")
+class GlobalNoise(Steps):
+    def step(self, delta, cohort):
+        return delta.mean(0) + 1e-3 * torch.randn_like(delta[0])
+
+
+@found(r"server\.x differs between two runs of one seed")
+class Remembers(Steps):
     def __init__(self):
         super().__init__()
         object.__setattr__(self, "times", [0.0])
 
-    def update(self, state, up, cohort):
+    def step(self, delta, cohort):
         self.times[0] += 0.1
-        mix = cohort.mean()
-        return {"x": mix.of(up["delta"], state["x"], self.times[0])[0]}, mix
+        return self.times[0] * delta.mean(0)
 
 
+@found(r"update: state\['x'\] was changed in place")
 class WritesIntoItsState(FedAvg):
     def update(self, state, up, cohort):
         return {"x": state["x"].add_(up["delta"].mean(0))}, None
 
 
+@found(r"server\.x differs between the engines")
 class MixesClients(FedAvg):
     """Its update forgets that it sees the rows of several clients at once."""
 
@@ -114,9 +146,10 @@ class MixesClients(FedAvg):
             return {"w": rows["w"] - clients.lr * g / g.norm()}
 
         fit = clients.each_batch({"w": down["x"]}, update)
-        return own, moved(fit.w, down), fit
+        return own, {"delta": fit.w - down["x"]}, fit
 
 
+@found(r"model: own\['w'\] was changed in place")
 class EvaluationTrains(FedAvg):
     def newcomer(self, down, net, n):
         return {"w": net.w0[None]}
@@ -126,105 +159,109 @@ class EvaluationTrains(FedAvg):
         return {"w": own["w"]}
 
 
-class SendsZeros(FedAvg):
+@found(r"train: the columns of '2\.weight' in the upload 'delta' are always zero, but are counted")
+class SendsZeros(Trains):
     """A naive FedPer: the private columns do not move, but travel."""
 
-    def train(self, down, own, clients):
-        fit = clients.fit(down["x"])
-        up = moved(fit.w, down)
-        up["delta"][:, clients.net.mask("2.*")] = 0
-        return own, up, fit
+    def gives(self, delta, own, clients):
+        delta[:, clients.net.mask("2.*")] = 0
+        return own, {"delta": delta}
 
 
-class NothingTrained(FedAvg):
-    def train(self, down, own, clients):
-        return own, {"delta": torch.ones_like(down["x"])}, clients.fit(down["x"])
+@found(r"train: another seed gives the same run")
+class NothingTrained(Trains):
+    def gives(self, delta, own, clients):
+        return own, {"delta": torch.ones_like(delta)}
 
 
+@found(r"report: state\['x'\] was changed in place")
 class ChangesTheModelItEvaluates(FedAvg):
     def report(self, state, mix, cohort):
         state["x"].zero_()
         return {}
 
 
-class BelievesWhatOverflows(FedAvg):
+@found(r"update: server\.x is not finite after a client's update overflowed")
+class BelievesWhatOverflows(Trains):
     """Sends what hides that training overflowed."""
 
-    def train(self, down, own, clients):
-        fit = clients.fit(down["x"])
-        delta = fit.w - down["x"]
+    def gives(self, delta, own, clients):
         fine = delta.isfinite().all(1, keepdim=True)
-        return own, {"delta": torch.where(fine, delta, 1.0), "fine": fine}, fit
+        return own, {"delta": torch.where(fine, delta, 1.0), "fine": fine}
 
     def update(self, state, up, cohort):
         return {"x": state["x"] + torch.where(up["fine"], up["delta"], torch.nan).mean(0)}, None
 
 
-class Misspelt(FedAvg):
-    def model(self, down, own, clients):
-        return {"w": own["v"]}
+@found(r"train: the update of client 1 overflowed, and \{0, 2, 3\} were dropped with it")
+class Centres(Trains):
+    """Subtracts what only the server can know."""
+
+    def gives(self, delta, own, clients):
+        return own, {"delta": 2 * delta - delta.mean(0)}
 
 
-class TrainsOnTest(FedAvg):
-    def train(self, down, own, clients):
-        fit = clients.fit(down["x"])
-        better = clients.loss(fit.w, "test") < clients.loss(down["x"], "test")
-        scale = torch.where(better, 1.0, clients.loss(fit.w, "test"))[:, None]
-        return own, {"delta": (fit.w - down["x"]) * scale}, fit
+@found(r"train or update: server\.x depends on the split 'test'")
+class TrainsOnTest(Trains):
+    def gives(self, delta, own, clients):
+        return own, {"delta": delta * clients.loss(delta, "test")[:, None]}
 
 
-class ListensToTheFirst(FedAvg):
-    def update(self, state, up, cohort):
-        changes, mix = super().update(state, up, cohort)
-        return {"x": state["x"] + (changes["x"] - state["x"]) / (1 + cohort.ids[0])}, mix
-
-
-class Float64(FedAvg):
+@found(r"in float32, as runs are by default, (update|train): raised RuntimeError with 2 of 4")
+class Float64(Steps):
     """Shares are float64, and what they are multiplied with becomes so."""
 
-    def update(self, state, up, cohort):
-        mix = cohort.mean(self.weighting)
-        return {"x": state["x"] + self.server_lr * (mix.weight.T * up["delta"]).sum(0)}, mix
+    def step(self, delta, cohort):
+        return self.server_lr * (cohort.mean(self.weighting).weight.T * delta).sum(0)
 
 
+@found(r"newcomer: expected one row, or one for each client, in 'w' .*, got shape \[3, 53\]")
 class EveryonesState(FedAvg):
     def newcomer(self, down, net, n):
         return {"w": net.w0.repeat(3, 1)}
 
 
-class Centres(FedAvg):
-    """Subtracts what only the server can know."""
-
-    def train(self, down, own, clients):
-        fit = clients.fit(down["x"])
-        delta = fit.w - down["x"]
-        return own, {"delta": 2 * delta - delta.mean(0)}, fit
-
-
+@found(r"update: raised Stop with 4 of 4 clients: Three is a crowd\.")
 class GivesUp(FedAvg):
     def update(self, state, up, cohort):
         raise Stop("Three is a crowd.")
 
 
-class OwnMean(FedAvg):
-    def update(self, state, up, cohort):
-        mix = cohort.mean(self.weighting)
-        return {"x": mix.of(up["delta"], state["x"])[0]}, mix
+@found(r"server_lr: another value gives the same run to the bit")
+class OwnMean(Steps):
+    def step(self, delta, cohort):
+        return cohort.mean(self.weighting).of(delta)[0]
 
 
-class Uniform(FedAvg):
-    def update(self, state, up, cohort):
-        return {"x": state["x"] + self.server_lr * up["delta"].mean(0)}, None
+@found(r"weighting: another value .* by its annotation, weighting: Literal\[\.\.\.\]")
+class Uniform(Steps):
+    def step(self, delta, cohort):
+        return self.server_lr * delta.mean(0)
 
 
+@found(r"trian: no hook has this name, and no method calls it; did you mean 'train'\?")
 class NearlyAHook(FedAvg):
     def trian(self, down, own, clients):
-        fit = clients.fit(down["x"], epochs=9)
-        return own, moved(fit.w, down), fit
+        return own, {}, clients.fit(down["x"], epochs=9)
 
 
+@found(r"server_lr: it is no option, because NoDecorator has no @dataclass\(frozen=True\) above it")
 class NoDecorator(FedAvg):
     server_lr: float = 0.1
+
+
+@found(r"model: raised KeyError with 4 of 4 clients: 'v'")
+class Misspelt(FedAvg):
+    def model(self, down, own, clients):
+        return {"w": own["v"]}
+
+
+@pytest.mark.parametrize("broken", FAULTS, ids=lambda c: c.__name__)
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_is_named_in_one_sentence(broken):
+    with pytest.raises(Fault, match=FAULTS[broken]) as e:
+        check(broken())
+    assert "\n" not in str(e.value) and str(e.value).count(". ") == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,74 +294,26 @@ class Shared(FedAvg):
         return {"w": clients.net.join(down["x"], own["head"], "2.*")}
 
 
-FAULTS: dict[type[FedAvg], str] = {
-    ChangesDown: r"train: down\['x'\] was changed in place",
-    GrowingState: r"train: the state 'losses' of a client was \[0\] torch\.float32 "
-    r"and became \[1\]",
-    UnknownState: r"train: its new state has 'v', which newcomer gave nobody",
-    OneRow: r"train: expected one row for each of the 4 clients in 'delta' of its upload, got "
-    r"shape \[53\]",
-    Number: r"train: expected a tensor for 'lr' of its upload, got float",
-    NoFit: r"train: expected \(the clients' new state, their upload, the fit that counts\)",
-    Everybody: r"update: raised RuntimeError with 2 of 4 clients",
-    FirstComesFirst: r"update: clients|the evaluation's \w+ depends on the clients' numbers",
-    Divides: r"update: server\.x is not finite on well-behaved data, after round 2",
-    GlobalNoise: r"server\.x differs between two runs of one seed",
-    Remembers: r"server\.x differs between two runs of one seed",
-    WritesIntoItsState: r"update: state\['x'\] was changed in place",
-    MixesClients: r"server\.x differs between the engines",
-    EvaluationTrains: r"model: own\['w'\] was changed in place",
-    SendsZeros: r"train: the columns of '2\.weight' in the upload 'delta' are always zero, but are "
-    r"counted as sent",
-    NothingTrained: r"train: another seed gives the same run",
-    ChangesTheModelItEvaluates: r"report: state\['x'\] was changed in place",
-    BelievesWhatOverflows: r"update: server\.x is not finite after a client's update overflowed",
-    TrainsOnTest: r"train or update: server\.x depends on the split 'test'",
-    ListensToTheFirst: r"update: the evaluation's \w+ depends on the clients' numbers",
-    Float64: r"in float32, as runs are by default, (update|train): raised RuntimeError with 2 of 4 "
-    r"clients: ",
-    EveryonesState: r"newcomer: expected one row, or one for each client, in 'w' of its "
-    r"result, got shape \[3, 53\]",
-    Centres: r"train: the update of client 1 overflowed, and \{0, 2, 3\} were dropped with it",
-    GivesUp: r"update: raised Stop with 4 of 4 clients: Three is a crowd\.",
-    OwnMean: r"server_lr: another value gives the same run to the bit",
-    Uniform: r"weighting: another value .* narrow it to one choice by its annotation, weighting: "
-    r"Literal\[\.\.\.\]",
-    NearlyAHook: r"trian: no hook has this name, and no method calls it; did you mean 'train'\?",
-    NoDecorator: r"server_lr: it is no option, because NoDecorator has no "
-    r"@dataclass\(frozen=True\) above it",
-    Misspelt: r"model: raised KeyError with 4 of 4 clients: 'v'",
-}
+class Own(FedAvg):
+    traits = Traits(batch_norm=("local", "average"))
 
 
-@pytest.mark.parametrize("broken", FAULTS, ids=lambda c: c.__name__)
-@pytest.mark.filterwarnings("ignore")
-def test_a_fault_is_named_in_one_sentence(broken):
-    with pytest.raises(Fault, match=FAULTS[broken]) as e:
-        check(broken())
-    assert "\n" not in str(e.value) and str(e.value).count(". ") == 0
+def normed():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
 
 
-def test_nothing_is_found_where_nothing_is_wrong():
-    check(Shared)
-    check(Declared)
-
-
-def test_averaged_statistics_are_everybodys():
-    """The clients who are absent get them too; what is each client's own stays."""
-
-    class Own(FedAvg):
-        traits = Traits(batch_norm=("local", "average"))
-
-    def model():
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
-
-    check(FedAvg, model=model)
-    check(Own, model=model)
-
-
-def test_a_method_that_draws_for_each_client_is_not_asked_for_its_numbers():
-    check("fedala")
+@pytest.mark.parametrize(
+    ("alg", "model"),
+    [
+        (Shared, None),
+        (Declared, None),
+        ("fedala", None),  # draws for each client, and is not asked for its clients' numbers
+        (FedAvg, normed),  # averaged statistics are everybody's, absent or not
+        (Own, normed),  # what is each client's own stays
+    ],
+)
+def test_nothing_is_found_where_nothing_is_wrong(alg, model):
+    check(alg, model=model)
 
 
 def test_a_check_can_be_left_out():
@@ -335,28 +324,14 @@ def test_a_check_can_be_left_out():
 
 def test_ones_own_model_and_data():
     data = federation_of("digits", "A", 5, seed=0, train_samples=120)
-    quick = [
-        name
-        for name in CHECKS
-        if name
-        not in ("shapes_stay", "bytes_are_counted", "broken_clients_are_absent", "engines_agree")
-    ]
-    check(
-        "fedavg",
-        model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
-        data=data,
-        skip=quick,
-    )
+    asked = {"shapes_stay", "bytes_are_counted", "broken_clients_are_absent", "engines_agree"}
+    model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))  # noqa: E731
+    check("fedavg", model=model, data=data, skip=CHECKS.keys() - asked)
     with pytest.raises(ValueError, match="at least 4 clients, got 3"):
         check("fedavg", data=data.subset([0, 1, 2]))
 
 
 def test_a_watched_algorithm_is_the_algorithm():
-    alg = Shared(server_lr=0.5)
-    case = Case(alg)
-    assert (
-        isinstance(case.watched, Shared)
-        and case.watched.server_lr == 0.5
-        and type(case.watched).predict is FedAvg.predict
-    )
-    assert type(alg).train is Shared.train
+    watched = Case(Shared(server_lr=0.5)).watched
+    assert isinstance(watched, Shared) and watched.server_lr == 0.5
+    assert type(watched).predict is FedAvg.predict and type(watched).train is not Shared.train

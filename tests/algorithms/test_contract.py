@@ -1,15 +1,21 @@
-"""What every algorithm of the registry owes its users: the checks of `pflcore.testing`, and what
-only we promise."""
+"""What every algorithm of the registry owes its users: the checks of `pflcore.testing`, options
+that are what their annotations say, and what only we promise."""
 
+import sys
+import types
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
+from parts.user import Mine, simulation
 from small import swept
+from torch import nn
 
 from pflcore import Training, evaluate
 from pflcore.algorithms import ALGORITHMS
+from pflcore.check import Count
 from pflcore.testing import Case, check
 
 # where the defaults do not fit a federation of four small clients
@@ -17,9 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "knnper": {"k": 3},
     "fedala": {"sample": 1.0},  # else it draws, and nothing is asked of its clients' numbers
 }
-WEIGHTS = {"waffle", "weight_erosion"}  # with mixing weights in the record
-# down, up
-MODELS_SENT = {
+MODELS_SENT = {  # down, up
     "fedavg": (1, 1),
     "fedprox": (1, 1),
     "scaffold": (2, 2),
@@ -31,18 +35,14 @@ MODELS_SENT = {
 every = pytest.mark.parametrize("name", swept())
 
 
-def algorithm(name):
-    return ALGORITHMS[name](**OPTIONS.get(name, {}))
-
-
 @cache
 def case_of(name):
-    return Case(algorithm(name))
+    return Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
 
 
 @every
 def test_the_contract(name):
-    check(algorithm(name))
+    check(case_of(name).given)
 
 
 @every
@@ -54,13 +54,10 @@ def test_a_client_that_breaks_is_dropped_and_counted(name):
         assert done.dropped == [1] and not done.void and done.ids == [0, 1, 2, 3]
         assert done.train_loss is None or torch.tensor(done.train_loss).isfinite()
     assert evaluate(setup, play.last)["loss"][[0, 2, 3]].isfinite().all()
-
-
-@every
-def test_where_everybody_breaks_the_round_is_void(name):
-    case = case_of(name)
-    play = case.play(case.breaking(range(4)), [range(4)] * 2)
-    assert all(done.void and done.dropped == [0, 1, 2, 3] for done in play.done)
+    # where everybody breaks, or a target, the round is void
+    for broken in ([0, 1, 2, 3], case.given.traits.required or [0, 1, 2, 3]):
+        play = case.play(case.breaking(broken), [range(4)])
+        assert play.done[0].void and play.done[0].dropped == list(broken)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS_SENT))
@@ -71,9 +68,10 @@ def test_as_many_models_are_sent_as_the_docstring_says(name):
     assert (done.bytes_down, done.bytes_up) == tuple(one * m for m in MODELS_SENT[name])
 
 
-@pytest.mark.parametrize("name", sorted(WEIGHTS))
+@pytest.mark.parametrize("name", ["waffle", "weight_erosion"])
 def test_mixing_weights_follow_the_clients(name):
-    case, order = case_of(name), [2, 0, 3, 1]
+    case = case_of(name)
+    order = [2, 0, 3, 1]
 
     def weights(numbers, rounds, **options):
         setup = case.renumbered(numbers, numbers[0] if len(numbers) == 1 else 1, **options)
@@ -96,3 +94,91 @@ def test_clients_share_no_memory(name):
         v[0].fill_(5 if v.dtype != torch.bool else True)
         assert v.shape[1:].numel() == 0 or not torch.equal(v[0], v[1]) or v.dtype == torch.bool, k
         assert k not in state.server or not torch.equal(state.server[k], v)
+
+
+# options -------------------------------------------------------------------------------------
+
+EDGES = [  # just outside of the bounds, and the last inside
+    ("apfl", "alpha", 1.5, 1),
+    ("apfl", "alpha", -0.1, 0),
+    ("ditto", "personal_epochs", 0, 1),
+    ("factorized_waffle", "tau", 0, 0.1),
+    ("fedala", "window", 1, 2),
+    ("fedala", "sample", 0, 1),
+    ("fedavg", "server_lr", -1, 0),
+    ("fedadam", "beta1", 1, 0.99),
+    ("finetune", "finetune_epochs", -1, 0),
+    ("sfl", "adjacency", "x", "a.npy"),
+    ("fedrep", "private", (), "body"),
+    ("fedrep", "private", 3, "body"),
+]
+
+
+def test_bounds():
+    for name, option, outside, inside in EDGES:
+        with pytest.raises(ValueError, match=rf"^{option}: expected .*, got .*\.$"):
+            ALGORITHMS[name](**{option: outside})
+        assert getattr(ALGORITHMS[name](**{option: inside}), option) == inside
+
+
+def wrong(hint):
+    """Values of no use whatever the bounds."""
+    if get_origin(hint) is Annotated:
+        fractions = [2.5] if get_args(hint)[0] is int else []
+        return ["text", None, [1], float("nan"), float("inf"), True, *fractions]
+    if get_origin(hint) is Literal:
+        return ["unknown", None, 3]
+    return [value for h in get_args(hint)[:1] for value in wrong(h) if value is not None]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_option_of_another_kind_is_one_sentence(name):
+    cls = ALGORITHMS[name]
+    hints = get_type_hints(cls, include_extras=True)
+    for f in fields(cls):
+        sentence = rf"^{f.name}: (expected .*, got .*|it plays no part .*)\.$"
+        for value in wrong(hints[f.name]):
+            with pytest.raises(ValueError, match=sentence):
+                cls(**{f.name: value})
+
+
+def test_options_of_ones_own_class_are_checked_where_they_can_be_read():
+    @dataclass(frozen=True)
+    class Own(ALGORITHMS["ditto"]):
+        much: Count = 3
+
+    @dataclass(frozen=True)
+    class Unreadable(Own):
+        thing: "Nowhere | None" = None  # type: ignore[name-defined]  # noqa: F821
+
+    for cls in (Own, Unreadable):
+        with pytest.raises(ValueError, match=r"^lam: expected a finite number >= 0, got -1\.$"):
+            cls(lam=-1)
+    with pytest.raises(
+        ValueError,
+        match=r"^much: expected a whole number, at least 1, got 0\.$",
+    ):
+        Own(much=0)
+
+
+DERIVED = "a class derived from pflcore.Algorithm"
+NO_ALGORITHMS = {
+    "fedavgg": "expected one of fedavg, .* or 'package.module:Class' for one of your own, got "
+    "'fedavgg'",
+    "no_such_module:Mine": "(there is no module|importing) 'no_such_module",
+    "mine:Yours": "(the module 'mine' has no '|importing 'mine:)Yours'",
+    "mine:number": f"expected 'mine:number' to be {DERIVED}, got int",
+    3: f"expected a name, {DERIVED} or an instance of one, got int",
+    nn.Linear: f"expected a name, {DERIVED} or an instance of one, got Linear",
+}
+
+
+@pytest.mark.parametrize("given", NO_ALGORITHMS)
+def test_what_is_no_algorithm_is_one_sentence(monkeypatch, given):
+    module = types.ModuleType("mine")
+    module.Mine = Mine
+    module.number = 3
+    monkeypatch.setitem(sys.modules, "mine", module)
+    with pytest.raises((ValueError, TypeError), match=f"^algorithm: {NO_ALGORITHMS[given]}") as e:
+        simulation(given)
+    assert str(e.value).count(". ") == 0

@@ -1,5 +1,5 @@
 """Split models against a plain torch program of each paper's algorithm, which shares no code with
-them, and their laws."""
+them, FedRoD against golden values, and their laws."""
 
 import copy
 import runpy
@@ -8,22 +8,45 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import Split, views
-from methods import FedBABU, FedBN, FedPer, FedRep, LGFedAvg, LocalOnly
+from methods import FedBABU, FedBN, FedPer, FedRep, FedRoD, LGFedAvg, LocalOnly
+from parts.rivals import GOLDEN, close
 from parts.split import COHORTS, EPOCHS, LR, TRAINING, federation, normed
 from places import ROOT
-from small import images, make_setting, play, tiny_model
+from small import (
+    F64,
+    after,
+    at_work,
+    images,
+    make_setting,
+    near,
+    t,
+    tiny,
+    tiny_model,
+)
 
-from pflcore import Clients, Net, Objective, Training, evaluate
+from pflcore import (
+    Evaluation,
+    Federation,
+    Net,
+    Objective,
+    Simulation,
+    Training,
+    evaluate,
+)
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.simulation.round import Setup
 from pflcore.testing import check
 
-BODY, HEAD, NORM = (
-    ("0.weight", "0.bias", "1.weight", "1.bias"),
-    ("3.weight", "3.bias"),
-    ("1.weight", "1.bias"),
-)
+BODY = ("0.weight", "0.bias", "1.weight", "1.bias")
+HEAD = ("3.weight", "3.bias")
+PRIVATE = {"lg_fedavg": BODY, "fedbn": BODY[2:]}  # of the others the head
+EVEN = ("fedrep", "fedbn")  # the mean is not by samples
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
+
+
+def normal(engine="loop", rounds=3, training=TRAINING):
+    """Three clients and a model with batch norm, in float64."""
+    return make_setting(Net(normed, seed=5), federation(), training, rounds, engine)
 
 
 def descend(model, x, y, names, epochs):
@@ -36,43 +59,38 @@ def descend(model, x, y, names, epochs):
         optimizer.step()
 
 
+def trained(name, model, x, y):
+    """A client's round."""
+    if name == "fedrep":
+        kept = {n: b.clone() for n, b in model.named_buffers()}
+        descend(model, x, y, HEAD, 3)
+        model.load_state_dict(kept, strict=False)
+    parts = {"fedrep": BODY, "fedbabu": BODY}.get(name, (*BODY, *HEAD))
+    descend(model, x, y, parts, EPOCHS)
+
+
 def program(name, start, data):
     """The method by whole modules: the server's parameters and each client's model for
     evaluation."""
-    private = {"lg_fedavg": BODY, "fedbn": NORM}.get(name, HEAD)
-    shared = tuple(n for n in (*BODY, *HEAD) if n not in private)
-    server = {n: p.detach().clone() for n, p in start.named_parameters() if n in shared}
+    private = PRIVATE.get(name, HEAD)
+    server = {n: p.detach().clone() for n, p in start.named_parameters() if n not in private}
     clients = [copy.deepcopy(start) for _ in range(3)]
-    stays = name in ("lg_fedavg", "fedbn")  # batch norm's statistics
-
-    def receive(i):
-        clients[i].load_state_dict(server, strict=False)
-
-    for cohort in COHORTS:
-        for i in cohort:
-            receive(i)
-            model, (x, y) = clients[i].train(), data.client(i)
-            if name == "fedrep":
-                kept = {n: b.clone() for n, b in model.named_buffers()}
-                descend(model, x, y, HEAD, 3)
-                model.load_state_dict(kept, strict=False)
-                descend(model, x, y, BODY, EPOCHS)
-            else:
-                descend(model, x, y, BODY if name == "fedbabu" else (*BODY, *HEAD), EPOCHS)
-        even = name in ("fedrep", "fedbn")
-        n = torch.tensor(
-            [1 if even else len(data.client(i)[1]) for i in cohort], dtype=torch.float64
-        )
-        states = [clients[i].state_dict() for i in cohort]
+    for ids in COHORTS:
+        for i in ids:
+            clients[i].load_state_dict(server, strict=False)
+            trained(name, clients[i].train(), *data.client(i))
+        n = t([1 if name in EVEN else len(data.client(i)[1]) for i in ids])
+        states = [clients[i].state_dict() for i in ids]
         mean = {
             k: sum(w * s[k] for w, s in zip(n / n.sum(), states, strict=True)) for k in states[0]
         }
-        server = {k: mean[k] for k in shared}
-        if not stays:
+        server = {k: mean[k] for k in server}
+        if name not in PRIVATE:  # batch norm's statistics stay where its parameters do
+            running = {k: v for k, v in mean.items() if "running" in k}
             for c in clients:
-                c.load_state_dict({k: v for k, v in mean.items() if "running" in k}, strict=False)
+                c.load_state_dict(running, strict=False)
     for i, model in enumerate(clients):
-        receive(i)
+        model.load_state_dict(server, strict=False)
         if name == "fedbabu":
             descend(model.train(), *data.client(i), (*BODY, *HEAD), 4)
     return server, [c.eval() for c in clients]
@@ -83,46 +101,45 @@ def program(name, start, data):
 def test_golden_presets(name, engine):
     """Three rounds, of which two lack somebody: the shared columns, the private ones and every
     client's own scores."""
-    options = {"fedrep": {"private_epochs": 3}, "fedbabu": {"finetune_epochs": 4}}.get(name, {})
-    alg, net, data = ALGORITHMS[name](**options), Net(normed, seed=5), federation()
-    s = make_setting(net, data, TRAINING, 3, engine)
-    state = play(alg, s, ids=lambda r: COHORTS[r - 1])[-1][0]
-    server, clients = program(name, net.module, data)
-    torch.testing.assert_close(
-        state.server["x"], torch.cat([v.flatten() for v in server.values()]), rtol=1e-10, atol=1e-12
+    options = {
+        "fedrep": {"private_epochs": 3},
+        "fedbabu": {"finetune_epochs": 4},
+    }.get(name, {})
+    alg = ALGORITHMS[name](**options)
+    s = normal(engine)
+    state, _ = after(alg, s, COHORTS)
+    server, clients = program(name, s.net.module, s.data)
+    near(
+        state.server["x"],
+        torch.cat([v.flatten() for v in server.values()]),
+        1e-10,
     )
     view, local = views(alg, state, s, torch.arange(3))
     for i, model in enumerate(clients):
-        torch.testing.assert_close(view["w"][i], net.row(model), rtol=1e-10, atol=1e-12)
+        near(view["w"][i], s.net.row(model), 1e-10)
         scores = local.scores(view, "test", alg.predict)[i][0]
-        torch.testing.assert_close(scores, model(data.client(i, "test")[0]), rtol=1e-9, atol=1e-11)
+        near(scores, model(s.data.client(i, "test")[0]), 1e-9, 1e-11)
 
 
 @pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu"])
 def test_the_kernels_of_a_chain_train_the_same(name):
-    net, data = Net(lambda: tiny_model()().double()), federation()
-    runs = [
-        play(ALGORITHMS[name](), make_setting(net, data, TRAINING, 2, engine))[-1][0]
-        for engine in ("loop", "chain")
-    ]
-    for one, other in zip(runs[0].server.values(), runs[1].server.values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    net = Net(lambda: tiny_model()().double())
+    settings = (make_setting(net, federation(), TRAINING, 2, e) for e in ("loop", "chain"))
+    loop, chain = (after(ALGORITHMS[name](), s, 2)[0].server["x"] for s in settings)
+    near(loop, chain, 1e-10)
 
 
 def test_the_documents_fedper_is_ours():
     theirs = runpy.run_path(str(ROOT / "examples" / "own_algorithm.py"))["FedPer"]
-    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
+    cohorts = [[0, 1], [0, 2], [0]]
     (one, done), (other, also) = (
-        play(a, s, ids=lambda r: [0, r % 3] if r % 3 else [0])[-1] for a in (FedPer(), theirs())
+        after(a, tiny(batch_size=4), cohorts) for a in (FedPer(), theirs())
     )
-    assert (
-        torch.equal(one.server["x"], other.server["x"])
-        and torch.equal(one.clients["h"], other.clients["head"])
-        and done == also
-    )
+    assert torch.equal(one.server["x"], other.server["x"]) and done == also
+    assert torch.equal(one.clients["h"], other.clients["head"])
 
 
-# laws -----------------------------------------------------------------------
+# laws ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,103 +154,204 @@ def test_the_documents_fedper_is_ours():
     ],
 )
 def test_private_columns_never_travel(alg, width):
-    """Counted are the shared columns, and batch norm's statistics where they are averaged."""
-    s = make_setting(Net(normed), federation(), TRAINING, 1)
-    _, done = play(alg, s, ids=lambda _: [0, 2])[-1]
+    """Counted are the shared columns, and batch norm's statistics where they are averaged. Who
+    never took part has the initial private part and the others' statistics."""
+    s = normal()
+    state, done = after(alg, s, [[0, 2]])
     statistics = s.net.b0.numel() if alg.traits.batch_norm[0] == "average" else 0
     assert done.bytes_down == done.bytes_up == 2 * 8 * (width + statistics)
+    view, local = views(alg, state, s, torch.tensor([1]))
+    if not alg.finetune_epochs:  # else it is fine-tuned as everybody
+        private = alg.columns(s.net)
+        assert torch.equal(view["w"][0, private], s.net.w0[private])
+        near(local.buffers[0], state.batch_norm[[0, 2]].mean(0))
+    assert evaluate(Setup(alg, s), state)["loss"].isfinite().all()
 
 
 def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
-    s = make_setting(Net(tiny_model()), images(), Training(lr=0.1, batch_size=4), 3)
-    with pytest.warns(
-        UserWarning, match=r"^private: the whole model is private, so nothing is shared\.$"
-    ):
-        alone = play(Split(private=("0.*", "2.*")), s)[-1][0]
-    assert torch.equal(alone.clients["h"], play(LocalOnly(), s)[-1][0].clients["w"])
+    s = tiny()
     with pytest.warns(
         UserWarning,
-        match=r"^private: the model has no batch_norm parameter, so all of it is shared\.$",
+        match=r"^private: the whole model is private, so .* shared\.$",
     ):
-        all_of_it = play(FedBN(), s)[-1][0]
-    assert torch.equal(
-        all_of_it.server["x"], play(FedAvg(weighting="uniform"), s)[-1][0].server["x"]
-    ) and all_of_it.clients["h"].shape == (
-        3,
-        0,
-    )
+        alone, _ = after(Split(private=("0.*", "2.*")), s, 3)
+    assert torch.equal(alone.clients["h"], after(LocalOnly(), s, 3)[0].clients["w"])
+    with pytest.warns(
+        UserWarning,
+        match=r"^private: the model has no batch_norm parameter, so",
+    ):
+        shared, _ = after(FedBN(), s, 3)
+    even, _ = after(FedAvg(weighting="uniform"), s, 3)
+    assert torch.equal(shared.server["x"], even.server["x"])
+    assert shared.clients["h"].shape == (3, 0)
 
 
 def test_a_frozen_part_never_moves_not_even_by_adamw():
-    t = Training(lr=0.01, batch_size=4, local_optimizer="adamw", weight_decay=0.1)
-    s = make_setting(Net(normed), federation(), t, 2)
-    state = play(FedBABU(finetune_epochs=0), s)[-1][0]
+    decayed = Training(lr=0.01, batch_size=4, local_optimizer="adamw", weight_decay=0.1)
+    s = normal(training=decayed)
+    alg = FedBABU(finetune_epochs=0)
+    state, _ = after(alg, s, 2)
     x, h = s.net.split(s.net.w0)
     assert not state.clients and (state.server["x"] != x).all()
-    view, _ = views(FedBABU(finetune_epochs=0), state, s, torch.arange(3))
-    assert torch.equal(view["w"], s.net.join(state.server["x"], h.expand(3, -1)))
+    w = views(alg, state, s, torch.arange(3))[0]["w"]
+    assert torch.equal(w, s.net.join(state.server["x"], h.expand(3, -1)))
     # the body never moves: the heads have seen it alone
-    state = play(FedRep(server_lr=0.0), s)[-1][0]
+    state, _ = after(FedRep(server_lr=0.0), s, 2)
     assert torch.equal(state.server["x"], x) and (state.clients["h"] != h).all()
 
 
 def test_heads_are_trained_before_bodies():
     """FedRep's head has not seen the body that its own round makes; trained the other way round it
     would have."""
-    s = make_setting(Net(tiny_model()), images(), TRAINING, 1)
-    local, w0 = Clients(s, torch.arange(3), 1, s.net.b0.expand(3, -1)), s.net.w0.expand(3, -1)
-    x, h = s.net.split(w0)
-    new, _ = FedRep().train({"x": x}, {"h": h}, local)[:2]
-    assert torch.equal(
-        new["h"],
-        s.net.split(local.fit(w0, Objective(mask=s.net.mask("2.*")), stream="private").w)[1],
-    )
-
-
-@pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBN()])
-def test_who_never_took_part_has_the_initial_private_part_and_others_statistics(alg):
-    s = make_setting(Net(normed), federation(), TRAINING, 2)
-    state = play(alg, s, ids=lambda _: [0, 2])[-1][0]
-    view, local = views(alg, state, s, torch.tensor([1]))
-    assert torch.equal(view["w"][0, alg.columns(s.net)], s.net.w0[alg.columns(s.net)])
-    torch.testing.assert_close(local.buffers[0], state.batch_norm[[0, 2]].mean(0))
-    assert evaluate(Setup(alg, s), state)["loss"].isfinite().all()
-
-
-# with batch norm, beside the table of contracts
-
-
-def small_normed():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4))
+    s = tiny()
+    x, h = s.net.split(s.net.w0.expand(3, -1))
+    new = FedRep().train({"x": x}, {"h": h}, at_work(s))[0]
+    alone = Objective(mask=s.net.mask("2.*"))
+    fit = at_work(s).fit(s.net.w0.expand(3, -1), alone, stream="private")
+    assert torch.equal(new["h"], s.net.split(fit.w)[1])
 
 
 def test_the_contract_with_batch_norm():
-    check(FedBN(), model=small_normed, data=images((10, 20, 31, 20)))  # no batch of a single sample
+    check(FedBN(), model=normed, data=images((10, 20, 31, 20)))  # no batch of a single sample
 
 
-def test_names_with_brackets_are_no_patterns():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleDict({"a[0]": nn.Linear(6, 5), "b": nn.Linear(5, 4)})
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleDict({"a[0]": nn.Linear(6, 5), "b": nn.Linear(5, 4)})
 
-        def forward(self, x):
-            return self.parts["b"](self.parts["a[0]"](x).tanh())
+    def forward(self, x):
+        return self.parts["b"](self.parts["a[0]"](x).tanh())
 
+
+def test_names_with_brackets_are_no_patterns_and_models_without_such_parts_one_sentence():
     net = Net(Odd, head="parts.b")
     assert LGFedAvg().columns(net).sum() == 35 and FedPer().columns(net).sum() == 24
+    unknown = r"^patterns: 'fc\*' matches no parameter; the names are 0.weight.*\.$"
+    with pytest.raises(ValueError, match=unknown):
+        Split(private="fc*").initial(tiny().net)
+    with pytest.raises(ValueError, match=r"^model: found no trainable head.*\.$"):
+        FedPer().initial(Net(nn.Conv2d(1, 1, 1)))
 
 
-@pytest.mark.parametrize(
-    ("make", "word"),
-    [
-        (
-            lambda: Split(private="fc*").initial(Net(tiny_model())),
-            r"patterns: 'fc\*' matches no parameter; the names are 0.weight",
-        ),
-        (lambda: FedPer().initial(Net(nn.Conv2d(1, 1, 1))), "model: found no trainable head"),
-    ],
-)
-def test_models_without_such_parts_are_one_sentence(make, word):
-    with pytest.raises(ValueError, match=f"^{word}.*\\.$"):
-        make()
+# FedRoD --------------------------------------------------------------------------------------
+
+
+def test_golden_fedrod_losses():
+    """Of a linear model whose generic logits are its input."""
+    j1 = GOLDEN["J1_fedrod_bsm"]
+    j2 = GOLDEN["J2_fedrod_personal"]
+    net = Net(nn.Linear(3, 3, bias=False).double())
+    x = t([j1["logits"]])
+    w = torch.eye(3, dtype=F64).view(-1)
+    n = {"n": t(j1["counts"])}
+    none = torch.zeros(9)
+
+    def loss(y, gamma=1.0, head=none):
+        return FedRoD(gamma=gamma).loss(net, torch.cat([w, head]), x, torch.tensor([y]), n)
+
+    close(loss(0), j1["loss_y0"] + j1["plain_ce_y0"])
+    close(loss(2), j1["loss_y2"] + j1["plain_ce_y2"])
+    close(loss(2, 0.5), j1["loss_y2_gamma05"] + j1["plain_ce_y2"])
+    close(loss(2, 0.0), 2 * j1["plain_ce_y2"])
+    assert loss(1) == torch.inf
+    head = torch.zeros(3, 3, dtype=F64)
+    head[:, 0] = t(j2["p_logits"])  # the input's first entry is 1
+    close(loss(0, head=head.view(-1)), j1["loss_y0"] + j2["ce_personal_y0"])
+    scores = FedRoD().predict({"w": w, "h": head.view(-1)}, net, x)[0]
+    close(scores, t(j2["g_logits"]) + t(j2["p_logits"]))
+    assert int(scores.argmax()) == j2["pred_personal"]
+
+
+@ENGINES
+def test_fedrod_personal_loss_moves_the_head_alone(engine):
+    """Detached: with gamma = 0 the shared part is FedAvg's, whatever the heads do."""
+    algs = (FedAvg(), FedRoD(gamma=0.0), FedRoD(gamma=0.0, head="copy"))
+    plain, zero, copied = (after(a, tiny(engine=engine), 3)[0] for a in algs)
+    for state in (zero, copied):
+        near(state.server["x"], plain.server["x"], 1e-5, 1e-6)
+    h = zero.clients["h"]
+    assert not torch.equal(h, copied.clients["h"]) and h.abs().sum() > 0.1
+
+
+def test_fedrod_head_sees_detached_features():
+    net = tiny().net
+    x = torch.randn(5, 6)
+    y = torch.randint(0, 4, (5,))
+    head = torch.randn(net.head_slice.stop - net.head_slice.start, requires_grad=True)
+    w = net.w0.clone().requires_grad_()
+    loss = FedRoD(gamma=0.0).loss(net, torch.cat([w, head]), x, y, {"n": torch.ones(4)})
+    z = net.features(net.w0, x)
+    scores = net.head(net.w0, z) + net.head(head, z)
+    apart = net.loss(w, x, y) + nn.functional.cross_entropy(scores, y)
+    grads = zip(*(torch.autograd.grad(v, (w, head)) for v in (loss, apart)), strict=True)
+    for got, want in grads:
+        torch.testing.assert_close(got, want)
+
+
+def test_a_newcomer_to_fedrod_predicts_as_the_generic_model():
+    s = tiny()
+    alg = FedRoD()
+    state, done = after(alg, s, [[0, 1]])
+    assert not state.clients["h"][2].any() and done.bytes_up == 2 * 4 * s.net.size
+    view = views(alg, state, s, torch.tensor([2]))[0]
+    x = s.data.client(2, "test")[0]
+    got = alg.predict({k: v[0] for k, v in view.items()}, s.net, x)
+    torch.testing.assert_close(got, s.net(state.server["x"], x))
+
+
+def rod(data, model=None, **options):
+    training = Training(lr=0.1)
+    return Simulation("fedrod", model or tiny_model(), data, training, rounds=2, **options).run()
+
+
+def test_fedrod_goes_by_the_runs_loss_and_takes_a_model_that_knows_more_classes():
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.3)
+    weights = nn.CrossEntropyLoss(torch.tensor([1.0, 5, 5, 1]))
+    plain, *others = (
+        rod(images(), loss=loss).state.server["x"] for loss in (None, smooth, weights)
+    )
+    assert not any(torch.equal(plain, x) for x in others)
+    more = rod(images(), tiny_model(classes=6)).state
+    assert more.server["x"].isfinite().all() and more.clients["h"].isfinite().all()
+    binary = Federation.from_clients([{"train": (torch.randn(9, 6), torch.arange(9) % 2)}] * 2)
+    with pytest.raises(ValueError, match=r"^loss: FedRoD balances the scores of classes"):
+        rod(
+            binary.split(test=0.3),
+            lambda: nn.Linear(6, 1),
+            loss="binary_cross_entropy",
+        )
+
+
+class Ends(nn.Module):
+    """Models whose head is not the last that they do, or not their own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.e = nn.Linear(4, 4)
+        self.h = nn.Linear(4, 4)
+        out = 4 if kind == "tied" else 3
+        self.head = nn.Linear(4, out)
+        if kind == "statistics":
+            self.head = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, out))
+        if kind == "tied":
+            self.head.weight = self.e.weight
+
+    def forward(self, x):
+        y = self.head(torch.tanh(self.e(x)))
+        if self.kind == "after":
+            return y.relu()
+        return y + self.h(x)[:, :3] if self.kind == "beside" else y
+
+
+@pytest.mark.parametrize("kind", ["tied", "after", "beside", "statistics", "plain"])
+def test_fedrods_head_is_the_last_that_the_model_does(kind):
+    pair = torch.randn(12, 4), torch.arange(12) % 3
+    data = Federation.from_clients([pair, pair], classes=4 if kind == "tied" else 3)
+    model = Ends(kind)
+    if kind == "plain":
+        assert not rod(data, model, evaluation=Evaluation(split="train")).stopped
+        return
+    with pytest.raises(ValueError, match=r"^model: FedRoD adds a second head's scores"):
+        rod(data, model, evaluation=Evaluation(split="train"))

@@ -1,0 +1,406 @@
+"""Models made each client's own at evaluation: fine-tuning, kNN-Per, Per-FedAvg."""
+
+import math
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn as nn
+from methods import FedProx, FineTune, KnnPer, PerFedAvg, PFedMe
+from parts.motley_algorithms import QUERY, Z
+from parts.rivals import GOLDEN, close
+from small import (
+    F64,
+    after,
+    at_work,
+    by_hand,
+    double,
+    half_square,
+    images,
+    make_setting,
+    near,
+    points,
+    quadratics,
+    t,
+    tiny,
+    tiny_model,
+    validated,
+)
+
+from pflcore import Federation, Net, Simulation, Training, evaluate
+from pflcore.algorithms import FedAvg
+from pflcore.simulation.round import Setup
+
+ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
+
+
+def served(s, rounds=3):
+    """FedAvg's state after some rounds, and what it sends everybody."""
+    state, _ = after(FedAvg(), s, rounds)
+    return state, {"x": state.server["x"].expand(s.data.n, -1)}
+
+
+def with_index(s, **index):
+    return s._replace(data=replace(s.data, index={**s.data.index, **index}))
+
+
+# Per-FedAvg ----------------------------------------------------------------------------------
+
+
+@ENGINES
+@pytest.mark.parametrize(("variant", "name"), [("fo", "FO"), ("hf", "HF"), ("exact", "exact")])
+def test_golden_per_fedavg(variant, name, engine):
+    h1 = GOLDEN["H1_perfedavg_quadratic"]
+    h2 = GOLDEN["H2_perfedavg_quartic"]
+    for h, loss, delta in (
+        (h1, lambda w, y: (h1["a"] * (w - h1["c"]) ** 2 / 2).mean(), 1e-3),
+        (h2, lambda w, y: (w**4 / 4 - w).mean(), h2["delta"]),
+    ):
+        s = points([0.0], h["beta"], h["w"], engine, loss)
+        alg = PerFedAvg(variant=variant, alpha=h["alpha"], delta=delta, scaled=False)
+        down = {"x": s.net.w0[None]}
+        close(alg.train(down, {}, at_work(s))[1]["delta"], [[h[name] - h["w"]]])
+        close(alg.model(down, {}, at_work(s))["w"], [[h["inner"]]])
+
+
+def test_scaled_differences_are_right_in_float32():
+    """With the paper's delta the two points differ by less than float32 holds, where the gradient
+    is small and the step sizes large."""
+
+    def flat(scores, y):
+        return 1e-5 * nn.functional.cross_entropy(scores, y)
+
+    s = tiny((12, 9), lr=1e4, batch_size=4)._replace(net=Net(tiny_model(), flat))
+
+    def played(s, **options):
+        return after(PerFedAvg(alpha=5e4, **options), s)[0].server["x"].double()
+
+    want = played(double(s), variant="exact")
+    close(played(double(s), variant="hf"), want, 1e-3, 1e-4)
+    right, wrong = (
+        (played(s, variant="hf", scaled=scaled) - want).norm() for scaled in (True, False)
+    )
+    assert right < 0.05 * wrong
+
+
+@ENGINES
+def test_exact_products_with_batch_norm(engine):
+    """Gradient of gradient through batch norm: as finite differences have it."""
+    net = Net(
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 2, 3),
+            nn.BatchNorm2d(2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(8, 4),
+        )
+    )
+    data = images((11, 8), shape=(1, 4, 4))
+    s = double(make_setting(net, data, Training(lr=0.1, batch_size=5), engine=engine))
+    exact, differences = (
+        after(PerFedAvg(variant=variant, alpha=0.3, delta=1e-6), s)[0].server["x"]
+        for variant in ("exact", "hf")
+    )
+    close(exact, differences, 1e-6, 1e-7)
+
+
+@pytest.mark.parametrize("variant", ["fo", "hf", "exact"])
+def test_per_fedavg_without_an_inner_step_is_fedavg(variant):
+    s = tiny(batch_size=100, epochs=2)
+    none, plain = (after(a, s, 2)[0] for a in (PerFedAvg(variant=variant, alpha=0.0), FedAvg()))
+    torch.testing.assert_close(none.server["x"], plain.server["x"], rtol=1e-5, atol=1e-6)
+    assert PerFedAvg(steps=0).model(plain.server, {}, None)["w"] is plain.server["x"]
+
+
+def test_the_minibatches_of_per_fedavg_are_independent():
+    """Two samples with optima of their own, one a minibatch: two orders for D and two for D' make
+    four ways to go, D' = D only two."""
+    net, data = quadratics(t([[1.0]]), t([[0.0]]), start=[3.0], rows=2, noise=1.0)
+    s = make_setting(net, data, Training(lr=0.3, batch_size=1))
+    ways = set()
+    for round in range(1, 60):
+        up = PerFedAvg().train({"x": net.w0[None]}, {}, at_work(s, round=round))[1]
+        ways.add(round_off(up["delta"]))
+    assert len(ways) == 4
+
+
+def round_off(x):
+    return round(float(x), 9)
+
+
+@pytest.mark.parametrize("alg", [PerFedAvg(steps=3), PFedMe()])
+def test_momentum_that_plays_no_part_is_said(alg):
+    """Nor does it at the evaluation."""
+    views = []
+    for options in ({}, {"momentum": 0.9, "weight_decay": 0.5}):
+        training = Training(lr=0.3, batch_size=4, **options)
+        run = Simulation(alg, tiny_model(), images(), training, rounds=1)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            views.append(run.run().model(1).get_buffer("view_w"))
+        end = "momentum=0.9 and weight_decay=0.5 play no part."
+        assert any(str(w.message).endswith(end) for w in said) == bool(options)
+    assert torch.equal(*views)
+
+
+# fine-tuning ---------------------------------------------------------------------------------
+
+
+def grid(choose, **options):
+    return FineTune(choose=choose, lr_grid=(0.05, 0.5), finetune_epochs=4, **options)
+
+
+@pytest.mark.parametrize(
+    "alg",
+    [PerFedAvg(), FineTune(finetune_epochs=1), grid("client"), grid("global")],
+)
+def test_nobody_adapts_on_test_data(alg):
+    """A widely used code takes its adaptation step on test batches, labels and all."""
+    s = validated()
+    _, down = served(s)
+    x = s.data.x.clone()
+    y = s.data.y.clone()
+    for rows in s.data.index["test"]:
+        x[rows] = x[rows] + 3.0
+        y[rows] = 1
+    other = s._replace(data=replace(s.data, x=x, y=y))
+    one, two = (alg.model(down, {}, at_work(v))["w"] for v in (s, other))
+    assert torch.equal(one, two) and not torch.equal(one, down["x"])
+
+
+def test_no_epochs_of_fine_tuning_is_fedavg_and_training_may_be_fedproxs():
+    s = tiny(batch_size=4)
+    tuned, prox, plain = (after(a, s, 2)[0] for a in (FineTune(mu=1.0), FedProx(mu=1.0), FedAvg()))
+    assert torch.equal(tuned.server["x"], prox.server["x"])
+    assert not torch.equal(prox.server["x"], plain.server["x"])
+    none, some, want = (
+        evaluate(Setup(a, s), plain)
+        for a in (
+            FineTune(finetune_epochs=0),
+            FineTune(finetune_epochs=8),
+            FedAvg(),
+        )
+    )
+    assert all(torch.equal(none[k], v) for k, v in want.items())
+    assert not torch.equal(some["loss"], want["loss"])
+
+
+def test_the_last_layer_alone_is_trained():
+    s = tiny()
+    _, down = served(s, 1)
+    moved = (FineTune(layers="last").model(down, {}, at_work(s))["w"] != down["x"]).any(0)
+    assert torch.equal(moved.nonzero()[:, 0], torch.arange(s.net.size)[s.net.head_slice])
+
+
+def candidates(s, state, down):
+    """Each candidate's accuracy on validation [C, N] and its models [C, N, P]: no fine-tuning
+    first, then every length of each step size."""
+    tried = [FineTune(finetune_lr=lr, finetune_epochs=e) for lr in (0.05, 0.5) for e in range(1, 5)]
+    tried = [FineTune(finetune_epochs=0), *tried]
+    rows = [alg.model(down, {}, at_work(s, round=3))["w"] for alg in tried]
+    values = [evaluate(Setup(alg, s), state, "val")["accuracy"] for alg in tried]
+    return torch.stack(values), torch.stack(rows)
+
+
+def first_best(values):
+    return int((values == values.max()).nonzero()[0, 0])
+
+
+def test_each_client_gets_its_best_candidate_on_validation():
+    """The earliest of the best: accuracies on a few samples tie often."""
+    s = validated(6)
+    state, down = served(s)
+    values, rows = candidates(s, state, down)
+    best = [first_best(values[:, i]) for i in range(6)]
+    assert ((values == values.max(0).values).sum(0) > 1).any() and len(set(best)) > 1
+    got = grid("client").model(down, {}, at_work(s, round=3))["w"]
+    torch.testing.assert_close(got, torch.stack([rows[c, i] for i, c in enumerate(best)]))
+    together = grid("global").model(down, {}, at_work(s, round=3))["w"]
+    torch.testing.assert_close(together, rows[first_best(values.mean(1))])
+    wild = FineTune(choose="client", lr_grid=(3e38,), finetune_epochs=2)
+    assert torch.equal(wild.model(down, {}, at_work(s))["w"], down["x"])
+
+
+def test_a_client_without_validation_samples_takes_what_is_best_for_the_others():
+    s = validated()
+    state, down = served(s)
+    val = s.data.index["val"]
+    lacking = at_work(with_index(s, val=[val[0], val[1][:0], *val[2:]]), round=3)
+    values, rows = candidates(s, state, down)
+    best = first_best(values[:, [0, 2, 3]].mean(1))
+    for choose in ("client", "global"):
+        got = grid(choose).model(down, {}, lacking)["w"]
+        torch.testing.assert_close(got[1], rows[best, 1])
+    # it cannot show that it is better
+    assert torch.equal(FineTune(margin=-2.0).model(down, {}, lacking)["w"][1], down["x"][1])
+    nobody = at_work(with_index(s, val=[rows[:0] for rows in val]))
+    for none, what in (
+        (nobody, "these clients lack"),
+        (at_work(tiny()), "'val'"),
+    ):
+        x = {"x": down["x"][: len(none.ids)]}
+        with pytest.raises(ValueError, match=rf"^choose: .*{what}.*\.$"):
+            grid("client").model(x, {}, none)
+
+
+def test_acceptance_of_a_tuned_model():
+    s = validated()
+    _, down = served(s)
+
+    def kept(**options):
+        w = FineTune(**options).model(down, {}, at_work(s))["w"]
+        return (w == down["x"]).all(1).tolist()
+
+    assert kept(min_size=21) == [
+        True,
+        True,
+        False,
+        False,
+    ]  # 16, 20, 24 and 28 samples
+    assert kept(margin=2.0) == [True] * 4 and kept(margin=-2.0) == [False] * 4
+
+
+# kNN-Per -------------------------------------------------------------------------------------
+
+
+class Fixed(nn.Module):
+    """Scores that do not depend on x, so that only the vote does."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.head = nn.Linear(2, len(scores), dtype=F64)
+        with torch.no_grad():
+            self.head.weight.zero_()
+            self.head.bias.copy_(t(scores))
+
+    def forward(self, x):
+        return self.head(x)
+
+
+THIRDS = [math.log(p) for p in (0.5, 0.2, 0.3)]
+TARGETS = t([0.2, 0.5, 0.4, 0.9, 0.7])
+
+
+@pytest.mark.parametrize(
+    ("scores", "loss", "y", "lam", "expected"),
+    [
+        (
+            THIRDS,
+            None,
+            [0, 1, 1, 2, 0],
+            0.4,
+            [0.4751798570, 0.3448201430, 0.18],
+        ),
+        (
+            THIRDS,
+            None,
+            [0, 1, 1, 2, 0],
+            0.9,
+            [0.4441546782, 0.5258453218, 0.03],
+        ),
+        ([0.6], half_square, TARGETS, 1.0, [0.3562050358]),
+        ([0.6], half_square, TARGETS, 0.5, [0.4781025179]),
+        ([-0.35], "hinge", [-1, 1, 1, -1, 1], 0.9, [0.0766906436]),
+        ([-0.35], "hinge", [0, 1, 1, 0, 1], 0.9, [0.0766906436]),
+    ],
+)
+def test_the_mixture_with_the_shared_model(scores, loss, y, lam, expected):
+    net = Net(lambda: Fixed(scores), **({} if loss is None else {"criterion": loss}))
+    view = {"w": net.w0, "z": Z, "y": torch.as_tensor(y), "n": torch.tensor(5)}
+    near(KnnPer(k=3, lam=lam).predict(view, net, QUERY)[0], expected, 1e-7, 5e-10)
+
+
+LOSSES = (
+    None,
+    nn.CrossEntropyLoss(label_smoothing=0.3),
+    nn.CrossEntropyLoss(torch.tensor([1.0, 5, 5, 1])),
+)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_knn_without_weight_is_fedavg_by_any_loss(loss):
+    alone, plain = (
+        Simulation(a, tiny_model(), images(), Training(lr=0.1), rounds=2, loss=loss).run()
+        for a in (KnnPer(lam=0.0), FedAvg())
+    )
+    alone, plain = (run.rounds[-1]["eval"] for run in (alone, plain))
+    assert alone["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert alone["accuracy"] == plain["accuracy"]
+
+
+@pytest.mark.parametrize("margin", [None, 0.0, 0.2])
+def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
+    """Small clients, and those whose validation samples do not speak for it, stay with x: what
+    each gets is what kNN-Per gives, or FedAvg."""
+    s = validated(6)
+    state, _ = served(s, 1)
+    algs = (
+        FedAvg(),
+        KnnPer(k=3, lam=0.8),
+        KnnPer(k=3, lam=0.8, min_size=21, margin=margin),
+    )
+    on = {
+        split: [evaluate(Setup(a, s), state, split)["accuracy"] for a in algs]
+        for split in ("val", "test")
+    }
+    taken = s.data.size("train") >= 21
+    taken &= True if margin is None else on["val"][1] - on["val"][0] > margin
+    assert not taken.all() and taken.any()
+    for old, new, got in on.values():
+        assert torch.equal(got, torch.where(taken, new, old))
+
+
+def federation(x, y):
+    """Clients that are tested on their own samples."""
+    pairs = zip(x, y, strict=True)
+    return Federation.from_clients([dict.fromkeys(("train", "test"), pair) for pair in pairs])
+
+
+def ran(alg, data, width, loss=None):
+    model = lambda: nn.Linear(6, width)  # noqa: E731
+    return Simulation(alg, model, data, Training(lr=0.1), rounds=1, loss=loss).run()
+
+
+@pytest.mark.parametrize(("floats", "width"), [(False, 1), (True, 1), (True, 3)])
+def test_knnper_mixes_probabilities_of_binary_labels(floats, width):
+    x = 3 * torch.randn(3, 20, 6)
+    y = (x[..., :width] > 0).squeeze(-1)
+    data = federation(x, y.float() if floats else y.long())
+    loss = "binary_cross_entropy"
+    none, some, all_ = (ran(KnnPer(k=1, lam=lam), data, width, loss) for lam in (0.0, 0.4, 1.0))
+    shared = ran("fedavg", data, width, loss).model(0)(x[0])
+    # each sample's nearest neighbour is itself
+    assert max(all_.rounds[0]["eval"]["loss"]) < 1e-9
+    torch.testing.assert_close(none.model(0)(x[0]), shared)
+    p = 0.6 * shared.sigmoid() + 0.4 * y[0].view(20, width)
+    torch.testing.assert_close(some.model(0)(x[0]).sigmoid(), p)
+
+
+def test_knnper_takes_several_targets_few_samples_and_no_probabilities():
+    x = torch.randn(1, 9, 6)
+    y = torch.randn(1, 9, 2)
+    torch.testing.assert_close(ran(KnnPer(k=1, lam=1.0), federation(x, y), 2).model(0)(x[0]), y[0])
+    few = ran(KnnPer(k=10, lam=1.0), federation(x[:, :2], torch.tensor([[0, 1]])), 2)
+    assert math.isfinite(few.rounds[0]["eval"]["loss"][0])
+    with pytest.raises(ValueError, match=r"^data: kNN-Per's neighbours vote with a label"):
+        ran(KnnPer(k=1), federation(x, y.softmax(-1)), 2, "cross_entropy")
+
+
+def test_hinge_with_weight_decay_by_hand():
+    net = Net(nn.Linear(2, 1, dtype=F64), "hinge")
+    net.w0.copy_(t([0.4, -0.3, 0.1]))
+    pair = t([[1, 0.5], [-0.2, 1.5], [2, 1]]), torch.tensor([1, 1, 0])
+    s = by_hand(net, [pair], 1.0, "vmap", weight_decay=1e-4)
+    (start, _) = after(FedAvg(), s, 0)
+    (state, _) = after(FedAvg(), s)
+    found = evaluate(Setup(FedAvg(), s), start)
+    near(
+        found["loss"] + 0.5e-4 * net.w0.square().sum(),
+        [1.2266796667],
+        1e-7,
+        5e-10,
+    )
+    near(found["accuracy"], [1 / 3])
+    moved = [0.4000400000, -0.3333633333, -0.3333233333]
+    near(net.w0 - state.server["x"], moved, 1e-7, 5e-10)

@@ -1,0 +1,451 @@
+"""APFL, FedALA, FedFomo and L2C: golden values and plain programs of the papers, and for each the
+law that its known bug breaks."""
+
+import statistics
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from doors import views
+from methods import APFL, L2C, FedALA, FedFomo, LocalOnly
+from parts.edges import normal
+from parts.rivals import GOLDEN, close, cohort, fomo
+from small import (
+    F64,
+    after,
+    at_work,
+    double,
+    images,
+    joined,
+    make_setting,
+    near,
+    play,
+    quadratics,
+    served,
+    some,
+    t,
+    tiny,
+    tiny_model,
+    validated,
+)
+
+from pflcore import Simulation, Training, evaluate
+from pflcore.algorithms import FedAvg, Pool
+from pflcore.simulation.round import Setup
+
+ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
+MIXES = pytest.mark.parametrize("mix", ["weights", "logits"])
+
+# APFL ----------------------------------------------------------------------------------------
+
+
+def golden_steps(**options):
+    """w, v, alpha after one and after two rounds of one step each, from the worked example's
+    start."""
+    net, data = quadratics(t([[1.0, 2.0]]), t([[2.0, 1.0]]), start=[1.0, 0.0])
+    s = make_setting(net, data, Training(lr=0.1, batch_size=1))
+    alg = APFL(alpha=0.25, **options)
+    state = joined(alg, s)
+    state.clients["v"][0] = t([0.0, 2.0])
+    found = []
+    for _ in range(2):
+        state, _ = after(alg, s, 1, state)
+        own = state.clients
+        found.append(
+            [
+                *state.server["x"].tolist(),
+                *own["v"][0].tolist(),
+                float(own["alpha"]),
+            ]
+        )
+    return found
+
+
+@MIXES  # the same for a model that is linear in its parameters
+def test_golden_steps(mix):
+    one, two = golden_steps(mix=mix)
+    near(one, [1.1, 0.2, 0.03125, 2.025, 0.325], 0, 1e-12)
+    near(two, [1.19, 0.36, 0.0717886719, 2.0384468750, 0.2671995117], 0, 1e-9)
+
+
+def test_golden_options():
+    near(golden_steps(alpha_decay=0.02)[0][4], 0.3245, 0, 1e-12)
+    near(golden_steps(alpha_lr=0.01)[0][4], 0.2575, 0, 1e-12)
+    assert golden_steps(alpha_lr=10.0)[0][4] == 1.0  # clipped
+    assert golden_steps(adaptive=False)[1][4] == 0.25
+
+
+@ENGINES
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_round_step_by_step(engine, momentum):
+    """Against the definition, gradient by gradient: alpha moves at the first step only, all from
+    the old values."""
+    s = double(tiny(engine=engine, epochs=2, momentum=momentum, weight_decay=0.01))
+    w0 = s.net.w0.expand(3, -1)
+    v0 = w0 + 0.3 * torch.randn_like(w0.contiguous())
+    a0 = torch.full((3, 1), 0.3, dtype=F64)
+    alg = APFL(alpha=0.3, alpha_lr=5.0)
+    own, up, _ = alg.train({"x": w0}, {"v": v0, "alpha": a0}, at_work(s))
+
+    def update(rows, grad, k):
+        w = rows["w"]
+        v = rows["v"]
+        a = rows["a"]
+        gw = grad(w)
+        gm = grad(a * v + (1 - a) * w)
+        mw = momentum * rows["mw"] + gw + 0.01 * w
+        mv = momentum * rows["mv"] + a * gm + 0.01 * v
+        slope = ((v - w) * gm).sum(1, keepdim=True)
+        a = (a - 5.0 * slope).clamp(0, 1) if k == 0 else a
+        return {
+            "w": w - 0.1 * mw,
+            "v": v - 0.1 * mv,
+            "a": a,
+            "mw": mw,
+            "mv": mv,
+        }
+
+    zero = torch.zeros_like(v0)
+    rows = {"w": w0.clone(), "v": v0, "a": a0, "mw": zero, "mv": zero}
+    end = at_work(s).each_batch(rows, update).rows
+    near(up["delta"], end["w"] - w0)
+    near(own["v"], end["v"])
+    near(own["alpha"], end["a"])
+    assert (own["alpha"] != 0.3).all() and own["alpha"].unique().numel() > 1
+
+
+def test_alpha_stays_while_the_models_are_one():
+    (one, _), (two, _) = play(APFL(alpha_lr=1.0), tiny(batch_size=100), 2)
+    assert (one.clients["alpha"] == 0.5).all() and (two.clients["alpha"] != 0.5).any()
+
+
+@MIXES
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_apfl_is_fedavg_beside_the_initial_model_or_local_training(mix, alpha):
+    s = tiny(epochs=2)
+    algs = (
+        APFL(alpha=alpha, adaptive=False, mix=mix),
+        FedAvg(weighting="uniform"),
+        LocalOnly(),
+    )
+    for (ours, _), (fedavg, _), (local, _) in zip(*(play(a, s, 3) for a in algs), strict=True):
+        near(ours.server["x"], fedavg.server["x"], 1e-5, 1e-6)
+        want = local.clients["w"] if alpha else s.net.w0.expand(3, -1)
+        near(ours.clients["v"], want, 1e-5, 1e-6)
+
+
+@MIXES
+def test_what_is_evaluated(mix):
+    s = tiny()
+    alg = APFL(mix=mix, alpha_lr=1.0)
+    state, _ = after(alg, s, 3)
+    losses = evaluate(Setup(alg, s), state)["loss"]
+    w = state.server["x"]
+    own = state.clients
+    for i, (v, a) in enumerate(zip(own["v"], own["alpha"], strict=True)):
+        x, y = s.data.client(i, "test")
+        mixed = s.net(a * v + (1 - a) * w, x)
+        scores = mixed if mix == "weights" else a * s.net(v, x) + (1 - a) * s.net(w, x)
+        near(losses[i], F.cross_entropy(scores, y), 1e-5)
+
+
+@ENGINES
+def test_the_statistics_of_batch_norm_are_the_mixtures(engine):
+    s = normal((8, 8, 8), engine)  # one batch each
+    w0 = s.net.w0.expand(3, -1)
+    own = {
+        "v": w0 + torch.randn(3, s.net.size),
+        "alpha": torch.full((3, 1), 0.5, dtype=F64),
+    }
+    fit = APFL().train({"x": w0}, own, at_work(s))[2]
+    mixed = at_work(s).fit((own["v"] + w0) / 2)
+    near(fit.buffers, mixed.buffers)
+
+
+# FedALA --------------------------------------------------------------------------------------
+
+
+HOW = {"eta": 4.0, "window": 3, "threshold": 0.004}
+
+
+class Person:
+    """A client of the paper's Algorithm 1: theta, W, and the epochs that W took."""
+
+    def __init__(self, net, pair, low):
+        self.net = net
+        self.pair = pair
+        self.low = low
+        self.theta = net.w0
+        self.W = torch.ones_like(net.w0[low:])
+        self.epochs = []
+
+    def grad(self, made, at):
+        at = at.detach().requires_grad_()
+        loss = F.cross_entropy(self.net(made(at), self.pair[0]), self.pair[1])
+        return torch.autograd.grad(loss, at)[0], loss.item()
+
+    def start(self, x, eta, window, threshold):
+        """Lines 4 to 12: where training starts, with W learned on."""
+        gap = (x - self.theta)[self.low :]
+
+        def made(W):
+            return torch.cat([x[: self.low], self.theta[self.low :] + gap * W])
+
+        losses: list[float] = []
+        while gap.any():
+            g, loss = self.grad(made, self.W)
+            self.W = (self.W - eta * g).clip(0, 1)
+            losses.append(loss)
+            settled = len(losses) > window and statistics.pstdev(losses[-window:]) < threshold
+            if self.epochs or settled:
+                break
+        self.epochs += [len(losses)] if losses else []
+        return made(self.W)
+
+    def train(self, x):
+        self.theta = self.start(x, **HOW)
+        for _ in range(2):
+            self.theta = self.theta - 0.3 * self.grad(torch.clone, self.theta)[0]
+
+
+@ENGINES
+@pytest.mark.parametrize("layers", [0, 2])
+def test_golden_fedala(layers, engine):
+    """Four rounds with absent clients: the server, theta, W, and what is evaluated; the first time
+    takes more than `window` epochs."""
+    s = double(tiny(engine=engine, lr=0.3, batch_size=64, epochs=2))
+    alg = FedALA(layers=layers, sample=1.0, **HOW)
+    low = s.net.size - 24 if layers else 0
+    people = [Person(s.net, s.data.client(i), low) for i in range(3)]
+    x = s.net.w0
+    size = s.data.size().double()
+    cohorts = ([0, 1, 2], [0, 1], [1, 2], [0, 1, 2])
+    for ids in cohorts:
+        for i in ids:
+            people[i].train(x)
+        x = size[ids] / size[ids].sum() @ torch.stack([people[i].theta for i in ids])
+    assert all(p.epochs[0] > 4 and set(p.epochs[1:]) <= {1} for p in people)
+    state, _ = after(alg, s, cohorts)
+    view, _ = views(alg, state, s, torch.arange(3))
+    near(state.server["x"], x, 1e-9, 1e-11)
+    for i, p in enumerate(people):
+        assert p.W.lt(1).any() and p.W.min() >= 0
+        near(state.clients["W"][i], p.W, 1e-8, 1e-10)
+        near(state.clients["theta"][i], p.theta, 1e-9, 1e-11)
+        near(view["w"][i], p.start(x, **HOW), 1e-9, 1e-11)
+
+
+def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers():
+    s = double(tiny())
+    (fedala, done), (fedavg, _) = (after(a, s, 3) for a in (FedALA(eta=0.0), FedAvg()))
+    near(fedala.server["x"], fedavg.server["x"], 1e-9, 1e-11)
+    assert done.bytes_up == done.bytes_down == 3 * 8 * s.net.size
+    alg = FedALA(layers=2)
+    low = s.net.size - 24
+    state, _ = after(alg, s, 3)
+    w = views(alg, state, s, torch.arange(3))[0]["w"]
+    x = state.server["x"].expand(3, -1)
+    assert state.clients["W"].shape == (3, 24) and torch.equal(w[:, :low], x[:, :low])
+    assert not torch.equal(w[:, low:], x[:, low:])
+
+
+def test_who_never_took_part_is_served_the_global_model():
+    s = tiny()
+    state, _ = after(FedALA(), s, [[0, 2], [0, 2]])
+    assert torch.equal(
+        views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0],
+        state.server["x"],
+    )
+    assert state.clients["begun"][:, 0].tolist() == [1, 0, 1]
+
+
+def test_the_first_time_ends():
+    """Where losses never settle, after `most` epochs."""
+    calls: list[int] = []
+
+    class Counted(FedALA):
+        def loss(self, *args):
+            calls.append(1)
+            return super().loss(*args)
+
+    after(Counted(threshold=0.0, most=12, sample=1.0), tiny(), 2)
+    assert len(calls) == 12 * sum(-(-n // 8) for n in (7, 20, 31))
+
+
+# FedFomo -------------------------------------------------------------------------------------
+
+
+def test_fedfomo_drops_candidates_without_distance_or_with_a_broken_loss():
+    after_ = [1.0, torch.nan, -torch.inf, 0.8]
+    new, up = fomo(FedFomo(), [0.0], [[0.0], [1.0], [2.0], [4.0]], 1.0, after_)
+    close(up["a"][0], [0, 0, 0, 0])
+    close(new["w"], [[4.0]])
+
+
+def test_fedfomo_counts_the_models_it_downloads():
+    s = validated()
+    alg = FedFomo(m=2)
+    p = 4 * s.net.size
+    (_, one), (_, two), (state, three) = play(alg, s, 3, lambda r: [1, 3] if r > 2 else range(4))
+    assert [done.bytes_down for done in (one, two, three)] == [
+        0,
+        4 * 2 * p,
+        2 * 2 * p,
+    ]
+    assert two.bytes_up == 4 * (p + 4 * 8)
+    w = alg.report(state.server, three.mix, three.cohort)["weights"]
+    assert w.shape == (4, 4) and not w[[0, 2]].any()
+
+
+def picked(alg, ids, p, round=1, seed=0):
+    """Which models each of these clients is sent."""
+    state = {
+        "w": p[:, :3],
+        "seen": torch.ones(len(p), dtype=torch.bool),
+        "p": p,
+    }
+    index = alg.send(state, some(len(p), round, ids)._replace(seed=seed))["w"].index
+    return dict(zip(ids, index.tolist(), strict=True))
+
+
+def test_what_fedfomo_draws_for_a_client_does_not_depend_on_the_others():
+    alg = FedFomo(m=2, epsilon=0.5)
+    even = torch.zeros(9, 9, dtype=F64)
+    one, *others = (picked(alg, ids, even)[3] for ids in ([0, 3, 7], [3], list(range(9))))
+    assert others == [one, one]
+
+
+def test_fedfomo_explores_by_the_whole_share_in_the_first_round():
+    alg = FedFomo(m=1, epsilon=1.0, decay=1.0)
+    p = torch.arange(25, dtype=F64).view(5, 5)
+    picks = {r: {picked(alg, [0], p, r, i)[0][0] for i in range(60)} for r in (1, 2, 9)}
+    assert picks == {1: {1, 2, 3, 4}, 2: {4}, 9: {4}}
+
+
+def test_fedfomos_affinities_add_up_over_the_rounds():
+    alg = FedFomo()
+    g = alg.init(t([0.0]), 2)
+    g = served(alg, g, {"w": t([[0], [0]]), "a": t([[0, 2], [-1, 0]])}, some(2))
+    g = served(alg, g, {"w": t([[0]]), "a": t([[0, 5]])}, some(2, 2, [0]))
+    assert g["p"].tolist() == [[0, 7], [-1, 0]] and g["found"].tolist() == [
+        [0, 5],
+        [0, 0],
+    ]
+
+
+def test_fedfomo_does_not_take_a_model_that_was_not_sent():
+    """Row 0 would be the best for everybody, but -1 is nobody's number."""
+    net, data = quadratics(t([[1.0], [1]]), t([[0.0], [0]]), rows=4)
+    data = replace(data, index={"train": data.index["train"], "val": data.index["test"]})
+    own = {"w": t([[4.0], [4]]), "old": t([[4.0], [4]])}
+    down = {"w": Pool(t([[0.0], [2]]), torch.tensor([[1], [-1]]))}
+    own, up, _ = FedFomo().train(down, own, at_work(make_setting(net, data, Training(lr=0.0))))
+    assert own["w"][:, 0].tolist() == [2, 4] and up["a"][1].tolist() == [0, 0]
+
+
+# L2C -----------------------------------------------------------------------------------------
+
+
+def test_golden_l2c():
+    e1 = GOLDEN["E1_l2c"]
+    centre = t(e1["val_center"])
+    zero = torch.zeros(1, 3, dtype=F64)
+    local = SimpleNamespace(
+        grad=lambda w, split: w - centre,
+        fit=lambda w: SimpleNamespace(w=w.clone()),
+    )
+    own = {
+        "w": t([e1["theta_old"]]),
+        "a": t([e1["alpha"]]),
+        "m": zero,
+        "v": zero,
+        "t": zero[:, :1],
+    }
+    down = {
+        "delta": Pool(-t(e1["Delta"]), torch.arange(3)[None]),
+        "who": torch.arange(3)[None],
+    }
+    x, w, *_ = L2C().mixed(down, own)
+    close(w[0], e1["w"])
+    close(x[0], e1["theta_new"])
+    close(x - centre, [e1["val_grad"]])
+    new = L2C().train(down, own, local)[0]
+    close(new["w"][0], e1["theta_new"])
+    close(new["m"][0] / 0.1 - 0.01 * t(e1["alpha"]), e1["dL_dalpha"])
+    close(new["a"][0], e1["alpha_after_Adam_step"])
+    close(new["a"].softmax(1)[0], e1["w_after"])
+    a = t(e1["alpha"]).requires_grad_()
+    y = own["w"][0] - a.softmax(0) @ t(e1["Delta"])
+    close(
+        torch.autograd.grad(((y - centre) ** 2).sum() / 2, a)[0],
+        e1["dL_dalpha"],
+    )
+
+
+def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
+    """However long it is absent: neither its own update nor its neighbours' are lost, and its model
+    rests meanwhile. At first everybody is alike, and that is FedAvg."""
+    s = validated()
+    alg = L2C()
+    state = joined(alg, s)
+    mixed = [s.net.w0] * 4
+    for round, ids in enumerate(([0, 1, 2, 3], [0, 1], [0, 2], [0, 2], [1, 3]), 1):
+        down = alg.send(state.server, cohort([0, 1, 2, 3], 4, round))
+        before = alg.model(down, state.clients, None)["w"]
+        near(before, torch.stack(mixed), 1e-5, 1e-6)
+        state, _ = after(alg, s, [ids], state)
+        assert torch.equal(state.clients["w"][ids], before[ids])  # a round starts there
+        newest = state.server["delta"][-len(ids) :]
+        for i in ids:
+            share = state.clients["a"][i, ids].softmax(0).float()
+            mixed[i] = state.clients["w"][i] + share @ newest
+        if round == 1:
+            near(
+                mixed[0],
+                after(FedAvg(weighting="uniform"), s)[0].server["x"],
+                1e-5,
+                1e-6,
+            )
+    # nothing is kept that nobody needs
+    assert set(state.server["round"].tolist()) == {4, 5} and len(state.server["delta"]) == 4
+    assert state.clients["t"][:, 0].tolist() == [3, 2, 2, 1]
+
+
+def test_l2c_logits_of_absent_neighbours_rest():
+    found = play(L2C(), validated(), 4, lambda r: range(4) if r < 3 else range(3))
+    before, now = (state.clients["a"] for state, _ in found[2:])
+    assert before[0].abs().min() > 0 and torch.equal(now[:, 3], before[:, 3])
+    assert not torch.equal(now[0, :3], before[0, :3])
+
+
+@pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])
+def test_a_simulation_holds_validation_data_out_by_itself(alg):
+    data = images((20, 25, 30))
+    run = Simulation(alg, tiny_model(), data, Training(lr=0.1, batch_size=8), rounds=2)
+    sizes = [run.data.size(split).tolist() for split in ("train", "val", "test")]
+    assert sizes == [[16, 20, 24], [4, 5, 6], [20, 25, 30]]
+    assert run.header()["facts"] == {"held out for validation": 0.2}
+    assert "val" not in data.index
+    assert Simulation(alg, tiny_model(), run.data, run.training).data is run.data
+    again = Simulation(alg, tiny_model(), data).data.index["val"]
+    assert all(map(torch.equal, again, run.data.index["val"]))
+
+
+@pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])
+def test_without_validation_data_nobody_is_drawn_anywhere(alg):
+    """A client with an empty validation split keeps its trained model (FedFomo) or its logits
+    (L2C)."""
+    s = validated(3)
+    val = [rows[:0] if i == 1 else rows for i, rows in enumerate(s.data.index["val"])]
+    s = s._replace(data=replace(s.data, index={**s.data.index, "val": val}))
+    (one, _), (state, done) = play(alg, s, 2)
+    assert not done.dropped
+    if isinstance(alg, FedFomo):
+        assert torch.equal(state.clients["old"][1], one.clients["w"][1])
+        assert not state.server["p"][1].any()
+    else:
+        assert not state.clients["a"][1].any() and state.clients["a"][0].abs().max() > 0
+    with pytest.raises(ValueError, match=r"^split: .*'val'"):
+        after(alg, tiny(), 2)

@@ -1,0 +1,111 @@
+"""Methods that pull a model towards another: FedProx, Ditto, MR-MTL, pFedMe."""
+
+import pytest
+import torch
+from methods import MRMTL, Ditto, FedProx, LocalOnly, PFedMe
+from parts.rivals import GOLDEN, close
+from small import after, at_work, lines, near, points, regression, t, tiny
+
+from pflcore.algorithms import FedAvg
+from pflcore.simulation.round import begin
+
+
+def test_fedprox_by_hand_and_without_its_pull():
+    none, plain = (after(a, tiny(epochs=2), 3)[0].server["x"] for a in (FedProx(mu=0.0), FedAvg()))
+    torch.testing.assert_close(none, plain, rtol=1e-6, atol=1e-7)
+    for epochs, golden in (
+        (1, 1.4),
+        (2, 1.7),
+        (3, 1.925),
+    ):  # the loss is (w - 3)^2
+        s = points(
+            [3.0],
+            0.1,
+            1.0,
+            loss=lambda scores, y: ((scores - y) ** 2).mean(),
+            epochs=epochs,
+        )
+        near(after(FedProx(mu=0.5), s)[0].server["x"], [golden])
+
+
+def test_one_round_of_ditto_by_hand():
+    s = regression([([[1, 2], [-1, 0.5], [0.3, -0.7]], [1, 0, 0.5])], w0=(0.2, -0.1))
+    alg = Ditto(lam=0.5)
+    state = begin(alg, s.net, 1)
+    state.clients["v"] = t([[0.5, 0.4]])
+    state.seen[0] = True
+    near(at_work(s).grad(state.clients["v"]), [[0.137, 0.297]])
+    state, _ = after(alg, s, 1, state)
+    near(state.clients["v"], [[0.4713, 0.3453]], 1e-7, 5e-10)
+    near(state.server["x"], [0.2287, -0.0378], 1e-7, 5e-10)
+
+
+def test_ditto_without_pull_is_local_training_and_its_global_model_is_fedavg():
+    s = tiny()
+    ditto = after(Ditto(lam=0.0), s, 3)[0]
+    local = after(LocalOnly(), s, 3)[0]
+    assert torch.equal(ditto.clients["v"], LocalOnly().model({}, local.clients, None)["w"])
+    # one batch a client: no shuffle, so the two passes see the same
+    ours, plain = (after(a, tiny(batch_size=100), 2)[0] for a in (Ditto(lam=0.3), FedAvg()))
+    torch.testing.assert_close(ours.server["x"], plain.server["x"])
+
+
+def test_the_shared_model_of_mrmtl_is_the_mean_and_without_pull_it_is_local_training():
+    s = tiny()
+    state = after(MRMTL(lam=0.3), s, 4)[0]
+    share = s.data.size() / s.data.size().sum()
+    torch.testing.assert_close(state.server["x"], share @ state.clients["v"])
+    ours = after(MRMTL(lam=0.0), s, 3)[0]
+    local = after(LocalOnly(), s, 3)[0]
+    torch.testing.assert_close(ours.clients["v"], local.clients["w"])
+
+
+# pFedMe --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_golden_pfedme(engine):
+    i1 = GOLDEN["I1_pfedme"]
+    options = {"lam": i1["lam"], "personal_lr": i1["personal_lr"]}
+    s = points([2.0], i1["eta"], i1["w0"], engine)
+    for inner, theta in enumerate(i1["theta_traj"], 1):
+        own = {"theta": t([[i1["theta0"]]])}
+        alg = PFedMe(inner=inner, **options)
+        new, up, _ = alg.train({"x": s.net.w0[None]}, own, at_work(s))
+        close(new["theta"], [[theta]])
+    close(up["delta"], [[i1["w_after"]]])
+    for beta, want in (
+        (1.0, i1["server_beta1"][0]),
+        (0.5, i1["server_beta05_prev0_mean"]),
+    ):
+        close(after(PFedMe(server_lr=beta, **options), s)[0].server["x"], [want])
+    far = points([2.0], 0.0, 0.0, engine)
+    state, _ = after(PFedMe(lam=1.0, inner=400, personal_lr=0.1), far)
+    close(state.clients["theta"], [[i1["theta_exact_prox"]]])
+
+
+def test_pfedme_evaluates_theta_and_goes_on_from_it_or_restarts_at_w():
+    """An alias in the authors' code makes its "personalized" accuracy that of w."""
+    s = lines()
+    found = {}
+    for theta in ("keep", "restart"):
+        alg = PFedMe(lam=1.0, personal_lr=0.05, theta=theta)
+        first, _ = after(alg, s)
+        assert torch.equal(alg.model({}, first.clients, None)["w"], first.clients["theta"])
+        assert not torch.allclose(first.clients["theta"], first.server["x"].expand(6, -1))
+        found[theta] = [first.clients["theta"].clone()]
+        for moved in (0.0, 7.0):
+            state, _ = after(alg, s)
+            state.clients["theta"] += moved
+            found[theta].append(after(alg, s, 1, state)[0].clients["theta"])
+    assert torch.equal(found["keep"][0], found["restart"][0])  # the first round is the same
+    near(*found["restart"][1:])
+    assert not torch.allclose(*found["keep"][1:])
+    assert not torch.allclose(found["keep"][1], found["restart"][1])
+
+
+def test_pfedme_without_a_pull_never_moves_the_shared_model():
+    s = tiny()
+    state, _ = after(PFedMe(lam=0.0), s, 2)
+    assert torch.equal(state.server["x"], s.net.w0)
+    assert not torch.equal(state.clients["theta"][0], s.net.w0)
