@@ -354,6 +354,7 @@ BAD = [  # and the beginning of the sentence
     ({"index": {"train": TRAIN, "extra": TRAIN}}, "index: expected the split"),
     ({"index": {"train": TRAIN, "test": index([4])}}, "index['test']: expected a list for each of"),
     ({"x": NAN}, "x: expected finite numbers, also in sample 3, number 1 of client 1's train samp"),
+    ({"x": NAN.roll(3, 0)}, "x: expected finite numbers, also in sample 6, got"),
     ({"x": torch.zeros(6, 2)}, "y: expected a row per row of x, [6, 2] on cpu"),
     ({"x": torch.zeros(7, 2, dtype=torch.uint8)}, "x: expected dense floats or int64 (tokens to"),
     ({"x": np.zeros((7, 2))}, "x: expected a tensor"),
@@ -391,6 +392,7 @@ BAD_CLIENTS = [
     ([([[1.0, 2.0], [1.0]], [0, 1])], "x of client 0 (train): expected numbers in one array (pad"),
     ([[1, 2, 3]], "client 0 (train): expected a pair (x, y), or a Dataset of at least one"),
     ([5], "client 0 (train): expected a pair (x, y), or a Dataset"),
+    ([[(X[k, :k], 0) for k in (1, 2, 3)]], "client 0 (train): expected numbers in one array"),
     ([TensorDataset(torch.zeros(0, 1), torch.zeros(0))], "client 0 (train): expected a pair (x, y"),
     ([{"train": PAIR, "dev": PAIR}], "client 0: expected 'train' samples, and perhaps"),
     ([(X, 2 * Y - 1)], "y: expected int64 labels in 0..1 (classes=None for regression); of -1 and"),
@@ -401,9 +403,7 @@ BAD_CALLS = [
     (lambda: small().client(0, "val"), "split: expected one of train, test, got 'val'"),
     (lambda: ONE.split_clients(1, 1, 1), "train, val and test: expected 2 clients in all, one"),
     (lambda: ONE.split_clients(0.5, math.nan), "val: expected a finite number >= 0, got nan"),
-    (lambda: ONE.keep(0), "fraction: expected a number above 0, at most 1, got 0"),
     (lambda: ONE.split(val=0.5, test=0.5), "val and test: expected shares below 1 together"),
-    (lambda: ONE.split(test=1.0), "test: expected a number from 0 to below 1, got 1.0"),
     (lambda: small().split(test=0.9), "of: expected ['test'] too, which exist, or None for all s"),
     (lambda: small().split(test=0.9, of=None), "val and test: expected a client with enough sam"),
     (lambda: small().halves(of=("test",)), "clients: expected at least 2 samples each, to be hal"),
@@ -413,11 +413,10 @@ BAD_CALLS = [
     ),
     (lambda: padded([[5, 6], [8]], value=0.5), "value: expected a whole number, as the sequences"),
     *((lambda i=ids: ONE.subset(i), "clients: expected distinct ids in 0..1, at least one, got ")
-      for ids in ([0, 0], [], [0.9, 1], [False, True], ["a"], [[0]], 0)),
-    *((lambda s=seed: ONE.halves(seed=s), "seed: expected a whole number from 0 to 2**32 - 1")
-      for seed in (None, 1.7, -1, 2**32)),
+      for ids in ([0, 0], [], [0.9, 1], [False, True], 0)),
+    (lambda: ONE.halves(seed=2**32), "seed: expected a whole number from 0 to 2**32 - 1"),
     *((lambda c=ids: Federation.from_table(X, Y, c), "client: expected a whole number or a string")
-      for ids in ([0, 1.5] * 4, [True, False] * 4, [None, "a"] * 4, range(7), [2**63] * 8)),
+      for ids in ([0, 1.5] * 4, [None, "a"] * 4, range(7), [2**63] * 8)),
     *((lambda c=clients: Federation.from_clients(c), said) for clients, said in BAD_CLIENTS),
 ]  # fmt: skip
 

@@ -201,6 +201,9 @@ def test_dirichlet_cuts_both_pools_alike_and_pools_them_four_to_one():
     assert np.abs(a / 2 - b).max() <= 1.5 and not part.facts["moved samples"]
     even = counts(partition("dirichlet", y, 10, alpha=1000.0), y)
     assert np.abs(even / 100 - 1).max() < 0.2
+    # so small that all draws underflow: whole classes, but for a sample moved to an empty client
+    tiny = counts(partition("dirichlet", y, 2, alpha=1e-8, min_size=1), y)
+    assert set(tiny.ravel().tolist()) <= {0, 1, 999, 1000}
     part = partition("practical2", y, 10)
     for a, b in zip(sizes(part), sizes(part, "test"), strict=True):
         assert a == int(0.8 * (a + b) + 1e-9)
