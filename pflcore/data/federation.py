@@ -104,7 +104,7 @@ class Federation(Samples):
         rows = torch.arange(len(y)).split([len(y) for y in ys])
         held = dict(zip(zip(owner, splits, strict=True), rows, strict=True))
         index = {
-            s: [held.get((i, s), rows[0][:0]) for i in range(owner[-1] + 1)]
+            s: Ragged.of([held.get((i, s), rows[0][:0]) for i in range(owner[-1] + 1)])
             for s in SPLITS
             if s == "train" or s in splits
         }
@@ -218,8 +218,8 @@ class Federation(Samples):
         Nothing but scoring may look at an evaluation half. ValueError for a client with fewer than
         two samples.
         """
-        size = self._joined(of).size
-        few = [i for i in self._ids(clients).tolist() if size[i] < 2][:5]
+        ids, size = self._ids(clients), self._joined(of).size
+        few = ids[size[ids] < 2][:5].tolist()
         need(not few, "clients", "at least 2 samples each, to be halved; leave out", few)
 
         def rule(n: int) -> dict[str, Tensor]:
@@ -375,8 +375,9 @@ def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
         ids = ids.astype(np.int64)
     fits = ids.shape == (count,) and ids.dtype.kind in "iU"
     need(fits, "client", f"a whole number or a string for each of {count:,} samples", ids)
-    names, owner = np.unique(ids, return_inverse=True)
-    return Ragged.grouped(np.arange(count), owner, len(names)), tuple(names.tolist())
+    order = np.argsort(ids, kind="stable")
+    names, size = np.unique(ids[order], return_counts=True)
+    return Ragged(torch.from_numpy(order), torch.from_numpy(size)), tuple(names.tolist())
 
 
 def _columns(frame: Any, y: str, client: str) -> tuple[Any, Any, Any]:

@@ -71,26 +71,24 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     """The shapes and quirks of torchvision's classes, without its downloads."""
     rng, tries = np.random.RandomState(0), []
 
-    class CIFAR10:
-        def __init__(self, root, train, download):
-            self.data = rng.randint(0, 256, (4 if train else 2, 32, 32, 3), dtype=np.uint8)
-            self.targets = [0, 1, 9, 3][: len(self.data)]
+    def cifar10(root, train, download):
+        n = 4 if train else 2
+        data = rng.randint(0, 256, (n, 32, 32, 3), dtype=np.uint8)
+        return types.SimpleNamespace(data=data, targets=[0, 1, 9, 3][:n])
 
-    class EMNIST:
-        def __init__(self, root, train, download, split):
-            assert split == "letters"
-            self.data = torch.zeros(3, 28, 28, dtype=torch.uint8)
-            self.data[:, 5, 20] = 255
-            self.targets = torch.tensor([1, 26, 2])
+    def emnist(root, train, download, split):
+        assert split == "letters"
+        data = torch.zeros(3, 28, 28, dtype=torch.uint8)
+        data[:, 5, 20] = 255
+        return types.SimpleNamespace(data=data, targets=torch.tensor([1, 26, 2]))
 
     def no_network(root, train, download):
         tries.append((root, download))
         raise RuntimeError("cannot reach it\nat all")
 
-    stand_in = types.ModuleType("torchvision.datasets")
-    stand_in.CIFAR10, stand_in.EMNIST, stand_in.CIFAR100 = CIFAR10, EMNIST, no_network
+    stand_in = types.SimpleNamespace(CIFAR10=cifar10, EMNIST=emnist, CIFAR100=no_network)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision", types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torchvision.datasets", stand_in)
     cifar = load("cifar10", tmp_path)
     assert cifar.x_train.shape == (4, 3, 32, 32) and cifar.y_train.tolist() == [0, 1, 9, 3]

@@ -142,7 +142,7 @@ def test_a_data_set_that_must_be_fetched_is_one_sentence_without_a_network(tmp_p
     done = offline(code, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("said:")]
-    assert "cifar10" in said and "torchvision" in said
+    assert "'cifar10' can be neither read from" in said or "it needs torchvision" in said
 
 
 @pytest.mark.deep("a subprocess")
