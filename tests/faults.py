@@ -27,7 +27,8 @@ from itertools import accumulate
 from pathlib import Path
 from queue import Queue
 
-ROOT = Path(__file__).parent.parent
+from places import ROOT, ran
+
 KEPT = ROOT / "build" / "trust"
 TABLE = Path(__file__).with_name("faults.jsonl")
 SUITES = ("fast", "deep")
@@ -186,10 +187,8 @@ def record(suite):
 
 def pytest(place, words, env, seconds=None):
     env = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", **env}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
-    return subprocess.run(
-        command, cwd=place, env=env, capture_output=True, text=True, check=False, timeout=seconds
-    )
+    words = ["-m", "pytest", "-p", "no:cacheprovider", *words]
+    return ran(*words, cwd=place, env=env, timeout=seconds)
 
 
 class Reached:
@@ -237,10 +236,7 @@ def compiled(place):
         "PFLCORE_EXT": "cpu",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    words = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    return (
-        subprocess.run(words, cwd=place, env=env, capture_output=True, check=False).returncode == 0
-    )
+    return ran(*["setup.py", "-q", "build_ext", "--inplace"], cwd=place, env=env).returncode == 0
 
 
 def tried(fault, place, reached):

@@ -9,15 +9,13 @@ day. Names of lines may be given:
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
+from places import ROOT, ran
 
 
 class Figure(NamedTuple):
@@ -29,10 +27,7 @@ class Figure(NamedTuple):
 
 def run(*words):
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    return ran(*words, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
 
 
 def tested(*words):
