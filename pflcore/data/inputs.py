@@ -99,7 +99,7 @@ def pair(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Tens
     if not _is_pair(value):
         some = hasattr(value, "__getitem__") and hasattr(value, "__len__") and len(value)
         pairs = _samples(value, name) if some else None
-        need(_is_pair(pairs), name, "a pair (x, y), or a Dataset of at least one pair", value)
+        need(_is_pair(pairs), name, "a pair (x, y), or a Dataset of pairs, at least one", value)
         value = pairs
     x, fields = inputs(value[0], f"x of {name}", dtype)
     y = target(value[1], f"y of {name}", dtype)

@@ -390,7 +390,7 @@ BAD_CLIENTS = [
     ([([["a"]], [0])], "x of client 0 (train): expected numbers"),
     ([(X, np.array(["cat"] * 8))], "y of client 0 (train): expected numbers in one array (pad seq"),
     ([([[1.0, 2.0], [1.0]], [0, 1])], "x of client 0 (train): expected numbers in one array (pad"),
-    ([[1, 2, 3]], "client 0 (train): expected a pair (x, y), or a Dataset of at least one"),
+    ([[1, 2, 3]], "client 0 (train): expected a pair (x, y), or a Dataset of pairs, at least one"),
     ([5], "client 0 (train): expected a pair (x, y), or a Dataset"),
     ([[(X[k, :k], 0) for k in (1, 2, 3)]], "client 0 (train): expected numbers in one array"),
     ([TensorDataset(torch.zeros(0, 1), torch.zeros(0))], "client 0 (train): expected a pair (x, y"),

@@ -287,7 +287,7 @@ def test_a_model_whose_net_was_made_by_a_lambda_is_kept(tmp_path):
         assert torch.equal(again(torch.ones(2, 6)), model(torch.ones(2, 6)))
 
 
-@pytest.mark.parametrize("wrong", [{"num_samples": 5}, {"user_data": []}, {"users": 3}])
+@pytest.mark.parametrize("wrong", [{"user_data": []}, {"users": 3}])
 def test_a_leaf_file_that_is_none_is_a_sentence(tmp_path, wrong):
     right = {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [[1.0]], "y": [1]}}}
     (tmp_path / "all.json").write_text(json.dumps(right | wrong))
