@@ -39,29 +39,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 DEEP = 60  # examples
 for name, count in {"fast": QUICK, "deep": DEEP, "all": DEEP}.items():
+    still = {"derandomize": True, "deadline": None, "database": None}
     slow = [HealthCheck.too_slow]
-    settings.register_profile(
-        name,
-        derandomize=True,
-        deadline=None,
-        max_examples=count,
-        database=None,
-        suppress_health_check=slow,
-    )
+    settings.register_profile(name, **still, max_examples=count, suppress_health_check=slow)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--suite",
-        choices=("fast", "deep", "all"),
-        default="fast",
-        help="which tests: see tests/conftest.py",
-    )
-    parser.addoption(
-        "--no-idle-skips",
-        action="store_true",
-        help="a skip that this machine does not explain is a failure",
-    )
+    which = "which tests: see tests/conftest.py"
+    parser.addoption("--suite", choices=("fast", "deep", "all"), default="fast", help=which)
+    idle = "a skip that this machine does not explain is a failure"
+    parser.addoption("--no-idle-skips", action="store_true", help=idle)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -138,11 +125,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (
-        _idle
-        and session.config.getoption("--no-idle-skips")
-        and not hasattr(session.config, "workerinput")
-    ):
+    whole = not hasattr(session.config, "workerinput")
+    if _idle and whole and session.config.getoption("--no-idle-skips"):
         session.exitstatus = 1
 
 

@@ -27,7 +27,8 @@ from itertools import accumulate
 from pathlib import Path
 from queue import Queue
 
-ROOT = Path(__file__).parent.parent
+from places import ROOT, ran
+
 KEPT = ROOT / "build" / "trust"
 TABLE = Path(__file__).with_name("faults.jsonl")
 SUITES = ("fast", "deep")
@@ -67,15 +68,10 @@ def placed(fault, source):
     if len(found) != 1:
         raise ValueError(f"{fault['where']}: {fault['old']!r} stands there {len(found)} times")
     (node,), lines = found, source.encode().splitlines(keepends=True)
-    head, tail = (
-        lines[node.lineno - 1][: node.col_offset],
-        lines[node.end_lineno - 1][node.end_col_offset :],
-    )
-    new = (
-        f"({fault['new']})"
-        if isinstance(node, ast.expr)
-        else fault["new"].replace("\n", "\n" + " " * node.col_offset)
-    )
+    head = lines[node.lineno - 1][: node.col_offset]
+    tail = lines[node.end_lineno - 1][node.end_col_offset :]
+    new = fault["new"].replace("\n", "\n" + " " * node.col_offset)
+    new = f"({new})" if isinstance(node, ast.expr) else new
     changed = [*lines[: node.lineno - 1], head + new.encode() + tail, *lines[node.end_lineno :]]
     return node.lineno, node.end_lineno, b"".join(changed).decode()
 
@@ -125,15 +121,10 @@ def messages(source):
     lines = set()
     for node in ast.walk(ast.parse(source)):
         aside = list(getattr(node, "decorator_list", []))
-        aside += (
-            [node]
-            if isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__"
-            else []
-        )
-        aside += [node] if isinstance(node, ast.Call) and "warn" in ast.unparse(node.func) else []
-        aside += (
-            [node] if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else []
-        )
+        said = isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__"
+        said |= isinstance(node, ast.Call) and "warn" in ast.unparse(node.func)
+        said |= isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        aside += [node] if said else []
         lines |= {line for n in aside for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
         if isinstance(node, ast.If) and any(isinstance(n, ast.Raise) for n in node.body):
             lines |= set(range(node.lineno, node.body[-1].end_lineno + 1))
@@ -154,11 +145,8 @@ def fresh(count, seed):
             self.lines += [start[0] for start, _ in self.operator.mutation_positions(node)]
             return node
 
-    chance, names, out = (
-        random.Random(seed),
-        [n for n in operator_names() if "Variable" not in n and "Decorator" not in n],
-        [],
-    )
+    names = [n for n in operator_names() if "Variable" not in n and "Decorator" not in n]
+    chance, out = random.Random(seed), []
     files = [p for room in ROOMS for p in sorted((ROOT / "pflcore" / room).rglob("*.py"))]
     weight = [p.stat().st_size for p in files]
     while len(out) < count:
@@ -190,18 +178,8 @@ def record(suite):
         f"[run]\nbranch = False\nsource = {ROOT / 'pflcore'}, "
         f"{ROOT / 'bench' / 'papers'}\ndata_file = {KEPT / suite}.coverage\n"
     )
-    words = [
-        "--suite",
-        suite,
-        "-n",
-        "2",
-        "-p",
-        "no:randomly",
-        "--cov",
-        "--cov-context=test",
-        f"--cov-config={KEPT / 'rc'}",
-        "--cov-report=",
-    ]
+    words = f"--suite {suite} -n 2 -p no:randomly --cov --cov-context=test --cov-report=".split()
+    words.append(f"--cov-config={KEPT / 'rc'}")
     done = pytest(ROOT, [*words, f"--junitxml={KEPT / suite}.xml"], {})
     if done.returncode not in (0, 1):
         raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
@@ -209,10 +187,8 @@ def record(suite):
 
 def pytest(place, words, env, seconds=None):
     env = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", **env}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words]
-    return subprocess.run(
-        command, cwd=place, env=env, capture_output=True, text=True, check=False, timeout=seconds
-    )
+    words = ["-m", "pytest", "-p", "no:cacheprovider", *words]
+    return ran(*words, cwd=place, env=env, timeout=seconds)
 
 
 class Reached:
@@ -260,52 +236,28 @@ def compiled(place):
         "PFLCORE_EXT": "cpu",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    words = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    return (
-        subprocess.run(words, cwd=place, env=env, capture_output=True, check=False).returncode == 0
-    )
+    return ran(*["setup.py", "-q", "build_ext", "--inplace"], cwd=place, env=env).returncode == 0
 
 
 def tried(fault, place, reached):
     """The suite that kills it, "survived", or "broken" where it cannot be tried."""
-    path, kernels = (
-        path_of(fault) if fault["kind"] != "fresh" else ROOT / fault["where"],
-        fault["where"].startswith(("csrc/cpu", "csrc/chain")),
-    )
+    drawn = fault["kind"] == "fresh"
+    path = ROOT / fault["where"] if drawn else path_of(fault)
+    python, kernels = path.suffix == ".py", fault["where"].startswith(("csrc/cpu", "csrc/chain"))
     here, source = place / path.relative_to(ROOT), path.read_text(encoding="utf-8")
-    first, last, text = (
-        (fault["line"], fault["line"], fault["source"])
-        if fault["kind"] == "fresh"
-        else placed(fault, source)
-    )
+    line = fault.get("line")
+    first, last, text = (line, line, fault["source"]) if drawn else placed(fault, source)
     here.write_text(text, encoding="utf-8")
+    env = {"PFLCORE_KERNELS": "0" if fault.get("references") else "1"}
     try:
         if kernels and not compiled(place):
             return "broken"
         for suite in SUITES:
-            tests = reached[suite].tests(path, first, last) if path.suffix == ".py" else COMPILED
-            tests = tests if kernels or path.suffix == ".py" else ["tests/internal/cuda_on_cpu"]
-            words = [
-                "--suite",
-                suite if path.suffix == ".py" else "all",
-                "-x",
-                "-q",
-                "--tb=line",
-                "-p",
-                "no:randomly",
-                *tests,
-            ]
+            tests = COMPILED if kernels else ["tests/internal/cuda_on_cpu"]
+            tests = reached[suite].tests(path, first, last) if python else tests
+            words = f"--suite {suite if python else 'all'} -x -q --tb=line -p no:randomly".split()
             try:
-                code = (
-                    pytest(
-                        place,
-                        words,
-                        {"PFLCORE_KERNELS": "0" if fault.get("references") else "1"},
-                        SECONDS,
-                    ).returncode
-                    if tests
-                    else 0
-                )
+                code = pytest(place, [*words, *tests], env, SECONDS).returncode if tests else 0
             except subprocess.TimeoutExpired:
                 return suite  # it runs for ever, or far longer than it should
             if code not in (0, 5):
@@ -320,18 +272,13 @@ def tried(fault, place, reached):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--fresh", type=int, default=0, help="so many that a library draws, instead of the table"
-    )
-    parser.add_argument("--seed", default=time.strftime("%Y-%m-%d"))
-    parser.add_argument("--only", default="", help="a regular expression: faults in these places")
-    parser.add_argument("--sample", type=int, default=0, help="so many of them, drawn by the seed")
-    parser.add_argument(
-        "--minutes", type=float, default=60, help="what is not tried by then is said"
-    )
-    parser.add_argument(
-        "--record", action="store_true", help="play the suites under coverage again"
-    )
+    option = parser.add_argument
+    option("--fresh", type=int, default=0, help="so many that a library draws, not the table's")
+    option("--seed", default=time.strftime("%Y-%m-%d"))
+    option("--only", default="", help="a regular expression: faults in these places")
+    option("--sample", type=int, default=0, help="so many of them, drawn by the seed")
+    option("--minutes", type=float, default=60, help="what is not tried by then is said")
+    option("--record", action="store_true", help="play the suites under coverage again")
     given = parser.parse_args()
     if old := stale(known()):
         print("\n".join(old))
@@ -342,11 +289,8 @@ def main():
     for suite in SUITES:
         if given.record or not (KEPT / f"{suite}.coverage").exists():
             record(suite)
-    reached, count, places = (
-        {s: Reached(s) for s in SUITES},
-        dict.fromkeys((*SUITES, "survived", "broken", "untried"), 0),
-        Queue(),
-    )
+    reached, places = {s: Reached(s) for s in SUITES}, Queue()
+    count = dict.fromkeys((*SUITES, "survived", "broken", "untried"), 0)
     for i in range(2):
         shutil.rmtree(KEPT / str(i), ignore_errors=True)
         places.put(copied(KEPT / str(i)))

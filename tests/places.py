@@ -1,6 +1,9 @@
 """Where the project and its golden values are, for tests in any folder."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -9,3 +12,17 @@ ROOT = Path(__file__).parent.parent
 def golden(name):
     """The numbers of tests/golden/NAME.json."""
     return json.loads((ROOT / "tests" / "golden" / f"{name}.json").read_text())
+
+
+def listed():
+    """What docs/api.md lists: (module, name), and (module, "") for each module."""
+    module, text = "", (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", text, re.M):
+        module = section or module
+        yield module, name
+
+
+def ran(*words, **options):
+    """Another Python with these words, and what it said."""
+    options = {"cwd": ROOT, "check": False, **options}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, **options)

@@ -9,14 +9,13 @@ day. Names of lines may be given:
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
+from places import ROOT, ran
 
 
 class Figure(NamedTuple):
@@ -27,13 +26,8 @@ class Figure(NamedTuple):
 
 
 def run(*words):
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-    }
-    return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return ran(*words, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
 
 
 def tested(*words):
@@ -58,46 +52,20 @@ def faults():
     table, fresh = (
         run("tests/faults.py", "--minutes", "30", *words) for words in ([], ["--fresh", "60"])
     )
+    lines = []
     for done in (table, fresh):
-        print(
-            "".join(
-                f"    {line}\n"
-                for line in done.stdout.splitlines()
-                if line.startswith(("survived", "broken"))
-            ),
-            end="",
-        )
-    lines = [
-        (done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1] for done in (table, fresh)
-    ]
+        said = done.stdout.strip().splitlines()
+        print(*(f"    {s}" for s in said if s.startswith(("survived", "broken"))), sep="\n")
+        lines.append(said[-1] if said else done.stderr[-300:])
     survived = int((re.findall(r"(\d+) survived", lines[1]) or ["60"])[0])
     return Figure("; ".join(lines), table.returncode == 0 and survived <= 12)
 
 
-def bad_inputs():
-    count, _, good = tested(
-        "tests/internal/package/test_arguments.py",
-        "tests/cli/test_commands.py::test_bad_input_is_one_sentence_and_leaves_nothing",
-        "tests/package/test_supply.py",
-    )
-    return Figure(
-        f"{count.get('passed', 0)} wrong arguments and unsafe readers, each answered with one "
-        "sentence",
-        good,
-    )
-
-
-def altered():
-    count, examples, good = tested(
-        "tests/test_damage.py",
-        "tests/interop/test_server_machine.py",
-        "tests/interop/test_packing.py",
-    )
-    return Figure(
-        f"{examples} altered files and random uses of a server and of forms in "
-        f"{count.get('passed', 0)} tests",
-        good and examples > 0,
-    )
+def figure(said, *words):
+    """Runs of tests: `said` with how many passed, were skipped, and how many examples were made."""
+    count, examples, good = tested(*words)
+    zero = {"passed": 0, "skipped": 0, "examples": examples}
+    return Figure(said.format(**zero | count), good)
 
 
 def hostile_clients():
@@ -114,36 +82,39 @@ def hostile_clients():
     )
 
 
-def sanitizers():
-    count, _, good = tested("tests/internal/sanitize", "tests/internal/cuda_on_cpu")
-    return Figure(
-        f"{count.get('passed', 0)} runs of the kernels under sanitizers and between forbidden "
-        f"pages, {count.get('skipped', 0)} skipped",
-        good,
-    )
-
-
-def nothing_lost():
-    words = (
+LOST = "killed or altered or damaged or full or lost or ends or cut"
+RUNS = {
+    "bad inputs": (
+        "{passed} wrong arguments and unsafe readers, each answered with one sentence",
+        "tests/internal/package/test_arguments.py",
+        "tests/cli/test_commands.py::test_bad_input_is_one_sentence_and_leaves_nothing",
+        "tests/package/test_supply.py",
+    ),
+    "altered data": (
+        "{examples} altered files and random uses of a server and of forms in {passed} tests",
+        "tests/test_damage.py",
+        "tests/interop/test_server_machine.py",
+        "tests/interop/test_packing.py",
+    ),
+    "sanitizers": (
+        "{passed} runs of the kernels under sanitizers and between forbidden pages, {skipped} "
+        "skipped",
+        "tests/internal/sanitize",
+        "tests/internal/cuda_on_cpu",
+    ),
+    "nothing lost": (
+        "{passed} kills, full disks and memories at their end: nothing lost",
         "tests/simulation/test_checkpoint.py",
         "tests/simulation/test_memory.py",
         "tests/results/test_results.py",
         "-k",
-        "killed or altered or damaged or full or lost or ends or cut",
-    )
-    count, _, good = tested(*words)
-    return Figure(
-        f"{count.get('passed', 0)} kills, full disks and memories at their end: nothing lost", good
-    )
-
-
+        LOST,
+    ),
+}
 PARTS: dict[str, Callable[[], Figure]] = {
     "faults in the code": faults,
-    "bad inputs": bad_inputs,
-    "altered data": altered,
     "hostile clients": hostile_clients,
-    "sanitizers": sanitizers,
-    "nothing lost": nothing_lost,
+    **{name: partial(figure, *words) for name, words in RUNS.items()},
 }
 
 

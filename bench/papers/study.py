@@ -20,8 +20,8 @@ from torch import Tensor
 from bench.papers.runs import Reproduction
 from bench.papers.table import curve
 from pflcore import FedAvg, Federation, metrics
+from pflcore.data.federation import permutation
 from pflcore.data.roles import Protocol
-from pflcore.data.splits import permutation
 from pflcore.results.record import plain, slug
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State

@@ -11,12 +11,11 @@ from typing import Any
 from pflcore.check import Count, Seed32, checked, need, shown
 from pflcore.data import natural, synthetic
 from pflcore.data.cuts import Partition
-from pflcore.data.federation import Federation
+from pflcore.data.federation import ClientGroups, Federation, HeldOut
 from pflcore.data.inputs import padded
 from pflcore.data.partition import PARTITIONS, options_of, partition
 from pflcore.data.roles import SHARES
 from pflcore.data.sources import SOURCES, Source, load
-from pflcore.data.splits import ClientGroups, HeldOut
 
 FEDERATIONS: dict[str, Callable[..., Federation]] = {
     **natural.FEDERATIONS,
@@ -80,30 +79,31 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         samples = partition or train_samples or test_samples
         fed = _with_clients(data, n, seed, root, options)
         need(not samples, "partition and samples", f"none, as {data} has clients", samples)
-        if fractions or (fractions is None and "test" not in fed.index):
-            shares = dict(SHARES if fractions is None else fractions)
-            fit = set(shares) <= {"val", "test"}
-            need(fit, "fractions", "shares of 'val' and 'test' of each client's samples", shares)
-            val, test = shares.get("val", 0.0), shares.get("test", 0.0)
-            fed = fed.split(val=val, test=test, seed=seed, of=None)
+        whole = fractions is None and "test" not in fed.index
+        shares = dict(SHARES if whole else fractions or {})
+        fit = set(shares) <= {"val", "test"}
+        need(fit, "fractions", "shares of 'val' and 'test' of each client's samples", shares)
+        fed = fed.split(**shares, seed=seed, of=None) if shares else fed  # type: ignore[arg-type]
         scaled = data in TABULAR if standardize is None else standardize
         return fed.standardize() if scaled else fed
     none = fractions is None and standardize is None
     need(none, "fractions and standardize", f"none, as a partition cuts {data!r}", fractions)
     name = partition or "A"
     defaults = options_of(name)
+    need("classes" not in options, name, f"the options {', '.join(defaults)}", "classes")
     cut = [f"{k}={shown(v)}" for k, v in sorted(options.items()) if v != defaults.get(k)]
     if "shift_seed" in defaults:
         options = {**options, "shift_seed": shift_seed}
-    s = (load(data, root) if isinstance(data, str) else data).sample(
-        train_samples, test_samples, seed
+    source = load(data, root) if isinstance(data, str) else data
+    s = source.sample(train_samples, test_samples, seed)
+    pools = {"x_test": s.x_test, "y_test": s.y_test}
+    part = _cut(
+        name, s.y_train, n or 10, test_labels=s.y_test, seed=seed, classes=s.classes, **options
     )
-    need("classes" not in options, name, f"the options {', '.join(defaults)}", "classes")
-    same: dict[str, Any] = {"classes": s.classes}
-    part = _cut(name, s.y_train, n or 10, test_labels=s.y_test, seed=seed, **same, **options)
     title = " ".join([s.name, name, *cut])  # runs on other cuts are no seeds of one
-    pools: dict[str, Any] = {"x_test": s.x_test, "y_test": s.y_test}
-    return Federation.from_partition(s.x_train, s.y_train, part, **pools, **same, name=title)
+    return Federation.from_partition(
+        s.x_train, s.y_train, part, **pools, classes=s.classes, name=title
+    )
 
 
 def _with_clients(
@@ -114,16 +114,15 @@ def _with_clients(
     options: Mapping[str, Any],
 ) -> Federation:
     """Data that has clients, by what it takes; the first n of them."""
-    prefix = next((p for p in natural.READERS if data.startswith(p)), "")
-    names = ", ".join([*SOURCES, *FEDERATIONS, "leaf:PATH", "folder:PATH"])
-    need(prefix or data in FEDERATIONS, "data", f"one of {names}", data)
-    make = FEDERATIONS.get(data) or partial(natural.READERS[prefix], data[len(prefix) :])
+    kind, _, path = data.partition(":")
+    readers = {k: partial(read, path) for k, read in natural.READERS.items()}
+    names = f"{', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH, folder:PATH"
+    need(data in FEDERATIONS or kind in readers, "data", f"one of {names}", data)
+    make = FEDERATIONS.get(data) or readers[kind]
     own = inspect.signature(make).parameters
     unknown = sorted(set(options) - set(own))
     need(not unknown, data, f"the options {', '.join(own)}", ", ".join(unknown))
-    given = {**({} if n is None else {"n": n}), "seed": seed, "root": root}
-    fed = make(**{k: v for k, v in given.items() if k in own}, **options)
-    if n is None or n == fed.n:
-        return fed
-    need(n <= fed.n, "n", f"at most the {fed.n} clients of {data}", n)
-    return fed.subset(range(n))
+    given = {"n": n, "seed": seed, "root": root}
+    fed = make(**{k: v for k, v in given.items() if k in own and v is not None}, **options)
+    need(n is None or n <= fed.n, "n", f"at most the {fed.n} clients of {data}", n)
+    return fed if n in (None, fed.n) else fed.subset(range(n))

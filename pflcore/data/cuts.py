@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import Count, checked, need
 from pflcore.data.ragged import Ints, Ragged
 
 Random = np.random.RandomState
@@ -34,29 +33,15 @@ class Partition:
 
 @dataclass(frozen=True)
 class Labels:
-    """The labels [n] of each pool, how far its samples are counted on, and for whom they are."""
+    """The labels [n] of each pool, and for how many clients they are."""
 
-    pools: Mapping[str, tuple[Ints, int]]  # split -> labels, offset
+    pools: Mapping[str, Ints]  # split -> labels
     n: int
     classes: int
 
-    @classmethod
-    @checked
-    def of(cls, labels: Any, test_labels: Any, n: Count, classes: Count | None) -> Labels:
-        """ValueError where these are no labels, or too few for n clients."""
-        train = _labels(labels, "labels")
-        need(n <= len(train), "n", f"at most as many as the {len(train)} training samples", n)
-        pools = {"train": (train, 0)}
-        if test_labels is not None:
-            pools["test"] = _labels(test_labels, "test_labels"), len(train)
-        top = max(int(y.max()) for y, _ in pools.values())
-        classes = top + 1 if classes is None else classes
-        need(top < classes, "labels", f"labels in 0..{classes - 1}", top)
-        return cls(pools, n, classes)
-
     @property
     def train(self) -> Ints:
-        return self.pools["train"][0]
+        return self.pools["train"]
 
     def by_class(self, y: Ints, rng: Random | None) -> list[Ints]:
         """The positions in `y` of each class, shuffled by `rng`, or in their order."""
@@ -65,16 +50,16 @@ class Labels:
 
     def each(self, cut: Callable[[Ints, str], Ragged]) -> dict[str, Ragged]:
         """Every pool cut by `cut(labels, split)`, counted through all pools."""
-        lists = {s: (cut(y, s), offset) for s, (y, offset) in self.pools.items()}
-        return {s: Ragged(cut.flat + offset, cut.size) for s, (cut, offset) in lists.items()}
+        index, first = {}, 0
+        for split, y in self.pools.items():
+            lists = cut(y, split)
+            index[split], first = Ragged(lists.flat + first, lists.size), first + len(y)
+        return index
 
 
-def _labels(labels: Any, name: str) -> Ints:
-    a = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
-    fits = a.ndim == 1 and a.size and a.dtype.kind in "iu" and int(a.min()) >= 0
-    need(fits, name, "whole numbers [n] of at least 0", labels)
-    whole: Ints = a.astype(np.int64)
-    return whole
+def stream(seed: int, what: str) -> Random:
+    """A stream of its own for each recipe, so that two with one seed do not share their draws."""
+    return Random([seed, *what.encode()])
 
 
 def deal(rows: Sequence[Ints], counts: Ints) -> Ragged:
@@ -108,16 +93,14 @@ def even(total: int, parts: int) -> Ints:
 def deal_shards(rows: Ints, sizes: Ints, table: Ints) -> Ragged:
     """`rows` [m] in shards of these sizes [S]; client i gets the shards table[i]: [N, k]."""
     shards = Ragged(torch.from_numpy(rows), torch.from_numpy(sizes))
-    return shards.take(torch.from_numpy(table.ravel())).every(table.shape[1])
+    dealt = shards.take(torch.from_numpy(table.ravel()))
+    return Ragged(dealt.flat, dealt.size.view(table.shape).sum(1))
 
 
-def cut_in_two(lists: Ragged, first: Callable[[int], int], rng: Random) -> tuple[Ragged, Ragged]:
+def cut_in_two(lists: Ragged, first: Callable[[int], int], rng: Random) -> list[Ragged]:
     """Each client's samples shuffled and cut: the first `first(n_i)` of them, and the others."""
-    rows = [torch.from_numpy(rng.permutation(r.numpy())) for r in lists]
-    at = [first(len(r)) for r in rows]
-    pairs = [r.tensor_split([a]) for r, a in zip(rows, at, strict=True)]
-    one, two = zip(*pairs, strict=True)
-    return Ragged.of(one), Ragged.of(two)
+    parts = [np.split(rng.permutation(r.numpy()), [first(len(r))]) for r in lists]
+    return [Ragged.of([torch.from_numpy(p[i]) for p in parts]) for i in (0, 1)]
 
 
 def interleaved(rows: Sequence[Ints]) -> Ints:

@@ -51,30 +51,41 @@ class Fields(tuple[Field, ...]):
 
 
 def inputs(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Fields | None]:
-    """An array as a tensor [n, ...]; a dict of arrays as rows [n, D] and their fields."""
+    """An array as a tensor [n, ...]; a dict of arrays as rows [n, D] of `dtype` (None: float32), in
+    which whole numbers must be exact, and their fields."""
     if not isinstance(value, Mapping):
         return tensor(value, name, dtype), None
     parts = {k: tensor(v, f"{name}[{k!r}]", dtype) for k, v in value.items()}
-    return joined(parts, dtype or torch.float32, name)
+    dtype = dtype or torch.float32
+    rows = {len(v) if v.dim() else None for v in parts.values()}
+    need(len(rows - {None}) == len(rows) == 1, name, "tensors by name, a row per sample", parts)
+    most = 2 ** (24 if dtype == torch.float32 else 53)
+    right = f"a tensor of floats, int64 or bool, within +-{most:,}, exact in {dtype}"
+    for key, v in parts.items():
+        exact = v.dtype == torch.int64 and not bool((v.abs() > most).any())
+        known = exact or v.is_floating_point() or v.dtype == torch.bool
+        need(known, f"{name}[{key!r}]", right, v)
+    kinds = {k: dtype if v.is_floating_point() else v.dtype for k, v in parts.items()}
+    fields = Fields(Field(k, tuple(v.shape[1:]), kinds[k]) for k, v in parts.items())
+    return torch.cat([v.reshape(len(v), -1).to(dtype) for v in parts.values()], 1), fields
 
 
 def tensor(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """An array without a copy where torch can read it; floats become `dtype`, tokens int64."""
-    if isinstance(value, Tensor):
-        t = value.detach()
-    else:
-        try:
-            a = np.asarray(value)
-            native = a.dtype.newbyteorder("=")  # torch reads no other order and no steps back
-            if a.dtype != native or min(a.strides, default=0) < 0:
-                a = np.array(a, native, order="C")
-            t = torch.as_tensor(a)
-        except (TypeError, ValueError, RuntimeError):
-            refuse(name, HINT, value)
+    try:
+        t = value.detach() if isinstance(value, Tensor) else _read(value)
+    except (TypeError, ValueError, RuntimeError):
+        refuse(name, HINT, value)
     # tokens; bytes are left to be refused, they may be images
     if t.dtype in (torch.int16, torch.int32):
         return t.long()
     return t.to(dtype) if dtype is not None and t.is_floating_point() else t
+
+
+def _read(value: Any) -> Tensor:
+    """What numpy reads; torch knows the machine's byte order alone, and no steps back."""
+    a = np.asarray(value, order="C")
+    return torch.as_tensor(a.astype(a.dtype.newbyteorder("="), copy=False))
 
 
 def target(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -84,15 +95,12 @@ def target(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def pair(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Fields | None]:
-    """(x, y), or a Dataset of such, as tensors [n, ...], [n, ...] and the fields of x."""
-    two = isinstance(value, tuple | list) and len(value) == 2
-    value = value if two else samples_of(value, name)
-    need(
-        isinstance(value, tuple | list) and len(value) == 2,
-        name,
-        "a pair (x, y), or a Dataset of pairs",
-        value,
-    )
+    """(x, y), or a Dataset of such, read once, as tensors [n, ...], [n, ...] and x's fields."""
+    if not _is_pair(value):
+        some = hasattr(value, "__getitem__") and hasattr(value, "__len__") and len(value)
+        pairs = _samples(value, name) if some else None
+        need(_is_pair(pairs), name, "a pair (x, y), or a Dataset of pairs, at least one", value)
+        value = pairs
     x, fields = inputs(value[0], f"x of {name}", dtype)
     y = target(value[1], f"y of {name}", dtype)
     one_each = x.dim() and y.dim() and len(x) == len(y)
@@ -100,14 +108,12 @@ def pair(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Tens
     return x, y, fields
 
 
-def _two(value: Any) -> bool:
+def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
-def samples_of(dataset: Any, name: str) -> Any:
-    """All samples of a Dataset of pairs, read once: x [n, ...], perhaps a dict, and y [n, ...]."""
-    sized = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    need(sized and len(dataset), name, "a pair (x, y), or a Dataset of at least one", dataset)
+def _samples(dataset: Any, name: str) -> Any:
+    """All samples of a Dataset: x [n, ...], perhaps a dict, and y [n, ...]."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     try:
@@ -116,29 +122,13 @@ def samples_of(dataset: Any, name: str) -> Any:
         refuse(name, HINT, dataset[0])
 
 
-def joined(x: Mapping[str, Tensor], dtype: torch.dtype, name: str = "x") -> tuple[Tensor, Fields]:
-    """Fields [n, ...] as rows [n, D] of `dtype`, in which whole numbers must be exact."""
-    rows = [len(v) if isinstance(v, Tensor) and v.dim() else None for v in x.values()]
-    one_each = rows and None not in rows and len(set(rows)) == 1
-    need(one_each, name, "tensors by name, each with a row for every sample", x)
-    most = 2 ** (24 if dtype == torch.float32 else 53)
-    for key, v in x.items():
-        known = v.is_floating_point() or v.dtype in (torch.int64, torch.bool)
-        need(known, f"{name}[{key!r}]", "a tensor of floats, int64 or bool", v)
-        high = int(v.abs().max()) if v.dtype == torch.int64 and v.numel() else 0
-        need(high <= most, f"{name}[{key!r}]", f"numbers within +-{most:,}, exact in {dtype}", high)
-    kinds = {k: dtype if v.is_floating_point() else v.dtype for k, v in x.items()}
-    fields = Fields(Field(k, tuple(v.shape[1:]), kinds[k]) for k, v in x.items())
-    return torch.cat([v.reshape(len(v), -1).to(dtype) for v in x.values()], 1), fields
-
-
 def masked(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
     """Labels [n, T] with `IGNORED` where the field "mask" [T] is false; other targets unchanged."""
-    mask = next((f for f in fields or () if f.name == "mask" and f.dtype == torch.bool), None)
-    if fields is None or mask is None or y.shape[1:] != mask.shape or y.dim() < 2:
+    mask = fields.apart(x).get("mask") if fields else None
+    if mask is None or mask.dtype != torch.bool or mask.shape != y.shape or y.dim() < 2:
         return y
     need(not y.is_floating_point(), "y", "labels of the steps of which x has a mask", y)
-    return y.masked_fill(~fields.apart(x)["mask"], IGNORED)
+    return y.masked_fill(~mask, IGNORED)
 
 
 @checked

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from pflcore.check import need
-from pflcore.data.federation import Classes, Federation
+from pflcore.data.federation import Classes, Federation, infer
 from pflcore.data.samples import SPLITS
-from pflcore.data.sources import digest_of, known, line, package
+from pflcore.data.sources import digest_of, known, package, reading
 
 Where = str | os.PathLike[str]
 Pairs = dict[str, dict[str, tuple[Any, Any]]]  # client -> split -> (x, y)
@@ -74,7 +74,7 @@ def femnist(root: Where | None = None) -> Federation:
     h5py, clients = package("h5py", "h5py"), Pairs()
     for split in ("train", "test"):
         path = at / f"fed_emnist_{split}.h5"
-        with reading(path, "TFF's HDF5 file"), h5py.File(path) as file:
+        with reading(f"{path}: expected TFF's HDF5 file, got none"), h5py.File(path) as file:
             for writer, of in file["examples"].items():
                 pair = of["pixels"][()][:, None], of["label"][()].astype(np.int64)
                 clients.setdefault(writer, {})[split] = pair
@@ -92,15 +92,13 @@ def leaf(path: Where, *, classes: Classes = "infer", name: str | None = None) ->
     """
     base = Path(path)
     base = base / "data" if (base / "data" / "train").is_dir() else base
-    users = {s: _leaf_users(p) for s, p in _parts(base).items()}
+    users = {s: _leaf_users(p, classes) for s, p in _parts(base).items()}
     strangers = users.get("test", {}).keys() - users["train"].keys()
     apart = bool(strangers) and len(strangers) == len(users["test"])
     clients = Pairs()
     for split, of in users.items():
-        for user, (x, y) in of.items():
-            if split == "train" or len(y):
-                with reading(base, f"numbers as x and y of user {user!r} (turn text into them)"):
-                    pair = _typed(x, y, classes)
+        for user, pair in of.items():
+            if split == "train" or len(pair[1]):
                 clients.setdefault(user, {})["train" if apart else split] = pair
     fed = _federation(clients, classes, name or f"leaf {base.name}")
     held = torch.tensor([u in strangers for u in clients])
@@ -119,7 +117,7 @@ def folder(
     ``classes=None`` reads them as regression targets.
     """
     base, clients = Path(path), Pairs()
-    headers: dict[tuple[str, ...], str] = {}
+    first: tuple[str, ...] = ()
     for split, part in _parts(base).items():
         for file in _files(part, ".csv", ".npz"):
             mine = clients.setdefault(file.stem, {})
@@ -127,38 +125,22 @@ def folder(
                 mine |= _npz(file, split)
                 continue
             header, mine[split] = _csv(file, target)
-            same = header in headers or not header or not headers
-            need(same, str(file), f"the columns of other files, {next(iter(headers), 0)}", header)
-            headers |= {header: file.name} if header else {}
-    targets = [y for c in clients.values() for _, y in c.values()]
-    labels = classes is not None and all(np.array_equal(y, np.round(y)) for y in targets)
-    kind = np.int64 if labels else np.float32
-    typed = {
-        c: {s: (np.asarray(x, np.float32), np.asarray(y).astype(kind)) for s, (x, y) in of.items()}
-        for c, of in clients.items()
-    }
-    return _federation(typed, classes if labels else None, name or base.name)
+            first = first or header
+            need(header in ((), first), str(file), f"the columns of other files, {first}", header)
+    fed = _federation(clients, None, name or base.name)
+    labels = classes is not None and bool((fed.y == fed.y.round()).all())
+    y = fed.y.long() if labels else fed.y.float()
+    return replace(fed, y=y, classes=infer(classes, y) if labels else None)
 
 
 def _federation(clients: Pairs, classes: Classes, name: str) -> Federation:
     without = [c for c, of in clients.items() if "train" not in of]
     need(not without, "path", "training samples of every client", without[:5])
-    fed = Federation.from_clients(clients.values(), classes=classes, name=name)
+    fed = Federation.from_clients(clients.values(), classes=classes, dtype=None, name=name)
     return fed._with(names=tuple(clients))
 
 
 # files ------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def reading(path: Path, what: str) -> Iterator[None]:
-    """OSError, one sentence, for a file that is missing or broken."""
-    try:
-        yield
-    except ImportError:
-        raise
-    except Exception as e:  # each library raises kinds of its own
-        raise OSError(f"{path}: expected {what}, got a file that is none ({line(e)}).") from e
 
 
 def _root(root: Where | None) -> Path:
@@ -178,41 +160,39 @@ def _files(part: Path, *kinds: str) -> list[Path]:
     there."""
     found = sorted((f for f in part.glob("*") if not f.is_dir()), key=_natural)
     mine = [f for f in found if f.suffix in kinds]
-    wanted = f"{' or '.join(kinds)} files and nothing else; give them a folder"
-    stray = [f.name for f in found if f not in mine and not re.match(r"\.|README|LICENSE", f.name)]
-    if not mine or stray:
-        raise FileNotFoundError(f"{part}: expected {wanted}, got {stray[:1] or 'none there'}.")
+    stray = {f.name for f in found if not re.match(r"\.|README|LICENSE", f.name)}
+    stray -= {f.name for f in mine}
+    if stray or not mine:
+        wanted = f"{' or '.join(kinds)} files and nothing else; give them a folder"
+        raise FileNotFoundError(f"{part}: expected {wanted}, got {sorted(stray) or 'none there'}.")
     return mine
 
 
-def _natural(path: Path) -> list[Any]:
+def _natural(path: Path) -> str:
     """client2 before client10."""
-    return [
-        (0, int(t), "") if t.isdigit() else (1, 0, t) for t in re.split(r"(\d+)", path.name) if t
-    ]
+    return re.sub(r"\d+", lambda number: number[0].zfill(20), path.name)
 
 
 def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
     """MALSAR's cell format: ``X`` a cell of [n_i, d] matrices and ``Y`` one of [n_i, 1], a cell
     entry per client; as float64 arrays."""
     io = package("scipy.io")
-    with reading(path, "a .mat file with the cells X and Y"):
+    with reading(f"{path}: expected a .mat file with the cells X and Y, got none"):
         mat = {k.upper(): v for k, v in io.loadmat(path).items()}
         x, y = ([np.asarray(c, np.float64) for c in mat[k].reshape(-1)] for k in "XY")
     return x, [v.reshape(-1) for v in y]
 
 
-def _leaf_users(path: Path) -> dict[str, tuple[Any, Any]]:
+def _leaf_users(path: Path, classes: Classes) -> dict[str, tuple[Any, Any]]:
     users: dict[str, tuple[Any, Any]] = {}
     for file in [path] if path.is_file() else _files(path, ".json"):
-        with reading(file, "LEAF's users, num_samples and user_data"):
+        right = "LEAF's users and user_data, each user once, numbers as x and y"
+        with reading(f"{file}: expected {right}, got none"):
             content = json.loads(file.read_text())
-            counts = content.get("num_samples", [None] * len(content["users"]))
-            for user, count in zip(content["users"], counts, strict=True):
-                x, y = (content["user_data"][user][k] for k in "xy")
-                fits = len(x) == len(y) == (len(x) if count is None else count)
-                need(fits and user not in users, "users", "each once, with num_samples", user)
-                users[user] = x, y
+            for user in content["users"]:
+                need(user not in users, "users", "each once", user)
+                of = content["user_data"][user]
+                users[user] = _typed(of["x"], of["y"], classes)
     return users
 
 
@@ -228,32 +208,30 @@ def _typed(x: Any, y: Any, classes: Classes) -> tuple[Any, Any]:
 
 
 def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
-    with reading(path, "arrays of numbers x and y, or x_train and y_train"):
-        with np.load(path, allow_pickle=False) as z:
-            arrays = {k if "_" in k else f"{k}_{split}": z[k] for k in z.files}
-        parts = {s: (arrays[f"x_{s}"], arrays[f"y_{s}"]) for s in SPLITS if f"x_{s}" in arrays}
-        kinds = {a.dtype.kind for a in arrays.values()}
-        need(parts and kinds <= set("fiub"), "arrays", "numbers x and y", list(arrays))
-    return parts
+    said = f"{path}: expected arrays of numbers x and y, or x_train and y_train, got none"
+    with reading(said), np.load(path, allow_pickle=False) as z:
+        arrays = {k if "_" in k else f"{k}_{split}": z[k] for k in z.files}
+        splits = [s for s in SPLITS if f"x_{s}" in arrays]
+        need(splits, "arrays", "x and y", z.files)
+        return {s: (arrays[f"x_{s}"].astype(np.float32), arrays[f"y_{s}"] * 1.0) for s in splits}
 
 
 def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any]]:
     """The header, () for none, and x, y. A header has no number, or counts its columns, as pandas
     writes it for an array."""
-    with reading(path, "rows of numbers in UTF-8, all of one length"):
-        with path.open(encoding="utf-8-sig") as f:
-            first = tuple(f.readline().strip().replace('"', "").split(","))
+    with reading(f"{path}: expected rows of numbers in UTF-8, all of one length, got others"):
+        lines = path.read_text("utf-8-sig").splitlines()
+        first = tuple(lines[0].strip().replace('"', "").split(","))
         named = not any(map(_is_number, first)) or first == tuple(map(str, range(len(first))))
-        rows = np.loadtxt(
-            path, delimiter=",", skiprows=int(named), ndmin=2, encoding="utf-8-sig", quotechar='"'
-        )
+        rows = np.loadtxt(lines[named:], delimiter=",", ndmin=2, quotechar='"')
         need(rows.size, "rows", "at least one", 0)
     own = named and first[0] in ("", "Unnamed: 0")
     need(not own, str(path), "a name for every column (row numbers of pandas: index=False)", first)
     known = target in first if isinstance(target, str) else -len(first) <= target < len(first)
     need(len(first) > 1 and known, "target", f"one of the columns {first} of {path}", target)
     column = first.index(target) if isinstance(target, str) else target
-    return first if named else (), (np.delete(rows, column, 1), rows[:, column])
+    x = np.delete(rows, column, 1).astype(np.float32)
+    return first if named else (), (x, rows[:, column])
 
 
 def _is_number(text: str) -> bool:
@@ -264,4 +242,4 @@ def _is_number(text: str) -> bool:
 
 
 FEDERATIONS: dict[str, Any] = {"school": school, "vehicle": vehicle, "femnist": femnist}
-READERS: dict[str, Any] = {"leaf:": leaf, "folder:": folder}
+READERS: dict[str, Any] = {"leaf": leaf, "folder": folder}

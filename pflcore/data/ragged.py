@@ -32,14 +32,10 @@ class Ragged(Sequence[Tensor]):
         return cls(torch.cat(list(lists)), torch.tensor([rows.numel() for rows in lists]))
 
     @classmethod
-    def grouped(cls, rows: Ints, owner: Ints, n: int) -> Ragged:
+    def grouped(cls, rows: Tensor | Ints, owner: Tensor | Ints, n: int) -> Ragged:
         """Samples `rows` [m] to their owners [m] in 0..n-1, each client's in the order given."""
-        size = torch.from_numpy(np.bincount(owner, minlength=n))
-        return cls(torch.from_numpy(rows[stable_order(owner)]), size)
-
-    def every(self, k: int) -> Ragged:
-        """Each k lists joined to one: N / k lists."""
-        return Ragged(self.flat, self.size.view(-1, k).sum(1))
+        order = torch.from_numpy(np.argsort(np.asarray(owner), kind="stable"))
+        return cls(torch.as_tensor(rows)[order], torch.as_tensor(owner).bincount(minlength=n))
 
     def __len__(self) -> int:
         return len(self.size)
@@ -70,21 +66,6 @@ class Ragged(Sequence[Tensor]):
     def to(self, device: str | torch.device) -> Ragged:
         """The same lists on ``device``."""
         return Ragged(self.flat.to(device), self.size)
-
-
-def stable_order(ids: NDArray[Any]) -> Ints:
-    """The positions [n] that sort `ids` [n]; equal ones stay in order. Whole numbers are fast."""
-    at = np.arange(len(ids))
-    if not (ids[1:] < ids[:-1]).any():
-        return at
-    if ids.dtype.kind == "i":
-        low, high = int(ids.min()), int(ids.max())
-        if (high - low + 1) * len(ids) < 2**63:  # id and position in one word: no argsort
-            at += (ids - low) * len(ids)
-            at.sort()
-            at %= len(ids)
-            return at
-    return np.argsort(ids, kind="stable")
 
 
 def onto(t: Tensor, device: torch.device) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pflcore.check import NonNegative, Seed32, checked, need
-from pflcore.data.federation import Federation
-from pflcore.data.splits import HeldOut
+from pflcore.data.federation import Federation, HeldOut
 
 SHARES = {"val": 0.15, "test": 0.15}  # Motley's split of a client's own samples
 
@@ -123,6 +122,6 @@ def held_out(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:
 def one_client(samples: Any, **options: Any) -> Federation:
     """One client's samples, however they come, as a federation of one."""
     one = samples if isinstance(samples, Federation) else None
-    one = Federation.from_clients([samples], **options) if one is None else one
+    one = one or Federation.from_clients([samples], **options)
     need(one.n == 1, "samples", "those of one client", one)
     return one

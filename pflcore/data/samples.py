@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore.check import Count, check, need, refuse
-from pflcore.data.inputs import IGNORED, Fields, joined, masked
+from pflcore.data.inputs import IGNORED, Fields, inputs, masked
 from pflcore.data.ragged import Ragged, onto
 
 SPLITS = ("train", "val", "test")
@@ -42,14 +43,14 @@ class Samples:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        x, y, fields = self.x, self.y, self.fields
+        x, fields = self.x, self.fields
         if isinstance(x, Mapping):
-            floats = [v.dtype for v in x.values() if v.is_floating_point()]
-            x, fields = joined(x, floats[0] if floats else torch.float32)
+            dtype = next((v.dtype for v in x.values() if v.is_floating_point()), None)
+            x, fields = inputs(x, "x", dtype)
             self.__dict__.update(x=x, fields=fields)
         check(self)
-        index = {s: _ragged(s, lists, x.device) for s, lists in self.index.items()}
-        self.__dict__.update(y=masked(y, x, fields), index=index)
+        index = {s: _ragged(f"index[{s!r}]", lists, x.device) for s, lists in self.index.items()}
+        self.__dict__.update(y=masked(self.y, x, fields), index=index)
         self._check_index()
         self._check_pool()
         self._check_clients()
@@ -97,13 +98,14 @@ class Samples:
         `relabel`): int64 [N, C], on the CPU."""
         if self.classes is None:
             refuse("counts", "labels (the targets are numbers: classes is None)", self.y)
-        lists = self.lists(split) if clients is None else self.lists(split).take(clients)
+        ids = torch.arange(self.n) if clients is None else clients
+        lists = self.lists(split).take(ids)
         y = self.y[lists.flat].reshape(len(lists.flat), -1)
         owner = lists.owner()[:, None].expand_as(y)
         if self.y.dim() > 1:  # masked steps have no label
             owner, y = owner[y != IGNORED], y[y != IGNORED]
         if self.relabel is not None:
-            y = self.relabel[owner if clients is None else onto(clients, self.device)[owner], y]
+            y = self.relabel[onto(ids, self.device)[owner], y]
         place = (owner * self.classes + y).flatten()
         counts = torch.bincount(place, minlength=len(lists) * self.classes)
         return counts.view(-1, self.classes).cpu()
@@ -145,9 +147,11 @@ class Samples:
         """The same federation with its pool and index lists on `device`."""
         if torch.device(device) == self.device:
             return self
-        moved = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
-        index, truth = ({k: v.to(device) for k, v in d.items()} for d in (self.index, self.truth))
-        return self._with(index=index, truth=truth, **moved)
+
+        def moved(v: Any) -> Any:
+            return v.to(device) if isinstance(v, Tensor | Ragged) else v
+
+        return self._with(**tree_map(moved, self.__dict__))
 
     # what it refuses ----------------------------------------------------------------------------
 
@@ -160,17 +164,15 @@ class Samples:
         for split, lists in self.index.items():
             name, flat = f"index[{split!r}]", lists.flat
             need(len(lists) == self.n, name, f"a list for each of {self.n} clients", len(lists))
-            off = flat[:0] if not len(flat) else (flat < 0) | (flat >= pool)
-            if bool(off.any()):
-                i = int(lists.owner()[off][0])
-                refuse(f"{name}[{i}]", f"samples in 0..{pool - 1}", int(flat[off][0]))
+            for place in ((flat < 0) | (flat >= pool)).nonzero()[:1, 0].tolist():
+                i = int(lists.owner()[place])
+                refuse(f"{name}[{i}]", f"samples in 0..{pool - 1}", int(flat[place]))
             seen = torch.zeros_like(used)
             seen[flat] = True
-            if int(seen.sum()) != len(flat):
-                # clients may share test samples
-                key = (lists.owner() * pool + flat if split == "test" else flat).sort().values
-                twice = (key[1:][key[1:] == key[:-1]][:1] % pool).tolist()
-                need(not twice, name, "a sample once, in one client's list", twice)
+            if int(seen.sum()) != len(flat):  # clients may share test samples
+                key = lists.owner() * pool + flat if split == "test" else flat
+                once = len(key.unique()) == len(key)
+                need(once, name, "a sample once, in one client's list", flat)
             both = (seen & used).nonzero()[:1, 0].tolist()
             need(not both, name, "samples of no other split", both)
             used |= seen
@@ -188,8 +190,8 @@ class Samples:
             dense = "dense floats or int64 (tokens to int64, images to float, then normalized)"
             need(number and t.layout == torch.strided, name, dense, t)
             # min and max keep NaN and Inf and need no mask as large as the pool
-            ends = torch.stack(t.aminmax()) if t.is_floating_point() and t.numel() else t[:0]
-            if not bool(ends.isfinite().all()):
+            floats = t.is_floating_point() and t.numel()
+            if floats and not bool(torch.stack(t.aminmax()).isfinite().all()):
                 bad = int((~t.isfinite()).reshape(len(t), -1).any(1).nonzero()[0])
                 refuse(name, f"finite numbers, also in sample {bad}{self._holder(bad)}", t[bad])
         if self.classes is not None:
@@ -212,33 +214,24 @@ class Samples:
         for key, value in {**self.truth, "names": self.names}.items():
             row_each = value is None or (np.ndim(value) > 0 and len(value) == self.n)
             need(row_each, key, f"a row for each of {self.n} clients", value)
-        r = self.relabel
-        if r is None:
-            return
-        classes = self.classes or 0
-        whole = classes and not bool((self.y == IGNORED).any())
-        need(whole, "relabel", "a label at every step of every sample", self.y)
-        fits = r.dtype == torch.int64 and r.shape == (self.n, classes)
-        fits = fits and r.device == self.device and bool(((r >= 0) & (r < classes)).all())
-        right = f"int64 [{self.n}, {classes}], labels in 0..{classes - 1} on {self.device}"
-        need(fits, "relabel", right, r)
+        r, classes = self.relabel, self.classes or 0
+        if r is not None:
+            fits = r.dtype == torch.int64 and r.shape == (self.n, classes)
+            fits = fits and r.device == self.device and bool(((r >= 0) & (r < classes)).all())
+            right = f"int64 [{self.n}, {classes}], labels in 0..{classes - 1} on {self.device}"
+            right += ", and a label at every step of every sample"
+            need(fits and classes and not bool((self.y == IGNORED).any()), "relabel", right, r)
 
 
-def _ragged(split: str, lists: Any, device: torch.device) -> Ragged:
+def _ragged(name: str, lists: Any, device: torch.device) -> Ragged:
     """The lists of a split as `Ragged`, each int64 [n_i] on the pool's device."""
-    if isinstance(lists, Ragged):
-        _check_list(f"index[{split!r}]", lists.flat, device)
-        return lists
-    several = isinstance(lists, Sequence) and len(lists) > 0
-    need(several, f"index[{split!r}]", "a list of index tensors, at least one", lists)
-    for i, rows in enumerate(lists):
-        _check_list(f"index[{split!r}][{i}]", rows, device)
-    return Ragged.of(lists)
-
-
-def _check_list(name: str, rows: Any, device: torch.device) -> None:
-    whole = isinstance(rows, Tensor) and rows.dtype == torch.int64 and rows.dim() == 1
-    need(whole and rows.device == device, name, f"an int64 tensor [n] on {device}", rows)
+    rows = [lists.flat] if isinstance(lists, Ragged) else lists
+    several = isinstance(rows, Sequence) and len(rows) > 0
+    need(several, name, "a list of index tensors, at least one", rows)
+    for i, r in enumerate(rows):
+        whole = isinstance(r, Tensor) and r.dtype == torch.int64 and r.dim() == 1
+        need(whole and r.device == device, f"{name}[{i}]", f"an int64 tensor [n] on {device}", r)
+    return lists if isinstance(lists, Ragged) else Ragged.of(rows)
 
 
 def _range(sizes: Tensor) -> str:

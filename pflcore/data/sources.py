@@ -7,11 +7,12 @@ package and need no network; torchvision reads or downloads the others.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pflcore.check import Count, Seed32, checked, need
-from pflcore.data.cuts import interleaved
+from pflcore.data.cuts import interleaved, stream
 from pflcore.data.ragged import Ints
 
 IDX_FILES = (
@@ -63,7 +64,7 @@ class Source:
             x, y = getattr(self, f"x_{split}"), getattr(self, f"y_{split}")
             if number is not None:
                 need(number <= len(y), split, f"at most the {len(y)} samples there are", number)
-                rng = np.random.RandomState([seed, *split.encode()])
+                rng = stream(seed, split)
                 rows = [rng.permutation(r) for r in _of_each_class(y.numpy())]
                 chosen = torch.from_numpy(np.sort(interleaved(rows)[:number]))
                 new |= {f"x_{split}": x[chosen], f"y_{split}": y[chosen]}
@@ -90,15 +91,9 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
     """
     need(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name)
     images, folder = SOURCES[name], os.environ.get("PFLCORE_DATA") if root is None else root
-    try:
+    where = folder or "a folder (set PFLCORE_DATA)"
+    with reading(f"data: {name!r} can be neither read from {where} nor downloaded"):
         arrays = [np.ascontiguousarray(a) for a in images.read(Path(folder) if folder else None)]
-    except ImportError:
-        raise
-    except Exception as e:  # gzip, numpy and torchvision raise many kinds
-        raise OSError(
-            f"data: {name!r} can be neither read from {folder or 'a folder (set PFLCORE_DATA)'} "
-            f"nor downloaded ({line(e)})."
-        ) from e
     known(name, digest_of(*arrays), images.digest)
     x, y, xt, yt = (torch.from_numpy(a.astype(t)) for a, t in zip(arrays, "fqfq", strict=True))
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (images.mean, images.std))
@@ -123,6 +118,17 @@ def digest_of(*arrays: Any) -> str:
     for a in arrays:
         digest.update(np.ascontiguousarray(a).data)
     return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def reading(said: str) -> Iterator[None]:
+    """OSError, what is `said` and why, for a file that is missing or broken."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as e:  # each library raises kinds of its own
+        raise OSError(f"{said} ({line(e)}).") from e
 
 
 def line(error: BaseException) -> str:
@@ -169,24 +175,24 @@ def _parted(x: Any, y: Ints, seed: int) -> list[Any]:
     return [x[train], y[train], x[test], y[test]]
 
 
-def _vision(cls: str, root: Path | None, name: str = "", **options: Any) -> Iterable[Any]:
+def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[Any]:
     """From IDX files in `name`/ or `cls`/raw/, else by torchvision."""
-    for folder in [root / name, root / cls / "raw"] if root is not None and name else []:
+    for folder in [] if root is None else [root / name, root / cls / "raw"]:
         files = [next(folder.glob(f"{f}*"), folder / f) for f in IDX_FILES]
         if any(f.is_file() for f in files):
-            a, b, c, d = (read_idx(f) for f in files)
+            a, b, c, d = map(read_idx, files)
             return a[:, None], b, c[:, None], d
     make, cache = getattr(package("torchvision.datasets"), cls), Path.home() / ".cache" / "pflcore"
-    for place in [] if root is None else [root, root / cls.lower()]:
-        try:  # nothing is ever written into the user's own folder
-            sets = [make(str(place), train=t, download=False, **options) for t in (True, False)]
-            break
-        except (RuntimeError, OSError):
-            continue
-    else:
-        cache.mkdir(parents=True, exist_ok=True)
-        sets = [make(str(cache), train=t, download=True, **options) for t in (True, False)]
-    return [a for s in sets for a in _pool(s, cls, options.get("split"))]
+
+    def pools(place: Path, download: bool) -> list[Any]:
+        sets = [make(str(place), train=t, download=download, **options) for t in (True, False)]
+        return [a for s in sets for a in _pool(s, cls, options.get("split"))]
+
+    for place in [] if root is None else [root, root / name]:
+        with contextlib.suppress(RuntimeError, OSError):
+            return pools(place, False)  # nothing is ever written into the user's own folder
+    cache.mkdir(parents=True, exist_ok=True)
+    return pools(cache, True)
 
 
 def _pool(data: Any, cls: str, split: str | None) -> tuple[Any, Any]:
@@ -199,29 +205,23 @@ def _pool(data: Any, cls: str, split: str | None) -> tuple[Any, Any]:
 def read_idx(path: Path) -> Any:
     """An IDX file of unsigned bytes, gzipped or not, as uint8 [n, ...]."""
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    need(raw[:3] == b"\0\0\x08", str(path), "an IDX file of unsigned bytes", raw[:4].hex())
     shape = np.frombuffer(raw, ">i4", raw[3], 4)
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
 
 CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
-MNIST = ((0.1307,), (0.3081,))
+MNIST, FASHION = ((0.1307,), (0.3081,)), ((0.2860,), (0.3530,))
+EMNIST = partial(_vision, "EMNIST", "emnist")
 SOURCES: dict[str, Images] = {
     "mnist5k": Images(_mnist5k, 10, *MNIST, "9edf8ef5d72a19da"),
-    "mnist": Images(partial(_vision, "MNIST", name="mnist"), 10, *MNIST, "1aacd4202d115f2d"),
+    "mnist": Images(partial(_vision, "MNIST", "mnist"), 10, *MNIST, "1aacd4202d115f2d"),
     "fashion_mnist": Images(
-        partial(_vision, "FashionMNIST", name="fashion_mnist"),
-        10,
-        (0.2860,),
-        (0.3530,),
-        "c462fd10202da983",
+        partial(_vision, "FashionMNIST", "fashion_mnist"), 10, *FASHION, "c462fd10202da983"
     ),
     "digits": Images(_digits, 10, (0.3053,), (0.3760,), "3c3015023e58c9bd"),
-    "cifar10": Images(partial(_vision, "CIFAR10"), 10, *CIFAR),
-    "cifar100": Images(partial(_vision, "CIFAR100"), 100, *CIFAR),
-    "emnist": Images(partial(_vision, "EMNIST", split="byclass"), 62, (0.1736,), (0.3317,)),
-    "emnist_balanced": Images(
-        partial(_vision, "EMNIST", split="balanced"), 47, (0.1751,), (0.3332,)
-    ),
-    "emnist_letters": Images(partial(_vision, "EMNIST", split="letters"), 26, (0.1722,), (0.3309,)),
+    "cifar10": Images(partial(_vision, "CIFAR10", "cifar10"), 10, *CIFAR),
+    "cifar100": Images(partial(_vision, "CIFAR100", "cifar100"), 100, *CIFAR),
+    "emnist": Images(partial(EMNIST, split="byclass"), 62, (0.1736,), (0.3317,)),
+    "emnist_balanced": Images(partial(EMNIST, split="balanced"), 47, (0.1751,), (0.3332,)),
+    "emnist_letters": Images(partial(EMNIST, split="letters"), 26, (0.1722,), (0.3309,)),
 }

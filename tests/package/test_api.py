@@ -7,22 +7,16 @@ import inspect
 import re
 
 import pytest
-import torch
-from places import ROOT
+from places import listed
 
 from pflcore import Algorithm
 from pflcore.algorithms import ALGORITHMS
 
-LIST = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-SECTIONS = {
-    m[1]: m[2] for m in re.finditer(r"^## `(pflcore[\w.]*)`\n(.*?)(?=^## |\Z)", LIST, re.M | re.S)
-}
 EXTRAS = {"pflcore.interop.flower": "flwr"}  # what is looked at only where its framework is
-LISTED = {
-    module: re.findall(r"^- `(\w+)`: \S.*", text, re.M)
-    for module, text in SECTIONS.items()
-    if module not in EXTRAS or importlib.util.find_spec(EXTRAS[module])
-}
+LISTED: dict[str, list[str]] = {}
+for module, name in listed():
+    if module not in EXTRAS or importlib.util.find_spec(EXTRAS[module]):
+        LISTED.setdefault(module, []).extend([name] if name else [])
 
 
 def is_ours(thing):
@@ -60,72 +54,50 @@ PUBLIC |= {("pflcore.algorithms", cls.__name__): cls for cls in ALGORITHMS.value
 
 @pytest.mark.parametrize("module", LISTED)
 def test_the_list_is_what_a_module_gives(module):
-    assert sorted(LISTED[module]) == sorted(importlib.import_module(module).__all__), (
-        f"docs/api.md, section {module}"
-    )
-    assert len(LISTED[module]) == len(set(LISTED[module]))
+    assert sorted(LISTED[module]) == sorted(importlib.import_module(module).__all__)
 
 
 def test_the_list_is_long_enough_to_be_one():
     assert len(LISTED) >= 9 and len(LISTED["pflcore"]) > 20
 
 
-@pytest.mark.parametrize("module", LISTED)
-def test_what_is_public_says_what_it_is(module):
-    silent = []
-    for (where, name), thing in PUBLIC.items():
-        if where != module or not (inspect.isclass(thing) or inspect.isfunction(thing)):
-            continue
-        # by dataclass or NamedTuple
-        generated = inspect.isclass(thing) and (thing.__doc__ or "").startswith(
-            f"{thing.__name__}("
-        )
-        silent += [name] if not thing.__doc__ or generated else []
-        for full, function in functions(name, thing):
-            inherited = getattr(inspect.getmodule(function), "__name__", "") != getattr(
-                thing, "__module__", ""
-            )
-            # once, by the protocol
-            told = (
-                inspect.isclass(thing) and issubclass(thing, Algorithm) and thing is not Algorithm
-            )
-            if not inherited and not told and not inspect.getdoc(function):
-                silent.append(full)
-    assert silent == [], "without a docstring"
+def silent(thing, full, function):
+    """Without a docstring; of an algorithm's hooks the protocol says it once, of what is inherited
+    its own class."""
+    inherited = getattr(inspect.getmodule(function), "__name__", "") != thing.__module__
+    hook = inspect.isclass(thing) and issubclass(thing, Algorithm) and thing is not Algorithm
+    return not (inherited or hook or inspect.getdoc(function))
+
+
+def shapeless(function, hints):
+    """A tensor without its shape, "[N, P]", in the docstring or in a comment beside it."""
+    if not re.search(r"\bTensor\b", str(hints)):
+        return False
+    head = inspect.getsource(inspect.unwrap(function)).split('"""')[0]
+    said = [inspect.getdoc(function) or "", *re.findall(r"#.*", head)]
+    return not re.search(r"\[[\w .,:+*-]*\]", " ".join(said))
 
 
 @pytest.mark.parametrize("module", LISTED)
 def test_what_is_public_is_annotated(module):
-    bare = []
+    """And says what it is: docstrings, annotations, shapes."""
+    lacks = []
     for (where, name), thing in PUBLIC.items():
-        if where == module:
-            for full, function in functions(name, thing):
-                signature = inspect.signature(function)
-                bare += [
-                    f"{full}({p})"
-                    for p, v in signature.parameters.items()
-                    if p not in ("self", "cls") and v.annotation is v.empty
-                ]
-                bare += [f"{full} ->"] if signature.return_annotation is signature.empty else []
-    assert bare == [], "without an annotation"
+        if where != module or not (inspect.isclass(thing) or inspect.isfunction(thing)):
+            continue
+        generated = inspect.isclass(thing) and (thing.__doc__ or "").startswith(f"{name}(")
+        lacks += [f"{name}: docstring"] if generated or not thing.__doc__ else []
+        for full, function in functions(name, thing):
+            signature = inspect.signature(function)
+            hints = {k: p.annotation for k, p in signature.parameters.items()}
+            hints |= {"->": signature.return_annotation}
+            bare = [k for k, v in hints.items() if v is signature.empty]
+            lacks += [f"{full}: {k}" for k in bare if k not in ("self", "cls")]
+            lacks += [f"{full}: docstring"] if silent(thing, full, function) else []
+            lacks += [f"{full}: shape"] if shapeless(function, list(hints.values())) else []
+    assert lacks == []
 
 
 def test_constants_are_tables():
     tables = [thing for thing in PUBLIC.values() if not (inspect.isclass(thing) or callable(thing))]
-    assert tables and all(isinstance(t, dict) and not isinstance(t, torch.Tensor) for t in tables)
-
-
-@pytest.mark.parametrize("module", LISTED)
-def test_what_takes_or_gives_a_tensor_says_its_shape(module):
-    """In the docstring, or in a comment beside the argument: "[N, P]"."""
-    silent = []
-    for (where, name), thing in PUBLIC.items():
-        for full, function in functions(name, thing) if where == module else ():
-            signature = inspect.signature(function)
-            hints = [p.annotation for p in signature.parameters.values()]
-            if re.search(r"\bTensor\b", str([*hints, signature.return_annotation])):
-                head = inspect.getsource(inspect.unwrap(function)).split('"""')[0]
-                said = [inspect.getdoc(function) or "", *re.findall(r"#.*", head)]
-                if not re.search(r"\[[\w .,:+*-]*\]", " ".join(said)):
-                    silent.append(full)
-    assert silent == [], "without a shape"
+    assert tables and all(isinstance(t, dict) for t in tables)

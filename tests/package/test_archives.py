@@ -5,13 +5,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 
 import pytest
-from places import ROOT
+from places import ROOT, ran
 
 KERNELS = {
     str(p.relative_to(ROOT))
@@ -33,14 +31,7 @@ def built(tmp_path_factory):
         shutil.copy(ROOT / name, folder / name)
     code = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
     env = {**os.environ, "PFLCORE_EXT": "0"}
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = ran("-c", code, cwd=folder, env=env)
     assert run.returncode == 0, run.stderr[-2000:]
     return folder / "dist"
 
@@ -63,14 +54,7 @@ def test_the_wheel_holds_no_benchmark_and_no_paper_and_runs(built, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "PFLCORE_KERNELS": "0"}
     plays = ["run", "fedavg", "--data", "digits", "--rounds", "1", "--quiet", "--out", "out"]
     for command, code in ((["reproduce", "--list"], 2), (plays, 0)):
-        run = subprocess.run(
-            [sys.executable, "-m", "pflcore", *command],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        run = ran("-m", "pflcore", *command, cwd=tmp_path, env=env)
         assert run.returncode == code, run.stderr[-2000:]
         assert code == 0 or "in a checkout of pflcore" in run.stderr
     assert (tmp_path / "out" / "record.jsonl").is_file()
@@ -79,25 +63,9 @@ def test_the_wheel_holds_no_benchmark_and_no_paper_and_runs(built, tmp_path):
 @pytest.mark.deep("pip makes the package's metadata")
 def test_pip_brings_four_packages_and_no_more(built):
     """Without extras."""
-    command = ["install", "--dry-run", "--no-index", "--no-build-isolation", "--quiet"]
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            *command,
-            "--report",
-            "-",
-            "--force-reinstall",
-            "--no-deps",
-            ".",
-        ],
-        cwd=built.parent,
-        env={**os.environ, "PFLCORE_EXT": "0"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = "-m pip install --dry-run --no-index --no-build-isolation --quiet --report -"
+    env = {**os.environ, "PFLCORE_EXT": "0"}
+    run = ran(*words.split(), "--force-reinstall", "--no-deps", ".", cwd=built.parent, env=env)
     (pflcore,) = json.loads(run.stdout)["install"]
     needs = [r for r in pflcore["metadata"]["requires_dist"] if "extra ==" not in r]
     names = {re.match(r"[\w-]+", r)[0] for r in needs}

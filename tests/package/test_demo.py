@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
 from places import ROOT
@@ -28,27 +27,11 @@ def page(tmp_path_factory):
     return folder / "runs/demo/index.html"
 
 
-class Outside(HTMLParser):
-    """The headings, and what a page would load from elsewhere."""
-
-    def __init__(self):
-        super().__init__()
-        self.loads, self.heads, self.tag = [], [], ""
-
-    def handle_starttag(self, tag, attrs):
-        self.tag = tag
-        self.loads += [v for k, v in attrs if k in ("src", "data") or (tag, k) == ("link", "href")]
-
-    def handle_data(self, data):
-        if self.tag == "h2" and data.strip():
-            self.heads.append(data.strip())
-
-
 def test_the_page_holds_all_that_it_shows(page):
-    text, seen = page.read_text(), Outside()
-    seen.feed(text)
-    assert not [load for load in seen.loads if not load.startswith("data:")]
-    assert len(seen.heads) == text.count("<svg") == 5, seen.heads
+    text = page.read_text()
+    loads = re.findall(r"""\s(?:src|data)=["']?([^"'>]*)|<link[^>]*href=["']?([^"'>]*)""", text)
+    assert not [load for pair in loads for load in pair if load and not load.startswith("data:")]
+    assert len(re.findall("<h2", text)) == text.count("<svg") == 5
     assert "nan" not in re.findall(r"<td>(.*?)</td>", text)
 
 

@@ -1,13 +1,21 @@
-"""WAFFLe's partitions, the measures of its Table 2, and the reproduction's table."""
+"""WAFFLe's measures and tables: its Table 2, the parameters that travel, the attacks."""
 
 import json
 
 import pytest
 
 from bench.papers import groups
-from bench.papers.plan import load
+from pflcore import metrics
 from pflcore.cli import main
 from pflcore.results.record import Run
+
+
+def test_subpopulations():
+    values, group = [96.0, 97.0, 95.0, 98.0, 94.0, 70.0, 60.0], [0, 0, 0, 0, 0, 1, 1]
+    got = metrics.subpopulations(values, group)
+    assert (got["majority"], got["minority"], got["gap"]) == (96, 65, 31)
+    assert got["variance"] == pytest.approx(204.6938775510, rel=1e-9)
+    assert metrics.subpopulations([1.0, float("nan"), 3.0], [0, 0, 1])["majority"] == 1
 
 
 def test_the_table_has_every_way_to_evaluate():
@@ -20,76 +28,56 @@ def test_the_table_has_every_way_to_evaluate():
         ("multimodal", "A", ""): [run([0.9, 0.8, 0.4]), run([0.9, 0.8, 0.6])],
         ("multimodal", "A, mean", ""): [run([0.5, 0.5, 0.5])] * 2,
     }
-    rows = groups.rows_of(plan, runs)
-    assert [r["method"] for r in rows] == ["A", "A, mean"]
-    assert [
-        rows[0]["ours"][k] for k in ("accuracy", "majority", "minority", "gap")
-    ] == pytest.approx([220 / 3, 85, 50, 35])
-    assert rows[0]["std"]["minority"] == pytest.approx(10) and rows[1]["ours"]["variance"] == 0
-    text = " ".join(groups.table(plan, rows).split())  # without the columns' padding
-    assert (
-        "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |" in text
-        and "| 95.41 | 2.07 |" in text
-    )
-    assert "| A, mean | 7 | 50.00 ± 0.00 |" in text
-
-
-@pytest.mark.parametrize("name", ["factorized-table1", "factorized-fashion", "factorized-cifar"])
-def test_the_plans(name):
-    plan = load(name)
-    assert (
-        plan["options"]["rounds"] == 100
-        and plan["options"]["participation"] == 0.1
-        and plan["training"]["epochs"] == 5
-    )
-    assert set(plan["reported"]["unimodal"]) <= set(plan["methods"]) and {
-        "Local",
-        "FT",
-        "Ditto",
-    } <= set(plan["methods"])
+    text = " ".join(groups.table(plan, groups.rows_of(plan, runs)).split())  # without padding
+    assert "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |" in text
+    assert "| 95.41 | 2.07 |" in text and "| A, mean | 7 | 50.00 ± 0.00 |" in text
 
 
 def test_reproduce_plays_and_goes_on(tmp_path, capsys):
-    ranks = {"ranks": [6]}
+    waffle = {"algorithm": "factorized_waffle", "options": {"ranks": [6]}}
+    mean = {"options": {"ranks": [6], "eval_mode": "mean"}, "state_of": "WAFFLe"}
+    few = {"partition": "multimodal", "partition_options": {"minority_clients": 2}}
     plan = {
         "about": "small",
         "groups": True,
         "options": {"data": "digits", "n": 12, "rounds": 2, "participation": 0.5, "model": "mlp"},
         "training": {"lr": 0.1, "batch_size": 16},
         "model_options": {"hidden": [12]},
-        "settings": {
-            "multimodal": {"partition": "multimodal", "partition_options": {"minority_clients": 2}}
-        },
+        "settings": {"multimodal": few},
         "methods": {
             "FedAvg": {"algorithm": "fedavg"},
-            "WAFFLe": {"algorithm": "factorized_waffle", "options": ranks},
-            "WAFFLe, mean": {
-                "algorithm": "factorized_waffle",
-                "options": {**ranks, "eval_mode": "mean"},
-                "state_of": "WAFFLe",
-            },
+            "WAFFLe": waffle,
+            "WAFFLe, mean": waffle | mean,
         },
     }
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    asked = [
-        "reproduce",
-        str(tmp_path / "plan.json"),
-        "--out",
-        str(tmp_path / "out"),
-        "--workers",
-        "1",
-        "--quiet",
-    ]
+    path, out = tmp_path / "plan.json", tmp_path / "out"
+    path.write_text(json.dumps(plan))
+    asked = ["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"]
     assert main(asked) == 0
-    first = (tmp_path / "out" / "table.md").read_text()
+    first = (out / "table.md").read_text()
     assert "| WAFFLe, mean |" in first and "| minority |" in first
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").rglob("*.jsonl")}
-    assert (
-        main(asked) == 0
-        and {p: p.stat().st_mtime_ns for p in before} == before
-        and len(before) == 3
-    )
-    rows = json.loads((tmp_path / "out" / "result.json").read_text())["rows"]
-    assert [r["method"] for r in rows] == ["FedAvg", "WAFFLe", "WAFFLe, mean"] and rows[1][
-        "parameters"
-    ] < rows[0]["parameters"]
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*.jsonl")}
+    assert main(asked) == 0 and {p: p.stat().st_mtime_ns for p in before} == before
+    rows = json.loads((out / "result.json").read_text())["rows"]
+    assert len(before) == 3 and [r["method"] for r in rows] == list(plan["methods"])
+    assert rows[1]["parameters"] < rows[0]["parameters"]
+
+
+def test_info_counts_parameters(capsys):
+    assert main(["info", "--model", "mlp", "--ranks", "120", "--no-bias"]) == 0
+    said = capsys.readouterr().out
+    assert "158,800 parameters" in said
+    assert "120,200 parameters travel (0.757 of the model's), 360 stay with each client" in said
+    assert main(["info", "--model", "nothing"]) == 2
+
+
+def test_attack_prints_its_table(tmp_path, capsys):
+    small = "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 --steps 5"
+    asked = ["attack", "--data", "digits", "--out", str(tmp_path), *small.split()]
+    asked += ["--views", "all", "own", "--workers", "1", "--quiet"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    cells = " ".join(said.split())
+    assert cells.count("| fedavg | upload |") == 3
+    assert cells.count("| factorized_waffle | own |") == 3
+    assert main(asked) == 0 and capsys.readouterr().out == said  # what was done is not done again

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
+from places import ROOT, listed
 from small import images, make_setting, tiny_model
 
 import pflcore
@@ -32,7 +32,6 @@ from pflcore import (
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.algorithms.lookup import narrowed
 from pflcore.check import ANYTHING, of_hint
-from pflcore.data import federation_of, load, options_of, padded, partition
 from pflcore.interop import distributed, lowrank
 from pflcore.nn import factorize
 from pflcore.nn.models import model_for
@@ -156,16 +155,6 @@ TABLE = {
             "relabel": [torch.zeros(2, 2)],
         },
     ),
-    Federation.from_clients: (
-        {},
-        {"clients": [[], [ROWS], [(ROWS, LABELS[:2])], [3]]},
-    ),
-    pflcore.cross_silo: ({"data": DATA}, {"val": [-1.0, float("nan")]}),
-    federation_of: ({"data": "digits"}, {"data": NAME, "partition": ["unknown"]}),
-    padded: ({}, {"sequences": [WORDS, [3], []]}),
-    load: ({}, {"name": NAME}),
-    options_of: ({}, {"name": NAME}),
-    partition: ({"name": "iid", "labels": LABELS, "n": 2}, {"name": NAME, "labels": TENSOR}),
     model_for: (
         {"name": "mlp", "shape": (1, 8, 8), "classes": 3},
         {"name": NAME, "shape": [(0, 3), (-1,)]},
@@ -220,9 +209,7 @@ def test_a_wrong_argument_is_named_in_one_sentence(f, tmp_path, monkeypatch):
 
 def public():
     """Callables of docs/api.md, and the algorithms."""
-    module, text = "", (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    for section, name in re.findall(r"^(?:## `(pflcore[\w.]*)`|- `(\w+)`)", text, re.M):
-        module = section or module
+    for module, name in listed():
         if name and not module.endswith(("flower", "distributed", "check", "reference", "cli")):
             yield getattr(importlib.import_module(module), name)
     yield from ALGORITHMS.values()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
+from places import ROOT, ran
 
 from pflcore.ops import _library as library
 
@@ -36,19 +36,10 @@ def built(tmp_path, compiler, **environment):
     """A build by another compiler into tmp_path / "lib", and its environment."""
     for module in ("setuptools", "ninja"):
         pytest.importorskip(module)
-    command = [sys.executable, "setup.py", "-q", "build", "--build-base", tmp_path / "b"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "CXX": compiler, "CC": compiler, "PATH": path, **environment}
-    done = subprocess.run(
-        [*command, "--build-lib", tmp_path / "lib"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    return done, environment
+    words = ["-q", "build", "--build-base", tmp_path / "b", "--build-lib", tmp_path / "lib"]
+    return ran("setup.py", *words, env=environment, timeout=300), environment
 
 
 @pytest.mark.deep("a compiler")
@@ -67,10 +58,9 @@ def test_a_failed_build_names_its_cause(tmp_path, want):
     assert "<>: error: no room left" in last, done.stderr[-2000:]
     assert (done.returncode == 0) == (want == "auto")
     if want == "auto":
-        ask = [sys.executable, "-c", "import pflcore; print(pflcore.backend())"]
         environment["PYTHONPATH"] = str(tmp_path / "lib")
-        said = subprocess.run(
-            ask, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        said = ran(
+            "-c", "import pflcore; print(pflcore.backend())", cwd=tmp_path, env=environment
         ).stdout
         assert said.startswith("references, ") and "no room left" in said
 
