@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.check import NonNegative, Whole, check, checked
+from pflcore.check import NonNegative, Whole, check, checked, refuse
 from pflcore.simulation.attacks import Adversary
 from pflcore.simulation.describe import Record, as_json, difference
 from pflcore.simulation.round import Setup, State, begin, load_state_dict, state_dict
@@ -94,11 +94,8 @@ def lock(folder: str | Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab")  # noqa: SIM115 (closed below)
-    except OSError as e:
-        raise ValueError(
-            f"out: expected a folder that can be written, got {folder} ({e.strerror}); name "
-            "another."
-        ) from None
+    except OSError:
+        refuse("out", "a folder that can be written", str(folder))
     with file:
         try:
             if fcntl is not None:

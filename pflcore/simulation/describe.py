@@ -57,7 +57,7 @@ def header(run: Any) -> Record:
         "training": plain(run.training),
         "data": data.name if data.name != "data" else f"data {brief([data.x, data.y])}",
         "model": f"{type(net.module).__name__} {brief(of_net(net)['layers'])}",
-        "clients": plain(run.among),
+        "clients": plain(run.clients),
         "eval_clients": looked_at,
         "n": data.n,
         "classes": data.classes,

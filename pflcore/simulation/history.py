@@ -94,7 +94,7 @@ class History:
         ValueError where there is no such client, or where the run kept no model.
         """
         n = -1 if self.models is None else len(self.models)
-        need(n >= 0, "model", "a history with models, as run() returns it", self.header)
+        need(n >= 0, "model", "a history with models, as run() returns it", self.models)
         fits = isinstance(client, Integral) and not isinstance(client, bool) and 0 <= client < n
         need(fits, "client", f"a number from 0 to {n - 1}", client)
         return self.models[client]  # type: ignore[index]

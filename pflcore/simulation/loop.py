@@ -72,7 +72,7 @@ class Simulation:
         self.clients = self.among
         self.looked_at = looked_at(self)
         self.history: History | None = None  # of the last call of `run`
-        self._earlier: list[Record] = []  # the rounds before those of `history`
+        self._records: list[Record] = []  # of all rounds up to the state, by `run` or a checkpoint
         self._came_from: Path | None = None  # the checkpoint's folder
         self._outlier = describe.NOBODY  # the farthest update so far
         self.setup, self._state = placed(self, device_of(self.hardware.device))
@@ -99,6 +99,7 @@ class Simulation:
     @state.setter
     def state(self, state: State) -> None:
         self._state, self._held = state, True
+        self._records = [r for r in self._records if r["round"] <= state.round]
 
     def peak_bytes(self) -> int:
         """An estimate of the run's peak memory beside data and activations."""
@@ -115,21 +116,17 @@ class Simulation:
         memory ran out ("failed"): the state is then that of the last round given, and can be gone
         on with."""
         while self._state.round < self.rounds:
-            began, where = time.perf_counter(), f"in round {self._state.round + 1}"
+            round, place, began = self._state.round + 1, "round", time.perf_counter()
             line: Record = {}
             error: BaseException | str | None = None
             try:
                 if self._held:
                     self._state, self._held = copied(self.setup, self._state), False
-                round = self._state.round + 1
                 ids = sample(self.setup, round, self.participation, self.among)
                 self._state, outcome = step(self.setup, self._state, ids)
-                line, where = (
-                    describe.round_line(self, outcome),
-                    f"in the evaluation after {where[3:]}",
-                )
+                line, place = describe.round_line(self, outcome), "the evaluation after round"
                 line["report"] = describe.report_of(self, outcome)
-                line["eval"] = self._seen()
+                line["eval"] = self._seen(round)
             except BaseException as e:  # the error itself holds the round's frames
                 error = memory.request_of(e) if memory.ran_out(e) else e
             if line:  # a round that was played but not evaluated is a round
@@ -140,17 +137,18 @@ class Simulation:
                 raise error
             if error is not None:
                 memory.give_back(self.hardware.device)
-                said = memory.sentence(where, self.peak_bytes(), error, self.hardware.device)
+                device, where = self.hardware.device, f"in {place} {round}"
+                said = memory.sentence(where, self.peak_bytes(), error, device)
                 yield {"stopped": said, "failed": True}
                 return
             void = self._state.void
-            if void and (void >= VOID_ROUNDS or self._state.round >= self.rounds):
+            if void and (void >= VOID_ROUNDS or round >= self.rounds):
                 yield {"stopped": describe.why_void(self, outcome, self._outlier)}
                 return
 
-    def _seen(self) -> Record | None:
+    def _seen(self, round: int) -> Record | None:
         """The evaluation of a round in which one is due."""
-        if not self.evaluation.due(self._state.round, self.rounds):
+        if not self.evaluation.due(round, self.rounds):
             return None
         seen = {k: v.tolist() for k, v in self.evaluate(self.evaluation.split).items()}
         if self.evaluation.train_loss:
@@ -185,16 +183,15 @@ class Simulation:
         check_modes()
         callbacks = listed(on_round)
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-        mine = keeper is not None and keeper.note is None
-        with lock(keeper.folder) if keeper is not None and mine else nullcontext():
-            if keeper is not None and mine and self._came_from != Path(keeper.folder):
-                self._keep(keeper)  # what stands there may be of another run
+        own = keeper if keeper is not None and keeper.note is None else None
+        with lock(own.folder) if own else nullcontext():
+            if own and self._came_from != Path(own.folder):
+                self._keep(own)  # what stands there may be of another run
             return self._run(callbacks, keeper)
 
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
-        rounds, restored = self._played_before(), self.history is None
-        self._earlier = [] if restored else rounds
-        history = self.history = History(self.header(), rounds if restored else [])
+        before = [] if self.history else list(self._records)  # a checkpoint's
+        history = self.history = History(self.header(), before)
         start = self._state.round - len(history.rounds)
         try:
             resume(callbacks, history.rounds)
@@ -204,7 +201,8 @@ class Simulation:
                     history.failed = record.get("failed", False)
                     break
                 with unbroken():  # so that what is written is what was played
-                    history.rounds.append(record)
+                    for rounds in (history.rounds, self._records):
+                        rounds.append(record)
                     for callback in callbacks:
                         callback(record["round"], record)
                 self._keep_if_due(keeper, record)
@@ -264,13 +262,8 @@ class Simulation:
         """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in
         one sentence where it is not."""
         kept = store.restored(folder, self.setup, describe.identity(self))
-        self.setup, self._state, self._outlier, self._earlier = kept
+        self.setup, self._state, self._outlier, self._records = kept
         self._held, self.history, self._came_from = False, None, Path(folder)
-
-    def _played_before(self) -> list[Record]:
-        """The records of the rounds up to the state as it is now."""
-        rounds = self._earlier + (self.history.rounds if self.history else [])
-        return [r for r in rounds if r["round"] <= self._state.round]  # it may have been put back
 
     def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
         round = record["round"]
@@ -288,5 +281,5 @@ class Simulation:
             warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=4)
 
     def _save(self, keeper: Checkpoint) -> None:
-        what, rounds = describe.identity(self), self._played_before()
-        store.save_run(keeper, self.setup, self._state, what, self._outlier, rounds)
+        what, kept = describe.identity(self), self._records
+        store.save_run(keeper, self.setup, self._state, what, self._outlier, kept)

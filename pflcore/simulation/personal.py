@@ -129,18 +129,23 @@ class Personalized(nn.Module):
         """
         if isinstance(x, Mapping):
             x, fields = inputs(x, "x", self.net.dtype)
-            need(fields == self.net.fields, "x", f"{self.net.fields or 'one tensor'}", fields)
+            if fields != self.net.fields:
+                wanted = self.net.fields or "one tensor"
+                raise ValueError(f"x: expected {wanted}, got the fields {fields}.")
         x, like = (
             x if isinstance(x, Tensor) else tensor(x, "x", None),
             self.get_buffer("statistics"),
         )
         x = x.to(like.device, like.dtype if x.is_floating_point() else x.dtype)
-        wanted = "samples [B, ...] as those of the training (of one sample x[None])"
         try:
             scores = torch.cat([self(part) for part in x.split(BATCH)])
-        except (RuntimeError, ValueError, IndexError):
-            refuse("x", wanted, x)
-        need(len(scores) == len(x), "x", wanted, x)
+            if len(scores) != len(x):
+                raise IndexError
+        except (RuntimeError, ValueError, IndexError) as e:
+            raise ValueError(
+                f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give "
+                "x[None]."
+            ) from e
         alone = self.net.criterion in ONE_BY_ONE
         one = scores.dim() > 1 and scores.shape[-1] == 1
         single = scores[..., 0] if one else scores
@@ -260,7 +265,10 @@ def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Person
     data = joined(run.data, newcomer(samples, run.data, alg.traits.needs_val, run.seed))
     lr = run.training.lr_at(max(1, state.round), run.rounds)
     training = replace(run.training, lr=lr, schedule=None)
-    check_single(run.net, data, training)
+    try:
+        check_single(run.net, data, training)
+    except ValueError as e:
+        raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
     engine = run.engine._replace(chain=None)  # which was found on other data
     run = run._replace(data=data, training=training, engine=engine, rounds=run.rounds + rounds)
     setup = setup._replace(setting=run, folder=None)

@@ -4,7 +4,6 @@ the memory that it needs at its peak, beside data and activations.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from pflcore.check import ids_of, need
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.metrics import human
+from pflcore.simulation import rows
 from pflcore.simulation.round import Setup, State, begin, check_start, copied, fresh, policy
 from pflcore.train import Engine, Net, Setting, memory, prepared
 from pflcore.train.losses import default_loss
@@ -156,11 +156,6 @@ def folder_for(setup: Setup, choice: str | Path, participation: float) -> Path |
     folder = Path(tempfile.gettempdir() if choice == "auto" else choice)
     need(folder.is_dir(), "rows", "'auto', 'memory' or a folder", str(choice))
     ever = min(run.data.n, int(participation * run.data.n + 1) * run.rounds)
-    wanted, free = own * ever // run.data.n + server, shutil.disk_usage(folder).free
-    if wanted > free:
-        raise memory.RunTooLarge(
-            f"rows: the clients' rows may take {human(wanted)} on disk, and {folder} has "
-            f"{human(free)} free; name a folder with more room (rows), or let fewer clients take "
-            "part."
-        )
+    wanted = own * ever // run.data.n + server
+    rows.check_room("the clients' rows may take", wanted, folder, memory.RunTooLarge)
     return folder
