@@ -69,7 +69,7 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
     # it splits on both sides of the break
     options = {"first": 1, "relative": True, "eps1": 10.0} if name == "clustered_fl" else {}
     whole = make(ALGORITHMS[name](**options))
-    history = unbroken(whole, tmp_path)
+    history = unbroken(whole, tmp_path, after=1 if options else 2)
     rest = loaded(tmp_path)
     went_on = rest.run()
     assert text_of(went_on) == text_of(history) and len(went_on.rounds) == 4
