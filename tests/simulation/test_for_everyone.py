@@ -60,6 +60,7 @@ def test_what_it_does_not_take_is_refused():
         for_everyone(Waffle(), tiny_model(), images(), evaluation=Evaluation(clients=2))
 
 
+@pytest.mark.parametrize("options", [{"participation": 0.5}, {}])
 def test_weights_have_a_row_for_each_target_whoever_took_part(options):
     """Cohorts are the targets' own, and client 1 drops out: without it the run made for it has no
     weights."""
