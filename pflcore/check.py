@@ -20,7 +20,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -40,7 +40,6 @@ __all__ = [
     "Number",
     "Positive",
     "Seed",
-    "Shape",
     "Share",
     "Weighting",
     "Whole",
@@ -57,12 +56,6 @@ class Kind(NamedTuple):
 
     words: str
     fits: Callable[[Any], bool]
-
-
-class Shape(NamedTuple):
-    """A tensor's axes by letters: Annotated[Tensor, Shape("N P")]."""
-
-    axes: str
 
 
 def refuse(name: str, expected: str, got: Any) -> NoReturn:
@@ -82,25 +75,30 @@ def checked(thing: F) -> F:
 
     ValueError in one sentence where an argument is not what its annotation says."""
     call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
-    parameters = inspect.signature(call).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    defaults = {
-        p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
+    parameters = inspect.signature(call).parameters
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    aside = inspect.Parameter.KEYWORD_ONLY, *several
+    places = [name for name, p in parameters.items() if p.kind not in aside]
 
     @functools.cache
     def kinds() -> dict[str, Kind]:  # at the first call, when all names of the module are there
         hints = typing.get_type_hints(call, include_extras=True)
-        each = {name: of_hint(hints[name]) for name in defaults if name in hints}
+        each = {
+            k: of_hint(hints[k])
+            for k, p in parameters.items()
+            if k in hints and p.kind not in several
+        }
         return {name: kind for name, kind in each.items() if kind is not ANYTHING}
 
     def taken(name: str, value: Any) -> Any:
         kind = kinds().get(name)
-        return value if kind is None or value is defaults[name] else expect(name, kind, value)
+        if kind is None or value is parameters[name].default:
+            return value
+        return expect(name, kind, value)
 
     @functools.wraps(call)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        first = [taken(name, value) for name, value in zip(names, args, strict=False)]
+        first = [taken(name, value) for name, value in zip(places, args, strict=False)]
         named = {name: taken(name, value) for name, value in kwargs.items()}
         return call(*first, *args[len(first) :], **named)
 
@@ -135,12 +133,7 @@ def expect(name: str, kind: Kind, value: Any) -> Any:
 def _of_fields(cls: type) -> dict[str, Kind]:
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
-    except (
-        NameError,
-        TypeError,
-    ):  # of somebody's own class, in a function for instance: what it inherits is checked
-        if cls.__module__.startswith("pflcore."):
-            raise
+    except (NameError, TypeError):  # a class in a function: what it inherits is checked
         return _of_fields(cls.__base__) if is_dataclass(cls.__base__) else {}  # type: ignore
     return {f.name: of_hint(hints[f.name]) for f in fields(cls)}  # type: ignore[arg-type]
 
@@ -152,34 +145,30 @@ def of_hint(hint: Any) -> Kind:  # noqa: PLR0911 (a kind of hint each)
     if origin is Annotated:
         return functools.reduce(_within, args[1:], of_hint(args[0]))
     if origin is Literal:
-        return Kind(
-            " or ".join(map(repr, args)), lambda v: any(type(v) is type(a) and v == a for a in args)
-        )
-    if origin in SEVERAL and args:
-        return _all(of_hint(args[-1]), SEVERAL[origin])
+        words = " or ".join(map(repr, args))
+        return Kind(words, lambda v: any(type(v) is type(a) and v == a for a in args))
     if origin in (typing.Union, types.UnionType):
         each = [of_hint(a) for a in args]
-        # which is its default
+        # without None, which is its default
         words = " or ".join(dict.fromkeys(k.words for k in each if k.words != "None"))
         return ANYTHING if ANYTHING in each else Kind(words, lambda v: any(k.fits(v) for k in each))
-    return PLAIN.get(origin or hint) or _instance(origin or hint)
+    if origin in SEVERAL and args:
+        return _all(of_hint(args[-1]), SEVERAL[origin])
+    cls = origin or hint
+    ours = isinstance(cls, type) and cls.__module__.startswith("pflcore.")
+    if ours and not getattr(cls, "_is_protocol", False):
+        return Kind(f"a {cls.__name__}", lambda v: isinstance(v, cls))
+    return PLAIN.get(cls, ANYTHING)  # of other classes the one who uses them says more
 
 
-def _within(kind: Kind, said: Any) -> Kind:  # noqa: PLR0911 (a kind of hint each)
+def _within(kind: Kind, said: Any) -> Kind:
     """`kind` with what one more piece of its annotation says."""
-    if isinstance(said, Kind):
-        return said
-    if isinstance(said, at.DocInfo):
-        return kind._replace(words=said.documentation)
-    if isinstance(said, Shape):
-        axes = said.axes.split()
-        return Kind(
-            f"a tensor [{', '.join(axes)}]", lambda v: kind.fits(v) and v.dim() == len(axes)
-        )
     if isinstance(said, at.GroupedMetadata):
         return functools.reduce(_within, said, kind)
+    if isinstance(said, at.DocInfo):
+        return kind._replace(words=said.documentation)
     if type(said) not in BOUNDS:
-        return kind
+        return said if isinstance(said, Kind) else kind
     words, test = BOUNDS[type(said)]
     bound = getattr(said, type(said).__name__.lower())
     return Kind(f"{kind.words}, {words} {bound}", lambda v: kind.fits(v) and test(v, bound))
@@ -188,29 +177,15 @@ def _within(kind: Kind, said: Any) -> Kind:  # noqa: PLR0911 (a kind of hint eac
 def _all(each: Kind, words: str) -> Kind:
     """Several values of a kind: in a list (of another iterable only that it is one), or in a
     dict."""
-    words = words if each is ANYTHING else f"{words}, each {each.words}"
 
     def fits(v: Any) -> bool:
-        if (
-            words.startswith("a dict") is not isinstance(v, Mapping)
-            or isinstance(v, str)
-            or not hasattr(v, "__iter__")
-        ):
+        mapped = isinstance(v, Mapping)
+        if isinstance(v, str) or not hasattr(v, "__iter__") or (words == "a dict") is not mapped:
             return False
-        values = v.values() if isinstance(v, Mapping) else v if isinstance(v, list | tuple) else ()
+        values = v.values() if mapped else v if isinstance(v, list | tuple) else ()
         return all(map(each.fits, values))
 
-    return Kind(words, fits)
-
-
-def _instance(cls: Any) -> Kind:
-    """An instance of one of our own classes; of others the one who uses them says more."""
-    ours = (
-        isinstance(cls, type)
-        and cls.__module__.startswith("pflcore.")
-        and not getattr(cls, "_is_protocol", False)
-    )
-    return Kind(f"a {cls.__name__}", lambda v: isinstance(v, cls)) if ours else ANYTHING
+    return Kind(words if each is ANYTHING else f"{words}, each {each.words}", fits)
 
 
 def shown(value: Any) -> str:
@@ -226,16 +201,15 @@ def _is(kind: type, value: Any) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    if not isinstance(value, Iterable) or isinstance(value, str | Mapping):
-        return False
-    return all(_is(Integral, i) and i >= 0 for i in getattr(value, "tolist", value.__iter__)())
+    values = value.tolist() if hasattr(value, "tolist") else value
+    listed = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
+    return listed and all(_is(Integral, i) and i >= 0 for i in values)
 
 
 def are_names(value: Any) -> bool:
     """A name, or several."""
-    return isinstance(value, str) or (
-        isinstance(value, Sequence) and all(isinstance(v, str) for v in value)
-    )
+    several = isinstance(value, Sequence) and all(isinstance(v, str) for v in value)
+    return isinstance(value, str) or several
 
 
 def device_of(name: Any) -> str:
@@ -244,42 +218,19 @@ def device_of(name: Any) -> str:
         kind = torch.device(name).type
     except (RuntimeError, TypeError):
         kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected 'cpu' or 'cuda', got {name!r}.")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device: got {name!r}, but torch {torch.__version__} sees no GPU here; use "
-            "device='cpu'."
-        )
+    need(kind in ("cpu", "cuda"), "device", "'cpu' or 'cuda'", name)
+    seen = kind == "cpu" or torch.cuda.is_available()
+    need(seen, "device", f"'cpu', as torch {torch.__version__} sees no GPU here", name)
     return str(name)
 
 
-def ids_of(name: str, given: Tensor | Sequence[int] | None, n: int) -> Tensor | None:
-    """Ids of distinct clients, ascending, as int64; None as it is."""
-    if given is None:
-        return None
-    try:
-        ids = torch.as_tensor(sorted(given) if isinstance(given, Set) else given)
-    except (TypeError, ValueError, RuntimeError):
-        ids = torch.empty(0)
-    if (
-        ids.dtype == torch.bool
-        or ids.is_floating_point()
-        or ids.is_complex()
-        or ids.dim() != 1
-        or not len(ids)
-    ):
-        raise ValueError(
-            f"{name}: expected ids of clients from 0 to {n - 1}, at least one, got {given!r}."
-        )
-    ids = ids.long().cpu().sort().values
-    if int(ids[0]) < 0 or int(ids[-1]) >= n:
-        odd = int(ids[0] if ids[0] < 0 else ids[-1])
-        raise ValueError(f"{name}: expected ids of clients from 0 to {n - 1}, got {odd}.")
-    twice = ids[1:][ids[1:] == ids[:-1]]
-    if len(twice):
-        raise ValueError(f"{name}: expected each client once, got {int(twice[0])} more than once.")
-    return ids
+def ids_of(name: str, given: Any, n: int) -> Tensor:
+    """Ids of distinct clients, ascending, as int64."""
+    ids = np.sort(np.asarray(given.cpu() if isinstance(given, Tensor) else sorted(given)))
+    whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids)
+    fits = whole and ids[0] >= 0 and ids[-1] < n and bool((ids[1:] > ids[:-1]).all())
+    need(fits, name, f"ids of clients from 0 to {n - 1}, each once", given)
+    return torch.from_numpy(ids.astype(np.int64))
 
 
 def many(kind: Kind, words: str) -> Kind:
@@ -287,21 +238,20 @@ def many(kind: Kind, words: str) -> Kind:
     some is for the function to say."""
 
     def fits(v: Any) -> bool:
-        if isinstance(v, str) or not isinstance(v, Mapping | Sequence):
-            return False
-        return all(kind.fits(x) for x in (v.values() if isinstance(v, Mapping) else v))
+        listed = isinstance(v, Mapping | Sequence) and not isinstance(v, str)
+        return listed and all(map(kind.fits, v.values() if isinstance(v, Mapping) else v))
 
     return Kind(words, fits)
 
 
 def of_dim(dim: int, words: str) -> Kind:
     """A dense floating-point tensor of so many dimensions."""
-    return Kind(
-        words,
-        lambda v: (
-            isinstance(v, Tensor) and v.is_floating_point() and not v.is_sparse and v.dim() == dim
-        ),
-    )
+
+    def fits(v: Any) -> bool:
+        dense = isinstance(v, Tensor) and v.is_floating_point() and not v.is_sparse
+        return dense and v.dim() == dim
+
+    return Kind(words, fits)
 
 
 def some(words: str) -> Kind:
@@ -348,9 +298,6 @@ Momentum = Annotated[float, at.Interval(ge=0, lt=1), at.doc("a number from 0 to 
 Weighting = Literal["samples", "uniform"]
 Ids = Annotated[Sequence[int], Kind("a list of clients' numbers", _are_ids)]
 Names = Annotated[str | Sequence[str], Kind("a name or a list of names", are_names)]
-Place = Annotated[
-    str | os.PathLike[str], Kind("a path", lambda v: isinstance(v, str | os.PathLike))
-]
 Matrix = Annotated[Tensor, of_dim(2, "a matrix of floating-point numbers")]
 Row = Annotated[Tensor, of_dim(1, "a row of floating-point numbers")]
 A_MODEL = Kind(

@@ -18,14 +18,23 @@ from bench.table import markdown
 from pflcore.algorithms import Algorithm
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.simulation.footprint import Inline
 from pflcore.simulation.round import Setup, begin, step
 from pflcore.train import Engine, Setting
 from pflcore.train.net import Net
 from pflcore.train.training import Training
+from pflcore.train.workers import Workers, one_thread
 
 T = TypeVar("T")
 MIB = 2**20
+
+
+class Inline(Workers):
+    """Works in the calling thread, where torch's counter of operations sees it; one thread inside,
+    as a worker has it."""
+
+    def map(self, f: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        with one_thread():
+            return [f(i) for i in items]
 
 
 class Cost(NamedTuple):

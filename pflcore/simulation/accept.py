@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.protocol import Cohort, Mix, Payload, Pool, Tensors, Traits
 from pflcore.data.ragged import onto
-from pflcore.results.record import OUTLIER
 
 
 class Trained(NamedTuple):
@@ -32,14 +31,12 @@ class Trained(NamedTuple):
     def take(self, kept: Tensor) -> Trained:
         """The clients who are `kept`, bool [S], alone."""
 
-        def some(tensors: Payload) -> Payload:
-            rows = {k: v for k, v in tensors.items() if isinstance(v, Tensor)}
-            return tensors | {k: v[onto(kept, v.device)] for k, v in rows.items()}
+        def some(rows: Any) -> Any:
+            if isinstance(rows, dict):
+                return {k: some(v) for k, v in rows.items()}
+            return rows[onto(kept, rows.device)] if isinstance(rows, Tensor) else rows
 
-        down, up, before, own = (some(d) for d in (self.down, self.up, self.before, self.own))
-        at = onto(kept, self.batch_norm.device)
-        rest = self.batch_norm[at], self.loss[onto(kept, self.loss.device)]
-        return Trained(self.cohort.take(kept), down, up, before, own, *rest)
+        return Trained(self.cohort.take(kept), *map(some, self[1:]))
 
 
 @dataclass
@@ -79,9 +76,10 @@ def accept(
     norm = None if outcome.void else update_norms(trained, traits, server)
     if norm is None:
         return trained, outcome
-    each = iter(ratios(norm))
-    moved = [next(each) if one else None for one in finite.tolist()]
-    outcome.moved = None if len(norm) < 3 or all(m is None for m in moved) else moved
+    middle = norm.quantile(0.5)
+    if len(norm) > 2 and middle > 0:
+        each = iter((norm / middle).tolist())
+        outcome.moved = [next(each) if one else None for one in finite.tolist()]
     if clip is not None:
         outcome.factor = (clip / norm.clamp(min=1e-300)).clamp(max=1.0)
         outcome.clipped = trained.cohort.ids[norm > clip].tolist()
@@ -92,22 +90,23 @@ def accept(
 def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
     """Bool [count]: whose rows are finite in every tensor [count, ...]. A float64 sum tells: of
     float32 of the squares, by the kernel for distances."""
-    parts: dict[torch.device, Tensor] = {}
+    sums = [torch.zeros(count)]
     for v in tensors:
         if v.is_floating_point() and v.numel():
             rows = v.reshape(count, -1)
-            whole = v.dtype == torch.float64
-            sums = (
-                rows.sum(1)
-                if whole
-                else ops.pairwise_sqdist(rows, rows.new_zeros(1, rows.shape[1]))[:, 0]
-            )
-            fine = sums.isfinite()
-            parts[v.device] = parts[v.device] & fine if v.device in parts else fine
-    everywhere = torch.ones(count, dtype=torch.bool)
-    for fine in parts.values():  # one look at what each device found
-        everywhere &= fine.cpu()
-    return everywhere
+            whole, zero = v.dtype == torch.float64, rows.new_zeros(1, rows.shape[1])
+            sums.append(rows.sum(1) if whole else ops.pairwise_sqdist(rows, zero)[:, 0])
+    return are_finite(sums).all(0)
+
+
+def are_finite(values: Sequence[Tensor]) -> Tensor:
+    """Which of the values [...] are finite, bool [K, ...] on the CPU, with one look at each
+    device."""
+    found = torch.ones(len(values), *values[0].shape, dtype=torch.bool)
+    for device in {v.device for v in values}:
+        at = [i for i, v in enumerate(values) if v.device == device]
+        found[at] = torch.stack([values[i].double() for i in at]).isfinite().cpu()
+    return found
 
 
 def origins(trained: Trained, traits: Traits, server: Tensors) -> dict[str, Tensor | None]:
@@ -127,27 +126,10 @@ def update_norms(trained: Trained, traits: Traits, server: Tensors) -> Tensor | 
     lengths, each = [], torch.arange(len(trained.cohort.ids))[:, None]
     for key, origin in origins(trained, traits, server).items():
         rows = trained.up[key].flatten(1)
-        zero = rows.new_zeros(1, rows.shape[1])
-        square = (
-            ops.pairwise_sqdist(rows, zero)
-            if origin is None
-            else ops.pairwise_sqdist(rows, origin.to(rows), onto(each, rows.device))
-        )
-        lengths.append(square[:, 0].sqrt().cpu())
+        zero, at = rows.new_zeros(1, rows.shape[1]), onto(each, rows.device)
+        start = (zero,) if origin is None else (origin.to(rows), at)
+        lengths.append(ops.pairwise_sqdist(rows, *start)[:, 0].sqrt().cpu())
     return torch.stack(lengths).amax(0) if lengths else None
-
-
-def ratios(norm: Tensor) -> list[float | None]:
-    """Norms [S] over their median; None for fewer than three, or where most are 0."""
-    middle = median(norm)
-    return (norm / middle).tolist() if len(norm) > 2 and middle > 0 else [None] * len(norm)
-
-
-def median(values: Tensor) -> Tensor:
-    """`values.quantile(0.5)` of at least one, in a fourth of its time."""
-    low, high = (len(values) - 1) // 2, len(values) // 2
-    ordered = values.sort().values
-    return torch.lerp(ordered[low], ordered[high], 0.5)
 
 
 def shorten(trained: Trained, traits: Traits, server: Tensors, factor: Tensor) -> Trained:
@@ -174,14 +156,10 @@ def nearer(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
 
 
 def spoilt(made: Tensors) -> list[str]:
-    """The names of those that are not finite throughout, with one look at each device."""
+    """The names of those that are not finite throughout."""
     sums = {k: v.sum(dtype=torch.float64) for k, v in made.items() if v.is_floating_point()}
-    out: list[str] = []
-    for device in {s.device for s in sums.values()}:
-        names = [k for k, s in sums.items() if s.device == device]
-        fine = torch.stack([sums[k] for k in names]).isfinite().cpu().tolist()
-        out += [k for k, one in zip(names, fine, strict=True) if not one]
-    return out
+    found = are_finite([*sums.values()]).tolist() if sums else []
+    return [k for k, fine in zip(sums, found, strict=True) if not fine]
 
 
 def nbytes(payload: Payload) -> int:
@@ -189,19 +167,7 @@ def nbytes(payload: Payload) -> int:
     total = 0
     for v in payload.values():
         if isinstance(v, Pool):
-            total += (
-                int((v.index >= 0).sum()) * v.rows[0].numel() * v.rows.element_size()
-                if len(v.rows)
-                else 0
-            )
+            total += int((v.index >= 0).sum()) * v.rows[:1].nbytes
         else:
             total += v.numel() * v.element_size()
     return total
-
-
-def farthest(ids: Sequence[int], moved: Sequence[float | None] | None) -> tuple[int, float] | None:
-    """The client that moved farthest and how many times the median, where it is an outlier."""
-    pairs = [
-        (m, i) for i, m in zip(ids, moved or [], strict=False) if m is not None and m > OUTLIER
-    ]
-    return max(pairs)[::-1] if pairs else None

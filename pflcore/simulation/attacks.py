@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms.protocol import Tensors, Traits
-from pflcore.check import Ids, Positive, check_fields, ids_of
+from pflcore.check import Ids, Positive, check, ids_of, need, refuse
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import onto
 from pflcore.simulation.accept import Trained, origins
@@ -42,10 +42,13 @@ class Adversary:
     strength: Positive | None = None  # see above
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.attack == "label_flip" and self.strength is not None:
-            raise ValueError(
-                f"strength: labels are flipped or not, got {self.strength}; leave it out."
+        check(self)
+        if self.attack == "label_flip":
+            need(
+                self.strength is None,
+                "strength",
+                "None, as labels are flipped or not",
+                self.strength,
             )
         object.__setattr__(self, "clients", tuple(map(int, self.clients)))
         object.__setattr__(self, "strength", self.strength or STRENGTH.get(self.attack))
@@ -53,13 +56,10 @@ class Adversary:
     def honest(self, n: int) -> Tensor:
         """The other clients' ids [H], ascending, of n. ValueError where a bad one is not there, or
         nobody else is."""
-        bad = ids_of("adversary", list(self.clients), n)
-        assert bad is not None
-        if len(bad) == n:
-            raise ValueError(
-                f"adversary: expected at least one honest client, got all {n} as bad ones."
-            )
-        return torch.ones(n, dtype=torch.bool).index_fill_(0, bad, False).nonzero()[:, 0]
+        bad, everybody = ids_of("adversary", self.clients, n), torch.arange(n)
+        honest = everybody[~torch.isin(everybody, bad)]
+        need(len(honest), "adversary", "at least one honest client", self.clients)
+        return honest
 
     def poisoned(self, data: Federation) -> Federation:
         """The data that the clients train on: with "label_flip" the bad ones' labels are others, in
@@ -67,10 +67,7 @@ class Adversary:
         if self.attack != "label_flip":
             return data
         if data.classes is None:
-            raise ValueError(
-                f"adversary: label_flip needs labels, and the targets of {data.name} are numbers; "
-                "take another attack."
-            )
+            refuse("adversary", "an attack on numbers as targets", self.attack)
         labels = torch.arange(data.classes, device=data.device)
         relabel = (labels.expand(data.n, -1) if data.relabel is None else data.relabel).clone()
         relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
@@ -96,13 +93,14 @@ class Adversary:
     def _sent(self, mine: Tensor, others: Tensor, gen: torch.Generator) -> Tensor:
         """What is sent instead of the updates `mine` [B, P], `others` [H, P] being the honest
         clients'."""
-        s = self.strength or 0.0
-        if self.attack in ("little", "inner_product"):
-            m = others.mean(0)
-            return (
-                m - s * others.std(0, correction=0) if self.attack == "little" else -s * m
-            ).expand_as(mine)
-        if self.attack == "noise":
+        s, m = self.strength or 0.0, others.mean(0)
+        if self.attack == "little":
+            sent = m - s * others.std(0, correction=0)
+        elif self.attack == "inner_product":
+            sent = -s * m
+        elif self.attack == "noise":
             z = torch.randn(mine.shape, generator=gen, dtype=mine.dtype).to(mine.device)
-            return mine + s * mine.square().mean(1, keepdim=True).sqrt() * z
-        return -s * mine if self.attack == "sign_flip" else s * mine
+            sent = mine + s * mine.square().mean(1, keepdim=True).sqrt() * z
+        else:
+            sent = (-s if self.attack == "sign_flip" else s) * mine
+        return sent.expand_as(mine)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.algorithms.protocol import Stop
-from pflcore.check import Count, NonNegative, checked
+from pflcore.check import Count, NonNegative, checked, need, refuse
 from pflcore.metrics import mean
 from pflcore.results.export import scalars, summary_writer
 
@@ -60,11 +60,8 @@ class EarlyStopping:
         higher: bool | None = None,
         min_delta: NonNegative = 0.0,
     ) -> None:
-        if higher is None and key not in LOWER | HIGHER:
-            raise ValueError(
-                f"higher: expected True or False for {key!r}, of which nobody else knows whether "
-                "more is better, got None."
-            )
+        known = higher is not None or key in LOWER | HIGHER
+        need(known, "higher", f"True or False for {key!r}, which may be better either way", higher)
         self.patience, self.key, self.min_delta = patience, key, min_delta
         self.sign = 1.0 if (key not in LOWER if higher is None else higher) else -1.0
         self.best, self.round, self._misses, self._last = math.nan, 0, 0, 0
@@ -75,14 +72,12 @@ class EarlyStopping:
         if round <= self._last:  # another run
             self.best, self.round, self._misses = math.nan, 0, 0
         self._last = round
-        if not record["eval"]:
+        seen = record["eval"]
+        if not seen:
             return
-        if self.key not in record["eval"]:
-            raise ValueError(
-                f"key: expected one of {', '.join(k for k in record['eval'] if k != 'size')}, got "
-                f"{self.key!r}."
-            )
-        value = mean(record["eval"][self.key])
+        if self.key not in seen:
+            refuse("key", f"one of {', '.join(k for k in seen if k != 'size')}", self.key)
+        value = mean(seen[self.key])
         if self.sign * value > self.sign * self.best + self.min_delta or (
             math.isnan(self.best) and not math.isnan(value)
         ):
@@ -90,11 +85,9 @@ class EarlyStopping:
             return
         self._misses += 1
         if self._misses >= self.patience:
-            best = (
-                f"no mean {self.key} was finite"
-                if math.isnan(self.best)
-                else f"{self.key} {self.best:.4g} of round {self.round} stood"
-            )
+            best = f"{self.key} {self.best:.4g} of round {self.round} stood"
+            if math.isnan(self.best):
+                best = f"no mean {self.key} was finite"
             raise Stop(
                 f"Stopped early after round {round}: {best} for {self.patience} evaluations."
             )

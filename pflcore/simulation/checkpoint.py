@@ -23,9 +23,9 @@ from typing import Any
 from torch import Tensor
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.check import NonNegative, Whole, check, checked
+from pflcore.check import NonNegative, Whole, check, checked, refuse
 from pflcore.simulation.attacks import Adversary
-from pflcore.simulation.describe import difference
+from pflcore.simulation.describe import Record, as_json, difference
 from pflcore.simulation.round import Setup, State, begin, load_state_dict, state_dict
 from pflcore.simulation.settings import Evaluation, Hardware, Robustness
 from pflcore.train import Training
@@ -43,7 +43,13 @@ DAMAGED = (
     "run anew."
 )
 Facts = dict[str, Any]
-Record = dict[str, Any]
+OURS = "checkpoint-" + "[0-9a-f]" * 16 + ".safetensors"
+GROUPS = {
+    "training": Training,
+    "evaluation": Evaluation,
+    "robustness": Robustness,
+    "hardware": Hardware,
+}
 
 
 @dataclass
@@ -63,7 +69,6 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check(self)
-        _safetensors()  # now, not after ten minutes
 
     @property
     def exists(self) -> bool:
@@ -89,11 +94,8 @@ def lock(folder: str | Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab")  # noqa: SIM115 (closed below)
-    except OSError as e:
-        raise ValueError(
-            f"out: expected a folder that can be written, got {folder} ({e.strerror}); name "
-            "another."
-        ) from None
+    except OSError:
+        refuse("out", "a folder that can be written", str(folder))
     with file:
         try:
             if fcntl is not None:
@@ -110,9 +112,9 @@ def lock(folder: str | Path) -> Iterator[None]:
 
 @checked
 def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Writes `tensors` ([...], on any device; they may share memory) and `facts` (what JSON can
-    hold, and NaN) into `folder`, instead of the checkpoint that is there. OSError in one
-    sentence where it cannot be written: then the earlier one stands."""
+    """Writes `tensors` ([...], on any device, in memory of their own) and `facts` (what JSON can
+    hold, and NaN) into `folder`, instead of the checkpoint that is there. OSError in one sentence
+    where it cannot be written: then the earlier one stands."""
     folder, name, digest, placed = Path(folder), None, None, False
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,13 +122,12 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
             name = f"checkpoint-{secrets.token_hex(8)}.safetensors"
             with replacing(folder / name) as part:
                 write_tensors(tensors, part)
-                with open(part, "rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-        whole = {**facts, "format": FORMAT, "tensors": name, "sha256": digest}
-        text = json.dumps(whole, default=_listed)
-        own = hashlib.sha256(text.encode()).hexdigest()
+                digest = _digest(part.read_bytes())
+        text = json.dumps(
+            {**facts, "format": FORMAT, "tensors": name, "sha256": digest}, default=as_json
+        )
         with replacing(folder / NAME) as part:
-            part.write_text(f'{{"sha256": "{own}", "checkpoint": {text}}}\n')
+            part.write_text(f'{{"sha256": "{_digest(text.encode())}", "checkpoint": {text}}}\n')
         placed = True
     except OSError as e:
         raise OSError(
@@ -136,12 +137,13 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     finally:
         if name is not None and not placed:
             (folder / name).unlink(missing_ok=True)
-    olds = [
-        folder.glob(f"checkpoint-{'[0-9a-f]' * 16}.safetensors"),
-        folder.glob("checkpoint*.part"),
-    ]
-    for old in (file for found in olds for file in found if file.name != name):
-        old.unlink(missing_ok=True)
+    for old in [*folder.glob(OURS), *folder.glob("checkpoint*.part")]:
+        if old.name != name:
+            old.unlink()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 @checked
@@ -156,19 +158,18 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Facts]:
         )
     if facts["tensors"] is None:
         return {}, facts
+    import safetensors.torch
+
     name = Path(facts["tensors"]).name
     try:
         data = (Path(folder) / name).read_bytes()
+        if _digest(data) != facts["sha256"]:
+            raise OSError(0, "it was altered, cut off or exchanged")
+        tensors = safetensors.torch.load(data)
     except OSError as e:
         raise ValueError(DAMAGED.format(folder, f"{name}: {e.strerror}")) from None
-    if hashlib.sha256(data).hexdigest() != facts["sha256"]:
-        raise ValueError(DAMAGED.format(folder, f"{name} was altered, cut off or exchanged"))
-    library = _safetensors()
-    try:
-        tensors = library.load(data)
-    except Exception as e:  # written by somebody else, with a digest that fits
-        said = " ".join(str(e).split())
-        raise ValueError(DAMAGED.format(folder, f"{name} is no safetensors file: {said}")) from None
+    except safetensors.SafetensorError as e:  # written by somebody else, with a digest that fits
+        raise ValueError(DAMAGED.format(folder, f"{name}: {' '.join(str(e).split())}")) from None
     return {k: v.clone() for k, v in tensors.items()}, facts  # clones: aligned as torch aligns
 
 
@@ -176,23 +177,16 @@ def _facts(path: Path) -> Facts:
     try:
         whole = json.loads(path.read_bytes())
         facts: Facts = whole["checkpoint"]
-        if whole["sha256"] != hashlib.sha256(json.dumps(facts).encode()).hexdigest():
+        if whole["sha256"] != _digest(json.dumps(facts).encode()):
             raise ValueError
-    except FileNotFoundError:
-        raise ValueError(
-            f"checkpoint: expected a folder that holds one, got {path.parent}, which has no "
-            f"{NAME}; check the name."
-        ) from None
     except OSError as e:
-        raise ValueError(f"checkpoint: {path} cannot be read ({e.strerror}).") from None
+        raise ValueError(
+            f"checkpoint: expected a folder that holds one, got {path.parent}, which has no {NAME} "
+            f"that can be read ({e.strerror}); check the name."
+        ) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(DAMAGED.format(path.parent, f"{NAME} was altered or cut off")) from None
     return facts
-
-
-def _listed(value: Any) -> Any:
-    """A callback's number or array of NumPy or torch, for JSON."""
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
 
 
 @contextlib.contextmanager
@@ -222,34 +216,18 @@ def _sync(path: Path) -> None:
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Writes a safetensors file. OSError where the disk will not take it, TypeError for a dtype
     that the format does not have."""
-    flat: dict[str, Tensor] = {}
-    memory: set[int] = set()
-    for name, t in tensors.items():
-        t = t.detach().cpu().contiguous()
-        shared = t.untyped_storage().data_ptr() in memory  # the format has no shared memory
-        flat[name] = t.clone() if shared else t
-        memory.add(flat[name].untyped_storage().data_ptr())
+    import safetensors.torch
+
     try:
-        _safetensors().save_file(flat, path)
+        safetensors.torch.save_file(
+            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, path
+        )
     except KeyError as e:
         raise TypeError(
             f"checkpoint: safetensors holds no {e.args[0]}; keep the state in another dtype."
         ) from None
-    except Exception as e:
-        if isinstance(e, OSError) or type(e).__name__ != "SafetensorError":
-            raise
+    except safetensors.SafetensorError as e:
         raise OSError(str(e)) from None
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ImportError(
-            "checkpoint: it needs safetensors, which is not installed; get it with: pip install "
-            "safetensors."
-        ) from None
-    return safetensors.torch
 
 
 # a run's ----------------------------------------------------------------------------------------
@@ -260,21 +238,18 @@ def save_run(
     setup: Setup,
     state: State,
     identity: Facts,
-    outlier: tuple[float, int, int] | None,
+    outlier: list[Any],
     rounds: Sequence[Record],
 ) -> None:
     """Writes the checkpoint of a run. OSError where that cannot be."""
     note, net = keeper.note() if keeper.note else None, setup.setting.net
-    records = rounds if note is None else []
     tensors = state_dict(setup.algorithm, state) | {"net.w0": net.w0, "net.b0": net.b0}
-    long = {
-        (r["round"], k): v for r in records for k, v in r["report"].items() if isinstance(v, Tensor)
-    }
-    tensors |= {f"report.{round}.{k}": v for (round, k), v in long.items()}
-    plain = [
-        {**r, "report": {k: None if isinstance(v, Tensor) else v for k, v in r["report"].items()}}
-        for r in records
-    ]
+    plain = []
+    for record in rounds if note is None else ():
+        report = dict(record["report"])
+        for key in [k for k, v in report.items() if isinstance(v, Tensor)]:
+            tensors[f"report.{record['round']}.{key}"], report[key] = report[key], None
+        plain.append({**record, "report": report})
     where = {"round": state.round, "void": state.void, "outlier": outlier}
     save(keeper.folder, tensors, {"run": identity, **where, "note": note, "rounds": plain})
 
@@ -282,7 +257,6 @@ def save_run(
 def check_same(folder: str | Path, there: Facts, here: Facts) -> None:
     """ValueError where a checkpoint is another run's; a warning where it was made elsewhere."""
     aside = {"machine": None, "made_with": None}
-    here = json.loads(json.dumps(here))
     differs = difference(there | aside, here | aside)
     if differs:
         raise ValueError(
@@ -299,31 +273,22 @@ def check_same(folder: str | Path, there: Facts, here: Facts) -> None:
 
 def restored(
     folder: str | Path, setup: Setup, identity: Facts
-) -> tuple[Setup, State, tuple[float, int, int] | None, list[Record]]:
+) -> tuple[Setup, State, list[Any], list[Record]]:
     """What a run, which `identity` describes, takes up from its checkpoint: where it started, its
     state, the farthest update so far and the records. ValueError where it is another run's."""
     tensors, facts = load(folder)
     check_same(folder, facts["run"], identity)
     like = setup.setting.net
     net = like.to(like.w0.device)  # one of its own, that starts where the run did
-    net.w0, net.b0 = (tensors[f"net.{k}"].to(like.w0.device) for k in ("w0", "b0"))
+    net.w0, net.b0 = (tensors.pop(f"net.{k}").to(like.w0.device) for k in ("w0", "b0"))
     setup = setup._replace(setting=setup.setting._replace(net=net))
+    rounds = {record["round"]: record for record in facts["rounds"]}
+    for name in [k for k in tensors if k.startswith("report.")]:
+        _, round, key = name.split(".", 2)
+        rounds[int(round)]["report"][key] = tensors.pop(name)
     begun = begin(setup.algorithm, net, setup.setting.data.n, setup.folder)
-    own = {k: v for k, v in tensors.items() if k.partition(".")[0] not in ("net", "report")}
-    state = load_state_dict(setup.algorithm, begun, own, facts["round"], facts["void"])
-    outlier = facts["outlier"] and tuple(facts["outlier"])
-    return setup, state, outlier, records_of(tensors, facts)
-
-
-def records_of(tensors: Mapping[str, Tensor], facts: Facts) -> list[Record]:
-    """The records of the rounds up to a checkpoint."""
-    rounds: list[Record] = facts["rounds"]
-    for name, value in tensors.items():
-        part, _, key = name.partition(".")
-        if part == "report":
-            round, _, key = key.partition(".")
-            next(r for r in rounds if r["round"] == int(round))["report"][key] = value
-    return rounds
+    state = load_state_dict(setup.algorithm, begun, tensors, facts["round"], facts["void"])
+    return setup, state, facts["outlier"], facts["rounds"]
 
 
 def options(folder: str | Path, what: Facts | None, given: Mapping[str, Any]) -> Facts:
@@ -334,8 +299,10 @@ def options(folder: str | Path, what: Facts | None, given: Mapping[str, Any]) ->
             f"checkpoint: {folder} is that of a command between two runs, and holds no state; go "
             "on with its --resume."
         )
-    made, stored = dict(given), {**what["conditions"], **what["machine"]}
-    if "algorithm" not in made:
+    stored = {**what["conditions"], **what["machine"], "training": what["training"]}
+    made = {key: rebuilt(key, value) for key, value in stored.items() if key not in given}
+    made |= {key: group(**made[key]) for key, group in GROUPS.items() if key in made}
+    if "algorithm" not in given:
         if what["algorithm"] not in ALGORITHMS:
             raise ValueError(
                 f"algorithm: the checkpoint is of {what['algorithm']}, which is not pflcore's own; "
@@ -343,28 +310,18 @@ def options(folder: str | Path, what: Facts | None, given: Mapping[str, Any]) ->
             )
         cls = ALGORITHMS[what["algorithm"]]
         made["algorithm"] = cls(**rebuilt("algorithm", what["options"]))
-    stored |= {"training": what["training"]}
-    groups = {
-        "training": Training,
-        "evaluation": Evaluation,
-        "robustness": Robustness,
-        "hardware": Hardware,
-    }
-    for key, value in stored.items():
-        if key not in made:
-            value = rebuilt(key, value) if key in groups else rebuilt(key, {key: value})[key]
-            if key == "robustness" and value["adversary"] is not None:
-                value["adversary"] = Adversary(**value["adversary"])
-            made[key] = groups[key](**value) if key in groups else value
-    return made
+    return made | dict(given)
 
 
-def rebuilt(name: str, values: Record) -> Record:
-    """Values that were kept as JSON, lists as tuples. ValueError where one was a function."""
-    for key, value in values.items():
-        if '{"function":' in json.dumps(value):
-            raise ValueError(
-                f"{name}: the checkpoint's {key} has a function in it, which no file holds; give "
-                f"it: {name}=..."
-            )
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+def rebuilt(name: str, value: Any) -> Any:
+    """A value that was kept as JSON, lists as tuples. ValueError where a function was in it."""
+    if isinstance(value, list):
+        return tuple(rebuilt(name, v) for v in value)
+    if not isinstance(value, dict):
+        return value
+    if "function" in value:
+        raise ValueError(
+            f"{name}: the checkpoint has a function in it, which no file holds; give it: {name}=..."
+        )
+    inside = {k: rebuilt(name, v) for k, v in value.items()}
+    return Adversary(**inside) if "attack" in inside else inside

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -17,31 +17,39 @@ from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.metrics import human
 from pflcore.ops import __version__, backend
-from pflcore.results.record import LONG, plain
+from pflcore.results.record import LONG, OUTLIER, plain
 from pflcore.simulation.accept import Outcome
-from pflcore.simulation.footprint import row_bytes
-from pflcore.simulation.round import Setup, State
-from pflcore.train import Engine, Net
+from pflcore.simulation.round import Setup
+from pflcore.simulation.start import row_bytes
+from pflcore.train import Net
 from pflcore.train.losses import loss_name
 from pflcore.train.random import STREAM
 
 Record = dict[str, Any]
 LARGE = 2**28  # bytes of a tensor beyond which its digest looks at rows in even distances
+CONDITIONS = (
+    "rounds",
+    "participation",
+    "clients",
+    "seed",
+    "evaluation",
+    "robustness",
+    "batch_norm",
+)
+VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
+NOBODY = [0.0, 0, 0]
 
 
 def header(run: Any) -> Record:
     """The first line of a run's record. Data without a name of their own, the model and a loss with
     options of its own have a digest in theirs."""
     setting, alg, evaluation = run.setting, run.algorithm, run.evaluation
-    net, engine, data = setting.net, setting.engine, run.data
+    net, engine, data, adversary = setting.net, setting.engine, run.data, run.robustness.adversary
     criterion = net.criterion
     own = f" {brief(vars(criterion))}" if isinstance(criterion, nn.Module) else ""
-    drawn = isinstance(evaluation.clients, int)
-    looked_at = evaluation.clients if drawn else None
-    adversary = run.robustness.adversary
-    if not drawn and run.looked_at is not None and evaluation.clients is not None:
+    looked_at = evaluation.clients
+    if looked_at is not None and not isinstance(looked_at, int):
         looked_at = run.looked_at.tolist()
-    target = alg.traits.required[:1] if hasattr(alg, "target") else ()
     return {
         "algorithm": run.name,
         "options": plain(alg),
@@ -49,7 +57,7 @@ def header(run: Any) -> Record:
         "training": plain(run.training),
         "data": data.name if data.name != "data" else f"data {brief([data.x, data.y])}",
         "model": f"{type(net.module).__name__} {brief(of_net(net)['layers'])}",
-        "clients": None if run.among is None else run.among.tolist(),
+        "clients": plain(run.clients),
         "eval_clients": looked_at,
         "n": data.n,
         "classes": data.classes,
@@ -60,7 +68,7 @@ def header(run: Any) -> Record:
         "participation": run.participation,
         "seed": run.seed,
         "engine": engine.name,
-        "path": {"engine": engine.name, "form": form_of(engine), "why": engine.why},
+        "path": {"engine": engine.name, "form": engine.form, "why": engine.why},
         "device": run.hardware.device,
         "rows": "disk" if run.setup.folder else "memory",
         "buffers": run.batch_norm,
@@ -70,9 +78,9 @@ def header(run: Any) -> Record:
         "criterion": loss_name(criterion) + own,
         "metrics": list(run.measures),
         "eval_split": evaluation.split,
-        "target": target[0] if target else None,
+        "target": getattr(alg, "target", None),
         "backend": plain(backend()),
-        "versions": {"pflcore": __version__, "torch": torch.__version__},
+        "versions": VERSIONS,
         "peak_bytes": run.peak_bytes(),
     }
 
@@ -80,46 +88,30 @@ def header(run: Any) -> Record:
 def identity(run: Any) -> Record:
     """Which run it is, as a checkpoint says it: runs of the same give the same numbers;
     "machine" and "made_with" may be other when it goes on."""
-    net, engine = run.setting.net, run.setting.engine
-    conditions = (
-        "rounds",
-        "participation",
-        "clients",
-        "seed",
-        "evaluation",
-        "robustness",
-        "batch_norm",
-    )
+    net, engine, device = run.setting.net, run.setting.engine, run.hardware.device
     return {
         "algorithm": run.name,
         "options": facts_of(run.algorithm),
         "training": facts_of(run.training),
-        "conditions": {k: facts_of(getattr(run, k)) for k in conditions},
+        "conditions": {k: facts_of(getattr(run, k)) for k in CONDITIONS},
         "federation": of_data(run.data),
         "criterion": loss_name(net.criterion),
-        "model": of_net(net),
+        "model": facts_of(of_net(net)),
         "stream": STREAM,
         "machine": {"hardware": facts_of(run.hardware), "loss": facts_of(run.loss)},
-        "made_with": {
-            "pflcore": __version__,
-            "torch": torch.__version__,
-            "device": run.hardware.device,
-            "path": [engine.name, form_of(engine)],
-        },
+        "made_with": {**VERSIONS, "device": device, "path": [engine.name, engine.form]},
     }
 
 
-def round_line(
-    run: Any, round: int, began: float, outcome: Outcome, report: Record, seen: Record | None
-) -> Record:
-    """A round's record."""
-    moved = outcome.moved and [None if v is None else round_to(v, 3) for v in outcome.moved]
+def round_line(run: Any, outcome: Outcome) -> Record:
+    """A round's record, without what the algorithm reports of it and its evaluation."""
+    moved = outcome.moved and [None if v is None else rounded(v, 3) for v in outcome.moved]
     return {
-        "round": round,
+        "round": run._state.round,
         "algorithm": run.name,
         "engine": run.setting.engine.name,
         "seed": run.seed,
-        "seconds": round_to(time.perf_counter() - began),
+        "seconds": 0.0,
         "cohort": outcome.ids,
         "dropped": outcome.dropped,
         "void": outcome.void,
@@ -128,25 +120,43 @@ def round_line(
         "train_loss": outcome.train_loss,
         "moved": moved,
         "clipped": outcome.clipped,
-        "report": report,
-        "eval": seen,
+        "report": {},
+        "eval": None,
     }
 
 
-def why_void(
-    lr: float, state: State, outcome: Outcome, outlier: tuple[float, int, int] | None
-) -> str:
-    """Why a run ends after void rounds, in one sentence; the outlier: how far, who, when."""
-    last, first = state.round, state.round - state.void + 1
+def report_of(run: Any, outcome: Outcome) -> Record:
+    """What the algorithm reports of a round: small tensors as lists, a long one as a copy."""
+    if outcome.void:  # it changed nothing
+        return {}
+    said = run.algorithm.report(run._state.server, outcome.mix, outcome.cohort)
+    long = {k: v.detach().cpu().clone() for k, v in said.items() if v.numel() > LONG}
+    return {k: long[k] if k in long else v.tolist() for k, v in said.items()}
+
+
+def rounded(x: float, digits: int) -> float:
+    """`x` with so many digits that count."""
+    return float(f"{x:.{digits}g}")
+
+
+def farthest(record: Record) -> list[Any]:
+    """The longest update of a round: how many times the median, whose, when."""
+    pairs = zip(record["cohort"], record["moved"] or [], strict=False)
+    moved = [[ratio, i, record["round"]] for i, ratio in pairs if ratio is not None]
+    return max(moved, default=NOBODY)
+
+
+def why_void(run: Any, outcome: Outcome, outlier: list[Any]) -> str:
+    """Why a run ends after void rounds, in one sentence, with the farthest update so far."""
+    last, first = run._state.round, run._state.round - run._state.void + 1
     which = f"round {last} was" if first == last else f"rounds {first} to {last} were"
     if outcome.why is not None:
         return f"{which.capitalize()} void: {outcome.why}"
     why = f"client(s) {outcome.dropped} sent updates that are not finite"
     if outcome.spoilt:
         why = f"the server's {', '.join(outcome.spoilt)} would not be finite"
-    what = f"lower the learning rate ({lr})"
-    if outlier is not None:
-        far, client, when = outlier
+    what, (far, client, when) = f"lower the learning rate ({run.training.lr})", outlier
+    if far > OUTLIER:
         what = (
             f"client {client}'s update was {far:.3g} times the median in round {when}: look at its "
             "data or set clip"
@@ -160,11 +170,6 @@ def private_names(alg: Split, net: Net) -> list[str]:
     return [n for n, s in net.slices.items() if bool(columns[s.start])]
 
 
-def form_of(engine: Engine) -> str:
-    """What trains: "chain" (kernels), "vmap" or "module"."""
-    return "chain" if engine.chain is not None else "vmap" if engine.name == "vmap" else "module"
-
-
 def memory_line(setup: Setup, peak: int) -> str:
     """Where the clients' rows are, with bytes, and the memory that the run needs at its peak."""
     own, server, _ = row_bytes(setup)
@@ -175,28 +180,17 @@ def memory_line(setup: Setup, peak: int) -> str:
     return f"rows: {kept}, {place}; peak memory beside data and activations about {human(peak)}"
 
 
-def round_to(x: float, digits: int = 4) -> float:
-    """`x` with so many digits that count."""
-    return float(f"{x:.{digits}g}")
-
-
-def as_lists(value: Tensor) -> Any:
-    """A small tensor as lists; a large one as itself, a copy."""
-    return value.tolist() if value.numel() <= LONG else value.detach().cpu().clone()
-
-
-def facts_of(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
+def facts_of(value: Any) -> Any:
     """`value` as JSON holds it; functions by their names, {"function": name}."""
+    return json.loads(json.dumps(value, default=as_json))
+
+
+def as_json(value: Any) -> Any:
+    """What JSON does not know, as something that it does."""
     if is_dataclass(value) and not isinstance(value, type):
-        value = {f.name: getattr(value, f.name) for f in fields(value)}
-    if isinstance(value, Tensor):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    if hasattr(value, "tolist"):
         return value.tolist()
-    if isinstance(value, Mapping):
-        return {str(k): facts_of(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | range | set):
-        return [facts_of(v) for v in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
     if hasattr(value, "__fspath__"):
         return str(value)
     return {"function": getattr(value, "__name__", type(value).__name__)}
@@ -218,18 +212,18 @@ def of_data(data: Federation) -> Record:
 def of_net(net: Net) -> Record:
     """Which model it is, its loss with it: names and shapes of what is trained, and the digest of
     what is not and so stands in no state."""
-    rows = {*net.names, *net.buffer_names}
+    shapes = dict(zip(net.names, net.shapes, strict=True))
+    shapes |= dict(zip(net.buffer_names, net.buffer_shapes, strict=True))
     every = [*net.module.named_parameters(), *net.module.named_buffers()]
-    # which nobody reads
-    constants = {k: v for k, v in every if k not in rows and not k.endswith("num_batches_tracked")}
-    shapes = zip([*net.names, *net.buffer_names], [*net.shapes, *net.buffer_shapes], strict=True)
+    # but the counts of batches, which nobody reads
+    rest = {k: v for k, v in every if k not in shapes and not k.endswith("num_batches_tracked")}
     loss = vars(net.criterion) if isinstance(net.criterion, nn.Module) else {}
     return {
         "dtype": str(net.dtype),
-        "shapes": {k: list(s) for k, s in shapes},
+        "shapes": shapes,
         "layers": {k or "model": _described(m) for k, m in net.module.named_modules()},
         "digest of the loss": digest_of({k: v for k, v in loss.items() if k != "training"}),
-        "digest of what is not trained": digest_of(constants),
+        "digest of what is not trained": digest_of(rest),
     }
 
 
@@ -261,9 +255,7 @@ def digest_of(thing: Any) -> str:
         elif isinstance(thing, Ragged):
             add([thing.flat, thing.begin])
         elif isinstance(thing, Mapping):
-            for key in sorted(thing):
-                digest.update(f"{key}:".encode())
-                add(thing[key])
+            add([part for key in sorted(thing) for part in (key, thing[key])])
         elif isinstance(thing, list | tuple):
             digest.update(f"{len(thing)}:".encode())
             for one in thing:
@@ -278,12 +270,7 @@ def digest_of(thing: Any) -> str:
 def difference(there: Any, here: Any, name: str = "") -> str | None:
     """The first thing in which two descriptions differ, in words; None where they are the same."""
     if isinstance(there, dict) and isinstance(here, dict):
-        keys = [*there, *(k for k in here if k not in there)]
-        found = (difference(there.get(k), here.get(k), str(k)) for k in keys)
+        found = (difference(there.get(k), here.get(k), str(k)) for k in {**there, **here})
         return next(filter(None, found), None)
-    return None if there == here else f"{name} is {_short(there)} there and {_short(here)} here"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:56]} ..."
+    words = [text if len(text) <= 60 else f"{text[:56]} ..." for text in map(repr, (there, here))]
+    return None if there == here else f"{name} is {words[0]} there and {words[1]} here"

@@ -6,17 +6,19 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from pflcore.check import need, refuse
 from pflcore.results import export
 from pflcore.results.export import Per
-from pflcore.simulation.personal import Models, Personalized, export_models
+from pflcore.simulation.describe import NOBODY, Record, farthest
+from pflcore.simulation.personal import Models, Personalized, adapt, export_models
 from pflcore.simulation.round import State
 
-Record = dict[str, Any]
 RUNAWAY = 1e6  # times the median update of a round
 
 
@@ -51,9 +53,8 @@ class History:
     def concerns(self) -> Iterator[str]:
         """What somebody should look at, in sentences: clients that were dropped in most of their
         rounds, losses that are not finite, and updates a million times as long as others."""
-        played, lost = (
-            Counter(i for r in self.rounds for i in r[key]) for key in ("cohort", "dropped")
-        )
+        counts = (Counter(i for r in self.rounds for i in r[k]) for k in ("cohort", "dropped"))
+        played, lost = counts
         often = sorted(i for i, count in lost.items() if 2 * count > played[i])
         if often:
             yield (
@@ -61,17 +62,12 @@ class History:
                 "finite; look at their data, or lower lr."
             )
         last: Record = next((r["eval"] for r in reversed(self.rounds) if r["eval"]), {})
-        ids = last.get("clients") or range(len(last.get("loss", [])))
-        bad = [i for i, loss in zip(ids, last.get("loss", []), strict=True) if loss == math.inf]
+        losses = last.get("loss", [])
+        ids = last.get("clients") or range(len(losses))
+        bad = [i for i, loss in zip(ids, losses, strict=True) if loss == math.inf]
         if bad:
             yield f"the last loss of client(s) {bad} is inf; look at their data, or lower lr."
-        moved = [
-            (m, i, r["round"])
-            for r in self.rounds
-            for i, m in zip(r["cohort"], r["moved"] or [], strict=False)
-            if m is not None
-        ]
-        ratio, client, round = max(moved, default=(0.0, 0, 0))
+        ratio, client, round = max(map(farthest, self.rounds), default=NOBODY)
         if ratio > RUNAWAY:
             yield (
                 f"client {client}'s update was {ratio:.3g} times the median of round {round}; "
@@ -88,9 +84,8 @@ class History:
         prediction takes, a model's parameters as `w.NAME`. ValueError where the run kept no model,
         OSError where the folder cannot be written.
         """
-        setup = getattr(self.models, "setup", None)  # of runs for everyone there are many
-        models = (self.model(i) for i in range(self.header["n"]))
-        export_models(models, self.header, folder, setup and setup.setting.data)
+        data = self.models.setup.setting.data if isinstance(self.models, Models) else None
+        export_models(map(self.model, range(self.header["n"])), self.header, folder, data)
 
     def model(self, client: int) -> Personalized:
         """One client's personalized model after the last round, an `nn.Module` from samples [B,
@@ -98,16 +93,11 @@ class History:
 
         ValueError where there is no such client, or where the run kept no model.
         """
-        if self.models is None:
-            raise ValueError(
-                "model: this history holds no models; they come with the history that run() "
-                "returns."
-            )
-        if not isinstance(self.models, Models) and client not in range(len(self.models)):
-            raise ValueError(
-                f"client: expected a number from 0 to {len(self.models) - 1}, got {client!r}."
-            )
-        return self.models[client]
+        n = -1 if self.models is None else len(self.models)
+        need(n >= 0, "model", "a history with models, as run() returns it", self.models)
+        fits = isinstance(client, Integral) and not isinstance(client, bool) and 0 <= client < n
+        need(fits, "client", f"a number from 0 to {n - 1}", client)
+        return self.models[client]  # type: ignore[index]
 
     def predict(self, client: int, x: Any) -> torch.Tensor:
         """What the client's model says of the samples `x` [B, ...]: labels int64 [B], or values for
@@ -125,12 +115,9 @@ class History:
         MOCHA, ...) everybody plays these rounds with it, on copies. ValueError in one sentence for
         samples that do not fit.
         """
-        if not isinstance(self.models, Models):
-            raise ValueError(
-                "adapt: expected the history that Simulation.run() returns; runs for each client "
-                "have no model for others."
-            )
-        return self.models.adapt(samples, rounds)
+        if not isinstance(self.models, Models):  # runs for each client have no model for others
+            refuse("adapt", "the history that Simulation.run() returns", self.models)
+        return adapt(self.models.setup, self.models.state, samples, rounds)
 
     def to_pandas(self, per: Per = "round") -> Any:
         """A `pandas.DataFrame` with one row per round (means over clients), or per evaluated round

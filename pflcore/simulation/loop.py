@@ -21,18 +21,17 @@ from pflcore.check import A_MODEL, Count, Fraction, Seed, check, device_of, ids_
 from pflcore.data.federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.simulation import checkpoint as store
-from pflcore.simulation.accept import Outcome, farthest
+from pflcore.simulation import describe
 from pflcore.simulation.callbacks import Callback, listed, resume
 from pflcore.simulation.checkpoint import Checkpoint, lock
-from pflcore.simulation.describe import Record, as_lists, header, identity, round_line, why_void
+from pflcore.simulation.describe import Record
 from pflcore.simulation.evaluate import evaluate, measured
-from pflcore.simulation.footprint import peak_bytes
 from pflcore.simulation.history import History
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
 from pflcore.simulation.round import State, copied, sample, step
 from pflcore.simulation.settings import Evaluation, Hardware, Robustness
-from pflcore.simulation.start import data_of, looked_at, placed, warn_of_strangers
+from pflcore.simulation.start import data_of, looked_at, peak_bytes, placed
 from pflcore.train import Net, Training, memory
 from pflcore.train.choose import check_modes
 from pflcore.train.losses import Loss
@@ -68,15 +67,16 @@ class Simulation:
         alg = self.algorithm = algorithm_of(self.algorithm)
         check_training(alg, self.training)
         self.data = data_of(self)
-        self.clients = self.among = ids_of("clients", self.clients, self.data.n)
+        asked = self.clients
+        self.among = None if asked is None else ids_of("clients", asked, self.data.n)
+        self.clients = self.among
         self.looked_at = looked_at(self)
         self.history: History | None = None  # of the last call of `run`
-        self._earlier: list[Record] = []  # the rounds before those of `history`
+        self._records: list[Record] = []  # of all rounds up to the state, by `run` or a checkpoint
         self._came_from: Path | None = None  # the checkpoint's folder
-        self._outlier: tuple[float, int, int] | None = None  # how far, who, when: the farthest
+        self._outlier = describe.NOBODY  # the farthest update so far
         self.setup, self._state = placed(self, device_of(self.hardware.device))
         self._held = False  # does somebody outside hold the state, so that a copy must go on?
-        warn_of_strangers(self, self._state)
         self.measures = metrics_of(self.evaluation.metrics, self.setting.net.scores_classes)
 
     # what it is ---------------------------------------------------------------------------------
@@ -99,6 +99,7 @@ class Simulation:
     @state.setter
     def state(self, state: State) -> None:
         self._state, self._held = state, True
+        self._records = [r for r in self._records if r["round"] <= state.round]
 
     def peak_bytes(self) -> int:
         """An estimate of the run's peak memory beside data and activations."""
@@ -106,7 +107,7 @@ class Simulation:
 
     def header(self) -> Record:
         """What the run is, as the first line of its record says it."""
-        return header(self)
+        return describe.header(self)
 
     # the rounds ---------------------------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
@@ -115,57 +116,44 @@ class Simulation:
         memory ran out ("failed"): the state is then that of the last round given, and can be gone
         on with."""
         while self._state.round < self.rounds:
-            round = self._state.round + 1
-            outcome, line, error = self._played(round, time.perf_counter())
-            if outcome is not None:  # a round that was played but not evaluated is a round
+            round, place, began = self._state.round + 1, "round", time.perf_counter()
+            line: Record = {}
+            error: BaseException | str | None = None
+            try:
+                if self._held:
+                    self._state, self._held = copied(self.setup, self._state), False
+                ids = sample(self.setup, round, self.participation, self.among)
+                self._state, outcome = step(self.setup, self._state, ids)
+                line, place = describe.round_line(self, outcome), "the evaluation after round"
+                line["report"] = describe.report_of(self, outcome)
+                line["eval"] = self._seen(round)
+            except BaseException as e:  # the error itself holds the round's frames
+                error = memory.request_of(e) if memory.ran_out(e) else e
+            if line:  # a round that was played but not evaluated is a round
+                line["seconds"] = describe.rounded(time.perf_counter() - began, 4)
+                self._outlier = max(self._outlier, describe.farthest(line))
                 yield line
             if isinstance(error, BaseException):
-                raise error  # Ctrl-C, or a metric that failed
+                raise error
             if error is not None:
                 memory.give_back(self.hardware.device)
-                where = f"in {'round' if outcome is None else 'the evaluation after round'} {round}"
-                said = memory.sentence(where, self.peak_bytes(), error, self.hardware.device)
+                device, where = self.hardware.device, f"in {place} {round}"
+                said = memory.sentence(where, self.peak_bytes(), error, device)
                 yield {"stopped": said, "failed": True}
                 return
-            if self._state.void and (self._state.void >= VOID_ROUNDS or round >= self.rounds):
-                assert outcome is not None
-                yield {"stopped": why_void(self.training.lr, self._state, outcome, self._outlier)}
+            void = self._state.void
+            if void and (void >= VOID_ROUNDS or round >= self.rounds):
+                yield {"stopped": describe.why_void(self, outcome, self._outlier)}
                 return
 
-    def _played(
-        self, round: int, began: float
-    ) -> tuple[Outcome | None, Record, BaseException | str | None]:
-        """A round's outcome (None: memory ran out before the end) and record, and what broke its
-        evaluation off; where memory ran out in words what for."""
-        outcome: Outcome | None = None
-        report: Record = {}
-        seen: Record | None = None
-        error: BaseException | str | None = None
-        try:
-            if self._held:
-                self._state, self._held = copied(self.setup, self._state), False
-            ids = sample(self.setup, round, self.participation, self.among)
-            self._state, outcome = step(self.setup, self._state, ids)
-            if outcome.cohort is not None and not outcome.void:  # a void round changed nothing
-                said = self.setup.algorithm.report(self._state.server, outcome.mix, outcome.cohort)
-                report = {k: as_lists(v) for k, v in said.items()}
-            if self.evaluation.due(round, self.rounds):
-                seen = {k: v.tolist() for k, v in self.evaluate(self.evaluation.split).items()}
-                if self.evaluation.train_loss:
-                    seen["train_loss"] = self.evaluate("train")["loss"].tolist()
-        except BaseException as e:
-            if memory.ran_out(e):
-                error = memory.request_of(e)  # the error itself holds the round's frames
-            elif outcome is None:
-                raise
-            else:
-                error = e
-        if outcome is None:
-            return None, {}, error
-        far = farthest(outcome.ids, outcome.moved)
-        if far is not None:  # before the record is given: its reader may save
-            self._outlier = max(self._outlier or (0.0, 0, 0), (far[1], far[0], round))
-        return outcome, round_line(self, round, began, outcome, report, seen), error
+    def _seen(self, round: int) -> Record | None:
+        """The evaluation of a round in which one is due."""
+        if not self.evaluation.due(round, self.rounds):
+            return None
+        seen = {k: v.tolist() for k, v in self.evaluate(self.evaluation.split).items()}
+        if self.evaluation.train_loss:
+            seen["train_loss"] = self.evaluate("train")["loss"].tolist()
+        return seen
 
     def evaluate(self, split: str) -> dict[str, Tensor]:
         """Each client's personalized model as it is now, values [N] float64: see
@@ -195,16 +183,15 @@ class Simulation:
         check_modes()
         callbacks = listed(on_round)
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-        mine = keeper is not None and keeper.note is None
-        with lock(keeper.folder) if keeper is not None and mine else nullcontext():
-            if keeper is not None and mine and self._came_from != Path(keeper.folder):
-                self._keep(keeper)  # what stands there may be of another run
+        own = keeper if keeper is not None and keeper.note is None else None
+        with lock(own.folder) if own else nullcontext():
+            if own and self._came_from != Path(own.folder):
+                self._keep(own)  # what stands there may be of another run
             return self._run(callbacks, keeper)
 
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
-        rounds, restored = self._played_before(), self.history is None
-        self._earlier = [] if restored else rounds
-        history = self.history = History(self.header(), rounds if restored else [])
+        before = [] if self.history else list(self._records)  # a checkpoint's
+        history = self.history = History(self.header(), before)
         start = self._state.round - len(history.rounds)
         try:
             resume(callbacks, history.rounds)
@@ -214,7 +201,8 @@ class Simulation:
                     history.failed = record.get("failed", False)
                     break
                 with unbroken():  # so that what is written is what was played
-                    history.rounds.append(record)
+                    for rounds in (history.rounds, self._records):
+                        rounds.append(record)
                     for callback in callbacks:
                         callback(record["round"], record)
                 self._keep_if_due(keeper, record)
@@ -273,14 +261,9 @@ class Simulation:
     def restore(self, folder: str | Path) -> None:
         """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in
         one sentence where it is not."""
-        kept = store.restored(folder, self.setup, identity(self))
-        self.setup, self._state, self._outlier, self._earlier = kept
+        kept = store.restored(folder, self.setup, describe.identity(self))
+        self.setup, self._state, self._outlier, self._records = kept
         self._held, self.history, self._came_from = False, None, Path(folder)
-
-    def _played_before(self) -> list[Record]:
-        """The records of the rounds up to the state as it is now."""
-        rounds = self._earlier + (self.history.rounds if self.history else [])
-        return [r for r in rounds if r["round"] <= self._state.round]  # it may have been put back
 
     def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
         round = record["round"]
@@ -298,5 +281,5 @@ class Simulation:
             warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=4)
 
     def _save(self, keeper: Checkpoint) -> None:
-        what, rounds = identity(self), self._played_before()
-        store.save_run(keeper, self.setup, self._state, what, self._outlier, rounds)
+        what, kept = describe.identity(self), self._records
+        store.save_run(keeper, self.setup, self._state, what, self._outlier, kept)

@@ -5,27 +5,37 @@ and that of a client who comes later, for whom the state grows by one.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from numbers import Integral
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pflcore.algorithms.protocol import Algorithm, Changes, Rows, Tensors
-from pflcore.check import Whole, checked, shown
+from pflcore.algorithms.protocol import Algorithm, Tensors
+from pflcore.check import Whole, checked, need, refuse
 from pflcore.data.federation import Federation
 from pflcore.data.inputs import inputs, tensor
 from pflcore.data.roles import held_out, one_client
 from pflcore.nn.mode import forward_mode
-from pflcore.simulation.accept import finite_rows
+from pflcore.simulation.accept import accept
 from pflcore.simulation.checkpoint import replacing, write_tensors
 from pflcore.simulation.evaluate import own_way, personalized
-from pflcore.simulation.round import Setup, State, begin, commit, flat, step, train, unflat
+from pflcore.simulation.round import (
+    Setup,
+    State,
+    begin,
+    commit,
+    flat,
+    kept_by_clients,
+    step,
+    train,
+    unflat,
+)
 from pflcore.train import Clients, Net
 from pflcore.train.choose import check_single
 from pflcore.train.losses import binary_cross_entropy, hinge
@@ -39,12 +49,13 @@ def grown(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
     has more of them. The newcomer's batch norm starts from the mean of the others' statistics.
     """
     few, many = (flat(begin(alg, net, m, clients=bool(state.clients))) for m in (n, n + 1))
-    models = [k for k, v in many.items() if k.startswith("server.") and v.shape[-1:] == (net.size,)]
-    everybody = any(many[k].shape != few[k].shape for k in models)
-    new = flat(replace(state, server=alg.grow(state.server, n)))
-    for key, old in new.items():
-        grows = key in many and many[key].shape[:1] > (0,) and many[key].shape != few[key].shape
-        new[key] = larger(old, many[key]) if grows else old.clone()
+    grow = {k: v for k, v in many.items() if v.shape != few[k].shape}
+    everybody = any(
+        k.startswith("server.") and v.shape[-1:] == (net.size,) for k, v in grow.items()
+    )
+    old = flat(replace(state, server=alg.grow(state.server, n)))
+    # a table that begins empty is the algorithm's own to grow
+    new = {k: larger(v, grow[k]) if len(grow.get(k, ())) else v.clone() for k, v in old.items()}
     new["batch_norm"][n] = state.batch_norm.mean(0)
     return unflat(new, state.round, state.void), everybody
 
@@ -119,54 +130,39 @@ class Personalized(nn.Module):
         if isinstance(x, Mapping):
             x, fields = inputs(x, "x", self.net.dtype)
             if fields != self.net.fields:
-                raise ValueError(
-                    f"x: expected {self.net.fields or 'one tensor'}, got the fields {fields}."
-                )
-        elif not isinstance(x, Tensor):
-            x = tensor(x, "x", None)
-        if not x.dim():
-            raise ValueError(
-                "x: expected samples [B, ...], got a single number; for one sample give x[None]."
-            )
-        x = x.to(
-            self.statistics.device, self.statistics.dtype if x.is_floating_point() else x.dtype
+                wanted = self.net.fields or "one tensor"
+                raise ValueError(f"x: expected {wanted}, got the fields {fields}.")
+        x, like = (
+            x if isinstance(x, Tensor) else tensor(x, "x", None),
+            self.get_buffer("statistics"),
         )
+        x = x.to(like.device, like.dtype if x.is_floating_point() else x.dtype)
         try:
-            scores = torch.cat([self(part) for part in x.split(BATCH)]) if len(x) else self(x)
+            scores = torch.cat([self(part) for part in x.split(BATCH)])
+            if len(scores) != len(x):
+                raise IndexError
         except (RuntimeError, ValueError, IndexError) as e:
-            said = str(e).splitlines()[0]
-            raise ValueError(
-                f"x: expected samples [B, ...] as those of the training, got shape {list(x.shape)} "
-                f"({said})."
-            ) from e
-        if len(scores) != len(x):
             raise ValueError(
                 f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give "
                 "x[None]."
-            )
-        alone, labels = (
-            self.net.criterion in ONE_BY_ONE,
-            self.classes is not None and self.returns != "values",
-        )
-        if labels and not alone and scores.dim() > 2:
-            return scores.argmax(1)
+            ) from e
+        alone = self.net.criterion in ONE_BY_ONE
         one = scores.dim() > 1 and scores.shape[-1] == 1
         single = scores[..., 0] if one else scores
-        if not labels:
+        if self.classes is None or self.returns == "values":
             return single
-        return (single > 0).long() if alone or one or scores.dim() == 1 else scores.argmax(1)
+        yes_or_no = alone or scores.dim() == 1 or (one and scores.dim() == 2)
+        return (single > 0).long() if yes_or_no else scores.argmax(1)
 
     def module(self) -> nn.Module:
         """The model as a module of its own class, in evaluation mode, to be saved or trained on.
         ValueError where it is no single one."""
         if own_way(self.algorithm):
-            name = type(self.algorithm).__name__
             raise ValueError(
-                f"module: {name} predicts with more than one model; call this object itself, which "
-                "is an nn.Module too."
+                f"module: {type(self.algorithm).__name__} predicts with more than one model; call "
+                "this object itself, which is an nn.Module too."
             )
-        row: Any = getattr(self, "view_w")  # noqa: B009
-        statistics: Any = self.statistics
+        row, statistics = self.get_buffer("view_w"), self.get_buffer("statistics")
         return self.net.load(self.net.to(row.device).module, row, statistics).eval()
 
     def tensors(self) -> Tensors:
@@ -176,18 +172,13 @@ class Personalized(nn.Module):
         if not own_way(self.algorithm):
             return dict(self.module().state_dict())
         net, statistics = self.net, self.get_buffer("statistics").split(self.net.buffer_sizes)
-        out = {
-            f"statistics.{n}": b.view(s)
-            for n, b, s in zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
-        }
+        each = zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
+        out = {f"statistics.{n}": b.view(s) for n, b, s in each}
+        head = net.head_slice if net.head_name is not None else slice(0, 0)
+        starts = {net.size: 0, head.stop - head.start: head.start}
         for key in self.keys:
             value = self.get_buffer(f"view_{key}")
-            head = net.head_slice if net.head_name is not None else slice(0, 0)
-            start = (
-                {net.size: 0, head.stop - head.start: head.start}.get(len(value))
-                if value.dim() == 1
-                else None
-            )
+            start = starts.get(len(value)) if value.dim() == 1 else None
             if start is None:
                 out[key] = value
                 continue
@@ -204,45 +195,29 @@ def export_models(
     data: Federation | None = None,
 ) -> None:
     """Clients' models 0, 1, ... as files; see `History.export`."""
-    folder, clients, predict = Path(folder), [], ""
+    folder, clients = Path(folder), list[dict[str, Any]]()
+    said = {k: header[k] for k in ("options", "training", "data")}
+    manifest = {"method": header["algorithm"], **said, "clients": clients}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for client, model in enumerate(models):
             tensors, file = model.tensors(), f"client-{client}.safetensors"
             with replacing(folder / file) as part:
-                write_tensors(tensors, part)
+                # in memory of their own: tied weights share theirs
+                write_tensors({k: v.clone() for k, v in tensors.items()}, part)
                 # as readable as the folder; safetensors makes it its owner's alone
                 part.chmod(folder.stat().st_mode & 0o666)
-            known = {} if data is None or data.names is None else {"name": data.names[client]}
+            known: dict[str, Any] = {"client": client}
+            if data is not None and data.names is not None:
+                known["name"] = data.names[client]
             if data is not None and data.scaling is not None:
                 known |= {k: v[client].tolist() for k, v in data.scaling._asdict().items()}
-            clients.append(
-                {
-                    "client": client,
-                    **known,
-                    "file": file,
-                    "tensors": {k: list(v.shape) for k, v in tensors.items()},
-                }
-            )
-            predict = (
-                inspect.getdoc(model.algorithm.predict) or ""
-                if own_way(model.algorithm)
-                else ONE_MODEL
-            )
-        facts = {
-            "method": header["algorithm"],
-            "options": header["options"],
-            "training": header["training"],
-            "data": header["data"],
-        }
+            shapes = {k: list(v.shape) for k, v in tensors.items()}
+            clients.append({**known, "file": file, "tensors": shapes})
+            own = own_way(model.algorithm) and inspect.getdoc(model.algorithm.predict)
+            manifest |= {"returns": model.returns, "predict": own or ONE_MODEL}
         with replacing(folder / "manifest.json") as part:  # last: what it names is there
-            part.write_text(
-                json.dumps(
-                    {**facts, "returns": model.returns, "predict": predict, "clients": clients},
-                    indent=1,
-                )
-                + "\n"
-            )
+            part.write_text(json.dumps(manifest, indent=1) + "\n")
     except OSError as e:
         raise OSError(
             f"export: {folder} cannot be written ({e.strerror or e}); make room there, or name "
@@ -250,36 +225,30 @@ def export_models(
         ) from None
 
 
+@dataclass(frozen=True)
 class Models:
-    """The personalized models of a state, made when they are asked for: all at once, as an
-    evaluation does."""
+    """The personalized models of a state, made when they are asked for."""
 
-    def __init__(self, setup: Setup, state: State) -> None:
-        self.setup, self.state = setup, state
-        self._made: tuple[Tensors, Clients] | None = None
+    setup: Setup
+    state: State
+
+    def __len__(self) -> int:
+        return self.setup.setting.data.n
+
+    @functools.cached_property
+    def made(self) -> tuple[Tensors, Clients]:
+        """All at once, as an evaluation does."""
+        return personalized(self.setup, self.state, torch.arange(len(self)))
 
     def __getitem__(self, client: int) -> Personalized:
-        """The model of one client, 0 to N - 1. ValueError for another."""
-        n = self.setup.setting.data.n
-        if not isinstance(client, Integral) or isinstance(client, bool) or not 0 <= client < n:
-            raise ValueError(f"client: expected a number from 0 to {n - 1}, got {shown(client)}.")
-        if self.setup.folder is not None:  # not all at once
-            return one_of(
-                self.setup, *personalized(self.setup, self.state, torch.tensor([client])), 0
-            )
-        if self._made is None:
-            self._made = personalized(self.setup, self.state, torch.arange(n))
-        return one_of(self.setup, *self._made, int(client))
-
-    def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
-        """The model of a client who was not there: see `History.adapt`."""
-        return adapt(self.setup, self.state, samples, rounds)
-
-
-def one_of(setup: Setup, model: Tensors, clients: Clients, i: int) -> Personalized:
-    """The i-th of the clients' models."""
-    own, setting = {k: v[i] for k, v in model.items()}, setup.setting
-    return Personalized(setup.algorithm, setting.net, own, clients.buffers[i], setting.data.classes)
+        """The model of one client."""
+        setting, i = self.setup.setting, int(client)
+        if self.setup.folder is None:
+            model, clients = self.made
+        else:  # rows of all of them may not fit into memory
+            (model, clients), i = personalized(self.setup, self.state, torch.tensor([i])), 0
+        own, b = {k: v[i] for k, v in model.items()}, clients.buffers[i]
+        return Personalized(self.setup.algorithm, setting.net, own, b, setting.data.classes)
 
 
 # who comes later --------------------------------------------------------------------------------
@@ -305,76 +274,36 @@ def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Person
     setup = setup._replace(setting=run, folder=None)
     state, everybody = grown(alg, state, run.net, n)
     for _ in range(rounds):
-        state = _with_everybody(setup, state) if everybody else _alone(setup, state, n)
-    return one_of(setup, *personalized(setup, state, torch.tensor([n])), 0)
-
-
-def _with_everybody(setup: Setup, state: State) -> State:
-    """A round of all: the server makes the newcomer's model of everybody's uploads."""
-    n = setup.setting.data.n
-    state, outcome = step(setup, state, torch.arange(n))
-    if n - 1 in outcome.dropped or outcome.void:
-        raise ValueError(
-            "samples: training on them diverged, the updates are not finite; check their scale."
-        )
-    return state
-
-
-def _alone(setup: Setup, state: State, client: int) -> State:
-    """The client's own work of a round, of which the server learns at most where it belongs."""
-    trained = train(setup, state, torch.tensor([client]))
-    if not bool(finite_rows([*trained.own.values(), trained.batch_norm], 1).all()):
-        raise ValueError(
-            "samples: training on them diverged, the client's state is not finite; check their "
-            "scale."
-        )
-    routed = setup.algorithm.route(state.server, trained.up, trained.cohort)
-    changes: Changes = {f"server.{k}": v for k, v in routed.items()}
-    ids = trained.cohort.ids
-    changes |= {f"clients.{k}": Rows(ids, v) for k, v in trained.own.items()}
-    changes |= {"batch_norm": Rows(ids, trained.batch_norm), "seen": Rows(ids, ids >= 0)}
-    return commit(state, changes)
+        if everybody:  # the server makes the newcomer's model of everybody's uploads
+            state, outcome = step(setup, state, torch.arange(n + 1))
+        else:  # the client's own work, of which the server learns at most where it belongs
+            trained = train(setup, state, torch.tensor([n]))
+            trained, outcome = accept(trained, alg.traits, state.server)
+            routed = alg.route(state.server, trained.up, trained.cohort)
+            changes = {f"server.{k}": v for k, v in routed.items()} | kept_by_clients(trained)
+            state = commit(state, changes)
+        if n in outcome.dropped or outcome.void:
+            refuse("samples", "samples on which training stays finite", "updates that are not")
+    return Models(setup, state)[n]
 
 
 def newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:
-    dtype = (
-        data.x.dtype
-        if data.x.is_floating_point()
-        else data.y.dtype
-        if data.y.is_floating_point()
-        else None
-    )
-    one = one_client(samples, classes=data.classes, dtype=dtype)
-    if (
-        one.shape != data.shape
-        or one.x.dtype != data.x.dtype
-        or one.y.dtype != data.y.dtype
-        or one.fields != data.fields
-    ):
-        what, wanted = ((str(f.fields or f.shape), f.x.dtype, f.y.dtype) for f in (one, data))
-        raise ValueError(
-            f"samples: expected inputs of shape {wanted[0]} ({wanted[1]}, targets {wanted[2]}), "
-            f"got {what}."
-        )
+    """The samples as a federation of one, which must be of the same kind as `data`."""
+    floating = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
+    one = one_client(samples, classes=data.classes, dtype=next(iter(floating), None))
+    got, wanted = ((f.fields or f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
+    what = "inputs of shape {} ({}, targets {})"
+    need(got == wanted, "samples", what.format(*wanted), got)
     return (held_out(one, seed) if needs_val else one).to(data.device)
 
 
 def joined(data: Federation, one: Federation) -> Federation:
     """The federation with one more client."""
     start, none = len(data.x), torch.empty(0, dtype=torch.int64, device=data.device)
-    index = {
-        s: [*rows, one.index[s][0] + start if s in one.index else none]
-        for s, rows in data.index.items()
-    }
+    own = {s: rows[0] + start for s, rows in one.index.items()}
+    index = {s: [*rows, own.get(s, none)] for s, rows in data.index.items()}
     relabel = data.relabel
     if relabel is not None:  # it labels its samples itself
         relabel = torch.cat([relabel, torch.arange(relabel.shape[1], device=relabel.device)[None]])
-    return Federation(
-        torch.cat([data.x, one.x]),
-        torch.cat([data.y, one.y]),
-        index,
-        data.classes,
-        relabel,
-        data.name,
-        fields=data.fields,
-    )
+    x, y = torch.cat([data.x, one.x]), torch.cat([data.y, one.y])
+    return Federation(x, y, index, data.classes, relabel, data.name, fields=data.fields)

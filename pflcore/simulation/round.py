@@ -24,7 +24,7 @@ from pflcore.algorithms.protocol import (
     apply,
     check_training,
 )
-from pflcore.check import Count, Fraction, checked
+from pflcore.check import Count, Fraction, checked, need, shown
 from pflcore.data.ragged import onto
 from pflcore.simulation import rows
 from pflcore.simulation.accept import Outcome, Trained, accept, spoilt
@@ -37,43 +37,22 @@ from pflcore.train.workers import one_thread
 
 def check_start(start: State, alg: Algorithm, net: Net, n: int, what: str = "warm_start") -> None:
     """ValueError where a state is not one of this algorithm, federation and model."""
-    name, have = type(alg).__name__, flat(start)
-    begun = begin(alg, net, n, clients=bool(start.clients))
-    want = flat(begun)
-    missing, foreign = (
-        [_words(k) for k in sorted(a - b)]
-        for a, b in ((want.keys(), have.keys()), (have.keys(), want.keys()))
-    )
-    if missing or any("client" in k for k in foreign):
-        said = [f"without the {', '.join(missing)}"] if missing else []
-        said += [f"with the {', '.join(foreign)}"] if foreign else []
-        raise ValueError(
-            f"{what}: expected a state of {name}, got one {' and '.join(said)}; start from a run "
-            f"of {name}."
-        )
-    if len(start.seen) != n:
-        raise ValueError(
-            f"{what}: expected a state of {n} clients, got one of {len(start.seen)}; start from a "
-            "run on this federation."
-        )
+    want, have = flat(begin(alg, net, n, clients=bool(start.clients))), flat(start)
+    gone = [f"the {k}" for k in sorted(want.keys() - have.keys())]
+    gone += [f"no {k}" for k in sorted(have.keys() - want.keys()) if k.startswith("clients")]
+    kept = f"{what}: expected a state of {type(alg).__name__}"
+    if gone:
+        raise ValueError(f"{kept} with {' and '.join(gone)}; start from a run of it.")
     for key, like in want.items():
-        shape, got = list(like.shape), list(have[key].shape)
-        grown = key.startswith("server") and len(got) == len(shape) > 0 and got[1:] == shape[1:]
-        if got != shape and not (grown and shape[0] not in (n, net.size)):  # rows that a run adds
+        rows, old = like.shape[:1], have[key]
+        # a server's list of models or groups may have grown
+        grows = key.startswith("server") and rows and rows[0] not in (n, net.size)
+        same = old.dim() == like.dim() and old.shape[bool(grows) :] == like.shape[bool(grows) :]
+        if not same or old.dtype != like.dtype:
             raise ValueError(
-                f"{what}: expected {_words(key)} of shape {shape}, got {got}; start from a run of "
-                "this model."
+                f"{kept} of {n} clients and this model, with {key} like {shown(like)}, got "
+                f"{shown(old)}; start from a run on them."
             )
-        if have[key].dtype != like.dtype:
-            raise ValueError(
-                f"{what}: expected {_words(key)} in {like.dtype}, got {have[key].dtype}; start "
-                "from a run of this model."
-            )
-
-
-def _words(key: str) -> str:
-    part, _, name = key.partition(".")
-    return f"{part.removesuffix('s')}'s {name}" if name else key
 
 
 __all__ = ["Outcome", "Setup", "State", "begin", "sample", "step"]
@@ -128,11 +107,10 @@ def policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str:
     known = alg.traits.batch_norm
     if batch_norm == "auto":
         return str(known[0])
-    if batch_norm not in ("average", "local", "rule"):
-        raise ValueError(f"batch_norm: expected 'auto', 'average' or 'local', got {batch_norm!r}.")
-    if batch_norm not in known and net.buffer_names:
+    kinds = known if net.buffer_names else ("average", "local", "rule")
+    if batch_norm not in kinds:
         raise ValueError(
-            f"batch_norm: this {type(alg).__name__} knows {' and '.join(map(repr, known))} "
+            f"batch_norm: this {type(alg).__name__} knows {' and '.join(map(repr, kinds))} "
             f"statistics, got {batch_norm!r}."
         )
     return batch_norm
@@ -152,22 +130,16 @@ def step(setup: Setup, state: State, ids: Tensor) -> tuple[State, Outcome]:
     """
     alg, given, ids = setup.algorithm, ids, ids.unique()  # ascending
     check_training(alg, setup.setting.training)
+    need(len(ids) == len(given), "ids", "each client once", given.tolist())
     absent = set(alg.traits.required) - set(ids.tolist())
-    if absent:
-        raise ValueError(
-            f"ids: the target {min(absent)} must take part in every round, got {ids.tolist()}; "
-            "`sample` picks it."
-        )
-    if len(ids) < len(given):
-        raise ValueError(f"ids: expected each client once, got {given.tolist()}.")
+    need(not absent, "ids", f"the target {alg.traits.required} in every round", ids.tolist())
     with one_thread(setup.few(len(ids))):
         trained = attacked(setup, state, train(setup, state, ids))
         trained, outcome = accept(trained, alg.traits, state.server, setup.robustness.clip)
         if setup.averages:
             traffic = trained.batch_norm[0].nbytes * len(ids)
-            outcome.bytes_down, outcome.bytes_up = (
-                n + traffic for n in (outcome.bytes_down, outcome.bytes_up)
-            )
+            outcome.bytes_down += traffic
+            outcome.bytes_up += traffic
         changes = serve(alg, state, trained, outcome, setup.averages)
         return commit(state, changes, setup.folder), outcome
 
@@ -199,24 +171,28 @@ def serve(
     says then."""
     if outcome.void:
         return {}
-    cohort, ids = trained.cohort, trained.cohort.ids
     try:
-        server, mix = alg.update(state.server, trained.up, cohort)
+        server, mix = alg.update(state.server, trained.up, trained.cohort)
     except Void as void:
         outcome.void, outcome.why = True, str(void)
         return {}
     made = {k: v.rows if isinstance(v, Rows) else v for k, v in server.items()}
     outcome.spoilt = spoilt({k: v for k, v in made.items() if v is not state.server.get(k)})
-    if outcome.spoilt:
-        outcome.void = True
+    outcome.void = bool(outcome.spoilt)
+    if outcome.void:
         return {}
     outcome.mix = mix
-    changes: Changes = {f"server.{k}": v for k, v in server.items()}
-    changes |= {f"clients.{k}": Rows(ids, v) for k, v in trained.own.items()}
-    statistics = Rows(ids, trained.batch_norm)
+    changes: Changes = {f"server.{k}": v for k, v in server.items()} | kept_by_clients(trained)
     if averages and mix is not None and trained.batch_norm.numel():
-        statistics = averaged(trained.batch_norm, mix, cohort.n)
-    return changes | {"batch_norm": statistics, "seen": Rows(ids, ids >= 0)}
+        changes["batch_norm"] = averaged(trained.batch_norm, mix, trained.cohort.n)
+    return changes
+
+
+def kept_by_clients(trained: Trained) -> Changes:
+    """What a cohort's training changes of its clients' state."""
+    ids = trained.cohort.ids
+    changes: Changes = {f"clients.{k}": Rows(ids, v) for k, v in trained.own.items()}
+    return changes | {"batch_norm": Rows(ids, trained.batch_norm), "seen": Rows(ids, ids >= 0)}
 
 
 def averaged(statistics: Tensor, mix: Mix, n: int) -> Rows:
@@ -251,9 +227,8 @@ def begin(
     """The state before the first round; with `folder` each client's rows, its own and the server's,
     are in files there. Without `clients` there are none of the clients' own."""
     for target in alg.traits.required:
-        if not 0 <= target < n:
-            name = "root" if getattr(alg, "root", None) is not None else "target"
-            raise ValueError(f"{name}: expected a client from 0 to {n - 1}, got {target}.")
+        name = "root" if getattr(alg, "root", None) is not None else "target"
+        need(0 <= target < n, name, f"a client from 0 to {n - 1}", target)
     server = alg.init(**alg.initial(net), n=n)
     if folder is not None:
         server |= {k: rows.zeros(n, server[k][0], folder) for k in alg.traits.per_client}
@@ -272,9 +247,8 @@ def own_rows(setup: Setup, state: State, ids: Tensor, down: Payload) -> Tensors:
     """The clients' own state [S, ...], copies; one who has not taken part yet has a newcomer's."""
     own, new = {k: v[onto(ids, v.device)] for k, v in state.clients.items()}, ~state.seen[ids]
     if own and bool(new.any()):
-        for key, first in setup.algorithm.newcomer(
-            down, setup.setting.net, setup.setting.data.n
-        ).items():
+        n = setup.setting.data.n
+        for key, first in setup.algorithm.newcomer(down, setup.setting.net, n).items():
             at = onto(new, own[key].device)
             own[key][at] = first.expand_as(own[key])[at]
     return own
@@ -294,20 +268,18 @@ def unflat(tensors: Tensors, round: int, void: int = 0) -> State:
         part, _, key = name.partition(".")
         if key:
             parts[part][key] = v
-    return State(
-        **parts, batch_norm=tensors["batch_norm"], seen=tensors["seen"], round=round, void=void
-    )
+    batch_norm, seen = tensors["batch_norm"], tensors["seen"]
+    return State(**parts, batch_norm=batch_norm, seen=seen, round=round, void=void)
 
 
 def copied(setup: Setup, state: State) -> State:
     """The state with tensors of its own, in files where they were in files."""
-    begun = begin(
-        setup.algorithm, setup.setting.net, len(state.seen), setup.folder, bool(state.clients)
-    )
+    alg, net, n = setup.algorithm, setup.setting.net, len(state.seen)
+    begun = begin(alg, net, n, setup.folder, bool(state.clients))
     if setup.folder is not None:
         seen = int(state.seen.sum())
-        need = sum(rows.room(v[:seen]) for v in state.clients.values())
-        rows.check_room("a copy of the state needs", need, setup.folder)
+        room = sum(rows.room(v[:seen]) for v in state.clients.values())
+        rows.check_room("a copy of the state needs", room, setup.folder)
     tensors = state_dict(setup.algorithm, state)
     return load_state_dict(setup.algorithm, begun, tensors, state.round, state.void)
 
@@ -325,12 +297,12 @@ def state_dict(alg: Algorithm, state: State) -> Tensors:
 
 def load_state_dict(alg: Algorithm, begun: State, tensors: Tensors, round: int, void: int) -> State:
     """The state that `state_dict` was made of; `begun` is one of the same run, and is used up."""
-    seen, state = tensors["seen"].nonzero()[:, 0], flat(begun)
-    own = {k: Rows(seen, tensors[k]) for k in row_names(alg, begun)}
-    whole = {
-        k: v.to(state.get(k, begun.batch_norm).device) for k, v in tensors.items() if k not in own
+    seen, state, own = tensors["seen"].nonzero()[:, 0], flat(begun), row_names(alg, begun)
+    changes: Changes = {
+        k: Rows(seen, v) if k in own else v.to(state.get(k, begun.batch_norm).device)
+        for k, v in tensors.items()
     }
-    return unflat(apply(state, {**whole, **own}), round, void)
+    return unflat(apply(state, changes), round, void)
 
 
 @checked

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms.protocol import zero_rows
+from pflcore.check import refuse
 from pflcore.metrics import human
 
 CHUNK = 1 << 26  # bytes that are copied, or evaluated, at once
@@ -31,12 +32,14 @@ def zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
     return mapped((n, *like.shape), like.dtype, folder)
 
 
-def check_room(what: str, need: int, folder: Path) -> None:
-    """OSError, one sentence, where the disk has less than `need` bytes free: a mapped file that
+def check_room(
+    what: str, need: int, folder: Path, error: type[OSError | MemoryError] = OSError
+) -> None:
+    """An error, one sentence, where the disk has less than `need` bytes free: a mapped file that
     cannot grow would end the process."""
     free = shutil.disk_usage(folder).free if need else 0
     if need > free:
-        raise OSError(
+        raise error(
             f"rows: {what} up to {human(need)} on disk, and {folder} has {human(free)} free; make "
             "room, or name another folder (rows)."
         )
@@ -55,11 +58,8 @@ def mapped(shape: tuple[int, ...], dtype: torch.dtype, folder: Path) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
     try:
         handle, name = tempfile.mkstemp(".rows", "pflcore-", folder)
-    except OSError as e:
-        raise ValueError(
-            f"rows: expected a folder that can be written, got {folder} ({e.strerror}); name "
-            "another."
-        ) from None
+    except OSError:
+        refuse("rows", "a folder that can be written", str(folder))
     os.close(handle)
     try:
         t = torch.from_file(name, shared=True, size=count, dtype=dtype).view(shape)

@@ -1,23 +1,33 @@
-"""What a run begins from: everything checked and on its device, and the state before round 1."""
+"""What a run begins from: everything checked and on its device, and the state before round 1; and
+the memory that it needs at its peak, beside data and activations.
+"""
 
 from __future__ import annotations
 
-import warnings
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pflcore.check import ids_of
+from pflcore.algorithms.protocol import Tensors
+from pflcore.check import ids_of, need
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.metrics import human
-from pflcore.simulation.footprint import folder_for, peak_bytes
-from pflcore.simulation.round import Setup, State, begin, check_start, copied, policy
+from pflcore.simulation import rows
+from pflcore.simulation.round import Setup, State, begin, check_start, copied, fresh, policy
 from pflcore.train import Engine, Net, Setting, memory, prepared
 from pflcore.train.losses import default_loss
 from pflcore.train.random import drawn
 from pflcore.train.workers import Workers
+
+# rows: the model as given, as started from, as bound in a thread, a kernel's own, what an allocator
+# keeps of freed ones
+COPIES = 20
+IN_VMAP = 6  # rows of a client that trains in vmap: its model, gradients and their temporaries
+OWN = 3  # times a client's own state: before the round, after it, and on its way
 
 
 def data_of(run: Any) -> Federation:
@@ -29,11 +39,7 @@ def data_of(run: Any) -> Federation:
         data = adversary.poisoned(data)
     if run.algorithm.traits.needs_val:
         data = held_out(data, run.seed)
-    if split not in data.index:
-        raise ValueError(
-            f"evaluation.split: the federation has {', '.join(data.index)}, not {split!r}; make it "
-            "with split(test=0.2)."
-        )
+    need(split in data.index, "evaluation.split", f"one of {', '.join(data.index)}", split)
     return data
 
 
@@ -41,12 +47,11 @@ def looked_at(run: Any) -> Tensor | None:
     """The ids [S] of those who are evaluated, ascending; None: everybody. A number of clients are
     drawn of those with samples."""
     asked, data, adversary = run.evaluation.clients, run.data, run.robustness.adversary
-    n = data.n
-    honest = torch.arange(n) if adversary is None else adversary.honest(n)
+    honest = torch.arange(data.n) if adversary is None else adversary.honest(data.n)
     if asked is None:
         return None if adversary is None else honest
     if not isinstance(asked, int):
-        return ids_of("evaluation.clients", asked, n)
+        return ids_of("evaluation.clients", asked, data.n)
     have = honest[data.size(run.evaluation.split)[honest] > 0]
     return have[drawn(len(have), min(asked, len(have)), run.seed, "eval_clients")].sort().values
 
@@ -64,61 +69,93 @@ def placed(run: Any, device: str) -> tuple[Setup, State]:
             raise
         request = memory.request_of(error)  # the error itself holds what it made
     else:
-        if state.round >= run.rounds:
-            raise ValueError(
-                f"rounds: expected more than the {state.round} that the warm start has played, got "
-                f"{run.rounds}."
-            )
+        more = f"more than the {state.round} that the warm start has played"
+        need(state.round < run.rounds, "rounds", more, run.rounds)
         return setup, state
     memory.give_back(device)
-    data = human(run.data.x.nbytes + run.data.y.nbytes)
     plain = Setting(net, run.data, run.training, Engine("loop"), Workers(1))
     peak = peak_bytes(Setup(run.algorithm, plain), run.participation)
+    data = human(run.data.x.nbytes + run.data.y.nbytes)
     where = f"before the first round, with {data} of data"
     raise MemoryError(memory.sentence(where, peak, request, device))
 
 
 def _net(run: Any) -> Net:
     model = run.model
-    if isinstance(model, Net) and run.loss is not None:
+    if not isinstance(model, Net):
+        model = Net(model, run.loss or default_loss(run.data.y), seed=run.seed)
+    elif run.loss is not None:
         raise ValueError(
             "loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or give "
             "the bare model."
         )
-    if not isinstance(model, Net):
-        model = Net(model, run.loss or default_loss(run.data.y), seed=run.seed)
     net: Net = run.algorithm.prepare(model)
     policy(run.algorithm, net, run.batch_norm)
     return net
 
 
 def _placed(run: Any, net: Net, device: str) -> tuple[Setup, State]:
-    hardware, alg, data, start = run.hardware, run.algorithm, run.data, run.warm_start
+    hardware, alg, start, share = run.hardware, run.algorithm, run.warm_start, run.participation
+    data = run.data
     if device != "cpu":
         net, data = net.to(device), data.to(device)
-    setting = prepared(
-        net, data, run.training, hardware.engine, hardware.workers, run.seed, run.rounds
-    )
+    engine, workers = hardware.engine, hardware.workers
+    setting = prepared(net, data, run.training, engine, workers, run.seed, run.rounds)
     setup = Setup(alg, setting, run.robustness, run.batch_norm)
-    folder = folder_for(setup, hardware.rows, run.participation, start is None)
+    folder = None if start is not None else folder_for(setup, hardware.rows, share)
     setup = setup._replace(folder=folder)
-    memory.refuse(peak_bytes(setup, run.participation), device)
+    memory.refuse(peak_bytes(setup, share), device)
     if start is None:
         return setup, begin(alg, setting.net, data.n, folder)
     check_start(start, alg, setting.net, data.n)
     return setup, copied(setup, start)
 
 
-def warn_of_strangers(run: Any, state: State) -> None:
-    """Says that some who are evaluated never take part, where a client has a state."""
-    if run.among is None or not state.clients:
-        return
-    who = torch.arange(run.data.n) if run.looked_at is None else run.looked_at
-    left_out = int((~torch.isin(who, run.among)).sum())
-    if left_out:
-        warnings.warn(
-            f"{run.name} keeps a state for each client, and {left_out} of those who are evaluated "
-            "never take part: they get what a newcomer is; in such a setting take a method without "
-            "client state.",
-            stacklevel=4,
-        )
+# the memory -------------------------------------------------------------------------------------
+
+
+def peak_bytes(setup: Setup, participation: float) -> int:
+    """An estimate of a run's peak memory beside data and activations: the state, and beside it the
+    rows of a round's cohort, or of all clients in an evaluation."""
+    run, alg = setup.setting, setup.algorithm
+    net, engine, n = run.net, run.engine, run.data.n
+    cohort = max(1, int(participation * n + 0.5))
+    row = net.size * net.w0.element_size()
+    own, server, shared = row_bytes(setup)
+    state = shared + n * net.b0.nbytes + (0 if setup.folder else own + server)
+    training = (IN_VMAP if engine.form == "vmap" else 2) * row
+    # who keeps no rows and has options for later trains at the evaluation
+    evaluation = (own + server) // n or (training if alg.traits.late else 0)
+    at_once = min(run.workers.count, cohort) if engine.name == "loop" else 0
+    beside = max(cohort * (training + OWN * own // n), n * evaluation)
+    return state + beside + (COPIES + 3 * at_once) * row
+
+
+def row_bytes(setup: Setup) -> tuple[int, int, int]:
+    """Bytes of all clients' own rows, of the server's rows for each, and of what else it holds."""
+
+    def total(tensors: Tensors) -> int:
+        return sum(v.nbytes for v in tensors.values())
+
+    alg, net, n = setup.algorithm, setup.setting.net, setup.setting.data.n
+    server = alg.init(**alg.initial(net), n=n)
+    each = total({k: v for k, v in server.items() if k in alg.traits.per_client and v.dim() > 1})
+    return n * total(fresh(alg, net, server, n)), each, total(server) - each
+
+
+def folder_for(setup: Setup, choice: str | Path, participation: float) -> Path | None:
+    """The folder for the clients' rows, or None: they stay in memory. RunTooLarge, one sentence,
+    where the disk has less than may be written."""
+    run, (own, server, _) = setup.setting, row_bytes(setup)
+    device = run.data.device.type
+    if choice == "memory" or not own + server or device != "cpu":
+        return None
+    most = memory.capacity(device)
+    if choice == "auto" and (most is None or peak_bytes(setup, participation) <= most // 2):
+        return None
+    folder = Path(tempfile.gettempdir() if choice == "auto" else choice)
+    need(folder.is_dir(), "rows", "'auto', 'memory' or a folder", str(choice))
+    ever = min(run.data.n, int(participation * run.data.n + 1) * run.rounds)
+    wanted = own * ever // run.data.n + server
+    rows.check_room("the clients' rows may take", wanted, folder, memory.RunTooLarge)
+    return folder

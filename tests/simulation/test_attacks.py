@@ -3,12 +3,11 @@ whoever cannot take one says so."""
 
 import json
 import math
-from typing import Any
 
 import pytest
 import torch
 from doors import synthetic_clusters
-from methods import FedAvgM, Waffle
+from methods import Waffle
 from parts.attacks import BAD, N, defence, run
 from small import images, swept, tiny_model, with_test
 from torch import nn
@@ -22,11 +21,6 @@ from pflcore.simulation.attacks import Adversary
 @pytest.fixture(scope="module")
 def data():
     return synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
-
-
-def sentence(error):
-    text = str(error.value)
-    assert text.endswith(".") and text.count(". ") == 0 and "\n" not in text, text
 
 
 # attacks --------------------------------------------------------------------
@@ -44,45 +38,23 @@ def test_flipped_labels_are_the_bad_ones_alone(data):
 
 
 def test_an_attacked_run_goes_on_from_its_checkpoint(data, tmp_path):
-    pytest.importorskip("safetensors")
-    options: dict[str, Any] = {
-        "rounds": 4,
-        "adversary": Adversary("noise", BAD),
-        "algorithm": FedAvg(**defence("trimmed_mean")),
-    }
-    whole = run(data, **options)
-    whole.run()
-
-    class Enough(Exception):
-        pass
-
-    def crash(round, record):
-        if round == 3:
-            raise Enough
-
-    from pflcore import Checkpoint
-
-    with pytest.raises(Enough):
-        run(data, **options).run(crash, Checkpoint(tmp_path, every=2))
+    adversary, method = Adversary("noise", BAD), FedAvg(**defence("trimmed_mean"))
+    whole = run(data, method, rounds=4, adversary=adversary)
+    whole.run(lambda round, _: whole.save(tmp_path) if round == 2 else None)
     rest = Simulation.load(tmp_path, model=lambda: nn.Linear(8, 4), data=data)
     rest.run()
-    assert rest.robustness.adversary == options["adversary"] and torch.equal(
-        rest.state.server["x"], whole.state.server["x"]
-    )
+    assert rest.robustness.adversary == adversary
+    assert torch.equal(rest.state.server["x"], whole.state.server["x"])
     with pytest.raises(ValueError, match=r"another run: (adversary|evaluation)"):
-        run(data, **{**options, "adversary": None}).restore(tmp_path)
+        run(data, method, rounds=4).restore(tmp_path)
 
 
 @pytest.mark.parametrize(
     "name", swept(set(ALGORITHMS) - {"local"}, ("fedavg", "scaffold", "factorized_waffle"))
 )
 def test_every_algorithm_can_be_attacked(name, data):
-    quiet, loud = (
-        run(data, name, rounds=1, model=tiny_model(8), adversary=a)
-        for a in (None, Adversary("scale", BAD, 1e4))
-    )
-    record = loud.run().rounds[0]
-    quiet.run()
+    adversary = Adversary("scale", BAD, 1e4)
+    record = run(data, name, rounds=1, model=tiny_model(8), adversary=adversary).run().rounds[0]
     assert min(record["moved"][i] for i in BAD) > 100 > max(record["moved"][:8]), record["moved"]
 
 
@@ -90,27 +62,26 @@ def test_every_algorithm_can_be_attacked(name, data):
     "options, words",
     [
         ({"attack": "unknown"}, "attack: expected 'label_flip' or"),
-        ({"clients": [10]}, "adversary: expected ids of clients from 0 to 9"),
-        ({"clients": [1, 1]}, "adversary: expected each client once"),
+        ({"clients": [10]}, "adversary: expected ids of clients from 0 to 9, each once"),
+        ({"clients": [1, 1]}, "adversary: expected ids of clients from 0 to 9, each once"),
         ({"clients": [-1]}, "clients: expected a list of clients' numbers"),
         ({"clients": []}, "adversary: expected ids"),
         ({"clients": range(N)}, "adversary: expected at least one honest client"),
         ({"strength": math.nan}, "strength: expected a finite number above 0"),
-        ({"attack": "label_flip", "strength": 2.0}, "strength: labels are flipped or not"),
+        ({"attack": "label_flip", "strength": 2.0}, "strength: expected None, as labels are"),
     ],
 )
 def test_an_adversary_that_cannot_be(data, options, words):
-    with pytest.raises(ValueError, match=f"^{words}") as e:
+    with pytest.raises(ValueError, match=rf"^{words}[^\n]*\.$"):
         run(data, adversary=Adversary(**{"attack": "sign_flip", "clients": BAD, **options}))
-    sentence(e)
 
 
 def test_numbers_have_no_labels_to_flip():
     parts = [(torch.randn(8, 2), torch.randn(8)) for _ in range(3)]
     numbers = Federation.from_clients(with_test(parts, parts))
-    with pytest.raises(ValueError, match=r"^adversary: label_flip needs labels") as e:
+    words = r"^adversary: expected an attack on numbers as targets, got 'label_flip'\.$"
+    with pytest.raises(ValueError, match=words):
         run(numbers, model=lambda: nn.Linear(2, 1), adversary=Adversary("label_flip", [1]))
-    sentence(e)
 
 
 def test_server_optimizers_and_personal_models_take_one_too(data):
@@ -119,52 +90,38 @@ def test_server_optimizers_and_personal_models_take_one_too(data):
         plain, kept = (
             run(data, ALGORITHMS[name](**o), adversary=adversary) for o in ({}, defence("median"))
         )
-        kept.run(), plain.run()
-        assert kept.evaluate("test")["loss"].nanmean() < plain.evaluate("test")["loss"].nanmean(), (
-            name
-        )
-    assert FedAvgM(defence="krum").defence == "krum"
+        losses = [play.run().series("loss")[1][-1].nanmean() for play in (kept, plain)]
+        assert losses[0] < losses[1], name
 
 
-def test_without_a_defence_nothing_changed(data):
-    assert not FedAvg().traits.required and FedAvg(defence="fltrust", root=3).traits.required == (
-        3,
-    )
-    whole = run(data, FedAvg(**defence("fltrust")), participation=0.3, rounds=3)
+def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part(data):
+    assert not FedAvg().traits.required
+    method = FedAvg(**defence("fltrust"))
+    whole = run(data, method, participation=0.3, rounds=3)
     assert all(0 in r["cohort"] for r in whole.run().rounds) and whole.header()["target"] is None
+    some = run(data, method, clients=[1, 2, 3, 4], participation=0.5, rounds=8).run()
+    cohorts = [r["cohort"] for r in some.rounds]
+    assert all(len(c) == 3 and c[0] == 0 for c in cohorts)
+    assert {i for c in cohorts for i in c} == {0, 1, 2, 3, 4}
 
 
 def takes_a_defence(cls):
     try:
         cls(defence="median")
-    except (
-        ValueError,
-        TypeError,
-    ) as e:  # it has the option, without a choice; or it has no such option
-        assert (
-            str(e) == "defence: expected None, got 'median'."
-            or "unexpected keyword argument 'defence'" in str(e)
-        )
+    except (ValueError, TypeError) as e:  # it has the option without a choice, or no such option
+        none = "defence: expected None, got 'median'.", "unexpected keyword argument 'defence'"
+        assert any(words in str(e) for words in none)
         return False
     return True
 
 
 def test_who_does():
     taken = {n for n, c in ALGORITHMS.items() if takes_a_defence(c)}
-    assert {
-        "fedavg",
-        "fedadam",
-        "fedprox",
-        "ditto",
-        "mrmtl",
-        "finetune",
-        "per_fedavg",
-        "scaffold",
-    } <= taken
+    some = ("fedavg", "fedadam", "fedprox", "ditto", "mrmtl", "finetune", "per_fedavg", "scaffold")
+    assert taken >= set(some)
     assert not taken & {"waffle", "feddwa", "fedamp", "hypcluster", "ensemble", "local", "qfedavg"}
-    assert not takes_a_defence(type("Own", (Algorithm,), {})) and not takes_a_defence(
-        type("Child", (Waffle,), {})
-    )
+    for base in (Algorithm, Waffle):
+        assert not takes_a_defence(type("Own", (base,), {}))
 
 
 @pytest.mark.parametrize(
@@ -179,31 +136,25 @@ def test_who_does():
     ],
 )
 def test_a_defence_that_cannot_be(data, options, words):
-    with pytest.raises(ValueError, match=f"^{words}") as e:
+    with pytest.raises(ValueError, match=rf"^{words}[^\n]*\.$"):
         run(data, FedAvg(**options))
-    sentence(e)
 
 
 def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence(data):
     for name, f in (("krum", 4), ("multi_krum", 4), ("trimmed_mean", 5)):
         with pytest.warns(RuntimeWarning, match="stopped early"):
             history = run(data, FedAvg(**defence(name, f))).run()
-        assert history.stopped is not None and history.stopped.startswith(
-            f"Rounds 1 to 3 were void: defence: {name} against {f} hostile clients needs 11 in a "
-            "round"
-        )
-        assert history.stopped.count(". ") == 0
+        words = f"Rounds 1 to 3 were void: defence: {name} against {f} hostile clients needs 11 in"
+        assert history.stopped.startswith(words) and history.stopped.count(". ") == 0
 
 
 def test_running_statistics_are_no_way_around_a_defence(data):
     def model():
         return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
-    with pytest.raises(
-        ValueError, match=r"^batch_norm: this FedAvg knows 'local' statistics, got 'average'"
-    ) as e:
+    words = r"^batch_norm: this FedAvg knows 'local' statistics, got 'average'\.$"
+    with pytest.raises(ValueError, match=words):
         run(data, FedAvg(defence="median"), model=model, batch_norm="average")
-    sentence(e)
     simulation = run(data, FedAvg(defence="median"), model=model, rounds=2)
     simulation.run()
     assert not torch.equal(simulation.state.batch_norm[0], simulation.state.batch_norm[1])
@@ -215,53 +166,19 @@ def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     from pflcore.cli import main
 
     base = ["run", "fedavg", "--data", "synthetic_clusters", "--rounds", "2", "--quiet", "--out"]
-    words = [
-        "--poison",
-        "inner_product",
-        "--bad",
-        "1",
-        "2",
-        "--poison-strength",
-        "5",
-        "--defence",
-        "trimmed_mean",
-        "--hostile",
-        "2",
-    ]
-    assert main([*base, str(tmp_path), *words]) == 0
+    words = (
+        "--poison inner_product --bad 1 2 --poison-strength 5 --defence trimmed_mean --hostile 2"
+    )
+    assert main([*base, str(tmp_path), *words.split()]) == 0
     head = json.loads((tmp_path / "record.jsonl").read_text().splitlines()[0])["header"]
     assert head["adversary"] == {"attack": "inner_product", "clients": [1, 2], "strength": 5.0}
     assert head["options"]["defence"] == "trimmed_mean" and head["options"]["hostile"] == 2
     assert "inner_product by clients 1, 2" in capsys.readouterr().out
+    new = tmp_path / "new"
     for wrong, word in (
-        (["--bad", "1"], "poison: expected an attack"),
-        (["--poison", "noise"], "poison: expected an attack"),
+        ("--bad 1", "poison: expected an attack"),
+        ("--poison noise", "poison: expected an attack"),
+        ("--poison noise --bad 99", "adversary: expected ids of clients"),
     ):
-        assert main([*base, str(tmp_path / "new"), *wrong]) == 2
-        assert word in capsys.readouterr().err
-    assert main([*base, str(tmp_path / "new"), "--poison", "noise", "--bad", "99"]) == 2
-    assert "adversary: expected ids of clients" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_the_trusted_client_joins_beside_those_who_may_take_part(data):
-    cohorts = [
-        r["cohort"]
-        for r in run(data, FedAvg(**defence("fltrust")), clients=[1, 2, 3], rounds=3).run().rounds
-    ]
-    assert cohorts == [[0, 1, 2, 3]] * 3
-    some = [
-        r["cohort"]
-        for r in run(
-            data, FedAvg(**defence("fltrust")), clients=[1, 2, 3, 4], participation=0.5, rounds=8
-        )
-        .run()
-        .rounds
-    ]
-    assert all(len(c) == 3 and c[0] == 0 for c in some) and {i for c in some for i in c} == {
-        0,
-        1,
-        2,
-        3,
-        4,
-    }
+        assert main([*base, str(new), *wrong.split()]) == 2
+        assert word in capsys.readouterr().err and not new.exists()

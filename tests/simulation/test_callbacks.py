@@ -1,17 +1,10 @@
 """What is called after every round: it may stop a run, and costs nothing where it fails."""
 
 import pytest
-from doors import synthetic_clusters
 from parts.user import simulation
-from small import grouped, images, tiny_model
-from torch import nn
+from small import images, tiny_model
 
-from pflcore import (
-    EarlyStopping,
-    Simulation,
-    Stop,
-    Training,
-)
+from pflcore import EarlyStopping, Simulation, Stop, Training
 
 
 def test_a_callback_that_raises_loses_nothing():
@@ -71,23 +64,3 @@ def test_early_stopping():
         EarlyStopping(patience=3)
     )
     assert len(frozen.rounds) == 4 and frozen.stopped is not None
-
-
-@pytest.fixture(scope="module")
-def data():
-    return synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
-
-
-def model():
-    return nn.Linear(5, 3)
-
-
-def run(data, algorithm="fedavg", **options):
-    options = grouped({"rounds": 3, "workers": 1} | options)
-    return Simulation(
-        algorithm,
-        options.pop("model", model),
-        data,
-        Training(lr=options.pop("lr", 0.1), batch_size=10),
-        **options,
-    )

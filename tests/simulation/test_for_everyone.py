@@ -18,43 +18,30 @@ from pflcore.results.record import group
 def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
     data, training = images(), Training(lr=0.1, batch_size=8)
     seen: list[tuple[int, int]] = []
-    history = for_everyone(
-        algorithm,
-        tiny_model(),
-        data,
-        training,
-        on_round=lambda t, r, record: seen.append((t, r)),
-        rounds=3,
-        evaluation=Evaluation(every=2),
-    )
+    options = {"rounds": 3, "evaluation": Evaluation(every=2)}
+    model, saw = tiny_model(), lambda t, r, record: seen.append((t, r))
+    history = for_everyone(algorithm, model, data, training, on_round=saw, **options)
     assert seen == [(t, r) for t in range(3) for r in (1, 2, 3)]
-    alone = [
-        Simulation(
-            type(algorithm)(**{**vars(algorithm), "target": t}),
-            tiny_model(),
-            data,
-            training,
-            rounds=3,
-            evaluation=Evaluation(every=2),
-        ).run()
-        for t in range(3)
-    ]
+    each = [replace(algorithm, target=t) for t in range(3)]
+    alone = [Simulation(alg, model, data, training, **options).run() for alg in each]
     assert [r["eval"] is None for r in history.rounds] == [True, False, False]
     for r in range(3):
-        record = history.rounds[r]
-        assert record["report"]["weights"] == [a.rounds[r]["report"]["weights"] for a in alone]
-        assert record["bytes_up"] == sum(a.rounds[r]["bytes_up"] for a in alone) and record[
-            "cohort"
-        ] == [0, 1, 2]
+        record, own = history.rounds[r], [a.rounds[r] for a in alone]
+        assert record["report"]["weights"] == [o["report"]["weights"] for o in own]
+        assert record["bytes_up"] == sum(o["bytes_up"] for o in own)
+        assert record["cohort"] == [0, 1, 2]
         if record["eval"]:
-            assert record["eval"]["accuracy"] == [
-                a.rounds[r]["eval"]["accuracy"][t] for t, a in enumerate(alone)
-            ]
-    assert (
-        history.header["target"] is None
-        and history.header["made_for"] == "each client"
-        and history.stopped is None
-    )
+            accuracy = [o["eval"]["accuracy"][t] for t, o in enumerate(own)]
+            assert record["eval"]["accuracy"] == accuracy
+    assert history.header["target"] is None and history.header["made_for"] == "each client"
+    assert history.stopped is None
+    for i, (x, y) in enumerate(data.client(i, "test") for i in range(3)):
+        right = (history.predict(i, x) == y).double().mean().item()
+        assert right == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
+    with pytest.raises(ValueError, match="client: expected a number from 0 to 2"):
+        history.model(3)
+    with pytest.raises(ValueError, match="adapt: expected the history that"):
+        history.adapt(data.client(0, "train"))
     json.dumps(list(history.lines()))
 
 
@@ -62,17 +49,15 @@ def test_a_diverged_run_is_named():
     history = for_everyone(
         Waffle(), tiny_model(), images(), Training(lr=1e200, batch_size=8), rounds=5
     )
-    assert (
-        history.stopped is not None
-        and "target 0: The run diverged" in history.stopped
-        and len(history.rounds) == 3
-    )
+    assert "target 0: The run diverged" in history.stopped and len(history.rounds) == 3
     assert all(r["void"] for r in history.rounds)
 
 
-def test_a_method_without_a_target_is_refused():
+def test_what_it_does_not_take_is_refused():
     with pytest.raises(ValueError, match="algorithm: expected one with a target"):
         for_everyone(ALGORITHMS["fedavg"](), tiny_model(), images())
+    with pytest.raises(ValueError, match=r"^evaluation\.clients: expected every client"):
+        for_everyone(Waffle(), tiny_model(), images(), evaluation=Evaluation(clients=2))
 
 
 @pytest.mark.parametrize("options", [{"participation": 0.5}, {}])
@@ -121,8 +106,3 @@ def test_who_ran_away_is_named_whoever_took_part():
     assert record["cohort"] == list(range(8)) and record["moved"].index(max(record["moved"])) == 5
     (run,) = group(history.lines())
     assert list(run.outliers()) == [5]
-
-
-def test_a_number_of_evaluated_clients_is_refused():
-    with pytest.raises(ValueError, match=r"^evaluation\.clients: here every client is evaluated"):
-        for_everyone(Waffle(), tiny_model(), images(), rounds=1, evaluation=Evaluation(clients=2))

@@ -14,11 +14,7 @@ from doors import synthetic_clusters
 from small import grouped
 from torch import nn
 
-from pflcore import (
-    Evaluation,
-    Simulation,
-    Training,
-)
+from pflcore import Evaluation, Simulation, Training
 from pflcore.results import record
 from pflcore.results.record import read
 from pflcore.simulation.checkpoint import Checkpoint
@@ -33,14 +29,8 @@ def press():
 def made(**options):
     torch.manual_seed(0)
     data = synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
-    return Simulation(
-        "scaffold",
-        nn.Linear(5, 3),
-        data,
-        Training(lr=0.1, batch_size=10),
-        rounds=ROUNDS,
-        **grouped({"workers": 1, **options}),
-    )
+    training, options = Training(lr=0.1, batch_size=10), grouped({"workers": 1, **options})
+    return Simulation("scaffold", nn.Linear(5, 3), data, training, rounds=ROUNDS, **options)
 
 
 def same(simulation):
@@ -108,15 +98,11 @@ def test_no_checkpoint_is_left_without_its_evaluation(tmp_path, round):
 
     simulation = made(metrics={"m": metric})
     assert simulation.run(checkpoint=Checkpoint(tmp_path, every=1, minutes=0)).interrupted
-    made_of = {
-        "model": nn.Linear(5, 3),
-        "data": simulation.data,
-        "evaluation": Evaluation(metrics={"m": metric}),
-    }
-    rounds = Simulation.load(tmp_path, **made_of).run().rounds
-    assert [r["round"] for r in rounds] == [1, 2, 3, 4, 5] and all(
-        r["eval"]["m"] == [1.0] * 4 for r in rounds
-    )
+    looked = Evaluation(metrics={"m": metric})
+    rest = Simulation.load(tmp_path, model=nn.Linear(5, 3), data=simulation.data, evaluation=looked)
+    rounds = rest.run().rounds
+    assert [r["round"] for r in rounds] == [1, 2, 3, 4, 5]
+    assert all(r["eval"]["m"] == [1.0] * 4 for r in rounds)
 
 
 @pytest.mark.parametrize("when", ["before the line", "after the line"])
@@ -135,11 +121,8 @@ def test_a_record_says_what_its_stop_says(tmp_path, monkeypatch, when):
     with record.Record(path) as file:
         file.run(simulation.header(), simulation.run)
     (run,) = record.read(path)
-    assert [r["round"] for r in run.rounds] == [
-        1,
-        2,
-        3,
-    ] and run.stopped == f"Interrupted after round 3 of {ROUNDS}."
+    assert [r["round"] for r in run.rounds] == [1, 2, 3]
+    assert run.stopped == f"Interrupted after round 3 of {ROUNDS}."
 
 
 def test_another_thread_gets_no_signals_and_may_run():
@@ -155,40 +138,21 @@ def test_another_thread_gets_no_signals_and_may_run():
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
 def test_other_signals_end_a_run_like_ctrl_c(tmp_path, number):
     pytest.importorskip("tyro")
-    argv = [
-        "run",
-        "fedavg",
-        "--data",
-        "synthetic_clusters",
-        "--rounds",
-        "1000000",
-        "--eval-every",
-        "1000",
-        "--out",
-        str(tmp_path),
-        "--quiet",
-    ]
+    words = "run fedavg --data synthetic_clusters --rounds 1000000 --eval-every 1000 --quiet --out"
+    argv = [*words.split(), str(tmp_path)]
     code = (
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from pflcore.cli "
         "import main; sys.exit(main())"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code, *argv], **pipes)
     record = tmp_path / "record.jsonl"
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (
-        record.is_file() and record.read_bytes().count(b"\n") > 3
-    ):
+    while not (record.is_file() and record.read_bytes().count(b"\n") > 3):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(getattr(signal, number))
     out, err = process.communicate(timeout=60)
-    assert (
-        process.returncode == 130
-        and "of 1000000 rounds" in out
-        and (tmp_path / "table.md").read_text() == out.removesuffix("\n")
-    )
+    assert process.returncode == 130 and "of 1000000 rounds" in out
+    assert (tmp_path / "table.md").read_text() == out.removesuffix("\n")
     assert "Interrupted" in err and read(tmp_path)[0].stopped.startswith("Interrupted after round")

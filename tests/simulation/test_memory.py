@@ -50,46 +50,28 @@ def test_a_round_that_fails_leaves_no_trace_and_the_run_goes_on(kind, monkeypatc
     )
     seen = []
     history = run.run(lambda r, line: seen.append(r))
-    assert (
-        history.failed
-        and [r["round"] for r in history.rounds] == seen == [1, 2]
-        and run.state.round == 2
-    )
-    assert (
-        history.stopped.startswith("Out of memory in round 3")
-        and history.stopped.count(". ") == asked.count(". ") == 0
-    )
-    assert (
-        asked in history.stopped
-        and "participation" in history.stopped
-        and "device='cpu'" not in history.stopped
-    )
+    assert history.failed and [r["round"] for r in history.rounds] == seen == [1, 2]
+    assert run.state.round == 2 and history.stopped.startswith("Out of memory in round 3")
+    assert history.stopped.count(". ") == asked.count(". ") == 0
+    assert asked in history.stopped and "participation" in history.stopped
+    assert "device='cpu'" not in history.stopped
     assert list(history.lines())[-1] == {"stopped": history.stopped}
     rest = run.run()  # the same simulation, a moment later
     assert not rest.failed and [r["round"] for r in rest.rounds] == [3, 4]
-    assert same(run.state.server, whole.state.server) and same(
-        run.state.clients, whole.state.clients
-    )
+    assert same(run.state.server, whole.state.server)
+    assert same(run.state.clients, whole.state.clients)
     for got, want in zip(history.rounds + rest.rounds, whole.rounds, strict=True):
-        assert {k: v for k, v in got.items() if k != "seconds"} == {
-            k: v for k, v in want.items() if k != "seconds"
-        }
+        assert got | {"seconds": 0} == want | {"seconds": 0}
 
 
 def test_a_round_that_cannot_be_evaluated_is_still_a_round(monkeypatch):
     run = simulation("fedavg")
-    monkeypatch.setattr(
-        "pflcore.simulation.loop.evaluate", fails(evaluate, 2, torch.OutOfMemoryError(CUDA))
-    )
+    failing = fails(evaluate, 2, torch.OutOfMemoryError(CUDA))
+    monkeypatch.setattr("pflcore.simulation.loop.evaluate", failing)
     history = run.run()
-    assert (
-        history.failed
-        and "in the evaluation after round 2, when 20.00 MiB more were asked for" in history.stopped
-    )
-    assert [(r["round"], r["eval"] is None) for r in history.rounds] == [
-        (1, False),
-        (2, True),
-    ] and run.state.round == 2
+    words = "in the evaluation after round 2, when 20.00 MiB more were asked for"
+    assert history.failed and words in history.stopped and run.state.round == 2
+    assert [(r["round"], r["eval"] is None) for r in history.rounds] == [(1, False), (2, True)]
 
 
 def test_other_errors_come_through(monkeypatch):
@@ -99,14 +81,12 @@ def test_other_errors_come_through(monkeypatch):
 
 
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
-    monkeypatch.setattr(
-        "pflcore.simulation.start.begin", fails(None, 1, torch.OutOfMemoryError(CUDA))
+    failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
+    monkeypatch.setattr("pflcore.simulation.start.begin", failing)
+    words = (
+        r"^Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more .* "
     )
-    with pytest.raises(
-        MemoryError,
-        match=r"^Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB "
-        r"more .* needs about",
-    ):
+    with pytest.raises(MemoryError, match=words + "needs about"):
         simulation()
 
 
@@ -130,12 +110,15 @@ def copied(state):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(n, {}) for n in SIX]
-    + [
-        pytest.param(n, {}, marks=pytest.mark.deep("all algorithms"))
-        for n in sorted(set(ALGORITHMS) - set(SIX))
-    ]
-    + [("feddwa", {"model": normed, "batch_norm": "average"}), (FedDWA(guidance="previous"), {})],
+    [
+        ("feddwa", {"model": normed, "batch_norm": "average"}),
+        (FedDWA(guidance="previous"), {}),
+        *((n, {}) for n in SIX),
+        *(
+            pytest.param(n, {}, marks=pytest.mark.deep("all algorithms"))
+            for n in sorted(set(ALGORITHMS) - set(SIX))
+        ),
+    ],
 )
 def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, monkeypatch):
     """Every single request of memory by the server and the commit is refused once."""
@@ -153,22 +136,16 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, mon
     for at in range(1, 1000):
         mode = Refuse(at)
         try:
-            run.state, _ = step(
-                Setup(run.algorithm, run.setting, batch_norm=run.batch_norm),
-                run.state,
-                torch.arange(3),
-            )
+            setup = Setup(run.algorithm, run.setting, batch_norm=run.batch_norm)
+            run.state, _ = step(setup, run.state, torch.arange(3))
             break
         except torch.OutOfMemoryError:
             pass
         finally:
             mode.__exit__(None, None, None)
-        for old, new in zip(before, copied(run.state), strict=True):
-            assert (
-                same(old, new)
-                if isinstance(old, dict)
-                else torch.equal(torch.as_tensor(old), torch.as_tensor(new))
-            ), f"request {at}"
+        after = copied(run.state)
+        assert all(same(old, new) for old, new in zip(before[:2], after[:2], strict=True)), at
+        assert torch.equal(before[2], after[2]) and before[3:] == after[3:], f"request {at}"
     assert at > 1 or name == "local"
     assert run.state.round == 3
 
@@ -185,19 +162,14 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert err.count("Out of memory in round 2") == 1 and "Traceback" not in err
     first, second = read("o")
-    assert [r["round"] for r in first.rounds] == [1] and first.stopped.startswith(
-        "Out of memory in round 2"
-    )
+    assert [r["round"] for r in first.rounds] == [1]
+    assert first.stopped.startswith("Out of memory in round 2")
     # the others had their turn
     assert len(second.rounds) == 3 and second.stopped is None and "| local" in out
 
-    monkeypatch.setattr(
-        "pflcore.simulation.start.begin", fails(None, 1, torch.OutOfMemoryError(CUDA))
-    )
+    failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
+    monkeypatch.setattr("pflcore.simulation.start.begin", failing)
     assert cli.main(["run", "fedavg", *common, "--out", "p"]) == 2
     err = capsys.readouterr().err
-    assert (
-        err.startswith("pflcore: Out of memory before the first round")
-        and err.count("\n") == 1
-        and not (tmp_path / "p").exists()
-    )
+    assert err.startswith("pflcore: Out of memory before the first round") and err.count("\n") == 1
+    assert not (tmp_path / "p").exists()

@@ -175,7 +175,7 @@ def leaf(path, **more):
 def test_leafs_labels_in_a_column_of_signs(tmp_path):
     fed = leaf(tmp_path)
     assert fed.y.tolist() == [0, 1, 0, 1] and fed.classes == 2
-    for wrong in ({"num_samples": 5}, {"user_data": []}, {"users": 3}):
+    for wrong in ({"user_data": []}, {"users": 3}):
         with pytest.raises(OSError, match=r"all\.json: expected LEAF"):
             leaf(tmp_path, **wrong)
 

@@ -1,17 +1,13 @@
 """Split models against a plain torch program of each paper's algorithm, which shares no code with
 them, and their laws."""
 
-import warnings
-
 import pytest
 import torch
-from doors import Split
 from methods import FedBABU, FedBN, FedPer, FedRep, LGFedAvg
 from parts.split import TRAINING, federation, normed
 from small import copied
 
 from pflcore import Hardware, Simulation
-from pflcore.simulation import footprint
 from pflcore.simulation.personal import grown
 
 
@@ -30,12 +26,3 @@ def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
     else:
         assert torch.equal(model.view_w[~private], history.state.server["x"])
         assert not torch.equal(model.view_w[private], model.net.w0[private])
-
-
-def test_memory_is_measured_whatever_is_private():
-    """The stand-in has other names than the model; it is not to be mistaken for it."""
-    for alg, whole in ((Split(private="conv1.*"), False), (LGFedAvg(), True), (FedBN(), False)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            fixed, each, _ = footprint.rows_beside_state(alg, TRAINING, "loop", False, whole)
-        assert each > 0 and fixed >= 0

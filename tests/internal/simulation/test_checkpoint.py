@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from parts.checkpoint import DATA, OPTIONS, TRAINING, saved
+from parts.checkpoint import DATA, OPTIONS, TRAINING
 from torch import nn
 
 from pflcore import Simulation, cli
@@ -19,26 +19,10 @@ from pflcore.results.record import Record, read
 from pflcore.simulation import checkpoint
 from pflcore.simulation.personal import own_way
 
-
-# damaged files --------------------------------------------------------------
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return saved(tmp_path_factory.mktemp("whole"), name="waffle")
-
-
 # the command line -----------------------------------------------------------
 SMALL = ["--data", "synthetic_linear", "--n", "5", "--lr", "0.01", "--quiet"]
-COMPARE = [
-    "compare",
-    "--algorithms",
-    "fedavg",
-    "ditto",
-    *SMALL,
-    "--participation",
-    "0.5",
-    "--rounds",
-    "15",
-]
+COMPARE = ["compare", "--algorithms", "fedavg", "ditto", *SMALL, "--participation", "0.5"]
+COMPARE += ["--rounds", "15"]
 
 
 @pytest.fixture
@@ -50,6 +34,10 @@ def no_pictures(monkeypatch):
 def lines_of(folder):
     lines = [json.loads(line) for line in (folder / "record.jsonl").read_bytes().splitlines()]
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def count(record):
+    return record.read_bytes().count(b"\n") if record.exists() else 0
 
 
 @pytest.fixture
@@ -68,25 +56,18 @@ def forks():
 def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures, forks, capfd):
     assert cli.main([*COMPARE, "--out", str(tmp_path / "whole")]) == 0
     want = lines_of(tmp_path / "whole")
-    rng, kills, folders = random.Random(0), 0, 0
-    seen = set()
+    rng, kills, folders, seen = random.Random(0), 0, 0, set()
     while kills < 20:
         folders += 1
         folder = tmp_path / f"broken-{folders}"
         record = folder / "record.jsonl"
         while True:
             every = str(rng.choice((1, 2, 5)))
-            child = forks.Process(
-                target=cli.main,
-                args=([*COMPARE, "--out", str(folder), "--resume", "--checkpoint-every", every],),
-            )
+            words = [*COMPARE, "--out", str(folder), "--resume", "--checkpoint-every", every]
+            child = forks.Process(target=cli.main, args=(words,))
             child.start()
-            more = rng.randrange(1, 8)
-            start = record.read_bytes().count(b"\n") if record.exists() else 0
-            while (
-                child.is_alive()
-                and (record.read_bytes().count(b"\n") if record.exists() else 0) < start + more
-            ):
+            until = count(record) + rng.randrange(1, 8)
+            while child.is_alive() and count(record) < until:
                 time.sleep(0.002)
             time.sleep(rng.random() * 0.01)
             child.kill()
@@ -95,7 +76,7 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures
                 break
             assert child.exitcode == -signal.SIGKILL, capfd.readouterr().err
             kills += 1
-            seen.add(record.read_bytes().count(b"\n") if record.exists() else 0)
+            seen.add(count(record))
         assert lines_of(folder) == want
         assert not list(folder.glob("*.safetensors")) and folders < 20
     assert len(seen) > 5, "the kills came at the same places"
@@ -125,23 +106,12 @@ def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
 
 @pytest.mark.parametrize("damage", ["checkpoint", "record"])
 def test_a_damaged_folder_is_left_as_it_is(damage, tmp_path, no_pictures, capsys, monkeypatch):
-    argv = [
-        "run",
-        "fedavg",
-        *SMALL,
-        "--rounds",
-        "9",
-        "--out",
-        str(tmp_path),
-        "--resume",
-        "--checkpoint-every",
-        "2",
-    ]
+    argv = ["run", "fedavg", *SMALL, "--rounds", "9", "--out", str(tmp_path)]
+    argv += ["--resume", "--checkpoint-every", "2"]
     interrupt(monkeypatch, 5)
     assert cli.main(argv) == 130
-    (path,) = (
-        tmp_path.glob("checkpoint-*") if damage == "checkpoint" else [tmp_path / "record.jsonl"]
-    )
+    names = {"checkpoint": "checkpoint-*", "record": "record.jsonl"}
+    (path,) = tmp_path.glob(names[damage])
     path.write_bytes(path.read_bytes().replace(b"0", b"1"))
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     monkeypatch.undo()
@@ -149,9 +119,8 @@ def test_a_damaged_folder_is_left_as_it_is(damage, tmp_path, no_pictures, capsys
     capsys.readouterr()
     assert cli.main(argv) == 2
     err = capsys.readouterr().err
-    assert (
-        err.count("\n") == 1 and ("damaged" if damage == "checkpoint" else "not the record") in err
-    ), err
+    words = {"checkpoint": "damaged", "record": "not the record"}
+    assert err.count("\n") == 1 and words[damage] in err, err
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
@@ -168,18 +137,8 @@ def interrupt(monkeypatch, round):
 
 
 def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
-    argv = [
-        "run",
-        "waffle",
-        *SMALL,
-        "--target",
-        "all",
-        "--rounds",
-        "4",
-        "--checkpoint-every",
-        "1",
-        "--resume",
-    ]
+    argv = ["run", "waffle", *SMALL, "--target", "all", "--rounds", "4", "--resume"]
+    argv += ["--checkpoint-every", "1"]
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
     from pflcore import step as real
 
@@ -220,15 +179,12 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
 
     history = Simulation(name, model, DATA, TRAINING, **OPTIONS).run()
-    history.export(tmp_path / "models")
-    manifest = json.loads((tmp_path / "models" / "manifest.json").read_text())
-    assert (
-        manifest["method"] == name
-        and manifest["predict"]
-        and [c["client"] for c in manifest["clients"]] == [0, 1, 2, 3, 4]
-    )
+    history.export(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["method"] == name and manifest["predict"]
+    assert [c["client"] for c in manifest["clients"]] == [0, 1, 2, 3, 4]
     for entry in manifest["clients"]:
-        tensors = load_file(tmp_path / "models" / entry["file"])
+        tensors = load_file(tmp_path / entry["file"])
         assert {k: list(v.shape) for k, v in tensors.items()} == entry["tensors"]
         x, kept = DATA.client(entry["client"], "test")[0], history.model(entry["client"])
         want = kept(x).detach()
@@ -237,16 +193,15 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
             one.load_state_dict(tensors)
             assert torch.allclose(one.eval()(x).detach(), want, atol=1e-6)
             continue
-        statistics = torch.cat(
-            [tensors.pop(f"statistics.{n}").flatten() for n in kept.net.buffer_names]
-        )
+        names = kept.net.buffer_names
+        statistics = torch.cat([tensors.pop(f"statistics.{n}").flatten() for n in names])
         view: dict[str, Any] = {}
-        for k, v in ((k, tensors[k]) for k in entry["tensors"] if k in tensors):
+        for k in (k for k in entry["tensors"] if k in tensors):
             key, _, parameter = k.partition(".")
-            view.setdefault(key, []).append(v.flatten() if parameter else v)
-        view = {k: torch.cat(v) if len(v) > 1 or v[0].dim() == 1 else v[0] for k, v in view.items()}
+            view.setdefault(key, []).append(tensors[k].flatten() if parameter else tensors[k])
+        view = {k: torch.cat(v) if v[0].dim() == 1 else v[0] for k, v in view.items()}
         again = type(kept)(kept.algorithm, kept.net, view, statistics, kept.classes)
         assert torch.equal(again(x).detach(), want)
-        assert manifest["returns"] == kept.returns and manifest["predict"] == type(
-            kept.algorithm
-        ).predict.__doc__.replace("        ", "")
+        doc = type(kept.algorithm).predict.__doc__
+        assert manifest["predict"] == doc.replace("        ", "")
+        assert manifest["returns"] == kept.returns
