@@ -9,9 +9,21 @@ from __future__ import annotations
 from pflcore.algorithms.adaptation import FineTune, KnnPer, PerFedAvg
 from pflcore.algorithms.clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
-from pflcore.algorithms.fedavg import FedAvg, LocalOnly, QFedAvg
+from pflcore.algorithms.fedavg import (
+    MRMTL,
+    Ditto,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedOpt,
+    FedProx,
+    FedYogi,
+    LocalOnly,
+    PFedMe,
+    QFedAvg,
+)
 from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
-from pflcore.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from pflcore.algorithms.mixtures import APFL, L2C, FedALA, FedFomo
 from pflcore.algorithms.protocol import (
     Algorithm,
@@ -28,7 +40,6 @@ from pflcore.algorithms.protocol import (
     Void,
     apply,
 )
-from pflcore.algorithms.proximal import MRMTL, Ditto, FedProx, PFedMe
 from pflcore.algorithms.relations import SFL, FedAMP, HeurFedAMP, Mocha
 from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, FedRoD, LGFedAvg
 from pflcore.algorithms.waffle import Scaffold, Waffle, WeightErosion

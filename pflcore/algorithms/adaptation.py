@@ -5,8 +5,8 @@ client's own nearest samples; and Per-FedAvg, which trains a start one step from
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,31 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.fedavg import FedAvg
-from pflcore.algorithms.fedopt import FedOpt
-from pflcore.algorithms.protocol import Payload, Tensors, Traits, plain_steps
-from pflcore.check import Count, NonNegative, Positive, Share, Whole, refuse
+from pflcore.algorithms.fedavg import FedAvg, FedOpt, FedProx
+from pflcore.algorithms.protocol import (
+    Grad,
+    Payload,
+    Tensors,
+    Trained,
+    Traits,
+    options,
+    plain_steps,
+)
+from pflcore.check import Count, NonNegative, Positive, Share, Whole
 from pflcore.data.ragged import onto
-from pflcore.metrics import right
 from pflcore.nn.mode import context, forward_mode
 from pflcore.train import Clients, Fit, Net, Objective
 from pflcore.train.clients import Predict, by_row
 from pflcore.train.losses import binary_cross_entropy, cross_entropy, hinge
 
-AT_EVALUATION = (
-    "finetune_lr",
-    "finetune_epochs",
-    "layers",
-    "choose",
-    "lr_grid",
-    "zero",
-    "min_size",
-    "margin",
-)
 
-
-@dataclass(frozen=True)
-class FineTune(FedOpt):
+@options
+class FineTune(FedProx, FedOpt):
     """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
 
     server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
@@ -69,35 +64,22 @@ class FineTune(FedOpt):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.choose != "fixed" and self.finetune_epochs < 1:
-            refuse("finetune_epochs", "at least 1 to choose from", self.finetune_epochs)
-        if self.choose == "fixed" and self.lr_grid:
-            raise ValueError(
-                "lr_grid: nothing chooses from it with choose='fixed'; set finetune_lr, or "
-                "choose='client' or 'global'."
-            )
+        if self.choose == "fixed":
+            self.idle("choose", "lr_grid")
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(late=AT_EVALUATION)
-
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
-        x = down["x"]
-        fit = clients.fit(x, Objective(prox=(self.mu, x) if self.mu else None))
-        return own, {"delta": fit.w.sub_(x)}, fit
+        tuning = ("finetune_lr", "finetune_epochs", "layers", "choose", "lr_grid", "zero")
+        return super().traits._replace(late=(*tuning, "min_size", "margin"))
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         x = down["x"]
         if not self.finetune_epochs:
             return {"w": x}
         w, batch_norm = self.tuned(x, clients)
-        keep = onto(clients.size, x.device) < self.min_size
-        if self.margin is not None:
-            tuned = value(replace(clients, buffers=batch_norm), w)
-            keep = keep | ~(tuned > value(clients, x) + self.margin)
-        keep = keep[:, None]
-        batch_norm = torch.where(keep, clients.buffers, batch_norm)
-        return {"w": torch.where(keep, x, w), "batch_norm": batch_norm}
+        takes = accepts(self, x, w, clients, replace(clients, buffers=batch_norm))[:, None]
+        batch_norm = torch.where(takes, batch_norm, clients.buffers)
+        return {"w": torch.where(takes, w, x), "batch_norm": batch_norm}
 
     def tuned(self, x: Tensor, clients: Clients) -> tuple[Tensor, Tensor]:
         """The fine-tuned models [S, P], or the best candidate of each client (or of all together)
@@ -107,24 +89,30 @@ class FineTune(FedOpt):
         if self.choose == "fixed":
             last = deque(tried, 1)[0]
             return last.w, last.buffers
-        w, batch_norm = x, clients.buffers
-        best = self.judged(value(clients, x))
-        best = best if self.zero else torch.full_like(best, -torch.inf)
+        w, batch_norm, best = x, clients.buffers, x.new_full((len(x), 1), -torch.inf)
+        best = self.judged(value(clients, x)) if self.zero else best
         for fit in tried:
             now = self.judged(value(clients.after(fit), fit.w))
-            better = (now > best)[:, None]
-            best = torch.maximum(now, best)
+            better = now > best
+            best = torch.where(better, now, best)
             w = torch.where(better, fit.w, w)
             batch_norm = torch.where(better, fit.buffers, batch_norm)
         return w, batch_norm
 
     def judged(self, values: Tensor) -> Tensor:
-        """What counts for each client [S]: its own value, or the mean where all choose together or
-        it has none."""
+        """What counts for each client [S, 1]: its own value, or the mean where all choose together
+        or it has none."""
         everybody = values.nanmean().expand(len(values))
         if self.choose == "global":
-            return everybody
-        return torch.where(values.isnan(), everybody, values)
+            return everybody[:, None]
+        return torch.where(values.isnan(), everybody, values)[:, None]
+
+
+def head_mask(net: Net) -> Tensor:
+    """Which parameters are the head's: bool [P] on the CPU."""
+    mask = torch.zeros(net.size, dtype=torch.bool)
+    mask[net.head_slice] = True
+    return mask
 
 
 def layer_mask(net: Net, layers: str) -> Tensor | None:
@@ -132,11 +120,7 @@ def layer_mask(net: Net, layers: str) -> Tensor | None:
     for all."""
     if layers == "all":
         return None
-    if layers != "last":
-        return net.mask(layers)
-    mask = torch.zeros(net.size, dtype=torch.bool)
-    mask[net.head_slice] = True
-    return mask
+    return head_mask(net) if layers == "last" else net.mask(layers)
 
 
 def lengths(
@@ -172,36 +156,43 @@ def value(
     A model whose outputs hold a NaN counts as worst, minus infinity; a client without samples of
     `split` has NaN.
     """
-    data, model = clients.setting.data, rows if isinstance(rows, dict) else {"w": rows}
-    some = torch.zeros(len(clients.ids), dtype=torch.bool)
+    model, size = rows if isinstance(rows, dict) else {"w": rows}, torch.zeros(len(clients.ids))
     if clients.has(split):
-        some = data.size(split)[clients.ids] > 0
+        size = clients.setting.data.size(split)[clients.ids]
+    some, w, seen = size > 0, model["w"], clients
     if not some.any():
         raise ValueError(
             f"choose: fine-tuning is tuned on the clients' {split!r} split, which these clients "
             "lack; make one with Federation.split, or choose on validation clients with "
             "pflcore.tuning."
         )
-    w, seen = model["w"], clients
-    at = onto(some, w.device)
     if not some.all():
-        seen, model = clients.take(some), {k: v[at] for k, v in model.items()}
-    if data.y.is_floating_point() or not clients.net.scores_classes:
-        loss = seen.measure(model, split, predict)[0].to(w)
-        values = -loss.double().nan_to_num(torch.inf, torch.inf)
-    else:
-        values = torch.stack([_accuracy(*pair) for pair in seen.scores(model, split, predict)])
-    return values.new_full((len(w),), torch.nan).masked_scatter(at, values)
+        seen, model = clients.take(some), {k: v[some] for k, v in model.items()}
+    loss, right = seen.measure(model, split, predict)
+    values = -loss.double() if right is None else right
+    values = values.masked_fill(loss.isnan(), -torch.inf)
+    return values.new_full((len(w),), torch.nan).masked_scatter(onto(some, values.device), values)
 
 
-def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
-    return torch.where(scores.isnan().any(), -torch.inf, right(scores, y).double().mean())
+def accepts(
+    alg: FineTune | KnnPer,
+    x: Tensor,
+    model: Tensor | Tensors,
+    clients: Clients,
+    after: Clients,
+    predict: Predict = by_row,
+) -> Tensor:
+    """Which clients, with the statistics of `after`, take `model` and not x: bool [S]."""
+    takes = onto(clients.size, x.device) >= alg.min_size
+    if alg.margin is None:
+        return takes
+    return takes & (value(after, model, predict=predict) > value(clients, x) + alg.margin)
 
 
 Kernel = Literal["exp", "inverse", "gauss_dim"]
 
 
-@dataclass(frozen=True)
+@options
 class KnnPer(FedOpt):
     """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
     on probabilities.
@@ -233,22 +224,19 @@ class KnnPer(FedOpt):
         return super().traits._replace(returns="probabilities", late=late)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        z, y = clients.features(down["x"])  # [S, n, H], [S, n]: short clients are padded
-        criterion = clients.net.criterion
+        x, criterion = down["x"], clients.net.criterion
+        z, y = clients.features(x)  # [S, n, H], [S, n]: short clients are padded
         labels = criterion is cross_entropy or isinstance(criterion, nn.CrossEntropyLoss)
         if y.dim() > 2 and labels:
-            what = "probabilities" if y.is_floating_point() else "one for each step"
             raise ValueError(
                 "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
-                f"{what}; give int64 labels [n]."
+                "probabilities, or one for each step; give int64 labels [n]."
             )
-        n = onto(clients.size, y.device)
-        model = {"w": down["x"], "z": z.flatten(2), "y": y, "n": n}
+        model = {"w": x, "z": z.flatten(2), "y": y, "n": onto(clients.size, y.device)}
         if self.min_size or self.margin is not None:
-            model["lam"] = z.new_full((len(z),), self.lam).masked_fill(n < self.min_size, 0.0)
-        if self.margin is not None:
-            gain = value(clients, model, predict=self.predict) - value(clients, down["x"])
-            model["lam"] = model["lam"].masked_fill(~(gain > self.margin), 0.0)
+            model["lam"] = z.new_full((len(z),), self.lam)
+            takes = accepts(self, x, model, clients, clients, self.predict)
+            model["lam"] = model["lam"] * takes
         return model
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
@@ -261,12 +249,11 @@ class KnnPer(FedOpt):
         scores, labels = net(model["w"], x), model["y"][near]
         votes = net.scores_classes and net.criterion not in (hinge, binary_cross_entropy)
         if votes and not labels.is_floating_point():
-            one_hot = F.one_hot(labels.clamp(min=0), scores.shape[1])
-            vote = (weight[..., None] * one_hot).sum(1)
-            return (1 - lam) * scores.softmax(1) + lam * vote.to(scores)
-        values = torch.where(labels > 0, 1.0, -1.0) if net.criterion is hinge else labels
+            scores, labels = scores.softmax(1), F.one_hot(labels.clamp(min=0), scores.shape[1])
+        elif net.criterion is hinge:
+            labels = torch.where(labels > 0, 1.0, -1.0)
         weight = weight.view(*weight.shape, *[1] * (labels.dim() - 2))
-        mean = (weight * values).sum(1).view_as(scores)
+        mean = (weight * labels).sum(1).view_as(scores)
         if net.criterion is not binary_cross_entropy:
             return (1 - lam) * scores + lam * mean.to(scores)
         p = (1 - lam) * scores.double().sigmoid() + lam * mean
@@ -284,7 +271,8 @@ def neighbours(
     """
     square = ops.pairwise_sqdist(queries, store)  # [B, n_max] float64, exact where points coincide
     square[:, torch.arange(len(store), device=store.device) >= n] = torch.inf
-    square, near = smallest(square.nan_to_num(torch.inf, torch.inf), min(k, len(store)))
+    near = ops.feddwa_weights(square, k).index
+    square = square.nan_to_num(torch.inf, torch.inf).gather(1, near)
     if kernel == "inverse":
         same = square == 0
         weight = torch.where(same.any(1, keepdim=True), same.double(), square.rsqrt())
@@ -293,19 +281,7 @@ def neighbours(
     return torch.softmax(-far, 1), near
 
 
-def smallest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of each row of `values` [B, n] and their places, ascending by (value, place):
-    `topk` leaves open which of equals it takes, and that depends on n. A stable sort of everything
-    costs 30 times as much."""
-    last = values.topk(k, dim=1, largest=False).values.amax(1, keepdim=True)
-    less, equal = values < last, values == last
-    taken = less | (equal & (equal.cumsum(1) <= k - less.sum(1, keepdim=True)))
-    place = taken.nonzero()[:, 1].view(-1, k)
-    found, order = values.gather(1, place).sort(dim=1, stable=True)
-    return found, place.gather(1, order)
-
-
-@dataclass(frozen=True)
+@options
 class PerFedAvg(FedAvg):
     """Fallah et al. 2020, Algorithm 1: w minimises sum_i share_i f_i(w - alpha grad f_i(w)).
 
@@ -339,11 +315,11 @@ class PerFedAvg(FedAvg):
         why = "takes its paper's own steps of SGD"
         return super().traits._replace(only_sgd=why, no_clip_grad=why)
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         plain_steps(self, clients)
         alpha, beta = (clients.lr if v is None else v for v in (self.alpha, self.beta))
 
-        def update(rows: Tensors, grad: Callable[..., Tensor], taken: Tensor) -> Tensors:
+        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
             w = rows["w"]
             v = grad(w - alpha * grad(w), 1)
             return {"w": w - beta * (v - alpha * self.curvature(w, v, grad))}
@@ -356,7 +332,7 @@ class PerFedAvg(FedAvg):
         fit = clients.each_batch({"w": x}, update, objective, batches=batches)
         return own, {"delta": fit.w - x}, fit
 
-    def curvature(self, w: Tensor, v: Tensor, grad: Callable[..., Tensor]) -> Tensor:
+    def curvature(self, w: Tensor, v: Tensor, grad: Grad) -> Tensor:
         """H v [s, P] on the step's third minibatch, as the variant has it."""
         if self.variant == "fo":
             return torch.zeros_like(v)
@@ -372,7 +348,7 @@ class PerFedAvg(FedAvg):
             return {"w": down["x"]}
         alpha = clients.lr if self.alpha is None else self.alpha
 
-        def update(rows: Tensors, grad: Callable[..., Tensor], taken: Tensor) -> Tensors:
+        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
             return {"w": rows["w"] - alpha * grad(rows["w"])}
 
         fit = clients.each_batch({"w": down["x"]}, update, steps=self.steps, stream="adapt")

@@ -5,8 +5,7 @@ quadratic programme of its Eq. 12: least `p . W p` over the simplex, `sum(p) = 1
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +19,16 @@ from pflcore.algorithms.protocol import (
     Payload,
     Rows,
     Tensors,
+    Trained,
     Traits,
+    Updated,
+    options,
+    shares,
     zero_rows,
 )
 from pflcore.check import Count, NonNegative, Positive, Share
 from pflcore.data.ragged import onto
-from pflcore.train import Clients, Fit, Net
+from pflcore.train import Clients, Net
 
 
 def inner_products(to_guide: Tensor, between: Tensor) -> Tensor:
@@ -47,14 +50,6 @@ def simplex_qp(w: Tensor, ridge: float = 1e-10, tolerance: float = 1e-13) -> Ten
     (Wolfe 1976, Finding the nearest point in a polytope). `ridge` times the mean of the diagonal is
     added to it, which picks the shortest p where several are optimal; 0 adds nothing.
     """
-    if w.dim() != 2 or w.shape[0] != w.shape[1] or not w.numel():
-        raise ValueError(f"w: expected a square matrix, got {tuple(w.shape)}.")
-    if not ridge >= 0:
-        raise ValueError(f"ridge: expected a number >= 0, got {ridge}.")
-    if not bool(w.isfinite().all()):
-        raise ValueError(
-            "w: expected finite entries; leave clients with NaN or infinite models out."
-        )
     k, w = len(w), w.double().cpu()
     scale = float(w.diagonal().max())
     if scale <= 0:  # every model is the guide itself
@@ -76,36 +71,31 @@ def simplex_qp(w: Tensor, ridge: float = 1e-10, tolerance: float = 1e-13) -> Ten
 def _to_face(w: Tensor, p: Tensor, free: list[int]) -> Tensor:
     """From p to the optimum of the face of the coordinates `free`, or to that of the smaller face
     where the way there ends."""
-    while True:
-        m = len(free)
-        system = torch.zeros(m + 1, m + 1, dtype=torch.float64)
-        system[:m, :m], system[:m, m], system[m, :m] = w[free][:, free], 1, 1
-        right = torch.zeros(m + 1, 1, dtype=torch.float64)
-        right[m] = 1
+    while len(free) > 1:
+        system = w.new_ones(len(free) + 1, len(free) + 1)
+        system[:-1, :-1], system[-1, -1] = w[free][:, free], 0
+        right = w.new_zeros(len(free) + 1, 1)
+        right[-1] = 1
         # the shortest one where the system is singular
-        aim = torch.linalg.lstsq(system, right, driver="gelsd").solution[:m, 0]
-        here, out = p[free], torch.zeros_like(p)
-        if bool((aim > 0).all()):
-            out[free] = aim
-            return out
+        aim = torch.linalg.lstsq(system, right, driver="gelsd").solution[:-1, 0]
+        here, p = p[free], torch.zeros_like(p)
         falls = aim <= 0
-        reach = (here / (here - aim).clamp(min=torch.finfo(torch.float64).tiny)).masked_fill(
-            ~falls, torch.inf
-        )
-        step = float(reach.min().clamp(max=1))
-        here = here + step * (aim - here)
-        here[falls & (reach <= step)] = 0
-        out[free] = here.clamp(min=0)
-        p, free = out, out.nonzero()[:, 0].tolist()
-        if len(free) == 1:
-            return p / p.sum()
+        if not falls.any():
+            p[free] = aim
+            return p
+        way = (here - aim).clamp(min=torch.finfo(torch.float64).tiny)
+        reach = (here / way).masked_fill(~falls, torch.inf)
+        step = reach.min().clamp(max=1)
+        p[free] = (here + step * (aim - here)).masked_fill(falls & (reach <= step), 0).clamp(min=0)
+        free = p.nonzero()[:, 0].tolist()
+    return p / p.sum()
 
 
 MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups
 LONG = 1 << 10  # where rows are so long that a pair costs
 
 
-@dataclass(frozen=True)
+@options
 class FedDWA(Algorithm):
     """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i -
     w_j|^2 (Eqs. 8 and 15).
@@ -165,8 +155,8 @@ class FedDWA(Algorithm):
 
     @property
     def traits(self) -> Traits:
-        whole = self.guidance == "full_grad"
-        why = "with guidance='full_grad' takes steps of SGD along whole gradients" if whole else ""
+        why = "with guidance='full_grad' takes steps of SGD along whole gradients"
+        why = why if self.guidance == "full_grad" else ""
         return Traits(
             batch_norm=("local", "average"),  # local in the authors' code
             only_sgd=why,
@@ -181,16 +171,15 @@ class FedDWA(Algorithm):
         return state | ({"last": zero_rows(n, x0)} if self.guidance == "previous" else {})
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        x, seen = state["x"], onto(state["seen"], state["x"].device)
+        x, seen, ids = state["x"], state["seen"], cohort.ids
         first = x[seen].mean(0) if self.first == "mean" and bool(seen.any()) else state["x0"]
-        ids = onto(cohort.ids, x.device)
-        return {"x": torch.where(seen[ids, None], x[ids], first)}
+        return {"x": torch.where(onto(seen[ids, None], x.device), x[ids], first)}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         x = down["x"]
         return {"last": x, "has": torch.zeros_like(x[:, :1])} if self.guidance == "kept" else {}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         fit = clients.fit(down["x"])
         if self.guidance == "kept":
             last = torch.where(own["has"] > 0, own["last"], fit.w)
@@ -202,9 +191,10 @@ class FedDWA(Algorithm):
 
     def look_ahead(self, w: Tensor, clients: Clients) -> Tensor:
         """The guidance models [S, P] of clients at `w` [S, P]; the clients stay as they are."""
-        if self.guidance != "full_grad":
-            length: dict[str, Any] = {"epochs" if self.guidance == "epoch" else "steps": self.ahead}
-            return clients.fit(w, stream="ahead", **length).w
+        if self.guidance == "epoch":
+            return clients.fit(w, epochs=self.ahead, stream="ahead").w
+        if self.guidance == "steps":
+            return clients.fit(w, steps=self.ahead, stream="ahead").w
         t, move = clients.setting.training, torch.zeros_like(w)
         for _ in range(self.ahead):
             move = t.momentum * move + clients.grad(w) + t.weight_decay * w
@@ -217,21 +207,19 @@ class FedDWA(Algorithm):
         fit = clients.fit(down["x"])
         return {"w": self.look_ahead(fit.w, clients.after(fit)), "batch_norm": fit.buffers}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids, w = cohort.ids, up["w"]
-        guide = up.get("g", w)
+        guide, changes = up.get("g", w), Changes(seen=Rows(ids, ids >= 0))
         if "last" in state:
-            at = onto(ids, w.device)
-            guide = torch.where(onto(state["seen"][ids, None], w.device), state["last"][at], w)
-        weight, near = self.weights(
-            guide if self.stride is None else strided(guide, w, self.stride), w
-        )
+            guide = torch.where(onto(state["seen"][ids, None], w.device), state["last"][ids], w)
+            changes["last"] = Rows(ids, w)
+        if self.stride is not None:
+            guide = strided(guide, w, self.stride)
+        weight, near = self.weights(guide, w)
         if self.power != 1:  # of the largest: no power makes all of them 0
-            weight = (weight / weight.max(1, keepdim=True).values) ** self.power
-            weight = weight / weight.sum(1, keepdim=True)
+            weight = shares((weight / weight.max(1, keepdim=True).values) ** self.power)
         mix = Mix(weight, near, ids)
-        changes: Changes = {"x": Rows(ids, mix.of(w)), "seen": Rows(ids, ids >= 0)}
-        return changes | ({"last": Rows(ids, w)} if "last" in state else {}), mix
+        return {**changes, "x": Rows(ids, mix.of(w))}, mix
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and
@@ -239,12 +227,9 @@ class FedDWA(Algorithm):
         if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
             by = "groups" if self.search == "groups" or w.shape[1] >= LONG else "exact"
             d, near = ops.nearest(guide, w, self.k, by)
-        else:
-            d = ops.pairwise_sqdist(guide, w)
-            near = ops.feddwa_weights(d, self.k).index
-            d = d.gather(1, near)
-        weight, order = ops.feddwa_weights(d, min(self.k, len(w)))
-        return weight, near.gather(1, order)
+            weight, order = ops.feddwa_weights(d, min(self.k, len(w)))
+            return weight, near.gather(1, order)
+        return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
         """Of the clients who took part, `rows` [S]: whose models they were given, `index` [S, K],
@@ -252,7 +237,7 @@ class FedDWA(Algorithm):
         return {} if mix is None else mix.report(cohort)
 
 
-@dataclass(frozen=True)
+@options
 class FedDWAQP(FedDWA):
     """FedDWA with Eq. 12 solved as it stands: the point nearest to the guidance in the convex hull
     of the k nearest models.

@@ -5,7 +5,6 @@ HeurFedAMP mix models that are alike, SFL smooths them over a graph, MOCHA learn
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore.algorithms.clusters import cosines
 from pflcore.algorithms.protocol import (
     Algorithm,
     Changes,
@@ -22,26 +22,29 @@ from pflcore.algorithms.protocol import (
     Rows,
     Stop,
     Tensors,
+    Trained,
     Traits,
+    Updated,
+    options,
+    shares,
+    squares,
 )
-from pflcore.check import Count, Fraction, NonNegative, Positive, Share
+from pflcore.check import Count, Fraction, NonNegative, Positive, Share, refuse
 from pflcore.data.ragged import onto
-from pflcore.train import Clients, Fit, Net, Objective
+from pflcore.train import Clients, Net, Objective
 
 
 def latest_models(x0: Tensor, n: int) -> Tensors:
     """The first state of such a server: w [N, P], sqdist [N, N], norm2 [N], last [N] (the round of
     the upload, 0: none)."""
-    norm2 = ops.pairwise_sqdist(x0[None], torch.zeros_like(x0)[None])[0].cpu()
+    norm2, last = squares(x0[None]).cpu().expand(n), torch.zeros(n, dtype=torch.long)
     distance = torch.zeros(n, n, dtype=torch.float64)
-    last = torch.zeros(n, dtype=torch.long)
-    return {"w": x0.repeat(n, 1), "sqdist": distance, "norm2": norm2.expand(n), "last": last}
+    return {"w": x0.repeat(n, 1), "sqdist": distance, "norm2": norm2, "last": last}
 
 
 def with_uploads(state: Tensors, w: Tensor, cohort: Cohort) -> tuple[Changes, Tensors]:
     """The cohort's models `w` [S, P] as rows to be written, and the new distances, norms and
-    rounds:
-    those of the cohort alone are taken anew."""
+    rounds: those of the cohort alone are taken anew."""
     ids = cohort.ids
     distances = [ops.pairwise_sqdist(w, to) for to in (state["w"], w, torch.zeros_like(w[:1]))]
     # looked at once
@@ -55,7 +58,12 @@ def with_uploads(state: Tensors, w: Tensor, cohort: Cohort) -> tuple[Changes, Te
     return {"w": Rows(ids, w), **new}, new
 
 
-@dataclass(frozen=True)
+def others(gives: Tensor) -> Tensor:
+    """Who mixes whom, bool [N, N], by who has a model to give, bool [N]: nobody itself."""
+    return gives & gives[:, None] & ~torch.eye(len(gives), dtype=torch.bool)
+
+
+@options
 class FedAMP(Algorithm):
     """Huang et al. 2021, FedAMP: each client is drawn to u_i = sum_j xi_ij w_j, xi_ij = (alpha /
     sigma) exp(-|w_i - w_j|^2 / sigma).
@@ -67,9 +75,8 @@ class FedAMP(Algorithm):
     xi_ii is what is left of 1. Where the others' weights exceed 1 (alpha > sigma / (N - 1) and
     models that are close) it would be
     negative, an extrapolation that swaps models: they are scaled to sum to 1, counted in the
-    record's "rescaled";
-    `self_weight="literal"` leaves them. An absent client's latest model still gives; the record's
-    "last" says from which round.
+    record's "rescaled". An absent client's latest model still gives; the record's "last" says from
+    which round.
     Deviation: the paper has everybody in every round. `server_lr` and `weighting` play no part.
     """
 
@@ -80,7 +87,6 @@ class FedAMP(Algorithm):
     # strength of the pull towards u_i
     lam: NonNegative = 0.1
     start: Literal["own", "u"] = "own"  # where local training starts: the client's own model, or u
-    self_weight: Literal["safe", "literal"] = "safe"  # never negative, or 1 minus the rest
 
     traits = Traits(batch_norm=("local",), models={"w": "server.w"})  # own models are never mixed
 
@@ -88,34 +94,29 @@ class FedAMP(Algorithm):
         return latest_models(x0, n) | {"xi": torch.eye(n, dtype=torch.float64)}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        return {"u": ops.aggregate(state["w"], onto(state["xi"][cohort.ids], state["w"].device))}
+        return {"u": Mix(state["xi"][cohort.ids]).of(state["w"])}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": net.w0[None]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         start = own["w"] if self.start == "own" else down["u"]
         fit = clients.fit(start, Objective(prox=(self.lam / self.alpha, down["u"])))
         return {"w": fit.w}, {"w": fit.w}, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": own["w"]}
-
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         changes, new = with_uploads(state, up["w"], cohort)
         return {**changes, "xi": self.mixing(new["sqdist"], new["norm2"], new["last"] > 0)}, None
 
     def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
         """xi [N, N] from squared distances [N, N], squared norms [N] and who has a model to give,
         bool [N]."""
-        n = len(gives)
-        usable = gives & ~torch.eye(n, dtype=torch.bool) & gives[:, None]
-        xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * usable
+        xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * others(gives)
         total = xi.sum(1, keepdim=True)
-        if self.self_weight == "safe" and bool((total > 1).any()):
+        if bool((total > 1).any()):
             warnings.warn(
                 "FedAMP: the others' weights exceed 1 and are scaled down; alpha <= sigma / "
-                f"{n - 1} avoids it.",
+                f"{len(gives) - 1} avoids it.",
                 stacklevel=2,
             )
             xi = xi / total.clamp(min=1)
@@ -128,7 +129,7 @@ class FedAMP(Algorithm):
         return {"weights": state["xi"], "last": state["last"], "rescaled": rescaled}
 
 
-@dataclass(frozen=True)
+@options
 class HeurFedAMP(FedAMP):
     """Huang et al. 2021, HeurFedAMP: the others share 1 - xi_ii by a softmax of sigma cos(w_i,
     w_j); xi_ii is fixed.
@@ -142,17 +143,13 @@ class HeurFedAMP(FedAMP):
     xi_self: Share = 0.0  # xi_ii; 0: 1 / N
 
     def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
-        n, length = len(gives), (norm2[:, None] * norm2).sqrt()
-        inner = (norm2[:, None] + norm2 - sqdist) / 2
-        cosine = torch.where(length > 0, inner / length, 0.0)
-        usable = gives & ~torch.eye(n, dtype=torch.bool) & gives[:, None]
-        share = (self.sigma * cosine).masked_fill(~usable, -torch.inf).softmax(1)
-        share = share.nan_to_num(0.0)  # NaN: nobody else to mix
-        xi = (1 - (self.xi_self or 1 / n)) * share
+        cosine = cosines(sqdist, norm2).masked_fill(~others(gives), -torch.inf)
+        share = (self.sigma * cosine).softmax(1).nan_to_num(0.0)  # NaN: nobody else to mix
+        xi = (1 - (self.xi_self or 1 / len(gives))) * share
         return xi + (1 - xi.sum(1)).diag()
 
 
-@dataclass(frozen=True)
+@options
 class SFL(Algorithm):
     """Chen et al. 2022, SFL: models smoothed over a graph of the clients, X' = s A^L X + (1 - s) X,
     and their mean, the readout.
@@ -163,17 +160,14 @@ class SFL(Algorithm):
     A client trains from the readout and minimises F_i(w) + lam1 / 2 |w - u_i|^2 + lam2 / 2 |w -
     x|^2; tested is u_i.
     A, with self loops and rows that sum to 1: "knn_models" the `k` nearest by the models' distance;
-    "oracle_labels" by the overlap of
-    the clients' label shares, which tells the server the labels and is no fair rival; or the path
-    of an [N, N] .npy file, in which
-    a client without a self loop gets one of weight 1.
+    or the path of an [N, N] .npy file, in which a client without a self loop gets one of weight 1.
     Deviations: squared regularisers with a gradient, where the released code's are not squared and
     detached, so without effect;
     neighbours are the nearest clients, where its learned graph keeps the farthest. Who never took
     part holds the readout.
     """
 
-    adjacency: str = "knn_models"  # "knn_models", "oracle_labels" or the path of a .npy file
+    adjacency: str = "knn_models"  # "knn_models" or the path of a .npy file
     k: Count = 5  # neighbours beside itself
     layers: Count = 3  # L
     # share of the graph's means in X'; 0: nothing is smoothed
@@ -187,21 +181,12 @@ class SFL(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = ("knn_models", "oracle_labels")
-        if self.adjacency not in known and not self.adjacency.endswith(".npy"):
-            raise ValueError(
-                "adjacency: expected 'knn_models', 'oracle_labels' or a path ending in .npy, got "
-                f"{self.adjacency!r}."
-            )
+        if self.adjacency != "knn_models" and not self.adjacency.endswith(".npy"):
+            refuse("adjacency", "'knn_models' or a path ending in .npy", self.adjacency)
 
-    def initial(self, net: Net) -> Tensors:
-        oracle = self.adjacency == "oracle_labels"
-        return {"x0": net.w0} | ({"labels": torch.zeros(net.classes)} if oracle else {})
-
-    def init(self, x0: Tensor, n: int, labels: Tensor | None = None) -> Tensors:
+    def init(self, x0: Tensor, n: int) -> Tensors:
         state = latest_models(x0, n) | {"mix": torch.eye(n, dtype=torch.float64)}
-        state |= {} if labels is None else {"labels": labels.repeat(n, 1)}
-        return state | ({"graph": self.graph(n)} if self.adjacency.endswith(".npy") else {})
+        return state | ({"graph": self.graph(n)} if self.adjacency != "knn_models" else {})
 
     def graph(self, n: int) -> Tensor:
         """The adjacency [N, N] in the file."""
@@ -215,31 +200,23 @@ class SFL(Algorithm):
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         mix = torch.cat([state["mix"][cohort.ids], state["mix"].mean(0, keepdim=True)])
-        rows = ops.aggregate(state["w"], onto(mix, state["w"].device))
+        rows = Mix(mix).of(state["w"])
         return {"x": rows[-1].expand(len(cohort.ids), -1), "u": rows[:-1]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         both = self.lam1 + self.lam2
         # two squares are one
         anchor = (self.lam1 * down["u"] + self.lam2 * down["x"]) / (both or 1)
         fit = clients.fit(down["x"], Objective(prox=(both, anchor) if both else None))
-        oracle = self.adjacency == "oracle_labels"
-        labels = {"labels": clients.counts / clients.size[:, None]} if oracle else {}
-        return own, {"w": fit.w, **labels}, fit
+        return own, {"w": fit.w}, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         return {"w": down["u"]}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         changes, new = with_uploads(state, up["w"], cohort)
-        seen = new["last"] > 0
-        if "labels" in up:
-            labels = state["labels"].index_copy(0, cohort.ids, up["labels"].to(state["labels"]))
-            changes["labels"] = labels
-            graph = torch.minimum(labels[:, None], labels).sum(2).double()
-        elif "graph" in state:
-            graph = state["graph"]
-        else:
+        seen, graph = new["last"] > 0, state.get("graph")
+        if graph is None:
             graph = nearest(new["sqdist"], self.k, seen)
         mix = smoothing(graph, seen, self.layers, self.s)
         # of the neighbours, those who are present
@@ -265,17 +242,16 @@ def smoothing(graph: Tensor, usable: Tensor, layers: int, s: float) -> Tensor:
     Clients that are not `usable` [N] (they have no model) give nothing, and get the mean of the
     others' rows.
     """
-    a = graph * usable
-    total = a.sum(1, keepdim=True)
+    a = shares(graph * usable)
     eye = torch.eye(len(a), dtype=a.dtype)
-    a = torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), eye)
+    a = torch.where(a.any(1, keepdim=True), a, eye)
     mix: Tensor = s * torch.linalg.matrix_power(a, layers) + (1 - s) * eye
     if bool(usable.any()):
         mix[~usable] = mix[usable].mean(0)
     return mix
 
 
-@dataclass(frozen=True)
+@options
 class Mocha(Algorithm):
     """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t mean_loss_t(w_t) + (lam
     / 2) tr(W^T Omega W)`.
@@ -317,19 +293,17 @@ class Mocha(Algorithm):
         return {"w": x0.repeat(n, 1), "omega": omega, "seen": torch.zeros(n, dtype=torch.bool)}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        w, seen = state["w"], state["seen"]
-        start: Tensors = {}
-        if bool(seen.any()) and not bool(seen[cohort.ids].all()):  # sent where somebody needs it
-            start = {"start": w[onto(seen, w.device)].mean(0).expand(len(cohort.ids), -1)}
-        ids = onto(cohort.ids, state["omega"].device)
-        rows = state["omega"][ids]  # [S, N]
-        others = rows.scatter(1, ids[:, None], 0.0)
-        return {"pull": ops.aggregate(w, others), "o": rows.gather(1, ids[:, None]), **start}
+        w, seen, ids = state["w"], state["seen"], cohort.ids
+        rows, at = state["omega"][ids], onto(ids[:, None], w.device)  # [S, N]
+        down = {"pull": ops.aggregate(w, rows.scatter(1, at, 0.0)), "o": rows.gather(1, at)}
+        if bool(seen.any()) and not bool(seen[ids].all()):  # sent where somebody needs it
+            down["start"] = w[seen].mean(0).expand(len(ids), -1)
+        return down
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": down.get("start", net.w0[None])}  # from the mean of the models so far
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         lr = clients.lr
         shrink = lr * self.lam * float(down["o"].max())
         if not shrink < 2:
@@ -340,17 +314,14 @@ class Mocha(Algorithm):
         lr_sum = (fit.steps * lr)[:, None].to(fit.w)
         return {"w": fit.w}, {"w": fit.w, "lr_sum": lr_sum, "lr": torch.full_like(lr_sum, lr)}, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": own["w"]}
-
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids = cohort.ids
         changes: Changes = {"w": Rows(ids, up["w"]), "seen": Rows(ids, ids >= 0)}
         if cohort.round % self.outer == 0:
-            at = onto(ids, up["w"].device)
-            omega = relation(state["w"].index_copy(0, at, up["w"]), self.delta, self.relation)
+            w = state["w"].index_copy(0, onto(ids, up["w"].device), up["w"])
+            omega = relation(w, self.delta, self.relation)
             lr, lr_sum = (up[k][:, 0].double() for k in ("lr", "lr_sum"))
-            self.check(omega[at][:, at], lr, lr_sum, cohort.round)
+            self.check(omega[ids][:, ids], lr, lr_sum, cohort.round)
             changes["omega"] = omega
         return changes, None
 
@@ -380,8 +351,7 @@ def relation(w: Tensor, delta: float, kind: str = "omega", eps: float = 1e-8) ->
     W W^T has rank P at most: its eigenvalues are clamped to `eps` from below (Motley's value), and
     delta bounds Omega.
     """
-    rows = w.double()
-    values, vectors = torch.linalg.eigh(rows @ rows.T)
+    values, vectors = torch.linalg.eigh(w.double() @ w.double().T)
     root = values.clamp(min=eps).sqrt()
     root = root / root.sum()
     if kind == "omega":

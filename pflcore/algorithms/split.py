@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import glob
 import warnings
-from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakSet
 
@@ -15,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pflcore.algorithms.adaptation import FineTune
+from pflcore.algorithms.adaptation import FineTune, head_mask
 from pflcore.algorithms.fedavg import FedAvg
-from pflcore.algorithms.protocol import Payload, Tensors, Traits
+from pflcore.algorithms.protocol import Payload, Tensors, Trained, Traits, options
 from pflcore.check import Count, NonNegative, Weighting, Whole, are_names, refuse
 from pflcore.data.ragged import onto
 from pflcore.nn.mode import forward_mode
-from pflcore.train import Clients, Fit, Net, Objective
+from pflcore.train import Clients, Net, Objective
 from pflcore.train.losses import REGRESSION, binary_cross_entropy, cross_entropy, hinge, loss_name
 
 
-@dataclass(frozen=True)
+@options
 class Split(FedAvg):
     """Shared columns x are averaged, private columns h stay: client i's model is (x, h_i). The
     classes below are its presets.
@@ -57,7 +56,10 @@ class Split(FedAvg):
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(late=("finetune_epochs", "finetune_lr"))
+        late, policies = ("finetune_epochs", "finetune_lr"), super().traits.batch_norm
+        if self.private == "body":  # the layers that statistics belong to are private
+            policies = policies[::-1]
+        return super().traits._replace(late=late, batch_norm=policies)
 
     def columns(self, net: Net) -> Tensor:
         """Which columns are private, bool [P] on the CPU; none where a model has no batch norm."""
@@ -65,19 +67,16 @@ class Split(FedAvg):
             layers = {k for k, m in net.module.named_modules() if isinstance(m, _BatchNorm)}
             names = [k for k in net.names if k.rpartition(".")[0] in layers]
             return net.mask(*map(glob.escape, names))
-        if self.private not in ("head", "body"):
-            return net.mask(*([self.private] if isinstance(self.private, str) else self.private))
-        head = torch.zeros(net.size, dtype=torch.bool)
-        head[net.head_slice] = True
-        return head if self.private == "head" else ~head
+        if self.private in ("head", "body"):
+            head = head_mask(net)
+            return head if self.private == "head" else ~head
+        return net.mask(*([self.private] if isinstance(self.private, str) else self.private))
 
     def joined(self, net: Net, x: Tensor, own: Tensors) -> Tensor:
         """The clients' models [S, P]."""
-        shared, private = places(self.columns(net), x.device)
-        if not len(private):
-            return x
-        w = net.w0.repeat(len(x), 1).index_copy_(1, shared, x)
-        return w.index_copy_(1, private, own["h"]) if own else w
+        private = onto(self.columns(net), x.device)
+        w = net.w0.repeat(len(x), 1).masked_scatter_(~private, x)
+        return w.masked_scatter_(private, own["h"]) if own else w
 
     def initial(self, net: Net) -> Tensors:
         private = self.columns(net)
@@ -85,22 +84,19 @@ class Split(FedAvg):
             lacks = f"the model has no {self.private} parameter, so all of it"
             what = "the whole model is private, so nothing" if private.any() else lacks
             warnings.warn(f"private: {what} is shared.", stacklevel=1)  # of this line: once
-        return {"x0": net.w0[places(private, net.w0.device)[0]]}
+        return {"x0": net.w0[~private]}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
-        _, private = places(self.columns(net), net.w0.device)
-        return {} if self.order == "body" else {"h": net.w0[None, private]}
+        return {} if self.order == "body" else {"h": net.w0[None, self.columns(net)]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
-        mask = self.columns(clients.net)
-        shared, private = places(mask, down["x"].device)
-        w = self.joined(clients.net, down["x"], own)
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        private, w = self.columns(clients.net), self.joined(clients.net, down["x"], own)
         if self.order == "alternate":
-            alone = Objective(mask=mask)
+            alone = Objective(mask=private)
             w = clients.fit(w, alone, epochs=self.private_epochs, stream="private").w
-        fit = clients.fit(w, Objective(mask=None if self.order == "joint" else ~mask))
+        fit = clients.fit(w, Objective(mask=None if self.order == "joint" else ~private))
         new = {"h": fit.w[:, private]} if own else {}
-        return new, {"delta": fit.w[:, shared] - down["x"]}, fit
+        return new, {"delta": fit.w[:, ~private] - down["x"]}, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         w = self.joined(clients.net, down["x"], own)
@@ -108,12 +104,7 @@ class Split(FedAvg):
         return tuned.model({"x": w}, own, clients)
 
 
-def places(private: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The shared and the private columns of `private` bool [P], int64 each, on `device`."""
-    return onto((~private).nonzero()[:, 0], device), onto(private.nonzero()[:, 0], device)
-
-
-@dataclass(frozen=True)
+@options
 class FedPer(Split):
     """Arivazhagan et al. 2019, FedPer (Algorithms 1 and 2): the head W_P stays,
     W_B <- sum_i n_i / n W_B,i, both trained together.
@@ -125,7 +116,7 @@ class FedPer(Split):
     private_epochs: None = None
 
 
-@dataclass(frozen=True)
+@options
 class LGFedAvg(Split):
     """Liang et al. 2020, LG-FedAvg (Algorithm 1): the lower layers stay, the head
     theta_g <- sum_i n_i / n theta_g,i is shared.
@@ -137,12 +128,8 @@ class LGFedAvg(Split):
     order: Literal["joint"] = "joint"
     private_epochs: None = None
 
-    @property
-    def traits(self) -> Traits:  # the layers that statistics belong to are private
-        return super().traits._replace(batch_norm=super().traits.batch_norm[::-1])
 
-
-@dataclass(frozen=True)
+@options
 class FedRep(Split):
     """Collins et al. 2021, FedRep (Algorithm 1): first the private head on the frozen body, then
     the body; phi <- 1 / (r n) sum_i phi_i.
@@ -154,7 +141,7 @@ class FedRep(Split):
     order: Literal["alternate"] = "alternate"
 
 
-@dataclass(frozen=True)
+@options
 class FedBABU(Split):
     """Oh et al. 2022, FedBABU (Algorithm 1): the body alone is trained, on the initial head; every
     evaluation fine-tunes all layers.
@@ -167,7 +154,7 @@ class FedBABU(Split):
     finetune_epochs: Whole = 5  # epochs of all columns at every evaluation
 
 
-@dataclass(frozen=True)
+@options
 class FedBN(Split):
     """Li et al. 2021, FedBN (Algorithm 1): batch norm's parameters and statistics stay, other
     layers w <- 1 / K sum_i w_i.
@@ -188,7 +175,7 @@ class FedBN(Split):
 CHECKED: WeakSet[Net] = WeakSet()  # models that are their head on their features
 
 
-@dataclass(frozen=True)
+@options
 class FedRoD(FedAvg):
     """Chen and Chao 2022, FedRoD (linear): a generic model, and a personal head h that adds its
     scores to the generic ones.
@@ -218,18 +205,18 @@ class FedRoD(FedAvg):
         h = net.w0[None, net.head_slice]
         return {"h": h if self.head == "copy" else torch.zeros_like(h)}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         if clients.net not in CHECKED:
             check_head(clients)
         x = down["x"]
         n = onto(clients.counts, x.device).to(x.dtype)
         fit = clients.fit(torch.cat([x, own["h"]], 1), Objective(loss=self.loss, extra={"n": n}))
-        w, h = fit.w.split([x.shape[1], own["h"].shape[1]], 1)
-        return {"h": h}, {"delta": w - x}, fit
+        P = x.shape[1]
+        return {"h": fit.w[:, P:]}, {"delta": fit.w[:, :P] - x}, fit
 
     def loss(self, net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
         """The sum of both losses at a row x | h [P + H]."""
-        w, h = w[: net.size], w[net.size :]
+        w, h = w.tensor_split([net.size])
         z = net.features(w, x)
         generic, personal = net.head(w, z), net.head(h, z.detach())
         more = generic.shape[1] - len(extra["n"])  # the model may know more classes than the data
@@ -254,17 +241,14 @@ class FedRoD(FedAvg):
 def check_head(clients: Clients) -> None:
     """ValueError where the model is not its head on its features."""
     net, x = clients.net, clients.setting.data.x[:2]
-    row = net.w0 + torch.linspace(-0.1, 0.1, net.size, dtype=net.w0.dtype, device=net.w0.device)
-    flipped = row.clone()
-    flipped[net.head_slice] *= -1  # scores of both signs: a ReLU behind the head may not show else
-
-    def same(row: Tensor) -> bool:
-        return torch.allclose(net.head(row, net.features(row, x)), net(row, x), 1e-3, 1e-4)
-
     fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
+    row = net.w0 + torch.linspace(-0.1, 0.1, net.size).to(net.w0)
+    sign = 1 - 2 * onto(head_mask(net), row.device).to(row)
     try:
         with torch.no_grad(), forward_mode(False, net.b0):
-            fits = fits and same(row) and same(flipped)
+            # scores of both signs: a ReLU behind the head may not show else
+            for w in (row, row * sign):
+                fits &= torch.allclose(net.head(w, net.features(w, x)), net(w, x), 1e-3, 1e-4)
     except (RuntimeError, TypeError, IndexError, ValueError):  # whatever such a model says
         fits = False
     if not fits:

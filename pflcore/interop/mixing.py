@@ -241,7 +241,7 @@ def _clusters(alg: Clusters, rows: Tensor, base: Tensor | None) -> Mix:
         refuse("k", f"at most {len(rows)} groups, one for each client", alg.k)
     delta = rows if base is None else rows - base
     sqdist = ops.pairwise_sqdist(delta).cpu()
-    similarity = -sqdist if base is None else cosines(sqdist, _norm2(delta).sqrt())
+    similarity = -sqdist if base is None else cosines(sqdist, _norm2(delta))
     group = groups(similarity, alg.k, alg.linkage)
     same = (group[:, None] == group).double()
     return Mix(same / same.sum(1, keepdim=True))
@@ -257,11 +257,6 @@ def _weights(alg: Method, rows: Tensor) -> Tensor:
     if isinstance(alg, FedAMP):
         return alg.mixing(sqdist, _norm2(rows), everybody)
     assert isinstance(alg, SFL)
-    if alg.adjacency == "oracle_labels":
-        raise ValueError(
-            "adjacency: 'oracle_labels' needs the clients' labels, which are not in a model; take "
-            "'knn_models' or a .npy file."
-        )
     drawn = alg.adjacency.endswith(".npy")
     graph = alg.graph(n) if drawn else nearest(sqdist, alg.k, everybody)
     return smoothing(graph, everybody, alg.layers, alg.s)

@@ -45,9 +45,6 @@ def test_golden_fedamp():
 def test_golden_fedamp_with_too_large_a_step():
     c2 = GOLDEN["C2_fedamp_unstable_alpha"]
     w = t(c2["W"])
-    xi = mixing(FedAMP(self_weight="literal"), w)
-    close(xi, c2["xi"])
-    close(ops.aggregate(w, xi), c2["U"])
     with pytest.warns(UserWarning, match=r"alpha <= sigma / 3"):
         safe = mixing(FedAMP(), w)
     assert bool((safe >= 0).all()) and not safe.diagonal().abs().gt(1e-12).any()

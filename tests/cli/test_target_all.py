@@ -107,6 +107,6 @@ def test_an_algorithm_from_outside(tmp_path, monkeypatch, capsys):
     assert main(["run", "an_algorithm_of_mine:Quarter", *DATA]) == 2
     assert (
         capsys.readouterr().err.strip()
-        == "pflcore: algorithm: the module 'an_algorithm_of_mine' has no 'Quarter'; "
-        + ("check the name after the colon.")
+        == "pflcore: algorithm: importing 'an_algorithm_of_mine:Quarter' failed with AttributeError: "
+        "module 'an_algorithm_of_mine' has no attribute 'Quarter'; check the name, or change folder."
     )

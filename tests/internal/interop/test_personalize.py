@@ -21,7 +21,7 @@ def one_round(name, first, last, more, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"sigma": 3.0, "alpha": 0.5}, {"alpha": 5.0}, {"alpha": 5.0, "self_weight": "literal"}],
+    [{"sigma": 3.0, "alpha": 0.5}, {"alpha": 5.0}],
 )
 @pytest.mark.filterwarnings("ignore:FedAMP")
 def test_fedamp_is_its_servers_step(options):
@@ -48,8 +48,6 @@ def test_sfl_is_its_servers_step(tmp_path):
             personalize(rows(), "sfl", **options),
             one_round("sfl", None, rows(), {}, **options)["u"],
         )
-    with pytest.raises(ValueError, match="oracle_labels"):
-        personalize(rows(), "sfl", adjacency="oracle_labels")
 
 
 @pytest.mark.parametrize("name", ["feddwa", "feddwa_qp"])
