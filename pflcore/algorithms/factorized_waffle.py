@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -87,7 +87,6 @@ def concrete(logit: Tensor, noise: Tensor, tau: float) -> Tensor:
     return torch.sigmoid((logit + noise) / tau)
 
 
-S = TypeVar("S", bound=Any)  # a run's state
 BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
 PRESETS = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}  # optimizer, kl_weight
 
@@ -166,7 +165,7 @@ class FactorizedWaffle(FedAvg):
         sizes = [m.factors for m in factorized_layers(net.module).values()]
         return [torch.full((f,), self.alpha or float(f), dtype=torch.float64) for f in sizes]
 
-    def widened(self, state: S, old: Net, new: Net) -> S:
+    def widened(self, state: Any, old: Net, new: Net) -> Any:
         """A run's state with as many factors as the net `new` has, in no layer fewer than `old`:
         "increasing server-side capacity" (section 2.2). The columns of W_a for new factors start
         at 0, so that everybody's model stays what it is; W_b, r and the clients' beliefs in them

@@ -250,23 +250,20 @@ class WeightErosion(Algorithm):
         return own, {**up, "passes": passes}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
-        distance, p_d, ids = self.relative(up["delta"], cohort), self.p_d, cohort.ids
+        ids, delta, p_d = cohort.ids, up["delta"], self.p_d
+        mine = delta[ids == self.target]
+        distance = ops.pairwise_sqdist(mine, delta)[0].sqrt().cpu()
+        # relative to the target's update; infinite where only the target stood still
+        distance = torch.where(distance > 0, distance / squares(mine).sqrt().cpu(), 0.0)
         if p_d is None:
             others = distance[(ids != self.target) & (distance > 0) & distance.isfinite()]
             p_d = 1 / (0.8 * cohort.rounds * float(others.median())) if len(others) else 0.0
         loss = p_d * (1 + self.p_s * up["passes"].cpu().double()) * distance
         loss = loss.nan_to_num(0.0, posinf=math.inf)  # 0 * inf is 0: nothing to erode by
-        mine = (state["alpha"][ids] - loss).clamp(min=0)
-        mix = Mix(shares(mine[None]))
-        x = mix.of(up["delta"], state["x"], self.server_lr)[0]
-        return {"x": x, "alpha": state["alpha"].index_copy(0, ids, mine)}, mix
-
-    def relative(self, delta: Tensor, cohort: Cohort) -> Tensor:
-        """`|delta_i - delta_target| / |delta_target|`, [S] float64 on the CPU; infinite where only
-        the target stood still."""
-        mine = delta[cohort.ids == self.target]
-        distance = ops.pairwise_sqdist(mine, delta)[0].sqrt().cpu()
-        return torch.where(distance > 0, distance / squares(mine).sqrt().cpu(), 0.0)
+        alpha = (state["alpha"][ids] - loss).clamp(min=0)
+        mix = Mix(shares(alpha[None]))
+        x = mix.of(delta, state["x"], self.server_lr)[0]
+        return {"x": x, "alpha": state["alpha"].index_copy(0, ids, alpha)}, mix
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
         return {"weights": shares(state["alpha"][None])[0]}

@@ -15,10 +15,9 @@ from pflcore import ops
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.clusters import cosines, groups
 from pflcore.algorithms.fedavg import krum
-from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Mix
-from pflcore.algorithms.relations import SFL, FedAMP, HeurFedAMP, nearest, smoothing
+from pflcore.algorithms.relations import SFL, FedAMP, FedDWA, HeurFedAMP, nearest, smoothing
 from pflcore.check import Buffers, Count, Kind, Names, Whole, check, checked, refuse, shown
 from pflcore.interop.packing import _cut, pack, unpack
 from pflcore.simulation.accept import finite_rows

@@ -423,8 +423,8 @@ def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
     want = FedDWA(k=k, search="exact").weights(guide, w)
     for a, b in zip(FedDWA(k=k, search="groups").weights(guide, w), want, strict=True):
         assert torch.equal(a, b)
-    monkeypatch.setattr("pflcore.algorithms.feddwa.MANY", 40)
-    monkeypatch.setattr("pflcore.algorithms.feddwa.LONG", long)
+    monkeypatch.setattr("pflcore.algorithms.relations.MANY", 40)
+    monkeypatch.setattr("pflcore.algorithms.relations.LONG", long)
     monkeypatch.setattr(ops, "pairwise_sqdist", None)  # not all pairs
     for a, b in zip(FedDWA(k=k).weights(guide, w), want, strict=True):
         assert torch.equal(a, b)
@@ -494,7 +494,7 @@ def test_no_power_makes_weights_that_are_no_numbers():
 
 @pytest.mark.parametrize("guidance", ["previous", "current"])
 def test_no_guidance_is_served_where_none_is_trained(guidance):
-    with pytest.raises(ValueError, match=r"^serve: 'guidance' is trained ahead"):
+    with pytest.raises(ValueError, match=r"^serve: expected its default beside guidance="):
         FedDWA(serve="guidance", guidance=guidance)
 
 

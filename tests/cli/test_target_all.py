@@ -105,8 +105,8 @@ def test_an_algorithm_from_outside(tmp_path, monkeypatch, capsys):
         "Half",
     ] and "% hurt vs Half" in capsys.readouterr().out
     assert main(["run", "an_algorithm_of_mine:Quarter", *DATA]) == 2
-    assert (
-        capsys.readouterr().err.strip()
-        == "pflcore: algorithm: importing 'an_algorithm_of_mine:Quarter' failed with AttributeError: "
-        "module 'an_algorithm_of_mine' has no attribute 'Quarter'; check the name, or change folder."
+    assert capsys.readouterr().err.strip() == (
+        "pflcore: algorithm: importing 'an_algorithm_of_mine:Quarter' failed with AttributeError: "
+        "module 'an_algorithm_of_mine' has no attribute 'Quarter'; check the name, or change "
+        "folder."
     )

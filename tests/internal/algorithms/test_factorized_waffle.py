@@ -1,7 +1,6 @@
-"""FactorizedWaffle: golden numbers of the Indian buffet process (float64, ten digits) and
-quadrature; one round by hand on both engines; bounds, ways to evaluate, newcomers."""
+"""FactorizedWaffle: golden numbers of the Indian buffet process (float64, ten digits); one round
+by hand on both engines; bounds, ways to evaluate, newcomers."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from doors import strengths, views
 from methods import FactorizedWaffle
 from parts.factorized_golden import D, near, t
 from parts.factorized_waffle import play, setting
-from scipy import integrate
 from small import copied
 
 from pflcore import evaluate
@@ -63,19 +61,6 @@ def test_three_factors():
     near(divergence(THREE, U_THREE, [3], alpha).sum(), 0.3760348908)
     got = ibp.kl_slope(*THREE.unbind(1), torch.log1p(-U_THREE), alpha, [3])
     near(got.view(3, 3), SLOPE, atol=1e-9)
-
-
-@pytest.mark.parametrize("c, d, alpha", [(2, 3, 5), (0.5, 0.3, 5), (100, 1.5, 120), (1.3, 0.7, 3)])
-def test_kl_v_against_quadrature(c, d, alpha):
-    def integrand(z):  # v by the logit of its quantile, so that both ends are seen
-        u = 1 / (1 + math.exp(-z))
-        logs = log_v(t(u), t(c), t(d)).item()
-        q = math.log(c * d) + (c - 1) * logs + (d - 1) * math.log1p(-u) / d
-        p = (alpha - 1) * logs + math.log(alpha)
-        return (q - p) * u * (1 - u)
-
-    want, _ = integrate.quad(integrand, -33, 33, limit=400)
-    near(kl_v(t(c), t(d), alpha), [want], atol=2e-8)
 
 
 def test_the_gradient_written_out_is_autograds():

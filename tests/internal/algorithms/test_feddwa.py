@@ -7,7 +7,7 @@ from small import near as close
 from small import t
 
 from pflcore import ops
-from pflcore.algorithms.feddwa import inner_products, simplex_qp, strided
+from pflcore.algorithms.relations import inner_products, simplex_qp, strided
 
 
 def w_matrix(g, models):
