@@ -138,7 +138,7 @@ class Ensemble(Undefended, FedOpt):
         return own, {"pick": self.number(pick), "delta": delta, "b": b}, fits[-1]
 
     def number(self, pick: Tensor) -> Tensor:
-        """The pick as it travels: one byte for up to 256 models."""
+        """The picks [S] as they travel: one byte for up to 256 models."""
         return pick.to(torch.uint8 if self.k <= 256 else torch.int32)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
