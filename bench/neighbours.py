@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.problem import parsed
 from bench.table import Table
 from pflcore import metrics, ops
-from pflcore.algorithms.feddwa import FedDWA
+from pflcore.algorithms.relations import FedDWA
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
 from pflcore.simulation import Simulation

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pflcore.algorithms import Algorithm
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
-from pflcore.algorithms.proximal import MRMTL
+from pflcore.algorithms.fedavg import MRMTL
 from pflcore.check import Count, Whole, checked
 from pflcore.data.federation import Federation
 from pflcore.simulation.round import Setup, begin, sample, step

@@ -6,12 +6,33 @@
 
 from __future__ import annotations
 
-from pflcore.algorithms.adaptation import FineTune, KnnPer, PerFedAvg
+from pflcore.algorithms.adaptation import (
+    FedBABU,
+    FedBN,
+    FedPer,
+    FedRep,
+    FedRoD,
+    FineTune,
+    KnnPer,
+    LGFedAvg,
+    PerFedAvg,
+)
 from pflcore.algorithms.clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
-from pflcore.algorithms.fedavg import FedAvg, LocalOnly, QFedAvg
-from pflcore.algorithms.feddwa import FedDWA, FedDWAQP
-from pflcore.algorithms.fedopt import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
+from pflcore.algorithms.fedavg import (
+    MRMTL,
+    Ditto,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedOpt,
+    FedProx,
+    FedYogi,
+    LocalOnly,
+    PFedMe,
+    QFedAvg,
+)
 from pflcore.algorithms.mixtures import APFL, L2C, FedALA, FedFomo
 from pflcore.algorithms.protocol import (
     Algorithm,
@@ -28,9 +49,7 @@ from pflcore.algorithms.protocol import (
     Void,
     apply,
 )
-from pflcore.algorithms.proximal import MRMTL, Ditto, FedProx, PFedMe
-from pflcore.algorithms.relations import SFL, FedAMP, HeurFedAMP, Mocha
-from pflcore.algorithms.split import FedBABU, FedBN, FedPer, FedRep, FedRoD, LGFedAvg
+from pflcore.algorithms.relations import SFL, FedAMP, FedDWA, FedDWAQP, HeurFedAMP, Mocha
 from pflcore.algorithms.waffle import Scaffold, Waffle, WeightErosion
 
 ALGORITHMS: dict[str, type[Algorithm]] = {

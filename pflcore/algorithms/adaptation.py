@@ -1,45 +1,53 @@
-"""One shared model, made each client's own at evaluation: fine-tuning; kNN-Per, by a vote of the
-client's own nearest samples; and Per-FedAvg, which trains a start one step from everybody.
+"""One shared model, made each client's own: by fine-tuning; by a vote of the client's own nearest
+samples, kNN-Per; from a start one step from everybody, Per-FedAvg; or by columns that stay with the
+client: FedPer, LG-FedAvg, FedRep, FedBABU, FedBN, and FedRoD, whose personal head adds its scores.
 """
 
 from __future__ import annotations
 
+import glob
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pflcore import ops
-from pflcore.algorithms.fedavg import FedAvg
-from pflcore.algorithms.fedopt import FedOpt
-from pflcore.algorithms.protocol import Payload, Tensors, Traits, plain_steps
-from pflcore.check import Count, NonNegative, Positive, Share, Whole, refuse
+from pflcore.algorithms.fedavg import FedAvg, FedOpt, FedProx
+from pflcore.algorithms.protocol import (
+    Grad,
+    Payload,
+    Tensors,
+    Trained,
+    Traits,
+    options,
+    plain_steps,
+)
+from pflcore.check import (
+    Count,
+    NonNegative,
+    Positive,
+    Share,
+    Weighting,
+    Whole,
+    are_names,
+    refuse,
+)
 from pflcore.data.ragged import onto
-from pflcore.metrics import right
 from pflcore.nn.mode import context, forward_mode
 from pflcore.train import Clients, Fit, Net, Objective
 from pflcore.train.clients import Predict, by_row
-from pflcore.train.losses import binary_cross_entropy, cross_entropy, hinge
-
-AT_EVALUATION = (
-    "finetune_lr",
-    "finetune_epochs",
-    "layers",
-    "choose",
-    "lr_grid",
-    "zero",
-    "min_size",
-    "margin",
-)
+from pflcore.train.losses import REGRESSION, binary_cross_entropy, cross_entropy, hinge, loss_name
 
 
-@dataclass(frozen=True)
-class FineTune(FedOpt):
+@options
+class FineTune(FedProx, FedOpt):
     """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
 
     server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
@@ -69,35 +77,22 @@ class FineTune(FedOpt):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.choose != "fixed" and self.finetune_epochs < 1:
-            refuse("finetune_epochs", "at least 1 to choose from", self.finetune_epochs)
-        if self.choose == "fixed" and self.lr_grid:
-            raise ValueError(
-                "lr_grid: nothing chooses from it with choose='fixed'; set finetune_lr, or "
-                "choose='client' or 'global'."
-            )
+        if self.choose == "fixed":
+            self.idle("choose", "lr_grid")
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(late=AT_EVALUATION)
-
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
-        x = down["x"]
-        fit = clients.fit(x, Objective(prox=(self.mu, x) if self.mu else None))
-        return own, {"delta": fit.w.sub_(x)}, fit
+        tuning = ("finetune_lr", "finetune_epochs", "layers", "choose", "lr_grid", "zero")
+        return super().traits._replace(late=(*tuning, "min_size", "margin"))
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         x = down["x"]
         if not self.finetune_epochs:
             return {"w": x}
         w, batch_norm = self.tuned(x, clients)
-        keep = onto(clients.size, x.device) < self.min_size
-        if self.margin is not None:
-            tuned = value(replace(clients, buffers=batch_norm), w)
-            keep = keep | ~(tuned > value(clients, x) + self.margin)
-        keep = keep[:, None]
-        batch_norm = torch.where(keep, clients.buffers, batch_norm)
-        return {"w": torch.where(keep, x, w), "batch_norm": batch_norm}
+        takes = accepts(self, x, w, clients, replace(clients, buffers=batch_norm))[:, None]
+        batch_norm = torch.where(takes, batch_norm, clients.buffers)
+        return {"w": torch.where(takes, w, x), "batch_norm": batch_norm}
 
     def tuned(self, x: Tensor, clients: Clients) -> tuple[Tensor, Tensor]:
         """The fine-tuned models [S, P], or the best candidate of each client (or of all together)
@@ -107,24 +102,30 @@ class FineTune(FedOpt):
         if self.choose == "fixed":
             last = deque(tried, 1)[0]
             return last.w, last.buffers
-        w, batch_norm = x, clients.buffers
-        best = self.judged(value(clients, x))
-        best = best if self.zero else torch.full_like(best, -torch.inf)
+        w, batch_norm, best = x, clients.buffers, x.new_full((len(x), 1), -torch.inf)
+        best = self.judged(value(clients, x)) if self.zero else best
         for fit in tried:
             now = self.judged(value(clients.after(fit), fit.w))
-            better = (now > best)[:, None]
-            best = torch.maximum(now, best)
+            better = now > best
+            best = torch.where(better, now, best)
             w = torch.where(better, fit.w, w)
             batch_norm = torch.where(better, fit.buffers, batch_norm)
         return w, batch_norm
 
     def judged(self, values: Tensor) -> Tensor:
-        """What counts for each client [S]: its own value, or the mean where all choose together or
-        it has none."""
+        """What counts for each client [S, 1]: its own value, or the mean where all choose together
+        or it has none."""
         everybody = values.nanmean().expand(len(values))
         if self.choose == "global":
-            return everybody
-        return torch.where(values.isnan(), everybody, values)
+            return everybody[:, None]
+        return torch.where(values.isnan(), everybody, values)[:, None]
+
+
+def head_mask(net: Net) -> Tensor:
+    """Which parameters are the head's: bool [P] on the CPU."""
+    mask = torch.zeros(net.size, dtype=torch.bool)
+    mask[net.head_slice] = True
+    return mask
 
 
 def layer_mask(net: Net, layers: str) -> Tensor | None:
@@ -132,11 +133,7 @@ def layer_mask(net: Net, layers: str) -> Tensor | None:
     for all."""
     if layers == "all":
         return None
-    if layers != "last":
-        return net.mask(layers)
-    mask = torch.zeros(net.size, dtype=torch.bool)
-    mask[net.head_slice] = True
-    return mask
+    return head_mask(net) if layers == "last" else net.mask(layers)
 
 
 def lengths(
@@ -172,36 +169,43 @@ def value(
     A model whose outputs hold a NaN counts as worst, minus infinity; a client without samples of
     `split` has NaN.
     """
-    data, model = clients.setting.data, rows if isinstance(rows, dict) else {"w": rows}
-    some = torch.zeros(len(clients.ids), dtype=torch.bool)
+    model, size = rows if isinstance(rows, dict) else {"w": rows}, torch.zeros(len(clients.ids))
     if clients.has(split):
-        some = data.size(split)[clients.ids] > 0
+        size = clients.setting.data.size(split)[clients.ids]
+    some, w, seen = size > 0, model["w"], clients
     if not some.any():
         raise ValueError(
             f"choose: fine-tuning is tuned on the clients' {split!r} split, which these clients "
             "lack; make one with Federation.split, or choose on validation clients with "
             "pflcore.tuning."
         )
-    w, seen = model["w"], clients
-    at = onto(some, w.device)
     if not some.all():
-        seen, model = clients.take(some), {k: v[at] for k, v in model.items()}
-    if data.y.is_floating_point() or not clients.net.scores_classes:
-        loss = seen.measure(model, split, predict)[0].to(w)
-        values = -loss.double().nan_to_num(torch.inf, torch.inf)
-    else:
-        values = torch.stack([_accuracy(*pair) for pair in seen.scores(model, split, predict)])
-    return values.new_full((len(w),), torch.nan).masked_scatter(at, values)
+        seen, model = clients.take(some), {k: v[some] for k, v in model.items()}
+    loss, right = seen.measure(model, split, predict)
+    values = -loss.double() if right is None else right
+    values = values.masked_fill(loss.isnan(), -torch.inf)
+    return values.new_full((len(w),), torch.nan).masked_scatter(onto(some, values.device), values)
 
 
-def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
-    return torch.where(scores.isnan().any(), -torch.inf, right(scores, y).double().mean())
+def accepts(
+    alg: FineTune | KnnPer,
+    x: Tensor,
+    model: Tensor | Tensors,
+    clients: Clients,
+    after: Clients,
+    predict: Predict = by_row,
+) -> Tensor:
+    """Which clients, with the statistics of `after`, take `model` and not x: bool [S]."""
+    takes = onto(clients.size, x.device) >= alg.min_size
+    if alg.margin is None:
+        return takes
+    return takes & (value(after, model, predict=predict) > value(clients, x) + alg.margin)
 
 
 Kernel = Literal["exp", "inverse", "gauss_dim"]
 
 
-@dataclass(frozen=True)
+@options
 class KnnPer(FedOpt):
     """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
     on probabilities.
@@ -233,22 +237,18 @@ class KnnPer(FedOpt):
         return super().traits._replace(returns="probabilities", late=late)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        z, y = clients.features(down["x"])  # [S, n, H], [S, n]: short clients are padded
-        criterion = clients.net.criterion
+        x, criterion = down["x"], clients.net.criterion
+        z, y = clients.features(x)  # [S, n, H], [S, n]: short clients are padded
         labels = criterion is cross_entropy or isinstance(criterion, nn.CrossEntropyLoss)
         if y.dim() > 2 and labels:
-            what = "probabilities" if y.is_floating_point() else "one for each step"
             raise ValueError(
                 "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
-                f"{what}; give int64 labels [n]."
+                "probabilities, or one for each step; give int64 labels [n]."
             )
-        n = onto(clients.size, y.device)
-        model = {"w": down["x"], "z": z.flatten(2), "y": y, "n": n}
+        model = {"w": x, "z": z.flatten(2), "y": y, "n": onto(clients.size, y.device)}
         if self.min_size or self.margin is not None:
-            model["lam"] = z.new_full((len(z),), self.lam).masked_fill(n < self.min_size, 0.0)
-        if self.margin is not None:
-            gain = value(clients, model, predict=self.predict) - value(clients, down["x"])
-            model["lam"] = model["lam"].masked_fill(~(gain > self.margin), 0.0)
+            model["lam"] = z.new_full((len(z),), self.lam)
+            model["lam"] = model["lam"] * accepts(self, x, model, clients, clients, self.predict)
         return model
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
@@ -261,12 +261,11 @@ class KnnPer(FedOpt):
         scores, labels = net(model["w"], x), model["y"][near]
         votes = net.scores_classes and net.criterion not in (hinge, binary_cross_entropy)
         if votes and not labels.is_floating_point():
-            one_hot = F.one_hot(labels.clamp(min=0), scores.shape[1])
-            vote = (weight[..., None] * one_hot).sum(1)
-            return (1 - lam) * scores.softmax(1) + lam * vote.to(scores)
-        values = torch.where(labels > 0, 1.0, -1.0) if net.criterion is hinge else labels
+            scores, labels = scores.softmax(1), F.one_hot(labels.clamp(min=0), scores.shape[1])
+        elif net.criterion is hinge:
+            labels = torch.where(labels > 0, 1.0, -1.0)
         weight = weight.view(*weight.shape, *[1] * (labels.dim() - 2))
-        mean = (weight * values).sum(1).view_as(scores)
+        mean = (weight * labels).sum(1).view_as(scores)
         if net.criterion is not binary_cross_entropy:
             return (1 - lam) * scores + lam * mean.to(scores)
         p = (1 - lam) * scores.double().sigmoid() + lam * mean
@@ -284,7 +283,8 @@ def neighbours(
     """
     square = ops.pairwise_sqdist(queries, store)  # [B, n_max] float64, exact where points coincide
     square[:, torch.arange(len(store), device=store.device) >= n] = torch.inf
-    square, near = smallest(square.nan_to_num(torch.inf, torch.inf), min(k, len(store)))
+    near = ops.feddwa_weights(square, k).index
+    square = square.nan_to_num(torch.inf, torch.inf).gather(1, near)
     if kernel == "inverse":
         same = square == 0
         weight = torch.where(same.any(1, keepdim=True), same.double(), square.rsqrt())
@@ -293,19 +293,7 @@ def neighbours(
     return torch.softmax(-far, 1), near
 
 
-def smallest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k smallest of each row of `values` [B, n] and their places, ascending by (value, place):
-    `topk` leaves open which of equals it takes, and that depends on n. A stable sort of everything
-    costs 30 times as much."""
-    last = values.topk(k, dim=1, largest=False).values.amax(1, keepdim=True)
-    less, equal = values < last, values == last
-    taken = less | (equal & (equal.cumsum(1) <= k - less.sum(1, keepdim=True)))
-    place = taken.nonzero()[:, 1].view(-1, k)
-    found, order = values.gather(1, place).sort(dim=1, stable=True)
-    return found, place.gather(1, order)
-
-
-@dataclass(frozen=True)
+@options
 class PerFedAvg(FedAvg):
     """Fallah et al. 2020, Algorithm 1: w minimises sum_i share_i f_i(w - alpha grad f_i(w)).
 
@@ -339,24 +327,23 @@ class PerFedAvg(FedAvg):
         why = "takes its paper's own steps of SGD"
         return super().traits._replace(only_sgd=why, no_clip_grad=why)
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         plain_steps(self, clients)
         alpha, beta = (clients.lr if v is None else v for v in (self.alpha, self.beta))
 
-        def update(rows: Tensors, grad: Callable[..., Tensor], taken: Tensor) -> Tensors:
+        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
             w = rows["w"]
             v = grad(w - alpha * grad(w), 1)
             return {"w": w - beta * (v - alpha * self.curvature(w, v, grad))}
 
-        x, objective = down["x"], Objective()
-        if self.variant == "exact":
-            # torch 2.15 refuses gradients of gradients through batch norm under vmap
-            objective = Objective(loss=along, alone=bool(clients.net.buffer_names))
+        # torch 2.15 refuses gradients of gradients through batch norm under vmap
+        exact = Objective(loss=along, alone=bool(clients.net.buffer_names))
+        objective = exact if self.variant == "exact" else Objective()
         batches = 2 if self.variant == "fo" else 3
-        fit = clients.each_batch({"w": x}, update, objective, batches=batches)
-        return own, {"delta": fit.w - x}, fit
+        fit = clients.each_batch({"w": down["x"]}, update, objective, batches=batches)
+        return own, {"delta": fit.w - down["x"]}, fit
 
-    def curvature(self, w: Tensor, v: Tensor, grad: Callable[..., Tensor]) -> Tensor:
+    def curvature(self, w: Tensor, v: Tensor, grad: Grad) -> Tensor:
         """H v [s, P] on the step's third minibatch, as the variant has it."""
         if self.variant == "fo":
             return torch.zeros_like(v)
@@ -372,7 +359,7 @@ class PerFedAvg(FedAvg):
             return {"w": down["x"]}
         alpha = clients.lr if self.alpha is None else self.alpha
 
-        def update(rows: Tensors, grad: Callable[..., Tensor], taken: Tensor) -> Tensors:
+        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
             return {"w": rows["w"] - alpha * grad(rows["w"])}
 
         fit = clients.each_batch({"w": down["x"]}, update, steps=self.steps, stream="adapt")
@@ -394,3 +381,232 @@ def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
         slope = torch.func.grad(lambda u: net.loss(u, x, y))
         product: Tensor = torch.func.vjp(slope, row)[1](v)[0]  # type: ignore[misc]
     return (w[: net.size] * product).sum()
+
+
+@options
+class Split(FedAvg):
+    """Shared columns x are averaged, private columns h stay: client i's model is (x, h_i). The
+    classes below are its presets.
+
+    server: x [K] · client: h [P - K] (with order="body" nothing) · down: x [S, K] · up: delta
+    [S, K] (the shared columns alone).
+    joint      (x_i, h_i) <- SGD on f_i at (x, h_i), both at once
+    alternate  h_i <- SGD on f_i(x, .) for `private_epochs`, x_i <- SGD on f_i(., h_i) for the run's
+               epochs
+    body       x_i <- SGD on f_i(., h), h the initial columns of all clients
+    and x <- x + server_lr sum_i share_i (x_i - x). Evaluated is (x, h_i), trained on by
+    `finetune_epochs` epochs that are thrown away.
+    A client that never took part has the initial h; `adapt` gives a newcomer one. While h alone is
+    trained batch norm's running statistics stay. `clip_grad` measures the whole gradient, frozen
+    columns too.
+    """
+
+    private: str | tuple[str, ...] = "head"  # or "body", "batch_norm", or patterns of names
+    order: Literal["joint", "alternate", "body"] = "joint"  # both; private first; shared alone
+    private_epochs: Count | None = None  # with "alternate": of the private columns; None: the run's
+    finetune_epochs: Whole = 0  # epochs of all columns at every evaluation
+    finetune_lr: NonNegative | None = None  # their step size; None: the run's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.private and are_names(self.private)):
+            known = "'head', 'body', 'batch_norm' or patterns of parameter names"
+            refuse("private", known, self.private)
+
+    @property
+    def traits(self) -> Traits:
+        late, policies = ("finetune_epochs", "finetune_lr"), super().traits.batch_norm
+        if self.private == "body":  # the layers that statistics belong to are private
+            policies = policies[::-1]
+        elif self.private == "batch_norm":
+            policies = ("local",)
+        return super().traits._replace(late=late, batch_norm=policies)
+
+    def columns(self, net: Net) -> Tensor:
+        """Which columns are private, bool [P] on the CPU; none where a model has no batch norm."""
+        if self.private == "batch_norm":
+            layers = {k for k, m in net.module.named_modules() if isinstance(m, _BatchNorm)}
+            names = [k for k in net.names if k.rpartition(".")[0] in layers]
+            return net.mask(*map(glob.escape, names))
+        if self.private in ("head", "body"):
+            head = head_mask(net)
+            return head if self.private == "head" else ~head
+        return net.mask(*([self.private] if isinstance(self.private, str) else self.private))
+
+    def joined(self, net: Net, x: Tensor, own: Tensors) -> Tensor:
+        """The clients' models [S, P]."""
+        private = onto(self.columns(net), x.device)
+        w = net.w0.repeat(len(x), 1).masked_scatter_(~private, x)
+        return w.masked_scatter_(private, own["h"]) if own else w
+
+    def initial(self, net: Net) -> Tensors:
+        private = self.columns(net)
+        if private.all() or not private.any():
+            lacks = f"the model has no {self.private} parameter, so all of it"
+            what = "the whole model is private, so nothing" if private.any() else lacks
+            warnings.warn(f"private: {what} is shared.", stacklevel=1)  # of this line: once
+        return {"x0": net.w0[~private]}
+
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        return {} if self.order == "body" else {"h": net.w0[None, self.columns(net)]}
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        private, w = self.columns(clients.net), self.joined(clients.net, down["x"], own)
+        if self.order == "alternate":
+            alone = Objective(mask=private)
+            w = clients.fit(w, alone, epochs=self.private_epochs, stream="private").w
+        fit = clients.fit(w, Objective(mask=None if self.order == "joint" else ~private))
+        new = {"h": fit.w[:, private]} if own else {}
+        return new, {"delta": fit.w[:, ~private] - down["x"]}, fit
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        w = self.joined(clients.net, down["x"], own)
+        tuned = FineTune(finetune_epochs=self.finetune_epochs, finetune_lr=self.finetune_lr)
+        return tuned.model({"x": w}, own, clients)
+
+
+@options
+class FedPer(Split):
+    """Arivazhagan et al. 2019, FedPer (Algorithms 1 and 2): the head W_P stays,
+    W_B <- sum_i n_i / n W_B,i, both trained together.
+
+    See `Split`.
+    """
+
+    order: Literal["joint"] = "joint"
+    private_epochs: None = None
+
+
+@options
+class LGFedAvg(Split):
+    """Liang et al. 2020, LG-FedAvg (Algorithm 1): the lower layers stay, the head
+    theta_g <- sum_i n_i / n theta_g,i is shared.
+
+    Both are trained together; how many layers are shared is `private`'s to say. See `Split`.
+    """
+
+    private: str | tuple[str, ...] = "body"  # all but the head; or "head", "batch_norm", or names
+    order: Literal["joint"] = "joint"
+    private_epochs: None = None
+
+
+@options
+class FedRep(Split):
+    """Collins et al. 2021, FedRep (Algorithm 1): first the private head on the frozen body, then
+    the body; phi <- 1 / (r n) sum_i phi_i.
+
+    See `Split`.
+    """
+
+    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
+    order: Literal["alternate"] = "alternate"
+
+
+@options
+class FedBABU(Split):
+    """Oh et al. 2022, FedBABU (Algorithm 1): the body alone is trained, on the initial head; every
+    evaluation fine-tunes all layers.
+
+    See `Split`. A client keeps nothing between rounds, and a newcomer is fine-tuned like everybody.
+    """
+
+    order: Literal["body"] = "body"
+    private_epochs: None = None
+    finetune_epochs: Whole = 5  # epochs of all columns at every evaluation
+
+
+@options
+class FedBN(Split):
+    """Li et al. 2021, FedBN (Algorithm 1): batch norm's parameters and statistics stay, other
+    layers w <- 1 / K sum_i w_i.
+
+    See `Split`. On a model without batch norm it is FedAvg, and says so.
+    """
+
+    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
+    private: str | tuple[str, ...] = "batch_norm"
+    order: Literal["joint"] = "joint"
+    private_epochs: None = None
+
+
+@options
+class FedRoD(FedAvg):
+    """Chen and Chao 2022, FedRoD (linear): a generic model, and a personal head h that adds its
+    scores to the generic ones.
+
+    server: x [P] (body f and generic head g) · client: its head h · down: x [S, P] · up: delta
+    [S, P] (1 model; h stays).
+    The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z = f(x) and n_c the
+    client's samples of class c; the head minimises CE(g(z) + h(z)) with g(z) and z detached, so
+    that it moves nothing but h. Both are trained at once, by the run's SGD. Predicted is
+    g(z) + h(z). A client without class c gives it no generic score while it trains. CE is the run's
+    loss, another one of class scores as well. Decision where the paper is silent: h starts at zero,
+    so that a new client's model is the generic one; `head="copy"` starts at g.
+    """
+
+    gamma: NonNegative = 1.0  # strength of the balancing; 0 is cross-entropy
+    head: Literal["zeros", "copy"] = "zeros"  # how h starts: as zeros, or as the initial g
+
+    def initial(self, net: Net) -> Tensors:
+        if net.criterion in (*REGRESSION, hinge, binary_cross_entropy):
+            raise ValueError(
+                "loss: FedRoD balances the scores of classes; expected a loss of those, got "
+                f"{loss_name(net.criterion)}."
+            )
+        return super().initial(net)
+
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        h = net.w0[None, net.head_slice]
+        return {"h": h if self.head == "copy" else torch.zeros_like(h)}
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        check_head(clients)
+        x = down["x"]
+        n = onto(clients.counts, x.device).to(x.dtype)
+        fit = clients.fit(torch.cat([x, own["h"]], 1), Objective(loss=self.loss, extra={"n": n}))
+        P = x.shape[1]
+        return {"h": fit.w[:, P:]}, {"delta": fit.w[:, :P] - x}, fit
+
+    def loss(self, net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
+        """The sum of both losses at a row x | h [P + H]."""
+        w, h = w.tensor_split([net.size])
+        z = net.features(w, x)
+        generic, personal = net.head(w, z), net.head(h, z.detach())
+        more = generic.shape[1] - len(extra["n"])  # the model may know more classes than the data
+        prior = (F.pad(extra["n"], (0, more)) ** self.gamma).log()
+        if net.criterion is not cross_entropy:
+            # as good as none, and finite for a loss of every class, as with label smoothing
+            prior = prior.clamp(min=-100)
+        prior = prior.view(-1, *[1] * (generic.dim() - 2))  # [B, C, T] are scores of T steps
+        both = net.criterion(generic.detach() + personal, y)
+        return net.criterion(generic + prior, y) + both
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        return {"w": down["x"], "h": own["h"]}
+
+    def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
+        """The scores of w [P] plus those that its head gives, with the parameters h [H], on the
+        same features."""
+        z = net.features(model["w"], x)
+        return net.head(model["w"], z) + net.head(model["h"], z)
+
+
+def check_head(clients: Clients) -> None:
+    """ValueError where the model is not its head on its features."""
+    net, x = clients.net, clients.setting.data.x[:2]
+    fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
+    row = net.w0 + torch.linspace(-0.1, 0.1, net.size).to(net.w0)
+    sign = 1 - 2 * onto(head_mask(net), row.device).to(row)
+    try:
+        with torch.no_grad(), forward_mode(False, net.b0):
+            # scores of both signs: a ReLU behind the head may not show else
+            for w in (row, row * sign):
+                fits &= torch.allclose(net.head(w, net.features(w, x)), net(w, x), 1e-3, 1e-4)
+    except (RuntimeError, TypeError, IndexError, ValueError):  # whatever such a model says
+        fits = False
+    if not fits:
+        raise ValueError(
+            "model: FedRoD adds a second head's scores, so a head must be the last that the model "
+            f"does, with weights of its own and no statistics, and {net.head_name!r} is not so; "
+            "name it with Net(..., head=...)."
+        )

@@ -4,20 +4,34 @@ data best; and Clustered FL, where a cluster splits in two whose updates point a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.fedavg import FedAvg, Undefended
-from pflcore.algorithms.fedopt import FedOpt
-from pflcore.algorithms.protocol import Changes, Cohort, Mix, Payload, Pool, Rows, Tensors, Traits
+from pflcore.algorithms.fedavg import FedAvg, FedOpt, Undefended
+from pflcore.algorithms.protocol import (
+    Changes,
+    Cohort,
+    Mix,
+    Payload,
+    Pool,
+    Rows,
+    Tensors,
+    Trained,
+    Traits,
+    Updated,
+    options,
+    shares,
+    squares,
+)
 from pflcore.check import Count, NonNegative, Weighting, Whole
 from pflcore.data.ragged import onto
-from pflcore.train import Clients, Fit, Net
+from pflcore.train import Clients, Net
 from pflcore.train.random import generator_of
 
 
@@ -25,11 +39,9 @@ def starts(net: Net, k: int, seed: int | None = None) -> Tensor:
     """The initial models [k, P] of k runs for this seed (default: the net's, which is the run's);
     the net's own `w0` for k = 1."""
     seed = net.seed if seed is None else seed
-    return (
-        net.w0[None].clone()
-        if k == 1
-        else torch.stack([net.init(seed * k + j + 1) for j in range(k)]).to(net.w0)
-    )
+    if k == 1:
+        return net.w0[None].clone()
+    return torch.stack([net.init(seed * k + j + 1) for j in range(k)]).to(net.w0)
 
 
 def centres(net: Net, k: int, seed: int | None = None) -> Tensor:
@@ -40,21 +52,16 @@ def centres(net: Net, k: int, seed: int | None = None) -> Tensor:
     matrices of all k are drawn with standard deviation 1 / sqrt(fan in), the rest stays: a model at
     zero beside drawn ones would be the best for everybody.
     """
-    seed, rows = net.seed if seed is None else seed, starts(net, k, seed)
+    rows = starts(net, k, seed)
     if len(rows.unique(dim=0)) < k:
-        for j in range(k):
-            gen = generator_of("centre", seed, j)
+        for j, row in enumerate(rows):
+            gen = generator_of("centre", net.seed if seed is None else seed, j)
             for name, shape in zip(net.names, net.shapes, strict=True):
                 if len(shape) > 1:
                     std = shape[1:].numel() ** -0.5
-                    draw = torch.nn.init.trunc_normal_(
-                        torch.empty(shape, dtype=net.dtype),
-                        std=std,
-                        a=-2 * std,
-                        b=2 * std,
-                        generator=gen,
-                    )
-                    rows[j, net.slices[name]] = draw.reshape(-1).to(rows)
+                    draw = torch.empty(shape, dtype=net.dtype)
+                    nn.init.trunc_normal_(draw, 0.0, std, -2 * std, 2 * std, gen)
+                    row[net.slices[name]] = draw.flatten()
     return distinct(rows)
 
 
@@ -79,7 +86,7 @@ def losses(rows: Tensor, b: Tensor, clients: Clients) -> Tensor:
     return torch.stack(each, 1).nan_to_num(nan=torch.inf)
 
 
-@dataclass(frozen=True)
+@options
 class Ensemble(Undefended, FedOpt):
     """k FedAvg runs; a client uses the model with the lowest loss on its training data (Motley,
     section 4.2).
@@ -106,41 +113,61 @@ class Ensemble(Undefended, FedOpt):
     def initial(self, net: Net) -> Tensors:
         return {"x0": self.starts(net), "b0": net.b0.repeat(self.k, 1)}
 
-    def init(self, x0: Tensor, n: int, b0: Tensor | None = None) -> Tensors:
-        b = x0.new_empty(len(x0), 0) if b0 is None else b0
-        return {"x": x0, "b": b, **self.slots(x0), "pick": torch.zeros(n, dtype=torch.long)}
+    def init(self, x0: Tensor, n: int, b0: Tensor | None = None, **more: Tensor) -> Tensors:
+        b, pick = x0[:, :0] if b0 is None else b0, torch.zeros(n, dtype=torch.long)
+        return {"x": x0, "b": b, **self.slots(x0), "pick": pick, **more}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         every = torch.arange(self.k).expand(len(cohort.ids), -1)
         return {key: Pool(state[key], every) for key in ("x", "b")}
 
-    def models(self, down: Payload, net: Net) -> Tensor:
-        """The models [k, P] that a client was sent."""
-        rows: Tensor = down["x"].rows
-        return rows
+    def choices(self, down: Payload, clients: Clients) -> tuple[Tensor, Tensor, Tensor]:
+        """The models [k, P] that were sent with their statistics [k, b], and which of them is best
+        for each client [S]."""
+        rows, b = down["x"].rows, down["b"].rows
+        return rows, b, losses(rows, b, clients).argmin(1)
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
-        rows, b = self.models(down, clients.net), down["b"].rows
-        up, fit = fit_all(rows, b, clients)
-        return own, {"pick": numbers(losses(rows, b, clients)), **up}, fit
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        rows, b, pick = self.choices(down, clients)
+        count, fits = len(pick), []
+        for j, row in enumerate(rows):  # each with a shuffle of its own
+            one = replace(clients, buffers=b[j].repeat(count, 1))
+            fits.append(one.fit(row.expand(count, -1), stream=f"fit {j}" if j else "fit"))
+        delta = torch.stack([fit.w.sub_(row) for fit, row in zip(fits, rows, strict=True)], 1)
+        b = torch.stack([fit.buffers for fit in fits], 1)
+        return own, {"pick": self.number(pick), "delta": delta, "b": b}, fits[-1]
+
+    def number(self, pick: Tensor) -> Tensor:
+        """The picks [S] as they travel: one byte for up to 256 models."""
+        return pick.to(torch.uint8 if self.k <= 256 else torch.int32)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        rows, b = self.models(down, clients.net), down["b"].rows
-        pick = losses(rows, b, clients).argmin(1)
+        rows, b, pick = self.choices(down, clients)
         return {"w": rows[pick], "batch_norm": b[pick]}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
-        share = cohort.mean(self.weighting)
-        new = self.improve(state, mean_of_each(up["delta"], share))
-        pick = Rows(cohort.ids, checked(up["pick"], cohort.ids, self.k))
-        return {**new, "b": mean_of_each(up["b"], share), "pick": pick}, None
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+        mean = cohort.mean(self.weighting)
+        delta, b = (mean.of(up[k].flatten(1)).view(up[k].shape[1:]) for k in ("delta", "b"))
+        pick = Rows(cohort.ids, self.picked(up, cohort))
+        return {**self.improve(state, delta), "b": b, "pick": pick}, None
+
+    def picked(self, up: Tensors, cohort: Cohort) -> Tensor:
+        """The models [S] that the clients say they picked. ValueError where there is none of that
+        number."""
+        pick = up["pick"].cpu().long()
+        for i in ((pick < 0) | (pick >= self.k)).nonzero()[:, 0].tolist():
+            raise ValueError(
+                f"client number {int(cohort.ids[i])}: it says it picked model {int(pick[i])}, "
+                f"expected 0 to {self.k - 1}; leave it out."
+            )
+        return pick
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
         """ "cluster" [S]: which model each of the clients "rows" [S], the last round's, picked."""
         return {"rows": cohort.ids, "cluster": state["pick"][cohort.ids]}
 
 
-@dataclass(frozen=True)
+@options
 class HypCluster(Ensemble):
     """HypCluster (Mansour et al. 2020), which is IFCA (Ghosh et al. 2020, Algorithm 1): each client
     trains the model that fits it best.
@@ -181,11 +208,6 @@ class HypCluster(Ensemble):
         start = super().initial(net)
         return start | ({"common": self.common(net)} if self.shared else {})
 
-    def init(
-        self, x0: Tensor, n: int, b0: Tensor | None = None, common: Tensor | None = None
-    ) -> Tensors:
-        return super().init(x0, n, b0) | ({} if common is None else {"common": common})
-
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         down = super().send(state, cohort)
         if "common" in state:
@@ -194,84 +216,40 @@ class HypCluster(Ensemble):
             down["common"] = x[0, common].expand(len(cohort.ids), -1)
         return down
 
-    def models(self, down: Payload, net: Net) -> Tensor:
-        rows = super().models(down, net)
-        return net.join(rows, down["common"][0], self.shared) if self.shared else rows
+    def choices(self, down: Payload, clients: Clients) -> tuple[Tensor, Tensor, Tensor]:
+        if "common" in down:
+            rows = clients.net.join(down["x"].rows, down["common"][0], self.shared)
+            down = {**down, "x": down["x"]._replace(rows=rows)}
+        return super().choices(down, clients)
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         if clients.round <= self.warm:
             return super().train(down, own, clients)
-        rows, b = self.models(down, clients.net), down["b"].rows
-        pick = numbers(losses(rows, b, clients))
-        start = rows[pick.long()]
-        fit = replace(clients, buffers=b[pick.long()]).fit(start)
-        return own, {"pick": pick, "delta": fit.w.sub_(start), "b": fit.buffers}, fit
+        rows, b, pick = self.choices(down, clients)
+        start = rows[pick]
+        fit = replace(clients, buffers=b[pick]).fit(start)
+        up = {"pick": self.number(pick), "delta": fit.w.sub_(start), "b": fit.buffers}
+        return own, up, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         if cohort.round <= self.warm:
             changes, _ = super().update(state, up, cohort)
             fresh = self.slots(state["x"]) if cohort.round == self.warm else {}
             return {**changes, **fresh}, None
-        pick, share = checked(up["pick"], cohort.ids, self.k), cohort.mean(self.weighting).weight[0]
-        mix = F.one_hot(pick, self.k).T * share  # [k, S]
-        total = mix.sum(1, keepdim=True)
-        mean, live = Mix(mix / total.clamp(min=1e-300)), onto(total[:, 0] > 0, state["x"].device)
-        delta, common = mean.of(up["delta"]), state.get("common")
-        if common is not None:
-            whole = cohort.mean(self.weighting).of(up["delta"])
-            delta = torch.where(common, whole, delta)
-        new = self.improve(state, delta) | {"b": averaged(up["b"], mean)}
-        for key, value in new.items():  # a model that nobody picked is left as it was
-            some = live.view(-1, *[1] * (value.dim() - 1))
-            some = some | common if common is not None and key in ("x", "m", "v") else some
-            new[key] = torch.where(some, value, state[key])
-        return {**new, "pick": Rows(cohort.ids, pick)}, None
+        pick, mean = self.picked(up, cohort), cohort.mean(self.weighting)
+        mix = F.one_hot(pick, self.k).T * mean.weight  # [k, S]
+        each, live = Mix(shares(mix)), onto(mix.any(1), state["x"].device)
+        delta, moves = each.of(up["delta"]), live[:, None]
+        if "common" in state:
+            delta = torch.where(state["common"], mean.of(up["delta"]), delta)
+            moves = moves | state["common"]
+        moved = {"t": live, "b": live[:, None]}  # a model that nobody picked is left as it was
+        new = self.improve(state, delta) | {"b": each.of(up["b"])}
+        changes = {k: torch.where(moved.get(k, moves), v, state[k]) for k, v in new.items()}
+        return {**changes, "pick": Rows(cohort.ids, pick)}, None
 
 
-def fit_all(rows: Tensor, b: Tensor, clients: Clients) -> tuple[Tensors, Fit]:
-    """Every client trains every model of `rows` [k, P] with statistics `b` [k, b], each with a
-    shuffle of its own: "delta" [S, k, P] and the statistics after it, "b" [S, k, b]; and the last
-    training."""
-    count, fits = len(clients.ids), []
-    for j, row in enumerate(rows):
-        own = replace(clients, buffers=b[j].repeat(count, 1))
-        fits.append(own.fit(row.expand(count, -1), stream=f"fit {j}" if j else "fit"))
-    deltas = [fit.w.sub_(row) for fit, row in zip(fits, rows, strict=True)]
-    return {"delta": torch.stack(deltas, 1), "b": torch.stack([f.buffers for f in fits], 1)}, fits[
-        -1
-    ]
-
-
-def numbers(losses: Tensor) -> Tensor:
-    """The lowest of each row of `losses` [S, k], as it travels: one byte for up to 256 models."""
-    return losses.argmin(1).to(torch.uint8 if losses.shape[1] <= 256 else torch.int32)
-
-
-def checked(pick: Tensor, ids: Tensor, k: int) -> Tensor:
-    """The models [S] that the clients say they picked, int64, on the CPU. ValueError where there is
-    none of that number."""
-    pick = pick.cpu().long()
-    bad = (pick >= k) | (pick < 0)
-    if bool(bad.any()):
-        at = int(bad.nonzero()[0])
-        raise ValueError(
-            f"client number {int(ids[at])}: it says it picked model {int(pick[at])}, expected 0 to "
-            f"{k - 1}; leave it out."
-        )
-    return pick
-
-
-def averaged(rows: Tensor, mix: Mix) -> Tensor:
-    """The means of `rows` [S, b], also of no columns."""
-    return mix.of(rows) if rows.shape[1] else rows.new_empty(len(mix.weight), 0)
-
-
-def mean_of_each(rows: Tensor, mix: Mix) -> Tensor:
-    """The weighted mean over clients of `rows` [S, k, P]: [k, P]."""
-    return averaged(rows.flatten(1), mix)[0].view(rows.shape[1:])
-
-
-@dataclass(frozen=True)
+@options
 class ClusteredFL(Undefended, FedAvg):
     """Sattler et al. 2021, Algorithm 2 (CFL), with the conditions of the authors' code.
 
@@ -315,41 +293,36 @@ class ClusteredFL(Undefended, FedAvg):
         return {"x": x, "way": torch.zeros_like(x), "child": torch.tensor([-1]), "cluster": cluster}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        return {"x": state["x"][onto(state["cluster"][cohort.ids], state["x"].device)]}
+        return {"x": state["x"][state["cluster"][cohort.ids]]}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
-        x, way, child, delta = state["x"], state["way"], state["child"], up["delta"]
-        cluster, ids = state["cluster"].clone(), cohort.ids
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+        x, ids, delta, nodes = state["x"], cohort.ids, up["delta"], len(state["x"])
+        child, cluster = state["child"].clone(), state["cluster"].clone()
         at = cluster[ids]  # the node whose model each was sent
         lost = child[at] >= 0
         for i in lost.nonzero()[:, 0].tolist():
-            cluster[ids[i]] = self.half(delta[i : i + 1], way, int(child[at[i]]))
-        new = len(x)
-        for c in (child < 0).nonzero()[:, 0].tolist():
+            cluster[ids[i]] = self.half(delta[i], state["way"], int(child[at[i]]))
+        leaves = (child < 0).nonzero()[:, 0].tolist() if cohort.round > self.first else []
+        for c in leaves:
             members = (at == c).nonzero()[:, 0]  # places in the cohort
-            second = None
-            if cohort.round > self.first and len(members) > 2:
-                second = self.split(delta[onto(members, delta.device)])
+            second = self.split(delta[members]) if len(members) > 2 else None
             if second is not None:
                 cluster[ids[members]] = len(x) + second.long()
-                child = child.index_fill(0, torch.tensor([c]), len(x))
+                child[c] = len(x)
                 child = torch.cat([child, torch.tensor([-1, -1])])
-                x = torch.cat([x, x[c : c + 1], x[c : c + 1]])
-        share = cohort.mean(self.weighting).weight[0]
-        mix = F.one_hot(cluster[ids], len(x)).T * share * ~lost
-        mean = Mix(mix / mix.sum(1, keepdim=True).clamp(min=1e-300))
-        way = torch.cat([way, Mix(mean.weight[new:]).of(delta)]) if len(x) > new else way
+                x = torch.cat([x, x[[c, c]]])
+        share = cohort.mean(self.weighting).weight
+        mean = Mix(shares(F.one_hot(cluster[ids], len(x)).T * share * ~lost))
+        way = torch.cat([state["way"], Mix(mean.weight[nodes:]).of(delta)])
         changes: Changes = {"x": mean.of(delta, x, self.server_lr), "way": way, "child": child}
         same = (cluster[:, None] == cluster[ids]) * share
         return {**changes, "cluster": cluster}, Mix(same, rows=torch.arange(cohort.n))
 
     def half(self, delta: Tensor, way: Tensor, child: int) -> int:
-        """The half of a split node, `child` or the next, to whose way an update [1, P] is
-        nearer."""
-        rows = torch.cat([delta, way[child : child + 2]])
-        norm = ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0].sqrt().cpu()
-        cosine = cosines(ops.pairwise_sqdist(rows).cpu(), norm)[0, 1:]
-        return child + int(cosine.argmax())
+        """The half of a split node, `child` or the next, to whose way an update [P] is nearer."""
+        rows = torch.stack([delta, way[child], way[child + 1]])
+        cosine = cosines(ops.pairwise_sqdist(rows), squares(rows))
+        return child + int(cosine[0, 1:].argmax())
 
     def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         return {"cluster": self.update(state, up, cohort)[0]["cluster"]}  # a level a round
@@ -357,25 +330,19 @@ class ClusteredFL(Undefended, FedAvg):
     def split(self, delta: Tensor) -> Tensor | None:
         """Who of a cluster's clients, by their updates [m, P], leaves for a new one: bool [m], or
         None where it stays whole."""
-        uniform = torch.full(
-            (1, len(delta)), 1 / len(delta), dtype=torch.float64, device=delta.device
-        )
-        rows = torch.cat([delta, ops.aggregate(delta, uniform)])
-        norm = ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0].sqrt().cpu()
-        mean, largest = norm[-1], norm[:-1].max()
-        if not (
-            mean < self.eps1 * largest
-            if self.relative
-            else mean < self.eps1 and largest > self.eps2
-        ):
+        m = len(delta)
+        mean = Mix(torch.full((1, m), 1 / m, dtype=torch.float64)).of(delta)
+        norm2 = squares(torch.cat([delta, mean])).cpu()
+        *each, middle = norm2.sqrt().tolist()
+        if middle >= self.eps1 * (max(each) if self.relative else 1):
             return None
-        cosine = cosines(ops.pairwise_sqdist(delta).cpu(), norm[:-1])
-        second = bipartition(cosine, self.linkage)
-        return (
-            None
-            if self.gamma and ((1 - across(cosine, second)) / 2) ** 0.5 <= self.gamma
-            else second
-        )
+        if not (self.relative or max(each) > self.eps2):
+            return None
+        cosine = cosines(ops.pairwise_sqdist(delta).cpu(), norm2[:-1])
+        group = groups(cosine, 2, self.linkage)
+        second = group != group[0]
+        across = cosine[second][:, ~second].max()
+        return None if self.gamma and ((1 - across) / 2) ** 0.5 <= self.gamma else second
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
         """cluster [N]: which node of the tree each client is in; one that has split since, for who
@@ -383,13 +350,12 @@ class ClusteredFL(Undefended, FedAvg):
         return {"cluster": state["cluster"]}
 
 
-def cosines(sqdist: Tensor, norm: Tensor) -> Tensor:
-    """Cosines [m, m] from squared distances and norms [m]; 0 where a norm is 0. Exact distances
-    make cosines near 1 exact too."""
-    length = norm[:, None] * norm
-    return torch.where(
-        length > 0, (norm[:, None] ** 2 + norm**2 - sqdist) / (2 * length), 0.0
-    ).clamp(-1, 1)
+def cosines(sqdist: Tensor, norm2: Tensor) -> Tensor:
+    """Cosines [m, m] from squared distances and squared norms [m]; 0 where a norm is 0. Exact
+    distances make cosines near 1 exact too."""
+    length = (norm2[:, None] * norm2).sqrt()
+    cosine = (norm2[:, None] + norm2 - sqdist) / 2 / length
+    return torch.where(length > 0, cosine, 0.0).clamp(-1, 1)
 
 
 def groups(similarity: Tensor, k: int, linkage: str = "complete") -> Tensor:
@@ -400,29 +366,12 @@ def groups(similarity: Tensor, k: int, linkage: str = "complete") -> Tensor:
     pair ("complete") or their most similar one ("single", which makes the largest similarity across
     two halves as small as it can be).
     """
-    link = similarity.double().clone()
-    link.fill_diagonal_(-torch.inf)
+    link = similarity.double().clone().fill_diagonal_(-torch.inf)
+    merge = torch.minimum if linkage == "complete" else torch.maximum
     group = torch.arange(len(link))
     for _ in range(len(link) - k):
         a, b = sorted(divmod(int(link.argmax()), len(link)))
-        merged = (
-            torch.minimum(link[a], link[b])
-            if linkage == "complete"
-            else torch.maximum(link[a], link[b])
-        )
-        link[a], link[:, a] = merged, merged
-        link[a, a] = -torch.inf
-        link[b], link[:, b] = -torch.inf, -torch.inf
+        link[a] = link[:, a] = merge(link[a], link[b])
+        link[b] = link[:, b] = link[a, a] = -torch.inf
         group[group == b] = a
     return group
-
-
-def bipartition(similarity: Tensor, linkage: str = "complete") -> Tensor:
-    """Two halves of m >= 2 clients, as `groups` has them: bool [m], False for client 0's half."""
-    group = groups(similarity, 2, linkage)
-    return group != group[0]
-
-
-def across(similarity: Tensor, second: Tensor) -> float:
-    """The largest similarity between the two halves."""
-    return float(similarity[second][:, ~second].max())

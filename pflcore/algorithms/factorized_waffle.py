@@ -11,10 +11,9 @@ inputs' dtype, and are differentiable.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -22,8 +21,8 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms.fedavg import FedAvg
-from pflcore.algorithms.protocol import Payload, Tensors, Traits
-from pflcore.check import Count, Fraction, NonNegative, Positive, Weighting
+from pflcore.algorithms.protocol import Grad, Payload, Tensors, Trained, Traits, options
+from pflcore.check import Count, NonNegative, Positive, Weighting
 from pflcore.data.ragged import onto
 from pflcore.nn.factorized import Init, factorize, factorized_layers
 from pflcore.train import Clients, Fit, Net
@@ -82,18 +81,17 @@ def along(values: Tensor, sizes: list[int]) -> Tensor:
     return torch.cat([part.cumsum(1) for part in values.split(sizes, 1)], 1)
 
 
-def concrete(logit: Tensor, noise: Tensor, tau: float | Tensor) -> Tensor:
+def concrete(logit: Tensor, noise: Tensor, tau: float) -> Tensor:
     """A binary concrete sample, the soft b, for `noise` = logit u with u uniform on (0, 1)
     (Maddison et al. 2017)."""
     return torch.sigmoid((logit + noise) / tau)
 
 
-S = TypeVar("S", bound=Any)  # a run's state
 BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
-WHY = "moves its dictionary by steps of SGD along one gradient with the beliefs'"
+PRESETS = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}  # optimizer, kl_weight
 
 
-@dataclass(frozen=True)
+@options
 class FactorizedWaffle(FedAvg):
     """Hao et al. 2020 (WAFFLe, weight factorization), Algorithm 1: W_i = W_a diag(r * b_i) W_b, b_i
     the client's private choice of factors.
@@ -125,9 +123,7 @@ class FactorizedWaffle(FedAvg):
     ranks: tuple[int, ...] = ()
     alpha: Positive | None = None  # the prior's; default: a layer's number of factors
     start: Init = "match"  # strengths: "match" (Glorot's variance) or "ibpwf" (N(0, .1^2))
-    tau: Positive = 2 / 3  # the relaxation's final temperature
-    tau_start: Positive | None = None  # its first; default: tau throughout
-    tau_decay: Fraction = 0.99  # its factor for each of the client's steps, down to tau
+    tau: Positive = 2 / 3  # the relaxation's temperature
     eval_mode: Literal["thr_soft", "mean", "relaxed_mean", "hard", "mc"] = "thr_soft"  # pi if >= .5
     samples: Count = 10  # of "mc"
     dictionary: Literal["current", "cached"] = "current"  # at evaluation: a client's last download
@@ -137,7 +133,8 @@ class FactorizedWaffle(FedAvg):
     @property
     def traits(self) -> Traits:
         late = ("eval_mode", "samples", "never", "adapt_epochs")
-        return super().traits._replace(late=late, only_sgd=WHY, no_clip_grad=WHY)
+        why = "moves its dictionary by steps of SGD along one gradient with the beliefs'"
+        return super().traits._replace(late=late, only_sgd=why, no_clip_grad=why)
 
     def prepare(self, net: Net) -> Net:
         if factorized_layers(net.module):
@@ -168,7 +165,7 @@ class FactorizedWaffle(FedAvg):
         sizes = [m.factors for m in factorized_layers(net.module).values()]
         return [torch.full((f,), self.alpha or float(f), dtype=torch.float64) for f in sizes]
 
-    def widened(self, state: S, old: Net, new: Net) -> S:
+    def widened(self, state: Any, old: Net, new: Net) -> Any:
         """A run's state with as many factors as the net `new` has, in no layer fewer than `old`:
         "increasing server-side capacity" (section 2.2). The columns of W_a for new factors start
         at 0, so that everybody's model stays what it is; W_b, r and the clients' beliefs in them
@@ -180,23 +177,21 @@ class FactorizedWaffle(FedAvg):
                 "larger ranks."
             )
         x = new.w0.clone()
-        for name, size in zip(old.names, old.shapes, strict=True):
-            whole = x[new.slices[name]].view(new.shapes[new.names.index(name)])
+        for name, size, shape in zip(old.names, old.shapes, new.shapes, strict=True):
+            whole = x[new.slices[name]].view(shape)
             if name.endswith("w_a"):
                 whole.zero_()
             whole[tuple(map(slice, size))] = state.server["x"][old.slices[name]].view(size)
-        first = [sum(many[:i]) for i in range(len(many))]
-        places = torch.cat([torch.arange(f) + b for f, b in zip(few, first, strict=True)])
-        clients = {}
+        had = torch.cat([torch.arange(b) < a for a, b in zip(few, many, strict=True)])
+        clients = {"t": state.clients["t"].clone()}
         for key, row in self.newcomer({"x": x[None]}, new, 1).items():
-            clients[key] = row.repeat(len(state.seen), 1)
+            clients.setdefault(key, row.repeat(len(state.seen), 1))
             if key in ("q", "m", "v"):
                 mine = state.clients[key].unflatten(1, (3, -1))
-                clients[key].unflatten(1, (3, -1))[:, :, places] = mine
-        clients["t"] = state.clients["t"].clone()
+                clients[key].unflatten(1, (3, -1))[:, :, had] = mine
         return replace(state, server={"x": x}, clients=clients)
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         fit = self.learn(down["x"], own, clients)
         kept = {k: fit.rows[k] if k != "x" else down["x"] for k in own}
         return kept, {"delta": fit.rows["x"] - down["x"]}, fit
@@ -210,7 +205,7 @@ class FactorizedWaffle(FedAvg):
         if t.momentum:
             rows["momentum"] = torch.zeros_like(x)
 
-        def update(rows: Tensors, grad: Callable[..., Tensor], taken: Tensor) -> Tensors:
+        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
             x, taken = rows["x"], onto(taken, rows["x"].device)  # in place: nothing is copied
             noise = rows["noise"][torch.arange(len(x)), taken]
             rows["t"] += 1
@@ -242,24 +237,17 @@ class FactorizedWaffle(FedAvg):
     def beliefs(self, rows: Tensors, noise: Tensor, net: Net) -> tuple[Tensor, Tensor, Tensor]:
         """Samples b [s, F], their derivative by the logits [s, F], and kl_weight / n times the
         divergence's gradient [s, 3 F]."""
-        tau: float | Tensor = self.tau
-        if self.tau_start is not None:
-            tau = (self.tau_start * self.tau_decay ** (rows["t"] - 1)).clamp(min=self.tau)
         (logit, log_c, log_d), (noise_b, u_v) = rows["q"].chunk(3, 1), noise.unbind(1)
-        b = concrete(logit, noise_b, tau)
-        alphas, rest = self.alphas(net), torch.log1p(-u_v)
+        b, alphas = concrete(logit, noise_b, self.tau), self.alphas(net)
         sizes, alpha = [len(a) for a in alphas], torch.cat(alphas).to(b)
-        slope = kl_slope(logit, log_c, log_d, rest, alpha, sizes)
-        weight = self.kl_weight
-        if weight is None:
-            weight = 0.01 if self.preset == "recommended" else 1.0
-        return b, b * (1 - b) / tau, slope.mul_(weight / rows["n"])
+        slope = kl_slope(logit, log_c, log_d, torch.log1p(-u_v), alpha, sizes)
+        weight = PRESETS[self.preset][1] if self.kl_weight is None else self.kl_weight
+        return b, b * (1 - b) / self.tau, slope.mul_(weight / rows["n"])
 
     def move(self, rows: Tensors, slope: Tensor, lr: float) -> None:
         """The beliefs one step on along `slope` [s, 3 F], within their bounds, in place."""
         q, m, v, t = (rows[k] for k in "qmvt")
-        preset = "adam" if self.preset == "recommended" else "sgd"
-        if (self.optimizer or preset) == "adam":
+        if (self.optimizer or PRESETS[self.preset][0]) == "adam":
             rate = 0.05 if self.lr_var is None else self.lr_var
             m.mul_(0.9).add_(slope, alpha=0.1)
             v.mul_(0.999).addcmul_(slope, slope, value=0.001)
@@ -270,9 +258,8 @@ class FactorizedWaffle(FedAvg):
             part.clamp_(-bound, bound)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        q, new = own["q"], own["t"][:, 0] == 0
-        x: Tensor = down["x"]
-        x = torch.where(new[:, None], x, own.get("x", x))
+        q, x, new = own["q"], down["x"], own["t"][:, 0] == 0
+        x = torch.where(new[:, None], x, own["x"]) if "x" in own else x
         if self.never == "adapt" and new.any():
             some = {k: v[new] for k, v in own.items()}
             learned = self.learn(x[new], some, clients.take(new), self.adapt_epochs)

@@ -24,25 +24,22 @@ def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
     """
     thing: Any = algorithm
     if isinstance(algorithm, str):
-        thing = imported(algorithm, "algorithm") if ":" in algorithm else _named(algorithm)
+        by_name = ALGORITHMS.get(_listed(algorithm))
+        thing = imported(algorithm, "algorithm") if ":" in algorithm else by_name
+        if thing is None:
+            near = difflib.get_close_matches(algorithm.lower(), ALGORITHMS, 1)
+            raise ValueError(
+                f"algorithm: expected one of {', '.join(ALGORITHMS)}, or 'package.module:Class' "
+                f"for one of your own, got {algorithm!r}"
+                f"{f'; did you mean {near[0]!r}?' if near else '.'}"
+            )
     if inspect.isclass(thing) and issubclass(thing, Algorithm):
         return thing
-    if isinstance(algorithm, str):
-        kind = type(thing).__name__
-        raise TypeError(f"algorithm: expected {algorithm!r} to be {BASE}, got {kind}.")
+    expected = f"{algorithm!r} to be {BASE}"
+    if not isinstance(algorithm, str):
+        expected = f"a name, {BASE} or an instance of one"
     got = thing.__name__ if inspect.isclass(thing) else type(thing).__name__
-    raise TypeError(f"algorithm: expected a name, {BASE} or an instance of one, got {got}.")
-
-
-def _named(name: str) -> type[Algorithm]:
-    names = {_plain(k): cls for k, cls in ALGORITHMS.items()}
-    if _plain(name) in names:
-        return names[_plain(name)]
-    near = difflib.get_close_matches(_plain(name), names, 1)
-    raise ValueError(
-        f"algorithm: expected one of {', '.join(ALGORITHMS)}, or 'package.module:Class' for one of "
-        f"your own, got {name!r}{f'; did you mean {_listed(near[0])!r}?' if near else '.'}"
-    )
+    raise TypeError(f"algorithm: expected {expected}, got {got}.")
 
 
 def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -> Algorithm:
@@ -54,13 +51,12 @@ def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -
         algorithm = type(algorithm)
     cls = class_of(algorithm)
     try:
-        inspect.signature(cls).bind(**options)
+        return cls(**options)
     except TypeError as error:
         raise TypeError(
             f"algorithm: {cls.__name__} cannot be made from "
             f"{', '.join(options) or 'its defaults alone'} ({error}); give an instance."
         ) from None
-    return cls(**options)
 
 
 def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:
@@ -74,43 +70,26 @@ def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:
 
 def _listed(name: str) -> str:
     """A name as `ALGORITHMS` writes it."""
-    return next((k for k in ALGORITHMS if _plain(k) == _plain(name)), name)
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
+    plain = name.lower().replace("-", "").replace("_", "")
+    return next((k for k in ALGORITHMS if k.replace("_", "") == plain), name)
 
 
 def imported(place: str, what: str) -> Any:
-    """The thing at "package.module:name". ValueError or ImportError in one sentence that names the
-    argument `what`."""
+    """The thing at "package.module:name". ValueError in one sentence that names the argument
+    `what`."""
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except AttributeError:
-        fault = f"the module {module!r} has no {name!r}; check the name after the colon."
-        raise ValueError(f"{what}: {fault}") from None
-    except ModuleNotFoundError as error:
-        missing = error.name or module
-        if module == missing or module.startswith(f"{missing}."):
-            fault = f"there is no module {missing!r} to import from here; check {place!r}, or"
-            raise ValueError(f"{what}: {fault} change folder.") from None
-        fault = f"{module!r} needs {missing!r}, which is not installed."
-        raise ImportError(f"{what}: {fault}") from None
     except Exception as error:
-        fault = f"importing {module!r} failed with {type(error).__name__}: {error}"
-        raise ValueError(f"{what}: {fault}") from error
+        fault = f"importing {place!r} failed with {type(error).__name__}: {error}"
+        raise ValueError(f"{what}: {fault}; check the name, or change folder.") from error
 
 
 def narrowed(cls: type[Algorithm]) -> list[str]:
     """The options of which a preset leaves one choice."""
     hints = get_type_hints(cls)
-    return [
-        f.name
-        for f in fields(cls)
-        if hints[f.name] is type(None) or len(_choices(hints[f.name])) == 1
-    ]
+    return [f.name for f in fields(cls) if _is_one(hints[f.name])]
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) is Literal else ()
+def _is_one(hint: Any) -> bool:
+    return hint is type(None) or (get_origin(hint) is Literal and len(get_args(hint)) == 1)

@@ -4,8 +4,8 @@ by element, FedFomo by the models that do better on its data, L2C by whose updat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -17,29 +17,32 @@ from pflcore import ops
 from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.protocol import (
     Algorithm,
-    Changes,
     Cohort,
+    Grad,
     Mix,
     Payload,
     Pool,
     Rows,
     Tensors,
+    Trained,
     Traits,
+    Updated,
+    options,
+    shares,
 )
 from pflcore.check import Count, Fraction, NonNegative, Share, Weighting, Whole
 from pflcore.data.ragged import Ragged, onto
 from pflcore.nn.mode import context
-from pflcore.train import Clients, Fit, Net, Objective, Setting
+from pflcore.train import Clients, Net, Objective, Setting
 from pflcore.train.random import client_seeds, shuffles, uniforms
 
 
-@dataclass(frozen=True)
+@options
 class APFL(FedAvg):
     """Deng et al. 2020, Algorithm 1: client i uses `alpha_i v_i + (1 - alpha_i) w`, w global, v_i
     and alpha_i its own.
 
-    server: x [P] · client: v [P], alpha [1] (and w [P] with `evaluate_on="client"`) · down: x [S,
-    P] · up: delta [S, P] (1 model).
+    server: x [P] · client: v [P], alpha [1] · down: x [S, P] · up: delta [S, P] (1 model).
     On one minibatch, from the old values throughout: `w -= lr * grad(w)`, `v -= lr * alpha *
     grad(mixed)` and, at the first step of a
     round, `alpha -= alpha_lr * <v - w, grad(mixed)>`, kept within [0, 1]. v starts as w.
@@ -56,7 +59,6 @@ class APFL(FedAvg):
     alpha_lr: NonNegative | None = None  # alpha's step size; None: that of training
     alpha_decay: NonNegative = 0.0  # pull of alpha towards 0
     mix: Literal["weights", "logits"] = "weights"  # the models (the paper), or their scores
-    evaluate_on: Literal["server", "client"] = "server"  # with the server's newest w, or the own
 
     @property
     def traits(self) -> Traits:
@@ -66,42 +68,35 @@ class APFL(FedAvg):
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         w0 = net.w0[None]
-        own = {"v": w0, "alpha": torch.full_like(w0[:, :1], self.alpha)}
-        return {**own, "w": w0} if self.evaluate_on == "client" else own
+        return {"v": w0, "alpha": torch.full_like(w0[:, :1], self.alpha)}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
-        x, t, lr = down["x"], clients.setting.training, clients.lr
-        P = x.shape[1]
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        x, t, lr, P = down["x"], clients.setting.training, clients.lr, clients.net.size
         alpha_lr = lr if self.alpha_lr is None else self.alpha_lr
         # two gradients of the model's own loss, which kernels may take
         apart = self.mix == "weights" and not clients.net.buffer_names
 
-        def update(rows: Tensors, grad: Callable[..., Tensor], taken: Tensor) -> Tensors:
-            row, learns = rows["row"], self.adaptive and int(taken[0]) == 0  # [s, 2 P + 1]
-            w, v, alpha = row.split([P, P, 1], 1)
+        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
+            w, v, alpha = rows["w"], rows["v"], rows["alpha"]
+            learns = self.adaptive and int(taken[0]) == 0
             if apart:
-                g, mixed = grad(w.contiguous()), grad(torch.lerp(w, v, alpha))
+                g, mixed = grad(w), grad(torch.lerp(w, v, alpha))
                 slope = ((v - w) * mixed).sum(1, keepdim=True) if learns else alpha
                 both = g, mixed.mul_(alpha)
             else:
-                *both, slope = grad(row).split([P, P, 1], 1)
-            buffers = rows["momentum"].split(P, 1) if t.momentum else (None, None)
-            for model, g, buffer in zip((w, v), both, buffers, strict=True):
-                ops.sgd_step_(
-                    model, g, lr, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay
-                )
+                *both, slope = grad(torch.cat([w, v, alpha], 1)).split([P, P, 1], 1)
+            for key, g in zip("wv", both, strict=True):
+                old, decay = rows.get(f"old {key}"), t.weight_decay
+                ops.sgd_step_(rows[key], g, lr, momentum=t.momentum, buffer=old, weight_decay=decay)
             if learns:
-                slope = slope + self.alpha_decay * alpha
-                alpha.copy_((alpha - alpha_lr * slope).clamp(0, 1))
+                alpha.sub_(alpha_lr * (slope + self.alpha_decay * alpha)).clamp_(0, 1)
             return {}  # all of it in place
 
-        rows = {"row": torch.cat([x, own["v"], own["alpha"]], 1)}
+        rows = {"w": x, **own}
         if t.momentum:
-            rows["momentum"] = torch.zeros_like(rows["row"][:, : 2 * P])
+            rows |= {"old w": torch.zeros_like(x), "old v": torch.zeros_like(x)}
         fit = clients.each_batch(rows, update, Objective(loss=None if apart else self.joint_loss))
-        w, v, alpha = fit.rows["row"].split([P, P, 1], 1)
-        new = {"v": v, "alpha": alpha}
-        return {**new, "w": w} if self.evaluate_on == "client" else new, {"delta": w - x}, fit
+        return {k: fit.rows[k] for k in own}, {"delta": fit.w - x}, fit
 
     def joint_loss(self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
         """Its gradient in w is that of w's loss, in v and alpha that of the mixture's; `row`
@@ -119,8 +114,7 @@ class APFL(FedAvg):
         return alpha * net(v, x) + (1 - alpha) * net(w, x)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        w = own["w"] if self.evaluate_on == "client" else down["x"]
-        return {"w": w, "v": own["v"], "alpha": own["alpha"]}
+        return {"w": down["x"], **own}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """Scores of the model `alpha v + (1 - alpha) w` [P]; where the option mix is "logits", the
@@ -128,7 +122,7 @@ class APFL(FedAvg):
         return self.mixed(net, model["w"], model["v"], model["alpha"], x)
 
 
-@dataclass(frozen=True)
+@options
 class FedALA(FedAvg):
     """Zhang et al. 2023, FedALA (Algorithm 1): a round starts at theta_i + (x - theta_i) * W_i,
     with W_i in [0, 1] learned on own data.
@@ -162,7 +156,7 @@ class FedALA(FedAvg):
         ones = net.w0.new_ones(1, sum(net.sizes[-self.layers :]))
         return {"theta": down["x"], "W": ones, "begun": ones.new_zeros(1, 1)}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         start, new = self.mixed(down["x"], own, clients)
         fit = clients.fit(start)
         return {"theta": fit.w, **new}, {"delta": fit.w - down["x"]}, fit
@@ -187,16 +181,14 @@ class FedALA(FedAvg):
             some, rows, stream = part.take(learns), {"W": W[learns]}, f"W {epoch}"
             fit = some.each_batch(rows, self.step, more, epochs=1, stream=stream)
             W[learns] = fit.rows["W"]
-            new = losses.new_zeros(len(W), 1)
-            new[learns, 0] = fit.loss
-            losses = torch.cat([losses, new], 1)
+            losses = torch.cat([losses, losses.new_zeros(len(W), 1)], 1)
+            losses[learns, -1] = fit.loss
             spread = losses[:, -self.window :].std(1, correction=0)
-            goes_on = (spread >= self.threshold) | (epoch < self.window)
-            learns = first & learns & goes_on
+            learns = first & learns & ((spread >= self.threshold) | (epoch < self.window))
         start = torch.cat([extra["low"], extra["theta"] + gap * W], 1)
         return start, {"W": W, "begun": begun}
 
-    def step(self, rows: Tensors, grad: Callable[..., Tensor], taken: Tensor) -> Tensors:
+    def step(self, rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
         """Eq. 5, for rows W [s, Q]."""
         return {"W": (rows["W"] - self.eta * grad(rows["W"])).clamp(0, 1)}
 
@@ -221,11 +213,10 @@ def sampled(clients: Clients, fraction: float) -> Setting:
     order = torch.from_numpy(shuffles(seeds, lists.size.numpy()))
     places = (lists.begin[:-1, None] + order)[torch.arange(order.shape[1]) < count[:, None]]
     size = torch.zeros(data.n, dtype=torch.int64).index_copy(0, ids, count)
-    flat = lists.flat[onto(places, lists.flat.device)]
-    return setting._replace(data=data._with(index={"train": Ragged(flat, size)}))
+    return setting._replace(data=data._with(index={"train": Ragged(lists.flat[places], size)}))
 
 
-@dataclass(frozen=True)
+@options
 class FedFomo(Algorithm):
     """Zhang et al. 2021, FedFomo: a client moves towards the models that do better than its own on
     its validation data.
@@ -241,18 +232,15 @@ class FedFomo(Algorithm):
     client of one sample has none, and does
     not mix). The server picks the m by affinity, the sum of the a so far; a share `epsilon`,
     falling by `decay` a round, is picked at
-    random. Where nothing is better the client goes on from its trained model;
-    `none_positive="discard"` goes back to `old`, as the authors'
-    code does. A candidate at distance 0, or whose loss is not finite, has weight 0. An absent
-    client's model can be sent. `server_lr` and
-    `weighting` play no part.
+    random. Where nothing is better the client goes on from its trained model (the authors' code
+    goes back to `old`). A candidate at distance 0, or whose loss is not finite, has weight 0. An
+    absent client's model can be sent.
     """
 
     m: Count = 5  # models downloaded
     epsilon: Share = 0.3  # share of them picked at random in round 1
     decay: NonNegative = 0.05  # by how much it falls in a round
     norm: Literal["l2", "l1"] = "l2"  # of w_j - old; "l1" is the authors' code's default
-    none_positive: Literal["keep", "discard"] = "keep"  # the trained model, where nothing is better
 
     traits = Traits(batch_norm=("local",), needs_val=True, models={"w": "server.w"})
 
@@ -265,38 +253,33 @@ class FedFomo(Algorithm):
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         ids, n = cohort.ids, cohort.n
-        free = state["seen"] & (torch.arange(n) != ids[:, None])  # [S, N] who can be sent to whom
+        everybody, p = torch.arange(n), state["p"][ids]
+        free = state["seen"] & (everybody != ids[:, None])  # [S, N] who can be sent to whom
         epsilon = max(0.0, self.epsilon - self.decay * (cohort.round - 1))
         seed = int(torch.randint(1 << 62, (1,), generator=cohort.generator))
-        picked = []
+        index = torch.empty(len(ids), 0, dtype=torch.long)
         for i in range(min(self.m, int(free.sum(1).max()))):
             # a client's own, independent of the others
             draws = uniforms(client_seeds(ids.tolist(), seed, i), n + 1)
-            p = state["p"][ids].masked_fill(~free, -torch.inf)
+            p = p.masked_fill(~free, -torch.inf)
             # chance decides among equals
             best = (p == p.amax(1, keepdim=True)) & (draws[:, -1:] >= epsilon)
             pick = (draws[:, :-1] + best).masked_fill(~free, -1).argmax(1)
-            picked.append(torch.where(free.any(1), pick, -1))
-            free = free & (torch.arange(n) != picked[-1][:, None])
-        none = torch.empty(len(ids), 0, dtype=torch.long)
-        index = torch.stack(picked, 1) if picked else none
+            pick = torch.where(free.any(1), pick, -1)[:, None]
+            index, free = torch.cat([index, pick], 1), free & (everybody != pick)
         return {"w": Pool(state["w"], onto(index, state["w"].device))}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         rows, index = down["w"]
         given, index = index >= 0, index.clamp(min=0)
         candidates = chain((rows[i] for i in index.T), [own["w"]])  # the own model last
         a = self.gains(own["old"], candidates, clients)  # [S, m + 1]
         a[:, :-1] *= given
-        w = mixing_weights(a)
-        rest = own["old"] if self.none_positive == "discard" else own["w"]
-        better = w.sum(1, keepdim=True) > 0
-        start = torch.where(better, w[:, -1:].to(rest) * own["w"], rest)
-        if index.shape[1]:
-            start = ops.aggregate(rows, w[:, :-1], index, base=start)
+        w, better = shares(a.clamp(min=0)), (a > 0).any(1, keepdim=True)
+        start = torch.where(better, w[:, -1:].to(own["w"]), 1) * own["w"]
+        start = ops.aggregate(rows, w[:, :-1], index, start)
         fit = clients.fit(start)
-        weights = a.new_zeros(len(a), clients.setting.data.n)
-        found = weights.scatter_add_(1, index, a[:, :-1])
+        found = a.new_zeros(len(a), clients.setting.data.n).scatter_add_(1, index, a[:, :-1])
         return {"w": fit.w, "old": start}, {"w": fit.w, "a": found}, fit
 
     def gains(self, old: Tensor, candidates: Iterable[Tensor], clients: Clients) -> Tensor:
@@ -304,17 +287,14 @@ class FedFomo(Algorithm):
         [S, candidates]."""
         before, gains = clients.loss(old, "val").double(), []
         for c in candidates:
-            d = c - old
-            length = (d.abs() if self.norm == "l1" else d.square()).sum(1, dtype=torch.float64)
-            length = length if self.norm == "l1" else length.sqrt()
+            d, one = c - old, self.norm == "l1"
+            length = (d.abs() if one else d.square()).sum(1, dtype=torch.float64)
+            length = length if one else length.sqrt()
             gain = (before - clients.loss(c, "val")) / length
             gains.append(torch.where(length > 0, gain, 0.0))
         return torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": own["w"]}
-
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids, a = cohort.ids, up["a"].to(state["p"])
         return {
             "w": Rows(ids, up["w"]),
@@ -326,17 +306,10 @@ class FedFomo(Algorithm):
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
         """weights [N, N]: what each client of this round found for the others' models, before its
         own model's share."""
-        return {"weights": mixing_weights(state["found"])}
+        return {"weights": shares(state["found"].clamp(min=0))}
 
 
-def mixing_weights(a: Tensor) -> Tensor:
-    """`max(a, 0) / sum max(a, 0)` by row; zeros where nothing is positive."""
-    a = a.clamp(min=0)
-    total = a.sum(1, keepdim=True)
-    return torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), 0.0)
-
-
-@dataclass(frozen=True)
+@options
 class L2C(Algorithm):
     """Li et al. 2022, L2C: each client learns, on validation data, whose updates to take: w_i <-
     w_i + sum_j softmax(a_i)_j delta_j.
@@ -365,9 +338,8 @@ class L2C(Algorithm):
     traits = Traits(batch_norm=("local",), needs_val=True)  # parameters alone are mixed
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        none = torch.empty(0, dtype=torch.long)
+        none, p = torch.empty(0, dtype=torch.long), torch.zeros(n, n, dtype=torch.float64)
         relayed = {"delta": x0.new_empty(0, len(x0)), "who": none, "round": none}
-        p = torch.zeros(n, n, dtype=torch.float64)
         return {**relayed, "last": torch.zeros(n, dtype=torch.long), "p": p}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
@@ -382,28 +354,24 @@ class L2C(Algorithm):
         index = index.masked_fill(who < 0, -1)  # no update of this client's last round: not sent
         return {"delta": Pool(state["delta"], onto(index, state["delta"].device)), "who": who}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
-        (rows, index), who = down["delta"], onto(down["who"], own["a"].device)
-        x, w = self.mixed(down, own)
-        index, new = index.clamp(min=0), {"w": x}
-        if index.shape[1]:
-            # [S, M] g . delta_j
-            slope = (clients.grad(x, "val") @ rows.T).double().gather(1, index)
-            new |= self.adam(own, who, w * (slope - (w * slope).sum(1, keepdim=True)))
-        fit = clients.fit(x)
-        return {**own, **new}, {"delta": fit.w.sub_(x), "p": spread(who, w, own["a"].shape[1])}, fit
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        (rows, index), (x, w, who) = down["delta"], self.mixed(down, own)
+        # [S, M] g . delta_j
+        slope = (clients.grad(x, "val") @ rows.T).double().gather(1, index.clamp(min=0))
+        new = self.adam(own, who, w * (slope - (w * slope).sum(1, keepdim=True)))
+        fit, p = clients.fit(x), spread(who, w, own["a"].shape[1])
+        return {"w": x, **new}, {"delta": fit.w.sub_(x), "p": p}, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         return {"w": self.mixed(down, own)[0]}
 
-    def mixed(self, down: Payload, own: Tensors) -> tuple[Tensor, Tensor]:
-        """Each client's model [S, P] and the weights [S, M] that made it."""
+    def mixed(self, down: Payload, own: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """Each client's model [S, P], the weights [S, M] that made it and whose updates they
+        weigh [S, M]."""
         (rows, index), who = down["delta"], onto(down["who"], own["a"].device)
-        if not index.shape[1]:
-            return own["w"], own["a"][:, :0]
         w = own["a"].gather(1, who.clamp(min=0)).masked_fill(who < 0, -torch.inf)
         w = w.softmax(1).nan_to_num(0.0)
-        return ops.aggregate(rows, w, index.clamp(min=0), base=own["w"]), w
+        return ops.aggregate(rows, w, index.clamp(min=0), own["w"]), w, who
 
     def adam(self, own: Tensors, who: Tensor, slope: Tensor) -> Tensors:
         """One step of Adam on the logits of the clients `who` [S, M] along `slope` [S, M]; the
@@ -419,13 +387,12 @@ class L2C(Algorithm):
         moved = {"a": a, "m": m, "v": v}
         return {"t": t} | {k: torch.where(live, new, own[k]) for k, new in moved.items()}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids, round = cohort.ids, torch.full_like(cohort.ids, cohort.round)
         last = state["last"].index_copy(0, ids, round)
         kept = torch.isin(state["round"], last)
-        delta = state["delta"][onto(kept, state["delta"].device)]
         return {
-            "delta": torch.cat([delta, up["delta"]]),
+            "delta": torch.cat([state["delta"][kept], up["delta"]]),
             "who": torch.cat([state["who"][kept], ids]),
             "round": torch.cat([state["round"][kept], round]),
             "last": last,

@@ -13,21 +13,32 @@ Letters: N clients, S of them in a round's cohort, P parameters, M models that a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import dataclass_transform
 
 from pflcore import ops
-from pflcore.check import check
+from pflcore.check import check, refuse
 from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train.random import generator_of
 
 Tensors = dict[str, Tensor]
+Payload = dict[str, Any]  # Tensor [S, ...] or Pool
+Trained = tuple[Tensors, Tensors, Fit]  # what the clients keep, what they upload, their training
+Grad = Callable[..., Tensor]  # of one step: see `Clients.each_batch`
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def options(cls: type[T]) -> type[T]:
+    """A frozen dataclass: the fields of an algorithm are its options."""
+    return dataclass(frozen=True)(cls)
 
 
 class Stop(Exception):
@@ -47,9 +58,6 @@ class Pool(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # [S, M], -1: nothing; hides tuple.index
 
 
-Payload = dict[str, Any]  # Tensor [S, ...] or Pool
-
-
 class Mix(NamedTuple):
     """Whose updates went into which model: for the record, and for batch norm's statistics."""
 
@@ -63,15 +71,14 @@ class Mix(NamedTuple):
         return ops.aggregate(updates, onto(self.weight, updates.device), index, base, lr)
 
     def report(self, cohort: Cohort) -> Tensors:
-        """The weights by clients' numbers: "weights" [N] or [M, N]; sparse "weight" and "index",
-        [S] or, for the clients "rows" [M], [M, K]."""
+        """The weights by clients' numbers: of one model "weights" [N], or where some are absent
+        "weight" and "index" [S]; with an index "weight" and "index" [M, K] of the clients "rows"
+        [M]."""
         if self.index is not None:
             index = cohort.ids[self.index.cpu()]
             return {"rows": cohort.ids, "index": index, "weight": self.weight}
-        if len(cohort.ids) == cohort.n or self.rows is not None:
-            whole = self.weight.new_zeros(len(self.weight), cohort.n)
-            whole[:, cohort.ids] = self.weight
-            return {"weights": whole if self.rows is not None else whole[0]}
+        if len(cohort.ids) == cohort.n:
+            return {"weights": self.weight[0]}
         return {"index": cohort.ids, "weight": self.weight[0]}
 
 
@@ -111,6 +118,7 @@ class Rows(NamedTuple):
 
 
 Changes = dict[str, Tensor | Rows]
+Updated = tuple[Changes, Mix | None]  # what a round changes, and which uploads went where
 
 
 def apply(state: Tensors, changes: Mapping[str, Tensor | Rows]) -> Tensors:
@@ -128,10 +136,20 @@ def apply(state: Tensors, changes: Mapping[str, Tensor | Rows]) -> Tensors:
 
 def zero_rows(n: int, like: Tensor) -> Tensor:
     """Zeros [n, *like.shape] that take no memory before they are written."""
-    shape = (n, *like.shape)
     if like.device.type != "cpu":
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    return torch.from_numpy(np.zeros(shape, torch.empty(0, dtype=like.dtype).numpy().dtype))
+        return like.new_zeros(n, *like.shape)
+    return torch.from_numpy(np.zeros((n, *like.shape), like.numpy().dtype))
+
+
+def squares(rows: Tensor) -> Tensor:
+    """The rows' squared norms [S] float64, exact as `ops.pairwise_sqdist` is."""
+    return ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0]
+
+
+def shares(a: Tensor) -> Tensor:
+    """The numbers `a` >= 0 [M, S] by the sums of their rows; a row of zeros stays."""
+    total = a.sum(1, keepdim=True)
+    return torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), 0.0)
 
 
 @runtime_checkable
@@ -144,7 +162,7 @@ class ServerRule(Protocol):
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         """What each client of the cohort receives, [S, ...] each; "x" is its model."""
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         """What the uploads [S, ...] change, and which of them went into which model."""
 
 
@@ -165,7 +183,7 @@ class Traits(NamedTuple):
     late: tuple[str, ...] = ()  # options of no part in training: to be tuned on one trained state
 
 
-@dataclass(frozen=True)
+@options
 class Algorithm:
     """What every algorithm derives from: options are fields, checked by their annotations."""
 
@@ -173,6 +191,13 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         check(self)
+
+    def idle(self, beside: str, *names: str) -> None:
+        """ValueError where one of the options `names`, which play no part, is not its default."""
+        for name in names:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                words = f"its default beside {beside}={getattr(self, beside)!r}"
+                refuse(name, words, getattr(self, name))
 
     # the server ---------------------------------------------------------------------------------
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -183,7 +208,7 @@ class Algorithm:
         """What each client of the cohort receives: tensors [S, ...] or a `Pool`."""
         return {"x": state["x"].expand(len(cohort.ids), -1)}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         """What the uploads [S, ...] change of the state, which stays as it is, and which of them
         went into which model (None: statistics of batch norm are never mixed)."""
         raise NotImplementedError(f"{type(self).__name__} has no update.")
@@ -198,16 +223,16 @@ class Algorithm:
         """The state [S, ...] of clients that take part for the first time."""
         return {}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         """A round's work of the cohort: what the clients keep and what they upload, [S, ...] each;
         and the training whose loss is recorded and whose statistics of batch norm count."""
         fit = clients.fit(down["x"])
         return own, {"delta": fit.w.sub_(down["x"])}, fit  # in place: no second table of updates
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        """The personalized models [S, ...], as `predict` takes them; "batch_norm" [S, b] are
-        statistics that take the place of the clients' own."""
-        return {"w": down["x"]}
+        """The personalized models [S, ...], as `predict` takes them: the clients' own w, where they
+        keep one, else x; "batch_norm" [S, b] are statistics that replace the clients' own."""
+        return {"w": own["w"] if "w" in own else down["x"]}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """One client's scores on `x` [B, ...]."""

@@ -1,11 +1,13 @@
-"""Servers that keep everybody's latest model [N, P] and how the clients are related: FedAMP and
-HeurFedAMP mix models that are alike, SFL smooths them over a graph, MOCHA learns the relation.
+"""Servers that keep everybody's model [N, P] and how the clients are related: FedAMP and HeurFedAMP
+mix models that are alike, SFL smooths them over a graph, MOCHA learns the relation, FedDWA mixes
+the models nearest to where a client is going; and the quadratic programme of its Eq. 12: least
+`p . W p` over the simplex, `sum(p) = 1`, `p >= 0`.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
+from pflcore.algorithms.clusters import cosines
 from pflcore.algorithms.protocol import (
     Algorithm,
     Changes,
@@ -22,26 +25,30 @@ from pflcore.algorithms.protocol import (
     Rows,
     Stop,
     Tensors,
+    Trained,
     Traits,
+    Updated,
+    options,
+    shares,
+    squares,
+    zero_rows,
 )
-from pflcore.check import Count, Fraction, NonNegative, Positive, Share
+from pflcore.check import Count, Fraction, NonNegative, Positive, Share, refuse
 from pflcore.data.ragged import onto
-from pflcore.train import Clients, Fit, Net, Objective
+from pflcore.train import Clients, Net, Objective
 
 
 def latest_models(x0: Tensor, n: int) -> Tensors:
     """The first state of such a server: w [N, P], sqdist [N, N], norm2 [N], last [N] (the round of
     the upload, 0: none)."""
-    norm2 = ops.pairwise_sqdist(x0[None], torch.zeros_like(x0)[None])[0].cpu()
+    norm2, last = squares(x0[None]).cpu().expand(n), torch.zeros(n, dtype=torch.long)
     distance = torch.zeros(n, n, dtype=torch.float64)
-    last = torch.zeros(n, dtype=torch.long)
-    return {"w": x0.repeat(n, 1), "sqdist": distance, "norm2": norm2.expand(n), "last": last}
+    return {"w": x0.repeat(n, 1), "sqdist": distance, "norm2": norm2, "last": last}
 
 
 def with_uploads(state: Tensors, w: Tensor, cohort: Cohort) -> tuple[Changes, Tensors]:
     """The cohort's models `w` [S, P] as rows to be written, and the new distances, norms and
-    rounds:
-    those of the cohort alone are taken anew."""
+    rounds: those of the cohort alone are taken anew."""
     ids = cohort.ids
     distances = [ops.pairwise_sqdist(w, to) for to in (state["w"], w, torch.zeros_like(w[:1]))]
     # looked at once
@@ -55,7 +62,12 @@ def with_uploads(state: Tensors, w: Tensor, cohort: Cohort) -> tuple[Changes, Te
     return {"w": Rows(ids, w), **new}, new
 
 
-@dataclass(frozen=True)
+def others(gives: Tensor) -> Tensor:
+    """Who mixes whom, bool [N, N], by who has a model to give, bool [N]: nobody itself."""
+    return gives & gives[:, None] & ~torch.eye(len(gives), dtype=torch.bool)
+
+
+@options
 class FedAMP(Algorithm):
     """Huang et al. 2021, FedAMP: each client is drawn to u_i = sum_j xi_ij w_j, xi_ij = (alpha /
     sigma) exp(-|w_i - w_j|^2 / sigma).
@@ -66,10 +78,8 @@ class FedAMP(Algorithm):
     from u_i with `start="u"`.
     xi_ii is what is left of 1. Where the others' weights exceed 1 (alpha > sigma / (N - 1) and
     models that are close) it would be
-    negative, an extrapolation that swaps models: they are scaled to sum to 1, counted in the
-    record's "rescaled";
-    `self_weight="literal"` leaves them. An absent client's latest model still gives; the record's
-    "last" says from which round.
+    negative, an extrapolation that swaps models: they are scaled to sum to 1. An absent client's
+    latest model still gives.
     Deviation: the paper has everybody in every round. `server_lr` and `weighting` play no part.
     """
 
@@ -80,7 +90,6 @@ class FedAMP(Algorithm):
     # strength of the pull towards u_i
     lam: NonNegative = 0.1
     start: Literal["own", "u"] = "own"  # where local training starts: the client's own model, or u
-    self_weight: Literal["safe", "literal"] = "safe"  # never negative, or 1 minus the rest
 
     traits = Traits(batch_norm=("local",), models={"w": "server.w"})  # own models are never mixed
 
@@ -88,47 +97,40 @@ class FedAMP(Algorithm):
         return latest_models(x0, n) | {"xi": torch.eye(n, dtype=torch.float64)}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        return {"u": ops.aggregate(state["w"], onto(state["xi"][cohort.ids], state["w"].device))}
+        return {"u": Mix(state["xi"][cohort.ids]).of(state["w"])}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": net.w0[None]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         start = own["w"] if self.start == "own" else down["u"]
         fit = clients.fit(start, Objective(prox=(self.lam / self.alpha, down["u"])))
         return {"w": fit.w}, {"w": fit.w}, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": own["w"]}
-
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         changes, new = with_uploads(state, up["w"], cohort)
         return {**changes, "xi": self.mixing(new["sqdist"], new["norm2"], new["last"] > 0)}, None
 
     def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
         """xi [N, N] from squared distances [N, N], squared norms [N] and who has a model to give,
         bool [N]."""
-        n = len(gives)
-        usable = gives & ~torch.eye(n, dtype=torch.bool) & gives[:, None]
-        xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * usable
+        xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * others(gives)
         total = xi.sum(1, keepdim=True)
-        if self.self_weight == "safe" and bool((total > 1).any()):
+        if bool((total > 1).any()):
             warnings.warn(
                 "FedAMP: the others' weights exceed 1 and are scaled down; alpha <= sigma / "
-                f"{n - 1} avoids it.",
+                f"{len(gives) - 1} avoids it.",
                 stacklevel=2,
             )
             xi = xi / total.clamp(min=1)
         return xi + (1 - xi.sum(1)).diag()
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """weights [N, N] (row i is what u_i mixes), last [N], rescaled: how many rows had to be
-        scaled down."""
-        rescaled = (state["xi"].diagonal().abs() < 1e-12).sum()
-        return {"weights": state["xi"], "last": state["last"], "rescaled": rescaled}
+        """weights [N, N]: row i is what u_i mixes."""
+        return {"weights": state["xi"]}
 
 
-@dataclass(frozen=True)
+@options
 class HeurFedAMP(FedAMP):
     """Huang et al. 2021, HeurFedAMP: the others share 1 - xi_ii by a softmax of sigma cos(w_i,
     w_j); xi_ii is fixed.
@@ -142,17 +144,13 @@ class HeurFedAMP(FedAMP):
     xi_self: Share = 0.0  # xi_ii; 0: 1 / N
 
     def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
-        n, length = len(gives), (norm2[:, None] * norm2).sqrt()
-        inner = (norm2[:, None] + norm2 - sqdist) / 2
-        cosine = torch.where(length > 0, inner / length, 0.0)
-        usable = gives & ~torch.eye(n, dtype=torch.bool) & gives[:, None]
-        share = (self.sigma * cosine).masked_fill(~usable, -torch.inf).softmax(1)
-        share = share.nan_to_num(0.0)  # NaN: nobody else to mix
-        xi = (1 - (self.xi_self or 1 / n)) * share
+        cosine = cosines(sqdist, norm2).masked_fill(~others(gives), -torch.inf)
+        share = (self.sigma * cosine).softmax(1).nan_to_num(0.0)  # NaN: nobody else to mix
+        xi = (1 - (self.xi_self or 1 / len(gives))) * share
         return xi + (1 - xi.sum(1)).diag()
 
 
-@dataclass(frozen=True)
+@options
 class SFL(Algorithm):
     """Chen et al. 2022, SFL: models smoothed over a graph of the clients, X' = s A^L X + (1 - s) X,
     and their mean, the readout.
@@ -163,17 +161,14 @@ class SFL(Algorithm):
     A client trains from the readout and minimises F_i(w) + lam1 / 2 |w - u_i|^2 + lam2 / 2 |w -
     x|^2; tested is u_i.
     A, with self loops and rows that sum to 1: "knn_models" the `k` nearest by the models' distance;
-    "oracle_labels" by the overlap of
-    the clients' label shares, which tells the server the labels and is no fair rival; or the path
-    of an [N, N] .npy file, in which
-    a client without a self loop gets one of weight 1.
+    or the path of an [N, N] .npy file, in which a client without a self loop gets one of weight 1.
     Deviations: squared regularisers with a gradient, where the released code's are not squared and
     detached, so without effect;
     neighbours are the nearest clients, where its learned graph keeps the farthest. Who never took
     part holds the readout.
     """
 
-    adjacency: str = "knn_models"  # "knn_models", "oracle_labels" or the path of a .npy file
+    adjacency: str = "knn_models"  # "knn_models" or the path of a .npy file
     k: Count = 5  # neighbours beside itself
     layers: Count = 3  # L
     # share of the graph's means in X'; 0: nothing is smoothed
@@ -187,21 +182,12 @@ class SFL(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = ("knn_models", "oracle_labels")
-        if self.adjacency not in known and not self.adjacency.endswith(".npy"):
-            raise ValueError(
-                "adjacency: expected 'knn_models', 'oracle_labels' or a path ending in .npy, got "
-                f"{self.adjacency!r}."
-            )
+        if self.adjacency != "knn_models" and not self.adjacency.endswith(".npy"):
+            refuse("adjacency", "'knn_models' or a path ending in .npy", self.adjacency)
 
-    def initial(self, net: Net) -> Tensors:
-        oracle = self.adjacency == "oracle_labels"
-        return {"x0": net.w0} | ({"labels": torch.zeros(net.classes)} if oracle else {})
-
-    def init(self, x0: Tensor, n: int, labels: Tensor | None = None) -> Tensors:
+    def init(self, x0: Tensor, n: int) -> Tensors:
         state = latest_models(x0, n) | {"mix": torch.eye(n, dtype=torch.float64)}
-        state |= {} if labels is None else {"labels": labels.repeat(n, 1)}
-        return state | ({"graph": self.graph(n)} if self.adjacency.endswith(".npy") else {})
+        return state | ({"graph": self.graph(n)} if self.adjacency != "knn_models" else {})
 
     def graph(self, n: int) -> Tensor:
         """The adjacency [N, N] in the file."""
@@ -215,31 +201,23 @@ class SFL(Algorithm):
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         mix = torch.cat([state["mix"][cohort.ids], state["mix"].mean(0, keepdim=True)])
-        rows = ops.aggregate(state["w"], onto(mix, state["w"].device))
+        rows = Mix(mix).of(state["w"])
         return {"x": rows[-1].expand(len(cohort.ids), -1), "u": rows[:-1]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         both = self.lam1 + self.lam2
         # two squares are one
         anchor = (self.lam1 * down["u"] + self.lam2 * down["x"]) / (both or 1)
         fit = clients.fit(down["x"], Objective(prox=(both, anchor) if both else None))
-        oracle = self.adjacency == "oracle_labels"
-        labels = {"labels": clients.counts / clients.size[:, None]} if oracle else {}
-        return own, {"w": fit.w, **labels}, fit
+        return own, {"w": fit.w}, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         return {"w": down["u"]}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         changes, new = with_uploads(state, up["w"], cohort)
-        seen = new["last"] > 0
-        if "labels" in up:
-            labels = state["labels"].index_copy(0, cohort.ids, up["labels"].to(state["labels"]))
-            changes["labels"] = labels
-            graph = torch.minimum(labels[:, None], labels).sum(2).double()
-        elif "graph" in state:
-            graph = state["graph"]
-        else:
+        seen, graph = new["last"] > 0, state.get("graph")
+        if graph is None:
             graph = nearest(new["sqdist"], self.k, seen)
         mix = smoothing(graph, seen, self.layers, self.s)
         # of the neighbours, those who are present
@@ -265,17 +243,16 @@ def smoothing(graph: Tensor, usable: Tensor, layers: int, s: float) -> Tensor:
     Clients that are not `usable` [N] (they have no model) give nothing, and get the mean of the
     others' rows.
     """
-    a = graph * usable
-    total = a.sum(1, keepdim=True)
+    a = shares(graph * usable)
     eye = torch.eye(len(a), dtype=a.dtype)
-    a = torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), eye)
+    a = torch.where(a.any(1, keepdim=True), a, eye)
     mix: Tensor = s * torch.linalg.matrix_power(a, layers) + (1 - s) * eye
     if bool(usable.any()):
         mix[~usable] = mix[usable].mean(0)
     return mix
 
 
-@dataclass(frozen=True)
+@options
 class Mocha(Algorithm):
     """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t mean_loss_t(w_t) + (lam
     / 2) tr(W^T Omega W)`.
@@ -317,40 +294,33 @@ class Mocha(Algorithm):
         return {"w": x0.repeat(n, 1), "omega": omega, "seen": torch.zeros(n, dtype=torch.bool)}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        w, seen = state["w"], state["seen"]
-        start: Tensors = {}
-        if bool(seen.any()) and not bool(seen[cohort.ids].all()):  # sent where somebody needs it
-            start = {"start": w[onto(seen, w.device)].mean(0).expand(len(cohort.ids), -1)}
-        ids = onto(cohort.ids, state["omega"].device)
-        rows = state["omega"][ids]  # [S, N]
-        others = rows.scatter(1, ids[:, None], 0.0)
-        return {"pull": ops.aggregate(w, others), "o": rows.gather(1, ids[:, None]), **start}
+        w, seen, ids = state["w"], state["seen"], cohort.ids
+        rows, at = state["omega"][ids], onto(ids[:, None], w.device)  # [S, N]
+        down = {"pull": ops.aggregate(w, rows.scatter(1, at, 0.0)), "o": rows.gather(1, at)}
+        if bool(seen.any()) and not bool(seen[ids].all()):  # sent where somebody needs it
+            down["start"] = w[seen].mean(0).expand(len(ids), -1)
+        return down
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": down.get("start", net.w0[None])}  # from the mean of the models so far
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         lr = clients.lr
-        shrink = lr * self.lam * float(down["o"].max())
-        if not shrink < 2:
-            raise self.unstable(clients.round, lr, shrink)
+        self.hold(clients.round, lr, lr * self.lam * float(down["o"].max()))
         mu = (self.lam * down["o"]).to(own["w"])[:, 0]
         pull = Objective(shift=self.lam * down["pull"], prox=(mu, torch.zeros_like(own["w"])))
         fit = clients.fit(own["w"], pull)
         lr_sum = (fit.steps * lr)[:, None].to(fit.w)
         return {"w": fit.w}, {"w": fit.w, "lr_sum": lr_sum, "lr": torch.full_like(lr_sum, lr)}, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": own["w"]}
-
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids = cohort.ids
         changes: Changes = {"w": Rows(ids, up["w"]), "seen": Rows(ids, ids >= 0)}
         if cohort.round % self.outer == 0:
-            at = onto(ids, up["w"].device)
-            omega = relation(state["w"].index_copy(0, at, up["w"]), self.delta, self.relation)
+            w = state["w"].index_copy(0, onto(ids, up["w"].device), up["w"])
+            omega = relation(w, self.delta, self.relation)
             lr, lr_sum = (up[k][:, 0].double() for k in ("lr", "lr_sum"))
-            self.check(omega[at][:, at], lr, lr_sum, cohort.round)
+            self.check(omega[ids][:, ids], lr, lr_sum, cohort.round)
             changes["omega"] = omega
         return changes, None
 
@@ -361,16 +331,16 @@ class Mocha(Algorithm):
         e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
         root = e.clamp(min=0).sqrt()
         largest = torch.linalg.eigvalsh(root[:, None] * omega * root).max().item()
-        value = max(shrink.max().item(), largest)
-        if not value < 2:
-            raise self.unstable(round, lr.max().item(), value)
+        self.hold(round, lr.max().item(), max(shrink.max().item(), largest))
 
-    def unstable(self, round: int, lr: float, value: float) -> Stop:
-        return Stop(
-            f"MOCHA is unstable from round {round} on: with lr {lr:g}, lam {self.lam:g} and delta "
-            f"{self.delta:g} an exchange amplifies the models (eigenvalue {value:.3g}, which must "
-            "be below 2); lower lr or lam, or raise delta."
-        )
+    def hold(self, round: int, lr: float, value: float) -> None:
+        """Stop where an eigenvalue is 2 or more."""
+        if not value < 2:
+            raise Stop(
+                f"MOCHA is unstable from round {round} on: with lr {lr:g}, lam {self.lam:g} and "
+                f"delta {self.delta:g} an exchange amplifies the models (eigenvalue {value:.3g}, "
+                "which must be below 2); lower lr or lam, or raise delta."
+            )
 
 
 def relation(w: Tensor, delta: float, kind: str = "omega", eps: float = 1e-8) -> Tensor:
@@ -380,11 +350,250 @@ def relation(w: Tensor, delta: float, kind: str = "omega", eps: float = 1e-8) ->
     W W^T has rank P at most: its eigenvalues are clamped to `eps` from below (Motley's value), and
     delta bounds Omega.
     """
-    rows = w.double()
-    values, vectors = torch.linalg.eigh(rows @ rows.T)
+    values, vectors = torch.linalg.eigh(w.double() @ w.double().T)
     root = values.clamp(min=eps).sqrt()
     root = root / root.sum()
     if kind == "omega":
         root = 1 / ((1 - delta) * root + delta / len(w))
     matrix: Tensor = (vectors * root) @ vectors.T
     return matrix
+
+
+def inner_products(to_guide: Tensor, between: Tensor) -> Tensor:
+    """FedDWA's W (Eq. 11) from exact squared distances alone.
+
+    to_guide [K]: |g - w_j|^2; between [K, K]: |w_j - w_k|^2; float64 [K, K]: (g - w_j) . (g - w_k).
+    Its curvature on the simplex comes from `between` alone, so that nothing is lost where the
+    models are much closer to each other than to the guide.
+    """
+    return (to_guide[:, None] + to_guide - between) / 2
+
+
+def simplex_qp(w: Tensor, ridge: float = 1e-10) -> Tensor:
+    """The p [K] that minimises `p . w p` over the simplex, for a positive semidefinite `w` [K, K];
+    float64.
+
+    An active set: start at the best vertex, let the constraint with the most negative gradient go,
+    and walk to the optimum of the face that is reached, dropping what becomes negative on the way
+    (Wolfe 1976, Finding the nearest point in a polytope). `ridge` times the mean of the diagonal is
+    added to it, which picks the shortest p where several are optimal; 0 adds nothing.
+    """
+    k, w = len(w), w.double().cpu()
+    scale = float(w.diagonal().max())
+    if scale <= 0:  # every model is the guide itself
+        return torch.full((k,), 1 / k, dtype=torch.float64)
+    w = (w + w.T) / (2 * scale)
+    w = w + ridge * w.diagonal().mean() * torch.eye(k, dtype=torch.float64)
+    p = torch.zeros(k, dtype=torch.float64)
+    p[w.diagonal().argmin()] = 1
+    # the objective falls at every pass, so none repeats; the bound is for rounding
+    for _ in range(20 * k):
+        slope = w @ p
+        j = int(slope.argmin())
+        if slope[j] >= p @ slope - 1e-13 or p[j] > 0:
+            break
+        p = _to_face(w, p, [*p.nonzero()[:, 0].tolist(), j])
+    return p / p.sum()
+
+
+def _to_face(w: Tensor, p: Tensor, free: list[int]) -> Tensor:
+    """From p to the optimum of the face of the coordinates `free`, or to that of the smaller face
+    where the way there ends."""
+    while len(free) > 1:
+        system = w.new_ones(len(free) + 1, len(free) + 1)
+        system[:-1, :-1], system[-1, -1] = w[free][:, free], 0
+        right = w.new_zeros(len(free) + 1, 1)
+        right[-1] = 1
+        # the shortest one where the system is singular
+        aim = torch.linalg.lstsq(system, right, driver="gelsd").solution[:-1, 0]
+        here, p = p[free], torch.zeros_like(p)
+        falls = aim <= 0
+        if not falls.any():
+            p[free] = aim
+            return p
+        way = (here - aim).clamp(min=torch.finfo(torch.float64).tiny)
+        reach = (here / way).masked_fill(~falls, torch.inf)
+        step = reach.min().clamp(max=1)
+        p[free] = (here + step * (aim - here)).masked_fill(falls & (reach <= step), 0).clamp(min=0)
+        free = p.nonzero()[:, 0].tolist()
+    return p / p.sum()
+
+
+MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups
+LONG = 1 << 10  # where rows are so long that a pair costs
+
+
+@options
+class FedDWA(Algorithm):
+    """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i -
+    w_j|^2 (Eqs. 8 and 15).
+
+    server: x [N, P], the personalized models; of the last round's cohort its ids [S] and near and p
+    [S, K], whose models each mixes and
+    how; and the guidance's cache with "previous" · client: nothing · down: x_i [S, P] (1 model) ·
+    up: w, g [S, P] (2 models: the trained
+    one and the guidance; 1 with "previous" and "current").
+    The guidance is where the client's next step would lead: "epoch" trains `ahead` epochs more (the
+    authors' code as many as a round has),
+    "steps" so many minibatches, "full_grad" takes so many full-batch gradient steps (Eq. 16),
+    "previous" is the model of the client's last
+    round (App. C.6, cached by the server, its case ii; a client without one keeps its own model),
+    "kept" the same, cached by the client, which uploads both (case i: client: last [P] and whether
+    it has one [1]). Nothing of the look ahead stays with the client.
+    "current" (section 4.1) is the trained model itself: its distance to itself is 0, so Eq. 15
+    gives it (and exact copies) the whole
+    weight, and FedDWA is Local. So it nearly is with one step of "full_grad" at the paper's step
+    size of .01: a self weight above .999. A
+    client ranks among its own neighbours like any other and may miss its own k. Who is absent keeps
+    its model, bit for bit. Deviations:
+    `ahead` > 1 goes on from where it is; the authors' code starts again each time. `server_lr` and
+    `weighting` play no part.
+    `search` says how the nearest are looked for, not which they are: "exact" takes all S * S
+    distances; "groups" (`ops.nearest`) gives the
+    same bits from few of them where clients form clusters, and takes some 2 / sqrt(S) more than all
+    where they do not; "auto" is "groups"
+    from 1000 clients of a cohort on, unless their models are tiny.
+    Not of the paper: weights ~ 1 / |g_i - w_j|^(2 power), with 0 an even mix of the same
+    neighbours; and `stride`, which moves the guidance
+    along its direction until it is so many times as far from its client's model as the nearest
+    other model is (as it stands the step,
+    and with it the distance to the client itself, shrinks with the gradient, until the client's own
+    model has all the weight).
+    """
+
+    k: Count = 5  # how many models are mixed, at most the cohort
+    # the client's guidance model: trained for epochs or steps, along whole gradients, or its
+    # previous model (the server's copy, or kept by the client) or current one
+    guidance: Literal["epoch", "steps", "full_grad", "previous", "kept", "current"] = "epoch"
+    ahead: Count = 1  # epochs, minibatches or gradient steps of the guidance
+    # a newcomer's model: the common one, or the mean so far
+    first: Literal["init", "mean"] = "init"
+    search: Literal["auto", "exact", "groups"] = "auto"  # how the nearest models are found
+    power: NonNegative = 1.0  # of the inverse squared distances: 1 is Eq. 15, 0 an even mix
+    stride: Positive | None = None  # the guidance's step, in distances to the nearest other model
+    serve: Literal["mix", "guidance"] = "mix"  # evaluated: the mix, or what it is trained to next
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.guidance in ("previous", "kept", "current"):  # nothing is trained ahead
+            self.idle("guidance", "serve")
+
+    @property
+    def traits(self) -> Traits:
+        why = "with guidance='full_grad' takes steps of SGD along whole gradients"
+        why = why if self.guidance == "full_grad" else ""
+        return Traits(
+            batch_norm=("local", "average"),  # local in the authors' code
+            only_sgd=why,
+            no_clip_grad=why,
+            models={"w": "down.x", "g": "down.x"},
+            per_client=("x", "seen", *(["last"] if self.guidance == "previous" else [])),
+            late=("serve",),
+        )
+
+    def init(self, x0: Tensor, n: int) -> Tensors:
+        state = {"x0": x0, "x": zero_rows(n, x0), "seen": torch.zeros(n, dtype=torch.bool)}
+        return state | ({"last": zero_rows(n, x0)} if self.guidance == "previous" else {})
+
+    def send(self, state: Tensors, cohort: Cohort) -> Payload:
+        x, seen, ids = state["x"], state["seen"], cohort.ids
+        first = x[seen].mean(0) if self.first == "mean" and bool(seen.any()) else state["x0"]
+        return {"x": torch.where(onto(seen[ids, None], x.device), x[ids], first)}
+
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        x = down["x"]
+        return {"last": x, "has": torch.zeros_like(x[:, :1])} if self.guidance == "kept" else {}
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        fit = clients.fit(down["x"])
+        up = {"w": fit.w}
+        if self.guidance == "kept":
+            up["g"] = torch.where(own["has"] > 0, own["last"], fit.w)
+            own = {"last": fit.w.clone(), "has": torch.ones_like(own["has"])}
+        elif self.guidance not in ("previous", "current"):
+            up["g"] = self.look_ahead(fit.w, clients.after(fit))
+        return own, up, fit
+
+    def look_ahead(self, w: Tensor, clients: Clients) -> Tensor:
+        """The guidance models [S, P] of clients at `w` [S, P]; the clients stay as they are."""
+        if self.guidance == "epoch":
+            return clients.fit(w, epochs=self.ahead, stream="ahead").w
+        if self.guidance == "steps":
+            return clients.fit(w, steps=self.ahead, stream="ahead").w
+        t, move = clients.setting.training, torch.zeros_like(w)
+        for _ in range(self.ahead):
+            move = t.momentum * move + clients.grad(w) + t.weight_decay * w
+            w = w - clients.lr * move
+        return w
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        if self.serve == "mix":
+            return {"w": down["x"]}
+        fit = clients.fit(down["x"])
+        return {"w": self.look_ahead(fit.w, clients.after(fit)), "batch_norm": fit.buffers}
+
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+        ids, w = cohort.ids, up["w"]
+        guide, changes = up.get("g", w), Changes(seen=Rows(ids, ids >= 0))
+        if "last" in state:
+            guide = torch.where(onto(state["seen"][ids, None], w.device), state["last"][ids], w)
+            changes["last"] = Rows(ids, w)
+        if self.stride is not None:
+            guide = strided(guide, w, self.stride)
+        weight, near = self.weights(guide, w)
+        if self.power != 1:  # of the largest: no power makes all of them 0
+            weight = shares((weight / weight.max(1, keepdim=True).values) ** self.power)
+        mix = Mix(weight, near, ids)
+        return {**changes, "x": Rows(ids, mix.of(w))}, mix
+
+    def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and
+        models [S, P]."""
+        if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
+            by = "groups" if self.search == "groups" or w.shape[1] >= LONG else "exact"
+            d, near = ops.nearest(guide, w, self.k, by)
+            weight, order = ops.feddwa_weights(d, min(self.k, len(w)))
+            return weight, near.gather(1, order)
+        return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
+
+    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
+        """Of the clients who took part, `rows` [S]: whose models they were given, `index` [S, K],
+        and with which `weight` [S, K]."""
+        return {} if mix is None else mix.report(cohort)
+
+
+@options
+class FedDWAQP(FedDWA):
+    """FedDWA with Eq. 12 solved as it stands: the point nearest to the guidance in the convex hull
+    of the k nearest models.
+
+    State and messages are FedDWA's. The paper keeps W's diagonal alone (Eq. 14), whose optimum is
+    Eq. 15; `theta` leads from that (0) to the whole W (1). With `k` at least the cohort's size
+    nothing is left out; otherwise the problem is solved again among the k nearest models. Eq. 13,
+    the optimum without p >= 0, is no option: its weights may be negative.
+    """
+
+    search: Literal["exact"] = "exact"  # it needs all distances
+    power: Literal[1] = 1  # it solves for its weights
+    theta: Share = 1.0  # how much of W's off-diagonal counts
+    ridge: NonNegative = 1e-10  # times W's mean diagonal, added: the shortest of several optimal p
+
+    def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        d, between = ops.pairwise_sqdist(guide, w).cpu(), ops.pairwise_sqdist(w).cpu()
+        index = ops.feddwa_weights(d, self.k).index
+        weight = torch.empty(index.shape, dtype=torch.float64)
+        for i, near in enumerate(index):
+            inner = inner_products(d[i, near], between[near][:, near])
+            diagonal = inner.diagonal().diag()
+            weight[i] = simplex_qp(self.theta * inner + (1 - self.theta) * diagonal, self.ridge)
+        return onto(weight, w.device), onto(index, w.device)
+
+
+def strided(guide: Tensor, w: Tensor, stride: float) -> Tensor:
+    """Guidance models [S, P] in the same direction from `w` [S, P], `stride` times as far as the
+    nearest other model is."""
+    gap = ops.pairwise_sqdist(w).fill_diagonal_(math.inf).min(1).values.sqrt()
+    step = guide - w
+    scale = stride * gap / torch.linalg.vector_norm(step, dim=1, dtype=torch.float64)
+    moved: Tensor = w + step * scale.where(scale.isfinite(), 1.0)[:, None].to(w)
+    return moved

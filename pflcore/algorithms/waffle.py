@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,19 +16,23 @@ from pflcore import ops
 from pflcore.algorithms.fedavg import FedAvg, Undefended
 from pflcore.algorithms.protocol import (
     Algorithm,
-    Changes,
     Cohort,
     Mix,
     Payload,
     Rows,
     Tensors,
+    Trained,
     Traits,
+    Updated,
+    options,
+    shares,
+    squares,
 )
-from pflcore.check import NonNegative, Number, Weighting, Whole
-from pflcore.train import Clients, Fit, Net, Objective
+from pflcore.check import NonNegative, Number, Weighting, Whole, refuse
+from pflcore.train import Clients, Net, Objective
 
 
-@dataclass(frozen=True)
+@options
 class Scaffold(FedAvg):
     """Karimireddy et al. 2020, Algorithm 1: each step takes `gradient - c_i + c`.
 
@@ -58,13 +61,12 @@ class Scaffold(FedAvg):
 
     @property
     def traits(self) -> Traits:
-        traits = super().traits._replace(clipped=("control", "c"))
-        if self.option == "II":
-            return traits._replace(
-                only_sgd="with option 'II' divides by the sum of SGD's step sizes"
-            )
-        return traits._replace(
-            no_clip_grad="with option 'I' takes whole gradients" if self.option == "I" else ""
+        sums = {"II": "with option 'II' divides by the sum of SGD's step sizes"}
+        whole = {"I": "with option 'I' takes whole gradients"}
+        return super().traits._replace(
+            clipped=("control", "c"),
+            only_sgd=sums.get(self.option, ""),
+            no_clip_grad=whole.get(self.option, ""),
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -76,24 +78,21 @@ class Scaffold(FedAvg):
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"c": torch.zeros_like(net.w0)[None]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
-        fit, new = self.corrected(down, own, clients)
-        return {"c": new}, {"delta": fit.w.sub_(down["x"]), "control": new - own["c"]}, fit
-
-    def corrected(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Fit, Tensor]:
-        """Corrected local training and the clients' new control variates [S, P]."""
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         x, c, t, lr = down["x"], down["c"], clients.setting.training, clients.lr
         mean = self.option == "mean_grad" or lr == 0
         fit = clients.fit(x, Objective(shift=c - own["c"]), mean_grad=mean)
         if self.option == "I":
-            return fit, clients.grad(x) + t.gradient_decay * x
-        if mean:  # of option II the limit at a step size of 0
-            return fit, fit.grad
-        steps, m = fit.steps[:, None], t.momentum
-        steps = steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2  # the plain number where m is 0
-        return fit, own["c"] - c + (x - fit.w) / (steps * lr).to(x)
+            new = clients.grad(x) + t.gradient_decay * x
+        elif mean:  # of option II the limit at a step size of 0
+            new = fit.grad
+        else:
+            n, m = fit.steps[:, None], t.momentum
+            n = n / (1 - m) - m * (1 - m**n) / (1 - m) ** 2  # the plain number where m is 0
+            new = own["c"] - c + (x - fit.w) / (n * lr).to(x)
+        return {"c": new}, {"delta": fit.w.sub_(x), "control": new - own["c"]}, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         changes, mix = super().update(state, up, cohort)
         rows, mean = self.defended(up["control"], cohort)
         c = mean.of(rows, state["c"], len(cohort.ids) / cohort.n)[0]
@@ -106,7 +105,7 @@ class Scaffold(FedAvg):
 Schedule = Callable[[int, int], float]  # (round, rounds) -> how global: 1 global, 0 local
 
 
-@dataclass(frozen=True)
+@options
 class Waffle(Undefended, Scaffold):
     """Beaussart et al. 2021, Algorithms 1 and 2: SCAFFOLD whose averages drift from global to what
     helps one client, the `target`.
@@ -156,27 +155,28 @@ class Waffle(Undefended, Scaffold):
         return super().traits._replace(required=(self.target,), clipped=clipped)
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        even = torch.full((n, 2), 1 / n, dtype=torch.float64)
-        return super().init(x0, n) | {"history": even}
+        return super().init(x0, n) | {"history": torch.full((n, 2), 1 / n, dtype=torch.float64)}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         new, up, fit = super().train(down, own, clients)
-        return new, up | ({"control": new["c"]} if self.control_agg == "recompute" else {}), fit
+        if self.control_agg == "recompute":
+            up["control"] = new["c"]
+        return new, up, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
-        weight, new = self.weights(state["history"], up["delta"], cohort)
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+        weight, history = self.weights(state["history"], up["delta"], cohort)
         mix, before = Mix(weight[None]), None if self.control_agg == "recompute" else state["c"]
-        history = Rows(cohort.ids, new)
         x = mix.of(up["delta"], state["x"], self.server_lr)[0]
-        return {"x": x, "c": mix.of(up["control"], before)[0], "history": history}, mix
+        c = mix.of(up["control"], before)[0]
+        return {"x": x, "c": c, "history": Rows(cohort.ids, history)}, mix
 
     def weights(self, history: Tensor, delta: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
         """The smoothed weights of the cohort [S], and its new history [S, 2]; both float64."""
-        at = int((cohort.ids == self.target).nonzero())
-        dist = ops.pairwise_sqdist(delta[at : at + 1], delta)[0].sqrt().cpu()  # [S]
-        mine = ops.waffle_weights(dist, at, *self.globality(cohort.round, cohort.rounds), self.tie)
+        alone, terms = cohort.ids == self.target, self.globality(cohort.round, cohort.rounds)
+        dist = ops.pairwise_sqdist(delta[alone], delta)[0].sqrt().cpu()  # [S]
+        mine = ops.waffle_weights(dist, int(alone.nonzero()), *terms, self.tie)
         if 20 * cohort.round >= 19 * cohort.rounds:  # 0.95 R, in integers
-            mine = torch.zeros_like(mine).index_fill_(0, torch.tensor([at]), 1.0)
+            mine = alone.double()
         mine = mine * (len(mine) / cohort.n)  # as large as in a round of everybody
         before = history[cohort.ids]  # of the last two rounds that each one attended
         new = torch.stack([mine, before[:, 0]], 1)
@@ -193,9 +193,7 @@ class Waffle(Undefended, Scaffold):
         omega = curve if self.omega is None else float(self.omega(round, rounds))
         psi = omega if self.psi is None else float(self.psi(round, rounds))
         if not (omega >= 0 and psi >= 0):
-            raise ValueError(
-                f"omega and psi: expected numbers >= 0, got {omega} and {psi} in round {round}."
-            )
+            refuse("omega and psi", "numbers >= 0", (omega, psi))
         if omega > 1:
             warnings.warn("omega exceeds 1: other clients may outweigh the target.", stacklevel=2)
         return omega, psi
@@ -206,7 +204,7 @@ class Waffle(Undefended, Scaffold):
         return {} if mix is None else mix.report(cohort)
 
 
-@dataclass(frozen=True)
+@options
 class WeightErosion(Algorithm):
     """Grimberg et al. 2020, Algorithm 1, with the updates of an epoch of local SGD as gradients
     (Gengler et al. 2020).
@@ -241,34 +239,31 @@ class WeightErosion(Algorithm):
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "alpha": torch.ones(n, dtype=torch.float64)}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> tuple[Tensors, Tensors, Fit]:
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         own, up, fit = super().train(down, own, clients)
         t, n, before = clients.setting.training, clients.size, clients.round - 1
+        if self.size_unit == "batches":
+            n = -(-n // t.batch_size)
+        passes = before * t.batch_size // n
         if self.size_unit == "epochs":
-            return own, {**up, "passes": torch.full_like(n, before * t.epochs)}, fit
-        n = n if self.size_unit == "samples" else -(-n // t.batch_size)
-        return own, {**up, "passes": before * t.batch_size // n}, fit
+            passes = torch.full_like(n, before * t.epochs)
+        return own, {**up, "passes": passes}, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> tuple[Changes, Mix | None]:
-        distance, p_d, ids = self.relative(up["delta"], cohort), self.p_d, cohort.ids
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+        ids, delta, p_d = cohort.ids, up["delta"], self.p_d
+        mine = delta[ids == self.target]
+        distance = ops.pairwise_sqdist(mine, delta)[0].sqrt().cpu()
+        # relative to the target's update; infinite where only the target stood still
+        distance = torch.where(distance > 0, distance / squares(mine).sqrt().cpu(), 0.0)
         if p_d is None:
             others = distance[(ids != self.target) & (distance > 0) & distance.isfinite()]
             p_d = 1 / (0.8 * cohort.rounds * float(others.median())) if len(others) else 0.0
         loss = p_d * (1 + self.p_s * up["passes"].cpu().double()) * distance
         loss = loss.nan_to_num(0.0, posinf=math.inf)  # 0 * inf is 0: nothing to erode by
-        mine = (state["alpha"][ids] - loss).clamp(min=0)
-        mix = Mix((mine / mine.sum())[None])
-        x = mix.of(up["delta"], state["x"], self.server_lr)[0]
-        return {"x": x, "alpha": state["alpha"].index_copy(0, ids, mine)}, mix
-
-    def relative(self, delta: Tensor, cohort: Cohort) -> Tensor:
-        """`|delta_i - delta_target| / |delta_target|`, [S] float64 on the CPU; infinite where only
-        the target stood still."""
-        at = int((cohort.ids == self.target).nonzero())
-        mine = delta[at : at + 1]
-        distance = ops.pairwise_sqdist(mine, delta)[0].sqrt().cpu()
-        size = ops.pairwise_sqdist(mine, torch.zeros_like(mine))[0].sqrt().cpu()
-        return torch.where(distance > 0, distance / size, 0.0)
+        alpha = (state["alpha"][ids] - loss).clamp(min=0)
+        mix = Mix(shares(alpha[None]))
+        x = mix.of(delta, state["x"], self.server_lr)[0]
+        return {"x": x, "alpha": state["alpha"].index_copy(0, ids, alpha)}, mix
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        return {"weights": state["alpha"] / state["alpha"].sum()}
+        return {"weights": shares(state["alpha"][None])[0]}

@@ -42,7 +42,7 @@ from flwr.supercore import log
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.feddwa import FedDWA
+from pflcore.algorithms.relations import FedDWA
 from pflcore.check import are_names, checked, need
 from pflcore.interop.client import Client
 from pflcore.interop.mixing import Krum, method_of, personalize

@@ -16,10 +16,9 @@ from pflcore import ops
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms.clusters import cosines, groups
 from pflcore.algorithms.fedavg import krum
-from pflcore.algorithms.feddwa import FedDWA
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Mix
-from pflcore.algorithms.relations import SFL, FedAMP, HeurFedAMP, nearest, smoothing
+from pflcore.algorithms.relations import SFL, FedAMP, FedDWA, HeurFedAMP, nearest, smoothing
 from pflcore.check import Buffers, Count, Names, Whole, check, checked, need
 from pflcore.interop.packing import Form, Models, Packed, cut, pack, unpack
 from pflcore.simulation.accept import finite_rows
@@ -186,7 +185,7 @@ def _mix(alg: Method, rows: Tensor, guides: list[Tensor], updates: bool) -> Mix:
     everybody = torch.ones(n, dtype=torch.bool)
     if isinstance(alg, Clusters):
         need(alg.k <= n, "k", f"at most {n} groups, one for each client", alg.k)
-        group = groups(cosines(sqdist, norm2.sqrt()) if updates else -sqdist, alg.k, alg.linkage)
+        group = groups(cosines(sqdist, norm2) if updates else -sqdist, alg.k, alg.linkage)
         same = (group[:, None] == group).double()
         weight = same / same.sum(1, keepdim=True)
     elif isinstance(alg, Krum):

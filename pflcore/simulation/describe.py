@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pflcore.algorithms.split import Split
+from pflcore.algorithms.adaptation import Split
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.metrics import human

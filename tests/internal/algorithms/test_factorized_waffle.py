@@ -1,5 +1,5 @@
-"""FactorizedWaffle: what stays with the client, one step by hand, both engines, presets,
-evaluation, newcomers."""
+"""FactorizedWaffle: golden numbers of the Indian buffet process (float64, ten digits); one round
+by hand on both engines; bounds, ways to evaluate, newcomers."""
 
 from dataclasses import replace
 
@@ -8,54 +8,118 @@ import torch
 import torch.nn.functional as F
 from doors import strengths, views
 from methods import FactorizedWaffle
-from parts.factorized_waffle import D, play, setting
+from parts.factorized_golden import D, near, t
+from parts.factorized_waffle import play, setting
 from small import copied
 
-from pflcore import Clients, evaluate
+from pflcore import evaluate
 from pflcore.algorithms import factorized_waffle as ibp
-from pflcore.algorithms.factorized_waffle import BOUNDS
 from pflcore.simulation.round import Setup
 from pflcore.train.random import client_seeds, uniforms
 
-# -- one round by hand -------------------------------------------------------
+
+def log_v(u, c, d):
+    """log v of a Kumaraswamy(c, d) sample v = (1 - (1 - u)^(1/d))^(1/c), u uniform on (0, 1)."""
+    return ibp.log1mexp(torch.log1p(-u) / d) / c
+
+
+def kl_v(c, d, alpha):
+    """KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and Smyth 2017)."""
+    return -(1 - alpha / c) * ibp.harmonic(d) + torch.log(c * d / alpha) - (d - 1) / d
+
+
+def kl_b(logit, log_p):
+    """KL(Bernoulli(sigmoid(logit)) || Bernoulli(exp(log_p))), log_p < 0."""
+    pi, log_p = logit.sigmoid(), log_p.clamp(max=ibp.NEAR_ONE)
+    rest = F.logsigmoid(-logit) - ibp.log1mexp(log_p)
+    return pi * (F.logsigmoid(logit) - log_p) + (1 - pi) * rest
+
+
+def divergence(q, u, sizes, alpha):
+    """Both divergences of beliefs q [s, 3, F] and draws u [s, F]; of layers of `sizes`."""
+    c, d = q[:, 1].exp(), q[:, 2].exp()
+    return kl_b(q[:, 0], ibp.along(log_v(u, c, d), sizes)) + kl_v(c, d, alpha)
+
+
+# the three factors of A-4 and A-10
+THREE = torch.stack([t(0.9, 0.6, 0.3).logit(), t(5, 4, 6).log(), t(1, 1.5, 0.8).log()])[None]
+U_THREE = t(0.3, 0.6, 0.2)[None]
+SLOPE = [
+    [0.0806602910, -0.0473589232, -0.1869092777],
+    [0.0069238943, -0.4905856768, 0.3828951399],
+    [-0.0047861151, 0.4153867213, -0.4104814959],
+]
+
+
+def test_three_factors():
+    c, d = THREE[0, 1].exp(), THREE[0, 2].exp()
+    logs = log_v(U_THREE[0], c, d)
+    near(logs.exp(), [0.7860030856, 0.8222553708, 0.7901728290])
+    near(kl_b(THREE[0, 0], logs.cumsum(0)), [0.0458114997, 0.0046047379, 0.0910605310])
+    near(kl_v(c, d, 5.0), [0, 0.1690812998, 0.0654768224])
+    alpha = torch.full((1, 3), 5.0, dtype=D)
+    near(divergence(THREE, U_THREE, [3], alpha).sum(), 0.3760348908)
+    got = ibp.kl_slope(*THREE.unbind(1), torch.log1p(-U_THREE), alpha, [3])
+    near(got.view(3, 3), SLOPE, atol=1e-9)
+
+
+def test_the_gradient_written_out_is_autograds():
+    gen = torch.Generator().manual_seed(0)
+    scale, shift = t(3, 1, 1.5)[:, None], t(0, 2, 0)[:, None]
+    some = torch.randn(5, 3, 40, generator=gen, dtype=D) * scale + shift
+    draws = torch.rand(5, 40, generator=gen, dtype=D) * (1 - 2e-4) + 1e-4
+    at_bound = t([0.0, 0.0, 0.5], [7.0, 7.0, 1.0], [-1.0, -1.0, 0.3])[None]
+    for q, u, sizes in ((some, draws, [25, 15]), (at_bound, t([0.99, 0.99, 0.4]), [3])):
+        leaf, alpha = q.clone().requires_grad_(), torch.full(q.shape[2:], 7.0, dtype=D)
+        (want,) = torch.autograd.grad(divergence(leaf, u, sizes, alpha).sum(), leaf)
+        for dtype, tolerance in ((D, 1e-9), (torch.float32, 2e-4)):
+            given = [x.to(dtype) for x in (*q.unbind(1), torch.log1p(-u), alpha)]
+            got = ibp.kl_slope(*given, sizes).view_as(q).double()
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("d", [0.05, 1.0, 8000.0])
+def test_samples_hold_in_float32(d):
+    u = torch.linspace(1e-4, 1 - 1e-4, 999).requires_grad_()
+    got, want = (log_v(x, t(3.0).to(x), t(d).to(x)) for x in (u, u.detach().double()))
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-30)
+    assert torch.autograd.grad(got.sum(), u)[0].isfinite().all()
+
+
+def test_concrete_and_the_priors_means():
+    logit = t(0.7, 0.7, 0.2).logit().requires_grad_()
+    b = ibp.concrete(logit, t(0.3, 0.5, 0.9).logit(), 2 / 3)
+    near(b, [0.5, 0.7809047798, 0.7714285714])
+    slope = torch.autograd.grad(b.sum(), logit)[0]
+    near(slope, [0.375, 0.2566387571, 0.2644897959], atol=1e-9)
+    near(ibp.prior_mean(5, 4), [0.8333333333, 0.6944444444, 0.5787037037, 0.4822530864])
+    sums = {120: 75.6711633697, 60: 37.7445606223, 25: 15.6220799437, 10: 6.1445671057}
+    near([ibp.prior_mean(f, f).sum().item() for f in sums], list(sums.values()))
+
+
+# one round by hand ----------------------------------------------------------
 
 
 def by_hand(alg, s, client):
     """One client's first round, whole batches, written with autograd on the objective: its row and
     beliefs afterwards."""
-    at, sizes = strengths(s.net), [4, 3]
+    at, (x, y), w = strengths(s.net), s.data.client(client), s.net.w0
     q = alg.newcomer({}, s.net, 1)["q"][0].clone()
-    w, (x, y) = s.net.w0.clone(), s.data.client(client)
-    m, v = torch.zeros_like(q), torch.zeros_like(q)
-    steps = s.training.epochs
-    u = (
-        ((uniforms(client_seeds([client], s.seed, 1, "beliefs"), steps * 14) * (1 - 2e-4)) + 1e-4)
-        .double()
-        .view(steps, 2, 7)
-    )
-    alpha = torch.tensor([4.0] * 4 + [3.0] * 3, dtype=D)
+    m, v, steps = torch.zeros_like(q), torch.zeros_like(q), s.training.epochs
+    u = uniforms(client_seeds([client], s.seed, 1, "beliefs"), steps * 14) * (1 - 2e-4) + 1e-4
+    u = u.double().view(steps, 2, 1, 7)
     for k in range(steps):
         w, q = w.detach().requires_grad_(), q.detach().requires_grad_()
-        logit, c, d = q[:7], q[7:14].exp(), q[14:].exp()
-        b = torch.sigmoid((logit + torch.log(u[k, 0] / (1 - u[k, 0]))) / alg.tau)
-        v_sample = (1 - (1 - u[k, 1]) ** (1 / d)) ** (1 / c)
-        p = torch.cat([part.cumprod(0) for part in v_sample.split(sizes)])
-        pi = logit.sigmoid()
-        kl_b = pi * (pi / p).log() + (1 - pi) * ((1 - pi) / (1 - p)).log()
-        kl_v = (
-            -(1 - alpha / c) * (torch.digamma(d + 1) + ibp.EULER)
-            + (c * d / alpha).log()
-            - (d - 1) / d
-        )
-        row = w.index_copy(0, at, w[at] * b)
+        b = torch.sigmoid((q[:7] + u[k, 0, 0].logit()) / alg.tau)
+        kl = divergence(q.view(1, 3, 7), u[k, 1], [4, 3], t(4, 4, 4, 4, 3, 3, 3)).sum()
         weight = 0.01 if alg.preset == "recommended" else 1.0
-        objective = F.cross_entropy(s.net(row, x), y) + weight * (kl_b + kl_v).sum() / len(y)
-        by_w, by_q = torch.autograd.grad(objective, [w, q])
+        nll = F.cross_entropy(s.net(w.index_copy(0, at, w[at] * b), x), y)
+        by_w, by_q = torch.autograd.grad(nll + weight * kl / len(y), [w, q])
         w = w - s.training.lr * by_w
         if alg.preset == "recommended":
             m, v = 0.9 * m + 0.1 * by_q, 0.999 * v + 0.001 * by_q**2
-            by_q = 0.5 * (m / (1 - 0.9 ** (k + 1))) / ((v / (1 - 0.999 ** (k + 1))).sqrt() + 1e-8)
-            q = q - by_q
+            root = (v / (1 - 0.999 ** (k + 1))).sqrt() + 1e-8
+            q = q - 0.5 * (m / (1 - 0.9 ** (k + 1))) / root
         else:
             q = q - s.training.lr * by_q
     return w.detach(), q.detach()
@@ -76,8 +140,7 @@ def test_a_round_is_what_the_paper_says(engine, preset):
 def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
     s = setting()
     far = play(FactorizedWaffle(lr_var=50.0), s, 3).clients["q"].chunk(3, 1)
-    for part, bound in zip(far, BOUNDS, strict=True):
-        assert part.abs().max() == bound
+    assert [part.abs().max() for part in far] == list(ibp.BOUNDS)
     fresh = FactorizedWaffle().newcomer({}, s.net, 1)["q"]
 
     def moved(alg):
@@ -86,54 +149,42 @@ def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
     assert moved(FactorizedWaffle(preset="paper_literal")) < 0.05 < 0.2 < moved(FactorizedWaffle())
 
 
-# -- evaluation --------------------------------------------------------------
+# evaluation -----------------------------------------------------------------
 
 
 def test_evaluation_modes():
-    s = setting()
-    alg = FactorizedWaffle()
+    s, alg = setting(), FactorizedWaffle()
     state = play(alg, s, 3)
-    at, pi = strengths(s.net), state.clients["q"][:, :7].sigmoid()
-    ways = {"mean": pi, "thr_soft": pi * (pi >= 0.5), "hard": (pi >= 0.5).double()}
-    local = Clients(s, torch.arange(3), 3, state.batch_norm)
-    for mode, b in ways.items():
-        other = replace(alg, eval_mode=mode)
-        view = other.model({"x": state.server["x"].expand(3, -1)}, state.clients, local)
-        torch.testing.assert_close(view["b"][:, 0], b)
-        x, y = s.data.client(1, "test")
-        scores = other.predict({k: v[1] for k, v in view.items()}, s.net, x)
-        row = state.server["x"].index_copy(0, at, state.server["x"][at] * b[1])
-        torch.testing.assert_close(scores, s.net(row, x))
-        want = (s.net(row, x).argmax(1) == y).double().mean()
-        torch.testing.assert_close(evaluate(Setup(other, s), state)["accuracy"][1], want)
+    at, pi, everybody = strengths(s.net), state.clients["q"][:, :7].sigmoid(), torch.arange(3)
+    x, y = s.data.client(1, "test")
+
+    def view(**options):
+        return views(replace(alg, **options), state, s, everybody)[0]
+
+    def scores(b):
+        return s.net(state.server["x"].index_copy(0, at, state.server["x"][at] * b), x)
+
+    above = (pi >= 0.5).double()
+    for mode, b in {"mean": pi, "thr_soft": pi * above, "hard": above}.items():
+        got = view(eval_mode=mode)
+        torch.testing.assert_close(got["b"][:, 0], b)
+        one = alg.predict({k: v[1] for k, v in got.items()}, s.net, x)
+        torch.testing.assert_close(one, scores(b[1]))
+        found = evaluate(Setup(replace(alg, eval_mode=mode), s), state)["accuracy"][1]
+        torch.testing.assert_close(found, (scores(b[1]).argmax(1) == y).double().mean())
     u = (torch.arange(100_000, dtype=D) + 0.5) / 100_000
     want = torch.sigmoid((state.clients["q"][0, 0] + u.logit()) * 1.5).mean()
-    view = replace(alg, eval_mode="relaxed_mean").model(
-        {"x": state.server["x"].expand(3, -1)}, state.clients, local
-    )
-    torch.testing.assert_close(view["b"][0, 0, 0], want, rtol=1e-4, atol=0)
-    few, many = (
-        evaluate(Setup(replace(alg, eval_mode="mc", samples=n), s), state)["loss"] for n in (1, 400)
-    )
-    assert few.shape == many.shape == (3,) and not torch.equal(few, many)
-    x, _ = s.data.client(0, "test")
-    view = replace(alg, eval_mode="mc", samples=5).model(
-        {"x": state.server["x"].expand(3, -1)}, state.clients, local
-    )
-    mean = torch.stack(
-        [
-            s.net(state.server["x"].index_copy(0, at, state.server["x"][at] * b), x).softmax(1)
-            for b in view["b"][0]
-        ]
-    ).mean(0)
-    torch.testing.assert_close(
-        alg.predict({k: v[0] for k, v in view.items()}, s.net, x).softmax(1), mean
-    )
+    got = view(eval_mode="relaxed_mean")["b"][0, 0, 0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+    got = view(eval_mode="mc", samples=5)
+    mean = torch.stack([scores(b).softmax(1) for b in got["b"][1]]).mean(0)
+    mixed = alg.predict({k: v[1] for k, v in got.items()}, s.net, x)
+    torch.testing.assert_close(mixed.softmax(1), mean)
+    assert got["b"].shape == (3, 5, 7) and len(got["b"][1].unique(dim=0)) == 5
 
 
 def test_clients_that_never_trained():
-    s = setting()
-    alg = FactorizedWaffle()
+    s, alg = setting(), FactorizedWaffle()
     state = play(alg, s, 3, [0, 1])
     before = copied(state)
 
@@ -143,17 +194,11 @@ def test_clients_that_never_trained():
     prior = torch.cat([ibp.prior_mean(4, 4), ibp.prior_mean(3, 3)])
     assert bool((b("all")[2] == 1).all())
     torch.testing.assert_close(b("prior", eval_mode="mean")[2], prior)
-    adapted = b("adapt", eval_mode="mean", adapt_epochs=20)
-    assert (adapted[2] - prior).abs().max() > 0.1
+    assert (b("adapt", eval_mode="mean", adapt_epochs=20)[2] - prior).abs().max() > 0.1
     for ways in (b("prior"), b("adapt")):
         assert torch.equal(ways[:2], b("all")[:2])  # those who trained keep their beliefs
-    for name in ("all", "adapt"):
-        evaluate(Setup(replace(alg, never=name), s), state)
-    assert all(torch.equal(v, before.clients[k]) for k, v in state.clients.items()) and torch.equal(
-        state.server["x"], before.server["x"]
-    )
-    found = {
-        n: evaluate(Setup(replace(alg, never=n, adapt_epochs=30), s), state, "train")["loss"][2]
-        for n in ("prior", "adapt")
-    }
-    assert found["adapt"] < found["prior"]  # the dictionary frozen, the beliefs fitted
+    setups = (Setup(replace(alg, never=n, adapt_epochs=30), s) for n in ("all", "prior", "adapt"))
+    _, plain, fitted = (evaluate(setup, state, "train")["loss"][2] for setup in setups)
+    assert fitted < plain  # the dictionary frozen, the beliefs fitted
+    assert all(torch.equal(v, before.clients[k]) for k, v in state.clients.items())
+    assert torch.equal(state.server["x"], before.server["x"])

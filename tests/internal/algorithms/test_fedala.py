@@ -1,5 +1,4 @@
-"""FedALA against a plain torch program of its Algorithm 1 that shares no code with it, and its
-laws."""
+"""The part of the samples that FedALA learns its W on."""
 
 import pytest
 import torch
@@ -10,24 +9,22 @@ from small import images, make_setting, tiny_model
 from pflcore import Clients, Net, Simulation, Training
 from pflcore.algorithms.mixtures import sampled
 
-# whole batches, so that no shuffle plays a part
-TRAINING = Training(lr=0.3, batch_size=64, epochs=2)
+
+def of(setting, ids, round=1):
+    net = setting.net
+    clients = Clients(setting, torch.tensor(ids), round, net.b0.expand(len(ids), -1))
+    return sampled(clients, 0.8).data.lists("train")
 
 
 def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
-    s = make_setting(Net(tiny_model()), images((1, 20, 31)), TRAINING, 3)
-    drawn = []
-    for round, ids in ((1, [0, 1, 2]), (2, [0, 1, 2]), (1, [2, 1])):
-        lists = sampled(
-            Clients(s, torch.tensor(ids), round, s.net.b0.expand(len(ids), -1)), 0.8
-        ).data.lists("train")
-        drawn.append([set(lists[i].tolist()) for i in range(3)])
-    whole = [set(s.data.lists("train")[i].tolist()) for i in range(3)]
-    assert [len(d) for d in drawn[0]] == [1, 16, 24] and all(
-        d <= w for d, w in zip(drawn[0], whole, strict=True)
+    s = make_setting(Net(tiny_model()), images((1, 20, 31)), Training(batch_size=64), 3)
+    one, two, few, whole = (
+        [set(lists[i].tolist()) for i in range(3)]
+        for lists in (of(s, [0, 1, 2]), of(s, [0, 1, 2], 2), of(s, [2, 1]), s.data.lists("train"))
     )
-    # whoever else is there
-    assert drawn[0][1] != drawn[1][1] and drawn[2] == [set(), *drawn[0][1:]]
+    assert [len(d) for d in one] == [1, 16, 24]
+    assert all(d <= w for d, w in zip(one, whole, strict=True))
+    assert one[1] != two[1] and few == [set(), *one[1:]]  # the others play no part
 
 
 @pytest.mark.parametrize(
@@ -39,6 +36,5 @@ def test_no_batch_of_one_for_batch_norm(size, batch, drop_last):
     training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)
     run = Simulation(FedALA(), model, images((size, 8)), training, rounds=3)
     assert run.run().stopped is None
-    local = Clients(run.setting, torch.arange(2), 1, run.setting.net.b0.expand(2, -1))
-    count = int(sampled(local, 0.8).data.size("train")[0])
+    count = int(of(run.setting, [0, 1]).size[0])
     assert 1 < count <= size and (drop_last or count % batch != 1)

@@ -3,7 +3,6 @@
 import sys
 import types
 
-import pytest
 from methods import Ditto
 from parts.user import TRAINING, Mine, simulation
 from small import images, tiny_model
@@ -12,34 +11,18 @@ from pflcore import cross_silo, for_everyone, tune
 from pflcore.algorithms.lookup import algorithm_of, class_of, name_of
 
 
-@pytest.fixture
-def package(monkeypatch):
+def test_an_algorithm_by_name_class_instance_or_place(monkeypatch):
     module = types.ModuleType("mine")
-    module.Mine, module.number = Mine, 3
+    module.Mine = Mine
     monkeypatch.setitem(sys.modules, "mine", module)
-    return module
-
-
-def test_an_algorithm_by_name_class_instance_or_place(package):
-    assert isinstance(algorithm_of("ditto"), Ditto) and isinstance(
-        algorithm_of(Ditto, lam=0.5), Ditto
-    )
     mine = Mine()
-    assert (
-        algorithm_of(mine) is mine
-        and class_of("mine:Mine") is Mine
-        and name_of("mine:Mine") == name_of(mine) == "Mine"
-    )
+    assert isinstance(algorithm_of("ditto"), Ditto) and algorithm_of(Ditto, lam=0.5).lam == 0.5
+    assert algorithm_of(mine) is mine and class_of("mine:Mine") is Mine
+    assert name_of("mine:Mine") == name_of(mine) == "Mine"
     assert name_of(Ditto) == name_of("ditto") == "ditto"
     for given in (Mine, mine, "mine:Mine"):
         assert simulation(given, rounds=1).run().header["algorithm"] == "Mine"
-    tuned = tune(
-        cross_silo(images((20, 30))),
-        tiny_model(),
-        Mine,
-        TRAINING,
-        {"server_lr": [0.5, 1.0]},
-        rounds=1,
-    )
+    data, grid = cross_silo(images((20, 30))), {"server_lr": [0.5, 1.0]}
+    tuned = tune(data, tiny_model(), Mine, TRAINING, grid, rounds=1)
     assert type(tuned.best.candidate.algorithm) is Mine
     assert len(for_everyone("waffle", tiny_model(), images(), TRAINING, rounds=1).rounds) == 1

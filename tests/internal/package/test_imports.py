@@ -17,7 +17,7 @@ ROOMS: dict[str, set[str]] = {
     "nn": {"check", "ops"},
     "results": {"check", "metrics"},
     "train": {"check", "ops", "metrics", "data", "nn"},
-    "algorithms": {"check", "ops", "metrics", "data", "nn", "train"},
+    "algorithms": {"check", "ops", "data", "nn", "train"},
     "simulation": {"check", "ops", "metrics", "data", "nn", "results", "train", "algorithms"},
     "interop": {"check", "ops", "data", "train", "algorithms", "simulation"},
     "testing": {"check", "data", "train", "algorithms", "simulation"},
