@@ -550,8 +550,8 @@ class FedDWA(Algorithm):
         """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and
         models [S, P]."""
         if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
-            by = "groups" if self.search == "groups" or w.shape[1] >= LONG else "exact"
-            d, near = ops.nearest(guide, w, self.k, by)
+            by_groups = self.search == "groups" or w.shape[1] >= LONG
+            d, near = ops.nearest(guide, w, self.k, "groups" if by_groups else "exact")
             weight, order = ops.feddwa_weights(d, min(self.k, len(w)))
             return weight, near.gather(1, order)
         return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)

@@ -38,6 +38,11 @@ class Engine(NamedTuple):
     chain: Chain | None = None  # what the kernels train; the engine does the rest
     why: str = "asked for"
 
+    @property
+    def form(self) -> str:
+        """What trains: "chain" (kernels), "vmap" or "module"."""
+        return "chain" if self.chain is not None else "vmap" if self.name == "vmap" else "module"
+
     def chunks(self, clients: int, width: int, samples: int, most: int = 16) -> int:
         """Into how many chunks a cohort's rows of `width` are cut; no matter how many workers.
 
