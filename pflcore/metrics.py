@@ -100,6 +100,7 @@ def weighted_mean(values: Vector, weight: Vector) -> float:
     positive weight."""
     v, w = vector(values), vector(weight, "weight")
     _same_length("weight", w, v)
+    need(not (w < 0).any(), "weight", "numbers of samples, at least 0", weight)
     keep = ~v.isnan() & (w > 0)
     return ((v[keep] * w[keep]).sum() / w[keep].sum()).item()
 

@@ -39,7 +39,8 @@ def data_of(run: Any) -> Federation:
         data = adversary.poisoned(data)
     if run.algorithm.traits.needs_val:
         data = held_out(data, run.seed)
-    need(split in data.index, "evaluation.split", f"one of {', '.join(data.index)}", split)
+    words = f"{', '.join(data.index)} (hold samples out with split(test=0.2))"
+    need(split in data.index, "evaluation.split", f"one of {words}", split)
     return data
 
 

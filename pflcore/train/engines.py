@@ -76,8 +76,9 @@ class Objective(NamedTuple):
         """What is added to the gradients at `w` [S, Q], [S, ...], as `ops.sgd_step_` names it."""
         terms: Tensors = {}
         if self.prox is not None:
-            mu = torch.as_tensor(self.prox[0], dtype=w.dtype, device=w.device)
-            terms = {"mu": mu.reshape(-1).expand(len(w)), "anchor": self.prox[1]}
+            mu = self.prox[0]  # a number stays on the host: a card is not waited for
+            mu = mu.to(w).reshape(-1) if isinstance(mu, Tensor) else w.new_full((1,), mu)
+            terms = {"mu": mu.expand(len(w)), "anchor": self.prox[1]}
         if self.shift is not None:
             terms["shift"] = self.shift
         if self.mask is not None:

@@ -160,7 +160,9 @@ def test_an_upload_of_the_wrong_size(name):
             return
         for wrong in (up[key][:-1], up[key][None], torch.empty(0), up[key].half()):
             before = copy.deepcopy(server.state_dict())
-            with pytest.raises(ValueError, match=rf"^client {bad}: its upload holds") as e:
+            with pytest.raises(
+                ValueError, match=rf"^client {bad}: expected a dict of dense tensors as"
+            ) as e:
                 server.aggregate({**uploads, bad: ({**up, key: wrong}, size)})
             one_sentence(e.value)
             assert unchanged(server, before)
@@ -231,7 +233,7 @@ def test_a_message_that_is_none_and_a_number_of_samples_that_cannot_be():
     server = Server("fedavg", tiny_model(), 2, rounds=3)
     client = Client("fedavg", tiny_model(), DATA.subset([0]), TRAINING)
     up, n = client.train(server.download(0))
-    about = next(k for k, v in up.items() if not v.is_floating_point())
+    about = "@about"
     before = server.state_dict()["state"]["server.x"].clone()
     rows = {"delta@rows": torch.zeros(2, 3)}
     sent = {"delta@sent": torch.ones(5, dtype=torch.bool), "delta@index": torch.zeros(1)}

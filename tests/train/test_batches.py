@@ -217,7 +217,10 @@ def clients(y, test=0.5):
             "of a dict give its values",
         ),
         (lambda: Federation.from_clients([[{"x": 1, "y": 2}]]), "a Dataset of pairs"),
-        (lambda: pflcore.pack([{1: torch.ones(2)}]), "got the key 1"),
+        (
+            lambda: pflcore.pack([{1: torch.ones(2)}]),
+            "client 0: expected .* a dict of tensors by name",
+        ),
         (lambda: losses(torch.compile(linear())), "give its _orig_mod"),
         (lambda: losses(torch.jit.script(linear())), "scripted or traced"),
     ],
