@@ -18,6 +18,7 @@ from pflcore.interop.wire import STATISTICS, About, fingerprint, net_of, opened,
 from pflcore.simulation.accept import Outcome, Trained, accept
 from pflcore.simulation.personal import grown
 from pflcore.simulation.round import begin, check_start, commit, flat, policy, serve, unflat
+from pflcore.train.memory import ran_out
 
 SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits
 KEPT = "accepted", "numbers", "gone", "report"  # beside the state
@@ -112,7 +113,14 @@ class Server:
             _complain(f"uploads: {said}", strict)
         outcome = Outcome(list(names), void=True)
         if read and not absent:
-            outcome = self._played(*zip(*read.values(), strict=True))
+            try:
+                outcome = self._played(*zip(*read.values(), strict=True))
+            except (LookupError, RuntimeError, ValueError) as error:
+                if self._form is not None or ran_out(error):
+                    raise
+                form = _words(_form_of(next(iter(read.values()))[1]))
+                said = f"uploads: the algorithm cannot use what each of them holds, {form};"
+                _complain(f"{said} give both sides one algorithm and model.", strict)
         if outcome.void:
             self._state = commit(self._state, {})
         self._begun = False

@@ -381,6 +381,26 @@ def test_a_round_goes_on_without_an_upload_that_does_not_fit(how):
     assert server.round == 2
 
 
+@pytest.mark.parametrize("how", ["shape", "without"])
+def test_a_first_round_that_the_algorithm_cannot_use_is_one_sentence_and_ends_no_run(how):
+    """Most uploads are malformed, and no earlier round says so."""
+    server, clients = apart("fedavg", bn_model)
+    ups = uploads(server, clients)
+    for i in (0, 1, 2):
+        if how == "shape":
+            ups[i] = BAD["shape"](*ups[i])
+        else:
+            del ups[i][0]["delta"]
+    before = server.state_dict()["state"]
+    with pytest.raises(ValueError, match=r"^(uploads: .*cannot use what|client 3)") as error:
+        server.aggregate(ups)
+    assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
+    with pytest.warns(RuntimeWarning, match="cannot use what each of them holds"):
+        assert server.aggregate(ups, strict=False).void
+    after = server.state_dict()["state"]
+    assert all(torch.equal(v, before[k]) for k, v in after.items())
+
+
 def test_a_round_in_which_nothing_fits_or_is_finite_is_void_and_changes_nothing():
     server, clients = apart("feddwa")
     play(server, clients, [0, 1])
