@@ -4,6 +4,7 @@ compare` play."""
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
@@ -133,6 +134,12 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
     data = federation_of(o.data, o.partition, o.n, o.data_seed, **samples, **more)
     if o.data.startswith("folder:") and o.criterion in ("squared", "half_squared"):
         data = replace(data, y=data.y.float(), classes=None)  # whole numbers may be targets
+    if o.data.startswith("folder:") and o.standardize is None and len(data.shape) == 1:
+        spread = data.x.std(0)
+        least, most = spread[spread > 0].aminmax() if spread.any() else (1, 1)
+        if most > 100 * least:
+            said = f"columns of {data.name} vary by 1 and by {most / least:.0f}"
+            warnings.warn(f"data: {said}; scale them by --standardize.", stacklevel=2)
     if o.val:
         data = data.split(val=o.val, seed=o.data_seed)
     there = not isinstance(o.target, int) or 0 <= o.target < data.n

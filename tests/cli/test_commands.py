@@ -171,10 +171,12 @@ def test_whole_numbers_may_be_targets_and_columns_may_be_scaled(tmp_path):
         x = rng.rand(30, 2) * [1, 600]
         rows = [f"{a:.4f},{b:.2f},{int(20 + 30 * a)}" for a, b in x]
         (folder / f"{name}.csv").write_text("\n".join(["share,sugar,age", *rows]) + "\n")
-    how = "--criterion squared --rounds 30 --quiet --standardize True --out o"
-    assert command(f"run local --data folder:{folder} {how}") == 0
+    how = f"run local --data folder:{folder} --criterion squared --rounds 30 --quiet"
+    assert command(f"{how} --standardize True --out o") == 0
     (run,) = read("o")
     assert run.measure == "loss" and bool((run.last("loss") < 30).all())
+    with pytest.warns(UserWarning, match=r"vary by 1 and by \d+; scale them by --standardize"):
+        command(f"{how} --out raw")
 
 
 def test_metrics_that_were_asked_for_are_in_the_table():
