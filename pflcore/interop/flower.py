@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partialmethod
 from logging import WARNING
 from types import SimpleNamespace
 from typing import Any
@@ -73,21 +74,16 @@ def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
 def usable(replies: list[Message], weight: str) -> list[Message]:
     """The replies without those that do not hold one finite model of the tensors that most of them
     have, with its `weight`: these are logged, and were absent."""
-    forms = [_form_of(m.content, weight) if m.has_content() else None for m in replies]
-    known = [form for form in forms if form]
+    forms = {
+        m.metadata.src_node_id: _form_of(m.content, weight) for m in replies if m.has_content()
+    }
+    known = [form for form in forms.values() if form]
     usual = max(known, key=known.count, default=None)
-    good = []
-    for message, form in zip(replies, forms, strict=True):
-        if not message.has_content() or (form and form == usual):
-            good.append(message)
-            continue
-        log(
-            WARNING,
-            "node %d: its reply is no finite model of the others' tensors with %r; it was absent",
-            message.metadata.src_node_id,
-            weight,
-        )
-    return good
+    odd = [node for node, form in forms.items() if not form or form != usual]
+    if odd:
+        said = "nodes %s: no finite models of the others' tensors with %r in their replies; absent"
+        log(WARNING, said, odd, weight)
+    return [m for m in replies if m.metadata.src_node_id not in odd]
 
 
 def _form_of(content: RecordDict, weight: str) -> dict[str, Any] | None:
@@ -369,21 +365,6 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
             grid, ArrayRecord(), left if num_rounds is None else num_rounds, **options
         )
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """A message for each client of this round's cohort."""
-        if not self.fraction_train:
-            return []
-        here, alg = self._here(grid), self.server.algorithm
-        absent = set(alg.traits.required) - set(here)
-        need(not absent, "algorithm", "a node for its client in every round", f"none of {absent}")
-        part = max(self.fraction_train, min(1.0, self.min_train_nodes / len(here)))
-        seed: Any = SimpleNamespace(seed=self.server.seed)  # all that is asked of a setting
-        among = torch.tensor(sorted(here))
-        ids = sample(Setup(alg, seed), self.server.round + 1, part, among)
-        return self._messages([here[i] for i in ids.tolist()], "train", server_round, config)
-
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
@@ -410,30 +391,37 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         fine = [m.content for m in valid if self.clients[m.metadata.src_node_id] in outcome.ids]
         return None, self.train_metrics_aggr_fn(fine, self.weighted_by_key) if fine else None
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """A message for each client that is evaluated."""
-        if not self.fraction_evaluate:
-            return []
-        here = [node for _, node in sorted(self._here(grid).items())]
-        n, least = len(here), min(self.min_evaluate_nodes, len(here))
-        count = max(int(self.fraction_evaluate * n), least)
-        places = drawn(n, count, self.server.seed, server_round, "evaluated").sort().values
-        nodes = [here[i] for i in places.tolist()]
-        return self._messages(nodes, "evaluate", server_round, config)
-
     # inside -----------------------------------------------------------------
     def _messages(
-        self, nodes: list[int], kind: str, server_round: int, config: ConfigRecord
+        self, kind: str, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
+        """A message for each client of this round's cohort, or for each that is evaluated."""
+        train, alg = kind == "train", self.server.algorithm
+        fraction = self.fraction_train if train else self.fraction_evaluate
+        if not fraction:
+            return []
+        here = self._here(grid)
+        among, n = torch.tensor(sorted(here)), len(here)
+        if train:
+            absent = set(alg.traits.required) - set(here)
+            words = "a node for its client in every round"
+            need(not absent, "algorithm", words, f"none of {absent}")
+            part = max(fraction, min(1.0, self.min_train_nodes / n))
+            seed: Any = SimpleNamespace(seed=self.server.seed)  # all that is asked of a setting
+            ids = sample(Setup(alg, seed), self.server.round + 1, part, among)
+        else:
+            count = max(int(fraction * n), min(self.min_evaluate_nodes, n))
+            ids = among[drawn(n, count, self.server.seed, server_round, "evaluated").sort().values]
         config["server-round"], messages = server_round, []
-        for node in nodes:
-            purpose: Any = "train" if kind == "train" else "evaluation"
+        purpose: Any = "train" if train else "evaluation"
+        for node in [here[i] for i in ids.tolist()]:
             record = record_of(self.server.download(self.clients[node], purpose))
             content = RecordDict({self.arrayrecord_key: record, self.configrecord_key: config})
             messages.append(Message(content, node, kind))
         return messages
+
+    configure_train = partialmethod(_messages, "train")
+    configure_evaluate = partialmethod(_messages, "evaluate")
 
     def _here(self, grid: Grid) -> dict[int, int]:
         """The nodes that are connected, by their clients' numbers; new ones are asked which client
