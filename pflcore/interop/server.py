@@ -119,8 +119,11 @@ class Server:
                 if self._form is not None or ran_out(error):
                     raise
                 form = _words(_form_of(next(iter(read.values()))[1]))
-                said = f"uploads: the algorithm cannot use what each of them holds, {form};"
-                _complain(f"{said} give both sides one algorithm and model.", strict)
+                why = str(error).partition("\n")[0].rstrip(".")
+                said = (
+                    f"uploads: {type(self.algorithm).__name__} cannot use what each holds, {form}"
+                )
+                _complain(f"{said} ({why}); give both sides one algorithm and model.", strict)
         if outcome.void:
             self._state = commit(self._state, {})
         self._begun = False

@@ -145,7 +145,7 @@ def test_a_void_round_leaves_the_weights_of_earlier_rounds():
 def test_records_of_two_streams_stand_in_no_table():
     history = simulation("fedavg", many(8), rounds=1).run()
     old = {**history.header, "stream": 1, "seed": 5}
-    with pytest.raises(ValueError, match="stream: expected runs of one version .* got '1 and 3'"):
+    with pytest.raises(ValueError, match=r"stream: expected runs of one version .* got '1 and 3'"):
         table(group([*history.lines(), {"header": old}, *history.rounds]))
 
 
