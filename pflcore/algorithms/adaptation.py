@@ -596,7 +596,8 @@ def check_head(clients: Clients) -> None:
     net, x = clients.net, clients.setting.data.x[:2]
     fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
     row = net.w0 + torch.linspace(-0.1, 0.1, net.size).to(net.w0)
-    sign = 1 - 2 * onto(head_mask(net), row.device).to(row)
+    sign = torch.ones_like(row)
+    sign[net.head_slice] = -1
     try:
         with torch.no_grad(), forward_mode(False, net.b0):
             # scores of both signs: a ReLU behind the head may not show else

@@ -295,10 +295,11 @@ class Mocha(Algorithm):
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         w, seen, ids = state["w"], state["seen"], cohort.ids
-        rows, at = state["omega"][ids], onto(ids[:, None], w.device)  # [S, N]
+        at = onto(ids[:, None], w.device)
+        rows = state["omega"][at[:, 0]]  # [S, N]
         down = {"pull": ops.aggregate(w, rows.scatter(1, at, 0.0)), "o": rows.gather(1, at)}
         if bool(seen.any()) and not bool(seen[ids].all()):  # sent where somebody needs it
-            down["start"] = w[seen].mean(0).expand(len(ids), -1)
+            down["start"] = w[onto(seen, w.device)].mean(0).expand(len(ids), -1)
         return down
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
@@ -317,10 +318,10 @@ class Mocha(Algorithm):
         ids = cohort.ids
         changes: Changes = {"w": Rows(ids, up["w"]), "seen": Rows(ids, ids >= 0)}
         if cohort.round % self.outer == 0:
-            w = state["w"].index_copy(0, onto(ids, up["w"].device), up["w"])
-            omega = relation(w, self.delta, self.relation)
+            at = onto(ids, up["w"].device)
+            omega = relation(state["w"].index_copy(0, at, up["w"]), self.delta, self.relation)
             lr, lr_sum = (up[k][:, 0].double() for k in ("lr", "lr_sum"))
-            self.check(omega[ids][:, ids], lr, lr_sum, cohort.round)
+            self.check(omega[at][:, at], lr, lr_sum, cohort.round)
             changes["omega"] = omega
         return changes, None
 
@@ -331,9 +332,9 @@ class Mocha(Algorithm):
         e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
         root = e.clamp(min=0).sqrt()
         largest = torch.linalg.eigvalsh(root[:, None] * omega * root).max().item()
-        self.hold(round, lr.max().item(), max(shrink.max().item(), largest))
+        self.hold(round, lr.max(), max(shrink.max().item(), largest))
 
-    def hold(self, round: int, lr: float, value: float) -> None:
+    def hold(self, round: int, lr: float | Tensor, value: float) -> None:
         """Stop where an eigenvalue is 2 or more."""
         if not value < 2:
             raise Stop(

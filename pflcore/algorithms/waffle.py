@@ -251,7 +251,8 @@ class WeightErosion(Algorithm):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids, delta, p_d = cohort.ids, up["delta"], self.p_d
-        mine = delta[ids == self.target]
+        at = int((ids == self.target).nonzero())
+        mine = delta[at : at + 1]
         distance = ops.pairwise_sqdist(mine, delta)[0].sqrt().cpu()
         # relative to the target's update; infinite where only the target stood still
         distance = torch.where(distance > 0, distance / squares(mine).sqrt().cpu(), 0.0)

@@ -129,7 +129,11 @@ def peak_bytes(setup: Setup, participation: float) -> int:
     evaluation = (own + server) // n or (training if alg.traits.late else 0)
     at_once = min(run.workers.count, cohort) if engine.name == "loop" else 0
     beside = max(cohort * (training + OWN * own // n), n * evaluation)
-    return state + beside + (COPIES + 3 * at_once) * row
+    kernels = 0  # what each worker's kernels keep of a minibatch
+    if engine.chain is not None:
+        batch = engine.chain.bytes_kept(run.training.batch_size, net.w0.element_size())
+        kernels = run.workers.count * batch
+    return state + kernels + beside + (COPIES + 3 * at_once) * row
 
 
 def row_bytes(setup: Setup) -> tuple[int, int, int]:
