@@ -595,7 +595,7 @@ def check_head(clients: Clients) -> None:
     """ValueError where the model is not its head on its features."""
     net, x = clients.net, clients.setting.data.x[:2]
     fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
-    row = net.w0 + torch.linspace(-0.1, 0.1, net.size).to(net.w0)
+    row = net.w0 + torch.linspace(-0.1, 0.1, net.size, dtype=net.dtype, device=net.w0.device)
     sign = torch.ones_like(row)
     sign[net.head_slice] = -1
     try:
