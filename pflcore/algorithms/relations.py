@@ -335,7 +335,7 @@ class Mocha(Algorithm):
         self.hold(round, lr.max(), max(shrink.max().item(), largest))
 
     def hold(self, round: int, lr: float | Tensor, value: float) -> None:
-        """Stop where an eigenvalue is 2 or more; only then is a step size [1] on a card waited for."""
+        """Stop where an eigenvalue is 2 or more; only then is a step size [1] on a card read."""
         if not value < 2:
             raise Stop(
                 f"MOCHA is unstable from round {round} on: with lr {lr:g}, lam {self.lam:g} and "
