@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Cohort, Mix, Pool, Rows, Tensors
-from pflcore.check import checked
+from pflcore.check import check_fields, checked
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.simulation.accept import Outcome
@@ -108,6 +108,9 @@ class Case:
     model: Callable[[], nn.Module] | None = None
     federation: Federation | None = None
     dtype: torch.dtype = torch.float64
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @cached_property
     def data(self) -> Federation:

@@ -24,7 +24,7 @@ from pflcore.algorithms.lookup import class_of, name_of
 from pflcore.check import Count, NonNegative, Whole, check_fields, need
 from pflcore.cli import experiment
 from pflcore.cli.experiment import Job, Options
-from pflcore.cli.options import of_function, parse
+from pflcore.cli.options import of_function, offered, parse
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation
 from pflcore.metrics import human
 from pflcore.nn.models import MODELS
@@ -116,6 +116,8 @@ def _play(command: Callable[..., int], names: Sequence[str], argv: Sequence[str]
     algorithms = {name_of(name): name for name in names}
     groups |= {title: class_of(name) for title, name in algorithms.items()}
     classes = {class_of(name) for name in names}
+    # who has no options has no group that would say what it is
+    about = "\n\n".join([about, *(inspect.getdoc(c) or "" for c in classes if not offered(c))])
     need(len(classes) == len(algorithms), "algorithms", "different names", ", ".join(names))
     got = parse(prog, about, groups, argv, () if one else algorithms)
     hyper = {name: got[title] for title, name in algorithms.items()}

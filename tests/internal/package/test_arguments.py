@@ -167,6 +167,7 @@ GOOD = {
     "Adversary": {"attack": "noise", "clients": [1]},
     "Federation": {"x": DATA.x, "y": DATA.y, "index": DATA.index},
     "Simulation": {"algorithm": "fedavg", "model": tiny_model(), "data": DATA},
+    "Case": {"given": FedAvg()},
     "Checkpoint": {"folder": "nowhere"},
 }
 
@@ -244,18 +245,7 @@ def test_what_an_annotation_does_not_allow_is_refused(f, given):
 
 # made by pflcore, not by its users
 GIVEN = {
-    *(
-        "Backend",
-        "Basis",
-        "Case",
-        "Clients",
-        "ClientGroups",
-        "Cohort",
-        "Fit",
-        "Form",
-        "History",
-        "Layout",
-    ),
+    *("Backend", "Basis", "Clients", "ClientGroups", "Cohort", "Fit", "Form", "History", "Layout"),
     *("Mix", "Nearest", "Objective", "Outcome", "Packed", "Partition", "Personalized", "Pool"),
     *("Rows", "Run", "ServerRule", "Setup", "Source", "State", "TopK", "Traits", "apply"),
 }
