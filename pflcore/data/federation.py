@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore.check import Count, Fraction, Kind, Momentum, NonNegative, Seed32, checked, need
-from pflcore.data.cuts import Partition
 from pflcore.data.inputs import inputs, pair, target, tensor
+from pflcore.data.partition import Partition
 from pflcore.data.ragged import Ragged, onto
 from pflcore.data.samples import SPLITS, Samples, Scaling
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.check import Count, Part, Positive, Seed32, Share, Whole, checked, need
-from pflcore.data.cuts import (
-    Labels,
-    Partition,
+from pflcore.data.ragged import (
+    Ints,
+    Ragged,
     Random,
+    by_class,
     cut_in_two,
     deal,
     deal_shards,
@@ -31,7 +32,6 @@ from pflcore.data.cuts import (
     interleaved,
     stream,
 )
-from pflcore.data.ragged import Ints, Ragged
 
 Floats = NDArray[np.float64]
 BASES: dict[str, list[int]] = {  # WAFFLE paper, section 5.1: agent 0's share of each label
@@ -51,6 +51,40 @@ MINORITY = {  # WAFFLe (Hao et al. 2020), appendix B: the minority's classes
     "fashion_mnist": (0, 5, 6, 7, 9),  # footwear and shirts, without the pullover
     "cifar10": (0, 1, 8, 9),  # vehicles
 }
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Who holds which sample, counted through cat(labels, test_labels)."""
+
+    index: Mapping[str, Sequence[Tensor]]  # split -> N lists
+    relabel: Tensor | None = None  # [N, C]
+    group: Tensor | None = None  # [N], where the recipe has groups of clients
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what was counted on the way
+
+
+class Labels(NamedTuple):
+    """The labels [n] of each pool, and for how many clients they are."""
+
+    pools: dict[str, Ints]  # split -> labels
+    n: int
+    classes: int
+
+    @property
+    def train(self) -> Ints:
+        return self.pools["train"]
+
+    def totals(self, y: Ints) -> Ints:
+        """How many samples of each class: [C]."""
+        return np.bincount(y, minlength=self.classes)
+
+    def each(self, cut: Callable[[Ints, str], Ragged]) -> dict[str, Ragged]:
+        """Every pool cut by `cut(labels, split)`, counted through all pools."""
+        index, first = {}, 0
+        for split, y in self.pools.items():
+            lists = cut(y, split)
+            index[split], first = Ragged(lists.flat + first, lists.size), first + len(y)
+        return index
 
 
 @checked
@@ -78,8 +112,8 @@ def waffle(
     weights = row[np.add.outer(np.arange(classes), np.arange(n)) % classes] * _weights(sizes, n)
 
     def cut(y: Ints, split: str) -> Ragged:
-        rows = labels.by_class(y, rng if shuffle and split == "train" else None)
-        return deal(rows, in_proportion([len(r) for r in rows], weights))
+        rows = by_class(y, classes, rng if shuffle and split == "train" else None)
+        return deal(rows, in_proportion(labels.totals(y), weights))
 
     unused = np.flatnonzero(weights.sum(1) == 0).tolist()
     relabel = None if shift_seed is None else concept_shift(n, classes, shift_seed)
@@ -103,7 +137,7 @@ def iid(labels: Labels, rng: Random, *, sizes: Sizes = None) -> Partition:
     weights = _weights(sizes, labels.n)[None]
 
     def cut(y: Ints, split: str) -> Ragged:
-        return deal([rng.permutation(len(y))], in_proportion([len(y)], weights))
+        return deal([rng.permutation(len(y))], in_proportion(np.array([len(y)]), weights))
 
     return Partition(labels.each(cut))
 
@@ -140,46 +174,44 @@ def dirichlet(
               best is kept and single samples move from the largest client to the smallest
     facts: min_size, draws, and how many samples moved.
     """
-    pooled, pools, n = mode == "pooled_split", list(labels.pools.values()), labels.n
-    need(
-        pooled or train_fraction == 0.8,
-        "train_fraction",
-        "0.8 outside pooled_split",
-        train_fraction,
-    )
-    every = np.concatenate(pools) if pooled else labels.train
-    least = 2 if pooled else 1  # a sample to train on, and one to be tested on
-    floor = max(least, min(20, len(every) // (2 * n)) if min_size is None else min_size)
-    need(floor * n <= len(every), "min_size", f"enough for {n} of {len(every)} samples", floor)
-    totals = np.bincount(every, minlength=labels.classes)
-    tests = None if pooled or len(pools) == 1 else np.bincount(pools[1], minlength=labels.classes)
-    need(tests is None or tests.sum() >= n, "n", "at most as many as test samples", n)
+    pooled, n = mode == "pooled_split", labels.n
+    fits = pooled or train_fraction == 0.8
+    need(fits, "train_fraction", "0.8 outside pooled_split", train_fraction)
+    # the pools that are cut by one draw
+    pools = {"train": np.concatenate([*labels.pools.values()])} if pooled else labels.pools
+    samples, least = len(pools["train"]), 2 if pooled else 1  # to train on, and to be tested on
+    floor = max(least, min(20, samples // (2 * n)) if min_size is None else min_size)
+    need(floor * n <= samples, "min_size", f"enough for {n} of {samples} samples", floor)
+    need(all(len(y) >= n for y in pools.values()), "n", "at most as many as test samples", n)
 
-    p, draws = _drawn(totals, tests, n, alpha, balance, floor, rng)
-    held = counts_of(p, totals)
-    moved = _lift(held, floor)
-    index = {"train": deal(labels.by_class(every, rng), held)}
+    p, draws = _drawn([*map(labels.totals, pools.values())], n, alpha, balance, floor, rng)
+    held = {split: counts_of(p, labels.totals(y)) for split, y in pools.items()}
+    moved = _lift(held["train"], floor)
+    if "test" in held:
+        moved += _lift(held["test"], 1, like=held["train"])
+
+    def cut(y: Ints, split: str) -> Ragged:
+        return deal(by_class(y, labels.classes, rng), held[split])
+
+    index = labels._replace(pools=pools).each(cut)
     if pooled:
         size = lambda k: min(max(1, int(train_fraction * k + 1e-9)), k - 1)  # noqa: E731
-        index = dict(zip(("train", "test"), cut_in_two(index["train"], size, rng), strict=True))
-    elif tests is not None:
-        few = counts_of(p, tests)
-        moved += _lift(few, 1, like=held)
-        index["test"] = deal([r + len(every) for r in labels.by_class(pools[1], rng)], few)
+        index["train"], index["test"] = cut_in_two(index["train"], size, rng)
     return Partition(index, facts={"min_size": floor, "draws": draws, "moved samples": moved})
 
 
 def _drawn(
-    totals: Ints, tests: Ints | None, n: int, alpha: float, balance: bool, floor: int, rng: Random
+    totals: list[Ints], n: int, alpha: float, balance: bool, floor: int, rng: Random
 ) -> tuple[Floats, int]:
-    """The first draw [C, N] with `floor` samples for every client, or the best; how many draws."""
+    """The first draw [C, N] with `floor` samples for every client and one of each other pool, or
+    the best; how many draws."""
     best, least, draws = np.zeros((0, n)), -1, 0
     while draws < DRAWS and least < floor:
         draws += 1
-        p = _proportions(totals, n, alpha, balance, rng)
-        smallest = int(counts_of(p, totals).sum(0).min())
-        if tests is not None and counts_of(p, tests).sum(0).min() == 0:
-            smallest = min(smallest, floor - 1)  # a client without a test sample
+        p = _proportions(totals[0], n, alpha, balance, rng)
+        smallest, *tested = (int(counts_of(p, some).sum(0).min()) for some in totals)
+        if 0 in tested:  # a client without a test sample
+            smallest = min(smallest, floor - 1)
         if smallest > least:
             best, least = p, smallest
     return best, draws
@@ -248,23 +280,18 @@ def pathological(
     of each, q = min over owned classes of n_c // owners. The rest is unused, and counted in the
     facts.
     """
-    n, number = labels.n, labels.n * k
+    n, number, samples = labels.n, labels.n * k, len(labels.train)
     if mode == "exact_k":
         need(k <= labels.classes, "k", f"at most the {labels.classes} classes", k)
         owned = _owners(n, k, labels.classes, rng)
         index = labels.each(lambda y, split: _equal(labels, y, split, owned, rng))
         unused = {s: len(y) - len(index[s].flat) for s, y in labels.pools.items()}
         return Partition(index, facts={f"unused {s} samples": m for s, m in unused.items() if m})
-    need(
-        number <= len(labels.train),
-        "k",
-        f"shards of at least one of {len(labels.train)} samples",
-        k,
-    )
+    need(number <= samples, "k", f"shards of at least one of {samples} samples", k)
     table = rng.permutation(number).reshape(n, k)
 
     def cut(y: Ints, split: str) -> Ragged:
-        rows = np.concatenate(labels.by_class(y, rng))
+        rows = np.concatenate(by_class(y, labels.classes, rng))
         return deal_shards(rows, even(len(y), number), table)
 
     return Partition(labels.each(cut))
@@ -280,12 +307,12 @@ def _owners(n: int, k: int, classes: int, rng: Random) -> Ints:
 
 def _equal(labels: Labels, y: Ints, split: str, owned: Ints, rng: Random) -> Ragged:
     """The same number of samples of each owned class for every client."""
-    owners, have = owned.sum(1), np.bincount(y, minlength=labels.classes)
-    quota = np.where(owners > 0, have // np.maximum(owners, 1), len(y) + 1)
-    poorest = int(quota.argmin())
-    few = f"a {split} sample of class {poorest} for each of its {owners[poorest]} owners"
-    need(quota[poorest] > 0, "k and n", few, int(have[poorest]))
-    return deal(labels.by_class(y, rng), quota[poorest] * owned)
+    (classes,) = owned.any(1).nonzero()
+    have, owners = labels.totals(y)[classes], owned.sum(1)[classes]
+    quota, poorest = (have // owners).min(), (have // owners).argmin()
+    few = f"a {split} sample of class {classes[poorest]} for each of its {owners[poorest]} owners"
+    need(quota > 0, "k and n", few, int(have[poorest]))
+    return deal(by_class(y, labels.classes, rng), quota * owned)
 
 
 @checked
@@ -307,20 +334,15 @@ def practical1(
     need(groups <= n, "groups", f"at most the {n} clients", groups)
     need((dominant or 1) <= classes, "dominant", f"at most the {classes} classes", dominant)
     group, facts = np.arange(n) * groups // n, {}
-    owned = dominant_classes(classes, groups, dominant)
+    q = dominant or (min(3, classes) if classes <= 10 else max(1, classes // 5))
+    owned = [[(j * classes // groups + d) % classes for d in range(q)] for j in group.tolist()]
 
     def cut(y: Ints, split: str) -> Ragged:
-        lists, short = _dominated(labels, y, [owned[g] for g in group], share, rng)
+        lists, short = _dominated(labels, y, owned, share, rng)
         facts.update({f"{split} samples of other classes": short} if short else {})
         return lists
 
     return Partition(labels.each(cut), group=torch.from_numpy(group), facts=facts)
-
-
-def dominant_classes(classes: int, groups: int, dominant: int | None = None) -> list[list[int]]:
-    """The dominant classes of each group."""
-    q = dominant or (min(3, classes) if classes <= 10 else max(1, classes // 5))
-    return [[(j * classes // groups + d) % classes for d in range(q)] for j in range(groups)]
 
 
 def _dominated(
@@ -329,7 +351,7 @@ def _dominated(
     """Equal lists, and how many samples came from other classes than the dominant ones."""
     n, size = len(owned), len(y) // len(owned)
     own = int(share * size + 0.5)
-    rows = labels.by_class(y, rng)
+    rows = by_class(y, labels.classes, rng)
     # The common part first, in the pool's class proportions, so that no class is used up before.
     common = rng.permutation(interleaved(rows)[: n * (size - own)]).reshape(n, size - own)
     supply = [r[~np.isin(r, common)].tolist() for r in rows]
@@ -364,8 +386,8 @@ def unimodal(
     Cuts the training pool alone. `test`: the share of a client's samples that is held out. `train`:
     use so many of the others only; the test sets stay. Unused samples are counted in the facts.
     """
-    lists = _population(labels, range(labels.classes), labels.n, z, None, rng)
-    return _tested(labels, lists, test, train, rng, None)
+    index, facts = _populations(labels, [(range(labels.classes), labels.n)], z, test, train, rng)
+    return Partition(index, facts=facts)
 
 
 @checked
@@ -390,46 +412,42 @@ def multimodal(
     need(both, "minority", f"some of the classes 0..{labels.classes - 1}, and not all", few)
     need(minority_clients < n, "minority_clients", f"fewer than the {n} clients", minority_clients)
     modes = [(some, n - minority_clients), (few, minority_clients)]
-    shards = np.zeros(labels.classes, dtype=np.int64)
-    for classes, k in modes:
-        shards[classes] = even(k * z, len(classes))
-    have = np.bincount(labels.train, minlength=labels.classes)
-    size = int((have[shards > 0] // shards[shards > 0]).min())
-    parts = [_population(labels, classes, k, z, size, rng) for classes, k in modes]
-    lists = Ragged(torch.cat([p.flat for p in parts]), torch.cat([p.size for p in parts]))
-    group = torch.arange(n) >= n - minority_clients
-    return _tested(labels, lists, test, train, rng, group.long())
+    index, facts = _populations(labels, modes, z, test, train, rng)
+    return Partition(index, group=(torch.arange(n) >= n - minority_clients).long(), facts=facts)
 
 
-def _population(
+def _populations(
     labels: Labels,
-    classes: Sequence[int],
-    n: int,
+    modes: Sequence[tuple[Sequence[int], int]],
     z: int,
-    size: int | None,
+    test: float,
+    train: int | None,
     rng: Random,
-) -> Ragged:
-    """These classes' shards, even ones or of `size`, z to each of n clients at random."""
-    every = labels.by_class(labels.train, rng)
-    rows, counts = [every[c] for c in classes], even(n * z, len(classes)).tolist()
-    sizes = [
-        even(len(r), k) if size is None and k else np.full(k, size or 0)
-        for r, k in zip(rows, counts, strict=True)
-    ]
-    need(np.concatenate(sizes).all(), "n", "so few clients that each shard has a sample", labels.n)
-    flat = np.concatenate([r[: s.sum()] for r, s in zip(rows, sizes, strict=True)])
-    return deal_shards(flat, np.concatenate(sizes), rng.permutation(n * z).reshape(n, z))
-
-
-def _tested(
-    labels: Labels, lists: Ragged, test: float, train: int | None, rng: Random, group: Any
-) -> Partition:
+) -> tuple[dict[str, Ragged], dict[str, int]]:
+    """For each mode, classes and a number of clients, shards of its classes, z to each client at
+    random: even ones where there is one mode, else all of the largest size that every class has.
+    The lists to train on and to be tested on, and the facts."""
+    have, shards = labels.totals(labels.train), np.zeros(labels.classes, dtype=np.int64)
+    for classes, n in modes:
+        shards[classes] = even(n * z, len(classes))
+    few = "so few clients that each shard has a sample"
+    need((have >= shards).all(), "n", few, labels.n)
+    size = int((have[shards > 0] // shards[shards > 0]).min())
+    parts = []
+    for classes, n in modes:
+        every = by_class(labels.train, labels.classes, rng)
+        sizes = [
+            even(have[c], shards[c]) if len(modes) == 1 and shards[c] else np.full(shards[c], size)
+            for c in classes
+        ]
+        rows = [every[c][: s.sum()] for c, s in zip(classes, sizes, strict=True)]
+        table = rng.permutation(n * z).reshape(n, z)
+        parts.append(deal_shards(np.concatenate(rows), np.concatenate(sizes), table))
+    lists = Ragged(torch.cat([p.flat for p in parts]), torch.cat([p.size for p in parts]))
     held, rest = cut_in_two(lists, lambda k: max(1, int(test * k + 0.5)), rng)
     unused = len(labels.train) - len(lists.flat)
-    facts = {"unused train samples": unused} if unused else {}
-    if train is not None:
-        rest = Ragged.of([r[:train] for r in rest])
-    return Partition({"train": rest, "test": held}, group=group, facts=facts)
+    rest = rest if train is None else Ragged.of([r[:train] for r in rest])
+    return {"train": rest, "test": held}, {"unused train samples": unused} if unused else {}
 
 
 class Way(NamedTuple):

