@@ -1,7 +1,9 @@
 """Data and defaults by their public names, under shorter ones."""
 
+from contextlib import contextmanager
 from dataclasses import fields, replace
 
+import pytest
 import torch
 from methods import FedPer
 from torch import Tensor
@@ -86,3 +88,12 @@ def criterion(name):
 def hinge(scores, y):
     loss: Tensor = criterion("hinge")(scores, y)
     return loss
+
+
+@contextmanager
+def sentence(words, error=ValueError):
+    """One sentence is raised, which begins with these words, a regular expression."""
+    with pytest.raises(error, match=f"^{words}") as raised:
+        yield
+    said = str(raised.value)
+    assert said.endswith(".") and ". " not in said and "\n" not in said, said

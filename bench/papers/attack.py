@@ -18,7 +18,8 @@ from bench.problem import parsed
 from bench.table import markdown
 from pflcore.check import Count, Whole, check_fields
 from pflcore.cli.experiment import algorithm
-from pflcore.data import Federation, Source, load
+from pflcore.data import Federation, load
+from pflcore.data.sources import Source
 from pflcore.nn.models import model_for
 from pflcore.train import Net, Training
 

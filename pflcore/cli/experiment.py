@@ -26,7 +26,8 @@ from pflcore.check import (
     need,
     refuse,
 )
-from pflcore.data import PARTITIONS, SOURCES, Federation, federation_of, options_of
+from pflcore.data import PARTITIONS, SOURCES, Federation, federation_of
+from pflcore.data.partition import options_of
 from pflcore.nn.models import MODELS, model_for
 from pflcore.results.record import CUT
 from pflcore.simulation import Evaluation, Hardware, History, Robustness, Simulation, for_everyone

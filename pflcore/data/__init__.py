@@ -10,9 +10,9 @@ from typing import Any
 
 from pflcore.check import Count, Seed32, checked, need, shown
 from pflcore.data import natural, synthetic
-from pflcore.data.federation import ClientGroups, Federation, HeldOut
+from pflcore.data.federation import Federation, HeldOut
 from pflcore.data.inputs import padded
-from pflcore.data.partition import PARTITIONS, Partition, options_of, partition
+from pflcore.data.partition import PARTITIONS, options_of, partition
 from pflcore.data.roles import SHARES
 from pflcore.data.sources import SOURCES, Source, load
 
@@ -29,13 +29,9 @@ __all__ = [
     "FEDERATIONS",
     "PARTITIONS",
     "SOURCES",
-    "ClientGroups",
     "Federation",
-    "Partition",
-    "Source",
     "federation_of",
     "load",
-    "options_of",
     "padded",
     "partition",
 ]

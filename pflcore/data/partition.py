@@ -307,7 +307,7 @@ def _owners(n: int, k: int, classes: int, rng: Random) -> Ints:
 
 def _equal(labels: Labels, y: Ints, split: str, owned: Ints, rng: Random) -> Ragged:
     """The same number of samples of each owned class for every client."""
-    (classes,) = owned.any(1).nonzero()
+    classes = np.flatnonzero(owned.any(1))
     have, owners = labels.totals(y)[classes], owned.sum(1)[classes]
     quota, poorest = (have // owners).min(), (have // owners).argmin()
     few = f"a {split} sample of class {classes[poorest]} for each of its {owners[poorest]} owners"

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 from pflcore.interop.client import Client
 from pflcore.interop.mixing import Clusters, Krum, personalize
-from pflcore.interop.packing import Form, Packed, pack, unpack
+from pflcore.interop.packing import pack, unpack
 from pflcore.interop.server import Server
 
 __all__ = [
     "Client",
     "Clusters",
-    "Form",
     "Krum",
-    "Packed",
     "Server",
     "pack",
     "personalize",

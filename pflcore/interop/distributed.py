@@ -167,21 +167,10 @@ def _agree(
     Before that, all ranks must have right arguments that fit together; else all of them raise, so
     that none waits for another.
     """
-    (first, t), *_ = given.items()
-    what, chosen = size
+    first, t = next(iter(given.items()))
     error: Exception | None = None
-    said, mine = op, 0
     try:
-        for name, other in given.items():
-            matrix(op, name, other, "[rows, columns]")
-            check_same(op, first, t, name, other)
-            wanted = f"of {t.shape[1]} columns like {first}"
-            expect(other.shape[1] == t.shape[1], op, name, wanted, shape(other))
-            said += f", {name} with {other.shape[dim]} {('rows', 'columns')[dim]} of {other.dtype}"
-        whole = chosen is None or (is_int(chosen) and chosen >= 0)
-        expect(whole, op, what, "a whole number, at least 0", shape(chosen))
-        said += "" if chosen is None else f", a {what}"
-        mine = t.shape[1 - dim]
+        said = _called(op, dim, size, given)
     except (TypeError, ValueError) as wrong:
         error = wrong
     begun = dist.is_available() and dist.is_initialized()
@@ -192,16 +181,31 @@ def _agree(
     if error is None and f"{t.device.type}:" not in (config := dist.get_backend_config(group)):
         wanted = f"{op}: {first} must be where the process group's backend ({config}) can send it"
         error = ValueError(f"{wanted} from, got {shape(t)}.")
+    own = (str(error), 0, None) if error else (said, t.shape[1 - dim], size[1])
     ranks: list[Any] = [None] * dist.get_world_size(group)
-    own = str(error or said), (mine, chosen)
     _together(op, dist.all_gather_object, ranks, own, group=group)
     if error:
         raise error
-    for rank, (theirs, _) in enumerate(ranks):
+    wanted = f"that of rank 0 ({ranks[0][0]}) on all ranks"
+    for rank, (theirs, *_) in enumerate(ranks):
         came = f"{theirs.removesuffix('.')} on rank {rank}"
-        wanted = f"that of rank 0 ({ranks[0][0]}) on all ranks"
         expect(theirs == ranks[0][0], op, "the call", wanted, came)
-    return [sizes for _, sizes in ranks]
+    return [(mine, chosen) for _, mine, chosen in ranks]
+
+
+def _called(op: str, dim: int, size: tuple[str, Any], given: dict[str, Any]) -> str:
+    """What must be the same on all ranks. ValueError or TypeError for a wrong argument."""
+    (first, t), (what, chosen) = next(iter(given.items())), size
+    for name, other in given.items():
+        matrix(op, name, other, "[rows, columns]")
+        check_same(op, first, t, name, other)
+        wanted = f"of {t.shape[1]} columns like {first}"
+        expect(other.shape[1] == t.shape[1], op, name, wanted, shape(other))
+    whole = chosen is None or (is_int(chosen) and chosen >= 0)
+    expect(whole, op, what, "a whole number, at least 0", shape(chosen))
+    kind = ("rows", "columns")[dim]
+    each = [f"{name} with {v.shape[dim]} {kind} of {v.dtype}" for name, v in given.items()]
+    return ", ".join([op, *each, *([] if chosen is None else [f"a {what}"])])
 
 
 def _together(op: str, call: Callable[..., Any], t: Any, *args: Any, **kwargs: Any) -> Any:

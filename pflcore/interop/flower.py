@@ -137,21 +137,7 @@ def client_app(
     algorithm keeps at a client is in `Context.state`, which a simulation carries to the worker and
     back for each message.
     """
-    app = ClientApp(mods=mods or [])
-    made: dict[tuple[int, int], tuple[Client, bytes]] = {}  # with the state of a new one
-
-    def opened(context: Context) -> Client:
-        key = context.run_id, context.node_id
-        if key not in made:
-            fresh = make(context)
-            need(isinstance(fresh, Client), "make", "a function that gives a pflcore.Client", fresh)
-            made[key] = fresh, saved(fresh)
-        made[key] = client, first = made.pop(key)
-        if len(made) > AT_HAND:
-            del made[next(iter(made))]  # that was needed longest ago
-        kept = context.state.config_records.get(STATE, {"bytes": first})
-        client.load_state_dict(torch.load(io.BytesIO(kept["bytes"]), weights_only=True))
-        return client
+    app, opened = ClientApp(mods=mods or []), Clients(make).of
 
     @app.query("pflcore")  # type: ignore[untyped-decorator]
     def who(message: Message, context: Context) -> Message:
@@ -179,6 +165,28 @@ def client_app(
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     return app
+
+
+class Clients:
+    """The clients that a process has at hand, the one last that was needed last."""
+
+    def __init__(self, make: Callable[[Context], Client]) -> None:
+        self.make = make
+        self.made: dict[tuple[int, int], tuple[Client, bytes]] = {}  # with the state of a new one
+
+    def of(self, context: Context) -> Client:
+        """The client of a node, with the state that its context holds."""
+        key = context.run_id, context.node_id
+        if key not in self.made:
+            fresh = self.make(context)
+            need(isinstance(fresh, Client), "make", "a function that gives a pflcore.Client", fresh)
+            self.made[key] = fresh, saved(fresh)
+        self.made[key] = client, first = self.made.pop(key)
+        if len(self.made) > AT_HAND:
+            del self.made[next(iter(self.made))]
+        kept = context.state.config_records.get(STATE, {"bytes": first})
+        client.load_state_dict(torch.load(io.BytesIO(kept["bytes"]), weights_only=True))
+        return client
 
 
 def saved(client: Client) -> bytes:

@@ -24,18 +24,7 @@ from pflcore import ops
 from pflcore.check import Matrix, Positive, Row, Whole, checked, need
 from pflcore.interop.packing import Form, Models, form_of
 
-__all__ = [
-    "Basis",
-    "Layout",
-    "distances",
-    "lift",
-    "mix",
-    "pack",
-    "project",
-    "scales",
-    "sqdist",
-    "unpack",
-]
+__all__ = ["lift", "mix", "pack", "project", "scales", "sqdist", "unpack"]
 
 State = Mapping[str, Tensor]
 Scale = Mapping[str, float]  # name of A -> alpha / r
@@ -121,29 +110,6 @@ def lift(
 
 
 @checked
-def sqdist(
-    a: Sequence[Matrix], b: Sequence[Matrix], scale: Sequence[Positive] | None = None
-) -> Tensor:
-    """Squared distances [N, N] float64 between the products scale_j b_j a_j of one layer, by inner
-    products of factors in float64.
-
-    For many clients: memory is N ranks squared, whatever the layer. Its error is that of float64
-    relative to the products' squares: at a relative spread of 1e-3 some 1e-9 of a distance, where
-    `pairwise_sqdist(project(...)[0])` subtracts first and has 1e-13.
-    """
-    return _sqdist(_factors("a, b, scale", a, b, scale))
-
-
-def _sqdist(factors: Factors) -> Tensor:
-    x, y = torch.cat([x for x, _, _ in factors]), torch.cat([s * y for _, y, s in factors], 1)
-    inner, ranks = (x @ x.T) * (y.T @ y), [len(x) for x, _, _ in factors]
-    for _ in ("rows", "columns"):  # summed by clients: [N, N]
-        inner = torch.stack([part.sum(0) for part in inner.split(ranks)]).T
-    square = inner.diagonal()
-    return (square[:, None] + square - inner - inner.T).clamp(min=0).fill_diagonal_(0)
-
-
-@checked
 def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
     """Rows [N, P] float64 of N PEFT adapters (`get_peft_model_state_dict`), in a list or by client
     id, and the layout that `unpack` needs.
@@ -174,19 +140,34 @@ def unpack(rows: Matrix, layout: Layout) -> tuple[Any, list[float]]:
     need(rows.shape == (n, width), "rows", f"[{n}, {width}], a row for each adapter", rows)
     each = zip(rows, layout.states, layout.scale, strict=True)
     adapters = [_adapter(row, layout.parts, state, scale) for row, state, scale in each]
-    return layout.form.wrap([made for made, _ in adapters]), [lost for _, lost in adapters]
+    made, lost = zip(*adapters, strict=True)
+    return layout.form.wrap(list(made)), list(lost)
 
 
 @checked
-def distances(states: Models, scale: Scales) -> Tensor:
-    """Squared distances [N, N] float64 between whole adapters by `sqdist`, for more clients than
-    `pack` is made for (ranks that add up to more than the layers are wide). Arguments and errors
-    are those of `pack`."""
+def sqdist(states: Models, scale: Scales) -> Tensor:
+    """Squared distances [N, N] float64 between adapters, by inner products of factors in float64,
+    for more clients than `pack` is made for (ranks that add up to more than the layers are wide).
+    Arguments and errors are those of `pack`.
+
+    Memory is N ranks squared, whatever the layers. Its error is that of float64 relative to the
+    products' squares: at a relative spread of 1e-3 some 1e-9 of a distance, where
+    `pairwise_sqdist(pack(...)[0])` subtracts first and has 1e-13.
+    """
     _, models, each = _clients(states, scale)
     total = torch.zeros(len(models), len(models), dtype=torch.float64)
     for _, other, given in _layers(models, each):
         total += (_sqdist(given) if other else ops.pairwise_sqdist(given)).cpu()
     return total
+
+
+def _sqdist(factors: Factors) -> Tensor:
+    x, y = torch.cat([x for x, _, _ in factors]), torch.cat([s * y for _, y, s in factors], 1)
+    inner, ranks = (x @ x.T) * (y.T @ y), [len(x) for x, _, _ in factors]
+    for _ in ("rows", "columns"):  # summed by clients: [N, N]
+        inner = torch.stack([part.sum(0) for part in inner.split(ranks)]).T
+    square = inner.diagonal()
+    return (square[:, None] + square - inner - inner.T).clamp(min=0).fill_diagonal_(0)
 
 
 @checked
@@ -203,11 +184,13 @@ def mix(
     known = bool(((index >= 0) & (index < n)).all())
     fits = known and weight.shape == index.shape and len(index) == n
     need(fits, "weight, index", f"[{n}, K] each, of adapters 0 to {n - 1}", (weight, index))
-    adapters = []
+    made, lost = [], []
     for w, near, like, own in zip(weight, index.tolist(), models, each, strict=True):
         rows, layout = pack([models[j] for j in near], [each[j] for j in near])
-        adapters.append(_adapter(w.to(rows) @ rows, layout.parts, like, own))
-    return form.wrap([made for made, _ in adapters]), [lost for _, lost in adapters]
+        new, most = _adapter(w.to(rows) @ rows, layout.parts, like, own)
+        made.append(new)
+        lost.append(most)
+    return form.wrap(made), lost
 
 
 @checked

@@ -110,18 +110,17 @@ def pack(
         packed = _matrix(uploads)
     else:
         form, given = form_of(uploads)
-        rows, statistics = torch.empty(0), torch.empty(0)
+        parts: list[tuple[Shapes, Tensor]] = []  # the rows and the statistics
         for i, (client, model) in enumerate(zip(form.ids, given, strict=True)):
             who, every = f"client {client!r}", named(model, f"client {client!r}")
             chosen = [n for n in every if _fits(n, wanted or "*") and not _fits(n, not_wanted)]
-            taken = _read(who, model, every, chosen, buffers)
-            if not i:
-                form.columns, rows = _empty(len(given), taken[1])
-                form.averaged, statistics = _empty(len(given), taken[2])
-            _fill(rows[i], form.columns, taken[1], who)
-            _fill(statistics[i], form.averaged, taken[2], who)
-            form.models.append(taken[0])
+            mine, *tensors = _read(who, model, every, chosen, buffers)
+            parts = parts or [_empty(len(given), like) for like in tensors]
+            for (columns, matrix), own in zip(parts, tensors, strict=True):
+                _fill(matrix[i], columns, own, who)
+            form.models.append(mine)
             names |= dict.fromkeys(every)
+        (form.columns, rows), (form.averaged, statistics) = parts
         form.statistics = statistics if form.averaged else None
         packed = Packed(rows, form)
     for pattern in (*wanted, *not_wanted):

@@ -9,13 +9,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from small import with_test
 from torch import nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from pflcore import Client, Federation, Server, Simulation, Training, cross_silo
+from pflcore import Federation, Simulation, Training, cross_silo
 from pflcore.data import federation_of, padded, partition
 
 
@@ -72,20 +73,17 @@ def test_clients_sizes_counts_and_labels():
     tokens, numbers = torch.zeros(3, 4, dtype=torch.int64), torch.rand(3, 2)
     other = Federation(tokens, numbers, {"train": index([0], [1, 2])})
     assert other.classes is None and other.client(1)[1].shape == (2, 2)
-    with pytest.raises(ValueError, match=r"^counts: expected labels"):
+    with sentence("counts: expected labels"):
         other.counts()
 
 
 def test_summary_is_short_text():
-    text = small(facts={"draws": 3}).summary()
-    for line in (
-        "clients: 2",
-        "samples: {'train': 4, 'test': 2}",
-        "classes: 3",
-        "labels permuted by client (concept shift): True",
-        "draws: 3",
-    ):
-        assert line in text.splitlines()
+    lines = """clients: 2
+samples: {'train': 4, 'test': 2}
+classes: 3
+labels permuted by client (concept shift): True
+draws: 3"""
+    assert set(lines.splitlines()) <= set(small(facts={"draws": 3}).summary().splitlines())
     assert "classes" not in Federation.from_clients([([[1.0]], [0.5])]).summary()
 
 
@@ -173,10 +171,8 @@ def test_a_tables_client_holds_its_own_rows_in_their_order():
         data = Federation.from_table(X, Y, ids)
         assert data.names == tuple(sorted(set(np.asarray(ids).tolist())))
         for i, name in enumerate(data.names):
-            mine = data.client(i)
-            assert np.array_equal(mine[0], X[ids == name]) and np.array_equal(
-                mine[1], Y[ids == name]
-            )
+            for mine, all_rows in zip(data.client(i), (X, Y), strict=True):
+                assert np.array_equal(mine, all_rows[ids == name])
     assert Federation.from_table(X, Y, words).subset([1]).names == ("b",)
 
 
@@ -199,7 +195,7 @@ def test_a_data_frame_is_its_columns():
         ({"client": "who"}, "y and client: expected two of"),
         ({"y": "label", "client": "u"}, "x: expected columns of numbers .*who"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with sentence(said):
             Federation.from_table(frame, **names)
 
 
@@ -238,7 +234,7 @@ def test_a_client_with_one_sample_keeps_it():
     data = Federation.from_clients(with_test(parts, parts), classes=2)
     fed = Simulation("l2c", nn.Linear(3, 2), data).data
     assert sizes(fed) == [8, 1, 8] and sizes(fed, "val") == [2, 0, 2]
-    with pytest.raises(ValueError, match="a client with enough samples"):
+    with sentence(".*a client with enough samples"):
         Simulation("l2c", nn.Linear(3, 2), data.subset([1]))
 
 
@@ -343,10 +339,7 @@ BAD = [  # and the beginning of the sentence
     ({"index": {"train": index([0], [])}}, "clients: expected a sample"),
     ({"index": {"train": index([0, 2], [2])}}, "index['train']: expected a sample once"),
     ({"index": {"train": TRAIN, "test": index([4, 4], [5])}}, "index['test']: expected a sample o"),
-    (
-        {"index": {"train": TRAIN, "test": index([4], [1])}},
-        "index['test']: expected samples of no other split, got [1]",
-    ),
+    ({"index": {"train": TRAIN, "test": index([4], [1])}}, "index['test']: expected samples of no"),
     ({"index": {"train": index([0], [7])}}, "index['train'][1]: expected samples in 0..6, got 7"),
     ({"index": {"train": index([-1], [1])}}, "index['train'][0]: expected samples in 0..6, got -1"),
     ({"index": {"train": [torch.zeros(1), torch.ones(1)]}}, "index['train'][0]: expected an int64"),
@@ -370,7 +363,7 @@ BAD = [  # and the beginning of the sentence
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=range(len(BAD)))
 def test_bad_input_is_one_sentence(change, message):
-    with pytest.raises(ValueError, match=rf"^{re.escape(message)}[^\n]*\.$"):
+    with sentence(re.escape(message)):
         small(**change)
 
 
@@ -378,15 +371,9 @@ PAIR = ([[1.0], [2.0]], [0, 1])
 BAD_CLIENTS = [
     ([], "clients: expected the data of at least one client"),
     ({"a": PAIR}, "clients: expected each client's data in a list"),
-    (
-        [PAIR, ([[1.0, 2.0]], [0])],
-        "client 1: expected inputs and targets [1] and [] (int64), as client 0 has, got '[2] and",
-    ),
+    ([PAIR, ([[1.0, 2.0]], [0])], "client 1: expected inputs and targets [1] and [] (int64), as c"),
     ([PAIR, ([[1.0]], [0.5])], "client 1: expected inputs and"),
-    (
-        [([[1.0]], [0, 1])],
-        "client 0 (train): expected one target for each input, got [[1, 1], [2]]",
-    ),
+    ([([[1.0]], [0, 1])], "client 0 (train): expected one target for each input, got [[1, 1], [2]"),
     ([([["a"]], [0])], "x of client 0 (train): expected numbers"),
     ([(X, np.array(["cat"] * 8))], "y of client 0 (train): expected numbers in one array (pad seq"),
     ([([[1.0, 2.0], [1.0]], [0, 1])], "x of client 0 (train): expected numbers in one array (pad"),
@@ -397,7 +384,7 @@ BAD_CLIENTS = [
     ([{"train": PAIR, "dev": PAIR}], "client 0: expected 'train' samples, and perhaps"),
     ([(X, 2 * Y - 1)], "y: expected int64 labels in 0..1 (classes=None for regression); of -1 and"),
 ]
-ONE = Federation.from_clients([(X, Y), (X, Y)])
+ONE, IID = Federation.from_clients([(X, Y), (X, Y)]), partition("iid", Y, 2)
 BAD_CALLS = [
     (lambda: small().client(2), "client: expected a number from 0 to 1, got 2"),
     (lambda: small().client(0, "val"), "split: expected one of train, test, got 'val'"),
@@ -407,10 +394,7 @@ BAD_CALLS = [
     (lambda: small().split(test=0.9), "of: expected ['test'] too, which exist, or None for all s"),
     (lambda: small().split(test=0.9, of=None), "val and test: expected a client with enough sam"),
     (lambda: small().halves(of=("test",)), "clients: expected at least 2 samples each, to be hal"),
-    (
-        lambda: Federation.from_partition(X, Y, partition("iid", Y, 2), x_test=X),
-        "x_test: expected y_test beside it",
-    ),
+    (lambda: Federation.from_partition(X, Y, IID, x_test=X), "x_test: expected y_test beside it"),
     (lambda: padded([[5, 6], [8]], value=0.5), "value: expected a whole number, as the sequences"),
     *((lambda i=ids: ONE.subset(i), "clients: expected distinct ids in 0..1, at least one, got ")
       for ids in ([0, 0], [], [0.9, 1], [False, True], 0)),
@@ -423,30 +407,11 @@ BAD_CALLS = [
 
 @pytest.mark.parametrize(("call", "message"), BAD_CALLS, ids=range(len(BAD_CALLS)))
 def test_bad_calls_are_one_sentence(call, message):
-    with pytest.raises(ValueError, match=rf"^{re.escape(message)}[^\n]*\.$"):
+    with sentence(re.escape(message)):
         call()
 
 
 # -- what is trained on them -------------------------------------------------
-
-
-def test_scaffolds_control_variate_is_the_mean_of_all_after_a_client_joined():
-    """Algorithm 1 of SCAFFOLD: c is the mean of the c_i, also of more clients than the server
-    expected."""
-    data = [(torch.randn(8, 3), torch.randn(8)) for _ in range(4)]
-    model, training = nn.Linear(3, 1, bias=False), Training(lr=0.1, batch_size=8)
-    server = Server("scaffold", model, 3, rounds=400)
-    clients = [Client("scaffold", model, d, training, loss="squared") for d in data]
-    for r in range(400):
-        names = [f"c{i}" for i in range(3 if r < 5 else 4)]
-        for name in names:
-            server.join(name)
-        sent = {k: c.train(server.download(k)) for k, c in zip(names, clients, strict=False)}
-        server.aggregate(sent)
-    x, y = (torch.cat(parts).double() for parts in zip(*data, strict=True))
-    best = torch.linalg.lstsq(x, y[:, None]).solution.flatten()
-    found = server.state_dict()["state"]["server.x"].double()
-    torch.testing.assert_close(found, best, rtol=0, atol=1e-5)
 
 
 def test_no_engine_trains_an_embedding_on_its_padding():

@@ -3,14 +3,54 @@ them."""
 
 import pytest
 import torch
-from doors import IGNORED
+import torch.nn.functional as F
+from doors import IGNORED, criterion
 from hypothesis import given
 from hypothesis import strategies as st
-from parts.fields import CLASSES, LABELS, TWO, Tagger, federation, sequences
+from small import at_work, make_setting
+from torch import nn
 
-from pflcore import Evaluation, Federation, Simulation, Training, evaluate
+from pflcore import Evaluation, Federation, Net, Simulation, Training, evaluate
 from pflcore.data import padded
 from pflcore.simulation.round import Setup
+
+WORDS, STEPS, CLASSES = 11, 6, 3
+TWO, LABELS = torch.zeros(2, 3), torch.tensor([0, 1])
+
+
+class Tagger(nn.Module):
+    """A class for every step; the mask keeps padding out of the context."""
+
+    def __init__(self, per_step):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 4), nn.Linear(5, CLASSES)
+        self.per_step = per_step
+
+    def forward(self, x):
+        assert [v.dtype for v in x.values()] == [torch.int64, torch.bool, torch.float32]
+        mask, age = x["mask"].float()[..., None], x["age"][:, None]
+        z = self.embed(x["tokens"]) * mask
+        context = z.sum(1) / mask.sum(1)
+        if not self.per_step:
+            return self.head(torch.cat([context, age], 1))
+        every = [z + context[:, None], age[:, None].expand(-1, z.shape[1], 1)]
+        return self.head(torch.cat(every, 2)).movedim(-1, 1)  # [B, C, T]
+
+
+def sequences(n, gen):
+    """Fields, a label of each sequence, and one of each step."""
+    length = torch.randint(1, STEPS + 1, (n,), generator=gen).tolist()
+    texts = [torch.randint(1, WORDS, (t,), generator=gen) for t in length]
+    tokens, mask = padded(texts, length=STEPS)
+    fields = {"tokens": tokens, "mask": mask, "age": torch.rand(n, generator=gen)}
+    return fields, tokens.sum(1) % CLASSES, tokens % CLASSES
+
+
+def federation(per_step):
+    gen = torch.Generator().manual_seed(3)
+    made = [sequences(8 + 3 * i, gen) for i in range(4)]
+    clients = [(x, steps if per_step else y) for x, y, steps in made]
+    return Federation.from_clients(clients).split(test=0.25)
 
 
 @given(
@@ -71,6 +111,8 @@ def test_made_by_all_doors_it_is_the_same():
     ):
         assert other.fields == one.fields
         assert torch.equal(other.x, one.x) and torch.equal(other.y, one.y)
+    for name, back in one.fields.apart(one.x[[3, 1]]).items():
+        assert back.dtype == x[name].dtype and torch.equal(back, x[name][[3, 1]])
     small = one.subset([1]).split(test=0.5)
     assert small.fields == one.fields
     assert "tokens [6] (int64), mask [6] (bool), age [] (float32)" in small.summary()
@@ -97,11 +139,7 @@ def test_a_newcomer_brings_the_same_fields():
         ({"a": torch.tensor([1, 2**24 + 1])}, LABELS, "within +-16,777,216, exact in torch.float"),
         ({"a": TWO, "mask": TWO > 0}, TWO, "y: expected labels of the steps of which x has a mask"),
         ({"a": TWO}, torch.tensor([0, IGNORED]), "y: expected int64 labels in 0..0"),
-        (
-            {"a": TWO, "c": LABELS},
-            LABELS,
-            "client 1: expected inputs and targets a [3] (float32), ",
-        ),
+        ({"a": TWO, "c": LABELS}, LABELS, "client 1: expected inputs and targets a [3] (float32)"),
     ],
 )
 def test_bad_fields_are_one_sentence(x, y, words):
@@ -110,3 +148,39 @@ def test_bad_fields_are_one_sentence(x, y, words):
             Federation.from_clients([(x, y), (TWO, y)])
         Federation(x, y, {"train": [torch.arange(2)]}, None if y.is_floating_point() else 1)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
+    data, module = federation(per_step), Tagger(per_step)
+    training = Training(lr=0.3, batch_size=100, epochs=2)
+    setting = make_setting(Net(module), data, training, engine=engine, workers=1)
+    got = at_work(setting).fit(setting.net.w0.expand(data.n, -1)).w
+    for i in range(data.n):
+        rows, y = data.client(i)
+        x, model = data.fields.apart(rows), Tagger(per_step)
+        model.load_state_dict(module.state_dict())
+        sgd = torch.optim.SGD(model.parameters(), 0.3)
+        for _ in range(2):
+            each = []
+            # one sequence at a time, cut to its length: no padding, no mask
+            for j, t in enumerate(x["mask"].sum(1).tolist()):
+                one = {k: v[j : j + 1, :t] if v.dim() > 1 else v[j : j + 1] for k, v in x.items()}
+                labels = y[j : j + 1, :t] if per_step else y[j : j + 1]
+                each.append(F.cross_entropy(model(one), labels))
+            sgd.zero_grad()
+            torch.stack(each).mean().backward()
+            sgd.step()
+        torch.testing.assert_close(got[i], setting.net.row(model), rtol=1e-4, atol=1e-6)
+
+
+def test_cross_entropy_of_whole_sequences_is_torchs():
+    scores, y = torch.randn(5, 3, STEPS, dtype=torch.float64), torch.randint(3, (5, STEPS))
+    loss = criterion("cross_entropy")
+    torch.testing.assert_close(loss(scores, y), F.cross_entropy(scores, y))
+    y[2, 1:] = IGNORED
+    each = [F.cross_entropy(s[None], t[None]) for s, t in zip(scores, y, strict=True)]
+    torch.testing.assert_close(loss(scores, y), torch.stack(each).mean())
+    y[3] = IGNORED  # a sequence without a step has no loss, and no gradient that is none
+    assert bool(loss(scores.requires_grad_(), y).isfinite())

@@ -1,8 +1,11 @@
 """Where data comes from: image sets by name, data with clients of its own, made-up data with known
 answers."""
 
+import gzip
+import hashlib
 import json
 import os
+import struct
 import sys
 import types
 from pathlib import Path
@@ -20,9 +23,28 @@ from doors import (
     synthetic_quadratic,
     vehicle,
 )
-from parts.sources import cells, sentence
 
 from pflcore.data import FEDERATIONS, SOURCES, federation_of, load
+
+
+def cells(path, clients):
+    """MALSAR's cells X and Y."""
+    io = pytest.importorskip("scipy.io")
+    x, y = (np.empty((1, len(clients)), dtype=object) for _ in range(2))
+    for i, (a, b) in enumerate(clients):
+        x[0, i], y[0, i] = np.asarray(a), np.asarray(b)[:, None]
+    path.parent.mkdir(exist_ok=True, parents=True)
+    io.savemat(path, {"X": x, "Y": y})
+
+
+def sentence(error, call, *parts):
+    with pytest.raises(error) as e:
+        call()
+    assert all(p in str(e.value) for p in parts), str(e.value)
+    assert "\n" not in str(e.value)
+
+
+# image sets by name
 
 
 def real(name):
@@ -36,14 +58,11 @@ MNIST = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
 
 @pytest.mark.parametrize(("name", "counts"), [("mnist", MNIST), ("fashion_mnist", [6000] * 10)])
-def test_the_real_files(name, counts, tmp_path):
+def test_the_real_files(name, counts):
     source = load(name, real(name))
     assert source.x_train.shape == (60_000, 1, 28, 28) and len(source.x_test) == 10_000
     assert abs(float(source.x_train.mean())) < 1e-3 and abs(float(source.x_train.std()) - 1) < 1e-3
     assert source.y_train.bincount().tolist() == counts
-    if name == "fashion_mnist":
-        os.symlink(real(name) / name, tmp_path / "mnist")
-        sentence(OSError, lambda: load("mnist", tmp_path), "got those of 'fashion_mnist'")
 
 
 def test_images_of_packages_are_one_fixed_stratified_split():
@@ -58,9 +77,8 @@ def test_images_of_packages_are_one_fixed_stratified_split():
     fed = federation_of(source, "A*", n=8, seed=1)
     assert fed.n == 8 and fed.name == "mnist5k A*" and fed.relabel is not None
     source = load("digits")
-    assert (
-        source.x_train.shape[1:] == (1, 8, 8) and len(source.y_train) + len(source.y_test) == 1797
-    )
+    assert source.x_train.shape[1:] == (1, 8, 8)
+    assert len(source.y_train) + len(source.y_test) == 1797
     assert abs(float(source.x_train.mean())) < 0.02 and abs(float(source.x_train.std()) - 1) < 0.02
     fed = federation_of(source, "A", n=50)
     empty = int((fed.size("test") == 0).sum())
@@ -103,6 +121,77 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     sentence(OSError, lambda: load("cifar100", own), *said)
     assert not list(own.iterdir())  # the user's own folder is only read
     assert tries[-3:] == [(str(own), False), (str(own / "cifar100"), False), (str(cache), True)]
+
+
+IDX = [f"{p}-{kind}-ubyte" for p in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+
+
+@pytest.fixture
+def tiny_mnist(tmp_path, monkeypatch):
+    """A folder with twenty training and ten test images in MNIST's files, two of them not gzipped,
+    and the arrays. They need not be the published ones here."""
+    monkeypatch.setitem(SOURCES, "mnist", SOURCES["mnist"]._replace(digest=None))
+    draw, arrays = np.random.RandomState(0).randint, []
+    (tmp_path / "mnist").mkdir()
+    for name, n in zip(IDX, (20, 20, 10, 10), strict=True):
+        a = draw(0, 256, (n, 28, 28)) if "images" in name else np.arange(n) % 10
+        arrays.append(a.astype(np.uint8))
+        raw = struct.pack(f">4B{a.ndim}I", 0, 0, 8, a.ndim, *a.shape) + arrays[-1].tobytes()
+        plain = name.startswith("t10k")
+        path = tmp_path / "mnist" / (name if plain else f"{name}.gz")
+        path.write_bytes(raw if plain else gzip.compress(raw))
+    return tmp_path, arrays
+
+
+def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch):
+    root, arrays = tiny_mnist
+    source = load("mnist", root)
+    assert source.x_train.dtype == torch.float32 and source.y_test.tolist() == list(range(10))
+    pixels = torch.from_numpy(arrays[0])[:, None].float() / 255
+    torch.testing.assert_close(source.x_train, (pixels - 0.1307) / 0.3081)
+    monkeypatch.setenv("PFLCORE_DATA", str(root))
+    assert federation_of("mnist", "iid", 4).size().tolist() == [5, 5, 5, 5]
+    part = source.sample(train=10, test=5, seed=1)
+    assert part.y_train.bincount(minlength=10).tolist() == [1] * 10 and len(part.y_test) == 5
+    assert torch.equal(part.x_train, source.sample(train=10, seed=1).x_train)
+    assert not torch.equal(part.x_train, source.sample(train=10, seed=2).x_train)
+    fed = federation_of("mnist", "iid", 2, root=root, train_samples=10)
+    assert fed.size().tolist() == [5, 5] and fed.size("test").tolist() == [5, 5]
+    for call, said in (
+        (lambda: source.sample(train=21), "train: expected at most the 20 samples there are"),
+        (lambda: federation_of(source, "B", classes=3), "B: expected the options sizes, shuffle"),
+        (lambda: federation_of(source, fractions={"val": 0.5}), "fractions and standardize: exp"),
+    ):
+        sentence(ValueError, call, said)
+
+
+def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
+    """Files in the right format are not enough: Fashion-MNIST's would load as MNIST, and so would a
+    part of either."""
+    root, arrays = tiny_mnist
+    mine = hashlib.blake2b(b"".join(a.tobytes() for a in arrays), digest_size=8).hexdigest()
+
+    def published(name, digest):
+        monkeypatch.setitem(SOURCES, name, SOURCES[name]._replace(digest=digest))
+
+    published("mnist", mine)  # packed or not, these are the published ones
+    assert len(load("mnist", root).y_train) == 20
+    published("mnist", mine[::-1])
+    sentence(OSError, lambda: load("mnist", root), "files of 'mnist', got those of 'others'")
+    published("fashion_mnist", mine)
+    sentence(OSError, lambda: load("mnist", root), "got those of 'fashion_mnist'")
+    cells(root / "school" / "school.mat", [(np.ones((3, 28)), [1.0, 2.0, 3.0])])
+    sentence(OSError, lambda: school(root), "expected the published files of 'school'")
+
+
+def test_broken_and_missing_image_files(tiny_mnist):
+    root, _ = tiny_mnist
+    labels = root / "mnist" / f"{IDX[1]}.gz"
+    whole = labels.read_bytes()
+    short = gzip.compress(struct.pack(">4BI", 0, 0, 8, 1, 20) + b"abc")
+    for broken in (whole[:-9], b"<html>", gzip.compress(b"<html>"), short, None):
+        labels.write_bytes(broken) if broken else labels.unlink()
+        sentence(OSError, lambda: load("mnist", root), "'mnist' can be neither read from")
 
 
 # data with clients of its own
@@ -198,11 +287,8 @@ def test_a_folder_of_csv_files(tmp_path):
     (at / "client2.csv").unlink()
     assert folder(at, target="a", classes=None).client(0)[1].tolist() == [1, 3]
     # Excel marks its UTF-8, pandas numbers the columns of an array, and quotes
-    for text in (
-        b"\xef\xbb\xbf" + rows.encode(),
-        "0,1,2\n" + rows,
-        '"u","v","y"\n"1",2,0\n3,4,1\n',
-    ):
+    quoted = '"u","v","y"\n"1",2,0\n3,4,1\n'
+    for text in (b"\xef\xbb\xbf" + rows.encode(), "0,1,2\n" + rows, quoted):
         fed = folder(csv(tmp_path / "b", a=text))
         assert fed.x.tolist() == [[1, 2], [3, 4]] and fed.classes == 2
     assert folder(csv(tmp_path / "b", a="\ufeffu,v,lab\n" + rows), target="lab").classes == 2
@@ -324,11 +410,7 @@ def test_broken_files(tmp_path):
         ({"a": "a,b\n"}, OSError, "a.csv: expected rows of numbers in UTF-8, all of one length"),
         ({"a": "1,2\n3\n"}, OSError, "a.csv: expected rows of numbers in UTF-8"),
         ({"a": ",2.5,0\n1,2.5,0\n"}, OSError, "a.csv: expected rows of numbers"),
-        (
-            {"a": "é,y\n1,2\n".encode("latin-1")},
-            OSError,
-            "a.csv: expected rows of numbers in UTF-8",
-        ),
+        ({"a": b"\xe9,y\n1,2\n"}, OSError, "a.csv: expected rows of numbers in UTF-8"),
         ({"a": "1\n"}, ValueError, "target: expected one of the columns"),
         ({"a": "1,nan\n"}, ValueError, "y: expected finite numbers"),
         ({"a": ",x,y\n0,1.5,0\n"}, ValueError, "index=False"),

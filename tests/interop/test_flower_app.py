@@ -73,17 +73,12 @@ def app(monkeypatch):
 
 @pytest.mark.deep("another process")
 def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
-    quiet = {
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "FLWR_HOME": str(tmp_path),
-        "RAY_worker_niceness": "0",
-    }
+    quiet = dict.fromkeys(("FLWR_TELEMETRY_ENABLED", "RAY_USAGE_STATS_ENABLED"), "0")
+    quiet |= {"FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_worker_niceness": "0"}
     path = os.pathsep.join([str(APP), *filter(None, sys.path)])
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), str(ROUNDS), str(SEED), repr(PLAYED)],
-        env={**os.environ, **quiet, "PYTHONPATH": path},
+        env={**os.environ, **quiet, "FLWR_HOME": str(tmp_path), "PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=600,
@@ -94,15 +89,9 @@ def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
     task = importlib.import_module("pfl_app.task")
     for name, part in PLAYED.items():
         alg = task.algorithm(name)
+        never = {"seed": SEED, "evaluation": Evaluation(every=0)}
         history = Simulation(
-            alg,
-            task.model,
-            task.data(8),
-            task.TRAINING,
-            ROUNDS,
-            part,
-            seed=SEED,
-            evaluation=Evaluation(every=0),
+            alg, task.model, task.data(8), task.TRAINING, ROUNDS, part, **never
         ).run()
         models = [load_file(tmp_path / name / f"client-{i}.safetensors") for i in range(8)]
         for i, model in enumerate(models):
@@ -118,14 +107,7 @@ def test_what_flower_looks_for_is_there(app):
     for key, kind in (("serverapp", ServerApp), ("clientapp", ClientApp)):
         module, _, name = parts[key].partition(":")
         assert isinstance(getattr(importlib.import_module(module), name), kind)
-    assert {*project["tool"]["flwr"]["app"]["config"]} == {
-        "algorithm",
-        "clients",
-        "rounds",
-        "participation",
-        "seed",
-        "export",
-    }
-    assert (APP / "LICENSE").read_text() == (ROOT / "LICENSE").read_text() and "make flower" in (
-        APP / "README.md"
-    ).read_text()
+    options = {"algorithm", "clients", "rounds", "participation", "seed", "export"}
+    assert {*project["tool"]["flwr"]["app"]["config"]} == options
+    assert (APP / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert "make flower" in (APP / "README.md").read_text()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from doors import sentence
 
 from pflcore import pack, pairwise_sqdist, personalize
 from pflcore.interop import lowrank
@@ -55,7 +56,9 @@ def test_rows_are_the_products(o, i, ranks, kind):
     assert rows.shape[1] <= product.shape[1]
     exact, size = pairwise_sqdist(product), float(product.square().sum(1).max())
     near(pairwise_sqdist(rows), exact, atol=1e-12)
-    near(lowrank.sqdist(a, b, scale), exact, rtol=1e-6, atol=1e-12 * size)
+    layers = [{"lora_A": x, "lora_B": y} for x, y in zip(a, b, strict=True)]
+    found = lowrank.sqdist(layers, [{"lora_A": s} for s in scale])
+    near(found, exact, rtol=1e-6, atol=1e-12 * size)
     full = min(basis.left.shape[1], basis.right.shape[1])
     mean = product.mean(0).view(o, i)
     singular = torch.linalg.svdvals(mean)
@@ -129,7 +132,7 @@ def test_adapters_of_different_ranks_are_packed_and_come_back(ranks):
     rows, layout = lowrank.pack(states, scale)
     exact = pairwise_sqdist(torch.stack([dense(*pair) for pair in zip(states, scale, strict=True)]))
     near(pairwise_sqdist(rows), exact)
-    near(lowrank.distances(states, scale), exact)
+    near(lowrank.sqdist(states, scale), exact)
     back, lost = lowrank.unpack(rows, layout)
     assert max(lost) < 1e-24
     alike(back, states, scale)
@@ -206,29 +209,28 @@ BAD: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize("states, scale, words", BAD)
 def test_bad_adapters_are_one_sentence(states, scale, words):
-    with pytest.raises(ValueError, match=f"^{words}") as error:
+    with sentence(words):
         lowrank.pack(states, scale)
-    assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
 
 
 def test_what_cannot_be_lifted_mixed_or_unpacked():
     rows, basis = lowrank.project([torch.ones(2, 8)], [torch.ones(8, 2)])
     for rank, scale in ((0, 1.0), (3, 1.0), (2, 0.0)):
-        with pytest.raises(ValueError, match=r"^rank, scale"):
+        with sentence("rank, scale"):
             lowrank.lift(rows[0], basis, rank, scale)
-    with pytest.raises(ValueError, match=r"^row: expected 4 numbers"):
+    with sentence("row: expected 4 numbers"):
         lowrank.lift(rows[0, :3], basis, 1)
-    with pytest.raises(ValueError, match=r"^a, b, scale: expected one of each"):
+    with sentence("a, b, scale: expected one of each"):
         lowrank.project([torch.ones(2, 8)] * 2, [torch.ones(8, 2)])
     weight = torch.ones(1, 2)
     for index in (torch.tensor([[0]]), torch.tensor([[0, 1]])):
-        with pytest.raises(
-            ValueError, match=r"^weight, index: expected .1, K. each, of adapters 0"
-        ):
+        with sentence("weight, index: expected .1, K. each, of adapters 0"):
             lowrank.mix([GOOD], scale_of(2), weight, index)
     rows, layout = lowrank.pack([GOOD], scale_of(2))
-    with pytest.raises(ValueError, match=r"^rows: expected .1, "):
+    with sentence("rows: expected .1, "):
         lowrank.unpack(rows[:, 1:], layout)
+    with sentence("model: expected one with a LoRA adapter 'default'"):
+        lowrank.scales(torch.nn.Linear(2, 2))
 
 
 def test_the_scales_and_states_of_peft():
@@ -259,8 +261,3 @@ def test_the_scales_and_states_of_peft():
     back, _ = lowrank.unpack(rows, layout)
     peft.set_peft_model_state_dict(model, back[1])
     near(deltas(model), products[1], rtol=1e-4, atol=1e-4)
-
-
-def test_a_model_without_adapters_has_no_scales():
-    with pytest.raises(ValueError, match=r"^model: expected one with a LoRA adapter 'default'"):
-        lowrank.scales(torch.nn.Linear(2, 2))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -149,7 +150,7 @@ def test_running_statistics_are_mixed_like_the_models_or_left_alone(form):
     weight = torch.tensor([[0.0, 0.5, 0.5], [1, 0, 0], [0, 0, 1]], dtype=torch.float64)
     mixed = statistics(unpack(rows, packed, weight))
     torch.testing.assert_close(mixed, weight.float() @ statistics(given))
-    with pytest.raises(ValueError, match=r"^weight: expected a row for each of 3 clients, got"):
+    with sentence("weight: expected a row for each of 3 clients, got"):
         unpack(rows, packed, weight[:2])
 
 
@@ -204,9 +205,8 @@ def test_files(tmp_path):
         same(dict(sorted(back[i].items())), dict(sorted(model.items())))
     paths[1].write_bytes(paths[1].read_bytes()[:-5])
     for bad in (paths[1], tmp_path / "none.safetensors"):
-        with pytest.raises(ValueError, match=r"client 1: .* is no whole safetensors file") as error:
+        with sentence("client 1: .* is no whole safetensors file"):
             pack([paths[0], bad])
-        assert "\n" not in str(error.value)
 
 
 def test_flowers_own_records():
@@ -218,9 +218,7 @@ def test_flowers_own_records():
     assert [type(r) for r in unpack(rows, form)] == [app.ArrayRecord] * 2
     broken = app.Array(dtype="float64", shape=(2,), stype="numpy.ndarray", data=b"\x93NUMPY")
     for bad in (broken, app.Array(np.zeros(4, "V2"))):
-        with pytest.raises(
-            ValueError, match=r"^client 0: 'w': expected a whole array .* as float32"
-        ):
+        with sentence("client 0: 'w': expected a whole array .* as float32"):
             pack([app.ArrayRecord({"w": bad})])
 
 
@@ -229,7 +227,6 @@ LIKE = "as of the first client, got"
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([{"w": W, "b": W}, {"w": W}], {}, f"client 1: 'b': expected .2. torch.float32.* {LIKE} none"),
     ([{"w": W}, {"w": W, "c": W}], {}, f"client 1: 'c': expected none, {LIKE} .2."),
-    ([{"w": W}, {"w": torch.ones(3)}], {}, f"client 1: 'w': expected .2. .* {LIKE} .3. "),
     ({"x": {"w": W}, "y": {"w": W.half()}}, {}, f"client 'y': 'w': .* {LIKE} .2. torch.float16 on"),
     ([{"w": W, "b": W.double()}], {}, f"client 0: 'b': .* {LIKE} .2. torch.float64 on cpu"),
     ([{"w": W.to(torch.complex64)}], {}, "client 0: 'w': expected real numbers, got a tensor"),
@@ -238,7 +235,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([W, torch.ones(3)], {}, f"client 1: 'row': expected .2. .* {LIKE} .3."),
     ([{"n": W.long()}], {}, "uploads: expected floating-point tensors to be packed, got .'n'."),
     ([{"w": W.to_sparse()}], {}, "client 0: 'w': expected a dense tensor with values"),
-    ([{"w": torch.ones(2, device="meta")}], {}, "client 0: 'w': expected a dense tensor"),
+    ([{"w": W.to("meta")}], {}, "client 0: 'w': expected a dense tensor"),
     ([nn.LazyLinear(3)], {}, "client 0: 'weight': expected a dense tensor with values"),
     ([[np.array(["a"])]], {}, "client 0: '0': expected a whole array in a dtype .* got <U1"),
     ([{"w": W}], {"include": "v*"}, r"include, exclude: expected patterns of some of w, got 'v\*'"),
@@ -254,12 +251,11 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("uploads, options, words", BAD)
 def test_bad_uploads_are_one_sentence(uploads, options, words):
-    with pytest.raises(ValueError, match=f"^{words}") as error:
+    with sentence(words):
         pack(uploads, **options)
-    assert str(error.value).count(". ") == 0 and str(error.value).endswith(".")
 
 
 def test_rows_that_are_not_those_that_were_packed():
     rows, form = pack([{"w": W}, {"w": W}])
-    with pytest.raises(ValueError, match=r"^rows: expected \[2, 2\]"):
+    with sentence(r"rows: expected \[2, 2\]"):
         unpack(rows[:1], form)

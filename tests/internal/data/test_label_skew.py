@@ -33,7 +33,7 @@ def test_the_table_has_every_way_to_evaluate():
     assert "| 95.41 | 2.07 |" in text and "| A, mean | 7 | 50.00 ± 0.00 |" in text
 
 
-def test_reproduce_plays_and_goes_on(tmp_path, capsys):
+def test_reproduce_plays_a_plan_of_groups(tmp_path):
     waffle = {"algorithm": "factorized_waffle", "options": {"ranks": [6]}}
     mean = {"options": {"ranks": [6], "eval_mode": "mean"}, "state_of": "WAFFLe"}
     few = {"partition": "multimodal", "partition_options": {"minority_clients": 2}}
@@ -52,14 +52,11 @@ def test_reproduce_plays_and_goes_on(tmp_path, capsys):
     }
     path, out = tmp_path / "plan.json", tmp_path / "out"
     path.write_text(json.dumps(plan))
-    asked = ["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"]
-    assert main(asked) == 0
-    first = (out / "table.md").read_text()
-    assert "| WAFFLe, mean |" in first and "| minority |" in first
-    before = {p: p.stat().st_mtime_ns for p in out.rglob("*.jsonl")}
-    assert main(asked) == 0 and {p: p.stat().st_mtime_ns for p in before} == before
+    assert main(["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"]) == 0
+    table = (out / "table.md").read_text()
+    assert "| WAFFLe, mean |" in table and "| minority |" in table
     rows = json.loads((out / "result.json").read_text())["rows"]
-    assert len(before) == 3 and [r["method"] for r in rows] == list(plan["methods"])
+    assert [r["method"] for r in rows] == list(plan["methods"])
     assert rows[1]["parameters"] < rows[0]["parameters"]
 
 
