@@ -100,13 +100,12 @@ class Federation(Samples):
         for i, kind in zip(owner, kinds, strict=True):
             same = f"inputs and targets {kinds[0]}, as client {owner[0]} has"
             need(kind == kinds[0], f"client {i}", same, kind)
-        y = torch.cat(ys)
-        rows = torch.arange(len(y)).split([len(y) for y in ys])
-        held = dict(zip(zip(owner, splits, strict=True), rows, strict=True))
+        y, size = torch.cat(ys), [len(y) for y in ys]
+        whose, where = np.repeat(owner, size), np.repeat(splits, size)
         index = {
-            s: Ragged.of([held.get((i, s), rows[0][:0]) for i in range(owner[-1] + 1)])
+            s: Ragged.grouped(np.flatnonzero(where == s), whose[where == s], owner[-1] + 1)
             for s in SPLITS
-            if s == "train" or s in splits
+            if s in splits
         }
         return cls(torch.cat(xs), y, index, infer(classes, y), name=name, fields=fields[0])
 

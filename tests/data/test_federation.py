@@ -400,7 +400,7 @@ BAD_CALLS = [
       for ids in ([0, 0], [], [0.9, 1], [False, True], 0)),
     (lambda: ONE.halves(seed=2**32), "seed: expected a whole number from 0 to 2**32 - 1"),
     *((lambda c=ids: Federation.from_table(X, Y, c), "client: expected a whole number or a string")
-      for ids in ([0, 1.5] * 4, [None, "a"] * 4, range(7), [2**63] * 8)),
+      for ids in ([0.5, 1.5] * 4, [None, "a"] * 4, range(7), [2**63] * 8)),
     *((lambda c=clients: Federation.from_clients(c), said) for clients, said in BAD_CLIENTS),
 ]  # fmt: skip
 

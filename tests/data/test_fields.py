@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from doors import IGNORED, criterion
 from hypothesis import given
 from hypothesis import strategies as st
-from small import at_work, make_setting
+from small import at_work
 from torch import nn
 
-from pflcore import Evaluation, Federation, Net, Simulation, Training, evaluate
+from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training, evaluate
 from pflcore.data import padded
 from pflcore.simulation.round import Setup
 
@@ -155,7 +155,8 @@ def test_bad_fields_are_one_sentence(x, y, words):
 def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
     data, module = federation(per_step), Tagger(per_step)
     training = Training(lr=0.3, batch_size=100, epochs=2)
-    setting = make_setting(Net(module), data, training, engine=engine, workers=1)
+    hardware = Hardware(engine, workers=1)
+    setting = Simulation("fedavg", Net(module), data, training, hardware=hardware).setting
     got = at_work(setting).fit(setting.net.w0.expand(data.n, -1)).w
     for i in range(data.n):
         rows, y = data.client(i)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import pflcore
 from pflcore.interop import distributed
 
 COUNTS, WIDTHS = (3, 0, 4), (1, 1900, 102)  # of the ranks' clients and columns
@@ -107,14 +106,9 @@ def mistakes(rank, out):
 if __name__ == "__main__":
     folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    out: dict = {"backend": str(pflcore.backend())}
+    ours = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
+    dist.init_process_group("gloo", rank=rank, world_size=world, **ours)
+    out: dict = {}
     laws(rank, out)
     mistakes(rank, out)
     if rank == world - 1:

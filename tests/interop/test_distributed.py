@@ -17,9 +17,11 @@ import pflcore
 from pflcore.interop import distributed
 
 dist = pytest.importorskip("torch.distributed")
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no Gloo"
-)
+gloo = dist.is_available() and dist.is_gloo_available()
+pytestmark = [
+    pytest.mark.skipif(not gloo, reason="this torch has no Gloo"),
+    pytest.mark.deep("several processes"),
+]
 
 WORLD = 3
 ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
@@ -30,16 +32,15 @@ def ranks(tmp_path_factory):
     """What each rank got."""
     folder = tmp_path_factory.mktemp("ranks")
     program = Path(__file__).with_name("rank.py")
+    said, words, options = (
+        [],
+        (sys.executable, program, folder),
+        {"stderr": subprocess.PIPE, "text": True},
+    )
     running = [
-        subprocess.Popen(
-            [sys.executable, str(program), str(folder), str(rank), str(WORLD)],
-            env=ENVIRONMENT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        subprocess.Popen([*map(str, (*words, rank, WORLD))], env=ENVIRONMENT, **options)
         for rank in range(WORLD)
     ]
-    said = []
     try:
         said = [process.communicate(timeout=400)[1] for process in running]
     finally:
@@ -57,7 +58,6 @@ def same(ranks, key):
     return first
 
 
-@pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_become_columns_and_come_back(ranks, dtype):
     x = matrix(dtype)
@@ -69,26 +69,20 @@ def test_rows_become_columns_and_come_back(ranks, dtype):
         assert all(torch.equal(r[key, dtype], p) for r, p in zip(ranks, parts, strict=True)), key
 
 
-@pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_distances_are_those_of_one_process(ranks, dtype):
     """Rounding of float64 where a float32 sum meets the same columns; 1e-6, the op's own, where
     shards cut through them."""
     x, want = matrix(dtype), pflcore.pairwise_sqdist(matrix(dtype))
-    for key, rtol in (
-        ("distances", 1e-14),
-        ("of odd shards", 1e-14 if dtype == torch.float64 else 2e-6),
-    ):
+    off = 1e-14 if dtype == torch.float64 else 2e-6
+    for key, rtol in (("distances", 1e-14), ("of odd shards", off)):
         got = same(ranks, (key, dtype))
         torch.testing.assert_close(got, want, rtol=rtol, atol=0)
         assert torch.equal(got, got.T) and (got.diagonal() == 0).all()
-    got = same(ranks, ("of two", dtype))
-    torch.testing.assert_close(
-        got, pflcore.pairwise_sqdist(x, matrix(dtype, 1)[:5]), rtol=2e-6, atol=0
-    )
+    want = pflcore.pairwise_sqdist(x, matrix(dtype, 1)[:5])
+    torch.testing.assert_close(same(ranks, ("of two", dtype)), want, rtol=2e-6, atol=0)
 
 
-@pytest.mark.deep("several processes")
 def test_distances_of_the_ugly(ranks):
     """NaN in one rank's columns, equal clients, none at all, a tensor that requires grad."""
     got = same(ranks, "with NaN")
@@ -98,7 +92,6 @@ def test_distances_of_the_ugly(ranks):
     assert same(ranks, "no clients").shape == (0, 0) and not any(r["no gradient"] for r in ranks)
 
 
-@pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_mixes_are_bit_for_bit_those_of_one_process(ranks, dtype):
     x, (weight, index) = matrix(dtype), weights()
@@ -110,74 +103,50 @@ def test_mixes_are_bit_for_bit_those_of_one_process(ranks, dtype):
         assert torch.equal(torch.cat([r[key, dtype] for r in ranks], 1), want)
 
 
-@pytest.mark.deep("several processes")
 @pytest.mark.parametrize("dim", [0, 1])
 def test_dtensors(ranks, dim):
     x, weight = matrix(), weights()[0]
-    torch.testing.assert_close(
-        same(ranks, ("DTensor", dim)), pflcore.pairwise_sqdist(x), rtol=2e-6, atol=0
-    )
+    want = pflcore.pairwise_sqdist(x)
+    torch.testing.assert_close(same(ranks, ("DTensor", dim)), want, rtol=2e-6, atol=0)
     assert torch.equal(same(ranks, ("DTensor mix", dim)), pflcore.aggregate(x, weight))
 
 
-@pytest.mark.deep("several processes")
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        (
-            "number",
-            r"ValueError: pairwise_sqdist: the call must be .*a with 7 rows of "
-            r"torch.float32\) .*a with 6 rows .*on rank 2",
-        ),
-        ("dtype", r"ValueError: .*torch.float64 on rank 2"),
-        ("text", r"(TypeError|ValueError): .*a must be a tensor, got 'text' of type str"),
-        ("b", r"ValueError: .*b must be of (1|1900|102) columns like a, got"),
-        ("one b", r"ValueError: .*b with 7 rows of torch.float32 on rank 2"),
-        ("calls", r"ValueError: .*to_rows, columns with 7 rows of torch.float32 on rank 2"),
-        ("P", r"ValueError: .*rows with 2002 columns of torch.float32 on rank 2"),
-        (
-            "width",
-            r"ValueError: to_columns: width must be 2003 in all over the ranks, got 3 \+ 3 \+ 3",
-        ),
-        ("one width", r"ValueError: .*a width on rank 2"),
-        ("bad width", r"ValueError: .*width must be a whole number, at least 0, got -1"),
-        ("meta", r"ValueError: .*backend \(.*\) can send it from, got .* on meta"),
-        (
-            "replicated",
-            r"ValueError: .*a must be Shard\(0\) or Shard\(1\) of \[N, P\] on a 1-D mesh, got ",
-        ),
-        (
-            "no group",
-            r"ValueError: .*group must be a process group that this rank belongs to: start it "
-            r"by torchrun .*, got 'text' of type str",
-        ),
-    ],
-)
-def test_a_mistake_is_one_sentence_on_every_rank(ranks, key, words):
+SAID = {  # on every rank, of a mistake on one or between them
+    "number": r"pairwise_sqdist: the call must be .*a with 7 rows of .*a with 6 rows .*on rank 2",
+    "dtype": r".*torch.float64 on rank 2",
+    "text": r".*a must be a tensor, got 'text' of type str",
+    "b": r".*b must be of (1|1900|102) columns like a, got",
+    "one b": r".*b with 7 rows of torch.float32 on rank 2",
+    "calls": r".*to_rows, columns with 7 rows of torch.float32 on rank 2",
+    "P": r".*rows with 2002 columns of torch.float32 on rank 2",
+    "width": r"to_columns: width must be 2003 in all over the ranks, got 3 \+ 3 \+ 3",
+    "one width": r".*a width on rank 2",
+    "bad width": r".*width must be a whole number, at least 0, got -1",
+    "meta": r".*backend \(.*\) can send it from, got .* on meta",
+    "replicated": r".*a must be Shard\(0\) or Shard\(1\) of \[N, P\] on a 1-D mesh, got ",
+    "no group": r".*group must be a process group .*: start it by torchrun .*, got 'text' of type",
+}
+
+
+@pytest.mark.parametrize("key", SAID)
+def test_a_mistake_is_one_sentence_on_every_rank(ranks, key):
     for rank in ranks:
         said = rank[key]
         assert "\n" not in said and said.endswith(".") and ". " not in said, said
-        assert re.match(words, said), said
+        assert re.match(rf"(TypeError|ValueError): {SAID[key]}", said), said
+    # and nothing is out of step afterwards
+    assert torch.equal(same(ranks, "still"), same(ranks, ("of odd shards", torch.float32)))
 
 
-@pytest.mark.deep("several processes")
 def test_a_group_of_some_ranks(ranks):
     assert ranks[0]["group"] == ranks[1]["group"] == "nothing"
     assert "group must be a process group that this rank belongs to" in ranks[2]["group"]
 
 
-@pytest.mark.deep("several processes")
-def test_nothing_is_out_of_step_after_mistakes(ranks):
-    assert torch.equal(same(ranks, "still"), same(ranks, ("of odd shards", torch.float32)))
-
-
-@pytest.mark.deep("several processes")
 def test_a_rank_that_dies_ends_the_others(ranks):
     for rank in ranks[:2]:
-        assert rank["death"].startswith(
-            "RuntimeError: pairwise_sqdist: another rank has ended or did not answer"
-        ), rank["death"]
-        assert "\n" not in rank["death"]
+        words = "RuntimeError: pairwise_sqdist: another rank has ended or did not answer"
+        assert rank["death"].startswith(words) and "\n" not in rank["death"], rank["death"]
 
 
 def test_without_a_group():
@@ -185,7 +154,6 @@ def test_without_a_group():
         distributed.pairwise_sqdist(matrix())
 
 
-@pytest.mark.deep("another process")
 def test_the_example_under_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node=2", str(ROOT / "examples" / "sharded.py")]

@@ -152,6 +152,8 @@ def test_running_statistics_are_mixed_like_the_models_or_left_alone(form):
     torch.testing.assert_close(mixed, weight.float() @ statistics(given))
     with sentence("weight: expected a row for each of 3 clients, got"):
         unpack(rows, packed, weight[:2])
+    with sentence(rf"rows: expected \[3, {rows.shape[1]}\], a row for each client that was packed"):
+        unpack(rows[:1], packed)
 
 
 def test_patterns_choose_and_private_tensors_may_differ():
@@ -239,13 +241,11 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([nn.LazyLinear(3)], {}, "client 0: 'weight': expected a dense tensor with values"),
     ([[np.array(["a"])]], {}, "client 0: '0': expected a whole array in a dtype .* got <U1"),
     ([{"w": W}], {"include": "v*"}, r"include, exclude: expected patterns of some of w, got 'v\*'"),
-    ([{"w": W}], {"buffers": "mean"}, "buffers: expected 'local' or 'average'"),
     ([], {}, "uploads: expected the models of at least one client"),
     ({"w": W, "b": torch.ones(3, 2)}, {}, "client 'b': expected a 1-D tensor"),
     (W.long()[None], {}, "uploads: expected floating-point rows"),
     ([torch.ones(2, 2)], {}, "client 0: expected a 1-D tensor, .* got a tensor .2, 2."),
-    ([object()], {}, "client 0: expected a 1-D tensor"),
-    *((odd, {}, "uploads: expected rows") for odd in (3, "model", nn.Sequential(nn.Linear(2, 2)))),
+    (nn.Sequential(nn.Linear(2, 2)), {}, "uploads: expected rows"),
 ]
 
 
@@ -253,9 +253,3 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 def test_bad_uploads_are_one_sentence(uploads, options, words):
     with sentence(words):
         pack(uploads, **options)
-
-
-def test_rows_that_are_not_those_that_were_packed():
-    rows, form = pack([{"w": W}, {"w": W}])
-    with sentence(r"rows: expected \[2, 2\]"):
-        unpack(rows[:1], form)
