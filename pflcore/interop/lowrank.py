@@ -157,17 +157,16 @@ def sqdist(states: Models, scale: Scales) -> Tensor:
     _, models, each = _clients(states, scale)
     total = torch.zeros(len(models), len(models), dtype=torch.float64)
     for _, other, given in _layers(models, each):
-        total += (_sqdist(given) if other else ops.pairwise_sqdist(given)).cpu()
+        if not other:
+            total += ops.pairwise_sqdist(given).cpu()
+            continue
+        a, b = torch.cat([a for a, _, _ in given]), torch.cat([s * b for _, b, s in given], 1)
+        inner, ranks = (a @ a.T) * (b.T @ b), [len(a) for a, _, _ in given]
+        for _ in ("rows", "columns"):  # summed by clients: [N, N]
+            inner = torch.stack([part.sum(0) for part in inner.split(ranks)]).T
+        square = inner.diagonal()
+        total += (square[:, None] + square - inner - inner.T).clamp(min=0).fill_diagonal_(0).cpu()
     return total
-
-
-def _sqdist(factors: Factors) -> Tensor:
-    x, y = torch.cat([x for x, _, _ in factors]), torch.cat([s * y for _, y, s in factors], 1)
-    inner, ranks = (x @ x.T) * (y.T @ y), [len(x) for x, _, _ in factors]
-    for _ in ("rows", "columns"):  # summed by clients: [N, N]
-        inner = torch.stack([part.sum(0) for part in inner.split(ranks)]).T
-    square = inner.diagonal()
-    return (square[:, None] + square - inner - inner.T).clamp(min=0).fill_diagonal_(0)
 
 
 @checked

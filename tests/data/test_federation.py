@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small import with_test
 from torch import nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from pflcore import Federation, Simulation, Training, cross_silo
 from pflcore.data import federation_of, padded, partition
@@ -124,14 +124,6 @@ def test_clients_arrays_of_any_kind():
     assert sizes(fed, "test") == [0, 3, 0] and sizes(fed, "val") == [0, 0, 3]
 
 
-class Squares(Dataset):
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, k):
-        return np.full(2, float(k * k), dtype=np.float32), k
-
-
 class Moved(TensorDataset):
     def __getitem__(self, i):
         x, y = super().__getitem__(i)
@@ -140,9 +132,9 @@ class Moved(TensorDataset):
 
 def test_clients_datasets():
     tensors = TensorDataset(torch.rand(4, 2), torch.tensor([0, 1, 2, 2]))
-    fed = Federation.from_clients(
-        with_test([Squares(), tensors, Subset(tensors, [3, 0])], [tensors, Squares(), Squares()])
-    )
+    squares = [(np.full(2, k * k, np.float32), k) for k in range(3)]
+    train = [squares, tensors, Subset(tensors, [3, 0])]
+    fed = Federation.from_clients(with_test(train, [tensors, squares, squares]))
     assert sizes(fed) == [3, 4, 2] and sizes(fed, "test") == [4, 3, 3]
     x, y = fed.client(0)
     assert x.tolist() == [[0, 0], [1, 1], [4, 4]] and y.tolist() == [0, 1, 2]
@@ -334,18 +326,27 @@ def test_a_test_split_that_is_there_stays_the_test_split(there, lacks):
 NAN = torch.arange(14.0).reshape(7, 2)
 NAN[3, 1] = float("nan")
 TRAIN = index([0], [1])
+
+
+def held(train, **more):
+    return {"index": {"train": train, **more}}
+
+
 BAD = [  # and the beginning of the sentence
-    ({"index": {"train": []}}, "index['train']: expected a list of index tensors, at least one"),
-    ({"index": {"train": index([0], [])}}, "clients: expected a sample"),
-    ({"index": {"train": index([0, 2], [2])}}, "index['train']: expected a sample once"),
-    ({"index": {"train": TRAIN, "test": index([4, 4], [5])}}, "index['test']: expected a sample o"),
-    ({"index": {"train": TRAIN, "test": index([4], [1])}}, "index['test']: expected samples of no"),
-    ({"index": {"train": index([0], [7])}}, "index['train'][1]: expected samples in 0..6, got 7"),
-    ({"index": {"train": index([-1], [1])}}, "index['train'][0]: expected samples in 0..6, got -1"),
-    ({"index": {"train": [torch.zeros(1), torch.ones(1)]}}, "index['train'][0]: expected an int64"),
+    (held([]), "index['train']: expected a list of index tensors, at least one"),
+    (held(index([0], [])), "clients: expected a sample"),
+    (held(index([0, 2], [2])), "index['train']: expected a sample once"),
+    (held(TRAIN, test=index([4, 4], [5])), "index['test']: expected a sample o"),
+    (
+        held(TRAIN, test=index([4], [1])),
+        "index['test']: expected samples of no other split, got [1]",
+    ),
+    (held(index([0], [7])), "index['train'][1]: expected samples in 0..6, got 7"),
+    (held(index([-1], [1])), "index['train'][0]: expected samples in 0..6, got -1"),
+    (held([torch.zeros(1), torch.ones(1)]), "index['train'][0]: expected an int64"),
     ({"index": {"test": index([0])}}, "index: expected the split 'train'"),
-    ({"index": {"train": TRAIN, "extra": TRAIN}}, "index: expected the split"),
-    ({"index": {"train": TRAIN, "test": index([4])}}, "index['test']: expected a list for each of"),
+    (held(TRAIN, extra=TRAIN), "index: expected the split"),
+    (held(TRAIN, test=index([4])), "index['test']: expected a list for each of"),
     ({"x": NAN}, "x: expected finite numbers, also in sample 3, number 1 of client 1's train samp"),
     ({"x": NAN.roll(3, 0)}, "x: expected finite numbers, also in sample 6, got"),
     ({"x": torch.zeros(6, 2)}, "y: expected a row per row of x, [6, 2] on cpu"),
@@ -368,10 +369,11 @@ def test_bad_input_is_one_sentence(change, message):
 
 
 PAIR = ([[1.0], [2.0]], [0, 1])
+KIND = "inputs and targets [1] and [] (int64)"
 BAD_CLIENTS = [
     ([], "clients: expected the data of at least one client"),
     ({"a": PAIR}, "clients: expected each client's data in a list"),
-    ([PAIR, ([[1.0, 2.0]], [0])], "client 1: expected inputs and targets [1] and [] (int64), as c"),
+    ([PAIR, ([[1.0, 2.0]], [0])], f"client 1: expected {KIND}, as client 0 has, got '[2] and"),
     ([PAIR, ([[1.0]], [0.5])], "client 1: expected inputs and"),
     ([([[1.0]], [0, 1])], "client 0 (train): expected one target for each input, got [[1, 1], [2]"),
     ([([["a"]], [0])], "x of client 0 (train): expected numbers"),

@@ -250,8 +250,8 @@ def test_leaf_folders(tmp_path):
 
 def test_writers_of_emnist(tmp_path):
     users = {f"w{i}": {"x": np.random.rand(3, 784).tolist(), "y": [i, 61, 5]} for i in range(2)}
-    write_leaf(tmp_path / "femnist" / "train" / "a.json", users)
-    write_leaf(tmp_path / "femnist" / "test" / "a.json", users)
+    for split in ("train", "test"):
+        write_leaf(tmp_path / "femnist" / split / "a.json", users)
     fed = femnist(tmp_path)
     assert fed.classes == 62 and fed.shape == (1, 28, 28) and fed.size("test").tolist() == [3, 3]
 

@@ -178,7 +178,7 @@ def test_lazy_values_are_asked_for_one_client_at_a_time():
             log.append(self.at)
             return np.full(3, self.at[0], np.float32)
 
-    rows, form = pack([{k: Logged(i, k) for k in ("a", "b")} for i in range(3)], include="a")
+    rows, form = pack([{k: Logged(i, k) for k in "ab"} for i in range(3)], include="a")
     assert log == [(0, "a"), (1, "a"), (2, "a")] and rows.tolist() == [[i] * 3 for i in range(3)]
     back = unpack(rows, form)[1]
     assert isinstance(back["a"], np.ndarray) and isinstance(back["b"], Logged) and len(log) == 3
