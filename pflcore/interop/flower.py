@@ -108,7 +108,7 @@ def only_record(message: Message, whose: str) -> tuple[str, ArrayRecord]:
 
 
 STATE = "pflcore.client"  # the record of Context.state
-AT_HAND = 32  # clients that a process does not make again; what they know is in their contexts
+MOST = 32  # clients at hand, that are not made again; what they know is in their contexts
 Evaluate = Callable[[Personalized, Context], dict[str, float]]
 
 
@@ -137,7 +137,7 @@ def client_app(
     algorithm keeps at a client is in `Context.state`, which a simulation carries to the worker and
     back for each message.
     """
-    app, opened = ClientApp(mods=mods or []), Clients(make).of
+    app, opened = ClientApp(mods=mods or []), AtHand(make).client
 
     @app.query("pflcore")  # type: ignore[untyped-decorator]
     def who(message: Message, context: Context) -> Message:
@@ -167,14 +167,14 @@ def client_app(
     return app
 
 
-class Clients:
+class AtHand:
     """The clients that a process has at hand, the one last that was needed last."""
 
     def __init__(self, make: Callable[[Context], Client]) -> None:
         self.make = make
         self.made: dict[tuple[int, int], tuple[Client, bytes]] = {}  # with the state of a new one
 
-    def of(self, context: Context) -> Client:
+    def client(self, context: Context) -> Client:
         """The client of a node, with the state that its context holds."""
         key = context.run_id, context.node_id
         if key not in self.made:
@@ -182,7 +182,7 @@ class Clients:
             need(isinstance(fresh, Client), "make", "a function that gives a pflcore.Client", fresh)
             self.made[key] = fresh, saved(fresh)
         self.made[key] = client, first = self.made.pop(key)
-        if len(self.made) > AT_HAND:
+        if len(self.made) > MOST:
             del self.made[next(iter(self.made))]
         kept = context.state.config_records.get(STATE, {"bytes": first})
         client.load_state_dict(torch.load(io.BytesIO(kept["bytes"]), weights_only=True))

@@ -41,6 +41,11 @@ def same(a, b, split="train"):
     return all(map(torch.equal, a.index[split], b.index[split]))
 
 
+def tens(low, high):
+    """Sizes of ten classes."""
+    return st.lists(st.integers(low, high), min_size=10, max_size=10)
+
+
 Y, YT = labels_with([20] * 10), labels_with([7] * 10, 1)
 
 # -- what is published -------------------------------------------------------
@@ -95,7 +100,7 @@ def test_counts_of_the_waffle_paper_on_mnist(base):
 
 
 @given(
-    st.lists(st.integers(1, 60), min_size=10, max_size=10),
+    tens(1, 60),
     st.integers(1, 33),
     st.sampled_from("ABC"),
     st.integers(0, 5),
@@ -166,7 +171,7 @@ def test_concept_shift_is_independent_per_client_and_of_the_seed():
 @given(
     st.sampled_from(list(PARTITIONS)),
     st.integers(2, 12),
-    st.lists(st.integers(12, 60), min_size=10, max_size=10),
+    tens(12, 60),
     st.integers(0, 3),
 )
 def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed):
@@ -233,7 +238,7 @@ def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
 @given(
     st.integers(1, 25),
     st.integers(1, 10),
-    st.lists(st.integers(30, 90), min_size=10, max_size=10),
+    tens(30, 90),
     st.integers(0, 5),
 )
 def test_exact_k_laws(n, k, have, seed):

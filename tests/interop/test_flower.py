@@ -3,21 +3,34 @@ their client, one sends each client its own model, in apps that know nothing of 
 exact distances."""
 
 import logging
+import os
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
+os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 pytest.importorskip("flwr")
 
 import torch
 from doors import sentence
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Bulyan, FedAvg, MultiKrum
 from flwr.serverapp.strategy.multikrum import select_multikrum as flowers
+from flwr.supercore.task_identity import TaskIdentity
 from methods import SFL
-from nodes import Nodes, context
 from torch import nn
 
 from pflcore import Client, Evaluation, Hardware, Server, Simulation, Training, personalize
@@ -31,6 +44,51 @@ from pflcore.interop.flower import (
     select_multikrum,
 )
 from pflcore.testing import Case
+
+TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+
+
+def context(node, config=None):
+    own = {"node_id": node, "node_config": config or {}, "state": RecordDict()}
+    return Context(run_id=1, run_config={}, **own)
+
+
+class Nodes(Grid):
+    """Nodes 100, 101, ... of partitions `partitions` in this process, all with one ClientApp:
+    messages go through Flower's classes, but through no network and no Ray."""
+
+    def __init__(self, app, partitions):
+        self.app, self.answered = app, []
+        each = enumerate(partitions, 100)
+        self.contexts = {node: context(node, {"partition-id": p}) for node, p in each}
+        self.mute: set[int] = set()  # nodes that do not answer
+
+    def get_node_ids(self):
+        return list(self.contexts)
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            if node in self.mute:
+                continue
+            kept = pickle.loads(pickle.dumps(self.contexts[node]))  # as it travels
+            try:
+                replies.append(self.app(pickle.loads(pickle.dumps(message)), kept))
+                self.contexts[node] = kept
+            except Exception as error:  # as a node does
+                why = Error(code=0, reason=f"{type(error)}:<'{error}'>")
+                replies.append(Message(why, reply_to=message))
+        self.answered += replies
+        return replies[::-1]
+
+    def set_run(self, run): ...
+    @property
+    def run(self): ...
+    def create_message(self, *args, **words): ...
+    def push_messages(self, messages): ...
+    def pull_messages(self, ids): ...
+
 
 DATA, ROUNDS, SEED = Case(alg_.FedAvg()).data, 3, 5
 N, TRAINING = DATA.n, Training(lr=0.05, batch_size=7)
