@@ -74,11 +74,7 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         samples = partition or train_samples or test_samples
         fed = _with_clients(data, n, seed, root, options)
         need(not samples, "partition and samples", f"none, as {data} has clients", samples)
-        whole = fractions is None and "test" not in fed.index
-        shares = dict(SHARES if whole else fractions or {})
-        fit = set(shares) <= {"val", "test"}
-        need(fit, "fractions", "shares of 'val' and 'test' of each client's samples", shares)
-        fed = fed.split(**shares, seed=seed, of=None) if shares else fed  # type: ignore[arg-type]
+        fed = _divided(fed, fractions, seed)
         scaled = data in TABULAR if standardize is None else standardize
         return fed.standardize() if scaled else fed
     none = fractions is None and standardize is None
@@ -121,3 +117,12 @@ def _with_clients(
     fed = make(**{k: v for k, v in given.items() if k in own and v is not None}, **options)
     need(n is None or n <= fed.n, "n", f"at most the {fed.n} clients of {data}", n)
     return fed if n in (None, fed.n) else fed.subset(range(n))
+
+
+def _divided(fed: Federation, fractions: Mapping[str, HeldOut] | None, seed: int) -> Federation:
+    """Each client's samples in these shares; None: Motley's where there is no test split."""
+    whole = fractions is None and "test" not in fed.index
+    shares: dict[str, Any] = dict(SHARES if whole else fractions or {})
+    fit = set(shares) <= {"val", "test"}
+    need(fit, "fractions", "shares of 'val' and 'test' of each client's samples", shares)
+    return fed.split(**shares, seed=seed, of=None) if shares else fed

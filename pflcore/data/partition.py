@@ -386,8 +386,7 @@ def unimodal(
     Cuts the training pool alone. `test`: the share of a client's samples that is held out. `train`:
     use so many of the others only; the test sets stay. Unused samples are counted in the facts.
     """
-    index, facts = _populations(labels, [(range(labels.classes), labels.n)], z, test, train, rng)
-    return Partition(index, facts=facts)
+    return _populations(labels, [(range(labels.classes), labels.n)], z, test, train, rng)
 
 
 @checked
@@ -412,8 +411,7 @@ def multimodal(
     need(both, "minority", f"some of the classes 0..{labels.classes - 1}, and not all", few)
     need(minority_clients < n, "minority_clients", f"fewer than the {n} clients", minority_clients)
     modes = [(some, n - minority_clients), (few, minority_clients)]
-    index, facts = _populations(labels, modes, z, test, train, rng)
-    return Partition(index, group=(torch.arange(n) >= n - minority_clients).long(), facts=facts)
+    return _populations(labels, modes, z, test, train, rng)
 
 
 def _populations(
@@ -423,10 +421,9 @@ def _populations(
     test: float,
     train: int | None,
     rng: Random,
-) -> tuple[dict[str, Ragged], dict[str, int]]:
+) -> Partition:
     """For each mode, classes and a number of clients, shards of its classes, z to each client at
-    random: even ones where there is one mode, else all of the largest size that every class has.
-    The lists to train on and to be tested on, and the facts."""
+    random: even ones where there is one mode, else all of the largest size that every class has."""
     have, shards = labels.totals(labels.train), np.zeros(labels.classes, dtype=np.int64)
     for classes, n in modes:
         shards[classes] = even(n * z, len(classes))
@@ -447,7 +444,9 @@ def _populations(
     held, rest = cut_in_two(lists, lambda k: max(1, int(test * k + 0.5)), rng)
     unused = len(labels.train) - len(lists.flat)
     rest = rest if train is None else Ragged.of([r[:train] for r in rest])
-    return {"train": rest, "test": held}, {"unused train samples": unused} if unused else {}
+    group = torch.repeat_interleave(torch.tensor([n for _, n in modes])) if len(modes) > 1 else None
+    facts = {"unused train samples": unused} if unused else {}
+    return Partition({"train": rest, "test": held}, group=group, facts=facts)
 
 
 class Way(NamedTuple):

@@ -62,6 +62,8 @@ __all__ = [
     "select_multikrum",
 ]
 
+Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
+
 
 def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     """Tensors as Flower's arrays, which are numpy's. ValueError for what numpy has no numbers
@@ -274,9 +276,7 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         self.models: dict[int, ArrayRecord] = {}  # by node id
         self._last: dict[int, ArrayRecord] = {}  # the uploads that they were made of
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Makes everybody's next model; gives the mean, as FedAvg does."""
         # the bits do not depend on who came first
         replies = sorted(replies, key=lambda m: m.metadata.src_node_id)
@@ -322,9 +322,7 @@ class ExactMultiKrum(MultiKrum):  # type: ignore[misc]
     """Flower's `MultiKrum`, word for word its arguments, with exact distances. A round of too few
     replies for Krum is skipped, and said."""
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """The mean of the chosen replies, and of their metrics."""
         valid, _ = self._check_and_log_replies(replies, is_train=True)
         f, least = self.num_malicious_nodes, 2 * self.num_malicious_nodes + 3
@@ -373,9 +371,7 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
             grid, ArrayRecord(), left if num_rounds is None else num_rounds, **options
         )
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """The server's round; there is no one model to be given."""
         valid, failed = self._check_and_log_replies(replies, is_train=True, validate=False)
         if not valid and failed:

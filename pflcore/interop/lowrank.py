@@ -45,11 +45,19 @@ class Basis(NamedTuple):
     size: float
 
 
+class Part(NamedTuple):
+    """Columns of a row: a layer's core row, or another tensor."""
+
+    name: str  # of A, or of the tensor
+    other: str  # of B, or ""
+    basis: Basis | None
+    width: int
+
+
 class Layout(NamedTuple):
     """How `pack` put rows together, for `unpack`."""
 
-    # (name of A, name of B, basis, columns) or (name, "", None, columns), in order
-    parts: list[tuple[str, str, Basis | None, int]]
+    parts: list[Part]  # in order
     states: list[State]  # [N] as they came
     scale: list[Scale]  # [N]
     form: Form  # in what they came
@@ -123,11 +131,10 @@ def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
     scale that is missing, adapters that are no product of two factors (LoHa, LoKr, AdaLoRA).
     """
     form, models, each = _clients(states, scale)
-    rows: list[Tensor] = []
-    parts: list[tuple[str, str, Basis | None, int]] = []
+    rows, parts = [], []
     for name, other, given in _layers(models, each):
         row, basis = _project(given) if other else (given, None)
-        parts.append((name, other, basis, row.shape[1]))
+        parts.append(Part(name, other, basis, row.shape[1]))
         rows.append(row)
     return torch.cat(rows, 1), Layout(parts, models, each, form)
 
@@ -136,7 +143,7 @@ def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
 def unpack(rows: Matrix, layout: Layout) -> tuple[Any, list[float]]:
     """N adapters from rows [N, P], as they came, each with its client's ranks, scales, dtypes and
     integers; and for each the largest share of a layer's square that the cut to the rank lost."""
-    n, width = len(layout.states), sum(p[3] for p in layout.parts)
+    n, width = len(layout.states), sum(p.width for p in layout.parts)
     need(rows.shape == (n, width), "rows", f"[{n}, {width}], a row for each adapter", rows)
     each = zip(rows, layout.states, layout.scale, strict=True)
     adapters = [_adapter(row, layout.parts, state, scale) for row, state, scale in each]
@@ -265,12 +272,13 @@ def _layers(models: list[State], scale: list[Scale]) -> Iterator[tuple[str, str,
 
 
 def _adapter(
-    row: Tensor, parts: Sequence[tuple[str, str, Basis | None, int]], like: State, scale: Scale
+    row: Tensor, parts: list[Part], like: State, scale: Scale
 ) -> tuple[dict[str, Tensor], float]:
     """One row as an adapter of the ranks, shapes and dtypes of `like`, and the largest share
     lost."""
     new, most = dict(like), 0.0
-    for piece, (name, other, basis, _) in zip(row.split([p[3] for p in parts]), parts, strict=True):
+    pieces = row.split([p.width for p in parts])
+    for piece, (name, other, basis, _) in zip(pieces, parts, strict=True):
         factors = {name: piece}
         if basis is not None:
             rank, span = len(like[name]), min(basis.left.shape[1], basis.right.shape[1])

@@ -112,12 +112,10 @@ def personalize(  # noqa: PLR0913 (what a mix has)
         for given in (guidance, previous)
         if given is not None
     ]
-    need(
-        len(guides) == isinstance(alg, FedDWA),
-        "guidance, previous",
-        "one of them for FedDWA (to its own model a client's distance is 0), none for another",
-        f"{len(guides)} of them for {type(alg).__name__}",
-    )
+    got = f"{len(guides)} of them for {type(alg).__name__}"
+    fits = len(guides) == isinstance(alg, FedDWA)
+    one = "one of them for FedDWA (to its own model a client's distance is 0), none for another"
+    need(fits, "guidance, previous", one, got)
     compared = [rows, *guides]
     if base is not None:
         need(isinstance(alg, Clusters), "base", "None where the method is not 'clusters'", base)
