@@ -15,7 +15,7 @@ from torch import nn
 from pflcore import ALGORITHMS, FedAvg, Simulation
 from pflcore.algorithms import Algorithm
 from pflcore.data import Federation
-from pflcore.simulation.attacks import Adversary
+from pflcore.simulation.settings import Adversary
 
 
 @pytest.fixture(scope="module")

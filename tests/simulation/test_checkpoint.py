@@ -194,7 +194,7 @@ def test_early_stopping_remembers_the_rounds_before(after, tmp_path):
 
 def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
     at = []
-    monkeypatch.setattr(Simulation, "_save", lambda run, keeper: at.append(run.state.round))
+    monkeypatch.setattr(checkpoint, "save_run", lambda keeper, run: at.append(run.state.round))
     make(rounds=7).run(checkpoint=Checkpoint(tmp_path, every=3, minutes=0))
     assert at == [0, 3, 6, 7]  # the beginning and the end in any case
     at.clear()

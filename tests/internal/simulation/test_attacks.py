@@ -17,7 +17,7 @@ from pflcore.algorithms.fedavg import BLOCK, Defence, ascending, defended
 from pflcore.results.record import group
 from pflcore.results.table import table
 from pflcore.simulation.accept import Trained, accept, update_norms
-from pflcore.simulation.attacks import STRENGTH, Adversary
+from pflcore.simulation.settings import STRENGTH, Adversary
 
 DEFENCES = Defence.__args__
 

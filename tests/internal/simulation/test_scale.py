@@ -19,7 +19,7 @@ from pflcore.results.export import rows
 from pflcore.results.record import group, plain
 from pflcore.results.table import table
 from pflcore.simulation import checkpoint
-from pflcore.simulation import rows as on_disk
+from pflcore.simulation import evaluate as evaluation
 from pflcore.train import memory
 from pflcore.train.random import drawn
 
@@ -189,13 +189,13 @@ def test_a_snapshot_on_disk_does_not_change(tmp_path):
 
 def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
     whole = simulation("ditto", many(12), rows=tmp_path).run()
-    monkeypatch.setattr(on_disk, "CHUNK", 5 * 10 * 4)
+    monkeypatch.setattr(evaluation, "CHUNK", 5 * 10 * 4)
     parts = simulation("ditto", many(12), rows=tmp_path).run()
     assert parts.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
 
 
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: FULL)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: FULL)
     words = r"rows: the clients' rows may take .* on disk, and .* has 100 B free"
     with pytest.raises(memory.RunTooLarge, match=words):
         simulation("ditto", rows=tmp_path)
@@ -210,7 +210,7 @@ def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_
     run = simulation("ditto", rows=tmp_path, participation=0.2)
 
     def fill(round, record):
-        monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: FULL)
+        monkeypatch.setattr("shutil.disk_usage", lambda folder: FULL)
 
     words = r"rows: this round's rows need up to .* on disk, and .* has 100 B free; make room"
     with pytest.raises(OSError, match=words) as told:
