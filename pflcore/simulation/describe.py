@@ -33,6 +33,7 @@ CONDITIONS = (
 )
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
 NOBODY = [0.0, 0, 0]
+ALIKE = ("training", "clients", "rounds", "participation", "seed")  # a run's, by the same names
 OF_OUTCOME = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "clipped")
 
 
@@ -47,18 +48,14 @@ def header(run: Any) -> Record:
     said = {
         "algorithm": run.name,
         "options": alg,
-        "training": run.training,
+        **{k: getattr(run, k) for k in ALIKE},
         "data": data.name if data.name != "data" else f"data {brief([data.x, data.y])}",
         "model": f"{type(net.module).__name__} {brief(of_net(net)['layers'])}",
-        "clients": run.clients,
         "eval_clients": looked_at if asked else run.looked_at,
         "n": data.n,
         "classes": data.classes,
         "facts": data.facts,
         "parameters": net.size,
-        "rounds": run.rounds,
-        "participation": run.participation,
-        "seed": run.seed,
         "engine": engine.name,
         "path": {"engine": engine.name, "form": engine.form, "why": engine.why},
         "device": run.hardware.device,

@@ -191,7 +191,6 @@ class Simulation:
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
         before = [] if self.history else list(self._records)  # a checkpoint's
         history = self.history = History(self.header(), before)
-        start = self._state.round - len(history.rounds)
         try:
             resume(callbacks, history.rounds)
             for record in self.iterate():
@@ -208,8 +207,7 @@ class Simulation:
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
-            done = start + len(history.rounds)
-            history.stopped = f"Interrupted after round {done} of {self.rounds}."
+            history.stopped = f"Interrupted after round {self._state.round} of {self.rounds}."
             history.interrupted = True
         except Exception as error:
             words = str(error) or "without a message"
