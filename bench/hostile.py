@@ -37,7 +37,7 @@ from pflcore import (
 )
 from pflcore.algorithms.fedavg import COUNTING, Defence
 from pflcore.data import Federation, federation_of
-from pflcore.simulation.attacks import Adversary, Attack
+from pflcore.simulation.settings import Adversary, Attack
 
 ATTACKS, DEFENCES = get_args(Attack), get_args(Defence)
 N, ROUNDS, TRAINING = 10, 20, Training(lr=0.1, batch_size=20)

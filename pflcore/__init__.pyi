@@ -14,6 +14,7 @@ from pflcore.ops import (
 )
 from pflcore.ops import __version__ as __version__
 from pflcore.simulation import (
+    Adversary,
     Evaluation,
     Hardware,
     History,
@@ -21,7 +22,6 @@ from pflcore.simulation import (
     Simulation,
     for_everyone,
 )
-from pflcore.simulation.attacks import Adversary
 from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.evaluate import evaluate

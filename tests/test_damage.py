@@ -10,7 +10,9 @@ import hashlib
 import io
 import json
 import pickle
+import shutil
 from collections import OrderedDict
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,25 @@ def one_sentence(error):
     return "\n" not in text and text.endswith(".") and len(text) > 20
 
 
+def refused_or(read, words):
+    """What `read()` gives; None where it says in one sentence, with these words, that it cannot."""
+    try:
+        return read()
+    except ValueError as e:
+        assert one_sentence(e) and words in str(e)
+
+
+@contextmanager
+def damaged_file(path, damage):
+    """The file is damaged inside, and whole again afterwards."""
+    before = path.read_bytes()
+    path.write_bytes(damaged(before, damage))
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
 # checkpoints ----------------------------------------------------------------
 TENSORS = {
     "x": torch.arange(7.0),
@@ -78,21 +99,13 @@ def kept(tmp_path_factory):
 @given(which=st.sampled_from([".json", ".safetensors"]), damage=damages)
 def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept, which, damage):
     (path,) = kept.glob(f"checkpoint*{which}")
-    before = path.read_bytes()
-    try:
-        path.write_bytes(damaged(before, damage))
-        try:
-            tensors, facts = checkpoint.load(kept)
-        except ValueError as e:
-            assert one_sentence(e) and "damaged" in str(e)
-        else:
-            assert (
-                repr({k: facts[k] for k in FACTS}) == repr(FACTS)
-                and tensors.keys() == TENSORS.keys()
-            )
-            assert all(torch.equal(tensors[k], v) for k, v in TENSORS.items())
-    finally:
-        path.write_bytes(before)
+    with damaged_file(path, damage):
+        found = refused_or(lambda: checkpoint.load(kept), "damaged")
+    if found is not None:
+        tensors, facts = found
+        assert repr({k: facts[k] for k in FACTS}) == repr(FACTS)
+        assert tensors.keys() == TENSORS.keys()
+        assert all(torch.equal(tensors[k], v) for k, v in TENSORS.items())
 
 
 # records --------------------------------------------------------------------
@@ -137,26 +150,20 @@ def record(tmp_path_factory):
 @examples(200)
 @given(which=st.sampled_from([".jsonl", ".arrays"]), damage=damages)
 def test_a_damaged_record_is_read_as_far_as_it_goes(record, which, damage):
-    path = record.with_suffix(which)
-    before = path.read_bytes()
-    try:
-        path.write_bytes(damaged(before, damage))
+    with damaged_file(record.with_suffix(which), damage):
         try:
             runs = read(record)
         except FileNotFoundError as e:  # the name of the side file was altered
             assert one_sentence(e)
             return
-        for run in runs:
-            assert run.played >= 0 and len(run.rounds) <= 9
-        if damage[0] == "cut":
-            assert len(runs) <= 1 and all(table([r]) for r in runs)  # what a killed run left
-            wrote = {r["round"]: r for r in lines() if "round" in r}
-            for r in (r for run in runs for r in run.rounds):
-                torch.testing.assert_close(
-                    torch.tensor(r["eval"]["loss"]), wrote[r["round"]]["eval"]["loss"]
-                )
-    finally:
-        path.write_bytes(before)
+    for run in runs:
+        assert run.played >= 0 and len(run.rounds) <= 9
+    if damage[0] == "cut":
+        assert len(runs) <= 1 and all(table([r]) for r in runs)  # what a killed run left
+        wrote = {r["round"]: r for r in lines() if "round" in r}
+        for r in (r for run in runs for r in run.rounds):
+            loss = torch.tensor(r["eval"]["loss"])
+            torch.testing.assert_close(loss, wrote[r["round"]]["eval"]["loss"])
 
 
 @pytest.mark.parametrize(
@@ -178,8 +185,7 @@ def test_a_damaged_record_is_read_as_far_as_it_goes(record, which, damage):
     ],
 )
 def test_a_line_that_is_no_line_of_a_record_costs_only_itself(record, tmp_path, line):
-    for name in ("record.jsonl", "record.arrays"):
-        (tmp_path / name).write_bytes((record.parent / name).read_bytes())
+    shutil.copytree(record.parent, tmp_path, dirs_exist_ok=True)
     with open(tmp_path / "record.jsonl", "a") as file:
         file.write(line + "\n")
     (run,) = read(tmp_path / "record.jsonl")
@@ -187,15 +193,11 @@ def test_a_line_that_is_no_line_of_a_record_costs_only_itself(record, tmp_path, 
 
 
 def test_a_side_file_that_asks_for_all_memory_costs_only_its_lines(record, tmp_path):
-    for name in ("record.jsonl", "record.arrays"):
-        (tmp_path / name).write_bytes((record.parent / name).read_bytes())
-    huge = (
-        (tmp_path / "record.arrays")
-        .read_bytes()
-        .replace(b"(1200,), }          ", b"(99999999999,), }   ", 1)
-    )
-    (tmp_path / "record.arrays").write_bytes(huge)
-    assert huge != (record.parent / "record.arrays").read_bytes()
+    shutil.copytree(record.parent, tmp_path, dirs_exist_ok=True)
+    side = tmp_path / "record.arrays"
+    before = side.read_bytes()
+    side.write_bytes(before.replace(b"(1200,), }          ", b"(99999999999,), }   ", 1))
+    assert side.read_bytes() != before
     (run,) = read(tmp_path / "record.jsonl")
     assert [r["round"] for r in run.rounds] == [2, 3, 4]
 
@@ -220,30 +222,23 @@ ROW = np.arange(12, dtype=np.float32).reshape(3, 4)
 @given(damage=damages)
 @example(damage=("alter", 0.27, 0.0, 9))
 def test_a_damaged_array_is_named_with_its_client(damage):
-    good, bad = npy(ROW), damaged(npy(ROW), damage)
-    try:
-        rows = pack({"good": {"w": Array(good)}, "bad": {"w": Array(bad)}}).rows
-    except ValueError as e:
-        assert one_sentence(e) and "client 'bad'" in str(e)
-    else:
-        assert rows.shape == (2, 12) and rows[0].tolist() == ROW.ravel().tolist()
+    clients = {"good": {"w": Array(npy(ROW))}, "bad": {"w": Array(damaged(npy(ROW), damage))}}
+    packed = refused_or(lambda: pack(clients), "client 'bad'")
+    assert packed is None or packed.rows.shape == (2, 12)
+    assert packed is None or packed.rows[0].tolist() == ROW.ravel().tolist()
 
 
 @examples(100)
 @given(damage=damages)
 def test_a_damaged_safetensors_file_is_named_with_its_client(damage, tmp_path_factory):
     save = pytest.importorskip("safetensors.torch").save
-    folder = tmp_path_factory.getbasetemp() / "models"
-    folder.mkdir(exist_ok=True)
+    folder = tmp_path_factory.getbasetemp()
     whole = save({"a.weight": torch.from_numpy(ROW), "a.bias": torch.ones(3)})
-    (folder / "good.safetensors").write_bytes(whole)
-    (folder / "bad.safetensors").write_bytes(damaged(whole, damage))
-    try:
-        rows = pack([folder / "good.safetensors", folder / "bad.safetensors"]).rows
-    except ValueError as e:
-        assert one_sentence(e) and "client 1" in str(e)
-    else:
-        assert rows.shape == (2, 15)
+    files = [folder / "good.safetensors", folder / "bad.safetensors"]
+    for file, data in zip(files, (whole, damaged(whole, damage)), strict=True):
+        file.write_bytes(data)
+    packed = refused_or(lambda: pack(files), "client 1")
+    assert packed is None or packed.rows.shape == (2, 15)
 
 
 @pytest.mark.parametrize(
@@ -255,13 +250,8 @@ def test_a_damaged_safetensors_file_is_named_with_its_client(damage, tmp_path_fa
     ],
 )
 def test_headers_that_no_writer_makes(header):
-    body = (
-        b"\x93NUMPY\x01\x00"
-        + (len(header) + 1).to_bytes(2, "little")
-        + header
-        + b"\n"
-        + ROW.tobytes()
-    )
+    size = (len(header) + 1).to_bytes(2, "little")
+    body = b"\x93NUMPY\x01\x00" + size + header + b"\n" + ROW.tobytes()
     with pytest.raises(ValueError, match="client 0: 'w': expected a whole array") as e:
         pack([{"w": Array(body)}])
     assert one_sentence(e.value)
@@ -327,9 +317,5 @@ def test_damaged_states_of_a_grid_are_one_sentence(damage, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "state.pt"
     torch.save({"g": dict(TENSORS), "round": 3}, path)
     path.write_bytes(damaged(path.read_bytes(), damage))
-    try:
-        saved = load_states(path)
-    except ValueError as e:
-        assert one_sentence(e) and "remove it" in str(e)
-    else:
-        assert isinstance(saved, dict)
+    saved = refused_or(lambda: load_states(path), "remove it")
+    assert saved is None or isinstance(saved, dict)

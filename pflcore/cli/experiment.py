@@ -31,8 +31,8 @@ from pflcore.data.partition import options_of
 from pflcore.nn.models import MODELS, model_for
 from pflcore.results.record import CUT
 from pflcore.simulation import Evaluation, Hardware, History, Robustness, Simulation, for_everyone
-from pflcore.simulation.attacks import Adversary, Attack
 from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.simulation.settings import Adversary, Attack
 from pflcore.train import Training
 from pflcore.train.net import Net
 

@@ -3,6 +3,14 @@
 from pflcore.simulation.everyone import for_everyone
 from pflcore.simulation.history import History
 from pflcore.simulation.loop import Simulation
-from pflcore.simulation.settings import Evaluation, Hardware, Robustness
+from pflcore.simulation.settings import Adversary, Evaluation, Hardware, Robustness
 
-__all__ = ["Evaluation", "Hardware", "History", "Robustness", "Simulation", "for_everyone"]
+__all__ = [
+    "Adversary",
+    "Evaluation",
+    "Hardware",
+    "History",
+    "Robustness",
+    "Simulation",
+    "for_everyone",
+]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.protocol import Cohort, Mix, Payload, Pool, Tensors, Traits
+from pflcore.algorithms.protocol import Cohort, Mix, Payload, Pool, Tensors, Traits, squares
 from pflcore.data.ragged import onto
 
 
@@ -67,9 +67,8 @@ def accept(
     finite = finite_rows([*tensors, trained.batch_norm], len(ids))
     outcome.dropped = ids[~finite].tolist()
     outcome.void = not finite.any() or bool(set(traits.required) & set(outcome.dropped))
-    if outcome.dropped and finite.any():
-        trained = trained.take(finite)
     if finite.any():
+        trained = trained.take(finite) if outcome.dropped else trained
         share = trained.cohort.mean().weight[0]
         outcome.train_loss = float(share @ trained.loss.double().cpu())
     outcome.cohort = trained.cohort
@@ -94,8 +93,7 @@ def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
     for v in tensors:
         if v.is_floating_point() and v.numel():
             rows = v.reshape(count, -1)
-            whole, zero = v.dtype == torch.float64, rows.new_zeros(1, rows.shape[1])
-            sums.append(rows.sum(1) if whole else ops.pairwise_sqdist(rows, zero)[:, 0])
+            sums.append(rows.sum(1) if v.dtype == torch.float64 else squares(rows))
     return are_finite(sums).all(0)
 
 
@@ -109,14 +107,15 @@ def are_finite(values: Sequence[Tensor]) -> Tensor:
     return found
 
 
-def origins(trained: Trained, traits: Traits, server: Tensors) -> dict[str, Tensor | None]:
-    """The uploads that are updates, each with what it is measured from [S, P]; None: from zero."""
-    found: dict[str, Tensor | None] = {"delta": None} if "delta" in trained.up else {}
+def origins(trained: Trained, traits: Traits, server: Tensors) -> Tensors:
+    """The uploads that are updates, each with what it is measured from: [S, ...], or zero []."""
+    up = trained.up
+    found = {"delta": up["delta"].new_zeros(())} if "delta" in up else {}
     for key, place in traits.models.items():
         part, _, name = place.partition(".")
-        if key in trained.up and part == "down":
+        if key in up and part == "down":
             found[key] = trained.down[name]
-        elif key in trained.up:
+        elif key in up:
             found[key] = server[name][onto(trained.cohort.ids, server[name].device)]
     return found
 
@@ -126,9 +125,11 @@ def update_norms(trained: Trained, traits: Traits, server: Tensors) -> Tensor | 
     lengths, each = [], torch.arange(len(trained.cohort.ids))[:, None]
     for key, origin in origins(trained, traits, server).items():
         rows = trained.up[key].flatten(1)
-        zero, at = rows.new_zeros(1, rows.shape[1]), onto(each, rows.device)
-        start = (zero,) if origin is None else (origin.to(rows), at)
-        lengths.append(ops.pairwise_sqdist(rows, *start)[:, 0].sqrt().cpu())
+        if origin.dim():
+            square = ops.pairwise_sqdist(rows, origin.to(rows), onto(each, rows.device))[:, 0]
+        else:
+            square = squares(rows)
+        lengths.append(square.sqrt().cpu())
     return torch.stack(lengths).amax(0) if lengths else None
 
 
@@ -138,8 +139,7 @@ def shorten(trained: Trained, traits: Traits, server: Tensors, factor: Tensor) -
         return trained
     up, own, origin = dict(trained.up), dict(trained.own), origins(trained, traits, server)
     for key in up.keys() & {*origin, *traits.clipped}:
-        start = origin.get(key)
-        up[key] = nearer(up[key], torch.zeros_like(up[key]) if start is None else start, factor)
+        up[key] = nearer(up[key], origin.get(key, up[key].new_zeros(())), factor)
     for key in own.keys() & set(traits.clipped):
         own[key] = nearer(own[key], trained.before[key], factor)
     return trained._replace(up=up, own=own)
@@ -149,7 +149,7 @@ def nearer(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
     """`rows` [S, ...] at `factor` [S] of their distance from `origin`; where that is 1 as they
     are."""
     rows, some = rows.clone(), onto(factor < 1, rows.device)
-    start = origin[some].double()
+    start = origin.expand_as(rows)[some].double()
     scale = onto(factor, rows.device)[some].view(-1, *[1] * (rows.dim() - 1))
     rows[some] = (start + scale * (rows[some].double() - start)).to(rows)
     return rows
@@ -164,10 +164,6 @@ def spoilt(made: Tensors) -> list[str]:
 
 def nbytes(payload: Payload) -> int:
     """Bytes that travel: every client's slice, a pooled row as often as it is sent."""
-    total = 0
-    for v in payload.values():
-        if isinstance(v, Pool):
-            total += int((v.index >= 0).sum()) * v.rows[:1].nbytes
-        else:
-            total += v.numel() * v.element_size()
-    return total
+    pools = [v for v in payload.values() if isinstance(v, Pool)]
+    pooled = sum(int((v.index >= 0).sum()) * v.rows[:1].nbytes for v in pools)
+    return pooled + sum(v.nbytes for v in payload.values() if isinstance(v, Tensor))

@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,9 @@ from torch import Tensor
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import NonNegative, Whole, check, checked, refuse
-from pflcore.simulation.attacks import Adversary
-from pflcore.simulation.describe import Record, as_json, difference
+from pflcore.simulation.describe import Record, as_json, difference, identity
 from pflcore.simulation.round import Setup, State, begin, load_state_dict, state_dict
-from pflcore.simulation.settings import Evaluation, Hardware, Robustness
+from pflcore.simulation.settings import Adversary, Evaluation, Hardware, Robustness
 from pflcore.train import Training
 
 try:
@@ -42,7 +41,6 @@ DAMAGED = (
     "checkpoint: {} holds one that is damaged ({}); take a copy of it from before, or begin the "
     "run anew."
 )
-Facts = dict[str, Any]
 OURS = "checkpoint-" + "[0-9a-f]" * 16 + ".safetensors"
 GROUPS = {
     "training": Training,
@@ -63,7 +61,7 @@ class Checkpoint:
     folder: str | Path
     every: Whole = 0  # rounds
     minutes: NonNegative = 10.0
-    note: Callable[[], Facts] | None = None  # what the caller, who holds the lock, wants to know
+    note: Callable[[], Record] | None = None  # what the caller, who holds the lock, wants to know
     # later, instead of the records
     _since: float = field(default_factory=time.monotonic, init=False, repr=False)
 
@@ -115,7 +113,7 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     """Writes `tensors` ([...], on any device, in memory of their own) and `facts` (what JSON can
     hold, and NaN) into `folder`, instead of the checkpoint that is there. OSError in one sentence
     where it cannot be written: then the earlier one stands."""
-    folder, name, digest, placed = Path(folder), None, None, False
+    folder, name, digest = Path(folder), None, None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if tensors:
@@ -128,15 +126,13 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
         )
         with replacing(folder / NAME) as part:
             part.write_text(f'{{"sha256": "{_digest(text.encode())}", "checkpoint": {text}}}\n')
-        placed = True
     except OSError as e:
+        if name is not None:
+            (folder / name).unlink(missing_ok=True)
         raise OSError(
             f"checkpoint: it cannot be written into {folder} ({e.strerror or e}); the one before "
             "it, if any, stands."
         ) from None
-    finally:
-        if name is not None and not placed:
-            (folder / name).unlink(missing_ok=True)
     for old in [*folder.glob(OURS), *folder.glob("checkpoint*.part")]:
         if old.name != name:
             old.unlink()
@@ -147,7 +143,7 @@ def _digest(data: bytes) -> str:
 
 
 @checked
-def load(folder: str | Path) -> tuple[dict[str, Tensor], Facts]:
+def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
     """The tensors [...], on the CPU, and the facts of the checkpoint in `folder`. ValueError in one
     sentence where there is none, or where one byte of it is not what was written."""
     facts = _facts(Path(folder) / NAME)
@@ -166,17 +162,16 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Facts]:
         if _digest(data) != facts["sha256"]:
             raise OSError(0, "it was altered, cut off or exchanged")
         tensors = safetensors.torch.load(data)
-    except OSError as e:
-        raise ValueError(DAMAGED.format(folder, f"{name}: {e.strerror}")) from None
-    except safetensors.SafetensorError as e:  # written by somebody else, with a digest that fits
-        raise ValueError(DAMAGED.format(folder, f"{name}: {' '.join(str(e).split())}")) from None
+    except (OSError, safetensors.SafetensorError) as e:  # the latter by one who made the digest fit
+        why = getattr(e, "strerror", None) or " ".join(str(e).split())
+        raise ValueError(DAMAGED.format(folder, f"{name}: {why}")) from None
     return {k: v.clone() for k, v in tensors.items()}, facts  # clones: aligned as torch aligns
 
 
-def _facts(path: Path) -> Facts:
+def _facts(path: Path) -> Record:
     try:
         whole = json.loads(path.read_bytes())
-        facts: Facts = whole["checkpoint"]
+        facts: Record = whole["checkpoint"]
         if whole["sha256"] != _digest(json.dumps(facts).encode()):
             raise ValueError
     except OSError as e:
@@ -233,29 +228,24 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 # a run's ----------------------------------------------------------------------------------------
 
 
-def save_run(
-    keeper: Checkpoint,
-    setup: Setup,
-    state: State,
-    identity: Facts,
-    outlier: list[Any],
-    rounds: Sequence[Record],
-) -> None:
-    """Writes the checkpoint of a run. OSError where that cannot be."""
-    note, net = keeper.note() if keeper.note else None, setup.setting.net
-    tensors = state_dict(setup.algorithm, state) | {"net.w0": net.w0, "net.b0": net.b0}
-    plain = []
-    for record in rounds if note is None else ():
-        report = dict(record["report"])
-        for key in [k for k, v in report.items() if isinstance(v, Tensor)]:
-            tensors[f"report.{record['round']}.{key}"], report[key] = report[key], None
-        plain.append({**record, "report": report})
-    where = {"round": state.round, "void": state.void, "outlier": outlier}
-    save(keeper.folder, tensors, {"run": identity, **where, "note": note, "rounds": plain})
+def save_run(keeper: Checkpoint, run: Any) -> None:
+    """Writes the checkpoint of a run, a `Simulation`. OSError where that cannot be."""
+    note, net, state, rounds = keeper.note and keeper.note(), run.setting.net, run._state, []
+    tensors = state_dict(run.algorithm, state) | {"net.w0": net.w0, "net.b0": net.b0}
+    for record in run._records if note is None else ():
+        long = {k: v for k, v in record["report"].items() if isinstance(v, Tensor)}
+        tensors |= {f"report.{record['round']}.{k}": v for k, v in long.items()}
+        rounds.append({**record, "report": record["report"] | dict.fromkeys(long)})
+    where = {"round": state.round, "void": state.void, "outlier": run._outlier}
+    save(keeper.folder, tensors, {"run": identity(run), **where, "note": note, "rounds": rounds})
 
 
-def check_same(folder: str | Path, there: Facts, here: Facts) -> None:
-    """ValueError where a checkpoint is another run's; a warning where it was made elsewhere."""
+def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Any], list[Record]]:
+    """What a run, a `Simulation`, takes up from its checkpoint: where it started, its state, the
+    farthest update so far and the records. ValueError where it is another run's, a warning where it
+    was made elsewhere."""
+    tensors, facts = load(folder)
+    there, here = facts["run"], identity(run)
     aside = {"machine": None, "made_with": None}
     differs = difference(there | aside, here | aside)
     if differs:
@@ -265,35 +255,25 @@ def check_same(folder: str | Path, there: Facts, here: Facts) -> None:
         )
     other = difference(there["made_with"], here["made_with"])
     if other:
-        warnings.warn(
-            f"checkpoint: {other}; numbers may differ in their last digits from an unbroken run's.",
-            stacklevel=4,
-        )
-
-
-def restored(
-    folder: str | Path, setup: Setup, identity: Facts
-) -> tuple[Setup, State, list[Any], list[Record]]:
-    """What a run, which `identity` describes, takes up from its checkpoint: where it started, its
-    state, the farthest update so far and the records. ValueError where it is another run's."""
-    tensors, facts = load(folder)
-    check_same(folder, facts["run"], identity)
-    like = setup.setting.net
+        last = "numbers may differ in their last digits from an unbroken run's."
+        warnings.warn(f"checkpoint: {other}; {last}", stacklevel=3)
+    like = run.setting.net
     net = like.to(like.w0.device)  # one of its own, that starts where the run did
     net.w0, net.b0 = (tensors.pop(f"net.{k}").to(like.w0.device) for k in ("w0", "b0"))
-    setup = setup._replace(setting=setup.setting._replace(net=net))
+    setup = run.setup._replace(setting=run.setting._replace(net=net))
     rounds = {record["round"]: record for record in facts["rounds"]}
     for name in [k for k in tensors if k.startswith("report.")]:
         _, round, key = name.split(".", 2)
         rounds[int(round)]["report"][key] = tensors.pop(name)
-    begun = begin(setup.algorithm, net, setup.setting.data.n, setup.folder)
-    state = load_state_dict(setup.algorithm, begun, tensors, facts["round"], facts["void"])
+    begun = begin(run.algorithm, net, run.data.n, setup.folder)
+    state = load_state_dict(run.algorithm, begun, tensors, facts["round"], facts["void"])
     return setup, state, facts["outlier"], facts["rounds"]
 
 
-def options(folder: str | Path, what: Facts | None, given: Mapping[str, Any]) -> Facts:
-    """What a simulation is made with to go on with the run that `what` describes: `given` (which
-    stands above it), and the rest of it."""
+def options(folder: str | Path, given: Mapping[str, Any]) -> Record:
+    """What a simulation is made with to go on with the run whose checkpoint is in `folder`: `given`
+    (which stands above it), and the rest of it."""
+    what = load(folder)[1]["run"]
     if what is None:
         raise ValueError(
             f"checkpoint: {folder} is that of a command between two runs, and holds no state; go "
@@ -303,13 +283,13 @@ def options(folder: str | Path, what: Facts | None, given: Mapping[str, Any]) ->
     made = {key: rebuilt(key, value) for key, value in stored.items() if key not in given}
     made |= {key: group(**made[key]) for key, group in GROUPS.items() if key in made}
     if "algorithm" not in given:
-        if what["algorithm"] not in ALGORITHMS:
+        name = what["algorithm"]
+        if name not in ALGORITHMS:
             raise ValueError(
-                f"algorithm: the checkpoint is of {what['algorithm']}, which is not pflcore's own; "
-                "give it: algorithm=..."
+                f"algorithm: the checkpoint is of {name}, which is not pflcore's own; give it: "
+                "algorithm=..."
             )
-        cls = ALGORITHMS[what["algorithm"]]
-        made["algorithm"] = cls(**rebuilt("algorithm", what["options"]))
+        made["algorithm"] = ALGORITHMS[name](**rebuilt("algorithm", what["options"]))
     return made | dict(given)
 
 

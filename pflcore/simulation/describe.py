@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms.adaptation import Split
+from pflcore.check import shown
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.metrics import human
@@ -28,79 +29,75 @@ from pflcore.train.random import STREAM
 Record = dict[str, Any]
 LARGE = 2**28  # bytes of a tensor beyond which its digest looks at rows in even distances
 CONDITIONS = (
-    "rounds",
-    "participation",
-    "clients",
-    "seed",
-    "evaluation",
-    "robustness",
-    "batch_norm",
+    *("rounds", "participation", "clients", "seed", "evaluation", "robustness", "batch_norm"),
 )
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
 NOBODY = [0.0, 0, 0]
+ALIKE = ("training", "clients", "rounds", "participation", "seed")  # a run's, by the same names
+OF_OUTCOME = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "clipped")
 
 
 def header(run: Any) -> Record:
     """The first line of a run's record. Data without a name of their own, the model and a loss with
     options of its own have a digest in theirs."""
-    setting, alg, evaluation = run.setting, run.algorithm, run.evaluation
-    net, engine, data, adversary = setting.net, setting.engine, run.data, run.robustness.adversary
-    criterion = net.criterion
+    setting, alg, robustness = run.setting, run.algorithm, run.robustness
+    net, engine, data, split = setting.net, setting.engine, run.data, run.evaluation.split
+    looked_at, criterion = run.evaluation.clients, net.criterion
+    asked = looked_at is None or isinstance(looked_at, int)
     own = f" {brief(vars(criterion))}" if isinstance(criterion, nn.Module) else ""
-    looked_at = evaluation.clients
-    if looked_at is not None and not isinstance(looked_at, int):
-        looked_at = run.looked_at.tolist()
-    return {
+    said = {
         "algorithm": run.name,
-        "options": plain(alg),
-        **({"private": private_names(alg, net)} if isinstance(alg, Split) else {}),
-        "training": plain(run.training),
+        "options": alg,
+        **{k: getattr(run, k) for k in ALIKE},
         "data": data.name if data.name != "data" else f"data {brief([data.x, data.y])}",
         "model": f"{type(net.module).__name__} {brief(of_net(net)['layers'])}",
-        "clients": plain(run.clients),
-        "eval_clients": looked_at,
+        "eval_clients": looked_at if asked else run.looked_at,
         "n": data.n,
         "classes": data.classes,
-        "size": setting.data.size("train").tolist(),
-        "facts": plain(dict(data.facts)),
+        "facts": data.facts,
         "parameters": net.size,
-        "rounds": run.rounds,
-        "participation": run.participation,
-        "seed": run.seed,
         "engine": engine.name,
         "path": {"engine": engine.name, "form": engine.form, "why": engine.why},
         "device": run.hardware.device,
         "rows": "disk" if run.setup.folder else "memory",
         "buffers": run.batch_norm,
-        "clip": run.robustness.clip,
-        **({} if adversary is None else {"adversary": plain(adversary)}),
+        "clip": robustness.clip,
         "stream": STREAM,
         "criterion": loss_name(criterion) + own,
         "metrics": list(run.measures),
-        "eval_split": evaluation.split,
+        "eval_split": split,
         "target": getattr(alg, "target", None),
-        "backend": plain(backend()),
+        "backend": backend(),
         "versions": VERSIONS,
         "peak_bytes": run.peak_bytes(),
     }
+    if isinstance(alg, Split):  # the parameters that stay with their client
+        columns = alg.columns(net)
+        said["private"] = [n for n, s in net.slices.items() if bool(columns[s.start])]
+    if robustness.adversary is not None:
+        said["adversary"] = robustness.adversary
+    return {**plain(said), "size": setting.data.size("train").tolist()}
 
 
 def identity(run: Any) -> Record:
     """Which run it is, as a checkpoint says it: runs of the same give the same numbers;
     "machine" and "made_with" may be other when it goes on."""
     net, engine, device = run.setting.net, run.setting.engine, run.hardware.device
-    return {
-        "algorithm": run.name,
-        "options": facts_of(run.algorithm),
-        "training": facts_of(run.training),
-        "conditions": {k: facts_of(getattr(run, k)) for k in CONDITIONS},
-        "federation": of_data(run.data),
-        "criterion": loss_name(net.criterion),
-        "model": facts_of(of_net(net)),
-        "stream": STREAM,
-        "machine": {"hardware": facts_of(run.hardware), "loss": facts_of(run.loss)},
-        "made_with": {**VERSIONS, "device": device, "path": [engine.name, engine.form]},
-    }
+    what: Record = facts_of(
+        {
+            "algorithm": run.name,
+            "options": run.algorithm,
+            "training": run.training,
+            "conditions": {k: getattr(run, k) for k in CONDITIONS},
+            "federation": of_data(run.data),
+            "criterion": loss_name(net.criterion),
+            "model": of_net(net),
+            "stream": STREAM,
+            "machine": {"hardware": run.hardware, "loss": run.loss},
+            "made_with": {**VERSIONS, "device": device, "path": [engine.name, engine.form]},
+        }
+    )
+    return what
 
 
 def round_line(run: Any, outcome: Outcome) -> Record:
@@ -113,13 +110,8 @@ def round_line(run: Any, outcome: Outcome) -> Record:
         "seed": run.seed,
         "seconds": 0.0,
         "cohort": outcome.ids,
-        "dropped": outcome.dropped,
-        "void": outcome.void,
-        "bytes_down": outcome.bytes_down,
-        "bytes_up": outcome.bytes_up,
-        "train_loss": outcome.train_loss,
+        **{k: getattr(outcome, k) for k in OF_OUTCOME},
         "moved": moved,
-        "clipped": outcome.clipped,
         "report": {},
         "eval": None,
     }
@@ -130,8 +122,9 @@ def report_of(run: Any, outcome: Outcome) -> Record:
     if outcome.void:  # it changed nothing
         return {}
     said = run.algorithm.report(run._state.server, outcome.mix, outcome.cohort)
-    long = {k: v.detach().cpu().clone() for k, v in said.items() if v.numel() > LONG}
-    return {k: long[k] if k in long else v.tolist() for k, v in said.items()}
+    return {
+        k: v.detach().cpu().clone() if v.numel() > LONG else v.tolist() for k, v in said.items()
+    }
 
 
 def rounded(x: float, digits: int) -> float:
@@ -146,7 +139,7 @@ def farthest(record: Record) -> list[Any]:
     return max(moved, default=NOBODY)
 
 
-def why_void(run: Any, outcome: Outcome, outlier: list[Any]) -> str:
+def why_void(run: Any, outcome: Outcome) -> str:
     """Why a run ends after void rounds, in one sentence, with the farthest update so far."""
     last, first = run._state.round, run._state.round - run._state.void + 1
     which = f"round {last} was" if first == last else f"rounds {first} to {last} were"
@@ -155,29 +148,20 @@ def why_void(run: Any, outcome: Outcome, outlier: list[Any]) -> str:
     why = f"client(s) {outcome.dropped} sent updates that are not finite"
     if outcome.spoilt:
         why = f"the server's {', '.join(outcome.spoilt)} would not be finite"
-    what, (far, client, when) = f"lower the learning rate ({run.training.lr})", outlier
+    what, (far, client, when) = f"lower the learning rate ({run.training.lr})", run._outlier
     if far > OUTLIER:
-        what = (
-            f"client {client}'s update was {far:.3g} times the median in round {when}: look at its "
-            "data or set clip"
-        )
+        moved = f"client {client}'s update was {far:.3g} times the median in round {when}"
+        what = f"{moved}: look at its data or set clip"
     return f"The run diverged: {which} void, because {why}; {what}."
-
-
-def private_names(alg: Split, net: Net) -> list[str]:
-    """The parameters that stay with their client."""
-    columns = alg.columns(net)
-    return [n for n, s in net.slices.items() if bool(columns[s.start])]
 
 
 def memory_line(setup: Setup, peak: int) -> str:
     """Where the clients' rows are, with bytes, and the memory that the run needs at its peak."""
-    own, server, _ = row_bytes(setup)
-    place = "in memory"
-    if setup.folder:
-        place = f"in a file in {setup.folder}, blocks only for clients that take part"
-    kept = f"{human(own)} of the clients' own and {human(server)} of the server's for each"
-    return f"rows: {kept}, {place}; peak memory beside data and activations about {human(peak)}"
+    own, server = map(human, row_bytes(setup)[:2])
+    on_disk = f"in a file in {setup.folder}, blocks only for clients that take part"
+    place, most = on_disk if setup.folder else "in memory", human(peak)
+    kept = f"rows: {own} of the clients' own and {server} of the server's for each, {place}"
+    return f"{kept}; peak memory beside data and activations about {most}"
 
 
 def facts_of(value: Any) -> Any:
@@ -198,14 +182,11 @@ def as_json(value: Any) -> Any:
 
 def of_data(data: Federation) -> Record:
     """Which federation it is."""
-    content = {
-        f.name: getattr(data, f.name) for f in fields(data) if f.name not in ("name", "facts")
-    }
-    size = data.size("train").tolist()
+    names = [f.name for f in fields(data) if f.name not in ("name", "facts")]
     return {
         "clients": data.n,
-        "training samples": size,
-        "digest of the samples": digest_of(content),
+        "training samples": data.size("train").tolist(),
+        "digest of the samples": digest_of({k: getattr(data, k) for k in names}),
     }
 
 
@@ -218,23 +199,22 @@ def of_net(net: Net) -> Record:
     # but the counts of batches, which nobody reads
     rest = {k: v for k, v in every if k not in shapes and not k.endswith("num_batches_tracked")}
     loss = vars(net.criterion) if isinstance(net.criterion, nn.Module) else {}
+    layers = {  # by its options, a module of layers by its class
+        k or "model": type(m).__name__ if list(m.children()) else _named(m)
+        for k, m in net.module.named_modules()
+    }
     return {
         "dtype": str(net.dtype),
         "shapes": shapes,
-        "layers": {k or "model": _described(m) for k, m in net.module.named_modules()},
+        "layers": layers,
         "digest of the loss": digest_of({k: v for k, v in loss.items() if k != "training"}),
         "digest of what is not trained": digest_of(rest),
     }
 
 
-def _described(m: nn.Module) -> str:
-    """A layer by its options, a module of layers by its class."""
-    return type(m).__name__ if list(m.children()) else _named(repr(m))
-
-
-def _named(text: str) -> str:
-    """A repr without the addresses of memory, which are others in every process."""
-    return re.sub(" at 0x[0-9a-f]+", "", text)
+def _named(thing: Any) -> str:
+    """Its repr without the addresses of memory, which are others in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(thing))
 
 
 def brief(thing: Any) -> str:
@@ -261,7 +241,7 @@ def digest_of(thing: Any) -> str:
             for one in thing:
                 add(one)
         else:
-            digest.update(_named(repr(thing)).encode())
+            digest.update(_named(thing).encode())
 
     add(thing)
     return digest.hexdigest()[:16]
@@ -272,5 +252,5 @@ def difference(there: Any, here: Any, name: str = "") -> str | None:
     if isinstance(there, dict) and isinstance(here, dict):
         found = (difference(there.get(k), here.get(k), str(k)) for k in {**there, **here})
         return next(filter(None, found), None)
-    words = [text if len(text) <= 60 else f"{text[:56]} ..." for text in map(repr, (there, here))]
-    return None if there == here else f"{name} is {words[0]} there and {words[1]} here"
+    same = there == here
+    return None if same else f"{name} is {shown(there)} there and {shown(here)} here"

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms.protocol import Algorithm, Tensors
-from pflcore.check import checked
+from pflcore.check import checked, need
 from pflcore.data.ragged import onto
 from pflcore.metrics import Metric, measured_by
-from pflcore.simulation import rows
 from pflcore.simulation.round import Setup, State, own_rows
 from pflcore.train import Clients
 from pflcore.train.losses import shares_right, that_count
 from pflcore.train.workers import one_thread
+
+CHUNK = 1 << 26  # bytes of rows in files that are read at once
 
 
 @checked
@@ -37,10 +38,10 @@ def evaluate(
     """
     n = setup.setting.data.n
     values = measured(setup, state, split, torch.arange(n) if clients is None else clients, metrics)
-    ids, size = values.pop("clients"), values.pop("size")
-    none = torch.full((n,), torch.nan, dtype=torch.float64)
-    sizes = torch.zeros(n, dtype=torch.int64).index_copy(0, ids, size)
-    return {k: none.index_copy(0, ids, v) for k, v in values.items()} | {"size": sizes}
+    ids = values.pop("clients")
+    unseen = dict.fromkeys(values, torch.full((n,), torch.nan, dtype=torch.float64))
+    unseen["size"] = torch.zeros(n, dtype=torch.int64)
+    return {k: unseen[k].index_copy(0, ids, v) for k, v in values.items()}
 
 
 def measured(
@@ -48,19 +49,16 @@ def measured(
 ) -> Tensors:
     """The values of `evaluate` of those of `ids` who have samples, and of nobody else: each [S],
     their ids in "clients"."""
-    size = setup.setting.data.size(split)[ids]
-    ids, size = ids[size > 0], size[size > 0]
-    if not len(ids):
-        raise ValueError(
-            f"split: none of the clients has a sample of {split!r} to be evaluated on."
-        )
+    size = setup.setting.data.size(split)
+    ids = ids[size[ids] > 0]
+    need(len(ids), "split", "a split of which somebody has samples", split)
     most = len(ids)
     if setup.folder is not None:  # rows of all of them may not fit into memory
-        most = min((rows.at_once(v) for v in state.clients.values()), default=most)
+        most = max(1, CHUNK // max([1, *(v[0].nbytes for v in state.clients.values())]))
     with one_thread(setup.few(len(ids))):
         parts = [some(setup, state, split, part, metrics) for part in ids.split(most)]
     values = {k: torch.cat([p[k] for p in parts]).double().cpu() for k in parts[0]}
-    return {"clients": ids, **values, "size": size}
+    return {"clients": ids, **values, "size": size[ids]}
 
 
 def some(
@@ -106,13 +104,11 @@ def one_by_one(
     alg: Algorithm, clients: Clients, scores: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor | None]:
     """Each client's mean loss [S] and, for classes, its share of right answers [S]."""
-    losses, hits, net = [], [], clients.net
+    net, losses = clients.net, []
     classes = net.scores_classes and not clients.setting.data.y.is_floating_point()
+    shares = classes and alg.traits.returns == "probabilities"
     for z, y in scores:
         several = z.dim() > y.dim() and z.shape[1] > 1
-        if classes and several and alg.traits.returns == "probabilities":
-            z = z.clamp(min=1e-12).log()
-        losses.append(net.criterion(z, y))
-        if classes:
-            hits.append(shares_right(z, y).mean())
+        losses.append(net.criterion(z.clamp(min=1e-12).log() if shares and several else z, y))
+    hits = [shares_right(z, y).mean() for z, y in scores] if classes else []
     return torch.stack(losses), torch.stack(hits) if hits else None

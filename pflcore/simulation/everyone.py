@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm
 from pflcore.check import Model, checked, need
 from pflcore.data.federation import Federation
-from pflcore.results.record import plain
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.describe import Record
 from pflcore.simulation.history import History
@@ -43,39 +44,33 @@ def for_everyone(
     every run has one in a folder of its own, and goes on from it where it is there.
     """
     algorithm, n = algorithm_of(algorithm), data.n
-    targeted = any(f.name == "target" for f in fields(algorithm))
-    need(targeted, "algorithm", "one with a target (WAFFLE, Weight Erosion)", algorithm)
+    fits = hasattr(algorithm, "target")
+    need(fits, "algorithm", "one with a target (WAFFLE, Weight Erosion)", algorithm)
     asked = getattr(options.get("evaluation"), "clients", None)
-    need(
-        not isinstance(asked, int), "evaluation.clients", "every client, each in its own run", asked
-    )
+    words = "every client, each in its own run"
+    need(not isinstance(asked, int), "evaluation.clients", words, asked)
     runs, models = list[History](), list[Personalized]()
     for target in range(n):
-        made_for: Algorithm = replace(algorithm, **{"target": target})  # type: ignore[arg-type]
+        made_for: Algorithm = replace(algorithm, target=target)  # type: ignore[call-arg]
         simulation = Simulation(made_for, model, data, training or Training(), **options)
-        keeper = checkpoint and replace(
-            checkpoint, folder=Path(checkpoint.folder, f"target-{target}")
-        )
-        if keeper and keeper.exists:
-            simulation.restore(keeper.folder)
-        seen = on_round and functools.partial(on_round, target)
-        runs.append(simulation.run(seen, keeper))
-        if runs[-1].interrupted or runs[-1].failed:
+        keeper = checkpoint
+        if checkpoint is not None:
+            keeper = replace(checkpoint, folder=Path(checkpoint.folder, f"target-{target}"))
+            if keeper.exists:
+                simulation.restore(keeper.folder)
+        run = simulation.run(on_round and functools.partial(on_round, target), keeper)
+        runs.append(run)
+        if run.interrupted or run.failed:
             break
-        models.append(runs[-1].model(target))
-        runs[-1].state = runs[-1].models = None  # N of them are not kept
-    header = {**runs[0].header, "target": None, "made_for": "each client"}
-    header["options"] = {**header["options"], "target": "each client"}
-    stopped = [f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped]
+        models.append(run.model(target))
+        run.state = run.models = None  # N of them are not kept
+    options = {**runs[0].header["options"], "target": "each client"}
+    header = {**runs[0].header, "options": options, "target": None, "made_for": "each client"}
+    stopped = " ".join(f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped)
     every = zip(*(r.rounds for r in runs), strict=False) if len(models) == n else ()
-    return History(
-        header,
-        [merged(records, n) for records in every],
-        " ".join(stopped) or None,
-        interrupted=runs[-1].interrupted,
-        failed=runs[-1].failed,
-        models=models,
-    )
+    rounds = [merged(records, n) for records in every]
+    ended = stopped or None, runs[-1].interrupted, runs[-1].failed
+    return History(header, rounds, *ended, models=models)
 
 
 def merged(records: Sequence[Record], n: int) -> Record:
@@ -83,10 +78,6 @@ def merged(records: Sequence[Record], n: int) -> Record:
     first, reports = records[0], [whole(r["report"], n) for r in records]
     keys = [k for k in reports[0] if all(k in report for report in reports)]
     losses = [r["train_loss"] for r in records if r["train_loss"] is not None]
-    farthest: dict[int, float] = {}
-    for r in records:
-        for i, ratio in zip(r["cohort"], r["moved"] or [], strict=False):
-            farthest[i] = max(ratio or 0.0, farthest.get(i, 0.0))
     line = {
         **first,
         **{k: sum(r[k] for r in records) for k in ("seconds", "bytes_down", "bytes_up")},
@@ -95,6 +86,10 @@ def merged(records: Sequence[Record], n: int) -> Record:
         "train_loss": sum(losses) / len(losses) if losses else None,
         "report": {k: [report[k] for report in reports] for k in keys},
     }
+    farthest: dict[int, float] = {}
+    for r in records:
+        for i, ratio in zip(r["cohort"], r["moved"] or [], strict=False):
+            farthest[i] = max(ratio or 0.0, farthest.get(i, 0.0))
     line["moved"] = [farthest.get(i) for i in line["cohort"]] if farthest else None
     if first["eval"]:  # each client's numbers are those of its own run
         line["eval"] = {k: [r["eval"][k][i] for i, r in enumerate(records)] for k in first["eval"]}
@@ -106,7 +101,8 @@ def whole(report: Record, n: int) -> Record:
     NaN for a void round's."""
     if report and "index" not in report:
         return report
-    index, weight = (plain(report.get(k, [])) for k in ("index", "weight"))
-    share = dict(zip(index, weight, strict=True))
-    others = {k: v for k, v in report.items() if k not in ("index", "weight")}
-    return {**others, "weights": [share.get(i, 0.0 if report else math.nan) for i in range(n)]}
+    others = dict(report)
+    index = torch.as_tensor(others.pop("index", []), dtype=torch.int64)
+    weight = torch.as_tensor(others.pop("weight", []), dtype=torch.float64)
+    weights = torch.full((n,), 0.0 if report else math.nan, dtype=torch.float64)
+    return {**others, "weights": weights.index_copy(0, index, weight).tolist()}

@@ -23,7 +23,7 @@ from pflcore.metrics import metrics_of
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation import describe
 from pflcore.simulation.callbacks import Callback, listed, resume
-from pflcore.simulation.checkpoint import Checkpoint, lock
+from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.describe import Record
 from pflcore.simulation.evaluate import evaluate, measured
 from pflcore.simulation.history import History
@@ -67,9 +67,8 @@ class Simulation:
         alg = self.algorithm = algorithm_of(self.algorithm)
         check_training(alg, self.training)
         self.data = data_of(self)
-        asked = self.clients
-        self.among = None if asked is None else ids_of("clients", asked, self.data.n)
-        self.clients = self.among
+        asked, n = self.clients, self.data.n
+        self.clients = self.among = None if asked is None else ids_of("clients", asked, n)
         self.looked_at = looked_at(self)
         self.history: History | None = None  # of the last call of `run`
         self._records: list[Record] = []  # of all rounds up to the state, by `run` or a checkpoint
@@ -143,7 +142,7 @@ class Simulation:
                 return
             void = self._state.void
             if void and (void >= VOID_ROUNDS or round >= self.rounds):
-                yield {"stopped": describe.why_void(self, outcome, self._outlier)}
+                yield {"stopped": describe.why_void(self, outcome)}
                 return
 
     def _seen(self, round: int) -> Record | None:
@@ -184,7 +183,7 @@ class Simulation:
         callbacks = listed(on_round)
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
         own = keeper if keeper is not None and keeper.note is None else None
-        with lock(own.folder) if own else nullcontext():
+        with store.lock(own.folder) if own else nullcontext():
             if own and self._came_from != Path(own.folder):
                 self._keep(own)  # what stands there may be of another run
             return self._run(callbacks, keeper)
@@ -192,7 +191,6 @@ class Simulation:
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
         before = [] if self.history else list(self._records)  # a checkpoint's
         history = self.history = History(self.header(), before)
-        start = self._state.round - len(history.rounds)
         try:
             resume(callbacks, history.rounds)
             for record in self.iterate():
@@ -209,8 +207,7 @@ class Simulation:
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
-            done = start + len(history.rounds)
-            history.stopped = f"Interrupted after round {done} of {self.rounds}."
+            history.stopped = f"Interrupted after round {self._state.round} of {self.rounds}."
             history.interrupted = True
         except Exception as error:
             words = str(error) or "without a message"
@@ -230,8 +227,8 @@ class Simulation:
         """Leaves a checkpoint in `folder`, instead of one that is there: the state as it is
         now, the records of `run` so far, and what the run is. OSError where it cannot be written,
         ValueError where another run is in the folder."""
-        with lock(folder):
-            self._save(Checkpoint(folder))
+        with store.lock(folder):
+            store.save_run(Checkpoint(folder), self)
 
     @classmethod
     def load(
@@ -251,18 +248,16 @@ class Simulation:
         `algorithm` of one's own, a `training` with a schedule, metrics. Another may be `hardware`.
         ValueError in one sentence for a checkpoint that is absent, damaged, or of another run.
         """
-        facts = store.load(folder)[1]
         if loss is not None or isinstance(model, Net):
             options["loss"] = loss
-        simulation = cls(model=model, data=data, **store.options(folder, facts["run"], options))
+        simulation = cls(model=model, data=data, **store.options(folder, options))
         simulation.restore(folder)
         return simulation
 
     def restore(self, folder: str | Path) -> None:
         """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in
         one sentence where it is not."""
-        kept = store.restored(folder, self.setup, describe.identity(self))
-        self.setup, self._state, self._outlier, self._records = kept
+        self.setup, self._state, self._outlier, self._records = store.restored(folder, self)
         self._held, self.history, self._came_from = False, None, Path(folder)
 
     def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
@@ -276,10 +271,6 @@ class Simulation:
 
     def _keep(self, keeper: Checkpoint) -> None:
         try:
-            self._save(keeper)
+            store.save_run(keeper, self)
         except OSError as e:
             warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=4)
-
-    def _save(self, keeper: Checkpoint) -> None:
-        what, kept = describe.identity(self), self._records
-        store.save_run(keeper, self.setup, self._state, what, self._outlier, kept)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms.protocol import Algorithm, Tensors
-from pflcore.check import Whole, checked, need, refuse
+from pflcore.check import Whole, checked, need
 from pflcore.data.federation import Federation
 from pflcore.data.inputs import inputs, tensor
 from pflcore.data.roles import held_out, one_client
@@ -50,14 +50,12 @@ def grown(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
     """
     few, many = (flat(begin(alg, net, m, clients=bool(state.clients))) for m in (n, n + 1))
     grow = {k: v for k, v in many.items() if v.shape != few[k].shape}
-    everybody = any(
-        k.startswith("server.") and v.shape[-1:] == (net.size,) for k, v in grow.items()
-    )
+    models = [k for k, v in grow.items() if k[:7] == "server." and v.shape[-1:] == (net.size,)]
     old = flat(replace(state, server=alg.grow(state.server, n)))
     # a table that begins empty is the algorithm's own to grow
     new = {k: larger(v, grow[k]) if len(grow.get(k, ())) else v.clone() for k, v in old.items()}
     new["batch_norm"][n] = state.batch_norm.mean(0)
-    return unflat(new, state.round, state.void), everybody
+    return unflat(new, state.round, state.void), bool(models)
 
 
 def larger(old: Tensor, large: Tensor) -> Tensor:
@@ -103,11 +101,12 @@ class Personalized(nn.Module):
     @property
     def returns(self) -> str:
         """What the scores are: "logits", "probabilities" or "values"."""
+        said = str(self.algorithm.traits.returns)
         if self.net.criterion in ONE_BY_ONE:
             return "logits"
         # with numbers that neighbours have as targets
-        mixed = self.classes is None and self.algorithm.traits.returns == "probabilities"
-        return "values" if mixed or not self.net.scores_classes else self.algorithm.traits.returns
+        mixed = self.classes is None and said == "probabilities"
+        return "values" if mixed or not self.net.scores_classes else said
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the samples `x` [B, ...]."""
@@ -132,10 +131,7 @@ class Personalized(nn.Module):
             if fields != self.net.fields:
                 wanted = self.net.fields or "one tensor"
                 raise ValueError(f"x: expected {wanted}, got the fields {fields}.")
-        x, like = (
-            x if isinstance(x, Tensor) else tensor(x, "x", None),
-            self.get_buffer("statistics"),
-        )
+        x, like = tensor(x, "x", None), self.get_buffer("statistics")
         x = x.to(like.device, like.dtype if x.is_floating_point() else x.dtype)
         try:
             scores = torch.cat([self(part) for part in x.split(BATCH)])
@@ -262,7 +258,7 @@ def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Person
     a model for each client, everybody plays these rounds with it, on copies.
     """
     run, alg, n = setup.setting, setup.algorithm, setup.setting.data.n
-    data = joined(run.data, newcomer(samples, run.data, alg.traits.needs_val, run.seed))
+    data = joined(run.data, samples, alg.traits.needs_val, run.seed)
     lr = run.training.lr_at(max(1, state.round), run.rounds)
     training = replace(run.training, lr=lr, schedule=None)
     try:
@@ -282,23 +278,20 @@ def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Person
             routed = alg.route(state.server, trained.up, trained.cohort)
             changes = {f"server.{k}": v for k, v in routed.items()} | kept_by_clients(trained)
             state = commit(state, changes)
-        if n in outcome.dropped or outcome.void:
-            refuse("samples", "samples on which training stays finite", "updates that are not")
+        finite = n not in outcome.dropped and not outcome.void
+        what = "samples on which training stays finite"
+        need(finite, "samples", what, "updates that are not")
     return Models(setup, state)[n]
 
 
-def newcomer(samples: Any, data: Federation, needs_val: bool, seed: int) -> Federation:
-    """The samples as a federation of one, which must be of the same kind as `data`."""
+def joined(data: Federation, samples: Any, needs_val: bool, seed: int) -> Federation:
+    """The federation with one more client, whose samples must be of the same kind."""
     floating = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
     one = one_client(samples, classes=data.classes, dtype=next(iter(floating), None))
     got, wanted = ((f.fields or f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
     what = "inputs of shape {} ({}, targets {})"
     need(got == wanted, "samples", what.format(*wanted), got)
-    return (held_out(one, seed) if needs_val else one).to(data.device)
-
-
-def joined(data: Federation, one: Federation) -> Federation:
-    """The federation with one more client."""
+    one = (held_out(one, seed) if needs_val else one).to(data.device)
     start, none = len(data.x), torch.empty(0, dtype=torch.int64, device=data.device)
     own = {s: rows[0] + start for s, rows in one.index.items()}
     index = {s: [*rows, own.get(s, none)] for s, rows in data.index.items()}

@@ -1,14 +1,19 @@
 """One round as arrows in one direction: train -> (attack) -> accept -> serve -> commit.
 
 Each takes values and returns values. `commit` alone writes, when everything it writes is there.
+Rows of clients that do not fit into memory are in files, with blocks on disk only for those that
+were ever written.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,10 +28,11 @@ from pflcore.algorithms.protocol import (
     Void,
     apply,
     check_training,
+    zero_rows,
 )
-from pflcore.check import Count, Fraction, checked, need, shown
+from pflcore.check import Count, Fraction, checked, need, refuse, shown
 from pflcore.data.ragged import onto
-from pflcore.simulation import rows
+from pflcore.metrics import human
 from pflcore.simulation.accept import Outcome, Trained, accept, spoilt
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.settings import Robustness
@@ -34,30 +40,10 @@ from pflcore.train import Clients, Net, Setting
 from pflcore.train.random import drawn, generator_of
 from pflcore.train.workers import one_thread
 
-
-def check_start(start: State, alg: Algorithm, net: Net, n: int, what: str = "warm_start") -> None:
-    """ValueError where a state is not one of this algorithm, federation and model."""
-    want, have = flat(begin(alg, net, n, clients=bool(start.clients))), flat(start)
-    gone = [f"the {k}" for k in sorted(want.keys() - have.keys())]
-    gone += [f"no {k}" for k in sorted(have.keys() - want.keys()) if k.startswith("clients")]
-    kept = f"{what}: expected a state of {type(alg).__name__}"
-    if gone:
-        raise ValueError(f"{kept} with {' and '.join(gone)}; start from a run of it.")
-    for key, like in want.items():
-        rows, old = like.shape[:1], have[key]
-        # a server's list of models or groups may have grown
-        grows = key.startswith("server") and rows and rows[0] not in (n, net.size)
-        same = old.dim() == like.dim() and old.shape[bool(grows) :] == like.shape[bool(grows) :]
-        if not same or old.dtype != like.dtype:
-            raise ValueError(
-                f"{kept} of {n} clients and this model, with {key} like {shown(like)}, got "
-                f"{shown(old)}; start from a run on them."
-            )
-
-
 __all__ = ["Outcome", "Setup", "State", "begin", "sample", "step"]
 SMALL = 1 << 22  # weights of all clients that are looked at together: one thread passes through
 # them in a few milliseconds, and waking others takes longer on a busy machine
+BLOCK = 1 << 12  # bytes of a file's blocks: a row may take so many more
 
 
 @dataclass(frozen=True)
@@ -109,9 +95,9 @@ def policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str:
         return str(known[0])
     kinds = known if net.buffer_names else ("average", "local", "rule")
     if batch_norm not in kinds:
+        words = " and ".join(map(repr, kinds))
         raise ValueError(
-            f"batch_norm: this {type(alg).__name__} knows {' and '.join(map(repr, kinds))} "
-            f"statistics, got {batch_norm!r}."
+            f"batch_norm: this {type(alg).__name__} knows {words} statistics, got {batch_norm!r}."
         )
     return batch_norm
 
@@ -212,7 +198,7 @@ def commit(state: State, changes: Changes, folder: Path | None = None) -> State:
         return replace(state, round=state.round + 1, void=state.void + 1)
     if folder is not None:
         new = [v.rows for k, v in changes.items() if isinstance(v, Rows) and k != "batch_norm"]
-        rows.check_room("this round's rows need", sum(map(rows.room, new)), folder)
+        check_room("this round's rows need", sum(map(room, new)), folder)
     with unbroken():  # no signal comes while rows are written
         return unflat(apply(flat(state), changes), state.round + 1)
 
@@ -231,10 +217,10 @@ def begin(
         need(0 <= target < n, name, f"a client from 0 to {n - 1}", target)
     server = alg.init(**alg.initial(net), n=n)
     if folder is not None:
-        server |= {k: rows.zeros(n, server[k][0], folder) for k in alg.traits.per_client}
-    own = {k: rows.zeros(n, v[0], folder) for k, v in fresh(alg, net, server, n).items()}
-    none = torch.zeros(n, dtype=torch.bool)
-    return State(server, own if clients else {}, net.b0.repeat(n, 1), none)
+        server |= {k: zeros(n, server[k][0], folder) for k in alg.traits.per_client}
+    own = fresh(alg, net, server, n) if clients else {}
+    own = {k: zeros(n, v[0], folder) for k, v in own.items()}
+    return State(server, own, net.b0.repeat(n, 1), torch.zeros(n, dtype=torch.bool))
 
 
 def fresh(alg: Algorithm, net: Net, server: Tensors, n: int) -> Tensors:
@@ -278,10 +264,9 @@ def copied(setup: Setup, state: State) -> State:
     begun = begin(alg, net, n, setup.folder, bool(state.clients))
     if setup.folder is not None:
         seen = int(state.seen.sum())
-        room = sum(rows.room(v[:seen]) for v in state.clients.values())
-        rows.check_room("a copy of the state needs", room, setup.folder)
-    tensors = state_dict(setup.algorithm, state)
-    return load_state_dict(setup.algorithm, begun, tensors, state.round, state.void)
+        wanted = sum(room(v[:seen]) for v in state.clients.values())
+        check_room("a copy of the state needs", wanted, setup.folder)
+    return load_state_dict(alg, begun, state_dict(alg, state), state.round, state.void)
 
 
 def row_names(alg: Algorithm, state: State) -> set[str]:
@@ -305,6 +290,24 @@ def load_state_dict(alg: Algorithm, begun: State, tensors: Tensors, round: int, 
     return unflat(apply(state, changes), round, void)
 
 
+def check_start(start: State, alg: Algorithm, net: Net, n: int, what: str = "warm_start") -> None:
+    """ValueError where a state is not one of this algorithm, federation and model."""
+    want, have = flat(begin(alg, net, n, clients=bool(start.clients))), flat(start)
+    kept = f"a state of {type(alg).__name__} with"
+    more = [k for k in have if k.startswith("clients.") and k not in want]
+    need(not more, what, f"{kept} no {' and '.join(more)}", list(have))
+    for key, like in want.items():
+        old, rows = have.get(key), like.shape[:1]
+        # a server's list of models or groups may have grown
+        grown = key.startswith("server") and rows and rows[0] not in (n, net.size)
+        same = old is not None and (
+            (old.dtype, old.dim(), old.shape[bool(grown) :])
+            == (like.dtype, like.dim(), like.shape[bool(grown) :])
+        )
+        fits = f"{kept} the {key} like {shown(like)}, for {n} clients and this model"
+        need(same, what, fits, old)
+
+
 @checked
 def sample(
     setup: Setup, round: Count, participation: Fraction = 1.0, among: Tensor | None = None
@@ -322,3 +325,39 @@ def sample(
     first = [*required, *(i for i in order.tolist() if i not in required)]
     extra = 0 if among is None else sum(i not in among for i in required)  # who join beside them
     return torch.tensor(sorted(first[: max(m + extra, len(required))]))
+
+
+# files ------------------------------------------------------------------------------------------
+
+
+def zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
+    """Zeros [n, *like.shape] that take no memory, or no room in a file in `folder`, before they are
+    written. The file has no name, so that nothing is left behind however the process ends.
+    ValueError where it cannot be written."""
+    if folder is None or like.device.type != "cpu" or not like.numel():
+        return zero_rows(n, like)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            rows = np.memmap(file, like.numpy().dtype, "w+", shape=(n, *like.shape))
+    except OSError:
+        refuse("rows", "a folder that can be written", str(folder))
+    return torch.from_numpy(rows)
+
+
+def room(rows: Tensor) -> int:
+    """The bytes that rows [S, ...] may take on disk: each its own, and a block that it only
+    begins."""
+    return rows.nbytes + len(rows) * BLOCK
+
+
+def check_room(
+    what: str, wanted: int, folder: Path, error: type[OSError | MemoryError] = OSError
+) -> None:
+    """An error, one sentence, where the disk has less than `wanted` bytes free: a mapped file that
+    cannot grow would end the process."""
+    free = shutil.disk_usage(folder).free if wanted else 0
+    if wanted > free:
+        raise error(
+            f"rows: {what} up to {human(wanted)} on disk, and {folder} has {human(free)} free; "
+            "make room, or name another folder (rows)."
+        )

@@ -11,13 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.algorithms.protocol import Tensors
 from pflcore.check import ids_of, need
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.metrics import human
-from pflcore.simulation import rows
-from pflcore.simulation.round import Setup, State, begin, check_start, copied, fresh, policy
+from pflcore.simulation.round import (
+    Setup,
+    State,
+    begin,
+    check_room,
+    check_start,
+    copied,
+    fresh,
+    policy,
+)
 from pflcore.train import Engine, Net, Setting, memory, prepared
 from pflcore.train.losses import default_loss
 from pflcore.train.random import drawn
@@ -39,8 +46,8 @@ def data_of(run: Any) -> Federation:
         data = adversary.poisoned(data)
     if run.algorithm.traits.needs_val:
         data = held_out(data, run.seed)
-    words = f"{', '.join(data.index)} (hold samples out with split(test=0.2))"
-    need(split in data.index, "evaluation.split", f"one of {words}", split)
+    words = f"one of {', '.join(data.index)} (hold samples out with split(test=0.2))"
+    need(split in data.index, "evaluation.split", words, split)
     return data
 
 
@@ -61,18 +68,17 @@ def placed(run: Any, device: str) -> tuple[Setup, State]:
     """What stays the same over a run, on its device, and its first state.
     MemoryError in one sentence where they do not fit, ValueError where its model, its schedule or
     its warm start do not."""
-    net = _net(run)
+    net, start = _net(run), run.warm_start
     run.training.lr_at(1, run.rounds)  # so that a schedule that fails does so now
+    if start is not None:
+        more = f"more than the {start.round} that the warm start has played"
+        need(start.round < run.rounds, "rounds", more, run.rounds)
     try:
-        setup, state = _placed(run, net, device)
+        return _placed(run, net, device)
     except (MemoryError, RuntimeError) as error:
         if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
             raise
         request = memory.request_of(error)  # the error itself holds what it made
-    else:
-        more = f"more than the {state.round} that the warm start has played"
-        need(state.round < run.rounds, "rounds", more, run.rounds)
-        return setup, state
     memory.give_back(device)
     plain = Setting(net, run.data, run.training, Engine("loop"), Workers(1))
     peak = peak_bytes(Setup(run.algorithm, plain), run.participation)
@@ -96,18 +102,17 @@ def _net(run: Any) -> Net:
 
 
 def _placed(run: Any, net: Net, device: str) -> tuple[Setup, State]:
-    hardware, alg, start, share = run.hardware, run.algorithm, run.warm_start, run.participation
-    data = run.data
+    hardware, alg, data, start = run.hardware, run.algorithm, run.data, run.warm_start
     if device != "cpu":
         net, data = net.to(device), data.to(device)
     engine, workers = hardware.engine, hardware.workers
     setting = prepared(net, data, run.training, engine, workers, run.seed, run.rounds)
     setup = Setup(alg, setting, run.robustness, run.batch_norm)
-    folder = None if start is not None else folder_for(setup, hardware.rows, share)
-    setup = setup._replace(folder=folder)
-    memory.refuse(peak_bytes(setup, share), device)
     if start is None:
-        return setup, begin(alg, setting.net, data.n, folder)
+        setup = setup._replace(folder=folder_for(setup, hardware.rows, run.participation))
+    memory.refuse(peak_bytes(setup, run.participation), device)
+    if start is None:
+        return setup, begin(alg, setting.net, data.n, setup.folder)
     check_start(start, alg, setting.net, data.n)
     return setup, copied(setup, start)
 
@@ -138,14 +143,11 @@ def peak_bytes(setup: Setup, participation: float) -> int:
 
 def row_bytes(setup: Setup) -> tuple[int, int, int]:
     """Bytes of all clients' own rows, of the server's rows for each, and of what else it holds."""
-
-    def total(tensors: Tensors) -> int:
-        return sum(v.nbytes for v in tensors.values())
-
     alg, net, n = setup.algorithm, setup.setting.net, setup.setting.data.n
     server = alg.init(**alg.initial(net), n=n)
-    each = total({k: v for k, v in server.items() if k in alg.traits.per_client and v.dim() > 1})
-    return n * total(fresh(alg, net, server, n)), each, total(server) - each
+    own = sum(v.nbytes for v in fresh(alg, net, server, n).values())
+    each = sum(server[k].nbytes for k in alg.traits.per_client if server[k].dim() > 1)
+    return n * own, each, sum(v.nbytes for v in server.values()) - each
 
 
 def folder_for(setup: Setup, choice: str | Path, participation: float) -> Path | None:
@@ -162,5 +164,5 @@ def folder_for(setup: Setup, choice: str | Path, participation: float) -> Path |
     need(folder.is_dir(), "rows", "'auto', 'memory' or a folder", str(choice))
     ever = min(run.data.n, int(participation * run.data.n + 1) * run.rounds)
     wanted = own * ever // run.data.n + server
-    rows.check_room("the clients' rows may take", wanted, folder, memory.RunTooLarge)
+    check_room("the clients' rows may take", wanted, folder, memory.RunTooLarge)
     return folder

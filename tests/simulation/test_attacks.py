@@ -12,10 +12,9 @@ from parts.attacks import BAD, N, defence, run
 from small import images, swept, tiny_model, with_test
 from torch import nn
 
-from pflcore import ALGORITHMS, FedAvg, Simulation
+from pflcore import ALGORITHMS, Adversary, FedAvg, Simulation
 from pflcore.algorithms import Algorithm
 from pflcore.data import Federation
-from pflcore.simulation.attacks import Adversary
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +57,32 @@ def test_every_algorithm_can_be_attacked(name, data):
     assert min(record["moved"][i] for i in BAD) > 100 > max(record["moved"][:8]), record["moved"]
 
 
+ROOTLESS = {"defence": "fltrust"}, {"defence": "median", "root": 1}
+NOBODY = "adversary: expected ids of clients from 0 to 9, each once"
+
+
 @pytest.mark.parametrize(
-    "options, words",
+    ("adversary", "method", "words"),
     [
-        ({"attack": "unknown"}, "attack: expected 'label_flip' or"),
-        ({"clients": [10]}, "adversary: expected ids of clients from 0 to 9, each once"),
-        ({"clients": [1, 1]}, "adversary: expected ids of clients from 0 to 9, each once"),
-        ({"clients": [-1]}, "clients: expected a list of clients' numbers"),
-        ({"clients": []}, "adversary: expected ids"),
-        ({"clients": range(N)}, "adversary: expected at least one honest client"),
-        ({"strength": math.nan}, "strength: expected a finite number above 0"),
-        ({"attack": "label_flip", "strength": 2.0}, "strength: expected None, as labels are"),
+        ({"attack": "unknown"}, {}, "attack: expected 'label_flip' or"),
+        *(({"clients": ids}, {}, NOBODY) for ids in ([10], [1, 1], [])),
+        ({"clients": [-1]}, {}, "clients: expected a list of clients' numbers"),
+        ({"clients": range(N)}, {}, "adversary: expected at least one honest client"),
+        ({"strength": math.nan}, {}, "strength: expected a finite number above 0"),
+        ({"attack": "label_flip", "strength": 2.0}, {}, "strength: expected None, as labels are"),
+        ({}, {"defence": "unknown"}, "defence: expected 'clip' or"),
+        *(
+            ({}, {"defence": "krum", "hostile": f}, "hostile: expected a whole number, at least 0")
+            for f in (-1, 1.5)
+        ),
+        *(({}, d, "root: expected a client's number") for d in ROOTLESS),
+        ({}, {"defence": "fltrust", "root": 10}, "root: expected a client from 0 to 9"),
     ],
 )
-def test_an_adversary_that_cannot_be(data, options, words):
+def test_what_cannot_be_is_one_sentence(data, adversary, method, words):
     with pytest.raises(ValueError, match=rf"^{words}[^\n]*\.$"):
-        run(data, adversary=Adversary(**{"attack": "sign_flip", "clients": BAD, **options}))
+        bad = Adversary(**{"attack": "sign_flip", "clients": BAD, **adversary})
+        run(data, FedAvg(**method), adversary=bad)
 
 
 def test_numbers_have_no_labels_to_flip():
@@ -122,22 +131,6 @@ def test_who_does():
     assert not taken & {"waffle", "feddwa", "fedamp", "hypcluster", "ensemble", "local", "qfedavg"}
     for base in (Algorithm, Waffle):
         assert not takes_a_defence(type("Own", (base,), {}))
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"defence": "unknown"}, "defence: expected 'clip' or"),
-        ({"defence": "krum", "hostile": -1}, "hostile: expected a whole number, at least 0"),
-        ({"defence": "krum", "hostile": 1.5}, "hostile: expected a whole number, at least 0"),
-        ({"defence": "fltrust"}, "root: expected a client's number"),
-        ({"defence": "median", "root": 1}, "root: expected a client's number"),
-        ({"defence": "fltrust", "root": 10}, "root: expected a client from 0 to 9"),
-    ],
-)
-def test_a_defence_that_cannot_be(data, options, words):
-    with pytest.raises(ValueError, match=rf"^{words}[^\n]*\.$"):
-        run(data, FedAvg(**options))
 
 
 def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence(data):

@@ -13,9 +13,8 @@ import torch.nn as nn
 from doors import held_out
 from small import SIX, images, make_setting, swept, tiny_model
 
-from pflcore import Client, Hardware, Net, Server, Simulation, Training, evaluate, step
+from pflcore import Client, Hardware, Net, Server, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, FedAvg, Stop
-from pflcore.data import Federation
 from pflcore.simulation.round import Setup, begin
 
 DEFENDED = {
@@ -99,17 +98,12 @@ def test_a_bad_upload(name, kind):
     loss = evaluate(Setup(alg, s), state)["loss"][honest]
     assert kind == "1e30" or loss.isfinite().all()
     assert name != "fedavg, median" or (loss < 2).all()
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if algorithm(n).traits.required])
-@pytest.mark.parametrize("kind", VALUES)
-def test_the_target_is_bad(name, kind):
-    alg, s, state = start(name)
-    state, _ = step(Setup(alg, s), state, torch.arange(N))
-    before = copy.deepcopy(state)
-    state, done = step(Setup(spoilt(alg, VALUES[kind], TARGET), s), state, torch.arange(N))
-    assert done.void == (kind in ("nan", "inf")) and (same(state, before) or not done.void)
-    assert finite(state)
+    for target in alg.traits.required:  # without it nothing changes
+        state, _ = step(Setup(alg, s), begin(alg, s.net, N), torch.arange(N))
+        before = copy.deepcopy(state)
+        state, done = step(Setup(spoilt(alg, VALUES[kind], target), s), state, torch.arange(N))
+        assert done.void == (kind in ("nan", "inf")) and (same(state, before) or not done.void)
+        assert finite(state)
 
 
 @every
@@ -206,27 +200,6 @@ def test_what_an_own_algorithm_says_of_a_first_round_is_heard():
     words = r"^uploads: Own cannot use .* \(bank: expected to be open\); give both sides"
     with pytest.raises(ValueError, match=words):
         server.aggregate({i: client.train(server.download(i)) for i in range(N)})
-
-
-@pytest.mark.parametrize("name", ["fedavg", "waffle", "feddwa"])
-def test_a_run_of_bad_rounds_alone_stops_with_one_sentence(name):
-    class Broken(ALGORITHMS[name]):
-        def train(self, down, own, clients):
-            own, up, fit = super().train(down, own, clients)
-            return own, {k: v * torch.nan for k, v in up.items()}, fit
-
-    run = Simulation(Broken(), tiny_model(), DATA, TRAINING, rounds=9, hardware=Hardware(workers=1))
-    with pytest.warns(RuntimeWarning, match="stopped early"):
-        history = run.run()
-    assert len(history.rounds) == 3 and history.stopped is not None
-    one_sentence(ValueError(history.stopped))
-
-
-def test_a_client_without_data_is_refused_before_the_first_round():
-    none = (torch.empty(0, 6), torch.empty(0, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"^[^\n]*leave out the 1 without, got .1.") as e:
-        Federation.from_clients([(torch.randn(4, 6), torch.tensor([0, 1, 2, 3])), none])
-    assert "\n" not in str(e.value)
 
 
 def test_a_message_that_is_none_and_a_number_of_samples_that_cannot_be():

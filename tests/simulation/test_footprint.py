@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from small import grouped
 
-from pflcore import Federation, Simulation, Training
+from pflcore import Federation, Simulation, Training, cli
 from pflcore.algorithms import ALGORITHMS
 
 N, WIDTH, STATUS = 8, 6000, Path("/proc/self/status")
@@ -72,6 +72,14 @@ def ratio(*case):
 def test_the_estimate_is_near_the_peak(case):
     """An allocator's mood has its share in it."""
     assert 1 / 1.7 < ratio(*case) < 1.7
+
+
+def test_a_dry_run_says_where_the_rows_are(tmp_path, capsys):
+    words = "run ditto --data synthetic_linear --rounds 3 --dry-run --out"
+    assert cli.main([*words.split(), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "of the clients' own" in said and "in memory; peak memory" in said
+    assert not (tmp_path / "out").exists()
 
 
 if __name__ == "__main__":

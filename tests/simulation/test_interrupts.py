@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from doors import synthetic_clusters
-from small import grouped
-from torch import nn
+from parts.user import simulation
+from small import images, tiny_model
 
-from pflcore import Evaluation, Simulation, Training
+from pflcore import Evaluation, Simulation
 from pflcore.results import record
 from pflcore.results.record import read
 from pflcore.simulation.checkpoint import Checkpoint
@@ -27,31 +26,27 @@ def press():
 
 
 def made(**options):
-    torch.manual_seed(0)
-    data = synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
-    training, options = Training(lr=0.1, batch_size=10), grouped({"workers": 1, **options})
-    return Simulation("scaffold", nn.Linear(5, 3), data, training, rounds=ROUNDS, **options)
+    return simulation("scaffold", images((20,) * 4), rounds=ROUNDS, workers=1, **options)
 
 
-def same(simulation):
-    whole = made()
-    whole.run()
-    return all(torch.equal(v, simulation.state.server[k]) for k, v in whole.state.server.items())
+def same(run):
+    whole = made().run().state.server
+    return all(torch.equal(v, run.state.server[k]) for k, v in whole.items())
 
 
 def test_every_callback_sees_the_round_in_which_ctrl_c_came():
-    simulation, seen = made(), []
+    run, seen = made(), []
 
     def first(round, _):
         if round == 3:
             press()
         seen.append(("first", round))
 
-    history = simulation.run([first, lambda round, _: seen.append(("second", round))])
+    history = run.run([first, lambda round, _: seen.append(("second", round))])
     assert history.interrupted and history.stopped == f"Interrupted after round 3 of {ROUNDS}."
     assert seen == [(who, round) for round in (1, 2, 3) for who in ("first", "second")]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert [r["round"] for r in simulation.run().rounds] == [4, 5] and same(simulation)
+    assert [r["round"] for r in run.run().rounds] == [4, 5] and same(run)
 
 
 def test_a_second_ctrl_c_does_not_wait():
@@ -77,14 +72,14 @@ def test_a_round_whose_evaluation_broke_off_is_a_round(error):
             raise error
         return 1.0
 
-    simulation = made(metrics={"m": metric})
+    run = made(metrics={"m": metric})
     try:
-        history = simulation.run()
+        history = run.run()
     except Exception as e:
         history = e.history
     assert [r["round"] for r in history.rounds] == [1, 2, 3] and history.rounds[-1]["eval"] is None
     assert "3" in history.stopped and history.rounds[1]["eval"]["m"] == [1.0] * 4
-    assert [r["round"] for r in simulation.run().rounds] == [4, 5] and same(simulation)
+    assert [r["round"] for r in run.run().rounds] == [4, 5] and same(run)
 
 
 @pytest.mark.parametrize("round", [3, ROUNDS])
@@ -96,10 +91,10 @@ def test_no_checkpoint_is_left_without_its_evaluation(tmp_path, round):
             press()
         return 1.0
 
-    simulation = made(metrics={"m": metric})
-    assert simulation.run(checkpoint=Checkpoint(tmp_path, every=1, minutes=0)).interrupted
+    run = made(metrics={"m": metric})
+    assert run.run(checkpoint=Checkpoint(tmp_path, every=1, minutes=0)).interrupted
     looked = Evaluation(metrics={"m": metric})
-    rest = Simulation.load(tmp_path, model=nn.Linear(5, 3), data=simulation.data, evaluation=looked)
+    rest = Simulation.load(tmp_path, model=tiny_model(), data=run.data, evaluation=looked)
     rounds = rest.run().rounds
     assert [r["round"] for r in rounds] == [1, 2, 3, 4, 5]
     assert all(r["eval"]["m"] == [1.0] * 4 for r in rounds)
@@ -117,12 +112,12 @@ def test_a_record_says_what_its_stop_says(tmp_path, monkeypatch, when):
             press()
 
     monkeypatch.setattr(record.Record, "write", pressed)
-    simulation, path = made(), tmp_path / "record.jsonl"
+    run, path = made(), tmp_path / "record.jsonl"
     with record.Record(path) as file:
-        file.run(simulation.header(), simulation.run)
-    (run,) = record.read(path)
-    assert [r["round"] for r in run.rounds] == [1, 2, 3]
-    assert run.stopped == f"Interrupted after round 3 of {ROUNDS}."
+        file.run(run.header(), run.run)
+    (kept,) = record.read(path)
+    assert [r["round"] for r in kept.rounds] == [1, 2, 3]
+    assert kept.stopped == f"Interrupted after round 3 of {ROUNDS}."
 
 
 def test_another_thread_gets_no_signals_and_may_run():

@@ -68,19 +68,6 @@ def test_values_are_predicted_as_values():
     assert (history.predict(0, x) == y).double().mean() == history.rounds[-1]["eval"]["accuracy"][0]
 
 
-def test_batch_norm_predicts_with_the_clients_statistics():
-    def model():
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-
-    data = images()
-    history = Simulation("ditto", model, data, TRAINING, rounds=2).run()
-    for i in range(3):
-        x, y = data.client(i, "test")
-        right = (history.predict(i, x) == y).double().mean()
-        assert right == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
-        assert torch.allclose(history.model(i).module()(x), history.model(i)(x))
-
-
 @pytest.mark.parametrize("algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster")))
 def test_a_newcomer_leaves_the_run_as_it_was(algorithm):
     everybody = images((7, 20, 31, 24))

@@ -7,18 +7,13 @@ import pytest
 import torch
 from doors import held_out, views
 from methods import MRMTL, Ditto, Mocha, PFedMe, QFedAvg, Scaffold, Waffle
-from parts.fine_points import three
-from small import grouped, images, lines, make_setting, near, play, tiny_model, with_test
+from parts.user import simulation as run
+from small import grouped, images, lines, make_setting, near, play, tiny, tiny_model, with_test
 from torch import nn
 
 from pflcore import Adversary, Federation, Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.simulation.round import Setup, begin
-
-
-def run(algorithm="fedavg", data=None, lr=0.1, **options):
-    training, options = Training(lr=lr, batch_size=8), grouped({"rounds": 3, **options})
-    return Simulation(algorithm, tiny_model(), data or images(), training, **options)
 
 
 def test_a_record_counts_what_travels():
@@ -148,8 +143,7 @@ def test_void_rounds_are_counted_in_a_row():
             bad = clients.round in (1, 2, 4)
             return own, {k: v * torch.nan if bad else v for k, v in up.items()}, fit
 
-    s, _ = three()
-    assert [state.void for state, _ in play(Breaks(), s, 4)] == [1, 2, 0, 1]
+    assert [state.void for state, _ in play(Breaks(), tiny(batch_size=4), 4)] == [1, 2, 0, 1]
 
 
 def test_a_void_round_reports_nothing():

@@ -15,8 +15,7 @@ from torch import nn
 
 from pflcore import Simulation, cli
 from pflcore.results import pictures
-from pflcore.results.record import Record, read
-from pflcore.simulation import checkpoint
+from pflcore.results.record import Record
 from pflcore.simulation.personal import own_way
 
 # the command line -----------------------------------------------------------
@@ -155,15 +154,6 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
     assert next(calls) == 11 + 4 * 5 - 10, "what had been played was played again"
     assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")
     assert not (tmp_path / "broken" / "checkpoint-targets").exists()
-
-
-def test_a_second_command_in_the_folder_is_refused(tmp_path, no_pictures, capsys):
-    argv = ["run", "fedavg", *SMALL, "--rounds", "2", "--out", str(tmp_path)]
-    with checkpoint.lock(tmp_path):
-        for more in ([], ["--overwrite"], ["--resume"]):
-            assert cli.main([*argv, *more]) == 2
-            assert "another run is writing into" in capsys.readouterr().err
-    assert cli.main(argv) == 0 and len(read(tmp_path)[0].rounds) == 2
 
 
 # models ---------------------------------------------------------------------

@@ -13,17 +13,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pflcore import Federation, Hardware, Simulation, Training, for_everyone
+from pflcore import Federation, Hardware, Simulation, Training
 from pflcore.data.ragged import Ragged
 from pflcore.results.export import rows
 from pflcore.results.record import group, plain
 from pflcore.results.table import table
 from pflcore.simulation import checkpoint
-from pflcore.simulation import rows as on_disk
+from pflcore.simulation import evaluate as evaluation
+from pflcore.simulation.everyone import whole
 from pflcore.train import memory
 from pflcore.train.random import drawn
-
-FULL = type("Full", (), {"free": 100})
 
 
 def many(n, each=3):
@@ -113,8 +112,7 @@ def test_a_number_of_clients_is_evaluated_as_a_list_of_them_is():
 
 
 def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
-    """WAFFLE's report is a list of N, or of the cohort; and a run for each client has one for
-    each."""
+    """WAFFLE's report is a list of N, or of the cohort."""
     data, some = many(6), {"participation": 0.5, "rounds": 2, "every": 0}
     history = simulation("waffle", data, **some).run()
     record = history.rounds[-1]
@@ -122,13 +120,14 @@ def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
     want = torch.zeros(6, dtype=torch.float64)
     want[record["cohort"]] = torch.tensor(record["report"]["weight"], dtype=torch.float64)
     assert torch.equal(group(history.lines())[0].weights()[1][-1], want)
-    training = Training(lr=0.1, batch_size=2)
-    lines = for_everyone("waffle", model, data, training, **grouped(some)).lines()
-    each = group(lines)[0].weights()[1][-1]
-    (alone,) = group(simulation(Waffle(target=4), data, **some).run().lines())
-    assert torch.equal(each[0], want) and torch.equal(each[4], alone.weights()[1][-1])
     whole = simulation("waffle", data, rounds=1, every=0).run()
     assert len(whole.rounds[0]["report"]["weights"]) == 6
+
+
+def test_long_weights_of_a_target_are_read_as_short_ones():
+    index, weight = torch.tensor([0, 2]), torch.tensor([0.25, 0.75], dtype=torch.float64)
+    assert whole({"index": index, "weight": weight}, 3) == {"weights": [0.25, 0.0, 0.75]}
+    assert whole({"index": [0, 2], "weight": [0.1, 0.9]}, 3) == {"weights": [0.1, 0.0, 0.9]}
 
 
 def test_a_void_round_leaves_the_weights_of_earlier_rounds():
@@ -150,6 +149,8 @@ def test_records_of_two_streams_stand_in_no_table():
 
 
 # rows on disk ---------------------------------------------------------------
+def full_disk(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Full", (), {"free": 100}))
 
 
 @pytest.mark.parametrize("name", ["ditto", "scaffold", "feddwa"])
@@ -189,13 +190,13 @@ def test_a_snapshot_on_disk_does_not_change(tmp_path):
 
 def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
     whole = simulation("ditto", many(12), rows=tmp_path).run()
-    monkeypatch.setattr(on_disk, "CHUNK", 5 * 10 * 4)
+    monkeypatch.setattr(evaluation, "CHUNK", 5 * 10 * 4)
     parts = simulation("ditto", many(12), rows=tmp_path).run()
     assert parts.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
 
 
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: FULL)
+    full_disk(monkeypatch)
     words = r"rows: the clients' rows may take .* on disk, and .* has 100 B free"
     with pytest.raises(memory.RunTooLarge, match=words):
         simulation("ditto", rows=tmp_path)
@@ -208,13 +209,9 @@ def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_
     tmp_path, monkeypatch
 ):
     run = simulation("ditto", rows=tmp_path, participation=0.2)
-
-    def fill(round, record):
-        monkeypatch.setattr(on_disk.shutil, "disk_usage", lambda folder: FULL)
-
     words = r"rows: this round's rows need up to .* on disk, and .* has 100 B free; make room"
     with pytest.raises(OSError, match=words) as told:
-        run.run(fill)
+        run.run(lambda round, record: full_disk(monkeypatch))
     assert len(told.value.history.rounds) == 1 and run._state.round == 1
     monkeypatch.undo()
     rest, whole = run.run(), simulation("ditto", participation=0.2).run()
