@@ -37,15 +37,20 @@ WIDE = 1 << 16  # weights from which, on a CPU, clients are trained faster one b
 LARGE = 1 << 19  # weights beyond which float64 copies would cost too much: the model's own dtype
 SIZES = (5, 5, 2, 2)  # samples of the trial's clients; batch norm takes no batch of one
 BATCH = 8  # of the first pass
+SLOW = {"convolutions": nn.modules.conv._ConvNd, "an LSTM": nn.LSTM}  # under vmap, on a CPU
 
 
-def choose(
+def prepared(
     net: Net,
     data: Federation,
     training: Training,
     engine: str = "auto",  # or "chain", "loop", "vmap"
-) -> tuple[Net, Engine]:
-    """The net for these data and what trains it; Unfit, in one sentence, where nothing can."""
+    workers: int | None = None,
+    seed: int = 0,
+    rounds: int = 1,
+) -> Setting:
+    """What a run needs, after one trial: model, data and criterion fit together, and what trains
+    the model is the model. Unfit, a ValueError, in one sentence where something does not fit."""
     with one_thread():
         net = net.reading(data.fields)
         check(net, data, training)
@@ -53,7 +58,7 @@ def choose(
     if chosen.chain is not None and training.local_optimizer != "sgd":
         more = "it gives the gradients, and AdamW takes its steps in torch"
         chosen = chosen._replace(why=f"{chosen.why}; {more}")
-    return net, chosen
+    return Setting(net, data, training, chosen, Workers(workers), seed, rounds)
 
 
 # do they fit? -----------------------------------------------------------------------------------
@@ -62,18 +67,12 @@ def choose(
 def check(net: Net, data: Federation, training: Training) -> None:
     """One batch through the module, forward and backward; `net` learns from it where its head is
     and whether it gives one score for each label."""
-    check_modes()
-    fits.refuse_first(fits.of_dtypes(net, data))
+    fits.check_modes()
+    fits.check_dtypes(net, data)
     x, y = samples(data, max(2, min(training.batch_size, BATCH)))
     for train in (False, True):
-        drawn = fits.drawn_by(partial(passed, net, data, x, y, train))
-        fits.refuse_first(fits.of_draws(drawn))
+        fits.check_draws(partial(passed, net, data, x, y, train))
     check_single(net, data, training)
-
-
-def check_modes() -> None:
-    """Refuses what would change every tensor that is made from here on."""
-    fits.refuse_first(fits.of_modes())
 
 
 def check_single(net: Net, data: Federation, training: Training) -> None:
@@ -112,16 +111,16 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Ten
     with forward_mode(train, None, seed), torch.enable_grad():
         with fits.said_as(lambda e: next(fits.of_layer(*called[-1], data, e))):
             scores = module(x)
-        fits.refuse_first(fits.of_scores(net, data, scores, y))
+        fits.check_scores(net, data, scores, y)
         net.one_score = scores.numel() == y.numel()
         with fits.said_as(partial(fits.of_criterion, net, scores, y)):
             loss = net.criterion(scores, y)
-        fits.refuse_first(fits.of_loss(loss))
+        fits.check_loss(loss)
     if train:
         own = dict(module.named_parameters())
         with fits.said_as(lambda e: f"model: its backward pass fails: {fits.first_line(e)}."):
             grads = torch.autograd.grad(loss.sum(), [own[n] for n in net.names], allow_unused=True)
-        fits.refuse_first(fits.of_gradients(grads))
+        fits.check_gradients(grads)
         used = [n for n, g in zip(net.names, grads, strict=True) if g is not None]
         net.see(used, [name for name, _, _ in called[1:]])
     return loss.detach()
@@ -173,11 +172,8 @@ def trials(net: Net, data: Federation) -> list[Trial]:
     """One in float64, and one in the model's own dtype; or that alone, of a large model or one that
     fixes a dtype somewhere."""
     if net.dtype != torch.float64 and net.size <= LARGE:
-        wide = net.to(net.w0.device)
-        wide.module.double()
-        wide.dtype, wide.w0, wide.b0 = torch.float64, wide.w0.double(), wide.b0.double()
         try:
-            return [trial(wide, data), trial(net, data)]
+            return [trial(net.to(net.w0.device, torch.float64), data), trial(net, data)]
         except (RuntimeError, TypeError, ValueError):
             pass
     return [trial(net, data)]
@@ -276,10 +272,12 @@ def judged(net: Net, data: Federation, tried: list[Trial], asked: str) -> Engine
 
 def slow_under_vmap(net: Net) -> str:
     """Why one client after another is trained faster, or nothing."""
-    lstm = any(isinstance(m, nn.LSTM) for m in net.module.modules())
-    what = "with convolutions" if net.has_conv else "with an LSTM" if lstm else ""
-    what = what or (f"of {net.size} weights" if net.size > WIDE else "")
-    return f"a model {what}, on a CPU" if what and net.w0.device.type == "cpu" else ""
+    if net.w0.device.type != "cpu":
+        return ""
+    for what, kind in SLOW.items():
+        if any(isinstance(m, kind) for m in net.module.modules()):
+            return f"a model with {what}, on a CPU"
+    return f"a model of {net.size} weights, on a CPU" if net.size > WIDE else ""
 
 
 def chain_of(net: Net, data: Federation, tried: list[Trial]) -> Chain | str:

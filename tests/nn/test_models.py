@@ -63,7 +63,6 @@ def test_every_model_is_a_net_with_a_head(name):
     assert net.classes == 10
     x = torch.randn(3, *shape)
     torch.testing.assert_close(net.head(net.w0, net.features(net.w0, x)), net(net.w0, x))
-    assert net.has_conv == (name not in ("linear", "mlp"))
 
 
 @pytest.mark.parametrize("buffers", ["local", "average"])
