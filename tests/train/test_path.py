@@ -11,9 +11,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from parts.path import Own, federation, hooked, played, same_as_by_hand
+from small import images
 from torch import Tensor
 
-from pflcore import Federation, Net, Training
+from pflcore import Net, Training
 from pflcore.nn import Dropout
 
 
@@ -186,12 +187,6 @@ def test_what_one_client_leaves_to_the_next_is_refused(where, engine):
         played(Counted(where), engine=engine)
 
 
-def test_sparse_gradients_are_refused():
-    built = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(18, 4))
-    with pytest.raises(ValueError, match="model: its gradients are sparse"):
-        played(built, federation(tokens=True))
-
-
 class LeNet(nn.Module):
     """Two convolutions and three linear layers on [1, 16, 16], all sizes small."""
 
@@ -236,19 +231,6 @@ class Features(LeNet):  # FL-bench's base and classifier
         return self.top(self.dropout(F.relu_(self.base(x))))
 
 
-class Blocks(nn.Module):  # PFLlib's
-    def __init__(self):
-        super().__init__()
-        one = nn.Conv2d(1, 3, kernel_size=5, padding=0, stride=1, bias=True)
-        self.first = nn.Sequential(one, nn.ReLU(inplace=True), nn.MaxPool2d((2, 2)))
-        two = nn.Conv2d(3, 4, kernel_size=3)
-        self.second = nn.Sequential(two, nn.ReLU(inplace=True), nn.MaxPool2d(kernel_size=(2, 2)))
-        self.fc, self.out = nn.Sequential(nn.Linear(16, 12), nn.ReLU()), nn.Linear(12, 4)
-
-    def forward(self, x):
-        return self.out(self.fc(torch.flatten(self.second(self.first(x)), 1)))
-
-
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "view": lambda x: x.view(-1, 16 * 16),
     "reshape": lambda x: x.reshape(-1, 256),
@@ -276,21 +258,18 @@ class MLP(nn.Module):
 
 
 MODELS: dict[str, Any] = {
-    **{m.__name__: m for m in (Functions, Logarithms, Quickstart, Features, Blocks)},
+    **{m.__name__: m for m in (Functions, Logarithms, Quickstart, Features)},
     **{w: lambda w=w: MLP(w) for w in WAYS},
 }
 
 
-def pictures():
-    gen = torch.Generator().manual_seed(0)
-    pairs = [(torch.randn(12, 1, 16, 16, generator=gen), torch.arange(12) % 4) for _ in range(3)]
-    return Federation.from_clients(pairs, classes=4).split(test=0.25)
+PICTURES = images((12,) * 3, (1, 16, 16))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_a_chain(name):
     chain, plain = (
-        played(MODELS[name], pictures(), engine, 2, Training(0.1, 4)) for engine in ("auto", "loop")
+        played(MODELS[name], PICTURES, engine, 2, Training(0.1, 4)) for engine in ("auto", "loop")
     )
     assert chain.header()["path"]["form"] == "chain", chain.header()["path"]["why"]
     for got, want in zip(chain.run().rounds, plain.run().rounds, strict=True):
@@ -313,7 +292,7 @@ class Decides(nn.Module):
 
 @pytest.mark.parametrize("how", ["batch", "values", "mode", "detour"])
 def test_what_depends_on_more_than_the_layer_before_is_none(how):
-    assert played(Decides(how), pictures()).header()["path"]["form"] != "chain"
+    assert played(Decides(how), PICTURES).header()["path"]["form"] != "chain"
 
 
 @pytest.mark.parametrize("engine", ["auto", "loop", "vmap"])
@@ -321,7 +300,7 @@ def test_torchs_dropout_trains_as_ours(engine):
     def trained(kind):
         layers = (nn.Flatten(), nn.Linear(256, 10), kind(0.3), nn.ReLU(), nn.Linear(10, 4))
         model = nn.Sequential(*layers)
-        run = played(Net(lambda: copy.deepcopy(model)), pictures(), engine, 2, None, "ditto")
+        run = played(Net(lambda: copy.deepcopy(model)), PICTURES, engine, 2, None, "ditto")
         assert type(model[2]) is kind
         return run.run().state.server["x"]
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.path import Own, federation, hooked, played, same_as_by_hand
+from parts.path import Own, federation, hooked, same_as_by_hand
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Net, Training
-from pflcore.nn import Dropout
 from pflcore.train import Engine, clients, prepared
 from pflcore.train.chain import NoChain, compiled, find_chain
 from pflcore.train.choose import trials
@@ -130,26 +129,10 @@ def test_the_chain_names_what_it_calls():
         del handle
 
 
-@pytest.mark.parametrize(("width", "engine"), [(64, "vmap"), (1024, "loop")])
-def test_wide_models_train_client_after_client_on_a_cpu(width, engine):
-    one = (nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 300), nn.ReLU())
-    net = Net(nn.Sequential(*one, nn.Linear(300, 4)))
-    found = prepared(net, federation(), Training()).engine
-    assert found.name == engine and (f"{net.size} weights" in found.why) is (engine == "loop")
-    assert prepared(net, federation(), Training(), "vmap").engine.name == "vmap"
-
-
 def test_the_global_generators_are_left_alone():
     net, before = Net(mlp), torch.get_rng_state()
     prepared(net, federation(), Training())
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_a_chain_with_dropout_is_a_chain():
-    model = nn.Sequential(nn.Linear(6, 5), Dropout(0.5), nn.Linear(5, 4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert played(model).setting.engine.chain is not None
 
 
 class Keeps(nn.Sequential):
