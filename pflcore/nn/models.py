@@ -255,9 +255,12 @@ def dla(shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(*start, *trees, *top)
 
 
-FLAT: tuple[Callable[..., nn.Module], ...] = (linear, mlp)  # all others take images
-IMAGES = (cifar_cnn, cifar_cnn_small, cnn, dla, emnist_cnn_2048, fmnist_cnn, lenet5)
-MODELS = {f.__name__: f for f in (*IMAGES, *FLAT, resnet8, sattler_cnn)}
+FLAT: list[Callable[..., nn.Module]] = [linear, mlp]  # all others take images
+IMAGES: list[Callable[..., nn.Module]] = [
+    *(cifar_cnn, cifar_cnn_small, cnn, dla, emnist_cnn_2048, fmnist_cnn, lenet5, resnet8),
+    sattler_cnn,
+]
+MODELS = {f.__name__: f for f in sorted(FLAT + IMAGES, key=lambda f: f.__name__)}
 
 
 @checked

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -95,8 +95,9 @@ class Net:
         self.fields: Fields | None = None  # what `reading` gave its module
         module = _copied(build) if isinstance(build, nn.Module) else self._made(seed)
         given = build if isinstance(build, nn.Module) else module
-        for fault in chain(_of_weights(module), _of_layers(module), _of_detours(given)):
-            raise ValueError(fault)
+        _check_weights(module)
+        _check_layers(module)
+        _check_detours(given)
         for m in module.modules():
             if type(m) is nn.Dropout:
                 m.__class__ = Dropout  # type: ignore[assignment]
@@ -413,67 +414,67 @@ def _copied(module: nn.Module) -> nn.Module:
         ) from e
 
 
-# what cannot be trained: sentences, the first of which is raised ---------------------------------
+# what cannot be trained -------------------------------------------------------------------------
 
 
-def _of_weights(module: nn.Module) -> Iterator[str]:
+def _check_weights(module: nn.Module) -> None:
     """At least one parameter is trained, and all have one dtype."""
     if any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
-        yield (
+        raise ValueError(
             "build: the model has lazy layers, whose sizes are not known yet; give it a batch "
             "first, or name the sizes."
         )
     dtypes = {str(p.dtype) for p in module.parameters() if p.requires_grad}
     if not dtypes:
-        yield (
+        raise ValueError(
             "build: the model has no trainable parameter; set requires_grad on what should be "
             "trained."
         )
     if len(dtypes) > 1:
-        yield (
+        raise ValueError(
             f"build: parameters have dtypes {sorted(dtypes)}; convert the model to one, for "
             "example model.float()."
         )
 
 
-def _of_layers(module: nn.Module) -> Iterator[str]:
+def _check_layers(module: nn.Module) -> None:
     """Two threads share torch's global generator, so results of what draws from it would not
     repeat."""
     for name, m in module.named_modules():
         who = f"model: {name or 'the module'}"
         random = isinstance(m, RANDOM_MODULES) and type(m) is not nn.Dropout
         if random and getattr(m, "p", 1) != 0:
-            yield (
+            raise ValueError(
                 f"{who} is nn.{type(m).__name__}, which draws from the global generator; use "
                 "pflcore.nn.Dropout, which draws from the client's own."
             )
         if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:
-            yield f"{who} drops out with the global generator; set its dropout to 0."
+            raise ValueError(f"{who} drops out with the global generator; set its dropout to 0.")
         if isinstance(m, _BatchNorm) and m.track_running_stats and m.momentum is None:
-            yield (
+            raise ValueError(
                 f"{who} averages its statistics by an integer count, which no policy can share; "
                 "give it a momentum."
             )
 
 
-def _of_detours(module: nn.Module) -> Iterator[str]:
+def _check_detours(module: nn.Module) -> None:
     """Clients' copies of a model would leave behind hooks of parameters, and a forward that holds
     the original."""
     if isinstance(module, torch.jit.ScriptModule):
-        yield (
+        raise ValueError(
             "model: a scripted or traced module takes no parameters of a client; give the module "
             "that it was made of."
         )
     for name, p in module.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            yield (
+            raise ValueError(
                 f"model: parameter {name!r} has a gradient hook, which clients' copies would not "
                 "run; put what it does into the forward pass."
             )
     for name, m in module.named_modules():
         own = vars(m).get("forward")
         if own is not None and getattr(own, "__self__", None) is not m:
-            yield (
+            raise ValueError(
                 f"model: {name or type(m).__name__} was given a forward of its own, which may hold "
                 "the original's parameters and not a "
                 "client's; write it as a method of a class, and of a compiled module give its "

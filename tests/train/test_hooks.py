@@ -1,6 +1,7 @@
 """Local training: what a step is, which batches it takes, and that all engines do the same."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ def build(model, dtype=torch.float64):
 
 def federation(model="mlp", dtype=torch.float64, sizes=SIZES):
     data = images(sizes, MODELS[model][0])
-    return Federation(data.x.to(dtype), data.y, data.index, data.classes, data.relabel)
+    return replace(data, x=data.x.to(dtype))
 
 
 def made(model="mlp", engine="loop", data=None, workers=2, dtype=torch.float64, **training):
@@ -171,16 +172,21 @@ def test_the_others_change_nothing(engine, model):
 # what a step is -------------------------------------------------------------
 
 
-def recorded(s, ids=(0, 1, 2), round=1, **o):
-    """The batches (x, y) that each client trains on, in order."""
-    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in ids]
+def recording(n):
+    """The run's loss, and a list for each client of the batches (x, y) that it saw, in order."""
+    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n)]
 
     def loss(net, w, x, y, extra):
         seen[int(extra["at"])].append((x.clone(), y.clone()))
         return net.loss(w, x, y)
 
+    return Objective(loss=loss, extra={"at": torch.arange(n)}), seen
+
+
+def recorded(s, ids=(0, 1, 2), round=1, **o):
+    """The batches (x, y) that each client trains on, in order."""
     pool = make_setting(s.net, s.data, s.training, s.rounds, workers=1, seed=s.seed)
-    objective = Objective(loss=loss, extra={"at": torch.arange(len(ids))})
+    objective, seen = recording(len(ids))
     at_work(pool, ids, round).fit(s.net.w0.repeat(len(ids), 1), objective, **o)
     return seen
 
@@ -264,18 +270,13 @@ def test_several_minibatches_a_step_do_not_depend_on_the_company(engine):
 
 
 def test_the_minibatches_of_one_step_are_drawn_apart():
-    s, seen = made(epochs=2), []
-
-    def loss(net, w, x, y, extra):
-        if int(extra["at"]) == 2:
-            seen.append(x[:, 0].clone())
-        return net.loss(w, x, y)
+    s, (objective, found) = made(epochs=2), recording(3)
 
     def update(rows, grad, k):
         return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))}
 
-    objective = Objective(loss=loss, extra={"at": torch.arange(3)})
     at_work(s).each_batch({"w": s.net.w0.repeat(3, 1)}, update, objective, batches=3)
+    seen = [x[:, 0] for x, _ in found[2]]
     assert [len(x) for x in seen] == [20] * 3 + [11] * 3 + [20] * 3 + [11] * 3
     for which in range(3):
         one_pass = torch.cat([seen[which], seen[3 + which]])
