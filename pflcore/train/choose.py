@@ -87,8 +87,9 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
         passed(net, data, *samples(data, 1), True)
     except Unfit as e:
         net.joins = training.join_last
-        if not net.joins or bool(lone.any()):
-            i = int((lone if net.joins else alone).nonzero()[0])
+        refused = lone if net.joins else alone
+        if bool(refused.any()):
+            i = int(refused.nonzero()[0])
             raise Unfit(
                 f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one "
                 "sample, on which this model cannot train, as batch norm cannot; take another "
@@ -144,8 +145,7 @@ class Trial:
 
     clients: Clients  # of one engine or another
     w: Tensor  # [s, P]
-    losses: dict[str, Tensor]  # [s] in "training" and in "evaluation" mode
-    grads: dict[str, Tensor]  # [s, P]
+    answers: dict[str, list[Tensor]]  # losses [s], gradients [s, P] in "training", "evaluation"
 
     def difference(self, engine: Engine) -> str | None:
         """Where an engine's losses and gradients are not the module's, in a few words."""
@@ -157,8 +157,7 @@ class Trial:
             found["evaluation"] = (clients.loss(self.w, "test"), clients.grad(self.w, "test"))
         share = 1e-10 if self.w.dtype == torch.float64 else 1e-3
         for mode, both in found.items():
-            module = (self.losses[mode], self.grads[mode])
-            for what, got, want in zip(("loss", "gradient"), both, module, strict=True):
+            for what, got, want in zip(("loss", "gradient"), both, self.answers[mode], strict=True):
                 size, gap = (float(v.abs().nan_to_num(0.0).max()) for v in (want, got - want))
                 if not torch.equal(got.isnan(), want.isnan()) or gap > share * max(1.0, size):
                     return (
@@ -197,14 +196,14 @@ def trial(net: Net, data: Federation) -> Trial:
     noise = torch.randn(len(sizes), net.size, generator=draws, dtype=torch.float64).to(net.w0)
     parts = net.w0.split(net.sizes)
     scale = [p.square().mean().sqrt().mul(0.5).add(0.01).expand(len(p)) for p in parts]
-    found = Trial(clients, net.w0 + noise * torch.cat(scale), {}, {})
+    found = Trial(clients, net.w0 + noise * torch.cat(scale), {})
     for train, mode in ((True, "training"), (False, "evaluation")):
         answers = []
         for i, n in enumerate(sizes):
             at = order[i, :n] if train else lists[i]
             net.load(module, found.w[i], net.b0).train(train)
             answers.append(by_hand(net, module, x[at], y[at], seeds[i]))
-        found.losses[mode], found.grads[mode] = (torch.stack(v) for v in zip(*answers, strict=True))
+        found.answers[mode] = [torch.stack(v) for v in zip(*answers, strict=True)]
     return found
 
 
@@ -244,7 +243,7 @@ def wrong(tried: list[Trial], engine: Engine) -> str | None:
 
 def judged(net: Net, data: Federation, tried: list[Trial], asked: str) -> Engine:
     """The engine that is asked for, or the fastest of those that are the module."""
-    loop = Engine("loop")
+    loop, vmap = Engine("loop"), Engine("vmap")
     differs = wrong(tried, loop) or wrong(tried, loop)  # a count of passes is in step once
     if differs:
         raise Unfit(
@@ -254,20 +253,22 @@ def judged(net: Net, data: Federation, tried: list[Trial], asked: str) -> Engine
         )
     if asked == "loop":
         return loop
-    chain = None if asked == "vmap" else chain_of(net, data, tried)
+    if asked == "vmap":
+        if differs := wrong(tried, vmap):
+            raise Unfit(
+                f"engine: 'vmap' cannot train this model: {differs}; take 'auto' or 'loop'."
+            )
+        return vmap
+    chain = chain_of(net, data, tried)
     if isinstance(chain, str) and asked == "chain":
         raise Unfit(f"engine: 'chain' cannot train this model: {chain}; take 'auto'.")
-    slow = "" if asked == "vmap" else slow_under_vmap(net)
-    differs = None if slow else wrong(tried, Engine("vmap"))
-    if differs:
+    slow = slow_under_vmap(net)
+    if not slow and (differs := wrong(tried, vmap)):
         slow = f"vmap cannot train this model: {differs}"
-    if differs and asked == "vmap":
-        raise Unfit(f"engine: 'vmap' cannot train this model: {differs}; take 'auto' or 'loop'.")
-    name = "loop" if slow else "vmap"
+    usual = loop if slow else vmap
     if isinstance(chain, Chain):
-        return Engine(name, chain, "a chain of layers that the kernels know")
-    why = "asked for" if asked == "vmap" else slow or "all clients take a step at once"
-    return Engine(name, None, why if chain is None else f"{why}; {chain}")
+        return usual._replace(chain=chain, why="a chain of layers that the kernels know")
+    return usual._replace(why=f"{slow or 'all clients take a step at once'}; {chain}")
 
 
 def slow_under_vmap(net: Net) -> str:
