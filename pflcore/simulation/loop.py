@@ -33,7 +33,7 @@ from pflcore.simulation.round import State, copied, sample, step
 from pflcore.simulation.settings import Evaluation, Hardware, Robustness
 from pflcore.simulation.start import data_of, looked_at, peak_bytes, placed
 from pflcore.train import Net, Training, memory
-from pflcore.train.choose import check_modes
+from pflcore.train.fits import check_modes
 from pflcore.train.losses import Loss
 
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover

@@ -108,7 +108,8 @@ def compiled(net: Net, shape: Shape) -> Chain:
     expect(not net.buffer_names, "buffers")
     expect(len(shape) in (1, 3) and all(shape), f"samples of shape {list(shape)}")
     for name, m in net.module.named_modules():
-        expect(is_plain(m), f"a hook on {name or 'the model'}, or a forward of its own")
+        own = "forward" in vars(m) or any(getattr(m, h) for h in HOOKS) or _has_any_global_hook()
+        expect(not own, f"a hook on {name or 'the model'}, or a forward of its own")
     one, other = (recorded(net, shape, *how) for how in ((True, 2), (False, 3)))
     expect(
         one.lines == other.lines,
@@ -128,12 +129,6 @@ def compiled(net: Net, shape: Shape) -> Chain:
     table = torch.tensor([layer(*line) for line in lines], dtype=torch.float64)
     rest = (scores[0], "dropout" in kinds, "conv" in kinds, one.numbers)
     return Chain(table, criterion, (*shape, 1, 1)[:3], *rest)
-
-
-def is_plain(m: nn.Module) -> bool:
-    """Whether calling `m` runs its class's forward and nothing else: no hooks, no forward of the
-    instance's own."""
-    return not ("forward" in vars(m) or any(getattr(m, h) for h in HOOKS) or _has_any_global_hook())
 
 
 # which layers does a forward pass call? -----------------------------------------------------------

@@ -37,15 +37,20 @@ WIDE = 1 << 16  # weights from which, on a CPU, clients are trained faster one b
 LARGE = 1 << 19  # weights beyond which float64 copies would cost too much: the model's own dtype
 SIZES = (5, 5, 2, 2)  # samples of the trial's clients; batch norm takes no batch of one
 BATCH = 8  # of the first pass
+SLOW = {"convolutions": nn.modules.conv._ConvNd, "an LSTM": nn.LSTM}  # under vmap, on a CPU
 
 
-def choose(
+def prepared(
     net: Net,
     data: Federation,
     training: Training,
     engine: str = "auto",  # or "chain", "loop", "vmap"
-) -> tuple[Net, Engine]:
-    """The net for these data and what trains it; Unfit, in one sentence, where nothing can."""
+    workers: int | None = None,
+    seed: int = 0,
+    rounds: int = 1,
+) -> Setting:
+    """What a run needs, after one trial: model, data and criterion fit together, and what trains
+    the model is the model. Unfit, a ValueError, in one sentence where something does not fit."""
     with one_thread():
         net = net.reading(data.fields)
         check(net, data, training)
@@ -53,7 +58,7 @@ def choose(
     if chosen.chain is not None and training.local_optimizer != "sgd":
         more = "it gives the gradients, and AdamW takes its steps in torch"
         chosen = chosen._replace(why=f"{chosen.why}; {more}")
-    return net, chosen
+    return Setting(net, data, training, chosen, Workers(workers), seed, rounds)
 
 
 # do they fit? -----------------------------------------------------------------------------------
@@ -62,18 +67,12 @@ def choose(
 def check(net: Net, data: Federation, training: Training) -> None:
     """One batch through the module, forward and backward; `net` learns from it where its head is
     and whether it gives one score for each label."""
-    check_modes()
-    fits.refuse_first(fits.of_dtypes(net, data))
+    fits.check_modes()
+    fits.check_dtypes(net, data)
     x, y = samples(data, max(2, min(training.batch_size, BATCH)))
     for train in (False, True):
-        drawn = fits.drawn_by(partial(passed, net, data, x, y, train))
-        fits.refuse_first(fits.of_draws(drawn))
+        fits.check_draws(partial(passed, net, data, x, y, train))
     check_single(net, data, training)
-
-
-def check_modes() -> None:
-    """Refuses what would change every tensor that is made from here on."""
-    fits.refuse_first(fits.of_modes())
 
 
 def check_single(net: Net, data: Federation, training: Training) -> None:
@@ -88,8 +87,9 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
         passed(net, data, *samples(data, 1), True)
     except Unfit as e:
         net.joins = training.join_last
-        if not net.joins or bool(lone.any()):
-            i = int((lone if net.joins else alone).nonzero()[0])
+        refused = lone if net.joins else alone
+        if bool(refused.any()):
+            i = int(refused.nonzero()[0])
             raise Unfit(
                 f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one "
                 "sample, on which this model cannot train, as batch norm cannot; take another "
@@ -112,16 +112,16 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Ten
     with forward_mode(train, None, seed), torch.enable_grad():
         with fits.said_as(lambda e: next(fits.of_layer(*called[-1], data, e))):
             scores = module(x)
-        fits.refuse_first(fits.of_scores(net, data, scores, y))
+        fits.check_scores(net, data, scores, y)
         net.one_score = scores.numel() == y.numel()
         with fits.said_as(partial(fits.of_criterion, net, scores, y)):
             loss = net.criterion(scores, y)
-        fits.refuse_first(fits.of_loss(loss))
+        fits.check_loss(loss)
     if train:
         own = dict(module.named_parameters())
         with fits.said_as(lambda e: f"model: its backward pass fails: {fits.first_line(e)}."):
             grads = torch.autograd.grad(loss.sum(), [own[n] for n in net.names], allow_unused=True)
-        fits.refuse_first(fits.of_gradients(grads))
+        fits.check_gradients(grads)
         used = [n for n, g in zip(net.names, grads, strict=True) if g is not None]
         net.see(used, [name for name, _, _ in called[1:]])
     return loss.detach()
@@ -145,8 +145,7 @@ class Trial:
 
     clients: Clients  # of one engine or another
     w: Tensor  # [s, P]
-    losses: dict[str, Tensor]  # [s] in "training" and in "evaluation" mode
-    grads: dict[str, Tensor]  # [s, P]
+    answers: dict[str, list[Tensor]]  # losses [s], gradients [s, P] in "training", "evaluation"
 
     def difference(self, engine: Engine) -> str | None:
         """Where an engine's losses and gradients are not the module's, in a few words."""
@@ -158,8 +157,7 @@ class Trial:
             found["evaluation"] = (clients.loss(self.w, "test"), clients.grad(self.w, "test"))
         share = 1e-10 if self.w.dtype == torch.float64 else 1e-3
         for mode, both in found.items():
-            module = (self.losses[mode], self.grads[mode])
-            for what, got, want in zip(("loss", "gradient"), both, module, strict=True):
+            for what, got, want in zip(("loss", "gradient"), both, self.answers[mode], strict=True):
                 size, gap = (float(v.abs().nan_to_num(0.0).max()) for v in (want, got - want))
                 if not torch.equal(got.isnan(), want.isnan()) or gap > share * max(1.0, size):
                     return (
@@ -173,11 +171,8 @@ def trials(net: Net, data: Federation) -> list[Trial]:
     """One in float64, and one in the model's own dtype; or that alone, of a large model or one that
     fixes a dtype somewhere."""
     if net.dtype != torch.float64 and net.size <= LARGE:
-        wide = net.to(net.w0.device)
-        wide.module.double()
-        wide.dtype, wide.w0, wide.b0 = torch.float64, wide.w0.double(), wide.b0.double()
         try:
-            return [trial(wide, data), trial(net, data)]
+            return [trial(net.to(net.w0.device, torch.float64), data), trial(net, data)]
         except (RuntimeError, TypeError, ValueError):
             pass
     return [trial(net, data)]
@@ -201,14 +196,14 @@ def trial(net: Net, data: Federation) -> Trial:
     noise = torch.randn(len(sizes), net.size, generator=draws, dtype=torch.float64).to(net.w0)
     parts = net.w0.split(net.sizes)
     scale = [p.square().mean().sqrt().mul(0.5).add(0.01).expand(len(p)) for p in parts]
-    found = Trial(clients, net.w0 + noise * torch.cat(scale), {}, {})
+    found = Trial(clients, net.w0 + noise * torch.cat(scale), {})
     for train, mode in ((True, "training"), (False, "evaluation")):
         answers = []
         for i, n in enumerate(sizes):
             at = order[i, :n] if train else lists[i]
             net.load(module, found.w[i], net.b0).train(train)
             answers.append(by_hand(net, module, x[at], y[at], seeds[i]))
-        found.losses[mode], found.grads[mode] = (torch.stack(v) for v in zip(*answers, strict=True))
+        found.answers[mode] = [torch.stack(v) for v in zip(*answers, strict=True)]
     return found
 
 
@@ -248,7 +243,7 @@ def wrong(tried: list[Trial], engine: Engine) -> str | None:
 
 def judged(net: Net, data: Federation, tried: list[Trial], asked: str) -> Engine:
     """The engine that is asked for, or the fastest of those that are the module."""
-    loop = Engine("loop")
+    loop, vmap = Engine("loop"), Engine("vmap")
     differs = wrong(tried, loop) or wrong(tried, loop)  # a count of passes is in step once
     if differs:
         raise Unfit(
@@ -258,28 +253,32 @@ def judged(net: Net, data: Federation, tried: list[Trial], asked: str) -> Engine
         )
     if asked == "loop":
         return loop
-    chain = None if asked == "vmap" else chain_of(net, data, tried)
+    if asked == "vmap":
+        if differs := wrong(tried, vmap):
+            raise Unfit(
+                f"engine: 'vmap' cannot train this model: {differs}; take 'auto' or 'loop'."
+            )
+        return vmap
+    chain = chain_of(net, data, tried)
     if isinstance(chain, str) and asked == "chain":
         raise Unfit(f"engine: 'chain' cannot train this model: {chain}; take 'auto'.")
-    slow = "" if asked == "vmap" else slow_under_vmap(net)
-    differs = None if slow else wrong(tried, Engine("vmap"))
-    if differs:
+    slow = slow_under_vmap(net)
+    if not slow and (differs := wrong(tried, vmap)):
         slow = f"vmap cannot train this model: {differs}"
-    if differs and asked == "vmap":
-        raise Unfit(f"engine: 'vmap' cannot train this model: {differs}; take 'auto' or 'loop'.")
-    name = "loop" if slow else "vmap"
+    usual = loop if slow else vmap
     if isinstance(chain, Chain):
-        return Engine(name, chain, "a chain of layers that the kernels know")
-    why = "asked for" if asked == "vmap" else slow or "all clients take a step at once"
-    return Engine(name, None, why if chain is None else f"{why}; {chain}")
+        return usual._replace(chain=chain, why="a chain of layers that the kernels know")
+    return usual._replace(why=f"{slow or 'all clients take a step at once'}; {chain}")
 
 
 def slow_under_vmap(net: Net) -> str:
     """Why one client after another is trained faster, or nothing."""
-    lstm = any(isinstance(m, nn.LSTM) for m in net.module.modules())
-    what = "with convolutions" if net.has_conv else "with an LSTM" if lstm else ""
-    what = what or (f"of {net.size} weights" if net.size > WIDE else "")
-    return f"a model {what}, on a CPU" if what and net.w0.device.type == "cpu" else ""
+    if net.w0.device.type != "cpu":
+        return ""
+    for what, kind in SLOW.items():
+        if any(isinstance(m, kind) for m in net.module.modules()):
+            return f"a model with {what}, on a CPU"
+    return f"a model of {net.size} weights, on a CPU" if net.size > WIDE else ""
 
 
 def chain_of(net: Net, data: Federation, tried: list[Trial]) -> Chain | str:

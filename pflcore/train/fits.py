@@ -1,5 +1,5 @@
-"""Do model, data and criterion fit together? Each generator yields sentences in the user's words:
-what was given, what was expected, what to do; the first one is raised."""
+"""Do model, data and criterion fit together? What does not is refused in one sentence of the user's
+words: what was given, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -28,114 +28,108 @@ class Unfit(ValueError, TypeError):
     sentence."""
 
 
-def refuse_first(faults: Iterator[str]) -> None:
-    """Raises the first sentence, if there is one."""
-    for sentence in faults:
-        raise Unfit(sentence)
-
-
-def of_modes() -> Iterator[str]:
-    """What would change every tensor that is made from here on."""
+def check_modes() -> None:
+    """Refuses what would change every tensor that is made from here on."""
     device = torch.get_default_device()
     if device.type != "cpu":
-        yield (
+        raise Unfit(
             f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass "
             f"device='{device}' to the run."
         )
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        yield (
+        raise Unfit(
             f"torch: training needs gradients, and torch.{mode}() is on; set up and run the "
             "simulation outside of it."
         )
     if any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda")):
-        yield (
+        raise Unfit(
             "torch: autocast is on, which mixes dtypes inside a model; run outside of it, or "
             "convert the model and the data."
         )
 
 
-def of_dtypes(net: Net, data: Federation) -> Iterator[str]:
+def check_dtypes(net: Net, data: Federation) -> None:
     if any(t.is_inference() for t in (data.x, data.y, net.w0)):
-        yield (
+        raise Unfit(
             "data, model: made inside torch.inference_mode(), whose tensors cannot be trained "
             "with; make them outside of it."
         )
     if net.dtype not in (torch.float32, torch.float64):
-        yield (
+        raise Unfit(
             f"model: its parameters are {net.dtype}, in which small steps are lost; train it in "
             "float32, by model.float()."
         )
     for what, t in (("x", data.x), ("y", data.y)):
         if t.is_floating_point() and t.dtype != net.dtype:
-            yield (
+            raise Unfit(
                 f"data: {what} is {t.dtype} and the model's parameters are {net.dtype}; give both "
                 f"one dtype, for example by model.to({t.dtype}) or Federation.from_clients(..., "
                 f"dtype={net.dtype})."
             )
 
 
-def of_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> Iterator[str]:
+def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
     """The model's outputs against the labels, as far as the criterion is known."""
     if not isinstance(scores, Tensor):
-        yield (
+        raise Unfit(
             "model: expected its forward pass to give one tensor of scores, got a "
             f"{type(scores).__name__}; return the scores alone."
         )
     shape, targets = list(scores.shape), list(y.shape)
     if shape[:1] != targets[:1]:
-        yield (
+        raise Unfit(
             f"model: expected one row of scores for each of {len(y)} samples, got shape {shape}; "
             "keep the batch as the first axis."
         )
     name = loss_name(net.criterion)
     if net.criterion not in CRITERIA.values():
         if scores.numel() == y.numel() and shape != targets and spreads(net.criterion, scores, y):
-            yield (
+            raise Unfit(
                 f"criterion: {name} would spread scores {shape} over targets {targets}; give the "
                 "targets the scores' shape, or return scores of theirs."
             )
     elif name != "cross_entropy":
-        yield from _of_numbers(name, data, scores, y)
+        _check_numbers(name, data, scores, y)
     elif not y.is_floating_point():
-        yield from _of_classes(data, scores, y)
+        _check_classes(data, scores, y)
     elif shape != targets:
-        yield (
+        raise Unfit(
             f"criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape "
             f"{shape}, and the targets are {y.dtype} of shape {targets}; give labels as integers, "
             "or take loss='squared' for numbers."
         )
 
 
-def _of_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> Iterator[str]:
+def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> None:
     outputs, targets = scores[0].numel(), y[0].numel()
     if outputs != targets:
-        yield (
+        raise Unfit(
             f"criterion: {name!r} compares outputs and targets one by one, and the model gives "
             f"{outputs} for {targets} target(s) a sample; change the model's outputs, or take "
             "loss='cross_entropy' for classes."
         )
     low, high = (float(v) for v in torch.aminmax(data.y))
     if data.classes is not None and low == IGNORED and not data.y.is_floating_point():
-        yield (
+        raise Unfit(
             f"criterion: {name!r} would count the steps that the mask leaves out; take "
             f"'cross_entropy', or a function that leaves out labels of {IGNORED}."
         )
     if name == "hinge" and not (low >= -1 and high <= 1):
-        yield (
+        raise Unfit(
             f"criterion: 'hinge' takes two classes, and these labels go from {low:g} to {high:g}; "
             "take 'cross_entropy'."
         )
     if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
-        yield (
+        raise Unfit(
             "criterion: 'binary_cross_entropy' takes targets from 0 to 1, and these go from "
             f"{low:g} to {high:g}."
         )
 
 
-def _of_classes(data: Federation, scores: Tensor, y: Tensor) -> Iterator[str]:
+def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
     if scores.dim() != y.dim() + 1 or scores.shape[2:] != y.shape[1:]:
-        yield (
+        raise Unfit(
             "model: 'cross_entropy' takes scores [B, C] for labels [B], or [B, C, ...] for [B, "
             f"...], and got scores {list(scores.shape)} for labels {list(y.shape)}; make labels of "
             "one column [n], reshape or transpose what the model returns, or make the targets "
@@ -144,10 +138,12 @@ def _of_classes(data: Federation, scores: Tensor, y: Tensor) -> Iterator[str]:
     labels, outputs = data.y if data.relabel is None else data.relabel, scores.shape[1]
     labels = labels[labels != IGNORED] if y.dim() > 1 else labels
     if not labels.numel():
-        yield "data: the mask leaves out every step of every sample; nothing is left to be learnt."
+        raise Unfit(
+            "data: the mask leaves out every step of every sample; nothing is left to be learnt."
+        )
     low, high = int(labels.min()), int(labels.max())
     if outputs > 1 and low > 0 and high == outputs:
-        yield (
+        raise Unfit(
             f"data: the labels go from {low} to {high}; count them from 0, y - 1, for {outputs} "
             "outputs."
         )
@@ -157,7 +153,7 @@ def _of_classes(data: Federation, scores: Tensor, y: Tensor) -> Iterator[str]:
             if outputs == 1
             else "one for each class"
         )
-        yield (
+        raise Unfit(
             f"model: it has {outputs} output(s), and the labels go from {low} to {high}; give it "
             f"{high + 1}, {remedy}."
         )
@@ -172,23 +168,23 @@ def of_criterion(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
     )
 
 
-def of_loss(loss: Any) -> Iterator[str]:
+def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        yield (
+        raise Unfit(
             f"criterion: expected one number for a batch, got {got}; take the mean over its "
             "samples."
         )
     if not loss.requires_grad:
-        yield (
+        raise Unfit(
             "model: the loss depends on no trainable parameter; compute it from the scores, "
             "without detach() or no_grad()."
         )
 
 
-def of_gradients(grads: Iterable[Tensor | None]) -> Iterator[str]:
+def check_gradients(grads: Iterable[Tensor | None]) -> None:
     if any(g is not None and g.is_sparse for g in grads):
-        yield (
+        raise Unfit(
             "model: its gradients are sparse, and a row's is not; set sparse=False in its "
             "embeddings."
         )
@@ -240,25 +236,21 @@ def said_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
         raise Unfit(sentence(e)) from e
 
 
-def drawn_by(f: Callable[[], Tensor]) -> str:
-    """From whose global generator `f` draws, "" where from nobody's; torch's stays as it was."""
+def check_draws(f: Callable[[], Tensor]) -> None:
+    """Refuses `f` if it draws from a global generator; torch's stays as it was."""
     before = _generators()
     with OwnDraws(0) as own:
         value = f()
-        if own.used:
-            return "torch"
-        changed = [k for k, v in _generators().items() if v != before[k]]
-        if changed and all(torch.equal(value, f()) for _ in range(3)):
-            return ""  # another thread did: a model that draws gives another loss each time
-    return next(iter(changed), "")
-
-
-def of_draws(drawn: str) -> Iterator[str]:
+        drawn = [k for k, v in _generators().items() if v != before[k]]
+        # a model that draws gives another loss each time; else it was another thread
+        if drawn and all(torch.equal(value, f()) for _ in range(3)):
+            drawn = []
+    drawn = ["torch"] if own.used else drawn
     if drawn:
-        yield (
-            f"model: its forward pass draws from {drawn}'s global generator, which threads share, "
-            "so results would not repeat; use pflcore.nn.Dropout, which draws from the client's "
-            "own."
+        raise Unfit(
+            f"model: its forward pass draws from {drawn[0]}'s global generator, which threads "
+            "share, so results would not repeat; use pflcore.nn.Dropout, which draws from the "
+            "client's own."
         )
 
 

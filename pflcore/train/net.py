@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from itertools import chain
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -50,7 +50,14 @@ class _Bound:
         own = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         self.params: Places = [found[id(own[n])] for n in names]
         self.buffers: Places = [found[id(own[n])] for n in buffers]
+        self.shapes = [own[n].shape for n in names]
+        self.sizes = [shape.numel() for shape in self.shapes]
         write_out(self.module)
+
+    def cut(self, row: Tensor) -> list[Tensor]:
+        """The parameters that a row holds."""
+        pieces = zip(row.split(self.sizes), self.shapes, strict=True)
+        return [piece.view(shape) for piece, shape in pieces]
 
 
 def _bind(places: Places, tensors: Iterable[Tensor]) -> None:
@@ -88,8 +95,9 @@ class Net:
         self.fields: Fields | None = None  # what `reading` gave its module
         module = _copied(build) if isinstance(build, nn.Module) else self._made(seed)
         given = build if isinstance(build, nn.Module) else module
-        for fault in chain(_of_weights(module), _of_layers(module), _of_detours(given)):
-            raise ValueError(fault)
+        _check_weights(module)
+        _check_layers(module)
+        _check_detours(given)
         for m in module.modules():
             if type(m) is nn.Dropout:
                 m.__class__ = Dropout  # type: ignore[assignment]
@@ -100,25 +108,21 @@ class Net:
         self.sizes = [p.numel() for p in trainable.values()]
         self.w0 = self.row(module)  # [P]
         self.size, self.dtype = len(self.w0), self.w0.dtype  # P
-        ends = torch.tensor(self.sizes).cumsum(0).tolist()
-        cuts = zip(self.names, self.sizes, ends, strict=True)
-        self.slices = {n: slice(end - size, end) for n, size, end in cuts}
+        cuts = [slice(*ends) for ends in pairwise([0, *accumulate(self.sizes)])]
+        self.slices = dict(zip(self.names, cuts, strict=True))
         floats = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
         self.buffer_names = list(floats)
         self.buffer_shapes = [b.shape for b in floats.values()]
         self.buffer_sizes = [b.numel() for b in floats.values()]
-        none = torch.empty(0, dtype=self.dtype)
-        self.b0 = torch.cat([none, *(b.detach().reshape(-1).to(none) for b in floats.values())])
+        rows = (b.detach().reshape(-1).to(self.w0) for b in floats.values())
+        self.b0 = torch.cat([self.w0[:0], *rows])  # [b]
         self.variances = torch.tensor(  # [b]
             [n.endswith("running_var") for n, b in floats.items() for _ in range(b.numel())],
             dtype=torch.bool,
         )
         self.head_name, self._asked = self._find_head(head), head is not None
-        # does a last batch of one sample, on which it cannot train, join the one before? once a
-        # client has one
-        self.joins = False
-        # does the model give one score for each label? once a batch was seen
-        self.one_score = False
+        self.joins = False  # does a last batch of one sample, where it cannot train, join another?
+        self.one_score = False  # is there one score for each label? known once a batch was seen
         self._threads = threading.local()
 
     @property
@@ -180,15 +184,14 @@ class Net:
         shared part of travels is counted so.
         """
         self._check(row)
-        order, sizes = self._columns(patterns)
-        shared, private = row[..., order].split(sizes, -1)
+        shared, private = (row[..., columns] for columns in self._columns(patterns))
         return shared, private
 
     def join(self, shared: Tensor, private: Tensor, *patterns: str) -> Tensor:
         """The model [..., P] of which `split` with the same patterns gives `shared` and `private`;
         leading axes are broadcast."""
-        order, sizes = self._columns(patterns)
-        parts = (shared, private)
+        parts, columns = (shared, private), self._columns(patterns)
+        sizes = [len(c) for c in columns]
         if [t.shape[-1] for t in parts] != sizes:
             raise ValueError(
                 f"shared and private: expected {sizes[0]} and {sizes[1]} columns, got "
@@ -196,16 +199,15 @@ class Net:
                 "was given."
             )
         axes = torch.broadcast_shapes(shared.shape[:-1], private.shape[:-1])
-        return torch.cat([t.expand(*axes, -1) for t in parts], -1)[..., order.argsort()]
+        order = torch.cat(columns).argsort()
+        return torch.cat([t.expand(*axes, -1) for t in parts], -1)[..., order]
 
-    def _columns(self, patterns: tuple[str, ...]) -> tuple[Tensor, list[int]]:
-        """The shared columns and then the private ones [P], and how many there are of each."""
+    def _columns(self, patterns: tuple[str, ...]) -> list[Tensor]:
+        """The shared columns [P - K] and the private ones [K]."""
         if not patterns:
             self.head_slice  # noqa: B018  (says in a sentence that there is none)
         private = self.mask(*(patterns or [f"{self._prefix}*"]))
-        count = int(private.sum())
-        order = private.to(self.w0.device).int().argsort(stable=True)
-        return order, [self.size - count, count]
+        return [m.nonzero()[:, 0].to(self.w0.device) for m in (~private, private)]
 
     def __getstate__(self) -> dict[str, Any]:
         # bound modules are made anew in each thread
@@ -214,13 +216,14 @@ class Net:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _threads=threading.local())
 
-    def to(self, device: torch.device | str) -> Net:
-        """The same net with its rows and constants on `device`."""
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Net:
+        """The same net with its rows and constants on `device`, and in `dtype` if that is given."""
         other = copy.copy(self)
-        other.module = copy.deepcopy(self.module).to(device)
-        other.w0, other.b0 = self.w0.to(device), self.b0.to(device)
+        other.module = copy.deepcopy(self.module).to(device, dtype)
+        other.w0, other.b0 = self.w0.to(device, dtype), self.b0.to(device, dtype)
+        other.dtype = other.w0.dtype
         if isinstance(self.criterion, nn.Module):  # class weights, for instance
-            other.criterion = copy.deepcopy(self.criterion).to(device)
+            other.criterion = copy.deepcopy(self.criterion).to(device, dtype)
         return other
 
     def reading(self, fields: Fields | None) -> Net:
@@ -237,7 +240,8 @@ class Net:
     def __call__(self, row: Tensor, x: Tensor) -> Tensor:
         """Scores of the model with parameters `row` [P] on a batch `x` [B, ...]."""
         self._check(row)
-        _bind(self._bound().params, self._cut(row))
+        bound = self._bound()
+        _bind(bound.params, bound.cut(row))
         return self.on_leaves(x)
 
     def leaves(self, row: Tensor) -> list[Tensor]:
@@ -247,8 +251,9 @@ class Net:
         A training loop that moves the row in place saves the cutting of the row, and the joining of
         its gradient, in every step.
         """
-        leaves = [piece.requires_grad_() for piece in self._cut(row.detach())]
-        _bind(self._bound().params, leaves)
+        bound = self._bound()
+        leaves = [piece.requires_grad_() for piece in bound.cut(row.detach())]
+        _bind(bound.params, leaves)
         return leaves
 
     def on_leaves(self, x: Tensor) -> Tensor:
@@ -284,9 +289,8 @@ class Net:
         """The head's scores on features `z` [B, H]; `row` is a whole row [P] or the head's part
         alone."""
         s, bound = self.head_slice, self._bound("head")
-        first = next(i for i, n in enumerate(self.names) if self._in_head(n))
-        h = row if row.shape[-1] == s.stop - s.start else row[s]
-        _bind(bound.params, self._cut(h, slice(first, first + len(bound.params))))
+        alone = row.shape[-1] == s.stop - s.start
+        _bind(bound.params, bound.cut(row if alone else row[s]))
         bound.module.train(context.train)
         return bound.module(z)  # type: ignore[no-any-return]
 
@@ -307,21 +311,11 @@ class Net:
         """How many scores the head gives."""
         return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore
 
-    @property
-    def has_conv(self) -> bool:
-        """Whether the model has a convolution."""
-        return any(isinstance(m, nn.modules.conv._ConvNd) for m in self.module.modules())
-
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The criterion's value for the model `row` [P] on one batch [B, ...]: a scalar []."""
         return self.criterion(self(row, x), y)
 
     # inside -----------------------------------------------------------------
-    def _cut(self, row: Tensor, s: slice = slice(None)) -> list[Tensor]:
-        """The parameters that a row, or a part of one, holds."""
-        pieces = zip(row.split(self.sizes[s]), self.shapes[s], strict=True)
-        return [piece.view(shape) for piece, shape in pieces]
-
     def _bound(self, part: str = "whole") -> _Bound:
         bound: _Bound | None = self._threads.__dict__.get(part)
         if bound is None:
@@ -354,13 +348,15 @@ class Net:
     def _find_head(self, asked: str | None) -> str | None:
         """The head's name, as far as it is known without data."""
         modules = dict(self.module.named_modules())
-        if asked is not None and asked not in modules:
+        if asked is None and isinstance(getattr(self.module, "head", None), nn.Module):
+            return "head"
+        if asked is not None:
             children = [n for n, _ in self.module.named_children()]
-            raise ValueError(
-                f"head: the model has no submodule {asked!r}; its children are {children}."
-            )
-        if asked is not None or isinstance(getattr(self.module, "head", None), nn.Module):
-            return "head" if asked is None else asked
+            if asked not in modules:
+                raise ValueError(
+                    f"head: the model has no submodule {asked!r}; its children are {children}."
+                )
+            return asked
         linear = [n for n, m in modules.items() if isinstance(m, nn.Linear)]
         if len(linear) < 2:
             return linear[0] if linear else None
@@ -418,67 +414,67 @@ def _copied(module: nn.Module) -> nn.Module:
         ) from e
 
 
-# what cannot be trained: sentences, the first of which is raised ---------------------------------
+# what cannot be trained -------------------------------------------------------------------------
 
 
-def _of_weights(module: nn.Module) -> Iterator[str]:
+def _check_weights(module: nn.Module) -> None:
     """At least one parameter is trained, and all have one dtype."""
     if any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
-        yield (
+        raise ValueError(
             "build: the model has lazy layers, whose sizes are not known yet; give it a batch "
             "first, or name the sizes."
         )
     dtypes = {str(p.dtype) for p in module.parameters() if p.requires_grad}
     if not dtypes:
-        yield (
+        raise ValueError(
             "build: the model has no trainable parameter; set requires_grad on what should be "
             "trained."
         )
     if len(dtypes) > 1:
-        yield (
+        raise ValueError(
             f"build: parameters have dtypes {sorted(dtypes)}; convert the model to one, for "
             "example model.float()."
         )
 
 
-def _of_layers(module: nn.Module) -> Iterator[str]:
+def _check_layers(module: nn.Module) -> None:
     """Two threads share torch's global generator, so results of what draws from it would not
     repeat."""
     for name, m in module.named_modules():
         who = f"model: {name or 'the module'}"
         random = isinstance(m, RANDOM_MODULES) and type(m) is not nn.Dropout
         if random and getattr(m, "p", 1) != 0:
-            yield (
+            raise ValueError(
                 f"{who} is nn.{type(m).__name__}, which draws from the global generator; use "
                 "pflcore.nn.Dropout, which draws from the client's own."
             )
         if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:
-            yield f"{who} drops out with the global generator; set its dropout to 0."
+            raise ValueError(f"{who} drops out with the global generator; set its dropout to 0.")
         if isinstance(m, _BatchNorm) and m.track_running_stats and m.momentum is None:
-            yield (
+            raise ValueError(
                 f"{who} averages its statistics by an integer count, which no policy can share; "
                 "give it a momentum."
             )
 
 
-def _of_detours(module: nn.Module) -> Iterator[str]:
+def _check_detours(module: nn.Module) -> None:
     """Clients' copies of a model would leave behind hooks of parameters, and a forward that holds
     the original."""
     if isinstance(module, torch.jit.ScriptModule):
-        yield (
+        raise ValueError(
             "model: a scripted or traced module takes no parameters of a client; give the module "
             "that it was made of."
         )
     for name, p in module.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            yield (
+            raise ValueError(
                 f"model: parameter {name!r} has a gradient hook, which clients' copies would not "
                 "run; put what it does into the forward pass."
             )
     for name, m in module.named_modules():
         own = vars(m).get("forward")
         if own is not None and getattr(own, "__self__", None) is not m:
-            yield (
+            raise ValueError(
                 f"model: {name or type(m).__name__} was given a forward of its own, which may hold "
                 "the original's parameters and not a "
                 "client's; write it as a method of a class, and of a compiled module give its "

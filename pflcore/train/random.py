@@ -8,7 +8,6 @@ part.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,9 +56,8 @@ class OwnDraws(TorchDispatchMode):
                 like = [a.device for a in args if isinstance(a, Tensor)]
                 kind = torch.device(like[0] if like else kwargs.get("device") or "cpu").type
                 if kind != "meta":
-                    if kind not in self.used:
-                        self.used[kind] = torch.Generator(kind).manual_seed(self.seed)
-                    kwargs["generator"] = self.used[kind]
+                    own = torch.Generator(kind).manual_seed(self.seed)
+                    kwargs["generator"] = self.used.setdefault(kind, own)
         return func(*args, **kwargs)
 
 
@@ -76,7 +74,7 @@ def mix64(z: U64) -> U64:
     return z ^ (z >> np.uint64(31))
 
 
-def client_seeds(ids: Sequence[int] | npt.NDArray[np.int64], *key: object) -> U64:
+def client_seeds(ids: npt.ArrayLike, *key: object) -> U64:
     """One word per client [S] for this key (the run's seed, the round, the stream)."""
     return mix64(np.uint64(seed_of(*key)) + GOLDEN * (np.asarray(ids, np.uint64) + np.uint64(1)))
 
@@ -86,7 +84,7 @@ def words(seeds: U64, count: int) -> U64:
     return mix64(seeds[:, None] + GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
 
 
-def shuffles(seeds: U64, sizes: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def shuffles(seeds: U64, sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """For each client a permutation of its `sizes[i]` positions, [S, max size]; 0 beyond a client's
     size.
 

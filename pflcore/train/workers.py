@@ -27,19 +27,7 @@ class Workers:
             return [f(items[0])]
         if self._threads is None:
             self._threads = self._start()
-        stop = threading.Event()
-
-        def run(item: Any) -> T:
-            if stop.is_set():
-                raise InterruptedError
-            return f(item)
-
-        futures = [self._threads.submit(run, i) for i in items]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:  # Ctrl-C, too
-            stop.set()
-            raise
+        return list(self._threads.map(f, items))
 
     def _start(self) -> ThreadPoolExecutor:
         barrier = threading.Barrier(self.count + 1)

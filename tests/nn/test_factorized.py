@@ -89,40 +89,22 @@ def test_initial_scales():
     assert literal.weight.std() < 0.2 * layer.weight.std()  # why it learns slowly
 
 
-@pytest.mark.parametrize(
-    "bad, word",
-    [
-        ({"factors": 0}, "factors"),
-        ({"factors": 2, "init": "x"}, "init"),
-        ({"factors": 2, "alpha": 0}, "alpha"),
-    ],
-)
-def test_what_is_refused(bad, word):
-    with pytest.raises(ValueError, match=rf"^{word}: expected"):
-        FactorizedLinear(4, 3, **{"factors": 2, **bad})
-
-
 # -- factorize ---------------------------------------------------------------
 
 
-def count(module):
-    return sum(p.numel() for p in module.parameters())
-
-
 @pytest.mark.parametrize(
-    ("name", "shape", "options", "ranks", "counts"),
+    ("name", "shape", "options", "ranks", "count"),
     [
-        ("mlp", (1, 28, 28), {"bias": False}, 120, (158_800, 120_200)),
+        ("mlp", (1, 28, 28), {"bias": False}, 120, 120_200),
         # the paper's 18,155 takes the second layer's inputs for 25
-        ("fmnist_cnn", (1, 28, 28), {}, 25, (28_880, 27_555)),
+        ("fmnist_cnn", (1, 28, 28), {}, 25, 27_555),
         # 42,780 in the paper
-        ("lenet5", (3, 32, 32), {"bias": False}, (10, 10, 60, 40), (61_770, 42_790)),
-        ("cifar_cnn_small", (3, 32, 32), {}, (10, 10, 80, 40), (54_216, 60_850)),
+        ("lenet5", (3, 32, 32), {"bias": False}, (10, 10, 60, 40), 42_790),
+        ("cifar_cnn_small", (3, 32, 32), {}, (10, 10, 80, 40), 60_850),
     ],
 )
-def test_the_papers_parameter_counts(name, shape, options, ranks, counts):
-    plain = model_for(name, shape, 10, **options)
-    assert (count(plain), count(factorize(plain, ranks))) == counts
+def test_the_papers_parameter_counts(name, shape, options, ranks, count):
+    assert Net(factorize(model_for(name, shape, 10, **options), ranks)).size == count
 
 
 def test_what_is_replaced():
@@ -139,10 +121,6 @@ def test_what_is_replaced():
     assert torch.equal(factorize(made)[1].w_a, made[1].w_a)  # factorized layers stay
     named = factorize(plain, 2, head="1")
     assert type(named[1]) is nn.Linear and isinstance(named[5], FactorizedLinear)
-    with pytest.raises(ValueError, match=r"^ranks: expected one number"):
-        factorize(plain, (2, 3, 4))
-    with pytest.raises(ValueError, match=r"^head: expected one of the model's modules"):
-        factorize(plain, head="top")
     with pytest.raises(ValueError, match=r"^module: the convolution 0 has groups"):
         factorize(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 2)))
 

@@ -8,6 +8,15 @@ import torch.nn as nn
 from pflcore import Federation, Hardware, Simulation, Training
 
 
+def mlp():
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+
+
+def repeated():
+    relu = nn.ReLU()
+    return nn.Sequential(nn.Linear(6, 5), relu, nn.Linear(5, 5), relu, nn.Linear(5, 4))
+
+
 def federation(shape=(6,), y=None, tokens=False):
     gen = torch.Generator().manual_seed(0)
     clients = []
@@ -17,22 +26,6 @@ def federation(shape=(6,), y=None, tokens=False):
         target = torch.randint(0, 4, (n,), generator=gen) if y is None else y(gen, n)
         clients.append({"train": (x, target), "test": (x[:4] + 0, target[:4])})
     return Federation.from_clients(clients)
-
-
-class Own(nn.Module):
-    """A layer and a function of (itself, x)."""
-
-    def __init__(self, f):
-        super().__init__()
-        self.layer, self.f, self.relu = nn.Linear(6, 4), f, nn.ReLU()
-
-    def forward(self, x):
-        return self.f(self, x)
-
-
-def hooked(m, how="register_forward_hook", hook=lambda m, x, y: 2 * y):
-    getattr(m, how)(hook)
-    return m
 
 
 def played(model, data=None, engine="auto", rounds=1, training=None, algorithm="fedavg"):

@@ -1,16 +1,17 @@
 """Local training: what a step is, which batches it takes, and that all engines do the same."""
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from small import fit, images, make_setting, near
+from small import at_work, fit, images, make_setting, near
 from torch import Tensor
 
-from pflcore import Clients, Federation, Net, Objective, Training, step
+from pflcore import Federation, Net, Objective, Training, step
 from pflcore.algorithms import FedAvg
 from pflcore.nn import Dropout
 from pflcore.simulation.round import Setup, begin
@@ -42,11 +43,7 @@ def build(model, dtype=torch.float64):
 
 def federation(model="mlp", dtype=torch.float64, sizes=SIZES):
     data = images(sizes, MODELS[model][0])
-    return Federation(data.x.to(dtype), data.y, data.index, data.classes, data.relabel)
-
-
-def cohort(s, ids=(0, 1, 2), round=1):
-    return Clients(s, torch.tensor(ids), round, s.net.b0.repeat(len(ids), 1))
+    return replace(data, x=data.x.to(dtype))
 
 
 def made(model="mlp", engine="loop", data=None, workers=2, dtype=torch.float64, **training):
@@ -106,7 +103,7 @@ def options(given, net, n=3):
     start = torch.cat([net.w0, torch.full((width - net.size,), 0.1, dtype=net.dtype)]).repeat(n, 1)
     start += 0.01 * noise(n, width)
     if o.get("mask") == "head":
-        o["mask"] = (~net.mask(f"{net.head_name}.bias")).to(net.dtype)
+        o["mask"] = ~net.mask(f"{net.head_name}.bias")
     if o.get("mask") == "each":
         o["mask"] = (torch.rand(n, width, generator=gen) < 0.5).to(net.dtype)
     if "shift" in o:
@@ -122,7 +119,7 @@ def fitted(engine, model, case, workers=2, dtype=torch.float64):
     training, given = CASES[case]
     s = made(model, engine, None, workers, dtype, **training)
     start, o = options(given, s.net)
-    done = fit(cohort(s), start, **o)
+    done = fit(at_work(s), start, **o)
     if "mask" in o:  # where the mask is zero nothing moves
         still = (o["mask"] == 0).expand_as(start)
         assert torch.equal(done.w[still], start[still])
@@ -166,26 +163,31 @@ def test_the_number_of_workers_changes_no_bit(engine, model):
 @NO_CHAIN
 def test_the_others_change_nothing(engine, model):
     s = made(model, engine, epochs=2)
-    every = cohort(s).fit(s.net.w0.repeat(3, 1))
+    every = at_work(s).fit(s.net.w0.repeat(3, 1))
     for ids in ([1], [2, 0]):
-        found = cohort(s, ids).fit(s.net.w0.repeat(len(ids), 1))
+        found = at_work(s, ids).fit(s.net.w0.repeat(len(ids), 1))
         same(found, [every.w[ids], *(v[ids] for v in every[1:])], rtol=1e-9, atol=1e-12)
 
 
 # what a step is -------------------------------------------------------------
 
 
-def recorded(s, ids=(0, 1, 2), round=1, **o):
-    """The batches (x, y) that each client trains on, in order."""
-    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in ids]
+def recording(n):
+    """The run's loss, and a list for each client of the batches (x, y) that it saw, in order."""
+    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n)]
 
     def loss(net, w, x, y, extra):
         seen[int(extra["at"])].append((x.clone(), y.clone()))
         return net.loss(w, x, y)
 
+    return Objective(loss=loss, extra={"at": torch.arange(n)}), seen
+
+
+def recorded(s, ids=(0, 1, 2), round=1, **o):
+    """The batches (x, y) that each client trains on, in order."""
     pool = make_setting(s.net, s.data, s.training, s.rounds, workers=1, seed=s.seed)
-    objective = Objective(loss=loss, extra={"at": torch.arange(len(ids))})
-    cohort(pool, ids, round).fit(s.net.w0.repeat(len(ids), 1), objective, **o)
+    objective, seen = recording(len(ids))
+    at_work(pool, ids, round).fit(s.net.w0.repeat(len(ids), 1), objective, **o)
     return seen
 
 
@@ -206,7 +208,8 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
     s = made(model, engine, **CASES[case][0])
     net, t = s.net, s.training
     start, o = options(CASES[case][1], net)
-    done = fit(cohort(s), start, **o)
+    done = fit(at_work(s), start, **o)
+    same(fit(at_work(s), start, **o), done)  # no moments are left from another round
     masks = o.get("mask", torch.ones(net.size)).expand(3, -1) > 0
     for i, batches in enumerate(recorded(s)):
         module = net.load(build(model), start[i], net.b0).train()
@@ -241,7 +244,7 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
 @NO_CHAIN
 def test_each_batch_with_an_sgd_step_is_fit(engine, model):
     s = made(model, engine, epochs=2)
-    clients, start, steps = cohort(s), s.net.w0.repeat(3, 1), set()
+    clients, start, steps = at_work(s), s.net.w0.repeat(3, 1), set()
 
     def update(rows, grad, taken):
         steps.update(taken.tolist())
@@ -261,24 +264,19 @@ def test_several_minibatches_a_step_do_not_depend_on_the_company(engine):
             return {"w": r["w"] - 0.1 * grad(r["w"]) - 0.2 * grad(r["w"], 1)}
 
         start = {"w": s.net.w0.expand(len(ids), -1)}
-        return cohort(s, ids).each_batch(start, update, batches=2, steps=7).w
+        return at_work(s, ids).each_batch(start, update, batches=2, steps=7).w
 
     near(moved([0, 1, 2]), torch.cat([moved([i]) for i in range(3)]))
 
 
 def test_the_minibatches_of_one_step_are_drawn_apart():
-    s, seen = made(epochs=2), []
-
-    def loss(net, w, x, y, extra):
-        if int(extra["at"]) == 2:
-            seen.append(x[:, 0].clone())
-        return net.loss(w, x, y)
+    s, (objective, found) = made(epochs=2), recording(3)
 
     def update(rows, grad, k):
         return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))}
 
-    objective = Objective(loss=loss, extra={"at": torch.arange(3)})
-    cohort(s).each_batch({"w": s.net.w0.repeat(3, 1)}, update, objective, batches=3)
+    at_work(s).each_batch({"w": s.net.w0.repeat(3, 1)}, update, objective, batches=3)
+    seen = [x[:, 0] for x, _ in found[2]]
     assert [len(x) for x in seen] == [20] * 3 + [11] * 3 + [20] * 3 + [11] * 3
     for which in range(3):
         one_pass = torch.cat([seen[which], seen[3 + which]])
@@ -353,7 +351,7 @@ def test_the_callers_thread_setting_comes_back(engine):
         for threads in (2, 3):
             torch.set_num_threads(threads)
             s = made(engine=engine)
-            cohort(s).fit(s.net.w0.repeat(3, 1), Objective(loss=loss))
+            at_work(s).fit(s.net.w0.repeat(3, 1), Objective(loss=loss))
             found.append(torch.get_num_threads())
             new = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
             new.start()
@@ -370,8 +368,8 @@ def test_an_error_in_a_worker_reaches_the_caller(engine):
 
     s = made(engine=engine)
     with pytest.raises(ZeroDivisionError, match="mine"):
-        cohort(s).fit(s.net.w0.repeat(3, 1), Objective(loss=loss))
-    assert cohort(s).fit(s.net.w0.repeat(3, 1)).w.isfinite().all()  # the engine lives on
+        at_work(s).fit(s.net.w0.repeat(3, 1), Objective(loss=loss))
+    assert at_work(s).fit(s.net.w0.repeat(3, 1)).w.isfinite().all()  # the engine lives on
 
 
 # float buffers --------------------------------------------------------------
@@ -380,7 +378,7 @@ def test_an_error_in_a_worker_reaches_the_caller(engine):
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_training_writes_nothing_and_statistics_are_the_clients_own_or_averaged(engine):
     s = made("batch norm", engine)
-    clients, start = cohort(s), s.net.w0.repeat(3, 1)
+    clients, start = at_work(s), s.net.w0.repeat(3, 1)
     done = clients.fit(start)
     clients.each_batch({"w": start}, lambda r, grad, taken: {"w": r["w"].sub_(0.1 * grad(r["w"]))})
     same((clients.buffers, start), (s.net.b0.repeat(3, 1), s.net.w0.repeat(3, 1)))
@@ -402,7 +400,7 @@ def test_training_writes_nothing_and_statistics_are_the_clients_own_or_averaged(
 def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
     model = "mlp" if engine == "chain" else "batch norm"
     s = made(model, engine, federation(sizes=(3, 600, 31)))
-    local = cohort(s)
+    local = at_work(s)
     done = local.fit(s.net.w0.repeat(3, 1))
     rows, local = done.w, local.after(done)
     for split in ("train", "test"):

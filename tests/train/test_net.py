@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from small import grouped, images, tiny_model
 from torch import Tensor
 
-from pflcore import FedAvg, Net, Objective, Server, Simulation, Training
+from pflcore import Net, Server, Simulation, Training
 
 
 def small():
@@ -97,7 +97,6 @@ def test_features_and_head_make_the_model(build):
     for h in (row, row[net.head_slice]):
         assert torch.equal(net.head(h, z), net(row, x))
     assert net.classes == (3 if build is small else 2)
-    assert net.has_conv == (build is small)
 
 
 def test_the_head_may_be_named_or_be_everything():
@@ -109,13 +108,6 @@ def test_the_head_may_be_named_or_be_everything():
         Net(small, head="top")
     with pytest.raises(ValueError, match="found no trainable head"):
         Net(nn.Conv2d(1, 1, 1)).head_slice  # noqa: B018
-
-
-def test_a_net_is_a_function_under_vmap():
-    net, x = Net(small), torch.randn(3, 4, 1, 6, 6)
-    rows = torch.stack([net.init(i) for i in range(3)])
-    want = torch.stack([net(r, xi) for r, xi in zip(rows, x, strict=True)])
-    torch.testing.assert_close(torch.vmap(net)(rows, x), want)
 
 
 @pytest.mark.parametrize(
@@ -272,18 +264,3 @@ def test_join_refuses_what_does_not_fit():
     said = "shared and private: expected 35 and 24 columns, got 24 and 35; give join the patterns"
     with pytest.raises(ValueError, match=said):
         net.join(*reversed(net.split(net.w0)))
-
-
-@pytest.mark.parametrize("engine", ["auto", "vmap"])
-def test_a_bool_mask_is_a_mask(engine):
-    class Masked(FedAvg):
-        def train(self, down, own, clients):
-            mask = clients.net.mask("2.*")
-            fit = clients.fit(down["x"], Objective(mask=mask))
-            w = fit.w
-            assert torch.equal(w, clients.fit(down["x"], Objective(mask=mask.to(w.dtype))).w)
-            assert torch.equal(w[:, ~mask], down["x"][:, ~mask])
-            assert not torch.equal(w[:, mask], down["x"][:, mask])
-            return own, {"delta": w - down["x"]}, fit
-
-    assert played(Masked, tiny_model(), engine=engine).run().stopped is None

@@ -12,21 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small import images
 from torch import Tensor, nn
 
-from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training
+from pflcore import Evaluation, Hardware, Net, Simulation, Training
 
-
-def federation(*shape, clients=4, n=12):
-    gen = torch.Generator().manual_seed(0)
-    y = torch.arange(n) % 4
-    pairs = [(torch.randn(n, *(shape or (6,)), generator=gen), y) for _ in range(clients)]
-    return Federation.from_clients([{"train": p, "test": p} for p in pairs])
+FOUR = images((12,) * 4)
 
 
 def prepared(model, data=None, rounds=1, seed=0, engine="auto", **options):
     hardware = Hardware(workers=1, engine=engine)
-    data = data or federation()
+    data = data or FOUR
     return Simulation(
         "fedavg", model, data, Training(), rounds, seed=seed, hardware=hardware, **options
     )
@@ -47,13 +43,11 @@ class Residual(nn.Module):
 
 
 def test_what_is_made_in_four_threads_is_what_is_made_alone():
-    data = federation()
-
     def weights(seed):
         return Net(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(8)]), seed=seed).w0
 
     def run(seed):
-        return prepared(small, data, 2, seed).run().state.server["x"]
+        return prepared(small, FOUR, 2, seed).run().state.server["x"]
 
     for make, count in ((weights, 30), (run, 12)):
         with ThreadPoolExecutor(4) as pool:
@@ -85,10 +79,9 @@ def beside(work):
     done = threading.Event()
 
     def busy():
-        data = federation()
         while not done.is_set():
             torch.rand(1), np.random.rand(), random.random()
-            prepared(Residual, data)
+            prepared(Residual)
 
     other = threading.Thread(target=busy)
     other.start()
@@ -107,22 +100,6 @@ def test_a_run_survives_what_another_thread_makes_and_draws():
     assert torch.equal(run(), beside(run))
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [np.random.rand, random.random, lambda: float(torch.rand(()))],
-    ids=["NumPy", "Python", "torch"],
-)
-def test_a_model_that_draws_is_refused(draw, request):
-    class Noisy(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * draw()
-
-    whose = request.node.callspec.id
-    said = rf"^model: its forward pass draws from {whose}'s global generator"
-    with pytest.raises(ValueError, match=said):
-        prepared(lambda: Noisy(6, 4))
-
-
 STATUS = Path("/proc/self/status")
 
 
@@ -134,7 +111,7 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used():
     os.sched_setaffinity(0, {min(allowed)})
     try:
         hardware = Hardware(engine="loop")
-        Simulation("fedavg", nn.Linear(6, 4), federation(), rounds=1, hardware=hardware).run()
+        Simulation("fedavg", nn.Linear(6, 4), FOUR, rounds=1, hardware=hardware).run()
     finally:
         os.sched_setaffinity(0, allowed)
     assert len(set(threading.enumerate()) - before) <= 1
@@ -144,7 +121,10 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used():
 def test_models_of_more_than_65536_weights_train_one_by_one(width, engine):
     """Steps of many such models at once fall out of the caches: up to twice a plain loop's time."""
     model = nn.Sequential(nn.Linear(784, width), nn.LeakyReLU(), nn.Linear(width, 4))
-    assert prepared(model, federation(784)).header()["path"]["engine"] == engine
+    data = images((12,) * 4, (784,))
+    found, asked = (prepared(model, data, engine=e).header()["path"] for e in ("auto", "vmap"))
+    assert (found["engine"], asked["engine"]) == (engine, "vmap")
+    assert (" weights, on a CPU" in found["why"]) is (engine == "loop")
 
 
 def trained(send):
@@ -156,7 +136,7 @@ def trained(send):
     convolutions = (nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 64, 3, padding=1))
     first = (convolutions[0], nn.ReLU(), nn.MaxPool2d(2), convolutions[1], nn.ReLU())
     model = nn.Sequential(*first, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4))
-    data = federation(3, 128, 128, clients=1, n=32)
+    data = images((32,), (3, 128, 128))
     simulation = prepared(model, data, evaluation=Evaluation(every=0))
     before = resident()
     simulation.run()

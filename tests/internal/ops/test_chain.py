@@ -17,6 +17,7 @@ from ugly import randn, same_for_any_threads
 
 from pflcore import Net
 from pflcore.nn import Dropout
+from pflcore.nn import FactorizedLinear as W
 from pflcore.nn.mode import forward_mode
 from pflcore.ops import _library as library
 from pflcore.ops import chain, reference
@@ -105,6 +106,7 @@ MODELS = {
         [Dropout(0.2), C(1, 4, 3), R(), M(2), Dropout(0.5), F(), L(36, 12), R(), L(12, 10)],
     ),
     "all dropped": ((1, 8, 8), [Dropout(0.2), F(), L(64, 12), Dropout(1.0), R(), L(12, 10)]),
+    "factorized": ((9,), [W(9, 12, 5, bias=True), R(), W(12, 7, 6), T(), L(7, 10)]),
     "to one value": ((2, 7, 5), [C(2, 8, 3), R(), nn.AdaptiveAvgPool2d(1), F(), L(8, 10)]),
 }
 
