@@ -7,17 +7,13 @@ from methods import FedPer
 from torch import Tensor
 
 from pflcore import Federation, Net, evaluate
-from pflcore.data import FEDERATIONS, federation_of, partition
+from pflcore.data import FEDERATIONS, federation_of
 from pflcore.simulation.round import Setup
 
 synthetic_clusters, synthetic_linear, synthetic_quadratic = (
     FEDERATIONS[f"synthetic_{n}"] for n in ("clusters", "linear", "quadratic")
 )
 femnist, school, vehicle = (FEDERATIONS[n] for n in ("femnist", "school", "vehicle"))
-
-
-def waffle_partition(labels, n, base="A", **options):
-    return partition(base, labels, n, **options)
 
 
 Split = FedPer.__mro__[1]  # what FedPer and its fellows are presets of

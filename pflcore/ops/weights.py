@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._library import define, warn_once
-from ._words import concrete, expect, floating, is_int, matrix, number, refuse, shape, whole
+from ._words import expect, floating, is_int, matrix, number, refuse, shape, whole, within
 
 
 class TopK(NamedTuple):
@@ -89,9 +89,7 @@ def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> 
     whole(op, "dist", dist, "target", target)
     if target.dim() and target.shape != dist.shape[:-1]:
         refuse(op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target))
-    if concrete(target) and target.numel():
-        low, high = (int(v) for v in target.aminmax())
-        expect(low >= 0 and high < n, op, "target", f"from 0 to {n - 1}", f"{low} to {high}")
+    within(op, "target", target, n)
     at: Tensor = target
     return at
 

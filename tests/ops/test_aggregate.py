@@ -145,16 +145,13 @@ def test_a_column_has_the_same_bits_wherever_it_stands(m, n, p, sparse):
     assert torch.equal(aggregate(updates[:, 77:], weight, index, base[:, 77:]), want[:, 77:])
 
 
-@pytest.mark.parametrize("form", ["dense", "by index"])
-def test_nothing(form):
-    def by(m, k):
-        return None if form == "dense" else torch.zeros(m, k, dtype=torch.int64)
-
-    base, weight = randn(1, 5, dtype=F32), torch.ones(2, 0)
-    assert torch.equal(aggregate(torch.zeros(3, 0), torch.ones(2, 3), by(2, 3)), torch.zeros(2, 0))
-    assert aggregate(torch.zeros(3, 5), torch.ones(0, 3), by(0, 3)).shape == (0, 5)
-    assert torch.equal(aggregate(torch.zeros(0, 5), weight, by(2, 0)), torch.zeros(2, 5))
-    assert torch.equal(aggregate(torch.zeros(0, 5), weight, by(2, 0), base), base.expand(2, -1))
+def test_gradients_of_float32_are_those_of_float64():
+    inputs = randn(1, 20, 67, dtype=F32), randn(2, 5, 20, dtype=F32), randn(3, 67, dtype=F32)
+    narrow, wide = (
+        torch.func.grad(lambda *t: aggregate(*t[:2], base=t[2]).square().sum(), (0, 1, 2))(*given)
+        for given in (inputs, [t.double() for t in inputs])
+    )
+    torch.testing.assert_close([t.double() for t in narrow], list(wide), rtol=1e-5, atol=1e-5)
 
 
 # --- out --------------------------------------------------------------------

@@ -18,7 +18,6 @@ from ugly import randn, same_for_any_threads
 from pflcore import Net
 from pflcore.nn import Dropout
 from pflcore.nn.mode import forward_mode
-from pflcore.ops import _library as library
 from pflcore.ops import chain, reference
 from pflcore.train.chain import compiled
 from pflcore.train.losses import CRITERIA
@@ -156,7 +155,8 @@ class Problem:
         return one
 
     def most(self, batch, drop_last=False):
-        return self.passes * torch.tensor([len(cuts(n, batch, drop_last)) for n in self.sizes])
+        whole = self.sizes.clamp(max=batch)
+        return self.passes * (self.sizes // whole if drop_last else -(self.sizes // -whole))
 
     def train(self, op=chain.chain_sgd_, dtype=None, batch=16, drop_last=False, steps=None, **o):
         """Rows and losses after training."""
@@ -179,11 +179,6 @@ class Problem:
         classes = self.chain.classes if classes is None else classes
         w = rows.to(dtype or self.dtype)
         return op(w, *self.head(dtype), self.places, self.begin, classes)
-
-
-def cuts(n, batch, drop_last):
-    whole = [(a, min(a + batch, n)) for a in range(0, n, batch)]
-    return [c for c in whole if c[1] - c[0] == min(batch, n)] if drop_last else whole
 
 
 def close(got, want, dtype, size):
@@ -396,19 +391,6 @@ def test_nan_and_ties_go_where_torch_sends_them(pool, act):
         g, value = chain.chain_grad(net.w0[None], *head, x, y, None, *whole, None)
         torch.testing.assert_close(g[0], want, rtol=1e-10, atol=1e-12, equal_nan=True)
         torch.testing.assert_close(value[0], loss, equal_nan=True)
-
-
-def test_paths_agree():
-    found, before = [], library.isa()
-    try:
-        for isa in ("plain", "avx2", "avx512"):
-            if library.isa(isa) == isa:
-                models = ("linear", "lenet", "odd sizes", "norms")
-                found.append([Problem(m, [33, 7]).train()[0] for m in models])
-    finally:
-        library.isa(before)
-    for got in found:
-        torch.testing.assert_close(got, found[0], rtol=1e-4, atol=2e-6)
 
 
 @isa
