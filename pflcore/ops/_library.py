@@ -9,9 +9,10 @@ import ctypes
 import os
 import re
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,16 +23,17 @@ from torch.utils._pytree import tree_map_only
 BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
 
 lib = torch.library.Library("pflcore", "FRAGMENT")
+R = TypeVar("R")
 
 
-def define(schema: str, reference: Any, fake: Any) -> Any:
+def define(schema: str, reference: Callable[..., R], fake: Any) -> Callable[..., R]:
     """A new op `pflcore::NAME` with its reference as default body and `fake` for its result's
     shape; returns what calls it."""
     name = schema[: schema.index("(")]
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pflcore::{name}", fake, lib=lib)
-    op = getattr(torch.ops.pflcore, name).default
+    op: Callable[..., R] = getattr(torch.ops.pflcore, name).default
     lib.impl(name, by_cpu(op), "MPS")
     return op
 
@@ -88,6 +90,11 @@ def forward_mode() -> bool:
         return False
     of = torch._C._functorch
     return any(i.key() == of.TransformType.Grad for i in of.get_interpreter_stack() or ())
+
+
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Before a backward pass that needs the inputs and nothing else."""
+    ctx.save_for_backward(*inputs)
 
 
 def nothing(*args: Any) -> None:

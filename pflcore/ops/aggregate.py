@@ -1,6 +1,5 @@
 """aggregate: base + lr * (weight @ updates), dense or by index, in one pass over the updates."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -210,13 +209,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_updates, grad_weight, None, grad_base, None, None
 
 
-_op: Callable[..., Tensor] = define(
+_op = define(
     "aggregate(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool precise) "
     "-> Tensor",
     reference,
     _fake,
 )
-_op_out: Callable[..., None] = define(
+_op_out = define(
     "aggregate_out(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool "
     "precise, Tensor(a!) out) -> ()",
     reference_out,

@@ -293,7 +293,7 @@ def _fake(kind: str) -> Callable[..., Any]:
     return fake
 
 
-_chain_sgd_: Callable[..., Tensor] = define(
+_chain_sgd_ = define(
     f"chain_sgd_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, bool drop_last, "
     "Tensor? seeds, float lr, "
     "Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? anchor, float momentum, float "
@@ -312,12 +312,12 @@ def chain_sgd_(w: Tensor, *args: Any) -> Tensor:
     return loss
 
 
-chain_grad: Callable[..., tuple[Tensor, Tensor]] = define(
+chain_grad = define(
     f"chain_grad(Tensor w, {_HEAD}, Tensor size, Tensor? seeds) -> (Tensor, Tensor)",
     grad_reference,
     _fake("grad"),
 )
-chain_eval: Callable[..., tuple[Tensor, Tensor, Tensor]] = define(
+chain_eval = define(
     f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, Tensor)",
     eval_reference,
     _fake("eval"),

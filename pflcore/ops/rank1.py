@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import define, forward_mode, lib, warn_once
+from ._library import define, forward_mode, lib, save_inputs, warn_once
 from ._words import check_same, floating, refuse, shape
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)  # what autocast may cast
@@ -152,10 +152,10 @@ def _fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return tuple(t.new_empty(t.shape if need else (0,)) for t, need in pairs)
 
 
-_op: Callable[..., Tensor] = define(
+_op = define(
     "rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference, _fake
 )
-_op_backward: Callable[..., tuple[Tensor, ...]] = define(
+_op_backward = define(
     "rank1_linear_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, "
     "bool need_a, bool need_lam, "
     "bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -167,10 +167,6 @@ _op_backward: Callable[..., tuple[Tensor, ...]] = define(
 # --- autograd ---------------------------------------------------------------
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w_a, lam, w_b = ctx.saved_tensors
     # a second derivative is wanted: the same formula in differentiable torch
@@ -180,7 +176,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True))
 
 
-torch.library.register_autograd("pflcore::rank1_linear", _backward, setup_context=_setup, lib=lib)
+torch.library.register_autograd(
+    "pflcore::rank1_linear", _backward, setup_context=save_inputs, lib=lib
+)
 
 
 class _Rank1(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """sgd_step_: one SGD step on flat rows, in place and in one pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -168,7 +168,7 @@ def reference(
     w.sub_(lr * d if mask is None else lr * mask * d)
 
 
-_op: Callable[..., None] = define(
+_op = define(
     "sgd_step_(Tensor(a!) w, Tensor grad, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? "
     "mu_rows, Tensor? anchor, "
     "float momentum, Tensor(b!)? buffer, float weight_decay) -> ()",

@@ -243,9 +243,9 @@ def aggregate(
         blocks = _blocks(rows, n)
         first = next(blocks)
         blocks = itertools.chain([first], blocks)
-    one = first.new_empty(1, 1, requires_grad=first.requires_grad)
     # what the checks look at takes no room
-    like = rows if isinstance(rows, Tensor) else one.expand(n, first.shape[1])
+    p, first = first.shape[1], first.new_empty(1, 1, requires_grad=first.requires_grad)
+    like = rows if isinstance(rows, Tensor) else first.expand(n, p)
     check_aggregate(like, weight, index, base, lr, None)
     check_result(rows, like, weight, index, base, out)
     if index is not None:
@@ -321,9 +321,9 @@ def _memory(rows: Any) -> list[tuple[int, int] | None]:
         return [span(rows)]
     if isinstance(rows, np.ndarray):
         first = rows.__array_interface__["data"][0]
-        reach = [(n - 1) * step for n, step in zip(rows.shape, rows.strides, strict=True)]
-        low, high = (sum(r for r in reach if (r < 0) is below) for below in (True, False))
-        return [(first + low, first + high + rows.itemsize)] if rows.size else []
+        (n, p), (down, across) = rows.shape, rows.strides
+        corners = [first + i * down + j * across for i in (0, n - 1) for j in (0, p - 1)]
+        return [(min(corners), max(corners) + rows.itemsize)] if rows.size else []
     ends = (rows[i : i + 1] for i in (0, rows.shape[0] - 1))
     return [where for end in ends if isinstance(end, Tensor | np.ndarray) for where in _memory(end)]
 

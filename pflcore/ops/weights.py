@@ -2,7 +2,6 @@
 float64."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -148,12 +147,12 @@ def _fake_feddwa(sqdist: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return weight, sqdist.new_empty(m, kept, dtype=torch.int64)
 
 
-_waffle: Callable[..., Tensor] = define(
+_waffle = define(
     "waffle_weights(Tensor dist, Tensor target, float omega, float psi, bool uniform_ties) -> "
     "Tensor",
     waffle_reference,
     _fake_waffle,
 )
-_feddwa: Callable[..., tuple[Tensor, Tensor]] = define(
+_feddwa = define(
     "feddwa_weights(Tensor sqdist, int k) -> (Tensor, Tensor)", feddwa_reference, _fake_feddwa
 )

@@ -31,21 +31,21 @@ C, M, A, R, T, S, G, L, F = (
     nn.Sigmoid,
     nn.GELU,
     nn.Linear,
-    nn.Flatten,
+    nn.Flatten(),
 )
 MODELS = {
     "linear": ((33,), [L(33, 10)]),
     "linear, whole vectors": ((32,), [L(32, 3, bias=False)]),
     "linear, many outputs": ((7,), [L(7, 40)]),
-    "mlp": ((3, 5, 1), [F(), L(15, 37), R(), L(37, 9), S(), L(9, 4)]),
+    "mlp": ((3, 5, 1), [F, L(15, 37), R(), L(37, 9), S(), L(9, 4)]),
     "mlp, one output": ((5,), [L(5, 6, bias=False), G(), L(6, 1)]),
     "lenet": (
         (1, 12, 12),
-        [C(1, 6, 5, padding=2), R(), M(2), C(6, 16, 3), R(), M(2), F(), L(64, 20), R(), L(20, 10)],
+        [C(1, 6, 5, padding=2), R(), M(2), C(6, 16, 3), R(), M(2), F, L(64, 20), R(), L(20, 10)],
     ),
     "classic lenet": (
         (1, 12, 12),
-        [C(1, 6, 5, padding=2), T(), A(2), C(6, 7, 3), T(), A(2), F(), L(28, 20), T(), L(20, 10)],
+        [C(1, 6, 5, padding=2), T(), A(2), C(6, 7, 3), T(), A(2), F, L(28, 20), T(), L(20, 10)],
     ),
     "odd sizes": (
         (2, 29, 31),
@@ -57,7 +57,7 @@ MODELS = {
             C(8, 3, 2),
             M(2),
             T(),
-            F(),
+            F,
             L(18, 10),
         ],
     ),
@@ -70,7 +70,7 @@ MODELS = {
             nn.GroupNorm(1, 5),
             C(5, 4, (2, 1), bias=False),
             A(2),
-            F(),
+            F,
             L(24, 10),
         ],
     ),
@@ -82,7 +82,7 @@ MODELS = {
             nn.GroupNorm(3, 6),
             R(),
             A(2, 1),
-            F(),
+            F,
             nn.LayerNorm(36),
             L(36, 10),
         ],
@@ -93,22 +93,22 @@ MODELS = {
             C(1, 4, 3, padding=1),
             R(),
             A(2),
-            F(),
+            F,
             nn.LayerNorm(100, elementwise_affine=False),
             L(100, 10),
         ],
     ),
-    "pools first": ((2, 8, 8), [M(2), T(), C(2, 3, 3), F(), L(12, 10)]),
+    "pools first": ((2, 8, 8), [M(2), T(), C(2, 3, 3), F, L(12, 10)]),
     "dropout": (
         (1, 8, 8),
-        [Dropout(0.2), C(1, 4, 3), R(), M(2), Dropout(0.5), F(), L(36, 12), R(), L(12, 10)],
+        [Dropout(0.2), C(1, 4, 3), R(), M(2), Dropout(0.5), F, L(36, 12), R(), L(12, 10)],
     ),
-    "all dropped": ((1, 8, 8), [Dropout(0.2), F(), L(64, 12), Dropout(1.0), R(), L(12, 10)]),
-    "to one value": ((2, 7, 5), [C(2, 8, 3), R(), nn.AdaptiveAvgPool2d(1), F(), L(8, 10)]),
+    "all dropped": ((1, 8, 8), [Dropout(0.2), F, L(64, 12), Dropout(1.0), R(), L(12, 10)]),
+    "to one value": ((2, 7, 5), [C(2, 8, 3), R(), nn.AdaptiveAvgPool2d(1), F, L(8, 10)]),
 }
 
 
-INF = float("inf")
+INF = torch.inf
 KINDS = [(m, "cross_entropy") for m in MODELS if m != "mlp, one output"]
 KINDS += [("mlp, one output", c) for c in sorted(set(CRITERIA) - {"cross_entropy"})]
 every_model = pytest.mark.parametrize(("model", "criterion"), KINDS)
@@ -411,25 +411,30 @@ def test_no_steps_no_samples_and_large_scores():
 # guards -----------------------------------------------------------------
 
 
+def column(at, value):
+    """Programs with another number in each line."""
+    return lambda program: program.index_fill(1, torch.tensor(at), value)
+
+
 @pytest.mark.parametrize(
-    ("which", "change", "words"),
+    ("which", "change", "words"),  # the argument, another value or what makes one
     [
-        (7, lambda y: y.fill_(77), "out of range"),
-        (7, lambda y: y.fill_(-1), "out of range"),
-        (9, lambda order: order.fill_(10_000), "out of range"),
-        (9, lambda order: order.fill_(-1), "out of range"),
-        (10, lambda sizes: sizes.fill_(50), "out of range"),
-        (11, lambda steps: steps.fill_(9), "more steps"),
+        (7, 77, "out of range"),
+        (7, -1, "out of range"),
+        (9, 10_000, "out of range"),
+        (9, -1, "out of range"),
+        (10, 50, "out of range"),
+        (11, 9, "more steps"),
         (0, lambda w: w[:, :-1], "do not fit"),
         (7, lambda y: y[:-1], "one label for each sample"),
         (6, lambda x: x.double(), "w's dtype"),
-        (2, lambda criterion: "cosine", "criterion"),
-        (2, lambda criterion: "hinge", "one output"),
-        (3, lambda c: 2, "w's dtype"),
-        (1, lambda program: program.index_fill(1, torch.tensor(7), 1e9), "do not fit"),
-        (1, lambda program: program.index_fill(1, torch.tensor(2), 50), "do not fit"),
-        (1, lambda program: program.index_fill(1, torch.tensor(0), 99), "do not fit"),
-        (1, lambda program: program.index_fill(1, torch.tensor(1), torch.nan), "do not fit"),
+        (2, "cosine", "criterion"),
+        (2, "hinge", "one output"),
+        (3, 2, "w's dtype"),
+        (1, column(7, 1e9), "do not fit"),
+        (1, column(2, 50), "do not fit"),
+        (1, column(0, 99), "do not fit"),
+        (1, column(1, torch.nan), "do not fit"),
         (1, lambda program: program[:, :-1], "program"),
     ],
 )
@@ -439,7 +444,9 @@ def test_memory_is_guarded(which, change, words):
     arguments = [p.w, *p.head(), p.order, p.sizes, torch.tensor([2, 1]), 32, False, None, 0.1]
     arguments += [None, None, 0.0, None, None, 0.0, 0.0, INF, None]
     chain.chain_sgd_(*[a.clone() if isinstance(a, Tensor) else a for a in arguments])
-    arguments[which] = change(arguments[which])
+    old = arguments[which]
+    filled = old.fill_ if isinstance(old, Tensor) else lambda value: value
+    arguments[which] = change(old) if callable(change) else filled(change)
     # ValueError where torch passes on the kind of C++'s
     with pytest.raises((RuntimeError, ValueError), match=words):
         chain.chain_sgd_(*arguments)

@@ -53,7 +53,7 @@ def samples():
     program = torch.tensor([chain.layer("linear", 3, 0, 12)], dtype=F64)
     head, sizes = (program, "cross_entropy", 4, 1, 1, r(6, 4), labels, None), torch.tensor([3, 2])
     steps = (order, sizes, torch.tensor([2, 1]), 2, False, None, 0.1)
-    plain = (None, None, 0.0, None, None, 0.0, 0.0, float("inf"), None)
+    plain = (None, None, 0.0, None, None, 0.0, 0.0, torch.inf, None)
     rich = (r(2, 15), r(15), 0.0, r(2), r(2, 15), 0.9, 0.1, 0.5, r(2, 15))
     for how in (plain, rich):
         yield "chain_sgd_", (r(2, 15), *head, *steps, *how)

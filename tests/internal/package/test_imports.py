@@ -91,11 +91,6 @@ def test_no_two_files_need_each_other():
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
 
 
-def test_the_walls_would_be_noticed():
-    assert {"pflcore.ops", "pflcore.train"} <= imported(MODULES["pflcore.algorithms.protocol"])
-    assert imported(MODULES["pflcore.nn.models"]) == {"pflcore.check", "pflcore.nn"}
-
-
 @pytest.mark.deep("a subprocess")
 def test_importing_pflcore_pulls_in_no_extra():
     heavy = "matplotlib peft transformers torchvision tyro tqdm mlxtend scipy sklearn flwr pandas"
