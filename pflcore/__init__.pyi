@@ -3,7 +3,6 @@ from pflcore.data import Federation
 from pflcore.data.roles import cross_device, cross_silo
 from pflcore.interop import Client, Server, pack, personalize, unpack
 from pflcore.ops import (
-    Backend,
     TopK,
     aggregate,
     backend,
@@ -34,7 +33,6 @@ __all__ = [
     "ALGORITHMS",
     "Adversary",
     "Algorithm",
-    "Backend",
     "Checkpoint",
     "Client",
     "Clients",

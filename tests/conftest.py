@@ -139,23 +139,18 @@ def pytest_terminal_summary(
             terminalreporter.write_line(line)
 
 
-# the instruction sets of this machine, and the references
+# what may run the ops: the instruction sets of this machine, the best one first, and the references
 
 
-def paths() -> list[object]:
-    """Those that this machine has, the best one first; all but that one are for the deep suite."""
+def paths() -> list[str]:
     before = library.isa()
-    if before is None:
-        return ["references"]
     here = [name for name in ("avx512", "avx2", "plain") if library.isa(name) == name]
     library.isa(before)
-    return [
-        here[0],
-        *(
-            pytest.param(name, marks=pytest.mark.deep("another instruction set"))
-            for name in here[1:]
-        ),
-    ]
+    return [*here, "references"]
+
+
+BEST, *OTHERS = paths()  # those beside the best one are for the deep suite
+EACH = [BEST, *(pytest.param(n, marks=pytest.mark.deep("another path")) for n in OTHERS)]
 
 
 @contextlib.contextmanager
@@ -175,38 +170,28 @@ def on_references() -> Iterator[None]:
 def on_path(name: str) -> Iterator[str]:
     """The ops run this path of the kernels, or their references."""
     before, threads = library.isa(), torch.get_num_threads()
-    with (
-        on_references() if name == "references" and before is not None else contextlib.nullcontext()
-    ):
+    beside = name == "references" and before is not None
+    with on_references() if beside else contextlib.nullcontext():
         try:
-            if before is not None and name != "references":
+            if not beside:
                 library.isa(name)
             yield name
         finally:
             torch.set_num_threads(threads)
-            if before is not None:
-                library.isa(before)
+            library.isa(before)
 
 
-@pytest.fixture(params=paths())
-def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The test runs on every path of the CPU kernels that this machine has. One thread, unless it
-    asks."""
-    if library.kernels is None:
-        pytest.skip("the kernels are not loaded")
+@pytest.fixture(params=EACH)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every path of the kernels, and the references beside them."""
     with on_path(request.param) as name:
         yield name
 
 
-BESIDE = (
-    []
-    if library.kernels is None
-    else [pytest.param("references", marks=pytest.mark.deep("the references"))]
-)
-
-
-@pytest.fixture(params=[*paths(), *BESIDE])
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every path of the kernels, and the references beside them."""
+@pytest.fixture(params=EACH[:-1] or [BEST])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every path of the kernels; one thread, unless the test asks."""
+    if library.kernels is None:
+        pytest.skip("the kernels are not loaded")
     with on_path(request.param) as name:
         yield name

@@ -276,7 +276,6 @@ def main():
     option("--fresh", type=int, default=0, help="so many that a library draws, not the table's")
     option("--seed", default=time.strftime("%Y-%m-%d"))
     option("--only", default="", help="a regular expression: faults in these places")
-    option("--sample", type=int, default=0, help="so many of them, drawn by the seed")
     option("--minutes", type=float, default=60, help="what is not tried by then is said")
     option("--record", action="store_true", help="play the suites under coverage again")
     given = parser.parse_args()
@@ -285,7 +284,6 @@ def main():
         return 2
     start, faults = time.monotonic(), fresh(given.fresh, given.seed) if given.fresh else known()
     faults = [f for f in faults if re.search(given.only, f"{f['where']} {f['new']}")]
-    faults = random.Random(given.seed).sample(faults, min(given.sample or len(faults), len(faults)))
     for suite in SUITES:
         if given.record or not (KEPT / f"{suite}.coverage").exists():
             record(suite)

@@ -102,12 +102,10 @@ def dispatch(func, args, kwargs):
     here = [t for t in tensors if isinstance(t, Pretend)]
     plain = [t for t in tensors if not isinstance(t, Pretend) and t.dim()]
     target = where(kwargs)
+    on_gpu = target == "cuda" or (target is None and bool(here))
     if name in ("_to_copy", "copy_"):
-        on_gpu = (
-            isinstance(args[0], Pretend)
-            if name == "copy_"
-            else target == "cuda" or (target is None and bool(here))
-        )
+        if name == "copy_":
+            on_gpu = isinstance(args[0], Pretend)
         if here and not on_gpu:
             waits.append("to the CPU")
         elif on_gpu and plain and not (kwargs.get("non_blocking") or args[2:] == (True,)):
@@ -122,7 +120,6 @@ def dispatch(func, args, kwargs):
                 f"{func}: expected all tensors on one device, got cuda:0 and cpu "
                 f"({[list(t.shape) for t in plain]})"
             )
-        on_gpu = target == "cuda" or (target is None and bool(here))
         masks = by_index and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
         if here and (name in VALUES or masks or (by_index and plain)):
             waits.append(name)

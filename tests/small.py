@@ -1,6 +1,7 @@
 """Small federations and models with known answers, for the tests of local training and of the
 algorithms."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +24,10 @@ from pflcore import (
     step,
 )
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, apply
-from pflcore.simulation.round import Setup, State, begin
+from pflcore.simulation.round import Setup, begin
 
 F64 = torch.float64
+copied = deepcopy  # of a state
 Tensors = dict[str, Tensor]
 Setting = Any  # what stays the same over a run: `Simulation(...).setting`
 
@@ -70,12 +72,8 @@ def quadratics(a, b, start=None, rows=1, noise=0.0):
     b differ, their mean does not."""
     a, b = a.double(), b.double()
     n, d = a.shape
-    spread = (
-        noise * torch.linspace(-1, 1, rows, dtype=torch.float64)[:, None]
-        if rows > 1
-        else torch.zeros(1, 1, dtype=torch.float64)
-    )
-    x = a.sqrt()[:, None].expand(n, rows, d).reshape(n * rows, d)
+    spread = noise * torch.linspace(-1, 1, rows, dtype=F64)[:, None]
+    x = a.sqrt().repeat_interleave(rows, 0)
     y = x * (b[:, None] + spread).reshape(n * rows, d)
     index = list(torch.arange(n * rows).split(rows))
     data = Federation(
@@ -166,36 +164,23 @@ def regression(clients, w0=(0.0,), lr=0.1, model=None):
 def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0):
     """What a run keeps the same, with nothing looked at beforehand; a chain is found by a whole
     `Simulation`."""
-    split = next(reversed(data.index))
+    where = {"seed": seed, "hardware": Hardware(engine=engine, workers=workers)}
     if engine == "chain":
-        return Simulation(
-            FedAvg(),
-            net,
-            data,
-            training,
-            rounds,
-            seed=seed,
-            hardware=Hardware(engine=engine, workers=workers),
-            evaluation=Evaluation(split=split),
-        ).setting
+        last = Evaluation(split=next(reversed(data.index)))
+        run = Simulation(FedAvg(), net, data, training, rounds, **where, evaluation=last)
+        return run.setting
     x = torch.ones(2, 1).double()
     other = Federation(x, x, {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]})
-    made = Simulation(
-        FedAvg(),
-        Net(Scale([0.0]), criterion=half_square),
-        other,
-        hardware=Hardware(engine=engine, workers=workers),
-    ).setting
-    return made._replace(net=net, data=data, training=training, seed=seed, rounds=rounds)
+    made = Simulation(FedAvg(), Net(Scale([0.0]), half_square), other, **where).setting
+    return made._replace(net=net, data=data, training=training, rounds=rounds)
 
 
 def play(alg, s, rounds=None, ids=None):
     """The states after each round (copies) and what happened; `ids(round)` names the cohort
     (default: everybody)."""
-    state, found = begin(alg, s.net, s.data.n), []
+    state, found = None, []
     for r in range(1, (s.rounds if rounds is None else rounds) + 1):
-        cohort = torch.arange(s.data.n) if ids is None else torch.tensor(ids(r))
-        state, done = step(Setup(alg, s), state, cohort)
+        state, done = after(alg, s, 1 if ids is None else [ids(r)], state)
         found.append((copied(state), done))
     return found
 
@@ -236,12 +221,6 @@ def swept(names=ALGORITHMS, quick=SIX):
     ]
 
 
-def copied(state):
-    g = {k: v.clone() for k, v in state.server.items()}
-    own = {k: v.clone() for k, v in state.clients.items()}
-    return State(g, own, state.batch_norm.clone(), state.seen.clone(), state.round, state.void)
-
-
 GROUPS: dict[str, Any] = {
     "hardware": (Hardware, ("engine", "workers", "device", "rows")),
     "evaluation": (Evaluation, ("every", "split", "evaluated", "train_loss", "metrics")),
@@ -264,7 +243,7 @@ def grouped(options):
 
 def served(alg, state, up, cohort):
     """The server's state after a round's uploads, by hand; `state` stays as it is."""
-    return apply({k: v.clone() for k, v in state.items()}, alg.update(state, up, cohort)[0])
+    return apply(copied(state), alg.update(state, up, cohort)[0])
 
 
 def fit(clients, start, **options):

@@ -17,21 +17,17 @@ LAYOUTS = ["contiguous", "wide rows", "off by one", "every second column", "tran
 def lay(t, layout):
     """The same values in another place in memory, with NaN in the gaps, so that reading beside a
     row is seen."""
-    rows, cols = t.shape
-    if layout == "wide rows":
-        home = t.new_full((rows, cols + 5), torch.nan)
-        out = home[:, 3 : 3 + cols]
-    elif layout == "off by one":
-        home = t.new_full((rows * cols + 1,), torch.nan)
-        out = home[1:].view(rows, cols)
-    elif layout == "every second column":
-        home = t.new_full((rows, 2 * cols), torch.nan)
-        out = home[:, ::2]
-    elif layout == "transposed":
-        out = t.new_full((cols, rows), torch.nan).T
-    else:
+    if layout == "contiguous":
         return t.clone(memory_format=torch.contiguous_format)
-    return out.copy_(t)
+    rows, cols = t.shape
+    strides, first = {
+        "wide rows": ((cols + 5, 1), 3),
+        "off by one": ((cols, 1), 1),
+        "every second column": ((2 * cols, 2), 0),
+        "transposed": ((1, rows), 0),
+    }[layout]
+    home = t.new_full((2 * rows * (cols + 5),), torch.nan)
+    return home.as_strided(t.shape, strides, first).copy_(t)
 
 
 def randn(seed, *shape, dtype=torch.float64, scale=1.0):

@@ -9,7 +9,7 @@ reference, which runs where no kernel is loaded (`pflcore.backend()`).
 from . import chain as chain  # the ops that only pflcore's own training calls
 from . import reference as reference  # the specification of the five
 from . import stream as stream
-from ._library import Backend, backend
+from ._library import backend
 from .aggregate import aggregate
 from .nearest import Nearest, nearest
 from .rank1 import rank1_linear
@@ -20,7 +20,6 @@ from .weights import TopK, feddwa_weights, waffle_weights
 __version__ = "0.1.0"  # pflcore's, kernels and all
 
 __all__ = [
-    "Backend",
     "Nearest",
     "TopK",
     "aggregate",

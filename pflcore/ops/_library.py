@@ -7,31 +7,33 @@ Python, and torch from 2.10 on (it asks for that version's stable ABI).
 
 import ctypes
 import os
+import re
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
 
 lib = torch.library.Library("pflcore", "FRAGMENT")
+R = TypeVar("R")
 
 
-def define(schema: str, reference: Any, fake: Any) -> Any:
+def define(schema: str, reference: Callable[..., R], fake: Any) -> Callable[..., R]:
     """A new op `pflcore::NAME` with its reference as default body and `fake` for its result's
     shape; returns what calls it."""
     name = schema[: schema.index("(")]
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pflcore::{name}", fake, lib=lib)
-    op = getattr(torch.ops.pflcore, name).default
+    op: Callable[..., R] = getattr(torch.ops.pflcore, name).default
     lib.impl(name, by_cpu(op), "MPS")
     return op
 
@@ -43,12 +45,12 @@ def by_cpu(op: Any) -> Any:
     def run(*args: Any) -> Any:
         device = next(t.device for t in args if isinstance(t, Tensor))
         warn_of_copies(str(device))
-        copies = [t.to("cpu", copy=True) if isinstance(t, Tensor) else t for t in args]
+        copies = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), args)
         out = op(*copies)
         for argument, to, copy in zip(op._schema.arguments, args, copies, strict=False):
             if argument.is_write and isinstance(to, Tensor):
                 to.copy_(copy)
-        return tree_map(lambda t: narrowed(t).to(device), out) if out is not None else None
+        return tree_map_only(Tensor, lambda t: narrowed(t).to(device), out)
 
     return run
 
@@ -90,6 +92,11 @@ def forward_mode() -> bool:
     return any(i.key() == of.TransformType.Grad for i in of.get_interpreter_stack() or ())
 
 
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Before a backward pass that needs the inputs and nothing else."""
+    ctx.save_for_backward(*inputs)
+
+
 def nothing(*args: Any) -> None:
     """The fake of an op that returns nothing."""
 
@@ -99,8 +106,7 @@ def nothing(*args: Any) -> None:
 BUILD = "pip install --force-reinstall --no-deps ."
 
 
-@dataclass(frozen=True)
-class Backend:
+class Backend(NamedTuple):
     """What runs the ops. `str()` of it is one line."""
 
     kernels: bool  # compiled kernels are loaded
@@ -128,10 +134,7 @@ LIBRARY = Path(__file__).parent.parent / "lib_pflcore.so"
 def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
     if os.environ.get("PFLCORE_KERNELS", "1") == "0":
         return None, "PFLCORE_KERNELS=0 leaves the kernels unloaded", None
-    version = [
-        int("".join(filter(str.isdigit, part)) or 0)
-        for part in torch.__version__.split("+")[0].split(".")[:2]
-    ]
+    version = [int(number) for number in re.findall(r"\d+", torch.__version__)[:2]]
     if not [2, 10] <= version < [3]:  # what torch promises of its stable ABI
         return None, "the kernels need torch >= 2.10 and < 3", None
     if not LIBRARY.exists():

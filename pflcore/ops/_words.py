@@ -92,6 +92,14 @@ def whole(op: str, name: str, a: Tensor, other: str, b: Any) -> None:
     beside(op, name, a, other, b)
 
 
+def within(op: str, name: str, index: Tensor, n: int) -> None:
+    """The numbers of `index` are from 0 to n - 1, where they can be looked at."""
+    if concrete(index) and index.numel():
+        low, high = (int(v) for v in index.aminmax())
+        if low < 0 or high >= n:
+            refuse(op, name, f"from 0 to {n - 1}", f"{low} to {high}")
+
+
 def apart(op: str, name: str, t: Tensor) -> None:
     """Its rows can be written: contiguous, and none on another's memory."""
     if t.numel() and t.shape[1] > 1 and t.stride(1) != 1:

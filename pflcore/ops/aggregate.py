@@ -1,6 +1,5 @@
 """aggregate: base + lr * (weight @ updates), dense or by index, in one pass over the updates."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from ._library import BUDGET, changed, define, forward_mode, lib, nothing, warn_
 from ._words import (
     apart,
     beside,
-    concrete,
     expect,
     floating,
     matrix,
@@ -21,6 +19,7 @@ from ._words import (
     shape,
     span,
     whole,
+    within,
 )
 
 
@@ -47,11 +46,12 @@ def aggregate(
     """
     check_aggregate(updates, weight, index, base, lr, out)
     warn_once()
+    how = updates, weight, index, base, lr, bool(precise)
     if forward_mode():
-        return _formula(updates, weight, index, base, lr, precise)
+        return _formula(*how)
     if out is None:
-        return _op(updates, weight, index, base, lr, bool(precise))
-    _op_out(updates, weight, index, base, lr, bool(precise), out)
+        return _op(*how)
+    _op_out(*how, out)
     changed(out)
     return out
 
@@ -69,10 +69,7 @@ def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, o
         whole(op, "updates", updates, "index", index)
         fits = index.shape == weight.shape
         expect(fits, op, "index", f"{list(weight.shape)} like weight", shape(index))
-        if concrete(index) and m and k:
-            low, high = index.aminmax()
-            if low < 0 or high >= n:
-                refuse(op, "index", f"from 0 to {n - 1}", f"{int(low)} to {int(high)}")
+        within(op, "index", index, n)
     elif k != n:
         wanted = f"[M, {n}], a column for each row of updates"
         refuse(op, "weight", wanted, shape(weight), "or give index")
@@ -156,7 +153,7 @@ def reference(
     lr: float,
     precise: bool,
 ) -> Tensor:  # [M, P]
-    """The same into a fresh result of base's dtype, or else of updates'."""
+    """`reference_out` into a fresh result of base's dtype, or else of updates'."""
     out = _fake(updates, weight, index, base)
     reference_out(updates, weight, index, base, lr, precise, out)
     return out
@@ -212,13 +209,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_updates, grad_weight, None, grad_base, None, None
 
 
-_op: Callable[..., Tensor] = define(
+_op = define(
     "aggregate(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool precise) "
     "-> Tensor",
     reference,
     _fake,
 )
-_op_out: Callable[..., None] = define(
+_op_out = define(
     "aggregate_out(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool "
     "precise, Tensor(a!) out) -> ()",
     reference_out,

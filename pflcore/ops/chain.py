@@ -75,51 +75,60 @@ def forward(program: Tensor, w: Tensor, x: Tensor, seeds: Tensor | None) -> Tens
     mode."""
     s, random = len(w), 0
 
-    def part(at: float, *sizes: int) -> Tensor:
-        return w[:, int(at) : int(at) + math.prod(sizes)].view(s, *sizes)
+    def part(at: int, *sizes: int) -> Tensor:
+        return w[:, at : at + math.prod(sizes)].view(s, *sizes)
 
     for kind, *field in program.tolist():
-        name, n = KINDS[int(kind)], [int(f) for f in field]
-        if name == "linear":
-            x = x.flatten(2)
-            y = torch.bmm(x, part(n[1], n[0], x.shape[2]).mT)
-            x = y if n[2] < 0 else y + part(n[2], 1, n[0])
-        elif name == "conv":
-            weight = part(n[6], n[0], x.shape[2], n[1], n[2])
-            bias = None if n[7] < 0 else part(n[7], n[0]).reshape(-1)
-            many = x.transpose(0, 1).flatten(1, 2)
-            y = F.conv2d(many, weight.flatten(0, 1), bias, n[3], (n[4], n[5]), groups=s)
-            x = y.unflatten(1, (s, n[0])).transpose(0, 1)
-        elif name == "pool":
-            pool = F.max_pool2d if n[0] == 1 else F.avg_pool2d
-            x = pool(x.flatten(0, 1), (n[1], n[2]), (n[3], n[4])).unflatten(0, x.shape[:2])
-        elif name == "act":
-            x = ACTS[n[0] - 1](x)
-        elif name == "flatten":
-            x = x.flatten(2)
-        elif name == "dropout":
-            if seeds is not None and field[0] < 1:
-                keep = uniform(seeds, random, x.shape[1:]) >= round(field[0] * (1 << 24))
-                x = x * keep.to(x.dtype) / (1 - field[0])
-            elif seeds is not None:
-                x = x * 0
-            random += 1
-        elif name == "norm":
-            y = x.reshape(*x.shape[:2], n[0], -1)
-            gap = y - y.mean(-1, keepdim=True)
-            y = (gap / (gap.square().mean(-1, keepdim=True) + field[2]).sqrt()).view(x.shape)
-            if n[3] >= 0:
-                flat = y.flatten(2)
-                weight, bias = (
-                    part(at, flat.shape[2] // n[1]).repeat_interleave(n[1], 1)[:, None]
-                    for at in n[3:5]
-                )
-                y = (flat * weight + bias).view(x.shape)
-            x = y
-        else:
-            lam = part(n[0], 1, x.shape[2])
-            x = torch.where(lam != 0, x * lam, 0.0)
+        match KINDS[int(kind)], [int(f) for f in field]:
+            case "linear", [outputs, weight, bias, *_]:
+                x = x.flatten(2)
+                y = torch.bmm(x, part(weight, outputs, x.shape[2]).mT)
+                x = y if bias < 0 else y + part(bias, 1, outputs)
+            case "conv", [outputs, height, width, stride, above, left, weight, bias]:
+                filters = part(weight, outputs, x.shape[2], height, width).flatten(0, 1)
+                offsets = None if bias < 0 else part(bias, outputs).flatten()
+                images = x.transpose(0, 1).flatten(1, 2)
+                y = F.conv2d(images, filters, offsets, stride, (above, left), groups=s)
+                x = y.unflatten(1, (s, outputs)).transpose(0, 1)
+            case "pool", [form, height, width, down, across, *_]:
+                pool = F.max_pool2d if form == 1 else F.avg_pool2d
+                y = pool(x.flatten(0, 1), (height, width), (down, across))
+                x = y.unflatten(0, x.shape[:2])
+            case "act", [number, *_]:
+                x = ACTS[number - 1](x)
+            case "flatten", _:
+                x = x.flatten(2)
+            case "dropout", _:
+                if seeds is not None:
+                    x = dropped(x, field[0], uniform(seeds, random, x.shape[1:]))
+                random += 1
+            case "norm", [groups, share, _, weight, bias, *_]:
+                y = normed(x, groups, field[2]).flatten(2)
+                if weight >= 0:
+                    scale, offset = (
+                        part(at, y.shape[2] // share).repeat_interleave(share, 1)[:, None]
+                        for at in (weight, bias)
+                    )
+                    y = y * scale + offset
+                x = y.view(x.shape)
+            case _, [factors, *_]:
+                lam = part(factors, 1, x.shape[2])
+                x = torch.where(lam != 0, x * lam, 0.0)
     return x.flatten(2)
+
+
+def dropped(x: Tensor, p: float, drawn: Tensor) -> Tensor:
+    """`x` without the elements whose number from 0 to 2^24 - 1 is below `p` times 2^24, the others
+    scaled up."""
+    return x * (drawn >= round(p * (1 << 24))).to(x.dtype) / (1 - p) if p < 1 else x * 0
+
+
+def normed(x: Tensor, groups: int, eps: float) -> Tensor:
+    """Each sample of `x` [s, B, ...], its features in `groups`, without their mean and divided by
+    their deviation."""
+    y = x.reshape(*x.shape[:2], groups, -1)
+    gap = y - y.mean(-1, keepdim=True)
+    return gap / (gap.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
@@ -181,16 +190,15 @@ def sgd_reference(w: Tensor, *args: Any) -> Tensor:  # [S] float64, the sum of b
     """
     head, (order, size, steps, batch_size, drop_last, seeds) = Head(*args[:HEAD]), args[HEAD:][:6]
     lr, shift, mask, mu, mu_rows, anchor, momentum, weight_decay, clip, grad_sum = args[HEAD + 6 :]
-    device = w.device
-    buffer = torch.zeros_like(w) if momentum else None
+    device, buffer = w.device, torch.zeros_like(w) if momentum else None
     loss = torch.zeros(len(w), dtype=torch.float64, device=device)
-    whole = torch.clamp(size, max=batch_size).clamp(min=1)
+    whole = size.clamp(1, batch_size)
     cuts = (size // whole if drop_last else -(size // -whole)).clamp(min=1)
     at = torch.arange(min(batch_size, max(1, order.shape[2])))
     for k in range(int(steps.max()) if len(steps) else 0):
         on = (steps > k).nonzero()[:, 0]  # those who still train
-        turn = k % cuts[on]
-        first, epoch = turn * whole[on], k // cuts[on]
+        turn, epoch = k % cuts[on], k // cuts[on]
+        first = turn * whole[on]
         inside = at < torch.minimum(whole[on], size[on] - first)[:, None]  # [s, B]
         place = (first[:, None] + at) * inside
         some, epoch = on.to(device), epoch.to(device)
@@ -285,7 +293,7 @@ def _fake(kind: str) -> Callable[..., Any]:
     return fake
 
 
-_chain_sgd_: Callable[..., Tensor] = define(
+_chain_sgd_ = define(
     f"chain_sgd_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, bool drop_last, "
     "Tensor? seeds, float lr, "
     "Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? anchor, float momentum, float "
@@ -304,12 +312,12 @@ def chain_sgd_(w: Tensor, *args: Any) -> Tensor:
     return loss
 
 
-chain_grad: Callable[..., tuple[Tensor, Tensor]] = define(
+chain_grad = define(
     f"chain_grad(Tensor w, {_HEAD}, Tensor size, Tensor? seeds) -> (Tensor, Tensor)",
     grad_reference,
     _fake("grad"),
 )
-chain_eval: Callable[..., tuple[Tensor, Tensor, Tensor]] = define(
+chain_eval = define(
     f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, Tensor)",
     eval_reference,
     _fake("eval"),

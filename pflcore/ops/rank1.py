@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import define, forward_mode, lib, warn_once
+from ._library import define, forward_mode, lib, save_inputs, warn_once
 from ._words import check_same, floating, refuse, shape
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)  # what autocast may cast
@@ -50,13 +50,15 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
     if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:  # nothing but a larger batch
         y = _differentiable(x.flatten(0, -2), w_a, lam, w_b)
         return y.reshape(*x.shape[:-1], y.shape[-1])
-    last = len(lead) - 1
-    flat = [
-        t if t.dim() == own else t.expand(*lead, *t.shape[t.dim() - own :]).flatten(0, last)
-        for t, own in inputs
-    ]
-    y = _differentiable(*flat)
+    y = _differentiable(*[_flat(t, own, lead) for t, own in inputs])
     return y.reshape(*lead, *y.shape[1:])
+
+
+def _flat(t: Tensor, own: int, lead: tuple[int, ...]) -> Tensor:
+    """`t` with one axis of clients for the axes `lead`; as it is where it has none."""
+    if t.dim() == own:
+        return t
+    return t.expand(*lead, *t.shape[t.dim() - own :]).flatten(0, len(lead) - 1)
 
 
 def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
@@ -150,10 +152,10 @@ def _fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return tuple(t.new_empty(t.shape if need else (0,)) for t, need in pairs)
 
 
-_op: Callable[..., Tensor] = define(
+_op = define(
     "rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference, _fake
 )
-_op_backward: Callable[..., tuple[Tensor, ...]] = define(
+_op_backward = define(
     "rank1_linear_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, "
     "bool need_a, bool need_lam, "
     "bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -165,10 +167,6 @@ _op_backward: Callable[..., tuple[Tensor, ...]] = define(
 # --- autograd ---------------------------------------------------------------
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w_a, lam, w_b = ctx.saved_tensors
     # a second derivative is wanted: the same formula in differentiable torch
@@ -178,7 +176,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True))
 
 
-torch.library.register_autograd("pflcore::rank1_linear", _backward, setup_context=_setup, lib=lib)
+torch.library.register_autograd(
+    "pflcore::rank1_linear", _backward, setup_context=save_inputs, lib=lib
+)
 
 
 class _Rank1(torch.autograd.Function):
@@ -214,12 +214,11 @@ def _clients_first(
     out = [t if d is None else t.movedim(d, 0) for t, d in zip(args, in_dims, strict=True)]
     if any(has):
         at = has.index(True)
-        n = out[at].shape[0 if in_dims[at] is None else 1]
-        for k, (t, dim) in enumerate(zip(out, in_dims, strict=True)):
-            if dim is not None or has[k]:
-                t = t if dim is not None else t[None]
-                t = t if has[k] else t[:, None]
-                out[k] = t.expand(size, n, *t.shape[2:]).flatten(0, 1)
+        lead = size, out[at].shape[in_dims[at] is not None]
+        wide = [
+            t if d is None or h else t[:, None] for t, d, h in zip(out, in_dims, has, strict=True)
+        ]
+        out = [_flat(t, o, lead) for t, o in zip(wide, own, strict=True)]
     return out, has
 
 

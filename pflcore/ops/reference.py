@@ -23,7 +23,6 @@ __all__ = [
     "feddwa_weights",
     "pairwise_sqdist",
     "rank1_linear",
-    "rank1_linear_backward",
     "sgd_step_",
     "waffle_weights",
 ]

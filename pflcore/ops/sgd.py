@@ -1,6 +1,6 @@
 """sgd_step_: one SGD step on flat rows, in place and in one pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,8 +80,11 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
     elif momentum:
         wanted = f"{list(w.shape)} where momentum is {momentum}"
         refuse(op, "buffer", wanted, "None", "use torch.zeros_like(w)")
-    if type(mu) is not float:
-        _check_mu(op, w, mu)
+    if isinstance(mu, Tensor) and mu.dim():
+        expect(mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", shape(mu))
+        beside(op, "w", w, "mu", mu)
+    else:
+        number(op, "mu", mu)
     if anchor is None and (isinstance(mu, Tensor) or mu != 0):
         refuse(op, "anchor", f"{list(w.shape)} where mu is given", "None")
     if forward_mode():
@@ -89,14 +92,6 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
         refuse(op, "w", wanted, "a step inside of it", remedy)
     if not torch.compiler.is_compiling():
         _check_memory(op, w, buffer, (grad, shift, mask, anchor, mu))
-
-
-def _check_mu(op: str, w: Tensor, mu: Any) -> None:
-    """`mu` is a number, or one for each row."""
-    if not (isinstance(mu, Tensor) and mu.dim()):
-        return number(op, "mu", mu)
-    expect(mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", shape(mu))
-    beside(op, "w", w, "mu", mu)
 
 
 def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
@@ -173,7 +168,7 @@ def reference(
     w.sub_(lr * d if mask is None else lr * mask * d)
 
 
-_op: Callable[..., None] = define(
+_op = define(
     "sgd_step_(Tensor(a!) w, Tensor grad, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? "
     "mu_rows, Tensor? anchor, "
     "float momentum, Tensor(b!)? buffer, float weight_decay) -> ()",

@@ -1,14 +1,13 @@
 """pairwise_sqdist: squared distances of rows, subtracted before they are squared."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._library import BUDGET, define, forward_mode, lib, warn_once
+from ._library import BUDGET, define, forward_mode, lib, save_inputs, warn_once
 from ._words import check_same, concrete, expect, matrix, refuse, shape, whole
 
 LEAF = 1 << 12  # columns that the reference folds at a time
@@ -105,10 +104,6 @@ def _fake(a: Tensor, b: Tensor | None, index: Tensor | None = None) -> Tensor:
     return a.new_empty(a.shape[0], n, dtype=torch.float64)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor | None], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     a, b, index = ctx.saved_tensors
     if index is not None:
@@ -137,9 +132,7 @@ def _pull(
     return torch.where(lost, math.nan, 2 * (grad.sum(1, keepdim=True) * x - grad @ y)).to(a.dtype)
 
 
-_op: Callable[..., Tensor] = define(
-    "pairwise_sqdist(Tensor a, Tensor? b, Tensor? index=None) -> Tensor", reference, _fake
-)
+_op = define("pairwise_sqdist(Tensor a, Tensor? b, Tensor? index=None) -> Tensor", reference, _fake)
 torch.library.register_autograd(
-    "pflcore::pairwise_sqdist", _backward, setup_context=_setup, lib=lib
+    "pflcore::pairwise_sqdist", _backward, setup_context=save_inputs, lib=lib
 )

@@ -8,7 +8,6 @@ the kernels, bit for bit what the ops give for the same rows in memory.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, cast
@@ -17,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import Kind, Names, are_names, checked, some
+from pflcore.check import Kind, Names, are_names, checked
 
 from ._words import expect, matrix, meet, refuse, same_view, shape, span
 from .aggregate import aggregate as aggregate_op
 from .aggregate import check_aggregate, check_out, dtypes
 from .sqdist import pairwise_sqdist as sqdist_op
 
-__all__ = ["Files", "Progress", "Rows", "aggregate", "pairwise_sqdist"]
+__all__ = ["Files", "aggregate", "pairwise_sqdist"]
 
 BYTES = 1 << 28  # of rows that are held at a time
 FLOATS = ("F16", "BF16", "F32", "F64")  # as files call them
@@ -37,10 +36,10 @@ Bar = Annotated[
 ]
 
 
-def meter(progress: Progress | bool | None) -> Progress | None:
+def meter(progress: Progress | bool | None) -> Progress:
     """The function that a call reports to. True is a bar of tqdm's; ImportError without tqdm."""
     if not isinstance(progress, bool):
-        return progress
+        return progress or (lambda done, of: None)
     try:
         from tqdm import tqdm
     except ImportError:
@@ -60,8 +59,8 @@ def meter(progress: Progress | bool | None) -> Progress | None:
 
 
 class Rows(Protocol):
-    """N rows of P numbers that can be read again: `shape` is [N, P], a slice of rows gives them as
-    a tensor or a numpy array."""
+    """N rows of P numbers that can be read again, as a tensor is: `shape` is [N, P], a slice of
+    rows gives them as a tensor or a numpy array."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -73,11 +72,6 @@ class Rows(Protocol):
         ...
 
 
-DENSE = Kind(
-    "a dense tensor or rows to read",
-    lambda v: not (isinstance(v, Tensor) and v.layout is not torch.strided),
-)
-Dense = Annotated[Tensor | Rows, DENSE]
 UPDATES = Kind(
     "rows [N, P] or blocks of them",
     lambda v: hasattr(v, "shape") or (hasattr(v, "__iter__") and not (v and are_names(v))),
@@ -93,16 +87,10 @@ class Files:
     one dtype and of the same sizes. Needs the package safetensors (ImportError).
     """
 
-    def __init__(
-        self,
-        paths: Annotated[Sequence[str | Path], some("a list of files")],
-        keys: Names | None = None,
-    ) -> None:
+    def __init__(self, paths: Sequence[str | Path], keys: Names | None = None) -> None:
         self.paths = list(paths)
         self.keys = [keys] if isinstance(keys, str) else keys and list(keys)
         expect(len(self.paths) > 0, "Files", "paths", "at least one file", "none")
-        wrong = next((p for p in self.paths if not isinstance(p, str | os.PathLike)), None)
-        expect(wrong is None, "Files", "paths", "names of files", repr(wrong))
         self._first, self._shapes = self._row(0)
         self.shape = (len(self.paths), len(self._first))
 
@@ -142,15 +130,6 @@ class Files:
         return torch.stack(picked) if picked else self._first.new_empty(0, self.shape[1])
 
 
-def block(
-    rows: Tensor | Rows,  # [N, P]
-    first: int,
-    last: int,
-) -> Tensor:  # [last - first, P]
-    """The rows first:last as a tensor."""
-    return tensor_of(rows[first:last])
-
-
 def tensor_of(part: Any) -> Tensor:
     """A tensor as it is, an array of any memory as a tensor, where that can be without a copy."""
     if isinstance(part, Tensor):
@@ -163,76 +142,77 @@ def tensor_of(part: Any) -> Tensor:
 
 
 def take(
-    rows: Tensor | Rows,  # [N, P]
-    index: Tensor,  # [n] int64
+    rows: Rows,  # [N, P]
+    index: Tensor,  # [n] int64, n > 0
 ) -> Tensor:  # [n, P]
     """These rows as a tensor: a view or one slice where they are neighbours, else slice by
     slice."""
-    if len(index) == 0 or bool((index.diff() == 1).all()):
-        first = int(index[0]) if len(index) else 0
-        return block(rows, first, first + len(index))
-    if isinstance(rows, Tensor):
+    cuts = torch.nonzero(index.diff() != 1)[:, 0] + 1
+    if len(cuts) and isinstance(rows, Tensor):
         return rows[index]
-    bounds = [0, *(torch.nonzero(index.diff() != 1)[:, 0] + 1).tolist(), len(index)]
-    runs = itertools.pairwise(bounds)
-    return torch.cat([block(rows, int(index[i]), int(index[j - 1]) + 1) for i, j in runs])
+    runs = index.tensor_split(cuts.tolist())
+    parts = [tensor_of(rows[int(run[0]) : int(run[-1]) + 1]) for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def check_rows(op: str, name: str, rows: Any) -> Tensor:
-    """`rows` is a matrix or something with a shape [N, P] and slices; returns an empty slice of it:
-    its dtype, device and P."""
-    fine = hasattr(rows, "__getitem__") and len(getattr(rows, "shape", ())) == 2
-    if not fine and not isinstance(rows, Tensor):
-        wanted = "a tensor, or rows with a shape [N, P] and slices"
-        refuse(op, name, wanted, shape(rows), kind=TypeError)
-    none = block(rows, 0, 0)
-    matrix(op, name, none, "[N, P]")
-    return none
+    """`rows` is a matrix or something with a shape [N, P] and slices; a tensor of its dtype, device
+    and P."""
+    if not isinstance(rows, Tensor):
+        if not hasattr(rows, "__getitem__") or len(getattr(rows, "shape", ())) != 2:
+            wanted = "a tensor, or rows with a shape [N, P] and slices"
+            refuse(op, name, wanted, shape(rows), kind=TypeError)
+        rows = tensor_of(rows[:0])
+    matrix(op, name, rows, "[N, P]")
+    return cast(Tensor, rows)
 
 
-def at_once(rows: Tensor | Rows) -> int:
+def at_once(rows: Rows) -> int:
     """How many rows are BYTES."""
-    return BYTES // max(1, rows.shape[1] * block(rows, 0, 0).element_size())
+    return BYTES // max(1, rows.shape[1] * tensor_of(rows[:0]).element_size())
 
 
-def spans(rows: Tensor | Rows) -> Iterator[tuple[int, int]]:
-    """first, last of the blocks in which rows are read: of BYTES at most, at least a row."""
-    step = max(1, at_once(rows))
-    return ((first, min(first + step, rows.shape[0])) for first in range(0, rows.shape[0], step))
+def read(
+    rows: Rows,  # [N, P]
+    first: int = 0,
+    step: int | None = None,
+) -> Iterator[tuple[slice, Tensor]]:
+    """The rows from `first` on in blocks of `step`, by default of BYTES but at least a row: the
+    place of each block, and its rows [n, P]."""
+    n, step = rows.shape[0], step or max(1, at_once(rows))
+    for start in range(first, n, step):
+        place = slice(start, min(start + step, n))
+        yield place, tensor_of(rows[place])
 
 
 @checked
 def pairwise_sqdist(
-    a: Dense,  # [M, P]
-    b: Dense | None = None,  # [N, P]; None: b = a
+    a: Rows,  # [M, P]
+    b: Rows | None = None,  # [N, P]; None: b = a
     progress: Bar | None = None,
 ) -> Tensor:  # [M, N] float64
     """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile; `progress(done,
     of)` counts the rows of a, and `progress=True` shows a bar."""
-    progress = meter(progress)
+    report = meter(progress)
     for name, rows in (("a", a), *([] if b is None else [("b", b)])):
         check_rows("pairwise_sqdist", name, rows)
     other = a if b is None else b
     out = torch.zeros(a.shape[0], other.shape[0], dtype=torch.float64)
-    for first, last in spans(a):
-        x = block(a, first, last)
-        for low, high in spans(other):
-            if b is None and low == first:
-                out[first:last, low:high] = sqdist_op(x)
-            elif b is not None or low > first:
-                tile = sqdist_op(x, block(other, low, high))
-                out[first:last, low:high] = tile
-                if b is None:
-                    out[low:high, first:last] = tile.T
-        if progress:
-            progress(last, a.shape[0])
+    for some, x in read(a):
+        if b is None:
+            out[some, some] = sqdist_op(x)
+        for others, y in read(other, some.stop if b is None else 0):
+            out[some, others] = sqdist_op(x, y)
+            if b is None:
+                out[others, some] = out[some, others].T
+        report(some.stop, a.shape[0])
     return out
 
 
 @checked
 def aggregate(
     # [N, P], or blocks [n, P] of N rows in all
-    updates: Annotated[Tensor | Rows | Iterable[Any], UPDATES],
+    updates: Annotated[Rows | Iterable[Any], UPDATES],
     weight: Tensor,  # [M, N], or [M, K] with index
     index: Tensor | None = None,  # [M, K] int64
     base: Tensor | None = None,  # [P] or [M, P]
@@ -250,62 +230,70 @@ def aggregate(
     rows of updates, with `index` those of the result; True shows a bar. Errors are those of
     `pflcore.aggregate`.
     """
-    progress = meter(progress)
+    report, rows = meter(progress), cast(Any, updates)
     matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
-    again = hasattr(updates, "shape")
-    came = type(updates).__name__
-    wanted = "rows that can be read again where index is given"
-    expect(index is None or again, "aggregate", "updates", wanted, came)
-    rows, n = cast(Any, updates), weight.shape[1]
-    if again:
-        none = check_rows("aggregate", "updates", rows)
-        alike = _alike(none, *rows.shape)
-        check_aggregate(rows if isinstance(rows, Tensor) else alike, weight, index, base, lr, None)
-        check_result(rows, alike, weight, index, base, out)
-        n = rows.shape[0]
-    if index is None:
-        blocks = (block(rows, a, min(a + CHUNK, n)) for a in range(0, n, CHUNK))
-        result = _dense(blocks if again else _blocks(rows, n), weight, base, lr, precise, progress)
-        if out is None:
-            return result
-        if not again:
-            alike = _alike(result, n, result.shape[1])
-            check_result(alike, alike, weight, None, result, out)
-        out[:] = result
-        return out
+    if hasattr(updates, "shape"):
+        first, n = check_rows("aggregate", "updates", rows), rows.shape[0]
+        expect(n > 0 or index is not None, "aggregate", "updates", "at least one row", "none")
+        blocks: Iterator[Tensor] = (block for _, block in read(rows, step=CHUNK))
+    else:
+        wanted = "rows that can be read again where index is given"
+        expect(index is None, "aggregate", "updates", wanted, type(updates).__name__)
+        n = weight.shape[1]
+        blocks = _blocks(rows, n)
+        first = next(blocks)
+        blocks = itertools.chain([first], blocks)
+    # what the checks look at takes no room
+    p, first = first.shape[1], first.new_empty(1, 1, requires_grad=first.requires_grad)
+    like = rows if isinstance(rows, Tensor) else first.expand(n, p)
+    check_aggregate(like, weight, index, base, lr, None)
+    check_result(rows, like, weight, index, base, out)
+    if index is not None:
+        return _by_index(rows, like, weight, index, base, lr, out, precise, report)
+    result = _dense(blocks, like, weight, base, lr, precise, report)
     if out is None:
-        out = torch.empty(
-            len(weight), rows.shape[1], dtype=none.dtype if base is None else base.dtype
-        )
-    step = max(1, at_once(rows) // max(1, index.shape[1]))
-    for first in range(0, len(weight), step):
-        some = slice(first, first + step)
-        # what has no weight is not read
-        used = index[some][(lr * weight[some].double()) != 0].unique()
-        slot = torch.zeros(n, dtype=torch.int64, device=index.device)
-        slot[used] = torch.arange(len(used), device=index.device)
-        start = base[some] if base is not None and base.dim() == 2 else base
-        part = take(rows, used) if len(used) else none.new_zeros(1, rows.shape[1])
-        out[some] = aggregate_op(part, weight[some], slot[index[some]], start, lr, precise=precise)
-        if progress:
-            progress(min(first + step, len(weight)), len(weight))
+        return result
+    out[:] = result
     return out
 
 
-def _alike(t: Tensor, *shape: int) -> Tensor:
-    """A tensor of this shape like `t`, which takes no room."""
-    return t.new_empty(1, 1).expand(shape)
+def _by_index(
+    rows: Rows,
+    like: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    base: Tensor | None,
+    lr: float,
+    out: Any,
+    precise: bool,
+    report: Progress,
+) -> Any:  # [M, P]
+    """As many results at a time as BYTES hold the rows of."""
+    m, p = len(weight), like.shape[1]
+    if out is None:
+        out = torch.empty(m, p, dtype=dtypes(like, base, precise)[0])
+    step = max(1, at_once(rows) // max(1, index.shape[1]))
+    for first in range(0, m, step):
+        some = slice(first, first + step)
+        # what has no weight is not read
+        used = index[some][(lr * weight[some].double()) != 0].unique()
+        part = take(rows, used) if len(used) else like.new_zeros(1, p)
+        place = torch.searchsorted(used, index[some].contiguous()).clamp(max=len(part) - 1)
+        start = base[some] if base is not None and base.dim() == 2 else base
+        out[some] = aggregate_op(part, weight[some], place, start, lr, precise=precise)
+        report(min(first + step, m), m)
+    return out
 
 
 def check_result(
-    rows: Any, alike: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
+    rows: Any, like: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
 ) -> None:
     """The `out` of `aggregate`: as the op wants it where it is a tensor, else of that shape and
     floating point; with `index` it has memory of its own."""
     if isinstance(out, Tensor):
-        check_out(rows if isinstance(rows, Tensor) else alike, weight, index, base, out)
+        check_out(like, weight, index, base, out)
     elif out is not None:
-        wanted, kind = [len(weight), alike.shape[1]], getattr(out, "dtype", np.dtype(float)).kind
+        wanted, kind = [len(weight), like.shape[1]], getattr(out, "dtype", np.dtype(float)).kind
         fits = list(getattr(out, "shape", ())) == wanted and kind == "f"
         expect(fits, "aggregate", "out", f"{wanted} of floating point", shape(out))
     if out is None or index is None:
@@ -333,9 +321,9 @@ def _memory(rows: Any) -> list[tuple[int, int] | None]:
         return [span(rows)]
     if isinstance(rows, np.ndarray):
         first = rows.__array_interface__["data"][0]
-        reach = [(n - 1) * step for n, step in zip(rows.shape, rows.strides, strict=True)]
-        low, high = (sum(r for r in reach if (r < 0) is below) for below in (True, False))
-        return [(first + low, first + high + rows.itemsize)] if rows.size else []
+        (n, p), (down, across) = rows.shape, rows.strides
+        corners = [first + i * down + j * across for i in (0, n - 1) for j in (0, p - 1)]
+        return [(min(corners), max(corners) + rows.itemsize)] if rows.size else []
     ends = (rows[i : i + 1] for i in (0, rows.shape[0] - 1))
     return [where for end in ends if isinstance(end, Tensor | np.ndarray) for where in _memory(end)]
 
@@ -355,39 +343,33 @@ def _blocks(updates: Iterable[Any], n: int) -> Iterator[Tensor]:
         while len(held[0]) >= CHUNK:
             yield held[0][:CHUNK]
             held = [held[0][CHUNK:]]
-    expect(done == n, "aggregate", "updates", wanted, str(done))
-    if held and len(held[0]):
+    expect(done == n and held != [], "aggregate", "updates", wanted, str(done))
+    if len(held[0]):
         yield held[0]
 
 
 def _dense(
     blocks: Iterator[Tensor],
+    like: Tensor,
     weight: Tensor,
     base: Tensor | None,
     lr: float,
     precise: bool,
-    progress: Progress | None,
+    report: Progress,
 ) -> Tensor:  # [M, P]
     """The sum of the blocks' sums, in float64 where there are several, as the kernel takes them."""
-    n, done = weight.shape[1], 0
-    total: Tensor | None = None
+    (n, p), done = like.shape, 0
+    if n <= CHUNK:
+        (rows,) = blocks
+        report(n, n)
+        return aggregate_op(rows, weight, None, base, lr, precise=precise)
+    dtype, wide = dtypes(like, base, precise)
+    zero = like.new_zeros(p, dtype=wide)
+    total = like.new_zeros(len(weight), p, dtype=torch.float64)
     for rows in blocks:
         some = weight[:, done : done + len(rows)]
-        if n <= CHUNK:
-            total = aggregate_op(rows, some, None, base, lr, precise=precise)
-        else:
-            if total is None:
-                check_aggregate(rows, some, None, base, lr, None)
-            dtype, wide = dtypes(rows, base, precise)
-            zero = torch.zeros(rows.shape[1], dtype=wide, device=rows.device)
-            part = aggregate_op(rows, some, None, zero, lr, precise=precise)
-            total = part.double() if total is None else total.add_(part)
+        total += aggregate_op(rows, some, None, zero, lr, precise=precise)
         done += len(rows)
-        if progress:
-            progress(done, n)
-    if total is None:
-        refuse("aggregate", "updates", "at least one row", "none")
-    if n > CHUNK:
-        total = total.to(wide)
-        total = (total if base is None else base.to(wide) + total).to(dtype)
-    return total
+        report(done, n)
+    total = total.to(wide)
+    return (total if base is None else base.to(wide) + total).to(dtype)

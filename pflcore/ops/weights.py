@@ -2,14 +2,13 @@
 float64."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._library import define, warn_once
-from ._words import concrete, expect, floating, is_int, matrix, number, refuse, shape, whole
+from ._words import expect, floating, is_int, matrix, number, refuse, shape, whole, within
 
 
 class TopK(NamedTuple):
@@ -89,9 +88,7 @@ def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> 
     whole(op, "dist", dist, "target", target)
     if target.dim() and target.shape != dist.shape[:-1]:
         refuse(op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target))
-    if concrete(target) and target.numel():
-        low, high = (int(v) for v in target.aminmax())
-        expect(low >= 0 and high < n, op, "target", f"from 0 to {n - 1}", f"{low} to {high}")
+    within(op, "target", target, n)
     at: Tensor = target
     return at
 
@@ -150,12 +147,12 @@ def _fake_feddwa(sqdist: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return weight, sqdist.new_empty(m, kept, dtype=torch.int64)
 
 
-_waffle: Callable[..., Tensor] = define(
+_waffle = define(
     "waffle_weights(Tensor dist, Tensor target, float omega, float psi, bool uniform_ties) -> "
     "Tensor",
     waffle_reference,
     _fake_waffle,
 )
-_feddwa: Callable[..., tuple[Tensor, Tensor]] = define(
+_feddwa = define(
     "feddwa_weights(Tensor sqdist, int k) -> (Tensor, Tensor)", feddwa_reference, _fake_feddwa
 )

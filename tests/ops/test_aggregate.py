@@ -145,16 +145,17 @@ def test_a_column_has_the_same_bits_wherever_it_stands(m, n, p, sparse):
     assert torch.equal(aggregate(updates[:, 77:], weight, index, base[:, 77:]), want[:, 77:])
 
 
-@pytest.mark.parametrize("form", ["dense", "by index"])
-def test_nothing(form):
-    def by(m, k):
-        return None if form == "dense" else torch.zeros(m, k, dtype=torch.int64)
+def test_gradients_of_float32_are_those_of_float64():
+    """Rounded once."""
 
-    base, weight = randn(1, 5, dtype=F32), torch.ones(2, 0)
-    assert torch.equal(aggregate(torch.zeros(3, 0), torch.ones(2, 3), by(2, 3)), torch.zeros(2, 0))
-    assert aggregate(torch.zeros(3, 5), torch.ones(0, 3), by(0, 3)).shape == (0, 5)
-    assert torch.equal(aggregate(torch.zeros(0, 5), weight, by(2, 0)), torch.zeros(2, 5))
-    assert torch.equal(aggregate(torch.zeros(0, 5), weight, by(2, 0), base), base.expand(2, -1))
+    def gradients(dtype):
+        shapes = (20, 67), (5, 20), (5, 67), (5, 67)
+        u, w, b, grad = (randn(k, *s, dtype=F32).to(dtype) for k, s in enumerate(shapes))
+        leaves = [t.requires_grad_() for t in (u, w, b)]
+        return torch.autograd.grad(aggregate(u, w, base=b), leaves, grad)
+
+    for narrow, wide in zip(gradients(F32), gradients(F64), strict=True):
+        torch.testing.assert_close(narrow.double(), wide, rtol=1e-7, atol=0)
 
 
 # --- out --------------------------------------------------------------------

@@ -75,16 +75,6 @@ def test_a_factor_that_is_off_may_hold_anything(isa, dtype):
         assert all(equal) or isa == "references"
 
 
-def test_second_derivative():
-    leaves = [t.requires_grad_() for t in factors(3, 4, 5, 2)]
-
-    def penalty(call):
-        (g,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[0], create_graph=True)
-        return torch.autograd.grad(g.square().sum(), leaves)
-
-    torch.testing.assert_close(penalty(rank1_linear), penalty(dense))
-
-
 # --- vmap -------------------------------------------------------------------
 
 

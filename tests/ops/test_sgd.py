@@ -1,51 +1,11 @@
-"""sgd_step_: one pass of SGD on flat rows, against torch.optim.SGD; which memory it may have."""
+"""sgd_step_: the same bits for a row alone, rows that are shared; which memory it may have."""
 
 import pytest
 import torch
-from laws import stepped
 from tolerance import F32, F64
-from ugly import intact, lay, randn, refuses
+from ugly import randn, refuses
 
 from pflcore import ops
-
-
-@pytest.mark.usefixtures("isa")
-def test_like_torch_optim():
-    """Three steps with momentum and weight decay."""
-    ours = randn(0, 3, 1001, dtype=F32)
-    theirs, buffer = torch.nn.Parameter(ours.clone()), torch.zeros_like(ours)
-    optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.01)
-    for k in range(3):
-        grad = randn(1 + k, 3, 1001, dtype=F32)
-        ops.sgd_step_(ours, grad, 0.1, momentum=0.9, buffer=buffer, weight_decay=0.01)
-        theirs.grad = grad
-        optimizer.step()
-    torch.testing.assert_close(ours, theirs.detach())
-
-
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("gapped", range(6))
-def test_one_row_stride_unlike_the_others(gapped):
-    t = [randn(k, 3, 37, dtype=F32) for k in range(6)]
-    wide = [x.double() for x in t]
-    t[gapped] = lay(t[gapped], "wide rows")
-    w, grad, shift, mask, anchor, buffer = t
-    ops.sgd_step_(w, grad, 0.1, shift, mask, 0.5, anchor, 0.9, buffer, 0.01)
-    want = stepped(*wide[:2], 0.1, *wide[2:4], 0.5, wide[4], 0.9, wide[5], 0.01)
-    for got, value in zip((w, buffer), want, strict=True):
-        torch.testing.assert_close(got.double(), value, rtol=1e-5, atol=1e-5)
-        assert intact(got)
-
-
-@pytest.mark.parametrize("dtype", [F32, F64])
-def test_proximal_steps_end_at_the_proximal_point(dtype):
-    """argmin |w - c|^2 / 2 + mu |w - a|^2 / 2 = (c + mu a) / (1 + mu), a mu for each client."""
-    c, a = randn(1, 4, 13, dtype=dtype), randn(2, 4, 13, dtype=dtype)
-    mu = torch.tensor([0.0, 0.5, 1.0, 4.0], dtype=dtype)
-    w = torch.zeros(4, 13, dtype=dtype)
-    for _ in range(200):
-        ops.sgd_step_(w, w - c, 0.15, mu=mu, anchor=a)
-    torch.testing.assert_close(w, (c + mu[:, None] * a) / (1 + mu[:, None]), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("isa")

@@ -53,16 +53,6 @@ def test_distances(tmp_path, recwarn, dtype):
 
 
 @pytest.mark.usefixtures("few_bytes")
-@pytest.mark.parametrize("method", ["exact", "groups"])
-def test_nearest(tmp_path, method):
-    rows = (randn(1, 4, 67).repeat(10, 1) + 1e-3 * randn(2, 40, 67)).float()
-    rows[7] = torch.nan
-    guide = (rows[:33].nan_to_num() + 1e-3 * randn(3, 33, 67)).float()
-    got = nearest(mapped(guide, tmp_path, "guide"), mapped(rows, tmp_path), 6, method)
-    identical(got, nearest(guide, rows, 6, method))
-
-
-@pytest.mark.usefixtures("few_bytes")
 @pytest.mark.parametrize("n", [3, 128, 129, 300])
 @pytest.mark.parametrize(
     ("dtype", "precise"), [(F32, False), (F32, True), (F16, False), (F64, False)]

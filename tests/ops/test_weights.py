@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from places import golden
 from tolerance import F64, FLOATS, assert_close
 from ugly import randn
@@ -35,11 +35,6 @@ distances = st.one_of(  # spread over magnitudes, or close together
 )
 
 
-def sigmoid(r, rounds, steep=3.2):
-    """The paper's Omega and Psi."""
-    return 1 / (1 + math.exp(steep * (r / (rounds / 2) - 1)))
-
-
 def printed(d, target, omega, psi, line6=True):
     """Algorithm 1 as printed (line 6), or the paper's equation (3), which differs above omega =
     1."""
@@ -52,8 +47,7 @@ def printed(d, target, omega, psi, line6=True):
     return raw / raw.sum()
 
 
-LINE, RING = [0, 1, 2, 4], [0, 1, 1.6, 2.1, 2.4, 2.5, 2.4, 2.1, 1.6, 1]
-FIRST = [0.2127063091, 0.1238620997, 0.0498252586, 0.0054031539]  # of the ring's two halves
+LINE = [0, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -71,26 +65,7 @@ FIRST = [0.2127063091, 0.1238620997, 0.0498252586, 0.0054031539]  # of the ring'
         ([0, -1e-9, 2, 4], 0, 0.5, None, [0.5, 0.5, 0, 0]),  # below 0 by rounding
         ([0, 0, 0], 0, 0.5, None, [1 / 3, 1 / 3, 1 / 3]),
         ([0, 5], 0, 0.9, None, [0.5265957447, 0.4734042553]),
-        ([0, 5], 0, 0.5, None, [0.75, 0.25]),
         ([0, 5], 0, 0.2, None, [1, 0]),
-        (LINE, 0, sigmoid(1, 20), None, [0.3809709123, 0.3756945950, 0.2433344927, 0]),
-        (LINE, 0, sigmoid(2, 20), None, [0.3832510461, 0.3759747969, 0.2407741570, 0]),
-        (LINE, 0, sigmoid(3, 20), None, [0.3864189652, 0.3763761379, 0.2372048969, 0]),
-        (LINE, 0, sigmoid(10, 20), None, [0.5094339623, 0.3962264151, 0.0943396226, 0]),
-        (LINE, 0, sigmoid(14, 20), None, [0.8013139365, 0.1986860635, 0, 0]),
-        (LINE, 0, sigmoid(15, 20), None, [1, 0, 0, 0]),
-        (LINE, 0, sigmoid(18, 20, 0.5), None, [0.5968019529, 0.4031980471, 0, 0]),
-        (
-            [3, 1.5, 0, 0.5, 6],
-            2,
-            sigmoid(40, 100),
-            None,
-            [0.0965035928, 0.2348252394, 0.3416314973, 0.3270396705, 0],
-        ),
-        (RING, 0, sigmoid(1, 100), None, [0.2164063573, *FIRST, 0, *FIRST[::-1]]),
-        (RING, 0, sigmoid(50, 100), None, [0.4285714286, 0.2857142857, *[0] * 7, 0.2857142857]),
-        (RING, 0, sigmoid(60, 100), None, [0.5562665044, 0.2218667478, *[0] * 7, 0.2218667478]),
-        (RING, 0, sigmoid(75, 100), None, [1, *[0] * 9]),
     ],
 )
 def test_waffle_golden(d, target, omega, psi, want):
@@ -279,6 +254,7 @@ cell = st.one_of(
     ),
     st.integers(1, 45),
 )
+@example([[torch.nan, 2.0, torch.inf]], 3)
 def test_feddwa_is_what_a_sort_gives(rows, k):
     check_sorted(f64(rows), k)
 
@@ -287,7 +263,8 @@ def test_feddwa_is_what_a_sort_gives(rows, k):
 def test_feddwa_many_columns_and_many_ties(k):
     d = torch.randint(0, 50, (7, 1009), generator=torch.Generator().manual_seed(k))
     check_sorted(d.double()[:, ::3], k)
-    check_sorted(torch.full((1, k), 1.0), k)
+    for d in (1.0, torch.inf):
+        check_sorted(f64([[d] * k]), k)
 
 
 @given(st.integers(2, 40), st.integers(1, 41), st.integers(0, 99), st.integers(-60, 60), st.data())
@@ -298,10 +275,3 @@ def test_feddwa_scale_and_order(n, k, seed, power, data):
     perm = torch.tensor(data.draw(st.permutations(range(n))))
     moved = feddwa_weights(d[:, perm], k)
     assert torch.equal(perm[moved.index], top.index) and torch.equal(moved.weight, top.weight)
-
-
-def test_feddwa_edges():
-    assert torch.equal(feddwa_weights(f64([[torch.inf] * 4]), 2).weight, f64([[0.5, 0.5]]))
-    top = feddwa_weights(f64([[torch.nan, 2.0, torch.inf]]), 3)
-    assert top.index.tolist() == [[1, 0, 2]] and top.weight.tolist() == [[1.0, 0.0, 0.0]]
-    assert feddwa_weights(torch.zeros(0, 3), 2).weight.shape == (0, 2)
