@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bench.papers.table import Runs, heading, number
@@ -22,7 +23,7 @@ def rows_of(plan: Mapping[str, Any], runs: Runs) -> list[dict[str, Any]]:
     out = []
     for (setting, method, variant), mine in runs.items():
         head = mine[0].header
-        seen = [_measures(100 * r.last("accuracy"), head.get("group")) for r in mine]
+        seen = [measures(100 * r.last("accuracy"), head.get("group")) for r in mine]
         row = {
             "method": method,
             "setting": setting,
@@ -38,10 +39,14 @@ def rows_of(plan: Mapping[str, Any], runs: Runs) -> list[dict[str, Any]]:
     return out
 
 
-def _measures(percent: Tensor, group: Sequence[int] | None) -> dict[str, float]:
-    if group is None:
-        return {"accuracy": metrics.mean(percent), "variance": metrics.std(percent) ** 2}
-    return {"accuracy": metrics.mean(percent), **metrics.subpopulations(percent, group)}
+def measures(percent: Tensor, group: Sequence[int] | None) -> dict[str, float]:
+    """Means over all clients and over those whose `group` [N] is 0 and 1, in percent; the gap of
+    the two in points, the variance over all in percent squared (Hao et al. 2020, Table 2)."""
+    parts = {}
+    if group is not None:
+        major, minor = (metrics.mean(percent[torch.tensor(group) == g]) for g in (0, 1))
+        parts = {"majority": major, "minority": minor, "gap": major - minor}
+    return {"accuracy": metrics.mean(percent), **parts, "variance": metrics.std(percent) ** 2}
 
 
 def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

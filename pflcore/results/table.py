@@ -180,8 +180,9 @@ def _note(run: Run) -> str:
     def counted(n: int, words: str) -> list[str]:
         return [f"{n} client{'s have' if n > 1 else ' has'} {words}"] if n > 0 else []
 
-    short = run.planned is not None and run.played < run.planned
-    parts = [f"{run.played} of {run.planned} rounds"] if short else []
+    planned = run.header.get("rounds")
+    short = isinstance(planned, int) and run.played < planned
+    parts = [f"{run.played} of {planned} rounds"] if short else []
     parts += [f"stopped after round {run.played}"] if run.stopped and not short else []
     parts += incidents(run)
     seen = run.evaluations[-1]["eval"] if run.evaluations else {}

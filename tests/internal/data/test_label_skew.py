@@ -3,19 +3,20 @@
 import json
 
 import pytest
+import torch
 
 from bench.papers import groups
-from pflcore import metrics
 from pflcore.cli import main
 from pflcore.results.record import Run
 
 
 def test_subpopulations():
-    values, group = [96.0, 97.0, 95.0, 98.0, 94.0, 70.0, 60.0], [0, 0, 0, 0, 0, 1, 1]
-    got = metrics.subpopulations(values, group)
+    values = torch.tensor([96.0, 97.0, 95.0, 98.0, 94.0, 70.0, 60.0], dtype=torch.float64)
+    got = groups.measures(values, [0, 0, 0, 0, 0, 1, 1])
     assert (got["majority"], got["minority"], got["gap"]) == (96, 65, 31)
     assert got["variance"] == pytest.approx(204.6938775510, rel=1e-9)
-    assert metrics.subpopulations([1.0, float("nan"), 3.0], [0, 0, 1])["majority"] == 1
+    values[0] = torch.nan
+    assert groups.measures(values, [0, 0, 1, 1, 1, 1, 1])["majority"] == 97
 
 
 def test_the_table_has_every_way_to_evaluate():
