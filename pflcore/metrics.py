@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from pflcore.check import ANYTHING, Count, Fraction, checked, need, refuse
-from pflcore.results import optional
 
 __all__ = [
     "METRICS",
@@ -253,7 +252,14 @@ def _by_name(name: str, classes: bool) -> Metric:
 
 
 def _sklearn() -> Any:
-    return optional("sklearn.metrics", "scikit-learn")
+    try:
+        import sklearn.metrics
+    except ImportError:
+        raise ImportError(
+            "metrics: these are scikit-learn's, which is not installed; get it with: pip install "
+            "scikit-learn."
+        ) from None
+    return sklearn.metrics
 
 
 def auc(scores: Tensor, y: Tensor) -> float:
