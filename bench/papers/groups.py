@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from bench.papers import measures
 from bench.papers.table import Runs, heading, number
 from bench.table import markdown
 from pflcore import metrics
@@ -23,7 +23,7 @@ def rows_of(plan: Mapping[str, Any], runs: Runs) -> list[dict[str, Any]]:
     out = []
     for (setting, method, variant), mine in runs.items():
         head = mine[0].header
-        seen = [measures(100 * r.last("accuracy"), head.get("group")) for r in mine]
+        seen = [_measures(100 * r.last("accuracy"), head.get("group")) for r in mine]
         row = {
             "method": method,
             "setting": setting,
@@ -39,14 +39,10 @@ def rows_of(plan: Mapping[str, Any], runs: Runs) -> list[dict[str, Any]]:
     return out
 
 
-def measures(percent: Tensor, group: Sequence[int] | None) -> dict[str, float]:
-    """Means over all clients and over those whose `group` [N] is 0 and 1, in percent; the gap of
-    the two in points, the variance over all in percent squared (Hao et al. 2020, Table 2)."""
-    parts = {}
-    if group is not None:
-        major, minor = (metrics.mean(percent[torch.tensor(group) == g]) for g in (0, 1))
-        parts = {"majority": major, "minority": minor, "gap": major - minor}
-    return {"accuracy": metrics.mean(percent), **parts, "variance": metrics.std(percent) ** 2}
+def _measures(percent: Tensor, group: Sequence[int] | None) -> dict[str, float]:
+    if group is None:
+        return {"accuracy": metrics.mean(percent), "variance": metrics.std(percent) ** 2}
+    return {"accuracy": metrics.mean(percent), **measures.subpopulations(percent, group)}
 
 
 def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from bench.papers import measures
 from bench.table import markdown
 from pflcore import metrics
 from pflcore.results.record import Run
@@ -61,7 +61,7 @@ def _row(
     over = [_over_rounds(r, measure) for r in mine]
     best, final, by_size = ([scale * v for v in column] for column in zip(*over, strict=True))
     seen = [r.evaluations[-1]["eval"] for r in mine if r.evaluations]
-    clusters = [_largest_share(e["cluster"]) for e in seen if "cluster" in e]
+    clusters = [measures.largest_share(e["cluster"]) for e in seen if "cluster" in e]
     head, played = mine[0].header, trained or mine
     row = 4 * head["parameters"]
     sent = [float(sum(r["bytes_down"] + r["bytes_up"] for r in run.rounds)) for run in mine]
@@ -105,12 +105,6 @@ def _row(
     }
 
 
-def _largest_share(cluster: Sequence[int]) -> float:
-    """Share of the clients in the largest cluster; a negative one is none."""
-    sizes = Counter(c for c in cluster if c >= 0)
-    return max(sizes.values()) / sizes.total() if sizes else math.nan
-
-
 def _over_rounds(run: Run, measure: str) -> tuple[float, float, float]:
     """The best and the last of the means over clients, and the best weighted by test samples."""
     values, up = run.values(measure)[1], measure == "accuracy"
@@ -139,9 +133,10 @@ def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> flo
     up = measure == "accuracy"
     goal, sent = goal_of(metrics.mean(first.last(measure)), up), []
     for run in mine:
-        reached = [s for _, s, v in curve(run, measure) if (v >= goal if up else v <= goal)]
-        sent += reached[:1]
-    return metrics.mean(sent) if len(sent) == len(mine) else None
+        _, at, values = zip(*curve(run, measure), strict=True)
+        sent.append(measures.bytes_to_reach(values, at, goal, up))
+    reached = [float(s) for s in sent if s is not None]
+    return metrics.mean(reached) if len(reached) == len(sent) else None
 
 
 def goal_of(value: float, higher_is_better: bool) -> float:

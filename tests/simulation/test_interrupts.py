@@ -1,7 +1,11 @@
 """Ctrl-C at any time: what was played has its record everywhere, and the run goes on from there."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from torch import nn
 
 from pflcore import Evaluation, Simulation, Training
 from pflcore.results import record
+from pflcore.results.record import read
 from pflcore.simulation.checkpoint import Checkpoint
 
 ROUNDS = 5
@@ -126,3 +131,28 @@ def test_another_thread_gets_no_signals_and_may_run():
     thread.start()
     thread.join()
     assert len(found[0].rounds) == ROUNDS
+
+
+@pytest.mark.deep("another process")
+@pytest.mark.skipif(os.name == "nt", reason="no such signals")
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP"])
+def test_other_signals_end_a_run_like_ctrl_c(tmp_path, number):
+    pytest.importorskip("tyro")
+    words = "run fedavg --data synthetic_clusters --rounds 1000000 --eval-every 1000 --quiet --out"
+    argv = [*words.split(), str(tmp_path)]
+    code = (
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from pflcore.cli "
+        "import main; sys.exit(main())"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", code, *argv], **pipes)
+    record = tmp_path / "record.jsonl"
+    deadline = time.monotonic() + 60
+    while not (record.is_file() and record.read_bytes().count(b"\n") > 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(getattr(signal, number))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "of 1000000 rounds" in out
+    assert (tmp_path / "table.md").read_text() == out.removesuffix("\n")
+    assert "Interrupted" in err and read(tmp_path)[0].stopped.startswith("Interrupted after round")

@@ -116,14 +116,7 @@ TABLE = {
         },
     ),
     pflcore.step: ({"setup": SETUP, "state": begin(FedAvg(), SETUP.setting.net, 3)}, {"ids": IDS}),
-    Federation: (
-        {"x": DATA.x, "y": DATA.y, "index": DATA.index},
-        {
-            "y": [DATA.y[:3]],
-            "index": [{}, {"train": 3}, {"train": [ROWS]}, {"train": [torch.tensor([999])]}],
-            "relabel": [torch.zeros(2, 2)],
-        },
-    ),
+    Federation: ({"x": DATA.x, "y": DATA.y, "index": DATA.index}, {"index": [{"train": 3}]}),
 }
 JUNK = ["text", None, ["a", "b"], (0, -1), 3, -1, 0, 2.5, math.nan, True, object(), ROWS]
 # what a dataclass must be given
