@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 import torch
-from methods import Ditto, FineTune, KnnPer, Mocha
+from methods import FineTune, KnnPer, Mocha
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
 from small import images, make_setting, tiny_model
 from torch import nn
@@ -24,7 +24,6 @@ from pflcore import (
     cross_device,
     cross_silo,
     evaluate,
-    step,
     tune,
 )
 from pflcore.algorithms import Traits
@@ -77,8 +76,10 @@ def test_cross_silo_sizes_and_what_blind_hides():
     assert torch.equal(p.train, torch.arange(12)) and torch.equal(p.train, p.report)
     assert p.blind.splits == ("train", "val") and cross_silo(p.data).data is p.data
     setting = make_setting(model(), p.blind, TRAINING, 1, engine="vmap", workers=1)
+    setup = Setup(FedAvg(), setting)
     with pytest.raises(ValueError, match="test"):
-        evaluate(Setup(FedAvg(), setting), begin(FedAvg(), model(), 12), "test")
+        evaluate(setup, begin(FedAvg(), model(), 12), "test")
+    assert torch.equal(sample(setup, 1, 1.0, p.train.flip(0)), p.train)
 
 
 def test_a_client_of_one_sample_does_not_stop_the_others():
@@ -109,33 +110,6 @@ def test_statistics_of_what_is_held_out_never_shape_the_features():
             torch.testing.assert_close(own.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
         with pytest.raises(ValueError, match=r"^data: .*not standardized.*\.$"):
             make(fed.standardize())
-
-
-def test_only_some_clients_train_and_are_evaluated():
-    p = PROTOCOLS["device"]()
-    options = {"rounds": 3, "participation": 0.5, "clients": p.train}
-    seen = Evaluation(clients=p.report)
-    run = Simulation(Ditto(), model(), p.data, TRAINING, evaluation=seen, **options)
-    rounds = run.run().rounds
-    assert {i for r in rounds for i in r["cohort"]} <= set(p.train.tolist())
-    assert len(rounds[0]["cohort"]) == 3
-    accuracy = torch.tensor(rounds[-1]["eval"]["accuracy"])
-    assert (~accuracy.isnan()).nonzero().flatten().tolist() == p.report.tolist()
-    assert int(run.state.seen.sum()) >= 3 and not run.state.seen[p.report].any()
-    assert torch.equal(sample(run.setup, 1, 1.0, p.train.flip(0)), p.train)
-
-
-def test_a_client_without_samples_to_test_on_is_nan_and_the_others_as_ever():
-    p = cross_silo(federation(4))
-    setting = make_setting(model(), p.data, TRAINING, 1, engine="vmap", workers=1)
-    state, _ = step(Setup(FedAvg(), setting), begin(FedAvg(), setting.net, 4), torch.arange(4))
-    lists = list(p.data.index["test"])
-    lists[2] = lists[2][:0]
-    other = setting._replace(data=replace(p.data, index={**p.data.index, "test": lists}))
-    whole, part = (evaluate(Setup(KnnPer(), s), state) for s in (setting, other))
-    for k in ("loss", "accuracy"):
-        assert part[k][2].isnan() and torch.equal(part[k][[0, 1, 3]], whole[k][[0, 1, 3]])
-    assert part["size"].tolist() == [whole["size"][0], whole["size"][1], 0, whole["size"][3]]
 
 
 # grids ----------------------------------------------------------------------
