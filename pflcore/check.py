@@ -17,6 +17,7 @@ import collections.abc as abc
 import functools
 import inspect
 import math
+import operator
 import os
 import types
 import typing
@@ -34,18 +35,12 @@ from torch import Tensor
 __all__ = [
     "Count",
     "Fraction",
-    "Ids",
-    "Momentum",
     "NonNegative",
-    "Number",
     "Positive",
-    "Seed",
     "Share",
-    "Weighting",
     "Whole",
     "checked",
     "refuse",
-    "shown",
 ]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,19 +71,14 @@ def checked(thing: F) -> F:
     ValueError in one sentence where an argument is not what its annotation says."""
     call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
     parameters = inspect.signature(call).parameters
-    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    aside = inspect.Parameter.KEYWORD_ONLY, *several
-    places = [name for name, p in parameters.items() if p.kind not in aside]
+    in_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    places = [name for name, p in parameters.items() if p.kind in in_place]
 
     @functools.cache
     def kinds() -> dict[str, Kind]:  # at the first call, when all names of the module are there
         hints = typing.get_type_hints(call, include_extras=True)
-        each = {
-            k: of_hint(hints[k])
-            for k, p in parameters.items()
-            if k in hints and p.kind not in several
-        }
-        return {name: kind for name, kind in each.items() if kind is not ANYTHING}
+        each = {k: of_hint(hint) for k, hint in hints.items() if k in parameters}
+        return {k: kind for k, kind in each.items() if kind is not ANYTHING}
 
     def taken(name: str, value: Any) -> Any:
         kind = kinds().get(name)
@@ -157,7 +147,7 @@ def of_hint(hint: Any) -> Kind:  # noqa: PLR0911 (a kind of hint each)
     cls = origin or hint
     ours = isinstance(cls, type) and cls.__module__.startswith("pflcore.")
     if ours and not getattr(cls, "_is_protocol", False):
-        return Kind(f"a {cls.__name__}", lambda v: isinstance(v, cls))
+        return _instance(cls, f"a {cls.__name__}")
     return PLAIN.get(cls, ANYTHING)  # of other classes the one who uses them says more
 
 
@@ -194,6 +184,10 @@ def shown(value: Any) -> str:
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _instance(cls: type, words: str) -> Kind:
+    return Kind(words, lambda v: isinstance(v, cls))
 
 
 def _is(kind: type, value: Any) -> bool:
@@ -263,24 +257,27 @@ ANYTHING = Kind("anything", lambda v: True)
 SEVERAL = dict.fromkeys((abc.Sequence, abc.Collection, abc.Iterable), "a list") | {
     abc.Mapping: "a dict"
 }
+INSTANCES: dict[type, str] = {
+    bool: "True or False",
+    str: "a string",
+    type(None): "None",
+    Tensor: "a tensor",
+    torch.dtype: "a torch.dtype",
+    os.PathLike: "a path",
+    abc.Mapping: "a dict",
+}
 PLAIN: dict[Any, Kind] = {
-    bool: Kind("True or False", lambda v: isinstance(v, bool)),
+    **{cls: _instance(cls, words) for cls, words in INSTANCES.items()},
     float: Kind("a finite number", lambda v: _is(Real, v) and math.isfinite(v)),
     int: Kind("a whole number", lambda v: _is(Integral, v)),
-    str: Kind("a string", lambda v: isinstance(v, str)),
-    type(None): Kind("None", lambda v: v is None),
-    Tensor: Kind("a tensor", lambda v: isinstance(v, Tensor)),
-    torch.dtype: Kind("a torch.dtype", lambda v: isinstance(v, torch.dtype)),
-    Path: Kind("a path", lambda v: isinstance(v, os.PathLike)),
-    os.PathLike: Kind("a path", lambda v: isinstance(v, os.PathLike)),
-    abc.Mapping: Kind("a dict", lambda v: isinstance(v, Mapping)),
+    Path: _instance(os.PathLike, "a path"),
     abc.Callable: Kind("a function", callable),
 }
 BOUNDS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
-    at.Ge: ("at least", lambda v, b: bool(v >= b)),
-    at.Gt: ("above", lambda v, b: bool(v > b)),
-    at.Le: ("at most", lambda v, b: bool(v <= b)),
-    at.Lt: ("below", lambda v, b: bool(v < b)),
+    at.Ge: ("at least", operator.ge),
+    at.Gt: ("above", operator.gt),
+    at.Le: ("at most", operator.le),
+    at.Lt: ("below", operator.lt),
 }
 FINITE = at.Predicate(math.isfinite)  # for other readers: here every number is
 Count = Annotated[int, at.Ge(1)]

@@ -18,25 +18,16 @@ import annotated_types as at
 import torch
 from torch import Tensor
 
-from pflcore.check import ANYTHING, Count, Fraction, checked, need, refuse, shown
+from pflcore.check import ANYTHING, Count, Fraction, checked, need, refuse
 
 __all__ = [
-    "auc",
-    "balanced_accuracy",
+    "METRICS",
     "best",
-    "bytes_to_reach",
-    "count",
-    "f1",
-    "final",
     "hurt",
-    "largest_share",
     "last_mean",
-    "mae",
     "mean",
     "percentile",
-    "r2",
     "right",
-    "rmse",
     "std",
     "weighted_mean",
     "worst_decile",
@@ -54,7 +45,7 @@ class Point(NamedTuple):
     at: int  # index into the curve, from 0; -1 when the curve has no value
 
 
-def vector(values: Vector, name: str = "values") -> Tensor:
+def vector(values: Vector, name: str = "values", n: int | None = None) -> Tensor:
     """`values` as a float64 vector on the CPU, `[n]`; None becomes NaN."""
     try:
         numbers = values
@@ -65,16 +56,13 @@ def vector(values: Vector, name: str = "values") -> Tensor:
         out = torch.empty(())
     if out.ndim != 1:
         refuse(name, "a vector of numbers, one per client", values)
+    need(n in (None, len(out)), name, f"{n} entries, as the other vector has", values)
     return out
 
 
 def _kept(values: Vector) -> Tensor:
     out = vector(values)
     return out[~out.isnan()]
-
-
-def _same_length(name: str, given: Sequence[Any] | Tensor, other: Tensor) -> None:
-    need(len(given) == len(other), name, f"{len(other)} entries, as the other vector has", given)
 
 
 def count(values: Vector) -> int:
@@ -98,8 +86,8 @@ def std(values: Vector) -> float:
 def weighted_mean(values: Vector, weight: Vector) -> float:
     """Mean weighted by `weight` (samples per client), over the clients that have both a value and a
     positive weight."""
-    v, w = vector(values), vector(weight, "weight")
-    _same_length("weight", w, v)
+    v = vector(values)
+    w = vector(weight, "weight", len(v))
     need(not (w < 0).any(), "weight", "numbers of samples, at least 0", weight)
     keep = ~v.isnan() & (w > 0)
     return ((v[keep] * w[keep]).sum() / w[keep].sum()).item()
@@ -133,33 +121,12 @@ def hurt(after: Vector, before: Vector, higher_is_better: bool = True) -> float:
     The denominator is the clients with a `before`; one whose `after` is NaN has lost its model, so
     it is hurt.
     """
-    a, b = vector(after, "after"), vector(before, "before")
-    _same_length("after", a, b)
+    b = vector(before, "before")
+    a = vector(after, "after", len(b))
     keep = ~b.isnan()
     a, b = a[keep], b[keep]
     worse = (a < b if higher_is_better else a > b) | a.isnan()
     return 100 * worse.double().mean().item()
-
-
-def subpopulations(values: Vector, group: Tensor | Sequence[int]) -> dict[str, float]:
-    """ "majority", "minority" (means over the clients whose `group` [n] is 0 and 1), "gap", and
-    "variance" over all (ddof = 0).
-
-    For accuracies in percent the gap is in points and the variance in percent squared (Hao et al.
-    2020, Table 2).
-    """
-    v, g = vector(values), vector(group, "group")
-    _same_length("group", g, v)
-    major, minor = mean(v[g == 0]), mean(v[g == 1])
-    return {"majority": major, "minority": minor, "gap": major - minor, "variance": std(v) ** 2}
-
-
-def largest_share(cluster: Tensor | Sequence[int]) -> float:
-    """Share of the clients in the largest cluster; `cluster [n]` holds each client's cluster id,
-    negative for none."""
-    ids = vector(cluster, "cluster").long()
-    ids = ids[ids >= 0]
-    return ids.unique(return_counts=True)[1].max().item() / len(ids) if len(ids) else math.nan
 
 
 def best(curve: Vector, higher_is_better: bool = True) -> Point:
@@ -186,29 +153,11 @@ def last_mean(curve: Vector, rounds: Vector | None = None, k: Count = 10) -> flo
     v = vector(curve, "curve")
     if not len(v):
         return math.nan
-    at = torch.arange(len(v), dtype=torch.float64) if rounds is None else vector(rounds, "rounds")
-    _same_length("rounds", at, v)
+    at = vector(range(len(v)) if rounds is None else rounds, "rounds", len(v))
     return mean(v[at > at[-1] - k])
 
 
-@checked
-def bytes_to_reach(
-    curve: Vector, sent: Sequence[int] | Tensor, goal: float, higher_is_better: bool = True
-) -> int | None:
-    """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is
-    better); None if never.
-
-    `sent` [T] is cumulative and has one entry per value of `curve` [T].
-    """
-    v = vector(curve, "curve")
-    _same_length("sent", sent, v)
-    reached = (v >= goal if higher_is_better else v <= goal).nonzero()
-    return int(sent[int(reached[0])]) if len(reached) else None
-
-
 def _check_pair(scores: Tensor, y: Tensor, classes: bool = False) -> None:
-    if not (isinstance(scores, Tensor) and isinstance(y, Tensor)):
-        raise ValueError(f"scores and y: expected two tensors, got {shown(scores)} and {shown(y)}.")
     each = scores.shape[:-1] == y.shape
     if not (each and classes):
         fits = scores.numel() == y.numel() and (each or scores.shape[:1] == y.shape[:1])
@@ -216,6 +165,7 @@ def _check_pair(scores: Tensor, y: Tensor, classes: bool = False) -> None:
         need(fits, "scores and y", "scores for each of y", shapes)
 
 
+@checked
 def _won(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The class [...] that the scores say, below 0 where one is NaN, and the labels [...] from 0;
     by the largest of `scores` [..., C], or of one score by its sign."""
@@ -246,8 +196,7 @@ def human(size: float) -> str:
     return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"
 
 
-# one client's scores and labels -> a number, by name through scikit-learn
-# -----------------------------------------------------------
+# one client's scores and labels -> a number, by name ------------------------
 
 
 # columns of a record
@@ -257,9 +206,9 @@ RECORDED = ("loss", "accuracy", "size", "train_loss", "client", "clients", "roun
 def metrics_of(
     metrics: Sequence[str | Metric] | Mapping[str, Metric], classes: bool
 ) -> dict[str, Metric]:
-    """Functions of one client's (scores, labels) by name: of `CLASS_METRICS` for labels
-    (`classes`), of `VALUE_METRICS` for targets, or one's own, which goes by its `__name__` or by
-    its key. ValueError or ImportError in one sentence."""
+    """Functions of one client's (scores, labels) by name: those of `METRICS` for labels
+    (`classes`) or for targets, or one's own, which goes by its `__name__` or by its key. ValueError
+    or ImportError in one sentence."""
     out: dict[str, Metric] = {}
     pairs = metrics.items() if isinstance(metrics, Mapping) else zip(metrics, metrics, strict=True)
     for key, metric in pairs:
@@ -290,16 +239,16 @@ def measured_by(
 
 
 def _by_name(name: str, classes: bool) -> Metric:
-    known, other = (CLASS_METRICS, VALUE_METRICS) if classes else (VALUE_METRICS, CLASS_METRICS)
+    known = [k for k in METRICS if (k in FOR_LABELS) is classes]
     if name not in known:
         kinds = ("labels", "targets") if classes else ("targets", "labels")
-        why = f"and {name!r} is for {kinds[1]}" if name in other else f"got {name!r}"
+        why = f"and {name!r} is for {kinds[1]}" if name in METRICS else f"got {name!r}"
         raise ValueError(
             f"metrics: for {kinds[0]} there are {', '.join(known)}, or a function of (scores, "
             f"labels), {why}."
         )
     _sklearn()
-    return known[name]
+    return METRICS[name]
 
 
 def _sklearn() -> Any:
@@ -354,6 +303,7 @@ def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
     return mean([(won[labels == c] == c).double().mean().item() for c in labels.unique()])
 
 
+@checked
 def _errors(scores: Tensor, y: Tensor) -> Tensor:
     _check_pair(scores, y)
     return scores.detach().reshape(y.shape).double() - y.double()
@@ -379,5 +329,5 @@ def r2(scores: Tensor, y: Tensor) -> float:
     return float(_sklearn().r2_score(targets, found))
 
 
-CLASS_METRICS: dict[str, Metric] = {"auc": auc, "f1": f1, "balanced_accuracy": balanced_accuracy}
-VALUE_METRICS: dict[str, Metric] = {"mae": mae, "rmse": rmse, "r2": r2}
+METRICS: dict[str, Metric] = {f.__name__: f for f in (auc, f1, balanced_accuracy, mae, rmse, r2)}
+FOR_LABELS = ("auc", "f1", "balanced_accuracy")  # the others are for targets

@@ -569,7 +569,9 @@ def bytes_are_counted(case: Case) -> None:
         for name, columns in case.net.slices.items()
         if not any(up[key][:, columns].any() for up in uploads)
     ]
-    moved = plain.play(plain.setup(), [ALL]).uploads[0]["delta"] if zero else torch.empty(0)
+    if not zero:
+        return
+    moved = plain.play(plain.setup(), [ALL]).uploads[0]["delta"]
     for key, name, columns in zero:
         if moved[:, columns].abs().max() > 1e-9:
             raise Fault(

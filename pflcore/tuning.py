@@ -18,12 +18,13 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import annotated_types as at
 import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Tensors
-from pflcore.check import ANYTHING, Fraction, Model, Seed, Whole, checked, need
+from pflcore.check import Fraction, Model, Seed, Whole, checked, need
 from pflcore.data.roles import Protocol
 from pflcore.metrics import Metric, metrics_of
 from pflcore.results.record import plain
@@ -38,6 +39,7 @@ from pflcore.train import Net, Training
 from pflcore.train.losses import default_loss
 
 Grid = Mapping[str, Sequence[Any]]
+ROLES = "cross_silo(data) or cross_device(data), which say what is chosen on what"
 Reached = tuple[State, str | None]  # a state after the last round, and why it ended early
 
 
@@ -48,18 +50,16 @@ def criterion_of(
     itself, and whether more is better. ValueError or ImportError in one sentence."""
     if metric is None and maximize is None:
         metric = "accuracy" if classes else "loss"
-    named = isinstance(metric, str)
-    fits = named or callable(metric)
-    need(fits, "metric", "a name or a function of (scores, labels)", metric)
-    if named:
+    if isinstance(metric, str):
         need(maximize is None, "maximize", "nothing, the direction of a name is known", maximize)
+        maximize = metric not in ("loss", "mae", "rmse")
     else:
+        need(callable(metric), "metric", "a name or a function of (scores, labels)", metric)
         words = "True or False with a function of one's own"
         need(isinstance(maximize, bool), "maximize", words, maximize)
-    given = metric in (("accuracy", "loss") if classes else ("loss",))
+    given = metric == "loss" or (classes and metric == "accuracy")
     metrics = {} if given else metrics_of([metric], classes)
-    up = metric not in ("loss", "mae", "rmse") if maximize is None else maximize
-    return next(iter(metrics), metric), metrics, up
+    return next(iter(metrics), metric), metrics, bool(maximize)
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Candidate:
     def trained(self) -> Candidate:
         """What is trained: candidates that differ in `late` options only share a trained state."""
         late = self.algorithm.traits.late
-        defaults = {f.name: f.default for f in fields(self.algorithm) if f.name in late}
-        first = {k: v for k, v in defaults.items() if v is not MISSING}
+        own = [f for f in fields(self.algorithm) if f.name in late and f.default is not MISSING]
         options = {k: v for k, v in self.options.items() if k not in late}
-        return Candidate(options, replace(self.algorithm, **first), self.training)
+        algorithm = replace(self.algorithm, **{f.name: f.default for f in own})
+        return Candidate(options, algorithm, self.training)
 
     def __str__(self) -> str:
         return ", ".join(f"{k} {v}" for k, v in self.options.items()) or "as given"
@@ -154,7 +154,7 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
 
 @checked
 def tune(  # noqa: PLR0913 (a run's, and a grid's)
-    protocol: Annotated[Protocol | Sequence[Protocol], ANYTHING],  # a sentence of its own says more
+    protocol: Annotated[Protocol | Sequence[Protocol], at.doc(ROLES)],
     net: Model | Sequence[Net],
     algorithm: Algorithm | type[Algorithm] | str,
     training: Training,
@@ -185,12 +185,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     with the reason and never chosen: its mean would be that of the clients who survived it.
     """
     algorithm = algorithm_of(algorithm)
-    protocols = [protocol] if isinstance(protocol, Protocol) else protocol
-    if not isinstance(protocols, Sequence) or not all(isinstance(p, Protocol) for p in protocols):
-        raise TypeError(
-            "protocol: expected cross_silo(data) or cross_device(data), which say what is chosen "
-            f"on what, got {type(protocol).__name__}."
-        )
+    protocols = [protocol] if isinstance(protocol, Protocol) else [*protocol]
     trials, count = [Trial(c) for c in candidates(algorithm, training, grid)], len(protocols)
     if states is not None and len({_key(t.candidate.trained.options) for t in trials}) > 1:
         late = ", ".join(algorithm.traits.late) or "nothing"
@@ -206,13 +201,13 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     criterion, where = criterion_of(metric, maximize, classes), Path(folder) if folder else None
     run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
     fresh = None if rounds else "fresh"
-    search = _Search([*protocols], nets, seeds, criterion, run, states or fresh, where)
+    search = _Search(protocols, nets, seeds, criterion, run, states or fresh, where)
     with lock(where) if where else contextlib.nullcontext():
         search.play(trials, Candidate({}, algorithm, training), say)
     if all(t.score == -math.inf for t in trials):
         why = trials[0].stopped or "values that are not finite"
         raise ValueError(f"grid: every candidate diverged, the first one with: {why}")
-    return Tuned(trials, [*protocols], lambda candidate, run: search.trained(candidate, run)[:2])
+    return Tuned(trials, protocols, lambda candidate, run: search.trained(candidate, run)[:2])
 
 
 @dataclass
@@ -285,10 +280,10 @@ class _Search:
         if self.states is not None:
             return setup, self.states[run], None  # type: ignore[return-value]
         if name not in self.memory:
-            self.memory = {name: self._trained(simulation, name)}
+            self.memory = {name: self._run(simulation, name)}
         return setup, *self.memory[name]
 
-    def _trained(self, simulation: Simulation, name: str) -> Reached:
+    def _run(self, simulation: Simulation, name: str) -> Reached:
         keeper = None
         if self.folder is not None:
             keeper = Checkpoint(self.folder / f"state-{digest_of([name, self.key])}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bench.papers import measures
 from bench.papers.table import Runs, heading, number
 from bench.table import markdown
 from pflcore import metrics
@@ -41,7 +42,7 @@ def rows_of(plan: Mapping[str, Any], runs: Runs) -> list[dict[str, Any]]:
 def _measures(percent: Tensor, group: Sequence[int] | None) -> dict[str, float]:
     if group is None:
         return {"accuracy": metrics.mean(percent), "variance": metrics.std(percent) ** 2}
-    return {"accuracy": metrics.mean(percent), **metrics.subpopulations(percent, group)}
+    return {"accuracy": metrics.mean(percent), **measures.subpopulations(percent, group)}
 
 
 def table(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:

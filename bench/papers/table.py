@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bench.papers import measures
 from bench.table import markdown
 from pflcore import metrics
 from pflcore.results.record import Run
@@ -60,7 +61,7 @@ def _row(
     over = [_over_rounds(r, measure) for r in mine]
     best, final, by_size = ([scale * v for v in column] for column in zip(*over, strict=True))
     seen = [r.evaluations[-1]["eval"] for r in mine if r.evaluations]
-    clusters = [metrics.largest_share(e["cluster"]) for e in seen if "cluster" in e]
+    clusters = [measures.largest_share(e["cluster"]) for e in seen if "cluster" in e]
     head, played = mine[0].header, trained or mine
     row = 4 * head["parameters"]
     sent = [float(sum(r["bytes_down"] + r["bytes_up"] for r in run.rounds)) for run in mine]
@@ -133,7 +134,7 @@ def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> flo
     goal, sent = goal_of(metrics.mean(first.last(measure)), up), []
     for run in mine:
         _, at, values = zip(*curve(run, measure), strict=True)
-        sent.append(metrics.bytes_to_reach(values, at, goal, up))
+        sent.append(measures.bytes_to_reach(values, at, goal, up))
     reached = [float(s) for s in sent if s is not None]
     return metrics.mean(reached) if len(reached) == len(sent) else None
 

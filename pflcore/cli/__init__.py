@@ -224,10 +224,8 @@ def _command(argv: Sequence[str]) -> int:
         print("usage: pflcore COMMAND ...\n")
         for usage, command in COMMANDS.values():
             print(f"  {usage:<{width}}  {inspect.getdoc(command)}")
-        print(
-            f"\nAlgorithms: {', '.join(ALGORITHMS)}.\npflcore COMMAND --help shows a command's "
-            "options."
-        )
+        print(f"\nAlgorithms: {', '.join(ALGORITHMS)}.")
+        print("pflcore COMMAND --help shows a command's options.")
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
         raise ValueError(f"command: expected one of {', '.join(COMMANDS)}, got {argv[0]!r}.")

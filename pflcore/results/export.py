@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,12 +31,13 @@ def rows(header: Line, rounds: Sequence[Line], per: Per = "round") -> list[dict[
         seen, row = measured(r), {**run, "round": r["round"]}
         if per == "round":
             counts = {"clients": len(r["cohort"]), "dropped": len(r["dropped"])}
-            means = {f"mean_{k}": mean(seen[k]) if k in seen else math.nan for k in keys}
+            means = {f"mean_{k}": mean(seen.get(k, ())) for k in keys}
             out.append({**row, **counts, **{k: r.get(k) for k in PLAIN}, **means})
             continue
         for at, i in enumerate(looked_at(r)):
             took_part = {"took_part": i in r["cohort"], "dropped": i in r["dropped"]}
-            values = {k: _number(seen[k][at]) for k in keys if k in seen}
+            found = {k: seen[k][at] for k in keys if k in seen}
+            values = {k: math.nan if v is None else v for k, v in found.items()}
             size = {"size": r["eval"]["size"][at]} if "size" in r["eval"] else {}
             out.append({**row, "client": i, **took_part, **values, **size})
     return out
@@ -91,18 +92,19 @@ def to_tensorboard(rounds: Sequence[Line], folder: str | Path, clients: bool = F
 def scalars(record: Line, clients: bool = False) -> dict[str, float]:
     """A round's numbers by name: "train/...", "traffic/...", "eval/..." (means over clients) and,
     with `clients`, "eval/KEY/client I"."""
-
-    def named() -> Iterator[tuple[str, Any]]:
-        yield "train/seconds", record["seconds"]
-        yield "train/dropped", len(record["dropped"])
-        yield from ((f"traffic/{k}", record[k]) for k in ("bytes_down", "bytes_up"))
-        yield "train/loss", record["train_loss"]
-        for key, values in measured(record).items():
-            yield f"eval/{key}", mean(values)
-            for i, v in zip(looked_at(record), values, strict=True) if clients else ():
-                yield f"eval/{key}/client {i}", v
-
-    return {k: float(v) for k, v in named() if v is not None and not math.isnan(v)}
+    out = {
+        "train/seconds": record["seconds"],
+        "train/dropped": len(record["dropped"]),
+        "traffic/bytes_down": record["bytes_down"],
+        "traffic/bytes_up": record["bytes_up"],
+        "train/loss": record["train_loss"],
+    }
+    for key, values in measured(record).items():
+        out[f"eval/{key}"] = mean(values)
+        if clients:
+            each = zip(looked_at(record), values, strict=True)
+            out |= {f"eval/{key}/client {i}": v for i, v in each}
+    return {k: float(v) for k, v in out.items() if v is not None and not math.isnan(v)}
 
 
 def summary_writer(folder: str | Path) -> Any:
@@ -110,7 +112,3 @@ def summary_writer(folder: str | Path) -> Any:
     tensorboard is missing."""
     optional("tensorboard", "tensorboard")
     return optional("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value

@@ -64,7 +64,7 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, Tensor | np.generic | np.ndarray):
+    if hasattr(value, "tolist"):
         return plain(value.tolist())
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
@@ -235,9 +235,8 @@ class Run:
     @property
     def algorithm(self) -> str:
         """What the algorithm is called."""
-        return str(
-            next((r["algorithm"] for r in (self.header, *self.rounds) if "algorithm" in r), "?")
-        )
+        named = (r["algorithm"] for r in (self.header, *self.rounds) if "algorithm" in r)
+        return str(next(named, "?"))
 
     @property
     def target(self) -> int | None:
@@ -297,12 +296,6 @@ class Run:
         return values[-1] if len(values) else values.reshape(0)
 
     @property
-    def planned(self) -> int | None:
-        """The rounds that the run was to have."""
-        rounds = self.header.get("rounds")
-        return rounds if isinstance(rounds, int) else None
-
-    @property
     def played(self) -> int:
         """The number of the last round in the record."""
         return int(self.rounds[-1]["round"]) if self.rounds else 0
@@ -324,13 +317,13 @@ class Run:
 
     def weighted(self) -> list[int]:
         """Rounds that report mixing weights."""
-        return [r["round"] for r in self.rounds if _has_weights(r.get("report") or {})]
+        return [r["round"] for r in self.rounds if _has_weights(r)]
 
     def weights(self, rounds: Sequence[int] | None = None) -> tuple[list[int], list[Tensor]]:
         """Rounds (of these; default: all) that report mixing weights, and the weights: `[N]` for
         one model, `[M, N]` for several."""
-        wanted = {*self.weighted()} & {*(self.weighted() if rounds is None else rounds)}
-        have = [r for r in self.rounds if r["round"] in wanted]
+        wanted = self.rounds if rounds is None else [r for r in self.rounds if r["round"] in rounds]
+        have = [r for r in wanted if _has_weights(r)]
         return [r["round"] for r in have], [self._dense(r["report"]) for r in have]
 
     def _dense(self, report: Mapping[str, Any]) -> Tensor:
@@ -346,8 +339,9 @@ class Run:
         return weight.new_zeros(n, n).index_put_(at, weight, accumulate=True)
 
 
-def _has_weights(report: Mapping[str, Any]) -> bool:
-    return any(k in report and len(report[k]) > 0 for k in ("weights", "weight"))
+def _has_weights(line: Mapping[str, Any]) -> bool:
+    report = line.get("report") or {}
+    return any(len(report.get(k, ())) > 0 for k in ("weights", "weight"))
 
 
 def _worst(seen: Mapping[str, Any], measure: str) -> Tensor:

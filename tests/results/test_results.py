@@ -255,7 +255,7 @@ def test_clients_that_are_worse_off_than_with_a_baseline():
 
 def test_notes_stand_in_the_row():
     lines = [*a_run(rounds=3), {"stopped": "Everybody diverged three rounds in a row."}]
-    lines[2]["void"], lines[3]["dropped"] = True, [0, 2]
+    lines[2]["void"], lines[2]["dropped"], lines[3]["dropped"] = True, [0], [2]
     text = tell(lines, a_run("fedfomo", facts={"held out for validation": 0.2}), a_run("local"))
     want = "stopped after round 3, 1 void rounds, 2 times a client was dropped"
     assert cells(text, "waffle")["note"] == want and cells(text, "local")["note"] == ""

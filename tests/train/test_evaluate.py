@@ -36,6 +36,9 @@ def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
     for key in ("loss", "accuracy"):
         for other in found[1:]:
             near(found[0][key].nan_to_num(-1), other[key].nan_to_num(-1), 1e-5, 1e-6)
+    s, others = setting("loop"), [0, 1, 3, 4]
+    whole = evaluate(Setup(FedAvg(), s), begin(FedAvg(), s.net, 5))
+    assert all(torch.equal(found[-1][k][others], whole[k][others]) for k in ("loss", "accuracy"))
 
 
 def weighted(scores: Tensor, y: Tensor):

@@ -3,19 +3,24 @@
 import json
 
 import pytest
+import torch
 
-from bench.papers import groups
-from pflcore import metrics
+from bench.papers import groups, measures
 from pflcore.cli import main
 from pflcore.results.record import Run
 
 
 def test_subpopulations():
-    values, group = [96.0, 97.0, 95.0, 98.0, 94.0, 70.0, 60.0], [0, 0, 0, 0, 0, 1, 1]
-    got = metrics.subpopulations(values, group)
+    values = torch.tensor([96.0, 97.0, 95.0, 98.0, 94.0, 70.0, 60.0], dtype=torch.float64)
+    got = measures.subpopulations(values, [0, 0, 0, 0, 0, 1, 1])
     assert (got["majority"], got["minority"], got["gap"]) == (96, 65, 31)
     assert got["variance"] == pytest.approx(204.6938775510, rel=1e-9)
-    assert metrics.subpopulations([1.0, float("nan"), 3.0], [0, 0, 1])["majority"] == 1
+    values[0] = torch.nan
+    assert measures.subpopulations(values, [0, 0, 1, 1, 1, 1, 1])["majority"] == 97
+    assert measures.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
+    curve, sent = [0.1, 0.8, 0.6], [1, 2, 3]
+    assert [measures.bytes_to_reach(curve, sent, goal) for goal in (0.8, 0.9)] == [2, None]
+    assert measures.bytes_to_reach([0.3, 0.2, 0.1], sent, 0.2, higher_is_better=False) == 2
 
 
 def test_the_table_has_every_way_to_evaluate():

@@ -10,7 +10,6 @@ import torch
 from parts.results import N, a_long_run, a_run, line, write
 from parts.user import simulation
 
-from pflcore.metrics import human
 from pflcore.results import canvas, pictures
 from pflcore.results.export import scalars
 from pflcore.results.record import LONG, group, plain, read
@@ -47,20 +46,6 @@ def test_short_lists_stay_in_the_line(tmp_path):
     assert not (tmp_path / "r.arrays").exists()
     assert json.loads(path.read_text())["cohort"][-1] == LONG - 1
     assert torch.equal(read(path)[0].weights()[1][0], torch.eye(2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (3 << 30, "3.0 GiB"),
-        (1 << 52, "4096.0 TiB"),
-    ],
-)
-def test_bytes_for_people(size, text):
-    assert human(size) == text
 
 
 # pictures -------------------------------------------------------------------
