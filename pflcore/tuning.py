@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from pflcore.algorithms.lookup import algorithm_of
+from pflcore.algorithms import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Tensors
 from pflcore.check import ANYTHING, Fraction, Model, Seed, Whole, checked, need
 from pflcore.data.roles import Protocol

@@ -26,6 +26,7 @@ from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, apply
 from pflcore.simulation.round import Setup, State, begin
 
 F64 = torch.float64
+ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
 Tensors = dict[str, Tensor]
 Setting = Any  # what stays the same over a run: `Simulation(...).setting`
 

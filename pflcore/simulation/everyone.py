@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from pflcore.algorithms.lookup import algorithm_of
+from pflcore.algorithms import algorithm_of
 from pflcore.algorithms.protocol import Algorithm
 from pflcore.check import Model, checked, need
 from pflcore.data.federation import Federation
