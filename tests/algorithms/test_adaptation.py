@@ -117,8 +117,8 @@ def test_the_minibatches_of_per_fedavg_are_independent():
     net, data = quadratics(t([[1.0]]), t([[0.0]]), start=[3.0], rows=2, noise=1.0)
     s = make_setting(net, data, Training(lr=0.3, batch_size=1))
     ways = set()
-    for round in range(1, 60):
-        up = PerFedAvg().train({"x": net.w0[None]}, {}, at_work(s, round=round))[1]
+    for r in range(1, 60):
+        up = PerFedAvg().train({"x": net.w0[None]}, {}, at_work(s, round=r))[1]
         ways.add(round(float(up["delta"]), 9))
     assert len(ways) == 4
 
