@@ -8,6 +8,7 @@ from parts.edges import normal
 from parts.rivals import GOLDEN, tree
 from small import (
     F64,
+    Line,
     after,
     images,
     near,
@@ -20,7 +21,7 @@ from small import (
     tiny_model,
 )
 
-from pflcore import Simulation, Training
+from pflcore import Net, Simulation, Training
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import begin
 
@@ -132,6 +133,44 @@ def test_shared_layers_need_one_age():
             HypCluster(shared="w", **options)
     with pytest.raises(ValueError, match=r"^k: this model starts equal 2 times"):
         HypCluster(shared="*").initial(tiny().net)  # nothing is left to differ in
+
+
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return x + self.b
+
+
+class Zero(nn.Linear):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight), nn.init.zeros_(self.bias)
+
+
+def test_centres_never_start_equal_and_seeds_follow_the_run():
+    made = lambda: Line((0.0,) * 28), lambda: Zero(5, 3), lambda: nn.Linear(4, 3)
+    for net in map(Net, made):
+        for k in (2, 5):
+            rows = HypCluster(k=k).starts(net)
+            assert len(rows.unique(dim=0)) == k and rows.any(1).all()
+    with pytest.raises(ValueError, match=r"^k: .* equal .*\.$"):
+        HypCluster(k=2).starts(Net(Constant))
+    one, two = (
+        Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.server["x"]
+        for seed in (0, 1)
+    )
+    assert not torch.equal(one, two)
+
+
+def test_models_of_an_ensemble_shuffle_apart():
+    """Two that start equal go different ways."""
+    s = tiny(batch_size=4)
+    state = begin(Ensemble(k=2), s.net, 3)
+    state.server["x"][:] = s.net.w0
+    one, two = after(Ensemble(k=2), s, 1, state)[0].server["x"]
+    assert not torch.equal(one, two)
 
 
 # clustered FL --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ breaks."""
 import pytest
 import torch
 from methods import SFL, FedAMP, HeurFedAMP, LocalOnly, Mocha
-from parts.rivals import GOLDEN, close, mixing
+from parts.rivals import GOLDEN, close, everybody, mixing
 from small import ENGINES, F64, after, at_work, near, points, regression, some, t, tiny
 
 from pflcore import ops
@@ -91,6 +91,29 @@ def test_heurfedamp_of_zeros_and_of_one_client():
 
 
 # SFL -----------------------------------------------------------------------------------------
+
+
+def test_golden_sfl():
+    f1 = GOLDEN["F1_sfl"]
+    x = t(f1["X"])
+    one, three, half = (
+        mixing(SFL(t(f1["A"]), layers=layers, s=s), x)
+        for layers, s in ((1, 1.0), (3, 1.0), (3, 0.5))
+    )
+    close(one, f1["A_norm"])
+    close(one @ x, f1["one_layer"])
+    close(three @ x, f1["three_layers"])
+    close(three.mean(0) @ x, [f1["readout_global"]])
+    close(half @ x, f1["alpha_mix_05"])
+
+
+def test_sfl_neighbours_are_the_nearest():
+    d = ops.pairwise_sqdist(t([[0.0], [1.0], [5.0], [5.5], [100.0]]))
+    first, second = [1, 1, 0, 0, 0], [0, 0, 1, 1, 0]
+    want = [first, first, second, second, [0, 0, 0, 1, 1]]
+    assert SFL(k=1).graph(d, everybody(5)).tolist() == want
+    assert SFL(k=9).graph(d, everybody(5)).sum() == 25
+    assert not SFL(k=2).graph(d, t([1, 1, 0, 1, 1]).bool())[:, 2].any()
 
 
 def test_sfl_on_the_complete_graph_is_fedavg():

@@ -3,60 +3,19 @@ then laws."""
 
 import pytest
 import torch
-import torch.nn as nn
-from methods import Ensemble, HypCluster, Mocha
+from methods import Mocha
 from parts.rivals import QUERY, Z
-from small import F64, Line, after, images, near, tiny, tiny_model
+from small import F64, near
 
-from pflcore import Net, Simulation
 from pflcore.algorithms import Stop
 from pflcore.algorithms.adaptation import neighbours
 from pflcore.algorithms.relations import relation
-from pflcore.simulation.round import begin
 
 KERNELS = ("exp", "inverse", "gauss_dim")
 
 
 def close(a, b, atol=5e-10, rtol=1e-7):
     near(a, b, rtol, atol)
-
-
-class Constant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x):
-        return x + self.b
-
-
-class Zero(nn.Linear):
-    def reset_parameters(self):
-        nn.init.zeros_(self.weight), nn.init.zeros_(self.bias)
-
-
-def test_centres_never_start_equal_and_seeds_follow_the_run():
-    made = lambda: Line((0.0,) * 28), lambda: Zero(5, 3), lambda: nn.Linear(4, 3)
-    for net in map(Net, made):
-        for k in (2, 5):
-            rows = HypCluster(k=k).starts(net)
-            assert len(rows.unique(dim=0)) == k and rows.any(1).all()
-    with pytest.raises(ValueError, match=r"^k: .* equal .*\.$"):
-        HypCluster(k=2).starts(Net(Constant))
-    one, two = (
-        Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.server["x"]
-        for seed in (0, 1)
-    )
-    assert not torch.equal(one, two)
-
-
-def test_models_of_an_ensemble_shuffle_apart():
-    """Two that start equal go different ways."""
-    s = tiny(batch_size=4)
-    state = begin(Ensemble(k=2), s.net, 3)
-    state.server["x"][:] = s.net.w0
-    one, two = after(Ensemble(k=2), s, 1, state)[0].server["x"]
-    assert not torch.equal(one, two)
 
 
 # MOCHA ----------------------------------------------------------------------

@@ -4,8 +4,8 @@ its known bug breaks."""
 import pytest
 import torch
 import torch.nn as nn
-from methods import SFL, ClusteredFL, FedALA, FedFomo, HeurFedAMP
-from parts.rivals import GOLDEN, close, everybody, fomo, mixing, tree
+from methods import ClusteredFL, FedALA, FedFomo, HeurFedAMP
+from parts.rivals import GOLDEN, close, fomo, mixing, tree
 from small import images, make_setting, served, some, t, tiny_model
 
 from pflcore import Clients, Net, Simulation, Training, ops
@@ -61,29 +61,6 @@ def test_golden_heurfedamp():
     close(xi, c4["xi_sigma5_self1_3"])
     close(mixing(HeurFedAMP(sigma=5.0), w), c4["xi_sigma5_self1_3"])  # 1 / N is the default
     close(ops.aggregate(w, xi), c4["U"])
-
-
-def test_golden_sfl():
-    f1 = GOLDEN["F1_sfl"]
-    x = t(f1["X"])
-    one, three, half = (
-        mixing(SFL(t(f1["A"]), layers=layers, s=s), x)
-        for layers, s in ((1, 1.0), (3, 1.0), (3, 0.5))
-    )
-    close(one, f1["A_norm"])
-    close(one @ x, f1["one_layer"])
-    close(three @ x, f1["three_layers"])
-    close(three.mean(0) @ x, [f1["readout_global"]])
-    close(half @ x, f1["alpha_mix_05"])
-
-
-def test_sfl_neighbours_are_the_nearest():
-    d = ops.pairwise_sqdist(t([[0.0], [1.0], [5.0], [5.5], [100.0]]))
-    first, second = [1, 1, 0, 0, 0], [0, 0, 1, 1, 0]
-    want = [first, first, second, second, [0, 0, 0, 1, 1]]
-    assert SFL(k=1).graph(d, everybody(5)).tolist() == want
-    assert SFL(k=9).graph(d, everybody(5)).sum() == 25
-    assert not SFL(k=2).graph(d, t([1, 1, 0, 1, 1]).bool())[:, 2].any()
 
 
 # Clustered FL ---------------------------------------------------------------
