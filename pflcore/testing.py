@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pflcore.algorithms import algorithm_of
 from pflcore.algorithms.fedavg import FedAvg
-from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Cohort, Mix, Pool, Rows, Tensors
 from pflcore.check import check_fields, checked
 from pflcore.data.federation import Federation

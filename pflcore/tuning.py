@@ -22,7 +22,7 @@ import annotated_types as at
 import torch
 from torch import Tensor, nn
 
-from pflcore.algorithms.lookup import algorithm_of
+from pflcore.algorithms import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Tensors
 from pflcore.check import Fraction, Model, Seed, Whole, checked, need
 from pflcore.data.roles import Protocol

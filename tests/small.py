@@ -28,6 +28,7 @@ from pflcore.simulation.round import Setup, begin
 
 F64 = torch.float64
 copied = deepcopy  # of a state
+ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
 Tensors = dict[str, Tensor]
 Setting = Any  # what stays the same over a run: `Simulation(...).setting`
 

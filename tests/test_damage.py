@@ -268,10 +268,9 @@ class Trap:
 
 
 def test_a_pickle_is_never_run(tmp_path):
-    """A Flower array, an .npz, a graph, a side file, a checkpoint's tensors, a trained state: no
+    """A Flower array, an .npz, a side file, a checkpoint's tensors, a trained state: no
     code of a file runs."""
     from doors import folder
-    from methods import SFL
 
     mark = tmp_path / "ran"
     trap = np.array([Trap(mark)], dtype=object)
@@ -284,9 +283,6 @@ def test_a_pickle_is_never_run(tmp_path):
     np.savez(tmp_path / "clients" / "a.npz", x=trap, y=np.zeros(1))
     with pytest.raises(OSError, match="expected arrays of numbers"):
         folder(tmp_path / "clients")
-    np.save(tmp_path / "graph.npy", trap, allow_pickle=True)
-    with pytest.raises(ValueError, match="allow_pickle"):
-        SFL(adjacency=str(tmp_path / "graph.npy")).graph(1)
     (tmp_path / "record.arrays").write_bytes(npy(trap))
     (tmp_path / "record.jsonl").write_text(
         '{"round":1,"eval":{"loss":{"array":["record.arrays",0]}}}\n'

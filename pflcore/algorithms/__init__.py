@@ -1,10 +1,17 @@
 """The algorithms, by name, and what an author of another one needs: `Algorithm` to derive from,
 `Traits`, and the values that its hooks get and give.
 
-`ALGORITHMS` drives the command line, the contract tests, the docs' table and the benchmark.
+`ALGORITHMS` drives the command line, the contract tests, the docs' table and the benchmark. Users
+name one by an instance, a class, a name of it, or "package.module:Class" for one of their own.
 """
 
 from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from pflcore.algorithms.adaptation import (
     FedBABU,
@@ -119,3 +126,83 @@ __all__ = [
     "Void",
     "apply",
 ]
+BASE = "a class derived from pflcore.Algorithm"
+
+
+def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
+    """The class of a name, in any case, or of "package.module:Class". ValueError or
+    TypeError in one sentence.
+
+    >>> class_of("ditto").__name__
+    'Ditto'
+    """
+    thing: Any = algorithm
+    if isinstance(algorithm, str):
+        by_name = ALGORITHMS.get(_listed(algorithm))
+        thing = imported(algorithm, "algorithm") if ":" in algorithm else by_name
+        if thing is None:
+            near = difflib.get_close_matches(algorithm.lower(), ALGORITHMS, 1)
+            raise ValueError(
+                f"algorithm: expected one of {', '.join(ALGORITHMS)}, or 'package.module:Class' "
+                f"for one of your own, got {algorithm!r}"
+                f"{f'; did you mean {near[0]!r}?' if near else '.'}"
+            )
+    if inspect.isclass(thing) and issubclass(thing, Algorithm):
+        return thing
+    expected = f"{algorithm!r} to be {BASE}"
+    if not isinstance(algorithm, str):
+        expected = f"a name, {BASE} or an instance of one"
+    got = thing.__name__ if inspect.isclass(thing) else type(thing).__name__
+    raise TypeError(f"algorithm: expected {expected}, got {got}.")
+
+
+def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -> Algorithm:
+    """The algorithm itself: an instance as it is, anything else with `options`. ValueError or
+    TypeError in one sentence."""
+    if isinstance(algorithm, Algorithm):
+        if not options:
+            return algorithm
+        algorithm = type(algorithm)
+    cls = class_of(algorithm)
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise TypeError(
+            f"algorithm: {cls.__name__} cannot be made from "
+            f"{', '.join(options) or 'its defaults alone'} ({error}); give an instance."
+        ) from None
+
+
+def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:
+    """What an algorithm is called in records and tables: its name in `ALGORITHMS`, else that of its
+    class."""
+    if isinstance(algorithm, str):
+        return algorithm.rpartition(":")[2] if ":" in algorithm else _listed(algorithm)
+    cls = algorithm if inspect.isclass(algorithm) else type(algorithm)
+    return next((k for k, v in ALGORITHMS.items() if v is cls), cls.__name__)
+
+
+def _listed(name: str) -> str:
+    """A name as `ALGORITHMS` writes it."""
+    plain = name.lower().replace("-", "").replace("_", "")
+    return next((k for k in ALGORITHMS if k.replace("_", "") == plain), name)
+
+
+def imported(place: str, what: str) -> Any:
+    """The thing at "package.module:name". ValueError in one sentence that names the argument
+    `what`."""
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        fault = f"importing {place!r} failed with {type(error).__name__}: {error}"
+        raise ValueError(f"{what}: {fault}; check the name, or change folder.") from error
+
+
+def narrowed(cls: type[Algorithm]) -> list[str]:
+    """The options of which a preset leaves one choice."""
+    return [
+        name
+        for name, hint in get_type_hints(cls).items()
+        if hint is NoneType or (get_origin(hint) is Literal and len(get_args(hint)) == 1)
+    ]

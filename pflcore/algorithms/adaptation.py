@@ -53,11 +53,11 @@ class FineTune(FedProx, FedOpt):
     server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
     model). Trains as `FedOpt`; every evaluation fine-tunes x on each client's training data by the
     run's optimizer, all layers or the last one, and throws the result away.
-    `choose="fixed"` takes `finetune_epochs` epochs. "client" and "global" try each step size of
-    `lr_grid` with 1 .. `finetune_epochs` epochs and keep what is best on the clients' validation
-    split, for each client or for all clients together (mean over clients); ties go to the earlier
-    candidate, 0 epochs first. A client without validation samples takes what is best for all the
-    others together. Momentum and AdamW's moments start at zero in every epoch.
+    `choose="fixed"` takes `finetune_epochs` epochs. "client" tries each step size of `lr_grid` with
+    1 .. `finetune_epochs` epochs and keeps what is best on the client's own validation split (for
+    one choice for all clients see `pflcore.tune`); ties go to the earlier candidate, 0 epochs
+    first. A client without validation samples takes what is best for all the others together (mean
+    over clients). Momentum and AdamW's moments start at zero in every epoch.
     Acceptance (the remark of section 4.1): a client with less than `min_size` samples, or whose
     validation value does not beat x's by more than `margin` (without validation samples it cannot),
     keeps x.
@@ -67,9 +67,8 @@ class FineTune(FedProx, FedOpt):
     finetune_lr: NonNegative | None = None  # step size; default: the run's
     finetune_epochs: Whole = 5  # epochs, or the most that are tried
     layers: str = "all"  # "all", "last", or a pattern of parameter names such as "fc*"
-    # who chooses step size and epochs on validation data: fixed, all clients together, or each
-    # client
-    choose: Literal["fixed", "global", "client"] = "fixed"
+    # step size and epochs: fixed, or each client's choice on its validation data
+    choose: Literal["fixed", "client"] = "fixed"
     lr_grid: tuple[float, ...] = ()  # step sizes to choose from; default: finetune_lr alone
     zero: bool = True  # no fine-tuning is a candidate too (Motley's silo code: not)
     min_size: Whole = 0  # clients with fewer training samples keep x
@@ -95,30 +94,41 @@ class FineTune(FedProx, FedOpt):
         return {"w": torch.where(takes, w, x), "batch_norm": batch_norm}
 
     def tuned(self, x: Tensor, clients: Clients) -> tuple[Tensor, Tensor]:
-        """The fine-tuned models [S, P], or the best candidate of each client (or of all together)
-        on the validation split; and their batch norm's statistics."""
-        lrs, mask = self.lr_grid or (self.finetune_lr,), layer_mask(clients.net, self.layers)
-        tried = (fit for *_, fit in lengths(clients, x, lrs, self.finetune_epochs, mask))
+        """The fine-tuned models [S, P], or the best candidate of each client on its validation
+        split; and their batch norm's statistics."""
         if self.choose == "fixed":
-            last = deque(tried, 1)[0]
+            last = deque(self.tried(x, clients), 1)[0]
             return last.w, last.buffers
         w, batch_norm, best = x, clients.buffers, x.new_full((len(x), 1), -torch.inf)
-        best = self.judged(value(clients, x)) if self.zero else best
-        for fit in tried:
-            now = self.judged(value(clients.after(fit), fit.w))
+        best = filled(value(clients, x)) if self.zero else best
+        for fit in self.tried(x, clients):
+            now = filled(value(clients.after(fit), fit.w))
             better = now > best
             best = torch.where(better, now, best)
             w = torch.where(better, fit.w, w)
             batch_norm = torch.where(better, fit.buffers, batch_norm)
         return w, batch_norm
 
-    def judged(self, values: Tensor) -> Tensor:
-        """What counts for each client [S, 1]: its own value, or the mean where all choose together
-        or it has none."""
-        everybody = values.nanmean().expand(len(values))
-        if self.choose == "global":
-            return everybody[:, None]
-        return torch.where(values.isnan(), everybody, values)[:, None]
+    def tried(self, x: Tensor, clients: Clients) -> Iterator[Fit]:
+        """What every epoch of fine-tuning with every step size makes of x [S, P]. With frozen
+        layers batch norm's statistics stay frozen as well."""
+        net, mask, shuffles = clients.net, None, clients.setting.training.reshuffle
+        if self.layers != "all":
+            mask = head_mask(net) if self.layers == "last" else net.mask(self.layers)
+        for lr in self.lr_grid or (self.finetune_lr,):
+            now, rows = clients, x
+            for epoch in range(1, self.finetune_epochs + 1):
+                stream = f"finetune {epoch}" if shuffles else "finetune"
+                fit = now.fit(rows, Objective(mask=mask), epochs=1, lr=lr, stream=stream)
+                if mask is not None:
+                    fit = fit._replace(buffers=clients.buffers)
+                now, rows = clients.after(fit), fit.w
+                yield fit
+
+
+def filled(values: Tensor) -> Tensor:
+    """Each client's value [S, 1], the others' mean where it has none, by values [S] or NaN."""
+    return torch.where(values.isnan(), values.nanmean(), values)[:, None]
 
 
 def head_mask(net: Net) -> Tensor:
@@ -128,60 +138,25 @@ def head_mask(net: Net) -> Tensor:
     return mask
 
 
-def layer_mask(net: Net, layers: str) -> Tensor | None:
-    """Which parameters "all", "last" or a pattern of names leaves free: bool [P] on the CPU, None
-    for all."""
-    if layers == "all":
-        return None
-    return head_mask(net) if layers == "last" else net.mask(layers)
-
-
-def lengths(
-    clients: Clients,
-    start: Tensor,
-    lrs: tuple[float | None, ...],
-    epochs: int,
-    mask: Tensor | None = None,
-) -> Iterator[tuple[int, int, Fit]]:
-    """(which lr, epochs so far, what they made of `start` [S, P]) after every epoch of fine-tuning
-    with every step size.
-
-    With frozen layers batch norm's statistics stay frozen as well.
-    """
-    shuffles = clients.setting.training.reshuffle
-    for i, lr in enumerate(lrs):
-        now, rows = clients, start
-        for epoch in range(1, epochs + 1):
-            stream = f"finetune {epoch}" if shuffles else "finetune"
-            fit = now.fit(rows, Objective(mask=mask), epochs=1, lr=lr, stream=stream)
-            if mask is not None:
-                fit = fit._replace(buffers=clients.buffers)
-            now, rows = clients.after(fit), fit.w
-            yield i, epoch, fit
-
-
-def value(
-    clients: Clients, rows: Tensor | Tensors, split: str = "val", predict: Predict = by_row
-) -> Tensor:
-    """How good each client's model, a row of `rows` [S, P] or of several tensors, is on `split`:
-    accuracy, or minus the loss where there is none. float64 [S].
+def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -> Tensor:
+    """How good each client's model, a row of `rows` [S, P] or of several tensors, is on the split
+    "val": accuracy, or minus the loss where there is none. float64 [S].
 
     A model whose outputs hold a NaN counts as worst, minus infinity; a client without samples of
-    `split` has NaN.
+    the split has NaN.
     """
     model, size = rows if isinstance(rows, dict) else {"w": rows}, torch.zeros(len(clients.ids))
-    if clients.has(split):
-        size = clients.setting.data.size(split)[clients.ids]
+    if clients.has("val"):
+        size = clients.setting.data.size("val")[clients.ids]
     some, w, seen = size > 0, model["w"], clients
     if not some.any():
         raise ValueError(
-            f"choose: fine-tuning is tuned on the clients' {split!r} split, which these clients "
-            "lack; make one with Federation.split, or choose on validation clients with "
-            "pflcore.tuning."
+            "choose: fine-tuning is tuned on the clients' 'val' split, which these clients lack; "
+            "make one with Federation.split, or choose on validation clients with pflcore.tuning."
         )
     if not some.all():
         seen, model = clients.take(some), {k: v[some] for k, v in model.items()}
-    loss, right = seen.measure(model, split, predict)
+    loss, right = seen.measure(model, "val", predict)
     values = -loss.double() if right is None else right
     values = values.masked_fill(loss.isnan(), -torch.inf)
     return values.new_full((len(w),), torch.nan).masked_scatter(onto(some, values.device), values)
@@ -199,7 +174,7 @@ def accepts(
     takes = onto(clients.size, x.device) >= alg.min_size
     if alg.margin is None:
         return takes
-    return takes & (value(after, model, predict=predict) > value(clients, x) + alg.margin)
+    return takes & (value(after, model, predict) > value(clients, x) + alg.margin)
 
 
 Kernel = Literal["exp", "inverse", "gauss_dim"]

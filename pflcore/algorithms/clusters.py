@@ -35,46 +35,6 @@ from pflcore.train import Clients, Net
 from pflcore.train.random import generator_of
 
 
-def starts(net: Net, k: int, seed: int | None = None) -> Tensor:
-    """The initial models [k, P] of k runs for this seed (default: the net's, which is the run's);
-    the net's own `w0` for k = 1."""
-    seed = net.seed if seed is None else seed
-    if k == 1:
-        return net.w0[None].clone()
-    return torch.stack([net.init(seed * k + j + 1) for j in range(k)]).to(net.w0)
-
-
-def centres(net: Net, k: int, seed: int | None = None) -> Tensor:
-    """k *different* initial models [k, P] for this seed, as `starts` has it.
-
-    Equal models would tie for every client and stay equal for ever. Where the net draws its weights
-    they are k draws; where it always starts at the same point (a linear model at zero), the
-    matrices of all k are drawn with standard deviation 1 / sqrt(fan in), the rest stays: a model at
-    zero beside drawn ones would be the best for everybody.
-    """
-    rows = starts(net, k, seed)
-    if len(rows.unique(dim=0)) < k:
-        for j, row in enumerate(rows):
-            gen = generator_of("centre", net.seed if seed is None else seed, j)
-            for name, shape in zip(net.names, net.shapes, strict=True):
-                if len(shape) > 1:
-                    std = shape[1:].numel() ** -0.5
-                    draw = torch.empty(shape, dtype=net.dtype)
-                    nn.init.trunc_normal_(draw, 0.0, std, -2 * std, 2 * std, gen)
-                    row[net.slices[name]] = draw.flatten()
-    return distinct(rows)
-
-
-def distinct(rows: Tensor) -> Tensor:
-    """The models [k, P]; ValueError where two are equal."""
-    if len(rows.unique(dim=0)) < len(rows):
-        raise ValueError(
-            f"k: this model starts equal {len(rows)} times, and equal centres never part; give it "
-            "a random initialisation."
-        )
-    return rows
-
-
 def losses(rows: Tensor, b: Tensor, clients: Clients) -> Tensor:
     """Each client's mean training loss under each of the models `rows` [k, P], each with its
     statistics `b` [k, b]: [S, k]."""
@@ -99,7 +59,6 @@ class Ensemble(Undefended, FedOpt):
     """
 
     k: Count = 2  # models
-    seed: int | None = None  # of their initial weights; None: the run's
 
     @property
     def traits(self) -> Traits:
@@ -107,8 +66,11 @@ class Ensemble(Undefended, FedOpt):
         return super().traits._replace(batch_norm=("rule",))
 
     def starts(self, net: Net) -> Tensor:
-        """The models [k, P] before the first round."""
-        return starts(net, self.k, self.seed)
+        """The models [k, P] before the first round; the net's own `w0` for k = 1."""
+        if self.k == 1:
+            return net.w0[None].clone()
+        draws = [net.init(net.seed * self.k + j + 1) for j in range(self.k)]
+        return torch.stack(draws).to(net.w0)
 
     def initial(self, net: Net) -> Tensors:
         return {"x0": self.starts(net), "b0": net.b0.repeat(self.k, 1)}
@@ -197,8 +159,32 @@ class HypCluster(Ensemble):
             )
 
     def starts(self, net: Net) -> Tensor:
-        rows = centres(net, self.k, self.seed)
-        return distinct(torch.where(self.common(net), rows[0], rows)) if self.shared else rows
+        """k *different* models [k, P]: equal ones would tie for every client and stay equal for
+        ever. ValueError where they cannot differ.
+
+        Where the net draws its weights they are k draws; where it always starts at the same point
+        (a linear model at zero), the matrices of all k are drawn with standard deviation 1 /
+        sqrt(fan in), the rest stays: a model at zero beside drawn ones would be the best for
+        everybody.
+        """
+        rows = super().starts(net)
+        if len(rows.unique(dim=0)) < self.k:
+            for j, row in enumerate(rows):
+                gen = generator_of("centre", net.seed, j)
+                for name, shape in zip(net.names, net.shapes, strict=True):
+                    if len(shape) > 1:
+                        std = shape[1:].numel() ** -0.5
+                        draw = torch.empty(shape, dtype=net.dtype)
+                        nn.init.trunc_normal_(draw, 0.0, std, -2 * std, 2 * std, gen)
+                        row[net.slices[name]] = draw.flatten()
+        if self.shared:
+            rows = torch.where(self.common(net), rows[0], rows)
+        if len(rows.unique(dim=0)) < self.k:
+            raise ValueError(
+                f"k: this model starts equal {self.k} times, and equal centres never part; give it "
+                "a random initialisation."
+            )
+        return rows
 
     def common(self, net: Net) -> Tensor:
         """Which parameters all models share: bool [P]."""
@@ -253,8 +239,9 @@ class HypCluster(Ensemble):
 class ClusteredFL(Undefended, FedAvg):
     """Sattler et al. 2021, Algorithm 2 (CFL), with the conditions of the authors' code.
 
-    server: x, way [nodes, P], child [nodes], cluster [N] · client: nothing · down: the cluster's x
-    [S, P] · up: delta [S, P] (1 model).
+    server: x, way [nodes, P], child [nodes], cluster [N] (the node each client is in; one that has
+    split since, for who has not been there) · client: nothing · down: the cluster's x [S, P] · up:
+    delta [S, P] (1 model).
     A cluster splits where |mean delta| < eps1 and max |delta| > eps2, more than two of its clients
     took part and `first` rounds
     are over; the two halves are those of agglomerative clustering by the updates' cosines, and
@@ -287,6 +274,10 @@ class ClusteredFL(Undefended, FedAvg):
     # of the bipartition: complete, as in the authors' code, or single
     linkage: Literal["complete", "single"] = "complete"
     gamma: NonNegative = 0.0  # least separation of the two halves; 0: not asked for
+
+    @property
+    def traits(self) -> Traits:
+        return super().traits._replace(reported=("cluster",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         x, cluster = x0[None], torch.zeros(n, dtype=torch.long)
@@ -343,11 +334,6 @@ class ClusteredFL(Undefended, FedAvg):
         second = group != group[0]
         across = cosine[second][:, ~second].max()
         return None if self.gamma and ((1 - across) / 2) ** 0.5 <= self.gamma else second
-
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """cluster [N]: which node of the tree each client is in; one that has split since, for who
-        has not been there."""
-        return {"cluster": state["cluster"]}
 
 
 def cosines(sqdist: Tensor, norm2: Tensor) -> Tensor:

@@ -239,8 +239,7 @@ class FedOpt(FedAvg):
     yogi        v -= (1 - beta2) D^2 sign(v - D^2)      adagrad     v += D^2
 
     `bias_correction`: "none" is the paper; "keras" scales the step by sqrt(1 - beta2^t) / (1 -
-    beta1^t), as the paper's own code does; "torch" corrects v before tau is added, as
-    `torch.optim.Adam`.
+    beta1^t), as the paper's own code does.
     """
 
     # the server's: sgd, heavy_ball, nesterov, ema, adagrad, adam or yogi
@@ -249,8 +248,8 @@ class FedOpt(FedAvg):
     beta2: Momentum = 0.99  # second moment (adam, yogi)
     tau: Positive = 1e-3  # added to sqrt(v)
     v0: NonNegative | None = None  # where v starts; None: tau^2, as in the paper (Motley's code: 0)
-    # of Adam's moments: none, as in the paper; keras or torch, as those libraries do
-    bias_correction: Literal["none", "keras", "torch"] = "none"
+    # of Adam's moments: none, as in the paper, or as Keras does
+    bias_correction: Literal["none", "keras"] = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -276,14 +275,12 @@ class FedOpt(FedAvg):
         if "v" not in state:
             return {"x": x + lr * (d + b1 * m if self.optimizer == "nesterov" else m), "m": m}
         v, t = self.second(state["v"], d**2), state["t"] + 1
-        first, second = ((1 - b**t)[..., None].to(d) for b in (b1, b2))
-        if self.optimizer == "adagrad":
-            second = torch.ones_like(second)  # a sum needs no correction
-        if self.bias_correction == "torch":
-            step = m / first / ((v / second) ** 0.5 + self.tau)
-        else:
-            scale = second**0.5 / first if self.bias_correction == "keras" else 1.0
-            step = m * scale / (v**0.5 + self.tau)
+        step = m / (v**0.5 + self.tau)
+        if self.bias_correction == "keras":
+            first, second = ((1 - b**t)[..., None].to(d) for b in (b1, b2))
+            if self.optimizer == "adagrad":
+                second = torch.ones_like(second)  # a sum needs no correction
+            step = m * (second**0.5 / first) / (v**0.5 + self.tau)
         return {"x": x + lr * step, "m": m, "v": v, "t": t}
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
@@ -425,10 +422,8 @@ class PFedMe(FedAvg):
     f(theta) + lam (theta - w)), then
     w <- w - lr_of_training lam (w - theta). The server's x <- (1 - beta) x + beta sum_i share_i
     w_i: `server_lr` is beta.
-    theta goes on from where it was over the minibatches, and over the rounds too (`theta="keep"`)
-    or from w at the start of each
-    ("restart", the authors' code); in a client's first round it starts at w. Evaluated is theta, w
-    for who has none yet.
+    theta goes on from where it was, over the minibatches and over the rounds; in a client's first
+    round it starts at w. Evaluated is theta, w for who has none yet.
     The run's momentum and weight decay play no part.
     Deviations: `weighting` is by samples, as in the authors' code (the paper: uniform); absent
     clients do not train, where their code
@@ -439,7 +434,6 @@ class PFedMe(FedAvg):
     lam: NonNegative = 1.0  # strength of the pull between theta and w
     inner: Count = 5  # the paper's K, steps towards the proximal point
     personal_lr: NonNegative = 0.01  # step size of theta
-    theta: Literal["keep", "restart"] = "keep"  # a round starts from the last theta, or from w
 
     @property
     def traits(self) -> Traits:
@@ -459,8 +453,7 @@ class PFedMe(FedAvg):
 
         plain_steps(self, clients)
         x = down["x"]
-        theta = x if self.theta == "restart" else own["theta"]
-        fit = clients.each_batch({"w": x, "theta": theta}, update)
+        fit = clients.each_batch({"w": x, **own}, update)
         return {"theta": fit.rows["theta"]}, {"delta": fit.w - x}, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:

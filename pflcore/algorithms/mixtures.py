@@ -19,7 +19,6 @@ from pflcore.algorithms.protocol import (
     Algorithm,
     Cohort,
     Grad,
-    Mix,
     Payload,
     Pool,
     Rows,
@@ -221,10 +220,10 @@ class FedFomo(Algorithm):
     """Zhang et al. 2021, FedFomo: a client moves towards the models that do better than its own on
     its validation data.
 
-    server: the latest models w [N, P], affinities p [N, N] · client: w, its trained model, and old,
-    the model before that training
-    [P] each · down: m other models, or all there are (m models) · up: w (1 model) and the weights
-    found [N].
+    server: the latest models w [N, P], affinities p [N, N], and weights [N, N]: what each client of
+    this round found for the others' models, before its own model's share · client: w, its trained
+    model, and old, the model before that training [P] each · down: m other models, or all there are
+    (m models) · up: w (1 model) and a [N], what was found for each.
     a_j = (L(old) - L(w_j)) / |w_j - old|, L on the split "val"; w <- old + sum_j w_j (w_j - old),
     w_j = max(a_j, 0) / sum max(a, 0),
     then local training. The client's own trained model is always a candidate and costs nothing.
@@ -240,13 +239,14 @@ class FedFomo(Algorithm):
     m: Count = 5  # models downloaded
     epsilon: Share = 0.3  # share of them picked at random in round 1
     decay: NonNegative = 0.05  # by how much it falls in a round
-    norm: Literal["l2", "l1"] = "l2"  # of w_j - old; "l1" is the authors' code's default
 
-    traits = Traits(batch_norm=("local",), needs_val=True, models={"w": "server.w"})
+    traits = Traits(
+        batch_norm=("local",), needs_val=True, models={"w": "server.w"}, reported=("weights",)
+    )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         none, seen = torch.zeros(n, n, dtype=torch.float64), torch.zeros(n, dtype=torch.bool)
-        return {"w": x0.repeat(n, 1), "p": none, "found": none, "seen": seen}
+        return {"w": x0.repeat(n, 1), "p": none, "weights": none, "seen": seen}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": net.w0[None], "old": net.w0[None]}
@@ -287,9 +287,7 @@ class FedFomo(Algorithm):
         [S, candidates]."""
         before, gains = clients.loss(old, "val").double(), []
         for c in candidates:
-            d, one = c - old, self.norm == "l1"
-            length = (d.abs() if one else d.square()).sum(1, dtype=torch.float64)
-            length = length if one else length.sqrt()
+            length = (c - old).square().sum(1, dtype=torch.float64).sqrt()
             gain = (before - clients.loss(c, "val")) / length
             gains.append(torch.where(length > 0, gain, 0.0))
         return torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)
@@ -299,14 +297,9 @@ class FedFomo(Algorithm):
         return {
             "w": Rows(ids, up["w"]),
             "p": Rows(ids, state["p"][ids] + a),
-            "found": torch.zeros_like(state["p"]).index_copy_(0, ids, a),
+            "weights": torch.zeros_like(state["p"]).index_copy_(0, ids, shares(a.clamp(min=0))),
             "seen": Rows(ids, ids >= 0),
         }, None
-
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """weights [N, N]: what each client of this round found for the others' models, before its
-        own model's share."""
-        return {"weights": shares(state["found"].clamp(min=0))}
 
 
 @options
@@ -314,10 +307,10 @@ class L2C(Algorithm):
     """Li et al. 2022, L2C: each client learns, on validation data, whose updates to take: w_i <-
     w_i + sum_j softmax(a_i)_j delta_j.
 
-    server: relays the updates, and keeps those of every round that is some client's last · client:
-    w [P], its model before the round
-    that is under way, logits a [N] and their Adam state · down: the updates of the client's last
-    round (N models at full
+    server: relays the updates, and keeps those of every round that is some client's last; weights
+    [N, N], what the clients of this round made of the updates of their last one (zeros for the
+    absent and at first) · client: w [P], its model before the round that is under way, logits a [N]
+    and their Adam state · down: the updates of the client's last round (N models at full
     participation) · up: delta (1 model), and its weights [N] for the record.
     A client mixes when it takes part again, or is evaluated; then its logits take one step of Adam
     along their exact gradient
@@ -335,12 +328,13 @@ class L2C(Algorithm):
     alpha_lr: NonNegative = 0.1  # Adam's
     alpha_decay: NonNegative = 0.01  # weight decay of the logits
 
-    traits = Traits(batch_norm=("local",), needs_val=True)  # parameters alone are mixed
+    # parameters alone are mixed
+    traits = Traits(batch_norm=("local",), needs_val=True, reported=("weights",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        none, p = torch.empty(0, dtype=torch.long), torch.zeros(n, n, dtype=torch.float64)
+        none, weights = torch.empty(0, dtype=torch.long), torch.zeros(n, n, dtype=torch.float64)
         relayed = {"delta": x0.new_empty(0, len(x0)), "who": none, "round": none}
-        return {**relayed, "last": torch.zeros(n, dtype=torch.long), "p": p}
+        return {**relayed, "last": torch.zeros(n, dtype=torch.long), "weights": weights}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         zeros = torch.zeros(1, n, dtype=torch.float64, device=net.w0.device)
@@ -359,8 +353,8 @@ class L2C(Algorithm):
         # [S, M] g . delta_j
         slope = (clients.grad(x, "val") @ rows.T).double().gather(1, index.clamp(min=0))
         new = self.adam(own, who, w * (slope - (w * slope).sum(1, keepdim=True)))
-        fit, p = clients.fit(x), spread(who, w, own["a"].shape[1])
-        return {"w": x, **new}, {"delta": fit.w.sub_(x), "p": p}, fit
+        fit, weights = clients.fit(x), spread(who, w, own["a"].shape[1])
+        return {"w": x, **new}, {"delta": fit.w.sub_(x), "weights": weights}, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         return {"w": self.mixed(down, own)[0]}
@@ -389,6 +383,7 @@ class L2C(Algorithm):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids, round = cohort.ids, torch.full_like(cohort.ids, cohort.round)
+        weights = state["weights"]
         last = state["last"].index_copy(0, ids, round)
         kept = torch.isin(state["round"], last)
         return {
@@ -396,13 +391,8 @@ class L2C(Algorithm):
             "who": torch.cat([state["who"][kept], ids]),
             "round": torch.cat([state["round"][kept], round]),
             "last": last,
-            "p": torch.zeros_like(state["p"]).index_copy_(0, ids, up["p"].to(state["p"])),
+            "weights": torch.zeros_like(weights).index_copy_(0, ids, up["weights"].to(weights)),
         }, None
-
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """weights [N, N]: what the clients of this round made of the updates of their last one;
-        zeros for the absent and at first."""
-        return {"weights": state["p"]}
 
 
 def spread(who: Tensor, values: Tensor, n: int) -> Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import field
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,28 +38,43 @@ from pflcore.data.ragged import onto
 from pflcore.train import Clients, Net, Objective
 
 
-def latest_models(x0: Tensor, n: int) -> Tensors:
-    """The first state of such a server: w [N, P], sqdist [N, N], norm2 [N], last [N] (the round of
-    the upload, 0: none)."""
-    norm2, last = squares(x0[None]).cpu().expand(n), torch.zeros(n, dtype=torch.long)
-    distance = torch.zeros(n, n, dtype=torch.float64)
-    return {"w": x0.repeat(n, 1), "sqdist": distance, "norm2": norm2, "last": last}
+@options
+class LatestModels(Algorithm):
+    """Mixes everybody's latest model by weights that `mixing` makes of the models' distances.
 
+    server: w [N, P], and of them sqdist [N, N], norm2 [N], last [N] (the round of the upload, 0:
+    none) and weights [N, N], row i what client i's model mixes.
+    """
 
-def with_uploads(state: Tensors, w: Tensor, cohort: Cohort) -> tuple[Changes, Tensors]:
-    """The cohort's models `w` [S, P] as rows to be written, and the new distances, norms and
-    rounds: those of the cohort alone are taken anew."""
-    ids = cohort.ids
-    distances = [ops.pairwise_sqdist(w, to) for to in (state["w"], w, torch.zeros_like(w[:1]))]
-    # looked at once
-    rows, among, norm2 = torch.cat(distances, 1).cpu().split([cohort.n, len(ids), 1], 1)
-    rows = rows.index_copy(1, ids, among)
-    new = {
-        "sqdist": state["sqdist"].index_copy(0, ids, rows).index_copy_(1, ids, rows.T),
-        "norm2": state["norm2"].index_copy(0, ids, norm2[:, 0]),
-        "last": state["last"].index_fill(0, ids, cohort.round),
-    }
-    return {"w": Rows(ids, w), **new}, new
+    traits = Traits(models={"w": "server.w"}, reported=("weights",))
+
+    def init(self, x0: Tensor, n: int) -> Tensors:
+        norm2, last = squares(x0[None]).cpu().expand(n), torch.zeros(n, dtype=torch.long)
+        weights = torch.eye(n, dtype=torch.float64)
+        distance = torch.zeros_like(weights)
+        state = {"sqdist": distance, "norm2": norm2, "last": last, "weights": weights}
+        return {"w": x0.repeat(n, 1), **state}
+
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+        ids, w = cohort.ids, up["w"]  # of the cohort alone distances are taken anew
+        distances = [ops.pairwise_sqdist(w, to) for to in (state["w"], w, torch.zeros_like(w[:1]))]
+        # looked at once
+        rows, among, norm2 = torch.cat(distances, 1).cpu().split([cohort.n, len(ids), 1], 1)
+        rows = rows.index_copy(1, ids, among)
+        new = {
+            "sqdist": state["sqdist"].index_copy(0, ids, rows).index_copy_(1, ids, rows.T),
+            "norm2": state["norm2"].index_copy(0, ids, norm2[:, 0]),
+            "last": state["last"].index_fill(0, ids, cohort.round),
+        }
+        weights = self.mixing(new["sqdist"], new["norm2"], new["last"] > 0)
+        # of the models mixed, those of who is present
+        mix = Mix(weights[:, ids], rows=torch.arange(cohort.n))
+        return {"w": Rows(ids, w), **new, "weights": weights}, mix
+
+    def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
+        """The weights [N, N] float64 from squared distances [N, N], squared norms [N] and who has a
+        model to give, bool [N]."""
+        raise NotImplementedError(f"{type(self).__name__} has no mixing.")
 
 
 def others(gives: Tensor) -> Tensor:
@@ -68,12 +83,12 @@ def others(gives: Tensor) -> Tensor:
 
 
 @options
-class FedAMP(Algorithm):
+class FedAMP(LatestModels):
     """Huang et al. 2021, FedAMP: each client is drawn to u_i = sum_j xi_ij w_j, xi_ij = (alpha /
     sigma) exp(-|w_i - w_j|^2 / sigma).
 
-    server: the latest models w [N, P] and xi [N, N] · client: w [P] · down: u [S, P] (1 model) ·
-    up: w [S, P] (1 model).
+    server: the latest models w [N, P] and weights xi [N, N], see `LatestModels` · client: w [P] ·
+    down: u [S, P] (1 model) · up: w [S, P] (1 model).
     A client minimises F_i(w) + lam / (2 alpha) |w - u_i|^2 by local training from its own model, or
     from u_i with `start="u"`.
     xi_ii is what is left of 1. Where the others' weights exceed 1 (alpha > sigma / (N - 1) and
@@ -91,13 +106,10 @@ class FedAMP(Algorithm):
     lam: NonNegative = 0.1
     start: Literal["own", "u"] = "own"  # where local training starts: the client's own model, or u
 
-    traits = Traits(batch_norm=("local",), models={"w": "server.w"})  # own models are never mixed
-
-    def init(self, x0: Tensor, n: int) -> Tensors:
-        return latest_models(x0, n) | {"xi": torch.eye(n, dtype=torch.float64)}
+    traits = LatestModels.traits._replace(batch_norm=("local",))  # own models are never mixed
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        return {"u": Mix(state["xi"][cohort.ids]).of(state["w"])}
+        return {"u": Mix(state["weights"][cohort.ids]).of(state["w"])}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": net.w0[None]}
@@ -107,13 +119,7 @@ class FedAMP(Algorithm):
         fit = clients.fit(start, Objective(prox=(self.lam / self.alpha, down["u"])))
         return {"w": fit.w}, {"w": fit.w}, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
-        changes, new = with_uploads(state, up["w"], cohort)
-        return {**changes, "xi": self.mixing(new["sqdist"], new["norm2"], new["last"] > 0)}, None
-
     def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
-        """xi [N, N] from squared distances [N, N], squared norms [N] and who has a model to give,
-        bool [N]."""
         xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * others(gives)
         total = xi.sum(1, keepdim=True)
         if bool((total > 1).any()):
@@ -124,10 +130,6 @@ class FedAMP(Algorithm):
             )
             xi = xi / total.clamp(min=1)
         return xi + (1 - xi.sum(1)).diag()
-
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """weights [N, N]: row i is what u_i mixes."""
-        return {"weights": state["xi"]}
 
 
 @options
@@ -151,24 +153,25 @@ class HeurFedAMP(FedAMP):
 
 
 @options
-class SFL(Algorithm):
+class SFL(LatestModels):
     """Chen et al. 2022, SFL: models smoothed over a graph of the clients, X' = s A^L X + (1 - s) X,
     and their mean, the readout.
 
-    server: the latest models w [N, P] and M = s A^L + (1 - s) I [N, N] · client: nothing · down:
-    the readout x and the client's own
-    row u of X' [S, P] (2 models; the paper's tables count 1) · up: w [S, P] (1 model).
+    server: the latest models w [N, P] and weights s A^L + (1 - s) I [N, N], see `LatestModels` ·
+    client: nothing · down: the readout x and the client's own row u of X' [S, P] (2 models; the
+    paper's tables count 1) · up: w [S, P] (1 model).
     A client trains from the readout and minimises F_i(w) + lam1 / 2 |w - u_i|^2 + lam2 / 2 |w -
     x|^2; tested is u_i.
-    A, with self loops and rows that sum to 1: "knn_models" the `k` nearest by the models' distance;
-    or the path of an [N, N] .npy file, in which a client without a self loop gets one of weight 1.
+    A has self loops and rows that sum to 1: of `adjacency` [N, N] >= 0, in which a client without a
+    self loop gets one of weight 1; without it, of the `k` nearest by the models' distance.
     Deviations: squared regularisers with a gradient, where the released code's are not squared and
     detached, so without effect;
     neighbours are the nearest clients, where its learned graph keeps the farthest. Who never took
     part holds the readout.
     """
 
-    adjacency: str = "knn_models"  # "knn_models" or the path of a .npy file
+    # a given graph [N, N] on the CPU; None: the nearest models
+    adjacency: Tensor | None = field(default=None, compare=False)
     k: Count = 5  # neighbours beside itself
     layers: Count = 3  # L
     # share of the graph's means in X'; 0: nothing is smoothed
@@ -178,30 +181,34 @@ class SFL(Algorithm):
     # strength of the pull towards the readout x
     lam2: NonNegative = 0.3
 
-    traits = Traits(models={"w": "server.w"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.adjacency != "knn_models" and not self.adjacency.endswith(".npy"):
-            refuse("adjacency", "'knn_models' or a path ending in .npy", self.adjacency)
-
     def init(self, x0: Tensor, n: int) -> Tensors:
-        state = latest_models(x0, n) | {"mix": torch.eye(n, dtype=torch.float64)}
-        return state | ({"graph": self.graph(n)} if self.adjacency != "knn_models" else {})
+        self.graph(torch.zeros(n, n), torch.ones(n, dtype=torch.bool))  # says whether it fits
+        return super().init(x0, n)
 
-    def graph(self, n: int) -> Tensor:
-        """The adjacency [N, N] in the file."""
-        graph = torch.from_numpy(np.load(self.adjacency, allow_pickle=False)).double()
-        if graph.shape != (n, n) or bool((graph < 0).any()):
-            raise ValueError(
-                f"adjacency: expected {n} x {n} numbers >= 0 in {self.adjacency}, got "
-                f"{tuple(graph.shape)} or a negative one; a newcomer counts, too."
-            )
-        return graph + torch.diag((graph.diagonal() == 0).double())
+    def graph(self, sqdist: Tensor, gives: Tensor) -> Tensor:
+        """The adjacency [N, N], from squared distances [N, N] and who has a model, bool [N]."""
+        given, n = self.adjacency, len(sqdist)
+        if given is None:  # ones: the k nearest of those who have a model, and itself
+            far = sqdist.masked_fill(~gives, torch.inf)
+            far.fill_diagonal_(-1)
+            order = far.sort(dim=1, stable=True).indices[:, : self.k + 1]
+            return torch.zeros_like(sqdist).scatter_(1, order, 1.0) * gives
+        if given.shape != (n, n) or not bool((given >= 0).all()):
+            refuse("adjacency", f"{n} x {n} numbers >= 0 (a newcomer counts, too)", given)
+        return given.double() + (given.diagonal() == 0).double().diag()
+
+    def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
+        a = shares(self.graph(sqdist, gives) * gives)
+        eye = torch.eye(len(a), dtype=a.dtype)
+        a = torch.where(a.any(1, keepdim=True), a, eye)  # a row of zeros keeps its own model
+        mix: Tensor = self.s * torch.linalg.matrix_power(a, self.layers) + (1 - self.s) * eye
+        if bool(gives.any()):  # who has no model gets the mean of the others' rows
+            mix[~gives] = mix[gives].mean(0)
+        return mix
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        mix = torch.cat([state["mix"][cohort.ids], state["mix"].mean(0, keepdim=True)])
-        rows = Mix(mix).of(state["w"])
+        weights = state["weights"]
+        rows = Mix(torch.cat([weights[cohort.ids], weights.mean(0, keepdim=True)])).of(state["w"])
         return {"x": rows[-1].expand(len(cohort.ids), -1), "u": rows[:-1]}
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
@@ -213,43 +220,6 @@ class SFL(Algorithm):
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         return {"w": down["u"]}
-
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
-        changes, new = with_uploads(state, up["w"], cohort)
-        seen, graph = new["last"] > 0, state.get("graph")
-        if graph is None:
-            graph = nearest(new["sqdist"], self.k, seen)
-        mix = smoothing(graph, seen, self.layers, self.s)
-        # of the neighbours, those who are present
-        return {**changes, "mix": mix}, Mix(mix[:, cohort.ids], rows=torch.arange(cohort.n))
-
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """weights [N, N]: row i is what client i's model mixes."""
-        return {"weights": state["mix"]}
-
-
-def nearest(sqdist: Tensor, k: int, usable: Tensor) -> Tensor:
-    """Adjacency [N, N] of ones: each client's k nearest among the `usable` [N] and itself."""
-    far = sqdist.masked_fill(~usable, torch.inf)
-    far.fill_diagonal_(-1)
-    order = far.sort(dim=1, stable=True).indices[:, : k + 1]
-    return torch.zeros_like(sqdist).scatter_(1, order, 1.0) * usable
-
-
-def smoothing(graph: Tensor, usable: Tensor, layers: int, s: float) -> Tensor:
-    """SFL's `s A^L + (1 - s) I` [N, N] from an adjacency [N, N]: rows that sum to 1; a row of zeros
-    keeps its own model.
-
-    Clients that are not `usable` [N] (they have no model) give nothing, and get the mean of the
-    others' rows.
-    """
-    a = shares(graph * usable)
-    eye = torch.eye(len(a), dtype=a.dtype)
-    a = torch.where(a.any(1, keepdim=True), a, eye)
-    mix: Tensor = s * torch.linalg.matrix_power(a, layers) + (1 - s) * eye
-    if bool(usable.any()):
-        mix[~usable] = mix[usable].mean(0)
-    return mix
 
 
 @options
@@ -467,8 +437,6 @@ class FedDWA(Algorithm):
     # previous model (the server's copy, or kept by the client) or current one
     guidance: Literal["epoch", "steps", "full_grad", "previous", "kept", "current"] = "epoch"
     ahead: Count = 1  # epochs, minibatches or gradient steps of the guidance
-    # a newcomer's model: the common one, or the mean so far
-    first: Literal["init", "mean"] = "init"
     search: Literal["auto", "exact", "groups"] = "auto"  # how the nearest models are found
     power: NonNegative = 1.0  # of the inverse squared distances: 1 is Eq. 15, 0 an even mix
     stride: Positive | None = None  # the guidance's step, in distances to the nearest other model
@@ -497,9 +465,8 @@ class FedDWA(Algorithm):
         return state | ({"last": zero_rows(n, x0)} if self.guidance == "previous" else {})
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        x, seen, ids = state["x"], state["seen"], cohort.ids
-        first = x[seen].mean(0) if self.first == "mean" and bool(seen.any()) else state["x0"]
-        return {"x": torch.where(onto(seen[ids, None], x.device), x[ids], first)}
+        x, seen = state["x"][cohort.ids], state["seen"][cohort.ids, None]
+        return {"x": torch.where(onto(seen, x.device), x, state["x0"])}  # a newcomer's is x0
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         x = down["x"]

@@ -12,8 +12,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from pflcore.algorithms import ALGORITHMS, Algorithm
-from pflcore.algorithms.lookup import algorithm_of, class_of, imported, name_of, narrowed
+from pflcore.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    algorithm_of,
+    class_of,
+    imported,
+    name_of,
+    narrowed,
+)
 from pflcore.check import (
     Count,
     Fraction,

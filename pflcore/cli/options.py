@@ -9,8 +9,7 @@ from copy import copy
 from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
-from pflcore.algorithms import Algorithm
-from pflcore.algorithms.lookup import narrowed
+from pflcore.algorithms import Algorithm, narrowed
 from pflcore.results import optional
 
 

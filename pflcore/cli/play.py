@@ -19,8 +19,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-from pflcore.algorithms import ALGORITHMS
-from pflcore.algorithms.lookup import class_of, name_of
+from pflcore.algorithms import ALGORITHMS, class_of, name_of
 from pflcore.check import Count, NonNegative, Whole, check_fields, need
 from pflcore.cli import experiment
 from pflcore.cli.experiment import Job, Options

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.algorithms.lookup import algorithm_of
+from pflcore.algorithms import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Payload, Tensors, check_training
 from pflcore.check import Buffers, Model, Seed, checked, device_of
 from pflcore.data.federation import Federation

@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms import ALGORITHMS, algorithm_of
 from pflcore.algorithms.clusters import cosines, groups
 from pflcore.algorithms.fedavg import krum
-from pflcore.algorithms.lookup import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Mix
-from pflcore.algorithms.relations import SFL, FedAMP, FedDWA, HeurFedAMP, nearest, smoothing
+from pflcore.algorithms.relations import FedAMP, FedDWA, HeurFedAMP, LatestModels
 from pflcore.check import Buffers, Count, Names, Whole, check, checked, need
 from pflcore.interop.packing import Form, Models, Packed, cut, pack, unpack
 from pflcore.simulation.accept import finite_rows
@@ -136,7 +135,7 @@ def method_of(method: Any, options: dict[str, Any]) -> Method:
         alg = BY_NAME[method](**options)
     elif isinstance(method, Algorithm | type) or ":" in str(method):
         alg = algorithm_of(method, **options)
-    usable = isinstance(alg, FedAMP | FedDWA | SFL | Krum | Clusters)
+    usable = isinstance(alg, LatestModels | FedDWA | Krum | Clusters)
     names = ", ".join(BY_NAME)
     need(usable, "method", f"one that needs only models ({names}), as Server and Client play", alg)
     return alg  # type: ignore[no-any-return]
@@ -189,10 +188,7 @@ def _mix(alg: Method, rows: Tensor, guides: list[Tensor], updates: bool) -> Mix:
     elif isinstance(alg, Krum):
         weight = torch.zeros(n, n, dtype=torch.float64)
         weight.index_fill_(1, alg.chosen(sqdist), 1 / alg.m)
-    elif isinstance(alg, FedAMP):
-        weight = alg.mixing(sqdist, norm2, everybody)
     else:
-        assert isinstance(alg, SFL)
-        graph = alg.graph(n) if alg.adjacency != "knn_models" else nearest(sqdist, alg.k, everybody)
-        weight = smoothing(graph, everybody, alg.layers, alg.s)
+        assert isinstance(alg, LatestModels)
+        weight = alg.mixing(sqdist, norm2, everybody)
     return Mix(weight)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from pflcore.algorithms.lookup import algorithm_of
+from pflcore.algorithms import algorithm_of
 from pflcore.algorithms.protocol import Algorithm, Cohort, Tensors
 from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, need
 from pflcore.interop.wire import STATISTICS, About, fingerprint, net_of, opened, packed

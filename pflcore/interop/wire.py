@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pflcore.algorithms.lookup import name_of
+from pflcore.algorithms import name_of
 from pflcore.algorithms.protocol import Algorithm, Payload, Pool, Tensors
 from pflcore.check import Model
 from pflcore.train import Net

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pflcore.algorithms.lookup import algorithm_of
+from pflcore.algorithms import algorithm_of
 from pflcore.algorithms.protocol import Algorithm
 from pflcore.check import Model, checked, need
 from pflcore.data.federation import Federation

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
-from pflcore.algorithms.lookup import algorithm_of, name_of
+from pflcore.algorithms import algorithm_of, name_of
 from pflcore.algorithms.protocol import Algorithm, Stop, check_training
 from pflcore.check import A_MODEL, Count, Fraction, Seed, check, device_of, ids_of
 from pflcore.data.federation import Federation

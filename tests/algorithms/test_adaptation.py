@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn as nn
 from methods import FedProx, FineTune, KnnPer, PerFedAvg, PFedMe
-from parts.motley_algorithms import QUERY, Z
-from parts.rivals import GOLDEN, close
+from parts.rivals import GOLDEN, QUERY, Z, close
 from small import (
+    ENGINES,
     F64,
     after,
     at_work,
@@ -31,8 +31,6 @@ from small import (
 from pflcore import Federation, Net, Simulation, Training, evaluate
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import Setup
-
-ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
 
 
 def served(s, rounds=3):
@@ -119,14 +117,10 @@ def test_the_minibatches_of_per_fedavg_are_independent():
     net, data = quadratics(t([[1.0]]), t([[0.0]]), start=[3.0], rows=2, noise=1.0)
     s = make_setting(net, data, Training(lr=0.3, batch_size=1))
     ways = set()
-    for round in range(1, 60):
-        up = PerFedAvg().train({"x": net.w0[None]}, {}, at_work(s, round=round))[1]
-        ways.add(round_off(up["delta"]))
+    for r in range(1, 60):
+        up = PerFedAvg().train({"x": net.w0[None]}, {}, at_work(s, round=r))[1]
+        ways.add(round(float(up["delta"]), 9))
     assert len(ways) == 4
-
-
-def round_off(x):
-    return round(float(x), 9)
 
 
 @pytest.mark.parametrize("alg", [PerFedAvg(steps=3), PFedMe()])
@@ -147,14 +141,10 @@ def test_momentum_that_plays_no_part_is_said(alg):
 # fine-tuning ---------------------------------------------------------------------------------
 
 
-def grid(choose, **options):
-    return FineTune(choose=choose, lr_grid=(0.05, 0.5), finetune_epochs=4, **options)
+GRID = FineTune(choose="client", lr_grid=(0.05, 0.5), finetune_epochs=4)
 
 
-@pytest.mark.parametrize(
-    "alg",
-    [PerFedAvg(), FineTune(finetune_epochs=1), grid("client"), grid("global")],
-)
+@pytest.mark.parametrize("alg", [PerFedAvg(), FineTune(finetune_epochs=1), GRID])
 def test_nobody_adapts_on_test_data(alg):
     """A widely used code takes its adaptation step on test batches, labels and all."""
     s = validated()
@@ -174,14 +164,8 @@ def test_no_epochs_of_fine_tuning_is_fedavg_and_training_may_be_fedproxs():
     tuned, prox, plain = (after(a, s, 2)[0] for a in (FineTune(mu=1.0), FedProx(mu=1.0), FedAvg()))
     assert torch.equal(tuned.server["x"], prox.server["x"])
     assert not torch.equal(prox.server["x"], plain.server["x"])
-    none, some, want = (
-        evaluate(Setup(a, s), plain)
-        for a in (
-            FineTune(finetune_epochs=0),
-            FineTune(finetune_epochs=8),
-            FedAvg(),
-        )
-    )
+    algs = FineTune(finetune_epochs=0), FineTune(finetune_epochs=8), FedAvg()
+    none, some, want = (evaluate(Setup(a, s), plain) for a in algs)
     assert all(torch.equal(none[k], v) for k, v in want.items())
     assert not torch.equal(some["loss"], want["loss"])
 
@@ -214,10 +198,8 @@ def test_each_client_gets_its_best_candidate_on_validation():
     values, rows = candidates(s, state, down)
     best = [first_best(values[:, i]) for i in range(6)]
     assert ((values == values.max(0).values).sum(0) > 1).any() and len(set(best)) > 1
-    got = grid("client").model(down, {}, at_work(s, round=3))["w"]
+    got = GRID.model(down, {}, at_work(s, round=3))["w"]
     torch.testing.assert_close(got, torch.stack([rows[c, i] for i, c in enumerate(best)]))
-    together = grid("global").model(down, {}, at_work(s, round=3))["w"]
-    torch.testing.assert_close(together, rows[first_best(values.mean(1))])
     wild = FineTune(choose="client", lr_grid=(3e38,), finetune_epochs=2)
     assert torch.equal(wild.model(down, {}, at_work(s))["w"], down["x"])
 
@@ -229,19 +211,14 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
     lacking = at_work(with_index(s, val=[val[0], val[1][:0], *val[2:]]), round=3)
     values, rows = candidates(s, state, down)
     best = first_best(values[:, [0, 2, 3]].mean(1))
-    for choose in ("client", "global"):
-        got = grid(choose).model(down, {}, lacking)["w"]
-        torch.testing.assert_close(got[1], rows[best, 1])
+    torch.testing.assert_close(GRID.model(down, {}, lacking)["w"][1], rows[best, 1])
     # it cannot show that it is better
     assert torch.equal(FineTune(margin=-2.0).model(down, {}, lacking)["w"][1], down["x"][1])
     nobody = at_work(with_index(s, val=[rows[:0] for rows in val]))
-    for none, what in (
-        (nobody, "these clients lack"),
-        (at_work(tiny()), "'val'"),
-    ):
+    for none, what in ((nobody, "these clients lack"), (at_work(tiny()), "'val'")):
         x = {"x": down["x"][: len(none.ids)]}
         with pytest.raises(ValueError, match=rf"^choose: .*{what}.*\.$"):
-            grid("client").model(x, {}, none)
+            GRID.model(x, {}, none)
 
 
 def test_acceptance_of_a_tuned_model():
@@ -252,12 +229,7 @@ def test_acceptance_of_a_tuned_model():
         w = FineTune(**options).model(down, {}, at_work(s))["w"]
         return (w == down["x"]).all(1).tolist()
 
-    assert kept(min_size=21) == [
-        True,
-        True,
-        False,
-        False,
-    ]  # 16, 20, 24 and 28 samples
+    assert kept(min_size=21) == [True, True, False, False]  # 16, 20, 24 and 28 samples
     assert kept(margin=2.0) == [True] * 4 and kept(margin=-2.0) == [False] * 4
 
 
@@ -285,20 +257,8 @@ TARGETS = t([0.2, 0.5, 0.4, 0.9, 0.7])
 @pytest.mark.parametrize(
     ("scores", "loss", "y", "lam", "expected"),
     [
-        (
-            THIRDS,
-            None,
-            [0, 1, 1, 2, 0],
-            0.4,
-            [0.4751798570, 0.3448201430, 0.18],
-        ),
-        (
-            THIRDS,
-            None,
-            [0, 1, 1, 2, 0],
-            0.9,
-            [0.4441546782, 0.5258453218, 0.03],
-        ),
+        (THIRDS, None, [0, 1, 1, 2, 0], 0.4, [0.4751798570, 0.3448201430, 0.18]),
+        (THIRDS, None, [0, 1, 1, 2, 0], 0.9, [0.4441546782, 0.5258453218, 0.03]),
         ([0.6], half_square, TARGETS, 1.0, [0.3562050358]),
         ([0.6], half_square, TARGETS, 0.5, [0.4781025179]),
         ([-0.35], "hinge", [-1, 1, 1, -1, 1], 0.9, [0.0766906436]),
@@ -335,11 +295,8 @@ def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
     each gets is what kNN-Per gives, or FedAvg."""
     s = validated(6)
     state, _ = served(s, 1)
-    algs = (
-        FedAvg(),
-        KnnPer(k=3, lam=0.8),
-        KnnPer(k=3, lam=0.8, min_size=21, margin=margin),
-    )
+    knn = KnnPer(k=3, lam=0.8)
+    algs = FedAvg(), knn, replace(knn, min_size=21, margin=margin)
     on = {
         split: [evaluate(Setup(a, s), state, split)["accuracy"] for a in algs]
         for split in ("val", "test")
@@ -392,15 +349,9 @@ def test_hinge_with_weight_decay_by_hand():
     net.w0.copy_(t([0.4, -0.3, 0.1]))
     pair = t([[1, 0.5], [-0.2, 1.5], [2, 1]]), torch.tensor([1, 1, 0])
     s = by_hand(net, [pair], 1.0, "vmap", weight_decay=1e-4)
-    (start, _) = after(FedAvg(), s, 0)
-    (state, _) = after(FedAvg(), s)
+    (start, _), (state, _) = (after(FedAvg(), s, rounds) for rounds in (0, 1))
     found = evaluate(Setup(FedAvg(), s), start)
-    near(
-        found["loss"] + 0.5e-4 * net.w0.square().sum(),
-        [1.2266796667],
-        1e-7,
-        5e-10,
-    )
+    near(found["loss"] + 0.5e-4 * net.w0.square().sum(), [1.2266796667], 1e-7, 5e-10)
     near(found["accuracy"], [1 / 3])
     moved = [0.4000400000, -0.3333633333, -0.3333233333]
     near(net.w0 - state.server["x"], moved, 1e-7, 5e-10)

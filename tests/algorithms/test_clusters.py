@@ -8,6 +8,7 @@ from parts.edges import normal
 from parts.rivals import GOLDEN, tree
 from small import (
     F64,
+    Line,
     after,
     images,
     near,
@@ -20,7 +21,7 @@ from small import (
     tiny_model,
 )
 
-from pflcore import Simulation, Training
+from pflcore import Net, Simulation, Training
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import begin
 
@@ -44,19 +45,12 @@ def test_ifca_of_three_clients_by_hand():
     state, done = after(alg, s, 1, started(alg, s, [[0.6], [-0.4]]))
     near(state.server["x"], [[0.6825], [-0.53]], 1e-7, 5e-10)
     assert alg.report(state.server, done.mix, done.cohort)["cluster"].tolist() == [0, 1, 0]
-    assert (done.bytes_down, done.bytes_up) == (
-        3 * 2 * 8,
-        3 * (8 + 1),
-    )  # k models; one, and a pick
+    # k models; one, and a pick
+    assert (done.bytes_down, done.bytes_up) == (3 * 2 * 8, 3 * (8 + 1))
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"optimizer": "ema"},
-        {"optimizer": "adam", "bias_correction": "keras"},
-    ],
+    "options", [{}, {"optimizer": "ema"}, {"optimizer": "adam", "bias_correction": "keras"}]
 )
 def test_a_cluster_that_nobody_picks_keeps_model_and_optimizer(options):
     s = regression(IFCA)
@@ -69,10 +63,7 @@ def test_a_cluster_that_nobody_picks_keeps_model_and_optimizer(options):
         same = [torch.equal(a, b) for a, b in zip(state.server[k], before[k], strict=True)]
         assert same == [False, True], k
     report = alg.report(state.server, done.mix, done.cohort)
-    assert {k: v.tolist() for k, v in report.items()} == {
-        "rows": [0, 2],
-        "cluster": [0, 0],
-    }
+    assert {k: v.tolist() for k, v in report.items()} == {"rows": [0, 2], "cluster": [0, 0]}
 
 
 def test_warm_start_trains_every_model_and_forgets_their_momentum():
@@ -137,14 +128,49 @@ def test_shared_layers_are_everybodys_mean_and_the_others_their_clusters():
 
 
 def test_shared_layers_need_one_age():
-    for options in (
-        {"warm": 2},
-        {"optimizer": "adam", "bias_correction": "torch"},
-    ):
+    for options in ({"warm": 2}, {"optimizer": "adam", "bias_correction": "keras"}):
         with pytest.raises(ValueError, match=r"^shared: .*; take warm=0 and"):
             HypCluster(shared="w", **options)
     with pytest.raises(ValueError, match=r"^k: this model starts equal 2 times"):
         HypCluster(shared="*").initial(tiny().net)  # nothing is left to differ in
+
+
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return x + self.b
+
+
+class Zero(nn.Linear):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight), nn.init.zeros_(self.bias)
+
+
+def test_centres_never_start_equal_and_seeds_follow_the_run():
+    made = lambda: Line((0.0,) * 28), lambda: Zero(5, 3), lambda: nn.Linear(4, 3)
+    for net in map(Net, made):
+        for k in (2, 5):
+            rows = HypCluster(k=k).starts(net)
+            assert len(rows.unique(dim=0)) == k and rows.any(1).all()
+    with pytest.raises(ValueError, match=r"^k: .* equal .*\.$"):
+        HypCluster(k=2).starts(Net(Constant))
+    one, two = (
+        Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.server["x"]
+        for seed in (0, 1)
+    )
+    assert not torch.equal(one, two)
+
+
+def test_models_of_an_ensemble_shuffle_apart():
+    """Two that start equal go different ways."""
+    s = tiny(batch_size=4)
+    state = begin(Ensemble(k=2), s.net, 3)
+    state.server["x"][:] = s.net.w0
+    one, two = after(Ensemble(k=2), s, 1, state)[0].server["x"]
+    assert not torch.equal(one, two)
 
 
 # clustered FL --------------------------------------------------------------------------------
@@ -166,12 +192,7 @@ def test_golden_nested_split_keeps_the_clients_numbers():
     assert found[2:] == g3["correct"] and not found[1]
     assert found[0] == [i for i in range(10) if i not in parent]
     # this round's means are already those of the halves
-    near(
-        state["x"],
-        [[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]],
-        1e-8,
-        1e-10,
-    )
+    near(state["x"], [[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], 1e-8, 1e-10)
 
 
 def test_clustered_fl_finds_nested_groups_with_absent_clients():
@@ -188,11 +209,7 @@ def test_clustered_fl_finds_nested_groups_with_absent_clients():
 
 
 def test_before_the_first_split_it_is_fedavg_with_even_weights():
-    algs = (
-        ClusteredFL(first=3, relative=True),
-        FedAvg(weighting="uniform"),
-        FedAvg(),
-    )
+    algs = ClusteredFL(first=3, relative=True), FedAvg(weighting="uniform"), FedAvg()
     ours, even, sized = (after(a, tiny(), 3)[0].server["x"] for a in algs)
     assert len(ours) == 1
     torch.testing.assert_close(ours[0], even)

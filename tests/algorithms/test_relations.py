@@ -1,14 +1,11 @@
 """FedAMP, HeurFedAMP, SFL and MOCHA: golden values, and for each the law that its known bug
 breaks."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 import torch
 from methods import SFL, FedAMP, HeurFedAMP, LocalOnly, Mocha
-from parts.rivals import GOLDEN, close, cohort, mixing
-from small import F64, after, at_work, near, points, regression, t, tiny
+from parts.rivals import GOLDEN, close, everybody, mixing
+from small import ENGINES, F64, after, at_work, near, points, regression, some, t, tiny
 
 from pflcore import ops
 from pflcore.algorithms import FedAvg, Stop
@@ -35,7 +32,7 @@ def test_golden_fedamp_with_too_large_a_step():
     close(safe, others / others.sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@ENGINES
 def test_golden_fedamp_proximal_term_moves_the_model(engine):
     """Written with detached parameters, as in a widely used library, the term has no gradient and
     FedAMP is local training. The pull is lam / alpha."""
@@ -64,15 +61,15 @@ def test_fedamp_mixes_latest_uploads_and_nobody_who_never_came():
     alg = FedAMP(sigma=2.0, alpha=0.2)
     state = begin(alg, s.net, 4)
     for ids in ([0, 1, 2], [1, 2], [0, 2]):
-        u = alg.send(state.server, cohort(ids, 4))["u"]
-        close(u, state.server["xi"][ids] @ state.server["w"])
+        u = alg.send(state.server, some(4, ids=ids))["u"]
+        close(u, state.server["weights"][ids] @ state.server["w"])
         state, done = after(alg, s, [ids], state)
         close(state.server["sqdist"], ops.pairwise_sqdist(state.server["w"]))
+        close(state.server["norm2"], state.server["w"][:, 0] ** 2)
         assert torch.equal(state.server["w"][ids], state.clients["w"][ids])
     report = alg.report(state.server, done.mix, done.cohort)
     w = state.server["w"][:, 0]
     assert state.server["last"].tolist() == [3, 2, 3, 0]
-    assert report["weights"][3].tolist() == [0, 0, 0, 1] and not report["weights"][:3, 3].any()
     # a stale model gives too
     close(report["weights"][0, 1], 0.1 * torch.exp(-((w[0] - w[1]) ** 2) / 2))
 
@@ -96,12 +93,35 @@ def test_heurfedamp_of_zeros_and_of_one_client():
 # SFL -----------------------------------------------------------------------------------------
 
 
+def test_golden_sfl():
+    f1 = GOLDEN["F1_sfl"]
+    x = t(f1["X"])
+    one, three, half = (
+        mixing(SFL(t(f1["A"]), layers=layers, s=s), x)
+        for layers, s in ((1, 1.0), (3, 1.0), (3, 0.5))
+    )
+    close(one, f1["A_norm"])
+    close(one @ x, f1["one_layer"])
+    close(three @ x, f1["three_layers"])
+    close(three.mean(0) @ x, [f1["readout_global"]])
+    close(half @ x, f1["alpha_mix_05"])
+
+
+def test_sfl_neighbours_are_the_nearest():
+    d = ops.pairwise_sqdist(t([[0.0], [1.0], [5.0], [5.5], [100.0]]))
+    first, second = [1, 1, 0, 0, 0], [0, 0, 1, 1, 0]
+    want = [first, first, second, second, [0, 0, 0, 1, 1]]
+    assert SFL(k=1).graph(d, everybody(5)).tolist() == want
+    assert SFL(k=9).graph(d, everybody(5)).sum() == 25
+    assert not SFL(k=2).graph(d, t([1, 1, 0, 1, 1]).bool())[:, 2].any()
+
+
 def test_sfl_on_the_complete_graph_is_fedavg():
     s = points([1.0, 2.0, 6.0])
     sfl = SFL(k=2, lam1=0.0, lam2=0.0)
     ours = after(sfl, s, 4)[0]
     avg = after(FedAvg(weighting="uniform"), s, 4)[0]
-    for down in sfl.send(ours.server, cohort([0, 1, 2], 3)).values():
+    for down in sfl.send(ours.server, some(3)).values():
         close(down, avg.server["x"].expand(3, -1))
 
 
@@ -117,35 +137,22 @@ def test_sfl_regularisers_have_a_gradient(lam1, lam2, epochs):
     close(up["w"], w)
 
 
-def test_sfl_with_a_graph_from_a_file(tmp_path):
-    graph = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    files = {
-        "graph": graph,
-        "bare": graph - np.diag(np.diag(graph)),
-        "wrong": graph[:2],
-    }
-    for name, values in files.items():
-        np.save(tmp_path / f"{name}.npy", values)
-    alg, bare, wrong = (SFL(str(tmp_path / f"{name}.npy"), lam1=0.0, lam2=0.0) for name in files)
+def test_sfl_with_a_given_graph():
+    graph = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
     s = points([1.0, 3.0, 8.0])
-    u = alg.send(after(alg, s)[0].server, cohort([0, 1, 2], 3))["u"]
-    close(u, [[0.2], [0.2], [0.8]])  # the row of zeros keeps its own
-    # a client counts itself
-    assert begin(bare, s.net, 3).server["graph"].diagonal().tolist() == [
-        1,
-        1,
-        1,
-    ]
-    with pytest.raises(ValueError, match=r"^adjacency: expected 3 x 3 numbers"):
-        begin(wrong, s.net, 3)
-    with pytest.raises(ValueError, match=r"^adjacency: "):
-        replace(alg, adjacency="oracle")
+    for given in (graph, graph - torch.eye(3) * graph):  # a client counts itself, said or not
+        alg = SFL(given, lam1=0.0, lam2=0.0)
+        u = alg.send(after(alg, s)[0].server, some(3))["u"]
+        close(u, [[0.2], [0.2], [0.8]])  # the row of zeros keeps its own
+    for wrong in (graph[:2], -graph):
+        with pytest.raises(ValueError, match=r"^adjacency: expected 3 x 3 numbers >= 0"):
+            begin(SFL(wrong), s.net, 3)
 
 
 def test_sfl_newcomers_hold_the_readout():
     s = points([1.0, 3.0, 8.0, 9.0])
     alg = SFL(k=1)
-    down = alg.send(after(alg, s, [[0, 1, 2]])[0].server, cohort([0, 1, 2, 3], 4))
+    down = alg.send(after(alg, s, [[0, 1, 2]])[0].server, some(4))
     close(down["u"][3], down["x"][3])
     close(down["x"][0], down["u"][:3].mean(0))
 

@@ -13,9 +13,9 @@ from parts.rivals import GOLDEN, close
 from parts.split import COHORTS, EPOCHS, LR, TRAINING, federation, normed
 from places import ROOT
 from small import (
+    ENGINES,
     F64,
     after,
-    at_work,
     images,
     make_setting,
     near,
@@ -28,7 +28,6 @@ from pflcore import (
     Evaluation,
     Federation,
     Net,
-    Objective,
     Simulation,
     Training,
     evaluate,
@@ -41,7 +40,6 @@ BODY = ("0.weight", "0.bias", "1.weight", "1.bias")
 HEAD = ("3.weight", "3.bias")
 PRIVATE = {"lg_fedavg": BODY, "fedbn": BODY[2:]}  # of the others the head
 EVEN = ("fedrep", "fedbn")  # the mean is not by samples
-ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
 
 
 def normal(engine="loop", rounds=3, training=TRAINING):
@@ -101,32 +99,17 @@ def program(name, start, data):
 def test_golden_presets(name, engine):
     """Three rounds, of which two lack somebody: the shared columns, the private ones and every
     client's own scores."""
-    options = {
-        "fedrep": {"private_epochs": 3},
-        "fedbabu": {"finetune_epochs": 4},
-    }.get(name, {})
-    alg = ALGORITHMS[name](**options)
+    options = {"fedrep": {"private_epochs": 3}, "fedbabu": {"finetune_epochs": 4}}
+    alg = ALGORITHMS[name](**options.get(name, {}))
     s = normal(engine)
     state, _ = after(alg, s, COHORTS)
     server, clients = program(name, s.net.module, s.data)
-    near(
-        state.server["x"],
-        torch.cat([v.flatten() for v in server.values()]),
-        1e-10,
-    )
+    near(state.server["x"], torch.cat([v.flatten() for v in server.values()]), 1e-10)
     view, local = views(alg, state, s, torch.arange(3))
     for i, model in enumerate(clients):
         near(view["w"][i], s.net.row(model), 1e-10)
         scores = local.scores(view, "test", alg.predict)[i][0]
         near(scores, model(s.data.client(i, "test")[0]), 1e-9, 1e-11)
-
-
-@pytest.mark.parametrize("name", ["fedper", "fedrep", "fedbabu"])
-def test_the_kernels_of_a_chain_train_the_same(name):
-    net = Net(lambda: tiny_model()().double())
-    settings = (make_setting(net, federation(), TRAINING, 2, e) for e in ("loop", "chain"))
-    loop, chain = (after(ALGORITHMS[name](), s, 2)[0].server["x"] for s in settings)
-    near(loop, chain, 1e-10)
 
 
 def test_the_documents_fedper_is_ours():
@@ -170,16 +153,10 @@ def test_private_columns_never_travel(alg, width):
 
 def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
     s = tiny()
-    with pytest.warns(
-        UserWarning,
-        match=r"^private: the whole model is private, so .* shared\.$",
-    ):
+    with pytest.warns(UserWarning, match=r"^private: the whole model is private, so .* shared\.$"):
         alone, _ = after(Split(private=("0.*", "2.*")), s, 3)
     assert torch.equal(alone.clients["h"], after(LocalOnly(), s, 3)[0].clients["w"])
-    with pytest.warns(
-        UserWarning,
-        match=r"^private: the model has no batch_norm parameter, so",
-    ):
+    with pytest.warns(UserWarning, match=r"^private: the model has no batch_norm parameter, so"):
         shared, _ = after(FedBN(), s, 3)
     even, _ = after(FedAvg(weighting="uniform"), s, 3)
     assert torch.equal(shared.server["x"], even.server["x"])
@@ -198,17 +175,6 @@ def test_a_frozen_part_never_moves_not_even_by_adamw():
     # the body never moves: the heads have seen it alone
     state, _ = after(FedRep(server_lr=0.0), s, 2)
     assert torch.equal(state.server["x"], x) and (state.clients["h"] != h).all()
-
-
-def test_heads_are_trained_before_bodies():
-    """FedRep's head has not seen the body that its own round makes; trained the other way round it
-    would have."""
-    s = tiny()
-    x, h = s.net.split(s.net.w0.expand(3, -1))
-    new = FedRep().train({"x": x}, {"h": h}, at_work(s))[0]
-    alone = Objective(mask=s.net.mask("2.*"))
-    fit = at_work(s).fit(s.net.w0.expand(3, -1), alone, stream="private")
-    assert torch.equal(new["h"], s.net.split(fit.w)[1])
 
 
 def test_the_contract_with_batch_norm():
@@ -316,11 +282,7 @@ def test_fedrod_goes_by_the_runs_loss_and_takes_a_model_that_knows_more_classes(
     assert more.server["x"].isfinite().all() and more.clients["h"].isfinite().all()
     binary = Federation.from_clients([{"train": (torch.randn(9, 6), torch.arange(9) % 2)}] * 2)
     with pytest.raises(ValueError, match=r"^loss: FedRoD balances the scores of classes"):
-        rod(
-            binary.split(test=0.3),
-            lambda: nn.Linear(6, 1),
-            loss="binary_cross_entropy",
-        )
+        rod(binary.split(test=0.3), lambda: nn.Linear(6, 1), loss="binary_cross_entropy")
 
 
 class Ends(nn.Module):

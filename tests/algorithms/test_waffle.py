@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from methods import LocalOnly, Scaffold, Waffle, WeightErosion
 from places import golden
 from small import (
+    ENGINES,
     F64,
     after,
     at_work,
@@ -31,7 +32,6 @@ from pflcore.simulation.round import begin
 from pflcore.testing import check
 
 GOLDEN = golden("waffle_family")
-ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
 MODES = pytest.mark.parametrize("mode", ["recompute", "literal"])
 OPTIONS = pytest.mark.parametrize("option", ["mean_grad", "II", "I"])
 

@@ -4,7 +4,6 @@ import itertools
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from doors import sentence
@@ -49,13 +48,11 @@ def one_round(name, first, more, **options):
         ("fedamp", {"alpha": 5.0}),
         ("heurfedamp", {"sigma": 2.0, "xi_self": 0.3}),
         ("sfl", {"k": 2, "layers": 2, "s": 0.7}),
-        ("sfl", {"adjacency": "graph.npy"}),
+        ("sfl", {"adjacency": torch.rand(N, N, generator=torch.Generator().manual_seed(0))}),
     ],
 )
 @pytest.mark.filterwarnings("ignore:FedAMP")
-def test_it_is_the_step_of_the_methods_server(name, options, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    np.save("graph.npy", np.random.default_rng(0).random((N, N)))
+def test_it_is_the_step_of_the_methods_server(name, options):
     want = one_round(name, None, {}, **options)
     torch.testing.assert_close(personalize(rows(), name, **options), want, rtol=0, atol=0)
 

@@ -7,17 +7,15 @@ from places import golden
 from small import near, t
 
 from pflcore import ops
-from pflcore.algorithms import Cohort, Pool
+from pflcore.algorithms import Pool
 
 GOLDEN = golden("feddwa_family")
+# a query among stored samples of kNN-Per
+Z, QUERY = t([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]]), t([[0.5, 0.25]])
 
 
 def close(got, want, rtol=1e-8, atol=1e-10):
     near(got, want, rtol, atol)
-
-
-def cohort(ids, n, round=1):
-    return Cohort(torch.tensor(ids), torch.ones(len(ids), dtype=torch.long), n, round, 100)
 
 
 def everybody(n):

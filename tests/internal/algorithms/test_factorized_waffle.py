@@ -8,14 +8,24 @@ import torch
 import torch.nn.functional as F
 from doors import strengths, views
 from methods import FactorizedWaffle
-from parts.factorized_golden import D, near, t
 from parts.factorized_waffle import play, setting
 from small import copied
+from small import near as close
 
 from pflcore import evaluate
 from pflcore.algorithms import factorized_waffle as ibp
 from pflcore.simulation.round import Setup
 from pflcore.train.random import client_seeds, uniforms
+
+D = torch.float64
+
+
+def t(*values):
+    return torch.tensor(values, dtype=D)
+
+
+def near(got, want, atol=5e-10):
+    close(got, want, 1e-7, atol)
 
 
 def log_v(u, c, d):

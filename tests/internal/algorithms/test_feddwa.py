@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from parts.feddwa import GOLDEN, dense
+from doors import spread
+from parts.rivals import GOLDEN
 from small import near as close
 from small import t
 
@@ -44,7 +45,7 @@ def test_qp_satisfies_kkt_and_beats_eq15(seed):
     mu = p @ slope
     assert (slope > mu - 1e-8).all() and ((slope - mu).abs() * (p > 1e-9)).max() < 1e-8
     assert (p > -1e-8).all() and abs(float(p.sum()) - 1) < 1e-8
-    p15 = dense(ops.feddwa_weights(w.diagonal()[None], m), m)[0]
+    p15 = spread(*ops.feddwa_weights(w.diagonal()[None], m), m)[0]
     residual, residual15 = (((q @ models - g) ** 2).sum() for q in (p, p15))
     assert residual <= residual15 + 1e-9 * w.diagonal().max()
 

@@ -29,8 +29,7 @@ from pflcore import (
     metrics,
     ops,
 )
-from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.algorithms.lookup import narrowed
+from pflcore.algorithms import ALGORITHMS, FedAvg, narrowed
 from pflcore.check import ANYTHING, of_hint
 from pflcore.interop import distributed, lowrank
 from pflcore.simulation.round import Setup, State, begin

@@ -1,0 +1,73 @@
+"""What a method is called, which statistics of batch norm it knows, and who joins a split model."""
+
+import sys
+import types
+
+import pytest
+import torch
+from methods import Ditto, FedBABU, FedBN, FedDWA, FedPer, FedRep, HypCluster, LGFedAvg
+from parts.edges import normal
+from parts.split import TRAINING, federation, normed
+from parts.user import Mine, simulation
+from small import copied, images, tiny_model
+
+from pflcore import Hardware, Net, Simulation, cross_silo, for_everyone, tune
+from pflcore.algorithms import ALGORITHMS, algorithm_of, class_of, name_of
+from pflcore.simulation.personal import grown
+from pflcore.simulation.round import policy
+
+
+def test_an_algorithm_by_name_class_instance_or_place(monkeypatch):
+    module = types.ModuleType("mine")
+    module.Mine = Mine
+    monkeypatch.setitem(sys.modules, "mine", module)
+    mine = Mine()
+    assert isinstance(algorithm_of("ditto"), Ditto) and algorithm_of(Ditto, lam=0.5).lam == 0.5
+    assert algorithm_of(mine) is mine and class_of("mine:Mine") is Mine
+    assert name_of("mine:Mine") == name_of(mine) == "Mine"
+    assert name_of(Ditto) == name_of("ditto") == "ditto"
+    for given in (Mine, mine, "mine:Mine"):
+        assert simulation(given, rounds=1).run().header["algorithm"] == "Mine"
+    data, grid = cross_silo(images((20, 30))), {"server_lr": [0.5, 1.0]}
+    tuned = tune(data, tiny_model(), Mine, TRAINING, grid, rounds=1)
+    assert type(tuned.best.candidate.algorithm) is Mine
+    assert len(for_everyone("waffle", tiny_model(), images(), TRAINING, rounds=1).rounds) == 1
+
+
+SERVED = "fedavg scaffold waffle weight_erosion clustered_fl finetune fedrod sfl per_fedavg"
+LOCAL = "apfl ditto local pfedme mocha l2c"
+
+
+def test_each_method_has_its_policy_and_only_what_it_knows():
+    net = normal().net
+    first = {name: policy(cls(), net) for name, cls in ALGORITHMS.items()}
+    assert all(first[name] == "average" for name in SERVED.split())
+    assert {n for n, known in first.items() if known == "rule"} == {"hypcluster", "ensemble"}
+    assert policy(FedDWA(), net) == "local" and policy(FedDWA(), net, "average") == "average"
+    for name in LOCAL.split():
+        alg = ALGORITHMS[name]()
+        assert first[name] == "local"
+        with pytest.raises(
+            ValueError, match=r"^batch_norm: this \w+ knows 'local' statistics, got 'average'\.$"
+        ):
+            policy(alg, net, "average")
+        assert policy(alg, Net(tiny_model()), "average")  # nothing to average
+    with pytest.raises(ValueError, match=r"^batch_norm: this HypCluster knows 'rule'"):
+        Simulation(HypCluster(), normed, images(), batch_norm="local")
+
+
+@pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBABU(), FedBN()])
+def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
+    data = federation()
+    history = Simulation(
+        alg, normed, data.subset([0, 1]), TRAINING, rounds=2, hardware=Hardware(workers=1)
+    ).run()
+    state, everybody = grown(alg, copied(history.state), history.model(0).net, 2)
+    assert not everybody and len(state.clients.get("h", state.batch_norm)) == 3
+    model = history.adapt(data.client(2), rounds=3)
+    private = alg.columns(model.net)
+    if alg.order == "body":
+        assert (model.view_w != history.model(0).view_w).any()
+    else:
+        assert torch.equal(model.view_w[~private], history.state.server["x"])
+        assert not torch.equal(model.view_w[private], model.net.w0[private])

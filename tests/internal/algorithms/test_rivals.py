@@ -1,0 +1,156 @@
+"""FedDWA's rivals, of which no other test sees the inside: golden values, and for each the law that
+its known bug breaks."""
+
+import pytest
+import torch
+import torch.nn as nn
+from methods import ClusteredFL, FedALA, FedFomo, HeurFedAMP
+from parts.rivals import GOLDEN, close, fomo, mixing, tree
+from small import images, make_setting, served, some, t, tiny_model
+
+from pflcore import Clients, Net, Simulation, Training, ops
+from pflcore.algorithms import Pool
+from pflcore.algorithms.clusters import cosines, groups
+from pflcore.algorithms.mixtures import sampled
+from pflcore.algorithms.protocol import shares, squares
+from pflcore.simulation.accept import nbytes
+
+
+def test_golden_fedfomo():
+    d1, d2 = GOLDEN["D1_fedfomo"], GOLDEN["D2_fedfomo_none_better"]
+    before, after, want = d1["loss_prev"], d1["loss_cand"], d1["L2"]
+    new, up = fomo(FedFomo(), d1["theta_prev"], d1["candidates"], before, after)
+    close(new["w"], [want["theta_new"]])
+    close(new["old"], [want["theta_new"]])
+    close(up["a"][0, :3], want["raw"][:3])
+    close(shares(t([want["raw"]]).clamp(min=0))[0], want["w"])
+    new, _ = fomo(FedFomo(), [0.0], [[1.0], [2.0]], d2["loss_prev"], d2["loss_cand"])
+    close(new["w"], [[2.0]])  # nothing is better: its own trained model
+    close(shares(t([[0.0, 0.0]])), [d2["w"]])
+
+
+def test_fedfomo_downloads_the_best_models_and_explores():
+    seen = torch.tensor([1, 1, 1, 1, 1, 0]).bool()
+    g = {"w": torch.zeros(6, 3), "seen": seen, "p": torch.zeros(6, 6, dtype=torch.float64)}
+    g["p"][0] = t([9.0, 1.0, 3.0, 2.0, -1.0, 99.0])
+
+    def sent(alg, ids, seed=0, round=1):
+        return alg.send(g, some(6, round, ids)._replace(seed=seed))["w"]
+
+    rows, index = sent(FedFomo(m=2, epsilon=0.0), [0])
+    assert index.tolist() == [[2, 3]] and rows is g["w"]
+    picks = [sent(FedFomo(m=2, epsilon=0.0), [1], i).index[0].tolist() for i in range(60)]
+    # equals are drawn; never itself, never a client that has not come yet
+    assert {i for pair in picks for i in pair} == {0, 2, 3, 4} and all(a != b for a, b in picks)
+    bold = [sent(FedFomo(m=2, epsilon=1.0, decay=1.0), [0], i).index for i in range(60)]
+    assert set(torch.cat(bold).flatten().tolist()) == {1, 2, 3, 4}
+    assert sent(FedFomo(m=2, epsilon=1.0, decay=1.0), [0], round=2).index.tolist() == [[2, 3]]
+    one, *others = (sent(FedFomo(m=2), ids).index[-1] for ids in ([3], [0, 3], [1, 2, 3]))
+    assert all(torch.equal(one, other) for other in others)  # a client's draw is its own
+    # more than there are: each gets all that there are for it
+    index = sent(FedFomo(m=50), [0, 5]).index
+    assert index.sort().values.tolist() == [[-1, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+    assert nbytes({"w": Pool(torch.zeros(6, 1), index)}) == 9 * 4
+
+
+def test_golden_heurfedamp():
+    c4 = GOLDEN["C4_heurfedamp"]
+    w = t(c4["W"])
+    close(similarity(w), c4["cos"])
+    xi = mixing(HeurFedAMP(sigma=5.0, xi_self=1 / 3), w)
+    close(xi, c4["xi_sigma5_self1_3"])
+    close(mixing(HeurFedAMP(sigma=5.0), w), c4["xi_sigma5_self1_3"])  # 1 / N is the default
+    close(ops.aggregate(w, xi), c4["U"])
+
+
+# Clustered FL ---------------------------------------------------------------
+
+
+def similarity(rows):
+    return cosines(ops.pairwise_sqdist(rows), squares(rows))
+
+
+def halves(similar, linkage):
+    """Two groups, by the number of their first client, and the largest similarity across."""
+    group = groups(similar, 2, linkage)
+    second = group != group[0]
+    both = [half.nonzero()[:, 0].tolist() for half in (~second, second)]
+    return both, similar[second][:, ~second].max()
+
+
+def test_golden_clustered_fl():
+    g1 = GOLDEN["G1_cfl"]
+    delta = t(g1["dW"])
+    s = similarity(delta)
+    close(s, g1["cos"])
+    assert not cosines(torch.zeros(2, 2), torch.zeros(2)).any()
+    for linkage in ("complete", "single"):
+        both, across = halves(s, linkage)
+        assert both == g1[f"bip_{linkage}"]
+        close(across, g1["alpha_cross_max"])
+    gamma = ((1 - g1["alpha_cross_max"]) / 2) ** 0.5
+    for splits, options in (  # the golden norms of the mean, .03535, and of the longest, 1.01980
+        (True, {"eps1": 0.0354, "eps2": 1.0198}),
+        (False, {"eps1": 0.0353, "eps2": 1.0198}),
+        (False, {"eps1": 0.0354, "eps2": 1.0199}),
+        (True, {"eps1": 0.04, "relative": True}),
+        (True, {"eps1": 1.0, "eps2": 0.0, "gamma": gamma - 1e-6}),
+        (False, {"eps1": 1.0, "eps2": 0.0, "gamma": gamma + 1e-6}),
+    ):
+        assert (ClusteredFL(**options).split(delta) is not None) is splits, options
+
+
+def test_golden_linkages_differ():
+    g2 = GOLDEN["G2_cfl_single_vs_complete"]
+    angle = torch.deg2rad(t(g2["angles_deg"]))
+    s = similarity(torch.stack([angle.cos(), angle.sin()], 1))
+    for linkage in ("complete", "single"):
+        both, across = halves(s, linkage)
+        assert both == g2[f"bip_{linkage}"]
+        close(across, g2[f"alpha_cross_{linkage}"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_single_linkage_has_the_least_largest_similarity_across(seed):
+    gen = torch.Generator().manual_seed(seed)
+    s = similarity(torch.randn(7, 4, generator=gen, dtype=torch.float64))
+    every = [torch.tensor([bool(k >> i & 1) for i in range(7)]) for k in range(1, 2**6)]
+    close(halves(s, "single")[1], min(s[p][:, ~p].max() for p in every))
+
+
+def test_clusters_of_two_stay_and_clusters_without_anybody_keep_their_model():
+    alg, x = ClusteredFL(relative=True, first=0, eps1=1.0), t([[1.0], [2.0]])
+    up, both = {"delta": t([[1.0], [-1.0]])}, some(5, 9, [0, 1])
+    g = served(alg, tree(x, torch.tensor([0, 0, 1, 1, 1])), up, both)
+    assert g["cluster"].tolist() == [0, 0, 1, 1, 1]
+    close(g["x"], [[1.0], [2.0]])
+
+
+def of(setting, ids, round=1):
+    net = setting.net
+    clients = Clients(setting, torch.tensor(ids), round, net.b0.expand(len(ids), -1))
+    return sampled(clients, 0.8).data.lists("train")
+
+
+def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
+    s = make_setting(Net(tiny_model()), images((1, 20, 31)), Training(batch_size=64), 3)
+    one, two, few, whole = (
+        [set(lists[i].tolist()) for i in range(3)]
+        for lists in (of(s, [0, 1, 2]), of(s, [0, 1, 2], 2), of(s, [2, 1]), s.data.lists("train"))
+    )
+    assert [len(d) for d in one] == [1, 16, 24]
+    assert all(d <= w for d, w in zip(one, whole, strict=True))
+    assert one[1] != two[1] and few == [set(), *one[1:]]  # the others play no part
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "drop_last"), [(7, 4, False), (2, 4, False), (12, 8, False), (12, 8, True)]
+)
+def test_no_batch_of_one_for_batch_norm(size, batch, drop_last):
+    """4/5 of 7 samples are 5, which in fours leave one alone: then 4 are taken."""
+    model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))  # noqa: E731
+    training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)
+    run = Simulation(FedALA(), model, images((size, 8)), training, rounds=3)
+    assert run.run().stopped is None
+    count = int(of(run.setting, [0, 1]).size[0])
+    assert 1 < count <= size and (drop_last or count % batch != 1)
