@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from bench import table
-from bench.problem import parsed
+from bench.problem import Problem, absent, parsed
 
 Op = Literal[
     "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds"
@@ -65,11 +66,10 @@ def run(options: Options) -> int:
         measured, text = scale.run(options.quick, options.seconds, options.plot)
     else:
         machine = table.Machine.measure(128 if options.quick else 512)
-        played = (
-            published.run(options.workload, options.rounds, machine)
-            if options.workload
-            else ops(options, machine)
-        )
+        if options.workload:
+            played = published.run(options.workload, options.rounds, machine)
+        else:
+            played = ops(options, machine)
         measured, text = machine.with_rows(played.rows), played.text()
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
@@ -80,22 +80,21 @@ def run(options: Options) -> int:
 
 def ops(options: Options, machine: table.Machine) -> table.Rows:
     """Each op at each size."""
-    shown = [c for c in table.COLUMNS if c not in ("limit_ms", "published")]
-    printed = table.Rows(*shown, about=machine.lines())
-    rates: dict[tuple[str, str], float] = {}
-    budget = min(options.seconds, 0.2) if options.quick else options.seconds
-    patience = min(options.patience, 3.0) if options.quick else options.patience
-    for name in OPS if "all" in options.op else dict.fromkeys(options.op):
+    most = (0.2, 3.0) if options.quick else (math.inf, math.inf)
+    budget, patience = map(min, (options.seconds, options.patience), most)
+    todo = problems(OPS if "all" in options.op else dict.fromkeys(options.op), options.quick)
+    aside = {"limit_ms", "published"}
+    return table.play(todo, machine.lines(), aside, machine.limits, budget, patience)
+
+
+def problems(names: Iterable[str], quick: bool) -> Iterator[Problem]:
+    """Each of these ops at each size; without a provider that runs where the memory is too small
+    for it."""
+    none = {"": absent("not enough free memory")}
+    for name in names:
         module = suite(name)
-        for size in module.sizes(options.quick):
-            problem = module.problem(size)
-            if problem is None:
-                printed.row(table.Row(name, size, "", note="not enough free memory"))
-                continue
-            for row in table.measure(problem, machine.limits, budget, patience, rates):
-                printed.row(row)
-            del problem
-    return printed
+        for size in module.sizes(quick):
+            yield module.problem(size) or Problem(name, size, none)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ LARGE: dict[str, list[dict[str, Any]]] = {  # sizes beside those of `pflcore ben
         for back in (0, 1)
     ],
 }
-FIELDS = ("op", "size", "provider", "ms", "limit_ms", "of_limit", "error", "slower", "note")
+ASIDE = {"gb_per_s", "gflop_per_s", "published"}  # columns that are not shown
 Call = Callable[[], Any]
 
 
@@ -75,11 +75,6 @@ def limits() -> dict[str, float]:
     return {"read": moved, "write": moved, "fma": 2 * instructions, "sub_fma": 1.5 * instructions}
 
 
-def unknown(op: str, size: Mapping[str, Any], **calls: Call) -> Problem:
-    """A problem of which neither the limit nor the right result is asked."""
-    return Problem(op, size, calls, lambda got: None)
-
-
 def of_the_card(quick: bool) -> Iterator[Problem]:
     """FedDWA's server step, rows in half precision, and a whole round."""
     n, p = 100, 10**6 if quick else 10**7
@@ -91,12 +86,15 @@ def of_the_card(quick: bool) -> Iterator[Problem]:
         def server() -> Any:
             return ops.aggregate(w, *ops.feddwa_weights(ops.pairwise_sqdist(g, w), 5), out=out)
 
-        yield unknown("FedDWA server step", {"S": n, "P": p, "goal in ms": 15}, pflcore=server)
-        half, work = w.bfloat16(), 1.5 * n * (n - 1) * p
-        yield replace(
-            unknown("sqdist bfloat16", {"N": n, "P": p}, pflcore=lambda: ops.pairwise_sqdist(half)),
+        size = {"S": n, "P": p, "goal in ms": 15}
+        yield Problem("FedDWA server step", size, {"pflcore": server})
+        half = w.bfloat16()
+        yield Problem(
+            "sqdist bfloat16",
+            {"N": n, "P": p},
+            {"pflcore": lambda: ops.pairwise_sqdist(half)},
             reads=2 * n * p,
-            operations=work,
+            operations=1.5 * n * (n - 1) * p,
             mix="sub_fma",
         )
     if not quick:
@@ -131,7 +129,7 @@ def whole_round(n: int = 100, count: int = 600) -> Problem:
                 optimizer.step()
 
     calls = {"pflcore": lambda: next(rounds), "one after another": one_by_one}
-    return unknown("LeNet-5 round", {"N": n, "n": count, "B": 32, "backward": 1}, **calls)
+    return Problem("LeNet-5 round", {"N": n, "n": count, "B": 32, "backward": 1}, calls)
 
 
 def problems(quick: bool) -> Iterator[Problem]:
@@ -142,6 +140,7 @@ def problems(quick: bool) -> Iterator[Problem]:
                 problem = module.problem(size)
             if problem is not None:
                 yield problem
+                torch.cuda.empty_cache()
     yield from of_the_card(quick)
 
 
@@ -161,11 +160,9 @@ def main() -> None:
             "Nothing was measured."
         )
     machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits())
-    printed, rates = table.Rows(*FIELDS, about=machine.lines()), dict[tuple[str, str], float]()
-    for case in problems(asked.quick):
-        for row in table.measure(case, machine.limits, 0.5, 20.0, rates, timed):
-            printed.row(row)
-        torch.cuda.empty_cache()
+    printed = table.play(
+        problems(asked.quick), machine.lines(), ASIDE, machine.limits, 0.5, 20.0, timed
+    )
     if asked.json:
         asked.json.write_text(json.dumps(machine.with_rows(printed.rows), indent=1))
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from bench.problem import Problem, fits, optional
+from bench.problem import Problem, fits
 from pflcore import ops
+from pflcore.results import optional
 
 K = 10
 

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import workload
-from bench.problem import Absent, Measured, optional
+from bench.problem import Absent, Measured
+from pflcore.results import optional
 
 
 def flower(w: workload.Workload) -> Measured:

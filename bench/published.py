@@ -3,6 +3,7 @@ pfl in one run on one machine."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,15 +12,10 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers, table
-from bench.problem import Absent, Measured, Problem
+from bench.problem import Call, Measured, Problem, absent
 from bench.workload import WORKLOADS, Workload, federation, is_real, plain_loop, scored
 from pflcore import Evaluation, Simulation, Training
 from pflcore.train.workers import one_thread
-
-FIELDS = (
-    "op", "size", "provider", "ms", "gflop_per_s", "limit_ms", "of_limit", "slower", "published",
-    "note",
-)  # fmt: skip
 
 
 def title(w: Workload) -> str:
@@ -34,21 +30,18 @@ def title(w: Workload) -> str:
 
 def problem(w: Workload) -> Problem:
     """A round; its least time is the arithmetic of the model over the rate of multiply-adds."""
-    calls: dict[str, Callable[[], Measured]] = {
+    calls: dict[str, Call] = {
         "pflcore": lambda: ours(w),
         "plain loop": lambda: plain(w),
         "flwr": lambda: peers.flower(w),
         "pfl": lambda: peers.apple(w),
     }
-    calls |= {who: published for who in w.published if who not in calls}
+    calls |= {who: absent("not run here") for who in w.published if who not in calls}
     forward, step = flops(w)
     # of a cohort of mean size
     once = w.samples * w.cohort / w.n * w.epochs * step + w.tests * forward * w.evaluate
-    return Problem(w.name, {"evaluate": w.evaluate}, calls, lambda got: None, operations=once)
-
-
-def published() -> Measured:
-    raise Absent("not run here")
+    size = {"evaluate": w.evaluate}
+    return Problem(w.name, size, calls, operations=once, published=w.published)
 
 
 def flops(w: Workload) -> tuple[float, float]:
@@ -106,11 +99,6 @@ def clocked(call: Callable[[], object], times: int) -> Measured:
 def run(names: tuple[str, ...], rounds: int | None, machine: table.Machine) -> table.Rows:
     """Prints the table of the workloads, with and without evaluation."""
     whole = [replace(WORKLOADS[n], rounds=rounds or WORKLOADS[n].rounds) for n in names]
-    printed = table.Rows(*FIELDS, about=[*machine.lines(), *map(title, whole)])
-    for w in whole:
-        for evaluate in (False, True):
-            case = problem(replace(w, evaluate=evaluate))
-            for row in table.measure(case, machine.limits, 0.0, float("inf"), {}):
-                row.published = w.published.get(row.provider, "")
-                printed.row(row)
-    return printed
+    todo = (problem(replace(w, evaluate=evaluate)) for w in whole for evaluate in (False, True))
+    about = [*machine.lines(), *map(title, whole)]
+    return table.play(todo, about, {"gb_per_s", "error"}, machine.limits, 0.0, math.inf)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.problem import Problem, fits, models, on_cpu, optional
+from bench.problem import Problem, fits, models, on_cpu
 from pflcore import ops
 from pflcore.ops import reference
+from pflcore.results import optional
 
 
 def sizes(quick: bool) -> Iterator[dict[str, int]]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 import pflcore
-from bench.problem import Absent, Measured, Problem, seconds_of
+from bench.problem import Absent, Measured, Problem
 from pflcore.results.table import markdown as _markdown
 
 Timer = Callable[[Callable[[], Any], float], tuple[list[float], Any]]
@@ -91,16 +92,17 @@ class Table:
 
 
 class Rows(Table):
-    """A table of these fields of rows, which it keeps."""
+    """A table of rows, which it keeps; without the columns `aside`."""
 
-    def __init__(self, *fields: str, about: Sequence[str] = ()) -> None:
-        super().__init__(*(COLUMNS[f][0] for f in fields), about=about)
-        self.fields, self.rows = fields, list[Row]()
+    def __init__(self, about: Sequence[str], aside: Collection[str]) -> None:
+        self.columns = {k: v for k, v in COLUMNS.items() if k not in aside}
+        self.rows = list[Row]()
+        super().__init__(*(name for name, _ in self.columns.values()), about=about)
 
     def row(self, row: Row) -> None:
         self.rows.append(row)
         values = vars(row) | {"size": size_of(row.size)}
-        cells = ((values[f], COLUMNS[f][1]) for f in self.fields)
+        cells = ((values[k], form) for k, (_, form) in self.columns.items())
         self.add(*("" if value is None else format(value, form) for value, form in cells))
 
 
@@ -199,17 +201,17 @@ def measure(
     limit, ours = problem.limit(limits), None
     for provider, call in problem.providers.items():
         row = Row(problem.op, dict(problem.size), provider)
-        expected = seconds_of(problem, provider, rates)
-        if expected > patience:
-            row.note = f"left out: about {expected:.0f} s"
-            yield row
-            continue
+        row.published = problem.published.get(provider, "")
+        # by the rate that the provider reached at other sizes
+        expected = problem.operations / rates.get((problem.op, provider), math.inf)
         try:
+            if expected > patience:
+                raise Absent(f"left out: about {expected:.0f} s")
             with torch.set_grad_enabled(bool(problem.size.get("backward"))):
                 seconds, result = (timer or timed)(call, budget)
                 row.error = problem.error(result)
                 del result
-        except (Absent, MemoryError, RuntimeError) as error:
+        except (ImportError, MemoryError, RuntimeError) as error:
             # torch's own out-of-memory error is a RuntimeError
             if isinstance(error, RuntimeError) and "allocate" not in str(error):
                 raise
@@ -231,6 +233,25 @@ def measure(
             if row.slower < 0.98 and not provider.startswith("pflcore"):
                 row.note = "faster than pflcore"
         yield row
+
+
+def play(
+    problems: Iterable[Problem],
+    about: Sequence[str],
+    aside: Collection[str],
+    limits: Mapping[str, float],
+    budget: float,
+    patience: float,
+    timer: Timer | None = None,
+) -> Rows:
+    """Prints a table of every problem's rows, each as soon as it is measured (see `measure`), under
+    the sentences `about` and without the columns `aside`."""
+    printed, rates = Rows(about, aside), dict[tuple[str, str], float]()
+    for problem in problems:
+        for row in measure(problem, limits, budget, patience, rates, timer):
+            printed.row(row)
+        del problem  # before the next one is made
+    return printed
 
 
 def size_of(size: Mapping[str, Any]) -> str:

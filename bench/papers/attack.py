@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.papers import privacy
+from bench.papers.figures import grid
 from bench.problem import parsed
 from bench.table import markdown
 from pflcore.check import Count, Whole, check_fields
@@ -148,8 +149,6 @@ def inversion(
         }
         pictures[view] = made
     try:
-        from bench.papers.figures import grid
-
         grid({k: (v * std + mean).clamp(0, 1) for k, v in pictures.items()}, path)
     except ImportError as e:
         print(e)

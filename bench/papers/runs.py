@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 from bench.papers import groups
-from bench.papers.plan import Task
-from bench.papers.table import rows_of, table, verdicts
+from bench.papers.plan import Plan, Task
+from bench.papers.table import Row, rows_of, table, verdicts
 from bench.table import clock, processor
 from pflcore.algorithms.clusters import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
@@ -24,49 +25,46 @@ from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, plain, read, slug
 from pflcore.simulation import History, Simulation
-from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.checkpoint import replacing
 from pflcore.simulation.round import Setup, State
 from pflcore.train import Clients
 from pflcore.tuning import tune
+
+Kept = tuple[int, int, int, State]  # round, bytes down and up since the one before, state then
 
 
 class Reproduction:
     """The runs of a plan and their folder. `runs` has those that are there, by setting, method and
     variant, one for each seed."""
 
-    def __init__(self, plan: Mapping[str, Any], folder: Path, progress: Progress) -> None:
+    def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
         self.plan, self.folder, self.progress = plan, folder, progress
         self.runs: dict[tuple[str, str, str], list[Run]] = {}
-        # the runs' first tasks, with what a grid chose
-        self.first: dict[tuple[str, str, str], Task] = {}
-        # all of them, by key and seed
-        self.tasks: dict[tuple[tuple[str, str, str], int], Task] = {}
+        self.tasks: dict[tuple[str, str, str], list[Task]] = {}  # with what a grid chose
         self.protocols: dict[tuple[str, int | None], Protocol] = {}
-        self.kept: dict[Path, list[tuple[int, int, int, State]]] = {}
+        self.kept: dict[Path, list[Kept]] = {}
 
     def play(self, todo: Sequence[Task]) -> list[dict[str, Any]]:
         """Plays what is missing and writes result.json and table.md after every method, so that
         there is a result at any time."""
         rows: list[dict[str, Any]] = []
         for key, group in groupby(todo, lambda task: task.key):
-            these = self.tuned(
-                [replace(t, base=self.of_base(t.base)) if t.base else t for t in group]
-            )
-            self.tasks |= {(t.key, t.job.options.seed): t for t in these}
-            self.first[key] = these[0]
-            self.runs[key] = [self.run(task) for task in these]
+            # states that are evaluated are those of the point that their grid chose
+            these = [
+                replace(t, base=self.tasks[t.base.key][i]) if t.base else t
+                for i, t in enumerate(group)
+            ]
+            self.tasks[key] = self.tuned(these)
+            self.runs[key] = [self.run(task) for task in self.tasks[key]]
             if self.plan["groups"]:
-                rows = groups.rows_of(self.plan, self.runs)
-                write(self.folder, self.plan, rows, groups.table(self.plan, rows))
-                continue
-            rows = rows_of(self.plan, self.runs)
-            checks = verdicts(self.plan, rows)
-            write(self.folder, self.plan, rows, table(self.plan, rows, checks), checks)
+                rows, checks = groups.rows_of(self.plan, self.runs), []
+                text = groups.table(self.plan, rows)
+            else:
+                rows = rows_of(self.plan, self.runs)
+                checks = verdicts(self.plan, rows)
+                text = table(self.plan, rows, checks)
+            write(self.folder, self.plan, rows, text, checks)
         return rows
-
-    def of_base(self, base: Task) -> Task:
-        """The run whose states are evaluated, at the point that its grid chose."""
-        return self.tasks.get((base.key, base.job.options.seed), base)
 
     def protocol(self, task: Task) -> Protocol:
         """The task's data and roles, made once; with a target, that client alone is reported, and
@@ -102,16 +100,13 @@ class Reproduction:
                 "grid: it is searched without clip, poison and buffers; leave these options out, "
                 "or the grid."
             )
-        searched = [self.protocol(t) for t in group]
-        if not task.roles:
-            searched = [
-                replace(p, data=held_out(p.data, t.job.options.seed))
-                for t, p in zip(group, searched, strict=True)
-            ]
-        nets = [
-            net(t.job.options, p.data, model(options, p.data, t.shape))
-            for t, p in zip(group, searched, strict=True)
-        ]
+        searched, nets = [], []
+        for t in group:
+            p = self.protocol(t)
+            if not task.roles:
+                p = replace(p, data=held_out(p.data, t.job.options.seed))
+            searched.append(p)
+            nets.append(net(t.job.options, p.data, model(options, p.data, t.shape)))
         tuned = tune(
             searched,
             nets,
@@ -132,10 +127,9 @@ class Reproduction:
     def run(self, task: Task) -> Run:
         """The run's record, played now unless it is there already."""
         rounds, run = task.job.options.rounds, self.whole(task)
-        self.progress.name(
-            f"{task.setting}, {task.method}{f' ({task.variant})' if task.variant else ''}, seed "
-            f"{task.job.options.seed}"
-        )
+        variant = f" ({task.variant})" if task.variant else ""
+        name = f"{task.setting}, {task.method}{variant}, seed {task.job.options.seed}"
+        self.progress.name(name)
         if run is not None:
             self.progress.skip(0 if task.base else rounds)
             return run
@@ -155,7 +149,7 @@ class Reproduction:
             ours["group"] = p.data.truth["group"].tolist()
         if task.roles.get("kind") == "cross-silo":
             ours["data_seed"] = "each run's seed"
-        states: list[tuple[int, int, int, State]] = []
+        states: list[Kept] = []
         sent = {"bytes_down": 0, "bytes_up": 0}
 
         def on_round(round: int, line: dict[str, Any]) -> None:
@@ -174,7 +168,7 @@ class Reproduction:
         play: Callable[..., History] = simulation.run
         if task.base or not rounds:
             trained = self.states(task.base) if task.base else [(0, 0, 0, simulation.state)]
-            play = lambda on_round: later(simulation, p, trained, on_round)  # noqa: E731
+            play = partial(later, simulation, trained)
         with Record(self.folder / task.path, overwrite=True) as record:
             history = record.run(task.job.header(simulation) | ours, play, on_round)
         if history.stopped:
@@ -185,10 +179,9 @@ class Reproduction:
         if history.failed:  # not the method's doing
             raise MemoryError(history.stopped)
         if task.keeps:
-            part = (self.folder / task.path).with_suffix(".part")
             saved = [(*at, dict(vars(state))) for *at, state in states]
-            torch.save({"digest": task.digest, "states": saved}, part)
-            part.replace(part.with_suffix(".pt"))
+            with replacing((self.folder / task.path).with_suffix(".pt")) as part:
+                torch.save({"digest": task.digest, "states": saved}, part)
         return read(self.folder / task.path)[0]
 
     def whole(self, task: Task) -> Run | None:
@@ -209,9 +202,8 @@ class Reproduction:
             return None
         return run if not task.keeps or self.states(task) or not run.evaluations else None
 
-    def states(self, task: Task) -> list[tuple[int, int, int, State]]:
-        """A kept run's states when it was evaluated: round, bytes down and up since the one before,
-        state."""
+    def states(self, task: Task) -> list[Kept]:
+        """A kept run's states when it was evaluated."""
         path = (self.folder / task.path).with_suffix(".pt")
         if path not in self.kept and path.is_file():
             saved = load_states(path, task.job.options.device)
@@ -229,8 +221,7 @@ def picks(setup: Setup, state: State, clients: Tensor) -> Tensor:
 
 def later(
     simulation: Simulation,
-    p: Protocol,
-    states: Sequence[Any],
+    states: Sequence[Kept],
     on_round: Callable[[int, dict[str, Any]], None],
 ) -> History:
     """What a run would have been that trained as another did: that one's states, evaluated in this
@@ -238,9 +229,7 @@ def later(
     history = History(simulation.header())
     for round, down, up, state in states:
         simulation.state = state
-        look = simulation.evaluation.split, p.report, simulation.measures
-        setup = simulation.setup
-        seconds, values = clock(lambda: evaluate(setup, simulation.state, *look))  # noqa: B023
+        seconds, values = clock(lambda: simulation.evaluate(simulation.evaluation.split))
         sent = {"bytes_down": down, "bytes_up": up}
         line = {"round": round, "cohort": [], "void": False, **sent, "seconds": seconds}
         history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})
@@ -252,8 +241,8 @@ def later(
 
 def write(
     folder: Path,
-    plan: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
+    plan: Plan,
+    rows: Sequence[Row],
     text: str,
     checks: Sequence[Any] = (),
 ) -> None:

@@ -244,7 +244,7 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     picked = [c for c in seen["cluster"] if c >= 0]
     assert [c >= 0 for c in seen["cluster"]] == [v is not None for v in seen["accuracy"]]
     assert rows["HypCluster"]["largest"] == 100 * metrics.largest_share(seen["cluster"])
-    task = made.first["device", "HypCluster", ""]
+    (task,) = made.tasks["device", "HypCluster", ""]
     simulation, p = made.simulation(task)
     state = made.states(task)[-1][3]
     ours, others = (picks(simulation.setup, state, who).tolist() for who in (p.report, p.train[:4]))
@@ -461,7 +461,7 @@ A = {"algorithm": "fedavg"}
         ({"seeds": [0.5]}, r"seeds: .*0\.5"),
         ({"checks": {"below": {"FedAvgg": ["Local"]}}}, "below of checks: expected no keys beside"),
         ({"checks": {"belwo": {}}}, "checks: expected no keys beside"),
-        ({"methods": {"FT, a": A, "FT a": A}}, "methods: FT, a and FT a would share"),
+        ({"methods": {"FT, a": A, "FT a": A}}, "methods: expected names that differ as files' names"),
     ],
 )
 def test_bad_plans_are_one_sentence(change, words):
