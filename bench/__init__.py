@@ -7,8 +7,6 @@ or the arithmetic over the rate of a loop of the same instructions in registers,
 longer. Times are medians. Where somebody else is faster, the table says so.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

@@ -7,8 +7,6 @@ times. Times are medians over CUDA events. Run `python -m bench.gpu`; `--quick` 
 only, `--json FILE` to keep the measurements.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,11 +1,10 @@
 """What is timed: one op at one size, the same data for every provider, and what the machine could
 do at best."""
 
-from __future__ import annotations
-
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
@@ -97,6 +96,18 @@ def generator(seed: int = 0) -> torch.Generator:
 def on_cpu(calls: Mapping[str, Call]) -> Mapping[str, Call]:
     """Calls that no card knows: none of them where the problem is on one."""
     return calls if torch.get_default_device().type == "cpu" else {}
+
+
+def cohorts(quick: bool) -> Iterator[tuple[int, int]]:
+    """N clients' models of P parameters."""
+    for n, p in itertools.product((10, 20, 100, 1000), (62_006, 1_000_000, 10_000_000)):
+        if n * p <= (2_000_000 if quick else 1_000_000_000):
+            yield n, p
+
+
+def gram(a: Tensor, b: Tensor) -> Tensor:
+    """Squared distances [N, M] as |a|^2 + |b|^2 - 2 a b, as most code bases write it."""
+    return a.square().sum(1)[:, None] + b.square().sum(1) - 2 * (a @ b.T)
 
 
 def models(n: int, p: int, apart: float = 1e-3, seed: int = 0) -> Tensor:

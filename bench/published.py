@@ -1,8 +1,6 @@
 """Rounds of workloads that others have published times of: pflcore, a plain torch loop, Flower and
 pfl in one run on one machine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers, table
 from bench.problem import Call, Measured, Problem, absent
-from bench.workload import WORKLOADS, Workload, federation, is_real, plain_loop, scored
-from pflcore import Evaluation, Simulation, Training
+from bench.workload import (
+    WORKLOADS,
+    Workload,
+    federation,
+    is_real,
+    plain_loop,
+    scored,
+    simulation,
+)
 from pflcore.train.workers import one_thread
 
 
@@ -60,19 +65,8 @@ def flops(w: Workload) -> tuple[float, float]:
 
 @torch.enable_grad()  # as a user would
 def ours(w: Workload) -> Measured:
-    simulation = Simulation(
-        "fedavg",
-        w.build,
-        federation(w),
-        Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs),
-        rounds=w.rounds + 1,
-        participation=w.cohort / w.n,
-        evaluation=Evaluation(every=int(w.evaluate)),
-    )
-    rounds = simulation.iterate()
+    rounds = simulation("fedavg", w).iterate()
     next(rounds)
-    if not w.evaluate:  # the last round of a run is evaluated in any case
-        simulation.evaluation = Evaluation(every=0)
     return clocked(lambda: next(rounds), w.rounds)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import importlib
 import math
 import os
@@ -20,14 +20,6 @@ from bench.problem import Absent, Measured, Problem
 from pflcore.results.table import markdown as _markdown
 
 Timer = Callable[[Callable[[], Any], float], tuple[list[float], Any]]
-
-
-def measure_limits(threads: int, size: int) -> dict[str, float]:
-    """What this machine can do at most, by `pflcore._C`; nothing where that was not built."""
-    try:
-        return dict(importlib.import_module("pflcore._C").limits(threads, size))
-    except ImportError:
-        return {}
 
 
 @dataclass
@@ -122,14 +114,17 @@ class Machine:
     @staticmethod
     def measure(megabytes: int = 512) -> Machine:
         threads, backend = torch.get_num_threads(), pflcore.backend()
-        now = datetime.datetime.now(datetime.timezone.utc)
+        limits: dict[str, float] = {}
+        with contextlib.suppress(ImportError):  # it was not built
+            module = importlib.import_module("pflcore._C")
+            limits |= module.limits(threads, megabytes << 20) if backend.kernels else {}
         return Machine(
             processor(),
             threads,
             backend.isa,
-            measure_limits(threads, megabytes << 20) if backend.kernels else {},
-            {n: importlib.import_module(n).__version__ for n in ("pflcore", "torch")},
-            now.strftime("%Y-%m-%d %H:%M UTC"),
+            limits,
+            {"pflcore": pflcore.__version__, "torch": torch.__version__},
+            time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         )
 

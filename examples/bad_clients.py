@@ -47,8 +47,7 @@ def spoil(algorithm, value):
 
 
 def play(name, kind, clip):
-    """(mean accuracy of the honest clients or None, times dropped, whether reported as an outlier,
-    clipped, stopped)."""
+    """The honest clients' mean accuracy, with the marks of what was done."""
     data = synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
     algorithm = ALGORITHMS[name]()
     if kind == "inputs of 1e10":
@@ -75,23 +74,14 @@ def play(name, kind, clip):
         (dict(zip(r["cohort"], r["moved"] or [], strict=False)).get(BAD) or 0) > 20
         for r in history.rounds
     )
-    return (
-        100 * seen["accuracy"][honest].mean().item() if fine else None,
-        sum(BAD in r["dropped"] for r in history.rounds),
-        far,
-        any(BAD in r["clipped"] for r in history.rounds),
-        history.stopped is not None,
-    )
-
-
-def cell(result):
-    accuracy, dropped, far, clipped, stopped = result
-    marks = [
-        mark for mark, on in (("d", dropped), ("o", far), ("c", clipped), ("s", stopped)) if on
-    ]
-    return ("not finite" if accuracy is None else f"{accuracy:.0f}") + (
-        f" {''.join(marks)}" if marks else ""
-    )
+    done = {
+        "d": any(BAD in r["dropped"] for r in history.rounds),
+        "o": far,
+        "c": any(BAD in r["clipped"] for r in history.rounds),
+        "s": history.stopped is not None,
+    }
+    accuracy = f"{100 * seen['accuracy'][honest].mean():.0f}" if fine else "not finite"
+    return f"{accuracy} {''.join(mark for mark, on in done.items() if on)}".strip()
 
 
 def main(path, names):
@@ -118,12 +108,10 @@ def main(path, names):
     ]
     for clip in (None, CLIP):
         lines += ["", f"## {'Without clipping' if clip is None else f'With clip={clip:g}'}", ""]
-        lines += [
-            "| algorithm | nobody bad | " + " | ".join(KINDS) + " |",
-            "|:---|" + "---:|" * (len(KINDS) + 1),
-        ]
+        lines.append(f"| algorithm | nobody bad | {' | '.join(KINDS)} |")
+        lines.append("|:---|" + "---:|" * (len(KINDS) + 1))
         for name in names:
-            cells = [cell(play(name, kind, clip)) for kind in (None, *KINDS)]
+            cells = [play(name, kind, clip) for kind in (None, *KINDS)]
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

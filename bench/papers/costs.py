@@ -4,8 +4,6 @@ torch counts them.
 FedDWA's Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar

@@ -3,8 +3,6 @@ nearest, accuracy against an option. Motley's, sections 4 and 5: clients in boxe
 and what has to be weighed against what. WAFFLe's: images beside each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Tables of the last round, with the subpopulations that a partition makes: WAFFLe's Tables 1 and 2
 (Hao et al. 2020)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ played again, so an interrupted reproduction goes on where it stopped. `result.j
 per method and setting, `table.md` shows them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The runs of a plan: played, kept, and found again."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -4,8 +4,6 @@ one option varied (section 4); and a reproduction's pictures.
 Everything here is evaluation: nothing is trained on the server, and nothing is chosen.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The rows of a reproduction from its records, what of the plan must hold, and both as Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
