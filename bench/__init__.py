@@ -10,7 +10,7 @@ longer. Times are medians. Where somebody else is faster, the table says so.
 import importlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,11 +20,13 @@ import torch
 
 from bench import table
 from bench.problem import Problem, absent, parsed
+from pflcore.check import need
 
 Op = Literal[
     "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds"
 ]
 OPS = Op.__args__  # type: ignore[attr-defined]
+Size = Mapping[str, Any]
 Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
 
 
@@ -56,19 +58,18 @@ def run(options: Options) -> int:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    for path in (options.json, options.markdown, options.plot):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"expected a file in an existing folder, got {str(path)!r}.")
+    for name in ("json", "markdown", "plot"):
+        path = getattr(options, name)
+        need(path is None or path.parent.is_dir(), name, "a file in an existing folder", str(path))
     measured: Any
     if "scale" in options.op:
         measured, text = scale.run(options.quick, options.seconds, options.plot)
     else:
         machine = table.Machine.measure(128 if options.quick else 512)
         if options.workload:
-            played = published.run(options.workload, options.rounds, machine)
+            measured, text = published.run(options.workload, options.rounds, machine)
         else:
-            played = ops(options, machine)
-        measured, text = machine.with_rows(played.rows), played.text()
+            measured, text = ops(options, machine)
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
     if options.markdown is not None:
@@ -76,23 +77,30 @@ def run(options: Options) -> int:
     return 0
 
 
-def ops(options: Options, machine: table.Machine) -> table.Rows:
+def ops(options: Options, machine: table.Machine) -> tuple[dict[str, Any], str]:
     """Each op at each size."""
     most = (0.2, 3.0) if options.quick else (math.inf, math.inf)
     budget, patience = map(min, (options.seconds, options.patience), most)
-    todo = problems(OPS if "all" in options.op else dict.fromkeys(options.op), options.quick)
-    aside = {"limit_ms", "published"}
-    return table.play(todo, machine.lines(), aside, machine.limits, budget, patience)
+    names = OPS if "all" in options.op else dict.fromkeys(options.op)
+    todo = problems(sizes(names, options.quick))
+    return table.play(todo, machine, {"limit_ms", "published"}, budget, patience)
 
 
-def problems(names: Iterable[str], quick: bool) -> Iterator[Problem]:
-    """Each of these ops at each size; without a provider that runs where the memory is too small
-    for it."""
-    none = {"": absent("not enough free memory")}
+def sizes(names: Iterable[str], quick: bool) -> Iterator[tuple[str, Size]]:
+    """Each of these ops at each of its sizes."""
     for name in names:
-        module = suite(name)
-        for size in module.sizes(quick):
-            yield module.problem(size) or Problem(name, size, none)
+        for size in suite(name).sizes(quick):
+            yield name, size
+
+
+def problems(todo: Iterable[tuple[str, Size]], device: str = "cpu") -> Iterator[Problem]:
+    """These ops at these sizes; without a provider that runs where the memory is too small."""
+    none = {"": absent("not enough free memory")}
+    for name, size in todo:
+        with torch.device(device):
+            made = suite(name).problem(size)
+        yield made or Problem(name, size, none)
+        del made  # before the next one is made
 
 
 def main(argv: Sequence[str] | None = None) -> int:

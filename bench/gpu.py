@@ -26,16 +26,14 @@ from pflcore import Evaluation, Hardware, Simulation, Training, ops
 from pflcore.data import Federation
 from pflcore.nn.models import lenet5
 
-CARD = torch.device("cuda")
+CARD = "cuda"
 OPS = ("sqdist", "aggregate", "weights", "sgd", "rank1")
-LARGE: dict[str, list[dict[str, Any]]] = {  # sizes beside those of `pflcore bench`
-    "sgd": [{"S": 100, "Q": 10**7, "corrected": full} for full in (0, 1)],
-    "rank1": [
-        {"N": n, "B": b, "I": i, "F": f, "O": o, "active": 3 * f // 10, "backward": back}
-        for n, b, i, f, o in ((20, 32, 800, 120, 500), (100, 32, 1600, 200, 384))
-        for back in (0, 1)
-    ],
-}
+LARGE: list[tuple[str, bench.Size]] = [  # beside the sizes of `pflcore bench`
+    ("sgd", {"S": 100, "Q": 10**7, "corrected": full}) for full in (0, 1)
+]
+for n, i, f, o in ((20, 800, 120, 500), (100, 1600, 200, 384)):
+    many = {"N": n, "B": 32, "I": i, "F": f, "O": o, "active": 3 * f // 10}
+    LARGE += [("rank1", many | {"backward": back}) for back in (0, 1)]
 ASIDE = {"gb_per_s", "gflop_per_s", "published"}  # columns that are not shown
 Call = Callable[[], Any]
 
@@ -49,6 +47,7 @@ def timed(call: Call, budget: float) -> tuple[list[float], Any]:
         torch.cuda.synchronize()
         return result
 
+    torch.cuda.empty_cache()
     result = finished()
     repeats = int(max(5, min(50, budget / max(table.clock(finished)[0], 1e-5))))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -112,7 +111,7 @@ def whole_round(n: int = 100, count: int = 600) -> Problem:
         data,
         Training(0.01, 32),
         rounds=10**6,
-        hardware=Hardware("vmap", device=str(CARD)),
+        hardware=Hardware("vmap", device=CARD),
         evaluation=Evaluation(every=0, split="train"),
     )
     rounds = simulation.iterate()
@@ -131,14 +130,7 @@ def whole_round(n: int = 100, count: int = 600) -> Problem:
 
 
 def problems(quick: bool) -> Iterator[Problem]:
-    for name in OPS:
-        module = bench.suite(name)
-        for size in [*module.sizes(quick), *([] if quick else LARGE.get(name, []))]:
-            with torch.device(CARD):
-                problem = module.problem(size)
-            if problem is not None:
-                yield problem
-                torch.cuda.empty_cache()
+    yield from bench.problems([*bench.sizes(OPS, quick), *([] if quick else LARGE)], CARD)
     yield from of_the_card(quick)
 
 
@@ -158,11 +150,9 @@ def main() -> None:
             "Nothing was measured."
         )
     machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits())
-    printed = table.play(
-        problems(asked.quick), machine.lines(), ASIDE, machine.limits, 0.5, 20.0, timed
-    )
+    measured, _ = table.play(problems(asked.quick), machine, ASIDE, 0.5, 20.0, timer=timed)
     if asked.json:
-        asked.json.write_text(json.dumps(machine.with_rows(printed.rows), indent=1))
+        asked.json.write_text(json.dumps(measured, indent=1))
 
 
 if __name__ == "__main__":

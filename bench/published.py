@@ -4,6 +4,7 @@ pfl in one run on one machine."""
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,9 +91,11 @@ def clocked(call: Callable[[], object], times: int) -> Measured:
     return Measured(table.clock(call)[0] for _ in range(times))
 
 
-def run(names: tuple[str, ...], rounds: int | None, machine: table.Machine) -> table.Rows:
+def run(
+    names: tuple[str, ...], rounds: int | None, machine: table.Machine
+) -> tuple[dict[str, Any], str]:
     """Prints the table of the workloads, with and without evaluation."""
     whole = [replace(WORKLOADS[n], rounds=rounds or WORKLOADS[n].rounds) for n in names]
     todo = (problem(replace(w, evaluate=evaluate)) for w in whole for evaluate in (False, True))
-    about = [*machine.lines(), *map(title, whole)]
-    return table.play(todo, about, {"gb_per_s", "error"}, machine.limits, 0.0, math.inf)
+    aside, about = {"gb_per_s", "error"}, [*map(title, whole)]
+    return table.play(todo, machine, aside, 0.0, math.inf, about)

@@ -83,21 +83,6 @@ class Table:
         return "\n".join([*self.about, *markdown(self.lines), ""])
 
 
-class Rows(Table):
-    """A table of rows, which it keeps; without the columns `aside`."""
-
-    def __init__(self, about: Sequence[str], aside: Collection[str]) -> None:
-        self.columns = {k: v for k, v in COLUMNS.items() if k not in aside}
-        self.rows = list[Row]()
-        super().__init__(*(name for name, _ in self.columns.values()), about=about)
-
-    def row(self, row: Row) -> None:
-        self.rows.append(row)
-        values = vars(row) | {"size": size_of(row.size)}
-        cells = ((values[k], form) for k, (_, form) in self.columns.items())
-        self.add(*("" if value is None else format(value, form) for value, form in cells))
-
-
 @dataclass
 class Machine:
     """Where and with what it was measured."""
@@ -144,9 +129,6 @@ class Machine:
                 f"The machine was busy (load {self.load:.1f}): times and limits are not its best."
             )
         return out
-
-    def with_rows(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return {"machine": asdict(self), "rows": [asdict(r) for r in rows]}
 
 
 def processor() -> str:
@@ -232,21 +214,26 @@ def measure(
 
 def play(
     problems: Iterable[Problem],
-    about: Sequence[str],
+    machine: Machine,
     aside: Collection[str],
-    limits: Mapping[str, float],
     budget: float,
     patience: float,
+    about: Sequence[str] = (),
     timer: Timer | None = None,
-) -> Rows:
-    """Prints a table of every problem's rows, each as soon as it is measured (see `measure`), under
-    the sentences `about` and without the columns `aside`."""
-    printed, rates = Rows(about, aside), dict[tuple[str, str], float]()
+) -> tuple[dict[str, Any], str]:
+    """Prints a table of every problem's rows, each as soon as it is measured (see `measure`),
+    without the columns `aside`. Gives the measurements and the table."""
+    columns = {k: v for k, v in COLUMNS.items() if k not in aside}
+    table = Table(*(name for name, _ in columns.values()), about=[*machine.lines(), *about])
+    rates, rows = dict[tuple[str, str], float](), []
     for problem in problems:
-        for row in measure(problem, limits, budget, patience, rates, timer):
-            printed.row(row)
+        for row in measure(problem, machine.limits, budget, patience, rates, timer):
+            rows.append(asdict(row))
+            values = vars(row) | {"size": size_of(row.size)}
+            cells = ((values[k], form) for k, (_, form) in columns.items())
+            table.add(*("" if value is None else format(value, form) for value, form in cells))
         del problem  # before the next one is made
-    return printed
+    return {"machine": asdict(machine), "rows": rows}, table.text()
 
 
 def size_of(size: Mapping[str, Any]) -> str:

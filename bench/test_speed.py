@@ -9,7 +9,7 @@ import torch
 import bench
 from bench import table
 
-SIZES = [(name, size) for name in bench.OPS for size in bench.suite(name).sizes(False)]
+SIZES = bench.sizes(bench.OPS, False)
 RATES: dict[tuple[str, str], float] = {}
 
 

@@ -27,8 +27,9 @@ def made(**changes):
 def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
     from bench import gpu
 
-    monkeypatch.setattr(gpu, "CARD", torch.device("cpu"))
-    monkeypatch.setattr(gpu, "LARGE", {"rank1": [{**k, "B": 2} for k in gpu.LARGE["rank1"][:2]]})
+    monkeypatch.setattr(gpu, "CARD", "cpu")
+    small = [(op, {**k, "B": 2}) for op, k in gpu.LARGE if op == "rank1"]
+    monkeypatch.setattr(gpu, "LARGE", small[:2])
     monkeypatch.setattr(gpu, "models", lambda n, p, seed: problem.models(n, 500, seed=seed))
     for name in gpu.OPS:  # their own sizes are tried below
         monkeypatch.setattr(bench.suite(name), "sizes", lambda quick: [])

@@ -395,18 +395,21 @@ def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
 
 def test_pictures_of_one_model_for_a_target(tmp_path):
     """WAFFLE's Fig. 3 and 4: its weights by round, and the target's curves with a band over the
-    seeds, from the records alone."""
+    seeds; FedDWA's Fig. 1, 2 and 4: its weights, the nearest, and results against an option; from
+    the records alone."""
     pytest.importorskip("matplotlib")
     plan = {
         "options": {**CLUSTERS, "n": 4, "rounds": 4, "target": 1},
         "settings": {"a": {"partition_options": {"groups": 2, "classes": 3}}},
-        "methods": {m: {"algorithm": m} for m in ("waffle", "apfl", "local")},
+        "methods": {m: {"algorithm": m} for m in ("waffle", "apfl", "local", "feddwa")},
         "training": {"lr": 0.1},
         "seeds": [0, 1],
+        "against": "k",
     }
     reproduce(complete(plan), tmp_path, quiet=True)
-    made = {p.stem for p in tmp_path.glob("a-*.png")}
-    assert made >= {"a-curves", "a-weights-by-round", "a-boxes"} and "a-weights" not in made
+    made = {p.stem.removeprefix("a-") for p in tmp_path.glob("a*-*.png")}
+    by_weights = {"weights-by-round", "weights", "neighbours"}
+    assert made == {"curves", "cost", "boxes", "against-k", *by_weights}
 
 
 def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
@@ -442,7 +445,6 @@ A = {"algorithm": "fedavg"}
         ({"settings": {"a": {"protocol": "cross-silo"}}}, "protocol: .*'cross-silo'"),
         ({"settings": ["a"]}, r"settings: expected a dict, got \['a'\]"),
         ({"methods": {"A": "fedavg"}}, "method 'A': expected a dict, got 'fedavg'"),
-        ({"options": None}, "options: expected a dict, got None"),
         ({"seeds": []}, r"seeds: expected a list .*got \[\]"),
         ({"seeds": [0.5]}, r"seeds: .*0\.5"),
         ({"checks": {"below": {"FedAvgg": ["Local"]}}}, "below of checks: expected no keys beside"),

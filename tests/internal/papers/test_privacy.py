@@ -101,7 +101,7 @@ def member_inference(name="fedavg", pool=None, **options):
         ),
         *[
             (lambda option=option: member_inference(**option), f"{key}: expected a whole number")
-            for option in ({"clients": 0}, {"rounds": 0}, {"shadows": -1}, {"seed": -1})
+            for option in ({"clients": 0}, {"shadows": -1})
             for key in option
         ],
     ],

@@ -333,19 +333,6 @@ def test_the_nearest_and_the_rounds_that_are_shown():
     assert [r for r, _ in figures.of_rounds(weighted())] == [1, 2, 3, 6]
 
 
-def test_pictures(tmp_path):
-    pytest.importorskip("matplotlib")
-    runs = {"FedDWA": weighted(), "none": group([{"header": {}}])[0]}
-    made = [
-        figures.heat_maps(runs, tmp_path / "w.png"),
-        figures.heat_maps(runs, tmp_path / "n.png", k=4),
-        figures.curves({"a": [(1.0, 2.0), (3.0, 4.0)]}, tmp_path / "k.png", "k", "accuracy"),
-    ]
-    assert all(p.read_bytes().startswith(b"\x89PNG") for p in made)
-    assert figures.heat_maps({"none": runs["none"]}, tmp_path / "x.png") is None
-    assert figures.curves({}, tmp_path / "x.png", "k", "accuracy") is None
-
-
 # what a method's fate leaves to the others -----------------------------------
 
 
@@ -389,12 +376,12 @@ def test_a_grid_chooses_on_samples_that_no_state_was_trained_on(tmp_path, monkey
 
 
 def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path, monkeypatch):
-    note = watch(monkeypatch, Simulation, "evaluate", lambda run, split: run.setup.batch_norm)
+    kinds = watch(monkeypatch, Simulation, "evaluate", lambda run, split: run.setup.batch_norm)
     methods = {"F": {"algorithm": "fedavg"}, "FT": {"algorithm": "finetune", "state_of": "F"}}
     made = played(
         tmp_path, options={**DIGITS, "buffers": "local", "metrics": ["f1"]}, methods=methods
     )
-    assert {*note} == {"local"}
+    assert {*kinds} == {"local"}
     assert "f1" in made.runs["iid", "FT", ""][0].evaluations[-1]["eval"]
 
 
