@@ -35,6 +35,7 @@ from pflcore import (
 )
 from pflcore.algorithms.fedavg import COUNTING, Defence
 from pflcore.data import Federation, federation_of
+from pflcore.results.record import group
 from pflcore.simulation.attacks import Adversary, Attack
 
 ATTACKS, DEFENCES = get_args(Attack), get_args(Defence)
@@ -78,17 +79,12 @@ def played(
             hardware=Hardware(workers=1),
         )
         history = run.run()
-        weights = torch.tensor([shares(r["report"]) for r in history.rounds], dtype=torch.float64)
+        found = group(history.lines())[0].weights()[1] or [torch.full((N,), 1 / N)]
+        weights = torch.stack(found)[:, list(bad)]
         accuracy = history.series()[1]
         last = float(accuracy[-1].nanmean()) if len(accuracy) else 0.0
-        out.append([100 * last, 100 * float(weights[:, list(bad)].sum(1).mean())])
+        out.append([100 * last, 100 * float(weights.sum(1).mean())])
     return torch.tensor(out, dtype=torch.float64)
-
-
-def shares(report: dict[str, list[float]]) -> list[float]:
-    """The server's weights of all clients, absent ones included; even where a method has none."""
-    few = dict(zip(report.get("index", []), report.get("weight", []), strict=True))
-    return report.get("weights") or ([few.get(i, 0.0) for i in range(N)] if few else [1 / N] * N)
 
 
 def cuts(cut: str, seeds: int) -> list[Federation]:

@@ -87,6 +87,10 @@ class Task:
     keeps: bool = False  # whether the trained states are needed again
 
     @property
+    def options(self) -> Options:
+        return self.job.options
+
+    @property
     def key(self) -> tuple[str, str, str]:
         """What runs that differ in the seed have in common."""
         return self.setting, self.method, self.variant
@@ -95,7 +99,7 @@ class Task:
     def path(self) -> Path:
         """Where its record stands in the output folder."""
         name = "-".join(slug(w) for w in (self.method, self.variant) if w)
-        return Path("records") / slug(self.setting) / f"{name}-seed{self.job.options.seed}.jsonl"
+        return Path("records") / slug(self.setting) / f"{name}-seed{self.options.seed}.jsonl"
 
     @property
     def digest(self) -> str:
@@ -115,7 +119,7 @@ class Task:
 
     def protocol(self) -> Protocol:
         """Its data, and who trains, chooses and is reported."""
-        options, how = self.job.options, dict(self.roles)
+        options, how = self.options, dict(self.roles)
         if not how:
             return everybody(federation(options, self.cut))
         # what comes with its clients is divided by the protocol, with the run's seed, and

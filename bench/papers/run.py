@@ -69,7 +69,7 @@ def reproduce(
     """Plays a whole plan (see `bench.papers.plan.complete`) into `folder`; `choice`: see
     `bench.papers.plan.tasks`."""
     todo = tasks(plan, **choice)
-    with Progress(sum(t.job.options.rounds for t in todo if not t.base), quiet) as progress:
+    with Progress(sum(t.options.rounds for t in todo if not t.base), quiet) as progress:
         progress.say(f"Results: {folder}")
         made = Reproduction(plan, Path(folder), progress)
         rows = made.play(todo)

@@ -67,7 +67,7 @@ class Reproduction:
     def protocol(self, task: Task) -> Protocol:
         """The task's data and roles, made once; with a target, that client alone is reported, and
         trains where it is alone anyway."""
-        options = task.job.options
+        options = task.options
         of = task.setting, options.seed if task.roles.get("kind") == "cross-silo" else None
         if of not in self.protocols:
             # the other settings are over
@@ -82,7 +82,7 @@ class Reproduction:
 
     def simulation(self, task: Task) -> tuple[Simulation, Protocol]:
         """The task's simulation, not begun, and its protocol."""
-        p, options = self.protocol(task), task.job.options
+        p, options = self.protocol(task), task.options
         job = replace(task.job, options=replace(options, rounds=max(1, options.rounds)))
         make = model(options, p.data, task.shape)
         return job.simulation(p.data, make, clients=p.train, reported=p.report), p
@@ -90,7 +90,7 @@ class Reproduction:
     def tuned(self, group: list[Task]) -> list[Task]:
         """The runs of a method, one for each seed, at the point of its grid that is best on
         validation data."""
-        task, options = group[0], group[0].job.options
+        task, options = group[0], group[0].options
         if not task.grid:
             return group
         if options.clip is not None or options.poison is not None or options.buffers != "auto":
@@ -102,9 +102,9 @@ class Reproduction:
         for t in group:
             p = self.protocol(t)
             if not task.roles:
-                p = replace(p, data=held_out(p.data, t.job.options.seed))
+                p = replace(p, data=held_out(p.data, t.options.seed))
             searched.append(p)
-            nets.append(net(t.job.options, p.data, model(options, p.data, t.shape)))
+            nets.append(net(t.options, p.data, model(options, p.data, t.shape)))
         tuned = tune(
             searched,
             nets,
@@ -115,7 +115,7 @@ class Reproduction:
             # without roles a state was trained on what is held out now: another is trained
             states=[self.states(t.base)[-1][3] for t in group if t.base and t.roles] or None,
             participation=options.participation,
-            seed=[t.job.options.seed for t in group],
+            seed=[t.options.seed for t in group],
             hardware=options.hardware,
             folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
             say=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
@@ -124,9 +124,9 @@ class Reproduction:
 
     def run(self, task: Task) -> Run:
         """The run's record, played now unless it is there already."""
-        rounds, run = task.job.options.rounds, self.whole(task)
+        rounds, run = task.options.rounds, self.whole(task)
         variant = f" ({task.variant})" if task.variant else ""
-        name = f"{task.setting}, {task.method}{variant}, seed {task.job.options.seed}"
+        name = f"{task.setting}, {task.method}{variant}, seed {task.options.seed}"
         self.progress.name(name)
         if run is not None:
             self.progress.skip(0 if task.base else rounds)
@@ -195,7 +195,7 @@ class Reproduction:
                 "file away."
             )
         last = run.rounds[-1] if run.rounds else {}
-        over = last.get("round") == task.job.options.rounds and last.get("eval")
+        over = last.get("round") == task.options.rounds and last.get("eval")
         if not over and (run.stopped is None or run.unfinished):
             return None
         return run if not task.keeps or self.states(task) or not run.evaluations else None
@@ -204,7 +204,7 @@ class Reproduction:
         """A kept run's states when it was evaluated."""
         path = (self.folder / task.path).with_suffix(".pt")
         if path not in self.kept and path.is_file():
-            saved = load_states(path, task.job.options.device)
+            saved = load_states(path, task.options.device)
             if saved["digest"] == task.digest:
                 self.kept[path] = [(*at, State(**state)) for *at, state in saved["states"]]
         return self.kept.get(path, [])

@@ -352,7 +352,7 @@ def test_a_digest_counts_all_that_a_run_depends_on(change):
     """What a method builds upon with it: another server_lr of FedAvg is another fine-tuning."""
 
     def digests(plan, **more):
-        return {(t.method, t.job.options.seed): t.digest for t in tasks(plan, **more)}
+        return {(t.method, t.options.seed): t.digest for t in tasks(plan, **more)}
 
     a, b = digests(SILO), digests({**SILO, **change})
     assert len(set(a.values())) == len(a)
@@ -467,7 +467,7 @@ def whole_school():
 
 def test_school_splits_are_those_of_the_paper(whole_school):
     for task in tasks(load("motley-school"), seeds=2, methods=["Local"]):
-        data, seed = task.protocol().data, task.job.options.seed
+        data, seed = task.protocol().data, task.options.seed
         for i in (0, 138):
             n = int(whole_school.size()[i])
             order = np.random.RandomState(seed).permutation(n)[: math.ceil(0.15 * n)]
@@ -501,7 +501,7 @@ def test_fewer_rounds_keep_the_warm_parts():
     # settings with rounds of their own, too
     own = {"silo": {**SILO["settings"]["silo"], "rounds": 40}}
     short, _ = shortened({**SILO, "options": {**SILO["options"], "rounds": 20}, "settings": own}, 5)
-    assert {t.job.options.rounds for t in tasks(short, methods=["Local"])} == {10}
+    assert {t.options.rounds for t in tasks(short, methods=["Local"])} == {10}
 
 
 def test_the_command_line_plays_a_plan(tmp_path, capsys):

@@ -257,7 +257,7 @@ def test_every_plan_is_well_formed(name):
     todo = plans.tasks(made, seeds=1, equal_compute=True)
     assert len({t.path for t in todo}) == len({t.digest for t in todo}) == len(todo)
     for t in todo:
-        o, named = t.job.options, model_of(t.job.options.model)
+        o, named = t.options, model_of(t.options.model)
         cut = partition_of(o.data, o.partition)
         assert cut is None or {*t.cut} <= {*cut.defaults}, t.path
         assert {*t.shape} <= {*(named.defaults if named else ())}, t.path
