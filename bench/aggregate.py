@@ -51,7 +51,7 @@ def problem(size: dict[str, int]) -> Problem | None:
     else:
         # what a code base without a sparse form does
         providers["torch.mm"] = lambda: torch.mm(dense.float(), x, out=out)
-        how = {"mode": "sum", "per_sample_weights": weight}
+        how: dict[str, Any] = {"mode": "sum", "per_sample_weights": weight}
         providers["embedding_bag"] = lambda: F.embedding_bag(at, x, **how)
     used = len(at.unique())
     return Problem(

@@ -91,15 +91,15 @@ def cuts(cut: str, seeds: int) -> list[Federation]:
     return [federation_of("mnist5k", cut, N, seed) for seed in range(seeds)]
 
 
-def attacks(seeds: int = 1, bad: tuple[int, ...] = BAD) -> int:
+def attacks(seeds: int = 1) -> int:
     """Accuracy by attack and defence; gives how often the defence that must hold did not."""
     data, lost, clean = cuts("A", seeds), 0, 0.0
-    honest = [i for i in range(N) if i not in bad]
-    beside = {**{d: {"hostile": len(bad)} for d in COUNTING}, "fltrust": {"root": 0}}
+    honest = [i for i in range(N) if i not in BAD]
+    beside = {**{d: {"hostile": len(BAD)} for d in COUNTING}, "fltrust": {"root": 0}}
     options = [{}, *({"defence": d, **beside.get(d, {})} for d in DEFENCES)]
     table = Table("attack", "none", *DEFENCES)
     for attack in (None, *ATTACKS):
-        row = [played(FedAvg(**o), data, attack, bad, honest)[:, 0] for o in options]
+        row = [played(FedAvg(**o), data, attack, BAD, honest)[:, 0] for o in options]
         clean = clean or float(row[0].mean())
         lost += float(row[1 + DEFENCES.index(HOLDS)].mean()) < clean - POINTS
         cells = [f"{v.mean():.1f}" for v in row]

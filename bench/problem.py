@@ -110,11 +110,11 @@ def gram(a: Tensor, b: Tensor) -> Tensor:
     return a.square().sum(1)[:, None] + b.square().sum(1) - 2 * (a @ b.T)
 
 
-def models(n: int, p: int, apart: float = 1e-3, seed: int = 0) -> Tensor:
+def models(n: int, p: int, seed: int = 0) -> Tensor:
     """n client models of p parameters after a round, [n, p]: weights of size 1 that differ by
-    `apart`."""
+    .001."""
     gen = generator(seed)
-    rows = torch.randn(n, p, generator=gen).mul_(apart)
+    rows = torch.randn(n, p, generator=gen).mul_(1e-3)
     return rows.add_(torch.randn(p, generator=gen))
 
 

@@ -39,7 +39,7 @@ def problem(size: dict[str, int]) -> Problem | None:
     def error(got: Any) -> float:
         got = torch.as_tensor(got)
         if got.dim() == 1:  # pdist's order
-            got = torch.zeros(n, n).index_put_(tuple(torch.triu_indices(n, n, 1)), got)
+            got = got.new_zeros(n, n).index_put_(tuple(torch.triu_indices(n, n, 1)), got)
         got = torch.stack([got[i, j] for i, j in pairs])
         worst = float(((got.double() - want) / want).abs().max())
         return math.inf if math.isnan(worst) else worst

@@ -125,9 +125,14 @@ def federation(w: Workload) -> Federation:
 def simulation(algorithm: str, w: Workload) -> Simulation:
     """A run of the workload that does not end, and so has no last round, which is evaluated."""
     training = Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs)
-    how = {"rounds": 10**6, "evaluation": Evaluation(every=int(w.evaluate))}
     return Simulation(
-        algorithm, w.build, federation(w), training, participation=w.cohort / w.n, **how
+        algorithm,
+        w.build,
+        federation(w),
+        training,
+        rounds=10**6,
+        participation=w.cohort / w.n,
+        evaluation=Evaluation(every=int(w.evaluate)),
     )
 
 

@@ -19,7 +19,7 @@ from pflcore.check import Count, Whole, check_fields, need
 from pflcore.cli.experiment import algorithm
 from pflcore.data import Federation, Source, load
 from pflcore.nn.models import model_for
-from pflcore.train import Net, Training
+from pflcore.train import Training
 
 SHAPE = ("activation", "pool", "bias")
 PLAYED = ("clients", "samples", "rounds", "shadows", "ratios", "seed", "workers")
@@ -108,9 +108,8 @@ def judge(
     index = {"train": [torch.arange(len(source.y_test))]}
     data = Federation(source.x_test, source.y_test, index, source.classes)
     seed, workers = asked.seed + 99, asked.workers
-    net = Net(make, seed=seed)
-    upload = privacy.intercept(algorithm("fedavg"), net, data, training, 1, seed, workers)
-    return partial(net, upload.row[0])
+    upload = privacy.intercept(algorithm("fedavg"), make, data, training, 1, seed, workers)
+    return partial(upload.net, upload.row[0])
 
 
 def inversion(

@@ -22,13 +22,13 @@ def nearest(weights: Tensor, k: int) -> Tensor:
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(1, order, True) & (weights > 0)
 
 
-def of_rounds(run: Run, count: int = 4) -> list[tuple[int, Tensor]]:
-    """The [N, N] weights of the first round that has any, the last one and some between, closer
+def of_rounds(run: Run) -> list[tuple[int, Tensor]]:
+    """The [N, N] weights of the first round that has any, the last one and two between, closer
     together early on."""
     found = [(r, w) for r in run.weighted() for w in run.weights([r])[1]]
     found = [(r, w) for r, w in found if w.ndim == 2 and bool(w.any())]
-    at = {round((len(found) - 1) * (i / (count - 1)) ** 2) for i in range(count)}
-    return [found[i] for i in sorted(at)] if found else []
+    at = {round((len(found) - 1) * (i / 3) ** 2) for i in range(4)} if found else ()
+    return [found[i] for i in sorted(at)]
 
 
 def heat_maps(runs: Mapping[str, Run], path: str | Path, k: int | None = None) -> Path | None:

@@ -45,13 +45,12 @@ class Upload(NamedTuple):
 
 def intercept(
     algorithm: Algorithm,
-    model: Net | nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module],
     data: Federation,
     training: Training,
     rounds: int,
     seed: int = 0,
     workers: int | None = None,
-    engine: str = "auto",
 ) -> Upload:
     """Plays `rounds` rounds with every client and takes the last one's messages off the wire."""
     if type(algorithm) is MRMTL:
@@ -59,7 +58,7 @@ def intercept(
             "algorithm: MR-MTL uploads how far a client's own model moved, which shows none; "
             "choose another."
         )
-    net = algorithm.prepare(model if isinstance(model, Net) else Net(model, seed=seed))
+    net = algorithm.prepare(Net(model, seed=seed))
     if net.buffer_names:
         raise ValueError(
             "model: expected one without running statistics (batch norm), which never travel; use "
@@ -74,7 +73,7 @@ def intercept(
 
     tapped = copy.copy(algorithm)
     object.__setattr__(tapped, "train", train)  # it is frozen
-    setting = prepared(net, data, training, engine, workers, seed, rounds)
+    setting = prepared(net, data, training, "auto", workers, seed, rounds)
     net = setting.net
     setup, state = Setup(tapped, setting), begin(tapped, net, data.n)
     for r in range(1, rounds + 1):
@@ -422,8 +421,6 @@ def invert(
     targets: Tensor,
     *,
     steps: int = 5000,
-    patience: int = 100,
-    confident: float = 0.99,
     lr: float = 0.1,
     low: float | Tensor = -torch.inf,
     high: float | Tensor = torch.inf,
@@ -432,7 +429,7 @@ def invert(
     `targets` [K], and its confidence [K].
 
     x <- process(x - lr grad c(x)), c = 1 - p_target, process clips to [low, high]; until the model
-    is `confident`, or c has not fallen for `patience` steps. The best x of each target is kept.
+    is confident, p >= .99, or c has not fallen for 100 steps. The best x of each target is kept.
     (The paper prints "c <= gamma" with gamma = .99, true from the start; p >= .99 is what it
     means.)
     """
@@ -448,7 +445,7 @@ def invert(
         better = active & (cost < least)
         best[better], least[better] = x[better], cost[better]
         idle = torch.where(better, 0, idle + 1)
-        active &= (cost > 1 - confident) & (idle < patience)
+        active &= (cost > 1 - 0.99) & (idle < 100)
         if k == steps or not active.any():
             break
         moved = (x - lr * g).clamp(*bounds)

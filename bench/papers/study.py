@@ -36,14 +36,10 @@ class Point(NamedTuple):
     others: Tensor  # out of distribution: the sample of everybody's
 
 
-def results(setup: Setup, state: State, protocol: Protocol, split: str = "test") -> Tensor:
-    """Each reported client's accuracy, or loss where there is none, on its test samples (for "val":
-    each choosing client's): [N]."""
-    data, who = (
-        (protocol.blind, protocol.choose) if split == "val" else (protocol.data, protocol.report)
-    )
-    setting = setup.setting._replace(data=data.to(setup.setting.data.device))
-    values = evaluate(setup._replace(setting=setting), state, split, who)
+def results(setup: Setup, state: State, protocol: Protocol) -> Tensor:
+    """Each reported client's accuracy, or loss where there is none, on its test samples: [N]."""
+    setting = setup.setting._replace(data=protocol.data.to(setup.setting.data.device))
+    values = evaluate(setup._replace(setting=setting), state, "test", protocol.report)
     return values.get("accuracy", values["loss"])
 
 

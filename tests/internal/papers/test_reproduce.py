@@ -201,15 +201,6 @@ def test_a_grid_is_chosen_on_validation_data(tmp_path, monkeypatch):
     assert command(tmp_path, "--seeds", "2", methods=methods)[0] == 0 and not splits
 
 
-def test_a_grid_on_regression_takes_the_smallest_loss_of_those_that_did_not_diverge(tmp_path):
-    grid = {"training.lr": [1e30, 1e-9, 0.1]}
-    options = {"data": "synthetic_linear", "n": 4, "rounds": 4, "model": "linear"}
-    methods = {"FedAvg": {"algorithm": "fedavg", "grid": grid}}
-    made = played(tmp_path, options=options, settings={"a": {}}, methods=methods)
-    ((run,),) = made.runs.values()
-    assert run.header["training"]["lr"] == 0.1
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
