@@ -20,6 +20,20 @@ KINDS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0, "inputs
 TRAINING = Training(lr=0.1, batch_size=10)
 # they treat a model's parts apart
 DEEP = ("fedala", "fedper", "lg_fedavg", "fedrep", "fedbabu", "fedbn", "factorized_waffle")
+ABOUT = f"""# Bad clients
+
+One of {N} clients, number {BAD}, is bad; all take part in {ROUNDS} rounds of logistic regression on
+Gaussian clouds, the same for everybody (`examples/bad_clients.py` makes this page); methods that
+treat a model's parts apart ({", ".join(DEEP)})
+train two layers with a batch norm between.
+NaN, Inf, 1e30, zeros: that is all it uploads; inputs of 1e10: it trains honestly on such data.
+The numbers are the honest clients' mean test accuracy in percent after the last round, or *not
+finite* where two layers of large finite numbers overflow. **d**: the bad client was dropped; **o**:
+it was reported as an outlier (an update of more than 20 times the median); **c**: its update was
+clipped; **s**: the run stopped with a sentence. `local` uploads nothing. Clipping bounds updates,
+not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, MOCHA stops at step sizes
+of 1e30, and batch norm's statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA
+keep them at home)."""
 
 
 def deep():
@@ -85,27 +99,7 @@ def play(name, kind, clip):
 
 
 def main(path, names):
-    lines = [
-        "# Bad clients",
-        "",
-        f"One of {N} clients, number {BAD}, is bad; all take part in {ROUNDS} rounds of logistic "
-        "regression on Gaussian clouds, the same",
-        "for everybody (`examples/bad_clients.py` makes this page); methods that treat a model's "
-        "parts apart",
-        f"({', '.join(DEEP)}) train two layers with a batch norm between.",
-        "NaN, Inf, 1e30, zeros: that is all it uploads; inputs of 1e10: it trains honestly on such "
-        "data.",
-        "The numbers are the honest clients' mean test accuracy in percent after the last round, "
-        "or *not finite* where two layers of large",
-        "finite numbers overflow. **d**: the bad client was dropped; **o**: it was reported as an "
-        "outlier (an update of more than 20 times",
-        "the median); **c**: its update was clipped; **s**: the run stopped with a sentence. "
-        "`local` uploads nothing. Clipping bounds",
-        "updates, not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, MOCHA "
-        "stops at step sizes of 1e30, and",
-        "batch norm's statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA keep "
-        "them at home).",
-    ]
+    lines = [ABOUT]
     for clip in (None, CLIP):
         lines += ["", f"## {'Without clipping' if clip is None else f'With clip={clip:g}'}", ""]
         lines.append(f"| algorithm | nobody bad | {' | '.join(KINDS)} |")
