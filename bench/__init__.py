@@ -7,11 +7,10 @@ or the arithmetic over the rate of a loop of the same instructions in registers,
 longer. Times are medians. Where somebody else is faster, the table says so.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,12 +19,14 @@ from typing import Any, Literal
 import torch
 
 from bench import table
-from bench.problem import parsed
+from bench.problem import Problem, absent, parsed
+from pflcore.check import need
 
 Op = Literal[
     "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds"
 ]
 OPS = Op.__args__  # type: ignore[attr-defined]
+Size = Mapping[str, Any]
 Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
 
 
@@ -57,20 +58,18 @@ def run(options: Options) -> int:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    for path in (options.json, options.markdown, options.plot):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"expected a file in an existing folder, got {str(path)!r}.")
+    for name in ("json", "markdown", "plot"):
+        path = getattr(options, name)
+        need(path is None or path.parent.is_dir(), name, "a file in an existing folder", str(path))
     measured: Any
     if "scale" in options.op:
         measured, text = scale.run(options.quick, options.seconds, options.plot)
     else:
         machine = table.Machine.measure(128 if options.quick else 512)
-        played = (
-            published.run(options.workload, options.rounds, machine)
-            if options.workload
-            else ops(options, machine)
-        )
-        measured, text = machine.with_rows(played.rows), played.text()
+        if options.workload:
+            measured, text = published.run(options.workload, options.rounds, machine)
+        else:
+            measured, text = ops(options, machine)
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
     if options.markdown is not None:
@@ -78,24 +77,30 @@ def run(options: Options) -> int:
     return 0
 
 
-def ops(options: Options, machine: table.Machine) -> table.Rows:
+def ops(options: Options, machine: table.Machine) -> tuple[dict[str, Any], str]:
     """Each op at each size."""
-    shown = [c for c in table.COLUMNS if c not in ("limit_ms", "published")]
-    printed = table.Rows(*shown, about=machine.lines())
-    rates: dict[tuple[str, str], float] = {}
-    budget = min(options.seconds, 0.2) if options.quick else options.seconds
-    patience = min(options.patience, 3.0) if options.quick else options.patience
-    for name in OPS if "all" in options.op else dict.fromkeys(options.op):
-        module = suite(name)
-        for size in module.sizes(options.quick):
-            problem = module.problem(size)
-            if problem is None:
-                printed.row(table.Row(name, size, "", note="not enough free memory"))
-                continue
-            for row in table.measure(problem, machine.limits, budget, patience, rates):
-                printed.row(row)
-            del problem
-    return printed
+    most = (0.2, 3.0) if options.quick else (math.inf, math.inf)
+    budget, patience = map(min, (options.seconds, options.patience), most)
+    names = OPS if "all" in options.op else dict.fromkeys(options.op)
+    todo = problems(sizes(names, options.quick))
+    return table.play(todo, machine, {"limit_ms", "published"}, budget, patience)
+
+
+def sizes(names: Iterable[str], quick: bool) -> Iterator[tuple[str, Size]]:
+    """Each of these ops at each of its sizes."""
+    for name in names:
+        for size in suite(name).sizes(quick):
+            yield name, size
+
+
+def problems(todo: Iterable[tuple[str, Size]], device: str = "cpu") -> Iterator[Problem]:
+    """These ops at these sizes; without a provider that runs where the memory is too small."""
+    none = {"": absent("not enough free memory")}
+    for name, size in todo:
+        with torch.device(device):
+            made = suite(name).problem(size)
+        yield made or Problem(name, size, none)
+        del made  # before the next one is made
 
 
 def main(argv: Sequence[str] | None = None) -> int:

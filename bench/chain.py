@@ -1,8 +1,6 @@
 """Local training of whole models: an epoch of all clients in one call, beside the same in torch,
 client after client."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Ten clients of WAFFLe's MLP (784-200-10, 120 factors, batches of 10): its layers beside dense
 ones, and with all that it draws."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,4 +41,4 @@ def problem(size: dict[str, Any]) -> Problem:
         "dense layers": lambda: on_dense.fit(rows),
         "with sampling and divergence": lambda: waffle.learn(factors.clone(), own, on_factors),
     }
-    return Problem("factorized", size, providers, lambda got: None)
+    return Problem("factorized", size, providers)

@@ -7,8 +7,6 @@ installed, and prints the test accuracy of each round. PFLlib plays twice in one
 2` does: the second server has to start anew.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -7,12 +7,10 @@ times. Times are medians over CUDA events. Run `python -m bench.gpu`; `--quick` 
 only, `--json FILE` to keep the measurements.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,17 +26,15 @@ from pflcore import Evaluation, Hardware, Simulation, Training, ops
 from pflcore.data import Federation
 from pflcore.nn.models import lenet5
 
-CARD = torch.device("cuda")
+CARD = "cuda"
 OPS = ("sqdist", "aggregate", "weights", "sgd", "rank1")
-LARGE: dict[str, list[dict[str, Any]]] = {  # sizes beside those of `pflcore bench`
-    "sgd": [{"S": 100, "Q": 10**7, "corrected": full} for full in (0, 1)],
-    "rank1": [
-        {"N": n, "B": b, "I": i, "F": f, "O": o, "active": 3 * f // 10, "backward": back}
-        for n, b, i, f, o in ((20, 32, 800, 120, 500), (100, 32, 1600, 200, 384))
-        for back in (0, 1)
-    ],
-}
-FIELDS = ("op", "size", "provider", "ms", "limit_ms", "of_limit", "error", "slower", "note")
+LARGE: list[tuple[str, bench.Size]] = [  # beside the sizes of `pflcore bench`
+    ("sgd", {"S": 100, "Q": 10**7, "corrected": full}) for full in (0, 1)
+]
+for n, i, f, o in ((20, 800, 120, 500), (100, 1600, 200, 384)):
+    many = {"N": n, "B": 32, "I": i, "F": f, "O": o, "active": 3 * f // 10}
+    LARGE += [("rank1", many | {"backward": back}) for back in (0, 1)]
+ASIDE = {"gb_per_s", "gflop_per_s", "published"}  # columns that are not shown
 Call = Callable[[], Any]
 
 
@@ -51,6 +47,7 @@ def timed(call: Call, budget: float) -> tuple[list[float], Any]:
         torch.cuda.synchronize()
         return result
 
+    torch.cuda.empty_cache()
     result = finished()
     repeats = int(max(5, min(50, budget / max(table.clock(finished)[0], 1e-5))))
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
@@ -75,11 +72,6 @@ def limits() -> dict[str, float]:
     return {"read": moved, "write": moved, "fma": 2 * instructions, "sub_fma": 1.5 * instructions}
 
 
-def unknown(op: str, size: Mapping[str, Any], **calls: Call) -> Problem:
-    """A problem of which neither the limit nor the right result is asked."""
-    return Problem(op, size, calls, lambda got: None)
-
-
 def of_the_card(quick: bool) -> Iterator[Problem]:
     """FedDWA's server step, rows in half precision, and a whole round."""
     n, p = 100, 10**6 if quick else 10**7
@@ -91,12 +83,15 @@ def of_the_card(quick: bool) -> Iterator[Problem]:
         def server() -> Any:
             return ops.aggregate(w, *ops.feddwa_weights(ops.pairwise_sqdist(g, w), 5), out=out)
 
-        yield unknown("FedDWA server step", {"S": n, "P": p, "goal in ms": 15}, pflcore=server)
-        half, work = w.bfloat16(), 1.5 * n * (n - 1) * p
-        yield replace(
-            unknown("sqdist bfloat16", {"N": n, "P": p}, pflcore=lambda: ops.pairwise_sqdist(half)),
+        size = {"S": n, "P": p, "goal in ms": 15}
+        yield Problem("FedDWA server step", size, {"pflcore": server})
+        half = w.bfloat16()
+        yield Problem(
+            "sqdist bfloat16",
+            {"N": n, "P": p},
+            {"pflcore": lambda: ops.pairwise_sqdist(half)},
             reads=2 * n * p,
-            operations=work,
+            operations=1.5 * n * (n - 1) * p,
             mix="sub_fma",
         )
     if not quick:
@@ -116,7 +111,7 @@ def whole_round(n: int = 100, count: int = 600) -> Problem:
         data,
         Training(0.01, 32),
         rounds=10**6,
-        hardware=Hardware("vmap", device=str(CARD)),
+        hardware=Hardware("vmap", device=CARD),
         evaluation=Evaluation(every=0, split="train"),
     )
     rounds = simulation.iterate()
@@ -131,17 +126,11 @@ def whole_round(n: int = 100, count: int = 600) -> Problem:
                 optimizer.step()
 
     calls = {"pflcore": lambda: next(rounds), "one after another": one_by_one}
-    return unknown("LeNet-5 round", {"N": n, "n": count, "B": 32, "backward": 1}, **calls)
+    return Problem("LeNet-5 round", {"N": n, "n": count, "B": 32, "backward": 1}, calls)
 
 
 def problems(quick: bool) -> Iterator[Problem]:
-    for name in OPS:
-        module = bench.suite(name)
-        for size in [*module.sizes(quick), *([] if quick else LARGE.get(name, []))]:
-            with torch.device(CARD):
-                problem = module.problem(size)
-            if problem is not None:
-                yield problem
+    yield from bench.problems([*bench.sizes(OPS, quick), *([] if quick else LARGE)], CARD)
     yield from of_the_card(quick)
 
 
@@ -161,13 +150,9 @@ def main() -> None:
             "Nothing was measured."
         )
     machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits())
-    printed, rates = table.Rows(*FIELDS, about=machine.lines()), dict[tuple[str, str], float]()
-    for case in problems(asked.quick):
-        for row in table.measure(case, machine.limits, 0.5, 20.0, rates, timed):
-            printed.row(row)
-        torch.cuda.empty_cache()
+    measured, _ = table.play(problems(asked.quick), machine, ASIDE, 0.5, 20.0, timer=timed)
     if asked.json:
-        asked.json.write_text(json.dumps(machine.with_rows(printed.rows), indent=1))
+        asked.json.write_text(json.dumps(measured, indent=1))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ The last two are means over N seeds of the split and the run (default 1); the fi
 deviations.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings
@@ -37,6 +35,7 @@ from pflcore import (
 )
 from pflcore.algorithms.fedavg import COUNTING, Defence
 from pflcore.data import Federation, federation_of
+from pflcore.results.record import group
 from pflcore.simulation.settings import Adversary, Attack
 
 ATTACKS, DEFENCES = get_args(Attack), get_args(Defence)
@@ -73,51 +72,42 @@ def played(
             federation,
             TRAINING,
             ROUNDS,
-            clients=honest(bad) if absent else None,
+            clients=[i for i in range(N) if i not in bad] if absent else None,
             seed=seed,
             evaluation=Evaluation(every=ROUNDS, clients=look),
             robustness=Robustness(clip, Adversary(attack, bad) if attack else None),  # type: ignore
             hardware=Hardware(workers=1),
         )
         history = run.run()
-        weights = torch.tensor([shares(r["report"]) for r in history.rounds], dtype=torch.float64)
+        found = group(history.lines())[0].weights()[1] or [torch.full((N,), 1 / N)]
+        weights = torch.stack(found)[:, list(bad)]
         accuracy = history.series()[1]
         last = float(accuracy[-1].nanmean()) if len(accuracy) else 0.0
-        out.append([100 * last, 100 * float(weights[:, list(bad)].sum(1).mean())])
+        out.append([100 * last, 100 * float(weights.sum(1).mean())])
     return torch.tensor(out, dtype=torch.float64)
-
-
-def honest(bad: tuple[int, ...]) -> list[int]:
-    return [i for i in range(N) if i not in bad]
-
-
-def shares(report: dict[str, list[float]]) -> list[float]:
-    """The server's weights of all clients, absent ones included; even where a method has none."""
-    few = dict(zip(report.get("index", []), report.get("weight", []), strict=True))
-    return report.get("weights") or ([few.get(i, 0.0) for i in range(N)] if few else [1 / N] * N)
 
 
 def cuts(cut: str, seeds: int) -> list[Federation]:
     return [federation_of("mnist5k", cut, N, seed) for seed in range(seeds)]
 
 
-def attacks(seeds: int = 1, bad: tuple[int, ...] = BAD) -> int:
+def attacks(seeds: int = 1) -> int:
     """Accuracy by attack and defence; gives how often the defence that must hold did not."""
     data, lost, clean = cuts("A", seeds), 0, 0.0
-    beside = {**{d: {"hostile": len(bad)} for d in COUNTING}, "fltrust": {"root": 0}}
+    honest = [i for i in range(N) if i not in BAD]
+    beside = {**{d: {"hostile": len(BAD)} for d in COUNTING}, "fltrust": {"root": 0}}
     options = [{}, *({"defence": d, **beside.get(d, {})} for d in DEFENCES)]
     table = Table("attack", "none", *DEFENCES)
     for attack in (None, *ATTACKS):
-        row = [played(FedAvg(**o), data, attack, bad, honest(bad))[:, 0] for o in options]
+        row = [played(FedAvg(**o), data, attack, BAD, honest)[:, 0] for o in options]
         clean = clean or float(row[0].mean())
         lost += float(row[1 + DEFENCES.index(HOLDS)].mean()) < clean - POINTS
-        spread = [f" ± {v.std(correction=0):.1f}" if seeds > 1 else "" for v in row]
-        cells = (f"{v.mean():.1f}{s}" for v, s in zip(row, spread, strict=True))
+        cells = [f"{v.mean():.1f}" for v in row]
+        if seeds > 1:
+            cells = [f"{c} ± {v.std(correction=0):.1f}" for c, v in zip(cells, row, strict=True)]
         table.add(attack or "nobody attacks", *cells)
-    print(
-        f"\nattacks x defences: {len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}",
-        flush=True,
-    )
+    tried = f"{len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}"
+    print(f"\nattacks x defences: {tried}", flush=True)
     return lost
 
 

@@ -1,14 +1,12 @@
 """The nearest among many clients: `nearest` by groups (pflcore) and by all pairs; clusters with
 isotropic noise within."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from bench.problem import Problem, fits, optional
+from bench.problem import Problem, fits
 from pflcore import ops
 
 K = 10
@@ -16,11 +14,9 @@ K = 10
 
 def sizes(quick: bool) -> Iterator[dict[str, int]]:
     """G groups of C clients each."""
-    yield from (
-        {"G": g, "C": c, "P": p}
-        for g, c, p in ((20, 20, 4001), (50, 50, 61_706), (100, 100, 61_706))
-        if not quick or p < 10_000
-    )
+    yield {"G": 20, "C": 20, "P": 4001}
+    for groups in () if quick else (50, 100):
+        yield {"G": groups, "C": groups, "P": 61_706}
 
 
 def problem(size: dict[str, int]) -> Problem | None:
@@ -37,32 +33,23 @@ def problem(size: dict[str, int]) -> Problem | None:
     few = ops.nearest(guide[:100], rows, K).index
 
     def plain() -> torch.Tensor:
-        return (
-            torch.cdist(guide, rows, compute_mode="donot_use_mm_for_euclid_dist")
-            .topk(K, 1, largest=False)
-            .indices
-        )
+        far = torch.cdist(guide, rows, compute_mode="donot_use_mm_for_euclid_dist")
+        return far.topk(K, 1, largest=False).indices
 
     def sklearn() -> torch.Tensor:
-        search = (
-            optional("sklearn.neighbors", "scikit-learn")
-            .NearestNeighbors(n_neighbors=K, algorithm="brute")
-            .fit(rows.numpy())
-        )
+        from sklearn.neighbors import NearestNeighbors
+
+        search = NearestNeighbors(n_neighbors=K, algorithm="brute").fit(rows.numpy())
         return torch.from_numpy(search.kneighbors(guide.numpy(), return_distance=False))
 
     def missed(got: Any) -> float:
         index = got.index if isinstance(got, ops.Nearest) else got
         return 1 - float((index[:100, :, None] == few[:, None]).any(-1).double().mean())
 
-    return Problem(
-        "nearest",
-        size,
-        {
-            "pflcore": lambda: ops.nearest(guide, rows, K, "groups"),
-            "all pairs": lambda: ops.nearest(guide, rows, K),
-            "torch.cdist, direct": plain,
-            "scikit-learn": sklearn,
-        },
-        missed,
-    )
+    providers = {
+        "pflcore": lambda: ops.nearest(guide, rows, K, "groups"),
+        "all pairs": lambda: ops.nearest(guide, rows, K),
+        "torch.cdist, direct": plain,
+        "scikit-learn": sklearn,
+    }
+    return Problem("nearest", size, providers, missed)

@@ -5,8 +5,6 @@ One run mixes by exact distances and asks a Gram matrix the same question in eve
 mixes by what the Gram matrix says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.problem import parsed
+from bench.problem import gram, parsed
 from bench.table import Table
 from pflcore import metrics, ops
 from pflcore.algorithms.relations import FedDWA
@@ -35,12 +33,6 @@ HEAD = (
 )
 
 
-def gram(a: Tensor, b: Tensor) -> Tensor:
-    """Squared distances [N, M] as |a|^2 + |b|^2 - 2 a b in float32, as one would write it; no
-    smaller than 0."""
-    return ((a * a).sum(1)[:, None] + (b * b).sum(1) - 2 * a @ b.T).clamp(min=0).double()
-
-
 @dataclass(frozen=True)
 class Asked(FedDWA):
     """FedDWA that mixes by exact distances or by a Gram matrix, and notes what the other would have
@@ -51,7 +43,7 @@ class Asked(FedDWA):
     seen: list[tuple[int, float, float]] = field(default_factory=list)
 
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        exact, near = ops.pairwise_sqdist(guide, w), gram(guide, w)
+        exact, near = ops.pairwise_sqdist(guide, w), gram(guide, w).clamp(min=0).double()
         a, b = (ops.feddwa_weights(d, min(self.k, len(w))) for d in (exact, near))
         mixes = [
             torch.zeros(len(w), len(w), dtype=torch.float64).scatter_(1, t.index, t.weight.double())

@@ -5,8 +5,6 @@ Both are optional (the extra `bench`). Every client trains as `workload.train` d
 samples of the workload's federation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools
@@ -20,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import workload
-from bench.problem import Absent, Measured, optional
+from bench.problem import Absent, Measured
 
 
 def flower(w: workload.Workload) -> Measured:
@@ -31,16 +29,17 @@ def flower(w: workload.Workload) -> Measured:
         "FLWR_TELEMETRY_ENABLED": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_worker_niceness": "0",  # as everybody else: Ray's own is 15
     }
-    quiet["RAY_worker_niceness"] = "0"  # as everybody else: Ray's own is 15
     os.environ.update({"FLWR_HOME": tempfile.mkdtemp(), **quiet, **os.environ})
-    app, client_app, server_app, simulation = (
-        optional(f"flwr.{part}", "'flwr[simulation]'")
-        for part in ("app", "clientapp", "serverapp", "simulation")
-    )
-    strategy = optional("flwr.serverapp.strategy", "'flwr[simulation]'")
-    optional("ray", "'flwr[simulation]'")
-    client, marks = client_app.ClientApp(), [0.0]
+    import ray  # noqa: F401
+    from flwr import app
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import ServerApp
+    from flwr.serverapp.strategy import FedAvg
+    from flwr.simulation import run_simulation
+
+    client, marks = ClientApp(), [0.0]
 
     @client.train()  # type: ignore[untyped-decorator]
     def train(message: Any, context: Any) -> Any:
@@ -48,13 +47,11 @@ def flower(w: workload.Workload) -> Measured:
         net = w.build()
         net.load_state_dict(message.content["arrays"].to_torch_state_dict())
         count = workload.train(net, w, int(context.node_config["partition-id"]))
-        reply = {
-            "arrays": app.ArrayRecord(net.state_dict()),
-            "metrics": app.MetricRecord({"num-examples": count}),
-        }
+        metrics = app.MetricRecord({"num-examples": count})
+        reply = {"arrays": app.ArrayRecord(net.state_dict()), "metrics": metrics}
         return app.Message(content=app.RecordDict(reply), reply_to=message)
 
-    class Clocked(strategy.FedAvg):  # type: ignore[misc, name-defined]
+    class Clocked(FedAvg):  # type: ignore[misc]
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
             result = super().aggregate_train(server_round, replies)
             marks.append(time.perf_counter())
@@ -66,15 +63,14 @@ def flower(w: workload.Workload) -> Measured:
         start = app.ArrayRecord(w.build().state_dict())
         Clocked(**least, **share).start(grid, start, num_rounds=w.rounds + 1)
 
-    server = server_app.ServerApp()
+    server = ServerApp()
     server.main()(serve)
-    cpus = os.cpu_count() or 1
     backend = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        "init_args": {"num_cpus": cpus, "num_gpus": 0, "include_dashboard": False},
+        "init_args": {"num_cpus": os.cpu_count(), "num_gpus": 0, "include_dashboard": False},
     }
     try:
-        simulation.run_simulation(server, client, num_supernodes=w.n, backend_config=backend)
+        run_simulation(server, client, num_supernodes=w.n, backend_config=backend)
     except RuntimeError as error:
         # Ray gives up on a machine that is too busy to start it; the others are still measured
         cause: BaseException = error
@@ -86,20 +82,17 @@ def flower(w: workload.Workload) -> Measured:
 
 def apple(w: workload.Workload) -> Measured:
     """pfl's `FederatedAveraging` on its `SimulatedBackend`."""
-    optional("pfl", "pfl")
-    parts = (
-        "aggregate.simulate",
-        "algorithm.base",
-        "algorithm.federated_averaging",
-        "callback.base",
-        "data.dataset",
-        "data.federated_dataset",
-    )
-    simulate, base, averaging, callback, dataset, federated = (
-        optional(f"pfl.{part}", "pfl") for part in parts
-    )
-    hyper, pytorch = optional("pfl.hyperparam.base", "pfl"), optional("pfl.model.pytorch", "pfl")
-    net, marks, metrics = w.build(), [0.0], optional("pfl.metrics", "pfl")
+    from pfl import metrics
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+    from pfl.model.pytorch import PyTorchModel
+
+    net, marks = w.build(), [0.0]
 
     class Module(torch.nn.Module):
         def __init__(self) -> None:
@@ -113,42 +106,35 @@ def apple(w: workload.Workload) -> Measured:
             found = zip(("loss", "accuracy"), workload.scored(self.net, x, y), strict=True)
             return {name: metrics.Weighted(len(x) * v, len(x)) for name, v in found}
 
-    class Clock(callback.TrainingProcessCallback):  # type: ignore[misc, name-defined]
+    class Clock(TrainingProcessCallback):  # type: ignore[misc]
         def after_central_iteration(self, *args: Any, **words: Any) -> tuple[bool, Any]:
             marks.append(time.perf_counter())
             return False, metrics.Metrics()
 
     module = Module()
-    wrapped = pytorch.PyTorchModel(
-        module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)
-    )
+    wrapped = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
 
     def clients(split: str) -> Any:
-        turn = itertools.cycle(
-            torch.randperm(w.n, generator=torch.Generator().manual_seed(0)).tolist()
-        )
-        samples = workload.federation(w)
-        return federated.FederatedDataset(
-            lambda i: dataset.Dataset(samples.client(i, split), user_id=str(i)), lambda: next(turn)
+        order = torch.randperm(w.n, generator=torch.Generator().manual_seed(0))
+        turn, samples = itertools.cycle(order.tolist()), workload.federation(w)
+        return FederatedDataset(
+            lambda i: Dataset(samples.client(i, split), user_id=str(i)), lambda: next(turn)
         )
 
-    training = hyper.NNTrainHyperParams(
+    training = NNTrainHyperParams(
         local_num_epochs=w.epochs, local_learning_rate=w.lr, local_batch_size=w.batch
     )
-    evaluation = hyper.NNEvalHyperParams(local_batch_size=500)
-    often = {
-        "evaluation_frequency": 1 if w.evaluate else 10**6,
-        "val_cohort_size": w.n if w.evaluate else 0,
-    }
-    plan = base.NNAlgorithmParams(
-        central_num_iterations=w.rounds + 1, train_cohort_size=w.cohort, **often
+    plan = NNAlgorithmParams(
+        central_num_iterations=w.rounds + 1,
+        train_cohort_size=w.cohort,
+        evaluation_frequency=1 if w.evaluate else 10**6,
+        val_cohort_size=w.n if w.evaluate else 0,
     )
-    backend = simulate.SimulatedBackend(training_data=clients("train"), val_data=clients("test"))
+    backend = SimulatedBackend(training_data=clients("train"), val_data=clients("test"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):  # it prints every round
-        averaging.FederatedAveraging().run(
-            plan, backend, wrapped, training, evaluation, callbacks=[Clock()]
-        )
+        evaluation = NNEvalHyperParams(local_batch_size=500)
+        FederatedAveraging().run(plan, backend, wrapped, training, evaluation, callbacks=[Clock()])
     torch.set_num_threads(threads)
     return Measured(b - a for a, b in itertools.pairwise(marks[1:]))

@@ -1,23 +1,27 @@
 """What is timed: one op at one size, the same data for every provider, and what the machine could
 do at best."""
 
-from __future__ import annotations
-
 import contextlib
-import importlib
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+
+from pflcore.results import optional
 
 FREE = 0.6  # of the machine's free memory may be used by one problem
 
 Call = Callable[[], Any]
 T = TypeVar("T")
+
+
+def unknown(got: Any) -> float | None:
+    """The error of a result of which nobody knows the right one."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Problem:
     op: str
     size: Mapping[str, int | float]
     providers: Mapping[str, Call]
-    error: Callable[[Any], float | None]  # relative, None where the result is no such number
+    error: Callable[[Any], float | None] = unknown  # relative, None where it is no such number
     reads: int = 0  # bytes that must be read: every input once
     writes: int = 0  # bytes that must be written: the result once
     operations: float = 0.0  # float32 additions and multiplications that must be done
@@ -36,6 +40,8 @@ class Problem:
     mix: str = "fma"
     # providers whose work is a multiple of `operations`
     costs: Mapping[str, float] = field(default_factory=dict)
+    # providers' times as their authors say
+    published: Mapping[str, str] = field(default_factory=dict)
 
     def limit(self, machine: Mapping[str, float]) -> float | None:
         """Seconds that this machine needs at least: for the memory traffic, or for the arithmetic
@@ -51,16 +57,16 @@ class Measured(list[float]):
 
 
 class Absent(ImportError):
-    """A provider that is not installed, in one sentence."""
+    """A provider that does not run here, in one sentence."""
 
 
-def optional(module: str, extra: str) -> ModuleType:
-    """A module that only a comparison or a command line needs."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        name = module.partition(".")[0]
-        raise Absent(f"{name} is not installed; get it with: pip install {extra}.") from None
+def absent(why: str) -> Call:
+    """A provider that does not run here."""
+
+    def call() -> NoReturn:
+        raise Absent(why)
+
+    return call
 
 
 def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | None) -> T:
@@ -68,13 +74,6 @@ def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | Non
     option end the program (SystemExit 0 and 2)."""
     cli = optional("tyro", "'pflcore[cli]'").cli
     return cli(cls, prog=prog, description=about, args=argv)  # type: ignore[no-any-return]
-
-
-def seconds_of(problem: Problem, provider: str, rates: dict[tuple[str, str], float]) -> float:
-    """What a call will take, from the rate that the provider reached at other sizes; 0 where
-    nothing is known."""
-    rate = rates.get((problem.op, provider))
-    return problem.operations / rate if rate else 0.0
 
 
 def fits(*elements: int) -> bool:
@@ -99,11 +98,23 @@ def on_cpu(calls: Mapping[str, Call]) -> Mapping[str, Call]:
     return calls if torch.get_default_device().type == "cpu" else {}
 
 
-def models(n: int, p: int, apart: float = 1e-3, seed: int = 0) -> Tensor:
+def cohorts(quick: bool) -> Iterator[tuple[int, int]]:
+    """N clients' models of P parameters."""
+    for n, p in itertools.product((10, 20, 100, 1000), (62_006, 1_000_000, 10_000_000)):
+        if n * p <= (2_000_000 if quick else 1_000_000_000):
+            yield n, p
+
+
+def gram(a: Tensor, b: Tensor) -> Tensor:
+    """Squared distances [N, M] as |a|^2 + |b|^2 - 2 a b, as most code bases write it."""
+    return a.square().sum(1)[:, None] + b.square().sum(1) - 2 * (a @ b.T)
+
+
+def models(n: int, p: int, seed: int = 0) -> Tensor:
     """n client models of p parameters after a round, [n, p]: weights of size 1 that differ by
-    `apart`."""
+    .001."""
     gen = generator(seed)
-    rows = torch.randn(n, p, generator=gen).mul_(apart)
+    rows = torch.randn(n, p, generator=gen).mul_(1e-3)
     return rows.add_(torch.randn(p, generator=gen))
 
 

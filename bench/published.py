@@ -1,25 +1,27 @@
 """Rounds of workloads that others have published times of: pflcore, a plain torch loop, Flower and
 pfl in one run on one machine."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers, table
-from bench.problem import Absent, Measured, Problem
-from bench.workload import WORKLOADS, Workload, federation, is_real, plain_loop, scored
-from pflcore import Evaluation, Simulation, Training
+from bench.problem import Call, Measured, Problem, absent
+from bench.workload import (
+    WORKLOADS,
+    Workload,
+    federation,
+    is_real,
+    plain_loop,
+    scored,
+    simulation,
+)
 from pflcore.train.workers import one_thread
-
-FIELDS = (
-    "op", "size", "provider", "ms", "gflop_per_s", "limit_ms", "of_limit", "slower", "published",
-    "note",
-)  # fmt: skip
 
 
 def title(w: Workload) -> str:
@@ -34,21 +36,18 @@ def title(w: Workload) -> str:
 
 def problem(w: Workload) -> Problem:
     """A round; its least time is the arithmetic of the model over the rate of multiply-adds."""
-    calls: dict[str, Callable[[], Measured]] = {
+    calls: dict[str, Call] = {
         "pflcore": lambda: ours(w),
         "plain loop": lambda: plain(w),
         "flwr": lambda: peers.flower(w),
         "pfl": lambda: peers.apple(w),
     }
-    calls |= {who: published for who in w.published if who not in calls}
+    calls |= {who: absent("not run here") for who in w.published if who not in calls}
     forward, step = flops(w)
     # of a cohort of mean size
     once = w.samples * w.cohort / w.n * w.epochs * step + w.tests * forward * w.evaluate
-    return Problem(w.name, {"evaluate": w.evaluate}, calls, lambda got: None, operations=once)
-
-
-def published() -> Measured:
-    raise Absent("not run here")
+    size = {"evaluate": w.evaluate}
+    return Problem(w.name, size, calls, operations=once, published=w.published)
 
 
 def flops(w: Workload) -> tuple[float, float]:
@@ -67,19 +66,8 @@ def flops(w: Workload) -> tuple[float, float]:
 
 @torch.enable_grad()  # as a user would
 def ours(w: Workload) -> Measured:
-    simulation = Simulation(
-        "fedavg",
-        w.build,
-        federation(w),
-        Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs),
-        rounds=w.rounds + 1,
-        participation=w.cohort / w.n,
-        evaluation=Evaluation(every=int(w.evaluate)),
-    )
-    rounds = simulation.iterate()
+    rounds = simulation("fedavg", w).iterate()
     next(rounds)
-    if not w.evaluate:  # the last round of a run is evaluated in any case
-        simulation.evaluation = Evaluation(every=0)
     return clocked(lambda: next(rounds), w.rounds)
 
 
@@ -103,14 +91,11 @@ def clocked(call: Callable[[], object], times: int) -> Measured:
     return Measured(table.clock(call)[0] for _ in range(times))
 
 
-def run(names: tuple[str, ...], rounds: int | None, machine: table.Machine) -> table.Rows:
+def run(
+    names: tuple[str, ...], rounds: int | None, machine: table.Machine
+) -> tuple[dict[str, Any], str]:
     """Prints the table of the workloads, with and without evaluation."""
     whole = [replace(WORKLOADS[n], rounds=rounds or WORKLOADS[n].rounds) for n in names]
-    printed = table.Rows(*FIELDS, about=[*machine.lines(), *map(title, whole)])
-    for w in whole:
-        for evaluate in (False, True):
-            case = problem(replace(w, evaluate=evaluate))
-            for row in table.measure(case, machine.limits, 0.0, float("inf"), {}):
-                row.published = w.published.get(row.provider, "")
-                printed.row(row)
-    return printed
+    todo = (problem(replace(w, evaluate=evaluate)) for w in whole for evaluate in (False, True))
+    aside, about = {"gb_per_s", "error"}, [*map(title, whole)]
+    return table.play(todo, machine, aside, 0.0, math.inf, about)

@@ -1,8 +1,6 @@
 """The rank-1 linear layer: `rank1_linear` beside two `F.linear`, forward and with its backward
 pass."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,16 +1,13 @@
 """One round of training, end to end: an algorithm of every family; for FedAvg a plain torch loop,
 Flower and pfl beside it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from bench import peers
 from bench.problem import Problem
-from bench.workload import MODELS, Workload, federation, plain_loop
-from pflcore import Evaluation, Simulation, Training
+from bench.workload import MODELS, Workload, plain_loop, simulation
 
 FAMILIES = (
     "fedavg",
@@ -37,15 +34,11 @@ def problem(size: dict[str, Any]) -> Problem:
     """Of a client's images a tenth is for testing; everybody takes part in every round."""
     n, images = size["N"], size["images"]
     w = Workload("rounds", size["model"], "made up", n, n, n * images * 9 // 10, n)
-    training, silent = Training(lr=w.lr, batch_size=w.batch), Evaluation(every=0)
-    run = Simulation(
-        size["algorithm"], w.build, federation(w), training, rounds=10_000, evaluation=silent
-    )
-    rounds = run.iterate()
+    rounds = simulation(size["algorithm"], w).iterate()
     providers: dict[str, Any] = {"pflcore": lambda: next(rounds)}
     if size["algorithm"] == "fedavg":
         plain = plain_loop(w.build(), w)
         providers["plain loop"] = lambda: plain(range(n), [1 / n] * n)
         providers["flwr"] = lambda: peers.flower(w)
         providers["pfl"] = lambda: peers.apple(w)
-    return Problem("round", size, providers, lambda got: None)
+    return Problem("round", size, providers)

@@ -4,8 +4,6 @@ whom 100 take part in a round.
 Each measurement has a process of its own: memory that one has had says nothing about the next.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import statistics
@@ -22,6 +20,7 @@ import torch
 from bench.table import Table, clock
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
+from pflcore.results.canvas import figure_of, save, tidy
 from pflcore.results.record import Record
 from pflcore.simulation import Evaluation, Simulation
 
@@ -40,7 +39,7 @@ def sizes(quick: bool) -> Iterator[tuple[str, int]]:
 
 def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[dict[str, Any]], str]:
     """Prints a line for each; with `plot` a picture too. Gives the measurements and the table."""
-    table, rows = Table(HEAD), []
+    table, rows = Table(HEAD), dict[str, list[dict[str, Any]]]()
     for name, n in sizes(quick):
         command = [sys.executable, "-m", "bench.scale", name, str(n), str(seconds)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -49,21 +48,16 @@ def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[dict[str, 
             table.add(f"{name} | {n:,} | {why} |  |  | ")
             continue
         row = json.loads(done.stdout.splitlines()[-1])
-        rows.append(row)
+        rows.setdefault(name, []).append(row)
         table.add(
             f"{name} | {n:,} | {row['least']:.2f} | {row['median']:.2f} | {row['rss']:.0f} | "
             f"{row['bytes']:,}"
         )
-    for name, mine in by_algorithm(rows).items():
+    for name, mine in rows.items():
         print(f"{name}: {growth(mine)}", flush=True)
     if plot is not None:
         draw(rows, plot)
-    return rows, table.text()
-
-
-def by_algorithm(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    names = dict.fromkeys(r["algorithm"] for r in rows)
-    return {name: [r for r in rows if r["algorithm"] == name] for name in names}
+    return [row for mine in rows.values() for row in mine], table.text()
 
 
 def growth(rows: list[dict[str, Any]]) -> str:
@@ -78,14 +72,12 @@ def growth(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Time, memory and record against the number of clients, a line for each algorithm."""
-    from pflcore.results.canvas import figure_of, save, tidy
-
     figure, axes = figure_of(13, 4, 3)
     units = {"least": "ms a round", "rss": "RssAnon, MB", "bytes": "bytes of record a round"}
     for axis, (key, unit) in zip(axes, units.items(), strict=True):
-        for name, mine in by_algorithm(rows).items():
+        for name, mine in rows.items():
             axis.loglog([r["n"] for r in mine], [r[key] for r in mine], marker="o", label=name)
         tidy(axis, "", "clients", unit)
     axes[0].legend(fontsize=8, frameon=False)

@@ -1,7 +1,5 @@
 """Squared distances of client models: `pairwise_sqdist` beside torch, scipy and scikit-learn."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.problem import Problem, fits, models, on_cpu, optional
+from bench.problem import Problem, cohorts, fits, gram, models, on_cpu
 from pflcore import ops
 from pflcore.ops import reference
 
 
 def sizes(quick: bool) -> Iterator[dict[str, int]]:
-    for n, p in itertools.product((10, 20, 100, 1000), (62_006, 1_000_000, 10_000_000)):
-        if n * p <= (2_000_000 if quick else 1_000_000_000):
-            yield {"N": n, "P": p}
+    yield from ({"N": n, "P": p} for n, p in cohorts(quick))
 
 
 def exact(x: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
@@ -29,12 +25,6 @@ def exact(x: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
             [(strip[i].double() - strip[j].double()).square().sum() for i, j in pairs]
         )
     return total
-
-
-def gram(x: Tensor) -> Tensor:
-    """|a|^2 + |b|^2 - 2 ab, as most code bases write it."""
-    squares = x.square().sum(1)
-    return squares[:, None] + squares - 2 * (x @ x.T)
 
 
 def problem(size: dict[str, int]) -> Problem | None:
@@ -49,19 +39,23 @@ def problem(size: dict[str, int]) -> Problem | None:
     def error(got: Any) -> float:
         got = torch.as_tensor(got)
         if got.dim() == 1:  # pdist's order
-            got = torch.stack([got[i * n - i * (i + 1) // 2 + j - i - 1] for i, j in pairs])
-        else:
-            got = torch.stack([got[i, j] for i, j in pairs])
+            got = got.new_zeros(n, n).index_put_(tuple(torch.triu_indices(n, n, 1)), got)
+        got = torch.stack([got[i, j] for i, j in pairs])
         worst = float(((got.double() - want) / want).abs().max())
         return math.inf if math.isnan(worst) else worst
 
     def scipy() -> Any:
-        cdist = optional("scipy.spatial.distance", "scipy").cdist
+        from scipy.spatial.distance import cdist
+
         return cdist(x.numpy(), x.numpy(), "sqeuclidean")
 
     def sklearn() -> Any:
-        distances = optional("sklearn.metrics.pairwise", "scikit-learn").euclidean_distances
-        return distances(x.numpy(), squared=True)
+        from sklearn.metrics.pairwise import euclidean_distances
+
+        return euclidean_distances(x.numpy(), squared=True)
+
+    def cdist(mode: str) -> Tensor:
+        return torch.cdist(x, x, compute_mode=f"{mode}use_mm_for_euclid_dist").square()
 
     return Problem(
         "sqdist",
@@ -70,15 +64,11 @@ def problem(size: dict[str, int]) -> Problem | None:
             "pflcore": lambda: ops.pairwise_sqdist(x),
             "pflcore, two operands": lambda: ops.pairwise_sqdist(x, y),
             "reference": lambda: reference.pairwise_sqdist(x, None),
-            "torch.cdist, direct": lambda: torch.cdist(
-                x, x, compute_mode="donot_use_mm_for_euclid_dist"
-            ).square(),
-            "torch.cdist, mm": lambda: torch.cdist(
-                x, x, compute_mode="use_mm_for_euclid_dist"
-            ).square(),
+            "torch.cdist, direct": lambda: cdist("donot_"),
+            "torch.cdist, mm": lambda: cdist(""),
             "torch.pdist": lambda: torch.pdist(x).square(),
-            "Gram float32": lambda: gram(x),
-            "Gram float64": lambda: gram(x.double()),
+            "Gram float32": lambda: gram(x, x),
+            "Gram float64": lambda: gram(x.double(), x.double()),
             **on_cpu({"scipy cdist": scipy, "scikit-learn": sklearn}),
         },
         error,

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import datetime
+import contextlib
 import importlib
+import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 import pflcore
-from bench.problem import Absent, Measured, Problem, seconds_of
+from bench.problem import Absent, Measured, Problem
 from pflcore.results.table import markdown as _markdown
 
 Timer = Callable[[Callable[[], Any], float], tuple[list[float], Any]]
-
-
-def measure_limits(threads: int, size: int) -> dict[str, float]:
-    """What this machine can do at most, by `pflcore._C`; nothing where that was not built."""
-    try:
-        return dict(importlib.import_module("pflcore._C").limits(threads, size))
-    except ImportError:
-        return {}
 
 
 @dataclass
@@ -90,20 +83,6 @@ class Table:
         return "\n".join([*self.about, *markdown(self.lines), ""])
 
 
-class Rows(Table):
-    """A table of these fields of rows, which it keeps."""
-
-    def __init__(self, *fields: str, about: Sequence[str] = ()) -> None:
-        super().__init__(*(COLUMNS[f][0] for f in fields), about=about)
-        self.fields, self.rows = fields, list[Row]()
-
-    def row(self, row: Row) -> None:
-        self.rows.append(row)
-        values = vars(row) | {"size": size_of(row.size)}
-        cells = ((values[f], COLUMNS[f][1]) for f in self.fields)
-        self.add(*("" if value is None else format(value, form) for value, form in cells))
-
-
 @dataclass
 class Machine:
     """Where and with what it was measured."""
@@ -120,14 +99,17 @@ class Machine:
     @staticmethod
     def measure(megabytes: int = 512) -> Machine:
         threads, backend = torch.get_num_threads(), pflcore.backend()
-        now = datetime.datetime.now(datetime.timezone.utc)
+        limits: dict[str, float] = {}
+        with contextlib.suppress(ImportError):  # it was not built
+            module = importlib.import_module("pflcore._C")
+            limits |= module.limits(threads, megabytes << 20) if backend.kernels else {}
         return Machine(
             processor(),
             threads,
             backend.isa,
-            measure_limits(threads, megabytes << 20) if backend.kernels else {},
-            {n: importlib.import_module(n).__version__ for n in ("pflcore", "torch")},
-            now.strftime("%Y-%m-%d %H:%M UTC"),
+            limits,
+            {"pflcore": pflcore.__version__, "torch": torch.__version__},
+            time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         )
 
@@ -147,9 +129,6 @@ class Machine:
                 f"The machine was busy (load {self.load:.1f}): times and limits are not its best."
             )
         return out
-
-    def with_rows(self, rows: Sequence[Row]) -> dict[str, Any]:
-        return {"machine": asdict(self), "rows": [asdict(r) for r in rows]}
 
 
 def processor() -> str:
@@ -199,17 +178,17 @@ def measure(
     limit, ours = problem.limit(limits), None
     for provider, call in problem.providers.items():
         row = Row(problem.op, dict(problem.size), provider)
-        expected = seconds_of(problem, provider, rates)
-        if expected > patience:
-            row.note = f"left out: about {expected:.0f} s"
-            yield row
-            continue
+        row.published = problem.published.get(provider, "")
+        # by the rate that the provider reached at other sizes
+        expected = problem.operations / rates.get((problem.op, provider), math.inf)
         try:
+            if expected > patience:
+                raise Absent(f"left out: about {expected:.0f} s")
             with torch.set_grad_enabled(bool(problem.size.get("backward"))):
                 seconds, result = (timer or timed)(call, budget)
                 row.error = problem.error(result)
                 del result
-        except (Absent, MemoryError, RuntimeError) as error:
+        except (ImportError, MemoryError, RuntimeError) as error:
             # torch's own out-of-memory error is a RuntimeError
             if isinstance(error, RuntimeError) and "allocate" not in str(error):
                 raise
@@ -231,6 +210,30 @@ def measure(
             if row.slower < 0.98 and not provider.startswith("pflcore"):
                 row.note = "faster than pflcore"
         yield row
+
+
+def play(
+    problems: Iterable[Problem],
+    machine: Machine,
+    aside: Collection[str],
+    budget: float,
+    patience: float,
+    about: Sequence[str] = (),
+    timer: Timer | None = None,
+) -> tuple[dict[str, Any], str]:
+    """Prints a table of every problem's rows, each as soon as it is measured (see `measure`),
+    without the columns `aside`. Gives the measurements and the table."""
+    columns = {k: v for k, v in COLUMNS.items() if k not in aside}
+    table = Table(*(name for name, _ in columns.values()), about=[*machine.lines(), *about])
+    rates, rows = dict[tuple[str, str], float](), []
+    for problem in problems:
+        for row in measure(problem, machine.limits, budget, patience, rates, timer):
+            rows.append(asdict(row))
+            values = vars(row) | {"size": size_of(row.size)}
+            cells = ((values[k], form) for k, (_, form) in columns.items())
+            table.add(*("" if value is None else format(value, form) for value, form in cells))
+        del problem  # before the next one is made
+    return {"machine": asdict(machine), "rows": rows}, table.text()
 
 
 def size_of(size: Mapping[str, Any]) -> str:

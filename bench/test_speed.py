@@ -1,8 +1,6 @@
 """pflcore's time at every op and size as pytest-benchmark keeps it, and the others' times beside
 it: `pytest bench -k sqdist`; `pflcore bench` prints the same as a table."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 import bench
 from bench import table
 
-SIZES = [(name, size) for name in bench.OPS for size in bench.suite(name).sizes(False)]
+SIZES = bench.sizes(bench.OPS, False)
 RATES: dict[tuple[str, str], float] = {}
 
 

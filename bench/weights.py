@@ -1,8 +1,6 @@
 """Weights from distances: `feddwa_weights` and `waffle_weights` beside torch. Launch cost is what
 counts at N = 10."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,13 +10,11 @@ from bench.problem import Problem, generator, relative
 from pflcore import ops
 from pflcore.ops import reference
 
-RULES = ("feddwa", "waffle")
-
 
 def sizes(quick: bool) -> Iterator[dict[str, Any]]:
-    for rule in RULES:
+    for more in ({"rule": "feddwa", "K": 5}, {"rule": "waffle"}):
         for n in (10, 100) if quick else (10, 20, 100, 1000):
-            yield {"rule": rule, "N": n, **({"K": 5} if rule == "feddwa" else {})}
+            yield {"rule": more["rule"], "N": n, **more}
 
 
 def problem(size: dict[str, Any]) -> Problem:
@@ -26,29 +22,25 @@ def problem(size: dict[str, Any]) -> Problem:
     sqdist = ops.pairwise_sqdist(torch.randn(n, 50, generator=generator()))
     if size["rule"] == "waffle":
         dist, target, omega, psi = sqdist[0].sqrt(), torch.tensor(0), 0.6, 0.7
-        return Problem(
-            "waffle_weights",
-            size,
-            {
-                "pflcore": lambda: ops.waffle_weights(dist, 0, omega, psi),
-                "reference": lambda: reference.waffle_weights(dist, target, omega, psi, False),
-            },
-            lambda got: relative(got, reference.waffle_weights(dist, target, omega, psi, False)),
-        )
-    k = size["K"]
+        providers: dict[str, Any] = {
+            "pflcore": lambda: [ops.waffle_weights(dist, 0, omega, psi)],
+            "reference": lambda: [reference.waffle_weights(dist, target, omega, psi, False)],
+        }
+    else:
+        k = size["K"]
 
-    def plain() -> tuple[torch.Tensor, torch.Tensor]:
-        near = sqdist.topk(k, 1, largest=False)
-        inverse = near.values.clamp(min=1e-12).reciprocal()
-        return inverse / inverse.sum(1, keepdim=True), near.indices
+        def plain() -> tuple[torch.Tensor, torch.Tensor]:
+            near = sqdist.topk(k, 1, largest=False)
+            inverse = near.values.clamp(min=1e-12).reciprocal()
+            return inverse / inverse.sum(1, keepdim=True), near.indices
 
-    return Problem(
-        "feddwa_weights",
-        size,
-        {
+        providers = {
             "pflcore": lambda: ops.feddwa_weights(sqdist, k),
             "reference": lambda: reference.feddwa_weights(sqdist, k),
             "torch": plain,
-        },
-        lambda got: relative(got[0], reference.feddwa_weights(sqdist, k)[0]),
-    )
+        }
+
+    def error(got: Any) -> float:
+        return relative(got[0], providers["reference"]()[0])
+
+    return Problem(f"{size['rule']}_weights", size, providers, error)

@@ -1,8 +1,6 @@
 """What clients train in the benchmarks of whole rounds, in any runtime; and the workloads
 that others have published times of."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
@@ -15,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from pflcore import Evaluation, Simulation, Training
 from pflcore.data import Federation, sources
 from pflcore.nn.models import cnn, lenet5, linear, mlp
 from pflcore.train.workers import one_thread
@@ -110,12 +109,7 @@ def pool(data: str, samples: int, tests: int) -> tuple[Tensor, Tensor]:
         n, shape = samples + tests, SHAPES.get(data, SHAPES["mnist"])
         return torch.randn(n, *shape, generator=gen), torch.randint(10, (n,), generator=gen)
     source = sources.load(data)
-    there = len(source.x_train), len(source.x_test)
-    if samples > there[0] or tests > there[1]:
-        raise ValueError(
-            f"{data}: expected {samples} and {tests} images, it has {there[0]} and {there[1]}."
-        )
-    order = torch.randperm(there[0], generator=gen)[:samples]
+    order = torch.randperm(len(source.x_train), generator=gen)[:samples]
     x = torch.cat([source.x_train[order], source.x_test[:tests]])
     return x, torch.cat([source.y_train[order], source.y_test[:tests]])
 
@@ -126,6 +120,20 @@ def federation(w: Workload) -> Federation:
     train = list(torch.arange(w.samples).split(w.sizes))
     test = list((w.samples + torch.arange(w.tests)).tensor_split(w.n))
     return Federation(x, y, {"train": train, "test": test}, 10)
+
+
+def simulation(algorithm: str, w: Workload) -> Simulation:
+    """A run of the workload that does not end, and so has no last round, which is evaluated."""
+    training = Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs)
+    return Simulation(
+        algorithm,
+        w.build,
+        federation(w),
+        training,
+        rounds=10**6,
+        participation=w.cohort / w.n,
+        evaluation=Evaluation(every=int(w.evaluate)),
+    )
 
 
 @torch.enable_grad()

@@ -20,6 +20,20 @@ KINDS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0, "inputs
 TRAINING = Training(lr=0.1, batch_size=10)
 # they treat a model's parts apart
 DEEP = ("fedala", "fedper", "lg_fedavg", "fedrep", "fedbabu", "fedbn", "factorized_waffle")
+ABOUT = f"""# Bad clients
+
+One of {N} clients, number {BAD}, is bad; all take part in {ROUNDS} rounds of logistic regression on
+Gaussian clouds, the same for everybody (`examples/bad_clients.py` makes this page); methods that
+treat a model's parts apart ({", ".join(DEEP)})
+train two layers with a batch norm between.
+NaN, Inf, 1e30, zeros: that is all it uploads; inputs of 1e10: it trains honestly on such data.
+The numbers are the honest clients' mean test accuracy in percent after the last round, or *not
+finite* where two layers of large finite numbers overflow. **d**: the bad client was dropped; **o**:
+it was reported as an outlier (an update of more than 20 times the median); **c**: its update was
+clipped; **s**: the run stopped with a sentence. `local` uploads nothing. Clipping bounds updates,
+not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, MOCHA stops at step sizes
+of 1e30, and batch norm's statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA
+keep them at home)."""
 
 
 def deep():
@@ -47,8 +61,7 @@ def spoil(algorithm, value):
 
 
 def play(name, kind, clip):
-    """(mean accuracy of the honest clients or None, times dropped, whether reported as an outlier,
-    clipped, stopped)."""
+    """The honest clients' mean accuracy, with the marks of what was done."""
     data = synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
     algorithm = ALGORITHMS[name]()
     if kind == "inputs of 1e10":
@@ -75,55 +88,24 @@ def play(name, kind, clip):
         (dict(zip(r["cohort"], r["moved"] or [], strict=False)).get(BAD) or 0) > 20
         for r in history.rounds
     )
-    return (
-        100 * seen["accuracy"][honest].mean().item() if fine else None,
-        sum(BAD in r["dropped"] for r in history.rounds),
-        far,
-        any(BAD in r["clipped"] for r in history.rounds),
-        history.stopped is not None,
-    )
-
-
-def cell(result):
-    accuracy, dropped, far, clipped, stopped = result
-    marks = [
-        mark for mark, on in (("d", dropped), ("o", far), ("c", clipped), ("s", stopped)) if on
-    ]
-    return ("not finite" if accuracy is None else f"{accuracy:.0f}") + (
-        f" {''.join(marks)}" if marks else ""
-    )
+    done = {
+        "d": any(BAD in r["dropped"] for r in history.rounds),
+        "o": far,
+        "c": any(BAD in r["clipped"] for r in history.rounds),
+        "s": history.stopped is not None,
+    }
+    accuracy = f"{100 * seen['accuracy'][honest].mean():.0f}" if fine else "not finite"
+    return f"{accuracy} {''.join(mark for mark, on in done.items() if on)}".strip()
 
 
 def main(path, names):
-    lines = [
-        "# Bad clients",
-        "",
-        f"One of {N} clients, number {BAD}, is bad; all take part in {ROUNDS} rounds of logistic "
-        "regression on Gaussian clouds, the same",
-        "for everybody (`examples/bad_clients.py` makes this page); methods that treat a model's "
-        "parts apart",
-        f"({', '.join(DEEP)}) train two layers with a batch norm between.",
-        "NaN, Inf, 1e30, zeros: that is all it uploads; inputs of 1e10: it trains honestly on such "
-        "data.",
-        "The numbers are the honest clients' mean test accuracy in percent after the last round, "
-        "or *not finite* where two layers of large",
-        "finite numbers overflow. **d**: the bad client was dropped; **o**: it was reported as an "
-        "outlier (an update of more than 20 times",
-        "the median); **c**: its update was clipped; **s**: the run stopped with a sentence. "
-        "`local` uploads nothing. Clipping bounds",
-        "updates, not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, MOCHA "
-        "stops at step sizes of 1e30, and",
-        "batch norm's statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA keep "
-        "them at home).",
-    ]
+    lines = [ABOUT]
     for clip in (None, CLIP):
         lines += ["", f"## {'Without clipping' if clip is None else f'With clip={clip:g}'}", ""]
-        lines += [
-            "| algorithm | nobody bad | " + " | ".join(KINDS) + " |",
-            "|:---|" + "---:|" * (len(KINDS) + 1),
-        ]
+        lines.append(f"| algorithm | nobody bad | {' | '.join(KINDS)} |")
+        lines.append("|:---|" + "---:|" * (len(KINDS) + 1))
         for name in names:
-            cells = [cell(play(name, kind, clip)) for kind in (None, *KINDS)]
+            cells = [play(name, kind, clip) for kind in (None, *KINDS)]
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,22 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from torch import Tensor
 
-import pflcore
-from pflcore import Evaluation, Federation, History, Simulation, Training
+from pflcore import (
+    ALGORITHMS,
+    Evaluation,
+    Federation,
+    History,
+    Simulation,
+    Training,
+    backend,
+    cross_silo,
+    metrics,
+    pairwise_sqdist,
+)
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
-from pflcore.results.canvas import COLOURS, lines
+from pflcore.results.canvas import COLOURS, OFFSET, figure_of, lines, tidy
 
 PAGE = Path("runs/demo/index.html")
 SHAPE = (1, 28, 28)
@@ -32,6 +41,9 @@ STYLE = """body { font: 16px/1.5 sans-serif; max-width: 50em; margin: 2em auto; 
 table { border-collapse: collapse } td, th { padding: .2em .8em; border-bottom: 1px solid #ccc }
 td + td, th + th { text-align: right } svg { max-width: 100%; height: auto }
 code { background: #f3f3f3; padding: .1em .3em }"""
+
+
+Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
 
 class Part(NamedTuple):
@@ -45,20 +57,12 @@ class Part(NamedTuple):
     command: str  # to go on with
 
 
-def method(name: str, **options: Any) -> Any:
-    """An algorithm with options of its own."""
-    return pflcore.ALGORITHMS[name](**options)  # type: ignore[call-arg]
-
-
-def played(
-    methods: Mapping[str, Any], model: Callable[[], Any], data: Federation, *how: Any, **more: Any
-) -> dict[str, History]:
+def played(methods: Mapping[str, Any], *how: Any, **more: Any) -> dict[str, History]:
     """A run of each method, by its name in the table."""
     runs = {}
     for name, alg in methods.items():
         print(f"  {name}", flush=True)
-        training, rounds = how
-        runs[name] = Simulation(alg, model, data, training, rounds=rounds, **more).run()
+        runs[name] = Simulation(alg, *how, **more).run()
     return runs
 
 
@@ -67,25 +71,16 @@ def here(name: str) -> bool:
     return (Path(os.environ.get("PFLCORE_DATA", "data")) / name).exists()
 
 
-def drawn(panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """An empty picture with panels side by side."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    axes = [figure.add_subplot(1, panels, k + 1) for k in range(panels)]
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def curves(axes: Axes, series: Mapping[str, tuple[Sequence[int], Tensor]], unit: str) -> None:
+def curves(axes: Axes, series: Series, unit: str) -> None:
     """Lines over the rounds, each with its name where it ends."""
-    lines(axes, {name: (x, y.tolist()) for name, (x, y) in series.items()})
-    axes.set(xlabel="round", ylabel=unit)
+    lines(axes, series)
+    tidy(axes, "", "round", unit)
 
 
-def means(runs: Mapping[str, History], of: Any) -> dict[str, tuple[Sequence[int], Tensor]]:
+def means(runs: Mapping[str, History], of: Any) -> Series:
     """What `of` makes of the accuracies [T, N], in percent, for each run."""
     series = {name: run.series() for name, run in runs.items()}
-    return {name: (rounds, 100 * of(values)) for name, (rounds, values) in series.items()}
+    return {name: (rounds, (100 * of(v)).tolist()) for name, (rounds, v) in series.items()}
 
 
 def rows(
@@ -99,12 +94,11 @@ def waffle() -> Part:
     """One target, and methods that train for it or for all."""
     names = ("local", "fedavg", "scaffold", "weight_erosion", "waffle", "apfl")
     data = federation_of("mnist5k", "C")
-    runs = played(
-        {n: n for n in names}, partial(model_for, "lenet5", SHAPE, 10), data, Training(), 50
-    )
+    model = partial(model_for, "lenet5", SHAPE, 10)
+    runs = played({n: n for n in names}, model, data, Training(), 50)
     target = means(runs, lambda v: v[:, 0].unfold(0, 5, 1).mean(1))
     target = {name: (rounds[4:], values) for name, (rounds, values) in target.items()}
-    figure, (axes,) = drawn()
+    figure, (axes,) = figure_of(8, 3.6)
     curves(axes, target, "client 0, percent, mean of five rounds")
     return Part(
         "waffle",
@@ -113,7 +107,7 @@ def waffle() -> Part:
         "with the average of all and ends with what helps client 0.",
         rows(
             ("algorithm", "client 0, last five rounds, %", "best five rounds, %"),
-            {n: (float(y[-1]), float(y.max())) for n, (_, y) in target.items()},
+            {n: (y[-1], max(y)) for n, (_, y) in target.items()},
         ),
         figure,
         "pflcore compare --algorithms waffle fedavg local --partition 'A*' --rounds 100",
@@ -125,10 +119,10 @@ def feddwa() -> Part:
     fashion = here("fashion_mnist")
     few: dict[str, Any] = {"train_samples": 3000, "test_samples": 3000} if fashion else {}
     data = federation_of("fashion_mnist" if fashion else "mnist5k", "practical1", 20, **few)
-    methods = {"Local": "local", "FedAvg": "fedavg", "FedDWA": method("feddwa", k=5)}
-    training = Training(lr=0.05, batch_size=20)
-    runs = played(methods, partial(model_for, "lenet5", SHAPE, 10), data, training, 30)
-    figure, (left, right) = drawn(2)
+    methods = {"Local": "local", "FedAvg": "fedavg", "FedDWA": ALGORITHMS["feddwa"](k=5)}
+    model = partial(model_for, "lenet5", SHAPE, 10)
+    runs = played(methods, model, data, Training(lr=0.05, batch_size=20), 30)
+    figure, (left, right) = figure_of(8, 3.6, 2)
     curves(left, means(runs, lambda v: v.mean(1)), "test accuracy, mean of clients, percent")
     report = runs["FedDWA"].rounds[-1]["report"]
     weight = torch.zeros(data.n, data.n)
@@ -137,7 +131,7 @@ def feddwa() -> Part:
     figure.colorbar(shown, ax=right, label="weight in the last round")
     ticks = range(0, data.n, 5)
     right.set(xlabel="whose model", ylabel="for client", xticks=ticks, yticks=ticks)
-    last = {n: y[-1] for n, (_, y) in ((n, r.series()) for n, r in runs.items())}
+    last = {name: run.series()[1][-1] for name, run in runs.items()}
     return Part(
         "feddwa",
         "FedDWA: a model for each of 20 clients",
@@ -145,7 +139,7 @@ def feddwa() -> Part:
         "weights of the last round (right) show the groups that it found.",
         rows(
             ("algorithm", "mean, %", "worst client, %"),
-            {n: (100 * float(v.mean()), 100 * float(v.min())) for n, v in last.items()},
+            {n: (100 * v.mean(), 100 * v.min()) for n, v in last.items()},
         ),
         figure,
         "pflcore compare --algorithms local fedavg feddwa --data fashion_mnist "
@@ -170,40 +164,35 @@ def cars() -> Federation:
 def motley() -> Part:
     """What personalization gives each client, and whom it hurts."""
     school = here("school")
-    data = pflcore.cross_silo(federation_of("school") if school else cars(), seed=100).data
+    data = cross_silo(federation_of("school") if school else cars(), seed=100).data
     ema = {"optimizer": "ema", "server_lr": 10}
-    methods = {
-        "Local": "local",
-        "HypCluster": method("hypcluster", k=3, warm=100, **ema),
-        "Ditto": method("ditto", lam=1, personal_lr=0.01, **ema),
+    clusters = ALGORITHMS["hypcluster"](k=3, warm=100, **ema)
+    methods = {  # with their rates
+        0.01: {"Local": "local", "HypCluster": clusters},
+        0.001: {"Ditto": ALGORITHMS["ditto"](lam=1, personal_lr=0.01, **ema)},
     }
-    paper = {"Local": ".0121", "HypCluster": ".0112", "Ditto": ".0114"} if school else {}
-    losses = {}
-    for name, alg in methods.items():
-        training = Training(lr=0.001 if name == "Ditto" else 0.01, batch_size=32, drop_last=True)
-        runs = played(
-            {name: alg},
-            partial(model_for, "linear", data.shape, None, zero=True),
-            data,
-            training,
-            501,
-            evaluation=Evaluation(every=501),
-            loss="half_squared",
-        )
-        losses[name] = runs[name].series("loss")[1][-1]
-    figure, (axes,) = drawn()
+    model, losses = partial(model_for, "linear", data.shape, None, zero=True), {}
+    more = {"evaluation": Evaluation(every=501), "loss": "half_squared"}
+    for lr, some in methods.items():
+        training = Training(lr, batch_size=32, drop_last=True)
+        runs = played(some, model, data, training, 501, **more)
+        losses |= {name: run.series("loss")[1][-1] for name, run in runs.items()}
+    figure, (axes,) = figure_of(8, 3.6)
     order = losses["Local"].argsort()
     for k, (name, loss) in enumerate(losses.items()):
         axes.plot(loss[order], "." if k else "-", color=COLOURS[k], label=name)
-    axes.set(xlabel="client, by its error alone", ylabel="test error", yscale="log")
+    axes.set_yscale("log")
     axes.legend(frameon=False)
+    tidy(axes, "", "client, by its error alone", "test error")
     what = "139 schools" if school else "cars of 13 model years"
-    table = [["method", "mean error", "worst tenth", "hurt, % of clients"] + ["paper"] * school]
+    paper = {"method": "paper", "Local": ".0121", "HypCluster": ".0112", "Ditto": ".0114"}
+    table = [["method", "mean error", "worst tenth", "hurt, % of clients"]]
     for name, loss in losses.items():
-        tenth = pflcore.metrics.worst_decile(-loss)
-        hurt = pflcore.metrics.hurt(loss, losses["Local"], higher_is_better=False)
-        numbers = [f"{float(loss.mean()):.4f}", f"{-float(tenth):.4f}", f"{float(hurt):.0f}"]
-        table.append([name, *numbers, *([paper[name]] if school else [])])
+        tenth = -metrics.worst_decile(-loss)
+        hurt = metrics.hurt(loss, losses["Local"], higher_is_better=False)
+        table.append([name, f"{float(loss.mean()):.4f}", f"{tenth:.4f}", f"{hurt:.0f}"])
+    if school:
+        table = [[*row, paper[row[0]]] for row in table]
     return Part(
         "motley",
         f"Motley: linear regression on {what}",
@@ -219,20 +208,20 @@ def factorized() -> Part:
     """A majority, and a minority with classes of its own."""
     data = federation_of("mnist5k", "multimodal", 30, minority_clients=5)
     methods = {
-        "FedAvg": method("fedavg", weighting="uniform"),
-        "WAFFLe": method("factorized_waffle", ranks=(80,)),
+        "FedAvg": ALGORITHMS["fedavg"](weighting="uniform"),
+        "WAFFLe": ALGORITHMS["factorized_waffle"](ranks=(80,)),
     }
     model = partial(model_for, "mlp", SHAPE, 10, bias=False)
     training = Training(lr=0.04, batch_size=10, epochs=5)
     runs = played(methods, model, data, training, 60, evaluation=Evaluation(every=3))
     groups = {"majority": slice(0, 25), "minority": slice(25, 30)}
-    lines = {
+    series = {
         f"{n}, {g}": line
         for g, own in groups.items()
         for n, line in means(runs, lambda v, own=own: v[:, own].mean(1)).items()
     }
-    figure, (axes,) = drawn()
-    curves(axes, lines, "test accuracy, percent")
+    figure, (axes,) = figure_of(8, 3.6)
+    curves(axes, series, "test accuracy, percent")
     return Part(
         "factorized",
         "WAFFLe by weight factorization: the minority",
@@ -240,7 +229,7 @@ def factorized() -> Part:
         "few; a dictionary of rank-1 factors, of which each client chooses its own, does not.",
         rows(
             ("method", "majority, %", "minority, %"),
-            {n: [float(lines[f"{n}, {g}"][1][-1]) for g in groups] for n in runs},
+            {n: [series[f"{n}, {g}"][1][-1] for g in groups] for n in runs},
         ),
         figure,
         "pflcore reproduce factorized-table1",
@@ -258,20 +247,16 @@ def distances() -> Part:
         want = torch.stack([(wide - one).square().sum(1) for one in wide])
         off = ~torch.eye(50, dtype=torch.bool)
         for name, got in {
-            "pflcore": pflcore.pairwise_sqdist(models),
+            "pflcore": pairwise_sqdist(models),
             "torch.cdist": torch.cdist(models, models).double().square(),
         }.items():
             error[name].append(float(((got - want).abs() / want)[off].max()))
-    figure, (axes,) = drawn()
+    figure, (axes,) = figure_of(8, 3.6)
     for k, (name, values) in enumerate(error.items()):
         axes.loglog(far, values, "o-", color=COLOURS[k])
-        axes.annotate(
-            name, (far[0], values[0]), (6, -3), textcoords="offset points", color=COLOURS[k]
-        )
+        axes.annotate(name, (far[0], values[0]), (6, -3), color=COLOURS[k], **OFFSET)
     axes.axhline(1, color="#999999", linestyle=":")
-    axes.set(
-        xlabel="how far the clients' models are apart, per weight", ylabel="largest relative error"
-    )
+    tidy(axes, "", "how far the clients' models are apart, per weight", "largest relative error")
     return Part(
         "distances",
         "Exact distances",
@@ -307,7 +292,7 @@ def main() -> None:
     for part in (waffle, feddwa, motley, factorized, distances):
         print(f"{part.__name__}: {part.__doc__}", flush=True)
         parts.append(fragment(part()))
-    took = f"{time.monotonic() - began:.0f} s, {pflcore.backend()}"
+    took = f"{time.monotonic() - began:.0f} s, {backend()}"
     PAGE.write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>pflcore</title>'
         f"<style>{STYLE}</style><h1>pflcore: what its four systems do</h1>"

@@ -9,8 +9,6 @@ the factors will do; with an A of their own for each client only products compar
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,6 +17,8 @@ import pflcore
 from pflcore.interop import lowrank
 
 CLIENTS, GROUPS, WORDS, LENGTH, BATCH = 12, 3, 24, 24, 16
+RANK, STEPS = 4, 40  # of each client's adapter, and of its round
+WARM_UP = 100  # steps of pre-training on all languages
 CONFIG = LlamaConfig(
     vocab_size=WORDS,
     hidden_size=32,
@@ -60,7 +60,7 @@ def train(
 
 
 def adapters(
-    base: dict[str, torch.Tensor], own_a: bool, rank: int, steps: int
+    base: dict[str, torch.Tensor], own_a: bool
 ) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, float]]]:
     """Each client's adapter after its round, and its scale."""
     states, scales = [], []
@@ -68,13 +68,11 @@ def adapters(
         model = LlamaForCausalLM(CONFIG)
         model.load_state_dict(base)
         torch.manual_seed(100 + client * own_a)  # what the first A is drawn from
+        layers = ["q_proj", "v_proj"]
         model = get_peft_model(
-            model,
-            LoraConfig(
-                r=rank, lora_alpha=2 * rank, target_modules=["q_proj", "v_proj"], lora_dropout=0.0
-            ),
+            model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers)
         )
-        train(model, [language(1 + client % GROUPS)], steps, 1e-2, 200 + client)
+        train(model, [language(1 + client % GROUPS)], STEPS, 1e-2, 200 + client)
         states.append({k: v.detach().clone() for k, v in get_peft_model_state_dict(model).items()})
         scales.append(lowrank.scales(model))
     return states, scales
@@ -87,44 +85,28 @@ def right(rows: torch.Tensor) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rank", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=40, help="of each client's round")
-    parser.add_argument(
-        "--warm-up", type=int, default=100, help="steps of pre-training on all languages"
-    )
-    options = parser.parse_args()
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
-    loss = train(model, [language(1 + g) for g in range(GROUPS)], options.warm_up, 3e-3, 1)
+    loss = train(model, [language(1 + g) for g in range(GROUPS)], WARM_UP, 3e-3, 1)
     base = {k: v.clone() for k, v in model.state_dict().items()}
     print(
         f"pre-trained to a loss of {loss:.2f}; nearest neighbours of the own group, of {CLIENTS} "
         f"(by chance {CLIENTS * 3 / 11:.1f}):\n"
     )
-    print(
-        "| first A | factors | B alone | core rows | their directions | clusters right "
-        "|\n|---|---|---|---|---|---|"
-    )
+    print("| first A | factors | B alone | core rows | their directions | clusters right |")
+    print("|---|---|---|---|---|---|")
     for own_a in (False, True):
-        states, scales = adapters(base, own_a, options.rank, options.steps)
+        states, scales = adapters(base, own_a)
         rows, layout = lowrank.pack(states, scales)
         raw, b = pflcore.pack(states).rows, pflcore.pack(states, include="*lora_B*").rows
         means = pflcore.personalize(rows, "clusters", k=GROUPS, directions=True)
         pure = all(torch.equal(means[i], means[i % GROUPS]) for i in range(CLIENTS))
         counts = [right(r) for r in (raw, b, rows, torch.nn.functional.normalize(rows))]
-        print(
-            "|",
-            " | ".join(
-                ["their own" if own_a else "common", *map(str, counts), "yes" if pure else "no"]
-            ),
-            "|",
-        )
+        cells = ["their own" if own_a else "common", *counts, "yes" if pure else "no"]
+        print(f"| {' | '.join(map(str, cells))} |")
         lost = lowrank.unpack(means, layout)[1]
     print(
-        f"\nThe groups' means, cut to each client's rank {options.rank}, lost up to "
+        f"\nThe groups' means, cut to each client's rank {RANK}, lost up to "
         f"{max(lost):.0%} of a layer's square."
     )
 

@@ -1,8 +1,6 @@
 """`pflcore attack`: what an adversary learns from what travels, in a table with intervals, and the
 reconstructions beside the originals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from bench.papers import privacy
+from bench.papers.figures import grid
 from bench.problem import parsed
 from bench.table import markdown
-from pflcore.check import Count, Whole, check_fields
+from pflcore.check import Count, Whole, check_fields, need
 from pflcore.cli.experiment import algorithm
 from pflcore.data import Federation, load
 from pflcore.data.sources import Source
 from pflcore.nn.models import model_for
-from pflcore.train import Net, Training
+from pflcore.train import Training
 
 SHAPE = ("activation", "pool", "bias")
 PLAYED = ("clients", "samples", "rounds", "shadows", "ratios", "seed", "workers")
@@ -60,11 +59,8 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
     got = parsed(Options, "pflcore attack", __doc__, argv)
     check_fields(got)
-    if not (got.shadows or got.ratios):
-        raise ValueError(
-            "shadows, ratios: expected at least one federation for one of them, got none."
-        )
-    ranks = {"factorized_waffle": {"ranks": tuple(got.ranks)}}
+    need(got.shadows or got.ratios, "shadows, ratios", "at least one federation for one of them", 0)
+    ranks = {"factorized_waffle": {"ranks": got.ranks}}
     attacked = {n: algorithm(n, ranks.get(n)) for n in got.algorithms}
     training = Training(lr=got.lr, batch_size=got.batch_size, epochs=got.epochs)
     source = load(got.data)
@@ -93,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         )
         results[name] = {"asked": asked, "membership": [v._asdict() for v in found.verdicts]}
         if got.steps:
-            oracle = oracle or judge(source, make, training, got.seed, got.workers)
+            oracle = oracle or judge(source, make, training, got)
             seen = privacy.views(alg, found.upload, found.known, got.seed, got.views)
             mine = found.game.candidates[0][found.game.member[0]]
             models = {view: partial(found.upload.net, rows[0]) for view, rows in seen.items()}
@@ -106,19 +102,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def judge(
-    source: Source,
-    make: Callable[[], nn.Module],
-    training: Training,
-    seed: int,
-    workers: int | None,
+    source: Source, make: Callable[[], nn.Module], training: Training, asked: Options
 ) -> Callable[[Tensor], Tensor]:
     """A model of the adversary's own, trained on data of nobody here: it says what a reconstruction
     looks like to a stranger."""
     index = {"train": [torch.arange(len(source.y_test))]}
     data = Federation(source.x_test, source.y_test, index, source.classes)
-    net = Net(make, seed=seed + 99)
-    upload = privacy.intercept(algorithm("fedavg"), net, data, training, 1, seed + 99, workers)
-    return partial(net, upload.row[0])
+    seed, workers = asked.seed + 99, asked.workers
+    upload = privacy.intercept(algorithm("fedavg"), make, data, training, 1, seed, workers)
+    return partial(upload.net, upload.row[0])
 
 
 def inversion(
@@ -135,23 +127,21 @@ def inversion(
     low, high = -mean / std, (1 - mean) / std
     x, y = samples
     targets = y.unique()
-    real = torch.stack([x[y == c].mean(0) for c in targets])
+    real = torch.stack([x[y == c].mean(0) for c in targets]) * std + mean
     out, pictures = {}, {"class mean": real}
     for view, model in models.items():
         start = low.expand_as(real).clone()
         made, sure = privacy.invert(model, start, targets, steps=steps, low=low, high=high)
         with torch.no_grad():
-            said = oracle(made).softmax(1).argmax(1)
+            said = oracle(made).argmax(1)
+        pictures[view] = made * std + mean
         out[view] = {
-            **privacy.likeness(made * std + mean, real * std + mean, 1.0),
+            **privacy.likeness(pictures[view], real, 1.0),
             "confidence": float(sure.mean()),
             "oracle": float((said == targets).double().mean()),
         }
-        pictures[view] = made
     try:
-        from bench.papers.figures import grid
-
-        grid({k: (v * std + mean).clamp(0, 1) for k, v in pictures.items()}, path)
+        grid({k: v.clamp(0, 1) for k, v in pictures.items()}, path)
     except ImportError as e:
         print(e)
     return out
@@ -169,9 +159,9 @@ def table(results: Mapping[str, Any]) -> str:
     ]
     for name, result in results.items():
         for v in result["membership"]:
-            low_high = v["interval"]
+            limits = {k: (100 * low, 100 * high) for k, (low, high) in v["interval"].items()}
             cells = " | ".join(
-                f"{100 * x:.1f} ({100 * low_high[k][0]:.1f} to {100 * low_high[k][1]:.1f})"
+                f"{100 * x:.1f} ({limits[k][0]:.1f} to {limits[k][1]:.1f})"
                 for k, x in v["value"].items()
             )
             right = f"{100 * v['train']:.1f} | {100 * v['test']:.1f}"
@@ -180,8 +170,8 @@ def table(results: Mapping[str, Any]) -> str:
             cells = " | ".join(f"{v[k]:.3f}" for k in LIKENESS)
             images.append(f"{name} | {view} | {cells}")
     lines = markdown(rows) + (["", *markdown(images)] if len(images) > 1 else [])
-    return (
-        "\n".join(lines)
-        + "\n\nIn percent, with 95 % intervals over samples; images against the client's mean "
-        "of each class.\n"
+    said = (
+        "In percent, with 95 % intervals over samples; images against the client's mean of each "
+        "class."
     )
+    return "\n".join([*lines, "", said, ""])

@@ -4,18 +4,16 @@ torch counts them.
 FedDWA's Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.table import markdown
 from pflcore.algorithms import Algorithm
+from pflcore.check import Count, checked
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.simulation.round import Setup, begin, step
@@ -49,45 +47,37 @@ class Cost(NamedTuple):
     server: float  # of the distances and mixes, all clients' together
 
 
+@checked
 def cost(
     algorithm: Algorithm,
-    model: Net | nn.Module | Callable[[], nn.Module],
+    net: Net,
     shape: Sequence[int],
-    classes: int,
+    classes: Count,
     *,
-    n: int = 20,
-    samples: int = 2500,
-    batch_size: int = 20,
-    epochs: int = 1,
-    warm: int = 1,
+    n: Count = 20,
+    samples: Count = 2500,
+    batch_size: Count = 20,
 ) -> Cost:
-    """The costs of a round with all `n` clients, after `warm` rounds (in the first one FedFomo and
-    L2C have nothing to send).
+    """The costs of a round with all `n` clients, one epoch each, after a first round (in which
+    FedFomo and L2C have nothing to send).
 
     Played on random inputs of `shape`, one batch for each client (and a quarter of it for
     validation where the algorithm asks for that); operations are linear in the samples, so they are
     scaled to `samples` each. Evaluation is not counted.
     """
-    if n < 1 or samples < 1 or batch_size < 1:
-        raise ValueError(
-            f"n, samples, batch_size: expected at least 1, got {n}, {samples} and {batch_size}."
-        )
-    net = model if isinstance(model, Net) else Net(model)
-    each = batch_size + -(-batch_size // 4) if algorithm.traits.needs_val else batch_size
+    each, everybody = batch_size, torch.arange(n)
+    if algorithm.traits.needs_val:
+        each += -(-batch_size // 4)
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(n * each, *shape, generator=gen)
     y = torch.randint(0, classes, (n * each,), generator=gen)
     data = Federation(x, y, {"train": list(torch.arange(n * each).split(each))}, classes)
     data = held_out(data) if algorithm.traits.needs_val else data
-    s = Setting(
-        net, data, Training(1e-3, batch_size, epochs), Engine("loop"), Inline(1), 0, warm + 1
-    )
-    state = begin(algorithm, net, n)
-    for _ in range(warm):
-        state, _ = step(Setup(algorithm, s), state, torch.arange(n))
+    s = Setting(net, data, Training(1e-3, batch_size), Engine("loop"), Inline(1), 0, 2)
+    state, _ = step(Setup(algorithm, s), begin(algorithm, net, n), everybody)
     with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
         algorithm, spent = _with_counter(algorithm, counter)
-        state, done = step(Setup(algorithm, s), state, torch.arange(n))
+        _, done = step(Setup(algorithm, s), state, everybody)
     row, (down, up) = net.size * net.w0.element_size(), (done.bytes_down / n, done.bytes_up / n)
     client = spent["train"] / n * samples / each
     return Cost(down / row, up / row, down + up, client, spent["send"] + spent["update"])

@@ -3,8 +3,6 @@ nearest, accuracy against an option. Motley's, sections 4 and 5: clients in boxe
 and what has to be weighed against what. WAFFLe's: images beside each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pflcore import metrics
 from pflcore.results.canvas import COLOURS, client_ticks, figure_of, lines, save, tidy
 from pflcore.results.record import Run
 
@@ -23,13 +22,13 @@ def nearest(weights: Tensor, k: int) -> Tensor:
     return torch.zeros_like(weights, dtype=torch.bool).scatter_(1, order, True) & (weights > 0)
 
 
-def of_rounds(run: Run, count: int = 4) -> list[tuple[int, Tensor]]:
-    """The [N, N] weights of the first round that has any, the last one and some between, closer
+def of_rounds(run: Run) -> list[tuple[int, Tensor]]:
+    """The [N, N] weights of the first round that has any, the last one and two between, closer
     together early on."""
     found = [(r, w) for r in run.weighted() for w in run.weights([r])[1]]
     found = [(r, w) for r, w in found if w.ndim == 2 and bool(w.any())]
-    at = {round((len(found) - 1) * (i / (count - 1)) ** 2) for i in range(count)}
-    return [found[i] for i in sorted(at)] if found else []
+    at = {round((len(found) - 1) * (i / 3) ** 2) for i in range(4)} if found else ()
+    return [found[i] for i in sorted(at)]
 
 
 def heat_maps(runs: Mapping[str, Run], path: str | Path, k: int | None = None) -> Path | None:
@@ -68,64 +67,26 @@ def curves(
     return save(figure, path)
 
 
-def _values(v: Tensor) -> list[float]:
-    return [float(x) for x in v[~v.isnan()]]
-
-
-def boxes(groups: Mapping[str, Tensor], path: str | Path, unit: str) -> Path:
-    """A box per method over its clients, whiskers to the extremes within 1.5 quartile distances
-    (Fig. 2)."""
-    figure, (axis,) = figure_of(1.6 + 1.1 * len(groups), 4.0)
-    axis.boxplot(
-        [_values(v) for v in groups.values()],
-        widths=0.5,
-        medianprops={"color": COLOURS[1]},
-        flierprops={"markersize": 3},
-    )
-    axis.set_xticks(range(1, len(groups) + 1), list(groups), rotation=20, ha="right", fontsize=8)
-    tidy(axis, "clients", "", f"test {unit}")
-    return save(figure, path)
-
-
-def deltas(
-    size: Tensor, groups: Mapping[str, Tensor], path: str | Path, unit: str, better: str = "up"
-) -> Path:
-    """Each client's change against the number of samples it personalizes with, a panel per method
-    (Fig. 3b, c)."""
+def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str | Path, unit: str) -> Path:
+    """Each client's change of accuracy, or of a loss, against the number of samples it personalizes
+    with, a panel per method (Fig. 3b, c)."""
     figure, axes = figure_of(3.6 * len(groups), 3.4, len(groups))
     for axis, (name, delta) in zip(axes, groups.items(), strict=True):
-        keep = ~delta.isnan()
-        worse = delta < 0 if better == "up" else delta > 0
-        for flag, colour in ((False, COLOURS[0]), (True, COLOURS[1])):
-            at = keep & (worse == flag)
-            axis.plot(
-                size[at].tolist(),
-                delta[at].tolist(),
-                "o",
-                markersize=4,
-                alpha=0.7,
-                color=colour,
-                label="hurt" if flag else None,
-            )
+        worse = delta < 0 if unit == "accuracy" else delta > 0
+        for at, colour in ((~worse & ~delta.isnan(), COLOURS[0]), (worse, COLOURS[1])):
+            how = {"markersize": 4, "alpha": 0.7, "color": colour}
+            axis.plot(size[at].tolist(), delta[at].tolist(), "o", **how)
         axis.axhline(0, color="0.4", linewidth=0.8)
-        tidy(
-            axis,
-            f"{name}: {100 * (worse & keep).sum().item() / max(1, int(keep.sum())):.0f} % hurt",
-            "samples of the client",
-            f"change of {unit}",
-        )
+        hurt = f"{name}: {100 * int(worse.sum()) / max(1, metrics.count(delta)):.0f} % hurt"
+        tidy(axis, hurt, "samples of the client", f"change of {unit}")
     return save(figure, path)
 
 
 def option(
-    points: Sequence[tuple[Any, float, float]],
-    path: str | Path,
-    name: str,
-    unit: str,
-    log: bool = False,
+    points: Sequence[tuple[Any, float, float]], path: str | Path, name: str, unit: str
 ) -> Path:
     """Mean over clients and percent hurt by an option's value: they need not agree on the best one
-    (Fig. 4c, 7a, b)."""
+    (Fig. 4c, 7a, b). Learning rates are on a logarithmic axis."""
     figure, (axis,) = figure_of(4.8, 3.6)
     x, mean, hurt = ([float(p[i]) for p in points] for i in range(3))
     (left,) = axis.plot(x, mean, "o-", color=COLOURS[0], label=unit)
@@ -133,7 +94,7 @@ def option(
     (right,) = other.plot(x, hurt, "s--", color=COLOURS[1], label="% hurt")
     other.set_ylabel("clients hurt, %")
     other.set_ylim(bottom=0)
-    if log:
+    if name.endswith("lr"):
         axis.set_xscale("log")
     axis.legend(handles=[left, right], fontsize=8, frameon=False)
     tidy(axis, "", name, f"mean {unit}")
@@ -146,25 +107,14 @@ def distributions(
     """In- against out-of-distribution results, a line per method with its option's values along it
     (Fig. 5)."""
     figure, (axis,) = figure_of(5.4, 4.4)
-    pairs = {
-        name: ([p[2] for p in points], [p[1] for p in points]) for name, points in series.items()
-    }
-    lines(axis, pairs, marker="o", markersize=4)
+    columns = {name: tuple(zip(*points, strict=True)) for name, points in series.items()}
+    lines(axis, {name: (x, y) for name, (_, y, x) in columns.items()}, marker="o", markersize=4)
     for points in series.values():
-        for label, x, y in points if len(points) > 1 else ():
-            axis.annotate(
-                f"{label:g}" if isinstance(label, float | int) else str(label),
-                (y, x),
-                fontsize=6,
-                xytext=(3, 2),
-                textcoords="offset points",
-            )
-    tidy(
-        axis,
-        "clients' own distribution against everybody's",
-        f"{unit} out of distribution",
-        f"{unit} in distribution",
-    )
+        for label, y, x in points if len(points) > 1 else ():
+            said = f"{label:g}" if isinstance(label, float | int) else str(label)
+            axis.annotate(said, (x, y), (3, 2), fontsize=6, textcoords="offset points")
+    whose = "clients' own distribution against everybody's"
+    tidy(axis, whose, f"{unit} out of distribution", f"{unit} in distribution")
     return save(figure, path)
 
 

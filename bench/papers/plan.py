@@ -39,12 +39,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from pflcore.check import need
 from pflcore.cli.experiment import Job, Options, described, federation, jobs
 from pflcore.data import SOURCES, TABULAR
 from pflcore.data.roles import SHARES, Protocol, cross_device, cross_silo, everybody
@@ -53,6 +54,7 @@ from pflcore.train import Training
 from pflcore.train.random import STREAM
 
 PLANS = Path(__file__).resolve().parent / "plans"
+Plan = Mapping[str, Any]
 EMPTY: dict[str, Any] = {
     **dict.fromkeys(("about", "paper", "takes"), ""),
     **{k: {} for k in ("options", "training", "model_options", "settings", "methods", "costs")},
@@ -85,6 +87,10 @@ class Task:
     keeps: bool = False  # whether the trained states are needed again
 
     @property
+    def options(self) -> Options:
+        return self.job.options
+
+    @property
     def key(self) -> tuple[str, str, str]:
         """What runs that differ in the seed have in common."""
         return self.setting, self.method, self.variant
@@ -93,7 +99,7 @@ class Task:
     def path(self) -> Path:
         """Where its record stands in the output folder."""
         name = "-".join(slug(w) for w in (self.method, self.variant) if w)
-        return Path("records") / slug(self.setting) / f"{name}-seed{self.job.options.seed}.jsonl"
+        return Path("records") / slug(self.setting) / f"{name}-seed{self.options.seed}.jsonl"
 
     @property
     def digest(self) -> str:
@@ -113,7 +119,7 @@ class Task:
 
     def protocol(self) -> Protocol:
         """Its data, and who trains, chooses and is reported."""
-        options, how = self.job.options, dict(self.roles)
+        options, how = self.options, dict(self.roles)
         if not how:
             return everybody(federation(options, self.cut))
         # what comes with its clients is divided by the protocol, with the run's seed, and
@@ -132,93 +138,71 @@ def plans() -> list[str]:
 def load(name: str) -> dict[str, Any]:
     """A plan by name or path, whole: see `complete`."""
     path = Path(name) if name.endswith(".json") else PLANS / f"{name}.json"
-    if not path.is_file():
-        raise ValueError(
-            f"name: expected one of {', '.join(plans())}, or a .json file, got {name}."
-        )
+    known = f"one of {', '.join(plans())} (see --list), or a .json file"
+    need(path.is_file(), "name", known, name)
     try:
         return complete(json.loads(path.read_text(encoding="utf-8")))
     except json.JSONDecodeError as e:
         raise ValueError(f"name: expected a plan in JSON, got {path} ({e}).") from None
 
 
-def complete(plan: Mapping[str, Any]) -> dict[str, Any]:
+def complete(plan: Plan) -> dict[str, Any]:
     """The plan with every key. ValueError in one sentence for a key that is unknown or missing, or
     a name that nothing bears."""
-    plan = {} if not isinstance(plan, Mapping) else plan
-    if plan.get("like"):
-        if plan["like"] not in plans():  # by name alone, so that no plan is like itself
-            raise ValueError(f"like: expected one of {', '.join(plans())}, got {plan['like']!r}.")
-        base = load(plan["like"])
+    _known("plan", plan, EMPTY)
+    if like := plan.get("like"):
+        # by name alone, so that no plan is like itself
+        need(like in plans(), "like", f"one of {', '.join(plans())}", like)
+        base = load(like)
         options = {**base["options"], **plan.get("options", {})}
         plan = {**base, "takes": "", **plan, "options": options}
-    if not plan.get("methods") or not (plan.get("settings") or plan.get("costs")):
-        raise ValueError(
-            "plan: expected methods and settings (or methods and costs), got neither; see "
-            "bench.papers.plan."
-        )
-    own = {f.name for f in fields(Options)} - {"seed", "seeds"}
-    _known("plan", plan, EMPTY)
-    plan = {**EMPTY, **plan}
-    for key, empty in EMPTY.items():
-        if empty == {}:
-            known = {"options": own, "checks": CHECKS}
-            _known(key, plan[key], known.get(key, plan[key]))
-    seeds = plan["seeds"]
-    if not (isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)):
-        raise ValueError(f"seeds: expected a list of whole numbers, at least one, got {seeds!r}.")
-    _check_methods(plan["methods"])
+    plan, own = {**EMPTY, **plan}, {f.name for f in fields(Options)} - {"seed", "seeds"}
+    some = plan["methods"] and (plan["settings"] or plan["costs"])
+    need(some, "plan", "methods and settings (or costs), see bench.papers.plan", [*plan["methods"]])
+    for key in (k for k, empty in EMPTY.items() if empty == {}):
+        _known(key, plan[key], {"options": own, "checks": CHECKS}.get(key, plan[key]))
+    seeds, methods = plan["seeds"], plan["methods"]
+    whole = isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)
+    need(whole, "seeds", "a list of whole numbers, at least one", seeds)
     for what in ("methods", "settings"):
-        for _, group in groupby(sorted(plan[what], key=slug), slug):
-            if len(names := list(group)) > 1:
-                names_ = " and ".join(names)
-                raise ValueError(f"{what}: {names_} would share their records' names; rename one.")
-    for what in CHECKS - {"tolerance"}:
-        _known(f"{what} of checks", plan["checks"].get(what, {}), plan["methods"])
-    for name, s in plan["settings"].items():
-        _known(f"setting {name!r}", s, own | {*OF_SETTING})
-        _known(f"method_options of {name!r}", s.get("method_options", {}), plan["methods"])
-        if (roles := s.get("protocol")) is not None:
-            kind = roles.get("kind") if isinstance(roles, Mapping) else None
-            if kind not in PROTOCOL:
-                kinds = " or ".join(PROTOCOL)
-                raise ValueError(f"protocol: expected the kind {kinds}, got {roles!r} in {name!r}.")
-            _known(f"protocol of {name!r}", roles, {"kind", *PROTOCOL[kind]})
-    return dict(plan)
-
-
-def _check_methods(methods: Mapping[str, Any]) -> None:
+        files = {*map(slug, plan[what])}
+        need(
+            len(files) == len(plan[what]), what, "names that differ as files' names", [*plan[what]]
+        )
     above: dict[str, Any] = {}
     for name, m in methods.items():
         _known(f"method {name!r}", m, METHOD)
         for key in {"state_of", "before"} & {*m}:
-            if "state_of" in above.get(m[key], {"state_of": None}):
-                raise ValueError(
-                    f"method {name!r}: expected {key} to be a method above it that is trained "
-                    f"itself, got {m[key]!r}."
-                )
+            trained = "state_of" not in above.get(m[key], {"state_of": None})
+            words = f"{key} to be a method above it that is trained itself"
+            need(trained, f"method {name!r}", words, m[key])
         above[name] = m
+    for what in CHECKS - {"tolerance"}:
+        _known(f"{what} of checks", plan["checks"].get(what, {}), methods)
+    for name, s in plan["settings"].items():
+        _known(f"setting {name!r}", s, own | {*OF_SETTING})
+        _known(f"method_options of {name!r}", s.get("method_options", {}), methods)
+        if (roles := s.get("protocol")) is not None:
+            kind = roles.get("kind", "") if isinstance(roles, Mapping) else ""
+            need(kind in PROTOCOL, "protocol", f"the kind {' or '.join(PROTOCOL)}", roles)
+            _known(f"protocol of {name!r}", roles, {"kind", *PROTOCOL[kind]})
+    return plan
 
 
-def _known(what: str, got: Mapping[str, Any], keys: Any) -> None:
-    if not isinstance(got, Mapping):
-        raise ValueError(f"{what}: expected a dict, got {got!r}.")
-    unknown = sorted(set(got) - set(keys))
-    if unknown:
-        raise ValueError(
-            f"{what}: expected no keys beside {', '.join(sorted(keys))}, got {', '.join(unknown)}."
-        )
+def _known(what: str, got: Any, keys: Iterable[str]) -> None:
+    need(isinstance(got, Mapping), what, "a dict", got)
+    unknown = ", ".join(sorted(set(got) - set(keys)))
+    need(not unknown, what, f"no keys beside {', '.join(sorted(keys))}", unknown)
 
 
-def shortened(plan: Mapping[str, Any], rounds: int) -> tuple[dict[str, Any], list[str]]:
+def shortened(plan: Plan, rounds: int) -> tuple[dict[str, Any], list[str]]:
     """The plan with other rounds, and sentences on what they change besides: methods and settings
     with rounds of their own and warm rounds (HypCluster) keep their part of the whole. What must
     come out is of the plan as it stands, and left out."""
-    if rounds < 1:
-        raise ValueError(f"rounds: expected at least 1, got {rounds}.")
+    need(rounds >= 1, "rounds", "at least 1", rounds)
     planned, methods, said = plan["options"].get("rounds", Options.rounds), {}, []
 
-    def own(part: Mapping[str, Any], key: str = "rounds", least: int = 1) -> dict[str, Any]:
+    def own(part: Plan, key: str = "rounds", least: int = 1) -> dict[str, Any]:
         """The part with this number, if it has one, in proportion."""
         if not part.get(key):
             return dict(part)
@@ -244,30 +228,26 @@ def shortened(plan: Mapping[str, Any], rounds: int) -> tuple[dict[str, Any], lis
 def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
     """The first `seeds` of the plan's (all where None), and further ones at the same distance where
     it has fewer."""
-    if seeds is not None and seeds < 1:
-        raise ValueError(f"seeds: expected at least 1, got {seeds}.")
+    count = len(given) if seeds is None else seeds
+    need(count >= 1, "seeds", "at least 1", seeds)
     gap = given[-1] - given[-2] if len(given) > 1 else 1
-    more = range(given[-1] + gap, given[-1] + gap * max(1, (seeds or 0) - len(given) + 1), gap)
-    return [*given, *more][:seeds]
+    return [*given[:count], *(given[-1] + gap * i for i in range(1, count - len(given) + 1))]
 
 
-def chosen(what: str, plan: Mapping[str, Any], names: Sequence[str] | None) -> list[str]:
+def chosen(what: str, plan: Plan, names: Sequence[str] | None) -> list[str]:
     """These of the plan's methods or settings (None: all) in its order, with the methods that they
     build upon."""
-    wanted = set(plan[what] if names is None else names)
-    if wanted - set(plan[what]):
-        raise ValueError(
-            f"{what}: expected some of {', '.join(plan[what])}, got "
-            f"{', '.join(sorted(wanted - set(plan[what])))}."
-        )
-    for name in reversed(plan[what]):
-        if name in wanted and what == "methods":
-            wanted |= {plan[what][name].get("state_of", name), plan[what][name].get("before", name)}
-    return [name for name in plan[what] if name in wanted]
+    wanted, there = set(plan[what] if names is None else names), plan[what]
+    unknown = ", ".join(sorted(wanted - {*there}))
+    need(not unknown, what, f"some of {', '.join(there)}", unknown)
+    for name in reversed(there):
+        if name in wanted:
+            wanted |= {there[name].get(key, name) for key in ("state_of", "before")}
+    return [name for name in there if name in wanted]
 
 
 def tasks(
-    plan: Mapping[str, Any],
+    plan: Plan,
     *,
     seeds: int | None = None,
     methods: Sequence[str] | None = None,
@@ -307,13 +287,7 @@ def tasks(
     return out
 
 
-def _job(
-    method: str,
-    name: str,
-    options: Options,
-    training: Mapping[str, Any],
-    hyper: Mapping[str, Any],
-) -> Job:
+def _job(method: str, name: str, options: Options, training: Plan, hyper: Plan) -> Job:
     """One checked run. ValueError, which names the method."""
     try:
         return jobs([name], options, Training(**training), {name: hyper})[0]

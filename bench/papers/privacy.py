@@ -10,6 +10,7 @@ et al. 2015). What a factorized upload lacks, the client's choice of factors, an
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -44,13 +45,12 @@ class Upload(NamedTuple):
 
 def intercept(
     algorithm: Algorithm,
-    model: Net | nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Callable[[], nn.Module],
     data: Federation,
     training: Training,
     rounds: int,
     seed: int = 0,
     workers: int | None = None,
-    engine: str = "auto",
 ) -> Upload:
     """Plays `rounds` rounds with every client and takes the last one's messages off the wire."""
     if type(algorithm) is MRMTL:
@@ -58,7 +58,7 @@ def intercept(
             "algorithm: MR-MTL uploads how far a client's own model moved, which shows none; "
             "choose another."
         )
-    net = algorithm.prepare(model if isinstance(model, Net) else Net(model, seed=seed))
+    net = algorithm.prepare(Net(model, seed=seed))
     if net.buffer_names:
         raise ValueError(
             "model: expected one without running statistics (batch norm), which never travel; use "
@@ -66,15 +66,14 @@ def intercept(
         )
     caught: dict[str, Any] = {}
 
-    class Wire(type(algorithm)):  # type: ignore[misc]
-        def train(self, down: Any, own: Any, clients: Clients) -> Any:
-            new, up, fit = super().train(down, own, clients)
-            caught.update(down=down, up=up, own=new)
-            return new, up, fit
+    def train(down: Any, own: Any, clients: Clients) -> Any:
+        new, up, fit = algorithm.train(down, own, clients)
+        caught.update(down=down, up=up, own=new)
+        return new, up, fit
 
-    tapped: Algorithm = object.__new__(Wire)
-    tapped.__dict__.update(algorithm.__dict__)
-    setting = prepared(net, data, training, engine, workers, seed, rounds)
+    tapped = copy.copy(algorithm)
+    object.__setattr__(tapped, "train", train)  # it is frozen
+    setting = prepared(net, data, training, "auto", workers, seed, rounds)
     net = setting.net
     setup, state = Setup(tapped, setting), begin(tapped, net, data.n)
     for r in range(1, rounds + 1):
@@ -141,18 +140,24 @@ def views(
     return {name: row.index_copy(1, at, row[:, at] * ways[name]()) for name in names}
 
 
-def fit_scores(
-    net: Net, row: Tensor, at: Tensor, known: Samples, steps: int = 200, lr: float = 0.1
-) -> Tensor:
+def descend(parameters: Sequence[Tensor], loss: Callable[[], Tensor], **options: float) -> None:
+    """200 steps of Adam."""
+    optimizer = torch.optim.Adam(parameters, **options)  # type: ignore[arg-type]
+    for _ in range(200):
+        for p, g in zip(parameters, torch.autograd.grad(loss(), parameters), strict=True):
+            p.grad = g
+        optimizer.step()
+
+
+def fit_scores(net: Net, row: Tensor, at: Tensor, known: Samples) -> Tensor:
     """The scores b [F] in (0, 1) with which the dictionary `row` [P] suits these samples best, by
     Adam."""
     logit = torch.zeros(len(at), dtype=row.dtype, requires_grad=True)
-    optimizer = torch.optim.Adam([logit], lr)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known)
-        (logit.grad,) = torch.autograd.grad(loss, logit)
-        optimizer.step()
+
+    def loss() -> Tensor:
+        return net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known)
+
+    descend([logit], loss, lr=0.1)
     return logit.detach().sigmoid()
 
 
@@ -183,7 +188,7 @@ def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str,
 
     `score` [n], higher for members; `member` bool [n].
     """
-    yes, score, member = score > threshold, score.double(), member.bool()
+    yes, score = score > threshold, score.double()
     hits, false = int((yes & member).sum()), int((yes & ~member).sum())
     f1 = 2 * hits / max(1, 2 * hits + false + int((~yes & member).sum()))
     out, inside = score[~member].sort().values, score[member]
@@ -198,18 +203,15 @@ def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str,
     }
 
 
-def intervals(
-    score: Tensor, member: Tensor, threshold: float = 0.5, draws: int = 200, seed: int = 0
-) -> dict[str, tuple[float, float]]:
-    """95 % intervals of `measures`, by resampling members and others, each among themselves."""
-    rng, member = np.random.RandomState(seed), member.bool()
+def intervals(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str, list[float]]:
+    """95 % intervals of `measures`, by resampling members and others, each among themselves, 200
+    times."""
+    rng, drawn = np.random.RandomState(0), []
     groups = [side.nonzero()[:, 0].numpy() for side in (member, ~member)]
-    drawn = []
-    for _ in range(draws):
+    for _ in range(200):
         at = torch.from_numpy(np.concatenate([g[rng.randint(len(g), size=len(g))] for g in groups]))
         drawn.append(measures(score[at], member[at], threshold))
-    limits = {k: np.percentile([d[k] for d in drawn], [2.5, 97.5]).tolist() for k in drawn[0]}
-    return {k: (low, high) for k, (low, high) in limits.items()}
+    return {k: np.percentile([d[k] for d in drawn], [2.5, 97.5]).tolist() for k in drawn[0]}
 
 
 # -- membership inference ----------------------------------------------------
@@ -247,7 +249,7 @@ def logits(net: Net, rows: Tensor, x: Tensor, candidates: Tensor) -> Tensor:
 
 @one_thread()
 def shokri(
-    shadow: tuple[Tensor, Tensor, Tensor],
+    shadow: Sequence[Tensor],
     target: tuple[Tensor, Tensor],
     classes: int,
     seed: int = 0,
@@ -282,15 +284,14 @@ def shokri(
     return out
 
 
-def _attack_model(f: Tensor, member: Tensor, seed: int, steps: int = 200) -> nn.Module:
+def _attack_model(f: Tensor, member: Tensor, seed: int) -> nn.Module:
     with OwnDraws(seed):
         model = nn.Sequential(nn.Linear(f.shape[1], 64), nn.ReLU(), nn.Linear(64, 1)).to(f.dtype)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-4)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(model(f)[:, 0], member.to(f.dtype))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+
+    def loss() -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(f)[:, 0], member.to(f.dtype))
+
+    descend([*model.parameters()], loss, lr=0.01, weight_decay=1e-4)
     return model
 
 
@@ -311,14 +312,15 @@ def lira(shadow: Tensor, inside: Tensor, target: Tensor) -> Tensor:
     """
 
     def normal(side: Tensor) -> tuple[Tensor, Tensor]:
-        count, inside = side.sum(0), shadow * side
-        all_ = inside.sum() / side.sum().clamp(min=1)
-        mean = torch.where(count > 0, inside.sum(0) / count.clamp(min=1), all_)
+        """The target's distance from the mean in deviations, and the deviation."""
+        count, those = side.sum(0), shadow * side
+        of_all = those.sum() / side.sum().clamp(min=1)
+        mean = torch.where(count > 0, those.sum(0) / count.clamp(min=1), of_all)
         free = (count - 1).clamp(min=0).sum().clamp(min=1)  # each candidate's mean takes one
-        return mean, ((((shadow - mean) ** 2) * side).sum() / free).sqrt().clamp(min=1e-6)
+        std = ((((shadow - mean) ** 2) * side).sum() / free).sqrt().clamp(min=1e-6)
+        return (target - mean) / std, std
 
-    (mean_in, std_in), (mean_out, std_out) = normal(inside), normal(~inside)
-    fit_in, fit_out = ((target - m) / s for m, s in ((mean_in, std_in), (mean_out, std_out)))
+    (fit_in, std_in), (fit_out, std_out) = normal(inside), normal(~inside)
     return (fit_out**2 - fit_in**2) / 2 + (std_out / std_in).log()
 
 
@@ -328,7 +330,7 @@ class Verdict(NamedTuple):
     view: str
     attack: str
     value: dict[str, float]
-    interval: dict[str, tuple[float, float]]
+    interval: dict[str, list[float]]
     train: float  # the view's accuracy on members
     test: float  # and on the others
 
@@ -371,58 +373,42 @@ def membership(
             f"samples: expected at most {len(y) // (2 * clients * (1 + shadows) + 1)} of these "
             f"data a client, got {samples}."
         )
-    order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))
-    known, order = order[:samples], order[samples:]
-    blocks = order[: 2 * samples * clients * (1 + shadows)].view(1 + shadows, clients, 2 * samples)
+    order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))[:need]
+    known = x[order[:samples]], y[order[:samples]]
+    blocks = order[samples:].view(1 + shadows, clients, 2 * samples)
 
     def played(game: Game, number: int) -> tuple[Upload, dict[str, Tensor]]:
-        """The scores [N, 2 m, C] of each view of the game's uploads."""
+        """The scores [n, C] of each view of the game's uploads, for all clients' candidates."""
         say(f"{type(algorithm).__name__}: federation {number + 1} of {1 + shadows + ratios}")
-        upload = intercept(
-            algorithm,
-            model,
-            game.federation(x, y, classes),
-            training,
-            rounds,
-            seed + number,
-            workers,
-        )
-        seen = views(algorithm, upload, (x[known], y[known]), seed + number, names)
-        return upload, {
-            view: logits(upload.net, rows, x, game.candidates) for view, rows in seen.items()
-        }
+        data, own = game.federation(x, y, classes), seed + number
+        upload = intercept(algorithm, model, data, training, rounds, own, workers)
+        seen = views(algorithm, upload, known, own, names).items()
+        scores = {view: logits(upload.net, rows, x, game.candidates) for view, rows in seen}
+        return upload, {view: z.flatten(0, 1) for view, z in scores.items()}
 
-    target = Game.draw(blocks[0], seed)
-    shadow = [Game.draw(b, seed + i) for i, b in enumerate(blocks[1:], 1)]
-    ratio = [Game.draw(blocks[0], seed + 1000 + i) for i in range(ratios)]
-    upload, traces = played(target, 0)
-    of_shadow = [played(g, i)[1] for i, g in enumerate(shadow, 1)]
-    of_ratio = [played(g, i)[1] for i, g in enumerate(ratio, 1 + shadows)]
-
-    def flat(games: Sequence[Game]) -> tuple[Tensor, Tensor]:
-        """Labels and membership of their candidates: [games, n]."""
-        labels = torch.stack([y[g.candidates].flatten() for g in games])
-        return labels, torch.stack([g.member.flatten() for g in games])
-
-    (labels,), (member,) = flat([target])
-    out = []
-    for view, z in traces.items():
-        z = z.flatten(0, 1)
-        right = (z.argmax(1) == labels).double()
+    games = [Game.draw(block, seed + i) for i, block in enumerate(blocks)]
+    games += [Game.draw(blocks[0], seed + 1000 + i) for i in range(ratios)]
+    labels = torch.stack([y[g.candidates].flatten() for g in games])
+    inside, out = torch.stack([g.member.flatten() for g in games]), []
+    upload, traces = played(games[0], 0)
+    others = [played(game, i)[1] for i, game in enumerate(games[1:], 1)]
+    shadow, ratio = slice(1, 1 + shadows), slice(1 + shadows, None)
+    member = inside[0]
+    for view, first in traces.items():
+        z = torch.stack([first, *(scores[view] for scores in others)])  # [games, n, C]
+        right = (first.argmax(1) == labels[0]).double()
         tries: dict[str, tuple[Tensor, float]] = {}
-        if shadow:
-            of_all, inside = (v.flatten() for v in flat(shadow))
-            scores = torch.cat([seen[view].flatten(0, 1) for seen in of_shadow])
-            guessed = shokri((scores, of_all, inside), (z, labels), classes, seed)
-            tries["shadow models"] = guessed, 0.5
-        if ratio:
-            phi = torch.stack([confidence(s[view].flatten(0, 1), labels) for s in of_ratio])
-            tries["LiRA"] = lira(phi, flat(ratio)[1], confidence(z, labels)), 0.0
+        if shadows:
+            records = tuple(v[shadow].flatten(0, 1) for v in (z, labels, inside))
+            tries["shadow models"] = shokri(records, (first, labels[0]), classes, seed), 0.5
+        if ratios:
+            phi = confidence(z, labels)
+            tries["LiRA"] = lira(phi[ratio], inside[ratio], phi[0]), 0.0
         for attack, (score, threshold) in tries.items():
             value = measures(score, member, threshold), intervals(score, member, threshold)
             sides = (float(right[side].mean()) for side in (member, ~member))
             out.append(Verdict(view, attack, *value, *sides))
-    return Attacked(out, upload, target, (x[known], y[known]))
+    return Attacked(out, upload, games[0], known)
 
 
 # -- model inversion ---------------------------------------------------------
@@ -435,24 +421,22 @@ def invert(
     targets: Tensor,
     *,
     steps: int = 5000,
-    patience: int = 100,
-    confident: float = 0.99,
     lr: float = 0.1,
-    low: float | Tensor | None = None,
-    high: float | Tensor | None = None,
+    low: float | Tensor = -torch.inf,
+    high: float | Tensor = torch.inf,
 ) -> tuple[Tensor, Tensor]:
     """MI-FACE (Fredrikson et al. 2015, Algorithm 1): inputs [K, ...] that the model takes for
     `targets` [K], and its confidence [K].
 
     x <- process(x - lr grad c(x)), c = 1 - p_target, process clips to [low, high]; until the model
-    is `confident`, or c has not fallen for `patience` steps. The best x of each target is kept.
+    is confident, p >= .99, or c has not fallen for 100 steps. The best x of each target is kept.
     (The paper prints "c <= gamma" with gamma = .99, true from the start; p >= .99 is what it
     means.)
     """
     x, at = start.clone(), torch.arange(len(targets))
     best, least = x.clone(), torch.full((len(targets),), torch.inf, dtype=start.dtype)
     idle, active = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool)
-    bounds = [None if b is None else torch.as_tensor(b).to(start) for b in (low, high)]
+    bounds = [torch.as_tensor(b).to(start) for b in (low, high)]
     for k in range(steps + 1):
         x = x.detach().requires_grad_()
         cost = 1 - scores(x).softmax(1)[at, targets]
@@ -461,12 +445,10 @@ def invert(
         better = active & (cost < least)
         best[better], least[better] = x[better], cost[better]
         idle = torch.where(better, 0, idle + 1)
-        active &= (cost > 1 - confident) & (idle < patience)
+        active &= (cost > 1 - 0.99) & (idle < 100)
         if k == steps or not active.any():
             break
-        moved = x - lr * g
-        if bounds != [None, None]:
-            moved = moved.clamp(*bounds)
+        moved = (x - lr * g).clamp(*bounds)
         x = torch.where(active.view(-1, *[1] * (x.dim() - 1)), moved, x)
     return best, 1 - least
 
@@ -484,12 +466,7 @@ def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
     u, w = local(made), local(real)
     uu, ww, uw = local(made * made) - u * u, local(real * real) - w * w, local(made * real) - u * w
     c, d = (0.01 * span) ** 2, (0.03 * span) ** 2
-    ssim = (
-        ((2 * u * w + c) * (2 * uw + d) / ((u * u + w * w + c) * (uu + ww + d))).flatten(1).mean(1)
-    )
+    ssim = (2 * u * w + c) * (2 * uw + d) / ((u * u + w * w + c) * (uu + ww + d))
     mse = ((a - b) ** 2).mean(1) / span**2
-    return {
-        "correlation": float(correlation.mean()),
-        "ssim": float(ssim.mean()),
-        "mse": float(mse.mean()),
-    }
+    each = {"correlation": correlation, "ssim": ssim.flatten(1).mean(1), "mse": mse}
+    return {name: float(v.mean()) for name, v in each.items()}

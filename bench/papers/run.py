@@ -6,26 +6,25 @@ played again, so an interrupted reproduction goes on where it stopped. `result.j
 per method and setting, `table.md` shows them.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.papers import costs, study
-from bench.papers.plan import EMPTY, chosen, load, plans, shortened, tasks
+from bench.papers.plan import EMPTY, Plan, chosen, load, plans, shortened, tasks
 from bench.papers.runs import Reproduction, write
 from bench.papers.table import rows_of, verdicts
 from bench.problem import parsed
+from pflcore.check import need
 from pflcore.cli.experiment import algorithm
 from pflcore.nn.models import model_for
 from pflcore.results.progress import Progress
 from pflcore.train.net import Net
 
 
-def count(plan: Mapping[str, Any], folder: Path) -> None:
+def count(plan: Plan, folder: Path) -> None:
     """What a round costs a client, for a plan with "costs": {model, shape, classes, n, samples}.
     Rows in MiB and in operations."""
     c = dict(plan["costs"])
@@ -35,12 +34,12 @@ def count(plan: Mapping[str, Any], folder: Path) -> None:
         m: costs.cost(algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c)
         for m, o in plan["methods"].items()
     }
-    rows = []
+    rows, data = [], f"{name}, {net.size:,} parameters"
     for setting, value in (
         ("MiB per client and round", lambda x: x.bytes / costs.MIB),
         ("FLOPs per client and round", lambda x: x.client),
     ):
-        paper, data = plan["reported"].get(setting, {}), f"{name}, {net.size:,} parameters"
+        paper = plan["reported"].get(setting, {})
         for m, x in each.items():
             row = {"method": m, "final": value(x), "paper": paper.get(m), "seeds": 1}
             rows.append(row | {"setting": setting, "data": data})
@@ -52,19 +51,15 @@ def listed() -> str:
     lines = []
     for name in plans():
         plan = load(name)
-        data = sorted(
-            {s.get("data", plan["options"].get("data", "")) for s in plan["settings"].values()}
-        )
-        lines += [
-            name,
-            f"  {plan['about']}",
-            f"  data: {', '.join(data) or 'none'}; on two free cores: {plan['takes']}",
-        ]
+        asked = (plan["options"] | s for s in plan["settings"].values())
+        data = ", ".join(sorted({options.get("data", "") for options in asked})) or "none"
+        lines += [name, f"  {plan['about']}"]
+        lines.append(f"  data: {data}; on two free cores: {plan['takes']}")
     return "\n".join(lines)
 
 
 def reproduce(
-    plan: Mapping[str, Any],
+    plan: Plan,
     folder: str | Path,
     *,
     quiet: bool = False,
@@ -74,7 +69,7 @@ def reproduce(
     """Plays a whole plan (see `bench.papers.plan.complete`) into `folder`; `choice`: see
     `bench.papers.plan.tasks`."""
     todo = tasks(plan, **choice)
-    with Progress(sum(t.job.options.rounds for t in todo if not t.base), quiet) as progress:
+    with Progress(sum(t.options.rounds for t in todo if not t.base), quiet) as progress:
         progress.say(f"Results: {folder}")
         made = Reproduction(plan, Path(folder), progress)
         rows = made.play(todo)
@@ -112,21 +107,14 @@ class Asked:
 def main(argv: Sequence[str]) -> int:
     """The command line: the plan's name or the path of a .json file, and options."""
     words = list(argv)
-    name = words.pop(0) if words and not words[0].startswith("-") else None
+    name = words.pop(0) if words and not words[0].startswith("-") else ""
     got = parsed(Asked, "pflcore reproduce NAME", __doc__, words)
     if got.list:
         print(listed())
         return 0
-    if name is None:
-        raise ValueError(
-            f"name: expected one of {', '.join(plans())}, or a .json file, got none; --list says "
-            "what they are."
-        )
     plan = load(name)
-    if got.equal_compute and not plan["equal_compute"]:
-        raise ValueError(
-            "equal_compute: this plan does not say what equal computation is; leave it out."
-        )
+    told = plan["equal_compute"] or not got.equal_compute
+    need(told, "equal_compute", "a plan that says what equal computation is", name)
     if got.rounds is not None:
         plan, said = shortened(plan, got.rounds)
         print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
@@ -134,16 +122,16 @@ def main(argv: Sequence[str]) -> int:
     if got.data is not None:
         plan |= {k: EMPTY[k] for k in ("expected", "checks")}  # they are of the plan as it stands
     folder = got.out or Path("runs") / "reproduce" / "-".join(filter(None, (Path(name).stem, data)))
-    good = True
+    bad = False
     if plan["costs"]:
         names = chosen("methods", plan, got.methods)
         count({**plan, "methods": {m: plan["methods"][m] for m in names}}, folder)
     else:
         given = {k: v for k, v in vars(got).items() if k not in OWN and v is not None}
         made = reproduce(plan, folder, quiet=got.quiet, **given)
-        good = all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))
+        bad = not all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))
     print((folder / "table.md").read_text(encoding="utf-8"))
-    return 0 if good else 1
+    return int(bad)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """The runs of a plan: played, kept, and found again."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bench.papers import groups
-from bench.papers.plan import Task
-from bench.papers.table import rows_of, table, verdicts
+from bench.papers.plan import Plan, Task
+from bench.papers.table import Row, rows_of, table, verdicts
 from bench.table import clock, processor
 from pflcore.algorithms.clusters import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
@@ -24,54 +23,51 @@ from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
 from pflcore.results.record import Record, Run, plain, read, slug
 from pflcore.simulation import History, Simulation
-from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation.checkpoint import replacing
 from pflcore.simulation.round import Setup, State
 from pflcore.train import Clients
 from pflcore.tuning import tune
+
+Kept = tuple[int, int, int, State]  # round, bytes down and up since the one before, state then
 
 
 class Reproduction:
     """The runs of a plan and their folder. `runs` has those that are there, by setting, method and
     variant, one for each seed."""
 
-    def __init__(self, plan: Mapping[str, Any], folder: Path, progress: Progress) -> None:
+    def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
         self.plan, self.folder, self.progress = plan, folder, progress
         self.runs: dict[tuple[str, str, str], list[Run]] = {}
-        # the runs' first tasks, with what a grid chose
-        self.first: dict[tuple[str, str, str], Task] = {}
-        # all of them, by key and seed
-        self.tasks: dict[tuple[tuple[str, str, str], int], Task] = {}
+        self.tasks: dict[tuple[str, str, str], list[Task]] = {}  # with what a grid chose
         self.protocols: dict[tuple[str, int | None], Protocol] = {}
-        self.kept: dict[Path, list[tuple[int, int, int, State]]] = {}
+        self.kept: dict[Path, list[Kept]] = {}
 
     def play(self, todo: Sequence[Task]) -> list[dict[str, Any]]:
         """Plays what is missing and writes result.json and table.md after every method, so that
         there is a result at any time."""
         rows: list[dict[str, Any]] = []
         for key, group in groupby(todo, lambda task: task.key):
-            these = self.tuned(
-                [replace(t, base=self.of_base(t.base)) if t.base else t for t in group]
-            )
-            self.tasks |= {(t.key, t.job.options.seed): t for t in these}
-            self.first[key] = these[0]
-            self.runs[key] = [self.run(task) for task in these]
+            # states that are evaluated are those of the point that their grid chose
+            these = [
+                replace(t, base=self.tasks[t.base.key][i]) if t.base else t
+                for i, t in enumerate(group)
+            ]
+            self.tasks[key] = self.tuned(these)
+            self.runs[key] = [self.run(task) for task in self.tasks[key]]
             if self.plan["groups"]:
-                rows = groups.rows_of(self.plan, self.runs)
-                write(self.folder, self.plan, rows, groups.table(self.plan, rows))
-                continue
-            rows = rows_of(self.plan, self.runs)
-            checks = verdicts(self.plan, rows)
-            write(self.folder, self.plan, rows, table(self.plan, rows, checks), checks)
+                rows, checks = groups.rows_of(self.plan, self.runs), []
+                text = groups.table(self.plan, rows)
+            else:
+                rows = rows_of(self.plan, self.runs)
+                checks = verdicts(self.plan, rows)
+                text = table(self.plan, rows, checks)
+            write(self.folder, self.plan, rows, text, checks)
         return rows
-
-    def of_base(self, base: Task) -> Task:
-        """The run whose states are evaluated, at the point that its grid chose."""
-        return self.tasks.get((base.key, base.job.options.seed), base)
 
     def protocol(self, task: Task) -> Protocol:
         """The task's data and roles, made once; with a target, that client alone is reported, and
         trains where it is alone anyway."""
-        options = task.job.options
+        options = task.options
         of = task.setting, options.seed if task.roles.get("kind") == "cross-silo" else None
         if of not in self.protocols:
             # the other settings are over
@@ -86,7 +82,7 @@ class Reproduction:
 
     def simulation(self, task: Task) -> tuple[Simulation, Protocol]:
         """The task's simulation, not begun, and its protocol."""
-        p, options = self.protocol(task), task.job.options
+        p, options = self.protocol(task), task.options
         job = replace(task.job, options=replace(options, rounds=max(1, options.rounds)))
         make = model(options, p.data, task.shape)
         return job.simulation(p.data, make, clients=p.train, reported=p.report), p
@@ -94,7 +90,7 @@ class Reproduction:
     def tuned(self, group: list[Task]) -> list[Task]:
         """The runs of a method, one for each seed, at the point of its grid that is best on
         validation data."""
-        task, options = group[0], group[0].job.options
+        task, options = group[0], group[0].options
         if not task.grid:
             return group
         if options.clip is not None or options.poison is not None or options.buffers != "auto":
@@ -102,16 +98,13 @@ class Reproduction:
                 "grid: it is searched without clip, poison and buffers; leave these options out, "
                 "or the grid."
             )
-        searched = [self.protocol(t) for t in group]
-        if not task.roles:
-            searched = [
-                replace(p, data=held_out(p.data, t.job.options.seed))
-                for t, p in zip(group, searched, strict=True)
-            ]
-        nets = [
-            net(t.job.options, p.data, model(options, p.data, t.shape))
-            for t, p in zip(group, searched, strict=True)
-        ]
+        searched, nets = [], []
+        for t in group:
+            p = self.protocol(t)
+            if not task.roles:
+                p = replace(p, data=held_out(p.data, t.options.seed))
+            searched.append(p)
+            nets.append(net(t.options, p.data, model(options, p.data, t.shape)))
         tuned = tune(
             searched,
             nets,
@@ -122,7 +115,7 @@ class Reproduction:
             # without roles a state was trained on what is held out now: another is trained
             states=[self.states(t.base)[-1][3] for t in group if t.base and t.roles] or None,
             participation=options.participation,
-            seed=[t.job.options.seed for t in group],
+            seed=[t.options.seed for t in group],
             hardware=options.hardware,
             folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
             say=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
@@ -131,11 +124,10 @@ class Reproduction:
 
     def run(self, task: Task) -> Run:
         """The run's record, played now unless it is there already."""
-        rounds, run = task.job.options.rounds, self.whole(task)
-        self.progress.name(
-            f"{task.setting}, {task.method}{f' ({task.variant})' if task.variant else ''}, seed "
-            f"{task.job.options.seed}"
-        )
+        rounds, run = task.options.rounds, self.whole(task)
+        variant = f" ({task.variant})" if task.variant else ""
+        name = f"{task.setting}, {task.method}{variant}, seed {task.options.seed}"
+        self.progress.name(name)
         if run is not None:
             self.progress.skip(0 if task.base else rounds)
             return run
@@ -155,7 +147,7 @@ class Reproduction:
             ours["group"] = p.data.truth["group"].tolist()
         if task.roles.get("kind") == "cross-silo":
             ours["data_seed"] = "each run's seed"
-        states: list[tuple[int, int, int, State]] = []
+        states: list[Kept] = []
         sent = {"bytes_down": 0, "bytes_up": 0}
 
         def on_round(round: int, line: dict[str, Any]) -> None:
@@ -174,7 +166,7 @@ class Reproduction:
         play: Callable[..., History] = simulation.run
         if task.base or not rounds:
             trained = self.states(task.base) if task.base else [(0, 0, 0, simulation.state)]
-            play = lambda on_round: later(simulation, p, trained, on_round)  # noqa: E731
+            play = partial(later, simulation, trained)
         with Record(self.folder / task.path, overwrite=True) as record:
             history = record.run(task.job.header(simulation) | ours, play, on_round)
         if history.stopped:
@@ -185,10 +177,9 @@ class Reproduction:
         if history.failed:  # not the method's doing
             raise MemoryError(history.stopped)
         if task.keeps:
-            part = (self.folder / task.path).with_suffix(".part")
             saved = [(*at, dict(vars(state))) for *at, state in states]
-            torch.save({"digest": task.digest, "states": saved}, part)
-            part.replace(part.with_suffix(".pt"))
+            with replacing((self.folder / task.path).with_suffix(".pt")) as part:
+                torch.save({"digest": task.digest, "states": saved}, part)
         return read(self.folder / task.path)[0]
 
     def whole(self, task: Task) -> Run | None:
@@ -204,17 +195,16 @@ class Reproduction:
                 "file away."
             )
         last = run.rounds[-1] if run.rounds else {}
-        over = last.get("round") == task.job.options.rounds and last.get("eval")
+        over = last.get("round") == task.options.rounds and last.get("eval")
         if not over and (run.stopped is None or run.unfinished):
             return None
         return run if not task.keeps or self.states(task) or not run.evaluations else None
 
-    def states(self, task: Task) -> list[tuple[int, int, int, State]]:
-        """A kept run's states when it was evaluated: round, bytes down and up since the one before,
-        state."""
+    def states(self, task: Task) -> list[Kept]:
+        """A kept run's states when it was evaluated."""
         path = (self.folder / task.path).with_suffix(".pt")
         if path not in self.kept and path.is_file():
-            saved = load_states(path, task.job.options.device)
+            saved = load_states(path, task.options.device)
             if saved["digest"] == task.digest:
                 self.kept[path] = [(*at, State(**state)) for *at, state in saved["states"]]
         return self.kept.get(path, [])
@@ -229,8 +219,7 @@ def picks(setup: Setup, state: State, clients: Tensor) -> Tensor:
 
 def later(
     simulation: Simulation,
-    p: Protocol,
-    states: Sequence[Any],
+    states: Sequence[Kept],
     on_round: Callable[[int, dict[str, Any]], None],
 ) -> History:
     """What a run would have been that trained as another did: that one's states, evaluated in this
@@ -238,9 +227,7 @@ def later(
     history = History(simulation.header())
     for round, down, up, state in states:
         simulation.state = state
-        look = simulation.evaluation.split, p.report, simulation.measures
-        setup = simulation.setup
-        seconds, values = clock(lambda: evaluate(setup, simulation.state, *look))  # noqa: B023
+        seconds, values = clock(lambda: simulation.evaluate(simulation.evaluation.split))
         sent = {"bytes_down": down, "bytes_up": up}
         line = {"round": round, "cohort": [], "void": False, **sent, "seconds": seconds}
         history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})
@@ -252,8 +239,8 @@ def later(
 
 def write(
     folder: Path,
-    plan: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
+    plan: Plan,
+    rows: Sequence[Row],
     text: str,
     checks: Sequence[Any] = (),
 ) -> None:

@@ -4,8 +4,6 @@ one option varied (section 4); and a reproduction's pictures.
 Everything here is evaluation: nothing is trained on the server, and nothing is chosen.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,11 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.papers import figures
 from bench.papers.runs import Reproduction
-from bench.papers.table import curve
+from bench.papers.table import Row, curve
 from pflcore import FedAvg, Federation, metrics
 from pflcore.data.federation import permutation
 from pflcore.data.roles import Protocol
+from pflcore.results import pictures
 from pflcore.results.record import plain, slug
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State
@@ -36,14 +36,10 @@ class Point(NamedTuple):
     others: Tensor  # out of distribution: the sample of everybody's
 
 
-def results(setup: Setup, state: State, protocol: Protocol, split: str = "test") -> Tensor:
-    """Each reported client's accuracy, or loss where there is none, on its test samples (for "val":
-    each choosing client's): [N]."""
-    data, who = (
-        (protocol.blind, protocol.choose) if split == "val" else (protocol.data, protocol.report)
-    )
-    setting = setup.setting._replace(data=data.to(setup.setting.data.device))
-    values = evaluate(setup._replace(setting=setting), state, split, who)
+def results(setup: Setup, state: State, protocol: Protocol) -> Tensor:
+    """Each reported client's accuracy, or loss where there is none, on its test samples: [N]."""
+    setting = setup.setting._replace(data=protocol.data.to(setup.setting.data.device))
+    values = evaluate(setup._replace(setting=setting), state, "test", protocol.report)
     return values.get("accuracy", values["loss"])
 
 
@@ -108,16 +104,12 @@ def by_evaluation(
     return found
 
 
-def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
+def draw(made: Reproduction, rows: Sequence[Row]) -> list[Path]:
     """Pictures of each setting, of the first seed where not of all: curves, mixing weights and
     neighbours, weights by round where there is one model, clients in boxes, gains by size, cost,
     and the studies that the plan asks for (studies.json has their numbers); and results against the
     plan's option."""
-    from bench.papers import figures
-    from pflcore.results import pictures
-
-    out: list[Path | None] = []
-    studies: dict[str, Any] = {}
+    out, studies = list[Path | None](), dict[str, Any]()
     for setting in dict.fromkeys(s for s, _, _ in made.runs):
         runs = {
             m: r
@@ -127,35 +119,32 @@ def draw(made: Reproduction, rows: Sequence[Mapping[str, Any]]) -> list[Path]:
         if not runs:
             continue
         stem, first = f"{made.folder / slug(setting)}", {m: r[0] for m, r in runs.items()}
-        measure = next(iter(first.values())).measure
-        last = {m: r.last(measure) for m, r in first.items()}
+        unit = next(iter(first.values())).measure
+        named = [
+            replace(r, header=r.header | {"algorithm": m, "options": {}})
+            for m, all_ in runs.items()
+            for r in all_
+        ]
         if any(len(r.evaluations) > 1 for r in first.values()):
-            named = [
-                replace(r, header=r.header | {"algorithm": m, "options": {}})
-                for m, all_ in runs.items()
-                for r in all_
-            ]
-            out.append(pictures.curves(named, f"{stem}-curves.png"))
-            out.append(pictures.weights(named, f"{stem}-weights-by-round.png"))
             spent = {
-                m: [(sent / 2**20, mean) for _, sent, mean in curve(r, measure)]
+                m: [(sent / 2**20, mean) for _, sent, mean in curve(r, unit)]
                 for m, r in first.items()
             }
             what = "sent down and up by all clients, MiB"
-            out.append(figures.curves(spent, f"{stem}-cost.png", what, f"mean {measure}"))
+            out.append(pictures.curves(named, f"{stem}-curves.png"))
+            out.append(pictures.weights(named, f"{stem}-weights-by-round.png"))
+            out.append(figures.curves(spent, f"{stem}-cost.png", what, f"mean {unit}"))
         out.append(figures.heat_maps(first, f"{stem}-weights.png"))
         out.append(figures.heat_maps(first, f"{stem}-neighbours.png", k=5))
-        of_all = {m: torch.cat([r.last(measure) for r in all_]) for m, all_ in runs.items()}
-        out.append(figures.boxes(of_all, f"{stem}-boxes.png", measure))
+        out.append(pictures.clients(named, f"{stem}-boxes.png"))
+        last = {m: r.last(unit) for m, r in first.items()}
         before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
         if before:
             size = torch.tensor(next(iter(first.values())).header["size"])
             gains = {m: last[m] - last[b] for m, b in before.items()}
-            better = "up" if measure == "accuracy" else "down"
-            out.append(figures.deltas(size, gains, f"{stem}-deltas.png", measure, better))
-        studies[setting] = _trained(
-            made, setting, {m: last[before.get(m, m)] for m in first}, measure, out
-        )
+            out.append(figures.deltas(size, gains, f"{stem}-deltas.png", unit))
+        base = {m: last[before.get(m, m)] for m in first}
+        studies[setting] = _trained(made, setting, base, unit, out)
     if option := made.plan["against"]:
         found: dict[str, list[tuple[float, float]]] = {}
         for r in rows:
@@ -176,47 +165,38 @@ def _trained(
     out: list[Path | None],
 ) -> dict[str, Any]:
     """The studies of trained states; their pictures are added to `out`."""
-    from bench.papers import figures
-
     stem = made.folder / slug(setting)
     spread: dict[str, list[tuple[Any, float, float]]] = {}
-    fewer: dict[str, dict[float, Tensor]] = {}
+    fewer: dict[str, dict[float, float]] = {}
     for method in before:
-        m, task = made.plan["methods"][method], made.first[setting, method, ""]
-        states = made.states(task.base or task) if "vary" in m or "sizes" in m else []
+        m, task = made.plan["methods"][method], made.tasks[setting, method, ""][0]
+        states = made.states(task.base or task) if {"vary", "sizes"} & {*m} else []
         if not states:
             continue
         simulation, p = made.simulation(task)
-        setup, state = simulation.setup, states[-1][3]
+        setup, state, path = simulation.setup, states[-1][3], f"{stem}-{slug(method)}"
         if m.get("sizes"):
-            fewer[method] = by_size(setup, state, p)
+            found = by_size(setup, state, p)
+            fewer[method] = {f: metrics.mean(v) for f, v in found.items()}
         if m.get("sizes") and "state_of" in m:
-            gains = {
-                f"{f:.0%} of the test samples": g for f, g in by_evaluation(setup, state, p).items()
-            }
-            path, better = (
-                f"{stem}-{slug(method)}-tests.png",
-                "up" if unit == "accuracy" else "down",
-            )
-            out.append(figures.deltas(p.data.size("test"), gains, path, unit, better))
+            found = by_evaluation(setup, state, p)
+            gains = {f"{f:.0%} of the test samples": gain for f, gain in found.items()}
+            out.append(figures.deltas(p.data.size("test"), gains, f"{path}-tests.png", unit))
         for option, choices in m.get("vary", {}).items():
             points = vary(setup, state, p, option, choices)
             means = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
             hurt = [metrics.hurt(q.own, before[method], unit == "accuracy") for q in points]
             by = [(value, own, h) for (value, own, _), h in zip(means, hurt, strict=True)]
-            path = f"{stem}-{slug(method)}-{option}.png"
-            out.append(figures.option(by, path, option, unit, log=option.endswith("lr")))
+            out.append(figures.option(by, f"{path}-{option}.png", option, unit))
             if option != "finetune_lr":
                 spread[method] = means
         if "vary" in m and method not in spread:
             other = replace(p, data=out_of_distribution(p))
             own, others = (metrics.mean(results(setup, state, q)) for q in (p, other))
             spread[method] = [(method, own, others)]
-    out += [figures.distributions(spread, f"{stem}-distributions.png", unit)] if spread else []
-    parts = {
-        m: sorted((100 * f, metrics.mean(v)) for f, v in by.items()) for m, by in fewer.items()
-    }
+    if spread:
+        out.append(figures.distributions(spread, f"{stem}-distributions.png", unit))
+    parts = {m: sorted((100 * f, v) for f, v in by.items()) for m, by in fewer.items()}
     what = "personalization set used, %"
     out.append(figures.curves(parts, f"{stem}-sizes.png", what, f"mean {unit}"))
-    sizes = {m: {str(f): metrics.mean(v) for f, v in by.items()} for m, by in fewer.items()}
-    return {"distributions": spread, "sizes": sizes}
+    return {"distributions": spread, "sizes": fewer}

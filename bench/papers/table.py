@@ -1,20 +1,20 @@
 """The rows of a reproduction from its records, what of the plan must hold, and both as Markdown."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
 
 from bench.papers import measures
-from bench.table import markdown
+from bench.papers.plan import Plan
 from pflcore import metrics
 from pflcore.results.record import Run
-from pflcore.results.table import far_movers, incidents
+from pflcore.results.table import far_movers, incidents, markdown
 
 Runs = Mapping[tuple[str, str, str], Sequence[Run]]
+Row = Mapping[str, Any]
 
 
 def summary(
@@ -35,18 +35,17 @@ def summary(
     return {**out, "hurt": hurt}
 
 
-def rows_of(plan: Mapping[str, Any], runs: Runs) -> list[dict[str, Any]]:
+def rows_of(plan: Plan, runs: Runs) -> list[dict[str, Any]]:
     """One row per setting, method and variant."""
     return [_row(plan, runs, *key) for key in runs]
 
 
-def _row(
-    plan: Mapping[str, Any], runs: Runs, setting: str, method: str, variant: str
-) -> dict[str, Any]:
+def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> dict[str, Any]:
     """Means over seeds; accuracies in percent. `best` is the best round's mean over clients,
     selected on test data as in the papers, `by_size` the same weighted by test samples, `final` the
     last round's."""
     mine, m = runs[setting, method, variant], plan["methods"][method]
+    seen = [r.evaluations[-1]["eval"] for r in mine if r.evaluations]
     measure = next((r.measure for r in mine if r.evaluations), "accuracy")
     scale = 100.0 if measure == "accuracy" else 1.0
     before, trained = (
@@ -60,41 +59,38 @@ def _row(
     of_all = {k: metrics.mean([e[k] for e in each]) for k in each[0]}
     over = [_over_rounds(r, measure) for r in mine]
     best, final, by_size = ([scale * v for v in column] for column in zip(*over, strict=True))
-    seen = [r.evaluations[-1]["eval"] for r in mine if r.evaluations]
     clusters = [measures.largest_share(e["cluster"]) for e in seen if "cluster" in e]
     head, played = mine[0].header, trained or mine
     row = 4 * head["parameters"]
-    sent = [float(sum(r["bytes_down"] + r["bytes_up"] for r in run.rounds)) for run in mine]
-    last = next(iter(played[0].rounds[-1:]), None)
-    of_last = (last["bytes_down"] + last["bytes_up"]) / max(1, len(last["cohort"])) if last else 0
+    sent, many = [float([0, *r.sent()][-1]) for r in mine], len(mine) > 1
+    last = played[0].rounds[-1] if played[0].rounds else None
+    of_last = last and (last["bytes_down"] + last["bytes_up"]) / max(1, len(last["cohort"]))
     paper, expected = (plan[k].get(setting, {}).get(method) for k in ("reported", "expected"))
+    paper, paper_std = paper if isinstance(paper, list) else (paper, None)
     return {
         "method": method,
         "variant": variant,
         "setting": setting,
-        "data": head["data"],
+        **{k: head[k] for k in ("data", "rounds", "options", "training")},
         "measure": measure,
         "best": metrics.mean(best),
-        "best_std": metrics.std(best) if len(mine) > 1 else None,
+        "best_std": metrics.std(best) if many else None,
         "final": of_all["mean"] * scale,
-        "final_std": metrics.std(final) if len(mine) > 1 else None,
+        "final_std": metrics.std(final) if many else None,
         "by_seed": final,
         **{k: of_all[k] * scale for k in ("std", "worst_decile")},
         "hurt": of_all.get("hurt"),
         "largest": 100 * metrics.mean(clusters) if clusters else None,
         "by_size": metrics.mean(by_size),
-        "paper": paper[0] if isinstance(paper, list) else paper,
-        "paper_std": paper[1] if isinstance(paper, list) else None,
+        "paper": paper,
+        "paper_std": paper_std,
         "expected": expected,
         "seeds": len(mine),
-        "rounds": head["rounds"],
         "played": [r.played for r in mine],
         "evaluations": len(mine[0].evaluations),
         "epochs": head["training"]["epochs"],
-        "options": head["options"],
-        "training": head["training"],
         "tuned": list(m.get("grid", ())),
-        "models_a_round": of_last / row if last else None,
+        "models_a_round": of_last and of_last / row,
         "models": metrics.mean([s / (row * head["takes_part"]) for s in sent]),
         "to_goal": _to_goal(runs, setting, mine, measure),
         "seconds_a_round": metrics.mean([r["seconds"] for run in played for r in run.rounds]),
@@ -108,18 +104,15 @@ def _row(
 def _over_rounds(run: Run, measure: str) -> tuple[float, float, float]:
     """The best and the last of the means over clients, and the best weighted by test samples."""
     values, up = run.values(measure)[1], measure == "accuracy"
-    size = run.evaluations[-1]["eval"]["size"] if run.evaluations else []
-    means, sized = (
-        [metrics.mean(v) for v in values],
-        [metrics.weighted_mean(v, size) for v in values],
-    )
+    means = [metrics.mean(v) for v in values]
+    sized = [metrics.weighted_mean(v, run.evaluations[-1]["eval"]["size"]) for v in values]
     return metrics.best(means, up).value, metrics.final(means), metrics.best(sized, up).value
 
 
 def curve(run: Run, measure: str) -> list[tuple[int, int, float]]:
     """Round, bytes sent until then, and the mean over clients, of each evaluation."""
     at = {line["round"]: sent for line, sent in zip(run.rounds, run.sent(), strict=True)}
-    return [(r, at[r], v) for r, v in zip(*run.curve(None, measure), strict=True)]
+    return [(r, at[r], v) for r, v in zip(*run.curve(measure=measure), strict=True)]
 
 
 def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> float | None:
@@ -130,13 +123,12 @@ def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> flo
     first = next((run for run in of_setting if len(run.evaluations) > 1), None)
     if first is None:
         return None
-    up = measure == "accuracy"
-    goal, sent = goal_of(metrics.mean(first.last(measure)), up), []
+    up, sent = measure == "accuracy", []
+    goal = goal_of(metrics.mean(first.last(measure)), up)
     for run in mine:
         _, at, values = zip(*curve(run, measure), strict=True)
         sent.append(measures.bytes_to_reach(values, at, goal, up))
-    reached = [float(s) for s in sent if s is not None]
-    return metrics.mean(reached) if len(reached) == len(sent) else None
+    return None if None in sent else metrics.mean(list(map(float, sent)))  # type: ignore[arg-type]
 
 
 def goal_of(value: float, higher_is_better: bool) -> float:
@@ -144,12 +136,14 @@ def goal_of(value: float, higher_is_better: bool) -> float:
     return value * (0.98 if higher_is_better else 1.02)
 
 
-def verdicts(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[tuple[bool, str]]:
+def verdicts(plan: Plan, rows: Sequence[Row]) -> list[tuple[bool, str]]:
     """What the plan says must hold, and whether it does. Methods that were not played are passed
     over, numbers where seeds lack too."""
     checks, out = plan["checks"], []
-    for setting in dict.fromkeys(r["setting"] for r in rows):
-        mine = {r["method"]: r for r in rows if r["setting"] == setting and not r["variant"]}
+    pairs = [(low, high) for high, lows in checks.get("below", {}).items() for low in lows]
+    pairs += [(low, high) for low, highs in checks.get("above", {}).items() for high in highs]
+    for setting, of_setting in by_setting(rows).items():
+        mine = {r["method"]: r for r in of_setting if not r["variant"]}
         whole = {name: r for name, r in mine.items() if r["seeds"] == len(plan["seeds"])}
         wanted = plan["expected"].get(setting, {}) if "tolerance" in checks else {}
         for name in filter(whole.get, wanted):
@@ -162,46 +156,39 @@ def verdicts(plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list
                 value = "not measured" if got is None else f"{got:.1f} %"
                 said = f"{name}: {what} {value}, expected {want:g} ± {within:g}"
                 out.append((got is not None and abs(got - want) <= within, said))
-        pairs = [(low, high) for high, lows in checks.get("below", {}).items() for low in lows]
-        pairs += [(low, high) for low, highs in checks.get("above", {}).items() for high in highs]
         for low, high in pairs:
             if low in mine and high in mine:
-                by_seed = list(zip(mine[low]["by_seed"], mine[high]["by_seed"], strict=True))
-                good = sum(a < b for a, b in by_seed)
-                said = f"{low} below {high} in {good} of {len(by_seed)} runs"
-                out.append((good == len(by_seed), said))
+                by_seed = zip(mine[low]["by_seed"], mine[high]["by_seed"], strict=True)
+                good = [a < b for a, b in by_seed]
+                said = f"{low} below {high} in {sum(good)} of {len(good)} runs"
+                out.append((all(good), said))
     return out
 
 
 def table(
-    plan: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
+    plan: Plan,
+    rows: Sequence[Row],
     checks: Sequence[tuple[bool, str]] = (),
 ) -> str:
     """Markdown: a table per setting, methods in the plan's order, columns that some method has
     something for."""
-    lines = [plan["about"], ""] if plan["about"] else []
-    selects = False
-    for setting in dict.fromkeys(r["setting"] for r in rows):
-        mine = [r for r in rows if r["setting"] == setting]
+    lines, selects = about(plan), False
+    for setting, mine in by_setting(rows).items():
         # a run may have stopped before it was evaluated
         some = next((r for r in mine if r["evaluations"]), mine[0])
-        protocol = plan["settings"][setting].get("protocol")
+        protocol, up = plan["settings"][setting].get("protocol"), some["measure"] == "accuracy"
         select = any(r["evaluations"] > 1 for r in mine) and not protocol
         selects |= select
-        variants = list(dict.fromkeys(r["variant"] for r in mine))
-        body = []
-        for method in dict.fromkeys(r["method"] for r in mine):
-            of = {r["variant"]: r for r in mine if r["method"] == method}
-            body.append(_cells(of, variants, some["measure"] == "accuracy", select))
-        empty = {"", "-"}
-        columns = [c for c in body[0] if c == "method" or {cells[c] for cells in body} - empty]
-        unit = "accuracy in percent" if some["measure"] == "accuracy" else "loss"
+        variants, of = dict.fromkeys(r["variant"] for r in mine), dict[str, dict[str, Row]]()
+        for r in mine:
+            of.setdefault(r["method"], {})[r["variant"]] = r
+        body = [_cells(each, variants, up, select) for each in of.values()]
+        columns = [c for c in body[0] if c == "method" or {cells[c] for cells in body} - {"", "-"}]
         # NaN for one client
         whose = "mean over clients" if some["std"] == some["std"] else "of the target alone"
-        lines += [f"{heading(mine[0])}; test {unit}, {whose}", ""]
-        chosen = [dict(zip(columns, columns, strict=True)), *body]
-        lines += [*markdown(" | ".join(cells[c] for c in columns) for cells in chosen), ""]
+        unit = "accuracy in percent" if up else "loss"
+        chosen = [columns, *([cells[c] for c in columns] for cells in body)]
+        lines += [f"{heading(mine[0])}; test {unit}, {whose}", "", *markdown(chosen), ""]
         lines += [
             f"{r['method']}, moved far: {whom}; look at the data or set clip.\n"
             for r in mine
@@ -216,14 +203,24 @@ def table(
     return "\n".join(lines) + "\n"
 
 
-def heading(row: Mapping[str, Any]) -> str:
+def about(plan: Plan) -> list[str]:
+    """The lines above the tables."""
+    return [plan["about"], ""] if plan["about"] else []
+
+
+def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each setting."""
+    return {s: list(mine) for s, mine in groupby(rows, lambda row: row["setting"])}
+
+
+def heading(row: Row) -> str:
     """What all rows of a setting share."""
     name = row["setting"].replace("*", "\\*")
     return f"**{name}**, {row['data']}, {row['rounds']} rounds, {row['seeds']} seed(s)"
 
 
 def _cells(
-    of: Mapping[str, Mapping[str, Any]], variants: Sequence[str], up: bool, select: bool
+    of: Mapping[str, Row], variants: Iterable[str], up: bool, select: bool
 ) -> dict[str, str]:
     """One method's cells by column, from its row of each variant."""
     digits, r = 2 if up else 5, of.get("") or next(iter(of.values()))
@@ -234,20 +231,20 @@ def _cells(
         cells[(v or "best") + "\\*"] = best if select else ""
         cells[f"{v}, final" if v else "final"] = final
     goal = r["to_goal"] and r["to_goal"] / 2**20
-    for name, value, std, places in (
-        ("std", r["std"], None, digits),
-        ("worst decile", r["worst_decile"], None, digits),
-        ("paper", r["paper"], r.get("paper_std"), digits),
-        ("expected", r["expected"], None, digits),
-        ("by size", r["by_size"] if select else None, None, digits),
-        ("% hurt", r["hurt"], None, 1),
-        ("% in largest cluster", r["largest"], None, 1),
-        ("models a round", r["models_a_round"], None, 2),
-        ("models in all", r["models"], None, 1),
-        (f"MiB to {98 if up else 102} %", goal, None, 1),
-        ("seconds a round", r["seconds_a_round"], None, 3),
+    for name, value, places in (
+        ("std", r["std"], digits),
+        ("worst decile", r["worst_decile"], digits),
+        ("paper", r["paper"], digits),
+        ("expected", r["expected"], digits),
+        ("by size", r["by_size"] if select else None, digits),
+        ("% hurt", r["hurt"], 1),
+        ("% in largest cluster", r["largest"], 1),
+        ("models a round", r["models_a_round"], 2),
+        ("models in all", r["models"], 1),
+        (f"MiB to {98 if up else 102} %", goal, 1),
+        ("seconds a round", r["seconds_a_round"], 3),
     ):
-        cells[name] = number(value, std, places)
+        cells[name] = number(value, r["paper_std"] if name == "paper" else None, places)
     given = r["options"] | {f"training.{k}": v for k, v in r["training"].items()}
     notes = [f"{k} {given.get(k)}" for k in r["tuned"]]
     notes += [*filter(None, [r["held_out"]]), *r["incidents"]]

