@@ -19,25 +19,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.check import Count, check_fields
-from pflcore.cli.experiment import model_of
-from pflcore.cli.options import of_function, parse
+from pflcore.check import need
 from pflcore.cli.play import RunFailed, compare, first_line, report, run
-from pflcore.nn import factorize
-from pflcore.nn.factorized import factorized_layers
-from pflcore.nn.models import model_for
 from pflcore.ops import __version__, backend
 from pflcore.results.progress import INTERRUPTED
 from pflcore.simulation.interrupts import ENDING
-from pflcore.train import Net
 
 __all__ = ["main"]
 EXTRAS = {
@@ -47,24 +39,12 @@ EXTRAS = {
 }
 
 
-@dataclass(frozen=True)
-class Described:
-    """The model that is described."""
-
-    model: str = "mlp"  # by name
-    shape: tuple[int, ...] = (1, 28, 28)  # of one input
-    classes: Count = 10  # outputs
-    ranks: tuple[int, ...] = ()  # factors of each layer, or one for all; none: 3 for 5 outputs
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
 def info(argv: Sequence[str]) -> int:
-    """Says what runs here: versions, kernels, devices, optional packages; of a --model instead, the
-    parameters, plain and factorized."""
+    """Says what runs here: versions, kernels, devices, optional packages."""
     if argv:
-        return _info_model(argv)
+        need(argv[0] in ("-h", "--help"), "info", "no options", argv)
+        print(inspect.getdoc(info))
+        return 0
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch sees"
     facts = {
         "pflcore": __version__,
@@ -80,32 +60,6 @@ def info(argv: Sequence[str]) -> int:
         facts[f"[{extra}]"] = lacking if missing else "complete"
     for name, fact in {**facts, "kernels": backend()}.items():
         print(f"{name:<10}  {fact}")
-    return 0
-
-
-def _info_model(argv: Sequence[str]) -> int:
-    """The parameters of a model, as it is and with its layers factorized."""
-    prog, about, groups = "pflcore info", inspect.getdoc(info) or "", {"model": Described}
-    choice = model_of(parse(prog, about, groups, argv, whole=False)["model"]["model"])
-    if choice is None:
-        raise ValueError("model: expected a model by name, which depends on no data, got 'auto'.")
-    own = {choice.name: of_function(choice.function, choice.defaults)}
-    got = parse(prog, about, groups | own, argv)
-    m = Described(**got["model"])
-    plain = model_for(m.model, m.shape, m.classes, **got[choice.name])
-    net = Net(plain)
-    made = factorize(plain, m.ranks, head=net.head_name)
-    layers, size = factorized_layers(made), Net(made).size
-    print(f"{m.model} on {prod(m.shape)} inputs: {net.size:,} parameters")
-    for n, layer in layers.items():
-        count = sum(p.numel() for p in layer.parameters())
-        print(
-            f"  {n}: {tuple(layer.weight.shape)} as {layer.factors} factors, {count:,} parameters"
-        )
-    print(
-        f"factorized: {size:,} parameters travel ({size / net.size:.3f} of the model's), "
-        f"{3 * sum(layer.factors for layer in layers.values()):,} stay with each client"
-    )
     return 0
 
 
@@ -155,7 +109,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "reproduce": ("reproduce NAME [options]", reproduce),
     "attack": ("attack [options]", attack),
     "bench": ("bench [options]", bench),
-    "info": ("info [--model NAME]", info),
+    "info": ("info", info),
 }
 
 

@@ -65,14 +65,6 @@ def test_reproduce_plays_a_plan_of_groups(tmp_path):
     assert rows[1]["parameters"] < rows[0]["parameters"]
 
 
-def test_info_counts_parameters(capsys):
-    assert main(["info", "--model", "mlp", "--ranks", "120", "--no-bias"]) == 0
-    said = capsys.readouterr().out
-    assert "158,800 parameters" in said
-    assert "120,200 parameters travel (0.757 of the model's), 360 stay with each client" in said
-    assert main(["info", "--model", "nothing"]) == 2
-
-
 def test_attack_prints_its_table(tmp_path, capsys):
     small = "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 --steps 5"
     asked = ["attack", "--data", "digits", "--out", str(tmp_path), *small.split()]
