@@ -79,16 +79,6 @@ def to_csv(header: Line, rounds: Sequence[Line], path: str | Path, per: Per = "r
         ) from None
 
 
-def to_tensorboard(rounds: Sequence[Line], folder: str | Path, clients: bool = False) -> None:
-    """Every round's `scalars` as events in `folder`, by torch's own writer; ImportError in one
-    sentence without tensorboard."""
-    writer = summary_writer(folder)
-    for r in rounds:
-        for name, value in scalars(r, clients).items():
-            writer.add_scalar(name, value, r["round"])
-    writer.close()
-
-
 def scalars(record: Line, clients: bool = False) -> dict[str, float]:
     """A round's numbers by name: "train/...", "traffic/...", "eval/..." (means over clients) and,
     with `clients`, "eval/KEY/client I"."""

@@ -15,6 +15,7 @@ import torch
 from pflcore.check import need, refuse
 from pflcore.results import export
 from pflcore.results.export import Per
+from pflcore.simulation.callbacks import TensorBoard
 from pflcore.simulation.describe import NOBODY, Record, farthest
 from pflcore.simulation.personal import Models, Personalized, adapt, export_models
 from pflcore.simulation.round import State
@@ -131,4 +132,6 @@ class History:
     def to_tensorboard(self, folder: str | Path, clients: bool = False) -> None:
         """The rounds as TensorBoard's events in `folder`, with `clients` a curve for each client;
         needs the package tensorboard."""
-        export.to_tensorboard(self.rounds, folder, clients)
+        board = TensorBoard(folder, clients)
+        for record in self.rounds:
+            board(record["round"], record)
