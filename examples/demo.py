@@ -1,13 +1,15 @@
-"""`make demo`: the four systems in three minutes, and one page to look at, runs/demo/index.html.
+"""`make demo`: the four systems in minutes, and one page to look at, runs/demo/index.html.
 
 Every part is a run on real data, a table and a picture. The page holds the pictures itself, the
-commands to go on with, and a sentence on what to look at.
+commands to go on with, and a sentence on what to look at. `python examples/demo.py 10` plays at
+most ten rounds of each run, to see the page sooner.
 """
 
 from __future__ import annotations
 
 import html
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -57,12 +59,19 @@ class Part(NamedTuple):
     command: str  # to go on with
 
 
-def played(methods: Mapping[str, Any], *how: Any, **more: Any) -> dict[str, History]:
+def played(
+    methods: Mapping[str, Any],
+    model: Any,
+    data: Federation,
+    training: Training,
+    rounds: int,
+    **more: Any,
+) -> dict[str, History]:
     """A run of each method, by its name in the table."""
-    runs = {}
+    runs, rounds = {}, min([rounds, *map(int, sys.argv[1:])])
     for name, alg in methods.items():
         print(f"  {name}", flush=True)
-        runs[name] = Simulation(alg, *how, **more).run()
+        runs[name] = Simulation(alg, model, data, training, rounds, **more).run()
     return runs
 
 

@@ -11,8 +11,6 @@ An annotation says the type, the bounds and the choices; a type checker,
 Numbers are finite, numpy's scalars become Python's own, and a truth value is no number.
 """
 
-from __future__ import annotations
-
 import collections.abc as abc
 import functools
 import inspect

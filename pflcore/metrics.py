@@ -8,8 +8,6 @@ deviations are the population's (ddof = 0), as in both papers, so N = 1 gives 0.
 float64. Shares and accuracies are in [0, 1]; only functions that say "percent" return percents.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple

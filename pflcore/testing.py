@@ -6,8 +6,6 @@ play, and what is played once more is what has to be played otherwise. The first
 one sentence that names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy

@@ -5,8 +5,6 @@
 name one by an instance, a class, a name of it, or "package.module:Class" for one of their own.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import inspect

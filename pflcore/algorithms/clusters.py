@@ -2,8 +2,6 @@
 data best; and Clustered FL, where a cluster splits in two whose updates point apart.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Literal
 

@@ -8,8 +8,6 @@ Bernoulli(sigmoid(l_k)), v_k ~ Kumaraswamy(c_k, d_k), whose distribution functio
 inputs' dtype, and are differentiable.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

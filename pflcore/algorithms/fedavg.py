@@ -5,8 +5,6 @@ anchor): FedProx, and personal models pulled towards a common one, MR-MTL, Ditto
 where nothing is shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import field
 from typing import Literal

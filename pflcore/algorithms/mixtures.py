@@ -2,8 +2,6 @@
 by element, FedFomo by the models that do better on its data, L2C by whose updates help.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain

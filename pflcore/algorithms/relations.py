@@ -4,8 +4,6 @@ the models nearest to where a client is going; and the quadratic programme of it
 `p . W p` over the simplex, `sum(p) = 1`, `p >= 0`.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import field

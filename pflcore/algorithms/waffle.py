@@ -2,8 +2,6 @@
 the others' gradients, and Weight Erosion, whose weights fall with the distance from one target.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -5,8 +5,6 @@ What is wrong with an argument is said in one sentence on stderr with exit code 
 is computed or written.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import inspect

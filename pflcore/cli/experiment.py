@@ -1,8 +1,6 @@
 """An experiment by names: the federation, the model and the runs that `pflcore run` and `pflcore
 compare` play."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """The options of a command, from dataclasses and functions, by tyro: a field's comment is its
 help."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy

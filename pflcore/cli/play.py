@@ -4,8 +4,6 @@ Every option is a field of a dataclass (the algorithm, Training, Options, Output
 the partition or the model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Federated data: a pool of samples, who holds which, and where both come from."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from collections.abc import Callable, Mapping

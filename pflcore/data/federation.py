@@ -4,8 +4,6 @@ A rule says for n samples which of their positions go to which split. Clients wi
 are dealt at once, by one permutation.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence

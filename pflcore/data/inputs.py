@@ -4,8 +4,6 @@ A pool is one tensor [n, ...]. Samples with several fields lie in it side by sid
 `Fields` takes them apart before the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ A reader makes {client: {split: (x, y)}}; `_federation` does the rest. OSError o
 sentence that names the file, where one is missing or holds something else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

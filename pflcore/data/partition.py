@@ -4,8 +4,6 @@ A rule is `rule(labels, rng, *, its options) -> Partition`; `partition` checks, 
 Indices count through cat(labels, test_labels), so that one pool holds both.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

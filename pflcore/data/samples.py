@@ -1,7 +1,5 @@
 """What a federation holds, what it refuses, and what it can be asked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Made-up federations whose answers are known: ``truth`` holds them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

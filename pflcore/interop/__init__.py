@@ -1,8 +1,6 @@
 """pflcore in other people's code: their models as rows, one call, and a server and a client without
 a simulation."""
 
-from __future__ import annotations
-
 from pflcore.interop.client import Client
 from pflcore.interop.mixing import Clusters, Krum, personalize
 from pflcore.interop.packing import pack, unpack

@@ -1,8 +1,6 @@
 """One client of any algorithm on a machine of its own: what it keeps, its work of a round, its
 personalized model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

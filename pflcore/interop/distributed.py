@@ -10,8 +10,6 @@ others, at once or after the group's timeout (`init_process_group(timeout=)`). N
 gradients.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

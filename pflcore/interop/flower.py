@@ -7,8 +7,6 @@ needs nothing of a client but its model; `keep_private` is a mod that keeps some
 client; `ExactMultiKrum` is Flower's MultiKrum by exact distances.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase

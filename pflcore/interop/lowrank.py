@@ -10,8 +10,6 @@ packed by name: of FedSA-LoRA (Guo et al. 2025) `pflcore.pack(states, include="*
 FFA-LoRA (Sun et al. 2024), whose A is frozen and the same for all, `include="*lora_*B*"`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """One call: clients' models in, one personalized model per client out, for the methods that need
 nothing of a client but its model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

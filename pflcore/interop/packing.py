@@ -4,8 +4,6 @@ came in: a row, a list of arrays, a state dict, a Flower record, a module, a fil
 Nothing is imported for a form that is not there: a Flower array is known by what it has.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress

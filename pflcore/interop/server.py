@@ -1,7 +1,5 @@
 """The server of any algorithm without a simulation: clients are wherever they are, come and go."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy

@@ -1,8 +1,6 @@
 """What travels between a server and a client: dicts of plain tensors, which any framework
 carries."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any, NamedTuple
 

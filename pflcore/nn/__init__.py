@@ -1,7 +1,5 @@
 """Modules for models that pflcore trains."""
 
-from __future__ import annotations
-
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor

@@ -5,8 +5,6 @@ A client's own choice of factors b enters as strength * b: a model row in which 
 multiplied by b is that client's model, and the layer needs to know nothing of it.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal

@@ -1,8 +1,6 @@
 """What a forward pass needs beside row and input. One per thread: workers run different clients at
 the same time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

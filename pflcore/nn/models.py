@@ -5,8 +5,6 @@ options, and returns an `nn.Module`. None of them knows anything of federated le
 `pflcore.Net` finds the head (the last linear layer) by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """What runs leave: records, tables, pictures."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What every picture is drawn with. matplotlib is imported here, when a picture is asked for, and
 never touches a caller's own figures (no pyplot)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

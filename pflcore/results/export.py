@@ -1,7 +1,5 @@
 """A run's records as rows of a table, a CSV file, a pandas frame, or TensorBoard's events."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs told as a Markdown table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

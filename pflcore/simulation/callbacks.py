@@ -7,8 +7,6 @@ anything else ends it too, and nothing is lost: the rounds up to there are in `s
 (and in the exception's attribute `history`), and `simulation.run()` goes on from them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

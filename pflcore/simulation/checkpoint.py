@@ -6,8 +6,6 @@ last: until then the earlier checkpoint is the one that counts. Nothing is pickl
 checkpoint runs nobody's code.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

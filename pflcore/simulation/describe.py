@@ -1,7 +1,5 @@
 """What a run is: the one description that its record, its checkpoint and its header line have."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

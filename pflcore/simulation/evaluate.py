@@ -1,7 +1,5 @@
 """The personalized models of a state, and what they are worth on their clients' data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

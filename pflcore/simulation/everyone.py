@@ -1,7 +1,5 @@
 """One run for each client as the target: WAFFLE and Weight Erosion for everyone."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Sequence

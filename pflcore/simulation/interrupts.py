@@ -1,7 +1,5 @@
 """Ctrl-C, and the signals that a command answers as it does: when they may come."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

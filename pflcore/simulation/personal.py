@@ -2,8 +2,6 @@
 and that of a client who comes later, for whom the state grows by one.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

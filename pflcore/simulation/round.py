@@ -5,8 +5,6 @@ Rows of clients that do not fit into memory are in files, with blocks on disk on
 were ever written.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import dataclass, replace

@@ -2,8 +2,6 @@
 what a listed set of them sends instead of its honest update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 the memory that it needs at its peak, beside data and activations.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Local training of a cohort: models as rows, the clients' steps, and what an algorithm's hook may
 do with its clients' data."""
 
-from __future__ import annotations
-
 from pflcore.data.ragged import onto
 from pflcore.train.choose import prepared
 from pflcore.train.clients import Clients, Fit, Setting

@@ -6,8 +6,6 @@ frozen weight, a pass that differs between training and evaluation or between si
 leaves the model to the engines. Whether the chain is the model, the trial says (`choose`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Do model, data and criterion fit together? What does not is refused in one sentence of the user's
 words: what was given, what was expected, what to do."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The criteria that go by a name: mean losses of a batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated, Any
 

@@ -1,8 +1,6 @@
 """Running out of memory, on a GPU or beside it: how it is recognised, what it is said with, and
 what can be given back."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

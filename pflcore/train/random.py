@@ -5,8 +5,6 @@ drawn at once, in any order, on any number of workers, and nobody's draws depend
 part.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

@@ -6,8 +6,6 @@ a small model's time around the arithmetic. One client's call goes to torch's ow
 packed sequences, given first states, projections and dropout.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 torch's: all of them at once, before the first round.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import warnings

@@ -11,7 +11,7 @@ import pytest
 from places import ROOT
 
 pytestmark = [
-    pytest.mark.deep("the four systems on real data, for a minute"),
+    pytest.mark.deep("the four systems on real data, ten rounds each"),
     pytest.mark.xdist_group("demo"),
 ]
 BROWSER = next(
@@ -23,7 +23,8 @@ BROWSER = next(
 def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, ROOT / "examples" / "demo.py"], cwd=folder, env=env, check=True)
+    words = [sys.executable, ROOT / "examples" / "demo.py", "10"]
+    subprocess.run(words, cwd=folder, env=env, check=True)
     return folder / "runs/demo/index.html"
 
 
