@@ -38,7 +38,8 @@ def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
             near(found[0][key].nan_to_num(-1), other[key].nan_to_num(-1), 1e-5, 1e-6)
     s, others = setting("loop"), [0, 1, 3, 4]
     whole = evaluate(Setup(FedAvg(), s), begin(FedAvg(), s.net, 5))
-    assert all(torch.equal(found[-1][k][others], whole[k][others]) for k in ("loss", "accuracy"))
+    for key in ("loss", "accuracy"):  # batches of one shared model cross clients
+        near(found[-1][key][others], whole[key][others], 1e-6, 1e-7)
 
 
 def weighted(scores: Tensor, y: Tensor):

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import pytest
 
-from pflcore import cli
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import Positive
 from pflcore.cli.experiment import Options
@@ -54,9 +53,7 @@ def parsed(groups, *words, **how):
     return parse("prog", "About.", groups, words, **how)
 
 
-@pytest.mark.parametrize(
-    "cls", [Options, Output, Training, Compared, cli.Described, *ALGORITHMS.values()]
-)
+@pytest.mark.parametrize("cls", [Options, Output, Training, Compared, *ALGORITHMS.values()])
 def test_every_option_has_help(cls):
     """The comment beside the field, or above it, as tyro finds it."""
     missing = {f.name for f in offered(cls)} - {*comments(cls)}
