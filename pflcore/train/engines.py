@@ -26,6 +26,7 @@ from pflcore.train.chain import Chain
 from pflcore.train.net import Net
 from pflcore.train.training import Training
 
+EPOCH_BYTES = 1 << 26  # an epoch's minibatches are gathered at once up to this size
 Tensors = dict[str, Tensor]
 LossFn = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]  # net, row, x, y, extra
 
@@ -141,14 +142,26 @@ class Chunk:
     def __post_init__(self) -> None:
         self.losses = torch.zeros(len(self.buffers), dtype=torch.float64, device=self.data.device)
         self.leaves: list[Tensor] = []
+        self._epoch: int | None = None
         self._looked: Step | None = None
 
     def samples(self, step: Step, which: int = 0) -> tuple[Tensor, Tensor]:
         """x [s, B, ...] and the clients' own labels y [s, B, ...] of a minibatch."""
-        at, pool = self.batches.places(step, which), (self.data.x, self.data.y)
+        s, epoch, b = step.clients, step.epoch + which * step.epochs, self.batches
+        whole = b.order[:, epoch]
+        if whole.numel() * self.data.x[0].nbytes > EPOCH_BYTES:
+            return self.gathered(b.places(step, which), s)
+        if self._epoch != epoch:
+            self._epoch, self._samples = epoch, self.gathered(whole, slice(None))
+        x, y = self._samples
+        return x[s, step.first : step.last], y[s, step.first : step.last]
+
+    def gathered(self, at: Tensor, clients: slice) -> tuple[Tensor, Tensor]:
+        """The samples and the clients' own labels at some places [s, n] of the pool."""
+        pool = (self.data.x, self.data.y)
         x, y = (t.index_select(0, at.flatten()).unflatten(0, at.shape) for t in pool)
         if self.relabel is not None:
-            y = self.relabel[step.clients].gather(1, y.flatten(1)).view_as(y)
+            y = self.relabel[clients].gather(1, y.flatten(1)).view_as(y)
         return x, y
 
     def gradient(self, step: Step, w: Tensor, which: int = 0) -> Tensor:
