@@ -11,7 +11,7 @@ from . import reference as reference  # the specification of the five
 from . import stream as stream
 from ._library import backend
 from .aggregate import aggregate
-from .nearest import Nearest, nearest
+from .nearest import nearest
 from .rank1 import rank1_linear
 from .sgd import sgd_step_
 from .sqdist import pairwise_sqdist
@@ -20,7 +20,6 @@ from .weights import TopK, feddwa_weights, waffle_weights
 __version__ = "0.1.0"  # pflcore's, kernels and all
 
 __all__ = [
-    "Nearest",
     "TopK",
     "aggregate",
     "backend",

@@ -32,7 +32,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Checkpoint", "load", "lock", "save"]
+__all__ = [
+    "Checkpoint",
+]
 FORMAT = 2
 NAME = "checkpoint.json"
 DAMAGED = (
