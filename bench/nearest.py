@@ -43,7 +43,7 @@ def problem(size: dict[str, int]) -> Problem | None:
         return torch.from_numpy(search.kneighbors(guide.numpy(), return_distance=False))
 
     def missed(got: Any) -> float:
-        index = got.index if isinstance(got, tuple) else got
+        index = got[1] if isinstance(got, tuple) else got
         return 1 - float((index[:100, :, None] == few[:, None]).any(-1).double().mean())
 
     providers = {

@@ -33,7 +33,7 @@ from torch import Tensor
 from pflcore import metrics
 from pflcore.check import checked
 
-__all__ = ["Run", "read"]
+__all__ = ["Record", "Run", "group", "read"]
 LONG = 1000  # entries from which a list is no part of a line
 OnRound = Callable[[int, dict[str, Any]], None]
 PARTS = ("model_options", "training", "options")

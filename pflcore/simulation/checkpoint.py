@@ -32,9 +32,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = [
-    "Checkpoint",
-]
+__all__ = ["Checkpoint", "load", "lock", "save"]
 FORMAT = 2
 NAME = "checkpoint.json"
 DAMAGED = (
