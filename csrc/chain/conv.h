@@ -147,7 +147,7 @@ PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const
       for (int64_t v = 0; v < q.vectors; v++) {
         constexpr int N = 4;
         V acc[R][N];
-        PFL_TILE(fill(acc[r][j], bias[o0 + r]));
+        PFL_TILE(acc[r][j] = bias[o0 + r] - V{});
         outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v * lanes, q.line);
         PFL_EACH(r, R, const int64_t at = ((o0 + r) * q.hq + yq) * q.vectors + v; V top{};
                  window<T, bytes>(q, acc[r], top, s.mask + at * lanes, s.kept + at * 4 * lanes);
@@ -157,7 +157,7 @@ PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const
       tiled<4>(q.vectors, [&](int64_t v0, auto N_) PFL_LAMBDA {
         constexpr int N = N_;
         V acc[R][N];
-        PFL_TILE(fill(acc[r][j], bias[o0 + r]));
+        PFL_TILE(acc[r][j] = bias[o0 + r] - V{});
         outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v0 * lanes, 2 * lanes);
         PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
                  store_first(to + r * q.hq * q.lanes + (v0 + j) * lanes, acc[r][j],

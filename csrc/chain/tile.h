@@ -71,8 +71,7 @@ PFL_INLINE void exponential(Vec<T, bytes>& x) {
   } else {
     using V = Vec<float, bytes>;
     using I = Vec<int32_t, bytes>;
-    V high, low;
-    fill(high, 89.f), fill(low, -87.f);
+    const V high = 89.f - V{}, low = -87.f - V{};
     x = x > high ? high : x;
     x = x < low ? low : x;
     const V n = (x * 1.44269504f + 12582912.f) - 12582912.f;  // the nearest whole number
@@ -110,8 +109,7 @@ PFL_INLINE void error_function(Vec<T, bytes>& x) {
   } else {
     using V = Vec<float, bytes>;
     const V t = x < 0 ? -x : x, s = x * x, u = t > 4.f ? V{} + 4.f : t;
-    V in, out;
-    fill(in, kErfIn[0]), fill(out, kErfOut[0]);
+    V in = kErfIn[0] - V{}, out = kErfOut[0] - V{};
     for (int i = 1; i < 8; i++) {
       in = in * s + kErfIn[i];
       out = out * u + kErfOut[i];

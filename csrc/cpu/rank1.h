@@ -36,13 +36,16 @@ std::vector<T*> row_pointers(P data, int64_t rows, int64_t stride) {
 }
 
 // small_gemm.h on the instruction set that runs.
-template <class... Args>
-void dots(Args... args) {
-  on_isa([&](auto bytes) PFL_LAMBDA { cpu::dots<bytes>(args...); });
+template <class T>
+void dots(int64_t rows, int64_t cols, int64_t k, const T* const* a, const T* const* b, T* c,
+          int64_t c_row) {
+  on_isa([&](auto bytes) PFL_LAMBDA { cpu::dots<bytes>(rows, cols, k, a, b, c, c_row); });
 }
-template <class... Args>
-void outer(Args... args) {
-  on_isa([&](auto bytes) PFL_LAMBDA { cpu::outer<bytes>(args...); });
+template <class T>
+void outer(int64_t rows, int64_t width, int64_t k, const T* a, int64_t a_row, int64_t a_step,
+           const T* const* b, T* const* c, bool add) {
+  on_isa([&](auto bytes)
+             PFL_LAMBDA { cpu::outer<bytes>(rows, width, k, a, a_row, a_step, b, c, add); });
 }
 // to[j, i] = from[i, j] for rows x cols of `from`.
 template <class T>

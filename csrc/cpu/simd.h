@@ -81,11 +81,6 @@ PFL_INLINE void store(T* p, const V& v) {
   __builtin_memcpy(p, &v, sizeof(V));
 }
 
-template <class V, class T>
-PFL_INLINE void fill(V& v, T x) {
-  v = x - V{};
-}
-
 // A store that goes past the caches; p is aligned to the vector's size. fence() after the last one
 // of a thread.
 template <class V, class T>
@@ -304,15 +299,7 @@ PFL_INLINE void store_first(T* to, const V& v, int64_t n) {
   if (n >= lanes) return store(to, v);
   T all[lanes];
   store(all, v);
-  copy<sizeof(V) / 2>(to, static_cast<const T*>(all), n);
-}
-template <class T, class V>
-PFL_INLINE void load_first(V& v, const T* from, int64_t n) {
-  constexpr int64_t lanes = sizeof(V) / sizeof(T);
-  if (n >= lanes) return load(v, from);
-  T all[lanes] = {};
-  copy<sizeof(V) / 2>(static_cast<T*>(all), from, n);
-  load(v, all);
+  copy<(sizeof(V) > 16 ? sizeof(V) / 2 : 16)>(to, static_cast<const T*>(all), n);
 }
 
 // ---- sums of lanes ----

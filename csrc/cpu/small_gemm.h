@@ -29,14 +29,15 @@ PFL_INLINE void clear(V (&acc)[R][N]) {
   PFL_TILE(acc[r][j] = V{});
 }
 
-// acc[r][j] += sum over i < k of a[r * a_row + i * a_step] times the vector at b(i, j).
+// acc[r][j] += sum over i < k of a[r * a_row + i * a_step] times the vector at b(i, j). (The factor
+// as a vector is no variable: GCC would build it lane by lane in memory.)
 template <int R, int N, class V, class T, class At>
 PFL_INLINE void sum_outer(V (&acc)[R][N], int64_t k, const T* a, int64_t a_row, int64_t a_step,
                           const At& b) {
   for (int64_t i = 0; i < k; i++, a += a_step) {
     V v[N];
     PFL_EACH(j, N, load(v[j], b(i, j)); hold(v[j]));
-    PFL_EACH(r, R, V s; fill(s, a[r * a_row]); PFL_EACH(j, N, acc[r][j] += s * v[j]));
+    PFL_EACH(r, R, const T s = a[r * a_row]; PFL_EACH(j, N, acc[r][j] += (s - V{}) * v[j]));
   }
 }
 
@@ -97,11 +98,20 @@ PFL_INLINE void outer(int64_t rows, int64_t width, int64_t k, const T* a, int64_
         clear(acc);
         sum_outer<R, N>(acc, k, a + r0 * a_row, a_row, a_step,
                         [&](int64_t i, int64_t j) PFL_LAMBDA { return b[i] + (v0 + j) * lanes; });
-        PFL_TILE(const int64_t at = (v0 + j) * lanes; T* const to = c[r0 + r] + at; if (add) {
-          Vec<T, bytes> old;
-          load_first(old, to, width - at);
-          acc[r][j] += old;
-        } store_first(to, acc[r][j], width - at));
+        const int64_t first = v0 * lanes, left = width - first;
+        if (left >= N * lanes) {
+          PFL_TILE(T* const to = c[r0 + r] + first + j * lanes; Vec<T, bytes> old; if (add) {
+            load(old, to);
+            acc[r][j] += old;
+          } store(to, acc[r][j]));
+        } else {
+          T some[R][N * bytes / sizeof(T)];
+          PFL_TILE(store(some[r] + j * lanes, acc[r][j]));
+          for (int r = 0; r < R; r++) {
+            T* const to = c[r0 + r] + first;
+            for (int64_t e = 0; e < left; e++) to[e] = add ? to[e] + some[r][e] : some[r][e];
+          }
+        }
       });
 }
 

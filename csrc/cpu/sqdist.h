@@ -80,7 +80,10 @@ struct Rows {
         }
       }
       T* to = packed + i * (padded + kSkew);
-      copy_as<16>(to, from, width);
+      if constexpr (std::is_same_v<In, T>)
+        std::memcpy(to, from, sizeof(T) * width);
+      else
+        copy_as<16>(to, from, width);
       std::fill(to + width, to + padded, T(0));
       at[i] = to;
     }
