@@ -1,6 +1,6 @@
+#define PFL_TARGET PFL_AVX512
 #include "../cpu/isa.h"
 #if PFL_X86
-#define PFL_CHAIN_TARGET PFL_AVX512
 #include "worker.h"
 
 namespace pflcore::cpu {

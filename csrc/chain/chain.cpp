@@ -38,18 +38,15 @@ struct ChainArgs {
   using T = T_;
   Tensor x, y;
   OptionalTensor relabel;
-  cpu::ChainProgram program{};
-  cpu::ChainData<T> data{};
-  cpu::chain::Loss loss;
+  cpu::ChainProblem<T> problem{};
   double work = 0;  // about so many operations for a sample and a pass
 
   ChainArgs(const char* op, const Tensor& w, const Tensor& program_in, const std::string& criterion,
             int64_t c, int64_t h, int64_t width, const Tensor& x_in, const Tensor& y_in,
             const OptionalTensor& relabel_in)
-      : x(dense(x_in)),
-        y(dense(y_in)),
-        relabel(whole_numbers(relabel_in)),
-        loss(loss_of(op, criterion)) {
+      : x(dense(x_in)), y(dense(y_in)), relabel(whole_numbers(relabel_in)) {
+    const cpu::chain::Loss loss = problem.loss_kind = loss_of(op, criterion);
+    cpu::ChainProgram& program = problem.program;
     PFL_CHECK(w.dim() == 2 && (w.size(1) <= 1 || w.stride(1) == 1), op,
               ": expected w [S, Q] with contiguous rows");
     const Tensor table = dense_as(program_in, ScalarType::Double);
@@ -85,12 +82,13 @@ struct ChainArgs {
     const bool one = !program.layers.empty() && outputs == 1;
     PFL_CHECK(loss == cpu::chain::Loss::cross_entropy ? labels : one, op,
               ": expected int64 labels for cross entropy, one output for the others");
-    data = {pflcore::data<T>(x),           features, n, nullptr, nullptr, whole(relabel),
-            relabel ? relabel->size(1) : 0};
-    if (labels)
-      data.label = whole(y);
-    else
-      data.value = pflcore::data<T>(y);
+    problem.data = {pflcore::data<T>(x),
+                    features,
+                    n,
+                    labels ? whole(y) : nullptr,
+                    labels ? nullptr : pflcore::data<T>(y),
+                    whole(relabel),
+                    relabel ? relabel->size(1) : 0};
   }
 };
 
@@ -128,8 +126,8 @@ Tensor chain_sgd_cpu(const Tensor& w, const Tensor& program, const std::string& 
     PFL_CHECK(!seeds || seeds->numel() == s * order.size(1), op, ": expected seeds [S, passes]");
     const SgdArgs<T> sgd(OnCpu(w, op), op, w, lr, shift, mask, mu, mu_rows, anchor, momentum,
                          weight_decay);
-    cpu::ChainSgd<T> a{};
-    a.sgd = sgd.step, a.program = args.program, a.loss_kind = args.loss, a.data = args.data;
+    cpu::ChainSgd<T> a{args.problem};
+    a.sgd = sgd.step;
     a.order = whole(order), a.passes = order.size(1), a.longest = order.size(2);
     a.size = whole(size), a.steps = whole(steps), a.batch = batch, a.drop_last = drop_last,
     a.seeds = whole(seeds), a.clip = clip;
@@ -165,9 +163,8 @@ std::tuple<Tensor, Tensor> chain_grad_cpu(const Tensor& w, const Tensor& program
               ": expected order [S, n] and a size for each client");
     PFL_CHECK(!seeds || seeds->numel() == s, op, ": expected seeds [S]");
     Tensor grad = make(w, {s, w.size(1)}), loss = make(w, {s}, ScalarType::Double);
-    cpu::ChainGrad<T> a{};
+    cpu::ChainGrad<T> a{args.problem};
     a.w = data<T>(w), a.s = s, a.w_row = row_stride(w);
-    a.program = args.program, a.loss_kind = args.loss, a.data = args.data;
     a.order = whole(order), a.longest = order.size(1), a.size = whole(size), a.seeds = whole(seeds);
     a.grad = mutable_data<T>(grad), a.loss = mutable_data<double>(loss);
     PFL_CHECK(cpu::chain_grad(a, TorchParallel{3 * args.work * static_cast<double>(order.numel())}),
@@ -198,10 +195,9 @@ std::tuple<Tensor, Tensor, Tensor> chain_eval_cpu(const Tensor& w, const Tensor&
     PFL_CHECK(classes >= 0, op, ": expected no negative number of classes");
     Tensor loss = make(w, {n}, ScalarType::Double), right = make(w, {n}, ScalarType::Bool),
            scores = make(w, {classes ? n : 0, classes});
-    cpu::ChainEval<T> a{};
+    cpu::ChainEval<T> a{args.problem};
     a.w = data<T>(w), a.s = s;
     a.w_row = s > 1 ? w.stride(0) : w.size(1);
-    a.program = args.program, a.loss_kind = args.loss, a.data = args.data;
     a.order = whole(order), a.begin = whole(begin);
     a.classes = classes;
     a.loss = mutable_data<double>(loss), a.right = mutable_data<uint8_t>(right);

@@ -50,12 +50,17 @@ struct ChainData {
   int64_t names;  // [s, names]; nullptr: as they are
 };
 
+// What training, gradients and evaluation have in common.
 template <class T>
-struct ChainSgd {
-  Sgd<T> sgd;  // its gradient and its buffer are made here
+struct ChainProblem {
   ChainProgram program;
   chain::Loss loss_kind;
   ChainData<T> data;
+};
+
+template <class T>
+struct ChainSgd : ChainProblem<T> {
+  Sgd<T> sgd;  // its gradient and its buffer are made here
   const int64_t* order;
   int64_t passes, longest;      // [s, passes, longest] places in the pool
   const int64_t *size, *steps;  // [s] samples of each client, steps it takes
@@ -68,12 +73,9 @@ struct ChainSgd {
 };
 
 template <class T>
-struct ChainGrad {
+struct ChainGrad : ChainProblem<T> {
   const T* w;
   int64_t s, w_row;
-  ChainProgram program;
-  chain::Loss loss_kind;
-  ChainData<T> data;
   const int64_t* order;
   int64_t longest;       // [s, longest]
   const int64_t* size;   // [s]
@@ -83,12 +85,9 @@ struct ChainGrad {
 };
 
 template <class T>
-struct ChainEval {
+struct ChainEval : ChainProblem<T> {
   const T* w;
-  int64_t s, w_row;  // w_row 0: one model for all
-  ChainProgram program;
-  chain::Loss loss_kind;
-  ChainData<T> data;
+  int64_t s, w_row;              // w_row 0: one model for all
   const int64_t *order, *begin;  // [n] places, client after client; [s + 1] where each one's begin
   double* loss;                  // [n]
   uint8_t* right;                // [n]

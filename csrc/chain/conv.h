@@ -96,7 +96,7 @@ struct ConvSpace {
 
 // Plain values into the padded, split layout.
 template <class T, int bytes>
-PFL_FN void conv_import(const Conv& q, const T* x, T* in) {
+PFL_INLINE void conv_import(const Conv& q, const T* x, T* in) {
   for (int64_t ch = 0; ch < q.c; ch++)
     for (int64_t y = 0; y < q.h; y++)
       for (int64_t i = 0; i < q.w; i++, x += q.batch)
@@ -106,8 +106,8 @@ PFL_FN void conv_import(const Conv& q, const T* x, T* in) {
 // The pooled value of a window z0 z1 / z2 z3 and the bits of where its slope goes: a maximum's to
 // the first of equals, NaN wins. Where the four have to be kept there is no value yet.
 template <class T, int bytes>
-PFL_FN void window(const Conv& q, Vec<T, bytes> (&z)[4], Vec<T, bytes>& top, uint8_t* mask,
-                   T* kept) {
+PFL_INLINE void window(const Conv& q, Vec<T, bytes> (&z)[4], Vec<T, bytes>& top, uint8_t* mask,
+                       T* kept) {
   using I = decltype(z[0] < z[1]);
   constexpr int lanes = bytes / sizeof(T);
   I bits;
@@ -134,45 +134,41 @@ PFL_FN void window(const Conv& q, Vec<T, bytes> (&z)[4], Vec<T, bytes>& top, uin
 }
 
 template <class T, int bytes>
-PFL_FN void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const T* bias, T* y,
-                     int64_t yq) {
+PFL_INLINE void conv_row(const Conv& q, const ConvSpace<T>& s, const T* w, const T* bias, T* y,
+                         int64_t yq) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int four = Tile<T, bytes>::four;
-  split(q.o, four, [&](int64_t o0, int64_t rows) PFL_LAMBDA {
-    fixed<four>(rows, [&](auto R_) PFL_LAMBDA {
-      constexpr int R = R_;
-      const T *base = s.in + q.phases * yq * q.line, *wt = w + o0 * q.taps;
-      T* to = y + (o0 * q.hq + yq) * q.lanes;
-      if (q.pool) {
-        for (int64_t v = 0; v < q.vectors; v++) {
-          constexpr int N = 4;
-          V acc[R][N];
-          PFL_TILE(fill(acc[r][j], bias[o0 + r]));
-          outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v * lanes, q.line);
-          PFL_EACH(r, R, const int64_t at = ((o0 + r) * q.hq + yq) * q.vectors + v; V top{};
-                   window<T, bytes>(q, acc[r], top, s.mask + at * lanes, s.kept + at * 4 * lanes);
-                   store_first(to + r * q.hq * q.lanes + v * lanes, top, q.lanes - v * lanes));
-        }
-      } else {
-        split(q.vectors, 4, [&](int64_t v0, int64_t across) PFL_LAMBDA {
-          fixed<4>(across, [&](auto N_) PFL_LAMBDA {
-            constexpr int N = N_;
-            V acc[R][N];
-            PFL_TILE(fill(acc[r][j], bias[o0 + r]));
-            outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v0 * lanes, 2 * lanes);
-            PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
-                     store_first(to + r * q.hq * q.lanes + (v0 + j) * lanes, acc[r][j],
-                                 q.lanes - (v0 + j) * lanes));
-          });
-        });
+  tiled<four>(q.o, [&](int64_t o0, auto R_) PFL_LAMBDA {
+    constexpr int R = R_;
+    const T *base = s.in + q.phases * yq * q.line, *wt = w + o0 * q.taps;
+    T* to = y + (o0 * q.hq + yq) * q.lanes;
+    if (q.pool) {
+      for (int64_t v = 0; v < q.vectors; v++) {
+        constexpr int N = 4;
+        V acc[R][N];
+        PFL_TILE(acc[r][j] = bias[o0 + r] - V{});
+        outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v * lanes, q.line);
+        PFL_EACH(r, R, const int64_t at = ((o0 + r) * q.hq + yq) * q.vectors + v; V top{};
+                 window<T, bytes>(q, acc[r], top, s.mask + at * lanes, s.kept + at * 4 * lanes);
+                 store_first(to + r * q.hq * q.lanes + v * lanes, top, q.lanes - v * lanes));
       }
-    });
+    } else {
+      tiled<4>(q.vectors, [&](int64_t v0, auto N_) PFL_LAMBDA {
+        constexpr int N = N_;
+        V acc[R][N];
+        PFL_TILE(acc[r][j] = bias[o0 + r] - V{});
+        outer_at<R, N>(acc, wt, R, q.at.data(), q.taps, base + v0 * lanes, 2 * lanes);
+        PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
+                 store_first(to + r * q.hq * q.lanes + (v0 + j) * lanes, acc[r][j],
+                             q.lanes - (v0 + j) * lanes));
+      });
+    }
   });
 }
 
 template <class T, int bytes>
-PFL_KERNEL void conv_forward(const Conv& q, const ConvSpace<T>& s, const T* x, const T* w,
+PFL_TARGET void conv_forward(const Conv& q, const ConvSpace<T>& s, const T* x, const T* w,
                              const T* bias, T* y) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
@@ -206,8 +202,8 @@ PFL_KERNEL void conv_forward(const Conv& q, const ConvSpace<T>& s, const T* x, c
 // The slopes of output rows y0 .. y1 before pooling and activation, from the gradient dy of what
 // came out; the biases' [o][lanes] are added to.
 template <class T, int bytes, bool pooled>
-PFL_FN void conv_slopes(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy, int64_t y0,
-                        int64_t y1) {
+PFL_INLINE void conv_slopes(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy,
+                            int64_t y0, int64_t y1) {
   using V = Vec<T, bytes>;
   using I = decltype(V{} < V{});
   constexpr int lanes = bytes / sizeof(T);
@@ -250,8 +246,8 @@ PFL_FN void conv_slopes(const Conv& q, const ConvSpace<T>& s, const T* y, const 
 // keeps the sums in the making. In pieces whose slopes stay in the first-level cache while all taps
 // go over them.
 template <class T, int bytes>
-PFL_FN void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, int64_t y1,
-                        const Into<T>& into, T* w) {
+PFL_INLINE void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, int64_t y1,
+                            const Into<T>& into, T* w) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int four = Tile<T, bytes>::four;
@@ -259,45 +255,41 @@ PFL_FN void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, int64_
                 most = std::max<int64_t>(1, kNear / (four * windows * bytes));
   const int64_t wide = std::min(q.vectors, most),
                 some_rows = std::max<int64_t>(1, most / q.vectors);
-  split(q.o, four, [&](int64_t o0, int64_t rows) PFL_LAMBDA {
-    fixed<four>(rows, [&](auto R_) PFL_LAMBDA {
-      constexpr int R = R_;
-      T* const mine = s.part + (q.back ? 0 : o0 * q.taps * lanes);
-      for (int64_t y = y0; y < y1; y += some_rows)
-        split(q.vectors, wide, [&](int64_t v0, int64_t vectors) PFL_LAMBDA {
-          const bool begin = y == 0 && v0 == 0,
-                     end = std::min(y1, y + some_rows) == q.hq && v0 + vectors == q.vectors;
-          split(q.taps, 4, [&](int64_t k0, int64_t across) PFL_LAMBDA {
-            fixed<4>(across, [&](auto N_) PFL_LAMBDA {
-              constexpr int N = N_;
-              V acc[R][N];
-              T* const kept = mine + k0 * R * lanes;
-              if (begin)
-                clear(acc);
-              else
-                PFL_TILE(load(acc[r][j], kept + (r * N + j) * lanes));
-              for (int64_t yq = y; yq < std::min(y1, y + some_rows); yq++)
-                for (int64_t e = 0; e < windows; e++) {
-                  const T* x[N];
-                  PFL_EACH(j, N,
-                           x[j] = s.in + (q.phases * yq + e / 2) * q.line +
-                                  (e % 2 ? q.at[k0 + j].b : q.at[k0 + j].a) + v0 * lanes);
-                  dots_on<R, N>(acc,
-                                s.d + q.d_lead + o0 * q.d_plane + (yq - y0) * q.outs * q.d_line +
-                                    e * q.d_row + v0 * lanes,
-                                q.d_plane, x, vectors);
-                }
-              if (end) {
-                T sum[32], *to = w + o0 * q.taps + k0 * R;
-                sum_tile<R, N>(sum, acc);
-                for (int i = 0; i < R * N; i++) into(to[i], sum[i]);
-              } else {
-                PFL_TILE(store(kept + (r * N + j) * lanes, acc[r][j]));
-              }
-            });
-          });
+  tiled<four>(q.o, [&](int64_t o0, auto R_) PFL_LAMBDA {
+    constexpr int R = R_;
+    T* const mine = s.part + (q.back ? 0 : o0 * q.taps * lanes);
+    for (int64_t y = y0; y < y1; y += some_rows)
+      split(q.vectors, wide, [&](int64_t v0, int64_t vectors) PFL_LAMBDA {
+        const int64_t below = std::min(y1, y + some_rows);
+        const bool begin = y == 0 && v0 == 0, end = below == q.hq && v0 + vectors == q.vectors;
+        tiled<4>(q.taps, [&](int64_t k0, auto N_) PFL_LAMBDA {
+          constexpr int N = N_;
+          V acc[R][N];
+          T* const kept = mine + k0 * R * lanes;
+          if (begin)
+            clear(acc);
+          else
+            PFL_TILE(load(acc[r][j], kept + (r * N + j) * lanes));
+          for (int64_t yq = y; yq < below; yq++)
+            for (int64_t e = 0; e < windows; e++) {
+              const T *d = s.d + q.d_lead + o0 * q.d_plane + (yq - y0) * q.outs * q.d_line +
+                           e * q.d_row + v0 * lanes,
+                      *x[N];
+              PFL_EACH(j, N,
+                       x[j] = s.in + (q.phases * yq + e / 2) * q.line +
+                              (e % 2 ? q.at[k0 + j].b : q.at[k0 + j].a) + v0 * lanes);
+              sum_dots<R, N>(
+                  acc, vectors * lanes, [&](int r) PFL_LAMBDA { return d + r * q.d_plane; }, x);
+            }
+          if (end) {
+            T sum[32], *to = w + o0 * q.taps + k0 * R;
+            sum_tile<true>(sum, acc);
+            for (int i = 0; i < R * N; i++) into(to[i], sum[i]);
+          } else {
+            PFL_TILE(store(kept + (r * N + j) * lanes, acc[r][j]));
+          }
         });
-    });
+      });
   });
 }
 
@@ -305,7 +297,7 @@ PFL_FN void conv_update(const Conv& q, const ConvSpace<T>& s, int64_t y0, int64_
 // a row of a tile of them. Taps that meet only zeros above, below or beside the slopes are left
 // out, tile by tile.
 template <class T, int bytes>
-PFL_FN void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
+PFL_INLINE void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
   constexpr int two = Tile<T, bytes>::two;
@@ -332,35 +324,32 @@ PFL_FN void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
       const int64_t pe = e % q.stride, columns_k = (q.kw - pe + q.stride - 1) / q.stride;
       const auto shift = [&](int64_t j)
                              PFL_LAMBDA { return floor_div((e - pe) / q.stride - j, q.outs); };
-      split(q.c, two, [&](int64_t c0, int64_t rows) PFL_LAMBDA {
-        fixed<two>(rows, [&](auto R_) PFL_LAMBDA {
-          split(vectors, 2, [&](int64_t v0, int64_t across) PFL_LAMBDA {
-            fixed<2>(across, [&](auto N_) PFL_LAMBDA {
-              constexpr int R = R_, N = N_;
-              const int64_t left = v0 * lanes / q.batch,
-                            right = std::min(q.columns - 1, ((v0 + N) * lanes - 1) / q.batch);
-              int64_t j0 = 0, j1 = columns_k;
-              while (j0 < j1 && left + shift(j0) >= q.wq) j0++;
-              while (j0 < j1 && right + shift(j1 - 1) < 0) j1--;
-              V acc[R][N];
-              clear(acc);
-              for (int64_t i = low; i < high; i++) {
-                const int64_t k = (i * columns_k + j0) * q.o;
-                outer_at<R, N>(acc, packs[pu][pe] + c0 * rows_k * columns_k * q.o + k * R, R,
-                               q.back_at[pu][e].data() + k, (j1 - j0) * q.o,
-                               s.d + q.d_lead + uy * q.d_line + v0 * lanes, 0);
-              }
-              PFL_TILE(store(s.wide + (r * vectors + v0 + j) * lanes, acc[r][j]));
-            });
-          });
-          for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < q.columns; i++) {
-              const int64_t x = q.phases * i + e - q.pw;
-              if (x >= 0 && x < q.w)
-                copy<bytes>(dx + (((c0 + r) * q.h + y) * q.w + x) * q.batch,
-                            s.wide + r * vectors * lanes + i * q.batch, q.batch);
-            }
+      tiled<two>(q.c, [&](int64_t c0, auto R_) PFL_LAMBDA {
+        constexpr int R = R_;
+        tiled<2>(vectors, [&](int64_t v0, auto N_) PFL_LAMBDA {
+          constexpr int N = N_;
+          const int64_t left = v0 * lanes / q.batch,
+                        right = std::min(q.columns - 1, ((v0 + N) * lanes - 1) / q.batch);
+          int64_t j0 = 0, j1 = columns_k;
+          while (j0 < j1 && left + shift(j0) >= q.wq) j0++;
+          while (j0 < j1 && right + shift(j1 - 1) < 0) j1--;
+          V acc[R][N];
+          clear(acc);
+          for (int64_t i = low; i < high; i++) {
+            const int64_t k = (i * columns_k + j0) * q.o;
+            outer_at<R, N>(acc, packs[pu][pe] + c0 * rows_k * columns_k * q.o + k * R, R,
+                           q.back_at[pu][e].data() + k, (j1 - j0) * q.o,
+                           s.d + q.d_lead + uy * q.d_line + v0 * lanes, 0);
+          }
+          PFL_TILE(store(s.wide + (r * vectors + v0 + j) * lanes, acc[r][j]));
         });
+        for (int64_t r = 0; r < R; r++)
+          for (int64_t i = 0; i < q.columns; i++) {
+            const int64_t x = q.phases * i + e - q.pw;
+            if (x >= 0 && x < q.w)
+              copy<bytes>(dx + (((c0 + r) * q.h + y) * q.w + x) * q.batch,
+                          s.wide + r * vectors * lanes + i * q.batch, q.batch);
+          }
       });
     }
   }
@@ -369,11 +358,11 @@ PFL_FN void conv_back(const Conv& q, const ConvSpace<T>& s, const T* w, T* dx) {
 // dx may be nullptr; into: what happens to the gradients, whose places are dw and db (db may be
 // nullptr).
 template <class T, int bytes>
-PFL_KERNEL void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy,
+PFL_TARGET void conv_backward(const Conv& q, const ConvSpace<T>& s, const T* y, const T* dy,
                               const T* w, const Into<T>& into, T* dw, T* db, T* dx) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
-  zero(s.sums, q.o * lanes);
+  std::fill_n(s.sums, q.o * lanes, T(0));
   for (int64_t y0 = 0, some = q.back ? q.hq : 1; y0 < q.hq;
        y0 += some) {  // the first layer's, row by row: its slopes stay near
     if (q.pool)

@@ -9,7 +9,7 @@ namespace pflcore::cpu::chain {
 
 // ---- activations ----
 template <class T, int bytes>
-PFL_KERNEL void act_forward(int64_t act, const T* x, T* y, int64_t n) {
+PFL_TARGET void act_forward(int64_t act, const T* x, T* y, int64_t n) {
   using V = Vec<T, bytes>;
   for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
     V v;
@@ -18,17 +18,14 @@ PFL_KERNEL void act_forward(int64_t act, const T* x, T* y, int64_t n) {
       activate<T, bytes>(act, v);
     } else {
       V e = v * T(0.70710678118654752440);
-      if constexpr (sizeof(T) == 8)
-        lane_by_lane(e, [](double t) { return std::erf(t); });
-      else
-        error_function<bytes>(e);
+      error_function<T, bytes>(e);
       v = v * T(.5) * (T(1) + e);
     }
     store(y + i, v);
   }
 }
 template <class T, int bytes>
-PFL_KERNEL void act_backward(int64_t act, const T* x, const T* y, const T* dy, T* dx, int64_t n) {
+PFL_TARGET void act_backward(int64_t act, const T* x, const T* y, const T* dy, T* dx, int64_t n) {
   using V = Vec<T, bytes>;
   for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
     V g, v;
@@ -39,10 +36,7 @@ PFL_KERNEL void act_backward(int64_t act, const T* x, const T* y, const T* dy, T
     } else {
       load(v, x + i);
       V e = v * T(0.70710678118654752440), bell = v * v * T(-.5);
-      if constexpr (sizeof(T) == 8)
-        lane_by_lane(e, [](double t) { return std::erf(t); });
-      else
-        error_function<bytes>(e);
+      error_function<T, bytes>(e);
       exponential<T, bytes>(bell);
       g *= T(.5) * (T(1) + e) + v * bell * T(0.39894228040143267794);
     }
@@ -58,7 +52,7 @@ struct Pool {
 };
 
 template <class T, int bytes>
-PFL_KERNEL void pool_forward(const Pool& q, const T* x, T* y) {
+PFL_TARGET void pool_forward(const Pool& q, const T* x, T* y) {
   using V = Vec<T, bytes>;
   const int64_t ho = q.ho(), wo = q.wo();
   for (int64_t p = 0; p < q.c * ho * wo; p++) {
@@ -80,11 +74,11 @@ PFL_KERNEL void pool_forward(const Pool& q, const T* x, T* y) {
   }
 }
 template <class T, int bytes>
-PFL_KERNEL void pool_backward(const Pool& q, const T* x, const T* dy, T* dx) {
+PFL_TARGET void pool_backward(const Pool& q, const T* x, const T* dy, T* dx) {
   using V = Vec<T, bytes>;
   using I = decltype(V{} < V{});
   const int64_t ho = q.ho(), wo = q.wo();
-  zero(dx, q.c * q.h * q.w * q.batch);
+  std::fill_n(dx, q.c * q.h * q.w * q.batch, T(0));
   for (int64_t p = 0; p < q.c * ho * wo; p++) {
     const int64_t at = ((p / (ho * wo) * q.h + p / wo % ho * q.sh) * q.w + p % wo * q.sw) * q.batch;
     for (int64_t b = 0; b < q.batch; b += bytes / sizeof(T)) {
@@ -113,14 +107,14 @@ PFL_KERNEL void pool_backward(const Pool& q, const T* x, const T* dy, T* dx) {
 // ---- dropout: the mask of pflcore.nn.Dropout, a hash of the step's seed, the layer and the place
 // [sample][feature] ----
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
-PFL_FN uint64_t mixed(uint64_t z) {
+PFL_INLINE uint64_t mixed(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
   return z ^ (z >> 31);
 }
 // factor [feature][sample]: 1 / (1 - p) or 0; samples `first` and on of the step's batch.
 template <class T, int bytes>
-PFL_KERNEL void dropout_factors(uint64_t seed, int64_t layer, int64_t threshold, T scale,
+PFL_TARGET void dropout_factors(uint64_t seed, int64_t layer, int64_t threshold, T scale,
                                 int64_t features, int64_t first, int64_t batch, T* factor) {
   const uint64_t key = mixed(seed + static_cast<uint64_t>(layer) * kGolden);
   for (int64_t f = 0; f < features; f++)
@@ -131,7 +125,7 @@ PFL_KERNEL void dropout_factors(uint64_t seed, int64_t layer, int64_t threshold,
     }
 }
 template <class T, int bytes>
-PFL_KERNEL void multiply(const T* x, const T* factor, T* y, int64_t n) {
+PFL_TARGET void multiply(const T* x, const T* factor, T* y, int64_t n) {
   Vec<T, bytes> v, f;
   for (int64_t i = 0; i < n; i += bytes / sizeof(T)) {
     load(v, x + i);
@@ -144,7 +138,7 @@ PFL_KERNEL void multiply(const T* x, const T* factor, T* y, int64_t n) {
 // ---- a factor for each feature: what stands between the two products of a rank-1 factorized
 // layer; 0 is 0 whatever it meets ----
 template <class T, int bytes>
-PFL_KERNEL void scale_features(int64_t features, int64_t batch, const T* lam, const T* x, T* y) {
+PFL_TARGET void scale_features(int64_t features, int64_t batch, const T* lam, const T* x, T* y) {
   Vec<T, bytes> v;
   for (int64_t f = 0; f < features; f++)
     for (int64_t b = 0; b < batch; b += bytes / sizeof(T)) {
@@ -157,7 +151,7 @@ PFL_KERNEL void scale_features(int64_t features, int64_t batch, const T* lam, co
     }
 }
 template <class T, int bytes>
-PFL_KERNEL void scale_backward(int64_t features, int64_t batch, const T* x, const T* dy,
+PFL_TARGET void scale_backward(int64_t features, int64_t batch, const T* x, const T* dy,
                                const Into<T>& into, T* dlam) {
   Vec<T, bytes> v, g;
   for (int64_t f = 0; f < features; f++) {
@@ -184,7 +178,7 @@ struct Norm {
 
 // stats [groups][2][batch and a vector]: mean and 1 / deviation.
 template <class T, int bytes>
-PFL_KERNEL void norm_forward(const Norm& q, const T* x, const T* weight, const T* bias, T* stats,
+PFL_TARGET void norm_forward(const Norm& q, const T* x, const T* weight, const T* bias, T* stats,
                              T* y) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
@@ -221,7 +215,7 @@ PFL_KERNEL void norm_forward(const Norm& q, const T* x, const T* weight, const T
 
 // dx may be nullptr. weight, bias and their gradients are of one layout.
 template <class T, int bytes>
-PFL_KERNEL void norm_backward(const Norm& q, const T* x, const T* stats, const T* dy,
+PFL_TARGET void norm_backward(const Norm& q, const T* x, const T* stats, const T* dy,
                               const T* weight, const Into<T>& into, T* dweight, T* dbias, T* dx) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
@@ -274,7 +268,7 @@ PFL_KERNEL void norm_backward(const Norm& q, const T* x, const T* stats, const T
 // [batch], and the slopes of the losses times `share` [classes][batch], which may be the scores'
 // own place; loss, right and slope may be nullptr.
 template <class T, int bytes>
-PFL_KERNEL void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* score,
+PFL_TARGET void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* score,
                        const T* target, T* loss, uint8_t* right, T* slope) {
   using V = Vec<T, bytes>;
   using I = decltype(V{} < V{});

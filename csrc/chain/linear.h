@@ -5,7 +5,6 @@
 // as the row has them, [out][in], and reads the samples where they are.
 #pragma once
 #include "tile.h"
-#include "../cpu/small_gemm.h"
 
 namespace pflcore::cpu::chain {
 
@@ -24,24 +23,20 @@ struct Linear {
 
 // z by sample, y plain.
 template <class T, int bytes>
-PFL_KERNEL void linear_forward(const Linear& q, const T* x, const T* w, const T* bias, T* z, T* y) {
+PFL_TARGET void linear_forward(const Linear& q, const T* x, const T* w, const T* bias, T* z, T* y) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
-  constexpr int two = Tile<T, bytes>::two;
-  split(q.high / lanes, 2, [&](int64_t v0, int64_t across) PFL_LAMBDA {
-    fixed<2>(across, [&](auto N_) PFL_LAMBDA {
-      split(q.batch, two, [&](int64_t b0, int64_t rows) PFL_LAMBDA {
-        fixed<two>(rows, [&](auto R_) PFL_LAMBDA {
-          constexpr int R = R_, N = N_;
-          V acc[R][N];
-          PFL_TILE(load(acc[r][j], bias + (v0 + j) * lanes));
-          outer_on<R, N>(acc, x + b0, 1, q.batch, q.in, w + v0 * lanes, q.high);
-          PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
-                   store(z + (b0 + r) * q.high + (v0 + j) * lanes, acc[r][j]));
+  tiles<Tile<T, bytes>::two, 2>(
+      q.batch, q.high / lanes, [&](int64_t b0, auto R_, int64_t v0, auto N_) PFL_LAMBDA {
+        constexpr int R = R_, N = N_;
+        V acc[R][N];
+        PFL_TILE(load(acc[r][j], bias + (v0 + j) * lanes));
+        sum_outer<R, N>(acc, q.in, x + b0, 1, q.batch, [&](int64_t i, int j) PFL_LAMBDA {
+          return w + i * q.high + (v0 + j) * lanes;
         });
+        PFL_TILE(if (q.act == kRelu) acc[r][j] = acc[r][j] < 0 ? V{} : acc[r][j];
+                 store(z + (b0 + r) * q.high + (v0 + j) * lanes, acc[r][j]));
       });
-    });
-  });
   for (int64_t i = 0; i < q.batch * q.high && q.act > kRelu; i += lanes) {
     V v;
     load(v, z + i);
@@ -54,7 +49,7 @@ PFL_KERNEL void linear_forward(const Linear& q, const T* x, const T* w, const T*
 // From the gradient dy of what came out: dx where wanted, and the gradients, a few rows of the
 // weights after another. `dz` is space like z, zeros behind the outputs.
 template <class T, int bytes>
-PFL_KERNEL void linear_backward(const Linear& q, const T* x, const T* z, const T* dy, const T* w,
+PFL_TARGET void linear_backward(const Linear& q, const T* x, const T* z, const T* dy, const T* w,
                                 const Into<T>& into, T* dw, T* db, T* dx, T* dz) {
   using V = Vec<T, bytes>;
   constexpr int64_t lanes = bytes / sizeof(T);
@@ -69,33 +64,29 @@ PFL_KERNEL void linear_backward(const Linear& q, const T* x, const T* z, const T
       keep_first<T>(g, q.out - o);  // z may be NaN behind the outputs
       store(dz + b * q.high + o, g);
     }
-  split(q.in, six, [&](int64_t f, int64_t rows) PFL_LAMBDA {
-    fixed<six>(rows, [&](auto R_) PFL_LAMBDA {
-      constexpr int R = R_;
-      if (dx)
-        split(q.batch, most, [&](int64_t b0, int64_t some) PFL_LAMBDA {
-          fixed<most>(some, [&](auto M_) PFL_LAMBDA {
-            constexpr int M = M_;
-            V acc[M][R];
-            clear(acc);
-            const T* b[R];
-            PFL_EACH(r, R, b[r] = w + (f + r) * q.high);
-            dots_on<M, R>(acc, dz + b0 * q.high, q.high, b, q.high / lanes);
-            T sum[32];
-            sum_tile<M, R>(sum, acc);
-            for (int r = 0; r < R; r++)
-              for (int j = 0; j < M; j++) dx[(f + r) * q.batch + b0 + j] = sum[r * M + j];
-          });
-        });
-      split(q.high / lanes, most, [&](int64_t v0, int64_t across) PFL_LAMBDA {
-        fixed<most>(across, [&](auto N_) PFL_LAMBDA {
-          constexpr int N = N_;
-          V acc[R][N];
-          clear(acc);
-          outer_on<R, N>(acc, x + f * q.batch, q.batch, 1, q.batch, dz + v0 * lanes, q.high);
-          PFL_TILE(into.vector(dw + (f + r) * q.high + (v0 + j) * lanes, acc[r][j]));
-        });
+  tiled<six>(q.in, [&](int64_t f, auto R_) PFL_LAMBDA {
+    constexpr int R = R_;
+    if (dx)
+      tiled<most>(q.batch, [&](int64_t b0, auto M_) PFL_LAMBDA {
+        constexpr int M = M_;
+        V acc[M][R];
+        const T *a = dz + b0 * q.high, *b[R];
+        T sum[32];
+        PFL_EACH(r, R, b[r] = w + (f + r) * q.high);
+        clear(acc);
+        sum_dots<M, R>(acc, q.high, [&](int r) PFL_LAMBDA { return a + r * q.high; }, b);
+        sum_tile<true>(sum, acc);
+        for (int r = 0; r < R; r++)
+          for (int j = 0; j < M; j++) dx[(f + r) * q.batch + b0 + j] = sum[r * M + j];
       });
+    tiled<most>(q.high / lanes, [&](int64_t v0, auto N_) PFL_LAMBDA {
+      constexpr int N = N_;
+      V acc[R][N];
+      clear(acc);
+      sum_outer<R, N>(acc, q.batch, x + f * q.batch, q.batch, 1, [&](int64_t i, int j) PFL_LAMBDA {
+        return dz + i * q.high + (v0 + j) * lanes;
+      });
+      PFL_TILE(into.vector(dw + (f + r) * q.high + (v0 + j) * lanes, acc[r][j]));
     });
   });
   for (int64_t o = 0; db && o < q.high; o += lanes) {
@@ -112,7 +103,7 @@ PFL_KERNEL void linear_backward(const Linear& q, const T* x, const T* z, const T
 // plain ----
 
 template <class T, int bytes>
-PFL_KERNEL void narrow_forward(const Linear& q, const T* const* x, const T* w, const T* bias,
+PFL_TARGET void narrow_forward(const Linear& q, const T* const* x, const T* w, const T* bias,
                                T* y) {
   constexpr int64_t few = 16;
   const T* rows[few];
@@ -126,7 +117,7 @@ PFL_KERNEL void narrow_forward(const Linear& q, const T* const* x, const T* w, c
 }
 
 template <class T, int bytes>
-PFL_KERNEL void narrow_backward(const Linear& q, const T* const* x, const T* dy, bool add, T* dw,
+PFL_TARGET void narrow_backward(const Linear& q, const T* const* x, const T* dy, bool add, T* dw,
                                 T* db) {
   constexpr int64_t few = 16;
   T* rows[few];

@@ -1,4 +1,3 @@
-#define PFL_CHAIN_TARGET
 #include "worker.h"
 
 namespace pflcore::cpu {

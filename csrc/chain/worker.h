@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <new>
+#include <optional>
 #include <stdexcept>
 
 #include "chain.h"
@@ -13,7 +14,6 @@
 #include "layers.h"
 #include "linear.h"
 #include "../cpu/scratch.h"
-#include "../cpu/small_gemm.h"
 
 namespace pflcore::cpu {
 
@@ -180,7 +180,7 @@ struct Space {                         // of one block
 };
 
 template <class T, int bytes>
-PFL_KERNEL void descend(const sgd_detail::Row<T>& row, int64_t n) {
+PFL_TARGET void descend(const sgd_detail::Row<T>& row, int64_t n) {
   sgd_detail::row<bytes, T>(row, 0, n);
 }
 
@@ -241,18 +241,17 @@ class Worker {
     const bool clipped = a.clip < std::numeric_limits<double>::infinity();
     const bool plain = !(row.shift || row.mask || row.anchor || row.buffer || row.decay != 0 ||
                          clipped || a.grad_sum || layout_.narrow);
-    const bool direct = plain && size <= most();  // gradients move the weights as they are made
+    const bool direct = plain && size <= most_;  // gradients move the weights as they are made
     double total = 0;
     bool fine = true;
     for (int64_t k = 0; k < a.steps[s] && fine; k++) {
       const int64_t pass = k / cuts, first = k % cuts * size, count = std::min(size, n - first);
       const int64_t* const place = a.order + (s * a.passes + pass) * a.longest + first;
-      seed_ = a.seeds ? static_cast<uint64_t>(a.seeds[s * a.passes + pass]) +
-                            static_cast<uint64_t>(k % cuts)
-                      : 0;
+      seed_ = {};
+      if (a.seeds) seed_ = static_cast<uint64_t>(a.seeds[s * a.passes + pass]) + k % cuts;
       double loss = 0;
-      fine = gradient(a.data, a.loss_kind, s, place, count, std::min(size, n - first - count),
-                      a.seeds != nullptr, direct, row.lr, loss);
+      fine = gradient(a, s, place, count, std::min(size, n - first - count),
+                      {direct, false, row.lr}, loss);
       total += loss;
       if (direct || !fine) continue;
       if (clipped) clip(a.clip);
@@ -274,10 +273,9 @@ class Worker {
     a.loss[s] = 0;
     if (n == 0) return true;
     begin(a.w + s * a.w_row);
-    seed_ = a.seeds ? static_cast<uint64_t>(a.seeds[s]) : 0;
-    if (!gradient(a.data, a.loss_kind, s, a.order + s * a.longest, n, 0, a.seeds != nullptr, false,
-                  T(0), a.loss[s]))
-      return false;
+    seed_ = {};
+    if (a.seeds) seed_ = static_cast<uint64_t>(a.seeds[s]);
+    if (!gradient(a, s, a.order + s * a.longest, n, 0, {}, a.loss[s])) return false;
     write(g_, a.grad + s * program_.q, false);
     return true;
   }
@@ -286,18 +284,19 @@ class Worker {
   bool evaluate(const ChainEval<T>& a, int64_t s, int64_t first, int64_t last) {
     if (first >= last) return true;
     read(w_, a.w + s * a.w_row);
+    seed_ = {};
     int64_t owner = s;
     for (int64_t at = first; at < last;) {
-      int64_t some = most();
+      int64_t some = most_;
       while (some > last - at) some /= 2;  // few sizes, so few plans
       Plan& plan = use(some);
       if (a.scores && a.classes != plan.classes) return false;
       for (int64_t i = 0; i < some; i++) {
         while (a.w_row == 0 && at + i >= a.begin[owner + 1]) owner++;
-        if (!find(a.data, a.loss_kind, owner, a.order + at + i, i, last - at - i)) return false;
+        if (!find(a, owner, a.order + at + i, i, last - at - i)) return false;
       }
       gather();
-      forward(false, 0);
+      forward(0);
       const T* score = space_.back().y;
       losses<T, bytes>(a.loss_kind, plan.classes, some, T(0), score, target_.data(), loss_.data(),
                        a.right + at, nullptr);
@@ -314,8 +313,6 @@ class Worker {
   static Plan plan_of(const ChainProgram& program, int64_t batch) {
     return Plan(program, batch, lanes, Tile<T, bytes>::four);
   }
-
-  int64_t most() const { return most_; }  // samples at once
 
   int64_t bytes_of(int64_t batch) {
     Plan plan = plan_of(program_, batch);
@@ -374,48 +371,47 @@ class Worker {
   void lay() {
     const Plan& plan = *now_;
     const int64_t batch = plan.batch;
+    const auto room = [this](int64_t n, bool zero = false) {
+      return arena_.template take<T>(n, zero);
+    };
+    const auto plain = [&](int64_t numbers) { return room(numbers * batch + kSlack); };
     space_.assign(plan.blocks.size(), {});
-    samples_ =
-        plan.narrow ? arena_.template take<T>(batch * up(plan.features, lanes), true) : nullptr;
-    x_ = plan.narrow ? nullptr : arena_.template take<T>(plan.features * batch + kSlack);
+    samples_ = plan.narrow ? room(batch * up(plan.features, lanes), true) : nullptr;
+    x_ = plan.narrow ? nullptr : plain(plan.features);
     for (size_t i = 0; i < plan.blocks.size(); i++) {
       const Block& b = plan.blocks[i];
       Space<T>& s = space_[i];
       const Conv& q = b.conv;
       int64_t outs = b.features();
       if (b.kind == ChainLayer::conv) {
-        s.conv.in = arena_.template take<T>(q.in_size(lanes), true),
-        s.conv.d = arena_.template take<T>(q.slope_size(lanes), true);
-        s.conv.part =
-            arena_.template take<T>((q.back ? std::min(q.o, q.tile) : q.o) * q.taps * lanes);
-        s.conv.turned = arena_.template take<T>(q.back ? q.weights() : 0);
-        s.conv.wide = arena_.template take<T>(
-            q.back ? Tile<T, bytes>::two * up(q.columns * batch, lanes) + kSlack : 0);
-        s.conv.sums = arena_.template take<T>(q.o * lanes);
+        s.conv.in = room(q.in_size(lanes), true), s.conv.d = room(q.slope_size(lanes), true);
+        s.conv.part = room((q.back ? std::min(q.o, q.tile) : q.o) * q.taps * lanes);
+        s.conv.turned = room(q.back ? q.weights() : 0);
+        s.conv.wide =
+            room(q.back ? Tile<T, bytes>::two * up(q.columns * batch, lanes) + kSlack : 0);
+        s.conv.sums = room(q.o * lanes);
         s.conv.mask = arena_.template take<uint8_t>(q.mask_size(lanes)),
-        s.conv.kept = arena_.template take<T>(q.kept_size(lanes));
+        s.conv.kept = room(q.kept_size(lanes));
         outs = q.o * q.hq * q.wq;
       } else if (b.kind == ChainLayer::linear) {
-        s.z = arena_.template take<T>(b.linear.by_sample()),
-        s.d = arena_.template take<T>(b.linear.by_sample(), true);
+        s.z = room(b.linear.by_sample()), s.d = room(b.linear.by_sample(), true);
         outs = b.linear.out;
       } else if (b.kind == ChainLayer::pool) {
         outs = b.c * b.pool.ho() * b.pool.wo();
       } else if (b.kind == ChainLayer::dropout) {
-        s.factor = arena_.template take<T>(outs * batch + kSlack);
+        s.factor = plain(outs);
       } else if (b.kind == ChainLayer::norm) {
-        s.stats = arena_.template take<T>(b.norm.groups * 2 * up(batch, lanes));
+        s.stats = room(b.norm.groups * 2 * up(batch, lanes));
       }
-      s.y = arena_.template take<T>(outs * batch + kSlack),
-      s.dy = arena_.template take<T>(outs * batch + kSlack);
+      s.y = plain(outs), s.dy = plain(outs);
     }
     at_.resize(batch), target_.resize(batch + kSlack), loss_.resize(batch + kSlack);
   }
 
   // Sample i of a batch, with its label; false where it is not there. `left`: places behind this
   // one that will be seen.
-  bool find(const ChainData<T>& data, Loss kind, int64_t s, const int64_t* place, int64_t i,
-            int64_t left) {
+  bool find(const ChainProblem<T>& a, int64_t s, const int64_t* place, int64_t i, int64_t left) {
+    const ChainData<T>& data = a.data;
     const int64_t p = place[0];
     if (p < 0 || p >= data.pool) return false;
     if (left > kAhead) {  // shuffled: no prefetcher can guess it
@@ -430,7 +426,7 @@ class Worker {
         if (y < 0 || y >= data.names) return false;
         y = data.relabel[s * data.names + y];
       }
-      if (kind == Loss::cross_entropy && (y < 0 || y >= layout_.classes)) return false;
+      if (a.loss_kind == Loss::cross_entropy && (y < 0 || y >= layout_.classes)) return false;
       target_[i] = static_cast<T>(y);
     } else {
       target_[i] = data.value[p];
@@ -440,7 +436,7 @@ class Worker {
   }
   static constexpr int64_t kAhead = 16;
 
-  PFL_KERNEL void gather() {
+  PFL_TARGET void gather() {
     const int64_t f = layout_.features;
     if (!layout_.narrow) {
       const int64_t n = now_->batch;
@@ -454,29 +450,30 @@ class Worker {
     }
   }
 
-  // The gradient of the batch's mean loss, into g_, or `direct`ly into the weights; `ahead`: places
-  // behind the batch that come next.
-  bool gradient(const ChainData<T>& data, Loss kind, int64_t s, const int64_t* place, int64_t count,
-                int64_t ahead, bool train, bool direct, T lr, double& loss) {
-    const int64_t tiles = (count + most() - 1) / most(), tile = (count + tiles - 1) / tiles;
+  // The gradient of the batch's mean loss, into g_ or, a step, the weights; `ahead`: places behind
+  // the batch that come next.
+  bool gradient(const ChainProblem<T>& a, int64_t s, const int64_t* place, int64_t count,
+                int64_t ahead, Into<T> into, double& loss) {
+    const int64_t tiles = (count + most_ - 1) / most_, tile = (count + tiles - 1) / tiles;
     for (int64_t first = 0; first < count; first += tile) {
       const int64_t some = std::min(tile, count - first);
       Plan& plan = use(some);
       for (int64_t i = 0; i < some; i++)
-        if (!find(data, kind, s, place + first + i, i,
+        if (!find(a, s, place + first + i, i,
                   count - first - i + (layout_.narrow ? std::max<int64_t>(ahead, 0) : 0)))
           return false;
       gather();
       if (!layout_.narrow)
-        fetch(data, place + first + some, std::min(some, count - first - some + ahead));
-      forward(train, first);
+        fetch(a.data, place + first + some, std::min(some, count - first - some + ahead));
+      forward(first);
       T* const slope = space_.back().dy;
-      losses<T, bytes>(kind, plan.classes, some, T(1) / static_cast<T>(count), space_.back().y,
-                       target_.data(), loss_.data(), nullptr, slope);
+      losses<T, bytes>(a.loss_kind, plan.classes, some, T(1) / static_cast<T>(count),
+                       space_.back().y, target_.data(), loss_.data(), nullptr, slope);
       T sum = 0;
       for (int64_t i = 0; i < some; i++) sum += loss_[i];
       loss += static_cast<double>(sum) / static_cast<double>(count);
-      backward(Into<T>{direct, first > 0, lr}, direct ? w_.data() : g_.data(), train);
+      into.add = first > 0;
+      backward(into, into.step ? w_.data() : g_.data());
     }
     return true;
   }
@@ -489,7 +486,7 @@ class Worker {
     }
   }
 
-  void forward(bool train, int64_t first) {
+  void forward(int64_t first) {
     const Plan& plan = *now_;
     const T* x = x_;
     for (size_t i = 0; i < plan.blocks.size(); i++) {
@@ -514,11 +511,11 @@ class Worker {
           act_forward<T, bytes>(b.act, x, s.y, n);
           break;
         case ChainLayer::dropout:
-          if (!train) {
+          if (!seed_) {
             std::copy_n(x, n, s.y);
             break;
           }
-          dropout_factors<T, bytes>(seed_, b.random, std::llrint(b.p * (1 << 24)),
+          dropout_factors<T, bytes>(*seed_, b.random, std::llrint(b.p * (1 << 24)),
                                     b.p == 1 ? T(0) : static_cast<T>(1 / (1 - b.p)), b.features(),
                                     first, plan.batch, s.factor);
           multiply<T, bytes>(x, s.factor, s.y, n);
@@ -534,7 +531,7 @@ class Worker {
     }
   }
 
-  void backward(const Into<T>& into, T* to, bool train) {
+  void backward(const Into<T>& into, T* to) {
     const Plan& plan = *now_;
     for (size_t i = plan.blocks.size(); i-- > 0;) {
       const Block& b = plan.blocks[i];
@@ -561,7 +558,7 @@ class Worker {
           act_backward<T, bytes>(b.act, x, s.y, s.dy, dx, n);
           break;
         case ChainLayer::dropout:
-          if (train)
+          if (seed_)
             multiply<T, bytes>(s.dy, s.factor, dx, n);
           else
             std::copy_n(s.dy, n, dx);
@@ -595,7 +592,7 @@ class Worker {
 
   // A row into the private layout: convolutions by tile, linear layers [in][out], every row of
   // whole vectors with zeros behind.
-  PFL_KERNEL void read(Numbers<T>& to, const T* row) {
+  PFL_TARGET void read(Numbers<T>& to, const T* row) {
     to.assign(layout_.weights, T(0));  // the places between, too: another client's may be NaN
     for (const Block& b : layout_.blocks) {
       if (b.row_w < 0) continue;
@@ -618,7 +615,7 @@ class Worker {
       if (b.row_b >= 0) std::copy_n(row + b.row_b, b.outs, to.data() + b.b_at);
     }
   }
-  PFL_KERNEL void write(const Numbers<T>& from, T* row, bool add) {
+  PFL_TARGET void write(const Numbers<T>& from, T* row, bool add) {
     if (add) spare_.assign(program_.q, T(0));
     T* const to = add ? spare_.data() : row;
     for (const Block& b : layout_.blocks) {
@@ -648,13 +645,13 @@ class Worker {
   Plan layout_;  // whose blocks say where the weights lie; every plan's do
   std::map<int64_t, std::unique_ptr<Plan>> plans_;
   Plan* now_ = nullptr;
-  int64_t most_ = 1;
+  int64_t most_ = 1;  // samples at once
   Arena arena_;
   std::vector<Space<T>> space_;
   T *x_ = nullptr, *samples_ = nullptr;
   std::vector<const T*> at_;
   Numbers<T> target_, loss_, w_, g_, shift_, mask_, anchor_, velocity_, sum_, spare_;
-  uint64_t seed_ = 0;
+  std::optional<uint64_t> seed_;  // of dropout's masks; none: nothing is dropped
 };
 
 }  // namespace chain

@@ -15,9 +15,8 @@
 #include <vector>
 
 #include "../inputs.h"
-#include "isa.h"
 #include "scratch.h"
-#include "simd.h"
+#include "small_gemm.h"
 
 namespace pflcore::cpu {
 
@@ -38,23 +37,16 @@ constexpr double kPieceWork = 1e5;    // a piece: some five microseconds
 constexpr double kAloneWork = 2.5e6;  // some hundred microseconds: less is not worth another thread
 #endif
 
-template <class A>
-struct Entry {
-  int64_t row;
-  A weight;
-};
-
 // What all pieces share, read only.
 template <class A>
 struct Plan {
   Aggregate job;
   int block = 1;          // result rows of one register block
   std::vector<A> weight;  // dense: [m / block][n][block]
-  std::vector<Entry<A>>
-      entry;  // sparse: result m sums entry[first[m] .. first[m + 1]); row: a slot in `row`
-  std::vector<int64_t> first;
-  std::vector<int64_t> row;  // sparse: rows of x that are read, ascending
-  bool packed = true;        // panels go through the buffer
+  // sparse: result m sums entries first[m] .. first[m + 1), each with its weight and its place in
+  // `row`, the rows of x that are read, ascending
+  std::vector<int64_t> first, place, row;
+  bool packed = true;  // panels go through the buffer
   bool stream = false;
 
   int64_t reads() const {
@@ -63,56 +55,34 @@ struct Plan {
 };
 
 // Rows of register blocks: 32 vector registers hold 6 x 4 sums, 16 hold 6 x 2.
-template <int bytes>
 constexpr int kMaxBlock = 6;
 template <int bytes>
 constexpr int kAcross = kRoomy<bytes> ? 4 : 2;
 
-template <int bytes, class A, class T>
-PFL_INLINE void pack_row(A* to, const T* from, int64_t width, int64_t ahead) {
-  constexpr int lanes = bytes / sizeof(A);
-  if (width == kPanel) {
-    for (size_t i = 0; i < kPanel * sizeof(T); i += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(from + ahead) + i);
-    PFL_UNROLL
-    for (int64_t c = 0; c < kPanel; c += lanes) {
-      Vec<A, bytes> v;
-      load_as<bytes, A>(v, from + c);
-      store(to + c, v);
-    }
-  } else {
-    T tail[kPanel] = {};
-    std::memcpy(tail, from, sizeof(T) * width);
-    for (int64_t c = 0; c < kPanel; c += lanes) {
-      Vec<A, bytes> v;
-      load_as<bytes, A>(v, tail + c);
-      store(to + c, v);
-    }
-  }
+template <class T>
+PFL_INLINE void fetch_panel(const T* from) {
+  for (size_t i = 0; i < kPanel * sizeof(T); i += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + i);
 }
 
-// Rows first .. last of x; by `row` or, where it is nullptr, by number.
-template <int bytes, class A, class T>
-PFL_INLINE void pack_rows(A* panel, const Aggregate& job, const int64_t* row, int64_t first,
-                          int64_t last, int64_t column, int64_t width, int64_t ahead) {
-  const T* x = static_cast<const T*>(job.updates) + column;
-  for (int64_t i = first; i < last; i++, panel += kPanel)
-    pack_row<bytes, A, T>(panel, x + (row ? row[i] : i) * job.updates_row, width, ahead);
-}
-
+// Rows first .. last of x; by `row` or, where it is nullptr, by number. What is worth fetching
+// meanwhile lies `ahead`.
 template <int bytes, class A>
 PFL_INLINE void pack(A* panel, const Aggregate& job, const int64_t* row, int64_t first,
                      int64_t last, int64_t column, int64_t width, int64_t ahead) {
-  switch (job.in) {
-    case Dtype::f32:
-      return pack_rows<bytes, A, float>(panel, job, row, first, last, column, width, ahead);
-    case Dtype::f64:
-      return pack_rows<bytes, A, double>(panel, job, row, first, last, column, width, ahead);
-    case Dtype::f16:
-      return pack_rows<bytes, A, Half>(panel, job, row, first, last, column, width, ahead);
-    case Dtype::bf16:
-      return pack_rows<bytes, A, BFloat16>(panel, job, row, first, last, column, width, ahead);
-  }
+  with_type(job.in, [&](auto zero) PFL_LAMBDA {
+    const auto* const x = static_cast<const decltype(zero)*>(job.updates) + column;
+    for (int64_t i = first; i < last; i++, panel += kPanel) {
+      const auto* const from = x + (row ? row[i] : i) * job.updates_row;
+      if (width == kPanel) {
+        fetch_panel(from + ahead);
+        copy_as<bytes>(panel, from, kPanel);
+      } else {
+        std::fill_n(panel, kPanel, A(0));
+        copy_as<bytes>(panel, from, width);
+      }
+    }
+  });
 }
 
 // sum[r, 0..64) = sum_n weight[n, r] * x[n, 0..64) for `block` result rows.
@@ -120,50 +90,16 @@ template <int bytes, class A, int block>
 PFL_INLINE void dense_block(A* sum, int64_t sum_stride, const A* x, int64_t stride, int64_t n,
                             const A* weight, int64_t ahead) {
   constexpr int lanes = bytes / sizeof(A), across = kAcross<bytes>;
-  using V = Vec<A, bytes>;
   for (int64_t column = 0; column < kPanel; column += across * lanes) {
-    V acc[block][across];
-    PFL_UNROLL
-    for (int r = 0; r < block; r++) PFL_UNROLL
-    for (int c = 0; c < across; c++) acc[r][c] = V{};
-    const A* from = x + column;
-    const A* w = weight;
-    for (int64_t i = 0; i < n; i++, from += stride, w += block) {
-      V v[across];
-      PFL_UNROLL
-      for (int c = 0; c < across; c++) {
-        load(v[c], from + c * lanes);
-        if (ahead) __builtin_prefetch(from + c * lanes + ahead);
-      }
-      PFL_UNROLL
-      for (int r = 0; r < block; r++) {
-        const V wide = w[r] - V{};
-        PFL_UNROLL
-        for (int c = 0; c < across; c++) acc[r][c] += wide * v[c];
-      }
-    }
-    PFL_UNROLL
-    for (int r = 0; r < block; r++) PFL_UNROLL
-    for (int c = 0; c < across; c++) store(sum + r * sum_stride + column + c * lanes, acc[r][c]);
-  }
-}
-
-template <int bytes, class A>
-PFL_INLINE void dense(int rows, A* sum, int64_t sum_stride, const A* x, int64_t stride, int64_t n,
-                      const A* weight, int64_t ahead) {
-  switch (rows) {
-    case 1:
-      return dense_block<bytes, A, 1>(sum, sum_stride, x, stride, n, weight, ahead);
-    case 2:
-      return dense_block<bytes, A, 2>(sum, sum_stride, x, stride, n, weight, ahead);
-    case 3:
-      return dense_block<bytes, A, 3>(sum, sum_stride, x, stride, n, weight, ahead);
-    case 4:
-      return dense_block<bytes, A, 4>(sum, sum_stride, x, stride, n, weight, ahead);
-    case 5:
-      return dense_block<bytes, A, 5>(sum, sum_stride, x, stride, n, weight, ahead);
-    default:
-      return dense_block<bytes, A, 6>(sum, sum_stride, x, stride, n, weight, ahead);
+    Vec<A, bytes> acc[block][across];
+    clear(acc);
+    sum_outer<block, across>(acc, n, weight, 1, block, [&](int64_t i, int c) PFL_LAMBDA {
+      const A* const at = x + i * stride + column + c * lanes;
+      if (ahead) __builtin_prefetch(at + ahead);
+      return at;
+    });
+    PFL_EACH(r, block,
+             PFL_EACH(c, across, store(sum + r * sum_stride + column + c * lanes, acc[r][c])));
   }
 }
 
@@ -171,103 +107,67 @@ PFL_INLINE void dense(int rows, A* sum, int64_t sum_stride, const A* x, int64_t 
 // before it, or at an offset.
 enum class Rows { numbered, in_order, apart };
 
-// The same sum over a list of entries, for one result row.
+// The same sum over a list of `n` entries, for one result row.
 template <int bytes, class A, Rows rows>
-PFL_INLINE void sparse(A* sum, const A* x, const int64_t* offset, const Entry<A>* entry,
-                       const Entry<A>* end, int64_t ahead) {
+PFL_INLINE void sparse(A* sum, const A* x, const int64_t* offset, const int64_t* place,
+                       const A* weight, int64_t n, int64_t ahead) {
   constexpr int lanes = bytes / sizeof(A), across = 256 / bytes < 8 ? 256 / bytes : 8;
-  using V = Vec<A, bytes>;
   for (int64_t column = 0; column < kPanel; column += across * lanes) {
-    V acc[across];
-    PFL_UNROLL
-    for (int c = 0; c < across; c++) acc[c] = V{};
-    for (const Entry<A>* e = entry; e != end; e++) {
-      const A* from =
-          x +
-          (rows == Rows::apart ? offset[e->row]
-                               : (rows == Rows::in_order ? e - entry : e->row) * kPanel) +
-          column;
-      const V wide = e->weight - V{};
-      PFL_UNROLL
-      for (int c = 0; c < across; c++) {
-        V v;
-        load(v, from + c * lanes);
-        if (ahead) __builtin_prefetch(from + c * lanes + ahead);
-        acc[c] += wide * v;
-      }
-    }
-    PFL_UNROLL
-    for (int c = 0; c < across; c++) store(sum + column + c * lanes, acc[c]);
+    Vec<A, bytes> acc[1][across];
+    clear(acc);
+    sum_outer<1, across>(acc, n, weight, 0, 1, [&](int64_t i, int c) PFL_LAMBDA {
+      const int64_t from = rows == Rows::apart      ? offset[place[i]]
+                           : rows == Rows::in_order ? i * kPanel
+                                                    : place[i] * kPanel;
+      const A* const at = x + from + column + c * lanes;
+      if (ahead) __builtin_prefetch(at + ahead);
+      return at;
+    });
+    PFL_EACH(c, across, store(sum + column + c * lanes, acc[0][c]));
   }
 }
 
 // sum += base over one panel.
-template <int bytes, class A, class T>
-PFL_INLINE void add_base(A* sum, const T* base, int64_t width) {
-  constexpr int lanes = bytes / sizeof(A);
-  T tail[kPanel] = {};
-  if (width < kPanel) {
-    std::memcpy(tail, base, sizeof(T) * width);
-    base = tail;
-  } else {
-    for (size_t i = 0; i < kPanel * sizeof(T); i += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(base + kPanel) + i);
-  }
-  for (int64_t c = 0; c < kPanel; c += lanes) {
-    Vec<A, bytes> s, b;
-    load(s, sum + c);
-    load_as<bytes, A>(b, base + c);
-    s += b;
-    store(sum + c, s);
-  }
+template <int bytes, class A>
+PFL_INLINE void add_base(A* sum, const Aggregate& job, int64_t row, int64_t column, int64_t width) {
+  with_type(job.out_dtype, [&](auto zero) PFL_LAMBDA {
+    using T = decltype(zero);
+    const T* base = static_cast<const T*>(job.base) + row * job.base_row + column;
+    T tail[kPanel] = {};
+    if (width < kPanel) {
+      std::memcpy(tail, base, sizeof(T) * width);
+      base = tail;
+    } else {
+      fetch_panel(base + kPanel);
+    }
+    for (size_t c = 0; c < kPanel; c += bytes / sizeof(A)) {
+      Vec<A, bytes> s, b;
+      load(s, sum + c);
+      load_as<bytes, A>(b, base + c);
+      s += b;
+      store(sum + c, s);
+    }
+  });
 }
 
 template <int bytes, class A>
-PFL_INLINE void add_base_any(A* sum, const Aggregate& job, int64_t row, int64_t column,
-                             int64_t width) {
-  const int64_t at = row * job.base_row + column;
-  switch (job.out_dtype) {
-    case Dtype::f32:
-      return add_base<bytes, A>(sum, static_cast<const float*>(job.base) + at, width);
-    case Dtype::f64:
-      return add_base<bytes, A>(sum, static_cast<const double*>(job.base) + at, width);
-    case Dtype::f16:
-      return add_base<bytes, A>(sum, static_cast<const Half*>(job.base) + at, width);
-    case Dtype::bf16:
-      return add_base<bytes, A>(sum, static_cast<const BFloat16*>(job.base) + at, width);
-  }
-}
-
-template <int bytes, class A, class T>
-PFL_INLINE void put(T* out, const A* sum, int64_t width) {
+PFL_INLINE void put(const Aggregate& job, int64_t at, const A* sum, int64_t width) {
   constexpr int lanes = bytes / sizeof(A);
-  int64_t c = 0;
-  for (; c + lanes <= width; c += lanes) {
+  with_type(job.out_dtype, [&](auto zero) PFL_LAMBDA {
+    using T = decltype(zero);
+    T* const out = static_cast<T*>(job.out) + at;
     Vec<A, bytes> s;
-    load(s, sum + c);
-    store_as<bytes, A>(out + c, s);
-  }
-  if (c < width) {
+    int64_t c = 0;
+    for (; c + lanes <= width; c += lanes) {
+      load(s, sum + c);
+      store_as<bytes, A>(out + c, s);
+    }
+    if (c == width) return;
     T tail[lanes];
-    Vec<A, bytes> s;
     load(s, sum + c);  // sums are 64 wide: never past the end
     store_as<bytes, A>(tail, s);
     std::memcpy(out + c, tail, sizeof(T) * (width - c));
-  }
-}
-
-template <int bytes, class A>
-PFL_INLINE void put_any(void* out, Dtype type, int64_t at, const A* sum, int64_t width) {
-  switch (type) {
-    case Dtype::f32:
-      return put<bytes, A>(static_cast<float*>(out) + at, sum, width);
-    case Dtype::f64:
-      return put<bytes, A>(static_cast<double*>(out) + at, sum, width);
-    case Dtype::f16:
-      return put<bytes, A>(static_cast<Half*>(out) + at, sum, width);
-    case Dtype::bf16:
-      return put<bytes, A>(static_cast<BFloat16*>(out) + at, sum, width);
-  }
+  });
 }
 
 // Writes a panel past the caches in whole lines of 64 bytes, wherever the row begins: what is left
@@ -312,16 +212,16 @@ template <int bytes, class A>
 PFL_INLINE void finish(const Target<A>& to, int64_t row, A* sum) {
   constexpr int64_t line = 64 / sizeof(A);
   const Aggregate& job = to.plan.job;
-  if (job.base) add_base_any<bytes, A>(sum, job, row, to.column, to.width);
+  if (job.base) add_base<bytes>(sum, job, row, to.column, to.width);
   const int64_t at = row * job.out_row + to.column;
   if (to.plan.stream)
     put_lines<bytes, A>(static_cast<A*>(job.out) + at, sum, to.kept + row * line, to.width,
                         to.first, to.last);
   else
-    put_any<bytes, A>(job.out, job.out_dtype, at, sum, to.width);
+    put<bytes>(job, at, sum, to.width);
 }
 
-// total[0 .. 64) += sum, and back.
+// total[0 .. 64) += sum.
 template <int bytes, class A>
 PFL_INLINE void add_panel(double* total, const A* sum) {
   constexpr int64_t lanes = bytes / sizeof(A);
@@ -338,15 +238,6 @@ PFL_INLINE void add_panel(double* total, const A* sum) {
     }
   }
 }
-template <int bytes, class A>
-PFL_INLINE void round_panel(A* sum, const double* total) {
-  for (int64_t c = 0; c < kPanel; c += bytes / sizeof(A)) {
-    Vec<A, bytes> v;
-    load_as<bytes, A>(v, total + c);
-    store(sum + c, v);
-  }
-}
-
 // One panel of a dense product: register blocks of results, kBlocks of them at a time; kChunk rows
 // of x at a time.
 template <int bytes, class A>
@@ -372,8 +263,10 @@ PFL_INLINE void dense_panel(const Target<A>& to, A* panel, double* total, A* sum
       for (int64_t row = top; row < bottom; row += plan.block) {
         const int64_t count = std::min<int64_t>(plan.block, job.m - row);
         const A* const weight = plan.weight.data() + row * job.n + first * count;
-        dense<bytes, A>(static_cast<int>(count), sum, sum_stride, x,
-                        through ? kPanel : job.updates_row, some, weight, through ? 0 : ahead);
+        fixed<kMaxBlock>(count, [&](auto block) PFL_LAMBDA {
+          dense_block<bytes, A, block>(sum, sum_stride, x, through ? kPanel : job.updates_row, some,
+                                       weight, through ? 0 : ahead);
+        });
         for (int64_t r = 0; r < count; r++) {
           if (single)
             finish<bytes, A>(to, row + r, sum + r * sum_stride);
@@ -383,7 +276,7 @@ PFL_INLINE void dense_panel(const Target<A>& to, A* panel, double* total, A* sum
       }
     }
     for (int64_t row = top; !single && row < bottom; row++) {
-      round_panel<bytes, A>(sum, total + (row - top) * kPanel);
+      copy_as<bytes>(sum, total + (row - top) * kPanel, kPanel);
       finish<bytes, A>(to, row, sum);
     }
   }
@@ -402,26 +295,28 @@ PFL_INLINE void sparse_panel(const Target<A>& to, A* panel, double* total, A* su
   if (through && all)
     pack<bytes, A>(panel, job, plan.row.data(), 0, plan.row.size(), to.column, to.width, ahead);
   for (int64_t row = 0; row < job.m; row++) {
-    const Entry<A>* entry = plan.entry.data() + plan.first[row];
-    const Entry<A>* const end = plan.entry.data() + plan.first[row + 1];
+    int64_t entry = plan.first[row];
+    const int64_t end = plan.first[row + 1];
     const bool single = end - entry <= kChunk;
     if (!single) std::fill(total, total + kPanel, 0.0);
     do {
-      const Entry<A>* const stop = end - entry <= kChunk ? end : entry + kChunk;
+      const int64_t some = std::min(kChunk, end - entry);
+      const int64_t* const place = plan.place.data() + entry;
+      const A* const weight = plan.weight.data() + entry;
       if (!through) {
-        sparse<bytes, A, Rows::apart>(sum, x, offset, entry, stop, ahead);
+        sparse<bytes, A, Rows::apart>(sum, x, offset, place, weight, some, ahead);
       } else if (all) {
-        sparse<bytes, A, Rows::numbered>(sum, x, nullptr, entry, stop, 0);
+        sparse<bytes, A, Rows::numbered>(sum, x, nullptr, place, weight, some, 0);
       } else {
-        for (const Entry<A>* e = entry; e != stop; e++)
-          pack<bytes, A>(panel + (e - entry) * kPanel, job, plan.row.data(), e->row, e->row + 1,
+        for (int64_t i = 0; i < some; i++)
+          pack<bytes, A>(panel + i * kPanel, job, plan.row.data(), place[i], place[i] + 1,
                          to.column, to.width, ahead);
-        sparse<bytes, A, Rows::in_order>(sum, x, nullptr, entry, stop, 0);
+        sparse<bytes, A, Rows::in_order>(sum, x, nullptr, place, weight, some, 0);
       }
       if (!single) add_panel<bytes, A>(total, sum);
-      entry = stop;
-    } while (entry != end);
-    if (!single) round_panel<bytes, A>(sum, total);
+      entry += some;
+    } while (entry < end);
+    if (!single) copy_as<bytes>(sum, total, kPanel);
     finish<bytes, A>(to, row, sum);
   }
 }
@@ -434,7 +329,7 @@ PFL_INLINE void columns(const Plan<A>& plan, int64_t begin, int64_t end) {
   const int64_t most = job.sparse && plan.reads() <= kPacked ? kPacked : kChunk;
   Scratch<A> panel(std::min(plan.reads(), most) * kPanel), kept(plan.stream ? job.m * line : 0);
   Scratch<double> total(job.sparse ? kPanel : kBlocks * plan.block * kPanel);
-  alignas(64) A sums[kMaxBlock<bytes> * sum_stride];
+  alignas(64) A sums[kMaxBlock * sum_stride];
   A* const sum = sums + line;
   std::vector<int64_t> offset;
   if (!plan.packed && job.sparse)
@@ -453,21 +348,6 @@ PFL_INLINE void columns(const Plan<A>& plan, int64_t begin, int64_t end) {
   }
   if (plan.stream) fence();
 }
-
-template <class A>
-void columns_plain(const Plan<A>& plan, int64_t begin, int64_t end) {
-  columns<16, A>(plan, begin, end);
-}
-#if PFL_X86
-template <class A>
-PFL_AVX2 void columns_avx2(const Plan<A>& plan, int64_t begin, int64_t end) {
-  columns<32, A>(plan, begin, end);
-}
-template <class A>
-PFL_AVX512 void columns_avx512(const Plan<A>& plan, int64_t begin, int64_t end) {
-  columns<64, A>(plan, begin, end);
-}
-#endif
 
 template <class A>
 Plan<A> make_plan(const Aggregate& job) {
@@ -490,13 +370,15 @@ Plan<A> make_plan(const Aggregate& job) {
     plan.first.push_back(0);
     for (int64_t i = 0; i < job.m; i++) {
       for (int64_t j = 0; j < job.k; j++)
-        if (const A w = weight(i, j); w != 0)
-          plan.entry.push_back({slot[job.index[i * job.k + j]], w});
-      plan.first.push_back(static_cast<int64_t>(plan.entry.size()));
+        if (const A w = weight(i, j); w != 0) {
+          plan.place.push_back(slot[job.index[i * job.k + j]]);
+          plan.weight.push_back(w);
+        }
+      plan.first.push_back(static_cast<int64_t>(plan.place.size()));
     }
-    plan.packed = !same_type || plan.entry.size() > plan.row.size();
+    plan.packed = !same_type || plan.place.size() > plan.row.size();
   } else {
-    const int64_t blocks = (job.m + 5) / 6;
+    const int64_t blocks = (job.m + kMaxBlock - 1) / kMaxBlock;
     plan.block = static_cast<int>((job.m + blocks - 1) / blocks);
     plan.weight.resize(job.m * job.n);
     A* to = plan.weight.data();
@@ -515,8 +397,7 @@ Plan<A> make_plan(const Aggregate& job) {
 template <class A, class Parallel>
 void run(const Aggregate& job, Parallel&& parallel) {
   const Plan<A> plan = make_plan<A>(job);
-  const double terms =
-      job.sparse ? static_cast<double>(plan.entry.size()) : static_cast<double>(job.m) * job.n;
+  const double terms = static_cast<double>(plan.weight.size());
   const double work = (terms / 16 + plan.reads() + job.m + 1) * static_cast<double>(job.p);
   const int64_t panels = (job.p + kPanel - 1) / kPanel;
   const int64_t pieces =
@@ -526,11 +407,7 @@ void run(const Aggregate& job, Parallel&& parallel) {
     const int64_t begin = panels * first / pieces * kPanel,
                   end = std::min(panels * last / pieces * kPanel, plan.job.p);
     if (begin >= end) return;
-#if PFL_X86
-    if (isa() == Isa::avx512) return columns_avx512<A>(plan, begin, end);
-    if (isa() == Isa::avx2) return columns_avx2<A>(plan, begin, end);
-#endif
-    columns_plain<A>(plan, begin, end);
+    on_isa([&](auto bytes) PFL_LAMBDA { columns<bytes, A>(plan, begin, end); });
   });
 }
 

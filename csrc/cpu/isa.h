@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #if (defined(__x86_64__) || defined(_M_X64)) && (defined(__GNUC__) || defined(__clang__))
 #define PFL_X86 1
@@ -13,8 +14,21 @@
 #define PFL_X86 0
 #endif
 
+// A file that is compiled for one instruction set (chain/avx2.cpp) gives its attribute as
+// PFL_TARGET before it includes anything: GCC makes poor code of vectors in a function of another
+// set even where that is inlined into one that has them.
+#if !defined(PFL_TARGET)
+#define PFL_TARGET
+#endif
+#define PFL_INLINE_MEMBER inline __attribute__((always_inline)) PFL_TARGET
+#define PFL_INLINE static PFL_INLINE_MEMBER
+#define PFL_LAMBDA __attribute__((always_inline)) PFL_TARGET
+
 namespace pflcore {
 namespace cpu {
+
+template <int n>
+using Int = std::integral_constant<int, n>;
 
 enum class Isa { plain = 0, avx2 = 1, avx512 = 2 };
 
@@ -54,6 +68,33 @@ inline Isa& isa_slot() {
 }
 
 inline Isa isa() { return isa_slot(); }
+
+// f(Int<the vectors' size in bytes>), compiled for the instruction set that runs, or `now`: f is a
+// PFL_LAMBDA, whose code is inlined here, once for each set.
+#if PFL_X86
+template <class F>
+PFL_AVX2 void on_avx2(const F& f) {
+  f(Int<32>{});
+}
+template <class F>
+PFL_AVX512 void on_avx512(const F& f) {
+  f(Int<64>{});
+}
+#endif
+template <class F>
+void on_isa(const F& f, [[maybe_unused]] Isa now = isa()) {
+#if PFL_X86
+  if (now == Isa::avx512) return on_avx512(f);
+  if (now == Isa::avx2) return on_avx2(f);
+#endif
+  f(Int<16>{});
+}
+
+// How many elements of type T a vector of that set holds.
+template <class T>
+int64_t lanes_of() {
+  return (16 << static_cast<int>(isa())) / sizeof(T);
+}
 
 }  // namespace cpu
 }  // namespace pflcore

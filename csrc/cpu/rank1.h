@@ -25,9 +25,7 @@ constexpr double kPieceWork = 1e6;  // multiply-adds of a piece: some ten micros
 constexpr double kAloneWork = 4e6;  // less is not worth another thread
 #endif
 
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-// The same to an odd number of `to`: rows a power of two apart would fall into a few sets of the
-// cache.
+// n up to an odd number of `to`: rows a power of two apart would fall into a few sets of the cache.
 inline int64_t round_up_odd(int64_t n, int64_t to) { return ((n + to - 1) / to | 1) * to; }
 
 template <class T, class P>
@@ -37,11 +35,31 @@ std::vector<T*> row_pointers(P data, int64_t rows, int64_t stride) {
   return out;
 }
 
+// small_gemm.h on the instruction set that runs.
+template <class T>
+void dots(int64_t rows, int64_t cols, int64_t k, const T* const* a, const T* const* b, T* c,
+          int64_t c_row) {
+  on_isa([&](auto bytes) PFL_LAMBDA { cpu::dots<bytes>(rows, cols, k, a, b, c, c_row); });
+}
+template <class T>
+void outer(int64_t rows, int64_t width, int64_t k, const T* a, int64_t a_row, int64_t a_step,
+           const T* const* b, T* const* c, bool add) {
+  on_isa([&](auto bytes)
+             PFL_LAMBDA { cpu::outer<bytes>(rows, width, k, a, a_row, a_step, b, c, add); });
+}
+// to[j, i] = from[i, j] for rows x cols of `from`.
+template <class T>
+void transpose(T* to, int64_t to_row, const T* from, int64_t from_row, int64_t rows, int64_t cols) {
+  on_isa([&](auto bytes) PFL_LAMBDA {
+    turn<bytes>(to, to_row, [&](int64_t r) PFL_LAMBDA { return from + r * from_row; }, rows, cols);
+  });
+}
+
 // Rows whose length is a whole number of vectors: the rows themselves, or copies padded with 0.
 template <class T>
 struct Padded {
   Padded(int64_t rows, int64_t width, int64_t lanes)
-      : width(width), padded(round_up(width, lanes)), copies(padded == width ? 0 : rows * padded) {
+      : width(width), padded(up(width, lanes)), copies(padded == width ? 0 : rows * padded) {
     row.reserve(rows);
   }
   void add(const T* from) {
@@ -60,22 +78,22 @@ struct Padded {
 
 // One client's inputs, or those of all clients where they share every factor (then their batches
 // are one long batch).
-template <class Gemm, class T>
+template <class T>
 struct Gathered {
   Gathered(const Rank1<T>& q, int64_t client, bool together, bool all_factors)
       : rows(together ? q.n * q.b : q.b),
         active(select(q, client, all_factors)),
         count(static_cast<int64_t>(active.size())),
-        stride(round_up_odd(count, Gemm::lanes)),
-        outputs(round_up(q.o, Gemm::lanes)),
-        x(rows, q.i, Gemm::lanes),
-        w_b(count, q.i, Gemm::lanes),
+        stride(round_up_odd(count, lanes_of<T>())),
+        outputs(up(q.o, lanes_of<T>())),
+        x(rows, q.i, lanes_of<T>()),
+        w_b(count, q.i, lanes_of<T>()),
         transposed(q.f * outputs),
         lam(stride) {
     const T* const lam_row = q.lam + (q.lam_shared ? 0 : client * q.lam_batch);
     const T* const from_a = q.w_a + (q.w_a_shared ? 0 : client * q.w_a_batch);
     const T* const from_b = q.w_b + (q.w_b_shared ? 0 : client * q.w_b_batch);
-    Gemm::transpose(transposed.data, outputs, from_a, q.w_a_row, q.o, q.f);
+    transpose(transposed.data, outputs, from_a, q.w_a_row, q.o, q.f);
     for (int64_t k = 0; k < stride; k++) lam[k] = k < count ? lam_row[active[k]] : T(0);
     for (int64_t k : active) {
       T* const a = transposed.data + k * outputs;
@@ -108,28 +126,37 @@ struct Gathered {
 };
 
 // rows * lam, column by column. A factor that is off gives 0 whatever it holds.
-template <class Gemm, class T>
-void scale(T* rows, int64_t n, const Gathered<Gemm, T>& in) {
-  for (int64_t r = 0; r < n; r++) Gemm::scale(rows + r * in.stride, in.lam.data, in.stride);
+template <class T>
+void scale(T* rows, int64_t n, const Gathered<T>& in) {
+  on_isa([&](auto bytes) PFL_LAMBDA {
+    for (int64_t r = 0; r < n; r++)
+      for (int64_t k = 0; k < in.stride; k += bytes / sizeof(T)) {
+        T* const to = rows + r * in.stride + k;
+        Vec<T, bytes> v, s;
+        load(v, to);
+        load(s, in.lam.data + k);
+        v = s != 0 ? v * s : Vec<T, bytes>{};
+        store(to, v);
+      }
+  });
 }
 
-template <class Gemm, class T>
-void forward_rows(const Rank1<T>& q, const Gathered<Gemm, T>& in, T* y, int64_t begin,
-                  int64_t end) {
+template <class T>
+void forward_rows(const Rank1<T>& q, const Gathered<T>& in, T* y, int64_t begin, int64_t end) {
   const int64_t rows = end - begin;
   Scratch<T> hidden(rows * in.stride);
-  Gemm::dots(rows, in.count, in.x.padded, in.x.row.data() + begin, in.w_b.row.data(), hidden.data,
-             in.stride);
+  dots(rows, in.count, in.x.padded, in.x.row.data() + begin, in.w_b.row.data(), hidden.data,
+       in.stride);
   scale(hidden.data, rows, in);
-  Gemm::outer(rows, q.o, in.count, hidden.data, in.stride, 1, in.w_a.data(),
-              row_pointers<T>(y + begin * q.o, rows, q.o).data(), false);
+  outer(rows, q.o, in.count, hidden.data, in.stride, 1, in.w_a.data(),
+        row_pointers<T>(y + begin * q.o, rows, q.o).data(), false);
 }
 
 // What the second half of the backward pass needs of the first: [rows, stride] each.
-template <class Gemm, class T>
+template <class T>
 struct Between {
-  Between(const Rank1<T>& q, const Gathered<Gemm, T>& in, const T* grad_rows, bool want_lam)
-      : grad(in.rows, q.o, Gemm::lanes),
+  Between(const Rank1<T>& q, const Gathered<T>& in, const T* grad_rows, bool want_lam)
+      : grad(in.rows, q.o, lanes_of<T>()),
         scaled(in.rows * in.stride),
         back(in.rows * in.stride),
         dot(want_lam ? in.rows * in.stride : 0) {
@@ -141,16 +168,15 @@ struct Between {
   Scratch<T> dot;     // hidden * (grad w_a)
 };
 
-template <class Gemm, class T>
-void backward_rows(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank1Grads<T>& out,
-                   const Between<Gemm, T>& mid, bool add_x, int64_t begin, int64_t end) {
+template <class T>
+void backward_rows(const Rank1<T>& q, const Gathered<T>& in, const Rank1Grads<T>& out,
+                   const Between<T>& mid, bool add_x, int64_t begin, int64_t end) {
   const int64_t at = begin * in.stride, rows = end - begin;
   T *const scaled = mid.scaled.data + at, *const back = mid.back.data + at;
   if (out.w_a || out.lam)
-    Gemm::dots(rows, in.count, in.x.padded, in.x.row.data() + begin, in.w_b.row.data(), scaled,
-               in.stride);
-  Gemm::dots(rows, in.count, in.outputs, mid.grad.row.data() + begin, in.w_a.data(), back,
-             in.stride);
+    dots(rows, in.count, in.x.padded, in.x.row.data() + begin, in.w_b.row.data(), scaled,
+         in.stride);
+  dots(rows, in.count, in.outputs, mid.grad.row.data() + begin, in.w_a.data(), back, in.stride);
   if (out.lam)
     for (int64_t r = 0; r < rows; r++)
       for (int64_t k = r * in.stride; k < r * in.stride + in.count; k++)
@@ -158,8 +184,8 @@ void backward_rows(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank1Gr
   if (out.w_a) scale(scaled, rows, in);
   scale(back, rows, in);
   if (out.x)
-    Gemm::outer(rows, q.i, in.count, back, in.stride, 1, in.w_b.row.data(),
-                row_pointers<T>(out.x + begin * q.i, rows, q.i).data(), add_x);
+    outer(rows, q.i, in.count, back, in.stride, 1, in.w_b.row.data(),
+          row_pointers<T>(out.x + begin * q.i, rows, q.i).data(), add_x);
 }
 
 struct Add {  // which gradients are added to what is there
@@ -168,9 +194,9 @@ struct Add {  // which gradients are added to what is there
 
 // The gradients of w_a, w_b and lam for the factors' share part .. part + 1 of `parts`: some active
 // ones, and those off before them.
-template <class Gemm, class T>
-void backward_factors(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank1Grads<T>& out,
-                      const Between<Gemm, T>& mid, Add add, int64_t part, int64_t parts) {
+template <class T>
+void backward_factors(const Rank1<T>& q, const Gathered<T>& in, const Rank1Grads<T>& out,
+                      const Between<T>& mid, Add add, int64_t part, int64_t parts) {
   const int64_t begin = in.count * part / parts, end = in.count * (part + 1) / parts;
   const int64_t first = begin > 0 ? in.active[begin - 1] + 1 : 0,
                 last = part + 1 == parts ? q.f
@@ -186,7 +212,7 @@ void backward_factors(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank
       else if (!keep)
         std::fill(row, row + width, T(0));
     }
-    Gemm::outer(end - begin, width, in.rows, columns + begin, 1, in.stride, rows, to.data(), keep);
+    outer(end - begin, width, in.rows, columns + begin, 1, in.stride, rows, to.data(), keep);
   };
   if (out.w_b) fill(out.w_b + first * q.i, q.i, mid.back.data, in.x.row.data(), add.w_b);
   if (out.w_a && last > first) {
@@ -196,7 +222,7 @@ void backward_factors(const Rank1<T>& q, const Gathered<Gemm, T>& in, const Rank
       for (int64_t j = 0; j < q.o; j++)
         for (int64_t f = first; f < last; f++) out.w_a[j * q.f + f] += rows[(f - first) * q.o + j];
     } else {
-      Gemm::transpose(out.w_a + first, q.f, rows.data, q.o, last - first, q.o);
+      transpose(out.w_a + first, q.f, rows.data, q.o, last - first, q.o);
     }
   }
   if (out.lam)
@@ -214,10 +240,10 @@ inline int64_t pieces(double work, int64_t most) {
              : std::max<int64_t>(1, std::min(most, static_cast<int64_t>(work / kPieceWork)));
 }
 
-template <class Gemm, class T, class Parallel>
+template <class T, class Parallel>
 void forward(const Rank1<T>& q, T* y, const Parallel& parallel) {
   if (q.n == 1 || (q.w_a_shared && q.lam_shared && q.w_b_shared)) {  // one long batch
-    const Gathered<Gemm, T> in(q, 0, true, false);
+    const Gathered<T> in(q, 0, true, false);
     const int64_t parts =
         pieces(static_cast<double>(in.rows) * in.count * (q.i + q.o), (in.rows + 3) / 4);
     parallel(parts, [&, parts](int64_t begin, int64_t end) {
@@ -229,18 +255,18 @@ void forward(const Rank1<T>& q, T* y, const Parallel& parallel) {
   const int64_t parts = pieces(static_cast<double>(q.n) * q.b * q.f * (q.i + q.o), q.n);
   parallel(parts, [&, parts](int64_t begin, int64_t end) {
     for (int64_t c = q.n * begin / parts; c < q.n * end / parts; c++)
-      forward_rows(q, Gathered<Gemm, T>(q, c, false, false), y + c * q.b * q.o, 0, q.b);
+      forward_rows(q, Gathered<T>(q, c, false, false), y + c * q.b * q.o, 0, q.b);
   });
 }
 
-template <class Gemm, class T, class Parallel>
+template <class T, class Parallel>
 void backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out,
               const Parallel& parallel) {
   const bool want_lam = out.lam != nullptr;
   if (q.n == 1 ||
       (q.w_a_shared && q.lam_shared && q.w_b_shared && !(q.x_shared && out.x))) {  // one long batch
-    const Gathered<Gemm, T> in(q, 0, true, want_lam);
-    const Between<Gemm, T> mid(q, in, grad, want_lam);
+    const Gathered<T> in(q, 0, true, want_lam);
+    const Between<T> mid(q, in, grad, want_lam);
     const double work = 2.0 * in.rows * in.count * (q.i + q.o);
     const int64_t row_parts = pieces(work, (in.rows + 3) / 4), factor_parts = pieces(work, 64);
     parallel(row_parts, [&, row_parts](int64_t begin, int64_t end) {
@@ -267,8 +293,8 @@ void backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out,
       const Rank1Grads<T> own{at(out.x, q.x_shared, q.b * q.i),
                               at(out.w_a, q.w_a_shared, q.o * q.f), at(out.lam, q.lam_shared, q.f),
                               at(out.w_b, q.w_b_shared, q.f * q.i)};
-      const Gathered<Gemm, T> in(q, c, false, want_lam);
-      const Between<Gemm, T> mid(q, in, grad + c * q.b * q.o, want_lam);
+      const Gathered<T> in(q, c, false, want_lam);
+      const Between<T> mid(q, in, grad + c * q.b * q.o, want_lam);
       backward_rows(q, in, own, mid, q.x_shared && c > 0, 0, q.b);
       backward_factors(q, in, own, mid,
                        Add{q.w_a_shared && c > 0, q.lam_shared && c > 0, q.w_b_shared && c > 0}, 0,
@@ -282,20 +308,14 @@ void backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out,
 // y [n, b, o], contiguous.
 template <class T, class Parallel>
 void rank1_forward(const Rank1<T>& q, T* y, const Parallel& parallel) {
-  namespace d = rank1_detail;
   if (q.n == 0 || q.b == 0 || q.o == 0) return;
-#if PFL_X86
-  if (isa() == Isa::avx512) return d::forward<SmallGemmAvx512<T>>(q, y, parallel);
-  if (isa() == Isa::avx2) return d::forward<SmallGemmAvx2<T>>(q, y, parallel);
-#endif
-  d::forward<SmallGemmPlain<T>>(q, y, parallel);
+  rank1_detail::forward(q, y, parallel);
 }
 
 // grad [n, b, o], contiguous.
 template <class T, class Parallel>
 void rank1_backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out,
                     const Parallel& parallel) {
-  namespace d = rank1_detail;
   if (q.n == 0) {  // nobody adds to the gradient of what clients share
     const auto zero = [](T* p, bool shared, int64_t size) {
       if (p && shared) std::fill(p, p + size, T(0));
@@ -303,11 +323,7 @@ void rank1_backward(const Rank1<T>& q, const T* grad, const Rank1Grads<T>& out,
     zero(out.x, q.x_shared, q.b * q.i), zero(out.w_a, q.w_a_shared, q.o * q.f);
     return zero(out.lam, q.lam_shared, q.f), zero(out.w_b, q.w_b_shared, q.f * q.i);
   }
-#if PFL_X86
-  if (isa() == Isa::avx512) return d::backward<SmallGemmAvx512<T>>(q, grad, out, parallel);
-  if (isa() == Isa::avx2) return d::backward<SmallGemmAvx2<T>>(q, grad, out, parallel);
-#endif
-  d::backward<SmallGemmPlain<T>>(q, grad, out, parallel);
+  rank1_detail::backward(q, grad, out, parallel);
 }
 
 }  // namespace pflcore::cpu

@@ -79,27 +79,6 @@ PFL_INLINE void multiply(int64_t rounds, float* memory) {
   store(memory, sum[0]);
 }
 
-#define PFL_LIMITS(NAME, BYTES, TARGET)                                                    \
-  struct NAME {                                                                            \
-    static constexpr double lanes = BYTES / 4;                                             \
-    TARGET static void read(const float* p, int64_t n, float* sink) {                      \
-      roofline_detail::read<BYTES>(p, n, sink);                                            \
-    }                                                                                      \
-    TARGET static void write(float* p, int64_t n) { roofline_detail::write<BYTES>(p, n); } \
-    TARGET static void fma(int64_t rounds, float* memory) {                                \
-      multiply<BYTES, false>(rounds, memory);                                              \
-    }                                                                                      \
-    TARGET static void sub_fma(int64_t rounds, float* memory) {                            \
-      multiply<BYTES, true>(rounds, memory);                                               \
-    }                                                                                      \
-  };
-PFL_LIMITS(Plain, 16, )
-#if PFL_X86
-PFL_LIMITS(Avx2, 32, PFL_AVX2)
-PFL_LIMITS(Avx512, 64, PFL_AVX512)
-#endif
-#undef PFL_LIMITS
-
 // Seconds of the fastest of some runs of body(thread) on `threads` threads.
 template <class Body>
 double fastest(int threads, const Body& body) {
@@ -116,37 +95,37 @@ double fastest(int threads, const Body& body) {
   return best;
 }
 
-template <class Path>
-Limits measure(int threads, int64_t bytes, int64_t rounds) {
-  const int64_t part = bytes / 4 / threads / 1024 * 1024;  // elements of one thread, whole pages
-  const Scratch<float> memory(part * threads);
-  const Scratch<float> sinks(threads * 1024);
-  touch_fresh(memory.data, static_cast<size_t>(part * threads) * 4,
-              [](int64_t n, const auto& body) { body(0, n); });
-  Limits out{};
-  out.write = 4.0 * part * threads /
-              fastest(threads, [&](int t) { Path::write(memory.data + t * part, part); });
-  out.read = 4.0 * part * threads / fastest(threads, [&](int t) {
-               Path::read(memory.data + t * part, part, sinks.data + t * 1024);
-             });
-  const double terms = Path::lanes * kChains * rounds * threads;
-  out.fma = 2 * terms / fastest(threads, [&](int t) { Path::fma(rounds, sinks.data + t * 1024); });
-  out.sub_fma =
-      3 * terms / fastest(threads, [&](int t) { Path::sub_fma(rounds, sinks.data + t * 1024); });
-  return out;
-}
-
 }  // namespace roofline_detail
 
 // Measured with `threads` threads over `bytes` of memory, which should be many times the caches, on
 // the chosen instruction set.
 inline Limits limits(int threads, int64_t bytes, int64_t rounds = 2'000'000) {
   namespace d = roofline_detail;
-#if PFL_X86
-  if (isa() == Isa::avx512) return d::measure<d::Avx512>(threads, bytes, rounds);
-  if (isa() == Isa::avx2) return d::measure<d::Avx2>(threads, bytes, rounds);
-#endif
-  return d::measure<d::Plain>(threads, bytes, rounds);
+  const int64_t part = bytes / 4 / threads / 1024 * 1024;  // elements of one thread, whole pages
+  const Scratch<float> memory(part * threads);
+  const Scratch<float> sinks(threads * 1024);
+  touch_fresh(memory.data, static_cast<size_t>(part * threads) * 4,
+              [](int64_t n, const auto& body) { body(0, n); });
+  // `amount` of work of each thread, a second
+  const auto rate = [threads](double amount, const auto& body) {
+    return amount * threads / d::fastest(threads, [&body](int t) {
+             on_isa([&](auto wide) PFL_LAMBDA { body(wide, t); });
+           });
+  };
+  const double terms = static_cast<double>(lanes_of<float>() * d::kChains * rounds);
+  Limits out{};
+  out.write = rate(4.0 * part, [&](auto wide, int t)
+                                   PFL_LAMBDA { d::write<wide>(memory.data + t * part, part); });
+  out.read = rate(4.0 * part, [&](auto wide, int t) PFL_LAMBDA {
+    d::read<wide>(memory.data + t * part, part, sinks.data + t * 1024);
+  });
+  out.fma = rate(2 * terms, [&](auto wide, int t) PFL_LAMBDA {
+    d::multiply<wide, false>(rounds, sinks.data + t * 1024);
+  });
+  out.sub_fma = rate(3 * terms, [&](auto wide, int t) PFL_LAMBDA {
+    d::multiply<wide, true>(rounds, sinks.data + t * 1024);
+  });
+  return out;
 }
 
 }  // namespace pflcore::cpu

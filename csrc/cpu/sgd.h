@@ -97,21 +97,6 @@ PFL_INLINE void pieces(const Sgd<T>& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class T>
-void pieces_plain(const Sgd<T>& a, int64_t begin, int64_t end) {
-  pieces<16, T>(a, begin, end);
-}
-#if PFL_X86
-template <class T>
-PFL_AVX2 void pieces_avx2(const Sgd<T>& a, int64_t begin, int64_t end) {
-  pieces<32, T>(a, begin, end);
-}
-template <class T>
-PFL_AVX512 void pieces_avx512(const Sgd<T>& a, int64_t begin, int64_t end) {
-  pieces<64, T>(a, begin, end);
-}
-#endif
-
 }  // namespace sgd_detail
 
 template <class T, class Parallel>
@@ -125,14 +110,10 @@ void sgd_step(Sgd<T> a, const Parallel& parallel) {
     a.s = 1;
     a.mu_rows = nullptr;
   }
-  parallel(a.s * ((a.q + sgd_detail::kStrip - 1) / sgd_detail::kStrip),
-           [&a](int64_t begin, int64_t end) {
-#if PFL_X86
-             if (isa() == Isa::avx512) return sgd_detail::pieces_avx512(a, begin, end);
-             if (isa() == Isa::avx2) return sgd_detail::pieces_avx2(a, begin, end);
-#endif
-             sgd_detail::pieces_plain(a, begin, end);
-           });
+  const int64_t strips = (a.q + sgd_detail::kStrip - 1) / sgd_detail::kStrip;
+  parallel(a.s * strips, [&a](int64_t begin, int64_t end) {
+    on_isa([&](auto bytes) PFL_LAMBDA { sgd_detail::pieces<bytes, T>(a, begin, end); });
+  });
 }
 
 }  // namespace pflcore::cpu

@@ -1,28 +1,41 @@
 // Vectors for kernels that are written once and compiled for several instruction sets.
 //
 // A kernel body is a PFL_INLINE template over the vector's size in bytes. It names no instruction
-// set; the functions that call it carry PFL_AVX512, PFL_AVX2 or nothing, and the body is inlined
-// into them and compiled for that set. Vectors are GCC/clang vector extensions, so the same body
-// builds on ARM. They are passed by reference only: a vector argument passed by value changes the
-// ABI between functions of different instruction sets.
+// set; `on_isa` inlines it into functions of each set. Vectors are GCC/clang vector extensions, so
+// the same body builds on ARM. They are passed by reference only: a vector argument passed by value
+// changes the ABI between functions of different instruction sets.
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "../inputs.h"
-#include "convert.h"
 #include "isa.h"
-
-#define PFL_INLINE_MEMBER inline __attribute__((always_inline))
-#define PFL_INLINE static PFL_INLINE_MEMBER
 
 #if defined(__clang__)
 #define PFL_UNROLL _Pragma("unroll")
 #else
 #define PFL_UNROLL _Pragma("GCC unroll 16")
 #endif
+// The statement for i = 0 .. n - 1, each a constant: a compiler gives memory to an array that a
+// loop walks through, registers to one that it does not. And for all of a tile's R x N.
+#define PFL_EACH(i, n, ...) each<n>([&](auto i) PFL_LAMBDA { __VA_ARGS__; })
+#define PFL_TILE(...) PFL_EACH(r, R, PFL_EACH(j, N, __VA_ARGS__))
+// The lanes of x and y, numbered on from x's, that the constants name.
+#if defined(__clang__)
+#define PFL_SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define PFL_SHUFFLE(x, y, ...) __builtin_shuffle(x, y, decltype(x < y){__VA_ARGS__})
+#endif
 
 namespace pflcore::cpu {
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
 
 inline int64_t size_of(Dtype t) { return t == Dtype::f64 ? 8 : t == Dtype::f32 ? 4 : 2; }
 
@@ -32,6 +45,23 @@ struct vector_of {
 };
 template <class T, int bytes>
 using Vec = typename vector_of<T, bytes>::type;
+
+// f(a value of the type).
+template <class F>
+PFL_INLINE void with_type(Dtype type, const F& f) {
+  switch (type) {
+    case Dtype::f32:
+      return f(float{});
+    case Dtype::f64:
+      return f(double{});
+    case Dtype::f16:
+      return f(Half{});
+    case Dtype::bf16:
+      return f(BFloat16{});
+  }
+}
+
+inline int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Do tiles of sums for 32 vector registers fit? AVX-512 and NEON have them; others have 16.
 #if defined(__aarch64__)
@@ -186,6 +216,168 @@ PFL_INLINE void store_as(T* p, const Vec<A, bytes>& v) {
   } else {
     const Vec<float, bytes / 2> f = __builtin_convertvector(v, Vec<float, bytes / 2>);
     store_as<bytes / 2, float>(p, f);
+  }
+}
+
+// n elements from `from` on, as A; `to` has room for whole vectors.
+template <int bytes, class A, class T>
+PFL_INLINE void copy_as(A* to, const T* from, int64_t n) {
+  constexpr int64_t lanes = bytes / sizeof(A);
+  Vec<A, bytes> v;
+  int64_t i = 0;
+  PFL_UNROLL
+  for (; i + lanes <= n; i += lanes) {
+    load_as<bytes, A>(v, from + i);
+    store(to + i, v);
+  }
+  if (i == n) return;
+  T tail[lanes] = {};
+  std::memcpy(tail, from + i, sizeof(T) * (n - i));
+  load_as<bytes, A>(v, tail);
+  store(to + i, v);
+}
+
+// ---- sizes that are constants ----
+template <int n, class F>
+PFL_INLINE void each(F&& f) {
+  [&]<size_t... i>(std::index_sequence<i...>)
+      PFL_LAMBDA { (f(Int<static_cast<int>(i)>{}), ...); }(std::make_index_sequence<n>{});
+}
+// f(Int<n>) for n in 1 .. most.
+template <int most, class F>
+PFL_INLINE void fixed(int64_t n, F&& f) {
+  if (n == most) return f(Int<most>{});
+  if constexpr (most > 1) fixed<most - 1>(n, f);
+}
+// f(first, count) over 0 .. n in even tiles of at most `most`.
+template <class F>
+PFL_INLINE void split(int64_t n, int64_t most, F&& f) {
+  const int64_t tiles = (n + most - 1) / most;
+  for (int64_t t = 0; t < tiles; t++) f(n * t / tiles, n * (t + 1) / tiles - n * t / tiles);
+}
+
+// The same with a count that is a constant.
+template <int most, class F>
+PFL_INLINE void tiled(int64_t n, F&& f) {
+  split(n, most, [&](int64_t first, int64_t count) PFL_LAMBDA {
+    fixed<most>(count, [&](auto tile) PFL_LAMBDA { f(first, tile); });
+  });
+}
+// f(first row, rows, first column, columns) of such tiles of a matrix, column by column.
+template <int most_r, int most_c, class F>
+PFL_INLINE void tiles(int64_t rows, int64_t cols, F&& f) {
+  tiled<most_c>(cols, [&](int64_t c, auto N) PFL_LAMBDA {
+    tiled<most_r>(rows, [&](int64_t r, auto R) PFL_LAMBDA { f(r, R, c, N); });
+  });
+}
+
+// ---- the first n elements ----
+// Copies them: whole vectors, the last one over the one before.
+template <int bytes, class T>
+PFL_INLINE void copy(T* to, const T* from, int64_t n) {
+  constexpr int64_t lanes = bytes / sizeof(T);
+  Vec<T, bytes> v;
+  if (n >= lanes) {
+    int64_t i = 0;
+    for (; i + lanes <= n; i += lanes) {
+      load(v, from + i);
+      store(to + i, v);
+    }
+    if (i == n) return;
+    load(v, from + n - lanes);
+    store(to + n - lanes, v);
+  } else if constexpr (bytes > 16) {
+    copy<bytes / 2>(to, from, n);
+  } else {
+    for (int64_t i = 0; i < n; i++) to[i] = from[i];
+  }
+}
+// Those of v, all where it has no more.
+template <class T, class V>
+PFL_INLINE void store_first(T* to, const V& v, int64_t n) {
+  constexpr int64_t lanes = sizeof(V) / sizeof(T);
+  if (n >= lanes) return store(to, v);
+  T all[lanes];
+  store(all, v);
+  copy<(sizeof(V) > 16 ? sizeof(V) / 2 : 16)>(to, static_cast<const T*>(all), n);
+}
+
+// ---- sums of lanes ----
+// Where lane k of a fold comes from: groups of 2 * half lanes of x, then of y (numbered on from
+// x's), give the first half of their lanes. Groups within 128 bits, `few` lanes, stay there: x's
+// and y's take turns, and one cheap instruction does it.
+template <int lanes, int few, int half>
+constexpr int source(int k) {
+  constexpr int width = half < few ? few : lanes, groups = width / (2 * half);
+  const int group = k % width / half;
+  return k / width * width + group % groups * 2 * half + k % half + (group < groups ? 0 : lanes);
+}
+// x = the sums of x and of y over groups of 2 * half lanes, as sums over groups of half as many.
+template <int half, class V, int... k>
+PFL_INLINE void fold(V& x, const V& y, std::integer_sequence<int, k...>) {
+  constexpr int lanes = sizeof...(k), few = 16 * lanes / sizeof(V);
+  x = PFL_SHUFFLE(x, y, source<lanes, few, half>(k)...) +
+      PFL_SHUFFLE(x, y, (source<lanes, few, half>(k) + half)...);
+}
+
+// v[0] = the sums of the lanes of as many vectors as one has lanes; the others are used up. Halves
+// of a vector are added first, then halves of those; or (`blocks_first`) the lanes of 128 bits, and
+// then neighbours.
+template <class T, bool blocks_first, int stage = 1, class V>
+PFL_INLINE void fold_all(V* v) {
+  constexpr int lanes = sizeof(V) / sizeof(T), few = 16 / sizeof(T), blocks = lanes / few;
+  constexpr int half = !blocks_first ? lanes / 2 / stage : stage < few ? few / 2 / stage : few;
+  constexpr bool within = !blocks_first && half < few;  // 128 bits, where one block is left
+  constexpr int apart = blocks_first ? stage : within ? stage / blocks : stage * few;
+  constexpr int some = blocks_first || within ? 1 : few;  // neighbours that are folded alike
+  PFL_EACH(i, within ? few : lanes,
+           if constexpr (i % (2 * apart) < some)
+               fold<half>(v[i], v[i + apart], std::make_integer_sequence<int, lanes>{}));
+  if constexpr (2 * stage < lanes) fold_all<T, blocks_first, 2 * stage>(v);
+}
+
+// ---- transposition ----
+// One stage of a square block's: rows `size` apart swap the blocks of `size` lanes beside their
+// diagonal.
+template <int size, class V, int... lane>
+PFL_INLINE void swap_blocks(V& a, V& b, std::integer_sequence<int, lane...>) {
+  constexpr int n = sizeof...(lane);
+  const V first = PFL_SHUFFLE(a, b, (lane / size % 2 ? lane - size + n : lane)...);
+  b = PFL_SHUFFLE(a, b, (lane / size % 2 ? lane + n : lane + size)...);
+  a = first;
+}
+template <int size, int lanes, class V>
+PFL_INLINE void transpose_square(V (&v)[lanes]) {
+  PFL_EACH(i, lanes,
+           if constexpr (i / size % 2 == 0)
+               swap_blocks<size>(v[i], v[i + size], std::make_integer_sequence<int, lanes>{}));
+  if constexpr (size > 1) transpose_square<size / 2>(v);
+}
+// to[j * to_row + i] = row(i)[j] for i < rows, j < cols.
+template <int bytes, class T, class Row>
+PFL_INLINE void turn(T* to, int64_t to_row, Row&& row, int64_t rows, int64_t cols) {
+  constexpr int lanes = bytes / sizeof(T);
+  int64_t i = 0;
+  for (; i + lanes <= rows; i += lanes) {
+    int64_t j = 0;
+    for (; j + lanes <= cols; j += lanes) {
+      Vec<T, bytes> v[lanes];
+      PFL_EACH(r, lanes, load(v[r], row(i + r) + j));
+      transpose_square<lanes / 2>(v);
+      PFL_EACH(c, lanes, store(to + (j + c) * to_row + i, v[c]));
+    }
+    for (; j < cols; j++)
+      for (int64_t r = i; r < i + lanes; r++) to[j * to_row + r] = row(r)[j];
+  }
+  if constexpr (bytes > 16) {
+    if (i < rows)
+      turn<bytes / 2>(
+          to + i, to_row, [&](int64_t r) PFL_LAMBDA { return row(i + r); }, rows - i, cols);
+  } else {
+    for (; i < rows; i++) {
+      const T* const from = row(i);
+      for (int64_t j = 0; j < cols; j++) to[j * to_row + i] = from[j];
+    }
   }
 }
 

@@ -38,8 +38,6 @@ constexpr int64_t kSkew =
     16;  // elements between packed rows, so that they do not fall into the same cache sets
 constexpr double kTiny = 1e-30;  // below it float32 squares may have underflowed
 
-inline int64_t up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
-
 // Rows of In, read as rows of T: in place where they are T already, else (and in a last, short
 // block) by a copy padded with zeros.
 template <class In, class T>
@@ -85,7 +83,7 @@ struct Rows {
       if constexpr (std::is_same_v<In, T>)
         std::memcpy(to, from, sizeof(T) * width);
       else
-        for (int64_t k = 0; k < width; ++k) to[k] = convert<T>(from[k]);
+        copy_as<16>(to, from, width);
       std::fill(to + width, to + padded, T(0));
       at[i] = to;
     }
@@ -95,47 +93,40 @@ struct Rows {
 // Columns are cut into chunks that depend on their number alone. A chunk is summed apart (so that
 // threads need not wait for one another), and the chunks' sums are added up in order.
 struct Plan {
-  int64_t m, n, p;
-  bool symmetric;
-  const int64_t* index;  // [m, listed] rows of b for each row of a, or nullptr
-  int64_t listed;
+  const Sqdist& q;
   int64_t block;  // columns of a block, whole stretches
   int64_t strip;  // columns of a block that all register blocks take before the next ones
   int64_t chunk, chunks;
   int64_t together;  // chunks that are summed at a time
   int64_t run;       // blocks of one chunk between two barriers
+  bool list;
 
-  int64_t right() const { return index ? listed : n; }  // columns of the result
+  Plan(const Sqdist& q, int64_t windows, int64_t size) : q(q), list(q.listed >= 0) {
+    const int64_t units = (q.p + kUnit - 1) / kUnit,
+                  most = std::clamp<int64_t>(std::max(units / 32, std::min<int64_t>(units, 16)), 1,
+                                             64);
+    chunk = (units + most - 1) / most * kUnit, chunks = (q.p + chunk - 1) / chunk;
+    block = std::clamp<int64_t>(kBlockBytes / (rows() * size) / kStretch * kStretch, kStretch,
+                                std::min(16 * kGroup, chunk));
+    // short strips stay in the first-level cache; many rows are more pages than the processor
+    // remembers, to be looked up anew for each strip
+    strip = size == 4 && rows() < kMany ? kGroup : kStretch;
+    // enough pieces for many threads, partial results of 32 MB at most
+    const int64_t room = (32 << 20) / (8 * q.m * q.across());
+    together = std::clamp<int64_t>(std::min(room, 64 / windows), 1, chunks);
+    run = (chunk + block - 1) / block;
+    // with several windows the blocks between two barriers should stay in the last-level cache,
+    // where the other windows find them
+    if (windows > 1)
+      run = std::clamp<int64_t>((8 << 20) / (together * (q.m + q.n) * block * size), 1, run);
+  }
+
   int64_t rows() const {
-    return std::min(index ? 1 : m, kMacro) +
-           (symmetric && !index && m <= kMacro ? 0 : std::min(right(), kMacro));
+    return std::min(list ? 1 : q.m, kMacro) +
+           (q.symmetric && !list && q.m <= kMacro ? 0 : std::min(q.across(), kMacro));
   }  // that a window reads
-  int64_t end(int64_t k) const { return std::min(p, (k + 1) * chunk); }
+  int64_t end(int64_t k) const { return std::min(q.p, (k + 1) * chunk); }
 };
-
-inline Plan plan_for(int64_t m, int64_t n, int64_t p, bool symmetric, const int64_t* index,
-                     int64_t listed, int64_t windows, int64_t size) {
-  Plan plan{m, n, p, symmetric, index, listed, 0, 0, 0, 0, 1, 1};
-  const int64_t units = (p + kUnit - 1) / kUnit,
-                most =
-                    std::clamp<int64_t>(std::max(units / 32, std::min<int64_t>(units, 16)), 1, 64);
-  plan.chunk = (units + most - 1) / most * kUnit, plan.chunks = (p + plan.chunk - 1) / plan.chunk;
-  plan.block = std::clamp<int64_t>(kBlockBytes / (plan.rows() * size) / kStretch * kStretch,
-                                   kStretch, std::min(16 * kGroup, plan.chunk));
-  // short strips stay in the first-level cache; many rows are more pages than the processor
-  // remembers, to be looked up anew for each strip
-  plan.strip = size == 4 && plan.rows() < kMany ? kGroup : kStretch;
-  // enough pieces for many threads, partial results of 32 MB at most
-  const int64_t room = (32 << 20) / (8 * m * plan.right());
-  plan.together = std::clamp<int64_t>(std::min(room, 64 / windows), 1, plan.chunks);
-  plan.run = (plan.chunk + plan.block - 1) / plan.block;
-  // with several windows the blocks between two barriers should stay in the last-level cache, where
-  // the other windows find them
-  if (windows > 1)
-    plan.run =
-        std::clamp<int64_t>((8 << 20) / (plan.together * (m + n) * plan.block * size), 1, plan.run);
-  return plan;
-}
 
 // A window of at most kMacro x kMacro pairs, cut into register blocks whose 16 sums lie together:
 // sums[first + t * 16 + i * 4 + j].
@@ -162,8 +153,7 @@ struct Window {
 };
 
 // All pairs; or for each row its list, less what is negative at its end.
-inline std::vector<Window> windows_of(int64_t m, int64_t n, bool symmetric, const int64_t* index,
-                                      int64_t listed) {
+inline std::vector<Window> windows_of(const Sqdist& q) {
   std::vector<Window> out;
   int64_t first = 0;
   const auto add = [&](int64_t i0, int64_t j0, int64_t mi, int64_t nj, bool diagonal) {
@@ -171,16 +161,16 @@ inline std::vector<Window> windows_of(int64_t m, int64_t n, bool symmetric, cons
     first += w.tiles() * kTile * kTile;
     out.push_back(w);
   };
-  if (index) {
-    for (int64_t i = 0; i < m; ++i) {
-      int64_t many = listed;
-      while (many > 0 && index[i * listed + many - 1] < 0) --many;
-      for (int64_t j = 0; j < many; j += kMacro) add(i, i * listed + j, 1, many - j, false);
+  if (q.listed >= 0) {
+    for (int64_t i = 0; i < q.m; ++i) {
+      int64_t many = q.listed;
+      while (many > 0 && q.index[i * q.listed + many - 1] < 0) --many;
+      for (int64_t j = 0; j < many; j += kMacro) add(i, i * q.listed + j, 1, many - j, false);
     }
   } else {
-    for (int64_t i = 0; i < m; i += kMacro)
-      for (int64_t j = symmetric ? i : 0; j < n; j += kMacro)
-        add(i, j, std::min(kMacro, m - i), n - j, symmetric && i == j);
+    for (int64_t i = 0; i < q.m; i += kMacro)
+      for (int64_t j = q.symmetric ? i : 0; j < q.n; j += kMacro)
+        add(i, j, std::min(kMacro, q.m - i), q.n - j, q.symmetric && i == j);
   }
   return out;
 }
@@ -206,12 +196,12 @@ struct Ahead {
   }
 };
 
-template <class In, class T>
+template <Kind kind, class In, class T>
 struct Worker {
   const Rows<In, T>& a;
   const Rows<In, T>& b;
   const Plan& plan;
-  TileFunction<T> four, one, triangle;
+  Isa now = isa();
   std::unique_ptr<Scratch<T>> room = {};  // of the copies, made when first needed
   const T* at_a[kMacro] = {};
   const T* at_b[kMacro] = {};
@@ -221,7 +211,7 @@ struct Worker {
   void operator()(const Window& w, int64_t c, int64_t width, bool another, double* sums) {
     const int64_t columns = up(width, kGroup);
     const int64_t rows =
-        plan.index ? 0 : w.mi + (w.diagonal ? 0 : w.nj);  // a list's rows are read once
+        plan.list ? 0 : w.mi + (w.diagonal ? 0 : w.nj);  // a list's rows are read once
     const bool copy_a = a.better_copied(rows), copy_b = b.better_copied(rows);
     if (!room && (copy_a || copy_b || a.must_copy(width)))
       room = std::make_unique<Scratch<T>>(plan.rows() * (plan.block + kSkew));
@@ -247,38 +237,37 @@ struct Worker {
     for (int64_t from = 0; from < columns; from += plan.strip)
       w.each([&](int64_t t, int64_t i, int64_t j) {
         ahead.fetch(pieces);
-        const TileArgs<T> args{at_a + i, right + j, from, std::min(columns, from + plan.strip),
-                               sums + w.first + t * kTile * kTile};
-        (w.diagonal && i == j ? triangle : w.mi == 1 ? one : four)(args);
+        constexpr Kind half = kind == Kind::wide ? kind : Kind::triangle;
+        auto* const sum = w.diagonal && i == j ? &sum_block<half, kTile, T>
+                          : w.mi == 1          ? &sum_block<kind, 1, T>
+                                               : &sum_block<kind, kTile, T>;
+        sum(now, at_a + i, right + j, from, std::min(columns, from + plan.strip),
+            sums + w.first + t * kTile * kTile);
       });
   }
 };
 
 // Calls body(result, i, j) for the pairs of a register block: i, j from its corner.
 template <class Body>
-void each_pair(const Plan& plan, const Window& w, int64_t ti, int64_t tj, double* out,
-               const Body& body) {
+void each_pair(const Plan& plan, const Window& w, int64_t ti, int64_t tj, const Body& body) {
   for (int64_t i = ti; i < std::min(w.mi, ti + kTile); ++i)
     for (int64_t j = tj; j < std::min(w.nj, tj + kTile); ++j)
-      if (!(w.diagonal && i >= j) && !(plan.index && plan.index[w.j0 + j] < 0))
-        body(out[(plan.index ? 0 : (w.i0 + i) * plan.n) + w.j0 + j], i - ti, j - tj);
+      if (!(w.diagonal && i >= j) && !(plan.list && plan.q.index[w.j0 + j] < 0))
+        body(plan.q.out[(plan.list ? 0 : (w.i0 + i) * plan.q.n) + w.j0 + j], i - ti, j - tj);
 }
 
 template <Kind kind, class In, class T, class Parallel>
 void all_pairs(const Rows<In, T>& a, const Rows<In, T>& b, const Plan& plan,
-               const std::vector<Window>& windows, double* out, const Parallel& parallel) {
+               const std::vector<Window>& windows, const Parallel& parallel) {
   const int64_t many = static_cast<int64_t>(windows.size()),
                 size = windows.back().first + windows.back().tiles() * kTile * kTile;
   std::vector<double> sums(size * plan.together);
-  const TileFunction<T> four = tile_for<kind, kTile, T>(isa()), one = tile_for<kind, 1, T>(isa());
-  const TileFunction<T> triangle =
-      tile_for<kind == Kind::wide ? Kind::wide : Kind::triangle, kTile, T>(isa());
   for (int64_t k0 = 0; k0 < plan.chunks; k0 += plan.together) {
     const int64_t chunks = std::min(plan.together, plan.chunks - k0);
     if (k0) std::fill(sums.begin(), sums.end(), 0.0);
     for (int64_t wave = 0; wave < plan.chunk; wave += plan.run * plan.block)
       parallel(chunks * many, [&](int64_t begin, int64_t end) {
-        Worker<In, T> work{a, b, plan, four, one, triangle};
+        Worker<kind, In, T> work{a, b, plan};
         for (int64_t piece = begin; piece < end; ++piece) {
           const int64_t k = piece / many, first = (k0 + k) * plan.chunk + wave,
                         last = std::min(plan.end(k0 + k), first + plan.run * plan.block);
@@ -291,7 +280,7 @@ void all_pairs(const Rows<In, T>& a, const Rows<In, T>& b, const Plan& plan,
       for (int64_t v = begin; v < end; ++v)
         windows[v].each([&](int64_t t, int64_t ti, int64_t tj) {
           const double* sum = sums.data() + windows[v].first + t * kTile * kTile;
-          each_pair(plan, windows[v], ti, tj, out, [&](double& value, int64_t i, int64_t j) {
+          each_pair(plan, windows[v], ti, tj, [&](double& value, int64_t i, int64_t j) {
             for (int64_t k = 0; k < chunks; ++k)
               value = k0 + k ? value + sum[k * size + i * kTile + j] : sum[i * kTile + j];
           });
@@ -306,7 +295,7 @@ inline bool suspect(double value) { return !(value >= kTiny && value <= 1.797693
 // their value.
 template <class In, class Parallel>
 void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
-           const std::vector<Window>& windows, double* out, const Parallel& parallel) {
+           const std::vector<Window>& windows, const Parallel& parallel) {
   struct Block {
     const Window* w;
     int64_t i, j;
@@ -315,8 +304,7 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
   for (const Window& w : windows)
     w.each([&](int64_t, int64_t i, int64_t j) {
       bool bad = false;
-      each_pair(plan, w, i, j, out,
-                [&](double& value, int64_t, int64_t) { bad |= suspect(value); });
+      each_pair(plan, w, i, j, [&](double& value, int64_t, int64_t) { bad |= suspect(value); });
       if (bad) blocks.push_back({&w, i, j});
     });
   if (blocks.empty()) return;
@@ -324,8 +312,6 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
   const int64_t many = static_cast<int64_t>(blocks.size()),
                 split = many < 64 ? plan.chunks : 1;  // how the work is cut, not how it is summed
   std::vector<double> sums(many * split * square);
-  const TileFunction<float> four = tile_for<Kind::wide, kTile, float>(isa()),
-                            one = tile_for<Kind::wide, 1, float>(isa());
   parallel(many * split, [&](int64_t begin, int64_t end) {
     Scratch<float> packed(2 * kTile * (kStretch + kSkew));
     const float *at_a[kTile], *at_b[kTile];
@@ -342,14 +328,16 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
                   packed.data, at_a);
           b.block(at.w->j0 + at.j, std::min(kTile, at.w->nj - at.j), kTile, c, width, false,
                   packed.data + kTile * (kStretch + kSkew), at_b);
-          (rows == 1 ? one : four)({at_a, at_b, 0, up(width, kGroup), in_chunk});
+          (rows == 1 ? &sum_block<Kind::wide, 1, float>
+                     : &sum_block<Kind::wide, kTile, float>)(isa(), at_a, at_b, 0,
+                                                             up(width, kGroup), in_chunk);
         }
         for (int64_t s = 0; s < square; ++s) sum[s] += in_chunk[s];
       }
     }
   });
   for (int64_t t = 0; t < many; ++t)
-    each_pair(plan, *blocks[t].w, blocks[t].i, blocks[t].j, out,
+    each_pair(plan, *blocks[t].w, blocks[t].i, blocks[t].j,
               [&](double& value, int64_t i, int64_t j) {
                 if (!suspect(value)) return;
                 value = 0;
@@ -359,63 +347,43 @@ void again(const Rows<In, float>& a, const Rows<In, float>& b, const Plan& plan,
 }
 
 template <class In, class T, class Parallel>
-void sqdist_typed(const In* a, int64_t a_row, int64_t m, const In* b, int64_t b_row, int64_t n,
-                  int64_t p, double* out, const Parallel& parallel, const int64_t* index,
-                  int64_t listed) {
-  const bool symmetric = b == nullptr;
-  if (!symmetric && !index && n == 1 && m > 1)
-    return sqdist_typed<In, T>(b, b_row, n, a, a_row, m, p, out, parallel, nullptr,
-                               0);  // (a - b)^2 = (b - a)^2
-  const std::vector<Window> windows = windows_of(m, n, symmetric, index, listed);
-  if (!windows.empty()) {
-    const Rows<In, T> rows_a{a, a_row}, rows_b{symmetric ? a : b, symmetric ? a_row : b_row, index};
-    const Plan plan = plan_for(m, n, p, symmetric, index, listed,
-                               static_cast<int64_t>(windows.size()), sizeof(T));
-    all_pairs<std::is_same_v<T, double> ? Kind::wide : Kind::narrow>(rows_a, rows_b, plan, windows,
-                                                                     out, parallel);
-    if constexpr (std::is_same_v<T, float>) again(rows_a, rows_b, plan, windows, out, parallel);
-  }
-  if (!symmetric) return;
-  for (int64_t i = 0; i < m; ++i)
-    if (index) {
-      for (int64_t k = i * listed; k < (i + 1) * listed; ++k)
-        if (index[k] == i) out[k] = 0;
-    } else {
-      out[i * n + i] = 0;
-      for (int64_t j = i + 1; j < n; ++j) out[j * n + i] = out[i * n + j];
-    }
+void sqdist_typed(const Sqdist& q, const Parallel& parallel) {
+  const std::vector<Window> windows = windows_of(q);
+  if (windows.empty()) return;
+  const Rows<In, T> a{static_cast<const In*>(q.a), q.a_row};
+  Rows<In, T> b = a;
+  if (!q.symmetric) b = {static_cast<const In*>(q.b), q.b_row};
+  if (q.listed >= 0) b.index = q.index;
+  const Plan plan(q, static_cast<int64_t>(windows.size()), sizeof(T));
+  all_pairs<std::is_same_v<T, double> ? Kind::wide : Kind::narrow>(a, b, plan, windows, parallel);
+  if constexpr (std::is_same_v<T, float>) again(a, b, plan, windows, parallel);
 }
 
 }  // namespace sqdist_detail
 
-// out [m, n] <- sum((a_i - b_j)^2). a [m, p], b [n, p], rows a_row and b_row elements apart; b ==
-// nullptr: b is a, n == m, and the diagonal is exactly 0. With an index [m, listed], entries below
-// n: out [m, listed] of the pairs (i, index[i, l]) alone; negative: infinity.
+// parallel(n, body) calls body(begin, end) on ranges that cover 0..n, on any threads.
 template <class Parallel>
-void sqdist(Dtype dtype, const void* a, int64_t a_row, int64_t m, const void* b, int64_t b_row,
-            int64_t n, int64_t p, double* out, const Parallel& parallel,
-            const int64_t* index = nullptr, int64_t listed = 0) {
-  const int64_t size = m * (index ? listed : n);
-  for (int64_t k = 0; k < size && index; ++k)
-    out[k] = index[k] < 0 ? std::numeric_limits<double>::infinity() : 0;
-  if (p == 0 && !index) std::fill(out, out + size, 0.0);
-  if (p == 0 || size == 0) return;  // rows without columns may have no address
-  const auto run = [&](auto in, auto as) {
+void sqdist(Sqdist q, const Parallel& parallel) {
+  const bool list = q.listed >= 0;
+  const int64_t size = q.m * q.across();
+  for (int64_t k = 0; k < size; ++k)
+    q.out[k] = list && q.index[k] < 0 ? std::numeric_limits<double>::infinity() : 0;
+  if (q.p == 0 || size == 0) return;      // rows without columns may have no address
+  if (!q.symmetric && !list && q.n == 1)  // (a - b)^2 = (b - a)^2
+    std::swap(q.a, q.b), std::swap(q.a_row, q.b_row), std::swap(q.m, q.n);
+  with_type(q.dtype, [&](auto in) {
     using In = decltype(in);
-    sqdist_detail::sqdist_typed<In, decltype(as)>(static_cast<const In*>(a), a_row, m,
-                                                  static_cast<const In*>(b), b_row, n, p, out,
-                                                  parallel, index, listed);
-  };
-  switch (dtype) {
-    case Dtype::f32:
-      return run(float{}, float{});
-    case Dtype::f64:
-      return run(double{}, double{});
-    case Dtype::f16:
-      return run(Half{}, float{});
-    case Dtype::bf16:
-      return run(BFloat16{}, float{});
-  }
+    sqdist_detail::sqdist_typed<In, std::conditional_t<sizeof(In) == 8, double, float>>(q,
+                                                                                        parallel);
+  });
+  if (!q.symmetric) return;
+  double* out = q.out;
+  for (int64_t i = 0; i < q.m; ++i)
+    for (int64_t l = 0; l < q.across(); ++l, ++out) {
+      const int64_t j = list ? q.index[out - q.out] : l;
+      if (i == j) *out = 0;
+      if (!list && j < i) *out = q.out[j * q.n + i];
+    }
 }
 
 }  // namespace pflcore::cpu

@@ -8,7 +8,6 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <utility>
 
 #include "isa.h"
 #include "simd.h"
@@ -21,51 +20,14 @@ constexpr int kProducts = 10;  // in a float32 lane before it is folded and flus
 constexpr int64_t kGroup =
     160;  // columns that every instruction set takes in whole flushes: 10 products in 16 lanes
 
-// Where lane k of a fold comes from: groups of 2 * half lanes of x, then of y (numbered on from
-// x's), give the first half of their lanes. Groups within 128 bits stay there: x's and y's take
-// turns, and one cheap instruction does it.
-template <int lanes, int half>
-constexpr int source(int k) {
-  constexpr int width = half < 4 ? 4 : lanes, groups = width / (2 * half);
-  const int group = k % width / half;
-  return k / width * width + group % groups * 2 * half + k % half + (group < groups ? 0 : lanes);
-}
-
-// x = the sums of x and of y over groups of 2 * half lanes, as sums over groups of half as many.
-template <int half, class F, int... k>
-PFL_INLINE void fold(F& x, const F& y, std::integer_sequence<int, k...>) {
-  constexpr int lanes = sizeof...(k);
-#if defined(__clang__)
-  x = __builtin_shufflevector(x, y, source<lanes, half>(k)...) +
-      __builtin_shufflevector(x, y, (source<lanes, half>(k) + half)...);
-#else
-  typedef int Lanes __attribute__((vector_size(sizeof(F))));
-  x = __builtin_shuffle(x, y, Lanes{source<lanes, half>(k)...}) +
-      __builtin_shuffle(x, y, Lanes{source<lanes, half>(k) + half...});
-#endif
-}
-
 // sum[i][j] += the lanes of acc[i][j], by two shuffles and an addition for each vector. acc is used
 // up.
 template <int bytes, int rows>
 PFL_INLINE void flush(Vec<float, bytes> (&acc)[rows][kTile], double* sum) {
   constexpr int together = bytes / 16;  // rows whose sums fill a vector
-  constexpr std::make_integer_sequence<int, bytes / 4> lanes{};
   PFL_UNROLL
   for (int i = 0; i < rows; i += together) {
-    PFL_UNROLL
-    for (int j = 0; j < kTile; ++j) {
-      if constexpr (together == 4) {
-        fold<8>(acc[i][j], acc[i + 1][j], lanes);
-        fold<8>(acc[i + 2][j], acc[i + 3][j], lanes);
-        fold<4>(acc[i][j], acc[i + 2][j], lanes);
-      } else if constexpr (together == 2) {
-        fold<4>(acc[i][j], acc[i + 1][j], lanes);
-      }
-    }
-    fold<2>(acc[i][0], acc[i][1], lanes);
-    fold<2>(acc[i][2], acc[i][3], lanes);
-    fold<1>(acc[i][0], acc[i][2], lanes);
+    fold_all<float, false>(acc[i]);
     add_wide<bytes>(sum + i * kTile, acc[i][0]);
   }
 }
@@ -160,52 +122,22 @@ PFL_INLINE void tile_wide(const T* const* a, const T* const* b, int64_t begin, i
 // Which lanes: the type of the rows and that of the sums.
 enum class Kind { narrow, triangle, wide };
 
-template <class T>
-struct TileArgs {
-  const T* const* a;  // rows of one register block, `rows` and kTile of them
-  const T* const* b;
-  int64_t begin, end;  // columns
-  double* sum;
-};
-
-template <int bytes, Kind kind, int rows, class T>
-PFL_INLINE void run_tile(const TileArgs<T>& q) {
-  if constexpr (kind == Kind::wide) {
-    tile_wide<bytes, rows>(q.a, q.b, q.begin, q.end, q.sum);
-  } else {
-    constexpr bool triangle = kind == Kind::triangle;
-    constexpr int at_once = triangle ? rows : std::min(rows, kAtOnce<bytes>);
-    for (int i = 0; i < rows; i += at_once)
-      tile<bytes, triangle, at_once>(q.a + i, q.b, q.begin, q.end, q.sum + i * kTile);
-  }
-}
-
-#if PFL_X86
+// sum[i][j] += sum over columns [begin, end) of (a_i - b_j)^2 for `rows` rows of a and kTile of b.
 template <Kind kind, int rows, class T>
-PFL_AVX512 void tile_avx512(const TileArgs<T>& q) {
-  run_tile<64, kind, rows>(q);
-}
-template <Kind kind, int rows, class T>
-PFL_AVX2 void tile_avx2(const TileArgs<T>& q) {
-  run_tile<32, kind, rows>(q);
-}
-#endif
-template <Kind kind, int rows, class T>
-void tile_plain(const TileArgs<T>& q) {
-  run_tile<16, kind, rows>(q);
-}
-
-template <class T>
-using TileFunction = void (*)(const TileArgs<T>&);
-
-template <Kind kind, int rows, class T>
-TileFunction<T> tile_for(Isa isa) {
-#if PFL_X86
-  if (isa == Isa::avx512) return tile_avx512<kind, rows, T>;
-  if (isa == Isa::avx2) return tile_avx2<kind, rows, T>;
-#endif
-  (void)isa;
-  return tile_plain<kind, rows, T>;
+void sum_block(Isa now, const T* const* a, const T* const* b, int64_t begin, int64_t end,
+               double* sum) {
+  on_isa(
+      [&](auto bytes) PFL_LAMBDA {
+        if constexpr (kind == Kind::wide) {
+          tile_wide<bytes, rows>(a, b, begin, end, sum);
+        } else {
+          constexpr bool triangle = kind == Kind::triangle;
+          constexpr int at_once = triangle ? rows : std::min(rows, kAtOnce<bytes>);
+          for (int i = 0; i < rows; i += at_once)
+            tile<bytes, triangle, at_once>(a + i, b, begin, end, sum + i * kTile);
+        }
+      },
+      now);
 }
 
 }  // namespace sqdist_detail

@@ -12,14 +12,11 @@ struct WeightsOnCpu : OnCpu {
     for (int64_t r = 0; r < (q.target_step ? q.rows : 1); ++r)
       PFL_CHECK(q.target[r] >= 0 && q.target[r] < q.n, "waffle_weights: target holds ", q.target[r],
                 ", expected 0 to ", q.n - 1);
-    const TorchParallel parallel{16.0 * static_cast<double>(q.rows) * static_cast<double>(q.n)};
-    cpu::waffle_weights(q.dist, q.rows, q.n, q.target, q.target_step, q.omega, q.psi,
-                        q.uniform_ties, q.weight, parallel);
+    cpu::waffle_weights(q, TorchParallel{16.0 * static_cast<double>(q.rows * q.n)});
   }
   template <class T>
   void feddwa(const Feddwa<T>& q) const {
-    const TorchParallel parallel{8.0 * static_cast<double>(q.m) * static_cast<double>(q.n)};
-    cpu::feddwa_weights(q.sqdist, q.row, q.m, q.n, q.k, q.weight, q.index, parallel);
+    cpu::feddwa_weights(q, TorchParallel{8.0 * static_cast<double>(q.m * q.n)});
   }
 };
 

@@ -6,13 +6,17 @@
 #include <limits>
 #include <vector>
 
+#include "../inputs.h"
+
 namespace pflcore::cpu {
 
 // One row of WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in its division-safe form:
 // `dist` are distances from the target. A distance that is not finite is an absent client; the
 // target's own entry is ignored. Scratch-free, three passes over the row.
-inline void waffle_row(const double* dist, int64_t n, int64_t target, double omega, double psi,
-                       bool uniform_ties, double* weight) {
+inline void waffle_row(const Waffle& q, int64_t row) {
+  const int64_t n = q.n, target = q.target[row * q.target_step];
+  const double* const dist = q.dist + row * n;
+  double* const weight = q.weight + row * n;
   constexpr double inf = std::numeric_limits<double>::infinity();
   double high = 0, low = inf;
   int64_t present = 1;
@@ -21,36 +25,32 @@ inline void waffle_row(const double* dist, int64_t n, int64_t target, double ome
     const double d = std::max(dist[i], 0.0);
     high = std::max(high, d), low = std::min(low, d), ++present;
   }
-  if (present == 1 || psi == 0) {
+  if (present == 1 || q.psi == 0) {
     for (int64_t i = 0; i < n; ++i) weight[i] = i == target;
     return;
   }
   const double gap = high - low;
-  const bool zero = high == 0, tied = gap <= 1e-12 * high;
-  const bool alike = zero || (tied && uniform_ties);
-  const double s = tied ? 1 - omega : low / high * (1 - omega);
-  const double scale = omega <= 1 ? 1 / (1 + s) : 1;
+  const bool tied = gap <= 1e-12 * high, alike = high == 0 || (tied && q.uniform_ties);
+  const double s = tied ? 1 - q.omega : low / high * (1 - q.omega);
+  const double scale = q.omega <= 1 ? 1 / (1 + s) : 1;
   double sum = 0;
   for (int64_t i = 0; i < n; ++i) {
-    double raw = psi;
+    double raw = q.psi;
     if (i != target) {
       const double t = tied ? 0 : (std::max(dist[i], 0.0) - low) / gap;
-      raw = !std::isfinite(dist[i]) ? 0 : alike ? psi : std::max(psi - (t + s) * scale, 0.0);
+      raw = !std::isfinite(dist[i]) ? 0 : alike ? q.psi : std::max(q.psi - (t + s) * scale, 0.0);
     }
     weight[i] = raw, sum += raw;
   }
   for (int64_t i = 0; i < n; ++i) weight[i] /= sum;
 }
 
+constexpr int64_t kRows = 16;  // of a piece
+
 template <class Parallel>
-void waffle_weights(const double* dist, int64_t rows, int64_t n, const int64_t* target,
-                    int64_t target_step, double omega, double psi, bool uniform_ties,
-                    double* weight, const Parallel& parallel) {
-  constexpr int64_t chunk = 16;
-  parallel((rows + chunk - 1) / chunk, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin * chunk; r < std::min(rows, end * chunk); ++r)
-      waffle_row(dist + r * n, n, target[r * target_step], omega, psi, uniform_ties,
-                 weight + r * n);
+void waffle_weights(const Waffle& q, const Parallel& parallel) {
+  parallel((q.rows + kRows - 1) / kRows, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin * kRows; r < std::min(q.rows, end * kRows); ++r) waffle_row(q, r);
   });
 }
 
@@ -58,8 +58,11 @@ void waffle_weights(const double* dist, int64_t rows, int64_t n, const int64_t* 
 // index), 1 / squared distance, sum 1. NaN counts as infinitely far, a negative distance as zero.
 // `order` is scratch of n.
 template <class T>
-void feddwa_row(const T* sqdist, int64_t n, int64_t k, int64_t* order, double* weight,
-                int64_t* index) {
+void feddwa_row(const Feddwa<T>& q, int64_t row, int64_t* order) {
+  const int64_t n = q.n, k = q.k;
+  const T* const sqdist = q.sqdist + row * q.row;
+  double* const weight = q.weight + row * k;
+  int64_t* const index = q.index + row * k;
   constexpr double inf = std::numeric_limits<double>::infinity();
   const auto at = [&](int64_t j) {
     const double d = static_cast<double>(sqdist[j]);
@@ -97,15 +100,12 @@ void feddwa_row(const T* sqdist, int64_t n, int64_t k, int64_t* order, double* w
   for (int64_t j = 0; j < k; ++j) weight[j] /= sum;
 }
 
-// `k` is at most n. Rows of `sqdist` lie `row` elements apart.
 template <class T, class Parallel>
-void feddwa_weights(const T* sqdist, int64_t row, int64_t m, int64_t n, int64_t k, double* weight,
-                    int64_t* index, const Parallel& parallel) {
-  constexpr int64_t chunk = 16;
-  parallel((m + chunk - 1) / chunk, [&](int64_t begin, int64_t end) {
-    std::vector<int64_t> order(k > 32 ? n : 0);
-    for (int64_t r = begin * chunk; r < std::min(m, end * chunk); ++r)
-      feddwa_row(sqdist + r * row, n, k, order.data(), weight + r * k, index + r * k);
+void feddwa_weights(const Feddwa<T>& q, const Parallel& parallel) {
+  parallel((q.m + kRows - 1) / kRows, [&](int64_t begin, int64_t end) {
+    std::vector<int64_t> order(q.k > 32 ? q.n : 0);
+    for (int64_t r = begin * kRows; r < std::min(q.m, end * kRows); ++r)
+      feddwa_row(q, r, order.data());
   });
 }
 

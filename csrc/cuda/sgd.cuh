@@ -10,29 +10,20 @@ constexpr int kSgdThreads = 256;
 template <class T, bool kAligned>
 __device__ __forceinline__ void sgd_at(const Sgd<T>& a, int64_t row, int64_t c, T mu) {
   constexpr int kWide = kAligned ? per16<T> : 1;
-  struct Lane {
-    T v[kWide];
-  };
+  using Lane = Pack<T, kWide>;
   const auto load = [&](const T* from, int64_t stride) {
-    Lane out;
     const T* const at = from + row * stride + c;
-    if constexpr (kAligned) {
-      const Pack<T> pack = load16(at);
-      for (int i = 0; i < kWide; ++i) out.v[i] = pack.v[i];
-    } else {
-      out.v[0] = *at;
-    }
-    return out;
+    if constexpr (kAligned)
+      return load16(at);
+    else
+      return Lane{{*at}};
   };
   const auto store = [&](T* to, int64_t stride, const Lane& value) {
     T* const at = to + row * stride + c;
-    if constexpr (kAligned) {
-      Pack<T> pack;
-      for (int i = 0; i < kWide; ++i) pack.v[i] = value.v[i];
-      store16(at, pack);
-    } else {
+    if constexpr (kAligned)
+      store16(at, value);
+    else
       *at = value.v[0];
-    }
   };
   const T lr = static_cast<T>(a.lr), decay = static_cast<T>(a.weight_decay),
           momentum = static_cast<T>(a.momentum);

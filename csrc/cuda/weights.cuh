@@ -7,8 +7,6 @@ namespace pflcore::cuda {
 
 constexpr int kWeightsThreads = 256;
 
-inline unsigned weights_grid(int64_t rows) { return grid_for(rows); }
-
 // One value of a row as both rules read it: below zero counts as zero.
 template <class T>
 __device__ __forceinline__ double distance(T v) {
@@ -63,7 +61,7 @@ __global__ void __launch_bounds__(kWeightsThreads) waffle_kernel(Row q) {
 inline void waffle_weights(const Waffle& q, cudaStream_t stream) {
   if (q.rows == 0 || q.n == 0) return;
   auto* const kernel = &waffle_kernel<Waffle>;
-  PFLCORE_LAUNCH(kernel, weights_grid(q.rows), kWeightsThreads, 0, stream, q);
+  PFLCORE_LAUNCH(kernel, grid_for(q.rows), kWeightsThreads, 0, stream, q);
 }
 
 // The k nearest by (distance, index), weighted by 1 / squared distance (FedDWA, Liu et al. 2023,
@@ -116,7 +114,7 @@ template <class T>
 void feddwa_weights(const Feddwa<T>& q, cudaStream_t stream) {
   if (q.m == 0 || q.n == 0 || q.k == 0) return;
   auto* const kernel = &feddwa_kernel<T>;
-  PFLCORE_LAUNCH(kernel, weights_grid(q.m), kWeightsThreads, 0, stream, q);
+  PFLCORE_LAUNCH(kernel, grid_for(q.m), kWeightsThreads, 0, stream, q);
 }
 
 }  // namespace pflcore::cuda

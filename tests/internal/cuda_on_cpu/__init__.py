@@ -24,7 +24,7 @@ from pflcore.ops import TopK
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[2] / "csrc" / "cuda"
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
-FLAGS = "-std=c++17 -O1 -g0 -Wall -Wextra -Werror -Wno-unknown-pragmas -shared -fPIC"
+FLAGS = "-std=c++20 -O1 -g0 -Wall -Wextra -Werror -Wno-unknown-pragmas -shared -fPIC"
 
 
 def compiler():
@@ -48,10 +48,19 @@ def call(name, *values):
     def c(value):
         if value is None or isinstance(value, Tensor):
             return c_void_p(None if value is None else value.data_ptr())
-        return c_double(value) if isinstance(value, float) else c_int64(value)
+        if isinstance(value, list):
+            return (c_int64 * len(value))(*map(bits, value))
+        return c_int64(value)
 
     if getattr(library(), name)(*map(c, values)):
         raise RuntimeError(library().last_error().decode())
+
+
+def bits(value):
+    """A field of a problem of csrc/inputs.h, which are 8 bytes each: a number or an address."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return c_int64.from_buffer(c_double(value)).value if isinstance(value, float) else value or 0
 
 
 def fenced(count, dtype):
@@ -117,14 +126,14 @@ def pairwise_sqdist(a, b=None, index=None, most=0):
     index = None if index is None else guarded(index)
     out = fresh(len(a), n if index is None else listed)
     given = (*rows(a), len(a), b is None, *rows(b), n, a.shape[1])
-    call("sqdist", DTYPES[a.dtype], *given, out, most, index, listed)
+    call("sqdist", [DTYPES[a.dtype], *given, out, None, index, listed], most)
     return done(out)
 
 
 def waffle_weights(dist, target, omega, psi=None, tie="closed"):
     out, dist = fresh(*dist.shape), guarded(dist.double())
     step, psi = int(target.numel() > 1), omega if psi is None else psi
-    call("waffle", dist, *dist.shape, target, step, omega, psi, tie == "uniform", out)
+    call("waffle", [dist, *dist.shape, target, step, omega, psi, tie == "uniform", out])
     return done(out)
 
 
@@ -133,8 +142,7 @@ def feddwa_weights(sqdist, k):
         sqdist = guarded(sqdist.double())
     (m, n), kept = sqdist.shape, min(k, sqdist.shape[1])
     weight, index = fresh(m, kept), fresh(m, kept, dtype=torch.int64)
-    wide = sqdist.dtype == torch.float64
-    call("feddwa", wide, *rows(sqdist), m, n, kept, weight, index)
+    call("feddwa", [*rows(sqdist), m, n, kept, weight, index], sqdist.dtype == torch.float64)
     return TopK(*done(weight, index))
 
 
@@ -144,10 +152,8 @@ def aggregate(updates, weight, index=None, base=None, lr=1.0, out=None, precise=
     to = fresh(m, p, dtype=dtype) if out is None else out
     weight, index = (t if t is None else guarded(t) for t in (weight.double(), index))
     wide = precise or torch.float64 in (updates.dtype, dtype)
-    sizes, onto = (DTYPES[updates.dtype], DTYPES[dtype], wide, n, p, m, k), rows(base)
-    call(
-        "aggregate", *sizes, *rows(updates), weight, index is not None, index, *onto, lr, *rows(to)
-    )
+    given = (DTYPES[updates.dtype] | DTYPES[dtype] << 32, wide, n, p, m, k, *rows(updates), weight)
+    call("aggregate", [*given, index is not None, index, *rows(base), lr, *rows(to)])
     return done(to) if out is None else out
 
 
@@ -155,24 +161,25 @@ OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
 
 
 def layer(inputs):
-    """What the rank-1 kernels take: the kind of their numbers, these without gaps, the sizes
-    (clients, B, I, F, O, how far a client is from the next in each); and the result's shape."""
+    """What the rank-1 kernels take, with the inputs without gaps in memory of their own; and the
+    result's shape."""
     has = [t.dim() > own for t, own in zip(inputs, OWN, strict=True)]
     clients = [len(t) for t, axis in zip(inputs, has, strict=True) if axis][:1]
-    apart = [t[0].numel() if axis else 0 for t, axis in zip(inputs, has, strict=True)]
     (b, i), (o, f) = (t.shape[-2:] for t in inputs[:2])
-    sizes = torch.tensor([*(clients or [1]), b, i, f, o, *apart])
-    kind = {torch.float32: "float", torch.float64: "double"}[inputs[0].dtype]
-    return kind, [guarded(t.reshape(1, t.numel())) for t in inputs], sizes, (*clients, b, o)
+    fields = [*(clients or [1]), b, i, f, o]
+    for t, axis, row in zip(inputs, has, ([i], [f], [], [i]), strict=True):
+        apart = t[0].numel() if axis else 0
+        fields += [guarded(t.reshape(1, t.numel())), apart, *row, not axis]
+    return [*fields, None], inputs[0].dtype == torch.float64, (*clients, b, o)
 
 
 class Rank1(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         ctx.save_for_backward(*inputs)
-        kind, flat, sizes, shape = layer(inputs)
+        fields, wide, shape = layer(inputs)
         y = fresh(1, math.prod(shape), dtype=inputs[0].dtype)
-        call(f"rank1_{kind}", sizes, *flat, y)
+        call("rank1", fields, wide, y, *[None] * 5)
         return done(y).view(shape)
 
     @staticmethod
@@ -185,12 +192,11 @@ rank1_linear = Rank1.apply
 
 def rank1_linear_backward(grad, *inputs_and_needs):
     inputs, needs = inputs_and_needs[:4], inputs_and_needs[4:]
-    kind, flat, sizes, _ = layer(inputs)
-    shared = torch.tensor([int(t.dim() == own) for t, own in zip(inputs, OWN, strict=True)])
+    fields, wide, _ = layer(inputs)
     grads = [fresh(1, t.numel(), dtype=t.dtype) if need else None
              for t, need in zip(inputs, needs, strict=True)]  # fmt: skip
     grad = guarded(grad.reshape(1, grad.numel()))
-    call(f"rank1_backward_{kind}", sizes, shared, grad, *flat, *grads)
+    call("rank1", fields, wide, None, grad, *grads)
     found = ((None if g is None else done(g)) for g in grads)
     return tuple(g if g is None else g.view(t.shape) for g, t in zip(found, inputs, strict=True))
 
@@ -203,5 +209,5 @@ def sgd_step_(
     held = buffer if momentum else None
     numbers = (0.0, mu.double()) if each else (mu, None)
     given = (*rows(w), *rows(grad), lr, *rows(shift), *rows(mask), *numbers, *rows(anchor))
-    kind = {torch.float32: "float", torch.float64: "double"}[w.dtype]
-    call(f"sgd_{kind}", *w.shape, *given, momentum, *rows(held), weight_decay)
+    fields = [*w.shape, *given, momentum, *rows(held), weight_decay]
+    call("sgd", fields, w.dtype == torch.float64)

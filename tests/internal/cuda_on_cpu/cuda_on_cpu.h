@@ -1,9 +1,12 @@
-// Runs CUDA kernels on a CPU, one block at a time, so that the very source of a kernel can be tested where there is no GPU.
+// Runs CUDA kernels on a CPU, one block at a time, so that the very source of a kernel can be
+// tested where there is no GPU.
 //
-// Each thread of a block is a fiber (ucontext) that runs until it waits at a barrier or a warp exchange. What a GPU leaves open is made as
-// unfriendly as the rules allow: the order of the threads is a setting (results must not depend on it), dynamic shared memory starts as NaN and
-// ends in a guard, asynchronous copies arrive only when they are waited for, misaligned 16-byte accesses and barriers that not every thread
-// reaches are errors. Enough of CUDA for these kernels, and no more.
+// Each thread of a block is a fiber (ucontext) that runs until it waits at a barrier or a warp
+// exchange. What a GPU leaves open is made as unfriendly as the rules allow: the order of the
+// threads is a setting (results must not depend on it), dynamic shared memory starts as NaN and
+// ends in a guard, asynchronous copies arrive only when they are waited for, misaligned 16-byte
+// accesses and barriers that not every thread reaches are errors. Enough of CUDA for these kernels,
+// and no more.
 #pragma once
 #include <ucontext.h>
 
@@ -17,6 +20,8 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "../cpu/simd.h"
 
 #define __global__
 #define __device__
@@ -58,17 +63,21 @@ struct Fiber {
 
 struct Device {
   static constexpr size_t stack_bytes = 128 * 1024, guard = 256;
-  int64_t shared_limit = 48 * 1024, shared_most = 99 * 1024;  // what a launch may ask for, and what this card gives a kernel that asks before
+  int64_t shared_limit = 48 * 1024,
+          shared_most = 99 * 1024;  // what a launch may ask for, and what this card gives a kernel
+                                    // that asks before
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<int> order;
   std::vector<unsigned char> shared;
-  std::vector<uint64_t> slots;  // [warp][2][32]: what the lanes of a warp show each other; two, so that a quick lane cannot overwrite
+  std::vector<uint64_t> slots;  // [warp][2][32]: what the lanes of a warp show each other; two, so
+                                // that a quick lane cannot overwrite
   std::function<void()> body;
   ucontext_t scheduler;
   Fiber* now = nullptr;
   dim3 grid, block, index;
   int threads = 0, vote = 0, verdict = 0;
-  unsigned seed = 0;  // 0: threads in order, 1: backwards, else shuffled; but for 0, each warp runs ahead of the others
+  unsigned seed = 0;  // 0: threads in order, 1: backwards, else shuffled; but for 0, each warp runs
+                      // ahead of the others
   std::string error;
   long launches = 0;
 };
@@ -101,7 +110,8 @@ inline unsigned char* dynamic_shared() {
 }
 
 inline void expect_aligned(const void* p, uintptr_t bytes) {
-  if (reinterpret_cast<uintptr_t>(p) % bytes) fail("misaligned " + std::to_string(bytes) + "-byte access");
+  if (reinterpret_cast<uintptr_t>(p) % bytes)
+    fail("misaligned " + std::to_string(bytes) + "-byte access");
 }
 
 inline void copy_async(void* to, const void* from, int bytes, int valid) {
@@ -117,7 +127,8 @@ inline void copy_wait(int pending) {
   const auto arrived = [&](const Copy& c) {
     if (c.group >= me.group - pending) return false;
     std::memcpy(c.to, c.from, static_cast<size_t>(c.valid));
-    std::memset(static_cast<unsigned char*>(c.to) + c.valid, 0, static_cast<size_t>(c.bytes - c.valid));
+    std::memset(static_cast<unsigned char*>(c.to) + c.valid, 0,
+                static_cast<size_t>(c.bytes - c.valid));
     return true;
   };
   me.copies.erase(std::remove_if(me.copies.begin(), me.copies.end(), arrived), me.copies.end());
@@ -145,11 +156,13 @@ inline bool release_warp(int first) {
   return some;
 }
 
-// Wakes those whose barrier is complete: all living threads of the block, or of a warp. False: nobody can go on.
+// Wakes those whose barrier is complete: all living threads of the block, or of a warp. False:
+// nobody can go on.
 inline bool release() {
   Device& d = device();
   bool all = true, any = false;
-  for (int t = 0; t < d.threads; ++t) all = all && (d.fibers[t]->wait == Wait::block || d.fibers[t]->wait == Wait::done);
+  for (int t = 0; t < d.threads; ++t)
+    all = all && (d.fibers[t]->wait == Wait::block || d.fibers[t]->wait == Wait::done);
   if (all) {
     for (int t = 0; t < d.threads; ++t)
       if (d.fibers[t]->wait == Wait::block) d.fibers[t]->wait = Wait::none, any = true;
@@ -182,7 +195,9 @@ inline void run_block(size_t shared_bytes) {
     alive = false;
     for (int t : d.order) {
       run(t);
-      while (d.seed != 0 && release_warp(t / 32 * 32)) {  // one warp far ahead of the others, as far as the barriers allow
+      while (d.seed != 0 &&
+             release_warp(t / 32 *
+                          32)) {  // one warp far ahead of the others, as far as the barriers allow
         for (int other : d.order)
           if (other / 32 == t / 32) run(other);
       }
@@ -198,14 +213,19 @@ inline void run_block(size_t shared_bytes) {
 }
 
 // For the next launch: on a GPU it is the kernel that keeps the permission.
-inline int64_t allow_shared(int64_t wanted) { return device().shared_limit = std::min(wanted, device().shared_most); }
+inline int64_t allow_shared(int64_t wanted) {
+  return device().shared_limit = std::min(wanted, device().shared_most);
+}
 
-inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t, std::function<void()> body) {
+inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t,
+                   std::function<void()> body) {
   Device& d = device();
   ++d.launches;
   d.threads = static_cast<int>(block.x * block.y * block.z);
-  if (d.threads < 1 || d.threads > 1024 || block.z > 64) throw std::runtime_error("launch: bad block of " + std::to_string(d.threads));
-  if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
+  if (d.threads < 1 || d.threads > 1024 || block.z > 64)
+    throw std::runtime_error("launch: bad block of " + std::to_string(d.threads));
+  if (grid.x < 1 || grid.y < 1 || grid.z < 1 || grid.x > 0x7fffffffu || grid.y > 65535 ||
+      grid.z > 65535)
     throw std::runtime_error("launch: bad grid");
   if (shared_bytes < 0 || shared_bytes > d.shared_limit)
     throw std::runtime_error("launch: " + std::to_string(shared_bytes) + " bytes of shared memory");
@@ -218,7 +238,8 @@ inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t, st
     d.fibers.back()->stack.reset(new unsigned char[Device::stack_bytes]);
   }
   d.order.resize(static_cast<size_t>(d.threads));
-  for (int t = 0; t < d.threads; ++t) d.order[static_cast<size_t>(t)] = d.seed == 1 ? d.threads - 1 - t : t;
+  for (int t = 0; t < d.threads; ++t)
+    d.order[static_cast<size_t>(t)] = d.seed == 1 ? d.threads - 1 - t : t;
   if (d.seed > 1) std::shuffle(d.order.begin(), d.order.end(), std::mt19937(d.seed));
   std::vector<dim3> blocks;
   for (unsigned z = 0; z < grid.z; ++z)
@@ -236,7 +257,8 @@ inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t, st
   }
 }
 
-// What a lane shows, and what it sees of lane `from(lane)`; threads that have left show nothing and may not be asked.
+// What a lane shows, and what it sees of lane `from(lane)`; threads that have left show nothing and
+// may not be asked.
 template <class T>
 T exchange(T value, int from) {
   static_assert(sizeof(T) <= 8, "up to 8 bytes at a time");
@@ -273,7 +295,9 @@ inline int __syncthreads_or(int predicate) {
 inline void __syncwarp(unsigned = 0xffffffffu) { cuda_on_cpu::pause(cuda_on_cpu::Wait::warp); }
 
 template <class T>
-T __shfl_sync(unsigned, T value, int lane) { return cuda_on_cpu::exchange(value, lane & 31); }
+T __shfl_sync(unsigned, T value, int lane) {
+  return cuda_on_cpu::exchange(value, lane & 31);
+}
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int bits) {
   return cuda_on_cpu::exchange(value, cuda_on_cpu::device().now->linear % 32 ^ bits);
@@ -285,14 +309,18 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
   const unsigned turn = d.now->exchanges & 1;
   cuda_on_cpu::exchange<int>(predicate != 0, d.now->linear % 32);
   unsigned bits = 0;
-  for (int lane = 0; lane < 32; ++lane) bits |= d.slots[static_cast<size_t>(warp * 64 + static_cast<int>(turn) * 32 + lane)] ? 1u << lane : 0u;
+  for (int lane = 0; lane < 32; ++lane)
+    bits |= d.slots[static_cast<size_t>(warp * 64 + static_cast<int>(turn) * 32 + lane)]
+                ? 1u << lane
+                : 0u;
   return bits;
 }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 
 template <class T>
 T atomicAdd(T* at, T value) {
-  static_assert(std::is_integral<T>::value, "sums of floating-point numbers by atomics do not repeat");
+  static_assert(std::is_integral<T>::value,
+                "sums of floating-point numbers by atomics do not repeat");
   const T before = *at;
   *at += value;
   return before;
@@ -304,40 +332,27 @@ T atomicOr(T* at, T value) {
   return before;
 }
 
-// ---- the half types: bits with the conversions of the hardware (nearest, ties to even) ----
-struct __half { uint16_t bits; };
-struct __nv_bfloat16 { uint16_t bits; };
+// ---- the half types, converted as the CPU's kernels do (nearest, ties to even) ----
+using __half = pflcore::cpu::Half;
+using __nv_bfloat16 = pflcore::cpu::BFloat16;
 
-inline float __bfloat162float(__nv_bfloat16 h) {
-  const uint32_t bits = static_cast<uint32_t>(h.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
+namespace cuda_on_cpu {
+
+template <class To, class From>
+To converted(From v) {
+  const From some[4] = {v};
+  To out[4];
+  pflcore::cpu::Vec<float, 16> four;
+  pflcore::cpu::load_as<16, float>(four, some);
+  pflcore::cpu::store_as<16, float>(out, four);
+  return out[0];
 }
+
+}  // namespace cuda_on_cpu
+
+inline float __bfloat162float(__nv_bfloat16 v) { return cuda_on_cpu::converted<float>(v); }
+inline float __half2float(__half v) { return cuda_on_cpu::converted<float>(v); }
 inline __nv_bfloat16 __float2bfloat16_rn(float v) {
-  uint32_t bits;
-  std::memcpy(&bits, &v, 4);
-  if (v != v) return {0x7fff};
-  return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+  return cuda_on_cpu::converted<__nv_bfloat16>(v);
 }
-inline float __half2float(__half h) {
-  const int exponent = h.bits >> 10 & 31, mantissa = h.bits & 1023;
-  const float size = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                                    : std::ldexp(static_cast<float>(exponent ? mantissa | 1024 : mantissa), (exponent ? exponent : 1) - 25);
-  return h.bits & 0x8000 ? -size : size;
-}
-inline __half __float2half_rn(float v) {
-  uint32_t bits;
-  std::memcpy(&bits, &v, 4);
-  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
-  const float size = std::fabs(v);
-  if (v != v) return {0x7fff};
-  if (size >= 65520.0f) return {static_cast<uint16_t>(sign | 0x7c00u)};
-  int exponent;
-  std::frexp(size, &exponent);                                        // size = f * 2^exponent, f in [0.5, 1)
-  const int last = std::max(exponent - 11, -24);                      // the exponent of the last bit kept
-  const uint32_t units = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, -last)));  // 0..2048
-  if (units == 0) return {sign};
-  const uint32_t base = last == -24 ? 0u : static_cast<uint32_t>(last + 24) << 10;  // units carries the hidden bit, which counts one exponent up
-  return {static_cast<uint16_t>(sign | (base + units))};
-}
+inline __half __float2half_rn(float v) { return cuda_on_cpu::converted<__half>(v); }
