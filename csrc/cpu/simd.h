@@ -225,7 +225,6 @@ PFL_INLINE void copy_as(A* to, const T* from, int64_t n) {
   constexpr int64_t lanes = bytes / sizeof(A);
   Vec<A, bytes> v;
   int64_t i = 0;
-  PFL_UNROLL
   for (; i + lanes <= n; i += lanes) {
     load_as<bytes, A>(v, from + i);
     store(to + i, v);
