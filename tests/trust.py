@@ -3,8 +3,7 @@ two quiet cores.
 
 Not collected by pytest. Each line is a run of tests that the suites have anyway, but for the faults
 (tests/faults.py), an hour of it: those of the table, and sixty that a library draws, others every
-day. Names of lines may be given:
-`python tests/trust.py "altered data" sanitizers`.
+day. Names of lines may be given: `python tests/trust.py "altered data" sanitizers`.
 """
 
 import os

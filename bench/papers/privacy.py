@@ -121,8 +121,7 @@ def views(
     `known`, the adversary's own samples of the same task, the dictionary frozen · "trace": from how
     far each factor moved since the download, for factors that a client does not use do not move ·
     "own": the client's beliefs, which never travel: what the anonymity hides. Of other algorithms
-    the upload is the model:
-    {"upload": rows}.
+    the upload is the model: {"upload": rows}.
     """
     if not isinstance(algorithm, FactorizedWaffle):
         return {"upload": upload.row}

@@ -186,14 +186,13 @@ class KnnPer(FedOpt):
     on probabilities.
 
     server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
-    model). Trains as `FedOpt`; for evaluation each client stores what the head sees of its
-    training samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by
-    `kernel`: "exp" exp(-d) (the paper), "inverse" 1 / d (an exact match takes all; Motley's
-    silo code), "gauss_dim" exp(-d^2 / D) (the authors' code). Targets instead of classes: the
-    weighted mean of the neighbours' targets; hinge loss: of their signs, mixed with the score;
-    binary cross entropy: of their labels, mixed with the score's probability, and given as a
-    logit. Of equally near samples the earlier ones vote. A client with fewer than k samples
-    uses all of them. lam = 0 is FedAvg.
+    model). Trains as `FedOpt`; for evaluation each client stores what the head sees of its training
+    samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by `kernel`: "exp"
+    exp(-d) (the paper), "inverse" 1 / d (an exact match takes all; Motley's silo code), "gauss_dim"
+    exp(-d^2 / D) (the authors' code). Targets instead of classes: the weighted mean of the
+    neighbours' targets; hinge loss: of their signs, mixed with the score; binary cross entropy: of
+    their labels, mixed with the score's probability, and given as a logit. Of equally near samples
+    the earlier ones vote. A client with fewer than k samples uses all of them. lam = 0 is FedAvg.
     Acceptance (Motley, section 4.3, observation 1, and the remark of 4.1): a client with less than
     `min_size` samples, or whose accuracy (or minus its loss) on its validation split does not beat
     x's by more than `margin`, stays with p_x; without validation samples none beats it.
@@ -273,20 +272,15 @@ class PerFedAvg(FedAvg):
     """Fallah et al. 2020, Algorithm 1: w minimises sum_i share_i f_i(w - alpha grad f_i(w)).
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model). The server is
-    FedAvg's.
-    A local step takes minibatches D, D', D'' of independent shuffles: u = w - alpha grad f(w; D), v
-    = grad f(u; D'), then
-    w <- w - beta v ("fo"), w - beta (v - alpha (grad f(w + delta v; D'') - grad f(w - delta v;
-    D'')) / (2 delta)) ("hf"), or
-    w - beta (v - alpha H(w; D'') v) ("exact", by automatic differentiation; on every engine alike).
-    Evaluated is x after `steps` such inner steps on the client's training data, never on test data.
-    Deviations: `scaled` divides delta by |v|, because w + delta v and w - delta v are equal in
-    float32 where v is small (False is the
-    paper's); clients weigh by their samples (the paper: alike; `weighting="uniform"`). alpha and
-    beta are the run's learning rate unless
-    given; its momentum and weight decay play no part. With batch norm each of the gradients updates
-    the statistics, but for the
-    exact variant's H v.
+    FedAvg's. A local step takes minibatches D, D', D'' of independent shuffles: u = w - alpha grad
+    f(w; D), v = grad f(u; D'), then w <- w - beta v ("fo"), w - beta (v - alpha (grad f(w + delta
+    v; D'') - grad f(w - delta v; D'')) / (2 delta)) ("hf"), or w - beta (v - alpha H(w; D'') v)
+    ("exact", by automatic differentiation; on every engine alike). Evaluated is x after `steps`
+    such inner steps on the client's training data, never on test data. Deviations: `scaled` divides
+    delta by |v|, because w + delta v and w - delta v are equal in float32 where v is small (False
+    is the paper's); clients weigh by their samples (the paper: alike; `weighting="uniform"`). alpha
+    and beta are the run's learning rate unless given; its momentum and weight decay play no part.
+    With batch norm each of the gradients updates the statistics, but for the exact variant's H v.
     """
 
     # first-order, Hessian-free (finite differences) or exact
@@ -509,14 +503,13 @@ class FedRoD(FedAvg):
     """Chen and Chao 2022, FedRoD (linear): a generic model, and a personal head h that adds its
     scores to the generic ones.
 
-    server: x [P] (body f and generic head g) · client: its head h · down: x [S, P] · up: delta
-    [S, P] (1 model; h stays).
-    The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z = f(x) and n_c the
-    client's samples of class c; the head minimises CE(g(z) + h(z)) with g(z) and z detached, so
-    that it moves nothing but h. Both are trained at once, by the run's SGD. Predicted is
-    g(z) + h(z). A client without class c gives it no generic score while it trains. CE is the run's
-    loss, another one of class scores as well. Decision where the paper is silent: h starts at zero,
-    so that a new client's model is the generic one; `head="copy"` starts at g.
+    server: x [P] (body f and generic head g) · client: its head h · down: x [S, P] · up: delta [S,
+    P] (1 model; h stays). The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z
+    = f(x) and n_c the client's samples of class c; the head minimises CE(g(z) + h(z)) with g(z) and
+    z detached, so that it moves nothing but h. Both are trained at once, by the run's SGD.
+    Predicted is g(z) + h(z). A client without class c gives it no generic score while it trains. CE
+    is the run's loss, another one of class scores as well. Decision where the paper is silent: h
+    starts at zero, so that a new client's model is the generic one; `head="copy"` starts at g.
     """
 
     gamma: NonNegative = 1.0  # strength of the balancing; 0 is cross-entropy

@@ -238,8 +238,8 @@ class Job:
         reported: torch.Tensor | None = None,
         **more: Any,
     ) -> Simulation:
-        """Its simulation, with `for_each` that of the first client;
-        `reported` are evaluated, `more` are options that only Python can set: who may take part."""
+        """Its simulation, with `for_each` that of the first client; `reported` are evaluated,
+        `more` are options that only Python can set: who may take part."""
         made = algorithm(self.algorithm, self.hyper, self.options.target)
         start, common = net(self.options, data, model), self._common(reported)
         return Simulation(made, start, data, self.training, **common, **more)

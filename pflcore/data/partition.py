@@ -99,10 +99,9 @@ def waffle(
 
     Agent i's share of the samples of class t is base[(t + i) mod 10] (Table 2), times its entry of
     `sizes`, over the class's sum; so the cut is disjoint and, but for a class with no share at all,
-    exhaustive for any N.
-    `sizes`: A, B, C of Table 4, or proportions, cycled. Training samples of a class are shuffled by
-    the seed first (`shuffle`), test samples never: every seed has the same test sets.
-    `shift_seed`: makes A*, B* of A, B by `concept_shift`.
+    exhaustive for any N. `sizes`: A, B, C of Table 4, or proportions, cycled. Training samples of a
+    class are shuffled by the seed first (`shuffle`), test samples never: every seed has the same
+    test sets. `shift_seed`: makes A*, B* of A, B by `concept_shift`.
     """
     classes, n = labels.classes, labels.n
     need(base == "A" or classes == 10, "partition", f"10 classes for {base}", classes)

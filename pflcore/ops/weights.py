@@ -28,13 +28,12 @@ def waffle_weights(
     """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1), each row summing to 1.
 
     With low and high the least and largest distance of the others, `t = (d - low) / (high - low)`
-    and `s = low / high * (1 - omega)`:
-    raw weight `max(psi - (t + s) / (1 + s), 0)`, the target's is `psi` (omega > 1: `t + s`, line 6
-    as printed). This closed form equals the paper's and never divides by zero. All others equally
-    far: t = 0 (`tie="closed"`), or everybody gets 1/N (`tie="uniform"`); all at distance 0: 1/N;
-    psi = 0 or N = 1: all weight on the target. The target's own distance is ignored. A distance
-    that is not finite is an absent client, of weight 0; a negative one counts as 0. The weights are
-    constants: no gradient flows through them.
+    and `s = low / high * (1 - omega)`: raw weight `max(psi - (t + s) / (1 + s), 0)`, the target's
+    is `psi` (omega > 1: `t + s`, line 6 as printed). This closed form equals the paper's and never
+    divides by zero. All others equally far: t = 0 (`tie="closed"`), or everybody gets 1/N
+    (`tie="uniform"`); all at distance 0: 1/N; psi = 0 or N = 1: all weight on the target. The
+    target's own distance is ignored. A distance that is not finite is an absent client, of weight
+    0; a negative one counts as 0. The weights are constants: no gradient flows through them.
 
     omega: Omega(r) >= 0; psi: Psi(r) >= 0, None: the same as omega. The 0.95 rule and the smoothing
     over rounds belong to the algorithm.

@@ -56,8 +56,8 @@ class Engine(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What is minimized, if not the run's loss: each step is along
-    `mask * (gradient + shift + mu * (w - anchor))`. Tensors are of the cohort's clients."""
+    """What is minimized, if not the run's loss: each step is along `mask * (gradient + shift + mu *
+    (w - anchor))`. Tensors are of the cohort's clients."""
 
     prox: tuple[Tensor | float, Tensor] | None = None  # mu: a number, [S]; anchor [S, Q]
     shift: Tensor | None = None  # [S, Q] added to every gradient
