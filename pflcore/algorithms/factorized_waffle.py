@@ -101,7 +101,7 @@ class FactorizedWaffle(FedAvg):
     KL_v) / n_i (Eqs. 12 and 13). Evaluated is the server's dictionary with the client's own scores;
     `dictionary="cached"` takes the one that the client downloaded in its last round (section 2.3,
     for clients without a connection; client: x [P], too). A model without factorized layers gets
-    them, in the place of all layers but the head: see `pflcore.nn.factorize`. Presets:
+    them, instead of all layers but the head: see `pflcore.nn.factorize`. Presets:
     "paper_literal" is the text's one SGD for everything and the full KL: scores then hardly move
     from the prior, and the method stays near FedAvg. "recommended" gives the beliefs an Adam of
     their own and a weak KL; both are measured in docs/factorized.md. Decisions where the paper is

@@ -201,12 +201,12 @@ class WeightErosion(Algorithm):
     [S]. `alpha_i <- max(0, alpha_i - (1 + p_s * passes_i) * p_d * |delta_i - delta_target| /
     |delta_target|)`, from 1; then `x <- x + server_lr * sum_i alpha_i delta_i / sum_i alpha_i`. A
     weight of 0 is lost for good; an absent client keeps its own. `passes` is `floor((round - 1) * b
-    / n_i)`, b the batch size ("samples", as printed), n_i / b in the place of n_i ("batches", the
+    / n_i)`, b the batch size ("samples", as printed), n_i / b instead of n_i ("batches", the
     authors' code) or the epochs trained so far ("epochs").
 
     Decision where the papers are silent: without a `p_d` it is `1 / (0.8 * rounds * this round's
     median relative distance)`, at which the median client's weight runs out after 80 % of the
-    rounds, however the distances grow; what a mean over the rounds so far lags behind. (Published
+    rounds, however the distances grow; a mean over the rounds so far would lag behind. (Published
     values fit one data set, one model and one number of rounds.)
     """
 
