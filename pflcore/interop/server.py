@@ -98,11 +98,12 @@ class Server:
 
         Who is not there was absent. Says what happened: `dropped` (clients whose upload is not
         finite: they were absent too), `void` (then nothing changed), `moved`, `clipped`. ValueError
-        in one sentence, and nothing changed, for an upload that does not fit; without `strict` it
-        is left out with a RuntimeWarning, and where none fits the round is void.
+        in one sentence, and nothing changed, for an upload that does not fit, or where there is
+        none; without `strict` it is left out with a RuntimeWarning, and a round of none is void.
         """
         wanted = "{client id: (upload, number of samples)} of at least one client"
-        need(isinstance(uploads, Mapping) and uploads, "uploads", wanted, uploads)
+        some = isinstance(uploads, Mapping) and (uploads or not strict)
+        need(some, "uploads", wanted, uploads)
         read = self._read(uploads, strict)
         names = {number: client for client, (number, _, _) in read.items()}
         absent = set(self.algorithm.traits.required) - set(names)
