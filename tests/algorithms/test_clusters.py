@@ -22,7 +22,6 @@ from small import (
 )
 
 from pflcore import Net, Simulation, Training
-from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import begin
 
 IFCA = [
@@ -206,14 +205,6 @@ def test_clustered_fl_finds_nested_groups_with_absent_clients():
     assert len(set(cluster.tolist())) == 4 and len(state.server["x"]) == 7
     assert all(len(set(cluster[group::4].tolist())) == 1 for group in range(4))
     near(state.server["x"][cluster][:, 0], target, 1e-3, 0.1)
-
-
-def test_before_the_first_split_it_is_fedavg_with_even_weights():
-    algs = ClusteredFL(first=3, relative=True), FedAvg(weighting="uniform"), FedAvg()
-    ours, even, sized = (after(a, tiny(), 3)[0].server["x"] for a in algs)
-    assert len(ours) == 1
-    torch.testing.assert_close(ours[0], even)
-    assert not torch.allclose(even, sized)
 
 
 def test_the_inner_nodes_of_the_tree_keep_the_model_they_split_at():

@@ -29,6 +29,7 @@ MODELS_SENT = {  # down, up
     "scaffold": (2, 2),
     "waffle": (2, 2),
     "apfl": (1, 1),
+    "fedala": (1, 1),
     "local": (0, 0),
 }
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 from methods import FedDWA
+from places import golden
 from small import images, make_setting
 
 from pflcore import Net, Training, evaluate, step
@@ -15,30 +16,7 @@ MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "classes", "options", "parameters"),
-    [
-        ("linear", (100,), 1, {}, 101),
-        ("linear", MNIST, 10, {"bias": False}, 7840),
-        ("mlp", MNIST, 10, {}, 159_010),
-        ("mlp", MNIST, 10, {"bias": False}, 158_800),
-        ("mlp", (29,), 1, {"hidden": (8, 4), "activation": "tanh"}, 29 * 8 + 8 + 8 * 4 + 4 + 5),
-        ("lenet5", MNIST, 10, {}, 61_706),
-        ("lenet5", MNIST, 10, {"activation": "relu", "pool": "max"}, 61_706),
-        ("lenet5", CIFAR, 10, {}, 62_006),
-        ("lenet5", CIFAR, 10, {"bias": False}, 61_770),
-        ("cnn", MNIST, 10, {}, 582_026),
-        ("fmnist_cnn", MNIST, 10, {}, 28_880),
-        ("cifar_cnn_small", CIFAR, 10, {}, 54_216),
-        ("cifar_cnn_small", CIFAR, 10, {"padding": "same"}, 90_056),
-        ("cifar_cnn", CIFAR, 10, {}, 1_204_874),
-        ("cifar_cnn", CIFAR, 100, {}, 1_251_044),
-        ("resnet8", (3, 64, 64), 200, {}, 90_392),
-        ("resnet8", CIFAR, 10, {}, 78_042),
-        ("dla", CIFAR, 10, {}, 15_142_970),
-        ("emnist_cnn_2048", MNIST, 62, {}, 2_278_334),
-        ("emnist_cnn_2048", MNIST, 62, {"padding": "same"}, 6_603_710),
-        ("sattler_cnn", MNIST, 62, {}, 18_506),
-    ],
+    ("name", "shape", "classes", "options", "parameters"), golden("model_sizes")
 )
 def test_parameter_counts(name, shape, classes, options, parameters):
     model = model_for(name, shape, classes, **options)
