@@ -108,10 +108,15 @@ def tiny(sizes=(7, 20, 31), engine="loop", rounds=10, **training):
     return make_setting(Net(tiny_model()), images(sizes), t, rounds, engine)
 
 
+def wide(data):
+    """The same samples in float64."""
+    return replace(data, x=data.x.double())
+
+
 def double(s):
     """The same in float64."""
     net = Net(lambda: s.net.build().double(), s.net.criterion)
-    return s._replace(net=net, data=replace(s.data, x=s.data.x.double()))
+    return s._replace(net=net, data=wide(s.data))
 
 
 def validated(n=4, **training):

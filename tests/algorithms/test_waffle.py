@@ -40,11 +40,11 @@ def close(got, want, atol=1e-9):
     near(got, want, 0, atol)
 
 
-def squares(a, b, lr=0.1, epochs=1, rounds=10, engine="loop", start=None, **training):
+def squares(a, b, lr=0.1, epochs=1, rounds=10, start=None, **training):
     """Client i's loss is a_i (m - b_i)^2 / 2."""
     net, data = quadratics(t(a)[:, None], t(b)[:, None], start)
     t_ = Training(lr=lr, batch_size=1, epochs=epochs, **training)
-    return make_setting(net, data, t_, rounds, engine)
+    return make_setting(net, data, t_, rounds)
 
 
 def alike(one, other, atol=1e-6):
@@ -140,9 +140,8 @@ def test_absence_is_no_unlikeness_for_waffle():
 
 @MODES
 @pytest.mark.parametrize("option", ["mean_grad", "II"])
-@ENGINES
-def test_golden_waffle_from_end_to_end(option, engine, mode):
-    s = squares([1.0, 2, 0.5], [1.0, -2, 0.5], epochs=2, engine=engine)
+def test_golden_waffle_from_end_to_end(option, mode):
+    s = squares([1.0, 2, 0.5], [1.0, -2, 0.5], epochs=2)
     found = play(Waffle(control_agg=mode, option=option), s, 3)
     rows = [torch.cat([s.server["x"], s.server["c"], done.mix.weight[0]]) for s, done in found]
     close(torch.stack(rows), GOLDEN["waffle_rounds"][mode])
@@ -150,10 +149,9 @@ def test_golden_waffle_from_end_to_end(option, engine, mode):
     close(torch.stack(own), GOLDEN["waffle_controls"])
 
 
-@ENGINES
 @pytest.mark.parametrize("option", ["mean_grad", "II"])
-def test_golden_rounds_of_scaffold(option, engine):
-    s = squares([1.0, 2], [1.0, -2], epochs=2, engine=engine)
+def test_golden_rounds_of_scaffold(option):
+    s = squares([1.0, 2], [1.0, -2], epochs=2)
     found = [state for state, _ in play(Scaffold(option=option), s, 3)]
     rows = [torch.cat([s.server["x"], s.server["c"], s.clients["c"][:, 0]]) for s in found]
     close(torch.stack(rows), GOLDEN["scaffold_rounds"], 1e-12)

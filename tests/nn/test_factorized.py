@@ -59,8 +59,6 @@ def test_as_many_factors_as_the_smaller_side_can_be_any_layer(outputs, inputs):
     layer = FactorizedLinear(inputs, outputs, min(outputs, inputs), dtype=D)
     layer.w_a.data, layer.strength.data, layer.w_b.data = u, s, v
     near(layer.weight.detach(), dense, 1e-12, 1e-12)
-    fewer = randomised(FactorizedLinear(inputs, outputs, 3, dtype=D))
-    assert torch.linalg.matrix_rank(fewer.weight) == 3
 
 
 def test_rows_under_vmap():
@@ -80,12 +78,12 @@ def test_initial_scales():
     pi = (120 / 121) ** torch.arange(1, 121)
     # the variance of sum_k b_k a_k w_k, with E[b_k] = pi_k
     expected = (layer.w_a**2).mean() * (layer.w_b**2).mean() * pi.sum()
-    torch.testing.assert_close(expected, torch.tensor(2 / 984), rtol=0.03, atol=0)
+    near(expected, 2 / 984, 0.03)
     assert bool((layer.strength == 1).all())
     literal = FactorizedLinear(784, 200, 120, init="ibpwf")
     assert 0.08 < literal.strength.std() < 0.12
     for w in (literal.w_a, literal.w_b):
-        torch.testing.assert_close(w.var(), torch.tensor(2 / sum(w.shape)), rtol=0.03, atol=0)
+        near(w.var(), 2 / sum(w.shape), 0.03)
     assert literal.weight.std() < 0.2 * layer.weight.std()  # why it learns slowly
 
 
