@@ -28,14 +28,9 @@ def test_beliefs_never_leave_the_client(preset):
     s = setting()
     alg = Spy(preset=preset, lr_var=0.5)
     state, done = after(alg, s)
-    down = seen["down"]
-    up = seen["up"]
-    assert set(up) == {"delta"} and set(down) == set(state.server) == {"x"}
-    assert set(state.clients) == {"q", "m", "v", "t"} and state.clients["q"].shape == (3, 3 * 7)
-    assert up["delta"].shape == down["x"].shape == (3, s.net.size)
-    assert s.net.size == sum(p.numel() for p in factorize(model(), (4, 3)).parameters())
+    assert set(seen["up"]) == {"delta"} and set(seen["down"]) == set(state.server) == {"x"}
     assert not alg.report(state.server, done.mix, done.cohort)
-    near(state.server["x"], (down["x"] + up["delta"]).mean(0))
+    near(state.server["x"], (seen["down"]["x"] + seen["up"]["delta"]).mean(0))
     # the dictionary stands still, the beliefs do not: nothing of their way is in what travels
     after(alg, setting(lr=1e-300))
     assert (seen["new"]["q"] - seen["own"]["q"]).abs().max() > 0.05

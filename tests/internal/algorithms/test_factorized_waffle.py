@@ -110,25 +110,24 @@ def test_concrete_and_the_priors_means():
 def by_hand(alg, s, client):
     """One client's first round, whole batches, written with autograd on the objective: its row and
     beliefs afterwards."""
-    at, (x, y), w = strengths(s.net), s.data.client(client), s.net.w0
-    q = alg.newcomer({}, s.net, 1)["q"][0].clone()
-    m, v, steps = torch.zeros_like(q), torch.zeros_like(q), s.training.epochs
-    u = uniforms(client_seeds([client], s.seed, 1, "beliefs"), steps * 14) * (1 - 2e-4) + 1e-4
-    u = u.double().view(steps, 2, 1, 7)
-    for k in range(steps):
-        w, q = w.detach().requires_grad_(), q.detach().requires_grad_()
-        b = torch.sigmoid((q[:7] + u[k, 0, 0].logit()) / alg.tau)
-        kl = divergence(q.view(1, 3, 7), u[k, 1], [4, 3], t(4, 4, 4, 4, 3, 3, 3)).sum()
-        weight = 0.01 if alg.preset == "recommended" else 1.0
+    at, (x, y), w = strengths(s.net), s.data.client(client), s.net.w0.clone().requires_grad_()
+    q = alg.newcomer({}, s.net, 1)["q"][0].clone().requires_grad_()
+    optimizers, weight = [torch.optim.SGD([w], s.training.lr)], 1.0
+    if alg.preset == "recommended":
+        optimizers, weight = [*optimizers, torch.optim.Adam([q], 0.5)], 0.01
+    else:
+        optimizers += [torch.optim.SGD([q], s.training.lr)]
+    seeds, steps = client_seeds([client], s.seed, 1, "beliefs"), s.training.epochs
+    u = uniforms(seeds, steps * 14) * (1 - 2e-4) + 1e-4
+    for one, other in u.double().view(steps, 2, 1, 7):
+        b = torch.sigmoid((q[:7] + one[0].logit()) / alg.tau)
+        kl = divergence(q.view(1, 3, 7), other, [4, 3], t(4, 4, 4, 4, 3, 3, 3)).sum()
         nll = F.cross_entropy(s.net(w.index_copy(0, at, w[at] * b), x), y)
-        by_w, by_q = torch.autograd.grad(nll + weight * kl / len(y), [w, q])
-        w = w - s.training.lr * by_w
-        if alg.preset == "recommended":
-            m, v = 0.9 * m + 0.1 * by_q, 0.999 * v + 0.001 * by_q**2
-            root = (v / (1 - 0.999 ** (k + 1))).sqrt() + 1e-8
-            q = q - 0.5 * (m / (1 - 0.9 ** (k + 1))) / root
-        else:
-            q = q - s.training.lr * by_q
+        for each in optimizers:
+            each.zero_grad()
+        (nll + weight * kl / len(y)).backward()
+        for each in optimizers:
+            each.step()
     return w.detach(), q.detach()
 
 
@@ -175,10 +174,9 @@ def test_evaluation_modes():
     for mode, b in {"mean": pi, "thr_soft": pi * above, "hard": above}.items():
         got = view(eval_mode=mode)
         close(got["b"][:, 0], b)
-        one = alg.predict({k: v[1] for k, v in got.items()}, s.net, x)
-        close(one, scores(b[1]))
-        found = evaluate(Setup(replace(alg, eval_mode=mode), s), state)["accuracy"][1]
-        close(found, (scores(b[1]).argmax(1) == y).double().mean())
+        found = evaluate(Setup(replace(alg, eval_mode=mode), s), state)
+        close(found["loss"][1], F.cross_entropy(scores(b[1]), y))
+        close(found["accuracy"][1], (scores(b[1]).argmax(1) == y).double().mean())
     u = (torch.arange(100_000, dtype=D) + 0.5) / 100_000
     want = torch.sigmoid((state.clients["q"][0, 0] + u.logit()) * 1.5).mean()
     got = view(eval_mode="relaxed_mean")["b"][0, 0, 0]

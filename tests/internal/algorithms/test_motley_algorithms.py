@@ -27,17 +27,11 @@ GOLDEN = golden("mocha")
 def test_task_relations_by_hand():
     sigma, omega = relation(W3, 1e-3, "sigma"), relation(W3, 1e-3)
     close(sigma, GOLDEN["sigma"])
-    close(0.5 * 0.01 * torch.trace(W3.T @ sigma @ W3), 0.0194789688)
-    close(0.01 * (sigma @ W3)[0], [4.0148087801e-3, 0])
     close(omega, GOLDEN["omega"], rtol=1e-5)
-    close(0.5 * 0.01 * torch.trace(W3.T @ omega @ W3), 0.0698161598, rtol=1e-5)
-    close(0.01 * (omega @ W3)[0], [2.4912015093e-2, 0], rtol=1e-5, atol=1e-9)
-    close(torch.linalg.eigvalsh(omega)[-1], 2777.2226433, rtol=1e-5)
     w = torch.tensor([[1, 0.2], [0.3, 1]], dtype=F64)
     sigma, omega = relation(w, 0.0, "sigma"), relation(w, 0.0)
     close(sigma, [[0.4937655860, 0.1246882793], [0.1246882793, 0.5062344140]])
     close(omega, [[2.1595744681, -0.5319148936], [-0.5319148936, 2.1063829787]])
-    close(torch.trace(w.T @ omega @ w), 4.01)
 
 
 def test_the_stability_criterion_is_the_spectral_radius():
