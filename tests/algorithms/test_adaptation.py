@@ -39,6 +39,11 @@ def served(s, rounds=3):
     return state, {"x": state.server["x"].expand(s.data.n, -1)}
 
 
+def adapted(alg, down, s):
+    """The clients' models for evaluation."""
+    return alg.model(down, {}, at_work(s, round=3))["w"]
+
+
 def with_index(s, **index):
     return s._replace(data=replace(s.data, index={**s.data.index, **index}))
 
@@ -59,7 +64,7 @@ def test_golden_per_fedavg(variant, name, engine):
         alg = PerFedAvg(variant=variant, alpha=h["alpha"], delta=delta, scaled=False)
         down = {"x": s.net.w0[None]}
         close(alg.train(down, {}, at_work(s))[1]["delta"], [[h[name] - h["w"]]])
-        close(alg.model(down, {}, at_work(s))["w"], [[h["inner"]]])
+        close(adapted(alg, down, s), [[h["inner"]]])
 
 
 def test_scaled_differences_are_right_in_float32():
@@ -156,7 +161,7 @@ def test_not_adapted_it_is_fedavg_by_any_loss(alg, loss):
 def test_the_last_layer_alone_is_trained():
     s = tiny()
     _, down = served(s, 1)
-    moved = (FineTune(layers="last").model(down, {}, at_work(s))["w"] != down["x"]).any(0)
+    moved = (adapted(FineTune(layers="last"), down, s) != down["x"]).any(0)
     assert torch.equal(moved.nonzero()[:, 0], torch.arange(s.net.size)[s.net.head_slice])
 
 
@@ -165,7 +170,7 @@ def candidates(s, state, down):
     first, then every length of each step size."""
     tried = [FineTune(finetune_lr=lr, finetune_epochs=e) for lr in (0.05, 0.5) for e in range(1, 5)]
     tried = [FineTune(finetune_epochs=0), *tried]
-    rows = [alg.model(down, {}, at_work(s, round=3))["w"] for alg in tried]
+    rows = [adapted(alg, down, s) for alg in tried]
     values = [evaluate(Setup(alg, s), state, "val")["accuracy"] for alg in tried]
     return torch.stack(values), torch.stack(rows)
 
@@ -181,10 +186,10 @@ def test_each_client_gets_its_best_candidate_on_validation():
     values, rows = candidates(s, state, down)
     best = [first_best(values[:, i]) for i in range(6)]
     assert ((values == values.max(0).values).sum(0) > 1).any() and len(set(best)) > 1
-    got = GRID.model(down, {}, at_work(s, round=3))["w"]
+    got = adapted(GRID, down, s)
     torch.testing.assert_close(got, torch.stack([rows[c, i] for i, c in enumerate(best)]))
     wild = FineTune(choose="client", lr_grid=(3e38,), finetune_epochs=2)
-    assert torch.equal(wild.model(down, {}, at_work(s))["w"], down["x"])
+    assert torch.equal(adapted(wild, down, s), down["x"])
 
 
 def test_a_client_without_validation_samples_takes_what_is_best_for_the_others():
@@ -209,7 +214,7 @@ def test_acceptance_of_a_tuned_model():
     _, down = served(s)
 
     def kept(**options):
-        w = FineTune(**options).model(down, {}, at_work(s))["w"]
+        w = adapted(FineTune(**options), down, s)
         return (w == down["x"]).all(1).tolist()
 
     assert kept(min_size=21) == [True, True, False, False]  # 16, 20, 24 and 28 samples
@@ -219,20 +224,6 @@ def test_acceptance_of_a_tuned_model():
 # kNN-Per -------------------------------------------------------------------------------------
 
 
-class Fixed(nn.Module):
-    """Scores that do not depend on x, so that only the vote does."""
-
-    def __init__(self, scores):
-        super().__init__()
-        self.head = nn.Linear(2, len(scores), dtype=F64)
-        with torch.no_grad():
-            self.head.weight.zero_()
-            self.head.bias.copy_(t(scores))
-
-    def forward(self, x):
-        return self.head(x)
-
-
 THIRDS = [math.log(p) for p in (0.5, 0.2, 0.3)]
 TARGETS = t([0.2, 0.5, 0.4, 0.9, 0.7])
 
@@ -240,8 +231,8 @@ TARGETS = t([0.2, 0.5, 0.4, 0.9, 0.7])
 @pytest.mark.parametrize(
     ("scores", "loss", "y", "lam", "expected"),
     [
-        (THIRDS, None, [0, 1, 1, 2, 0], 0.4, [0.4751798570, 0.3448201430, 0.18]),
-        (THIRDS, None, [0, 1, 1, 2, 0], 0.9, [0.4441546782, 0.5258453218, 0.03]),
+        (THIRDS, "cross_entropy", [0, 1, 1, 2, 0], 0.4, [0.4751798570, 0.3448201430, 0.18]),
+        (THIRDS, "cross_entropy", [0, 1, 1, 2, 0], 0.9, [0.4441546782, 0.5258453218, 0.03]),
         ([0.6], half_square, TARGETS, 1.0, [0.3562050358]),
         ([0.6], half_square, TARGETS, 0.5, [0.4781025179]),
         ([-0.35], "hinge", [-1, 1, 1, -1, 1], 0.9, [0.0766906436]),
@@ -249,8 +240,10 @@ TARGETS = t([0.2, 0.5, 0.4, 0.9, 0.7])
     ],
 )
 def test_the_mixture_with_the_shared_model(scores, loss, y, lam, expected):
-    net = Net(lambda: Fixed(scores), **({} if loss is None else {"criterion": loss}))
-    view = {"w": net.w0, "z": Z, "y": torch.as_tensor(y), "n": torch.tensor(5)}
+    """A model whose scores do not depend on x, so that only the vote does."""
+    net = Net(nn.Linear(2, len(scores), dtype=F64), loss)
+    w = torch.cat([torch.zeros(2 * len(scores)), t(scores)])
+    view = {"w": w, "z": Z, "y": torch.as_tensor(y), "n": torch.tensor(5)}
     near(KnnPer(k=3, lam=lam).predict(view, net, QUERY)[0], expected, 1e-7, 5e-10)
 
 

@@ -9,6 +9,7 @@ from parts.rivals import GOLDEN, tree
 from small import (
     F64,
     Line,
+    Scale,
     after,
     images,
     near,
@@ -81,30 +82,17 @@ def test_warm_start_trains_every_model_and_forgets_their_momentum():
 @pytest.mark.parametrize("optimizer", ["sgd", "heavy_ball", "adam"])
 def test_one_cluster_is_fedavg(optimizer):
     """Its statistics of batch norm too."""
-    for s in (tiny(), normal()):
-        plain, _ = after(FedOpt(optimizer=optimizer), s, 3)
-        for cls in (HypCluster, Ensemble):
-            one, _ = after(cls(k=1, optimizer=optimizer), s, 3)
-            assert s.net.b0.numel() or torch.equal(one.server["x"][0], plain.server["x"])
-            near(one.server["x"][0], plain.server["x"])
-            near(one.server["b"][0], plain.batch_norm[0])
-
-
-class Slope(nn.Module):
-    """w x + b."""
-
-    def __init__(self):
-        super().__init__()
-        self.w, self.b = (nn.Parameter(torch.randn(1, dtype=F64)) for _ in range(2))
-
-    def forward(self, x):
-        return self.w * x + self.b
+    plain, _ = after(FedOpt(optimizer=optimizer), normal(), 3)
+    for cls in (HypCluster, Ensemble):
+        one, _ = after(cls(k=1, optimizer=optimizer), normal(), 3)
+        near(one.server["x"][0], plain.server["x"])
+        near(one.server["b"][0], plain.batch_norm[0])
 
 
 def test_shared_layers_are_everybodys_mean_and_the_others_their_clusters():
     """y = w x + b with one w for all: a round by hand."""
-    s = regression(IFCA, model=Slope)
-    alg = HypCluster(k=2, shared="w")
+    s = regression(IFCA, model=lambda: nn.Linear(1, 1, dtype=F64))
+    alg = HypCluster(k=2, shared="weight")
     x0 = begin(alg, s.net, 3).server["x"]
     assert torch.equal(x0[0, 0], x0[1, 0])
     start = t([[0.3, 0.6], [0.3, -0.9]])
@@ -134,15 +122,6 @@ def test_shared_layers_need_one_age():
         HypCluster(shared="*").initial(tiny().net)  # nothing is left to differ in
 
 
-class Constant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x):
-        return x + self.b
-
-
 class Zero(nn.Linear):
     def reset_parameters(self):
         nn.init.zeros_(self.weight), nn.init.zeros_(self.bias)
@@ -155,7 +134,7 @@ def test_centres_never_start_equal_and_seeds_follow_the_run():
             rows = HypCluster(k=k).starts(net)
             assert len(rows.unique(dim=0)) == k and rows.any(1).all()
     with pytest.raises(ValueError, match=r"^k: .* equal .*\.$"):
-        HypCluster(k=2).starts(Net(Constant))
+        HypCluster(k=2).starts(Net(Scale([0.0] * 3)))
     one, two = (
         Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.server["x"]
         for seed in (0, 1)

@@ -30,6 +30,7 @@ MODELS_SENT = {  # down, up
     "waffle": (2, 2),
     "apfl": (1, 1),
     "fedala": (1, 1),
+    "fedrod": (1, 1),
     "local": (0, 0),
 }
 

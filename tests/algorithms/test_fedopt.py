@@ -1,5 +1,7 @@
 """Server optimizers and q-FedAvg: golden values and laws."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -67,23 +69,14 @@ def test_fedavg_weighs_by_samples():
     near(trajectory(FedAvg(), [([[1.0], [2], [4]], [10, 30, 60])]), [[3.1]])
 
 
-class Ended:
-    """Two clients that ended at given models, with given losses."""
-
-    lr = 0.1
-
-    def loss(self, rows):
-        return t([0.5, 2.0])
-
-    def fit(self, rows):
-        return type("Fit", (), {"w": t([[0.8, 1.0], [1.0, 0.5]])})
-
-
 @pytest.mark.parametrize(("q", "expected"), GOLDEN["q_fedavg"])
 def test_q_fedavg_by_hand(q, expected):
+    """Two clients that ended at given models, with given losses."""
+    ended = SimpleNamespace(w=t([[0.8, 1.0], [1.0, 0.5]]))
+    clients = SimpleNamespace(lr=0.1, loss=lambda rows: t([0.5, 2.0]), fit=lambda rows: ended)
     alg = QFedAvg(q=q, weighting="uniform")
     x = t([1.0, 1.0])
-    up = alg.train({"x": x.expand(2, -1)}, {}, Ended())[1]
+    up = alg.train({"x": x.expand(2, -1)}, {}, clients)[1]
     near(served(alg, {"x": x}, up, some(2))["x"], expected, 1e-7, 1e-9)
 
 

@@ -103,7 +103,7 @@ def test_golden_presets(name):
     state, _ = after(alg, s, COHORTS)
     server, clients = program(name, s.net.module, s.data)
     near(state.server["x"], torch.cat([v.flatten() for v in server.values()]), 1e-10)
-    view, local = views(alg, state, s, torch.arange(3))
+    view, local = views(alg, state, s)
     for i, model in enumerate(clients):
         near(view["w"][i], s.net.row(model), 1e-10)
         scores = local.scores(view, "test", alg.predict)[i][0]
@@ -168,7 +168,7 @@ def test_a_frozen_part_never_moves_not_even_by_adamw():
     state, _ = after(alg, s, 2)
     x, h = s.net.split(s.net.w0)
     assert not state.clients and (state.server["x"] != x).all()
-    w = views(alg, state, s, torch.arange(3))[0]["w"]
+    w = views(alg, state, s)[0]["w"]
     assert torch.equal(w, s.net.join(state.server["x"], h.expand(3, -1)))
 
 
@@ -233,8 +233,7 @@ def test_fedrods_heads_start_as_zeros_or_copies_and_move():
 def test_a_newcomer_to_fedrod_predicts_as_the_generic_model():
     s = tiny()
     alg = FedRoD()
-    state, done = after(alg, s, [[0, 1]])
-    assert not state.clients["h"][2].any() and done.bytes_up == 2 * 4 * s.net.size
+    state, _ = after(alg, s, [[0, 1]])
     view = views(alg, state, s, torch.tensor([2]))[0]
     x = s.data.client(2, "test")[0]
     got = alg.predict({k: v[0] for k, v in view.items()}, s.net, x)
