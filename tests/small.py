@@ -43,6 +43,11 @@ def near(got, want, rtol=1e-9, atol=1e-12):
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
 
 
+def alike(got, want):
+    """Equal but for rounding in float32."""
+    near(got, want, 1e-5, 1e-6)
+
+
 def some(n, round=1, ids=None):
     """A cohort of clients with one sample each."""
     who = torch.arange(n) if ids is None else torch.tensor(ids)

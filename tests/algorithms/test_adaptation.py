@@ -14,6 +14,7 @@ from small import (
     ENGINES,
     F64,
     after,
+    alike,
     at_work,
     double,
     half_square,
@@ -187,7 +188,7 @@ def test_each_client_gets_its_best_candidate_on_validation():
     best = [first_best(values[:, i]) for i in range(6)]
     assert ((values == values.max(0).values).sum(0) > 1).any() and len(set(best)) > 1
     got = adapted(GRID, down, s)
-    torch.testing.assert_close(got, torch.stack([rows[c, i] for i, c in enumerate(best)]))
+    alike(got, torch.stack([rows[c, i] for i, c in enumerate(best)]))
     wild = FineTune(choose="client", lr_grid=(3e38,), finetune_epochs=2)
     assert torch.equal(adapted(wild, down, s), down["x"])
 
@@ -199,7 +200,7 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
     lacking = at_work(with_index(s, val=[val[0], val[1][:0], *val[2:]]), round=3)
     values, rows = candidates(s, state, down)
     best = first_best(values[:, [0, 2, 3]].mean(1))
-    torch.testing.assert_close(GRID.model(down, {}, lacking)["w"][1], rows[best, 1])
+    alike(GRID.model(down, {}, lacking)["w"][1], rows[best, 1])
     # it cannot show that it is better
     assert torch.equal(FineTune(margin=-2.0).model(down, {}, lacking)["w"][1], down["x"][1])
     nobody = at_work(with_index(s, val=[rows[:0] for rows in val]))
@@ -287,15 +288,15 @@ def test_knnper_mixes_probabilities_of_binary_labels(floats, width):
     shared = ran("fedavg", data, width, loss).model(0)(x[0])
     # each sample's nearest neighbour is itself
     assert max(all_.rounds[0]["eval"]["loss"]) < 1e-9
-    torch.testing.assert_close(none.model(0)(x[0]), shared)
+    alike(none.model(0)(x[0]), shared)
     p = 0.6 * shared.sigmoid() + 0.4 * y[0].view(20, width)
-    torch.testing.assert_close(some.model(0)(x[0]).sigmoid(), p)
+    alike(some.model(0)(x[0]).sigmoid(), p)
 
 
 def test_knnper_takes_several_targets_few_samples_and_no_probabilities():
     x = torch.randn(1, 9, 6)
     y = torch.randn(1, 9, 2)
-    torch.testing.assert_close(ran(KnnPer(k=1, lam=1.0), federation(x, y), 2).model(0)(x[0]), y[0])
+    alike(ran(KnnPer(k=1, lam=1.0), federation(x, y), 2).model(0)(x[0]), y[0])
     few = ran(KnnPer(k=10, lam=1.0), federation(x[:, :2], torch.tensor([[0, 1]])), 2)
     assert math.isfinite(few.rounds[0]["eval"]["loss"][0])
     with pytest.raises(ValueError, match=r"^data: kNN-Per's neighbours vote with a label"):

@@ -14,6 +14,7 @@ from small import (
     ENGINES,
     F64,
     after,
+    alike,
     at_work,
     double,
     make_setting,
@@ -45,10 +46,6 @@ def squares(a, b, lr=0.1, epochs=1, rounds=10, start=None, **training):
     net, data = quadratics(t(a)[:, None], t(b)[:, None], start)
     t_ = Training(lr=lr, batch_size=1, epochs=epochs, **training)
     return make_setting(net, data, t_, rounds)
-
-
-def alike(one, other, atol=1e-6):
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=atol)
 
 
 # WAFFLE's weights ----------------------------------------------------------------------------
@@ -216,16 +213,14 @@ def test_the_new_control_variate_is_the_mean_minibatch_gradient(engine, training
 def test_c_is_the_mean_of_the_clients_c_and_the_first_round_fedavgs(option, weighting):
     s = tiny((7, 20, 31, 12))
     alg = Scaffold(option=option, weighting=weighting)
-    cohorts = [[0, 1, 2, 3], [1], [0, 3], [1, 2, 3], [2], [0, 1, 2, 3]]
-    share = torch.full((4,), 0.25)
+    first, plain = (after(a, s)[0].server["x"] for a in (alg, FedAvg(weighting=weighting)))
+    assert torch.equal(first, plain)
+    everybody = [0, 1, 2, 3]
+    cohorts, share = [everybody, [1], [0, 3], [1, 2, 3], [2], everybody], torch.ones(4)
     if weighting == "samples":  # the mean under full participation
-        cohorts = cohorts[:1] * 3
-        share = torch.tensor([0.1, 2 / 7, 31 / 70, 12 / 70])
-    found = play(alg, s, len(cohorts), lambda r: cohorts[r - 1])
-    for state, _ in found:
-        alike(state.server["c"], share @ state.clients["c"])
-    first = after(FedAvg(weighting=weighting), s)[0].server["x"]
-    assert torch.equal(found[0][0].server["x"], first)
+        cohorts, share = [everybody] * 3, s.data.size().float()
+    state, _ = after(alg, s, cohorts)
+    alike(state.server["c"], share / share.sum() @ state.clients["c"])
 
 
 def test_alone_or_without_the_others_it_is_local_training():
@@ -309,27 +304,25 @@ def test_the_contract_with_c_as_printed():
 # Weight Erosion ------------------------------------------------------------------------------
 
 
-def eroded(updates, rounds, up_to=None, sizes=(), **options):
-    """The weights and the step of each round of given updates."""
-    n = len(updates)
+def eroded(updates, rounds, sizes=None, **options):
+    """The weights and the step of each round of given updates [rounds, clients, P]."""
+    n = len(updates[0])
     alg = WeightErosion(**options)
-    state = alg.init(torch.zeros(len(updates[0]), dtype=F64), n)
+    state = alg.init(torch.zeros_like(updates[0, 0]), n)
     found = []
-    for round in range(1, (up_to or rounds) + 1):
+    for round, delta in enumerate(updates, 1):
         cohort = some(n, round)._replace(rounds=rounds)
-        passes = torch.tensor([(round - 1) * 32 // size for size in sizes or (1 << 20,) * n])
-        new = served(alg, state, {"delta": t(updates), "passes": passes}, cohort)
+        passes = torch.tensor([(round - 1) * 32 // size for size in sizes or [1 << 20] * n])
+        new = served(alg, state, {"delta": delta, "passes": passes}, cohort)
         found.append((new["alpha"], new["x"] - state["x"]))
         state = new
     return found
 
 
-UPDATES = [[3.0, 4.0], [3.0, 4.5], [0.0, 0.0], [-3.0, -4.0]]
-
-
 @pytest.mark.parametrize(("p_s", "golden"), GOLDEN["weight_erosion"])
 def test_golden_rounds_of_weight_erosion(p_s, golden):
-    found = eroded(UPDATES, 5, sizes=(100, 100, 64, 100), p_d=0.1, p_s=p_s)
+    updates = t([[[3.0, 4.0], [3.0, 4.5], [0.0, 0.0], [-3.0, -4.0]]] * 5)
+    found = eroded(updates, 5, (100, 100, 64, 100), p_d=0.1, p_s=p_s)
     for r, alpha, step in golden:
         close(found[r - 1][0], alpha, 1e-12)
         close(found[r - 1][1], step)
@@ -350,7 +343,7 @@ def test_passes_are_counted_in_the_chosen_unit():
     st.floats(0, 3),
 )
 def test_any_updates_give_weights(updates, p_d, p_s):
-    ((alpha, x),) = eroded(updates, 10, 1, p_d=p_d, p_s=p_s)
+    ((alpha, x),) = eroded(t([updates]), 10, p_d=p_d, p_s=p_s)
     assert ((alpha >= 0) & (alpha <= 1)).all() and alpha[0] == 1 and x.isfinite().all()
 
 
@@ -358,7 +351,7 @@ def test_a_target_that_stands_still():
     """|delta_target| = 0: who stands still too keeps its weight, everybody else loses it all,
     unless nothing erodes."""
     for p_d, last in ((0.1, 0), (0.0, 1), (None, 1)):
-        assert eroded([[0.0], [0.0], [1.0]], 1, p_d=p_d)[0][0].tolist() == [1, 1, last]
+        assert eroded(t([[[0], [0], [1]]]), 1, p_d=p_d)[0][0].tolist() == [1, 1, last]
 
 
 def test_an_absent_client_keeps_its_weight_and_those_present_share_the_whole():
@@ -373,12 +366,7 @@ def test_an_absent_client_keeps_its_weight_and_those_present_share_the_whole():
 @pytest.mark.parametrize("growth", [0.0, 1.0, 4.0])
 def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth):
     """The median's weight runs out after 0.8 R rounds, the farthest's before, the nearest's not."""
-    alg = WeightErosion()
-    state = alg.init(t([0.0]), 4)
-    found = []
-    for round in range(1, 51):
-        delta = 1 + t([[0], [1], [2], [3]]) * (1 + growth * round / 50)
-        cohort = some(4, round)._replace(rounds=50)
-        state = served(alg, state, {"delta": delta, "passes": torch.zeros(4)}, cohort)
-        found.append(state["alpha"] < 1e-9)
-    assert torch.stack(found).sum(0).tolist()[:3] == [0, 0, 11] and found[30][3]
+    rounds = torch.arange(1, 51)[:, None, None]
+    updates = 1 + t([[0], [1], [2], [3]]) * (1 + growth * rounds / 50)
+    gone = torch.stack([alpha < 1e-9 for alpha, _ in eroded(updates, 50)])
+    assert gone.sum(0).tolist()[:3] == [0, 0, 11] and gone[30, 3]
