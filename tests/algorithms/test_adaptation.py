@@ -210,18 +210,6 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
             GRID.model(x, {}, none)
 
 
-def test_acceptance_of_a_tuned_model():
-    s = validated()
-    _, down = served(s)
-
-    def kept(**options):
-        w = adapted(FineTune(**options), down, s)
-        return (w == down["x"]).all(1).tolist()
-
-    assert kept(min_size=21) == [True, True, False, False]  # 16, 20, 24 and 28 samples
-    assert kept(margin=2.0) == [True] * 4 and kept(margin=-2.0) == [False] * 4
-
-
 # kNN-Per -------------------------------------------------------------------------------------
 
 

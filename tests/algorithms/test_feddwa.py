@@ -128,8 +128,6 @@ def test_golden_qp_of_a1():
     x, p = mixed(FedDWAQP(k=3), w, g)
     near(p, a7["p_simplex"], 1e-8, 1e-9)
     near(((x - g) ** 2).sum(1), a7["residual_sq_QP"], 1e-8)
-    for k, want in ((3, "residual_sq_eq15"), (2, "residual_sq_top2")):
-        close(((mixed(FedDWA(k=k), w, g)[0] - g) ** 2).sum(1), a7[want])
 
 
 def test_qp_bridge_runs_from_eq15_to_eq12():
@@ -256,18 +254,14 @@ def test_a_last_model_kept_by_the_client_is_the_servers_copy_and_is_uploaded():
     assert [done.bytes_down for _, done in found] == [one] * 4
 
 
-def test_a_newcomer_starts_from_the_initial_model():
-    s = tiny(SIZES)
-    state = after(FedDWA(), s, [range(4)])[0].server
-    x = FedDWA().send(state, some(6, ids=[1, 5]))["x"]
-    assert torch.equal(x[0], state["x"][1]) and torch.equal(x[1], s.net.w0)
-
-
-def test_weights_of_a_cohort_smaller_than_k_sum_to_one():
+def test_fewer_than_k_share_all_weight_and_a_newcomer_starts_from_the_initial_model():
     """Places that nothing fills have weight 0 and client 0's number, which is in the cohort,
     too."""
-    _, done = after(FedDWA(k=5), tiny(SIZES), [[0, 2, 3]])
+    s, alg = tiny(SIZES), FedDWA(k=5)
+    state, done = after(alg, s, [[0, 2, 3]])
     near(weights_of(done, 6)[[0, 2, 3]].sum(1), torch.ones(3))
+    x = alg.send(state.server, some(6, ids=[3, 5]))["x"]
+    assert torch.equal(x[0], state.server["x"][3]) and torch.equal(x[1], s.net.w0)
 
 
 def test_the_guidance_can_be_served():
@@ -276,11 +270,8 @@ def test_the_guidance_can_be_served():
     state, _ = after(alg, s)
     target = t([[1.5], [5.0]])
     ahead = target + (state.server["x"] - target) * 0.9**2  # one step of training, one ahead
-    got, plain = (
-        evaluate(Setup(a, s), state, "test")["loss"] for a in (replace(alg, serve="guidance"), alg)
-    )
+    got = evaluate(Setup(replace(alg, serve="guidance"), s), state, "test")["loss"]
     close(got, [((ahead[0] - t([1.0, 2.0])) ** 2).mean() / 2, (ahead[1, 0] - 5.0) ** 2 / 2])
-    assert (got < plain).all()
     for guidance in ("previous", "current"):
         with pytest.raises(ValueError, match=r"^serve: expected its default"):
             FedDWA(serve="guidance", guidance=guidance)

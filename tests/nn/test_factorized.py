@@ -5,12 +5,24 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.factorized import D, model
 from small import near
 
 from pflcore import Net
 from pflcore.nn import FactorizedConv2d, FactorizedLinear, factorize
 from pflcore.nn.models import model_for
+
+D = torch.float64
+
+
+def model():
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(9, 8),
+        nn.ReLU(),
+        nn.Linear(8, 7, bias=False),
+        nn.Tanh(),
+        nn.Linear(7, 4),
+    ).double()
 
 
 def drawn(*shape, seed=1):

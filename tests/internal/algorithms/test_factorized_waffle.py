@@ -112,11 +112,10 @@ def by_hand(alg, s, client):
     beliefs afterwards."""
     at, (x, y), w = strengths(s.net), s.data.client(client), s.net.w0.clone().requires_grad_()
     q = alg.newcomer({}, s.net, 1)["q"][0].clone().requires_grad_()
-    optimizers, weight = [torch.optim.SGD([w], s.training.lr)], 1.0
+    lr, weight = s.training.lr, 1.0
+    optimizers = [torch.optim.SGD([w, q], lr)]
     if alg.preset == "recommended":
-        optimizers, weight = [*optimizers, torch.optim.Adam([q], 0.5)], 0.01
-    else:
-        optimizers += [torch.optim.SGD([q], s.training.lr)]
+        optimizers, weight = [torch.optim.SGD([w], lr), torch.optim.Adam([q], 0.5)], 0.01
     seeds, steps = client_seeds([client], s.seed, 1, "beliefs"), s.training.epochs
     u = uniforms(seeds, steps * 14) * (1 - 2e-4) + 1e-4
     for one, other in u.double().view(steps, 2, 1, 7):
