@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import held_out
-from torch import Tensor
 
 from pflcore import (
     Clients,
@@ -29,8 +28,6 @@ from pflcore.simulation.round import Setup, begin
 F64 = torch.float64
 copied = deepcopy  # of a state
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
-Tensors = dict[str, Tensor]
-Setting = Any  # what stays the same over a run: `Simulation(...).setting`
 
 
 def t(values):
