@@ -57,10 +57,10 @@ def strengths(net):
     )
 
 
-def views(alg, state, setting, ids):
-    """The personalized models [S, ...] of the clients `ids` as an evaluation has them, and what
-    their hook was given."""
-    seen = []
+def views(alg, state, setting, ids=None):
+    """The personalized models [S, ...] of the clients `ids`, or of everybody, as an evaluation has
+    them, and what their hook was given."""
+    ids, seen = torch.arange(setting.data.n) if ids is None else ids, []
 
     class Watched(type(alg)):
         def model(self, down, own, clients):

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import held_out
-from torch import Tensor
 
 from pflcore import (
     Clients,
@@ -29,8 +28,6 @@ from pflcore.simulation.round import Setup, begin
 F64 = torch.float64
 copied = deepcopy  # of a state
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap"])
-Tensors = dict[str, Tensor]
-Setting = Any  # what stays the same over a run: `Simulation(...).setting`
 
 
 def t(values):
@@ -41,6 +38,11 @@ def near(got, want, rtol=1e-9, atol=1e-12):
     """Equal but for rounding in float64."""
     got, want = (torch.as_tensor(v, dtype=F64) for v in (got, want))
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+def alike(got, want):
+    """Equal but for rounding in float32."""
+    near(got, want, 1e-5, 1e-6)
 
 
 def some(n, round=1, ids=None):
@@ -108,10 +110,15 @@ def tiny(sizes=(7, 20, 31), engine="loop", rounds=10, **training):
     return make_setting(Net(tiny_model()), images(sizes), t, rounds, engine)
 
 
+def wide(data):
+    """The same samples in float64."""
+    return replace(data, x=data.x.double())
+
+
 def double(s):
     """The same in float64."""
     net = Net(lambda: s.net.build().double(), s.net.criterion)
-    return s._replace(net=net, data=replace(s.data, x=s.data.x.double()))
+    return s._replace(net=net, data=wide(s.data))
 
 
 def validated(n=4, **training):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from doors import spread
-from methods import FedDWA, FedDWAQP, LocalOnly
+from methods import FedDWA, FedDWAQP
 from parts.edges import normal
 from parts.rivals import GOLDEN
 from small import (
@@ -51,29 +51,18 @@ def weights_of(done, n):
     return matrix(done.mix, done.cohort.ids, n)
 
 
-def models(seed, m):
-    gen = torch.Generator().manual_seed(seed)
-    centre, *noise = (torch.randn(n, 50, generator=gen, dtype=F64) for n in (1, m, m))
-    w = centre + 1e-3 * noise[0]
-    return w, w + 1e-3 * noise[1]
-
-
 # golden values -------------------------------------------------------------------------------
 
 
 def test_golden_weights_and_mixes():
     a1 = GOLDEN["A1_feddwa_basic"]
-    w = t(a1["W"])
-    g = t(a1["G"])
+    w, g = t(a1["W"]), t(a1["G"])
     close(ops.pairwise_sqdist(g, w), a1["D2"])
     for k, name in ((9, "full"), (2, "top2"), (1, "top1")):
         x, p = mixed(FedDWA(k=k), w, g)
         close(p, a1[f"P_{name}"])
         if k > 1:
             close(x, a1[f"W_next_{name}"])
-    assert torch.equal(w, t(a1["W"])) and torch.equal(g, t(a1["G"]))
-    wrong = t(a1["P_WRONG_power_minus1"])
-    assert not torch.allclose(weights(FedDWA(k=9), w, g), wrong, atol=0.01)
 
 
 @ENGINES
@@ -95,15 +84,12 @@ def test_golden_partial_participation():
     alg = FedDWA(k=a5["K"])
     state = begin(alg, s.net, 4)
     for ids, want in zip(a5["sampled"], a5["rounds"], strict=True):
-        before = state.server["x"].clone()
-        absent = sorted({0, 1, 2, 3} - set(ids))
         state, done = after(alg, s, [sorted(ids)], state)
         there = torch.tensor(want["S"])
         p = weights_of(done, 4)
         close(p[there][:, there], want["P_top2"], 1e-8)
+        close(p.sum(), len(ids))
         close(state.server["x"][:, 0], want["w_all_after"])
-        assert torch.equal(state.server["x"][absent], before[absent])
-        assert not p[absent].any() and not p[:, absent].any()
 
 
 @pytest.mark.parametrize(("guidance", "name"), [("epoch", "epoch"), ("full_grad", "fullgrad")])
@@ -138,13 +124,10 @@ def test_golden_guidance_epoch_against_full_gradient(guidance, name):
 def test_golden_qp_of_a1():
     a1 = GOLDEN["A1_feddwa_basic"]
     a7 = GOLDEN["A7_qp_on_A1"]
-    w = t(a1["W"])
-    g = t(a1["G"])
+    w, g = t(a1["W"]), t(a1["G"])
     x, p = mixed(FedDWAQP(k=3), w, g)
     near(p, a7["p_simplex"], 1e-8, 1e-9)
     near(((x - g) ** 2).sum(1), a7["residual_sq_QP"], 1e-8)
-    for k, want in ((3, "residual_sq_eq15"), (2, "residual_sq_top2")):
-        close(((mixed(FedDWA(k=k), w, g)[0] - g) ** 2).sum(1), a7[want])
 
 
 def test_qp_bridge_runs_from_eq15_to_eq12():
@@ -160,28 +143,6 @@ def test_qp_bridge_runs_from_eq15_to_eq12():
 
 
 # what the weights must obey ------------------------------------------------------------------
-
-
-def test_weights_follow_the_clients_and_no_frame():
-    w, g = models(0, 40)
-    alg = FedDWA(k=6)
-    p = weights(alg, w, g)
-    order = torch.randperm(40)
-    assert torch.equal(weights(alg, w[order], g[order]), p[order][:, order])
-    turn = torch.linalg.qr(torch.randn(50, 50, dtype=F64)).Q
-    for move in (lambda z: z + 3.0, lambda z: z @ turn, lambda z: 1e-4 * z):
-        near(weights(alg, move(w), move(g)), p, 1e-8, 1e-12)
-
-
-def test_equal_models_and_guidance_on_a_model():
-    w, g = models(2, 6)
-    w[3], g[0], g[1] = w[1], w[0], w[1]
-    close(
-        weights(FedDWA(k=5), w, g)[:2],
-        [[1, 0, 0, 0, 0, 0], [0, 0.5, 0, 0.5, 0, 0]],
-    )
-    alone = [0, 2, 4, 5]
-    close(weights(FedDWA(k=2), w, w)[alone], torch.eye(6)[alone])
 
 
 @pytest.mark.parametrize("long", [1, 1000], ids=["groups", "blocks"])
@@ -245,17 +206,15 @@ def test_look_ahead_leaves_no_trace(engine):
 
 
 def test_a_look_ahead_goes_its_own_way_and_further_with_more_steps():
-    s = points([[1.0, 2.0], [3.0, 5.0]], batch_size=1)
-    w = torch.zeros(2, 1, dtype=F64)
-    one, two, four = (FedDWA(ahead=ahead).look_ahead(w, at_work(s)) for ahead in (1, 2, 4))
-    assert bool((one < two).all() and (two < four).all())
-    s = tiny(batch_size=4)
-    local = at_work(s)
-    w = s.net.w0.expand(3, -1)
-    ahead = FedDWA().look_ahead(w, local)
-    trained = local.fit(w).w
-    assert not any(map(torch.equal, ahead, trained))
-    near(ahead, trained, 0, 0.2)  # an epoch from the same place, all the same
+    """An epoch from the same place as a round of training, all the same."""
+    local = at_work(tiny(batch_size=4))
+    w = local.setting.net.w0.expand(3, -1)
+    one, two = (FedDWA(ahead=ahead).look_ahead(w, local) for ahead in (1, 2))
+    for ahead, epochs in ((one, 1), (two, 2)):
+        trained = local.fit(w, epochs=epochs).w
+        assert not any(map(torch.equal, ahead, trained))
+        near(ahead, trained, 0, 0.2)
+    assert (two - one).abs().amax(1).min() > 0.01
 
 
 def test_the_full_gradient_guidance_decays_as_training_does():
@@ -267,19 +226,10 @@ def test_the_full_gradient_guidance_decays_as_training_does():
     near(ahead, at_work(s).fit(w, epochs=3).w)
 
 
-def test_the_current_model_as_guidance_is_local_training():
-    s = tiny((9, 12, 15))
-    (ours, done), (local, _) = (after(a, s, 3) for a in (FedDWA(guidance="current"), LocalOnly()))
-    assert torch.equal(ours.server["x"], local.clients["w"])
-    assert torch.equal(weights_of(done, 3), torch.eye(3, dtype=F64))
-    assert done.bytes_up == 3 * s.net.size * 4
-
-
-def test_previous_guidance_uploads_one_model_and_starts_alone():
+def test_previous_guidance_starts_alone():
     s = tiny(SIZES)
     alg = FedDWA(guidance="previous", k=3)
     state, done = after(alg, s, [range(4)])
-    assert done.bytes_up == done.bytes_down == 4 * 4 * s.net.size
     # nobody has a previous model yet
     assert torch.equal(weights_of(done, 6)[:4, :4], torch.eye(4, dtype=F64))
     last = state.server["last"].clone()
@@ -296,27 +246,22 @@ def test_a_last_model_kept_by_the_client_is_the_servers_copy_and_is_uploaded():
     is trained ahead."""
     s = tiny(SIZES)
     cohorts = ([0, 1, 2, 3], [1, 2, 5], [0, 1, 2, 3, 4, 5])
-    guides = ("kept", "previous", "epoch")
-    (kept, one), (cached, two), (_, three) = (
-        after(FedDWA(guidance=guidance, k=3), s, cohorts) for guidance in guides
-    )
-    assert torch.equal(kept.server["x"], cached.server["x"])
-    assert one.bytes_up == three.bytes_up == 2 * two.bytes_up
-    assert one.bytes_down == two.bytes_down == three.bytes_down
+    guides = "kept", "epoch", "previous", "current"
+    found = [after(FedDWA(guidance=guidance, k=3), s, cohorts) for guidance in guides]
+    assert torch.equal(found[0][0].server["x"], found[2][0].server["x"])
+    one = 6 * 4 * s.net.size
+    assert [done.bytes_up for _, done in found] == [2 * one, 2 * one, one, one]
+    assert [done.bytes_down for _, done in found] == [one] * 4
 
 
-def test_a_newcomer_starts_from_the_initial_model():
-    s = tiny(SIZES)
-    state = after(FedDWA(), s, [range(4)])[0].server
-    x = FedDWA().send(state, some(6, ids=[1, 5]))["x"]
-    assert torch.equal(x[0], state["x"][1]) and torch.equal(x[1], s.net.w0)
-
-
-def test_weights_of_a_cohort_smaller_than_k_sum_to_one():
+def test_fewer_than_k_share_all_weight_and_a_newcomer_starts_from_the_initial_model():
     """Places that nothing fills have weight 0 and client 0's number, which is in the cohort,
     too."""
-    _, done = after(FedDWA(k=5), tiny(SIZES), [[0, 2, 3]])
+    s, alg = tiny(SIZES), FedDWA(k=5)
+    state, done = after(alg, s, [[0, 2, 3]])
     near(weights_of(done, 6)[[0, 2, 3]].sum(1), torch.ones(3))
+    x = alg.send(state.server, some(6, ids=[3, 5]))["x"]
+    assert torch.equal(x[0], state.server["x"][3]) and torch.equal(x[1], s.net.w0)
 
 
 def test_the_guidance_can_be_served():
@@ -325,11 +270,8 @@ def test_the_guidance_can_be_served():
     state, _ = after(alg, s)
     target = t([[1.5], [5.0]])
     ahead = target + (state.server["x"] - target) * 0.9**2  # one step of training, one ahead
-    got, plain = (
-        evaluate(Setup(a, s), state, "test")["loss"] for a in (replace(alg, serve="guidance"), alg)
-    )
+    got = evaluate(Setup(replace(alg, serve="guidance"), s), state, "test")["loss"]
     close(got, [((ahead[0] - t([1.0, 2.0])) ** 2).mean() / 2, (ahead[1, 0] - 5.0) ** 2 / 2])
-    assert (got < plain).all()
     for guidance in ("previous", "current"):
         with pytest.raises(ValueError, match=r"^serve: expected its default"):
             FedDWA(serve="guidance", guidance=guidance)

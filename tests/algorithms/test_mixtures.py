@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from doors import views
-from methods import APFL, L2C, FedALA, FedFomo, LocalOnly
+from methods import APFL, L2C, FedALA, FedFomo
 from parts.edges import normal
 from parts.rivals import GOLDEN, close, fomo
 from small import (
     ENGINES,
     F64,
     after,
+    alike,
     at_work,
     double,
     images,
@@ -105,17 +106,6 @@ def test_a_round_step_by_step(engine, momentum):
 
 
 @MIXES
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_apfl_is_fedavg_beside_the_initial_model_or_local_training(mix, alpha):
-    s = tiny(epochs=2)
-    algs = APFL(alpha=alpha, adaptive=False, mix=mix), FedAvg(weighting="uniform"), LocalOnly()
-    for (ours, _), (fedavg, _), (local, _) in zip(*(play(a, s, 3) for a in algs), strict=True):
-        near(ours.server["x"], fedavg.server["x"], 1e-5, 1e-6)
-        want = local.clients["w"] if alpha else s.net.w0.expand(3, -1)
-        near(ours.clients["v"], want, 1e-5, 1e-6)
-
-
-@MIXES
 def test_what_is_evaluated(mix):
     s = tiny()
     alg = APFL(mix=mix, alpha_lr=1.0)
@@ -186,12 +176,11 @@ class Person:
             self.theta = self.theta - 0.3 * self.grad(torch.clone, self.theta)[0]
 
 
-@ENGINES
 @pytest.mark.parametrize("layers", [0, 2])
-def test_golden_fedala(layers, engine):
+def test_golden_fedala(layers):
     """Four rounds with absent clients: the server, theta, W, and what is evaluated; the first time
     takes more than `window` epochs."""
-    s = double(tiny(engine=engine, lr=0.3, batch_size=64, epochs=2))
+    s = double(tiny(lr=0.3, batch_size=64, epochs=2))
     alg = FedALA(layers=layers, sample=1.0, **HOW)
     low = s.net.size - 24 if layers else 0
     people = [Person(s.net, s.data.client(i), low) for i in range(3)]
@@ -204,27 +193,13 @@ def test_golden_fedala(layers, engine):
         x = size[ids] / size[ids].sum() @ torch.stack([people[i].theta for i in ids])
     assert all(p.epochs[0] > 4 and set(p.epochs[1:]) <= {1} for p in people)
     state, _ = after(alg, s, cohorts)
-    view, _ = views(alg, state, s, torch.arange(3))
+    view, _ = views(alg, state, s)
     near(state.server["x"], x, 1e-9, 1e-11)
     for i, p in enumerate(people):
         assert p.W.lt(1).any() and p.W.min() >= 0
         near(state.clients["W"][i], p.W, 1e-8, 1e-10)
         near(state.clients["theta"][i], p.theta, 1e-9, 1e-11)
         near(view["w"][i], p.start(x, **HOW), 1e-9, 1e-11)
-
-
-def test_without_a_step_of_w_it_is_fedavg_and_lower_layers_are_the_servers():
-    s = double(tiny())
-    (fedala, done), (fedavg, _) = (after(a, s, 3) for a in (FedALA(eta=0.0), FedAvg()))
-    near(fedala.server["x"], fedavg.server["x"], 1e-9, 1e-11)
-    assert done.bytes_up == done.bytes_down == 3 * 8 * s.net.size
-    alg = FedALA(layers=2)
-    low = s.net.size - 24
-    state, _ = after(alg, s, 3)
-    w = views(alg, state, s, torch.arange(3))[0]["w"]
-    x = state.server["x"].expand(3, -1)
-    assert state.clients["W"].shape == (3, 24) and torch.equal(w[:, :low], x[:, :low])
-    assert not torch.equal(w[:, low:], x[:, low:])
 
 
 def test_who_never_took_part_is_served_the_global_model():
@@ -290,18 +265,12 @@ def test_golden_l2c():
     own = {"w": t([e1["theta_old"]]), "a": t([e1["alpha"]]), **moments}
     everybody = torch.arange(3)[None]
     down = {"delta": Pool(-t(e1["Delta"]), everybody), "who": everybody}
-    x, w, *_ = L2C().mixed(down, own)
-    close(w[0], e1["w"])
-    close(x[0], e1["theta_new"])
-    close(x - centre, [e1["val_grad"]])
+    close(L2C().mixed(down, own)[1][0], e1["w"])
     new = L2C().train(down, own, local)[0]
     close(new["w"][0], e1["theta_new"])
     close(new["m"][0] / 0.1 - 0.01 * t(e1["alpha"]), e1["dL_dalpha"])
     close(new["a"][0], e1["alpha_after_Adam_step"])
     close(new["a"].softmax(1)[0], e1["w_after"])
-    a = t(e1["alpha"]).requires_grad_()
-    y = own["w"][0] - a.softmax(0) @ t(e1["Delta"])
-    close(torch.autograd.grad(((y - centre) ** 2).sum() / 2, a)[0], e1["dL_dalpha"])
 
 
 def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
@@ -310,30 +279,27 @@ def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
     s = validated()
     alg = L2C()
     state = joined(alg, s)
-    mixed = [s.net.w0] * 4
+    mixed, met = [s.net.w0] * 4, [[]] * 4
     for round, ids in enumerate(([0, 1, 2, 3], [0, 1], [0, 2], [0, 2], [1, 3]), 1):
         down = alg.send(state.server, some(4, round))
         before = alg.model(down, state.clients, None)["w"]
-        near(before, torch.stack(mixed), 1e-5, 1e-6)
+        logits = state.clients["a"].clone()
+        alike(before, torch.stack(mixed))
         state, _ = after(alg, s, [ids], state)
         assert torch.equal(state.clients["w"][ids], before[ids])  # a round starts there
         newest = state.server["delta"][-len(ids) :]
         for i in ids:
+            unmet = [j for j in range(4) if j not in met[i]]
+            assert torch.equal(state.clients["a"][i, unmet], logits[i, unmet])
+            met[i] = ids
             share = state.clients["a"][i, ids].softmax(0).float()
             mixed[i] = state.clients["w"][i] + share @ newest
         if round == 1:
             plain, _ = after(FedAvg(weighting="uniform"), s)
-            near(mixed[0], plain.server["x"], 1e-5, 1e-6)
+            alike(mixed[0], plain.server["x"])
     # nothing is kept that nobody needs
     assert set(state.server["round"].tolist()) == {4, 5} and len(state.server["delta"]) == 4
     assert state.clients["t"][:, 0].tolist() == [3, 2, 2, 1]
-
-
-def test_l2c_logits_of_absent_neighbours_rest():
-    found = play(L2C(), validated(), 4, lambda r: range(4) if r < 3 else range(3))
-    before, now = (state.clients["a"] for state, _ in found[2:])
-    assert before[0].abs().min() > 0 and torch.equal(now[:, 3], before[:, 3])
-    assert not torch.equal(now[0, :3], before[0, :3])
 
 
 @pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])

@@ -1,9 +1,9 @@
 """What the tests of edges share."""
 
 import torch.nn as nn
-from small import images, make_setting
+from small import images, make_setting, wide
 
-from pflcore import Federation, Net, Training
+from pflcore import Net, Training
 
 
 def normed():
@@ -12,12 +12,5 @@ def normed():
 
 def normal(sizes=(8, 20, 32, 12), engine="loop", **training):
     """Clients and a model with batch norm, in float64."""
-    data = images(sizes)
-    data = Federation(data.x.double(), data.y, data.index, 4, data.relabel)
-    return make_setting(
-        Net(normed, seed=1),
-        data,
-        Training(**{"lr": 0.1, "batch_size": 8, **training}),
-        rounds=10,
-        engine=engine,
-    )
+    how = Training(**{"lr": 0.1, "batch_size": 8, **training})
+    return make_setting(Net(normed, seed=1), wide(images(sizes)), how, 10, engine)

@@ -1,9 +1,9 @@
 """What the tests of split share."""
 
 from parts.edges import normed as normed
-from small import images
+from small import images, wide
 
-from pflcore import Federation, Training
+from pflcore import Training
 
 LR, EPOCHS, COHORTS = 0.3, 2, ([0, 1, 2], [1], [0, 2])
 # whole batches, so that no shuffle plays a part
@@ -11,5 +11,4 @@ TRAINING = Training(lr=LR, batch_size=64, epochs=EPOCHS)
 
 
 def federation():
-    d = images((7, 20, 31))
-    return Federation(d.x.double(), d.y, d.index, 4, d.relabel)
+    return wide(images())

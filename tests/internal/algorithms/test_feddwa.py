@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from doors import spread
 from parts.rivals import GOLDEN
 from small import near as close
 from small import t
@@ -25,11 +24,11 @@ def test_golden_qp(name):
     for ridge in (0.0, 1e-10):
         p = simplex_qp(w, ridge)
         close(p, b["p_simplex_QP"], 1e-8)
-        torch.testing.assert_close(p @ w @ p, t(b["obj_QP"]), rtol=1e-9, atol=1e-12)
+        close(p @ w @ p, b["obj_QP"])
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_qp_satisfies_kkt_and_beats_eq15(seed):
+def test_qp_satisfies_kkt(seed):
     gen = torch.Generator().manual_seed(seed)
     m, dim = (int(torch.randint(1, n, (), generator=gen)) for n in (45, 60))
     scale = 10.0 ** float(torch.randint(-6, 4, (), generator=gen))
@@ -45,14 +44,11 @@ def test_qp_satisfies_kkt_and_beats_eq15(seed):
     mu = p @ slope
     assert (slope > mu - 1e-8).all() and ((slope - mu).abs() * (p > 1e-9)).max() < 1e-8
     assert (p > -1e-8).all() and abs(float(p.sum()) - 1) < 1e-8
-    p15 = spread(*ops.feddwa_weights(w.diagonal()[None], m), m)[0]
-    residual, residual15 = (((q @ models - g) ** 2).sum() for q in (p, p15))
-    assert residual <= residual15 + 1e-9 * w.diagonal().max()
 
 
 def test_qp_picks_the_shortest_of_several_optima():
     several = simplex_qp(torch.diag(t([0, 0, 1])))
-    torch.testing.assert_close(several, t([0.5, 0.5, 0.0]), rtol=0, atol=1e-5)
+    close(several, [0.5, 0.5, 0.0], 0, 1e-5)
     close(simplex_qp(torch.zeros(3, 3)), [1 / 3] * 3)
     # dependent models, rank 1, and yet one optimum
     close(simplex_qp(w_matrix(t([-5.0]), t([[1.0], [2.0], [3.0]]))), [1.0, 0.0, 0.0])

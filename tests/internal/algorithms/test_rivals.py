@@ -79,15 +79,18 @@ def halves(similar, linkage):
 
 
 def test_golden_clustered_fl():
-    g1 = GOLDEN["G1_cfl"]
-    delta = t(g1["dW"])
-    s = similarity(delta)
-    close(s, g1["cos"])
+    g1, g2 = GOLDEN["G1_cfl"], GOLDEN["G2_cfl_single_vs_complete"]
+    delta, angle = t(g1["dW"]), torch.deg2rad(t(g2["angles_deg"]))
+    close(similarity(delta), g1["cos"])
     assert not cosines(torch.zeros(2, 2), torch.zeros(2)).any()
-    for linkage in ("complete", "single"):
-        both, across = halves(s, linkage)
-        assert both == g1[f"bip_{linkage}"]
-        close(across, g1["alpha_cross_max"])
+    for linkage in ("complete", "single"):  # of the second they differ
+        for g, rows, name in (
+            (g1, delta, "max"),
+            (g2, torch.stack([angle.cos(), angle.sin()], 1), linkage),
+        ):
+            both, across = halves(similarity(rows), linkage)
+            assert both == g[f"bip_{linkage}"]
+            close(across, g[f"alpha_cross_{name}"])
     gamma = ((1 - g1["alpha_cross_max"]) / 2) ** 0.5
     for splits, options in (  # the golden norms of the mean, .03535, and of the longest, 1.01980
         (True, {"eps1": 0.0354, "eps2": 1.0198}),
@@ -98,16 +101,6 @@ def test_golden_clustered_fl():
         (False, {"eps1": 1.0, "eps2": 0.0, "gamma": gamma + 1e-6}),
     ):
         assert (ClusteredFL(**options).split(delta) is not None) is splits, options
-
-
-def test_golden_linkages_differ():
-    g2 = GOLDEN["G2_cfl_single_vs_complete"]
-    angle = torch.deg2rad(t(g2["angles_deg"]))
-    s = similarity(torch.stack([angle.cos(), angle.sin()], 1))
-    for linkage in ("complete", "single"):
-        both, across = halves(s, linkage)
-        assert both == g2[f"bip_{linkage}"]
-        close(across, g2[f"alpha_cross_{linkage}"])
 
 
 @pytest.mark.parametrize("seed", range(5))
