@@ -11,7 +11,6 @@ import pytest
 import torch
 from interop.rank import COUNTS, DTYPES, WIDTHS, N, P, matrix, weights
 from places import ROOT
-from torch import Tensor
 
 import pflcore
 from pflcore.interop import distributed
@@ -52,7 +51,7 @@ def ranks(tmp_path_factory):
 
 def same(ranks, key):
     """What all ranks have alike, to the last bit."""
-    first: Tensor = ranks[0][key]
+    first = ranks[0][key]
     for other in ranks:
         assert torch.equal(other[key].nan_to_num(-1.0), first.nan_to_num(-1.0)), key
     return first

@@ -5,7 +5,6 @@ exact distances."""
 import logging
 import os
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -62,7 +61,7 @@ class Nodes(Grid):
         self.app, self.answered = app, []
         each = enumerate(partitions, 100)
         self.contexts = {node: context(node, {"partition-id": p}) for node, p in each}
-        self.mute: set[int] = set()  # nodes that do not answer
+        self.mute = set()  # nodes that do not answer
         self.spoil = None  # what becomes of node 102's trained model on its way
 
     def get_node_ids(self):
@@ -96,10 +95,7 @@ class Nodes(Grid):
 
 DATA, ROUNDS, SEED = Case(alg_.FedAvg()).data, 3, 5
 N, TRAINING = DATA.n, Training(lr=0.05, batch_size=7)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "knnper": {"k": 3},
-    "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0},
-}
+OPTIONS = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
 KEPT = "pflcore.private"  # the record of a node's state
 LEAST = {"min_train_nodes": 4, "min_evaluate_nodes": 4, "min_available_nodes": 4}
 
@@ -128,7 +124,7 @@ def test_every_algorithm_in_flower_is_the_simulation(name):
         return {"loss": 0.0}
 
     never = Evaluation(every=0)
-    options: dict[str, Any] = {"evaluation": never, "seed": SEED, "hardware": Hardware("loop", 1)}
+    options = {"evaluation": never, "seed": SEED, "hardware": Hardware("loop", 1)}
     history = Simulation(alg, model, DATA, TRAINING, ROUNDS, part, **options).run()
     strategy = PflStrategy(Server(alg, model, N, rounds=ROUNDS, seed=SEED), fraction_train=part)
     strategy.start(Nodes(client_app(maker(alg), evaluate=keep), range(N)))
@@ -199,7 +195,7 @@ def pulled(state, i):
 
 @pytest.mark.parametrize("method", ["fedamp", "clusters", SFL(k=1), "feddwa"])
 def test_any_app_gets_its_own_models(method):
-    seen: dict[int, Any] = {}
+    seen = {}
     grid = Nodes(trainer(seen=seen), range(4))
     start = ArrayRecord(model().state_dict())
     result = PersonalStrategy(method, **LEAST).start(grid, start, num_rounds=2)
@@ -221,7 +217,7 @@ def test_any_app_gets_its_own_models(method):
     "pattern", ["3.*", "[01].*", "1.*", None], ids=["FedPer", "LG-FedAvg", "FedBN", "FedAvg"]
 )
 def test_any_app_is_fedper_lg_fedavg_or_fedbn_and_private_values_do_not_travel(pattern):
-    seen: dict[int, Any] = {}
+    seen = {}
     mods = [keep_private(pattern)] if pattern else []
     grid = Nodes(trainer(*mods, seen=seen, moved=pulled), range(4))
     start = model().state_dict()
@@ -347,7 +343,7 @@ def test_one_malformed_reply_ends_no_run(strategy, how, caplog, monkeypatch):
 
     if strategy == "all":
         app, start = client_app(maker("fedavg")), ()
-        plan: Any = PflStrategy(Server("fedavg", model, 4, rounds=2))
+        plan = PflStrategy(Server("fedavg", model, 4, rounds=2))
     else:
         app, start = trainer(), (ArrayRecord(model().state_dict()),)
         plan = PersonalStrategy("clusters", **LEAST)
@@ -405,7 +401,7 @@ def test_exact_distances_are_those_of_float64():
 
 
 def test_the_strategy_is_flowers_own_but_for_the_distances():
-    words: dict[str, Any] = {"num_malicious_nodes": F, "num_nodes_to_select": K - F}
+    words = {"num_malicious_nodes": F, "num_nodes_to_select": K - F}
     given = contents(1e-3)
     arrays, metrics = ExactMultiKrum(**words).aggregate_train(1, messages(given))
     mean = np.mean([c["arrays"]["w"].numpy() for c in select_multikrum(given, F, K - F)], 0)

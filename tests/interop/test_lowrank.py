@@ -2,7 +2,6 @@
 are mixes of products."""
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ def factors(o, i, ranks, shared=False, zero=(), dependent=False, gauge=False):
     return a, b, [8.0 / len(x) for x in a]
 
 
-KINDS: list[dict[str, Any]] = [
+KINDS = [
     {},
     {"gauge": True},
     {"dependent": True},
@@ -187,7 +186,7 @@ def test_one_factor_is_packed_by_its_name():
 
 GOOD = adapter(0, 2)
 NONE = "states: expected LoRA's lora_A and lora_B"
-BAD: list[tuple[Any, Any, str]] = [
+BAD = [
     ([], scale_of(2), "uploads: expected the models of at least one client"),
     ([GOOD], [], "scale: expected one for all clients, or one for each of .0."),
     ([GOOD], [{}], f"scale: expected one for {NAMES[0]} of every client, got 'none of .0.'"),

@@ -2,7 +2,6 @@
 
 import warnings
 from collections import OrderedDict
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +44,7 @@ def flat(arrays):
     return np.concatenate([x.reshape(-1) for x in arrays] + [np.ones(1, arrays[0].dtype)])
 
 
-FORMS: dict[str, Any] = {
+FORMS = {
     "row": lambda a, s: torch.from_numpy(flat(a)),
     "array": lambda a, s: flat(a),
     "arrays": lambda a, s: [*a, np.full((2, 2), s)],
@@ -55,7 +54,7 @@ FORMS: dict[str, Any] = {
     "numpy state": lambda a, s: dict(state(a, np.asarray, s)),
     "record": lambda a, s: Record(state(a, Array, s)),
 }
-OUTER: dict[str, Any] = {
+OUTER = {
     "list": lambda models: models,
     "dict": lambda models: {f"client {i}": m for i, m in enumerate(models)},
     "pairs": lambda models: list(enumerate(models, 7)),
@@ -100,7 +99,7 @@ def test_what_is_packed_comes_back(form, outer, shapes, dtype):
 
 @pytest.mark.parametrize("kind", ["torch", "f8", ">f4"])
 def test_a_matrix_is_taken_as_it_is(kind):
-    given: Any = torch.arange(12.0).reshape(4, 3)
+    given = torch.arange(12.0).reshape(4, 3)
     given = given if kind == "torch" else given.numpy().astype(kind)
     rows, form = pack(given)
     assert rows.data_ptr() == (given.data_ptr() if kind == "torch" else rows.data_ptr())
@@ -168,7 +167,7 @@ def test_patterns_choose_and_private_tensors_may_differ():
 
 
 def test_lazy_values_are_asked_for_one_client_at_a_time():
-    log: list[tuple[int, str]] = []
+    log = []
 
     class Logged:
         def __init__(self, client, name):
@@ -226,7 +225,7 @@ def test_flowers_own_records():
 
 W = torch.ones(2)
 LIKE = "as of the first client, got"
-BAD: list[tuple[Any, dict[str, Any], str]] = [
+BAD = [
     ([{"w": W, "b": W}, {"w": W}], {}, f"client 1: 'b': expected .2. torch.float32.* {LIKE} none"),
     ([{"w": W}, {"w": W, "c": W}], {}, f"client 1: 'c': expected none, {LIKE} .2."),
     ({"x": {"w": W}, "y": {"w": W.half()}}, {}, f"client 'y': 'w': .* {LIKE} .2. torch.float16 on"),

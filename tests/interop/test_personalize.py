@@ -2,7 +2,6 @@
 
 import itertools
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -163,7 +162,7 @@ def test_statistics_that_are_none_are_refused(name, value):
 ONE = "guidance, previous: expected one of them for FedDWA"
 LIKE = "guidance, previous: expected 7 finite models as the uploads are, 15 numbers"
 ROWS = dict(enumerate(rows()))
-BAD: list[tuple[dict[str, Any], str]] = [
+BAD = [
     ({"method": "feddwa"}, ONE),
     ({"method": "feddwa", "guidance": rows(), "previous": rows()}, ONE),
     ({"method": "fedamp", "previous": rows()}, f"{ONE}.*, none for another, got '1 .* for FedAMP"),

@@ -3,7 +3,6 @@ go; one bad client reaches nobody and ends nothing."""
 
 import io
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -27,12 +26,9 @@ from pflcore.testing import Case
 
 ROUNDS, SEED = 3, 5
 TRAINING = Training(lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "knnper": {"k": 3},
-    "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0},
-}
+OPTIONS = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
 DATA = Case(FedAvg()).data
-SETTING: dict[str, Any] = {"hardware": Hardware("loop", 1), "seed": SEED}
+SETTING = {"hardware": Hardware("loop", 1), "seed": SEED}
 ALL = range(DATA.n)
 
 
@@ -170,7 +166,7 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes():
 
 
 LOCAL = {"alg": "fedavg", "make": bn_model, "batch_norm": "local"}
-GAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+GAMES = [
     ({"alg": "fedavg"}, {"alg": "scaffold"}),
     ({"alg": "fedper"}, {"alg": "fedavg"}),
     ({"alg": "fedavg", "make": tiny_model()}, {"alg": "fedavg"}),
@@ -261,7 +257,7 @@ def test_mistakes_are_one_sentence_and_cost_nothing():
     play(server, clients, [0, 1])
     before, both = server.state_dict(), uploads(server, clients, [0, 1])
     up, other = both[0], both[1]
-    cases: list[tuple[Any, str]] = [
+    cases = [
         ({}, "uploads: expected"),
         ([up], "uploads: expected"),
         (late, "client 0: its upload is number 0's of round 1, expected 0's of round 2"),
@@ -282,7 +278,7 @@ def test_mistakes_are_one_sentence_and_cost_nothing():
 def test_mistakes_at_the_door():
     server, clients = apart("fedavg")
     play(server, clients, [0])
-    calls: list[tuple[Any, str]] = [
+    calls = [
         (lambda: server.download(1.5), "client_id: expected a string or a whole number"),
         (lambda: server.download(1, "test"), "purpose: expected 'train' or 'evaluation'"),
         (lambda: clients[0].train(server.download(0, "evaluation")), "download: .* an evaluation"),
@@ -373,7 +369,7 @@ def without(key):
     return lambda up, n: ({k: v for k, v in up.items() if k != key}, n)
 
 
-BAD: dict[str, Any] = {
+BAD = {
     "shape": changed("delta", lambda delta: delta[:-1]),
     "dtype": changed("delta", torch.Tensor.float),
     "sparse": changed("delta", torch.Tensor.to_sparse),

@@ -2,7 +2,6 @@
 order: what must hold, holds."""
 
 import io
-from typing import Any
 
 import torch
 from hypothesis import settings
@@ -28,8 +27,8 @@ class Comings(sf.RuleBasedStateMachine):
     @sf.initialize(name=st.sampled_from(["fedavg", "feddwa", "fedamp", "ditto"]))
     def start(self, name):
         self.name, self.server = name, Server(name, model, 2)
-        self.clients: dict[str, Client] = {}
-        self.uploads: dict[str, Any] = {}  # on their way, of the round that is open
+        self.clients = {}
+        self.uploads = {}  # on their way, of the round that is open
         self.rounds, self.made, self.begun = 0, 0, False
         self.x = self.state().get("server.x")  # FedAvg's, by hand
 

@@ -97,12 +97,7 @@ VALUES = {
         "psi": [torch.inf, -1, 1e101],
     },
     ops.feddwa_weights: {"sqdist": [z(3, 0)], "k": [True]},
-    ops.rank1_linear: {
-        "x": [z()],
-        "w_a": [z(3, 5)],
-        "lam": [z(5), z(6, **META)],
-        "w_b": [z(7)],
-    },
+    ops.rank1_linear: {"x": [z()], "w_a": [z(3, 5)], "lam": [z(5), z(6, **META)], "w_b": [z(7)]},
     ops.sgd_step_: {
         "w": [z(3, 2).T, z(1, 3).expand(2, -1), W.clone().requires_grad_()],
         "grad": [z(2, 4)],

@@ -1,7 +1,5 @@
 """AdamW and clipping: who trains by them, and who refuses them."""
 
-from typing import Any
-
 import pytest
 import torch
 from methods import (
@@ -21,9 +19,9 @@ from pflcore import Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import Setup, begin
 
-ADAMW: dict[str, Any] = {"lr": 0.01, "local_optimizer": "adamw", "weight_decay": 0.1}
+ADAMW = {"lr": 0.01, "local_optimizer": "adamw", "weight_decay": 0.1}
 BOTH = (FedDWA(guidance="full_grad"), APFL(), PFedMe(), PerFedAvg(), FactorizedWaffle())
-REFUSED: list[Any] = [  # training, method, what is said
+REFUSED = [  # training, method, what is said
     *(
         (ADAMW, alg, r"local_optimizer: {} .*; take local_optimizer='sgd'\.$")
         for alg in (*BOTH, Scaffold(option="II"), Waffle(option="II"), Mocha(), QFedAvg(q=1.0))

@@ -2,14 +2,12 @@
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from small import at_work, fit, images, make_setting, near
-from torch import Tensor
 
 from pflcore import Federation, Net, Objective, Training, step
 from pflcore.algorithms import FedAvg
@@ -17,17 +15,14 @@ from pflcore.nn import Dropout
 from pflcore.simulation.round import Setup, begin
 
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
-MODELS: dict[str, tuple[tuple[int, ...], Any]] = {
+MODELS = {
     "mlp": ((6,), lambda: (nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))),
     "linear": ((6,), lambda: (nn.Linear(6, 4), nn.Identity())),
     "conv": (
         (1, 6, 6),
         lambda: (nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, 4)),
     ),
-    "batch norm": (
-        (6,),
-        lambda: (nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)),
-    ),
+    "batch norm": ((6,), lambda: (nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))),
     "dropout": (
         (6,),
         lambda: (nn.Linear(6, 8), Dropout(0.5), nn.Tanh(), Dropout(0.25), nn.Linear(8, 4)),
@@ -60,7 +55,7 @@ def custom_loss(net, w, x, y, extra):
 
 
 ADAMW = {"lr": 0.01, "local_optimizer": "adamw"}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of Training, of fit
+CASES = {  # of Training, of fit
     "plain": ({"epochs": 2}, {}),
     "drop_last": ({"batch_size": 6, "epochs": 2, "drop_last": True}, {}),
     "no reshuffle": ({"epochs": 3, "reshuffle": False}, {}),
@@ -174,7 +169,7 @@ def test_the_others_change_nothing(engine, model):
 
 def recording(n):
     """The run's loss, and a list for each client of the batches (x, y) that it saw, in order."""
-    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(n)]
+    seen = [[] for _ in range(n)]
 
     def loss(net, w, x, y, extra):
         seen[int(extra["at"])].append((x.clone(), y.clone()))
@@ -340,8 +335,8 @@ def test_every_order_is_as_likely():
 @ENGINES
 def test_the_callers_thread_setting_comes_back(engine):
     before = torch.get_num_threads()
-    inside: list[int] = []
-    found: list[int] = []
+    inside = []
+    found = []
 
     def loss(net, w, x, y, extra):
         inside.append(torch.get_num_threads())

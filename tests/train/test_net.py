@@ -1,13 +1,10 @@
 """Modules as functions of flat rows."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from small import grouped, images, tiny_model
-from torch import Tensor
 
 from pflcore import Net, Server, Simulation, Training
 
@@ -176,7 +173,7 @@ class HeadFirst(nn.Module):
         self.classifier, self.encoder = nn.Linear(8, 4), nn.Sequential(nn.Linear(6, 8), nn.ReLU())
 
     def forward(self, x):
-        scores: Tensor = self.classifier(self.encoder(x))
+        scores = self.classifier(self.encoder(x))
         return F.log_softmax(scores, 1) if self.logarithms else scores
 
 
@@ -200,7 +197,7 @@ class Stem(HeadFirst):
 
 
 def played(algorithm, model, rounds=1, **options):
-    how: Any = grouped(options)
+    how = grouped(options)
     return Simulation(algorithm, model, images((16,) * 4), Training(), rounds=rounds, **how)
 
 

@@ -4,8 +4,6 @@ said where it may not."""
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from parts.path import federation, mlp, played, repeated, same_as_by_hand
 from small import images
-from torch import Tensor
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Net, Training
@@ -117,7 +114,7 @@ def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(build,
 
 
 CHAIN, VMAP, LOOP = ("vmap", "chain"), ("vmap", "vmap"), ("loop", "module")
-VECTORS: dict[str, tuple[Any, ...]] = {  # model, engine and form, the samples' shape
+VECTORS = {  # model, engine and form, the samples' shape
     "linear": (lambda: nn.Linear(6, 4), CHAIN),
     "mlp": (mlp, CHAIN),
     "an activation twice": (repeated, CHAIN),
@@ -132,10 +129,7 @@ VECTORS: dict[str, tuple[Any, ...]] = {  # model, engine and form, the samples' 
         lambda: Own(lambda m, x: m.relu(m.layer(x)) if m.training else m.layer(x)),
         VMAP,
     ),
-    "weight norm": (
-        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))),
-        VMAP,
-    ),
+    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))), VMAP),
     "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4))), LOOP),
     "if": (lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)), LOOP),
     "pooling with a hook, twice": (pools, LOOP, (1, 8, 8)),
@@ -165,7 +159,7 @@ def labels(*shape):
     return lambda gen, n: torch.randint(0, 2, (n, *shape), generator=gen)
 
 
-TARGETS: dict[str, tuple[int, str, Callable[[torch.Generator, int], Tensor]]] = {
+TARGETS = {
     "numbers": (1, "squared", real(None)),
     "[n, 1]": (1, "squared", real(1)),
     "[n, 3]": (3, "squared", real(3)),
@@ -175,7 +169,7 @@ TARGETS: dict[str, tuple[int, str, Callable[[torch.Generator, int], Tensor]]] = 
     "yes or no": (1, "binary_cross_entropy", labels()),
     "soft labels": (4, "cross_entropy", lambda gen, n: real(4)(gen, n).softmax(1)),
 }
-BODIES: dict[str, tuple[Callable[[int], Any], tuple[int, ...]]] = {
+BODIES = {
     "mlp": (lambda k: (nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, k)), (6,)),
     "conv": (lambda k: (nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, k)), (1, 4, 4)),
 }
@@ -302,7 +296,7 @@ class Features(LeNet):  # FL-bench's base and classifier
         return self.top(self.dropout(F.relu_(self.base(x))))
 
 
-WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+WAYS = {
     "view": lambda x: x.view(-1, 16 * 16),
     "reshape": lambda x: x.reshape(-1, 256),
     "size": lambda x: x.view(x.size(0), -1),
@@ -328,7 +322,7 @@ class MLP(nn.Module):
         return self.normal(x) if self.how == "normal" else x
 
 
-MODELS: dict[str, Any] = {
+MODELS = {
     **{m.__name__: m for m in (Functions, Logarithms, Quickstart, Features)},
     **{w: lambda w=w: MLP(w) for w in WAYS},
 }

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +54,7 @@ def old_norm():
 
 WORDS = torch.arange(24 * 6).view(24, 6) % 9
 BINARY = torch.arange(24) % 2
-REFUSED: dict[str, tuple[Any, ...]] = {  # model, sentence, data
+REFUSED = {  # model, sentence, data
     "too few outputs": (
         lambda: nn.Linear(6, 3),
         r"model: it has 3 output\(s\), and the labels go from 0 to 3; give it 4",

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from small import images
-from torch import Tensor, nn
+from torch import nn
 
 from pflcore import Evaluation, Hardware, Net, Simulation, Training
 
@@ -38,7 +38,7 @@ class Residual(nn.Module):
         self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
 
     def forward(self, x):
-        scores: Tensor = self.head(x + torch.relu(self.inner(x)))
+        scores = self.head(x + torch.relu(self.inner(x)))
         return scores
 
 

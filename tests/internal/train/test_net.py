@@ -51,7 +51,7 @@ def test_buffers_are_a_row_of_their_own():
 
 
 def test_modes_nest_and_are_the_threads_own():
-    seen: list[bool] = []
+    seen = []
     with forward_mode(True):
         with forward_mode(False):
             assert not context.train
