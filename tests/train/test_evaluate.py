@@ -70,7 +70,7 @@ KINDS = [("chain", c) for c in ("cross_entropy", "hinge", *NUMBERS)]
 
 
 @pytest.mark.parametrize("relabel", [False, True])
-@pytest.mark.parametrize(("engine", "criterion"), [*KINDS, ("loop", "cross_entropy")])
+@pytest.mark.parametrize("engine, criterion", [*KINDS, ("loop", "cross_entropy")])
 def test_side_by_side_is_one_by_one(engine, criterion, relabel):
     for ids in (range(5), [3, 1]):
         clients = at_work(engine, "mlp", criterion, relabel, ids)

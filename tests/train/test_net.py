@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
+from doors import sentence
 from small import grouped, images, tiny_model
 
-from pflcore import Net, Server, Simulation, Training
+from pflcore import Net, Server, Simulation
 
 
 def small():
@@ -38,33 +38,21 @@ BOTH = pytest.mark.parametrize("build", [small, Tied])
 def test_rows_and_modules_round_trip(build):
     net, module, x = Net(build), build().eval(), inputs(build)
     row = net.row(module)
-    assert torch.equal(torch.nn.utils.parameters_to_vector(module.parameters()), row)
-    copy = net.load(build(), row, net.b0).eval()
-    assert torch.equal(copy(x), module(x)) and torch.equal(net.row(copy), row)
-    assert torch.equal(net(row, x), module(x))
+    assert torch.equal(nn.utils.parameters_to_vector(module.parameters()), row)
     assert torch.equal(torch.cat([row[s] for s in net.slices.values()]), row)
-    with torch.no_grad():
-        next(module.parameters()).add_(1)
-    assert torch.equal(net.row(copy), row) and not torch.equal(net.row(module), row)  # copies
-
-
-@BOTH
-def test_gradients_are_the_modules(build):
-    net, module = Net(build), build().eval()
-    x, y, w = inputs(build), torch.randint(0, 2, (6,)), net.row(module).requires_grad_()
-    (g,) = torch.autograd.grad(net.loss(w, x, y), w)
-    want = torch.autograd.grad(F.cross_entropy(module(x), y), list(module.parameters()))
-    torch.testing.assert_close(g, torch.cat([v.reshape(-1) for v in want]))
+    copy, want = net.load(build(), row, net.b0).eval(), module(x)
+    nn.init.zeros_(next(module.parameters()))  # of which neither the row nor the copy is a view
+    assert torch.equal(net.row(copy), row) and not torch.equal(net.row(module), row)
+    assert torch.equal(copy(x), want) and torch.equal(net(row, x), want)
 
 
 def test_init_is_seeded_and_leaves_the_global_state():
-    for net in (Net(small), Net(small())):
+    for net in (Net(small), Net(module := small())):
         state = torch.random.get_rng_state()
         assert torch.equal(net.init(3), net.init(3)) and not torch.equal(net.init(3), net.init(4))
         assert torch.equal(torch.random.get_rng_state(), state)
-    net, module = Net(small), small()
-    assert torch.equal(net.w0, net.init(0)) and torch.equal(Net(small, seed=5).w0, net.init(5))
-    assert torch.equal(Net(module).w0, net.row(module))  # a module keeps its weights
+    assert torch.equal(net.w0, net.row(module))  # a module keeps its weights
+    assert torch.equal(Net(small).w0, Net(small).init(0))
 
 
 def test_a_frozen_parameter_is_no_part_of_the_row():
@@ -79,9 +67,7 @@ def test_masks_by_name():
     net = Net(small)
     assert net.mask("5.*").sum() == 18 and net.mask("5.*")[-18:].all()
     assert torch.equal(net.mask("0.weight", "0.bias"), net.mask("0.*")) and net.mask("*").all()
-    with pytest.raises(
-        ValueError, match=r"patterns: 'head.\*' matches no parameter; the names are 0.weight"
-    ):
+    with sentence(r"patterns: 'head.\*' matches no parameter; the names are 0.weight"):
         net.mask("head.*")
 
 
@@ -101,14 +87,14 @@ def test_the_head_may_be_named_or_be_everything():
     whole, x = Net(nn.Linear(4, 3)), torch.randn(2, 4)
     assert torch.equal(whole.features(whole.w0, x), x)
     assert torch.equal(whole.head(whole.w0, x), whole(whole.w0, x))
-    with pytest.raises(ValueError, match="head: the model has no submodule 'top'"):
+    with sentence("head: the model has no submodule 'top'"):
         Net(small, head="top")
-    with pytest.raises(ValueError, match="found no trainable head"):
+    with sentence(".*found no trainable head"):
         Net(nn.Conv2d(1, 1, 1)).head_slice  # noqa: B018
 
 
 @pytest.mark.parametrize(
-    ("build", "words"),
+    "build, words",
     [
         (3, "build: expected an nn.Module"),
         (lambda: None, "build: expected .* got NoneType"),
@@ -124,16 +110,16 @@ def test_the_head_may_be_named_or_be_everything():
     ],
 )
 def test_what_is_no_model_is_refused_in_a_sentence(build, words):
-    with pytest.raises((ValueError, TypeError), match=words):
+    with sentence(f".*{words}", (ValueError, TypeError)):
         Net(build)
 
 
 def test_what_does_not_fit_a_net_is_refused_in_a_sentence():
     net = Net(nn.Linear(2, 2))
     Net(nn.Sequential(nn.Linear(2, 2), nn.Dropout1d(0.0)))
-    with pytest.raises(ValueError, match="row: expected 6 parameters"):
+    with sentence("row: expected 6 parameters"):
         net(torch.zeros(7), torch.zeros(1, 2))
-    with pytest.raises(ValueError, match="module: parameter 'weight'"):
+    with sentence("module: parameter 'weight'"):
         net.row(nn.Linear(3, 2))
 
 
@@ -153,8 +139,8 @@ class Silent(nn.Module):
 
 def test_a_parent_has_the_last_word_on_its_childrens_start():
     net = Net(Silent())
-    assert not net.init(3)[net.slices["last.weight"]].any()
-    assert net.init(3)[net.slices["body.1.weight"]].any()
+    drawn = net.init(3)
+    assert not drawn[net.slices["last.weight"]].any() and drawn[net.slices["body.1.weight"]].any()
     inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
     plain = nn.Sequential(nn.Linear(4, 5), inner, nn.Linear(5, 3))
     torch.manual_seed(7)
@@ -174,7 +160,7 @@ class HeadFirst(nn.Module):
 
     def forward(self, x):
         scores = self.classifier(self.encoder(x))
-        return F.log_softmax(scores, 1) if self.logarithms else scores
+        return scores.log_softmax(1) if self.logarithms else scores
 
 
 class HeadLast(HeadFirst):
@@ -197,12 +183,12 @@ class Stem(HeadFirst):
 
 
 def played(algorithm, model, rounds=1, **options):
-    how = grouped(options)
-    return Simulation(algorithm, model, images((16,) * 4), Training(), rounds=rounds, **how)
+    data = images((16,) * 4)
+    return Simulation(algorithm, model, data, rounds=rounds, **grouped(options))
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "sent", "model"),
+    "algorithm, sent, model",
     [
         *((a, 56, HeadFirst) for a in ("fedper", "fedrep", "fedbabu")),
         ("fedper", 56, HeadLast),
@@ -233,9 +219,7 @@ def test_methods_with_features_give_one_result_in_any_order(algorithm):
 
 
 def test_without_data_it_is_asked_for():
-    with pytest.raises(
-        ValueError, match=r"^model: .* head.*name it with Net\(..., head='name'\)\.$"
-    ):
+    with sentence(r"model: .* head.*name it with Net\(..., head='name'\)\.$"):
         Server("fedper", HeadFirst(), 4)
     assert Net(HeadFirst, head="classifier").head_slice == slice(0, 36)
     blocks = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
@@ -259,5 +243,5 @@ def test_split_and_join_are_inverse(patterns):
 def test_join_refuses_what_does_not_fit():
     net = Net(tiny_model())
     said = "shared and private: expected 35 and 24 columns, got 24 and 35; give join the patterns"
-    with pytest.raises(ValueError, match=said):
+    with sentence(said):
         net.join(*reversed(net.split(net.w0)))

@@ -57,7 +57,7 @@ def normal(*size, seed=0, dtype=F32):
     return randn(seed, *size, dtype=dtype)
 
 
-@pytest.mark.parametrize(("law", "dtype"), EACH)
+@pytest.mark.parametrize("law, dtype", EACH)
 @given(st.data())
 def test_definition(law, dtype, data):
     law(CUDA, dtype, data.draw)
@@ -113,7 +113,7 @@ def test_the_order_of_the_threads_changes_no_bit():
 @every_dtype
 @pytest.mark.parametrize("most", [0, 128])
 @pytest.mark.parametrize(
-    ("m", "n", "p"),
+    "m, n, p",
     [
         *((m, n, 263) for m, n in [(64, 0), (65, 0), (130, 0), (1, 100), (100, 1), (67, 129)]),
         *((m, n, 263) for m, n in [(16, 16), (9, 40), (130, 67)]),

@@ -67,7 +67,7 @@ def samples():
 
 
 every_op = pytest.mark.parametrize(
-    ("name", "arguments"), [pytest.param(n, a, id=f"{n} {k}") for k, (n, a) in enumerate(samples())]
+    "name, arguments", [pytest.param(n, a, id=f"{n} {k}") for k, (n, a) in enumerate(samples())]
 )
 
 
