@@ -30,11 +30,12 @@ from flwr.serverapp.strategy import Bulyan, FedAvg, MultiKrum
 from flwr.serverapp.strategy.multikrum import select_multikrum as flowers
 from flwr.supercore.task_identity import TaskIdentity
 from methods import SFL
+from parts.interop import DATA, ROUNDS, SEED, TRAINING, algorithm
+from parts.interop import bn_model as model
 from small import near
 from torch import nn
 
-from pflcore import Client, Evaluation, Hardware, Server, Simulation, Training, personalize
-from pflcore import algorithms as alg_
+from pflcore import Client, Evaluation, Hardware, Server, Simulation, personalize
 from pflcore.interop.flower import (
     ExactMultiKrum,
     PersonalStrategy,
@@ -43,7 +44,6 @@ from pflcore.interop.flower import (
     keep_private,
     select_multikrum,
 )
-from pflcore.testing import Case
 
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
@@ -94,15 +94,9 @@ class Nodes(Grid):
 Nodes.__abstractmethods__ = frozenset()  # a network's, which nobody calls here
 
 
-DATA, ROUNDS, SEED = Case(alg_.FedAvg()).data, 3, 5
-N, TRAINING = DATA.n, Training(lr=0.05, batch_size=7)
-OPTIONS = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
+N = DATA.n
 KEPT = "pflcore.private"  # the record of a node's state
 LEAST = {"min_train_nodes": 4, "min_evaluate_nodes": 4, "min_available_nodes": 4}
-
-
-def model():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
 
 
 def maker(alg, net=model):
@@ -117,7 +111,7 @@ def maker(alg, net=model):
     "name", ["fedavg", "scaffold", "waffle", "ditto", "feddwa", "fedfomo", "clustered_fl", "knnper"]
 )
 def test_every_algorithm_in_flower_is_the_simulation(name):
-    alg, models = alg_.ALGORITHMS[name](**OPTIONS.get(name, {})), {}
+    alg, models = algorithm(name), {}
     part = 0.5 if name in ("scaffold", "waffle", "ditto", "fedavg") else 1.0
 
     def keep(personal, context):

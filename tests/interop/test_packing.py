@@ -121,7 +121,7 @@ def test_modules_come_back_as_modules_of_their_own():
     given = [net(0), net(1)]
     given[0][0].weight.requires_grad_(False)
     rows, form = pack(given)
-    assert list(form.columns) == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert list(form.columns) == [f"{i}.{kind}" for i in range(3) for kind in ("weight", "bias")]
     back = unpack(rows.flip(0), form)
     for i in (0, 1):
         mine, others = given[i].state_dict(), given[1 - i].state_dict()

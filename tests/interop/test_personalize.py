@@ -7,12 +7,12 @@ import pytest
 import torch
 from doors import sentence
 from methods import Ensemble
-from small import images, near
+from small import images, near, some
 from torch import nn
 from ugly import randn
 
 from pflcore import Net, Simulation, pairwise_sqdist, personalize
-from pflcore.algorithms import ALGORITHMS, Cohort, apply
+from pflcore.algorithms import ALGORITHMS, apply
 from pflcore.interop import Clusters, Krum
 
 N, P = 7, 15
@@ -27,12 +27,11 @@ GUIDE = rows() + 0.1 * rows(1)
 
 def one_round(name, first, more, **options):
     """What the server of a simulation sends after everybody's upload, of one round or of two."""
-    alg, size = ALGORITHMS[name](**options), torch.ones(N, dtype=torch.long)
+    alg = ALGORITHMS[name](**options)
     state = alg.init(torch.zeros(P, dtype=torch.float64), N)
     for r, w in enumerate([rows()] if first is None else [first, rows()], 1):
-        cohort = Cohort(torch.arange(N), size, N, r, 2)
-        state = apply(state, alg.update(state, {"w": w, **more}, cohort)[0])
-    sent = alg.send(state, cohort)
+        state = apply(state, alg.update(state, {"w": w, **more}, some(N, r))[0])
+    sent = alg.send(state, some(N, r))
     return sent["u" if "u" in sent else "x"]
 
 
@@ -75,8 +74,7 @@ def test_clusters_of_updates_are_clustered_fls_split():
     base, delta = rows(2)[0], rows() * torch.tensor([1, -1, 1, -1, -1, 1, 1])[:, None]
     alg = ALGORITHMS["clustered_fl"](first=0, eps1=1e9, eps2=0.0)
     state = alg.init(Net(nn.Linear(4, 3).double()).w0, N) | {"x": base[None]}
-    cohort = Cohort(torch.arange(N), torch.ones(N, dtype=torch.long), N)
-    state = apply(state, alg.update(state, {"delta": delta}, cohort)[0])
+    state = apply(state, alg.update(state, {"delta": delta}, some(N))[0])
     assert len(state["x"]) == 3
     near(personalize(base + delta, "clusters", base=base), state["x"][state["cluster"]])
 

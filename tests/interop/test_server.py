@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from doors import sentence
+from parts.interop import DATA, ROUNDS, SEED, TRAINING, algorithm, bn_model
 from small import images, near, swept, tiny_model
 from torch import nn
 
@@ -18,30 +19,16 @@ from pflcore import (
     Robustness,
     Server,
     Simulation,
-    Training,
 )
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg
 from pflcore.simulation.round import sample
-from pflcore.testing import Case
 
-ROUNDS, SEED = 3, 5
-TRAINING = Training(lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round)
-OPTIONS = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
-DATA = Case(FedAvg()).data
 SETTING = {"hardware": Hardware("loop", 1), "seed": SEED}
 ALL = range(DATA.n)
 
 
-def algorithm(name):
-    return ALGORITHMS[name](**OPTIONS.get(name, {}))
-
-
 def model():
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
-
-
-def bn_model():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
 
 
 def apart(alg, make=model, clip=None, **options):

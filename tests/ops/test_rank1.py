@@ -94,18 +94,6 @@ def test_vmap_forward_and_backward(axes):
     assert_close([y, *got], [dense(*args), *want], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("inner", [((), (), (), ()), ((4,), (), (4,), ())])
-def test_vmap_of_the_backward_pass(inner):
-    """Several output gradients at once: the backward op itself runs under vmap."""
-    args = [t.requires_grad_() for t in factors(5, 7, 6, 3, F64, inner, 0.6)]
-    y = rank1_linear(*args)
-    grads = randn(8, 3, *y.shape)
-    got = torch.vmap(lambda g: torch.autograd.grad(y, args, g, retain_graph=True))(grads)
-    each = [torch.autograd.grad(y, args, grad, retain_graph=True) for grad in grads]
-    want = tuple(map(torch.stack, zip(*each, strict=True)))
-    assert_close(got, want, rtol=1e-12, atol=1e-12)
-
-
 def test_vmap_in_vmap():
     args, axes = factors(5, 7, 6, 3, F64, ((2, 4), (), (2, 4), ()), 0.6), (0, None, 0, None)
     twice = torch.vmap(torch.vmap(rank1_linear, in_dims=axes), in_dims=axes)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from doors import sentence
-from small import grouped, images, with_test
+from small import ENGINES, grouped, images, with_test
 from torch import nn
 
 import pflcore
@@ -32,7 +32,7 @@ def losses(model=normed, data=None, engine="auto", **training):
 
 
 # batch norm -----------------------------------------------------------------
-@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@ENGINES
 def test_a_last_batch_of_one_joins_the_one_before_for_batch_norm(engine):
     """Of five samples four and one are one batch of five."""
     four, five = (losses(batch_size=b, epochs=2, engine=engine) for b in (4, 5))
@@ -65,8 +65,8 @@ def test_numpys_numbers_are_numbers(tmp_path):
     half, one = np.float32(0.5), np.int64(1)
     how = Training(half, np.int64(4), one, schedule=lambda r, n: np.float32(1))
     options = {"clip": half, "evaluated": np.int64(2), "seed": np.int64(3), "participation": half}
-    alg, more = pflcore.FedAvg(server_lr=half), grouped(options)
-    run = Simulation(alg, normed, FIVES, how, rounds=one, **more)
+    alg = pflcore.FedAvg(server_lr=half)
+    run = Simulation(alg, normed, FIVES, how, rounds=one, **grouped(options))
     json.dumps(run.run().header)
     run.save(tmp_path)
     again = Simulation.load(tmp_path, model=normed, data=FIVES, training=how)
