@@ -86,7 +86,6 @@ def test_server_and_clients_are_the_simulation(name, participation):
         near(other(x), one(x))
         if "view_w" in one.state_dict():
             near(other.state_dict()["view_w"], one.state_dict()["view_w"])
-    assert both[0].round == ROUNDS
 
 
 def test_what_travels_is_plain_tensors_of_the_algorithms_size():

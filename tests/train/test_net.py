@@ -46,13 +46,14 @@ def test_rows_and_modules_round_trip(build):
     assert torch.equal(copy(x), want) and torch.equal(net(row, x), want)
 
 
-def test_init_is_seeded_and_leaves_the_global_state():
-    for net in (Net(small), Net(module := small())):
-        state = torch.random.get_rng_state()
-        assert torch.equal(net.init(3), net.init(3)) and not torch.equal(net.init(3), net.init(4))
-        assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.equal(net.w0, net.row(module))  # a module keeps its weights
-    assert torch.equal(Net(small).w0, Net(small).init(0))
+def test_a_module_keeps_its_weights_and_is_drawn_anew_as_one_that_is_made():
+    net, state = Net(module := small()), torch.random.get_rng_state()
+    assert torch.equal(net.w0, net.row(module))
+    for seed in (0, 4):
+        drawn = net.init(seed)
+        assert torch.equal(drawn, Net(small).init(seed))
+        assert torch.equal(drawn, Net(small, seed=seed).w0)
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_a_frozen_parameter_is_no_part_of_the_row():

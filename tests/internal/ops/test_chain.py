@@ -282,8 +282,6 @@ def test_a_hinge_is_flat_on_its_very_edge(dtype):
     p.y[at] = torch.arange(20) % 2
     g, loss = p.grad()
     assert loss.item() == pytest.approx(1) and g[0, -1].item() == pytest.approx(0.5)
-    want, _ = by_autograd(p.net, p.w[0], p.x[at], p.y[at])
-    close(g[0], want, dtype, 1 + want.abs().max())
 
 
 # dropout ----------------------------------------------------------------
