@@ -14,6 +14,8 @@ from pflcore.ops import aggregate
 
 NAN = torch.nan
 isa = pytest.mark.usefixtures("isa")
+kernels = pytest.mark.usefixtures("kernels")
+both_forms = pytest.mark.parametrize("sparse", [False, True])
 every_dtype = pytest.mark.parametrize("dtype", FLOATS)
 
 
@@ -31,7 +33,7 @@ def test_precise_survives_cancellation(dtype):
         assert torch.equal(got, torch.full((2, 67), one, dtype=dtype))
 
 
-@pytest.mark.usefixtures("kernels")
+@kernels
 @every_dtype
 @pytest.mark.parametrize("n", [129, 1000, 20_000])
 @pytest.mark.parametrize("form", ["dense", "few results", "sparse", "sparse of many rows"])
@@ -51,7 +53,7 @@ def bits(narrow):
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow)[None]
 
 
-@pytest.mark.usefixtures("kernels")
+@kernels
 @pytest.mark.parametrize("narrow, flush", [(F16, False), (torch.bfloat16, False), (F16, True)])
 def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow, flush):
     """Also where float32 subnormals count as zero, as a user may ask torch for: float16's are
@@ -123,9 +125,9 @@ def test_a_row_that_is_not_finite_shows_where_it_counts_alone(dtype, bad):
         assert (~got.isfinite()).nonzero().tolist() == spoilt
 
 
-@pytest.mark.usefixtures("kernels")
+@kernels
 @pytest.mark.parametrize("m, n, p", [(1, 7, 400_003), (13, 101, 70_001), (3, 2, 1_000_003)])
-@pytest.mark.parametrize("sparse", [False, True])
+@both_forms
 def test_a_column_has_the_same_bits_wherever_it_stands(m, n, p, sparse):
     updates, base = randn(0, n, p, dtype=F32), randn(2, m, p, dtype=F32)
     weight = randn(1, m, 5 if sparse else n, dtype=F32)
@@ -151,7 +153,7 @@ def test_gradients_of_float32_are_those_of_float64():
 
 
 @isa
-@pytest.mark.parametrize("sparse", [False, True])
+@both_forms
 @pytest.mark.parametrize("p, gap", [(65, 0), (71, 40), (80, 5), (300_007, 5)])
 @pytest.mark.parametrize("shift", [0, 1, 15])
 def test_large_results_leave_what_lies_between_their_rows(p, gap, shift, sparse):
@@ -171,7 +173,7 @@ def test_large_results_leave_what_lies_between_their_rows(p, gap, shift, sparse)
 
 @isa
 @every_dtype
-@pytest.mark.parametrize("sparse", [False, True])
+@both_forms
 @pytest.mark.parametrize("p", [5, 131, pytest.param(1_500_001, marks=pytest.mark.deep("large"))])
 def test_out_may_be_the_base_itself(dtype, sparse, p):
     updates, base = randn(1, 3, p, dtype=dtype), randn(2, 2, p, dtype=dtype)

@@ -158,7 +158,7 @@ REFUSED = [  # model, sentence, data
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[1])
+@pytest.mark.parametrize("case", REFUSED)
 def test_one_sentence(case):
     model, words, *data = case
     model = model() if model is old_norm else model

@@ -112,11 +112,12 @@ def rows(t):
 # --- the ops ----------------------------------------------------------------
 
 
-def plan(m, n, p, symmetric, dtype=torch.float32):
+def plan(m, n, p, symmetric, dtype):
+    """Lanes, threads, stages, splits."""
     here, out = torch.zeros(1), torch.zeros(4, dtype=torch.int64)
     fields = [DTYPES[dtype], here, p, m, symmetric, here, p, n, p]
     call("sqdist_plan", [*fields, *[None] * 4], out)
-    return dict(zip(("lanes", "loop", "stages", "splits"), out.tolist(), strict=True))
+    return out.tolist()
 
 
 def pairwise_sqdist(a, b=None, index=None, most=0):

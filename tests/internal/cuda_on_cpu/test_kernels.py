@@ -179,12 +179,11 @@ def test_sqdist_plan(m, n, p, symmetric, dtype):
     """What a launch may ask for, at every size: whole warps, a number of blocks that the grid
     holds, all columns covered once."""
     n = m if symmetric else n
-    found = plan(m, n, p, symmetric, dtype)
-    assert found["loop"] % 32 == 0 and 32 <= found["loop"] <= 256
-    assert found["lanes"] in (1, 2, 4, 8, 16, 32) and found["stages"] in (2, 4)
-    assert 1 <= found["splits"] <= 2048
+    lanes, threads, stages, splits = plan(m, n, p, symmetric, dtype)
+    assert threads % 32 == 0 and 32 <= threads <= 256
+    assert lanes in (1, 2, 4, 8, 16, 32) and stages in (2, 4) and 1 <= splits <= 2048
     if p >= 1 << 24:  # huge P: a card must be filled however few rows there are
-        assert found["splits"] * -(-m // 64) * -(-n // 64) >= 1024
+        assert splits * -(-m // 64) * -(-n // 64) >= 1024
 
 
 # --- weights ----------------------------------------------------------------

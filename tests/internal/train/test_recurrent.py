@@ -29,7 +29,7 @@ def called(module, *given, alone=False):
         return module(*given)
 
 
-@pytest.mark.parametrize("options", SHAPES, ids=str)
+@pytest.mark.parametrize("options", SHAPES)
 @pytest.mark.parametrize("kind, more", KINDS)
 def test_it_is_torchs_own(kind, more, options):
     own, other = pair(kind, **more, **options)
