@@ -9,7 +9,7 @@ import torch
 from pflcore import ops
 
 
-def why_not() -> str | None:
+def why_not():
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no GPU here"
     if not ops.backend().cuda:
@@ -17,7 +17,7 @@ def why_not() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     reason = why_not()
     for item in items:
         if reason and Path(__file__).parent in item.path.parents:

@@ -108,7 +108,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     ours = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
     dist.init_process_group("gloo", rank=rank, world_size=world, **ours)
-    out: dict = {}
+    out = {}
     laws(rank, out)
     mistakes(rank, out)
     if rank == world - 1:

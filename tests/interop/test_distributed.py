@@ -11,7 +11,7 @@ import pytest
 import torch
 from interop.rank import COUNTS, DTYPES, WIDTHS, N, P, matrix, weights
 from places import ROOT
-from torch import Tensor
+from torch.testing import assert_close
 
 import pflcore
 from pflcore.interop import distributed
@@ -32,15 +32,9 @@ def ranks(tmp_path_factory):
     """What each rank got."""
     folder = tmp_path_factory.mktemp("ranks")
     program = Path(__file__).with_name("rank.py")
-    said, words, options = (
-        [],
-        (sys.executable, program, folder),
-        {"stderr": subprocess.PIPE, "text": True},
-    )
-    running = [
-        subprocess.Popen([*map(str, (*words, rank, WORLD))], env=ENVIRONMENT, **options)
-        for rank in range(WORLD)
-    ]
+    options = {"env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
+    words = [[sys.executable, program, folder, str(rank), str(WORLD)] for rank in range(WORLD)]
+    said, running = [], [subprocess.Popen(one, **options) for one in words]
     try:
         said = [process.communicate(timeout=400)[1] for process in running]
     finally:
@@ -52,7 +46,7 @@ def ranks(tmp_path_factory):
 
 def same(ranks, key):
     """What all ranks have alike, to the last bit."""
-    first: Tensor = ranks[0][key]
+    first = ranks[0][key]
     for other in ranks:
         assert torch.equal(other[key].nan_to_num(-1.0), first.nan_to_num(-1.0)), key
     return first
@@ -77,10 +71,10 @@ def test_distances_are_those_of_one_process(ranks, dtype):
     off = 1e-14 if dtype == torch.float64 else 2e-6
     for key, rtol in (("distances", 1e-14), ("of odd shards", off)):
         got = same(ranks, (key, dtype))
-        torch.testing.assert_close(got, want, rtol=rtol, atol=0)
+        assert_close(got, want, rtol=rtol, atol=0)
         assert torch.equal(got, got.T) and (got.diagonal() == 0).all()
     want = pflcore.pairwise_sqdist(x, matrix(dtype, 1)[:5])
-    torch.testing.assert_close(same(ranks, ("of two", dtype)), want, rtol=2e-6, atol=0)
+    assert_close(same(ranks, ("of two", dtype)), want, rtol=2e-6, atol=0)
 
 
 def test_distances_of_the_ugly(ranks):
@@ -107,7 +101,7 @@ def test_mixes_are_bit_for_bit_those_of_one_process(ranks, dtype):
 def test_dtensors(ranks, dim):
     x, weight = matrix(), weights()[0]
     want = pflcore.pairwise_sqdist(x)
-    torch.testing.assert_close(same(ranks, ("DTensor", dim)), want, rtol=2e-6, atol=0)
+    assert_close(same(ranks, ("DTensor", dim)), want, rtol=2e-6, atol=0)
     assert torch.equal(same(ranks, ("DTensor mix", dim)), pflcore.aggregate(x, weight))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from places import ROOT
 from torch import nn
+from torch.testing import assert_close
 
 import pflcore
 
@@ -34,7 +35,7 @@ def models():
 
 def close(got, want):
     for a, b in zip(got.parameters(), want.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+        assert_close(a, b)
 
 
 def test_the_table_counts_the_lines_that_call_pflcore():
@@ -58,7 +59,7 @@ def test_appfl():
     want = pflcore.personalize(sent, "fedamp")
     for i, future in futures.items():
         got = future.result(10) if hasattr(future, "result") else future
-        torch.testing.assert_close(got, want[i])
+        assert_close(got, want[i])
     assert not torch.equal(want["site-0"]["weight"], want["site-1"]["weight"])
 
 
@@ -131,7 +132,7 @@ def test_nvflare(tmp_path):
     want = {f"site-{i}": {"w": torch.full((3,), float(i))} for i in (1, 2, 3)}
     for _ in range(3):
         want = pflcore.personalize(want, "fedamp")
-    torch.testing.assert_close(torch.load(out), want)
+    assert_close(torch.load(out), want)
 
 
 def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
@@ -157,6 +158,6 @@ def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
     packages = [{"regular_model_params": dict(m.state_dict())} for m in sent[:2]]
     two.aggregate_client_updates(dict(enumerate(packages)))
     got = two.get_client_model_params(1)
-    torch.testing.assert_close(dict(got["regular_model_params"]), dict(want[1].state_dict()))
+    assert_close(dict(got["regular_model_params"]), dict(want[1].state_dict()))
     assert got["rest"] == 1 and not cls().personal
     assert two.get_client_model_params(2) == rest

@@ -2,7 +2,6 @@
 
 import warnings
 from collections import OrderedDict
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.testing import assert_close
 
 from pflcore import pack, unpack
 
@@ -45,7 +45,7 @@ def flat(arrays):
     return np.concatenate([x.reshape(-1) for x in arrays] + [np.ones(1, arrays[0].dtype)])
 
 
-FORMS: dict[str, Any] = {
+FORMS = {
     "row": lambda a, s: torch.from_numpy(flat(a)),
     "array": lambda a, s: flat(a),
     "arrays": lambda a, s: [*a, np.full((2, 2), s)],
@@ -55,7 +55,7 @@ FORMS: dict[str, Any] = {
     "numpy state": lambda a, s: dict(state(a, np.asarray, s)),
     "record": lambda a, s: Record(state(a, Array, s)),
 }
-OUTER: dict[str, Any] = {
+OUTER = {
     "list": lambda models: models,
     "dict": lambda models: {f"client {i}": m for i, m in enumerate(models)},
     "pairs": lambda models: list(enumerate(models, 7)),
@@ -98,16 +98,15 @@ def test_what_is_packed_comes_back(form, outer, shapes, dtype):
     same(back, twin)  # nor is what goes back a view of the rows
 
 
-@pytest.mark.parametrize("kind", ["torch", "f8", ">f4"])
-def test_a_matrix_is_taken_as_it_is(kind):
-    given: Any = torch.arange(12.0).reshape(4, 3)
-    given = given if kind == "torch" else given.numpy().astype(kind)
-    rows, form = pack(given)
-    assert rows.data_ptr() == (given.data_ptr() if kind == "torch" else rows.data_ptr())
-    assert kind != "f8" or rows.data_ptr() == given.ctypes.data
-    same(unpack(rows, form), given if kind == "torch" else given.astype(kind[-2:]))
-    if kind != "torch":
-        assert pack(given[::-1, ::-1])[0].tolist() == given[::-1, ::-1].tolist()
+def test_a_matrix_is_taken_as_it_is():
+    tensor = torch.arange(12.0).reshape(4, 3)
+    for matrix in (tensor, tensor.numpy()):
+        rows, form = pack(matrix)
+        assert rows.data_ptr() == tensor.data_ptr()
+        same(unpack(rows, form), matrix)
+    for kind in ("f8", ">f4"):
+        turned = tensor.numpy().astype(kind)[::-1, ::-1]
+        same(unpack(*pack(turned)), turned.astype(kind[-2:]))
 
 
 def net(seed=0, wide=3):
@@ -122,7 +121,7 @@ def test_modules_come_back_as_modules_of_their_own():
     given = [net(0), net(1)]
     given[0][0].weight.requires_grad_(False)
     rows, form = pack(given)
-    assert list(form.columns) == ["0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
+    assert list(form.columns) == [f"{i}.{kind}" for i in range(3) for kind in ("weight", "bias")]
     back = unpack(rows.flip(0), form)
     for i in (0, 1):
         mine, others = given[i].state_dict(), given[1 - i].state_dict()
@@ -146,10 +145,10 @@ def test_running_statistics_are_mixed_like_the_models_or_left_alone(form):
     rows, packed = pack(given, buffers="average")
     assert torch.equal(rows, local.rows)  # statistics are no part of a distance
     means = statistics(given).mean(0).expand(3, -1)
-    torch.testing.assert_close(statistics(unpack(rows, packed)), means)
+    assert_close(statistics(unpack(rows, packed)), means)
     weight = torch.tensor([[0.0, 0.5, 0.5], [1, 0, 0], [0, 0, 1]], dtype=torch.float64)
     mixed = statistics(unpack(rows, packed, weight))
-    torch.testing.assert_close(mixed, weight.float() @ statistics(given))
+    assert_close(mixed, weight.float() @ statistics(given))
     with sentence("weight: expected a row for each of 3 clients, got"):
         unpack(rows, packed, weight[:2])
     with sentence(rf"rows: expected \[3, {rows.shape[1]}\], a row for each client that was packed"):
@@ -168,7 +167,7 @@ def test_patterns_choose_and_private_tensors_may_differ():
 
 
 def test_lazy_values_are_asked_for_one_client_at_a_time():
-    log: list[tuple[int, str]] = []
+    log = []
 
     class Logged:
         def __init__(self, client, name):
@@ -215,7 +214,7 @@ def test_flowers_own_records():
     app = pytest.importorskip("flwr.app")
     given = [app.ArrayRecord(net(i).state_dict()) for i in range(2)]
     rows, form = pack(given)
-    torch.testing.assert_close(rows, pack([net(0), net(1)]).rows)
+    assert_close(rows, pack([net(0), net(1)]).rows)
     assert unpack(rows, form) == given
     assert [type(r) for r in unpack(rows, form)] == [app.ArrayRecord] * 2
     broken = app.Array(dtype="float64", shape=(2,), stype="numpy.ndarray", data=b"\x93NUMPY")
@@ -226,7 +225,7 @@ def test_flowers_own_records():
 
 W = torch.ones(2)
 LIKE = "as of the first client, got"
-BAD: list[tuple[Any, dict[str, Any], str]] = [
+BAD = [
     ([{"w": W, "b": W}, {"w": W}], {}, f"client 1: 'b': expected .2. torch.float32.* {LIKE} none"),
     ([{"w": W}, {"w": W, "c": W}], {}, f"client 1: 'c': expected none, {LIKE} .2."),
     ({"x": {"w": W}, "y": {"w": W.half()}}, {}, f"client 'y': 'w': .* {LIKE} .2. torch.float16 on"),
@@ -237,7 +236,6 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([W, torch.ones(3)], {}, f"client 1: 'row': expected .2. .* {LIKE} .3."),
     ([{"n": W.long()}], {}, "uploads: expected floating-point tensors to be packed, got .'n'."),
     ([{"w": W.to_sparse()}], {}, "client 0: 'w': expected a dense tensor with values"),
-    ([{"w": W.to("meta")}], {}, "client 0: 'w': expected a dense tensor"),
     ([nn.LazyLinear(3)], {}, "client 0: 'weight': expected a dense tensor with values"),
     ([[np.array(["a"])]], {}, "client 0: '0': expected a whole array in a dtype .* got <U1"),
     ([{"w": W}], {"include": "v*"}, r"include, exclude: expected patterns of some of w, got 'v\*'"),

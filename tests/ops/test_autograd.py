@@ -5,6 +5,8 @@ import pytest
 import torch
 from laws import integers
 from torch.autograd import forward_ad
+from torch.func import jacfwd, jacrev
+from torch.testing import assert_close
 from ugly import randn, refuses
 
 from pflcore import ops
@@ -47,39 +49,25 @@ def test_gradcheck(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_mode(name):
-    """A tangent is the derivative along it, as finite differences have it: not zero."""
+    """A tangent is the derivative along it, as finite differences have it: not zero; and the
+    transforms of torch.func give what autograd gives."""
     (call, x), (_, v) = (drawn(name, seed) for seed in (1, 2))
     e = 1e-6
     high, low = (call(*[a + s * b for a, b in zip(x, v, strict=True)]) for s in (e, -e))
     want = (high - low) / (2 * e)
     value, tangent = torch.func.jvp(call, tuple(x), tuple(v))
-    torch.testing.assert_close(value, call(*x))
-    torch.testing.assert_close(tangent, want, rtol=1e-6, atol=1e-6)
+    assert_close(value, call(*x))
+    assert_close(tangent, want, rtol=1e-6, atol=1e-6)
     with forward_ad.dual_level():
         dual = call(*[forward_ad.make_dual(a, b) for a, b in zip(x, v, strict=True)])
-        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, want, rtol=1e-6, atol=1e-6)
-    columns = torch.func.jacfwd(call)(*x)  # by the first argument, under vmap
-    back = torch.autograd.functional.jacobian(lambda a: call(a, *x[1:]), x[0])
-    torch.testing.assert_close(columns, back)
-
-
-def test_padding_has_no_slope_in_forward_mode():
-    a, index = randn(1, 3, 7), torch.tensor([[0, -1], [2, 2], [1, -1]])
-    call = torch.func.jvp(lambda t: ops.pairwise_sqdist(t, a + 1, index), (a,), (a,))
-    assert torch.equal(call[0].isinf(), index < 0) and torch.equal(call[1] == 0, index < 0)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_grad_of_a_function_is_autograds(name):
-    call, x = drawn(name)
-
-    def f(t):
-        return (call(t, *x[1:]) ** 2).sum()
-
-    (want,) = torch.autograd.grad(f(leaf := x[0].clone().requires_grad_()), leaf)
-    torch.testing.assert_close(torch.func.grad(f)(x[0]), want)
-    each = torch.func.vmap(torch.func.grad(f))(torch.stack([x[0], 2 * x[0]]))
-    torch.testing.assert_close(each[0], want)
+        assert_close(forward_ad.unpack_dual(dual).tangent, want, rtol=1e-6, atol=1e-6)
+    every = tuple(range(len(x)))
+    columns, rows = (jacobian(call, every)(*x) for jacobian in (jacfwd, jacrev))
+    assert_close(columns, rows)  # either pass under vmap
+    slope = torch.func.grad(lambda t: call(t, *x[1:]).sum())
+    total = rows[0].flatten(0, -1 - x[0].dim()).sum(0)
+    for got in (slope(x[0]), torch.vmap(slope)(x[0][None])[0]):
+        assert_close(got, total)
 
 
 def test_writing_in_place_is_seen_by_autograd():
@@ -108,8 +96,7 @@ def test_a_learning_rate_with_a_gradient_is_refused():
     with refuses("sgd_step_", "lr"):
         ops.sgd_step_(w, w.clone(), lr)
     with torch.no_grad():
-        got = ops.aggregate(w, w[:1, :2], lr=lr)
-        torch.testing.assert_close(got, torch.full((1, 3), 0.2))
+        assert_close(ops.aggregate(w, w[:1, :2], lr=lr), torch.full((1, 3), 0.2))
 
 
 def test_weights_are_constants():

@@ -46,14 +46,12 @@ LARGE = pytest.mark.deep("a large model")
 
 @isa
 @pytest.mark.parametrize(
-    ("spread", "p"),
-    [(1e-4, 50_000), *(pytest.param(s, 1_000_000, marks=LARGE) for s in (1e-3, 1e-4))],
+    "spread, p", [(1e-4, 50_000), *(pytest.param(s, 1_000_000, marks=LARGE) for s in (1e-3, 1e-4))]
 )
 def test_forty_clients_close_together(spread, p):
     """What models look like after a round; |a|^2 + |b|^2 - 2ab in float32 is wrong by more than 100
     % here."""
-    gen = torch.Generator().manual_seed(5)
-    a = 0.05 * (torch.randn(p, generator=gen) + spread * torch.randn(40, p, generator=gen))
+    a = 0.05 * (torch.randn(p) + spread * torch.randn(40, p))
     assert_close(pairwise_sqdist(a), centred(a), "sqdist", F32)
 
 
@@ -72,18 +70,7 @@ def test_constant_rows(dtype):
 
 
 @isa
-@pytest.mark.parametrize(("n", "p"), [(129, 1100), (300, 67)])
-def test_more_rows_than_fit_a_cache_block(n, p):
-    a, b = lay(randn(1, n, p, dtype=F32), "wide rows"), randn(2, 133, p, dtype=F32)
-    exact_a, exact_b = centred(a), centred(torch.cat([a, b]))[:n, n:]
-    off = ~torch.eye(n, dtype=torch.bool)
-    assert_close(pairwise_sqdist(a)[off], exact_a[off], "sqdist", F32)
-    assert_close(pairwise_sqdist(a, b), exact_b, "sqdist", F32)
-    assert_close(pairwise_sqdist(a[-1:], b), exact_b[-1:], "sqdist", F32)
-
-
-@isa
-@pytest.mark.parametrize(("n", "p"), [(2, 60_000), (9, 60_000), (70, 9_000)])
+@pytest.mark.parametrize("n, p", [(2, 60_000), (9, 60_000), (70, 9_000)])
 @pytest.mark.parametrize("part", [slice(None), slice(-300, None), slice(300)])
 def test_tiny_distances_over_many_columns(n, p, part):
     """What is done again in float64 is all of the row, wherever its numbers stand; 1e-41 has three
@@ -114,7 +101,7 @@ def test_whole_numbers_are_exact_and_a_common_shift_changes_nothing(dtype, rows,
 @isa
 @every_dtype
 @pytest.mark.parametrize(
-    ("m", "n", "p", "many"),
+    "m, n, p, many",
     [
         (2, 300, 700, 290),
         (150, 133, 1031, 3),
@@ -133,7 +120,8 @@ def test_a_pair_has_the_same_bits_in_every_matrix(dtype, m, n, p, many):
         a[1], b[1] = a[1] * 1e-25, b[1] * 1e-25  # to be done again
     index = integers(3, -1, n, m, many)
     full, own, off = pairwise_sqdist(a, b), pairwise_sqdist(a), ~torch.eye(m, dtype=torch.bool)
-    pa, pb = (torch.randperm(k, generator=torch.Generator().manual_seed(k)) for k in (m, n))
+    assert_close(full, reference.pairwise_sqdist(a, b), "sqdist", dtype)
+    pa, pb = torch.randperm(m), torch.randperm(n)
     for place in LAYOUTS:
         moved = lay(a[pa], place)
         assert torch.equal(pairwise_sqdist(moved), own[pa][:, pa])
@@ -144,7 +132,7 @@ def test_a_pair_has_the_same_bits_in_every_matrix(dtype, m, n, p, many):
     assert torch.equal(pairwise_sqdist(a[1:2], b), full[1:2])
     assert torch.equal(pairwise_sqdist(a, b[1:2]), full[:, 1:2])
     assert torch.equal(own[off], pairwise_sqdist(a, a[:])[off])
-    few, part = (reference.pairwise_sqdist(a[: min(m, 3)], b[1:last]) for last in (7, 5))
+    few, part = (reference.pairwise_sqdist(a[:3], b[1:last]) for last in (7, 5))
     assert torch.equal(part, few[:, :4])
 
 
@@ -171,10 +159,9 @@ def test_a_client_that_is_not_finite_spoils_its_own_row_and_column_alone(dtype, 
 def test_nothing_and_one_row_for_everybody(call):
     a, index = randn(1, 3, 9, dtype=F32), torch.full((3, 2), -1)
     assert torch.equal(call(a[:1].expand(5, -1), None), torch.zeros(5, 5, dtype=F64))
-    far = torch.full((3, 2), torch.inf, dtype=F64)
     for got in (call(a, None, index), call(a, a[:0], index), call(a[:, :0], None, index)):
-        assert torch.equal(got, far)
-    assert call(a[:0], a, index[:0]).shape == (0, 2) and call(a, None, index[:, :0]).shape == (3, 0)
+        assert got.tolist() == [[torch.inf] * 2] * 3
+    assert call(a[:0], a, index[:0]).shape == (0, 2)
 
 
 # --- gradient ---------------------------------------------------------------
@@ -182,14 +169,17 @@ def test_nothing_and_one_row_for_everybody(call):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_gradient_of_a_list(own):
-    """That of the same entries of all pairs, to which padding adds nothing."""
+    """That of the same entries of all pairs, to which padding adds nothing; so of tangents."""
     a, b = (randn(k, n, 21).requires_grad_() for k, n in ((1, 4), (2, 5)))
     inputs, n = ((a,), 4) if own else ((a, b), 5)
     index, grad = integers(4, -1, n, 4, 3), randn(5, 4, 3)
-    dense = torch.zeros(4, n, dtype=F64)
-    dense.scatter_add_(1, index.clamp(min=0), torch.where(index < 0, 0.0, grad))
-    got = torch.autograd.grad(pairwise_sqdist(*inputs, index=index), inputs, grad)
-    identical(got, torch.autograd.grad(pairwise_sqdist(*inputs), inputs, dense))
+    calls = (
+        lambda *t: pairwise_sqdist(*t, index=index),
+        lambda *t: listed(pairwise_sqdist(*t), index),
+    )
+    identical(*(torch.autograd.grad(call(*inputs), inputs, grad) for call in calls))
+    tangents = [torch.func.jvp(call, inputs, inputs)[1] for call in calls]
+    torch.testing.assert_close(*tangents)
 
 
 def test_gradient_of_close_rows():
@@ -198,7 +188,7 @@ def test_gradient_of_close_rows():
     a = (1.0 + 1e-4 * randn(1, 4, 67)).float().requires_grad_()
     (got,) = torch.autograd.grad(pairwise_sqdist(a).sum(), a)
     d = a.detach().double()
-    want = 4 * (len(d) * d - d.sum(0))
+    want = 4 * (4 * d - d.sum(0))
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-9)
 
 

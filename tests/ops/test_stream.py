@@ -54,9 +54,7 @@ def test_distances(tmp_path, recwarn, dtype):
 
 @pytest.mark.usefixtures("few_bytes")
 @pytest.mark.parametrize("n", [3, 128, 129, 300])
-@pytest.mark.parametrize(
-    ("dtype", "precise"), [(F32, False), (F32, True), (F16, False), (F64, False)]
-)
+@pytest.mark.parametrize("dtype, precise", [(F32, False), (F32, True), (F16, False), (F64, False)])
 def test_dense_mixtures(tmp_path, n, dtype, precise):
     rows, weight = randn(1, n, 67, dtype=dtype), randn(4, 3, n).abs()
     for base in (None, randn(2, 67, dtype=F32), randn(3, 3, 67, dtype=dtype)):
@@ -98,12 +96,11 @@ def test_models_in_safetensors_files(tmp_path):
         save_file(model, tmp_path / f"{name}.safetensors")
         return tmp_path / f"{name}.safetensors"
 
-    models = [
-        {"b": randn(i, 4).float(), "a.w": randn(9 + i, 3, 2).float(), "steps": torch.tensor(i)}
-        for i in range(6)
+    rows = randn(0, 6, 10, dtype=F32)
+    paths = [
+        saved(i, {"b": row[6:], "a.w": row[:6].view(3, 2), "steps": torch.tensor(i)})
+        for i, row in enumerate(rows)
     ]
-    paths = [saved(i, model) for i, model in enumerate(models)]
-    rows = torch.stack([torch.cat([m["a.w"].flatten(), m["b"]]) for m in models])
     files, weight = stream.Files(paths), torch.full((1, 6), 1 / 6)
     assert files.keys == ["a.w", "b"] and files.shape == (6, 10)
     assert torch.equal(files[1:4], rows[1:4]) and files[2:2].shape == (0, 10)
@@ -115,9 +112,8 @@ def test_models_in_safetensors_files(tmp_path):
     for keys in (["c"], ["b", "steps"]):
         with refuses("Files", "keys"):
             stream.Files(paths, keys)
-    other = saved("other", {"a.w": torch.zeros(2), "b": torch.zeros(4)})
     turned = saved("turned", {"a.w": torch.zeros(2, 3), "b": torch.zeros(4)})
-    for bad in ([], [*paths, other], [*paths, turned]):
+    for bad in ([], [*paths, turned]):
         with refuses("Files", "paths"):
             stream.Files(bad)[0:7]
     broken = tmp_path / "broken.safetensors"
@@ -131,18 +127,12 @@ ROWS, WEIGHT = randn(1, 5, 7, dtype=F32), torch.ones(1, 5)
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    "name, arguments",
     [
-        *(
-            ("updates", (blocks, WEIGHT))
-            for blocks in (
-                [ROWS[:2]],
-                [ROWS, ROWS],
-                [ROWS[:3], ROWS[3:, :2]],
-                [ROWS[:3], ROWS[3:].double()],
-                [],
-            )
-        ),
+        ("updates", ([ROWS[:2]], WEIGHT)),
+        ("updates", ([ROWS, ROWS], WEIGHT)),
+        ("updates", ([ROWS[:3], ROWS[3:, :2]], WEIGHT)),
+        ("updates", ([ROWS[:3], ROWS[3:].double()], WEIGHT)),
         ("weight", (np.zeros((4, 7), np.float32), WEIGHT)),
         ("updates", (iter([]), torch.ones(1, 0))),
         ("updates", ([ROWS], WEIGHT, torch.zeros(1, 5, dtype=torch.int64))),
@@ -186,14 +176,13 @@ def test_rows_of_any_memory():
 
 def test_a_result_that_does_not_fit_is_refused_and_nothing_is_written():
     rows, index = randn(1, 200, 7, dtype=F32), integers(0, 0, 200, 200, 3)
-    before = rows.clone()
-    bad = [np.zeros((3, 7), np.float32), np.zeros((200, 7), np.int64), [1.0], torch.zeros(3, 7)]
-    for out in [*bad, torch.zeros(200, 7, dtype=torch.int64), rows]:
+    before, whole = rows.clone(), torch.ones(200, 200)
+    for out in (np.zeros((3, 7), np.float32), np.zeros((200, 7), np.int64), [1.0], rows):
         with refuses("aggregate", "out"):
-            stream.aggregate(rows, torch.ones(200, 3), index, out=out)
-        for again in (rows.numpy(), [rows[:50], rows[50:]]) if out is not rows else ():
+            stream.aggregate(rows, whole[:, :3], index, out=out)
+        if out is not rows:
             with refuses("aggregate", "out"):
-                stream.aggregate(again, torch.ones(200, 200), out=out)
+                stream.aggregate([rows[:50], rows[50:]], whole, out=out)
     assert torch.equal(rows, before)
 
 
@@ -241,23 +230,18 @@ NAMELESS = {"a tensor", "a class around it"}  # they do not know their file: the
 @pytest.mark.parametrize("out", [n for n in SAME if n != "rows backwards"])
 def test_a_result_in_the_memory_of_the_updates_is_refused(models, updates, out):
     rows, target = SAME[updates](models), SAME[out](models)
-    with pytest.raises(
-        ValueError, match=r"^aggregate: out must be memory of its own, got memory of updates"
-    ):
+    with pytest.raises(ValueError, match=r"^aggregate: out must be memory of its own, .* updates"):
         stream.aggregate(rows, HALF, INDEX, out=target)
 
 
 def test_a_base_that_is_a_part_of_the_result_is_refused(models):
     """The whole of it may be the result; other rows of the file are memory of their own."""
     updates, out = randn(1, 6, 5, dtype=F32), models[:6]
-    with pytest.raises(
-        ValueError, match=r"^aggregate: out must be memory of its own, got memory of base"
-    ):
+    with pytest.raises(ValueError, match=r"^aggregate: out must be memory of its own, .* base"):
         stream.aggregate(updates, HALF, INDEX, base=torch.from_numpy(models)[0], out=out)
     base = torch.from_numpy(out)
     want = aggregate(updates, HALF, INDEX, base.clone())
-    got = stream.aggregate(updates, HALF, INDEX, base=base, out=out)
-    assert torch.equal(torch.from_numpy(got), want)
-    want = aggregate(base.clone(), HALF, INDEX)
+    stream.aggregate(updates, HALF, INDEX, base=base, out=out)
+    assert torch.equal(base, want)
     got = stream.aggregate(models[:6], HALF, INDEX, out=models[6:])
-    assert torch.equal(torch.from_numpy(got), want)
+    assert torch.equal(torch.from_numpy(got), aggregate(base, HALF, INDEX))

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import assume, example, given
+from laws import integers
 from places import golden
-from tolerance import F64, FLOATS, assert_close
+from tolerance import F64, assert_close
 from ugly import randn
 
 from pflcore.ops import feddwa_weights, waffle_weights
@@ -51,7 +52,7 @@ LINE = [0, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
-    ("d", "target", "omega", "psi", "want"),
+    "d, target, omega, psi, want",
     [
         (LINE, 0, 1.0, None, [0.375, 0.375, 0.25, 0]),
         (LINE, 0, 0.75, None, [0.4123989218, 0.3800539084, 0.2075471698, 0]),
@@ -156,19 +157,16 @@ def test_waffle_alone_and_psi_zero():
     assert waffle_weights(torch.arange(5.0), 0, 0.5, 1e100).sum() == 1  # the largest psi
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 7), (0, 4), (101, 3), (17, 1)])
-def test_waffle_rows_at_once(dtype, shape):
+@pytest.mark.parametrize("shape", [(2, 3, 7), (0, 4), (101, 3), (17, 1)])
+def test_waffle_rows_at_once(shape):
     """Of any axes, also with the last axis first in memory; a target for each, or one for all."""
-    d, n = randn(1, *shape, dtype=dtype).abs(), shape[-1]
-    target = torch.randint(0, n, shape[:-1], generator=torch.Generator().manual_seed(2))
+    d, target = randn(1, *shape).abs(), integers(2, 0, shape[-1], *shape[:-1])
     got = waffle_weights(d, target, 0.6, 0.7)
     turned = d.movedim(-1, 0).contiguous().movedim(0, -1)
     assert torch.equal(waffle_weights(turned, target, 0.6, 0.7), got)
-    assert got.shape == d.shape and got.dtype == F64
-    rows = zip(d.reshape(-1, n), target.flatten().tolist(), got.reshape(-1, n), strict=True)
-    for row, goal, a in rows:
-        assert torch.equal(a, waffle_weights(row.contiguous(), goal, 0.6, 0.7))
+    assert got.shape == shape and got.dtype == F64
+    for at, goal in np.ndenumerate(target.numpy()):
+        assert torch.equal(got[at], waffle_weights(d[at].contiguous(), goal, 0.6, 0.7))
     for one in (torch.zeros_like(target), torch.zeros((), dtype=torch.int64), np.int64(0)):
         assert torch.equal(waffle_weights(d, one, 0.6), waffle_weights(d, 0, 0.6))
 
@@ -181,12 +179,12 @@ def dense(top, n):
 
 
 def naive(row, k):
-    """Sorted by (distance, index), weighted by the inverse distance."""
+    """Sorted by (distance, index), weighted by the inverse distance: whose, and how much."""
     clean = [math.inf if math.isnan(d) else max(d, 0.0) for d in row]
     kept = sorted(range(len(row)), key=lambda j: (clean[j], j))[:k]
     low = clean[kept[0]]
     raw = [float(clean[j] == low) if low in (0.0, math.inf) else low / clean[j] for j in kept]
-    return [(j, r / sum(raw)) for j, r in zip(kept, raw, strict=True)]
+    return kept, [r / sum(raw) for r in raw]
 
 
 ROUNDS = GOLDEN["A4_feddwa_scalar_rounds"]["rounds"]
@@ -194,7 +192,7 @@ PAIR = GOLDEN["A3_two_clients"]
 
 
 @pytest.mark.parametrize(
-    ("sqdist", "want", "k"),
+    "sqdist, want, k",
     [
         *(
             (GOLDEN[case]["D2"], GOLDEN[case][key], k)
@@ -231,15 +229,9 @@ def test_feddwa_is_the_optimum_of_equation_14():
 def check_sorted(rows, k):
     """Nearest first, ties to the lower index."""
     top = feddwa_weights(rows, k)
-    kept = min(k, rows.shape[1])
-    assert top.weight.shape == top.index.shape == (len(rows), kept)
-    want = [naive(row, k) for row in rows.tolist()]
-    assert top.index.tolist() == [[j for j, _ in row] for row in want]
-    assert_close(
-        top.weight, f64([[w for _, w in r] for r in want]).view(-1, kept), "weights", size=ONE
-    )
-    assert_close(top.weight.sum(1), torch.ones(len(rows), dtype=F64), "weights")
-    assert bool((top.weight >= 0).all())
+    index, weight = zip(*[naive(row, k) for row in rows.tolist()], strict=True)
+    assert top.index.tolist() == list(index) and bool((top.weight >= 0).all())
+    assert_close(top.weight, f64(weight), "weights", size=ONE)
 
 
 cell = st.one_of(
@@ -257,21 +249,3 @@ cell = st.one_of(
 @example([[torch.nan, 2.0, torch.inf]], 3)
 def test_feddwa_is_what_a_sort_gives(rows, k):
     check_sorted(f64(rows), k)
-
-
-@pytest.mark.parametrize("k", [1, 31, 32, 33, 100, 400])
-def test_feddwa_many_columns_and_many_ties(k):
-    d = torch.randint(0, 50, (7, 1009), generator=torch.Generator().manual_seed(k))
-    check_sorted(d.double()[:, ::3], k)
-    for d in (1.0, torch.inf):
-        check_sorted(f64([[d] * k]), k)
-
-
-@given(st.integers(2, 40), st.integers(1, 41), st.integers(0, 99), st.integers(-60, 60), st.data())
-def test_feddwa_scale_and_order(n, k, seed, power, data):
-    d = randn(seed, 3, n).abs()  # all different
-    top = feddwa_weights(d, k)
-    assert torch.equal(feddwa_weights(d.ldexp(torch.tensor(power)), k).weight, top.weight)
-    perm = torch.tensor(data.draw(st.permutations(range(n))))
-    moved = feddwa_weights(d[:, perm], k)
-    assert torch.equal(perm[moved.index], top.index) and torch.equal(moved.weight, top.weight)

@@ -1,9 +1,8 @@
 """AdamW and clipping: who trains by them, and who refuses them."""
 
-from typing import Any
-
 import pytest
 import torch
+from doors import sentence
 from methods import (
     APFL,
     FactorizedWaffle,
@@ -21,9 +20,9 @@ from pflcore import Net, Simulation, Training, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import Setup, begin
 
-ADAMW: dict[str, Any] = {"lr": 0.01, "local_optimizer": "adamw", "weight_decay": 0.1}
+ADAMW = {"lr": 0.01, "local_optimizer": "adamw", "weight_decay": 0.1}
 BOTH = (FedDWA(guidance="full_grad"), APFL(), PFedMe(), PerFedAvg(), FactorizedWaffle())
-REFUSED: list[Any] = [  # training, method, what is said
+REFUSED = [  # training, method, what is said
     *(
         (ADAMW, alg, r"local_optimizer: {} .*; take local_optimizer='sgd'\.$")
         for alg in (*BOTH, Scaffold(option="II"), Waffle(option="II"), Mocha(), QFedAvg(q=1.0))
@@ -35,14 +34,14 @@ REFUSED: list[Any] = [  # training, method, what is said
 ]
 
 
-@pytest.mark.parametrize(("training", "alg", "said"), REFUSED)
+@pytest.mark.parametrize("training, alg, said", REFUSED)
 def test_a_method_whose_formula_rests_on_plain_sgd_refuses_the_rest(training, alg, said):
-    words = "^" + said.format(type(alg).__name__)
-    with pytest.raises(ValueError, match=words):
+    words = said.format(type(alg).__name__)
+    with sentence(words):
         Simulation(alg, tiny_model(), images(), Training(**training))
     s = tiny(**training)
     s = s._replace(net=alg.prepare(s.net))
-    with pytest.raises(ValueError, match=words):
+    with sentence(words):
         step(Setup(alg, s), begin(alg, s.net, 3), torch.arange(3))
 
 
@@ -65,14 +64,13 @@ def test_the_others_train_by_adamw(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    "given, said",
     [
-        ({"momentum": 1.0}, "momentum: expected"),
         ({"local_optimizer": "adamw", "betas": (0.9, 1.0)}, "betas: expected"),
         ({"betas": (0.8, 0.9)}, "betas, eps: SGD has none"),
         ({"local_optimizer": "adamw", "momentum": 0.9}, "momentum: AdamW has betas in its place"),
     ],
 )
 def test_what_is_refused(given, said):
-    with pytest.raises(ValueError, match=f"^{said}"):
+    with sentence(said):
         Training(**given)

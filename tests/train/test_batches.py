@@ -6,7 +6,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from small import grouped, images, with_test
+from doors import sentence
+from small import ENGINES, grouped, images, with_test
 from torch import nn
 
 import pflcore
@@ -31,7 +32,7 @@ def losses(model=normed, data=None, engine="auto", **training):
 
 
 # batch norm -----------------------------------------------------------------
-@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@ENGINES
 def test_a_last_batch_of_one_joins_the_one_before_for_batch_norm(engine):
     """Of five samples four and one are one batch of five."""
     four, five = (losses(batch_size=b, epochs=2, engine=engine) for b in (4, 5))
@@ -41,10 +42,9 @@ def test_a_last_batch_of_one_joins_the_one_before_for_batch_norm(engine):
 
 
 def test_torchs_way_is_an_option_and_stays_that_of_other_models():
-    said = r"^data: client {} \({} samples, batch_size 4\) has a batch of one sample"
-    with pytest.raises(ValueError, match=said.format(0, 5)):
+    with sentence(r"data: client 0 \(5 samples, batch_size 4\) has a batch of one sample"):
         losses(batch_size=4, join_last=False)
-    with pytest.raises(ValueError, match=said.format(1, 1)):
+    with sentence(r"data: client 1 \(1 samples, batch_size 4\) has a batch of one sample"):
         losses(data=images((5, 1, 5)), batch_size=4)
     one, other = (losses(linear, batch_size=4, join_last=join) for join in (True, False))
     assert torch.equal(one, other) and not torch.equal(one, losses(linear, batch_size=5))
@@ -56,8 +56,7 @@ def test_a_newcomers_last_sample_joins_too():
     run = Simulation("ditto", normed, images((8, 8)), Training(batch_size=4), rounds=1).run()
     x, y = torch.randn(5, 6), torch.arange(5) % 4
     assert run.adapt((x, y))(x).isfinite().all()
-    said = r"^samples: client 2 \(1 samples, batch_size 4\) has a batch of one sample"
-    with pytest.raises(ValueError, match=said):
+    with sentence(r"samples: client 2 \(1 samples, batch_size 4\) has a batch of one sample"):
         run.adapt((x[:1], y[:1]))
 
 
@@ -66,8 +65,8 @@ def test_numpys_numbers_are_numbers(tmp_path):
     half, one = np.float32(0.5), np.int64(1)
     how = Training(half, np.int64(4), one, schedule=lambda r, n: np.float32(1))
     options = {"clip": half, "evaluated": np.int64(2), "seed": np.int64(3), "participation": half}
-    alg, more = pflcore.FedAvg(server_lr=half), grouped(options)
-    run = Simulation(alg, normed, FIVES, how, rounds=one, **more)
+    alg = pflcore.FedAvg(server_lr=half)
+    run = Simulation(alg, normed, FIVES, how, rounds=one, **grouped(options))
     json.dumps(run.run().header)
     run.save(tmp_path)
     again = Simulation.load(tmp_path, model=normed, data=FIVES, training=how)
@@ -94,11 +93,12 @@ class Own(nn.Module):
         return self.weigh(nn.functional.cross_entropy(scores, y))
 
 
+SMOOTH = nn.CrossEntropyLoss(label_smoothing=0.1)
 ONE, OTHER = Own(), Own()  # both at once, so that they lie at two places
 
 
 @pytest.mark.parametrize(
-    ("key", "first", "then", "what"),
+    "key, first, then, what",
     [
         (
             "model",
@@ -112,12 +112,7 @@ ONE, OTHER = Own(), Own()  # both at once, so that they lie at two places
             nn.CrossEntropyLoss(weight=torch.ones(4) * 2),
             "digest of the loss",
         ),
-        (
-            "loss",
-            nn.CrossEntropyLoss(label_smoothing=0.1),
-            nn.CrossEntropyLoss(label_smoothing=0.5),
-            "digest of",
-        ),
+        ("loss", SMOOTH, nn.CrossEntropyLoss(label_smoothing=0.5), "digest of"),
         ("loss", ONE, OTHER, None),
     ],
 )
@@ -126,12 +121,11 @@ def test_another_model_or_loss_does_not_go_on(tmp_path, key, first, then, what):
     run = Simulation("fedavg", rounds=2, **{**given, key: first})
     next(run.iterate())
     run.save(tmp_path)
-    if what is None:
-        assert Simulation.load(tmp_path, **{**given, key: then}).state.round == 1
-        return
-    assert Simulation.load(tmp_path, **{**given, key: first}).state.round == 1
-    with pytest.raises(ValueError, match=f"that of another run: {what}"):
-        Simulation.load(tmp_path, **{**given, key: then})
+    same = first if what else then
+    assert Simulation.load(tmp_path, **{**given, key: same}).state.round == 1
+    if what:
+        with sentence(f".*that of another run: {what}"):
+            Simulation.load(tmp_path, **{**given, key: then})
 
 
 # data -----------------------------------------------------------------------
@@ -152,7 +146,7 @@ def test_leafs_labels_in_a_column_of_signs(tmp_path):
     fed = leaf(tmp_path)
     assert fed.y.tolist() == [0, 1, 0, 1] and fed.classes == 2
     for wrong in ({"user_data": []}, {"users": 3}):
-        with pytest.raises(OSError, match=r"all\.json: expected LEAF"):
+        with sentence(r".*all\.json: expected LEAF", OSError):
             leaf(tmp_path, **wrong)
 
 
@@ -173,7 +167,7 @@ def clients(y, test=0.5):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    "call, said",
     [
         (
             lambda: Federation.from_clients([(np.array([["a", "b"]] * 8), Y)]),
@@ -185,7 +179,7 @@ def clients(y, test=0.5):
         (lambda: losses(data=clients(Y[:, None])), "make labels of one"),
         (
             lambda: Simulation("fedavg", normed, FIVES).run().predict(0, torch.randn(3, 7)),
-            r"^x: expected samples \[B",
+            r"x: expected samples \[B",
         ),
         (lambda: Simulation("FedDAW", normed, FIVES), "did you mean 'feddwa'"),
         (

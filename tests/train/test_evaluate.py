@@ -1,11 +1,12 @@
 """Evaluation of all clients side by side says what evaluating them one after another says."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from small import make_setting, near
-from torch import Tensor
+from small import ENGINES, make_setting, near
 
 from pflcore import Clients, Federation, Net, Training, evaluate
 from pflcore.algorithms import FedAvg
@@ -13,70 +14,129 @@ from pflcore.metrics import right
 from pflcore.simulation.round import Setup, begin
 
 SIZES = [1, 300, 7, 125, 126]
+MODELS = {  # layers for so many scores, a sample's shape
+    "mlp": (lambda k: (nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, k)), (6,)),
+    "batch norm": (lambda k: (nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, k)), (6,)),
+    "conv": (
+        lambda k: (nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, k)),
+        (1, 6, 6),
+    ),
+    "scores per place": (lambda k: (nn.Conv1d(2, k, 1),), (2, 3)),
+}
 
 
-def setting(engine="chain", empty=None):
-    """`empty` has no test samples."""
-    gen = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2 * sum(SIZES), 6, generator=gen), torch.arange(2 * sum(SIZES)) % 4
-    train, test = torch.arange(len(x)).view(2, -1)
-    lists = [i[: 0 if k == empty else None] for k, i in enumerate(test.split(SIZES))]
-    data = Federation(x, y, {"train": list(train.split(SIZES)), "test": lists}, 4)
-    net = Net(lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)))
-    return make_setting(net, data, Training(batch_size=5), 3, engine=engine, workers=1)
-
-
-def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
-    found = []
-    for engine in ("chain", "vmap", "loop"):
-        s = setting(engine, 2)
-        found.append(evaluate(Setup(FedAvg(), s), begin(FedAvg(), s.net, 5)))
-        assert found[-1]["loss"].isnan().tolist() == [False, False, True, False, False]
-        assert found[-1]["size"].tolist() == [1, 300, 0, 125, 126]
-    for key in ("loss", "accuracy"):
-        for other in found[1:]:
-            near(found[0][key].nan_to_num(-1), other[key].nan_to_num(-1), 1e-5, 1e-6)
-    s, others = setting("loop"), [0, 1, 3, 4]
-    whole = evaluate(Setup(FedAvg(), s), begin(FedAvg(), s.net, 5))
-    for key in ("loss", "accuracy"):  # batches of one shared model cross clients
-        near(found[-1][key][others], whole[key][others], 1e-6, 1e-7)
-
-
-def weighted(scores: Tensor, y: Tensor):
+def weighted(scores, y):
+    """A batch's loss is no mean of its samples'."""
     return F.cross_entropy(scores, y, torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
-@pytest.mark.parametrize("what", ["rows", "statistics", "loss"])
+def at_work(
+    engine, model="mlp", criterion="cross_entropy", relabel=False, ids=range(5), empty=None
+):
+    """Clients with statistics that are not the model's own; `empty` has no test samples."""
+    (build, shape), n = MODELS[model], 2 * sum(SIZES)
+    torch.manual_seed(0)
+    several, labels = criterion in ("cross_entropy", weighted), criterion not in NUMBERS
+    classes = 4 if several else 2
+    y = torch.randint(classes, (n, 3) if model == "scores per place" else (n,))
+    own = torch.rand(5, classes).argsort(1) if relabel else None
+    known = (classes, own) if labels else (None,)
+    train, test = (rows.split(SIZES) for rows in torch.arange(n).view(2, -1))
+    test = [rows[: 0 if k == empty else None] for k, rows in enumerate(test)]
+    split = {"train": list(train), "test": test}
+    data = Federation(torch.randn(n, *shape), y if labels else torch.rand(n), split, *known)
+    net = Net(nn.Sequential(*build(classes if several else 1)), criterion)
+    s = make_setting(net, data, Training(batch_size=5), 3, engine, workers=2)
+    return Clients(s, torch.tensor(ids), 1, s.net.b0.repeat(len(ids), 1) + 0.5)
+
+
+def check(clients, rows):
+    """Loss and share of right answers are those of each client's module on its samples."""
+    loss, hits = clients.measure({"w": rows}, "train")
+    net, data = clients.net, clients.setting.data
+    for k, i in enumerate(clients.ids.tolist()):
+        x, y = data.client(i)
+        with torch.no_grad():
+            scores = net.load(net.build, rows[k], clients.buffers[k]).eval()(x)
+        near(loss[k], net.criterion(scores, y), 1e-5, 1e-6)
+        assert (hits is None) == (data.classes is None)
+        if hits is not None:  # exactly: a share of whole samples
+            near(hits[k], right(scores.movedim(1, -1), y).double().mean(), 0, 1e-9)
+    return loss
+
+
+NUMBERS = ("binary_cross_entropy", "squared", "half_squared")
+KINDS = [("chain", c) for c in ("cross_entropy", "hinge", *NUMBERS)]
+
+
+@pytest.mark.parametrize("relabel", [False, True])
+@pytest.mark.parametrize("engine, criterion", [*KINDS, ("loop", "cross_entropy")])
+def test_side_by_side_is_one_by_one(engine, criterion, relabel):
+    for ids in (range(5), [3, 1]):
+        clients = at_work(engine, "mlp", criterion, relabel, ids)
+        check(clients, clients.net.w0 + torch.randn(len(ids), clients.net.size))
+
+
+@ENGINES
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("relabel", [False, True])
+def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, monkeypatch):
+    # somebody is not looked at
+    clients = at_work(engine, model, relabel=relabel, ids=[4, 0, 1, 3])
+    batches, forward = [], Net.__call__
+
+    def counted(net, w, x):
+        batches.append(len(x))
+        return forward(net, w, x)
+
+    monkeypatch.setattr(Net, "__call__", counted)
+    row = (clients.net.w0 + torch.randn(clients.net.size)).expand(4, -1)
+    loss = check(clients, row)
+    n = sum(SIZES) - SIZES[2]
+    assert sorted(batches) == sorted(len(c) for c in torch.arange(n).split(125))
+    near(clients.loss(row), loss, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("what", ["statistics", "loss"])
 def test_what_may_differ_is_looked_at_one_by_one(what):
-    s = setting("loop")
-    rows, buffers = s.net.w0.expand(5, -1), torch.empty(5, 0)
-    rows = rows.clone() if what == "rows" else rows
-    buffers = torch.arange(5.0)[:, None] if what == "statistics" else buffers
-    net = Net(s.net.module, weighted) if what == "loss" else s.net
-    clients = Clients(s._replace(net=net), torch.arange(5), 1, buffers)
-    loss, _ = clients.measure({"w": rows}, "train")
-    for i, places in enumerate(s.data.index["train"]):
-        by_hand = net.loss(rows[i], s.data.x[places], s.data.labels(i, "train"))
-        near(loss[i], by_hand.detach(), 1e-5, 1e-6)
+    clients = at_work("loop", "batch norm", weighted if what == "loss" else "cross_entropy")
+    if what == "statistics":
+        clients = replace(clients, buffers=clients.buffers + torch.arange(5)[:, None])
+    check(clients, clients.net.w0.expand(5, -1))
+
+
+def evaluated(engine, empty=None):
+    s = at_work(engine, empty=empty).setting
+    return evaluate(Setup(FedAvg(), s), begin(FedAvg(), s.net, 5))
+
+
+def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
+    found, some = [], [0, 1, 3, 4]
+    for engine in ("chain", "vmap", "loop"):
+        found.append(evaluated(engine, 2))
+        assert found[-1]["loss"].isnan().tolist() == [False, False, True, False, False]
+        assert found[-1]["size"].tolist() == [1, 300, 0, 125, 126]
+    # batches of one shared model cross clients, where nobody is without samples
+    found.append(evaluated("loop"))
+    for key in ("loss", "accuracy"):
+        for other in found[1:]:
+            near(found[0][key][some], other[key][some], 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("engine", ["chain", "loop"])
 def test_a_nan_is_no_right_answer_and_spoils_nobody_else(engine):
     """A NaN for one class alone, the largest number for an argmax, is not the answer of the samples
     of that class."""
-    s = setting(engine)
-    local = Clients(s, torch.arange(5), 1, s.net.b0.expand(5, -1))
-    rows = s.net.w0.repeat(5, 1)
-    rows[2, -1] = torch.nan  # the last layer's bias for the last class
-    loss, accuracy = local.measure({"w": rows}, "test")
-    assert loss.isnan().tolist() == [False, False, True, False, False]
-    assert (s.data.labels(2, "test") == 3).any() and accuracy[2] == 0
-    assert (accuracy[[1, 3, 4]] > 0).all()
+    clients = at_work(engine)
+    rows = clients.net.w0.repeat(5, 1)
+    rows[3, -1] = torch.nan  # the last layer's bias for the last class
+    loss, accuracy = clients.measure({"w": rows}, "train")
+    assert loss.isnan().tolist() == [False, False, False, True, False]
+    assert accuracy[3] == 0 and (accuracy[[1, 4]] > 0).all()
 
 
 def test_right():
     y = torch.tensor([[0, 1], [2, 1]])
     scores = torch.tensor([[[3.0, 1, 2], [0, 1, 0]], [[1.0, 0, 0], [0, 2, 1]]])
     assert right(scores, y).tolist() == [[True, True], [False, True]]
-    assert right(torch.tensor([[0.5], [-0.5]]), torch.tensor([1, 1])).tolist() == [True, False]
     assert right(torch.tensor([0.5, -0.5]), torch.tensor([1.0, -1.0])).tolist() == [True, True]

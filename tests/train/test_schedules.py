@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from doors import sentence
 from small import images, near, tiny_model
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -19,7 +20,7 @@ FACTORS = [1, 0.5, 0.25]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rates"),
+    "schedule, rates",
     [
         (lambda optimizer: StepLR(optimizer, 2, 0.5), [0.1, 0.1, 0.05, 0.05]),
         (lambda o: ExponentialLR(o, 0.5), [0.1, 0.05, 0.025, 0.0125]),
@@ -50,10 +51,9 @@ OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "sentence"),
+    "schedule, words",
     [
         (ReduceLROnPlateau, "ReduceLROnPlateau looks at results"),
-        (lambda o: ReduceLROnPlateau(o), "ReduceLROnPlateau looks at results"),
         (ExponentialLR, "missing 1 required positional argument: 'gamma'"),
         (ExponentialLR(OPTIMIZER, 0.5), "got <torch"),
         (lambda o: None, "it made NoneType"),
@@ -69,6 +69,6 @@ OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         (0.9, "got 0.9"),
     ],
 )
-def test_what_is_no_schedule_is_said_before_the_first_round(schedule, sentence):
-    with pytest.raises(ValueError, match=f"^schedule: expected a function of .*{sentence}"):
+def test_what_is_no_schedule_is_said_before_the_first_round(schedule, words):
+    with sentence(f"schedule: expected a function of .*{words}"):
         Simulation("fedavg", tiny_model(), images(), Training(schedule=schedule), rounds=3)

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from tolerance import F64
 from torch import Tensor
 from ugly import BAD, intact
 
@@ -23,7 +24,7 @@ from pflcore.ops import TopK
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[2] / "csrc" / "cuda"
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+DTYPES = {torch.float32: 0, F64: 1, torch.float16: 2, torch.bfloat16: 3}
 FLAGS = "-std=c++20 -O1 -g0 -Wall -Wextra -Werror -Wno-unknown-pragmas -shared -fPIC"
 
 
@@ -91,7 +92,7 @@ def guarded(t, shift=None, gap=0):
     return memory.as_strided((rows, cols), (cols + gap, 1), start if span else 0).copy_(t)
 
 
-def fresh(*shape, dtype=torch.float64):
+def fresh(*shape, dtype=F64):
     """Memory for a result."""
     return guarded(torch.full(shape, -1 if dtype == torch.int64 else torch.nan, dtype=dtype))
 
@@ -111,12 +112,12 @@ def rows(t):
 # --- the ops ----------------------------------------------------------------
 
 
-def plan(m, n, p, symmetric, dtype=torch.float32):
-    out = torch.zeros(5, dtype=torch.int64)
-    library().sqdist_plan(
-        *map(c_int64, (DTYPES[dtype], m, n, p, symmetric)), c_void_p(out.data_ptr())
-    )
-    return dict(zip(("lanes", "loop", "stages", "chunk", "splits"), out.tolist(), strict=True))
+def plan(m, n, p, symmetric, dtype):
+    """Lanes, threads, stages, splits."""
+    here, out = torch.zeros(1), torch.zeros(4, dtype=torch.int64)
+    fields = [DTYPES[dtype], here, p, m, symmetric, here, p, n, p]
+    call("sqdist_plan", [*fields, *[None] * 4], out)
+    return out.tolist()
 
 
 def pairwise_sqdist(a, b=None, index=None, most=0):
@@ -142,7 +143,7 @@ def feddwa_weights(sqdist, k):
         sqdist = guarded(sqdist.double())
     (m, n), kept = sqdist.shape, min(k, sqdist.shape[1])
     weight, index = fresh(m, kept), fresh(m, kept, dtype=torch.int64)
-    call("feddwa", [*rows(sqdist), m, n, kept, weight, index], sqdist.dtype == torch.float64)
+    call("feddwa", [*rows(sqdist), m, n, kept, weight, index], sqdist.dtype == F64)
     return TopK(*done(weight, index))
 
 
@@ -151,7 +152,7 @@ def aggregate(updates, weight, index=None, base=None, lr=1.0, out=None, precise=
     (n, p), (m, k) = updates.shape, weight.shape
     to = fresh(m, p, dtype=dtype) if out is None else out
     weight, index = (t if t is None else guarded(t) for t in (weight.double(), index))
-    wide = precise or torch.float64 in (updates.dtype, dtype)
+    wide = precise or F64 in (updates.dtype, dtype)
     given = (DTYPES[updates.dtype] | DTYPES[dtype] << 32, wide, n, p, m, k, *rows(updates), weight)
     call("aggregate", [*given, index is not None, index, *rows(base), lr, *rows(to)])
     return done(to) if out is None else out
@@ -170,7 +171,7 @@ def layer(inputs):
     for t, axis, row in zip(inputs, has, ([i], [f], [], [i]), strict=True):
         apart = t[0].numel() if axis else 0
         fields += [guarded(t.reshape(1, t.numel())), apart, *row, not axis]
-    return [*fields, None], inputs[0].dtype == torch.float64, (*clients, b, o)
+    return [*fields, None], inputs[0].dtype == F64, (*clients, b, o)
 
 
 class Rank1(torch.autograd.Function):
@@ -210,4 +211,4 @@ def sgd_step_(
     numbers = (0.0, mu.double()) if each else (mu, None)
     given = (*rows(w), *rows(grad), lr, *rows(shift), *rows(mask), *numbers, *rows(anchor))
     fields = [*w.shape, *given, momentum, *rows(held), weight_decay]
-    call("sgd", fields, w.dtype == torch.float64)
+    call("sgd", fields, w.dtype == F64)

@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -25,7 +24,6 @@
 
 #define __global__
 #define __device__
-#define __host__
 #define __shared__ static  // one block at a time
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __forceinline__ inline
@@ -79,7 +77,6 @@ struct Device {
   unsigned seed = 0;  // 0: threads in order, 1: backwards, else shuffled; but for 0, each warp runs
                       // ahead of the others
   std::string error;
-  long launches = 0;
 };
 
 inline Device& device() {
@@ -220,7 +217,6 @@ inline int64_t allow_shared(int64_t wanted) {
 inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t,
                    std::function<void()> body) {
   Device& d = device();
-  ++d.launches;
   d.threads = static_cast<int>(block.x * block.y * block.z);
   if (d.threads < 1 || d.threads > 1024 || block.z > 64)
     throw std::runtime_error("launch: bad block of " + std::to_string(d.threads));
@@ -316,21 +312,6 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
   return bits;
 }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
-
-template <class T>
-T atomicAdd(T* at, T value) {
-  static_assert(std::is_integral<T>::value,
-                "sums of floating-point numbers by atomics do not repeat");
-  const T before = *at;
-  *at += value;
-  return before;
-}
-template <class T>
-T atomicOr(T* at, T value) {
-  const T before = *at;
-  *at |= value;
-  return before;
-}
 
 // ---- the half types, converted as the CPU's kernels do (nearest, ties to even) ----
 using __half = pflcore::cpu::Half;

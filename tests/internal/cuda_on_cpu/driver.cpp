@@ -14,26 +14,39 @@
 
 namespace pc = pflcore::cuda;
 
+extern "C" {
+
+// Whole pages, at least `bytes`, with a forbidden page behind them; `size` gets their length.
+void* fenced(int64_t bytes, int64_t* size) {
+  const int64_t page = sysconf(_SC_PAGESIZE);
+  *size = (bytes + page - 1) / page * page;
+  char* const from =
+      static_cast<char*>(mmap(nullptr, static_cast<size_t>(*size + page), PROT_READ | PROT_WRITE,
+                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  if (from == MAP_FAILED || mprotect(from + *size, static_cast<size_t>(page), PROT_NONE))
+    return nullptr;
+  return from;
+}
+void unfence(void* from, int64_t size) {
+  munmap(from, static_cast<size_t>(size + sysconf(_SC_PAGESIZE)));
+}
+
+}  // extern "C"
+
 namespace {
 
 std::string failure;
 
-// A workspace of exactly the size that was asked for, full of NaN, with a guard behind it: a kernel
-// must neither read what it did not write nor write past the end.
+// A workspace of exactly the size that was asked for, full of NaN, up to a fence: a kernel must
+// neither read what it did not write nor write past the end.
 struct Workspace {
-  static constexpr size_t guard = 64;
-  size_t size;
-  std::vector<double> memory;
-  explicit Workspace(int64_t bytes)
-      : size(static_cast<size_t>(bytes)), memory((size + guard) / 8 + 1) {
-    std::memset(memory.data(), 0xff, memory.size() * 8);
+  int64_t bytes, size;
+  void* const from;
+  explicit Workspace(int64_t wanted) : bytes(wanted), from(fenced(wanted, &size)) {
+    std::memset(from, 0xff, static_cast<size_t>(size));
   }
-  void* data() { return memory.data(); }
-  void check() const {
-    const unsigned char* const from = reinterpret_cast<const unsigned char*>(memory.data());
-    for (size_t i = size; i < memory.size() * 8; ++i)
-      if (from[i] != 0xff) throw std::runtime_error("written past the end of the workspace");
-  }
+  ~Workspace() { unfence(from, size); }
+  void* data() { return static_cast<char*>(from) + (size - bytes) / 16 * 16; }
 };
 
 // A kernel that leaves its buffers runs into a fence (below); the call then fails instead of the
@@ -90,32 +103,15 @@ void rank1(const void* fields, T* y, const T* grad, T* const* grads) {
     pc::rank1_forward(q, y, nullptr);
   else
     pc::rank1_backward(q, grad, {grads[0], grads[1], grads[2], grads[3]}, nullptr);
-  workspace.check();
 }
 
 }  // namespace
 
 extern "C" {
 
-// Whole pages, at least `bytes`, with a forbidden page behind them; `size` gets their length.
-void* fenced(int64_t bytes, int64_t* size) {
-  const int64_t page = sysconf(_SC_PAGESIZE);
-  *size = (bytes + page - 1) / page * page;
-  char* const from =
-      static_cast<char*>(mmap(nullptr, static_cast<size_t>(*size + page), PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  if (from == MAP_FAILED || mprotect(from + *size, static_cast<size_t>(page), PROT_NONE))
-    return nullptr;
-  return from;
-}
-void unfence(void* from, int64_t size) {
-  munmap(from, static_cast<size_t>(size + sysconf(_SC_PAGESIZE)));
-}
-
 const char* last_error() { return failure.c_str(); }
 void set_order(int64_t seed) { cuda_on_cpu::device().seed = static_cast<unsigned>(seed); }
 void set_shared(int64_t most) { cuda_on_cpu::device().shared_most = most; }
-int64_t launches() { return cuda_on_cpu::device().launches; }
 
 int sqdist(const void* fields, int64_t most) {
   return guarded([&] {
@@ -123,27 +119,16 @@ int sqdist(const void* fields, int64_t most) {
     Workspace workspace(most ? pc::sqdist_workspace(q, most) : pc::sqdist_workspace(q));
     q.workspace = workspace.data();
     most ? pc::sqdist(q, nullptr, most) : pc::sqdist(q, nullptr);
-    workspace.check();
   });
 }
 
-// The plan for these sizes: lanes, threads, stages, chunk, splits.
-void sqdist_plan(int64_t dtype, int64_t m, int64_t n, int64_t p, int64_t symmetric, int64_t* plan) {
-  const double here = 0;
-  pflcore::Sqdist q{static_cast<pflcore::Dtype>(dtype),
-                    &here,
-                    p,
-                    m,
-                    symmetric != 0,
-                    &here,
-                    p,
-                    n,
-                    p,
-                    nullptr,
-                    nullptr};
-  const pc::SqdistPlan got = pc::sqdist_plan(q);
-  plan[0] = 1 << got.lanes_log2, plan[1] = got.threads, plan[2] = got.stages, plan[3] = got.chunk,
-  plan[4] = got.splits;
+// The plan for these sizes: lanes, threads, stages, splits.
+int sqdist_plan(const void* fields, int64_t* plan) {
+  return guarded([&] {
+    const pc::SqdistPlan got = pc::sqdist_plan(from<pflcore::Sqdist>(fields));
+    const int64_t all[] = {1 << got.lanes_log2, got.threads, got.stages, got.splits};
+    std::copy(all, all + 4, plan);
+  });
 }
 
 int waffle(const void* fields) {

@@ -57,7 +57,7 @@ def normal(*size, seed=0, dtype=F32):
     return randn(seed, *size, dtype=dtype)
 
 
-@pytest.mark.parametrize(("law", "dtype"), EACH)
+@pytest.mark.parametrize("law, dtype", EACH)
 @given(st.data())
 def test_definition(law, dtype, data):
     law(CUDA, dtype, data.draw)
@@ -113,7 +113,7 @@ def test_the_order_of_the_threads_changes_no_bit():
 @every_dtype
 @pytest.mark.parametrize("most", [0, 128])
 @pytest.mark.parametrize(
-    ("m", "n", "p"),
+    "m, n, p",
     [
         *((m, n, 263) for m, n in [(64, 0), (65, 0), (130, 0), (1, 100), (100, 1), (67, 129)]),
         *((m, n, 263) for m, n in [(16, 16), (9, 40), (130, 67)]),
@@ -179,12 +179,11 @@ def test_sqdist_plan(m, n, p, symmetric, dtype):
     """What a launch may ask for, at every size: whole warps, a number of blocks that the grid
     holds, all columns covered once."""
     n = m if symmetric else n
-    found = plan(m, n, p, symmetric, dtype)
-    assert found["loop"] % 32 == 0 and 32 <= found["loop"] <= 256
-    assert found["lanes"] in (1, 2, 4, 8, 16, 32) and found["stages"] in (2, 4)
-    assert 1 <= found["splits"] <= 2048
+    lanes, threads, stages, splits = plan(m, n, p, symmetric, dtype)
+    assert threads % 32 == 0 and 32 <= threads <= 256
+    assert lanes in (1, 2, 4, 8, 16, 32) and stages in (2, 4) and 1 <= splits <= 2048
     if p >= 1 << 24:  # huge P: a card must be filled however few rows there are
-        assert found["splits"] * -(-m // 64) * -(-n // 64) >= 1024
+        assert splits * -(-m // 64) * -(-n // 64) >= 1024
 
 
 # --- weights ----------------------------------------------------------------

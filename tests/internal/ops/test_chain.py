@@ -44,10 +44,6 @@ MODELS = {
         (1, 12, 12),
         [C(1, 6, 5, padding=2), R(), M(2), C(6, 16, 3), R(), M(2), F, L(64, 20), R(), L(20, 10)],
     ),
-    "classic lenet": (
-        (1, 12, 12),
-        [C(1, 6, 5, padding=2), T(), A(2), C(6, 7, 3), T(), A(2), F, L(28, 20), T(), L(20, 10)],
-    ),
     "odd sizes": (
         (2, 29, 31),
         [
@@ -113,7 +109,7 @@ MODELS = {
 INF = torch.inf
 KINDS = [(m, "cross_entropy") for m in MODELS if m != "mlp, one output"]
 KINDS += [("mlp, one output", c) for c in sorted(set(CRITERIA) - {"cross_entropy"})]
-every_model = pytest.mark.parametrize(("model", "criterion"), KINDS)
+every_model = pytest.mark.parametrize("model, criterion", KINDS)
 isa = pytest.mark.usefixtures("isa")
 
 
@@ -286,8 +282,6 @@ def test_a_hinge_is_flat_on_its_very_edge(dtype):
     p.y[at] = torch.arange(20) % 2
     g, loss = p.grad()
     assert loss.item() == pytest.approx(1) and g[0, -1].item() == pytest.approx(0.5)
-    want, _ = by_autograd(p.net, p.w[0], p.x[at], p.y[at])
-    close(g[0], want, dtype, 1 + want.abs().max())
 
 
 # dropout ----------------------------------------------------------------
@@ -363,7 +357,7 @@ def test_an_evaluations_company_changes_no_bit(model):
 @isa
 @pytest.mark.parametrize("o", [{}, {"clip": 1.0}, {"clip": 1.0, "momentum": 0.9, "decay": 0.01}])
 @pytest.mark.parametrize(
-    ("model", "criterion"),
+    "model, criterion",
     [k for k in KINDS if k[0] != "dropout" and k[1] in ("cross_entropy", "squared")],
 )
 def test_nan_stays_with_its_client(model, criterion, o):
@@ -419,7 +413,7 @@ def column(at, value):
 
 
 @pytest.mark.parametrize(
-    ("which", "change", "words"),  # the argument, another value or what makes one
+    "which, change, words",  # the argument, another value or what makes one
     [
         (7, 77, "out of range"),
         (7, -1, "out of range"),

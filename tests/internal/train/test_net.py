@@ -1,6 +1,6 @@
 """Modules as functions of flat rows."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -36,7 +36,6 @@ def test_buffers_are_a_row_of_their_own():
     with forward_mode(True, net.b0):
         net(net.w0, x)
         after = context.buffers
-        assert after is not None
     module = net.load(Buffered(), net.w0, net.b0).train()
     module(x)
     torch.testing.assert_close(
@@ -51,24 +50,18 @@ def test_buffers_are_a_row_of_their_own():
 
 
 def test_modes_nest_and_are_the_threads_own():
-    seen: list[bool] = []
     with forward_mode(True):
         with forward_mode(False):
             assert not context.train
         assert context.train
-        other = threading.Thread(target=lambda: seen.append(context.train))
-        other.start()
-        other.join()
-    assert not context.train and seen == [False]
+        with ThreadPoolExecutor() as other:
+            assert not other.submit(lambda: context.train).result()
+    assert not context.train
 
 
 def test_criteria():
     scores, y = torch.tensor([[0.5], [-2.0], [0.25]]), torch.tensor([1, 0, 0])
-    for name, target, want in (
-        ("hinge", y, 0.5 + 1.25),
-        ("hinge", 2 * y - 1, 0.5 + 1.25),
-        ("squared", y.float(), 0.25 + 4 + 0.0625),
-    ):
-        assert float(CRITERIA[name](scores, target)) == pytest.approx(want / 3)
-    mine = Net(nn.Linear(2, 1), criterion=lambda s, y: s.sum() + y.sum())
-    assert float(mine.loss(torch.zeros(3), torch.ones(2, 2), torch.ones(2))) == 2
+    for labels in (y, 2 * y - 1):
+        assert CRITERIA["hinge"](scores, labels).item() == pytest.approx((0.5 + 1.25) / 3)
+    squares = (0.25 + 4 + 0.0625) / 3
+    assert CRITERIA["squared"](scores, y.float()).item() == pytest.approx(squares)

@@ -1,0 +1,20 @@
+"""What the tests of servers and clients apart share."""
+
+from torch import nn
+
+from pflcore import Training
+from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.testing import Case
+
+ROUNDS, SEED = 3, 5
+TRAINING = Training(lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round)
+DATA = Case(FedAvg()).data
+OPTIONS = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
+
+
+def algorithm(name):
+    return ALGORITHMS[name](**OPTIONS.get(name, {}))
+
+
+def bn_model():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
