@@ -40,7 +40,7 @@ def test_lower_is_better_for_an_error():
     assert metrics.best([0.3, 0.1, 0.1], higher_is_better=False) == (0.1, 1)
 
 
-@pytest.mark.parametrize(("clients", "k"), [(1, 1), (9, 1), (10, 1), (11, 2), (30, 3), (100, 10)])
+@pytest.mark.parametrize("clients, k", [(1, 1), (9, 1), (10, 1), (11, 2), (30, 3), (100, 10)])
 def test_worst_decile_counts_clients_rounded_up(clients, k):
     values = torch.arange(clients, dtype=torch.float64)
     assert metrics.worst_decile(values.flip(0)) == pytest.approx((k - 1) / 2)
@@ -97,7 +97,7 @@ ONES = torch.ones(4)
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    "call, words",
     [
         (lambda: metrics.mean(torch.zeros(2, 3)), "values: expected a vector"),
         (lambda: metrics.hurt([1.0], [1.0, 2.0]), "after: expected"),
@@ -117,7 +117,7 @@ def test_bad_input_is_one_sentence(call, words):
 
 
 @pytest.mark.parametrize(
-    ("values", "q", "want"),
+    "values, q, want",
     [
         ([1, math.inf, math.inf], 100, math.inf),
         ([1, 2, 3, math.inf, math.inf], 90, math.inf),
@@ -230,7 +230,7 @@ def test_a_metric_that_breaks_says_for_whom():
 
 
 @pytest.mark.parametrize(
-    ("metrics", "sentence"),
+    "metrics, sentence",
     [
         (["acc"], "for labels there are auc, f1, balanced_accuracy, or a function of .* got 'acc'"),
         (["mae"], "'mae' is for targets"),

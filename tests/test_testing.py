@@ -303,7 +303,7 @@ def normed():
 
 
 @pytest.mark.parametrize(
-    ("alg", "model"),
+    "alg, model",
     [
         (Shared, None),
         (Declared, None),

@@ -263,7 +263,7 @@ def test_several_splits_are_averaged():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options, words",
     [
         ({"grid": {"learning": [1]}}, "grid: .*options of LocalOnly"),
         ({"grid": {"server_lr": [0.1]}}, "grid: .*options of LocalOnly"),
@@ -286,7 +286,7 @@ def test_what_cannot_be_tuned_is_refused(options, words):
 
 # the criterion --------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("metric", "maximize", "lr"),
+    "metric, maximize, lr",
     [("loss", None, 0.3), (confidence, True, 0.3), (confidence, False, 1e-4), ("f1", None, 0.3)],
 )
 def test_a_metric_and_its_direction_choose(metric, maximize, lr):

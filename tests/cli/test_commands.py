@@ -363,7 +363,7 @@ def test_a_bad_plan_is_one_sentence(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "sentence"),
+    "name, options, sentence",
     [
         ("fedavg", {"hostile": 3}, "hostile: expected its default beside defence=None"),
         ("fedavg", {"defence": "median", "hostile": 3}, "hostile: expected its default beside"),

@@ -309,7 +309,7 @@ def rows(data, *splits):
     return set(torch.cat([data.lists(s).flat for s in splits]).tolist())
 
 
-@pytest.mark.parametrize(("there", "lacks"), [("test", "val"), ("val", "test")])
+@pytest.mark.parametrize("there, lacks", [("test", "val"), ("val", "test")])
 def test_a_test_split_that_is_there_stays_the_test_split(there, lacks):
     each = [{s: (torch.randn(n, 6), torch.arange(n) % 4) for s, n in (("train", 40), (there, 10))}]
     data = Federation.from_clients(each * 5, classes=4)
@@ -362,7 +362,7 @@ BAD = [  # and the beginning of the sentence
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize("change, message", BAD, ids=range(len(BAD)))
 def test_bad_input_is_one_sentence(change, message):
     with sentence(re.escape(message)):
         small(**change)
@@ -407,7 +407,7 @@ BAD_CALLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "message"), BAD_CALLS, ids=range(len(BAD_CALLS)))
+@pytest.mark.parametrize("call, message", BAD_CALLS, ids=range(len(BAD_CALLS)))
 def test_bad_calls_are_one_sentence(call, message):
     with sentence(re.escape(message)):
         call()

@@ -70,7 +70,7 @@ def run_of(algorithm, per_step, **options):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "per_step"), [("fedavg", True), ("apfl", True), ("ditto", False)]
+    "algorithm, per_step", [("fedavg", True), ("apfl", True), ("ditto", False)]
 )
 def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
     seen = {"share": lambda scores, y: float((scores.argmax(-1) == y).double().mean())}
@@ -131,7 +131,7 @@ def test_a_newcomer_brings_the_same_fields():
 
 
 @pytest.mark.parametrize(
-    ("x", "y", "words"),
+    "x, y, words",
     [
         ({}, LABELS, "x: expected tensors by name, a row per sample"),
         ({"a": TWO, "b": torch.zeros(3)}, LABELS, "x: expected tensors by name, a row per sample"),

@@ -71,7 +71,7 @@ PUBLISHED = [  # index for index, in every release
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "digest"), PUBLISHED, ids=range(len(PUBLISHED)))
+@pytest.mark.parametrize("name, options, digest", PUBLISHED, ids=range(len(PUBLISHED)))
 def test_a_partition_is_the_published_one(name, options, digest):
     part = partition(name, Y, 10, test_labels=YT, seed=4, **options)
     held = [(s, [r.tolist() for r in lists]) for s, lists in sorted(part.index.items())]
@@ -339,7 +339,7 @@ BAD = [  # and what the sentence is about
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "about"), BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize("name, change, about", BAD, ids=range(len(BAD)))
 def test_bad_input_is_one_sentence(name, change, about):
     arguments = {"labels": Y, "n": 10} | change
     with sentence(f"{about}: expected .+, got .+"):

@@ -57,7 +57,7 @@ def real(name):
 MNIST = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
 
-@pytest.mark.parametrize(("name", "counts"), [("mnist", MNIST), ("fashion_mnist", [6000] * 10)])
+@pytest.mark.parametrize("name, counts", [("mnist", MNIST), ("fashion_mnist", [6000] * 10)])
 def test_the_real_files(name, counts):
     source = load(name, real(name))
     assert source.x_train.shape == (60_000, 1, 28, 28) and len(source.x_test) == 10_000

@@ -44,7 +44,7 @@ def test_a_test_that_is_not_there_would_be_noticed():
     ]
 
 
-@pytest.mark.parametrize(("doc", "least"), [("determinism", 15), ("capabilities", 90)])
+@pytest.mark.parametrize("doc, least", [("determinism", 15), ("capabilities", 90)])
 def test_every_line_names_its_proof(doc, least):
     rows = [
         line

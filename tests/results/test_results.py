@@ -193,7 +193,7 @@ PARTS = ("data_seed", "train_samples", "test_samples", "val")
 
 
 @pytest.mark.parametrize(
-    ("runs", "want"),
+    "runs, want",
     [
         ([{"options": {"tie": t, "k": 5}} for t in "ab"], ["tie=a", "tie=b"]),
         ([{"parameters": p} for p in (36, 836)], ["parameters=36", "parameters=836"]),
@@ -311,7 +311,7 @@ def smoothed(much):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    "one, other",
     [
         ({}, {"data": 1}),
         ({}, {"clients": [0]}),

@@ -62,7 +62,7 @@ NOBODY = "adversary: expected ids of clients from 0 to 9, each once"
 
 
 @pytest.mark.parametrize(
-    ("adversary", "method", "words"),
+    "adversary, method, words",
     [
         ({"attack": "unknown"}, {}, "attack: expected 'label_flip' or"),
         *(({"clients": ids}, {}, NOBODY) for ids in ([10], [1, 1], [])),

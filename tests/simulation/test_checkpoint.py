@@ -93,7 +93,7 @@ LOOKED |= {"clip": 0.3, "clients": [0, 1, 2], "seed": 5, "rounds": 5}
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "model", "data", "options"),
+    "algorithm, model, data, options",
     [
         *(("fedavg", normed, DATA, {"batch_norm": p, **LOOKED}) for p in ("local", "average")),
         ("fedavg", tiny_model(), DATA, {**OPTIONS, "evaluated": 2}),

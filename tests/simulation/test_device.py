@@ -47,7 +47,7 @@ def play(name, convolutions, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "convolutions"),
+    "name, convolutions",
     [(n, True) for n in DIFFERENT]
     + [
         (n, False) if n in SIX else pytest.param(n, False, marks=pytest.mark.deep("all algorithms"))
@@ -89,7 +89,7 @@ MODELS = {"MLP": tiny_model(), "linear": linear, "convolutions": Convolutions}
 
 @pytest.mark.deep("all algorithms, under a profiler of waits")
 @pytest.mark.parametrize(
-    ("name", "model"),
+    "name, model",
     # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights
     # until the losses stand still
     [(n, "MLP") for n in ALGORITHMS if n not in ("factorized_waffle", "fedala")]

@@ -109,7 +109,7 @@ def copied(state):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    "name, options",
     [
         ("feddwa", {"model": normed, "batch_norm": "average"}),
         (FedDWA(guidance="previous"), {}),

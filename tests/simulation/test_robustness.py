@@ -88,7 +88,7 @@ def test_an_infinite_loss_is_no_very_large_number():
 
 
 # a run's end ----------------------------------------------------------------
-@pytest.mark.parametrize(("rounds", "void"), [(9, [False, True, True, True]), (2, [False, True])])
+@pytest.mark.parametrize("rounds, void", [(9, [False, True, True, True]), (2, [False, True])])
 def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(data, rounds, void):
     with pytest.warns(RuntimeWarning, match="fedavg, seed 0, stopped early: The run diverged"):
         history = run(data, lr=1e38, rounds=rounds).run()

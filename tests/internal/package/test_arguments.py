@@ -193,7 +193,7 @@ FOUND = {f: kinds(f) for f in public() if inspect.isclass(f) or inspect.isfuncti
 CASES = [pytest.param(f, k, id=f"{f.__module__}.{f.__qualname__}") for f, k in FOUND.items() if k]
 
 
-@pytest.mark.parametrize(("f", "given"), CASES)
+@pytest.mark.parametrize("f, given", CASES)
 def test_what_an_annotation_does_not_allow_is_refused(f, given):
     for name, kind in given.items():
         for value in [v for v in JUNK if not kind.fits(v)]:

@@ -428,7 +428,7 @@ A = {"algorithm": "fedavg"}
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change, words",
     [
         ({"method": {}}, "plan: .*method"),
         ({"methods": {}}, "plan: expected methods and settings"),
@@ -516,7 +516,7 @@ def test_the_command_line_plays_a_plan(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "seeds", "want"),
+    "given, seeds, want",
     [([1, 3], None, [1, 3]), ([1, 3], 1, [1]), ([1, 3], 4, [1, 3, 5, 7]), ([0], 3, [0, 1, 2])],
 )
 def test_further_seeds_go_on_as_the_plans_do(given, seeds, want):

@@ -87,7 +87,7 @@ def member_inference(name="fedavg", pool=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    "call, sentence",
     [
         (lambda: caught(ALGORITHMS["local"](), federation()), "algorithm: its upload (nothing) sh"),
         (lambda: caught(ALGORITHMS["mrmtl"](), federation()), "algorithm: MR-MTL uploads how far"),

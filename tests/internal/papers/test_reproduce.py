@@ -202,7 +202,7 @@ def test_a_grid_is_chosen_on_validation_data(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    "argv, message",
     [
         (["nothing"], "name: expected one of factorized-"),
         ([], "--list"),

@@ -49,7 +49,7 @@ def test_short_lists_stay_in_the_line(tmp_path):
 
 
 # pictures -------------------------------------------------------------------
-@pytest.mark.parametrize(("classes", "marked"), [(10, 1), (2, 1), (20, 0), (None, 0)])
+@pytest.mark.parametrize("classes, marked", [(10, 1), (2, 1), (20, 0), (None, 0)])
 def test_chance_is_marked_where_the_axis_reaches_it(classes, marked):
     """Of accuracies between 8 and 60 percent."""
     pytest.importorskip("matplotlib")

@@ -132,7 +132,7 @@ def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name):
     assert mean_of(name, torch.zeros(9, 5)).eq(0).all()
 
 
-@pytest.mark.parametrize(("s", "f"), [(9, 2), (20, 4)])
+@pytest.mark.parametrize("s, f", [(9, 2), (20, 4)])
 def test_figures_of_flower_on_the_same_updates(s, f):
     pytest.importorskip("flwr")
     from flwr.server.strategy import aggregate as flower

@@ -75,16 +75,14 @@ def test_nothing_in_a_round_or_its_record_is_as_long_as_the_federation(name):
     assert 0 < seen.most < n
 
 
-@pytest.mark.parametrize(
-    ("n", "count"), [(10, 10), (10, 9), (12, 3), (13, 3), (1000, 7), (10**12, 50)]
-)
+@pytest.mark.parametrize("n, count", [(10, 10), (10, 9), (12, 3), (13, 3), (1000, 7), (10**12, 50)])
 def test_draws_are_distinct_and_their_own(n, count):
     a, b = drawn(n, count, 1, "x"), drawn(n, count, 2, "x")
     assert len(a.unique()) == len(a) == count and int(a.min()) >= 0 and int(a.max()) < n
     assert torch.equal(a, drawn(n, count, 1, "x")) and (n == count or not torch.equal(a, b))
 
 
-@pytest.mark.parametrize(("n", "count"), [(5, 2), (9, 2)])  # the permutation, and the draws
+@pytest.mark.parametrize("n, count", [(5, 2), (9, 2)])  # the permutation, and the draws
 def test_every_client_is_drawn_as_often(n, count):
     times = Counter(i for key in range(4000) for i in drawn(n, count, key).tolist())
     expected = 4000 * count / n
