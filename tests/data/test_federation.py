@@ -221,15 +221,6 @@ def test_cross_silo_laws(n, test, val, seed):
     assert torch.equal(held.size() + held.size("val"), again.size())
 
 
-def test_a_client_with_one_sample_keeps_it():
-    parts = [(torch.randn(k, 3), torch.arange(k) % 2) for k in (10, 1, 10)]
-    data = Federation.from_clients(with_test(parts, parts), classes=2)
-    fed = Simulation("l2c", nn.Linear(3, 2), data).data
-    assert sizes(fed) == [8, 1, 8] and sizes(fed, "val") == [2, 0, 2]
-    with sentence(".*a client with enough samples"):
-        Simulation("l2c", nn.Linear(3, 2), data.subset([1]))
-
-
 @given(st.integers(3, 60), st.integers(0, 99))
 def test_client_groups_are_disjoint_exhaustive_and_of_one_permutation(n, seed):
     fed = many(n)

@@ -4,7 +4,7 @@ them."""
 import pytest
 import torch
 import torch.nn.functional as F
-from doors import IGNORED, criterion
+from doors import IGNORED, criterion, sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from small import at_work
@@ -124,9 +124,9 @@ def test_a_newcomer_brings_the_same_fields():
     assert history.adapt((x, y), rounds=1).predict(x).shape == (9,)
     few = {k: v for k, v in x.items() if k != "age"}
     said = r"expected (inputs of shape )?tokens \[6\] \(int64\), .*, got [^\n]*\.$"
-    with pytest.raises(ValueError, match=f"^samples: {said}"):
+    with sentence(f"samples: {said}"):
         history.adapt((few, y))
-    with pytest.raises(ValueError, match=f"^x: {said}"):
+    with sentence(f"x: {said}"):
         history.predict(0, few)
 
 

@@ -1,6 +1,7 @@
 """What is called after every round: it may stop a run, and costs nothing where it fails."""
 
 import pytest
+from doors import sentence
 from parts.user import simulation
 from small import images, tiny_model
 
@@ -29,7 +30,7 @@ def test_a_callback_that_raises_loses_nothing():
     assert [r["round"] for r in rest.rounds] == [4, 5] and [
         r["eval"] for r in kept.rounds + rest.rounds
     ] == [r["eval"] for r in whole.rounds]
-    with pytest.raises(TypeError, match="on_round: expected a function"):
+    with sentence("on_round: expected a function", TypeError):
         run.run(3)
 
 
@@ -58,7 +59,7 @@ def test_early_stopping():
         stop(6, record(next(values)))
     stop(1, record(0.1))  # the next run
     assert stop.best == 0.1 and stop.round == 1
-    with pytest.raises(ValueError, match="key: expected one of accuracy, got 'auc'"):
+    with sentence("key: expected one of accuracy, got 'auc'"):
         EarlyStopping(key="auc")(1, record(0.3))
     frozen = Simulation("fedavg", tiny_model(), images(), Training(lr=0.0), rounds=20).run(
         EarlyStopping(patience=3)

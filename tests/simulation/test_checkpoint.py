@@ -14,17 +14,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from doors import sentence
 from parts.checkpoint import DATA, OPTIONS, TRAINING, broken_off, make, saved
 from small import SIX, grouped, images, swept, tiny_model
 from torch import nn
 
 from pflcore import (
+    Adversary,
     Checkpoint,
     EarlyStopping,
     Evaluation,
     FedAvg,
     Hardware,
     History,
+    Robustness,
     Simulation,
     Training,
     for_everyone,
@@ -90,13 +93,14 @@ def normed():
 LARGE, MANY = images((4,) * 40), {"rounds": 3}
 LOOKED = {"every": 3, "train_loss": True, "evaluated": [0, 1, 2, 3], "metrics": ("f1",)}
 LOOKED |= {"clip": 0.3, "clients": [0, 1, 2], "seed": 5, "rounds": 5}
+BAD = Robustness(adversary=Adversary("noise", [1]))
 
 
 @pytest.mark.parametrize(
     "algorithm, model, data, options",
     [
         *(("fedavg", normed, DATA, {"batch_norm": p, **LOOKED}) for p in ("local", "average")),
-        ("fedavg", tiny_model(), DATA, {**OPTIONS, "evaluated": 2}),
+        ("fedavg", tiny_model(), DATA, {**OPTIONS, "evaluated": 2, "robustness": BAD}),
         *((a, tiny_model(), LARGE, MANY) for a in ("fedamp", ALGORITHMS["feddwa"](k=30))),
     ],
 )
@@ -292,6 +296,7 @@ OTHERS = {
     "rounds": {"rounds": 9},
     "lam": {"algorithm": ALGORITHMS["ditto"](lam=7.0)},
     "criterion": {"loss": nn.NLLLoss()},
+    "adversary": {"robustness": BAD},
 }
 
 
@@ -328,7 +333,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
     for size in (0, 10, 5000):  # of which the last has room for the tensors
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-            with pytest.raises(OSError, match=r"checkpoint: it cannot be written into .* stands"):
+            with sentence("checkpoint: it cannot be written into .* stands", OSError):
                 save(tmp_path, {"x": torch.zeros(1000)}, {"long": "x" * 9000})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, kept)
@@ -376,7 +381,7 @@ def test_a_full_disk_is_a_sentence_and_no_killed_process(tmp_path, monkeypatch):
         assert run.state.round == round  # the run goes on with a copy
         monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Full", (), {"free": 100}))
 
-    with pytest.raises(OSError, match=r"rows: a copy of the state needs up to .* make room"):
+    with sentence("rows: a copy of the state needs up to .* make room", OSError):
         run.run(look)
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from doors import held_out
+from doors import held_out, sentence
 from parts.devices import on_two_devices
 from pretend_gpu import pretended_gpu, waits
 from small import SIX, images, make_setting, tiny_model
@@ -113,5 +113,5 @@ def test_two_devices_in_one_op_are_refused_with_a_sentence():
 
 def test_no_gpu_is_said_in_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"device: expected 'cpu', as torch .* sees no GPU here"):
+    with sentence("device: expected 'cpu', as torch .* sees no GPU here"):
         Simulation("fedavg", tiny_model(), images(), hardware=Hardware(device="cuda"))
