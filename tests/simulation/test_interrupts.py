@@ -1,7 +1,6 @@
 """Ctrl-C at any time: what was played has its record everywhere, and the run goes on from there."""
 
 import signal
-import threading
 
 import pytest
 import torch
@@ -113,11 +112,3 @@ def test_a_record_says_what_its_stop_says(tmp_path, monkeypatch, before):
     (kept,) = record.read(path)
     assert [r["round"] for r in kept.rounds] == [1, 2, 3]
     assert kept.stopped == f"Interrupted after round 3 of {ROUNDS}."
-
-
-def test_another_thread_gets_no_signals_and_may_run():
-    found = []
-    thread = threading.Thread(target=lambda: found.append(made().run()))
-    thread.start()
-    thread.join()
-    assert len(found[0].rounds) == ROUNDS

@@ -71,6 +71,7 @@ def test_help_is_the_comments_of_all_bases(capsys):
         "what takes more than a line",
     )
     assert all(words in said.replace("│ ", "") for words in (*lines, "--rates"))
+    assert "--lr FLOAT" in said and "--rates" in said
     assert "--curve" not in said and "--table" not in said
 
 
