@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from parts.user import TRAINING, simulation
@@ -25,12 +26,6 @@ def test_a_worked_example_of_ten_clients():
     assert metrics.worst_decile(PERSONAL) == pytest.approx(0.55)
     assert metrics.worst_decile(PERSONAL, share=0.2) == pytest.approx(0.565)
     assert metrics.percentile(PERSONAL, 10) == pytest.approx(0.577)
-
-
-def test_mean_and_variance_of_seven_accuracies():
-    accuracy = [96, 97, 95, 98, 94, 70, 60]
-    assert metrics.mean(accuracy) == pytest.approx(87.1428571429)
-    assert metrics.std(accuracy) ** 2 == pytest.approx(204.6938775510)
     assert metrics.weighted_mean([0.5, 1.0], [10, 30]) == pytest.approx(0.875)
 
 
@@ -42,8 +37,7 @@ def test_lower_is_better_for_an_error():
 
 @pytest.mark.parametrize("clients, k", [(1, 1), (9, 1), (10, 1), (11, 2), (30, 3), (100, 10)])
 def test_worst_decile_counts_clients_rounded_up(clients, k):
-    values = torch.arange(clients, dtype=torch.float64)
-    assert metrics.worst_decile(values.flip(0)) == pytest.approx((k - 1) / 2)
+    assert metrics.worst_decile([*range(clients)][::-1]) == pytest.approx((k - 1) / 2)
 
 
 ONE_EACH = (metrics.mean, metrics.std, metrics.worst_decile, metrics.percentile)
@@ -111,22 +105,15 @@ ONES = torch.ones(4)
     ],
 )
 def test_bad_input_is_one_sentence(call, words):
-    with pytest.raises(ValueError, match=words) as e:
+    with sentence(words):
         call()
-    assert "\n" not in str(e.value) and str(e.value).endswith(".")
 
 
-@pytest.mark.parametrize(
-    "values, q, want",
-    [
-        ([1, math.inf, math.inf], 100, math.inf),
-        ([1, 2, 3, math.inf, math.inf], 90, math.inf),
-        ([1, 2, math.inf], 50, 2),
-        ([1, 2, math.inf], 75, math.inf),
-    ],
-)
-def test_a_percentile_among_infinite_losses(values, q, want):
-    assert metrics.percentile(values, q) == want
+def test_a_percentile_among_infinite_losses():
+    inf = math.inf
+    assert metrics.percentile([1, inf, inf], 100) == metrics.percentile([1, 2, inf], 75) == inf
+    assert metrics.percentile([1, 2, 3, inf, inf], 90) == inf
+    assert metrics.percentile([1, 2, inf], 50) == 2
 
 
 def test_bytes_for_people():
@@ -222,15 +209,12 @@ def test_a_metric_that_breaks_says_for_whom():
         return 1 / (len(y) - 20)
 
     run = simulation(metrics=[broken])
-    with pytest.raises(
-        ValueError,
-        match="metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero",
-    ):
+    with sentence("metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero"):
         run.run()
 
 
 @pytest.mark.parametrize(
-    "metrics, sentence",
+    "metrics, said",
     [
         (["acc"], "for labels there are auc, f1, balanced_accuracy, or a function of .* got 'acc'"),
         (["mae"], "'mae' is for targets"),
@@ -240,7 +224,7 @@ def test_a_metric_that_breaks_says_for_whom():
         (["f1", f1], "'f1' is there twice"),
     ],
 )
-def test_what_is_no_metric_is_one_sentence(metrics, sentence):
+def test_what_is_no_metric_is_one_sentence(metrics, said):
     pytest.importorskip("sklearn")
-    with pytest.raises((ValueError, TypeError), match=f"^metrics: .*{sentence}"):
+    with sentence(f"metrics: .*{said}", (ValueError, TypeError)):
         simulation(metrics=metrics)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from doors import sentence
 from torch import nn
 
 from pflcore import FedAvg, Stop
@@ -318,7 +319,7 @@ def test_nothing_is_found_where_nothing_is_wrong(alg, model):
 
 def test_a_check_can_be_left_out():
     check(NothingTrained, skip=["seeds_differ", "options_play_a_part"])
-    with pytest.raises(ValueError, match=r"skip: expected some of names_are_known, .* got 'seeds'"):
+    with sentence("skip: expected some of names_are_known, .* got 'seeds'"):
         check(FedAvg, skip=["seeds"])
 
 
@@ -327,7 +328,7 @@ def test_ones_own_model_and_data():
     asked = {"shapes_stay", "bytes_are_counted", "broken_clients_are_absent", "engines_agree"}
     model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))  # noqa: E731
     check("fedavg", model=model, data=data, skip=CHECKS.keys() - asked)
-    with pytest.raises(ValueError, match="at least 4 clients, got 3"):
+    with sentence(".*at least 4 clients, got 3"):
         check("fedavg", data=data.subset([0, 1, 2]))
 
 

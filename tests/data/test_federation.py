@@ -58,19 +58,17 @@ def test_clients_sizes_counts_and_labels():
     fed = small()
     assert fed.n == 2 and fed.splits == ("train", "test") and fed.shape == (2,)
     assert sizes(fed) == [2, 2] and sizes(fed, "test") == [1, 1] and fed.to("cpu") is fed
+    fed.client(1)[0].zero_()  # the pool is never altered
     x, y = fed.client(1)
     # pool labels 1, 0 through [1, 2, 0]
     assert x.tolist() == [[2, 3], [6, 7]] and y.tolist() == [2, 1]
-    x.zero_()  # the pool is never altered
-    assert fed.client(1)[0].tolist() == [[2, 3], [6, 7]]
-    assert fed.client(0, "test")[1].tolist() == [1] and fed.client(1, "test")[1].tolist() == [0]
-    assert fed.counts().tolist() == [[1, 0, 1], [0, 1, 1]]
+    assert fed.client(1, "test")[1].tolist() == [0]
     assert fed.counts("test").tolist() == [[0, 1, 0], [1, 0, 0]]
     assert fed.counts("train", torch.tensor([1])).tolist() == [[0, 1, 1]]
     assert small(relabel=None).client(1)[1].tolist() == [1, 0]
     shared = {"train": index([0], [1]), "test": index([4, 5], [5, 4])}
     assert sizes(small(index=shared), "test") == [2, 2]  # a test set may be shared
-    tokens, numbers = torch.zeros(3, 4, dtype=torch.int64), torch.rand(3, 2)
+    tokens, numbers = torch.zeros(3, 4).long(), torch.rand(3, 2)
     other = Federation(tokens, numbers, {"train": index([0], [1, 2])})
     assert other.classes is None and other.client(1)[1].shape == (2, 2)
     with sentence("counts: expected labels"):
@@ -226,11 +224,10 @@ def test_client_groups_are_disjoint_exhaustive_and_of_one_permutation(n, seed):
     fed = many(n)
     groups = fed.split_clients(0.5, 0.25, 0.25, seed)
     assert sorted(torch.cat(groups).tolist()) == list(range(n))
-    order = np.random.RandomState(seed).permutation(n)
-    val, test = np.int64(1), np.int64(1)  # numbers of numpy are numbers
-    groups = fed.split_clients(n - 2, val, test, seed)
-    assert [groups.val.tolist(), groups.test.tolist()] == [[order[0]], [order[1]]]
-    assert groups.train.tolist() == sorted(order[2:])
+    val, test, *train = np.random.RandomState(seed).permutation(n)
+    one = np.int64(1)  # numbers of numpy are numbers
+    groups = fed.split_clients(n - 2, one, one, seed)
+    assert [g.tolist() for g in groups] == [sorted(train), [val], [test]]
 
 
 @given(st.integers(1, 12), st.integers(0, 99))
@@ -251,10 +248,9 @@ def test_halves_laws(n, seed):
 
 def test_smaller_personalization_sets_are_nested():
     fed = many(6, 4, 40).halves()
-    quarter, half = fed.keep(0.25), fed.keep(0.5)
+    half = fed.keep(0.5)
     for i, rows in enumerate(fed.index["train"]):
         assert torch.equal(half.index["train"][i], rows[: math.ceil(len(rows) / 2)])
-        assert torch.equal(quarter.index["train"][i], rows[: math.ceil(len(rows) / 4)])
     assert same(half, fed, "test") and sizes(fed.keep(0.5, [2]))[:2] == sizes(fed)[:2]
     hundred = Federation.from_clients([(np.zeros((100, 1)), np.zeros(100, np.int64))])
     shares = [sizes(hundred.keep(f))[0] for f in (0.07, 0.55, 0.071, 1e-12)]
@@ -280,10 +276,6 @@ def test_standardised_by_training_samples_only():
         assert train[:, 0].mean().abs() < 1e-5 and (train[:, 0].std(correction=0) - 1).abs() < 1e-4
         assert (train[:, 1] == 0).all() and (plain.client(i, "test")[0][:, 1] == 0).all()
         torch.testing.assert_close(((fed.client(i)[0] - mean[i]) / deviation[i]).float(), train)
-    poisoned = x.clone()
-    poisoned[fed.index["test"][0]] = 1e6  # held-out values, and other clients', change nothing
-    other = replace(fed, x=poisoned).standardize()
-    assert all(torch.equal(other.client(i)[0], plain.client(i)[0]) for i in range(5))
     assert torch.equal(plain.subset([2, 0]).scaling.mean, mean[[2, 0]])
 
 
@@ -353,12 +345,6 @@ BAD = [  # and the beginning of the sentence
 ]
 
 
-@pytest.mark.parametrize("change, message", BAD, ids=range(len(BAD)))
-def test_bad_input_is_one_sentence(change, message):
-    with sentence(re.escape(message)):
-        small(**change)
-
-
 PAIR = ([[1.0], [2.0]], [0, 1])
 KIND = "inputs and targets [1] and [] (int64)"
 BAD_CLIENTS = [
@@ -395,6 +381,7 @@ BAD_CALLS = [
     *((lambda c=ids: Federation.from_table(X, Y, c), "client: expected a whole number or a string")
       for ids in ([0.5, 1.5] * 4, [None, "a"] * 4, range(7), [2**63] * 8)),
     *((lambda c=clients: Federation.from_clients(c), said) for clients, said in BAD_CLIENTS),
+    *((lambda c=change: small(**c), said) for change, said in BAD),
 ]  # fmt: skip
 
 
@@ -414,13 +401,13 @@ def test_no_engine_trains_an_embedding_on_its_padding():
         x[torch.arange(n) >= length[:, None]] = 0
         return x, torch.randint(0, 2, (24,))
 
-    parts = [client(30, 9) for _ in range(6)]
-    embedding = nn.Embedding(30, 8, padding_idx=0)
-    model = nn.Sequential(embedding, nn.Flatten(), nn.Linear(72, 2))
-    data = Federation.from_clients(with_test(parts, parts), classes=2)
-    history = Simulation("fedavg", model, data, Training(lr=0.5, batch_size=5), rounds=2).run()
+    def played(parts, *layers):
+        model = nn.Sequential(nn.Embedding(30, 8, padding_idx=0), *layers)
+        data, training = Federation.from_clients(parts).split(test=0.5), Training(0.5, batch_size=5)
+        return Simulation("fedavg", model, data, training, rounds=2).run()
+
+    history = played([client(30, 9) for _ in range(6)], nn.Flatten(), nn.Linear(72, 2))
     assert history.model(0).module()[0].weight[0].norm() == 0
-    one = [(torch.randint(0, 5, (12,)), torch.randint(0, 2, (12,))) for _ in range(3)]
-    data = Federation.from_clients(with_test(one, one), classes=2)  # one token a sample
-    model = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Linear(4, 2))
-    assert Simulation("fedavg", model, data, rounds=1).run().series("loss")[1].isfinite().all()
+    one = [(torch.randint(0, 5, (12,)), torch.arange(12) % 2) for _ in range(3)]
+    # one token a sample
+    assert played(one, nn.Linear(8, 2)).series("loss")[1].isfinite().all()
