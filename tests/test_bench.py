@@ -102,14 +102,14 @@ def command(tmp_path, capsys, words):
 
 def test_command_line_writes_json_and_markdown(tmp_path, capsys):
     told, kept, text = command(tmp_path, capsys, "--quick --seconds 0.001 --op weights")
-    assert {"cpu", "threads", "limits", "versions", "date"} <= kept["machine"].keys()
+    assert {"cpu", "threads", "versions", "date"} <= kept["machine"].keys()
     limits = kept["machine"]["limits"]
     assert limits.keys() == (LIMITS.keys() if pflcore.backend().kernels else set())
     assert all(v > 0 for v in limits.values())
     assert {r["provider"] for r in kept["rows"]} == {"pflcore", "reference", "torch"}
     assert len(text.splitlines()) >= len(kept["rows"]) + 4
-    assert all(r["op"] in told for r in kept["rows"])
-    with sentence("existing folder"):
+    assert "weights" in told
+    with sentence(".*existing folder"):
         bench.main(["--json", str(tmp_path / "none" / "x.json")])
 
 
@@ -199,9 +199,8 @@ def test_a_gram_matrix_loses_what_models_after_a_round_differ_by():
     other neighbours, and is heard if asked."""
     from bench import neighbours
 
-    gen = torch.Generator().manual_seed(0)
-    far = torch.randn(8, 500, generator=gen)
-    near = 1.0 + 1e-4 * torch.randn(8, 500, generator=gen)
+    far = torch.randn(8, 500)
+    near = 1.0 + 1e-4 * torch.randn(8, 500)
     for rows, same in ((far, True), (near, False)):
         exact, by_gram = neighbours.Asked(k=3), neighbours.Asked(k=3, by_gram=True)
         (weight, index), (other, where) = exact.weights(rows, rows), by_gram.weights(rows, rows)

@@ -11,7 +11,7 @@ import torch
 from doors import sentence
 from parts.results import N, a_long_run, a_run, cells, line, write
 from parts.user import simulation
-from small import grouped, with_test
+from small import grouped
 from torch import nn
 
 from pflcore import Federation, Simulation, Training
@@ -67,7 +67,7 @@ def test_a_killed_writer_leaves_every_line_it_wrote(tmp_path):
 def test_an_existing_record_is_kept_with_its_side_file(tmp_path):
     path = write(tmp_path / "record.jsonl", a_long_run())
     before = path.read_bytes()
-    with sentence("new file"):
+    with sentence(".*new file"):
         Record(path)
     assert path.read_bytes() == before
     Record(path, overwrite=True).close()
@@ -91,7 +91,7 @@ def test_a_line_that_a_full_disk_cut_off_is_finished_before_the_next(tmp_path):
         record.write({"header": {}})
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (40, kept[1]))
-            with sentence("large", OSError):
+            with pytest.raises(OSError, match="large"):
                 record.write(line(1, [0.5] * N))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, kept)
@@ -175,8 +175,7 @@ def test_the_table_of_one_run():
         "bytes sent": "12.0 KiB",
         "note": "",
     }
-    row = cells(text, "waffle")
-    assert {k: row[k] for k in want} == want
+    assert want.items() <= cells(text, "waffle").items()
     assert "selected on test data" in text and "digits, 4 clients, 12 rounds" in text
     text = tell(a_run(eval_split="val"))
     assert "Validation accuracy" in text and "selected on validation data;" in text
@@ -250,7 +249,7 @@ def test_clients_that_are_worse_off_than_with_a_baseline():
     cut = [a_run("fedavg", data_seed=0, shift=-0.1), a_run("local", data_seed=7)]
     text = tell(*cut, baseline="local")
     assert cells(text, "fedavg (data_seed=0)")["% hurt vs local"] == "-"
-    with sentence("baseline"):
+    with sentence("baseline: "):
         tell(worse, baseline="ditto")
 
 
@@ -287,9 +286,8 @@ def test_a_diverged_client_never_improves_a_table(tmp_path):
 
 # histories ------------------------------------------------------------------
 def federation(seed):
-    gen = torch.Generator().manual_seed(seed)
-    parts = [(torch.randn(12, 3, generator=gen), torch.randint(0, 2, (12,), generator=gen))] * 3
-    return Federation.from_clients(with_test(parts, parts), classes=2)
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(seed))
+    return Federation.from_clients([(x, torch.arange(12) % 2)] * 3).split(test=0.5)
 
 
 class Rectified(nn.Linear):
@@ -307,42 +305,37 @@ def played(seed, data=0, model=Rectified, **options):
     return [{"header": run.header()}, *run.run().lines()]
 
 
-def smoothed(much):
-    return {"loss": nn.CrossEntropyLoss(label_smoothing=much)}
-
-
 @pytest.mark.parametrize(
-    "one, other",
+    "other",
     [
-        ({}, {"data": 1}),
-        ({}, {"clients": [0]}),
-        ({}, {"evaluated": [0]}),
-        ({}, {"model": Squashed}),
-        (smoothed(0.1), smoothed(0.3)),
-        ({}, {}),
+        {},
+        {"data": 1},
+        {"clients": [0]},
+        {"evaluated": [0]},
+        {"model": Squashed},
+        {"loss": nn.CrossEntropyLoss(label_smoothing=0.3)},
     ],
-    ids=["data", "clients", "evaluated", "model", "loss", "seed alone"],
 )
-def test_other_data_clients_or_losses_are_no_other_seeds_of_one_run(one, other):
-    alone = one == other == {}
-    assert ("over 2 seeds" in tell(played(0, **one), played(1, **other))) is alone
+def test_other_data_clients_or_losses_are_no_other_seeds_of_one_run(other):
+    loss = {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}
+    alone = "over 2 seeds" in tell(played(0, **loss), played(1, **loss | other))
+    assert alone is (not other)
 
 
 def test_a_history_as_a_table(tmp_path):
-    history = simulation(every=2, participation=0.7).run()
-    read_back = {}
+    history, tables = simulation(every=2, participation=0.7).run(), []
     for per in ("round", "client"):
         history.to_csv(tmp_path / per, per=per)
         with open(tmp_path / per) as file:
-            read_back[per] = list(csv.DictReader(file))
-    rounds, clients, seen = read_back["round"], read_back["client"], history.series()[1]
+            tables.append(list(csv.DictReader(file)))
+    (rounds, clients), seen = tables, history.series()[1]
     assert [(r["round"], r["clients"]) for r in rounds] == [("1", "2"), ("2", "2"), ("3", "2")]
     assert rounds[0]["mean_accuracy"] == ""
     assert float(rounds[1]["mean_accuracy"]) == pytest.approx(seen[0].mean().item())
-    where = [(c["round"], c["client"]) for c in clients]
-    assert where == [(str(r), str(i)) for r in (2, 3) for i in range(3)]
-    took_part = [i in history.rounds[1]["cohort"] for i in range(3)]
-    assert [c["took_part"] == "True" for c in clients[:3]] == took_part
+    where = [(int(c["round"]), int(c["client"])) for c in clients]
+    assert where == [(r, i) for r in (2, 3) for i in range(3)]
+    took_part = [int(c["client"]) for c in clients[:3] if c["took_part"] == "True"]
+    assert took_part == history.rounds[1]["cohort"]
     with sentence("per: expected 'round' or 'client', got 'seed'"):
         history.to_csv(tmp_path / "x.csv", per="seed")
     with sentence("path: expected a file that can be written"):

@@ -48,15 +48,11 @@ def test_a_run_of_many_rounds_ends_with_the_last():
 
 
 # what is said at the end ----------------------------------------------------
-GEN = torch.Generator().manual_seed(0)
-PARTS = [(torch.randn(12, 4, generator=GEN), torch.randn(12, generator=GEN)) for _ in range(4)]
-
-
 def said(scale=1.0, labels=1.0, **options):
     """The warnings of a run whose last client has features, and test targets, times so much."""
-    train = [(x * scale if i == 3 else x, y) for i, (x, y) in enumerate(PARTS)]
-    test = [(x, y * labels if i == 3 else y) for i, (x, y) in enumerate(train)]
-    data = Federation.from_clients(with_test(train, test))
+    train = [(torch.randn(12, 4) * s, torch.randn(12)) for s in (1.0, 1.0, 1.0, scale)]
+    x, y = train[-1]
+    data = Federation.from_clients(with_test(train, [*train[:3], (x, y * labels)]))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model, training = nn.Linear(4, 1), Training(lr=0.01)

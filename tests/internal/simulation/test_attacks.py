@@ -182,8 +182,8 @@ def test_scaffold_defends_both_of_its_means(name):
 
 @pytest.mark.parametrize("length", [0.0, 1e-30])
 def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
-    for seed in range(40):
-        rows = torch.randn(5, 38, generator=torch.Generator().manual_seed(seed))
+    for _ in range(40):
+        rows = torch.randn(5, 38)
         rows[2] *= length
         _, weight = defended("fltrust", rows, torch.full((1, 5), 0.2, dtype=torch.float64), 1, 0)
         assert weight[0, 2] == 0 and bool(weight.isfinite().all()) and weight.sum() < 20
@@ -191,7 +191,7 @@ def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
 
 @pytest.mark.parametrize("s", [1, 2, 3, 8, 33])
 def test_columns_are_sorted_whatever_their_number(s):
-    rows = torch.randn(s, 50, generator=torch.Generator().manual_seed(s))
+    rows = torch.randn(s, 50)
     assert torch.equal(torch.stack(ascending(rows)), rows.sort(0).values)
     many = rows.repeat(1, BLOCK // 40)
     found = defended("median", many, torch.full((1, s), 1 / s), 0, 0)[0]
