@@ -137,6 +137,7 @@ def test_a_score_that_is_not_a_number_wins_no_class():
 
 def test_scores_may_be_a_column_and_of_any_dtype():
     assert metrics.right(torch.tensor([1.0]), torch.tensor(1))
+    assert not metrics.right(torch.tensor([NAN, NAN]), torch.tensor([0, 1])).any()
     assert metrics.right(torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])).all()
     pytest.importorskip("sklearn")
     numbers = torch.arange(6.0, requires_grad=True)

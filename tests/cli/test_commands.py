@@ -362,8 +362,6 @@ def test_an_option_that_plays_no_part_is_refused(name, options, said):
 def test_an_option_that_nobody_has():
     with pytest.raises(TypeError, match="unexpected keyword argument 'server_lr'"):
         ALGORITHMS["feddwa"](server_lr=0.5)
-    with sentence("betas, eps: SGD has none"):
-        Training(betas=(0.8, 0.9))
 
 
 def test_whether_more_of_ones_own_metric_is_better_is_asked():

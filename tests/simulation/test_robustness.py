@@ -2,7 +2,6 @@
 one sentence."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from doors import held_out, sentence, synthetic_clusters
 from small import grouped, swept
 from torch import nn
 
-from pflcore import ALGORITHMS, Simulation, Training, metrics
+from pflcore import ALGORITHMS, Simulation, Training
 from pflcore.results.record import group
 from pflcore.results.table import table
 
@@ -58,11 +57,6 @@ every = pytest.mark.parametrize("name", swept(set(ALGORITHMS) - {"factorized_waf
 
 
 # losses and accuracies ------------------------------------------------------
-def test_a_model_that_answers_nan_is_wrong():
-    scores = torch.tensor([[math.nan, math.nan], [0.0, 1.0], [math.nan, 9.0]])
-    assert metrics.right(scores, torch.tensor([0, 1, 1])).tolist() == [False, True, False]
-    single = metrics.right(torch.tensor([math.nan, -1.0]), torch.tensor([0, 0]))
-    assert single.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
