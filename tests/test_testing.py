@@ -13,7 +13,7 @@ from pflcore.algorithms import Algorithm, Traits
 from pflcore.data import federation_of
 from pflcore.testing import CHECKS, Case, Fault, check
 
-FAULTS: dict[type[FedAvg], str] = {}
+FAULTS = {}
 
 
 def found(sentence):

@@ -114,7 +114,6 @@ def test_clients_arrays_of_any_kind():
     assert sizes(fed) == [4, 3] and fed.splits == ("train",)
     assert torch.equal(fed.client(1)[0], b[0])
     assert Federation.from_clients([a], dtype=None).x.dtype == torch.float64
-    assert Federation.from_clients([(np.ones((2, 1)), np.array([0.5, 1.0]))]).classes is None
     assert Federation.from_clients([a, b], classes=7).counts().shape == (2, 7)
     assert Federation.from_clients([(torch.ones(2, 1).int(), [0, 1])]).x.dtype == torch.int64
     fed = Federation.from_clients([{"train": a}, {"train": a, "test": b}, {"train": a, "val": b}])
@@ -145,7 +144,6 @@ def test_from_partition_joins_the_pools():
     part = partition("A*", y[:30], 3, test_labels=y[30:], shift_seed=2)
     fed = Federation.from_partition(x[:30], y[:30], part, x_test=x[30:], y_test=y[30:])
     assert torch.equal(fed.x, x) and fed.classes == 10
-    assert int(fed.size().sum()) == 30 and int(fed.size("test").sum()) == 10
     assert torch.equal(fed.client(0)[1], y[fed.index["train"][0]])
     assert torch.equal(fed.client(1, "test")[1], part.relabel[1][y[fed.index["test"][1]]])
     groups = partition("practical1", y, 4, groups=2)

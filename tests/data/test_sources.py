@@ -73,7 +73,6 @@ def test_images_of_packages_are_one_fixed_stratified_split():
     assert source.y_train.bincount().tolist() == [400] * 10
     # the same split in every release
     assert source.x_train.double().sum().item() == pytest.approx(3724.3, abs=0.5)
-    assert -0.43 < float(source.x_train.min()) < -0.42 and 2.82 < float(source.x_train.max()) < 2.83
     fed = federation_of(source, "A*", n=8, seed=1)
     assert fed.n == 8 and fed.name == "mnist5k A*" and fed.relabel is not None
     source = load("digits")
@@ -208,7 +207,6 @@ def test_school_facts_and_motleys_protocol():
     assert fed.splits == ("train", "val", "test") and int(fed.size().min()) == 14
     assert fed.client(5)[0].mean(0).abs().max() < 1e-5
     assert (fed.client(5, "test")[0][:, 27] == 0).all()
-    assert federation_of("school", n=7, root=real("school"), standardize=False).n == 7
 
 
 def write_leaf(path, of, **change):

@@ -13,7 +13,7 @@ from pflcore import Algorithm
 from pflcore.algorithms import ALGORITHMS
 
 EXTRAS = {"pflcore.interop.flower": "flwr"}  # what is looked at only where its framework is
-LISTED: dict[str, list[str]] = {}
+LISTED = {}
 for module, name in listed():
     if module not in EXTRAS or importlib.util.find_spec(EXTRAS[module]):
         LISTED.setdefault(module, []).extend([name] if name else [])

@@ -44,7 +44,7 @@ def imported(path, lazy=True):
     package, names = name_of(path), set()
     if path.name != "__init__.py":
         package = package.rpartition(".")[0]
-    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    todo = [ast.parse(path.read_text())]
     while todo:
         node = todo.pop()
         typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -65,7 +65,7 @@ def room(module):
 
 
 def test_a_room_imports_what_it_may_and_nothing_else():
-    found: dict[str, set[str]] = {}
+    found = {}
     for module, path in MODULES.items():
         if module != "pflcore":
             found.setdefault(room(module), set()).update(map(room, imported(path)))
