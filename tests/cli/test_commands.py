@@ -322,6 +322,7 @@ def test_every_job_is_looked_at_before_the_first_round(capsys):
     assert command(f"compare --algorithms local apfl {SHORT} --dry-run") == 0
     said = capsys.readouterr().out
     assert said.index("local: ") < said.index("apfl: ") and not Path("o").exists()
+    assert "of the clients' own" in said and "in memory; peak memory" in said
 
 
 @pytest.mark.parametrize("words", ["--lr fast", "--learning-rate 1", "--seed 1e23"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from pflcore import Federation, Hardware, Simulation, Training, cli
+from pflcore import Federation, Hardware, Simulation, Training
 
 N, WIDTH, STATUS = 8, 6000, Path("/proc/self/status")
 
@@ -63,11 +63,3 @@ def ratio(*case):
 def test_the_estimate_is_near_the_peak(case):
     """An allocator's mood has its share in it."""
     assert 1 / 1.7 < ratio(*case) < 1.7
-
-
-def test_a_dry_run_says_where_the_rows_are(tmp_path, capsys):
-    words = "run ditto --data synthetic_linear --rounds 3 --dry-run --out"
-    assert cli.main([*words.split(), str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out
-    assert "of the clients' own" in said and "in memory; peak memory" in said
-    assert not (tmp_path / "out").exists()

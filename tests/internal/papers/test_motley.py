@@ -421,7 +421,7 @@ BAD = """\
 {"seeds": [0.5]} | seeds: .*0\\.5
 {"checks": {"below": {"FedAvgg": ["Local"]}}} | below of checks: expected no keys beside
 {"checks": {"belwo": {}}} | checks: expected no keys beside
-{"methods": {"FT, a": {"algorithm": "fedavg"}, "FT a": {"algorithm": "fedavg"}}} | methods: expected names
+{"methods": {"A, b": {"algorithm": "local"}, "A b": {"algorithm": "local"}}} | methods: .* as files
 """
 
 
