@@ -2,6 +2,7 @@
 refused."""
 
 import hashlib
+import json
 
 import numpy as np
 import pytest
@@ -9,18 +10,12 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
+from places import golden
 
 from pflcore.data import PARTITIONS, federation_of, partition
 
-MNIST = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-BASES = {"A": [1] * 10, "B": [1] * 4 + [0] * 6, "C": [0, 0, 0, 1, 2, 4, 2, 1, 0, 0]}  # Table 2
-
-
-TABLE_4 = {
-    "A": [10] * 10,
-    "B": [21, 6, 11, 6, 11, 6, 16, 6, 11, 6],
-    "C": [10, 10, 10, 10, 20, 5, 5, 10, 10, 10],
-}
+GOLDEN = golden("partitions")
+MNIST, BASES, PUBLISHED = (GOLDEN[name] for name in ("mnist", "bases", "published"))
 
 
 def labels_with(counts, seed=0):
@@ -50,26 +45,6 @@ Y, YT = labels_with([20] * 10), labels_with([7] * 10, 1)
 
 # -- what is published -------------------------------------------------------
 
-FEW = {"minority_clients": 2, "minority": [1, 3], "test": 0.4, "train": 4}
-PUBLISHED = [  # index for index, in every release
-    ("A", {}, "51623635fa42"),
-    ("B", {"sizes": "C"}, "ccc930280f85"),
-    ("C", {"sizes": [0.1, 0.25]}, "8457883dee8c"),
-    ("A*", {"shift_seed": 5}, "fd251158b52e"),
-    ("B*", {}, "45d367d7acda"),
-    ("iid", {"sizes": "B"}, "f150e74d2daf"),
-    ("dirichlet", {"min_size": 3}, "f635ec8ccf57"),
-    ("dirichlet", {"balance": True, "alpha": 0.1}, "6d95df17a02b"),
-    ("practical2", {"train_fraction": 0.6}, "d3cfff86bb59"),
-    ("pathological", {}, "31cb693185ea"),
-    ("pathological", {"mode": "exact_k", "k": 3}, "1437ad1e317b"),
-    ("practical1", {}, "9cc2acea26ab"),
-    ("practical1", {"groups": 2, "dominant": 2, "share": 0.5}, "c23c25ab65c4"),
-    ("unimodal", {"z": 3}, "874d46643e57"),
-    ("multimodal", {"minority_clients": 3}, "315470102114"),
-    ("multimodal", FEW, "16ab0779e09c"),
-]
-
 
 @pytest.mark.parametrize("name, options, digest", PUBLISHED, ids=range(len(PUBLISHED)))
 def test_a_partition_is_the_published_one(name, options, digest):
@@ -80,23 +55,12 @@ def test_a_partition_is_the_published_one(name, options, digest):
     assert hashlib.sha256(text.encode()).hexdigest()[:12] == digest
 
 
-GOLDEN = {
-    "A": [5996, 6000, 5999, 6001, 6001, 5998, 6000, 6000, 5999, 6006],
-    "B": [6186, 6144, 6115, 5997, 5996, 5864, 5861, 5829, 5838, 6170],
-    "C": [5758, 5834, 6028, 6133, 6281, 6089, 6036, 5968, 5996, 5877],
-}
-ALICE = {
-    "A": [592, 674, 595, 613, 584, 542, 591, 626, 585, 594],
-    "B": [1480, 1685, 1489, 1532, 0, 0, 0, 0, 0, 0],
-    "C": [0, 0, 0, 613, 1168, 2168, 1183, 626, 0, 0],
-}
-
-
 @pytest.mark.parametrize("base", "ABC")
 def test_counts_of_the_waffle_paper_on_mnist(base):
     y = labels_with(MNIST)
     part = partition(base, y, 10, seed=3)
-    assert sizes(part) == GOLDEN[base] and counts(part, y)[0].tolist() == ALICE[base]
+    assert sizes(part) == GOLDEN["sizes"][base]
+    assert counts(part, y)[0].tolist() == GOLDEN["first"][base]
 
 
 @given(tens(1, 60), st.integers(1, 33), st.sampled_from("ABC"), st.integers(0, 5))
@@ -130,7 +94,7 @@ def test_seeds_and_sizes_of_the_waffle_paper():
     first = np.concatenate([np.flatnonzero(t == Y)[:2] for t in range(10)])
     assert plain.index["train"][0].tolist() == first.tolist()
     y = labels_with([1000] * 10)
-    for name, want in TABLE_4.items():
+    for name, want in GOLDEN["table_4"].items():
         assert sizes(partition("iid", y, 20, sizes=name)) == [50 * s for s in want] * 2
     assert sizes(partition("A", y, 3, sizes=[0.1, 0.2, 0.7])) == [1000, 2000, 7000]
 
@@ -287,34 +251,35 @@ def test_multimodal_is_two_populations_with_equal_shards():
 
 # -- bad input ---------------------------------------------------------------
 
-BAD = [  # and what the sentence is about
-    ("A", {"n": 201}, "n"),
-    ("A", {"sizes": [1, 0]}, "sizes"),
-    ("A", {"labels": [-1, 2]}, "labels"),
-    ("A", {"classes": 5}, "labels"),
-    ("A", {"n": 100, "labels": [0, 1] * 60}, "n"),
-    ("B", {"labels": [0, 1, 2], "n": 2}, "partition"),
-    ("Z", {}, "partition"),
-    ("iid", {"alpha": 1}, "partition iid"),
-    ("A", {"base": "B"}, "partition A"),
-    ("B", {"shift_seed": 1}, "partition B"),
-    ("dirichlet", {"min_size": 50}, "min_size"),
-    ("dirichlet", {"train_fraction": 0.7}, "train_fraction"),
-    ("dirichlet", {"test_labels": [0, 1]}, "n"),
-    ("pathological", {"k": 11, "mode": "exact_k"}, "k"),
-    ("pathological", {"mode": "exact_k", "n": 150, "k": 2}, "k and n"),
-    ("pathological", {"k": 30}, "k"),
-    ("practical1", {"groups": 11}, "groups"),
-    ("practical1", {"dominant": 11}, "dominant"),
-    ("unimodal", {"z": 30}, "n"),
-    ("multimodal", {}, "minority_clients"),
-    ("multimodal", {"n": 30, "minority": "letters"}, "minority"),
-    ("multimodal", {"n": 30, "minority": [1, 12]}, "minority"),
-]
+# a partition, what is changed of its arguments, and what the sentence is about
+BAD = """\
+A | {"n": 201} | n
+A | {"sizes": [1, 0]} | sizes
+A | {"labels": [-1, 2]} | labels
+A | {"classes": 5} | labels
+A | {"n": 5, "labels": [0, 1, 0, 1, 0, 1]} | n
+B | {"labels": [0, 1, 2], "n": 2} | partition
+Z | {} | partition
+iid | {"alpha": 1} | partition iid
+A | {"base": "B"} | partition A
+B | {"shift_seed": 1} | partition B
+dirichlet | {"min_size": 50} | min_size
+dirichlet | {"train_fraction": 0.7} | train_fraction
+dirichlet | {"test_labels": [0, 1]} | n
+pathological | {"k": 11, "mode": "exact_k"} | k
+pathological | {"mode": "exact_k", "n": 150, "k": 2} | k and n
+pathological | {"k": 30} | k
+practical1 | {"groups": 11} | groups
+practical1 | {"dominant": 11} | dominant
+unimodal | {"z": 30} | n
+multimodal | {} | minority_clients
+multimodal | {"n": 30, "minority": "letters"} | minority
+multimodal | {"n": 30, "minority": [1, 12]} | minority
+"""
 
 
-@pytest.mark.parametrize("name, change, about", BAD, ids=range(len(BAD)))
-def test_bad_input_is_one_sentence(name, change, about):
-    arguments = {"labels": Y, "n": 10} | change
+@pytest.mark.parametrize("line", BAD.splitlines())
+def test_bad_input_is_one_sentence(line):
+    name, change, about = line.split(" | ")
     with sentence(f"{about}: expected .+, got .+"):
-        partition(name, **arguments)
+        partition(name, **{"labels": Y, "n": 10} | json.loads(change))

@@ -23,6 +23,7 @@ from doors import (
     synthetic_quadratic,
     vehicle,
 )
+from places import golden
 
 from pflcore.data import FEDERATIONS, SOURCES, federation_of, load
 
@@ -54,7 +55,7 @@ def real(name):
     return Path(root)
 
 
-MNIST = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+MNIST = golden("partitions")["mnist"]
 
 
 @pytest.mark.parametrize("name, counts", [("mnist", MNIST), ("fashion_mnist", [6000] * 10)])

@@ -4,6 +4,7 @@ is said."""
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,74 +29,11 @@ from pflcore.results.record import read
 from pflcore.simulation.round import Setup, begin
 
 OF_FEDAVG = {"state_of": "FedAvg", "before": "FedAvg"}
+SILO, DEVICE = (
+    complete(json.loads(Path(__file__).with_name(f"{name}.json").read_text()))
+    for name in ("silo", "device")
+)
 CLUSTERS = {"data": "synthetic_clusters", "n": 16, "model": "linear", "rounds": 6}
-DEVICE = complete(
-    {
-        "options": {**CLUSTERS, "participation": 0.5, "eval_every": 2},
-        "settings": {
-            "device": {
-                "partition_options": {"groups": 2, "classes": 3},
-                "protocol": {"kind": "cross-device", "train": 8, "val": 4, "test": 4},
-            }
-        },
-        "training": {"lr": 0.1, "batch_size": 20},
-        "methods": {
-            "FedAvg": {"algorithm": "fedavgm", "vary": {}},
-            "Local": {
-                "algorithm": "finetune",
-                "rounds": 0,
-                "before": "FedAvg",
-                "grid": {"finetune_lr": [0.01, 0.5], "finetune_epochs": [0, 5]},
-            },
-            "FT": {
-                **OF_FEDAVG,
-                "algorithm": "finetune",
-                "sizes": True,
-                "grid": {"finetune_epochs": [0, 2, 6]},
-                "vary": {"finetune_epochs": [1, 3], "finetune_lr": [0.01, 0.1]},
-            },
-            "HypCluster": {
-                "algorithm": "hypcluster",
-                "before": "FedAvg",
-                "options": {"warm": 2},
-                "grid": {"k": [2, 3]},
-                "vary": {},
-            },
-            "kNN": {
-                **OF_FEDAVG,
-                "algorithm": "knnper",
-                "grid": {"lam": [0.0, 0.5]},
-                "vary": {"lam": [0.0, 0.5, 1.0]},
-            },
-        },
-    }
-)
-LINEAR = {"data": "synthetic_linear", "n": 6, "model": "linear", "criterion": "half_squared"}
-THIRDS = {"kind": "cross-silo", "val": 0.2, "test": 0.2}
-TUNED = {"choose": "client", "finetune_epochs": 8, "lr_grid": [0.05, 0.2]}
-SILO = complete(
-    {
-        "options": {**LINEAR, "rounds": 8, "eval_every": 0},
-        "seeds": [1, 2],
-        "settings": {"silo": {"partition_options": {"groups": 2}, "protocol": THIRDS}},
-        "model_options": {"zero": True},
-        "training": {"lr": 0.1, "batch_size": 16},
-        "methods": {
-            "Local": {"algorithm": "local"},
-            "FedAvg": {"algorithm": "fedavg"},
-            "FT": {**OF_FEDAVG, "algorithm": "finetune", "options": TUNED},
-            "HypCluster": {"algorithm": "hypcluster", "options": {"k": 2}, "before": "FedAvg"},
-        },
-        "expected": {"silo": {"Local": 0.5}},
-        "checks": {
-            "tolerance": 0.5,
-            "hurt": {"FT": [0, 100]},
-            "largest": {"HypCluster": [50, 50]},
-            "below": {"FedAvg": ["Local", "FT"]},
-            "above": {"FT": ["FedAvg"]},
-        },
-    }
-)
 
 
 def some(plan, *methods, **more):
