@@ -253,26 +253,31 @@ def test_several_splits_are_averaged():
         tune(splits, *how, seed=[5])
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"grid": {"learning": [1]}}, "grid: .*options of LocalOnly"),
-        ({"grid": {"server_lr": [0.1]}}, "grid: .*options of LocalOnly"),
-        ({"grid": {"lr": [0.1]}}, "grid: .*training.lr"),
-        ({"grid": {"training.size": [1]}}, "grid: .*training.lr"),
-        ({"grid": {"training.lr": []}}, "grid: .*a list of values for 'training.lr'"),
-        ({"grid": {"training.lr": "0.1"}}, "grid: .*a list"),
-        ({"metric": "unknown"}, "metrics: for labels there are auc"),
-        ({"metric": "mae"}, "metrics: for labels there are auc"),
-        ({"metric": 3}, "metric: expected a name or a function"),
-        ({"metric": confidence}, "maximize: expected True or False"),
-        ({"metric": "auc", "maximize": False}, "maximize: expected nothing"),
-        ({"maximize": True}, "metric: expected a name or a function"),
-    ],
-)
-def test_what_cannot_be_tuned_is_refused(options, words):
+NOT = """\
+{"grid": {"learning": [1]}} | grid: .*options of LocalOnly
+{"grid": {"server_lr": [0.1]}} | grid: .*options of LocalOnly
+{"grid": {"lr": [0.1]}} | grid: .*training.lr
+{"grid": {"training.size": [1]}} | grid: .*training.lr
+{"grid": {"training.lr": []}} | grid: .*a list of values for 'training.lr'
+{"grid": {"training.lr": "0.1"}} | grid: .*a list
+{"metric": "unknown"} | metrics: for labels there are auc
+{"metric": "mae"} | metrics: for labels there are auc
+{"metric": 3} | metric: expected a name or a function
+{"metric": "auc", "maximize": false} | maximize: expected nothing
+{"maximize": true} | metric: expected a name or a function
+"""
+
+
+@pytest.mark.parametrize("line", NOT.splitlines())
+def test_what_cannot_be_tuned_is_refused(line):
+    options, words = line.split(" | ")
     with sentence(words):
-        silo(ALGORITHMS["local"](), **options)
+        silo(ALGORITHMS["local"](), **json.loads(options))
+
+
+def test_whether_more_of_ones_own_metric_is_better_is_asked():
+    with sentence("maximize: expected True or False"):
+        silo(metric=confidence)
 
 
 # the criterion --------------------------------------------------------------

@@ -101,15 +101,6 @@ def test_data_that_come_with_their_clients():
     assert command(f"run fedavg {double} --out p") == 0
 
 
-def test_a_validation_split(capsys):
-    assert command(f"run fedavg {DIGITS} --val 0.25 --eval-split val --out o") == 0
-    assert "Validation accuracy" in capsys.readouterr().out
-    (run,) = read("o")
-    held = run.rounds[-1]["eval"]["size"]
-    both = zip(run.header["size"], held, strict=True)
-    assert held == [math.ceil((kept + v) / 4) for kept, v in both]
-
-
 def test_a_run_for_each_client(capsys):
     assert command(f"compare --algorithms waffle fedavg --target all {SHORT} --rounds 2") == 0
     assert "Made for each client in a run of its own: waffle." in capsys.readouterr().out
@@ -190,11 +181,15 @@ def test_whole_numbers_may_be_targets_and_columns_may_be_scaled():
 
 
 def test_metrics_that_were_asked_for_are_in_the_table():
-    assert command(f"run fedavg {SHORT} --metrics balanced_accuracy auc") == 0
+    """Of a validation split here."""
+    held = "--val 0.25 --eval-split val"
+    assert command(f"run fedavg {SHORT} --metrics balanced_accuracy auc {held}") == 0
     text, (run,) = Path("o/table.md").read_text(), read("o")
     (head,) = [line for line in text.splitlines() if line.startswith("| algorithm")]
     at = [head.index(k) for k in ("worst decile", "auc", "balanced_accuracy", "bytes")]
     assert at == sorted(at) and f"{run.last('balanced_accuracy').nanmean():.4f}" in text
+    both = zip(run.header["size"], run.rounds[-1]["eval"]["size"], strict=True)
+    assert "Validation accuracy" in text and all(v == math.ceil((k + v) / 4) for k, v in both)
 
 
 # folders --------------------------------------------------------------------

@@ -306,28 +306,31 @@ def test_a_test_split_that_is_there_stays_the_test_split(there, lacks):
 
 NAN = torch.arange(14.0).reshape(7, 2)
 NAN[3, 1] = float("nan")
-TRAIN = index([0], [1])
 
 
-def held(train, **more):
-    return {"index": {"train": train, **more}}
+INDEX = """\
+{"train": []} | index['train']: expected a list of index tensors, at least one
+{"train": [[0], []]} | clients: expected a sample
+{"train": [[0, 2], [2]]} | index['train']: expected a sample once
+{"train": [[0], [1]], "test": [[4, 4], [5]]} | index['test']: expected a sample once
+{"train": [[0], [1]], "test": [[4], [1]]} | index['test']: expected samples of no other split, got [1]
+{"train": [[0], [7]]} | index['train'][1]: expected samples in 0..6, got 7
+{"train": [[-1], [1]]} | index['train'][0]: expected samples in 0..6, got -1
+{"test": [[0]]} | index: expected the split 'train'
+{"train": [[0], [1]], "extra": [[0], [1]]} | index: expected the split
+{"train": [[0], [1]], "test": [[4]]} | index['test']: expected a list for each of
+"""
+
+
+@pytest.mark.parametrize("line", INDEX.splitlines())
+def test_bad_lists_are_one_sentence(line):
+    lists, words = line.split(" | ")
+    with sentence(re.escape(words)):
+        small(index={split: index(*rows) for split, rows in json.loads(lists).items()})
 
 
 BAD = [  # and the beginning of the sentence
-    (held([]), "index['train']: expected a list of index tensors, at least one"),
-    (held(index([0], [])), "clients: expected a sample"),
-    (held(index([0, 2], [2])), "index['train']: expected a sample once"),
-    (held(TRAIN, test=index([4, 4], [5])), "index['test']: expected a sample o"),
-    (
-        held(TRAIN, test=index([4], [1])),
-        "index['test']: expected samples of no other split, got [1]",
-    ),
-    (held(index([0], [7])), "index['train'][1]: expected samples in 0..6, got 7"),
-    (held(index([-1], [1])), "index['train'][0]: expected samples in 0..6, got -1"),
-    (held([torch.zeros(1), torch.ones(1)]), "index['train'][0]: expected an int64"),
-    ({"index": {"test": index([0])}}, "index: expected the split 'train'"),
-    (held(TRAIN, extra=TRAIN), "index: expected the split"),
-    (held(TRAIN, test=index([4])), "index['test']: expected a list for each of"),
+    ({"index": {"train": [torch.zeros(1), torch.ones(1)]}}, "index['train'][0]: expected an int64"),
     ({"x": NAN}, "x: expected finite numbers, also in sample 3, number 1 of client 1's train samp"),
     ({"x": NAN.roll(3, 0)}, "x: expected finite numbers, also in sample 6, got"),
     ({"x": torch.zeros(6, 2)}, "y: expected a row per row of x, [6, 2] on cpu"),
