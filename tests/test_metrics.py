@@ -1,5 +1,6 @@
 """Metrics against values worked out by hand and against the definitions of the papers."""
 
+import json
 import math
 
 import pytest
@@ -87,26 +88,28 @@ def test_laws_of_any_shares(values, by):
     assert metrics.hurt(values, values) == 0
 
 
-ONES = torch.ones(4)
+BAD = """\
+mean | {"values": [[1, 2]]} | values: expected a vector
+hurt | {"after": [1], "before": [1, 2]} | after: expected
+worst_decile | {"values": [1], "share": 0} | share: expected
+percentile | {"values": [1], "q": 101} | q: expected
+weighted_mean | {"values": [1], "weight": [1, 2]} | weight: expected
+last_mean | {"curve": [1], "k": 0} | k: expected
+last_mean | {"curve": [1], "rounds": [1, 2]} | rounds: expected
+"""
 
 
-@pytest.mark.parametrize(
-    "call, words",
-    [
-        (lambda: metrics.mean(torch.zeros(2, 3)), "values: expected a vector"),
-        (lambda: metrics.hurt([1.0], [1.0, 2.0]), "after: expected"),
-        (lambda: metrics.worst_decile([1.0], share=0), "share: expected"),
-        (lambda: metrics.percentile([1.0], 101), "q: expected"),
-        (lambda: metrics.weighted_mean([1.0], [1.0, 2.0]), "weight: expected"),
-        (lambda: metrics.last_mean([1.0], k=0), "k: expected"),
-        (lambda: metrics.last_mean([1.0], rounds=[1.0, 2.0]), "rounds: expected"),
-        (lambda: metrics.right(ONES[None], ONES), "scores and y: expected scores for each of y"),
-        (lambda: metrics.right(ONES.view(2, 2), ONES), "scores and y: expected scores for each"),
-    ],
-)
-def test_bad_input_is_one_sentence(call, words):
+@pytest.mark.parametrize("line", BAD.splitlines())
+def test_bad_input_is_one_sentence(line):
+    name, given, words = line.split(" | ")
     with sentence(words):
-        call()
+        getattr(metrics, name)(**json.loads(given))
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+def test_scores_that_are_not_of_these_samples(shape):
+    with sentence("scores and y: expected scores for each of y"):
+        metrics.right(torch.ones(shape), torch.ones(4))
 
 
 def test_a_percentile_among_infinite_losses():

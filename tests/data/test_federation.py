@@ -313,7 +313,7 @@ INDEX = """\
 {"train": [[0], []]} | clients: expected a sample
 {"train": [[0, 2], [2]]} | index['train']: expected a sample once
 {"train": [[0], [1]], "test": [[4, 4], [5]]} | index['test']: expected a sample once
-{"train": [[0], [1]], "test": [[4], [1]]} | index['test']: expected samples of no other split, got [1]
+{"train": [[0], [1]], "test": [[4], [1]]} | index['test']: expected samples of no other split, got
 {"train": [[0], [7]]} | index['train'][1]: expected samples in 0..6, got 7
 {"train": [[-1], [1]]} | index['train'][0]: expected samples in 0..6, got -1
 {"test": [[0]]} | index: expected the split 'train'

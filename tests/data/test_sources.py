@@ -1,6 +1,7 @@
 """Where data comes from: image sets by name, data with clients of its own, made-up data with known
 answers."""
 
+import builtins
 import gzip
 import hashlib
 import json
@@ -386,6 +387,16 @@ def test_missing_folders(tmp_path, monkeypatch):
         sentence(OSError, call, said)
 
 
+BROKEN = r"""{"a": "a,b\n"} | OSError | a.csv: expected rows of numbers in UTF-8, all of one length
+{"a": "1,2\n3\n"} | OSError | a.csv: expected rows of numbers in UTF-8
+{"a": ",2.5,0\n1,2.5,0\n"} | OSError | a.csv: expected rows of numbers
+{"a": "1\n"} | ValueError | target: expected one of the columns
+{"a": "1,nan\n"} | ValueError | y: expected finite numbers
+{"a": ",x,y\n0,1.5,0\n"} | ValueError | index=False
+{"a": "Unnamed: 0,x,y\n0,1.5,0\n"} | ValueError | index=False
+{"a": "f,y\n1,2\n", "b": "y,f\n1,2\n"} | ValueError | files, ('f', 'y'), got ('y', 'f')"""
+
+
 def test_broken_files(tmp_path):
     pytest.importorskip("scipy")
     (tmp_path / "school").mkdir()
@@ -404,19 +415,12 @@ def test_broken_files(tmp_path):
     path.write_text("{")
     sentence(OSError, lambda: leaf(path), said)
     at = tmp_path / "csv"
-    header = "b.csv: expected the columns of other files, ('f', 'y'), got ('y', 'f')"
-    for files, error, *parts in (
-        ({"a": "a,b\n"}, OSError, "a.csv: expected rows of numbers in UTF-8, all of one length"),
-        ({"a": "1,2\n3\n"}, OSError, "a.csv: expected rows of numbers in UTF-8"),
-        ({"a": ",2.5,0\n1,2.5,0\n"}, OSError, "a.csv: expected rows of numbers"),
-        ({"a": b"\xe9,y\n1,2\n"}, OSError, "a.csv: expected rows of numbers in UTF-8"),
-        ({"a": "1\n"}, ValueError, "target: expected one of the columns"),
-        ({"a": "1,nan\n"}, ValueError, "y: expected finite numbers"),
-        ({"a": ",x,y\n0,1.5,0\n"}, ValueError, "index=False"),
-        ({"a": "Unnamed: 0,x,y\n0,1.5,0\n"}, ValueError, "index=False"),
-        ({"a": "f,y\n1,2\n", "b": "y,f\n1,2\n"}, ValueError, header),
-    ):
-        sentence(error, lambda files=files: folder(csv(at, **files)), *parts)
+    for line in BROKEN.splitlines():
+        files, error, said = line.split(" | ")
+        files = json.loads(files)
+        sentence(getattr(builtins, error), lambda files=files: folder(csv(at, **files)), said)
+    latin = csv(at, a=b"\xe9,y\n1,2\n")
+    sentence(OSError, lambda: folder(latin), "a.csv: expected rows of numbers in UTF-8")
     csv(at, a="1,2\n", b="1,2\n")
     sentence(ValueError, lambda: folder(at, target="z"), "target: expected one", "got 'z'")
     for arrays in ({"u": [1]}, {"x": [[1.0]], "y": ["cat"]}, None):

@@ -1,6 +1,7 @@
 """WAFFLe's measures and tables: its Table 2, the parameters that travel, the attacks."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,25 +40,12 @@ def test_the_table_has_every_way_to_evaluate():
 
 
 def test_reproduce_plays_a_plan_of_groups(tmp_path):
-    waffle = {"algorithm": "factorized_waffle", "options": {"ranks": [6]}}
-    mean = {"options": {"ranks": [6], "eval_mode": "mean"}, "state_of": "WAFFLe"}
-    few = {"partition": "multimodal", "partition_options": {"minority_clients": 2}}
-    methods = {"FedAvg": {"algorithm": "fedavg"}, "WAFFLe": waffle, "WAFFLe, mean": waffle | mean}
-    plan = {
-        "about": "small",
-        "groups": True,
-        "options": {"data": "digits", "n": 12, "rounds": 2, "participation": 0.5, "model": "mlp"},
-        "model_options": {"hidden": [12]},
-        "settings": {"multimodal": few},
-        "methods": methods,
-    }
-    path, out = tmp_path / "plan.json", tmp_path / "out"
-    path.write_text(json.dumps(plan))
+    path, out = Path(__file__).with_name("groups.json"), tmp_path / "out"
     assert main(["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"]) == 0
     table = (out / "table.md").read_text()
     assert "| WAFFLe, mean |" in table and "| minority |" in table
     rows = json.loads((out / "result.json").read_text())["rows"]
-    assert [r["method"] for r in rows] == list(methods)
+    assert [r["method"] for r in rows] == ["FedAvg", "WAFFLe", "WAFFLe, mean"]
     assert rows[1]["parameters"] < rows[0]["parameters"]
 
 

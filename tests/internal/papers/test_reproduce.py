@@ -4,6 +4,7 @@ and counts costs."""
 import json
 import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,18 +30,7 @@ IID = {"iid": {"partition": "iid"}}
 
 
 def plan(tmp_path, **more):
-    made = {
-        "about": "A small plan",
-        "options": DIGITS,
-        "training": {"lr": 0.1, "batch_size": 20},
-        "equal_compute": {"epochs": 2},
-        "settings": IID,
-        "methods": {
-            "FedDWA": {"algorithm": "feddwa", "options": {"k": 2}, "looks_ahead": True},
-            "FedAvg": {"algorithm": "fedavg"},
-            "FedFomo": {"algorithm": "fedfomo"},
-        },
-    }
+    made = json.loads(Path(__file__).with_name("small.json").read_text())
     path = tmp_path / "small.json"
     path.write_text(json.dumps(made | more))
     return str(path)
