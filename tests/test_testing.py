@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from doors import sentence
+from methods import FedPer
 from torch import nn
 
 from pflcore import FedAvg, Stop
@@ -276,25 +277,6 @@ class Declared(Algorithm):
         return up["delta"].mean(0)
 
 
-@dataclass(frozen=True)
-class Shared(FedAvg):
-    """Keeps, as it should, everything that changes in its state."""
-
-    def initial(self, net):
-        return {"x0": net.split(net.w0, "2.*")[0]}
-
-    def newcomer(self, down, net, n):
-        return {"head": net.split(net.w0, "2.*")[1][None]}
-
-    def train(self, down, own, clients):
-        fit = clients.fit(clients.net.join(down["x"], own["head"], "2.*"))
-        shared, private = clients.net.split(fit.w, "2.*")
-        return {"head": private}, {"delta": shared - down["x"]}, fit
-
-    def model(self, down, own, clients):
-        return {"w": clients.net.join(down["x"], own["head"], "2.*")}
-
-
 class Own(FedAvg):
     traits = Traits(batch_norm=("local", "average"))
 
@@ -306,7 +288,6 @@ def normed():
 @pytest.mark.parametrize(
     "alg, model",
     [
-        (Shared, None),
         (Declared, None),
         ("fedala", None),  # draws for each client, and is not asked for its clients' numbers
         (FedAvg, normed),  # averaged statistics are everybody's, absent or not
@@ -333,6 +314,6 @@ def test_ones_own_model_and_data():
 
 
 def test_a_watched_algorithm_is_the_algorithm():
-    watched = Case(Shared(server_lr=0.5)).watched
-    assert isinstance(watched, Shared) and watched.server_lr == 0.5
-    assert type(watched).predict is FedAvg.predict and type(watched).train is not Shared.train
+    watched = Case(FedPer(server_lr=0.5)).watched
+    assert isinstance(watched, FedPer) and watched.server_lr == 0.5
+    assert type(watched).predict is FedAvg.predict and type(watched).train is not FedPer.train

@@ -394,7 +394,7 @@ BROKEN = r"""{"a": "a,b\n"} | OSError | a.csv: expected rows of numbers in UTF-8
 {"a": "1,nan\n"} | ValueError | y: expected finite numbers
 {"a": ",x,y\n0,1.5,0\n"} | ValueError | index=False
 {"a": "Unnamed: 0,x,y\n0,1.5,0\n"} | ValueError | index=False
-{"a": "f,y\n1,2\n", "b": "y,f\n1,2\n"} | ValueError | files, ('f', 'y'), got ('y', 'f')"""
+{"a": "f,y\n1,2\n", "b": "y,f\n1,2\n"} | ValueError | b.csv: expected the columns of other files"""
 
 
 def test_broken_files(tmp_path):

@@ -76,7 +76,6 @@ def test_weights_have_a_row_for_each_target_whoever_took_part(options):
         elif record["round"] == 2:  # in round 1 its update is finite, if barely
             assert weights[1].isnan().all() and weights[[0, 2, 3], 1].eq(0).all()
             assert torch.allclose(sums[[0, 2, 3]], ones[1:])
-    json.dumps(list(history.lines()))
 
 
 def test_who_ran_away_is_named_whoever_took_part():
