@@ -85,14 +85,6 @@ def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
     assert runs[0].rounds[0]["bytes_up"] == 0 and runs[2].sent()[-1] > 0
 
 
-def test_runs_repeat():
-    for out in ("a", "b"):
-        assert command(f"run scaffold {DIGITS} --participation 0.5 --out {out}") == 0
-    (a,), (b,) = read("a"), read("b")
-    assert torch.equal(a.values()[1], b.values()[1])
-    assert [r["cohort"] for r in a.rounds] == [r["cohort"] for r in b.rounds]
-
-
 def test_data_that_come_with_their_clients():
     assert command("run fedavg --data synthetic_linear --n 5 --rounds 2 --lr 0.01 --out o") == 0
     (run,) = read("o")
