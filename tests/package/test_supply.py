@@ -75,13 +75,6 @@ for name in names:
 from pflcore.cli import main
 main("run feddwa --data digits --n 4 --rounds 1 --out made".split())
 """
-FETCHED = """
-from pflcore.data import load
-try:
-    load("cifar10", ".")
-except (OSError, ImportError) as e:
-    print("said:", e)
-"""
 
 
 def offline(code, tmp_path):
@@ -96,14 +89,6 @@ def test_importing_everything_and_a_run_need_no_network(tmp_path):
     done = offline(EVERYTHING, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert (tmp_path / "made").is_dir() and not (tmp_path / ".cache" / "pflcore").exists()
-
-
-@pytest.mark.deep("a subprocess")
-def test_a_data_set_that_must_be_fetched_is_one_sentence_without_a_network(tmp_path):
-    done = offline(FETCHED, tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (said,) = [line for line in done.stdout.splitlines() if line.startswith("said:")]
-    assert "'cifar10' can be neither read from" in said or "it needs torchvision" in said
 
 
 @pytest.mark.deep("a subprocess")

@@ -3,9 +3,8 @@
 import pytest
 from doors import sentence
 from parts.user import simulation
-from small import images, tiny_model
 
-from pflcore import EarlyStopping, Simulation, Stop, Training
+from pflcore import EarlyStopping, Stop
 
 
 def test_a_callback_that_raises_loses_nothing():
@@ -51,5 +50,3 @@ def test_early_stopping():
     assert stop.best == 0.1 and stop.round == 1
     with sentence("key: expected one of accuracy, got 'auc'"):
         EarlyStopping(key="auc")(1, record(0.3))
-    frozen = Simulation("fedavg", tiny_model(), images(), Training(lr=0.0), rounds=20)
-    assert len(frozen.run(EarlyStopping(patience=3)).rounds) == 4
