@@ -11,13 +11,13 @@ import io
 import json
 import pickle
 import shutil
-from collections import OrderedDict
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from doors import sentence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -114,27 +114,10 @@ N = 1200  # more than stand in a line
 
 def lines():
     values = torch.linspace(0, 1, N)
-    header = {
-        "algorithm": "fedavg",
-        "data": "digits",
-        "n": N,
-        "seed": 0,
-        "rounds": 4,
-        "options": {"server_lr": 1.0},
-    }
-    rounds = [
-        {
-            "round": r,
-            "cohort": [0, 1],
-            "dropped": [],
-            "void": False,
-            "bytes_down": 512,
-            "bytes_up": 512,
-            "moved": [1.0, 1.5],
-            "eval": {"accuracy": values, "loss": 1 - values, "size": [1] * N},
-        }
-        for r in range(1, 5)
-    ]
+    header = {"algorithm": "fedavg", "data": "digits", "n": N, "seed": 0, "rounds": 4}
+    seen = {"accuracy": values, "loss": 1 - values, "size": [1] * N}
+    sent = {"cohort": [0, 1], "bytes_down": 512, "bytes_up": 512, "moved": [1.0, 1.5]}
+    rounds = [{"round": r, "eval": seen, **sent} for r in range(1, 5)]
     return [{"header": header}, *rounds, {"stopped": "It was enough."}]
 
 
@@ -160,30 +143,27 @@ def test_a_damaged_record_is_read_as_far_as_it_goes(record, which, damage):
         assert run.played >= 0 and len(run.rounds) <= 9
     if damage[0] == "cut":
         assert len(runs) <= 1 and all(table([r]) for r in runs)  # what a killed run left
-        wrote = {r["round"]: r for r in lines() if "round" in r}
         for r in (r for run in runs for r in run.rounds):
-            loss = torch.tensor(r["eval"]["loss"])
-            torch.testing.assert_close(loss, wrote[r["round"]]["eval"]["loss"])
+            torch.testing.assert_close(torch.tensor(r["eval"]["loss"]), torch.linspace(1, 0, N))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[1, 2]",
-        "7",
-        '{"header": [1]}',
-        '{"header": null}',
-        '{"round": "three"}',
-        '{"round": 2, "eval": 5}',
-        '{"stopped": 7}',
-        '{"round": 2, "eval": {"loss": {"array": 5}}}',
-        '{"round": 2, "eval": {"loss": {"array":[5, 6]}}}',
-        '{"round": 2, "eval": {"loss": {"array":["record.arrays", -3]}}}',
-        '{"round": 2, "eval": {"loss": {"array":["record.arrays", 1e300]}}}',
-        '{"round": 2, "eval": {"loss": {"array":["record.arrays", "x"]}}}',
-        '{"a":' * 50000,
-    ],
-)
+NO_LINES = """\
+[1, 2]
+7
+{"header": [1]}
+{"header": null}
+{"round": "three"}
+{"round": 2, "eval": 5}
+{"stopped": 7}
+{"round": 2, "eval": {"loss": {"array": 5}}}
+{"round": 2, "eval": {"loss": {"array":[5, 6]}}}
+{"round": 2, "eval": {"loss": {"array":["record.arrays", -3]}}}
+{"round": 2, "eval": {"loss": {"array":["record.arrays", 1e300]}}}
+{"round": 2, "eval": {"loss": {"array":["record.arrays", "x"]}}}
+"""
+
+
+@pytest.mark.parametrize("line", [*NO_LINES.splitlines(), '{"a":' * 50000])
 def test_a_line_that_is_no_line_of_a_record_costs_only_itself(record, tmp_path, line):
     shutil.copytree(record.parent, tmp_path, dirs_exist_ok=True)
     with open(tmp_path / "record.jsonl", "a") as file:
@@ -252,9 +232,8 @@ def test_a_damaged_safetensors_file_is_named_with_its_client(damage, tmp_path_fa
 def test_headers_that_no_writer_makes(header):
     size = (len(header) + 1).to_bytes(2, "little")
     body = b"\x93NUMPY\x01\x00" + size + header + b"\n" + ROW.tobytes()
-    with pytest.raises(ValueError, match="client 0: 'w': expected a whole array") as e:
+    with sentence("client 0: 'w': expected a whole array"):
         pack([{"w": Array(body)}])
-    assert one_sentence(e.value)
 
 
 class Trap:
@@ -277,11 +256,11 @@ def test_a_pickle_is_never_run(tmp_path):
     pickle.loads(pickle.dumps(Trap(mark)))
     assert mark.exists()  # or this test could not fail
     mark.unlink()
-    with pytest.raises(ValueError, match="client 0"):
+    with sentence("client 0"):
         pack([{"w": Array(npy(trap))}])
     (tmp_path / "clients").mkdir()
     np.savez(tmp_path / "clients" / "a.npz", x=trap, y=np.zeros(1))
-    with pytest.raises(OSError, match="expected arrays of numbers"):
+    with sentence(".*expected arrays of numbers", OSError):
         folder(tmp_path / "clients")
     (tmp_path / "record.arrays").write_bytes(npy(trap))
     (tmp_path / "record.jsonl").write_text(
@@ -289,9 +268,8 @@ def test_a_pickle_is_never_run(tmp_path):
     )
     assert not read(tmp_path / "record.jsonl")
     file = tmp_path / "state.pt"
-    torch.save(OrderedDict(trap=Trap(mark)), file)
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(file, weights_only=True)
+    torch.save({"g": Trap(mark)}, file)
+    assert refused_or(lambda: load_states(file), "remove it") is None
     checkpoint.save(tmp_path / "kept", TENSORS, FACTS)
     (tensors,) = (tmp_path / "kept").glob("*.safetensors")
     facts = json.loads((tmp_path / "kept" / checkpoint.NAME).read_text())["checkpoint"]
@@ -302,7 +280,7 @@ def test_a_pickle_is_never_run(tmp_path):
     (tmp_path / "kept" / checkpoint.NAME).write_text(
         f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "checkpoint": {text}}}\n'
     )
-    with pytest.raises(ValueError, match="checkpoint: "):
+    with sentence("checkpoint: "):
         checkpoint.load(tmp_path / "kept")
     assert not mark.exists()
 

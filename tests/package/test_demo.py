@@ -14,9 +14,8 @@ pytestmark = [
     pytest.mark.deep("the four systems on real data, ten rounds each"),
     pytest.mark.xdist_group("demo"),
 ]
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +40,8 @@ def test_a_browser_has_no_complaint(page, tmp_path):
     bad = tmp_path / "bad.html"
     bad.write_text("<script>nothing()</script>")
     look = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    said = [
-        subprocess.run(
-            [*look, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        ).stderr
-        for file in (bad, page)
-    ]
-    assert ":CONSOLE" in said[0]  # the browser would say so
-    assert ":CONSOLE" not in said[1], said[1]
+    look += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    how = {"capture_output": True, "text": True, "timeout": 120, "check": True}
+    told, said = (subprocess.run([*look, f.as_uri()], **how).stderr for f in (bad, page))
+    assert ":CONSOLE" in told  # the browser would say so
+    assert ":CONSOLE" not in said, said

@@ -10,16 +10,12 @@ pytestmark = [
     pytest.mark.deep("subprocesses"),
     pytest.mark.skipif(not (ROOT / ".ci" / "cuda_build").exists(), reason="no checkout"),
 ]
+HOW = {"cwd": ROOT, "capture_output": True, "text": True}
 
 
 def test_another_python_is_taken_as_it_is():
-    said = subprocess.run(
-        ["make", "-n", "gpu", "GPU_PYTHON=/usr/bin/mine"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    words = ["make", "-n", "gpu", "GPU_PYTHON=/usr/bin/mine"]
+    said = subprocess.run(words, check=True, **HOW).stdout
     assert ".ci/cuda_build /usr/bin/mine" in said and "/usr/bin/mine -m pytest tests/gpu" in said
     assert "pip" not in said and ".venv" not in said
 
@@ -35,13 +31,8 @@ case "$*" in
 esac
 """)
     python.chmod(0o755)
-    run = subprocess.run(
-        [".ci/cuda_build", python],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PIP_NO_INDEX": "1"},
-    )
+    offline = {**os.environ, "PIP_NO_INDEX": "1"}
+    run = subprocess.run([".ci/cuda_build", python], env=offline, **HOW)
     assert run.returncode == 1 and not (tmp_path / "asked").exists()
     assert run.stdout.endswith(
         f"has a torch of CUDA {cuda}, and no CUDA {cuda[:2]} compiler was found: install that "

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 import torch
+from doors import sentence
 from parts.results import N, a_long_run, a_run, cells, line, write
 from parts.user import simulation
-from small import grouped, with_test
+from small import grouped
 from torch import nn
 
 from pflcore import Federation, Simulation, Training
@@ -66,7 +67,7 @@ def test_a_killed_writer_leaves_every_line_it_wrote(tmp_path):
 def test_an_existing_record_is_kept_with_its_side_file(tmp_path):
     path = write(tmp_path / "record.jsonl", a_long_run())
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="new file"):
+    with sentence(".*new file"):
         Record(path)
     assert path.read_bytes() == before
     Record(path, overwrite=True).close()
@@ -76,10 +77,10 @@ def test_an_existing_record_is_kept_with_its_side_file(tmp_path):
 def test_a_place_without_a_record_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file" / "r.jsonl", tmp_path):
-        with pytest.raises(ValueError, match=r"^path: .* can be written.*\.$"):
+        with sentence("path: .* can be written"):
             Record(path)
     for path in (tmp_path, tmp_path / "missing.jsonl"):
-        with pytest.raises(ValueError, match=r"^path: .*neither.*\.$"):
+        with sentence("path: .*neither"):
             read(path)
 
 
@@ -174,8 +175,7 @@ def test_the_table_of_one_run():
         "bytes sent": "12.0 KiB",
         "note": "",
     }
-    row = cells(text, "waffle")
-    assert {k: row[k] for k in want} == want
+    assert want.items() <= cells(text, "waffle").items()
     assert "selected on test data" in text and "digits, 4 clients, 12 rounds" in text
     text = tell(a_run(eval_split="val"))
     assert "Validation accuracy" in text and "selected on validation data;" in text
@@ -188,27 +188,29 @@ def test_seeds_become_mean_and_std():
     assert cells(text, "fedavg")["final"] == "27.00" and "over 2 seeds (fedavg 1)" in text
 
 
-ALONE = {"algorithm": "local"}
-PARTS = ("data_seed", "train_samples", "test_samples", "val")
+# the headers of runs, and what tells their rows apart
+NAMESAKES = """\
+[{"options": {"tie": "a", "k": 5}}, {"options": {"tie": "b", "k": 5}}] | tie=a | tie=b
+[{"parameters": 36}, {"parameters": 836}] | parameters=36 | parameters=836
+[{"buffers": "a"}, {"buffers": "b", "seed": 1}, {"buffers": "b", "seed": 2}] | buffers=a | buffers=b
+[{"data_seed": 1}, {"data_seed": 2, "seed": 1}] | data_seed=1 | data_seed=2
+[{"train_samples": 1}, {"train_samples": 2, "seed": 1}] | train_samples=1 | train_samples=2
+[{"test_samples": 1}, {"test_samples": 2, "seed": 1}] | test_samples=1 | test_samples=2
+[{"val": 1}, {"val": 2, "seed": 1}] | val=1 | val=2
+[{"partition": "A", "seed": 1}, {"partition": "C", "seed": 1}] | a table | a table
+[{"parameters": 7}, {"algorithm": "local", "parameters": 8}] | another name | another name
+[{"data_seed": 0}, {"algorithm": "local", "data_seed": 7}] | data_seed=0 | data_seed=7
+"""
 
 
-@pytest.mark.parametrize(
-    ("runs", "want"),
-    [
-        ([{"options": {"tie": t, "k": 5}} for t in "ab"], ["tie=a", "tie=b"]),
-        ([{"parameters": p} for p in (36, 836)], ["parameters=36", "parameters=836"]),
-        ([{"buffers": b, "seed": s} for s, b in enumerate("abb")], ["buffers=a", "buffers=b"]),
-        *(([{cut: 1}, {cut: 2, "seed": 1}], [f"{cut}=1", f"{cut}=2"]) for cut in PARTS),
-        ([{"partition": p, "seed": 1} for p in "AC"], ["", ""]),  # a table each
-        ([{"parameters": 7}, {**ALONE, "parameters": 8}], ["", ""]),
-        ([{"data_seed": 0}, {**ALONE, "data_seed": 7}], ["data_seed=0", "data_seed=7"]),
-    ],
-)
-def test_namesakes_are_told_apart_by_what_differs(runs, want):
+@pytest.mark.parametrize("line", NAMESAKES.splitlines())
+def test_namesakes_are_told_apart_by_what_differs(line):
     """Other conditions are no other seeds."""
-    rows = [row for row in tell(*(a_run(**r) for r in runs)).splitlines() if row[:2] == "| "]
-    named = [row.split(" | ")[0] for row in rows if "algorithm" not in row]
-    assert [name.partition("(")[2].rstrip(") ") for name in named] == want
+    runs, *want = line.split(" | ")
+    rows = tell(*(a_run(**run) for run in json.loads(runs))).splitlines()
+    named = [row.split(" | ")[0] for row in rows if row[:2] == "| " and "algorithm" not in row]
+    told = [name.partition("(")[2].rstrip(") ") for name in named]
+    assert told == [words if "=" in words else "" for words in want]
 
 
 def test_a_run_that_is_here_twice_is_no_second_seed():
@@ -249,7 +251,7 @@ def test_clients_that_are_worse_off_than_with_a_baseline():
     cut = [a_run("fedavg", data_seed=0, shift=-0.1), a_run("local", data_seed=7)]
     text = tell(*cut, baseline="local")
     assert cells(text, "fedavg (data_seed=0)")["% hurt vs local"] == "-"
-    with pytest.raises(ValueError, match="baseline"):
+    with sentence("baseline: "):
         tell(worse, baseline="ditto")
 
 
@@ -286,9 +288,8 @@ def test_a_diverged_client_never_improves_a_table(tmp_path):
 
 # histories ------------------------------------------------------------------
 def federation(seed):
-    gen = torch.Generator().manual_seed(seed)
-    parts = [(torch.randn(12, 3, generator=gen), torch.randint(0, 2, (12,), generator=gen))] * 3
-    return Federation.from_clients(with_test(parts, parts), classes=2)
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(seed))
+    return Federation.from_clients([(x, torch.arange(12) % 2)] * 3).split(test=0.5)
 
 
 class Rectified(nn.Linear):
@@ -306,45 +307,40 @@ def played(seed, data=0, model=Rectified, **options):
     return [{"header": run.header()}, *run.run().lines()]
 
 
-def smoothed(much):
-    return {"loss": nn.CrossEntropyLoss(label_smoothing=much)}
-
-
 @pytest.mark.parametrize(
-    ("one", "other"),
+    "other",
     [
-        ({}, {"data": 1}),
-        ({}, {"clients": [0]}),
-        ({}, {"evaluated": [0]}),
-        ({}, {"model": Squashed}),
-        (smoothed(0.1), smoothed(0.3)),
-        ({}, {}),
+        {},
+        {"data": 1},
+        {"clients": [0]},
+        {"evaluated": [0]},
+        {"model": Squashed},
+        {"loss": nn.CrossEntropyLoss(label_smoothing=0.3)},
     ],
-    ids=["data", "clients", "evaluated", "model", "loss", "seed alone"],
 )
-def test_other_data_clients_or_losses_are_no_other_seeds_of_one_run(one, other):
-    alone = one == other == {}
-    assert ("over 2 seeds" in tell(played(0, **one), played(1, **other))) is alone
+def test_other_data_clients_or_losses_are_no_other_seeds_of_one_run(other):
+    loss = {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}
+    alone = "over 2 seeds" in tell(played(0, **loss), played(1, **loss | other))
+    assert alone is (not other)
 
 
 def test_a_history_as_a_table(tmp_path):
-    history = simulation(every=2, participation=0.7).run()
-    read_back = {}
+    history, tables = simulation(every=2, participation=0.7).run(), []
     for per in ("round", "client"):
         history.to_csv(tmp_path / per, per=per)
         with open(tmp_path / per) as file:
-            read_back[per] = list(csv.DictReader(file))
-    rounds, clients, seen = read_back["round"], read_back["client"], history.series()[1]
+            tables.append(list(csv.DictReader(file)))
+    (rounds, clients), seen = tables, history.series()[1]
     assert [(r["round"], r["clients"]) for r in rounds] == [("1", "2"), ("2", "2"), ("3", "2")]
     assert rounds[0]["mean_accuracy"] == ""
     assert float(rounds[1]["mean_accuracy"]) == pytest.approx(seen[0].mean().item())
-    where = [(c["round"], c["client"]) for c in clients]
-    assert where == [(str(r), str(i)) for r in (2, 3) for i in range(3)]
-    took_part = [i in history.rounds[1]["cohort"] for i in range(3)]
-    assert [c["took_part"] == "True" for c in clients[:3]] == took_part
-    with pytest.raises(ValueError, match="per: expected 'round' or 'client', got 'seed'"):
+    where = [(int(c["round"]), int(c["client"])) for c in clients]
+    assert where == [(r, i) for r in (2, 3) for i in range(3)]
+    took_part = [int(c["client"]) for c in clients[:3] if c["took_part"] == "True"]
+    assert took_part == history.rounds[1]["cohort"]
+    with sentence("per: expected 'round' or 'client', got 'seed'"):
         history.to_csv(tmp_path / "x.csv", per="seed")
-    with pytest.raises(ValueError, match="path: expected a file that can be written"):
+    with sentence("path: expected a file that can be written"):
         history.to_csv(tmp_path / "nowhere" / "x.csv")
     pytest.importorskip("pandas")
     frame = history.to_pandas("client")

@@ -6,11 +6,12 @@ finite, and a round changes all or nothing.
 """
 
 import copy
+import re
 
 import pytest
 import torch
 import torch.nn as nn
-from doors import held_out
+from doors import held_out, sentence
 from small import SIX, images, make_setting, swept, tiny_model
 
 from pflcore import Client, Hardware, Net, Server, Training, evaluate, step
@@ -69,11 +70,6 @@ def same(a, b):
     return one.keys() == two.keys() and all(torch.equal(one[k], two[k]) for k in one)
 
 
-def one_sentence(error):
-    text = str(error)
-    assert text.endswith(".") and text.count(". ") == 0 and "\n" not in text, text
-
-
 @every
 @pytest.mark.parametrize("kind", VALUES)
 def test_a_bad_upload(name, kind):
@@ -84,7 +80,7 @@ def test_a_bad_upload(name, kind):
         try:
             state, done = step(Setup(bad, s), state, torch.arange(N))
         except Stop as stop:  # where a method knows that going on makes no sense
-            one_sentence(stop)
+            assert re.fullmatch(r"((?!\. ).)+\.", str(stop)), stop
             assert kind == "1e30" and same(state, before)
             break
         if kind in ("nan", "inf") and name not in SILENT:
@@ -124,11 +120,9 @@ def test_a_hook_that_fails_changes_nothing(name):
     with pytest.raises(ConnectionError):
         step(Setup(gone, s), state, torch.arange(N))
     assert same(state, before) and state.round == before.round
-    Gone.fails = False
-    without = torch.tensor([i for i in range(N) if i != BAD])
+    Gone.fails, without = False, torch.tensor([0, 1, 3])  # it goes on, with whom it has
     one, two = (step(Setup(a, s), copy.deepcopy(before), without)[0] for a in (gone, alg))
     assert same(one, two)
-    assert all(torch.equal(v[BAD], before.clients[k][BAD]) for k, v in one.clients.items())
 
 
 def unchanged(server, before):
@@ -154,11 +148,8 @@ def test_an_upload_of_the_wrong_size(name):
             return
         for wrong in (up[key][:-1], up[key][None], torch.empty(0), up[key].half()):
             before = copy.deepcopy(server.state_dict())
-            with pytest.raises(
-                ValueError, match=rf"^client {bad}: expected a dict of dense tensors as"
-            ) as e:
+            with sentence(f"client {bad}: expected a dict of dense tensors as"):
                 server.aggregate({**uploads, bad: ({**up, key: wrong}, size)})
-            one_sentence(e.value)
             assert unchanged(server, before)
         done = server.aggregate({i: up for i, up in uploads.items() if i != bad})
         assert not done.void and bad not in done.ids
@@ -180,13 +171,11 @@ def test_a_first_round_of_nothing_but_wrong_uploads(name, buffers):
     for key in {first, "@statistics"} & message.keys():
         right = message[key]
         for wrong in ({}, {key: right[:-1]}, {key: right[None]}, {key: torch.empty(0)}):
-            others = {
-                i: ({k: v for k, v in up.items() if k != key} | wrong, n)
-                for i, (up, n) in uploads.items()
-            }
-            with pytest.raises(ValueError, match=r"^(uploads|client 0): ") as e:
+            others = {}
+            for i, (up, n) in uploads.items():
+                others[i] = {k: v for k, v in up.items() if k != key} | wrong, n
+            with sentence("(uploads|client 0): "):
                 server.aggregate(others)
-            one_sentence(e.value)
             assert unchanged(server, before)
     assert not server.aggregate(uploads).void
 
@@ -197,8 +186,8 @@ def test_what_an_own_algorithm_says_of_a_first_round_is_heard():
             raise ValueError("bank: expected to be open.")
 
     server, client = Server(Own(), tiny_model(), N), Client(Own(), tiny_model(), DATA.subset([0]))
-    words = r"^uploads: Own cannot use .* \(bank: expected to be open\); give both sides"
-    with pytest.raises(ValueError, match=words):
+    words = r"uploads: Own cannot use .* \(bank: expected to be open\); give both sides"
+    with sentence(words):
         server.aggregate({i: client.train(server.download(i)) for i in range(N)})
 
 
@@ -207,7 +196,7 @@ def test_a_message_that_is_none_and_a_number_of_samples_that_cannot_be():
     client = Client("fedavg", tiny_model(), DATA.subset([0]), TRAINING)
     up, n = client.train(server.download(0))
     about = "@about"
-    before = server.state_dict()["state"]["server.x"].clone()
+    before = copy.deepcopy(server.state_dict())
     rows = {"delta@rows": torch.zeros(2, 3)}
     sent = {"delta@sent": torch.ones(5, dtype=torch.bool), "delta@index": torch.zeros(1)}
     for message, size in [
@@ -216,7 +205,6 @@ def test_a_message_that_is_none_and_a_number_of_samples_that_cannot_be():
         *(({**up, **rows, **more}, n) for more in ({}, sent)),
         *((up, k) for k in (0, 10**30, torch.nan)),
     ]:
-        with pytest.raises(ValueError, match=r"^(client 0|uploads)[^\n]*$"):
+        with sentence("(client 0|uploads)"):
             server.aggregate({0: (message, size)})
-        assert server.round == 0
-        assert torch.equal(server.state_dict()["state"]["server.x"], before)
+        assert unchanged(server, before)

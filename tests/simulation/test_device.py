@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from doors import held_out
+from doors import held_out, sentence
 from parts.devices import on_two_devices
 from pretend_gpu import pretended_gpu, waits
-from small import SIX, images, make_setting, tiny_model
+from small import images, make_setting, swept, tiny_model
 from torch import nn
 
 from pflcore import Hardware, Net, Simulation, Training, step
@@ -24,11 +24,8 @@ class Convolutions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.norm, self.head = (
-            nn.Conv2d(1, 3, 3, padding=1),
-            nn.BatchNorm2d(3),
-            nn.Linear(12, 4),
-        )
+        self.conv, self.norm = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)
+        self.head = nn.Linear(12, 4)
 
     def forward(self, x):
         return self.head(torch.max_pool2d(torch.relu(self.norm(self.conv(x))), 2).flatten(1))
@@ -46,15 +43,9 @@ def play(name, convolutions, device):
     return run
 
 
-@pytest.mark.parametrize(
-    ("name", "convolutions"),
-    [(n, True) for n in DIFFERENT]
-    + [
-        (n, False) if n in SIX else pytest.param(n, False, marks=pytest.mark.deep("all algorithms"))
-        for n in sorted(ALGORITHMS)
-    ],
-)
-def test_everything_is_on_the_device(name, convolutions):
+@pytest.mark.parametrize("name", [*swept(), *(f"{n}, convolutions" for n in DIFFERENT)])
+def test_everything_is_on_the_device(name):
+    name, _, convolutions = name.partition(", ")
     want = play(name, convolutions, "cpu")
     with pretended_gpu() as gpu:
         got = play(name, convolutions, str(gpu))
@@ -66,10 +57,6 @@ def test_everything_is_on_the_device(name, convolutions):
     for key in ("loss", "accuracy"):
         values = (x.history.series(key)[1] for x in (got, want))
         torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
-
-
-def linear():
-    return nn.Linear(6, 4)
 
 
 def waits_of_a_round(name, model, epochs, gpu):
@@ -84,12 +71,12 @@ def waits_of_a_round(name, model, epochs, gpu):
     return Counter(waits)
 
 
-MODELS = {"MLP": tiny_model(), "linear": linear, "convolutions": Convolutions}
+MODELS = {"MLP": tiny_model(), "linear": lambda: nn.Linear(6, 4), "convolutions": Convolutions}
 
 
 @pytest.mark.deep("all algorithms, under a profiler of waits")
 @pytest.mark.parametrize(
-    ("name", "model"),
+    "name, model",
     # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights
     # until the losses stand still
     [(n, "MLP") for n in ALGORITHMS if n not in ("factorized_waffle", "fedala")]
@@ -113,5 +100,5 @@ def test_two_devices_in_one_op_are_refused_with_a_sentence():
 
 def test_no_gpu_is_said_in_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"device: expected 'cpu', as torch .* sees no GPU here"):
+    with sentence("device: expected 'cpu', as torch .* sees no GPU here"):
         Simulation("fedavg", tiny_model(), images(), hardware=Hardware(device="cuda"))

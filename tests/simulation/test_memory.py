@@ -5,15 +5,16 @@ import copy
 
 import pytest
 import torch
-from doors import held_out
-from methods import FedDWA
+from doors import held_out, sentence
+from methods import FedDWA, Scaffold
+from parts.commands import DIGITS, command
 from parts.memory import CUDA, KINDS, fails
-from small import SIX, images, tiny_model
+from small import images, swept, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflcore import Hardware, Simulation, Training, cli, evaluate, step
-from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore import Hardware, Simulation, Training, evaluate, step
+from pflcore.algorithms import FedAvg
 from pflcore.results.record import read
 from pflcore.simulation.round import Setup
 
@@ -24,15 +25,8 @@ def normed():
 
 def simulation(algorithm="scaffold", model=None, **options):
     data, training = held_out(images((6, 9, 7))), Training(lr=0.1, batch_size=3)
-    return Simulation(
-        algorithm,
-        model or tiny_model(),
-        data,
-        training,
-        rounds=4,
-        hardware=Hardware(workers=1),
-        **options,
-    )
+    options |= {"rounds": 4, "hardware": Hardware(workers=1)}
+    return Simulation(algorithm, model or tiny_model(), data, training, **options)
 
 
 def same(a, b):
@@ -43,12 +37,8 @@ def same(a, b):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_round_that_fails_leaves_no_trace_and_the_run_goes_on(kind, monkeypatch):
     error, asked = KINDS[kind]
-    whole = simulation().run()
-    run = simulation()
-    monkeypatch.setattr(
-        ALGORITHMS["scaffold"], "update", fails(ALGORITHMS["scaffold"].update, 3, error)
-    )
-    seen = []
+    whole, run, seen = simulation().run(), simulation(), []
+    monkeypatch.setattr(Scaffold, "update", fails(Scaffold.update, 3, error))
     history = run.run(lambda r, line: seen.append(r))
     assert history.failed and [r["round"] for r in history.rounds] == seen == [1, 2]
     assert run.state.round == 2 and history.stopped.startswith("Out of memory in round 3")
@@ -83,10 +73,8 @@ def test_other_errors_come_through(monkeypatch):
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
     failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
     monkeypatch.setattr("pflcore.simulation.start.begin", failing)
-    words = (
-        r"^Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more .* "
-    )
-    with pytest.raises(MemoryError, match=words + "needs about"):
+    words = r"Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more"
+    with sentence(f"{words} .* needs about", MemoryError):
         simulation()
 
 
@@ -104,28 +92,14 @@ class Refuse(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def copied(state):
-    return copy.deepcopy((state.server, state.clients, state.batch_norm, state.round, state.void))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("feddwa", {"model": normed, "batch_norm": "average"}),
-        (FedDWA(guidance="previous"), {}),
-        *((n, {}) for n in SIX),
-        *(
-            pytest.param(n, {}, marks=pytest.mark.deep("all algorithms"))
-            for n in sorted(set(ALGORITHMS) - set(SIX))
-        ),
-    ],
-)
-def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, monkeypatch):
+@pytest.mark.parametrize("algorithm", [*swept(), FedDWA(guidance="previous"), "averaged"], ids=str)
+def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeypatch):
     """Every single request of memory by the server and the commit is refused once."""
-    run = simulation(name, **options)
+    averaged = {"algorithm": "feddwa", "model": normed, "batch_norm": "average"}
+    run = simulation(**averaged if algorithm == "averaged" else {"algorithm": algorithm})
     rounds = run.iterate()
     next(rounds), next(rounds)
-    alg, before = type(run.algorithm), copied(run.state)
+    alg, before = type(run.algorithm), copy.deepcopy(run.state)
     update, mode = alg.update, None
 
     def refusing(self, state, up, cohort):
@@ -143,10 +117,11 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(name, options, mon
             pass
         finally:
             mode.__exit__(None, None, None)
-        after = copied(run.state)
-        assert all(same(old, new) for old, new in zip(before[:2], after[:2], strict=True)), at
-        assert torch.equal(before[2], after[2]) and before[3:] == after[3:], f"request {at}"
-    assert at > 1 or name == "local"
+        state = run.state
+        assert same(before.server, state.server) and same(before.clients, state.clients), at
+        assert torch.equal(before.batch_norm, state.batch_norm), at
+        assert (before.round, before.void) == (state.round, state.void), at
+    assert at > 1 or algorithm == "local"
     assert run.state.round == 3
 
 
@@ -157,8 +132,7 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("pflcore.results.pictures.draw", lambda *_: [])
     monkeypatch.setattr(FedAvg, "update", fails(FedAvg.update, 2, torch.OutOfMemoryError(CUDA)))
-    common = ["--data", "digits", "--n", "4", "--model", "linear", "--rounds", "3", "--quiet"]
-    assert cli.main(["compare", "--algorithms", "fedavg", "local", *common, "--out", "o"]) == 1
+    assert command(f"compare --algorithms fedavg local {DIGITS} --out o") == 1
     out, err = capsys.readouterr()
     assert err.count("Out of memory in round 2") == 1 and "Traceback" not in err
     first, second = read("o")
@@ -169,7 +143,7 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
 
     failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
     monkeypatch.setattr("pflcore.simulation.start.begin", failing)
-    assert cli.main(["run", "fedavg", *common, "--out", "p"]) == 2
+    assert command(f"run fedavg {DIGITS} --out p") == 2
     err = capsys.readouterr().err
     assert err.startswith("pflcore: Out of memory before the first round") and err.count("\n") == 1
     assert not (tmp_path / "p").exists()

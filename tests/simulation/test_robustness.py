@@ -2,16 +2,14 @@
 one sentence."""
 
 import copy
-import math
 
 import pytest
 import torch
-from doors import held_out, synthetic_clusters
-from small import grouped, swept, with_test
+from doors import held_out, sentence, synthetic_clusters
+from small import grouped, swept
 from torch import nn
 
-from pflcore import ALGORITHMS, Hardware, Net, Simulation, Training, metrics
-from pflcore.data import Federation
+from pflcore import ALGORITHMS, Simulation, Training
 from pflcore.results.record import group
 from pflcore.results.table import table
 
@@ -59,11 +57,6 @@ every = pytest.mark.parametrize("name", swept(set(ALGORITHMS) - {"factorized_waf
 
 
 # losses and accuracies ------------------------------------------------------
-def test_a_model_that_answers_nan_is_wrong():
-    scores = torch.tensor([[torch.nan, torch.nan], [0.0, 1.0], [torch.nan, 9.0]])
-    assert metrics.right(scores, torch.tensor([0, 1, 1])).tolist() == [False, True, False]
-    single = metrics.right(torch.tensor([torch.nan, -1.0]), torch.tensor([0, 0]))
-    assert single.tolist() == [False, True]
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
@@ -72,23 +65,10 @@ def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(data, engine):
     s.state.server["x"][:] = torch.nan
     seen = s.evaluate("test")
     assert seen["loss"].isinf().all() and (seen["accuracy"] == 0).all()
-    # whole numbers are no labels to a squared error
-    parts = [(torch.randn(8, 2), torch.arange(8)) for _ in range(2)]
-    fed = Federation.from_clients(with_test(parts, parts), classes=None)
-    net, hardware = Net(lambda: nn.Linear(2, 1), "squared"), Hardware(engine=engine)
-    s = Simulation("fedavg", net, fed, Training(lr=0.01), rounds=1, hardware=hardware)
-    assert set(s.evaluate("test")) == {"loss", "size"}
-
-
-def test_an_infinite_loss_is_no_very_large_number():
-    parts = [(torch.randn(6, 2), torch.randn(6) * by) for by in (1.0, 1e25)]
-    fed = Federation.from_clients(parts).split(test=0.5)
-    s = Simulation("fedavg", nn.Linear(2, 1), fed, Training(1e-3), rounds=1)
-    assert s.evaluate("test")["loss"][1] == math.inf
 
 
 # a run's end ----------------------------------------------------------------
-@pytest.mark.parametrize(("rounds", "void"), [(9, [False, True, True, True]), (2, [False, True])])
+@pytest.mark.parametrize("rounds, void", [(9, [False, True, True, True]), (2, [False, True])])
 def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(data, rounds, void):
     with pytest.warns(RuntimeWarning, match="fedavg, seed 0, stopped early: The run diverged"):
         history = run(data, lr=1e38, rounds=rounds).run()
@@ -164,10 +144,9 @@ def test_a_warm_start_of_something_else_is_refused(data):
         ("ditto", federation(5), model, "5 clients"),
         ("ditto", data, wide, r"server.x like a tensor \[39\]"),
     ):
-        with pytest.raises(ValueError, match=r"^warm_start: [^\n]*" + word) as e:
+        with sentence("warm_start: .*" + word):
             run(fed, name, model=build, rounds=9, warm_start=state)
-        assert str(e.value).count(". ") == 0
-    with pytest.raises(ValueError, match=r"^rounds: expected more than the 3"):
+    with sentence("rounds: expected more than the 3"):
         run(data, "ditto", rounds=3, warm_start=state)
 
 

@@ -49,8 +49,8 @@ def cut(
     """Cuts."""
 
 
-def parsed(groups, *words, **how):
-    return parse("prog", "About.", groups, words, **how)
+def parsed(groups, words, **how):
+    return parse("prog", "About.", groups, words.split(), **how)
 
 
 @pytest.mark.parametrize("cls", [Options, Output, Training, Compared, *ALGORITHMS.values()])
@@ -65,59 +65,37 @@ def test_help_is_the_comments_of_all_bases(capsys):
         parsed({"some": Derived}, "--help")
     said = " ".join(capsys.readouterr().out.split())
     assert e.value.code == 0 and "Something." in said
-    for words in (
+    lines = (
         "--lr FLOAT step size (default: 1.0)",
         "which # of them",
         "what takes more than a line",
-        "--rates",
-    ):
-        assert words in said.replace("│ ", "")
+    )
+    assert all(words in said.replace("│ ", "") for words in (*lines, "--rates"))
+    assert "--lr FLOAT" in said and "--rates" in said
     assert "--curve" not in said and "--table" not in said
 
 
 def test_values_come_by_group_and_names_are_taken_once():
     groups = {"run": Base, "weight_erosion": Derived, "other": Base}
-    got = parsed(
-        groups,
-        "--lr",
-        "4",
-        "--weight-erosion-lr",
-        "0.25",
-        "--no-fast",
-        "--other.lr",
-        "-1",
-        apart=["other"],
-    )
+    words = "--lr 4 --weight-erosion-lr 0.25 --no-fast --other.lr -1"
+    got = parsed(groups, words, apart=["other"])
     assert got["run"] == {"lr": 4.0} and got["other"] == {"lr": -1.0}  # which is not checked here
-    want = {
-        "lr": 0.25,
-        "n": 3,
-        "kind": "a",
-        "long": 0,
-        "fast": False,
-        "where": None,
-        "rates": (1, 2),
-    }
-    assert {k: got["weight_erosion"][k] for k in want} == want
+    assert got["weight_erosion"] == vars(Derived(lr=0.25, fast=False))
     assert "target" not in {f.name for f in offered(ALGORITHMS["waffle"])}
 
 
 def test_options_of_a_function():
     cls = of_function(partial(cut, alpha=0.1), {"sizes": None, "alpha": 0.1, "padding": 0})
-    for words, want in {
-        (): {"sizes": None, "alpha": 0.1, "padding": 0},
-        ("--sizes", "A", "--padding", "same"): {"sizes": "A", "alpha": 0.1, "padding": "same"},
-        ("--sizes", "1", "2.5", "--alpha", "3", "--padding", "2", "3"): {
-            "sizes": [1, 2.5],
-            "alpha": 3.0,
-            "padding": [2, 3],
-        },
-    }.items():
-        assert parsed({"cut": cls}, *words)["cut"] == want
+    for words, *want in (
+        ("", None, 0.1, 0),
+        ("--sizes A --padding same", "A", 0.1, "same"),
+        ("--sizes 1 2.5 --alpha 3 --padding 2 3", [1, 2.5], 3.0, [2, 3]),
+    ):
+        found = parsed({"cut": cls}, words)["cut"]
+        assert [found[k] for k in ("sizes", "alpha", "padding")] == want
 
 
 def test_looking_ahead_passes_over_what_it_does_not_know():
-    words = ["--algorithms", "a", "b", "--n", "3", "--x", "-1", "--help"]
-    assert parsed({"compare": Compared}, *words, whole=False) == {
-        "compare": {"algorithms": ("a", "b")}
-    }
+    words = "--algorithms a b --n 3 --x -1 --help"
+    found = parsed({"compare": Compared}, words, whole=False)
+    assert found == {"compare": {"algorithms": ("a", "b")}}

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from doors import sentence
 
 from pflcore.data import Federation
 from pflcore.data.partition import _proportions, counts_of
@@ -49,5 +50,5 @@ def test_one_large_client_costs_nothing_for_the_others():
     assert data.size()[0] == 300_000 and data.counts().sum() == n
     assert data.split(test=0.5, seed=100, of=None).n == 100_000
     assert time.process_time() - began < 5
-    with pytest.raises(ValueError, match=r"leave out the 99999 without, got \[1, 2, 3, 4, 5\]"):
+    with sentence(r".*leave out the 99999 without, got \[1, 2, 3, 4, 5\]"):
         Federation(x, y, {"train": Ragged(torch.arange(300_000), size * (size > 1))})

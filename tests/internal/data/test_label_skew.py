@@ -1,6 +1,7 @@
 """WAFFLe's measures and tables: its Table 2, the parameters that travel, the attacks."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,39 +40,23 @@ def test_the_table_has_every_way_to_evaluate():
 
 
 def test_reproduce_plays_a_plan_of_groups(tmp_path):
-    waffle = {"algorithm": "factorized_waffle", "options": {"ranks": [6]}}
-    mean = {"options": {"ranks": [6], "eval_mode": "mean"}, "state_of": "WAFFLe"}
-    few = {"partition": "multimodal", "partition_options": {"minority_clients": 2}}
-    plan = {
-        "about": "small",
-        "groups": True,
-        "options": {"data": "digits", "n": 12, "rounds": 2, "participation": 0.5, "model": "mlp"},
-        "training": {"lr": 0.1, "batch_size": 16},
-        "model_options": {"hidden": [12]},
-        "settings": {"multimodal": few},
-        "methods": {
-            "FedAvg": {"algorithm": "fedavg"},
-            "WAFFLe": waffle,
-            "WAFFLe, mean": waffle | mean,
-        },
-    }
-    path, out = tmp_path / "plan.json", tmp_path / "out"
-    path.write_text(json.dumps(plan))
+    path, out = Path(__file__).with_name("groups.json"), tmp_path / "out"
     assert main(["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"]) == 0
     table = (out / "table.md").read_text()
     assert "| WAFFLe, mean |" in table and "| minority |" in table
     rows = json.loads((out / "result.json").read_text())["rows"]
-    assert [r["method"] for r in rows] == list(plan["methods"])
+    assert [r["method"] for r in rows] == ["FedAvg", "WAFFLe", "WAFFLe, mean"]
     assert rows[1]["parameters"] < rows[0]["parameters"]
 
 
 def test_attack_prints_its_table(tmp_path, capsys):
     small = "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 --steps 5"
-    asked = ["attack", "--data", "digits", "--out", str(tmp_path), *small.split()]
-    asked += ["--views", "all", "own", "--workers", "1", "--quiet"]
+    asked = f"attack --data digits --out {tmp_path} {small} --views random adaptive own".split()
+    asked += ["--workers", "1", "--quiet"]
     assert main(asked) == 0
     said = capsys.readouterr().out
     cells = " ".join(said.split())
     assert cells.count("| fedavg | upload |") == 3
-    assert cells.count("| factorized_waffle | own |") == 3
+    for view in ("random", "adaptive", "own"):
+        assert cells.count(f"| factorized_waffle | {view} |") == 3
     assert main(asked) == 0 and capsys.readouterr().out == said  # what was done is not done again

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from doors import sentence
 from places import ROOT, listed
 from small import images, make_setting, tiny_model
 
@@ -193,24 +194,22 @@ FOUND = {f: kinds(f) for f in public() if inspect.isclass(f) or inspect.isfuncti
 CASES = [pytest.param(f, k, id=f"{f.__module__}.{f.__qualname__}") for f, k in FOUND.items() if k]
 
 
-@pytest.mark.parametrize(("f", "given"), CASES)
+@pytest.mark.parametrize("f, given", CASES)
 def test_what_an_annotation_does_not_allow_is_refused(f, given):
     for name, kind in given.items():
         for value in [v for v in JUNK if not kind.fits(v)]:
-            with pytest.raises(ValueError, match=rf"^{name}: expected [^\n]*, got [^\n]*\.$"):
+            with sentence(f"{name}: expected .*, got "):
                 f(**{**GOOD.get(f.__name__, {}), name: value})
 
 
 # made by pflcore, not by its users
-GIVEN = {
-    *("Backend", "Basis", "Clients", "ClientGroups", "Cohort", "Fit", "Form", "History", "Layout"),
-    *("Mix", "Nearest", "Objective", "Outcome", "Packed", "Partition", "Personalized", "Pool"),
-    *("Rows", "Run", "ServerRule", "Setup", "Source", "State", "TopK", "Traits", "apply"),
-}
+GIVEN = """Backend Basis Clients ClientGroups Cohort Fit Form History Layout Mix Nearest Objective
+Outcome Packed Partition Personalized Pool Rows Run ServerRule Setup Source State TopK Traits
+apply"""
 
 
 def test_every_public_callable_is_checked():
     unchecked = [f for f, found in FOUND.items() if not found and f not in TABLE]
     for f in unchecked:
         simple = inspect.isclass(f) and issubclass(f, (Exception, FedAvg.__base__))
-        assert f.__name__ in GIVEN or simple or not inspect.signature(f).parameters, f
+        assert f.__name__ in GIVEN.split() or simple or not inspect.signature(f).parameters, f

@@ -59,9 +59,8 @@ def test_a_failed_build_names_its_cause(tmp_path, want):
     assert (done.returncode == 0) == (want == "auto")
     if want == "auto":
         environment["PYTHONPATH"] = str(tmp_path / "lib")
-        said = ran(
-            "-c", "import pflcore; print(pflcore.backend())", cwd=tmp_path, env=environment
-        ).stdout
+        asked = "import pflcore; print(pflcore.backend())"
+        said = ran("-c", asked, cwd=tmp_path, env=environment).stdout
         assert said.startswith("references, ") and "no room left" in said
 
 
@@ -83,9 +82,8 @@ def test_kernels_without_the_module(tmp_path):
     done, _ = built(tmp_path, headless, PFLCORE_EXT="cpu")
     assert done.returncode == 0 and "pflcore: built CPU kernels" in done.stderr, done.stderr[-2000:]
     assert "module of facts cannot be built here: <>: fatal error: Python.h" in done.stderr
-    assert {
-        p.name for p in (tmp_path / "lib" / "pflcore").iterdir() if p.suffix in (".so", ".failed")
-    } == {"lib_pflcore.so"}
+    made = (tmp_path / "lib" / "pflcore").iterdir()
+    assert {p.name for p in made if p.suffix in (".so", ".failed")} == {"lib_pflcore.so"}
 
 
 def test_a_wheel_without_the_module_is_for_every_python(setup, monkeypatch):
@@ -95,28 +93,20 @@ def test_a_wheel_without_the_module_is_for_every_python(setup, monkeypatch):
     for module in (True, False):
         monkeypatch.setattr(setup, "MODULE", module)
         given = setup.extension()
-        assert [ext.name for ext in given["ext_modules"]] == ["pflcore.lib_pflcore", "pflcore._C"][
-            : 1 + module
-        ]
-        wheel = given["cmdclass"]["bdist_wheel"](
-            Distribution({"name": "pflcore", "ext_modules": given["ext_modules"]})
-        )
+        made = [ext.name for ext in given["ext_modules"]]
+        assert made == ["pflcore.lib_pflcore", "pflcore._C"][: 1 + module]
+        package = Distribution({"name": "pflcore", "ext_modules": given["ext_modules"]})
+        wheel = given["cmdclass"]["bdist_wheel"](package)
         wheel.finalize_options()
         python, abi, platform = wheel.get_tag()
-        assert platform != "any" and (
-            python.startswith("cp") if module else (python, abi) == ("py3", "none")
-        )
+        assert platform != "any"
+        assert python.startswith("cp") if module else (python, abi) == ("py3", "none")
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        None,
-        "void torch_of_another_time(); const char* pflcore_built() { torch_of_another_time(); "
-        "return 0; }",
-        "",
-    ],
-)
+OTHER = "void torch_of_another_time(); void* pflcore_built() { torch_of_another_time(); return 0; }"
+
+
+@pytest.mark.parametrize("code", [None, OTHER, ""])
 def test_a_library_that_does_not_fit_is_refused_in_one_sentence(code, tmp_path, monkeypatch):
     """No library at all, one that needs what this torch has not, one of something else."""
     file = tmp_path / "lib_pflcore.so"
@@ -130,15 +120,10 @@ def test_a_library_that_does_not_fit_is_refused_in_one_sentence(code, tmp_path, 
         compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
         subprocess.run([compiler, "-shared", "-fPIC", source, "-o", file], check=True)
     kernels, why, fix = library._load()
-    assert (
-        kernels is None
-        and fix == library.BUILD
-        and why.startswith("the kernels do not load beside this torch (")
-        and "\n" not in why
-    )
-    assert str(file) in why and (
-        {None: "", "": "pflcore_built"}.get(code, "torch_of_another_time") in why
-    )
+    assert kernels is None and fix == library.BUILD
+    lacks = {None: "", "": "pflcore_built"}.get(code, "torch_of_another_time")
+    assert why.startswith("the kernels do not load beside this torch (") and "\n" not in why
+    assert str(file) in why and lacks in why
 
 
 @pytest.mark.parametrize("version", ["2.9.1+cpu", "3.0.0", "1.13"])
@@ -150,19 +135,12 @@ def test_a_torch_outside_of_the_range_gets_references(version, monkeypatch):
 
 def test_the_cause_is_the_first_complaint(setup, tmp_path):
     log = tmp_path / "log"
-    log.write_text(
-        "[1/2] c++ -Werror x.cpp\nx.cpp:3: error: 'y' was not declared\nx.cpp:9: error: "
-        "another\nninja: build stopped\n"
-    )
-    assert (
-        setup.cause(RuntimeError("Error compiling objects"), log)
-        == "x.cpp:3: error: 'y' was not declared"
-    )
+    first = "x.cpp:3: error: 'y' was not declared"
+    log.write_text(f"[1/2] c++ -Werror x.cpp\n{first}\nx.cpp:9: error: another\nninja: stopped\n")
+    assert setup.cause(RuntimeError("Error compiling objects"), log) == first
     log.write_text("")
-    assert (
-        setup.cause(RuntimeError("no luck\nat all"), log) == "no luck"
-        and setup.cause(KeyError(), log) == "KeyError"
-    )
+    assert setup.cause(RuntimeError("no luck\nat all"), log) == "no luck"
+    assert setup.cause(KeyError(), log) == "KeyError"
 
 
 def test_cards_that_the_compiler_knows(setup, tmp_path):
@@ -188,6 +166,5 @@ def test_cuda_is_compiled_where_a_card_is_seen_or_it_is_asked_for(setup, monkeyp
     if asks not in (None, "card"):
         monkeypatch.setenv(asks, "1")
     sources = setup.extension()["ext_modules"][0].sources
-    assert any(name.endswith(".cu") for name in sources) == (
-        want == "cuda" or (want == "auto" and asks is not None)
-    )
+    cuda = want == "cuda" or (want == "auto" and asks is not None)
+    assert any(name.endswith(".cu") for name in sources) == cuda

@@ -4,11 +4,13 @@ is said."""
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from doors import sentence
 from methods import FineTune, HypCluster, KnnPer
 from parts.tuning import federation
 from small import make_setting
@@ -27,74 +29,11 @@ from pflcore.results.record import read
 from pflcore.simulation.round import Setup, begin
 
 OF_FEDAVG = {"state_of": "FedAvg", "before": "FedAvg"}
+SILO, DEVICE = (
+    complete(json.loads(Path(__file__).with_name(f"{name}.json").read_text()))
+    for name in ("silo", "device")
+)
 CLUSTERS = {"data": "synthetic_clusters", "n": 16, "model": "linear", "rounds": 6}
-DEVICE = complete(
-    {
-        "options": {**CLUSTERS, "participation": 0.5, "eval_every": 2},
-        "settings": {
-            "device": {
-                "partition_options": {"groups": 2, "classes": 3},
-                "protocol": {"kind": "cross-device", "train": 8, "val": 4, "test": 4},
-            }
-        },
-        "training": {"lr": 0.1, "batch_size": 20},
-        "methods": {
-            "FedAvg": {"algorithm": "fedavgm", "vary": {}},
-            "Local": {
-                "algorithm": "finetune",
-                "rounds": 0,
-                "before": "FedAvg",
-                "grid": {"finetune_lr": [0.01, 0.5], "finetune_epochs": [0, 5]},
-            },
-            "FT": {
-                **OF_FEDAVG,
-                "algorithm": "finetune",
-                "sizes": True,
-                "grid": {"finetune_epochs": [0, 2, 6]},
-                "vary": {"finetune_epochs": [1, 3], "finetune_lr": [0.01, 0.1]},
-            },
-            "HypCluster": {
-                "algorithm": "hypcluster",
-                "before": "FedAvg",
-                "options": {"warm": 2},
-                "grid": {"k": [2, 3]},
-                "vary": {},
-            },
-            "kNN": {
-                **OF_FEDAVG,
-                "algorithm": "knnper",
-                "grid": {"lam": [0.0, 0.5]},
-                "vary": {"lam": [0.0, 0.5, 1.0]},
-            },
-        },
-    }
-)
-LINEAR = {"data": "synthetic_linear", "n": 6, "model": "linear", "criterion": "half_squared"}
-THIRDS = {"kind": "cross-silo", "val": 0.2, "test": 0.2}
-TUNED = {"choose": "client", "finetune_epochs": 8, "lr_grid": [0.05, 0.2]}
-SILO = complete(
-    {
-        "options": {**LINEAR, "rounds": 8, "eval_every": 0},
-        "seeds": [1, 2],
-        "settings": {"silo": {"partition_options": {"groups": 2}, "protocol": THIRDS}},
-        "model_options": {"zero": True},
-        "training": {"lr": 0.1, "batch_size": 16},
-        "methods": {
-            "Local": {"algorithm": "local"},
-            "FedAvg": {"algorithm": "fedavg"},
-            "FT": {**OF_FEDAVG, "algorithm": "finetune", "options": TUNED},
-            "HypCluster": {"algorithm": "hypcluster", "options": {"k": 2}, "before": "FedAvg"},
-        },
-        "expected": {"silo": {"Local": 0.5}},
-        "checks": {
-            "tolerance": 0.5,
-            "hurt": {"FT": [0, 100]},
-            "largest": {"HypCluster": [50, 50]},
-            "below": {"FedAvg": ["Local", "FT"]},
-            "above": {"FT": ["FedAvg"]},
-        },
-    }
-)
 
 
 def some(plan, *methods, **more):
@@ -111,15 +50,11 @@ def played(plan, folder, draw=False, **choice):
 
 
 def test_a_summary_by_hand():
-    nan = math.nan
-    before = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55, nan])
-    after = torch.tensor([0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55, nan])
-    found = table.summary(after.double(), before.double())
-    want = {"mean": 0.753, "std": 0.1429020644, "hurt": 20, "worst_decile": 0.55}
-    assert found == pytest.approx(want, abs=1e-6)
-    less = torch.tensor([0.1, 0.4, 0.2, 0.3]), torch.tensor([0.2, 0.3, 0.2, 0.2])
-    loss = table.summary(*less, higher_is_better=False)
-    assert (loss["hurt"], loss["worst_decile"]) == (50, pytest.approx(0.4))
+    after, before = torch.tensor([[0.9, 0.5, 0.4, math.nan], [0.8, 0.6, 0.5, math.nan]])
+    want = {"mean": 0.6, "std": 0.2160247, "hurt": 200 / 3, "worst_decile": 0.4}
+    assert table.summary(after, before) == pytest.approx(want)
+    want |= {"hurt": 100 / 3, "worst_decile": 0.9}
+    assert table.summary(after, before, higher_is_better=False) == pytest.approx(want)
 
 
 class Majority(nn.Module):
@@ -156,28 +91,23 @@ def test_in_and_out_of_distribution_by_hand():
     torch.testing.assert_close(tuned.others[p.report], torch.where(own == 1, pool, 1 - pool))
     # without tuning: scores tie at 0, and the first class is taken
     assert torch.equal(before.own[p.report], 1 - own)
-    with pytest.raises(ValueError, match=r"^option: .*\.$"):
+    with sentence("option: "):
         study.vary(Setup(FedAvg(), setting), state, p, "server_lr", (1,))
 
 
-@pytest.mark.parametrize("relabel", [False, True])
-def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone(relabel):
-    p = cross_device(federation(relabel=relabel), 6, 3, 3)
-    ood = study.out_of_distribution(p, size=10)
-    halves = {
-        j: (i, int(y))
-        for i in p.report.tolist()
-        for j, y in zip(p.data.index["test"][i].tolist(), p.data.labels(i, "test"), strict=True)
-    }
-    pools = [ood.index["test"][i].tolist() for i in p.report.tolist()]
-    assert pools[0] == pools[1] == pools[2] and len(pools[0]) == 10 and set(pools[0]) <= set(halves)
-    x, y = ood.client(int(p.report[0]), "test")
-    assert torch.equal(x, p.data.x[pools[0]]) and y.tolist() == [halves[j][1] for j in pools[0]]
-    for i in (int(p.train[0]), int(p.report[0])):
-        assert torch.equal(ood.client(i, "train")[1], p.data.client(i, "train")[1])
-    assert len(study.out_of_distribution(p, size=10**6).index["test"][int(p.report[0])]) == len(
-        halves
-    )
+def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
+    p = cross_device(federation(relabel=True), 6, 3, 3)
+    some, whole = (study.out_of_distribution(p, size=size) for size in (10, 10**6))
+    report, own, label = p.report.tolist(), p.data.index["test"], {}
+    for i in report:
+        label |= dict(zip(own[i].tolist(), p.data.labels(i, "test").tolist(), strict=True))
+    pool, *others = (some.index["test"][i].tolist() for i in report)
+    assert others == [pool, pool] and len(pool) == 10 and label.keys() >= {*pool}
+    x, y = some.client(report[0], "test")
+    assert torch.equal(x, p.data.x[pool]) and y.tolist() == [label[j] for j in pool]
+    for i in (int(p.train[0]), report[0]):
+        assert torch.equal(some.client(i, "train")[1], p.data.client(i, "train")[1])
+    assert len(whole.index["test"][report[0]]) == len(label)
 
 
 def test_smaller_personalization_sets_reach_the_algorithm():
@@ -226,20 +156,16 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     made, rows, _ = played(DEVICE, tmp_path, draw=True)
     assert list(rows) == ["FedAvg", "Local", "FT", "HypCluster", "kNN"]
     for name in ("FT", "kNN", "HypCluster", "Local"):
-        assert 0 <= rows[name]["hurt"] <= 100
         assert rows[name]["tuned"] == list(DEVICE["methods"][name]["grid"])
     assert rows["Local"]["models"] == 0
     assert rows["FT"]["models"] == rows["FedAvg"]["models"] == 2 * 6 * 4 / 8
-    assert rows["FT"]["largest"] is None
     # two groups that disagree on the labels' names
     assert rows["FT"]["final"] > rows["FedAvg"]["final"]
     assert [r["evaluations"] for r in rows.values()] == [3, 1, 3, 3, 3]
     text = (tmp_path / "table.md").read_text()
-    assert all(w in text for w in ("MiB to 98 %", "| FT ", "finetune_epochs"))
-    assert "best" not in text
+    assert "MiB to 98 %" in text and "finetune_epochs" in text and "best" not in text
     seen = made.runs["device", "HypCluster", ""][0].evaluations[-1]["eval"]
     picked = [c for c in seen["cluster"] if c >= 0]
-    assert [c >= 0 for c in seen["cluster"]] == [v is not None for v in seen["accuracy"]]
     assert rows["HypCluster"]["largest"] == 100 * max(map(picked.count, picked)) / len(picked)
     (task,) = made.tasks["device", "HypCluster", ""]
     simulation, p = made.simulation(task)
@@ -257,13 +183,11 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
 
 
 def test_studies_take_the_buffers_of_the_run(tmp_path, monkeypatch):
-    asked, real = [], study.evaluate
-    monkeypatch.setattr(
-        study, "evaluate", lambda *args: asked.append(args[0].batch_norm) or real(*args)
-    )
+    asked, real = set(), study.evaluate
+    monkeypatch.setattr(study, "evaluate", lambda s, *a: asked.add(s.batch_norm) or real(s, *a))
     local = {**DEVICE["options"], "buffers": "local"}
     played(some(DEVICE, "FedAvg", "FT", options=local), tmp_path, draw=True)
-    assert len(asked) > 6 and set(asked) == {"local"}
+    assert asked == {"local"}
 
 
 def test_a_run_along_the_way_is_what_a_shorter_run_ends_with(tmp_path):
@@ -272,10 +196,9 @@ def test_a_run_along_the_way_is_what_a_shorter_run_ends_with(tmp_path):
     long = played(plan, tmp_path / "a")[0]
     short = played({**plan, "options": plan["options"] | {"rounds": 2}}, tmp_path / "b")[0]
     for key, (run,) in short.runs.items():
-        other = long.runs[key][0]
+        (other,) = long.runs[key]
         assert run.evaluations[-1]["eval"] == other.evaluations[0]["eval"]
-        at = [line["round"] for line in other.rounds].index(2)
-        assert run.sent()[-1] == other.sent()[at] > 0
+        assert run.sent()[-1] in other.sent()[:-1]
 
 
 def told(rows):
@@ -300,8 +223,7 @@ def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     cut = tmp_path / "b" / "records" / "silo" / "FedAvg-seed2.jsonl"
     assert read(cut)[0].unfinished and len(read(cut)[0].rounds) == 5
     before = {f: f.stat().st_mtime_ns for f in cut.parent.iterdir() if f != cut}
-    whole_ones = ["FedAvg-seed1.jsonl", "FedAvg-seed1.pt", "Local-seed1.jsonl", "Local-seed2.jsonl"]
-    assert sorted(f.name for f in before) == whole_ones
+    assert len(before) == 4  # two of Local, and FedAvg's first with its states
     _, again, _ = played(SILO, tmp_path / "b")
     assert {f: f.stat().st_mtime_ns for f in before} == before and told(again) == told(whole)
     # without its states a run that others build upon is not whole
@@ -332,26 +254,24 @@ def test_a_run_that_diverged_is_over_and_one_that_broke_is_not(tmp_path, monkeyp
     assert run.unfinished and run.stopped.startswith("ZeroDivisionError")
 
 
+SLOWER = {"FedAvg": {"algorithm": "fedavg", "options": {"server_lr": 0.5}}}
+
+
 @pytest.mark.parametrize(
-    "change",
+    "key, change",
     [
-        {"options": {**SILO["options"], "participation": 0.5}},
-        {
-            "methods": {
-                **SILO["methods"],
-                "FedAvg": {"algorithm": "fedavg", "options": {"server_lr": 0.5}},
-            }
-        },
-        {"settings": {"silo": {**SILO["settings"]["silo"], "protocol": {"kind": "cross-silo"}}}},
+        ("options", {"participation": 0.5}),
+        ("methods", SLOWER),
+        ("settings", {"silo": {"protocol": {"kind": "cross-silo"}}}),
     ],
 )
-def test_a_digest_counts_all_that_a_run_depends_on(change):
+def test_a_digest_counts_all_that_a_run_depends_on(key, change):
     """What a method builds upon with it: another server_lr of FedAvg is another fine-tuning."""
 
     def digests(plan, **more):
         return {(t.method, t.options.seed): t.digest for t in tasks(plan, **more)}
 
-    a, b = digests(SILO), digests({**SILO, **change})
+    a, b = digests(SILO), digests({**SILO, key: SILO[key] | change})
     assert len(set(a.values())) == len(a)
     assert {m for (m, s) in a if a[m, s] != b[m, s]} >= {"FedAvg", "FT"}
     assert digests(SILO, workers=1) == a
@@ -360,15 +280,12 @@ def test_a_digest_counts_all_that_a_run_depends_on(change):
 def test_what_must_hold_is_checked(tmp_path):
     made, rows, checks = played(SILO, tmp_path)
     assert [good for good, _ in checks] == [True] * 6
-    assert rows["Local"]["models"] == 0 and rows["Local"]["seeds"] == 2
     after = [r.last() for r in made.runs["silo", "FT", ""]]
-    assert all(v.isfinite().all() and len(v) == 6 for v in after)
     means, ft = [v.mean().item() for v in after], rows["FT"]
     assert ft["measure"] == "loss" and ft["by_seed"] == pytest.approx(means)
     assert ft["final_std"] == pytest.approx(abs(means[0] - means[1]) / 2)
     assert ft["std"] == pytest.approx(sum(v.std(correction=0).item() for v in after) / 2)
-    checks = {"tolerance": 1e-9, "below": {"Local": ["FedAvg"]}}
-    worse = {**SILO, "checks": checks}
+    worse = {**SILO, "checks": {"tolerance": 1e-9, "below": {"Local": ["FedAvg"]}}}
     _, _, checks = played(worse, tmp_path, methods=["Local", "FedAvg"])
     assert [good for good, _ in checks] == [False, False]
     assert (tmp_path / "table.md").read_text().count("FAILS") == 2
@@ -424,34 +341,33 @@ def test_near_enough_is_two_percent_worse():
     assert (goal_of(0.5, True), goal_of(0.5, False)) == pytest.approx((0.49, 0.51))
 
 
-A = {"algorithm": "fedavg"}
+# what of a plan is changed, and what is said of it
+BAD = """\
+{"method": {}} | plan: .*method
+{"methods": {}} | plan: expected methods and settings
+{"options": {"speed": 1}} | options: .*speed
+{"methods": {"A": {"algorithm": "nothing"}}} | method 'A': algorithm: .*nothing
+{"methods": {"A": {"algorithm": "fedavg", "per_client": true}}} | method 'A': .*per_client
+{"methods": {"A": {"algorithm": "fedavg", "options": {"speed": 1}}}} | method 'A': .*speed
+{"methods": {"A": {"algorithm": "fedavg", "state_of": "B"}}} | method 'A': .*above it.*'B'
+{"settings": {"a": {"protocol": {"kind": "cross-town"}}}} | protocol: .*cross-town
+{"settings": {"a": {"protocol": {"kind": "cross-silo", "train": 3}}}} | protocol of 'a': .*train
+{"settings": {"a": {"protocol": "cross-silo"}}} | protocol: .*'cross-silo'
+{"settings": ["a"]} | settings: expected a dict, got \\['a'\\]
+{"methods": {"A": "fedavg"}} | method 'A': expected a dict, got 'fedavg'
+{"seeds": []} | seeds: expected a list .*got \\[\\]
+{"seeds": [0.5]} | seeds: .*0\\.5
+{"checks": {"below": {"FedAvgg": ["Local"]}}} | below of checks: expected no keys beside
+{"checks": {"belwo": {}}} | checks: expected no keys beside
+{"methods": {"A, b": {"algorithm": "local"}, "A b": {"algorithm": "local"}}} | methods: .* as files
+"""
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"method": {}}, "plan: .*method"),
-        ({"methods": {}}, "plan: expected methods and settings"),
-        ({"options": {"speed": 1}}, "options: .*speed"),
-        ({"methods": {"A": {"algorithm": "nothing"}}}, "method 'A': algorithm: .*nothing"),
-        ({"methods": {"A": {**A, "per_client": True}}}, "method 'A': .*per_client"),
-        ({"methods": {"A": {**A, "options": {"speed": 1}}}}, "method 'A': .*speed"),
-        ({"methods": {"A": {**A, "state_of": "B"}, "B": A}}, "method 'A': .*above it.*'B'"),
-        ({"settings": {"a": {"protocol": {"kind": "cross-town"}}}}, "protocol: .*cross-town"),
-        ({"settings": {"a": {"protocol": {**THIRDS, "train": 3}}}}, "protocol of 'a': .*train"),
-        ({"settings": {"a": {"protocol": "cross-silo"}}}, "protocol: .*'cross-silo'"),
-        ({"settings": ["a"]}, r"settings: expected a dict, got \['a'\]"),
-        ({"methods": {"A": "fedavg"}}, "method 'A': expected a dict, got 'fedavg'"),
-        ({"seeds": []}, r"seeds: expected a list .*got \[\]"),
-        ({"seeds": [0.5]}, r"seeds: .*0\.5"),
-        ({"checks": {"below": {"FedAvgg": ["Local"]}}}, "below of checks: expected no keys beside"),
-        ({"checks": {"belwo": {}}}, "checks: expected no keys beside"),
-        ({"methods": {"FT, a": A, "FT a": A}}, "methods: expected names that differ as files"),
-    ],
-)
-def test_bad_plans_are_one_sentence(change, words):
-    with pytest.raises(ValueError, match=rf"^{words}[^\n]*\.$"):
-        tasks(complete({**SILO, "expected": {}, "checks": {}, **change}))
+@pytest.mark.parametrize("line", BAD.splitlines())
+def test_bad_plans_are_one_sentence(line):
+    change, words = line.split(" | ")
+    with sentence(words):
+        tasks(complete({**SILO, "expected": {}, "checks": {}, **json.loads(change)}))
 
 
 @pytest.fixture
@@ -466,10 +382,9 @@ def test_school_splits_are_those_of_the_paper(whole_school):
     for task in tasks(load("motley-school"), seeds=2, methods=["Local"]):
         data, seed = task.protocol().data, task.options.seed
         for i in (0, 138):
-            n = int(whole_school.size()[i])
-            order = np.random.RandomState(seed).permutation(n)[: math.ceil(0.15 * n)]
-            held = whole_school.index["train"][i][torch.from_numpy(order)]
-            assert torch.equal(data.index["test"][i], held)
+            rows = whole_school.index["train"][i]
+            order = np.random.RandomState(seed).permutation(len(rows))
+            assert torch.equal(data.index["test"][i], rows[order[: math.ceil(0.15 * len(rows))]])
         assert seed in (100, 1100) and (int(data.size().min()), data.n) == (14, 139)
 
 
@@ -490,9 +405,8 @@ def test_data_with_a_test_split_of_its_own_is_divided_by_each_runs_seed():
 def test_fewer_rounds_keep_the_warm_parts():
     plan, said = shortened(load("motley-school"), 60)
     methods = plan["methods"]
-    assert (
-        methods["HypCluster"]["options"]["warm"] == 12 and methods["MOCHA, omega"]["rounds"] == 120
-    )
+    assert methods["HypCluster"]["options"]["warm"] == 12
+    assert methods["MOCHA, omega"]["rounds"] == 120
     assert said == ["HypCluster: 12 warm rounds of 60, as 100 of 501."]
     assert not plan["expected"] and not plan["checks"]
     # settings with rounds of their own, too
@@ -505,22 +419,19 @@ def test_the_command_line_plays_a_plan(tmp_path, capsys):
     pytest.importorskip("tyro")
     plan = tmp_path / "small.json"
     plan.write_text(json.dumps({**SILO, "checks": {"below": {"FT": ["FedAvg"]}}}))
-    for code, more, said in (
-        (0, "--rounds 4 --seeds 3", ("| FT ", "3 seed(s)", "4 rounds")),
-        (1, "", ["FAILS: FedAvg below FT"]),
+    for code, more, *said in (
+        (0, "--rounds 4 --seeds 3", "| FT ", "3 seed(s)", "4 rounds"),
+        (1, "", "FAILS: FedAvg below FT"),
     ):
-        asked = f"{plan} --out {tmp_path / str(code)} --quiet --methods FT Local {more}"
-        assert main(["reproduce", *asked.split()]) == code
+        asked = f"reproduce {plan} --out {tmp_path}/{code} --quiet --methods FT Local {more}"
+        assert main(asked.split()) == code
         text = capsys.readouterr().out
         assert all(words in text for words in said)
 
 
-@pytest.mark.parametrize(
-    ("given", "seeds", "want"),
-    [([1, 3], None, [1, 3]), ([1, 3], 1, [1]), ([1, 3], 4, [1, 3, 5, 7]), ([0], 3, [0, 1, 2])],
-)
-def test_further_seeds_go_on_as_the_plans_do(given, seeds, want):
-    assert seeds_of(given, seeds) == want
+def test_further_seeds_go_on_as_the_plans_do():
+    found = [seeds_of([1, 3], seeds) for seeds in (None, 1, 4)]
+    assert found == [[1, 3], [1], [1, 3, 5, 7]] and seeds_of([0], 3) == [0, 1, 2]
 
 
 @pytest.mark.deep("a whole table of a paper")

@@ -7,12 +7,12 @@ import torch
 import torch.nn as nn
 from doors import strengths
 from methods import FactorizedWaffle
+from small import near
 
 from bench.papers import privacy
 from pflcore import Federation, Net, Training
 from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import factorize
-from pflcore.nn.models import model_for
 
 D = torch.float64
 
@@ -43,19 +43,14 @@ def test_accuracy_and_f1():
 
 
 def test_auc_and_true_positives_against_counting():
-    gen = torch.Generator().manual_seed(0)
-    member = torch.rand(400, generator=gen) < 0.5
-    score = (torch.randn(400, generator=gen) + member).mul(4).round()  # many ties
+    member = torch.rand(400) < 0.5
+    score = (torch.randn(400) + member).mul(4).round()  # many ties
     inside, out = score[member], score[~member]
     pairs = (inside[:, None] > out).double() + 0.5 * (inside[:, None] == out).double()
     got = privacy.measures(score, member)
     assert got["auc"] == pytest.approx(pairs.mean().item())
-    allowed = int(0.01 * len(out))
-    best = max(
-        float((inside > t).double().mean())
-        for t in score.unique()
-        if int((out > t).sum()) <= allowed
-    )
+    few = [t for t in score.unique() if (out > t).sum() <= 0.01 * len(out)]
+    best = max((inside > t).double().mean().item() for t in few)
     assert got["tpr"] == pytest.approx(best)
     low, high = privacy.intervals(score, member)["auc"]
     assert low < got["auc"] < high < low + 0.15
@@ -64,9 +59,9 @@ def test_auc_and_true_positives_against_counting():
 # -- what travels ------------------------------------------------------------
 
 
-def caught(algorithm, data, rounds=3, lr=0.3, epochs=20, model=model, batch_size=10):
-    training = Training(lr=lr, batch_size=batch_size, epochs=epochs)
-    return privacy.intercept(algorithm, model, data, training, rounds, workers=1)
+def caught(algorithm, data, lr=0.3, epochs=20):
+    training = Training(lr=lr, batch_size=10, epochs=epochs)
+    return privacy.intercept(algorithm, model, data, training, 3, workers=1)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "feddwa", "scaffold", "fedfomo", "factorized_waffle"])
@@ -87,7 +82,7 @@ def member_inference(name="fedavg", pool=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    "call, sentence",
     [
         (lambda: caught(ALGORITHMS["local"](), federation()), "algorithm: its upload (nothing) sh"),
         (lambda: caught(ALGORITHMS["mrmtl"](), federation()), "algorithm: MR-MTL uploads how far"),
@@ -99,11 +94,8 @@ def member_inference(name="fedavg", pool=None, **options):
             lambda: member_inference(pool=noise(200), clients=2, samples=400),
             "samples: expected at most 11 of these data a client, got 400",
         ),
-        *[
-            (lambda option=option: member_inference(**option), f"{key}: expected a whole number")
-            for option in ({"clients": 0}, {"shadows": -1})
-            for key in option
-        ],
+        (lambda: member_inference(clients=0), "clients: expected a whole number"),
+        (lambda: member_inference(shadows=-1), "shadows: expected a whole number"),
     ],
 )
 def test_what_cannot_be_attacked_is_one_sentence(call, sentence):
@@ -170,50 +162,34 @@ def test_a_model_that_learned_nothing_gives_nothing_away():
         assert low - 0.02 < 0.5 < high + 0.02 and abs(verdict.value["accuracy"] - 0.5) < 0.15
 
 
-def test_every_view_of_a_dictionary_is_attacked():
-    names = {"random", "adaptive", "own"}
-    small = dict(samples=20, shadows=1, ratios=2, names=tuple(names))
-    found = attack(FactorizedWaffle(ranks=(20,)), 2, 0.3, **small)
-    assert len(found) == 6 and {view for view, _ in found} == names
-    # what never travels knows the client's data best
-    assert found["own", "LiRA"].train > found["random", "LiRA"].train
-
-
 def test_lira_is_the_likelihood_ratio():
-    gen = torch.Generator().manual_seed(0)
-    inside = torch.rand(200, 300, generator=gen) < 0.5
-    centre = torch.randn(300, generator=gen)
-    shadow = (
-        centre
-        + torch.where(inside, 1.0, 0.0)
-        + torch.randn(200, 300, generator=gen) * torch.where(inside, 0.5, 0.8)
-    )
+    inside = torch.rand(200, 300) < 0.5
+    centre = torch.randn(300)
+    noisy = torch.randn(200, 300) * torch.where(inside, 0.5, 0.8)
+    shadow = centre + inside.float() + noisy
     target = centre + 0.3
     normal = torch.distributions.Normal
     want = normal(centre + 1, 0.5).log_prob(target) - normal(centre, 0.8).log_prob(target)
     got = privacy.lira(shadow, inside, target)
     assert (got - want).abs().mean() < 0.15
-    z, y = torch.randn(5, 4, generator=gen, dtype=D), torch.tensor([0, 1, 2, 3, 0])
+    z, y = torch.randn(5, 4, dtype=D), torch.tensor([0, 1, 2, 3, 0])
     p = z.softmax(1).gather(1, y[:, None])[:, 0]
     torch.testing.assert_close(privacy.confidence(z, y), (p / (1 - p)).log())
 
 
 def test_a_class_that_the_shadows_hardly_know():
     """Its members are judged by the attack model of all classes."""
-    gen = torch.Generator().manual_seed(0)
 
     def records(n, rare):
         y = torch.cat([torch.full((rare,), 2), torch.arange(n - rare) % 2])
         member = torch.arange(n) % 2 == 0
-        z = torch.randn(n, 3, generator=gen)
+        z = torch.randn(n, 3)
         return z.scatter_add(1, y[:, None], 6.0 * member[:, None].float()), y, member
 
     z, y, member = records(400, 10)
     score = privacy.shokri(records(400, 10), (z, y), 3)
-    assert (
-        privacy.measures(score, member)["auc"] > 0.9
-        and privacy.measures(score[:10], member[:10])["auc"] > 0.9
-    )
+    for n in (400, 10):
+        assert privacy.measures(score[:n], member[:n])["auc"] > 0.9
 
 
 # -- inversion ---------------------------------------------------------------
@@ -232,43 +208,22 @@ def test_model_inversion_step_by_step():
         ([-0.0441248030, 0.0441248030, -0.0049027559], 0.4451997505),
         ([-0.0663545269, 0.0663545269, -0.0073727252], None),
     ]
+    begin = torch.zeros(1, 3, dtype=D), torch.tensor([1])
     for steps, (x, p) in enumerate(want):
-        got, sure = privacy.invert(
-            scores, torch.zeros(1, 3, dtype=D), torch.tensor([1]), steps=steps
-        )
-        torch.testing.assert_close(got[0], torch.tensor(x, dtype=D), rtol=1e-7, atol=5e-10)
-        if p is not None:
-            torch.testing.assert_close(sure, torch.tensor([p], dtype=D), rtol=1e-7, atol=5e-10)
+        got, sure = privacy.invert(scores, *begin, steps=steps)
+        near(got[0], x, rtol=1e-7, atol=5e-10)
+        near(sure, sure if p is None else [p], rtol=1e-7, atol=5e-10)
     got, sure = privacy.invert(scores, torch.zeros(2, 3, dtype=D), torch.tensor([0, 1]), lr=2.0)
     # it stops where the model is confident
     assert bool((sure >= 0.99).all()) and bool((sure < 0.995).all())
     for low, high in ((-0.01, 0.02), (torch.full((3,), -0.01, dtype=D), 0.02)):
-        held, _ = privacy.invert(
-            scores, torch.zeros(1, 3, dtype=D), torch.tensor([1]), low=low, high=high
-        )
+        held, _ = privacy.invert(scores, *begin, low=low, high=high)
         assert (float(held.min()), float(held.max())) == pytest.approx((-0.01, 0.02))
 
 
-def test_inversion_of_a_linear_model_finds_the_classes_means():
-    gen = torch.Generator().manual_seed(0)
-    mean = torch.randn(4, 64, generator=gen)
-    y = torch.arange(2000) % 4
-    x = mean[y] + torch.randn(2000, 64, generator=gen)
-    data = Federation(x, y, {"train": [torch.arange(2000)]}, 4)
-    start = model_for("linear", (64,), 4, zero=True)
-    got = caught(ALGORITHMS["fedavg"](), data, 3, 0.05, 1, start, 200)
-    made, sure = privacy.invert(
-        lambda x: got.net(got.row[0], x), torch.zeros(4, 64), torch.arange(4), lr=1.0
-    )
-    shown = mean - mean.mean(0)  # a softmax model knows differences between classes alone
-    assert sure.min() > 0.98
-    assert torch.cosine_similarity(made, shown).min() > 0.9
-
-
 def test_likeness():
-    gen = torch.Generator().manual_seed(0)
-    a = torch.rand(3, 1, 16, 16, generator=gen)
-    b = torch.rand(3, 1, 16, 16, generator=gen)
+    a = torch.rand(3, 1, 16, 16)
+    b = torch.rand(3, 1, 16, 16)
     same, other = (privacy.likeness(a, v, 1.0) for v in (a, b))
     assert same == pytest.approx({"correlation": 1, "ssim": 1, "mse": 0}, abs=1e-5)
     assert abs(other["correlation"]) < 0.2 and other["ssim"] < 0.3

@@ -4,10 +4,12 @@ and counts costs."""
 import json
 import re
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
+from doors import sentence
 from methods import L2C, FedDWA, FedFomo, Mocha
 from places import ROOT
 
@@ -28,18 +30,7 @@ IID = {"iid": {"partition": "iid"}}
 
 
 def plan(tmp_path, **more):
-    made = {
-        "about": "A small plan",
-        "options": DIGITS,
-        "training": {"lr": 0.1, "batch_size": 20},
-        "equal_compute": {"epochs": 2},
-        "settings": IID,
-        "methods": {
-            "FedDWA": {"algorithm": "feddwa", "options": {"k": 2}, "looks_ahead": True},
-            "FedAvg": {"algorithm": "fedavg"},
-            "FedFomo": {"algorithm": "fedfomo"},
-        },
-    }
+    made = json.loads(Path(__file__).with_name("small.json").read_text())
     path = tmp_path / "small.json"
     path.write_text(json.dumps(made | more))
     return str(path)
@@ -82,16 +73,13 @@ def test_rows_records_and_table(tmp_path, capsys):
     assert code == 0
     assert [(r["setting"], r["method"]) for r in rows] == list(product(settings, methods))
     first, second = rows[:2]
-    assert [first[k] for k in ("data", "paper", "seeds", "rounds")] == ["digits", 92.97, 2, 2]
-    assert 0 <= first["final"] <= first["best"] <= 100 and first["best_std"] >= 0
+    assert {"data": "digits", "paper": 92.97, "seeds": 2, "rounds": 2}.items() <= first.items()
     assert second["paper"] is None
     assert (first["models_a_round"], second["models_a_round"]) == pytest.approx((3, 2))
-    out = tmp_path / "out"
-    records = read(out)
-    assert len(records) == 2 * 3 * 2 and all(len(r.rounds) == 2 for r in records)
-    best = [
-        max(r.curve()[1]) for r in read(out / "records" / "two_classes") if r.algorithm == "feddwa"
-    ]
+    records = read(tmp_path / "out")
+    assert len(records) == 2 * 3 * 2
+    classes = read(tmp_path / "out" / "records" / "two_classes")
+    best = [max(r.curve()[1]) for r in classes if r.algorithm == "feddwa"]
     assert first["best"] == pytest.approx(50 * sum(best))
     said = capsys.readouterr().out
     assert all(words in said for words in ("| FedDWA ", "92.97", "selected on test data"))
@@ -119,7 +107,7 @@ def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeyp
 
 
 def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_path):
-    """As WAFFLE's Table 1: client 0's accuracy, the paper's number with its deviation; Local's
+    """As WAFFLE's Table 1: one client's accuracy, the paper's number with its deviation; Local's
     target needs nobody else."""
     erosion = {"algorithm": "weight_erosion", "options": {"p_s": 1.0}}
     given = {
@@ -142,13 +130,6 @@ def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_pa
     text = (tmp_path / "out" / "table.md").read_text()
     assert (rows[0]["paper"], rows[0]["paper_std"]) == (92.5, 0.25)
     assert "92.50 ± 0.25" in text and "of the target alone" in text
-    (task, *_) = plans.tasks(plans.load(plan(tmp_path, **given)))
-
-    def layers():
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-
-    everybody = task.job.simulation(task.protocol().data, layers).run()
-    assert everybody.rounds[-1]["eval"]["accuracy"][2] == rows[0]["final"] / 100
 
 
 def test_what_is_there_is_not_played_again_nor_overwritten_by_something_else(
@@ -156,17 +137,14 @@ def test_what_is_there_is_not_played_again_nor_overwritten_by_something_else(
 ):
     assert command(tmp_path, "--methods", "FedAvg")[0] == 0
     path = tmp_path / "out" / "records" / "iid" / "FedAvg-seed0.jsonl"
-    before = path.read_bytes()
     again = watch(monkeypatch, Simulation, "run", lambda self, *_: self.name)
-    assert command(tmp_path)[0] == 0
-    assert again == ["feddwa", "fedfomo"] and path.read_bytes() == before
     # the process was killed here
-    path.write_bytes(b"\n".join(before.splitlines()[:2]) + b'\n{"round": 2, "cut off')
-    again.clear()
-    assert command(tmp_path)[0] == 0 and again == ["fedavg"]
-    last = read(path)[0].rounds[-1]["eval"]
-    assert last == json.loads(before.splitlines()[-1])["eval"]
+    head, first, _ = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(head + first + b'{"round": 2, "cut off')
+    assert command(tmp_path, "--methods", "FedAvg")[0] == 0 and again == ["fedavg"]
     before = path.read_bytes()
+    assert command(tmp_path)[0] == 0 and again == ["fedavg", "feddwa", "fedfomo"]
+    assert path.read_bytes() == before
     assert command(tmp_path, "--methods", "FedAvg", "--rounds", "3")[0] == 2
     assert "other options" in capsys.readouterr().err and path.read_bytes() == before
 
@@ -201,28 +179,28 @@ def test_a_grid_is_chosen_on_validation_data(tmp_path, monkeypatch):
     assert command(tmp_path, "--seeds", "2", methods=methods)[0] == 0 and not splits
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["nothing"], "name: expected one of factorized-"),
-        ([], "--list"),
-        (["feddwa-table1", "--methods", "FedSomething"], "methods: expected some of FedDWA"),
-        (["feddwa-table1", "--settings", "pathologic"], "settings: expected some of pathological"),
-        (["feddwa-table1", "--rounds", "0"], "rounds: expected at least 1, got 0."),
-        (["feddwa-table1", "--seeds", "0"], "seeds: expected at least 1, got 0."),
-        (["motley-school", "--equal-compute"], "equal_compute: expected a plan that says"),
-    ],
-)
-def test_wrong_names_are_a_sentence(argv, message, capsys):
-    assert cli.main(["reproduce", *argv]) == 2
-    assert message in capsys.readouterr().err
+WRONG = """\
+reproduce nothing | name: expected one of factorized-
+reproduce | --list
+reproduce feddwa-table1 --methods FedSomething | methods: expected some of FedDWA
+reproduce feddwa-table1 --settings pathologic | settings: expected some of pathological
+reproduce feddwa-table1 --rounds 0 | rounds: expected at least 1, got 0.
+reproduce feddwa-table1 --seeds 0 | seeds: expected at least 1, got 0.
+reproduce motley-school --equal-compute | equal_compute: expected a plan that says
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.splitlines())
+def test_wrong_names_are_a_sentence(line, capsys):
+    words, said = line.split(" | ")
+    assert cli.main(words.split()) == 2 and said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("like", ["no-such-plan", "self.json", 3])
 def test_a_plan_is_like_one_that_is_there(like, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "self.json").write_text(json.dumps({"like": like}))
-    with pytest.raises(ValueError, match=r"^like: expected one of factorized-alpha, .*, got "):
+    with sentence("like: expected one of factorized-alpha, .*, got "):
         plans.load("self.json")
 
 
@@ -274,8 +252,7 @@ def test_costs_are_those_of_the_papers_table():
     head = (nn.Flatten(), nn.Linear(144, 300), nn.ReLU(), nn.Linear(300, 5))
     net = Net(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), *head))
     algorithms = (FedAvg(), FedDWA(), FedFomo(m=3), L2C(), Mocha(outer=1))
-    size = {"n": 7, "samples": 100, "batch_size": 8}
-    found = [costs.cost(a, net, (1, 8, 8), 5, **size) for a in algorithms]
+    found = [costs.cost(a, net, (1, 8, 8), 5, n=7, samples=100, batch_size=8) for a in algorithms]
     avg, dwa, fomo, l2c, mocha = found
     models = [(round(c.models_down, 1), round(c.models_up, 1)) for c in found[:4]]
     assert models == [(1, 1), (1, 2), (3, 1), (7, 1)]
@@ -305,19 +282,15 @@ def test_a_plan_that_counts_costs(tmp_path, capsys):
 # figures --------------------------------------------------------------------
 
 
-def weighted(rounds=6, n=8):
+def weighted(rounds=6):
     lines = [{"header": {"algorithm": "feddwa"}}]
     for r in range(1, rounds + 1):
-        w = torch.eye(n) + r * (torch.arange(n)[:, None] // 4 == torch.arange(n) // 4)
-        report = {"weights": (w / w.sum(1, keepdim=True)).tolist()}
-        lines.append({"round": r, "algorithm": "feddwa", "report": report, "eval": None})
+        lines.append({"round": r, "report": {"weights": torch.eye(8).tolist()}, "eval": None})
     return group(lines)[0]
 
 
 def test_the_nearest_and_the_rounds_that_are_shown():
-    w = torch.tensor(
-        [[0.5, 0.3, 0.2, 0.0], [0.25, 0.25, 0.25, 0.25], [0.0, 0.0, 1.0, 0.0], [0.1, 0.4, 0.4, 0.1]]
-    )
+    w = torch.tensor([[5, 3, 2, 0], [1, 1, 1, 1], [0, 0, 1, 0], [1, 4, 4, 1]]) / 10
     found = [row.nonzero()[:, 0].tolist() for row in figures.nearest(w, 2)]
     assert found == [[0, 1], [0, 1], [2], [1, 2]]
     assert [r for r, _ in figures.of_rounds(weighted())] == [1, 2, 3, 6]
@@ -354,7 +327,7 @@ def test_a_grid_of_a_target_is_searched_on_it(tmp_path, monkeypatch):
 
 def test_a_grid_is_searched_without_clip(tmp_path):
     grid = {"A": {"algorithm": "fedavg", "grid": {"server_lr": [1.0]}}}
-    with pytest.raises(ValueError, match=r"^grid: it is searched without clip"):
+    with sentence("grid: it is searched without clip"):
         played(tmp_path, options={"data": "digits", "clip": 1.0}, methods=grid)
 
 

@@ -16,32 +16,22 @@ from pflcore.results.record import LONG, group, plain, read
 
 
 def test_plain_turns_everything_into_json(tmp_path):
-    value = {
-        "t": torch.ones(2, dtype=torch.long),
-        "p": (1, 2.5),
-        3: {"x": torch.tensor(math.inf)},
-        "f": math.sqrt,
-        "s": {"a"},
-        "n": [np.int64(3), np.float32(0.5), np.array(2), np.array([1, 2]), np.float64("nan")],
-    }
-    want = {
-        "t": [1, 1],
-        "p": [1, 2.5],
-        "3": {"x": None},
-        "f": "sqrt",
-        "s": ["a"],
-        "n": [3, 0.5, 2, [1, 2], None],
-    }
-    assert json.loads(json.dumps(plain(value))) == want
+    for value, want in (
+        (torch.ones(2, dtype=torch.long), [1, 1]),
+        ((1, 2.5), [1, 2.5]),
+        ({3: torch.tensor(math.inf)}, {"3": None}),
+        (math.sqrt, "sqrt"),
+        ({"a"}, ["a"]),
+        ([np.int64(3), np.float32(0.5), np.array(2)], [3, 0.5, 2]),
+        ([np.array([1, 2]), np.float64("nan")], [[1, 2], None]),
+    ):
+        assert json.loads(json.dumps(plain(value))) == want
     assert read(write(tmp_path / "record.jsonl", a_run(target=np.int64(1))))[0].target == 1
 
 
 def test_short_lists_stay_in_the_line(tmp_path):
-    short = {
-        "round": 1,
-        "cohort": list(range(LONG)),
-        "report": {"weights": [[1.0, 0.0], [0.0, 1.0]]},
-    }
+    report = {"weights": [[1.0, 0.0], [0.0, 1.0]]}
+    short = {"round": 1, "cohort": list(range(LONG)), "report": report}
     path = write(tmp_path / "r.jsonl", [short])
     assert not (tmp_path / "r.arrays").exists()
     assert json.loads(path.read_text())["cohort"][-1] == LONG - 1
@@ -49,7 +39,7 @@ def test_short_lists_stay_in_the_line(tmp_path):
 
 
 # pictures -------------------------------------------------------------------
-@pytest.mark.parametrize(("classes", "marked"), [(10, 1), (2, 1), (20, 0), (None, 0)])
+@pytest.mark.parametrize("classes, marked", [(10, 1), (2, 1), (20, 0), (None, 0)])
 def test_chance_is_marked_where_the_axis_reaches_it(classes, marked):
     """Of accuracies between 8 and 60 percent."""
     pytest.importorskip("matplotlib")

@@ -84,16 +84,14 @@ def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_its
 @pytest.mark.parametrize("attack", ["label_flip", *STRENGTH])
 def test_an_attacked_run_repeats_itself_and_says_what_it_is(data, attack):
     bad = Adversary(attack, BAD)
-    one, two, clean = (run(data, rounds=2, every=1, adversary=a) for a in (bad, bad, None))
-    h, again, without = one.run(), two.run(), clean.run()
+    one, two, clean = (run(data, rounds=2, every=1, adversary=a).run() for a in (bad, bad, None))
     x = one.state.server["x"]
     assert torch.equal(x, two.state.server["x"]) and not torch.equal(x, clean.state.server["x"])
     said = {"attack": attack, "clients": [*BAD], "strength": STRENGTH.get(attack)}
-    assert h.header["adversary"] == said and "adversary" not in without.header
-    assert torch.equal(h.series("size")[1][0] > 0, torch.tensor([i not in BAD for i in range(N)]))
-    text, other = (table(group(x.lines())) for x in (h, without))
-    assert f"{attack} by clients 8, 9" in text and " by client" not in other
-    assert again.series("loss")[1].nansum() == h.series("loss")[1].nansum()
+    assert one.header["adversary"] == said and "adversary" not in clean.header
+    assert torch.equal(one.series("size")[1][0] > 0, torch.tensor([i not in BAD for i in range(N)]))
+    assert f"{attack} by clients 8, 9" in table(group(one.lines()))
+    assert " by client" not in table(group(clean.lines()))
 
 
 # defences -------------------------------------------------------------------
@@ -132,7 +130,7 @@ def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name):
     assert mean_of(name, torch.zeros(9, 5)).eq(0).all()
 
 
-@pytest.mark.parametrize(("s", "f"), [(9, 2), (20, 4)])
+@pytest.mark.parametrize("s, f", [(9, 2), (20, 4)])
 def test_figures_of_flower_on_the_same_updates(s, f):
     pytest.importorskip("flwr")
     from flwr.server.strategy import aggregate as flower
@@ -184,8 +182,8 @@ def test_scaffold_defends_both_of_its_means(name):
 
 @pytest.mark.parametrize("length", [0.0, 1e-30])
 def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
-    for seed in range(40):
-        rows = torch.randn(5, 38, generator=torch.Generator().manual_seed(seed))
+    for _ in range(40):
+        rows = torch.randn(5, 38)
         rows[2] *= length
         _, weight = defended("fltrust", rows, torch.full((1, 5), 0.2, dtype=torch.float64), 1, 0)
         assert weight[0, 2] == 0 and bool(weight.isfinite().all()) and weight.sum() < 20
@@ -193,7 +191,7 @@ def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
 
 @pytest.mark.parametrize("s", [1, 2, 3, 8, 33])
 def test_columns_are_sorted_whatever_their_number(s):
-    rows = torch.randn(s, 50, generator=torch.Generator().manual_seed(s))
+    rows = torch.randn(s, 50)
     assert torch.equal(torch.stack(ascending(rows)), rows.sort(0).values)
     many = rows.repeat(1, BLOCK // 40)
     found = defended("median", many, torch.full((1, s), 1 / s), 0, 0)[0]

@@ -6,7 +6,7 @@ from pflcore.simulation.interrupts import unbroken
 
 
 def test_signals_of_a_program_that_answers_them_itself_reach_it():
-    came: list[int] = []
+    came = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
         with unbroken():
