@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from bench.problem import Problem, cohorts, fits, generator, models, on_cpu, relative
 from pflcore import ops
@@ -51,8 +50,6 @@ def problem(size: dict[str, int]) -> Problem | None:
     else:
         # what a code base without a sparse form does
         providers["torch.mm"] = lambda: torch.mm(dense.float(), x, out=out)
-        how: dict[str, Any] = {"mode": "sum", "per_sample_weights": weight}
-        providers["embedding_bag"] = lambda: F.embedding_bag(at, x, **how)
     used = len(at.unique())
     return Problem(
         "aggregate",

@@ -10,7 +10,7 @@ from bench.problem import Problem
 from bench.workload import Workload, federation
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.nn.models import model_for
-from pflcore.train import Clients, Net, Training, prepared
+from pflcore.train import Clients, Net, prepared
 
 CLIENTS = 10
 
@@ -22,15 +22,15 @@ def sizes(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def problem(size: dict[str, Any]) -> Problem:
-    w = Workload("", "mlp", "made up", CLIENTS, CLIENTS, CLIENTS * size["images"], 0)
-    data, training = federation(w), Training(lr=0.04, batch_size=10)
+    w = Workload("", "mlp", "made up", CLIENTS, CLIENTS, CLIENTS * size["images"], 0, 10, 0.04)
     waffle = FactorizedWaffle(ranks=(120,))
     dense = Net(lambda: model_for("mlp", (1, 28, 28), 10, bias=False))
     factorized = waffle.prepare(dense)
 
     def cohort(net: Net) -> tuple[Clients, torch.Tensor]:
         """All clients, and the model of each."""
-        s, buffers = prepared(net, data, training), net.b0.expand(CLIENTS, -1).clone()
+        s = prepared(net, federation(w), w.training)
+        buffers = net.b0.expand(CLIENTS, -1).clone()
         return Clients(s, torch.arange(CLIENTS), 1, buffers), net.w0.repeat(CLIENTS, 1)
 
     (on_dense, rows), (on_factors, factors) = cohort(dense), cohort(factorized)

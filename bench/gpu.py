@@ -12,19 +12,16 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import bench
 from bench import table
 from bench.problem import Problem, fits, models, parsed
-from pflcore import Evaluation, Hardware, Simulation, Training, ops
-from pflcore.data import Federation
-from pflcore.nn.models import lenet5
+from bench.workload import Workload, epoch, federation, simulation
+from pflcore import Hardware, ops
 
 CARD = "cuda"
 OPS = ("sqdist", "aggregate", "weights", "sgd", "rank1")
@@ -101,29 +98,15 @@ def of_the_card(quick: bool) -> Iterator[Problem]:
 def whole_round(n: int = 100, count: int = 600) -> Problem:
     """One round of 100 clients of LeNet-5's size, 600 samples each, B = 32: the vmap engine, and
     one client after another on the same card."""
-    pool = torch.randn(n * count, 1, 28, 28), torch.randint(0, 10, (n * count,))
-    index = list(torch.arange(n * count).split(count))
-    data = Federation(*pool, {"train": index}, 10).to(CARD)
-    build = partial(lenet5, (1, 28, 28), 10)
-    simulation = Simulation(
-        "fedavg",
-        build,
-        data,
-        Training(0.01, 32),
-        rounds=10**6,
-        hardware=Hardware("vmap", device=CARD),
-        evaluation=Evaluation(every=0, split="train"),
-    )
-    rounds = simulation.iterate()
+    w = Workload("", "lenet5", "made up", n, n, n * count, n, 32, 0.01)
+    data = federation(w).to(CARD)
+    rounds = simulation("fedavg", w, hardware=Hardware("vmap", device=CARD)).iterate()
 
     def one_by_one() -> None:
-        for part in index:
-            model = build().to(CARD)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            for batch in part.split(32):
-                optimizer.zero_grad()
-                F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()  # type: ignore
-                optimizer.step()
+        for i in range(n):
+            model = w.build().to(CARD)
+            optimizer = torch.optim.SGD(model.parameters(), lr=w.lr)
+            epoch(model, optimizer, *data.client(i, "train"), w.batch)
 
     calls = {"pflcore": lambda: next(rounds), "one after another": one_by_one}
     return Problem("LeNet-5 round", {"N": n, "n": count, "B": 32, "backward": 1}, calls)
@@ -145,10 +128,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit(f"bench.gpu: torch {torch.__version__} sees no GPU here; nothing was measured.")
     if not ops.backend().cuda:
-        sys.exit(
-            f"bench.gpu: the CUDA kernels are not built ({ops.backend()}); see .ci/cuda_build. "
-            "Nothing was measured."
-        )
+        sys.exit(f"bench.gpu: {ops.backend()}; see .ci/cuda_build. Nothing was measured.")
     machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits())
     measured, _ = table.play(problems(asked.quick), machine, ASIDE, 0.5, 20.0, timer=timed)
     if asked.json:

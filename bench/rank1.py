@@ -54,12 +54,10 @@ def problem(size: dict[str, Any]) -> Problem:
         )
 
     each, passes = n or 1, 3 if backward else 1  # backward takes each of the two products twice
-    calls: dict[str, Any] = {
+    calls = {
         "pflcore": call(lambda x, a, w: ops.rank1_linear(x, a, lam, w)),
         "F.linear twice": call(lambda x, a, w: F.linear(F.linear(x, w) * dense(lam), a)),
     }
-    if n is None:
-        calls["dense weight"] = call(lambda x, a, w: F.linear(x, (a * lam) @ w))
     return Problem(
         "rank1_linear",
         size,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch import Tensor
 from pflcore.algorithms import Algorithm
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.algorithms.fedavg import MRMTL
-from pflcore.check import Count, Whole, checked
+from pflcore.check import Count, Whole, checked, need
 from pflcore.data.federation import Federation
 from pflcore.simulation.round import Setup, begin, sample, step
 from pflcore.train import Clients, Net, Training, prepared
@@ -59,11 +60,8 @@ def intercept(
             "choose another."
         )
     net = algorithm.prepare(Net(model, seed=seed))
-    if net.buffer_names:
-        raise ValueError(
-            "model: expected one without running statistics (batch norm), which never travel; use "
-            "another."
-        )
+    words = "one without running statistics (batch norm), which never travel"
+    need(not net.buffer_names, "model", words, net.buffer_names)
     caught: dict[str, Any] = {}
 
     def train(down: Any, own: Any, clients: Clients) -> Any:
@@ -83,22 +81,20 @@ def intercept(
                 f"training: client(s) {done.dropped} sent updates that are not finite in round "
                 f"{r}; lower the learning rate."
             )
-    down = caught["down"].get("x")
-    down = down if isinstance(down, Tensor) and down.shape[-1] == net.size else None
-    return Upload(net, down, uploaded(caught["up"], down, net.size), caught["own"])
-
-
-def uploaded(up: Mapping[str, Tensor], down: Tensor | None, size: int) -> Tensor:
-    """The models [S, P] that an upload shows: as sent ("w"), or the received model and its change
-    ("delta")."""
-    for key, start in (("w", 0), ("delta", down)):
-        v = up.get(key)
-        if v is not None and start is not None and v.dim() == 2 and v.shape[1] == size:
-            return v + start
-    raise ValueError(
-        f"algorithm: its upload ({', '.join(up) or 'nothing'}) shows no client's model; choose one "
-        "whose clients send a model."
+    # one model for each client
+    down, up = (
+        {k: v for k, v in caught[way].items() if getattr(v, "shape", ())[1:] == (net.size,)}
+        for way in ("down", "up")
     )
+    shown, x = up.get("w"), down.get("x")
+    if shown is None and x is not None and "delta" in up:
+        shown = x + up["delta"]
+    if shown is None:
+        raise ValueError(
+            f"algorithm: its upload ({', '.join(caught['up']) or 'nothing'}) shows no client's "
+            "model; choose one whose clients send a model."
+        )
+    return Upload(net, x, shown, caught["own"])
 
 
 Samples = tuple[Tensor, Tensor]
@@ -188,16 +184,15 @@ def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str,
     `score` [n], higher for members; `member` bool [n].
     """
     yes, score = score > threshold, score.double()
-    hits, false = int((yes & member).sum()), int((yes & ~member).sum())
-    f1 = 2 * hits / max(1, 2 * hits + false + int((~yes & member).sum()))
+    hits, said = int((yes & member).sum()), int(yes.sum() + member.sum())
     out, inside = score[~member].sort().values, score[member]
-    below, up_to = torch.searchsorted(out, inside), torch.searchsorted(out, inside, right=True)
-    auc = float(((below + up_to).double() / 2).mean()) / len(out)  # ties count half
-    limit = out[len(out) - 1 - int(0.01 * len(out))]
+    # ties count half
+    ranks = [torch.searchsorted(out, inside, right=right).double() for right in (False, True)]
+    limit = out[-1 - int(0.01 * len(out))]
     return {
         "accuracy": float((yes == member).double().mean()),
-        "f1": f1,
-        "auc": auc,
+        "f1": 2 * hits / max(1, said),
+        "auc": float(torch.stack(ranks).mean()) / len(out),
         "tpr": float((inside > limit).double().mean()),
     }
 
@@ -269,17 +264,14 @@ def shokri(
     f, g = features(z, y), features(*target)
     mean, std = f.mean(0), f.std(0).clamp(min=1e-6)
     f, g, out = (f - mean) / std, (g - mean) / std, torch.empty(len(target[1]))
-    whole: nn.Module | None = None
+    everybody = cache(lambda: _attack_model(f, member, seed))
     for c in range(classes):
         mine, asked = y == c, target[1] == c
-        if not asked.any():
-            continue
-        if min(int((mine & member).sum()), int((mine & ~member).sum())) < 20:
-            attack = whole = _attack_model(f, member, seed) if whole is None else whole
-        else:
-            attack = _attack_model(f[mine], member[mine], seed)
+        inside, few = member[mine], 20
+        known = few <= inside.sum() <= len(inside) - few
+        attack = _attack_model(f[mine], inside, seed) if known else everybody()
         with torch.no_grad():
-            out[asked] = torch.sigmoid(attack(g[asked])[:, 0])
+            out[asked] = attack(g[asked])[:, 0].sigmoid()
     return out
 
 
@@ -365,14 +357,10 @@ def membership(
     """Plays a federation and attacks every client's upload of the last round, by `shadows` shadow
     federations on other data of the same kind (Shokri) and by `ratios` federations on random halves
     of the candidates (LiRA; 0: not at all)."""
-    x, y = pool
-    need = 2 * samples * clients * (1 + shadows) + samples
-    if need > len(y):
-        raise ValueError(
-            f"samples: expected at most {len(y) // (2 * clients * (1 + shadows) + 1)} of these "
-            f"data a client, got {samples}."
-        )
-    order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))[:need]
+    (x, y), parts = pool, 2 * clients * (1 + shadows) + 1
+    most = len(y) // parts
+    need(samples <= most, "samples", f"at most {most} of these data a client", samples)
+    order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))[: parts * samples]
     known = x[order[:samples]], y[order[:samples]]
     blocks = order[samples:].view(1 + shadows, clients, 2 * samples)
 
