@@ -9,6 +9,7 @@ longer. Times are medians. Where somebody else is faster, the table says so.
 
 import importlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from bench import table
-from bench.problem import Problem, absent, parsed
+from bench.problem import Facts, Problem, absent, parsed
 from pflcore.check import need
 
 Op = Literal[
@@ -72,11 +73,10 @@ def run(options: Options) -> int:
     return 0
 
 
-def ops(options: Options, machine: table.Machine) -> tuple[dict[str, Any], str]:
+def ops(options: Options, machine: table.Machine) -> tuple[Facts, str]:
     """Each op at each size."""
-    budget, patience = (
-        (min(options.seconds, 0.2), 3.0) if options.quick else (options.seconds, 10.0)
-    )
+    budget = min(options.seconds, 0.2 if options.quick else math.inf)
+    patience = 3.0 if options.quick else 10.0
     names = OPS if "all" in options.op else dict.fromkeys(options.op)
     todo = problems(sizes(names, options.quick))
     return table.play(todo, machine, {"limit_ms", "published"}, budget, patience)

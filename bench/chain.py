@@ -1,12 +1,11 @@
 """Local training of whole models: an epoch of all clients in one call, beside the same in torch,
 client after client."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from bench.problem import Problem, relative
+from bench.problem import Problem, Size, Sizes, relative
 from bench.workload import Workload, federation, train
 from pflcore.train import Clients, Net, prepared
 
@@ -19,13 +18,13 @@ WHOLE = (
 )
 
 
-def sizes(quick: bool) -> Iterator[dict[str, Any]]:
+def sizes(quick: bool) -> Sizes:
     for model, data, n, samples in WHOLE[:3] if quick else WHOLE:
         few = {"N": min(n, 10), "n": 100} if quick else {"N": n, "n": samples}
         yield {"model": model, "data": data, **few}
 
 
-def problem(size: dict[str, Any]) -> Problem:
+def problem(size: Size) -> Problem:
     n = size["N"]
     w = Workload("", size["model"], size["data"], n, n, n * size["n"], 0)
     data, net = federation(w), Net(w.build, seed=0)

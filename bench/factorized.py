@@ -1,12 +1,9 @@
 """Ten clients of WAFFLe's MLP (784-200-10, 120 factors, batches of 10): its layers beside dense
 ones, and with all that it draws."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
-from bench.problem import Problem
+from bench.problem import Problem, Size, Sizes
 from bench.workload import Workload, federation
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.nn.models import model_for
@@ -15,13 +12,13 @@ from pflcore.train import Clients, Net, prepared
 CLIENTS = 10
 
 
-def sizes(quick: bool) -> Iterator[dict[str, Any]]:
+def sizes(quick: bool) -> Sizes:
     """One epoch of `images` made-up images of 1 x 28 x 28 for each of ten clients."""
     for images in (100,) if quick else (100, 480):
         yield {"images": images}
 
 
-def problem(size: dict[str, Any]) -> Problem:
+def problem(size: Size) -> Problem:
     w = Workload("", "mlp", "made up", CLIENTS, CLIENTS, CLIENTS * size["images"], 0, 10, 0.04)
     waffle = FactorizedWaffle(ranks=(120,))
     dense = Net(lambda: model_for("mlp", (1, 28, 28), 10, bias=False))

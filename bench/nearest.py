@@ -1,25 +1,24 @@
 """The nearest among many clients: `nearest` by groups (pflcore) and by all pairs; clusters with
 isotropic noise within."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from bench.problem import Problem, fits
+from bench.problem import Problem, Size, Sizes, fits
 from pflcore import ops
 
 K = 10
 
 
-def sizes(quick: bool) -> Iterator[dict[str, int]]:
+def sizes(quick: bool) -> Sizes:
     """G groups of C clients each."""
     yield {"G": 20, "C": 20, "P": 4001}
     for groups in () if quick else (50, 100):
         yield {"G": groups, "C": groups, "P": 61_706}
 
 
-def problem(size: dict[str, int]) -> Problem | None:
+def problem(size: Size) -> Problem | None:
     """The error is the share of neighbours that are none."""
     groups, n, p = size["G"], size["G"] * size["C"], size["P"]
     if not fits(3 * n * p):

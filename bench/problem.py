@@ -11,11 +11,16 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from pflcore.check import check_fields
 from pflcore.results import optional
 
 FREE = 0.6  # of the machine's free memory may be used by one problem
 
 Call = Callable[[], Any]
+Calls = dict[str, Call]
+Facts = dict[str, Any]
+Size = Facts
+Sizes = Iterator[Size]
 T = TypeVar("T")
 
 
@@ -30,8 +35,8 @@ class Problem:
     result against float64."""
 
     op: str
-    size: Mapping[str, int | float]
-    providers: Mapping[str, Call]
+    size: Size
+    providers: Calls
     error: Callable[[Any], float | None] = unknown  # relative, None where it is no such number
     reads: int = 0  # bytes that must be read: every input once
     writes: int = 0  # bytes that must be written: the result once
@@ -71,9 +76,11 @@ def absent(why: str) -> Call:
 
 def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | None) -> T:
     """A command's options: a dataclass, whose comments are their help. `--help` and a malformed
-    option end the program (SystemExit 0 and 2)."""
+    option end the program (SystemExit 0 and 2). ValueError where a value is out of bounds."""
     cli = optional("tyro", "'pflcore[cli]'").cli
-    return cli(cls, prog=prog, description=about, args=argv)  # type: ignore[no-any-return]
+    got: T = cli(cls, prog=prog, description=about, args=argv)
+    check_fields(got)
+    return got
 
 
 def fits(*elements: int) -> bool:
@@ -93,16 +100,16 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
-def on_cpu(calls: Mapping[str, Call]) -> Mapping[str, Call]:
+def on_cpu(calls: Calls) -> Calls:
     """Calls that no card knows: none of them where the problem is on one."""
     return calls if torch.get_default_device().type == "cpu" else {}
 
 
-def cohorts(quick: bool) -> Iterator[tuple[int, int]]:
+def cohorts(quick: bool) -> Sizes:
     """N clients' models of P parameters."""
     for n, p in itertools.product((10, 20, 100, 1000), (62_006, 1_000_000, 10_000_000)):
         if n * p <= (2_000_000 if quick else 1_000_000_000):
-            yield n, p
+            yield {"N": n, "P": p}
 
 
 def gram(a: Tensor, b: Tensor) -> Tensor:

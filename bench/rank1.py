@@ -2,18 +2,18 @@
 pass."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.problem import Problem, generator, relative
+from bench.problem import Problem, Size, Sizes, generator, relative
 from pflcore import ops
 
 
-def sizes(quick: bool) -> Iterator[dict[str, Any]]:
+def sizes(quick: bool) -> Sizes:
     """The network of the WAFFLe paper; active: how many of the 120 factors have lam != 0; backward:
     gradients of x and both factors, too."""
     paper = {"I": 784, "F": 120, "O": 200}
@@ -22,7 +22,7 @@ def sizes(quick: bool) -> Iterator[dict[str, Any]]:
         yield {"B": b, **paper, "active": active, "backward": backward}
 
 
-def problem(size: dict[str, Any]) -> Problem:
+def problem(size: Size) -> Problem:
     """With "N" in the size so many clients, each with a lam of its own."""
     b, i, f, o = (size[letter] for letter in "BIFO")
     n, active, backward, gen = size.get("N"), size["active"], bool(size["backward"]), generator()

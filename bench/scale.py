@@ -12,11 +12,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from bench.problem import Facts
 from bench.table import Table, clock
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
@@ -37,9 +37,9 @@ def sizes(quick: bool) -> Iterator[tuple[str, int]]:
     yield from itertools.product(ALGORITHMS, [10**k for k in range(2, 5 if quick else 7)])
 
 
-def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[dict[str, Any]], str]:
+def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], str]:
     """Prints a line for each; with `plot` a picture too. Gives the measurements and the table."""
-    table, rows = Table(HEAD), dict[str, list[dict[str, Any]]]()
+    table, rows = Table(HEAD), dict[str, list[Facts]]()
     for name, n in sizes(quick):
         command = [sys.executable, "-m", "bench.scale", name, str(n), str(seconds)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -60,7 +60,7 @@ def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[dict[str, 
     return [row for mine in rows.values() for row in mine], table.text()
 
 
-def growth(rows: list[dict[str, Any]]) -> str:
+def growth(rows: list[Facts]) -> str:
     """How one algorithm's numbers grow with N, as exponents of N: slopes of the least-squares lines
     through their logarithms."""
     if len(rows) < 2:
@@ -72,7 +72,7 @@ def growth(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def draw(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def draw(rows: dict[str, list[Facts]], path: Path) -> None:
     """Time, memory and record against the number of clients, a line for each algorithm."""
     figure, axes = figure_of(13, 4, 3)
     units = {"least": "ms a round", "rss": "RssAnon, MB", "bytes": "bytes of record a round"}
@@ -84,7 +84,7 @@ def draw(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
     save(figure, path)
 
 
-def one(name: str, n: int, seconds: float) -> dict[str, Any]:
+def one(name: str, n: int, seconds: float) -> Facts:
     """Rounds of one algorithm for about so long."""
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(n * SAMPLES, INPUTS, generator=gen)

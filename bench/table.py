@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import pflcore
-from bench.problem import Absent, Measured, Problem
+from bench.problem import Absent, Facts, Measured, Problem
 from pflcore.results.table import markdown as _markdown
 
 Timer = Callable[[Callable[[], Any], float], tuple[list[float], Any]]
@@ -27,7 +27,7 @@ class Row:
     """One provider at one problem."""
 
     op: str
-    size: dict[str, Any]
+    size: Facts
     provider: str
     ms: float | None = None  # median
     runs: int = 0
@@ -220,7 +220,7 @@ def play(
     patience: float,
     about: Sequence[str] = (),
     timer: Timer | None = None,
-) -> tuple[dict[str, Any], str]:
+) -> tuple[Facts, str]:
     """Prints a table of every problem's rows, each as soon as it is measured (see `measure`),
     without the columns `aside`. Gives the measurements and the table."""
     columns = {k: v for k, v in COLUMNS.items() if k not in aside}

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from bench.papers import privacy
 from bench.papers.figures import grid
-from bench.problem import parsed
+from bench.problem import Facts, parsed
 from bench.table import markdown
-from pflcore.check import Count, Whole, check_fields, need
+from pflcore.check import Count, Whole, need
 from pflcore.cli.experiment import algorithm
 from pflcore.data import Federation, load
 from pflcore.data.sources import Source
@@ -58,7 +58,6 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     got = parsed(Options, "pflcore attack", __doc__, argv)
-    check_fields(got)
     need(got.shadows or got.ratios, "shadows, ratios", "at least one federation for one of them", 0)
     ranks = {"factorized_waffle": {"ranks": got.ranks}}
     attacked = {n: algorithm(n, ranks.get(n)) for n in got.algorithms}
@@ -72,11 +71,11 @@ def main(argv: Sequence[str]) -> int:
         ) from None
     shape = {k: getattr(got, k) for k in SHAPE if getattr(got, k) not in (None, True)}
     make = partial(model_for, got.model, tuple(source.x_train.shape[1:]), source.classes, **shape)
-    options: dict[str, Any] = {k: getattr(got, k) for k in PLAYED}
+    options: Facts = {k: getattr(got, k) for k in PLAYED}
     asked = {k: str(v) for k, v in vars(got).items() if k not in ASIDE}
     say = (lambda text: None) if got.quiet else partial(print, flush=True)
     oracle: Callable[[Tensor], Tensor] | None = None
-    results: dict[str, Any] = {}
+    results: Facts = {}
     for name, alg in attacked.items():
         done = got.out / f"{name}.json"
         # an interrupted command goes on here

@@ -45,6 +45,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from bench.problem import Facts
 from pflcore.check import need
 from pflcore.cli.experiment import Job, Options, described, federation, jobs
 from pflcore.data import SOURCES, TABULAR
@@ -55,7 +56,7 @@ from pflcore.train.random import STREAM
 
 PLANS = Path(__file__).resolve().parent / "plans"
 Plan = Mapping[str, Any]
-EMPTY: dict[str, Any] = {
+EMPTY: Facts = {
     **dict.fromkeys(("about", "paper", "takes"), ""),
     **{k: {} for k in ("options", "training", "model_options", "settings", "methods", "costs")},
     **{k: {} for k in ("equal_compute", "reported", "expected", "checks")},
@@ -135,7 +136,7 @@ def plans() -> list[str]:
     return sorted(p.stem for p in PLANS.glob("*.json"))
 
 
-def load(name: str) -> dict[str, Any]:
+def load(name: str) -> Facts:
     """A plan by name or path, whole: see `complete`."""
     path = Path(name) if name.endswith(".json") else PLANS / f"{name}.json"
     known = f"one of {', '.join(plans())} (see --list), or a .json file"
@@ -146,7 +147,7 @@ def load(name: str) -> dict[str, Any]:
         raise ValueError(f"name: expected a plan in JSON, got {path} ({e}).") from None
 
 
-def complete(plan: Plan) -> dict[str, Any]:
+def complete(plan: Plan) -> Facts:
     """The plan with every key. ValueError in one sentence for a key that is unknown or missing, or
     a name that nothing bears."""
     _known("plan", plan, EMPTY)
@@ -169,7 +170,7 @@ def complete(plan: Plan) -> dict[str, Any]:
         need(
             len(files) == len(plan[what]), what, "names that differ as files' names", [*plan[what]]
         )
-    above: dict[str, Any] = {}
+    above: Facts = {}
     for name, m in methods.items():
         _known(f"method {name!r}", m, METHOD)
         for key in {"state_of", "before"} & {*m}:
@@ -195,14 +196,14 @@ def _known(what: str, got: Any, keys: Iterable[str]) -> None:
     need(not unknown, what, f"no keys beside {', '.join(sorted(keys))}", unknown)
 
 
-def shortened(plan: Plan, rounds: int) -> tuple[dict[str, Any], list[str]]:
+def shortened(plan: Plan, rounds: int) -> tuple[Facts, list[str]]:
     """The plan with other rounds, and sentences on what they change besides: methods and settings
     with rounds of their own and warm rounds (HypCluster) keep their part of the whole. What must
     come out is of the plan as it stands, and left out."""
     need(rounds >= 1, "rounds", "at least 1", rounds)
     planned, methods, said = plan["options"].get("rounds", Options.rounds), {}, []
 
-    def own(part: Plan, key: str = "rounds", least: int = 1) -> dict[str, Any]:
+    def own(part: Plan, key: str = "rounds", least: int = 1) -> Facts:
         """The part with this number, if it has one, in proportion."""
         if not part.get(key):
             return dict(part)

@@ -16,6 +16,7 @@ from torch import Tensor
 from bench.papers import groups
 from bench.papers.plan import Plan, Task
 from bench.papers.table import Row, rows_of, table, verdicts
+from bench.problem import Facts
 from bench.table import clock, processor
 from pflcore.algorithms.clusters import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
@@ -42,10 +43,10 @@ class Reproduction:
         self.protocols: dict[tuple[str, int | None], Protocol] = {}
         self.kept: dict[Path, list[Kept]] = {}
 
-    def play(self, todo: Sequence[Task]) -> list[dict[str, Any]]:
+    def play(self, todo: Sequence[Task]) -> list[Facts]:
         """Plays what is missing and writes result.json and table.md after every method, so that
         there is a result at any time."""
-        rows: list[dict[str, Any]] = []
+        rows: list[Facts] = []
         for key, group in groupby(todo, lambda task: task.key):
             # states that are evaluated are those of the point that their grid chose
             these = [
@@ -150,7 +151,7 @@ class Reproduction:
         states: list[Kept] = []
         sent = {"bytes_down": 0, "bytes_up": 0}
 
-        def on_round(round: int, line: dict[str, Any]) -> None:
+        def on_round(round: int, line: Facts) -> None:
             for way in sent:
                 sent[way] += line[way]
             if line["eval"] and isinstance(simulation.algorithm, HypCluster | Ensemble):
@@ -220,7 +221,7 @@ def picks(setup: Setup, state: State, clients: Tensor) -> Tensor:
 def later(
     simulation: Simulation,
     states: Sequence[Kept],
-    on_round: Callable[[int, dict[str, Any]], None],
+    on_round: Callable[[int, Facts], None],
 ) -> History:
     """What a run would have been that trained as another did: that one's states, evaluated in this
     algorithm's way."""
@@ -257,11 +258,11 @@ def write(
     (folder / "table.md").write_text(text, encoding="utf-8")
 
 
-def load_states(path: Path, device: str = "cpu") -> dict[str, Any]:
+def load_states(path: Path, device: str = "cpu") -> Facts:
     """Trained states that `torch.save` wrote, read without running what is in them. ValueError in
     one sentence where they are damaged."""
     try:
-        saved: dict[str, Any] = torch.load(path, weights_only=True, map_location=device)
+        saved: Facts = torch.load(path, weights_only=True, map_location=device)
     except Exception as e:  # torch raises many kinds
         raise ValueError(
             f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it holds is "

@@ -18,6 +18,7 @@ from torch import Tensor
 from bench.papers import figures
 from bench.papers.runs import Reproduction
 from bench.papers.table import Row, curve
+from bench.problem import Facts
 from pflcore import FedAvg, Federation, metrics
 from pflcore.data.federation import permutation
 from pflcore.data.roles import Protocol
@@ -109,7 +110,7 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> list[Path]:
     neighbours, weights by round where there is one model, clients in boxes, gains by size, cost,
     and the studies that the plan asks for (studies.json has their numbers); and results against the
     plan's option."""
-    out, studies = list[Path | None](), dict[str, Any]()
+    out, studies = list[Path | None](), Facts()
     for setting in dict.fromkeys(s for s, _, _ in made.runs):
         runs = {
             m: r
@@ -163,7 +164,7 @@ def _trained(
     before: Mapping[str, Tensor],
     unit: str,
     out: list[Path | None],
-) -> dict[str, Any]:
+) -> Facts:
     """The studies of trained states; their pictures are added to `out`."""
     stem = made.folder / slug(setting)
     spread: dict[str, list[tuple[Any, float, float]]] = {}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bench.papers import measures
 from bench.papers.plan import Plan
+from bench.problem import Facts
 from pflcore import metrics
 from pflcore.results.record import Run
 from pflcore.results.table import far_movers, incidents, markdown
@@ -35,12 +36,12 @@ def summary(
     return {**out, "hurt": hurt}
 
 
-def rows_of(plan: Plan, runs: Runs) -> list[dict[str, Any]]:
+def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
     """One row per setting, method and variant."""
     return [_row(plan, runs, *key) for key in runs]
 
 
-def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> dict[str, Any]:
+def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> Facts:
     """Means over seeds; accuracies in percent. `best` is the best round's mean over clients,
     selected on test data as in the papers, `by_size` the same weighted by test samples, `final` the
     last round's."""
