@@ -10,7 +10,7 @@ longer. Times are medians. Where somebody else is faster, the table says so.
 import importlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,14 +19,13 @@ from typing import Any, Literal
 import torch
 
 from bench import table
-from bench.problem import Facts, Problem, absent, parsed
+from bench.problem import Facts, Problem, Size, absent, parsed
 from pflcore.check import need
 
 Op = Literal[
     "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds"
 ]
 OPS = Op.__args__  # type: ignore[attr-defined]
-Size = Mapping[str, Any]
 Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
 
 

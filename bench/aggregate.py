@@ -18,7 +18,6 @@ from bench.problem import (
     relative,
 )
 from pflcore import ops
-from pflcore.ops import reference
 
 NEIGHBOURS = 5
 
@@ -52,7 +51,6 @@ def problem(size: Size) -> Problem | None:
     providers: Calls = {
         "pflcore": lambda: ops.aggregate(x, weight, index, out=out),
         "pflcore, fresh result": lambda: ops.aggregate(x, weight, index),
-        "reference": lambda: reference.aggregate(x, weight, index, None, 1.0, False),
     }
     if index is None:
         providers["torch.mm"] = lambda: torch.mm(weight, x, out=out)

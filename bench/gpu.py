@@ -4,35 +4,32 @@ the same run: the problems of `pflcore bench` on the card, and those that a card
 The limits: bytes that must move, over the bandwidth of a copy of 2 GiB; float32 instructions, over
 the rate of a large float32 matrix product (no TF32). A kernel's limit is the larger of the two
 times. Times are medians over CUDA events. Run `python -m bench.gpu`; `--quick` for small sizes
-only, `--json FILE` to keep the measurements.
+only.
 """
 
 import itertools
-import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import bench
 from bench import table
-from bench.problem import Problem, fits, models, parsed
+from bench.problem import Call, Problem, Size, fits, models
 from bench.workload import Workload, epoch, federation, simulation
 from pflcore import Hardware, ops
 
 CARD = "cuda"
 OPS = ("sqdist", "aggregate", "weights", "sgd", "rank1")
-LARGE: list[tuple[str, bench.Size]] = [  # beside the sizes of `pflcore bench`
+LARGE: list[tuple[str, Size]] = [  # beside the sizes of `pflcore bench`
     ("sgd", {"S": 100, "Q": 10**7, "corrected": full}) for full in (0, 1)
 ]
 for n, i, f, o in ((20, 800, 120, 500), (100, 1600, 200, 384)):
     many = {"N": n, "B": 32, "I": i, "F": f, "O": o, "active": 3 * f // 10}
     LARGE += [("rank1", many | {"backward": back}) for back in (0, 1)]
 ASIDE = {"gb_per_s", "gflop_per_s", "published"}  # columns that are not shown
-Call = Callable[[], Any]
 
 
 def timed(call: Call, budget: float) -> tuple[list[float], Any]:
@@ -117,22 +114,13 @@ def problems(quick: bool) -> Iterator[Problem]:
     yield from of_the_card(quick)
 
 
-@dataclass(frozen=True)
-class Options:
-    quick: bool = False  # small sizes only
-    json: Path | None = None  # write the measurements to this file
-
-
 def main() -> None:
-    asked = parsed(Options, "python -m bench.gpu", __doc__, None)
     if not torch.cuda.is_available():
         sys.exit(f"bench.gpu: torch {torch.__version__} sees no GPU here; nothing was measured.")
     if not ops.backend().cuda:
         sys.exit(f"bench.gpu: {ops.backend()}; see .ci/cuda_build. Nothing was measured.")
     machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits())
-    measured, _ = table.play(problems(asked.quick), machine, ASIDE, 0.5, 20.0, timer=timed)
-    if asked.json:
-        asked.json.write_text(json.dumps(measured, indent=1))
+    table.play(problems("--quick" in sys.argv), machine, ASIDE, 0.5, 20.0, timer=timed)
 
 
 if __name__ == "__main__":

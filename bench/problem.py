@@ -24,11 +24,6 @@ Sizes = Iterator[Size]
 T = TypeVar("T")
 
 
-def unknown(got: Any) -> float | None:
-    """The error of a result of which nobody knows the right one."""
-    return None
-
-
 @dataclass(frozen=True)
 class Problem:
     """One op at one size. `providers` are calls without arguments on the same data; `error` holds a
@@ -37,7 +32,8 @@ class Problem:
     op: str
     size: Size
     providers: Calls
-    error: Callable[[Any], float | None] = unknown  # relative, None where it is no such number
+    # relative, None where nobody knows the right result
+    error: Callable[[Any], float | None] = lambda got: None
     reads: int = 0  # bytes that must be read: every input once
     writes: int = 0  # bytes that must be written: the result once
     operations: float = 0.0  # float32 additions and multiplications that must be done

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bench.problem import Problem, Size, cohorts, fits, gram, models, on_cpu, relative
 from pflcore import ops
-from pflcore.ops import reference
 
 sizes = cohorts
 
@@ -60,7 +59,6 @@ def problem(size: Size) -> Problem | None:
             "pflcore, two operands": lambda: ops.pairwise_sqdist(
                 x, x[:]
             ),  # all N * N pairs are taken
-            "reference": lambda: reference.pairwise_sqdist(x, None),
             "torch.cdist, direct": lambda: cdist("donot_"),
             "torch.cdist, mm": lambda: cdist(""),
             "torch.pdist": lambda: torch.pdist(x).square(),

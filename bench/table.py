@@ -10,16 +10,16 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 import pflcore
-from bench.problem import Absent, Facts, Measured, Problem
+from bench.problem import Absent, Call, Facts, Measured, Problem
 from pflcore.results.table import markdown as _markdown
 
-Timer = Callable[[Callable[[], Any], float], tuple[list[float], Any]]
+Timer = Callable[[Call, float], tuple[list[float], Any]]
 
 
 @dataclass
@@ -94,7 +94,6 @@ class Machine:
     versions: dict[str, str]
     date: str
     load: float | None = None  # processes that wanted to run when it began
-    system: str = field(default_factory=platform.platform)
 
     @staticmethod
     def measure(megabytes: int = 512) -> Machine:
@@ -140,14 +139,14 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def clock(call: Callable[[], Any]) -> tuple[float, Any]:
+def clock(call: Call) -> tuple[float, Any]:
     """Seconds that a call takes, and its result."""
     began = time.perf_counter()
     result = call()
     return time.perf_counter() - began, result
 
 
-def timed(call: Callable[[], Any], budget: float) -> tuple[list[float], Any]:
+def timed(call: Call, budget: float) -> tuple[list[float], Any]:
     """Seconds of each run within about `budget` seconds, after one run that is not counted unless
     it alone takes that long.
 

@@ -20,6 +20,7 @@ from pflcore.cli.experiment import algorithm
 from pflcore.data import Federation, load
 from pflcore.data.sources import Source
 from pflcore.nn.models import model_for
+from pflcore.simulation.checkpoint import lock
 from pflcore.train import Training
 
 SHAPE = ("activation", "pool", "bias")
@@ -63,12 +64,8 @@ def main(argv: Sequence[str]) -> int:
     attacked = {n: algorithm(n, ranks.get(n)) for n in got.algorithms}
     training = Training(lr=got.lr, batch_size=got.batch_size, epochs=got.epochs)
     source = load(got.data)
-    try:
-        got.out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(
-            f"out: expected a folder that can be written, got {got.out} ({e.strerror})."
-        ) from None
+    with lock(got.out):  # it is made
+        pass
     shape = {k: getattr(got, k) for k in SHAPE if getattr(got, k) not in (None, True)}
     make = partial(model_for, got.model, tuple(source.x_train.shape[1:]), source.classes, **shape)
     options: Facts = {k: getattr(got, k) for k in PLAYED}
@@ -158,19 +155,17 @@ def table(results: Mapping[str, Any]) -> str:
     ]
     for name, result in results.items():
         for v in result["membership"]:
-            limits = {k: (100 * low, 100 * high) for k, (low, high) in v["interval"].items()}
-            cells = " | ".join(
-                f"{100 * x:.1f} ({limits[k][0]:.1f} to {limits[k][1]:.1f})"
-                for k, x in v["value"].items()
-            )
+            cells = [
+                f"{100 * x:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+                for x, (low, high) in zip(v["value"].values(), v["interval"].values(), strict=True)
+            ]
             right = f"{100 * v['train']:.1f} | {100 * v['test']:.1f}"
-            rows.append(f"{name} | {v['view']} | {v['attack']} | {cells} | {right}")
+            rows.append(" | ".join([name, v["view"], v["attack"], *cells, right]))
         for view, v in result.get("inversion", {}).items():
-            cells = " | ".join(f"{v[k]:.3f}" for k in LIKENESS)
-            images.append(f"{name} | {view} | {cells}")
-    lines = markdown(rows) + (["", *markdown(images)] if len(images) > 1 else [])
+            images.append(" | ".join([name, view, *(f"{v[k]:.3f}" for k in LIKENESS)]))
+    lines = [*markdown(rows), "", *([*markdown(images), ""] if len(images) > 1 else [])]
     said = (
         "In percent, with 95 % intervals over samples; images against the client's mean of each "
         "class."
     )
-    return "\n".join([*lines, "", said, ""])
+    return "\n".join([*lines, said, ""])

@@ -65,8 +65,8 @@ EMPTY: Facts = {
     "groups": False,
     "like": None,
 }
-TRAINED = {"algorithm", "options", "training", "grid", "before", "rounds", "looks_ahead"}
-METHOD = TRAINED | {"state_of", "vary", "sizes"}
+METHOD = {"algorithm", "options", "training", "grid", "before", "rounds", "looks_ahead"}
+METHOD |= {"state_of", "vary", "sizes"}
 OF_SETTING = ("partition_options", "protocol", "training", "model_options", "method_options")
 CHECKS = {"tolerance", "hurt", "largest", "below", "above"}
 PROTOCOL = {"cross-silo": {"val", "test"}, "cross-device": {"train", "val", "test", "seed"}}

@@ -23,11 +23,11 @@ def look(i: int) -> dict[str, str]:
     return {"color": COLOURS[i % len(COLOURS)], "linestyle": style}
 
 
-def figure_of(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any]]:
-    """A figure with so many panels beside each other."""
+def figure_of(width: float, height: float, panels: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with so many panels beside each other, in so many rows."""
     figures = optional("matplotlib.figure", "'pflcore[plot]'")
     figure = figures.Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+    return figure, [*figure.subplots(rows, panels, squeeze=False).flat]
 
 
 def save(figure: Any, path: str | Path) -> Path:

@@ -72,12 +72,18 @@ class Heat(NamedTuple):
     columns: Tensor
 
 
-def heat_maps(panels: Sequence[Heat], x: str, y: str, path: str | Path) -> Path | None:
-    """Heat maps beside each other; None where there is none."""
+def heat_maps(
+    panels: Sequence[Heat], x: str, y: str, path: str | Path, wide: int = 100
+) -> Path | None:
+    """Heat maps, so many beside each other; None where there is none."""
     if not panels:
         return None
-    figure, axes = figure_of(5.2 * len(panels), 4.0, len(panels))
-    for axis, (title, values, rows, columns) in zip(axes, panels, strict=True):
+    wide = min(wide, len(panels))
+    tall = -(-len(panels) // wide)
+    figure, axes = figure_of(5.2 * wide, 4.0 * tall, wide, tall)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (title, values, rows, columns) in zip(axes, panels, strict=False):
         # a cell is as wide as the gap to the next number
         edges = torch.cat([columns, columns[-1:] + 1]) - 0.5, torch.arange(len(rows) + 1) - 0.5
         image = axis.pcolormesh(
