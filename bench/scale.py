@@ -25,6 +25,7 @@ from pflcore.results.record import Record
 from pflcore.simulation import Evaluation, Simulation
 
 ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")
+ROOT = Path(__file__).parents[1]  # of the checkout
 COHORT, INPUTS, SAMPLES, EVALUATED = 100, 28, 15, 200
 HEAD = (
     "algorithm | clients | ms a round, least | ms a round, median | RssAnon, MB | bytes of record "
@@ -42,7 +43,7 @@ def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], st
     table, rows = Table(HEAD), dict[str, list[Facts]]()
     for name, n in sizes(quick):
         command = [sys.executable, "-m", "bench.scale", name, str(n), str(seconds)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["killed"])[-1]
             table.add(f"{name} | {n:,} | {why} |  |  | ")

@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -50,7 +51,7 @@ from pflcore.check import need
 from pflcore.cli.experiment import Job, Options, described, federation, jobs
 from pflcore.data import SOURCES, TABULAR
 from pflcore.data.roles import SHARES, Protocol, cross_device, cross_silo, everybody
-from pflcore.results.record import plain, slug
+from pflcore.results.record import plain
 from pflcore.train import Training
 from pflcore.train.random import STREAM
 
@@ -130,6 +131,11 @@ class Task:
         if how.pop("kind") == "cross-silo":
             return cross_silo(data, **(how or SHARES), seed=options.seed, standardize=scaled)
         return cross_device(data, **how, standardize=scaled)
+
+
+def slug(text: str) -> str:
+    """The text as a file's name."""
+    return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 
 
 def plans() -> list[str]:

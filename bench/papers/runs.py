@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.papers import groups
-from bench.papers.plan import Plan, Task
+from bench.papers.plan import Plan, Task, slug
 from bench.papers.table import Row, rows_of, table, verdicts
 from bench.problem import Facts
 from bench.table import clock, processor
@@ -22,7 +22,7 @@ from pflcore.algorithms.clusters import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
-from pflcore.results.record import Record, Run, plain, read, slug
+from pflcore.results.record import Record, Run, plain, read
 from pflcore.simulation import History, Simulation
 from pflcore.simulation.checkpoint import replacing
 from pflcore.simulation.round import Setup, State

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.papers import figures
+from bench.papers.plan import slug
 from bench.papers.runs import Reproduction
 from bench.papers.table import Row, by_setting, curve
 from bench.problem import Facts
@@ -21,7 +22,7 @@ from pflcore import FedAvg, Federation, metrics
 from pflcore.data.federation import permutation
 from pflcore.data.roles import Protocol
 from pflcore.results import pictures
-from pflcore.results.record import plain, slug
+from pflcore.results.record import plain
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State
 

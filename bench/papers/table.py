@@ -46,7 +46,6 @@ def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> Fac
     selected on test data as in the papers, `by_size` the same weighted by test samples, `final` the
     last round's."""
     mine, m = runs[setting, method, variant], plan["methods"][method]
-    seen = [r.evaluations[-1]["eval"] for r in mine if r.evaluations]
     measure = next((r.measure for r in mine if r.evaluations), "accuracy")
     scale = 100.0 if measure == "accuracy" else 1.0
     before, trained = (
@@ -60,7 +59,8 @@ def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> Fac
     of_all = {k: metrics.mean([e[k] for e in each]) for k in each[0]}
     over = [_over_rounds(r, measure) for r in mine]
     best, final, by_size = ([scale * v for v in column] for column in zip(*over, strict=True))
-    clusters = [measures.largest_share(e["cluster"]) for e in seen if "cluster" in e]
+    picked = [r.seen["cluster"] for r in mine if "cluster" in r.seen]
+    largest = 100 * metrics.mean([*map(measures.largest_share, picked)]) if picked else None
     head, played = mine[0].header, trained or mine
     row = 4 * head["parameters"]
     sent, many = [float([0, *r.sent()][-1]) for r in mine], len(mine) > 1
@@ -81,7 +81,7 @@ def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> Fac
         "by_seed": final,
         **{k: of_all[k] * scale for k in ("std", "worst_decile")},
         "hurt": of_all.get("hurt"),
-        "largest": 100 * metrics.mean(clusters) if clusters else None,
+        "largest": largest,
         "by_size": metrics.mean(by_size),
         "paper": paper,
         "paper_std": paper_std,
@@ -106,7 +106,7 @@ def _over_rounds(run: Run, measure: str) -> tuple[float, float, float]:
     """The best and the last of the means over clients, and the best weighted by test samples."""
     values, up = run.values(measure)[1], measure == "accuracy"
     means = [metrics.mean(v) for v in values]
-    sized = [metrics.weighted_mean(v, run.evaluations[-1]["eval"]["size"]) for v in values]
+    sized = [metrics.weighted_mean(v, run.seen["size"]) for v in values]
     return metrics.best(means, up).value, metrics.final(means), metrics.best(sized, up).value
 
 

@@ -164,10 +164,9 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     3). None without a baseline run."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
     base = (find(groups, baseline) or [Run()])[0]
-    seen: dict[str, Any] = base.evaluations[-1]["eval"] if base.evaluations else {}
     size, what = base.header.get("size") or [], "training"
     if len(size) != len(base.last()):  # some clients were evaluated, or it is not said
-        size, what = seen.get("size") or [], "test"
+        size, what = base.seen.get("size") or [], "test"
     figure, (axis,) = figure_of(5.6, 4.2)
     for i, (name, (run, *_)) in enumerate(groups.items()):
         if run is not base and 0 < len(run.last()) == len(size):

@@ -125,12 +125,10 @@ def _remarks(groups: dict[str, list[Run]], kept: dict[str, list[Run]]) -> Iterat
 def _hurt(run: Run, base: Run | None, measure: str) -> float:
     """Percent of clients that are worse off than in a run of the same seed; NaN where there is
     none, or other clients were evaluated."""
-    if base is None or not (run.evaluations and base.evaluations):
+    if base is None or not (run.seen and base.seen):
         return math.nan
     keys = (*SETTING, *CUT, "partition_options", "eval_split")
-    (cut, a), (other, b) = (
-        ([r.header.get(k) for k in keys], r.evaluations[-1]["eval"]) for r in (run, base)
-    )
+    (cut, a), (other, b) = (([r.header.get(k) for k in keys], r.seen) for r in (run, base))
     same = a.get("clients") == b.get("clients") and len(a[measure]) == len(b[measure])
     if not same or cut != other:
         return math.nan
@@ -184,7 +182,7 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"stopped after round {run.played}"
     yield from incidents(run)
     lacking = {f"no {k}": run.last(k).isnan() & (run.last("size") > 0) for k in run.extras}
-    if run.evaluations and "loss" in run.evaluations[-1]["eval"]:
+    if "loss" in run.seen:
         lacking = {"no finite loss": run.last("loss").isinf(), **lacking}
     for what, who in lacking.items():
         if count := int(who.sum()):
