@@ -176,7 +176,7 @@ def measure(
     left out, with a note."""
     limit, ours = problem.limit(limits), None
     for provider, call in problem.providers.items():
-        row = Row(problem.op, dict(problem.size), provider)
+        row = Row(problem.op, problem.size, provider)
         row.published = problem.published.get(provider, "")
         # by the rate that the provider reached at other sizes
         expected = problem.operations / rates.get((problem.op, provider), math.inf)
@@ -228,12 +228,10 @@ def play(
     for problem in problems:
         for row in measure(problem, machine.limits, budget, patience, rates, timer):
             rows.append(asdict(row))
-            values = vars(row) | {"size": size_of(row.size)}
+            pairs = row.size.items()
+            words = (str(v) if isinstance(v, str) else f"{k}={v}" for k, v in pairs)
+            values = vars(row) | {"size": " ".join(words)}
             cells = ((values[k], form) for k, (_, form) in columns.items())
             table.add(*("" if value is None else format(value, form) for value, form in cells))
         del problem  # before the next one is made
     return {"machine": asdict(machine), "rows": rows}, table.text()
-
-
-def size_of(size: Mapping[str, Any]) -> str:
-    return " ".join(str(v) if isinstance(v, str) else f"{k}={v}" for k, v in size.items())

@@ -23,15 +23,17 @@ def rows_of(plan: Plan, runs: Runs) -> list[dict[str, Any]]:
     for (setting, method, variant), mine in runs.items():
         head = mine[0].header
         seen = [_measures(100 * r.last("accuracy"), head.get("group")) for r in mine]
-        by_measure = {k: [s[k] for s in seen] for k in seen[0]}
+        ours, std = (
+            {k: of([s[k] for s in seen]) for k in seen[0]} for of in (metrics.mean, metrics.std)
+        )
         row = {
             "method": method,
             "setting": setting,
             "variant": variant,
             "seeds": len(mine),
             **{k: head[k] for k in ("data", "rounds", "options", "parameters")},
-            "ours": {k: metrics.mean(v) for k, v in by_measure.items()},
-            "std": {k: metrics.std(v) for k, v in by_measure.items()},
+            "ours": ours,
+            "std": std,
             "paper": plan["reported"].get(setting, {}).get(method),
             "stopped": next((r.stopped for r in mine if r.stopped), None),
         }

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.papers import groups
+from bench.papers import groups, table
 from bench.papers.plan import Plan, Task, slug
-from bench.papers.table import Row, rows_of, table, verdicts
+from bench.papers.table import Key, Row
 from bench.problem import Facts
 from bench.table import clock, processor
 from pflcore.algorithms.clusters import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
-from pflcore.results.record import Record, Run, plain, read
+from pflcore.results.record import OnRound, Record, Run, plain, read
 from pflcore.simulation import History, Simulation
 from pflcore.simulation.checkpoint import replacing
 from pflcore.simulation.round import Setup, State
@@ -38,8 +38,8 @@ class Reproduction:
 
     def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
         self.plan, self.folder, self.progress = plan, folder, progress
-        self.runs: dict[tuple[str, str, str], list[Run]] = {}
-        self.tasks: dict[tuple[str, str, str], list[Task]] = {}  # with what a grid chose
+        self.runs: dict[Key, list[Run]] = {}
+        self.tasks: dict[Key, list[Task]] = {}  # with what a grid chose
         self.protocols: dict[tuple[str, int | None], Protocol] = {}
         self.kept: dict[Path, list[Kept]] = {}
 
@@ -55,13 +55,9 @@ class Reproduction:
             ]
             self.tasks[key] = self.tuned(these)
             self.runs[key] = [self.run(task) for task in self.tasks[key]]
-            if self.plan["groups"]:
-                rows, checks = groups.rows_of(self.plan, self.runs), []
-                text = groups.table(self.plan, rows)
-            else:
-                rows = rows_of(self.plan, self.runs)
-                checks = verdicts(self.plan, rows)
-                text = table(self.plan, rows, checks)
+            kind = groups if self.plan["groups"] else table
+            rows = kind.rows_of(self.plan, self.runs)
+            text, checks = kind.table(self.plan, rows), table.verdicts(self.plan, rows)
             write(self.folder, self.plan, rows, text, checks)
         return rows
 
@@ -149,18 +145,18 @@ class Reproduction:
         if task.roles.get("kind") == "cross-silo":
             ours["data_seed"] = "each run's seed"
         states: list[Kept] = []
-        sent = {"bytes_down": 0, "bytes_up": 0}
+        down = up = 0  # bytes since the last kept state
 
         def on_round(round: int, line: Facts) -> None:
-            for way in sent:
-                sent[way] += line[way]
+            nonlocal down, up
+            down, up = down + line["bytes_down"], up + line["bytes_up"]
             if line["eval"] and isinstance(simulation.algorithm, HypCluster | Ensemble):
                 of_all = torch.full((p.data.n,), -1)
                 picked = picks(simulation.setup, simulation.state, p.report).cpu()
                 line["eval"]["cluster"] = of_all.index_copy(0, p.report, picked).tolist()
             if line["eval"] and task.keeps:
-                states.append((round, sent["bytes_down"], sent["bytes_up"], simulation.state))
-                sent.update(bytes_down=0, bytes_up=0)
+                states.append((round, down, up, simulation.state))
+                down = up = 0
             if not task.base:
                 self.progress.step(line)
 
@@ -218,21 +214,16 @@ def picks(setup: Setup, state: State, clients: Tensor) -> Tensor:
     return losses(state.server["x"], state.server["b"], some).argmin(1)
 
 
-def later(
-    simulation: Simulation,
-    states: Sequence[Kept],
-    on_round: Callable[[int, Facts], None],
-) -> History:
+def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> History:
     """What a run would have been that trained as another did: that one's states, evaluated in this
     algorithm's way."""
     history = History(simulation.header())
-    for round, down, up, state in states:
-        simulation.state = state
+    for round, down, up, simulation.state in states:
         seconds, values = clock(lambda: simulation.evaluate(simulation.evaluation.split))
-        sent = {"bytes_down": down, "bytes_up": up}
-        line = {"round": round, "cohort": [], "void": False, **sent, "seconds": seconds}
-        history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})
-        on_round(round, history.rounds[-1])
+        line = {"round": round, "cohort": [], "void": False, "bytes_down": down, "bytes_up": up}
+        line |= {"seconds": seconds, "eval": {k: v.tolist() for k, v in values.items()}}
+        history.rounds.append(line)
+        on_round(round, line)
     if not states:
         history.stopped = "What it builds upon was stopped before it was evaluated."
     return history
@@ -254,8 +245,9 @@ def write(
         "rows": rows,
         "checks": [{"holds": good, "what": what} for good, what in checks],
     }
+    said = [f"- {'holds' if good else 'FAILS'}: {what}\n" for good, what in checks]
     (folder / "result.json").write_text(json.dumps(plain(about), indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(text, encoding="utf-8")
+    (folder / "table.md").write_text("".join([text, *said]), encoding="utf-8")
 
 
 def load_states(path: Path, device: str = "cpu") -> Facts:

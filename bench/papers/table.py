@@ -14,7 +14,8 @@ from pflcore import metrics
 from pflcore.results.record import Run
 from pflcore.results.table import far_movers, incidents, markdown
 
-Runs = Mapping[tuple[str, str, str], Sequence[Run]]
+Key = tuple[str, str, str]  # setting, method, variant
+Runs = Mapping[Key, Sequence[Run]]
 Row = Mapping[str, Any]
 
 
@@ -63,9 +64,10 @@ def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> Fac
     largest = 100 * metrics.mean([*map(measures.largest_share, picked)]) if picked else None
     head, played = mine[0].header, trained or mine
     row = 4 * head["parameters"]
-    sent, many = [float([0, *r.sent()][-1]) for r in mine], len(mine) > 1
-    last = played[0].rounds[-1] if played[0].rounds else None
-    of_last = last and (last["bytes_down"] + last["bytes_up"]) / max(1, len(last["cohort"]))
+    sent, many = [[0, *r.sent()] for r in mine], len(mine) > 1
+    of_last = None
+    for line in played[0].rounds[-1:]:
+        of_last = (line["bytes_down"] + line["bytes_up"]) / max(1, len(line["cohort"])) / row
     paper, expected = (plan[k].get(setting, {}).get(method) for k in ("reported", "expected"))
     paper, paper_std = paper if isinstance(paper, list) else (paper, None)
     return {
@@ -90,14 +92,14 @@ def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> Fac
         "played": [r.played for r in mine],
         "evaluations": len(mine[0].evaluations),
         "epochs": head["training"]["epochs"],
-        "tuned": list(m.get("grid", ())),
-        "models_a_round": of_last and of_last / row,
-        "models": metrics.mean([s / (row * head["takes_part"]) for s in sent]),
+        "tuned": [*m.get("grid", ())],
+        "models_a_round": of_last,
+        "models": metrics.mean([s[-1] / (row * head["takes_part"]) for s in sent]),
         "to_goal": _to_goal(runs, setting, mine, measure),
         "seconds_a_round": metrics.mean([r["seconds"] for run in played for r in run.rounds]),
         "held_out": mine[0].held_out,
-        "incidents": list(dict.fromkeys(said for r in mine for said in incidents(r))),
-        "far": list(filter(None, map(far_movers, mine))),
+        "incidents": [*dict.fromkeys(said for r in mine for said in incidents(r))],
+        "far": [*filter(None, map(far_movers, mine))],
         "stopped": next((r.stopped for r in mine if r.stopped), None),
     }
 
@@ -124,12 +126,11 @@ def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> flo
     first = next((run for run in of_setting if len(run.evaluations) > 1), None)
     if first is None:
         return None
-    up, sent = measure == "accuracy", []
+    up = measure == "accuracy"
     goal = goal_of(metrics.mean(first.last(measure)), up)
-    for run in mine:
-        _, at, values = zip(*curve(run, measure), strict=True)
-        sent.append(measures.bytes_to_reach(values, at, goal, up))
-    return None if None in sent else metrics.mean(list(map(float, sent)))  # type: ignore[arg-type]
+    curves = [zip(*curve(run, measure), strict=True) for run in mine]
+    sent = [measures.bytes_to_reach(values, at, goal, up) for _, at, values in curves]
+    return None if None in sent else metrics.mean(sent)
 
 
 def goal_of(value: float, higher_is_better: bool) -> float:
@@ -140,9 +141,9 @@ def goal_of(value: float, higher_is_better: bool) -> float:
 def verdicts(plan: Plan, rows: Sequence[Row]) -> list[tuple[bool, str]]:
     """What the plan says must hold, and whether it does. Methods that were not played are passed
     over, numbers where seeds lack too."""
-    checks, out = plan["checks"], []
-    pairs = [(low, high) for high, lows in checks.get("below", {}).items() for low in lows]
-    pairs += [(low, high) for low, highs in checks.get("above", {}).items() for high in highs]
+    checks, out = {"below": {}, "above": {}, "hurt": {}, "largest": {}, **plan["checks"]}, []
+    pairs = [(low, high) for high, lows in checks["below"].items() for low in lows]
+    pairs += [(low, high) for low, highs in checks["above"].items() for high in highs]
     for setting, of_setting in by_setting(rows).items():
         mine = {r["method"]: r for r in of_setting if not r["variant"]}
         whole = {name: r for name, r in mine.items() if r["seeds"] == len(plan["seeds"])}
@@ -152,7 +153,7 @@ def verdicts(plan: Plan, rows: Sequence[Row]) -> list[tuple[bool, str]]:
             said = f"{name}: {got:.5f}, expected {want:.5f} ± {within:g}"
             out.append((abs(got - want) <= within, said))
         for what in ("hurt", "largest"):
-            for name in filter(whole.get, checks.get(what, {})):
+            for name in filter(whole.get, checks[what]):
                 got, (want, within) = whole[name][what], checks[what][name]
                 value = "not measured" if got is None else f"{got:.1f} %"
                 said = f"{name}: {what} {value}, expected {want:g} ± {within:g}"
@@ -166,11 +167,7 @@ def verdicts(plan: Plan, rows: Sequence[Row]) -> list[tuple[bool, str]]:
     return out
 
 
-def table(
-    plan: Plan,
-    rows: Sequence[Row],
-    checks: Sequence[tuple[bool, str]] = (),
-) -> str:
+def table(plan: Plan, rows: Sequence[Row]) -> str:
     """Markdown: a table per setting, methods in the plan's order, columns that some method has
     something for."""
     lines, selects = about(plan), False
@@ -200,7 +197,6 @@ def table(
             "\\* the best round, selected on test data as in the paper; "
             '"by size" weighs clients by their test samples.'
         )
-    lines += [f"- {'holds' if good else 'FAILS'}: {text}" for good, text in checks]
     return "\n".join(lines) + "\n"
 
 
