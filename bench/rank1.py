@@ -33,10 +33,8 @@ def problem(size: Size) -> Problem:
     )
     lam = torch.zeros(*many, f)
     lam[..., torch.randperm(f, generator=gen)[:active]] = 1.1
+    scale = lam[..., None, :]
     inputs = [t.requires_grad_(backward) for t in (x, w_a, w_b)]
-
-    def dense(lam: Tensor) -> Tensor:
-        return lam if n is None else lam[:, None]
 
     def call(layer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Any]:
         if not backward:
@@ -45,7 +43,7 @@ def problem(size: Size) -> Problem:
 
     with torch.enable_grad():
         wide = [t.detach().double().requires_grad_() for t in inputs]
-        y = F.linear(F.linear(wide[0], wide[2]) * dense(lam.double()), wide[1])
+        y = F.linear(F.linear(wide[0], wide[2]) * scale.double(), wide[1])
         wants = torch.autograd.grad(y, wide, grad.double()) if backward else (y.detach(),)
 
     def error(got: Any) -> float:
@@ -56,7 +54,7 @@ def problem(size: Size) -> Problem:
     each, passes = n or 1, 3 if backward else 1  # backward takes each of the two products twice
     calls = {
         "pflcore": call(lambda x, a, w: ops.rank1_linear(x, a, lam, w)),
-        "F.linear twice": call(lambda x, a, w: F.linear(F.linear(x, w) * dense(lam), a)),
+        "F.linear twice": call(lambda x, a, w: F.linear(F.linear(x, w) * scale, a)),
     }
     return Problem(
         "rank1_linear",

@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,15 +32,11 @@ HEAD = (
 )
 
 
-def sizes(quick: bool) -> Iterator[tuple[str, int]]:
-    """Algorithms and numbers of clients, up to 10,000 or a million."""
-    yield from itertools.product(ALGORITHMS, [10**k for k in range(2, 5 if quick else 7)])
-
-
 def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], str]:
     """Prints a line for each; with `plot` a picture too. Gives the measurements and the table."""
     table, rows = Table(HEAD), dict[str, list[Facts]]()
-    for name, n in sizes(quick):
+    sizes = [10**k for k in range(2, 5 if quick else 7)]
+    for name, n in itertools.product(ALGORITHMS, sizes):
         command = [sys.executable, "-m", "bench.scale", name, str(n), str(seconds)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:

@@ -172,18 +172,17 @@ def complete(plan: Plan) -> Facts:
     whole = isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)
     need(whole, "seeds", "a list of whole numbers, at least one", seeds)
     for what in ("methods", "settings"):
-        files = {*map(slug, plan[what])}
-        need(
-            len(files) == len(plan[what]), what, "names that differ as files' names", [*plan[what]]
-        )
-    above: Facts = {}
+        names = [*plan[what]]
+        differ = len({*map(slug, names)}) == len(names)
+        need(differ, what, "names that differ as files' names", names)
+    trained: set[str] = set()  # of the methods above
     for name, m in methods.items():
         _known(f"method {name!r}", m, METHOD)
         for key in {"state_of", "before"} & {*m}:
-            trained = "state_of" not in above.get(m[key], {"state_of": None})
             words = f"{key} to be a method above it that is trained itself"
-            need(trained, f"method {name!r}", words, m[key])
-        above[name] = m
+            need(m[key] in trained, f"method {name!r}", words, m[key])
+        if "state_of" not in m:
+            trained.add(name)
     for what in CHECKS - {"tolerance"}:
         _known(f"{what} of checks", plan["checks"].get(what, {}), methods)
     for name, s in plan["settings"].items():

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
+from operator import getitem
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -98,6 +98,7 @@ def intercept(
 
 
 Samples = tuple[Tensor, Tensor]
+Scores = Callable[[Tensor], Tensor]
 View = Literal["all", "prior", "random", "adaptive", "trace", "own"]
 VIEWS: tuple[View, ...] = get_args(View)
 
@@ -124,7 +125,7 @@ def views(
     net, row, at = upload.net, upload.row, strengths(upload.net)
     fresh = algorithm.newcomer({}, net, 1)["q"][0].chunk(3)[0].sigmoid()
     gen = torch.Generator().manual_seed(seed)
-    ways: dict[str, Callable[[], Tensor]] = {
+    ways = {
         "all": lambda: torch.ones_like(fresh),
         "prior": lambda: fresh,
         "random": lambda: torch.bernoulli(fresh.expand(len(row), -1), generator=gen),
@@ -211,8 +212,7 @@ def intervals(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str
 # -- membership inference ----------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Game:
+class Game(NamedTuple):
     """N clients, each with `candidates` [N, 2 m] of which `member` [N, 2 m] are its m training
     samples."""
 
@@ -227,11 +227,9 @@ class Game:
         return cls(candidates, rank < both // 2)
 
     def federation(self, x: Tensor, y: Tensor, classes: int) -> Federation:
-        inside, outside = (
-            [c[m] for c, m in zip(self.candidates, side, strict=True)]
-            for side in (self.member, ~self.member)
-        )
-        return Federation(x, y, {"train": inside, "test": outside}, classes)
+        sides = {"train": self.member, "test": ~self.member}
+        index = {k: [*map(getitem, self.candidates, side)] for k, side in sides.items()}
+        return Federation(x, y, index, classes)
 
 
 def logits(net: Net, rows: Tensor, x: Tensor, candidates: Tensor) -> Tensor:
@@ -403,7 +401,7 @@ def membership(
 
 @one_thread()
 def invert(
-    scores: Callable[[Tensor], Tensor],
+    scores: Scores,
     start: Tensor,
     targets: Tensor,
     *,

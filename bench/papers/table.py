@@ -148,16 +148,18 @@ def verdicts(plan: Plan, rows: Sequence[Row]) -> list[tuple[bool, str]]:
         mine = {r["method"]: r for r in of_setting if not r["variant"]}
         whole = {name: r for name, r in mine.items() if r["seeds"] == len(plan["seeds"])}
         wanted = plan["expected"].get(setting, {}) if "tolerance" in checks else {}
-        for name in filter(whole.get, wanted):
-            got, want, within = whole[name]["final"], wanted[name], checks["tolerance"]
-            said = f"{name}: {got:.5f}, expected {want:.5f} ± {within:g}"
-            out.append((abs(got - want) <= within, said))
-        for what in ("hurt", "largest"):
-            for name in filter(whole.get, checks[what]):
-                got, (want, within) = whole[name][what], checks[what][name]
-                value = "not measured" if got is None else f"{got:.1f} %"
-                said = f"{name}: {what} {value}, expected {want:g} ± {within:g}"
-                out.append((got is not None and abs(got - want) <= within, said))
+        final = {name: (want, checks["tolerance"]) for name, want in wanted.items()}
+        for what in ("final", "hurt", "largest"):
+            each = {**checks, "final": final}[what]
+            for name in filter(whole.get, each):
+                got, (want, within) = whole[name][what], each[name]
+                said = (
+                    f"{what} {'not measured' if got is None else f'{got:.1f} %'}, expected {want:g}"
+                )
+                if what == "final":
+                    said = f"{got:.5f}, expected {want:.5f}"
+                good = got is not None and abs(got - want) <= within
+                out.append((good, f"{name}: {said} ± {within:g}"))
         for low, high in pairs:
             if low in mine and high in mine:
                 by_seed = zip(mine[low]["by_seed"], mine[high]["by_seed"], strict=True)
