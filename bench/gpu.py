@@ -18,7 +18,7 @@ import torch
 import bench
 from bench import table
 from bench.problem import Call, Problem, Size, fits, models
-from bench.workload import Workload, epoch, federation, simulation
+from bench.workload import Workload, federation, simulation, train
 from pflcore import Hardware, ops
 
 CARD = "cuda"
@@ -67,7 +67,7 @@ def limits() -> dict[str, float]:
 
 
 def of_the_card(quick: bool) -> Iterator[Problem]:
-    """FedDWA's server step, rows in half precision, and a whole round."""
+    """FedDWA's server step, and a whole round."""
     n, p = 100, 10**6 if quick else 10**7
     with torch.device(CARD):
         rows = [models(n, p, seed=seed) for seed in range(2)] if fits(4 * n * p) else []
@@ -79,15 +79,6 @@ def of_the_card(quick: bool) -> Iterator[Problem]:
 
         size = {"S": n, "P": p, "goal in ms": 15}
         yield Problem("FedDWA server step", size, {"pflcore": server})
-        half = w.bfloat16()
-        yield Problem(
-            "sqdist bfloat16",
-            {"N": n, "P": p},
-            {"pflcore": lambda: ops.pairwise_sqdist(half)},
-            reads=2 * n * p,
-            operations=1.5 * n * (n - 1) * p,
-            mix="sub_fma",
-        )
     if not quick:
         yield whole_round()
 
@@ -101,9 +92,7 @@ def whole_round(n: int = 100, count: int = 600) -> Problem:
 
     def one_by_one() -> None:
         for i in range(n):
-            model = w.build().to(CARD)
-            optimizer = torch.optim.SGD(model.parameters(), lr=w.lr)
-            epoch(model, optimizer, *data.client(i, "train"), w.batch)
+            train(w.build().to(CARD), w, i, data)
 
     calls = {"pflcore": lambda: next(rounds), "one after another": one_by_one}
     return Problem("LeNet-5 round", {"N": n, "n": count, "B": 32, "backward": 1}, calls)

@@ -130,22 +130,16 @@ def simulation(algorithm: str, w: Workload, **more: Any) -> Simulation:
 
 
 @torch.enable_grad()
-def epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, batch: int = BATCH
-) -> None:
-    for at in torch.randperm(len(x)).split(batch):
-        loss = F.cross_entropy(model(x[at]), y[at])
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-
-def train(model: nn.Module, w: Workload, client: int) -> int:
+def train(model: nn.Module, w: Workload, client: int, data: Federation | None = None) -> int:
     """A client's part of a round; gives its number of samples."""
-    x, y = federation(w).client(client, "train")
+    x, y = (data or federation(w)).client(client, "train")
     optimizer = torch.optim.SGD(model.parameters(), lr=w.lr)
     for _ in range(w.epochs):
-        epoch(model, optimizer, x, y, w.batch)
+        for at in torch.randperm(len(x)).split(w.batch):
+            loss = F.cross_entropy(model(x[at]), y[at])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
     return len(x)
 
 

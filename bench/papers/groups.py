@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.papers import measures
 from bench.papers.plan import Plan
-from bench.papers.table import Row, Runs, about, by_setting, heading, number
+from bench.papers.table import Row, Runs, about, by_setting, heading, number, subpopulations
 from pflcore import metrics
 from pflcore.results.record import plain
 from pflcore.results.table import markdown
@@ -42,9 +41,10 @@ def rows_of(plan: Plan, runs: Runs) -> list[dict[str, Any]]:
 
 
 def _measures(percent: Tensor, group: Sequence[int] | None) -> dict[str, float]:
-    if group is None:
-        return {"accuracy": metrics.mean(percent), "variance": metrics.std(percent) ** 2}
-    return {"accuracy": metrics.mean(percent), **measures.subpopulations(percent, group)}
+    parts = {"variance": metrics.std(percent) ** 2}
+    if group is not None:
+        parts = subpopulations(percent, group)
+    return {"accuracy": metrics.mean(percent), **parts}
 
 
 def table(plan: Plan, rows: Sequence[Row]) -> str:

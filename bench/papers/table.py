@@ -1,13 +1,14 @@
 """The rows of a reproduction from its records, what of the plan must hold, and both as Markdown."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from bench.papers import measures
 from bench.papers.plan import Plan
 from bench.problem import Facts
 from pflcore import metrics
@@ -61,7 +62,7 @@ def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> Fac
     over = [_over_rounds(r, measure) for r in mine]
     best, final, by_size = ([scale * v for v in column] for column in zip(*over, strict=True))
     picked = [r.seen["cluster"] for r in mine if "cluster" in r.seen]
-    largest = 100 * metrics.mean([*map(measures.largest_share, picked)]) if picked else None
+    largest = 100 * metrics.mean([*map(largest_share, picked)]) if picked else None
     head, played = mine[0].header, trained or mine
     row = 4 * head["parameters"]
     sent, many = [[0, *r.sent()] for r in mine], len(mine) > 1
@@ -129,7 +130,7 @@ def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> flo
     up = measure == "accuracy"
     goal = goal_of(metrics.mean(first.last(measure)), up)
     curves = [zip(*curve(run, measure), strict=True) for run in mine]
-    sent = [measures.bytes_to_reach(values, at, goal, up) for _, at, values in curves]
+    sent = [bytes_to_reach(values, at, goal, up) for _, at, values in curves]
     return None if None in sent else metrics.mean(sent)
 
 
@@ -153,9 +154,8 @@ def verdicts(plan: Plan, rows: Sequence[Row]) -> list[tuple[bool, str]]:
             each = {**checks, "final": final}[what]
             for name in filter(whole.get, each):
                 got, (want, within) = whole[name][what], each[name]
-                said = (
-                    f"{what} {'not measured' if got is None else f'{got:.1f} %'}, expected {want:g}"
-                )
+                value = "not measured" if got is None else f"{got:.1f} %"
+                said = f"{what} {value}, expected {want:g}"
                 if what == "final":
                     said = f"{got:.5f}, expected {want:.5f}"
                 good = got is not None and abs(got - want) <= within
@@ -205,6 +205,35 @@ def table(plan: Plan, rows: Sequence[Row]) -> str:
 def about(plan: Plan) -> list[str]:
     """The lines above the tables."""
     return [plan["about"], ""] if plan["about"] else []
+
+
+def subpopulations(values: Tensor, group: Sequence[int]) -> dict[str, float]:
+    """ "majority", "minority" (means over the clients whose `group` [n] is 0 and 1), "gap", and
+    "variance" over all (ddof = 0).
+
+    For accuracies in percent the gap is in points and the variance in percent squared (Hao et al.
+    2020, Table 2).
+    """
+    major, minor = (metrics.mean(values[torch.tensor(group) == g]) for g in (0, 1))
+    variance = metrics.std(values) ** 2
+    return {"majority": major, "minority": minor, "gap": major - minor, "variance": variance}
+
+
+def largest_share(cluster: Sequence[int]) -> float:
+    """Share of the clients in the largest cluster; `cluster [n]` holds each client's cluster id,
+    negative for none."""
+    sizes = Counter(c for c in cluster if c >= 0)
+    return max(sizes.values()) / sizes.total() if sizes else math.nan
+
+
+def bytes_to_reach(
+    curve: Sequence[float], sent: Sequence[int], goal: float, higher_is_better: bool = True
+) -> int | None:
+    """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is
+    better); None if never. `sent` [T] is cumulative, one entry per value of `curve` [T]."""
+    sign = 1 if higher_is_better else -1
+    reached = (total for v, total in zip(curve, sent, strict=True) if sign * v >= sign * goal)
+    return next(reached, None)
 
 
 def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:

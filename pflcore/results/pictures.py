@@ -91,8 +91,7 @@ def heat_maps(
         )
         client_ticks(axis.yaxis, rows)
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel(x)
-        axis.set_ylabel(y)
+        axis.set(xlabel=x, ylabel=y)
         figure.colorbar(image, ax=axis, label="weight")
     return save(figure, path)
 
@@ -146,15 +145,14 @@ def clients(runs: Sequence[Run], path: str | Path) -> Path:
     per client where they are few."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
     values = [torch.cat([scale * r.last(runs[0].measure) for r in m]) for m in groups.values()]
-    values = [v[v.isfinite()] for v in values]
+    boxes = [v[v.isfinite()].tolist() for v in values]
     figure, (axis,) = figure_of(1.6 + 1.1 * len(groups), 4.0)
-    boxes = [v.tolist() for v in values]
     axis.boxplot(boxes, widths=0.5, showfliers=False, medianprops={"color": COLOURS[1]})
-    for i, v in enumerate(values):
-        if len(v) <= 100:
-            at = i + 1 + torch.linspace(-0.12, 0.12, len(v))
-            axis.plot(at.tolist(), v.tolist(), ".", color=COLOURS[0], alpha=0.6, markersize=5)
-    axis.set_xticks(range(1, len(groups) + 1), list(groups), rotation=20, ha="right", fontsize=8)
+    for i, box in enumerate(boxes, 1):
+        if len(box) <= 100:
+            at = np.linspace(i - 0.12, i + 0.12, len(box))
+            axis.plot(at, box, ".", color=COLOURS[0], alpha=0.6, markersize=5)
+    axis.set_xticks(range(1, len(groups) + 1), groups, rotation=20, ha="right", fontsize=8)
     tidy(axis, "clients at the last evaluation", "", unit)
     return save(figure, path)
 

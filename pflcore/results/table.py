@@ -145,15 +145,15 @@ def _one_of_each_seed(runs: Sequence[Run]) -> list[Run]:
 
 def _numbers(run: Run, clients: Sequence[int | None], measure: str, last: int) -> dict[str, float]:
     """A run's numbers by column; of `clients` None is the mean over all."""
-    up, out = measure == "accuracy", dict[str, float]()
+    up, at_last, out = measure == "accuracy", run.last(measure), dict[str, float]()
     for client in clients:
         rounds, values = run.curve(client, measure)
         who = "" if client is None else f"client {client}: "
         out[f"{who}best\\*"] = metrics.best(values, up).value
         out[f"{who}final"] = metrics.final(values)
         out[f"{who}mean of last {last}"] = metrics.last_mean(values, rounds, last)
-    out["std over clients"] = metrics.std(run.last(measure))
-    out["worst decile"] = metrics.worst_decile(run.last(measure), higher_is_better=up)
+    out["std over clients"] = metrics.std(at_last)
+    out["worst decile"] = metrics.worst_decile(at_last, higher_is_better=up)
     return out
 
 
@@ -210,11 +210,9 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as Markdown, padded so that they read as a table in a terminal too; first and last
     column left, numbers right."""
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<" if i in (0, len(width) - 1) else ">" for i in range(len(width))]
-    lines = [
-        f"| {' | '.join(f'{c:{s}{w}}' for c, s, w in zip(row, sides, width, strict=True))} |"
-        for row in rows
-    ]
-    dashes = [(s, "-" * (w + 1)) for s, w in zip(sides, width, strict=True)]
-    rule = [f":{dash}" if side == "<" else f"{dash}:" for side, dash in dashes]
-    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
+    pad = [str.ljust, *[str.rjust] * (len(width) - 2), str.ljust][: len(width)]
+    each = (" | ".join(p(c, w) for p, c, w in zip(pad, row, width, strict=True)) for row in rows)
+    head, *lines = (f"| {cells} |" for cells in each)
+    dashes = zip(pad, ("-" * (w + 1) for w in width), strict=True)
+    rule = [f"{dash}:" if p is str.rjust else f":{dash}" for p, dash in dashes]
+    return [head, f"|{'|'.join(rule)}|", *lines]

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from bench.papers import groups, measures
+from bench.papers import groups
+from bench.papers import table as measures
 from pflcore.cli import main
 from pflcore.results.record import Run
 
