@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -82,13 +83,20 @@ def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | Non
 def fits(*elements: int) -> bool:
     """Whether so many float32 numbers fit into what the system (or the card) calls available,
     where it says so."""
-    free = 8 << 30
     if torch.get_default_device().type == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
-        with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as file:
-            free = 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvail"))
+        free = 1024 * int(fact("meminfo", "MemAvailable", str(8 << 20)).split()[0])
     return 4 * sum(elements) <= FREE * free
+
+
+def fact(file: str, name: str, unknown: str) -> str:
+    """What Linux says under this name in a file of /proc."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc", file).read_text().splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    return unknown
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import pflcore
-from bench.problem import Absent, Call, Facts, Measured, Problem
+from bench.problem import Absent, Call, Facts, Measured, Problem, fact
 from pflcore.results.table import markdown as _markdown
 
 Timer = Callable[[Call, float], tuple[list[float], Any]]
@@ -131,12 +131,7 @@ class Machine:
 
 
 def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = (line.split(":")[1].strip() for line in file if line.startswith("model name"))
-            return next(names)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return fact("cpuinfo", "model name", platform.processor() or platform.machine())
 
 
 def clock(call: Call) -> tuple[float, Any]:

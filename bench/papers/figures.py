@@ -69,9 +69,8 @@ def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str, unit: str) -> 
     figure, axes = figure_of(3.6 * len(groups), 3.4, len(groups))
     for axis, (name, delta) in zip(axes, groups.items(), strict=True):
         worse = delta < 0 if unit == "accuracy" else delta > 0
-        for at, colour in ((~worse & ~delta.isnan(), COLOURS[0]), (worse, COLOURS[1])):
-            how = {"markersize": 4, "alpha": 0.7, "color": colour}
-            axis.plot(size[at].tolist(), delta[at].tolist(), "o", **how)
+        for at, colour in ((~worse, COLOURS[0]), (worse, COLOURS[1])):
+            axis.plot(size[at], delta[at], "o", markersize=4, alpha=0.7, color=colour)
         axis.axhline(0, color="0.4", linewidth=0.8)
         hurt = f"{name}: {100 * int(worse.sum()) / max(1, metrics.count(delta)):.0f} % hurt"
         tidy(axis, hurt, "samples of the client", f"change of {unit}")
@@ -82,7 +81,7 @@ def option(points: Sequence[Triple], path: str, name: str, unit: str) -> None:
     """Mean over clients and percent hurt by an option's value: they need not agree on the best one
     (Fig. 4c, 7a, b). Learning rates are on a logarithmic axis."""
     figure, (axis,) = figure_of(4.8, 3.6)
-    x, mean, hurt = ([float(p[i]) for p in points] for i in range(3))
+    x, mean, hurt = zip(*points, strict=True)
     (left,) = axis.plot(x, mean, "o-", color=COLOURS[0], label=unit)
     other = axis.twinx()
     (right,) = other.plot(x, hurt, "s--", color=COLOURS[1], label="% hurt")

@@ -442,8 +442,8 @@ def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
     """Means over images [K, C, H, W] of "correlation", "mse" and "ssim" (Wang et al. 2004, 7 x 7
     windows); `span`: white less black."""
     a, b = made.flatten(1), real.flatten(1)
-    a0, b0 = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
-    correlation = (a0 * b0).sum(1) / (a0.norm(dim=1) * b0.norm(dim=1)).clamp(min=1e-12)
+    apart = [v - v.mean(1, keepdim=True) for v in (a, b)]
+    correlation = F.cosine_similarity(apart[0], apart[1])
 
     def local(v: Tensor) -> Tensor:
         return F.avg_pool2d(v, 7, 1)

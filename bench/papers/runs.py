@@ -121,10 +121,9 @@ class Reproduction:
 
     def run(self, task: Task) -> Run:
         """The run's record, played now unless it is there already."""
-        rounds, run = task.options.rounds, self.whole(task)
-        variant = f" ({task.variant})" if task.variant else ""
-        name = f"{task.setting}, {task.method}{variant}, seed {task.options.seed}"
-        self.progress.name(name)
+        rounds, run, path = task.options.rounds, self.whole(task), self.folder / task.path
+        what = ", ".join(filter(None, task.key))
+        self.progress.name(f"{what}, seed {task.options.seed}")
         if run is not None:
             self.progress.skip(0 if task.base else rounds)
             return run
@@ -164,20 +163,20 @@ class Reproduction:
         if task.base or not rounds:
             trained = self.states(task.base) if task.base else [(0, 0, 0, simulation.state)]
             play = partial(later, simulation, trained)
-        with Record(self.folder / task.path, overwrite=True) as record:
+        with Record(path, overwrite=True) as record:
             history = record.run(task.job.header(simulation) | ours, play, on_round)
         if history.stopped:
             self.progress.skip(rounds - len(history.rounds))
-            self.progress.say(f"{task.setting}, {task.method}: {history.stopped}")
+            self.progress.say(f"{what}: {history.stopped}")
         if history.interrupted:
             raise KeyboardInterrupt
         if history.failed:  # not the method's doing
             raise MemoryError(history.stopped)
         if task.keeps:
             saved = [(*at, dict(vars(state))) for *at, state in states]
-            with replacing((self.folder / task.path).with_suffix(".pt")) as part:
+            with replacing(path.with_suffix(".pt")) as part:
                 torch.save({"digest": task.digest, "states": saved}, part)
-        return read(self.folder / task.path)[0]
+        return read(path)[0]
 
     def whole(self, task: Task) -> Run | None:
         """The record of this very run, if it is whole (all rounds, or stopped because it diverged),
@@ -191,8 +190,7 @@ class Reproduction:
                 f"out: {path} holds a run with other options; name another folder, or take that "
                 "file away."
             )
-        last = run.rounds[-1] if run.rounds else {}
-        over = last.get("round") == task.options.rounds and last.get("eval")
+        over = any(r["round"] == task.options.rounds and r["eval"] for r in run.rounds[-1:])
         if not over and (run.stopped is None or run.unfinished):
             return None
         return run if not task.keeps or self.states(task) or not run.evaluations else None

@@ -121,18 +121,15 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         unit = next(iter(first.values())).measure
         named = [
             replace(r, header=r.header | {"algorithm": m, "options": {}})
-            for m, all_ in runs.items()
-            for r in all_
+            for m, each in runs.items()
+            for r in each
         ]
         if any(len(r.evaluations) > 1 for r in first.values()):
-            spent = {
-                m: [(sent / 2**20, mean) for _, sent, mean in curve(r, unit)]
-                for m, r in first.items()
-            }
+            cost = {m: [(s / 2**20, v) for _, s, v in curve(r, unit)] for m, r in first.items()}
             what = "sent down and up by all clients, MiB"
             pictures.curves(named, f"{stem}-curves.png")
             pictures.weights(named, f"{stem}-weights-by-round.png")
-            figures.curves(spent, f"{stem}-cost.png", what, f"mean {unit}")
+            figures.curves(cost, f"{stem}-cost.png", what, f"mean {unit}")
         figures.heat_maps(first, f"{stem}-weights.png")
         figures.heat_maps(first, f"{stem}-neighbours.png", k=5)
         pictures.clients(named, f"{stem}-boxes.png")
