@@ -294,11 +294,12 @@ class Job:
 def described(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     """What some jobs compute, but for where: two descriptions that are equal give the same
     numbers."""
-    where = ("device", "engine", "workers")
-    options = {k: v for k, v in asdict(todo[0].options).items() if k not in where}
+    options = asdict(todo[0].options)
+    for where in ("device", "engine", "workers"):
+        del options[where]
     hyper = {job.name: dict(job.hyper) for job in todo}
     own = {"partition_options": dict(cut), "model_options": dict(shape), "options": hyper}
-    return {"runs": list(hyper), **options, "training": asdict(todo[0].training), **own}
+    return {"runs": [*hyper], **options, "training": asdict(todo[0].training), **own}
 
 
 def jobs(

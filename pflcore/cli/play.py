@@ -27,7 +27,7 @@ from pflcore.metrics import human
 from pflcore.nn.models import MODELS
 from pflcore.results import pictures, table
 from pflcore.results.progress import Progress
-from pflcore.results.record import Facts, Line, OnRound, Record, Run, read
+from pflcore.results.record import Facts, Line, OnRound, Record, Runs, read
 from pflcore.simulation import History, Simulation, checkpoint, describe
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
@@ -303,7 +303,7 @@ def _standing(folder: Path, command: Facts) -> tuple[int, Facts, bool]:
     return note["job"], note["record"], facts["run"] is not None
 
 
-def _write_report(runs: Sequence[Run], folder: Path, output: Report) -> None:
+def _write_report(runs: Runs, folder: Path, output: Report) -> None:
     """Table to stdout and table.md; pictures, where matplotlib is there."""
     text = table.table(runs, output.last, output.baseline)
     folder.mkdir(parents=True, exist_ok=True)

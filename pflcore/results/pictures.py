@@ -20,7 +20,7 @@ from pflcore.results.canvas import (
     save,
     tidy,
 )
-from pflcore.results.record import Run, find, label
+from pflcore.results.record import Run, Runs, find, label
 from pflcore.results.table import split_of
 
 
@@ -31,7 +31,7 @@ def _scale(run: Run) -> tuple[float, str]:
     return 1.0, f"{split_of(run)} loss"
 
 
-def curves(runs: Sequence[Run], path: str | Path) -> Path:
+def curves(runs: Runs, path: str | Path) -> Path:
     """Accuracy by round, a line per algorithm: mean over clients, and the target's own where there
     is one; a band is ± std over seeds."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
@@ -115,7 +115,7 @@ def by_round(run: Run) -> tuple[list[int], Tensor]:
     return [r for r, _ in mine], torch.stack([w for _, w in mine]) if mine else torch.empty(0, 0)
 
 
-def weights(runs: Sequence[Run], path: str | Path) -> Path | None:
+def weights(runs: Runs, path: str | Path) -> Path | None:
     """Mixing weights of one model by round: a heat map of clients by rounds for each algorithm that
     reports them (WAFFLE, Fig. 3)."""
     panels = []
@@ -128,7 +128,7 @@ def weights(runs: Sequence[Run], path: str | Path) -> Path | None:
     return heat_maps(panels, "round", "client", path)
 
 
-def similarity(runs: Sequence[Run], path: str | Path) -> Path | None:
+def similarity(runs: Runs, path: str | Path) -> Path | None:
     """Who mixes with whom: the last round's M x N weights as a heat map, one panel per algorithm
     that keeps several models."""
     panels = []
@@ -140,7 +140,7 @@ def similarity(runs: Sequence[Run], path: str | Path) -> Path | None:
     return heat_maps(panels, "gives (client)", "receives (model)", path)
 
 
-def clients(runs: Sequence[Run], path: str | Path) -> Path:
+def clients(runs: Runs, path: str | Path) -> Path:
     """The clients' values at the last evaluation, a box per algorithm (seeds together), with a dot
     per client where they are few."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
@@ -157,7 +157,7 @@ def clients(runs: Sequence[Run], path: str | Path) -> Path:
     return save(figure, path)
 
 
-def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
+def deltas(runs: Runs, baseline: str, path: str | Path) -> Path | None:
     """Gain of each client over the `baseline` algorithm against its number of samples (Motley, Fig.
     3). None without a baseline run."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
@@ -181,7 +181,7 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     return save(figure, path)
 
 
-def draw(runs: Sequence[Run], folder: str | Path, baseline: str | None = None) -> list[Path]:
+def draw(runs: Runs, folder: str | Path, baseline: str | None = None) -> list[Path]:
     """Every picture that the runs have something for, into `folder`; returns the files. Mixing
     weights are drawn of at most 1,000 clients."""
     folder = Path(folder)

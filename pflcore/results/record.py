@@ -452,7 +452,10 @@ def _whole(value: Any, folder: Path) -> Any:
     return [None if v != v else v for v in array.tolist()]
 
 
-def label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+Runs = Sequence[Run]
+
+
+def label(runs: Runs) -> dict[str, list[Run]]:
     """Runs that differ in nothing but the seed under one name: the algorithm, with the options in
     which it differs from a namesake."""
     by_key: dict[str, list[Run]] = {}

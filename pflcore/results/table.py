@@ -7,7 +7,7 @@ from typing import Any
 from pflcore import metrics
 from pflcore.check import Count, checked, need
 from pflcore.metrics import human
-from pflcore.results.record import CUT, SETTING, Run, find, label
+from pflcore.results.record import CUT, SETTING, Run, Runs, find, label
 
 __all__ = ["table"]
 
@@ -27,7 +27,7 @@ def split_of(run: Run) -> str:
 
 
 @checked
-def table(runs: Sequence[Run], last: Count = 10, baseline: str | None = None) -> str:
+def table(runs: Runs, last: Count = 10, baseline: str | None = None) -> str:
     """Markdown: one row per algorithm, one table per setting; accuracies in percent; several seeds
     as mean ± std over seeds.
 
@@ -47,7 +47,7 @@ def table(runs: Sequence[Run], last: Count = 10, baseline: str | None = None) ->
     return "\n".join(_table(name, members, last, baseline) for name, members in settings.items())
 
 
-def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> str:
+def _table(name: str, runs: Runs, last: int, baseline: str | None) -> str:
     measure = next((r.measure for r in runs if r.evaluations), "accuracy")
     groups = label(runs)
     kept = {k: _one_of_each_seed(members) for k, members in groups.items()}
@@ -71,7 +71,7 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
 
 
 def _rows(
-    runs: Sequence[Run],
+    runs: Runs,
     groups: dict[str, list[Run]],
     measure: str,
     last: int,
@@ -135,7 +135,7 @@ def _hurt(run: Run, base: Run | None, measure: str) -> float:
     return metrics.hurt(run.last(measure), base.last(measure), measure == "accuracy")
 
 
-def _one_of_each_seed(runs: Sequence[Run]) -> list[Run]:
+def _one_of_each_seed(runs: Runs) -> list[Run]:
     """One run of each seed, the first whole one."""
     kept: dict[Any, Run] = {}
     for run in sorted(runs, key=lambda r: r.unfinished):
