@@ -10,7 +10,7 @@ longer. Times are medians. Where somebody else is faster, the table says so.
 import importlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,14 +19,13 @@ from typing import Any, Literal
 import torch
 
 from bench import table
-from bench.problem import Problem, absent, parsed
+from bench.problem import Facts, Problem, Size, absent, parsed
 from pflcore.check import need
 
 Op = Literal[
     "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds"
 ]
 OPS = Op.__args__  # type: ignore[attr-defined]
-Size = Mapping[str, Any]
 Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
 
 
@@ -40,8 +39,6 @@ class Options:
     rounds: int | None = None  # of a workload; default: its own
     quick: bool = False  # small sizes only, about a minute
     seconds: float = 1.0  # for each provider at each size, about
-    patience: float = 10.0  # a call that would take longer is left out
-    threads: int | None = None  # torch's intra-op threads; default: as they are
     json: Path | None = None  # write all measurements to this file
     markdown: Path | None = None  # write the table to this file
     plot: Path | None = None  # with "scale": write its picture to this file
@@ -56,8 +53,6 @@ def run(options: Options) -> int:
     """Prints the table, a line as soon as it is measured."""
     from bench import published, scale
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     for name in ("json", "markdown", "plot"):
         path = getattr(options, name)
         need(path is None or path.parent.is_dir(), name, "a file in an existing folder", str(path))
@@ -77,10 +72,10 @@ def run(options: Options) -> int:
     return 0
 
 
-def ops(options: Options, machine: table.Machine) -> tuple[dict[str, Any], str]:
+def ops(options: Options, machine: table.Machine) -> tuple[Facts, str]:
     """Each op at each size."""
-    most = (0.2, 3.0) if options.quick else (math.inf, math.inf)
-    budget, patience = map(min, (options.seconds, options.patience), most)
+    budget = min(options.seconds, 0.2 if options.quick else math.inf)
+    patience = 3.0 if options.quick else 10.0
     names = OPS if "all" in options.op else dict.fromkeys(options.op)
     todo = problems(sizes(names, options.quick))
     return table.play(todo, machine, {"limit_ms", "published"}, budget, patience)

@@ -1,27 +1,36 @@
 """Mixing client models: `aggregate` beside torch and numpy; N results of N models, 5 of N, and
 FedAvg's single one."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from bench.problem import Problem, cohorts, fits, generator, models, on_cpu, relative
+from bench.problem import (
+    Calls,
+    Problem,
+    Size,
+    Sizes,
+    cohorts,
+    fits,
+    generator,
+    models,
+    on_cpu,
+    relative,
+)
 from pflcore import ops
-from pflcore.ops import reference
 
 NEIGHBOURS = 5
 
 
-def sizes(quick: bool) -> Iterator[dict[str, int]]:
+def sizes(quick: bool) -> Sizes:
     """M results; K of the N models in each."""
-    for n, p in cohorts(quick):
+    for size in cohorts(quick):
+        n = size["N"]
         for m, k in ((1, n), (n, n), (n, NEIGHBOURS)):
-            yield {"N": n, "M": m, "K": k, "P": p}
+            yield size | {"M": m, "K": k}
 
 
-def problem(size: dict[str, int]) -> Problem | None:
+def problem(size: Size) -> Problem | None:
     n, m, k, p = (size[letter] for letter in "NMKP")
     if not fits(n * p, 2 * m * p):
         return None
@@ -39,10 +48,9 @@ def problem(size: dict[str, int]) -> Problem | None:
     def error(got: Any) -> float:
         return relative(torch.as_tensor(got)[:, look], want)
 
-    providers: dict[str, Any] = {
+    providers: Calls = {
         "pflcore": lambda: ops.aggregate(x, weight, index, out=out),
         "pflcore, fresh result": lambda: ops.aggregate(x, weight, index),
-        "reference": lambda: reference.aggregate(x, weight, index, None, 1.0, False),
     }
     if index is None:
         providers["torch.mm"] = lambda: torch.mm(weight, x, out=out)
@@ -51,8 +59,6 @@ def problem(size: dict[str, int]) -> Problem | None:
     else:
         # what a code base without a sparse form does
         providers["torch.mm"] = lambda: torch.mm(dense.float(), x, out=out)
-        how: dict[str, Any] = {"mode": "sum", "per_sample_weights": weight}
-        providers["embedding_bag"] = lambda: F.embedding_bag(at, x, **how)
     used = len(at.unique())
     return Problem(
         "aggregate",

@@ -1,36 +1,33 @@
 """Ten clients of WAFFLe's MLP (784-200-10, 120 factors, batches of 10): its layers beside dense
 ones, and with all that it draws."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
-from bench.problem import Problem
+from bench.problem import Problem, Size, Sizes
 from bench.workload import Workload, federation
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.nn.models import model_for
-from pflcore.train import Clients, Net, Training, prepared
+from pflcore.train import Clients, Net, prepared
 
 CLIENTS = 10
 
 
-def sizes(quick: bool) -> Iterator[dict[str, Any]]:
+def sizes(quick: bool) -> Sizes:
     """One epoch of `images` made-up images of 1 x 28 x 28 for each of ten clients."""
     for images in (100,) if quick else (100, 480):
         yield {"images": images}
 
 
-def problem(size: dict[str, Any]) -> Problem:
-    w = Workload("", "mlp", "made up", CLIENTS, CLIENTS, CLIENTS * size["images"], 0)
-    data, training = federation(w), Training(lr=0.04, batch_size=10)
+def problem(size: Size) -> Problem:
+    w = Workload("", "mlp", "made up", CLIENTS, CLIENTS, CLIENTS * size["images"], 0, 10, 0.04)
     waffle = FactorizedWaffle(ranks=(120,))
     dense = Net(lambda: model_for("mlp", (1, 28, 28), 10, bias=False))
     factorized = waffle.prepare(dense)
 
     def cohort(net: Net) -> tuple[Clients, torch.Tensor]:
         """All clients, and the model of each."""
-        s, buffers = prepared(net, data, training), net.b0.expand(CLIENTS, -1).clone()
+        s = prepared(net, federation(w), w.training)
+        buffers = net.b0.expand(CLIENTS, -1).clone()
         return Clients(s, torch.arange(CLIENTS), 1, buffers), net.w0.repeat(CLIENTS, 1)
 
     (on_dense, rows), (on_factors, factors) = cohort(dense), cohort(factorized)

@@ -4,38 +4,32 @@ the same run: the problems of `pflcore bench` on the card, and those that a card
 The limits: bytes that must move, over the bandwidth of a copy of 2 GiB; float32 instructions, over
 the rate of a large float32 matrix product (no TF32). A kernel's limit is the larger of the two
 times. Times are medians over CUDA events. Run `python -m bench.gpu`; `--quick` for small sizes
-only, `--json FILE` to keep the measurements.
+only.
 """
 
 import itertools
-import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import bench
 from bench import table
-from bench.problem import Problem, fits, models, parsed
-from pflcore import Evaluation, Hardware, Simulation, Training, ops
-from pflcore.data import Federation
-from pflcore.nn.models import lenet5
+from bench.problem import Call, Problem, Size, fits, models
+from bench.workload import Workload, federation, simulation, train
+from pflcore import Hardware, ops
 
 CARD = "cuda"
 OPS = ("sqdist", "aggregate", "weights", "sgd", "rank1")
-LARGE: list[tuple[str, bench.Size]] = [  # beside the sizes of `pflcore bench`
+LARGE: list[tuple[str, Size]] = [  # beside the sizes of `pflcore bench`
     ("sgd", {"S": 100, "Q": 10**7, "corrected": full}) for full in (0, 1)
 ]
 for n, i, f, o in ((20, 800, 120, 500), (100, 1600, 200, 384)):
     many = {"N": n, "B": 32, "I": i, "F": f, "O": o, "active": 3 * f // 10}
     LARGE += [("rank1", many | {"backward": back}) for back in (0, 1)]
 ASIDE = {"gb_per_s", "gflop_per_s", "published"}  # columns that are not shown
-Call = Callable[[], Any]
 
 
 def timed(call: Call, budget: float) -> tuple[list[float], Any]:
@@ -73,7 +67,7 @@ def limits() -> dict[str, float]:
 
 
 def of_the_card(quick: bool) -> Iterator[Problem]:
-    """FedDWA's server step, rows in half precision, and a whole round."""
+    """FedDWA's server step, and a whole round."""
     n, p = 100, 10**6 if quick else 10**7
     with torch.device(CARD):
         rows = [models(n, p, seed=seed) for seed in range(2)] if fits(4 * n * p) else []
@@ -85,15 +79,6 @@ def of_the_card(quick: bool) -> Iterator[Problem]:
 
         size = {"S": n, "P": p, "goal in ms": 15}
         yield Problem("FedDWA server step", size, {"pflcore": server})
-        half = w.bfloat16()
-        yield Problem(
-            "sqdist bfloat16",
-            {"N": n, "P": p},
-            {"pflcore": lambda: ops.pairwise_sqdist(half)},
-            reads=2 * n * p,
-            operations=1.5 * n * (n - 1) * p,
-            mix="sub_fma",
-        )
     if not quick:
         yield whole_round()
 
@@ -101,29 +86,13 @@ def of_the_card(quick: bool) -> Iterator[Problem]:
 def whole_round(n: int = 100, count: int = 600) -> Problem:
     """One round of 100 clients of LeNet-5's size, 600 samples each, B = 32: the vmap engine, and
     one client after another on the same card."""
-    pool = torch.randn(n * count, 1, 28, 28), torch.randint(0, 10, (n * count,))
-    index = list(torch.arange(n * count).split(count))
-    data = Federation(*pool, {"train": index}, 10).to(CARD)
-    build = partial(lenet5, (1, 28, 28), 10)
-    simulation = Simulation(
-        "fedavg",
-        build,
-        data,
-        Training(0.01, 32),
-        rounds=10**6,
-        hardware=Hardware("vmap", device=CARD),
-        evaluation=Evaluation(every=0, split="train"),
-    )
-    rounds = simulation.iterate()
+    w = Workload("", "lenet5", "made up", n, n, n * count, n, 32, 0.01)
+    data = federation(w).to(CARD)
+    rounds = simulation("fedavg", w, hardware=Hardware("vmap", device=CARD)).iterate()
 
     def one_by_one() -> None:
-        for part in index:
-            model = build().to(CARD)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            for batch in part.split(32):
-                optimizer.zero_grad()
-                F.cross_entropy(model(data.x[batch]), data.y[batch]).backward()  # type: ignore
-                optimizer.step()
+        for i in range(n):
+            train(w.build().to(CARD), w, i, data)
 
     calls = {"pflcore": lambda: next(rounds), "one after another": one_by_one}
     return Problem("LeNet-5 round", {"N": n, "n": count, "B": 32, "backward": 1}, calls)
@@ -134,25 +103,13 @@ def problems(quick: bool) -> Iterator[Problem]:
     yield from of_the_card(quick)
 
 
-@dataclass(frozen=True)
-class Options:
-    quick: bool = False  # small sizes only
-    json: Path | None = None  # write the measurements to this file
-
-
 def main() -> None:
-    asked = parsed(Options, "python -m bench.gpu", __doc__, None)
     if not torch.cuda.is_available():
         sys.exit(f"bench.gpu: torch {torch.__version__} sees no GPU here; nothing was measured.")
     if not ops.backend().cuda:
-        sys.exit(
-            f"bench.gpu: the CUDA kernels are not built ({ops.backend()}); see .ci/cuda_build. "
-            "Nothing was measured."
-        )
+        sys.exit(f"bench.gpu: {ops.backend()}; see .ci/cuda_build. Nothing was measured.")
     machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits())
-    measured, _ = table.play(problems(asked.quick), machine, ASIDE, 0.5, 20.0, timer=timed)
-    if asked.json:
-        asked.json.write_text(json.dumps(measured, indent=1))
+    table.play(problems("--quick" in sys.argv), machine, ASIDE, 0.5, 20.0, timer=timed)
 
 
 if __name__ == "__main__":

@@ -12,28 +12,24 @@ The last two are means over N seeds of the split and the run (default 1); the fi
 deviations.
 """
 
-import argparse
 import sys
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 from torch import nn
+from tyro.conf import Positional
 
+from bench.problem import parsed
 from bench.table import Table, markdown
-from pflcore import (
-    ALGORITHMS,
-    Algorithm,
-    Evaluation,
-    FedAvg,
-    Hardware,
-    Robustness,
-    Simulation,
-    Training,
-)
-from pflcore.algorithms.fedavg import COUNTING, Defence
+from pflcore import Evaluation, Hardware, Robustness, Simulation, Training
+from pflcore.algorithms import ALGORITHMS, Algorithm
+from pflcore.algorithms.fedavg import COUNTING, Defence, FedAvg
+from pflcore.check import Count
 from pflcore.data import Federation, federation_of
 from pflcore.results.record import group
 from pflcore.simulation.settings import Adversary, Attack
@@ -79,12 +75,11 @@ def played(
             hardware=Hardware(workers=1),
         )
         history = run.run()
-        found = group(history.lines())[0].weights()[1] or [torch.full((N,), 1 / N)]
-        weights = torch.stack(found)[:, list(bad)]
-        accuracy = history.series()[1]
-        last = float(accuracy[-1].nanmean()) if len(accuracy) else 0.0
-        out.append([100 * last, 100 * float(weights.sum(1).mean())])
-    return torch.tensor(out, dtype=torch.float64)
+        (seen,) = group(history.lines())
+        weights = torch.stack(seen.weights()[1] or [torch.full((N,), 1 / N)])[:, list(bad)]
+        last = seen.last("accuracy").nanmean().nan_to_num()  # NaN: it stopped before
+        out.append([float(last), float(weights.sum(1).mean())])
+    return 100 * torch.tensor(out, dtype=torch.float64)
 
 
 def cuts(cut: str, seeds: int) -> list[Federation]:
@@ -125,17 +120,15 @@ def waffle(seeds: int = 1) -> int:
     table = Table("attack", *(f"{name}, {b}" for name in names for b in (0, *counts)))
     shares = [" | ".join(["attack", *(f"{b} bad" for b in counts)])]
     for attack, clip in ((None, None), *((a, None) for a in ATTACKS), ("scale", CLIP)):
-        label = f"{attack}, clip={clip:g}" if clip else attack
+        label, absent = f"{attack}, clip={clip:g}" if clip else attack, attack is None
         cells, weights = [], []
         for name in names:
-            cells.append(clean[name])
-            for b in counts:
-                absent = attack is None
-                found = mean(name, attack, NEAREST[:b], absent=absent, clip=clip)
-                cells.append(f"{found[0]:.0f}")
-                if name == "waffle":
-                    seen = mean(name, None, NEAREST[:b]) if absent else found
-                    weights.append(f"{seen[1]:.1f}")
+            how = {"absent": absent, "clip": clip}
+            found = [mean(name, attack, NEAREST[:b], **how) for b in counts]
+            cells += [clean[name], *(f"{accuracy:.0f}" for accuracy, _ in found)]
+            if name == "waffle":
+                honest = [mean(name, None, NEAREST[:b]) for b in counts] if absent else found
+                weights = [f"{share:.1f}" for _, share in honest]
         table.add(label or "they are absent", *cells)
         shares.append(" | ".join([label or "they are honest", *weights]))
     print("", *markdown(shares), sep="\n")
@@ -164,19 +157,16 @@ def inputs(seeds: int = 1) -> int:
     return lost.count
 
 
-def main(argv: list[str]) -> int:
+@dataclass(frozen=True)
+class Options:
+    what: Positional[tuple[Literal["inputs", "attacks", "waffle"], ...]] = ("inputs",)
+    seeds: Count = 1  # of the split and the run
+
+
+def main(argv: Sequence[str]) -> int:
+    given = parsed(Options, "python -m bench.hostile", __doc__, argv)
     warnings.simplefilter("ignore")
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", nargs="*", default=["inputs"], help="inputs, attacks, waffle")
-    parser.add_argument("--seeds", type=int, default=1)
-    given = parser.parse_args(argv)
-    if given.seeds < 1:
-        parser.error(f"--seeds: expected a number of at least 1, got {given.seeds}.")
     parts = {"inputs": inputs, "attacks": attacks, "waffle": waffle}
-    if unknown := [w for w in given.what if w not in parts]:
-        raise SystemExit(f"expected inputs, attacks or waffle, got {unknown[0]!r}.")
     return int(sum(parts[what](given.seeds) for what in given.what) > 0)
 
 

@@ -8,12 +8,11 @@ mixes by what the Gram matrix says.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.problem import gram, parsed
+from bench.problem import Facts, gram, parsed
 from bench.table import Table
 from pflcore import metrics, ops
 from pflcore.algorithms.relations import FedDWA
@@ -22,7 +21,7 @@ from pflcore.nn.models import model_for
 from pflcore.simulation import Simulation
 from pflcore.train import Training
 
-CUTS: dict[str, tuple[str, dict[str, Any]]] = {
+CUTS: dict[str, tuple[str, Facts]] = {
     "pathological": ("pathological", {"k": 2}),
     "practical 1": ("practical1", {"groups": 4}),
     "iid": ("iid", {}),
@@ -56,13 +55,12 @@ class Asked(FedDWA):
         return (b if self.by_gram else a)[:2]
 
 
+ROUNDS, LR, SEEDS = 30, 0.01, 3
+
+
 @dataclass(frozen=True)
 class Options:
     data: str = "mnist5k"
-    model: str = "lenet5"
-    rounds: int = 30
-    lr: float = 0.01
-    seeds: int = 3
     samples: int | None = None  # training samples of all clients together; default: all there are
 
 
@@ -72,15 +70,15 @@ def row(name: str, asked: Options) -> str:
     fed = federation_of(asked.data, cut, 20, 0, train_samples=asked.samples, **options)
     seen: list[tuple[int, float, float]] = []
     final: dict[bool, list[float]] = {False: [], True: []}
-    for seed in range(asked.seeds):
+    for seed in range(SEEDS):
         for by_gram in (False, True):
             alg = Asked(by_gram=by_gram)
-            net = partial(model_for, asked.model, fed.shape, fed.classes)
-            run = Simulation(alg, net, fed, Training(asked.lr, 20), asked.rounds, seed=seed)
+            net = partial(model_for, "lenet5", fed.shape, fed.classes)
+            run = Simulation(alg, net, fed, Training(LR, 20), ROUNDS, seed=seed)
             final[by_gram].append(100 * float(run.run().series()[1][-5:].nanmean()))
             seen += [] if by_gram else alg.seen
     others, moved, off = torch.tensor(seen, dtype=torch.float64).unbind(1)
-    gap = " ".join(f"{b - a:+.2f}" for a, b in zip(final[False], final[True], strict=True))
+    gap = " ".join(f"{b - a:+.2f}" for a, b in zip(*final.values(), strict=True))
     return (
         f"{name} | {int((others > 0).sum())} of {len(seen)} | {100 * others.mean() / 20:.1f} % | "
         f"{100 * moved.mean():.1f} % | {off.median():.1e} | {metrics.mean(final[False]):.2f} | "
@@ -91,8 +89,8 @@ def row(name: str, asked: Options) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     got = parsed(Options, "python -m bench.neighbours", __doc__, argv)
     about = (
-        f"{got.data}, {got.model}, 20 clients, k = 5, lr {got.lr}, {got.rounds} rounds, "
-        f"{got.seeds} seeds; accuracy: the last five rounds"
+        f"{got.data}, LeNet-5, 20 clients, k = 5, lr {LR}, {ROUNDS} rounds, {SEEDS} seeds; "
+        "accuracy: the last five rounds"
     )
     table = Table(HEAD, about=[about])
     for name in CUTS:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import workload
-from bench.problem import Absent, Measured
+from bench.problem import Absent, Facts, Measured
+from pflcore.train.workers import one_thread
 
 
 def flower(w: workload.Workload) -> Measured:
@@ -73,10 +74,7 @@ def flower(w: workload.Workload) -> Measured:
         run_simulation(server, client, num_supernodes=w.n, backend_config=backend)
     except RuntimeError as error:
         # Ray gives up on a machine that is too busy to start it; the others are still measured
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise Absent(f"its simulation failed ({str(cause).splitlines()[0]})") from None
+        raise Absent(f"its simulation failed ({error.__cause__ or error})") from None
     return Measured(b - a for a, b in itertools.pairwise(marks[1:]))
 
 
@@ -102,7 +100,7 @@ def apple(w: workload.Workload) -> Measured:
         def loss(self, x: Tensor, y: Tensor, is_eval: bool = False) -> Tensor:
             return F.cross_entropy(self.net(x), y)
 
-        def metrics(self, x: Tensor, y: Tensor) -> dict[str, Any]:
+        def metrics(self, x: Tensor, y: Tensor) -> Facts:
             found = zip(("loss", "accuracy"), workload.scored(self.net, x, y), strict=True)
             return {name: metrics.Weighted(len(x) * v, len(x)) for name, v in found}
 
@@ -131,10 +129,7 @@ def apple(w: workload.Workload) -> Measured:
         val_cohort_size=w.n if w.evaluate else 0,
     )
     backend = SimulatedBackend(training_data=clients("train"), val_data=clients("test"))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.enable_grad(), contextlib.redirect_stdout(io.StringIO()):  # it prints every round
-        evaluation = NNEvalHyperParams(local_batch_size=500)
+    evaluation, quiet = NNEvalHyperParams(local_batch_size=500), io.StringIO()
+    with one_thread(), torch.enable_grad(), contextlib.redirect_stdout(quiet):
         FederatedAveraging().run(plan, backend, wrapped, training, evaluation, callbacks=[Clock()])
-    torch.set_num_threads(threads)
     return Measured(b - a for a, b in itertools.pairwise(marks[1:]))

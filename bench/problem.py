@@ -6,22 +6,23 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from pflcore.check import check_fields
 from pflcore.results import optional
 
 FREE = 0.6  # of the machine's free memory may be used by one problem
 
 Call = Callable[[], Any]
+Calls = dict[str, Call]
+Facts = dict[str, Any]
+Size = Facts
+Sizes = Iterator[Size]
 T = TypeVar("T")
-
-
-def unknown(got: Any) -> float | None:
-    """The error of a result of which nobody knows the right one."""
-    return None
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,10 @@ class Problem:
     result against float64."""
 
     op: str
-    size: Mapping[str, int | float]
-    providers: Mapping[str, Call]
-    error: Callable[[Any], float | None] = unknown  # relative, None where it is no such number
+    size: Size
+    providers: Calls
+    # relative, None where nobody knows the right result
+    error: Callable[[Any], float | None] = lambda got: None
     reads: int = 0  # bytes that must be read: every input once
     writes: int = 0  # bytes that must be written: the result once
     operations: float = 0.0  # float32 additions and multiplications that must be done
@@ -71,21 +73,30 @@ def absent(why: str) -> Call:
 
 def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | None) -> T:
     """A command's options: a dataclass, whose comments are their help. `--help` and a malformed
-    option end the program (SystemExit 0 and 2)."""
+    option end the program (SystemExit 0 and 2). ValueError where a value is out of bounds."""
     cli = optional("tyro", "'pflcore[cli]'").cli
-    return cli(cls, prog=prog, description=about, args=argv)  # type: ignore[no-any-return]
+    got: T = cli(cls, prog=prog, description=about, args=argv)
+    check_fields(got)
+    return got
 
 
 def fits(*elements: int) -> bool:
     """Whether so many float32 numbers fit into what the system (or the card) calls available,
     where it says so."""
-    free = 8 << 30
     if torch.get_default_device().type == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
-        with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo") as file:
-            free = 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvail"))
+        free = 1024 * int(fact("meminfo", "MemAvailable", str(8 << 20)).split()[0])
     return 4 * sum(elements) <= FREE * free
+
+
+def fact(file: str, name: str, unknown: str) -> str:
+    """What Linux says under this name in a file of /proc."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc", file).read_text().splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    return unknown
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -93,16 +104,16 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
-def on_cpu(calls: Mapping[str, Call]) -> Mapping[str, Call]:
+def on_cpu(calls: Calls) -> Calls:
     """Calls that no card knows: none of them where the problem is on one."""
     return calls if torch.get_default_device().type == "cpu" else {}
 
 
-def cohorts(quick: bool) -> Iterator[tuple[int, int]]:
+def cohorts(quick: bool) -> Sizes:
     """N clients' models of P parameters."""
     for n, p in itertools.product((10, 20, 100, 1000), (62_006, 1_000_000, 10_000_000)):
         if n * p <= (2_000_000 if quick else 1_000_000_000):
-            yield n, p
+            yield {"N": n, "P": p}
 
 
 def gram(a: Tensor, b: Tensor) -> Tensor:

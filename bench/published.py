@@ -4,14 +4,13 @@ pfl in one run on one machine."""
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers, table
-from bench.problem import Call, Measured, Problem, absent
+from bench.problem import Call, Facts, Measured, Problem, absent
 from bench.workload import (
     WORKLOADS,
     Workload,
@@ -91,9 +90,7 @@ def clocked(call: Callable[[], object], times: int) -> Measured:
     return Measured(table.clock(call)[0] for _ in range(times))
 
 
-def run(
-    names: tuple[str, ...], rounds: int | None, machine: table.Machine
-) -> tuple[dict[str, Any], str]:
+def run(names: tuple[str, ...], rounds: int | None, machine: table.Machine) -> tuple[Facts, str]:
     """Prints the table of the workloads, with and without evaluation."""
     whole = [replace(WORKLOADS[n], rounds=rounds or WORKLOADS[n].rounds) for n in names]
     todo = (problem(replace(w, evaluate=evaluate)) for w in whole for evaluate in (False, True))

@@ -2,18 +2,18 @@
 pass."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.problem import Problem, generator, relative
+from bench.problem import Problem, Size, Sizes, generator, relative
 from pflcore import ops
 
 
-def sizes(quick: bool) -> Iterator[dict[str, Any]]:
+def sizes(quick: bool) -> Sizes:
     """The network of the WAFFLe paper; active: how many of the 120 factors have lam != 0; backward:
     gradients of x and both factors, too."""
     paper = {"I": 784, "F": 120, "O": 200}
@@ -22,7 +22,7 @@ def sizes(quick: bool) -> Iterator[dict[str, Any]]:
         yield {"B": b, **paper, "active": active, "backward": backward}
 
 
-def problem(size: dict[str, Any]) -> Problem:
+def problem(size: Size) -> Problem:
     """With "N" in the size so many clients, each with a lam of its own."""
     b, i, f, o = (size[letter] for letter in "BIFO")
     n, active, backward, gen = size.get("N"), size["active"], bool(size["backward"]), generator()
@@ -33,10 +33,8 @@ def problem(size: dict[str, Any]) -> Problem:
     )
     lam = torch.zeros(*many, f)
     lam[..., torch.randperm(f, generator=gen)[:active]] = 1.1
+    scale = lam[..., None, :]
     inputs = [t.requires_grad_(backward) for t in (x, w_a, w_b)]
-
-    def dense(lam: Tensor) -> Tensor:
-        return lam if n is None else lam[:, None]
 
     def call(layer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Any]:
         if not backward:
@@ -45,7 +43,7 @@ def problem(size: dict[str, Any]) -> Problem:
 
     with torch.enable_grad():
         wide = [t.detach().double().requires_grad_() for t in inputs]
-        y = F.linear(F.linear(wide[0], wide[2]) * dense(lam.double()), wide[1])
+        y = F.linear(F.linear(wide[0], wide[2]) * scale.double(), wide[1])
         wants = torch.autograd.grad(y, wide, grad.double()) if backward else (y.detach(),)
 
     def error(got: Any) -> float:
@@ -54,12 +52,10 @@ def problem(size: dict[str, Any]) -> Problem:
         )
 
     each, passes = n or 1, 3 if backward else 1  # backward takes each of the two products twice
-    calls: dict[str, Any] = {
+    calls = {
         "pflcore": call(lambda x, a, w: ops.rank1_linear(x, a, lam, w)),
-        "F.linear twice": call(lambda x, a, w: F.linear(F.linear(x, w) * dense(lam), a)),
+        "F.linear twice": call(lambda x, a, w: F.linear(F.linear(x, w) * scale, a)),
     }
-    if n is None:
-        calls["dense weight"] = call(lambda x, a, w: F.linear(x, (a * lam) @ w))
     return Problem(
         "rank1_linear",
         size,

@@ -2,12 +2,10 @@
 Flower and pfl beside it."""
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 from bench import peers
-from bench.problem import Problem
-from bench.workload import MODELS, Workload, plain_loop, simulation
+from bench.problem import Calls, Problem, Size, Sizes
+from bench.workload import Workload, plain_loop, simulation
 
 FAMILIES = (
     "fedavg",
@@ -23,19 +21,21 @@ FAMILIES = (
 )
 
 
-def sizes(quick: bool) -> Iterator[dict[str, Any]]:
+def sizes(quick: bool) -> Sizes:
     """N clients of `images` made-up images of 1 x 28 x 28, batches of 20, one epoch."""
-    for name, model, n in itertools.product(FAMILIES, MODELS, (10,) if quick else (10, 20, 100)):
+    for name, model, n in itertools.product(
+        FAMILIES, ("lenet5", "mlp"), (10,) if quick else (10, 20, 100)
+    ):
         images = 100 if quick or n > 20 else 1000
         yield {"algorithm": name, "model": model, "N": n, "images": images}
 
 
-def problem(size: dict[str, Any]) -> Problem:
+def problem(size: Size) -> Problem:
     """Of a client's images a tenth is for testing; everybody takes part in every round."""
     n, images = size["N"], size["images"]
     w = Workload("rounds", size["model"], "made up", n, n, n * images * 9 // 10, n)
     rounds = simulation(size["algorithm"], w).iterate()
-    providers: dict[str, Any] = {"pflcore": lambda: next(rounds)}
+    providers: Calls = {"pflcore": lambda: next(rounds)}
     if size["algorithm"] == "fedavg":
         plain = plain_loop(w.build(), w)
         providers["plain loop"] = lambda: plain(range(n), [1 / n] * n)

@@ -10,13 +10,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from bench.problem import Facts, fact
 from bench.table import Table, clock
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
@@ -25,6 +24,7 @@ from pflcore.results.record import Record
 from pflcore.simulation import Evaluation, Simulation
 
 ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")
+ROOT = Path(__file__).parents[1]  # of the checkout
 COHORT, INPUTS, SAMPLES, EVALUATED = 100, 28, 15, 200
 HEAD = (
     "algorithm | clients | ms a round, least | ms a round, median | RssAnon, MB | bytes of record "
@@ -32,17 +32,13 @@ HEAD = (
 )
 
 
-def sizes(quick: bool) -> Iterator[tuple[str, int]]:
-    """Algorithms and numbers of clients, up to 10,000 or a million."""
-    yield from itertools.product(ALGORITHMS, [10**k for k in range(2, 5 if quick else 7)])
-
-
-def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[dict[str, Any]], str]:
+def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], str]:
     """Prints a line for each; with `plot` a picture too. Gives the measurements and the table."""
-    table, rows = Table(HEAD), dict[str, list[dict[str, Any]]]()
-    for name, n in sizes(quick):
+    table, rows = Table(HEAD), dict[str, list[Facts]]()
+    sizes = [10**k for k in range(2, 5 if quick else 7)]
+    for name, n in itertools.product(ALGORITHMS, sizes):
         command = [sys.executable, "-m", "bench.scale", name, str(n), str(seconds)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["killed"])[-1]
             table.add(f"{name} | {n:,} | {why} |  |  | ")
@@ -60,7 +56,7 @@ def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[dict[str, 
     return [row for mine in rows.values() for row in mine], table.text()
 
 
-def growth(rows: list[dict[str, Any]]) -> str:
+def growth(rows: list[Facts]) -> str:
     """How one algorithm's numbers grow with N, as exponents of N: slopes of the least-squares lines
     through their logarithms."""
     if len(rows) < 2:
@@ -72,7 +68,7 @@ def growth(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def draw(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def draw(rows: dict[str, list[Facts]], path: Path) -> None:
     """Time, memory and record against the number of clients, a line for each algorithm."""
     figure, axes = figure_of(13, 4, 3)
     units = {"least": "ms a round", "rss": "RssAnon, MB", "bytes": "bytes of record a round"}
@@ -84,7 +80,7 @@ def draw(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
     save(figure, path)
 
 
-def one(name: str, n: int, seconds: float) -> dict[str, Any]:
+def one(name: str, n: int, seconds: float) -> Facts:
     """Rounds of one algorithm for about so long."""
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(n * SAMPLES, INPUTS, generator=gen)
@@ -110,8 +106,7 @@ def one(name: str, n: int, seconds: float) -> dict[str, Any]:
             times.append(1e3 * spent)
             record.write(line)
         size = (written(folder) - before) // len(times)
-    status = Path("/proc/self/status").read_text().splitlines()
-    rss = next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1e3
+    rss = int(fact("self/status", "RssAnon", "0").split()[0]) / 1e3
     times = times[2:]  # the first ones make what the others use
     found = {"least": min(times), "median": statistics.median_high(times), "rss": rss}
     return {"algorithm": name, "n": n, **found, "bytes": size}

@@ -2,19 +2,18 @@
 correction and a proximal term."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.problem import Problem, generator, relative
+from bench.problem import Problem, Size, Sizes, generator, relative
 from pflcore import ops
 
 LR, MU = 0.01, 0.1
 
 
-def sizes(quick: bool) -> Iterator[dict[str, int]]:
+def sizes(quick: bool) -> Sizes:
     """S clients of Q parameters: a linear model, an MLP, a LeNet, a CNN; plain SGD, and with all
     corrections."""
     for full, (s, q) in itertools.product(
@@ -24,7 +23,7 @@ def sizes(quick: bool) -> Iterator[dict[str, int]]:
             yield {"S": s, "Q": q, "corrected": full}
 
 
-def problem(size: dict[str, int]) -> Problem:
+def problem(size: Size) -> Problem:
     s, q, full = size["S"], size["Q"], bool(size["corrected"])
     gen = generator()
     start, grad, shift, anchor = (torch.randn(s, q, generator=gen) for _ in range(4))

@@ -10,16 +10,16 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 import pflcore
-from bench.problem import Absent, Measured, Problem
+from bench.problem import Absent, Call, Facts, Measured, Problem, fact
 from pflcore.results.table import markdown as _markdown
 
-Timer = Callable[[Callable[[], Any], float], tuple[list[float], Any]]
+Timer = Callable[[Call, float], tuple[list[float], Any]]
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Row:
     """One provider at one problem."""
 
     op: str
-    size: dict[str, Any]
+    size: Facts
     provider: str
     ms: float | None = None  # median
     runs: int = 0
@@ -94,7 +94,6 @@ class Machine:
     versions: dict[str, str]
     date: str
     load: float | None = None  # processes that wanted to run when it began
-    system: str = field(default_factory=platform.platform)
 
     @staticmethod
     def measure(megabytes: int = 512) -> Machine:
@@ -132,22 +131,17 @@ class Machine:
 
 
 def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = (line.split(":")[1].strip() for line in file if line.startswith("model name"))
-            return next(names)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return fact("cpuinfo", "model name", platform.processor() or platform.machine())
 
 
-def clock(call: Callable[[], Any]) -> tuple[float, Any]:
+def clock(call: Call) -> tuple[float, Any]:
     """Seconds that a call takes, and its result."""
     began = time.perf_counter()
     result = call()
     return time.perf_counter() - began, result
 
 
-def timed(call: Callable[[], Any], budget: float) -> tuple[list[float], Any]:
+def timed(call: Call, budget: float) -> tuple[list[float], Any]:
     """Seconds of each run within about `budget` seconds, after one run that is not counted unless
     it alone takes that long.
 
@@ -177,7 +171,7 @@ def measure(
     left out, with a note."""
     limit, ours = problem.limit(limits), None
     for provider, call in problem.providers.items():
-        row = Row(problem.op, dict(problem.size), provider)
+        row = Row(problem.op, problem.size, provider)
         row.published = problem.published.get(provider, "")
         # by the rate that the provider reached at other sizes
         expected = problem.operations / rates.get((problem.op, provider), math.inf)
@@ -220,7 +214,7 @@ def play(
     patience: float,
     about: Sequence[str] = (),
     timer: Timer | None = None,
-) -> tuple[dict[str, Any], str]:
+) -> tuple[Facts, str]:
     """Prints a table of every problem's rows, each as soon as it is measured (see `measure`),
     without the columns `aside`. Gives the measurements and the table."""
     columns = {k: v for k, v in COLUMNS.items() if k not in aside}
@@ -229,12 +223,10 @@ def play(
     for problem in problems:
         for row in measure(problem, machine.limits, budget, patience, rates, timer):
             rows.append(asdict(row))
-            values = vars(row) | {"size": size_of(row.size)}
+            pairs = row.size.items()
+            words = (str(v) if isinstance(v, str) else f"{k}={v}" for k, v in pairs)
+            values = vars(row) | {"size": " ".join(words)}
             cells = ((values[k], form) for k, (_, form) in columns.items())
             table.add(*("" if value is None else format(value, form) for value, form in cells))
         del problem  # before the next one is made
     return {"machine": asdict(machine), "rows": rows}, table.text()
-
-
-def size_of(size: Mapping[str, Any]) -> str:
-    return " ".join(str(v) if isinstance(v, str) else f"{k}={v}" for k, v in size.items())

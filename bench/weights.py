@@ -1,28 +1,28 @@
 """Weights from distances: `feddwa_weights` and `waffle_weights` beside torch. Launch cost is what
 counts at N = 10."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from bench.problem import Problem, generator, relative
+from bench.problem import Calls, Problem, Size, Sizes, generator, relative
 from pflcore import ops
 from pflcore.ops import reference
 
 
-def sizes(quick: bool) -> Iterator[dict[str, Any]]:
-    for more in ({"rule": "feddwa", "K": 5}, {"rule": "waffle"}):
-        for n in (10, 100) if quick else (10, 20, 100, 1000):
-            yield {"rule": more["rule"], "N": n, **more}
+def sizes(quick: bool) -> Sizes:
+    for n in (10, 100) if quick else (10, 20, 100, 1000):
+        yield {"rule": "feddwa", "N": n, "K": 5}
+        yield {"rule": "waffle", "N": n}
 
 
-def problem(size: dict[str, Any]) -> Problem:
+def problem(size: Size) -> Problem:
     n = size["N"]
     sqdist = ops.pairwise_sqdist(torch.randn(n, 50, generator=generator()))
     if size["rule"] == "waffle":
         dist, target, omega, psi = sqdist[0].sqrt(), torch.tensor(0), 0.6, 0.7
-        providers: dict[str, Any] = {
+        providers: Calls = {
             "pflcore": lambda: [ops.waffle_weights(dist, 0, omega, psi)],
             "reference": lambda: [reference.waffle_weights(dist, target, omega, psi, False)],
         }
@@ -31,8 +31,7 @@ def problem(size: dict[str, Any]) -> Problem:
 
         def plain() -> tuple[torch.Tensor, torch.Tensor]:
             near = sqdist.topk(k, 1, largest=False)
-            inverse = near.values.clamp(min=1e-12).reciprocal()
-            return inverse / inverse.sum(1, keepdim=True), near.indices
+            return F.normalize(near.values.clamp(min=1e-12).reciprocal(), 1, 1), near.indices
 
         providers = {
             "pflcore": lambda: ops.feddwa_weights(sqdist, k),

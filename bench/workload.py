@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -15,21 +16,13 @@ from torch import Tensor
 
 from pflcore import Evaluation, Simulation, Training
 from pflcore.data import Federation, sources
-from pflcore.nn.models import cnn, lenet5, linear, mlp
+from pflcore.nn.models import model_for
 from pflcore.train.workers import one_thread
 
 BATCH, LR = 20, 0.005
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}
-SHAPES = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "lenet5": lambda: lenet5((1, 28, 28), 10),
-    "mlp": lambda: mlp((1, 28, 28), 10, hidden=(200,)),
-}
-PUBLISHED: dict[str, Callable[[], nn.Module]] = {
-    "logistic regression": lambda: linear((1, 28, 28), 10),
-    "cnn": lambda: cnn((1, 28, 28), 10),
-    "tutorial cnn": lambda: cnn((3, 32, 32), 10, channels=(6, 16), hidden=(120, 84)),
-}
+SHAPES = {"cifar10": (3, 32, 32), "rows": (28,)}  # others: MNIST's
+TUTORIAL = {"channels": (6, 16), "hidden": (120, 84)}
 
 
 @dataclass(frozen=True)
@@ -37,8 +30,9 @@ class Workload:
     """FedAvg on `n` clients, `cohort` of them a round. Two of the same values are the same work."""
 
     name: str
-    model: str  # of MODELS or PUBLISHED
-    data: str  # "mnist", "cifar10", or "made up": numbers of MNIST's shape
+    model: str  # of pflcore.nn.models, or "tutorial"
+    # "mnist", "cifar10", "made up": numbers of MNIST's shape, or "rows": 28 of them
+    data: str
     n: int
     cohort: int
     samples: int  # of all clients together
@@ -53,7 +47,14 @@ class Workload:
     evaluate: bool = False  # everybody's test samples, after each round
 
     def build(self) -> nn.Module:
-        return (MODELS | PUBLISHED)[self.model]()
+        shape = SHAPES.get(self.data, (1, 28, 28))
+        if self.model == "tutorial":
+            return model_for("cnn", shape, 10, **TUTORIAL)
+        return model_for(self.model, shape, 10)
+
+    @property
+    def training(self) -> Training:
+        return Training(self.lr, self.batch, self.epochs)
 
     @property
     def sizes(self) -> list[int]:
@@ -67,7 +68,7 @@ WORKLOADS = {
     w.name: w
     for w in (
         Workload(
-            "flute-lr", "logistic regression", "mnist", 1000, 10, 60_000, 10_000, 10, 0.03,
+            "flute-lr", "linear", "mnist", 1000, 10, 60_000, 10_000, 10, 0.03,
             rounds=100,
             power=0.6,
             published={
@@ -82,7 +83,7 @@ WORKLOADS = {
             published={"PFLlib": "17 to 18 s, evaluation included (RTX 5090)"},
         ),
         Workload(
-            "blazefl-cnn", "tutorial cnn", "cifar10", 100, 100, 50_000, 10_000, 50, 0.1, 5, 5,
+            "blazefl-cnn", "tutorial", "cifar10", 100, 100, 50_000, 10_000, 50, 0.1, 5, 5,
             published={
                 "flwr": "76, 42, 13 s (1, 2, 16 workers and 4 RTX 6000)",
                 "BlazeFL": "34, 19, 5.0 s (1, 2, 16 threads and 4 RTX 6000)",
@@ -106,7 +107,7 @@ def pool(data: str, samples: int, tests: int) -> tuple[Tensor, Tensor]:
     """`samples` training and then `tests` test images x [n, ...], and their labels y [n]."""
     gen = torch.Generator().manual_seed(0)
     if not is_real(data):
-        n, shape = samples + tests, SHAPES.get(data, SHAPES["mnist"])
+        n, shape = samples + tests, SHAPES.get(data, (1, 28, 28))
         return torch.randn(n, *shape, generator=gen), torch.randint(10, (n,), generator=gen)
     source = sources.load(data)
     order = torch.randperm(len(source.x_train), generator=gen)[:samples]
@@ -122,37 +123,23 @@ def federation(w: Workload) -> Federation:
     return Federation(x, y, {"train": train, "test": test}, 10)
 
 
-def simulation(algorithm: str, w: Workload) -> Simulation:
+def simulation(algorithm: str, w: Workload, **more: Any) -> Simulation:
     """A run of the workload that does not end, and so has no last round, which is evaluated."""
-    training = Training(lr=w.lr, batch_size=w.batch, epochs=w.epochs)
-    return Simulation(
-        algorithm,
-        w.build,
-        federation(w),
-        training,
-        rounds=10**6,
-        participation=w.cohort / w.n,
-        evaluation=Evaluation(every=int(w.evaluate)),
-    )
+    more |= {"participation": w.cohort / w.n, "evaluation": Evaluation(every=int(w.evaluate))}
+    return Simulation(algorithm, w.build, federation(w), w.training, rounds=10**6, **more)
 
 
 @torch.enable_grad()
-def epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, batch: int = BATCH
-) -> None:
-    for at in torch.randperm(len(x)).split(batch):
-        loss = F.cross_entropy(model(x[at]), y[at])
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-
-def train(model: nn.Module, w: Workload, client: int) -> int:
+def train(model: nn.Module, w: Workload, client: int, data: Federation | None = None) -> int:
     """A client's part of a round; gives its number of samples."""
-    x, y = federation(w).client(client, "train")
+    x, y = (data or federation(w)).client(client, "train")
     optimizer = torch.optim.SGD(model.parameters(), lr=w.lr)
     for _ in range(w.epochs):
-        epoch(model, optimizer, x, y, w.batch)
+        for at in torch.randperm(len(x)).split(w.batch):
+            loss = F.cross_entropy(model(x[at]), y[at])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
     return len(x)
 
 

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bench.papers import privacy
 from bench.papers.figures import grid
-from bench.problem import parsed
+from bench.problem import Facts, parsed
 from bench.table import markdown
-from pflcore.check import Count, Whole, check_fields, need
+from pflcore.algorithms import Algorithm
+from pflcore.check import Count, Whole, need
 from pflcore.cli.experiment import algorithm
 from pflcore.data import Federation, load
 from pflcore.data.sources import Source
 from pflcore.nn.models import model_for
+from pflcore.simulation.checkpoint import lock
 from pflcore.train import Training
 
 SHAPE = ("activation", "pool", "bias")
@@ -58,25 +60,20 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     got = parsed(Options, "pflcore attack", __doc__, argv)
-    check_fields(got)
     need(got.shadows or got.ratios, "shadows, ratios", "at least one federation for one of them", 0)
     ranks = {"factorized_waffle": {"ranks": got.ranks}}
     attacked = {n: algorithm(n, ranks.get(n)) for n in got.algorithms}
     training = Training(lr=got.lr, batch_size=got.batch_size, epochs=got.epochs)
     source = load(got.data)
-    try:
-        got.out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ValueError(
-            f"out: expected a folder that can be written, got {got.out} ({e.strerror})."
-        ) from None
+    with lock(got.out):  # it is made
+        pass
     shape = {k: getattr(got, k) for k in SHAPE if getattr(got, k) not in (None, True)}
     make = partial(model_for, got.model, tuple(source.x_train.shape[1:]), source.classes, **shape)
-    options: dict[str, Any] = {k: getattr(got, k) for k in PLAYED}
+    options: Facts = {k: getattr(got, k) for k in PLAYED}
     asked = {k: str(v) for k, v in vars(got).items() if k not in ASIDE}
     say = (lambda text: None) if got.quiet else partial(print, flush=True)
-    oracle: Callable[[Tensor], Tensor] | None = None
-    results: dict[str, Any] = {}
+    oracle: privacy.Scores | None = None
+    results: Facts = {}
     for name, alg in attacked.items():
         done = got.out / f"{name}.json"
         # an interrupted command goes on here
@@ -90,11 +87,8 @@ def main(argv: Sequence[str]) -> int:
         results[name] = {"asked": asked, "membership": [v._asdict() for v in found.verdicts]}
         if got.steps:
             oracle = oracle or judge(source, make, training, got)
-            seen = privacy.views(alg, found.upload, found.known, got.seed, got.views)
-            mine = found.game.candidates[0][found.game.member[0]]
-            models = {view: partial(found.upload.net, rows[0]) for view, rows in seen.items()}
-            samples, path = (pool[0][mine], pool[1][mine]), got.out / f"{name}.png"
-            results[name]["inversion"] = inversion(models, samples, source, oracle, got.steps, path)
+            path = got.out / f"{name}.png"
+            results[name]["inversion"] = inversion(alg, found, source, oracle, got, path)
         done.write_text(json.dumps(results[name]) + "\n", encoding="utf-8")
         (got.out / "table.md").write_text(table(results), encoding="utf-8")
     print(table(results))
@@ -103,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
 def judge(
     source: Source, make: Callable[[], nn.Module], training: Training, asked: Options
-) -> Callable[[Tensor], Tensor]:
+) -> privacy.Scores:
     """A model of the adversary's own, trained on data of nobody here: it says what a reconstruction
     looks like to a stranger."""
     index = {"train": [torch.arange(len(source.y_test))]}
@@ -114,24 +108,27 @@ def judge(
 
 
 def inversion(
-    models: Mapping[str, Callable[[Tensor], Tensor]],
-    samples: privacy.Samples,
+    attacked: Algorithm,
+    found: privacy.Attacked,
     source: Source,
-    oracle: Callable[[Tensor], Tensor],
-    steps: int,
+    oracle: privacy.Scores,
+    asked: Options,
     path: Path,
 ) -> dict[str, dict[str, float]]:
     """Every class reconstructed from each view of one client's upload, against the mean of its
     images; draws them into `path`."""
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (source.mean, source.std))
     low, high = -mean / std, (1 - mean) / std
-    x, y = samples
+    mine = found.game.candidates[0][found.game.member[0]]
+    x, y = source.x_train[mine], source.y_train[mine]
     targets = y.unique()
     real = torch.stack([x[y == c].mean(0) for c in targets]) * std + mean
     out, pictures = {}, {"class mean": real}
-    for view, model in models.items():
-        start = low.expand_as(real).clone()
-        made, sure = privacy.invert(model, start, targets, steps=steps, low=low, high=high)
+    seen = privacy.views(attacked, found.upload, found.known, asked.seed, asked.views)
+    how: Facts = {"steps": asked.steps, "low": low, "high": high}
+    for view, rows in seen.items():
+        model, start = partial(found.upload.net, rows[0]), low.expand_as(real).clone()
+        made, sure = privacy.invert(model, start, targets, **how)
         with torch.no_grad():
             said = oracle(made).argmax(1)
         pictures[view] = made * std + mean
@@ -159,19 +156,17 @@ def table(results: Mapping[str, Any]) -> str:
     ]
     for name, result in results.items():
         for v in result["membership"]:
-            limits = {k: (100 * low, 100 * high) for k, (low, high) in v["interval"].items()}
-            cells = " | ".join(
-                f"{100 * x:.1f} ({limits[k][0]:.1f} to {limits[k][1]:.1f})"
-                for k, x in v["value"].items()
-            )
+            cells = [
+                f"{100 * x:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+                for x, (low, high) in zip(v["value"].values(), v["interval"].values(), strict=True)
+            ]
             right = f"{100 * v['train']:.1f} | {100 * v['test']:.1f}"
-            rows.append(f"{name} | {v['view']} | {v['attack']} | {cells} | {right}")
+            rows.append(" | ".join([name, v["view"], v["attack"], *cells, right]))
         for view, v in result.get("inversion", {}).items():
-            cells = " | ".join(f"{v[k]:.3f}" for k in LIKENESS)
-            images.append(f"{name} | {view} | {cells}")
-    lines = markdown(rows) + (["", *markdown(images)] if len(images) > 1 else [])
+            images.append(" | ".join([name, view, *(f"{v[k]:.3f}" for k in LIKENESS)]))
+    lines = [*markdown(rows), "", *([*markdown(images), ""] if len(images) > 1 else [])]
     said = (
         "In percent, with 95 % intervals over samples; images against the client's mean of each "
         "class."
     )
-    return "\n".join([*lines, "", said, ""])
+    return "\n".join([*lines, said, ""])

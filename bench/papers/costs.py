@@ -65,14 +65,14 @@ def cost(
     validation where the algorithm asks for that); operations are linear in the samples, so they are
     scaled to `samples` each. Evaluation is not counted.
     """
-    each, everybody = batch_size, torch.arange(n)
-    if algorithm.traits.needs_val:
+    each, everybody, held = batch_size, torch.arange(n), algorithm.traits.needs_val
+    if held:
         each += -(-batch_size // 4)
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(n * each, *shape, generator=gen)
     y = torch.randint(0, classes, (n * each,), generator=gen)
     data = Federation(x, y, {"train": list(torch.arange(n * each).split(each))}, classes)
-    data = held_out(data) if algorithm.traits.needs_val else data
+    data = held_out(data) if held else data
     s = Setting(net, data, Training(1e-3, batch_size), Engine("loop"), Inline(1), 0, 2)
     state, _ = step(Setup(algorithm, s), begin(algorithm, net, n), everybody)
     with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
@@ -120,14 +120,14 @@ def _own_ops() -> dict[Any, Any]:
 
 def table(costs: dict[str, Cost], samples: int) -> str:
     """Markdown: traffic in models and MiB, operations per client and round."""
-    base = next(iter(costs.values())).client
-    rows = [
+    first = next(iter(costs.values()))
+    head = (
         f"method | models down | models up | MiB | FLOPs for {samples:,} samples | of the first | "
         "server FLOPs"
-    ]
-    rows += [
+    )
+    rows = (
         f"{name} | {c.models_down:.2f} | {c.models_up:.2f} | {c.bytes / MIB:.2f} | "
-        f"{c.client:.2e} | {c.client / base:.2f} | {c.server:.1e}"
+        f"{c.client:.2e} | {c.client / first.client:.2f} | {c.server:.1e}"
         for name, c in costs.items()
-    ]
-    return "\n".join([*markdown(rows), ""])
+    )
+    return "\n".join([*markdown([head, *rows]), ""])

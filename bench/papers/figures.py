@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.results.canvas import COLOURS, client_ticks, figure_of, lines, save, tidy
+from pflcore.results import pictures
+from pflcore.results.canvas import COLOURS, figure_of, lines, save, tidy
 from pflcore.results.record import Run
+
+Points = Sequence[tuple[float, float]]
+Triple = tuple[Any, float, float]  # an option's value, and what it gives
 
 
 def nearest(weights: Tensor, k: int) -> Tensor:
@@ -31,64 +35,53 @@ def of_rounds(run: Run) -> list[tuple[int, Tensor]]:
     return [found[i] for i in sorted(at)]
 
 
-def heat_maps(runs: Mapping[str, Run], path: str | Path, k: int | None = None) -> Path | None:
+def heat_maps(runs: Mapping[str, Run], path: str, k: int | None = None) -> None:
     """The mixing weights over time (Fig. 4), or with `k` which are each client's k nearest (Fig.
-    1): a row of panels for each method, a panel for each round."""
-    rows = {name: panels for name, run in runs.items() if (panels := of_rounds(run))}
-    if not rows:
-        return None
-    wide = max(map(len, rows.values()))
-    figure, _ = figure_of(2.9 * wide, 3.0 * len(rows))
-    figure.clear()
-    for i, (name, panels) in enumerate(rows.items()):
-        for j, (r, w) in enumerate(panels):
-            axis = figure.add_subplot(len(rows), wide, i * wide + j + 1)
-            shown = w if k is None else nearest(w, k).double()
-            axis.imshow(shown.numpy(), cmap="Blues", vmin=0, interpolation="nearest")
-            for side in (axis.xaxis, axis.yaxis):
-                client_ticks(side, torch.arange(len(w)))
-                side.set_tick_params(labelsize=5)
-            axis.set_title(f"{name}, round {r}", fontsize=9)
-    return save(figure, path)
+    1): a panel for each method and round."""
+    panels = []
+    for name, run in runs.items():
+        for r, w in of_rounds(run):
+            shown, ids = w if k is None else nearest(w, k).double(), torch.arange(len(w))
+            panels.append(pictures.Heat(f"{name}, round {r}", shown, ids, ids))
+    pictures.heat_maps(panels, "gives (client)", "receives (model)", path, wide=4)
 
 
 def curves(
-    series: Mapping[str, Sequence[tuple[float, float]]], path: str | Path, x: str, y: str
-) -> Path | None:
+    series: Mapping[str, Points], path: str, x: str, y: str, notes: Mapping[Any, str] | None = None
+) -> None:
     """A line of points (x, y) for each name: a mean over clients against an option of the
     algorithm (FedDWA's Figs. 2 and 3), the part of the personalization set that is used (Motley's
-    Fig. 7c), or what was sent (Fig. 6b, c)."""
+    Fig. 7c), or what was sent (Fig. 6b, c). With what stands at some points."""
     if not series:
-        return None
-    figure, (axis,) = figure_of(5.4, 4.0)
+        return
+    figure, (axis,) = figure_of(5.4, 4.2)
     columns = {name: tuple(zip(*points, strict=True)) for name, points in series.items()}
     lines(axis, columns, marker="o", markersize=4)  # type: ignore[arg-type]
+    for at, text in (notes or {}).items():
+        axis.annotate(text, at, (3, 2), fontsize=6, textcoords="offset points")
     tidy(axis, "", x, y)
-    return save(figure, path)
+    save(figure, path)
 
 
-def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str | Path, unit: str) -> Path:
+def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str, unit: str) -> None:
     """Each client's change of accuracy, or of a loss, against the number of samples it personalizes
     with, a panel per method (Fig. 3b, c)."""
     figure, axes = figure_of(3.6 * len(groups), 3.4, len(groups))
     for axis, (name, delta) in zip(axes, groups.items(), strict=True):
         worse = delta < 0 if unit == "accuracy" else delta > 0
-        for at, colour in ((~worse & ~delta.isnan(), COLOURS[0]), (worse, COLOURS[1])):
-            how = {"markersize": 4, "alpha": 0.7, "color": colour}
-            axis.plot(size[at].tolist(), delta[at].tolist(), "o", **how)
+        for at, colour in ((~worse, COLOURS[0]), (worse, COLOURS[1])):
+            axis.plot(size[at], delta[at], "o", markersize=4, alpha=0.7, color=colour)
         axis.axhline(0, color="0.4", linewidth=0.8)
         hurt = f"{name}: {100 * int(worse.sum()) / max(1, metrics.count(delta)):.0f} % hurt"
         tidy(axis, hurt, "samples of the client", f"change of {unit}")
-    return save(figure, path)
+    save(figure, path)
 
 
-def option(
-    points: Sequence[tuple[Any, float, float]], path: str | Path, name: str, unit: str
-) -> Path:
+def option(points: Sequence[Triple], path: str, name: str, unit: str) -> None:
     """Mean over clients and percent hurt by an option's value: they need not agree on the best one
     (Fig. 4c, 7a, b). Learning rates are on a logarithmic axis."""
     figure, (axis,) = figure_of(4.8, 3.6)
-    x, mean, hurt = ([float(p[i]) for p in points] for i in range(3))
+    x, mean, hurt = zip(*points, strict=True)
     (left,) = axis.plot(x, mean, "o-", color=COLOURS[0], label=unit)
     other = axis.twinx()
     (right,) = other.plot(x, hurt, "s--", color=COLOURS[1], label="% hurt")
@@ -98,37 +91,25 @@ def option(
         axis.set_xscale("log")
     axis.legend(handles=[left, right], fontsize=8, frameon=False)
     tidy(axis, "", name, f"mean {unit}")
-    return save(figure, path)
+    save(figure, path)
 
 
-def distributions(
-    series: Mapping[str, Sequence[tuple[Any, float, float]]], path: str | Path, unit: str
-) -> Path:
+def distributions(series: Mapping[str, Sequence[Triple]], path: str, unit: str) -> None:
     """In- against out-of-distribution results, a line per method with its option's values along it
     (Fig. 5)."""
-    figure, (axis,) = figure_of(5.4, 4.4)
-    columns = {name: tuple(zip(*points, strict=True)) for name, points in series.items()}
-    lines(axis, {name: (x, y) for name, (_, y, x) in columns.items()}, marker="o", markersize=4)
-    for points in series.values():
-        for label, y, x in points if len(points) > 1 else ():
-            said = f"{label:g}" if isinstance(label, float | int) else str(label)
-            axis.annotate(said, (x, y), (3, 2), fontsize=6, textcoords="offset points")
-    whose = "clients' own distribution against everybody's"
-    tidy(axis, whose, f"{unit} out of distribution", f"{unit} in distribution")
-    return save(figure, path)
+    points = {name: [(x, y) for _, y, x in found] for name, found in series.items()}
+    several = [found for found in series.values() if len(found) > 1]
+    notes = {(x, y): str(label) for found in several for label, y, x in found}
+    curves(points, path, f"{unit} out of distribution", f"{unit} in distribution", notes)
 
 
-def grid(rows: Mapping[str, Tensor], path: str | Path) -> Path:
+def grid(rows: Mapping[str, Tensor], path: str | Path) -> None:
     """Images [K, C, H, W] with values in 0..1, a named row of K each."""
-    count = max(len(v) for v in rows.values())
-    figure, axes = figure_of(0.9 * count + 1.2, len(rows), 1)
-    axes[0].remove()
+    count = max(map(len, rows.values()))
+    figure, axes = figure_of(0.9 * count + 1.2, len(rows), count, len(rows))
     for i, (name, images) in enumerate(rows.items()):
-        for k, image in enumerate(images):
-            axis = figure.add_subplot(len(rows), count, i * count + k + 1)
+        for axis, image in zip(axes[i * count :], images, strict=False):
             axis.imshow(image.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
-            axis.set_xticks([])
-            axis.set_yticks([])
-            if k == 0:
-                axis.set_ylabel(name, fontsize=8)
-    return save(figure, path)
+            axis.set(xticks=[], yticks=[])
+        axes[i * count].set_ylabel(name, fontsize=8)
+    save(figure, path)

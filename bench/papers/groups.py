@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.papers import measures
 from bench.papers.plan import Plan
-from bench.papers.table import Row, Runs, about, by_setting, heading, number
+from bench.papers.table import Row, Runs, about, by_setting, heading, number, subpopulations
 from pflcore import metrics
 from pflcore.results.record import plain
 from pflcore.results.table import markdown
@@ -23,15 +22,17 @@ def rows_of(plan: Plan, runs: Runs) -> list[dict[str, Any]]:
     for (setting, method, variant), mine in runs.items():
         head = mine[0].header
         seen = [_measures(100 * r.last("accuracy"), head.get("group")) for r in mine]
-        by_measure = {k: [s[k] for s in seen] for k in seen[0]}
+        ours, std = (
+            {k: of([s[k] for s in seen]) for k in seen[0]} for of in (metrics.mean, metrics.std)
+        )
         row = {
             "method": method,
             "setting": setting,
             "variant": variant,
             "seeds": len(mine),
             **{k: head[k] for k in ("data", "rounds", "options", "parameters")},
-            "ours": {k: metrics.mean(v) for k, v in by_measure.items()},
-            "std": {k: metrics.std(v) for k, v in by_measure.items()},
+            "ours": ours,
+            "std": std,
             "paper": plan["reported"].get(setting, {}).get(method),
             "stopped": next((r.stopped for r in mine if r.stopped), None),
         }
@@ -40,9 +41,10 @@ def rows_of(plan: Plan, runs: Runs) -> list[dict[str, Any]]:
 
 
 def _measures(percent: Tensor, group: Sequence[int] | None) -> dict[str, float]:
-    if group is None:
-        return {"accuracy": metrics.mean(percent), "variance": metrics.std(percent) ** 2}
-    return {"accuracy": metrics.mean(percent), **measures.subpopulations(percent, group)}
+    parts = {"variance": metrics.std(percent) ** 2}
+    if group is not None:
+        parts = subpopulations(percent, group)
+    return {"accuracy": metrics.mean(percent), **parts}
 
 
 def table(plan: Plan, rows: Sequence[Row]) -> str:

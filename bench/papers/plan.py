@@ -39,23 +39,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from bench.problem import Facts
 from pflcore.check import need
 from pflcore.cli.experiment import Job, Options, described, federation, jobs
 from pflcore.data import SOURCES, TABULAR
 from pflcore.data.roles import SHARES, Protocol, cross_device, cross_silo, everybody
-from pflcore.results.record import plain, slug
+from pflcore.results.record import plain
 from pflcore.train import Training
 from pflcore.train.random import STREAM
 
 PLANS = Path(__file__).resolve().parent / "plans"
 Plan = Mapping[str, Any]
-EMPTY: dict[str, Any] = {
+EMPTY: Facts = {
     **dict.fromkeys(("about", "paper", "takes"), ""),
     **{k: {} for k in ("options", "training", "model_options", "settings", "methods", "costs")},
     **{k: {} for k in ("equal_compute", "reported", "expected", "checks")},
@@ -64,8 +66,8 @@ EMPTY: dict[str, Any] = {
     "groups": False,
     "like": None,
 }
-TRAINED = {"algorithm", "options", "training", "grid", "before", "rounds", "looks_ahead"}
-METHOD = TRAINED | {"state_of", "vary", "sizes"}
+METHOD = {"algorithm", "options", "training", "grid", "before", "rounds", "looks_ahead"}
+METHOD |= {"state_of", "vary", "sizes"}
 OF_SETTING = ("partition_options", "protocol", "training", "model_options", "method_options")
 CHECKS = {"tolerance", "hurt", "largest", "below", "above"}
 PROTOCOL = {"cross-silo": {"val", "test"}, "cross-device": {"train", "val", "test", "seed"}}
@@ -131,11 +133,16 @@ class Task:
         return cross_device(data, **how, standardize=scaled)
 
 
+def slug(text: str) -> str:
+    """The text as a file's name."""
+    return re.sub(r"[^\w.+-]+", "_", text).strip("_")
+
+
 def plans() -> list[str]:
     return sorted(p.stem for p in PLANS.glob("*.json"))
 
 
-def load(name: str) -> dict[str, Any]:
+def load(name: str) -> Facts:
     """A plan by name or path, whole: see `complete`."""
     path = Path(name) if name.endswith(".json") else PLANS / f"{name}.json"
     known = f"one of {', '.join(plans())} (see --list), or a .json file"
@@ -146,7 +153,7 @@ def load(name: str) -> dict[str, Any]:
         raise ValueError(f"name: expected a plan in JSON, got {path} ({e}).") from None
 
 
-def complete(plan: Plan) -> dict[str, Any]:
+def complete(plan: Plan) -> Facts:
     """The plan with every key. ValueError in one sentence for a key that is unknown or missing, or
     a name that nothing bears."""
     _known("plan", plan, EMPTY)
@@ -165,18 +172,17 @@ def complete(plan: Plan) -> dict[str, Any]:
     whole = isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)
     need(whole, "seeds", "a list of whole numbers, at least one", seeds)
     for what in ("methods", "settings"):
-        files = {*map(slug, plan[what])}
-        need(
-            len(files) == len(plan[what]), what, "names that differ as files' names", [*plan[what]]
-        )
-    above: dict[str, Any] = {}
+        names = [*plan[what]]
+        differ = len({*map(slug, names)}) == len(names)
+        need(differ, what, "names that differ as files' names", names)
+    trained: set[str] = set()  # of the methods above
     for name, m in methods.items():
         _known(f"method {name!r}", m, METHOD)
         for key in {"state_of", "before"} & {*m}:
-            trained = "state_of" not in above.get(m[key], {"state_of": None})
             words = f"{key} to be a method above it that is trained itself"
-            need(trained, f"method {name!r}", words, m[key])
-        above[name] = m
+            need(m[key] in trained, f"method {name!r}", words, m[key])
+        if "state_of" not in m:
+            trained.add(name)
     for what in CHECKS - {"tolerance"}:
         _known(f"{what} of checks", plan["checks"].get(what, {}), methods)
     for name, s in plan["settings"].items():
@@ -195,14 +201,14 @@ def _known(what: str, got: Any, keys: Iterable[str]) -> None:
     need(not unknown, what, f"no keys beside {', '.join(sorted(keys))}", unknown)
 
 
-def shortened(plan: Plan, rounds: int) -> tuple[dict[str, Any], list[str]]:
+def shortened(plan: Plan, rounds: int) -> tuple[Facts, list[str]]:
     """The plan with other rounds, and sentences on what they change besides: methods and settings
     with rounds of their own and warm rounds (HypCluster) keep their part of the whole. What must
     come out is of the plan as it stands, and left out."""
     need(rounds >= 1, "rounds", "at least 1", rounds)
     planned, methods, said = plan["options"].get("rounds", Options.rounds), {}, []
 
-    def own(part: Plan, key: str = "rounds", least: int = 1) -> dict[str, Any]:
+    def own(part: Plan, key: str = "rounds", least: int = 1) -> Facts:
         """The part with this number, if it has one, in proportion."""
         if not part.get(key):
             return dict(part)

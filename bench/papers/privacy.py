@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
+from operator import getitem
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch import Tensor
 from pflcore.algorithms import Algorithm
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.algorithms.fedavg import MRMTL
-from pflcore.check import Count, Whole, checked
+from pflcore.check import Count, Whole, checked, need
 from pflcore.data.federation import Federation
 from pflcore.simulation.round import Setup, begin, sample, step
 from pflcore.train import Clients, Net, Training, prepared
@@ -59,11 +60,8 @@ def intercept(
             "choose another."
         )
     net = algorithm.prepare(Net(model, seed=seed))
-    if net.buffer_names:
-        raise ValueError(
-            "model: expected one without running statistics (batch norm), which never travel; use "
-            "another."
-        )
+    words = "one without running statistics (batch norm), which never travel"
+    need(not net.buffer_names, "model", words, net.buffer_names)
     caught: dict[str, Any] = {}
 
     def train(down: Any, own: Any, clients: Clients) -> Any:
@@ -83,25 +81,24 @@ def intercept(
                 f"training: client(s) {done.dropped} sent updates that are not finite in round "
                 f"{r}; lower the learning rate."
             )
-    down = caught["down"].get("x")
-    down = down if isinstance(down, Tensor) and down.shape[-1] == net.size else None
-    return Upload(net, down, uploaded(caught["up"], down, net.size), caught["own"])
-
-
-def uploaded(up: Mapping[str, Tensor], down: Tensor | None, size: int) -> Tensor:
-    """The models [S, P] that an upload shows: as sent ("w"), or the received model and its change
-    ("delta")."""
-    for key, start in (("w", 0), ("delta", down)):
-        v = up.get(key)
-        if v is not None and start is not None and v.dim() == 2 and v.shape[1] == size:
-            return v + start
-    raise ValueError(
-        f"algorithm: its upload ({', '.join(up) or 'nothing'}) shows no client's model; choose one "
-        "whose clients send a model."
+    # one model for each client
+    down, up = (
+        {k: v for k, v in caught[way].items() if getattr(v, "shape", ())[1:] == (net.size,)}
+        for way in ("down", "up")
     )
+    shown, x = up.get("w"), down.get("x")
+    if shown is None and x is not None and "delta" in up:
+        shown = x + up["delta"]
+    if shown is None:
+        raise ValueError(
+            f"algorithm: its upload ({', '.join(caught['up']) or 'nothing'}) shows no client's "
+            "model; choose one whose clients send a model."
+        )
+    return Upload(net, x, shown, caught["own"])
 
 
 Samples = tuple[Tensor, Tensor]
+Scores = Callable[[Tensor], Tensor]
 View = Literal["all", "prior", "random", "adaptive", "trace", "own"]
 VIEWS: tuple[View, ...] = get_args(View)
 
@@ -128,7 +125,7 @@ def views(
     net, row, at = upload.net, upload.row, strengths(upload.net)
     fresh = algorithm.newcomer({}, net, 1)["q"][0].chunk(3)[0].sigmoid()
     gen = torch.Generator().manual_seed(seed)
-    ways: dict[str, Callable[[], Tensor]] = {
+    ways = {
         "all": lambda: torch.ones_like(fresh),
         "prior": lambda: fresh,
         "random": lambda: torch.bernoulli(fresh.expand(len(row), -1), generator=gen),
@@ -188,16 +185,15 @@ def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str,
     `score` [n], higher for members; `member` bool [n].
     """
     yes, score = score > threshold, score.double()
-    hits, false = int((yes & member).sum()), int((yes & ~member).sum())
-    f1 = 2 * hits / max(1, 2 * hits + false + int((~yes & member).sum()))
+    hits, said = int((yes & member).sum()), int(yes.sum() + member.sum())
     out, inside = score[~member].sort().values, score[member]
-    below, up_to = torch.searchsorted(out, inside), torch.searchsorted(out, inside, right=True)
-    auc = float(((below + up_to).double() / 2).mean()) / len(out)  # ties count half
-    limit = out[len(out) - 1 - int(0.01 * len(out))]
+    # ties count half
+    ranks = [torch.searchsorted(out, inside, right=right).double() for right in (False, True)]
+    limit = out[-1 - int(0.01 * len(out))]
     return {
         "accuracy": float((yes == member).double().mean()),
-        "f1": f1,
-        "auc": auc,
+        "f1": 2 * hits / max(1, said),
+        "auc": float(torch.stack(ranks).mean()) / len(out),
         "tpr": float((inside > limit).double().mean()),
     }
 
@@ -216,8 +212,7 @@ def intervals(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str
 # -- membership inference ----------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Game:
+class Game(NamedTuple):
     """N clients, each with `candidates` [N, 2 m] of which `member` [N, 2 m] are its m training
     samples."""
 
@@ -232,11 +227,9 @@ class Game:
         return cls(candidates, rank < both // 2)
 
     def federation(self, x: Tensor, y: Tensor, classes: int) -> Federation:
-        inside, outside = (
-            [c[m] for c, m in zip(self.candidates, side, strict=True)]
-            for side in (self.member, ~self.member)
-        )
-        return Federation(x, y, {"train": inside, "test": outside}, classes)
+        sides = {"train": self.member, "test": ~self.member}
+        index = {k: [*map(getitem, self.candidates, side)] for k, side in sides.items()}
+        return Federation(x, y, index, classes)
 
 
 def logits(net: Net, rows: Tensor, x: Tensor, candidates: Tensor) -> Tensor:
@@ -269,17 +262,14 @@ def shokri(
     f, g = features(z, y), features(*target)
     mean, std = f.mean(0), f.std(0).clamp(min=1e-6)
     f, g, out = (f - mean) / std, (g - mean) / std, torch.empty(len(target[1]))
-    whole: nn.Module | None = None
+    everybody = cache(lambda: _attack_model(f, member, seed))
     for c in range(classes):
         mine, asked = y == c, target[1] == c
-        if not asked.any():
-            continue
-        if min(int((mine & member).sum()), int((mine & ~member).sum())) < 20:
-            attack = whole = _attack_model(f, member, seed) if whole is None else whole
-        else:
-            attack = _attack_model(f[mine], member[mine], seed)
+        inside, few = member[mine], 20
+        known = few <= inside.sum() <= len(inside) - few
+        attack = _attack_model(f[mine], inside, seed) if known else everybody()
         with torch.no_grad():
-            out[asked] = torch.sigmoid(attack(g[asked])[:, 0])
+            out[asked] = attack(g[asked])[:, 0].sigmoid()
     return out
 
 
@@ -365,14 +355,10 @@ def membership(
     """Plays a federation and attacks every client's upload of the last round, by `shadows` shadow
     federations on other data of the same kind (Shokri) and by `ratios` federations on random halves
     of the candidates (LiRA; 0: not at all)."""
-    x, y = pool
-    need = 2 * samples * clients * (1 + shadows) + samples
-    if need > len(y):
-        raise ValueError(
-            f"samples: expected at most {len(y) // (2 * clients * (1 + shadows) + 1)} of these "
-            f"data a client, got {samples}."
-        )
-    order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))[:need]
+    (x, y), parts = pool, 2 * clients * (1 + shadows) + 1
+    most = len(y) // parts
+    need(samples <= most, "samples", f"at most {most} of these data a client", samples)
+    order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))[: parts * samples]
     known = x[order[:samples]], y[order[:samples]]
     blocks = order[samples:].view(1 + shadows, clients, 2 * samples)
 
@@ -415,7 +401,7 @@ def membership(
 
 @one_thread()
 def invert(
-    scores: Callable[[Tensor], Tensor],
+    scores: Scores,
     start: Tensor,
     targets: Tensor,
     *,
@@ -456,8 +442,8 @@ def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
     """Means over images [K, C, H, W] of "correlation", "mse" and "ssim" (Wang et al. 2004, 7 x 7
     windows); `span`: white less black."""
     a, b = made.flatten(1), real.flatten(1)
-    a0, b0 = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
-    correlation = (a0 * b0).sum(1) / (a0.norm(dim=1) * b0.norm(dim=1)).clamp(min=1e-12)
+    apart = [v - v.mean(1, keepdim=True) for v in (a, b)]
+    correlation = F.cosine_similarity(apart[0], apart[1])
 
     def local(v: Tensor) -> Tensor:
         return F.avg_pool2d(v, 7, 1)

@@ -132,7 +132,3 @@ def main(argv: Sequence[str]) -> int:
         bad = not all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))
     print((folder / "table.md").read_text(encoding="utf-8"))
     return int(bad)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

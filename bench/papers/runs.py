@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.papers import groups
-from bench.papers.plan import Plan, Task
-from bench.papers.table import Row, rows_of, table, verdicts
+from bench.papers import groups, table
+from bench.papers.plan import Plan, Task, slug
+from bench.papers.table import Key, Row
+from bench.problem import Facts
 from bench.table import clock, processor
 from pflcore.algorithms.clusters import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
-from pflcore.results.record import Record, Run, plain, read, slug
+from pflcore.results.record import OnRound, Record, Run, plain, read
 from pflcore.simulation import History, Simulation
 from pflcore.simulation.checkpoint import replacing
 from pflcore.simulation.round import Setup, State
@@ -37,15 +38,15 @@ class Reproduction:
 
     def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
         self.plan, self.folder, self.progress = plan, folder, progress
-        self.runs: dict[tuple[str, str, str], list[Run]] = {}
-        self.tasks: dict[tuple[str, str, str], list[Task]] = {}  # with what a grid chose
+        self.runs: dict[Key, list[Run]] = {}
+        self.tasks: dict[Key, list[Task]] = {}  # with what a grid chose
         self.protocols: dict[tuple[str, int | None], Protocol] = {}
         self.kept: dict[Path, list[Kept]] = {}
 
-    def play(self, todo: Sequence[Task]) -> list[dict[str, Any]]:
+    def play(self, todo: Sequence[Task]) -> list[Facts]:
         """Plays what is missing and writes result.json and table.md after every method, so that
         there is a result at any time."""
-        rows: list[dict[str, Any]] = []
+        rows: list[Facts] = []
         for key, group in groupby(todo, lambda task: task.key):
             # states that are evaluated are those of the point that their grid chose
             these = [
@@ -54,13 +55,9 @@ class Reproduction:
             ]
             self.tasks[key] = self.tuned(these)
             self.runs[key] = [self.run(task) for task in self.tasks[key]]
-            if self.plan["groups"]:
-                rows, checks = groups.rows_of(self.plan, self.runs), []
-                text = groups.table(self.plan, rows)
-            else:
-                rows = rows_of(self.plan, self.runs)
-                checks = verdicts(self.plan, rows)
-                text = table(self.plan, rows, checks)
+            kind = groups if self.plan["groups"] else table
+            rows = kind.rows_of(self.plan, self.runs)
+            text, checks = kind.table(self.plan, rows), table.verdicts(self.plan, rows)
             write(self.folder, self.plan, rows, text, checks)
         return rows
 
@@ -124,10 +121,9 @@ class Reproduction:
 
     def run(self, task: Task) -> Run:
         """The run's record, played now unless it is there already."""
-        rounds, run = task.options.rounds, self.whole(task)
-        variant = f" ({task.variant})" if task.variant else ""
-        name = f"{task.setting}, {task.method}{variant}, seed {task.options.seed}"
-        self.progress.name(name)
+        rounds, run, path = task.options.rounds, self.whole(task), self.folder / task.path
+        what = ", ".join(filter(None, task.key))
+        self.progress.name(f"{what}, seed {task.options.seed}")
         if run is not None:
             self.progress.skip(0 if task.base else rounds)
             return run
@@ -148,18 +144,18 @@ class Reproduction:
         if task.roles.get("kind") == "cross-silo":
             ours["data_seed"] = "each run's seed"
         states: list[Kept] = []
-        sent = {"bytes_down": 0, "bytes_up": 0}
+        down = up = 0  # bytes since the last kept state
 
-        def on_round(round: int, line: dict[str, Any]) -> None:
-            for way in sent:
-                sent[way] += line[way]
+        def on_round(round: int, line: Facts) -> None:
+            nonlocal down, up
+            down, up = down + line["bytes_down"], up + line["bytes_up"]
             if line["eval"] and isinstance(simulation.algorithm, HypCluster | Ensemble):
                 of_all = torch.full((p.data.n,), -1)
                 picked = picks(simulation.setup, simulation.state, p.report).cpu()
                 line["eval"]["cluster"] = of_all.index_copy(0, p.report, picked).tolist()
             if line["eval"] and task.keeps:
-                states.append((round, sent["bytes_down"], sent["bytes_up"], simulation.state))
-                sent.update(bytes_down=0, bytes_up=0)
+                states.append((round, down, up, simulation.state))
+                down = up = 0
             if not task.base:
                 self.progress.step(line)
 
@@ -167,20 +163,20 @@ class Reproduction:
         if task.base or not rounds:
             trained = self.states(task.base) if task.base else [(0, 0, 0, simulation.state)]
             play = partial(later, simulation, trained)
-        with Record(self.folder / task.path, overwrite=True) as record:
+        with Record(path, overwrite=True) as record:
             history = record.run(task.job.header(simulation) | ours, play, on_round)
         if history.stopped:
             self.progress.skip(rounds - len(history.rounds))
-            self.progress.say(f"{task.setting}, {task.method}: {history.stopped}")
+            self.progress.say(f"{what}: {history.stopped}")
         if history.interrupted:
             raise KeyboardInterrupt
         if history.failed:  # not the method's doing
             raise MemoryError(history.stopped)
         if task.keeps:
             saved = [(*at, dict(vars(state))) for *at, state in states]
-            with replacing((self.folder / task.path).with_suffix(".pt")) as part:
+            with replacing(path.with_suffix(".pt")) as part:
                 torch.save({"digest": task.digest, "states": saved}, part)
-        return read(self.folder / task.path)[0]
+        return read(path)[0]
 
     def whole(self, task: Task) -> Run | None:
         """The record of this very run, if it is whole (all rounds, or stopped because it diverged),
@@ -194,8 +190,7 @@ class Reproduction:
                 f"out: {path} holds a run with other options; name another folder, or take that "
                 "file away."
             )
-        last = run.rounds[-1] if run.rounds else {}
-        over = last.get("round") == task.options.rounds and last.get("eval")
+        over = any(r["round"] == task.options.rounds and r["eval"] for r in run.rounds[-1:])
         if not over and (run.stopped is None or run.unfinished):
             return None
         return run if not task.keeps or self.states(task) or not run.evaluations else None
@@ -217,21 +212,16 @@ def picks(setup: Setup, state: State, clients: Tensor) -> Tensor:
     return losses(state.server["x"], state.server["b"], some).argmin(1)
 
 
-def later(
-    simulation: Simulation,
-    states: Sequence[Kept],
-    on_round: Callable[[int, dict[str, Any]], None],
-) -> History:
+def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> History:
     """What a run would have been that trained as another did: that one's states, evaluated in this
     algorithm's way."""
     history = History(simulation.header())
-    for round, down, up, state in states:
-        simulation.state = state
+    for round, down, up, simulation.state in states:
         seconds, values = clock(lambda: simulation.evaluate(simulation.evaluation.split))
-        sent = {"bytes_down": down, "bytes_up": up}
-        line = {"round": round, "cohort": [], "void": False, **sent, "seconds": seconds}
-        history.rounds.append(line | {"eval": {k: v.tolist() for k, v in values.items()}})
-        on_round(round, history.rounds[-1])
+        line = {"round": round, "cohort": [], "void": False, "bytes_down": down, "bytes_up": up}
+        line |= {"seconds": seconds, "eval": {k: v.tolist() for k, v in values.items()}}
+        history.rounds.append(line)
+        on_round(round, line)
     if not states:
         history.stopped = "What it builds upon was stopped before it was evaluated."
     return history
@@ -253,15 +243,16 @@ def write(
         "rows": rows,
         "checks": [{"holds": good, "what": what} for good, what in checks],
     }
+    said = [f"- {'holds' if good else 'FAILS'}: {what}\n" for good, what in checks]
     (folder / "result.json").write_text(json.dumps(plain(about), indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(text, encoding="utf-8")
+    (folder / "table.md").write_text("".join([text, *said]), encoding="utf-8")
 
 
-def load_states(path: Path, device: str = "cpu") -> dict[str, Any]:
+def load_states(path: Path, device: str = "cpu") -> Facts:
     """Trained states that `torch.save` wrote, read without running what is in them. ValueError in
     one sentence where they are damaged."""
     try:
-        saved: dict[str, Any] = torch.load(path, weights_only=True, map_location=device)
+        saved: Facts = torch.load(path, weights_only=True, map_location=device)
     except Exception as e:  # torch raises many kinds
         raise ValueError(
             f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it holds is "

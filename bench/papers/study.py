@@ -8,21 +8,21 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bench.papers import figures
+from bench.papers.plan import slug
 from bench.papers.runs import Reproduction
-from bench.papers.table import Row, curve
+from bench.papers.table import Row, by_setting, curve
+from bench.problem import Facts
 from pflcore import FedAvg, Federation, metrics
 from pflcore.data.federation import permutation
 from pflcore.data.roles import Protocol
 from pflcore.results import pictures
-from pflcore.results.record import plain, slug
+from pflcore.results.record import plain
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State
 
@@ -87,10 +87,6 @@ def by_size(
     return {f: results(setup, state, protocol.keep(f)) for f in fractions}
 
 
-def _first(fraction: float, n: int) -> dict[str, Tensor]:
-    return {"test": torch.arange(math.ceil(fraction * n))}
-
-
 def by_evaluation(
     setup: Setup, state: State, protocol: Protocol, fractions: Sequence[float] = (1.0, 0.25)
 ) -> dict[float, Tensor]:
@@ -98,23 +94,26 @@ def by_evaluation(
     (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
     plain, found = setup._replace(algorithm=FedAvg()), {}
     for f in fractions:
-        first = partial(_first, f)
+
+        def first(n: int, part: float = f) -> dict[str, Tensor]:
+            return {"test": torch.arange(math.ceil(part * n))}
+
         p = replace(protocol, data=protocol.data.dealt(first, of=("test",)))
         found[f] = results(setup, state, p) - results(plain, state, p)
     return found
 
 
-def draw(made: Reproduction, rows: Sequence[Row]) -> list[Path]:
+def draw(made: Reproduction, rows: Sequence[Row]) -> None:
     """Pictures of each setting, of the first seed where not of all: curves, mixing weights and
     neighbours, weights by round where there is one model, clients in boxes, gains by size, cost,
     and the studies that the plan asks for (studies.json has their numbers); and results against the
     plan's option."""
-    out, studies = list[Path | None](), dict[str, Any]()
+    studies = Facts()
     for setting in dict.fromkeys(s for s, _, _ in made.runs):
         runs = {
             m: r
             for (s, m, v), r in made.runs.items()
-            if s == setting and not v and r[0].evaluations
+            if (s, v) == (setting, "") and r[0].evaluations
         }
         if not runs:
             continue
@@ -122,39 +121,31 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> list[Path]:
         unit = next(iter(first.values())).measure
         named = [
             replace(r, header=r.header | {"algorithm": m, "options": {}})
-            for m, all_ in runs.items()
-            for r in all_
+            for m, each in runs.items()
+            for r in each
         ]
         if any(len(r.evaluations) > 1 for r in first.values()):
-            spent = {
-                m: [(sent / 2**20, mean) for _, sent, mean in curve(r, unit)]
-                for m, r in first.items()
-            }
+            cost = {m: [(s / 2**20, v) for _, s, v in curve(r, unit)] for m, r in first.items()}
             what = "sent down and up by all clients, MiB"
-            out.append(pictures.curves(named, f"{stem}-curves.png"))
-            out.append(pictures.weights(named, f"{stem}-weights-by-round.png"))
-            out.append(figures.curves(spent, f"{stem}-cost.png", what, f"mean {unit}"))
-        out.append(figures.heat_maps(first, f"{stem}-weights.png"))
-        out.append(figures.heat_maps(first, f"{stem}-neighbours.png", k=5))
-        out.append(pictures.clients(named, f"{stem}-boxes.png"))
+            pictures.curves(named, f"{stem}-curves.png")
+            pictures.weights(named, f"{stem}-weights-by-round.png")
+            figures.curves(cost, f"{stem}-cost.png", what, f"mean {unit}")
+        figures.heat_maps(first, f"{stem}-weights.png")
+        figures.heat_maps(first, f"{stem}-neighbours.png", k=5)
+        pictures.clients(named, f"{stem}-boxes.png")
         last = {m: r.last(unit) for m, r in first.items()}
         before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
         if before:
             size = torch.tensor(next(iter(first.values())).header["size"])
             gains = {m: last[m] - last[b] for m, b in before.items()}
-            out.append(figures.deltas(size, gains, f"{stem}-deltas.png", unit))
+            figures.deltas(size, gains, f"{stem}-deltas.png", unit)
         base = {m: last[before.get(m, m)] for m in first}
-        studies[setting] = _trained(made, setting, base, unit, out)
+        studies[setting] = _trained(made, setting, base, unit)
     if option := made.plan["against"]:
-        found: dict[str, list[tuple[float, float]]] = {}
-        for r in rows:
-            if option in r["options"] and r["best"] is not None:
-                found.setdefault(r["setting"], []).append((r["options"][option], r["best"]))
-        by = {setting: sorted(points) for setting, points in found.items()}
-        path = made.folder / f"against-{option}.png"
-        out.append(figures.curves(by, path, option, "test accuracy, %"))
+        with_it = by_setting([r for r in rows if option in r["options"]])
+        by = {s: sorted((r["options"][option], r["best"]) for r in of) for s, of in with_it.items()}
+        figures.curves(by, f"{made.folder}/against-{option}.png", option, "test accuracy, %")
     (made.folder / "studies.json").write_text(json.dumps(plain(studies)) + "\n", encoding="utf-8")
-    return [p for p in out if p]
 
 
 def _trained(
@@ -162,11 +153,10 @@ def _trained(
     setting: str,
     before: Mapping[str, Tensor],
     unit: str,
-    out: list[Path | None],
-) -> dict[str, Any]:
-    """The studies of trained states; their pictures are added to `out`."""
-    stem = made.folder / slug(setting)
-    spread: dict[str, list[tuple[Any, float, float]]] = {}
+) -> Facts:
+    """The studies of trained states, and their pictures."""
+    stem = f"{made.folder / slug(setting)}"
+    spread: dict[str, list[figures.Triple]] = {}
     fewer: dict[str, dict[float, float]] = {}
     for method in before:
         m, task = made.plan["methods"][method], made.tasks[setting, method, ""][0]
@@ -181,22 +171,21 @@ def _trained(
         if m.get("sizes") and "state_of" in m:
             found = by_evaluation(setup, state, p)
             gains = {f"{f:.0%} of the test samples": gain for f, gain in found.items()}
-            out.append(figures.deltas(p.data.size("test"), gains, f"{path}-tests.png", unit))
+            figures.deltas(p.data.size("test"), gains, f"{path}-tests.png", unit)
         for option, choices in m.get("vary", {}).items():
             points = vary(setup, state, p, option, choices)
-            means = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
             hurt = [metrics.hurt(q.own, before[method], unit == "accuracy") for q in points]
-            by = [(value, own, h) for (value, own, _), h in zip(means, hurt, strict=True)]
-            out.append(figures.option(by, f"{path}-{option}.png", option, unit))
+            means = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
+            by = [(*q[:2], h) for q, h in zip(means, hurt, strict=True)]
+            figures.option(by, f"{path}-{option}.png", option, unit)
             if option != "finetune_lr":
                 spread[method] = means
         if "vary" in m and method not in spread:
             other = replace(p, data=out_of_distribution(p))
             own, others = (metrics.mean(results(setup, state, q)) for q in (p, other))
             spread[method] = [(method, own, others)]
-    if spread:
-        out.append(figures.distributions(spread, f"{stem}-distributions.png", unit))
+    figures.distributions(spread, f"{stem}-distributions.png", unit)
     parts = {m: sorted((100 * f, v) for f, v in by.items()) for m, by in fewer.items()}
     what = "personalization set used, %"
-    out.append(figures.curves(parts, f"{stem}-sizes.png", what, f"mean {unit}"))
+    figures.curves(parts, f"{stem}-sizes.png", what, f"mean {unit}")
     return {"distributions": spread, "sizes": fewer}

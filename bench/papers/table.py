@@ -1,19 +1,22 @@
 """The rows of a reproduction from its records, what of the plan must hold, and both as Markdown."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from bench.papers import measures
 from bench.papers.plan import Plan
+from bench.problem import Facts
 from pflcore import metrics
 from pflcore.results.record import Run
 from pflcore.results.table import far_movers, incidents, markdown
 
-Runs = Mapping[tuple[str, str, str], Sequence[Run]]
+Key = tuple[str, str, str]  # setting, method, variant
+Runs = Mapping[Key, Sequence[Run]]
 Row = Mapping[str, Any]
 
 
@@ -35,17 +38,16 @@ def summary(
     return {**out, "hurt": hurt}
 
 
-def rows_of(plan: Plan, runs: Runs) -> list[dict[str, Any]]:
+def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
     """One row per setting, method and variant."""
     return [_row(plan, runs, *key) for key in runs]
 
 
-def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> dict[str, Any]:
+def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> Facts:
     """Means over seeds; accuracies in percent. `best` is the best round's mean over clients,
     selected on test data as in the papers, `by_size` the same weighted by test samples, `final` the
     last round's."""
     mine, m = runs[setting, method, variant], plan["methods"][method]
-    seen = [r.evaluations[-1]["eval"] for r in mine if r.evaluations]
     measure = next((r.measure for r in mine if r.evaluations), "accuracy")
     scale = 100.0 if measure == "accuracy" else 1.0
     before, trained = (
@@ -59,12 +61,14 @@ def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> dic
     of_all = {k: metrics.mean([e[k] for e in each]) for k in each[0]}
     over = [_over_rounds(r, measure) for r in mine]
     best, final, by_size = ([scale * v for v in column] for column in zip(*over, strict=True))
-    clusters = [measures.largest_share(e["cluster"]) for e in seen if "cluster" in e]
+    picked = [r.seen["cluster"] for r in mine if "cluster" in r.seen]
+    largest = 100 * metrics.mean([*map(largest_share, picked)]) if picked else None
     head, played = mine[0].header, trained or mine
     row = 4 * head["parameters"]
-    sent, many = [float([0, *r.sent()][-1]) for r in mine], len(mine) > 1
-    last = played[0].rounds[-1] if played[0].rounds else None
-    of_last = last and (last["bytes_down"] + last["bytes_up"]) / max(1, len(last["cohort"]))
+    sent, many = [[0, *r.sent()] for r in mine], len(mine) > 1
+    of_last = None
+    for line in played[0].rounds[-1:]:
+        of_last = (line["bytes_down"] + line["bytes_up"]) / max(1, len(line["cohort"])) / row
     paper, expected = (plan[k].get(setting, {}).get(method) for k in ("reported", "expected"))
     paper, paper_std = paper if isinstance(paper, list) else (paper, None)
     return {
@@ -80,7 +84,7 @@ def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> dic
         "by_seed": final,
         **{k: of_all[k] * scale for k in ("std", "worst_decile")},
         "hurt": of_all.get("hurt"),
-        "largest": 100 * metrics.mean(clusters) if clusters else None,
+        "largest": largest,
         "by_size": metrics.mean(by_size),
         "paper": paper,
         "paper_std": paper_std,
@@ -89,14 +93,14 @@ def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> dic
         "played": [r.played for r in mine],
         "evaluations": len(mine[0].evaluations),
         "epochs": head["training"]["epochs"],
-        "tuned": list(m.get("grid", ())),
-        "models_a_round": of_last and of_last / row,
-        "models": metrics.mean([s / (row * head["takes_part"]) for s in sent]),
+        "tuned": [*m.get("grid", ())],
+        "models_a_round": of_last,
+        "models": metrics.mean([s[-1] / (row * head["takes_part"]) for s in sent]),
         "to_goal": _to_goal(runs, setting, mine, measure),
         "seconds_a_round": metrics.mean([r["seconds"] for run in played for r in run.rounds]),
         "held_out": mine[0].held_out,
-        "incidents": list(dict.fromkeys(said for r in mine for said in incidents(r))),
-        "far": list(filter(None, map(far_movers, mine))),
+        "incidents": [*dict.fromkeys(said for r in mine for said in incidents(r))],
+        "far": [*filter(None, map(far_movers, mine))],
         "stopped": next((r.stopped for r in mine if r.stopped), None),
     }
 
@@ -105,7 +109,7 @@ def _over_rounds(run: Run, measure: str) -> tuple[float, float, float]:
     """The best and the last of the means over clients, and the best weighted by test samples."""
     values, up = run.values(measure)[1], measure == "accuracy"
     means = [metrics.mean(v) for v in values]
-    sized = [metrics.weighted_mean(v, run.evaluations[-1]["eval"]["size"]) for v in values]
+    sized = [metrics.weighted_mean(v, run.seen["size"]) for v in values]
     return metrics.best(means, up).value, metrics.final(means), metrics.best(sized, up).value
 
 
@@ -123,12 +127,11 @@ def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> flo
     first = next((run for run in of_setting if len(run.evaluations) > 1), None)
     if first is None:
         return None
-    up, sent = measure == "accuracy", []
+    up = measure == "accuracy"
     goal = goal_of(metrics.mean(first.last(measure)), up)
-    for run in mine:
-        _, at, values = zip(*curve(run, measure), strict=True)
-        sent.append(measures.bytes_to_reach(values, at, goal, up))
-    return None if None in sent else metrics.mean(list(map(float, sent)))  # type: ignore[arg-type]
+    curves = [zip(*curve(run, measure), strict=True) for run in mine]
+    sent = [bytes_to_reach(values, at, goal, up) for _, at, values in curves]
+    return None if None in sent else metrics.mean(sent)
 
 
 def goal_of(value: float, higher_is_better: bool) -> float:
@@ -139,23 +142,24 @@ def goal_of(value: float, higher_is_better: bool) -> float:
 def verdicts(plan: Plan, rows: Sequence[Row]) -> list[tuple[bool, str]]:
     """What the plan says must hold, and whether it does. Methods that were not played are passed
     over, numbers where seeds lack too."""
-    checks, out = plan["checks"], []
-    pairs = [(low, high) for high, lows in checks.get("below", {}).items() for low in lows]
-    pairs += [(low, high) for low, highs in checks.get("above", {}).items() for high in highs]
+    checks, out = {"below": {}, "above": {}, "hurt": {}, "largest": {}, **plan["checks"]}, []
+    pairs = [(low, high) for high, lows in checks["below"].items() for low in lows]
+    pairs += [(low, high) for low, highs in checks["above"].items() for high in highs]
     for setting, of_setting in by_setting(rows).items():
         mine = {r["method"]: r for r in of_setting if not r["variant"]}
         whole = {name: r for name, r in mine.items() if r["seeds"] == len(plan["seeds"])}
         wanted = plan["expected"].get(setting, {}) if "tolerance" in checks else {}
-        for name in filter(whole.get, wanted):
-            got, want, within = whole[name]["final"], wanted[name], checks["tolerance"]
-            said = f"{name}: {got:.5f}, expected {want:.5f} ± {within:g}"
-            out.append((abs(got - want) <= within, said))
-        for what in ("hurt", "largest"):
-            for name in filter(whole.get, checks.get(what, {})):
-                got, (want, within) = whole[name][what], checks[what][name]
+        final = {name: (want, checks["tolerance"]) for name, want in wanted.items()}
+        for what in ("final", "hurt", "largest"):
+            each = {**checks, "final": final}[what]
+            for name in filter(whole.get, each):
+                got, (want, within) = whole[name][what], each[name]
                 value = "not measured" if got is None else f"{got:.1f} %"
-                said = f"{name}: {what} {value}, expected {want:g} ± {within:g}"
-                out.append((got is not None and abs(got - want) <= within, said))
+                said = f"{what} {value}, expected {want:g}"
+                if what == "final":
+                    said = f"{got:.5f}, expected {want:.5f}"
+                good = got is not None and abs(got - want) <= within
+                out.append((good, f"{name}: {said} ± {within:g}"))
         for low, high in pairs:
             if low in mine and high in mine:
                 by_seed = zip(mine[low]["by_seed"], mine[high]["by_seed"], strict=True)
@@ -165,11 +169,7 @@ def verdicts(plan: Plan, rows: Sequence[Row]) -> list[tuple[bool, str]]:
     return out
 
 
-def table(
-    plan: Plan,
-    rows: Sequence[Row],
-    checks: Sequence[tuple[bool, str]] = (),
-) -> str:
+def table(plan: Plan, rows: Sequence[Row]) -> str:
     """Markdown: a table per setting, methods in the plan's order, columns that some method has
     something for."""
     lines, selects = about(plan), False
@@ -199,13 +199,41 @@ def table(
             "\\* the best round, selected on test data as in the paper; "
             '"by size" weighs clients by their test samples.'
         )
-    lines += [f"- {'holds' if good else 'FAILS'}: {text}" for good, text in checks]
     return "\n".join(lines) + "\n"
 
 
 def about(plan: Plan) -> list[str]:
     """The lines above the tables."""
     return [plan["about"], ""] if plan["about"] else []
+
+
+def subpopulations(values: Tensor, group: Sequence[int]) -> dict[str, float]:
+    """ "majority", "minority" (means over the clients whose `group` [n] is 0 and 1), "gap", and
+    "variance" over all (ddof = 0).
+
+    For accuracies in percent the gap is in points and the variance in percent squared (Hao et al.
+    2020, Table 2).
+    """
+    major, minor = (metrics.mean(values[torch.tensor(group) == g]) for g in (0, 1))
+    variance = metrics.std(values) ** 2
+    return {"majority": major, "minority": minor, "gap": major - minor, "variance": variance}
+
+
+def largest_share(cluster: Sequence[int]) -> float:
+    """Share of the clients in the largest cluster; `cluster [n]` holds each client's cluster id,
+    negative for none."""
+    sizes = Counter(c for c in cluster if c >= 0)
+    return max(sizes.values()) / sizes.total() if sizes else math.nan
+
+
+def bytes_to_reach(
+    curve: Sequence[float], sent: Sequence[int], goal: float, higher_is_better: bool = True
+) -> int | None:
+    """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is
+    better); None if never. `sent` [T] is cumulative, one entry per value of `curve` [T]."""
+    sign = 1 if higher_is_better else -1
+    reached = (total for v, total in zip(curve, sent, strict=True) if sign * v >= sign * goal)
+    return next(reached, None)
 
 
 def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:

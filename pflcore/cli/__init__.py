@@ -12,7 +12,6 @@ import io
 import os
 import platform
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -61,9 +60,9 @@ def info(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_checkout(command: str) -> Path:
-    """The checkout that pflcore stands in, from where modules may be imported. ImportError, one
-    sentence, where it is an installed package."""
+def _of_checkout(command: str) -> None:
+    """Lets modules be imported from the checkout that pflcore stands in. ImportError, one sentence,
+    where it is an installed package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "bench" / "__main__.py").exists():
         raise ImportError(
@@ -72,7 +71,6 @@ def _of_checkout(command: str) -> Path:
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    return root
 
 
 def attack(argv: Sequence[str]) -> int:
@@ -94,10 +92,10 @@ def reproduce(argv: Sequence[str]) -> int:
 
 def bench(argv: Sequence[str]) -> int:
     """Times the kernels against the best torch call; needs a checkout of pflcore."""
-    root = str(_of_checkout("bench"))
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    words, env = [sys.executable, "-m", "bench", *argv], {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(words, env=env, check=False).returncode
+    _of_checkout("bench")
+    from bench import main
+
+    return main(argv)
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {

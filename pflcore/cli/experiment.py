@@ -34,7 +34,7 @@ from pflcore.check import (
 from pflcore.data import PARTITIONS, SOURCES, Federation, federation_of
 from pflcore.data.partition import options_of
 from pflcore.nn.models import MODELS, model_for
-from pflcore.results.record import CUT
+from pflcore.results.record import CUT, Facts, Line, OnRound
 from pflcore.simulation import Evaluation, Hardware, History, Robustness, Simulation, for_everyone
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.settings import Adversary, Attack
@@ -107,7 +107,7 @@ class Choice(NamedTuple):
 
     name: str
     function: Callable[..., Any]
-    defaults: dict[str, Any]
+    defaults: Line
 
 
 def partition_of(data: str, partition: str | None) -> Choice | None:
@@ -130,17 +130,18 @@ def model_of(name: str) -> Choice | None:
     return Choice(name, MODELS[name], defaults)
 
 
-def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federation:
+def federation(options: Options, cut: Facts | None = None) -> Federation:
     """The data of an experiment; `cut` holds the partition's own options. ValueError, ImportError
     or OSError in one sentence."""
     o, more = options, dict(cut or {})
     if o.standardize is not None:
         more = {"standardize": o.standardize, **more}
-    samples: dict[str, Any] = {"train_samples": o.train_samples, "test_samples": o.test_samples}
-    data = federation_of(o.data, o.partition, o.n, o.data_seed, **samples, **more)
-    if o.data.startswith("folder:") and o.criterion in ("squared", "half_squared"):
+    more |= {"train_samples": o.train_samples, "test_samples": o.test_samples}
+    data = federation_of(o.data, o.partition, o.n, o.data_seed, **more)
+    files = o.data.startswith("folder:")
+    if files and o.criterion in ("squared", "half_squared"):
         data = replace(data, y=data.y.float(), classes=None)  # whole numbers may be targets
-    if o.data.startswith("folder:") and o.standardize is None and len(data.shape) == 1:
+    if files and o.standardize is None and len(data.shape) == 1:
         spread = data.x.std(0)
         least, most = spread[spread > 0].aminmax() if spread.any() else (1, 1)
         if most > 100 * least:
@@ -153,9 +154,7 @@ def federation(options: Options, cut: Mapping[str, Any] | None = None) -> Federa
     return data
 
 
-def model(
-    options: Options, data: Federation, own: Mapping[str, Any] | None = None
-) -> Callable[[], nn.Module]:
+def model(options: Options, data: Federation, own: Facts | None = None) -> Callable[[], nn.Module]:
     """A function that makes the experiment's model for this data's shape and classes; `own` holds
     the model's own options. ValueError where the shape does not fit."""
     name = model_name(options, data)
@@ -196,7 +195,7 @@ def has_target(name: str) -> bool:
 
 
 def algorithm(
-    name: str, hyper: Mapping[str, Any] | None = None, target: int | Literal["all"] | None = None
+    name: str, hyper: Facts | None = None, target: int | Literal["all"] | None = None
 ) -> Algorithm:
     """An algorithm by name or "package.module:Class". `target` is given to those that personalize
     for one client ("all": the first)."""
@@ -216,7 +215,7 @@ class Job:
     algorithm: str
     options: Options
     training: Training
-    hyper: Mapping[str, Any]
+    hyper: Facts
 
     @property
     def name(self) -> str:
@@ -248,7 +247,7 @@ class Job:
         self,
         simulation: Simulation,
         data: Federation,
-        on_round: Callable[[int, dict[str, Any]], None],
+        on_round: OnRound,
         checkpoint: Checkpoint | None = None,
     ) -> History:
         """Runs it, each client's run after the other where it is `for_each`, on `data` as they
@@ -265,7 +264,7 @@ class Job:
             **self._common(),
         )
 
-    def _common(self, reported: torch.Tensor | None = None) -> dict[str, Any]:
+    def _common(self, reported: torch.Tensor | None = None) -> Line:
         """The options that are the simulation's own."""
         o = self.options
         return {
@@ -278,7 +277,7 @@ class Job:
             "batch_norm": o.buffers,
         }
 
-    def header(self, simulation: Simulation) -> dict[str, Any]:
+    def header(self, simulation: Simulation) -> Line:
         """The simulation's header, with the names that the experiment was asked for by."""
         head, o = simulation.header(), self.options
         cut = partition_of(o.data, o.partition)
@@ -292,23 +291,22 @@ class Job:
         return {**head, **asked, **names, "target": target, "made_for": made_for}
 
 
-def described(
-    todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any]
-) -> dict[str, Any]:
+def described(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     """What some jobs compute, but for where: two descriptions that are equal give the same
     numbers."""
-    where = ("device", "engine", "workers")
-    options = {k: v for k, v in asdict(todo[0].options).items() if k not in where}
+    options = asdict(todo[0].options)
+    for where in ("device", "engine", "workers"):
+        del options[where]
     hyper = {job.name: dict(job.hyper) for job in todo}
     own = {"partition_options": dict(cut), "model_options": dict(shape), "options": hyper}
-    return {"runs": list(hyper), **options, "training": asdict(todo[0].training), **own}
+    return {"runs": [*hyper], **options, "training": asdict(todo[0].training), **own}
 
 
 def jobs(
     algorithms: Sequence[str],
     options: Options,
     training: Training,
-    hyper: Mapping[str, Mapping[str, Any]],
+    hyper: Mapping[str, Facts],
 ) -> list[Job]:
     """One job per algorithm and seed, every hyper-parameter checked. ValueError in one sentence."""
     need(algorithms, "algorithms", f"at least one of {', '.join(ALGORITHMS)}", None)

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -27,13 +27,18 @@ from pflcore.metrics import human
 from pflcore.nn.models import MODELS
 from pflcore.results import pictures, table
 from pflcore.results.progress import Progress
-from pflcore.results.record import Record, Run, read
+from pflcore.results.record import Facts, Line, OnRound, Record, Runs, read
 from pflcore.simulation import History, Simulation, checkpoint, describe
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
 
 KNOWN = ", ".join(ALGORITHMS)
-NAMES = {"Algorithms": ALGORITHMS, "Data": [*SOURCES, *FEDERATIONS], "Partitions": PARTITIONS}
+NAMES = {
+    "Algorithms": ALGORITHMS,
+    "Data": [*SOURCES, *FEDERATIONS],
+    "Partitions": PARTITIONS,
+    "Models": MODELS,
+}
 Model = Callable[[], Any]
 TARGETS = "checkpoint-targets"  # the folder of runs for each client
 
@@ -93,7 +98,7 @@ def compare(argv: Sequence[str]) -> int:
 def _play(command: Callable[..., int], names: Sequence[str], argv: Sequence[str]) -> int:
     one = command is run
     prog = f"pflcore run {names[0] if names else 'ALGORITHM'}" if one else "pflcore compare"
-    known = [f"{k}: {', '.join(v)}." for k, v in (NAMES | {"Models": MODELS}).items()]
+    known = [f"{k}: {', '.join(v)}." for k, v in NAMES.items()]
     about = "\n\n".join([inspect.getdoc(command) or "", *known])
     groups: dict[str, type] = {} if one else {"compare": Compared}
     groups |= {"run": Options, "training": Training, "output": Output}
@@ -123,9 +128,7 @@ def _play(command: Callable[..., int], names: Sequence[str], argv: Sequence[str]
     return _record(todo, got.get("partition", {}), got.get("model", {}), Output(**got["output"]))
 
 
-def _record(
-    todo: Sequence[Job], cut: Mapping[str, Any], shape: Mapping[str, Any], output: Output
-) -> int:
+def _record(todo: Sequence[Job], cut: Facts, shape: Facts, output: Output) -> int:
     options, names = todo[0].options, [name_of(j.algorithm) for j in todo]
     known = output.baseline in (None, *names)
     need(known, "baseline", "one of the algorithms that run", output.baseline)
@@ -191,8 +194,8 @@ class _Runs:
     todo: Sequence[Job]
     data: Federation
     model: Model
-    own: dict[str, Any]  # of the header, beside what a job says
-    command: Mapping[str, Any]  # what is played, for who goes on
+    own: Line  # of the header, beside what a job says
+    command: Facts  # what is played, for who goes on
     output: Output
     folder: Path
     record: Record
@@ -224,7 +227,7 @@ class _Runs:
             self.stand(len(self.todo))
         return 1 if failed else 0
 
-    def note(self, job: int) -> dict[str, Any]:
+    def note(self, job: int) -> Line:
         """Where the command stands."""
         return {"command": self.command, "job": job, "record": self.record.mark()}
 
@@ -259,11 +262,11 @@ class _Runs:
         else:
             keeper.note = functools.partial(self.note, i)
 
-        def step(_: int, line: dict[str, Any]) -> None:
+        def step(_: int, line: Line) -> None:
             next(played)
             self.progress.step(line)
 
-        def play(on_round: Callable[[int, dict[str, Any]], None]) -> History:
+        def play(on_round: OnRound) -> History:
             # a round's record needs all the clients' runs
             history = job.play(simulation, self.data, step if job.for_each else on_round, keeper)
             for line in history.rounds if job.for_each else ():
@@ -286,7 +289,7 @@ class _Runs:
         return history
 
 
-def _standing(folder: Path, command: Mapping[str, Any]) -> tuple[int, Mapping[str, Any], bool]:
+def _standing(folder: Path, command: Facts) -> tuple[int, Facts, bool]:
     """Where a command stands by the checkpoint in its folder: which job, how far the record goes,
     whether the job has begun."""
     _, facts = checkpoint.load(folder)
@@ -300,7 +303,7 @@ def _standing(folder: Path, command: Mapping[str, Any]) -> tuple[int, Mapping[st
     return note["job"], note["record"], facts["run"] is not None
 
 
-def _write_report(runs: Sequence[Run], folder: Path, output: Report) -> None:
+def _write_report(runs: Runs, folder: Path, output: Report) -> None:
     """Table to stdout and table.md; pictures, where matplotlib is there."""
     text = table.table(runs, output.last, output.baseline)
     folder.mkdir(parents=True, exist_ok=True)
@@ -361,7 +364,7 @@ def _check_folder(folder: Path, output: Report) -> None:
         )
 
 
-def _plan(head: Mapping[str, Any]) -> str:
+def _plan(head: Facts) -> str:
     return (
         f"{head['algorithm']}: {head['parameters']:,} parameters, {head['rounds']} rounds, engine "
         f"{head['engine']}, "

@@ -23,25 +23,24 @@ def look(i: int) -> dict[str, str]:
     return {"color": COLOURS[i % len(COLOURS)], "linestyle": style}
 
 
-def figure_of(width: float, height: float, panels: int = 1) -> tuple[Any, list[Any]]:
-    """A figure with so many panels beside each other."""
+def figure_of(width: float, height: float, panels: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with so many panels beside each other, in so many rows."""
     figures = optional("matplotlib.figure", "'pflcore[plot]'")
     figure = figures.Figure(figsize=(width, height), layout="constrained")
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+    return figure, [*figure.subplots(rows, panels, squeeze=False).flat]
 
 
 def save(figure: Any, path: str | Path) -> Path:
     """The picture as PNG, and beside it as SVG."""
     path = Path(path)
-    figure.savefig(path, dpi=200)
-    figure.savefig(path.with_suffix(".svg"), dpi=200)
+    for file in (path, path.with_suffix(".svg")):
+        figure.savefig(file, dpi=200)
     return path
 
 
 def tidy(axis: Any, title: str, x: str, y: str) -> None:
     axis.set_title(title, fontsize=10)
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
+    axis.set(xlabel=x, ylabel=y)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25, linewidth=0.6)
 
@@ -54,17 +53,14 @@ def lines(
         marker = "o" if len(x) == 1 else None
         axis.plot(x, y, **{"linewidth": 1.6, "marker": marker, **look(i), **how})
     low, high = axis.get_ylim()
-    gap, top = 0.05 * (high - low), high + 0.05 * (high - low)
-    names = list(series)
-    ends = {name: (x[-1], y[-1]) for name, (x, y) in series.items() if len(x)}
-    for name, (right, end) in sorted(ends.items(), key=lambda item: -item[1][1]):
+    gap = 0.05 * (high - low)
+    top = high + gap
+    ends = [(y[-1], x[-1], i, k) for i, (k, (x, y)) in enumerate(series.items()) if len(x)]
+    for end, right, i, name in sorted(ends, key=lambda place: -place[0]):
         top = min(top - gap, end)
-        colour = look(names.index(name))["color"]
-        axis.annotate(name, (right, top), (6, -3), color=colour, **OFFSET)
+        axis.annotate(name, (right, top), (6, -3), color=look(i)["color"], **OFFSET)
 
 
 def client_ticks(axis: Any, ids: Tensor) -> None:
-    step = max(1, -(-len(ids) // 20))
-    axis.set_ticks(
-        list(range(0, len(ids), step)), [str(i) for i in ids[::step].tolist()], fontsize=7
-    )
+    step = -(-len(ids) // 20) or 1
+    axis.set_ticks(range(0, len(ids), step), map(str, ids[::step].tolist()), fontsize=7)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from pflcore.check import checked
 from pflcore.metrics import mean
 from pflcore.results import optional
 
@@ -14,14 +15,13 @@ Line = Mapping[str, Any]
 PLAIN = ("seconds", "void", "bytes_down", "bytes_up", "train_loss")  # of a record, as they are
 
 
+@checked
 def rows(header: Line, rounds: Sequence[Line], per: Per = "round") -> list[dict[str, Any]]:
     """One row per round, with means over clients (each counted once), or one per evaluated round
     and client. ValueError for another `per`.
 
     A value that is not there is NaN: a round without evaluation, a client without samples.
     """
-    if per not in ("round", "client"):
-        raise ValueError(f"per: expected 'round' or 'client', got {per!r}.")
     run = {"algorithm": header.get("algorithm"), "seed": header.get("seed")}
     keys = dict.fromkeys(k for r in rounds for k in measured(r))
     out: list[dict[str, Any]] = []

@@ -20,7 +20,7 @@ from pflcore.results.canvas import (
     save,
     tidy,
 )
-from pflcore.results.record import Run, find, label
+from pflcore.results.record import Run, Runs, find, label
 from pflcore.results.table import split_of
 
 
@@ -31,7 +31,7 @@ def _scale(run: Run) -> tuple[float, str]:
     return 1.0, f"{split_of(run)} loss"
 
 
-def curves(runs: Sequence[Run], path: str | Path) -> Path:
+def curves(runs: Runs, path: str | Path) -> Path:
     """Accuracy by round, a line per algorithm: mean over clients, and the target's own where there
     is one; a band is ± std over seeds."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
@@ -72,12 +72,18 @@ class Heat(NamedTuple):
     columns: Tensor
 
 
-def heat_maps(panels: Sequence[Heat], x: str, y: str, path: str | Path) -> Path | None:
-    """Heat maps beside each other; None where there is none."""
+def heat_maps(
+    panels: Sequence[Heat], x: str, y: str, path: str | Path, wide: int = 100
+) -> Path | None:
+    """Heat maps, so many beside each other; None where there is none."""
     if not panels:
         return None
-    figure, axes = figure_of(5.2 * len(panels), 4.0, len(panels))
-    for axis, (title, values, rows, columns) in zip(axes, panels, strict=True):
+    wide = min(wide, len(panels))
+    tall = -(-len(panels) // wide)
+    figure, axes = figure_of(5.2 * wide, 4.0 * tall, wide, tall)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (title, values, rows, columns) in zip(axes, panels, strict=False):
         # a cell is as wide as the gap to the next number
         edges = torch.cat([columns, columns[-1:] + 1]) - 0.5, torch.arange(len(rows) + 1) - 0.5
         image = axis.pcolormesh(
@@ -85,8 +91,7 @@ def heat_maps(panels: Sequence[Heat], x: str, y: str, path: str | Path) -> Path 
         )
         client_ticks(axis.yaxis, rows)
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel(x)
-        axis.set_ylabel(y)
+        axis.set(xlabel=x, ylabel=y)
         figure.colorbar(image, ax=axis, label="weight")
     return save(figure, path)
 
@@ -110,7 +115,7 @@ def by_round(run: Run) -> tuple[list[int], Tensor]:
     return [r for r, _ in mine], torch.stack([w for _, w in mine]) if mine else torch.empty(0, 0)
 
 
-def weights(runs: Sequence[Run], path: str | Path) -> Path | None:
+def weights(runs: Runs, path: str | Path) -> Path | None:
     """Mixing weights of one model by round: a heat map of clients by rounds for each algorithm that
     reports them (WAFFLE, Fig. 3)."""
     panels = []
@@ -123,7 +128,7 @@ def weights(runs: Sequence[Run], path: str | Path) -> Path | None:
     return heat_maps(panels, "round", "client", path)
 
 
-def similarity(runs: Sequence[Run], path: str | Path) -> Path | None:
+def similarity(runs: Runs, path: str | Path) -> Path | None:
     """Who mixes with whom: the last round's M x N weights as a heat map, one panel per algorithm
     that keeps several models."""
     panels = []
@@ -135,33 +140,31 @@ def similarity(runs: Sequence[Run], path: str | Path) -> Path | None:
     return heat_maps(panels, "gives (client)", "receives (model)", path)
 
 
-def clients(runs: Sequence[Run], path: str | Path) -> Path:
+def clients(runs: Runs, path: str | Path) -> Path:
     """The clients' values at the last evaluation, a box per algorithm (seeds together), with a dot
     per client where they are few."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
     values = [torch.cat([scale * r.last(runs[0].measure) for r in m]) for m in groups.values()]
-    values = [v[v.isfinite()] for v in values]
+    boxes = [v[v.isfinite()].tolist() for v in values]
     figure, (axis,) = figure_of(1.6 + 1.1 * len(groups), 4.0)
-    boxes = [v.tolist() for v in values]
     axis.boxplot(boxes, widths=0.5, showfliers=False, medianprops={"color": COLOURS[1]})
-    for i, v in enumerate(values):
-        if len(v) <= 100:
-            at = i + 1 + torch.linspace(-0.12, 0.12, len(v))
-            axis.plot(at.tolist(), v.tolist(), ".", color=COLOURS[0], alpha=0.6, markersize=5)
-    axis.set_xticks(range(1, len(groups) + 1), list(groups), rotation=20, ha="right", fontsize=8)
+    for i, box in enumerate(boxes, 1):
+        if len(box) <= 100:
+            at = np.linspace(i - 0.12, i + 0.12, len(box))
+            axis.plot(at, box, ".", color=COLOURS[0], alpha=0.6, markersize=5)
+    axis.set_xticks(range(1, len(groups) + 1), groups, rotation=20, ha="right", fontsize=8)
     tidy(axis, "clients at the last evaluation", "", unit)
     return save(figure, path)
 
 
-def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
+def deltas(runs: Runs, baseline: str, path: str | Path) -> Path | None:
     """Gain of each client over the `baseline` algorithm against its number of samples (Motley, Fig.
     3). None without a baseline run."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
     base = (find(groups, baseline) or [Run()])[0]
-    seen: dict[str, Any] = base.evaluations[-1]["eval"] if base.evaluations else {}
     size, what = base.header.get("size") or [], "training"
     if len(size) != len(base.last()):  # some clients were evaluated, or it is not said
-        size, what = seen.get("size") or [], "test"
+        size, what = base.seen.get("size") or [], "test"
     figure, (axis,) = figure_of(5.6, 4.2)
     for i, (name, (run, *_)) in enumerate(groups.items()):
         if run is not base and 0 < len(run.last()) == len(size):
@@ -178,7 +181,7 @@ def deltas(runs: Sequence[Run], baseline: str, path: str | Path) -> Path | None:
     return save(figure, path)
 
 
-def draw(runs: Sequence[Run], folder: str | Path, baseline: str | None = None) -> list[Path]:
+def draw(runs: Runs, folder: str | Path, baseline: str | None = None) -> list[Path]:
     """Every picture that the runs have something for, into `folder`; returns the files. Mixing
     weights are drawn of at most 1,000 clients."""
     folder = Path(folder)

@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -35,7 +34,9 @@ from pflcore.check import checked
 
 __all__ = ["Record", "Run", "group", "read"]
 LONG = 1000  # entries from which a list is no part of a line
-OnRound = Callable[[int, dict[str, Any]], None]
+Facts = Mapping[str, Any]
+Line = dict[str, Any]
+OnRound = Callable[[int, Line], None]
 PARTS = ("model_options", "training", "options")
 # times the cohort's median update: honest clients with many times the data of the others stay below
 OUTLIER = 20.0
@@ -75,18 +76,13 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
     return getattr(value, "__name__", None) or str(value)
 
 
-def slug(text: str) -> str:
-    """The text as a file's name."""
-    return re.sub(r"[^\w.+-]+", "_", text).strip("_")
-
-
 @checked
 class Record:
     """Writes one record file, each line at once, so that an interrupted process leaves at most its
     last line cut off; a line that a full disk cut off is finished before the next one."""
 
     def __init__(
-        self, path: str | Path, overwrite: bool = False, mark: Mapping[str, Any] | None = None
+        self, path: str | Path, overwrite: bool = False, mark: Facts | None = None
     ) -> None:
         """Opens `path`, making its folder. A file that holds something is kept unless `overwrite`:
         ValueError.
@@ -116,7 +112,7 @@ class Record:
                 "another."
             ) from None
 
-    def _cut(self, mark: Mapping[str, Any]) -> None:
+    def _cut(self, mark: Facts) -> None:
         aside = self.side.stat().st_size if self.side.exists() else 0
         if self._digest(mark["bytes"]) != mark["sha256"] or aside < mark["arrays"]:
             raise ValueError(
@@ -131,7 +127,7 @@ class Record:
         with open(self.path, "rb") as file:
             return hashlib.sha256(file.read(size)).hexdigest()
 
-    def mark(self) -> dict[str, Any]:
+    def mark(self) -> Line:
         """Where the record stands, once it is on the disk: how many bytes and their SHA-256, and
         how many bytes of long lists aside."""
         for file in filter(None, (self._file, self._arrays)):
@@ -139,7 +135,7 @@ class Record:
         size, aside = self._file.tell(), self._arrays.tell() if self._arrays else 0
         return {"bytes": size, "sha256": self._digest(size), "arrays": aside}
 
-    def write(self, line: Mapping[str, Any]) -> None:
+    def write(self, line: Facts) -> None:
         """Appends one line: a header, a round or a stop."""
         text = json.dumps(plain(self._aside(line)), allow_nan=False, separators=(",", ":"))
         self._file.write((text + "\n").encode())
@@ -161,7 +157,7 @@ class Record:
 
     def run(
         self,
-        header: Mapping[str, Any] | None,
+        header: Facts | None,
         play: Callable[[OnRound], Any],
         on_round: OnRound | None = None,
     ) -> Any:
@@ -172,7 +168,7 @@ class Record:
         Returns what `play` does.
         """
 
-        def write(round: int, line: dict[str, Any]) -> None:
+        def write(round: int, line: Line) -> None:
             try:
                 if on_round:
                     on_round(round, line)
@@ -226,8 +222,8 @@ def _numbers(value: Any) -> np.ndarray[Any, Any] | None:
 class Run:
     """One run as it was recorded."""
 
-    header: dict[str, Any] = field(default_factory=dict)
-    rounds: list[dict[str, Any]] = field(default_factory=list)
+    header: Line = field(default_factory=dict)
+    rounds: list[Line] = field(default_factory=list)
     stopped: str | None = None
     # stopped by Ctrl-C, for want of memory or by an error, and not by what the method does
     unfinished: bool = False
@@ -252,9 +248,14 @@ class Run:
         return f"{share:.0%} of its training samples held out" if share else ""
 
     @property
-    def evaluations(self) -> list[dict[str, Any]]:
+    def evaluations(self) -> list[Line]:
         """The rounds that were evaluated."""
         return [r for r in self.rounds if r.get("eval")]
+
+    @property
+    def seen(self) -> Line:
+        """The last evaluation; {} where there is none."""
+        return {**self.evaluations[-1]["eval"]} if self.evaluations else {}
 
     @property
     def measure(self) -> str:
@@ -265,8 +266,7 @@ class Run:
     @property
     def extras(self) -> list[str]:
         """The metrics that were asked for beside accuracy and loss."""
-        seen = {k for r in self.evaluations[-1:] for k in r["eval"]}
-        return sorted(seen - {"size", "clients", "loss", "accuracy"})
+        return sorted({*self.seen} - {"size", "clients", "loss", "accuracy"})
 
     def values(self, measure: str | None = None) -> tuple[list[int], Tensor]:
         """Rounds of the evaluations and their values per client, `[E, N]` float64: NaN for a client
@@ -326,7 +326,7 @@ class Run:
         have = [r for r in wanted if _has_weights(r)]
         return [r["round"] for r in have], [self._dense(r["report"]) for r in have]
 
-    def _dense(self, report: Mapping[str, Any]) -> Tensor:
+    def _dense(self, report: Facts) -> Tensor:
         """The weights of a report, where it says `index` those of some clients alone."""
         if "index" not in report:
             return _tensor(report["weights"])
@@ -339,12 +339,12 @@ class Run:
         return weight.new_zeros(n, n).index_put_(at, weight, accumulate=True)
 
 
-def _has_weights(line: Mapping[str, Any]) -> bool:
+def _has_weights(line: Facts) -> bool:
     report = line.get("report") or {}
     return any(len(report.get(k, ())) > 0 for k in ("weights", "weight"))
 
 
-def _worst(seen: Mapping[str, Any], measure: str) -> Tensor:
+def _worst(seen: Facts, measure: str) -> Tensor:
     """One value per client [N]; infinite for one that was lost."""
     values, size = metrics.vector(seen[measure]), seen.get("size") or []
     if not measure.endswith(("loss", "mae", "rmse")) or len(size) != len(values):
@@ -358,13 +358,13 @@ def _tensor(value: Any) -> Tensor:
 
 
 @checked
-def group(lines: Iterable[Mapping[str, Any]]) -> list[Run]:
+def group(lines: Iterable[Facts]) -> list[Run]:
     """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one, and so
     does a round that is not of the run before it, whose own header is lost."""
     return _grouped(map(plain, lines))
 
 
-def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
+def _grouped(lines: Iterable[Line]) -> list[Run]:
     out: list[Run] = []
     for line in lines:
         if "header" in line:
@@ -378,7 +378,7 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> list[Run]:
     return out
 
 
-def _follows(line: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> bool:
+def _follows(line: Facts, before: Sequence[Facts]) -> bool:
     """Whether a line is one of the run whose last round, if any, is given."""
     return "round" not in line or all(
         line["round"] > last["round"]
@@ -415,7 +415,7 @@ def read(path: str | Path) -> list[Run]:
     return runs
 
 
-def _line(text: str, folder: Path) -> dict[str, Any] | None:
+def _line(text: str, folder: Path) -> Line | None:
     """A line as `Record` writes it, with its long lists; None for a damaged one."""
     try:
         line = json.loads(text or "{}")
@@ -452,7 +452,10 @@ def _whole(value: Any, folder: Path) -> Any:
     return [None if v != v else v for v in array.tolist()]
 
 
-def label(runs: Sequence[Run]) -> dict[str, list[Run]]:
+Runs = Sequence[Run]
+
+
+def label(runs: Runs) -> dict[str, list[Run]]:
     """Runs that differ in nothing but the seed under one name: the algorithm, with the options in
     which it differs from a namesake."""
     by_key: dict[str, list[Run]] = {}
@@ -481,7 +484,7 @@ def find(groups: dict[str, list[Run]], name: str) -> list[Run] | None:
     return groups.get(name) or next((m for m in groups.values() if m[0].algorithm == name), None)
 
 
-def options(run: Run) -> dict[str, Any]:
+def options(run: Run) -> Line:
     """All that was chosen for the run but its seed and its setting, the algorithm's own
     hyper-parameters last."""
     head = run.header

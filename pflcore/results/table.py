@@ -7,7 +7,7 @@ from typing import Any
 from pflcore import metrics
 from pflcore.check import Count, checked, need
 from pflcore.metrics import human
-from pflcore.results.record import CUT, SETTING, Run, find, label
+from pflcore.results.record import CUT, SETTING, Run, Runs, find, label
 
 __all__ = ["table"]
 
@@ -27,7 +27,7 @@ def split_of(run: Run) -> str:
 
 
 @checked
-def table(runs: Sequence[Run], last: Count = 10, baseline: str | None = None) -> str:
+def table(runs: Runs, last: Count = 10, baseline: str | None = None) -> str:
     """Markdown: one row per algorithm, one table per setting; accuracies in percent; several seeds
     as mean ± std over seeds.
 
@@ -47,7 +47,7 @@ def table(runs: Sequence[Run], last: Count = 10, baseline: str | None = None) ->
     return "\n".join(_table(name, members, last, baseline) for name, members in settings.items())
 
 
-def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> str:
+def _table(name: str, runs: Runs, last: int, baseline: str | None) -> str:
     measure = next((r.measure for r in runs if r.evaluations), "accuracy")
     groups = label(runs)
     kept = {k: _one_of_each_seed(members) for k, members in groups.items()}
@@ -71,7 +71,7 @@ def _table(name: str, runs: Sequence[Run], last: int, baseline: str | None) -> s
 
 
 def _rows(
-    runs: Sequence[Run],
+    runs: Runs,
     groups: dict[str, list[Run]],
     measure: str,
     last: int,
@@ -125,19 +125,17 @@ def _remarks(groups: dict[str, list[Run]], kept: dict[str, list[Run]]) -> Iterat
 def _hurt(run: Run, base: Run | None, measure: str) -> float:
     """Percent of clients that are worse off than in a run of the same seed; NaN where there is
     none, or other clients were evaluated."""
-    if base is None or not (run.evaluations and base.evaluations):
+    if base is None or not (run.seen and base.seen):
         return math.nan
     keys = (*SETTING, *CUT, "partition_options", "eval_split")
-    (cut, a), (other, b) = (
-        ([r.header.get(k) for k in keys], r.evaluations[-1]["eval"]) for r in (run, base)
-    )
+    (cut, a), (other, b) = (([r.header.get(k) for k in keys], r.seen) for r in (run, base))
     same = a.get("clients") == b.get("clients") and len(a[measure]) == len(b[measure])
     if not same or cut != other:
         return math.nan
     return metrics.hurt(run.last(measure), base.last(measure), measure == "accuracy")
 
 
-def _one_of_each_seed(runs: Sequence[Run]) -> list[Run]:
+def _one_of_each_seed(runs: Runs) -> list[Run]:
     """One run of each seed, the first whole one."""
     kept: dict[Any, Run] = {}
     for run in sorted(runs, key=lambda r: r.unfinished):
@@ -147,15 +145,15 @@ def _one_of_each_seed(runs: Sequence[Run]) -> list[Run]:
 
 def _numbers(run: Run, clients: Sequence[int | None], measure: str, last: int) -> dict[str, float]:
     """A run's numbers by column; of `clients` None is the mean over all."""
-    up, out = measure == "accuracy", dict[str, float]()
+    up, at_last, out = measure == "accuracy", run.last(measure), dict[str, float]()
     for client in clients:
         rounds, values = run.curve(client, measure)
         who = "" if client is None else f"client {client}: "
         out[f"{who}best\\*"] = metrics.best(values, up).value
         out[f"{who}final"] = metrics.final(values)
         out[f"{who}mean of last {last}"] = metrics.last_mean(values, rounds, last)
-    out["std over clients"] = metrics.std(run.last(measure))
-    out["worst decile"] = metrics.worst_decile(run.last(measure), higher_is_better=up)
+    out["std over clients"] = metrics.std(at_last)
+    out["worst decile"] = metrics.worst_decile(at_last, higher_is_better=up)
     return out
 
 
@@ -184,7 +182,7 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"stopped after round {run.played}"
     yield from incidents(run)
     lacking = {f"no {k}": run.last(k).isnan() & (run.last("size") > 0) for k in run.extras}
-    if run.evaluations and "loss" in run.evaluations[-1]["eval"]:
+    if "loss" in run.seen:
         lacking = {"no finite loss": run.last("loss").isinf(), **lacking}
     for what, who in lacking.items():
         if count := int(who.sum()):
@@ -212,11 +210,9 @@ def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as Markdown, padded so that they read as a table in a terminal too; first and last
     column left, numbers right."""
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<" if i in (0, len(width) - 1) else ">" for i in range(len(width))]
-    lines = [
-        f"| {' | '.join(f'{c:{s}{w}}' for c, s, w in zip(row, sides, width, strict=True))} |"
-        for row in rows
-    ]
-    dashes = [(s, "-" * (w + 1)) for s, w in zip(sides, width, strict=True)]
-    rule = [f":{dash}" if side == "<" else f"{dash}:" for side, dash in dashes]
-    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]
+    pad = [str.ljust, *[str.rjust] * (len(width) - 2), str.ljust][: len(width)]
+    each = (" | ".join(p(c, w) for p, c, w in zip(pad, row, width, strict=True)) for row in rows)
+    head, *lines = (f"| {cells} |" for cells in each)
+    dashes = zip(pad, ("-" * (w + 1) for w in width), strict=True)
+    rule = [f"{dash}:" if p is str.rjust else f":{dash}" for p, dash in dashes]
+    return [head, f"|{'|'.join(rule)}|", *lines]

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.papers import groups, measures
+from bench.papers import groups
+from bench.papers import table as measures
 from pflcore.cli import main
 from pflcore.results.record import Run
 
