@@ -249,3 +249,21 @@ cell = st.one_of(
 @example([[torch.nan, 2.0, torch.inf]], 3)
 def test_feddwa_is_what_a_sort_gives(rows, k):
     check_sorted(f64(rows), k)
+
+
+@pytest.mark.parametrize("k", [1, 31, 32, 33, 100, 400])
+def test_feddwa_many_columns_and_many_ties(k):
+    d = torch.randint(0, 50, (7, 1009), generator=torch.Generator().manual_seed(k))
+    check_sorted(d.double()[:, ::3], k)
+    for d in (1.0, torch.inf):
+        check_sorted(f64([[d] * k]), k)
+
+
+@given(st.integers(2, 40), st.integers(1, 41), st.integers(0, 99), st.integers(-60, 60), st.data())
+def test_feddwa_scale_and_order(n, k, seed, power, data):
+    d = randn(seed, 3, n).abs()  # all different
+    top = feddwa_weights(d, k)
+    assert torch.equal(feddwa_weights(d.ldexp(torch.tensor(power)), k).weight, top.weight)
+    perm = torch.tensor(data.draw(st.permutations(range(n))))
+    moved = feddwa_weights(d[:, perm], k)
+    assert torch.equal(perm[moved.index], top.index) and torch.equal(moved.weight, top.weight)

@@ -34,6 +34,7 @@ C, M, A, R, T, S, G, L, F = (
     nn.Linear,
     nn.Flatten(),
 )
+torch.manual_seed(0)  # the layers are drawn here
 MODELS = {
     "linear": ((33,), [L(33, 10)]),
     "linear, whole vectors": ((32,), [L(32, 3, bias=False)]),
