@@ -223,10 +223,12 @@ def play(
     for problem in problems:
         for row in measure(problem, machine.limits, budget, patience, rates, timer):
             rows.append(asdict(row))
-            pairs = row.size.items()
-            words = (str(v) if isinstance(v, str) else f"{k}={v}" for k, v in pairs)
-            values = vars(row) | {"size": " ".join(words)}
+            values = vars(row) | {"size": size_of(row.size)}
             cells = ((values[k], form) for k, (_, form) in columns.items())
             table.add(*("" if value is None else format(value, form) for value, form in cells))
         del problem  # before the next one is made
     return {"machine": asdict(machine), "rows": rows}, table.text()
+
+
+def size_of(size: Mapping[str, Any]) -> str:
+    return " ".join(str(v) if isinstance(v, str) else f"{k}={v}" for k, v in size.items())
