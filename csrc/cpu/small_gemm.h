@@ -35,7 +35,7 @@ template <int R, int N, class V, class T, class At>
 PFL_INLINE void sum_outer(V (&acc)[R][N], int64_t k, const T* a, int64_t a_row, int64_t a_step,
                           const At& b) {
   for (int64_t i = 0; i < k; i++, a += a_step) {
-    V v[N];
+    V v[N];  // held for several rows; for one, which uses it once, memory is as good a place
     PFL_EACH(j, N, load(v[j], b(i, j)); if constexpr (R > 1) hold(v[j]));
     PFL_EACH(r, R, const T s = a[r * a_row]; PFL_EACH(j, N, acc[r][j] += (s - V{}) * v[j]));
   }

@@ -51,16 +51,17 @@ class FineTune(FedProx, FedOpt):
     """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
 
     server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
-    model). Trains as `FedOpt`; every evaluation fine-tunes x on each client's training data by the
-    run's optimizer, all layers or the last one, and throws the result away.
-    `choose="fixed"` takes `finetune_epochs` epochs. "client" tries each step size of `lr_grid` with
-    1 .. `finetune_epochs` epochs and keeps what is best on the client's own validation split (for
-    one choice for all clients see `pflcore.tune`); ties go to the earlier candidate, 0 epochs
-    first. A client without validation samples takes what is best for all the others together (mean
-    over clients). Momentum and AdamW's moments start at zero in every epoch.
-    Acceptance (the remark of section 4.1): a client with less than `min_size` samples, or whose
-    validation value does not beat x's by more than `margin` (without validation samples it cannot),
-    keeps x.
+    model).
+
+    Trains as `FedOpt`; every evaluation fine-tunes x on each client's training data by the run's
+    optimizer, all layers or the last one, and throws the result away. `choose="fixed"` takes
+    `finetune_epochs` epochs. "client" tries each step size of `lr_grid` with 1 .. `finetune_epochs`
+    epochs and keeps what is best on the client's own validation split (for one choice for all
+    clients see `pflcore.tune`); ties go to the earlier candidate, 0 epochs first. A client without
+    validation samples takes what is best for all the others together (mean over clients). Momentum
+    and AdamW's moments start at zero in every epoch. Acceptance (the remark of section 4.1): a
+    client with less than `min_size` samples, or whose validation value does not beat x's by more
+    than `margin` (without validation samples it cannot), keeps x.
     """
 
     mu: NonNegative = 0.0  # FedProx's pull towards x while x is trained: FedProx + fine-tuning
@@ -186,7 +187,9 @@ class KnnPer(FedOpt):
     on probabilities.
 
     server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
-    model). Trains as `FedOpt`; for evaluation each client stores what the head sees of its training
+    model).
+
+    Trains as `FedOpt`; for evaluation each client stores what the head sees of its training
     samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by `kernel`: "exp"
     exp(-d) (the paper), "inverse" 1 / d (an exact match takes all; Motley's silo code), "gauss_dim"
     exp(-d^2 / D) (the authors' code). Targets instead of classes: the weighted mean of the
@@ -271,16 +274,18 @@ def neighbours(
 class PerFedAvg(FedAvg):
     """Fallah et al. 2020, Algorithm 1: w minimises sum_i share_i f_i(w - alpha grad f_i(w)).
 
-    server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model). The server is
-    FedAvg's. A local step takes minibatches D, D', D'' of independent shuffles: u = w - alpha grad
-    f(w; D), v = grad f(u; D'), then w <- w - beta v ("fo"), w - beta (v - alpha (grad f(w + delta
-    v; D'') - grad f(w - delta v; D'')) / (2 delta)) ("hf"), or w - beta (v - alpha H(w; D'') v)
-    ("exact", by automatic differentiation; on every engine alike). Evaluated is x after `steps`
-    such inner steps on the client's training data, never on test data. Deviations: `scaled` divides
-    delta by |v|, because w + delta v and w - delta v are equal in float32 where v is small (False
-    is the paper's); clients weigh by their samples (the paper: alike; `weighting="uniform"`). alpha
-    and beta are the run's learning rate unless given; its momentum and weight decay play no part.
-    With batch norm each of the gradients updates the statistics, but for the exact variant's H v.
+    server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
+
+    The server is FedAvg's. A local step takes minibatches D, D', D'' of independent shuffles: u = w
+    - alpha grad f(w; D), v = grad f(u; D'), then w <- w - beta v ("fo"), w - beta (v - alpha (grad
+    f(w + delta v; D'') - grad f(w - delta v; D'')) / (2 delta)) ("hf"), or w - beta (v - alpha H(w;
+    D'') v) ("exact", by automatic differentiation; on every engine alike). Evaluated is x after
+    `steps` such inner steps on the client's training data, never on test data. Deviations: `scaled`
+    divides delta by |v|, because w + delta v and w - delta v are equal in float32 where v is small
+    (False is the paper's); clients weigh by their samples (the paper: alike;
+    `weighting="uniform"`). alpha and beta are the run's learning rate unless given; its momentum
+    and weight decay play no part. With batch norm each of the gradients updates the statistics, but
+    for the exact variant's H v.
     """
 
     # first-order, Hessian-free (finite differences) or exact
@@ -504,12 +509,14 @@ class FedRoD(FedAvg):
     scores to the generic ones.
 
     server: x [P] (body f and generic head g) · client: its head h · down: x [S, P] · up: delta [S,
-    P] (1 model; h stays). The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z
-    = f(x) and n_c the client's samples of class c; the head minimises CE(g(z) + h(z)) with g(z) and
-    z detached, so that it moves nothing but h. Both are trained at once, by the run's SGD.
-    Predicted is g(z) + h(z). A client without class c gives it no generic score while it trains. CE
-    is the run's loss, another one of class scores as well. Decision where the paper is silent: h
-    starts at zero, so that a new client's model is the generic one; `head="copy"` starts at g.
+    P] (1 model; h stays).
+
+    The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z = f(x) and n_c the
+    client's samples of class c; the head minimises CE(g(z) + h(z)) with g(z) and z detached, so
+    that it moves nothing but h. Both are trained at once, by the run's SGD. Predicted is g(z) +
+    h(z). A client without class c gives it no generic score while it trains. CE is the run's loss,
+    another one of class scores as well. Decision where the paper is silent: h starts at zero, so
+    that a new client's model is the generic one; `head="copy"` starts at g.
     """
 
     gamma: NonNegative = 1.0  # strength of the balancing; 0 is cross-entropy

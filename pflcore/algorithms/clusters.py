@@ -133,13 +133,15 @@ class HypCluster(Ensemble):
     trains the model that fits it best.
 
     server: x [k, P], each model's optimizer state, the last cohort's ids and pick [S] · client:
-    nothing · down: k models · up: delta (1 model) and the pick. `warm` rounds of k independent
-    FedAvg runs may come first (up: k models); their optimizer state is dropped at the end (Motley).
-    A model that nobody picked is left as it was, optimizer state included. Ties go to the lower
-    number. HypCluster(k=1) is FedAvg. `shared` layers are common to all models, the mean of
-    everybody's (weight sharing: IFCA, section 5; Motley, section 4.2, observation 2): they travel
-    once, and the k models differ in the others. Deviation: for evaluation clients pick anew, on
-    their training data (Motley's silo code uses the last round's pick).
+    nothing · down: k models · up: delta (1 model) and the pick.
+
+    `warm` rounds of k independent FedAvg runs may come first (up: k models); their optimizer state
+    is dropped at the end (Motley). A model that nobody picked is left as it was, optimizer state
+    included. Ties go to the lower number. HypCluster(k=1) is FedAvg. `shared` layers are common to
+    all models, the mean of everybody's (weight sharing: IFCA, section 5; Motley, section 4.2,
+    observation 2): they travel once, and the k models differ in the others. Deviation: for
+    evaluation clients pick anew, on their training data (Motley's silo code uses the last round's
+    pick).
     """
 
     warm: Whole = 0  # rounds of independent FedAvg before the clustering
@@ -236,21 +238,22 @@ class ClusteredFL(Undefended, FedAvg):
 
     server: x, way [nodes, P], child [nodes], cluster [N] (the node each client is in; one that has
     split since, for who has not been there) · client: nothing · down: the cluster's x [S, P] · up:
-    delta [S, P] (1 model). A cluster splits where |mean delta| < eps1 and max |delta| > eps2, more
-    than two of its clients took part and `first` rounds are over; the two halves are those of
-    agglomerative clustering by the updates' cosines, and already this round's means are theirs.
-    With `relative` the one condition on norms is |mean delta| < eps1 max |delta|, which depends on
-    neither model nor learning rate, but goes on to split clusters of one kind when they have
-    converged and noise is all that is left (18 clients of 2 kinds: 9 pairs): `gamma` is what ends
-    it. eps1 = .4 and eps2 = 1.6 are the authors' values for one model and learning rate; where
-    updates are smaller they never split and this is FedAvg. `linkage="complete"` is the authors'
-    code, "single" the paper's optimal bipartition (least largest cosine across); `gamma` > 0 adds
-    the paper's sqrt((1 - largest cosine across) / 2) > gamma. Only clients of the round decide.
-    Clusters are the leaves of a tree, as in the paper: its inner nodes keep the model at which they
-    split, and `way`, the mean updates of the two halves. Who was absent then is served that model,
-    and its next update from it, which counts for this only, takes the client to the half of the
-    larger cosine. Deviation: `weighting` is uniform, as in the code. A client's number is its own
-    at every level.
+    delta [S, P] (1 model).
+
+    A cluster splits where |mean delta| < eps1 and max |delta| > eps2, more than two of its clients
+    took part and `first` rounds are over; the two halves are those of agglomerative clustering by
+    the updates' cosines, and already this round's means are theirs. With `relative` the one
+    condition on norms is |mean delta| < eps1 max |delta|, which depends on neither model nor
+    learning rate, but goes on to split clusters of one kind when they have converged and noise is
+    all that is left (18 clients of 2 kinds: 9 pairs): `gamma` is what ends it. eps1 = .4 and eps2 =
+    1.6 are the authors' values for one model and learning rate; where updates are smaller they
+    never split and this is FedAvg. `linkage="complete"` is the authors' code, "single" the paper's
+    optimal bipartition (least largest cosine across); `gamma` > 0 adds the paper's sqrt((1 -
+    largest cosine across) / 2) > gamma. Only clients of the round decide. Clusters are the leaves
+    of a tree, as in the paper: its inner nodes keep the model at which they split, and `way`, the
+    mean updates of the two halves. Who was absent then is served that model, and its next update
+    from it, which counts for this only, takes the client to the half of the larger cosine.
+    Deviation: `weighting` is uniform, as in the code. A client's number is its own at every level.
     """
 
     weighting: Weighting = "uniform"

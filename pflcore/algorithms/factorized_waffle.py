@@ -96,18 +96,20 @@ class FactorizedWaffle(FedAvg):
 
     server: x [P], the dictionary (W_a, r, W_b of each factorized layer, the other layers plain) ·
     client: q [3 F] (logit pi, log c, log d of each factor), Adam's moments m, v [3 F], steps taken
-    t [1] · down: x [S, P] · up: delta [S, P] (1 model; q stays). A step draws b (binary concrete)
-    and v (Kumaraswamy), and moves x and q by the gradient of NLL(minibatch) + kl_weight (KL_b +
-    KL_v) / n_i (Eqs. 12 and 13). Evaluated is the server's dictionary with the client's own scores;
-    `dictionary="cached"` takes the one that the client downloaded in its last round (section 2.3,
-    for clients without a connection; client: x [P], too). A model without factorized layers gets
-    them, instead of all layers but the head: see `pflcore.nn.factorize`. Presets:
-    "paper_literal" is the text's one SGD for everything and the full KL: scores then hardly move
-    from the prior, and the method stays near FedAvg. "recommended" gives the beliefs an Adam of
-    their own and a weak KL; both are measured in docs/factorized.md. Decisions where the paper is
-    silent: alpha is F, tau 2/3, biases and the output layer are plain and shared, averaging is
-    uniform, r starts at 1, evaluation is `thr_soft`, logits of beliefs stay within 7 (pi) and 9 (c,
-    d), noise within [1e-4, 1 - 1e-4], and a run's momentum is the dictionary's alone.
+    t [1] · down: x [S, P] · up: delta [S, P] (1 model; q stays).
+
+    A step draws b (binary concrete) and v (Kumaraswamy), and moves x and q by the gradient of
+    NLL(minibatch) + kl_weight (KL_b + KL_v) / n_i (Eqs. 12 and 13). Evaluated is the server's
+    dictionary with the client's own scores; `dictionary="cached"` takes the one that the client
+    downloaded in its last round (section 2.3, for clients without a connection; client: x [P],
+    too). A model without factorized layers gets them, instead of all layers but the head: see
+    `pflcore.nn.factorize`. Presets: "paper_literal" is the text's one SGD for everything and the
+    full KL: scores then hardly move from the prior, and the method stays near FedAvg. "recommended"
+    gives the beliefs an Adam of their own and a weak KL; both are measured in docs/factorized.md.
+    Decisions where the paper is silent: alpha is F, tau 2/3, biases and the output layer are plain
+    and shared, averaging is uniform, r starts at 1, evaluation is `thr_soft`, logits of beliefs
+    stay within 7 (pi) and 9 (c, d), noise within [1e-4, 1 - 1e-4], and a run's momentum is the
+    dictionary's alone.
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"

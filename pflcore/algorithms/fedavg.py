@@ -102,6 +102,7 @@ class FedAvg(Algorithm):
     """McMahan et al. 2017, Algorithm 1.
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
+
     `x <- x + server_lr * sum_i share_i delta_i`; `weighting` is "samples" (the paper's n_i / n) or
     "uniform".
 
@@ -177,12 +178,13 @@ class Undefended:
 class QFedAvg(Undefended, FedAvg):
     """Li et al. 2020 (q-FFL), Algorithm 2: clients with a high loss weigh more.
 
-    server: x [P] · client: nothing · down: x (1 model) · up: delta (1 model) and two scalars. With
-    F_i the mean loss of the received x on client i's whole training set, L = 1 / (the clients' lr)
-    and p the shares: `x += server_lr * sum p F^q delta / sum p (q F^(q-1) L |delta|^2 + F^q)`: the
-    paper's sums, with one L cancelled. The paper samples clients by their size and sets p = 1: that
-    is `weighting="uniform"`. q = 0 is FedAvg. Deviation: F is clamped to 1e-6 (at q < 1, F^(q-1) of
-    a client with no loss would stop the server).
+    server: x [P] · client: nothing · down: x (1 model) · up: delta (1 model) and two scalars.
+
+    With F_i the mean loss of the received x on client i's whole training set, L = 1 / (the clients'
+    lr) and p the shares: `x += server_lr * sum p F^q delta / sum p (q F^(q-1) L |delta|^2 + F^q)`:
+    the paper's sums, with one L cancelled. The paper samples clients by their size and sets p = 1:
+    that is `weighting="uniform"`. q = 0 is FedAvg. Deviation: F is clamped to 1e-6 (at q < 1,
+    F^(q-1) of a client with no loss would stop the server).
     """
 
     q: NonNegative = 0.001  # 0: FedAvg; larger: fairer
@@ -220,8 +222,9 @@ class FedOpt(FedAvg):
     """Reddi et al. 2021, Algorithm 2, and Hsu et al. 2019: FedAvg with a server optimizer.
 
     server: x [P], and of m, v [P] (momentum, second moment) and t (updates so far) what the
-    optimizer needs · client: nothing · down: x (1 model) · up: delta (1 model). With D the weighted
-    mean of the deltas:
+    optimizer needs · client: nothing · down: x (1 model) · up: delta (1 model).
+
+    With D the weighted mean of the deltas:
 
     sgd         x += server_lr D
     heavy_ball  m = beta1 m + D ;  x += server_lr m                          (Hsu's formula)
@@ -333,11 +336,12 @@ class FedProx(FedAvg):
     """Li et al. 2020, Algorithm 2: clients minimise `F_i(w) + mu / 2 * |w - x|^2`, x being the
     model they received.
 
-    server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model). The server is
-    FedAvg's. Deviation: the paper samples clients with probability n_i / n and averages uniformly;
-    here sampling is uniform and the average is weighted by n_i, as in the authors' code. mu = 1 is
-    what the FedDWA and WAFFLe papers found best for it. The explicit step is stable only while
-    `lr_of_training * mu < 2`.
+    server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
+
+    The server is FedAvg's. Deviation: the paper samples clients with probability n_i / n and
+    averages uniformly; here sampling is uniform and the average is weighted by n_i, as in the
+    authors' code. mu = 1 is what the FedDWA and WAFFLe papers found best for it. The explicit step
+    is stable only while `lr_of_training * mu < 2`.
     """
 
     mu: NonNegative = 1.0  # strength of the pull towards x; 0 is FedAvg
@@ -353,10 +357,11 @@ class MRMTL(FedOpt):
     """Mean-regularized multi-task learning (Hanzely and Richtarik 2020; Liu et al. 2022): personal
     models pulled towards their mean.
 
-    server: x [P] · client: v [P] · down: x (1 model) · up: v's change (1 model). `v -= lr (grad(v)
-    + lam (v - x))`, and x follows the mean of the changes: with every client in every round and the
-    plain server step, x is the mean of the v, and lam = 0 is Local. v starts at the x of the
-    client's first round; until then the client is served x.
+    server: x [P] · client: v [P] · down: x (1 model) · up: v's change (1 model).
+
+    `v -= lr (grad(v) + lam (v - x))`, and x follows the mean of the changes: with every client in
+    every round and the plain server step, x is the mean of the v, and lam = 0 is Local. v starts at
+    the x of the client's first round; until then the client is served x.
     """
 
     lam: NonNegative = 0.1  # pull towards the common model
@@ -382,11 +387,13 @@ class Ditto(MRMTL):
     towards the global one.
 
     server: x [P] and the optimizer's state · client: v [P] · down: x (1 model) · up: delta (1
-    model). The client trains x as FedAvg does and v by `v -= personal_lr (grad(v) + lam (v - x))`,
-    x as received. With every client in every round lam = 0 is Local. v starts at the x of the
-    client's first round; until then the client is served x (Motley: a new client's v is x). The two
-    passes shuffle separately (Motley; the original shares the batches). Batch norm's statistics are
-    those of v.
+    model).
+
+    The client trains x as FedAvg does and v by `v -= personal_lr (grad(v) + lam (v - x))`, x as
+    received. With every client in every round lam = 0 is Local. v starts at the x of the client's
+    first round; until then the client is served x (Motley: a new client's v is x). The two passes
+    shuffle separately (Motley; the original shares the batches). Batch norm's statistics are those
+    of v.
     """
 
     personal_lr: NonNegative | None = None  # step size of v; None: the run's
@@ -405,15 +412,16 @@ class PFedMe(FedAvg):
     """Dinh et al. 2020, Algorithm 1: each client's theta minimises f_i(theta) + lam / 2 |theta -
     w|^2; w follows all thetas.
 
-    server: x [P] · client: theta [P] · down: x [S, P] · up: delta [S, P] (1 model). For every
-    minibatch of the local epochs: `inner` steps theta <- theta - personal_lr (grad f(theta) + lam
-    (theta - w)), then w <- w - lr_of_training lam (w - theta). The server's x <- (1 - beta) x +
-    beta sum_i share_i w_i: `server_lr` is beta. theta goes on from where it was, over the
-    minibatches and over the rounds; in a client's first round it starts at w. Evaluated is theta, w
-    for who has none yet. The run's momentum and weight decay play no part. Deviations: `weighting`
-    is by samples, as in the authors' code (the paper: uniform); absent clients do not train, where
-    their code trains everybody and averages the chosen; no extra decay of theta (their optimizer's
-    mu = 0.001).
+    server: x [P] · client: theta [P] · down: x [S, P] · up: delta [S, P] (1 model).
+
+    For every minibatch of the local epochs: `inner` steps theta <- theta - personal_lr (grad
+    f(theta) + lam (theta - w)), then w <- w - lr_of_training lam (w - theta). The server's x <- (1
+    - beta) x + beta sum_i share_i w_i: `server_lr` is beta. theta goes on from where it was, over
+    the minibatches and over the rounds; in a client's first round it starts at w. Evaluated is
+    theta, w for who has none yet. The run's momentum and weight decay play no part. Deviations:
+    `weighting` is by samples, as in the authors' code (the paper: uniform); absent clients do not
+    train, where their code trains everybody and averages the chosen; no extra decay of theta (their
+    optimizer's mu = 0.001).
     """
 
     lam: NonNegative = 1.0  # strength of the pull between theta and w

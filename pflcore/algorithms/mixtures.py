@@ -39,10 +39,11 @@ class APFL(FedAvg):
     """Deng et al. 2020, Algorithm 1: client i uses `alpha_i v_i + (1 - alpha_i) w`, w global, v_i
     and alpha_i its own.
 
-    server: x [P] · client: v [P], alpha [1] · down: x [S, P] · up: delta [S, P] (1 model). On one
-    minibatch, from the old values throughout: `w -= lr * grad(w)`, `v -= lr * alpha * grad(mixed)`
-    and, at the first step of a round, `alpha -= alpha_lr * <v - w, grad(mixed)>`, kept within [0,
-    1]. v starts as w.
+    server: x [P] · client: v [P], alpha [1] · down: x [S, P] · up: delta [S, P] (1 model).
+
+    On one minibatch, from the old values throughout: `w -= lr * grad(w)`, `v -= lr * alpha *
+    grad(mixed)` and, at the first step of a round, `alpha -= alpha_lr * <v - w, grad(mixed)>`, kept
+    within [0, 1]. v starts as w.
 
     Deviations, each with another reading as an option: the paper adapts alpha once a round and does
     not say at which step; the authors' code mixes outputs (`mix="logits"`) and adds 0.02 alpha to
@@ -125,12 +126,14 @@ class FedALA(FedAvg):
     with W_i in [0, 1] learned on own data.
 
     server: x [P] · client: theta [P], W [Q], begun [1] · down: x (1 model) · up: delta = theta - x
-    (1 model). W is of the last `layers` parameter tensors (Q columns); the lower layers are x's
-    (Eq. 4). On a random part `sample` of a client's samples, drawn once a round, W <- clip(W - eta
-    * grad f_i(start) * (x - theta), 0, 1) for each minibatch (Eq. 5), from W = 1: the first time
-    until the last `window` losses have a standard deviation below `threshold`, and one epoch in
-    every later round. Then the client trains the start as FedAvg does. Evaluated is the start with
-    the newest x, its W learned on in the same way and thrown away.
+    (1 model).
+
+    W is of the last `layers` parameter tensors (Q columns); the lower layers are x's (Eq. 4). On a
+    random part `sample` of a client's samples, drawn once a round, W <- clip(W - eta * grad
+    f_i(start) * (x - theta), 0, 1) for each minibatch (Eq. 5), from W = 1: the first time until the
+    last `window` losses have a standard deviation below `threshold`, and one epoch in every later
+    round. Then the client trains the start as FedAvg does. Evaluated is the start with the newest
+    x, its W learned on in the same way and thrown away.
 
     Decisions where the paper is silent: a loss is the mean over an epoch's minibatches; the first
     time ends after `most` epochs at the latest; batch norm's statistics stay while W is learned.
@@ -222,13 +225,14 @@ class FedFomo(Algorithm):
     model, and old, the model before that training [P] each · down: m other models, or all there are
     (m models) · up: w (1 model) and a [N], what was found for each. a_j = (L(old) - L(w_j)) / |w_j
     - old|, L on the split "val"; w <- old + sum_j w_j (w_j - old), w_j = max(a_j, 0) / sum max(a,
-    0), then local training. The client's own trained model is always a candidate and costs nothing.
-    20 % of each client's training samples are held out for that where there is no split "val" (a
-    client of one sample has none, and does not mix). The server picks the m by affinity, the sum of
-    the a so far; a share `epsilon`, falling by `decay` a round, is picked at random. Where nothing
-    is better the client goes on from its trained model (the authors' code goes back to `old`). A
-    candidate at distance 0, or whose loss is not finite, has weight 0. An absent client's model can
-    be sent.
+    0), then local training.
+
+    The client's own trained model is always a candidate and costs nothing. 20 % of each client's
+    training samples are held out for that where there is no split "val" (a client of one sample has
+    none, and does not mix). The server picks the m by affinity, the sum of the a so far; a share
+    `epsilon`, falling by `decay` a round, is picked at random. Where nothing is better the client
+    goes on from its trained model (the authors' code goes back to `old`). A candidate at distance
+    0, or whose loss is not finite, has weight 0. An absent client's model can be sent.
     """
 
     m: Count = 5  # models downloaded
@@ -306,15 +310,16 @@ class L2C(Algorithm):
     [N, N], what the clients of this round made of the updates of their last one (zeros for the
     absent and at first) · client: w [P], its model before the round that is under way, logits a [N]
     and their Adam state · down: the updates of the client's last round (N models at full
-    participation) · up: delta (1 model), and its weights [N] for the record. A client mixes when it
-    takes part again, or is evaluated; then its logits take one step of Adam along their exact
-    gradient w_j (g . delta_j - sum_m w_m g . delta_m), g the gradient on the split "val" at the
-    mixed model (its sign follows delta = after - before); 20 % of each client's training samples
-    are held out for it where there is no such split, and a client of one sample has none and keeps
-    its logits. Clients absent from a round are masked out of its softmax. No official code exists;
-    this is the form that independent re-implementations agree on. Deviations: one step a round on
-    all validation data; no pruning of neighbours (T0, K0), which Table 4 of the FedDWA paper does
-    not count either. `server_lr` and `weighting` play no part.
+    participation) · up: delta (1 model), and its weights [N] for the record.
+
+    A client mixes when it takes part again, or is evaluated; then its logits take one step of Adam
+    along their exact gradient w_j (g . delta_j - sum_m w_m g . delta_m), g the gradient on the
+    split "val" at the mixed model (its sign follows delta = after - before); 20 % of each client's
+    training samples are held out for it where there is no such split, and a client of one sample
+    has none and keeps its logits. Clients absent from a round are masked out of its softmax. No
+    official code exists; this is the form that independent re-implementations agree on. Deviations:
+    one step a round on all validation data; no pruning of neighbours (T0, K0), which Table 4 of the
+    FedDWA paper does not count either. `server_lr` and `weighting` play no part.
     """
 
     alpha_lr: NonNegative = 0.1  # Adam's

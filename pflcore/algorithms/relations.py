@@ -86,12 +86,13 @@ class FedAMP(LatestModels):
     sigma) exp(-|w_i - w_j|^2 / sigma).
 
     server: the latest models w [N, P] and weights xi [N, N], see `LatestModels` · client: w [P] ·
-    down: u [S, P] (1 model) · up: w [S, P] (1 model). A client minimises F_i(w) + lam / (2 alpha)
-    |w - u_i|^2 by local training from its own model, or from u_i with `start="u"`. xi_ii is what is
-    left of 1. Where the others' weights exceed 1 (alpha > sigma / (N - 1) and models that are
-    close) it would be negative, an extrapolation that swaps models: they are scaled to sum to 1. An
-    absent client's latest model still gives. Deviation: the paper has everybody in every round.
-    `server_lr` and `weighting` play no part.
+    down: u [S, P] (1 model) · up: w [S, P] (1 model).
+
+    A client minimises F_i(w) + lam / (2 alpha) |w - u_i|^2 by local training from its own model, or
+    from u_i with `start="u"`. xi_ii is what is left of 1. Where the others' weights exceed 1 (alpha
+    > sigma / (N - 1) and models that are close) it would be negative, an extrapolation that swaps
+    models: they are scaled to sum to 1. An absent client's latest model still gives. Deviation: the
+    paper has everybody in every round. `server_lr` and `weighting` play no part.
     """
 
     # scale of the squared distances: larger, and all clients attract alike
@@ -155,13 +156,14 @@ class SFL(LatestModels):
 
     server: the latest models w [N, P] and weights s A^L + (1 - s) I [N, N], see `LatestModels` ·
     client: nothing · down: the readout x and the client's own row u of X' [S, P] (2 models; the
-    paper's tables count 1) · up: w [S, P] (1 model). A client trains from the readout and minimises
-    F_i(w) + lam1 / 2 |w - u_i|^2 + lam2 / 2 |w - x|^2; tested is u_i. A has self loops and rows
-    that sum to 1: of `adjacency` [N, N] >= 0, in which a client without a self loop gets one of
-    weight 1; without it, of the `k` nearest by the models' distance. Deviations: squared
-    regularisers with a gradient, where the released code's are not squared and detached, so without
-    effect; neighbours are the nearest clients, where its learned graph keeps the farthest. Who
-    never took part holds the readout.
+    paper's tables count 1) · up: w [S, P] (1 model).
+
+    A client trains from the readout and minimises F_i(w) + lam1 / 2 |w - u_i|^2 + lam2 / 2 |w -
+    x|^2; tested is u_i. A has self loops and rows that sum to 1: of `adjacency` [N, N] >= 0, in
+    which a client without a self loop gets one of weight 1; without it, of the `k` nearest by the
+    models' distance. Deviations: squared regularisers with a gradient, where the released code's
+    are not squared and detached, so without effect; neighbours are the nearest clients, where its
+    learned graph keeps the farthest. Who never took part holds the readout.
     """
 
     # a given graph [N, N] on the CPU; None: the nearest models
@@ -222,10 +224,11 @@ class Mocha(Algorithm):
     / 2) tr(W^T Omega W)`.
 
     server: w [N, P], omega [N, N], seen [N] · client: w [P] (its row) · down: `sum_{j != t}
-    Omega_tj w_j` (1 model) and a scalar · up: w (1 model) and two scalars. One round is one inner
-    iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt w_t + pull_t))`, the others frozen.
-    Every `outer` rounds `Sigma = (W W^T)^(1/2) / trace` and `Omega = ((1 - delta) Sigma + delta I /
-    N)^-1`; at first Sigma = I / N.
+    Omega_tj w_j` (1 model) and a scalar · up: w (1 model) and two scalars.
+
+    One round is one inner iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt w_t +
+    pull_t))`, the others frozen. Every `outer` rounds `Sigma = (W W^T)^(1/2) / trace` and `Omega =
+    ((1 - delta) Sigma + delta I / N)^-1`; at first Sigma = I / N.
 
     `relation="sigma"` puts Sigma where Omega belongs, which is what Motley's code does (its table
     cannot be had otherwise). The pull is an explicit block-Jacobi step, stable only while the
@@ -394,26 +397,27 @@ class FedDWA(Algorithm):
     server: x [N, P], the personalized models; of the last round's cohort its ids [S] and near and p
     [S, K], whose models each mixes and how; and the guidance's cache with "previous" · client:
     nothing · down: x_i [S, P] (1 model) · up: w, g [S, P] (2 models: the trained one and the
-    guidance; 1 with "previous" and "current"). The guidance is where the client's next step would
-    lead: "epoch" trains `ahead` epochs more (the authors' code as many as a round has), "steps" so
-    many minibatches, "full_grad" takes so many full-batch gradient steps (Eq. 16), "previous" is
-    the model of the client's last round (App. C.6, cached by the server, its case ii; a client
-    without one keeps its own model), "kept" the same, cached by the client, which uploads both
-    (case i: client: last [P] and whether it has one [1]). Nothing of the look ahead stays with the
-    client. "current" (section 4.1) is the trained model itself: its distance to itself is 0, so Eq.
-    15 gives it (and exact copies) the whole weight, and FedDWA is Local. So it nearly is with one
-    step of "full_grad" at the paper's step size of .01: a self weight above .999. A client ranks
-    among its own neighbours like any other and may miss its own k. Who is absent keeps its model,
-    bit for bit. Deviations: `ahead` > 1 goes on from where it is; the authors' code starts again
-    each time. `server_lr` and `weighting` play no part. `search` says how the nearest are looked
-    for, not which they are: "exact" takes all S * S distances; "groups" (`ops.nearest`) gives the
-    same bits from few of them where clients form clusters, and takes some 2 / sqrt(S) more than all
-    where they do not; "auto" is "groups" from 1000 clients of a cohort on, unless their models are
-    tiny. Not of the paper: weights ~ 1 / |g_i - w_j|^(2 power), with 0 an even mix of the same
-    neighbours; and `stride`, which moves the guidance along its direction until it is so many times
-    as far from its client's model as the nearest other model is (as it stands the step, and with it
-    the distance to the client itself, shrinks with the gradient, until the client's own model has
-    all the weight).
+    guidance; 1 with "previous" and "current").
+
+    The guidance is where the client's next step would lead: "epoch" trains `ahead` epochs more (the
+    authors' code as many as a round has), "steps" so many minibatches, "full_grad" takes so many
+    full-batch gradient steps (Eq. 16), "previous" is the model of the client's last round (App.
+    C.6, cached by the server, its case ii; a client without one keeps its own model), "kept" the
+    same, cached by the client, which uploads both (case i: client: last [P] and whether it has one
+    [1]). Nothing of the look ahead stays with the client. "current" (section 4.1) is the trained
+    model itself: its distance to itself is 0, so Eq. 15 gives it (and exact copies) the whole
+    weight, and FedDWA is Local. So it nearly is with one step of "full_grad" at the paper's step
+    size of .01: a self weight above .999. A client ranks among its own neighbours like any other
+    and may miss its own k. Who is absent keeps its model, bit for bit. Deviations: `ahead` > 1 goes
+    on from where it is; the authors' code starts again each time. `server_lr` and `weighting` play
+    no part. `search` says how the nearest are looked for, not which they are: "exact" takes all S *
+    S distances; "groups" (`ops.nearest`) gives the same bits from few of them where clients form
+    clusters, and takes some 2 / sqrt(S) more than all where they do not; "auto" is "groups" from
+    1000 clients of a cohort on, unless their models are tiny. Not of the paper: weights ~ 1 / |g_i
+    - w_j|^(2 power), with 0 an even mix of the same neighbours; and `stride`, which moves the
+    guidance along its direction until it is so many times as far from its client's model as the
+    nearest other model is (as it stands the step, and with it the distance to the client itself,
+    shrinks with the gradient, until the client's own model has all the weight).
     """
 
     k: Count = 5  # how many models are mixed, at most the cohort

@@ -35,18 +35,20 @@ class Scaffold(FedAvg):
     """Karimireddy et al. 2020, Algorithm 1: each step takes `gradient - c_i + c`.
 
     server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control = c_i' -
-    c_i [S, P] (2 models). `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S
-    control_i`, so that `c = mean_N c_i` after every round. The new `c_i'` is, by `option`:
-    "mean_grad" the mean minibatch gradient of the round (exact for every local optimizer; equals
-    option II for plain SGD, also at a step size of 0); "II" `c_i - c + (x - y_i) / (sum of step
-    sizes)`; "I" the full-batch gradient at x (with batch norm the mean of its minibatches'). With
-    momentum option II divides by the effective number of steps, sum_k (1 - m^(K-k+1)) / (1 - m).
-    SGD's weight decay counts as part of the gradient, and clipped gradients are what is averaged;
-    option II is refused with AdamW, whose steps do not add up to gradients, and option I with
-    clipping. `weighting="samples"` weighs x and c alike by n_i; then c is the n-weighted mean of
-    the c_i under full participation only. A `defence` takes the place of both means, of the updates
-    and of the control variates, each by itself; c is then no mean of the c_i. The run's `clip`
-    shortens a client's step of c_i with its update, so that c stays their mean.
+    c_i [S, P] (2 models).
+
+    `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S control_i`, so that `c =
+    mean_N c_i` after every round. The new `c_i'` is, by `option`: "mean_grad" the mean minibatch
+    gradient of the round (exact for every local optimizer; equals option II for plain SGD, also at
+    a step size of 0); "II" `c_i - c + (x - y_i) / (sum of step sizes)`; "I" the full-batch gradient
+    at x (with batch norm the mean of its minibatches'). With momentum option II divides by the
+    effective number of steps, sum_k (1 - m^(K-k+1)) / (1 - m). SGD's weight decay counts as part of
+    the gradient, and clipped gradients are what is averaged; option II is refused with AdamW, whose
+    steps do not add up to gradients, and option I with clipping. `weighting="samples"` weighs x and
+    c alike by n_i; then c is the n-weighted mean of the c_i under full participation only. A
+    `defence` takes the place of both means, of the updates and of the control variates, each by
+    itself; c is then no mean of the c_i. The run's `clip` shortens a client's step of c_i with its
+    update, so that c stays their mean.
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
@@ -105,17 +107,18 @@ class Waffle(Undefended, Scaffold):
 
     server: x, c [P], history [2, N] of unsmoothed weights, the last cohort's ids and weights [S] ·
     client: c [P] · down: x, c [S, P] (2 models) · up: delta and control [S, P] (2 models). x is the
-    target's personalized model; the others' numbers only show what it is to them. The weights come
-    from the distances between the clients' updates and the target's (`ops.waffle_weights`, eqs. 2
-    and 3) and are averaged with those of the last two rounds; from round 0.95 R on the target is
-    alone. Omega and Psi are eq. 4 with slope `do`, or any function of (round, rounds). Absent
-    clients have weight 0, and those present share the whole: each client's average is over the last
-    two rounds that it attended, in shares of an even one, since absence is no unlikeness (with a
-    quarter of 12 equal clients a round the target's mean weight is .56, what a round alone gives
-    it; averaged as weight 0, absence made it .74). A client without weight still trains against a c
-    that is no longer its own and may run away; the farthest sets the scale of Algorithm 1's
-    distances, so the next one then counts as near (a CNN with ReLU loses its target on plain
-    MNIST): `clip` holds such updates.
+    target's personalized model; the others' numbers only show what it is to them.
+
+    The weights come from the distances between the clients' updates and the target's
+    (`ops.waffle_weights`, eqs. 2 and 3) and are averaged with those of the last two rounds; from
+    round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope `do`, or any function of
+    (round, rounds). Absent clients have weight 0, and those present share the whole: each client's
+    average is over the last two rounds that it attended, in shares of an even one, since absence is
+    no unlikeness (with a quarter of 12 equal clients a round the target's mean weight is .56, what
+    a round alone gives it; averaged as weight 0, absence made it .74). A client without weight
+    still trains against a c that is no longer its own and may run away; the farthest sets the scale
+    of Algorithm 1's distances, so the next one then counts as near (a CNN with ReLU loses its
+    target on plain MNIST): `clip` holds such updates.
 
     Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c =
     sum_i weight_i c_i` (but where `clip` shortens an upload, since the client keeps its whole c_i);
@@ -198,7 +201,9 @@ class WeightErosion(Algorithm):
     (Gengler et al. 2020).
 
     server: x [P], alpha [N] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model), passes
-    [S]. `alpha_i <- max(0, alpha_i - (1 + p_s * passes_i) * p_d * |delta_i - delta_target| /
+    [S].
+
+    `alpha_i <- max(0, alpha_i - (1 + p_s * passes_i) * p_d * |delta_i - delta_target| /
     |delta_target|)`, from 1; then `x <- x + server_lr * sum_i alpha_i delta_i / sum_i alpha_i`. A
     weight of 0 is lost for good; an absent client keeps its own. `passes` is `floor((round - 1) * b
     / n_i)`, b the batch size ("samples", as printed), n_i / b instead of n_i ("batches", the

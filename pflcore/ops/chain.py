@@ -70,7 +70,9 @@ def uniform(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Te
     return shifted(mixed(mixed(seed + jump)[..., None] + places), 40).view(*seed.shape, *shape)
 
 
-def forward(program: Tensor, w: Tensor, x: Tensor, seeds: Tensor | None) -> Tensor:  # noqa: C901 (a kind of layer each)
+def forward(  # noqa: C901 (a kind of layer each)
+    program: Tensor, w: Tensor, x: Tensor, seeds: Tensor | None
+) -> Tensor:
     """Scores [s, B, C] of the models `w` [s, Q] on `x` [s, B, ...]; with `seeds` [s] in training
     mode."""
     s, random = len(w), 0

@@ -156,7 +156,7 @@ def test_not_adapted_it_is_fedavg_by_any_loss(alg, loss):
     s = tiny()._replace(net=Net(tiny_model(), loss))
     state, _ = served(s)
     ours, plain = (evaluate(Setup(a, s), state) for a in (alg, FedAvg()))
-    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours, plain, rtol=1e-5 if isinstance(alg, KnnPer) else 0, atol=0)
 
 
 def test_the_last_layer_alone_is_trained():

@@ -1,6 +1,7 @@
 """Methods at the options where each is a simpler one: FedAvg, FedProx or local training."""
 
 import pytest
+import torch
 from methods import (
     APFL,
     MRMTL,
@@ -58,3 +59,6 @@ def test_at_its_limit_it_is_another_method(alg, key, other):
     want = theirs.clients["w"] if other is ALONE else theirs.server["x"]
     got = {**ours.server, **ours.clients}[key]
     near(got.view_as(want), want, 1e-9, 1e-11)
+    # these take the very steps of the other
+    if (other is ALONE and isinstance(alg, Ditto | FedAMP | FedDWA)) or isinstance(alg, FineTune):
+        assert torch.equal(got, want)

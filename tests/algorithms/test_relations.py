@@ -171,6 +171,7 @@ def test_mocha_reaches_the_closed_form_for_a_fixed_relation(matrix):
     hessian = torch.block_diag(*(x.mT @ x / 3)) + 0.2 * torch.kron(omega, torch.eye(2, dtype=F64))
     best = torch.linalg.solve(hessian, (x.mT @ y[..., None] / 3).view(4))
     near(state.server["w"], best.view(2, 2), 1e-7, 1e-8)
+    assert torch.equal(state.clients["w"], state.server["w"])
 
 
 def test_an_unstable_mocha_stops_with_a_sentence():

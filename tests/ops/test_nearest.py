@@ -56,6 +56,15 @@ def test_it_is_what_all_pairs_give(both, method, k, pivots):
     check(rows, rows, k, method)
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "how", [(20, 20, 521), (1, 300, 521), (300, 1, 521), (5, 50, 521, 1e3), (7, 30, 521, 0.0)]
+)
+def test_clusters_one_cluster_none_and_duplicates(how, method):
+    check(*clustered(*how), 10, method)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into(method):
     """On a line the bound by pivots (here 0 and 10) is the distance: 5.78 is nearer to 4.9 than the
