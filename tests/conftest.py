@@ -56,9 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     # what a test draws does not depend on those before it; hypothesis does so for its own
     torch.manual_seed(0)
+    grouped = "@" in item.nodeid or not getattr(item.config.option, "loadgroup", False)
+    assert grouped or item.path.stem not in ONE_PROCESS, "xdist does not see the groups"
 
 
 # what they compile or start is shared by their tests
@@ -74,6 +76,7 @@ def senseless(item):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups after it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     suite, kept, left = config.getoption("--suite"), [], []
     for item in [i for i in items if not senseless(i)]:
