@@ -15,7 +15,7 @@ from tolerance import F32, F64, assert_close
 from torch import Tensor
 from ugly import randn, same_for_any_threads
 
-from pflcore import Net
+from pflcore import Net, ops
 from pflcore.nn import Dropout
 from pflcore.nn import FactorizedLinear as W
 from pflcore.nn.mode import forward_mode
@@ -413,6 +413,7 @@ def column(at, value):
     return lambda program: program.index_fill(1, torch.tensor(at), value)
 
 
+@pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @pytest.mark.parametrize(
     "which, change, words",  # the argument, another value or what makes one
     [
