@@ -126,7 +126,6 @@ def _of_fields(cls: type) -> dict[str, Kind]:
     return {f.name: of_hint(hints[f.name]) for f in fields(cls)}  # type: ignore[arg-type]
 
 
-@functools.cache
 def of_hint(hint: Any) -> Kind:  # noqa: PLR0911 (a kind of hint each)
     """The kind of values that an annotation allows; anything where it says nothing of one value."""
     origin, args = get_origin(hint), get_args(hint)

@@ -38,7 +38,7 @@ class Options:
     data: str = "fashion_mnist"  # images, cut at random among clients
     model: str = "mlp"
     activation: Literal["tanh", "relu"] | None = None  # of lenet5, as pool and bias are
-    pool: Literal["avg", "max"] | None = None
+    pool: Literal["max", "avg"] | None = None
     bias: bool = True
     ranks: tuple[int, ...] = ()  # factors of factorized layers; default: 3 for 5 outputs
     clients: Count = 4

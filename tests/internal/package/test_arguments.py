@@ -9,6 +9,7 @@ import traceback
 import typing
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -213,3 +214,8 @@ def test_every_public_callable_is_checked():
     for f in unchecked:
         simple = inspect.isclass(f) and issubclass(f, (Exception, FedAvg.__base__))
         assert f.__name__ in GIVEN.split() or simple or not inspect.signature(f).parameters, f
+
+
+def test_choices_are_named_as_their_annotation_orders_them():  # equal annotations, to Python
+    for choices in (Literal["max", "avg"], Literal["avg", "max"]):
+        assert of_hint(choices).words == " or ".join(map(repr, typing.get_args(choices)))
