@@ -1,22 +1,110 @@
-"""The server of any algorithm without a simulation: clients are wherever they are, come and go."""
+"""Both halves of a round on machines of their own, for every algorithm: the `Server`, whose
+clients are wherever they are, come and go; the `Client`, what it keeps, its work of a round, its
+personalized model; and what travels between them, dicts of plain tensors, which any framework
+carries.
+"""
 
 import warnings
+import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from pflcore.algorithms import algorithm_of
-from pflcore.algorithms.protocol import Algorithm, Cohort, Tensors
-from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, need
-from pflcore.interop.wire import STATISTICS, About, fingerprint, net_of, opened, packed
-from pflcore.simulation.accept import Outcome, Trained, accept
-from pflcore.simulation.personal import grown
+from pflcore.algorithms import algorithm_of, name_of
+from pflcore.algorithms.protocol import Algorithm, Cohort, Payload, Pool, Tensors, check_training
+from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, device_of, need
+from pflcore.data.federation import Federation
+from pflcore.data.ragged import Ragged
+from pflcore.data.roles import held_out, one_client
+from pflcore.simulation.accept import Outcome, Trained, accept, finite_rows, nearer
+from pflcore.simulation.evaluate import one_by_one
+from pflcore.simulation.personal import Personalized, grown, larger
 from pflcore.simulation.round import begin, check_start, commit, flat, policy, serve, unflat
+from pflcore.simulation.settings import Hardware
+from pflcore.train import Clients, Net, Training, prepared
+from pflcore.train.losses import Loss, default_loss
 from pflcore.train.memory import ran_out
+from pflcore.train.workers import one_thread
+
+ABOUT, STATISTICS = "@about", "@statistics"  # beside the algorithm's own keys
+
+
+class About(NamedTuple):
+    """The numbers of a message, in float64: whole numbers below 2**53, and a factor."""
+
+    number: int  # the client's, from 0
+    n: int  # N
+    fingerprint: int
+    round: int  # from 1, the one that the message is for
+    rounds: int  # R
+    done: int  # rounds that the server has finished
+    accepted: int  # the last of them that the client's upload was part of; 0: none
+    # how much of that upload the server took: below 1 where its `clip` shortened it
+    factor: float
+
+
+def fingerprint(algorithm: Algorithm, net: Net, averages: bool) -> int:
+    """What both sides must have alike, as a number: the algorithm's name, the model's shapes and
+    what becomes of batch norm's statistics."""
+    parts = name_of(algorithm), str(net.dtype), net.shapes, net.buffer_shapes, averages
+    return zlib.crc32(repr(parts).encode())
+
+
+def net_of(algorithm: Algorithm, model: Model, loss: Loss, seed: int) -> Net:
+    """The model as the algorithm trains it."""
+    return algorithm.prepare(model if isinstance(model, Net) else Net(model, loss, seed=seed))
+
+
+def packed(payload: Payload, about: About, statistics: Tensor | None) -> Tensors:
+    """The message of one client, of the slices [1, ...] of a payload; of pools the rows that are
+    sent."""
+    message: Tensors = {ABOUT: torch.tensor(about, dtype=torch.float64)}
+    if statistics is not None:
+        message[STATISTICS] = statistics.clone()
+    for key, value in payload.items():
+        if isinstance(value, Pool):
+            sent = torch.zeros(len(value.rows), dtype=torch.bool, device=value.rows.device)
+            sent[value.index[value.index >= 0]] = True
+            message |= {f"{key}@rows": value.rows[sent], f"{key}@sent": sent}
+            value = value.index
+            key = f"{key}@index"
+        message[key] = value[0].clone()
+    return message
+
+
+def opened(
+    message: Any, device: torch.device, alike: int, what: str
+) -> tuple[Payload, About, Tensor | None]:
+    """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on
+    `device`. ValueError where it is no message, or its fingerprint is not
+    `alike`."""
+    try:
+        tensors = {k: v.detach().to(device) for k, v in message.items()}
+        dense = all(v.layout is torch.strided and not v.is_nested for v in tensors.values())
+        *whole, factor = tensors.pop(ABOUT).tolist()
+        about, statistics = About._make([*map(int, whole), factor]), tensors.pop(STATISTICS, None)
+        payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
+        for key in (k.removesuffix("@rows") for k in tensors if k.endswith("@rows")):
+            sent, few = tensors[f"{key}@sent"], tensors[f"{key}@rows"]
+            rows = few.new_zeros(len(sent), *few.shape[1:])  # a row's number may be a client's
+            rows[sent] = few
+            payload[key] = Pool(rows, tensors[f"{key}@index"][None])
+    except Exception:  # of what somebody else made
+        dense = False
+    if not dense:
+        raise ValueError(f"{what}: expected a dict of dense tensors as the other side made it.")
+    if about.fingerprint != alike:
+        raise ValueError(
+            f"{what}: it is of another algorithm, model or `batch_norm` than those that are played "
+            "here; give both sides the same."
+        )
+    return payload, about, statistics
+
 
 SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits
 KEPT = "accepted", "numbers", "gone", "report"  # beside the state
@@ -265,3 +353,150 @@ def _form_of(up: Tensors) -> Form:
 def _words(form: Form) -> str:
     each = [f"{k} {list(shape)} {str(t).removeprefix('torch.')}" for k, (shape, t) in form.items()]
     return ", ".join(each) or "nothing"
+
+
+class Client:
+    """One client's half of a round, for every algorithm: `train` on what `Server.download` gave,
+    `model` for its personalized model.
+
+    `model` must start as the server's template does (the same weights, or the same function and
+    `seed`). `data`: (x, y), {"train": (x, y), "val": ...}, a Dataset or a Federation of one client.
+    What the algorithm keeps at a client stays here, batch norm's statistics too unless they are
+    averaged; a round that the server did not take this client's upload in, leaves no trace.
+    """
+
+    @checked
+    def __init__(  # noqa: PLR0913 (what a run has)
+        self,
+        algorithm: Algorithm | type[Algorithm] | str,
+        model: Model,
+        data: Any,
+        training: Training = Training(),  # noqa: B008 (frozen)
+        *,
+        seed: Seed = 0,
+        hardware: Hardware = Hardware(workers=1),  # noqa: B008 (frozen)
+        batch_norm: Buffers = "auto",
+        loss: Loss | None = None,
+    ) -> None:
+        self.algorithm = algorithm_of(algorithm)
+        check_training(self.algorithm, training)
+        one, device = one_client(data, dtype=None), device_of(hardware.device)
+        net = net_of(self.algorithm, model, loss or default_loss(one.y), seed).to(device)
+        x, y = (t.to(net.dtype) if t.is_floating_point() else t for t in (one.x, one.y))
+        one = replace(one, x=x, y=y).to(device)
+        self.data = held_out(one, seed) if self.algorithm.traits.needs_val else one
+        self.averages = policy(self.algorithm, net, batch_norm) == "average"
+        self._setting = prepared(net, self.data, training, hardware.engine, hardware.workers, seed)
+        net, classes = self._setting.net, self.data.classes
+        if classes is not None and self.data.relabel is None and net.head_name is not None:
+            # one client may not have samples of all classes
+            self.data = replace(self.data, classes=max(classes, net.classes))
+        self._fingerprint = fingerprint(self.algorithm, net, self.averages)
+        self._statistics = net.b0[None]  # [1, b]
+        self._own: Tensors = {}  # [1, ...]
+        self._pending: tuple[int, Tensors, Tensor] | None = None  # a round, and what became of
+        # state and statistics in it, until the server says whether it took the upload
+
+    def train(self, download: Mapping[str, Tensor]) -> tuple[Tensors, int]:
+        """This client's work of a round: its upload, a dict of tensors [1, ...], and its number of
+        training samples, for `Server.aggregate`."""
+        with one_thread():
+            down, own, about, clients = self._opened(download)
+            if about.round != about.done + 1:
+                raise ValueError(
+                    "download: expected one to train on, got one for an evaluation; ask for "
+                    "download(client_id)."
+                )
+            new, up, fit = self.algorithm.train(down, own, clients)
+        self._own, self._pending = own, (about.round, own | new, fit.buffers)
+        if not finite_rows([*new.values(), fit.buffers], 1).all():  # so that the server drops it
+            up = {k: v * torch.nan if v.is_floating_point() else v for k, v in up.items()}
+        statistics = fit.buffers[0] if self.averages else None
+        return packed(up, about, statistics), int(clients.size[0])
+
+    def model(self, download: Mapping[str, Tensor]) -> Personalized:
+        """The personalized model, from `Server.download(client_id, "evaluation")`, a dict of
+        tensors [1, ...]."""
+        model, clients = self._personalized(download)
+        row = {k: v[0] for k, v in model.items()}
+        classes = self.data.classes
+        return Personalized(self.algorithm, clients.net, row, clients.buffers[0], classes)
+
+    def evaluate(self, download: Mapping[str, Tensor], split: str = "test") -> dict[str, float]:
+        """The personalized model of a download [1, ...] on this client's own samples: "loss", for
+        classes "accuracy", and "size", how many they are."""
+        size = int(self.data.size(split)[0]) if split in self.data.index else 0
+        if not size:
+            raise ValueError(
+                f"split: this client has no sample of {split!r} to be evaluated on; give it some "
+                f"as data={{..., {split!r}: (x, y)}}."
+            )
+        model, clients = self._personalized(download)
+        with one_thread():
+            scores = clients.scores(model, split, self.algorithm.predict)
+            loss, accuracy = one_by_one(self.algorithm, clients, scores)
+        found = {"loss": float(loss), "size": size}
+        return found if accuracy is None else {**found, "accuracy": float(accuracy)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this client keeps between rounds, for `torch.save`."""
+        return {
+            "fingerprint": self._fingerprint,
+            "own": dict(self._own),
+            "statistics": self._statistics,
+            "pending": self._pending,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is
+        something else: another algorithm's, or of a model of other shapes."""
+        if not isinstance(state, Mapping) or state.get("fingerprint") != self._fingerprint:
+            raise ValueError(
+                "state: expected what state_dict() of a Client of this algorithm and model gives."
+            )
+        self._own, self._statistics = dict(state["own"]), state["statistics"]
+        self._pending = state["pending"]
+
+    # inside -------------------------------------------------------------------------------------
+    def _opened(self, download: Any) -> tuple[Payload, Tensors, About, Clients]:
+        """What was sent, this client's own state [1, ...], the message's numbers, and what a hook
+        is given to train with, when the last round is settled."""
+        net = self._setting.net
+        down, about, statistics = opened(download, net.w0.device, self._fingerprint, "download")
+        self._settle(about)
+        kept = self._own if about.accepted else {}
+        first = {k: v[:1] for k, v in self.algorithm.newcomer(down, net, about.n).items()}
+        own = {k: larger(kept[k], v) if k in kept else v.clone() for k, v in first.items()}
+        mine = self._statistics if statistics is None else statistics[None]
+        data = alone(self.data, about.number, about.n)
+        setting = self._setting._replace(data=data, rounds=about.rounds)
+        number = torch.tensor([about.number])
+        return down, own, about, Clients(setting, number, about.round, mine.clone())
+
+    def _settle(self, about: About) -> None:
+        """The last round's work counts where the server took its upload, as far as it took it."""
+        if self._pending is None or about.done < self._pending[0]:
+            return
+        round, own, statistics = self._pending
+        if about.accepted == round:
+            clipped = own.keys() & set(self.algorithm.traits.clipped)
+            factor = torch.tensor([about.factor], dtype=torch.float64)
+            own |= {k: nearer(own[k], self._own[k], factor) for k in clipped}
+            self._own, self._statistics = own, statistics
+        self._pending = None
+
+    def _personalized(self, download: Any) -> tuple[Tensors, Clients]:
+        """The model [1, ...] and the clients with the statistics of batch norm that go with it."""
+        with one_thread():
+            down, own, _, clients = self._opened(download)
+            model = dict(self.algorithm.model(down, own, clients))
+        return model, replace(clients, buffers=model.pop("batch_norm", clients.buffers))
+
+
+def alone(one: Federation, number: int, n: int) -> Federation:
+    """The federation of n clients as the client `number` sees it, who has data of its own only; its
+    draws are those of its number."""
+    mine = (torch.arange(n) == number).long()
+    index = {k: Ragged(rows[0], len(rows[0]) * mine) for k, rows in one.index.items()}
+    relabel = None if one.relabel is None else one.relabel.expand(n, -1)
+    return one._with(index=index, relabel=relabel)
