@@ -12,8 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from pflcore.check import check_fields
-from pflcore.results import optional
+from pflcore.check import check, optional
 
 FREE = 0.6  # of the machine's free memory may be used by one problem
 
@@ -76,7 +75,7 @@ def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | Non
     option end the program (SystemExit 0 and 2). ValueError where a value is out of bounds."""
     cli = optional("tyro", "'pflcore[cli]'").cli
     got: T = cli(cls, prog=prog, description=about, args=argv)
-    check_fields(got)
+    check(got)
     return got
 
 

@@ -19,7 +19,7 @@ from bench.problem import Facts, fact
 from bench.table import Table, clock
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
-from pflcore.results.canvas import figure_of, save, tidy
+from pflcore.results.pictures import figure_of, save, tidy
 from pflcore.results.record import Record
 from pflcore.simulation import Evaluation, Simulation
 

@@ -13,6 +13,7 @@ Numbers are finite, numpy's scalars become Python's own, and a truth value is no
 
 import collections.abc as abc
 import functools
+import importlib
 import inspect
 import math
 import operator
@@ -96,7 +97,7 @@ def checked(thing: F) -> F:
     return thing
 
 
-def check_fields(thing: Any) -> None:
+def check(thing: Any) -> None:
     """ValueError in one sentence where a field of a dataclass is not what its annotation says; for
     its `__post_init__`."""
     for name, kind in _of_fields(type(thing)).items():  # type: ignore[arg-type]
@@ -104,9 +105,6 @@ def check_fields(thing: Any) -> None:
         plain = expect(name, kind, value)
         if plain is not value:
             object.__setattr__(thing, name, plain)
-
-
-check = check_fields  # what a `__post_init__` calls
 
 
 def expect(name: str, kind: Kind, value: Any) -> Any:
@@ -213,6 +211,17 @@ def device_of(name: Any) -> str:
     seen = kind == "cpu" or torch.cuda.is_available()
     need(seen, "device", f"'cpu', as torch {torch.__version__} sees no GPU here", name)
     return str(name)
+
+
+def optional(module: str, package: str, what: str = "This") -> Any:
+    """A module that only `what` needs. ImportError in one sentence where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        name = module.partition(".")[0]
+        raise ImportError(
+            f"{what} needs {name}, which is not installed; get it with: pip install {package}."
+        ) from None
 
 
 def ids_of(name: str, given: Any, n: int) -> Tensor:

@@ -16,7 +16,7 @@ import annotated_types as at
 import torch
 from torch import Tensor
 
-from pflcore.check import ANYTHING, Count, Fraction, checked, need, refuse
+from pflcore.check import ANYTHING, Count, Fraction, checked, need, optional, refuse
 
 __all__ = [
     "METRICS",
@@ -250,14 +250,7 @@ def _by_name(name: str, classes: bool) -> Metric:
 
 
 def _sklearn() -> Any:
-    try:
-        import sklearn.metrics
-    except ImportError:
-        raise ImportError(
-            "metrics: these are scikit-learn's, which is not installed; get it with: pip install "
-            "scikit-learn."
-        ) from None
-    return sklearn.metrics
+    return optional("sklearn.metrics", "scikit-learn", "metrics: this one")
 
 
 def auc(scores: Tensor, y: Tensor) -> float:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms.fedavg import FedAvg
 from pflcore.algorithms.protocol import Algorithm, Cohort, Mix, Pool, Rows, Tensors
-from pflcore.check import check_fields, checked
+from pflcore.check import checked
 from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
 from pflcore.simulation.accept import Outcome
 from pflcore.simulation.evaluate import evaluate
-from pflcore.simulation.round import Setup, State, begin, flat, sample, step
+from pflcore.simulation.round import Setup, State, begin, flat, step
 from pflcore.train import Clients, Engine, Fit, Net, Setting, Training
 from pflcore.train.losses import default_loss
 from pflcore.train.workers import Workers
@@ -97,6 +97,7 @@ def check(
             one(case)
 
 
+@checked
 @dataclass(frozen=True)
 class Case:
     """An algorithm, every hook of which is watched, with what it is tried on and the play that the
@@ -106,9 +107,6 @@ class Case:
     model: Callable[[], nn.Module] | None = None
     federation: Federation | None = None
     dtype: torch.dtype = torch.float64
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @cached_property
     def data(self) -> Federation:
@@ -578,18 +576,6 @@ def bytes_are_counted(case: Case) -> None:
             )
 
 
-def required_clients_are_sampled(case: Case) -> None:
-    """Cohorts hold the required clients, each client once, in ascending order."""
-    required, setup = case.given.traits.required, case.setup()
-    for round in range(1, 20):
-        ids = sample(setup, round, 0.25).tolist()
-        if ids != sorted({*ids, *required}) or len(ids) != max(1, len(required)):
-            raise Fault(
-                f"required: the cohort {ids} of a quarter of four clients does not hold {required} "
-                "and no more."
-            )
-
-
 def options_play_a_part(case: Case) -> None:
     """Another `server_lr` and another `weighting` give another run, where the method takes one."""
     alg: Any = case.given
@@ -627,7 +613,6 @@ CHECKS = {
         bytes_are_counted,
         broken_clients_are_absent,
         void_rounds_change_nothing,
-        required_clients_are_sampled,
         options_play_a_part,
     )
 }

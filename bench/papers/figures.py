@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pflcore import metrics
 from pflcore.results import pictures
-from pflcore.results.canvas import COLOURS, figure_of, lines, save, tidy
+from pflcore.results.pictures import COLOURS, figure_of, lines, save, tidy
 from pflcore.results.record import Run
 
 Points = Sequence[tuple[float, float]]

@@ -173,7 +173,7 @@ def _command(argv: Sequence[str]) -> int:
         width = max(len(usage) for usage, _ in COMMANDS.values())
         print("usage: pflcore COMMAND ...\n")
         for usage, command in COMMANDS.values():
-            print(f"  {usage:<{width}}  {inspect.getdoc(command)}")
+            print(f"  {usage:<{width}}  {' '.join((command.__doc__ or '').split())}")
         print(f"\nAlgorithms: {', '.join(ALGORITHMS)}.")
         print("pflcore COMMAND --help shows a command's options.")
         return 0 if argv else 2

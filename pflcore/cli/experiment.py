@@ -26,7 +26,7 @@ from pflcore.check import (
     Positive,
     Seed32,
     Whole,
-    check_fields,
+    checked,
     device_of,
     need,
     refuse,
@@ -42,6 +42,7 @@ from pflcore.train import Training
 from pflcore.train.net import Net
 
 
+@checked
 @dataclass(frozen=True)
 class Options:
     """What is run, on what and how long."""
@@ -82,9 +83,6 @@ class Options:
     buffers: str = "auto"
     # of each client beside loss and accuracy: auc, f1, balanced_accuracy; for targets mae, rmse, r2
     metrics: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def hardware(self) -> Hardware:

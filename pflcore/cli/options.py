@@ -8,7 +8,7 @@ from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
 from pflcore.algorithms import Algorithm, narrowed
-from pflcore.results import optional
+from pflcore.check import optional
 
 
 def parse(

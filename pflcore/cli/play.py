@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
-from pflcore.check import Count, NonNegative, Whole, check_fields, need
+from pflcore.check import Count, NonNegative, Whole, checked, need
 from pflcore.cli import experiment
 from pflcore.cli.experiment import Job, Options
 from pflcore.cli.options import of_function, offered, parse
@@ -50,6 +50,7 @@ class Compared:
     algorithms: tuple[str, ...] = ()  # names, or package.module:Class
 
 
+@checked
 @dataclass(frozen=True)
 class Report:
     """Where a table and pictures go, and what is in them."""
@@ -60,10 +61,8 @@ class Report:
     last: Count = 10  # rounds in "mean of last"
     overwrite: bool = False  # replace the record and the table.md that the folder holds
 
-    def __post_init__(self) -> None:
-        check_fields(self)
 
-
+@checked
 @dataclass(frozen=True)
 class Output(Report):
     """Where results go: record.jsonl, table.md, curves.png, weights.png and further pictures."""

@@ -16,11 +16,12 @@ from pflcore.algorithms.clusters import cosines, groups
 from pflcore.algorithms.fedavg import krum
 from pflcore.algorithms.protocol import Algorithm, Mix
 from pflcore.algorithms.relations import FedAMP, FedDWA, HeurFedAMP, LatestModels
-from pflcore.check import Buffers, Count, Names, Whole, check, checked, need
+from pflcore.check import Buffers, Count, Names, Whole, checked, need
 from pflcore.interop.packing import Form, Models, Packed, cut, pack, unpack
 from pflcore.simulation.accept import finite_rows
 
 
+@checked
 @dataclass(frozen=True)
 class Krum:
     """Blanchard et al. 2017: the model whose squared distances to its N - f - 2 nearest others have
@@ -33,9 +34,6 @@ class Krum:
     f: Whole = 1  # how many clients may be hostile, 2 f + 2 < N
     m: Count = 1
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def chosen(self, sqdist: Tensor) -> Tensor:
         """The chosen clients [m], best first, by squared distances [N, N]."""
         n = len(sqdist)
@@ -44,6 +42,7 @@ class Krum:
         return krum(sqdist, self.f, self.m)
 
 
+@checked
 @dataclass(frozen=True)
 class Clusters:
     """Agglomerative clustering into `k` groups, each client gets its group's mean: by distances
@@ -52,9 +51,6 @@ class Clusters:
 
     k: Count = 2
     linkage: Literal["complete", "single"] = "complete"
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 Method = Algorithm | Krum | Clusters

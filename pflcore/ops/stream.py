@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import Kind, Names, are_names, checked
+from pflcore.check import Kind, Names, are_names, checked, optional
 
 from ._words import expect, matrix, meet, refuse, same_view, shape, span
 from .aggregate import aggregate as aggregate_op
@@ -40,14 +40,7 @@ def meter(progress: Progress | bool | None) -> Progress:
     """The function that a call reports to. True is a bar of tqdm's; ImportError without tqdm."""
     if not isinstance(progress, bool):
         return progress or (lambda done, of: None)
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        raise ImportError(
-            "progress: a bar needs tqdm; pip install 'pflcore[cli]', or give a function of (done, "
-            "of)."
-        ) from None
-    bar = tqdm(unit=" rows")
+    bar = optional("tqdm", "'pflcore[cli]'", "progress: a bar").tqdm(unit=" rows")
 
     def show(done: int, of: int) -> None:
         bar.total = of

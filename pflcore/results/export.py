@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pflcore.check import checked
+from pflcore.check import checked, optional
 from pflcore.metrics import mean
-from pflcore.results import optional
 
 Per = Literal["round", "client"]
 Line = Mapping[str, Any]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pflcore import metrics
-from pflcore.results import optional
+from pflcore.check import optional
 
 # set with every interrupt of a command: where a library swallowed it, the round's end brings it
 # back

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms.protocol import Tensors, Traits
-from pflcore.check import Count, Ids, Positive, Whole, check, ids_of, need, refuse
+from pflcore.check import Count, Ids, Positive, Whole, check, checked, ids_of, need, refuse
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import onto
 from pflcore.metrics import Metric
@@ -106,6 +106,7 @@ class Adversary:
         return sent.expand_as(mine)
 
 
+@checked
 @dataclass(frozen=True)
 class Evaluation:
     """When, on what and for whom the personalized models are evaluated."""
@@ -117,14 +118,12 @@ class Evaluation:
     metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ...,
     # or functions of one client's (scores, labels)
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def due(self, round: int, rounds: int) -> bool:
         """Whether `round`, from 1, of so many is evaluated."""
         return self.every > 0 and (round % self.every == 0 or round == rounds)
 
 
+@checked
 @dataclass(frozen=True)
 class Robustness:
     """What a run does about updates that are too long, and who attacks it."""
@@ -132,10 +131,8 @@ class Robustness:
     clip: Positive | None = None  # no update is longer (Euclidean norm), before the server sees it
     adversary: Adversary | None = None  # clients that attack; the others are evaluated
 
-    def __post_init__(self) -> None:
-        check(self)
 
-
+@checked
 @dataclass(frozen=True)
 class Hardware:
     """Where a run is computed; never changes a result beyond rounding."""
@@ -144,6 +141,3 @@ class Hardware:
     workers: Threads | None = None  # never changes a result; None: one for each core
     device: str = "cpu"
     rows: str | Path = "auto"  # the clients' rows: "memory", a folder, or by what fits
-
-    def __post_init__(self) -> None:
-        check(self)

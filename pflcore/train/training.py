@@ -14,7 +14,7 @@ import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pflcore.check import Count, Kind, Momentum, NonNegative, Positive, check_fields, of_hint
+from pflcore.check import Count, Kind, Momentum, NonNegative, Positive, check, of_hint
 
 Schedule = Callable[[int, int], float] | Callable[[Optimizer], LRScheduler]
 WANTED = (
@@ -123,7 +123,7 @@ class Training:
     clip_grad: Positive | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check(self)
         if self.local_optimizer == "sgd" and (self.betas, self.eps) != ((0.9, 0.999), 1e-8):
             raise ValueError(
                 f"betas, eps: SGD has none, got {self.betas} and {self.eps}; leave them out, or "

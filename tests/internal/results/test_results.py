@@ -10,7 +10,7 @@ import torch
 from parts.results import N, a_long_run, a_run, line, write
 from parts.user import simulation
 
-from pflcore.results import canvas, pictures
+from pflcore.results import pictures
 from pflcore.results.export import scalars
 from pflcore.results.record import LONG, group, plain, read
 
@@ -43,8 +43,8 @@ def test_short_lists_stay_in_the_line(tmp_path):
 def test_chance_is_marked_where_the_axis_reaches_it(classes, marked):
     """Of accuracies between 8 and 60 percent."""
     pytest.importorskip("matplotlib")
-    (axis,) = canvas.figure_of(4, 3)[1]
-    canvas.lines(axis, {"a": ([1, 2], [8.0, 60.0])})
+    (axis,) = pictures.figure_of(4, 3)[1]
+    pictures.lines(axis, {"a": ([1, 2], [8.0, 60.0])})
     (run,) = group(a_run(classes=classes))
     pictures.mark_chance(axis, run)
     assert len(axis.lines) == 1 + marked and len(axis.texts) == 1 + marked
