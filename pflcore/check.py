@@ -225,10 +225,11 @@ def optional(module: str, package: str, what: str = "This") -> Any:
 
 
 def ids_of(name: str, given: Any, n: int) -> Tensor:
-    """Ids of distinct clients, ascending, as int64."""
-    ids = np.sort(np.asarray(given.cpu() if isinstance(given, Tensor) else sorted(given)))
+    """Ids of distinct clients [S], at least one, in the order given, as int64 on the CPU."""
+    listed = list(given) if isinstance(given, set) else given
+    ids = np.asarray(given.cpu() if isinstance(given, Tensor) else listed)
     whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids)
-    fits = whole and ids[0] >= 0 and ids[-1] < n and bool((ids[1:] > ids[:-1]).all())
+    fits = whole and ids.min() >= 0 and ids.max() < n and len(np.unique(ids)) == len(ids)
     need(fits, name, f"ids of clients from 0 to {n - 1}, each once", given)
     return torch.from_numpy(ids.astype(np.int64))
 

@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
-from pflcore.check import Count, Fraction, Kind, Momentum, NonNegative, Seed32, checked, need
+from pflcore.check import (
+    Count,
+    Fraction,
+    Kind,
+    Momentum,
+    NonNegative,
+    Seed32,
+    checked,
+    ids_of,
+    need,
+)
 from pflcore.data.inputs import inputs, pair, target, tensor
 from pflcore.data.partition import Partition
 from pflcore.data.ragged import Ragged, onto
@@ -323,13 +333,7 @@ class Federation(Samples):
 
     def _ids(self, clients: Any) -> Tensor:
         """Distinct clients [S], in the given order, on the CPU; None: all."""
-        if clients is None:
-            return torch.arange(self.n)
-        ids = np.asarray(clients.cpu() if isinstance(clients, Tensor) else clients)
-        whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids)
-        fits = whole and ids.min() >= 0 and ids.max() < self.n and len(np.unique(ids)) == len(ids)
-        need(fits, "clients", f"distinct ids in 0..{self.n - 1}, at least one", clients)
-        return torch.from_numpy(ids.astype(np.int64))
+        return torch.arange(self.n) if clients is None else ids_of("clients", clients, self.n)
 
     def _joined(self, of: Sequence[str] | None) -> Ragged:
         """Each client's samples of these splits (None: all) one after the other, on the CPU."""

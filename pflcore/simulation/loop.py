@@ -68,7 +68,8 @@ class Simulation:
         check_training(alg, self.training)
         self.data = data_of(self)
         asked, n = self.clients, self.data.n
-        self.clients = self.among = None if asked is None else ids_of("clients", asked, n)
+        asked = None if asked is None else ids_of("clients", asked, n).sort().values
+        self.clients = self.among = asked
         self.looked_at = looked_at(self)
         self.history: History | None = None  # of the last call of `run`
         self._records: list[Record] = []  # of all rounds up to the state, by `run` or a checkpoint

@@ -57,7 +57,7 @@ def looked_at(run: Any) -> Tensor | None:
     if asked is None:
         return None if adversary is None else honest
     if not isinstance(asked, int):
-        return ids_of("evaluation.clients", asked, data.n)
+        return ids_of("evaluation.clients", asked, data.n).sort().values
     have = honest[data.size(run.evaluation.split)[honest] > 0]
     return have[drawn(len(have), min(asked, len(have)), run.seed, "eval_clients")].sort().values
 

@@ -376,7 +376,7 @@ BAD_CALLS = [
     (lambda: small().halves(of=("test",)), "clients: expected at least 2 samples each, to be hal"),
     (lambda: Federation.from_partition(X, Y, IID, x_test=X), "x_test: expected y_test beside it"),
     (lambda: padded([[5, 6], [8]], value=0.5), "value: expected a whole number, as the sequences"),
-    *((lambda i=ids: ONE.subset(i), "clients: expected distinct ids in 0..1, at least one, got ")
+    *((lambda i=ids: ONE.subset(i), "clients: expected ids of clients from 0 to 1, each once, got ")
       for ids in ([0, 0], [], [0.9, 1], [False, True], 0)),
     (lambda: ONE.halves(seed=2**32), "seed: expected a whole number from 0 to 2**32 - 1"),
     *((lambda c=ids: Federation.from_table(X, Y, c), "client: expected a whole number or a string")
