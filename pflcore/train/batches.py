@@ -93,16 +93,14 @@ class Batches:
         join: bool = False,
     ) -> None:
         lists, at = data.lists("train"), torch.from_numpy(ids)
-        self.size, begin = lists.size[at], lists.begin[at][:, None]
+        self.size = lists.size[at]
         sizes = tuple(self.size.tolist())
         self.steps, self.cuts, self.taken = steps_of(sizes, training, plan, ragged, join)
         passes = range(plan.batches * self.steps[-1].epochs)  # the smallest client's, the most
         fixed = (key[0], 0, plan.stream, 0)  # one order for the whole run
         keys = [(*key, plan.stream, p) if training.reshuffle else fixed for p in passes]
         orders = [torch.from_numpy(shuffles(client_seeds(ids, *k), sizes)) for k in keys]
-        for each in orders:
-            each.add_(begin)
-        order = orders[0][:, None] if len(orders) == 1 else torch.stack(orders, 1)
+        order = torch.stack(orders, 1).add_(lists.begin[at][:, None, None])
         self.order = lists.flat.take(onto(order, lists.flat.device))  # [s, passes, longest]
         self._key = ids, (*key, plan.stream, "noise"), data.y.device
 

@@ -76,6 +76,10 @@ class Chain:
         """The kernels' arguments that stay the same."""
         return (self.program, self.criterion, *self.shape)
 
+    def on(self, data: Federation, relabel: Tensor | None, some: slice) -> tuple[Any, ...]:
+        """The kernels' first arguments, for some of the clients who know their labels so."""
+        return (*self.head, data.x, data.y, None if relabel is None else relabel[some])
+
 
 def find_chain(net: Net, data: Federation) -> Chain | str:
     """The chain that `net` is on the samples of `data`, or in a few words why it is none."""
@@ -145,11 +149,9 @@ class _Recorder(TorchFunctionMode):
         self.names = {id(p): n for n, p in self.copy.named_parameters() if n in net.slices}
         for m in self.copy.modules():
             if type(m) in OWN:  # pflcore's layers are taken whole
-                m.forward = partial(self.note, OWN[type(m)], m.forward, (m,))
+                m.forward = partial(self.note, partial(OWN[type(m)], m), m.forward)
 
-    def note(
-        self, known: Any, f: Callable[..., Tensor], more: Any, *args: Any, **options: Any
-    ) -> Tensor:
+    def note(self, known: Any, f: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         name = getattr(f, "__name__", str(f))
         follows = bool(args) and args[0] is self.last
         expect(follows, f"layers that do not follow one another, at {name}")
@@ -157,7 +159,7 @@ class _Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():  # what is done here is no part of the model
             out = f(*args, **options)
             call = Call(tuple(self.last.shape[1:]), tuple(out.shape[1:]), self.place)
-            self.lines += known(call, *more, *args[1:], **options)
+            self.lines += known(call, *args[1:], **options)
             self.numbers += out[0].numel()
         self.last = out
         return out
@@ -176,7 +178,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         if function in ASKS:
             return function(*args)
-        return self.note(KNOWN.get(function), function, (), *args, **(kwargs or {}))
+        return self.note(KNOWN.get(function), function, *args, **(kwargs or {}))
 
 
 def recorded(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder:
@@ -203,7 +205,7 @@ def _linear(c: Call, weight: Tensor, bias: Tensor | None = None) -> Lines:
     yield "linear", *c.out, c.at(weight), c.at(bias)
 
 
-def _factorized(c: Call, m: FactorizedLinear) -> Lines:
+def _factorized(m: FactorizedLinear, c: Call) -> Lines:
     expect(len(c.into) == 1, f"a linear layer on shape {list(c.into)}")
     yield "linear", m.factors, c.at(m.w_b), -1
     yield "scale", c.at(m.strength)
@@ -263,7 +265,7 @@ def _act(kind: int, c: Call, inplace: bool = False, approximate: str = "none") -
     yield "act", kind
 
 
-def _dropout(c: Call, m: Dropout) -> Lines:
+def _dropout(m: Dropout, c: Call) -> Lines:
     if m.p > 0:
         yield "dropout", m.p
 

@@ -81,14 +81,14 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
     size, batch = data.size("train"), training.batch_size
     lone = (size == 1) | (batch == 1)
     alone = lone | ((size % batch == 1) & (not training.drop_last))
-    if not bool(alone.any()):
+    if not alone.any():
         return
     try:
         passed(net, data, *samples(data, 1), True)
     except Unfit as e:
         net.joins = training.join_last
         refused = lone if net.joins else alone
-        if bool(refused.any()):
+        if refused.any():
             i = int(refused.nonzero()[0])
             raise Unfit(
                 f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one "
@@ -101,13 +101,9 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Ten
     """The loss of one batch by a copy of the module, its backward pass tried."""
     module = copy.deepcopy(net.module).train(train)
     called: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]  # name, layer, input
-
-    def enter(name: str, m: nn.Module, given: Any) -> None:
-        called.append((name, m, given))
-
     for name, m in module.named_modules():
         if not m._modules or isinstance(m, nn.Linear):
-            m.register_forward_pre_hook(partial(enter, name))
+            m.register_forward_pre_hook(lambda *given, name=name: called.append((name, *given)))
     seed = torch.zeros((), dtype=torch.int64, device=x.device)
     with forward_mode(train, None, seed), torch.enable_grad():
         with fits.said_as(lambda e: next(fits.of_layer(*called[-1], data, e))):

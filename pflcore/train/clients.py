@@ -72,6 +72,12 @@ class Fit(NamedTuple):
         return self.rows["grad"]
 
 
+def means(values: Tensor, lists: Ragged) -> Tensor:
+    """Each client's mean [S] float64 of values [n] of the samples in its list."""
+    sums = values.new_zeros(len(lists)).double().index_add_(0, lists.owner(), values.double())
+    return sums / onto(lists.size, values.device)
+
+
 @dataclass(frozen=True)
 class Clients:
     """A cohort with its data; rows are [S, Q], models dicts of [S, ...]."""
@@ -168,10 +174,7 @@ class Clients:
                     mine[k][step.clients] = v
 
         plan = Plan(epochs, steps, batches, stream, together)
-        width = max(v[0].numel() for v in rows.values())
-        # so many chunks that their arithmetic outweighs their steps' Python
-        most = max(2, len(self.ids) * self.setting.training.batch_size * width >> 23)
-        return self._train(rows, work, objective, plan, most=most)
+        return self._train(rows, work, objective, plan)
 
     # looking ------------------------------------------------------------------------------------
     def places(self, split: str) -> Ragged:
@@ -229,7 +232,7 @@ class Clients:
         predict: Predict = by_row,
     ) -> tuple[Tensor, Tensor | None]:
         """Each client's mean loss [S] and, for classes, its share of right answers [S] float64."""
-        net = self.net
+        net, lists = self.net, self.places(split)
         classes = net.scores_classes and not self.setting.data.y.is_floating_point()
         if self.setting.engine.chain is not None and predict is by_row:
 
@@ -237,15 +240,14 @@ class Clients:
                 losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
                 return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
 
-            both = torch.cat(self._by_chain(model["w"], self.places(split), look), 1)
-            loss, hits = (self._means(values, split) for values in both)
+            both = torch.cat(self._by_chain(model["w"], lists, look), 1)
+            loss, hits = (means(values, lists) for values in both)
             return loss, hits if classes else None
         pairs = self.scores(model, split, predict)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
-        right = self._means(shares_right(z, y), split) if classes else None
+        right = means(shares_right(z, y), lists) if classes else None
         if self._have_one(model) and net.criterion in CRITERIA.values():
-            losses = torch.vmap(net.criterion)(z[:, None], y[:, None])
-            return self._means(losses, split), right
+            return means(torch.vmap(net.criterion)(z[:, None], y[:, None]), lists), right
         return torch.stack([net.criterion(z, y) for z, y in pairs]), right
 
     def grad(self, w: Tensor, split: str = "train") -> Tensor:
@@ -285,8 +287,7 @@ class Clients:
         work: Callable[[Chunk, Tensors, Tensors], None],
         objective: Objective,
         plan: Plan,
-        terms: Tensors = {},  # noqa: B006
-        most: int = 16,
+        terms: Tensors | None = None,  # None: its steps are Python's
     ) -> Fit:
         """`work(chunk, its clients' rows, their terms)` on every chunk of the cohort."""
         setting, device, count = self.setting, self.buffers.device, len(self.ids)
@@ -301,7 +302,7 @@ class Clients:
             batches = Batches(setting.data, setting.training, *which)
             own = (batches, None if relabel is None else relabel[at], self.buffers[at], engine)
             chunk = Chunk(self.net, setting.data, *own, objective.loss, extra)
-            work(chunk, mine, cut(terms, at))
+            work(chunk, mine, cut(terms or {}, at))
             for k, v in mine.items():
                 done.rows[k][at] = v
             done.buffers[at], done.steps[at] = chunk.buffers, onto(batches.taken, device).double()
@@ -310,6 +311,8 @@ class Clients:
         width = max(v[0].numel() for v in rows.values())
         samples = int(self.size.sum()) if engine.chain and device.type == "cpu" else 0
         order = torch.from_numpy(np.lexsort((self.ids.numpy(), -self.size.numpy())))
+        # so many chunks that their arithmetic outweighs their steps' Python
+        most = max(2, count * setting.training.batch_size * width >> 23) if terms is None else 16
         parts = engine.chunks(count, width, samples, most)
         cuts = [count * j // parts for j in range(parts + 1)]
         setting.workers.map(run, [order[a:b] for a, b in pairwise(cuts)])
@@ -320,12 +323,6 @@ class Clients:
         one = all(len(v) > 1 and v.stride(0) == 0 for v in model.values())
         buffers = self.buffers  # where there are none, nobody need look
         return one and (not buffers.shape[1] or bool((buffers == buffers[:1]).all()))
-
-    def _means(self, values: Tensor, split: str) -> Tensor:
-        """Each client's mean [S] float64 of values [n] of its samples."""
-        size = onto(self.setting.data.size(split)[self.ids], values.device)
-        owner = torch.arange(len(size), device=size.device).repeat_interleave(size)
-        return values.new_zeros(len(size)).double().index_add_(0, owner, values.double()) / size
 
     @cached_property
     def _relabel(self) -> Tensor | None:
@@ -345,8 +342,7 @@ class Clients:
         inner = torch.searchsorted(lists.begin, torch.arange(1, parts) * n // parts)
 
         def look(s: slice) -> Tensor:
-            own = None if relabel is None else relabel[s]
-            return f(w[s], (*chain.head, data.x, data.y, own), lists[s])
+            return f(w[s], chain.on(data, relabel, s), lists[s])
 
         cuts = pairwise([0, *inner.tolist(), count])
         return self.setting.workers.map(look, [slice(a, b) for a, b in cuts if a < b])

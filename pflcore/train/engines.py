@@ -43,7 +43,7 @@ class Engine(NamedTuple):
         """What trains: "chain" (kernels), "vmap" or "module"."""
         return "chain" if self.chain is not None else "vmap" if self.name == "vmap" else "module"
 
-    def chunks(self, clients: int, width: int, samples: int, most: int = 16) -> int:
+    def chunks(self, clients: int, width: int, samples: int, most: int) -> int:
         """Into how many chunks a cohort's rows of `width` are cut; no matter how many workers.
 
         `samples` of the cohort go through a chain's kernels, where only arithmetic counts.
@@ -108,12 +108,10 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [s], gradients [s, Q], buffers [s, b] by autograd: of all under vmap, or of one."""
 
-    def loss(
-        extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def loss(extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor) -> Any:
         with forward_mode(train, buffers, seed, alone=not vmap):
             value = net.loss(w, x, y) if own is None else own(net, w, x, y, extra)
-            return value, buffers if context.buffers is None else context.buffers
+            return value, context.buffers
 
     w = rows.detach().requires_grad_()
     given = (w, x, y, buffers, seeds)
@@ -171,7 +169,7 @@ class Chunk:
         if chain is not None:
             seeds = b.seeds_of(step, which) if chain.dropout else None
             given = (b.places(step, which), b.count(step), seeds)
-            g, losses = chain_grad(w.detach(), *self.pool(s), *given)
+            g, losses = chain_grad(w.detach(), *chain.on(self.data, self.relabel, s), *given)
         else:
             extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
             batch = (*self.samples(step, which), self.buffers[s], b.seeds_of(step, which))
@@ -182,18 +180,12 @@ class Chunk:
             self.losses[s] += losses
         return g
 
-    def pool(self, s: slice = slice(None)) -> tuple[Any, ...]:
-        """The first arguments of the chain's kernels, for some of the clients."""
-        assert self.engine.chain is not None
-        relabel = None if self.relabel is None else self.relabel[s]
-        return (*self.engine.chain.head, self.data.x, self.data.y, relabel)
-
     def on_leaves(self, step: Step) -> tuple[Tensor, ...]:
         """The gradient by parameters, at the row whose views `leaves` are: one client's."""
         (x, y), seeds = self.samples(step), self.batches.seeds_of(step)
         with forward_mode(True, self.buffers[0], seeds[0], alone=True):
             loss = self.net.criterion(self.net.on_leaves(x[0]), y[0])
-            self.buffers[0] = self.buffers[0] if context.buffers is None else context.buffers
+            self.buffers[0] = context.buffers
         self.losses += loss.detach()
         return torch.autograd.grad(loss, self.leaves, allow_unused=True, materialize_grads=True)
 
@@ -210,7 +202,7 @@ def train(
     shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
     check_sgd(w, w, lr, shift, mask, 0.0 if mu is None else mu, anchor, 0.0, None, t.weight_decay)
     if sgd and chain is not None:
-        chunk.losses += by_kernels(chunk, w, terms, t, lr, grads)
+        chunk.losses += by_kernels(chunk, chain, w, terms, t, lr, grads)
         return
     if chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size):
         chunk.leaves = [] if chunk.loss is not None else chunk.net.leaves(w[0])
@@ -244,16 +236,22 @@ def train(
 
 
 def by_kernels(
-    chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads: Tensor | None
+    chunk: Chunk,
+    chain: Chain,
+    w: Tensor,
+    terms: Tensors,
+    t: Training,
+    lr: float,
+    grads: Tensor | None,
 ) -> Tensor:
     """All steps of SGD by the kernels of the chain, `w` [s, Q] in place: sums of losses [s]."""
-    b, chain = chunk.batches, chunk.engine.chain
-    assert chain is not None
+    b = chunk.batches
     seeds = b.seeds if chain.dropout else None
     cut = (b.order, b.size, b.taken, t.batch_size, t.drop_last, seeds)
     shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
     how = (lr, shift, mask, 0.0, mu, anchor, t.momentum, t.weight_decay)
-    return chain_sgd_(w, *chunk.pool(), *cut, *how, t.clip_grad or math.inf, grads)
+    pool = chain.on(chunk.data, chunk.relabel, slice(None))
+    return chain_sgd_(w, *pool, *cut, *how, t.clip_grad or math.inf, grads)
 
 
 class AdamW:

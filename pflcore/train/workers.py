@@ -30,18 +30,16 @@ class Workers:
         return list(self._threads.map(f, items))
 
     def _start(self) -> ThreadPoolExecutor:
-        barrier = threading.Barrier(self.count + 1)
+        barrier = threading.Barrier(self.count)
 
-        def one_each() -> None:
+        def one_each(_: int) -> None:
             torch.get_num_threads()  # a thread's first look sets its number to the process's
             torch.set_num_threads(1)
-            barrier.wait()
+            barrier.wait(60)
 
         threads = ThreadPoolExecutor(self.count, "pflcore")
         with one_thread():  # set_num_threads is also what new threads start with: put it back
-            for _ in range(self.count):
-                threads.submit(one_each)
-            barrier.wait(60)
+            list(threads.map(one_each, range(self.count)))
         return threads
 
 
