@@ -16,7 +16,6 @@ from pflcore.data.ragged import Ragged
 from pflcore.data.roles import held_out, one_client
 from pflcore.interop.wire import About, fingerprint, net_of, opened, packed
 from pflcore.simulation.accept import finite_rows, nearer
-from pflcore.simulation.evaluate import one_by_one
 from pflcore.simulation.personal import Personalized, larger
 from pflcore.simulation.round import policy
 from pflcore.simulation.settings import Hardware
@@ -104,7 +103,8 @@ class Client:
         model, clients = self._personalized(download)
         with one_thread():
             scores = clients.scores(model, split, self.algorithm.predict)
-            loss, accuracy = one_by_one(self.algorithm, clients, scores)
+            returns = self.algorithm.traits.returns
+            loss, accuracy = clients.worth(scores, split, returns=returns)
         found = {"loss": float(loss), "size": size}
         return found if accuracy is None else {**found, "accuracy": float(accuracy)}
 

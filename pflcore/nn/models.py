@@ -253,12 +253,12 @@ def dla(shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(*start, *trees, *top)
 
 
-FLAT: list[Callable[..., nn.Module]] = [linear, mlp]  # all others take images
-IMAGES: list[Callable[..., nn.Module]] = [
-    *(cifar_cnn, cifar_cnn_small, cnn, dla, emnist_cnn_2048, fmnist_cnn, lenet5, resnet8),
-    sattler_cnn,
+FLAT = (linear, mlp)  # all others take images
+ALL: list[Callable[..., nn.Module]] = [
+    *(cifar_cnn, cifar_cnn_small, cnn, dla, emnist_cnn_2048, fmnist_cnn, lenet5, linear, mlp),
+    *(resnet8, sattler_cnn),
 ]
-MODELS = {f.__name__: f for f in sorted(FLAT + IMAGES, key=lambda f: f.__name__)}
+MODELS = {f.__name__: f for f in ALL}
 
 
 @checked

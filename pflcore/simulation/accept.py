@@ -5,7 +5,7 @@ An update is the upload "delta", or an uploaded model minus what it is measured 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,21 +89,12 @@ def accept(
 def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
     """Bool [count]: whose rows are finite in every tensor [count, ...]. A float64 sum tells: of
     float32 of the squares, by the kernel for distances."""
-    sums = [torch.zeros(count)]
+    found = torch.ones(count, dtype=torch.bool)
     for v in tensors:
         if v.is_floating_point() and v.numel():
             rows = v.reshape(count, -1)
-            sums.append(rows.sum(1) if v.dtype == torch.float64 else squares(rows))
-    return are_finite(sums).all(0)
-
-
-def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """Which of the values [...] are finite, bool [K, ...] on the CPU, with one look at each
-    device."""
-    found = torch.ones(len(values), *values[0].shape, dtype=torch.bool)
-    for device in {v.device for v in values}:
-        at = [i for i, v in enumerate(values) if v.device == device]
-        found[at] = torch.stack([values[i].double() for i in at]).isfinite().cpu()
+            sums = rows.sum(1) if v.dtype == torch.float64 else squares(rows)
+            found &= sums.isfinite().cpu()
     return found
 
 
@@ -158,12 +149,12 @@ def nearer(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
 def spoilt(made: Tensors) -> list[str]:
     """The names of those that are not finite throughout."""
     sums = {k: v.sum(dtype=torch.float64) for k, v in made.items() if v.is_floating_point()}
-    found = are_finite([*sums.values()]).tolist() if sums else []
-    return [k for k, fine in zip(sums, found, strict=True) if not fine]
+    return [k for k, total in sums.items() if not total.isfinite()]
 
 
 def nbytes(payload: Payload) -> int:
     """Bytes that travel: every client's slice, a pooled row as often as it is sent."""
-    pools = [v for v in payload.values() if isinstance(v, Pool)]
-    pooled = sum(int((v.index >= 0).sum()) * v.rows[:1].nbytes for v in pools)
-    return pooled + sum(v.nbytes for v in payload.values() if isinstance(v, Tensor))
+    return sum(
+        int((v.index >= 0).sum()) * v.rows[:1].nbytes if isinstance(v, Pool) else v.nbytes
+        for v in payload.values()
+    )

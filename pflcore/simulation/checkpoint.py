@@ -21,10 +21,10 @@ from typing import Any
 from torch import Tensor
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.check import NonNegative, Whole, check, checked, refuse
+from pflcore.check import NonNegative, Whole, checked, refuse
 from pflcore.simulation.describe import Record, as_json, difference, identity
 from pflcore.simulation.round import Setup, State, begin, load_state_dict, state_dict
-from pflcore.simulation.settings import Adversary, Evaluation, Hardware, Robustness
+from pflcore.simulation.settings import Adversary, Checked, Evaluation, Hardware, Robustness
 from pflcore.train import Training
 
 try:
@@ -49,7 +49,7 @@ GROUPS = {
 
 
 @dataclass
-class Checkpoint:
+class Checkpoint(Checked):
     """Where and when a run leaves what it needs to go on: after every `every` rounds or `minutes`,
     whichever comes first; 0 is never.
 
@@ -62,9 +62,6 @@ class Checkpoint:
     note: Callable[[], Record] | None = None  # what the caller, who holds the lock, wants to know
     # later, instead of the records
     _since: float = field(default_factory=time.monotonic, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        check(self)
 
     @property
     def exists(self) -> bool:

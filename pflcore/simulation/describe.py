@@ -71,7 +71,7 @@ def header(run: Any) -> Record:
     }
     if isinstance(alg, Split):  # the parameters that stay with their client
         columns = alg.columns(net)
-        said["private"] = [n for n, s in net.slices.items() if bool(columns[s.start])]
+        said["private"] = [n for n, s in net.slices.items() if columns[s.start]]
     if robustness.adversary is not None:
         said["adversary"] = robustness.adversary
     return {**plain(said), "size": setting.data.size("train").tolist()}

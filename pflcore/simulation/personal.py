@@ -59,7 +59,7 @@ def grown(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
 def larger(old: Tensor, large: Tensor) -> Tensor:
     """A copy of `large`, a first tensor of more clients, with `old` in its first rows and
     columns."""
-    new = torch.empty_like(large, dtype=old.dtype, device=old.device).copy_(large)
+    new = large.to(old, copy=True)
     new[tuple(slice(length) for length in old.shape)] = old
     return new
 

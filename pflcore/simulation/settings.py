@@ -17,6 +17,7 @@ from pflcore.data.federation import Federation
 from pflcore.data.ragged import onto
 from pflcore.metrics import Metric
 from pflcore.simulation.accept import Trained, origins
+from pflcore.train.random import generator_of
 
 # beyond that a number is a slip
 Threads = Annotated[int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")]
@@ -24,8 +25,15 @@ Attack = Literal["label_flip", "sign_flip", "scale", "noise", "little", "inner_p
 STRENGTH = {"sign_flip": 1.0, "scale": 100.0, "noise": 10.0, "little": 1.5, "inner_product": 10.0}
 
 
+class Checked:
+    """A dataclass whose fields are what their annotations say: ValueError in one sentence."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
 @dataclass(frozen=True)
-class Adversary:
+class Adversary(Checked):
     """The clients `clients` (ids) attack in every round that they take part in; s is the
     `strength`, d a client's honest update [P].
 
@@ -47,7 +55,7 @@ class Adversary:
     strength: Positive | None = None  # see above
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         fits = self.strength is None or self.attack != "label_flip"
         need(fits, "strength", "None, as labels are flipped or not", self.strength)
         object.__setattr__(self, "clients", tuple(map(int, self.clients)))
@@ -73,11 +81,11 @@ class Adversary:
         relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
         return replace(data, relabel=relabel)
 
-    def send(
-        self, trained: Trained, traits: Traits, server: Tensors, draws: torch.Generator
-    ) -> Trained:
+    def send(self, trained: Trained, traits: Traits, server: Tensors) -> Trained:
         """What reaches the server of the cohort's honest uploads."""
-        bad = torch.isin(trained.cohort.ids, torch.tensor(self.clients))
+        cohort = trained.cohort
+        draws = generator_of(cohort.seed, cohort.round, "transport")
+        bad = torch.isin(cohort.ids, torch.tensor(self.clients))
         if self.attack == "label_flip" or not bad.any():
             return trained
         up, found = dict(trained.up), origins(trained, traits, server)
@@ -107,7 +115,7 @@ class Adversary:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Checked):
     """When, on what and for whom the personalized models are evaluated."""
 
     every: Whole = 1  # rounds; the last one in any case; 0: never
@@ -117,33 +125,24 @@ class Evaluation:
     metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ...,
     # or functions of one client's (scores, labels)
 
-    def __post_init__(self) -> None:
-        check(self)
-
     def due(self, round: int, rounds: int) -> bool:
         """Whether `round`, from 1, of so many is evaluated."""
         return self.every > 0 and (round % self.every == 0 or round == rounds)
 
 
 @dataclass(frozen=True)
-class Robustness:
+class Robustness(Checked):
     """What a run does about updates that are too long, and who attacks it."""
 
     clip: Positive | None = None  # no update is longer (Euclidean norm), before the server sees it
     adversary: Adversary | None = None  # clients that attack; the others are evaluated
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True)
-class Hardware:
+class Hardware(Checked):
     """Where a run is computed; never changes a result beyond rounding."""
 
     engine: Literal["auto", "chain", "loop", "vmap"] = "auto"  # see `pflcore.train.choose`
     workers: Threads | None = None  # never changes a result; None: one for each core
     device: str = "cpu"
     rows: str | Path = "auto"  # the clients' rows: "memory", a folder, or by what fits
-
-    def __post_init__(self) -> None:
-        check(self)

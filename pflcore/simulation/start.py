@@ -66,14 +66,23 @@ def placed(run: Any, device: str) -> tuple[Setup, State]:
     """What stays the same over a run, on its device, and its first state.
     MemoryError in one sentence where they do not fit, ValueError where its model, its schedule or
     its warm start do not."""
-    net, start = _net(run), run.warm_start
+    model, start = run.model, run.warm_start
+    if not isinstance(model, Net):
+        model = Net(model, run.loss or default_loss(run.data.y), seed=run.seed)
+    elif run.loss is not None:
+        raise ValueError(
+            "loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or give "
+            "the bare model."
+        )
+    net = run.algorithm.prepare(model)
+    policy(run.algorithm, net, run.batch_norm)
     run.training.lr_at(1, run.rounds)  # so that a schedule that fails does so now
     if start is not None:
         more = f"more than the {start.round} that the warm start has played"
         need(start.round < run.rounds, "rounds", more, run.rounds)
     try:
         return _placed(run, net, device)
-    except (MemoryError, RuntimeError) as error:
+    except Exception as error:
         if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
             raise
         request = memory.request_of(error)  # the error itself holds what it made
@@ -83,20 +92,6 @@ def placed(run: Any, device: str) -> tuple[Setup, State]:
     data = human(run.data.x.nbytes + run.data.y.nbytes)
     where = f"before the first round, with {data} of data"
     raise MemoryError(memory.sentence(where, peak, request, device))
-
-
-def _net(run: Any) -> Net:
-    model = run.model
-    if not isinstance(model, Net):
-        model = Net(model, run.loss or default_loss(run.data.y), seed=run.seed)
-    elif run.loss is not None:
-        raise ValueError(
-            "loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or give "
-            "the bare model."
-        )
-    net: Net = run.algorithm.prepare(model)
-    policy(run.algorithm, net, run.batch_norm)
-    return net
 
 
 def _placed(run: Any, net: Net, device: str) -> tuple[Setup, State]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -145,8 +145,7 @@ class Trial:
 
     def difference(self, engine: Engine) -> str | None:
         """Where an engine's losses and gradients are not the module's, in a few words."""
-        setting = self.clients.setting._replace(engine=engine)
-        clients = Clients(setting, self.clients.ids, 0, self.clients.buffers)
+        clients = replace(self.clients, setting=self.clients.setting._replace(engine=engine))
         fit = clients.fit(self.w, epochs=1, lr=1.0)
         found = {"training": (fit.loss, self.w - fit.w)}
         if engine.name == "loop" or engine.chain:  # vmap does not evaluate
@@ -186,7 +185,7 @@ def trial(net: Net, data: Federation) -> Trial:
     engine, how = Engine("loop"), Training(batch_size=max(sizes))
     setting = Setting(net, made, how, engine, Workers(1))
     clients = Clients(setting, torch.arange(len(sizes)), 0, net.b0.repeat(len(sizes), 1))
-    batches = Batches(made, how, (0, 0), clients.ids.numpy(), Plan(1), False)
+    batches = Batches(made, how, (0, 0), clients.ids, Plan(1), False)
     order, seeds = batches.order[:, 0], batches.seeds[:, 0]
     draws, module = torch.Generator().manual_seed(0), copy.deepcopy(net.module)
     noise = torch.randn(len(sizes), net.size, generator=draws, dtype=torch.float64).to(net.w0)

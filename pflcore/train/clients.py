@@ -107,6 +107,11 @@ class Clients:
         """Training samples of each client and class, [S, C]."""
         return self.setting.data.counts("train", self.ids)
 
+    @property
+    def labelled(self) -> bool:
+        """Whether targets are labels, of which scores get a share right."""
+        return self.net.scores_classes and not self.setting.data.y.is_floating_point()
+
     def after(self, fit: Fit) -> Clients:
         """The same clients with the statistics that `fit` left."""
         return replace(self, buffers=fit.buffers)
@@ -138,11 +143,12 @@ class Clients:
 
         def work(chunk: Chunk, mine: Tensors, terms: Tensors) -> None:
             train(chunk, mine["w"], terms, t, rate, mine.get("grad"))
-            if mean_grad:
-                mine["grad"] /= onto(chunk.batches.taken[:, None], w.device).to(w.dtype)
 
         plan = Plan(epochs, steps, 1, stream, together=steps is None)
-        return self._train(rows, work, objective, plan, objective.terms(w))
+        fit = self._train(rows, work, objective, plan, objective.terms(w))
+        if mean_grad:
+            fit.grad.div_(fit.steps[:, None].to(w.dtype))
+        return fit
 
     def each_batch(  # noqa: PLR0913 (by name, all but two)
         self,
@@ -232,22 +238,34 @@ class Clients:
         predict: Predict = by_row,
     ) -> tuple[Tensor, Tensor | None]:
         """Each client's mean loss [S] and, for classes, its share of right answers [S] float64."""
+        if self.setting.engine.chain is None or predict is not by_row:
+            return self.worth(self.scores(model, split, predict), split, self._have_one(model))
+
+        def look(w: Tensor, pool: tuple[Any, ...], own: Ragged) -> Tensor:
+            losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
+            return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
+
+        lists = self.places(split)
+        both = torch.cat(self._by_chain(model["w"], lists, look), 1)
+        loss, hits = (means(values, lists) for values in both)
+        return loss, hits if self.labelled else None
+
+    def worth(
+        self,
+        pairs: list[tuple[Tensor, Tensor]],
+        split: str,
+        one: bool = False,
+        returns: str = "logits",
+    ) -> tuple[Tensor, Tensor | None]:
+        """What `measure` says, of the scores and labels that `scores` gave, which may be
+        probabilities; `one`: all clients' samples may go through the criterion at once."""
         net, lists = self.net, self.places(split)
-        classes = net.scores_classes and not self.setting.data.y.is_floating_point()
-        if self.setting.engine.chain is not None and predict is by_row:
-
-            def look(w: Tensor, pool: tuple[Any, ...], own: Ragged) -> Tensor:
-                losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
-                return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
-
-            both = torch.cat(self._by_chain(model["w"], lists, look), 1)
-            loss, hits = (means(values, lists) for values in both)
-            return loss, hits if classes else None
-        pairs = self.scores(model, split, predict)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
-        right = means(shares_right(z, y), lists) if classes else None
-        if self._have_one(model) and net.criterion in CRITERIA.values():
+        right = means(shares_right(z, y), lists) if self.labelled else None
+        if one and net.criterion in CRITERIA.values():
             return means(torch.vmap(net.criterion)(z[:, None], y[:, None]), lists), right
+        if self.labelled and returns == "probabilities" and z.dim() > y.dim() and z.shape[1] > 1:
+            pairs = [(z.clamp(min=1e-12).log(), y) for z, y in pairs]
         return torch.stack([net.criterion(z, y) for z, y in pairs]), right
 
     def grad(self, w: Tensor, split: str = "train") -> Tensor:
@@ -259,7 +277,7 @@ class Clients:
         lists, setting = self.places(split), self.setting
         train = split == "train" and bool(self.net.buffer_names)
         batch = setting.training.batch_size if train else EVAL_BATCH
-        seeds = client_seeds(self.ids.numpy(), setting.seed, self.round, "grad").view(np.int64)
+        seeds = client_seeds(self.ids, setting.seed, self.round, "grad").view(np.int64)
         seed = onto(torch.from_numpy(seeds), w.device)
         labels = self.labels(split).split(lists.size.tolist())
 
@@ -271,8 +289,8 @@ class Clients:
             one, at, n = slice(i, i + 1), lists[i], len(labels[i])
             total, cuts = torch.zeros_like(w[i]), [*range(batch, n - (train and n > 1), batch), n]
             for k, (a, b) in enumerate(pairwise([0, *cuts] if n else [])):
-                x, buffers = setting.data.x.index_select(0, at[a:b]), self.buffers[one].clone()
-                given = (w[one], x[None], labels[i][None, a:b], buffers, seed[one] + k)
+                x = setting.data.x.index_select(0, at[a:b])
+                given = (w[one], x[None], labels[i][None, a:b], self.buffers[one], seed[one] + k)
                 total += gradients(self.net, *given, False, train)[1][0] * ((b - a) / n)
             return total
 
@@ -298,7 +316,7 @@ class Clients:
         def run(pos: Tensor) -> None:
             at, key = onto(pos, device), (setting.seed, self.round)
             mine, extra = ({k: v[at] for k, v in d.items()} for d in (rows, objective.extra))
-            which = (key, self.ids[pos].numpy(), plan, engine.chain is not None, self.net.joins)
+            which = (key, self.ids[pos], plan, engine.chain is not None, self.net.joins)
             batches = Batches(setting.data, setting.training, *which)
             own = (batches, None if relabel is None else relabel[at], self.buffers[at], engine)
             chunk = Chunk(self.net, setting.data, *own, objective.loss, extra)
@@ -321,8 +339,7 @@ class Clients:
     def _have_one(self, model: Tensors) -> bool:
         """Whether all clients have one model: rows that are one row expanded, one statistics."""
         one = all(len(v) > 1 and v.stride(0) == 0 for v in model.values())
-        buffers = self.buffers  # where there are none, nobody need look
-        return one and (not buffers.shape[1] or bool((buffers == buffers[:1]).all()))
+        return one and bool((self.buffers == self.buffers[:1]).all())
 
     @cached_property
     def _relabel(self) -> Tensor | None:

@@ -105,7 +105,7 @@ class Net:
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.names = list(trainable)
         self.shapes = [p.shape for p in trainable.values()]
-        self.sizes = [p.numel() for p in trainable.values()]
+        self.sizes = [shape.numel() for shape in self.shapes]
         self.w0 = self.row(module)  # [P]
         self.size, self.dtype = len(self.w0), self.w0.dtype  # P
         cuts = [slice(*ends) for ends in pairwise([0, *accumulate(self.sizes)])]
@@ -113,7 +113,7 @@ class Net:
         floats = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
         self.buffer_names = list(floats)
         self.buffer_shapes = [b.shape for b in floats.values()]
-        self.buffer_sizes = [b.numel() for b in floats.values()]
+        self.buffer_sizes = [shape.numel() for shape in self.buffer_shapes]
         rows = (b.detach().reshape(-1).to(self.w0) for b in floats.values())
         self.b0 = torch.cat([self.w0[:0], *rows])  # [b]
         self.variances = torch.tensor(  # [b]
