@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules.utils import _pair
 
 from pflcore import ops
-from pflcore.check import Count, Kind, Positive, checked, of_hint, refuse
+from pflcore.check import Count, Kind, Positive, checked, need, of_hint, refuse
 
 Init = Literal["match", "ibpwf"]
 ONE = of_hint(Count)
@@ -139,8 +139,7 @@ class FactorizedConv2d(_Factorized):
 
     def forward(self, x: Tensor) -> Tensor:  # [B, I, H, W] -> [B, O, H', W']
         kernel = self.weight.view(self.out_channels, self.in_channels, *self.kernel_size)
-        how: Any = (self.stride, self.padding, self.dilation)
-        return F.conv2d(x, kernel, self.bias, *how)
+        return F.conv2d(x, kernel, self.bias, self.stride, self.padding, self.dilation)  # type: ignore
 
     def extra_repr(self) -> str:
         return (
@@ -175,9 +174,8 @@ def factorize(
         head = next((n for n in reversed(layers) if isinstance(layers[n], nn.Linear)), None)
     layers = {n: m for n, m in layers.items() if n != head and not n.startswith(f"{head}.")}
     given = [ranks] if isinstance(ranks, int) else list(ranks)
-    if len(given) not in (0, 1, len(layers)):
-        each = f"one number of factors, or one for each of the layers {', '.join(layers)}"
-        refuse("ranks", each, ranks)
+    each = f"one number of factors, or one for each of the layers {', '.join(layers)}"
+    need(len(given) in (0, 1, len(layers)), "ranks", each, ranks)
     for i, (name, m) in enumerate(layers.items()):
         if sum(p is m.weight for other in module.modules() for p in other._parameters.values()) > 1:
             raise ValueError(

@@ -23,7 +23,7 @@ context = _Context()
 
 @contextmanager
 def forward_mode(
-    train: bool = False,
+    train: bool,
     buffers: Tensor | None = None,
     seed: Tensor | None = None,
     alone: bool = False,

@@ -20,8 +20,8 @@ Shape = Sequence[int]  # of one input: (features,) or (channels, height, width)
 SIZES = many(of_hint(Count), "the sizes of one input, each at least 1")
 Activation = Literal["relu", "tanh", "sigmoid"]
 Pool = Literal["max", "avg"]
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
-POOLS: dict[str, type[nn.Module]] = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
+ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
+POOLS = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
 
 
 def linear(shape: Shape, classes: int, *, bias: bool = True, zero: bool = False) -> nn.Module:
@@ -30,7 +30,7 @@ def linear(shape: Shape, classes: int, *, bias: bool = True, zero: bool = False)
 
     `zero` starts all weights at 0, as Motley does.
     """
-    model = nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes, bias=bias))
+    model = mlp(shape, classes, hidden=(), bias=bias)
     if zero:
         for p in model.parameters():
             nn.init.zeros_(p)
@@ -81,8 +81,8 @@ def cnn(  # noqa: PLR0913 (the papers' variants)
     sides = _sides(shape, kernel, pads)
     layers: list[nn.Module] = []
     for before, width, pad in zip([shape[0], *channels], channels, pads, strict=False):
-        layers += [nn.Conv2d(before, width, kernel, padding=pad, bias=bias)]
-        layers += [ACTIVATIONS[activation](), POOLS[pool](2)]
+        conv = nn.Conv2d(before, width, kernel, padding=pad, bias=bias)
+        layers += [conv, ACTIVATIONS[activation](), POOLS[pool](2)]
     top = mlp((channels[-1], *sides), classes, hidden=hidden, activation=activation, bias=bias)
     return nn.Sequential(*layers, top)
 

@@ -126,8 +126,6 @@ def update_norms(trained: Trained, traits: Traits, server: Tensors) -> Tensor | 
 
 def shorten(trained: Trained, traits: Traits, server: Tensors, factor: Tensor) -> Trained:
     """Every update by its client's `factor` [S], and what follows it, such as control variates."""
-    if not bool((factor < 1).any()):
-        return trained
     up, own, origin = dict(trained.up), dict(trained.own), origins(trained, traits, server)
     for key in up.keys() & {*origin, *traits.clipped}:
         up[key] = nearer(up[key], origin.get(key, up[key].new_zeros(())), factor)

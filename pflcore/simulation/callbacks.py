@@ -71,9 +71,8 @@ class EarlyStopping:
         known = ", ".join(k for k in seen if k != "size")
         need(self.key in seen, "key", f"one of {known}", self.key)
         value = mean(seen[self.key])
-        if self.sign * value > self.sign * self.best + self.min_delta or (
-            math.isnan(self.best) and not math.isnan(value)
-        ):
+        least = self.sign * self.best + self.min_delta  # NaN: anything is better
+        if not (math.isnan(value) or self.sign * value <= least):
             self.best, self.round, self._misses = value, round, 0
             return
         self._misses += 1

@@ -191,8 +191,8 @@ def of_data(data: Federation) -> Record:
 def of_net(net: Net) -> Record:
     """Which model it is, its loss with it: names and shapes of what is trained, and the digest of
     what is not and so stands in no state."""
-    shapes = dict(zip(net.names, net.shapes, strict=True))
-    shapes |= dict(zip(net.buffer_names, net.buffer_shapes, strict=True))
+    names, forms = net.names + net.buffer_names, net.shapes + net.buffer_shapes
+    shapes = dict(zip(names, forms, strict=True))
     every = [*net.module.named_parameters(), *net.module.named_buffers()]
     # but the counts of batches, which nobody reads
     rest = {k: v for k, v in every if k not in shapes and not k.endswith("num_batches_tracked")}

@@ -36,6 +36,7 @@ from pflcore.train import Net, Training, memory
 from pflcore.train.fits import check_modes
 from pflcore.train.losses import Loss
 
+Given = Net | nn.Module | Callable[[], nn.Module]  # a model
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 
 
@@ -47,7 +48,7 @@ class Simulation:
     """
 
     algorithm: Algorithm | type[Algorithm] | str  # an instance, a class, a name, "module:Class"
-    model: Annotated[Net | nn.Module | Callable[[], nn.Module], A_MODEL]
+    model: Annotated[Given, A_MODEL]
     data: Federation
     training: Training = field(default_factory=Training)
     rounds: Count = 100
@@ -236,7 +237,7 @@ class Simulation:
         cls,
         folder: str | Path,
         *,
-        model: Net | nn.Module | Callable[[], nn.Module],
+        model: Given,
         data: Federation,
         loss: Loss | None = None,
         **options: Any,

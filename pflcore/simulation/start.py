@@ -119,7 +119,7 @@ def peak_bytes(setup: Setup, participation: float) -> int:
     run, alg = setup.setting, setup.algorithm
     net, engine, n = run.net, run.engine, run.data.n
     cohort = max(1, int(participation * n + 0.5))
-    row = net.size * net.w0.element_size()
+    row = net.w0.nbytes
     own, server, shared = row_bytes(setup)
     state = shared + n * net.b0.nbytes + (0 if setup.folder else own + server)
     training = (IN_VMAP if engine.form == "vmap" else 2) * row
@@ -127,10 +127,9 @@ def peak_bytes(setup: Setup, participation: float) -> int:
     evaluation = (own + server) // n or (training if alg.traits.late else 0)
     at_once = min(run.workers.count, cohort) if engine.name == "loop" else 0
     beside = max(cohort * (training + OWN * own // n), n * evaluation)
-    kernels = 0  # what each worker's kernels keep of a minibatch
-    if engine.chain is not None:
-        batch = engine.chain.bytes_kept(run.training.batch_size, net.w0.element_size())
-        kernels = run.workers.count * batch
+    # what each worker's kernels keep of a minibatch
+    batch, item = run.training.batch_size, net.w0.element_size()
+    kernels = run.workers.count * engine.chain.bytes_kept(batch, item) if engine.chain else 0
     return state + kernels + beside + (COPIES + 3 * at_once) * row
 
 

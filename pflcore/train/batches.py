@@ -117,11 +117,3 @@ class Batches:
     def seeds_of(self, step: Step, which: int = 0) -> Tensor:
         """Seeds [s] for a step's dropout."""
         return self.seeds[step.clients, step.epoch + which * step.epochs] + step.place
-
-    def count(self, step: Step) -> Tensor:
-        """How many of those places each client takes, [s]."""
-        return (self.size[step.clients] - step.first).clamp(max=step.last - step.first)
-
-    def number(self, step: Step) -> Tensor:
-        """How many steps each client took before this one, [s]."""
-        return step.epoch * self.cuts[step.clients] + step.place

@@ -27,7 +27,7 @@ from pflcore.nn.factorized import FactorizedLinear
 from pflcore.nn.mode import forward_mode
 from pflcore.ops import backend
 from pflcore.ops.chain import layer
-from pflcore.train.losses import CRITERIA
+from pflcore.train.losses import CRITERIA, loss_name
 from pflcore.train.net import Net
 
 MANY = 8000  # products of input and output channels from which torch's convolutions are faster
@@ -105,8 +105,8 @@ def expect(fits: Any, why: str) -> None:
 
 def compiled(net: Net, shape: Shape) -> Chain:
     """The chain that `net` is on samples of this shape; NoChain where it is none."""
-    criterion = {f: name for name, f in CRITERIA.items()}.get(net.criterion, "")
-    expect(criterion, "a criterion of one's own")
+    criterion = loss_name(net.criterion)
+    expect(CRITERIA.get(criterion) is net.criterion, "a criterion of one's own")
     expect(not net.buffer_names, "buffers")
     expect(len(shape) in (1, 3) and all(shape), f"samples of shape {list(shape)}")
     for name, m in net.module.named_modules():
@@ -184,15 +184,14 @@ class _Recorder(TorchFunctionMode):
 def recorded(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder:
     """A forward pass of `batch` samples."""
     recorder = _Recorder(net, net.w0.new_zeros(batch, *shape))
-    seed = torch.zeros((), dtype=torch.int64, device=net.w0.device)
+    seed = net.w0.new_zeros((), dtype=torch.int64)
     try:
         with torch.no_grad(), forward_mode(train, None, seed), recorder:
             out = recorder.copy.train(train)(recorder.last)
     except NoChain:
         raise
     except Exception as error:
-        why = f"a forward that cannot be followed ({type(error).__name__})"
-        raise NoChain(why) from error
+        raise NoChain(f"a forward that cannot be followed ({type(error).__name__})") from error
     expect(out is recorder.last, "an output that is not the last layer's")
     return recorder
 
@@ -206,10 +205,9 @@ def _linear(c: Call, weight: Tensor, bias: Tensor | None = None) -> Lines:
 
 
 def _factorized(m: FactorizedLinear, c: Call) -> Lines:
-    expect(len(c.into) == 1, f"a linear layer on shape {list(c.into)}")
     yield "linear", m.factors, c.at(m.w_b), -1
     yield "scale", c.at(m.strength)
-    yield "linear", *c.out, c.at(m.w_a), c.at(m.bias)
+    yield from _linear(c, m.w_a, m.bias)
 
 
 def _conv(

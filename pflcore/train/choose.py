@@ -104,7 +104,7 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Ten
     for name, m in module.named_modules():
         if not m._modules or isinstance(m, nn.Linear):
             m.register_forward_pre_hook(lambda *given, name=name: called.append((name, *given)))
-    seed = torch.zeros((), dtype=torch.int64, device=x.device)
+    seed = x.new_zeros((), dtype=torch.int64)
     with forward_mode(train, None, seed), torch.enable_grad():
         with fits.said_as(lambda e: next(fits.of_layer(*called[-1], data, e))):
             scores = module(x)

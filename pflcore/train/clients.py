@@ -140,12 +140,8 @@ class Clients:
         """Minibatch training from `w` on each client's training data, by the run's optimizer."""
         t, rate = self.setting.training, self.lr if lr is None else lr
         rows = {"w": w} | ({"grad": w.new_zeros(()).expand_as(w)} if mean_grad else {})
-
-        def work(chunk: Chunk, mine: Tensors, terms: Tensors) -> None:
-            train(chunk, mine["w"], terms, t, rate, mine.get("grad"))
-
         plan = Plan(epochs, steps, 1, stream, together=steps is None)
-        fit = self._train(rows, work, objective, plan, objective.terms(w))
+        fit = self._train(rows, partial(train, t, rate), objective, plan, objective.terms(w))
         if mean_grad:
             fit.grad.div_(fit.steps[:, None].to(w.dtype))
         return fit
@@ -174,9 +170,8 @@ class Clients:
             batches = chunk.batches
             for step in batches.steps:
                 seen = {k: v[step.clients] for k, v in mine.items()}
-                for k, v in update(
-                    seen, partial(chunk.gradient, step), batches.number(step)
-                ).items():
+                taken = step.epoch * batches.cuts[step.clients] + step.place
+                for k, v in update(seen, partial(chunk.gradient, step), taken).items():
                     mine[k][step.clients] = v
 
         plan = Plan(epochs, steps, batches, stream, together)
@@ -241,7 +236,7 @@ class Clients:
         if self.setting.engine.chain is None or predict is not by_row:
             return self.worth(self.scores(model, split, predict), split, self._have_one(model))
 
-        def look(w: Tensor, pool: tuple[Any, ...], own: Ragged) -> Tensor:
+        def look(w: Tensor, pool: Any, own: Ragged) -> Tensor:
             losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
             return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
 
@@ -281,7 +276,7 @@ class Clients:
         seed = onto(torch.from_numpy(seeds), w.device)
         labels = self.labels(split).split(lists.size.tolist())
 
-        def by_kernels(w: Tensor, pool: tuple[Any, ...], own: Ragged) -> Tensor:
+        def by_kernels(w: Tensor, pool: Any, own: Ragged) -> Tensor:
             index = pad_sequence(list(own), batch_first=True)
             return chain_grad(w, *pool, index, own.size, None)[0]
 
@@ -310,7 +305,7 @@ class Clients:
         """`work(chunk, its clients' rows, their terms)` on every chunk of the cohort."""
         setting, device, count = self.setting, self.buffers.device, len(self.ids)
         engine, relabel = objective.engine(setting.engine), self._relabel
-        sums = torch.zeros(2, count, dtype=torch.float64, device=device)
+        sums = self.buffers.new_zeros(2, count, dtype=torch.float64)
         done = Fit({k: v.new_empty(v.shape) for k, v in rows.items()}, self.buffers.clone(), *sums)
 
         def run(pos: Tensor) -> None:
@@ -326,12 +321,15 @@ class Clients:
             done.buffers[at], done.steps[at] = chunk.buffers, onto(batches.taken, device).double()
             done.loss[at] = chunk.losses / done.steps[at]
 
+        # chunks, however many workers: where a chain's kernels train, only arithmetic counts
         width = max(v[0].numel() for v in rows.values())
         samples = int(self.size.sum()) if engine.chain and device.type == "cpu" else 0
         order = torch.from_numpy(np.lexsort((self.ids.numpy(), -self.size.numpy())))
-        # so many chunks that their arithmetic outweighs their steps' Python
+        small = 2 if count * width >= 1 << 18 else 1
+        parts = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else small
+        # so many that their arithmetic outweighs their steps' Python
         most = max(2, count * setting.training.batch_size * width >> 23) if terms is None else 16
-        parts = engine.chunks(count, width, samples, most)
+        parts = count if engine.name == "loop" and not samples else min(count, parts, most)
         cuts = [count * j // parts for j in range(parts + 1)]
         setting.workers.map(run, [order[a:b] for a, b in pairwise(cuts)])
         return done
@@ -347,9 +345,7 @@ class Clients:
         data = self.setting.data
         return None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
 
-    def _by_chain(
-        self, w: Tensor, lists: Ragged, f: Callable[[Tensor, tuple[Any, ...], Ragged], Tensor]
-    ) -> list[Tensor]:
+    def _by_chain(self, w: Tensor, lists: Ragged, f: Callable[..., Tensor]) -> list[Tensor]:
         """`f(rows, the kernels' first arguments, places)` of some of the clients at a time, with
         about as many samples each."""
         chain, data, relabel = self.setting.engine.chain, self.setting.data, self._relabel

@@ -29,7 +29,10 @@ from pflcore.train.random import OwnDraws
 from pflcore.train.recurrent import write_out
 
 RANDOM_MODULES = (
-    *(nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
 )
 Places = list[tuple[dict[str, Any], str]]  # where a tensor stands: tied ones in several
 
