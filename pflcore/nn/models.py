@@ -255,8 +255,17 @@ def dla(shape: Shape, classes: int) -> nn.Module:
 
 FLAT = (linear, mlp)  # all others take images
 ALL: list[Callable[..., nn.Module]] = [
-    *(cifar_cnn, cifar_cnn_small, cnn, dla, emnist_cnn_2048, fmnist_cnn, lenet5, linear, mlp),
-    *(resnet8, sattler_cnn),
+    cifar_cnn,
+    cifar_cnn_small,
+    cnn,
+    dla,
+    emnist_cnn_2048,
+    fmnist_cnn,
+    lenet5,
+    linear,
+    mlp,
+    resnet8,
+    sattler_cnn,
 ]
 MODELS = {f.__name__: f for f in ALL}
 

@@ -153,6 +153,8 @@ def spoilt(made: Tensors) -> list[str]:
 def nbytes(payload: Payload) -> int:
     """Bytes that travel: every client's slice, a pooled row as often as it is sent."""
     return sum(
-        int((v.index >= 0).sum()) * v.rows[:1].nbytes if isinstance(v, Pool) else v.nbytes
+        int((v.index >= 0).sum()) * v.rows[:1].nbytes
+        if isinstance(v, Pool)
+        else getattr(v, "nbytes", 0)
         for v in payload.values()
     )

@@ -100,7 +100,7 @@ def identity(run: Any) -> Record:
 
 def round_line(run: Any, outcome: Outcome) -> Record:
     """A round's record, without what the algorithm reports of it and its evaluation."""
-    moved = outcome.moved and [None if v is None else rounded(v, 3) for v in outcome.moved]
+    moved = outcome.moved and [None if v is None else float(f"{v:.3g}") for v in outcome.moved]
     return {
         "round": run._state.round,
         "algorithm": run.name,
@@ -123,11 +123,6 @@ def report_of(run: Any, outcome: Outcome) -> Record:
     return {
         k: v.detach().cpu().clone() if v.numel() > LONG else v.tolist() for k, v in said.items()
     }
-
-
-def rounded(x: float, digits: int) -> float:
-    """`x` with so many digits that count."""
-    return float(f"{x:.{digits}g}")
 
 
 def farthest(record: Record) -> list[Any]:

@@ -130,7 +130,7 @@ class Simulation:
             except BaseException as e:  # the error itself holds the round's frames
                 error = memory.request_of(e) if memory.ran_out(e) else e
             if line:  # a round that was played but not evaluated is a round
-                line["seconds"] = describe.rounded(time.perf_counter() - began, 4)
+                line["seconds"] = float(f"{time.perf_counter() - began:.4g}")
                 self._outlier = max(self._outlier, describe.farthest(line))
                 yield line
             if isinstance(error, BaseException):

@@ -182,8 +182,8 @@ def trial(net: Net, data: Federation) -> Trial:
     lists = torch.arange(len(x), device=x.device).split(sizes * 2)
     index = {"train": lists[: len(sizes)], "test": lists[len(sizes) :]}
     made = Federation(x, y, index, data.classes, fields=data.fields)
-    engine, how = Engine("loop"), Training(batch_size=max(sizes))
-    setting = Setting(net, made, how, engine, Workers(1))
+    how = Training(batch_size=max(sizes))
+    setting = Setting(net, made, how, Engine("loop"), Workers(1))
     clients = Clients(setting, torch.arange(len(sizes)), 0, net.b0.repeat(len(sizes), 1))
     batches = Batches(made, how, (0, 0), clients.ids, Plan(1), False)
     order, seeds = batches.order[:, 0], batches.seeds[:, 0]
