@@ -108,7 +108,7 @@ class Clients:
         return self.setting.data.counts("train", self.ids)
 
     @property
-    def labelled(self) -> bool:
+    def _labelled(self) -> bool:
         """Whether targets are labels, of which scores get a share right."""
         return self.net.scores_classes and not self.setting.data.y.is_floating_point()
 
@@ -243,7 +243,7 @@ class Clients:
         lists = self.places(split)
         both = torch.cat(self._by_chain(model["w"], lists, look), 1)
         loss, hits = (means(values, lists) for values in both)
-        return loss, hits if self.labelled else None
+        return loss, hits if self._labelled else None
 
     def worth(
         self,
@@ -252,14 +252,14 @@ class Clients:
         one: bool = False,
         returns: str = "logits",
     ) -> tuple[Tensor, Tensor | None]:
-        """What `measure` says, of the scores and labels that `scores` gave, which may be
+        """Losses and shares [S] as `measure` has them, from what `scores` gave, which may be
         probabilities; `one`: all clients' samples may go through the criterion at once."""
         net, lists = self.net, self.places(split)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
-        right = means(shares_right(z, y), lists) if self.labelled else None
+        right = means(shares_right(z, y), lists) if self._labelled else None
         if one and net.criterion in CRITERIA.values():
             return means(torch.vmap(net.criterion)(z[:, None], y[:, None]), lists), right
-        if self.labelled and returns == "probabilities" and z.dim() > y.dim() and z.shape[1] > 1:
+        if self._labelled and returns == "probabilities" and z.dim() > y.dim() and z.shape[1] > 1:
             pairs = [(z.clamp(min=1e-12).log(), y) for z, y in pairs]
         return torch.stack([net.criterion(z, y) for z, y in pairs]), right
 
