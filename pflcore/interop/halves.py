@@ -22,7 +22,6 @@ from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.data.roles import held_out, one_client
 from pflcore.simulation.accept import Outcome, Trained, accept, finite_rows, nearer
-from pflcore.simulation.evaluate import one_by_one
 from pflcore.simulation.personal import Personalized, grown, larger
 from pflcore.simulation.round import begin, check_start, commit, flat, policy, serve, unflat
 from pflcore.simulation.settings import Hardware
@@ -434,7 +433,8 @@ class Client:
         model, clients = self._personalized(download)
         with one_thread():
             scores = clients.scores(model, split, self.algorithm.predict)
-            loss, accuracy = one_by_one(self.algorithm, clients, scores)
+            returns = self.algorithm.traits.returns
+            loss, accuracy = clients.worth(scores, split, returns=returns)
         found = {"loss": float(loss), "size": size}
         return found if accuracy is None else {**found, "accuracy": float(accuracy)}
 

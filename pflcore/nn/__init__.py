@@ -7,7 +7,7 @@ from torch import Tensor
 from pflcore.check import Share, checked
 from pflcore.nn.factorized import FactorizedConv2d, FactorizedLinear, factorize
 from pflcore.nn.mode import context
-from pflcore.ops.chain import uniform
+from pflcore.ops.chain import dropped, uniform
 
 __all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize"]
 
@@ -34,10 +34,7 @@ class Dropout(nn.Module):
         if context.seed is None:
             return F.dropout(x, self.p, training=True)
         layer, context.layer = context.layer, context.layer + 1
-        if self.p == 1:
-            return x * 0
-        keep = uniform(context.seed, layer, x.shape) >= round(self.p * (1 << 24))
-        return x * keep.to(x.dtype) / (1 - self.p)
+        return dropped(x, self.p, uniform(context.seed, layer, x.shape))
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules.utils import _pair
 
 from pflcore import ops
-from pflcore.check import Count, Kind, Positive, checked, of_hint, refuse
+from pflcore.check import Count, Kind, Positive, checked, need, of_hint, refuse
 
 Init = Literal["match", "ibpwf"]
 ONE = of_hint(Count)
@@ -29,11 +29,6 @@ SIDES = Kind(
 class _Factorized(nn.Module):
     """The factors of an [O, M] weight: w_a [O, F], strength [F], w_b [F, M], and a plain bias
     [O]."""
-
-    w_a: nn.Parameter
-    strength: nn.Parameter
-    w_b: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -48,10 +43,10 @@ class _Factorized(nn.Module):
         super().__init__()
         self.factors, self.init = factors, init
         self.alpha = float(factors if alpha is None else alpha)
-        sizes = {"w_a": (outputs, factors), "strength": (factors,), "w_b": (factors, inputs)}
-        for name, shape in (sizes | {"bias": (outputs,)}).items():
-            value = nn.Parameter(torch.empty(shape, dtype=dtype))
-            self.register_parameter(name, value if bias or name in sizes else None)
+        self.w_a = nn.Parameter(torch.empty(outputs, factors, dtype=dtype))
+        self.strength = nn.Parameter(torch.empty(factors, dtype=dtype))
+        self.w_b = nn.Parameter(torch.empty(factors, inputs, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -144,8 +139,7 @@ class FactorizedConv2d(_Factorized):
 
     def forward(self, x: Tensor) -> Tensor:  # [B, I, H, W] -> [B, O, H', W']
         kernel = self.weight.view(self.out_channels, self.in_channels, *self.kernel_size)
-        how: Any = (self.stride, self.padding, self.dilation)
-        return F.conv2d(x, kernel, self.bias, *how)
+        return F.conv2d(x, kernel, self.bias, self.stride, self.padding, self.dilation)  # type: ignore
 
     def extra_repr(self) -> str:
         return (
@@ -180,9 +174,8 @@ def factorize(
         head = next((n for n in reversed(layers) if isinstance(layers[n], nn.Linear)), None)
     layers = {n: m for n, m in layers.items() if n != head and not n.startswith(f"{head}.")}
     given = [ranks] if isinstance(ranks, int) else list(ranks)
-    if len(given) not in (0, 1, len(layers)):
-        each = f"one number of factors, or one for each of the layers {', '.join(layers)}"
-        refuse("ranks", each, ranks)
+    each = f"one number of factors, or one for each of the layers {', '.join(layers)}"
+    need(len(given) in (0, 1, len(layers)), "ranks", each, ranks)
     for i, (name, m) in enumerate(layers.items()):
         if sum(p is m.weight for other in module.modules() for p in other._parameters.values()) > 1:
             raise ValueError(
@@ -190,7 +183,7 @@ def factorize(
                 "them first."
             )
         factors = given[i % len(given)] if given else -(-3 * len(m.weight) // 5)
-        new = _like(name, m, factors, init, alpha)
+        new = _like(name, m, factors, init, alpha).to(m.weight.device)
         # a layer may be called in several
         for place in [n for n, other in module.named_modules(remove_duplicate=False) if other is m]:
             parent, _, leaf = place.rpartition(".")
@@ -201,16 +194,14 @@ def factorize(
 def _like(name: str, m: Any, factors: int, init: Init, alpha: float | None) -> nn.Module:
     rest: Any = (m.bias is not None, init, alpha, m.weight.dtype)
     if isinstance(m, nn.Linear):
-        linear = FactorizedLinear(m.in_features, m.out_features, factors, *rest)
-        return linear.to(m.weight.device)
+        return FactorizedLinear(m.in_features, m.out_features, factors, *rest)
     if m.groups != 1 or m.padding_mode != "zeros":
         raise ValueError(
             f"module: the convolution {name} has groups or pads with other things than zeros, "
             "which cannot be factorized."
         )
     size = (m.in_channels, m.out_channels, m.kernel_size)
-    made = FactorizedConv2d(*size, factors, m.stride, m.padding, m.dilation, *rest)
-    return made.to(m.weight.device)
+    return FactorizedConv2d(*size, factors, m.stride, m.padding, m.dilation, *rest)
 
 
 def factorized_layers(module: nn.Module) -> dict[str, _Factorized]:

@@ -4,13 +4,14 @@ the same time."""
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
 
 class _Context(threading.local):
     train: bool = False
-    buffers: Tensor | None = None  # [b]; a forward pass in training replaces it by the updated row
+    buffers: Any = None  # [b] or None; a forward pass in training replaces it by the updated row
     seed: Tensor | None = None  # [] int64, the client's and step's own, for pflcore.nn.Dropout
     # counts the random layers of one forward pass, so that each draws its own numbers
     layer: int = 0
@@ -22,7 +23,7 @@ context = _Context()
 
 @contextmanager
 def forward_mode(
-    train: bool = False,
+    train: bool,
     buffers: Tensor | None = None,
     seed: Tensor | None = None,
     alone: bool = False,

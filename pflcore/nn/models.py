@@ -20,8 +20,8 @@ Shape = Sequence[int]  # of one input: (features,) or (channels, height, width)
 SIZES = many(of_hint(Count), "the sizes of one input, each at least 1")
 Activation = Literal["relu", "tanh", "sigmoid"]
 Pool = Literal["max", "avg"]
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
-POOLS: dict[str, type[nn.Module]] = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
+ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
+POOLS = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
 
 
 def linear(shape: Shape, classes: int, *, bias: bool = True, zero: bool = False) -> nn.Module:
@@ -30,7 +30,7 @@ def linear(shape: Shape, classes: int, *, bias: bool = True, zero: bool = False)
 
     `zero` starts all weights at 0, as Motley does.
     """
-    model = nn.Sequential(nn.Flatten(), nn.Linear(prod(shape), classes, bias=bias))
+    model = mlp(shape, classes, hidden=(), bias=bias)
     if zero:
         for p in model.parameters():
             nn.init.zeros_(p)
@@ -81,8 +81,8 @@ def cnn(  # noqa: PLR0913 (the papers' variants)
     sides = _sides(shape, kernel, pads)
     layers: list[nn.Module] = []
     for before, width, pad in zip([shape[0], *channels], channels, pads, strict=False):
-        layers += [nn.Conv2d(before, width, kernel, padding=pad, bias=bias)]
-        layers += [ACTIVATIONS[activation](), POOLS[pool](2)]
+        conv = nn.Conv2d(before, width, kernel, padding=pad, bias=bias)
+        layers += [conv, ACTIVATIONS[activation](), POOLS[pool](2)]
     top = mlp((channels[-1], *sides), classes, hidden=hidden, activation=activation, bias=bias)
     return nn.Sequential(*layers, top)
 
@@ -253,12 +253,21 @@ def dla(shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(*start, *trees, *top)
 
 
-FLAT: list[Callable[..., nn.Module]] = [linear, mlp]  # all others take images
-IMAGES: list[Callable[..., nn.Module]] = [
-    *(cifar_cnn, cifar_cnn_small, cnn, dla, emnist_cnn_2048, fmnist_cnn, lenet5, resnet8),
+FLAT = (linear, mlp)  # all others take images
+ALL: list[Callable[..., nn.Module]] = [
+    cifar_cnn,
+    cifar_cnn_small,
+    cnn,
+    dla,
+    emnist_cnn_2048,
+    fmnist_cnn,
+    lenet5,
+    linear,
+    mlp,
+    resnet8,
     sattler_cnn,
 ]
-MODELS = {f.__name__: f for f in sorted(FLAT + IMAGES, key=lambda f: f.__name__)}
+MODELS = {f.__name__: f for f in ALL}
 
 
 @checked

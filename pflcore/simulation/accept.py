@@ -82,7 +82,8 @@ def accept(
     if clip is not None:
         outcome.factor = (clip / norm.clamp(min=1e-300)).clamp(max=1.0)
         outcome.clipped = trained.cohort.ids[norm > clip].tolist()
-        trained = shorten(trained, traits, server, outcome.factor)
+        if outcome.clipped:
+            trained = shorten(trained, traits, server, outcome.factor)
     return trained, outcome
 
 
@@ -135,8 +136,6 @@ def update_norms(trained: Trained, traits: Traits, server: Tensors) -> Tensor | 
 
 def shorten(trained: Trained, traits: Traits, server: Tensors, factor: Tensor) -> Trained:
     """Every update by its client's `factor` [S], and what follows it, such as control variates."""
-    if not bool((factor < 1).any()):
-        return trained
     up, own, origin = dict(trained.up), dict(trained.own), origins(trained, traits, server)
     for key in up.keys() & {*origin, *traits.clipped}:
         up[key] = nearer(up[key], origin.get(key, up[key].new_zeros(())), factor)
@@ -164,6 +163,9 @@ def spoilt(made: Tensors) -> list[str]:
 
 def nbytes(payload: Payload) -> int:
     """Bytes that travel: every client's slice, a pooled row as often as it is sent."""
-    pools = [v for v in payload.values() if isinstance(v, Pool)]
-    pooled = sum(int((v.index >= 0).sum()) * v.rows[:1].nbytes for v in pools)
-    return pooled + sum(v.nbytes for v in payload.values() if isinstance(v, Tensor))
+    return sum(
+        int((v.index >= 0).sum()) * v.rows[:1].nbytes
+        if isinstance(v, Pool)
+        else getattr(v, "nbytes", 0)
+        for v in payload.values()
+    )

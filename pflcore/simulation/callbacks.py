@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.algorithms.protocol import Stop
-from pflcore.check import Count, NonNegative, checked, need, refuse
+from pflcore.check import Count, NonNegative, checked, need
 from pflcore.metrics import mean
 from pflcore.results.export import scalars, summary_writer
 
 __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
-Callback = Callable[[int, dict[str, Any]], None]
+Record = dict[str, Any]
+Callback = Callable[[int, Record], None]
 LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
 HIGHER = {"accuracy", "auc", "balanced_accuracy", "f1", "r2"}
 
@@ -32,12 +33,6 @@ def listed(on_round: Callback | Sequence[Callback] | None) -> Sequence[Callback]
             f"{on_round!r}."
         )
     return callbacks
-
-
-def resume(callbacks: Sequence[Callback], rounds: Sequence[dict[str, Any]]) -> None:
-    """Shows those who want them the records of the rounds before a run goes on."""
-    for callback in callbacks if rounds else ():
-        getattr(callback, "resume", lambda rounds: None)(rounds)
 
 
 @checked
@@ -64,7 +59,7 @@ class EarlyStopping:
         self.sign = 1.0 if (key not in LOWER if higher is None else higher) else -1.0
         self.best, self.round, self._misses, self._last = math.nan, 0, 0, 0
 
-    def __call__(self, round: int, record: dict[str, Any]) -> None:
+    def __call__(self, round: int, record: Record) -> None:
         """Looks at one round's record. Raises Stop after `patience` evaluations without
         improvement, ValueError for an unknown key."""
         if round <= self._last:  # another run
@@ -73,12 +68,11 @@ class EarlyStopping:
         seen = record["eval"]
         if not seen:
             return
-        if self.key not in seen:
-            refuse("key", f"one of {', '.join(k for k in seen if k != 'size')}", self.key)
+        known = ", ".join(k for k in seen if k != "size")
+        need(self.key in seen, "key", f"one of {known}", self.key)
         value = mean(seen[self.key])
-        if self.sign * value > self.sign * self.best + self.min_delta or (
-            math.isnan(self.best) and not math.isnan(value)
-        ):
+        least = self.sign * self.best + self.min_delta  # NaN: anything is better
+        if not (math.isnan(value) or self.sign * value <= least):
             self.best, self.round, self._misses = value, round, 0
             return
         self._misses += 1
@@ -90,7 +84,7 @@ class EarlyStopping:
                 f"Stopped early after round {round}: {best} for {self.patience} evaluations."
             )
 
-    def resume(self, rounds: Sequence[dict[str, Any]]) -> None:
+    def resume(self, rounds: Sequence[Record]) -> None:
         """Looks again at the records of the rounds before a run goes on from its checkpoint."""
         for record in rounds:
             self(record["round"], record)
@@ -107,7 +101,7 @@ class TensorBoard:
     def __init__(self, folder: str | Path, clients: bool = False) -> None:
         self.clients, self._writer = clients, summary_writer(folder)
 
-    def __call__(self, round: int, record: dict[str, Any]) -> None:
+    def __call__(self, round: int, record: Record) -> None:
         """Writes one round's record."""
         for name, value in scalars(record, self.clients).items():
             self._writer.add_scalar(name, value, round)

@@ -71,7 +71,7 @@ def header(run: Any) -> Record:
     }
     if isinstance(alg, Split):  # the parameters that stay with their client
         columns = alg.columns(net)
-        said["private"] = [n for n, s in net.slices.items() if bool(columns[s.start])]
+        said["private"] = [n for n, s in net.slices.items() if columns[s.start]]
     if robustness.adversary is not None:
         said["adversary"] = robustness.adversary
     return {**plain(said), "size": setting.data.size("train").tolist()}
@@ -100,7 +100,7 @@ def identity(run: Any) -> Record:
 
 def round_line(run: Any, outcome: Outcome) -> Record:
     """A round's record, without what the algorithm reports of it and its evaluation."""
-    moved = outcome.moved and [None if v is None else rounded(v, 3) for v in outcome.moved]
+    moved = outcome.moved and [None if v is None else float(f"{v:.3g}") for v in outcome.moved]
     return {
         "round": run._state.round,
         "algorithm": run.name,
@@ -123,11 +123,6 @@ def report_of(run: Any, outcome: Outcome) -> Record:
     return {
         k: v.detach().cpu().clone() if v.numel() > LONG else v.tolist() for k, v in said.items()
     }
-
-
-def rounded(x: float, digits: int) -> float:
-    """`x` with so many digits that count."""
-    return float(f"{x:.{digits}g}")
 
 
 def farthest(record: Record) -> list[Any]:
@@ -191,8 +186,8 @@ def of_data(data: Federation) -> Record:
 def of_net(net: Net) -> Record:
     """Which model it is, its loss with it: names and shapes of what is trained, and the digest of
     what is not and so stands in no state."""
-    shapes = dict(zip(net.names, net.shapes, strict=True))
-    shapes |= dict(zip(net.buffer_names, net.buffer_shapes, strict=True))
+    names, forms = net.names + net.buffer_names, net.shapes + net.buffer_shapes
+    shapes = dict(zip(names, forms, strict=True))
     every = [*net.module.named_parameters(), *net.module.named_buffers()]
     # but the counts of batches, which nobody reads
     rest = {k: v for k, v in every if k not in shapes and not k.endswith("num_batches_tracked")}

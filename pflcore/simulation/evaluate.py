@@ -13,10 +13,11 @@ from pflcore.data.ragged import onto
 from pflcore.metrics import Metric, measured_by
 from pflcore.simulation.round import Setup, State, own_rows
 from pflcore.train import Clients
-from pflcore.train.losses import shares_right, that_count
+from pflcore.train.losses import that_count
 from pflcore.train.workers import one_thread
 
 CHUNK = 1 << 26  # bytes of rows in files that are read at once
+Metrics = Mapping[str, Metric] | None
 
 
 @checked
@@ -25,7 +26,7 @@ def evaluate(
     state: State,
     split: str = "test",
     clients: Tensor | None = None,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Metrics = None,
 ) -> Tensors:
     """Every client's personalized model on its own data: "loss" [N], "size" [N], for classes
     "accuracy" [N], and each of `metrics` [N].
@@ -42,9 +43,7 @@ def evaluate(
     return {k: unseen[k].index_copy(0, ids, v) for k, v in values.items()}
 
 
-def measured(
-    setup: Setup, state: State, split: str, ids: Tensor, metrics: Mapping[str, Metric] | None = None
-) -> Tensors:
+def measured(setup: Setup, state: State, split: str, ids: Tensor, metrics: Metrics) -> Tensors:
     """The values of `evaluate` of those of `ids` who have samples, and of nobody else: each [S],
     their ids in "clients"."""
     size = setup.setting.data.size(split)
@@ -59,15 +58,13 @@ def measured(
     return {"clients": ids, **values, "size": size[ids]}
 
 
-def some(
-    setup: Setup, state: State, split: str, ids: Tensor, metrics: Mapping[str, Metric] | None
-) -> Tensors:
+def some(setup: Setup, state: State, split: str, ids: Tensor, metrics: Metrics) -> Tensors:
     """The values [S] of some clients, at once."""
     alg = setup.algorithm
     model, clients = personalized(setup, state, ids)
     found = None if own_way(alg) else clients.measure(model, split)
     scores = clients.scores(model, split, alg.predict) if metrics or found is None else []
-    loss, accuracy = found or one_by_one(alg, clients, scores)
+    loss, accuracy = found or clients.worth(scores, split, returns=alg.traits.returns)
     values = {"loss": loss.double().nan_to_num(math.inf, math.inf)}
     values |= {} if accuracy is None else {"accuracy": accuracy}
     if metrics:
@@ -85,7 +82,7 @@ def personalized(setup: Setup, state: State, ids: Tensor) -> tuple[Tensors, Clie
     cohort = setup.cohort(ids, max(1, state.round), "evaluation")
     down = setup.algorithm.send(state.server, cohort)
     batch_norm = state.batch_norm[onto(ids, state.batch_norm.device)]
-    if batch_norm.numel() and not setup.averages and bool(state.seen.any()):
+    if not setup.averages and state.seen.any():
         seen, new = (onto(v, batch_norm.device) for v in (state.seen, ~state.seen[ids]))
         batch_norm[new] = state.batch_norm[seen].mean(0)
     clients = Clients(setup.setting, ids, cohort.round, batch_norm)
@@ -96,17 +93,3 @@ def personalized(setup: Setup, state: State, ids: Tensor) -> tuple[Tensors, Clie
 def own_way(alg: Algorithm) -> bool:
     """Whether the algorithm predicts otherwise than by one model's logits."""
     return type(alg).predict is not Algorithm.predict or alg.traits.returns != "logits"
-
-
-def one_by_one(
-    alg: Algorithm, clients: Clients, scores: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor | None]:
-    """Each client's mean loss [S] and, for classes, its share of right answers [S]."""
-    net, losses = clients.net, []
-    classes = net.scores_classes and not clients.setting.data.y.is_floating_point()
-    shares = classes and alg.traits.returns == "probabilities"
-    for z, y in scores:
-        several = z.dim() > y.dim() and z.shape[1] > 1
-        losses.append(net.criterion(z.clamp(min=1e-12).log() if shares and several else z, y))
-    hits = [shares_right(z, y).mean() for z, y in scores] if classes else []
-    return torch.stack(losses), torch.stack(hits) if hits else None

@@ -66,14 +66,14 @@ def for_everyone(
     header = {**runs[0].header, "options": options, "target": None, "made_for": "each client"}
     stopped = " ".join(f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped)
     every = zip(*(r.rounds for r in runs), strict=False) if len(models) == n else ()
-    rounds = [merged(records, n) for records in every]
+    rounds = list(map(merged, every))
     ended = stopped or None, runs[-1].interrupted, runs[-1].failed
     return History(header, rounds, *ended, models=models)
 
 
-def merged(records: Sequence[Record], n: int) -> Record:
+def merged(records: Sequence[Record]) -> Record:
     """One round of all targets' runs as one record."""
-    first, reports = records[0], [whole(r["report"], n) for r in records]
+    first, reports = records[0], [whole(r["report"], len(records)) for r in records]
     keys = [k for k in reports[0] if all(k in report for report in reports)]
     losses = [r["train_loss"] for r in records if r["train_loss"] is not None]
     line = {

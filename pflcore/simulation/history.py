@@ -52,8 +52,8 @@ class History:
     def concerns(self) -> Iterator[str]:
         """What somebody should look at, in sentences: clients that were dropped in most of their
         rounds, losses that are not finite, and updates a million times as long as others."""
-        counts = (Counter(i for r in self.rounds for i in r[k]) for k in ("cohort", "dropped"))
-        played, lost = counts
+        names = ("cohort", "dropped")
+        played, lost = (Counter(i for r in self.rounds for i in r[name]) for name in names)
         often = sorted(i for i, count in lost.items() if 2 * count > played[i])
         if often:
             yield (

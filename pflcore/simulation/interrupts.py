@@ -15,12 +15,12 @@ ENDING = [
 def unbroken() -> Iterator[None]:
     """What would end the program comes when all within is done; a second signal comes at once."""
     kept: dict[int, Any] = {}
-    came: list[tuple[int, Any]] = []
+    came: list[Any] = []  # what handlers are given
 
-    def wait(number: int, frame: Any) -> None:
-        came.append((number, frame))
+    def wait(*given: Any) -> None:
+        came.append(given)
         if len(came) > 1:
-            kept[number](number, frame)
+            kept[given[0]](*given)
 
     if threading.current_thread() is threading.main_thread():  # no other gets signals
         kept = {

@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal
 from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of, name_of
-from pflcore.algorithms.protocol import Algorithm, Stop, check_training
+from pflcore.algorithms.protocol import Algorithm, Stop, Tensors, check_training
 from pflcore.check import A_MODEL, Count, Fraction, Seed, check, device_of, ids_of
 from pflcore.data.federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation import describe
-from pflcore.simulation.callbacks import Callback, listed, resume
+from pflcore.simulation.callbacks import Callback, listed
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.describe import Record
 from pflcore.simulation.evaluate import evaluate, measured
@@ -36,6 +36,7 @@ from pflcore.train import Net, Training, memory
 from pflcore.train.fits import check_modes
 from pflcore.train.losses import Loss
 
+Given = Net | nn.Module | Callable[[], nn.Module]  # a model
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 
 
@@ -47,7 +48,7 @@ class Simulation:
     """
 
     algorithm: Algorithm | type[Algorithm] | str  # an instance, a class, a name, "module:Class"
-    model: Annotated[Net | nn.Module | Callable[[], nn.Module], A_MODEL]
+    model: Annotated[Given, A_MODEL]
     data: Federation
     training: Training = field(default_factory=Training)
     rounds: Count = 100
@@ -130,14 +131,14 @@ class Simulation:
             except BaseException as e:  # the error itself holds the round's frames
                 error = memory.request_of(e) if memory.ran_out(e) else e
             if line:  # a round that was played but not evaluated is a round
-                line["seconds"] = describe.rounded(time.perf_counter() - began, 4)
+                line["seconds"] = float(f"{time.perf_counter() - began:.4g}")
                 self._outlier = max(self._outlier, describe.farthest(line))
                 yield line
             if isinstance(error, BaseException):
                 raise error
             if error is not None:
-                memory.give_back(self.hardware.device)
                 device, where = self.hardware.device, f"in {place} {round}"
+                memory.give_back(device)
                 said = memory.sentence(where, self.peak_bytes(), error, device)
                 yield {"stopped": said, "failed": True}
                 return
@@ -155,14 +156,14 @@ class Simulation:
             seen["train_loss"] = self.evaluate("train")["loss"].tolist()
         return seen
 
-    def evaluate(self, split: str) -> dict[str, Tensor]:
+    def evaluate(self, split: str) -> Tensors:
         """Each client's personalized model as it is now, values [N] float64: see
         `pflcore.evaluate`. Where `evaluation.clients` was a number, the values of those alone,
         whose ids are in "clients"."""
         measures = self.measures if split == self.evaluation.split else None
-        if isinstance(self.evaluation.clients, int) and self.looked_at is not None:
-            return measured(self.setup, self._state, split, self.looked_at, measures)
-        return evaluate(self.setup, self._state, split, self.looked_at, measures)
+        look: Any = measured if isinstance(self.evaluation.clients, int) else evaluate
+        values: Tensors = look(self.setup, self._state, split, self.looked_at, measures)
+        return values
 
     def run(
         self,
@@ -183,7 +184,7 @@ class Simulation:
         check_modes()
         callbacks = listed(on_round)
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-        own = keeper if keeper is not None and keeper.note is None else None
+        own = keeper if keeper and keeper.note is None else None
         with store.lock(own.folder) if own else nullcontext():
             if own and self._came_from != Path(own.folder):
                 self._keep(own)  # what stands there may be of another run
@@ -193,15 +194,16 @@ class Simulation:
         before = [] if self.history else list(self._records)  # a checkpoint's
         history = self.history = History(self.header(), before)
         try:
-            resume(callbacks, history.rounds)
+            for callback in callbacks if before else ():  # what came before, for those who want it
+                getattr(callback, "resume", lambda rounds: None)(history.rounds)
             for record in self.iterate():
                 if "stopped" in record:
                     history.stopped = record["stopped"]
                     history.failed = record.get("failed", False)
                     break
                 with unbroken():  # so that what is written is what was played
-                    for rounds in (history.rounds, self._records):
-                        rounds.append(record)
+                    history.rounds.append(record)
+                    self._records.append(record)
                     for callback in callbacks:
                         callback(record["round"], record)
                 self._keep_if_due(keeper, record)
@@ -236,7 +238,7 @@ class Simulation:
         cls,
         folder: str | Path,
         *,
-        model: Net | nn.Module | Callable[[], nn.Module],
+        model: Given,
         data: Federation,
         loss: Loss | None = None,
         **options: Any,

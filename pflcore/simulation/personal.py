@@ -59,7 +59,7 @@ def grown(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
 def larger(old: Tensor, large: Tensor) -> Tensor:
     """A copy of `large`, a first tensor of more clients, with `old` in its first rows and
     columns."""
-    new = torch.empty_like(large, dtype=old.dtype, device=old.device).copy_(large)
+    new = large.to(old, copy=True)
     new[tuple(slice(length) for length in old.shape)] = old
     return new
 
@@ -81,6 +81,8 @@ class Personalized(nn.Module):
     off. `returns` says what the scores are: "logits", "probabilities" or "values". Nothing in it is
     trained further; `module()` gives a module that can be.
     """
+
+    statistics: Tensor
 
     def __init__(
         self, algorithm: Algorithm, net: Net, view: Tensors, statistics: Tensor, classes: int | None
@@ -108,11 +110,11 @@ class Personalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the samples `x` [B, ...]."""
-        statistics: Any = self.statistics
-        if self.net.w0.device != statistics.device:
-            self.net = self.net.to(statistics.device)
+        device = self.statistics.device
+        if self.net.w0.device != device:
+            self.net = self.net.to(device)
         view = {k: getattr(self, f"view_{k}") for k in self.keys}
-        with forward_mode(False, statistics, alone=True):
+        with forward_mode(False, self.statistics, alone=True):
             return self.algorithm.predict(view, self.net, x)
 
     @torch.no_grad()
@@ -129,7 +131,7 @@ class Personalized(nn.Module):
             if fields != self.net.fields:
                 wanted = self.net.fields or "one tensor"
                 raise ValueError(f"x: expected {wanted}, got the fields {fields}.")
-        x, like = tensor(x, "x", None), self.get_buffer("statistics")
+        x, like = tensor(x, "x", None), self.statistics
         x = x.to(like.device, like.dtype if x.is_floating_point() else x.dtype)
         try:
             scores = torch.cat([self(part) for part in x.split(BATCH)])
@@ -156,8 +158,8 @@ class Personalized(nn.Module):
                 f"module: {type(self.algorithm).__name__} predicts with more than one model; call "
                 "this object itself, which is an nn.Module too."
             )
-        row, statistics = self.get_buffer("view_w"), self.get_buffer("statistics")
-        return self.net.load(self.net.to(row.device).module, row, statistics).eval()
+        row = self.get_buffer("view_w")
+        return self.net.load(self.net.to(row.device).module, row, self.statistics).eval()
 
     def tensors(self) -> Tensors:
         """What predictions are made of, by name: the module's `state_dict` where it is one model,
@@ -165,7 +167,7 @@ class Personalized(nn.Module):
         batch norm's statistics."""
         if not own_way(self.algorithm):
             return dict(self.module().state_dict())
-        net, statistics = self.net, self.get_buffer("statistics").split(self.net.buffer_sizes)
+        net, statistics = self.net, self.statistics.split(self.net.buffer_sizes)
         each = zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
         out = {f"statistics.{n}": b.view(s) for n, b, s in each}
         head = net.head_slice if net.head_name is not None else slice(0, 0)

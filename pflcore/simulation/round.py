@@ -35,7 +35,7 @@ from pflcore.simulation.accept import Outcome, Trained, accept, spoilt
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.settings import Robustness
 from pflcore.train import Clients, Net, Setting
-from pflcore.train.random import drawn, generator_of
+from pflcore.train.random import drawn
 from pflcore.train.workers import one_thread
 
 __all__ = ["Outcome", "Setup", "State", "begin", "sample", "step"]
@@ -112,13 +112,16 @@ def step(setup: Setup, state: State, ids: Tensor) -> tuple[State, Outcome]:
     keeps its old state. Without a required client, without anybody, or where the server's own new
     state is not finite, the round is void.
     """
-    alg, given, ids = setup.algorithm, ids, ids.unique()  # ascending
+    alg, adversary = setup.algorithm, setup.robustness.adversary
+    given, ids = ids, ids.unique()  # ascending
     check_training(alg, setup.setting.training)
     need(len(ids) == len(given), "ids", "each client once", given.tolist())
     absent = set(alg.traits.required) - set(ids.tolist())
     need(not absent, "ids", f"the target {alg.traits.required} in every round", ids.tolist())
     with one_thread(setup.few(len(ids))):
-        trained = attacked(setup, state, train(setup, state, ids))
+        trained = train(setup, state, ids)
+        if adversary is not None:  # some clients send something else than they trained
+            trained = adversary.send(trained, alg.traits, state.server)
         trained, outcome = accept(trained, alg.traits, state.server, setup.robustness.clip)
         if setup.averages:
             traffic = trained.batch_norm[0].nbytes * len(ids)
@@ -139,15 +142,6 @@ def train(setup: Setup, state: State, ids: Tensor) -> Trained:
     return Trained(cohort, down, up, before, own, fit.buffers, fit.loss)
 
 
-def attacked(setup: Setup, state: State, trained: Trained) -> Trained:
-    """What reaches the server, where some clients send something else than they trained."""
-    adversary, cohort = setup.robustness.adversary, trained.cohort
-    if adversary is None:
-        return trained
-    draws = generator_of(cohort.seed, cohort.round, "transport")
-    return adversary.send(trained, setup.algorithm.traits, state.server, draws)
-
-
 def serve(
     alg: Algorithm, state: State, trained: Trained, outcome: Outcome, averages: bool
 ) -> Changes:
@@ -162,8 +156,8 @@ def serve(
         return {}
     made = {k: v.rows if isinstance(v, Rows) else v for k, v in server.items()}
     outcome.spoilt = spoilt({k: v for k, v in made.items() if v is not state.server.get(k)})
-    outcome.void = bool(outcome.spoilt)
-    if outcome.void:
+    if outcome.spoilt:
+        outcome.void = True
         return {}
     outcome.mix = mix
     changes: Changes = {f"server.{k}": v for k, v in server.items()} | kept_by_clients(trained)
@@ -230,7 +224,7 @@ def fresh(alg: Algorithm, net: Net, server: Tensors, n: int) -> Tensors:
 def own_rows(setup: Setup, state: State, ids: Tensor, down: Payload) -> Tensors:
     """The clients' own state [S, ...], copies; one who has not taken part yet has a newcomer's."""
     own, new = {k: v[onto(ids, v.device)] for k, v in state.clients.items()}, ~state.seen[ids]
-    if own and bool(new.any()):
+    if own and new.any():
         n = setup.setting.data.n
         for key, first in setup.algorithm.newcomer(down, setup.setting.net, n).items():
             at = onto(new, own[key].device)
@@ -247,19 +241,17 @@ def flat(state: State) -> Tensors:
 
 def unflat(tensors: Tensors, round: int, void: int = 0) -> State:
     """The state that `flat` was made of."""
-    parts: dict[str, Tensors] = {"server": {}, "clients": {}}
-    for name, v in tensors.items():
-        part, _, key = name.partition(".")
-        if key:
-            parts[part][key] = v
-    batch_norm, seen = tensors["batch_norm"], tensors["seen"]
-    return State(**parts, batch_norm=batch_norm, seen=seen, round=round, void=void)
+    server, clients = (
+        {k.removeprefix(part): v for k, v in tensors.items() if k.startswith(part)}
+        for part in ("server.", "clients.")
+    )
+    return State(server, clients, tensors["batch_norm"], tensors["seen"], round, void)
 
 
 def copied(setup: Setup, state: State) -> State:
     """The state with tensors of its own, in files where they were in files."""
-    alg, net, n = setup.algorithm, setup.setting.net, len(state.seen)
-    begun = begin(alg, net, n, setup.folder, bool(state.clients))
+    alg, n = setup.algorithm, len(state.seen)
+    begun = begin(alg, setup.setting.net, n, setup.folder, bool(state.clients))
     if setup.folder is not None:
         seen = int(state.seen.sum())
         wanted = sum(room(v[:seen]) for v in state.clients.values())
@@ -297,10 +289,10 @@ def check_start(start: State, alg: Algorithm, net: Net, n: int, what: str = "war
     for key, like in want.items():
         old, rows = have.get(key), like.shape[:1]
         # a server's list of models or groups may have grown
-        grown = key.startswith("server") and rows and rows[0] not in (n, net.size)
+        grown = bool(key.startswith("server") and rows and rows[0] not in (n, net.size))
         same = old is not None and (
-            (old.dtype, old.dim(), old.shape[bool(grown) :])
-            == (like.dtype, like.dim(), like.shape[bool(grown) :])
+            (old.dtype, old.dim(), old.shape[grown:])
+            == (like.dtype, like.dim(), like.shape[grown:])
         )
         fits = f"{kept} the {key} like {shown(like)}, for {n} clients and this model"
         need(same, what, fits, old)

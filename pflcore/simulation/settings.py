@@ -17,6 +17,7 @@ from pflcore.data.federation import Federation
 from pflcore.data.ragged import onto
 from pflcore.metrics import Metric
 from pflcore.simulation.accept import Trained, origins
+from pflcore.train.random import generator_of
 
 # beyond that a number is a slip
 Threads = Annotated[int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")]
@@ -73,11 +74,11 @@ class Adversary:
         relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
         return replace(data, relabel=relabel)
 
-    def send(
-        self, trained: Trained, traits: Traits, server: Tensors, draws: torch.Generator
-    ) -> Trained:
+    def send(self, trained: Trained, traits: Traits, server: Tensors) -> Trained:
         """What reaches the server of the cohort's honest uploads."""
-        bad = torch.isin(trained.cohort.ids, torch.tensor(self.clients))
+        cohort = trained.cohort
+        draws = generator_of(cohort.seed, cohort.round, "transport")
+        bad = torch.isin(cohort.ids, torch.tensor(self.clients))
         if self.attack == "label_flip" or not bad.any():
             return trained
         up, found = dict(trained.up), origins(trained, traits, server)

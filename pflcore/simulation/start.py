@@ -66,14 +66,23 @@ def placed(run: Any, device: str) -> tuple[Setup, State]:
     """What stays the same over a run, on its device, and its first state.
     MemoryError in one sentence where they do not fit, ValueError where its model, its schedule or
     its warm start do not."""
-    net, start = _net(run), run.warm_start
+    model, start = run.model, run.warm_start
+    if not isinstance(model, Net):
+        model = Net(model, run.loss or default_loss(run.data.y), seed=run.seed)
+    elif run.loss is not None:
+        raise ValueError(
+            "loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or give "
+            "the bare model."
+        )
+    net = run.algorithm.prepare(model)
+    policy(run.algorithm, net, run.batch_norm)
     run.training.lr_at(1, run.rounds)  # so that a schedule that fails does so now
     if start is not None:
         more = f"more than the {start.round} that the warm start has played"
         need(start.round < run.rounds, "rounds", more, run.rounds)
     try:
         return _placed(run, net, device)
-    except (MemoryError, RuntimeError) as error:
+    except Exception as error:
         if not memory.ran_out(error) or isinstance(error, memory.RunTooLarge):
             raise
         request = memory.request_of(error)  # the error itself holds what it made
@@ -83,20 +92,6 @@ def placed(run: Any, device: str) -> tuple[Setup, State]:
     data = human(run.data.x.nbytes + run.data.y.nbytes)
     where = f"before the first round, with {data} of data"
     raise MemoryError(memory.sentence(where, peak, request, device))
-
-
-def _net(run: Any) -> Net:
-    model = run.model
-    if not isinstance(model, Net):
-        model = Net(model, run.loss or default_loss(run.data.y), seed=run.seed)
-    elif run.loss is not None:
-        raise ValueError(
-            "loss: this Net has a loss of its own; give it to the Net, Net(model, loss), or give "
-            "the bare model."
-        )
-    net: Net = run.algorithm.prepare(model)
-    policy(run.algorithm, net, run.batch_norm)
-    return net
 
 
 def _placed(run: Any, net: Net, device: str) -> tuple[Setup, State]:
@@ -124,7 +119,7 @@ def peak_bytes(setup: Setup, participation: float) -> int:
     run, alg = setup.setting, setup.algorithm
     net, engine, n = run.net, run.engine, run.data.n
     cohort = max(1, int(participation * n + 0.5))
-    row = net.size * net.w0.element_size()
+    row = net.w0.nbytes
     own, server, shared = row_bytes(setup)
     state = shared + n * net.b0.nbytes + (0 if setup.folder else own + server)
     training = (IN_VMAP if engine.form == "vmap" else 2) * row
@@ -132,10 +127,9 @@ def peak_bytes(setup: Setup, participation: float) -> int:
     evaluation = (own + server) // n or (training if alg.traits.late else 0)
     at_once = min(run.workers.count, cohort) if engine.name == "loop" else 0
     beside = max(cohort * (training + OWN * own // n), n * evaluation)
-    kernels = 0  # what each worker's kernels keep of a minibatch
-    if engine.chain is not None:
-        batch = engine.chain.bytes_kept(run.training.batch_size, net.w0.element_size())
-        kernels = run.workers.count * batch
+    # what each worker's kernels keep of a minibatch
+    batch, item = run.training.batch_size, net.w0.element_size()
+    kernels = run.workers.count * engine.chain.bytes_kept(batch, item) if engine.chain else 0
     return state + kernels + beside + (COPIES + 3 * at_once) * row
 
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.data.federation import Federation
@@ -87,22 +86,20 @@ class Batches:
         data: Federation,
         training: Training,
         key: tuple[int, int],  # the run's seed, the round
-        ids: NDArray[np.int64],  # [s], the clients of most samples first
+        ids: Tensor,  # [s], the clients of most samples first
         plan: Plan,
         ragged: bool,
         join: bool = False,
     ) -> None:
-        lists, at = data.lists("train"), torch.from_numpy(ids)
-        self.size, begin = lists.size[at], lists.begin[at][:, None]
+        lists = data.lists("train")
+        self.size = lists.size[ids]
         sizes = tuple(self.size.tolist())
         self.steps, self.cuts, self.taken = steps_of(sizes, training, plan, ragged, join)
         passes = range(plan.batches * self.steps[-1].epochs)  # the smallest client's, the most
         fixed = (key[0], 0, plan.stream, 0)  # one order for the whole run
         keys = [(*key, plan.stream, p) if training.reshuffle else fixed for p in passes]
         orders = [torch.from_numpy(shuffles(client_seeds(ids, *k), sizes)) for k in keys]
-        for each in orders:
-            each.add_(begin)
-        order = orders[0][:, None] if len(orders) == 1 else torch.stack(orders, 1)
+        order = torch.stack(orders, 1).add_(lists.begin[ids][:, None, None])
         self.order = lists.flat.take(onto(order, lists.flat.device))  # [s, passes, longest]
         self._key = ids, (*key, plan.stream, "noise"), data.y.device
 
@@ -120,11 +117,3 @@ class Batches:
     def seeds_of(self, step: Step, which: int = 0) -> Tensor:
         """Seeds [s] for a step's dropout."""
         return self.seeds[step.clients, step.epoch + which * step.epochs] + step.place
-
-    def count(self, step: Step) -> Tensor:
-        """How many of those places each client takes, [s]."""
-        return (self.size[step.clients] - step.first).clamp(max=step.last - step.first)
-
-    def number(self, step: Step) -> Tensor:
-        """How many steps each client took before this one, [s]."""
-        return step.epoch * self.cuts[step.clients] + step.place

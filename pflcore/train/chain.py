@@ -27,7 +27,7 @@ from pflcore.nn.factorized import FactorizedLinear
 from pflcore.nn.mode import forward_mode
 from pflcore.ops import backend
 from pflcore.ops.chain import layer
-from pflcore.train.losses import CRITERIA
+from pflcore.train.losses import CRITERIA, loss_name
 from pflcore.train.net import Net
 
 MANY = 8000  # products of input and output channels from which torch's convolutions are faster
@@ -76,6 +76,10 @@ class Chain:
         """The kernels' arguments that stay the same."""
         return (self.program, self.criterion, *self.shape)
 
+    def on(self, data: Federation, relabel: Tensor | None, some: slice) -> tuple[Any, ...]:
+        """The kernels' first arguments, for some of the clients who know their labels so."""
+        return (*self.head, data.x, data.y, None if relabel is None else relabel[some])
+
 
 def find_chain(net: Net, data: Federation) -> Chain | str:
     """The chain that `net` is on the samples of `data`, or in a few words why it is none."""
@@ -101,8 +105,8 @@ def expect(fits: Any, why: str) -> None:
 
 def compiled(net: Net, shape: Shape) -> Chain:
     """The chain that `net` is on samples of this shape; NoChain where it is none."""
-    criterion = {f: name for name, f in CRITERIA.items()}.get(net.criterion, "")
-    expect(criterion, "a criterion of one's own")
+    criterion = loss_name(net.criterion)
+    expect(CRITERIA.get(criterion) is net.criterion, "a criterion of one's own")
     expect(not net.buffer_names, "buffers")
     expect(len(shape) in (1, 3) and all(shape), f"samples of shape {list(shape)}")
     for name, m in net.module.named_modules():
@@ -145,11 +149,9 @@ class _Recorder(TorchFunctionMode):
         self.names = {id(p): n for n, p in self.copy.named_parameters() if n in net.slices}
         for m in self.copy.modules():
             if type(m) in OWN:  # pflcore's layers are taken whole
-                m.forward = partial(self.note, OWN[type(m)], m.forward, (m,))
+                m.forward = partial(self.note, partial(OWN[type(m)], m), m.forward)
 
-    def note(
-        self, known: Any, f: Callable[..., Tensor], more: Any, *args: Any, **options: Any
-    ) -> Tensor:
+    def note(self, known: Any, f: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         name = getattr(f, "__name__", str(f))
         follows = bool(args) and args[0] is self.last
         expect(follows, f"layers that do not follow one another, at {name}")
@@ -157,7 +159,7 @@ class _Recorder(TorchFunctionMode):
         with torch._C.DisableTorchFunction():  # what is done here is no part of the model
             out = f(*args, **options)
             call = Call(tuple(self.last.shape[1:]), tuple(out.shape[1:]), self.place)
-            self.lines += known(call, *more, *args[1:], **options)
+            self.lines += known(call, *args[1:], **options)
             self.numbers += out[0].numel()
         self.last = out
         return out
@@ -176,21 +178,20 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         if function in ASKS:
             return function(*args)
-        return self.note(KNOWN.get(function), function, (), *args, **(kwargs or {}))
+        return self.note(KNOWN.get(function), function, *args, **(kwargs or {}))
 
 
 def recorded(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder:
     """A forward pass of `batch` samples."""
     recorder = _Recorder(net, net.w0.new_zeros(batch, *shape))
-    seed = torch.zeros((), dtype=torch.int64, device=net.w0.device)
+    seed = net.w0.new_zeros((), dtype=torch.int64)
     try:
         with torch.no_grad(), forward_mode(train, None, seed), recorder:
             out = recorder.copy.train(train)(recorder.last)
     except NoChain:
         raise
     except Exception as error:
-        why = f"a forward that cannot be followed ({type(error).__name__})"
-        raise NoChain(why) from error
+        raise NoChain(f"a forward that cannot be followed ({type(error).__name__})") from error
     expect(out is recorder.last, "an output that is not the last layer's")
     return recorder
 
@@ -203,11 +204,10 @@ def _linear(c: Call, weight: Tensor, bias: Tensor | None = None) -> Lines:
     yield "linear", *c.out, c.at(weight), c.at(bias)
 
 
-def _factorized(c: Call, m: FactorizedLinear) -> Lines:
-    expect(len(c.into) == 1, f"a linear layer on shape {list(c.into)}")
+def _factorized(m: FactorizedLinear, c: Call) -> Lines:
     yield "linear", m.factors, c.at(m.w_b), -1
     yield "scale", c.at(m.strength)
-    yield "linear", *c.out, c.at(m.w_a), c.at(m.bias)
+    yield from _linear(c, m.w_a, m.bias)
 
 
 def _conv(
@@ -263,7 +263,7 @@ def _act(kind: int, c: Call, inplace: bool = False, approximate: str = "none") -
     yield "act", kind
 
 
-def _dropout(c: Call, m: Dropout) -> Lines:
+def _dropout(m: Dropout, c: Call) -> Lines:
     if m.p > 0:
         yield "dropout", m.p
 

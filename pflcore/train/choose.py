@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,14 +81,14 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
     size, batch = data.size("train"), training.batch_size
     lone = (size == 1) | (batch == 1)
     alone = lone | ((size % batch == 1) & (not training.drop_last))
-    if not bool(alone.any()):
+    if not alone.any():
         return
     try:
         passed(net, data, *samples(data, 1), True)
     except Unfit as e:
         net.joins = training.join_last
         refused = lone if net.joins else alone
-        if bool(refused.any()):
+        if refused.any():
             i = int(refused.nonzero()[0])
             raise Unfit(
                 f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one "
@@ -101,14 +101,10 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Ten
     """The loss of one batch by a copy of the module, its backward pass tried."""
     module = copy.deepcopy(net.module).train(train)
     called: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]  # name, layer, input
-
-    def enter(name: str, m: nn.Module, given: Any) -> None:
-        called.append((name, m, given))
-
     for name, m in module.named_modules():
         if not m._modules or isinstance(m, nn.Linear):
-            m.register_forward_pre_hook(partial(enter, name))
-    seed = torch.zeros((), dtype=torch.int64, device=x.device)
+            m.register_forward_pre_hook(lambda *given, name=name: called.append((name, *given)))
+    seed = x.new_zeros((), dtype=torch.int64)
     with forward_mode(train, None, seed), torch.enable_grad():
         with fits.said_as(lambda e: next(fits.of_layer(*called[-1], data, e))):
             scores = module(x)
@@ -149,8 +145,7 @@ class Trial:
 
     def difference(self, engine: Engine) -> str | None:
         """Where an engine's losses and gradients are not the module's, in a few words."""
-        setting = self.clients.setting._replace(engine=engine)
-        clients = Clients(setting, self.clients.ids, 0, self.clients.buffers)
+        clients = replace(self.clients, setting=self.clients.setting._replace(engine=engine))
         fit = clients.fit(self.w, epochs=1, lr=1.0)
         found = {"training": (fit.loss, self.w - fit.w)}
         if engine.name == "loop" or engine.chain:  # vmap does not evaluate
@@ -187,10 +182,10 @@ def trial(net: Net, data: Federation) -> Trial:
     lists = torch.arange(len(x), device=x.device).split(sizes * 2)
     index = {"train": lists[: len(sizes)], "test": lists[len(sizes) :]}
     made = Federation(x, y, index, data.classes, fields=data.fields)
-    engine, how = Engine("loop"), Training(batch_size=max(sizes))
-    setting = Setting(net, made, how, engine, Workers(1))
+    how = Training(batch_size=max(sizes))
+    setting = Setting(net, made, how, Engine("loop"), Workers(1))
     clients = Clients(setting, torch.arange(len(sizes)), 0, net.b0.repeat(len(sizes), 1))
-    batches = Batches(made, how, (0, 0), clients.ids.numpy(), Plan(1), False)
+    batches = Batches(made, how, (0, 0), clients.ids, Plan(1), False)
     order, seeds = batches.order[:, 0], batches.seeds[:, 0]
     draws, module = torch.Generator().manual_seed(0), copy.deepcopy(net.module)
     noise = torch.randn(len(sizes), net.size, generator=draws, dtype=torch.float64).to(net.w0)

@@ -72,6 +72,12 @@ class Fit(NamedTuple):
         return self.rows["grad"]
 
 
+def means(values: Tensor, lists: Ragged) -> Tensor:
+    """Each client's mean [S] float64 of values [n] of the samples in its list."""
+    sums = values.new_zeros(len(lists)).double().index_add_(0, lists.owner(), values.double())
+    return sums / onto(lists.size, values.device)
+
+
 @dataclass(frozen=True)
 class Clients:
     """A cohort with its data; rows are [S, Q], models dicts of [S, ...]."""
@@ -101,6 +107,11 @@ class Clients:
         """Training samples of each client and class, [S, C]."""
         return self.setting.data.counts("train", self.ids)
 
+    @property
+    def _labelled(self) -> bool:
+        """Whether targets are labels, of which scores get a share right."""
+        return self.net.scores_classes and not self.setting.data.y.is_floating_point()
+
     def after(self, fit: Fit) -> Clients:
         """The same clients with the statistics that `fit` left."""
         return replace(self, buffers=fit.buffers)
@@ -129,14 +140,11 @@ class Clients:
         """Minibatch training from `w` on each client's training data, by the run's optimizer."""
         t, rate = self.setting.training, self.lr if lr is None else lr
         rows = {"w": w} | ({"grad": w.new_zeros(()).expand_as(w)} if mean_grad else {})
-
-        def work(chunk: Chunk, mine: Tensors, terms: Tensors) -> None:
-            train(chunk, mine["w"], terms, t, rate, mine.get("grad"))
-            if mean_grad:
-                mine["grad"] /= onto(chunk.batches.taken[:, None], w.device).to(w.dtype)
-
         plan = Plan(epochs, steps, 1, stream, together=steps is None)
-        return self._train(rows, work, objective, plan, objective.terms(w))
+        fit = self._train(rows, partial(train, t, rate), objective, plan, objective.terms(w))
+        if mean_grad:
+            fit.grad.div_(fit.steps[:, None].to(w.dtype))
+        return fit
 
     def each_batch(  # noqa: PLR0913 (by name, all but two)
         self,
@@ -162,16 +170,12 @@ class Clients:
             batches = chunk.batches
             for step in batches.steps:
                 seen = {k: v[step.clients] for k, v in mine.items()}
-                for k, v in update(
-                    seen, partial(chunk.gradient, step), batches.number(step)
-                ).items():
+                taken = step.epoch * batches.cuts[step.clients] + step.place
+                for k, v in update(seen, partial(chunk.gradient, step), taken).items():
                     mine[k][step.clients] = v
 
         plan = Plan(epochs, steps, batches, stream, together)
-        width = max(v[0].numel() for v in rows.values())
-        # so many chunks that their arithmetic outweighs their steps' Python
-        most = max(2, len(self.ids) * self.setting.training.batch_size * width >> 23)
-        return self._train(rows, work, objective, plan, most=most)
+        return self._train(rows, work, objective, plan)
 
     # looking ------------------------------------------------------------------------------------
     def places(self, split: str) -> Ragged:
@@ -229,23 +233,34 @@ class Clients:
         predict: Predict = by_row,
     ) -> tuple[Tensor, Tensor | None]:
         """Each client's mean loss [S] and, for classes, its share of right answers [S] float64."""
-        net = self.net
-        classes = net.scores_classes and not self.setting.data.y.is_floating_point()
-        if self.setting.engine.chain is not None and predict is by_row:
+        if self.setting.engine.chain is None or predict is not by_row:
+            return self.worth(self.scores(model, split, predict), split, self._have_one(model))
 
-            def look(w: Tensor, pool: tuple[Any, ...], own: Ragged) -> Tensor:
-                losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
-                return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
+        def look(w: Tensor, pool: Any, own: Ragged) -> Tensor:
+            losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
+            return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
 
-            both = torch.cat(self._by_chain(model["w"], self.places(split), look), 1)
-            loss, hits = (self._means(values, split) for values in both)
-            return loss, hits if classes else None
-        pairs = self.scores(model, split, predict)
+        lists = self.places(split)
+        both = torch.cat(self._by_chain(model["w"], lists, look), 1)
+        loss, hits = (means(values, lists) for values in both)
+        return loss, hits if self._labelled else None
+
+    def worth(
+        self,
+        pairs: list[tuple[Tensor, Tensor]],
+        split: str,
+        one: bool = False,
+        returns: str = "logits",
+    ) -> tuple[Tensor, Tensor | None]:
+        """Losses and shares [S] as `measure` has them, from what `scores` gave, which may be
+        probabilities; `one`: all clients' samples may go through the criterion at once."""
+        net, lists = self.net, self.places(split)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
-        right = self._means(shares_right(z, y), split) if classes else None
-        if self._have_one(model) and net.criterion in CRITERIA.values():
-            losses = torch.vmap(net.criterion)(z[:, None], y[:, None])
-            return self._means(losses, split), right
+        right = means(shares_right(z, y), lists) if self._labelled else None
+        if one and net.criterion in CRITERIA.values():
+            return means(torch.vmap(net.criterion)(z[:, None], y[:, None]), lists), right
+        if self._labelled and returns == "probabilities" and z.dim() > y.dim() and z.shape[1] > 1:
+            pairs = [(z.clamp(min=1e-12).log(), y) for z, y in pairs]
         return torch.stack([net.criterion(z, y) for z, y in pairs]), right
 
     def grad(self, w: Tensor, split: str = "train") -> Tensor:
@@ -257,11 +272,11 @@ class Clients:
         lists, setting = self.places(split), self.setting
         train = split == "train" and bool(self.net.buffer_names)
         batch = setting.training.batch_size if train else EVAL_BATCH
-        seeds = client_seeds(self.ids.numpy(), setting.seed, self.round, "grad").view(np.int64)
+        seeds = client_seeds(self.ids, setting.seed, self.round, "grad").view(np.int64)
         seed = onto(torch.from_numpy(seeds), w.device)
         labels = self.labels(split).split(lists.size.tolist())
 
-        def by_kernels(w: Tensor, pool: tuple[Any, ...], own: Ragged) -> Tensor:
+        def by_kernels(w: Tensor, pool: Any, own: Ragged) -> Tensor:
             index = pad_sequence(list(own), batch_first=True)
             return chain_grad(w, *pool, index, own.size, None)[0]
 
@@ -269,8 +284,8 @@ class Clients:
             one, at, n = slice(i, i + 1), lists[i], len(labels[i])
             total, cuts = torch.zeros_like(w[i]), [*range(batch, n - (train and n > 1), batch), n]
             for k, (a, b) in enumerate(pairwise([0, *cuts] if n else [])):
-                x, buffers = setting.data.x.index_select(0, at[a:b]), self.buffers[one].clone()
-                given = (w[one], x[None], labels[i][None, a:b], buffers, seed[one] + k)
+                x = setting.data.x.index_select(0, at[a:b])
+                given = (w[one], x[None], labels[i][None, a:b], self.buffers[one], seed[one] + k)
                 total += gradients(self.net, *given, False, train)[1][0] * ((b - a) / n)
             return total
 
@@ -285,32 +300,36 @@ class Clients:
         work: Callable[[Chunk, Tensors, Tensors], None],
         objective: Objective,
         plan: Plan,
-        terms: Tensors = {},  # noqa: B006
-        most: int = 16,
+        terms: Tensors | None = None,  # None: its steps are Python's
     ) -> Fit:
         """`work(chunk, its clients' rows, their terms)` on every chunk of the cohort."""
         setting, device, count = self.setting, self.buffers.device, len(self.ids)
         engine, relabel = objective.engine(setting.engine), self._relabel
-        sums = torch.zeros(2, count, dtype=torch.float64, device=device)
+        sums = self.buffers.new_zeros(2, count, dtype=torch.float64)
         done = Fit({k: v.new_empty(v.shape) for k, v in rows.items()}, self.buffers.clone(), *sums)
 
         def run(pos: Tensor) -> None:
             at, key = onto(pos, device), (setting.seed, self.round)
             mine, extra = ({k: v[at] for k, v in d.items()} for d in (rows, objective.extra))
-            which = (key, self.ids[pos].numpy(), plan, engine.chain is not None, self.net.joins)
+            which = (key, self.ids[pos], plan, engine.chain is not None, self.net.joins)
             batches = Batches(setting.data, setting.training, *which)
             own = (batches, None if relabel is None else relabel[at], self.buffers[at], engine)
             chunk = Chunk(self.net, setting.data, *own, objective.loss, extra)
-            work(chunk, mine, cut(terms, at))
+            work(chunk, mine, cut(terms or {}, at))
             for k, v in mine.items():
                 done.rows[k][at] = v
             done.buffers[at], done.steps[at] = chunk.buffers, onto(batches.taken, device).double()
             done.loss[at] = chunk.losses / done.steps[at]
 
+        # chunks, however many workers: where a chain's kernels train, only arithmetic counts
         width = max(v[0].numel() for v in rows.values())
         samples = int(self.size.sum()) if engine.chain and device.type == "cpu" else 0
         order = torch.from_numpy(np.lexsort((self.ids.numpy(), -self.size.numpy())))
-        parts = engine.chunks(count, width, samples, most)
+        small = 2 if count * width >= 1 << 18 else 1
+        parts = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else small
+        # so many that their arithmetic outweighs their steps' Python
+        most = max(2, count * setting.training.batch_size * width >> 23) if terms is None else 16
+        parts = count if engine.name == "loop" and not samples else min(count, parts, most)
         cuts = [count * j // parts for j in range(parts + 1)]
         setting.workers.map(run, [order[a:b] for a, b in pairwise(cuts)])
         return done
@@ -321,21 +340,13 @@ class Clients:
         buffers = self.buffers  # where there are none, nobody need look
         return one and (not buffers.shape[1] or bool((buffers == buffers[:1]).all()))
 
-    def _means(self, values: Tensor, split: str) -> Tensor:
-        """Each client's mean [S] float64 of values [n] of its samples."""
-        size = onto(self.setting.data.size(split)[self.ids], values.device)
-        owner = torch.arange(len(size), device=size.device).repeat_interleave(size)
-        return values.new_zeros(len(size)).double().index_add_(0, owner, values.double()) / size
-
     @cached_property
     def _relabel(self) -> Tensor | None:
         """Labels [S, C] as each client knows them, where they differ."""
         data = self.setting.data
         return None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
 
-    def _by_chain(
-        self, w: Tensor, lists: Ragged, f: Callable[[Tensor, tuple[Any, ...], Ragged], Tensor]
-    ) -> list[Tensor]:
+    def _by_chain(self, w: Tensor, lists: Ragged, f: Callable[..., Tensor]) -> list[Tensor]:
         """`f(rows, the kernels' first arguments, places)` of some of the clients at a time, with
         about as many samples each."""
         chain, data, relabel = self.setting.engine.chain, self.setting.data, self._relabel
@@ -345,8 +356,7 @@ class Clients:
         inner = torch.searchsorted(lists.begin, torch.arange(1, parts) * n // parts)
 
         def look(s: slice) -> Tensor:
-            own = None if relabel is None else relabel[s]
-            return f(w[s], (*chain.head, data.x, data.y, own), lists[s])
+            return f(w[s], chain.on(data, relabel, s), lists[s])
 
         cuts = pairwise([0, *inner.tolist(), count])
         return self.setting.workers.map(look, [slice(a, b) for a, b in cuts if a < b])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -43,17 +43,6 @@ class Engine(NamedTuple):
         """What trains: "chain" (kernels), "vmap" or "module"."""
         return "chain" if self.chain is not None else "vmap" if self.name == "vmap" else "module"
 
-    def chunks(self, clients: int, width: int, samples: int, most: int = 16) -> int:
-        """Into how many chunks a cohort's rows of `width` are cut; no matter how many workers.
-
-        `samples` of the cohort go through a chain's kernels, where only arithmetic counts.
-        """
-        if self.name == "loop" and not samples:
-            return clients
-        small = 2 if clients * width >= 1 << 18 else 1
-        parts = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else small
-        return min(clients, parts, most)
-
 
 class Objective(NamedTuple):
     """What is minimized, if not the run's loss: each step is along `mask * (gradient + shift + mu *
@@ -76,9 +65,9 @@ class Objective(NamedTuple):
         """What is added to the gradients at `w` [S, Q], [S, ...], as `ops.sgd_step_` names it."""
         terms: Tensors = {}
         if self.prox is not None:
-            mu = self.prox[0]  # a number stays on the host: a card is not waited for
+            mu, anchor = self.prox  # a number stays on the host: a card is not waited for
             mu = mu.to(w).reshape(-1) if isinstance(mu, Tensor) else w.new_full((1,), mu)
-            terms = {"mu": mu.expand(len(w)), "anchor": self.prox[1]}
+            terms = {"mu": mu.expand(len(w)), "anchor": anchor}
         if self.shift is not None:
             terms["shift"] = self.shift
         if self.mask is not None:
@@ -102,18 +91,16 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
     buffers: Tensor,  # [s, b]
     seeds: Tensor,  # [s]
     vmap: bool,
-    train: bool = True,
+    train: bool,
     own: LossFn | None = None,
     extra: Tensors = {},  # noqa: B006
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [s], gradients [s, Q], buffers [s, b] by autograd: of all under vmap, or of one."""
 
-    def loss(
-        extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def loss(extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor) -> Any:
         with forward_mode(train, buffers, seed, alone=not vmap):
             value = net.loss(w, x, y) if own is None else own(net, w, x, y, extra)
-            return value, buffers if context.buffers is None else context.buffers
+            return value, context.buffers
 
     w = rows.detach().requires_grad_()
     given = (w, x, y, buffers, seeds)
@@ -136,11 +123,11 @@ class Chunk:
     relabel: Tensor | None  # [s, C] labels as each client knows them
     buffers: Tensor  # [s, b], changed
     engine: Engine
-    loss: LossFn | None = None  # in place of the run's
-    extra: Tensors = field(default_factory=dict)  # [s, ...], its own tensors
+    loss: LossFn | None  # in place of the run's
+    extra: Tensors  # [s, ...], its own tensors
 
     def __post_init__(self) -> None:
-        self.losses = torch.zeros(len(self.buffers), dtype=torch.float64, device=self.data.device)
+        self.losses = self.buffers.new_zeros(len(self.buffers), dtype=torch.float64)
         self.leaves: list[Tensor] = []
         self._epoch: int | None = None
         self._looked: Step | None = None
@@ -170,8 +157,9 @@ class Chunk:
         s, chain, b = step.clients, self.engine.chain, self.batches
         if chain is not None:
             seeds = b.seeds_of(step, which) if chain.dropout else None
-            given = (b.places(step, which), b.count(step), seeds)
-            g, losses = chain_grad(w.detach(), *self.pool(s), *given)
+            count = (b.size[s] - step.first).clamp(max=step.last - step.first)
+            pool = chain.on(self.data, self.relabel, s)
+            g, losses = chain_grad(w.detach(), *pool, b.places(step, which), count, seeds)
         else:
             extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
             batch = (*self.samples(step, which), self.buffers[s], b.seeds_of(step, which))
@@ -182,18 +170,12 @@ class Chunk:
             self.losses[s] += losses
         return g
 
-    def pool(self, s: slice = slice(None)) -> tuple[Any, ...]:
-        """The first arguments of the chain's kernels, for some of the clients."""
-        assert self.engine.chain is not None
-        relabel = None if self.relabel is None else self.relabel[s]
-        return (*self.engine.chain.head, self.data.x, self.data.y, relabel)
-
     def on_leaves(self, step: Step) -> tuple[Tensor, ...]:
         """The gradient by parameters, at the row whose views `leaves` are: one client's."""
         (x, y), seeds = self.samples(step), self.batches.seeds_of(step)
         with forward_mode(True, self.buffers[0], seeds[0], alone=True):
             loss = self.net.criterion(self.net.on_leaves(x[0]), y[0])
-            self.buffers[0] = self.buffers[0] if context.buffers is None else context.buffers
+            self.buffers[0] = context.buffers
         self.losses += loss.detach()
         return torch.autograd.grad(loss, self.leaves, allow_unused=True, materialize_grads=True)
 
@@ -201,23 +183,22 @@ class Chunk:
 # optimizers -------------------------------------------------------------------------------------
 
 
-def train(
-    chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads: Tensor | None
-) -> None:
-    """Takes all steps of the clients' rows `w` [s, Q], in place; adds the minibatches' gradients,
-    clipped and with SGD's weight decay, to `grads` [s, Q]."""
+def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -> None:
+    """Takes all steps of the clients' rows "w" [s, Q], in place; adds the minibatches' gradients,
+    clipped and with SGD's weight decay, to "grad" [s, Q], where that is."""
+    w, grads = mine["w"], mine.get("grad")
     sgd, chain = t.local_optimizer == "sgd", chunk.engine.chain
     shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
     check_sgd(w, w, lr, shift, mask, 0.0 if mu is None else mu, anchor, 0.0, None, t.weight_decay)
     if sgd and chain is not None:
-        chunk.losses += by_kernels(chunk, w, terms, t, lr, grads)
+        chunk.losses += by_kernels(chunk, chain, w, terms, t, lr, grads)
         return
-    if chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size):
-        chunk.leaves = [] if chunk.loss is not None else chunk.net.leaves(w[0])
+    alone = chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size)
+    if alone and chunk.loss is None:
+        chunk.leaves = chunk.net.leaves(w[0])
     more = (not sgd, terms, t.momentum, t.weight_decay, t.clip_grad, grads is not None)
     plain, adamw = not any(more), None if sgd else AdamW(t, w, lr)
     velocity = torch.zeros_like(w) if t.momentum else None
-    how: dict[str, Any] = {"momentum": t.momentum, "weight_decay": t.weight_decay}
     space = torch.empty_like(w)  # touched only where a gradient is a row
     for step in chunk.batches.steps:
         s = step.clients
@@ -240,20 +221,28 @@ def train(
             adamw.step(s, g, own)
         else:
             buffer = None if velocity is None else velocity[s]
-            ops.sgd_step_(w[s], g, lr, **own, **how, buffer=buffer)
+            ops.sgd_step_(
+                w[s], g, lr, **own, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay
+            )
 
 
 def by_kernels(
-    chunk: Chunk, w: Tensor, terms: Tensors, t: Training, lr: float, grads: Tensor | None
+    chunk: Chunk,
+    chain: Chain,
+    w: Tensor,
+    terms: Tensors,
+    t: Training,
+    lr: float,
+    grads: Tensor | None,
 ) -> Tensor:
     """All steps of SGD by the kernels of the chain, `w` [s, Q] in place: sums of losses [s]."""
-    b, chain = chunk.batches, chunk.engine.chain
-    assert chain is not None
+    b = chunk.batches
     seeds = b.seeds if chain.dropout else None
     cut = (b.order, b.size, b.taken, t.batch_size, t.drop_last, seeds)
     shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
     how = (lr, shift, mask, 0.0, mu, anchor, t.momentum, t.weight_decay)
-    return chain_sgd_(w, *chunk.pool(), *cut, *how, t.clip_grad or math.inf, grads)
+    pool = chain.on(chunk.data, chunk.relabel, slice(None))
+    return chain_sgd_(w, *pool, *cut, *how, t.clip_grad or math.inf, grads)
 
 
 class AdamW:

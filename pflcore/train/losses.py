@@ -1,7 +1,7 @@
 """The criteria that go by a name: mean losses of a batch."""
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import annotated_types as at
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from pflcore.data.inputs import IGNORED
 from pflcore.metrics import right
+
+Criterion = Callable[[Tensor, Tensor], Tensor]  # scores, y -> the batch's mean loss
 
 
 def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
@@ -68,15 +70,15 @@ LOGITS = (
 
 
 NAMED = (cross_entropy, squared, half_squared, hinge, binary_cross_entropy)
-CRITERIA: dict[str, Callable[[Tensor, Tensor], Tensor]] = {f.__name__: f for f in NAMED}
+CRITERIA = {f.__name__: f for f in NAMED}
 
 # torch's, as it makes them by default
-OURS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+OURS = {
     **dict.fromkeys((nn.CrossEntropyLoss, F.cross_entropy), cross_entropy),
     **dict.fromkeys((nn.MSELoss, F.mse_loss), squared),
 }
 A_LOSS = f"one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module"
-Loss = Annotated[str | Callable[[Tensor, Tensor], Tensor], at.doc(A_LOSS)]
+Loss = Annotated[str | Criterion, at.doc(A_LOSS)]
 
 
 def default_loss(y: Tensor) -> str:
@@ -84,7 +86,7 @@ def default_loss(y: Tensor) -> str:
     return "squared" if y.is_floating_point() else "cross_entropy"
 
 
-def loss_of(loss: Loss, name: str = "loss") -> Callable[[Tensor, Tensor], Tensor]:
+def loss_of(loss: Loss, name: str = "loss") -> Criterion:
     """A function of (scores, y) [B, ...] -> the batch's mean loss, from a name of `CRITERIA`, a
     function or an `nn.Module` such as `nn.CrossEntropyLoss(weight=w)`. ValueError or TypeError in
     one sentence that begins with `name`."""
@@ -115,12 +117,12 @@ def loss_of(loss: Loss, name: str = "loss") -> Callable[[Tensor, Tensor], Tensor
     return ours if ours and default == vars(loss) else loss
 
 
-def loss_name(criterion: Callable[[Tensor, Tensor], Tensor]) -> str:
+def loss_name(criterion: Criterion) -> str:
     """What a criterion is called in records."""
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
-def spreads(criterion: Callable[[Tensor, Tensor], Tensor], scores: Tensor, y: Tensor) -> bool:
+def spreads(criterion: Criterion, scores: Tensor, y: Tensor) -> bool:
     """Whether scores [B, 1] are spread over targets [B] to [B, B]: on drawn scores the loss is
     another than in the targets' shape."""
     drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores)

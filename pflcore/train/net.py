@@ -29,9 +29,12 @@ from pflcore.train.random import OwnDraws
 from pflcore.train.recurrent import write_out
 
 RANDOM_MODULES = (
-    *(nn.modules.dropout._DropoutNd, nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
 )
-Places = list[list[tuple[dict[str, Any], str]]]  # where each tensor stands: tied ones in several
+Places = list[tuple[dict[str, Any], str]]  # where a tensor stands: tied ones in several
 
 
 class _Bound:
@@ -39,7 +42,7 @@ class _Bound:
 
     def __init__(self, module: nn.Module, names: Iterable[str], buffers: Iterable[str]) -> None:
         self.module = copy.deepcopy(module)
-        found: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        found: dict[int, Places] = {}
         for m in self.module.modules():
             if isinstance(m, _BatchNorm):
                 # nothing reads the count, and adding to it in place is no function of the row
@@ -48,8 +51,8 @@ class _Bound:
                 for name, t in owner.items():
                     found.setdefault(id(t), []).append((owner, name))
         own = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        self.params: Places = [found[id(own[n])] for n in names]
-        self.buffers: Places = [found[id(own[n])] for n in buffers]
+        self.params = [found[id(own[n])] for n in names]
+        self.buffers = [found[id(own[n])] for n in buffers]
         self.shapes = [own[n].shape for n in names]
         self.sizes = [shape.numel() for shape in self.shapes]
         write_out(self.module)
@@ -60,7 +63,7 @@ class _Bound:
         return [piece.view(shape) for piece, shape in pieces]
 
 
-def _bind(places: Places, tensors: Iterable[Tensor]) -> None:
+def _bind(places: list[Places], tensors: Iterable[Tensor]) -> None:
     for spots, tensor in zip(places, tensors, strict=True):
         for owner, name in spots:
             owner[name] = tensor
@@ -93,11 +96,11 @@ class Net:
         self.criterion = loss_of(criterion, "criterion")
         self.build, self.seed = build, seed
         self.fields: Fields | None = None  # what `reading` gave its module
-        module = _copied(build) if isinstance(build, nn.Module) else self._made(seed)
-        given = build if isinstance(build, nn.Module) else module
+        made = build if isinstance(build, nn.Module) else self._made(seed)
+        module = _copied(made)
         _check_weights(module)
         _check_layers(module)
-        _check_detours(given)
+        _check_detours(made)
         for m in module.modules():
             if type(m) is nn.Dropout:
                 m.__class__ = Dropout  # type: ignore[assignment]
@@ -105,7 +108,7 @@ class Net:
         trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.names = list(trainable)
         self.shapes = [p.shape for p in trainable.values()]
-        self.sizes = [p.numel() for p in trainable.values()]
+        self.sizes = [shape.numel() for shape in self.shapes]
         self.w0 = self.row(module)  # [P]
         self.size, self.dtype = len(self.w0), self.w0.dtype  # P
         cuts = [slice(*ends) for ends in pairwise([0, *accumulate(self.sizes)])]
@@ -113,7 +116,7 @@ class Net:
         floats = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
         self.buffer_names = list(floats)
         self.buffer_shapes = [b.shape for b in floats.values()]
-        self.buffer_sizes = [b.numel() for b in floats.values()]
+        self.buffer_sizes = [shape.numel() for shape in self.buffer_shapes]
         rows = (b.detach().reshape(-1).to(self.w0) for b in floats.values())
         self.b0 = torch.cat([self.w0[:0], *rows])  # [b]
         self.variances = torch.tensor(  # [b]
@@ -268,10 +271,7 @@ class Net:
             # into views
             _bind(bound.buffers, [piece.clone().view(shape) for piece, shape in pieces])
         context.layer = 0
-        try:
-            scores = bound.module(x)
-        except _Features as seen:
-            (scores,) = seen.args
+        scores = bound.module(x)
         if bound.buffers and context.train:
             # a forward may have put another tensor there
             after = [owner[name].detach().reshape(-1) for (owner, name), *_ in bound.buffers]
@@ -282,8 +282,10 @@ class Net:
         """What the head sees, [B, H]."""
         self.head_slice  # noqa: B018  (says in a sentence that there is none)
         head = self._bound().module.get_submodule(self.head_name or "")
-        with head.register_forward_pre_hook(_stop):
-            return self(row, x)
+        seen: list[Tensor] = []
+        with head.register_forward_pre_hook(lambda _, given: seen.extend(given)):
+            self(row, x)
+        return seen[0]
 
     def head(self, row: Tensor, z: Tensor) -> Tensor:
         """The head's scores on features `z` [B, H]; `row` is a whole row [P] or the head's part
@@ -381,14 +383,6 @@ class Net:
                 f"row: expected {self.size} parameters for this model, got {tuple(row.shape)}; cut "
                 "extra columns off first."
             )
-
-
-class _Features(Exception):
-    """What the head was given."""
-
-
-def _stop(head: nn.Module, given: tuple[Tensor]) -> None:
-    raise _Features(*given)
 
 
 def _reset(m: nn.Module) -> None:

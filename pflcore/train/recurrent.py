@@ -19,6 +19,10 @@ State = tuple[Tensor, ...]  # h [B, H], and an LSTM's c [B, H]
 
 
 class _WrittenOut(nn.RNNBase):
+    # (x, h, state) -> the next state, from what the gates have of the input and of the last state,
+    # each with its bias
+    cell: Any
+
     def forward(self, x: Any, hx: Any = None) -> Any:
         plain = isinstance(x, Tensor) and x.dim() == 3 and hx is None
         if context.alone or not plain or self.dropout or self.proj_size:
@@ -49,15 +53,10 @@ class _WrittenOut(nn.RNNBase):
             found.append(state[0])
         return torch.stack(found[::way]), state
 
-    def cell(self, x: Tensor, h: Tensor, state: State) -> State:
-        """The next state, from what the gates have of the input and of the last state, each with
-        its bias."""
-        raise NotImplementedError
-
 
 class _RNN(_WrittenOut, nn.RNN):
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
-        return ((x + h).tanh() if self.nonlinearity == "tanh" else (x + h).relu(),)
+        return (getattr(torch, self.nonlinearity)(x + h),)
 
 
 class _GRU(_WrittenOut, nn.GRU):

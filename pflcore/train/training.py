@@ -31,7 +31,7 @@ def rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
     try:
         for rate in _rates(schedule, lr, rounds):
             found.append(float(rate))
-            if not (math.isfinite(found[-1]) and found[-1] >= 0):
+            if not 0 <= found[-1] < math.inf:
                 raise ValueError(f"it gave {found.pop()}, which is no step size")
     except Exception as error:  # OneCycleLR ends, and a user's list of factors
         raise ValueError(

@@ -18,7 +18,8 @@ class Workers:
     """Threads of one intra-op thread each: a convolution's gradient differs between one and two."""
 
     def __init__(self, count: int | None = None) -> None:
-        self.count = count or cores()
+        bound = hasattr(os, "sched_getaffinity")  # to some of the machine's cores
+        self.count = count or (len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1)
         self._threads: ThreadPoolExecutor | None = None
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
@@ -30,25 +31,17 @@ class Workers:
         return list(self._threads.map(f, items))
 
     def _start(self) -> ThreadPoolExecutor:
-        barrier = threading.Barrier(self.count + 1)
+        barrier = threading.Barrier(self.count)
 
-        def one_each() -> None:
+        def one_each(_: int) -> None:
             torch.get_num_threads()  # a thread's first look sets its number to the process's
             torch.set_num_threads(1)
-            barrier.wait()
+            barrier.wait(60)
 
         threads = ThreadPoolExecutor(self.count, "pflcore")
         with one_thread():  # set_num_threads is also what new threads start with: put it back
-            for _ in range(self.count):
-                threads.submit(one_each)
-            barrier.wait(60)
+            list(threads.map(one_each, range(self.count)))
         return threads
-
-
-def cores() -> int:
-    """How many of the machine's cores this process may use."""
-    bound = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1
 
 
 @contextmanager

@@ -45,8 +45,8 @@ def trained(up, ids=None):
 
 
 def sent(attack, up, bad, strength=None, traits=None, server=None):
-    adversary, gen = Adversary(attack, bad, strength), torch.Generator().manual_seed(0)
-    return adversary.send(trained(up), traits or Traits(), server or {}, gen).up
+    adversary = Adversary(attack, bad, strength)
+    return adversary.send(trained(up), traits or Traits(), server or {}).up
 
 
 def test_each_attack_is_its_formula():
