@@ -136,22 +136,9 @@ def feddwa_reference(
     return weight / weight.sum(1, keepdim=True), index
 
 
-def _fake_waffle(dist: Tensor, *how: Any) -> Tensor:
-    return dist.new_empty(dist.shape, dtype=torch.float64)
-
-
-def _fake_feddwa(sqdist: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    m, kept = sqdist.shape[0], min(k, sqdist.shape[1])
-    weight = sqdist.new_empty(m, kept, dtype=torch.float64)
-    return weight, sqdist.new_empty(m, kept, dtype=torch.int64)
-
-
 _waffle = define(
     "waffle_weights(Tensor dist, Tensor target, float omega, float psi, bool uniform_ties) -> "
     "Tensor",
     waffle_reference,
-    _fake_waffle,
 )
-_feddwa = define(
-    "feddwa_weights(Tensor sqdist, int k) -> (Tensor, Tensor)", feddwa_reference, _fake_feddwa
-)
+_feddwa = define("feddwa_weights(Tensor sqdist, int k) -> (Tensor, Tensor)", feddwa_reference)
