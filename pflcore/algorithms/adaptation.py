@@ -100,8 +100,8 @@ class FineTune(FedProx, FedOpt):
         if self.choose == "fixed":
             last = deque(self.tried(x, clients), 1)[0]
             return last.w, last.buffers
-        w, batch_norm, best = x, clients.buffers, x.new_full((len(x), 1), -torch.inf)
-        best = filled(value(clients, x)) if self.zero else best
+        w, batch_norm = x, clients.buffers
+        best = filled(value(clients, x)) if self.zero else x.new_full((len(x), 1), -torch.inf)
         for fit in self.tried(x, clients):
             now = filled(value(clients.after(fit), fit.w))
             better = now > best
@@ -452,7 +452,7 @@ class FedPer(Split):
 
 
 @options
-class LGFedAvg(Split):
+class LGFedAvg(FedPer):
     """Liang et al. 2020, LG-FedAvg (Algorithm 1): the lower layers stay, the head
     theta_g <- sum_i n_i / n theta_g,i is shared.
 
@@ -460,8 +460,6 @@ class LGFedAvg(Split):
     """
 
     private: str | tuple[str, ...] = "body"  # all but the head; or "head", "batch_norm", or names
-    order: Literal["joint"] = "joint"
-    private_epochs: None = None
 
 
 @options
@@ -490,7 +488,7 @@ class FedBABU(Split):
 
 
 @options
-class FedBN(Split):
+class FedBN(FedPer):
     """Li et al. 2021, FedBN (Algorithm 1): batch norm's parameters and statistics stay, other
     layers w <- 1 / K sum_i w_i.
 
@@ -499,8 +497,6 @@ class FedBN(Split):
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
     private: str | tuple[str, ...] = "batch_norm"
-    order: Literal["joint"] = "joint"
-    private_epochs: None = None
 
 
 @options

@@ -58,10 +58,7 @@ class Ensemble(Undefended, FedOpt):
 
     k: Count = 2  # models
 
-    @property
-    def traits(self) -> Traits:
-        # each model's go with it, and are mixed as it is
-        return super().traits._replace(batch_norm=("rule",))
+    traits = Traits(batch_norm=("rule",))  # each model's go with it, and are mixed as it is
 
     def starts(self, net: Net) -> Tensor:
         """The models [k, P] before the first round; the net's own `w0` for k = 1."""
@@ -267,9 +264,7 @@ class ClusteredFL(Undefended, FedAvg):
     linkage: Literal["complete", "single"] = "complete"
     gamma: NonNegative = 0.0  # least separation of the two halves; 0: not asked for
 
-    @property
-    def traits(self) -> Traits:
-        return super().traits._replace(reported=("cluster",))
+    traits = Traits(reported=("cluster",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         x, cluster = x0[None], torch.zeros(n, dtype=torch.long)
@@ -284,7 +279,10 @@ class ClusteredFL(Undefended, FedAvg):
         at = cluster[ids]  # the node whose model each was sent
         lost = child[at] >= 0
         for i in lost.nonzero()[:, 0].tolist():
-            cluster[ids[i]] = self.half(delta[i], state["way"], int(child[at[i]]))
+            half, way = int(child[at[i]]), state["way"]
+            rows = torch.stack([delta[i], way[half], way[half + 1]])
+            cosine = cosines(ops.pairwise_sqdist(rows), squares(rows))
+            cluster[ids[i]] = half + int(cosine[0, 1:].argmax())  # whose way is nearer
         leaves = (child < 0).nonzero()[:, 0].tolist() if cohort.round > self.first else []
         for c in leaves:
             members = (at == c).nonzero()[:, 0]  # places in the cohort
@@ -300,12 +298,6 @@ class ClusteredFL(Undefended, FedAvg):
         changes: Changes = {"x": mean.of(delta, x, self.server_lr), "way": way, "child": child}
         same = (cluster[:, None] == cluster[ids]) * share
         return {**changes, "cluster": cluster}, Mix(same, rows=torch.arange(cohort.n))
-
-    def half(self, delta: Tensor, way: Tensor, child: int) -> int:
-        """The half of a split node, `child` or the next, to whose way an update [P] is nearer."""
-        rows = torch.stack([delta, way[child], way[child + 1]])
-        cosine = cosines(ops.pairwise_sqdist(rows), squares(rows))
-        return child + int(cosine[0, 1:].argmax())
 
     def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         return {"cluster": self.update(state, up, cohort)[0]["cluster"]}  # a level a round

@@ -2,7 +2,6 @@
 by element, FedFomo by the models that do better on its data, L2C by whose updates help.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Literal
@@ -271,8 +270,12 @@ class FedFomo(Algorithm):
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         rows, index = down["w"]
         given, index = index >= 0, index.clamp(min=0)
-        candidates = chain((rows[i] for i in index.T), [own["w"]])  # the own model last
-        a = self.gains(own["old"], candidates, clients)  # [S, m + 1]
+        before, gains = clients.loss(own["old"], "val").double(), []
+        for candidate in chain((rows[i] for i in index.T), [own["w"]]):  # the own model last
+            length = (candidate - own["old"]).square().sum(1, dtype=torch.float64).sqrt()
+            gain = (before - clients.loss(candidate, "val")) / length
+            gains.append(torch.where(length > 0, gain, 0.0))
+        a = torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)  # [S, m + 1]
         a[:, :-1] *= given
         w, better = shares(a.clamp(min=0)), (a > 0).any(1, keepdim=True)
         start = torch.where(better, w[:, -1:].to(own["w"]), 1) * own["w"]
@@ -280,16 +283,6 @@ class FedFomo(Algorithm):
         fit = clients.fit(start)
         found = a.new_zeros(len(a), clients.setting.data.n).scatter_add_(1, index, a[:, :-1])
         return {"w": fit.w, "old": start}, {"w": fit.w, "a": found}, fit
-
-    def gains(self, old: Tensor, candidates: Iterable[Tensor], clients: Clients) -> Tensor:
-        """How much loss falls per distance from `old` [S, P] to each candidate [S, P]: float64
-        [S, candidates]."""
-        before, gains = clients.loss(old, "val").double(), []
-        for c in candidates:
-            length = (c - old).square().sum(1, dtype=torch.float64).sqrt()
-            gain = (before - clients.loss(c, "val")) / length
-            gains.append(torch.where(length > 0, gain, 0.0))
-        return torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids, a = cohort.ids, up["a"].to(state["p"])

@@ -309,15 +309,15 @@ class Mocha(Algorithm):
             )
 
 
-def relation(w: Tensor, delta: float, kind: str = "omega", eps: float = 1e-8) -> Tensor:
+def relation(w: Tensor, delta: float, kind: str = "omega") -> Tensor:
     """Sigma = (W W^T)^(1/2) / trace [N, N] float64 of `w` [N, P], or Omega = ((1 - delta) Sigma +
     delta I / N)^-1.
 
-    W W^T has rank P at most: its eigenvalues are clamped to `eps` from below (Motley's value), and
+    W W^T has rank P at most: its eigenvalues are clamped to 1e-8 from below (Motley's value), and
     delta bounds Omega.
     """
     values, vectors = torch.linalg.eigh(w.double() @ w.double().T)
-    root = values.clamp(min=eps).sqrt()
+    root = values.clamp(min=1e-8).sqrt()
     root = root / root.sum()
     if kind == "omega":
         root = 1 / ((1 - delta) * root + delta / len(w))
@@ -508,7 +508,7 @@ class FedDWA(Algorithm):
         if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
             by_groups = self.search == "groups" or w.shape[1] >= LONG
             d, near = ops.nearest(guide, w, self.k, "groups" if by_groups else "exact")
-            weight, order = ops.feddwa_weights(d, min(self.k, len(w)))
+            weight, order = ops.feddwa_weights(d, self.k)
             return weight, near.gather(1, order)
         return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
 

@@ -56,12 +56,12 @@ class Scaffold(FedAvg):
 
     @property
     def traits(self) -> Traits:
-        sums = {"II": "with option 'II' divides by the sum of SGD's step sizes"}
-        whole = {"I": "with option 'I' takes whole gradients"}
+        sums = "with option 'II' divides by the sum of SGD's step sizes"
+        whole = "with option 'I' takes whole gradients"
         return super().traits._replace(
             clipped=("control", "c"),
-            only_sgd=sums.get(self.option, ""),
-            no_clip_grad=whole.get(self.option, ""),
+            only_sgd=sums if self.option == "II" else "",
+            no_clip_grad=whole if self.option == "I" else "",
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.ops._words import check_same, expect, is_int, matrix, shape
-from pflcore.ops.aggregate import check_aggregate
 
 __all__ = ["aggregate", "pairwise_sqdist", "to_columns", "to_rows"]
 
@@ -76,7 +75,6 @@ def aggregate(
     `pflcore.aggregate`.
     """
     local, _ = _local("aggregate", "updates", updates)
-    check_aggregate(local, weight, index, base, lr, None)
     out = ops.aggregate(local, weight, index, base, lr, precise=precise)
     if local is updates:
         return out

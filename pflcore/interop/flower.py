@@ -78,8 +78,8 @@ def usable(replies: list[Message], weight: str) -> list[Message]:
         m.metadata.src_node_id: _form_of(m.content, weight) for m in replies if m.has_content()
     }
     known = [form for form in forms.values() if form]
-    usual = max(known, key=known.count, default=None)
-    odd = [node for node, form in forms.items() if not form or form != usual]
+    usual = max(known, key=known.count, default=False)
+    odd = [node for node, form in forms.items() if form != usual]
     if odd:
         said = "nodes %s: no finite models of the others' tensors with %r in their replies; absent"
         log(WARNING, said, odd, weight)
@@ -137,7 +137,7 @@ def client_app(
     algorithm keeps at a client is in `Context.state`, which a simulation carries to the worker and
     back for each message.
     """
-    app, opened = ClientApp(mods=mods or []), AtHand(make).client
+    app, opened = ClientApp(mods=mods or []), at_hand(make)
 
     @app.query("pflcore")  # type: ignore[untyped-decorator]
     def who(message: Message, context: Context) -> Message:
@@ -167,26 +167,25 @@ def client_app(
     return app
 
 
-class AtHand:
-    """The clients that a process has at hand, the one last that was needed last."""
+def at_hand(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
+    """What gives the client of a node, with the state that its context holds."""
+    # what this process has at hand, with the state of a new one; last what was needed last
+    made: dict[tuple[int, int], tuple[Client, bytes]] = {}
 
-    def __init__(self, make: Callable[[Context], Client]) -> None:
-        self.make = make
-        self.made: dict[tuple[int, int], tuple[Client, bytes]] = {}  # with the state of a new one
-
-    def client(self, context: Context) -> Client:
-        """The client of a node, with the state that its context holds."""
+    def opened(context: Context) -> Client:
         key = context.run_id, context.node_id
-        if key not in self.made:
-            fresh = self.make(context)
+        if key not in made:
+            fresh = make(context)
             need(isinstance(fresh, Client), "make", "a function that gives a pflcore.Client", fresh)
-            self.made[key] = fresh, saved(fresh)
-        self.made[key] = client, first = self.made.pop(key)
-        if len(self.made) > MOST:
-            del self.made[next(iter(self.made))]
+            made[key] = fresh, saved(fresh)
+        made[key] = client, first = made.pop(key)
+        if len(made) > MOST:
+            del made[next(iter(made))]
         kept = context.state.config_records.get(STATE, {"bytes": first})
         client.load_state_dict(torch.load(io.BytesIO(kept["bytes"]), weights_only=True))
         return client
+
+    return opened
 
 
 def saved(client: Client) -> bytes:
@@ -283,8 +282,8 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
             (m.metadata.src_node_id, only_record(m, "")[1]) for m in replies if m.has_content()
         ]
         if pairs:
-            previous: dict[str, Any] = {"previous": self._last or pairs} if self._looks_back else {}
-            self.models.update(personalize(pairs, self.method, **self.chosen, **previous))
+            last: Any = (self._last or pairs) if self._looks_back else None
+            self.models.update(personalize(pairs, self.method, previous=last, **self.chosen))
             self._last.update(pairs)
         return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
 

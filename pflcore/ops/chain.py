@@ -297,10 +297,8 @@ def _fake(kind: str) -> Callable[..., Any]:
 
 _chain_sgd_ = define(
     f"chain_sgd_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, bool drop_last, "
-    "Tensor? seeds, float lr, "
-    "Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? anchor, float momentum, float "
-    "weight_decay, float clip, "
-    "Tensor(b!)? grad_sum) -> Tensor",
+    "Tensor? seeds, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? "
+    "anchor, float momentum, float weight_decay, float clip, Tensor(b!)? grad_sum) -> Tensor",
     sgd_reference,
     _fake("sgd"),
 )

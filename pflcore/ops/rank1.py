@@ -180,8 +180,7 @@ def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
     eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
     wanted = w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad
     run = _Rank1.apply if eager and wanted and torch.is_grad_enabled() else _op
-    y: Tensor = run(x, w_a, lam, w_b)
-    return y
+    return run(x, w_a, lam, w_b)
 
 
 # --- vmap -------------------------------------------------------------------

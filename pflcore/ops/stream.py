@@ -194,9 +194,9 @@ def pairwise_sqdist(
     """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile; `progress(done,
     of)` counts the rows of a, and `progress=True` shows a bar."""
     report = meter(progress)
-    for name, rows in (("a", a), *([] if b is None else [("b", b)])):
-        check_rows("pairwise_sqdist", name, rows)
     other = a if b is None else b
+    for name, rows in (("a", a), ("b", other)):
+        check_rows("pairwise_sqdist", name, rows)
     out = torch.zeros(a.shape[0], other.shape[0], dtype=torch.float64)
     for some, x in read(a):
         if b is None:
