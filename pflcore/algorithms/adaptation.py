@@ -149,7 +149,7 @@ def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -
     model, size = rows if isinstance(rows, dict) else {"w": rows}, torch.zeros(len(clients.ids))
     if clients.has("val"):
         size = clients.setting.data.size("val")[clients.ids]
-    some, w, seen = size > 0, model["w"], clients
+    some, seen = size > 0, clients
     if not some.any():
         raise ValueError(
             "choose: fine-tuning is tuned on the clients' 'val' split, which these clients lack; "
@@ -160,7 +160,7 @@ def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -
     loss, right = seen.measure(model, "val", predict)
     values = -loss.double() if right is None else right
     values = values.masked_fill(loss.isnan(), -torch.inf)
-    return values.new_full((len(w),), torch.nan).masked_scatter(onto(some, values.device), values)
+    return values.new_full(some.shape, torch.nan).masked_scatter(onto(some, values.device), values)
 
 
 def accepts(
@@ -389,12 +389,12 @@ class Split(FedAvg):
 
     @property
     def traits(self) -> Traits:
-        late, policies = ("finetune_epochs", "finetune_lr"), super().traits.batch_norm
+        policies = super().traits.batch_norm
         if self.private == "body":  # the layers that statistics belong to are private
             policies = policies[::-1]
         elif self.private == "batch_norm":
             policies = ("local",)
-        return super().traits._replace(late=late, batch_norm=policies)
+        return super().traits._replace(late=("finetune_epochs", "finetune_lr"), batch_norm=policies)
 
     def columns(self, net: Net) -> Tensor:
         """Which columns are private, bool [P] on the CPU; none where a model has no batch norm."""
@@ -434,9 +434,8 @@ class Split(FedAvg):
         return new, {"delta": fit.w[:, ~private] - down["x"]}, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        w = self.joined(clients.net, down["x"], own)
         tuned = FineTune(finetune_epochs=self.finetune_epochs, finetune_lr=self.finetune_lr)
-        return tuned.model({"x": w}, own, clients)
+        return tuned.model({"x": self.joined(clients.net, down["x"], own)}, own, clients)
 
 
 @options

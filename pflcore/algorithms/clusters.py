@@ -71,8 +71,13 @@ class Ensemble(Undefended, FedOpt):
         return {"x0": self.starts(net), "b0": net.b0.repeat(self.k, 1)}
 
     def init(self, x0: Tensor, n: int, b0: Tensor | None = None, **more: Tensor) -> Tensors:
-        b, pick = x0[:, :0] if b0 is None else b0, torch.zeros(n, dtype=torch.long)
-        return {"x": x0, "b": b, **self.slots(x0), "pick": pick, **more}
+        return {
+            "x": x0,
+            "b": x0[:, :0] if b0 is None else b0,
+            **self.slots(x0),
+            "pick": torch.zeros(n, dtype=torch.long),
+            **more,
+        }
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         every = torch.arange(self.k).expand(len(cohort.ids), -1)
@@ -267,8 +272,12 @@ class ClusteredFL(Undefended, FedAvg):
     traits = Traits(reported=("cluster",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        x, cluster = x0[None], torch.zeros(n, dtype=torch.long)
-        return {"x": x, "way": torch.zeros_like(x), "child": torch.tensor([-1]), "cluster": cluster}
+        return {
+            "x": x0[None],
+            "way": torch.zeros_like(x0[None]),
+            "child": torch.tensor([-1]),
+            "cluster": torch.zeros(n, dtype=torch.long),
+        }
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         return {"x": state["x"][state["cluster"][cohort.ids]]}
@@ -295,9 +304,9 @@ class ClusteredFL(Undefended, FedAvg):
         share = cohort.mean(self.weighting).weight
         mean = Mix(shares(F.one_hot(cluster[ids], len(x)).T * share * ~lost))
         way = torch.cat([state["way"], Mix(mean.weight[nodes:]).of(delta)])
-        changes: Changes = {"x": mean.of(delta, x, self.server_lr), "way": way, "child": child}
-        same = (cluster[:, None] == cluster[ids]) * share
-        return {**changes, "cluster": cluster}, Mix(same, rows=torch.arange(cohort.n))
+        x, same = mean.of(delta, x, self.server_lr), (cluster[:, None] == cluster[ids]) * share
+        mix = Mix(same, rows=torch.arange(cohort.n))
+        return {"x": x, "way": way, "child": child, "cluster": cluster}, mix
 
     def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         return {"cluster": self.update(state, up, cohort)[0]["cluster"]}  # a level a round

@@ -211,9 +211,13 @@ class FactorizedWaffle(FedAvg):
             g[:, at] = by_strength * b
             slope[:, : len(at)] += by_strength * r * by_b
             if alone is None:
-                buffer, decay = rows.get("momentum"), t.weight_decay
                 ops.sgd_step_(
-                    x, g, clients.lr, momentum=t.momentum, buffer=buffer, weight_decay=decay
+                    x,
+                    g,
+                    clients.lr,
+                    momentum=t.momentum,
+                    buffer=rows.get("momentum"),
+                    weight_decay=t.weight_decay,
                 )
             self.move(rows, slope, clients.lr)
             return {}

@@ -135,9 +135,10 @@ class FedAvg(Algorithm):
 
     @property
     def traits(self) -> Traits:
-        required = () if self.root is None else (self.root,)
-        policies = ("average", "local") if self.defence is None else ("local",)
-        return Traits(batch_norm=policies, required=required)
+        return Traits(
+            batch_norm=("average", "local") if self.defence is None else ("local",),
+            required=() if self.root is None else (self.root,),
+        )
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         rows, mix = self.defended(up["delta"], cohort)
@@ -205,8 +206,7 @@ class QFedAvg(Undefended, FedAvg):
         share = onto(cohort.mean(self.weighting).weight, up["h"].device).to(up["h"])
         weight = share * up["weight"]
         mix = Mix(weight / (share * up["h"]).sum())
-        x = mix.of(up["delta"], state["x"], self.server_lr)[0]
-        return {"x": x}, Mix(weight.cpu())
+        return {"x": mix.of(up["delta"], state["x"], self.server_lr)[0]}, Mix(weight.cpu())
 
 
 Optimizer = Literal["sgd", "heavy_ball", "nesterov", "ema", "adam", "yogi", "adagrad"]
@@ -313,18 +313,16 @@ class FedAdam(FedOpt):
 
 
 @options
-class FedYogi(FedOpt):
+class FedYogi(FedAdam):
     """Reddi et al. 2021. See `FedOpt`."""
 
-    server_lr: NonNegative = 0.1
     optimizer: Optimizer = "yogi"
 
 
 @options
-class FedAdagrad(FedOpt):
+class FedAdagrad(FedAdam):
     """Reddi et al. 2021, with beta1 = 0 as there. See `FedOpt`."""
 
-    server_lr: NonNegative = 0.1
     optimizer: Optimizer = "adagrad"
     beta1: Momentum = 0.0
 
@@ -398,10 +396,11 @@ class Ditto(MRMTL):
     personal_epochs: Count | None = None  # epochs of v; None: the run's
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        x, lr, epochs = down["x"], self.personal_lr, self.personal_epochs
+        x = down["x"]
         # v keeps Local's shuffle, so that lam = 0 is Local bit for bit
         delta = clients.fit(x, stream="global").w.sub_(x)
-        fit = clients.fit(own["v"], Objective(prox=(self.lam, x)), lr=lr, epochs=epochs)
+        pull = Objective(prox=(self.lam, x))
+        fit = clients.fit(own["v"], pull, lr=self.personal_lr, epochs=self.personal_epochs)
         return {"v": fit.w}, {"delta": delta}, fit
 
 

@@ -47,11 +47,14 @@ class LatestModels(Algorithm):
     traits = Traits(models={"w": "server.w"}, reported=("weights",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        norm2, last = squares(x0[None]).cpu().expand(n), torch.zeros(n, dtype=torch.long)
         weights = torch.eye(n, dtype=torch.float64)
-        distance = torch.zeros_like(weights)
-        state = {"sqdist": distance, "norm2": norm2, "last": last, "weights": weights}
-        return {"w": x0.repeat(n, 1), **state}
+        return {
+            "w": x0.repeat(n, 1),
+            "sqdist": torch.zeros_like(weights),
+            "norm2": squares(x0[None]).cpu().expand(n),
+            "last": torch.zeros(n, dtype=torch.long),
+            "weights": weights,
+        }
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids, w = cohort.ids, up["w"]  # of the cohort alone distances are taken anew

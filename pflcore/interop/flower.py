@@ -291,9 +291,9 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         self, record: RecordDict, node_ids: list[int], message_type: str
     ) -> Iterable[Message]:
         """FedAvg's messages, each with its node's own model."""
-        own = {n: {self.arrayrecord_key: self.models[n]} for n in node_ids if n in self.models}
-        contents = {n: RecordDict({**record, **own.get(n, {})}) for n in node_ids}
-        return [Message(content, node, message_type) for node, content in contents.items()]
+        key = self.arrayrecord_key
+        each = [(node, self.models.get(node, record[key])) for node in node_ids]
+        return [Message(RecordDict({**record, key: own}), n, message_type) for n, own in each]
 
 
 def select_multikrum(
@@ -328,8 +328,7 @@ class ExactMultiKrum(MultiKrum):  # type: ignore[misc]
             log(WARNING, said, least, f, len(valid))
             return None, None
         chosen = _chosen([m.content for m in valid], f, self.num_nodes_to_select)
-        mean = FedAvg.aggregate_train(self, server_round, [valid[i] for i in chosen])
-        return mean  # type: ignore[no-any-return]
+        return FedAvg.aggregate_train(self, server_round, [valid[i] for i in chosen])  # type: ignore[no-any-return]
 
 
 WHO = "query.pflcore"  # the message that asks a node which client it is
@@ -348,8 +347,12 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
     """
 
     def __init__(self, server: Server, **flower: Any) -> None:
-        least = {"min_train_nodes": 1, "min_evaluate_nodes": 1}
-        super().__init__(**{**least, "min_available_nodes": server.num_clients, **flower})
+        least = {
+            "min_train_nodes": 1,
+            "min_evaluate_nodes": 1,
+            "min_available_nodes": server.num_clients,
+        }
+        super().__init__(**least | flower)
         self.server = server
         self.clients: dict[int, Hashable] = {}  # by node id
 
@@ -443,8 +446,11 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
             client = self.clients[node]
             number = self.server.join(client)
             if here.setdefault(number, node) != node:
-                said = (
-                    "client %r: nodes %d and %d both say that they are it; the first one is heard"
+                log(
+                    WARNING,
+                    "client %r: nodes %d and %d both say that they are it; the first one is heard",
+                    client,
+                    here[number],
+                    node,
                 )
-                log(WARNING, said, client, here[number], node)
         return here

@@ -153,8 +153,10 @@ def unpack(
         parts.append((form.averaged, ops.aggregate(form.statistics, weight.to(device), index)))
     models = []
     for i, model in enumerate(form.models):
-        pieces = [cut(shapes, matrix[i]) for shapes, matrix in parts]
-        models.append(model.like({k: t for piece in pieces for k, t in piece.items()}))
+        pieces: Tensors = {}
+        for shapes, matrix in parts:
+            pieces |= cut(shapes, matrix[i])
+        models.append(model.like(pieces))
     return form.wrap(models)
 
 
@@ -226,8 +228,7 @@ def opened(value: Any, who: str) -> tuple[Tensor, Make] | None:
 
 
 def _matrix(given: Any) -> Packed:
-    found = opened(given, "uploads")
-    rows = given if found is None else found[0]
+    rows = opened(given, "uploads")[0]  # type: ignore[index]
     wanted = "floating-point rows [N, P] of at least one client"
     need(rows.is_floating_point() and len(rows), "uploads", wanted, rows)
     outer = "tensor" if isinstance(given, Tensor) else "array"
@@ -242,11 +243,10 @@ def _read(
     who: str, given: Any, every: dict[str, Any], chosen: list[str], buffers: str
 ) -> tuple[Model, Tensors, Tensors]:
     """The client's model, its tensors that are packed, and its statistics that are mixed."""
+    kind: Any = type(given)
+    statistics = {name for name in every if name.rpartition(".")[2] in STATISTICS}
     if isinstance(given, nn.Module):
         kind, statistics = given, {name for name, _ in given.named_buffers()}
-    else:
-        kind = type(given)
-        statistics = {name for name in every if name.rpartition(".")[2] in STATISTICS}
     model = Model(kind, dict(every), {})
     packed, averaged = Tensors(), Tensors()
     for name in chosen:

@@ -173,10 +173,8 @@ def isa(wanted: str | None = None) -> str | None:
     the machine has it."""
     if kernels is None:
         return None
-    said: bytes = (
-        kernels.pflcore_isa() if wanted is None else kernels.pflcore_set_isa(wanted.encode())
-    )
-    return said.decode()
+    said = kernels.pflcore_isa() if wanted is None else kernels.pflcore_set_isa(wanted.encode())
+    return str(said, "ascii")
 
 
 def backend() -> Backend:

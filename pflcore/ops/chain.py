@@ -105,7 +105,8 @@ def forward(  # noqa: C901 (a kind of layer each)
                     x = dropped(x, field[0], uniform(seeds, random, x.shape[1:]))
                 random += 1
             case "norm", [groups, share, _, weight, bias, *_]:
-                y = normed(x, groups, field[2]).flatten(2)
+                y = x.reshape(*x.shape[:2], groups, -1)
+                y = F.layer_norm(y, y.shape[-1:], eps=field[2]).flatten(2)
                 if weight >= 0:
                     scale, offset = (
                         part(at, y.shape[2] // share).repeat_interleave(share, 1)[:, None]
@@ -123,14 +124,6 @@ def dropped(x: Tensor, p: float, drawn: Tensor) -> Tensor:
     """`x` without the elements whose number from 0 to 2^24 - 1 is below `p` times 2^24, the others
     scaled up."""
     return x * (drawn >= round(p * (1 << 24))).to(x.dtype) / (1 - p) if p < 1 else x * 0
-
-
-def normed(x: Tensor, groups: int, eps: float) -> Tensor:
-    """Each sample of `x` [s, B, ...], its features in `groups`, without their mean and divided by
-    their deviation."""
-    y = x.reshape(*x.shape[:2], groups, -1)
-    gap = y - y.mean(-1, keepdim=True)
-    return gap / (gap.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
@@ -219,8 +212,9 @@ def sgd_reference(w: Tensor, *args: Any) -> Tensor:  # [S] float64, the sum of b
         )
         own_mask = mask if mask is None or mask.dim() == 1 else mask[some]
         rates = None if mu_rows is None else mu_rows.to(device)[some]
-        step = (lr, own_shift, own_mask, mu, rates, own_anchor, momentum, own, weight_decay)
-        sgd_step_(rows, grad, *step)
+        sgd_step_(
+            rows, grad, lr, own_shift, own_mask, mu, rates, own_anchor, momentum, own, weight_decay
+        )
         w[some] = rows
         if buffer is not None and own is not None:
             buffer[some] = own

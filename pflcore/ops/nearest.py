@@ -60,8 +60,8 @@ def nearest(
         search = _Search(guide, rows, min(k, n), meter(progress))
         if method == "exact":
             return search.exact()
-        many = min(n, math.isqrt(n - 1) + 1 if pivots is None else pivots)
-        return search.groups(*_groups(guide, rows, max(many, 1)))
+        many = math.isqrt(n - 1) + 1 if pivots is None else pivots
+        return search.groups(*_groups(guide, rows, many))
 
 
 def _sketch(

@@ -1,6 +1,6 @@
 """rank1_linear: a linear layer made of rank-1 factors, forward and backward, under vmap too."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,8 +70,7 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
         floating(op, name, t)
         if t.dim() < own:
             refuse(op, name, wanted, shape(t))
-        if t is not x:
-            check_same(op, "x", x, name, t)
+        check_same(op, "x", x, name, t)
     if w_b.shape[-1] != x.shape[-1]:
         refuse(op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", shape(w_b))
     if w_a.shape[-1] != w_b.shape[-2]:
@@ -153,7 +152,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w_a, lam, w_b = ctx.saved_tensors
     # a second derivative is wanted: the same formula in differentiable torch
     twice = torch.is_grad_enabled()
-    backward: Callable[..., tuple[Tensor, ...]] = backward_reference if twice else _op_backward
+    backward = backward_reference if twice else _op_backward
     grads = backward(grad, x, w_a, lam, w_b, *ctx.needs_input_grad)
     return tuple(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True))
 

@@ -357,12 +357,8 @@ def _dense(
     precise: bool,
     report: Progress,
 ) -> Tensor:  # [M, P]
-    """The sum of the blocks' sums, in float64 where there are several, as the kernel takes them."""
+    """The sum of the blocks' sums, in float64, as the kernel takes them."""
     (n, p), done = like.shape, 0
-    if n <= CHUNK:
-        (rows,) = blocks
-        report(n, n)
-        return aggregate_op(rows, weight, None, base, lr, precise=precise)
     dtype, wide = dtypes(like, base, precise)
     zero = like.new_zeros(p, dtype=wide)
     total = like.new_zeros(len(weight), p, dtype=torch.float64)

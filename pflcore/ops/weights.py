@@ -48,7 +48,7 @@ def waffle_weights(
         expect(fine, op, name, "a number from 0 to 1e100", repr(value))
     expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
     if is_int(target):
-        expect(0 <= target < n, op, "target", f"from 0 to {n - 1}", str(target))
+        expect(bool(0 <= target < n), op, "target", f"from 0 to {n - 1}", str(target))
         target = torch.full((), int(target), dtype=torch.int64, device=dist.device)
     if not isinstance(target, Tensor):
         refuse(op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError)
