@@ -44,8 +44,7 @@ def pairwise_sqdist(
     """
     op = "pairwise_sqdist"
     (a, group), (b, _) = _local(op, "a", a, group), _local(op, "b", b)
-    given: dict[str, Any] = {"a": a} if b is None else {"a": a, "b": b}
-    _agree(op, group, 0, **given)
+    _agree(op, group, 0, a=a, **({} if b is None else {"b": b}))
     out: Tensor = ops.pairwise_sqdist(a, b)
     if b is not None:
         _together(op, dist.all_reduce, out, group=group)

@@ -276,17 +276,18 @@ _HEAD = (
 )
 
 
-def _fake(kind: str) -> Callable[..., Any]:
-    """The results of a call, which begins with w and the head."""
+def _fake_sgd(w: Tensor, *args: Any) -> Tensor:
+    return w.new_empty(len(w), dtype=torch.float64)
 
-    def fake(w: Tensor, *args: Any) -> Any:
-        losses = w.new_empty(len(args[HEAD]) if kind == "eval" else len(w), dtype=torch.float64)
-        if kind == "eval":
-            right, classes = w.new_empty(len(losses), dtype=torch.bool), args[-1]
-            return losses, right, w.new_empty(len(losses) if classes else 0, classes)
-        return (w.new_empty(w.shape), losses) if kind == "grad" else losses
 
-    return fake
+def _fake_grad(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return w.new_empty(w.shape), _fake_sgd(w)
+
+
+def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    order, classes = args[HEAD], args[-1]
+    scores = w.new_empty(len(order) if classes else 0, classes)
+    return _fake_sgd(order), order.new_empty(len(order), dtype=torch.bool), scores
 
 
 _chain_sgd_ = define(
@@ -294,7 +295,7 @@ _chain_sgd_ = define(
     "Tensor? seeds, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? "
     "anchor, float momentum, float weight_decay, float clip, Tensor(b!)? grad_sum) -> Tensor",
     sgd_reference,
-    _fake("sgd"),
+    _fake_sgd,
 )
 
 
@@ -309,10 +310,10 @@ def chain_sgd_(w: Tensor, *args: Any) -> Tensor:
 chain_grad = define(
     f"chain_grad(Tensor w, {_HEAD}, Tensor size, Tensor? seeds) -> (Tensor, Tensor)",
     grad_reference,
-    _fake("grad"),
+    _fake_grad,
 )
 chain_eval = define(
     f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, Tensor)",
     eval_reference,
-    _fake("eval"),
+    _fake_eval,
 )

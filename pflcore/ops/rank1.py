@@ -174,12 +174,12 @@ class _Rank1(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+def _differentiable(*inputs: Tensor) -> Tensor:
     # these need the op to stand alone
     eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-    wanted = w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad
-    run = _Rank1.apply if eager and wanted and torch.is_grad_enabled() else _op
-    return run(x, w_a, lam, w_b)
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    run = _Rank1.apply if eager and wanted else _op
+    return run(*inputs)
 
 
 # --- vmap -------------------------------------------------------------------
