@@ -44,7 +44,8 @@ def pairwise_sqdist(
     """
     op = "pairwise_sqdist"
     (a, group), (b, _) = _local(op, "a", a, group), _local(op, "b", b)
-    _agree(op, group, 0, a=a, **({} if b is None else {"b": b}))
+    other: dict[str, Any] = {} if b is None else {"b": b}
+    _agree(op, group, 0, a=a, **other)
     out: Tensor = ops.pairwise_sqdist(a, b)
     if b is not None:
         _together(op, dist.all_reduce, out, group=group)
