@@ -100,8 +100,8 @@ class FineTune(FedProx, FedOpt):
         if self.choose == "fixed":
             last = deque(self.tried(x, clients), 1)[0]
             return last.w, last.buffers
-        w, batch_norm, best = x, clients.buffers, x.new_full((len(x), 1), -torch.inf)
-        best = filled(value(clients, x)) if self.zero else best
+        w, batch_norm = x, clients.buffers
+        best = filled(value(clients, x)) if self.zero else x.new_full((len(x), 1), -torch.inf)
         for fit in self.tried(x, clients):
             now = filled(value(clients.after(fit), fit.w))
             better = now > best
@@ -149,7 +149,7 @@ def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -
     model, size = rows if isinstance(rows, dict) else {"w": rows}, torch.zeros(len(clients.ids))
     if clients.has("val"):
         size = clients.setting.data.size("val")[clients.ids]
-    some, w, seen = size > 0, model["w"], clients
+    some, seen = size > 0, clients
     if not some.any():
         raise ValueError(
             "choose: fine-tuning is tuned on the clients' 'val' split, which these clients lack; "
@@ -160,7 +160,7 @@ def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -
     loss, right = seen.measure(model, "val", predict)
     values = -loss.double() if right is None else right
     values = values.masked_fill(loss.isnan(), -torch.inf)
-    return values.new_full((len(w),), torch.nan).masked_scatter(onto(some, values.device), values)
+    return values.new_full(some.shape, torch.nan).masked_scatter(onto(some, values.device), values)
 
 
 def accepts(
@@ -389,12 +389,12 @@ class Split(FedAvg):
 
     @property
     def traits(self) -> Traits:
-        late, policies = ("finetune_epochs", "finetune_lr"), super().traits.batch_norm
+        policies = super().traits.batch_norm
         if self.private == "body":  # the layers that statistics belong to are private
             policies = policies[::-1]
         elif self.private == "batch_norm":
             policies = ("local",)
-        return super().traits._replace(late=late, batch_norm=policies)
+        return super().traits._replace(late=("finetune_epochs", "finetune_lr"), batch_norm=policies)
 
     def columns(self, net: Net) -> Tensor:
         """Which columns are private, bool [P] on the CPU; none where a model has no batch norm."""
@@ -434,9 +434,8 @@ class Split(FedAvg):
         return new, {"delta": fit.w[:, ~private] - down["x"]}, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        w = self.joined(clients.net, down["x"], own)
         tuned = FineTune(finetune_epochs=self.finetune_epochs, finetune_lr=self.finetune_lr)
-        return tuned.model({"x": w}, own, clients)
+        return tuned.model({"x": self.joined(clients.net, down["x"], own)}, own, clients)
 
 
 @options
@@ -452,7 +451,7 @@ class FedPer(Split):
 
 
 @options
-class LGFedAvg(Split):
+class LGFedAvg(FedPer):
     """Liang et al. 2020, LG-FedAvg (Algorithm 1): the lower layers stay, the head
     theta_g <- sum_i n_i / n theta_g,i is shared.
 
@@ -460,8 +459,6 @@ class LGFedAvg(Split):
     """
 
     private: str | tuple[str, ...] = "body"  # all but the head; or "head", "batch_norm", or names
-    order: Literal["joint"] = "joint"
-    private_epochs: None = None
 
 
 @options
@@ -490,7 +487,7 @@ class FedBABU(Split):
 
 
 @options
-class FedBN(Split):
+class FedBN(FedPer):
     """Li et al. 2021, FedBN (Algorithm 1): batch norm's parameters and statistics stay, other
     layers w <- 1 / K sum_i w_i.
 
@@ -499,8 +496,6 @@ class FedBN(Split):
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
     private: str | tuple[str, ...] = "batch_norm"
-    order: Literal["joint"] = "joint"
-    private_epochs: None = None
 
 
 @options

@@ -58,10 +58,7 @@ class Ensemble(Undefended, FedOpt):
 
     k: Count = 2  # models
 
-    @property
-    def traits(self) -> Traits:
-        # each model's go with it, and are mixed as it is
-        return super().traits._replace(batch_norm=("rule",))
+    traits = Traits(batch_norm=("rule",))  # each model's go with it, and are mixed as it is
 
     def starts(self, net: Net) -> Tensor:
         """The models [k, P] before the first round; the net's own `w0` for k = 1."""
@@ -74,8 +71,13 @@ class Ensemble(Undefended, FedOpt):
         return {"x0": self.starts(net), "b0": net.b0.repeat(self.k, 1)}
 
     def init(self, x0: Tensor, n: int, b0: Tensor | None = None, **more: Tensor) -> Tensors:
-        b, pick = x0[:, :0] if b0 is None else b0, torch.zeros(n, dtype=torch.long)
-        return {"x": x0, "b": b, **self.slots(x0), "pick": pick, **more}
+        return {
+            "x": x0,
+            "b": x0[:, :0] if b0 is None else b0,
+            **self.slots(x0),
+            "pick": torch.zeros(n, dtype=torch.long),
+            **more,
+        }
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         every = torch.arange(self.k).expand(len(cohort.ids), -1)
@@ -267,13 +269,15 @@ class ClusteredFL(Undefended, FedAvg):
     linkage: Literal["complete", "single"] = "complete"
     gamma: NonNegative = 0.0  # least separation of the two halves; 0: not asked for
 
-    @property
-    def traits(self) -> Traits:
-        return super().traits._replace(reported=("cluster",))
+    traits = Traits(reported=("cluster",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        x, cluster = x0[None], torch.zeros(n, dtype=torch.long)
-        return {"x": x, "way": torch.zeros_like(x), "child": torch.tensor([-1]), "cluster": cluster}
+        return {
+            "x": x0[None],
+            "way": torch.zeros_like(x0[None]),
+            "child": torch.tensor([-1]),
+            "cluster": torch.zeros(n, dtype=torch.long),
+        }
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         return {"x": state["x"][state["cluster"][cohort.ids]]}
@@ -284,7 +288,10 @@ class ClusteredFL(Undefended, FedAvg):
         at = cluster[ids]  # the node whose model each was sent
         lost = child[at] >= 0
         for i in lost.nonzero()[:, 0].tolist():
-            cluster[ids[i]] = self.half(delta[i], state["way"], int(child[at[i]]))
+            half, way = int(child[at[i]]), state["way"]
+            rows = torch.stack([delta[i], way[half], way[half + 1]])
+            cosine = cosines(ops.pairwise_sqdist(rows), squares(rows))
+            cluster[ids[i]] = half + int(cosine[0, 1:].argmax())  # whose way is nearer
         leaves = (child < 0).nonzero()[:, 0].tolist() if cohort.round > self.first else []
         for c in leaves:
             members = (at == c).nonzero()[:, 0]  # places in the cohort
@@ -297,15 +304,9 @@ class ClusteredFL(Undefended, FedAvg):
         share = cohort.mean(self.weighting).weight
         mean = Mix(shares(F.one_hot(cluster[ids], len(x)).T * share * ~lost))
         way = torch.cat([state["way"], Mix(mean.weight[nodes:]).of(delta)])
-        changes: Changes = {"x": mean.of(delta, x, self.server_lr), "way": way, "child": child}
-        same = (cluster[:, None] == cluster[ids]) * share
-        return {**changes, "cluster": cluster}, Mix(same, rows=torch.arange(cohort.n))
-
-    def half(self, delta: Tensor, way: Tensor, child: int) -> int:
-        """The half of a split node, `child` or the next, to whose way an update [P] is nearer."""
-        rows = torch.stack([delta, way[child], way[child + 1]])
-        cosine = cosines(ops.pairwise_sqdist(rows), squares(rows))
-        return child + int(cosine[0, 1:].argmax())
+        x, same = mean.of(delta, x, self.server_lr), (cluster[:, None] == cluster[ids]) * share
+        mix = Mix(same, rows=torch.arange(cohort.n))
+        return {"x": x, "way": way, "child": child, "cluster": cluster}, mix
 
     def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         return {"cluster": self.update(state, up, cohort)[0]["cluster"]}  # a level a round

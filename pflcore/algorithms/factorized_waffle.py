@@ -45,11 +45,6 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), far)
 
 
-def harmonic(d: Tensor) -> Tensor:
-    """H_d = psi(d + 1) + Euler's constant; E[log v] = -H_d / c."""
-    return torch.digamma(d + 1) + EULER
-
-
 def kl_slope(
     logit: Tensor, log_c: Tensor, log_d: Tensor, log_rest: Tensor, alpha: Tensor, sizes: list[int]
 ) -> Tensor:
@@ -68,7 +63,8 @@ def kl_slope(
     by_p = ((1 - pi) * logit_p.exp() - pi) * (log_p < NEAR_ONE)  # at the bound nothing moves
     by_v = along(by_p.flip(1), sizes[::-1]).flip(1)  # v_k is part of every later p
     rest = 1 - alpha / c
-    by_c = 1 - alpha * harmonic(d) / c - by_v * log_v
+    harmonic = torch.digamma(d + 1) + EULER  # H_d; E[log v] = -H_d / c
+    by_c = 1 - alpha * harmonic / c - by_v * log_v
     by_s = by_v * s / (c * torch.expm1(s)) * s.exp()
     by_d = 1 - 1 / d - rest * d * torch.polygamma(1, d + 1) - by_s
     return torch.cat([pi * (1 - pi) * (logit - logit_p), by_c, by_d], 1)
@@ -215,9 +211,13 @@ class FactorizedWaffle(FedAvg):
             g[:, at] = by_strength * b
             slope[:, : len(at)] += by_strength * r * by_b
             if alone is None:
-                buffer, decay = rows.get("momentum"), t.weight_decay
                 ops.sgd_step_(
-                    x, g, clients.lr, momentum=t.momentum, buffer=buffer, weight_decay=decay
+                    x,
+                    g,
+                    clients.lr,
+                    momentum=t.momentum,
+                    buffer=rows.get("momentum"),
+                    weight_decay=t.weight_decay,
                 )
             self.move(rows, slope, clients.lr)
             return {}

@@ -135,9 +135,10 @@ class FedAvg(Algorithm):
 
     @property
     def traits(self) -> Traits:
-        required = () if self.root is None else (self.root,)
-        policies = ("average", "local") if self.defence is None else ("local",)
-        return Traits(batch_norm=policies, required=required)
+        return Traits(
+            batch_norm=("average", "local") if self.defence is None else ("local",),
+            required=() if self.root is None else (self.root,),
+        )
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         rows, mix = self.defended(up["delta"], cohort)
@@ -203,10 +204,9 @@ class QFedAvg(Undefended, FedAvg):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         share = onto(cohort.mean(self.weighting).weight, up["h"].device).to(up["h"])
-        weight: Tensor = share * up["weight"]
+        weight = share * up["weight"]
         mix = Mix(weight / (share * up["h"]).sum())
-        x = mix.of(up["delta"], state["x"], self.server_lr)[0]
-        return {"x": x}, Mix(weight.cpu())
+        return {"x": mix.of(up["delta"], state["x"], self.server_lr)[0]}, Mix(weight.cpu())
 
 
 Optimizer = Literal["sgd", "heavy_ball", "nesterov", "ema", "adam", "yogi", "adagrad"]
@@ -270,7 +270,13 @@ class FedOpt(FedAvg):
         m = b1 * state["m"] + (d if self.optimizer in ("heavy_ball", "nesterov") else (1 - b1) * d)
         if "v" not in state:
             return {"x": x + lr * (d + b1 * m if self.optimizer == "nesterov" else m), "m": m}
-        v, t = self.second(state["v"], d**2), state["t"] + 1
+        v, square, t = state["v"], d**2, state["t"] + 1
+        if self.optimizer == "adagrad":
+            v = v + square
+        elif self.optimizer == "adam":
+            v = b2 * v + (1 - b2) * square
+        else:
+            v = v - (1 - b2) * square * torch.sign(v - square)
         step = m / (v**0.5 + self.tau)
         if self.bias_correction == "keras":
             first, second = ((1 - b**t)[..., None].to(d) for b in (b1, b2))
@@ -278,14 +284,6 @@ class FedOpt(FedAvg):
                 second = torch.ones_like(second)  # a sum needs no correction
             step = m * (second**0.5 / first) / (v**0.5 + self.tau)
         return {"x": x + lr * step, "m": m, "v": v, "t": t}
-
-    def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """The second moment v [..., P] after one more square [..., P]."""
-        if self.optimizer == "adam":
-            return self.beta2 * v + (1 - self.beta2) * square
-        if self.optimizer == "adagrad":
-            return v + square
-        return v - (1 - self.beta2) * square * torch.sign(v - square)
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, **self.slots(x0)}
@@ -315,18 +313,16 @@ class FedAdam(FedOpt):
 
 
 @options
-class FedYogi(FedOpt):
+class FedYogi(FedAdam):
     """Reddi et al. 2021. See `FedOpt`."""
 
-    server_lr: NonNegative = 0.1
     optimizer: Optimizer = "yogi"
 
 
 @options
-class FedAdagrad(FedOpt):
+class FedAdagrad(FedAdam):
     """Reddi et al. 2021, with beta1 = 0 as there. See `FedOpt`."""
 
-    server_lr: NonNegative = 0.1
     optimizer: Optimizer = "adagrad"
     beta1: Momentum = 0.0
 
@@ -400,10 +396,11 @@ class Ditto(MRMTL):
     personal_epochs: Count | None = None  # epochs of v; None: the run's
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        x, lr, epochs = down["x"], self.personal_lr, self.personal_epochs
+        x = down["x"]
         # v keeps Local's shuffle, so that lam = 0 is Local bit for bit
         delta = clients.fit(x, stream="global").w.sub_(x)
-        fit = clients.fit(own["v"], Objective(prox=(self.lam, x)), lr=lr, epochs=epochs)
+        pull = Objective(prox=(self.lam, x))
+        fit = clients.fit(own["v"], pull, lr=self.personal_lr, epochs=self.personal_epochs)
         return {"v": fit.w}, {"delta": delta}, fit
 
 

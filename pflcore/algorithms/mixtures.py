@@ -2,7 +2,6 @@
 by element, FedFomo by the models that do better on its data, L2C by whose updates help.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Annotated, Literal
@@ -84,8 +83,14 @@ class APFL(FedAvg):
             else:
                 *both, slope = grad(torch.cat([w, v, alpha], 1)).split([P, P, 1], 1)
             for key, g in zip("wv", both, strict=True):
-                old, decay = rows.get(f"old {key}"), t.weight_decay
-                ops.sgd_step_(rows[key], g, lr, momentum=t.momentum, buffer=old, weight_decay=decay)
+                ops.sgd_step_(
+                    rows[key],
+                    g,
+                    lr,
+                    momentum=t.momentum,
+                    buffer=rows.get(f"old {key}"),
+                    weight_decay=t.weight_decay,
+                )
             if learns:
                 alpha.sub_(alpha_lr * (slope + self.alpha_decay * alpha)).clamp_(0, 1)
             return {}  # all of it in place
@@ -176,9 +181,13 @@ class FedALA(FedAvg):
         for epoch in range(self.most):
             if not learns.any():
                 break
-            more = Objective(loss=self.loss, extra={k: v[learns] for k, v in extra.items()})
-            some, rows, stream = part.take(learns), {"W": W[learns]}, f"W {epoch}"
-            fit = some.each_batch(rows, self.step, more, epochs=1, stream=stream)
+            fit = part.take(learns).each_batch(
+                {"W": W[learns]},
+                lambda rows, grad, _: {"W": (rows["W"] - self.eta * grad(rows["W"])).clamp(0, 1)},
+                Objective(loss=self.loss, extra={k: v[learns] for k, v in extra.items()}),
+                epochs=1,
+                stream=f"W {epoch}",
+            )
             W[learns] = fit.rows["W"]
             losses = torch.cat([losses, losses.new_zeros(len(W), 1)], 1)
             losses[learns, -1] = fit.loss
@@ -186,10 +195,6 @@ class FedALA(FedAvg):
             learns = first & learns & ((spread >= self.threshold) | (epoch < self.window))
         start = torch.cat([extra["low"], extra["theta"] + gap * W], 1)
         return start, {"W": W, "begun": begun}
-
-    def step(self, rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
-        """Eq. 5, for rows W [s, Q]."""
-        return {"W": (rows["W"] - self.eta * grad(rows["W"])).clamp(0, 1)}
 
     def loss(self, net: Net, W: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
         """f_i at the start that W [Q] makes; its gradient in W is that of Eq. 5."""
@@ -244,7 +249,8 @@ class FedFomo(Algorithm):
     )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        none, seen = torch.zeros(n, n, dtype=torch.float64), torch.zeros(n, dtype=torch.bool)
+        none = torch.zeros(n, n, dtype=torch.float64)
+        seen = torch.zeros(n, dtype=torch.bool)
         return {"w": x0.repeat(n, 1), "p": none, "weights": none, "seen": seen}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
@@ -271,8 +277,12 @@ class FedFomo(Algorithm):
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         rows, index = down["w"]
         given, index = index >= 0, index.clamp(min=0)
-        candidates = chain((rows[i] for i in index.T), [own["w"]])  # the own model last
-        a = self.gains(own["old"], candidates, clients)  # [S, m + 1]
+        before, gains = clients.loss(own["old"], "val").double(), []
+        for candidate in chain((rows[i] for i in index.T), [own["w"]]):  # the own model last
+            length = (candidate - own["old"]).square().sum(1, dtype=torch.float64).sqrt()
+            gain = (before - clients.loss(candidate, "val")) / length
+            gains.append(torch.where(length > 0, gain, 0.0))
+        a = torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)  # [S, m + 1]
         a[:, :-1] *= given
         w, better = shares(a.clamp(min=0)), (a > 0).any(1, keepdim=True)
         start = torch.where(better, w[:, -1:].to(own["w"]), 1) * own["w"]
@@ -280,16 +290,6 @@ class FedFomo(Algorithm):
         fit = clients.fit(start)
         found = a.new_zeros(len(a), clients.setting.data.n).scatter_add_(1, index, a[:, :-1])
         return {"w": fit.w, "old": start}, {"w": fit.w, "a": found}, fit
-
-    def gains(self, old: Tensor, candidates: Iterable[Tensor], clients: Clients) -> Tensor:
-        """How much loss falls per distance from `old` [S, P] to each candidate [S, P]: float64
-        [S, candidates]."""
-        before, gains = clients.loss(old, "val").double(), []
-        for c in candidates:
-            length = (c - old).square().sum(1, dtype=torch.float64).sqrt()
-            gain = (before - clients.loss(c, "val")) / length
-            gains.append(torch.where(length > 0, gain, 0.0))
-        return torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids, a = cohort.ids, up["a"].to(state["p"])
@@ -329,9 +329,14 @@ class L2C(Algorithm):
     traits = Traits(batch_norm=("local",), needs_val=True, reported=("weights",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        none, weights = torch.empty(0, dtype=torch.long), torch.zeros(n, n, dtype=torch.float64)
-        relayed = {"delta": x0.new_empty(0, len(x0)), "who": none, "round": none}
-        return {**relayed, "last": torch.zeros(n, dtype=torch.long), "weights": weights}
+        none = torch.empty(0, dtype=torch.long)
+        return {
+            "delta": x0.new_empty(0, len(x0)),
+            "who": none,
+            "round": none,
+            "last": torch.zeros(n, dtype=torch.long),
+            "weights": torch.zeros(n, n, dtype=torch.float64),
+        }
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
         zeros = torch.zeros(1, n, dtype=torch.float64, device=net.w0.device)
@@ -349,9 +354,19 @@ class L2C(Algorithm):
         (rows, index), (x, w, who) = down["delta"], self.mixed(down, own)
         # [S, M] g . delta_j
         slope = (clients.grad(x, "val") @ rows.T).double().gather(1, index.clamp(min=0))
-        new = self.adam(own, who, w * (slope - (w * slope).sum(1, keepdim=True)))
-        fit, weights = clients.fit(x), spread(who, w, own["a"].shape[1])
-        return {"w": x, **new}, {"delta": fit.w.sub_(x), "weights": weights}, fit
+        slope, n = w * (slope - (w * slope).sum(1, keepdim=True)), own["a"].shape[1]
+        # one step of Adam on the logits of those in `who`; the others' stay
+        live = spread(who, torch.ones_like(slope), n) > 0
+        d = spread(who, slope, n) + self.alpha_decay * own["a"]
+        t = own["t"] + live.any(1, keepdim=True)
+        m, v = 0.9 * own["m"] + 0.1 * d, 0.999 * own["v"] + 0.001 * d**2
+        once = t.clamp(min=1)
+        root = (v / (1 - 0.999**once)).sqrt() + 1e-8
+        moved = {"a": own["a"] - self.alpha_lr * (m / (1 - 0.9**once)) / root, "m": m, "v": v}
+        new = {k: torch.where(live, value, own[k]) for k, value in moved.items()}
+        fit = clients.fit(x)
+        up = {"delta": fit.w.sub_(x), "weights": spread(who, w, n)}
+        return {"w": x, "t": t, **new}, up, fit
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         return {"w": self.mixed(down, own)[0]}
@@ -363,20 +378,6 @@ class L2C(Algorithm):
         w = own["a"].gather(1, who.clamp(min=0)).masked_fill(who < 0, -torch.inf)
         w = w.softmax(1).nan_to_num(0.0)
         return ops.aggregate(rows, w, index.clamp(min=0), own["w"]), w, who
-
-    def adam(self, own: Tensors, who: Tensor, slope: Tensor) -> Tensors:
-        """One step of Adam on the logits of the clients `who` [S, M] along `slope` [S, M]; the
-        others' stay."""
-        n = own["a"].shape[1]
-        live = spread(who, torch.ones_like(slope), n) > 0
-        d = spread(who, slope, n) + self.alpha_decay * own["a"]
-        t = own["t"] + live.any(1, keepdim=True)
-        m, v = 0.9 * own["m"] + 0.1 * d, 0.999 * own["v"] + 0.001 * d**2
-        once = t.clamp(min=1)
-        root = (v / (1 - 0.999**once)).sqrt() + 1e-8
-        a = own["a"] - self.alpha_lr * (m / (1 - 0.9**once)) / root
-        moved = {"a": a, "m": m, "v": v}
-        return {"t": t} | {k: torch.where(live, new, own[k]) for k, new in moved.items()}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids, round = cohort.ids, torch.full_like(cohort.ids, cohort.round)

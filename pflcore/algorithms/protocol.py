@@ -75,8 +75,8 @@ class Mix(NamedTuple):
         "weight" and "index" [S]; with an index "weight" and "index" [M, K] of the clients "rows"
         [M]."""
         if self.index is not None:
-            index = cohort.ids[self.index.cpu()]
-            return {"rows": cohort.ids, "index": index, "weight": self.weight}
+            ids = cohort.ids
+            return {"rows": ids, "index": ids[self.index.cpu()], "weight": self.weight}
         if len(cohort.ids) == cohort.n:
             return {"weights": self.weight[0]}
         return {"index": cohort.ids, "weight": self.weight[0]}
@@ -96,8 +96,9 @@ class Cohort(NamedTuple):
 
     def take(self, kept: Tensor) -> Cohort:
         """The cohort without those who are not `kept`, bool [S]."""
-        lost = self.lost + int((~kept).sum())
-        return self._replace(ids=self.ids[kept], size=self.size[kept], lost=lost)
+        return self._replace(
+            ids=self.ids[kept], size=self.size[kept], lost=self.lost + int((~kept).sum())
+        )
 
     def mean(self, weighting: str = "samples") -> Mix:
         """One mean of the cohort, by samples or uniform."""

@@ -47,11 +47,14 @@ class LatestModels(Algorithm):
     traits = Traits(models={"w": "server.w"}, reported=("weights",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        norm2, last = squares(x0[None]).cpu().expand(n), torch.zeros(n, dtype=torch.long)
         weights = torch.eye(n, dtype=torch.float64)
-        distance = torch.zeros_like(weights)
-        state = {"sqdist": distance, "norm2": norm2, "last": last, "weights": weights}
-        return {"w": x0.repeat(n, 1), **state}
+        return {
+            "w": x0.repeat(n, 1),
+            "sqdist": torch.zeros_like(weights),
+            "norm2": squares(x0[None]).cpu().expand(n),
+            "last": torch.zeros(n, dtype=torch.long),
+            "weights": weights,
+        }
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids, w = cohort.ids, up["w"]  # of the cohort alone distances are taken anew
@@ -309,15 +312,15 @@ class Mocha(Algorithm):
             )
 
 
-def relation(w: Tensor, delta: float, kind: str = "omega", eps: float = 1e-8) -> Tensor:
+def relation(w: Tensor, delta: float, kind: str = "omega") -> Tensor:
     """Sigma = (W W^T)^(1/2) / trace [N, N] float64 of `w` [N, P], or Omega = ((1 - delta) Sigma +
     delta I / N)^-1.
 
-    W W^T has rank P at most: its eigenvalues are clamped to `eps` from below (Motley's value), and
+    W W^T has rank P at most: its eigenvalues are clamped to 1e-8 from below (Motley's value), and
     delta bounds Omega.
     """
     values, vectors = torch.linalg.eigh(w.double() @ w.double().T)
-    root = values.clamp(min=eps).sqrt()
+    root = values.clamp(min=1e-8).sqrt()
     root = root / root.sum()
     if kind == "omega":
         root = 1 / ((1 - delta) * root + delta / len(w))
@@ -508,7 +511,7 @@ class FedDWA(Algorithm):
         if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
             by_groups = self.search == "groups" or w.shape[1] >= LONG
             d, near = ops.nearest(guide, w, self.k, "groups" if by_groups else "exact")
-            weight, order = ops.feddwa_weights(d, min(self.k, len(w)))
+            weight, order = ops.feddwa_weights(d, self.k)
             return weight, near.gather(1, order)
         return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
 

@@ -56,12 +56,12 @@ class Scaffold(FedAvg):
 
     @property
     def traits(self) -> Traits:
-        sums = {"II": "with option 'II' divides by the sum of SGD's step sizes"}
-        whole = {"I": "with option 'I' takes whole gradients"}
+        sums = "with option 'II' divides by the sum of SGD's step sizes"
+        whole = "with option 'I' takes whole gradients"
         return super().traits._replace(
             clipped=("control", "c"),
-            only_sgd=sums.get(self.option, ""),
-            no_clip_grad=whole.get(self.option, ""),
+            only_sgd=sums if self.option == "II" else "",
+            no_clip_grad=whole if self.option == "I" else "",
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -141,8 +141,8 @@ class Waffle(Undefended, Scaffold):
 
     @property
     def traits(self) -> Traits:
-        recomputed = self.control_agg == "recompute"  # then c is made anew of what is uploaded
-        clipped = ("control",) if recomputed else ("control", "c")
+        # recomputed, c is made anew of what is uploaded
+        clipped = ("control", "c") if self.control_agg == "literal" else ("control",)
         return super().traits._replace(required=(self.target,), clipped=clipped)
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -157,9 +157,11 @@ class Waffle(Undefended, Scaffold):
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         weight, history = self.weights(state["history"], up["delta"], cohort)
         mix, before = Mix(weight[None]), None if self.control_agg == "recompute" else state["c"]
-        x = mix.of(up["delta"], state["x"], self.server_lr)[0]
-        c = mix.of(up["control"], before)[0]
-        return {"x": x, "c": c, "history": Rows(cohort.ids, history)}, mix
+        return {
+            "x": mix.of(up["delta"], state["x"], self.server_lr)[0],
+            "c": mix.of(up["control"], before)[0],
+            "history": Rows(cohort.ids, history),
+        }, mix
 
     def weights(self, history: Tensor, delta: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
         """The smoothed weights of the cohort [S], and its new history [S, 2]; both float64."""

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.ops._words import check_same, expect, is_int, matrix, shape
-from pflcore.ops.aggregate import check_aggregate
 
 __all__ = ["aggregate", "pairwise_sqdist", "to_columns", "to_rows"]
 
@@ -45,8 +44,8 @@ def pairwise_sqdist(
     """
     op = "pairwise_sqdist"
     (a, group), (b, _) = _local(op, "a", a, group), _local(op, "b", b)
-    given: dict[str, Any] = {"a": a} if b is None else {"a": a, "b": b}
-    _agree(op, group, 0, **given)
+    other: dict[str, Any] = {} if b is None else {"b": b}
+    _agree(op, group, 0, a=a, **other)
     out: Tensor = ops.pairwise_sqdist(a, b)
     if b is not None:
         _together(op, dist.all_reduce, out, group=group)
@@ -76,7 +75,6 @@ def aggregate(
     `pflcore.aggregate`.
     """
     local, _ = _local("aggregate", "updates", updates)
-    check_aggregate(local, weight, index, base, lr, None)
     out = ops.aggregate(local, weight, index, base, lr, precise=precise)
     if local is updates:
         return out

@@ -77,8 +77,8 @@ def usable(replies: list[Message], weight: str) -> list[Message]:
         m.metadata.src_node_id: _form_of(m.content, weight) for m in replies if m.has_content()
     }
     known = [form for form in forms.values() if form]
-    usual = max(known, key=known.count, default=None)
-    odd = [node for node, form in forms.items() if not form or form != usual]
+    usual = max(known, key=known.count, default=False)
+    odd = [node for node, form in forms.items() if form != usual]
     if odd:
         said = "nodes %s: no finite models of the others' tensors with %r in their replies; absent"
         log(WARNING, said, odd, weight)
@@ -136,7 +136,7 @@ def client_app(
     algorithm keeps at a client is in `Context.state`, which a simulation carries to the worker and
     back for each message.
     """
-    app, opened = ClientApp(mods=mods or []), AtHand(make).client
+    app, opened = ClientApp(mods=mods or []), at_hand(make)
 
     @app.query("pflcore")  # type: ignore[untyped-decorator]
     def who(message: Message, context: Context) -> Message:
@@ -166,26 +166,25 @@ def client_app(
     return app
 
 
-class AtHand:
-    """The clients that a process has at hand, the one last that was needed last."""
+def at_hand(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
+    """What gives the client of a node, with the state that its context holds."""
+    # what this process has at hand, with the state of a new one; last what was needed last
+    made: dict[tuple[int, int], tuple[Client, bytes]] = {}
 
-    def __init__(self, make: Callable[[Context], Client]) -> None:
-        self.make = make
-        self.made: dict[tuple[int, int], tuple[Client, bytes]] = {}  # with the state of a new one
-
-    def client(self, context: Context) -> Client:
-        """The client of a node, with the state that its context holds."""
+    def opened(context: Context) -> Client:
         key = context.run_id, context.node_id
-        if key not in self.made:
-            fresh = self.make(context)
+        if key not in made:
+            fresh = make(context)
             need(isinstance(fresh, Client), "make", "a function that gives a pflcore.Client", fresh)
-            self.made[key] = fresh, saved(fresh)
-        self.made[key] = client, first = self.made.pop(key)
-        if len(self.made) > MOST:
-            del self.made[next(iter(self.made))]
+            made[key] = fresh, saved(fresh)
+        made[key] = client, first = made.pop(key)
+        if len(made) > MOST:
+            del made[next(iter(made))]
         kept = context.state.config_records.get(STATE, {"bytes": first})
         client.load_state_dict(torch.load(io.BytesIO(kept["bytes"]), weights_only=True))
         return client
+
+    return opened
 
 
 def saved(client: Client) -> bytes:
@@ -282,8 +281,8 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
             (m.metadata.src_node_id, only_record(m, "")[1]) for m in replies if m.has_content()
         ]
         if pairs:
-            previous: dict[str, Any] = {"previous": self._last or pairs} if self._looks_back else {}
-            self.models.update(personalize(pairs, self.method, **self.chosen, **previous))
+            last: Any = (self._last or pairs) if self._looks_back else None
+            self.models.update(personalize(pairs, self.method, previous=last, **self.chosen))
             self._last.update(pairs)
         return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
 
@@ -291,9 +290,9 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         self, record: RecordDict, node_ids: list[int], message_type: str
     ) -> Iterable[Message]:
         """FedAvg's messages, each with its node's own model."""
-        own = {n: {self.arrayrecord_key: self.models[n]} for n in node_ids if n in self.models}
-        contents = {n: RecordDict({**record, **own.get(n, {})}) for n in node_ids}
-        return [Message(content, node, message_type) for node, content in contents.items()]
+        key = self.arrayrecord_key
+        each = [(node, self.models.get(node, record[key])) for node in node_ids]
+        return [Message(RecordDict({**record, key: own}), n, message_type) for n, own in each]
 
 
 def select_multikrum(
@@ -328,8 +327,7 @@ class ExactMultiKrum(MultiKrum):  # type: ignore[misc]
             log(WARNING, said, least, f, len(valid))
             return None, None
         chosen = _chosen([m.content for m in valid], f, self.num_nodes_to_select)
-        mean = FedAvg.aggregate_train(self, server_round, [valid[i] for i in chosen])
-        return mean  # type: ignore[no-any-return]
+        return FedAvg.aggregate_train(self, server_round, [valid[i] for i in chosen])  # type: ignore[no-any-return]
 
 
 WHO = "query.pflcore"  # the message that asks a node which client it is
@@ -348,8 +346,12 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
     """
 
     def __init__(self, server: Server, **flower: Any) -> None:
-        least = {"min_train_nodes": 1, "min_evaluate_nodes": 1}
-        super().__init__(**{**least, "min_available_nodes": server.num_clients, **flower})
+        least = {
+            "min_train_nodes": 1,
+            "min_evaluate_nodes": 1,
+            "min_available_nodes": server.num_clients,
+        }
+        super().__init__(**least | flower)
         self.server = server
         self.clients: dict[int, Hashable] = {}  # by node id
 
@@ -443,8 +445,11 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
             client = self.clients[node]
             number = self.server.join(client)
             if here.setdefault(number, node) != node:
-                said = (
-                    "client %r: nodes %d and %d both say that they are it; the first one is heard"
+                log(
+                    WARNING,
+                    "client %r: nodes %d and %d both say that they are it; the first one is heard",
+                    client,
+                    here[number],
+                    node,
                 )
-                log(WARNING, said, client, here[number], node)
         return here

@@ -14,7 +14,7 @@ from pflcore import ops
 from pflcore.algorithms import ALGORITHMS, algorithm_of
 from pflcore.algorithms.clusters import cosines, groups
 from pflcore.algorithms.fedavg import krum
-from pflcore.algorithms.protocol import Algorithm, Mix
+from pflcore.algorithms.protocol import Algorithm, Mix, shares, squares
 from pflcore.algorithms.relations import FedAMP, FedDWA, HeurFedAMP, LatestModels
 from pflcore.check import Buffers, Count, Names, Whole, checked, need
 from pflcore.interop.packing import Form, Models, Packed, cut, pack, unpack
@@ -172,17 +172,15 @@ def _mix(alg: Method, rows: Tensor, guides: list[Tensor], updates: bool) -> Mix:
     if isinstance(alg, FedDWA):
         return Mix(*alg.weights(guides[0], rows))
     n, sqdist = len(rows), ops.pairwise_sqdist(rows).cpu()
-    norm2 = ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0].cpu()
-    everybody = torch.ones(n, dtype=torch.bool)
+    norm2 = squares(rows).cpu()
     if isinstance(alg, Clusters):
         need(alg.k <= n, "k", f"at most {n} groups, one for each client", alg.k)
         group = groups(cosines(sqdist, norm2) if updates else -sqdist, alg.k, alg.linkage)
-        same = (group[:, None] == group).double()
-        weight = same / same.sum(1, keepdim=True)
+        weight = shares((group[:, None] == group).double())
     elif isinstance(alg, Krum):
         weight = torch.zeros(n, n, dtype=torch.float64)
         weight.index_fill_(1, alg.chosen(sqdist), 1 / alg.m)
     else:
         assert isinstance(alg, LatestModels)
-        weight = alg.mixing(sqdist, norm2, everybody)
+        weight = alg.mixing(sqdist, norm2, torch.ones(n, dtype=torch.bool))
     return Mix(weight)

@@ -153,8 +153,10 @@ def unpack(
         parts.append((form.averaged, ops.aggregate(form.statistics, weight.to(device), index)))
     models = []
     for i, model in enumerate(form.models):
-        pieces = [cut(shapes, matrix[i]) for shapes, matrix in parts]
-        models.append(model.like({k: t for piece in pieces for k, t in piece.items()}))
+        pieces: Tensors = {}
+        for shapes, matrix in parts:
+            pieces |= cut(shapes, matrix[i])
+        models.append(model.like(pieces))
     return form.wrap(models)
 
 
@@ -164,16 +166,12 @@ def form_of(uploads: Any) -> tuple[Form, list[Any]]:
     need(models, "uploads", "the models of at least one client", uploads)
     if isinstance(uploads, Mapping):
         return Form(list(uploads), "dict"), models
-    if not all(_is_pair(m) for m in models):
+    pairs = all(isinstance(m, tuple) and len(m) == 2 for m in models)
+    if not (pairs and all(isinstance(i, str | int | np.integer) for i, _ in models)):
         return Form(list(range(len(models))), "list"), models
     ids = [i for i, _ in models]
     need(len(set(ids)) == len(ids), "uploads", "each client once", ids)
     return Form(ids, "pairs"), [m for _, m in models]
-
-
-def _is_pair(model: Any) -> bool:
-    pair = isinstance(model, tuple) and len(model) == 2
-    return pair and isinstance(model[0], str | int | np.integer)
 
 
 def named(given: Any, who: str) -> dict[str, Any]:
@@ -181,7 +179,14 @@ def named(given: Any, who: str) -> dict[str, Any]:
     if isinstance(given, nn.Module):
         return dict(given.named_parameters()) | dict(given.named_buffers())
     if isinstance(given, str | Path):
-        return _of_file(given, who)
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return dict(load_file(given))
+        except (SafetensorError, OSError) as error:
+            why = str(error).rstrip(".")
+            raise ValueError(f"{who}: {given} is no whole safetensors file ({why}).") from None
     if isinstance(given, list | tuple):
         given = {str(i): v for i, v in enumerate(given)}
     if isinstance(given, Mapping) and all(isinstance(k, str) for k in given):
@@ -192,17 +197,6 @@ def named(given: Any, who: str) -> dict[str, Any]:
     refuse(who, f"{kinds}, an nn.Module or the path of a safetensors file", given)
 
 
-def _of_file(path: str | Path, who: str) -> dict[str, Any]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError) as error:
-        why = str(error).rstrip(".")
-        raise ValueError(f"{who}: {path} is no whole safetensors file ({why}).") from None
-
-
 def opened(value: Any, who: str) -> tuple[Tensor, Make] | None:
     """The tensor that `value` is, holds or makes, without a copy where that can be, and how to make
     its like; None where it is no such thing."""
@@ -211,9 +205,8 @@ def opened(value: Any, who: str) -> tuple[Tensor, Make] | None:
     if isinstance(value, Tensor):
         dense = value.layout == torch.strided and not value.is_meta and not is_lazy(value)
         need(dense, who, "a dense tensor with values", f"{value.layout} on {value.device}")
-        like: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-        extent = value.shape
-        return value.detach(), lambda t: t.detach().to(**like, copy=True).view(extent)
+        place, extent = (value.device, value.dtype), value.shape
+        return value.detach(), lambda t: t.detach().to(*place, copy=True).view(extent)
     of_flower = hasattr(value, "stype")
     if not of_flower and not isinstance(value, np.ndarray | np.generic):
         return None
@@ -235,8 +228,7 @@ def opened(value: Any, who: str) -> tuple[Tensor, Make] | None:
 
 
 def _matrix(given: Any) -> Packed:
-    found = opened(given, "uploads")
-    rows = given if found is None else found[0]
+    rows = opened(given, "uploads")[0]  # type: ignore[index]
     wanted = "floating-point rows [N, P] of at least one client"
     need(rows.is_floating_point() and len(rows), "uploads", wanted, rows)
     outer = "tensor" if isinstance(given, Tensor) else "array"
@@ -251,12 +243,11 @@ def _read(
     who: str, given: Any, every: dict[str, Any], chosen: list[str], buffers: str
 ) -> tuple[Model, Tensors, Tensors]:
     """The client's model, its tensors that are packed, and its statistics that are mixed."""
+    kind: Any = type(given)
+    statistics = {name for name in every if name.rpartition(".")[2] in STATISTICS}
     if isinstance(given, nn.Module):
-        statistics = {name for name, _ in given.named_buffers()}
-    else:
-        statistics = {name for name in every if name.rpartition(".")[2] in STATISTICS}
-    module = isinstance(given, nn.Module)
-    model = Model(given if module else type(given), dict(every), {})
+        kind, statistics = given, {name for name, _ in given.named_buffers()}
+    model = Model(kind, dict(every), {})
     packed, averaged = Tensors(), Tensors()
     for name in chosen:
         found = opened(every[name], f"{who}: {name!r}")

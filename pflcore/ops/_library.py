@@ -26,13 +26,13 @@ lib = torch.library.Library("pflcore", "FRAGMENT")
 R = TypeVar("R")
 
 
-def define(schema: str, reference: Callable[..., R], fake: Any) -> Callable[..., R]:
+def define(schema: str, reference: Callable[..., R], fake: Any = None) -> Callable[..., R]:
     """A new op `pflcore::NAME` with its reference as default body and `fake` for its result's
-    shape; returns what calls it."""
+    shape, where the reference itself would take long; returns what calls it."""
     name = schema[: schema.index("(")]
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     lib.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"pflcore::{name}", fake, lib=lib)
+    torch.library.register_fake(f"pflcore::{name}", fake or reference, lib=lib)
     op: Callable[..., R] = getattr(torch.ops.pflcore, name).default
     lib.impl(name, by_cpu(op), "MPS")
     return op
@@ -173,10 +173,8 @@ def isa(wanted: str | None = None) -> str | None:
     the machine has it."""
     if kernels is None:
         return None
-    said: bytes = (
-        kernels.pflcore_isa() if wanted is None else kernels.pflcore_set_isa(wanted.encode())
-    )
-    return said.decode()
+    said = kernels.pflcore_isa() if wanted is None else kernels.pflcore_set_isa(wanted.encode())
+    return str(said, "ascii")
 
 
 def backend() -> Backend:

@@ -74,8 +74,7 @@ def check_same(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
     if a.dtype is not b.dtype:
         wanted, remedy = f"{a.dtype} like {name}", f"use {other}.to({name}.dtype)"
         refuse(op, other, wanted, shape(b), remedy, TypeError)
-    if a.device != b.device:
-        beside(op, name, a, other, b)
+    beside(op, name, a, other, b)
 
 
 def beside(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:

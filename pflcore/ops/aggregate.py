@@ -95,13 +95,12 @@ def check_out(
         refuse(op, "out", "None in forward-mode differentiation", "a tensor", "leave out away")
     if not out.numel():
         return
-    traced = torch.compiler.is_compiling()
-    if not traced and (out.is_neg() or out.is_conj()):
+    apart(op, "out", out)
+    if torch.compiler.is_compiling():
+        return
+    if out.is_neg() or out.is_conj():
         held = "memory that holds its numbers as they are"
         refuse(op, "out", held, "the negative of other numbers")
-    apart(op, "out", out)
-    if traced:
-        return
     some = any(t is not None and t.requires_grad for t in (updates, weight, base, out))
     if some and torch.is_grad_enabled():
         came, remedy = "inputs that require grad", "leave out away or use torch.no_grad()"
@@ -145,17 +144,11 @@ def _formula(
     return (total if base is None else base.to(wide) + total).to(dtype)
 
 
-def reference(
-    updates: Tensor,
-    weight: Tensor,
-    index: Tensor | None,
-    base: Tensor | None,
-    lr: float,
-    precise: bool,
-) -> Tensor:  # [M, P]
-    """`reference_out` into a fresh result of base's dtype, or else of updates'."""
-    out = _fake(updates, weight, index, base)
-    reference_out(updates, weight, index, base, lr, precise, out)
+def reference(*args: Any) -> Tensor:  # [M, P]
+    """`reference_out` of these arguments into a fresh result of base's dtype, or else of
+    updates'."""
+    out = _fake(*args)
+    reference_out(*[*args, out])
     return out
 
 

@@ -105,7 +105,8 @@ def forward(  # noqa: C901 (a kind of layer each)
                     x = dropped(x, field[0], uniform(seeds, random, x.shape[1:]))
                 random += 1
             case "norm", [groups, share, _, weight, bias, *_]:
-                y = normed(x, groups, field[2]).flatten(2)
+                y = x.reshape(*x.shape[:2], groups, -1)
+                y = F.layer_norm(y, y.shape[-1:], eps=field[2]).flatten(2)
                 if weight >= 0:
                     scale, offset = (
                         part(at, y.shape[2] // share).repeat_interleave(share, 1)[:, None]
@@ -123,14 +124,6 @@ def dropped(x: Tensor, p: float, drawn: Tensor) -> Tensor:
     """`x` without the elements whose number from 0 to 2^24 - 1 is below `p` times 2^24, the others
     scaled up."""
     return x * (drawn >= round(p * (1 << 24))).to(x.dtype) / (1 - p) if p < 1 else x * 0
-
-
-def normed(x: Tensor, groups: int, eps: float) -> Tensor:
-    """Each sample of `x` [s, B, ...], its features in `groups`, without their mean and divided by
-    their deviation."""
-    y = x.reshape(*x.shape[:2], groups, -1)
-    gap = y - y.mean(-1, keepdim=True)
-    return gap / (gap.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 def losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
@@ -219,8 +212,9 @@ def sgd_reference(w: Tensor, *args: Any) -> Tensor:  # [S] float64, the sum of b
         )
         own_mask = mask if mask is None or mask.dim() == 1 else mask[some]
         rates = None if mu_rows is None else mu_rows.to(device)[some]
-        step = (lr, own_shift, own_mask, mu, rates, own_anchor, momentum, own, weight_decay)
-        sgd_step_(rows, grad, *step)
+        sgd_step_(
+            rows, grad, lr, own_shift, own_mask, mu, rates, own_anchor, momentum, own, weight_decay
+        )
         w[some] = rows
         if buffer is not None and own is not None:
             buffer[some] = own
@@ -282,27 +276,26 @@ _HEAD = (
 )
 
 
-def _fake(kind: str) -> Callable[..., Any]:
-    """The results of a call, which begins with w and the head."""
+def _fake_sgd(w: Tensor, *args: Any) -> Tensor:
+    return w.new_empty(len(w), dtype=torch.float64)
 
-    def fake(w: Tensor, *args: Any) -> Any:
-        losses = w.new_empty(len(args[HEAD]) if kind == "eval" else len(w), dtype=torch.float64)
-        if kind == "eval":
-            right, classes = w.new_empty(len(losses), dtype=torch.bool), args[-1]
-            return losses, right, w.new_empty(len(losses) if classes else 0, classes)
-        return (w.new_empty(w.shape), losses) if kind == "grad" else losses
 
-    return fake
+def _fake_grad(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return w.new_empty(w.shape), _fake_sgd(w)
+
+
+def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    order, classes = args[HEAD], args[-1]
+    scores = w.new_empty(len(order) if classes else 0, classes)
+    return _fake_sgd(order), order.new_empty(len(order), dtype=torch.bool), scores
 
 
 _chain_sgd_ = define(
     f"chain_sgd_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, bool drop_last, "
-    "Tensor? seeds, float lr, "
-    "Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? anchor, float momentum, float "
-    "weight_decay, float clip, "
-    "Tensor(b!)? grad_sum) -> Tensor",
+    "Tensor? seeds, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? "
+    "anchor, float momentum, float weight_decay, float clip, Tensor(b!)? grad_sum) -> Tensor",
     sgd_reference,
-    _fake("sgd"),
+    _fake_sgd,
 )
 
 
@@ -317,10 +310,10 @@ def chain_sgd_(w: Tensor, *args: Any) -> Tensor:
 chain_grad = define(
     f"chain_grad(Tensor w, {_HEAD}, Tensor size, Tensor? seeds) -> (Tensor, Tensor)",
     grad_reference,
-    _fake("grad"),
+    _fake_grad,
 )
 chain_eval = define(
     f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, Tensor)",
     eval_reference,
-    _fake("eval"),
+    _fake_eval,
 )

@@ -60,8 +60,8 @@ def nearest(
         search = _Search(guide, rows, min(k, n), meter(progress))
         if method == "exact":
             return search.exact()
-        many = min(n, math.isqrt(n - 1) + 1 if pivots is None else pivots)
-        return search.groups(*_groups(guide, rows, max(many, 1)))
+        many = math.isqrt(n - 1) + 1 if pivots is None else pivots
+        return search.groups(*_groups(guide, rows, many))
 
 
 def _sketch(
@@ -95,12 +95,8 @@ def _groups(guide: Rows, rows: Rows, many: int) -> tuple[list[Tensor], Tensor, T
     pivots = torch.cat([tensor_of(rows[c : c + 1]) for c in chosen])
 
     def distances(rows: Rows) -> Tensor:  # [N, G] float64
-        parts = [pairwise_sqdist(block, pivots) for _, block in read(rows)]
-        return (
-            torch.cat(parts or [near.new_empty(0, len(pivots)).double()])
-            .sqrt()
-            .nan_to_num(math.inf, math.inf)
-        )
+        squares = stream.pairwise_sqdist(rows, pivots).to(near.device)
+        return squares.sqrt().nan_to_num(math.inf, math.inf)
 
     to_rows = distances(rows)
     to_guides = to_rows if guide is rows else distances(guide)

@@ -1,6 +1,6 @@
 """rank1_linear: a linear layer made of rank-1 factors, forward and backward, under vmap too."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ NARROW = (torch.float32, torch.float16, torch.bfloat16)  # what autocast may cas
 _OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
 
 
-def rank1_linear(  # noqa: PLR0911 (a path each)
+def rank1_linear(
     x: Tensor,  # [..., B, I]
     w_a: Tensor,  # [O, F] or [..., O, F]
     lam: Tensor,  # [F] or [..., F]
@@ -42,14 +42,11 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
     if x.dim() == 1:
         return rank1_linear(x[None], w_a, lam, w_b).squeeze(-2)
     if forward_mode():
-        wide = [t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b)]
-        return ((wide[0] @ wide[3].mT) * wide[2][..., None, :] @ wide[1].mT).to(x.dtype)
-    inputs = ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))
+        z, a, scale, b = (t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b))
+        return (z @ b.mT * scale[..., None, :] @ a.mT).to(x.dtype)
+    inputs = list(zip((x, w_a, lam, w_b), _OWN, strict=True))
     if len(lead) <= 1 and all(t.dim() == own or t.shape[0] == lead[0] for t, own in inputs):
         return _differentiable(x, w_a, lam, w_b)
-    if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:  # nothing but a larger batch
-        y = _differentiable(x.flatten(0, -2), w_a, lam, w_b)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
     y = _differentiable(*[_flat(t, own, lead) for t, own in inputs])
     return y.reshape(*lead, *y.shape[1:])
 
@@ -73,8 +70,7 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
         floating(op, name, t)
         if t.dim() < own:
             refuse(op, name, wanted, shape(t))
-        if t is not x:
-            check_same(op, "x", x, name, t)
+        check_same(op, "x", x, name, t)
     if w_b.shape[-1] != x.shape[-1]:
         refuse(op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", shape(w_b))
     if w_a.shape[-1] != w_b.shape[-2]:
@@ -141,26 +137,11 @@ def backward_reference(
     )
 
 
-def _fake(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
-    inputs = zip((x, w_a, lam, w_b), _OWN, strict=True)
-    batch = next((t.shape[:1] for t, own in inputs if t.dim() > own), ())
-    return x.new_empty(*batch, x.shape[-2], w_a.shape[-2])
-
-
-def _fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    pairs = zip(args[:4], args[4:], strict=True)
-    return tuple(t.new_empty(t.shape if need else (0,)) for t, need in pairs)
-
-
-_op = define(
-    "rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference, _fake
-)
+_op = define("rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference)
 _op_backward = define(
     "rank1_linear_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, "
-    "bool need_a, bool need_lam, "
-    "bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool need_a, bool need_lam, bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
     backward_reference,
-    _fake_backward,
 )
 
 
@@ -171,7 +152,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w_a, lam, w_b = ctx.saved_tensors
     # a second derivative is wanted: the same formula in differentiable torch
     twice = torch.is_grad_enabled()
-    backward: Callable[..., tuple[Tensor, ...]] = backward_reference if twice else _op_backward
+    backward = backward_reference if twice else _op_backward
     grads = backward(grad, x, w_a, lam, w_b, *ctx.needs_input_grad)
     return tuple(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True))
 
@@ -193,13 +174,12 @@ class _Rank1(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+def _differentiable(*inputs: Tensor) -> Tensor:
     # these need the op to stand alone
     eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-    wanted = w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad
-    run = _Rank1.apply if eager and wanted and torch.is_grad_enabled() else _op
-    y: Tensor = run(x, w_a, lam, w_b)
-    return y
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+    run = _Rank1.apply if eager and wanted else _op
+    return run(*inputs)
 
 
 # --- vmap -------------------------------------------------------------------

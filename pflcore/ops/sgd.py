@@ -170,8 +170,7 @@ def reference(
 
 _op = define(
     "sgd_step_(Tensor(a!) w, Tensor grad, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? "
-    "mu_rows, Tensor? anchor, "
-    "float momentum, Tensor(b!)? buffer, float weight_decay) -> ()",
+    "mu_rows, Tensor? anchor, float momentum, Tensor(b!)? buffer, float weight_decay) -> ()",
     reference,
     nothing,
 )

@@ -35,33 +35,29 @@ def pairwise_sqdist(
     bits depend on nothing but its two rows, so parts of a matrix are those of the whole; on GPUs
     also on M and N, and an index of N or more, which only a CPU refuses, gives NaN.
     """
-    matrix("pairwise_sqdist", "a", a, "[M, P]")
+    op, other = "pairwise_sqdist", a if b is None else b
+    matrix(op, "a", a, "[M, P]")
     if b is not None:
-        matrix("pairwise_sqdist", "b", b, "[N, P]")
-        check_same("pairwise_sqdist", "a", a, "b", b)
+        matrix(op, "b", b, "[N, P]")
+        check_same(op, "a", a, "b", b)
         if b.shape[1] != a.shape[1]:
-            refuse("pairwise_sqdist", "b", f"P = {a.shape[1]} columns like a", shape(b))
+            refuse(op, "b", f"P = {a.shape[1]} columns like a", shape(b))
     if index is not None:
-        check_index(index, a, (a if b is None else b).shape[0])
+        whole(op, "a", a, "index", index)
+        fits = index.dim() == 2 and index.shape[0] == a.shape[0]
+        expect(fits, op, "index", f"[{a.shape[0]}, L], a list for each row of a", shape(index))
+        if concrete(index) and index.numel() and int(index.max()) >= len(other):
+            wanted = f"below {len(other)}, the number of rows"
+            do = "use a negative number for padding"
+            refuse(op, "index", wanted, str(int(index.max())), do)
     warn_once()
     if forward_mode() and len(a):
-        other = (a if b is None else b).double()
+        other = other.double()
         near = [other] * len(a) if index is None else [other[i.clamp(min=0)] for i in index]
         pairs = zip(near, a.double(), strict=True)
         out = torch.stack([(rows - row).square().sum(1) for rows, row in pairs])
         return out if index is None else torch.where(index < 0, math.inf, out)
     return _op(a, b, index)
-
-
-def check_index(index: Any, a: Tensor, n: int) -> None:
-    """The `index` of pairwise_sqdist."""
-    op = "pairwise_sqdist"
-    whole(op, "a", a, "index", index)
-    fits = index.dim() == 2 and index.shape[0] == a.shape[0]
-    expect(fits, op, "index", f"[{a.shape[0]}, L], a list for each row of a", shape(index))
-    if concrete(index) and index.numel() and int(index.max()) >= n:
-        wanted, remedy = f"below {n}, the number of rows", "use a negative number for padding"
-        refuse(op, "index", wanted, str(int(index.max())), remedy)
 
 
 def reference(

@@ -187,9 +187,9 @@ def pairwise_sqdist(
     """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile; `progress(done,
     of)` counts the rows of a, and `progress=True` shows a bar."""
     report = meter(progress)
-    for name, rows in (("a", a), *([] if b is None else [("b", b)])):
-        check_rows("pairwise_sqdist", name, rows)
     other = a if b is None else b
+    for name, rows in (("a", a), ("b", other)):
+        check_rows("pairwise_sqdist", name, rows)
     out = torch.zeros(a.shape[0], other.shape[0], dtype=torch.float64)
     for some, x in read(a):
         if b is None:
@@ -350,12 +350,8 @@ def _dense(
     precise: bool,
     report: Progress,
 ) -> Tensor:  # [M, P]
-    """The sum of the blocks' sums, in float64 where there are several, as the kernel takes them."""
+    """The sum of the blocks' sums, in float64, as the kernel takes them."""
     (n, p), done = like.shape, 0
-    if n <= CHUNK:
-        (rows,) = blocks
-        report(n, n)
-        return aggregate_op(rows, weight, None, base, lr, precise=precise)
     dtype, wide = dtypes(like, base, precise)
     zero = like.new_zeros(p, dtype=wide)
     total = like.new_zeros(len(weight), p, dtype=torch.float64)

@@ -2,7 +2,7 @@
 float64."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +38,27 @@ def waffle_weights(
     omega: Omega(r) >= 0; psi: Psi(r) >= 0, None: the same as omega. The 0.95 rule and the smoothing
     over rounds belong to the algorithm.
     """
-    psi = omega if psi is None else psi
-    goal = check_waffle(dist, target, omega, psi, tie)
+    op, psi = "waffle_weights", omega if psi is None else psi
+    floating(op, "dist", dist)
+    n = dist.shape[-1] if dist.dim() else 0
+    expect(n > 0, op, "dist", "[..., N] with N > 0", shape(dist))
+    for name, value in (("omega", omega), ("psi", psi)):
+        number(op, name, value)
+        fine = 0 <= value <= 1e100  # so that a sum of them is finite
+        expect(fine, op, name, "a number from 0 to 1e100", repr(value))
+    expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
+    if is_int(target):
+        expect(bool(0 <= target < n), op, "target", f"from 0 to {n - 1}", str(target))
+        target = torch.full((), int(target), dtype=torch.int64, device=dist.device)
+    if not isinstance(target, Tensor):
+        refuse(op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError)
+    whole(op, "dist", dist, "target", target)
+    if target.dim() and target.shape != dist.shape[:-1]:
+        refuse(op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target))
+    within(op, "target", target, n)
     warn_once()
     return _waffle(
-        dist.detach() if dist.requires_grad else dist, goal, omega, psi, tie == "uniform"
+        dist.detach() if dist.requires_grad else dist, target, omega, psi, tie == "uniform"
     )
 
 
@@ -66,30 +82,6 @@ def feddwa_weights(
         refuse("feddwa_weights", "sqdist", "at least one column", shape(sqdist))
     warn_once()
     return TopK(*_feddwa(sqdist.detach() if sqdist.requires_grad else sqdist, k))
-
-
-def check_waffle(dist: Any, target: Any, omega: float, psi: float, tie: str) -> Tensor:
-    """The arguments of waffle_weights; returns the target as a tensor."""
-    op = "waffle_weights"
-    floating(op, "dist", dist)
-    n = dist.shape[-1] if dist.dim() else 0
-    expect(n > 0, op, "dist", "[..., N] with N > 0", shape(dist))
-    for name, value in (("omega", omega), ("psi", psi)):
-        number(op, name, value)
-        fine = 0 <= value <= 1e100  # so that a sum of them is finite
-        expect(fine, op, name, "a number from 0 to 1e100", repr(value))
-    expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
-    if is_int(target):
-        expect(0 <= target < n, op, "target", f"from 0 to {n - 1}", str(target))
-        return torch.full((), int(target), dtype=torch.int64, device=dist.device)
-    if not isinstance(target, Tensor):
-        refuse(op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError)
-    whole(op, "dist", dist, "target", target)
-    if target.dim() and target.shape != dist.shape[:-1]:
-        refuse(op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target))
-    within(op, "target", target, n)
-    at: Tensor = target
-    return at
 
 
 def waffle_reference(
@@ -136,22 +128,9 @@ def feddwa_reference(
     return weight / weight.sum(1, keepdim=True), index
 
 
-def _fake_waffle(dist: Tensor, *how: Any) -> Tensor:
-    return dist.new_empty(dist.shape, dtype=torch.float64)
-
-
-def _fake_feddwa(sqdist: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    m, kept = sqdist.shape[0], min(k, sqdist.shape[1])
-    weight = sqdist.new_empty(m, kept, dtype=torch.float64)
-    return weight, sqdist.new_empty(m, kept, dtype=torch.int64)
-
-
 _waffle = define(
     "waffle_weights(Tensor dist, Tensor target, float omega, float psi, bool uniform_ties) -> "
     "Tensor",
     waffle_reference,
-    _fake_waffle,
 )
-_feddwa = define(
-    "feddwa_weights(Tensor sqdist, int k) -> (Tensor, Tensor)", feddwa_reference, _fake_feddwa
-)
+_feddwa = define("feddwa_weights(Tensor sqdist, int k) -> (Tensor, Tensor)", feddwa_reference)

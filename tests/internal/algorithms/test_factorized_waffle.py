@@ -36,7 +36,11 @@ def log_v(u, c, d):
 
 def kl_v(c, d, alpha):
     """KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and Smyth 2017)."""
-    return -(1 - alpha / c) * ibp.harmonic(d) + torch.log(c * d / alpha) - (d - 1) / d
+    return (
+        -(1 - alpha / c) * (torch.digamma(d + 1) + ibp.EULER)
+        + torch.log(c * d / alpha)
+        - (d - 1) / d
+    )
 
 
 def kl_b(logit, log_p):
