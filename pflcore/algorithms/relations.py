@@ -511,8 +511,7 @@ class FedDWA(Algorithm):
         if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
             by_groups = self.search == "groups" or w.shape[1] >= LONG
             d, near = ops.nearest(guide, w, self.k, "groups" if by_groups else "exact")
-            weight, order = ops.feddwa_weights(d, self.k)
-            return weight, near.gather(1, order)
+            return ops.feddwa_weights(d, self.k).weight, near  # which are the nearest first
         return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:

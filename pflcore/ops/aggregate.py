@@ -144,11 +144,17 @@ def _formula(
     return (total if base is None else base.to(wide) + total).to(dtype)
 
 
-def reference(*args: Any) -> Tensor:  # [M, P]
-    """`reference_out` of these arguments into a fresh result of base's dtype, or else of
-    updates'."""
-    out = _fake(*args)
-    reference_out(*[*args, out])
+def reference(
+    updates: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    base: Tensor | None,
+    lr: float,
+    precise: bool,
+) -> Tensor:  # [M, P]
+    """`reference_out` into a fresh result of base's dtype, or else of updates'."""
+    out = _fake(updates, weight, index, base)
+    reference_out(updates, weight, index, base, lr, precise, out)
     return out
 
 
