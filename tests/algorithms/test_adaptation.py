@@ -19,7 +19,6 @@ from small import (
     double,
     half_square,
     images,
-    make_setting,
     near,
     points,
     quadratics,
@@ -99,11 +98,10 @@ def test_exact_products_with_batch_norm(engine):
 def test_the_minibatches_of_per_fedavg_are_independent():
     """Two samples with optima of their own, one a minibatch: two orders for D and two for D' make
     four ways to go, D' = D only two."""
-    net, data = quadratics(t([[1.0]]), t([[0.0]]), start=[3.0], rows=2, noise=1.0)
-    s = make_setting(net, data, Training(lr=0.3, batch_size=1))
+    s = quadratics([[1.0]], [[0.0]], lr=0.3, start=[3.0], rows=2, noise=1.0)
     ways = set()
     for r in range(1, 60):
-        up = PerFedAvg().train({"x": net.w0[None]}, {}, at_work(s, round=r))[1]
+        up = PerFedAvg().train({"x": s.net.w0[None]}, {}, at_work(s, round=r))[1]
         ways.add(round(float(up["delta"]), 9))
     assert len(ways) == 4
 
