@@ -59,13 +59,23 @@ def test_golden_guidance_epoch_against_full_gradient(guidance, name):
     close(mixed(FedDWA(), up["w"], up["g"])[1], a9[f"P_{name}"])
 
 
-def test_golden_qp_of_a1():
-    a1 = GOLDEN["A1_feddwa_basic"]
-    a7 = GOLDEN["A7_qp_on_A1"]
-    w, g = t(a1["W"]), t(a1["G"])
-    x, p = mixed(FedDWAQP(k=3), w, g)
-    near(p, a7["p_simplex"], 1e-8, 1e-9)
-    near(((x - g) ** 2).sum(1), a7["residual_sq_QP"], 1e-8)
+@pytest.mark.parametrize("seed", range(15))
+def test_qp_satisfies_kkt(seed):
+    torch.manual_seed(seed)
+    m, dim = (int(torch.randint(1, n, ())) for n in (45, 60))
+    scale = 10.0 ** float(torch.randint(-6, 4, ()))
+    models = 1 + scale * torch.randn(m, dim, dtype=F64)
+    g = 1 + scale * torch.randn(1, dim, dtype=F64) * (0.1 if seed % 2 else 2)
+    if seed % 5 == 0 and m > 3:
+        models[1], models[2] = models[0], (models[0] + models[3]) / 2  # affinely dependent
+    if seed % 7 == 0:
+        g = models[-1:].clone()
+    p = spread(*FedDWAQP(k=m).weights(g, models), m)[0]
+    gap = g - models
+    slope = gap @ (p @ gap) / gap.square().sum(1).max()
+    mu = p @ slope
+    assert (slope > mu - 1e-8).all() and ((slope - mu).abs() * (p > 1e-9)).max() < 1e-8
+    assert (p > -1e-8).all() and abs(float(p.sum()) - 1) < 1e-8
 
 
 def test_qp_bridge_runs_from_eq15_to_eq12():

@@ -89,6 +89,40 @@ def test_the_first_time_ends():
 # FedFomo -------------------------------------------------------------------------------------
 
 
+def test_golden_fedfomo():
+    d1, d2 = GOLDEN["D1_fedfomo"], GOLDEN["D2_fedfomo_none_better"]
+    before, after, want = d1["loss_prev"], d1["loss_cand"], d1["L2"]
+    new, up = fomo(FedFomo(), d1["theta_prev"], d1["candidates"], before, after)
+    close(new["w"], [want["theta_new"]])
+    close(new["old"], [want["theta_new"]])
+    close(up["a"][0, :3], want["raw"][:3])
+    new, _ = fomo(FedFomo(), [0.0], [[1.0], [2.0]], d2["loss_prev"], d2["loss_cand"])
+    close(new["w"], [[2.0]])  # nothing is better: its own trained model
+
+
+def test_fedfomo_downloads_the_best_models_and_explores():
+    seen = torch.tensor([1, 1, 1, 1, 1, 0]).bool()
+    g = {"w": torch.zeros(6, 3), "seen": seen, "p": torch.zeros(6, 6, dtype=torch.float64)}
+    g["p"][0] = t([9.0, 1.0, 3.0, 2.0, -1.0, 99.0])
+
+    def sent(alg, ids, seed=0, round=1):
+        return alg.send(g, some(6, round, ids)._replace(seed=seed))["w"]
+
+    rows, index = sent(FedFomo(m=2, epsilon=0.0), [0])
+    assert index.tolist() == [[2, 3]] and rows is g["w"]
+    picks = [sent(FedFomo(m=2, epsilon=0.0), [1], i).index[0].tolist() for i in range(60)]
+    # equals are drawn; never itself, never a client that has not come yet
+    assert {i for pair in picks for i in pair} == {0, 2, 3, 4} and all(a != b for a, b in picks)
+    bold = [sent(FedFomo(m=2, epsilon=1.0, decay=1.0), [0], i).index for i in range(60)]
+    assert set(torch.cat(bold).flatten().tolist()) == {1, 2, 3, 4}
+    assert sent(FedFomo(m=2, epsilon=1.0, decay=1.0), [0], round=2).index.tolist() == [[2, 3]]
+    one, *others = (sent(FedFomo(m=2), ids).index[-1] for ids in ([3], [0, 3], [1, 2, 3]))
+    assert all(torch.equal(one, other) for other in others)  # a client's draw is its own
+    # more than there are: each gets all that there are for it
+    index = sent(FedFomo(m=50), [0, 5]).index
+    assert index.sort().values.tolist() == [[-1, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+
+
 def test_fedfomo_drops_candidates_without_distance_or_with_a_broken_loss():
     after_ = [1.0, torch.nan, -torch.inf, 0.8]
     new, up = fomo(FedFomo(), [0.0], [[0.0], [1.0], [2.0], [4.0]], 1.0, after_)
@@ -141,7 +175,9 @@ def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
         before = alg.model(down, state.clients, None)["w"]
         logits = state.clients["a"].clone()
         alike(before, torch.stack(mixed))
-        state, _ = after(alg, s, [ids], state)
+        who = alg.send(state.server, some(4, round, ids))["who"]
+        state, done = after(alg, s, [ids], state)
+        assert done.bytes_down == 4 * s.net.size * sum(len(met[i]) for i in ids) + who.nbytes
         assert torch.equal(state.clients["w"][ids], before[ids])  # a round starts there
         newest = state.server["delta"][-len(ids) :]
         for i in ids:
