@@ -1,4 +1,4 @@
-"""HypCluster, which is IFCA, ensembles and clustered FL: rounds by hand, and their laws."""
+"""HypCluster, which is IFCA, ensembles and clustered FL: their laws."""
 
 import pytest
 import torch

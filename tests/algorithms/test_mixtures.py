@@ -1,5 +1,4 @@
-"""APFL, FedALA, FedFomo and L2C: golden values and plain programs of the papers, and for each the
-law that its known bug breaks."""
+"""APFL, FedALA, FedFomo and L2C: golden values, and for each the law that its known bug breaks."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,5 +1,6 @@
-"""Golden rounds of all families, as their papers' formulas have them: of clients with quadratic
-losses (tests/golden/rounds.json), and of uploads alone (tests/golden/uploads.json)."""
+"""Golden rounds of all families, by programs of their papers' formulas that share no code with them:
+of clients with small quadratic losses (tests/golden/rounds.json), and of uploads alone
+(tests/golden/uploads.json)."""
 
 from dataclasses import replace
 
