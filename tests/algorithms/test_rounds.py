@@ -1,4 +1,4 @@
-"""Golden rounds of all families, by programs of their papers' formulas that share no code with them:
+"""Golden rounds of all families, by programs of the papers' formulas that share no code:
 of clients with small quadratic losses (tests/golden/rounds.json), and of uploads alone
 (tests/golden/uploads.json)."""
 
