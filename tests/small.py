@@ -129,6 +129,11 @@ def points(targets, lr=0.1, start=0.0, engine="loop", loss=half_square, **traini
     return by_hand(net, [(torch.ones_like(own), own) for own in y], lr, engine, **training)
 
 
+def lines(n=6, lr=0.3, **training):
+    """Clients whose losses are squares around 1 to 2."""
+    return points(torch.linspace(1, 2, n, dtype=F64), lr, **training)._replace(rounds=100)
+
+
 def quadratics(a, b, lr=0.1, start=None, engine="loop", rows=1, noise=0.0, **training):
     """Client i's loss is `sum_k a_ik (m_k - b_ik)^2 / 2`, float64; with `noise` its `rows` samples'
     b differ, their mean does not. A batch is a sample."""
