@@ -45,10 +45,12 @@ def alike(got, want):
     near(got, want, 1e-5, 1e-6)
 
 
-def some(n, round=1, ids=None):
-    """A cohort of clients with one sample each."""
+def some(n, round=1, ids=None, size=None, rounds=100):
+    """A cohort of clients with one sample each, or so many."""
     who = torch.arange(n) if ids is None else torch.tensor(ids)
-    return Cohort(who, torch.ones_like(who), n, round, 100)
+    return Cohort(
+        who, torch.ones_like(who) if size is None else torch.tensor(size), n, round, rounds
+    )
 
 
 class Scale(nn.Module):
@@ -68,23 +70,6 @@ class Scale(nn.Module):
 
 def half_square(scores, y):
     return 0.5 * ((scores - y) ** 2).sum(-1).mean()
-
-
-def quadratics(a, b, start=None, rows=1, noise=0.0):
-    """Client i's loss is `sum_k a_ik (m_k - b_ik)^2 / 2`, float64; with `noise` its `rows` samples'
-    b differ, their mean does not."""
-    a, b = a.double(), b.double()
-    n, d = a.shape
-    spread = noise * torch.linspace(-1, 1, rows, dtype=F64)[:, None]
-    x = a.sqrt().repeat_interleave(rows, 0)
-    y = x * (b[:, None] + spread).reshape(n * rows, d)
-    index = list(torch.arange(n * rows).split(rows))
-    data = Federation(
-        torch.cat([x, x]),
-        torch.cat([y, y]),
-        {"train": index, "test": [i + n * rows for i in index]},
-    )
-    return Net(Scale([0.0] * d if start is None else start), criterion=half_square), data
 
 
 def images(sizes=(7, 20, 31), shape=(6,), classes=4, seed=0):
@@ -149,6 +134,16 @@ def lines(n=6, lr=0.3, **training):
     return points(torch.linspace(1, 2, n, dtype=F64), lr, **training)._replace(rounds=100)
 
 
+def quadratics(a, b, lr=0.1, start=None, engine="loop", rows=1, noise=0.0, **training):
+    """Client i's loss is `sum_k a_ik (m_k - b_ik)^2 / 2`, float64; with `noise` its `rows` samples'
+    b differ, their mean does not. A batch is a sample."""
+    a, b = t(a), t(b)
+    x = a.sqrt()[:, None].expand(-1, rows, -1)
+    y = x * (b[:, None] + noise * torch.linspace(-1, 1, rows, dtype=F64)[:, None])
+    net = Net(Scale([0.0] * a.shape[1] if start is None else start), criterion=half_square)
+    return by_hand(net, zip(x, y, strict=True), lr, engine, **{"batch_size": 1, **training})
+
+
 class Line(nn.Module):
     """y = w x, in float64, starting at `w0`."""
 
@@ -162,11 +157,24 @@ class Line(nn.Module):
         return self.head(x)
 
 
-def regression(clients, w0=(0.0,), lr=0.1, model=None):
-    """Clients' samples x and y, by y = w x, and half the mean square."""
-    net = Net(model or (lambda: Line(w0)), half_square)
+def regression(clients, w0=(0.0,), lr=0.1, engine="vmap", **training):
+    """Clients' samples x and y, by y = w x, or where there is no w0 by a layer of one x, and half
+    the mean square."""
+    model = (lambda: nn.Linear(1, 1, dtype=F64)) if w0 is None else lambda: Line(w0)
     pairs = [(t(x).reshape(len(y), -1), t(y)[:, None]) for x, y in clients]
-    return by_hand(net, pairs, lr, "vmap")
+    return by_hand(Net(model, half_square), pairs, lr, engine, **training)
+
+
+def normed(clients, w0, **training):
+    """The same by a layer of two, batch norm and a head, whose parameters are `w0` at first."""
+
+    def model():
+        made = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+        nn.utils.vector_to_parameters(t(w0), made.parameters())
+        return made
+
+    s = regression(clients, **training)
+    return s._replace(net=Net(model, half_square))
 
 
 def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0):
@@ -252,6 +260,16 @@ def grouped(options):
 def served(alg, state, up, cohort):
     """The server's state after a round's uploads, by hand; `state` stays as it is."""
     return apply(copied(state), alg.update(state, up, cohort)[0])
+
+
+def lead(alg, x0, n, uploads):
+    """The server's state after each round of these uploads and cohorts, and whose went where."""
+    state, found = alg.init(x0, n), []
+    for up, cohort in uploads:
+        changes, mix = alg.update(state, up, cohort)
+        state = apply(copied(state), changes)
+        found.append((state, mix))
+    return found
 
 
 def fit(clients, start, **options):

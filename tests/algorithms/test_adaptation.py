@@ -4,12 +4,14 @@ import math
 import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 from methods import FineTune, KnnPer, PerFedAvg, PFedMe
 from parts.edges import normal
 from parts.rivals import GOLDEN, QUERY, Z, close
+from places import golden
 from small import (
     ENGINES,
     F64,
@@ -17,9 +19,7 @@ from small import (
     alike,
     at_work,
     double,
-    half_square,
     images,
-    make_setting,
     near,
     points,
     quadratics,
@@ -99,11 +99,10 @@ def test_exact_products_with_batch_norm(engine):
 def test_the_minibatches_of_per_fedavg_are_independent():
     """Two samples with optima of their own, one a minibatch: two orders for D and two for D' make
     four ways to go, D' = D only two."""
-    net, data = quadratics(t([[1.0]]), t([[0.0]]), start=[3.0], rows=2, noise=1.0)
-    s = make_setting(net, data, Training(lr=0.3, batch_size=1))
+    s = quadratics([[1.0]], [[0.0]], lr=0.3, start=[3.0], rows=2, noise=1.0)
     ways = set()
     for r in range(1, 60):
-        up = PerFedAvg().train({"x": net.w0[None]}, {}, at_work(s, round=r))[1]
+        up = PerFedAvg().train({"x": s.net.w0[None]}, {}, at_work(s, round=r))[1]
         ways.add(round(float(up["delta"]), 9))
     assert len(ways) == 4
 
@@ -213,27 +212,17 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
 # kNN-Per -------------------------------------------------------------------------------------
 
 
-THIRDS = [math.log(p) for p in (0.5, 0.2, 0.3)]
-TARGETS = t([0.2, 0.5, 0.4, 0.9, 0.7])
-
-
 @pytest.mark.parametrize(
-    ("scores", "loss", "y", "lam", "expected"),
-    [
-        (THIRDS, "cross_entropy", [0, 1, 1, 2, 0], 0.4, [0.4751798570, 0.3448201430, 0.18]),
-        (THIRDS, "cross_entropy", [0, 1, 1, 2, 0], 0.9, [0.4441546782, 0.5258453218, 0.03]),
-        ([0.6], half_square, TARGETS, 1.0, [0.3562050358]),
-        ([0.6], half_square, TARGETS, 0.5, [0.4781025179]),
-        ([-0.35], "hinge", [-1, 1, 1, -1, 1], 0.9, [0.0766906436]),
-        ([-0.35], "hinge", [0, 1, 1, 0, 1], 0.9, [0.0766906436]),
-    ],
+    ("scores", "loss", "y", "options", "expected"),
+    golden("votes"),
 )
-def test_the_mixture_with_the_shared_model(scores, loss, y, lam, expected):
+def test_the_mixture_with_the_shared_model(scores, loss, y, options, expected):
     """A model whose scores do not depend on x, so that only the vote does."""
     net = Net(nn.Linear(2, len(scores), dtype=F64), loss)
     w = torch.cat([torch.zeros(2 * len(scores)), t(scores)])
-    view = {"w": w, "z": Z, "y": torch.as_tensor(y), "n": torch.tensor(5)}
-    near(KnnPer(k=3, lam=lam).predict(view, net, QUERY)[0], expected, 1e-7, 5e-10)
+    labels = torch.from_numpy(np.array(y))
+    view = {"w": w, "z": Z, "y": labels, "n": torch.tensor(5)}
+    near(KnnPer(k=3, **options).predict(view, net, QUERY)[0], expected, 1e-7, 5e-10)
 
 
 @pytest.mark.parametrize("margin", [None, 0.0, 0.2])

@@ -47,6 +47,8 @@ for relation in ("omega", "sigma"):
 for optimizer in ("heavy_ball", "nesterov", "ema"):
     none = FedOpt(optimizer=optimizer, beta1=0.0, server_lr=0.7)
     LIMITS += [(none, "x", FedAvg(server_lr=0.7))]
+ball = FedOpt(optimizer="heavy_ball", beta1=0.6, server_lr=0.4)
+LIMITS += [(FedOpt(optimizer="ema", beta1=0.6), "x", ball)]
 WHOLE = [(Ditto(lam=0.3), "x", FedAvg())]  # without shuffles
 for variant in ("fo", "hf", "exact"):
     WHOLE += [(PerFedAvg(variant=variant, alpha=0.0), "x", FedAvg())]

@@ -1,7 +1,5 @@
-"""Split models against a plain torch program of each paper's algorithm, which shares no code with
-them, FedRoD against golden values, and their laws."""
+"""Laws of split models, and of FedRoD, whose losses have golden values."""
 
-import copy
 import runpy
 
 import pytest
@@ -9,15 +7,14 @@ import torch
 import torch.nn as nn
 from doors import Split, views
 from methods import FedBABU, FedBN, FedPer, FedRep, FedRoD, LGFedAvg, LocalOnly
+from parts.edges import normal, normed
 from parts.rivals import GOLDEN, close
-from parts.split import COHORTS, EPOCHS, LR, TRAINING, federation, normed
 from places import ROOT
 from small import (
     F64,
     after,
     alike,
     images,
-    make_setting,
     near,
     t,
     tiny,
@@ -32,83 +29,9 @@ from pflcore import (
     Training,
     evaluate,
 )
-from pflcore.algorithms import ALGORITHMS, FedAvg
+from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import Setup
 from pflcore.testing import check
-
-BODY = ("0.weight", "0.bias", "1.weight", "1.bias")
-HEAD = ("3.weight", "3.bias")
-PRIVATE = {"lg_fedavg": BODY, "fedbn": BODY[2:]}  # of the others the head
-EVEN = ("fedrep", "fedbn")  # the mean is not by samples
-
-
-def normal(training=TRAINING):
-    """Three clients and a model with batch norm, in float64."""
-    return make_setting(Net(normed, seed=5), federation(), training)
-
-
-def descend(model, x, y, names, epochs):
-    """Whole-batch SGD of the parameters `names`."""
-    params = dict(model.named_parameters())
-    optimizer = torch.optim.SGD([params[n] for n in names], LR)
-    for _ in range(epochs):
-        model.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-
-def trained(name, model, x, y):
-    """A client's round."""
-    if name == "fedrep":
-        kept = {n: b.clone() for n, b in model.named_buffers()}
-        descend(model, x, y, HEAD, 3)
-        model.load_state_dict(kept, strict=False)
-    parts = {"fedrep": BODY, "fedbabu": BODY}.get(name, (*BODY, *HEAD))
-    descend(model, x, y, parts, EPOCHS)
-
-
-def program(name, start, data):
-    """The method by whole modules: the server's parameters and each client's model for
-    evaluation."""
-    private = PRIVATE.get(name, HEAD)
-    server = {n: p.detach().clone() for n, p in start.named_parameters() if n not in private}
-    clients = [copy.deepcopy(start) for _ in range(3)]
-    for ids in COHORTS:
-        for i in ids:
-            clients[i].load_state_dict(server, strict=False)
-            trained(name, clients[i].train(), *data.client(i))
-        n = t([1 if name in EVEN else len(data.client(i)[1]) for i in ids])
-        states = [clients[i].state_dict() for i in ids]
-        mean = {
-            k: sum(w * s[k] for w, s in zip(n / n.sum(), states, strict=True)) for k in states[0]
-        }
-        server = {k: mean[k] for k in server}
-        if name not in PRIVATE:  # batch norm's statistics stay where its parameters do
-            running = {k: v for k, v in mean.items() if "running" in k}
-            for c in clients:
-                c.load_state_dict(running, strict=False)
-    for i, model in enumerate(clients):
-        model.load_state_dict(server, strict=False)
-        if name == "fedbabu":
-            descend(model.train(), *data.client(i), (*BODY, *HEAD), 4)
-    return server, [c.eval() for c in clients]
-
-
-@pytest.mark.parametrize("name", ["fedper", "lg_fedavg", "fedrep", "fedbabu", "fedbn"])
-def test_golden_presets(name):
-    """Three rounds, of which two lack somebody: the shared columns, the private ones and every
-    client's own scores."""
-    options = {"fedrep": {"private_epochs": 3}, "fedbabu": {"finetune_epochs": 4}}
-    alg = ALGORITHMS[name](**options.get(name, {}))
-    s = normal()
-    state, _ = after(alg, s, COHORTS)
-    server, clients = program(name, s.net.module, s.data)
-    near(state.server["x"], torch.cat([v.flatten() for v in server.values()]), 1e-10)
-    view, local = views(alg, state, s)
-    for i, model in enumerate(clients):
-        near(view["w"][i], s.net.row(model), 1e-10)
-        scores = local.scores(view, "test", alg.predict)[i][0]
-        near(scores, model(s.data.client(i, "test")[0]), 1e-9, 1e-11)
 
 
 def test_the_documents_fedper_is_ours():
@@ -163,14 +86,13 @@ def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
 
 
 def test_a_frozen_part_never_moves_not_even_by_adamw():
-    decayed = Training(lr=0.01, batch_size=4, local_optimizer="adamw", weight_decay=0.1)
-    s = normal(training=decayed)
+    s = normal(lr=0.01, batch_size=4, local_optimizer="adamw", weight_decay=0.1)
     alg = FedBABU(finetune_epochs=0)
     state, _ = after(alg, s, 2)
     x, h = s.net.split(s.net.w0)
     assert not state.clients and (state.server["x"] != x).all()
     w = views(alg, state, s)[0]["w"]
-    assert torch.equal(w, s.net.join(state.server["x"], h.expand(3, -1)))
+    assert torch.equal(w, s.net.join(state.server["x"], h.expand(s.data.n, -1)))
 
 
 def test_the_contract_with_batch_norm():

@@ -10,24 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from methods import LocalOnly, Scaffold, Waffle, WeightErosion
 from places import golden
-from small import (
-    ENGINES,
-    F64,
-    after,
-    alike,
-    at_work,
-    double,
-    make_setting,
-    near,
-    play,
-    quadratics,
-    served,
-    some,
-    t,
-    tiny,
-)
+from small import F64, after, alike, at_work, lead, near, play, quadratics, some, t, tiny
 
-from pflcore import Evaluation, Net, Robustness, Simulation, Training
+from pflcore import Evaluation, Robustness, Simulation
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import begin
 from pflcore.testing import check
@@ -39,13 +24,6 @@ OPTIONS = pytest.mark.parametrize("option", ["mean_grad", "II", "I"])
 
 def close(got, want, atol=1e-9):
     near(got, want, 0, atol)
-
-
-def squares(a, b, lr=0.1, epochs=1, rounds=10, start=None, **training):
-    """Client i's loss is a_i (m - b_i)^2 / 2."""
-    net, data = quadratics(t(a)[:, None], t(b)[:, None], start)
-    t_ = Training(lr=lr, batch_size=1, epochs=epochs, **training)
-    return make_setting(net, data, t_, rounds)
 
 
 # WAFFLE's weights ----------------------------------------------------------------------------
@@ -74,29 +52,13 @@ def test_globalities_that_cannot_be_and_a_warning():
         after(Waffle(target=2), tiny(), [[0, 1]])
 
 
-@dataclass(frozen=True)
-class FixedDistances(Waffle):
-    """WAFFLE whose clients' updates lie at given distances from the target's: no training."""
-
-    d: tuple[float, ...] = ()
-
-    def train(self, down, own, clients):
-        delta = t(self.d)[clients.ids, None]
-        return own, {"delta": delta, "control": delta}, clients.fit(down["x"])
-
-
 def sequence(d, rounds, upto=None, **options):
-    """The unsmoothed and the smoothed weights of each round."""
-    s = squares([1.0] * len(d), [0.0] * len(d), rounds=rounds)
-    found = play(FixedDistances(d=tuple(d), **options), s, upto)
-    return [(s.server["history"][:, 0].tolist(), done.mix.weight[0].tolist()) for s, done in found]
-
-
-def test_golden_weights_with_another_target_and_a_history():
-    history = torch.full((5, 2), 0.2, dtype=F64)
-    delta = t([[3], [1.5], [0], [0.5], [6]])
-    smooth, history = Waffle(target=2).weights(history, delta, some(5, 40))
-    close(torch.stack([history[:, 0], smooth]), GOLDEN["another_target"])
+    """The unsmoothed and the smoothed weights of each round of clients whose updates lie at given
+    distances from the target's."""
+    up = dict.fromkeys(("delta", "control"), t(d)[:, None])
+    cohorts = [some(len(d), r, rounds=rounds) for r in range(1, (upto or rounds) + 1)]
+    found = lead(Waffle(**options), t([0.0]), len(d), [(up, cohort) for cohort in cohorts])
+    return [(state["history"][:, 0].tolist(), mix.weight[0].tolist()) for state, mix in found]
 
 
 @pytest.mark.parametrize(("do", "golden"), GOLDEN["sequences"])
@@ -117,95 +79,19 @@ def test_ties_and_no_power_left():
 def test_absence_is_no_unlikeness_for_waffle():
     """Equal clients, a quarter of 12 a round: attended rounds alone count, so the target's weight
     is what one round gives it."""
-    alg = Waffle(omega=lambda r, rounds: 0.9)
-    state = begin(alg, Net(nn.Linear(8, 1)), 12).server
-    found = []
+    rounds = []
     for round in range(1, 61):
         ids = [0, *sorted((1 + torch.randperm(11)[:2]).tolist())]
-        cohort = some(12, round, ids)._replace(rounds=1000)
         up = {"delta": torch.randn(3, 9), "control": torch.zeros(3, 9)}
-        weights = alg.update(state, up, cohort)[1].weight[0]
-        state = served(alg, state, up, cohort)
-        near(weights.sum(), 1)
-        found.append([float(weights[0]), float(state["history"][0, 0]) * 12 / 3])
-    smoothed, alone = t(found).mean(0)
-    near(smoothed, alone, 0, 0.03)
-
-
-# golden rounds -------------------------------------------------------------------------------
-
-
-@MODES
-@pytest.mark.parametrize("option", ["mean_grad", "II"])
-def test_golden_waffle_from_end_to_end(option, mode):
-    s = squares([1.0, 2, 0.5], [1.0, -2, 0.5], epochs=2)
-    found = play(Waffle(control_agg=mode, option=option), s, 3)
-    rows = [torch.cat([s.server["x"], s.server["c"], done.mix.weight[0]]) for s, done in found]
-    close(torch.stack(rows), GOLDEN["waffle_rounds"][mode])
-    own = [s.clients["c"][:, 0] for s, _ in found[:2]]
-    close(torch.stack(own), GOLDEN["waffle_controls"])
-
-
-@pytest.mark.parametrize("option", ["mean_grad", "II"])
-def test_golden_rounds_of_scaffold(option):
-    s = squares([1.0, 2], [1.0, -2], epochs=2)
-    found = [state for state, _ in play(Scaffold(option=option), s, 3)]
-    rows = [torch.cat([s.server["x"], s.server["c"], s.clients["c"][:, 0]]) for s in found]
-    close(torch.stack(rows), GOLDEN["scaffold_rounds"], 1e-12)
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.5])
-def test_option_one_is_the_gradient_at_the_servers_model(decay):
-    """Weight decay is a part of it: at m = .5 decay adds .25."""
-    s = squares([1.0, 2], [1.0, -2], epochs=2, start=[0.5], weight_decay=decay)
-    (one, _), (two, _) = play(Scaffold(option="I"), s, 2)
-    for x, state in ((0.5, one), (float(one.server["x"]), two)):
-        near(state.clients["c"][:, 0], [x - 1 + decay * x, 2 * (x + 2) + decay * x])
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [(1, 1.0), (2, 2.9), (40, 311.3302794647), (188, 1790.0000002248)],
-)
-def test_with_momentum_option_two_divides_by_the_effective_steps(steps, expected):
-    """A constant gradient of -1 moves a client by lr * K_eff, so option II recovers it."""
-    s = squares([1e-12], [1e12], epochs=steps, momentum=0.9)
-    state, _ = after(Scaffold(option="II"), s)
-    assert float(state.server["x"]) == pytest.approx(0.1 * expected, rel=1e-7)
-    assert float(state.clients["c"]) == pytest.approx(-1, rel=1e-7)
+        rounds.append((up, some(12, round, ids, rounds=1000)))
+    found = lead(Waffle(omega=lambda r, rounds: 0.9), torch.zeros(9), 12, rounds)
+    weights = torch.stack([mix.weight[0] for _, mix in found])
+    near(weights.sum(1), torch.ones(60))
+    alone = torch.stack([state["history"][0, 0] * 12 / 3 for state, _ in found])
+    near(weights[:, 0].mean(), alone.mean(), 0, 0.03)
 
 
 # what a control variate is -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "training",
-    [{"epochs": 2}, {"weight_decay": 0.1}, {"schedule": lambda r, n: 0.25}],
-    ids=lambda v: next(iter(v)),
-)
-@ENGINES
-def test_the_new_control_variate_is_the_mean_minibatch_gradient(engine, training):
-    """And an update is the change of the control variate, -K lr (c + c_i' - c_i)."""
-    s = double(tiny(engine=engine, **training))
-    c, ci = 0.1 * torch.randn(2, 3, s.net.size, dtype=F64)
-    c = c[:1].expand(3, -1)
-    x = s.net.w0.expand(3, -1)
-    decay = s.training.weight_decay
-
-    def update(rows, grad, k):
-        g = grad(rows["w"]) + decay * rows["w"]
-        w = rows["w"] - lr * (g - rows["ci"] + rows["c"])
-        return {"w": w, "sum": rows["sum"] + g, "steps": rows["steps"] + 1}
-
-    lr = at_work(s).lr
-    zero = torch.zeros_like(ci)
-    rows = {"w": x, "c": c, "ci": ci, "sum": zero, "steps": zero[:, :1]}
-    end = at_work(s).each_batch(rows, update).rows
-    for option in ("II", "mean_grad"):
-        own, up, _ = Scaffold(option=option).train({"x": x, "c": c}, {"c": ci}, at_work(s))
-        near(own["c"], end["sum"] / end["steps"], 1e-9, 1e-11)
-        near(up["control"], own["c"] - ci)
-        near(up["delta"], -end["steps"] * lr * (c + up["control"]), 1e-9, 1e-11)
 
 
 @OPTIONS
@@ -240,10 +126,9 @@ def test_alone_or_without_the_others_it_is_local_training():
 def test_a_clipped_round_leaves_scaffold_its_optimum(alg):
     """What the server did not take of a control variate the client does not keep, so c is their
     mean, and x goes where it would."""
-    net, data = quadratics(t([[1], [2], [4]]), t([[9], [-2], [3]]))
-    training = Training(lr=0.05, batch_size=1, epochs=3)
+    s = quadratics([[1], [2], [4]], [[9], [-2], [3]], lr=0.05, epochs=3)
     how = {"robustness": Robustness(clip=0.5), "evaluation": Evaluation(every=0)}
-    run = Simulation(alg, net, data, training, rounds=200, **how)
+    run = Simulation(alg, s.net, s.data, s.training, rounds=200, **how)
     history = run.run()
     assert history.rounds[0]["clipped"] and not history.rounds[150]["clipped"]
     if type(alg) is Scaffold:
@@ -281,14 +166,12 @@ def test_even_weights_are_scaffold_and_all_weight_on_the_target_its_local_traini
 
 def test_only_recompute_reaches_the_targets_optimum():
     """A change of weights leaves its mark on literal c: the gap to the target's own c freezes."""
-    gen = torch.Generator().manual_seed(0)
-    a = 0.5 + torch.rand(6, 3, generator=gen)
-    b = torch.randn(6, 3, generator=gen)
-    s = make_setting(*quadratics(a, b), Training(lr=0.1, batch_size=1, epochs=5), 200, "vmap")
+    b = torch.randn(6, 3)
+    s = quadratics((0.5 + torch.rand(6, 3)).tolist(), b.tolist(), engine="vmap", epochs=5)
     error = {}
     gap = {}
     for mode in ("recompute", "literal"):
-        found = [state for state, _ in play(Forced(even=20, control_agg=mode), s)]
+        found = [state for state, _ in play(Forced(even=20, control_agg=mode), s, 200)]
         error[mode] = [float((found[r - 1].server["x"] - b[0]).norm()) for r in (40, 100, 200)]
         gap[mode] = [float((f.server["c"] - f.clients["c"][0]).norm()) for f in found[19:30]]
     assert error["recompute"][2] < 1e-12 and gap["recompute"][1:] == [0.0] * 10
@@ -304,28 +187,14 @@ def test_the_contract_with_c_as_printed():
 # Weight Erosion ------------------------------------------------------------------------------
 
 
-def eroded(updates, rounds, sizes=None, **options):
-    """The weights and the step of each round of given updates [rounds, clients, P]."""
-    n = len(updates[0])
-    alg = WeightErosion(**options)
-    state = alg.init(torch.zeros_like(updates[0, 0]), n)
-    found = []
-    for round, delta in enumerate(updates, 1):
-        cohort = some(n, round)._replace(rounds=rounds)
-        passes = torch.tensor([(round - 1) * 32 // size for size in sizes or [1 << 20] * n])
-        new = served(alg, state, {"delta": delta, "passes": passes}, cohort)
-        found.append((new["alpha"], new["x"] - state["x"]))
-        state = new
-    return found
-
-
-@pytest.mark.parametrize(("p_s", "golden"), GOLDEN["weight_erosion"])
-def test_golden_rounds_of_weight_erosion(p_s, golden):
-    updates = t([[[3.0, 4.0], [3.0, 4.5], [0.0, 0.0], [-3.0, -4.0]]] * 5)
-    found = eroded(updates, 5, (100, 100, 64, 100), p_d=0.1, p_s=p_s)
-    for r, alpha, step in golden:
-        close(found[r - 1][0], alpha, 1e-12)
-        close(found[r - 1][1], step)
+def eroded(updates, **options):
+    """The weights after each round of given updates [rounds, clients, P], and the last model."""
+    n, rounds, passes = len(updates[0]), len(updates), torch.zeros(len(updates[0]))
+    ups = [{"delta": delta, "passes": passes} for delta in updates]
+    cohorts = [some(n, r, rounds=rounds) for r in range(1, rounds + 1)]
+    x0 = torch.zeros_like(updates[0, 0])
+    found = lead(WeightErosion(**options), x0, n, zip(ups, cohorts, strict=True))
+    return torch.stack([state["alpha"] for state, _ in found]), found[-1][0]["x"]
 
 
 def test_passes_are_counted_in_the_chosen_unit():
@@ -343,24 +212,8 @@ def test_passes_are_counted_in_the_chosen_unit():
     st.floats(0, 3),
 )
 def test_any_updates_give_weights(updates, p_d, p_s):
-    ((alpha, x),) = eroded(t([updates]), 10, p_d=p_d, p_s=p_s)
+    (alpha,), x = eroded(t([updates]), p_d=p_d, p_s=p_s)
     assert ((alpha >= 0) & (alpha <= 1)).all() and alpha[0] == 1 and x.isfinite().all()
-
-
-def test_a_target_that_stands_still():
-    """|delta_target| = 0: who stands still too keeps its weight, everybody else loses it all,
-    unless nothing erodes."""
-    for p_d, last in ((0.1, 0), (0.0, 1), (None, 1)):
-        assert eroded(t([[[0], [0], [1]]]), 1, p_d=p_d)[0][0].tolist() == [1, 1, last]
-
-
-def test_an_absent_client_keeps_its_weight_and_those_present_share_the_whole():
-    alg = WeightErosion(p_d=0.25)
-    state = {**alg.init(t([0.0]), 3), "alpha": t([1, 0.4, 0.75])}
-    up = {"delta": t([[1], [2]]), "passes": torch.zeros(2)}
-    new = served(alg, state, up, some(3, ids=[0, 2]))
-    near(new["alpha"], [1, 0.4, 0.5])
-    near(new["x"], [(1 + 0.5 * 2) / 1.5])
 
 
 @pytest.mark.parametrize("growth", [0.0, 1.0, 4.0])
@@ -368,5 +221,5 @@ def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth):
     """The median's weight runs out after 0.8 R rounds, the farthest's before, the nearest's not."""
     rounds = torch.arange(1, 51)[:, None, None]
     updates = 1 + t([[0], [1], [2], [3]]) * (1 + growth * rounds / 50)
-    gone = torch.stack([alpha < 1e-9 for alpha, _ in eroded(updates, 50)])
+    gone = eroded(updates)[0] < 1e-9
     assert gone.sum(0).tolist()[:3] == [0, 0, 11] and gone[30, 3]

@@ -1,7 +1,7 @@
 """What the tests of factorized waffle share."""
 
 import torch.nn as nn
-from small import after, images, make_setting, wide
+from small import images, make_setting, wide
 
 from pflcore import Net, Training
 from pflcore.nn import factorize
@@ -21,9 +21,3 @@ def setting(engine="vmap", **training):
     how = Training(**{"lr": 0.1, "batch_size": 8, "epochs": 2, **training})
     net = Net(lambda: factorize(model(), (4, 3)), seed=1)
     return make_setting(net, federation(), how, 6, engine, workers=1)
-
-
-def play(alg, s, rounds=2, ids=(0, 1, 2)):
-    state, done = after(alg, s, [ids] * rounds)
-    assert not done.dropped
-    return state

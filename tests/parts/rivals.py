@@ -6,7 +6,6 @@ import torch
 from places import golden
 from small import near, t
 
-from pflcore import ops
 from pflcore.algorithms import Pool
 
 GOLDEN = golden("feddwa_family")
@@ -16,24 +15,6 @@ Z, QUERY = t([[0, 0], [1, 0], [0, 2], [3, 1], [2, 2]]), t([[0.5, 0.25]])
 
 def close(got, want, rtol=1e-8, atol=1e-10):
     near(got, want, rtol, atol)
-
-
-def everybody(n):
-    return torch.ones(n, dtype=torch.bool)
-
-
-def mixing(alg, w):
-    return alg.mixing(ops.pairwise_sqdist(w), (w.double() ** 2).sum(1), everybody(len(w)))
-
-
-def tree(x, cluster):
-    """Clustered FL's state of clusters that have not split."""
-    return {
-        "x": x,
-        "way": torch.zeros_like(x),
-        "child": torch.full((len(x),), -1),
-        "cluster": cluster,
-    }
 
 
 # FedFomo --------------------------------------------------------------------

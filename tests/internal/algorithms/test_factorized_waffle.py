@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from doors import strengths, views
 from methods import FactorizedWaffle
-from parts.factorized_waffle import play, setting
+from parts.factorized_waffle import setting
 from places import golden
-from small import copied
+from small import after, copied
 from small import near as close
 
 from pflcore import evaluate
@@ -141,19 +141,19 @@ def test_a_round_is_what_the_paper_says(engine, preset):
     alg = FactorizedWaffle(preset=preset, lr_var=0.5 if preset == "recommended" else None)
     for client in range(3):
         want_w, want_q = by_hand(alg, s, client)
-        state = play(alg, s, 1, [client])
+        state = after(alg, s, [[client]])[0]
         close(state.server["x"], want_w, 1e-9, 1e-11)
         close(state.clients["q"][client], want_q, 1e-9, 1e-11)
 
 
 def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
     s = setting()
-    far = play(FactorizedWaffle(lr_var=50.0), s, 3).clients["q"].chunk(3, 1)
+    far = after(FactorizedWaffle(lr_var=50.0), s, 3)[0].clients["q"].chunk(3, 1)
     assert [part.abs().max() for part in far] == list(ibp.BOUNDS)
     fresh = FactorizedWaffle().newcomer({}, s.net, 1)["q"]
 
     def moved(alg):
-        return float((play(alg, s, 3).clients["q"] - fresh)[:, :7].abs().mean())
+        return float((after(alg, s, 3)[0].clients["q"] - fresh)[:, :7].abs().mean())
 
     assert moved(FactorizedWaffle(preset="paper_literal")) < 0.05 < 0.2 < moved(FactorizedWaffle())
 
@@ -163,7 +163,7 @@ def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
 
 def test_evaluation_modes():
     s, alg = setting(), FactorizedWaffle()
-    state = play(alg, s, 3)
+    state, _ = after(alg, s, 3)
     at, pi = strengths(s.net), state.clients["q"][:, :7].sigmoid()
     x, y = s.data.client(1, "test")
 
@@ -190,7 +190,7 @@ def test_evaluation_modes():
 
 def test_clients_that_never_trained():
     s, alg = setting(), FactorizedWaffle()
-    state = play(alg, s, 3, [0, 1])
+    state, _ = after(alg, s, [[0, 1]] * 3)
     before = copied(state)
 
     def b(never, **more):

@@ -6,9 +6,8 @@ import types
 import pytest
 import torch
 from methods import Ditto, FedBABU, FedBN, FedDWA, FedPer, FedRep, HypCluster, LGFedAvg
-from parts.edges import normal
-from parts.split import TRAINING, federation, normed
-from parts.user import Mine, simulation
+from parts.edges import normal, normed
+from parts.user import TRAINING, Mine, simulation
 from small import copied, images, tiny_model
 
 from pflcore import Hardware, Net, Simulation, cross_silo, for_everyone, tune
@@ -58,13 +57,12 @@ def test_each_method_has_its_policy_and_only_what_it_knows():
 
 @pytest.mark.parametrize("alg", [FedPer(), FedRep(), LGFedAvg(), FedBABU(), FedBN()])
 def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
-    data = federation()
-    history = Simulation(
-        alg, normed, data.subset([0, 1]), TRAINING, rounds=2, hardware=Hardware(workers=1)
-    ).run()
+    s = normal()
+    how = {"rounds": 2, "hardware": Hardware(workers=1)}
+    history = Simulation(alg, normed, s.data.subset([0, 1]), s.training, **how).run()
     state, everybody = grown(alg, copied(history.state), history.model(0).net, 2)
     assert not everybody and len(state.clients.get("h", state.batch_norm)) == 3
-    model = history.adapt(data.client(2), rounds=3)
+    model = history.adapt(s.data.client(2), rounds=3)
     private = alg.columns(model.net)
     if alg.order == "body":
         assert (model.view_w != history.model(0).view_w).any()

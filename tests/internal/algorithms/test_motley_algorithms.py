@@ -56,21 +56,6 @@ def test_the_stability_criterion_is_the_spectral_radius():
 
 
 # kNN-Per --------------------------------------------------------------------
-VOTES = {
-    "exp": [0.4379496425, 0.5620503575, 0],
-    "inverse": [0.4334356493, 0.5665643507, 0],
-    "gauss_dim": [0.4498162177, 0.5501837823, 0],
-}
-
-
-def test_the_vote_of_three_neighbours():
-    for kernel, expected in VOTES.items():
-        weight, near = neighbours(QUERY, Z, 5, 3, kernel)
-        assert set(near[0].tolist()) == {0, 1, 2}
-        labels = torch.tensor([0, 1, 1, 2, 0])[near[0]]
-        close(torch.zeros(3, dtype=F64).index_add(0, labels, weight[0]), expected)
-
-
 def test_far_points_few_points_and_equal_points():
     far = torch.tensor([[800.0], [801.0], [803.0]], dtype=F64)
     weight, _ = neighbours(torch.zeros(1, 1, dtype=F64), far, 3, 3)

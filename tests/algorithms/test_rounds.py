@@ -1,0 +1,68 @@
+"""Golden rounds of all families, by programs of the papers' formulas that share no code:
+of clients with small quadratic losses (tests/golden/rounds.json), and of uploads alone
+(tests/golden/uploads.json)."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from places import golden
+from small import ENGINES, after, joined, near, normed, points, quadratics, regression, some, t
+
+from pflcore import evaluate
+from pflcore.algorithms import ALGORITHMS, apply
+from pflcore.simulation.round import Setup
+
+CLIENTS = {f.__name__: f for f in (normed, points, quadratics, regression)}
+ROUNDS, UPLOADS = golden("rounds"), golden("uploads")
+
+
+def compare(found, wanted, case):
+    """Everything that is wanted, within the tolerance of its place."""
+    for where, values in wanted["then"].items():
+        for key, value in values.items():
+            near(found[where][key], value, *case.get("tolerance", {}).get(where, ()))
+
+
+@ENGINES
+@pytest.mark.parametrize("name", ROUNDS)
+def test_golden_rounds(name, engine):
+    """The schedule gives a quarter of the learning rate, by which it is the one that is said."""
+    case = ROUNDS[name]
+    kind, given = case["clients"]
+    s = CLIENTS[kind](**given, engine=engine)
+    quarter = replace(s.training, lr=4 * s.training.lr, schedule=lambda round, rounds: 0.25)
+    s = s._replace(training=quarter)
+    for options in case["options"]:
+        alg = ALGORITHMS[case["method"]](**options)
+        state = joined(alg, s)
+        for where, tensors in case.get("start", {}).items():
+            getattr(state, where).update({k: t(v) for k, v in tensors.items()})
+        for want in case["rounds"]:
+            state, done = after(alg, s, [want.get("ids", range(s.data.n))], state)
+            found = {
+                **vars(state),
+                "done": vars(done),
+                "evaluation": evaluate(Setup(alg, s), state),
+            }
+            found["report"] = alg.report(state.server, done.mix, done.cohort)
+            compare(found, want, case)
+
+
+@pytest.mark.parametrize("name", UPLOADS)
+def test_golden_uploads(name):
+    def tensors(lists):
+        return {k: torch.from_numpy(np.array(v)) for k, v in lists.items()}
+
+    case = UPLOADS[name]
+    options = {k: t(v) if isinstance(v, list) else v for k, v in case["options"].items()}
+    alg = ALGORITHMS[case["method"]](**options)
+    state = alg.init(t(case["x0"]), case["n"]) | tensors(case.get("start", {}))
+    for want in case["rounds"]:
+        cohort = some(case["n"], **want.get("cohort", {}))
+        down = alg.send(state, cohort)
+        changes, mix = alg.update(state, tensors(want["up"]), cohort)
+        state = apply(state, changes)
+        found = {"down": down, "state": state, "report": alg.report(state, mix, cohort)}
+        compare(found, want, case)
