@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from bench import table
-from bench.problem import Facts, Problem, Size, absent, parsed
+from bench.problem import Absent, Calls, Facts, Problem, Size, parsed
 from pflcore.check import need
 
 Op = Literal[
@@ -90,7 +90,7 @@ def sizes(names: Iterable[str], quick: bool) -> Iterator[tuple[str, Size]]:
 
 def problems(todo: Iterable[tuple[str, Size]], device: str = "cpu") -> Iterator[Problem]:
     """These ops at these sizes; without a provider that runs where the memory is too small."""
-    none = {"": absent("not enough free memory")}
+    none: Calls = {"": Absent("not enough free memory")}
     for name, size in todo:
         with torch.device(device):
             made = suite(name).problem(size)

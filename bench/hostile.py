@@ -116,20 +116,19 @@ def waffle(seeds: int = 1) -> int:
         found = played(ALGORITHMS[name](), data, attack, bad, [TARGET], **more)
         return found.mean(0).tolist()  # type: ignore[no-any-return]
 
-    clean = {name: f"{mean(name, None, ())[0]:.0f}" for name in names}
+    clean = {name: mean(name, None, ()) for name in names}
     table = Table("attack", *(f"{name}, {b}" for name in names for b in (0, *counts)))
     shares = [" | ".join(["attack", *(f"{b} bad" for b in counts)])]
     for attack, clip in ((None, None), *((a, None) for a in ATTACKS), ("scale", CLIP)):
-        label, absent = f"{attack}, clip={clip:g}" if clip else attack, attack is None
-        cells, weights = [], []
-        for name in names:
-            how = {"absent": absent, "clip": clip}
-            found = [mean(name, attack, NEAREST[:b], **how) for b in counts]
-            cells += [clean[name], *(f"{accuracy:.0f}" for accuracy, _ in found)]
-            if name == "waffle":
-                honest = [mean(name, None, NEAREST[:b]) for b in counts] if absent else found
-                weights = [f"{share:.1f}" for _, share in honest]
+        label, how = f"{attack}, clip={clip:g}" if clip else attack, {"clip": clip}
+        found = {
+            name: [mean(name, attack, NEAREST[:b], absent=attack is None, **how) for b in counts]
+            for name in names
+        }
+        cells = [f"{v:.0f}" for name in names for v, _ in (clean[name], *found[name])]
         table.add(label or "they are absent", *cells)
+        honest = found["waffle"] if attack else [mean("waffle", None, NEAREST[:b]) for b in counts]
+        weights = [f"{share:.1f}" for _, share in honest]
         shares.append(" | ".join([label or "they are honest", *weights]))
     print("", *markdown(shares), sep="\n")
     return 0
@@ -138,23 +137,18 @@ def waffle(seeds: int = 1) -> int:
 def inputs(seeds: int = 1) -> int:
     """Bad inputs tried by the tests, by kind, and how many tests found that something was lost."""
 
-    class Lost:
-        count = 0
-        tried: dict[str, int]
-
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            self.count += report.failed
-
+    class Seen:
         def pytest_sessionfinish(self, session: pytest.Session) -> None:
-            self.tried = dict(session.items[0].module.TRIED)  # type: ignore[attr-defined]
+            self.lost = session.testsfailed
+            self.tried: dict[str, int] = session.items[0].module.TRIED  # type: ignore[attr-defined]
 
-    lost, words = Lost(), ["-q", "--no-header", "-p", "no:cacheprovider", str(BAD_CLIENTS)]
-    status = pytest.main(words, plugins=[lost])
+    seen, words = Seen(), ["-q", "--no-header", "-p", "no:cacheprovider", str(BAD_CLIENTS)]
+    status = pytest.main(words, plugins=[seen])
     if status not in (0, 1):
         raise SystemExit(f"{BAD_CLIENTS}: its tests cannot be run, pytest ends with {status}.")
-    kinds = ", ".join(f"{k} {v}" for k, v in lost.tried.items())
-    print(f"bad inputs tried: {sum(lost.tried.values())} ({kinds}), lost: {lost.count}")
-    return lost.count
+    kinds = ", ".join(f"{k} {v}" for k, v in seen.tried.items())
+    print(f"bad inputs tried: {sum(seen.tried.values())} ({kinds}), lost: {seen.lost}")
+    return seen.lost
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ FedDWA's Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +23,6 @@ from pflcore.train.net import Net
 from pflcore.train.training import Training
 from pflcore.train.workers import Workers, one_thread
 
-T = TypeVar("T")
 MIB = 2**20
 
 
@@ -75,33 +75,26 @@ def cost(
     data = held_out(data) if held else data
     s = Setting(net, data, Training(1e-3, batch_size), Engine("loop"), Inline(1), 0, 2)
     state, _ = step(Setup(algorithm, s), begin(algorithm, net, n), everybody)
-    with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
-        algorithm, spent = _with_counter(algorithm, counter)
-        _, done = step(Setup(algorithm, s), state, everybody)
+    algorithm, spent = _with_counters(algorithm)
+    _, done = step(Setup(algorithm, s), state, everybody)
     row, (down, up) = net.size * net.w0.element_size(), (done.bytes_down / n, done.bytes_up / n)
     client = spent["train"] / n * samples / each
     return Cost(down / row, up / row, down + up, client, spent["send"] + spent["update"])
 
 
-def _with_counter(
-    algorithm: Algorithm, counter: FlopCounterMode
-) -> tuple[Algorithm, dict[str, float]]:
+def _with_counters(algorithm: Algorithm) -> tuple[Algorithm, dict[str, float]]:
     """The algorithm, and the operations of its hooks: MOCHA's W W^T is no client's work, a look
     whether uploads are finite no method's."""
-    spent = dict.fromkeys(("train", "send", "update"), 0.0)
+    heard, spent = copy.copy(algorithm), dict.fromkeys(("train", "send", "update"), 0.0)
 
-    def counted(name: str, hook: Callable[..., T]) -> Callable[..., T]:
-        def call(*args: Any, **kwargs: Any) -> T:
-            before = counter.get_total_flops()
-            out = hook(*args, **kwargs)
-            spent[name] += counter.get_total_flops() - before
-            return out
+    def counted(name: str, *args: Any) -> Any:
+        with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
+            out = getattr(algorithm, name)(*args)
+        spent[name] += counter.get_total_flops()
+        return out
 
-        return call
-
-    heard = copy.copy(algorithm)
     for name in spent:
-        object.__setattr__(heard, name, counted(name, getattr(algorithm, name)))  # it is frozen
+        object.__setattr__(heard, name, partial(counted, name))  # it is frozen
     return heard, spent
 
 

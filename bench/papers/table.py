@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bench.papers.plan import Plan
@@ -40,14 +39,15 @@ def summary(
 
 def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
     """One row per setting, method and variant."""
-    return [_row(plan, runs, *key) for key in runs]
+    return [_row(plan, runs, key) for key in runs]
 
 
-def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> Facts:
+def _row(plan: Plan, runs: Runs, key: Key) -> Facts:
     """Means over seeds; accuracies in percent. `best` is the best round's mean over clients,
     selected on test data as in the papers, `by_size` the same weighted by test samples, `final` the
     last round's."""
-    mine, m = runs[setting, method, variant], plan["methods"][method]
+    (setting, method, variant), mine = key, runs[key]
+    m = plan["methods"][method]
     measure = next((r.measure for r in mine if r.evaluations), "accuracy")
     scale = 100.0 if measure == "accuracy" else 1.0
     before, trained = (
@@ -127,16 +127,13 @@ def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> flo
     first = next((run for run in of_setting if len(run.evaluations) > 1), None)
     if first is None:
         return None
-    up = measure == "accuracy"
-    goal = goal_of(metrics.mean(first.last(measure)), up)
-    curves = [zip(*curve(run, measure), strict=True) for run in mine]
-    sent = [bytes_to_reach(values, at, goal, up) for _, at, values in curves]
+    sign, near = (1, 0.98) if measure == "accuracy" else (-1, 1.02)
+    goal = sign * near * metrics.mean(first.last(measure))
+    sent = [
+        next((at for _, at, value in curve(run, measure) if sign * value >= goal), None)
+        for run in mine
+    ]
     return None if None in sent else metrics.mean(sent)
-
-
-def goal_of(value: float, higher_is_better: bool) -> float:
-    """Near enough to a result: 2 % worse."""
-    return value * (0.98 if higher_is_better else 1.02)
 
 
 def verdicts(plan: Plan, rows: Sequence[Row]) -> list[tuple[bool, str]]:
@@ -183,12 +180,10 @@ def table(plan: Plan, rows: Sequence[Row]) -> str:
         for r in mine:
             of.setdefault(r["method"], {})[r["variant"]] = r
         body = [_cells(each, variants, up, select) for each in of.values()]
-        columns = [c for c in body[0] if c == "method" or {cells[c] for cells in body} - {"", "-"}]
         # NaN for one client
         whose = "mean over clients" if some["std"] == some["std"] else "of the target alone"
         unit = "accuracy in percent" if up else "loss"
-        chosen = [columns, *([cells[c] for c in columns] for cells in body)]
-        lines += [f"{heading(mine[0])}; test {unit}, {whose}", "", *markdown(chosen), ""]
+        lines += [f"{heading(mine[0])}; test {unit}, {whose}", "", *of_cells(body), ""]
         lines += [
             f"{r['method']}, moved far: {whom}; look at the data or set clip.\n"
             for r in mine
@@ -207,18 +202,6 @@ def about(plan: Plan) -> list[str]:
     return [plan["about"], ""] if plan["about"] else []
 
 
-def subpopulations(values: Tensor, group: Sequence[int]) -> dict[str, float]:
-    """ "majority", "minority" (means over the clients whose `group` [n] is 0 and 1), "gap", and
-    "variance" over all (ddof = 0).
-
-    For accuracies in percent the gap is in points and the variance in percent squared (Hao et al.
-    2020, Table 2).
-    """
-    major, minor = (metrics.mean(values[torch.tensor(group) == g]) for g in (0, 1))
-    variance = metrics.std(values) ** 2
-    return {"majority": major, "minority": minor, "gap": major - minor, "variance": variance}
-
-
 def largest_share(cluster: Sequence[int]) -> float:
     """Share of the clients in the largest cluster; `cluster [n]` holds each client's cluster id,
     negative for none."""
@@ -226,14 +209,10 @@ def largest_share(cluster: Sequence[int]) -> float:
     return max(sizes.values()) / sizes.total() if sizes else math.nan
 
 
-def bytes_to_reach(
-    curve: Sequence[float], sent: Sequence[int], goal: float, higher_is_better: bool = True
-) -> int | None:
-    """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is
-    better); None if never. `sent` [T] is cumulative, one entry per value of `curve` [T]."""
-    sign = 1 if higher_is_better else -1
-    reached = (total for v, total in zip(curve, sent, strict=True) if sign * v >= sign * goal)
-    return next(reached, None)
+def of_cells(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Markdown of rows by column, the columns that some row has something for."""
+    kept = [c for c in rows[0] if c in ("method", "") or {r[c] for r in rows} - {"", "-"}]
+    return markdown([kept, *([r[c] for c in kept] for r in rows)])
 
 
 def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
