@@ -54,23 +54,12 @@ from pflcore.data.roles import SHARES, Protocol, cross_device, cross_silo, every
 from pflcore.results.record import plain
 from pflcore.train import Training
 from pflcore.train.random import STREAM
+from pflcore.tuning import Candidate
 
 PLANS = Path(__file__).resolve().parent / "plans"
 Plan = Mapping[str, Any]
-EMPTY: Facts = {
-    **dict.fromkeys(("about", "paper", "takes"), ""),
-    **{k: {} for k in ("options", "training", "model_options", "settings", "methods", "costs")},
-    **{k: {} for k in ("equal_compute", "reported", "expected", "checks")},
-    "seeds": [0],
-    "against": None,
-    "groups": False,
-    "like": None,
-}
-METHOD = {"algorithm", "options", "training", "grid", "before", "rounds", "looks_ahead"}
-METHOD |= {"state_of", "vary", "sizes"}
-OF_SETTING = ("partition_options", "protocol", "training", "model_options", "method_options")
-CHECKS = {"tolerance", "hurt", "largest", "below", "above"}
-PROTOCOL = {"cross-silo": {"val", "test"}, "cross-device": {"train", "val", "test", "seed"}}
+KEYS: Facts = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
+EMPTY: Facts = KEYS["plan"]  # every key of a plan, without anything in it
 
 
 @dataclass(frozen=True)
@@ -111,13 +100,11 @@ class Task:
         words = json.dumps(plain([what, dict(self.roles), base, STREAM]), sort_keys=True)
         return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
-    def at(self, point: Mapping[str, Any]) -> Task:
-        """The run at a grid's point."""
-        prefix = "training."
-        training = {k.removeprefix(prefix): v for k, v in point.items() if k.startswith(prefix)}
-        hyper = {k: v for k, v in point.items() if not k.startswith(prefix)}
-        how, hyper = replace(self.job.training, **training), {**self.job.hyper, **hyper}
-        return replace(self, job=replace(self.job, training=how, hyper=hyper), grid={})
+    def at(self, point: Candidate) -> Task:
+        """The run at a point of its grid."""
+        hyper = {k: v for k, v in point.options.items() if not k.startswith("training.")}
+        job = replace(self.job, training=point.training, hyper={**self.job.hyper, **hyper})
+        return replace(self, job=job, grid={})
 
     def protocol(self) -> Protocol:
         """Its data, and who trains, chooses and is reported."""
@@ -167,7 +154,7 @@ def complete(plan: Plan) -> Facts:
     some = plan["methods"] and (plan["settings"] or plan["costs"])
     need(some, "plan", "methods and settings (or costs), see bench.papers.plan", [*plan["methods"]])
     for key in (k for k, empty in EMPTY.items() if empty == {}):
-        _known(key, plan[key], {"options": own, "checks": CHECKS}.get(key, plan[key]))
+        _known(key, plan[key], {"options": own, "checks": KEYS["checks"]}.get(key, plan[key]))
     seeds, methods = plan["seeds"], plan["methods"]
     whole = isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)
     need(whole, "seeds", "a list of whole numbers, at least one", seeds)
@@ -177,21 +164,21 @@ def complete(plan: Plan) -> Facts:
         need(differ, what, "names that differ as files' names", names)
     trained: set[str] = set()  # of the methods above
     for name, m in methods.items():
-        _known(f"method {name!r}", m, METHOD)
+        _known(f"method {name!r}", m, KEYS["method"])
         for key in {"state_of", "before"} & {*m}:
             words = f"{key} to be a method above it that is trained itself"
             need(m[key] in trained, f"method {name!r}", words, m[key])
         if "state_of" not in m:
             trained.add(name)
-    for what in CHECKS - {"tolerance"}:
+    for what in {*KEYS["checks"]} - {"tolerance"}:
         _known(f"{what} of checks", plan["checks"].get(what, {}), methods)
     for name, s in plan["settings"].items():
-        _known(f"setting {name!r}", s, own | {*OF_SETTING})
+        _known(f"setting {name!r}", s, own | {*KEYS["setting"]})
         _known(f"method_options of {name!r}", s.get("method_options", {}), methods)
         if (roles := s.get("protocol")) is not None:
-            kind = roles.get("kind", "") if isinstance(roles, Mapping) else ""
-            need(kind in PROTOCOL, "protocol", f"the kind {' or '.join(PROTOCOL)}", roles)
-            _known(f"protocol of {name!r}", roles, {"kind", *PROTOCOL[kind]})
+            kinds, kind = KEYS["protocol"], isinstance(roles, Mapping) and roles.get("kind")
+            need(kind in kinds, "protocol", f"the kind {' or '.join(kinds)}", roles)
+            _known(f"protocol of {name!r}", roles, {"kind", *kinds[kind]})
     return plan
 
 
@@ -221,14 +208,9 @@ def shortened(plan: Plan, rounds: int) -> tuple[Facts, list[str]]:
             said.append(
                 f"{name}: {options['warm']} warm rounds of {rounds}, as {warm} of {planned}."
             )
-    whole = {
-        "options": plan["options"] | {"rounds": rounds},
-        "settings": {name: own(s) for name, s in plan["settings"].items()},
-        "methods": methods,
-        "expected": {},
-        "checks": {},
-    }
-    return {**plan, **whole}, said
+    settings = {name: own(s) for name, s in plan["settings"].items()}
+    parts = {"options": plan["options"] | {"rounds": rounds}, "settings": settings}
+    return {**plan, **parts, "methods": methods, "expected": {}, "checks": {}}, said
 
 
 def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
@@ -267,7 +249,7 @@ def tasks(
     bases = {m.get("state_of") for m in plan["methods"].values()}
     for setting in chosen("settings", plan, settings):
         own = dict(plan["settings"][setting])
-        cut, roles, common, shape, theirs = (own.pop(k, None) or {} for k in OF_SETTING)
+        cut, roles, common, shape, theirs = (own.pop(k, None) or {} for k in KEYS["setting"])
         asked = Options(**{**plan["options"], **own, **options})
         shape = {**plan["model_options"], **shape}
         trained: dict[tuple[str, str, int], Task] = {}

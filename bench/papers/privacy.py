@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from operator import getitem
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -445,9 +445,7 @@ def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
     apart = [v - v.mean(1, keepdim=True) for v in (a, b)]
     correlation = F.cosine_similarity(apart[0], apart[1])
 
-    def local(v: Tensor) -> Tensor:
-        return F.avg_pool2d(v, 7, 1)
-
+    local = partial(F.avg_pool2d, kernel_size=7, stride=1)
     u, w = local(made), local(real)
     uu, ww, uw = local(made * made) - u * u, local(real * real) - w * w, local(made * real) - u * w
     c, d = (0.01 * span) ** 2, (0.03 * span) ** 2

@@ -117,7 +117,7 @@ class Reproduction:
             folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
             say=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
         )
-        return [t.at(tuned.best.candidate.options) for t in group]
+        return [t.at(tuned.best.candidate) for t in group]
 
     def run(self, task: Task) -> Run:
         """The run's record, played now unless it is there already."""
@@ -182,7 +182,7 @@ class Reproduction:
         """The record of this very run, if it is whole (all rounds, or stopped because it diverged),
         with the states that it must keep."""
         path = self.folder / task.path
-        if not path.is_file() or not path.stat().st_size:
+        if not path.is_file():
             return None
         run = next(iter(read(path)), Run())
         if run.header and run.header.get("digest") != task.digest:

@@ -18,7 +18,7 @@ from bench.papers.plan import slug
 from bench.papers.runs import Reproduction
 from bench.papers.table import Row, by_setting, curve
 from bench.problem import Facts
-from pflcore import FedAvg, Federation, metrics
+from pflcore import FedAvg, metrics
 from pflcore.data.federation import permutation
 from pflcore.data.roles import Protocol
 from pflcore.results import pictures
@@ -43,7 +43,7 @@ def results(setup: Setup, state: State, protocol: Protocol) -> Tensor:
     return values.get("accuracy", values["loss"])
 
 
-def out_of_distribution(protocol: Protocol, size: int = 1000, seed: int = 13) -> Federation:
+def out_of_distribution(protocol: Protocol, size: int = 1000) -> Protocol:
     """Everybody reported is evaluated on one sample, drawn without replacement from all their test
     samples (Motley, section 4.1).
 
@@ -56,10 +56,15 @@ def out_of_distribution(protocol: Protocol, size: int = 1000, seed: int = 13) ->
         for i, rows in enumerate(data.index[split]):
             y[rows] = data.labels(i, split)
     pool = torch.cat([data.index["test"][i] for i in mine]).unique()
-    pool = pool[permutation(len(pool), seed)[:size].to(pool.device)].sort().values
+    pool = pool[permutation(len(pool), 13)[:size].to(pool.device)].sort().values
     test = [pool if i in mine else pool[:0] for i in range(data.n)]
-    name = f"{data.name}, out of distribution"
-    return replace(data, y=y, relabel=None, index={**data.index, "test": test}, name=name)
+    name, index = f"{data.name}, out of distribution", {**data.index, "test": test}
+    return replace(protocol, data=replace(data, y=y, relabel=None, index=index, name=name))
+
+
+def both(setup: Setup, state: State, protocol: Protocol) -> list[Tensor]:
+    """The results in and out of distribution."""
+    return [results(setup, state, p) for p in (protocol, out_of_distribution(protocol))]
 
 
 def vary(
@@ -74,26 +79,15 @@ def vary(
             "option: expected one that can be varied after training "
             f"({', '.join(late) or 'none'}), got {option!r}."
         )
-    other = replace(protocol, data=out_of_distribution(protocol))
     made = [(c, setup._replace(algorithm=replace(setup.algorithm, **{option: c}))) for c in choices]
-    return [Point(c, *(results(s, state, p) for p in (protocol, other))) for c, s in made]
+    return [Point(c, *both(s, state, protocol)) for c, s in made]
 
 
-def by_size(
-    setup: Setup, state: State, protocol: Protocol, fractions: Sequence[float] = (1.0, 0.5, 0.25)
-) -> dict[float, Tensor]:
-    """Results with the first part of each reported client's personalization set, its test samples
-    unchanged (Motley, Fig. 7c)."""
-    return {f: results(setup, state, protocol.keep(f)) for f in fractions}
-
-
-def by_evaluation(
-    setup: Setup, state: State, protocol: Protocol, fractions: Sequence[float] = (1.0, 0.25)
-) -> dict[float, Tensor]:
+def by_evaluation(setup: Setup, state: State, protocol: Protocol) -> dict[float, Tensor]:
     """What personalization changes for each client, measured on the first part of its test samples
     (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
     plain, found = setup._replace(algorithm=FedAvg()), {}
-    for f in fractions:
+    for f in (1.0, 0.25):
 
         def first(n: int, part: float = f) -> dict[str, Tensor]:
             return {"test": torch.arange(math.ceil(part * n))}
@@ -166,8 +160,9 @@ def _trained(
         simulation, p = made.simulation(task)
         setup, state, path = simulation.setup, states[-1][3], f"{stem}-{slug(method)}"
         if m.get("sizes"):
-            found = by_size(setup, state, p)
-            fewer[method] = {f: metrics.mean(v) for f, v in found.items()}
+            # the first part of each reported client's personalization set (Motley, Fig. 7c)
+            by = {f: results(setup, state, p.keep(f)) for f in (1.0, 0.5, 0.25)}
+            fewer[method] = {f: metrics.mean(v) for f, v in by.items()}
         if m.get("sizes") and "state_of" in m:
             found = by_evaluation(setup, state, p)
             gains = {f"{f:.0%} of the test samples": gain for f, gain in found.items()}
@@ -176,16 +171,15 @@ def _trained(
             points = vary(setup, state, p, option, choices)
             hurt = [metrics.hurt(q.own, before[method], unit == "accuracy") for q in points]
             means = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
-            by = [(*q[:2], h) for q, h in zip(means, hurt, strict=True)]
-            figures.option(by, f"{path}-{option}.png", option, unit)
+            each = [(*q[:2], h) for q, h in zip(means, hurt, strict=True)]
+            figures.option(each, f"{path}-{option}.png", option, unit)
             if option != "finetune_lr":
                 spread[method] = means
         if "vary" in m and method not in spread:
-            other = replace(p, data=out_of_distribution(p))
-            own, others = (metrics.mean(results(setup, state, q)) for q in (p, other))
+            own, others = map(metrics.mean, both(setup, state, p))
             spread[method] = [(method, own, others)]
     figures.distributions(spread, f"{stem}-distributions.png", unit)
-    parts = {m: sorted((100 * f, v) for f, v in by.items()) for m, by in fewer.items()}
+    parts = {m: sorted((100 * f, v) for f, v in of.items()) for m, of in fewer.items()}
     what = "personalization set used, %"
     figures.curves(parts, f"{stem}-sizes.png", what, f"mean {unit}")
     return {"distributions": spread, "sizes": fewer}

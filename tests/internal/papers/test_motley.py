@@ -83,7 +83,7 @@ def test_in_and_out_of_distribution_by_hand():
     on everybody's samples."""
     p, setting, state = majority_setting()
     own = (p.report % 2).double()
-    pool = study.out_of_distribution(p).client(int(p.report[0]), "test")[1].double().mean()
+    pool = study.out_of_distribution(p).data.client(int(p.report[0]), "test")[1].double().mean()
     assert pool.item() == pytest.approx(own.mean().item())
     before, tuned = study.vary(Setup(FineTune(), setting), state, p, "finetune_epochs", (0, 2))
     assert (before.value, tuned.value) == (0, 2) and tuned.own.isnan().sum() == 4
@@ -97,7 +97,7 @@ def test_in_and_out_of_distribution_by_hand():
 
 def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
     p = cross_device(federation(relabel=True), 6, 3, 3)
-    some, whole = (study.out_of_distribution(p, size=size) for size in (10, 10**6))
+    some, whole = (study.out_of_distribution(p, size).data for size in (10, 10**6))
     report, own, label = p.report.tolist(), p.data.index["test"], {}
     for i in report:
         label |= dict(zip(own[i].tolist(), p.data.labels(i, "test").tolist(), strict=True))
@@ -119,9 +119,10 @@ def test_smaller_personalization_sets_reach_the_algorithm():
             seen.append(clients.size.tolist())
             return super().model(down, own, clients)
 
-    found = study.by_size(Setup(Spy(lam=1.0), setting), state, p)
+    setup = Setup(Spy(lam=1.0), setting)
+    found = [study.results(setup, state, p.keep(f)) for f in (1.0, 0.5, 0.25)]
     assert seen == [[4] * 4, [2] * 4, [1] * 4]
-    assert all(v[p.report].tolist() == [1.0] * 4 for v in found.values())
+    assert all(v[p.report].tolist() == [1.0] * 4 for v in found)
 
 
 def test_smaller_test_sets_show_other_changes():
@@ -133,7 +134,7 @@ def test_smaller_test_sets_show_other_changes():
         y[test[i]] = torch.where(torch.arange(len(test[i])) == 0, i % 2, 1 - i % 2)
     p = replace(p, data=replace(p.data, y=y))
     setup = Setup(FineTune(finetune_epochs=2), setting._replace(data=p.data))
-    found = study.by_evaluation(setup, state, p, (1.0, 0.25))
+    found = study.by_evaluation(setup, state, p)
     count = int(test.size[p.report[0]])
     for f, n in ((1.0, count), (0.25, -(-count // 4))):
         # untuned, everybody is given the first class; tuned, its own
