@@ -66,8 +66,9 @@ def limits() -> dict[str, float]:
     return {"read": moved, "write": moved, "fma": 2 * instructions, "sub_fma": 1.5 * instructions}
 
 
-def of_the_card(quick: bool) -> Iterator[Problem]:
-    """FedDWA's server step, and a whole round."""
+def problems(quick: bool) -> Iterator[Problem]:
+    """Those of `pflcore bench` and their large sizes, FedDWA's server step, and a whole round."""
+    yield from bench.problems([*bench.sizes(OPS, quick), *([] if quick else LARGE)], CARD)
     n, p = 100, 10**6 if quick else 10**7
     with torch.device(CARD):
         rows = [models(n, p, seed=seed) for seed in range(2)] if fits(4 * n * p) else []
@@ -96,11 +97,6 @@ def whole_round(n: int = 100, count: int = 600) -> Problem:
 
     calls = {"pflcore": lambda: next(rounds), "one after another": one_by_one}
     return Problem("LeNet-5 round", {"N": n, "n": count, "B": 32, "backward": 1}, calls)
-
-
-def problems(quick: bool) -> Iterator[Problem]:
-    yield from bench.problems([*bench.sizes(OPS, quick), *([] if quick else LARGE)], CARD)
-    yield from of_the_card(quick)
 
 
 def main() -> None:

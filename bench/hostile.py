@@ -16,23 +16,34 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
 import torch
-from torch import nn
 from tyro.conf import Positional
 
 from bench.problem import parsed
 from bench.table import Table, markdown
-from pflcore import Evaluation, Hardware, Robustness, Simulation, Training
-from pflcore.algorithms import ALGORITHMS, Algorithm
-from pflcore.algorithms.fedavg import COUNTING, Defence, FedAvg
+from pflcore import (
+    ALGORITHMS,
+    Adversary,
+    Algorithm,
+    Evaluation,
+    FedAvg,
+    Federation,
+    Hardware,
+    Robustness,
+    Simulation,
+    Training,
+)
+from pflcore.algorithms.fedavg import COUNTING, Defence
 from pflcore.check import Count
-from pflcore.data import Federation, federation_of
+from pflcore.data import federation_of
+from pflcore.nn.models import model_for
 from pflcore.results.record import group
-from pflcore.simulation.settings import Adversary, Attack
+from pflcore.simulation.settings import Attack
 
 ATTACKS, DEFENCES = get_args(Attack), get_args(Defence)
 N, ROUNDS, TRAINING = 10, 20, Training(lr=0.1, batch_size=20)
@@ -43,10 +54,6 @@ TARGET, NEAREST = 0, (1, 9, 2, 8)
 HOLDS, POINTS = "multi_krum", 5.0
 CLIP = 1.0
 BAD_CLIENTS = Path(__file__).parent.parent / "tests" / "simulation" / "test_bad_clients.py"
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def played(
@@ -64,7 +71,7 @@ def played(
     for seed, federation in enumerate(data):
         run = Simulation(
             algorithm,
-            model,
+            partial(model_for, "mlp", (1, 28, 28), 10, hidden=(64,)),
             federation,
             TRAINING,
             ROUNDS,

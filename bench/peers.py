@@ -59,10 +59,14 @@ def flower(w: workload.Workload) -> Measured:
             return result
 
     def serve(grid: Any, context: Any) -> None:
-        least = {"min_train_nodes": w.cohort, "min_available_nodes": w.n}
-        share = {"fraction_train": w.cohort / w.n, "fraction_evaluate": 0.0}
+        strategy = Clocked(
+            min_train_nodes=w.cohort,
+            min_available_nodes=w.n,
+            fraction_train=w.cohort / w.n,
+            fraction_evaluate=0.0,
+        )
         start = app.ArrayRecord(w.build().state_dict())
-        Clocked(**least, **share).start(grid, start, num_rounds=w.rounds + 1)
+        strategy.start(grid, start, num_rounds=w.rounds + 1)
 
     server = ServerApp()
     server.main()(serve)

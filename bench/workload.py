@@ -15,9 +15,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore import Evaluation, Simulation, Training
-from pflcore.data import Federation, sources
+from pflcore import Clients, Evaluation, Federation, Simulation, Training
+from pflcore.data import sources
 from pflcore.nn.models import model_for
+from pflcore.train import Setting
 from pflcore.train.workers import one_thread
 
 BATCH, LR = 20, 0.005
@@ -99,6 +100,13 @@ def federation(w: Workload) -> Federation:
     train = list(torch.arange(w.samples).split(w.sizes))
     test = list((w.samples + torch.arange(w.tests)).tensor_split(w.n))
     return Federation(x, y, {"train": train, "test": test}, 10)
+
+
+def cohort(setting: Setting) -> tuple[Clients, Tensor]:
+    """All clients, and the model that each starts from."""
+    n, net = setting.data.n, setting.net
+    buffers = net.b0.expand(n, -1).clone()
+    return Clients(setting, torch.arange(n), 1, buffers), net.w0.repeat(n, 1)
 
 
 def simulation(algorithm: str, w: Workload, **more: Any) -> Simulation:

@@ -4,7 +4,7 @@ reconstructions beside the originals."""
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,23 +15,21 @@ from bench.papers import privacy
 from bench.papers.figures import grid
 from bench.problem import Facts, parsed
 from bench.table import markdown
-from pflcore.algorithms import Algorithm
+from pflcore import Algorithm, Federation, Training
 from pflcore.check import Count, Whole, need
 from pflcore.cli.experiment import algorithm
-from pflcore.data import Federation, load
+from pflcore.data import load
 from pflcore.data.sources import Source
 from pflcore.nn.models import model_for
 from pflcore.simulation.checkpoint import lock
-from pflcore.train import Training
 
 SHAPE = ("activation", "pool", "bias")
-PLAYED = ("clients", "samples", "rounds", "shadows", "ratios", "seed", "workers")
 ASIDE = ("algorithms", "workers", "out", "quiet")  # change no result
 LIKENESS = ("confidence", "oracle", "correlation", "ssim", "mse")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(privacy.Played):
     """Attacks what travels: membership inference and model inversion against uploads."""
 
     algorithms: tuple[str, ...] = ("fedavg", "factorized_waffle")  # whose uploads are attacked
@@ -41,18 +39,10 @@ class Options:
     pool: Literal["max", "avg"] | None = None
     bias: bool = True
     ranks: tuple[int, ...] = ()  # factors of factorized layers; default: 3 for 5 outputs
-    clients: Count = 4
-    samples: Count = 1000  # training samples of a client
-    rounds: Count = 20
     epochs: Count = 5
     batch_size: Count = 20
     lr: float = 0.1
-    shadows: Whole = 3  # shadow federations on other data
-    ratios: Whole = 16  # federations for LiRA; 0: without
-    views: tuple[privacy.View, ...] = privacy.VIEWS  # of a factorized upload
     steps: Whole = 5000  # of model inversion; 0: without
-    seed: int = 0
-    workers: int | None = None
     out: Path = Path("runs/attack")  # folder of the results, table.md and the pictures
     quiet: bool = False
 
@@ -69,10 +59,9 @@ def main(argv: Sequence[str]) -> int:
         pass
     shape = {k: getattr(got, k) for k in SHAPE if getattr(got, k) not in (None, True)}
     make = partial(model_for, got.model, tuple(source.x_train.shape[1:]), source.classes, **shape)
-    options: Facts = {k: getattr(got, k) for k in PLAYED}
     asked = {k: str(v) for k, v in vars(got).items() if k not in ASIDE}
     say = (lambda text: None) if got.quiet else partial(print, flush=True)
-    oracle: privacy.Scores | None = None
+    oracle = cache(partial(judge, source, make, training, got))
     results: Facts = {}
     for name, alg in attacked.items():
         done = got.out / f"{name}.json"
@@ -81,14 +70,11 @@ def main(argv: Sequence[str]) -> int:
         if results[name].get("asked") == asked:
             continue
         pool = source.x_train, source.y_train
-        found = privacy.membership(
-            alg, make, pool, source.classes, training, names=got.views, say=say, **options
-        )
+        found = privacy.membership(alg, make, pool, source.classes, training, got, say)
         results[name] = {"asked": asked, "membership": [v._asdict() for v in found.verdicts]}
         if got.steps:
-            oracle = oracle or judge(source, make, training, got)
             path = got.out / f"{name}.png"
-            results[name]["inversion"] = inversion(alg, found, source, oracle, got, path)
+            results[name]["inversion"] = inversion(alg, found, source, oracle(), got, path)
         done.write_text(json.dumps(results[name]) + "\n", encoding="utf-8")
         (got.out / "table.md").write_text(table(results), encoding="utf-8")
     print(table(results))
@@ -100,8 +86,7 @@ def judge(
 ) -> privacy.Scores:
     """A model of the adversary's own, trained on data of nobody here: it says what a reconstruction
     looks like to a stranger."""
-    index = {"train": [torch.arange(len(source.y_test))]}
-    data = Federation(source.x_test, source.y_test, index, source.classes)
+    data = Federation.from_clients([(source.x_test, source.y_test)], classes=source.classes)
     seed, workers = asked.seed + 99, asked.workers
     upload = privacy.intercept(algorithm("fedavg"), make, data, training, 1, seed, workers)
     return partial(upload.net, upload.row[0])
@@ -125,10 +110,9 @@ def inversion(
     real = torch.stack([x[y == c].mean(0) for c in targets]) * std + mean
     out, pictures = {}, {"class mean": real}
     seen = privacy.views(attacked, found.upload, found.known, asked.seed, asked.views)
-    how: Facts = {"steps": asked.steps, "low": low, "high": high}
     for view, rows in seen.items():
-        model, start = partial(found.upload.net, rows[0]), low.expand_as(real).clone()
-        made, sure = privacy.invert(model, start, targets, **how)
+        model, start = partial(found.upload.net, rows[0]), low.expand_as(real)
+        made, sure = privacy.invert(model, start, targets, asked.steps, low=low, high=high)
         with torch.no_grad():
             said = oracle(made).argmax(1)
         pictures[view] = made * std + mean

@@ -13,17 +13,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.table import markdown
-from pflcore.algorithms import Algorithm
+from pflcore import Algorithm, Federation, Net, Training, step
 from pflcore.check import Count, checked
-from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.simulation.round import Setup, begin, step
+from pflcore.simulation.round import Setup, begin
 from pflcore.train import Engine, Setting
-from pflcore.train.net import Net
-from pflcore.train.training import Training
 from pflcore.train.workers import Workers, one_thread
 
 MIB = 2**20
+# how pflcore's ops are counted, by the shapes of what they are given
+OWN_OPS = {
+    torch.ops.pflcore.pairwise_sqdist: lambda a, b=None, *_, **__: 3 * a[0] * (b or a)[0] * a[1],
+    torch.ops.pflcore.aggregate: lambda x, weight, *_, **__: 2 * weight[0] * weight[1] * x[1],
+}
 
 
 class Inline(Workers):
@@ -88,7 +90,7 @@ def _with_counters(algorithm: Algorithm) -> tuple[Algorithm, dict[str, float]]:
     heard, spent = copy.copy(algorithm), dict.fromkeys(("train", "send", "update"), 0.0)
 
     def counted(name: str, *args: Any) -> Any:
-        with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
+        with FlopCounterMode(display=False, custom_mapping=OWN_OPS) as counter:
             out = getattr(algorithm, name)(*args)
         spent[name] += counter.get_total_flops()
         return out
@@ -96,19 +98,6 @@ def _with_counters(algorithm: Algorithm) -> tuple[Algorithm, dict[str, float]]:
     for name in spent:
         object.__setattr__(heard, name, partial(counted, name))  # it is frozen
     return heard, spent
-
-
-def _own_ops() -> dict[Any, Any]:
-    """How the counter shall count pflcore's ops."""
-
-    def sqdist(a: Any, b: Any = None, *_: Any, **__: Any) -> float:
-        return float(3 * a[0] * (a[0] if b is None else b[0]) * a[1])
-
-    def mix(updates: Any, weight: Any, *_: Any, **__: Any) -> float:
-        return float(2 * weight[0] * weight[1] * updates[1])
-
-    own = torch.ops.pflcore
-    return {own.pairwise_sqdist: sqdist, own.aggregate: mix}
 
 
 def table(costs: dict[str, Cost], samples: int) -> str:

@@ -30,13 +30,14 @@ what must come out, by
 "above": {method: [others, in every run]}}
 `against`        an option that results are drawn against; `about`, `paper`: more words; `takes`:
 how long on two free cores, in words
-`groups`         true: the table of `bench.papers.groups`, of the last round and its subpopulations;
+`groups`         true: the table of the last round and its subpopulations;
 "reported" then names measures
 `costs`          instead of settings: a plan that counts what a round costs, and trains nothing
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -47,14 +48,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.problem import Facts
+from pflcore import Training, cross_device, cross_silo
 from pflcore.check import need
 from pflcore.cli.experiment import Job, Options, described, federation, jobs
 from pflcore.data import SOURCES, TABULAR
-from pflcore.data.roles import SHARES, Protocol, cross_device, cross_silo, everybody
+from pflcore.data.roles import SHARES, Protocol, everybody
 from pflcore.results.record import plain
-from pflcore.train import Training
 from pflcore.train.random import STREAM
-from pflcore.tuning import Candidate
+from pflcore.tuning import Candidate, Grid
 
 PLANS = Path(__file__).resolve().parent / "plans"
 Plan = Mapping[str, Any]
@@ -70,10 +71,10 @@ class Task:
     setting: str
     variant: str  # "" or "equal compute"
     job: Job  # with its rounds, which may be 0
-    cut: Mapping[str, Any]  # the partition's own options
-    shape: Mapping[str, Any]  # the model's own options
-    roles: Mapping[str, Any]  # the setting's protocol, {} for none
-    grid: Mapping[str, Sequence[Any]]  # what is open yet
+    cut: Facts  # the partition's own options
+    shape: Facts  # the model's own options
+    roles: Facts  # the setting's protocol, {} for none
+    grid: Grid  # what is open yet
     base: Task | None = None  # whose trained states are evaluated
     keeps: bool = False  # whether the trained states are needed again
 
@@ -97,7 +98,7 @@ class Task:
         """What the run is, short, so that a record of something else is never taken for it."""
         what = described([self.job], self.cut, self.shape)
         base = self.base and self.base.digest
-        words = json.dumps(plain([what, dict(self.roles), base, STREAM]), sort_keys=True)
+        words = json.dumps(plain([what, self.roles, base, STREAM]), sort_keys=True)
         return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
     def at(self, point: Candidate) -> Task:
@@ -188,29 +189,23 @@ def _known(what: str, got: Any, keys: Iterable[str]) -> None:
     need(not unknown, what, f"no keys beside {', '.join(sorted(keys))}", unknown)
 
 
-def shortened(plan: Plan, rounds: int) -> tuple[Facts, list[str]]:
+def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
     """The plan with other rounds, and sentences on what they change besides: methods and settings
     with rounds of their own and warm rounds (HypCluster) keep their part of the whole. What must
     come out is of the plan as it stands, and left out."""
     need(rounds >= 1, "rounds", "at least 1", rounds)
-    planned, methods, said = plan["options"].get("rounds", Options.rounds), {}, []
-
-    def own(part: Plan, key: str = "rounds", least: int = 1) -> Facts:
-        """The part with this number, if it has one, in proportion."""
-        if not part.get(key):
-            return dict(part)
-        return {**part, key: max(least, round(part[key] * rounds / planned))}
-
+    plan, said = copy.deepcopy({**plan, "expected": {}, "checks": {}}), list[str]()
+    planned = plan["options"].get("rounds", Options.rounds)
+    plan["options"]["rounds"] = rounds
+    for part in (*plan["methods"].values(), *plan["settings"].values()):
+        if part.get("rounds"):
+            part["rounds"] = max(1, round(part["rounds"] * rounds / planned))
     for name, m in plan["methods"].items():
-        methods[name] = own(m)
-        if warm := m.get("options", {}).get("warm"):
-            options = methods[name]["options"] = own(m["options"], "warm", 0)
-            said.append(
-                f"{name}: {options['warm']} warm rounds of {rounds}, as {warm} of {planned}."
-            )
-    settings = {name: own(s) for name, s in plan["settings"].items()}
-    parts = {"options": plan["options"] | {"rounds": rounds}, "settings": settings}
-    return {**plan, **parts, "methods": methods, "expected": {}, "checks": {}}, said
+        own = m.get("options", {})
+        if warm := own.get("warm"):
+            own["warm"] = round(warm * rounds / planned)
+            said.append(f"{name}: {own['warm']} warm rounds of {rounds}, as {warm} of {planned}.")
+    return plan, said
 
 
 def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:

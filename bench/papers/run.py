@@ -17,11 +17,11 @@ from bench.papers.plan import EMPTY, Plan, chosen, load, plans, shortened, tasks
 from bench.papers.runs import Reproduction, write
 from bench.papers.table import rows_of, verdicts
 from bench.problem import parsed
+from pflcore import Net
 from pflcore.check import need
 from pflcore.cli.experiment import algorithm
 from pflcore.nn.models import model_for
 from pflcore.results.progress import Progress
-from pflcore.train.net import Net
 
 
 def count(plan: Plan, folder: Path) -> None:

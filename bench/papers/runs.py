@@ -13,21 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.papers import groups, table
+from bench.papers import table
 from bench.papers.plan import Plan, Task, slug
 from bench.papers.table import Key, Row
 from bench.problem import Facts
 from bench.table import clock, processor
+from pflcore import Clients, History, Simulation, tune
 from pflcore.algorithms.clusters import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
 from pflcore.results.record import OnRound, Record, Run, plain, read
-from pflcore.simulation import History, Simulation
 from pflcore.simulation.checkpoint import replacing
 from pflcore.simulation.round import Setup, State
-from pflcore.train import Clients
-from pflcore.tuning import tune
 
 Kept = tuple[int, int, int, State]  # round, bytes down and up since the one before, state then
 
@@ -40,7 +38,8 @@ class Reproduction:
         self.plan, self.folder, self.progress = plan, folder, progress
         self.runs: dict[Key, list[Run]] = {}
         self.tasks: dict[Key, list[Task]] = {}  # with what a grid chose
-        self.protocols: dict[tuple[str, int | None], Protocol] = {}
+        self.setting = ""  # of these, by seed where each has its own
+        self.protocols: dict[int | None, Protocol] = {}
         self.kept: dict[Path, list[Kept]] = {}
 
     def play(self, todo: Sequence[Task]) -> list[Facts]:
@@ -55,22 +54,25 @@ class Reproduction:
             ]
             self.tasks[key] = self.tuned(these)
             self.runs[key] = [self.run(task) for task in self.tasks[key]]
-            kind = groups if self.plan["groups"] else table
-            rows = kind.rows_of(self.plan, self.runs)
-            text, checks = kind.table(self.plan, rows), table.verdicts(self.plan, rows)
-            write(self.folder, self.plan, rows, text, checks)
+            if self.plan["groups"]:
+                rows = table.rows_of_groups(self.plan, self.runs)
+                text = table.table_of_groups(self.plan, rows)
+            else:
+                rows = table.rows_of(self.plan, self.runs)
+                text = table.table(self.plan, rows)
+            write(self.folder, self.plan, rows, text, [*table.verdicts(self.plan, rows)])
         return rows
 
     def protocol(self, task: Task) -> Protocol:
         """The task's data and roles, made once; with a target, that client alone is reported, and
         trains where it is alone anyway."""
         options = task.options
-        of = task.setting, options.seed if task.roles.get("kind") == "cross-silo" else None
-        if of not in self.protocols:
-            # the other settings are over
-            kept = {k: v for k, v in self.protocols.items() if k[0] == task.setting}
-            self.protocols = {**kept, of: task.protocol()}
-        p = self.protocols[of]
+        if task.setting != self.setting:  # that one is over
+            self.setting, self.protocols = task.setting, {}
+        seed = options.seed if task.roles.get("kind") == "cross-silo" else None
+        if seed not in self.protocols:
+            self.protocols[seed] = task.protocol()
+        p = self.protocols[seed]
         if not isinstance(options.target, int):
             return p
         one = torch.tensor([options.target])

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +18,17 @@ from bench.papers.plan import slug
 from bench.papers.runs import Reproduction
 from bench.papers.table import Row, by_setting, curve
 from bench.problem import Facts
-from pflcore import FedAvg, metrics
+from pflcore import FedAvg, evaluate, metrics
 from pflcore.data.federation import permutation
 from pflcore.data.roles import Protocol
 from pflcore.results import pictures
 from pflcore.results.record import plain
-from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State
 
 
-class Point(NamedTuple):
-    """Results with one value of an option, [N] each: accuracy, or loss where there is none; NaN for
-    clients that are not reported."""
-
-    value: Any
-    own: Tensor  # in distribution: the client's own test samples
-    others: Tensor  # out of distribution: the sample of everybody's
-
-
 def results(setup: Setup, state: State, protocol: Protocol) -> Tensor:
-    """Each reported client's accuracy, or loss where there is none, on its test samples: [N]."""
+    """Each reported client's accuracy, or loss where there is none, on its test samples: [N], NaN
+    for the others."""
     setting = setup.setting._replace(data=protocol.data.to(setup.setting.data.device))
     values = evaluate(setup._replace(setting=setting), state, "test", protocol.report)
     return values.get("accuracy", values["loss"])
@@ -69,21 +60,21 @@ def both(setup: Setup, state: State, protocol: Protocol) -> list[Tensor]:
 
 def vary(
     setup: Setup, state: State, protocol: Protocol, option: str, choices: Sequence[Any]
-) -> list[Point]:
+) -> dict[Any, list[Tensor]]:
     """One trained state personalized with several values of a `late` option (Motley, Fig. 4, 5 and
-    7), for instance `vary(FineTune(), ..., "finetune_epochs", (1, 3, 5, 10, 15))` or
-    `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`."""
+    7): the results in and out of distribution by value; for instance `vary(FineTune(), ...,
+    "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`."""
     late = setup.algorithm.traits.late
     if option not in late:
         raise ValueError(
             "option: expected one that can be varied after training "
             f"({', '.join(late) or 'none'}), got {option!r}."
         )
-    made = [(c, setup._replace(algorithm=replace(setup.algorithm, **{option: c}))) for c in choices]
-    return [Point(c, *both(s, state, protocol)) for c, s in made]
+    made = {c: setup._replace(algorithm=replace(setup.algorithm, **{option: c})) for c in choices}
+    return {c: both(s, state, protocol) for c, s in made.items()}
 
 
-def by_evaluation(setup: Setup, state: State, protocol: Protocol) -> dict[float, Tensor]:
+def by_evaluation(setup: Setup, state: State, protocol: Protocol) -> dict[str, Tensor]:
     """What personalization changes for each client, measured on the first part of its test samples
     (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
     plain, found = setup._replace(algorithm=FedAvg()), {}
@@ -93,7 +84,7 @@ def by_evaluation(setup: Setup, state: State, protocol: Protocol) -> dict[float,
             return {"test": torch.arange(math.ceil(part * n))}
 
         p = replace(protocol, data=protocol.data.dealt(first, of=("test",)))
-        found[f] = results(setup, state, p) - results(plain, state, p)
+        found[f"{f:.0%} of the test samples"] = results(setup, state, p) - results(plain, state, p)
     return found
 
 
@@ -164,15 +155,16 @@ def _trained(
             by = {f: results(setup, state, p.keep(f)) for f in (1.0, 0.5, 0.25)}
             fewer[method] = {f: metrics.mean(v) for f, v in by.items()}
         if m.get("sizes") and "state_of" in m:
-            found = by_evaluation(setup, state, p)
-            gains = {f"{f:.0%} of the test samples": gain for f, gain in found.items()}
+            gains = by_evaluation(setup, state, p)
             figures.deltas(p.data.size("test"), gains, f"{path}-tests.png", unit)
         for option, choices in m.get("vary", {}).items():
-            points = vary(setup, state, p, option, choices)
-            hurt = [metrics.hurt(q.own, before[method], unit == "accuracy") for q in points]
-            means = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
-            each = [(*q[:2], h) for q, h in zip(means, hurt, strict=True)]
-            figures.option(each, f"{path}-{option}.png", option, unit)
+            found = vary(setup, state, p, option, choices)
+            means = [(c, metrics.mean(own), metrics.mean(far)) for c, (own, far) in found.items()]
+            hurt = [
+                (c, mean, metrics.hurt(found[c][0], before[method], unit == "accuracy"))
+                for c, mean, _ in means
+            ]
+            figures.option(hurt, f"{path}-{option}.png", option, unit)
             if option != "finetune_lr":
                 spread[method] = means
         if "vary" in m and method not in spread:

@@ -6,23 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.papers import groups
-from bench.papers import table as measures
+from bench.papers import table
 from pflcore.cli import main
 from pflcore.results.record import Run
 
 
 def test_subpopulations():
     values = torch.tensor([96.0, 97.0, 95.0, 98.0, 94.0, 70.0, 60.0], dtype=torch.float64)
-    got = measures.subpopulations(values, [0, 0, 0, 0, 0, 1, 1])
+    got = table.measures(values, [0, 0, 0, 0, 0, 1, 1])
     assert (got["majority"], got["minority"], got["gap"]) == (96, 65, 31)
     assert got["variance"] == pytest.approx(204.6938775510, rel=1e-9)
     values[0] = torch.nan
-    assert measures.subpopulations(values, [0, 0, 1, 1, 1, 1, 1])["majority"] == 97
-    assert measures.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
-    curve, sent = [0.1, 0.8, 0.6], [1, 2, 3]
-    assert [measures.bytes_to_reach(curve, sent, goal) for goal in (0.8, 0.9)] == [2, None]
-    assert measures.bytes_to_reach([0.3, 0.2, 0.1], sent, 0.2, higher_is_better=False) == 2
+    assert table.measures(values, [0, 0, 1, 1, 1, 1, 1])["majority"] == 97
+    assert table.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
 
 
 def test_the_table_has_every_way_to_evaluate():
@@ -35,7 +31,8 @@ def test_the_table_has_every_way_to_evaluate():
         ("multimodal", "A", ""): [run([0.9, 0.8, 0.4]), run([0.9, 0.8, 0.6])],
         ("multimodal", "A, mean", ""): [run([0.5, 0.5, 0.5])] * 2,
     }
-    text = " ".join(groups.table(plan, groups.rows_of(plan, runs)).split())  # without padding
+    rows = table.rows_of_groups(plan, runs)
+    text = " ".join(table.table_of_groups(plan, rows).split())  # without padding
     assert "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |" in text
     assert "| 95.41 | 2.07 |" in text and "| A, mean | 7 | 50.00 ± 0.00 |" in text
 
@@ -43,8 +40,8 @@ def test_the_table_has_every_way_to_evaluate():
 def test_reproduce_plays_a_plan_of_groups(tmp_path):
     path, out = Path(__file__).with_name("groups.json"), tmp_path / "out"
     assert main(["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"]) == 0
-    table = (out / "table.md").read_text()
-    assert "| WAFFLe, mean |" in table and "| minority |" in table
+    text = (out / "table.md").read_text()
+    assert "| WAFFLe, mean |" in text and "| minority |" in text
     rows = json.loads((out / "result.json").read_text())["rows"]
     assert [r["method"] for r in rows] == ["FedAvg", "WAFFLe", "WAFFLe, mean"]
     assert rows[1]["parameters"] < rows[0]["parameters"]

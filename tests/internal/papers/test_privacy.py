@@ -78,7 +78,7 @@ def test_the_upload_is_the_clients_model(name):
 
 def member_inference(name="fedavg", pool=None, **options):
     pool = pool or (torch.zeros(9, 2), torch.zeros(9, dtype=torch.int64))
-    privacy.membership(ALGORITHMS[name](), model, pool, 3, Training(), **options)
+    privacy.membership(ALGORITHMS[name](), model, pool, 3, Training(), privacy.Played(**options))
 
 
 @pytest.mark.parametrize(
@@ -140,10 +140,10 @@ def test_an_update_betrays_the_factors_that_were_used():
 # -- membership --------------------------------------------------------------
 
 
-def attack(algorithm, rounds, lr, **more):
+def attack(algorithm, rounds, lr):
     t = Training(lr=lr, batch_size=10, epochs=10)
-    size = dict(clients=2, samples=40, shadows=2, ratios=6, workers=1) | more
-    found = privacy.membership(algorithm, model, noise(2000), 3, t, rounds=rounds, **size).verdicts
+    how = privacy.Played(2, 40, rounds, shadows=2, ratios=6, workers=1)
+    found = privacy.membership(algorithm, model, noise(2000), 3, t, how).verdicts
     return {(v.view, v.attack): v for v in found}
 
 
