@@ -140,8 +140,8 @@ def descend(parameters: Sequence[Tensor], loss: Callable[[], Tensor], **options:
     """200 steps of Adam."""
     optimizer = torch.optim.Adam(parameters, **options)  # type: ignore[arg-type]
     for _ in range(200):
-        for p, g in zip(parameters, torch.autograd.grad(loss(), parameters), strict=True):
-            p.grad = g
+        optimizer.zero_grad()
+        loss().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
@@ -425,7 +425,7 @@ def invert(
     best, least = x.clone(), torch.full((len(targets),), torch.inf, dtype=start.dtype)
     idle, active = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool)
     bounds = [torch.as_tensor(b).to(start) for b in (low, high)]
-    for k in range(steps + 1):
+    for _ in range(steps + 1):
         x = x.detach().requires_grad_()
         cost = 1 - scores(x).softmax(1)[at, targets]
         (g,) = torch.autograd.grad(cost.sum(), x)
@@ -434,10 +434,9 @@ def invert(
         best[better], least[better] = x[better], cost[better]
         idle = torch.where(better, 0, idle + 1)
         active &= (cost > 1 - 0.99) & (idle < 100)
-        if k == steps or not active.any():
+        if not active.any():
             break
-        moved = (x - lr * g).clamp(*bounds)
-        x = torch.where(active.view(-1, *[1] * (x.dim() - 1)), moved, x)
+        x = (x - lr * g).clamp(*bounds)  # where it is over, too: nobody looks
     return best, 1 - least
 
 

@@ -40,7 +40,6 @@ class Reproduction:
         self.tasks: dict[Key, list[Task]] = {}  # with what a grid chose
         self.setting = ""  # of these, by seed where each has its own
         self.protocols: dict[int | None, Protocol] = {}
-        self.kept: dict[Path, list[Kept]] = {}
 
     def play(self, todo: Sequence[Task]) -> list[Facts]:
         """Plays what is missing and writes result.json and table.md after every method, so that
@@ -200,11 +199,10 @@ class Reproduction:
     def states(self, task: Task) -> list[Kept]:
         """A kept run's states when it was evaluated."""
         path = (self.folder / task.path).with_suffix(".pt")
-        if path not in self.kept and path.is_file():
-            saved = load_states(path, task.options.device)
-            if saved["digest"] == task.digest:
-                self.kept[path] = [(*at, State(**state)) for *at, state in saved["states"]]
-        return self.kept.get(path, [])
+        saved = load_states(path, task.options.device) if path.is_file() else {}
+        if saved.get("digest") != task.digest:
+            return []
+        return [(*at, State(**state)) for *at, state in saved["states"]]
 
 
 def picks(setup: Setup, state: State, clients: Tensor) -> Tensor:

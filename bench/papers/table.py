@@ -69,7 +69,7 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
         shares = [largest_share(r.seen["cluster"]) for r in mine if "cluster" in r.seen]
         head, played = mine[0].header, trained or mine
         size = 4 * head["parameters"]
-        sent, many = [[0, *r.sent()] for r in mine], len(mine) > 1
+        sent, many = [sum(r.sent()[-1:]) for r in mine], len(mine) > 1
         of_last = None
         for line in played[0].rounds[-1:]:
             of_last = (line["bytes_down"] + line["bytes_up"]) / max(1, len(line["cohort"])) / size
@@ -99,7 +99,7 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
             "epochs": head["training"]["epochs"],
             "tuned": [*m.get("grid", ())],
             "models_a_round": of_last,
-            "models": metrics.mean([s[-1] / (size * head["takes_part"]) for s in sent]),
+            "models": metrics.mean([s / (size * head["takes_part"]) for s in sent]),
             "to_goal": _to_goal(runs, setting, mine, measure),
             "seconds_a_round": metrics.mean([r["seconds"] for run in played for r in run.rounds]),
             "held_out": mine[0].held_out,
