@@ -22,7 +22,6 @@ from bench.papers.runs import picks
 from bench.papers.table import rows_of, verdicts
 from pflcore import Federation, Net, Simulation, Training, cross_device, step
 from pflcore.algorithms import FedAvg
-from pflcore.cli import main
 from pflcore.data import federation_of
 from pflcore.results.progress import Progress
 from pflcore.results.record import Run, read
@@ -431,20 +430,6 @@ def test_fewer_rounds_keep_the_warm_parts():
     own = {"silo": {**SILO["settings"]["silo"], "rounds": 40}}
     short, _ = shortened({**SILO, "options": {**SILO["options"], "rounds": 20}, "settings": own}, 5)
     assert {t.options.rounds for t in tasks(short, methods=["Local"])} == {10}
-
-
-def test_the_command_line_plays_a_plan(tmp_path, capsys):
-    pytest.importorskip("tyro")
-    plan = tmp_path / "small.json"
-    plan.write_text(json.dumps({**SILO, "checks": {"below": {"FT": ["FedAvg"]}}}))
-    for code, more, *said in (
-        (0, "--rounds 4 --seeds 3", "| FT ", "3 seed(s)", "4 rounds"),
-        (1, "", "FAILS: FedAvg below FT"),
-    ):
-        asked = f"reproduce {plan} --out {tmp_path}/{code} --quiet --methods FT Local {more}"
-        assert main(asked.split()) == code
-        text = capsys.readouterr().out
-        assert all(words in text for words in said)
 
 
 def test_further_seeds_go_on_as_the_plans_do():
