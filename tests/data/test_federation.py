@@ -346,22 +346,24 @@ BAD = [  # and the beginning of the sentence
 ]
 
 
-PAIR = ([[1.0], [2.0]], [0, 1])
-KIND = "inputs and targets [1] and [] (int64)"
-BAD_CLIENTS = [
-    ([], "clients: expected the data of at least one client"),
-    ({"a": PAIR}, "clients: expected each client's data in a list"),
-    ([PAIR, ([[1.0, 2.0]], [0])], f"client 1: expected {KIND}, as client 0 has, got '[2] and"),
-    ([PAIR, ([[1.0]], [0.5])], "client 1: expected inputs and"),
-    ([([[1.0]], [0, 1])], "client 0 (train): expected one target for each input, got [[1, 1], [2]"),
-    ([([["a"]], [0])], "x of client 0 (train): expected numbers"),
+PAIR = "[[[1.0], [2.0]], [0, 1]]"
+# clients, of which two lists are a pair (x, y), and the beginning of the sentence
+BAD_CLIENTS = """\
+[] | clients: expected the data of at least one client
+{"a": PAIR} | clients: expected each client's data in a list
+[PAIR, [[[1.0, 2.0]], [0]]] | client 1: expected inputs and targets [1] and [] (int64), as client 0
+[PAIR, [[[1.0]], [0.5]]] | client 1: expected inputs and
+[[[[1.0]], [0, 1]]] | client 0 (train): expected one target for each input, got [[1, 1], [2]
+[[[["a"]], [0]]] | x of client 0 (train): expected numbers
+[[[[1.0, 2.0], [1.0]], [0, 1]]] | x of client 0 (train): expected numbers in one array (pad
+[[1, 2, 3]] | client 0 (train): expected a pair (x, y), or a Dataset of pairs, at least one
+[5] | client 0 (train): expected a pair (x, y), or a Dataset
+[{"train": PAIR, "dev": PAIR}] | client 0: expected 'train' samples, and perhaps
+"""
+ARRAYS = [
     ([(X, np.array(["cat"] * 8))], "y of client 0 (train): expected numbers in one array (pad seq"),
-    ([([[1.0, 2.0], [1.0]], [0, 1])], "x of client 0 (train): expected numbers in one array (pad"),
-    ([[1, 2, 3]], "client 0 (train): expected a pair (x, y), or a Dataset of pairs, at least one"),
-    ([5], "client 0 (train): expected a pair (x, y), or a Dataset"),
     ([[(X[k, :k], 0) for k in (1, 2, 3)]], "client 0 (train): expected numbers in one array"),
     ([TensorDataset(torch.zeros(0, 1), torch.zeros(0))], "client 0 (train): expected a pair (x, y"),
-    ([{"train": PAIR, "dev": PAIR}], "client 0: expected 'train' samples, and perhaps"),
     ([(X, 2 * Y - 1)], "y: expected int64 labels in 0..1 (classes=None for regression); of -1 and"),
 ]
 TWO, IID = Federation.from_clients([(X, Y), (X, Y)]), partition("iid", Y, 2)
@@ -398,8 +400,23 @@ def test_bad_fields_are_one_sentence(change, words):
         small(**change)
 
 
-@pytest.mark.parametrize(("clients", "words"), BAD_CLIENTS)
-def test_bad_clients_are_one_sentence(clients, words):
+def paired(client):
+    """As JSON cannot say it."""
+    if isinstance(client, dict):
+        return {split: paired(samples) for split, samples in client.items()}
+    return tuple(client) if isinstance(client, list) and len(client) == 2 else client
+
+
+@pytest.mark.parametrize("line", BAD_CLIENTS.splitlines())
+def test_bad_clients_are_one_sentence(line):
+    clients, words = line.replace("PAIR", PAIR).split(" | ")
+    clients = json.loads(clients)
+    with sentence(re.escape(words)):
+        Federation.from_clients([*map(paired, clients)] if isinstance(clients, list) else clients)
+
+
+@pytest.mark.parametrize(("clients", "words"), ARRAYS)
+def test_bad_arrays_are_one_sentence(clients, words):
     with sentence(re.escape(words)):
         Federation.from_clients(clients)
 
