@@ -54,13 +54,12 @@ def problem(size: Size) -> Problem | None:
     else:
         # what a code base without a sparse form does
         providers["torch.mm"] = lambda: torch.mm(dense.float(), x, out=out)
-    used = len(at.unique())
     return Problem(
         "aggregate",
         size,
         providers,
         lambda got: relative(torch.as_tensor(got)[:, look], want),
-        reads=4 * used * p,
+        reads=4 * len(at.unique()) * p,
         writes=4 * m * p,
         operations=2.0 * m * k * p,
     )

@@ -28,9 +28,12 @@ def problem(size: Size) -> Problem:
     )
     first = waffle.newcomer({}, factorized, CLIENTS)
     own = {k: v.repeat(CLIENTS, 1) for k, v in first.items()}
-    providers = {
-        "factorized layers": lambda: on_factors.fit(factors),
-        "dense layers": lambda: on_dense.fit(rows),
-        "with sampling and divergence": lambda: waffle.learn(factors.clone(), own, on_factors),
-    }
-    return Problem("factorized", size, providers)
+    return Problem(
+        "factorized",
+        size,
+        {
+            "factorized layers": lambda: on_factors.fit(factors),
+            "dense layers": lambda: on_dense.fit(rows),
+            "with sampling and divergence": lambda: waffle.learn(factors.clone(), own, on_factors),
+        },
+    )

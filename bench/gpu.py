@@ -53,19 +53,6 @@ def timed(call: Call, budget: float) -> tuple[list[float], Any]:
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)], result
 
 
-def limits() -> dict[str, float]:
-    """What this card does, measured now: bytes that a copy reads and writes, and float32 additions
-    and multiplications in the instructions of `Problem.mix`."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    size = min(2 << 30, torch.cuda.mem_get_info()[0] // 8)
-    a = torch.empty(size // 4, device=CARD)
-    b = torch.empty_like(a)
-    moved = 2 * size / min(timed(lambda: b.copy_(a), 0.5)[0])
-    m = torch.randn(8192, 8192, device=CARD)
-    instructions = 8192.0**3 / min(timed(lambda: m @ m, 0.5)[0])
-    return {"read": moved, "write": moved, "fma": 2 * instructions, "sub_fma": 1.5 * instructions}
-
-
 def problems(quick: bool) -> Iterator[Problem]:
     """Those of `pflcore bench` and their large sizes, FedDWA's server step, and a whole round."""
     yield from bench.problems([*bench.sizes(OPS, quick), *([] if quick else LARGE)], CARD)
@@ -104,7 +91,17 @@ def main() -> None:
         sys.exit(f"bench.gpu: torch {torch.__version__} sees no GPU here; nothing was measured.")
     if not ops.backend().cuda:
         sys.exit(f"bench.gpu: {ops.backend()}; see .ci/cuda_build. Nothing was measured.")
-    machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits())
+    # what this card does, measured now: bytes that a copy reads and writes, and float32 additions
+    # and multiplications in the instructions of `Problem.mix`
+    torch.backends.cuda.matmul.allow_tf32 = False
+    size = min(2 << 30, torch.cuda.mem_get_info()[0] // 8)
+    a = torch.empty(size // 4, device=CARD)
+    b = torch.empty_like(a)
+    moved = 2 * size / min(timed(lambda: b.copy_(a), 0.5)[0])
+    m = torch.randn(8192, 8192, device=CARD)
+    done = 8192.0**3 / min(timed(lambda: m @ m, 0.5)[0])
+    limits = {"read": moved, "write": moved, "fma": 2 * done, "sub_fma": 1.5 * done}
+    machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits)
     table.play(problems("--quick" in sys.argv), machine, ASIDE, 0.5, 20.0, timer=timed)
 
 

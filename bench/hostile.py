@@ -81,21 +81,16 @@ def played(
             robustness=Robustness(clip, Adversary(attack, bad) if attack else None),  # type: ignore
             hardware=Hardware(workers=1),
         )
-        history = run.run()
-        (seen,) = group(history.lines())
+        (seen,) = group(run.run().lines())
         weights = torch.stack(seen.weights()[1] or [torch.full((N,), 1 / N)])[:, list(bad)]
         last = seen.last("accuracy").nanmean().nan_to_num()  # NaN: it stopped before
         out.append([float(last), float(weights.sum(1).mean())])
     return 100 * torch.tensor(out, dtype=torch.float64)
 
 
-def cuts(cut: str, seeds: int) -> list[Federation]:
-    return [federation_of("mnist5k", cut, N, seed) for seed in range(seeds)]
-
-
 def attacks(seeds: int = 1) -> int:
     """Accuracy by attack and defence; gives how often the defence that must hold did not."""
-    data, lost, clean = cuts("A", seeds), 0, 0.0
+    data, lost, clean = [federation_of("mnist5k", "A", N, s) for s in range(seeds)], 0, 0.0
     honest = [i for i in range(N) if i not in BAD]
     beside = {**{d: {"hostile": len(BAD)} for d in COUNTING}, "fltrust": {"root": 0}}
     options = [{}, *({"defence": d, **beside.get(d, {})} for d in DEFENCES)]
@@ -104,9 +99,8 @@ def attacks(seeds: int = 1) -> int:
         row = [played(FedAvg(**o), data, attack, BAD, honest)[:, 0] for o in options]
         clean = clean or float(row[0].mean())
         lost += float(row[1 + DEFENCES.index(HOLDS)].mean()) < clean - POINTS
-        cells = [f"{v.mean():.1f}" for v in row]
-        if seeds > 1:
-            cells = [f"{c} ± {v.std(correction=0):.1f}" for c, v in zip(cells, row, strict=True)]
+        spread = [f" ± {v.std(correction=0):.1f}" if seeds > 1 else "" for v in row]
+        cells = [f"{v.mean():.1f}{std}" for v, std in zip(row, spread, strict=True)]
         table.add(attack or "nobody attacks", *cells)
     tried = f"{len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}"
     print(f"\nattacks x defences: {tried}", flush=True)
@@ -116,7 +110,8 @@ def attacks(seeds: int = 1) -> int:
 def waffle(seeds: int = 1) -> int:
     """The target's accuracy by attack, algorithm and number of bad agents; and WAFFLE's weights of
     the bad agents."""
-    data, names = cuts("C", seeds), ("waffle", "fedavg", "scaffold")
+    data = [federation_of("mnist5k", "C", N, seed) for seed in range(seeds)]
+    names = ("waffle", "fedavg", "scaffold")
     counts = range(1, len(NEAREST) + 1)
 
     def mean(name: str, attack: str | None, bad: tuple[int, ...], **more: Any) -> list[float]:
@@ -127,9 +122,9 @@ def waffle(seeds: int = 1) -> int:
     table = Table("attack", *(f"{name}, {b}" for name in names for b in (0, *counts)))
     shares = [" | ".join(["attack", *(f"{b} bad" for b in counts)])]
     for attack, clip in ((None, None), *((a, None) for a in ATTACKS), ("scale", CLIP)):
-        label, how = f"{attack}, clip={clip:g}" if clip else attack, {"clip": clip}
+        label, absent = f"{attack}, clip={clip:g}" if clip else attack, attack is None
         found = {
-            name: [mean(name, attack, NEAREST[:b], absent=attack is None, **how) for b in counts]
+            name: [mean(name, attack, NEAREST[:b], absent=absent, clip=clip) for b in counts]
             for name in names
         }
         cells = [f"{v:.0f}" for name in names for v, _ in (clean[name], *found[name])]

@@ -47,7 +47,7 @@ def problem(size: Size) -> Problem:
     with torch.set_grad_enabled(backward):
         wants = call(twice, wide)()
 
-    each, passes = n or 1, 3 if backward else 1  # backward takes each of the two products twice
+    each = n or 1
     calls = {
         "pflcore": call(lambda x, a, w: ops.rank1_linear(x, a, lam, w)),
         "F.linear twice": call(twice),
@@ -59,5 +59,6 @@ def problem(size: Size) -> Problem:
         lambda got: max(map(relative, got, wants)),
         reads=4 * (each * b * i + active * (i + o)),
         writes=4 * (each * b * o + (each * b * i + f * (i + o) if backward else 0)),
-        operations=2.0 * each * b * active * (i + o) * passes,
+        # backward takes each of the two products twice
+        operations=2.0 * each * b * active * (i + o) * (3 if backward else 1),
     )

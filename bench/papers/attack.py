@@ -2,14 +2,13 @@
 reconstructions beside the originals."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from bench.papers import privacy
 from bench.papers.figures import grid
@@ -23,9 +22,7 @@ from pflcore.data.sources import Source
 from pflcore.nn.models import model_for
 from pflcore.simulation.checkpoint import lock
 
-SHAPE = ("activation", "pool", "bias")
 ASIDE = ("algorithms", "workers", "out", "quiet")  # change no result
-LIKENESS = ("confidence", "oracle", "correlation", "ssim", "mse")
 
 
 @dataclass(frozen=True)
@@ -57,11 +54,21 @@ def main(argv: Sequence[str]) -> int:
     source = load(got.data)
     with lock(got.out):  # it is made
         pass
-    shape = {k: getattr(got, k) for k in SHAPE if getattr(got, k) not in (None, True)}
+    own = {"activation": got.activation, "pool": got.pool, "bias": got.bias}
+    shape = {k: v for k, v in own.items() if v not in (None, True)}
     make = partial(model_for, got.model, tuple(source.x_train.shape[1:]), source.classes, **shape)
     asked = {k: str(v) for k, v in vars(got).items() if k not in ASIDE}
     say = (lambda text: None) if got.quiet else partial(print, flush=True)
-    oracle = cache(partial(judge, source, make, training, got))
+
+    @cache
+    def judge() -> privacy.Scores:
+        """A model of the adversary's own, trained on data of nobody here: it says what a
+        reconstruction looks like to a stranger."""
+        data = Federation.from_clients([(source.x_test, source.y_test)], classes=source.classes)
+        alg, seed = algorithm("fedavg"), got.seed + 99
+        upload = privacy.intercept(alg, make, data, training, 1, seed, got.workers)
+        return partial(upload.net, upload.row[0])
+
     results: Facts = {}
     for name, alg in attacked.items():
         done = got.out / f"{name}.json"
@@ -74,22 +81,11 @@ def main(argv: Sequence[str]) -> int:
         results[name] = {"asked": asked, "membership": [v._asdict() for v in found.verdicts]}
         if got.steps:
             path = got.out / f"{name}.png"
-            results[name]["inversion"] = inversion(alg, found, source, oracle(), got, path)
+            results[name]["inversion"] = inversion(alg, found, source, judge(), got, path)
         done.write_text(json.dumps(results[name]) + "\n", encoding="utf-8")
         (got.out / "table.md").write_text(table(results), encoding="utf-8")
     print(table(results))
     return 0
-
-
-def judge(
-    source: Source, make: Callable[[], nn.Module], training: Training, asked: Options
-) -> privacy.Scores:
-    """A model of the adversary's own, trained on data of nobody here: it says what a reconstruction
-    looks like to a stranger."""
-    data = Federation.from_clients([(source.x_test, source.y_test)], classes=source.classes)
-    seed, workers = asked.seed + 99, asked.workers
-    upload = privacy.intercept(algorithm("fedavg"), make, data, training, 1, seed, workers)
-    return partial(upload.net, upload.row[0])
 
 
 def inversion(
@@ -147,7 +143,10 @@ def table(results: Mapping[str, Any]) -> str:
             right = f"{100 * v['train']:.1f} | {100 * v['test']:.1f}"
             rows.append(" | ".join([name, v["view"], v["attack"], *cells, right]))
         for view, v in result.get("inversion", {}).items():
-            images.append(" | ".join([name, view, *(f"{v[k]:.3f}" for k in LIKENESS)]))
+            images.append(
+                f"{name} | {view} | {v['confidence']:.3f} | {v['oracle']:.3f} | "
+                f"{v['correlation']:.3f} | {v['ssim']:.3f} | {v['mse']:.3f}"
+            )
     lines = [*markdown(rows), "", *([*markdown(images), ""] if len(images) > 1 else [])]
     said = (
         "In percent, with 95 % intervals over samples; images against the client's mean of each "

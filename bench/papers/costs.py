@@ -77,16 +77,7 @@ def cost(
     data = held_out(data) if held else data
     s = Setting(net, data, Training(1e-3, batch_size), Engine("loop"), Inline(1), 0, 2)
     state, _ = step(Setup(algorithm, s), begin(algorithm, net, n), everybody)
-    algorithm, spent = _with_counters(algorithm)
-    _, done = step(Setup(algorithm, s), state, everybody)
-    row, (down, up) = net.size * net.w0.element_size(), (done.bytes_down / n, done.bytes_up / n)
-    client = spent["train"] / n * samples / each
-    return Cost(down / row, up / row, down + up, client, spent["send"] + spent["update"])
-
-
-def _with_counters(algorithm: Algorithm) -> tuple[Algorithm, dict[str, float]]:
-    """The algorithm, and the operations of its hooks: MOCHA's W W^T is no client's work, a look
-    whether uploads are finite no method's."""
+    # by its hooks: MOCHA's W W^T is no client's work, a look whether uploads are finite no method's
     heard, spent = copy.copy(algorithm), dict.fromkeys(("train", "send", "update"), 0.0)
 
     def counted(name: str, *args: Any) -> Any:
@@ -97,7 +88,10 @@ def _with_counters(algorithm: Algorithm) -> tuple[Algorithm, dict[str, float]]:
 
     for name in spent:
         object.__setattr__(heard, name, partial(counted, name))  # it is frozen
-    return heard, spent
+    _, done = step(Setup(heard, s), state, everybody)
+    row, (down, up) = net.size * net.w0.element_size(), (done.bytes_down / n, done.bytes_up / n)
+    client = spent["train"] / n * samples / each
+    return Cost(down / row, up / row, down + up, client, spent["send"] + spent["update"])
 
 
 def table(costs: dict[str, Cost], samples: int) -> str:

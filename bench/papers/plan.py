@@ -152,8 +152,12 @@ def complete(plan: Plan) -> Facts:
         options = {**base["options"], **plan.get("options", {})}
         plan = {**base, "takes": "", **plan, "options": options}
     plan, own = {**EMPTY, **plan}, {f.name for f in fields(Options)} - {"seed", "seeds"}
-    some = plan["methods"] and (plan["settings"] or plan["costs"])
-    need(some, "plan", "methods and settings (or costs), see bench.papers.plan", [*plan["methods"]])
+    need(
+        plan["methods"] and (plan["settings"] or plan["costs"]),
+        "plan",
+        "methods and settings (or costs), see bench.papers.plan",
+        [*plan["methods"]],
+    )
     for key in (k for k, empty in EMPTY.items() if empty == {}):
         _known(key, plan[key], {"options": own, "checks": KEYS["checks"]}.get(key, plan[key]))
     seeds, methods = plan["seeds"], plan["methods"]
@@ -161,9 +165,9 @@ def complete(plan: Plan) -> Facts:
     need(whole, "seeds", "a list of whole numbers, at least one", seeds)
     for what in ("methods", "settings"):
         names = [*plan[what]]
-        differ = len({*map(slug, names)}) == len(names)
-        need(differ, what, "names that differ as files' names", names)
-    trained: set[str] = set()  # of the methods above
+        words = "names that differ as files' names"
+        need(len({*map(slug, names)}) == len(names), what, words, names)
+    trained = set[str]()  # of the methods above
     for name, m in methods.items():
         _known(f"method {name!r}", m, KEYS["method"])
         for key in {"state_of", "before"} & {*m}:
@@ -262,19 +266,17 @@ def tasks(
             part = (cut, shape, roles, m.get("grid", {}))
             for variant, seed in product(variants, seeds_of(plan["seeds"], seeds)):
                 training = {**plan["training"], **common, **variants[variant]}
-                job = _job(method, m["algorithm"], replace(of_run, seed=seed), training, hyper)
+                of_seed = replace(of_run, seed=seed)
+                try:
+                    name, how = m["algorithm"], Training(**training)
+                    (job,) = jobs([name], of_seed, how, {name: hyper})
+                except TypeError as e:
+                    said = f"options: {method!r} does not take these ({e})."
+                    raise ValueError(said) from None
+                except ValueError as e:
+                    raise ValueError(f"method {method!r}: {e}") from None
                 of_base = trained.get((base, variant, seed), trained.get((base, "", seed)))
                 task = Task(method, setting, variant, job, *part, base=of_base, keeps=keeps)
                 trained[method, variant, seed] = task
                 out.append(task)
     return out
-
-
-def _job(method: str, name: str, options: Options, training: Plan, hyper: Plan) -> Job:
-    """One checked run. ValueError, which names the method."""
-    try:
-        return jobs([name], options, Training(**training), {name: hyper})[0]
-    except TypeError as e:
-        raise ValueError(f"options: {method!r} does not take these ({e}).") from None
-    except ValueError as e:
-        raise ValueError(f"method {method!r}: {e}") from None

@@ -229,7 +229,7 @@ class Game(NamedTuple):
 @one_thread()
 def shokri(
     shadow: Sequence[Tensor],
-    target: tuple[Tensor, Tensor],
+    target: Samples,
     classes: int,
     seed: int = 0,
 ) -> Tensor:

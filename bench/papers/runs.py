@@ -91,7 +91,7 @@ class Reproduction:
         task, options = group[0], group[0].options
         if not task.grid:
             return group
-        if options.clip is not None or options.poison is not None or options.buffers != "auto":
+        if (options.clip, options.poison, options.buffers) != (None, None, "auto"):
             raise ValueError(
                 "grid: it is searched without clip, poison and buffers; leave these options out, "
                 "or the grid."

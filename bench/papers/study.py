@@ -70,8 +70,10 @@ def vary(
             "option: expected one that can be varied after training "
             f"({', '.join(late) or 'none'}), got {option!r}."
         )
-    made = {c: setup._replace(algorithm=replace(setup.algorithm, **{option: c})) for c in choices}
-    return {c: both(s, state, protocol) for c, s in made.items()}
+    return {
+        c: both(setup._replace(algorithm=replace(setup.algorithm, **{option: c})), state, protocol)
+        for c in choices
+    }
 
 
 def by_evaluation(setup: Setup, state: State, protocol: Protocol) -> dict[str, Tensor]:
@@ -103,7 +105,8 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         if not runs:
             continue
         stem, first = f"{made.folder / slug(setting)}", {m: r[0] for m, r in runs.items()}
-        unit = next(iter(first.values())).measure
+        one = next(iter(first.values()))
+        unit = one.measure
         named = [
             replace(r, header=r.header | {"algorithm": m, "options": {}})
             for m, each in runs.items()
@@ -121,9 +124,8 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         last = {m: r.last(unit) for m, r in first.items()}
         before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
         if before:
-            size = torch.tensor(next(iter(first.values())).header["size"])
             gains = {m: last[m] - last[b] for m, b in before.items()}
-            figures.deltas(size, gains, f"{stem}-deltas.png", unit)
+            figures.deltas(torch.tensor(one.header["size"]), gains, f"{stem}-deltas.png", unit)
         base = {m: last[before.get(m, m)] for m in first}
         studies[setting] = _trained(made, setting, base, unit)
     if option := made.plan["against"]:

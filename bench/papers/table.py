@@ -18,6 +18,20 @@ from pflcore.results.table import far_movers, incidents, markdown
 Key = tuple[str, str, str]  # setting, method, variant
 Runs = Mapping[Key, Sequence[Run]]
 Row = Mapping[str, Any]
+# columns, what of a row they hold, and decimals where they are not the measure's
+NUMBERS = """\
+std | std |
+worst decile | worst_decile |
+paper | paper |
+expected | expected |
+by size | by_size |
+% hurt | hurt | 1
+% in largest cluster | largest | 1
+models a round | models_a_round | 2
+models in all | models | 1
+MiB to GOAL % | to_goal | 1
+seconds a round | seconds_a_round | 3
+"""
 OF_GROUPS = ("accuracy", "majority", "minority", "gap", "variance")
 
 
@@ -144,11 +158,10 @@ def verdicts(plan: Plan, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
         mine = {r["method"]: r for r in of_setting if not r["variant"]}
         whole = {name: r for name, r in mine.items() if r["seeds"] == len(plan["seeds"])}
         wanted = plan["expected"].get(setting, {}) if "tolerance" in checks else {}
-        final = {name: (want, checks["tolerance"]) for name, want in wanted.items()}
+        checks["final"] = {name: (want, checks["tolerance"]) for name, want in wanted.items()}
         for what in ("final", "hurt", "largest"):
-            each = {**checks, "final": final}[what]
-            for name in filter(whole.get, each):
-                got, (want, within) = whole[name][what], each[name]
+            for name in filter(whole.get, checks[what]):
+                got, (want, within) = whole[name][what], checks[what][name]
                 value = "not measured" if got is None else f"{got:.1f} %"
                 said = f"{what} {value}, expected {want:g}"
                 if what == "final":
@@ -234,27 +247,19 @@ def _cells(
         best, final = (number(one[k], one[f"{k}_std"], digits) for k in ("best", "final"))
         cells[(v or "best") + "\\*"] = best if select else ""
         cells[f"{v}, final" if v else "final"] = final
-    goal = r["to_goal"] and r["to_goal"] / 2**20
-    for name, value, places in (
-        ("std", r["std"], digits),
-        ("worst decile", r["worst_decile"], digits),
-        ("paper", r["paper"], digits),
-        ("expected", r["expected"], digits),
-        ("by size", r["by_size"] if select else None, digits),
-        ("% hurt", r["hurt"], 1),
-        ("% in largest cluster", r["largest"], 1),
-        ("models a round", r["models_a_round"], 2),
-        ("models in all", r["models"], 1),
-        (f"MiB to {98 if up else 102} %", goal, 1),
-        ("seconds a round", r["seconds_a_round"], 3),
-    ):
-        cells[name] = number(value, r["paper_std"] if name == "paper" else None, places)
+    goal, by_size = r["to_goal"] and r["to_goal"] / 2**20, r["by_size"] if select else None
+    r = {**r, "to_goal": goal, "by_size": by_size}
+    for line in NUMBERS.splitlines():
+        head, key, places = (word.strip() for word in line.split("|"))
+        std = r["paper_std"] if key == "paper" else None
+        head = head.replace("GOAL", "98" if up else "102")
+        cells[head] = number(r[key], std, int(places or digits))
     given = r["options"] | {f"training.{k}": v for k, v in r["training"].items()}
     notes = [f"{k} {given.get(k)}" for k in r["tuned"]]
-    notes += [*filter(None, [r["held_out"]]), *r["incidents"]]
+    notes += [r["held_out"], *r["incidents"]]
     if r["stopped"] is not None:
         notes.append(f"{min(r['played'])} of {r['rounds']} rounds: {r['stopped']}")
-    return cells | {"note": "; ".join(notes)}
+    return cells | {"note": "; ".join(filter(None, notes))}
 
 
 def number(x: float | None, std: float | None = None, digits: int = 2) -> str:
