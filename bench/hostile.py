@@ -99,8 +99,8 @@ def attacks(seeds: int = 1) -> int:
         row = [played(FedAvg(**o), data, attack, BAD, honest)[:, 0] for o in options]
         clean = clean or float(row[0].mean())
         lost += float(row[1 + DEFENCES.index(HOLDS)].mean()) < clean - POINTS
-        spread = [f" ± {v.std(correction=0):.1f}" if seeds > 1 else "" for v in row]
-        cells = [f"{v.mean():.1f}{std}" for v, std in zip(row, spread, strict=True)]
+        cells = [f"{v.mean():.1f} ± {v.std(correction=0):.1f}" for v in row]
+        cells = cells if seeds > 1 else [f"{v.mean():.1f}" for v in row]
         table.add(attack or "nobody attacks", *cells)
     tried = f"{len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}"
     print(f"\nattacks x defences: {tried}", flush=True)
@@ -130,8 +130,8 @@ def waffle(seeds: int = 1) -> int:
         cells = [f"{v:.0f}" for name in names for v, _ in (clean[name], *found[name])]
         table.add(label or "they are absent", *cells)
         honest = found["waffle"] if attack else [mean("waffle", None, NEAREST[:b]) for b in counts]
-        weights = [f"{share:.1f}" for _, share in honest]
-        shares.append(" | ".join([label or "they are honest", *weights]))
+        weights = " | ".join(f"{share:.1f}" for _, share in honest)
+        shares.append(f"{label or 'they are honest'} | {weights}")
     print("", *markdown(shares), sep="\n")
     return 0
 

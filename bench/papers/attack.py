@@ -140,8 +140,10 @@ def table(results: Mapping[str, Any]) -> str:
                 f"{100 * x:.1f} ({100 * low:.1f} to {100 * high:.1f})"
                 for x, (low, high) in zip(v["value"].values(), v["interval"].values(), strict=True)
             ]
-            right = f"{100 * v['train']:.1f} | {100 * v['test']:.1f}"
-            rows.append(" | ".join([name, v["view"], v["attack"], *cells, right]))
+            rows.append(
+                f"{name} | {v['view']} | {v['attack']} | {' | '.join(cells)} | "
+                f"{100 * v['train']:.1f} | {100 * v['test']:.1f}"
+            )
         for view, v in result.get("inversion", {}).items():
             images.append(
                 f"{name} | {view} | {v['confidence']:.3f} | {v['oracle']:.3f} | "

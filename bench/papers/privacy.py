@@ -227,12 +227,7 @@ class Game(NamedTuple):
 
 
 @one_thread()
-def shokri(
-    shadow: Sequence[Tensor],
-    target: Samples,
-    classes: int,
-    seed: int = 0,
-) -> Tensor:
+def shokri(shadow: Sequence[Tensor], target: Samples, classes: int, seed: int = 0) -> Tensor:
     """Shokri et al. 2017: the probability [n] of being a member, from one attack model per class.
 
     `shadow`: scores [k, C], labels [k] and membership [k] of the shadow models' records; `target`:

@@ -54,12 +54,7 @@ def count(plan: Plan, folder: Path) -> None:
 
 
 def reproduce(
-    plan: Plan,
-    folder: Path,
-    *,
-    quiet: bool = False,
-    draw: bool = True,
-    **choice: Any,
+    plan: Plan, folder: Path, *, quiet: bool = False, draw: bool = True, **choice: Any
 ) -> Reproduction:
     """Plays a whole plan (see `bench.papers.plan.complete`) into `folder`; `choice`: see
     `bench.papers.plan.tasks`."""
@@ -74,9 +69,6 @@ def reproduce(
         except ImportError as e:
             print(e, file=sys.stderr)
     return made
-
-
-OWN = ("list", "rounds", "out", "quiet")  # of the command; the others choose tasks
 
 
 @dataclass(frozen=True)
@@ -128,7 +120,8 @@ def main(argv: Sequence[str]) -> int:
         names = chosen("methods", plan, got.methods)
         count({**plan, "methods": {m: plan["methods"][m] for m in names}}, folder)
     else:
-        given = {k: v for k, v in vars(got).items() if k not in OWN and v is not None}
+        own = ("list", "rounds", "out", "quiet")  # of the command; the others choose tasks
+        given = {k: v for k, v in vars(got).items() if k not in own and v is not None}
         made = reproduce(plan, folder, quiet=got.quiet, **given)
         bad = not all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))
     print((folder / "table.md").read_text(encoding="utf-8"))

@@ -228,11 +228,7 @@ def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> 
 
 
 def write(
-    folder: Path,
-    plan: Plan,
-    rows: Sequence[Row],
-    text: str,
-    checks: Sequence[Any] = (),
+    folder: Path, plan: Plan, rows: Sequence[Row], text: str, checks: Sequence[Any] = ()
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = {

@@ -135,12 +135,7 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
     (made.folder / "studies.json").write_text(json.dumps(plain(studies)) + "\n", encoding="utf-8")
 
 
-def _trained(
-    made: Reproduction,
-    setting: str,
-    before: Mapping[str, Tensor],
-    unit: str,
-) -> Facts:
+def _trained(made: Reproduction, setting: str, before: Mapping[str, Tensor], unit: str) -> Facts:
     """The studies of trained states, and their pictures."""
     stem = f"{made.folder / slug(setting)}"
     spread: dict[str, list[figures.Triple]] = {}
