@@ -21,11 +21,34 @@ def test_subpopulations():
     assert table.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
 
 
-def test_the_table_has_every_way_to_evaluate():
-    def run(accuracy):
-        head = {"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1]}
-        return Run(head, [{"round": 1, "seconds": 2.0, "eval": {"accuracy": accuracy}}])
+HEAD = {"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1]}
+HEAD |= {"training": {"epochs": 1}, "takes_part": 1}
 
+
+def run(*values, measure="accuracy"):
+    """A record of these evaluations, each client's values in each; 10 bytes a round."""
+    line = {"seconds": 2.0, "bytes_down": 10, "bytes_up": 0, "cohort": [0]}
+    seen = [{"accuracy": [None], measure: v, "size": [1] * len(v)} for v in values]
+    return Run(HEAD, [line | {"round": r, "eval": e} for r, e in enumerate(seen, 1)])
+
+
+@pytest.mark.parametrize(
+    ("measure", "values", "want"),
+    [
+        ("accuracy", ([0.489], [0.491]), 20),
+        ("accuracy", ([0.489], [0.489]), None),
+        ("loss", ([0.511], [0.509]), 20),
+    ],
+)
+def test_near_enough_is_two_percent_worse(measure, values, want):
+    """Than the first method ends: what a method had sent when it came so far, if it did."""
+    first, other = run([0.1], [0.5], measure=measure), run(*values, measure=measure)
+    plan = {"methods": {"A": {}, "B": {}}, "reported": {}, "expected": {}}
+    rows = table.rows_of(plan, {("", "A", ""): [first], ("", "B", ""): [other]})
+    assert rows[1]["to_goal"] == want
+
+
+def test_the_table_has_every_way_to_evaluate():
     plan = {"about": "", "reported": {"multimodal": {"A": {"accuracy": 95.41, "gap": 2.07}}}}
     runs = {
         ("multimodal", "A", ""): [run([0.9, 0.8, 0.4]), run([0.9, 0.8, 0.6])],

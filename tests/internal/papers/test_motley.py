@@ -24,7 +24,7 @@ from pflcore import Federation, Net, Simulation, Training, cross_device, step
 from pflcore.algorithms import FedAvg
 from pflcore.data import federation_of
 from pflcore.results.progress import Progress
-from pflcore.results.record import Run, read
+from pflcore.results.record import read
 from pflcore.simulation.round import Setup, begin
 
 OF_FEDAVG = {"state_of": "FedAvg", "before": "FedAvg"}
@@ -336,26 +336,6 @@ def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
     assert best.header["training"]["lr"] == 0.3 and best.last("accuracy").nanmean() > 0.5
     assert torch.equal(best.last("accuracy").nan_to_num(-1), same.last("accuracy").nan_to_num(-1))
     assert played(plan, tmp_path)[1] == rows
-
-
-def test_near_enough_is_two_percent_worse():
-    """Than the first method ends: what a method had sent when it came so far, if it did."""
-    head = {"data": "", "rounds": 2, "options": {}, "training": {"epochs": 1}}
-    head |= {"parameters": 1, "takes_part": 1}
-
-    def run(measure, values):
-        line = {"bytes_down": 10, "bytes_up": 0, "cohort": [0], "seconds": 1.0}
-        seen = [{"accuracy": [None], measure: [v], "size": [1]} for v in values]
-        return Run(head, [line | {"round": r, "eval": e} for r, e in enumerate(seen, 1)])
-
-    plan = {"methods": {"A": {}, "B": {}}, "reported": {}, "expected": {}}
-    for measure, values, want in (
-        ("accuracy", (0.489, 0.491), 20),
-        ("accuracy", (0.489, 0.489), None),
-        ("loss", (0.511, 0.509), 20),
-    ):
-        runs = {("", "A", ""): [run(measure, (0.1, 0.5))], ("", "B", ""): [run(measure, values)]}
-        assert rows_of(plan, runs)[1]["to_goal"] == want
 
 
 # what of a plan is changed, and what is said of it
