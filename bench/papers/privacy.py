@@ -330,9 +330,6 @@ class Played:
     seed: Whole = 0
     workers: int | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 @one_thread()
 def membership(
@@ -347,6 +344,7 @@ def membership(
     """Plays a federation and attacks every client's upload of the last round, by shadow federations
     on other data of the same kind (Shokri) and by federations on random halves of the candidates
     (LiRA)."""
+    check_fields(how)
     seed, samples, shadows, ratios = how.seed, how.samples, how.shadows, how.ratios
     (x, y), parts = pool, 2 * how.clients * (1 + shadows) + 1
     most = len(y) // parts
