@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from bench import table
-from bench.problem import Facts, Problem, Size, absent, parsed
+from bench.problem import Absent, Calls, Problem, Size, parsed
 from pflcore.check import need
 
 Op = Literal[
@@ -64,21 +64,17 @@ def run(options: Options) -> int:
         if options.workload:
             measured, text = published.run(options.workload, options.rounds, machine)
         else:
-            measured, text = ops(options, machine)
+            budget = min(options.seconds, 0.2 if options.quick else math.inf)
+            patience = 3.0 if options.quick else 10.0
+            names = OPS if "all" in options.op else dict.fromkeys(options.op)
+            todo = problems(sizes(names, options.quick))
+            aside = {"limit_ms", "published"}
+            measured, text = table.play(todo, machine, aside, budget, patience)
     if options.json is not None:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")
     if options.markdown is not None:
         options.markdown.write_text(text)
     return 0
-
-
-def ops(options: Options, machine: table.Machine) -> tuple[Facts, str]:
-    """Each op at each size."""
-    budget = min(options.seconds, 0.2 if options.quick else math.inf)
-    patience = 3.0 if options.quick else 10.0
-    names = OPS if "all" in options.op else dict.fromkeys(options.op)
-    todo = problems(sizes(names, options.quick))
-    return table.play(todo, machine, {"limit_ms", "published"}, budget, patience)
 
 
 def sizes(names: Iterable[str], quick: bool) -> Iterator[tuple[str, Size]]:
@@ -90,7 +86,7 @@ def sizes(names: Iterable[str], quick: bool) -> Iterator[tuple[str, Size]]:
 
 def problems(todo: Iterable[tuple[str, Size]], device: str = "cpu") -> Iterator[Problem]:
     """These ops at these sizes; without a provider that runs where the memory is too small."""
-    none = {"": absent("not enough free memory")}
+    none: Calls = {"": Absent("not enough free memory")}
     for name, size in todo:
         with torch.device(device):
             made = suite(name).problem(size)

@@ -1,8 +1,6 @@
 """Mixing client models: `aggregate` beside torch and numpy; N results of N models, 5 of N, and
 FedAvg's single one."""
 
-from typing import Any
-
 import torch
 
 from bench.problem import (
@@ -45,9 +43,6 @@ def problem(size: Size) -> Problem | None:
     dense = torch.zeros(m, n, dtype=torch.float64).scatter_(1, at, weight.double())
     want = dense @ x[:, look].double()
 
-    def error(got: Any) -> float:
-        return relative(torch.as_tensor(got)[:, look], want)
-
     providers: Calls = {
         "pflcore": lambda: ops.aggregate(x, weight, index, out=out),
         "pflcore, fresh result": lambda: ops.aggregate(x, weight, index),
@@ -59,13 +54,12 @@ def problem(size: Size) -> Problem | None:
     else:
         # what a code base without a sparse form does
         providers["torch.mm"] = lambda: torch.mm(dense.float(), x, out=out)
-    used = len(at.unique())
     return Problem(
         "aggregate",
         size,
         providers,
-        error,
-        reads=4 * used * p,
+        lambda got: relative(torch.as_tensor(got)[:, look], want),
+        reads=4 * len(at.unique()) * p,
         writes=4 * m * p,
         operations=2.0 * m * k * p,
     )

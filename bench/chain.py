@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from bench.problem import Problem, Size, Sizes, relative
-from bench.workload import Workload, federation, train
-from pflcore.train import Clients, Net, prepared
+from bench.workload import Workload, cohort, federation, train
+from pflcore import Net
+from pflcore.train import prepared
 
 # N clients of n samples each, batches of 20, one epoch of the model
 WHOLE = (
@@ -32,8 +33,8 @@ def problem(size: Size) -> Problem:
 
     @torch.enable_grad()
     def call(s: Any = setting) -> torch.Tensor:
-        buffers = s.net.b0.expand(n, -1).clone()
-        return Clients(s, torch.arange(n), 1, buffers).fit(s.net.w0.expand(n, -1)).w
+        clients, rows = cohort(s)
+        return clients.fit(rows).w
 
     def plain() -> torch.Tensor:
         model, trained = w.build(), []

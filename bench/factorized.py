@@ -1,13 +1,12 @@
 """Ten clients of WAFFLe's MLP (784-200-10, 120 factors, batches of 10): its layers beside dense
 ones, and with all that it draws."""
 
-import torch
-
 from bench.problem import Problem, Size, Sizes
-from bench.workload import Workload, federation
+from bench.workload import Workload, cohort, federation
+from pflcore import Net
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle
 from pflcore.nn.models import model_for
-from pflcore.train import Clients, Net, prepared
+from pflcore.train import prepared
 
 CLIENTS = 10
 
@@ -24,18 +23,17 @@ def problem(size: Size) -> Problem:
     dense = Net(lambda: model_for("mlp", (1, 28, 28), 10, bias=False))
     factorized = waffle.prepare(dense)
 
-    def cohort(net: Net) -> tuple[Clients, torch.Tensor]:
-        """All clients, and the model of each."""
-        s = prepared(net, federation(w), w.training)
-        buffers = net.b0.expand(CLIENTS, -1).clone()
-        return Clients(s, torch.arange(CLIENTS), 1, buffers), net.w0.repeat(CLIENTS, 1)
-
-    (on_dense, rows), (on_factors, factors) = cohort(dense), cohort(factorized)
+    (on_dense, rows), (on_factors, factors) = (
+        cohort(prepared(net, federation(w), w.training)) for net in (dense, factorized)
+    )
     first = waffle.newcomer({}, factorized, CLIENTS)
     own = {k: v.repeat(CLIENTS, 1) for k, v in first.items()}
-    providers = {
-        "factorized layers": lambda: on_factors.fit(factors),
-        "dense layers": lambda: on_dense.fit(rows),
-        "with sampling and divergence": lambda: waffle.learn(factors.clone(), own, on_factors),
-    }
-    return Problem("factorized", size, providers)
+    return Problem(
+        "factorized",
+        size,
+        {
+            "factorized layers": lambda: on_factors.fit(factors),
+            "dense layers": lambda: on_dense.fit(rows),
+            "with sampling and divergence": lambda: waffle.learn(factors.clone(), own, on_factors),
+        },
+    )

@@ -18,13 +18,15 @@ from bench.problem import parsed
 
 ROOT = Path(__file__).parents[1]
 
+# both are given the lines, where runs may lie, and "personal" or "fedavg"
 PFLLIB = """
 import runpy, sys
+_, lines, out, method = sys.argv
 sys.path.insert(0, ".")
 import flcore.servers.serveravg as module, pflcore
 space = {"pflcore": pflcore, "Server": module.FedAvg}
-exec(LINES, space)
-if PERSONAL:
+exec(lines, space)
+if method == "personal":
     module.FedAvg = space["Personal"]
 options = "-data MNIST -m DNN -algo FedAvg -gr 4 -t 2 -nc 20 -lbs 50 -lr 0.01 -ls 1 -dev cpu"
 sys.argv = ["main.py", *options.split()]
@@ -33,14 +35,14 @@ runpy.run_path("main.py", run_name="__main__")
 
 FL_BENCH = """
 import runpy, sys, types, pflcore
+_, lines, out, method = sys.argv
 sys.path.insert(0, ".")
 from src.server.fedavg import FedAvgServer
 module = sys.modules["src.server.personal"] = types.ModuleType("src.server.personal")
 vars(module).update(pflcore=pflcore, FedAvgServer=FedAvgServer)
-exec(LINES, vars(module))
+exec(lines, vars(module))
 module.PersonalServer.__module__ = module.__name__
-method = "personal" if PERSONAL else "fedavg"
-options = "dataset.name=mnist model.name=2nn hydra.run.dir=OUT optimizer.lr=0.05"
+options = f"dataset.name=mnist model.name=2nn hydra.run.dir={out} optimizer.lr=0.05"
 options += " common.global_epoch=4 common.local_epoch=1 common.batch_size=25"
 options += " common.join_ratio=1.0 common.test.client.interval=1"
 sys.argv = ["main.py", f"method={method}", *options.split()]
@@ -56,28 +58,6 @@ def lines(framework: str) -> str:
     return found[1]
 
 
-def played(
-    framework: str, program: str, folder: Path, personal: bool, accuracy: str
-) -> list[float]:
-    """The accuracies that the framework prints, in percent."""
-    code = (
-        program.replace("LINES", repr(lines(framework)))
-        .replace("PERSONAL", repr(personal))
-        .replace("OUT", str(Path.cwd() / "runs"))
-    )
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{framework}: it ended with {done.returncode}: {done.stderr[-2000:]}")
-    return [float(v) for v in re.findall(accuracy, done.stdout)]
-
-
 @dataclass(frozen=True)
 class Options:
     pfllib: Path | None = None  # a checkout of PFLlib
@@ -88,15 +68,26 @@ def main() -> None:
     """The command line."""
     got = parsed(Options, "python -m bench.frameworks", __doc__, None)
     pfllib = got.pfllib and got.pfllib / "system"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     for framework, program, folder, accuracy in (
         ("PFLlib", PFLLIB, pfllib, r"Averaged Test Accuracy: ([\d.]+)"),
         ("FL-bench", FL_BENCH, got.fl_bench, r"\"accuracy\": \"([\d.]+)%"),
     ):
         if folder is None:
             continue
-        for personal in (False, True):
-            found = played(framework, program, folder, personal, accuracy)
-            print(framework, "personalize" if personal else "FedAvg", *found, flush=True)
+        for method, name in (("fedavg", "FedAvg"), ("personal", "personalize")):
+            done = subprocess.run(
+                [sys.executable, "-c", program, lines(framework), Path.cwd() / "runs", method],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": path},
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                why = f"it ended with {done.returncode}: {done.stderr[-2000:]}"
+                raise RuntimeError(f"{framework}: {why}")
+            found = map(float, re.findall(accuracy, done.stdout))  # in percent
+            print(framework, name, *found, flush=True)
 
 
 if __name__ == "__main__":

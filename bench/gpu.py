@@ -53,21 +53,9 @@ def timed(call: Call, budget: float) -> tuple[list[float], Any]:
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)], result
 
 
-def limits() -> dict[str, float]:
-    """What this card does, measured now: bytes that a copy reads and writes, and float32 additions
-    and multiplications in the instructions of `Problem.mix`."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    size = min(2 << 30, torch.cuda.mem_get_info()[0] // 8)
-    a = torch.empty(size // 4, device=CARD)
-    b = torch.empty_like(a)
-    moved = 2 * size / min(timed(lambda: b.copy_(a), 0.5)[0])
-    m = torch.randn(8192, 8192, device=CARD)
-    instructions = 8192.0**3 / min(timed(lambda: m @ m, 0.5)[0])
-    return {"read": moved, "write": moved, "fma": 2 * instructions, "sub_fma": 1.5 * instructions}
-
-
-def of_the_card(quick: bool) -> Iterator[Problem]:
-    """FedDWA's server step, and a whole round."""
+def problems(quick: bool) -> Iterator[Problem]:
+    """Those of `pflcore bench` and their large sizes, FedDWA's server step, and a whole round."""
+    yield from bench.problems([*bench.sizes(OPS, quick), *([] if quick else LARGE)], CARD)
     n, p = 100, 10**6 if quick else 10**7
     with torch.device(CARD):
         rows = [models(n, p, seed=seed) for seed in range(2)] if fits(4 * n * p) else []
@@ -98,17 +86,22 @@ def whole_round(n: int = 100, count: int = 600) -> Problem:
     return Problem("LeNet-5 round", {"N": n, "n": count, "B": 32, "backward": 1}, calls)
 
 
-def problems(quick: bool) -> Iterator[Problem]:
-    yield from bench.problems([*bench.sizes(OPS, quick), *([] if quick else LARGE)], CARD)
-    yield from of_the_card(quick)
-
-
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit(f"bench.gpu: torch {torch.__version__} sees no GPU here; nothing was measured.")
     if not ops.backend().cuda:
         sys.exit(f"bench.gpu: {ops.backend()}; see .ci/cuda_build. Nothing was measured.")
-    machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits())
+    # what this card does, measured now: bytes that a copy reads and writes, and float32 additions
+    # and multiplications in the instructions of `Problem.mix`
+    torch.backends.cuda.matmul.allow_tf32 = False
+    size = min(2 << 30, torch.cuda.mem_get_info()[0] // 8)
+    a = torch.empty(size // 4, device=CARD)
+    b = torch.empty_like(a)
+    moved = 2 * size / min(timed(lambda: b.copy_(a), 0.5)[0])
+    m = torch.randn(8192, 8192, device=CARD)
+    done = 8192.0**3 / min(timed(lambda: m @ m, 0.5)[0])
+    limits = {"read": moved, "write": moved, "fma": 2 * done, "sub_fma": 1.5 * done}
+    machine = replace(table.Machine.measure(1), cpu=torch.cuda.get_device_name(), limits=limits)
     table.play(problems("--quick" in sys.argv), machine, ASIDE, 0.5, 20.0, timer=timed)
 
 

@@ -16,23 +16,34 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
 import torch
-from torch import nn
 from tyro.conf import Positional
 
 from bench.problem import parsed
 from bench.table import Table, markdown
-from pflcore import Evaluation, Hardware, Robustness, Simulation, Training
-from pflcore.algorithms import ALGORITHMS, Algorithm
-from pflcore.algorithms.fedavg import COUNTING, Defence, FedAvg
+from pflcore import (
+    ALGORITHMS,
+    Adversary,
+    Algorithm,
+    Evaluation,
+    FedAvg,
+    Federation,
+    Hardware,
+    Robustness,
+    Simulation,
+    Training,
+)
+from pflcore.algorithms.fedavg import COUNTING, Defence
 from pflcore.check import Count
-from pflcore.data import Federation, federation_of
+from pflcore.data import federation_of
+from pflcore.nn.models import model_for
 from pflcore.results.record import group
-from pflcore.simulation.settings import Adversary, Attack
+from pflcore.simulation.settings import Attack
 
 ATTACKS, DEFENCES = get_args(Attack), get_args(Defence)
 N, ROUNDS, TRAINING = 10, 20, Training(lr=0.1, batch_size=20)
@@ -43,10 +54,6 @@ TARGET, NEAREST = 0, (1, 9, 2, 8)
 HOLDS, POINTS = "multi_krum", 5.0
 CLIP = 1.0
 BAD_CLIENTS = Path(__file__).parent.parent / "tests" / "simulation" / "test_bad_clients.py"
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def played(
@@ -64,7 +71,7 @@ def played(
     for seed, federation in enumerate(data):
         run = Simulation(
             algorithm,
-            model,
+            partial(model_for, "mlp", (1, 28, 28), 10, hidden=(64,)),
             federation,
             TRAINING,
             ROUNDS,
@@ -74,21 +81,16 @@ def played(
             robustness=Robustness(clip, Adversary(attack, bad) if attack else None),  # type: ignore
             hardware=Hardware(workers=1),
         )
-        history = run.run()
-        (seen,) = group(history.lines())
+        (seen,) = group(run.run().lines())
         weights = torch.stack(seen.weights()[1] or [torch.full((N,), 1 / N)])[:, list(bad)]
         last = seen.last("accuracy").nanmean().nan_to_num()  # NaN: it stopped before
         out.append([float(last), float(weights.sum(1).mean())])
     return 100 * torch.tensor(out, dtype=torch.float64)
 
 
-def cuts(cut: str, seeds: int) -> list[Federation]:
-    return [federation_of("mnist5k", cut, N, seed) for seed in range(seeds)]
-
-
 def attacks(seeds: int = 1) -> int:
     """Accuracy by attack and defence; gives how often the defence that must hold did not."""
-    data, lost, clean = cuts("A", seeds), 0, 0.0
+    data, lost, clean = [federation_of("mnist5k", "A", N, s) for s in range(seeds)], 0, 0.0
     honest = [i for i in range(N) if i not in BAD]
     beside = {**{d: {"hostile": len(BAD)} for d in COUNTING}, "fltrust": {"root": 0}}
     options = [{}, *({"defence": d, **beside.get(d, {})} for d in DEFENCES)]
@@ -97,9 +99,8 @@ def attacks(seeds: int = 1) -> int:
         row = [played(FedAvg(**o), data, attack, BAD, honest)[:, 0] for o in options]
         clean = clean or float(row[0].mean())
         lost += float(row[1 + DEFENCES.index(HOLDS)].mean()) < clean - POINTS
-        cells = [f"{v.mean():.1f}" for v in row]
-        if seeds > 1:
-            cells = [f"{c} ± {v.std(correction=0):.1f}" for c, v in zip(cells, row, strict=True)]
+        cells = [f"{v.mean():.1f} ± {v.std(correction=0):.1f}" for v in row]
+        cells = cells if seeds > 1 else [f"{v.mean():.1f}" for v in row]
         table.add(attack or "nobody attacks", *cells)
     tried = f"{len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}"
     print(f"\nattacks x defences: {tried}", flush=True)
@@ -109,28 +110,28 @@ def attacks(seeds: int = 1) -> int:
 def waffle(seeds: int = 1) -> int:
     """The target's accuracy by attack, algorithm and number of bad agents; and WAFFLE's weights of
     the bad agents."""
-    data, names = cuts("C", seeds), ("waffle", "fedavg", "scaffold")
+    data = [federation_of("mnist5k", "C", N, seed) for seed in range(seeds)]
+    names = ("waffle", "fedavg", "scaffold")
     counts = range(1, len(NEAREST) + 1)
 
     def mean(name: str, attack: str | None, bad: tuple[int, ...], **more: Any) -> list[float]:
         found = played(ALGORITHMS[name](), data, attack, bad, [TARGET], **more)
         return found.mean(0).tolist()  # type: ignore[no-any-return]
 
-    clean = {name: f"{mean(name, None, ())[0]:.0f}" for name in names}
+    clean = {name: mean(name, None, ()) for name in names}
     table = Table("attack", *(f"{name}, {b}" for name in names for b in (0, *counts)))
     shares = [" | ".join(["attack", *(f"{b} bad" for b in counts)])]
     for attack, clip in ((None, None), *((a, None) for a in ATTACKS), ("scale", CLIP)):
         label, absent = f"{attack}, clip={clip:g}" if clip else attack, attack is None
-        cells, weights = [], []
-        for name in names:
-            how = {"absent": absent, "clip": clip}
-            found = [mean(name, attack, NEAREST[:b], **how) for b in counts]
-            cells += [clean[name], *(f"{accuracy:.0f}" for accuracy, _ in found)]
-            if name == "waffle":
-                honest = [mean(name, None, NEAREST[:b]) for b in counts] if absent else found
-                weights = [f"{share:.1f}" for _, share in honest]
+        found = {
+            name: [mean(name, attack, NEAREST[:b], absent=absent, clip=clip) for b in counts]
+            for name in names
+        }
+        cells = [f"{v:.0f}" for name in names for v, _ in (clean[name], *found[name])]
         table.add(label or "they are absent", *cells)
-        shares.append(" | ".join([label or "they are honest", *weights]))
+        honest = found["waffle"] if attack else [mean("waffle", None, NEAREST[:b]) for b in counts]
+        weights = " | ".join(f"{share:.1f}" for _, share in honest)
+        shares.append(f"{label or 'they are honest'} | {weights}")
     print("", *markdown(shares), sep="\n")
     return 0
 
@@ -138,23 +139,18 @@ def waffle(seeds: int = 1) -> int:
 def inputs(seeds: int = 1) -> int:
     """Bad inputs tried by the tests, by kind, and how many tests found that something was lost."""
 
-    class Lost:
-        count = 0
-        tried: dict[str, int]
-
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            self.count += report.failed
-
+    class Seen:
         def pytest_sessionfinish(self, session: pytest.Session) -> None:
-            self.tried = dict(session.items[0].module.TRIED)  # type: ignore[attr-defined]
+            self.lost = session.testsfailed
+            self.tried: dict[str, int] = session.items[0].module.TRIED  # type: ignore[attr-defined]
 
-    lost, words = Lost(), ["-q", "--no-header", "-p", "no:cacheprovider", str(BAD_CLIENTS)]
-    status = pytest.main(words, plugins=[lost])
+    seen, words = Seen(), ["-q", "--no-header", "-p", "no:cacheprovider", str(BAD_CLIENTS)]
+    status = pytest.main(words, plugins=[seen])
     if status not in (0, 1):
         raise SystemExit(f"{BAD_CLIENTS}: its tests cannot be run, pytest ends with {status}.")
-    kinds = ", ".join(f"{k} {v}" for k, v in lost.tried.items())
-    print(f"bad inputs tried: {sum(lost.tried.values())} ({kinds}), lost: {lost.count}")
-    return lost.count
+    kinds = ", ".join(f"{k} {v}" for k, v in seen.tried.items())
+    print(f"bad inputs tried: {sum(seen.tried.values())} ({kinds}), lost: {seen.lost}")
+    return seen.lost
 
 
 @dataclass(frozen=True)

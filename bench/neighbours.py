@@ -5,6 +5,7 @@ One run mixes by exact distances and asks a Gram matrix the same question in eve
 mixes by what the Gram matrix says.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,12 +15,10 @@ from torch import Tensor
 
 from bench.problem import Facts, gram, parsed
 from bench.table import Table
-from pflcore import metrics, ops
+from pflcore import Simulation, Training, metrics, ops
 from pflcore.algorithms.relations import FedDWA
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
-from pflcore.simulation import Simulation
-from pflcore.train import Training
 
 CUTS: dict[str, tuple[str, Facts]] = {
     "pathological": ("pathological", {"k": 2}),
@@ -44,10 +43,8 @@ class Asked(FedDWA):
     def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         exact, near = ops.pairwise_sqdist(guide, w), gram(guide, w).clamp(min=0).double()
         a, b = (ops.feddwa_weights(d, min(self.k, len(w))) for d in (exact, near))
-        mixes = [
-            torch.zeros(len(w), len(w), dtype=torch.float64).scatter_(1, t.index, t.weight.double())
-            for t in (a, b)
-        ]
+        none = torch.zeros(len(w), len(w), dtype=torch.float64)
+        mixes = [none.scatter(1, t.index, t.weight.double()) for t in (a, b)]
         others = (a.index.sort(1).values != b.index.sort(1).values).any(1)
         off = (near - exact).abs() / exact.clamp(min=1e-30)
         moved = (mixes[0] - mixes[1]).abs().sum(1).mean() / 2
@@ -64,28 +61,6 @@ class Options:
     samples: int | None = None  # training samples of all clients together; default: all there are
 
 
-def row(name: str, asked: Options) -> str:
-    """What the two runs of each seed say on one cut of the data."""
-    cut, options = CUTS[name]
-    fed = federation_of(asked.data, cut, 20, 0, train_samples=asked.samples, **options)
-    seen: list[tuple[int, float, float]] = []
-    final: dict[bool, list[float]] = {False: [], True: []}
-    for seed in range(SEEDS):
-        for by_gram in (False, True):
-            alg = Asked(by_gram=by_gram)
-            net = partial(model_for, "lenet5", fed.shape, fed.classes)
-            run = Simulation(alg, net, fed, Training(LR, 20), ROUNDS, seed=seed)
-            final[by_gram].append(100 * float(run.run().series()[1][-5:].nanmean()))
-            seen += [] if by_gram else alg.seen
-    others, moved, off = torch.tensor(seen, dtype=torch.float64).unbind(1)
-    gap = " ".join(f"{b - a:+.2f}" for a, b in zip(*final.values(), strict=True))
-    return (
-        f"{name} | {int((others > 0).sum())} of {len(seen)} | {100 * others.mean() / 20:.1f} % | "
-        f"{100 * moved.mean():.1f} % | {off.median():.1e} | {metrics.mean(final[False]):.2f} | "
-        f"{metrics.mean(final[True]):.2f} | {gap}"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     got = parsed(Options, "python -m bench.neighbours", __doc__, argv)
     about = (
@@ -93,8 +68,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         "accuracy: the last five rounds"
     )
     table = Table(HEAD, about=[about])
-    for name in CUTS:
-        table.add(row(name, got))
+    for name, (cut, options) in CUTS.items():
+        fed = federation_of(got.data, cut, 20, 0, train_samples=got.samples, **options)
+        seen, final = [], {False: list[float](), True: list[float]()}
+        for seed, by_gram in itertools.product(range(SEEDS), final):
+            alg = Asked(by_gram=by_gram)
+            net = partial(model_for, "lenet5", fed.shape, fed.classes)
+            run = Simulation(alg, net, fed, Training(LR, 20), ROUNDS, seed=seed)
+            final[by_gram].append(100 * float(run.run().series()[1][-5:].nanmean()))
+            seen += [] if by_gram else alg.seen
+        others, moved, off = torch.tensor(seen, dtype=torch.float64).unbind(1)
+        gap = " ".join(f"{b - a:+.2f}" for a, b in zip(*final.values(), strict=True))
+        table.add(
+            f"{name} | {int((others > 0).sum())} of {len(seen)} | "
+            f"{100 * others.mean() / 20:.1f} % | {100 * moved.mean():.1f} % | "
+            f"{off.median():.1e} | {metrics.mean(final[False]):.2f} | "
+            f"{metrics.mean(final[True]):.2f} | {gap}"
+        )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def flower(w: workload.Workload) -> Measured:
     from flwr.serverapp.strategy import FedAvg
     from flwr.simulation import run_simulation
 
-    client, marks = ClientApp(), [0.0]
+    client, marks = ClientApp(), list[float]()
 
     @client.train()  # type: ignore[untyped-decorator]
     def train(message: Any, context: Any) -> Any:
@@ -59,10 +59,14 @@ def flower(w: workload.Workload) -> Measured:
             return result
 
     def serve(grid: Any, context: Any) -> None:
-        least = {"min_train_nodes": w.cohort, "min_available_nodes": w.n}
-        share = {"fraction_train": w.cohort / w.n, "fraction_evaluate": 0.0}
+        strategy = Clocked(
+            min_train_nodes=w.cohort,
+            min_available_nodes=w.n,
+            fraction_train=w.cohort / w.n,
+            fraction_evaluate=0.0,
+        )
         start = app.ArrayRecord(w.build().state_dict())
-        Clocked(**least, **share).start(grid, start, num_rounds=w.rounds + 1)
+        strategy.start(grid, start, num_rounds=w.rounds + 1)
 
     server = ServerApp()
     server.main()(serve)
@@ -75,7 +79,7 @@ def flower(w: workload.Workload) -> Measured:
     except RuntimeError as error:
         # Ray gives up on a machine that is too busy to start it; the others are still measured
         raise Absent(f"its simulation failed ({error.__cause__ or error})") from None
-    return Measured(b - a for a, b in itertools.pairwise(marks[1:]))
+    return Measured(b - a for a, b in itertools.pairwise(marks))
 
 
 def apple(w: workload.Workload) -> Measured:
@@ -90,7 +94,7 @@ def apple(w: workload.Workload) -> Measured:
     from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
     from pfl.model.pytorch import PyTorchModel
 
-    net, marks = w.build(), [0.0]
+    net, marks = w.build(), list[float]()
 
     class Module(torch.nn.Module):
         def __init__(self) -> None:
@@ -132,4 +136,4 @@ def apple(w: workload.Workload) -> Measured:
     evaluation, quiet = NNEvalHyperParams(local_batch_size=500), io.StringIO()
     with one_thread(), torch.enable_grad(), contextlib.redirect_stdout(quiet):
         FederatedAveraging().run(plan, backend, wrapped, training, evaluation, callbacks=[Clock()])
-    return Measured(b - a for a, b in itertools.pairwise(marks[1:]))
+    return Measured(b - a for a, b in itertools.pairwise(marks))

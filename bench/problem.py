@@ -58,16 +58,10 @@ class Measured(list[float]):
 
 
 class Absent(ImportError):
-    """A provider that does not run here, in one sentence."""
+    """A provider that does not run here, in one sentence; as a call it raises itself."""
 
-
-def absent(why: str) -> Call:
-    """A provider that does not run here."""
-
-    def call() -> NoReturn:
-        raise Absent(why)
-
-    return call
+    def __call__(self) -> NoReturn:
+        raise self
 
 
 def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | None) -> T:

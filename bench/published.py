@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import peers, table
-from bench.problem import Call, Facts, Measured, Problem, absent
+from bench.problem import Absent, Calls, Facts, Measured, Problem
 from bench.workload import (
     WORKLOADS,
     Workload,
@@ -35,13 +35,13 @@ def title(w: Workload) -> str:
 
 def problem(w: Workload) -> Problem:
     """A round; its least time is the arithmetic of the model over the rate of multiply-adds."""
-    calls: dict[str, Call] = {
+    calls: Calls = {
         "pflcore": lambda: ours(w),
         "plain loop": lambda: plain(w),
         "flwr": lambda: peers.flower(w),
         "pfl": lambda: peers.apple(w),
     }
-    calls |= {who: absent("not run here") for who in w.published if who not in calls}
+    calls |= {who: Absent("not run here") for who in w.published if who not in calls}
     forward, step = flops(w)
     # of a cohort of mean size
     once = w.samples * w.cohort / w.n * w.epochs * step + w.tests * forward * w.evaluate

@@ -3,13 +3,12 @@ pass."""
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.problem import Problem, Size, Sizes, generator, relative
+from bench.problem import Call, Problem, Size, Sizes, generator, relative
 from pflcore import ops
 
 
@@ -36,32 +35,30 @@ def problem(size: Size) -> Problem:
     scale = lam[..., None, :]
     inputs = [t.requires_grad_(backward) for t in (x, w_a, w_b)]
 
-    def call(layer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], Any]:
+    def call(layer: Callable[[Tensor, Tensor, Tensor], Tensor], t: list[Tensor] = inputs) -> Call:
         if not backward:
-            return lambda: layer(x, w_a, w_b)
-        return lambda: torch.autograd.grad(layer(x, w_a, w_b), inputs, grad)
+            return lambda: [layer(*t)]
+        return lambda: torch.autograd.grad(layer(*t), t, grad.to(t[0]))
 
-    with torch.enable_grad():
-        wide = [t.detach().double().requires_grad_() for t in inputs]
-        y = F.linear(F.linear(wide[0], wide[2]) * scale.double(), wide[1])
-        wants = torch.autograd.grad(y, wide, grad.double()) if backward else (y.detach(),)
+    def twice(x: Tensor, a: Tensor, w: Tensor) -> Tensor:
+        return F.linear(F.linear(x, w) * scale.to(x), a)
 
-    def error(got: Any) -> float:
-        return max(
-            relative(g.detach(), w) for g, w in zip(got if backward else (got,), wants, strict=True)
-        )
+    wide = [t.detach().double().requires_grad_(backward) for t in inputs]
+    with torch.set_grad_enabled(backward):
+        wants = call(twice, wide)()
 
-    each, passes = n or 1, 3 if backward else 1  # backward takes each of the two products twice
+    each = n or 1
     calls = {
         "pflcore": call(lambda x, a, w: ops.rank1_linear(x, a, lam, w)),
-        "F.linear twice": call(lambda x, a, w: F.linear(F.linear(x, w) * scale, a)),
+        "F.linear twice": call(twice),
     }
     return Problem(
         "rank1_linear",
         size,
         calls,
-        error,
+        lambda got: max(map(relative, got, wants)),
         reads=4 * (each * b * i + active * (i + o)),
         writes=4 * (each * b * o + (each * b * i + f * (i + o) if backward else 0)),
-        operations=2.0 * each * b * active * (i + o) * passes,
+        # backward takes each of the two products twice
+        operations=2.0 * each * b * active * (i + o) * (3 if backward else 1),
     )

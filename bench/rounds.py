@@ -38,7 +38,9 @@ def problem(size: Size) -> Problem:
     providers: Calls = {"pflcore": lambda: next(rounds)}
     if size["algorithm"] == "fedavg":
         plain = plain_loop(w.build(), w)
-        providers["plain loop"] = lambda: plain(range(n), [1 / n] * n)
-        providers["flwr"] = lambda: peers.flower(w)
-        providers["pfl"] = lambda: peers.apple(w)
+        providers |= {
+            "plain loop": lambda: plain(range(n), [1 / n] * n),
+            "flwr": lambda: peers.flower(w),
+            "pfl": lambda: peers.apple(w),
+        }
     return Problem("round", size, providers)

@@ -17,11 +17,10 @@ import torch
 
 from bench.problem import Facts, fact
 from bench.table import Table, clock
-from pflcore.data.federation import Federation
+from pflcore import Evaluation, Federation, Simulation
 from pflcore.data.ragged import Ragged
 from pflcore.results.pictures import figure_of, save, tidy
 from pflcore.results.record import Record
-from pflcore.simulation import Evaluation, Simulation
 
 ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")
 ROOT = Path(__file__).parents[1]  # of the checkout

@@ -27,13 +27,10 @@ def problem(size: Size) -> Problem:
     s, q, full = size["S"], size["Q"], bool(size["corrected"])
     gen = generator()
     start, grad, shift, anchor = (torch.randn(s, q, generator=gen) for _ in range(4))
-    w = start.clone()
+    w, more = start.clone(), (shift, None, MU, anchor) if full else ()
 
     def ours() -> Tensor:
-        if full:
-            ops.sgd_step_(w, grad, LR, shift, None, MU, anchor)
-        else:
-            ops.sgd_step_(w, grad, LR)
+        ops.sgd_step_(w, grad, LR, *more)  # type: ignore[arg-type]
         return w
 
     def plain(w: Tensor, grad: Tensor, shift: Tensor, anchor: Tensor) -> Tensor:

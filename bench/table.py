@@ -42,20 +42,20 @@ class Row:
 
 
 # fields of a row: their headings, and how they are written
-COLUMNS = {
-    "op": ("op", ""),
-    "size": ("size", ""),
-    "provider": ("provider", ""),
-    "ms": ("ms", ".3f"),
-    "gb_per_s": ("GB/s", ".1f"),
-    "gflop_per_s": ("GFLOP/s", ".1f"),
-    "limit_ms": ("limit, ms", ".3f"),
-    "of_limit": ("of limit", ".3f"),
-    "error": ("error", ".0e"),
-    "slower": ("times ours", ".2f"),
-    "published": ("as published", ""),
-    "note": ("", ""),
-}
+COLUMNS = """\
+op | op |
+size | size |
+provider | provider |
+ms | ms | .3f
+gb_per_s | GB/s | .1f
+gflop_per_s | GFLOP/s | .1f
+limit_ms | limit, ms | .3f
+of_limit | of limit | .3f
+error | error | .0e
+slower | times ours | .2f
+published | as published |
+note | |
+"""
 
 
 def markdown(rows: Iterable[str]) -> list[str]:
@@ -217,14 +217,15 @@ def play(
 ) -> tuple[Facts, str]:
     """Prints a table of every problem's rows, each as soon as it is measured (see `measure`),
     without the columns `aside`. Gives the measurements and the table."""
-    columns = {k: v for k, v in COLUMNS.items() if k not in aside}
-    table = Table(*(name for name, _ in columns.values()), about=[*machine.lines(), *about])
+    columns = [[cell.strip() for cell in line.split("|")] for line in COLUMNS.splitlines()]
+    columns = [c for c in columns if c[0] not in aside]
+    table = Table(*(head for _, head, _ in columns), about=[*machine.lines(), *about])
     rates, rows = dict[tuple[str, str], float](), []
     for problem in problems:
         for row in measure(problem, machine.limits, budget, patience, rates, timer):
             rows.append(asdict(row))
             values = vars(row) | {"size": size_of(row.size)}
-            cells = ((values[k], form) for k, (_, form) in columns.items())
+            cells = ((values[name], form) for name, _, form in columns)
             table.add(*("" if value is None else format(value, form) for value, form in cells))
         del problem  # before the next one is made
     return {"machine": asdict(machine), "rows": rows}, table.text()

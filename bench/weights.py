@@ -1,8 +1,6 @@
 """Weights from distances: `feddwa_weights` and `waffle_weights` beside torch. Launch cost is what
 counts at N = 10."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -39,7 +37,9 @@ def problem(size: Size) -> Problem:
             "torch": plain,
         }
 
-    def error(got: Any) -> float:
-        return relative(got[0], providers["reference"]()[0])
-
-    return Problem(f"{size['rule']}_weights", size, providers, error)
+    return Problem(
+        f"{size['rule']}_weights",
+        size,
+        providers,
+        lambda got: relative(got[0], providers["reference"]()[0]),
+    )

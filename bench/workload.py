@@ -3,6 +3,7 @@ that others have published times of."""
 
 import functools
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore import Evaluation, Simulation, Training
-from pflcore.data import Federation, sources
+from pflcore import Clients, Evaluation, Federation, Simulation, Training
+from pflcore.data import sources
 from pflcore.nn.models import model_for
+from pflcore.train import Setting
 from pflcore.train.workers import one_thread
 
 BATCH, LR = 20, 0.005
@@ -65,32 +67,9 @@ class Workload:
 
 
 WORKLOADS = {
-    w.name: w
-    for w in (
-        Workload(
-            "flute-lr", "linear", "mnist", 1000, 10, 60_000, 10_000, 10, 0.03,
-            rounds=100,
-            power=0.6,
-            published={
-                "flwr": "18.1 s (1.0, CPU)",
-                "FLUTE": "2.0 s (CPU), .86 s (GPU)",
-                "FedML": "1.9 s (GPU)",
-            },
-        ),
-        Workload(
-            "pfllib-mnist", "cnn", "mnist", 20, 20, 52_500, 10_000, 10,
-            rounds=5,
-            published={"PFLlib": "17 to 18 s, evaluation included (RTX 5090)"},
-        ),
-        Workload(
-            "blazefl-cnn", "tutorial", "cifar10", 100, 100, 50_000, 10_000, 50, 0.1, 5, 5,
-            published={
-                "flwr": "76, 42, 13 s (1, 2, 16 workers and 4 RTX 6000)",
-                "BlazeFL": "34, 19, 5.0 s (1, 2, 16 threads and 4 RTX 6000)",
-            },
-        ),
-    )
-}  # fmt: skip
+    name: Workload(name, **said)
+    for name, said in json.loads(Path(__file__).with_name("workloads.json").read_text()).items()
+}
 
 
 def is_real(data: str) -> bool:
@@ -121,6 +100,13 @@ def federation(w: Workload) -> Federation:
     train = list(torch.arange(w.samples).split(w.sizes))
     test = list((w.samples + torch.arange(w.tests)).tensor_split(w.n))
     return Federation(x, y, {"train": train, "test": test}, 10)
+
+
+def cohort(setting: Setting) -> tuple[Clients, Tensor]:
+    """All clients, and the model that each starts from."""
+    n, net = setting.data.n, setting.net
+    buffers = net.b0.expand(n, -1).clone()
+    return Clients(setting, torch.arange(n), 1, buffers), net.w0.repeat(n, 1)
 
 
 def simulation(algorithm: str, w: Workload, **more: Any) -> Simulation:

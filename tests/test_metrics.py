@@ -16,24 +16,60 @@ from pflcore.metrics import METRICS
 
 NAN = math.nan
 auc, f1, balanced_accuracy, mae, rmse, r2 = METRICS.values()
-BASE = [0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55]
-PERSONAL = [0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55]
+LISTS = {
+    "BASE": [0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55],
+    "PERSONAL": [0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55],
+    "SOME": [0.2, NAN, None, 0.4],  # the others have no value
+    "CURVE": [0.1, 0.8, 0.6, 0.8, 0.7],
+}
+# a function, what it is given, its value, and how far from that it may be
+BY_HAND = """\
+mean | {"values": PERSONAL} | 0.753 | 1e-12
+std | {"values": PERSONAL} | 0.1429020644 | 1e-10
+hurt | {"after": PERSONAL, "before": BASE} | 20 | 1e-9
+worst_decile | {"values": PERSONAL} | 0.55 | 1e-9
+worst_decile | {"values": PERSONAL, "share": 0.2} | 0.565 | 1e-9
+percentile | {"values": PERSONAL, "q": 10} | 0.577 | 1e-9
+weighted_mean | {"values": [0.5, 1.0], "weight": [10, 30]} | 0.875 | 1e-9
+hurt | {"after": [0.1, 0.3], "before": [0.2, 0.2], "higher_is_better": false} | 50 | 0
+worst_decile | {"values": [0.1, 0.3, 0.2], "higher_is_better": false} | 0.3 | 1e-9
+best | {"curve": [0.3, 0.1, 0.1], "higher_is_better": false} | [0.1, 1] | 0
+count | {"values": SOME} | 2 | 0
+mean | {"values": SOME} | 0.3 | 1e-9
+std | {"values": SOME} | 0.1 | 1e-9
+worst_decile | {"values": SOME} | 0.2 | 1e-9
+weighted_mean | {"values": SOME, "weight": [1, 5, 5, 3]} | 0.35 | 1e-9
+weighted_mean | {"values": [0.5], "weight": [0.0]} | NaN | 0
+hurt | {"after": [], "before": []} | NaN | 0
+hurt | {"after": [0.5, 0.5], "before": [0.5, 0.5]} | 0 | 0
+hurt | {"after": [NaN, 0.6, NaN], "before": [0.5, 0.5, NaN]} | 50 | 0
+best | {"curve": CURVE} | [0.8, 1] | 0
+best | {"curve": [NaN, 0.1, 0.8, 0.6, 0.8, 0.7]} | [0.8, 2] | 0
+final | {"curve": CURVE} | 0.7 | 0
+final | {"curve": [0.8, 0.7, NaN]} | NaN | 0
+last_mean | {"curve": CURVE, "k": 2} | 0.75 | 1e-9
+last_mean | {"curve": CURVE, "k": 100} | 0.6 | 1e-9
+last_mean | {"curve": CURVE, "rounds": [5, 10, 15, 20, 25], "k": 10} | 0.75 | 1e-9
+percentile | {"values": [1, Infinity, Infinity], "q": 100} | Infinity | 0
+percentile | {"values": [1, 2, Infinity], "q": 75} | Infinity | 0
+percentile | {"values": [1, 2, 3, Infinity, Infinity], "q": 90} | Infinity | 0
+percentile | {"values": [1, 2, Infinity], "q": 50} | 2 | 0
+human | {"size": 0} | "0 B" | 0
+human | {"size": 1023} | "1023 B" | 0
+human | {"size": 1536} | "1.5 KiB" | 0
+human | {"size": 3221225472} | "3.0 GiB" | 0
+human | {"size": 4503599627370496} | "4096.0 TiB" | 0
+"""
 
 
-def test_a_worked_example_of_ten_clients():
-    assert metrics.mean(PERSONAL) == pytest.approx(0.753, abs=1e-12)
-    assert metrics.std(PERSONAL) == pytest.approx(0.1429020644, abs=1e-10)
-    assert metrics.hurt(PERSONAL, BASE) == pytest.approx(20)
-    assert metrics.worst_decile(PERSONAL) == pytest.approx(0.55)
-    assert metrics.worst_decile(PERSONAL, share=0.2) == pytest.approx(0.565)
-    assert metrics.percentile(PERSONAL, 10) == pytest.approx(0.577)
-    assert metrics.weighted_mean([0.5, 1.0], [10, 30]) == pytest.approx(0.875)
-
-
-def test_lower_is_better_for_an_error():
-    assert metrics.hurt([0.1, 0.3], [0.2, 0.2], higher_is_better=False) == 50
-    assert metrics.worst_decile([0.1, 0.3, 0.2], higher_is_better=False) == pytest.approx(0.3)
-    assert metrics.best([0.3, 0.1, 0.1], higher_is_better=False) == (0.1, 1)
+@pytest.mark.parametrize("line", BY_HAND.splitlines())
+def test_values_by_hand(line):
+    for word, values in LISTS.items():
+        line = line.replace(word, json.dumps(values))
+    name, given, want, tolerance = line.split(" | ")
+    got = getattr(metrics, name)(**json.loads(given))
+    got = list(got) if isinstance(got, tuple) else got
+    assert got == pytest.approx(json.loads(want), rel=0, abs=float(tolerance), nan_ok=True)
 
 
 @pytest.mark.parametrize("clients, k", [(1, 1), (9, 1), (10, 1), (11, 2), (30, 3), (100, 10)])
@@ -46,32 +82,10 @@ ONE_EACH = (metrics.mean, metrics.std, metrics.worst_decile, metrics.percentile)
 
 def test_clients_without_a_value_are_left_out():
     assert [f([0.5]) for f in ONE_EACH] == [0.5, 0, 0.5, 0.5]
-    values = [0.2, NAN, None, 0.4]
-    assert metrics.count(values) == 2
-    assert metrics.mean(values) == pytest.approx(0.3)
-    assert metrics.std(values) == pytest.approx(0.1)
-    assert metrics.worst_decile(values) == pytest.approx(0.2)
-    assert metrics.weighted_mean(values, [1, 5, 5, 3]) == pytest.approx(0.35)
     for nothing in ([], [NAN], torch.full((3,), NAN)):
         for f in (*ONE_EACH, metrics.final, metrics.last_mean):
             assert math.isnan(f(nothing)), f
         assert metrics.best(nothing).at == -1
-    assert math.isnan(metrics.hurt([], [])) and math.isnan(metrics.weighted_mean([0.5], [0.0]))
-
-
-def test_hurt_is_strict_and_counts_a_lost_model():
-    assert metrics.hurt([0.5, 0.5], [0.5, 0.5]) == 0
-    assert metrics.hurt([NAN, 0.6, NAN], [0.5, 0.5, NAN]) == 50
-
-
-def test_curves_over_rounds():
-    curve = [0.1, 0.8, 0.6, 0.8, 0.7]
-    assert metrics.best(curve) == (0.8, 1)
-    assert metrics.final(curve) == 0.7
-    assert math.isnan(metrics.final([*curve, NAN])) and metrics.best([NAN, *curve]) == (0.8, 2)
-    assert metrics.last_mean(curve, k=2) == pytest.approx(0.75)
-    assert metrics.last_mean(curve, k=100) == pytest.approx(0.6)
-    assert metrics.last_mean(curve, rounds=[5, 10, 15, 20, 25], k=10) == pytest.approx(0.75)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(-3, 3))
@@ -110,18 +124,6 @@ def test_bad_input_is_one_sentence(line):
 def test_scores_that_are_not_of_these_samples(shape):
     with sentence("scores and y: expected scores for each of y"):
         metrics.right(torch.ones(shape), torch.ones(4))
-
-
-def test_a_percentile_among_infinite_losses():
-    inf = math.inf
-    assert metrics.percentile([1, inf, inf], 100) == metrics.percentile([1, 2, inf], 75) == inf
-    assert metrics.percentile([1, 2, 3, inf, inf], 90) == inf
-    assert metrics.percentile([1, 2, inf], 50) == 2
-
-
-def test_bytes_for_people():
-    said = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 3 << 30: "3.0 GiB", 1 << 52: "4096.0 TiB"}
-    assert {size: metrics.human(size) for size in said} == said
 
 
 def test_a_score_that_is_not_a_number_wins_no_class():

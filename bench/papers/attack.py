@@ -2,36 +2,31 @@
 reconstructions beside the originals."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from bench.papers import privacy
 from bench.papers.figures import grid
 from bench.problem import Facts, parsed
 from bench.table import markdown
-from pflcore.algorithms import Algorithm
+from pflcore import Algorithm, Federation, Training
 from pflcore.check import Count, Whole, need
 from pflcore.cli.experiment import algorithm
-from pflcore.data import Federation, load
+from pflcore.data import load
 from pflcore.data.sources import Source
 from pflcore.nn.models import model_for
 from pflcore.simulation.checkpoint import lock
-from pflcore.train import Training
 
-SHAPE = ("activation", "pool", "bias")
-PLAYED = ("clients", "samples", "rounds", "shadows", "ratios", "seed", "workers")
 ASIDE = ("algorithms", "workers", "out", "quiet")  # change no result
-LIKENESS = ("confidence", "oracle", "correlation", "ssim", "mse")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(privacy.Played):
     """Attacks what travels: membership inference and model inversion against uploads."""
 
     algorithms: tuple[str, ...] = ("fedavg", "factorized_waffle")  # whose uploads are attacked
@@ -41,18 +36,10 @@ class Options:
     pool: Literal["max", "avg"] | None = None
     bias: bool = True
     ranks: tuple[int, ...] = ()  # factors of factorized layers; default: 3 for 5 outputs
-    clients: Count = 4
-    samples: Count = 1000  # training samples of a client
-    rounds: Count = 20
     epochs: Count = 5
     batch_size: Count = 20
     lr: float = 0.1
-    shadows: Whole = 3  # shadow federations on other data
-    ratios: Whole = 16  # federations for LiRA; 0: without
-    views: tuple[privacy.View, ...] = privacy.VIEWS  # of a factorized upload
     steps: Whole = 5000  # of model inversion; 0: without
-    seed: int = 0
-    workers: int | None = None
     out: Path = Path("runs/attack")  # folder of the results, table.md and the pictures
     quiet: bool = False
 
@@ -67,12 +54,21 @@ def main(argv: Sequence[str]) -> int:
     source = load(got.data)
     with lock(got.out):  # it is made
         pass
-    shape = {k: getattr(got, k) for k in SHAPE if getattr(got, k) not in (None, True)}
+    own = {"activation": got.activation, "pool": got.pool, "bias": got.bias}
+    shape = {k: v for k, v in own.items() if v not in (None, True)}
     make = partial(model_for, got.model, tuple(source.x_train.shape[1:]), source.classes, **shape)
-    options: Facts = {k: getattr(got, k) for k in PLAYED}
     asked = {k: str(v) for k, v in vars(got).items() if k not in ASIDE}
     say = (lambda text: None) if got.quiet else partial(print, flush=True)
-    oracle: privacy.Scores | None = None
+
+    @cache
+    def judge() -> privacy.Scores:
+        """A model of the adversary's own, trained on data of nobody here: it says what a
+        reconstruction looks like to a stranger."""
+        data = Federation.from_clients([(source.x_test, source.y_test)], classes=source.classes)
+        alg, seed = algorithm("fedavg"), got.seed + 99
+        upload = privacy.intercept(alg, make, data, training, 1, seed, got.workers)
+        return partial(upload.net, upload.row[0])
+
     results: Facts = {}
     for name, alg in attacked.items():
         done = got.out / f"{name}.json"
@@ -81,30 +77,15 @@ def main(argv: Sequence[str]) -> int:
         if results[name].get("asked") == asked:
             continue
         pool = source.x_train, source.y_train
-        found = privacy.membership(
-            alg, make, pool, source.classes, training, names=got.views, say=say, **options
-        )
+        found = privacy.membership(alg, make, pool, source.classes, training, got, say)
         results[name] = {"asked": asked, "membership": [v._asdict() for v in found.verdicts]}
         if got.steps:
-            oracle = oracle or judge(source, make, training, got)
             path = got.out / f"{name}.png"
-            results[name]["inversion"] = inversion(alg, found, source, oracle, got, path)
+            results[name]["inversion"] = inversion(alg, found, source, judge(), got, path)
         done.write_text(json.dumps(results[name]) + "\n", encoding="utf-8")
         (got.out / "table.md").write_text(table(results), encoding="utf-8")
     print(table(results))
     return 0
-
-
-def judge(
-    source: Source, make: Callable[[], nn.Module], training: Training, asked: Options
-) -> privacy.Scores:
-    """A model of the adversary's own, trained on data of nobody here: it says what a reconstruction
-    looks like to a stranger."""
-    index = {"train": [torch.arange(len(source.y_test))]}
-    data = Federation(source.x_test, source.y_test, index, source.classes)
-    seed, workers = asked.seed + 99, asked.workers
-    upload = privacy.intercept(algorithm("fedavg"), make, data, training, 1, seed, workers)
-    return partial(upload.net, upload.row[0])
 
 
 def inversion(
@@ -125,10 +106,9 @@ def inversion(
     real = torch.stack([x[y == c].mean(0) for c in targets]) * std + mean
     out, pictures = {}, {"class mean": real}
     seen = privacy.views(attacked, found.upload, found.known, asked.seed, asked.views)
-    how: Facts = {"steps": asked.steps, "low": low, "high": high}
     for view, rows in seen.items():
-        model, start = partial(found.upload.net, rows[0]), low.expand_as(real).clone()
-        made, sure = privacy.invert(model, start, targets, **how)
+        model, start = partial(found.upload.net, rows[0]), low.expand_as(real)
+        made, sure = privacy.invert(model, start, targets, asked.steps, low=low, high=high)
         with torch.no_grad():
             said = oracle(made).argmax(1)
         pictures[view] = made * std + mean
@@ -160,10 +140,15 @@ def table(results: Mapping[str, Any]) -> str:
                 f"{100 * x:.1f} ({100 * low:.1f} to {100 * high:.1f})"
                 for x, (low, high) in zip(v["value"].values(), v["interval"].values(), strict=True)
             ]
-            right = f"{100 * v['train']:.1f} | {100 * v['test']:.1f}"
-            rows.append(" | ".join([name, v["view"], v["attack"], *cells, right]))
+            rows.append(
+                f"{name} | {v['view']} | {v['attack']} | {' | '.join(cells)} | "
+                f"{100 * v['train']:.1f} | {100 * v['test']:.1f}"
+            )
         for view, v in result.get("inversion", {}).items():
-            images.append(" | ".join([name, view, *(f"{v[k]:.3f}" for k in LIKENESS)]))
+            images.append(
+                f"{name} | {view} | {v['confidence']:.3f} | {v['oracle']:.3f} | "
+                f"{v['correlation']:.3f} | {v['ssim']:.3f} | {v['mse']:.3f}"
+            )
     lines = [*markdown(rows), "", *([*markdown(images), ""] if len(images) > 1 else [])]
     said = (
         "In percent, with 95 % intervals over samples; images against the client's mean of each "

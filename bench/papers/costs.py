@@ -6,24 +6,26 @@ FedDWA's Tables 4 and 5 (Liu et al. 2023), for any algorithm and model.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.table import markdown
-from pflcore.algorithms import Algorithm
+from pflcore import Algorithm, Federation, Net, Training, step
 from pflcore.check import Count, checked
-from pflcore.data.federation import Federation
 from pflcore.data.roles import held_out
-from pflcore.simulation.round import Setup, begin, step
+from pflcore.simulation.round import Setup, begin
 from pflcore.train import Engine, Setting
-from pflcore.train.net import Net
-from pflcore.train.training import Training
 from pflcore.train.workers import Workers, one_thread
 
-T = TypeVar("T")
 MIB = 2**20
+# how pflcore's ops are counted, by the shapes of what they are given
+OWN_OPS = {
+    torch.ops.pflcore.pairwise_sqdist: lambda a, b=None, *_, **__: 3 * a[0] * (b or a)[0] * a[1],
+    torch.ops.pflcore.aggregate: lambda x, weight, *_, **__: 2 * weight[0] * weight[1] * x[1],
+}
 
 
 class Inline(Workers):
@@ -75,47 +77,21 @@ def cost(
     data = held_out(data) if held else data
     s = Setting(net, data, Training(1e-3, batch_size), Engine("loop"), Inline(1), 0, 2)
     state, _ = step(Setup(algorithm, s), begin(algorithm, net, n), everybody)
-    with FlopCounterMode(display=False, custom_mapping=_own_ops()) as counter:
-        algorithm, spent = _with_counter(algorithm, counter)
-        _, done = step(Setup(algorithm, s), state, everybody)
+    # by its hooks: MOCHA's W W^T is no client's work, a look whether uploads are finite no method's
+    heard, spent = copy.copy(algorithm), dict.fromkeys(("train", "send", "update"), 0.0)
+
+    def counted(name: str, *args: Any) -> Any:
+        with FlopCounterMode(display=False, custom_mapping=OWN_OPS) as counter:
+            out = getattr(algorithm, name)(*args)
+        spent[name] += counter.get_total_flops()
+        return out
+
+    for name in spent:
+        object.__setattr__(heard, name, partial(counted, name))  # it is frozen
+    _, done = step(Setup(heard, s), state, everybody)
     row, (down, up) = net.size * net.w0.element_size(), (done.bytes_down / n, done.bytes_up / n)
     client = spent["train"] / n * samples / each
     return Cost(down / row, up / row, down + up, client, spent["send"] + spent["update"])
-
-
-def _with_counter(
-    algorithm: Algorithm, counter: FlopCounterMode
-) -> tuple[Algorithm, dict[str, float]]:
-    """The algorithm, and the operations of its hooks: MOCHA's W W^T is no client's work, a look
-    whether uploads are finite no method's."""
-    spent = dict.fromkeys(("train", "send", "update"), 0.0)
-
-    def counted(name: str, hook: Callable[..., T]) -> Callable[..., T]:
-        def call(*args: Any, **kwargs: Any) -> T:
-            before = counter.get_total_flops()
-            out = hook(*args, **kwargs)
-            spent[name] += counter.get_total_flops() - before
-            return out
-
-        return call
-
-    heard = copy.copy(algorithm)
-    for name in spent:
-        object.__setattr__(heard, name, counted(name, getattr(algorithm, name)))  # it is frozen
-    return heard, spent
-
-
-def _own_ops() -> dict[Any, Any]:
-    """How the counter shall count pflcore's ops."""
-
-    def sqdist(a: Any, b: Any = None, *_: Any, **__: Any) -> float:
-        return float(3 * a[0] * (a[0] if b is None else b[0]) * a[1])
-
-    def mix(updates: Any, weight: Any, *_: Any, **__: Any) -> float:
-        return float(2 * weight[0] * weight[1] * updates[1])
-
-    own = torch.ops.pflcore
-    return {own.pairwise_sqdist: sqdist, own.aggregate: mix}
 
 
 def table(costs: dict[str, Cost], samples: int) -> str:

@@ -29,8 +29,8 @@ def nearest(weights: Tensor, k: int) -> Tensor:
 def of_rounds(run: Run) -> list[tuple[int, Tensor]]:
     """The [N, N] weights of the first round that has any, the last one and two between, closer
     together early on."""
-    found = [(r, w) for r in run.weighted() for w in run.weights([r])[1]]
-    found = [(r, w) for r, w in found if w.ndim == 2 and bool(w.any())]
+    all_of_them = zip(*run.weights(), strict=True)
+    found = [(r, w) for r, w in all_of_them if w.ndim == 2 and bool(w.any())]
     at = {round((len(found) - 1) * (i / 3) ** 2) for i in range(4)} if found else ()
     return [found[i] for i in sorted(at)]
 

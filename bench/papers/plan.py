@@ -30,13 +30,14 @@ what must come out, by
 "above": {method: [others, in every run]}}
 `against`        an option that results are drawn against; `about`, `paper`: more words; `takes`:
 how long on two free cores, in words
-`groups`         true: the table of `bench.papers.groups`, of the last round and its subpopulations;
+`groups`         true: the table of the last round and its subpopulations;
 "reported" then names measures
 `costs`          instead of settings: a plan that counts what a round costs, and trains nothing
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -47,30 +48,19 @@ from pathlib import Path
 from typing import Any
 
 from bench.problem import Facts
+from pflcore import Training, cross_device, cross_silo
 from pflcore.check import need
 from pflcore.cli.experiment import Job, Options, described, federation, jobs
 from pflcore.data import SOURCES, TABULAR
-from pflcore.data.roles import SHARES, Protocol, cross_device, cross_silo, everybody
+from pflcore.data.roles import SHARES, Protocol, everybody
 from pflcore.results.record import plain
-from pflcore.train import Training
 from pflcore.train.random import STREAM
+from pflcore.tuning import Candidate, Grid
 
 PLANS = Path(__file__).resolve().parent / "plans"
 Plan = Mapping[str, Any]
-EMPTY: Facts = {
-    **dict.fromkeys(("about", "paper", "takes"), ""),
-    **{k: {} for k in ("options", "training", "model_options", "settings", "methods", "costs")},
-    **{k: {} for k in ("equal_compute", "reported", "expected", "checks")},
-    "seeds": [0],
-    "against": None,
-    "groups": False,
-    "like": None,
-}
-METHOD = {"algorithm", "options", "training", "grid", "before", "rounds", "looks_ahead"}
-METHOD |= {"state_of", "vary", "sizes"}
-OF_SETTING = ("partition_options", "protocol", "training", "model_options", "method_options")
-CHECKS = {"tolerance", "hurt", "largest", "below", "above"}
-PROTOCOL = {"cross-silo": {"val", "test"}, "cross-device": {"train", "val", "test", "seed"}}
+KEYS: Facts = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
+EMPTY: Facts = KEYS["plan"]  # every key of a plan, without anything in it
 
 
 @dataclass(frozen=True)
@@ -81,10 +71,10 @@ class Task:
     setting: str
     variant: str  # "" or "equal compute"
     job: Job  # with its rounds, which may be 0
-    cut: Mapping[str, Any]  # the partition's own options
-    shape: Mapping[str, Any]  # the model's own options
-    roles: Mapping[str, Any]  # the setting's protocol, {} for none
-    grid: Mapping[str, Sequence[Any]]  # what is open yet
+    cut: Facts  # the partition's own options
+    shape: Facts  # the model's own options
+    roles: Facts  # the setting's protocol, {} for none
+    grid: Grid  # what is open yet
     base: Task | None = None  # whose trained states are evaluated
     keeps: bool = False  # whether the trained states are needed again
 
@@ -108,16 +98,14 @@ class Task:
         """What the run is, short, so that a record of something else is never taken for it."""
         what = described([self.job], self.cut, self.shape)
         base = self.base and self.base.digest
-        words = json.dumps(plain([what, dict(self.roles), base, STREAM]), sort_keys=True)
+        words = json.dumps(plain([what, self.roles, base, STREAM]), sort_keys=True)
         return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
-    def at(self, point: Mapping[str, Any]) -> Task:
-        """The run at a grid's point."""
-        prefix = "training."
-        training = {k.removeprefix(prefix): v for k, v in point.items() if k.startswith(prefix)}
-        hyper = {k: v for k, v in point.items() if not k.startswith(prefix)}
-        how, hyper = replace(self.job.training, **training), {**self.job.hyper, **hyper}
-        return replace(self, job=replace(self.job, training=how, hyper=hyper), grid={})
+    def at(self, point: Candidate) -> Task:
+        """The run at a point of its grid."""
+        hyper = {k: v for k, v in point.options.items() if not k.startswith("training.")}
+        job = replace(self.job, training=point.training, hyper={**self.job.hyper, **hyper})
+        return replace(self, job=job, grid={})
 
     def protocol(self) -> Protocol:
         """Its data, and who trains, chooses and is reported."""
@@ -164,34 +152,38 @@ def complete(plan: Plan) -> Facts:
         options = {**base["options"], **plan.get("options", {})}
         plan = {**base, "takes": "", **plan, "options": options}
     plan, own = {**EMPTY, **plan}, {f.name for f in fields(Options)} - {"seed", "seeds"}
-    some = plan["methods"] and (plan["settings"] or plan["costs"])
-    need(some, "plan", "methods and settings (or costs), see bench.papers.plan", [*plan["methods"]])
+    need(
+        plan["methods"] and (plan["settings"] or plan["costs"]),
+        "plan",
+        "methods and settings (or costs), see bench.papers.plan",
+        [*plan["methods"]],
+    )
     for key in (k for k, empty in EMPTY.items() if empty == {}):
-        _known(key, plan[key], {"options": own, "checks": CHECKS}.get(key, plan[key]))
+        _known(key, plan[key], {"options": own, "checks": KEYS["checks"]}.get(key, plan[key]))
     seeds, methods = plan["seeds"], plan["methods"]
     whole = isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)
     need(whole, "seeds", "a list of whole numbers, at least one", seeds)
     for what in ("methods", "settings"):
         names = [*plan[what]]
-        differ = len({*map(slug, names)}) == len(names)
-        need(differ, what, "names that differ as files' names", names)
-    trained: set[str] = set()  # of the methods above
+        words = "names that differ as files' names"
+        need(len({*map(slug, names)}) == len(names), what, words, names)
+    trained = set[str]()  # of the methods above
     for name, m in methods.items():
-        _known(f"method {name!r}", m, METHOD)
+        _known(f"method {name!r}", m, KEYS["method"])
         for key in {"state_of", "before"} & {*m}:
             words = f"{key} to be a method above it that is trained itself"
             need(m[key] in trained, f"method {name!r}", words, m[key])
         if "state_of" not in m:
             trained.add(name)
-    for what in CHECKS - {"tolerance"}:
+    for what in {*KEYS["checks"]} - {"tolerance"}:
         _known(f"{what} of checks", plan["checks"].get(what, {}), methods)
     for name, s in plan["settings"].items():
-        _known(f"setting {name!r}", s, own | {*OF_SETTING})
+        _known(f"setting {name!r}", s, own | {*KEYS["setting"]})
         _known(f"method_options of {name!r}", s.get("method_options", {}), methods)
         if (roles := s.get("protocol")) is not None:
-            kind = roles.get("kind", "") if isinstance(roles, Mapping) else ""
-            need(kind in PROTOCOL, "protocol", f"the kind {' or '.join(PROTOCOL)}", roles)
-            _known(f"protocol of {name!r}", roles, {"kind", *PROTOCOL[kind]})
+            kinds, kind = KEYS["protocol"], isinstance(roles, Mapping) and roles.get("kind")
+            need(kind in kinds, "protocol", f"the kind {' or '.join(kinds)}", roles)
+            _known(f"protocol of {name!r}", roles, {"kind", *kinds[kind]})
     return plan
 
 
@@ -201,34 +193,23 @@ def _known(what: str, got: Any, keys: Iterable[str]) -> None:
     need(not unknown, what, f"no keys beside {', '.join(sorted(keys))}", unknown)
 
 
-def shortened(plan: Plan, rounds: int) -> tuple[Facts, list[str]]:
+def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
     """The plan with other rounds, and sentences on what they change besides: methods and settings
     with rounds of their own and warm rounds (HypCluster) keep their part of the whole. What must
     come out is of the plan as it stands, and left out."""
     need(rounds >= 1, "rounds", "at least 1", rounds)
-    planned, methods, said = plan["options"].get("rounds", Options.rounds), {}, []
-
-    def own(part: Plan, key: str = "rounds", least: int = 1) -> Facts:
-        """The part with this number, if it has one, in proportion."""
-        if not part.get(key):
-            return dict(part)
-        return {**part, key: max(least, round(part[key] * rounds / planned))}
-
+    plan, said = copy.deepcopy({**plan, "expected": {}, "checks": {}}), list[str]()
+    planned = plan["options"].get("rounds", Options.rounds)
+    plan["options"]["rounds"] = rounds
+    for part in (*plan["methods"].values(), *plan["settings"].values()):
+        if part.get("rounds"):
+            part["rounds"] = max(1, round(part["rounds"] * rounds / planned))
     for name, m in plan["methods"].items():
-        methods[name] = own(m)
-        if warm := m.get("options", {}).get("warm"):
-            options = methods[name]["options"] = own(m["options"], "warm", 0)
-            said.append(
-                f"{name}: {options['warm']} warm rounds of {rounds}, as {warm} of {planned}."
-            )
-    whole = {
-        "options": plan["options"] | {"rounds": rounds},
-        "settings": {name: own(s) for name, s in plan["settings"].items()},
-        "methods": methods,
-        "expected": {},
-        "checks": {},
-    }
-    return {**plan, **whole}, said
+        own = m.get("options", {})
+        if warm := own.get("warm"):
+            own["warm"] = round(warm * rounds / planned)
+            said.append(f"{name}: {own['warm']} warm rounds of {rounds}, as {warm} of {planned}.")
+    return plan, said
 
 
 def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
@@ -267,7 +248,7 @@ def tasks(
     bases = {m.get("state_of") for m in plan["methods"].values()}
     for setting in chosen("settings", plan, settings):
         own = dict(plan["settings"][setting])
-        cut, roles, common, shape, theirs = (own.pop(k, None) or {} for k in OF_SETTING)
+        cut, roles, common, shape, theirs = (own.pop(k, None) or {} for k in KEYS["setting"])
         asked = Options(**{**plan["options"], **own, **options})
         shape = {**plan["model_options"], **shape}
         trained: dict[tuple[str, str, int], Task] = {}
@@ -285,19 +266,17 @@ def tasks(
             part = (cut, shape, roles, m.get("grid", {}))
             for variant, seed in product(variants, seeds_of(plan["seeds"], seeds)):
                 training = {**plan["training"], **common, **variants[variant]}
-                job = _job(method, m["algorithm"], replace(of_run, seed=seed), training, hyper)
+                of_seed = replace(of_run, seed=seed)
+                try:
+                    name, how = m["algorithm"], Training(**training)
+                    (job,) = jobs([name], of_seed, how, {name: hyper})
+                except TypeError as e:
+                    said = f"options: {method!r} does not take these ({e})."
+                    raise ValueError(said) from None
+                except ValueError as e:
+                    raise ValueError(f"method {method!r}: {e}") from None
                 of_base = trained.get((base, variant, seed), trained.get((base, "", seed)))
                 task = Task(method, setting, variant, job, *part, base=of_base, keeps=keeps)
                 trained[method, variant, seed] = task
                 out.append(task)
     return out
-
-
-def _job(method: str, name: str, options: Options, training: Plan, hyper: Plan) -> Job:
-    """One checked run. ValueError, which names the method."""
-    try:
-        return jobs([name], options, Training(**training), {name: hyper})[0]
-    except TypeError as e:
-        raise ValueError(f"options: {method!r} does not take these ({e}).") from None
-    except ValueError as e:
-        raise ValueError(f"method {method!r}: {e}") from None

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from operator import getitem
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -22,13 +23,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore.algorithms import Algorithm
+from pflcore import Algorithm, Clients, Federation, Net, Training, step
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.algorithms.fedavg import MRMTL
-from pflcore.check import Count, Whole, checked, need
-from pflcore.data.federation import Federation
-from pflcore.simulation.round import Setup, begin, sample, step
-from pflcore.train import Clients, Net, Training, prepared
+from pflcore.check import Count, Whole, check_fields, need
+from pflcore.simulation.round import Setup, begin, sample
+from pflcore.train import prepared
 from pflcore.train.random import OwnDraws
 from pflcore.train.workers import one_thread
 
@@ -46,7 +46,7 @@ class Upload(NamedTuple):
 
 def intercept(
     algorithm: Algorithm,
-    model: nn.Module | Callable[[], nn.Module],
+    model: Callable[[], nn.Module],
     data: Federation,
     training: Training,
     rounds: int,
@@ -140,8 +140,8 @@ def descend(parameters: Sequence[Tensor], loss: Callable[[], Tensor], **options:
     """200 steps of Adam."""
     optimizer = torch.optim.Adam(parameters, **options)  # type: ignore[arg-type]
     for _ in range(200):
-        for p, g in zip(parameters, torch.autograd.grad(loss(), parameters), strict=True):
-            p.grad = g
+        optimizer.zero_grad()
+        loss().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
@@ -150,10 +150,9 @@ def fit_scores(net: Net, row: Tensor, at: Tensor, known: Samples) -> Tensor:
     Adam."""
     logit = torch.zeros(len(at), dtype=row.dtype, requires_grad=True)
 
-    def loss() -> Tensor:
-        return net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known)
-
-    descend([logit], loss, lr=0.1)
+    descend(
+        [logit], lambda: net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known), lr=0.1
+    )
     return logit.detach().sigmoid()
 
 
@@ -204,7 +203,7 @@ def intervals(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str
     rng, drawn = np.random.RandomState(0), []
     groups = [side.nonzero()[:, 0].numpy() for side in (member, ~member)]
     for _ in range(200):
-        at = torch.from_numpy(np.concatenate([g[rng.randint(len(g), size=len(g))] for g in groups]))
+        at = torch.from_numpy(np.concatenate([rng.choice(g, len(g)) for g in groups]))
         drawn.append(measures(score[at], member[at], threshold))
     return {k: np.percentile([d[k] for d in drawn], [2.5, 97.5]).tolist() for k in drawn[0]}
 
@@ -226,26 +225,9 @@ class Game(NamedTuple):
         rank = torch.from_numpy(np.stack([rng.permutation(both) for _ in range(n)]))
         return cls(candidates, rank < both // 2)
 
-    def federation(self, x: Tensor, y: Tensor, classes: int) -> Federation:
-        sides = {"train": self.member, "test": ~self.member}
-        index = {k: [*map(getitem, self.candidates, side)] for k, side in sides.items()}
-        return Federation(x, y, index, classes)
-
-
-def logits(net: Net, rows: Tensor, x: Tensor, candidates: Tensor) -> Tensor:
-    """Each client's model on its candidates: [N, 2 m, C]."""
-    with torch.no_grad():
-        each = zip(rows, candidates, strict=True)
-        return torch.stack([torch.cat([net(r, x[at]) for at in c.split(250)]) for r, c in each])
-
 
 @one_thread()
-def shokri(
-    shadow: Sequence[Tensor],
-    target: tuple[Tensor, Tensor],
-    classes: int,
-    seed: int = 0,
-) -> Tensor:
+def shokri(shadow: Sequence[Tensor], target: Samples, classes: int, seed: int = 0) -> Tensor:
     """Shokri et al. 2017: the probability [n] of being a member, from one attack model per class.
 
     `shadow`: scores [k, C], labels [k] and membership [k] of the shadow models' records; `target`:
@@ -277,10 +259,12 @@ def _attack_model(f: Tensor, member: Tensor, seed: int) -> nn.Module:
     with OwnDraws(seed):
         model = nn.Sequential(nn.Linear(f.shape[1], 64), nn.ReLU(), nn.Linear(64, 1)).to(f.dtype)
 
-    def loss() -> Tensor:
-        return F.binary_cross_entropy_with_logits(model(f)[:, 0], member.to(f.dtype))
-
-    descend([*model.parameters()], loss, lr=0.01, weight_decay=1e-4)
+    descend(
+        [*model.parameters()],
+        lambda: F.binary_cross_entropy_with_logits(model(f)[:, 0], member.to(f.dtype)),
+        lr=0.01,
+        weight_decay=1e-4,
+    )
     return model
 
 
@@ -333,7 +317,20 @@ class Attacked(NamedTuple):
     known: Samples  # the adversary's own
 
 
-@checked
+@dataclass(frozen=True)
+class Played:
+    """The federations of an attack."""
+
+    clients: Count = 4
+    samples: Count = 1000  # training samples of a client
+    rounds: Count = 20
+    shadows: Whole = 3  # shadow federations on other data
+    ratios: Whole = 16  # federations for LiRA; 0: without
+    views: tuple[View, ...] = VIEWS  # of a factorized upload
+    seed: Whole = 0
+    workers: int | None = None
+
+
 @one_thread()
 def membership(
     algorithm: Algorithm,
@@ -341,35 +338,35 @@ def membership(
     pool: Samples,
     classes: int,
     training: Training,
-    *,
-    clients: Count = 4,
-    samples: Count = 1000,
-    rounds: Count = 20,
-    shadows: Whole = 3,
-    ratios: Whole = 16,
-    names: Sequence[str] = VIEWS,
-    seed: Whole = 0,
-    workers: int | None = None,
+    how: Played,
     say: Callable[[str], None] = lambda text: None,
 ) -> Attacked:
-    """Plays a federation and attacks every client's upload of the last round, by `shadows` shadow
-    federations on other data of the same kind (Shokri) and by `ratios` federations on random halves
-    of the candidates (LiRA; 0: not at all)."""
-    (x, y), parts = pool, 2 * clients * (1 + shadows) + 1
+    """Plays a federation and attacks every client's upload of the last round, by shadow federations
+    on other data of the same kind (Shokri) and by federations on random halves of the candidates
+    (LiRA)."""
+    check_fields(how)
+    seed, samples, shadows, ratios = how.seed, how.samples, how.shadows, how.ratios
+    (x, y), parts = pool, 2 * how.clients * (1 + shadows) + 1
     most = len(y) // parts
     need(samples <= most, "samples", f"at most {most} of these data a client", samples)
     order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))[: parts * samples]
     known = x[order[:samples]], y[order[:samples]]
-    blocks = order[samples:].view(1 + shadows, clients, 2 * samples)
+    blocks = order[samples:].view(1 + shadows, how.clients, 2 * samples)
 
     def played(game: Game, number: int) -> tuple[Upload, dict[str, Tensor]]:
         """The scores [n, C] of each view of the game's uploads, for all clients' candidates."""
         say(f"{type(algorithm).__name__}: federation {number + 1} of {1 + shadows + ratios}")
-        data, own = game.federation(x, y, classes), seed + number
-        upload = intercept(algorithm, model, data, training, rounds, own, workers)
-        seen = views(algorithm, upload, known, own, names).items()
-        scores = {view: logits(upload.net, rows, x, game.candidates) for view, rows in seen}
-        return upload, {view: z.flatten(0, 1) for view, z in scores.items()}
+        sides, own = {"train": game.member, "test": ~game.member}, seed + number
+        index = {k: [*map(getitem, game.candidates, side)] for k, side in sides.items()}
+        data = Federation(x, y, index, classes)
+        upload = intercept(algorithm, model, data, training, how.rounds, own, how.workers)
+        scores = {}
+        for view, rows in views(algorithm, upload, known, own, how.views).items():
+            each = zip(rows, game.candidates, strict=True)
+            with torch.no_grad():
+                parts = [upload.net(r, x[at]) for r, mine in each for at in mine.split(250)]
+            scores[view] = torch.cat(parts)
+        return upload, scores
 
     games = [Game.draw(block, seed + i) for i, block in enumerate(blocks)]
     games += [Game.draw(blocks[0], seed + 1000 + i) for i in range(ratios)]
@@ -404,7 +401,6 @@ def invert(
     scores: Scores,
     start: Tensor,
     targets: Tensor,
-    *,
     steps: int = 5000,
     lr: float = 0.1,
     low: float | Tensor = -torch.inf,
@@ -422,7 +418,7 @@ def invert(
     best, least = x.clone(), torch.full((len(targets),), torch.inf, dtype=start.dtype)
     idle, active = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool)
     bounds = [torch.as_tensor(b).to(start) for b in (low, high)]
-    for k in range(steps + 1):
+    for _ in range(steps + 1):
         x = x.detach().requires_grad_()
         cost = 1 - scores(x).softmax(1)[at, targets]
         (g,) = torch.autograd.grad(cost.sum(), x)
@@ -431,10 +427,9 @@ def invert(
         best[better], least[better] = x[better], cost[better]
         idle = torch.where(better, 0, idle + 1)
         active &= (cost > 1 - 0.99) & (idle < 100)
-        if k == steps or not active.any():
+        if not active.any():
             break
-        moved = (x - lr * g).clamp(*bounds)
-        x = torch.where(active.view(-1, *[1] * (x.dim() - 1)), moved, x)
+        x = (x - lr * g).clamp(*bounds)  # where it is over, too: nobody looks
     return best, 1 - least
 
 
@@ -445,9 +440,7 @@ def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
     apart = [v - v.mean(1, keepdim=True) for v in (a, b)]
     correlation = F.cosine_similarity(apart[0], apart[1])
 
-    def local(v: Tensor) -> Tensor:
-        return F.avg_pool2d(v, 7, 1)
-
+    local = partial(F.avg_pool2d, kernel_size=7, stride=1)
     u, w = local(made), local(real)
     uu, ww, uw = local(made * made) - u * u, local(real * real) - w * w, local(made * real) - u * w
     c, d = (0.01 * span) ** 2, (0.03 * span) ** 2

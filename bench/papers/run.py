@@ -13,65 +13,55 @@ from pathlib import Path
 from typing import Any
 
 from bench.papers import costs, study
-from bench.papers.plan import EMPTY, Plan, chosen, load, plans, shortened, tasks
+from bench.papers.plan import Plan, chosen, load, plans, shortened, tasks
 from bench.papers.runs import Reproduction, write
 from bench.papers.table import rows_of, verdicts
 from bench.problem import parsed
+from pflcore import Net
 from pflcore.check import need
 from pflcore.cli.experiment import algorithm
 from pflcore.nn.models import model_for
 from pflcore.results.progress import Progress
-from pflcore.train.net import Net
 
 
 def count(plan: Plan, folder: Path) -> None:
     """What a round costs a client, for a plan with "costs": {model, shape, classes, n, samples}.
     Rows in MiB and in operations."""
     c = dict(plan["costs"])
-    name, shape, classes = c.pop("model"), c.pop("shape"), c.pop("classes")
+    name, shape, classes = map(c.pop, ("model", "shape", "classes"))
     net = Net(lambda: model_for(name, shape, classes))
     each = {
         m: costs.cost(algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c)
         for m, o in plan["methods"].items()
     }
-    rows, data = [], f"{name}, {net.size:,} parameters"
-    for setting, value in (
-        ("MiB per client and round", lambda x: x.bytes / costs.MIB),
-        ("FLOPs per client and round", lambda x: x.client),
-    ):
-        paper = plan["reported"].get(setting, {})
-        for m, x in each.items():
-            row = {"method": m, "final": value(x), "paper": paper.get(m), "seeds": 1}
-            rows.append(row | {"setting": setting, "data": data})
+    measured = {
+        "MiB per client and round": {m: x.bytes / costs.MIB for m, x in each.items()},
+        "FLOPs per client and round": {m: x.client for m, x in each.items()},
+    }
+    rows = [
+        {
+            "method": m,
+            "final": value,
+            "paper": plan["reported"].get(setting, {}).get(m),
+            "seeds": 1,
+            "setting": setting,
+            "data": f"{name}, {net.size:,} parameters",
+        }
+        for setting, values in measured.items()
+        for m, value in values.items()
+    ]
     write(folder, plan, rows, f"{plan['about']}\n\n{costs.table(each, c.get('samples', 2500))}")
 
 
-def listed() -> str:
-    """Every plan: what it is, the data that it needs, and how long it takes."""
-    lines = []
-    for name in plans():
-        plan = load(name)
-        asked = (plan["options"] | s for s in plan["settings"].values())
-        data = ", ".join(sorted({options.get("data", "") for options in asked})) or "none"
-        lines += [name, f"  {plan['about']}"]
-        lines.append(f"  data: {data}; on two free cores: {plan['takes']}")
-    return "\n".join(lines)
-
-
 def reproduce(
-    plan: Plan,
-    folder: str | Path,
-    *,
-    quiet: bool = False,
-    draw: bool = True,
-    **choice: Any,
+    plan: Plan, folder: Path, *, quiet: bool = False, draw: bool = True, **choice: Any
 ) -> Reproduction:
     """Plays a whole plan (see `bench.papers.plan.complete`) into `folder`; `choice`: see
     `bench.papers.plan.tasks`."""
     todo = tasks(plan, **choice)
     with Progress(sum(t.options.rounds for t in todo if not t.base), quiet) as progress:
         progress.say(f"Results: {folder}")
-        made = Reproduction(plan, Path(folder), progress)
+        made = Reproduction(plan, folder, progress)
         rows = made.play(todo)
     if draw:
         try:
@@ -79,9 +69,6 @@ def reproduce(
         except ImportError as e:
             print(e, file=sys.stderr)
     return made
-
-
-OWN = ("list", "rounds", "out", "quiet")  # of the command; the others choose tasks
 
 
 @dataclass(frozen=True)
@@ -110,24 +97,31 @@ def main(argv: Sequence[str]) -> int:
     name = words.pop(0) if words and not words[0].startswith("-") else ""
     got = parsed(Asked, "pflcore reproduce NAME", __doc__, words)
     if got.list:
-        print(listed())
+        for name in plans():
+            plan = load(name)
+            asked = (plan["options"] | s for s in plan["settings"].values())
+            data = ", ".join(sorted({options.get("data", "") for options in asked})) or "none"
+            print(f"{name}\n  {plan['about']}")
+            print(f"  data: {data}; on two free cores: {plan['takes']}")
         return 0
     plan = load(name)
     told = plan["equal_compute"] or not got.equal_compute
     need(told, "equal_compute", "a plan that says what equal computation is", name)
     if got.rounds is not None:
         plan, said = shortened(plan, got.rounds)
-        print(*said, sep="\n", end="\n" if said else "", file=sys.stderr)
+        for line in said:
+            print(line, file=sys.stderr)
     data = got.data or plan["options"].get("data")
     if got.data is not None:
-        plan |= {k: EMPTY[k] for k in ("expected", "checks")}  # they are of the plan as it stands
+        plan |= {"expected": {}, "checks": {}}  # they are of the plan as it stands
     folder = got.out or Path("runs") / "reproduce" / "-".join(filter(None, (Path(name).stem, data)))
     bad = False
     if plan["costs"]:
         names = chosen("methods", plan, got.methods)
         count({**plan, "methods": {m: plan["methods"][m] for m in names}}, folder)
     else:
-        given = {k: v for k, v in vars(got).items() if k not in OWN and v is not None}
+        own = ("list", "rounds", "out", "quiet")  # of the command; the others choose tasks
+        given = {k: v for k, v in vars(got).items() if k not in own and v is not None}
         made = reproduce(plan, folder, quiet=got.quiet, **given)
         bad = not all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))
     print((folder / "table.md").read_text(encoding="utf-8"))

@@ -13,21 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.papers import groups, table
+from bench.papers import table
 from bench.papers.plan import Plan, Task, slug
 from bench.papers.table import Key, Row
 from bench.problem import Facts
 from bench.table import clock, processor
+from pflcore import Clients, History, Simulation, tune
 from pflcore.algorithms.clusters import Ensemble, HypCluster, losses
 from pflcore.cli.experiment import algorithm, model, net
 from pflcore.data.roles import Protocol, held_out
 from pflcore.results.progress import Progress
 from pflcore.results.record import OnRound, Record, Run, plain, read
-from pflcore.simulation import History, Simulation
 from pflcore.simulation.checkpoint import replacing
 from pflcore.simulation.round import Setup, State
-from pflcore.train import Clients
-from pflcore.tuning import tune
 
 Kept = tuple[int, int, int, State]  # round, bytes down and up since the one before, state then
 
@@ -40,8 +38,8 @@ class Reproduction:
         self.plan, self.folder, self.progress = plan, folder, progress
         self.runs: dict[Key, list[Run]] = {}
         self.tasks: dict[Key, list[Task]] = {}  # with what a grid chose
-        self.protocols: dict[tuple[str, int | None], Protocol] = {}
-        self.kept: dict[Path, list[Kept]] = {}
+        self.setting = ""  # of these, by seed where each has its own
+        self.protocols: dict[int | None, Protocol] = {}
 
     def play(self, todo: Sequence[Task]) -> list[Facts]:
         """Plays what is missing and writes result.json and table.md after every method, so that
@@ -55,22 +53,25 @@ class Reproduction:
             ]
             self.tasks[key] = self.tuned(these)
             self.runs[key] = [self.run(task) for task in self.tasks[key]]
-            kind = groups if self.plan["groups"] else table
-            rows = kind.rows_of(self.plan, self.runs)
-            text, checks = kind.table(self.plan, rows), table.verdicts(self.plan, rows)
-            write(self.folder, self.plan, rows, text, checks)
+            if self.plan["groups"]:
+                rows = table.rows_of_groups(self.plan, self.runs)
+                text = table.table_of_groups(self.plan, rows)
+            else:
+                rows = table.rows_of(self.plan, self.runs)
+                text = table.table(self.plan, rows)
+            write(self.folder, self.plan, rows, text, [*table.verdicts(self.plan, rows)])
         return rows
 
     def protocol(self, task: Task) -> Protocol:
         """The task's data and roles, made once; with a target, that client alone is reported, and
         trains where it is alone anyway."""
         options = task.options
-        of = task.setting, options.seed if task.roles.get("kind") == "cross-silo" else None
-        if of not in self.protocols:
-            # the other settings are over
-            kept = {k: v for k, v in self.protocols.items() if k[0] == task.setting}
-            self.protocols = {**kept, of: task.protocol()}
-        p = self.protocols[of]
+        if task.setting != self.setting:  # that one is over
+            self.setting, self.protocols = task.setting, {}
+        seed = options.seed if task.roles.get("kind") == "cross-silo" else None
+        if seed not in self.protocols:
+            self.protocols[seed] = task.protocol()
+        p = self.protocols[seed]
         if not isinstance(options.target, int):
             return p
         one = torch.tensor([options.target])
@@ -90,7 +91,7 @@ class Reproduction:
         task, options = group[0], group[0].options
         if not task.grid:
             return group
-        if options.clip is not None or options.poison is not None or options.buffers != "auto":
+        if (options.clip, options.poison, options.buffers) != (None, None, "auto"):
             raise ValueError(
                 "grid: it is searched without clip, poison and buffers; leave these options out, "
                 "or the grid."
@@ -117,7 +118,7 @@ class Reproduction:
             folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
             say=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
         )
-        return [t.at(tuned.best.candidate.options) for t in group]
+        return [t.at(tuned.best.candidate) for t in group]
 
     def run(self, task: Task) -> Run:
         """The run's record, played now unless it is there already."""
@@ -182,7 +183,7 @@ class Reproduction:
         """The record of this very run, if it is whole (all rounds, or stopped because it diverged),
         with the states that it must keep."""
         path = self.folder / task.path
-        if not path.is_file() or not path.stat().st_size:
+        if not path.is_file():
             return None
         run = next(iter(read(path)), Run())
         if run.header and run.header.get("digest") != task.digest:
@@ -198,11 +199,10 @@ class Reproduction:
     def states(self, task: Task) -> list[Kept]:
         """A kept run's states when it was evaluated."""
         path = (self.folder / task.path).with_suffix(".pt")
-        if path not in self.kept and path.is_file():
-            saved = load_states(path, task.options.device)
-            if saved["digest"] == task.digest:
-                self.kept[path] = [(*at, State(**state)) for *at, state in saved["states"]]
-        return self.kept.get(path, [])
+        saved = load_states(path, task.options.device) if path.is_file() else {}
+        if saved.get("digest") != task.digest:
+            return []
+        return [(*at, State(**state)) for *at, state in saved["states"]]
 
 
 def picks(setup: Setup, state: State, clients: Tensor) -> Tensor:
@@ -228,11 +228,7 @@ def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> 
 
 
 def write(
-    folder: Path,
-    plan: Plan,
-    rows: Sequence[Row],
-    text: str,
-    checks: Sequence[Any] = (),
+    folder: Path, plan: Plan, rows: Sequence[Row], text: str, checks: Sequence[Any] = ()
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = {

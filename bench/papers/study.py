@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,32 +18,23 @@ from bench.papers.plan import slug
 from bench.papers.runs import Reproduction
 from bench.papers.table import Row, by_setting, curve
 from bench.problem import Facts
-from pflcore import FedAvg, Federation, metrics
+from pflcore import FedAvg, evaluate, metrics
 from pflcore.data.federation import permutation
 from pflcore.data.roles import Protocol
 from pflcore.results import pictures
 from pflcore.results.record import plain
-from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State
 
 
-class Point(NamedTuple):
-    """Results with one value of an option, [N] each: accuracy, or loss where there is none; NaN for
-    clients that are not reported."""
-
-    value: Any
-    own: Tensor  # in distribution: the client's own test samples
-    others: Tensor  # out of distribution: the sample of everybody's
-
-
 def results(setup: Setup, state: State, protocol: Protocol) -> Tensor:
-    """Each reported client's accuracy, or loss where there is none, on its test samples: [N]."""
+    """Each reported client's accuracy, or loss where there is none, on its test samples: [N], NaN
+    for the others."""
     setting = setup.setting._replace(data=protocol.data.to(setup.setting.data.device))
     values = evaluate(setup._replace(setting=setting), state, "test", protocol.report)
     return values.get("accuracy", values["loss"])
 
 
-def out_of_distribution(protocol: Protocol, size: int = 1000, seed: int = 13) -> Federation:
+def out_of_distribution(protocol: Protocol, size: int = 1000) -> Protocol:
     """Everybody reported is evaluated on one sample, drawn without replacement from all their test
     samples (Motley, section 4.1).
 
@@ -56,50 +47,46 @@ def out_of_distribution(protocol: Protocol, size: int = 1000, seed: int = 13) ->
         for i, rows in enumerate(data.index[split]):
             y[rows] = data.labels(i, split)
     pool = torch.cat([data.index["test"][i] for i in mine]).unique()
-    pool = pool[permutation(len(pool), seed)[:size].to(pool.device)].sort().values
+    pool = pool[permutation(len(pool), 13)[:size].to(pool.device)].sort().values
     test = [pool if i in mine else pool[:0] for i in range(data.n)]
-    name = f"{data.name}, out of distribution"
-    return replace(data, y=y, relabel=None, index={**data.index, "test": test}, name=name)
+    name, index = f"{data.name}, out of distribution", {**data.index, "test": test}
+    return replace(protocol, data=replace(data, y=y, relabel=None, index=index, name=name))
+
+
+def both(setup: Setup, state: State, protocol: Protocol) -> list[Tensor]:
+    """The results in and out of distribution."""
+    return [results(setup, state, p) for p in (protocol, out_of_distribution(protocol))]
 
 
 def vary(
     setup: Setup, state: State, protocol: Protocol, option: str, choices: Sequence[Any]
-) -> list[Point]:
+) -> dict[Any, list[Tensor]]:
     """One trained state personalized with several values of a `late` option (Motley, Fig. 4, 5 and
-    7), for instance `vary(FineTune(), ..., "finetune_epochs", (1, 3, 5, 10, 15))` or
-    `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`."""
+    7): the results in and out of distribution by value; for instance `vary(FineTune(), ...,
+    "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`."""
     late = setup.algorithm.traits.late
     if option not in late:
         raise ValueError(
             "option: expected one that can be varied after training "
             f"({', '.join(late) or 'none'}), got {option!r}."
         )
-    other = replace(protocol, data=out_of_distribution(protocol))
-    made = [(c, setup._replace(algorithm=replace(setup.algorithm, **{option: c}))) for c in choices]
-    return [Point(c, *(results(s, state, p) for p in (protocol, other))) for c, s in made]
+    return {
+        c: both(setup._replace(algorithm=replace(setup.algorithm, **{option: c})), state, protocol)
+        for c in choices
+    }
 
 
-def by_size(
-    setup: Setup, state: State, protocol: Protocol, fractions: Sequence[float] = (1.0, 0.5, 0.25)
-) -> dict[float, Tensor]:
-    """Results with the first part of each reported client's personalization set, its test samples
-    unchanged (Motley, Fig. 7c)."""
-    return {f: results(setup, state, protocol.keep(f)) for f in fractions}
-
-
-def by_evaluation(
-    setup: Setup, state: State, protocol: Protocol, fractions: Sequence[float] = (1.0, 0.25)
-) -> dict[float, Tensor]:
+def by_evaluation(setup: Setup, state: State, protocol: Protocol) -> dict[str, Tensor]:
     """What personalization changes for each client, measured on the first part of its test samples
     (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
     plain, found = setup._replace(algorithm=FedAvg()), {}
-    for f in fractions:
+    for f in (1.0, 0.25):
 
         def first(n: int, part: float = f) -> dict[str, Tensor]:
             return {"test": torch.arange(math.ceil(part * n))}
 
         p = replace(protocol, data=protocol.data.dealt(first, of=("test",)))
-        found[f] = results(setup, state, p) - results(plain, state, p)
+        found[f"{f:.0%} of the test samples"] = results(setup, state, p) - results(plain, state, p)
     return found
 
 
@@ -118,7 +105,8 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         if not runs:
             continue
         stem, first = f"{made.folder / slug(setting)}", {m: r[0] for m, r in runs.items()}
-        unit = next(iter(first.values())).measure
+        one = next(iter(first.values()))
+        unit = one.measure
         named = [
             replace(r, header=r.header | {"algorithm": m, "options": {}})
             for m, each in runs.items()
@@ -136,9 +124,8 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         last = {m: r.last(unit) for m, r in first.items()}
         before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
         if before:
-            size = torch.tensor(next(iter(first.values())).header["size"])
             gains = {m: last[m] - last[b] for m, b in before.items()}
-            figures.deltas(size, gains, f"{stem}-deltas.png", unit)
+            figures.deltas(torch.tensor(one.header["size"]), gains, f"{stem}-deltas.png", unit)
         base = {m: last[before.get(m, m)] for m in first}
         studies[setting] = _trained(made, setting, base, unit)
     if option := made.plan["against"]:
@@ -148,12 +135,7 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
     (made.folder / "studies.json").write_text(json.dumps(plain(studies)) + "\n", encoding="utf-8")
 
 
-def _trained(
-    made: Reproduction,
-    setting: str,
-    before: Mapping[str, Tensor],
-    unit: str,
-) -> Facts:
+def _trained(made: Reproduction, setting: str, before: Mapping[str, Tensor], unit: str) -> Facts:
     """The studies of trained states, and their pictures."""
     stem = f"{made.folder / slug(setting)}"
     spread: dict[str, list[figures.Triple]] = {}
@@ -166,26 +148,27 @@ def _trained(
         simulation, p = made.simulation(task)
         setup, state, path = simulation.setup, states[-1][3], f"{stem}-{slug(method)}"
         if m.get("sizes"):
-            found = by_size(setup, state, p)
-            fewer[method] = {f: metrics.mean(v) for f, v in found.items()}
+            # the first part of each reported client's personalization set (Motley, Fig. 7c)
+            by = {f: results(setup, state, p.keep(f)) for f in (1.0, 0.5, 0.25)}
+            fewer[method] = {f: metrics.mean(v) for f, v in by.items()}
         if m.get("sizes") and "state_of" in m:
-            found = by_evaluation(setup, state, p)
-            gains = {f"{f:.0%} of the test samples": gain for f, gain in found.items()}
+            gains = by_evaluation(setup, state, p)
             figures.deltas(p.data.size("test"), gains, f"{path}-tests.png", unit)
         for option, choices in m.get("vary", {}).items():
-            points = vary(setup, state, p, option, choices)
-            hurt = [metrics.hurt(q.own, before[method], unit == "accuracy") for q in points]
-            means = [(q.value, metrics.mean(q.own), metrics.mean(q.others)) for q in points]
-            by = [(*q[:2], h) for q, h in zip(means, hurt, strict=True)]
-            figures.option(by, f"{path}-{option}.png", option, unit)
+            found = vary(setup, state, p, option, choices)
+            means = [(c, metrics.mean(own), metrics.mean(far)) for c, (own, far) in found.items()]
+            hurt = [
+                (c, mean, metrics.hurt(found[c][0], before[method], unit == "accuracy"))
+                for c, mean, _ in means
+            ]
+            figures.option(hurt, f"{path}-{option}.png", option, unit)
             if option != "finetune_lr":
                 spread[method] = means
         if "vary" in m and method not in spread:
-            other = replace(p, data=out_of_distribution(p))
-            own, others = (metrics.mean(results(setup, state, q)) for q in (p, other))
+            own, others = map(metrics.mean, both(setup, state, p))
             spread[method] = [(method, own, others)]
     figures.distributions(spread, f"{stem}-distributions.png", unit)
-    parts = {m: sorted((100 * f, v) for f, v in by.items()) for m, by in fewer.items()}
+    parts = {m: sorted((100 * f, v) for f, v in of.items()) for m, of in fewer.items()}
     what = "personalization set used, %"
     figures.curves(parts, f"{stem}-sizes.png", what, f"mean {unit}")
     return {"distributions": spread, "sizes": fewer}

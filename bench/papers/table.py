@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +18,21 @@ from pflcore.results.table import far_movers, incidents, markdown
 Key = tuple[str, str, str]  # setting, method, variant
 Runs = Mapping[Key, Sequence[Run]]
 Row = Mapping[str, Any]
+# columns, what of a row they hold, and decimals where they are not the measure's
+NUMBERS = """\
+std | std |
+worst decile | worst_decile |
+paper | paper |
+expected | expected |
+by size | by_size |
+% hurt | hurt | 1
+% in largest cluster | largest | 1
+models a round | models_a_round | 2
+models in all | models | 1
+MiB to GOAL % | to_goal | 1
+seconds a round | seconds_a_round | 3
+"""
+OF_GROUPS = ("accuracy", "majority", "minority", "gap", "variance")
 
 
 def summary(
@@ -39,78 +54,75 @@ def summary(
 
 
 def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
-    """One row per setting, method and variant."""
-    return [_row(plan, runs, *key) for key in runs]
-
-
-def _row(plan: Plan, runs: Runs, setting: str, method: str, variant: str) -> Facts:
-    """Means over seeds; accuracies in percent. `best` is the best round's mean over clients,
-    selected on test data as in the papers, `by_size` the same weighted by test samples, `final` the
-    last round's."""
-    mine, m = runs[setting, method, variant], plan["methods"][method]
-    measure = next((r.measure for r in mine if r.evaluations), "accuracy")
-    scale = 100.0 if measure == "accuracy" else 1.0
-    before, trained = (
-        runs.get((setting, m.get(k, ""), variant)) or runs.get((setting, m.get(k, ""), ""))
-        for k in ("before", "state_of")
-    )
-    each = [
-        summary(r.last(measure), before[i].last(measure) if before else None, scale == 100)
-        for i, r in enumerate(mine)
-    ]
-    of_all = {k: metrics.mean([e[k] for e in each]) for k in each[0]}
-    over = [_over_rounds(r, measure) for r in mine]
-    best, final, by_size = ([scale * v for v in column] for column in zip(*over, strict=True))
-    picked = [r.seen["cluster"] for r in mine if "cluster" in r.seen]
-    largest = 100 * metrics.mean([*map(largest_share, picked)]) if picked else None
-    head, played = mine[0].header, trained or mine
-    row = 4 * head["parameters"]
-    sent, many = [[0, *r.sent()] for r in mine], len(mine) > 1
-    of_last = None
-    for line in played[0].rounds[-1:]:
-        of_last = (line["bytes_down"] + line["bytes_up"]) / max(1, len(line["cohort"])) / row
-    paper, expected = (plan[k].get(setting, {}).get(method) for k in ("reported", "expected"))
-    paper, paper_std = paper if isinstance(paper, list) else (paper, None)
-    return {
-        "method": method,
-        "variant": variant,
-        "setting": setting,
-        **{k: head[k] for k in ("data", "rounds", "options", "training")},
-        "measure": measure,
-        "best": metrics.mean(best),
-        "best_std": metrics.std(best) if many else None,
-        "final": of_all["mean"] * scale,
-        "final_std": metrics.std(final) if many else None,
-        "by_seed": final,
-        **{k: of_all[k] * scale for k in ("std", "worst_decile")},
-        "hurt": of_all.get("hurt"),
-        "largest": largest,
-        "by_size": metrics.mean(by_size),
-        "paper": paper,
-        "paper_std": paper_std,
-        "expected": expected,
-        "seeds": len(mine),
-        "played": [r.played for r in mine],
-        "evaluations": len(mine[0].evaluations),
-        "epochs": head["training"]["epochs"],
-        "tuned": [*m.get("grid", ())],
-        "models_a_round": of_last,
-        "models": metrics.mean([s[-1] / (row * head["takes_part"]) for s in sent]),
-        "to_goal": _to_goal(runs, setting, mine, measure),
-        "seconds_a_round": metrics.mean([r["seconds"] for run in played for r in run.rounds]),
-        "held_out": mine[0].held_out,
-        "incidents": [*dict.fromkeys(said for r in mine for said in incidents(r))],
-        "far": [*filter(None, map(far_movers, mine))],
-        "stopped": next((r.stopped for r in mine if r.stopped), None),
-    }
-
-
-def _over_rounds(run: Run, measure: str) -> tuple[float, float, float]:
-    """The best and the last of the means over clients, and the best weighted by test samples."""
-    values, up = run.values(measure)[1], measure == "accuracy"
-    means = [metrics.mean(v) for v in values]
-    sized = [metrics.weighted_mean(v, run.seen["size"]) for v in values]
-    return metrics.best(means, up).value, metrics.final(means), metrics.best(sized, up).value
+    """One row per setting, method and variant: means over seeds; accuracies in percent. `best` is
+    the best round's mean over clients, selected on test data as in the papers, `by_size` the same
+    weighted by test samples, `final` the last round's."""
+    out = []
+    for (setting, method, variant), mine in runs.items():
+        m = plan["methods"][method]
+        measure = next((r.measure for r in mine if r.evaluations), "accuracy")
+        up = measure == "accuracy"
+        scale = 100.0 if up else 1.0
+        before, trained = (
+            runs.get((setting, m.get(k, ""), variant)) or runs.get((setting, m.get(k, ""), ""))
+            for k in ("before", "state_of")
+        )
+        each = [
+            summary(r.last(measure), before[i].last(measure) if before else None, up)
+            for i, r in enumerate(mine)
+        ]
+        of_all = {k: metrics.mean([e[k] for e in each]) for k in each[0]}
+        best, final, by_size = [], [], []
+        for r in mine:
+            values = r.values(measure)[1]
+            means = [metrics.mean(v) for v in values]
+            sized = [metrics.weighted_mean(v, r.seen["size"]) for v in values]
+            best.append(scale * metrics.best(means, up).value)
+            final.append(scale * metrics.final(means))
+            by_size.append(scale * metrics.best(sized, up).value)
+        shares = [largest_share(r.seen["cluster"]) for r in mine if "cluster" in r.seen]
+        head, played = mine[0].header, trained or mine
+        size = 4 * head["parameters"]
+        sent, many = [sum(r.sent()[-1:]) for r in mine], len(mine) > 1
+        of_last = None
+        for line in played[0].rounds[-1:]:
+            of_last = (line["bytes_down"] + line["bytes_up"]) / max(1, len(line["cohort"])) / size
+        paper, expected = (plan[k].get(setting, {}).get(method) for k in ("reported", "expected"))
+        paper, paper_std = paper if isinstance(paper, list) else (paper, None)
+        row = {
+            "method": method,
+            "variant": variant,
+            "setting": setting,
+            **{k: head[k] for k in ("data", "rounds", "options", "training")},
+            "measure": measure,
+            "best": metrics.mean(best),
+            "best_std": metrics.std(best) if many else None,
+            "final": of_all["mean"] * scale,
+            "final_std": metrics.std(final) if many else None,
+            "by_seed": final,
+            **{k: of_all[k] * scale for k in ("std", "worst_decile")},
+            "hurt": of_all.get("hurt"),
+            "largest": 100 * metrics.mean(shares) if shares else None,
+            "by_size": metrics.mean(by_size),
+            "paper": paper,
+            "paper_std": paper_std,
+            "expected": expected,
+            "seeds": len(mine),
+            "played": [r.played for r in mine],
+            "evaluations": len(mine[0].evaluations),
+            "epochs": head["training"]["epochs"],
+            "tuned": [*m.get("grid", ())],
+            "models_a_round": of_last,
+            "models": metrics.mean([s / (size * head["takes_part"]) for s in sent]),
+            "to_goal": _to_goal(runs, setting, mine, measure),
+            "seconds_a_round": metrics.mean([r["seconds"] for run in played for r in run.rounds]),
+            "held_out": mine[0].held_out,
+            "incidents": [*dict.fromkeys(said for r in mine for said in incidents(r))],
+            "far": [*filter(None, map(far_movers, mine))],
+            "stopped": next((r.stopped for r in mine if r.stopped), None),
+        }
+        out.append(row)
+    return out
 
 
 def curve(run: Run, measure: str) -> list[tuple[int, int, float]]:
@@ -127,46 +139,40 @@ def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> flo
     first = next((run for run in of_setting if len(run.evaluations) > 1), None)
     if first is None:
         return None
-    up = measure == "accuracy"
-    goal = goal_of(metrics.mean(first.last(measure)), up)
-    curves = [zip(*curve(run, measure), strict=True) for run in mine]
-    sent = [bytes_to_reach(values, at, goal, up) for _, at, values in curves]
+    sign, near = (1, 0.98) if measure == "accuracy" else (-1, 1.02)
+    goal = sign * near * metrics.mean(first.last(measure))
+    sent = [
+        next((at for _, at, value in curve(run, measure) if sign * value >= goal), None)
+        for run in mine
+    ]
     return None if None in sent else metrics.mean(sent)
 
 
-def goal_of(value: float, higher_is_better: bool) -> float:
-    """Near enough to a result: 2 % worse."""
-    return value * (0.98 if higher_is_better else 1.02)
-
-
-def verdicts(plan: Plan, rows: Sequence[Row]) -> list[tuple[bool, str]]:
+def verdicts(plan: Plan, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
     """What the plan says must hold, and whether it does. Methods that were not played are passed
     over, numbers where seeds lack too."""
-    checks, out = {"below": {}, "above": {}, "hurt": {}, "largest": {}, **plan["checks"]}, []
+    checks = {"below": {}, "above": {}, "hurt": {}, "largest": {}, **plan["checks"]}
     pairs = [(low, high) for high, lows in checks["below"].items() for low in lows]
     pairs += [(low, high) for low, highs in checks["above"].items() for high in highs]
     for setting, of_setting in by_setting(rows).items():
         mine = {r["method"]: r for r in of_setting if not r["variant"]}
         whole = {name: r for name, r in mine.items() if r["seeds"] == len(plan["seeds"])}
         wanted = plan["expected"].get(setting, {}) if "tolerance" in checks else {}
-        final = {name: (want, checks["tolerance"]) for name, want in wanted.items()}
+        checks["final"] = {name: (want, checks["tolerance"]) for name, want in wanted.items()}
         for what in ("final", "hurt", "largest"):
-            each = {**checks, "final": final}[what]
-            for name in filter(whole.get, each):
-                got, (want, within) = whole[name][what], each[name]
+            for name in filter(whole.get, checks[what]):
+                got, (want, within) = whole[name][what], checks[what][name]
                 value = "not measured" if got is None else f"{got:.1f} %"
                 said = f"{what} {value}, expected {want:g}"
                 if what == "final":
                     said = f"{got:.5f}, expected {want:.5f}"
                 good = got is not None and abs(got - want) <= within
-                out.append((good, f"{name}: {said} ± {within:g}"))
+                yield good, f"{name}: {said} ± {within:g}"
         for low, high in pairs:
             if low in mine and high in mine:
                 by_seed = zip(mine[low]["by_seed"], mine[high]["by_seed"], strict=True)
                 good = [a < b for a, b in by_seed]
-                said = f"{low} below {high} in {sum(good)} of {len(good)} runs"
-                out.append((all(good), said))
-    return out
+                yield all(good), f"{low} below {high} in {sum(good)} of {len(good)} runs"
 
 
 def table(plan: Plan, rows: Sequence[Row]) -> str:
@@ -179,16 +185,15 @@ def table(plan: Plan, rows: Sequence[Row]) -> str:
         protocol, up = plan["settings"][setting].get("protocol"), some["measure"] == "accuracy"
         select = any(r["evaluations"] > 1 for r in mine) and not protocol
         selects |= select
-        variants, of = dict.fromkeys(r["variant"] for r in mine), dict[str, dict[str, Row]]()
-        for r in mine:
-            of.setdefault(r["method"], {})[r["variant"]] = r
-        body = [_cells(each, variants, up, select) for each in of.values()]
-        columns = [c for c in body[0] if c == "method" or {cells[c] for cells in body} - {"", "-"}]
+        variants = dict.fromkeys(r["variant"] for r in mine)
+        body = [
+            _cells({r["variant"]: r for r in of_method}, variants, up, select)
+            for _, of_method in groupby(mine, lambda r: r["method"])
+        ]
         # NaN for one client
         whose = "mean over clients" if some["std"] == some["std"] else "of the target alone"
         unit = "accuracy in percent" if up else "loss"
-        chosen = [columns, *([cells[c] for c in columns] for cells in body)]
-        lines += [f"{heading(mine[0])}; test {unit}, {whose}", "", *markdown(chosen), ""]
+        lines += [f"{heading(mine[0])}; test {unit}, {whose}", "", *of_cells(body), ""]
         lines += [
             f"{r['method']}, moved far: {whom}; look at the data or set clip.\n"
             for r in mine
@@ -207,18 +212,6 @@ def about(plan: Plan) -> list[str]:
     return [plan["about"], ""] if plan["about"] else []
 
 
-def subpopulations(values: Tensor, group: Sequence[int]) -> dict[str, float]:
-    """ "majority", "minority" (means over the clients whose `group` [n] is 0 and 1), "gap", and
-    "variance" over all (ddof = 0).
-
-    For accuracies in percent the gap is in points and the variance in percent squared (Hao et al.
-    2020, Table 2).
-    """
-    major, minor = (metrics.mean(values[torch.tensor(group) == g]) for g in (0, 1))
-    variance = metrics.std(values) ** 2
-    return {"majority": major, "minority": minor, "gap": major - minor, "variance": variance}
-
-
 def largest_share(cluster: Sequence[int]) -> float:
     """Share of the clients in the largest cluster; `cluster [n]` holds each client's cluster id,
     negative for none."""
@@ -226,14 +219,10 @@ def largest_share(cluster: Sequence[int]) -> float:
     return max(sizes.values()) / sizes.total() if sizes else math.nan
 
 
-def bytes_to_reach(
-    curve: Sequence[float], sent: Sequence[int], goal: float, higher_is_better: bool = True
-) -> int | None:
-    """Bytes sent up to the first value that reaches `goal` (at least, or at most where lower is
-    better); None if never. `sent` [T] is cumulative, one entry per value of `curve` [T]."""
-    sign = 1 if higher_is_better else -1
-    reached = (total for v, total in zip(curve, sent, strict=True) if sign * v >= sign * goal)
-    return next(reached, None)
+def of_cells(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Markdown of rows by column, the columns that some row has something for."""
+    kept = [c for c in rows[0] if c in ("method", "") or {r[c] for r in rows} - {"", "-"}]
+    return markdown([kept, *([r[c] for c in kept] for r in rows)])
 
 
 def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -251,37 +240,91 @@ def _cells(
     of: Mapping[str, Row], variants: Iterable[str], up: bool, select: bool
 ) -> dict[str, str]:
     """One method's cells by column, from its row of each variant."""
-    digits, r = 2 if up else 5, of.get("") or next(iter(of.values()))
+    digits, r = 2 if up else 5, of[""]
     cells = {"method": r["method"]}
     for v in variants:
-        one = of.get(v) or of[""]  # a method that looks ahead has one number for both
+        one = of.get(v, r)  # a method that looks ahead has one number for both
         best, final = (number(one[k], one[f"{k}_std"], digits) for k in ("best", "final"))
         cells[(v or "best") + "\\*"] = best if select else ""
         cells[f"{v}, final" if v else "final"] = final
-    goal = r["to_goal"] and r["to_goal"] / 2**20
-    for name, value, places in (
-        ("std", r["std"], digits),
-        ("worst decile", r["worst_decile"], digits),
-        ("paper", r["paper"], digits),
-        ("expected", r["expected"], digits),
-        ("by size", r["by_size"] if select else None, digits),
-        ("% hurt", r["hurt"], 1),
-        ("% in largest cluster", r["largest"], 1),
-        ("models a round", r["models_a_round"], 2),
-        ("models in all", r["models"], 1),
-        (f"MiB to {98 if up else 102} %", goal, 1),
-        ("seconds a round", r["seconds_a_round"], 3),
-    ):
-        cells[name] = number(value, r["paper_std"] if name == "paper" else None, places)
+    goal, by_size = r["to_goal"] and r["to_goal"] / 2**20, r["by_size"] if select else None
+    r = {**r, "to_goal": goal, "by_size": by_size}
+    for line in NUMBERS.splitlines():
+        head, key, places = (word.strip() for word in line.split("|"))
+        std = r["paper_std"] if key == "paper" else None
+        head = head.replace("GOAL", "98" if up else "102")
+        cells[head] = number(r[key], std, int(places or digits))
     given = r["options"] | {f"training.{k}": v for k, v in r["training"].items()}
     notes = [f"{k} {given.get(k)}" for k in r["tuned"]]
-    notes += [*filter(None, [r["held_out"]]), *r["incidents"]]
+    notes += [r["held_out"], *r["incidents"]]
     if r["stopped"] is not None:
         notes.append(f"{min(r['played'])} of {r['rounds']} rounds: {r['stopped']}")
-    return cells | {"note": "; ".join(notes)}
+    return cells | {"note": "; ".join(filter(None, notes))}
 
 
 def number(x: float | None, std: float | None = None, digits: int = 2) -> str:
     if x is None or x != x:
         return "-"
     return f"{x:.{digits}f}" + (f" ± {std:.{digits}f}" if std is not None else "")
+
+
+# the last round, by subpopulations --------------------------------------------
+
+
+def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
+    """One row per setting and method: means over runs in percent, "std" over runs (ddof = 0) beside
+    them: WAFFLe's Tables 1 and 2 (Hao et al. 2020)."""
+    out = []
+    for (setting, method, variant), mine in runs.items():
+        head = mine[0].header
+        seen = [measures(100 * r.last("accuracy"), head.get("group")) for r in mine]
+        ours, std = (
+            {k: of([s[k] for s in seen]) for k in seen[0]} for of in (metrics.mean, metrics.std)
+        )
+        row = {
+            "method": method,
+            "setting": setting,
+            "variant": variant,
+            "seeds": len(mine),
+            **{k: head[k] for k in ("data", "rounds", "options", "parameters")},
+            "ours": ours,
+            "std": std,
+            "paper": plan["reported"].get(setting, {}).get(method),
+            "stopped": next((r.stopped for r in mine if r.stopped), None),
+        }
+        out.append(row)
+    return out
+
+
+def measures(values: Tensor, group: Sequence[int] | None) -> dict[str, float]:
+    """ "accuracy", the mean over clients, and "variance" (ddof = 0); with each client's `group` [n]
+    also "majority" and "minority", the means over groups 0 and 1, and "gap".
+
+    For accuracies in percent the gap is in points and the variance in percent squared (Hao et al.
+    2020, Table 2).
+    """
+    parts = {}
+    if group is not None:
+        major, minor = (metrics.mean(values[torch.tensor(group) == g]) for g in (0, 1))
+        parts = {"majority": major, "minority": minor, "gap": major - minor}
+    return {"accuracy": metrics.mean(values), **parts, "variance": metrics.std(values) ** 2}
+
+
+def table_of_groups(plan: Plan, rows: Sequence[Row]) -> str:
+    """Markdown, a table per setting: ours, and the paper's number where it gives one."""
+    lines = about(plan)
+    for mine in by_setting(rows).values():
+        body = []
+        for r in mine:
+            std, paper = r["std"] if r["seeds"] > 1 else {}, r["paper"] or {}
+            columns = [c for c in OF_GROUPS if c in r["ours"]]
+            cells = {"method": r["method"], "parameters": f"{r['parameters']:,}"}
+            cells |= {c: number(r["ours"][c], std.get(c)) for c in columns}
+            cells |= {f"paper: {c}": number(paper.get(c)) for c in columns}
+            body.append(cells | {"": r["stopped"] or ""})
+        lines += [heading(mine[0]), "", *of_cells(body), ""]
+    lines.append(
+        "Means over clients in percent (variance: percent squared) after the last round, and their "
+        "standard deviation over the seeds."
+    )
+    return "\n".join(lines) + "\n"

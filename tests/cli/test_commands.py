@@ -281,6 +281,7 @@ run fedavg DIGITS --workers 100000 | workers:
 run fedavg DIGITS --last 0 | last:
 run fedavg DIGITS --checkpoint-every -1 | checkpoint_every:
 run fedavg DIGITS --resume | resume:
+reproduce nothing --quiet | name: expected one of
 attack --data digits --quiet --clients 0 | clients
 attack --data digits --quiet --steps -3 | steps
 attack --data digits --quiet --ratios -3 | ratios
@@ -318,17 +319,6 @@ def test_a_malformed_option_ends_with_code_2(words, tmp_path, capsys):
         command(f"run fedavg {DIGITS} {words}")
     assert e.value.code == 2 and words.split()[0] in capsys.readouterr().err
     assert list(tmp_path.rglob("*")) == []
-
-
-def test_a_bad_plan_is_one_sentence(capsys):
-    bad = {"algorithm": "fedavg", "options": {"lr": 1}}
-    old = {"data": "digits", "settings": {"a": {}}, "methods": {"m": bad}}
-    for text in ("{", "[1]", "{}", json.dumps(old)):
-        Path("plan.json").write_text(text)
-        assert command("reproduce plan.json --quiet") == 2
-        err = capsys.readouterr().err
-        assert err.startswith("pflcore: ") and err.count("\n") == 1
-        assert "Error" not in err and "unexpected keyword" not in err
 
 
 NO_PART = """\

@@ -346,50 +346,89 @@ BAD = [  # and the beginning of the sentence
 ]
 
 
-PAIR = ([[1.0], [2.0]], [0, 1])
-KIND = "inputs and targets [1] and [] (int64)"
-BAD_CLIENTS = [
-    ([], "clients: expected the data of at least one client"),
-    ({"a": PAIR}, "clients: expected each client's data in a list"),
-    ([PAIR, ([[1.0, 2.0]], [0])], f"client 1: expected {KIND}, as client 0 has, got '[2] and"),
-    ([PAIR, ([[1.0]], [0.5])], "client 1: expected inputs and"),
-    ([([[1.0]], [0, 1])], "client 0 (train): expected one target for each input, got [[1, 1], [2]"),
-    ([([["a"]], [0])], "x of client 0 (train): expected numbers"),
+PAIR = "[[[1.0], [2.0]], [0, 1]]"
+# clients, of which two lists are a pair (x, y), and the beginning of the sentence
+BAD_CLIENTS = """\
+[] | clients: expected the data of at least one client
+{"a": PAIR} | clients: expected each client's data in a list
+[PAIR, [[[1.0, 2.0]], [0]]] | client 1: expected inputs and targets [1] and [] (int64), as client 0
+[PAIR, [[[1.0]], [0.5]]] | client 1: expected inputs and
+[[[[1.0]], [0, 1]]] | client 0 (train): expected one target for each input, got [[1, 1], [2]
+[[[["a"]], [0]]] | x of client 0 (train): expected numbers
+[[[[1.0, 2.0], [1.0]], [0, 1]]] | x of client 0 (train): expected numbers in one array (pad
+[[1, 2, 3]] | client 0 (train): expected a pair (x, y), or a Dataset of pairs, at least one
+[5] | client 0 (train): expected a pair (x, y), or a Dataset
+[{"train": PAIR, "dev": PAIR}] | client 0: expected 'train' samples, and perhaps
+"""
+ARRAYS = [
     ([(X, np.array(["cat"] * 8))], "y of client 0 (train): expected numbers in one array (pad seq"),
-    ([([[1.0, 2.0], [1.0]], [0, 1])], "x of client 0 (train): expected numbers in one array (pad"),
-    ([[1, 2, 3]], "client 0 (train): expected a pair (x, y), or a Dataset of pairs, at least one"),
-    ([5], "client 0 (train): expected a pair (x, y), or a Dataset"),
     ([[(X[k, :k], 0) for k in (1, 2, 3)]], "client 0 (train): expected numbers in one array"),
     ([TensorDataset(torch.zeros(0, 1), torch.zeros(0))], "client 0 (train): expected a pair (x, y"),
-    ([{"train": PAIR, "dev": PAIR}], "client 0: expected 'train' samples, and perhaps"),
     ([(X, 2 * Y - 1)], "y: expected int64 labels in 0..1 (classes=None for regression); of -1 and"),
 ]
-ONE, IID = Federation.from_clients([(X, Y), (X, Y)]), partition("iid", Y, 2)
-BAD_CALLS = [
-    (lambda: small().client(2), "client: expected a number from 0 to 1, got 2"),
-    (lambda: small().client(0, "val"), "split: expected one of train, test, got 'val'"),
-    (lambda: ONE.split_clients(1, 1, 1), "train, val and test: expected 2 clients in all, one"),
-    (lambda: ONE.split_clients(0.5, math.nan), "val: expected a finite number >= 0, got nan"),
-    (lambda: ONE.split(val=0.5, test=0.5), "val and test: expected shares below 1 together"),
-    (lambda: small().split(test=0.9), "of: expected ['test'] too, which exist, or None for all s"),
-    (lambda: small().split(test=0.9, of=None), "val and test: expected a client with enough sam"),
-    (lambda: small().halves(of=("test",)), "clients: expected at least 2 samples each, to be hal"),
-    (lambda: Federation.from_partition(X, Y, IID, x_test=X), "x_test: expected y_test beside it"),
-    (lambda: padded([[5, 6], [8]], value=0.5), "value: expected a whole number, as the sequences"),
-    *((lambda i=ids: ONE.subset(i), "clients: expected ids of clients from 0 to 1, each once, got ")
-      for ids in ([0, 0], [], [0.9, 1], [False, True], 0)),
-    (lambda: ONE.halves(seed=2**32), "seed: expected a whole number from 0 to 2**32 - 1"),
-    *((lambda c=ids: Federation.from_table(X, Y, c), "client: expected a whole number or a string")
-      for ids in ([0.5, 1.5] * 4, [None, "a"] * 4, range(7), [2**63] * 8)),
-    *((lambda c=clients: Federation.from_clients(c), said) for clients, said in BAD_CLIENTS),
-    *((lambda c=change: small(**c), said) for change, said in BAD),
-]  # fmt: skip
+TWO, IID = Federation.from_clients([(X, Y), (X, Y)]), partition("iid", Y, 2)
+# whose method, on what, and the beginning of the sentence; in `of`: None is all splits
+CALLS = """\
+small.client | {"i": 2} | client: expected a number from 0 to 1, got 2
+small.client | {"i": 0, "split": "val"} | split: expected one of train, test, got 'val'
+small.split | {"test": 0.9} | of: expected ['test'] too, which exist, or None for all s
+small.split | {"test": 0.9, "of": null} | val and test: expected a client with enough sam
+small.halves | {"of": ["test"]} | clients: expected at least 2 samples each, to be hal
+two.split_clients | {"train": 1, "val": 1, "test": 1} | train, val and test: expected 2 clients in
+two.split_clients | {"train": 0.5, "val": NaN} | val: expected a finite number >= 0, got nan
+two.split | {"val": 0.5, "test": 0.5} | val and test: expected shares below 1 together
+two.halves | {"seed": 4294967296} | seed: expected a whole number from 0 to 2**32 - 1
+two.subset | {"clients": [0, 0]} | clients: expected ids of clients from 0 to 1, each once
+two.subset | {"clients": []} | clients: expected ids of clients from 0 to 1, each once
+two.subset | {"clients": [0.9, 1]} | clients: expected ids of clients from 0 to 1, each once
+two.subset | {"clients": [false, true]} | clients: expected ids of clients from 0 to 1, each once
+two.subset | {"clients": 0} | clients: expected ids of clients from 0 to 1, each once
+"""
 
 
-@pytest.mark.parametrize("call, message", BAD_CALLS, ids=range(len(BAD_CALLS)))
-def test_bad_calls_are_one_sentence(call, message):
-    with sentence(re.escape(message)):
-        call()
+@pytest.mark.parametrize("line", CALLS.splitlines())
+def test_bad_calls_are_one_sentence(line):
+    call, options, words = line.split(" | ")
+    name, method = call.split(".")
+    with sentence(re.escape(words)):
+        getattr({"small": small(), "two": TWO}[name], method)(**json.loads(options))
+
+
+@pytest.mark.parametrize(("change", "words"), BAD)
+def test_bad_fields_are_one_sentence(change, words):
+    with sentence(re.escape(words)):
+        small(**change)
+
+
+def paired(client):
+    """As JSON cannot say it."""
+    if isinstance(client, dict):
+        return {split: paired(samples) for split, samples in client.items()}
+    return tuple(client) if isinstance(client, list) and len(client) == 2 else client
+
+
+@pytest.mark.parametrize("line", BAD_CLIENTS.splitlines())
+def test_bad_clients_are_one_sentence(line):
+    clients, words = line.replace("PAIR", PAIR).split(" | ")
+    clients = json.loads(clients)
+    with sentence(re.escape(words)):
+        Federation.from_clients([*map(paired, clients)] if isinstance(clients, list) else clients)
+
+
+@pytest.mark.parametrize(("clients", "words"), ARRAYS)
+def test_bad_arrays_are_one_sentence(clients, words):
+    with sentence(re.escape(words)):
+        Federation.from_clients(clients)
+
+
+def test_other_bad_input_is_one_sentence():
+    for ids in ([0.5, 1.5] * 4, [None, "a"] * 4, range(7), [2**63] * 8):
+        with sentence("client: expected a whole number or a string"):
+            Federation.from_table(X, Y, ids)
+    with sentence("x_test: expected y_test beside it"):
+        Federation.from_partition(X, Y, IID, x_test=X)
+    with sentence("value: expected a whole number, as the sequences"):
+        padded([[5, 6], [8]], value=0.5)
 
 
 # -- what is trained on them -------------------------------------------------

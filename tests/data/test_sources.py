@@ -211,10 +211,10 @@ def test_school_facts_and_motleys_protocol():
     assert (fed.client(5, "test")[0][:, 27] == 0).all()
 
 
-def write_leaf(path, of, **change):
+def write_leaf(path, of):
     path.parent.mkdir(exist_ok=True, parents=True)
-    whole = {"users": list(of), "num_samples": [len(u["y"]) for u in of.values()], "user_data": of}
-    path.write_text(json.dumps({k: v for k, v in (whole | change).items() if v is not None}))
+    sizes = [len(u["y"]) for u in of.values()]
+    path.write_text(json.dumps({"users": list(of), "num_samples": sizes, "user_data": of}))
 
 
 def test_vehicle_cells_and_leaf_are_the_same_federation(tmp_path):
@@ -276,26 +276,33 @@ def csv(at, **files):
     return at
 
 
-def test_a_folder_of_csv_files(tmp_path):
-    rows = "1,2,0\n3,4,1\n"
-    at = csv(tmp_path / "a", client10="a,b,label\n" + rows, client2="5,6,2\n\n")
-    fed = folder(at)
-    assert fed.classes == 3 and fed.size().tolist() == [1, 2]  # 2 before 10
-    assert fed.client(1)[0].tolist() == [[1, 2], [3, 4]]
-    assert folder(at, target=0).client(0)[0].tolist() == [[6, 2]]
-    assert folder(at, classes=None).classes is None
-    (at / "client2.csv").unlink()
-    assert folder(at, target="a", classes=None).client(0)[1].tolist() == [1, 3]
-    # Excel marks its UTF-8, pandas numbers the columns of an array, and quotes
-    quoted = '"u","v","y"\n"1",2,0\n3,4,1\n'
-    for text in (b"\xef\xbb\xbf" + rows.encode(), "0,1,2\n" + rows, quoted):
-        fed = folder(csv(tmp_path / "b", a=text))
-        assert fed.x.tolist() == [[1, 2], [3, 4]] and fed.classes == 2
-    assert folder(csv(tmp_path / "b", a="\ufeffu,v,lab\n" + rows), target="lab").classes == 2
-    (tmp_path / "b" / "README.md").write_text("about")
-    assert federation_of(f"folder:{tmp_path / 'b'}", fractions={"test": 0.5}).n == 1
-    (tmp_path / "b" / "holiday.jpg").write_bytes(b"")  # a download folder is no federation
-    sentence(OSError, lambda: folder(tmp_path / "b"), "holiday.jpg")
+# files, options, how many classes, and the rows and labels of each client: 2 stands before 10,
+# Excel marks its UTF-8, pandas numbers the columns of an array, and quotes
+TABLES = r"""{"c10": "a,b,z\n1,2,0\n3,4,1\n", "c2": "5,6,2\n\n"} | {} | 3 | [[[5, 6]], [2]] | ROWS
+{"c10": "1,2,0\n3,4,1\n", "c2": "5,6,2\n"} | {"classes": null} | null | [[[5, 6]], [2]] | ROWS
+{"c": "5,6,2\n"} | {"target": 0} | 6 | [[[6, 2]], [5]]
+{"c": "a,b,c\n5,6,2\n"} | {"target": "a", "classes": null} | null | [[[6, 2]], [5]]
+{"c": "\ufeff1,2,0\n3,4,1\n"} | {} | 2 | ROWS
+{"c": "0,1,2\n1,2,0\n3,4,1\n"} | {} | 2 | ROWS
+{"c": "\"u\",\"v\",\"y\"\n\"1\",2,0\n3,4,1\n"} | {} | 2 | ROWS
+{"c": "\ufeffu,v,lab\n1,2,0\n3,4,1\n"} | {"target": "lab"} | 2 | ROWS"""
+
+
+@pytest.mark.parametrize("line", TABLES.splitlines())
+def test_a_folder_of_csv_files(line, tmp_path):
+    line = line.replace("ROWS", "[[[1, 2], [3, 4]], [0, 1]]")
+    files, options, classes, *clients = map(json.loads, line.split(" | "))
+    fed = folder(csv(tmp_path, **files), **options)
+    assert fed.classes == classes and fed.n == len(clients)
+    assert [[v.tolist() for v in fed.client(i)] for i in range(fed.n)] == clients
+
+
+def test_what_lies_beside_csv_files(tmp_path):
+    csv(tmp_path, a="1,2,0\n3,4,1\n")
+    (tmp_path / "README.md").write_text("about")
+    assert federation_of(f"folder:{tmp_path}", fractions={"test": 0.5}).n == 1
+    (tmp_path / "holiday.jpg").write_bytes(b"")  # a download folder is no federation
+    sentence(OSError, lambda: folder(tmp_path), "holiday.jpg")
 
 
 def test_a_folder_of_npz_files(tmp_path):
@@ -352,18 +359,28 @@ def test_synthetic_clusters_disagree_between_groups():
 # what is refused ---------------------------------------------------------
 
 
+# what federation_of is given, and what is said
+WRONG = """\
+{"data": "mnist5k", "partition": "Z"} | partition: expected one of A, B, C, A* | 'Z'
+{"data": "synthetic_linear", "partition": "A"} | none, as synthetic_linear has clients
+{"data": "synthetic_linear", "blah": 1} | expected the options n, samp | blah
+{"data": "synthetic_quadratic", "n": 4} | n: expected at most the 3 clients
+{"data": "synthetic_quadratic", "curvature": [[1.0]], "optimum": [[1.0, 2.0]]} | curvature: expected
+{"data": "synthetic_clusters", "groups": 5} | groups: expected at most the 4 classes, got 5
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.splitlines())
+def test_wrong_options_are_one_sentence(line):
+    options, *said = line.split(" | ")
+    given = json.loads(options)
+    sentence(ValueError, lambda: federation_of(given.pop("data"), **given), *said)
+
+
 def test_unknown_names_list_the_known_ones():
-    for call, *said in (
-        (lambda: load("imagenet"), "data: expected one of mnist5k, mnist", "got 'imagenet'"),
-        (lambda: federation_of("imagenet"), *SOURCES, *FEDERATIONS, "leaf:PATH", "got 'imagenet'"),
-        (lambda: federation_of("mnist5k", "Z"), "partition: expected one of A, B, C, A*", "'Z'"),
-        (lambda: federation_of("synthetic_linear", "A"), "none, as synthetic_linear has clients"),
-        (lambda: federation_of("synthetic_linear", blah=1), "expected the options n, samp", "blah"),
-        (lambda: federation_of("synthetic_quadratic", n=4), "n: expected at most the 3 clients"),
-        (lambda: synthetic_clusters(groups=5), "groups: expected at most the 4 classes, got 5"),
-        (lambda: synthetic_quadratic([[1.0]], [[1.0, 2.0]]), "curvature: expected numbers above 0"),
-    ):
-        sentence(ValueError, call, *said)
+    said = *SOURCES, *FEDERATIONS, "leaf:PATH", "got 'imagenet'"
+    sentence(ValueError, lambda: federation_of("imagenet"), *said)
+    sentence(ValueError, lambda: load("imagenet"), "data: expected one of mnist5k", said[-1])
 
 
 def test_missing_packages_name_the_extra(monkeypatch, tmp_path):
@@ -397,23 +414,25 @@ BROKEN = r"""{"a": "a,b\n"} | OSError | a.csv: expected rows of numbers in UTF-8
 {"a": "f,y\n1,2\n", "b": "y,f\n1,2\n"} | ValueError | b.csv: expected the columns of other files"""
 
 
+LEAF = """\
+{"num_samples": [1], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}
+{"users": ["a", "a"], "num_samples": [1], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}
+{"users": ["b"], "num_samples": [1], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}
+{"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": ["once upon"], "y": [0]}}}
+{
+"""
+
+
 def test_broken_files(tmp_path):
     pytest.importorskip("scipy")
     (tmp_path / "school").mkdir()
     (tmp_path / "school" / "school.mat").write_bytes(b"nonsense")
     sentence(OSError, lambda: school(tmp_path), "school.mat: expected a .mat file with the cells")
-    one, path = {"x": [[1.0]], "y": [0]}, tmp_path / "leaf.json"
+    path = tmp_path / "leaf.json"
     said = "leaf.json: expected LEAF's users and user_data, each user once, numbers as x and y"
-    for users, change in (
-        ({"a": one}, {"users": None}),
-        ({"a": one}, {"users": ["a", "a"]}),
-        ({"a": one}, {"users": ["b"]}),
-        ({"a": {"x": ["once upon"], "y": [0]}}, {}),
-    ):
-        write_leaf(path, users, **change)
+    for text in LEAF.splitlines():
+        path.write_text(text)
         sentence(OSError, lambda: leaf(path), said)
-    path.write_text("{")
-    sentence(OSError, lambda: leaf(path), said)
     at = tmp_path / "csv"
     for line in BROKEN.splitlines():
         files, error, said = line.split(" | ")

@@ -6,36 +6,56 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.papers import groups
-from bench.papers import table as measures
+from bench.papers import table
 from pflcore.cli import main
 from pflcore.results.record import Run
 
 
 def test_subpopulations():
     values = torch.tensor([96.0, 97.0, 95.0, 98.0, 94.0, 70.0, 60.0], dtype=torch.float64)
-    got = measures.subpopulations(values, [0, 0, 0, 0, 0, 1, 1])
+    got = table.measures(values, [0, 0, 0, 0, 0, 1, 1])
     assert (got["majority"], got["minority"], got["gap"]) == (96, 65, 31)
     assert got["variance"] == pytest.approx(204.6938775510, rel=1e-9)
     values[0] = torch.nan
-    assert measures.subpopulations(values, [0, 0, 1, 1, 1, 1, 1])["majority"] == 97
-    assert measures.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
-    curve, sent = [0.1, 0.8, 0.6], [1, 2, 3]
-    assert [measures.bytes_to_reach(curve, sent, goal) for goal in (0.8, 0.9)] == [2, None]
-    assert measures.bytes_to_reach([0.3, 0.2, 0.1], sent, 0.2, higher_is_better=False) == 2
+    assert table.measures(values, [0, 0, 1, 1, 1, 1, 1])["majority"] == 97
+    assert table.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
+
+
+HEAD = {"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1]}
+HEAD |= {"training": {"epochs": 1}, "takes_part": 1}
+
+
+def run(*values, measure="accuracy"):
+    """A record of these evaluations, each client's values in each; 10 bytes a round."""
+    line = {"seconds": 2.0, "bytes_down": 10, "bytes_up": 0, "cohort": [0]}
+    seen = [{"accuracy": [None], measure: v, "size": [1] * len(v)} for v in values]
+    return Run(HEAD, [line | {"round": r, "eval": e} for r, e in enumerate(seen, 1)])
+
+
+@pytest.mark.parametrize(
+    ("measure", "values", "want"),
+    [
+        ("accuracy", ([0.489], [0.491]), 20),
+        ("accuracy", ([0.489], [0.489]), None),
+        ("loss", ([0.511], [0.509]), 20),
+    ],
+)
+def test_near_enough_is_two_percent_worse(measure, values, want):
+    """Than the first method ends: what a method had sent when it came so far, if it did."""
+    first, other = run([0.1], [0.5], measure=measure), run(*values, measure=measure)
+    plan = {"methods": {"A": {}, "B": {}}, "reported": {}, "expected": {}}
+    rows = table.rows_of(plan, {("", "A", ""): [first], ("", "B", ""): [other]})
+    assert rows[1]["to_goal"] == want
 
 
 def test_the_table_has_every_way_to_evaluate():
-    def run(accuracy):
-        head = {"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1]}
-        return Run(head, [{"round": 1, "seconds": 2.0, "eval": {"accuracy": accuracy}}])
-
     plan = {"about": "", "reported": {"multimodal": {"A": {"accuracy": 95.41, "gap": 2.07}}}}
     runs = {
         ("multimodal", "A", ""): [run([0.9, 0.8, 0.4]), run([0.9, 0.8, 0.6])],
         ("multimodal", "A, mean", ""): [run([0.5, 0.5, 0.5])] * 2,
     }
-    text = " ".join(groups.table(plan, groups.rows_of(plan, runs)).split())  # without padding
+    rows = table.rows_of_groups(plan, runs)
+    text = " ".join(table.table_of_groups(plan, rows).split())  # without padding
     assert "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |" in text
     assert "| 95.41 | 2.07 |" in text and "| A, mean | 7 | 50.00 ± 0.00 |" in text
 
@@ -43,8 +63,8 @@ def test_the_table_has_every_way_to_evaluate():
 def test_reproduce_plays_a_plan_of_groups(tmp_path):
     path, out = Path(__file__).with_name("groups.json"), tmp_path / "out"
     assert main(["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"]) == 0
-    table = (out / "table.md").read_text()
-    assert "| WAFFLe, mean |" in table and "| minority |" in table
+    text = (out / "table.md").read_text()
+    assert "| WAFFLe, mean |" in text and "| minority |" in text
     rows = json.loads((out / "result.json").read_text())["rows"]
     assert [r["method"] for r in rows] == ["FedAvg", "WAFFLe", "WAFFLe, mean"]
     assert rows[1]["parameters"] < rows[0]["parameters"]

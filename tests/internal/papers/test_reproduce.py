@@ -68,7 +68,10 @@ def watch(monkeypatch, where, name, note):
 def test_rows_records_and_table(tmp_path, capsys):
     cut = {"partition": "pathological", "partition_options": {"k": 2}}
     settings, reported = {"two classes": cut, **IID}, {"two classes": {"FedDWA": 92.97}}
-    code, rows = command(tmp_path, "--seeds", "2", settings=settings, reported=reported)
+    shorter = {"options": {**DIGITS, "rounds": 9}, "checks": {"below": {"FedAvg": ["FedAvg"]}}}
+    words = ("--seeds", "2", "--rounds", "2")
+    # what must hold is of the plan as it stands
+    code, rows = command(tmp_path, *words, settings=settings, reported=reported, **shorter)
     methods = ("FedDWA", "FedAvg", "FedFomo")
     assert code == 0
     assert [(r["setting"], r["method"]) for r in rows] == list(product(settings, methods))
@@ -196,11 +199,23 @@ def test_wrong_names_are_a_sentence(line, capsys):
     assert cli.main(words.split()) == 2 and said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("like", ["no-such-plan", "self.json", 3])
-def test_a_plan_is_like_one_that_is_there(like, tmp_path, monkeypatch):
+# a file, and what is said of it
+FILES = """\
+{"like": "no-such-plan"} | like: expected one of factorized-alpha, .*, got
+{"like": "self.json"} | like: expected one of factorized-alpha, .*, got
+{"like": 3} | like: expected one of factorized-alpha, .*, got
+{ | name: expected a plan in JSON, got self.json
+[1] | plan: expected a dict, got \\[1\\]
+{} | plan: expected methods and settings
+"""
+
+
+@pytest.mark.parametrize("line", FILES.splitlines())
+def test_what_is_no_plan_is_one_sentence(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "self.json").write_text(json.dumps({"like": like}))
-    with sentence("like: expected one of factorized-alpha, .*, got "):
+    text, said = line.split(" | ")
+    Path("self.json").write_text(text)
+    with sentence(said):
         plans.load("self.json")
 
 
@@ -307,8 +322,8 @@ def test_one_method_that_diverges_leaves_the_others_their_rows(tmp_path):
         "Hyp": {"algorithm": "hypcluster", **fast, "options": {"k": 2}, "before": "FedAvg"},
     }
     options, checks = {**DIGITS, "rounds": 8, "eval_every": 1000}, {"largest": {"Hyp": [50, 10]}}
-    made = played(tmp_path, options=options, methods=methods, checks=checks)
-    text = (made.folder / "table.md").read_text()
+    assert command(tmp_path, options=options, methods=methods, checks=checks)[0] == 1
+    text = (tmp_path / "out" / "table.md").read_text()
     assert "mean over clients" in text and "FAILS: Hyp: largest not measured" in text
     assert re.search(r"\| FedAvg +\| +[89]\d\.", text)
 
