@@ -26,7 +26,7 @@ from torch import Tensor
 from pflcore import Algorithm, Clients, Federation, Net, Training, step
 from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
 from pflcore.algorithms.fedavg import MRMTL
-from pflcore.check import Count, Whole, check_fields, need
+from pflcore.check import Count, Whole, check, need
 from pflcore.simulation.round import Setup, begin, sample
 from pflcore.train import prepared
 from pflcore.train.random import OwnDraws
@@ -344,7 +344,7 @@ def membership(
     """Plays a federation and attacks every client's upload of the last round, by shadow federations
     on other data of the same kind (Shokri) and by federations on random halves of the candidates
     (LiRA)."""
-    check_fields(how)
+    check(how)
     seed, samples, shadows, ratios = how.seed, how.samples, how.shadows, how.ratios
     (x, y), parts = pool, 2 * how.clients * (1 + shadows) + 1
     most = len(y) // parts
