@@ -4,10 +4,12 @@ one sentence and costs nothing whole."""
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +17,9 @@ import numpy as np
 import pytest
 import torch
 from doors import sentence
+from methods import Scaffold
 from parts.checkpoint import DATA, OPTIONS, TRAINING, broken_off, make, saved
+from parts.memory import KINDS, fails
 from small import SIX, grouped, images, swept, tiny_model
 from torch import nn
 
@@ -29,7 +33,9 @@ from pflcore import (
     History,
     Robustness,
     Simulation,
+    Stop,
     Training,
+    evaluate,
     for_everyone,
 )
 from pflcore.algorithms import ALGORITHMS
@@ -58,10 +64,17 @@ def refused(call, words, kind=ValueError):
     assert "\n" not in str(e.value) and str(e.value).endswith(".")
 
 
-def tensors_of(simulation):
-    s = simulation.state
+def tensors_of(s):
     own = {f"own.{k}": v for k, v in s.clients.items()}
     return s.server | own | {"b": s.batch_norm, "j": s.seen}
+
+
+def same(a, b):
+    one, two = tensors_of(a), tensors_of(b)
+    assert one.keys() == two.keys()
+    for k in one:
+        torch.testing.assert_close(one[k], two[k], rtol=0, atol=0, equal_nan=True)
+    return True
 
 
 # the same run ---------------------------------------------------------------
@@ -76,14 +89,11 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
     went_on = rest.run()
     assert text_of(went_on) == text_of(history) and len(went_on.rounds) == 4
     assert went_on.stopped == history.stopped and rest.state.round == 4
-    one, two = tensors_of(whole), tensors_of(rest)
-    assert one.keys() == two.keys()
-    for k in one:
-        assert torch.equal(one[k], two[k]) and one[k].dtype == two[k].dtype, k
+    assert same(whole.state, rest.state)
     x = DATA.client(1, "test")[0]
     assert torch.equal(history.model(1)(x), went_on.model(1)(x))
     if options:
-        assert len(load(tmp_path)[0]["server.x"]) < len(two["x"])
+        assert len(load(tmp_path)[0]["server.x"]) < len(rest.state.server["x"])
 
 
 def normed():
@@ -150,10 +160,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     broken_off(simulation, 2)
     simulation.save(tmp_path)
     refused(lambda: loaded(tmp_path), "algorithm: the checkpoint is of Odd")
-    one, two = tensors_of(simulation), tensors_of(loaded(tmp_path, algorithm=Odd))
-    assert one.keys() == two.keys()
-    for k in one:
-        torch.testing.assert_close(one[k], two[k], rtol=0, atol=0, equal_nan=True)
+    assert same(simulation.state, loaded(tmp_path, algorithm=Odd).state)
     odd = {"z": torch.zeros(1, dtype=torch.complex128)}
     refused(lambda: checkpoint.save(tmp_path, odd, {}), "complex128", TypeError)
     # what stood there stands
@@ -213,25 +220,57 @@ def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
     assert at[0] == 0 and at[-1] == 9 and 3 <= len(at) <= 6
 
 
-def test_a_run_that_raised_goes_on_from_its_checkpoint(tmp_path):
-    def more(round, record):
-        record["gap"], record["many"], record["row"] = np.float32(0.5), np.arange(2), torch.ones(2)
+def noted(round, record):
+    record["gap"], record["many"], record["row"] = np.float32(0.5), np.arange(2), torch.ones(2)
 
-    def fail(round, record):
-        if round == 3:
-            raise RuntimeError("power cut")
 
-    history = make(rounds=5).run(more)
-    with pytest.raises(RuntimeError, match="power cut"):
-        make(rounds=5).run([more, fail], checkpoint=Checkpoint(tmp_path, every=2))
-    simulation, seen = loaded(tmp_path), []
-    assert simulation.state.round == 2
-    again = simulation.run([more, lambda round, _: seen.append(round)], checkpoint=tmp_path)
-    assert seen == [3, 4, 5] and text_of(again) == text_of(history)
-    # it had ended: nothing is played again, and what a callback added is there
-    ended = loaded(tmp_path).run()
-    assert text_of(ended) == text_of(history)
-    assert [ended.rounds[0][k] for k in ("gap", "many", "row")] == [0.5, [0, 1], [1, 1]]
+PRESSED, KEY = KeyboardInterrupt(), KeyError("my own mistake")
+PLACES = {"evaluate": evaluate, "callback": noted, "update": Scaffold.update}
+MEMORY = "Out of memory in round 4.* needs about .*participation"
+EVALUATION = "Out of memory in the evaluation after round 3, when 20.00 MiB more were asked for"
+ENDS = [  # a function and the call of it that fails, after which round, and what is said
+    ("callback", 3, Stop("That will do."), 3, "That will do[.]$"),
+    ("callback", 3, PRESSED, 3, "Interrupted after round 3 of 5[.]$"),
+    ("callback", 3, KEY, 3, "KeyError in round 3: 'my own mistake'"),
+    ("evaluate", 3, PRESSED, 3, "Interrupted after round 3 of 5[.]$"),
+    ("evaluate", 5, PRESSED, 5, "Interrupted after round 5 of 5[.]$"),
+    ("evaluate", 3, KEY, 3, "KeyError in round 3: 'my own mistake'"),
+    ("evaluate", 3, KINDS["on a GPU"][0], 3, EVALUATION),
+    ("update", 4, KEY, 3, "KeyError in round 3: 'my own mistake'"),
+    *(("update", 4, e, 3, MEMORY.replace(".*", f".*{asked}.*", 1)) for e, asked in KINDS.values()),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("place, at, error, last, words", ENDS)
+def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
+    place, at, error, last, words, tmp_path, monkeypatch
+):
+    """By itself, and from its checkpoint, which has the evaluation of each of its rounds."""
+    whole = make("scaffold", rounds=5).run(noted)
+    called = {**PLACES, place: fails(PLACES[place], at, error)}
+    monkeypatch.setattr(Scaffold, "update", called["update"])
+    monkeypatch.setattr("pflcore.simulation.loop.evaluate", called["evaluate"])
+    run = make("scaffold", rounds=5)
+    passed_on = pytest.raises(KeyError) if error is KEY else nullcontext()
+    with passed_on:
+        run.run(called["callback"], Checkpoint(tmp_path, every=1))
+    history = run.history
+    assert re.match(words, history.stopped) and "device='cpu'" not in history.stopped
+    assert len(history.rounds) == run.state.round == last and history.model(0) is not None
+    assert history.interrupted is (error is PRESSED)
+    assert list(history.lines())[-1] == {"stopped": history.stopped}
+    broke_off = history.rounds[-1]
+    assert (broke_off["eval"] is None) == (place == "evaluate")
+    broke_off |= {k: whole.rounds[last - 1][k] for k in ("eval", "gap", "many", "row")}
+    rest = run.run(noted)
+    history.rounds += rest.rounds
+    assert text_of(history) == text_of(whole) and rest.stopped is None
+    assert same(run.state, whole.state)
+    for callbacks in (noted, ()):  # at last it has ended, and nothing is played again
+        again = loaded(tmp_path)
+        assert text_of(again.run(callbacks, tmp_path)) == text_of(whole)
+        assert same(again.state, whole.state)
 
 
 def test_a_newcomer_after_the_break_is_who_he_would_have_been(tmp_path):

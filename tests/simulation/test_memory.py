@@ -6,14 +6,14 @@ import copy
 import pytest
 import torch
 from doors import held_out, sentence
-from methods import FedDWA, Scaffold
+from methods import FedDWA
 from parts.commands import DIGITS, command
-from parts.memory import CUDA, KINDS, fails
+from parts.memory import CUDA, fails
 from small import images, swept, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflcore import Hardware, Simulation, Training, evaluate, step
+from pflcore import Hardware, Simulation, Training, step
 from pflcore.algorithms import FedAvg
 from pflcore.results.record import read
 from pflcore.simulation.round import Setup
@@ -32,42 +32,6 @@ def simulation(algorithm="scaffold", model=None, **options):
 def same(a, b):
     assert a.keys() == b.keys()
     return all(torch.equal(a[k], b[k]) for k in a)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_round_that_fails_leaves_no_trace_and_the_run_goes_on(kind, monkeypatch):
-    error, asked = KINDS[kind]
-    whole, run, seen = simulation().run(), simulation(), []
-    monkeypatch.setattr(Scaffold, "update", fails(Scaffold.update, 3, error))
-    history = run.run(lambda r, line: seen.append(r))
-    assert history.failed and [r["round"] for r in history.rounds] == seen == [1, 2]
-    assert run.state.round == 2 and history.stopped.startswith("Out of memory in round 3")
-    assert history.stopped.count(". ") == asked.count(". ") == 0
-    assert asked in history.stopped and "participation" in history.stopped
-    assert "device='cpu'" not in history.stopped
-    assert list(history.lines())[-1] == {"stopped": history.stopped}
-    rest = run.run()  # the same simulation, a moment later
-    assert not rest.failed and [r["round"] for r in rest.rounds] == [3, 4]
-    assert same(run.state.server, whole.state.server)
-    assert same(run.state.clients, whole.state.clients)
-    for got, want in zip(history.rounds + rest.rounds, whole.rounds, strict=True):
-        assert got | {"seconds": 0} == want | {"seconds": 0}
-
-
-def test_a_round_that_cannot_be_evaluated_is_still_a_round(monkeypatch):
-    run = simulation("fedavg")
-    failing = fails(evaluate, 2, torch.OutOfMemoryError(CUDA))
-    monkeypatch.setattr("pflcore.simulation.loop.evaluate", failing)
-    history = run.run()
-    words = "in the evaluation after round 2, when 20.00 MiB more were asked for"
-    assert history.failed and words in history.stopped and run.state.round == 2
-    assert [(r["round"], r["eval"] is None) for r in history.rounds] == [(1, False), (2, True)]
-
-
-def test_other_errors_come_through(monkeypatch):
-    monkeypatch.setattr(FedAvg, "update", fails(FedAvg.update, 1, RuntimeError("a bug")))
-    with pytest.raises(RuntimeError, match=r"^a bug$"):
-        simulation("fedavg").run()
 
 
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
