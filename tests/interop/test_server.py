@@ -7,15 +7,13 @@ import warnings
 import pytest
 import torch
 from doors import sentence
-from parts.interop import DATA, ROUNDS, SEED, TRAINING, algorithm, bn_model
+from parts.interop import DATA, ROUNDS, SEED, SETTING, TRAINING, algorithm, bn_model, model, whole
 from small import images, near, swept, tiny_model
 from torch import nn
 
 from pflcore import (
     Adversary,
     Client,
-    Evaluation,
-    Hardware,
     Robustness,
     Server,
     Simulation,
@@ -23,12 +21,7 @@ from pflcore import (
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg
 from pflcore.simulation.round import sample
 
-SETTING = {"hardware": Hardware("loop", 1), "seed": SEED}
 ALL = range(DATA.n)
-
-
-def model():
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
 
 
 def apart(alg, make=model, clip=None, **options):
@@ -36,13 +29,6 @@ def apart(alg, make=model, clip=None, **options):
     server = Server(alg, make, DATA.n, rounds=ROUNDS, seed=SEED, clip=clip, **options)
     parts = [DATA.subset([i]) for i in ALL]
     return server, [Client(alg, make, part, TRAINING, **SETTING, **options) for part in parts]
-
-
-def whole(alg, make=model, participation=1.0, **options):
-    never = Evaluation(every=0)
-    return Simulation(
-        alg, make, DATA, TRAINING, ROUNDS, participation, evaluation=never, **SETTING, **options
-    )
 
 
 def uploads(server, clients, ids=ALL):
@@ -104,22 +90,18 @@ def test_what_travels_is_plain_tensors_of_the_algorithms_size():
 @pytest.mark.parametrize("name", ["fedavg", "feddwa", "l2c", "waffle", "clustered_fl", "ditto"])
 def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(name):
     """In new objects, and in those that have gone on since."""
-    one, fresh, cohorts = apart(name), apart(name), [[0, 1, 2, 3], [0, 2], [0, 1, 3]]
-
-    def kept():
-        return again([part.state_dict() for part in (one[0], *one[1])])
-
-    start = kept()
-    play(*one, *cohorts[:2])
-    half = kept()
-    play(*one, cohorts[2])
-    end = one[0].state_dict(), view(*one, 0)
-    for there, states, rest in ((one, start, cohorts), (fresh, half, cohorts[2:])):
-        for part, state in zip((there[0], *there[1]), states, strict=True):
+    server, clients = apart(name)
+    fresh, cohorts, states = apart(name), [[0, 1, 2, 3], [0, 2], [0, 1, 3]], []
+    for ids in cohorts:
+        states.append(again([part.state_dict() for part in (server, *clients)]))
+        play(server, clients, ids)
+    end, seen = server.state_dict(), view(server, clients, 0)
+    for there, first in (((server, clients), 0), (fresh, 2)):
+        for part, state in zip((there[0], *there[1]), states[first], strict=True):
             part.load_state_dict(state)
-        play(*there, *rest)
-        assert unchanged(there[0], end[0]) and torch.equal(view(*there, 0), end[1])
-        assert there[0].clients == one[0].clients and there[0].round == 3
+        play(*there, *cohorts[first:])
+        assert unchanged(there[0], end) and torch.equal(view(*there, 0), seen)
+        assert there[0].clients == server.clients and there[0].round == 3
 
 
 def test_a_client_tells_its_own_scores():
@@ -280,7 +262,7 @@ def test_a_client_takes_arrays_and_knows_classes_that_it_has_not():
 )
 def test_a_client_keeps_what_the_server_took_of_a_long_update(name, options):
     alg = ALGORITHMS[name](**options)
-    run = whole(alg, robustness=Robustness(clip=0.05))
+    run = whole(alg, model, robustness=Robustness(clip=0.05))
     assert any(r["clipped"] for r in run.run().rounds)
     server, clients = apart(alg, clip=0.05)
     play(server, clients, ALL, ALL)
@@ -298,7 +280,7 @@ def test_a_client_whose_own_model_diverges_is_dropped_and_keeps_what_it_had():
     alg = ALGORITHMS["ditto"](lam=1e30)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        want = [r["dropped"] for r in whole(alg).run().rounds]
+        want = [r["dropped"] for r in whole(alg, model).run().rounds]
     assert any(want)
     both = apart(alg)
     assert [done.dropped for done in play(*both, *[ALL] * len(want))] == want
@@ -426,17 +408,17 @@ LEFT = [
 
 @pytest.mark.parametrize("count, lost, f", LEFT)
 def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
-    """Krum with f = 4: of models on a line it takes the one in the middle of the N - f - 2
-    nearest."""
-    alg = FedAvg(defence="krum", hostile=4)
+    """Krum against f = 4 is then Krum against fewer."""
+
+    def weights(hostile, **more):
+        cohort = Cohort(torch.arange(count), size, 20, 1, 1, **more)
+        return FedAvg(defence="krum", hostile=hostile).defended(delta, cohort)[1].weight
+
     delta = torch.randn(count, 3)
     size = torch.ones(count, dtype=torch.long)
-    cohort = Cohort(torch.arange(count), size, 20, 1, 1, lost=lost)
-    if f is None:
-        words = "defence: krum against 4 hostile clients needs 11 in a round, and round 1 has"
-        with pytest.raises(Exception, match=words):
-            alg.defended(delta, cohort)
+    if f is not None:
+        assert torch.equal(weights(4, lost=lost), weights(f))
         return
-    square = torch.cdist(delta.double(), delta.double()).square().fill_diagonal_(torch.inf)
-    score = square.sort(1).values[:, : count - f - 2].sum(1)
-    assert alg.defended(delta, cohort)[1].weight.argmax() == score.argmin()
+    words = "defence: krum against 4 hostile clients needs 11 in a round, and round 1 has"
+    with pytest.raises(Exception, match=words):
+        weights(4, lost=lost)

@@ -34,19 +34,6 @@ def test_every_callback_sees_the_round_in_which_ctrl_c_came():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_second_ctrl_c_does_not_wait():
-    seen = []
-
-    def stuck(round, _):
-        press()
-        seen.append(round)
-        press()
-        seen.append("never")
-
-    history = made().run(stuck)
-    assert history.interrupted and seen == [1]
-
-
 @pytest.mark.parametrize("before", [True, False])
 def test_a_record_says_what_its_stop_says(tmp_path, monkeypatch, before):
     write = record.Record.write

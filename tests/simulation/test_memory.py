@@ -5,15 +5,16 @@ import copy
 
 import pytest
 import torch
-from doors import held_out, sentence
+from doors import sentence
 from methods import FedDWA
 from parts.commands import DIGITS, command
-from parts.memory import CUDA, fails
-from small import images, swept, tiny_model
+from parts.memory import CUDA, Making, fails
+from parts.states import same
+from parts.user import simulation
+from small import swept
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflcore import Hardware, Simulation, Training, step
+from pflcore import step
 from pflcore.algorithms import FedAvg
 from pflcore.results.record import read
 from pflcore.simulation.round import Setup
@@ -23,37 +24,12 @@ def normed():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
 
-def simulation(algorithm="scaffold", model=None, **options):
-    data, training = held_out(images((6, 9, 7))), Training(lr=0.1, batch_size=3)
-    options |= {"rounds": 4, "hardware": Hardware(workers=1)}
-    return Simulation(algorithm, model or tiny_model(), data, training, **options)
-
-
-def same(a, b):
-    assert a.keys() == b.keys()
-    return all(torch.equal(a[k], b[k]) for k in a)
-
-
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
     failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
     monkeypatch.setattr("pflcore.simulation.start.begin", failing)
     words = r"Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more"
     with sentence(f"{words} .* needs about", MemoryError):
         simulation()
-
-
-class Refuse(TorchDispatchMode):
-    """Counts the operations that need memory and refuses the `at`-th of them."""
-
-    def __init__(self, at):
-        self.at, self.count = at, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not (func.is_view or func._schema.is_mutable):
-            self.count += 1
-            if self.count == self.at:
-                raise torch.OutOfMemoryError(CUDA)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("algorithm", [*swept(), FedDWA(guidance="previous"), "averaged"], ids=str)
@@ -70,9 +46,14 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeyp
         mode.__enter__()
         return update(self, state, up, cohort)
 
+    with monkeypatch.context() as gone:  # a client, in the middle of its training
+        gone.setattr(alg, "train", fails(alg.train, 1, ConnectionError("gone")))
+        with pytest.raises(ConnectionError):
+            next(rounds)
+    assert same(before, run.state) and before.round == run.state.round
     monkeypatch.setattr(alg, "update", refusing)
     for at in range(1, 1000):
-        mode = Refuse(at)
+        mode = Making(fails(type, at, torch.OutOfMemoryError(CUDA)))
         try:
             setup = Setup(run.algorithm, run.setting, batch_norm=run.batch_norm)
             run.state, _ = step(setup, run.state, torch.arange(3))
@@ -81,10 +62,8 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeyp
             pass
         finally:
             mode.__exit__(None, None, None)
-        state = run.state
-        assert same(before.server, state.server) and same(before.clients, state.clients), at
-        assert torch.equal(before.batch_norm, state.batch_norm), at
-        assert (before.round, before.void) == (state.round, state.void), at
+        assert same(before, run.state), at
+        assert (before.round, before.void) == (run.state.round, run.state.void), at
     assert at > 1 or algorithm == "local"
     assert run.state.round == 3
 
