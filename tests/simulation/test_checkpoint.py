@@ -277,7 +277,7 @@ OTHERS = {
     "clients": {"data": images((8, 20, 30, 9))},
     "training samples": {"data": images((8, 20, 30, 12, 9))},
     "digest of the samples": {"data": images((8, 20, 30, 9, 12), seed=1)},
-    "2.weight": {"model": normed},
+    "1.weight": {"model": normed},
     "what is not trained": {"model": frozen},
     "seed": {"seed": 3},
     "rounds": {"rounds": 9},
