@@ -1,22 +1,24 @@
-"""One rank of test_distributed.py: `rank.py FOLDER RANK WORLD` leaves what it got in
-FOLDER/RANK.pt; at the end the last rank dies."""
+"""One rank of test_distributed.py, by `rank.py STORE RANK`: it ends with 0 where all laws hold, and
+the last one dies."""
 
 import os
+import re
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing import assert_close
 
-from pflcore.interop import distributed
+import pflcore
+from pflcore.interop.distributed import aggregate, pairwise_sqdist, to_columns, to_rows
 
+STORE, RANK = sys.argv[1], int(sys.argv[2])
 COUNTS, WIDTHS = (3, 0, 4), (1, 1900, 102)  # of the ranks' clients and columns
-N, P = sum(COUNTS), sum(WIDTHS)
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+WORLD, N, P = len(COUNTS), sum(COUNTS), sum(WIDTHS)
 
 
 def matrix(dtype=torch.float32, seed=0):
@@ -26,94 +28,168 @@ def matrix(dtype=torch.float32, seed=0):
     return (start + 1e-3 * own).to(dtype)
 
 
-def answer(call, *args):
-    """What is said, and that it is said soon."""
+def mine(x):
+    """This rank's columns."""
+    return x.split(WIDTHS, 1)[RANK]
+
+
+WEIGHT = torch.rand(2, N, generator=torch.Generator().manual_seed(1))  # of two mixes
+INDEX = torch.tensor([[0, 3], [6, 6]])  # whose two models each mixes where it is sparse
+
+
+def same(got, want, rtol=0.0):
+    """What is wanted, and what all ranks have alike, to the last bit."""
+    assert_close(got, want, rtol=rtol, atol=0, equal_nan=True)
+    everywhere = [torch.empty_like(got) for _ in COUNTS]
+    dist.all_gather(everywhere, got.contiguous())
+    assert all(torch.equal(other.nan_to_num(-1.0), got.nan_to_num(-1.0)) for other in everywhere)
+
+
+def rows_become_columns_and_come_back(dtype):
+    x = matrix(dtype)
+    rows, groups = x.split(COUNTS)[RANK], x.split(800, 1)[RANK]  # whole groups of 160
+    columns = to_columns(rows)
+    assert torch.equal(columns, groups)
+    assert torch.equal(to_rows(columns, count=COUNTS[RANK]), rows)
+    assert torch.equal(to_columns(rows, width=WIDTHS[RANK]), mine(x))
+    assert torch.equal(to_rows(mine(x)), x.split(3)[RANK])
+
+
+def distances_are_those_of_one_process(dtype):
+    """Rounding of float64 where a float32 sum meets the same columns; 1e-6, the op's own, where
+    shards cut through them."""
+    x, y = matrix(dtype), matrix(dtype, 1)[:5]
+    off = 1e-14 if dtype == torch.float64 else 2e-6
+    for columns, rtol in ((x.split(800, 1)[RANK], 1e-14), (mine(x), off)):
+        got = pairwise_sqdist(columns)
+        same(got, pflcore.pairwise_sqdist(x), rtol)
+        assert torch.equal(got, got.T) and (got.diagonal() == 0).all()
+    same(pairwise_sqdist(mine(x), mine(y)), pflcore.pairwise_sqdist(x, y), 2e-6)
+
+
+def mixes_are_bit_for_bit_those_of_one_process(dtype):
+    x = matrix(dtype)
+    want = pflcore.aggregate(x, WEIGHT, base=x[0])
+    assert torch.equal(aggregate(mine(x), WEIGHT, base=mine(x)[0]), mine(want))
+    sparse = WEIGHT[:, :2], INDEX
+    want = pflcore.aggregate(x, *sparse, lr=0.5)
+    assert torch.equal(aggregate(mine(x), *sparse, lr=0.5), mine(want))
+
+
+def distances_of_the_ugly():
+    """NaN in one rank's columns, equal clients, none at all, a tensor that requires grad."""
+    x = matrix()
+    x[2, 1950], x[4] = torch.nan, x[5]
+    got, nan = pairwise_sqdist(mine(x)), torch.zeros(N, N, dtype=torch.bool)
+    nan[2], nan[:, 2], nan[2, 2] = True, True, False
+    same(got, got)
+    assert torch.equal(got.isnan(), nan) and got[4, 5] == 0 == got[5, 4] and got[2, 2] == 0
+    assert pairwise_sqdist(mine(x[:0])).shape == (0, 0)
+    learnt = mine(x).clone().requires_grad_()
+    for made in (pairwise_sqdist(learnt), aggregate(learnt, WEIGHT)):
+        assert not made.requires_grad
+
+
+def dtensors():
+    x, mesh = matrix(), init_device_mesh("cpu", (WORLD,))
+    for dim in (0, 1):
+        sharded = distribute_tensor(x, mesh, [Shard(dim)])
+        same(pairwise_sqdist(sharded), pflcore.pairwise_sqdist(x), 2e-6)
+        mixed = aggregate(sharded, WEIGHT)
+        assert isinstance(mixed, DTensor) and mixed.placements == (Shard(1),)
+        same(mixed.full_tensor(), pflcore.aggregate(x, WEIGHT))
+
+
+def said(call, *args):
+    """What is said, in one line and soon."""
     begin = time.monotonic()
     try:
         call(*args)
     except (ValueError, TypeError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}" if time.monotonic() - begin < 30 else "too late"
-    return "nothing"
+        words = f"{type(error).__name__}: {error}"
+    assert time.monotonic() - begin < 30 and "\n" not in words, words
+    return words
 
 
-def weights():
-    """Those of two mixes [2, N], and whose two models each mixes where it is sparse."""
-    weight = torch.rand(2, N, generator=torch.Generator().manual_seed(1))
-    return weight, torch.tensor([[0, 3], [6, 6]])
+def a_mistake_is_one_sentence_on_every_rank():
+    """A mistake on one rank, or between them; afterwards nothing is out of step."""
+    x, last = matrix(), RANK == WORLD - 1
+    own, sqdist = mine(x), pairwise_sqdist
+    replicated = DTensor.from_local(x, init_device_mesh("cpu", (WORLD,)), run_check=False)
+    for words, call, *args in (
+        (
+            "pairwise_sqdist: the call must be .*a with 7 rows of .*a with 6 rows .*on rank 2",
+            sqdist,
+            own[: N - last],
+        ),
+        (".*torch.float64 on rank 2", sqdist, own.double() if last else own),
+        (".*a must be a tensor, got 'text' of type str", sqdist, "text" if last else own),
+        (
+            ".*b must be of (1|1900|102) columns like a, got",
+            sqdist,
+            own,
+            own[:, :-1] if last else own,
+        ),
+        (".*b with 7 rows of torch.float32 on rank 2", sqdist, own, own if last else None),
+        (
+            ".*to_rows, columns with 7 rows of torch.float32 on rank 2",
+            to_rows if last else sqdist,
+            own,
+        ),
+        (".*rows with 2002 columns of torch.float32 on rank 2", to_columns, x[:, : P - last]),
+        (
+            r"to_columns: width must be 2003 in all over the ranks, got 3 \+ 3 \+ 3",
+            to_columns,
+            x,
+            None,
+            3,
+        ),
+        (".*a width on rank 2", to_columns, x, None, 3 if last else None),
+        (
+            ".*width must be a whole number, at least 0, got -1",
+            to_columns,
+            x,
+            None,
+            -1 if last else 1,
+        ),
+        (r".*backend \(.*\) can send it from, got .* on meta", sqdist, own.to("meta")),
+        (
+            r".*a must be Shard\(0\) or Shard\(1\) of \[N, P\] on a 1-D mesh, got ",
+            sqdist,
+            replicated,
+        ),
+        (
+            ".*group must be a process group .*: start it by torchrun .*, got 'text' of type",
+            sqdist,
+            own,
+            None,
+            "text",
+        ),
+    ):
+        found = said(call, *args)
+        assert found.endswith(".") and ". " not in found, found
+        assert re.match(f"(TypeError|ValueError): {words}", found), found
+    some = dist.new_group([0, 1])
+    if last:
+        found = said(sqdist, own, None, some)
+        assert "group must be a process group that this rank belongs to" in found
+    else:
+        sqdist(own, None, some)
+    same(sqdist(own), pflcore.pairwise_sqdist(x), 2e-6)
 
 
-def laws(rank, out):
-    """What comes out for right arguments."""
-    weight, index = weights()
-    for dtype in DTYPES:
-        x, y = matrix(dtype), matrix(dtype, 1)[:5]
-        mine, own = x.split(COUNTS)[rank], x.split(WIDTHS, 1)[rank]
-        columns = distributed.to_columns(mine)
-        found = {
-            "columns": columns,
-            "back": distributed.to_rows(columns, count=COUNTS[rank]),
-            "chosen": distributed.to_columns(mine, width=WIDTHS[rank]),
-            "equal rows": distributed.to_rows(own),
-            "distances": distributed.pairwise_sqdist(columns),
-            "of odd shards": distributed.pairwise_sqdist(own),
-            "of two": distributed.pairwise_sqdist(own, y.split(WIDTHS, 1)[rank]),
-            "mix": distributed.aggregate(own, weight, base=own[0]),
-            "sparse mix": distributed.aggregate(own, weight[:, :2], index, lr=0.5),
-        }
-        out |= {(key, dtype): value for key, value in found.items()}
-    x = matrix()
-    x[2, 1950], x[4] = float("nan"), x[5]
-    out["with NaN"] = distributed.pairwise_sqdist(x.split(WIDTHS, 1)[rank])
-    out["no clients"] = distributed.pairwise_sqdist(x[:0].split(WIDTHS, 1)[rank])
-    learnt = x.split(WIDTHS, 1)[rank].clone().requires_grad_()
-    made = distributed.pairwise_sqdist(learnt), distributed.aggregate(learnt, weight)
-    out["no gradient"] = made[0].requires_grad or made[1].requires_grad
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for dim in (0, 1):
-        sharded = distribute_tensor(matrix(), mesh, [Shard(dim)])
-        out["DTensor", dim] = distributed.pairwise_sqdist(sharded)
-        mixed = distributed.aggregate(sharded, weight)
-        assert isinstance(mixed, DTensor) and mixed.placements == (Shard(1),)
-        out["DTensor mix", dim] = mixed.full_tensor()
-
-
-def mistakes(rank, out):
-    """What is said of wrong arguments, on one rank or between ranks."""
-    x, last = matrix(), rank == 2
-    own = x.split(WIDTHS, 1)[rank]
-    sqdist = distributed.pairwise_sqdist
-    replicated = DTensor.from_local(x, init_device_mesh("cpu", (3,)), run_check=False)
-    calls = {
-        "number": (sqdist, own[: N - last]),
-        "dtype": (sqdist, own.double() if last else own),
-        "text": (sqdist, "text" if last else own),
-        "b": (sqdist, own, own[:, :-1] if last else own),
-        "one b": (sqdist, own, own if last else None),
-        "calls": (distributed.to_rows if last else sqdist, own),
-        "P": (distributed.to_columns, x[:, : P - last]),
-        "width": (distributed.to_columns, x, None, 3),
-        "one width": (distributed.to_columns, x, None, 3 if last else None),
-        "bad width": (distributed.to_columns, x, None, -1 if last else 1),
-        "meta": (sqdist, own.to("meta")),
-        "replicated": (sqdist, replicated),
-        "group": (sqdist, own, None, dist.new_group([0, 1])),
-        "no group": (sqdist, own, None, "text"),
-    }
-    out |= {key: answer(*call) for key, call in calls.items()}
-    out["still"] = sqdist(own)
-
-
-if __name__ == "__main__":
-    folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
-    ours = {"init_method": f"file://{folder}/store", "timeout": timedelta(seconds=60)}
-    dist.init_process_group("gloo", rank=rank, world_size=world, **ours)
-    out = {}
-    laws(rank, out)
-    mistakes(rank, out)
-    if rank == world - 1:
-        torch.save(out, folder / f"{rank}.pt")
-        os._exit(9)  # as if it were killed
-    out["death"] = answer(distributed.pairwise_sqdist, matrix().split(WIDTHS, 1)[rank])
-    torch.save(out, folder / f"{rank}.pt")
-    os._exit(0)  # a group that has lost a member cannot be taken down in order
+torch.set_num_threads(1)
+ours = {"init_method": f"file://{STORE}", "timeout": timedelta(seconds=60)}
+dist.init_process_group("gloo", rank=RANK, world_size=WORLD, **ours)
+for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    rows_become_columns_and_come_back(dtype)
+    distances_are_those_of_one_process(dtype)
+    mixes_are_bit_for_bit_those_of_one_process(dtype)
+distances_of_the_ugly()
+dtensors()
+a_mistake_is_one_sentence_on_every_rank()
+if RANK == WORLD - 1:
+    os._exit(9)  # as if it were killed
+found = said(pairwise_sqdist, mine(matrix()))
+assert re.match("RuntimeError: .*: another rank has ended or did not answer", found), found
+os._exit(0)  # a group that has lost a member cannot be taken down in order

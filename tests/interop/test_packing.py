@@ -215,12 +215,10 @@ def test_flowers_own_records():
     given = [app.ArrayRecord(net(i).state_dict()) for i in range(2)]
     rows, form = pack(given)
     assert_close(rows, pack([net(0), net(1)]).rows)
-    assert unpack(rows, form) == given
-    assert [type(r) for r in unpack(rows, form)] == [app.ArrayRecord] * 2
-    broken = app.Array(dtype="float64", shape=(2,), stype="numpy.ndarray", data=b"\x93NUMPY")
-    for bad in (broken, app.Array(np.zeros(4, "V2"))):
-        with sentence("client 0: 'w': expected a whole array .* as float32"):
-            pack([app.ArrayRecord({"w": bad})])
+    back = unpack(rows, form)
+    assert back == given and isinstance(back[0], app.ArrayRecord)
+    with sentence("client 0: 'w': expected a whole array .* as float32"):
+        pack([app.ArrayRecord({"w": app.Array(np.zeros(4, "V2"))})])
 
 
 W = torch.ones(2)

@@ -25,38 +25,30 @@ def rows(seed=0, spread=0.3):
 GUIDE = rows() + 0.1 * rows(1)
 
 
-def one_round(name, first, more, **options):
-    """What the server of a simulation sends after everybody's upload, of one round or of two."""
-    alg = ALGORITHMS[name](**options)
-    state = alg.init(torch.zeros(P, dtype=torch.float64), N)
-    for r, w in enumerate([rows()] if first is None else [first, rows()], 1):
-        state = apply(state, alg.update(state, {"w": w, **more}, some(N, r))[0])
-    sent = alg.send(state, some(N, r))
-    return sent["u" if "u" in sent else "x"]
+STEPS = [  # what else the call is given, and the server
+    ("fedamp", {"sigma": 3.0, "alpha": 0.5}, {}),
+    ("fedamp", {"alpha": 5.0}, {}),
+    ("heurfedamp", {"sigma": 2.0, "xi_self": 0.3}, {}),
+    ("sfl", {"k": 2, "layers": 2, "s": 0.7}, {}),
+    ("sfl", {"adjacency": rows() @ rows().T}, {}),
+    *((n, {"k": 3}, {"guidance": GUIDE}) for n in ("feddwa", "feddwa_qp")),
+    *((n, {"k": 3}, {"previous": rows(1)}) for n in ("feddwa", "feddwa_qp")),
+]
 
 
-@pytest.mark.parametrize(
-    "name, options",
-    [
-        ("fedamp", {"sigma": 3.0, "alpha": 0.5}),
-        ("fedamp", {"alpha": 5.0}),
-        ("heurfedamp", {"sigma": 2.0, "xi_self": 0.3}),
-        ("sfl", {"k": 2, "layers": 2, "s": 0.7}),
-        ("sfl", {"adjacency": rows() @ rows().T}),
-    ],
-)
+@pytest.mark.parametrize("name, options, given", STEPS)
 @pytest.mark.filterwarnings("ignore:FedAMP")
-def test_it_is_the_step_of_the_methods_server(name, options):
-    want = one_round(name, None, {}, **options)
-    assert torch.equal(personalize(rows(), name, **options), want)
-
-
-@pytest.mark.parametrize("name", ["feddwa", "feddwa_qp"])
-def test_feddwa_is_its_servers_step_by_either_guidance(name):
-    made = personalize(rows(), name, guidance=GUIDE, k=3)
-    assert torch.equal(made, one_round(name, None, {"g": GUIDE}, k=3))
-    made = personalize(rows(), name, previous=rows(1), k=3)
-    assert torch.equal(made, one_round(name, rows(1), {}, k=3, guidance="previous"))
+def test_it_is_the_step_of_the_methods_server(name, options, given):
+    """After everybody's upload, of one round or, by the previous models, of two."""
+    before = [*given.values()] if "previous" in given else []
+    alg = ALGORITHMS[name](**options, **({"guidance": "previous"} if before else {}))
+    state = alg.init(torch.zeros(P, dtype=torch.float64), N)
+    for r, w in enumerate([*before, rows()], 1):
+        up = {"w": w, "g": GUIDE} if "guidance" in given else {"w": w}
+        state = apply(state, alg.update(state, up, some(N, r))[0])
+    sent = alg.send(state, some(N, r))
+    want = sent["u" if "u" in sent else "x"]
+    assert torch.equal(personalize(rows(), name, **options, **given), want)
 
 
 def test_guidance_belongs_to_a_client_by_its_name_and_one_without_keeps_its_model():

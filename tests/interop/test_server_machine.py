@@ -7,18 +7,9 @@ import torch
 from hypothesis import settings
 from hypothesis import stateful as sf
 from hypothesis import strategies as st
-from torch import nn
+from parts.interop import DATA, SETTING, TRAINING, model
 
-from pflcore import Client, Hardware, Server, Training
-
-
-def model():
-    return nn.Linear(2, 2).double()
-
-
-def data(seed):
-    gen = torch.Generator().manual_seed(seed)
-    return torch.randn(5, 2, generator=gen, dtype=torch.float64), torch.arange(5) % 2
+from pflcore import Client, Server
 
 
 class Comings(sf.RuleBasedStateMachine):
@@ -40,10 +31,10 @@ class Comings(sf.RuleBasedStateMachine):
         # the round has begun: growth waits for its end
         if self.made > 1 and self.begun:
             self.close()
-        name, own, training = f"client {self.made}", data(self.made), Training(batch_size=5)
+        name, own = f"client {self.made}", DATA.subset([self.made % DATA.n])
         assert self.server.join(name) == self.made  # nobody has or had it
         self.made += 1
-        self.clients[name] = Client(self.name, model, own, training, hardware=Hardware("loop", 1))
+        self.clients[name] = Client(self.name, model, own, TRAINING, **SETTING)
         return name
 
     @sf.rule(name=names, breaks=st.booleans())
@@ -92,7 +83,7 @@ class Comings(sf.RuleBasedStateMachine):
 
     @sf.invariant()
     def what_must_hold(self):
-        x = torch.ones(1, 2, dtype=torch.float64)
+        x = torch.ones(1, 6, dtype=torch.float64)
         assert self.server.round == self.rounds
         # each has the number that it got
         assert self.server.clients == {k: int(k.split()[1]) for k in self.clients}

@@ -1,6 +1,7 @@
 """What the tests of attacks share."""
 
 import torch
+from doors import synthetic_clusters
 from small import grouped
 from torch import nn
 
@@ -10,11 +11,13 @@ TRAINING = Training(lr=0.1, batch_size=10)
 N, BAD = 10, (8, 9)
 
 
-def run(data, algorithm="fedavg", **options):
-    options = grouped({"rounds": 10, "every": 10, "workers": 1} | options)
-    return Simulation(
-        algorithm, options.pop("model", lambda: nn.Linear(8, 4)), data, TRAINING, **options
-    )
+DATA = synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
+
+
+def run(algorithm="fedavg", **options):
+    given = {"model": lambda: nn.Linear(8, 4), "data": DATA, "training": TRAINING}
+    given |= {"rounds": 10, "every": 10, "workers": 1}
+    return Simulation(algorithm, **grouped(given | options))
 
 
 def defence(name, f=2):

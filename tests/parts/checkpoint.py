@@ -12,10 +12,9 @@ TRAINING = Training(lr=0.1, batch_size=5)
 OPTIONS: dict[str, Any] = {"rounds": 4, "participation": 0.6}
 
 
-def make(name="fedavg", **options):
-    return Simulation(
-        name, tiny_model(), DATA, **grouped({"training": TRAINING, **OPTIONS, **options})
-    )
+def make(algorithm="fedavg", **options):
+    given = {"model": tiny_model(), "data": DATA, "training": TRAINING}
+    return Simulation(algorithm, **grouped({**given, **OPTIONS, **options}))
 
 
 def broken_off(simulation, after):

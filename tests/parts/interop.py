@@ -2,12 +2,13 @@
 
 from torch import nn
 
-from pflcore import Training
+from pflcore import Evaluation, Hardware, Simulation, Training
 from pflcore.algorithms import ALGORITHMS, FedAvg
 from pflcore.testing import Case
 
 ROUNDS, SEED = 3, 5
 TRAINING = Training(lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round)
+SETTING = {"hardware": Hardware("loop", 1), "seed": SEED}
 DATA = Case(FedAvg()).data
 OPTIONS = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
 
@@ -16,5 +17,15 @@ def algorithm(name):
     return ALGORITHMS[name](**OPTIONS.get(name, {}))
 
 
+def model():
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+
+
 def bn_model():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+
+
+def whole(alg, model, participation=1.0, **options):
+    """The simulation that servers and clients apart must give."""
+    options = {"evaluation": Evaluation(every=0), **SETTING, **options}
+    return Simulation(alg, model, DATA, TRAINING, ROUNDS, participation, **options)

@@ -1,6 +1,7 @@
 """What the tests of memory share."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of "
@@ -35,3 +36,17 @@ def fails(function, at, error):
         return function(*args, **kwargs)
 
     return call
+
+
+class Making(TorchDispatchMode):
+    """Shows `look` what every operation inside makes that needs memory."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not (func.is_view or func._schema.is_mutable):
+            self.look(out)
+        return out

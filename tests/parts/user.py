@@ -12,10 +12,5 @@ class Mine(FedAvg):
 
 
 def simulation(algorithm="fedavg", data=None, **options):
-    return Simulation(
-        algorithm,
-        tiny_model(),
-        images() if data is None else data,
-        TRAINING,
-        **grouped({"rounds": 3, **options}),
-    )
+    given = {"model": tiny_model(), "data": images() if data is None else data, "rounds": 3}
+    return Simulation(algorithm, **grouped({**given, "training": TRAINING, **options}))

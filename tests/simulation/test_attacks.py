@@ -5,9 +5,9 @@ import json
 
 import pytest
 import torch
-from doors import sentence, synthetic_clusters
+from doors import sentence
 from methods import Waffle
-from parts.attacks import BAD, N, defence, run
+from parts.attacks import BAD, DATA, defence, run
 from small import images, swept, tiny_model, with_test
 from torch import nn
 
@@ -17,16 +17,11 @@ from pflcore.data import Federation
 from pflcore.results.record import read
 
 
-@pytest.fixture(scope="module")
-def data():
-    return synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
-
-
 # attacks --------------------------------------------------------------------
-def test_flipped_labels_are_the_bad_ones_alone(data):
+def test_flipped_labels_are_the_bad_ones_alone():
     turned = images()  # whose clients permute their labels already
-    for fed, model, bad in ((data, lambda: nn.Linear(8, 4), BAD), (turned, tiny_model(), [1])):
-        poisoned = run(fed, model=model, adversary=Adversary("label_flip", bad)).data
+    for fed, model, bad in ((DATA, lambda: nn.Linear(8, 4), BAD), (turned, tiny_model(), [1])):
+        poisoned = run(data=fed, model=model, adversary=Adversary("label_flip", bad)).data
         for i in range(fed.n):
             want = 3 - fed.labels(i) if i in bad else fed.labels(i)
             assert torch.equal(poisoned.labels(i), want)
@@ -35,26 +30,20 @@ def test_flipped_labels_are_the_bad_ones_alone(data):
 @pytest.mark.parametrize(
     "name", swept(set(ALGORITHMS) - {"local"}, ("fedavg", "scaffold", "factorized_waffle"))
 )
-def test_every_algorithm_can_be_attacked(name, data):
+def test_every_algorithm_can_be_attacked(name):
     adversary = Adversary("scale", BAD, 1e4)
-    history = run(data, name, rounds=1, model=tiny_model(8), adversary=adversary).run()
+    history = run(name, rounds=1, model=tiny_model(8), adversary=adversary).run()
     moved = history.rounds[0]["moved"]
     assert min(moved[8:]) > 100 > max(moved[:8]), moved
 
 
 # an adversary, an algorithm's options, and what is said of them
 NOT = """\
-{"attack": "unknown"} | {} | attack: expected 'label_flip' or
 {"clients": [10]} | {} | adversary: expected ids of clients from 0 to 9, each once
 {"clients": [1, 1]} | {} | adversary: expected ids of clients from 0 to 9, each once
 {"clients": []} | {} | adversary: expected ids of clients from 0 to 9, each once
-{"clients": [-1]} | {} | clients: expected a list of clients' numbers
 {"clients": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]} | {} | adversary: expected at least one honest client
-{"strength": NaN} | {} | strength: expected a finite number above 0
 {"attack": "label_flip", "strength": 2.0} | {} | strength: expected None, as labels are
-{} | {"defence": "unknown"} | defence: expected 'clip' or
-{} | {"defence": "krum", "hostile": -1} | hostile: expected a whole number, at least 0
-{} | {"defence": "krum", "hostile": 1.5} | hostile: expected a whole number, at least 0
 {} | {"defence": "fltrust"} | root: expected a client's number
 {} | {"defence": "median", "root": 1} | root: expected a client's number
 {} | {"defence": "fltrust", "root": 10} | root: expected a client from 0 to 9
@@ -62,36 +51,26 @@ NOT = """\
 
 
 @pytest.mark.parametrize("line", NOT.splitlines())
-def test_what_cannot_be_is_one_sentence(data, line):
+def test_what_cannot_be_is_one_sentence(line):
     adversary, method, words = line.split(" | ")
     with sentence(words):
         bad = Adversary(**{"attack": "sign_flip", "clients": BAD, **json.loads(adversary)})
-        run(data, FedAvg(**json.loads(method)), adversary=bad)
+        run(FedAvg(**json.loads(method)), adversary=bad)
 
 
 def test_numbers_have_no_labels_to_flip():
     parts = [(torch.randn(8, 2), torch.randn(8)) for _ in range(3)]
     numbers = Federation.from_clients(with_test(parts, parts))
     with sentence("adversary: expected an attack on numbers as targets, got 'label_flip'"):
-        run(numbers, model=lambda: nn.Linear(2, 1), adversary=Adversary("label_flip", [1]))
+        run(data=numbers, model=lambda: nn.Linear(2, 1), adversary=Adversary("label_flip", [1]))
 
 
-def test_server_optimizers_and_personal_models_take_one_too(data):
-    adversary = Adversary("inner_product", BAD)
-    for name in ("fedavgm", "fedadam", "fedprox", "ditto"):
-        plain, kept = (
-            run(data, ALGORITHMS[name](**o), adversary=adversary) for o in ({}, defence("median"))
-        )
-        losses = [play.run().series("loss")[1][-1].nanmean() for play in (kept, plain)]
-        assert losses[0] < losses[1], name
-
-
-def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part(data):
+def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
     assert not FedAvg().traits.required
     method = FedAvg(**defence("fltrust"))
-    whole = run(data, method, participation=0.3, rounds=3)
+    whole = run(method, participation=0.3, rounds=3)
     assert all(0 in r["cohort"] for r in whole.run().rounds) and whole.header()["target"] is None
-    some = run(data, method, clients=[1, 2, 3, 4], participation=0.5, rounds=8).run()
+    some = run(method, clients=[1, 2, 3, 4], participation=0.5, rounds=8).run()
     cohorts = [r["cohort"] for r in some.rounds]
     assert all(len(c) == 3 for c in cohorts) and set.intersection(*map(set, cohorts)) == {0}
     assert set().union(*cohorts) == {0, 1, 2, 3, 4}
@@ -118,21 +97,22 @@ def test_who_does():
             kind(defence="median")
 
 
-def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence(data):
-    for name, f in (("krum", 4), ("multi_krum", 4), ("trimmed_mean", 5)):
+def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence():
+    """Who is merely absent lowers no number of hostile clients."""
+    for name, f in (("krum", 2), ("multi_krum", 2), ("trimmed_mean", 3)):
         with pytest.warns(RuntimeWarning, match="stopped early"):
-            history = run(data, FedAvg(**defence(name, f))).run()
-        words = f"Rounds 1 to 3 were void: defence: {name} against {f} hostile clients needs 11 in"
+            history = run(FedAvg(**defence(name, f)), participation=0.5).run()
+        words = f"Rounds 1 to 3 were void: defence: {name} against {f} hostile clients needs 7 in"
         assert history.stopped.startswith(words) and history.stopped.count(". ") == 0
 
 
-def test_running_statistics_are_no_way_around_a_defence(data):
+def test_running_statistics_are_no_way_around_a_defence():
     def model():
         return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
     with sentence("batch_norm: this FedAvg knows 'local' statistics, got 'average'"):
-        run(data, FedAvg(defence="median"), model=model, batch_norm="average")
-    simulation = run(data, FedAvg(defence="median"), model=model, rounds=2)
+        run(FedAvg(defence="median"), model=model, batch_norm="average")
+    simulation = run(FedAvg(defence="median"), model=model, rounds=2)
     simulation.run()
     assert not torch.equal(simulation.state.batch_norm[0], simulation.state.batch_norm[1])
 

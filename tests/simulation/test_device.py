@@ -19,16 +19,10 @@ from pflcore.simulation.round import Setup, begin
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")
 
 
-class Convolutions(nn.Module):
-    """A model that is no chain of linear layers, so that the general engine runs it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)
-        self.head = nn.Linear(12, 4)
-
-    def forward(self, x):
-        return self.head(torch.max_pool2d(torch.relu(self.norm(self.conv(x))), 2).flatten(1))
+def convolved():
+    """No chain of linear layers, so that the general engine runs it."""
+    first = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(*first, nn.Flatten(), nn.Linear(12, 4))
 
 
 def data(convolutions):
@@ -36,7 +30,7 @@ def data(convolutions):
 
 
 def play(name, convolutions, device):
-    model, training = Convolutions if convolutions else tiny_model(), Training(0.05, batch_size=5)
+    model, training = convolved if convolutions else tiny_model(), Training(0.05, batch_size=5)
     hardware = Hardware(engine="vmap", device=device)
     run = Simulation(name, model, data(convolutions), training, rounds=2, hardware=hardware)
     run.run()
@@ -61,7 +55,7 @@ def test_everything_is_on_the_device(name):
 
 def waits_of_a_round(name, model, epochs, gpu):
     algorithm = ALGORITHMS[name]()
-    net, federation = algorithm.prepare(Net(model)).to(gpu), data(model is Convolutions).to(gpu)
+    net, federation = algorithm.prepare(Net(model)).to(gpu), data(model is convolved).to(gpu)
     training = Training(lr=0.05, batch_size=3, epochs=epochs)
     setting = make_setting(net, federation, training, 3, engine="vmap", workers=None)
     state = begin(algorithm, net, federation.n)
@@ -71,7 +65,7 @@ def waits_of_a_round(name, model, epochs, gpu):
     return Counter(waits)
 
 
-MODELS = {"MLP": tiny_model(), "linear": lambda: nn.Linear(6, 4), "convolutions": Convolutions}
+MODELS = {"MLP": tiny_model(), "linear": lambda: nn.Linear(6, 4), "convolutions": convolved}
 
 
 @pytest.mark.deep("all algorithms, under a profiler of waits")

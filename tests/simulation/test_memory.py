@@ -5,15 +5,16 @@ import copy
 
 import pytest
 import torch
-from doors import held_out, sentence
-from methods import FedDWA, Scaffold
+from doors import sentence
+from methods import FedDWA
 from parts.commands import DIGITS, command
-from parts.memory import CUDA, KINDS, fails
-from small import images, swept, tiny_model
+from parts.memory import CUDA, Making, fails
+from parts.states import same
+from parts.user import simulation
+from small import swept
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflcore import Hardware, Simulation, Training, evaluate, step
+from pflcore import step
 from pflcore.algorithms import FedAvg
 from pflcore.results.record import read
 from pflcore.simulation.round import Setup
@@ -23,73 +24,12 @@ def normed():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
 
-def simulation(algorithm="scaffold", model=None, **options):
-    data, training = held_out(images((6, 9, 7))), Training(lr=0.1, batch_size=3)
-    options |= {"rounds": 4, "hardware": Hardware(workers=1)}
-    return Simulation(algorithm, model or tiny_model(), data, training, **options)
-
-
-def same(a, b):
-    assert a.keys() == b.keys()
-    return all(torch.equal(a[k], b[k]) for k in a)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_round_that_fails_leaves_no_trace_and_the_run_goes_on(kind, monkeypatch):
-    error, asked = KINDS[kind]
-    whole, run, seen = simulation().run(), simulation(), []
-    monkeypatch.setattr(Scaffold, "update", fails(Scaffold.update, 3, error))
-    history = run.run(lambda r, line: seen.append(r))
-    assert history.failed and [r["round"] for r in history.rounds] == seen == [1, 2]
-    assert run.state.round == 2 and history.stopped.startswith("Out of memory in round 3")
-    assert history.stopped.count(". ") == asked.count(". ") == 0
-    assert asked in history.stopped and "participation" in history.stopped
-    assert "device='cpu'" not in history.stopped
-    assert list(history.lines())[-1] == {"stopped": history.stopped}
-    rest = run.run()  # the same simulation, a moment later
-    assert not rest.failed and [r["round"] for r in rest.rounds] == [3, 4]
-    assert same(run.state.server, whole.state.server)
-    assert same(run.state.clients, whole.state.clients)
-    for got, want in zip(history.rounds + rest.rounds, whole.rounds, strict=True):
-        assert got | {"seconds": 0} == want | {"seconds": 0}
-
-
-def test_a_round_that_cannot_be_evaluated_is_still_a_round(monkeypatch):
-    run = simulation("fedavg")
-    failing = fails(evaluate, 2, torch.OutOfMemoryError(CUDA))
-    monkeypatch.setattr("pflcore.simulation.loop.evaluate", failing)
-    history = run.run()
-    words = "in the evaluation after round 2, when 20.00 MiB more were asked for"
-    assert history.failed and words in history.stopped and run.state.round == 2
-    assert [(r["round"], r["eval"] is None) for r in history.rounds] == [(1, False), (2, True)]
-
-
-def test_other_errors_come_through(monkeypatch):
-    monkeypatch.setattr(FedAvg, "update", fails(FedAvg.update, 1, RuntimeError("a bug")))
-    with pytest.raises(RuntimeError, match=r"^a bug$"):
-        simulation("fedavg").run()
-
-
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
     failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
     monkeypatch.setattr("pflcore.simulation.start.begin", failing)
     words = r"Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more"
     with sentence(f"{words} .* needs about", MemoryError):
         simulation()
-
-
-class Refuse(TorchDispatchMode):
-    """Counts the operations that need memory and refuses the `at`-th of them."""
-
-    def __init__(self, at):
-        self.at, self.count = at, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not (func.is_view or func._schema.is_mutable):
-            self.count += 1
-            if self.count == self.at:
-                raise torch.OutOfMemoryError(CUDA)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("algorithm", [*swept(), FedDWA(guidance="previous"), "averaged"], ids=str)
@@ -106,9 +46,14 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeyp
         mode.__enter__()
         return update(self, state, up, cohort)
 
+    with monkeypatch.context() as gone:  # a client, in the middle of its training
+        gone.setattr(alg, "train", fails(alg.train, 1, ConnectionError("gone")))
+        with pytest.raises(ConnectionError):
+            next(rounds)
+    assert same(before, run.state) and before.round == run.state.round
     monkeypatch.setattr(alg, "update", refusing)
     for at in range(1, 1000):
-        mode = Refuse(at)
+        mode = Making(fails(type, at, torch.OutOfMemoryError(CUDA)))
         try:
             setup = Setup(run.algorithm, run.setting, batch_norm=run.batch_norm)
             run.state, _ = step(setup, run.state, torch.arange(3))
@@ -117,10 +62,8 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeyp
             pass
         finally:
             mode.__exit__(None, None, None)
-        state = run.state
-        assert same(before.server, state.server) and same(before.clients, state.clients), at
-        assert torch.equal(before.batch_norm, state.batch_norm), at
-        assert (before.round, before.void) == (state.round, state.void), at
+        assert same(before, run.state), at
+        assert (before.round, before.void) == (run.state.round, run.state.void), at
     assert at > 1 or algorithm == "local"
     assert run.state.round == 3
 

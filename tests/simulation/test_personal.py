@@ -2,25 +2,37 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 from doors import sentence
-from methods import APFL, Ditto
-from parts.user import TRAINING, simulation
+from methods import APFL, Ditto, Waffle, WeightErosion
+from parts.user import simulation
 from small import SIX, images, swept, tiny_model
 from torch import nn
 
-from pflcore import Simulation, Training
+from pflcore import Evaluation, FedAvg, Simulation, Training, for_everyone
+from pflcore.results.record import group
 
 
 @pytest.mark.parametrize("algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster")))
 def test_a_clients_model_is_what_was_evaluated(algorithm):
-    data = images()
-    run = Simulation(algorithm, tiny_model()(), data, TRAINING, rounds=2)
+    """And a newcomer leaves the run as it was."""
+    everybody = images((7, 20, 31, 24))
+    run = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2, model=tiny_model()())
     history = run.run()
-    for i in range(data.n):
-        x, y = data.client(i, "test")
+    before = copy.deepcopy(history.state)
+    newcomer = everybody.client(3, "train")
+    first, again = (history.adapt(newcomer, rounds=2) for _ in range(2))
+    x, y = newcomer
+    assert first.predict(x).shape == y.shape and first(x).isfinite().all()
+    assert torch.equal(first(x), again(x))
+    after = history.state
+    for old, new in ((before.server, after.server), (before.clients, after.clients)):
+        assert all(torch.equal(v, new[k]) for k, v in old.items())
+    for i in range(3):
+        x, y = run.data.client(i, "test")
         right = (history.predict(i, x.numpy()) == y).double().mean().item()
         assert right == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
     model = history.model(1)
@@ -46,21 +58,6 @@ def test_a_model_of_its_own_class():
         history.predict(0, 1.0)
 
 
-@pytest.mark.parametrize("algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster")))
-def test_a_newcomer_leaves_the_run_as_it_was(algorithm):
-    everybody = images((7, 20, 31, 24))
-    run = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2)
-    history = run.run()
-    before = copy.deepcopy(history.state)
-    x, y = everybody.client(3, "train")
-    model = history.adapt((x, y), rounds=2)
-    assert model.predict(x).shape == y.shape and model(x).isfinite().all()
-    after = history.state
-    for old, new in ((before.server, after.server), (before.clients, after.clients)):
-        assert all(torch.equal(v, new[k]) for k, v in old.items())
-    assert torch.equal(history.adapt((x, y), rounds=2)(x), model(x))
-
-
 def test_a_newcomer_is_personalized_by_the_algorithms_rule():
     everybody = images((40, 40, 40, 40))  # clients 1 and 3 turn their labels
     few, (x, y) = everybody.subset([0, 2, 1]), everybody.client(3, "train")
@@ -68,7 +65,7 @@ def test_a_newcomer_is_personalized_by_the_algorithms_rule():
 
     def right(algorithm, rounds=5):
         training = Training(lr=0.3, batch_size=8)
-        history = Simulation(algorithm, tiny_model(), few, training, rounds=8).run()
+        history = simulation(algorithm, few, training=training, rounds=8).run()
         return (history.adapt((x, y), rounds).predict(test[0]) == test[1]).double().mean().item()
 
     shared = right("fedavg")
@@ -87,3 +84,78 @@ def test_a_newcomer_that_does_not_fit_is_one_sentence():
         history.adapt(images().client(0), rounds=-1)
     with sentence("model: expected a history with models"):
         type(history)({}).model(0)
+
+
+# one for each client, by as many runs ------------------------------------------
+@pytest.mark.parametrize("algorithm", [Waffle(do=2.0), WeightErosion(p_d=0.1)])
+def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
+    data, training = images(), Training(lr=0.1, batch_size=8)
+    seen = []
+    options = {"rounds": 3, "evaluation": Evaluation(every=2)}
+    model, saw = tiny_model(), lambda t, r, record: seen.append((t, r))
+    history = for_everyone(algorithm, model, data, training, on_round=saw, **options)
+    assert seen == [(t, r) for t in range(3) for r in (1, 2, 3)]
+    each = [replace(algorithm, target=t) for t in range(3)]
+    alone = [Simulation(alg, model, data, training, **options).run().rounds for alg in each]
+    assert [r["eval"] is None for r in history.rounds] == [True, False, False]
+    for record, *own in zip(history.rounds, *alone, strict=True):
+        assert record["report"]["weights"] == [o["report"]["weights"] for o in own]
+        assert record["bytes_up"] == sum(o["bytes_up"] for o in own)
+        assert record["cohort"] == [0, 1, 2]
+        if record["eval"]:
+            accuracy = [o["eval"]["accuracy"][t] for t, o in enumerate(own)]
+            assert record["eval"]["accuracy"] == accuracy
+    assert history.header["target"] is history.stopped is None
+    for i in range(3):
+        x, y = data.client(i, "test")
+        right = (history.predict(i, x) == y).double().mean().item()
+        assert right == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
+    with sentence("client: expected a number from 0 to 2"):
+        history.model(3)
+    with sentence("adapt: expected the history that"):
+        history.adapt(data.client(0, "train"))
+
+
+def test_a_diverged_run_is_named():
+    wild = Training(lr=1e200, batch_size=8)
+    history = for_everyone(Waffle(), tiny_model(), images(), wild, rounds=5)
+    assert "target 0: The run diverged" in history.stopped and len(history.rounds) == 3
+    assert all(r["void"] for r in history.rounds)
+
+
+def test_what_it_does_not_take_is_refused():
+    with sentence("algorithm: expected one with a target"):
+        for_everyone(FedAvg(), tiny_model(), images())
+    with sentence(r"evaluation\.clients: expected every client"):
+        for_everyone(Waffle(), tiny_model(), images(), evaluation=Evaluation(clients=2))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("options", [{"participation": 0.5}, {}])
+def test_weights_have_a_row_for_each_target_whoever_took_part(options):
+    """Cohorts are the targets' own, and client 1 drops out: without it the run made for it has no
+    weights."""
+    data, training = images((6, 7, 8, 9)), Training(lr=0.1, batch_size=8)
+    if not options:
+        data.x[data.index["train"][1]] = 3e38  # its scores overflow
+    history = for_everyone(Waffle(), nn.Linear(6, 4), data, training, rounds=2, **options)
+    _, dense = group(history.lines())[0].weights()
+    for record, weights in zip(history.rounds, dense, strict=True):
+        assert list(record["report"]) == ["weights"] and weights.shape == (4, 4)
+        sums, ones = weights.sum(1), torch.ones(4, dtype=torch.float64)
+        if options:
+            assert torch.allclose(sums, ones) and int((weights > 0).sum(1).max()) < 4
+        elif record["round"] == 2:  # in round 1 its update is finite, if barely
+            assert weights[1].isnan().all() and weights[[0, 2, 3], 1].eq(0).all()
+            assert torch.allclose(sums[[0, 2, 3]], ones[1:])
+
+
+def test_who_ran_away_is_named_whoever_took_part():
+    data, training = images((10,) * 8), Training(lr=0.01, batch_size=5)
+    data.x[data.index["train"][5]] *= 200
+    play, linear = {"rounds": 1, "participation": 0.5}, nn.Linear(6, 4)
+    history = for_everyone(WeightErosion(), linear, data, training, **play)
+    record = history.rounds[0]
+    assert record["cohort"] == list(range(8)) and record["moved"].index(max(record["moved"])) == 5
+    (run,) = group(history.lines())
+    assert list(run.outliers()) == [5]

@@ -1,45 +1,40 @@
-"""The loop: records, warm starts, what is said at the end, cohorts."""
+"""The loop: records, what is said at the end, cohorts; and what a run bears of bad numbers and
+arguments."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from doors import held_out, sentence, views
-from methods import MRMTL, Ditto, Mocha, PFedMe, QFedAvg, Scaffold, Waffle
+from methods import MRMTL, Ditto, Mocha, PFedMe, QFedAvg, Scaffold
 from parts.user import simulation as run
-from small import grouped, images, lines, make_setting, near, play, tiny, tiny_model, with_test
+from small import (
+    ENGINES,
+    grouped,
+    images,
+    lines,
+    make_setting,
+    near,
+    play,
+    swept,
+    tiny_model,
+    with_test,
+)
 from torch import nn
 
-from pflcore import Adversary, Federation, Net, Simulation, Training, step
-from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.simulation.round import Setup, begin
-
-
-def test_a_record_counts_what_travels():
-    history = run(every=2).run()
-    size = 59 * 4
-    assert [(r["bytes_down"], r["bytes_up"]) for r in history.rounds] == [(3 * size, 3 * size)] * 3
-    assert [r["round"] for r in history.rounds if r["eval"]] == [2, 3]  # every second, and the last
-    rounds, accuracy = history.series()
-    assert rounds == [2, 3] and accuracy.shape == (2, 3)
-
-
-SPLITTING = {"first": 0, "eps1": 10.0, "eps2": 0.0}
-
-
-@pytest.mark.parametrize(
-    "algorithm", ["waffle", "l2c", ALGORITHMS["clustered_fl"](**SPLITTING)], ids=str
+from pflcore import (
+    ALGORITHMS,
+    Adversary,
+    Federation,
+    Net,
+    Simulation,
+    Training,
+    step,
 )
-def test_a_run_goes_on_from_a_state_as_if_it_had_not_stopped(algorithm):
-    """Also from the state of a server that has grown."""
-    data = held_out(images())
-    whole, half = (run(algorithm, data, rounds=6) for _ in range(2))
-    want, rounds = whole.run(), half.iterate()
-    for _ in range(3):
-        next(rounds)
-    rest = run(algorithm, data, rounds=6, warm_start=half.state).run()
-    assert [r["round"] for r in rest.rounds] == [4, 5, 6]
-    assert all(torch.equal(v, want.state.server[k]) for k, v in rest.state.server.items())
+from pflcore.results.record import group
+from pflcore.results.table import table
+from pflcore.simulation.round import Setup, begin
 
 
 def test_a_run_of_many_rounds_ends_with_the_last():
@@ -127,22 +122,110 @@ def test_a_step_size_of_zero_drops_nobody(alg):
         assert torch.equal(two, one) and one.any()
 
 
-def test_void_rounds_are_counted_in_a_row():
-    """A round that was played ends the count."""
+# bad numbers and arguments ---------------------------------------------------
+def far(name, size):
+    """One client's upload is huge, from the second round on."""
 
-    class Breaks(FedAvg):
+    class Far(ALGORITHMS[name]):
         def train(self, down, own, clients):
-            own, up, fit = super().train(down, own, clients)
-            bad = clients.round in (1, 2, 4)
-            return own, {k: v * torch.nan if bad else v for k, v in up.items()}, fit
+            new, up, fit = super().train(down, own, clients)
+            if clients.round > 1:
+                up["delta"][clients.ids == 2] = size
+            return new, up, fit
 
-    assert [state.void for state, _ in play(Breaks(), tiny(batch_size=4), 4)] == [1, 2, 0, 1]
+    return Far()
 
 
-def test_a_void_round_reports_nothing():
-    data, training = images(), Training(lr=0.1, batch_size=8)
-    data.x[data.index["train"][0]] = 3e38  # its scores overflow
-    void = Simulation(Waffle(target=0), nn.Linear(6, 4), data, training, rounds=3)
-    with pytest.warns(RuntimeWarning, match="diverged"):
-        found = [(r["void"], list(r["report"])) for r in void.run().rounds]
-    assert found == [(False, ["weights"]), (True, []), (True, [])]
+# losses and accuracies ------------------------------------------------------
+
+
+@ENGINES
+def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(engine):
+    s = run(engine=engine)
+    s.state.server["x"][:] = torch.nan
+    seen = s.evaluate("test")
+    assert seen["loss"].isinf().all() and (seen["accuracy"] == 0).all()
+
+
+# a run's end ----------------------------------------------------------------
+WILD = {"model": lambda: nn.Linear(6, 4), "training": Training(lr=1e38, batch_size=8)}
+FAR = ("the server's", " v", "client 2's update", "clip")
+ENDS = [  # how a run diverges, its rounds, and what is said
+    (WILD, 9, ("fedavg", "The run diverged", "rounds 2 to 4 were void", "learning rate")),
+    (WILD, 2, ("fedavg", "The run diverged", "round 2 was void", "learning rate")),
+    # huge but finite: a second moment never becomes infinite
+    *(({"algorithm": far(n, 1e25)}, 9, FAR) for n in ("fedadam", "fedyogi", "fedadagrad")),
+]
+
+
+@pytest.mark.parametrize("options, rounds, words", ENDS)
+def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(options, rounds, words):
+    with pytest.warns(RuntimeWarning, match=", seed 0, stopped early: ") as said:
+        history = run(**options, rounds=rounds).run()
+    assert [r["void"] for r in history.rounds] == [False, True, True, True][:rounds]
+    for word in words:
+        assert word in str(said[0].message)
+    assert options is not WILD or history.rounds[-1]["dropped"] == [0, 1, 2]
+    assert all(bool(v.isfinite().all()) for v in history.state.server.values())
+
+
+def test_who_moved_far_is_in_the_record_and_in_the_table_and_may_be_clipped():
+    wild, plain = far("fedavg", 1e10), run().run()
+    free, held = (run(wild, clip=c).run() for c in (None, 0.5))
+    moved = free.rounds[1]["moved"]
+    assert max(free.rounds[0]["moved"]) < 5 < 1e8 < moved[2] and sorted(moved)[1] < 5
+    assert "moved far: client 2 by up to" in table(group(free.lines()))
+    assert "moved far" not in table(group(plain.lines()))
+    assert held.rounds[1]["clipped"] == [2] and free.rounds[1]["clipped"] == []
+    assert float(free.state.server["x"].norm()) > 1e8 > 10 > float(held.state.server["x"].norm())
+    assert held.header["clip"] == 0.5
+    assert "the updates of 1 client were clipped" in table(group(held.lines()))
+
+
+@pytest.mark.parametrize("name", swept())
+def test_every_method_takes_a_clip(name):
+    plays = [run(name, rounds=2, every=0, clip=c) for c in (None, 1e30, 1e-3)]
+    loose, wide, held = (play.run() for play in plays)
+    # a limit that nobody meets changes nothing
+    assert all(torch.equal(v, wide.state.server[k]) for k, v in loose.state.server.items())
+    assert held.stopped is None
+    for record in held.rounds:
+        assert bool(record["clipped"]) == bool(record["moved"]) == (name != "local")
+
+
+# states ---------------------------------------------------------------------
+@pytest.mark.parametrize("rows", ["memory", "disk"])
+def test_what_a_caller_holds_never_changes(rows, tmp_path):
+    where = {"rows": rows if rows == "memory" else tmp_path}
+    start = run("ditto", rounds=2, **where).run().state
+    kept = copy.deepcopy(start)
+    play = {"rounds": 4, "warm_start": start, **where}
+    results = [run("ditto", **play).run().state for _ in range(2)]
+    seen, s = [], run("ditto", **where)
+    s.run(lambda r, record: seen.append((s.state, copy.deepcopy(s.state))))
+    s.state = seen[0][0]  # put back, and gone on with
+    next(s.iterate())
+    again = run("ditto", **where).run().state  # looking changes nothing
+    for one, two in [(start, kept), results, *seen, (again, seen[-1][0])]:
+        assert torch.equal(one.clients["v"], two.clients["v"])
+        assert torch.equal(one.server["x"], two.server["x"])
+
+
+def test_a_warm_start_of_something_else_is_refused():
+    state = run("ditto").run().state
+    for name, data, model, word in (
+        ("scaffold", None, tiny_model(), "Scaffold"),
+        ("ditto", images((9,) * 5), tiny_model(), "5 clients"),
+        ("ditto", None, nn.Linear(6, 4), r"server.x like a tensor \[28\]"),
+    ):
+        with sentence("warm_start: .*" + word):
+            run(name, data, model=model, rounds=9, warm_start=state)
+    with sentence("rounds: expected more than the 3"):
+        run("ditto", warm_start=state)
+
+
+# options --------------------------------------------------------------------
+def test_lists_of_clients_will_do():
+    history = run(clients=[2, 0], evaluated=[0, 1]).run()
+    first = history.rounds[0]
+    assert first["cohort"] == [0, 2] and first["eval"]["size"][2:] == [0]

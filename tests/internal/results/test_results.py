@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -86,14 +85,6 @@ def test_weights_by_round_of_one_and_of_several_models():
     assert pictures.by_round(several)[0] == []
     several.header["target"] = 2
     assert pictures.by_round(several)[1][0].tolist() == [0, 0, 1, 0]
-
-
-def test_without_matplotlib_one_sentence_says_how_to_get_it(tmp_path, monkeypatch):
-    for name in [m for m in sys.modules if m.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"^[^\n]*pflcore\[plot\][^\n]*$"):
-        pictures.draw(group(a_run()), tmp_path)
 
 
 def test_a_history_as_events(tmp_path):

@@ -5,12 +5,11 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from doors import synthetic_clusters
 from methods import Scaffold
 from parts.attacks import BAD, N, defence, run, updates
 from small import served, t
 
-from pflcore import FedAvg
+from pflcore import ALGORITHMS, FedAvg
 from pflcore.algorithms import Cohort, Traits
 from pflcore.algorithms.fedavg import BLOCK, Defence, ascending, defended
 from pflcore.results.record import group
@@ -19,11 +18,6 @@ from pflcore.simulation.accept import Trained, accept, update_norms
 from pflcore.simulation.settings import STRENGTH, Adversary
 
 DEFENCES = Defence.__args__
-
-
-@pytest.fixture(scope="module")
-def data():
-    return synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
 
 
 def accuracy(simulation):
@@ -82,9 +76,9 @@ def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_its
 
 
 @pytest.mark.parametrize("attack", ["label_flip", *STRENGTH])
-def test_an_attacked_run_repeats_itself_and_says_what_it_is(data, attack):
+def test_an_attacked_run_repeats_itself_and_says_what_it_is(attack):
     bad = Adversary(attack, BAD)
-    one, two, clean = (run(data, rounds=2, every=1, adversary=a).run() for a in (bad, bad, None))
+    one, two, clean = (run(rounds=2, every=1, adversary=a).run() for a in (bad, bad, None))
     x = one.state.server["x"]
     assert torch.equal(x, two.state.server["x"]) and not torch.equal(x, clean.state.server["x"])
     said = {"attack": attack, "clients": [*BAD], "strength": STRENGTH.get(attack)}
@@ -97,26 +91,37 @@ def test_an_attacked_run_repeats_itself_and_says_what_it_is(data, attack):
 # defences -------------------------------------------------------------------
 @pytest.mark.parametrize("s", [8, 9])
 def test_each_defence_is_its_formula(s):
+    """Which gives the figures of Flower."""
     rows, n = updates(s), updates(s).numpy()
     square = ((n[:, None] - n) ** 2).sum(2)
     order = np.argsort(np.sort(square)[:, 1 : s - 3].sum(1))
     norm = np.linalg.norm(n, axis=1)
     share = torch.arange(1.0, s + 1, dtype=torch.float64) / sum(range(s + 1))
     short = n * np.minimum(1, np.median(norm) / norm)[:, None]
-    for name, weight, want in (
-        ("median", None, np.median(n, 0)),
-        ("trimmed_mean", None, np.sort(n, 0)[2:-2].mean(0)),
-        ("krum", None, n[order[0]]),
-        ("multi_krum", None, n[order[: s - 2]].mean(0)),
-        ("clip", share, share.numpy() @ short),
-    ):
-        np.testing.assert_allclose(mean_of(name, rows, share=weight), want)
+    formulas = {
+        "median": np.median(n, 0),
+        "trimmed_mean": np.sort(n, 0)[2:-2].mean(0),
+        "krum": n[order[0]],
+        "multi_krum": n[order[: s - 2]].mean(0),
+    }
+    for name, want in formulas.items():
+        np.testing.assert_allclose(mean_of(name, rows), want)
+    np.testing.assert_allclose(mean_of("clip", rows, share=share), share.numpy() @ short)
     rows[3] *= -1
     n = rows.numpy()
     trust = np.maximum(0, n @ n[0] / norm / norm[0])
     assert trust[3] == 0
     want = (trust[:, None] * n * (norm[0] / norm)[:, None]).sum(0) / trust.sum()
     np.testing.assert_allclose(mean_of("fltrust", rows), want)
+    flower = pytest.importorskip("flwr.server.strategy.aggregate")
+    results = [([row], 1) for row in updates(s).numpy()]
+    for name, (theirs,) in {
+        "median": flower.aggregate_median(results),
+        "trimmed_mean": flower.aggregate_trimmed_avg(results, 2 / s),
+        "krum": flower.aggregate_krum(results, 2, 0),
+        "multi_krum": flower.aggregate_krum(results, 2, s - 2),
+    }.items():
+        np.testing.assert_allclose(theirs, formulas[name], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", DEFENCES)
@@ -130,23 +135,6 @@ def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name):
     assert mean_of(name, torch.zeros(9, 5)).eq(0).all()
 
 
-@pytest.mark.parametrize("s, f", [(9, 2), (20, 4)])
-def test_figures_of_flower_on_the_same_updates(s, f):
-    pytest.importorskip("flwr")
-    from flwr.server.strategy import aggregate as flower
-
-    rows = updates(s, 200)
-    rows[:f] += 3
-    results = [([row.numpy()], 1) for row in rows]
-    for name, want in {
-        "median": flower.aggregate_median(results),
-        "trimmed_mean": flower.aggregate_trimmed_avg(results, f / s),
-        "krum": flower.aggregate_krum(results, f, 0),
-        "multi_krum": flower.aggregate_krum(results, f, s - f),
-    }.items():
-        np.testing.assert_allclose(mean_of(name, rows, f), want[0], rtol=1e-6)
-
-
 def test_krum_finds_the_outlier_among_models_that_differ_little():
     """Where expanding |a - b|^2 in float32 sees noise only."""
     rows = 1 + 1e-4 * updates(9, 5000, torch.float32)
@@ -156,12 +144,14 @@ def test_krum_finds_the_outlier_among_models_that_differ_little():
 
 
 @pytest.mark.parametrize("attack", ["inner_product", "noise"])
-def test_defences_hold_where_the_mean_does_not(data, attack):
+def test_defences_hold_where_the_mean_does_not(attack):
     adversary = Adversary(attack, BAD, 30.0)
-    clean, broken = accuracy(run(data)), accuracy(run(data, adversary=adversary))
+    clean, broken = accuracy(run()), accuracy(run(adversary=adversary))
     assert broken < clean - 0.2
-    for name, method in product(set(DEFENCES) - {"clip"}, (FedAvg, Scaffold)):
-        held = accuracy(run(data, method(**defence(name)), adversary=adversary))
+    others = (ALGORITHMS[name] for name in ("fedavgm", "fedadam", "fedprox", "ditto"))
+    pairs = product(set(DEFENCES) - {"clip"}, (FedAvg, Scaffold))
+    for name, method in (*pairs, *product(["median"], others)):
+        held = accuracy(run(method(**defence(name)), adversary=adversary))
         assert held > clean - 0.1, (name, method)
 
 
