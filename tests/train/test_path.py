@@ -248,17 +248,10 @@ class LeNet(nn.Module):
         return self.fc3(F.relu(self.fc2(F.relu(self.fc1(x)))))
 
 
-class Functions(LeNet):  # torch's tutorials
+class Functions(LeNet):  # torch's tutorials and MNIST example
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.conv1(x)), (2, 2))
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-        return self.top(torch.flatten(x, 1))
-
-
-class Logarithms(LeNet):  # torch's MNIST example
-    def forward(self, x):
-        x = F.max_pool2d(F.relu(self.conv1(x)), kernel_size=2, stride=2)
-        x = self.drop(F.max_pool2d(F.relu(self.conv2(x)), 2))
+        x = self.drop(F.max_pool2d(F.relu(self.conv2(x)), kernel_size=2, stride=2))
         return F.log_softmax(self.top(torch.flatten(x, 1)), dim=1)
 
 
@@ -298,7 +291,7 @@ class MLP(nn.Module):
 
 
 MODELS = {
-    **{m.__name__: m for m in (Functions, Logarithms, Features)},
+    **{m.__name__: m for m in (Functions, Features)},
     **{w: lambda w=w: MLP(w) for w in WAYS},
 }
 
