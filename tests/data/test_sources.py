@@ -406,6 +406,8 @@ def test_broken_files(tmp_path):
     said = "leaf.json: expected LEAF's users and user_data, each user once, numbers as x and y"
     for users, change in (
         ({"a": one}, {"users": None}),
+        ({"a": one}, {"users": 3}),
+        ({"a": one}, {"user_data": []}),
         ({"a": one}, {"users": ["a", "a"]}),
         ({"a": one}, {"users": ["b"]}),
         ({"a": {"x": ["once upon"], "y": [0]}}, {}),

@@ -211,9 +211,11 @@ void check(const Problem& problem, FILE* numbers) {
     if (w.kind == 0) continue;
     const char *const got = one.buffers[k].get(), *const other = three.buffers[k++].get();
     const auto differs = [&](const char* a) { return std::memcmp(got, a, w.content.size()) != 0; };
-    if (numbers && (w.kind < 0 || differs(w.content.data()))) {
-      if (std::abs(w.kind) == 4) print<float>(numbers, what, got, w.value);
-      if (std::abs(w.kind) == 8) print<double>(numbers, what, got, w.value);
+    const int64_t bytes = std::abs(w.kind);
+    // of few numbers the largest may be what is left of larger ones
+    if (numbers && w.value >= 100 * bytes && (w.kind < 0 || differs(w.content.data()))) {
+      if (bytes == 4) print<float>(numbers, what, got, w.value);
+      if (bytes == 8) print<double>(numbers, what, got, w.value);
     }
     if (!differs(other)) continue;
     failures++;
