@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compares what two machines' kernels wrote (tests/internal/sanitize/kernels.cpp numbers FILE).
+"""Compares what two machines' kernels wrote (tests/internal/sanitize/kernels.cpp).
 
 A result counts by its largest number: 1e-6 of it, 2e-5 after several steps of training.
 """

@@ -58,21 +58,23 @@ def exact(a, b=None):
 
 
 def listed(all_pairs, index):
-    """The entries of all pairs; padding is infinitely far."""
-    return torch.where(index < 0, torch.inf, all_pairs.gather(1, index.clamp(min=0)))
+    """The entries of all pairs; padding (-1) is infinitely far."""
+    return torch.nn.functional.pad(all_pairs, (1, 0), value=torch.inf).gather(1, index + 1)
 
 
 def sqdist(on, dtype, draw):
     """The definition; symmetric, 0 with itself; listed pairs have the bits of all pairs."""
-    m, n, p = draw(of(1, 2, 3, 7, 17)), draw(of(1, 2, 5, 11, 17)), draw(of(*on.sizes))
+    m, n, p = draw(of(0, 1, 2, 3, 7, 17)), draw(of(0, 1, 2, 5, 11, 17)), draw(of(*on.sizes))
     rows = matrix(draw, m + n, p, dtype, draw(scales(dtype)))
+    rows[:1, :1] *= draw(of(1.0, 1.0, torch.nan, torch.inf))
     a, b = on.put(rows[:m], draw), on.put(rows[m:], draw)
     call = on.ops.pairwise_sqdist
     both, own = call(a, b).cpu(), call(a).cpu()
     assert_close(both, exact(rows[:m], rows[m:]), "sqdist", dtype)
-    assert_close(own, exact(rows[:m]), "sqdist", dtype)
+    assert_close(own, exact(rows[:m]).fill_diagonal_(0), "sqdist", dtype)
     assert own.dtype == F64
-    assert torch.equal(own, own.T) and not own.diagonal().any()
+    identical(own, own.T)
+    assert not own.diagonal().any()
     for other, pairs in ((b, both), (None, own)):
         index = integers(draw(st.integers(0, 99)), -1, pairs.shape[1], draw(of(0, 1, 3, 9)), m).T
         identical(call(a, other, index.to(on.device)).cpu(), listed(pairs, index))
@@ -133,7 +135,8 @@ def close_mix(got, updates, weight, index=None, base=None, lr=1.0):
 
 
 def aggregate(on, dtype, draw):
-    """The formula, dense and by index, onto any base; into `out` the same bits, and none beside."""
+    """The formula, dense and by index, onto any base; into `out`, which may be the base itself, the
+    same bits, and none beside. What has no weight by index is not read."""
     n, m, p = draw(of(0, 1, 2, 7, 20)), draw(of(0, 1, 2, 8, 9, 13, 33, 100)), draw(of(*on.sizes))
     seed, scale = draw(st.integers(0, 99)), draw(scales(dtype))
     updates = matrix(draw, n, p, dtype, scale)
@@ -145,15 +148,20 @@ def aggregate(on, dtype, draw):
     kinds = FLOATS if 1e-12 <= scale <= 1e3 else (dtype, F64)
     base = None if shape is None else randn(seed + 1, *shape, scale=scale).to(draw(of(*kinds)))
     lr, precise = draw(of(1.0, 0.5, -0.1, 0.0, 1e-3)), draw(st.booleans())
-    there = [on.place(t, draw) for t in (updates, weight)]
-    there += [None if index is None else index.to(on.device), on.place(base, draw)]
-    got = on.ops.aggregate(*there, lr, precise=precise)
+    seen = updates.clone()
+    if sparse:
+        seen[~torch.isin(torch.arange(n), index[weight * lr != 0])] = torch.nan
+    there = [on.place(seen, draw), on.place(weight, draw)]
+    there += [None if index is None else index.to(on.device)]
+    got = on.ops.aggregate(*there, on.place(base, draw), lr, precise=precise)
     close_mix(got, updates, weight, index, base, lr)
-    out = on.put(torch.full_like(got.cpu(), torch.nan), draw, write=True)
-    assert on.ops.aggregate(*there, lr, out, precise) is out and intact(out)
+    fits = shape == (m, p) and draw(st.booleans())
+    out = on.put(base if fits else torch.full_like(got.cpu(), torch.nan), draw, write=True)
+    onto = out if fits else on.place(base, draw)
+    assert on.ops.aggregate(*there, onto, lr, out, precise) is out and intact(out)
+    identical(out, got)
     plain = reference.aggregate(updates, weight, index, base, lr, precise)
-    for result in (out, plain):
-        close_mix(result, updates, weight, index, base, lr)
+    close_mix(plain, updates, weight, index, base, lr)
 
 
 # --- rank1_linear -----------------------------------------------------------
@@ -200,9 +208,10 @@ def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
 
 def rank1(on, dtype, draw):
     """The layer and the gradients that are wanted, clients' axes where they may be, factors off."""
-    sizes = [draw(of(1, 2, 3, 7, 8, 13, 17, 33, 67)) for _ in range(4)]
+    sizes = [draw(of(1, 2, 3, 7, 8, 13, 17, 33, 67, 0)) for _ in range(4)]
     has, need = (draw(st.tuples(*[st.booleans()] * 4)) for _ in range(2))
-    leads = [(3,) if axis else () for axis in has]
+    clients = draw(of(3, 3, 0))
+    leads = [(clients,) if axis else () for axis in has]
     args = factors(*sizes, dtype, leads, draw(of(0.0, 0.3, 1.0)), draw(st.integers(0, 99)))
     there = [on.place(t, draw) for t in args]
     close_layer(args, there, need, on.ops.rank1_linear)
@@ -224,7 +233,7 @@ def stepped(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay
 
 def sgd(on, dtype, draw):
     """The formula, each tensor in a place of its own; what is masked does not move, nor what lies
-    between the rows."""
+    between the rows. A row alone takes the same step, bit for bit."""
     s, q = draw(of(0, 1, 2, 5, 17)), draw(of(*on.sizes))
     seed, kind = draw(st.integers(0, 99)), draw(of(None, "number", "rows"))
     t = [randn(seed + k, s, q, dtype=dtype) for k in range(5)]
@@ -237,10 +246,14 @@ def sgd(on, dtype, draw):
     momentum, decay = 0.0 if t[4] is None else 0.9, draw(of(0.0, 0.01))
     there = [on.place(x, draw, write=k in (0, 4)) for k, x in enumerate(t)]
     held = on.place(mask, draw)
-    w, grad, shift, anchor, buffer = there
+    w, buffer = there[0], there[4]
     there_mu = mu.to(on.device) if kind == "rows" else mu
-    arguments = (w, grad, 0.1, shift, held, there_mu, anchor, momentum, buffer, decay)
-    assert on.ops.sgd_step_(*arguments) is None
+
+    def step(w, grad, shift, anchor, buffer, mask, mu):
+        given = (w, grad, 0.1, shift, mask, mu, anchor, momentum, buffer, decay)
+        assert on.ops.sgd_step_(*given) is None
+
+    step(*there, held, there_mu)
     wide = [None if x is None else x.double() for x in (*t, mask)]
     want = stepped(*wide[:2], 0.1, wide[2], wide[5], mu, wide[3], momentum, wide[4], decay)
     for got, value in zip((w, buffer), want, strict=True):
@@ -248,24 +261,12 @@ def sgd(on, dtype, draw):
             # ten terms of size 2
             assert_close(got.cpu(), value, "sgd", dtype, 20 * torch.ones_like(value))
             assert intact(got)
+    one = [on.place(None if x is None else x[:1], draw, write=True) for x in t]
+    step(*one, held[:1] if shape == (s, q) else held, there_mu[:1] if kind == "rows" else there_mu)
+    identical((one[0], one[4]), (w[:1], None if buffer is None else buffer[:1]))
     if mask is not None:
         frozen = mask.expand(s, q) == 0
         assert torch.equal(w.cpu()[frozen], t[0][frozen])
-
-
-def nothing(on):
-    """No rows or no columns, where no law draws them."""
-
-    def z(*shape, dtype=F32):
-        return torch.zeros(shape, dtype=dtype, device=on.device)
-
-    run = on.ops
-    assert run.pairwise_sqdist(z(0, 5)).shape == (0, 0)
-    assert run.pairwise_sqdist(z(3, 5), z(0, 5)).shape == (3, 0)
-    identical(run.pairwise_sqdist(z(2, 0), z(3, 0)), z(2, 3, dtype=F64))
-    assert run.rank1_linear(z(0, 4), z(3, 2), z(2), z(2, 4)).shape == (0, 3)
-    for k, index in ((3, None), (2, z(2, 2, dtype=torch.int64))):
-        identical(run.aggregate(z(3, 0), z(2, k), index), z(2, 0))
 
 
 LAWS = {sqdist: FLOATS, weights: FLOATS, aggregate: FLOATS, rank1: FLOATS, sgd: (F32, F64)}

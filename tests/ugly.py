@@ -44,15 +44,19 @@ def scales(dtype):
 
 
 def matrix(draw, m, p, dtype, scale=1.0):
-    """Normal numbers, sometimes close to the first row, with equal rows, a row of zeros or a
-    constant one."""
+    """Normal numbers, sometimes close to the first row, with equal rows, a row that is zero or
+    tiny, constant rows (whose roundings all point one way), or a few far larger numbers."""
     t = randn(draw(st.integers(0, 1 << 20)), m, p, scale=scale)
-    kind = draw(st.sampled_from(["plain", "close", "equal rows", "zero row", "constant row"]))
-    if m and kind == "close":
-        t = t[:1] + 1e-3 * t
-    elif m and kind != "plain":
-        t[-1] = t[0] if kind == "equal rows" else 0.0 if kind == "zero row" else scale
-    return t.to(dtype)
+    change = {
+        "plain": lambda: t,
+        "close": lambda: t[:1] + 1e-3 * t,
+        "equal rows": lambda: torch.cat([t[1:], t[:1], t[:1]])[-m:],
+        "zero row": lambda: torch.cat([t[1:], 0 * t[:1]]),
+        "tiny row": lambda: torch.cat([t[1:], 1e-25 * t[:1]]),
+        "constant rows": lambda: t[:, :1].expand(-1, p),
+        "spikes": lambda: t * torch.where(torch.arange(p) % 8 > 0, 2.0**-12, 1.0),
+    }
+    return change[draw(st.sampled_from(list(change)))]().to(dtype)
 
 
 def intact(inner):

@@ -416,6 +416,8 @@ BROKEN = r"""{"a": "a,b\n"} | OSError | a.csv: expected rows of numbers in UTF-8
 
 LEAF = """\
 {"num_samples": [1], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}
+{"users": 3, "num_samples": [1], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}
+{"users": ["a"], "num_samples": [1], "user_data": []}
 {"users": ["a", "a"], "num_samples": [1], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}
 {"users": ["b"], "num_samples": [1], "user_data": {"a": {"x": [[1.0]], "y": [0]}}}
 {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": ["once upon"], "y": [0]}}}

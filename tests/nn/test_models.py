@@ -4,12 +4,9 @@ import pytest
 import torch
 import torch.nn as nn
 from places import golden
-from small import after, images, make_setting
 
-from pflcore import Net, Training, evaluate
-from pflcore.algorithms import FedAvg
+from pflcore import Net
 from pflcore.nn.models import MODELS, model_for
-from pflcore.simulation.round import Setup
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 
@@ -40,18 +37,6 @@ def test_every_model_is_a_net_with_a_head(name):
     assert net.classes == 10
     x = torch.randn(3, *shape)
     torch.testing.assert_close(net.head(net.w0, net.features(net.w0, x)), net(net.w0, x))
-
-
-@pytest.mark.parametrize(("name", "shape"), [("cifar_cnn", (3, 14, 14)), ("resnet8", (1, 16, 16))])
-def test_batch_norm_and_dropout_are_the_same_in_both_engines(name, shape):
-    data, net = images((10, 6), shape=shape), Net(lambda: model_for(name, shape, 4))
-    found = []
-    for engine in ("loop", "vmap"):
-        s = make_setting(net, data, Training(lr=0.05, batch_size=4), engine=engine)
-        state, _ = after(FedAvg(), s)
-        loss = evaluate(Setup(FedAvg(), s), state)["loss"]
-        found.append((state.server["x"], state.batch_norm, loss))
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
 def test_regression_has_one_output():

@@ -36,11 +36,6 @@ def test_threads_change_no_bit(isa, name, dtype):
     )
 
 
-@pytest.mark.usefixtures("isa")
-def test_nothing():
-    laws.nothing(laws.CPU)
-
-
 # --- bad input --------------------------------------------------------------
 
 

@@ -1,12 +1,11 @@
 """The ops under torch.compile, and what the package says about what runs them."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from laws import factors
+from places import ran
 from ugly import randn
 
 import pflcore
@@ -66,23 +65,20 @@ def test_backend_says_what_runs():
     assert "\n" not in str(backend) and backend.why
 
 
-def run(code, **environment):
-    """Its lines on stdout and stderr."""
-    return subprocess.check_output(
-        [sys.executable, "-c", f"import torch, pflcore\n{code}"],
-        env={**os.environ, **environment},
-        stderr=subprocess.STDOUT,
-        text=True,
-    ).splitlines()
-
-
 @pytest.mark.deep("a subprocess")
-def test_switched_off():
-    code = "print(pflcore.backend().kernels, pflcore.pairwise_sqdist(torch.eye(2)).tolist())"
-    assert run(code, PFLCORE_KERNELS="0") == ["False [[0.0, 2.0], [2.0, 0.0]]"]
-
-
-@pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
-@pytest.mark.deep("a subprocess")
-def test_instruction_set_by_environment():
-    assert run("print(pflcore.backend().isa)", PFLCORE_ISA="plain") == ["plain"]
+@pytest.mark.parametrize(
+    "variable, what, said",
+    [
+        (
+            {"PFLCORE_KERNELS": "0"},
+            "pflcore.backend().kernels, pflcore.pairwise_sqdist(torch.eye(2)).tolist()",
+            "False [[0.0, 2.0], [2.0, 0.0]]",
+        ),
+        ({"PFLCORE_ISA": "plain"}, "pflcore.backend().isa", "plain"),
+    ],
+)
+def test_switched_by_environment(variable, what, said):
+    if "PFLCORE_ISA" in variable and not pflcore.backend().kernels:
+        pytest.skip("the kernels are not loaded")
+    done = ran("-c", f"import torch, pflcore\nprint({what})", env=os.environ | variable)
+    assert (done.stdout, done.stderr) == (f"{said}\n", "")

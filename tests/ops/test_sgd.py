@@ -1,26 +1,10 @@
-"""sgd_step_: the same bits for a row alone, rows that are shared; which memory it may have."""
+"""sgd_step_: rows that are shared; which memory it may have."""
 
 import pytest
 import torch
-from tolerance import F32, F64
 from ugly import randn, refuses
 
 from pflcore import ops
-
-
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("dtype", [F32, F64])
-def test_a_row_alone_takes_the_same_step(dtype):
-    """Bit for bit: a client's training does not depend on who trains beside it."""
-    w, grad, shift, anchor, buffer = (randn(n, 5, 131, dtype=dtype) for n in range(5))
-    mu = torch.rand(5, dtype=F64)
-    together, memory = w.clone(), buffer.clone()
-    ops.sgd_step_(together, grad, 0.1, shift, None, mu, anchor, 0.9, memory, 1e-3)
-    for i in range(5):
-        one = slice(i, i + 1)
-        alone, own = w[one].clone(), buffer[one].clone()
-        ops.sgd_step_(alone, grad[one], 0.1, shift[one], None, mu[one], anchor[one], 0.9, own, 1e-3)
-        assert torch.equal(alone, together[one]) and torch.equal(own, memory[one])
 
 
 def test_shared_rows_are_read():

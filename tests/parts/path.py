@@ -6,6 +6,24 @@ import torch
 import torch.nn as nn
 
 from pflcore import Federation, Hardware, Simulation, Training
+from pflcore.nn import Dropout
+
+BODIES = {  # layers for so many scores, a sample's shape
+    "mlp": (lambda k: (nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, k)), (6,)),
+    "linear": (lambda k: (nn.Linear(6, k), nn.Identity()), (6,)),
+    "conv": (
+        lambda k: (nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, k)),
+        (1, 6, 6),
+    ),
+    "batch norm": (
+        lambda k: (nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, k)),
+        (6,),
+    ),
+    "dropout": (
+        lambda k: (nn.Linear(6, 8), Dropout(0.5), nn.Tanh(), Dropout(0.25), nn.Linear(8, k)),
+        (6,),
+    ),
+}
 
 
 def mlp():

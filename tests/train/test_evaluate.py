@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from parts.path import BODIES
 from small import ENGINES, make_setting, near
 
 from pflcore import Clients, Federation, Net, Training, evaluate
@@ -14,15 +15,8 @@ from pflcore.metrics import right
 from pflcore.simulation.round import Setup, begin
 
 SIZES = [1, 300, 7, 125, 126]
-MODELS = {  # layers for so many scores, a sample's shape
-    "mlp": (lambda k: (nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, k)), (6,)),
-    "batch norm": (lambda k: (nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, k)), (6,)),
-    "conv": (
-        lambda k: (nn.Conv2d(1, 2, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, k)),
-        (1, 6, 6),
-    ),
-    "scores per place": (lambda k: (nn.Conv1d(2, k, 1),), (2, 3)),
-}
+MODELS = {name: BODIES[name] for name in ("mlp", "batch norm", "conv")}
+MODELS["scores per place"] = (lambda k: (nn.Conv1d(2, k, 1),), (2, 3))
 
 
 def weighted(scores, y):

@@ -8,38 +8,25 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from doors import sentence
+from parts.path import BODIES
 from small import at_work, fit, images, make_setting, near
 from tolerance import F64
 
 from pflcore import Federation, Net, Objective, Training, step
 from pflcore.algorithms import FedAvg
-from pflcore.nn import Dropout
 from pflcore.simulation.round import Setup, begin
 
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
-MODELS = {
-    "mlp": ((6,), lambda: (nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))),
-    "linear": ((6,), lambda: (nn.Linear(6, 4), nn.Identity())),
-    "conv": (
-        (1, 6, 6),
-        lambda: (nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, 4)),
-    ),
-    "batch norm": ((6,), lambda: (nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))),
-    "dropout": (
-        (6,),
-        lambda: (nn.Linear(6, 8), Dropout(0.5), nn.Tanh(), Dropout(0.25), nn.Linear(8, 4)),
-    ),
-}
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
 NO_CHAIN = pytest.mark.unless(lambda engine, model: (engine, model) == ("chain", "batch norm"))
 
 
 def build(model, dtype=F64):
-    return nn.Sequential(*MODELS[model][1]()).to(dtype)
+    return nn.Sequential(*BODIES[model][0](4)).to(dtype)
 
 
 def federation(model="mlp", dtype=F64, sizes=SIZES):
-    data = images(sizes, MODELS[model][0])
+    data = images(sizes, BODIES[model][1])
     return replace(data, x=data.x.to(dtype))
 
 
@@ -134,7 +121,7 @@ def same(a, b, **tolerance):
 
 
 @pytest.mark.parametrize("case", [*CASES, "float32"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", BODIES)
 def test_engines_agree(model, case):
     single = case == "float32"
     how = ("momentum", 2, torch.float32) if single else (case,)
@@ -244,7 +231,7 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
 
 
 @ENGINES
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", BODIES)
 @NO_CHAIN
 def test_each_batch_with_an_sgd_step_is_fit(engine, model):
     s = made(model, engine, epochs=2)

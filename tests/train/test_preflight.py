@@ -1,6 +1,5 @@
 """What cannot be trained is refused in one sentence before anything is written."""
 
-import itertools
 import random
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from doors import sentence
-from small import grouped, with_test
+from small import with_test
 from tolerance import F64
 
 from pflcore import Federation, Net, Simulation, Training
@@ -195,14 +194,3 @@ def test_data():
             torch.zeros(2, 2).to_sparse(), torch.zeros(2).long(), {"train": [torch.arange(2)]}
         )
     assert federation(WORDS.int()).x.dtype == torch.int64
-
-
-IDS = ([-1], [0.5], [True, False, True])
-
-
-@pytest.mark.parametrize(
-    "key, value", [*itertools.product(("clients", "evaluated"), IDS), ("workers", 100_000)]
-)
-def test_options_out_of_range(key, value):
-    with sentence(r"(clients|evaluation\.clients|workers): expected"):
-        Simulation("fedavg", nn.Linear(6, 4), federation(), **grouped({key: value}))

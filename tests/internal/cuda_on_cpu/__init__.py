@@ -169,7 +169,7 @@ def layer(inputs):
     (b, i), (o, f) = (t.shape[-2:] for t in inputs[:2])
     fields = [*(clients or [1]), b, i, f, o]
     for t, axis, row in zip(inputs, has, ([i], [f], [], [i]), strict=True):
-        apart = t[0].numel() if axis else 0
+        apart = t.shape[1:].numel() if axis else 0
         fields += [guarded(t.reshape(1, t.numel())), apart, *row, not axis]
     return [*fields, None], inputs[0].dtype == F64, (*clients, b, o)
 
@@ -202,7 +202,7 @@ def rank1_linear_backward(grad, *inputs_and_needs):
     return tuple(g if g is None else g.view(t.shape) for g, t in zip(found, inputs, strict=True))
 
 
-def sgd_step_(
+def sgd_problem(
     w, grad, lr, shift=None, mask=None, mu=0.0, anchor=None, momentum=0.0, buffer=None,
     weight_decay=0.0,
 ):  # fmt: skip
@@ -210,5 +210,8 @@ def sgd_step_(
     held = buffer if momentum else None
     numbers = (0.0, mu.double()) if each else (mu, None)
     given = (*rows(w), *rows(grad), lr, *rows(shift), *rows(mask), *numbers, *rows(anchor))
-    fields = [*w.shape, *given, momentum, *rows(held), weight_decay]
-    call("sgd", fields, w.dtype == F64)
+    return [*w.shape, *given, momentum, *rows(held), weight_decay]
+
+
+def sgd_step_(w, *others):
+    call("sgd", sgd_problem(w, *others), w.dtype == F64)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from internal import cuda_on_cpu as kernels
 from internal.cuda_on_cpu import DTYPES, call, compiler, guarded, library, plan
-from laws import close_mix, distances, identical, integers, listed
+from laws import distances, identical, integers, listed
 from tolerance import F32, F64, assert_close
 from torch import Tensor
 from ugly import intact, randn
@@ -27,7 +27,7 @@ def put(t, draw, write=False):
     return guarded(t, draw(st.sampled_from((None, 0, 1, 3))), draw(st.sampled_from((0, 1, 8))))
 
 
-CUDA = laws.Machine(kernels, put, (0, 1, 2, 17, 31, 33, 257, 1023))
+CUDA = laws.Machine(kernels, put, (0, 1, 2, 17, 31, 33, 257, 1023, 3000))
 EACH = [
     (law, dtype)
     for law, dtypes in laws.LAWS.items()
@@ -132,42 +132,6 @@ def test_sqdist_windows(m, n, p, dtype, most):
     identical(kernels.pairwise_sqdist(a, b, index, most=most), want)
 
 
-def mixed(p):
-    a = normal(7, p)
-    a[1] *= 1e25
-    a[2] *= 1e-25
-    a[3] = a[2]
-    a[3, -1] += 1e-24
-    a[4, 5], a[5, 6], a[6] = torch.nan, torch.inf, 0
-    return a
-
-
-def rounding(p):
-    """Rows whose float32 sums all round the same way: constants, and a large square that swallows
-    small ones."""
-    constant, spiky = torch.full((1, p), 0.1), torch.full((1, p), 2.0**-12 * (1 - 2**-10))
-    spiky[0, ::8] = 1.0
-    return torch.cat([constant, constant * 3, spiky, torch.zeros(1, p), spiky.flip(1)])
-
-
-SCALES = [10.0**e for e in (-30, -22, -19, -15, 0, 15, 19, 25, 30)]
-
-
-@pytest.mark.parametrize("p", [9, 129, 333, 700, 1023, 3000])  # one partial sum, several, and many
-def test_sqdist_scales(p):
-    a = normal(5, p)
-    a[3] = a[1]  # exact duplicates, too
-    for rows in (mixed(p), rounding(p), *(a * scale for scale in SCALES)):
-        want = reference.pairwise_sqdist(rows, None)
-        assert_close(kernels.pairwise_sqdist(rows), want, "sqdist", F32)
-
-
-def test_sqdist_empty():
-    none, some = torch.zeros(0, 4), torch.zeros(2, 4)
-    for a, b in ((none, None), (some[:, :0], None), (some[:, :0], none[:, :0]), (some, none)):
-        assert torch.equal(kernels.pairwise_sqdist(a, b), reference.pairwise_sqdist(a, b))
-
-
 @given(
     st.integers(1, 300),
     st.integers(1, 300),
@@ -234,18 +198,11 @@ def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
         assert torch.equal(kernels.aggregate(updates, weight[row : row + 1])[0], want[row])
 
 
-def test_aggregate_in_place_and_unread_rows():
+def test_aggregate_unread_rows():
     """A row is read where lr * weight, as it is summed, is not 0: NaN in it must not decide on a
     rounding. An index out of range is NaN."""
-    updates, base = normal(7, 33), normal(4, 33, seed=1)
-    updates[0], updates[6] = torch.nan, torch.nan
-    index = torch.tensor([[1, 6], [2, 3], [0, 4], [5, 5]])
+    updates, wrong = normal(7, 33), torch.tensor([[1, 9], [7, 1], [-1, 1], [1, -1]])
     weight = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 2.0], [0.25, 0.75]], dtype=F64)
-    clean = updates.nan_to_num()
-    # out is base: every entry is read before it is written
-    kernels.aggregate(updates, weight, index, out := base.clone(), out=out)
-    close_mix(out, clean, weight, index, base)
-    wrong = torch.tensor([[1, 9], [7, 1], [-1, 1], [1, -1]])
     got = kernels.aggregate(updates, weight, wrong)
     assert got.isnan().all(1).tolist() == [False, True, False, True]
     assert got[::2].isfinite().all()
@@ -273,9 +230,3 @@ def test_rank1_linear_skips_inactive_factors():
     clean = found()
     w_a[:, ::3], w_b[::3] = torch.nan, torch.nan
     identical(found(), clean)
-
-
-@pytest.mark.parametrize("sizes", [(0, 3, 4, 5), (2, 0, 4, 5), (2, 3, 0, 5), (2, 3, 4, 0)])
-def test_rank1_linear_empty(sizes):
-    args = laws.factors(*sizes, F32)
-    laws.close_layer(args, call=kernels.rank1_linear)

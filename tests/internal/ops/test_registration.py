@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from internal.chains import Problem
 from laws import identical
 from torch import Tensor
 from torch.library import opcheck
@@ -49,18 +50,19 @@ def samples():
         yield "rank1_linear_backward", (r(*lead, 5, 7), *(t.detach() for t in layer), *need)
     halves = [r(*s, dtype=F16) for s in ((6, 0), (7, 3), (3,), (3, 6))]
     yield "rank1_linear", (halves[0].T, *halves[1:])
-    order, labels = torch.arange(6).view(2, 1, 3), torch.tensor([0, 1, 2, 0, 1, 2])
-    program = torch.tensor([chain.layer("linear", 3, 0, 12)], dtype=F64)
-    head, sizes = (program, "cross_entropy", 4, 1, 1, r(6, 4), labels, None), torch.tensor([3, 2])
-    steps = (order, sizes, torch.tensor([2, 1]), 2, False, None, 0.1)
-    plain = (None, None, 0.0, None, None, 0.0, 0.0, torch.inf, None)
-    rich = (r(2, 15), r(15), 0.0, r(2), r(2, 15), 0.9, 0.1, 0.5, r(2, 15))
-    for how in (plain, rich):
-        yield "chain_sgd_", (r(2, 15), *head, *steps, *how)
-    yield "chain_grad", (r(2, 15), *head, order[:, 0], sizes, None)
+    p = Problem("linear", [3, 2])
+    rows = (r(2, p.net.size) for _ in range(3))
+    rich = dict(zip(("shift", "anchor", "sums"), rows, strict=True))
+    rich.update(mask=r(p.net.size), mu=r(2), momentum=0.9, decay=0.1, clip=0.5)
+
+    def given(*arguments):
+        return arguments
+
+    for how in ({}, rich):
+        yield "chain_sgd_", p.train(given, batch=2, **how)[1]
+    yield "chain_grad", p.grad(given)
     for classes in (3, 0):
-        ends = torch.tensor([0, 3, 5])
-        yield "chain_eval", (r(2, 15), *head, order.flatten()[:5], ends, classes)
+        yield "chain_eval", p.evaluate(p.w, given, classes)
     yield "sgd_step_", (r(2, 9), r(2, 9), 0.1, None, None, 0.0, None, None, 0.0, None, 0.0)
     buffer = (r(2), r(2, 9), 0.9, r(2, 9), 0.01)
     yield "sgd_step_", (r(2, 9), r(2, 9), 0.1, None, r(9), 0.0, *buffer)

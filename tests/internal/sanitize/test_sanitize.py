@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from internal.sanitize import problems
 from places import ROOT
 
 # the one that compiles longest first; two of them in one program take longer than apart
 KINDS = "undefined", "address", "thread"
 COMPILER = shutil.which(os.environ.get("CXX", "g++").split()[0]) or shutil.which("c++")
+FLAGS = "-std=c++20 -O0 -g1 -w -fno-sanitize-recover=all -DPFL_SMALL_PIECES -pthread"
 
 pytestmark = [
     pytest.mark.deep("a compiler"),
@@ -20,49 +22,43 @@ pytestmark = [
 ]
 
 
-def build(kind, to, *defines):
+def ran(*words, **options):
+    return subprocess.run(words, capture_output=True, text=True, **options)
+
+
+def build(kind, to):
     """The program built with a sanitizer, or why it cannot be."""
-    flags = [
-        "-std=c++20",
-        "-O0",
-        "-g1",
-        "-w",
-        f"-fsanitize={kind}",
-        "-fno-sanitize-recover=all",
-        "-pthread",
-    ]
-    empty = to / "empty.cpp"
+    build = [COMPILER, *FLAGS.split(), f"-fsanitize={kind}", "-I", ROOT / "csrc", "-o", to]
+    empty = to.with_suffix(".cpp")
     empty.write_text("int main() {}\n")
-    assert COMPILER is not None
-    probe = subprocess.run(
-        [COMPILER, *flags, str(empty), "-o", str(to / "empty")], capture_output=True, text=True
-    )
-    if probe.returncode or subprocess.run([to / "empty"], capture_output=True).returncode:
+    if ran(*build, empty).returncode or ran(to).returncode:
         return f"the compiler has no runtime for -fsanitize={kind}"
-    program = to / "kernels"
-    csrc, here = ROOT / "csrc", Path(__file__).parent
-    isas = sorted(p for p in (csrc / "chain").glob("*.cpp") if p.stem != "chain")
-    files = [here / "kernels.cpp", *isas]
-    source = [*flags, *defines, "-DPFL_SMALL_PIECES", "-I", str(csrc), *map(str, files)]
-    done = subprocess.run([COMPILER, *source, "-o", str(program)], capture_output=True, text=True)
+    isas = sorted(p for p in (ROOT / "csrc" / "chain").glob("*.cpp") if p.stem != "chain")
+    done = ran(*build, Path(__file__).with_name("kernels.cpp"), *isas)
     assert done.returncode == 0, done.stderr[-4000:]
-    return program
+    return to
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    """The programs, compiled two at a time."""
+def run(tmp_path_factory):
+    """Runs one of the programs, compiled two at a time, on all problems."""
+    to = tmp_path_factory.mktemp("kernels")
     with ThreadPoolExecutor(2) as pool:
-        built = {kind: pool.submit(build, kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
-    return {kind: b.result() for kind, b in built.items()}
+        built = {kind: pool.submit(build, kind, to / kind) for kind in KINDS}
+        problems.write(to / "problems")
+
+    def run(kind, *words, **options):
+        program = built[kind].result()
+        if isinstance(program, str):
+            pytest.skip(program)
+        return ran(program, to / "problems", *words, timeout=600, **options)
+
+    return run
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_are_clean(programs, kind):
-    program = programs[kind]
-    if isinstance(program, str):
-        pytest.skip(program)
-    done = subprocess.run([program], capture_output=True, text=True, timeout=600)
+def test_kernels_are_clean(run, kind):
+    done = run(kind)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert "plain" in done.stdout
 
@@ -71,22 +67,13 @@ def test_kernels_are_clean(programs, kind):
     ("kind", "fault", "said"),
     [("address", "short", "AddressSanitizer"), ("thread", "race", "data race")],
 )
-def test_the_sanitizer_sees_a_fault(programs, kind, fault, said):
+def test_the_sanitizer_sees_a_fault(run, kind, fault, said):
     """A row one element short, and a result written by two threads: or the test above could not
     fail.
 
     Without AVX: gcc's thread sanitizer does not see stores of 32 bytes. How work is cut into pieces
     is the same on every instruction set.
     """
-    program = programs[kind]
-    if isinstance(program, str):
-        pytest.skip(program)
-    done = subprocess.run(
-        [program, fault],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "PFLCORE_ISA": "plain"},
-    )
+    done = run(kind, fault, env={**os.environ, "PFLCORE_ISA": "plain"})
     assert done.returncode != 0
     assert said in done.stderr

@@ -1,0 +1,170 @@
+"""Chains of layers of every kind, and problems of training, gradients and evaluation with them."""
+
+from copy import copy
+
+import torch
+import torch.nn as nn
+from laws import integers
+from tolerance import F32
+from ugly import randn
+
+from pflcore import Net
+from pflcore.nn import Dropout
+from pflcore.nn import FactorizedLinear as W
+from pflcore.ops import chain
+from pflcore.train.chain import compiled
+from pflcore.train.losses import CRITERIA
+
+C, M, A, R, T, S, G, L, F = (
+    nn.Conv2d,
+    nn.MaxPool2d,
+    nn.AvgPool2d,
+    nn.ReLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.GELU,
+    nn.Linear,
+    nn.Flatten(),
+)
+torch.manual_seed(0)  # the layers are drawn here
+MODELS = {
+    "linear": ((33,), [L(33, 3)]),
+    "linear, whole vectors": ((32,), [L(32, 3, bias=False)]),
+    "linear, many outputs": ((7,), [L(7, 40)]),
+    "mlp": ((3, 5, 1), [F, L(15, 37), R(), L(37, 9), S(), L(9, 4)]),
+    "mlp, one output": ((5,), [L(5, 6, bias=False), G(), L(6, 1)]),
+    "lenet": (
+        (1, 12, 12),
+        [C(1, 6, 5, padding=2), R(), M(2), C(6, 16, 3), R(), M(2), F, L(64, 20), R(), L(20, 10)],
+    ),
+    "odd sizes": (
+        (2, 29, 31),
+        [
+            C(2, 5, 4, stride=2, padding=1),
+            R(),
+            C(5, 8, 3, stride=2),
+            R(),
+            C(8, 3, 2),
+            M(2),
+            T(),
+            F,
+            L(18, 10),
+        ],
+    ),
+    "oblong": (
+        (2, 13, 15),
+        [
+            C(2, 5, (3, 5), padding=(2, 1)),
+            G(),
+            M((3, 2), (2, 3)),
+            nn.GroupNorm(1, 5),
+            C(5, 4, (2, 1), bias=False),
+            A(2),
+            F,
+            L(24, 10),
+        ],
+    ),
+    "norms": (
+        (4, 6, 5),
+        [
+            nn.LayerNorm([4, 6, 5]),
+            C(4, 6, 3),
+            nn.GroupNorm(3, 6),
+            R(),
+            A(2, 1),
+            F,
+            nn.LayerNorm(36),
+            L(36, 10),
+        ],
+    ),
+    "mean of ReLU": (
+        (1, 10, 11),
+        [
+            C(1, 4, 3, padding=1),
+            R(),
+            A(2),
+            F,
+            nn.LayerNorm(100, elementwise_affine=False),
+            L(100, 10),
+        ],
+    ),
+    "pools first": ((2, 8, 8), [M(2), T(), C(2, 3, 3), T(), A(2), F, L(3, 10)]),
+    "dropout": (
+        (1, 8, 8),
+        [Dropout(0.2), C(1, 4, 3), R(), M(2), Dropout(0.5), F, L(36, 12), R(), L(12, 10)],
+    ),
+    "all dropped": ((1, 8, 8), [Dropout(0.2), F, L(64, 12), Dropout(1.0), R(), L(12, 10)]),
+    "factorized": ((9,), [W(9, 12, 5, bias=True), R(), W(12, 7, 6), T(), L(7, 10)]),
+    "to one value": ((2, 7, 5), [C(2, 8, 3), R(), nn.AdaptiveAvgPool2d(1), F, L(8, 10)]),
+}
+
+
+INF = torch.inf
+KINDS = [(m, "cross_entropy") for m in MODELS if m != "mlp, one output"]
+KINDS += [("mlp, one output", c) for c in sorted(set(CRITERIA) - {"cross_entropy"})]
+
+
+class Problem:
+    """Clients of these sizes in one pool, each with its own order, and a model that is a chain."""
+
+    def __init__(
+        self, model, sizes, dtype=F32, passes=1, seed=0, relabel=False, criterion="cross_entropy"
+    ):
+        self.shape, layers = MODELS[model]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.net = Net(nn.Sequential(*layers).to(dtype), criterion=criterion)
+        n, pool, longest = len(sizes), sum(sizes) + 3, max(sizes)
+        self.w = self.net.w0 + randn(seed, n, self.net.size, dtype=dtype, scale=0.05)
+        self.chain = compiled(self.net, self.shape)
+        self.sizes, self.passes, self.dtype = torch.tensor(sizes), passes, dtype
+        self.x, self.y, self.names = randn(seed + 1, pool, *self.shape, dtype=dtype), None, None
+        if criterion in ("squared", "half_squared"):
+            self.y = randn(seed + 2, pool, dtype=dtype)
+        else:
+            classes = self.chain.classes if criterion == "cross_entropy" else 2
+            self.y = integers(seed, 0, classes, pool)
+            self.names = randn(seed + 3, n, classes).argsort(1) if relabel else None
+        self.order = randn(seed + 4, n, passes, pool).argsort(2)[..., :longest]
+        self.seeds = integers(seed, -(2**62), 2**62, n, passes) if self.chain.dropout else None
+        self.begin = torch.tensor([0, *sizes]).cumsum(0)
+        self.places = torch.cat([self.order[i, 0, :k] for i, k in enumerate(sizes)])
+
+    def head(self, dtype=None):
+        dtype = dtype or self.dtype
+        y = self.y.to(dtype) if self.y.is_floating_point() else self.y
+        return (*self.chain.head, self.x.to(dtype), y, self.names)
+
+    def alone(self, i):
+        """The client `i` alone."""
+        one = copy(self)
+        some = slice(i, i + 1)
+        one.w, one.order, one.sizes = self.w[some], self.order[some], self.sizes[some]
+        one.names, one.seeds = (None if t is None else t[some] for t in (self.names, self.seeds))
+        return one
+
+    def most(self, batch, drop_last=False):
+        whole = self.sizes.clamp(max=batch)
+        return self.passes * (self.sizes // whole if drop_last else -(self.sizes // -whole))
+
+    def train(self, op=chain.chain_sgd_, dtype=None, batch=16, drop_last=False, steps=None, **o):
+        """Rows and losses after training."""
+        w = self.w.clone() if dtype is None else self.w.to(dtype)
+        steps = self.most(batch, drop_last) if steps is None else steps
+        shift, mask, anchor = (
+            None if o.get(k) is None else o[k].to(w.dtype) for k in ("shift", "mask", "anchor")
+        )
+        plan = (self.order, self.sizes, steps, batch, drop_last, self.seeds, 0.1)
+        how = (shift, mask, 0.0, o.get("mu"), anchor, o.get("momentum", 0.0), o.get("decay", 0.0))
+        loss = op(w, *self.head(w.dtype), *plan, *how, o.get("clip", INF), o.get("sums"))
+        return w, loss
+
+    def grad(self, op=chain.chain_grad, dtype=None, seeds=None):
+        """Gradients and losses on each client's samples."""
+        w = self.w.to(dtype or self.dtype)
+        return op(w, *self.head(dtype), self.order[:, 0], self.sizes, seeds)
+
+    def evaluate(self, rows, op=chain.chain_eval, classes=None, dtype=None):
+        classes = self.chain.classes if classes is None else classes
+        w = rows.to(dtype or self.dtype)
+        return op(w, *self.head(dtype), self.places, self.begin, classes)

@@ -1,0 +1,157 @@
+"""Writes problems of every CPU kernel for kernels.cpp, as the CUDA kernels are given theirs:
+
+PYTHONPATH=.:tests python tests/internal/sanitize/problems.py FILE
+"""
+
+import sys
+from contextlib import ExitStack
+from itertools import product
+from struct import pack
+from unittest.mock import patch
+
+import hypothesis.strategies as st
+import laws
+import torch
+from hypothesis import HealthCheck, given, settings
+from internal import cuda_on_cpu as kernels
+from internal.chains import INF, KINDS, Problem
+from tolerance import F32, F64, FLOATS
+from torch import Tensor
+from ugly import randn
+
+import pflcore
+
+NAMES = ("sqdist", "waffle", "feddwa", "aggregate", "rank1", "sgd")
+NAMES += ("chain", "chain grad", "chain eval")  # as kernels.cpp has them
+LOSSES = ("cross_entropy", "squared", "half_squared", "hinge", "binary_cross_entropy")
+
+
+def packed(word, results):
+    """A number, or a tensor with all that lies between its first and its last element; of a result
+    only how many bytes it has."""
+    if not isinstance(word, Tensor):
+        return pack("qq", 0, kernels.bits(word))
+    span = sum((n - 1) * stride for n, stride in zip(word.shape, word.stride(), strict=True)) + 1
+    content = word.detach().as_strided((span if word.numel() else 0,), (1,)).view(torch.uint8)
+    kind = {F32: 4, F64: 8}.get(word.dtype, 1)
+    sign = -1 if any(word is t for t in results) else 1
+    return pack("qq", sign * kind, content.numel()) + content.numpy().tobytes()
+
+
+class Both:
+    """The ops as they are, whose problems are written down."""
+
+    def __getattr__(self, name):
+        def call(*given, **how):
+            getattr(kernels, name)(*given, **how)
+            y = getattr(pflcore.ops, name)(*given, **how)
+            if name == "rank1_linear":
+                fixed = [t.detach() for t in given]
+                needs = [t.requires_grad for t in given]
+                kernels.rank1_linear_backward(torch.ones_like(y), *fixed, *needs)
+            return y
+
+        return call
+
+
+def put(t, draw, write=False):
+    return kernels.guarded(t, None, draw(laws.of(0, 1, 8)))
+
+
+ON = laws.Machine(Both(), put, (1, 2, 17, 63, 64, 65, 131, 1031, 5009))
+FEW = settings(
+    max_examples=40,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def drawn(law, dtype):
+    @FEW
+    @given(st.data())
+    def play(data):
+        law(ON, dtype, data.draw)
+
+    play()
+
+
+def ops():
+    """What the laws draw, and every op in every way that its kernels take."""
+    # the one that faults are made in
+    kernels.aggregate(randn(0, 3, 64, dtype=F32), torch.eye(3))
+    every = [(law, dtype) for law, dtypes in laws.LAWS.items() for dtype in dtypes]
+    for law, dtype in every:
+        if law is not laws.rank1 or dtype in (F32, F64):
+            drawn(law, dtype)
+    for p, dtype in product((17, 1031), FLOATS):
+        for name, (call, of) in laws.calls(
+            kernels, kernels.rank1_linear_backward, p, dtype
+        ).items():
+            if not name.startswith("rank1") or dtype in (F32, F64):
+                call(*of)
+    few, index = randn(0, 3, 65, dtype=F32), laws.integers(2, 0, 3, 260, 3)
+    kernels.aggregate(few, randn(1, 260, 3), index)  # few rows that many take
+    for first in (0, 49_721):  # past 49,152 columns: again in float64, all of the row
+        tiny = randn(1, 5, 50_021, dtype=F32) * 1e-22
+        tiny[:, :first] = 0
+        kernels.pairwise_sqdist(tiny)
+        kernels.pairwise_sqdist(tiny[:3], tiny[3:])
+
+
+def chains():
+    """Every model, whole and in batches, with options and without."""
+    fresh = kernels.fresh
+    for turn, (model, criterion) in enumerate(KINDS):
+        p = Problem(model, [45, 13, 1], passes=2, relabel=turn % 2, criterion=criterion)
+        program, _, *shape, x, y, names = p.head()
+        (s, q), classes = p.w.shape, p.chain.classes
+        labels = (None, y) if y.is_floating_point() else (y, None)
+        data = [x, x[0].numel(), len(x), *labels, names, 0 if names is None else classes]
+        head = [program, len(program), *shape, q, LOSSES.index(criterion), *data]
+        for batch, options in ((5, False), (40, True)):
+            shift, anchor, sums = (randn(k, s, q, dtype=F32) for k in range(3))
+            rich = (shift, shift[0], shift[:, 0].double().abs(), anchor, 0.9, shift, 0.1)
+            step = kernels.sgd_problem(p.w, None, 0.1, *(rich if options else ()))
+            step[-3:-1] = None, 0  # the buffer is made there
+            drop = bool(options and turn % 2)
+            plan = [p.order, 2, 45, p.sizes, p.most(batch, drop), batch, drop, p.seeds]
+            end = [1.0 if options else INF, sums if options else None, fresh(1, s)]
+            kernels.call("chain", [*head, *step, *plan, *end])
+        one_pass = [p.order[:, 0].contiguous(), 45, p.sizes, None]
+        kernels.call(
+            "chain grad", [*head, p.w, s, q, *one_pass, fresh(s, q, dtype=F32), fresh(1, s)]
+        )
+        n = len(p.places)
+        for row in (q, 0):
+            right = torch.full((n,), 255, dtype=torch.uint8)
+            results = [fresh(1, n), right, fresh(n, classes, dtype=F32), classes]
+            kernels.call("chain eval", [*head, p.w, s, row, p.places, p.begin, *results])
+
+
+def write(path):
+    with open(path, "wb") as file, ExitStack() as stack:
+        results, fresh = [], kernels.fresh
+
+        def call(name, *values):
+            words = [w for v in values for w in (v if isinstance(v, list) else [v])]
+            file.write(pack("qq", NAMES.index(name), len(words)))
+            file.writelines(packed(word, results) for word in words)
+            results.clear()
+
+        def result(*shape, **how):
+            results.append(fresh(*shape, **how))
+            return results[-1]
+
+        def plain(count, dtype):
+            return torch.empty(count, dtype=dtype)
+
+        for name, own in {"call": call, "fresh": result, "fenced": plain}.items():
+            stack.enter_context(patch.object(kernels, name, own))
+        ops()
+        chains()
+
+
+if __name__ == "__main__":
+    write(sys.argv[1])
