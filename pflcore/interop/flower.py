@@ -327,7 +327,8 @@ class ExactMultiKrum(MultiKrum):  # type: ignore[misc]
             log(WARNING, said, least, f, len(valid))
             return None, None
         chosen = _chosen([m.content for m in valid], f, self.num_nodes_to_select)
-        return FedAvg.aggregate_train(self, server_round, [valid[i] for i in chosen])  # type: ignore[no-any-return]
+        mean = FedAvg.aggregate_train(self, server_round, [valid[i] for i in chosen])
+        return mean  # type: ignore[no-any-return]
 
 
 WHO = "query.pflcore"  # the message that asks a node which client it is

@@ -139,7 +139,8 @@ class FactorizedConv2d(_Factorized):
 
     def forward(self, x: Tensor) -> Tensor:  # [B, I, H, W] -> [B, O, H', W']
         kernel = self.weight.view(self.out_channels, self.in_channels, *self.kernel_size)
-        return F.conv2d(x, kernel, self.bias, self.stride, self.padding, self.dilation)  # type: ignore
+        how: Any = (self.stride, self.padding, self.dilation)
+        return F.conv2d(x, kernel, self.bias, *how)
 
     def extra_repr(self) -> str:
         return (

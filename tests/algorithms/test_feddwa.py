@@ -14,14 +14,16 @@ from small import (
     after,
     at_work,
     double,
+    make_setting,
     near,
     some,
     t,
     tiny,
 )
 from small import near as close
+from torch import nn
 
-from pflcore import Training, ops
+from pflcore import Federation, Net, Training, ops
 
 
 def mixed(alg, w, g):
@@ -170,3 +172,30 @@ def test_a_last_model_kept_by_the_client_is_the_servers_copy_and_is_uploaded():
     one = 6 * 4 * s.net.size
     assert [done.bytes_up for _, done in found] == [2 * one, 2 * one, one, one]
     assert [done.bytes_down for _, done in found] == [one] * 4
+
+
+class Counting(nn.Module):
+    """A line, steeper by one after each batch that it was trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(1, 1, bias=False, dtype=F64)
+        nn.init.ones_(self.line.weight)
+        self.register_buffer("passes", torch.zeros((), dtype=F64))
+
+    def forward(self, x):
+        self.passes = self.passes + self.training
+        return self.line(x * (1 + self.passes))
+
+
+def test_the_look_ahead_goes_on_from_the_buffers_of_the_training():
+    x, y = t([[1.0], [2.0]]), t([[1.0], [1.0]])
+    data = Federation.from_clients([(x, y), (2 * x, y)], classes=None, dtype=None)
+    s = make_setting(Net(Counting, "half_squared"), data, Training(lr=0.01))
+    clients = at_work(s)
+    _, up, _ = FedDWA().train({"x": s.net.w0.expand(2, -1)}, {}, clients)
+    w = torch.ones(2, 1, dtype=F64)
+    for steep, key in ((2, "w"), (3, "g")):
+        for row, z in zip(w, (steep * x, steep * 2 * x), strict=True):
+            row -= 0.01 * ((row * z - y) * z).mean()
+        close(up[key], w)
