@@ -201,7 +201,7 @@ class Server:
         if read and not absent:
             try:
                 outcome = self._played(*zip(*read.values(), strict=True))
-            except (LookupError, RuntimeError, ValueError) as error:
+            except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 if self._form is not None or ran_out(error):
                     raise
                 form = _words(_form_of(next(iter(read.values()))[1]))
