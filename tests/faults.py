@@ -256,8 +256,11 @@ def tried(fault, place, reached):
             tests = COMPILED if kernels else ["tests/internal/cuda_on_cpu"]
             tests = reached[suite].tests(path, first, last) if python else tests
             words = f"--suite {suite if python else 'all'} -x -q --tb=line -p no:randomly".split()
+            # in a file: they may be too many for a command
+            (place / "tried.txt").write_text("\n".join(tests), encoding="utf-8")
             try:
-                code = pytest(place, [*words, *tests], env, SECONDS).returncode if tests else 0
+                done = pytest(place, [*words, "@tried.txt"], env, SECONDS) if tests else None
+                code = done.returncode if done else 0
             except subprocess.TimeoutExpired:
                 return suite  # it runs for ever, or far longer than it should
             if code not in (0, 5):
