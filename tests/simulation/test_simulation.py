@@ -229,3 +229,10 @@ def test_lists_of_clients_will_do():
     history = run(clients=[2, 0], evaluated=[0, 1]).run()
     first = history.rounds[0]
     assert first["cohort"] == [0, 2] and first["eval"]["size"][2:] == [0]
+
+
+def test_who_is_evaluated_is_drawn_of_those_with_samples():
+    x, y = torch.randn(8, 6), torch.arange(8) % 4
+    alone = {"train": (x, y), "test": (x[:0], y[:0])}
+    data = Federation.from_clients([{"train": (x, y), "test": (x, y)}, *[alone] * 3])
+    assert run(data=data, evaluated=1).looked_at.tolist() == [0]

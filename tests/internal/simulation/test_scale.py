@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from doors import sentence
-from methods import Waffle
+from methods import HypCluster, Waffle
 from parts.memory import Making
 from parts.user import simulation as small
 from small import images, tiny_model
@@ -111,6 +111,9 @@ def test_a_void_round_reports_nothing_and_leaves_the_weights_of_earlier_rounds()
     with pytest.warns(RuntimeWarning, match="the server's x would not be finite"):
         history = huge.run()
     assert history.rounds[0]["void"] and not history.rounds[0]["report"]
+    with pytest.warns(RuntimeWarning, match="the server's x would not be finite"):
+        (line,) = simulation(HypCluster(server_lr=1e42), 6, rounds=1, every=0).run().rounds
+    assert line["void"] and not line["report"]
     state = history.state
     assert state.void == 1 and torch.equal(state.server["history"], before)
     assert not torch.equal(sound.run().state.server["history"], before)
