@@ -43,9 +43,9 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms.relations import FedDWA
 from pflcore.check import are_names, checked, need
-from pflcore.interop.halves import Client, Server
 from pflcore.interop.mixing import Krum, method_of, personalize
 from pflcore.interop.packing import pack
+from pflcore.interop.remote import Client, Server
 from pflcore.simulation.personal import Personalized
 from pflcore.simulation.round import Setup, sample
 from pflcore.train.random import drawn

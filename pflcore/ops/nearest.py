@@ -95,7 +95,8 @@ def _groups(guide: Rows, rows: Rows, many: int) -> tuple[list[Tensor], Tensor, T
     pivots = torch.cat([tensor_of(rows[c : c + 1]) for c in chosen])
 
     def distances(rows: Rows) -> Tensor:  # [N, G] float64
-        squares = stream.pairwise_sqdist(rows, pivots).to(near.device)
+        parts = [pairwise_sqdist(block, pivots) for _, block in read(rows)]
+        squares = torch.cat(parts or [near.new_empty(0, len(pivots)).double()])
         return squares.sqrt().nan_to_num(math.inf, math.inf)
 
     to_rows = distances(rows)

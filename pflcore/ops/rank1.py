@@ -13,7 +13,7 @@ NARROW = (torch.float32, torch.float16, torch.bfloat16)  # what autocast may cas
 _OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
 
 
-def rank1_linear(
+def rank1_linear(  # noqa: PLR0911 (a path each)
     x: Tensor,  # [..., B, I]
     w_a: Tensor,  # [O, F] or [..., O, F]
     lam: Tensor,  # [F] or [..., F]
@@ -44,9 +44,12 @@ def rank1_linear(
     if forward_mode():
         z, a, scale, b = (t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b))
         return (z @ b.mT * scale[..., None, :] @ a.mT).to(x.dtype)
-    inputs = list(zip((x, w_a, lam, w_b), _OWN, strict=True))
+    inputs = ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))
     if len(lead) <= 1 and all(t.dim() == own or t.shape[0] == lead[0] for t, own in inputs):
         return _differentiable(x, w_a, lam, w_b)
+    if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:  # nothing but a larger batch
+        y = _differentiable(x.flatten(0, -2), w_a, lam, w_b)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
     y = _differentiable(*[_flat(t, own, lead) for t, own in inputs])
     return y.reshape(*lead, *y.shape[1:])
 
@@ -70,7 +73,8 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
         floating(op, name, t)
         if t.dim() < own:
             refuse(op, name, wanted, shape(t))
-        check_same(op, "x", x, name, t)
+        if t is not x:
+            check_same(op, "x", x, name, t)
     if w_b.shape[-1] != x.shape[-1]:
         refuse(op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", shape(w_b))
     if w_a.shape[-1] != w_b.shape[-2]:
@@ -174,12 +178,12 @@ class _Rank1(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-def _differentiable(*inputs: Tensor) -> Tensor:
+def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
     # these need the op to stand alone
     eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    run = _Rank1.apply if eager and wanted else _op
-    return run(*inputs)
+    wanted = w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad
+    run = _Rank1.apply if eager and wanted and torch.is_grad_enabled() else _op
+    return run(x, w_a, lam, w_b)
 
 
 # --- vmap -------------------------------------------------------------------

@@ -218,10 +218,10 @@ def aggregate(
     that come but once.
 
     `out` is written while `updates` are still read: with `index` it must not be their memory, nor
-    their file, which other Rows do not show. Dense, it holds a float64 total [M, P] and 128 rows;
-    with `index`, the rows that so many results need as 256 MB hold. `progress(done, of)` counts
-    rows of updates, with `index` those of the result; True shows a bar. Errors are those of
-    `pflcore.aggregate`.
+    their file, which other Rows do not show. Dense, it holds 128 rows and, where there are more, a
+    float64 total [M, P]; with `index`, the rows that so many results need as 256 MB hold.
+    `progress(done, of)` counts rows of updates, with `index` those of the result; True shows a bar.
+    Errors are those of `pflcore.aggregate`.
     """
     report, rows = meter(progress), cast(Any, updates)
     matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
@@ -350,8 +350,12 @@ def _dense(
     precise: bool,
     report: Progress,
 ) -> Tensor:  # [M, P]
-    """The sum of the blocks' sums, in float64, as the kernel takes them."""
+    """The sum of the blocks' sums, in float64 where there are several, as the kernel takes them."""
     (n, p), done = like.shape, 0
+    if n <= CHUNK:  # few large models: a total would be twice their mixes
+        (rows,) = blocks
+        report(n, n)
+        return aggregate_op(rows, weight, None, base, lr, precise=precise)
     dtype, wide = dtypes(like, base, precise)
     zero = like.new_zeros(p, dtype=wide)
     total = like.new_zeros(len(weight), p, dtype=torch.float64)

@@ -2,7 +2,7 @@
 float64."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,16 +50,23 @@ def waffle_weights(
     if is_int(target):
         expect(bool(0 <= target < n), op, "target", f"from 0 to {n - 1}", str(target))
         target = torch.full((), int(target), dtype=torch.int64, device=dist.device)
+    else:
+        _check_targets(dist, target)
+    warn_once()
+    return _waffle(
+        dist.detach() if dist.requires_grad else dist, target, omega, psi, tie == "uniform"
+    )
+
+
+def _check_targets(dist: Tensor, target: Any) -> None:
+    """A target for each row; looked at, where an int need not be."""
+    op = "waffle_weights"
     if not isinstance(target, Tensor):
         refuse(op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError)
     whole(op, "dist", dist, "target", target)
     if target.dim() and target.shape != dist.shape[:-1]:
         refuse(op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target))
-    within(op, "target", target, n)
-    warn_once()
-    return _waffle(
-        dist.detach() if dist.requires_grad else dist, target, omega, psi, tie == "uniform"
-    )
+    within(op, "target", target, dist.shape[-1])
 
 
 def feddwa_weights(

@@ -82,7 +82,7 @@ def personalized(setup: Setup, state: State, ids: Tensor) -> tuple[Tensors, Clie
     cohort = setup.cohort(ids, max(1, state.round), "evaluation")
     down = setup.algorithm.send(state.server, cohort)
     batch_norm = state.batch_norm[onto(ids, state.batch_norm.device)]
-    if not setup.averages and state.seen.any():
+    if batch_norm.numel() and not setup.averages and state.seen.any():
         seen, new = (onto(v, batch_norm.device) for v in (state.seen, ~state.seen[ids]))
         batch_norm[new] = state.batch_norm[seen].mean(0)
     clients = Clients(setup.setting, ids, cohort.round, batch_norm)
