@@ -3,7 +3,7 @@ that are what their annotations say, and what only we promise."""
 
 import sys
 import types
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "knnper": {"k": 3},
     "fedala": {"sample": 1.0},  # else it draws, and nothing is asked of its clients' numbers
 }
+WEIGHTINGS = ("samples", "uniform")
 MODELS_SENT = {  # down, up
     "fedavg": (1, 1),
     "fedprox": (1, 1),
@@ -71,6 +72,21 @@ def test_as_many_models_are_sent_as_the_docstring_says(name):
 
 
 # options -------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("option, others", [("server_lr", (0.5,)), ("weighting", WEIGHTINGS)])
+def test_an_option_that_is_offered_plays_a_part(name, option, others):
+    case = case_of(name)
+    for other in others:
+        try:
+            setup = case.setup(replace(case.given, **{option: other}))
+        except (TypeError, ValueError):  # it has no such option, or one choice
+            continue
+        last = {k: v for k, v in case.play(setup).states[-1].items() if v.is_floating_point()}
+        same = all(torch.equal(v, case.recorded.states[-1][k]) for k, v in last.items())
+        assert same is (getattr(case.given, option) == other)
+
 
 EDGES = [  # just outside of the bounds, and the last inside
     ("apfl", "alpha", 1.5, 1),
