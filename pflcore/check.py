@@ -234,17 +234,6 @@ def ids_of(name: str, given: Any, n: int) -> Tensor:
     return torch.from_numpy(ids.astype(np.int64))
 
 
-def many(kind: Kind, words: str) -> Kind:
-    """Things of a kind, in a list or another sequence, or as the values of a dict; that there are
-    some is for the function to say."""
-
-    def fits(v: Any) -> bool:
-        listed = isinstance(v, Mapping | Sequence) and not isinstance(v, str)
-        return listed and all(map(kind.fits, v.values() if isinstance(v, Mapping) else v))
-
-    return Kind(words, fits)
-
-
 def of_dim(dim: int, words: str) -> Kind:
     """A dense floating-point tensor of so many dimensions."""
 
@@ -253,11 +242,6 @@ def of_dim(dim: int, words: str) -> Kind:
         return dense and v.dim() == dim
 
     return Kind(words, fits)
-
-
-def some(words: str) -> Kind:
-    """A collection of anything, but no string; it may be empty, as far as its kind goes."""
-    return Kind(words, lambda v: hasattr(v, "__len__") and not isinstance(v, str))
 
 
 ANYTHING = Kind("anything", lambda v: True)

@@ -10,10 +10,9 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,13 +30,14 @@ from pflcore.algorithms.protocol import (
 )
 from pflcore.check import (
     Count,
+    Kind,
     NonNegative,
     Positive,
     Share,
     Weighting,
     Whole,
     are_names,
-    refuse,
+    need,
 )
 from pflcore.data.ragged import onto
 from pflcore.nn.mode import context, forward_mode
@@ -77,8 +77,8 @@ class FineTune(FedProx, FedOpt):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.choose == "fixed":
-            self.idle("choose", "lr_grid")
+        grid = self.choose == "client" or not self.lr_grid
+        need(grid, "lr_grid", "its default beside choose='fixed'", self.lr_grid)
 
     @property
     def traits(self) -> Traits:
@@ -214,14 +214,8 @@ class KnnPer(FedOpt):
         return super().traits._replace(returns="probabilities", late=late)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        x, criterion = down["x"], clients.net.criterion
+        x = down["x"]
         z, y = clients.features(x)  # [S, n, H], [S, n]: short clients are padded
-        labels = criterion is cross_entropy or isinstance(criterion, nn.CrossEntropyLoss)
-        if y.dim() > 2 and labels:
-            raise ValueError(
-                "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
-                "probabilities, or one for each step; give int64 labels [n]."
-            )
         model = {"w": x, "z": z.flatten(2), "y": y, "n": onto(clients.size, y.device)}
         if self.min_size or self.margin is not None:
             model["lam"] = z.new_full((len(z),), self.lam)
@@ -357,6 +351,10 @@ def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
     return (w[: net.size] * product).sum()
 
 
+PRIVATE = "'head', 'body', 'batch_norm' or patterns of parameter names"
+Private = Annotated[str | tuple[str, ...], Kind(PRIVATE, lambda v: bool(v) and are_names(v))]
+
+
 @options
 class Split(FedAvg):
     """Shared columns x are averaged, private columns h stay: client i's model is (x, h_i). The
@@ -375,17 +373,11 @@ class Split(FedAvg):
     columns too.
     """
 
-    private: str | tuple[str, ...] = "head"  # or "body", "batch_norm", or patterns of names
+    private: Private = "head"  # or "body", "batch_norm", or patterns of names
     order: Literal["joint", "alternate", "body"] = "joint"  # both; private first; shared alone
     private_epochs: Count | None = None  # with "alternate": of the private columns; None: the run's
     finetune_epochs: Whole = 0  # epochs of all columns at every evaluation
     finetune_lr: NonNegative | None = None  # their step size; None: the run's
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.private and are_names(self.private)):
-            known = "'head', 'body', 'batch_norm' or patterns of parameter names"
-            refuse("private", known, self.private)
 
     @property
     def traits(self) -> Traits:
@@ -458,7 +450,7 @@ class LGFedAvg(FedPer):
     Both are trained together; how many layers are shared is `private`'s to say. See `Split`.
     """
 
-    private: str | tuple[str, ...] = "body"  # all but the head; or "head", "batch_norm", or names
+    private: Private = "body"  # all but the head; or "head", "batch_norm", or names
 
 
 @options
@@ -495,7 +487,7 @@ class FedBN(FedPer):
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
-    private: str | tuple[str, ...] = "batch_norm"
+    private: Private = "batch_norm"
 
 
 @options

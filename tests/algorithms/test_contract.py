@@ -112,7 +112,7 @@ def test_bounds():
 
 def wrong(hint):
     """Values of no use whatever the bounds."""
-    if get_origin(hint) is Annotated:
+    if get_origin(hint) is Annotated and get_args(hint)[0] in (int, float):
         fractions = [2.5] if get_args(hint)[0] is int else []
         return ["text", None, [1], float("nan"), float("inf"), True, *fractions]
     if get_origin(hint) is Literal:
@@ -153,7 +153,7 @@ NO_ALGORITHMS = {
     "'fedavgg'",
     "no_such_module:Mine": "importing 'no_such_module",
     "mine:Yours": "importing 'mine:Yours'",
-    "mine:number": f"expected 'mine:number' to be {DERIVED}, got int",
+    "mine:number": f"expected a name, {DERIVED} or an instance of one, got int",
     3: f"expected a name, {DERIVED} or an instance of one, got int",
     nn.Linear: f"expected a name, {DERIVED} or an instance of one, got Linear",
 }
