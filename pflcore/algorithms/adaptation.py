@@ -503,11 +503,10 @@ class FedRoD(FedAvg):
     that it moves nothing but h. Both are trained at once, by the run's SGD. Predicted is g(z) +
     h(z). A client without class c gives it no generic score while it trains. CE is the run's loss,
     another one of class scores as well. Decision where the paper is silent: h starts at zero, so
-    that a new client's model is the generic one; `head="copy"` starts at g.
+    that a new client's model is the generic one.
     """
 
     gamma: NonNegative = 1.0  # strength of the balancing; 0 is cross-entropy
-    head: Literal["zeros", "copy"] = "zeros"  # how h starts: as zeros, or as the initial g
 
     def initial(self, net: Net) -> Tensors:
         if net.criterion in (*REGRESSION, hinge, binary_cross_entropy):
@@ -518,8 +517,7 @@ class FedRoD(FedAvg):
         return super().initial(net)
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
-        h = net.w0[None, net.head_slice]
-        return {"h": h if self.head == "copy" else torch.zeros_like(h)}
+        return {"h": torch.zeros_like(net.w0[None, net.head_slice])}
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         check_head(clients)
@@ -558,13 +556,9 @@ def check_head(clients: Clients) -> None:
     net, x = clients.net, clients.setting.data.x[:2]
     fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
     row = net.w0 + torch.linspace(-0.1, 0.1, net.size, dtype=net.dtype, device=net.w0.device)
-    sign = torch.ones_like(row)
-    sign[net.head_slice] = -1
     try:
         with torch.no_grad(), forward_mode(False, net.b0):
-            # scores of both signs: a ReLU behind the head may not show else
-            for w in (row, row * sign):
-                fits &= torch.allclose(net.head(w, net.features(w, x)), net(w, x), 1e-3, 1e-4)
+            fits &= torch.allclose(net.head(row, net.features(row, x)), net(row, x), 1e-3, 1e-4)
     except (RuntimeError, TypeError, IndexError, ValueError):  # whatever such a model says
         fits = False
     if not fits:

@@ -132,8 +132,6 @@ class FactorizedWaffle(FedAvg):
     def prepare(self, net: Net) -> Net:
         if factorized_layers(net.module):
             return net
-        if net.head_name is None and any(isinstance(m, nn.Linear) for m in net.module.modules()):
-            net.head_slice  # noqa: B018  (says in a sentence that it is not known)
         return Net(partial(factorized, self, net), net.criterion, net.head_name, net.seed)
 
     def initial(self, net: Net) -> Tensors:
@@ -304,6 +302,6 @@ def factorized(alg: FactorizedWaffle, net: Net) -> nn.Module:
 
 def strengths(net: Net) -> Tensor:
     """Where the factors' strengths stand in a row: int64 [F], layer after layer."""
-    names = (f"{k}.strength" if k else "strength" for k in factorized_layers(net.module))
+    names = (f"{k}.strength".removeprefix(".") for k in factorized_layers(net.module))
     places = torch.arange(net.size, device=net.w0.device)
     return torch.cat([places[net.slices[name]] for name in names])

@@ -182,7 +182,8 @@ class Traits(NamedTuple):
     per_client: tuple[str, ...] = ()  # the server's tensors of a row for each client, at first zero
     clipped: tuple[str, ...] = ()  # uploads and client state that a clip shortens with the update
     late: tuple[str, ...] = ()  # options of no part in training: to be tuned on one trained state
-    reported: tuple[str, ...] = ()  # tensors of the server's state that go into the round's record
+    reported: tuple[str, ...] = ()  # tensors of the server's state that go into the round's record,
+    # and "mix": whose updates went into which model
 
 
 @options
@@ -241,7 +242,9 @@ class Algorithm:
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
         """Small tensors worth a line in the round's record, of the state after it; "weights" are
         the mixing weights, see `Mix.report`. By default those that `traits.reported` names."""
-        return {k: state[k] for k in self.traits.reported}
+        names = self.traits.reported
+        shown = mix.report(cohort) if mix is not None and "mix" in names else {}
+        return shown | {k: state[k] for k in names if k != "mix"}
 
     def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         """What a newcomer's upload `up` [1, ...] shows of where it belongs: for `History.adapt`."""
