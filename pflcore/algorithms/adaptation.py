@@ -352,7 +352,7 @@ def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
 
 
 PRIVATE = "'head', 'body', 'batch_norm' or patterns of parameter names"
-Private = Annotated[str | tuple[str, ...], Kind(PRIVATE, lambda v: bool(v) and are_names(v))]
+Private = Annotated[str | tuple[str, ...], Kind(PRIVATE, lambda v: are_names(v) and len(v) > 0)]
 
 
 @options
