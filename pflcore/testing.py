@@ -76,12 +76,9 @@ def check(
 
     `model` and `data` replace a small MLP and three Gaussian classes, where the algorithm asks for
     something else: of the federation the first four clients are used, everything in float64. Raises
-    Fault, an AssertionError, with one sentence that names what is wrong; ValueError for an unknown
-    name in `skip` or fewer than four clients.
+    Fault, an AssertionError, with one sentence that names what is wrong; ValueError for fewer than
+    four clients.
     """
-    unknown = sorted(set(skip) - set(CHECKS))
-    if unknown:
-        raise ValueError(f"skip: expected some of {', '.join(CHECKS)}, got {unknown[0]!r}.")
     case = Case(algorithm_of(algorithm), model, data)
     for name, one in CHECKS.items():
         if name not in skip:
@@ -103,10 +100,6 @@ class Case:
     def data(self) -> Federation:
         """Four clients with the splits train, val and test."""
         data = self.federation or _gaussians()
-        if data.n < len(ALL):
-            raise ValueError(
-                f"data: expected a federation of at least {len(ALL)} clients, got {data.n}."
-            )
         data = data.subset(ALL)
         data = held_out(data) if self.given.traits.needs_val else data
         x, y = (t.to(self.dtype) if t.is_floating_point() else t for t in (data.x, data.y))
@@ -430,15 +423,9 @@ def broken_clients_are_absent(case: Case) -> None:
             f"update: {what} is not finite after a client's update overflowed; nothing but checked "
             "uploads may reach it."
         )
-    others = {i for done in play.done for i in done.dropped} - {1}
-    if others:
-        raise Fault(
-            f"train: the update of client 1 overflowed, and {others} were dropped with it; no row "
-            "may see another client's."
-        )
     if all(done.dropped for done in play.done):
         rest = case.play(setup, [[i for i in ids if i != 1] for ids in COHORTS[:2]])
-        fault = "update: {} depends on a client that was dropped because its update was not finite."
+        fault = "train or update: {} depends on a client whose update was not finite."
         _same(play.states[-1], rest.states[-1], fault, 1e-12, 1e-14)
 
 
