@@ -222,7 +222,7 @@ class Mocha(Algorithm):
     """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t mean_loss_t(w_t) + (lam
     / 2) tr(W^T Omega W)`.
 
-    server: w [N, P], omega [N, N] · client: w [P] (its row) · down: `sum_{j != t}
+    server: w [N, P], omega [N, N], seen [N] · client: w [P] (its row) · down: `sum_{j != t}
     Omega_tj w_j` (1 model) and a scalar · up: w (1 model).
 
     One round is one inner iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt w_t +
@@ -231,10 +231,10 @@ class Mocha(Algorithm):
 
     `relation="sigma"` puts Sigma where Omega belongs, which is what Motley's code does (its table
     cannot be had otherwise). A step is explicit, stable only
-    while lr lam Omega_tt < 2: where that fails the run stops with a sentence. A client that joins
-    late starts from the initial model, which its row is until then. lam is not comparable with
-    papers that sum over samples. Weights of the clients (`weighting`) play no part, nor does
-    `server_lr`.
+    while lr lam Omega_tt < 2: where that fails the run stops with a sentence. Decision where the
+    paper is silent: a client that joins late starts from the mean of the models so far, and is
+    served it until then. lam is not comparable with papers that sum over samples. Weights of the
+    clients (`weighting`) play no part, nor does `server_lr`.
     """
 
     lam: NonNegative = 0.01  # strength of the regulariser
@@ -253,16 +253,19 @@ class Mocha(Algorithm):
     def init(self, x0: Tensor, n: int) -> Tensors:
         eye = torch.eye(n, dtype=torch.float64, device=x0.device)
         omega = eye * n if self.relation == "omega" else eye / n
-        return {"w": x0.repeat(n, 1), "omega": omega}
+        return {"w": x0.repeat(n, 1), "omega": omega, "seen": torch.zeros(n, dtype=torch.bool)}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        at = onto(cohort.ids[:, None], state["w"].device)
+        w, seen, ids = state["w"], state["seen"], cohort.ids
+        at = onto(ids[:, None], w.device)
         rows = state["omega"][at[:, 0]]  # [S, N]
-        pull = ops.aggregate(state["w"], rows.scatter(1, at, 0.0))
-        return {"pull": pull, "o": rows.gather(1, at)}
+        down = {"pull": ops.aggregate(w, rows.scatter(1, at, 0.0)), "o": rows.gather(1, at)}
+        if bool(seen.any()) and not bool(seen[ids].all()):  # sent where somebody needs it
+            down["start"] = w[onto(seen, w.device)].mean(0).expand(len(ids), -1)
+        return down
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
-        return {"w": net.w0[None]}
+        return {"w": down.get("start", net.w0[None])}  # from the mean of the models so far
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         lr = clients.lr
@@ -281,7 +284,7 @@ class Mocha(Algorithm):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids = cohort.ids
-        changes: Changes = {"w": Rows(ids, up["w"])}
+        changes: Changes = {"w": Rows(ids, up["w"]), "seen": Rows(ids, ids >= 0)}
         if cohort.round % self.outer == 0:
             w = state["w"].index_copy(0, onto(ids, up["w"].device), up["w"])
             changes["omega"] = relation(w, self.delta, self.relation)
