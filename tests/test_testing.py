@@ -54,7 +54,7 @@ class ChangesDown(FedAvg):
         return own, {"delta": down["x"] - start}, fit
 
 
-@found(r"train: the state 'losses' of a client was \[0\] torch\.float32 and became \[1\]")
+@found(r"train: .* state 'losses' was a tensor \[4, 0\] of float32 and became a tensor \[4, 1\]")
 class GrowingState(Trains):
     def newcomer(self, down, net, n):
         return {"losses": torch.zeros(1, 0)}
@@ -65,25 +65,25 @@ class GrowingState(Trains):
         }
 
 
-@found(r"train: its new state has 'v', which newcomer gave nobody")
+@found(r"train: the clients' state 'v' was None and became a tensor .*; newcomer gives a state")
 class UnknownState(Trains):
     def gives(self, delta, own, clients):
         return {"v": delta}, {"delta": delta}
 
 
-@found(r"train: expected one row for each of the 4 clients in 'delta' .*, got shape \[53\]")
+@found(r"train: expected a tensor with one row for each of the 4 clients as 'delta', .* \[53\]")
 class OneRow(Trains):
     def gives(self, delta, own, clients):
         return own, {"delta": delta.mean(0)}
 
 
-@found(r"train: expected a tensor for 'lr' of its upload, got float")
+@found(r"train: expected a tensor with one row for each of the 4 clients as 'lr', got 0\.1")
 class Number(Trains):
     def gives(self, delta, own, clients):
         return own, {"delta": delta, "lr": clients.lr}
 
 
-@found(r"train: expected \(the clients' new state, their upload, the fit that counts\)")
+@found(r"round: raised ValueError in round 1 .* unpack \(expected 3, got 2\)")
 class NoFit(FedAvg):
     def train(self, down, own, clients):
         return own, {"delta": clients.fit(down["x"]).w - down["x"]}
@@ -195,7 +195,7 @@ class BelievesWhatOverflows(Trains):
         return {"x": state["x"] + torch.where(up["fine"], up["delta"], torch.nan).mean(0)}, None
 
 
-@found(r"train: the update of client 1 overflowed, and \{0, 2, 3\} were dropped with it")
+@found(r"train or update: server\.x depends on a client whose update was not finite")
 class Centres(Trains):
     """Subtracts what only the server can know."""
 
@@ -217,34 +217,10 @@ class Float64(Steps):
         return self.server_lr * (cohort.mean(self.weighting).weight.T * delta).sum(0)
 
 
-@found(r"newcomer: expected one row, or one for each client, in 'w' .*, got shape \[3, 53\]")
-class EveryonesState(FedAvg):
-    def newcomer(self, down, net, n):
-        return {"w": net.w0.repeat(3, 1)}
-
-
 @found(r"update: raised Stop with 4 of 4 clients: Three is a crowd\.")
 class GivesUp(FedAvg):
     def update(self, state, up, cohort):
         raise Stop("Three is a crowd.")
-
-
-@found(r"server_lr: another value gives the same run to the bit")
-class OwnMean(Steps):
-    def step(self, delta, cohort):
-        return cohort.mean(self.weighting).of(delta)[0]
-
-
-@found(r"weighting: another value .* by its annotation, weighting: Literal\[\.\.\.\]")
-class Uniform(Steps):
-    def step(self, delta, cohort):
-        return self.server_lr * delta.mean(0)
-
-
-@found(r"trian: no hook has this name, and no method calls it; did you mean 'train'\?")
-class NearlyAHook(FedAvg):
-    def trian(self, down, own, clients):
-        return own, {}, clients.fit(down["x"], epochs=9)
 
 
 @found(r"server_lr: it is no option, because NoDecorator has no @dataclass\(frozen=True\) above it")
@@ -299,17 +275,15 @@ def test_nothing_is_found_where_nothing_is_wrong(alg, model):
 
 
 def test_a_check_can_be_left_out():
-    check(NothingTrained, skip=["seeds_differ", "options_play_a_part"])
-    with sentence("skip: expected some of names_are_known, .* got 'seeds'"):
-        check(FedAvg, skip=["seeds"])
+    check(NothingTrained, skip=["seeds_differ"])
 
 
 def test_ones_own_model_and_data():
     data = federation_of("digits", "A", 5, seed=0, train_samples=120)
-    asked = {"shapes_stay", "bytes_are_counted", "broken_clients_are_absent", "engines_agree"}
+    asked = {"bytes_are_counted", "broken_clients_are_absent", "engines_agree"}
     model = lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))  # noqa: E731
     check("fedavg", model=model, data=data, skip=CHECKS.keys() - asked)
-    with sentence(".*at least 4 clients, got 3"):
+    with sentence("clients: expected ids of clients from 0 to 2, each once, got"):
         check("fedavg", data=data.subset([0, 1, 2]))
 
 

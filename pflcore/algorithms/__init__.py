@@ -5,7 +5,6 @@
 name one by an instance, a class, a name of it, or "package.module:Class" for one of their own.
 """
 
-import difflib
 import importlib
 import inspect
 from types import NoneType
@@ -54,6 +53,7 @@ from pflcore.algorithms.protocol import (
 )
 from pflcore.algorithms.relations import SFL, FedAMP, FedDWA, FedDWAQP, HeurFedAMP, Mocha
 from pflcore.algorithms.waffle import Scaffold, Waffle, WeightErosion
+from pflcore.check import refuse
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -135,19 +135,12 @@ def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
         by_name = ALGORITHMS.get(_listed(algorithm))
         thing = imported(algorithm, "algorithm") if ":" in algorithm else by_name
         if thing is None:
-            near = difflib.get_close_matches(algorithm.lower(), ALGORITHMS, 1)
-            raise ValueError(
-                f"algorithm: expected one of {', '.join(ALGORITHMS)}, or 'package.module:Class' "
-                f"for one of your own, got {algorithm!r}"
-                f"{f'; did you mean {near[0]!r}?' if near else '.'}"
-            )
+            known = f"one of {', '.join(ALGORITHMS)}, or 'package.module:Class' for one of your own"
+            refuse("algorithm", known, algorithm)
     if inspect.isclass(thing) and issubclass(thing, Algorithm):
         return thing
-    expected = f"{algorithm!r} to be {BASE}"
-    if not isinstance(algorithm, str):
-        expected = f"a name, {BASE} or an instance of one"
     got = thing.__name__ if inspect.isclass(thing) else type(thing).__name__
-    raise TypeError(f"algorithm: expected {expected}, got {got}.")
+    raise TypeError(f"algorithm: expected a name, {BASE} or an instance of one, got {got}.")
 
 
 def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -> Algorithm:
@@ -157,14 +150,7 @@ def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -
         if not options:
             return algorithm
         algorithm = type(algorithm)
-    cls = class_of(algorithm)
-    try:
-        return cls(**options)
-    except TypeError as error:
-        raise TypeError(
-            f"algorithm: {cls.__name__} cannot be made from "
-            f"{', '.join(options) or 'its defaults alone'} ({error}); give an instance."
-        ) from None
+    return class_of(algorithm)(**options)
 
 
 def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:

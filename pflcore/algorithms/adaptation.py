@@ -10,10 +10,9 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,13 +30,14 @@ from pflcore.algorithms.protocol import (
 )
 from pflcore.check import (
     Count,
+    Kind,
     NonNegative,
     Positive,
     Share,
     Weighting,
     Whole,
     are_names,
-    refuse,
+    need,
 )
 from pflcore.data.ragged import onto
 from pflcore.nn.mode import context, forward_mode
@@ -77,8 +77,8 @@ class FineTune(FedProx, FedOpt):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.choose == "fixed":
-            self.idle("choose", "lr_grid")
+        grid = self.choose == "client" or not self.lr_grid
+        need(grid, "lr_grid", "its default beside choose='fixed'", self.lr_grid)
 
     @property
     def traits(self) -> Traits:
@@ -214,14 +214,8 @@ class KnnPer(FedOpt):
         return super().traits._replace(returns="probabilities", late=late)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        x, criterion = down["x"], clients.net.criterion
+        x = down["x"]
         z, y = clients.features(x)  # [S, n, H], [S, n]: short clients are padded
-        labels = criterion is cross_entropy or isinstance(criterion, nn.CrossEntropyLoss)
-        if y.dim() > 2 and labels:
-            raise ValueError(
-                "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
-                "probabilities, or one for each step; give int64 labels [n]."
-            )
         model = {"w": x, "z": z.flatten(2), "y": y, "n": onto(clients.size, y.device)}
         if self.min_size or self.margin is not None:
             model["lam"] = z.new_full((len(z),), self.lam)
@@ -357,6 +351,10 @@ def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
     return (w[: net.size] * product).sum()
 
 
+PRIVATE = "'head', 'body', 'batch_norm' or patterns of parameter names"
+Private = Annotated[str | tuple[str, ...], Kind(PRIVATE, lambda v: are_names(v) and len(v) > 0)]
+
+
 @options
 class Split(FedAvg):
     """Shared columns x are averaged, private columns h stay: client i's model is (x, h_i). The
@@ -375,17 +373,11 @@ class Split(FedAvg):
     columns too.
     """
 
-    private: str | tuple[str, ...] = "head"  # or "body", "batch_norm", or patterns of names
+    private: Private = "head"  # or "body", "batch_norm", or patterns of names
     order: Literal["joint", "alternate", "body"] = "joint"  # both; private first; shared alone
     private_epochs: Count | None = None  # with "alternate": of the private columns; None: the run's
     finetune_epochs: Whole = 0  # epochs of all columns at every evaluation
     finetune_lr: NonNegative | None = None  # their step size; None: the run's
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.private and are_names(self.private)):
-            known = "'head', 'body', 'batch_norm' or patterns of parameter names"
-            refuse("private", known, self.private)
 
     @property
     def traits(self) -> Traits:
@@ -458,7 +450,7 @@ class LGFedAvg(FedPer):
     Both are trained together; how many layers are shared is `private`'s to say. See `Split`.
     """
 
-    private: str | tuple[str, ...] = "body"  # all but the head; or "head", "batch_norm", or names
+    private: Private = "body"  # all but the head; or "head", "batch_norm", or names
 
 
 @options
@@ -495,7 +487,7 @@ class FedBN(FedPer):
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
-    private: str | tuple[str, ...] = "batch_norm"
+    private: Private = "batch_norm"
 
 
 @options
@@ -511,11 +503,10 @@ class FedRoD(FedAvg):
     that it moves nothing but h. Both are trained at once, by the run's SGD. Predicted is g(z) +
     h(z). A client without class c gives it no generic score while it trains. CE is the run's loss,
     another one of class scores as well. Decision where the paper is silent: h starts at zero, so
-    that a new client's model is the generic one; `head="copy"` starts at g.
+    that a new client's model is the generic one.
     """
 
     gamma: NonNegative = 1.0  # strength of the balancing; 0 is cross-entropy
-    head: Literal["zeros", "copy"] = "zeros"  # how h starts: as zeros, or as the initial g
 
     def initial(self, net: Net) -> Tensors:
         if net.criterion in (*REGRESSION, hinge, binary_cross_entropy):
@@ -526,8 +517,7 @@ class FedRoD(FedAvg):
         return super().initial(net)
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
-        h = net.w0[None, net.head_slice]
-        return {"h": h if self.head == "copy" else torch.zeros_like(h)}
+        return {"h": torch.zeros_like(net.w0[None, net.head_slice])}
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         check_head(clients)
@@ -566,13 +556,9 @@ def check_head(clients: Clients) -> None:
     net, x = clients.net, clients.setting.data.x[:2]
     fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
     row = net.w0 + torch.linspace(-0.1, 0.1, net.size, dtype=net.dtype, device=net.w0.device)
-    sign = torch.ones_like(row)
-    sign[net.head_slice] = -1
     try:
         with torch.no_grad(), forward_mode(False, net.b0):
-            # scores of both signs: a ReLU behind the head may not show else
-            for w in (row, row * sign):
-                fits &= torch.allclose(net.head(w, net.features(w, x)), net(w, x), 1e-3, 1e-4)
+            fits &= torch.allclose(net.head(row, net.features(row, x)), net(row, x), 1e-3, 1e-4)
     except (RuntimeError, TypeError, IndexError, ValueError):  # whatever such a model says
         fits = False
     if not fits:

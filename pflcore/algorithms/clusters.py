@@ -288,10 +288,9 @@ class ClusteredFL(Undefended, FedAvg):
         at = cluster[ids]  # the node whose model each was sent
         lost = child[at] >= 0
         for i in lost.nonzero()[:, 0].tolist():
-            half, way = int(child[at[i]]), state["way"]
-            rows = torch.stack([delta[i], way[half], way[half + 1]])
-            cosine = cosines(ops.pairwise_sqdist(rows), squares(rows))
-            cluster[ids[i]] = half + int(cosine[0, 1:].argmax())  # whose way is nearer
+            half = int(child[at[i]])
+            ways = state["way"][half : half + 2]
+            cluster[ids[i]] = half + int(F.cosine_similarity(delta[i], ways).argmax())
         leaves = (child < 0).nonzero()[:, 0].tolist() if cohort.round > self.first else []
         for c in leaves:
             members = (at == c).nonzero()[:, 0]  # places in the cohort

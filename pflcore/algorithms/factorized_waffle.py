@@ -121,20 +121,17 @@ class FactorizedWaffle(FedAvg):
     eval_mode: Literal["thr_soft", "mean", "relaxed_mean", "hard", "mc"] = "thr_soft"  # pi if >= .5
     samples: Count = 10  # of "mc"
     dictionary: Literal["current", "cached"] = "current"  # at evaluation: a client's last download
-    never: Literal["all", "prior", "adapt"] = "all"  # who never trained: "adapt" its beliefs first
-    adapt_epochs: Count = 5  # of "adapt": beliefs alone, the dictionary frozen
+    never: Literal["all", "prior"] = "all"  # of who never trained: its factors
 
     @property
     def traits(self) -> Traits:
-        late = ("eval_mode", "samples", "never", "adapt_epochs")
+        late = ("eval_mode", "samples", "never")
         why = "moves its dictionary by steps of SGD along one gradient with the beliefs'"
         return super().traits._replace(late=late, only_sgd=why, no_clip_grad=why)
 
     def prepare(self, net: Net) -> Net:
         if factorized_layers(net.module):
             return net
-        if net.head_name is None and any(isinstance(m, nn.Linear) for m in net.module.modules()):
-            net.head_slice  # noqa: B018  (says in a sentence that it is not known)
         return Net(partial(factorized, self, net), net.criterion, net.head_name, net.seed)
 
     def initial(self, net: Net) -> Tensors:
@@ -165,11 +162,6 @@ class FactorizedWaffle(FedAvg):
         at 0, so that everybody's model stays what it is; W_b, r and the clients' beliefs in them
         are a newcomer's."""
         few, many = ([m.factors for m in factorized_layers(n.module).values()] for n in (old, new))
-        if old.names != new.names or any(a > b for a, b in zip(few, many, strict=True)):
-            raise ValueError(
-                f"new: expected the same layers with at least {few} factors, got {many}; give "
-                "larger ranks."
-            )
         x = new.w0.clone()
         for name, size, shape in zip(old.names, old.shapes, new.shapes, strict=True):
             whole = x[new.slices[name]].view(shape)
@@ -190,11 +182,10 @@ class FactorizedWaffle(FedAvg):
         kept = {k: fit.rows[k] if k != "x" else down["x"] for k in own}
         return kept, {"delta": fit.rows["x"] - down["x"]}, fit
 
-    def learn(self, x: Tensor, own: Tensors, clients: Clients, alone: int | None = None) -> Fit:
-        """The rows x [S, P] and beliefs after local training; `alone`: so many epochs of the
-        beliefs, and x stays."""
+    def learn(self, x: Tensor, own: Tensors, clients: Clients) -> Fit:
+        """The rows x [S, P] and beliefs after local training."""
         t, at = clients.setting.training, strengths(clients.net)
-        rows = {**own, "x": x, "noise": self.noise(clients, alone or t.epochs, len(at)).to(x)}
+        rows = {**own, "x": x, "noise": self.noise(clients, len(at)).to(x)}
         rows["n"] = clients.size.to(x)[:, None]
         if t.momentum:
             rows["momentum"] = torch.zeros_like(x)
@@ -210,23 +201,23 @@ class FactorizedWaffle(FedAvg):
             x[:, at], by_strength = r, g[:, at]
             g[:, at] = by_strength * b
             slope[:, : len(at)] += by_strength * r * by_b
-            if alone is None:
-                ops.sgd_step_(
-                    x,
-                    g,
-                    clients.lr,
-                    momentum=t.momentum,
-                    buffer=rows.get("momentum"),
-                    weight_decay=t.weight_decay,
-                )
+            ops.sgd_step_(
+                x,
+                g,
+                clients.lr,
+                momentum=t.momentum,
+                buffer=rows.get("momentum"),
+                weight_decay=t.weight_decay,
+            )
             self.move(rows, slope, clients.lr)
             return {}
 
-        return clients.each_batch(rows, update, epochs=alone, together=True)
+        return clients.each_batch(rows, update, together=True)
 
-    def noise(self, clients: Clients, epochs: int, factors: int) -> Tensor:
+    def noise(self, clients: Clients, factors: int) -> Tensor:
         """A draw for b (a logit) and one for v of each step: [S, steps, 2, F]."""
-        steps = epochs * -(-int(clients.size.max()) // clients.setting.training.batch_size)
+        t = clients.setting.training
+        steps = t.epochs * -(-int(clients.size.max()) // t.batch_size)
         u = drawn(clients, "beliefs", steps * 2 * factors).mul_(1 - 2e-4).add_(1e-4)
         u = u.to(clients.net.w0).view(len(u), steps, 2, factors)
         u[:, :, 0] = u[:, :, 0].logit()
@@ -258,10 +249,6 @@ class FactorizedWaffle(FedAvg):
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         q, x, new = own["q"], down["x"], own["t"][:, 0] == 0
         x = torch.where(new[:, None], x, own["x"]) if "x" in own else x
-        if self.never == "adapt" and new.any():
-            some = {k: v[new] for k, v in own.items()}
-            learned = self.learn(x[new], some, clients.take(new), self.adapt_epochs)
-            q = q.index_put((new,), learned.rows["q"])
         b = self.scores(q.chunk(3, 1)[0], clients)
         if self.never == "all":
             b = b.masked_fill(new[:, None, None], 1)
@@ -310,6 +297,6 @@ def factorized(alg: FactorizedWaffle, net: Net) -> nn.Module:
 
 def strengths(net: Net) -> Tensor:
     """Where the factors' strengths stand in a row: int64 [F], layer after layer."""
-    names = (f"{k}.strength" if k else "strength" for k in factorized_layers(net.module))
+    names = (f"{k}.strength".removeprefix(".") for k in factorized_layers(net.module))
     places = torch.arange(net.size, device=net.w0.device)
     return torch.cat([places[net.slices[name]] for name in names])

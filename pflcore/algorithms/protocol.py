@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from pflcore import ops
-from pflcore.check import check, refuse
+from pflcore.check import check
 from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train.random import generator_of
@@ -182,7 +182,8 @@ class Traits(NamedTuple):
     per_client: tuple[str, ...] = ()  # the server's tensors of a row for each client, at first zero
     clipped: tuple[str, ...] = ()  # uploads and client state that a clip shortens with the update
     late: tuple[str, ...] = ()  # options of no part in training: to be tuned on one trained state
-    reported: tuple[str, ...] = ()  # tensors of the server's state that go into the round's record
+    reported: tuple[str, ...] = ()  # tensors of the server's state that go into the round's record,
+    # and "mix": whose updates went into which model
 
 
 @options
@@ -193,13 +194,6 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         check(self)
-
-    def idle(self, beside: str, *names: str) -> None:
-        """ValueError where one of the options `names`, which play no part, is not its default."""
-        for name in names:
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                words = f"its default beside {beside}={getattr(self, beside)!r}"
-                refuse(name, words, getattr(self, name))
 
     # the server ---------------------------------------------------------------------------------
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -248,7 +242,9 @@ class Algorithm:
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
         """Small tensors worth a line in the round's record, of the state after it; "weights" are
         the mixing weights, see `Mix.report`. By default those that `traits.reported` names."""
-        return {k: state[k] for k in self.traits.reported}
+        names = self.traits.reported
+        shown = mix.report(cohort) if mix is not None and "mix" in names else {}
+        return shown | {k: state[k] for k in names if k != "mix"}
 
     def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         """What a newcomer's upload `up` [1, ...] shows of where it belongs: for `History.adapt`."""

@@ -31,7 +31,7 @@ from pflcore.algorithms.protocol import (
     squares,
     zero_rows,
 )
-from pflcore.check import Count, Fraction, NonNegative, Positive, Share, refuse
+from pflcore.check import Count, Fraction, NonNegative, Positive, Share, need, refuse
 from pflcore.data.ragged import onto
 from pflcore.train import Clients, Net, Objective
 
@@ -180,10 +180,6 @@ class SFL(LatestModels):
     # strength of the pull towards the readout x
     lam2: NonNegative = 0.3
 
-    def init(self, x0: Tensor, n: int) -> Tensors:
-        self.graph(torch.zeros(n, n), torch.ones(n, dtype=torch.bool))  # says whether it fits
-        return super().init(x0, n)
-
     def graph(self, sqdist: Tensor, gives: Tensor) -> Tensor:
         """The adjacency [N, N], from squared distances [N, N] and who has a model, bool [N]."""
         given, n = self.adjacency, len(sqdist)
@@ -227,20 +223,18 @@ class Mocha(Algorithm):
     / 2) tr(W^T Omega W)`.
 
     server: w [N, P], omega [N, N], seen [N] · client: w [P] (its row) · down: `sum_{j != t}
-    Omega_tj w_j` (1 model) and a scalar · up: w (1 model) and two scalars.
+    Omega_tj w_j` (1 model) and a scalar · up: w (1 model).
 
     One round is one inner iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt w_t +
     pull_t))`, the others frozen. Every `outer` rounds `Sigma = (W W^T)^(1/2) / trace` and `Omega =
     ((1 - delta) Sigma + delta I / N)^-1`; at first Sigma = I / N.
 
     `relation="sigma"` puts Sigma where Omega belongs, which is what Motley's code does (its table
-    cannot be had otherwise). The pull is an explicit block-Jacobi step, stable only while the
-    largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, `e_t = (1 - (1 - lr lam
-    Omega_tt)^steps) / Omega_tt`: checked after every update of Omega, and in every round lr lam
-    Omega_tt < 2; where it fails the run stops with a sentence. Decision where the paper is silent:
-    a client that joins late starts from the mean of the models so far, and is served it until then.
-    lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`)
-    play no part, nor does `server_lr`.
+    cannot be had otherwise). A step is explicit, stable only
+    while lr lam Omega_tt < 2: where that fails the run stops with a sentence. Decision where the
+    paper is silent: a client that joins late starts from the mean of the models so far, and is
+    served it until then. lam is not comparable with papers that sum over samples. Weights of the
+    clients (`weighting`) play no part, nor does `server_lr`.
     """
 
     lam: NonNegative = 0.01  # strength of the regulariser
@@ -253,7 +247,7 @@ class Mocha(Algorithm):
     traits = Traits(
         batch_norm=("local",),  # everybody trains a model of its own
         models={"w": "server.w"},
-        only_sgd="takes its regulariser and its test of stability from the sum of SGD's step sizes",
+        only_sgd="takes its regulariser's steps along SGD's",
     )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -275,41 +269,26 @@ class Mocha(Algorithm):
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         lr = clients.lr
-        self.hold(clients.round, lr, lr * self.lam * float(down["o"].max()))
+        shrink = lr * self.lam * float(down["o"].max())
+        if not shrink < 2:
+            raise Stop(
+                f"MOCHA is unstable from round {clients.round} on: with lr {lr:g}, lam "
+                f"{self.lam:g} and delta {self.delta:g} a step amplifies the models (lr lam "
+                f"Omega_tt is {shrink:.3g}, which must be below 2); lower lr or lam, or raise "
+                "delta."
+            )
         mu = (self.lam * down["o"]).to(own["w"])[:, 0]
         pull = Objective(shift=self.lam * down["pull"], prox=(mu, torch.zeros_like(own["w"])))
         fit = clients.fit(own["w"], pull)
-        lr_sum = (fit.steps * lr)[:, None].to(fit.w)
-        return {"w": fit.w}, {"w": fit.w, "lr_sum": lr_sum, "lr": torch.full_like(lr_sum, lr)}, fit
+        return {"w": fit.w}, {"w": fit.w}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids = cohort.ids
         changes: Changes = {"w": Rows(ids, up["w"]), "seen": Rows(ids, ids >= 0)}
         if cohort.round % self.outer == 0:
-            at = onto(ids, up["w"].device)
-            omega = relation(state["w"].index_copy(0, at, up["w"]), self.delta, self.relation)
-            lr, lr_sum = (up[k][:, 0].double() for k in ("lr", "lr_sum"))
-            self.check(omega[at][:, at], lr, lr_sum, cohort.round)
-            changes["omega"] = omega
+            w = state["w"].index_copy(0, onto(ids, up["w"].device), up["w"])
+            changes["omega"] = relation(w, self.delta, self.relation)
         return changes, None
-
-    def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, round: int) -> None:
-        """Stop where the next exchanges would amplify W, by omega [N, N] and step sizes [N]."""
-        o = omega.diagonal()
-        shrink = lr * self.lam * o
-        e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
-        root = e.clamp(min=0).sqrt()
-        largest = torch.linalg.eigvalsh(root[:, None] * omega * root).max().item()
-        self.hold(round, lr.max(), max(shrink.max().item(), largest))
-
-    def hold(self, round: int, lr: float | Tensor, value: float) -> None:
-        """Stop where an eigenvalue is 2 or more; only then is a step size [1] on a card read."""
-        if not value < 2:
-            raise Stop(
-                f"MOCHA is unstable from round {round} on: with lr {lr:g}, lam {self.lam:g} and "
-                f"delta {self.delta:g} an exchange amplifies the models (eigenvalue {value:.3g}, "
-                "which must be below 2); lower lr or lam, or raise delta."
-            )
 
 
 def relation(w: Tensor, delta: float, kind: str = "omega") -> Tensor:
@@ -342,50 +321,44 @@ def simplex_qp(w: Tensor, ridge: float = 1e-10) -> Tensor:
     """The p [K] that minimises `p . w p` over the simplex, for a positive semidefinite `w` [K, K];
     float64.
 
-    An active set: start at the best vertex, let the constraint with the most negative gradient go,
-    and walk to the optimum of the face that is reached, dropping what becomes negative on the way
-    (Wolfe 1976, Finding the nearest point in a polytope). `ridge` times the mean of the diagonal is
-    added to it, which picks the shortest p where several are optimal; 0 adds nothing.
+    It is the direction of the q >= 0 that minimises `q . w q + (sum(q) - 1)^2`, which Lawson and
+    Hanson's active set finds (1974, Solving least squares problems, algorithm NNLS): the coordinate
+    with the steepest descent becomes free, and on the way to the optimum of the free ones what
+    would become negative is fixed at 0 again. `ridge` times the mean of the diagonal is added to
+    it, which picks the shortest p where several are optimal; 0 adds nothing.
     """
     k, w = len(w), w.double().cpu()
     scale = float(w.diagonal().max())
     if scale <= 0:  # every model is the guide itself
         return torch.full((k,), 1 / k, dtype=torch.float64)
     w = (w + w.T) / (2 * scale)
-    w = w + ridge * w.diagonal().mean() * torch.eye(k, dtype=torch.float64)
-    p = torch.zeros(k, dtype=torch.float64)
-    p[w.diagonal().argmin()] = 1
-    # the objective falls at every pass, so none repeats; the bound is for rounding
-    for _ in range(20 * k):
-        slope = w @ p
-        j = int(slope.argmin())
-        if slope[j] >= p @ slope - 1e-13 or p[j] > 0:
+    w = w + ridge * w.diagonal().mean() * torch.eye(k, dtype=torch.float64) + 1
+    q = torch.zeros(k, dtype=torch.float64)
+    for _ in range(20 * k):  # the objective falls at every pass; the bound is for rounding
+        gain = (1 - w @ q).masked_fill(q > 0, 0)
+        if gain.max() <= 1e-13:
             break
-        p = _to_face(w, p, [*p.nonzero()[:, 0].tolist(), j])
-    return p / p.sum()
+        free = q > 0
+        free[gain.argmax()] = True
+        q = _to_optimum(w, q, free)
+    return q / q.sum()
 
 
-def _to_face(w: Tensor, p: Tensor, free: list[int]) -> Tensor:
-    """From p to the optimum of the face of the coordinates `free`, or to that of the smaller face
-    where the way there ends."""
-    while len(free) > 1:
-        system = w.new_ones(len(free) + 1, len(free) + 1)
-        system[:-1, :-1], system[-1, -1] = w[free][:, free], 0
-        right = w.new_zeros(len(free) + 1, 1)
-        right[-1] = 1
+def _to_optimum(w: Tensor, q: Tensor, free: Tensor) -> Tensor:
+    """From q to the optimum where the coordinates `free`, bool [K], or those of them that stay
+    above 0 on the way, are not 0."""
+    while True:
+        ones, aim = q.new_ones(int(free.sum()), 1), torch.zeros_like(q)
         # the shortest one where the system is singular
-        aim = torch.linalg.lstsq(system, right, driver="gelsd").solution[:-1, 0]
-        here, p = p[free], torch.zeros_like(p)
-        falls = aim <= 0
+        aim[free] = torch.linalg.lstsq(w[free][:, free], ones, driver="gelsd").solution[:, 0]
+        falls = free & (aim <= 0)
         if not falls.any():
-            p[free] = aim
-            return p
-        way = (here - aim).clamp(min=torch.finfo(torch.float64).tiny)
-        reach = (here / way).masked_fill(~falls, torch.inf)
-        step = reach.min().clamp(max=1)
-        p[free] = (here + step * (aim - here)).masked_fill(falls & (reach <= step), 0).clamp(min=0)
-        free = p.nonzero()[:, 0].tolist()
-    return p / p.sum()
+            return aim
+        way = (q - aim).clamp(min=torch.finfo(q.dtype).tiny)
+        reach = (q / way).masked_fill(~falls, torch.inf)
+        step = reach.min()
+        q = (q + step * (aim - q)).masked_fill(reach <= step, 0)
+        free = q > 0
 
 
 MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups
@@ -435,8 +408,11 @@ class FedDWA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.guidance in ("previous", "kept", "current"):  # nothing is trained ahead
-            self.idle("guidance", "serve")
+        fits = self.serve == "mix" or self.guidance in ("epoch", "steps", "full_grad")
+        words = (
+            f"its default beside guidance={self.guidance!r}, with which nothing is trained ahead"
+        )
+        need(fits, "serve", words, self.serve)
 
     @property
     def traits(self) -> Traits:
@@ -449,6 +425,7 @@ class FedDWA(Algorithm):
             models={"w": "down.x", "g": "down.x"},
             per_client=("x", "seen", *(["last"] if self.guidance == "previous" else [])),
             late=("serve",),
+            reported=("mix",),
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -513,11 +490,6 @@ class FedDWA(Algorithm):
             d, near = ops.nearest(guide, w, self.k, "groups" if by_groups else "exact")
             return ops.feddwa_weights(d, self.k).weight, near  # which are the nearest first
         return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
-
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """Of the clients who took part, `rows` [S]: whose models they were given, `index` [S, K],
-        and with which `weight` [S, K]."""
-        return {} if mix is None else mix.report(cohort)
 
 
 @options

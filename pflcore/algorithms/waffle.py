@@ -3,7 +3,6 @@ the others' gradients, and Weight Erosion, whose weights fall with the distance 
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Literal
 
@@ -143,7 +142,7 @@ class Waffle(Undefended, Scaffold):
     def traits(self) -> Traits:
         # recomputed, c is made anew of what is uploaded
         clipped = ("control", "c") if self.control_agg == "literal" else ("control",)
-        return super().traits._replace(required=(self.target,), clipped=clipped)
+        return super().traits._replace(required=(self.target,), clipped=clipped, reported=("mix",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return super().init(x0, n) | {"history": torch.full((n, 2), 1 / n, dtype=torch.float64)}
@@ -187,14 +186,7 @@ class Waffle(Undefended, Scaffold):
         psi = omega if self.psi is None else float(self.psi(round, rounds))
         if not (omega >= 0 and psi >= 0):
             refuse("omega and psi", "numbers >= 0", (omega, psi))
-        if omega > 1:
-            warnings.warn("omega exceeds 1: other clients may outweigh the target.", stacklevel=2)
         return omega, psi
-
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        """ "weights" [N] where everybody took part, else "weight" [S] of the clients "index"
-        [S]."""
-        return {} if mix is None else mix.report(cohort)
 
 
 @options

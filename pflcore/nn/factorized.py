@@ -16,14 +16,9 @@ from torch import Tensor
 from torch.nn.modules.utils import _pair
 
 from pflcore import ops
-from pflcore.check import Count, Kind, Positive, checked, need, of_hint, refuse
+from pflcore.check import Count, Kind, Positive, checked, need, refuse
 
 Init = Literal["match", "ibpwf"]
-ONE = of_hint(Count)
-SIDES = Kind(
-    "a whole number above 0, or two",
-    lambda v: all(map(ONE.fits, v if isinstance(v, tuple) else (v,))),
-)
 
 
 class _Factorized(nn.Module):
@@ -121,7 +116,7 @@ class FactorizedConv2d(_Factorized):
         self,
         in_channels: Count,
         out_channels: Count,
-        kernel_size: Annotated[int | tuple[int, int], SIDES],
+        kernel_size: Count | Sequence[Count],
         factors: Count,
         stride: int | tuple[int, int] = 1,
         padding: int | str | tuple[int, int] = 0,

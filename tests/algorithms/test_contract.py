@@ -3,7 +3,7 @@ that are what their annotations say, and what only we promise."""
 
 import sys
 import types
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "knnper": {"k": 3},
     "fedala": {"sample": 1.0},  # else it draws, and nothing is asked of its clients' numbers
 }
+WEIGHTINGS = ("samples", "uniform")
 MODELS_SENT = {  # down, up
     "fedavg": (1, 1),
     "fedprox": (1, 1),
@@ -72,6 +73,21 @@ def test_as_many_models_are_sent_as_the_docstring_says(name):
 
 # options -------------------------------------------------------------------------------------
 
+
+@every
+@pytest.mark.parametrize("option, others", [("server_lr", (0.5,)), ("weighting", WEIGHTINGS)])
+def test_an_option_that_is_offered_plays_a_part(name, option, others):
+    case = case_of(name)
+    for other in others:
+        try:
+            setup = case.setup(replace(case.given, **{option: other}))
+        except (TypeError, ValueError):  # it has no such option, or one choice
+            continue
+        last = {k: v for k, v in case.play(setup).states[-1].items() if v.is_floating_point()}
+        same = all(torch.equal(v, case.recorded.states[-1][k]) for k, v in last.items())
+        assert same is (getattr(case.given, option) == other)
+
+
 EDGES = [  # just outside of the bounds, and the last inside
     ("apfl", "alpha", 1.5, 1),
     ("apfl", "alpha", -0.1, 0),
@@ -96,7 +112,7 @@ def test_bounds():
 
 def wrong(hint):
     """Values of no use whatever the bounds."""
-    if get_origin(hint) is Annotated:
+    if get_origin(hint) is Annotated and get_args(hint)[0] in (int, float):
         fractions = [2.5] if get_args(hint)[0] is int else []
         return ["text", None, [1], float("nan"), float("inf"), True, *fractions]
     if get_origin(hint) is Literal:
@@ -137,7 +153,7 @@ NO_ALGORITHMS = {
     "'fedavgg'",
     "no_such_module:Mine": "importing 'no_such_module",
     "mine:Yours": "importing 'mine:Yours'",
-    "mine:number": f"expected 'mine:number' to be {DERIVED}, got int",
+    "mine:number": f"expected a name, {DERIVED} or an instance of one, got int",
     3: f"expected a name, {DERIVED} or an instance of one, got int",
     nn.Linear: f"expected a name, {DERIVED} or an instance of one, got Linear",
 }

@@ -30,7 +30,6 @@ LIMITS = [  # a method, what it keeps that is the other's model, and the other
     (QFedAvg(q=0.0), "x", FedAvg()),
     (FedALA(eta=0.0), "x", FedAvg()),
     (FedRoD(gamma=0.0), "x", FedAvg()),
-    (FedRoD(gamma=0.0, head="copy"), "x", FedAvg()),
     (FineTune(mu=1.0), "x", FedProx(mu=1.0)),
     (ClusteredFL(first=3, relative=True), "x", EVEN),
     (WeightErosion(p_d=0.0), "x", EVEN),

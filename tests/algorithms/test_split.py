@@ -147,10 +147,8 @@ def test_golden_fedrod_losses():
     assert int(scores.argmax()) == j2["pred_personal"]
 
 
-def test_fedrods_heads_start_as_zeros_or_copies_and_move():
-    algs = FedRoD(), FedRoD(head="copy")
-    zero, copied = (after(alg, tiny(), 3)[0].clients["h"] for alg in algs)
-    assert not torch.equal(zero, copied) and zero.abs().sum() > 0.1
+def test_fedrods_heads_move():
+    assert after(FedRoD(), tiny(), 3)[0].clients["h"].abs().sum() > 0.1
 
 
 def test_a_newcomer_to_fedrod_predicts_as_the_generic_model():

@@ -40,12 +40,11 @@ def test_omega_is_the_papers_sigmoid():
     assert Waffle(do=1e6).globality(9, 9)[0] == 0 and Waffle(do=-1e6).globality(9, 9)[0] == 1
 
 
-def test_globalities_that_cannot_be_and_a_warning():
+def test_globalities_and_targets_that_cannot_be():
     for value in (-0.1, math.nan):
         with pytest.raises(ValueError, match="omega"):
             Waffle(omega=lambda r, n, value=value: value).globality(1, 2)
-    with pytest.warns(UserWarning, match="omega exceeds 1"):
-        assert Waffle(omega=lambda r, n: 1.5, psi=lambda r, n: 0.5).globality(1, 2) == (1.5, 0.5)
+    assert Waffle(omega=lambda r, n: 1.5, psi=lambda r, n: 0.5).globality(1, 2) == (1.5, 0.5)
     with pytest.raises(ValueError, match="target"):
         begin(Waffle(target=3), tiny().net, 3)
     with pytest.raises(ValueError, match="target"):  # who is not asked

@@ -324,9 +324,6 @@ def test_a_malformed_option_ends_with_code_2(words, tmp_path, capsys):
 NO_PART = """\
 fedavg | {"hostile": 3} | hostile: expected its default beside defence=None
 fedavg | {"defence": "median", "hostile": 3} | hostile: expected its default beside
-fedavgm | {"beta2": 0.5} | beta2: expected its default beside optimizer='heavy_ball'
-fedavgm | {"tau": 0.1} | tau: expected its default beside optimizer='heavy_ball'
-fedadagrad | {"beta2": 0.5} | beta2: expected its default beside optimizer='adagrad'
 waffle | {"weighting": "samples"} | weighting: expected 'uniform'
 """
 

@@ -82,7 +82,7 @@ def test_what_travels_is_plain_tensors_of_the_algorithms_size():
     play(server, clients, ALL)
     down = server.download(0)
     up, n = clients[0].train(again(down))
-    assert n == 9 and all(type(v) is torch.Tensor for v in (*down.values(), *up.values()))
+    assert n == 10 and all(type(v) is torch.Tensor for v in (*down.values(), *up.values()))
     sent = sum(v.numel() for k, v in down.items() if v.is_floating_point() and k != "@about")
     assert sent == 3 * server.net.size  # the three others, each once
 

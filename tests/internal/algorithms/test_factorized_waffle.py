@@ -199,11 +199,6 @@ def test_clients_that_never_trained():
     prior = torch.cat([ibp.prior_mean(4, 4), ibp.prior_mean(3, 3)])
     assert bool((b("all")[2] == 1).all())
     close(b("prior", eval_mode="mean")[2], prior)
-    assert (b("adapt", eval_mode="mean", adapt_epochs=20)[2] - prior).abs().max() > 0.1
-    for ways in (b("prior"), b("adapt")):
-        assert torch.equal(ways[:2], b("all")[:2])  # those who trained keep their beliefs
-    setups = (Setup(replace(alg, never=n, adapt_epochs=30), s) for n in ("all", "prior", "adapt"))
-    _, plain, fitted = (evaluate(setup, state, "train")["loss"][2] for setup in setups)
-    assert fitted < plain  # the dictionary frozen, the beliefs fitted
+    assert torch.equal(b("prior")[:2], b("all")[:2])  # those who trained keep their beliefs
     assert all(torch.equal(v, before.clients[k]) for k, v in state.clients.items())
     assert torch.equal(state.server["x"], before.server["x"])
