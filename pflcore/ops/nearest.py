@@ -14,7 +14,7 @@ from pflcore.check import Count, Whole, checked
 from . import stream
 from ._words import check_same, expect
 from .sqdist import pairwise_sqdist
-from .stream import Bar, Progress, Rows, check_rows, meter, read, take, tensor_of
+from .stream import Rows, check_rows, read, take, tensor_of
 from .weights import feddwa_weights
 
 MARGIN = 1e-6  # twice what a distance may be off: the squared one has a relative error of 1e-6
@@ -38,7 +38,6 @@ def nearest(
     method: Literal["exact", "groups"] = "exact",
     *,
     pivots: Whole | None = None,
-    progress: Bar | None = None,
 ) -> Nearest:
     """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as `feddwa_weights` ranks:
     NaN is infinitely far, k >= N gives all.
@@ -48,7 +47,7 @@ def nearest(
     exact distances to `pivots` rows (None: the root of N), then, as |d(i, p) - d(j, p)| <= d(i, j),
     with a margin for rounding, only those to the groups that may hold a neighbour. It pays where
     clients are clustered; where less than half can be spared it takes all pairs, after some
-    7 / sqrt(N). `progress(done, of)` counts guides, True shows a bar.
+    7 / sqrt(N).
     """
     op = "nearest"
     none, few = check_rows(op, "guide", guide), check_rows(op, "rows", rows)
@@ -57,7 +56,7 @@ def nearest(
     expect(guide.shape[1] == p, op, "rows", wanted, f"{n} rows of {p}")
     expect(n > 0, op, "rows", "at least one row", "none")
     with torch.no_grad():
-        search = _Search(guide, rows, min(k, n), meter(progress))
+        search = _Search(guide, rows, min(k, n))
         if method == "exact":
             return search.exact()
         many = math.isqrt(n - 1) + 1 if pivots is None else pivots
@@ -136,8 +135,8 @@ class _Search:
     """The nearest rows so far: sqdist and index [M, K]; a place that nothing has taken yet is
     infinitely far, with index N."""
 
-    def __init__(self, guide: Rows, rows: Rows, k: int, report: Progress) -> None:
-        self.guide, self.rows, self.k, self.report = guide, rows, k, report
+    def __init__(self, guide: Rows, rows: Rows, k: int) -> None:
+        self.guide, self.rows, self.k = guide, rows, k
         self.m, self.n = guide.shape[0], rows.shape[0]
         self.device = tensor_of(rows[:0]).device
         self.sqdist = torch.full((self.m, k), math.inf, dtype=torch.float64, device=self.device)
@@ -189,7 +188,6 @@ class _Search:
         for first in range(0, self.m, step):
             last = min(first + step, self.m)
             self.compare(guides[first:last], everybody)
-            self.report(last, self.m)
         return Nearest(self.sqdist, self.index)
 
     def groups(self, members: list[Tensor], home: Tensor, bound: Tensor) -> Nearest:
@@ -214,5 +212,4 @@ class _Search:
         for g, group in enumerate(members):
             near = ~seen[:, g] & (bound[:, g] <= self.sqdist[:, -1])
             self.compare(torch.nonzero(near)[:, 0], group)
-            self.report((g + 1) * self.m // len(size), self.m)
         return Nearest(self.sqdist, self.index)
