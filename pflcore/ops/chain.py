@@ -18,14 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._library import changed, define
-from .sgd import clipped
-from .sgd import reference as sgd_step_
+from ._library import changed, define, kernels
 
 KINDS = ("linear", "conv", "pool", "act", "flatten", "dropout", "norm", "scale")
 ACTS: tuple[Callable[[Tensor], Tensor], ...] = (torch.relu, torch.tanh, torch.sigmoid, F.gelu)
 FIELDS = 8
-CHUNK = 128  # samples of a client that the references take at once
+CHUNK = 256  # samples of a client that the references take at once
 
 _STEP = -7046029254386353131  # 2^64 / golden ratio, as int64: successive counters land far apart
 # the multipliers of the 64-bit finaliser of SplitMix (Steele et al. 2014)
@@ -174,53 +172,6 @@ class Head(NamedTuple):
 HEAD = len(Head._fields)
 
 
-def sgd_reference(w: Tensor, *args: Any) -> Tensor:  # [S] float64, the sum of batches' mean losses
-    """Everybody's k-th step at once on the rows `w` [S, Q], with sample weights that are 0 beyond a
-    short batch.
-
-    After the head: places in the pool [S, passes, longest]; on the CPU each client's samples and
-    steps [S]; the size of a batch, and whether a short one is left out; seeds of dropout [S,
-    passes], to which the place within the pass is added (None: no dropout); then as `sgd_step_`,
-    the largest norm of a minibatch's gradient (inf: any), and what gradients are added to [S, Q].
-    """
-    head, (order, size, steps, batch_size, drop_last, seeds) = Head(*args[:HEAD]), args[HEAD:][:6]
-    lr, shift, mask, mu, mu_rows, anchor, momentum, weight_decay, clip, grad_sum = args[HEAD + 6 :]
-    device, buffer = w.device, torch.zeros_like(w) if momentum else None
-    loss = torch.zeros(len(w), dtype=torch.float64, device=device)
-    whole = size.clamp(1, batch_size)
-    cuts = (size // whole if drop_last else -(size // -whole)).clamp(min=1)
-    at = torch.arange(min(batch_size, max(1, order.shape[2])))
-    for k in range(int(steps.max()) if len(steps) else 0):
-        on = (steps > k).nonzero()[:, 0]  # those who still train
-        turn, epoch = k % cuts[on], k // cuts[on]
-        first = turn * whole[on]
-        inside = at < torch.minimum(whole[on], size[on] - first)[:, None]  # [s, B]
-        place = (first[:, None] + at) * inside
-        some, epoch = on.to(device), epoch.to(device)
-        index = order[some, epoch].gather(1, place.to(device))
-        weight = (inside.double() / inside.sum(1, keepdim=True)).to(w)
-        rows = w[some]
-        own_seeds = None if seeds is None else seeds[some, epoch] + turn.to(device)
-        grad, value = head.gradient(rows, some, index, weight, own_seeds)
-        loss[some] += value.double()
-        if clip < float("inf"):
-            grad = clipped(grad, clip)
-        if grad_sum is not None:
-            grad_sum[some] += grad + weight_decay * rows
-        own_shift, own_anchor, own = (
-            None if t is None else t[some] for t in (shift, anchor, buffer)
-        )
-        own_mask = mask if mask is None or mask.dim() == 1 else mask[some]
-        rates = None if mu_rows is None else mu_rows.to(device)[some]
-        sgd_step_(
-            rows, grad, lr, own_shift, own_mask, mu, rates, own_anchor, momentum, own, weight_decay
-        )
-        w[some] = rows
-        if buffer is not None and own is not None:
-            buffer[some] = own
-    return loss
-
-
 def grad_reference(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Gradients [S, Q] of the mean losses, [S] float64, on `order` [S, longest] places in the pool,
     of which each client takes `size` [S]; with `seeds` [S] in training mode."""
@@ -290,18 +241,29 @@ def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_sgd(order), order.new_empty(len(order), dtype=torch.bool), scores
 
 
-_chain_sgd_ = define(
+_chain_sgd_: Callable[..., Tensor] = define(
     f"chain_sgd_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, bool drop_last, "
     "Tensor? seeds, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? "
     "anchor, float momentum, float weight_decay, float clip, Tensor(b!)? grad_sum) -> Tensor",
-    sgd_reference,
+    None,
     _fake_sgd,
 )
 
 
-def chain_sgd_(w: Tensor, *args: Any) -> Tensor:
-    """See `sgd_reference`; autograd learns that `w` and the sums of gradients are not what they
-    were."""
+def trains(device: torch.device) -> bool:
+    """Whether `chain_sgd_`, which is a kernel alone, runs there."""
+    return device.type == "cpu" and kernels is not None
+
+
+def chain_sgd_(w: Tensor, *args: Any) -> Tensor:  # [S] float64, the sum of batches' mean losses
+    """All steps of local SGD on the rows `w` [S, Q], in place; autograd learns that these and the
+    sums of gradients are not what they were.
+
+    After the head: places in the pool [S, passes, longest]; on the CPU each client's samples and
+    steps [S]; the size of a batch, and whether a short one is left out; seeds of dropout [S,
+    passes], to which the place within the pass is added (None: no dropout); then as `sgd_step_`,
+    the largest norm of a minibatch's gradient (inf: any), and what gradients are added to [S, Q].
+    """
     loss = _chain_sgd_(w, *args)
     changed(w, args[-1])
     return loss

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from internal.chains import INF, KINDS, A, M, Problem, R, T
+from internal.chains import INF, KINDS, A, M, Problem, R, T, by_steps
 from laws import integers
 from places import ran
 from tolerance import F32, F64, assert_close
@@ -29,7 +29,7 @@ def close(got, want, dtype, size):
 # values -----------------------------------------------------------------
 
 
-@isa
+@pytest.mark.usefixtures("kernels")
 @given(
     st.sampled_from(KINDS),
     st.lists(st.sampled_from([1, 2, 5, 16, 33, 47]), min_size=1, max_size=3),
@@ -64,7 +64,7 @@ def test_every_combination_of_options_is_autograd(kind, sizes, batch, dtype, swi
     }
     sums, want_sums = torch.zeros_like(p.w), torch.zeros_like(p.w).double()
     w, loss = p.train(**o, sums=sums if summed else None)
-    want, want_loss = p.train(reference.chain_sgd_, F64, **o, sums=want_sums if summed else None)
+    want, want_loss = p.train(by_steps, F64, **o, sums=want_sums if summed else None)
     close(w, want, dtype, 1 + want.abs())
     close(loss, want_loss, dtype, 10 + want_loss.abs())
     close(sums, want_sums, dtype, 1 + want_sums.abs().max())

@@ -76,7 +76,9 @@ def called(name):
 def test_opcheck(name, arguments):
     """Schema, autograd, and shapes, dtypes and strides without values."""
     few = {}
-    if name in ("chain_sgd_", "chain_grad") and library.kernels is None:
+    if name == "chain_sgd_" and library.kernels is None:
+        pytest.skip("the kernels are not loaded")
+    if name == "chain_grad" and library.kernels is None:
         # the others run the reference below autograd, by which it differentiates
         few = {"test_utils": "test_autograd_registration"}
     opcheck(called(name), arguments, **few)
@@ -97,6 +99,7 @@ def test_references_warn_once(monkeypatch):
         ops.pairwise_sqdist(torch.ones(2, 2))
 
 
+@pytest.mark.skipif(library.kernels is None, reason="the kernels are not loaded")
 def test_a_chains_steps_are_seen_by_autograd():
     """A product that has saved the weights, or the sum of gradients, notices that they change."""
     *_, (_, (w, *others)) = (s for s in samples() if s[0] == "chain_sgd_")
