@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
-
 lib = torch.library.Library("pflcore", "FRAGMENT")
 R = TypeVar("R")
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import BUDGET, changed, define, forward_mode, lib, nothing, warn_once
+from ._library import changed, define, forward_mode, lib, nothing, warn_once
 from ._words import (
     apart,
     beside,
@@ -144,35 +144,15 @@ def _formula(
     return (total if base is None else base.to(wide) + total).to(dtype)
 
 
-def reference(
-    updates: Tensor,
-    weight: Tensor,
-    index: Tensor | None,
-    base: Tensor | None,
-    lr: float,
-    precise: bool,
-) -> Tensor:  # [M, P]
-    """`reference_out` into a fresh result of base's dtype, or else of updates'."""
-    out = _fake(updates, weight, index, base)
-    reference_out(updates, weight, index, base, lr, precise, out)
-    return out
+def reference(*how: Any) -> Tensor:  # [M, P]
+    """base + lr * (weight @ updates) of the arguments of `_formula`, in base's dtype, or else in
+    that of updates."""
+    return _formula(*how, True)
 
 
-def reference_out(
-    updates: Tensor,  # [N, P]
-    weight: Tensor,  # [M, N], or [M, K] with index
-    index: Tensor | None,  # [M, K] int64
-    base: Tensor | None,  # [P] or [M, P]
-    lr: float,
-    precise: bool,
-    out: Tensor,  # [M, P]
-) -> None:
-    """out = base + lr * (weight @ updates), strip by strip."""
-    width = max(1, BUDGET // max(1, updates.shape[0] + weight.shape[0]))
-    for start in range(0, updates.shape[1], width):
-        strip = slice(start, start + width)
-        onto = None if base is None else base[..., strip]
-        out[:, strip] = _formula(updates[:, strip], weight, index, onto, lr, precise, True)
+def reference_out(*how: Any) -> None:
+    """`reference` into the last argument, [M, P]."""
+    how[-1].copy_(reference(*how[:-1]))
 
 
 def _fake(

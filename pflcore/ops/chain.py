@@ -3,15 +3,14 @@ in one call.
 
 A model is a *program*: a table of layers with their shapes and the places of their weights in a
 flat row (see `layer`). The kernels keep a client's row, activations and gradients in the caches of
-one core; results depend neither on the threads nor on who else takes part. The references below
-take every client's k-th step at once, in differentiable torch: they are what runs on a GPU.
+one core; results depend neither on the threads nor on who else takes part. Gradients have a
+reference in differentiable torch, which takes all clients at once: that is what runs on a GPU.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -191,34 +190,6 @@ def grad_reference(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return grad, loss
 
 
-def eval_reference(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [n] float64, right answers [n], scores [n, classes] of the rows `w` [S, Q], one
-    expanded where all have one model.
-
-    After the head: places in the pool [n], client after client; where each one's begin [S + 1], on
-    the CPU; 0 classes: no scores are wanted.
-    """
-    head, (order, begin, classes) = Head(*args[:HEAD]), args[HEAD:]
-    n = len(order)
-    owner = torch.arange(len(w)).repeat_interleave(begin.diff().cpu()).to(w.device)
-    loss = torch.zeros(n, dtype=torch.float64, device=w.device)
-    right = torch.zeros(n, dtype=torch.bool, device=w.device)
-    scores = w.new_empty(n if classes else 0, classes)
-    ends = begin.tolist() if len(w) > 1 and w.stride(0) else [0, n]
-    for i, (first, last) in enumerate(pairwise(ends)):
-        for a in range(first, last, CHUNK):
-            b = min(last, a + CHUNK)
-            x, labels = head.samples(owner[a:b], order[a:b, None])
-            found = forward(head.program, w[i : i + 1], x.transpose(0, 1), None)[0]
-            labels = labels[:, 0]
-            loss[a:b] = losses(head.criterion, found[None], labels[None])[0].double()
-            many = head.criterion == "cross_entropy"
-            right[a:b] = found.argmax(1) == labels if many else (found[:, 0] > 0) == (labels > 0)
-            if classes:
-                scores[a:b] = found
-    return loss, right, scores
-
-
 # --- as torch sees them -----------------------------------------------------
 
 _HEAD = (
@@ -250,8 +221,8 @@ _chain_sgd_: Callable[..., Tensor] = define(
 )
 
 
-def trains(device: torch.device) -> bool:
-    """Whether `chain_sgd_`, which is a kernel alone, runs there."""
+def has_kernels(device: torch.device) -> bool:
+    """Whether `chain_sgd_` and `chain_eval`, which are kernels alone, run there."""
     return device.type == "cpu" and kernels is not None
 
 
@@ -274,8 +245,11 @@ chain_grad = define(
     grad_reference,
     _fake_grad,
 )
-chain_eval = define(
+# Losses [n] float64, right answers [n], scores [n, classes] of the rows `w` [S, Q], one expanded
+# where all have one model. After the head: places in the pool [n], client after client; where each
+# one's begin [S + 1], on the CPU; 0 classes: no scores are wanted.
+chain_eval: Callable[..., tuple[Tensor, Tensor, Tensor]] = define(
     f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, Tensor)",
-    eval_reference,
+    None,
     _fake_eval,
 )

@@ -19,7 +19,7 @@ from pflcore import ops
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import onto
 from pflcore.nn.mode import context, forward_mode
-from pflcore.ops.chain import chain_grad, chain_sgd_, trains
+from pflcore.ops.chain import chain_grad, chain_sgd_, has_kernels
 from pflcore.ops.sgd import check_sgd, clipped, corrected
 from pflcore.train.batches import Batches, Step
 from pflcore.train.chain import Chain
@@ -190,7 +190,7 @@ def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -
     sgd, chain = t.local_optimizer == "sgd", chunk.engine.chain
     shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
     check_sgd(w, w, lr, shift, mask, 0.0 if mu is None else mu, anchor, 0.0, None, t.weight_decay)
-    if sgd and chain is not None and trains(w.device):
+    if sgd and chain is not None and has_kernels(w.device):
         chunk.losses += by_kernels(chunk, chain, w, terms, t, lr, grads)
         return
     alone = chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size)

@@ -40,9 +40,12 @@ def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model):
     start = setting.net.w0 + 0.01 * torch.randn(3, setting.net.size, dtype=torch.float64)
     found = []
     for kernels in (True, False):
-        monkeypatch.setattr(engines, "trains", lambda device, kernels=kernels: kernels)
+        for room in (engines, clients):
+            monkeypatch.setattr(room, "has_kernels", lambda device, kernels=kernels: kernels)
         done = fit(at_work(setting), start, prox=(0.3, start + 1), mean_grad=True)
-        found.append((done.w, done.grad, done.loss))
+        found.append(
+            (done.w, done.grad, done.loss, *at_work(setting).measure({"w": start}, "train"))
+        )
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
 
