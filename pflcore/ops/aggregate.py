@@ -144,10 +144,16 @@ def _formula(
     return (total if base is None else base.to(wide) + total).to(dtype)
 
 
-def reference(*how: Any) -> Tensor:  # [M, P]
-    """base + lr * (weight @ updates) of the arguments of `_formula`, in base's dtype, or else in
-    that of updates."""
-    return _formula(*how, True)
+def reference(
+    updates: Tensor,  # [N, P]
+    weight: Tensor,  # [M, N], or [M, K] with index
+    index: Tensor | None,  # [M, K] int64
+    base: Tensor | None,  # [P] or [M, P]
+    lr: float,
+    precise: bool,
+) -> Tensor:  # [M, P]
+    """base + lr * (weight @ updates), in base's dtype, or else in that of updates."""
+    return _formula(updates, weight, index, base, lr, precise, True)
 
 
 def reference_out(*how: Any) -> None:

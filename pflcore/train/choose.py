@@ -76,20 +76,18 @@ def check(net: Net, data: Federation, training: Training) -> None:
 
 
 def check_single(net: Net, data: Federation, training: Training) -> None:
-    """Batch norm cannot train on one sample: is there a client whose batch has no second one, and
-    may it join the one before?"""
+    """Batch norm cannot train on one sample: where it is a client's last batch, it joins the one
+    before; is there a client who has no other?"""
     size, batch = data.size("train"), training.batch_size
     lone = (size == 1) | (batch == 1)
-    alone = lone | ((size % batch == 1) & (not training.drop_last))
-    if not alone.any():
+    if not (lone | (size % batch == 1)).any():
         return
     try:
         passed(net, data, *samples(data, 1), True)
     except Unfit as e:
-        net.joins = training.join_last
-        refused = lone if net.joins else alone
-        if refused.any():
-            i = int(refused.nonzero()[0])
+        net.joins = True
+        if lone.any():
+            i = int(lone.nonzero()[0])
             raise Unfit(
                 f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one "
                 "sample, on which this model cannot train, as batch norm cannot; take another "

@@ -108,11 +108,9 @@ class Training:
     momentum: Momentum = 0.0  # its buffer starts at zero in every round
     # added to the gradient as weight_decay * w; AdamW: decoupled
     weight_decay: NonNegative = 0.0
-    # leave out the last minibatch where it is smaller than the others
+    # leave out the last minibatch where it is smaller than the others; one of a single sample, on
+    # which a model (batch norm) cannot train, joins the one before it
     drop_last: bool = False
-    # where a model (batch norm) cannot train on one sample, a last batch of one joins the one
-    # before it
-    join_last: bool = True
     reshuffle: bool = True  # False: one order of the samples for the whole run
     schedule: Annotated[Schedule, Kind(WANTED, callable)] | None = None
     local_optimizer: Literal["sgd", "adamw"] = "sgd"  # of each client
