@@ -43,11 +43,8 @@ def sgd_step_(
     """
     check_sgd(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay)
     warn_once()
-    rows = mu if isinstance(mu, Tensor) and mu.dim() else None
-    if isinstance(mu, Tensor) and rows is None and torch.compiler.is_compiling():
-        rows = mu.expand(len(w))  # its value is not known while a graph is made
-    mu = 0.0 if rows is not None else float(mu)
-    _op(w, grad, lr, shift, mask, mu, rows, anchor, momentum, buffer, weight_decay)
+    one, each = (0.0, mu) if isinstance(mu, Tensor) else (mu, None)
+    _op(w, grad, lr, shift, mask, one, each, anchor, momentum, buffer, weight_decay)
     changed(w, buffer if momentum else None)
 
 
@@ -80,7 +77,7 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
     elif momentum:
         wanted = f"{list(w.shape)} where momentum is {momentum}"
         refuse(op, "buffer", wanted, "None", "use torch.zeros_like(w)")
-    if isinstance(mu, Tensor) and mu.dim():
+    if isinstance(mu, Tensor):
         expect(mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", shape(mu))
         beside(op, "w", w, "mu", mu)
     else:
