@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -135,48 +135,23 @@ def losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
     return (z - y.to(z.dtype)).square() * (1.0 if criterion == "squared" else 0.5)
 
 
-class Head(NamedTuple):
-    """What a call begins with: the model, its loss and the pool that samples are taken from."""
-
-    program: Tensor  # [L, 9] float64, see `layer`
-    criterion: str
-    c: int
-    h: int
-    wide: int  # of one sample
-    x: Tensor  # [n, ...]
-    y: Tensor  # [n] int64 labels, or numbers of w's dtype
-    relabel: Tensor | None  # [S, classes] a label as each client knows it
-
-    def samples(self, some: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """x [s, B, C, H, W] and labels [s, B] at the places `index` [s, B] of the clients
-        `some`."""
-        y = self.y[index]
-        y = y if self.relabel is None else self.relabel[some].gather(1, y)
-        return self.x[index].reshape(*index.shape, self.c, self.h, self.wide), y
-
-    def gradient(
-        self, w: Tensor, some: Tensor, index: Tensor, weight: Tensor, seeds: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The gradient [s, Q] of `(weight * losses).sum(1)`, and those sums [s]; a sample of
-        weight 0 does not count, whatever its loss."""
-        x, y = self.samples(some, index)
-        with torch.enable_grad():
-            rows = w.detach().requires_grad_()
-            loss = losses(self.criterion, forward(self.program, rows, x, seeds), y)
-            total = torch.where(weight != 0, loss * weight, 0.0).sum(1)
-            (g,) = torch.autograd.grad(total.sum(), rows)
-        return g, total.detach()
-
-
-HEAD = len(Head._fields)
-
-
-def grad_reference(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Gradients [S, Q] of the mean losses, [S] float64, on `order` [S, longest] places in the pool,
-    of which each client takes `size` [S]; with `seeds` [S] in training mode."""
-    head, (order, size, seeds) = Head(*args[:HEAD]), args[HEAD:]
+def grad_reference(
+    w: Tensor,  # [S, Q]
+    program: Tensor,  # [L, 9] float64, see `layer`
+    criterion: str,
+    c: int,
+    h: int,
+    wide: int,  # of one sample
+    x: Tensor,  # [n, ...]
+    y: Tensor,  # [n] int64 labels, or numbers of w's dtype
+    relabel: Tensor | None,  # [S, classes] a label as each client knows it
+    order: Tensor,  # [S, longest] places in the pool
+    size: Tensor,  # [S] how many of them each client takes
+    seeds: Tensor | None,  # [S] in training mode
+) -> tuple[Tensor, Tensor]:  # [S, Q], [S] float64
+    """Gradients of the clients' mean losses, and these."""
     grad, loss = torch.zeros_like(w), torch.zeros(len(w), dtype=torch.float64, device=w.device)
-    some, of = torch.arange(len(w), device=w.device), size.to(w.device)[:, None]
+    of = size.to(w.device)[:, None]
     # a mask's numbers go through the whole batch
     step = max(1, order.shape[1]) if seeds is not None else CHUNK
     for a in range(0, order.shape[1], step):
@@ -184,14 +159,22 @@ def grad_reference(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         inside = torch.arange(a, a + index.shape[1], device=w.device) < of
         weight = (inside.double() / of.clamp(min=1)).to(w)
         index = torch.where(inside, index, order[:, :1])
-        g, value = head.gradient(w, some, index, weight, seeds)
+        labels = y[index] if relabel is None else relabel.gather(1, y[index])
+        samples = x[index].reshape(*index.shape, c, h, wide)
+        with torch.enable_grad():
+            rows = w.detach().requires_grad_()
+            each = losses(criterion, forward(program, rows, samples, seeds), labels)
+            # a sample of weight 0 does not count, whatever its loss
+            total = torch.where(weight != 0, each * weight, 0.0).sum(1)
+            (g,) = torch.autograd.grad(total.sum(), rows)
         grad += g
-        loss += value.double()
+        loss += total.detach().double()
     return grad, loss
 
 
 # --- as torch sees them -----------------------------------------------------
 
+# what every call begins with, as `grad_reference` has it
 _HEAD = (
     "Tensor program, str criterion, int c, int h, int w_, Tensor x, Tensor y, Tensor? relabel, "
     "Tensor order"
@@ -207,7 +190,7 @@ def _fake_grad(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    order, classes = args[HEAD], args[-1]
+    order, classes = args[8], args[-1]
     scores = w.new_empty(len(order) if classes else 0, classes)
     return _fake_sgd(order), order.new_empty(len(order), dtype=torch.bool), scores
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from pflcore.check import Count, Kind, Momentum, NonNegative, Positive, check, of_hint
 
@@ -48,11 +48,6 @@ def _rates(function: Callable[..., Any], lr: float, rounds: int) -> Iterator[Any
         return
     optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=lr)
     scheduler = function(optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise TypeError(
-            "ReduceLROnPlateau looks at results, and a schedule is fixed before the first round; "
-            "stop early with pflcore.EarlyStopping and go on with a smaller lr from history.state"
-        )
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"it made {type(scheduler).__name__}")
     if optimizer.param_groups[0]["momentum"]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from pflcore import Federation, Simulation, Training, cross_silo
-from pflcore.data import federation_of, padded, partition
+from pflcore.data import federation_of, partition
 
 
 def index(*lists):
@@ -427,8 +427,6 @@ def test_other_bad_input_is_one_sentence():
             Federation.from_table(X, Y, ids)
     with sentence("y_test: expected numbers in one array"):
         Federation.from_partition(X, Y, IID, x_test=X)
-    with sentence("value: expected a whole number, as the sequences"):
-        padded([[5, 6], [8]], value=0.5)
 
 
 # -- what is trained on them -------------------------------------------------
