@@ -190,21 +190,15 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Te
 def _backward_vmap(
     info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    size, needs = info.batch_size, args[5:]
     # a gradient is wanted for each vmapped slice, so a shared input is repeated (without a copy)
-    # rather than summed over the slices
+    # rather than summed over the slices; what has no clients' axis gets one of length 1
+    size, needs = info.batch_size, [True] * 4
     given = zip(args[:5], in_dims[:5], strict=True)
     front = [t.expand(size, *t.shape) if d is None else t.movedim(d, 0) for t, d in given]
     inner = [t.dim() - 1 > own for t, own in zip(front, (2, *_OWN), strict=True)]
-    backward = _op_backward
-    if any(inner):  # where there is a clients' axis already, by plain torch
-        front = [t if own else t.unsqueeze(1) for t, own in zip(front, inner, strict=True)]
-        backward = backward_reference
-    out = []
-    for g, own, need in zip(backward(*front, *needs), inner[1:], needs, strict=True):
-        g = g if need else g.new_empty(size, 0)
-        out.append(g.squeeze(1) if need and any(inner) and not own else g)
-    return tuple(out), (0, 0, 0, 0)
+    wide = [t if own else t.unsqueeze(1) for t, own in zip(front, inner, strict=True)]
+    grads = zip(backward_reference(*wide, *needs), inner[1:], strict=True)
+    return tuple(g if own else g.squeeze(1) for g, own in grads), (0, 0, 0, 0)
 
 
 torch.library.register_vmap("pflcore::rank1_linear", _vmap, lib=lib)
