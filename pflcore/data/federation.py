@@ -162,7 +162,6 @@ class Federation(Samples):
         """A training pool x [n, ...], y [n], an optional test pool, and a partition of ``cat(y,
         y_test)`` as :mod:`pflcore.data.partition` makes them."""
         x, y = tensor(x, "x"), target(y, "y")
-        need((x_test is None) == (y_test is None), "x_test", "y_test beside it", None)
         if x_test is not None:
             xt, yt = tensor(x_test, "x_test"), target(y_test, "y_test")
             need(xt.shape[1:] == x.shape[1:], "x_test", f"inputs {list(x.shape[1:])}, as x has", xt)
@@ -372,13 +371,10 @@ def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
     ids: Any = np.asarray(client.cpu() if isinstance(client, Tensor) else client)
     if ids.dtype == object and all(isinstance(i, str) for i in ids):
         ids = ids.astype(str)
-    if ids.dtype.kind == "u" and not (ids >= 2**63).any():
-        ids = ids.astype(np.int64)
-    fits = ids.shape == (count,) and ids.dtype.kind in "iU"
+    fits = ids.shape == (count,) and ids.dtype.kind in "iuU"
     need(fits, "client", f"a whole number or a string for each of {count:,} samples", ids)
-    order = np.argsort(ids, kind="stable")
-    names, size = np.unique(ids[order], return_counts=True)
-    return Ragged(torch.from_numpy(order), torch.from_numpy(size)), tuple(names.tolist())
+    names, owner = np.unique(ids, return_inverse=True)
+    return Ragged.grouped(np.arange(count), owner, len(names)), tuple(names.tolist())
 
 
 def _columns(frame: Any, y: str, client: str) -> tuple[Any, Any, Any]:

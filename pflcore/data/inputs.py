@@ -147,8 +147,6 @@ def padded(
     rows = [tensor(s, f"sequences[{i}]", own[i]) for i, s in enumerate(sequences)]
     alike = len({(r.dtype, r.shape[1:], r.dim() > 0) for r in rows}) == 1 and rows[0].dim()
     need(alike, "sequences", "at least one, of one dtype and the same features", sequences)
-    whole = rows[0].is_floating_point() or float(value).is_integer()
-    need(whole, "value", "a whole number, as the sequences are", value)
     size = torch.tensor([len(r) for r in rows])
     length = int(size.max()) if length is None else length
     out = rows[0].new_full((len(rows), length, *rows[0].shape[1:]), value)

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from pflcore.check import need
+from pflcore.check import need, optional
 from pflcore.data.federation import Classes, Federation, infer
 from pflcore.data.samples import SPLITS
-from pflcore.data.sources import digest_of, known, package, reading
+from pflcore.data.sources import EXTRA, digest_of, known, reading
 
 Where = str | os.PathLike[str]
 Pairs = dict[str, dict[str, tuple[Any, Any]]]  # client -> split -> (x, y)
@@ -45,18 +44,11 @@ def vehicle(root: Where | None = None) -> Federation:
     """Vehicle sensors: 23 sensors, 43,695 samples of 100 features, two kinds of vehicle; labels -1
     and 1 become 0 and 1.
 
-    Reads ``vehicle/vehicle.mat`` (MALSAR's cell format) or LEAF JSON files under ``vehicle/``
-    (``train/`` and ``test/``, or one folder).
+    Reads ``vehicle/vehicle.mat`` (MALSAR's cell format).
     """
-    at = _root(root) / "vehicle"
-    if (at / "vehicle.mat").is_file():
-        pairs = zip(*read_cells(at / "vehicle.mat"), strict=True)
-        fed = Federation.from_clients(pairs, classes=None, name="vehicle")
-    else:
-        fed = leaf(at, classes=None, name="vehicle")
-    kinds = fed.y.unique().tolist()
-    need(len(kinds) == 2, "vehicle", "two kinds of labels", kinds[:5])
-    return fed._with(y=(fed.y == max(kinds)).long(), classes=2)
+    x, y = read_cells(_root(root) / "vehicle" / "vehicle.mat")
+    pairs = [(a, (b > 0).astype(np.int64)) for a, b in zip(x, y, strict=True)]
+    return Federation.from_clients(pairs, classes=2, name="vehicle")
 
 
 def femnist(root: Where | None = None) -> Federation:
@@ -69,7 +61,7 @@ def femnist(root: Where | None = None) -> Federation:
     if not (at / "fed_emnist_train.h5").is_file():
         fed = leaf(at, classes=62, name="femnist")
         return fed._with(x=fed.x.reshape(-1, 1, 28, 28))
-    h5py, clients = package("h5py", "h5py"), Pairs()
+    h5py, clients = optional("h5py", "h5py", "data: it"), Pairs()
     for split in ("train", "test"):
         path = at / f"fed_emnist_{split}.h5"
         with reading(f"{path}: expected TFF's HDF5 file, got none"), h5py.File(path) as file:
@@ -84,23 +76,17 @@ def leaf(path: Where, *, classes: Classes = "infer", name: str | None = None) ->
     "y": [...]}}}``.
 
     ``path``: one file, a folder of files, or a folder with ``train/`` and ``test/`` (below
-    ``data/`` too). Clients in the order of the training users. Where the test users are other
-    people (LEAF's split by user), everybody's samples are "train" and ``truth["held_out"]`` [N]
-    marks them. Integer y are labels; ``classes=None`` reads them as regression targets.
+    ``data/`` too). Clients in the order of the training users; integer y are labels;
+    ``classes=None`` reads them as regression targets.
     """
     base = Path(path)
     base = base / "data" if (base / "data" / "train").is_dir() else base
-    users = {s: _leaf_users(p, classes) for s, p in _parts(base).items()}
-    strangers = users.get("test", {}).keys() - users["train"].keys()
-    apart = bool(strangers) and len(strangers) == len(users["test"])
     clients = Pairs()
-    for split, of in users.items():
-        for user, pair in of.items():
-            if split == "train" or len(pair[1]):
-                clients.setdefault(user, {})["train" if apart else split] = pair
-    fed = _federation(clients, classes, name or f"leaf {base.name}")
-    held = torch.tensor([u in strangers for u in clients])
-    return fed._with(truth={"held_out": held}) if apart else fed
+    for split, part in _parts(base).items():
+        for user, pair in _leaf_users(part, classes).items():
+            if len(pair[1]):
+                clients.setdefault(user, {})[split] = pair
+    return _federation(clients, classes, name or f"leaf {base.name}")
 
 
 def folder(
@@ -174,7 +160,7 @@ def _natural(path: Path) -> str:
 def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
     """MALSAR's cell format: ``X`` a cell of [n_i, d] matrices and ``Y`` one of [n_i, 1], a cell
     entry per client; as float64 arrays."""
-    io = package("scipy.io")
+    io = optional("scipy.io", EXTRA, "data: it")
     with reading(f"{path}: expected a .mat file with the cells X and Y, got none"):
         mat = {k.upper(): v for k, v in io.loadmat(path).items()}
         x, y = ([np.asarray(c, np.float64) for c in mat[k].reshape(-1)] for k in "XY")
@@ -199,8 +185,6 @@ def _typed(x: Any, y: Any, classes: Classes) -> tuple[Any, Any]:
     None."""
     y = np.asarray(y)
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
-    if classes == "infer" and y.size and set(y.tolist()) <= {-1, 1}:
-        y = (y > 0).astype(np.int64)
     labels = classes is not None and y.dtype.kind in "iu"
     return np.asarray(x, np.float32), y.astype(np.int64 if labels else np.float32)
 

@@ -5,7 +5,6 @@ Indices count through cat(labels, test_labels), so that one pool holds both.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -140,13 +139,11 @@ def iid(labels: Labels, rng: Random, *, sizes: Sizes = None) -> Partition:
 
 
 def _weights(sizes: Sizes, n: int) -> NDArray[np.object_]:
-    """Whole weights [N], exactly in the proportions `sizes`: 0.1 is a tenth, not its float."""
+    """Weights [N], exactly in the proportions `sizes`: 0.1 is a tenth, not its float."""
     values = SIZES[sizes] if isinstance(sizes, str) else [1] if sizes is None else list(sizes)
     need(len(values) > 0, "sizes", "at least one proportion", values)
-    exact = [Fraction(str(v)) for v in values]
-    unit = math.lcm(*(f.denominator for f in exact))
-    whole = np.array([int(f * unit) for f in exact], dtype=object)
-    return whole[np.arange(n) % len(whole)]
+    exact = [v if isinstance(v, int) else Fraction(str(v)) for v in values]
+    return np.array(exact, dtype=object)[np.arange(n) % len(exact)]
 
 
 @checked

@@ -101,12 +101,13 @@ def even(total: int, parts: int) -> Ints:
 
 
 def in_proportion(totals: Ints, weights: NDArray[np.object_]) -> Ints:
-    """Counts [C, N] in exact proportion to whole weights [C, N]: total * cumsum // sum, then diff.
+    """Counts [C, N] in exact proportion to weights [C, N], whole or fractions: total * cumsum //
+    sum, then diff.
 
     Every sample is dealt, but for a class whose weights are all 0. Python's integers: no overflow.
     """
     up = np.cumsum(weights, axis=1)
-    at = totals.astype(object)[:, None] * up // np.maximum(up[:, -1:], 1)
+    at = totals.astype(object)[:, None] * up // np.where(up[:, -1:] > 0, up[:, -1:], 1)
     counts: Ints = np.diff(at, prepend=0).astype(np.int64)
     return counts
 

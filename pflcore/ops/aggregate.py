@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import BUDGET, changed, define, forward_mode, lib, nothing, warn_once
+from ._library import changed, define, forward_mode, lib, nothing, warn_once
 from ._words import (
     apart,
     beside,
@@ -98,9 +98,6 @@ def check_out(
     apart(op, "out", out)
     if torch.compiler.is_compiling():
         return
-    if out.is_neg() or out.is_conj():
-        held = "memory that holds its numbers as they are"
-        refuse(op, "out", held, "the negative of other numbers")
     some = any(t is not None and t.requires_grad for t in (updates, weight, base, out))
     if some and torch.is_grad_enabled():
         came, remedy = "inputs that require grad", "leave out away or use torch.no_grad()"
@@ -145,34 +142,20 @@ def _formula(
 
 
 def reference(
-    updates: Tensor,
-    weight: Tensor,
-    index: Tensor | None,
-    base: Tensor | None,
-    lr: float,
-    precise: bool,
-) -> Tensor:  # [M, P]
-    """`reference_out` into a fresh result of base's dtype, or else of updates'."""
-    out = _fake(updates, weight, index, base)
-    reference_out(updates, weight, index, base, lr, precise, out)
-    return out
-
-
-def reference_out(
     updates: Tensor,  # [N, P]
     weight: Tensor,  # [M, N], or [M, K] with index
     index: Tensor | None,  # [M, K] int64
     base: Tensor | None,  # [P] or [M, P]
     lr: float,
     precise: bool,
-    out: Tensor,  # [M, P]
-) -> None:
-    """out = base + lr * (weight @ updates), strip by strip."""
-    width = max(1, BUDGET // max(1, updates.shape[0] + weight.shape[0]))
-    for start in range(0, updates.shape[1], width):
-        strip = slice(start, start + width)
-        onto = None if base is None else base[..., strip]
-        out[:, strip] = _formula(updates[:, strip], weight, index, onto, lr, precise, True)
+) -> Tensor:  # [M, P]
+    """base + lr * (weight @ updates), in base's dtype, or else in that of updates."""
+    return _formula(updates, weight, index, base, lr, precise, True)
+
+
+def reference_out(*how: Any) -> None:
+    """`reference` into the last argument, [M, P]."""
+    how[-1].copy_(reference(*how[:-1]))
 
 
 def _fake(

@@ -3,29 +3,26 @@ in one call.
 
 A model is a *program*: a table of layers with their shapes and the places of their weights in a
 flat row (see `layer`). The kernels keep a client's row, activations and gradients in the caches of
-one core; results depend neither on the threads nor on who else takes part. The references below
-take every client's k-th step at once, in differentiable torch: they are what runs on a GPU.
+one core; results depend neither on the threads nor on who else takes part. Gradients have a
+reference in differentiable torch, which takes all clients at once: that is what runs on a GPU.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._library import changed, define
-from .sgd import clipped
-from .sgd import reference as sgd_step_
+from ._library import changed, define, kernels
 
 KINDS = ("linear", "conv", "pool", "act", "flatten", "dropout", "norm", "scale")
 ACTS: tuple[Callable[[Tensor], Tensor], ...] = (torch.relu, torch.tanh, torch.sigmoid, F.gelu)
 FIELDS = 8
-CHUNK = 128  # samples of a client that the references take at once
+CHUNK = 256  # samples of a client that the references take at once
 
 _STEP = -7046029254386353131  # 2^64 / golden ratio, as int64: successive counters land far apart
 # the multipliers of the 64-bit finaliser of SplitMix (Steele et al. 2014)
@@ -138,95 +135,23 @@ def losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
     return (z - y.to(z.dtype)).square() * (1.0 if criterion == "squared" else 0.5)
 
 
-class Head(NamedTuple):
-    """What a call begins with: the model, its loss and the pool that samples are taken from."""
-
-    program: Tensor  # [L, 9] float64, see `layer`
-    criterion: str
-    c: int
-    h: int
-    wide: int  # of one sample
-    x: Tensor  # [n, ...]
-    y: Tensor  # [n] int64 labels, or numbers of w's dtype
-    relabel: Tensor | None  # [S, classes] a label as each client knows it
-
-    def samples(self, some: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """x [s, B, C, H, W] and labels [s, B] at the places `index` [s, B] of the clients
-        `some`."""
-        y = self.y[index]
-        y = y if self.relabel is None else self.relabel[some].gather(1, y)
-        return self.x[index].reshape(*index.shape, self.c, self.h, self.wide), y
-
-    def gradient(
-        self, w: Tensor, some: Tensor, index: Tensor, weight: Tensor, seeds: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The gradient [s, Q] of `(weight * losses).sum(1)`, and those sums [s]; a sample of
-        weight 0 does not count, whatever its loss."""
-        x, y = self.samples(some, index)
-        with torch.enable_grad():
-            rows = w.detach().requires_grad_()
-            loss = losses(self.criterion, forward(self.program, rows, x, seeds), y)
-            total = torch.where(weight != 0, loss * weight, 0.0).sum(1)
-            (g,) = torch.autograd.grad(total.sum(), rows)
-        return g, total.detach()
-
-
-HEAD = len(Head._fields)
-
-
-def sgd_reference(w: Tensor, *args: Any) -> Tensor:  # [S] float64, the sum of batches' mean losses
-    """Everybody's k-th step at once on the rows `w` [S, Q], with sample weights that are 0 beyond a
-    short batch.
-
-    After the head: places in the pool [S, passes, longest]; on the CPU each client's samples and
-    steps [S]; the size of a batch, and whether a short one is left out; seeds of dropout [S,
-    passes], to which the place within the pass is added (None: no dropout); then as `sgd_step_`,
-    the largest norm of a minibatch's gradient (inf: any), and what gradients are added to [S, Q].
-    """
-    head, (order, size, steps, batch_size, drop_last, seeds) = Head(*args[:HEAD]), args[HEAD:][:6]
-    lr, shift, mask, mu, mu_rows, anchor, momentum, weight_decay, clip, grad_sum = args[HEAD + 6 :]
-    device, buffer = w.device, torch.zeros_like(w) if momentum else None
-    loss = torch.zeros(len(w), dtype=torch.float64, device=device)
-    whole = size.clamp(1, batch_size)
-    cuts = (size // whole if drop_last else -(size // -whole)).clamp(min=1)
-    at = torch.arange(min(batch_size, max(1, order.shape[2])))
-    for k in range(int(steps.max()) if len(steps) else 0):
-        on = (steps > k).nonzero()[:, 0]  # those who still train
-        turn, epoch = k % cuts[on], k // cuts[on]
-        first = turn * whole[on]
-        inside = at < torch.minimum(whole[on], size[on] - first)[:, None]  # [s, B]
-        place = (first[:, None] + at) * inside
-        some, epoch = on.to(device), epoch.to(device)
-        index = order[some, epoch].gather(1, place.to(device))
-        weight = (inside.double() / inside.sum(1, keepdim=True)).to(w)
-        rows = w[some]
-        own_seeds = None if seeds is None else seeds[some, epoch] + turn.to(device)
-        grad, value = head.gradient(rows, some, index, weight, own_seeds)
-        loss[some] += value.double()
-        if clip < float("inf"):
-            grad = clipped(grad, clip)
-        if grad_sum is not None:
-            grad_sum[some] += grad + weight_decay * rows
-        own_shift, own_anchor, own = (
-            None if t is None else t[some] for t in (shift, anchor, buffer)
-        )
-        own_mask = mask if mask is None or mask.dim() == 1 else mask[some]
-        rates = None if mu_rows is None else mu_rows.to(device)[some]
-        sgd_step_(
-            rows, grad, lr, own_shift, own_mask, mu, rates, own_anchor, momentum, own, weight_decay
-        )
-        w[some] = rows
-        if buffer is not None and own is not None:
-            buffer[some] = own
-    return loss
-
-
-def grad_reference(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """Gradients [S, Q] of the mean losses, [S] float64, on `order` [S, longest] places in the pool,
-    of which each client takes `size` [S]; with `seeds` [S] in training mode."""
-    head, (order, size, seeds) = Head(*args[:HEAD]), args[HEAD:]
+def grad_reference(
+    w: Tensor,  # [S, Q]
+    program: Tensor,  # [L, 9] float64, see `layer`
+    criterion: str,
+    c: int,
+    h: int,
+    wide: int,  # of one sample
+    x: Tensor,  # [n, ...]
+    y: Tensor,  # [n] int64 labels, or numbers of w's dtype
+    relabel: Tensor | None,  # [S, classes] a label as each client knows it
+    order: Tensor,  # [S, longest] places in the pool
+    size: Tensor,  # [S] how many of them each client takes
+    seeds: Tensor | None,  # [S] in training mode
+) -> tuple[Tensor, Tensor]:  # [S, Q], [S] float64
+    """Gradients of the clients' mean losses, and these."""
     grad, loss = torch.zeros_like(w), torch.zeros(len(w), dtype=torch.float64, device=w.device)
-    some, of = torch.arange(len(w), device=w.device), size.to(w.device)[:, None]
+    of = size.to(w.device)[:, None]
     # a mask's numbers go through the whole batch
     step = max(1, order.shape[1]) if seeds is not None else CHUNK
     for a in range(0, order.shape[1], step):
@@ -234,42 +159,22 @@ def grad_reference(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         inside = torch.arange(a, a + index.shape[1], device=w.device) < of
         weight = (inside.double() / of.clamp(min=1)).to(w)
         index = torch.where(inside, index, order[:, :1])
-        g, value = head.gradient(w, some, index, weight, seeds)
+        labels = y[index] if relabel is None else relabel.gather(1, y[index])
+        samples = x[index].reshape(*index.shape, c, h, wide)
+        with torch.enable_grad():
+            rows = w.detach().requires_grad_()
+            each = losses(criterion, forward(program, rows, samples, seeds), labels)
+            # a sample of weight 0 does not count, whatever its loss
+            total = torch.where(weight != 0, each * weight, 0.0).sum(1)
+            (g,) = torch.autograd.grad(total.sum(), rows)
         grad += g
-        loss += value.double()
+        loss += total.detach().double()
     return grad, loss
-
-
-def eval_reference(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [n] float64, right answers [n], scores [n, classes] of the rows `w` [S, Q], one
-    expanded where all have one model.
-
-    After the head: places in the pool [n], client after client; where each one's begin [S + 1], on
-    the CPU; 0 classes: no scores are wanted.
-    """
-    head, (order, begin, classes) = Head(*args[:HEAD]), args[HEAD:]
-    n = len(order)
-    owner = torch.arange(len(w)).repeat_interleave(begin.diff().cpu()).to(w.device)
-    loss = torch.zeros(n, dtype=torch.float64, device=w.device)
-    right = torch.zeros(n, dtype=torch.bool, device=w.device)
-    scores = w.new_empty(n if classes else 0, classes)
-    ends = begin.tolist() if len(w) > 1 and w.stride(0) else [0, n]
-    for i, (first, last) in enumerate(pairwise(ends)):
-        for a in range(first, last, CHUNK):
-            b = min(last, a + CHUNK)
-            x, labels = head.samples(owner[a:b], order[a:b, None])
-            found = forward(head.program, w[i : i + 1], x.transpose(0, 1), None)[0]
-            labels = labels[:, 0]
-            loss[a:b] = losses(head.criterion, found[None], labels[None])[0].double()
-            many = head.criterion == "cross_entropy"
-            right[a:b] = found.argmax(1) == labels if many else (found[:, 0] > 0) == (labels > 0)
-            if classes:
-                scores[a:b] = found
-    return loss, right, scores
 
 
 # --- as torch sees them -----------------------------------------------------
 
+# what every call begins with, as `grad_reference` has it
 _HEAD = (
     "Tensor program, str criterion, int c, int h, int w_, Tensor x, Tensor y, Tensor? relabel, "
     "Tensor order"
@@ -285,23 +190,34 @@ def _fake_grad(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    order, classes = args[HEAD], args[-1]
+    order, classes = args[8], args[-1]
     scores = w.new_empty(len(order) if classes else 0, classes)
     return _fake_sgd(order), order.new_empty(len(order), dtype=torch.bool), scores
 
 
-_chain_sgd_ = define(
+_chain_sgd_: Callable[..., Tensor] = define(
     f"chain_sgd_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, bool drop_last, "
     "Tensor? seeds, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, Tensor? "
     "anchor, float momentum, float weight_decay, float clip, Tensor(b!)? grad_sum) -> Tensor",
-    sgd_reference,
+    None,
     _fake_sgd,
 )
 
 
-def chain_sgd_(w: Tensor, *args: Any) -> Tensor:
-    """See `sgd_reference`; autograd learns that `w` and the sums of gradients are not what they
-    were."""
+def has_kernels(device: torch.device) -> bool:
+    """Whether `chain_sgd_` and `chain_eval`, which are kernels alone, run there."""
+    return device.type == "cpu" and kernels is not None
+
+
+def chain_sgd_(w: Tensor, *args: Any) -> Tensor:  # [S] float64, the sum of batches' mean losses
+    """All steps of local SGD on the rows `w` [S, Q], in place; autograd learns that these and the
+    sums of gradients are not what they were.
+
+    After the head: places in the pool [S, passes, longest]; on the CPU each client's samples and
+    steps [S]; the size of a batch, and whether a short one is left out; seeds of dropout [S,
+    passes], to which the place within the pass is added (None: no dropout); then as `sgd_step_`,
+    the largest norm of a minibatch's gradient (inf: any), and what gradients are added to [S, Q].
+    """
     loss = _chain_sgd_(w, *args)
     changed(w, args[-1])
     return loss
@@ -312,8 +228,11 @@ chain_grad = define(
     grad_reference,
     _fake_grad,
 )
-chain_eval = define(
+# Losses [n] float64, right answers [n], scores [n, classes] of the rows `w` [S, Q], one expanded
+# where all have one model. After the head: places in the pool [n], client after client; where each
+# one's begin [S + 1], on the CPU; 0 classes: no scores are wanted.
+chain_eval: Callable[..., tuple[Tensor, Tensor, Tensor]] = define(
     f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, Tensor)",
-    eval_reference,
+    None,
     _fake_eval,
 )

@@ -14,12 +14,11 @@ from pflcore.check import Count, Whole, checked
 from . import stream
 from ._words import check_same, expect
 from .sqdist import pairwise_sqdist
-from .stream import Bar, Progress, Rows, check_rows, meter, read, take, tensor_of
+from .stream import Rows, check_rows, read, take, tensor_of
 from .weights import feddwa_weights
 
 MARGIN = 1e-6  # twice what a distance may be off: the squared one has a relative error of 1e-6
 PAIRS = 1 << 24  # distances that are held at a time
-SERIAL = 1 << 15  # elements up to which torch asks no other thread for help
 WIDTH = 256  # columns of the sketch that chooses pivots
 
 
@@ -38,7 +37,6 @@ def nearest(
     method: Literal["exact", "groups"] = "exact",
     *,
     pivots: Whole | None = None,
-    progress: Bar | None = None,
 ) -> Nearest:
     """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as `feddwa_weights` ranks:
     NaN is infinitely far, k >= N gives all.
@@ -48,7 +46,7 @@ def nearest(
     exact distances to `pivots` rows (None: the root of N), then, as |d(i, p) - d(j, p)| <= d(i, j),
     with a margin for rounding, only those to the groups that may hold a neighbour. It pays where
     clients are clustered; where less than half can be spared it takes all pairs, after some
-    7 / sqrt(N). `progress(done, of)` counts guides, True shows a bar.
+    7 / sqrt(N).
     """
     op = "nearest"
     none, few = check_rows(op, "guide", guide), check_rows(op, "rows", rows)
@@ -57,7 +55,7 @@ def nearest(
     expect(guide.shape[1] == p, op, "rows", wanted, f"{n} rows of {p}")
     expect(n > 0, op, "rows", "at least one row", "none")
     with torch.no_grad():
-        search = _Search(guide, rows, min(k, n), meter(progress))
+        search = _Search(guide, rows, min(k, n))
         if method == "exact":
             return search.exact()
         many = math.isqrt(n - 1) + 1 if pivots is None else pivots
@@ -66,20 +64,12 @@ def nearest(
 
 def _sketch(
     rows: Rows,  # [N, P]
-) -> Tensor:  # [N, WIDTH] float32 (float64 for float64 rows); a row that is not finite is 0
-    """In one pass: the strips of WIDTH columns with signs drawn for each column, added."""
-    none, p = tensor_of(rows[:0]), rows.shape[1]
-    wide = torch.float64 if none.dtype is torch.float64 else torch.float32
-    draws = torch.randint(0, 2, (p,), generator=torch.Generator().manual_seed(0))
-    signs = (draws * 2 - 1).to(none.device, wide).split(WIDTH)
-    parts = []
-    for _, block in read(rows):
-        for part in block.split(max(1, SERIAL // WIDTH)):
-            out = part.new_zeros(len(part), WIDTH, dtype=wide)
-            for sign, x in zip(signs, part.split(WIDTH, 1), strict=True):
-                out[:, : len(sign)].addcmul_(x.to(wide), sign)
-            parts.append(torch.where(out.isfinite().all(1, keepdim=True), out, 0.0))
-    return torch.cat(parts)
+) -> Tensor:  # [N, some] float32 (float64 for float64 rows); a row that is not finite is 0
+    """In one pass: WIDTH of the columns or a few more, evenly spread."""
+    step = max(1, rows.shape[1] // WIDTH)
+    some = torch.cat([block[:, ::step] for _, block in read(rows)])
+    wide = some if some.dtype is torch.float64 else some.float()
+    return torch.where(wide.isfinite().all(1, keepdim=True), wide, 0.0)
 
 
 def _groups(guide: Rows, rows: Rows, many: int) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -136,8 +126,8 @@ class _Search:
     """The nearest rows so far: sqdist and index [M, K]; a place that nothing has taken yet is
     infinitely far, with index N."""
 
-    def __init__(self, guide: Rows, rows: Rows, k: int, report: Progress) -> None:
-        self.guide, self.rows, self.k, self.report = guide, rows, k, report
+    def __init__(self, guide: Rows, rows: Rows, k: int) -> None:
+        self.guide, self.rows, self.k = guide, rows, k
         self.m, self.n = guide.shape[0], rows.shape[0]
         self.device = tensor_of(rows[:0]).device
         self.sqdist = torch.full((self.m, k), math.inf, dtype=torch.float64, device=self.device)
@@ -189,7 +179,6 @@ class _Search:
         for first in range(0, self.m, step):
             last = min(first + step, self.m)
             self.compare(guides[first:last], everybody)
-            self.report(last, self.m)
         return Nearest(self.sqdist, self.index)
 
     def groups(self, members: list[Tensor], home: Tensor, bound: Tensor) -> Nearest:
@@ -214,5 +203,4 @@ class _Search:
         for g, group in enumerate(members):
             near = ~seen[:, g] & (bound[:, g] <= self.sqdist[:, -1])
             self.compare(torch.nonzero(near)[:, 0], group)
-            self.report((g + 1) * self.m // len(size), self.m)
         return Nearest(self.sqdist, self.index)

@@ -8,9 +8,7 @@ are together, under their ops' names, for comparisons.
 
 from .aggregate import reference as aggregate
 from .aggregate import reference_out as aggregate_out
-from .chain import eval_reference as chain_eval
 from .chain import grad_reference as chain_grad
-from .chain import sgd_reference as chain_sgd_
 from .rank1 import backward_reference as rank1_linear_backward
 from .rank1 import reference as rank1_linear
 from .sgd import reference as sgd_step_

@@ -1,6 +1,5 @@
 """sgd_step_: one SGD step on flat rows, in place and in one pass."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from ._words import (
     meet,
     number,
     refuse,
-    same_view,
     shape,
     span,
 )
@@ -43,11 +41,8 @@ def sgd_step_(
     """
     check_sgd(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay)
     warn_once()
-    rows = mu if isinstance(mu, Tensor) and mu.dim() else None
-    if isinstance(mu, Tensor) and rows is None and torch.compiler.is_compiling():
-        rows = mu.expand(len(w))  # its value is not known while a graph is made
-    mu = 0.0 if rows is not None else float(mu)
-    _op(w, grad, lr, shift, mask, mu, rows, anchor, momentum, buffer, weight_decay)
+    one, each = (0.0, mu) if isinstance(mu, Tensor) else (mu, None)
+    _op(w, grad, lr, shift, mask, one, each, anchor, momentum, buffer, weight_decay)
     changed(w, buffer if momentum else None)
 
 
@@ -80,7 +75,7 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
     elif momentum:
         wanted = f"{list(w.shape)} where momentum is {momentum}"
         refuse(op, "buffer", wanted, "None", "use torch.zeros_like(w)")
-    if isinstance(mu, Tensor) and mu.dim():
+    if isinstance(mu, Tensor):
         expect(mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", shape(mu))
         beside(op, "w", w, "mu", mu)
     else:
@@ -91,7 +86,8 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
         wanted, remedy = "free of forward-mode differentiation", "write the step in plain torch"
         refuse(op, "w", wanted, "a step inside of it", remedy)
     if not torch.compiler.is_compiling():
-        _check_memory(op, w, buffer, (grad, shift, mask, anchor, mu))
+        others = {"grad": grad, "shift": shift, "mask": mask, "anchor": anchor, "mu": mu}
+        _check_memory(op, w, buffer, others)
 
 
 def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
@@ -103,24 +99,17 @@ def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
     check_same(op, "w", w, name, t)
 
 
-def _check_memory(op: str, w: Tensor, buffer: Tensor | None, others: Sequence[Any]) -> None:
-    """No gradient is wanted; the buffer shares no memory with the other tensors, w none with a part
-    of one."""
-    if torch.is_grad_enabled() and (w.requires_grad or others[0].requires_grad):
+def _check_memory(op: str, w: Tensor, buffer: Tensor | None, others: dict[str, Any]) -> None:
+    """No gradient is wanted, and the buffer shares no memory with the other tensors."""
+    if torch.is_grad_enabled() and (w.requires_grad or others["grad"].requires_grad):
         came = "a tensor that requires grad"
         refuse(op, "w", "free of autograd", came, "use torch.no_grad()")
-    row, velocity = span(w), span(buffer)
-    for name, t in zip(("grad", "shift", "mask", "anchor", "mu"), others, strict=True):
-        if t is None or type(t) is float:
-            continue
-        other = span(t)
-        if meet(row, other) and not same_view(w, t):
-            wanted, came = "memory of its own or w itself", "a part of w's memory"
-            refuse(op, name, wanted, came, f"use {name}.clone()")
-        if meet(velocity, other):
+    if buffer is None:
+        return
+    velocity = span(buffer)
+    for name, t in (("w", w), *others.items()):
+        if meet(velocity, span(t)):
             refuse(op, "buffer", "memory of its own", f"memory of {name}", "use buffer.clone()")
-    if meet(velocity, row):
-        refuse(op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
 
 
 def corrected(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._library import BUDGET, define, forward_mode, lib, save_inputs, warn_once
+from ._library import define, forward_mode, lib, save_inputs, warn_once
 from ._words import check_same, concrete, expect, matrix, refuse, shape, whole
 
 LEAF = 1 << 12  # columns that the reference folds at a time
@@ -77,17 +77,16 @@ def reference(
     index = None if index is None else index.contiguous()  # whose strides the result would have
     near, columns = (None, p) if index is None else (index.clamp(min=0), p if len(b) else 0)
     for i in range(m):
-        for first in range(i + 1 if symmetric and index is None else 0, n, BUDGET // LEAF):
-            some = slice(first, first + BUDGET // LEAF)
-            for start in range(0, columns, LEAF):
-                strip = slice(start, start + LEAF)
-                other = b[some, strip] if near is None else b[near[i, some], strip]
-                square = (other.double() - a[i, strip].double()).square()  # [some, strip]
-                half = 1 << (square.shape[1] - 1).bit_length()
-                square = F.pad(square, (0, half - square.shape[1]))
-                while half := half // 2:
-                    square = square[:, :half] + square[:, half:]
-                out[i, some] += square[:, 0]
+        some = slice(i + 1 if symmetric and index is None else 0, n)
+        for start in range(0, columns, LEAF):
+            strip = slice(start, start + LEAF)
+            other = b[some, strip] if near is None else b[near[i], strip]
+            square = (other.double() - a[i, strip].double()).square()  # [some, strip]
+            half = 1 << (square.shape[1] - 1).bit_length()
+            square = F.pad(square, (0, half - square.shape[1]))
+            while half := half // 2:
+                square = square[:, :half] + square[:, half:]
+            out[i, some] += square[:, 0]
     if index is not None:
         out = torch.where(index < 0, math.inf, out)
         own = index == torch.arange(m, device=a.device)[:, None]

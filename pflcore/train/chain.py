@@ -25,8 +25,7 @@ from pflcore.data.federation import Federation
 from pflcore.nn import Dropout
 from pflcore.nn.factorized import FactorizedLinear
 from pflcore.nn.mode import forward_mode
-from pflcore.ops import backend
-from pflcore.ops.chain import layer
+from pflcore.ops.chain import has_kernels, layer
 from pflcore.train.losses import CRITERIA, loss_name
 from pflcore.train.net import Net
 
@@ -91,8 +90,8 @@ def find_chain(net: Net, data: Federation) -> Chain | str:
         numbers = y.dtype == net.dtype and chain.criterion != "cross_entropy"
         known = y.dim() == 1 and (y.dtype == torch.int64 or numbers)
         expect(known, f"targets of {y.dtype} and shape {list(y.shape)}")
-        cpu = data.device.type == "cpu" and backend().kernels
-        expect(cpu or not chain.has_conv, "convolutions without the CPU's kernels")
+        kernels = has_kernels(data.device) or not chain.has_conv
+        expect(kernels, "convolutions without the CPU's kernels")
         return chain
     except NoChain as why:
         return str(why)

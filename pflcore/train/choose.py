@@ -76,20 +76,18 @@ def check(net: Net, data: Federation, training: Training) -> None:
 
 
 def check_single(net: Net, data: Federation, training: Training) -> None:
-    """Batch norm cannot train on one sample: is there a client whose batch has no second one, and
-    may it join the one before?"""
+    """Batch norm cannot train on one sample: where it is a client's last batch, it joins the one
+    before; is there a client who has no other?"""
     size, batch = data.size("train"), training.batch_size
     lone = (size == 1) | (batch == 1)
-    alone = lone | ((size % batch == 1) & (not training.drop_last))
-    if not alone.any():
+    if not (lone | (size % batch == 1)).any():
         return
     try:
         passed(net, data, *samples(data, 1), True)
     except Unfit as e:
-        net.joins = training.join_last
-        refused = lone if net.joins else alone
-        if refused.any():
-            i = int(refused.nonzero()[0])
+        net.joins = True
+        if lone.any():
+            i = int(lone.nonzero()[0])
             raise Unfit(
                 f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one "
                 "sample, on which this model cannot train, as batch norm cannot; take another "
@@ -124,11 +122,9 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Ten
 
 
 def samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
-    """Training samples and labels, from as many clients as there are, some twice where too few."""
-    lists = data.lists("train")
-    each = -(-count // len(lists))
-    index = torch.cat([i[:each] for i in lists[:count]])
-    index = index.repeat(-(-count // len(index)))[:count]
+    """Training samples and labels, evenly spread over the clients, some twice where too few."""
+    every = data.lists("train").flat
+    index = every[torch.linspace(0, len(every) - 1, count).long().to(every.device)]
     return data.x[index], data.y[index]
 
 
@@ -174,7 +170,7 @@ def trials(net: Net, data: Federation) -> list[Trial]:
 
 
 def trial(net: Net, data: Federation) -> Trial:
-    """Clients at the start plus noise of half of each parameter's size."""
+    """Clients at the start plus noise of half of each weight's size."""
     sizes = SIZES if net.size <= LARGE else SIZES[:1]
     both = (v.to(net.dtype) if v.is_floating_point() else v for v in samples(data, sum(sizes)))
     x, y = (torch.cat([v, v]) for v in both)  # no sample may be in two splits
@@ -189,9 +185,7 @@ def trial(net: Net, data: Federation) -> Trial:
     order, seeds = batches.order[:, 0], batches.seeds[:, 0]
     draws, module = torch.Generator().manual_seed(0), copy.deepcopy(net.module)
     noise = torch.randn(len(sizes), net.size, generator=draws, dtype=torch.float64).to(net.w0)
-    parts = net.w0.split(net.sizes)
-    scale = [p.square().mean().sqrt().mul(0.5).add(0.01).expand(len(p)) for p in parts]
-    found = Trial(clients, net.w0 + noise * torch.cat(scale), {})
+    found = Trial(clients, net.w0 + noise * (0.5 * net.w0.abs() + 0.01), {})
     for train, mode in ((True, "training"), (False, "evaluation")):
         answers = []
         for i, n in enumerate(sizes):

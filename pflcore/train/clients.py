@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged, onto
 from pflcore.nn.mode import forward_mode
-from pflcore.ops.chain import chain_eval, chain_grad
+from pflcore.ops.chain import chain_eval, chain_grad, has_kernels
 from pflcore.train.batches import Batches, Plan
 from pflcore.train.engines import MODEL, Chunk, Engine, Objective, Tensors, cut, gradients, train
 from pflcore.train.fits import Unfit
@@ -233,7 +233,8 @@ class Clients:
         predict: Predict = by_row,
     ) -> tuple[Tensor, Tensor | None]:
         """Each client's mean loss [S] and, for classes, its share of right answers [S] float64."""
-        if self.setting.engine.chain is None or predict is not by_row:
+        by_kernels = self.setting.engine.chain is not None and has_kernels(model["w"].device)
+        if not by_kernels or predict is not by_row:
             return self.worth(self.scores(model, split, predict), split, self._have_one(model))
 
         def look(w: Tensor, pool: Any, own: Ragged) -> Tensor:

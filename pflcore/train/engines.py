@@ -19,13 +19,14 @@ from pflcore import ops
 from pflcore.data.federation import Federation
 from pflcore.data.ragged import onto
 from pflcore.nn.mode import context, forward_mode
-from pflcore.ops.chain import chain_grad, chain_sgd_
+from pflcore.ops.chain import chain_grad, chain_sgd_, has_kernels
 from pflcore.ops.sgd import check_sgd, clipped, corrected
 from pflcore.train.batches import Batches, Step
 from pflcore.train.chain import Chain
 from pflcore.train.net import Net
 from pflcore.train.training import Training
 
+BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's, as torch has them by default
 EPOCH_BYTES = 1 << 26  # an epoch's minibatches are gathered at once up to this size
 Tensors = dict[str, Tensor]
 LossFn = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]  # net, row, x, y, extra
@@ -190,14 +191,14 @@ def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -
     sgd, chain = t.local_optimizer == "sgd", chunk.engine.chain
     shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
     check_sgd(w, w, lr, shift, mask, 0.0 if mu is None else mu, anchor, 0.0, None, t.weight_decay)
-    if sgd and chain is not None:
+    if sgd and chain is not None and has_kernels(w.device):
         chunk.losses += by_kernels(chunk, chain, w, terms, t, lr, grads)
         return
     alone = chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size)
     if alone and chunk.loss is None:
         chunk.leaves = chunk.net.leaves(w[0])
     more = (not sgd, terms, t.momentum, t.weight_decay, t.clip_grad, grads is not None)
-    plain, adamw = not any(more), None if sgd else AdamW(t, w, lr)
+    plain, adamw = not any(more), None if sgd else AdamW(w, lr, t.weight_decay)
     velocity = torch.zeros_like(w) if t.momentum else None
     space = torch.empty_like(w)  # touched only where a gradient is a row
     for step in chunk.batches.steps:
@@ -248,18 +249,18 @@ def by_kernels(
 class AdamW:
     """Loshchilov and Hutter 2019, Algorithm 2, as `torch.optim.AdamW`."""
 
-    def __init__(self, t: Training, w: Tensor, lr: float) -> None:
-        self.w, self.lr, self.t, self.steps = w, lr, t, w.new_zeros(len(w), 1)
+    def __init__(self, w: Tensor, lr: float, decay: float) -> None:
+        self.w, self.lr, self.decay, self.steps = w, lr, decay, w.new_zeros(len(w), 1)
         self.mean, self.square = torch.zeros_like(w), torch.zeros_like(w)
 
     def step(self, s: slice, grad: Tensor, terms: Tensors) -> None:
         w, mean, square, steps = (v[s] for v in (self.w, self.mean, self.square, self.steps))
         d = corrected(w, grad, terms.get("shift"), 0.0, terms.get("mu"), terms.get("anchor"))
         steps += 1
-        first, second = self.t.betas
+        first, second = BETAS
         mean.lerp_(d, 1 - first)
         square.mul_(second).addcmul_(d, d, value=1 - second)
-        by_mean, by_square = ((1 - beta ** steps.double()).to(w) for beta in self.t.betas)
-        root = square.sqrt().div_(by_square.sqrt()).add_(self.t.eps)
-        move = (mean / root.mul_(by_mean)).add_(w, alpha=self.t.weight_decay).mul_(self.lr)
+        by_mean, by_square = ((1 - beta ** steps.double()).to(w) for beta in BETAS)
+        root = square.sqrt().div_(by_square.sqrt()).add_(EPS)
+        move = (mean / root.mul_(by_mean)).add_(w, alpha=self.decay).mul_(self.lr)
         w.sub_(move * terms["mask"] if "mask" in terms else move)

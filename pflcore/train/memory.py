@@ -25,10 +25,8 @@ def ran_out(error: BaseException) -> bool:
 
 def request_of(error: BaseException) -> str:
     """What the last, refused request was for, where the error says it: "20.00 MiB", or nothing."""
-    size = re.search(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)", str(error))
-    if size is None:
-        return ""
-    return human(int(size[1].split()[0])) if size[1].endswith("bytes") else size[1]
+    size = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    return size[1] if size else ""
 
 
 def give_back(device: str) -> None:
@@ -71,26 +69,13 @@ def refuse(peak: int, device: str) -> None:
         )
 
 
-def room(device: str) -> str:
-    """What the device has: "cuda:0 has 79.1 GiB, of which 12.0 GiB are free", or nothing where it
-    cannot be said."""
-    with contextlib.suppress(Exception):  # a sentence about an error must not become one
-        if device.startswith("cuda"):
-            free, total = torch.cuda.mem_get_info(device)
-            return f"{device} has {human(total)}, of which {human(free)} are free"
-        return f"this machine has {human(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
-    return ""
-
-
 def sentence(where: str, peak: int, request: str, device: str) -> str:
     """One sentence: where memory ran out, what the run needs, what there is, what to do."""
-    has = room(device)
+    asked = f", when {request} more were asked for" if request else ""
+    most = capacity(device)
+    has = f", and {device} has {human(most)}" if most else ""
     return (
-        f"Out of memory {where}"
-        + (f", when {request} more were asked for" if request else "")
-        + f": the run needs about {human(peak)} beside data and activations"
-        + (f", and {has}" if has else "")
-        + "; let fewer clients take part in a round (participation), make the batches "
-        "(batch_size) or the model smaller"
-        + (", or use device='cpu'." if device.startswith("cuda") else ".")
+        f"Out of memory {where}{asked}: the run needs about {human(peak)} beside data and "
+        f"activations{has}; let fewer clients take part in a round (participation), or make the "
+        "batches (batch_size) or the model smaller."
     )

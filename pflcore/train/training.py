@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
-from pflcore.check import Count, Kind, Momentum, NonNegative, Positive, check, of_hint
+from pflcore.check import Count, Kind, Momentum, NonNegative, Positive, check
 
 Schedule = Callable[[int, int], float] | Callable[[Optimizer], LRScheduler]
 WANTED = (
@@ -48,11 +48,6 @@ def _rates(function: Callable[..., Any], lr: float, rounds: int) -> Iterator[Any
         return
     optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=lr)
     scheduler = function(optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise TypeError(
-            "ReduceLROnPlateau looks at results, and a schedule is fixed before the first round; "
-            "stop early with pflcore.EarlyStopping and go on with a smaller lr from history.state"
-        )
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"it made {type(scheduler).__name__}")
     if optimizer.param_groups[0]["momentum"]:
@@ -77,14 +72,6 @@ def _takes_one(function: Callable[..., Any]) -> bool:
     return inspect.isclass(function)
 
 
-BETAS = Kind(
-    "two numbers in [0, 1)",
-    lambda v: (
-        isinstance(v, tuple | list) and len(v) == 2 and all(of_hint(Momentum).fits(b) for b in v)
-    ),
-)
-
-
 @dataclass(frozen=True)
 class Training:
     """How every client trains; the run's, not an algorithm's.
@@ -92,11 +79,11 @@ class Training:
     `lr` is the step size of round 1 (default schedule: of all rounds). `schedule` is a function of
     (round, rounds), which multiplies it, or one of an optimizer that makes a scheduler of torch's:
     `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`, one step a round. Its optimizer is
-    SGD or AdamW (`torch.optim.AdamW`'s formula; weight decay is then decoupled from the gradient,
-    and lr wants to be some hundred times smaller); its moments start at zero in every round. What a
-    method adds to the gradient is added before the optimizer sees it, and after clipping; columns
-    that it masks never move. A method whose formula rests on SGD's steps refuses AdamW in one
-    sentence.
+    SGD or AdamW (`torch.optim.AdamW`'s formula, its betas and eps; weight decay is then decoupled
+    from the gradient, and lr wants to be some hundred times smaller); its moments start at zero in
+    every round. What a method adds to the gradient is added before the optimizer sees it, and after
+    clipping; columns that it masks never move. A method whose formula rests on SGD's steps refuses
+    AdamW in one sentence.
     """
 
     # step size of round 1
@@ -108,27 +95,17 @@ class Training:
     momentum: Momentum = 0.0  # its buffer starts at zero in every round
     # added to the gradient as weight_decay * w; AdamW: decoupled
     weight_decay: NonNegative = 0.0
-    # leave out the last minibatch where it is smaller than the others
+    # leave out the last minibatch where it is smaller than the others; one of a single sample, on
+    # which a model (batch norm) cannot train, joins the one before it
     drop_last: bool = False
-    # where a model (batch norm) cannot train on one sample, a last batch of one joins the one
-    # before it
-    join_last: bool = True
     reshuffle: bool = True  # False: one order of the samples for the whole run
     schedule: Annotated[Schedule, Kind(WANTED, callable)] | None = None
     local_optimizer: Literal["sgd", "adamw"] = "sgd"  # of each client
-    # AdamW's, of the mean gradient and of the mean square
-    betas: Annotated[tuple[float, float], BETAS] = (0.9, 0.999)
-    eps: NonNegative = 1e-8  # AdamW's, added to the root of the mean square
     # no minibatch's gradient is longer (Euclidean norm); None: any
     clip_grad: Positive | None = None
 
     def __post_init__(self) -> None:
         check(self)
-        if self.local_optimizer == "sgd" and (self.betas, self.eps) != ((0.9, 0.999), 1e-8):
-            raise ValueError(
-                f"betas, eps: SGD has none, got {self.betas} and {self.eps}; leave them out, or "
-                "take local_optimizer='adamw'."
-            )
         if self.local_optimizer == "adamw" and self.momentum:
             raise ValueError(
                 f"momentum: AdamW has betas in its place, got {self.momentum}; leave momentum out, "

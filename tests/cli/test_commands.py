@@ -172,14 +172,14 @@ def test_whole_numbers_may_be_targets_and_columns_may_be_scaled():
 def test_metrics_that_were_asked_for_are_in_the_table():
     """Of a validation split here, after training by AdamW."""
     held = "--val 0.25 --eval-split val --metrics balanced_accuracy auc"
-    how = "--local-optimizer adamw --betas 0.8 0.99 --eps 1e-6 --clip-grad 0.5 --lr 0.01"
+    how = "--local-optimizer adamw --clip-grad 0.5 --lr 0.01"
     assert command(f"run fedavg {SHORT} {held} {how}") == 0
     text, (run,) = Path("o/table.md").read_text(), read("o")
     (head,) = [line for line in text.splitlines() if line.startswith("| algorithm")]
     at = [head.index(k) for k in ("worst decile", "auc", "balanced_accuracy", "bytes")]
     assert at == sorted(at) and f"{run.last('balanced_accuracy').nanmean():.4f}" in text
     both = zip(run.header["size"], run.rounds[-1]["eval"]["size"], strict=True)
-    want = {"local_optimizer": "adamw", "betas": [0.8, 0.99], "eps": 1e-6, "clip_grad": 0.5}
+    want = {"local_optimizer": "adamw", "clip_grad": 0.5}
     assert want.items() <= run.header["training"].items() and "AdamW" in run.header["path"]["why"]
     assert "Validation accuracy" in text and all(v == math.ceil((k + v) / 4) for k, v in both)
 

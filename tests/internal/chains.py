@@ -11,7 +11,8 @@ from ugly import randn
 from pflcore import Net
 from pflcore.nn import Dropout
 from pflcore.nn import FactorizedLinear as W
-from pflcore.ops import chain
+from pflcore.ops import chain, reference
+from pflcore.ops.sgd import clipped
 from pflcore.train.chain import compiled
 from pflcore.train.losses import CRITERIA
 
@@ -102,6 +103,32 @@ MODELS = {
 INF = torch.inf
 KINDS = [(m, "cross_entropy") for m in MODELS if m != "mlp, one output"]
 KINDS += [("mlp, one output", c) for c in sorted(set(CRITERIA) - {"cross_entropy"})]
+
+
+def by_steps(w, *args):
+    """What `chain_sgd_` does, by one gradient and one step at a time."""
+    (*head, names), (order, size, steps, batch, drop_last, seeds) = args[:8], args[8:14]
+    lr, shift, mask, _, mu, anchor, momentum, decay, clip, sums = args[14:]
+    velocity, loss = torch.zeros_like(w), torch.zeros(len(w), dtype=torch.float64)
+    for i, n in enumerate(size.tolist()):
+        some, whole = slice(i, i + 1), min(n, batch)
+        shift_i, anchor_i, mu_i, names_i = (
+            t if t is None else t[some] for t in (shift, anchor, mu, names)
+        )
+        cuts = n // whole if drop_last else -(n // -whole)
+        for k in range(int(steps[i])):
+            epoch, turn = divmod(k, cuts)
+            at = order[some, epoch, turn * whole : min(n, (turn + 1) * whole)]
+            seed = None if seeds is None else seeds[some, epoch] + turn
+            own = (*head, names_i, at, torch.tensor([at.shape[1]]), seed)
+            grad, value = reference.chain_grad(w[some], *own)
+            grad = clipped(grad, clip)
+            loss[some] += value
+            if sums is not None:
+                sums[some] += grad + decay * w[some]
+            pull = (0.0, mu_i, anchor_i, momentum, velocity[some], decay)
+            reference.sgd_step_(w[some], grad, lr, shift_i, mask, *pull)
+    return loss
 
 
 class Problem:

@@ -1,5 +1,5 @@
 """What autograd and torch's transforms see of the ops: gradients to any order, version counters,
-forward mode, vmap, autocast, numbers that carry a gradient."""
+forward mode, vmap, numbers that carry a gradient."""
 
 import pytest
 import torch
@@ -78,15 +78,13 @@ def test_writing_in_place_is_seen_by_autograd():
         ops.sgd_step_(w, w.clone(), 0.1)
 
 
-def test_a_learning_rate_with_a_gradient_is_refused():
-    """It would come back without one."""
+def test_a_learning_rate_is_no_tensor():
+    """Its gradient would come back without one."""
     w, lr = torch.ones(2, 3), torch.tensor(0.1, requires_grad=True)
-    with refuses("aggregate", "lr"):
+    with refuses("aggregate", "lr", TypeError):
         ops.aggregate(w, w[:1, :2], lr=lr)
-    with refuses("sgd_step_", "lr"):
+    with refuses("sgd_step_", "lr", TypeError):
         ops.sgd_step_(w, w.clone(), lr)
-    with torch.no_grad():
-        assert_close(ops.aggregate(w, w[:1, :2], lr=lr), torch.full((1, 3), 0.2))
 
 
 def test_weights_are_constants():
@@ -105,12 +103,3 @@ def test_vmap_over_index_and_target():
     ):
         want = torch.stack([call(*one) for one in zip(*given, strict=True)])
         assert torch.equal(torch.vmap(call)(*given), want)
-
-
-def test_autocast():
-    x, w_a, lam, w_b = (randn(k, *s).float() for k, s in enumerate([(5, 4), (3, 6), (6,), (6, 4)]))
-    with torch.autocast("cpu", torch.bfloat16):
-        # bfloat16 meets float32
-        got = ops.rank1_linear(torch.nn.functional.linear(x, torch.eye(4)), w_a, lam, w_b)
-    assert got.dtype == torch.bfloat16
-    assert torch.equal(got, ops.rank1_linear(*(t.bfloat16() for t in (x, w_a, lam, w_b))))

@@ -103,17 +103,15 @@ def test_groups_take_few_pairs_where_there_are_clusters_and_about_all_where_ther
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tiles_of_few_rows(method, monkeypatch):
-    """Where rows are read in parts, the result is the same; progress counts the guides."""
+    """Where rows are read in parts, the result is the same."""
     guide, rows = clustered(4, 9, 67)
     rows[7] = torch.nan
-    want, seen = nearest(guide, rows, 5, method), []
+    want = nearest(guide, rows, 5, method)
     monkeypatch.setattr(stream, "BYTES", 5 * 67 * 4)
     monkeypatch.setattr(sys.modules["pflcore.ops.nearest"], "PAIRS", 36)
     for both in ((guide, rows), (guide.numpy(), rows.numpy())):
-        got = nearest(*both, 5, method, progress=lambda *at: seen.append(at))
+        got = nearest(*both, 5, method)
         identical(tuple(got), tuple(want))
-    seen = seen[len(seen) // 2 :]
-    assert seen[-1] == (36, 36) and seen == sorted(seen)
 
 
 @pytest.mark.parametrize("scale", [1e-170, 1e160])

@@ -19,7 +19,7 @@ KINDS = {
             "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072 "
             "bytes."
         ),
-        "3.0 KiB",
+        "3072 bytes",
     ),
     "of Python": (MemoryError(), ""),
 }

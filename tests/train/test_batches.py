@@ -40,14 +40,11 @@ def test_a_last_batch_of_one_joins_the_one_before_for_batch_norm(engine):
     assert losses(data=sizes, batch_size=4, engine=engine).isfinite().all()
 
 
-def test_torchs_way_is_an_option_and_stays_that_of_other_models():
-    with sentence(r"data: client 0 \(5 samples, batch_size 4\) has a batch of one sample"):
-        losses(batch_size=4, join_last=False)
+def test_other_models_take_a_last_batch_of_one():
     with sentence(r"data: client 1 \(1 samples, batch_size 4\) has a batch of one sample"):
         losses(data=images((5, 1, 5)), batch_size=4)
-    one, other = (losses(linear, batch_size=4, join_last=join) for join in (True, False))
-    assert torch.equal(one, other) and not torch.equal(one, losses(linear, batch_size=5))
-    left_out = losses(data=images((8, 9, 7)), batch_size=4, drop_last=True, join_last=False)
+    assert not torch.equal(losses(linear, batch_size=4), losses(linear, batch_size=5))
+    left_out = losses(data=images((8, 9, 7)), batch_size=4, drop_last=True)
     assert left_out.isfinite().all()
 
 

@@ -61,7 +61,7 @@ CASES = {  # of Training, of fit
     ),
     "loss": ({"epochs": 2}, {"loss": custom_loss}),
     "adamw": (
-        {**ADAMW, "epochs": 3, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6},
+        {**ADAMW, "epochs": 3, "weight_decay": 0.1},
         {"shift": True, "prox": 0.3, "mean_grad": True},
     ),
     "adamw, masked": ({**ADAMW, "epochs": 2}, {"mask": "each", "mean_grad": True}),
@@ -184,7 +184,7 @@ def recorded(s, ids=(0, 1, 2), round=1, **o):
 
 def optimizer_of(t, module):
     if t.local_optimizer == "adamw":
-        return torch.optim.AdamW(module.parameters(), t.lr, t.betas, t.eps, t.weight_decay)
+        return torch.optim.AdamW(module.parameters(), t.lr, weight_decay=t.weight_decay)
     return torch.optim.SGD(module.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay)
 
 

@@ -53,7 +53,7 @@ OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 @pytest.mark.parametrize(
     "schedule, words",
     [
-        (ReduceLROnPlateau, "ReduceLROnPlateau looks at results"),
+        (ReduceLROnPlateau, "missing 1 required positional argument: 'metrics'"),
         (ExponentialLR, "missing 1 required positional argument: 'gamma'"),
         (ExponentialLR(OPTIMIZER, 0.5), "got <torch"),
         (lambda o: None, "it made NoneType"),

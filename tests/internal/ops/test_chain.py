@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from internal.chains import INF, KINDS, A, M, Problem, R, T
+from internal.chains import INF, KINDS, A, M, Problem, R, T, by_steps
 from laws import integers
 from places import ran
 from tolerance import F32, F64, assert_close
@@ -29,7 +29,7 @@ def close(got, want, dtype, size):
 # values -----------------------------------------------------------------
 
 
-@isa
+@pytest.mark.usefixtures("kernels")
 @given(
     st.sampled_from(KINDS),
     st.lists(st.sampled_from([1, 2, 5, 16, 33, 47]), min_size=1, max_size=3),
@@ -64,7 +64,7 @@ def test_every_combination_of_options_is_autograd(kind, sizes, batch, dtype, swi
     }
     sums, want_sums = torch.zeros_like(p.w), torch.zeros_like(p.w).double()
     w, loss = p.train(**o, sums=sums if summed else None)
-    want, want_loss = p.train(reference.chain_sgd_, F64, **o, sums=want_sums if summed else None)
+    want, want_loss = p.train(by_steps, F64, **o, sums=want_sums if summed else None)
     close(w, want, dtype, 1 + want.abs())
     close(loss, want_loss, dtype, 10 + want_loss.abs())
     close(sums, want_sums, dtype, 1 + want_sums.abs().max())
@@ -97,10 +97,27 @@ def test_gradients_and_evaluation_are_the_modules(model, criterion, dtype):
         )
         close(g, want, dtype, 1 + want.abs().max())
         close(loss, want_loss, dtype, 5)
+    if ops.backend().kernels:
+        evaluated(p, wide, module, dtype)
+
+
+def evaluated(p, wide, module, dtype):
     for rows in (p.w, p.w[1:2].expand(3, -1)):
+        found = []
+        for i, places in enumerate(p.places.split(p.sizes.tolist())):
+            wide.net.load(module, rows[i].double())
+            y = p.y[places] if p.names is None else p.names[i][p.y[places]]
+            z = module(p.x[places].double()).detach()
+            each = [
+                CRITERIA[p.chain.criterion](s, t)
+                for s, t in zip(z[:, None], y[:, None], strict=True)
+            ]
+            hits = z.argmax(1) == y if z.shape[1] > 1 else (z[:, 0] > 0) == (y > 0)
+            found.append((torch.stack(each), hits, z))
+        want, want_right, all_scores = map(torch.cat, zip(*found, strict=True))
         for classes in (0, p.chain.classes):
             loss, right, scores = p.evaluate(rows, classes=classes)
-            want, want_right, want_scores = p.evaluate(rows, reference.chain_eval, classes, F64)
+            want_scores = all_scores if classes else all_scores[:0, :0]
             close(loss, want, dtype, 5 + want.abs())
             assert torch.equal(right, want_right)
             close(scores, want_scores, dtype, 1 + want_scores.abs())

@@ -6,10 +6,7 @@ import warnings
 import pytest
 import torch
 from internal.chains import Problem
-from laws import identical
-from torch import Tensor
 from torch.library import opcheck
-from torch.utils._pytree import tree_leaves, tree_map_only
 from ugly import randn
 
 from pflcore import ops
@@ -79,24 +76,12 @@ def called(name):
 def test_opcheck(name, arguments):
     """Schema, autograd, and shapes, dtypes and strides without values."""
     few = {}
-    if name in ("chain_sgd_", "chain_grad") and library.kernels is None:
+    if name in ("chain_sgd_", "chain_eval") and library.kernels is None:
+        pytest.skip("the kernels are not loaded")
+    if name == "chain_grad" and library.kernels is None:
         # the others run the reference below autograd, by which it differentiates
         few = {"test_utils": "test_autograd_registration"}
     opcheck(called(name), arguments, **few)
-
-
-@every_op
-def test_a_device_without_float64_goes_by_the_cpu(name, arguments):
-    """What such a device runs gives the op's results, as float32 where they are float64, and
-    writes where the op writes; here the CPU takes that device's part."""
-    ours, theirs = (tree_map_only(Tensor, lambda t: t.detach().clone(), arguments) for _ in "ab")
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        want, got = called(name)(*theirs), library.by_cpu(called(name))(*ours)
-    for a, b in zip(tree_leaves((want, theirs)), tree_leaves((got, ours)), strict=True):
-        if isinstance(a, Tensor):
-            identical(b, a.to(b.dtype))
-    assert all(t.dtype != torch.float64 for t in tree_leaves(got) if isinstance(t, Tensor))
 
 
 def test_every_op_has_a_sample():
@@ -114,6 +99,7 @@ def test_references_warn_once(monkeypatch):
         ops.pairwise_sqdist(torch.ones(2, 2))
 
 
+@pytest.mark.skipif(library.kernels is None, reason="the kernels are not loaded")
 def test_a_chains_steps_are_seen_by_autograd():
     """A product that has saved the weights, or the sum of gradients, notices that they change."""
     *_, (_, (w, *others)) = (s for s in samples() if s[0] == "chain_sgd_")

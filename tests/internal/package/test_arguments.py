@@ -68,6 +68,7 @@ OPS = {
 # callable: what it takes, and what (else) is wrong for an argument
 TABLE = {
     ops.pairwise_sqdist: ({"a": ROWS}, {"b": [ROWS[:, :2], ROWS.double()]}),
+    ops.stream.pairwise_sqdist: ({"a": ROWS}, {"b": [ROWS[:, :2]]}),
     ops.aggregate: (MIX, {"out": [ROWS[:2]], "index": [torch.full((4, 2), -1)]}),
     ops.feddwa_weights: ({"sqdist": torch.rand(4, 4), "k": 2}, {}),
     ops.waffle_weights: (

@@ -1,14 +1,18 @@
 """The path that trains a model is the model: the trial that proves it, and what takes the fast
 path."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.path import federation, mlp, repeated, same_as_by_hand
+from parts.path import BODIES, federation, mlp, repeated, same_as_by_hand
+from small import at_work, fit, images, make_setting
 
+import pflcore
 from pflcore import Net, Training
-from pflcore.train import Engine, clients, prepared
+from pflcore.train import Engine, clients, engines, prepared
 from pflcore.train.chain import NoChain, compiled, find_chain
 from pflcore.train.choose import trials
 from pflcore.train.losses import CRITERIA, loss_of, squared
@@ -21,6 +25,28 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
     with pytest.warns(UserWarning, match=f"^pflcore: {said}"):
         _, form, why = same_as_by_hand(mlp)
     assert form == "vmap" and said in why
+
+
+@pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
+@pytest.mark.parametrize("model", ["mlp", "conv", "dropout"])
+def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model):
+    layers, shape = BODIES[model]
+    how = {"epochs": 2, "momentum": 0.5, "weight_decay": 0.1, "clip_grad": 0.4}
+    data = images((7, 20, 31), shape)
+    data = replace(data, x=data.x.double())
+    setting = make_setting(
+        Net(lambda: nn.Sequential(*layers(4)).double()), data, Training(**how), engine="chain"
+    )
+    start = setting.net.w0 + 0.01 * torch.randn(3, setting.net.size, dtype=torch.float64)
+    found = []
+    for kernels in (True, False):
+        for room in (engines, clients):
+            monkeypatch.setattr(room, "has_kernels", lambda device, kernels=kernels: kernels)
+        done = fit(at_work(setting), start, prox=(0.3, start + 1), mean_grad=True)
+        found.append(
+            (done.w, done.grad, done.loss, *at_work(setting).measure({"w": start}, "train"))
+        )
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3])
