@@ -1,8 +1,8 @@
 """What can be given to `Simulation.run(on_round=...)`: a function of (round, record), or several in
 a list.
 
-One with a method `resume(rounds)` is given, before a run goes on from a checkpoint, the records of
-the rounds up to there. One that raises `Stop` ends the run with its sentence. One that raises
+A run that goes on from a checkpoint first gives them the records of the rounds up to there. One
+that raises `Stop` ends the run with its sentence. One that raises
 anything else ends it too, and nothing is lost: the rounds up to there are in `simulation.history`
 (and in the exception's attribute `history`), and `simulation.run()` goes on from them.
 """
@@ -83,11 +83,6 @@ class EarlyStopping:
             raise Stop(
                 f"Stopped early after round {round}: {best} for {self.patience} evaluations."
             )
-
-    def resume(self, rounds: Sequence[Record]) -> None:
-        """Looks again at the records of the rounds before a run goes on from its checkpoint."""
-        for record in rounds:
-            self(record["round"], record)
 
 
 @checked

@@ -13,19 +13,17 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from pflcore.algorithms import ALGORITHMS
 from pflcore.check import NonNegative, Whole, checked, refuse
-from pflcore.simulation.describe import Record, as_json, difference, identity
+from pflcore.results.record import plain
+from pflcore.simulation.describe import Record, difference, identity
 from pflcore.simulation.round import Setup, State, begin, load_state_dict, state_dict
-from pflcore.simulation.settings import Adversary, Evaluation, Hardware, Robustness
-from pflcore.train import Training
 
 try:
     import fcntl
@@ -33,19 +31,13 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Checkpoint", "load", "lock", "save"]
-FORMAT = 2
+FORMAT = 3
 NAME = "checkpoint.json"
 DAMAGED = (
     "checkpoint: {} holds one that is damaged ({}); take a copy of it from before, or begin the "
     "run anew."
 )
 OURS = "checkpoint-" + "[0-9a-f]" * 16 + ".safetensors"
-GROUPS = {
-    "training": Training,
-    "evaluation": Evaluation,
-    "robustness": Robustness,
-    "hardware": Hardware,
-}
 
 
 @checked
@@ -60,8 +52,6 @@ class Checkpoint:
     folder: str | Path
     every: Whole = 0  # rounds
     minutes: NonNegative = 10.0
-    note: Callable[[], Record] | None = None  # what the caller, who holds the lock, wants to know
-    # later, instead of the records
     _since: float = field(default_factory=time.monotonic, init=False, repr=False)
 
     @property
@@ -118,7 +108,7 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
                 write_tensors(tensors, part)
                 digest = _digest(part.read_bytes())
         text = json.dumps(
-            {**facts, "format": FORMAT, "tensors": name, "sha256": digest}, default=as_json
+            {**facts, "format": FORMAT, "tensors": name, "sha256": digest}, default=plain
         )
         with replacing(folder / NAME) as part:
             part.write_text(f'{{"sha256": "{_digest(text.encode())}", "checkpoint": {text}}}\n')
@@ -224,16 +214,16 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 # a run's ----------------------------------------------------------------------------------------
 
 
-def save_run(keeper: Checkpoint, run: Any) -> None:
+def save_run(folder: str | Path, run: Any) -> None:
     """Writes the checkpoint of a run, a `Simulation`. OSError where that cannot be."""
-    note, net, state, rounds = keeper.note and keeper.note(), run.setting.net, run._state, []
+    net, state, rounds = run.setting.net, run._state, []
     tensors = state_dict(run.algorithm, state) | {"net.w0": net.w0, "net.b0": net.b0}
-    for record in run._records if note is None else ():
+    for record in run._records:
         long = {k: v for k, v in record["report"].items() if isinstance(v, Tensor)}
         tensors |= {f"report.{record['round']}.{k}": v for k, v in long.items()}
         rounds.append({**record, "report": record["report"] | dict.fromkeys(long)})
     where = {"round": state.round, "void": state.void, "outlier": run._outlier}
-    save(keeper.folder, tensors, {"run": identity(run), **where, "note": note, "rounds": rounds})
+    save(folder, tensors, {"run": identity(run), **where, "rounds": rounds})
 
 
 def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Any], list[Record]]:
@@ -241,16 +231,14 @@ def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Any], lis
     farthest update so far and the records. ValueError where it is another run's, a warning where it
     was made elsewhere."""
     tensors, facts = load(folder)
-    there, here = facts["run"], identity(run)
-    aside = {"machine": None, "made_with": None}
-    differs = difference(there | aside, here | aside)
-    if differs:
+    there, here = facts.get("run", {}), identity(run)
+    made_with, made_here = (what.pop("made_with", {}) for what in (there, here))
+    if differs := difference(there, here):
         raise ValueError(
             f"checkpoint: {folder} holds that of another run: {differs}; give what it was made "
             "with, or another folder."
         )
-    other = difference(there["made_with"], here["made_with"])
-    if other:
+    if other := difference(made_with, made_here):
         last = "numbers may differ in their last digits from an unbroken run's."
         warnings.warn(f"checkpoint: {other}; {last}", stacklevel=3)
     like = run.setting.net
@@ -264,40 +252,3 @@ def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Any], lis
     begun = begin(run.algorithm, net, run.data.n, setup.folder)
     state = load_state_dict(run.algorithm, begun, tensors, facts["round"], facts["void"])
     return setup, state, facts["outlier"], facts["rounds"]
-
-
-def options(folder: str | Path, given: Mapping[str, Any]) -> Record:
-    """What a simulation is made with to go on with the run whose checkpoint is in `folder`: `given`
-    (which stands above it), and the rest of it."""
-    what = load(folder)[1]["run"]
-    if what is None:
-        raise ValueError(
-            f"checkpoint: {folder} is that of a command between two runs, and holds no state; go "
-            "on with its --resume."
-        )
-    stored = {**what["conditions"], **what["machine"], "training": what["training"]}
-    made = {key: rebuilt(key, value) for key, value in stored.items() if key not in given}
-    made |= {key: group(**made[key]) for key, group in GROUPS.items() if key in made}
-    if "algorithm" not in given:
-        name = what["algorithm"]
-        if name not in ALGORITHMS:
-            raise ValueError(
-                f"algorithm: the checkpoint is of {name}, which is not pflcore's own; give it: "
-                "algorithm=..."
-            )
-        made["algorithm"] = ALGORITHMS[name](**rebuilt("algorithm", what["options"]))
-    return made | dict(given)
-
-
-def rebuilt(name: str, value: Any) -> Any:
-    """A value that was kept as JSON, lists as tuples. ValueError where a function was in it."""
-    if isinstance(value, list):
-        return tuple(rebuilt(name, v) for v in value)
-    if not isinstance(value, dict):
-        return value
-    if "function" in value:
-        raise ValueError(
-            f"{name}: the checkpoint has a function in it, which no file holds; give it: {name}=..."
-        )
-    inside = {k: rebuilt(name, v) for k, v in value.items()}
-    return Adversary(**inside) if "attack" in inside else inside

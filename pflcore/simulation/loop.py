@@ -5,6 +5,7 @@ history = Simulation("ditto", model, data, Training(lr=0.05), rounds=20).run()
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -171,11 +172,11 @@ class Simulation:
         checkpoint: Checkpoint | str | Path | None = None,
     ) -> History:
         """Plays all rounds; `on_round(round, record)`, one function or several, sees each record as
-        it is made.
+        it is made, and in a run that goes on from a checkpoint first those of the rounds before.
 
         With `checkpoint`, a folder or when and where, the run can be gone on with after a crash:
-        `Simulation.load(folder, ...).run()` gives what this one would have given; see `save`. One
-        that cannot be written is a warning.
+        the same simulation's `restore(folder).run()` gives what this one would have given. One that
+        cannot be written is a warning.
 
         Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is. Any other
         exception ends it too and is passed on; the rounds up to there are in its attribute
@@ -184,18 +185,17 @@ class Simulation:
         check_modes()
         callbacks = listed(on_round)
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-        own = keeper if keeper and keeper.note is None else None
-        with store.lock(own.folder) if own else nullcontext():
-            if own and self._came_from != Path(own.folder):
-                self._keep(own)  # what stands there may be of another run
+        with store.lock(keeper.folder) if keeper else nullcontext():
+            if keeper and self._came_from != Path(keeper.folder):
+                self._keep(keeper)  # what stands there may be of another run
             return self._run(callbacks, keeper)
 
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
         before = [] if self.history else list(self._records)  # a checkpoint's
         history = self.history = History(self.header(), before)
         try:
-            for callback in callbacks if before else ():  # what came before, for those who want it
-                getattr(callback, "resume", lambda rounds: None)(history.rounds)
+            for record, callback in itertools.product(before, callbacks):  # what came before
+                callback(record["round"], record)
             for record in self.iterate():
                 if "stopped" in record:
                     history.stopped = record["stopped"]
@@ -231,37 +231,18 @@ class Simulation:
         now, the records of `run` so far, and what the run is. OSError where it cannot be written,
         ValueError where another run is in the folder."""
         with store.lock(folder):
-            store.save_run(Checkpoint(folder), self)
+            store.save_run(folder, self)
 
-    @classmethod
-    def load(
-        cls,
-        folder: str | Path,
-        *,
-        model: Given,
-        data: Federation,
-        loss: Loss | None = None,
-        **options: Any,
-    ) -> Simulation:
-        """The simulation whose checkpoint is in `folder`; `run()` plays what is left of it, to the
-        same numbers, and gives all records.
+    def restore(self, folder: str | Path) -> Simulation:
+        """Takes up the checkpoint in `folder`, which must be one of this very run, and gives the
+        simulation itself: `run()` plays what is left, to the same numbers, and gives all records.
 
-        `model`, `data` and `loss` (where it was no name) are those it was made with. So are all
-        `options`, and they need not be given, but for functions, which no file holds: an
-        `algorithm` of one's own, a `training` with a schedule, metrics. Another may be `hardware`.
-        ValueError in one sentence for a checkpoint that is absent, damaged, or of another run.
+        `hardware` may be another than the one it was made with. ValueError in one sentence for a
+        checkpoint that is absent, damaged, or of another run.
         """
-        if loss is not None or isinstance(model, Net):
-            options["loss"] = loss
-        simulation = cls(model=model, data=data, **store.options(folder, options))
-        simulation.restore(folder)
-        return simulation
-
-    def restore(self, folder: str | Path) -> None:
-        """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in
-        one sentence where it is not."""
         self.setup, self._state, self._outlier, self._records = store.restored(folder, self)
         self._held, self.history, self._came_from = False, None, Path(folder)
+        return self
 
     def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
         round = record["round"]
@@ -269,11 +250,11 @@ class Simulation:
         broke_off = self.evaluation.due(round, self.rounds) and not record["eval"]
         if keeper is None or self._state.void or broke_off:  # void: it may be about to end
             return
-        if keeper.due(round) or (round >= self.rounds and keeper.note is None):
+        if keeper.due(round) or round >= self.rounds:
             self._keep(keeper)
 
     def _keep(self, keeper: Checkpoint) -> None:
         try:
-            store.save_run(keeper, self)
+            store.save_run(keeper.folder, self)
         except OSError as e:
             warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=4)

@@ -11,10 +11,10 @@ from doors import sentence
 from methods import HypCluster, Waffle
 from parts.memory import Making
 from parts.user import simulation as small
-from small import images, tiny_model
+from small import images
 from torch.utils._pytree import tree_leaves
 
-from pflcore import Hardware, Simulation, Training
+from pflcore import Training
 from pflcore.results.export import rows
 from pflcore.results.record import group, plain
 from pflcore.results.table import table
@@ -213,8 +213,8 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
     half.run(lambda r, _: half.save(tmp_path / "kept") if r == 2 else None)
     held, _ = checkpoint.load(tmp_path / "kept")
     assert int(held["seen"].sum()) == len(held["clients.v"]) < 12
-    for hardware in ({}, {"hardware": Hardware(rows="memory")}):
-        rest = Simulation.load(tmp_path / "kept", model=tiny_model(), data=data, **hardware)
-        assert (rest.setup.folder is None) == bool(hardware)
+    for place in (tmp_path, "memory"):
+        rest = simulation("ditto", data=data, rows=place, **options).restore(tmp_path / "kept")
+        assert (rest.setup.folder is None) == (place == "memory")
         rest.run()
         assert same(rest.state, whole.state, rest.state.seen)
