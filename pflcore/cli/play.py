@@ -290,7 +290,7 @@ def _write_report(runs: Runs, folder: Path, output: Report) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(text, encoding="utf-8")
     try:
-        made = pictures.draw(runs, folder, output.baseline)
+        made = pictures.draw(runs, folder)
     except ImportError as e:
         print(f"{e} Then: pflcore report {folder}", file=sys.stderr)
         made = []

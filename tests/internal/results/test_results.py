@@ -29,23 +29,12 @@ def test_plain_turns_everything_into_json(tmp_path):
 
 
 # pictures -------------------------------------------------------------------
-@pytest.mark.parametrize("classes, marked", [(10, 1), (2, 1), (20, 0), (None, 0)])
-def test_chance_is_marked_where_the_axis_reaches_it(classes, marked):
-    """Of accuracies between 8 and 60 percent."""
-    pytest.importorskip("matplotlib")
-    (axis,) = pictures.figure_of(4, 3)[1]
-    pictures.lines(axis, {"a": ([1, 2], [8.0, 60.0])})
-    (run,) = group(a_run(classes=classes))
-    pictures.mark_chance(axis, run)
-    assert len(axis.lines) == 1 + marked and len(axis.texts) == 1 + marked
-
-
 def test_every_picture(tmp_path):
     """Weights and who mixes with whom of at most a thousand clients."""
     pytest.importorskip("matplotlib")
     lines = [*a_run(), *a_run(seed=1, shift=0.1), *a_run("local"), *a_run("feddwa", target=None)]
-    names = {p.name for p in pictures.draw(group(lines), tmp_path, baseline="local")}
-    assert names == {"curves.png", "weights.png", "similarity.png", "clients.png", "deltas.png"}
+    names = {p.name for p in pictures.draw(group(lines), tmp_path)}
+    assert names == {"curves.png", "weights.png", "similarity.png", "clients.png"}
     for name in names:
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     many = group(a_long_run())
@@ -60,13 +49,6 @@ def test_pictures_of_little(tmp_path):
     for one in little[1:]:
         one["eval"] = {"loss": [math.inf], "size": [5]}
     assert len(pictures.draw(group(little), tmp_path)) == 2
-
-
-def test_the_target_stands_in_the_middle():
-    for n in (1, 4, 5, 10):
-        for target in range(n):
-            ids = pictures.order(n, target)
-            assert ids[n // 2] == target and sorted(ids.tolist()) == list(range(n))
 
 
 def test_weights_by_round_of_one_and_of_several_models():
