@@ -168,21 +168,19 @@ def client_app(
 
 def at_hand(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
     """What gives the client of a node, with the state that its context holds."""
-    # what this process has at hand, with the state of a new one; last what was needed last
-    made: dict[tuple[int, int], tuple[Client, bytes]] = {}
+    made: dict[tuple[int, int], Client] = {}
 
     def opened(context: Context) -> Client:
         key = context.run_id, context.node_id
         if key not in made:
-            fresh = make(context)
-            need(isinstance(fresh, Client), "make", "a function that gives a pflcore.Client", fresh)
-            made[key] = fresh, saved(fresh)
-        made[key] = client, first = made.pop(key)
-        if len(made) > MOST:
-            del made[next(iter(made))]
-        kept = context.state.config_records.get(STATE, {"bytes": first})
-        client.load_state_dict(torch.load(io.BytesIO(kept["bytes"]), weights_only=True))
-        return client
+            made[key] = make(context)
+            need(isinstance(made[key], Client), "make", "a function that gives a Client", made[key])
+            if len(made) > MOST:
+                del made[next(iter(made))]
+        if STATE in context.state:
+            kept = io.BytesIO(context.state[STATE]["bytes"])
+            made[key].load_state_dict(torch.load(kept, weights_only=True))
+        return made[key]
 
     return opened
 
@@ -277,13 +275,13 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         # the bits do not depend on who came first
         replies = sorted(replies, key=lambda m: m.metadata.src_node_id)
         replies = usable(replies, self.weighted_by_key)
-        pairs = [
-            (m.metadata.src_node_id, only_record(m, "")[1]) for m in replies if m.has_content()
-        ]
-        if pairs:
-            last: Any = (self._last or pairs) if self._looks_back else None
-            self.models.update(personalize(pairs, self.method, previous=last, **self.chosen))
-            self._last.update(pairs)
+        came: dict[int, Any] = {
+            m.metadata.src_node_id: only_record(m, "")[1] for m in replies if m.has_content()
+        }
+        if came:
+            last: Any = (self._last or came) if self._looks_back else None
+            self.models.update(personalize(came, self.method, previous=last, **self.chosen))
+            self._last.update(came)
         return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
 
     def _construct_messages(
@@ -440,17 +438,5 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
                     "ClientApp must be a client_app."
                 )
             self.clients[node] = reply.content["config"]["client"]
-        known = [(str(self.clients[n]).zfill(20), n) for n in nodes if n in self.clients]
-        here: dict[int, int] = {}
-        for _, node in sorted(known):
-            client = self.clients[node]
-            number = self.server.join(client)
-            if here.setdefault(number, node) != node:
-                log(
-                    WARNING,
-                    "client %r: nodes %d and %d both say that they are it; the first one is heard",
-                    client,
-                    here[number],
-                    node,
-                )
-        return here
+        known = sorted((str(self.clients[n]).zfill(20), n) for n in nodes if n in self.clients)
+        return {self.server.join(self.clients[node]): node for _, node in known}
