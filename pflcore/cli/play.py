@@ -174,15 +174,10 @@ def _tried(todo: Sequence[Job], data: Federation, model: Model) -> list[str]:
     """Each algorithm's plan in words."""
     plans = []
     for job in [j for j in todo if j.options.seed == todo[0].options.seed]:
-        try:
-            made = job.simulation(data, model)
-            where = describe.memory_line(made.setup, made.peak_bytes())
-            plans.append(f"{_plan(job.header(made))}\n{where}")
-            del made  # the next one needs the memory
-        except MemoryError as e:
-            plans.append(f"{job.name}: {e}")
-            if len({j.algorithm for j in todo}) == 1:  # there is no other that may fit
-                raise
+        made = job.simulation(data, model)
+        where = describe.memory_line(made.setup, made.peak_bytes())
+        plans.append(f"{_plan(job.header(made))}\n{where}")
+        del made  # the next one needs the memory
     return plans
 
 
@@ -222,11 +217,10 @@ class _Runs:
                     self.progress.skip(job.length(self.data.n))
                     continue
                 history = self.one(job, kept / str(i))
-                if history is not None and history.interrupted:
+                if history.interrupted:
                     raise KeyboardInterrupt
-                failed = failed or history is None or history.stopped is not None
-                broken = broken or (history is not None and history.failed)
-                history = None  # the next one needs the memory
+                failed, broken = failed or bool(history.stopped), broken or history.failed
+                del history  # the next one needs the memory
         except KeyboardInterrupt:
             self.progress.say(
                 "Interrupted; the record is whole up to here, and --resume goes on from the last "
@@ -237,17 +231,10 @@ class _Runs:
             shutil.rmtree(kept, ignore_errors=True)
         return 1 if failed else 0
 
-    def one(self, job: Job, kept: Path) -> History | None:
-        """Plays a job, from its checkpoint in the folder `kept` where it is there; None where it
-        does not fit into memory, as the next one may. Whatever ends it, the record holds every
-        round that was played and says why it is not whole."""
-        played, out = count(), self.output
-        try:
-            simulation = job.simulation(self.data, self.model)
-        except MemoryError as e:
-            self.progress.say(f"{job.name}: {e}")
-            self.progress.skip(job.length(self.data.n))
-            return None
+    def one(self, job: Job, kept: Path) -> History:
+        """Plays a job, from its checkpoint in the folder `kept` where it is there. Whatever ends
+        it, the record holds every round that was played and says why it is not whole."""
+        played, out, simulation = count(), self.output, job.simulation(self.data, self.model)
         keeper = Checkpoint(kept, out.checkpoint_every, out.checkpoint_minutes)
         if keeper.exists and not job.for_each:
             simulation.restore(kept)

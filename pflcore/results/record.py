@@ -331,8 +331,7 @@ def read(path: str | Path) -> list[Run]:
     """The runs in a record file, or in all `*.jsonl` files below a folder. A damaged line is left
     out, with a warning where it is not the last, which a run may be writing."""
     path = Path(path)
-    below = (p for p in path.rglob("*.jsonl") if p.name != "tuning.jsonl")
-    files = sorted(below) if path.is_dir() else [path]
+    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(
             f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is "
