@@ -6,7 +6,6 @@ is computed or written.
 """
 
 import contextlib
-import importlib
 import importlib.util
 import inspect
 import io
@@ -30,7 +29,6 @@ from pflcore.results.progress import INTERRUPTED
 from pflcore.simulation.interrupts import ENDING
 
 __all__ = ["main"]
-Command = Callable[[Sequence[str]], int]
 EXTRAS = {
     "cli": ("tyro", "tqdm"),
     "data": ("torchvision", "mlxtend", "sklearn", "scipy"),
@@ -62,41 +60,51 @@ def info(argv: Sequence[str]) -> int:
     return 0
 
 
-def of_checkout(command: str, module: str, about: str) -> Command:
-    """A command that stands beside the package. ImportError, one sentence, where pflcore is an
-    installed package."""
-
-    def call(argv: Sequence[str]) -> int:
-        root = Path(__file__).resolve().parents[2]
-        if not (root / "bench" / "__main__.py").exists():
-            raise ImportError(
-                f"{command}: this is no part of the installed package; run `python -m pflcore "
-                f"{command}` in a checkout of pflcore."
-            )
-        if str(root) not in sys.path:
-            sys.path.insert(0, str(root))
-        code: int = importlib.import_module(module).main(argv)
-        return code
-
-    call.__doc__ = f"{about}; needs a checkout of pflcore."
-    return call
+def _of_checkout(command: str) -> None:
+    """Lets modules be imported from the checkout that pflcore stands in. ImportError, one sentence,
+    where it is an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "bench" / "__main__.py").exists():
+        raise ImportError(
+            f"{command}: this is no part of the installed package; run `python -m pflcore "
+            f"{command}` in a checkout of pflcore."
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
 
 
-ATTACK = (
-    "Attacks what travels: membership inference and model inversion against an algorithm's uploads"
-)
-REPRODUCE = "Runs the experiments behind a table of a paper"
-BENCH = "Times the kernels against the best torch call"
-COMMANDS: dict[str, tuple[str, Command]] = {
+def attack(argv: Sequence[str]) -> int:
+    """Attacks what travels: membership inference and model inversion against an algorithm's
+    uploads; needs a checkout of pflcore."""
+    _of_checkout("attack")
+    from bench.papers.attack import main
+
+    return main(argv)
+
+
+def reproduce(argv: Sequence[str]) -> int:
+    """Runs the experiments behind a table of a paper; needs a checkout of pflcore."""
+    _of_checkout("reproduce")
+    from bench.papers.run import main
+
+    return main(argv)
+
+
+def bench(argv: Sequence[str]) -> int:
+    """Times the kernels against the best torch call; needs a checkout of pflcore."""
+    _of_checkout("bench")
+    from bench import main
+
+    return main(argv)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "run": ("run ALGORITHM [options]", run),
     "compare": ("compare --algorithms A B C [options]", compare),
     "report": ("report FOLDER ... [options]", report),
-    "reproduce": (
-        "reproduce NAME [options]",
-        of_checkout("reproduce", "bench.papers.run", REPRODUCE),
-    ),
-    "attack": ("attack [options]", of_checkout("attack", "bench.papers.attack", ATTACK)),
-    "bench": ("bench [options]", of_checkout("bench", "bench", BENCH)),
+    "reproduce": ("reproduce NAME [options]", reproduce),
+    "attack": ("attack [options]", attack),
+    "bench": ("bench [options]", bench),
     "info": ("info", info),
 }
 
