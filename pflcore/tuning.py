@@ -305,6 +305,7 @@ class _Search:
         lost = int((odd | ~found["loss"][who].isfinite()).sum())
         if lost or not len(who):
             stopped = f"The validation values of {lost} of {len(who)} clients are not finite."
+        values = values.where(values.isfinite(), math.nan)
         return {"values": values.tolist(), "stopped": stopped}
 
 

@@ -6,9 +6,7 @@ models of other people's), a value may have become another, but no reader ends w
 error.
 """
 
-import hashlib
 import io
-import json
 import pickle
 import shutil
 from contextlib import contextmanager
@@ -96,10 +94,9 @@ def kept(tmp_path_factory):
 
 
 @examples(200)
-@given(which=st.sampled_from([".json", ".safetensors"]), damage=damages)
-def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept, which, damage):
-    (path,) = kept.glob(f"checkpoint*{which}")
-    with damaged_file(path, damage):
+@given(damage=damages)
+def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept, damage):
+    with damaged_file(kept / checkpoint.NAME, damage):
         found = refused_or(lambda: checkpoint.load(kept), "damaged")
     if found is not None:
         tensors, facts = found
@@ -234,15 +231,7 @@ def test_a_pickle_is_never_run(tmp_path):
     torch.save({"g": Trap(mark)}, file)
     assert refused_or(lambda: load_states(file), "remove it") is None
     checkpoint.save(tmp_path / "kept", TENSORS, FACTS)
-    (tensors,) = (tmp_path / "kept").glob("*.safetensors")
-    facts = json.loads((tmp_path / "kept" / checkpoint.NAME).read_text())["checkpoint"]
-    tensors.write_bytes(pickle.dumps(Trap(mark)))
-    # a digest keeps out no one who can write it anew
-    facts["sha256"] = hashlib.sha256(tensors.read_bytes()).hexdigest()
-    text = json.dumps(facts)
-    (tmp_path / "kept" / checkpoint.NAME).write_text(
-        f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "checkpoint": {text}}}\n'
-    )
+    (tmp_path / "kept" / checkpoint.NAME).write_bytes(pickle.dumps(Trap(mark)))
     with sentence("checkpoint: "):
         checkpoint.load(tmp_path / "kept")
     assert not mark.exists()

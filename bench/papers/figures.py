@@ -43,7 +43,7 @@ def heat_maps(runs: Mapping[str, Run], path: str, k: int | None = None) -> None:
         for r, w in of_rounds(run):
             shown = w if k is None else nearest(w, k).double()
             panels.append(pictures.Heat(f"{name}, round {r}", shown, range(len(w))))
-    pictures.heat_maps(panels, "gives (client)", "receives (model)", path, wide=4)
+    pictures.heat_maps(panels, path, wide=4)
 
 
 def curves(

@@ -265,7 +265,7 @@ class Server:
             )
         tensors = {k: v.clone() for k, v in state["state"].items()}
         new = unflat(tensors, state["round"], state["void"])
-        check_start(new, self.algorithm, self.net, len(new.seen), "state")
+        check_start(new, self.algorithm, self.net, len(new.seen))
         self._state, self._form, self._begun = new, None, False
         for key in KEPT:
             setattr(self, f"_{key}", copy(state[key]))

@@ -84,16 +84,16 @@ def curves(runs: Runs, path: str | Path) -> Path:
 
 
 class Heat(NamedTuple):
-    """A heat map: its title, values [M, N], and the numbers of its columns."""
+    """A heat map: its title, values [M, N], the numbers of its columns, and what the axes are."""
 
     title: str
     values: Tensor
     columns: Sequence[int]
+    x: str = "gives (client)"
+    y: str = "receives (model)"
 
 
-def heat_maps(
-    panels: Sequence[Heat], x: str, y: str, path: str | Path, wide: int = 100
-) -> Path | None:
+def heat_maps(panels: Sequence[Heat], path: str | Path, wide: int = 100) -> Path | None:
     """Heat maps, so many beside each other; None where there is none."""
     if not panels:
         return None
@@ -102,7 +102,7 @@ def heat_maps(
     figure, axes = figure_of(5.2 * wide, 4.0 * tall, wide, tall)
     for axis in axes[len(panels) :]:
         axis.remove()
-    for axis, (title, values, columns) in zip(axes, panels, strict=False):
+    for axis, (title, values, columns, x, y) in zip(axes, panels, strict=False):
         extent = columns[0] - 0.5, columns[-1] + 0.5, len(values) - 0.5, -0.5
         image = axis.imshow(values.numpy(), cmap="Blues", vmin=0, aspect="auto", extent=extent)
         axis.set_title(title, fontsize=10)
@@ -112,38 +112,26 @@ def heat_maps(
 
 
 def by_round(run: Run) -> tuple[list[int], Tensor]:
-    """Weights of one model by round, `[T, N]`: the run's only model, or the target's of several. T
-    is 0 where there are none."""
-    last = run.weights(run.weighted()[-1:])[1]
-    # a matrix for each round may not fit into memory
-    one = run.target is not None or all(w.ndim == 1 for w in last)
-    rounds, found = run.weights() if one else ([], [])
-    rows = [w if w.ndim == 1 else w[run.target] for w in found]
+    """Weights of the run's only model by round, `[T, N]`."""
+    rounds, rows = run.weights()
     mine = [(r, w) for r, w in zip(rounds, rows, strict=True) if len(w) == len(rows[-1])]
-    return [r for r, _ in mine], torch.stack([w for _, w in mine]) if mine else torch.empty(0, 0)
+    return [r for r, _ in mine], torch.stack([w for _, w in mine])
 
 
 def weights(runs: Runs, path: str | Path) -> Path | None:
-    """Mixing weights of one model by round: a heat map of clients by rounds for each algorithm that
-    reports them (WAFFLE, Fig. 3)."""
+    """Mixing weights, a heat map for each algorithm that reports them: of one model by clients and
+    rounds (WAFFLE, Fig. 3), of several who mixes with whom in the last round."""
     panels = []
     for name, (run, *_) in label(runs).items():
-        rounds, w = by_round(run)
-        if rounds:
+        # a matrix for each round may not fit into memory
+        for r, last in zip(*run.weights(run.weighted()[-1:]), strict=True):
+            if last.ndim == 2:
+                panels.append(Heat(f"{name}, round {r}", last, range(last.shape[1])))
+                continue
+            rounds, w = by_round(run)
             of = "" if run.target is None else f", target {run.target}"
-            panels.append(Heat(name + of, w.T, rounds))
-    return heat_maps(panels, "round", "client", path)
-
-
-def similarity(runs: Runs, path: str | Path) -> Path | None:
-    """Who mixes with whom: the last round's M x N weights as a heat map, one panel per algorithm
-    that keeps several models."""
-    panels = []
-    for name, (run, *_) in label(runs).items():
-        for r, w in zip(*run.weights(run.weighted()[-1:]), strict=True):
-            if w.ndim == 2:
-                panels.append(Heat(f"{name}, round {r}", w, range(w.shape[1])))
-    return heat_maps(panels, "gives (client)", "receives (model)", path)
+            panels.append(Heat(name + of, w.T, rounds, "round", "client"))
+    return heat_maps(panels, path)
 
 
 def clients(runs: Runs, path: str | Path) -> Path:
@@ -164,7 +152,7 @@ def draw(runs: Runs, folder: str | Path) -> list[Path]:
     folder = Path(folder)
     few = [r for r in runs if (r.header.get("n") or 0) <= MOST and r.weighted()]
     evaluated = [r for r in runs if r.evaluations]
-    made = [weights(few, folder / "weights.png"), similarity(few, folder / "similarity.png")]
+    made = [weights(few, folder / "weights.png")]
     if evaluated:
         made.append(curves(evaluated, folder / "curves.png"))
         made.append(clients(evaluated, folder / "clients.png"))

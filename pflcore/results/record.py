@@ -46,6 +46,7 @@ SHARED = (
     "clip",
     "adversary",
     "eval_split",
+    "stream",
     *CUT,
 )
 
@@ -263,19 +264,21 @@ class Run:
         one model, `[M, N]` for several."""
         wanted = self.rounds if rounds is None else [r for r in self.rounds if r["round"] in rounds]
         have = [r for r in wanted if _has_weights(r)]
-        return [r["round"] for r in have], [self._dense(r["report"]) for r in have]
+        n = self.header.get("n")
+        return [r["round"] for r in have], [dense(r["report"], n) for r in have]
 
-    def _dense(self, report: Facts) -> Tensor:
-        """The weights of a report, where it says `index` those of some clients alone."""
-        if "index" not in report:
-            return _tensor(report["weights"])
-        weight, index = _tensor(report["weight"]), _tensor(report["index"]).long()
-        n = int(self.header.get("n") or index.max() + 1)
-        if index.ndim < 2:
-            return weight.new_zeros(n).index_copy_(0, index, weight)
-        rows = _tensor(report.get("rows", range(len(weight)))).long()  # none: of each client
-        at = rows[:, None].expand_as(index), index
-        return weight.new_zeros(n, n).index_put_(at, weight, accumulate=True)
+
+def dense(report: Facts, n: int | None) -> Tensor:
+    """The weights of a report, where it says `index` those of some of `n` clients alone."""
+    if "index" not in report:
+        return _tensor(report["weights"])
+    weight, index = _tensor(report["weight"]), _tensor(report["index"]).long()
+    n = int(n or index.max() + 1)
+    if index.ndim < 2:
+        return weight.new_zeros(n).index_copy_(0, index, weight)
+    rows = _tensor(report.get("rows", range(len(weight)))).long()  # none: of each client
+    at = rows[:, None].expand_as(index), index
+    return weight.new_zeros(n, n).index_put_(at, weight, accumulate=True)
 
 
 def _has_weights(line: Facts) -> bool:

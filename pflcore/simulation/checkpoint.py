@@ -1,9 +1,9 @@
 """Checkpoints: what a run needs to go on, in a folder, whole or not there at all.
 
-`checkpoint.json` says what the run is and where it stands, and names the file of its tensors with
-that file's digest. Each file is written beside its place, synced and renamed into it, the JSON
-last: until then the earlier checkpoint is the one that counts. Nothing is pickled: to read a
-checkpoint runs nobody's code.
+`checkpoint.safetensors` holds the tensors, and in its metadata what the run is, where it stands and
+the digest of it all. It is written beside its place, synced and renamed into it: until then the
+earlier checkpoint is the one that counts. Nothing is pickled: to read a checkpoint runs nobody's
+code.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ except ImportError:  # Windows
 
 __all__ = ["Checkpoint", "load", "lock", "save"]
 FORMAT = 3
-NAME = "checkpoint.json"
+NAME = "checkpoint.safetensors"
+BLANK = f"{'sha256':*^64}"  # stands in the place of the digest of the file
 DAMAGED = (
-    "checkpoint: {} holds one that is damaged ({}); take a copy of it from before, or begin the "
-    "run anew."
+    "checkpoint: {} holds one that is damaged (it was altered, cut off or exchanged); take a copy "
+    "of it from before, or begin the run anew."
 )
-OURS = "checkpoint-" + "[0-9a-f]" * 16 + ".safetensors"
 
 
 @checked
@@ -99,29 +99,20 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     """Writes `tensors` ([...], on any device, in memory of their own) and `facts` (what JSON can
     hold, and NaN) into `folder`, instead of the checkpoint that is there. OSError in one sentence
     where it cannot be written: then the earlier one stands."""
-    folder, name, digest = Path(folder), None, None
+    path = Path(folder, NAME)
+    text = json.dumps({**facts, "format": FORMAT}, default=plain)
+    data = file_of(tensors, {"facts": text, "sha256": BLANK})
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if tensors:
-            name = f"checkpoint-{secrets.token_hex(8)}.safetensors"
-            with replacing(folder / name) as part:
-                write_tensors(tensors, part)
-                digest = _digest(part.read_bytes())
-        text = json.dumps(
-            {**facts, "format": FORMAT, "tensors": name, "sha256": digest}, default=plain
-        )
-        with replacing(folder / NAME) as part:
-            part.write_text(f'{{"sha256": "{_digest(text.encode())}", "checkpoint": {text}}}\n')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
+            part.write_bytes(data.replace(BLANK.encode(), _digest(data).encode(), 1))
     except OSError as e:
-        if name is not None:
-            (folder / name).unlink(missing_ok=True)
         raise OSError(
             f"checkpoint: it cannot be written into {folder} ({e.strerror or e}); the one before "
             "it, if any, stands."
         ) from None
-    for old in [*folder.glob(OURS), *folder.glob("checkpoint*.part")]:
-        if old.name != name:
-            old.unlink()
+    for old in path.parent.glob(f"{NAME}.*.part"):  # of a process that was killed
+        old.unlink()
 
 
 def _digest(data: bytes) -> str:
@@ -132,42 +123,29 @@ def _digest(data: bytes) -> str:
 def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
     """The tensors [...], on the CPU, and the facts of the checkpoint in `folder`. ValueError in one
     sentence where there is none, or where one byte of it is not what was written."""
-    facts = _facts(Path(folder) / NAME)
+    import safetensors.torch
+
+    try:
+        data = Path(folder, NAME).read_bytes()
+    except OSError as e:
+        raise ValueError(
+            f"checkpoint: expected a folder that holds one, got {folder}, which has no {NAME} that "
+            f"can be read ({e.strerror}); check the name."
+        ) from None
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        if _digest(data.replace(header["sha256"].encode(), BLANK.encode(), 1)) != header["sha256"]:
+            raise ValueError
+        facts: Record = json.loads(header["facts"])
+        tensors = safetensors.torch.load(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(DAMAGED.format(folder)) from None
     if facts["format"] != FORMAT:
         raise ValueError(
             f"checkpoint: expected format {FORMAT}, got {facts['format']} in {folder}; take the "
             "pflcore that wrote it."
         )
-    if facts["tensors"] is None:
-        return {}, facts
-    import safetensors.torch
-
-    name = Path(facts["tensors"]).name
-    try:
-        data = (Path(folder) / name).read_bytes()
-        if _digest(data) != facts["sha256"]:
-            raise OSError(0, "it was altered, cut off or exchanged")
-        tensors = safetensors.torch.load(data)
-    except (OSError, safetensors.SafetensorError) as e:  # the latter by one who made the digest fit
-        why = getattr(e, "strerror", None) or " ".join(str(e).split())
-        raise ValueError(DAMAGED.format(folder, f"{name}: {why}")) from None
     return {k: v.clone() for k, v in tensors.items()}, facts  # clones: aligned as torch aligns
-
-
-def _facts(path: Path) -> Record:
-    try:
-        whole = json.loads(path.read_bytes())
-        facts: Record = whole["checkpoint"]
-        if whole["sha256"] != _digest(json.dumps(facts).encode()):
-            raise ValueError
-    except OSError as e:
-        raise ValueError(
-            f"checkpoint: expected a folder that holds one, got {path.parent}, which has no {NAME} "
-            f"that can be read ({e.strerror}); check the name."
-        ) from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(DAMAGED.format(path.parent, f"{NAME} was altered or cut off")) from None
-    return facts
 
 
 @contextlib.contextmanager
@@ -194,21 +172,18 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file. OSError where the disk will not take it, TypeError for a dtype
-    that the format does not have."""
+def file_of(tensors: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:
+    """A safetensors file. TypeError for a dtype that the format does not have."""
     import safetensors.torch
 
     try:
-        safetensors.torch.save_file(
-            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, path
+        return safetensors.torch.save(
+            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, about
         )
     except KeyError as e:
         raise TypeError(
             f"checkpoint: safetensors holds no {e.args[0]}; keep the state in another dtype."
         ) from None
-    except safetensors.SafetensorError as e:
-        raise OSError(str(e)) from None
 
 
 # a run's ----------------------------------------------------------------------------------------

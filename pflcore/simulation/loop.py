@@ -30,7 +30,7 @@ from pflcore.simulation.evaluate import evaluate, measured
 from pflcore.simulation.history import History
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
-from pflcore.simulation.round import State, copied, sample, step
+from pflcore.simulation.round import State, check_start, copied, sample, step
 from pflcore.simulation.settings import Evaluation, Hardware, Robustness
 from pflcore.simulation.start import data_of, looked_at, peak_bytes, placed
 from pflcore.train import Net, Training, memory
@@ -61,7 +61,6 @@ class Simulation:
     hardware: Hardware = field(default_factory=Hardware)
     batch_norm: Literal["auto", "average", "local"] = "auto"  # running statistics: see `policy`
     loss: Loss | None = None  # a name, a function of (scores, y) or a module; None: by the targets
-    warm_start: State | None = None  # is copied
 
     def __post_init__(self) -> None:
         check(self)
@@ -94,13 +93,16 @@ class Simulation:
 
     @property
     def state(self) -> State:
-        """The state as it is now: a snapshot, which never changes."""
+        """The state as it is now: a snapshot, which never changes. A state that is set, of another
+        run of this algorithm, federation and model, is copied, and the run goes on from there;
+        ValueError in one sentence for any other."""
         self._held = True
         return self._state
 
     @state.setter
     def state(self, state: State) -> None:
-        self._state, self._held = state, True
+        check_start(state, self.setup.algorithm, self.setting.net, self.data.n)
+        self._state, self._held = copied(self.setup, state), False
         self._records = [r for r in self._records if r["round"] <= state.round]
 
     def peak_bytes(self) -> int:

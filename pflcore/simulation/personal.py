@@ -21,7 +21,7 @@ from pflcore.data.inputs import inputs, tensor
 from pflcore.data.roles import held_out, one_client
 from pflcore.nn.mode import forward_mode
 from pflcore.simulation.accept import accept
-from pflcore.simulation.checkpoint import replacing, write_tensors
+from pflcore.simulation.checkpoint import file_of, replacing
 from pflcore.simulation.evaluate import own_way, personalized
 from pflcore.simulation.round import (
     Setup,
@@ -200,9 +200,7 @@ def export_models(
             tensors, file = model.tensors(), f"client-{client}.safetensors"
             with replacing(folder / file) as part:
                 # in memory of their own: tied weights share theirs
-                write_tensors({k: v.clone() for k, v in tensors.items()}, part)
-                # as readable as the folder; safetensors makes it its owner's alone
-                part.chmod(folder.stat().st_mode & 0o666)
+                part.write_bytes(file_of({k: v.clone() for k, v in tensors.items()}))
             known: dict[str, Any] = {"client": client}
             if data is not None and data.names is not None:
                 known["name"] = data.names[client]

@@ -478,7 +478,7 @@ def test_without_matplotlib_everything_but_the_pictures(capsys, monkeypatch, pic
     out, err = capsys.readouterr()
     assert "| fedavg " in out and err.count("matplotlib") == 1
     assert "pflcore[plot]" in err and "pflcore report o" in err
-    assert {*os.listdir("o")} == {"record.jsonl", "table.md", "checkpoint.json", ".lock"}
+    assert {*os.listdir("o")} == {"record.jsonl", "table.md", "checkpoint.safetensors", ".lock"}
 
 
 def test_info_says_what_runs(capsys):

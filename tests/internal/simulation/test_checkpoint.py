@@ -76,7 +76,7 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures
             kills += 1
             seen.add(count(record))
         assert lines_of(folder) == want
-        assert not list(folder.glob("*.safetensors")) and folders < 20
+        assert not (folder / "checkpoints").exists() and folders < 20
     assert len(seen) > 5, "the kills came at the same places"
 
 
@@ -97,7 +97,7 @@ def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and word in err, err
         assert (tmp_path / "record.jsonl").read_bytes() == before
-    (tmp_path / "checkpoint.json").unlink()
+    (tmp_path / "checkpoint.safetensors").unlink()
     assert cli.main(argv) == 2 and "without a checkpoint" in capsys.readouterr().err
 
 
@@ -106,7 +106,7 @@ def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkey
     # Ctrl-C when the record gets the line of round 5
     monkeypatch.setattr(Record, "write", fails(Record.write, 6, KeyboardInterrupt()))
     assert cli.main(argv) == 130
-    (path,) = tmp_path.rglob("checkpoint-*.safetensors")
+    (path,) = tmp_path.glob("checkpoints/*/checkpoint.safetensors")
     path.write_bytes(path.read_bytes().replace(b"0", b"1"))
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     capsys.readouterr()
