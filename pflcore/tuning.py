@@ -31,7 +31,7 @@ from pflcore.results.record import plain
 from pflcore.results.table import markdown
 from pflcore.simulation import Simulation
 from pflcore.simulation.checkpoint import Checkpoint, load, lock, save
-from pflcore.simulation.describe import difference, digest_of, identity
+from pflcore.simulation.describe import digest_of, identity
 from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State, flat
 from pflcore.simulation.settings import Evaluation, Hardware
@@ -245,10 +245,10 @@ class _Search:
         self.key, lines = _key(kept["header"]), kept["lines"]
         if self.folder and Checkpoint(self.folder).exists:
             found = load(self.folder)[1]
-            if differs := difference(found["header"], plain(kept["header"])):
+            if found["header"] != plain(kept["header"]):
                 raise ValueError(
-                    f"folder: {self.folder} holds the results of another grid or other data: "
-                    f"{differs}; name another folder."
+                    f"folder: {self.folder} holds the results of another grid or other data; name "
+                    "another folder."
                 )
             lines |= found["lines"]
         for j, (n, trial) in itertools.product(range(len(self.protocols)), enumerate(trials, 1)):

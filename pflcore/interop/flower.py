@@ -45,7 +45,7 @@ from pflcore.algorithms.relations import FedDWA
 from pflcore.check import are_names, checked, need
 from pflcore.interop.mixing import Krum, method_of, personalize
 from pflcore.interop.packing import pack
-from pflcore.interop.remote import Client, Server
+from pflcore.interop.remote import Client, Form, Server, layout_of
 from pflcore.simulation.personal import Personalized
 from pflcore.simulation.round import Setup, sample
 from pflcore.train.random import drawn
@@ -85,7 +85,7 @@ def usable(replies: list[Message], weight: str) -> list[Message]:
     return [m for m in replies if m.metadata.src_node_id not in odd]
 
 
-def _form_of(content: RecordDict, weight: str) -> dict[str, Any] | None:
+def _form_of(content: RecordDict, weight: str) -> Form | None:
     """The shapes and dtypes of the one finite model in a reply, where its weight is a number above
     0."""
     records, metrics = [*content.array_records.values()], [*content.metric_records.values()]
@@ -95,7 +95,7 @@ def _form_of(content: RecordDict, weight: str) -> dict[str, Any] | None:
     weighted = isinstance(number, int | float) and number > 0
     if not weighted or not all(bool(t.isfinite().all()) for t in tensors.values()):
         return None
-    return {name: (t.shape, t.dtype) for name, t in tensors.items()}
+    return layout_of(tensors)
 
 
 def only_record(message: Message, whose: str) -> tuple[str, ArrayRecord]:

@@ -8,7 +8,7 @@ anything else ends it too, and nothing is lost: the rounds up to there are in `s
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,6 @@ Record = dict[str, Any]
 Callback = Callable[[int, Record], None]
 LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
 HIGHER = {"accuracy", "auc", "balanced_accuracy", "f1", "r2"}
-
-
-def listed(on_round: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
-    """The callbacks in a list. TypeError in one sentence for what is none."""
-    callbacks = [on_round] if callable(on_round) else on_round or []
-    if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
-        raise TypeError(
-            f"on_round: expected a function of (round, record), or several in a list, got "
-            f"{on_round!r}."
-        )
-    return callbacks
 
 
 @checked

@@ -197,13 +197,13 @@ def save_run(folder: str | Path, run: Any) -> None:
         long = {k: v for k, v in record["report"].items() if isinstance(v, Tensor)}
         tensors |= {f"report.{record['round']}.{k}": v for k, v in long.items()}
         rounds.append({**record, "report": record["report"] | dict.fromkeys(long)})
-    where = {"round": state.round, "void": state.void, "outlier": run._outlier}
-    save(folder, tensors, {"run": identity(run), **where, "rounds": rounds})
+    where = {"round": state.round, "void": state.void, "rounds": rounds}
+    save(folder, tensors, {"run": identity(run), **where})
 
 
-def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Any], list[Record]]:
-    """What a run, a `Simulation`, takes up from its checkpoint: where it started, its state, the
-    farthest update so far and the records. ValueError where it is another run's, a warning where it
+def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Record]]:
+    """What a run, a `Simulation`, takes up from its checkpoint: where it started, its state and the
+    records. ValueError where it is another run's, a warning where it
     was made elsewhere."""
     tensors, facts = load(folder)
     there, here = facts.get("run", {}), identity(run)
@@ -226,4 +226,4 @@ def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Any], lis
         rounds[int(round)]["report"][key] = tensors.pop(name)
     begun = begin(run.algorithm, net, run.data.n, setup.folder)
     state = load_state_dict(run.algorithm, begun, tensors, facts["round"], facts["void"])
-    return setup, state, facts["outlier"], facts["rounds"]
+    return setup, state, facts["rounds"]

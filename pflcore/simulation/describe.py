@@ -138,7 +138,8 @@ def why_void(run: Any, outcome: Outcome) -> str:
     why = f"client(s) {outcome.dropped} sent updates that are not finite"
     if outcome.spoilt:
         why = f"the server's {', '.join(outcome.spoilt)} would not be finite"
-    what, (far, client, when) = f"lower the learning rate ({run.training.lr})", run._outlier
+    what = f"lower the learning rate ({run.training.lr})"
+    far, client, when = max(map(farthest, run._records), default=NOBODY)
     if far > OUTLIER:
         moved = f"client {client}'s update was {far:.3g} times the median in round {when}"
         what = f"{moved}: look at its data or set clip"

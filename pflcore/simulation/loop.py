@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of, name_of
 from pflcore.algorithms.protocol import Algorithm, Stop, Tensors, check_training
-from pflcore.check import A_MODEL, Count, Fraction, Seed, check, device_of, ids_of
+from pflcore.check import A_MODEL, Count, Fraction, Seed, check, checked, device_of, ids_of
 from pflcore.data.federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation import describe
-from pflcore.simulation.callbacks import Callback, listed
+from pflcore.simulation.callbacks import Callback
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.describe import Record
 from pflcore.simulation.evaluate import evaluate, measured
@@ -74,8 +74,6 @@ class Simulation:
         self.looked_at = looked_at(self)
         self.history: History | None = None  # of the last call of `run`
         self._records: list[Record] = []  # of all rounds up to the state, by `run` or a checkpoint
-        self._came_from: Path | None = None  # the checkpoint's folder
-        self._outlier = describe.NOBODY  # the farthest update so far
         self.setup, self._state = placed(self, device_of(self.hardware.device))
         self._held = False  # does somebody outside hold the state, so that a copy must go on?
         self.measures = metrics_of(self.evaluation.metrics, self.setting.net.scores_classes)
@@ -135,7 +133,6 @@ class Simulation:
                 error = memory.request_of(e) if memory.ran_out(e) else e
             if line:  # a round that was played but not evaluated is a round
                 line["seconds"] = float(f"{time.perf_counter() - began:.4g}")
-                self._outlier = max(self._outlier, describe.farthest(line))
                 yield line
             if isinstance(error, BaseException):
                 raise error
@@ -168,6 +165,7 @@ class Simulation:
         values: Tensors = look(self.setup, self._state, split, self.looked_at, measures)
         return values
 
+    @checked
     def run(
         self,
         on_round: Callback | Sequence[Callback] | None = None,
@@ -185,10 +183,10 @@ class Simulation:
         `history` and in the simulation's, and another `run()` goes on from them.
         """
         check_modes()
-        callbacks = listed(on_round)
+        callbacks = [on_round] if callable(on_round) else on_round or []
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
         with store.lock(keeper.folder) if keeper else nullcontext():
-            if keeper and self._came_from != Path(keeper.folder):
+            if keeper:
                 self._keep(keeper)  # what stands there may be of another run
             return self._run(callbacks, keeper)
 
@@ -242,8 +240,8 @@ class Simulation:
         `hardware` may be another than the one it was made with. ValueError in one sentence for a
         checkpoint that is absent, damaged, or of another run.
         """
-        self.setup, self._state, self._outlier, self._records = store.restored(folder, self)
-        self._held, self.history, self._came_from = False, None, Path(folder)
+        self.setup, self._state, self._records = store.restored(folder, self)
+        self._held, self.history = False, None
         return self
 
     def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
