@@ -205,7 +205,7 @@ def keep_private(*patterns: str) -> Mod:
     evaluation. In their place the reply carries the values that came: private ones do not travel,
     every reply has the tensors that the server expects, and its mean leaves them where they
     started. Who has not trained yet uses those. ValueError in one sentence where a pattern matches
-    nothing, or the model is another than the one that was kept.
+    nothing.
     """
     named = bool(patterns) and are_names(patterns)
     need(named, "patterns", "names of private tensors, as in keep_private('head.*')", patterns)
@@ -216,7 +216,7 @@ def keep_private(*patterns: str) -> Mod:
             return call_next(message, context)
         key, came = only_record(message, "the server's message")
         kept = context.state.array_records.get(PRIVATE, {})
-        names = _private(came, kept, patterns)
+        names = _private(came, patterns)
         message.content = RecordDict({**message.content, key: ArrayRecord({**came, **kept})})
         reply = call_next(message, context)
         if kind == MessageType.TRAIN and reply.has_content():
@@ -230,18 +230,12 @@ def keep_private(*patterns: str) -> Mod:
     return mod
 
 
-def _private(came: ArrayRecord, kept: ArrayRecord, patterns: Sequence[str]) -> list[str]:
-    """The names in `came` that match; ValueError where a pattern matches none, or `kept` are
-    others."""
+def _private(came: ArrayRecord, patterns: Sequence[str]) -> list[str]:
+    """The names in `came` that match; ValueError where a pattern matches none."""
     for pattern in patterns:
         found = any(fnmatchcase(n, pattern) for n in came)
         need(found, "keep_private", f"patterns of some of {', '.join(came)}", pattern)
-    names = [n for n in came if any(fnmatchcase(n, p) for p in patterns)]
-    for n in kept:
-        same = n in names and kept[n].shape == came[n].shape
-        wanted = f"{n!r} of shape {list(kept[n].shape)}, as this client keeps it"
-        need(same, "keep_private", wanted, list(came[n].shape) if n in came else "none")
-    return names
+    return [n for n in came if any(fnmatchcase(n, p) for p in patterns)]
 
 
 class PersonalStrategy(FedAvg):  # type: ignore[misc]

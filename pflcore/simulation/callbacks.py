@@ -21,15 +21,14 @@ __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
 Record = dict[str, Any]
 Callback = Callable[[int, Record], None]
 LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
-HIGHER = {"accuracy", "auc", "balanced_accuracy", "f1", "r2"}
 
 
 @checked
 class EarlyStopping:
     """Ends a run whose mean over clients has not improved for `patience` evaluations.
 
-    `key` is "accuracy", "loss" or one of the run's metrics, `higher` whether more of it is better,
-    which must be said of a metric of one's own (default: by its name). An improvement is one by
+    `key` is "accuracy", "loss" or one of the run's metrics, of which more is better but for "loss",
+    "train_loss", "mae" and "rmse". An improvement is one by
     more than `min_delta`; a mean that is NaN is none. It looks at the run's `eval_split`: "test"
     data select on test data, so give the simulation `eval_split="val"`. What was best is in `best`
     (the mean) and `round` (where).
@@ -39,13 +38,10 @@ class EarlyStopping:
         self,
         patience: Count = 5,
         key: str = "loss",
-        higher: bool | None = None,
         min_delta: NonNegative = 0.0,
     ) -> None:
-        known = higher is not None or key in LOWER | HIGHER
-        need(known, "higher", f"True or False for {key!r}, which may be better either way", higher)
         self.patience, self.key, self.min_delta = patience, key, min_delta
-        self.sign = 1.0 if (key not in LOWER if higher is None else higher) else -1.0
+        self.sign = -1.0 if key in LOWER else 1.0
         self.best, self.round, self._misses, self._last = math.nan, 0, 0, 0
 
     def __call__(self, round: int, record: Record) -> None:

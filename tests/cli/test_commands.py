@@ -22,7 +22,7 @@ from small import grouped
 from torch import nn
 
 import pflcore
-from pflcore import ALGORITHMS, Checkpoint, EarlyStopping, FedAvg, Simulation, Training, cli
+from pflcore import ALGORITHMS, Checkpoint, FedAvg, Simulation, Training, cli
 from pflcore.results.record import read
 
 pytest.importorskip("tyro")
@@ -339,12 +339,6 @@ def test_an_option_that_plays_no_part_is_refused(line):
 def test_an_option_that_nobody_has():
     with pytest.raises(TypeError, match="unexpected keyword argument 'server_lr'"):
         ALGORITHMS["feddwa"](server_lr=0.5)
-
-
-def test_whether_more_of_ones_own_metric_is_better_is_asked():
-    with sentence("higher: expected True or False for 'mse'"):
-        EarlyStopping(3, "mse")
-    assert EarlyStopping(3, "mse", higher=False).sign == -1 and EarlyStopping(3, "auc").sign == 1
 
 
 # what breaks in the middle --------------------------------------------------
