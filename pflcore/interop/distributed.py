@@ -39,7 +39,7 @@ def pairwise_sqdist(
     Bit for bit the same on every rank and, without `b`, symmetric with an exact zero diagonal.
     Beside the op in one process equal to rounding in float64 where rows are float64 or, on CPUs,
     shards of `to_columns`; for other shards each is within its relative error of 1e-6. A DTensor is
-    [M, P], `Shard(1)`, or `Shard(0)`, which goes through `to_columns` first.
+    [M, P], `Shard(1)`.
     """
     op = "pairwise_sqdist"
     (a, group), (b, _) = _local(op, "a", a, group), _local(op, "b", b)
@@ -70,8 +70,7 @@ def aggregate(
     in one process.
 
     Updates in a DTensor [N, P] give a DTensor [M, P], `Shard(1)`; `weight` and `base` are plain
-    tensors. (`Shard(0)` goes through `to_columns` first: that is traffic.) Errors are those of
-    `pflcore.aggregate`.
+    tensors. Errors are those of `pflcore.aggregate`.
     """
     local, _ = _local("aggregate", "updates", updates)
     out = ops.aggregate(local, weight, index, base, lr, precise=precise)
@@ -143,14 +142,10 @@ def _local(op: str, name: str, t: Any, group: Any = None) -> tuple[Any, Any]:
     mesh = getattr(t, "device_mesh", None)
     if mesh is None:
         return t, group
-    flat = t.dim() == 2 and mesh.ndim == 1
-    shards = [dim for dim in (0, 1) if flat and t.placements[0].is_shard(dim)]
+    fits = t.dim() == 2 and mesh.ndim == 1 and t.placements[0].is_shard(1)
     came = f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D"
-    expect(shards != [], op, name, "Shard(0) or Shard(1) of [N, P] on a 1-D mesh", came)
-    local, group = t.to_local(), mesh.get_group()
-    # as DTensor cuts
-    width = _cut(op, name, [None] * mesh.size(), t.shape[1], 1)[mesh.get_local_rank()]
-    return local if shards == [1] else to_columns(local, group, width), group
+    expect(fits, op, name, "Shard(1) of [N, P] on a 1-D mesh", came)
+    return t.to_local(), mesh.get_group()
 
 
 def _agree(

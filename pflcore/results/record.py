@@ -123,8 +123,6 @@ class Record:
             history = play(write)
         except BaseException as e:
             said = f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '')}"
-            if isinstance(e, KeyboardInterrupt):  # `Simulation.run` answers it from round 1 on
-                said = "Interrupted before the first round."
             with contextlib.suppress(OSError):  # a full disk, perhaps
                 self.write({"stopped": said, "unfinished": True})
             raise
