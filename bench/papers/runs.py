@@ -191,7 +191,8 @@ class Reproduction:
                 f"out: {path} holds a run with other options; name another folder, or take that "
                 "file away."
             )
-        if not run.whole:
+        over = any(r["round"] == task.options.rounds and r["eval"] for r in run.rounds[-1:])
+        if not over and (run.stopped is None or run.unfinished):
             return None
         return run if not task.keeps or self.states(task) or not run.evaluations else None
 
