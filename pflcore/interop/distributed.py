@@ -164,6 +164,8 @@ def _agree(
         own = _called(op, dim, size, given), next(iter(given.values())).shape[1 - dim], size[1]
     except (TypeError, ValueError) as wrong:
         error, own = wrong, (str(wrong), 0, None)
+    if error and not dist.is_initialized():
+        raise error
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, own, group=group)
     if error:

@@ -34,7 +34,7 @@ except ImportError:  # Windows
 __all__ = ["Checkpoint", "load", "lock", "save"]
 FORMAT = 3
 NAME = "checkpoint.safetensors"
-BLANK = f"{'sha256':*^64}"  # stands in the place of the digest of the file
+BLANK = f"{'sha256':*^64}"  # stands where the digest of the file will be
 DAMAGED = (
     "checkpoint: {} holds one that is damaged (it was altered, cut off or exchanged); take a copy "
     "of it from before, or begin the run anew."
