@@ -28,6 +28,7 @@ from pflcore import (
 )
 from pflcore.algorithms import Traits
 from pflcore.metrics import METRICS
+from pflcore.simulation.checkpoint import load
 from pflcore.simulation.round import Setup, begin, sample
 
 
@@ -45,6 +46,10 @@ def silo(alg=None, grid=None, rounds=1, **options):
 def confidence(scores, y):
     """Mean of the largest score: grows with the steps that training takes."""
     return scores.max(1).values.mean().item()
+
+
+def doubt(scores, y):
+    return -confidence(scores, y)
 
 
 def scores(tuned):
@@ -168,8 +173,8 @@ def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
     tuned = tune(p, net, FedAvg(), TRAINING, {"training.lr": lrs}, 6, folder=tmp_path)
     first, second = tuned.trials
     assert tuned.best is second and first.score == -math.inf and first.stopped in tuned.table()
-    lines = (tmp_path / "tuning.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("stopped") for line in lines] == [None, first.stopped, None]
+    lines = load(tmp_path)[1]["lines"].values()
+    assert [line["stopped"] for line in lines] == [first.stopped, None]
     slow = replace(TRAINING, lr=0.01)
     unstable = tune(p, net, Mocha(), slow, {"lam": [30.0, 0.01]}, 6)
     assert "MOCHA is unstable" in unstable.trials[0].stopped
@@ -201,7 +206,7 @@ def test_a_candidate_that_loses_clients_cannot_win():
 
 def test_a_grid_goes_on_where_it_stopped(tmp_path):
     alg, a, b = KnnPer(k=3), tmp_path / "a", tmp_path / "b"
-    whole, seen, file = silo(alg, KNN, 3, folder=a), [], b / "tuning.jsonl"
+    whole, seen, file = silo(alg, KNN, 3, folder=a), [], b / "checkpoint.safetensors"
 
     def stop(text):
         seen.append(text)
@@ -210,10 +215,9 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         silo(alg, KNN, 3, folder=b, say=stop)
-    file.write_text(file.read_text()[:-20])  # and its last line was cut off
     again = silo(alg, KNN, 3, folder=b)
     assert scores(again) == scores(whole)
-    assert file.read_text() == (a / "tuning.jsonl").read_text()
+    assert load(b)[1] == load(a)[1]
     assert torch.equal(again.report()["accuracy"], whole.report()["accuracy"])
     file.unlink()  # the states stay behind, and are not those of another search
     assert scores(silo(alg, KNN, 1, folder=b)) == scores(silo(alg, KNN, 1))
@@ -262,9 +266,7 @@ NOT = """\
 {"grid": {"training.lr": "0.1"}} | grid: .*a list
 {"metric": "unknown"} | metrics: for labels there are auc
 {"metric": "mae"} | metrics: for labels there are auc
-{"metric": 3} | metric: expected a name or a function
-{"metric": "auc", "maximize": false} | maximize: expected nothing
-{"maximize": true} | metric: expected a name or a function
+{"metric": 3} | metric: expected a string or a function
 """
 
 
@@ -275,23 +277,17 @@ def test_what_cannot_be_tuned_is_refused(line):
         silo(ALGORITHMS["local"](), **json.loads(options))
 
 
-def test_whether_more_of_ones_own_metric_is_better_is_asked():
-    with sentence("maximize: expected True or False"):
-        silo(metric=confidence)
-
-
 # the criterion --------------------------------------------------------------
 @pytest.mark.parametrize(
-    "metric, maximize, lr",
-    [("loss", None, 0.3), (confidence, True, 0.3), (confidence, False, 1e-4), ("f1", None, 0.3)],
+    "metric, lr", [("loss", 0.3), (confidence, 0.3), (doubt, 1e-4), ("f1", 0.3)]
 )
-def test_a_metric_and_its_direction_choose(metric, maximize, lr):
+def test_a_metric_and_its_direction_choose(metric, lr):
     pytest.importorskip("sklearn")
-    tuned = silo("fedavg", rounds=3, metric=metric, maximize=maximize, hardware=Hardware(workers=1))
+    tuned = silo("fedavg", rounds=3, metric=metric, hardware=Hardware(workers=1))
     assert tuned.best.candidate.training.lr == lr
-    measures = {"confidence": confidence, "f1": METRICS["f1"]}
+    measures = {"confidence": confidence, "doubt": doubt, "f1": METRICS["f1"]}
     found = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics=measures)
-    sign = -1 if metric == "loss" or maximize is False else 1
+    sign = -1 if metric == "loss" else 1
     values = found[getattr(metric, "__name__", metric)]
     assert torch.equal(tuned.best.values[0], sign * values.double())
 

@@ -2,7 +2,6 @@
 compare` play."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
@@ -17,7 +16,6 @@ from pflcore.algorithms import (
     class_of,
     imported,
     name_of,
-    narrowed,
 )
 from pflcore.check import (
     Count,
@@ -136,15 +134,8 @@ def federation(options: Options, cut: Facts | None = None) -> Federation:
         more = {"standardize": o.standardize, **more}
     more |= {"train_samples": o.train_samples, "test_samples": o.test_samples}
     data = federation_of(o.data, o.partition, o.n, o.data_seed, **more)
-    files = o.data.startswith("folder:")
-    if files and o.criterion in ("squared", "half_squared"):
+    if o.data.startswith("folder:") and o.criterion in ("squared", "half_squared"):
         data = replace(data, y=data.y.float(), classes=None)  # whole numbers may be targets
-    if files and o.standardize is None and len(data.shape) == 1:
-        spread = data.x.std(0)
-        least, most = spread[spread > 0].aminmax() if spread.any() else (1, 1)
-        if most > 100 * least:
-            said = f"columns of {data.name} vary by 1 and by {most / least:.0f}"
-            warnings.warn(f"data: {said}; scale them by --standardize.", stacklevel=2)
     if o.val:
         data = data.split(val=o.val, seed=o.data_seed)
     there = not isinstance(o.target, int) or 0 <= o.target < data.n
@@ -198,9 +189,6 @@ def algorithm(
     """An algorithm by name or "package.module:Class". `target` is given to those that personalize
     for one client ("all": the first)."""
     cls, given = class_of(name), dict(hyper or {})
-    unknown = sorted(set(given) - {f.name for f in fields(cls)})
-    known = ", ".join(f.name for f in fields(cls) if f.name not in narrowed(cls))
-    need(not unknown, name, f"options among {known or 'none'}", ", ".join(unknown))
     if target is not None and has_target(name):
         given["target"] = 0 if target == "all" else target
     return algorithm_of(cls, **given)

@@ -5,13 +5,12 @@ the partition or the model.
 """
 
 import contextlib
-import functools
 import inspect
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -27,8 +26,8 @@ from pflcore.metrics import human
 from pflcore.nn.models import MODELS
 from pflcore.results import pictures, table
 from pflcore.results.progress import Progress
-from pflcore.results.record import Facts, Line, OnRound, Record, Runs, read
-from pflcore.simulation import History, Simulation, checkpoint, describe
+from pflcore.results.record import Facts, Line, OnRound, Record, Run, Runs, plain, read
+from pflcore.simulation import History, checkpoint, describe
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
 
@@ -40,7 +39,7 @@ NAMES = {
     "Models": MODELS,
 }
 Model = Callable[[], Any]
-TARGETS = "checkpoint-targets"  # the folder of runs for each client
+CHECKPOINTS = "checkpoints"  # of the runs that are not over
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _record(todo: Sequence[Job], cut: Facts, shape: Facts, output: Output) -> in
     model = experiment.model(options, data, shape)
     begun = output.resume and Checkpoint(output.out or "").exists
     # what is wrong is said before a record is opened
-    first, plans = (None, []) if begun else _tried(todo, data, model)
+    plans = [] if begun else _tried(todo, data, model)
     if output.dry_run:
         print("\n".join([data.summary(), *plans]))
         return 0
@@ -147,75 +146,81 @@ def _record(todo: Sequence[Job], cut: Facts, shape: Facts, output: Output) -> in
         folder = output.out or _new_folder(names, options.data, options.partition or "")
         held.enter_context(checkpoint.lock(folder))
         what = experiment.described(todo, cut, shape) | {"federation": describe.of_data(data)}
-        command = describe.facts_of(what)
-        start, mark, goes_on = _standing(folder, command) if begun else (0, None, False)
-        if goes_on:
-            first = todo[start].simulation(data, model)
-            first.restore(folder)
-        record = held.enter_context(Record(folder / "record.jsonl", output.overwrite, mark))
+        path, whole = folder / "record.jsonl", list[Run]()
+        if begun:
+            whole = _whole(folder, plain(what))
+            with checkpoint.replacing(path) as part, Record(part) as record:
+                for line in (line for run in whole for line in run.lines()):
+                    record.write(line)
+        else:
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # of another run
+        record = held.enter_context(Record(path, output.overwrite, goes_on=begun))
         if not begun:
-            shutil.rmtree(folder / TARGETS, ignore_errors=True)  # of another run
-        progress.say(f"{data.summary()}\nRecord: {record.path}")
+            checkpoint.save(folder, {}, {"command": plain(what)})
+        progress.say(f"{data.summary()}\nRecord: {path}")
         own = {"partition_options": cut, "model_options": shape}
-        runs = _Runs(todo, data, model, own, command, output, folder, record, progress)
+        runs = _Runs(data, model, own, output, folder, record, progress)
         try:
-            status = runs.play(start, first, goes_on)
+            status = runs.play(todo, {f"{r.algorithm}, seed {r.header['seed']}" for r in whole})
         except RunFailed:  # a table of what there is, where that can be written
             with contextlib.suppress(Exception):
-                _write_report(read(record.path), folder, output)
+                _write_report(read(path), folder, output)
             raise
-    _write_report(read(record.path), folder, output)
+    _write_report(read(path), folder, output)
     return status
 
 
-def _tried(
-    todo: Sequence[Job], data: Federation, model: Model
-) -> tuple[Simulation | None, list[str]]:
-    """The first job's simulation, and each algorithm's plan in words."""
-    first, plans = None, list[str]()
-    for job in [j for j in todo if j.options.seed == todo[0].options.seed][::-1]:
-        first = None  # the next one needs the memory
-        try:
-            first = job.simulation(data, model)
-            where = describe.memory_line(first.setup, first.peak_bytes())
-            plans.insert(0, f"{_plan(job.header(first))}\n{where}")
-        except MemoryError as e:
-            plans.insert(0, f"{job.name}: {e}")
-            if len({j.algorithm for j in todo}) == 1:  # there is no other that may fit
-                raise
-    return first, plans
+def _tried(todo: Sequence[Job], data: Federation, model: Model) -> list[str]:
+    """Each algorithm's plan in words."""
+    plans = []
+    for job in [j for j in todo if j.options.seed == todo[0].options.seed]:
+        made = job.simulation(data, model)
+        where = describe.memory_line(made.setup, made.peak_bytes())
+        plans.append(f"{_plan(job.header(made))}\n{where}")
+        del made  # the next one needs the memory
+    return plans
+
+
+def _whole(folder: Path, command: Facts) -> list[Run]:
+    """The runs of a command that are over, by the record in its folder. ValueError where it is
+    another command's."""
+    there = checkpoint.load(folder)[1].get("command", {})
+    if differs := describe.difference(there, command):
+        raise ValueError(
+            f"resume: {folder} holds another run: {differs}; give the options it was begun with, "
+            "or another folder."
+        )
+    for path in (folder / CHECKPOINTS).rglob(checkpoint.NAME):
+        checkpoint.load(path.parent)  # a damaged one is said before the record is written
+    return [run for run in read(folder / "record.jsonl") if run.whole]
 
 
 @dataclass
 class _Runs:
-    """The jobs of a command, played one after the other into one record."""
+    """What the jobs of a command share, which are played one after the other into one record."""
 
-    todo: Sequence[Job]
     data: Federation
     model: Model
     own: Line  # of the header, beside what a job says
-    command: Facts  # what is played, for who goes on
     output: Output
     folder: Path
     record: Record
     progress: Progress
 
-    def play(self, start: int, made: Simulation | None, goes_on: bool) -> int:
-        """The jobs from `start` on; `made`, where it is there already, is the simulation of that
-        one, which may go on. Gives the command's exit code."""
+    def play(self, todo: Sequence[Job], done: Collection[str]) -> int:
+        """All jobs but those that are `done`. Gives the command's exit code."""
         failed = broken = False
-        self.progress.skip(sum(j.length(self.data.n) for j in self.todo[:start]))
+        kept = self.folder / CHECKPOINTS
         try:
-            for i in range(start, len(self.todo)):
-                if not goes_on:
-                    self.stand(i)
-                history = self.one(i, made, goes_on, i == start)
-                if history is not None and history.interrupted:
+            for i, job in enumerate(todo):
+                if job.name in done:
+                    self.progress.skip(job.length(self.data.n))
+                    continue
+                history = self.one(job, kept / str(i))
+                if history.interrupted:
                     raise KeyboardInterrupt
-                failed = failed or history is None or history.stopped is not None
-                broken = history is not None and history.failed
-                made = history = None  # the next one needs the memory
-                goes_on = False
+                failed, broken = failed or bool(history.stopped), broken or history.failed
+                del history  # the next one needs the memory
         except KeyboardInterrupt:
             self.progress.say(
                 "Interrupted; the record is whole up to here, and --resume goes on from the last "
@@ -223,43 +228,19 @@ class _Runs:
             )
             return 130
         if not broken:
-            self.stand(len(self.todo))
+            shutil.rmtree(kept, ignore_errors=True)
         return 1 if failed else 0
 
-    def note(self, job: int) -> Line:
-        """Where the command stands."""
-        return {"command": self.command, "job": job, "record": self.record.mark()}
-
-    def stand(self, job: int) -> None:
-        """Says in the folder that the command stands before a job. Where it cannot be written that
-        is a warning: the checkpoint before it stands."""
-        try:
-            checkpoint.save(self.folder, {}, {"run": None, "note": self.note(job)})
-        except OSError as e:
-            warnings.warn(str(e), RuntimeWarning, stacklevel=2)
-        if job == len(self.todo):
-            shutil.rmtree(self.folder / TARGETS, ignore_errors=True)
-
-    def one(self, i: int, made: Simulation | None, goes_on: bool, plan: bool) -> History | None:
-        """Plays a job; None where it does not fit into memory, as the next one may. Whatever ends
+    def one(self, job: Job, kept: Path) -> History:
+        """Plays a job, from its checkpoint in the folder `kept` where it is there. Whatever ends
         it, the record holds every round that was played and says why it is not whole."""
-        job, played = self.todo[i], count()
-        try:
-            simulation = made or job.simulation(self.data, self.model)
-        except MemoryError as e:
-            self.progress.say(f"{job.name}: {e}")
-            self.progress.skip(job.length(self.data.n))
-            return None
+        played, out, simulation = count(), self.output, job.simulation(self.data, self.model)
+        keeper = Checkpoint(kept, out.checkpoint_every, out.checkpoint_minutes)
+        if keeper.exists and not job.for_each:
+            simulation.restore(kept)
         head = job.header(simulation) | self.own
-        if plan or job.algorithm != self.todo[i - 1].algorithm:
-            self.progress.say(_plan(head))
+        self.progress.say(_plan(head))
         self.progress.name(job.name)
-        out = self.output
-        keeper = Checkpoint(self.folder, out.checkpoint_every, out.checkpoint_minutes)
-        if job.for_each:
-            keeper.folder = self.folder / TARGETS / str(i)
-        else:
-            keeper.note = functools.partial(self.note, i)
 
         def step(_: int, line: Line) -> None:
             next(played)
@@ -275,7 +256,7 @@ class _Runs:
         try:
             with warnings.catch_warnings():  # it is said below
                 warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
-                history: History = self.record.run(None if goes_on else head, play, step)
+                history: History = self.record.run(head, play, step)
         except Exception as e:
             why, rest = f"{type(e).__name__}: {first_line(e)}", ""
             if isinstance(e, OSError):  # a full disk, most of all
@@ -285,21 +266,9 @@ class _Runs:
         if history.stopped:
             self.progress.say(f"{job.name}: {history.stopped}")
         self.progress.skip(job.length(self.data.n) - next(played))
+        if not (history.interrupted or history.failed):
+            shutil.rmtree(kept, ignore_errors=True)
         return history
-
-
-def _standing(folder: Path, command: Facts) -> tuple[int, Facts, bool]:
-    """Where a command stands by the checkpoint in its folder: which job, how far the record goes,
-    whether the job has begun."""
-    _, facts = checkpoint.load(folder)
-    note = facts["note"] or {"command": {}}  # Simulation.run's have none
-    differs = describe.difference(note["command"], command)
-    if differs:
-        raise ValueError(
-            f"resume: {folder} holds another run: {differs}; give the options it was begun with, "
-            "or another folder."
-        )
-    return note["job"], note["record"], facts["run"] is not None
 
 
 def _write_report(runs: Runs, folder: Path, output: Report) -> None:
@@ -308,7 +277,7 @@ def _write_report(runs: Runs, folder: Path, output: Report) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text(text, encoding="utf-8")
     try:
-        made = pictures.draw(runs, folder, output.baseline)
+        made = pictures.draw(runs, folder)
     except ImportError as e:
         print(f"{e} Then: pflcore report {folder}", file=sys.stderr)
         made = []

@@ -85,8 +85,8 @@ def personalize(  # noqa: PLR0913 (what a mix has)
     name both AMPs leave a client at least half of its own model (alpha = sigma / 2 N, xi_self =
     .5): with their own defaults, models that are close become their mean. FedDWA asks how near the
     others' models are to where a client is going: `guidance` are models of all the clients one look
-    ahead, `previous` those of their last round (where uploads and these are dicts or pairs, clients
-    without one keep their model). `base`, one model, is what clusters' updates are counted from.
+    ahead, `previous` those of their last round (where uploads and these are dicts, clients without
+    one keep their model). `base`, one model, is what clusters' updates are counted from.
     All in the form of the uploads. `include`, `exclude` as `pack` has them; `buffers`: "auto" is
     the method's own. `directions` compares the models' directions, as adapters of different ranks
     ask for; what is mixed stays as it is. ValueError in one sentence, also where an upload is not
@@ -152,7 +152,7 @@ def _check_rows(rows: Tensor, form: Form) -> None:
 def _like(name: str, packed: Packed, rows: Tensor, form: Form) -> Tensor:
     """Rows [N, P] in the order of the uploads'; where these have names, a client's own where
     nothing is given."""
-    more, ids, by_name = packed.rows, form.ids, form.outer in ("dict", "pairs")
+    more, ids, by_name = packed.rows, form.ids, form.outer == "dict"
     where = {client: j for j, client in enumerate(packed.form.ids)}
     alike = more.dtype == rows.dtype and more.shape[1] == rows.shape[1] and more.isfinite().all()
     need(

@@ -61,18 +61,15 @@ class Form:
     """What `unpack` needs: whose rows they are, and what of each client's model is not in them."""
 
     ids: list[Any]  # [N]
-    outer: str  # "tensor" or "array" [N, P]; "list", "dict" or "pairs" of models
+    outer: str  # "tensor" or "array" [N, P]; "list" or "dict" of models
     columns: Shapes = field(default_factory=dict)  # of a row's tensors, in order
     averaged: Shapes = field(default_factory=dict)  # of the statistics, with buffers="average"
     statistics: Tensor | None = None  # [N, b]
     models: list[Model] = field(default_factory=list, repr=False)
 
     def wrap(self, models: list[Any]) -> Any:
-        """The models [N] as they came: in a list, in pairs or in a dict."""
-        pairs = zip(self.ids, models, strict=True)
-        if self.outer == "dict":
-            return dict(pairs)
-        return list(pairs) if self.outer == "pairs" else models
+        """The models [N] as they came: in a list or in a dict."""
+        return dict(zip(self.ids, models, strict=True)) if self.outer == "dict" else models
 
 
 class Packed(NamedTuple):
@@ -93,7 +90,7 @@ def pack(
     mixed rows back in.
 
     `uploads` is an [N, P] tensor or array (which is taken as it is), or one model for each client,
-    in a list, in (client id, model) pairs, or in a dict by client id: 1-D tensors, lists of arrays,
+    in a list or in a dict by client id: 1-D tensors, lists of arrays,
     state dicts, Flower ArrayRecords, `nn.Module`s, safetensors files. Values with a `materialize()`
     are asked for it one client at a time. Only tensors that match a shell pattern of `include`
     (default: all) and none of `exclude` are packed, as in `net.mask("head.*")`; lists of arrays are
@@ -162,16 +159,11 @@ def unpack(
 
 def form_of(uploads: Any) -> tuple[Form, list[Any]]:
     """Whose models they are, and the models [N]."""
-    models = list(uploads.values() if isinstance(uploads, Mapping) else uploads)
+    by_name = isinstance(uploads, Mapping)
+    models = list(uploads.values() if by_name else uploads)
     need(models, "uploads", "the models of at least one client", uploads)
-    if isinstance(uploads, Mapping):
-        return Form(list(uploads), "dict"), models
-    pairs = all(isinstance(m, tuple) and len(m) == 2 for m in models)
-    if not (pairs and all(isinstance(i, str | int | np.integer) for i, _ in models)):
-        return Form(list(range(len(models))), "list"), models
-    ids = [i for i, _ in models]
-    need(len(set(ids)) == len(ids), "uploads", "each client once", ids)
-    return Form(ids, "pairs"), [m for _, m in models]
+    ids = list(uploads) if by_name else list(range(len(models)))
+    return Form(ids, "dict" if by_name else "list"), models
 
 
 def named(given: Any, who: str) -> dict[str, Any]:
@@ -251,11 +243,10 @@ def _read(
     packed, averaged = Tensors(), Tensors()
     for name in chosen:
         found = opened(every[name], f"{who}: {name!r}")
-        if found is None or not (found[0].is_floating_point() or found[0].is_complex()):
+        if found is None or not found[0].is_floating_point():
             continue  # integers are never averaged
         if name in statistics and buffers == "local":
             continue
-        need(found[0].is_floating_point(), f"{who}: {name!r}", "real numbers", found[0])
         model.kept[name] = None
         (averaged if name in statistics else packed)[name], model.makes[name] = found
     return model, packed, averaged

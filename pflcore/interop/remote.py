@@ -204,7 +204,7 @@ class Server:
             except (LookupError, RuntimeError, TypeError, ValueError) as error:
                 if self._form is not None or ran_out(error):
                     raise
-                form = _words(_form_of(next(iter(read.values()))[1]))
+                form = _words(layout_of(next(iter(read.values()))[1]))
                 why = str(error).partition("\n")[0].rstrip(".")
                 said = (
                     f"uploads: {type(self.algorithm).__name__} cannot use what each holds, {form}"
@@ -265,7 +265,7 @@ class Server:
             )
         tensors = {k: v.clone() for k, v in state["state"].items()}
         new = unflat(tensors, state["round"], state["void"])
-        check_start(new, self.algorithm, self.net, len(new.seen), "state")
+        check_start(new, self.algorithm, self.net, len(new.seen))
         self._state, self._form, self._begun = new, None, False
         for key in KEPT:
             setattr(self, f"_{key}", copy(state[key]))
@@ -292,7 +292,7 @@ class Server:
         trained, outcome = accept(trained, alg.traits, state.server, self.clip)
         changes = serve(alg, state, trained, outcome, self.averages)
         if not outcome.void:
-            self._state, self._form = commit(state, changes), _form_of(uploads[0])
+            self._state, self._form = commit(state, changes), layout_of(uploads[0])
             taken = trained.cohort
             factor = torch.ones(len(taken.ids)) if outcome.factor is None else outcome.factor
             pairs = zip(taken.ids.tolist(), factor.tolist(), strict=True)
@@ -308,10 +308,10 @@ class Server:
                 read[client] = self._upload(client, given)
             except ValueError as error:
                 _complain(str(error), strict)
-        forms = {client: _form_of(up) for client, (_, up, _) in read.items()}
+        forms = {client: layout_of(up) for client, (_, up, _) in read.items()}
         each = list(forms.values())
         form = self._form or max(each, key=each.count, default={})  # at first, what most sent
-        form = form | _form_of({STATISTICS: self.net.b0} if self.averages else {})
+        form = form | layout_of({STATISTICS: self.net.b0} if self.averages else {})
         for client, mine in forms.items():
             if mine != form:
                 said = f"its upload holds {_words(mine)}, expected {_words(form)}."
@@ -345,7 +345,7 @@ def _complain(said: str, strict: bool) -> None:
     warnings.warn(said, RuntimeWarning, stacklevel=4)
 
 
-def _form_of(up: Tensors) -> Form:
+def layout_of(up: Tensors) -> Form:
     return {k: (v.shape, v.dtype) for k, v in up.items()}
 
 

@@ -33,21 +33,15 @@ def rows(header: Line, rounds: Sequence[Line], per: Per = "round") -> list[dict[
             continue
         for at, i in enumerate(looked_at(r)):
             took_part = {"took_part": i in r["cohort"], "dropped": i in r["dropped"]}
-            found = {k: seen[k][at] for k in keys if k in seen}
-            values = {k: math.nan if v is None else v for k, v in found.items()}
-            size = {"size": r["eval"]["size"][at]} if "size" in r["eval"] else {}
-            out.append({**row, "client": i, **took_part, **values, **size})
+            values = {k: v[at] for k, v in r["eval"].items() if k != "clients"}
+            out.append({**row, "client": i, **took_part, **values})
     return out
 
 
-def measured(record: Line) -> dict[str, Sequence[float | None]]:
+def measured(record: Line) -> dict[str, Sequence[float]]:
     """What a round's evaluation measured of each client."""
-    return {
-        k: values
-        for k, values in (record["eval"] or {}).items()
-        if k not in ("size", "clients") and isinstance(values, list)
-        if all(v is None or isinstance(v, int | float) for v in values)
-    }
+    seen = record["eval"] or {}
+    return {k: values for k, values in seen.items() if k not in ("size", "clients")}
 
 
 def looked_at(record: Line) -> Sequence[int]:

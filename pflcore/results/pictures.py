@@ -11,28 +11,22 @@ from torch import Tensor
 
 from pflcore import metrics
 from pflcore.check import optional
-from pflcore.results.record import Run, Runs, find, label
+from pflcore.results.record import Run, Runs, label
 from pflcore.results.table import split_of
 
 # Okabe and Ito's, distinct for the colour-blind too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-STYLES = ("-", "--", "-.", ":")
-# of a name beside its line
-OFFSET: dict[str, Any] = {"textcoords": "offset points", "annotation_clip": False, "fontsize": 8}
 MOST = 1000  # clients of a picture of mixing weights
-
-
-def look(i: int) -> dict[str, str]:
-    """Colour and style of the i-th line."""
-    style = STYLES[i // len(COLOURS) % len(STYLES)]
-    return {"color": COLOURS[i % len(COLOURS)], "linestyle": style}
 
 
 def figure_of(width: float, height: float, panels: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
     """A figure with so many panels beside each other, in so many rows."""
     figures = optional("matplotlib.figure", "'pflcore[plot]'")
     figure = figures.Figure(figsize=(width, height), layout="constrained")
-    return figure, [*figure.subplots(rows, panels, squeeze=False).flat]
+    axes = [*figure.subplots(rows, panels, squeeze=False).flat]
+    for axis in axes:
+        axis.set_prop_cycle(color=COLOURS)
+    return figure, axes
 
 
 def save(figure: Any, path: str | Path) -> Path:
@@ -53,22 +47,11 @@ def tidy(axis: Any, title: str, x: str, y: str) -> None:
 def lines(
     axis: Any, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], **how: Any
 ) -> None:
-    """Lines (x, y), each with its name in its colour where it ends; names do not overlap."""
-    for i, (x, y) in enumerate(series.values()):
+    """Lines (x, y) by their names."""
+    for name, (x, y) in series.items():
         marker = "o" if len(x) == 1 else None
-        axis.plot(x, y, **{"linewidth": 1.6, "marker": marker, **look(i), **how})
-    low, high = axis.get_ylim()
-    gap = 0.05 * (high - low)
-    top = high + gap
-    ends = [(y[-1], x[-1], i, k) for i, (k, (x, y)) in enumerate(series.items()) if len(x)]
-    for end, right, i, name in sorted(ends, key=lambda place: -place[0]):
-        top = min(top - gap, end)
-        axis.annotate(name, (right, top), (6, -3), color=look(i)["color"], **OFFSET)
-
-
-def client_ticks(axis: Any, ids: Tensor) -> None:
-    step = -(-len(ids) // 20) or 1
-    axis.set_ticks(range(0, len(ids), step), map(str, ids[::step].tolist()), fontsize=7)
+        axis.plot(x, y, **{"label": name, "marker": marker, **how})
+    axis.legend(fontsize=8, frameon=False)
 
 
 def _scale(run: Run) -> tuple[float, str]:
@@ -86,42 +69,31 @@ def curves(runs: Runs, path: str | Path) -> Path:
     figure, axes = figure_of(5.6 * len(targets), 4.2, len(targets))
     for axis, client in zip(axes, targets, strict=True):
         series = {}
-        for i, (name, members) in enumerate(groups.items()):
+        for name, members in groups.items():
             seeds = [dict(zip(*r.curve(client, runs[0].measure), strict=True)) for r in members]
             rounds = sorted({r for s in seeds for r in s})
             at = [[scale * s[r] for s in seeds if r in s] for r in rounds]
             mean, std = (np.array([f(v) for v in at]) for f in (metrics.mean, metrics.std))
             series[name] = rounds, mean.tolist()
-            if len(members) > 1:
-                band = {"alpha": 0.18, "linewidth": 0, "color": look(i)["color"]}
-                axis.fill_between(rounds, mean - std, mean + std, **band)
+            with np.errstate(invalid="ignore"):  # an infinite loss has no band
+                axis.fill_between(rounds, mean - std, mean + std, alpha=0.18, linewidth=0)
         lines(axis, series)
-        mark_chance(axis, runs[0])
         who = "mean over clients" if client is None else f"client {client}, the target"
         tidy(axis, who, "round", unit)
     return save(figure, path)
 
 
-def mark_chance(axis: Any, run: Run) -> None:
-    """A dotted line where guessing is, if the axis reaches so far."""
-    classes = run.header.get("classes")
-    if run.measure == "accuracy" and classes and axis.get_ylim()[0] <= 100 / classes:
-        axis.axhline(100 / classes, color="0.4", linestyle=":", linewidth=0.9)
-        axis.annotate("chance", (axis.get_xlim()[1], 100 / classes), (3, -3), color="0.4", **OFFSET)
-
-
 class Heat(NamedTuple):
-    """A heat map: its title, values [M, N], the clients of its rows, and its columns' numbers."""
+    """A heat map: its title, values [M, N], the numbers of its columns, and what the axes are."""
 
     title: str
     values: Tensor
-    rows: Tensor
-    columns: Tensor
+    columns: Sequence[int]
+    x: str = "gives (client)"
+    y: str = "receives (model)"
 
 
-def heat_maps(
-    panels: Sequence[Heat], x: str, y: str, path: str | Path, wide: int = 100
-) -> Path | None:
+def heat_maps(panels: Sequence[Heat], path: str | Path, wide: int = 100) -> Path | None:
     """Heat maps, so many beside each other; None where there is none."""
     if not panels:
         return None
@@ -130,114 +102,58 @@ def heat_maps(
     figure, axes = figure_of(5.2 * wide, 4.0 * tall, wide, tall)
     for axis in axes[len(panels) :]:
         axis.remove()
-    for axis, (title, values, rows, columns) in zip(axes, panels, strict=False):
-        # a cell is as wide as the gap to the next number
-        edges = torch.cat([columns, columns[-1:] + 1]) - 0.5, torch.arange(len(rows) + 1) - 0.5
-        image = axis.pcolormesh(
-            *(e.numpy() for e in edges), values.numpy(), cmap="Blues", vmin=0, rasterized=True
-        )
-        client_ticks(axis.yaxis, rows)
+    for axis, (title, values, columns, x, y) in zip(axes, panels, strict=False):
+        extent = columns[0] - 0.5, columns[-1] + 0.5, len(values) - 0.5, -0.5
+        image = axis.imshow(values.numpy(), cmap="Blues", vmin=0, aspect="auto", extent=extent)
         axis.set_title(title, fontsize=10)
         axis.set(xlabel=x, ylabel=y)
         figure.colorbar(image, ax=axis, label="weight")
     return save(figure, path)
 
 
-def order(n: int, target: int | None) -> Tensor:
-    """Client ids with the target in the middle of a ring, as in the WAFFLE paper's Fig. 3,
-    `[n]`."""
-    ids = torch.arange(n)
-    return ids if target is None else ids.roll(n // 2 - target)
-
-
 def by_round(run: Run) -> tuple[list[int], Tensor]:
-    """Weights of one model by round, `[T, N]`: the run's only model, or the target's of several. T
-    is 0 where there are none."""
-    last = run.weights(run.weighted()[-1:])[1]
-    # a matrix for each round may not fit into memory
-    one = run.target is not None or all(w.ndim == 1 for w in last)
-    rounds, found = run.weights() if one else ([], [])
-    rows = [w if w.ndim == 1 else w[run.target] for w in found]
+    """Weights of the run's only model by round, `[T, N]`."""
+    rounds, rows = run.weights()
     mine = [(r, w) for r, w in zip(rounds, rows, strict=True) if len(w) == len(rows[-1])]
-    return [r for r, _ in mine], torch.stack([w for _, w in mine]) if mine else torch.empty(0, 0)
+    return [r for r, _ in mine], torch.stack([w for _, w in mine])
 
 
 def weights(runs: Runs, path: str | Path) -> Path | None:
-    """Mixing weights of one model by round: a heat map of clients by rounds for each algorithm that
-    reports them (WAFFLE, Fig. 3)."""
+    """Mixing weights, a heat map for each algorithm that reports them: of one model by clients and
+    rounds (WAFFLE, Fig. 3), of several who mixes with whom in the last round."""
     panels = []
     for name, (run, *_) in label(runs).items():
-        rounds, w = by_round(run)
-        if rounds:
-            ids = order(w.shape[1], run.target)
-            middle = "" if run.target is None else f", target {run.target} in the middle"
-            panels.append(Heat(name + middle, w[:, ids].T, ids, torch.tensor(rounds)))
-    return heat_maps(panels, "round", "client", path)
-
-
-def similarity(runs: Runs, path: str | Path) -> Path | None:
-    """Who mixes with whom: the last round's M x N weights as a heat map, one panel per algorithm
-    that keeps several models."""
-    panels = []
-    for name, (run, *_) in label(runs).items():
-        for r, w in zip(*run.weights(run.weighted()[-1:]), strict=True):
-            if w.ndim == 2:
-                rows, columns = (torch.arange(k) for k in w.shape)
-                panels.append(Heat(f"{name}, round {r}", w, rows, columns))
-    return heat_maps(panels, "gives (client)", "receives (model)", path)
+        # a matrix for each round may not fit into memory
+        for r, last in zip(*run.weights(run.weighted()[-1:]), strict=True):
+            if last.ndim == 2:
+                panels.append(Heat(f"{name}, round {r}", last, range(last.shape[1])))
+                continue
+            rounds, w = by_round(run)
+            of = "" if run.target is None else f", target {run.target}"
+            panels.append(Heat(name + of, w.T, rounds, "round", "client"))
+    return heat_maps(panels, path)
 
 
 def clients(runs: Runs, path: str | Path) -> Path:
-    """The clients' values at the last evaluation, a box per algorithm (seeds together), with a dot
-    per client where they are few."""
+    """The clients' values at the last evaluation, a box per algorithm (seeds together)."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
     values = [torch.cat([scale * r.last(runs[0].measure) for r in m]) for m in groups.values()]
     boxes = [v[v.isfinite()].tolist() for v in values]
     figure, (axis,) = figure_of(1.6 + 1.1 * len(groups), 4.0)
-    axis.boxplot(boxes, widths=0.5, showfliers=False, medianprops={"color": COLOURS[1]})
-    for i, box in enumerate(boxes, 1):
-        if len(box) <= 100:
-            at = np.linspace(i - 0.12, i + 0.12, len(box))
-            axis.plot(at, box, ".", color=COLOURS[0], alpha=0.6, markersize=5)
-    axis.set_xticks(range(1, len(groups) + 1), groups, rotation=20, ha="right", fontsize=8)
+    axis.boxplot(boxes, widths=0.5)
+    axis.set_xticks(range(1, len(groups) + 1), groups, rotation=20)
     tidy(axis, "clients at the last evaluation", "", unit)
     return save(figure, path)
 
 
-def deltas(runs: Runs, baseline: str, path: str | Path) -> Path | None:
-    """Gain of each client over the `baseline` algorithm against its number of samples (Motley, Fig.
-    3). None without a baseline run."""
-    groups, (scale, unit) = label(runs), _scale(runs[0])
-    base = (find(groups, baseline) or [Run()])[0]
-    size, what = base.header.get("size") or [], "training"
-    if len(size) != len(base.last()):  # some clients were evaluated, or it is not said
-        size, what = base.seen.get("size") or [], "test"
-    figure, (axis,) = figure_of(5.6, 4.2)
-    for i, (name, (run, *_)) in enumerate(groups.items()):
-        if run is not base and 0 < len(run.last()) == len(size):
-            gain = scale * (run.last(runs[0].measure) - base.last(runs[0].measure))
-            # an algorithm has its colour of the other pictures
-            how = {"alpha": 0.75, "markersize": 4, "color": COLOURS[i % len(COLOURS)]}
-            axis.plot(size, gain.tolist(), "o", label=name, **how)
-    if not axis.lines:
-        return None
-    axis.axhline(0, color="0.4", linewidth=0.8)
-    axis.legend(fontsize=8, frameon=False)
-    title, x = f"each client against {baseline}", f"{what} samples of the client"
-    tidy(axis, title, x, f"difference of {unit}")
-    return save(figure, path)
-
-
-def draw(runs: Runs, folder: str | Path, baseline: str | None = None) -> list[Path]:
+def draw(runs: Runs, folder: str | Path) -> list[Path]:
     """Every picture that the runs have something for, into `folder`; returns the files. Mixing
     weights are drawn of at most 1,000 clients."""
     folder = Path(folder)
     few = [r for r in runs if (r.header.get("n") or 0) <= MOST and r.weighted()]
     evaluated = [r for r in runs if r.evaluations]
-    made = [weights(few, folder / "weights.png"), similarity(few, folder / "similarity.png")]
+    made = [weights(few, folder / "weights.png")]
     if evaluated:
         made.append(curves(evaluated, folder / "curves.png"))
         made.append(clients(evaluated, folder / "clients.png"))
-    if evaluated and baseline:
-        made.append(deltas(evaluated, baseline, folder / "deltas.png"))
     return [p for p in made if p]

@@ -1,10 +1,9 @@
 """What a run is: the one description that its record, its checkpoint and its header line have."""
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from pflcore.data.federation import Federation
 from pflcore.data.ragged import Ragged
 from pflcore.metrics import human
 from pflcore.ops import __version__, backend
-from pflcore.results.record import LONG, OUTLIER, plain
+from pflcore.results.record import OUTLIER, plain
 from pflcore.simulation.accept import Outcome
 from pflcore.simulation.round import Setup
 from pflcore.simulation.start import row_bytes
@@ -26,9 +25,9 @@ from pflcore.train.random import STREAM
 
 Record = dict[str, Any]
 LARGE = 2**28  # bytes of a tensor beyond which its digest looks at rows in even distances
-CONDITIONS = (
-    *("rounds", "participation", "clients", "seed", "evaluation", "robustness", "batch_norm"),
-)
+LONG = 1000  # numbers from which a report is kept as a tensor
+# of a header: where a run is computed, and what its identity says better
+ASIDE = ("rows", "backend", "peak_bytes", "criterion", "size")
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
 NOBODY = [0.0, 0, 0]
 ALIKE = ("training", "clients", "rounds", "participation", "seed")  # a run's, by the same names
@@ -79,20 +78,18 @@ def header(run: Any) -> Record:
 
 def identity(run: Any) -> Record:
     """Which run it is, as a checkpoint says it: runs of the same give the same numbers;
-    "machine" and "made_with" may be other when it goes on."""
-    net, engine, device = run.setting.net, run.setting.engine, run.hardware.device
-    what: Record = facts_of(
+    "made_with" may be another when it goes on."""
+    said = header(run)
+    made_with = {k: said.pop(k) for k in ("versions", "device", "engine")}
+    made_with["form"] = said.pop("path")["form"]
+    what: Record = plain(
         {
-            "algorithm": run.name,
-            "options": run.algorithm,
-            "training": run.training,
-            "conditions": {k: getattr(run, k) for k in CONDITIONS},
             "federation": of_data(run.data),
-            "criterion": loss_name(net.criterion),
-            "model": of_net(net),
-            "stream": STREAM,
-            "machine": {"hardware": run.hardware, "loss": run.loss},
-            "made_with": {**VERSIONS, "device": device, "path": [engine.name, engine.form]},
+            "criterion": loss_name(run.setting.net.criterion),
+            "net": of_net(run.setting.net),
+            **{k: v for k, v in said.items() if k not in ASIDE},
+            "evaluation": run.evaluation,
+            "made_with": made_with,
         }
     )
     return what
@@ -141,7 +138,8 @@ def why_void(run: Any, outcome: Outcome) -> str:
     why = f"client(s) {outcome.dropped} sent updates that are not finite"
     if outcome.spoilt:
         why = f"the server's {', '.join(outcome.spoilt)} would not be finite"
-    what, (far, client, when) = f"lower the learning rate ({run.training.lr})", run._outlier
+    what = f"lower the learning rate ({run.training.lr})"
+    far, client, when = max(map(farthest, run._records), default=NOBODY)
     if far > OUTLIER:
         moved = f"client {client}'s update was {far:.3g} times the median in round {when}"
         what = f"{moved}: look at its data or set clip"
@@ -155,22 +153,6 @@ def memory_line(setup: Setup, peak: int) -> str:
     place, most = on_disk if setup.folder else "in memory", human(peak)
     kept = f"rows: {own} of the clients' own and {server} of the server's for each, {place}"
     return f"{kept}; peak memory beside data and activations about {most}"
-
-
-def facts_of(value: Any) -> Any:
-    """`value` as JSON holds it; functions by their names, {"function": name}."""
-    return json.loads(json.dumps(value, default=as_json))
-
-
-def as_json(value: Any) -> Any:
-    """What JSON does not know, as something that it does."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: getattr(value, f.name) for f in fields(value)}
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if hasattr(value, "__fspath__"):
-        return str(value)
-    return {"function": getattr(value, "__name__", type(value).__name__)}
 
 
 def of_data(data: Federation) -> Record:

@@ -13,6 +13,7 @@ from pflcore.algorithms import algorithm_of
 from pflcore.algorithms.protocol import Algorithm
 from pflcore.check import Model, checked, need
 from pflcore.data.federation import Federation
+from pflcore.results.record import dense
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.describe import Record
 from pflcore.simulation.history import History
@@ -99,8 +100,6 @@ def whole(report: Record, n: int) -> Record:
     NaN for a void round's."""
     if report and "index" not in report:
         return report
-    others = dict(report)
-    index = torch.as_tensor(others.pop("index", []), dtype=torch.int64)
-    weight = torch.as_tensor(others.pop("weight", []), dtype=torch.float64)
-    weights = torch.full((n,), 0.0 if report else math.nan, dtype=torch.float64)
-    return {**others, "weights": weights.index_copy(0, index, weight).tolist()}
+    others = {k: v for k, v in report.items() if k not in ("index", "weight")}
+    weights = dense(report, n) if report else torch.full((n,), math.nan)
+    return {**others, "weights": weights.tolist()}

@@ -5,6 +5,7 @@ history = Simulation("ditto", model, data, Training(lr=0.05), rounds=20).run()
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +18,19 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of, name_of
 from pflcore.algorithms.protocol import Algorithm, Stop, Tensors, check_training
-from pflcore.check import A_MODEL, Count, Fraction, Seed, check, device_of, ids_of
+from pflcore.check import A_MODEL, Count, Fraction, Seed, check, checked, device_of, ids_of
 from pflcore.data.federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation import describe
-from pflcore.simulation.callbacks import Callback, listed
+from pflcore.simulation.callbacks import Callback
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.describe import Record
 from pflcore.simulation.evaluate import evaluate, measured
 from pflcore.simulation.history import History
 from pflcore.simulation.interrupts import unbroken
 from pflcore.simulation.personal import Models
-from pflcore.simulation.round import State, copied, sample, step
+from pflcore.simulation.round import State, check_start, copied, sample, step
 from pflcore.simulation.settings import Evaluation, Hardware, Robustness
 from pflcore.simulation.start import data_of, looked_at, peak_bytes, placed
 from pflcore.train import Net, Training, memory
@@ -60,7 +61,6 @@ class Simulation:
     hardware: Hardware = field(default_factory=Hardware)
     batch_norm: Literal["auto", "average", "local"] = "auto"  # running statistics: see `policy`
     loss: Loss | None = None  # a name, a function of (scores, y) or a module; None: by the targets
-    warm_start: State | None = None  # is copied
 
     def __post_init__(self) -> None:
         check(self)
@@ -74,8 +74,6 @@ class Simulation:
         self.looked_at = looked_at(self)
         self.history: History | None = None  # of the last call of `run`
         self._records: list[Record] = []  # of all rounds up to the state, by `run` or a checkpoint
-        self._came_from: Path | None = None  # the checkpoint's folder
-        self._outlier = describe.NOBODY  # the farthest update so far
         self.setup, self._state = placed(self, device_of(self.hardware.device))
         self._held = False  # does somebody outside hold the state, so that a copy must go on?
         self.measures = metrics_of(self.evaluation.metrics, self.setting.net.scores_classes)
@@ -93,13 +91,16 @@ class Simulation:
 
     @property
     def state(self) -> State:
-        """The state as it is now: a snapshot, which never changes."""
+        """The state as it is now: a snapshot, which never changes. A state that is set, of another
+        run of this algorithm, federation and model, is copied, and the run goes on from there;
+        ValueError in one sentence for any other."""
         self._held = True
         return self._state
 
     @state.setter
     def state(self, state: State) -> None:
-        self._state, self._held = state, True
+        check_start(state, self.setup.algorithm, self.setting.net, self.data.n)
+        self._state, self._held = copied(self.setup, state), False
         self._records = [r for r in self._records if r["round"] <= state.round]
 
     def peak_bytes(self) -> int:
@@ -132,7 +133,6 @@ class Simulation:
                 error = memory.request_of(e) if memory.ran_out(e) else e
             if line:  # a round that was played but not evaluated is a round
                 line["seconds"] = float(f"{time.perf_counter() - began:.4g}")
-                self._outlier = max(self._outlier, describe.farthest(line))
                 yield line
             if isinstance(error, BaseException):
                 raise error
@@ -165,37 +165,37 @@ class Simulation:
         values: Tensors = look(self.setup, self._state, split, self.looked_at, measures)
         return values
 
+    @checked
     def run(
         self,
         on_round: Callback | Sequence[Callback] | None = None,
         checkpoint: Checkpoint | str | Path | None = None,
     ) -> History:
         """Plays all rounds; `on_round(round, record)`, one function or several, sees each record as
-        it is made.
+        it is made, and in a run that goes on from a checkpoint first those of the rounds before.
 
         With `checkpoint`, a folder or when and where, the run can be gone on with after a crash:
-        `Simulation.load(folder, ...).run()` gives what this one would have given; see `save`. One
-        that cannot be written is a warning.
+        the same simulation's `restore(folder).run()` gives what this one would have given. One that
+        cannot be written is a warning.
 
         Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is. Any other
         exception ends it too and is passed on; the rounds up to there are in its attribute
         `history` and in the simulation's, and another `run()` goes on from them.
         """
         check_modes()
-        callbacks = listed(on_round)
+        callbacks = [on_round] if callable(on_round) else on_round or []
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-        own = keeper if keeper and keeper.note is None else None
-        with store.lock(own.folder) if own else nullcontext():
-            if own and self._came_from != Path(own.folder):
-                self._keep(own)  # what stands there may be of another run
+        with store.lock(keeper.folder) if keeper else nullcontext():
+            if keeper:
+                self._keep(keeper)  # what stands there may be of another run
             return self._run(callbacks, keeper)
 
     def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
         before = [] if self.history else list(self._records)  # a checkpoint's
         history = self.history = History(self.header(), before)
         try:
-            for callback in callbacks if before else ():  # what came before, for those who want it
-                getattr(callback, "resume", lambda rounds: None)(history.rounds)
+            for record, callback in itertools.product(before, callbacks):  # what came before
+                callback(record["round"], record)
             for record in self.iterate():
                 if "stopped" in record:
                     history.stopped = record["stopped"]
@@ -231,37 +231,18 @@ class Simulation:
         now, the records of `run` so far, and what the run is. OSError where it cannot be written,
         ValueError where another run is in the folder."""
         with store.lock(folder):
-            store.save_run(Checkpoint(folder), self)
+            store.save_run(folder, self)
 
-    @classmethod
-    def load(
-        cls,
-        folder: str | Path,
-        *,
-        model: Given,
-        data: Federation,
-        loss: Loss | None = None,
-        **options: Any,
-    ) -> Simulation:
-        """The simulation whose checkpoint is in `folder`; `run()` plays what is left of it, to the
-        same numbers, and gives all records.
+    def restore(self, folder: str | Path) -> Simulation:
+        """Takes up the checkpoint in `folder`, which must be one of this very run, and gives the
+        simulation itself: `run()` plays what is left, to the same numbers, and gives all records.
 
-        `model`, `data` and `loss` (where it was no name) are those it was made with. So are all
-        `options`, and they need not be given, but for functions, which no file holds: an
-        `algorithm` of one's own, a `training` with a schedule, metrics. Another may be `hardware`.
-        ValueError in one sentence for a checkpoint that is absent, damaged, or of another run.
+        `hardware` may be another than the one it was made with. ValueError in one sentence for a
+        checkpoint that is absent, damaged, or of another run.
         """
-        if loss is not None or isinstance(model, Net):
-            options["loss"] = loss
-        simulation = cls(model=model, data=data, **store.options(folder, options))
-        simulation.restore(folder)
-        return simulation
-
-    def restore(self, folder: str | Path) -> None:
-        """Takes up the checkpoint in `folder`, which must be one of this very run. ValueError in
-        one sentence where it is not."""
-        self.setup, self._state, self._outlier, self._records = store.restored(folder, self)
-        self._held, self.history, self._came_from = False, None, Path(folder)
+        self.setup, self._state, self._records = store.restored(folder, self)
+        self._held, self.history = False, None
+        return self
 
     def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
         round = record["round"]
@@ -269,11 +250,11 @@ class Simulation:
         broke_off = self.evaluation.due(round, self.rounds) and not record["eval"]
         if keeper is None or self._state.void or broke_off:  # void: it may be about to end
             return
-        if keeper.due(round) or (round >= self.rounds and keeper.note is None):
+        if keeper.due(round) or round >= self.rounds:
             self._keep(keeper)
 
     def _keep(self, keeper: Checkpoint) -> None:
         try:
-            store.save_run(keeper, self)
+            store.save_run(keeper.folder, self)
         except OSError as e:
             warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=4)

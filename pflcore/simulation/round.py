@@ -280,12 +280,12 @@ def load_state_dict(alg: Algorithm, begun: State, tensors: Tensors, round: int, 
     return unflat(apply(state, changes), round, void)
 
 
-def check_start(start: State, alg: Algorithm, net: Net, n: int, what: str = "warm_start") -> None:
+def check_start(start: State, alg: Algorithm, net: Net, n: int) -> None:
     """ValueError where a state is not one of this algorithm, federation and model."""
     want, have = flat(begin(alg, net, n, clients=bool(start.clients))), flat(start)
     kept = f"a state of {type(alg).__name__} with"
     more = [k for k in have if k.startswith("clients.") and k not in want]
-    need(not more, what, f"{kept} no {' and '.join(more)}", list(have))
+    need(not more, "state", f"{kept} no {' and '.join(more)}", list(have))
     for key, like in want.items():
         old, rows = have.get(key), like.shape[:1]
         # a server's list of models or groups may have grown
@@ -295,7 +295,7 @@ def check_start(start: State, alg: Algorithm, net: Net, n: int, what: str = "war
             == (like.dtype, like.dim(), like.shape[grown:])
         )
         fits = f"{kept} the {key} like {shown(like)}, for {n} clients and this model"
-        need(same, what, fits, old)
+        need(same, "state", fits, old)
 
 
 @checked

@@ -18,8 +18,6 @@ from pflcore.simulation.round import (
     State,
     begin,
     check_room,
-    check_start,
-    copied,
     fresh,
     policy,
 )
@@ -64,9 +62,9 @@ def looked_at(run: Any) -> Tensor | None:
 
 def placed(run: Any, device: str) -> tuple[Setup, State]:
     """What stays the same over a run, on its device, and its first state.
-    MemoryError in one sentence where they do not fit, ValueError where its model, its schedule or
-    its warm start do not."""
-    model, start = run.model, run.warm_start
+    MemoryError in one sentence where they do not fit, ValueError where its model or its schedule
+    does not."""
+    model = run.model
     if not isinstance(model, Net):
         model = Net(model, run.loss or default_loss(run.data.y), seed=run.seed)
     elif run.loss is not None:
@@ -77,9 +75,6 @@ def placed(run: Any, device: str) -> tuple[Setup, State]:
     net = run.algorithm.prepare(model)
     policy(run.algorithm, net, run.batch_norm)
     run.training.lr_at(1, run.rounds)  # so that a schedule that fails does so now
-    if start is not None:
-        more = f"more than the {start.round} that the warm start has played"
-        need(start.round < run.rounds, "rounds", more, run.rounds)
     try:
         return _placed(run, net, device)
     except Exception as error:
@@ -95,19 +90,15 @@ def placed(run: Any, device: str) -> tuple[Setup, State]:
 
 
 def _placed(run: Any, net: Net, device: str) -> tuple[Setup, State]:
-    hardware, alg, data, start = run.hardware, run.algorithm, run.data, run.warm_start
+    hardware, alg, data = run.hardware, run.algorithm, run.data
     if device != "cpu":
         net, data = net.to(device), data.to(device)
     engine, workers = hardware.engine, hardware.workers
     setting = prepared(net, data, run.training, engine, workers, run.seed, run.rounds)
     setup = Setup(alg, setting, run.robustness, run.batch_norm)
-    if start is None:
-        setup = setup._replace(folder=folder_for(setup, hardware.rows, run.participation))
+    setup = setup._replace(folder=folder_for(setup, hardware.rows, run.participation))
     memory.refuse(peak_bytes(setup, run.participation), device)
-    if start is None:
-        return setup, begin(alg, setting.net, data.n, setup.folder)
-    check_start(start, alg, setting.net, data.n)
-    return setup, copied(setup, start)
+    return setup, begin(alg, setting.net, data.n, setup.folder)
 
 
 # the memory -------------------------------------------------------------------------------------

@@ -200,7 +200,8 @@ def resumed():
         for _ in range(2):
             next(plays)
         first.save(folder)
-        again = Simulation.load(folder, model=Residual, data=federation(**VECTORS))
+        again = door("waffle", Residual, federation(**VECTORS), {}, {}, {"participation": 0.5})
+        again.restore(folder)
         return kept(again.run(), again)
 
 
@@ -222,7 +223,7 @@ def killed():
             f"pflcore.Checkpoint({folder!r}, every=1))"
         )
         subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False, env=os.environ)
-        again = Simulation.load(folder, model=mlp, data=federation(**VECTORS))
+        again = door("scaffold", mlp, federation(**VECTORS), {}, {}, {}).restore(folder)
         return kept(again.run(), again)
 
 

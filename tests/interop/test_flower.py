@@ -246,15 +246,12 @@ def test_what_cannot_be_kept_is_one_sentence():
     app = trainer(keep_private("head*"))
     app(message(arrays=ok), ctx)
     before = ctx.state[KEPT]
-    kept = r"keep_private: expected 'head' of shape \[2\], as this client keeps it, got"
     one = "the server's message: expected one ArrayRecord"
     lacks = r"keep_private: expected patterns of some of body, got 'head\*'"
     for given, where, words in (
         ({"arrays": {"body": [1.0]}}, context(7), lacks),
         ({"arrays": ok, "more": ok}, ctx, one),
         ({}, ctx, one),
-        ({"arrays": {**ok, "head": [1.0]}}, ctx, rf"{kept} \[1\]"),
-        ({"arrays": {"body": [1.0], "head2": [1.0]}}, ctx, f"{kept} 'none'"),
     ):
         with sentence(words):
             app(message(**given), where)

@@ -50,14 +50,14 @@ def test_a_file_cut_off_anywhere_is_readable(tmp_path):
         assert [len(r.rounds) for r in read(path)] == [1, 3]
 
 
-def test_an_existing_record_is_kept_with_its_side_file(tmp_path):
+def test_an_existing_record_is_kept(tmp_path):
     path = write(tmp_path / "record.jsonl", a_long_run())
     before = path.read_bytes()
     with sentence(".*new file"):
         Record(path)
     assert path.read_bytes() == before
     Record(path, overwrite=True).close()
-    assert path.read_bytes() == b"" and not (tmp_path / "record.arrays").exists()
+    assert path.read_bytes() == b""
 
 
 def test_a_place_without_a_record_is_one_sentence(tmp_path):
@@ -102,11 +102,7 @@ def test_rounds_whose_header_is_lost_are_no_more_rounds_of_the_run_before(tmp_pa
 
 
 def test_long_lists_come_back_as_they_were(tmp_path):
-    path = write(tmp_path / "run.0.1.jsonl", a_long_run())
-    write(tmp_path / "run.0.2.jsonl", a_run())  # another name, another side file
-    assert max(map(len, path.read_text().splitlines())) < 700
-    assert (tmp_path / "run.0.1.arrays").stat().st_size > 1500 * 8
-    (run,) = read(path)
+    (run,) = read(write(tmp_path / "record.jsonl", a_long_run()))
     head, first, _ = a_long_run()
     got = run.rounds[1]
     assert run.header == head["header"] and all(type(i) is int for i in got["cohort"][:3])
@@ -117,29 +113,16 @@ def test_long_lists_come_back_as_they_were(tmp_path):
     torch.testing.assert_close(run.weights([2])[1][0], want)
 
 
-def test_a_record_that_goes_on_from_its_mark_has_the_bytes_of_one_that_never_stopped(tmp_path):
-    whole, path = write(tmp_path / "whole.jsonl", a_long_run()), tmp_path / "record.jsonl"
-    head, first, last = a_long_run()
-    with Record(path) as record:
-        record.write(head)
-        record.write(first)
-        mark = record.mark()
-        record.write(last)
-    with Record(path, mark=mark) as record:
-        assert path.with_suffix(".arrays").stat().st_size == mark["arrays"] > 0
-        record.write(last)
-    assert path.with_suffix(".arrays").read_bytes() == whole.with_suffix(".arrays").read_bytes()
-    assert path.read_text() == whole.read_text().replace("whole.", "record.")
-
-
-def test_what_a_killed_run_left_is_read_up_to_there(tmp_path):
-    path = write(tmp_path / "record.jsonl", a_long_run())
-    side = tmp_path / "record.arrays"
-    side.write_bytes(side.read_bytes()[:-1])
-    assert [r["round"] for r in read(path)[0].rounds] == [1]
-    side.unlink()
-    with pytest.raises(FileNotFoundError, match=r"record\.arrays beside the record"):
-        read(path)
+def test_a_record_that_goes_on_has_the_bytes_of_one_that_never_stopped(tmp_path):
+    lines = [*a_long_run(), {"stopped": "It was enough.", "unfinished": False}]
+    whole, path = write(tmp_path / "whole.jsonl", lines), tmp_path / "record.jsonl"
+    write(path, lines[:2])
+    with Record(path, goes_on=True) as record:
+        for one in lines[2:]:
+            record.write(one)
+    assert path.read_bytes() == whole.read_bytes()
+    again = write(tmp_path / "again.jsonl", read(whole)[0].lines())
+    assert again.read_bytes() == whole.read_bytes()
 
 
 # tables ---------------------------------------------------------------------

@@ -65,8 +65,7 @@ def test_numpys_numbers_are_numbers(tmp_path):
     run = Simulation(alg, normed, FIVES, how, rounds=one, **grouped(options))
     json.dumps(run.run().header)
     run.save(tmp_path)
-    again = Simulation.load(tmp_path, model=normed, data=FIVES, training=how)
-    assert again.state.round == 1
+    assert Simulation(alg, normed, FIVES, how, 1, **grouped(options)).restore(tmp_path)
     assert pflcore.Server(pflcore.FedAvg(), nn.Linear(2, 2), 2).join(one) == 1
 
 
@@ -113,15 +112,15 @@ ONE, OTHER = Own(), Own()  # both at once, so that they lie at two places
     ],
 )
 def test_another_model_or_loss_does_not_go_on(tmp_path, key, first, then, what):
-    given = {"model": linear(), "data": FIVES}
-    run = Simulation("fedavg", rounds=2, **{**given, key: first})
+    given = {"algorithm": "fedavg", "model": linear(), "data": FIVES, "rounds": 2}
+    run = Simulation(**{**given, key: first})
     next(run.iterate())
     run.save(tmp_path)
     same = first if what else then
-    assert Simulation.load(tmp_path, **{**given, key: same}).state.round == 1
+    assert Simulation(**{**given, key: same}).restore(tmp_path).state.round == 1
     if what:
         with sentence(f".*that of another run: {what}"):
-            Simulation.load(tmp_path, **{**given, key: then})
+            Simulation(**{**given, key: then}).restore(tmp_path)
 
 
 # data -----------------------------------------------------------------------

@@ -34,7 +34,7 @@ from pflcore import (
 from pflcore.algorithms import ALGORITHMS, FedAvg, narrowed
 from pflcore.check import ANYTHING, of_hint
 from pflcore.interop import distributed, lowrank
-from pflcore.simulation.round import Setup, State, begin
+from pflcore.simulation.round import Setup, begin
 
 WORDS, ROWS, LABELS = ["a", "b"], torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 1, 0])
 TENSOR = ["text", WORDS, 3]
@@ -50,7 +50,6 @@ RUN = {"algorithm": "fedavg", "model": tiny_model(), "data": DATA, "rounds": 1}
 VECTOR = ["text", None, WORDS, 3, ROWS]
 LAYER = {"x": ROWS, "w_a": torch.rand(2, 5), "lam": torch.rand(5), "w_b": torch.rand(5, 3)}
 MIX = {"updates": ROWS, "weight": torch.ones(4, 4)}
-EMPTY = State({}, {}, torch.zeros(3, 0), torch.zeros(3, dtype=torch.bool))
 LORA = {"states": [{"q.lora_A.weight": ROWS[:2], "q.lora_B.weight": ROWS}] * 3}
 # what is wrong for every op that has such an argument
 OPS = {
@@ -107,7 +106,6 @@ TABLE = {
         {
             "algorithm": NAME,
             "clients": [*IDS, 3],
-            "warm_start": [EMPTY],
             "hardware": [Hardware(device="cuda:99"), Hardware(device="mps")],
             "evaluation": [
                 *(Evaluation(split=name) for name in ("unknown", "val")),

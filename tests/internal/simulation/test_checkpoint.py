@@ -76,7 +76,7 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures
             kills += 1
             seen.add(count(record))
         assert lines_of(folder) == want
-        assert not list(folder.glob("*.safetensors")) and folders < 20
+        assert not (folder / "checkpoints").exists() and folders < 20
     assert len(seen) > 5, "the kills came at the same places"
 
 
@@ -97,26 +97,23 @@ def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and word in err, err
         assert (tmp_path / "record.jsonl").read_bytes() == before
-    (tmp_path / "checkpoint.json").unlink()
+    (tmp_path / "checkpoint.safetensors").unlink()
     assert cli.main(argv) == 2 and "without a checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["checkpoint", "record"])
-def test_a_damaged_folder_is_left_as_it_is(damage, tmp_path, no_pictures, capsys, monkeypatch):
+def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkeypatch):
     argv = f"run fedavg {SMALL} --rounds 9 --out {tmp_path} --resume --checkpoint-every 2".split()
     # Ctrl-C when the record gets the line of round 5
     monkeypatch.setattr(Record, "write", fails(Record.write, 6, KeyboardInterrupt()))
     assert cli.main(argv) == 130
-    names = {"checkpoint": "checkpoint-*", "record": "record.jsonl"}
-    (path,) = tmp_path.glob(names[damage])
+    (path,) = tmp_path.glob("checkpoints/*/checkpoint.safetensors")
     path.write_bytes(path.read_bytes().replace(b"0", b"1"))
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     capsys.readouterr()
     assert cli.main(argv) == 2
     err = capsys.readouterr().err
-    words = {"checkpoint": "damaged", "record": "not the record"}
-    assert err.count("\n") == 1 and words[damage] in err, err
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert err.count("\n") == 1 and "damaged" in err, err
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
 def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
@@ -128,7 +125,7 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 130
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 0
     assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")
-    assert not (tmp_path / "broken" / "checkpoint-targets").exists()
+    assert not (tmp_path / "broken" / "checkpoints").exists()
 
 
 # models ---------------------------------------------------------------------
