@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from inspect import get_annotations
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -292,17 +294,31 @@ def _unfit(tensors: Tensors) -> list[str]:
     return [k for k, v in tensors.items() if not v.isfinite().all()]
 
 
+def _words(code: CodeType) -> set[str]:
+    """The names that a function speaks of."""
+    inside = (_words(c) for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*inside)
+
+
 # the checks -------------------------------------------------------------------------------------
 
 
-def options_are_declared(case: Case) -> None:
-    """Fields are options."""
+def names_are_known(case: Case) -> None:
+    """Fields are options, and what nearly has the name of a hook is none only where it is
+    called."""
     cls = type(case.given)
+    own = {k: f for k, f in vars(cls).items() if isinstance(f, FunctionType) and k[:2] != "__"}
     for name, kind in get_annotations(cls).items():
         if "__dataclass_fields__" not in vars(cls) and "ClassVar" not in str(kind):
             raise Fault(
                 f"{name}: it is no option, because {cls.__name__} has no @dataclass(frozen=True) "
                 "above it."
+            )
+    known = {*dir(Algorithm), *dir(cls.__base__)}
+    for name in own.keys() - known.union(*(_words(f.__code__) for f in own.values())):
+        for meant in get_close_matches(name, known, 1, 0.8):
+            raise Fault(
+                f"{name}: no hook has this name, and no method calls it; did you mean {meant!r}?"
             )
 
 
@@ -447,7 +463,7 @@ def bytes_are_counted(case: Case) -> None:
 CHECKS = {
     f.__name__: f
     for f in (
-        options_are_declared,
+        names_are_known,
         stays_finite,
         runs_repeat,
         nobody_trains_on_test,

@@ -5,8 +5,10 @@
 name one by an instance, a class, a name of it, or "package.module:Class" for one of their own.
 """
 
+import difflib
 import importlib
 import inspect
+from dataclasses import fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -53,7 +55,7 @@ from pflcore.algorithms.protocol import (
 )
 from pflcore.algorithms.relations import SFL, FedAMP, FedDWA, FedDWAQP, HeurFedAMP, Mocha
 from pflcore.algorithms.waffle import Scaffold, Waffle, WeightErosion
-from pflcore.check import refuse
+from pflcore.check import need
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -135,8 +137,12 @@ def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
         by_name = ALGORITHMS.get(_listed(algorithm))
         thing = imported(algorithm, "algorithm") if ":" in algorithm else by_name
         if thing is None:
-            known = f"one of {', '.join(ALGORITHMS)}, or 'package.module:Class' for one of your own"
-            refuse("algorithm", known, algorithm)
+            near = difflib.get_close_matches(algorithm.lower(), ALGORITHMS, 1)
+            raise ValueError(
+                f"algorithm: expected one of {', '.join(ALGORITHMS)}, or 'package.module:Class' "
+                f"for one of your own, got {algorithm!r}"
+                f"{f'; did you mean {near[0]!r}?' if near else '.'}"
+            )
     if inspect.isclass(thing) and issubclass(thing, Algorithm):
         return thing
     got = thing.__name__ if inspect.isclass(thing) else type(thing).__name__
@@ -150,7 +156,11 @@ def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -
         if not options:
             return algorithm
         algorithm = type(algorithm)
-    return class_of(algorithm)(**options)
+    cls = class_of(algorithm)
+    known = [f.name for f in fields(cls)]
+    unknown = [name for name in options if name not in known]
+    need(not unknown, cls.__name__, f"options among {', '.join(known) or 'none'}", unknown)
+    return cls(**options)
 
 
 def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import CrossEntropyLoss
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pflcore import ops
@@ -37,7 +38,6 @@ from pflcore.check import (
     Weighting,
     Whole,
     are_names,
-    need,
 )
 from pflcore.data.ragged import onto
 from pflcore.nn.mode import context, forward_mode
@@ -77,8 +77,8 @@ class FineTune(FedProx, FedOpt):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        grid = self.choose == "client" or not self.lr_grid
-        need(grid, "lr_grid", "its default beside choose='fixed'", self.lr_grid)
+        if self.choose == "fixed":
+            self.idle("choose", "lr_grid")
 
     @property
     def traits(self) -> Traits:
@@ -214,8 +214,13 @@ class KnnPer(FedOpt):
         return super().traits._replace(returns="probabilities", late=late)
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        x = down["x"]
+        x, criterion = down["x"], clients.net.criterion
         z, y = clients.features(x)  # [S, n, H], [S, n]: short clients are padded
+        if y.dim() > 2 and (criterion is cross_entropy or isinstance(criterion, CrossEntropyLoss)):
+            raise ValueError(
+                "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
+                "probabilities, or one for each step; give int64 labels [n]."
+            )
         model = {"w": x, "z": z.flatten(2), "y": y, "n": onto(clients.size, y.device)}
         if self.min_size or self.margin is not None:
             model["lam"] = z.new_full((len(z),), self.lam)
@@ -556,9 +561,12 @@ def check_head(clients: Clients) -> None:
     net, x = clients.net, clients.setting.data.x[:2]
     fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
     row = net.w0 + torch.linspace(-0.1, 0.1, net.size, dtype=net.dtype, device=net.w0.device)
+    turned = row.clone()
+    turned[net.head_slice] *= -1
     try:
         with torch.no_grad(), forward_mode(False, net.b0):
-            fits &= torch.allclose(net.head(row, net.features(row, x)), net(row, x), 1e-3, 1e-4)
+            for w in (row, turned):  # a ReLU behind the head may not show at scores of one sign
+                fits &= torch.allclose(net.head(w, net.features(w, x)), net(w, x), 1e-3, 1e-4)
     except (RuntimeError, TypeError, IndexError, ValueError):  # whatever such a model says
         fits = False
     if not fits:

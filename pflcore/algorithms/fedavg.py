@@ -130,8 +130,8 @@ class FedAvg(Algorithm):
         super().__post_init__()
         if (self.defence == "fltrust") != (self.root is not None):
             refuse("root", "a client's number with defence='fltrust', None without it", self.root)
-        if self.defence not in COUNTING and self.hostile != 1:
-            refuse("hostile", f"its default beside defence={self.defence!r}", self.hostile)
+        if self.defence not in COUNTING:
+            self.idle("defence", "hostile")
 
     @property
     def traits(self) -> Traits:
@@ -210,6 +210,11 @@ class QFedAvg(Undefended, FedAvg):
 
 
 Optimizer = Literal["sgd", "heavy_ball", "nesterov", "ema", "adam", "yogi", "adagrad"]
+IDLE = {  # options that play no part beside an optimizer
+    "sgd": ("beta1", "beta2", "tau", "v0", "bias_correction"),
+    **dict.fromkeys(("heavy_ball", "nesterov", "ema"), ("beta2", "tau", "v0", "bias_correction")),
+    "adagrad": ("beta2",),
+}
 
 
 @options
@@ -241,6 +246,10 @@ class FedOpt(FedAvg):
     v0: NonNegative | None = None  # where v starts; None: tau^2, as in the paper (Motley's code: 0)
     # of Adam's moments: none, as in the paper, or as Keras does
     bias_correction: Literal["none", "keras"] = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.idle("optimizer", *IDLE.get(self.optimizer, ()))
 
     def slots(self, x: Tensor) -> Tensors:
         """The optimizer's own first state for models `x` [..., P]; each model has its own."""

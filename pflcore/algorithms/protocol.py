@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from pflcore import ops
-from pflcore.check import check
+from pflcore.check import check, refuse
 from pflcore.data.ragged import onto
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train.random import generator_of
@@ -194,6 +194,13 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         check(self)
+
+    def idle(self, beside: str, *names: str) -> None:
+        """ValueError where one of the options `names`, which play no part, is not its default."""
+        for name in names:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                words = f"its default beside {beside}={getattr(self, beside)!r}"
+                refuse(name, words, getattr(self, name))
 
     # the server ---------------------------------------------------------------------------------
     def init(self, x0: Tensor, n: int) -> Tensors:

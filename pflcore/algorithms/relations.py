@@ -31,7 +31,7 @@ from pflcore.algorithms.protocol import (
     squares,
     zero_rows,
 )
-from pflcore.check import Count, Fraction, NonNegative, Positive, Share, need, refuse
+from pflcore.check import Count, Fraction, NonNegative, Positive, Share, refuse
 from pflcore.data.ragged import onto
 from pflcore.train import Clients, Net, Objective
 
@@ -223,18 +223,20 @@ class Mocha(Algorithm):
     / 2) tr(W^T Omega W)`.
 
     server: w [N, P], omega [N, N], seen [N] · client: w [P] (its row) · down: `sum_{j != t}
-    Omega_tj w_j` (1 model) and a scalar · up: w (1 model).
+    Omega_tj w_j` (1 model) and a scalar · up: w (1 model) and two scalars.
 
     One round is one inner iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt w_t +
     pull_t))`, the others frozen. Every `outer` rounds `Sigma = (W W^T)^(1/2) / trace` and `Omega =
     ((1 - delta) Sigma + delta I / N)^-1`; at first Sigma = I / N.
 
     `relation="sigma"` puts Sigma where Omega belongs, which is what Motley's code does (its table
-    cannot be had otherwise). A step is explicit, stable only
-    while lr lam Omega_tt < 2: where that fails the run stops with a sentence. Decision where the
-    paper is silent: a client that joins late starts from the mean of the models so far, and is
-    served it until then. lam is not comparable with papers that sum over samples. Weights of the
-    clients (`weighting`) play no part, nor does `server_lr`.
+    cannot be had otherwise). The pull is an explicit block-Jacobi step, stable only while the
+    largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, `e_t = (1 - (1 - lr lam
+    Omega_tt)^steps) / Omega_tt`: checked after every update of Omega, and in every round lr lam
+    Omega_tt < 2; where it fails the run stops with a sentence. Decision where the paper is silent:
+    a client that joins late starts from the mean of the models so far, and is served it until then.
+    lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`)
+    play no part, nor does `server_lr`.
     """
 
     lam: NonNegative = 0.01  # strength of the regulariser
@@ -247,7 +249,7 @@ class Mocha(Algorithm):
     traits = Traits(
         batch_norm=("local",),  # everybody trains a model of its own
         models={"w": "server.w"},
-        only_sgd="takes its regulariser's steps along SGD's",
+        only_sgd="takes its regulariser and its test of stability from the sum of SGD's step sizes",
     )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -269,26 +271,41 @@ class Mocha(Algorithm):
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         lr = clients.lr
-        shrink = lr * self.lam * float(down["o"].max())
-        if not shrink < 2:
-            raise Stop(
-                f"MOCHA is unstable from round {clients.round} on: with lr {lr:g}, lam "
-                f"{self.lam:g} and delta {self.delta:g} a step amplifies the models (lr lam "
-                f"Omega_tt is {shrink:.3g}, which must be below 2); lower lr or lam, or raise "
-                "delta."
-            )
+        self.hold(clients.round, lr, lr * self.lam * float(down["o"].max()))
         mu = (self.lam * down["o"]).to(own["w"])[:, 0]
         pull = Objective(shift=self.lam * down["pull"], prox=(mu, torch.zeros_like(own["w"])))
         fit = clients.fit(own["w"], pull)
-        return {"w": fit.w}, {"w": fit.w}, fit
+        lr_sum = (fit.steps * lr)[:, None].to(fit.w)
+        return {"w": fit.w}, {"w": fit.w, "lr_sum": lr_sum, "lr": torch.full_like(lr_sum, lr)}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         ids = cohort.ids
         changes: Changes = {"w": Rows(ids, up["w"]), "seen": Rows(ids, ids >= 0)}
         if cohort.round % self.outer == 0:
-            w = state["w"].index_copy(0, onto(ids, up["w"].device), up["w"])
-            changes["omega"] = relation(w, self.delta, self.relation)
+            at = onto(ids, up["w"].device)
+            omega = relation(state["w"].index_copy(0, at, up["w"]), self.delta, self.relation)
+            lr, lr_sum = (up[k][:, 0].double() for k in ("lr", "lr_sum"))
+            self.check(omega[at][:, at], lr, lr_sum, cohort.round)
+            changes["omega"] = omega
         return changes, None
+
+    def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, round: int) -> None:
+        """Stop where the next exchanges would amplify W, by omega [N, N] and step sizes [N]."""
+        o = omega.diagonal()
+        shrink = lr * self.lam * o
+        e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
+        root = e.clamp(min=0).sqrt()
+        largest = torch.linalg.eigvalsh(root[:, None] * omega * root).max().item()
+        self.hold(round, lr.max(), max(shrink.max().item(), largest))
+
+    def hold(self, round: int, lr: float | Tensor, value: float) -> None:
+        """Stop where an eigenvalue is 2 or more; only then is a step size [1] on a card read."""
+        if not value < 2:
+            raise Stop(
+                f"MOCHA is unstable from round {round} on: with lr {lr:g}, lam {self.lam:g} and "
+                f"delta {self.delta:g} an exchange amplifies the models (eigenvalue {value:.3g}, "
+                "which must be below 2); lower lr or lam, or raise delta."
+            )
 
 
 def relation(w: Tensor, delta: float, kind: str = "omega") -> Tensor:
@@ -408,11 +425,8 @@ class FedDWA(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fits = self.serve == "mix" or self.guidance in ("epoch", "steps", "full_grad")
-        words = (
-            f"its default beside guidance={self.guidance!r}, with which nothing is trained ahead"
-        )
-        need(fits, "serve", words, self.serve)
+        if self.guidance in ("previous", "kept", "current"):  # nothing is trained ahead
+            self.idle("guidance", "serve")
 
     @property
     def traits(self) -> Traits:

@@ -10,6 +10,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_map_only
 
 lib = torch.library.Library("pflcore", "FRAGMENT")
 R = TypeVar("R")
@@ -32,7 +34,39 @@ def define(schema: str, reference: Callable[..., R] | None, fake: Any = None) ->
         lib.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pflcore::{name}", fake or reference, lib=lib)
     op: Callable[..., R] = getattr(torch.ops.pflcore, name).default
+    lib.impl(name, by_cpu(op), "MPS")
     return op
+
+
+def by_cpu(op: Any) -> Any:
+    """An op for a device that has no float64: on copies in the CPU's memory and back, float64
+    results as float32."""
+
+    def run(*args: Any) -> Any:
+        device = next(t.device for t in args if isinstance(t, Tensor))
+        warn_of_copies(str(device))
+        copies = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), args)
+        out = op(*copies)
+        for argument, to, copy in zip(op._schema.arguments, args, copies, strict=False):
+            if argument.is_write and isinstance(to, Tensor):
+                to.copy_(copy)
+        return tree_map_only(Tensor, lambda t: narrowed(t).to(device), out)
+
+    return run
+
+
+def narrowed(t: Tensor) -> Tensor:
+    return t.float() if t.dtype == torch.float64 else t
+
+
+@cache
+def warn_of_copies(device: str) -> None:
+    warnings.warn(
+        f"pflcore's ops have no kernels for {device}, which has no float64: their tensors go to "
+        "the CPU and back, which takes longer than the op where they are large, and float64 "
+        "results come back as float32",
+        stacklevel=4,
+    )
 
 
 def changed(*tensors: Tensor | None) -> None:

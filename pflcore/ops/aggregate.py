@@ -98,6 +98,9 @@ def check_out(
     apart(op, "out", out)
     if torch.compiler.is_compiling():
         return
+    if out.is_neg() or out.is_conj():
+        held = "memory that holds its numbers as they are"
+        refuse(op, "out", held, "the negative of other numbers")
     some = any(t is not None and t.requires_grad for t in (updates, weight, base, out))
     if some and torch.is_grad_enabled():
         came, remedy = "inputs that require grad", "leave out away or use torch.no_grad()"

@@ -20,6 +20,7 @@ from .weights import feddwa_weights
 MARGIN = 1e-6  # twice what a distance may be off: the squared one has a relative error of 1e-6
 PAIRS = 1 << 24  # distances that are held at a time
 WIDTH = 256  # columns of the sketch that chooses pivots
+SERIAL = 1 << 15  # elements up to which torch asks no other thread for help
 
 
 class Nearest(NamedTuple):
@@ -64,12 +65,20 @@ def nearest(
 
 def _sketch(
     rows: Rows,  # [N, P]
-) -> Tensor:  # [N, some] float32 (float64 for float64 rows); a row that is not finite is 0
-    """In one pass: WIDTH of the columns or a few more, evenly spread."""
-    step = max(1, rows.shape[1] // WIDTH)
-    some = torch.cat([block[:, ::step] for _, block in read(rows)])
-    wide = some if some.dtype is torch.float64 else some.float()
-    return torch.where(wide.isfinite().all(1, keepdim=True), wide, 0.0)
+) -> Tensor:  # [N, WIDTH] float32 (float64 for float64 rows); a row that is not finite is 0
+    """In one pass: the strips of WIDTH columns with signs drawn for each column, added."""
+    none, p = tensor_of(rows[:0]), rows.shape[1]
+    wide = torch.float64 if none.dtype is torch.float64 else torch.float32
+    draws = torch.randint(0, 2, (p,), generator=torch.Generator().manual_seed(0))
+    signs = (draws * 2 - 1).to(none.device, wide).split(WIDTH)
+    parts = []
+    for _, block in read(rows):
+        for part in block.split(max(1, SERIAL // WIDTH)):
+            out = part.new_zeros(len(part), WIDTH, dtype=wide)
+            for sign, x in zip(signs, part.split(WIDTH, 1), strict=True):
+                out[:, : len(sign)].addcmul_(x.to(wide), sign)
+            parts.append(torch.where(out.isfinite().all(1, keepdim=True), out, 0.0))
+    return torch.cat(parts)
 
 
 def _groups(guide: Rows, rows: Rows, many: int) -> tuple[list[Tensor], Tensor, Tensor]:

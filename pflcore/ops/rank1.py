@@ -22,10 +22,20 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
     never built (WAFFLe, Hao et al.).
 
     Leading axes, the clients', broadcast; an input without them is shared, and its gradient summed.
-    Factors with `lam == 0` are skipped. One dtype for all inputs, 16-bit ones computed in float32.
-    Differentiable in all four; works under `vmap`. In forward mode it is plain torch, which reads
-    every factor.
+    Factors with `lam == 0` are skipped. One dtype for all inputs, 16-bit ones computed in float32;
+    under `autocast` all are cast to its dtype, as for `F.linear`. Differentiable in all four; works
+    under `vmap`. In forward mode it is plain torch, which reads every factor.
     """
+    if (
+        torch._C._is_any_autocast_enabled()
+        and isinstance(x, Tensor)
+        and torch.is_autocast_enabled(x.device.type)
+    ):
+        low = torch.get_autocast_dtype(x.device.type)
+        x, w_a, lam, w_b = (
+            t.to(low) if isinstance(t, Tensor) and t.dtype in (torch.float32, *NARROW) else t
+            for t in (x, w_a, lam, w_b)
+        )
     lead = check_rank1(x, w_a, lam, w_b)
     warn_once()
     if x.dim() == 1:
