@@ -48,27 +48,7 @@ def printed(d, target, omega, psi, line6=True):
     return raw / raw.sum()
 
 
-LINE = [0, 1, 2, 4]
-
-
-@pytest.mark.parametrize(
-    "d, target, omega, psi, want",
-    [
-        (LINE, 0, 1.0, None, [0.375, 0.375, 0.25, 0]),
-        (LINE, 0, 0.75, None, [0.4123989218, 0.3800539084, 0.2075471698, 0]),
-        (LINE, 0, 0.5, None, [0.5094339623, 0.3962264151, 0.0943396226, 0]),
-        (LINE, 0, 0.25, None, [0.7307692308, 0.2692307692, 0, 0]),
-        (LINE, 0, 0.0, None, [1, 0, 0, 0]),
-        (LINE, 0, 0.8, 0.3, [0.5431034483, 0.4568965517, 0, 0]),
-        (LINE, 0, 1.0, 3.0, [0.28125, 0.28125, 0.25, 0.1875]),
-        (LINE, 0, 1.5, None, [0.2975206612, 0.3223140496, 0.2561983471, 0.1239669421]),
-        ([0, 0, 2, 4], 0, 0.5, None, [0.5, 0.5, 0, 0]),
-        ([0, -1e-9, 2, 4], 0, 0.5, None, [0.5, 0.5, 0, 0]),  # below 0 by rounding
-        ([0, 0, 0], 0, 0.5, None, [1 / 3, 1 / 3, 1 / 3]),
-        ([0, 5], 0, 0.9, None, [0.5265957447, 0.4734042553]),
-        ([0, 5], 0, 0.2, None, [1, 0]),
-    ],
-)
+@pytest.mark.parametrize("d, target, omega, psi, want", golden("waffle_family")["weights"])
 def test_waffle_golden(d, target, omega, psi, want):
     near(waffle_weights(f64(d), target, omega, psi), want)
 
@@ -220,14 +200,6 @@ def test_feddwa_is_the_optimum_of_equation_14():
     assert bool(((other.square() * d).sum(-1) >= value).all())
 
 
-def check_sorted(rows, k):
-    """Nearest first, ties to the lower index."""
-    top = feddwa_weights(rows, k)
-    index, weight = zip(*[naive(row, k) for row in rows.tolist()], strict=True)
-    assert top.index.tolist() == list(index) and bool((top.weight >= 0).all())
-    assert_close(top.weight, f64(weight), "weights", size=ONE)
-
-
 cell = st.one_of(
     st.sampled_from([0.0, 1.0, 1.0, 2.0, 4.0, torch.inf, torch.nan, -1.0, 1e-300, 1e300, 5e-324]),
     st.floats(0, 1e6, allow_subnormal=False),
@@ -242,22 +214,8 @@ cell = st.one_of(
 )
 @example([[torch.nan, 2.0, torch.inf]], 3)
 def test_feddwa_is_what_a_sort_gives(rows, k):
-    check_sorted(f64(rows), k)
-
-
-@pytest.mark.parametrize("k", [1, 31, 32, 33, 100, 400])
-def test_feddwa_many_columns_and_many_ties(k):
-    d = torch.randint(0, 50, (7, 1009), generator=torch.Generator().manual_seed(k))
-    check_sorted(d.double()[:, ::3], k)
-    for d in (1.0, torch.inf):
-        check_sorted(f64([[d] * k]), k)
-
-
-@given(st.integers(2, 40), st.integers(1, 41), st.integers(0, 99), st.integers(-60, 60), st.data())
-def test_feddwa_scale_and_order(n, k, seed, power, data):
-    d = randn(seed, 3, n).abs()  # all different
-    top = feddwa_weights(d, k)
-    assert torch.equal(feddwa_weights(d.ldexp(torch.tensor(power)), k).weight, top.weight)
-    perm = torch.tensor(data.draw(st.permutations(range(n))))
-    moved = feddwa_weights(d[:, perm], k)
-    assert torch.equal(perm[moved.index], top.index) and torch.equal(moved.weight, top.weight)
+    """Nearest first, ties to the lower index."""
+    top = feddwa_weights(f64(rows), k)
+    index, weight = zip(*[naive(row, k) for row in rows], strict=True)
+    assert top.index.tolist() == list(index) and bool((top.weight >= 0).all())
+    assert_close(top.weight, f64(weight), "weights", size=ONE)
