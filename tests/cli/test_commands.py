@@ -328,6 +328,10 @@ fedavgm | {"beta2": 0.5} | beta2: expected its default beside optimizer='heavy_b
 fedavgm | {"tau": 0.1} | tau: expected its default beside optimizer='heavy_ball'
 fedadagrad | {"beta2": 0.5} | beta2: expected its default beside optimizer='adagrad'
 waffle | {"weighting": "samples"} | weighting: expected 'uniform'
+fedper | {"order": "body"} | order: expected 'joint'
+qfedavg | {"defence": "median"} | defence: expected None
+fedbn | {"private_epochs": 3} | private_epochs: expected None
+feddwa_qp | {"search": "groups"} | search: expected 'exact'
 """
 
 
