@@ -90,14 +90,6 @@ def test_qp_bridge_runs_from_eq15_to_eq12():
     assert eq15 > between > eq12
 
 
-def test_options_that_do_not_go_together():
-    with pytest.raises(ValueError, match=r"^power: expected 1, got 2.0"):
-        FedDWAQP(power=2.0)
-    for guidance in ("previous", "current"):
-        with pytest.raises(ValueError, match=r"^serve: expected its default"):
-            FedDWA(serve="guidance", guidance=guidance)
-
-
 # what the weights must obey ------------------------------------------------------------------
 
 

@@ -331,6 +331,9 @@ waffle | {"weighting": "samples"} | weighting: expected 'uniform'
 fedper | {"order": "body"} | order: expected 'joint'
 qfedavg | {"defence": "median"} | defence: expected None
 fedbn | {"private_epochs": 3} | private_epochs: expected None
+feddwa_qp | {"power": 2.0} | power: expected 1
+feddwa | {"serve": "guidance", "guidance": "previous"} | serve: expected its default
+feddwa | {"serve": "guidance", "guidance": "current"} | serve: expected its default
 feddwa_qp | {"search": "groups"} | search: expected 'exact'
 """
 
