@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import sentence
-from methods import FineTune, HypCluster, KnnPer
+from methods import FineTune, KnnPer
 from parts.tuning import federation
 from small import make_setting
 
@@ -20,7 +20,7 @@ from bench.papers.plan import complete, load, seeds_of, shortened, tasks
 from bench.papers.run import reproduce
 from bench.papers.runs import picks
 from bench.papers.table import rows_of, verdicts
-from pflcore import Federation, Net, Simulation, Training, cross_device, step
+from pflcore import Federation, Net, Simulation, Training, cross_device
 from pflcore.algorithms import FedAvg
 from pflcore.data import federation_of
 from pflcore.results.progress import Progress
@@ -141,15 +141,6 @@ def test_smaller_test_sets_show_other_changes():
         right = [[1 if i % 2 == 0 else n - 1, 1] for i in p.report.tolist()]
         want = [(tuned - before) / n for before, tuned in right]
         assert found[f"{f} of the test samples"][p.report].tolist() == pytest.approx(want)
-
-
-def test_who_picks_which_cluster():
-    setting, alg, half = majority_setting()[1], HypCluster(k=2), [i % 2 for i in range(8)]
-    state = begin(alg, setting.net, 8)
-    state.server["x"] = torch.tensor([[5.0, 0.0], [0.0, 5.0]])
-    assert picks(Setup(alg, setting), state, torch.arange(8)).tolist() == half
-    state, _ = step(Setup(alg, setting), state, torch.arange(8))
-    assert state.server["pick"].tolist() == half
 
 
 @pytest.mark.deep("a whole plan, with its pictures")

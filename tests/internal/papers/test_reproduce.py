@@ -135,19 +135,10 @@ def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_pa
     assert "92.50 ± 0.25" in text and "of the target alone" in text
 
 
-def test_what_is_there_is_not_played_again_nor_overwritten_by_something_else(
-    tmp_path, monkeypatch, capsys
-):
+def test_what_is_there_is_not_overwritten_by_something_else(tmp_path, capsys):
     assert command(tmp_path, "--methods", "FedAvg")[0] == 0
     path = tmp_path / "out" / "records" / "iid" / "FedAvg-seed0.jsonl"
-    again = watch(monkeypatch, Simulation, "run", lambda self, *_: self.name)
-    # the process was killed here
-    head, first, _ = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(head + first + b'{"round": 2, "cut off')
-    assert command(tmp_path, "--methods", "FedAvg")[0] == 0 and again == ["fedavg"]
     before = path.read_bytes()
-    assert command(tmp_path)[0] == 0 and again == ["fedavg", "feddwa", "fedfomo"]
-    assert path.read_bytes() == before
     assert command(tmp_path, "--methods", "FedAvg", "--rounds", "3")[0] == 2
     assert "other options" in capsys.readouterr().err and path.read_bytes() == before
 
@@ -361,9 +352,3 @@ def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path, monkeypatch):
     )
     assert {*kinds} == {"local"}
     assert "f1" in made.runs["iid", "FT", ""][0].evaluations[-1]["eval"]
-
-
-def test_waffles_figure_5_has_the_labels_of_table_4():
-    settings = plans.load("waffle-fig5")["settings"]
-    cuts = {name[7]: options["partition"] for name, options in settings.items()}
-    assert cuts == {"A": "A", "C": "B"}
