@@ -1,5 +1,8 @@
 """What the tests of servers and clients apart share."""
 
+import io
+
+import torch
 from torch import nn
 
 from pflcore import Evaluation, Hardware, Simulation, Training
@@ -23,6 +26,13 @@ def model():
 
 def bn_model():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+
+
+def again(what):
+    """The same from a file."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
 def whole(alg, model, participation=1.0, **options):

@@ -32,7 +32,6 @@ from pflcore import (
 )
 from pflcore.algorithms import ALGORITHMS, FedAvg, narrowed
 from pflcore.check import ANYTHING, of_hint
-from pflcore.interop import lowrank
 from pflcore.simulation.round import Setup, State, begin
 
 WORDS, ROWS, LABELS = ["a", "b"], torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 1, 0])
@@ -44,7 +43,6 @@ SETUP = Setup(FedAvg(), make_setting(Net(tiny_model()), DATA, Training(), worker
 RUN = {"algorithm": "fedavg", "model": tiny_model(), "data": DATA, "rounds": 1}
 VECTOR = ["text", None, WORDS, 3, ROWS]
 EMPTY = State({}, {}, torch.zeros(3, 0), torch.zeros(3, dtype=torch.bool))
-LORA = {"states": [{"q.lora_A.weight": ROWS[:2], "q.lora_B.weight": ROWS}] * 3}
 # callable: what it takes, and what (else) is wrong for an argument
 TABLE = {
     **dict.fromkeys((metrics.best, metrics.last_mean), ({}, {"curve": VECTOR})),
@@ -64,7 +62,6 @@ TABLE = {
         {"model": tiny_model(), "algorithm": "fedavg", "data": (ROWS, LABELS)},
         {"data": TENSOR, "algorithm": NAME},
     ),
-    lowrank.pack: (LORA, {"scale": [[1.0], [float("nan")] * 3]}),
     Simulation: (
         RUN,
         {
