@@ -9,12 +9,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from parts.user import Mine, simulation
 from small import swept
 from torch import nn
 
-from pflcore import evaluate
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import Count
 from pflcore.testing import Case, check
@@ -46,21 +44,6 @@ def case_of(name):
 @every
 def test_the_contract(name):
     check(case_of(name).given)
-
-
-@every
-def test_a_client_that_breaks_is_dropped_and_counted(name):
-    case = case_of(name)
-    setup = case.breaking([1])
-    play = case.play(setup, [range(4)] * 2)
-    for done in play.done:
-        assert done.dropped == [1] and not done.void and done.ids == [0, 1, 2, 3]
-        assert done.train_loss is None or torch.tensor(done.train_loss).isfinite()
-    assert evaluate(setup, play.last)["loss"][[0, 2, 3]].isfinite().all()
-    # where everybody breaks, or a target, the round is void
-    for broken in ([0, 1, 2, 3], case.given.traits.required or [0, 1, 2, 3]):
-        play = case.play(case.breaking(broken), [range(4)])
-        assert play.done[0].void and play.done[0].dropped == list(broken)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS_SENT))

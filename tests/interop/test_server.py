@@ -1,6 +1,7 @@
 """A server and clients apart give what a simulation gives, for every algorithm; clients come and
 go; one bad client reaches nobody and ends nothing."""
 
+import json
 import warnings
 
 import pytest
@@ -392,19 +393,20 @@ def test_a_client_that_is_not_finite_ends_no_defended_run(defence, least):
     assert [(r["dropped"], r["void"]) for r in history.rounds] == [([least - 1], False)] * 5
 
 
-LEFT = [
-    (11, 0, 4),
-    (10, 1, 3),
-    (9, 2, 3),
-    (9, 1, 3),
-    (8, 1, None),
-    (8, 2, 2),
-    (4, 4, 0),
-    (2, 4, None),
-]
+# how many are there, how many were lost, and how many of those who are left may be hostile
+LEFT = """\
+[11, 0, 4]
+[10, 1, 3]
+[9, 2, 3]
+[9, 1, 3]
+[8, 1, null]
+[8, 2, 2]
+[4, 4, 0]
+[2, 4, null]
+"""
 
 
-@pytest.mark.parametrize("count, lost, f", LEFT)
+@pytest.mark.parametrize("count, lost, f", map(json.loads, LEFT.splitlines()))
 def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
     """Krum against f = 4 is then Krum against fewer."""
 

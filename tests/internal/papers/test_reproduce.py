@@ -19,7 +19,7 @@ from bench.papers import run as reproduce
 from pflcore import Net, Simulation, cli
 from pflcore.algorithms import FedAvg
 from pflcore.cli.experiment import algorithm, model_of, partition_of
-from pflcore.results.record import group, read
+from pflcore.results.record import read
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tyro")
@@ -288,18 +288,10 @@ def test_a_plan_that_counts_costs(tmp_path, capsys):
 # figures --------------------------------------------------------------------
 
 
-def weighted(rounds=6):
-    lines = [{"header": {"algorithm": "feddwa"}}]
-    for r in range(1, rounds + 1):
-        lines.append({"round": r, "report": {"weights": torch.eye(8).tolist()}, "eval": None})
-    return group(lines)[0]
-
-
-def test_the_nearest_and_the_rounds_that_are_shown():
+def test_the_nearest_are_shown():
     w = torch.tensor([[5, 3, 2, 0], [1, 1, 1, 1], [0, 0, 1, 0], [1, 4, 4, 1]]) / 10
     found = [row.nonzero()[:, 0].tolist() for row in figures.nearest(w, 2)]
     assert found == [[0, 1], [0, 1], [2], [1, 2]]
-    assert [r for r, _ in figures.of_rounds(weighted())] == [1, 2, 3, 6]
 
 
 # what a method's fate leaves to the others -----------------------------------
