@@ -109,12 +109,23 @@ NO_ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("given", NO_ALGORITHMS)
-def test_what_is_no_algorithm_is_one_sentence(monkeypatch, given):
+@pytest.fixture
+def mine(monkeypatch):
+    """A module of somebody's own, of that name."""
     module = types.ModuleType("mine")
-    module.Mine = Mine
-    module.number = 3
+    module.Mine, module.number = Mine, 3
     monkeypatch.setitem(sys.modules, "mine", module)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("given", [Mine, Mine(), "mine:Mine"], ids=str)
+def test_an_algorithm_of_ones_own_has_its_classs_name(given):
+    assert simulation(given, rounds=1).run().header["algorithm"] == "Mine"
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("given", NO_ALGORITHMS)
+def test_what_is_no_algorithm_is_one_sentence(given):
     with pytest.raises((ValueError, TypeError), match=f"^algorithm: {NO_ALGORITHMS[given]}") as e:
         simulation(given)
     assert str(e.value).count(". ") == 0

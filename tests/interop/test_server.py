@@ -406,7 +406,7 @@ LEFT = """\
 """
 
 
-@pytest.mark.parametrize("count, lost, f", map(json.loads, LEFT.splitlines()))
+@pytest.mark.parametrize("count, lost, f", [json.loads(line) for line in LEFT.splitlines()])
 def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
     """Krum against f = 4 is then Krum against fewer."""
 

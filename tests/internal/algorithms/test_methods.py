@@ -1,32 +1,14 @@
 """What a method is called, which statistics of batch norm it knows, and who joins a split model."""
 
-import sys
-import types
-
 import pytest
 import torch
-from methods import Ditto, FedBABU, FedBN, FedDWA, FedPer, FedRep, HypCluster, LGFedAvg
+from methods import FedBABU, FedBN, FedDWA, FedPer, FedRep, HypCluster, LGFedAvg
 from parts.edges import normal, normed
-from parts.user import Mine, simulation
 from small import images, tiny_model
 
 from pflcore import Hardware, Net, Simulation
-from pflcore.algorithms import ALGORITHMS, algorithm_of, class_of, name_of
+from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import policy
-
-
-def test_an_algorithm_by_name_class_instance_or_place(monkeypatch):
-    module = types.ModuleType("mine")
-    module.Mine = Mine
-    monkeypatch.setitem(sys.modules, "mine", module)
-    mine = Mine()
-    assert isinstance(algorithm_of("ditto"), Ditto) and algorithm_of(Ditto, lam=0.5).lam == 0.5
-    assert algorithm_of(mine) is mine and class_of("mine:Mine") is Mine
-    assert name_of("mine:Mine") == name_of(mine) == "Mine"
-    assert name_of(Ditto) == name_of("ditto") == "ditto"
-    for given in (Mine, mine, "mine:Mine"):
-        assert simulation(given, rounds=1).run().header["algorithm"] == "Mine"
-
 
 SERVED = "fedavg scaffold waffle weight_erosion clustered_fl finetune fedrod sfl per_fedavg"
 LOCAL = "apfl ditto local pfedme mocha l2c"
