@@ -156,29 +156,8 @@ def naive(row, k):
     return kept, [r / sum(raw) for r in raw]
 
 
-ROUNDS = GOLDEN["A4_feddwa_scalar_rounds"]["rounds"]
-PAIR = GOLDEN["A3_two_clients"]
-
-
-@pytest.mark.parametrize(
-    "sqdist, want, k",
-    [
-        *(
-            (GOLDEN[case]["D2"], GOLDEN[case][key], k)
-            for case, keys in (
-                ("A1_feddwa_basic", {"P_full": 3, "P_top2": 2, "P_top1": 1}),
-                (
-                    "A2_feddwa_zero_ties",
-                    {"P_full": 4, "P_top1": 1, "P_top2": 2, "P_top3": 3, "P_topK9": 9},
-                ),
-            )
-            for key, k in keys.items()
-        ),
-        *((turn["D2"], turn["P_top2"], 2) for turn in ROUNDS),
-        ([PAIR["D2"]], [PAIR["p"]], 2),
-    ],
-)
-def test_feddwa_golden(sqdist, want, k):
+@pytest.mark.parametrize("sqdist, k, want", GOLDEN["feddwa_weights"])
+def test_feddwa_golden(sqdist, k, want):
     top = feddwa_weights(f64(sqdist), np.int64(k))
     near(dense(top, len(sqdist[0])), want, 1e-9)
     assert top.weight.dtype == F64 and top.index.dtype == torch.int64

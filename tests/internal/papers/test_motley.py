@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import sentence
-from methods import FineTune, KnnPer
+from methods import FineTune
 from parts.tuning import federation
 from small import make_setting
 
@@ -108,21 +108,6 @@ def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
     for i in (int(p.train[0]), report[0]):
         assert torch.equal(some.client(i, "train")[1], p.data.client(i, "train")[1])
     assert len(whole.index["test"][report[0]]) == len(label)
-
-
-def test_smaller_personalization_sets_reach_the_algorithm():
-    p, setting, state = majority_setting()
-    seen = []
-
-    class Spy(KnnPer):
-        def model(self, down, own, clients):
-            seen.append(clients.size.tolist())
-            return super().model(down, own, clients)
-
-    setup = Setup(Spy(lam=1.0), setting)
-    found = [study.results(setup, state, p.keep(f)) for f in (1.0, 0.5, 0.25)]
-    assert seen == [[4] * 4, [2] * 4, [1] * 4]
-    assert all(v[p.report].tolist() == [1.0] * 4 for v in found)
 
 
 def test_smaller_test_sets_show_other_changes():
