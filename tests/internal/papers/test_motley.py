@@ -27,12 +27,11 @@ from pflcore.results.progress import Progress
 from pflcore.results.record import read
 from pflcore.simulation.round import Setup, begin
 
-OF_FEDAVG = {"state_of": "FedAvg", "before": "FedAvg"}
-SILO, DEVICE = (
-    complete(json.loads(Path(__file__).with_name(f"{name}.json").read_text()))
-    for name in ("silo", "device")
+SILO, DEVICE, VARIANTS = (
+    json.loads(Path(__file__).with_name(f"{name}.json").read_text())
+    for name in ("silo", "device", "variants")
 )
-CLUSTERS = {"data": "synthetic_clusters", "n": 16, "model": "linear", "rounds": 6}
+SILO, DEVICE = complete(SILO), complete(DEVICE)
 
 
 def some(plan, *methods, **more):
@@ -231,24 +230,22 @@ def test_a_run_that_diverged_is_over_and_one_that_broke_is_not(tmp_path, monkeyp
     assert run.unfinished and run.stopped.startswith("ZeroDivisionError")
 
 
-SLOWER = {"FedAvg": {"algorithm": "fedavg", "options": {"server_lr": 0.5}}}
+CHANGES = """\
+options | {"participation": 0.5}
+methods | {"FedAvg": {"algorithm": "fedavg", "options": {"server_lr": 0.5}}}
+settings | {"silo": {"protocol": {"kind": "cross-silo"}}}
+"""
 
 
-@pytest.mark.parametrize(
-    "key, change",
-    [
-        ("options", {"participation": 0.5}),
-        ("methods", SLOWER),
-        ("settings", {"silo": {"protocol": {"kind": "cross-silo"}}}),
-    ],
-)
-def test_a_digest_counts_all_that_a_run_depends_on(key, change):
+@pytest.mark.parametrize("line", CHANGES.splitlines())
+def test_a_digest_counts_all_that_a_run_depends_on(line):
     """What a method builds upon with it: another server_lr of FedAvg is another fine-tuning."""
 
     def digests(plan, **more):
         return {(t.method, t.options.seed): t.digest for t in tasks(plan, **more)}
 
-    a, b = digests(SILO), digests({**SILO, key: SILO[key] | change})
+    key, change = line.split(" | ")
+    a, b = digests(SILO), digests({**SILO, key: SILO[key] | json.loads(change)})
     assert len(set(a.values())) == len(a)
     assert {m for (m, s) in a if a[m, s] != b[m, s]} >= {"FedAvg", "FT"}
     assert digests(SILO, workers=1) == a
@@ -289,24 +286,14 @@ def test_pictures_of_one_model_for_a_target(tmp_path):
     seeds; FedDWA's Fig. 1, 2 and 4: its weights, the nearest, and results against an option; from
     the records alone."""
     pytest.importorskip("matplotlib")
-    plan = {
-        "options": {**CLUSTERS, "n": 4, "rounds": 4, "target": 1},
-        "settings": {"a": {"partition_options": {"groups": 2, "classes": 3}}},
-        "methods": {m: {"algorithm": m} for m in ("waffle", "apfl", "local", "feddwa")},
-        "training": {"lr": 0.1},
-        "seeds": [0, 1],
-        "against": "k",
-    }
-    reproduce(complete(plan), tmp_path, quiet=True)
+    reproduce(complete(VARIANTS["one model for a target"]), tmp_path, quiet=True)
     made = {p.stem.removeprefix("a-") for p in tmp_path.glob("a*-*.png")}
     by_weights = {"weights-by-round", "weights", "neighbours"}
     assert made == {"curves", "cost", "boxes", "against-k", *by_weights}
 
 
 def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
-    fedavg = {"algorithm": "fedavgm", "grid": {"training.lr": [1e-6, 0.3]}}
-    ft = {**OF_FEDAVG, "algorithm": "finetune", "options": {"finetune_epochs": 0}}
-    plan = complete({**DEVICE, "methods": {"FedAvg": fedavg, "FT": ft}})
+    plan = complete({**DEVICE, **VARIANTS["a state after a grid"]})
     made, rows, _ = played(plan, tmp_path)
     ((best,), (same,)) = made.runs.values()
     assert best.header["training"]["lr"] == 0.3 and best.last("accuracy").nanmean() > 0.5
