@@ -132,18 +132,6 @@ def test_look_ahead_leaves_no_trace(engine):
     assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
 
 
-def test_a_look_ahead_goes_its_own_way_and_further_with_more_steps():
-    """An epoch from the same place as a round of training, all the same."""
-    local = at_work(tiny(batch_size=4))
-    w = local.setting.net.w0.expand(3, -1)
-    one, two = (FedDWA(ahead=ahead).look_ahead(w, local) for ahead in (1, 2))
-    for ahead, epochs in ((one, 1), (two, 2)):
-        trained = local.fit(w, epochs=epochs).w
-        assert not any(map(torch.equal, ahead, trained))
-        near(ahead, trained, 0, 0.2)
-    assert (two - one).abs().amax(1).min() > 0.01
-
-
 def test_the_full_gradient_guidance_decays_as_training_does():
     """With one batch a client the guidance is one more epoch of training, momentum from zero and
     weight decay included."""

@@ -43,19 +43,13 @@ def imported(path):
     package, names = name_of(path), set()
     if path.name != "__init__.py":
         package = package.rpartition(".")[0]
-    todo = [ast.parse(path.read_text())]
-    while todo:
-        node = todo.pop()
-        typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if typing or isinstance(node, ast.FunctionDef):
-            continue
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             names |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = resolve_name("." * node.level + (node.module or ""), package)
             inside = [f"{module}.{a.name}" for a in node.names]
             names |= {name if name in MODULES else module for name in inside}
-        todo += ast.iter_child_nodes(node)
     return names & MODULES.keys() - {"pflcore", name_of(path)}
 
 
