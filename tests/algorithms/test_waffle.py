@@ -14,7 +14,6 @@ from small import F64, after, alike, at_work, lead, near, play, quadratics, some
 
 from pflcore import Evaluation, Robustness, Simulation
 from pflcore.algorithms import FedAvg
-from pflcore.simulation.round import begin
 from pflcore.testing import check
 
 GOLDEN = golden("waffle_family")
@@ -42,8 +41,6 @@ def test_globalities_that_cannot_be_and_a_warning():
             Waffle(omega=lambda r, n, value=value: value).globality(1, 2)
     with pytest.warns(UserWarning, match="omega exceeds 1"):
         assert Waffle(omega=lambda r, n: 1.5, psi=lambda r, n: 0.5).globality(1, 2) == (1.5, 0.5)
-    with pytest.raises(ValueError, match="target"):
-        begin(Waffle(target=3), tiny().net, 3)
     with pytest.raises(ValueError, match="target"):  # who is not asked
         after(Waffle(target=2), tiny(), [[0, 1]])
 

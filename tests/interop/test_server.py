@@ -14,6 +14,7 @@ from parts.interop import (
     SETTING,
     TRAINING,
     again,
+    agree,
     algorithm,
     bn_model,
     model,
@@ -76,12 +77,10 @@ def test_server_and_clients_are_the_simulation(name, participation):
     for i in ALL:
         x, y = DATA.client(i, "test")
         one, other = history.model(i), personal(*both, i)
-        near(other(x), one(x))
+        agree(one, other, x)
         told = both[1][i].evaluate(both[0].download(i, "evaluation"))
         found = {"size": len(y), "loss": nn.functional.cross_entropy(one(x), y).item()}
         assert told == pytest.approx(found | {"accuracy": (one.predict(x) == y).double().mean()})
-        if "view_w" in one.state_dict():
-            near(other.state_dict()["view_w"], one.state_dict()["view_w"])
     assert ("@statistics" in both[0].download(0)) is run.setup.averages
 
 

@@ -84,8 +84,6 @@ def test_a_pair_has_the_same_bits_in_every_matrix(dtype, m, n, p, many):
     assert torch.equal(pairwise_sqdist(a, b[1:2]), full[:, 1:2])
     assert torch.equal(own[off], pairwise_sqdist(a, a[:])[off])
     assert not pairwise_sqdist(a[:1].expand(5, -1)).any()
-    few, part = (reference.pairwise_sqdist(a[:3], b[1:last]) for last in (7, 5))
-    assert torch.equal(part, few[:, :4])
 
 
 @isa

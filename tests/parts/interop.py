@@ -3,6 +3,7 @@
 import io
 
 import torch
+from small import near
 from torch import nn
 
 from pflcore import Evaluation, Hardware, Simulation, Training
@@ -33,6 +34,14 @@ def again(what):
     file = io.BytesIO()
     torch.save(what, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def agree(one, other, x=None):
+    """Two of a client's models; their scores, too, where x is given."""
+    if x is not None:
+        near(other(x), one(x))
+    if "view_w" in one.state_dict():
+        near(other.state_dict()["view_w"], one.state_dict()["view_w"])
 
 
 def whole(alg, model, participation=1.0, **options):

@@ -1,6 +1,8 @@
 """Chains: whole local training, gradients and evaluation of a chain of layers, against autograd in
 float64 and against themselves."""
 
+import json
+
 import pytest
 import torch
 import torch.nn as nn
@@ -209,22 +211,28 @@ def column(at, value):
     return lambda program: program.index_fill(1, torch.tensor(at), value)
 
 
+# the argument, another value (or, below, what makes one), and what is said
+NUMBERS = """\
+[7, 77, "out of range"]
+[7, -1, "out of range"]
+[9, 10000, "out of range"]
+[9, -1, "out of range"]
+[10, 50, "out of range"]
+[11, 9, "more steps"]
+[2, "cosine", "criterion"]
+[2, "hinge", "one output"]
+[3, 2, "w's dtype"]
+"""
+
+
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @pytest.mark.parametrize(
-    "which, change, words",  # the argument, another value or what makes one
+    "which, change, words",
     [
-        (7, 77, "out of range"),
-        (7, -1, "out of range"),
-        (9, 10_000, "out of range"),
-        (9, -1, "out of range"),
-        (10, 50, "out of range"),
-        (11, 9, "more steps"),
+        *(json.loads(line) for line in NUMBERS.splitlines()),
         (0, lambda w: w[:, :-1], "do not fit"),
         (7, lambda y: y[:-1], "one label for each sample"),
         (6, lambda x: x.double(), "w's dtype"),
-        (2, "cosine", "criterion"),
-        (2, "hinge", "one output"),
-        (3, 2, "w's dtype"),
         (1, column(7, 1e9), "do not fit"),
         (1, column(2, 50), "do not fit"),
         (1, column(0, 99), "do not fit"),
