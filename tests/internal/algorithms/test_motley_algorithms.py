@@ -1,7 +1,6 @@
 """What Motley's methods are made of: task relations, neighbours, centres; worked examples first,
 then laws."""
 
-import pytest
 import torch
 from methods import Mocha
 from parts.rivals import QUERY, Z
@@ -63,15 +62,3 @@ def test_far_points_few_points_and_equal_points():
             close(weight.sum(1), [1.0])
     weight, near = neighbours(Z[:1], Z[[0, 1, 0]], 3, 3, "inverse")
     assert weight[near != 1].tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("k", [1, 5])
-def test_ties_among_neighbours_do_not_depend_on_the_padding(k):
-    gen = torch.Generator().manual_seed(3)
-    store = torch.randint(0, 2, (40, 3), generator=gen).double()
-    queries = torch.randint(0, 2, (6, 3), generator=gen).double()
-    weight, near = neighbours(queries, store, 40, k)
-    for padded in (64, 999):
-        wide = torch.cat([store, torch.zeros(padded - 40, 3, dtype=F64)])
-        again = neighbours(queries, wide, 40, k)
-        assert torch.equal(again[1], near) and torch.equal(again[0], weight)
