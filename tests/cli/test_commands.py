@@ -15,14 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from doors import sentence, synthetic_clusters
+from doors import sentence
 from parts.commands import DIGITS, block, command
+from parts.user import simulation
 from places import ROOT
-from small import grouped
-from torch import nn
 
 import pflcore
-from pflcore import ALGORITHMS, Checkpoint, FedAvg, Simulation, Training, cli
+from pflcore import ALGORITHMS, Checkpoint, EarlyStopping, FedAvg, Simulation, cli
 from pflcore.results.record import read
 
 pytest.importorskip("tyro")
@@ -230,7 +229,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     places[tmp_path / "closed"] = bool(os.getuid())
     for folder in (place for place, there in places.items() if there):
         with sentence("out: expected a folder that can be written"):  # before the first round
-            make().run(lambda *_: pytest.fail("a round was played"), Checkpoint(folder))
+            simulation().run(lambda *_: pytest.fail("a round was played"), Checkpoint(folder))
         assert command(f"{CLUSTERS} --out", folder) == 2
         said = capsys.readouterr().err
         assert "expected a folder that can be written" in said and said.count("\n") == 1
@@ -323,6 +322,13 @@ NO_PART = """\
 fedavg | {"hostile": 3} | hostile: expected its default beside defence=None
 fedavg | {"defence": "median", "hostile": 3} | hostile: expected its default beside
 waffle | {"weighting": "samples"} | weighting: expected 'uniform'
+fedper | {"order": "body"} | order: expected 'joint'
+qfedavg | {"defence": "median"} | defence: expected None
+fedbn | {"private_epochs": 3} | private_epochs: expected None
+feddwa_qp | {"power": 2.0} | power: expected 1
+feddwa | {"serve": "guidance", "guidance": "previous"} | serve: expected its default
+feddwa | {"serve": "guidance", "guidance": "current"} | serve: expected its default
+feddwa_qp | {"search": "groups"} | search: expected 'exact'
 """
 
 
@@ -503,12 +509,6 @@ def test_a_command_imports_nothing_from_the_current_folder(words, monkeypatch):
 
 
 # time -----------------------------------------------------------------------
-def make(algorithm="fedavg", **options):
-    data = synthetic_clusters(n=4, groups=1, samples=20, classes=3, dim=5, held_out=20)
-    options = grouped({"workers": 1, "rounds": 3, **options})
-    return Simulation(algorithm, lambda: nn.Linear(5, 3), data, Training(batch_size=10), **options)
-
-
 def test_nothing_measures_a_duration_by_a_clock_that_can_jump():
     jumping = re.compile(r"\btime\.time(_ns)?\b|\bdate(time)?\.(now|utcnow|today)\b")
     for path in (ROOT / "pflcore").rglob("*.py"):
@@ -528,7 +528,7 @@ def test_memory_does_not_grow_with_rounds(name):
     """1,500 rounds that nobody keeps the records of: at a round a minute they are a day and
     more."""
     seen = {}
-    for record in make(name, rounds=1500, every=50).iterate():
+    for record in simulation(name, rounds=1500, every=50, workers=1).iterate():
         if record.get("round") in (300, 1500):
             seen[record["round"]] = anonymous()
     assert seen[1500] - seen[300] < 1.2e6, seen  # a leak of a kilobyte a round

@@ -203,10 +203,8 @@ def test_files(tmp_path):
     back = unpack(*pack({"a": paths[0], "b": str(paths[1])}))
     for i, model in zip("ab", models, strict=True):
         same(dict(sorted(back[i].items())), dict(sorted(model.items())))
-    paths[1].write_bytes(paths[1].read_bytes()[:-5])
-    for bad in (paths[1], tmp_path / "none.safetensors"):
-        with sentence("client 1: .* is no whole safetensors file"):
-            pack([paths[0], bad])
+    with sentence("client 1: .* is no whole safetensors file"):
+        pack([paths[0], tmp_path / "none.safetensors"])
 
 
 def test_flowers_own_records():

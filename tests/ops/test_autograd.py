@@ -13,17 +13,23 @@ from pflcore import ops
 
 F64 = torch.float64
 INDEX = torch.tensor([[0, 2], [3, 3], [1, 0]])
+PADDED = torch.tensor([[0, 2], [3, -1], [1, 1]])
 
 
 def mix(index=None):
     return lambda u, w, b: ops.aggregate(u, w, index, b, 0.7)
 
 
+def listed(a, b=None, index=PADDED):
+    """Padding is infinitely far, whatever the rows."""
+    return ops.pairwise_sqdist(a, b, index).nan_to_num(posinf=0.0)
+
+
 CASES = {
     "sqdist": (ops.pairwise_sqdist, [(3, 5), (4, 5)]),
     "sqdist of one": (ops.pairwise_sqdist, [(3, 5)]),
-    "sqdist, listed": (lambda a, b: ops.pairwise_sqdist(a, b, INDEX), [(3, 5), (4, 5)]),
-    "sqdist of one, listed": (lambda a: ops.pairwise_sqdist(a, index=INDEX % 3), [(3, 5)]),
+    "sqdist, listed": (listed, [(3, 5), (4, 5)]),
+    "sqdist of one, listed": (lambda a: listed(a, index=INDEX % 3), [(3, 5)]),
     "aggregate": (mix(), [(4, 7), (3, 4), (7,)]),
     "aggregate onto rows": (mix(), [(4, 7), (3, 4), (3, 7)]),
     "aggregate by index": (mix(INDEX), [(4, 7), (3, 2), (3, 7)]),

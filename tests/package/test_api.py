@@ -86,8 +86,3 @@ def test_what_is_public_is_annotated(module):
             lacks += [f"{full}: docstring"] if silent(thing, full, function) else []
             lacks += [f"{full}: shape"] if shapeless(function) else []
     assert lacks == []
-
-
-def test_constants_are_tables():
-    tables = [thing for thing in PUBLIC.values() if not callable(thing)]
-    assert tables and all(isinstance(t, dict) for t in tables)

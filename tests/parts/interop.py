@@ -1,5 +1,9 @@
 """What the tests of servers and clients apart share."""
 
+import io
+
+import torch
+from small import near
 from torch import nn
 
 from pflcore import Evaluation, Hardware, Simulation, Training
@@ -23,6 +27,21 @@ def model():
 
 def bn_model():
     return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+
+
+def again(what):
+    """The same from a file."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def agree(one, other, x=None):
+    """Two of a client's models; their scores, too, where x is given."""
+    if x is not None:
+        near(other(x), one(x))
+    if "view_w" in one.state_dict():
+        near(other.state_dict()["view_w"], one.state_dict()["view_w"])
 
 
 def whole(alg, model, participation=1.0, **options):

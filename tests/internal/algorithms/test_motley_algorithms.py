@@ -1,7 +1,6 @@
 """What Motley's methods are made of: task relations, neighbours, centres; worked examples first,
 then laws."""
 
-import pytest
 import torch
 from parts.rivals import QUERY, Z
 from places import golden
@@ -18,18 +17,13 @@ def close(a, b, atol=5e-10, rtol=1e-7):
 
 
 # MOCHA ----------------------------------------------------------------------
-W3 = torch.tensor([[1, 0], [1, 1], [-0.5, 2]], dtype=F64)
-GOLDEN = golden("mocha")
 
 
 def test_task_relations_by_hand():
-    sigma, omega = relation(W3, 1e-3, "sigma"), relation(W3, 1e-3)
-    close(sigma, GOLDEN["sigma"])
-    close(omega, GOLDEN["omega"], rtol=1e-5)
-    w = torch.tensor([[1, 0.2], [0.3, 1]], dtype=F64)
-    sigma, omega = relation(w, 0.0, "sigma"), relation(w, 0.0)
-    close(sigma, [[0.4937655860, 0.1246882793], [0.1246882793, 0.5062344140]])
-    close(omega, [[2.1595744681, -0.5319148936], [-0.5319148936, 2.1063829787]])
+    for case in golden("mocha"):
+        w, delta = torch.tensor(case["w"], dtype=F64), case["delta"]
+        close(relation(w, delta, "sigma"), case["sigma"])
+        close(relation(w, delta), case["omega"], rtol=case["rtol"])
 
 
 # kNN-Per --------------------------------------------------------------------
@@ -45,17 +39,3 @@ def test_far_points_few_points_and_equal_points():
             close(weight.sum(1), [1.0])
     weight, near = neighbours(Z[:1], Z[[0, 1, 0]], 3, 3, "inverse")
     assert weight[near != 1].tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("k", [1, 5])
-def test_ties_among_neighbours_do_not_depend_on_the_padding(k):
-    gen = torch.Generator().manual_seed(3)
-    store = torch.randint(0, 2, (40, 3), generator=gen).double()
-    queries = torch.randint(0, 2, (6, 3), generator=gen).double()
-    weight, near = neighbours(queries, store, 40, k)
-    d = ((queries[:, None] - store) ** 2).sum(2)
-    assert near.tolist() == d.sort(dim=1, stable=True).indices[:, :k].tolist()
-    for padded in (64, 999):
-        wide = torch.cat([store, torch.zeros(padded - 40, 3, dtype=F64)])
-        again = neighbours(queries, wide, 40, k)
-        assert torch.equal(again[1], near) and torch.equal(again[0], weight)

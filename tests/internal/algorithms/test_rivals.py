@@ -1,6 +1,8 @@
 """FedDWA's rivals, of which no other test sees the inside: golden values, and for each the law that
 its known bug breaks."""
 
+import json
+
 import pytest
 import torch
 import torch.nn as nn
@@ -28,6 +30,17 @@ def halves(similar, linkage):
     return both, similar[second][:, ~second].max()
 
 
+# the golden norms of the mean, .03535, and of the longest, 1.01980; gamma is ((1 - alpha) / 2)^1/2
+SPLITS = """\
+true | {"eps1": 0.0354, "eps2": 1.0198}
+false | {"eps1": 0.0353, "eps2": 1.0198}
+false | {"eps1": 0.0354, "eps2": 1.0199}
+true | {"eps1": 0.04, "relative": true}
+true | {"eps1": 1.0, "eps2": 0.0, "gamma": 0.988988372}
+false | {"eps1": 1.0, "eps2": 0.0, "gamma": 0.988990372}
+"""
+
+
 def test_golden_clustered_fl():
     g1, g2 = GOLDEN["G1_cfl"], GOLDEN["G2_cfl_single_vs_complete"]
     delta, angle = t(g1["dW"]), torch.deg2rad(t(g2["angles_deg"]))
@@ -41,15 +54,8 @@ def test_golden_clustered_fl():
             both, across = halves(similarity(rows), linkage)
             assert both == g[f"bip_{linkage}"]
             close(across, g[f"alpha_cross_{name}"])
-    gamma = ((1 - g1["alpha_cross_max"]) / 2) ** 0.5
-    for splits, options in (  # the golden norms of the mean, .03535, and of the longest, 1.01980
-        (True, {"eps1": 0.0354, "eps2": 1.0198}),
-        (False, {"eps1": 0.0353, "eps2": 1.0198}),
-        (False, {"eps1": 0.0354, "eps2": 1.0199}),
-        (True, {"eps1": 0.04, "relative": True}),
-        (True, {"eps1": 1.0, "eps2": 0.0, "gamma": gamma - 1e-6}),
-        (False, {"eps1": 1.0, "eps2": 0.0, "gamma": gamma + 1e-6}),
-    ):
+    for line in SPLITS.splitlines():
+        splits, options = map(json.loads, line.split(" | "))
         assert (ClusteredFL(**options).split(delta) is not None) is splits, options
 
 

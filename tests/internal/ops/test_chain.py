@@ -1,12 +1,14 @@
 """Chains: whole local training, gradients and evaluation of a chain of layers, against autograd in
 float64 and against themselves."""
 
+import json
+
 import pytest
 import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from internal.chains import INF, KINDS, A, M, Problem, R, T, by_steps
+from internal.chains import INF, KINDS, Problem
 from laws import integers
 from places import ran
 from tolerance import F32, F64, assert_close
@@ -188,8 +190,8 @@ def test_nan_stays_with_its_client(model, criterion, o):
 
 
 @isa
-@pytest.mark.parametrize("pool", [M(2), A(2), M(2, 1)])
-@pytest.mark.parametrize("act", [R(), T()])
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.MaxPool2d(2, 1)])
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.Tanh()])
 def test_nan_and_ties_go_where_torch_sends_them(pool, act):
     last = nn.Linear(48 if pool.stride == 2 else 147, 4)
     net = Net(nn.Sequential(nn.Conv2d(1, 3, 1), act, pool, nn.Flatten(), last).double())
@@ -226,22 +228,28 @@ def column(at, value):
     return lambda program: program.index_fill(1, torch.tensor(at), value)
 
 
+# the argument, another value (or, below, what makes one), and what is said
+NUMBERS = """\
+[7, 77, "out of range"]
+[7, -1, "out of range"]
+[9, 10000, "out of range"]
+[9, -1, "out of range"]
+[10, 50, "out of range"]
+[11, 9, "more steps"]
+[2, "cosine", "criterion"]
+[2, "hinge", "one output"]
+[3, 2, "w's dtype"]
+"""
+
+
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @pytest.mark.parametrize(
-    "which, change, words",  # the argument, another value or what makes one
+    "which, change, words",
     [
-        (7, 77, "out of range"),
-        (7, -1, "out of range"),
-        (9, 10_000, "out of range"),
-        (9, -1, "out of range"),
-        (10, 50, "out of range"),
-        (11, 9, "more steps"),
+        *(json.loads(line) for line in NUMBERS.splitlines()),
         (0, lambda w: w[:, :-1], "do not fit"),
         (7, lambda y: y[:-1], "one label for each sample"),
         (6, lambda x: x.double(), "w's dtype"),
-        (2, "cosine", "criterion"),
-        (2, "hinge", "one output"),
-        (3, 2, "w's dtype"),
         (1, column(7, 1e9), "do not fit"),
         (1, column(2, 50), "do not fit"),
         (1, column(0, 99), "do not fit"),

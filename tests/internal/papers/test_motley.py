@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import sentence
-from methods import FineTune, HypCluster, KnnPer
+from methods import FineTune
 from parts.tuning import federation
 from small import make_setting
 
@@ -20,19 +20,18 @@ from bench.papers.plan import complete, load, seeds_of, shortened, tasks
 from bench.papers.run import reproduce
 from bench.papers.runs import picks
 from bench.papers.table import rows_of, verdicts
-from pflcore import Federation, Net, Simulation, Training, cross_device, step
+from pflcore import Federation, Net, Simulation, Training, cross_device
 from pflcore.algorithms import FedAvg
 from pflcore.data import federation_of
 from pflcore.results.progress import Progress
 from pflcore.results.record import read
 from pflcore.simulation.round import Setup, begin
 
-OF_FEDAVG = {"state_of": "FedAvg", "before": "FedAvg"}
-SILO, DEVICE = (
-    complete(json.loads(Path(__file__).with_name(f"{name}.json").read_text()))
-    for name in ("silo", "device")
+SILO, DEVICE, VARIANTS = (
+    json.loads(Path(__file__).with_name(f"{name}.json").read_text())
+    for name in ("silo", "device", "variants")
 )
-CLUSTERS = {"data": "synthetic_clusters", "n": 16, "model": "linear", "rounds": 6}
+SILO, DEVICE = complete(SILO), complete(DEVICE)
 
 
 def some(plan, *methods, **more):
@@ -110,21 +109,6 @@ def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
     assert len(whole.index["test"][report[0]]) == len(label)
 
 
-def test_smaller_personalization_sets_reach_the_algorithm():
-    p, setting, state = majority_setting()
-    seen = []
-
-    class Spy(KnnPer):
-        def model(self, down, own, clients):
-            seen.append(clients.size.tolist())
-            return super().model(down, own, clients)
-
-    setup = Setup(Spy(lam=1.0), setting)
-    found = [study.results(setup, state, p.keep(f)) for f in (1.0, 0.5, 0.25)]
-    assert seen == [[4] * 4, [2] * 4, [1] * 4]
-    assert all(v[p.report].tolist() == [1.0] * 4 for v in found)
-
-
 def test_smaller_test_sets_show_other_changes():
     """A client whose first test sample alone is of its own label loses by an answer that is right
     for that one, and seems to gain where that one alone is looked at."""
@@ -141,15 +125,6 @@ def test_smaller_test_sets_show_other_changes():
         right = [[1 if i % 2 == 0 else n - 1, 1] for i in p.report.tolist()]
         want = [(tuned - before) / n for before, tuned in right]
         assert found[f"{f} of the test samples"][p.report].tolist() == pytest.approx(want)
-
-
-def test_who_picks_which_cluster():
-    setting, alg, half = majority_setting()[1], HypCluster(k=2), [i % 2 for i in range(8)]
-    state = begin(alg, setting.net, 8)
-    state.server["x"] = torch.tensor([[5.0, 0.0], [0.0, 5.0]])
-    assert picks(Setup(alg, setting), state, torch.arange(8)).tolist() == half
-    state, _ = step(Setup(alg, setting), state, torch.arange(8))
-    assert state.server["pick"].tolist() == half
 
 
 @pytest.mark.deep("a whole plan, with its pictures")
@@ -255,24 +230,22 @@ def test_a_run_that_diverged_is_over_and_one_that_broke_is_not(tmp_path, monkeyp
     assert run.unfinished and run.stopped.startswith("ZeroDivisionError")
 
 
-SLOWER = {"FedAvg": {"algorithm": "fedavg", "options": {"server_lr": 0.5}}}
+CHANGES = """\
+options | {"participation": 0.5}
+methods | {"FedAvg": {"algorithm": "fedavg", "options": {"server_lr": 0.5}}}
+settings | {"silo": {"protocol": {"kind": "cross-silo"}}}
+"""
 
 
-@pytest.mark.parametrize(
-    "key, change",
-    [
-        ("options", {"participation": 0.5}),
-        ("methods", SLOWER),
-        ("settings", {"silo": {"protocol": {"kind": "cross-silo"}}}),
-    ],
-)
-def test_a_digest_counts_all_that_a_run_depends_on(key, change):
+@pytest.mark.parametrize("line", CHANGES.splitlines())
+def test_a_digest_counts_all_that_a_run_depends_on(line):
     """What a method builds upon with it: another server_lr of FedAvg is another fine-tuning."""
 
     def digests(plan, **more):
         return {(t.method, t.options.seed): t.digest for t in tasks(plan, **more)}
 
-    a, b = digests(SILO), digests({**SILO, key: SILO[key] | change})
+    key, change = line.split(" | ")
+    a, b = digests(SILO), digests({**SILO, key: SILO[key] | json.loads(change)})
     assert len(set(a.values())) == len(a)
     assert {m for (m, s) in a if a[m, s] != b[m, s]} >= {"FedAvg", "FT"}
     assert digests(SILO, workers=1) == a
@@ -313,24 +286,14 @@ def test_pictures_of_one_model_for_a_target(tmp_path):
     seeds; FedDWA's Fig. 1, 2 and 4: its weights, the nearest, and results against an option; from
     the records alone."""
     pytest.importorskip("matplotlib")
-    plan = {
-        "options": {**CLUSTERS, "n": 4, "rounds": 4, "target": 1},
-        "settings": {"a": {"partition_options": {"groups": 2, "classes": 3}}},
-        "methods": {m: {"algorithm": m} for m in ("waffle", "apfl", "local", "feddwa")},
-        "training": {"lr": 0.1},
-        "seeds": [0, 1],
-        "against": "k",
-    }
-    reproduce(complete(plan), tmp_path, quiet=True)
+    reproduce(complete(VARIANTS["one model for a target"]), tmp_path, quiet=True)
     made = {p.stem.removeprefix("a-") for p in tmp_path.glob("a*-*.png")}
     by_weights = {"weights-by-round", "weights", "neighbours"}
     assert made == {"curves", "cost", "boxes", "against-k", *by_weights}
 
 
 def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
-    fedavg = {"algorithm": "fedavgm", "grid": {"training.lr": [1e-6, 0.3]}}
-    ft = {**OF_FEDAVG, "algorithm": "finetune", "options": {"finetune_epochs": 0}}
-    plan = complete({**DEVICE, "methods": {"FedAvg": fedavg, "FT": ft}})
+    plan = complete({**DEVICE, **VARIANTS["a state after a grid"]})
     made, rows, _ = played(plan, tmp_path)
     ((best,), (same,)) = made.runs.values()
     assert best.header["training"]["lr"] == 0.3 and best.last("accuracy").nanmean() > 0.5
