@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def golden(name):
-    """The numbers of tests/golden/NAME.json."""
+    """The numbers or cases of tests/golden/NAME.json."""
     return json.loads((ROOT / "tests" / "golden" / f"{name}.json").read_text())
 
 

@@ -1,6 +1,7 @@
 """Small federations and models with known answers, for the tests of local training and of the
 algorithms."""
 
+import json
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -85,8 +86,21 @@ def images(sizes=(7, 20, 31), shape=(6,), classes=4, seed=0):
     return Federation(x, y, {"train": index, "test": [i + total for i in index]}, classes, turn)
 
 
+def layers(words):
+    """A model by the names and numbers of torch.nn's layers: "Linear 6 5, Tanh, Linear 5 4"."""
+    made = []
+    for word in words.split(", "):
+        kind, *numbers = word.split()
+        made.append(getattr(nn, kind)(*map(json.loads, numbers)))
+    return nn.Sequential(*made)
+
+
 def tiny_model(features=6, classes=4):
-    return lambda: nn.Sequential(nn.Linear(features, 5), nn.Tanh(), nn.Linear(5, classes))
+    return lambda: layers(f"Linear {features} 5, Tanh, Linear 5 {classes}")
+
+
+def normed_model():
+    return layers("Linear 6 5, BatchNorm1d 5, Linear 5 4")
 
 
 def tiny(sizes=(7, 20, 31), engine="loop", rounds=10, **training):
@@ -169,7 +183,7 @@ def normed(clients, w0, **training):
     """The same by a layer of two, batch norm and a head, whose parameters are `w0` at first."""
 
     def model():
-        made = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+        made = layers("Linear 1 2, BatchNorm1d 2, Linear 2 1").double()
         nn.utils.vector_to_parameters(t(w0), made.parameters())
         return made
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from doors import sentence
-from parts.path import BODIES
-from small import at_work, fit, images, make_setting, near
+from parts.path import BODIES, body
+from places import golden
+from small import at_work, fit, images, make_setting, near, t
 from tolerance import F64
 
 from pflcore import Federation, Net, Objective, Training, step
@@ -22,7 +22,7 @@ NO_CHAIN = pytest.mark.unless(lambda engine, model: (engine, model) == ("chain",
 
 
 def build(model, dtype=F64):
-    return nn.Sequential(*BODIES[model][0](4)).to(dtype)
+    return body(BODIES[model][0]).to(dtype)
 
 
 def federation(model="mlp", dtype=F64, sizes=SIZES):
@@ -31,7 +31,9 @@ def federation(model="mlp", dtype=F64, sizes=SIZES):
 
 
 def made(model="mlp", engine="loop", data=None, workers=2, dtype=F64, **training):
-    how = Training(**{"lr": 0.1, "batch_size": 20, **training})
+    factor = training.pop("schedule", 1.0)
+    given = {"lr": 0.1, "batch_size": 20, "schedule": lambda r, n: factor**r, **training}
+    how = Training(**given)
     net, data = Net(lambda: build(model, dtype)), data or federation(model, dtype)
     return make_setting(net, data, how, 5, engine, workers)
 
@@ -43,35 +45,8 @@ def custom_loss(net, w, x, y, extra):
     return F.cross_entropy(z + extra["shift"], y) + 0.01 * w[-1]
 
 
-ADAMW = {"lr": 0.01, "local_optimizer": "adamw"}
-CASES = {  # of Training, of fit
-    "plain": ({"epochs": 2}, {}),
-    "drop_last": ({"batch_size": 6, "epochs": 2, "drop_last": True}, {}),
-    "no reshuffle": ({"epochs": 3, "reshuffle": False}, {}),
-    "schedule": ({"schedule": lambda r, n: 0.5**r}, {"mean_grad": True}),
-    "momentum": ({"epochs": 3, "momentum": 0.9, "weight_decay": 0.01}, {"mean_grad": True}),
-    "steps": ({}, {"steps": 5, "mean_grad": True}),
-    "own lr and epochs": ({}, {"lr": 0.03, "epochs": 2, "stream": "other"}),
-    "mask": ({}, {"mask": "head"}),
-    "shift": ({}, {"shift": True, "mean_grad": True}),
-    "prox": ({}, {"prox": 0.3}),
-    "prox by client": (
-        {"momentum": 0.5},
-        {"prox": torch.tensor([0.0, 0.3, 2.0], dtype=F64), "shift": True},
-    ),
-    "loss": ({"epochs": 2}, {"loss": custom_loss}),
-    "adamw": (
-        {**ADAMW, "epochs": 3, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6},
-        {"shift": True, "prox": 0.3, "mean_grad": True},
-    ),
-    "adamw, masked": ({**ADAMW, "epochs": 2}, {"mask": "each", "mean_grad": True}),
-    "adamw, loss": ({**ADAMW, "clip_grad": 0.4}, {"loss": custom_loss}),
-    "clip": ({"epochs": 2, "clip_grad": 0.4}, {}),
-    "clip, all": (
-        {"epochs": 2, "clip_grad": 0.4, "momentum": 0.5, "weight_decay": 0.1},
-        {"shift": True, "prox": 0.3, "mask": "each", "mean_grad": True},
-    ),
-}
+CASES = golden("fits")  # options of Training, of fit
+CASES["adamw"][0]["betas"] = (0.8, 0.95)
 
 
 def options(given, net, n=3):
@@ -91,8 +66,10 @@ def options(given, net, n=3):
     if "shift" in o:
         o["shift"] = 0.1 * noise(n, width)
     if "prox" in o:
-        o["prox"] = (o["prox"], start + 1)
+        mu = o["prox"] if isinstance(o["prox"], float) else t(o["prox"])
+        o["prox"] = (mu, start + 1)
     if "loss" in o:
+        o["loss"] = custom_loss
         o["extra"] = {"shift": noise(n, 4)}
     return start, o
 
