@@ -131,8 +131,8 @@ def test_clients_datasets():
     tensors = TensorDataset(torch.rand(4, 2), torch.tensor([0, 1, 2, 2]))
     squares = [(np.full(2, k * k, np.float32), k) for k in range(3)]
     train = [squares, tensors, Subset(tensors, [3, 0])]
-    fed = Federation.from_clients(with_test(train, [tensors, squares, squares]))
-    assert sizes(fed) == [3, 4, 2] and sizes(fed, "test") == [4, 3, 3]
+    fed = Federation.from_clients(with_test(train, [tensors, squares, Subset(tensors, [])]))
+    assert sizes(fed) == [3, 4, 2] and sizes(fed, "test") == [4, 3, 0]
     x, y = fed.client(0)
     assert x.tolist() == [[0, 0], [1, 1], [4, 4]] and y.tolist() == [0, 1, 2]
     assert torch.equal(fed.client(2)[0][0], tensors[3][0])
@@ -156,8 +156,9 @@ IDS = np.random.default_rng(0).permutation(np.arange(8) % 4)
 def test_a_tables_client_holds_its_own_rows_in_their_order():
     words = np.array(["d", "a", "c", "b"])[IDS]
     for ids in (10 * IDS + 7, torch.tensor(IDS), words.astype(object), IDS.astype(np.uint64)):
-        data = Federation.from_table(X, Y, ids)
+        data = Federation.from_table(torch.tensor(X.T).T, Y, ids)  # whose columns lie apart
         assert data.names == tuple(sorted(set(np.asarray(ids).tolist())))
+        assert data.x.is_contiguous()
         for i, name in enumerate(data.names):
             for mine, all_rows in zip(data.client(i), (X, Y), strict=True):
                 assert np.array_equal(mine, all_rows[ids == name])
@@ -350,7 +351,7 @@ PAIR = "[[[1.0], [2.0]], [0, 1]]"
 # clients, of which two lists are a pair (x, y), and the beginning of the sentence
 BAD_CLIENTS = """\
 [] | clients: expected the data of at least one client
-{"a": PAIR} | clients: expected each client's data in a list
+{"a": PAIR} | clients: expected each client's data in a list (of a dict give its values)
 [PAIR, [[[1.0, 2.0]], [0]]] | client 1: expected inputs and targets [1] and [] (int64), as client 0
 [PAIR, [[[1.0]], [0.5]]] | client 1: expected inputs and
 [[[[1.0]], [0, 1]]] | client 0 (train): expected one target for each input, got [[1, 1], [2]

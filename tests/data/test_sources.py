@@ -221,7 +221,9 @@ def test_vehicle_cells_and_leaf_are_the_same_federation(tmp_path):
     y = np.where(np.arange(20) % 3, 1, -1)
     clients = [(np.random.RandomState(i).rand(20, 3), y) for i in range(4)]
     cells(tmp_path / "a" / "vehicle" / "vehicle.mat", clients)
-    users = {f"u{i}": {"x": x.tolist(), "y": y.tolist()} for i, (x, y) in enumerate(clients)}
+    users = {
+        f"u{i}": {"x": x.tolist(), "y": y[:, None].tolist()} for i, (x, y) in enumerate(clients)
+    }
     write_leaf(tmp_path / "b" / "vehicle" / "all.json", users)
     a, b = vehicle(tmp_path / "a"), vehicle(tmp_path / "b")
     assert a.classes == 2 and a.counts().tolist() == [[7, 13]] * 4

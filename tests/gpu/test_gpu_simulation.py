@@ -5,11 +5,11 @@ import warnings
 import pytest
 import torch
 from doors import held_out
-from small import images, make_setting, tiny_model
+from parts.devices import rounds
+from small import images, tiny_model
 
-from pflcore import Hardware, Net, Simulation, Training, step
+from pflcore import Hardware, Simulation, Training
 from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.round import Setup, begin
 
 
 def data():
@@ -33,19 +33,14 @@ def test_same_losses_as_on_the_cpu(name):
 
 def waits(name, epochs):
     """How often the host waits for the device in the third round."""
-    federation, algorithm = data().to("cuda"), ALGORITHMS[name]()
-    net = algorithm.prepare(Net(tiny_model())).to("cuda")
-    training = Training(lr=0.1, batch_size=5, epochs=epochs)
-    setup = Setup(algorithm, make_setting(net, federation, training, 3, "vmap", workers=None))
-    state = begin(algorithm, net, 3)
-    for _ in range(2):
-        state, _ = step(setup, state, torch.arange(3))
+    play = rounds(name, tiny_model(), data(), "cuda", epochs)
+    next(play), next(play)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            step(setup, state, torch.arange(3))
+            next(play)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(w.message) for w in seen)

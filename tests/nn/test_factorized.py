@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from small import near
+from small import layers, near
 
 from pflcore import Net
 from pflcore.nn import FactorizedConv2d, FactorizedLinear, factorize
@@ -15,14 +15,7 @@ D = torch.float64
 
 
 def model():
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(9, 8),
-        nn.ReLU(),
-        nn.Linear(8, 7, bias=False),
-        nn.Tanh(),
-        nn.Linear(7, 4),
-    ).double()
+    return layers("Flatten, Linear 9 8, ReLU, Linear 8 7 false, Tanh, Linear 7 4").double()
 
 
 def drawn(*shape, seed=1):
@@ -102,21 +95,6 @@ def test_initial_scales():
 # -- factorize ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "options", "ranks", "count"),
-    [
-        ("mlp", (1, 28, 28), {"bias": False}, 120, 120_200),
-        # the paper's 18,155 takes the second layer's inputs for 25
-        ("fmnist_cnn", (1, 28, 28), {}, 25, 27_555),
-        # 42,780 in the paper
-        ("lenet5", (3, 32, 32), {"bias": False}, (10, 10, 60, 40), 42_790),
-        ("cifar_cnn_small", (3, 32, 32), {}, (10, 10, 80, 40), 60_850),
-    ],
-)
-def test_the_papers_parameter_counts(name, shape, options, ranks, count):
-    assert Net(factorize(model_for(name, shape, 10, **options), ranks)).size == count
-
-
 def test_what_is_replaced():
     plain = model()
     before = [p.clone() for p in plain.parameters()]
@@ -132,7 +110,7 @@ def test_what_is_replaced():
     named = factorize(plain, 2, head="1")
     assert type(named[1]) is nn.Linear and isinstance(named[5], FactorizedLinear)
     with pytest.raises(ValueError, match=r"^module: the convolution 0 has groups"):
-        factorize(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 2)))
+        factorize(layers("Conv2d 4 4 3 1 0 1 2, Flatten, Linear 4 2"))
 
 
 def test_a_factorized_model_is_a_model():
@@ -148,7 +126,7 @@ def test_a_layer_that_is_called_twice_stays_one():
     assert (
         made[0] is made[2] and isinstance(made[0], FactorizedLinear) and type(made[3]) is nn.Linear
     )
-    tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    tied = layers("Linear 6 6, Linear 6 6, Linear 6 2")
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match="module: 0 shares its weight with another layer"):
         factorize(tied, 4)

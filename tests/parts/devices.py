@@ -2,8 +2,22 @@
 
 import pytest
 import torch
+from small import make_setting
 
-from pflcore import ops
+from pflcore import Net, Training, ops, step
+from pflcore.algorithms import ALGORITHMS
+from pflcore.simulation.round import Setup, begin
+
+
+def rounds(name, model, data, device, epochs):
+    """One round after another of everybody, on that device."""
+    algorithm = ALGORITHMS[name]()
+    net, training = algorithm.prepare(Net(model)).to(device), Training(0.05, 3, epochs)
+    setting = make_setting(net, data.to(device), training, 3, "vmap", workers=None)
+    state = begin(algorithm, net, data.n)
+    while True:
+        state, _ = step(Setup(algorithm, setting), state, torch.arange(data.n))
+        yield state
 
 
 def on_two_devices(device):

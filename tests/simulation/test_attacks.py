@@ -8,7 +8,7 @@ import torch
 from doors import sentence
 from methods import Waffle
 from parts.attacks import BAD, DATA, defence, run
-from small import images, swept, tiny_model, with_test
+from small import images, layers, swept, tiny_model, with_test
 from torch import nn
 
 from pflcore import ALGORITHMS, Adversary, FedAvg
@@ -107,9 +107,7 @@ def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence():
 
 
 def test_running_statistics_are_no_way_around_a_defence():
-    def model():
-        return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-
+    model = layers("Linear 8 5, BatchNorm1d 5, Linear 5 4")
     with sentence("batch_norm: this FedAvg knows 'local' statistics, got 'average'"):
         run(FedAvg(defence="median"), model=model, batch_norm="average")
     simulation = run(FedAvg(defence="median"), model=model, rounds=2)

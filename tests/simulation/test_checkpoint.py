@@ -21,7 +21,7 @@ from methods import Scaffold
 from parts.checkpoint import DATA, OPTIONS, TRAINING, make, saved
 from parts.memory import KINDS, fails
 from parts.states import same
-from small import SIX, images, swept, tiny_model
+from small import SIX, images, normed_model, swept, tiny_model
 from torch import nn
 
 from pflcore import (
@@ -91,10 +91,6 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
         assert len(load(tmp_path)[0]["server.x"]) < len(rest.state.server["x"])
 
 
-def normed():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-
-
 def test_every_dtype_and_shape_comes_back(tmp_path):
     names = ["bool", "uint8", "int8", "int16", "int32", "float16", "bfloat16", "complex64"]
     tensors = {d: torch.arange(6).view(2, 3).to(getattr(torch, d)).T for d in names}
@@ -127,7 +123,7 @@ class Spoils(FedAvg):
 BAD = Robustness(adversary=Adversary("noise", [1]))
 LARGE = {"data": images((4,) * 40), "rounds": 3, "participation": 1.0}
 LOOKED = {"every": 3, "train_loss": True, "evaluated": [0, 1, 2, 3], "metrics": ("f1",)}
-LOOKED |= {"clip": 0.3, "clients": [0, 1, 2], "seed": 5, "rounds": 5, "model": normed}
+LOOKED |= {"clip": 0.3, "clients": [0, 1, 2], "seed": 5, "rounds": 5, "model": normed_model}
 GIVEN = {  # functions, which no file holds
     "algorithm": ALGORITHMS["waffle"](omega=lambda round, rounds: 0.5),
     "training": Training(lr=0.1, schedule=lambda round, rounds: 1 / round),
@@ -258,8 +254,10 @@ def test_runs_for_everyone_go_on_and_are_exported(tmp_path):
     again = play(on_round=lambda t, r, _: played.append((t, r)), checkpoint=keeper)
     assert text_of(again) == text_of(history)
     assert played == [(2, 3), (2, 4), *((t, r) for t in (3, 4) for r in range(1, 5))]
-    history.export(tmp_path)
-    assert len(list(tmp_path.glob("client-*.safetensors"))) == 5
+    tmp_path.chmod(0o755)
+    history.export(tmp_path)  # as readable as the folder
+    modes = [p.stat().st_mode & 0o777 for p in tmp_path.glob("client-*.safetensors")]
+    assert modes == [0o644] * 5
     refused(lambda: History(history.header).export(tmp_path), "model: expected a history with")
     (tmp_path / "file").write_text("x")
     beside = tmp_path / "file" / "x"
@@ -277,7 +275,7 @@ OTHERS = {
     "clients": {"data": images((8, 20, 30, 9))},
     "training samples": {"data": images((8, 20, 30, 12, 9))},
     "digest of the samples": {"data": images((8, 20, 30, 9, 12), seed=1)},
-    "1.weight": {"model": normed},
+    "1.weight": {"model": normed_model},
     "what is not trained": {"model": frozen},
     "seed": {"seed": 3},
     "rounds": {"rounds": 9},

@@ -6,14 +6,13 @@ from collections import Counter
 import pytest
 import torch
 from doors import held_out, sentence
-from parts.devices import on_two_devices
+from parts.devices import on_two_devices, rounds
 from pretend_gpu import pretended_gpu, waits
-from small import images, make_setting, swept, tiny_model
+from small import images, layers, swept, tiny_model
 from torch import nn
 
-from pflcore import Hardware, Net, Simulation, Training, step
+from pflcore import Hardware, Simulation, Training
 from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.round import Setup, begin
 
 # one of each family, for the slower model
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")
@@ -21,8 +20,7 @@ DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "kn
 
 def convolved():
     """No chain of linear layers, so that the general engine runs it."""
-    first = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2)
-    return nn.Sequential(*first, nn.Flatten(), nn.Linear(12, 4))
+    return layers("Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, MaxPool2d 2, Flatten, Linear 12 4")
 
 
 def data(convolutions):
@@ -54,14 +52,10 @@ def test_everything_is_on_the_device(name):
 
 
 def waits_of_a_round(name, model, epochs, gpu):
-    algorithm = ALGORITHMS[name]()
-    net, federation = algorithm.prepare(Net(model)).to(gpu), data(model is convolved).to(gpu)
-    training = Training(lr=0.05, batch_size=3, epochs=epochs)
-    setting = make_setting(net, federation, training, 3, engine="vmap", workers=None)
-    state = begin(algorithm, net, federation.n)
-    for _ in range(2):
-        waits.clear()
-        state, _ = step(Setup(algorithm, setting), state, torch.arange(federation.n))
+    play = rounds(name, model, data(model is convolved), gpu, epochs)
+    next(play)
+    waits.clear()
+    next(play)
     return Counter(waits)
 
 

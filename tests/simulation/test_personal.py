@@ -20,7 +20,7 @@ from pflcore.results.record import group
 def test_a_clients_model_is_what_was_evaluated(algorithm):
     """And a newcomer leaves the run as it was."""
     everybody = images((7, 20, 31, 24))
-    run = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2, model=tiny_model()())
+    run = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2)
     history = run.run()
     before = copy.deepcopy(history.state)
     newcomer = everybody.client(3, "train")

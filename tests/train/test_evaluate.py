@@ -126,10 +126,3 @@ def test_a_nan_is_no_right_answer_and_spoils_nobody_else(engine):
     loss, accuracy = clients.measure({"w": rows}, "train")
     assert loss.isnan().tolist() == [False, False, False, True, False]
     assert accuracy[3] == 0 and (accuracy[[1, 4]] > 0).all()
-
-
-def test_right():
-    y = torch.tensor([[0, 1], [2, 1]])
-    scores = torch.tensor([[[3.0, 1, 2], [0, 1, 0]], [[1.0, 0, 0], [0, 2, 1]]])
-    assert right(scores, y).tolist() == [[True, True], [False, True]]
-    assert right(torch.tensor([0.5, -0.5]), torch.tensor([1.0, -1.0])).tolist() == [True, True]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from doors import sentence
 from parts.user import simulation
-from small import at_work, double, grouped, images, near, tiny, tiny_model, with_test
+from small import at_work, double, grouped, images, layers, near, tiny, tiny_model, with_test
 from torch import nn
 from ugly import randn
 
@@ -42,7 +42,7 @@ def zero():
 
 
 def flat():
-    return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    return layers("Linear 3 1, Flatten 0")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_whole_numbers_have_no_accuracy_and_may_have_an_error(loss):
         # probabilities have none by their sign
         (
             lambda s, y: F.binary_cross_entropy(s, y.float()),
-            lambda: nn.Sequential(nn.Linear(3, 1), nn.Sigmoid(), nn.Flatten(0)),
+            lambda: layers("Linear 3 1, Sigmoid, Flatten 0"),
             False,
         ),
     ],

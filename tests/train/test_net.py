@@ -1,17 +1,18 @@
 """Modules as functions of flat rows."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn as nn
 from doors import sentence
-from small import grouped, images, tiny_model
+from small import grouped, images, layers, tiny_model
 
 from pflcore import Net, Server, Simulation
 
 
 def small():
-    first = (nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(32, 5), nn.ReLU())
-    return nn.Sequential(*first, nn.Linear(5, 3))
+    return layers("Conv2d 1 2 3, Tanh, Flatten, Linear 32 5, ReLU, Linear 5 3")
 
 
 class Tied(nn.Module):
@@ -94,30 +95,32 @@ def test_the_head_may_be_named_or_be_everything():
         Net(nn.Conv2d(1, 1, 1)).head_slice  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "build, words",
-    [
-        (3, "build: expected an nn.Module"),
-        (lambda: None, "build: expected .* got NoneType"),
-        (lambda: nn.LazyLinear(3), "build: the model has lazy layers"),
-        (nn.LazyLinear(3), "build: the model has lazy layers"),
-        (nn.Flatten(), "no trainable parameter"),
-        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "dtypes"),
-        (nn.Sequential(nn.Linear(2, 2), nn.AlphaDropout()), "pflcore.nn.Dropout"),
-        (nn.Sequential(nn.Linear(6, 8), nn.Dropout1d(0.5)), "1 is nn.Dropout1d"),
-        (nn.Sequential(nn.Linear(2, 2), nn.RReLU()), "RReLU"),
-        (nn.LSTM(2, 2, num_layers=2, dropout=0.5), "set its dropout to 0"),
-        (nn.BatchNorm1d(2, momentum=None), "give it a momentum"),
-    ],
-)
-def test_what_is_no_model_is_refused_in_a_sentence(build, words):
-    with sentence(f".*{words}", (ValueError, TypeError)):
-        Net(build)
+NO_MODELS = """\
+LazyLinear 3 | build: the model has lazy layers
+Flatten | no trainable parameter
+Linear 2 2, AlphaDropout | pflcore.nn.Dropout
+Linear 6 8, Dropout1d 0.5 | 1 is nn.Dropout1d
+Linear 2 2, RReLU | RReLU
+LSTM 2 2 2 true false 0.5 | set its dropout to 0
+BatchNorm1d 2 1e-5 null | give it a momentum
+"""
+
+
+def test_what_is_no_model_is_refused_in_a_sentence():
+    wide = layers("Linear 2 2, Linear 2 2")
+    wide[1].double()
+    cases = [(3, "an nn.Module"), (lambda: None, "got NoneType"), (wide, "dtypes")]
+    for line in NO_MODELS.splitlines():
+        model, words = line.split(" | ")
+        cases += [(layers(model), words), (partial(layers, model), words)]
+    for build, words in cases:
+        with sentence(f".*{words}", (ValueError, TypeError)):
+            Net(build)
 
 
 def test_what_does_not_fit_a_net_is_refused_in_a_sentence():
     net = Net(nn.Linear(2, 2))
-    Net(nn.Sequential(nn.Linear(2, 2), nn.Dropout1d(0.0)))
+    Net(layers("Linear 2 2, Dropout1d 0.0"))
     with sentence("row: expected 6 parameters"):
         net(torch.zeros(7), torch.zeros(1, 2))
     with sentence("module: parameter 'weight'"):
@@ -129,7 +132,7 @@ class Silent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.last = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5)), nn.Linear(5, 3)
+        self.body, self.last = layers("Linear 4 5, Linear 5 5"), nn.Linear(5, 3)
 
     def reset_parameters(self):
         nn.init.zeros_(self.last.weight)
@@ -142,7 +145,7 @@ def test_a_parent_has_the_last_word_on_its_childrens_start():
     net = Net(Silent())
     drawn = net.init(3)
     assert not drawn[net.slices["last.weight"]].any() and drawn[net.slices["body.1.weight"]].any()
-    inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+    inner = layers("Linear 5 5, Tanh")
     plain = nn.Sequential(nn.Linear(4, 5), inner, nn.Linear(5, 3))
     torch.manual_seed(7)
     for m in (plain[0], inner[0], plain[2]):
@@ -157,7 +160,7 @@ class HeadFirst(nn.Module):
     def __init__(self, logarithms=False):
         super().__init__()
         self.logarithms = logarithms
-        self.classifier, self.encoder = nn.Linear(8, 4), nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+        self.classifier, self.encoder = nn.Linear(8, 4), layers("Linear 6 8, ReLU")
 
     def forward(self, x):
         scores = self.classifier(self.encoder(x))
@@ -223,7 +226,7 @@ def test_without_data_it_is_asked_for():
     with sentence(r"model: .* head.*name it with Net\(..., head='name'\)\.$"):
         Server("fedper", HeadFirst(), 4)
     assert Net(HeadFirst, head="classifier").head_slice == slice(0, 36)
-    blocks = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    blocks = nn.Sequential(nn.Linear(4, 4), layers("Linear 4 4, ReLU"))
     assert Net(blocks).head_name == "1.0"  # of plain nn.Sequentials
 
 

@@ -11,7 +11,7 @@ from small import served, t
 
 from pflcore import ALGORITHMS, FedAvg
 from pflcore.algorithms import Cohort, Traits
-from pflcore.algorithms.fedavg import BLOCK, Defence, ascending, defended
+from pflcore.algorithms.fedavg import BLOCK, Defence, defended
 from pflcore.results.record import group
 from pflcore.results.table import table
 from pflcore.simulation.accept import Trained, accept, update_norms
@@ -181,9 +181,7 @@ def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
 
 @pytest.mark.parametrize("s", [1, 2, 3, 8, 33])
 def test_columns_are_sorted_whatever_their_number(s):
-    rows = torch.randn(s, 50)
-    assert torch.equal(torch.stack(ascending(rows)), rows.sort(0).values)
-    many = rows.repeat(1, BLOCK // 40)
+    many = torch.randn(s, 50).repeat(1, BLOCK // 40)
     found = defended("median", many, torch.full((1, s), 1 / s), 0, 0)[0]
     middle = many.sort(0).values[(s - 1) // 2 : s - (s - 1) // 2]
     assert torch.equal(found, middle.mean(0, keepdim=True))

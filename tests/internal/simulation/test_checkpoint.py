@@ -11,7 +11,7 @@ import pytest
 import torch
 from parts.checkpoint import DATA, OPTIONS, TRAINING
 from parts.memory import fails
-from torch import nn
+from small import layers
 
 from pflcore import Simulation, cli
 from pflcore.results import pictures
@@ -140,10 +140,8 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
 def test_exported_models_predict_what_the_history_does(name, tmp_path):
     from safetensors.torch import load_file
 
-    def model():
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
-
-    history = Simulation(name, model, DATA, TRAINING, **OPTIONS).run()
+    one = layers("Linear 6 5, BatchNorm1d 5, Tanh, Linear 5 4")
+    history = Simulation(name, one, DATA, TRAINING, **OPTIONS).run()
     history.export(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["method"] == name and manifest["predict"]
@@ -154,7 +152,6 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
         x, kept = DATA.client(entry["client"], "test")[0], history.model(entry["client"])
         want = kept(x).detach()
         if not own_way(kept.algorithm):
-            one = model()
             one.load_state_dict(tensors)
             assert torch.allclose(one.eval()(x).detach(), want, atol=1e-6)
             continue
