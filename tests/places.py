@@ -14,6 +14,18 @@ def golden(name):
     return json.loads((ROOT / "tests" / "golden" / f"{name}.json").read_text())
 
 
+def tabled(text):
+    """The rows of a table whose cells, apart by " | ", are JSON or plain words."""
+    return [[*map(cell, line.split(" | "))] for line in text.splitlines()]
+
+
+def cell(words):
+    try:
+        return json.loads(words)
+    except json.JSONDecodeError:
+        return words
+
+
 def listed():
     """What docs/api.md lists: (module, name), and (module, "") for each module."""
     module, text = "", (ROOT / "docs" / "api.md").read_text(encoding="utf-8")

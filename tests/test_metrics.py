@@ -9,6 +9,7 @@ from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from parts.user import TRAINING, simulation
+from places import tabled
 from torch import nn
 
 from pflcore import Evaluation, Federation, Simulation, metrics
@@ -84,14 +85,15 @@ human | {"size": 4503599627370496} | "4096.0 TiB" | 0
 """
 
 
-@pytest.mark.parametrize("line", BY_HAND.splitlines())
-def test_values_by_hand(line):
-    for word, values in LISTS.items():
-        line = line.replace(word, json.dumps(values))
-    name, given, want, tolerance = line.split(" | ")
-    got = getattr(metrics, name)(**json.loads(given))
+for word, values in LISTS.items():
+    BY_HAND = BY_HAND.replace(word, json.dumps(values))
+
+
+@pytest.mark.parametrize("name, given, want, tolerance", tabled(BY_HAND))
+def test_values_by_hand(name, given, want, tolerance):
+    got = getattr(metrics, name)(**given)
     got = list(got) if isinstance(got, tuple) else got
-    assert got == pytest.approx(json.loads(want), rel=0, abs=float(tolerance), nan_ok=True)
+    assert got == pytest.approx(want, rel=0, abs=tolerance, nan_ok=True)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(-3, 3))
@@ -119,11 +121,10 @@ last_mean | {"curve": [1], "rounds": [1, 2]} | rounds: expected
 """
 
 
-@pytest.mark.parametrize("line", BAD.splitlines())
-def test_bad_input_is_one_sentence(line):
-    name, given, words = line.split(" | ")
+@pytest.mark.parametrize("name, given, words", tabled(BAD))
+def test_bad_input_is_one_sentence(name, given, words):
     with sentence(words):
-        getattr(metrics, name)(**json.loads(given))
+        getattr(metrics, name)(**given)
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2)])

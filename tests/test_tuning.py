@@ -10,6 +10,7 @@ import torch
 from doors import sentence
 from methods import FineTune, KnnPer, Mocha
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
+from places import tabled
 from small import images, make_setting, tiny_model
 from torch import nn
 
@@ -268,11 +269,10 @@ NOT = """\
 """
 
 
-@pytest.mark.parametrize("line", NOT.splitlines())
-def test_what_cannot_be_tuned_is_refused(line):
-    options, words = line.split(" | ")
+@pytest.mark.parametrize("options, words", tabled(NOT))
+def test_what_cannot_be_tuned_is_refused(options, words):
     with sentence(words):
-        silo(ALGORITHMS["local"](), **json.loads(options))
+        silo(ALGORITHMS["local"](), **options)
 
 
 def test_whether_more_of_ones_own_metric_is_better_is_asked():

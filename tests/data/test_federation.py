@@ -12,6 +12,7 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
+from places import tabled
 from small import with_test
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
@@ -323,13 +324,6 @@ INDEX = """\
 """
 
 
-@pytest.mark.parametrize("line", INDEX.splitlines())
-def test_bad_lists_are_one_sentence(line):
-    lists, words = line.split(" | ")
-    with sentence(re.escape(words)):
-        small(index={split: index(*rows) for split, rows in json.loads(lists).items()})
-
-
 BAD = [  # and the beginning of the sentence
     ({"index": {"train": [torch.zeros(1), torch.ones(1)]}}, "index['train'][0]: expected an int64"),
     ({"x": NAN}, "x: expected finite numbers, also in sample 3, number 1 of client 1's train samp"),
@@ -387,20 +381,6 @@ two.subset | {"clients": 0} | clients: expected ids of clients from 0 to 1, each
 """
 
 
-@pytest.mark.parametrize("line", CALLS.splitlines())
-def test_bad_calls_are_one_sentence(line):
-    call, options, words = line.split(" | ")
-    name, method = call.split(".")
-    with sentence(re.escape(words)):
-        getattr({"small": small(), "two": TWO}[name], method)(**json.loads(options))
-
-
-@pytest.mark.parametrize(("change", "words"), BAD)
-def test_bad_fields_are_one_sentence(change, words):
-    with sentence(re.escape(words)):
-        small(**change)
-
-
 def paired(client):
     """As JSON cannot say it."""
     if isinstance(client, dict):
@@ -408,18 +388,33 @@ def paired(client):
     return tuple(client) if isinstance(client, list) and len(client) == 2 else client
 
 
-@pytest.mark.parametrize("line", BAD_CLIENTS.splitlines())
-def test_bad_clients_are_one_sentence(line):
-    clients, words = line.replace("PAIR", PAIR).split(" | ")
-    clients = json.loads(clients)
-    with sentence(re.escape(words)):
-        Federation.from_clients([*map(paired, clients)] if isinstance(clients, list) else clients)
+def listed(clients):
+    return [*map(paired, clients)] if isinstance(clients, list) else clients
 
 
-@pytest.mark.parametrize(("clients", "words"), ARRAYS)
-def test_bad_arrays_are_one_sentence(clients, words):
+def lists(of):
+    return {split: index(*some) for split, some in of.items()}
+
+
+def method(call):
+    name, called = call.split(".")
+    return getattr({"small": small(), "two": TWO}[name], called)
+
+
+made, PAIRS = Federation.from_clients, BAD_CLIENTS.replace("PAIR", PAIR)
+REFUSED = [  # what is called, with what
+    *((small, {"index": lists(of)}, words) for of, words in tabled(INDEX)),
+    *((small, change, words) for change, words in BAD),
+    *((method(call), options, words) for call, options, words in tabled(CALLS)),
+    *((made, {"clients": listed(c)}, words) for c, words in tabled(PAIRS)),
+    *((made, {"clients": c}, words) for c, words in ARRAYS),
+]
+
+
+@pytest.mark.parametrize("call, options, words", REFUSED)
+def test_bad_input_is_one_sentence(call, options, words):
     with sentence(re.escape(words)):
-        Federation.from_clients(clients)
+        call(**options)
 
 
 def test_other_bad_input_is_one_sentence():

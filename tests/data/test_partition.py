@@ -2,7 +2,6 @@
 refused."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
-from places import golden
+from places import golden, tabled
 
 from pflcore.data import PARTITIONS, federation_of, partition
 
@@ -278,8 +277,7 @@ multimodal | {"n": 30, "minority": [1, 12]} | minority
 """
 
 
-@pytest.mark.parametrize("line", BAD.splitlines())
-def test_bad_input_is_one_sentence(line):
-    name, change, about = line.split(" | ")
+@pytest.mark.parametrize("name, change, about", tabled(BAD))
+def test_bad_input_is_one_sentence(name, change, about):
     with sentence(f"{about}: expected .+, got .+"):
-        partition(name, **{"labels": Y, "n": 10} | json.loads(change))
+        partition(name, **{"labels": Y, "n": 10} | change)

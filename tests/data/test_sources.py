@@ -24,7 +24,7 @@ from doors import (
     synthetic_quadratic,
     vehicle,
 )
-from places import golden
+from places import golden, tabled
 
 from pflcore.data import FEDERATIONS, SOURCES, federation_of, load
 
@@ -290,10 +290,9 @@ TABLES = r"""{"c10": "a,b,z\n1,2,0\n3,4,1\n", "c2": "5,6,2\n\n"} | {} | 3 | [[[5
 {"c": "\ufeffu,v,lab\n1,2,0\n3,4,1\n"} | {"target": "lab"} | 2 | ROWS"""
 
 
-@pytest.mark.parametrize("line", TABLES.splitlines())
-def test_a_folder_of_csv_files(line, tmp_path):
-    line = line.replace("ROWS", "[[[1, 2], [3, 4]], [0, 1]]")
-    files, options, classes, *clients = map(json.loads, line.split(" | "))
+@pytest.mark.parametrize("row", tabled(TABLES.replace("ROWS", "[[[1, 2], [3, 4]], [0, 1]]")))
+def test_a_folder_of_csv_files(row, tmp_path):
+    files, options, classes, *clients = row
     fed = folder(csv(tmp_path, **files), **options)
     assert fed.classes == classes and fed.n == len(clients)
     assert [[v.tolist() for v in fed.client(i)] for i in range(fed.n)] == clients
@@ -438,9 +437,7 @@ def test_broken_files(tmp_path):
         path.write_text(text)
         sentence(OSError, lambda: leaf(path), said)
     at = tmp_path / "csv"
-    for line in BROKEN.splitlines():
-        files, error, said = line.split(" | ")
-        files = json.loads(files)
+    for files, error, said in tabled(BROKEN):
         sentence(getattr(builtins, error), lambda files=files: folder(csv(at, **files)), said)
     latin = csv(at, a=b"\xe9,y\n1,2\n")
     sentence(OSError, lambda: folder(latin), "a.csv: expected rows of numbers in UTF-8")

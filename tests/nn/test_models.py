@@ -1,12 +1,10 @@
 """The papers' networks: sizes, shapes, options."""
 
-import json
-
 import pytest
 import torch
 import torch.nn as nn
 from doors import sentence
-from places import golden
+from places import golden, tabled
 
 from pflcore import Net
 from pflcore.nn import factorize
@@ -63,11 +61,10 @@ linear | {"shape": [1, 28, 28], "width": 3} | model: linear does not take these 
 """
 
 
-@pytest.mark.parametrize("line", BAD.splitlines())
-def test_bad_requests_get_a_sentence(line):
-    name, options, words = line.split(" | ")
+@pytest.mark.parametrize("name, options, words", tabled(BAD))
+def test_bad_requests_get_a_sentence(name, options, words):
     with sentence(words):
-        model_for(name, classes=10, **json.loads(options))
+        model_for(name, classes=10, **options)
 
 
 def test_deep_layer_aggregation_joins_each_half_with_the_one_after_it():

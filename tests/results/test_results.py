@@ -9,6 +9,7 @@ import torch
 from doors import sentence, spread
 from parts.results import N, a_long_run, a_run, cells, line, write
 from parts.user import simulation
+from places import tabled
 from small import images
 from torch import nn
 
@@ -191,14 +192,13 @@ NAMESAKES = """\
 """
 
 
-@pytest.mark.parametrize("line", NAMESAKES.splitlines())
-def test_namesakes_are_told_apart_by_what_differs(line):
+@pytest.mark.parametrize("runs, one, other", tabled(NAMESAKES))
+def test_namesakes_are_told_apart_by_what_differs(runs, one, other):
     """Other conditions are no other seeds."""
-    runs, *want = line.split(" | ")
-    rows = tell(*(a_run(**run) for run in json.loads(runs))).splitlines()
-    named = [row.split(" | ")[0] for row in rows if row[:2] == "| " and "algorithm" not in row]
+    text = tell(*(a_run(**run) for run in runs)).splitlines()
+    named = [row.split(" | ")[0] for row in text if row[:2] == "| " and "algorithm" not in row]
     told = [name.partition("(")[2].rstrip(") ") for name in named]
-    assert told == [words if "=" in words else "" for words in want]
+    assert told == [words if "=" in words else "" for words in (one, other)]
 
 
 def test_a_run_that_is_here_twice_is_no_second_seed():

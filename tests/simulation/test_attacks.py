@@ -1,13 +1,12 @@
 """Attacks do what their papers say, defences give what their formulas and other libraries give, and
 whoever cannot take one says so."""
 
-import json
-
 import pytest
 import torch
 from doors import sentence
 from methods import Waffle
 from parts.attacks import BAD, DATA, defence, run
+from places import tabled
 from small import images, layers, swept, tiny_model, with_test
 from torch import nn
 
@@ -50,12 +49,11 @@ NOT = """\
 """
 
 
-@pytest.mark.parametrize("line", NOT.splitlines())
-def test_what_cannot_be_is_one_sentence(line):
-    adversary, method, words = line.split(" | ")
+@pytest.mark.parametrize("adversary, method, words", tabled(NOT))
+def test_what_cannot_be_is_one_sentence(adversary, method, words):
     with sentence(words):
-        bad = Adversary(**{"attack": "sign_flip", "clients": BAD, **json.loads(adversary)})
-        run(FedAvg(**json.loads(method)), adversary=bad)
+        bad = Adversary(**{"attack": "sign_flip", "clients": BAD, **adversary})
+        run(FedAvg(**method), adversary=bad)
 
 
 def test_numbers_have_no_labels_to_flip():
@@ -77,16 +75,8 @@ def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
 
 
 def test_who_does():
-    for name in [
-        "fedavg",
-        "fedadam",
-        "fedprox",
-        "ditto",
-        "mrmtl",
-        "finetune",
-        "per_fedavg",
-        "scaffold",
-    ]:
+    some = "fedavg fedadam fedprox ditto mrmtl finetune per_fedavg scaffold"
+    for name in some.split():
         ALGORITHMS[name](defence="median")
     # it has the option without a choice, or no such option
     none = "defence: expected None, got 'median'|.*unexpected keyword argument 'defence'"

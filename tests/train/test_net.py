@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import sentence
+from places import tabled
 from small import grouped, images, layers, tiny_model
 
 from pflcore import Net, Server, Simulation
@@ -110,8 +111,7 @@ def test_what_is_no_model_is_refused_in_a_sentence():
     wide = layers("Linear 2 2, Linear 2 2")
     wide[1].double()
     cases = [(3, "an nn.Module"), (lambda: None, "got NoneType"), (wide, "dtypes")]
-    for line in NO_MODELS.splitlines():
-        model, words = line.split(" | ")
+    for model, words in tabled(NO_MODELS):
         cases += [(layers(model), words), (partial(layers, model), words)]
     for build, words in cases:
         with sentence(f".*{words}", (ValueError, TypeError)):
