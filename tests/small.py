@@ -4,6 +4,7 @@ algorithms."""
 import json
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,6 +40,10 @@ def near(got, want, rtol=1e-9, atol=1e-12):
     """Equal but for rounding in float64."""
     got, want = (torch.as_tensor(v, dtype=F64) for v in (got, want))
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+# the same to the last bit, of tensors or of lists and dicts of them; what fails says where
+equals = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def alike(got, want):

@@ -98,12 +98,6 @@ class Everybody(Steps):
         return torch.full((cohort.n,), 1 / cohort.n, dtype=torch.float64) @ delta
 
 
-@found(r"update: clients|the evaluation's \w+ depends on the clients' numbers")
-class FirstComesFirst(Steps):
-    def step(self, delta, cohort):
-        return delta[0]
-
-
 @found(r"update: the evaluation's \w+ depends on the clients' numbers")
 class ListensToTheFirst(Steps):
     def step(self, delta, cohort):

@@ -11,7 +11,7 @@ from doors import sentence
 from methods import FineTune, KnnPer, Mocha
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
 from places import tabled
-from small import images, make_setting, tiny_model
+from small import equals, images, make_setting, tiny_model
 from torch import nn
 
 from pflcore import (
@@ -55,30 +55,28 @@ def scores(tuned):
 # splits ---------------------------------------------------------------------
 def test_cross_device_roles_and_halves():
     data = federation()
-    p, again = cross_device(data, 6, 3, 3), cross_device(data, 6, 3, 3)
+    p = cross_device(data, 6, 3, 3)
     assert [len(ids) for ids in (p.train, p.choose, p.report)] == [6, 3, 3]
-    assert sorted(torch.cat([p.train, p.choose, p.report]).tolist()) == list(range(12))
     for i in range(12):
         train, val, test = (p.data.index[s][i].tolist() for s in ("train", "val", "test"))
         assert sorted(train + val + test) == sorted(data.index["train"][i].tolist())
         assert bool(val) == (i in p.choose) and bool(test) == (i in p.report)
         assert i in p.train or len(train) == data.size()[i] // 2
-        assert all(torch.equal(p.data.index[s][i], again.data.index[s][i]) for s in p.data.splits)
     few, size = p.keep(0.5).data.size(), p.data.size()
-    assert torch.equal(few[p.train], size[p.train])
-    assert torch.equal(few[p.report], (size[p.report] + 1) // 2)
+    equals(few[p.train], size[p.train])
+    equals(few[p.report], (size[p.report] + 1) // 2)
 
 
 def test_cross_silo_sizes_and_what_blind_hides():
     p = cross_silo(federation(size=22))
     # ceil(3.3), ceil(18 * .15 / .85)
     assert (p.data.size("test")[0], p.data.size("val")[0], p.data.size("train")[0]) == (4, 4, 14)
-    assert torch.equal(p.train, torch.arange(12)) and torch.equal(p.train, p.report)
+    equals((p.train, p.train), (torch.arange(12), p.report))
     assert p.blind.splits == ("train", "val") and cross_silo(p.data).data is p.data
     setup = Setup(FedAvg(), make_setting(model(), p.blind, TRAINING, 1))
     with sentence(".*test"):
         evaluate(setup, begin(FedAvg(), model(), 12), "test")
-    assert torch.equal(sample(setup, 1, 1.0, p.train.flip(0)), p.train)
+    equals(sample(setup, 1, 1.0, p.train.flip(0)), p.train)
 
 
 def test_a_client_of_one_sample_does_not_stop_the_others():
@@ -100,7 +98,7 @@ def test_statistics_of_what_is_held_out_never_shape_the_features():
         again = make(replace(fed, x=x), *roles, standardize=True)
         for i in range(6):
             own = p.data.client(i)[0]
-            assert torch.equal(own, again.data.client(i)[0])
+            equals(own, again.data.client(i)[0])
             torch.testing.assert_close(own.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
         with sentence("data: .*not standardized"):
             make(fed.standardize())
@@ -158,7 +156,7 @@ def test_late_options_share_a_state_and_others_do_not(tmp_path):
     for t in tuned.trials:
         setup, state = tuned.states(t.candidate, 0)
         assert setup.algorithm == t.candidate.algorithm
-        assert torch.equal(t.values[0], evaluate(setup, state, "val")["accuracy"])
+        equals(t.values[0], evaluate(setup, state, "val")["accuracy"])
     a, b, c = (tuned.trials[i].candidate for i in (0, 1, 3))
     assert a.trained == b.trained != c.trained and a.training.batch_size == 8
 
@@ -215,7 +213,7 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
     again = silo(alg, KNN, 3, folder=b)
     assert scores(again) == scores(whole)
     assert file.read_text() == (a / "tuning.jsonl").read_text()
-    assert torch.equal(again.report()["accuracy"], whole.report()["accuracy"])
+    equals(again.report()["accuracy"], whole.report()["accuracy"])
     file.unlink()  # the states stay behind, and are not those of another search
     assert scores(silo(alg, KNN, 1, folder=b)) == scores(silo(alg, KNN, 1))
 
@@ -248,7 +246,7 @@ def test_several_splits_are_averaged():
     means = [(a + b) / 2 for a, b in zip(scores(one), scores(two), strict=True)]
     assert scores(both) == pytest.approx(means)
     assert two.best.candidate.options == both.best.candidate.options
-    assert torch.equal(two.report()["accuracy"], both.report(1)["accuracy"])
+    equals(two.report()["accuracy"], both.report(1)["accuracy"])
     assert scores(tune(splits, *how, seed=[5, 6])) == scores(both)
     with sentence("seed and net: .*2"):
         tune(splits, *how, seed=[5])
@@ -293,7 +291,7 @@ def test_a_metric_and_its_direction_choose(metric, maximize, lr):
     found = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics=measures)
     sign = -1 if metric == "loss" or maximize is False else 1
     values = found[getattr(metric, "__name__", metric)]
-    assert torch.equal(tuned.best.values[0], sign * values.double())
+    equals(tuned.best.values[0], sign * values.double())
 
 
 def test_integers_that_are_numbers_to_the_loss_are_measured_as_numbers():

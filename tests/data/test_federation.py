@@ -13,7 +13,7 @@ from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
 from places import tabled
-from small import with_test
+from small import equals, with_test
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
@@ -92,7 +92,8 @@ def test_another_device_holds_everything():
     moved = fed.to("cuda")
     assert moved.client(1)[1].is_cuda and moved.truth["group"].is_cuda
     assert moved.to("cpu").client(1)[1].tolist() == [2, 1]
-    assert torch.equal(moved.counts(), fed.counts()) and moved.size().device.type == "cpu"
+    equals(moved.counts(), fed.counts())
+    assert moved.size().device.type == "cpu"
     assert moved.halves().keep(0.5).subset([1]).n == 1
 
 
@@ -104,7 +105,7 @@ MEMORY = [X[::-1], X.astype(">f4")[::-1], X[:, ::-1], np.asfortranarray(X), X.to
 
 @pytest.mark.parametrize("x", MEMORY, ids=["back", "big", "columns", "fortran", "list"])
 def test_arrays_of_any_memory(x):
-    assert torch.equal(Federation.from_clients([(x, Y)]).x, torch.tensor(np.array(x, np.float32)))
+    equals(Federation.from_clients([(x, Y)]).x, torch.tensor(np.array(x, np.float32)))
 
 
 def test_clients_arrays_of_any_kind():
@@ -113,7 +114,7 @@ def test_clients_arrays_of_any_kind():
     fed = Federation.from_clients(pair for pair in [a, b])
     assert fed.classes == 3 and fed.x.dtype == torch.float32 and fed.y.dtype == torch.int64
     assert sizes(fed) == [4, 3] and fed.splits == ("train",)
-    assert torch.equal(fed.client(1)[0], b[0])
+    equals(fed.client(1)[0], b[0])
     assert Federation.from_clients([a], dtype=None).x.dtype == torch.float64
     assert Federation.from_clients([a, b], classes=7).counts().shape == (2, 7)
     assert Federation.from_clients([(torch.ones(2, 1).int(), [0, 1])]).x.dtype == torch.int64
@@ -136,7 +137,7 @@ def test_clients_datasets():
     assert sizes(fed) == [3, 4, 2] and sizes(fed, "test") == [4, 3, 0]
     x, y = fed.client(0)
     assert x.tolist() == [[0, 0], [1, 1], [4, 4]] and y.tolist() == [0, 1, 2]
-    assert torch.equal(fed.client(2)[0][0], tensors[3][0])
+    equals(fed.client(2)[0][0], tensors[3][0])
     assert Federation.from_clients([Moved(*tensors.tensors)]).x.min() >= 100  # by its getitem
 
 
@@ -144,9 +145,10 @@ def test_from_partition_joins_the_pools():
     x, y = torch.rand(40, 3), torch.arange(40) % 10
     part = partition("A*", y[:30], 3, test_labels=y[30:], shift_seed=2)
     fed = Federation.from_partition(x[:30], y[:30], part, x_test=x[30:], y_test=y[30:])
-    assert torch.equal(fed.x, x) and fed.classes == 10
-    assert torch.equal(fed.client(0)[1], y[fed.index["train"][0]])
-    assert torch.equal(fed.client(1, "test")[1], part.relabel[1][y[fed.index["test"][1]]])
+    equals(fed.x, x)
+    assert fed.classes == 10
+    equals(fed.client(0)[1], y[fed.index["train"][0]])
+    equals(fed.client(1, "test")[1], part.relabel[1][y[fed.index["test"][1]]])
     groups = partition("practical1", y, 4, groups=2)
     assert Federation.from_partition(x, y, groups).truth["group"].tolist() == [0, 0, 1, 1]
 
@@ -180,7 +182,8 @@ def test_a_data_frame_is_its_columns():
     want = Federation.from_table(X[:, :2], Y, who)
     # row numbers are no inputs
     got = Federation.from_table(frame.set_index(Y + 3), "label", "who")
-    assert torch.equal(got.x, want.x) and torch.equal(got.y, want.y) and same(got, want, "train")
+    equals((got.x, got.y), (want.x, want.y))
+    assert same(got, want, "train")
     for names, said in (
         ({"client": "who"}, "y and client: expected two of"),
         ({"y": "label", "client": "u"}, "x: expected columns of numbers .*who"),
@@ -213,10 +216,10 @@ def test_cross_silo_laws(n, test, val, seed):
         assert sorted(rows.tolist()) == fed.index["train"][i].tolist()
         assert len(cut.index["test"][i]) == math.ceil(test * len(rows))
     again = cut.split(test=test, seed=seed, of=None)  # all splits pooled anew
-    assert torch.equal(again.size() + again.size("test"), fed.size())
+    equals(again.size() + again.size("test"), fed.size())
     held = again.split(val=0.2, seed=2)
     assert same(again, held, "test")  # a split outside the pool stays
-    assert torch.equal(held.size() + held.size("val"), again.size())
+    equals(held.size() + held.size("val"), again.size())
 
 
 @given(st.integers(3, 60), st.integers(0, 99))
@@ -238,19 +241,19 @@ def test_halves_laws(n, seed):
     for i in range(n):
         a, b = half.index["train"][i], half.index["test"][i]
         if i % 2:
-            assert torch.equal(a, fed.index["train"][i]) and torch.equal(b, fed.index["test"][i])
+            equals((a, b), (fed.index["train"][i], fed.index["test"][i]))
         else:
             assert len(a) == int(total[i]) // 2 and len(a) + len(b) == int(total[i])
             assert not set(a.tolist()) & set(b.tolist())
     only = fed.halves(of=["train"], seed=seed)
-    assert torch.equal(only.size() + only.size("test"), fed.size())
+    equals(only.size() + only.size("test"), fed.size())
 
 
 def test_smaller_personalization_sets_are_nested():
     fed = many(6, 4, 40).halves()
     half = fed.keep(0.5)
     for i, rows in enumerate(fed.index["train"]):
-        assert torch.equal(half.index["train"][i], rows[: math.ceil(len(rows) / 2)])
+        equals(half.index["train"][i], rows[: math.ceil(len(rows) / 2)])
     assert same(half, fed, "test") and sizes(fed.keep(0.5, [2]))[:2] == sizes(fed)[:2]
     hundred = Federation.from_clients([(np.zeros((100, 1)), np.zeros(100, np.int64))])
     shares = [sizes(hundred.keep(f))[0] for f in (0.07, 0.55, 0.071, 1e-12)]
@@ -262,7 +265,7 @@ def test_a_subset_keeps_its_labels_and_truth():
     part = fed.subset(np.array([3, 0]))
     assert part.n == 2 and part.truth["group"].tolist() == [1, 0]
     for new, old in ((0, 3), (1, 0)):
-        assert all(map(torch.equal, part.client(new), fed.client(old)))
+        equals(part.client(new), fed.client(old))
 
 
 def test_standardised_by_training_samples_only():
@@ -276,7 +279,7 @@ def test_standardised_by_training_samples_only():
         assert train[:, 0].mean().abs() < 1e-5 and (train[:, 0].std(correction=0) - 1).abs() < 1e-4
         assert (train[:, 1] == 0).all() and (plain.client(i, "test")[0][:, 1] == 0).all()
         torch.testing.assert_close(((fed.client(i)[0] - mean[i]) / deviation[i]).float(), train)
-    assert torch.equal(plain.subset([2, 0]).scaling.mean, mean[[2, 0]])
+    equals(plain.subset([2, 0]).scaling.mean, mean[[2, 0]])
 
 
 def test_names_and_scaling_are_exported(tmp_path):

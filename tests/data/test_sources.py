@@ -25,6 +25,7 @@ from doors import (
     vehicle,
 )
 from places import golden, tabled
+from small import equals
 
 from pflcore.data import FEDERATIONS, SOURCES, federation_of, load
 
@@ -154,7 +155,7 @@ def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch)
     assert federation_of("mnist", "iid", 4).size().tolist() == [5, 5, 5, 5]
     part = source.sample(train=10, test=5, seed=1)
     assert part.y_train.bincount(minlength=10).tolist() == [1] * 10 and len(part.y_test) == 5
-    assert torch.equal(part.x_train, source.sample(train=10, seed=1).x_train)
+    equals(part.x_train, source.sample(train=10, seed=1).x_train)
     assert not torch.equal(part.x_train, source.sample(train=10, seed=2).x_train)
     fed = federation_of("mnist", "iid", 2, root=root, train_samples=10)
     assert fed.size().tolist() == [5, 5] and fed.size("test").tolist() == [5, 5]
@@ -227,7 +228,7 @@ def test_vehicle_cells_and_leaf_are_the_same_federation(tmp_path):
     write_leaf(tmp_path / "b" / "vehicle" / "all.json", users)
     a, b = vehicle(tmp_path / "a"), vehicle(tmp_path / "b")
     assert a.classes == 2 and a.counts().tolist() == [[7, 13]] * 4
-    assert torch.equal(a.x, b.x) and torch.equal(a.y, b.y)
+    equals((a.x, a.y), (b.x, b.y))
     fed = federation_of("vehicle", root=tmp_path / "a")
     assert fed.splits == ("train", "val", "test") and fed.client(0)[0].mean(0).abs().max() < 1e-5
 
@@ -326,7 +327,8 @@ def test_a_folder_of_npz_files(tmp_path):
 def test_synthetic_linear_has_its_optimum():
     fed = synthetic_linear(n=4, samples=400, groups=2, noise=0.1)
     w = fed.truth["optimum"]
-    assert torch.equal(w[0], w[2]) and not torch.equal(w[0], w[1])
+    equals(w[0], w[2])
+    assert not torch.equal(w[0], w[1])
     assert fed.truth["group"].tolist() == [0, 1, 0, 1]
     for i in range(4):
         x, y = fed.client(i)
@@ -353,7 +355,8 @@ def test_synthetic_clusters_disagree_between_groups():
         assert ((nearest + group) % 4 == y).float().mean() > 0.95
     for make in (synthetic_linear, synthetic_clusters):
         one, again, other = (make(seed=seed).x for seed in (1, 1, 2))
-        assert torch.equal(one, again) and not torch.equal(one, other)
+        equals(one, again)
+        assert not torch.equal(one, other)
     assert federation_of("synthetic_linear", n=3, seed=1, dim=2).shape == (2,)
 
 

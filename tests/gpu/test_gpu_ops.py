@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from parts.devices import on_two_devices
+from small import equals
 from tolerance import F32, F64
 from torch import Tensor
 from ugly import lay, randn
@@ -67,8 +68,8 @@ def test_sqdist_scales_and_bad_rows(scale, m):
     a = randn(0, m, 5003).float() * scale
     a[3] = a[1]
     got, moved = ops.pairwise_sqdist(a.cuda()), randn(3, m).argsort().cuda()
-    assert torch.equal(ops.pairwise_sqdist(lay(a.cuda(), "off by one")), got)
-    assert torch.equal(ops.pairwise_sqdist(a.cuda()[moved]), got[moved][:, moved])
+    equals(ops.pairwise_sqdist(lay(a.cuda(), "off by one")), got)
+    equals(ops.pairwise_sqdist(a.cuda()[moved]), got[moved][:, moved])
     a[2, 7], a[5, 9] = torch.nan, torch.inf
     got, want = ops.pairwise_sqdist(a.cuda()).cpu(), reference.pairwise_sqdist(a, None)
     laws.assert_close(got, want, "sqdist", F32)

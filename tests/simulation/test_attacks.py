@@ -3,16 +3,15 @@ whoever cannot take one says so."""
 
 import pytest
 import torch
-from doors import sentence
+from doors import sentence, synthetic_linear
 from methods import Waffle
 from parts.attacks import BAD, DATA, defence, run
 from places import tabled
-from small import images, layers, swept, tiny_model, with_test
+from small import equals, images, layers, swept, tiny_model
 from torch import nn
 
 from pflcore import ALGORITHMS, Adversary, FedAvg
 from pflcore.algorithms import Algorithm
-from pflcore.data import Federation
 from pflcore.results.record import read
 
 
@@ -23,7 +22,7 @@ def test_flipped_labels_are_the_bad_ones_alone():
         poisoned = run(data=fed, model=model, adversary=Adversary("label_flip", bad)).data
         for i in range(fed.n):
             want = 3 - fed.labels(i) if i in bad else fed.labels(i)
-            assert torch.equal(poisoned.labels(i), want)
+            equals(poisoned.labels(i), want)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +56,9 @@ def test_what_cannot_be_is_one_sentence(adversary, method, words):
 
 
 def test_numbers_have_no_labels_to_flip():
-    parts = [(torch.randn(8, 2), torch.randn(8)) for _ in range(3)]
-    numbers = Federation.from_clients(with_test(parts, parts))
+    numbers, model = synthetic_linear(n=3, dim=2), lambda: nn.Linear(2, 1)
     with sentence("adversary: expected an attack on numbers as targets, got 'label_flip'"):
-        run(data=numbers, model=lambda: nn.Linear(2, 1), adversary=Adversary("label_flip", [1]))
+        run(data=numbers, model=model, adversary=Adversary("label_flip", [1]))
 
 
 def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():

@@ -21,7 +21,7 @@ from methods import Scaffold
 from parts.checkpoint import DATA, OPTIONS, TRAINING, make, saved
 from parts.memory import KINDS, fails
 from parts.states import same
-from small import SIX, images, normed_model, swept, tiny_model
+from small import SIX, equals, images, layers, normed_model, swept, tiny_model
 from torch import nn
 
 from pflcore import (
@@ -85,8 +85,8 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
     assert [r["round"] for r in warm.run().rounds] == [*range(after + 1, 5)]
     assert same(whole.state, rest.state) and same(whole.state, warm.state)
     x, samples = DATA.client(1, "test")[0], DATA.client(2)
-    assert torch.equal(history.model(1)(x), went_on.model(1)(x))
-    assert torch.equal(history.adapt(samples, 2)(x), went_on.adapt(samples, 2)(x))
+    equals(history.model(1)(x), went_on.model(1)(x))
+    equals(history.adapt(samples, 2)(x), went_on.adapt(samples, 2)(x))
     if options:
         assert len(load(tmp_path)[0]["server.x"]) < len(rest.state.server["x"])
 
@@ -292,6 +292,42 @@ def test_what_differs_is_named(tmp_path):
     loaded(tmp_path, hardware=Hardware(workers=1))  # which never changes a result
     with pytest.warns(UserWarning, match="last digits"):
         loaded(tmp_path, hardware=Hardware(engine="loop"))
+
+
+class Own(nn.Module):
+    """A loss that holds a function, whose address is another in every process."""
+
+    def __init__(self):
+        super().__init__()
+        self.weigh = lambda v: 2 * v
+
+    def forward(self, scores, y):
+        return self.weigh(nn.functional.cross_entropy(scores, y))
+
+
+def smooth(share):
+    return nn.CrossEntropyLoss(label_smoothing=share)
+
+
+def weighted(factor):
+    return nn.CrossEntropyLoss(weight=factor * torch.ones(4))
+
+
+OWN = {"loss": Own()}, {"loss": Own()}  # both at once, so that they lie at two places
+ALIKE = [  # and what tells the second from the first
+    ({"model": layers("Linear 6 4, ReLU")}, {"model": layers("Linear 6 4, Tanh")}, r"1 is 'ReLU"),
+    ({"loss": weighted(1)}, {"loss": weighted(2)}, "digest of the loss"),
+    ({"loss": smooth(0.1)}, {"loss": smooth(0.5)}, "digest of"),
+]
+
+
+def test_another_model_or_loss_does_not_go_on(tmp_path):
+    for first, then, words in ALIKE:
+        saved(tmp_path, **first)
+        assert loaded(tmp_path, **first).state.round == 2
+        refused(lambda o=then: loaded(tmp_path, **o), f"that of another run: {words}")
+    saved(tmp_path, **OWN[0])
+    assert loaded(tmp_path, **OWN[1]).state.round == 2
 
 
 # damaged files: see test_damage too -------------------------------------------

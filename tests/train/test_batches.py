@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 from doors import sentence
-from small import ENGINES, grouped, images, layers, normed_model
+from small import ENGINES, equals, grouped, images, normed_model
 from torch import nn
 
 import pflcore
-from pflcore import Adversary, Federation, Simulation, Training
+from pflcore import Federation, Simulation, Training
 
 FIVES = images((5, 5, 5))
 
@@ -30,7 +30,7 @@ def losses(model=normed_model, data=None, engine="auto", **training):
 def test_a_last_batch_of_one_joins_the_one_before_for_batch_norm(engine):
     """Of five samples four and one are one batch of five."""
     four, five = (losses(batch_size=b, epochs=2, engine=engine) for b in (4, 5))
-    assert torch.equal(four, five)
+    equals(four, five)
     sizes = images((9, 8, 13))
     assert losses(data=sizes, batch_size=4, engine=engine).isfinite().all()
 
@@ -41,7 +41,8 @@ def test_torchs_way_is_an_option_and_stays_that_of_other_models():
     with sentence(r"data: client 1 \(1 samples, batch_size 4\) has a batch of one sample"):
         losses(data=images((5, 1, 5)), batch_size=4)
     one, other = (losses(linear, batch_size=4, join_last=join) for join in (True, False))
-    assert torch.equal(one, other) and not torch.equal(one, losses(linear, batch_size=5))
+    equals(one, other)
+    assert not torch.equal(one, losses(linear, batch_size=5))
     left_out = losses(data=images((8, 9, 7)), batch_size=4, drop_last=True, join_last=False)
     assert left_out.isfinite().all()
 
@@ -66,60 +67,6 @@ def test_numpys_numbers_are_numbers(tmp_path):
     again = Simulation.load(tmp_path, model=normed_model, data=FIVES, training=how)
     assert again.state.round == 1
     assert pflcore.Server(pflcore.FedAvg(), nn.Linear(2, 2), 2).join(one) == 1
-
-
-@pytest.mark.parametrize("kind", [np.array, torch.tensor, set, tuple])
-def test_clients_in_any_collection(kind):
-    assert Adversary("sign_flip", kind([1, 2])).clients == (1, 2)
-    run = Simulation("fedavg", normed_model, FIVES, clients=kind([0, 2]))
-    assert run.clients.tolist() == [0, 2]
-
-
-# another run ----------------------------------------------------------------
-class Own(nn.Module):
-    """A loss that holds a function, whose address is another in every process."""
-
-    def __init__(self):
-        super().__init__()
-        self.weigh = lambda v: 2 * v
-
-    def forward(self, scores, y):
-        return self.weigh(nn.functional.cross_entropy(scores, y))
-
-
-SMOOTH = nn.CrossEntropyLoss(label_smoothing=0.1)
-ONE, OTHER = Own(), Own()  # both at once, so that they lie at two places
-
-
-@pytest.mark.parametrize(
-    "key, first, then, what",
-    [
-        (
-            "model",
-            layers("Linear 6 4, ReLU"),
-            layers("Linear 6 4, Tanh"),
-            r"1 is 'ReLU\(\)' there",
-        ),
-        (
-            "loss",
-            nn.CrossEntropyLoss(weight=torch.ones(4)),
-            nn.CrossEntropyLoss(weight=torch.ones(4) * 2),
-            "digest of the loss",
-        ),
-        ("loss", SMOOTH, nn.CrossEntropyLoss(label_smoothing=0.5), "digest of"),
-        ("loss", ONE, OTHER, None),
-    ],
-)
-def test_another_model_or_loss_does_not_go_on(tmp_path, key, first, then, what):
-    given = {"model": linear(), "data": FIVES}
-    run = Simulation("fedavg", rounds=2, **{**given, key: first})
-    next(run.iterate())
-    run.save(tmp_path)
-    same = first if what else then
-    assert Simulation.load(tmp_path, **{**given, key: same}).state.round == 1
-    if what:
-        with sentence(f".*that of another run: {what}"):
-            Simulation.load(tmp_path, **{**given, key: then})
 
 
 # sentences ------------------------------------------------------------------

@@ -8,7 +8,18 @@ import torch
 import torch.nn.functional as F
 from doors import sentence
 from parts.user import simulation
-from small import at_work, double, grouped, images, layers, near, tiny, tiny_model, with_test
+from small import (
+    at_work,
+    double,
+    equals,
+    grouped,
+    images,
+    layers,
+    near,
+    tiny,
+    tiny_model,
+    with_test,
+)
 from torch import nn
 from ugly import randn
 
@@ -127,7 +138,7 @@ def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss, shape):
     found, model = trained(lambda: Steps(last=shape), steps(), loss=loss, metrics=["f1"])
     assert min(found["accuracy"]) > 0.9 and min(found["f1"]) > 0.9
     x = torch.randn(7, 5, 4)
-    assert torch.equal(model.predict(x), (model(x).reshape(7, 5) > 0).long())
+    equals(model.predict(x), (model(x).reshape(7, 5) > 0).long())
     assert model.returns == "logits"
 
 
@@ -159,7 +170,8 @@ def test_what_a_model_predicts_is_what_its_targets_were():
     several, ratings = (x > 0).long(), (3 * x[:, 0]).round().clamp(-9, 9).long() + 9
     data = Federation.from_clients([(x, several)]).split(test=0.25)
     found, model = trained(nn.Linear(3, 3), data, loss="binary_cross_entropy")
-    assert torch.equal(model.predict(x), (model(x) > 0).long()) and min(found["accuracy"]) > 0.8
+    equals(model.predict(x), (model(x) > 0).long())
+    assert min(found["accuracy"]) > 0.8
     data = Federation.from_clients([(x, ratings)]).split(test=0.25)
     found, model = trained(nn.Linear(3, 1), data, loss="squared", metrics=["mae"])
     torch.testing.assert_close(model.predict(x), model(x)[:, 0])

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from doors import sentence
 from places import tabled
-from small import grouped, images, layers, tiny_model
+from small import equals, grouped, images, layers, tiny_model
 
 from pflcore import Net, Server, Simulation
 
@@ -40,22 +40,23 @@ BOTH = pytest.mark.parametrize("build", [small, Tied])
 def test_rows_and_modules_round_trip(build):
     net, module, x = Net(build), build().eval(), inputs(build)
     row = net.row(module)
-    assert torch.equal(nn.utils.parameters_to_vector(module.parameters()), row)
-    assert torch.equal(torch.cat([row[s] for s in net.slices.values()]), row)
+    equals(nn.utils.parameters_to_vector(module.parameters()), row)
+    equals(torch.cat([row[s] for s in net.slices.values()]), row)
     copy, want = net.load(build(), row, net.b0).eval(), module(x)
     nn.init.zeros_(next(module.parameters()))  # of which neither the row nor the copy is a view
-    assert torch.equal(net.row(copy), row) and not torch.equal(net.row(module), row)
-    assert torch.equal(copy(x), want) and torch.equal(net(row, x), want)
+    equals(net.row(copy), row)
+    assert not torch.equal(net.row(module), row)
+    equals((copy(x), net(row, x)), (want, want))
 
 
 def test_a_module_keeps_its_weights_and_is_drawn_anew_as_one_that_is_made():
     net, state = Net(module := small()), torch.random.get_rng_state()
-    assert torch.equal(net.w0, net.row(module))
+    equals(net.w0, net.row(module))
     for seed in (0, 4):
         drawn = net.init(seed)
-        assert torch.equal(drawn, Net(small).init(seed))
-        assert torch.equal(drawn, Net(small, seed=seed).w0)
-    assert torch.equal(torch.random.get_rng_state(), state)
+        equals(drawn, Net(small).init(seed))
+        equals(drawn, Net(small, seed=seed).w0)
+    equals(torch.random.get_rng_state(), state)
 
 
 def test_a_frozen_parameter_is_no_part_of_the_row():
@@ -63,13 +64,15 @@ def test_a_frozen_parameter_is_no_part_of_the_row():
     module[0].weight.requires_grad_(False)
     net = Net(module)
     assert net.size == sum(p.numel() for p in module.parameters()) - 18
-    assert "0.weight" not in net.slices and torch.equal(net(net.w0, x), module(x))
+    assert "0.weight" not in net.slices
+    equals(net(net.w0, x), module(x))
 
 
 def test_masks_by_name():
     net = Net(small)
     assert net.mask("5.*").sum() == 18 and net.mask("5.*")[-18:].all()
-    assert torch.equal(net.mask("0.weight", "0.bias"), net.mask("0.*")) and net.mask("*").all()
+    equals(net.mask("0.weight", "0.bias"), net.mask("0.*"))
+    assert net.mask("*").all()
     with sentence(r"patterns: 'head.\*' matches no parameter; the names are 0.weight"):
         net.mask("head.*")
 
@@ -81,15 +84,15 @@ def test_features_and_head_make_the_model(build):
     z = net.features(row, x)
     assert z.shape == (6, 5 if build is small else 4)
     for h in (row, row[net.head_slice]):
-        assert torch.equal(net.head(h, z), net(row, x))
+        equals(net.head(h, z), net(row, x))
     assert net.classes == (3 if build is small else 2)
 
 
 def test_the_head_may_be_named_or_be_everything():
     assert Net(small, head="3").head_slice == slice(20, 20 + 165)
     whole, x = Net(nn.Linear(4, 3)), torch.randn(2, 4)
-    assert torch.equal(whole.features(whole.w0, x), x)
-    assert torch.equal(whole.head(whole.w0, x), whole(whole.w0, x))
+    equals(whole.features(whole.w0, x), x)
+    equals(whole.head(whole.w0, x), whole(whole.w0, x))
     with sentence("head: the model has no submodule 'top'"):
         Net(small, head="top")
     with sentence(".*found no trainable head"):
@@ -151,7 +154,7 @@ def test_a_parent_has_the_last_word_on_its_childrens_start():
     for m in (plain[0], inner[0], plain[2]):
         m.reset_parameters()
     # in the order in which they stand
-    assert torch.equal(Net(plain).init(7), Net(plain).row(plain))
+    equals(Net(plain).init(7), Net(plain).row(plain))
 
 
 class HeadFirst(nn.Module):
@@ -235,11 +238,11 @@ def test_split_and_join_are_inverse(patterns):
     net = Net(tiny_model())
     rows, mask = torch.randn(3, net.size), net.mask(*(patterns or ("2.*",)))
     shared, private = net.split(rows, *patterns)
-    assert torch.equal(private, rows[:, mask]) and torch.equal(shared, rows[:, ~mask])
+    equals((private, shared), (rows[:, mask], rows[:, ~mask]))
     one = net.join(shared[0], private, *patterns)  # one body, several heads
-    assert torch.equal(one, torch.where(mask, rows, rows[0]))
+    equals(one, torch.where(mask, rows, rows[0]))
     again = torch.vmap(lambda r: net.join(*net.split(r, *patterns), *patterns))
-    assert torch.equal(again(rows), rows)
+    equals(again(rows), rows)
 
 
 def test_join_refuses_what_does_not_fit():

@@ -9,23 +9,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.path import BODIES, Rnn, body, federation, mlp, played, repeated, same_as_by_hand
+from parts.path import BODIES, Own, Rnn, body, federation, mlp, played, repeated, same_as_by_hand
 from small import images, layers
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Net, Training
 from pflcore.nn import Dropout
-
-
-class Own(nn.Module):
-    """A layer and a function of (itself, x)."""
-
-    def __init__(self, f):
-        super().__init__()
-        self.layer, self.f, self.relu = nn.Linear(6, 4), f, nn.ReLU()
-
-    def forward(self, x):
-        return self.f(self, x)
 
 
 def hooked(m, how="register_forward_hook", hook=lambda m, x, y: 2 * y):
@@ -101,6 +90,11 @@ VECTORS = {  # model, engine and form, the samples' shape
     "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))), VMAP),
     "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4))), LOOP),
     "if": (lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)), LOOP),
+    "a batch's size": (
+        lambda: Own(lambda m, x: torch.tanh(m.layer(x)) if len(x) > 2 else m.layer(x)),
+        VMAP,
+    ),
+    "a detour": (lambda: Own(lambda m, x: m.relu(m.layer(x)) + x[:, :4]), VMAP),
     "pooling with a hook, twice": (pools, LOOP, (1, 8, 8)),
     "a mean": (lambda: Own(lambda m, x: m.layer(x).mean(1)), VMAP, (7, 6)),
     "steps, then all": (
@@ -291,22 +285,6 @@ def test_it_is_a_chain(name):
     for got, want in zip(chain.run().rounds, plain.run().rounds, strict=True):
         assert got["eval"]["loss"] == pytest.approx(want["eval"]["loss"], rel=1e-4)
         assert got["eval"]["accuracy"] == want["eval"]["accuracy"]
-
-
-class Decides(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.fc1, self.fc2 = how, nn.Linear(256, 10), nn.Linear(10, 4)
-
-    def forward(self, x):
-        y = F.relu(self.fc1(x.flatten(1)))
-        y = torch.tanh(y) if self.how == "batch" and len(x) > 2 else y
-        return self.fc2(y + x.flatten(1)[:, :10] if self.how == "detour" else y)
-
-
-@pytest.mark.parametrize("how", ["batch", "detour"])
-def test_what_depends_on_more_than_the_layer_before_is_none(how):
-    assert played(Decides(how), PICTURES).header()["path"]["form"] != "chain"
 
 
 def test_torchs_dropout_trains_as_ours():

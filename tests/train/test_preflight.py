@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from doors import sentence
+from parts.path import Own
 from places import golden
 from small import layers, with_test
 from tolerance import F64
@@ -20,15 +21,6 @@ def federation(x=None, y=None, **options):
     y = torch.arange(24) % 4 if y is None else y
     pairs = list(zip(x.split(8), y.split(8), strict=True))
     return Federation.from_clients(with_test(pairs, pairs), **options)
-
-
-class Own(nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.layer, self.f = nn.Linear(6, 4), f
-
-    def forward(self, x):
-        return self.f(self.layer(x), self.training)
 
 
 def hooked():
@@ -77,11 +69,11 @@ def refused(said, model, data, loss=None):
 LINEAR = nn.Linear(6, 4)
 BROKEN = [  # model, sentence, loss
     (
-        Own(lambda z, t: (z, z)),
+        Own(lambda m, x: (m.layer(x), x)),
         r"model: expected its forward pass to give one tensor of scores, got a tuple",
     ),
     (
-        Own(lambda z, t: z.sum(0)),
+        Own(lambda m, x: m.layer(x).sum(0)),
         r"model: expected one row of scores for each of 8 samples, got shape \[4\]",
     ),
     (
@@ -94,17 +86,17 @@ BROKEN = [  # model, sentence, loss
         r"criterion: it fails on scores of shape \[8, 4\] and targets of shape \[8\]",
         lambda s, y: s @ y,
     ),
-    (Own(lambda z, t: z.detach()), r"model: the loss depends on no trainable parameter"),
+    (Own(lambda m, x: m.layer(x).detach()), r"model: the loss depends on no trainable parameter"),
     (
-        Own(lambda z, t: F.dropout(z, 0.5, t)),
+        Own(lambda m, x: F.dropout(m.layer(x), 0.5, m.training)),
         r"model: its forward pass draws from torch's global generator.*pflcore.nn.Dropout",
     ),
     (
-        Own(lambda z, t: z * np.random.rand()),
+        Own(lambda m, x: m.layer(x) * np.random.rand()),
         r"model: its forward pass draws from NumPy's global generator",
     ),
     (
-        Own(lambda z, t: z * random.random()),
+        Own(lambda m, x: m.layer(x) * random.random()),
         r"model: its forward pass draws from Python's global generator",
     ),
     (hooked(), r"model: parameter 'weight' has a gradient hook"),

@@ -11,7 +11,7 @@ from parts.user import simulation
 
 from pflcore.results import pictures
 from pflcore.results.export import scalars
-from pflcore.results.record import LONG, group, plain, read
+from pflcore.results.record import group, plain, read
 
 
 def test_plain_turns_everything_into_json(tmp_path):
@@ -26,15 +26,6 @@ def test_plain_turns_everything_into_json(tmp_path):
     ):
         assert json.loads(json.dumps(plain(value))) == want
     assert read(write(tmp_path / "record.jsonl", a_run(target=np.int64(1))))[0].target == 1
-
-
-def test_short_lists_stay_in_the_line(tmp_path):
-    report = {"weights": [[1.0, 0.0], [0.0, 1.0]]}
-    short = {"round": 1, "cohort": list(range(LONG)), "report": report}
-    path = write(tmp_path / "r.jsonl", [short])
-    assert not (tmp_path / "r.arrays").exists()
-    assert json.loads(path.read_text())["cohort"][-1] == LONG - 1
-    assert torch.equal(read(path)[0].weights()[1][0], torch.eye(2, dtype=torch.float64))
 
 
 # pictures -------------------------------------------------------------------
@@ -69,13 +60,6 @@ def test_pictures_of_little(tmp_path):
     for one in little[1:]:
         one["eval"] = {"loss": [math.inf], "size": [5]}
     assert len(pictures.draw(group(little), tmp_path)) == 2
-
-
-def test_the_target_stands_in_the_middle():
-    for n in (1, 4, 5, 10):
-        for target in range(n):
-            ids = pictures.order(n, target)
-            assert ids[n // 2] == target and sorted(ids.tolist()) == list(range(n))
 
 
 def test_weights_by_round_of_one_and_of_several_models():
