@@ -63,11 +63,9 @@ def placed(fault, source):
             for n in ast.walk(scope)
             if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part
         )
-    seek = ast.unparse(old)
-    found = [n for n in ast.walk(scope) if type(n) is type(old) and ast.unparse(n) == seek]
-    if len(found) != 1:
-        raise ValueError(f"{fault['where']}: {fault['old']!r} stands there {len(found)} times")
-    (node,), lines = found, source.encode().splitlines(keepends=True)
+    seek, lines = ast.unparse(old), source.encode().splitlines(keepends=True)
+    nodes = (n for n in ast.walk(scope) if type(n) is type(old) and ast.unparse(n) == seek)
+    node = the_one(nodes, fault)
     head = lines[node.lineno - 1][: node.col_offset]
     tail = lines[node.end_lineno - 1][node.end_col_offset :]
     new = fault["new"].replace("\n", "\n" + " " * node.col_offset)
@@ -79,10 +77,15 @@ def placed(fault, source):
 def of_words(fault, source):
     """The same in C++, where white space and nothing else may differ."""
     words = re.findall(r"\w+|[^\w\s]", fault["old"])
-    found = list(re.finditer(r"\s*".join(map(re.escape, words)), source))
+    found = the_one(re.finditer(r"\s*".join(map(re.escape, words)), source), fault)
+    return 0, 0, source[: found.start()] + fault["new"] + source[found.end() :]
+
+
+def the_one(found, fault):
+    found = list(found)
     if len(found) != 1:
         raise ValueError(f"{fault['where']}: {fault['old']!r} stands there {len(found)} times")
-    return 0, 0, source[: found[0].start()] + fault["new"] + source[found[0].end() :]
+    return found[0]
 
 
 def path_of(fault):

@@ -8,11 +8,11 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
-from parts.user import TRAINING, simulation
+from parts.user import simulation
 from places import tabled
 from torch import nn
 
-from pflcore import Evaluation, Federation, Simulation, metrics
+from pflcore import Federation, metrics
 from pflcore.metrics import METRICS
 
 NAN = math.nan
@@ -217,8 +217,8 @@ def test_a_run_records_metrics_of_values():
     x = torch.randn(3, 20, 6)
     y = x @ torch.arange(6.0) / 6 + torch.tensor([[0.0], [0.1], [0.2]])
     data = Federation.from_clients(list(zip(x, y, strict=True))).split(test=0.4)
-    look = Evaluation(metrics=["mae", "r2"])
-    run = Simulation("fedavg", nn.Linear(6, 1), data, TRAINING, rounds=20, evaluation=look).run()
+    look = {"model": nn.Linear(6, 1), "rounds": 20, "metrics": ["mae", "r2"]}
+    run = simulation(data=data, **look).run()
     assert min(run.rounds[-1]["eval"]["r2"]) > 0.5
 
 

@@ -12,12 +12,13 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
+from parts.user import simulation
 from places import tabled
 from small import equals, with_test
 from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
-from pflcore import Federation, Simulation, Training, cross_silo
+from pflcore import Federation, Training, cross_silo
 from pflcore.data import federation_of, padded, partition
 
 
@@ -285,7 +286,7 @@ def test_standardised_by_training_samples_only():
 def test_names_and_scaling_are_exported(tmp_path):
     pytest.importorskip("safetensors")
     data = replace(many(3).split(test=0.3).standardize(), names=("a", "b", "c"))
-    Simulation("fedavg", nn.Linear(2, 3), data, rounds=1).run().export(tmp_path)
+    simulation(data=data, model=nn.Linear(2, 3)).run().export(tmp_path)
     told = json.loads((tmp_path / "manifest.json").read_text())["clients"][1]
     assert told["name"] == "b" and len(told["deviation"]) == 2
     assert told["mean"] == data.scaling.mean[1].tolist()
@@ -443,7 +444,7 @@ def test_no_engine_trains_an_embedding_on_its_padding():
     def played(parts, *layers):
         model = nn.Sequential(nn.Embedding(30, 8, padding_idx=0), *layers)
         data, training = Federation.from_clients(parts).split(test=0.5), Training(0.5, batch_size=5)
-        return Simulation("fedavg", model, data, training, rounds=2).run()
+        return simulation(data=data, model=model, training=training, rounds=2).run()
 
     history = played([client(30, 9) for _ in range(6)], nn.Flatten(), nn.Linear(72, 2))
     assert history.model(0).module()[0].weight[0].norm() == 0

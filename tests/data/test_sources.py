@@ -251,14 +251,6 @@ def test_leaf_folders(tmp_path):
     assert held.truth["held_out"].tolist() == [False, False, True]
 
 
-def test_writers_of_emnist(tmp_path):
-    users = {f"w{i}": {"x": np.random.rand(3, 784).tolist(), "y": [i, 61, 5]} for i in range(2)}
-    for split in ("train", "test"):
-        write_leaf(tmp_path / "femnist" / split / "a.json", users)
-    fed = femnist(tmp_path)
-    assert fed.classes == 62 and fed.shape == (1, 28, 28) and fed.size("test").tolist() == [3, 3]
-
-
 def test_writers_of_emnist_in_tffs_files(tmp_path):
     h5py = pytest.importorskip("h5py")
     (tmp_path / "femnist").mkdir()
@@ -267,9 +259,13 @@ def test_writers_of_emnist_in_tffs_files(tmp_path):
             for writer in ("f0001_41", "f0000_14"):
                 f[f"examples/{writer}/pixels"] = np.ones((n, 28, 28), dtype=np.float32)
                 f[f"examples/{writer}/label"] = np.arange(n, dtype=np.int32)
-    fed = femnist(tmp_path)
-    assert fed.names == ("f0000_14", "f0001_41") and fed.shape == (1, 28, 28)
-    assert fed.size().tolist() == [3, 3] and fed.size("test").tolist() == [1, 1]
+    users = {f"w{i}": {"x": np.random.rand(3, 784).tolist(), "y": [i, 61, 5]} for i in range(2)}
+    write_leaf(tmp_path / "leaf" / "femnist" / "train" / "a.json", users)
+    for place, names in (("leaf", ("w0", "w1")), ("", ("f0000_14", "f0001_41"))):
+        fed = femnist(tmp_path / place)
+        assert fed.names == names and fed.classes == 62 and fed.shape == (1, 28, 28)
+        assert fed.size().tolist() == [3, 3]
+    assert fed.size("test").tolist() == [1, 1]
 
 
 def csv(at, **files):

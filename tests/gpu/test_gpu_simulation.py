@@ -5,10 +5,10 @@ import warnings
 import pytest
 import torch
 from doors import held_out
-from parts.devices import rounds
+from parts.devices import played, rounds
 from small import images, tiny_model
 
-from pflcore import Hardware, Simulation, Training
+from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
 
 
@@ -16,19 +16,12 @@ def data():
     return held_out(images())
 
 
-def play(name, device, training):
-    hardware = Hardware(engine="vmap", device=device)
-    run = Simulation(name, tiny_model(), data(), training, rounds=3, hardware=hardware)
-    history = run.run()
-    assert history.stopped is None
-    return history.series("loss")[1]
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_same_losses_as_on_the_cpu(name):
     training = Training(lr=0.1, batch_size=5, epochs=2)
-    both = (play(name, device, training) for device in ("cuda", "cpu"))
-    torch.testing.assert_close(*both, rtol=1e-3, atol=1e-3)
+    both = (played(name, tiny_model(), data(), training, on, 3) for on in ("cuda", "cpu"))
+    losses = (run.history.series("loss")[1] for run in both)
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
 
 
 def waits(name, epochs):

@@ -4,9 +4,10 @@ import copy
 
 import torch
 import torch.nn as nn
+from parts.user import simulation
 from small import layers
 
-from pflcore import Federation, Hardware, Simulation, Training
+from pflcore import Federation, Training
 
 BODIES = {  # the layers for K scores, a sample's shape
     "mlp": ("Linear 6 5, Tanh, Linear 5 K", (6,)),
@@ -63,9 +64,8 @@ def federation(shape=(6,), y=None, tokens=False):
 
 def played(model, data=None, engine="auto", rounds=1, training=None, algorithm="fedavg"):
     """A simulation on one worker, before its first round."""
-    hardware, data = Hardware(workers=1, engine=engine), data or federation()
-    how = training or Training(lr=0.1, batch_size=20)
-    return Simulation(algorithm, model, data, how, rounds=rounds, hardware=hardware)
+    how = {"training": training or Training(lr=0.1, batch_size=20), "rounds": rounds}
+    return simulation(algorithm, data or federation(), model=model, workers=1, engine=engine, **how)
 
 
 def same_as_by_hand(build, data=None, engine="auto"):

@@ -6,12 +6,13 @@ from collections import Counter
 import pytest
 import torch
 from doors import held_out, sentence
-from parts.devices import on_two_devices, rounds
+from parts.devices import on_two_devices, played, rounds
+from parts.user import simulation
 from pretend_gpu import pretended_gpu, waits
 from small import images, layers, swept, tiny_model
 from torch import nn
 
-from pflcore import Hardware, Simulation, Training
+from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
 
 # one of each family, for the slower model
@@ -29,10 +30,7 @@ def data(convolutions):
 
 def play(name, convolutions, device):
     model, training = convolved if convolutions else tiny_model(), Training(0.05, batch_size=5)
-    hardware = Hardware(engine="vmap", device=device)
-    run = Simulation(name, model, data(convolutions), training, rounds=2, hardware=hardware)
-    run.run()
-    return run
+    return played(name, model, data(convolutions), training, device, 2)
 
 
 @pytest.mark.parametrize("name", [*swept(), *(f"{n}, convolutions" for n in DIFFERENT)])
@@ -40,8 +38,7 @@ def test_everything_is_on_the_device(name):
     name, _, convolutions = name.partition(", ")
     want = play(name, convolutions, "cpu")
     with pretended_gpu() as gpu:
-        got = play(name, convolutions, str(gpu))
-        assert got.history.stopped is None
+        got = play(name, convolutions, gpu)
         size, state = got.setting.net.size, got.state
         tensors = {f"g.{k}": v for k, v in state.server.items()} | state.clients
         rows = {k: v.device.type for k, v in tensors.items() if v.dim() and v.shape[-1] == size}
@@ -89,4 +86,4 @@ def test_two_devices_in_one_op_are_refused_with_a_sentence():
 def test_no_gpu_is_said_in_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with sentence("device: expected 'cpu', as torch .* sees no GPU here"):
-        Simulation("fedavg", tiny_model(), images(), hardware=Hardware(device="cuda"))
+        simulation(device="cuda")

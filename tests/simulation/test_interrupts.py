@@ -14,10 +14,6 @@ def press():
     signal.raise_signal(signal.SIGINT)
 
 
-def made():
-    return simulation(rounds=ROUNDS)
-
-
 def test_every_callback_sees_the_round_in_which_ctrl_c_came():
     seen = []
 
@@ -26,7 +22,9 @@ def test_every_callback_sees_the_round_in_which_ctrl_c_came():
             press()
         seen.append(("first", round))
 
-    history = made().run([first, lambda round, _: seen.append(("second", round))])
+    history = simulation(rounds=ROUNDS).run(
+        [first, lambda round, _: seen.append(("second", round))]
+    )
     assert history.interrupted and history.stopped == f"Interrupted after round 3 of {ROUNDS}."
     assert seen == [(who, round) for round in (1, 2, 3) for who in ("first", "second")]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -49,4 +47,4 @@ def test_early_stopping():
     with sentence("key: expected one of accuracy, got 'auc'"):
         EarlyStopping(key="auc")(1, record(0.3))
     with sentence("on_round: expected a function", TypeError):
-        made().run(3)
+        simulation(rounds=ROUNDS).run(3)

@@ -13,7 +13,6 @@ from parts.user import simulation as run
 from small import (
     ENGINES,
     equals,
-    grouped,
     images,
     lines,
     make_setting,
@@ -30,7 +29,6 @@ from pflcore import (
     Adversary,
     Federation,
     Net,
-    Simulation,
     Training,
     step,
 )
@@ -52,8 +50,7 @@ def said(scale=1.0, labels=1.0, **options):
     data = Federation.from_clients(with_test(train, [*train[:3], (x, y * labels)]))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        model, training = nn.Linear(4, 1), Training(lr=0.01)
-        Simulation("fedavg", model, data, training, rounds=3, **grouped(options)).run()
+        run(data=data, model=nn.Linear(4, 1), training=Training(lr=0.01), **options).run()
     return [str(w.message) for w in found if w.category is RuntimeWarning]
 
 

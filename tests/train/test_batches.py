@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from doors import sentence
-from small import ENGINES, equals, grouped, images, normed_model
+from parts.user import simulation
+from small import ENGINES, equals, images, normed_model
 from torch import nn
 
 import pflcore
@@ -20,9 +21,8 @@ def linear():
 
 
 def losses(model=normed_model, data=None, engine="auto", **training):
-    data, how, hardware = data or FIVES, Training(**training), pflcore.Hardware(engine)
-    run = Simulation("local", model, data, how, rounds=2, hardware=hardware).run()
-    return run.series("loss")[1][-1]
+    given = {"model": model, "training": Training(**training), "engine": engine}
+    return simulation("local", data or FIVES, rounds=2, **given).run().series("loss")[1][-1]
 
 
 # batch norm -----------------------------------------------------------------
@@ -48,7 +48,8 @@ def test_torchs_way_is_an_option_and_stays_that_of_other_models():
 
 
 def test_a_newcomers_last_sample_joins_too():
-    run = Simulation("ditto", normed_model, images((8, 8)), Training(batch_size=4), rounds=1).run()
+    given = {"model": normed_model, "training": Training(batch_size=4)}
+    run = simulation("ditto", images((8, 8)), rounds=1, **given).run()
     x, y = torch.randn(5, 6), torch.arange(5) % 4
     assert run.adapt((x, y))(x).isfinite().all()
     with sentence(r"samples: client 2 \(1 samples, batch_size 4\) has a batch of one sample"):
@@ -61,7 +62,7 @@ def test_numpys_numbers_are_numbers(tmp_path):
     how = Training(half, np.int64(4), one, schedule=lambda r, n: np.float32(1))
     options = {"clip": half, "evaluated": np.int64(2), "seed": np.int64(3), "participation": half}
     alg = pflcore.FedAvg(server_lr=half)
-    run = Simulation(alg, normed_model, FIVES, how, rounds=one, **grouped(options))
+    run = simulation(alg, FIVES, model=normed_model, training=how, rounds=one, **options)
     json.dumps(run.run().header)
     run.save(tmp_path)
     again = Simulation.load(tmp_path, model=normed_model, data=FIVES, training=how)
@@ -70,26 +71,19 @@ def test_numpys_numbers_are_numbers(tmp_path):
 
 
 # sentences ------------------------------------------------------------------
-X, Y = torch.randn(8, 6), torch.arange(8) % 4
-
-
-def clients(y, test=0.5):
-    data = Federation.from_clients([(X, y)] * 2)
-    return data.split(test=test) if test else data
+PAIRS = [(torch.randn(8, 6), torch.arange(8) % 4)] * 2
 
 
 @pytest.mark.parametrize(
     "call, said",
     [
         (lambda: pflcore.ops.pairwise_sqdist([torch.ones(3)]), "torch.stack"),
-        (lambda: losses(data=clients(Y, 0)), r"split\(test=0\.2\)"),
-        (lambda: losses(data=clients(Y + 1)), "count them from 0"),
-        (lambda: losses(data=clients(Y[:, None])), "make labels of one"),
+        (lambda: losses(data=Federation.from_clients(PAIRS)), r"split\(test=0\.2\)"),
         (
-            lambda: Simulation("fedavg", normed_model, FIVES).run().predict(0, torch.randn(3, 7)),
+            lambda: simulation().run().predict(0, torch.randn(3, 7)),
             r"x: expected samples \[B",
         ),
-        (lambda: Simulation("FedDAW", normed_model, FIVES), "did you mean 'feddwa'"),
+        (lambda: simulation("FedDAW"), "did you mean 'feddwa'"),
         (
             lambda: pflcore.pack([{1: torch.ones(2)}]),
             "client 0: expected .* a dict of tensors by name",
@@ -104,5 +98,5 @@ def test_what_messages_advise(call, said):
 
 
 def test_algorithms_in_any_spelling():
-    assert Simulation("FedDWA", normed_model, FIVES).name == "feddwa"
-    assert Simulation("LG-FedAvg", normed_model, FIVES).name == "lg_fedavg"
+    assert simulation("FedDWA").name == "feddwa"
+    assert simulation("LG-FedAvg").name == "lg_fedavg"

@@ -12,8 +12,6 @@ from small import (
     at_work,
     double,
     equals,
-    grouped,
-    images,
     layers,
     near,
     tiny,
@@ -23,7 +21,7 @@ from small import (
 from torch import nn
 from ugly import randn
 
-from pflcore import Federation, Net, Simulation, Training
+from pflcore import Federation, Net, Training
 
 X = randn(0, 3, 24, 3, dtype=torch.float32)
 COUNTS = (2 * X[:, :, 0].exp()).floor()
@@ -31,8 +29,8 @@ COUNTS = (2 * X[:, :, 0].exp()).floor()
 
 def trained(model, data, rounds=20, loss=None, algorithm="fedavg", **options):
     """What was evaluated last, and the first client's model."""
-    how, more = Training(lr=0.5, batch_size=10), grouped({"every": 1000, **options})
-    run = Simulation(algorithm, model, data, how, rounds=rounds, loss=loss, **more).run()
+    given = {"model": model, "training": Training(lr=0.5, batch_size=10), "every": 1000}
+    run = simulation(algorithm, data, rounds=rounds, loss=loss, **given, **options).run()
     return run.rounds[-1]["eval"], run.model(0)
 
 
@@ -242,4 +240,4 @@ def test_what_is_no_loss_is_one_sentence(loss, words):
 
 def test_a_net_has_its_own_loss():
     with sentence("loss: this Net has a loss of its own"):
-        Simulation("fedavg", Net(tiny_model()), images(), loss="cross_entropy")
+        simulation(model=Net(tiny_model()), loss="cross_entropy")

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import sentence
+from parts.user import simulation
 from places import tabled
-from small import equals, grouped, images, layers, tiny_model
+from small import equals, images, layers, tiny_model
 
-from pflcore import Net, Server, Simulation
+from pflcore import Net, Server
 
 
 def small():
@@ -190,8 +191,7 @@ class Stem(HeadFirst):
 
 
 def played(algorithm, model, rounds=1, **options):
-    data = images((16,) * 4)
-    return Simulation(algorithm, model, data, rounds=rounds, **grouped(options))
+    return simulation(algorithm, images((16,) * 4), model=model, rounds=rounds, **options)
 
 
 @pytest.mark.parametrize(
@@ -207,10 +207,10 @@ def played(algorithm, model, rounds=1, **options):
     ],
 )
 def test_the_part_that_travels(algorithm, sent, model):
-    simulation = played(algorithm, model)
-    assert simulation.run().rounds[0]["bytes_up"] == 4 * 4 * sent
+    run = played(algorithm, model)
+    assert run.run().rounds[0]["bytes_up"] == 4 * 4 * sent
     private = ("encoder", "head") if algorithm == "lg_fedavg" else "classifier"
-    assert all(name.startswith(private) for name in simulation.header()["private"])
+    assert all(name.startswith(private) for name in run.header()["private"])
 
 
 @pytest.mark.parametrize("algorithm", ["knnper", "fedrod"])

@@ -9,11 +9,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from doors import sentence
 from parts.path import Own
+from parts.user import simulation
 from places import golden
 from small import layers, with_test
 from tolerance import F64
 
-from pflcore import Federation, Net, Simulation, Training
+from pflcore import Federation, Net
 
 
 def federation(x=None, y=None, **options):
@@ -47,6 +48,8 @@ DATA = {  # as tests/golden/untrainable.json names it
     "labels": {},
     "two classes": {"y": torch.arange(24) % 2},
     "two labels": {"y": torch.arange(48).view(24, 2) % 4},
+    "labels from 1": {"y": torch.arange(24) % 4 + 1},
+    "a column": {"y": (torch.arange(24) % 4)[:, None]},
     "numbers": {"y": torch.arange(24.0)},
     "shares": {"y": torch.rand(24)},
     "half": {"x": torch.zeros(24, 6).half(), "dtype": None},
@@ -62,8 +65,7 @@ def test_one_sentence(words, dtype, loss, data, said):
 
 def refused(said, model, data, loss=None):
     with sentence(said, (ValueError, TypeError)):
-        made = Net(model, loss) if loss else model
-        Simulation("fedavg", made, data, Training(batch_size=8))
+        simulation(model=Net(model, loss) if loss else model, data=data)
 
 
 LINEAR = nn.Linear(6, 4)
@@ -114,7 +116,7 @@ def test_a_model_that_breaks_is_one_sentence(case):
 
 def test_modes_of_torch():
     data, model = federation(), nn.Linear(6, 4)
-    run = Simulation("fedavg", model, data, rounds=1)
+    run = simulation(model=model, data=data)
     for mode, words in (
         (torch.inference_mode(), "inference_mode"),
         (torch.no_grad(), "no_grad"),
@@ -122,14 +124,14 @@ def test_modes_of_torch():
         (torch.device("meta"), "the default device is meta; call torch.set"),
     ):
         with mode, sentence(f"torch: .*{words}"):
-            Simulation("fedavg", model, data)
+            simulation(model=model, data=data)
     with torch.inference_mode(), sentence("torch: .*inference_mode"):
         run.run()
     torch.set_default_dtype(F64)
     try:
         wide = federation(torch.randn(24, 6), dtype=F64)
         for algorithm in ("fedavg", "apfl", "feddwa"):
-            run = Simulation(algorithm, lambda: nn.Linear(6, 4), wide, rounds=2).run()
+            run = simulation(algorithm, wide, model=lambda: nn.Linear(6, 4)).run()
             assert run.rounds[-1]["train_loss"] > 0
     finally:
         torch.set_default_dtype(torch.float32)

@@ -11,20 +11,18 @@ import pytest
 import torch
 from parts.memory import STATUS, in_a_process, resident
 from parts.path import Own
+from parts.user import simulation
 from small import equals, images, layers, tiny_model
 from torch import nn
 
-from pflcore import Evaluation, Hardware, Net, Simulation, Training
+from pflcore import Net, Training
 
 FOUR = images((12,) * 4)
 
 
 def prepared(model, data=None, rounds=1, seed=0, engine="auto", **options):
-    hardware = Hardware(workers=1, engine=engine)
-    data = data or FOUR
-    return Simulation(
-        "fedavg", model, data, Training(), rounds, seed=seed, hardware=hardware, **options
-    )
+    where = {"model": model, "training": Training(), "workers": 1, "engine": engine}
+    return simulation(data=data or FOUR, rounds=rounds, seed=seed, **where, **options)
 
 
 def detour():
@@ -71,8 +69,7 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used():
     allowed, before = os.sched_getaffinity(0), set(threading.enumerate())
     os.sched_setaffinity(0, {min(allowed)})
     try:
-        hardware = Hardware(engine="loop")
-        Simulation("fedavg", nn.Linear(6, 4), FOUR, rounds=1, hardware=hardware).run()
+        simulation(data=FOUR, engine="loop").run()
     finally:
         os.sched_setaffinity(0, allowed)
     assert len(set(threading.enumerate()) - before) <= 1
@@ -93,11 +90,10 @@ def trained():
     first = "Conv2d 3 32 3 1 1, ReLU, MaxPool2d 2, Conv2d 32 64 3 1 1, ReLU"
     model = layers(f"{first}, AdaptiveAvgPool2d 1, Flatten, Linear 64 4")
     data = images((32,), (3, 128, 128))
-    simulation = prepared(model, data, evaluation=Evaluation(every=0))
+    run = prepared(model, data, every=0)
     before = resident()
-    simulation.run()
-    form = simulation.header()["path"]["form"]
-    return form, resident() - before, simulation.peak_bytes()
+    run.run()
+    return run.header()["path"]["form"], resident() - before, run.peak_bytes()
 
 
 @pytest.mark.deep("a process of its own")

@@ -9,11 +9,11 @@ import time
 
 import pytest
 import torch
-from parts.checkpoint import DATA, OPTIONS, TRAINING
+from parts.checkpoint import DATA, make
 from parts.memory import fails
 from small import equals, layers
 
-from pflcore import Simulation, cli
+from pflcore import cli
 from pflcore.results import pictures
 from pflcore.results.record import Record
 from pflcore.simulation.personal import own_way
@@ -141,7 +141,7 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
     from safetensors.torch import load_file
 
     one = layers("Linear 6 5, BatchNorm1d 5, Tanh, Linear 5 4")
-    history = Simulation(name, one, DATA, TRAINING, **OPTIONS).run()
+    history = make(name, model=one).run()
     history.export(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["method"] == name and manifest["predict"]
