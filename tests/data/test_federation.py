@@ -160,7 +160,7 @@ IDS = np.random.default_rng(0).permutation(np.arange(8) % 4)
 def test_a_tables_client_holds_its_own_rows_in_their_order():
     words = np.array(["d", "a", "c", "b"])[IDS]
     for ids in (10 * IDS + 7, torch.tensor(IDS), words.astype(object), IDS.astype(np.uint64)):
-        data = Federation.from_table(torch.tensor(X.T).T, Y, ids)  # whose columns lie apart
+        data = Federation.from_table(torch.tensor(X).T.contiguous().T, Y, ids)  # columns apart
         assert data.names == tuple(sorted(set(np.asarray(ids).tolist())))
         assert data.x.is_contiguous()
         for i, name in enumerate(data.names):

@@ -228,7 +228,8 @@ def test_vehicle_cells_and_leaf_are_the_same_federation(tmp_path):
     write_leaf(tmp_path / "b" / "vehicle" / "all.json", users)
     a, b = vehicle(tmp_path / "a"), vehicle(tmp_path / "b")
     assert a.classes == 2 and a.counts().tolist() == [[7, 13]] * 4
-    equals((a.x, a.y), (b.x, b.y))
+    signs = leaf(tmp_path / "b" / "vehicle" / "all.json")
+    equals((a.x, a.y, signs.y), (b.x, b.y, b.y))
     fed = federation_of("vehicle", root=tmp_path / "a")
     assert fed.splits == ("train", "val", "test") and fed.client(0)[0].mean(0).abs().max() < 1e-5
 

@@ -83,14 +83,15 @@ def fitted(engine, model, case, workers=2, dtype=F64):
     return done
 
 
-def same(a, b, **tolerance):
+def same(a, b, rtol=0.0, atol=0.0):
     """Two fits, or tuples of tensors."""
-    both = [(*x.rows.values(), *x[1:]) if hasattr(x, "rows") else x for x in (a, b)]
-    for u, v in zip(*both, strict=True):
-        if tolerance:
-            torch.testing.assert_close(u, v, **tolerance)
-        else:
-            equals(u, v)
+    one, two = ([*x.rows.values(), *x[1:]] if hasattr(x, "rows") else [*x] for x in (a, b))
+    torch.testing.assert_close(one, two, rtol=rtol, atol=atol)
+
+
+def starts(s):
+    """The model's own row for each of three clients."""
+    return s.net.w0.repeat(3, 1)
 
 
 @pytest.mark.parametrize("case", [*CASES, "float32"])
@@ -208,7 +209,7 @@ def test_a_step_is_that_of_torch_optim(engine, model, case):
 @NO_CHAIN
 def test_each_batch_with_an_sgd_step_is_fit(engine, model):
     s = made(model, engine, epochs=2)
-    clients, start, steps = at_work(s), s.net.w0.repeat(3, 1), set()
+    clients, start, steps = at_work(s), starts(s), set()
 
     def update(rows, grad, taken):
         steps.update(taken.tolist())
@@ -225,7 +226,7 @@ def test_the_minibatches_of_one_step_are_drawn_apart():
     def update(rows, grad, k):
         return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))}
 
-    at_work(s).each_batch({"w": s.net.w0.repeat(3, 1)}, update, objective, batches=3)
+    at_work(s).each_batch({"w": starts(s)}, update, objective, batches=3)
     seen, own = [x[:, 0] for x, _ in found[2]], s.data.client(2)[0][:, 0]
     assert [len(x) for x in seen] == ([20] * 3 + [11] * 3) * 2
     for which in range(3):
@@ -297,7 +298,7 @@ def test_the_callers_thread_setting_comes_back(engine):
         for threads in (2, 3):
             torch.set_num_threads(threads)
             s = made(engine=engine)
-            at_work(s).fit(s.net.w0.repeat(3, 1), Objective(loss=loss))
+            at_work(s).fit(starts(s), Objective(loss=loss))
             found.append(torch.get_num_threads())
             with ThreadPoolExecutor() as new:
                 found.append(new.submit(torch.get_num_threads).result())
@@ -313,8 +314,8 @@ def test_an_error_in_a_worker_reaches_the_caller(engine):
 
     s = made(engine=engine)
     with pytest.raises(ZeroDivisionError, match="mine"):
-        at_work(s).fit(s.net.w0.repeat(3, 1), Objective(loss=loss))
-    assert at_work(s).fit(s.net.w0.repeat(3, 1)).w.isfinite().all()  # the engine lives on
+        at_work(s).fit(starts(s), Objective(loss=loss))
+    assert at_work(s).fit(starts(s)).w.isfinite().all()  # the engine lives on
 
 
 # float buffers --------------------------------------------------------------
@@ -323,10 +324,10 @@ def test_an_error_in_a_worker_reaches_the_caller(engine):
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_training_writes_nothing_and_statistics_are_the_clients_own(engine):
     s = made("batch norm", engine)
-    clients, start = at_work(s), s.net.w0.repeat(3, 1)
+    clients, start = at_work(s), starts(s)
     done = clients.fit(start)
     clients.each_batch({"w": start}, lambda r, grad, taken: {"w": r["w"].sub_(0.1 * grad(r["w"]))})
-    same((clients.buffers, start), (s.net.b0.repeat(3, 1), s.net.w0.repeat(3, 1)))
+    same((clients.buffers, start), (s.net.b0.repeat(3, 1), starts(s)))
     assert clients.after(done).buffers is done.buffers
     assert (done.buffers != s.net.b0).any(1).all()
     same(clients.fit(start), done)
@@ -343,7 +344,7 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
     model = "mlp" if engine == "chain" else "batch norm"
     s = made(model, engine, federation(sizes=(3, 600, 31)))
     local = at_work(s)
-    done = local.fit(s.net.w0.repeat(3, 1))
+    done = local.fit(starts(s))
     rows, local = done.w, local.after(done)
     for split in ("train", "test"):
         losses, grads = local.loss(rows, split), local.grad(rows, split)

@@ -34,6 +34,7 @@ def test_lists_of_some_clients_and_of_slices():
     lists = [[0, 1, 2], [], [7, 5]]
     ragged = Ragged.of([torch.tensor(rows, dtype=torch.int64) for rows in lists])
     assert [r.tolist() for r in ragged] == [ragged[i].tolist() for i in range(3)] == lists
+    assert [r.tolist() for r in ragged.take(torch.tensor([2, 0, 1]))] == [[7, 5], [0, 1, 2], []]
     assert [r.tolist() for r in ragged[1:]] == lists[1:]
     with pytest.raises(IndexError):
         ragged[3]
