@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from doors import sentence
-from places import ran
 
 import bench
 import pflcore
@@ -203,10 +202,3 @@ def test_a_gram_matrix_loses_what_models_after_a_round_differ_by():
         assert exact.seen == by_gram.seen and len(exact.seen) == 1
         assert (exact.seen[0][0] == 0) == same and torch.equal(index, where) == same
         assert torch.equal(weight, other) == same or same
-
-
-@pytest.mark.deep("another pytest")
-def test_bad_inputs_are_counted_by_their_tests():
-    one = "from bench import hostile; hostile.LAWS = ('test_metrics.py::test_laws_of_any_shares',)"
-    done = ran("-c", f"{one}; hostile.inputs()")
-    assert "bad inputs tried: 1 (laws of any shares 1), lost: 0" in done.stdout, done.stderr

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from doors import IGNORED, criterion, sentence
 from hypothesis import given
 from hypothesis import strategies as st
-from small import at_work
+from places import tabled
+from small import at_work, equals
 from torch import nn
 
 from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training, evaluate
@@ -15,7 +16,6 @@ from pflcore.data import padded
 from pflcore.simulation.round import Setup
 
 WORDS, STEPS, CLASSES = 11, 6, 3
-TWO, LABELS = torch.zeros(2, 3), torch.tensor([0, 1])
 
 
 class Tagger(nn.Module):
@@ -80,11 +80,13 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
         rows, y = data.client(i, "test")
         x = data.fields.apart(rows)
         labels = history.predict(i, x)
-        assert labels.shape == y.shape and torch.equal(labels, history.model(i).predict(rows))
+        assert labels.shape == y.shape
+        equals(labels, history.model(i).predict(rows))
         there = y != IGNORED
         each = (labels == y).double()
         if per_step:
-            assert torch.equal(there, x["mask"]) and not there.all()
+            equals(there, x["mask"])
+            assert not there.all()
             assert last["share"][i] == pytest.approx(float(each[there].mean()))
             each = torch.stack([r[t].mean() for r, t in zip(each, there, strict=True)])
         assert last["accuracy"][i] == pytest.approx(float(each.mean()))
@@ -107,9 +109,10 @@ def test_made_by_all_doors_it_is_the_same():
         Federation.from_clients(items),
     ):
         assert other.fields == one.fields
-        assert torch.equal(other.x, one.x) and torch.equal(other.y, one.y)
+        equals((other.x, other.y), (one.x, one.y))
     for name, back in one.fields.apart(one.x[[3, 1]]).items():
-        assert back.dtype == x[name].dtype and torch.equal(back, x[name][[3, 1]])
+        assert back.dtype == x[name].dtype
+        equals(back, x[name][[3, 1]])
     small = one.subset([1]).split(test=0.5)
     assert small.fields == one.fields
     assert "tokens [6] (int64), mask [6] (bool), age [] (float32)" in small.summary()
@@ -127,22 +130,30 @@ def test_a_newcomer_brings_the_same_fields():
         history.predict(0, few)
 
 
-@pytest.mark.parametrize(
-    "x, y, words",
-    [
-        ({}, LABELS, "x: expected tensors by name, a row per sample"),
-        ({"a": TWO, "b": torch.zeros(3)}, LABELS, "x: expected tensors by name, a row per sample"),
-        ({"a": TWO.to(torch.complex64)}, LABELS, "x['a']: expected a tensor of floats, int64 or b"),
-        ({"a": torch.tensor([1, 2**24 + 1])}, LABELS, "within +-16,777,216, exact in torch.float"),
-        ({"a": TWO, "mask": TWO > 0}, TWO, "y: expected labels of the steps of which x has a mask"),
-        ({"a": TWO}, torch.tensor([0, IGNORED]), "y: expected int64 labels in 0..0"),
-        ({"a": TWO, "c": LABELS}, LABELS, "client 1: expected inputs and targets a [3] (float32)"),
-    ],
-)
+# fields and targets, where "c" is there of a second client
+BAD = """\
+{} | [0, 1] | x: expected tensors by name, a row per sample
+{"a": [[0, 0], [0, 0]], "b": [0, 0, 0]} | [0, 1] | x: expected tensors by name, a row per sample
+{"a": [1, 16777217]} | [0, 1] | within +-16,777,216, exact in torch.float
+{"a": [0, 0]} | [0, -100] | y: expected int64 labels in 0..0
+{"a": [0, 0], "c": [0, 0]} | [0, 1] | client 1: expected inputs and targets a [] (int64), c [] (i
+"""
+MORE = [
+    ({"a": [1j, 0]}, [0, 1], "x['a']: expected a tensor of floats, int64 or b"),
+    (
+        {"a": [0, 0], "mask": [[True], [False]]},
+        [[0.5], [0.5]],
+        "y: expected labels of the steps of which x has a mask",
+    ),
+]
+
+
+@pytest.mark.parametrize("x, y, words", [*tabled(BAD), *MORE])
 def test_bad_fields_are_one_sentence(x, y, words):
+    x, y = {name: torch.tensor(v) for name, v in x.items()}, torch.tensor(y)
     with pytest.raises(ValueError) as caught:
         if "c" in x:
-            Federation.from_clients([(x, y), (TWO, y)])
+            Federation.from_clients([(x, y), (torch.zeros(2, 3), y)])
         Federation(x, y, {"train": [torch.arange(2)]}, None if y.is_floating_point() else 1)
     assert words in str(caught.value)
 

@@ -2,7 +2,6 @@
 refused."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
@@ -10,7 +9,8 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
-from places import golden
+from places import golden, tabled
+from small import equals
 
 from pflcore.data import PARTITIONS, federation_of, partition
 
@@ -103,14 +103,16 @@ def test_seeds_and_sizes_of_the_waffle_paper():
 def test_concept_shift_laws(n, classes, seed):
     y = np.tile(np.arange(classes), n)
     relabel, more = (partition("A*", y, m, shift_seed=seed).relabel for m in (n, max(1, n // 2)))
-    assert relabel.shape == (n, classes) and torch.equal(relabel[0], torch.arange(classes))  # Alice
+    assert relabel.shape == (n, classes)
+    equals(relabel[0], torch.arange(classes))  # Alice
     assert (relabel.sort(1).values == torch.arange(classes)).all()  # bijections
-    assert torch.equal(relabel[: len(more)], more)  # a client's own does not depend on N
+    equals(relabel[: len(more)], more)  # a client's own does not depend on N
 
 
 def test_concept_shift_is_independent_per_client_and_of_the_seed():
     a, b = (partition("B*", Y, 10, seed=s) for s in (4, 5))
-    assert torch.equal(a.relabel, b.relabel) and len(a.relabel.unique(dim=0)) == 10
+    equals(a.relabel, b.relabel)
+    assert len(a.relabel.unique(dim=0)) == 10
     assert not torch.equal(a.relabel, partition("B*", Y, 10, shift_seed=1).relabel)
     # samples are assigned by their true class
     plain = partition("B", Y, 10, seed=4)
@@ -224,13 +226,14 @@ def whole(part):
 def test_unimodal_deals_single_class_shards(z):
     part = partition("unimodal", SORTED, 100, z=z, seed=1)
     rows = whole(part)
-    assert torch.equal(torch.cat(rows).sort().values, torch.arange(60_000)) and part.group is None
+    equals(torch.cat(rows).sort().values, torch.arange(60_000))
+    assert part.group is None
     for r, test in zip(rows, sizes(part, "test"), strict=True):
         assert len(np.unique(SORTED[r])) <= z and abs(test / len(r) - 0.2) < 0.002
         assert z == 3 or 542 <= len(r) <= 676  # 20 shards of each class
     few = partition("unimodal", SORTED, 100, z=z, seed=1, train=20)
     assert same(few, part, "test")  # fewer training samples leave the test sets
-    assert all(map(torch.equal, few.index["train"], [r[:20] for r in part.index["train"]]))
+    equals([*few.index["train"]], [r[:20] for r in part.index["train"]])
 
 
 def test_multimodal_is_two_populations_with_equal_shards():
@@ -278,8 +281,7 @@ multimodal | {"n": 30, "minority": [1, 12]} | minority
 """
 
 
-@pytest.mark.parametrize("line", BAD.splitlines())
-def test_bad_input_is_one_sentence(line):
-    name, change, about = line.split(" | ")
+@pytest.mark.parametrize("name, change, about", tabled(BAD))
+def test_bad_input_is_one_sentence(name, change, about):
     with sentence(f"{about}: expected .+, got .+"):
-        partition(name, **{"labels": Y, "n": 10} | json.loads(change))
+        partition(name, **{"labels": Y, "n": 10} | change)

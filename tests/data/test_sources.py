@@ -24,7 +24,8 @@ from doors import (
     synthetic_quadratic,
     vehicle,
 )
-from places import golden
+from places import golden, tabled
+from small import equals
 
 from pflcore.data import FEDERATIONS, SOURCES, federation_of, load
 
@@ -154,7 +155,7 @@ def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch)
     assert federation_of("mnist", "iid", 4).size().tolist() == [5, 5, 5, 5]
     part = source.sample(train=10, test=5, seed=1)
     assert part.y_train.bincount(minlength=10).tolist() == [1] * 10 and len(part.y_test) == 5
-    assert torch.equal(part.x_train, source.sample(train=10, seed=1).x_train)
+    equals(part.x_train, source.sample(train=10, seed=1).x_train)
     assert not torch.equal(part.x_train, source.sample(train=10, seed=2).x_train)
     fed = federation_of("mnist", "iid", 2, root=root, train_samples=10)
     assert fed.size().tolist() == [5, 5] and fed.size("test").tolist() == [5, 5]
@@ -220,10 +221,16 @@ def write_leaf(path, of):
 def test_vehicle_cells(tmp_path):
     y = np.where(np.arange(20) % 3, 1, -1)
     clients = [(np.random.RandomState(i).rand(20, 3), y) for i in range(4)]
-    cells(tmp_path / "vehicle" / "vehicle.mat", clients)
-    a = vehicle(tmp_path)
+    cells(tmp_path / "a" / "vehicle" / "vehicle.mat", clients)
+    users = {
+        f"u{i}": {"x": x.tolist(), "y": y[:, None].tolist()} for i, (x, y) in enumerate(clients)
+    }
+    write_leaf(tmp_path / "b" / "vehicle" / "all.json", users)
+    a, b = vehicle(tmp_path / "a"), vehicle(tmp_path / "b")
     assert a.classes == 2 and a.counts().tolist() == [[7, 13]] * 4
-    fed = federation_of("vehicle", root=tmp_path)
+    signs = leaf(tmp_path / "b" / "vehicle" / "all.json")
+    equals((a.x, a.y, signs.y), (b.x, b.y, b.y))
+    fed = federation_of("vehicle", root=tmp_path / "a")
     assert fed.splits == ("train", "val", "test") and fed.client(0)[0].mean(0).abs().max() < 1e-5
 
 
@@ -241,14 +248,6 @@ def test_leaf_folders(tmp_path):
     assert federation_of(f"leaf:{tmp_path}").size("test").tolist() == [0, 2]
 
 
-def test_writers_of_emnist(tmp_path):
-    users = {f"w{i}": {"x": np.random.rand(3, 784).tolist(), "y": [i, 61, 5]} for i in range(2)}
-    for split in ("train", "test"):
-        write_leaf(tmp_path / "femnist" / split / "a.json", users)
-    fed = femnist(tmp_path)
-    assert fed.classes == 62 and fed.shape == (1, 28, 28) and fed.size("test").tolist() == [3, 3]
-
-
 def test_writers_of_emnist_in_tffs_files(tmp_path):
     h5py = pytest.importorskip("h5py")
     (tmp_path / "femnist").mkdir()
@@ -257,9 +256,13 @@ def test_writers_of_emnist_in_tffs_files(tmp_path):
             for writer in ("f0001_41", "f0000_14"):
                 f[f"examples/{writer}/pixels"] = np.ones((n, 28, 28), dtype=np.float32)
                 f[f"examples/{writer}/label"] = np.arange(n, dtype=np.int32)
-    fed = femnist(tmp_path)
-    assert fed.names == ("f0000_14", "f0001_41") and fed.shape == (1, 28, 28)
-    assert fed.size().tolist() == [3, 3] and fed.size("test").tolist() == [1, 1]
+    users = {f"w{i}": {"x": np.random.rand(3, 784).tolist(), "y": [i, 61, 5]} for i in range(2)}
+    write_leaf(tmp_path / "leaf" / "femnist" / "train" / "a.json", users)
+    for place, names in (("leaf", ("w0", "w1")), ("", ("f0000_14", "f0001_41"))):
+        fed = femnist(tmp_path / place)
+        assert fed.names == names and fed.classes == 62 and fed.shape == (1, 28, 28)
+        assert fed.size().tolist() == [3, 3]
+    assert fed.size("test").tolist() == [1, 1]
 
 
 def csv(at, **files):
@@ -281,10 +284,9 @@ TABLES = r"""{"c10": "a,b,z\n1,2,0\n3,4,1\n", "c2": "5,6,2\n\n"} | {} | 3 | [[[5
 {"c": "\ufeffu,v,lab\n1,2,0\n3,4,1\n"} | {"target": "lab"} | 2 | ROWS"""
 
 
-@pytest.mark.parametrize("line", TABLES.splitlines())
-def test_a_folder_of_csv_files(line, tmp_path):
-    line = line.replace("ROWS", "[[[1, 2], [3, 4]], [0, 1]]")
-    files, options, classes, *clients = map(json.loads, line.split(" | "))
+@pytest.mark.parametrize("row", tabled(TABLES.replace("ROWS", "[[[1, 2], [3, 4]], [0, 1]]")))
+def test_a_folder_of_csv_files(row, tmp_path):
+    files, options, classes, *clients = row
     fed = folder(csv(tmp_path, **files), **options)
     assert fed.classes == classes and fed.n == len(clients)
     assert [[v.tolist() for v in fed.client(i)] for i in range(fed.n)] == clients
@@ -318,7 +320,8 @@ def test_a_folder_of_npz_files(tmp_path):
 def test_synthetic_linear_has_its_optimum():
     fed = synthetic_linear(n=4, samples=400, groups=2, noise=0.1)
     w = fed.truth["optimum"]
-    assert torch.equal(w[0], w[2]) and not torch.equal(w[0], w[1])
+    equals(w[0], w[2])
+    assert not torch.equal(w[0], w[1])
     assert fed.truth["group"].tolist() == [0, 1, 0, 1]
     for i in range(4):
         x, y = fed.client(i)
@@ -345,7 +348,8 @@ def test_synthetic_clusters_disagree_between_groups():
         assert ((nearest + group) % 4 == y).float().mean() > 0.95
     for make in (synthetic_linear, synthetic_clusters):
         one, again, other = (make(seed=seed).x for seed in (1, 1, 2))
-        assert torch.equal(one, again) and not torch.equal(one, other)
+        equals(one, again)
+        assert not torch.equal(one, other)
     assert federation_of("synthetic_linear", n=3, seed=1, dim=2).shape == (2,)
 
 
@@ -429,9 +433,7 @@ def test_broken_files(tmp_path):
         path.write_text(text)
         sentence(OSError, lambda: leaf(path), said)
     at = tmp_path / "csv"
-    for line in BROKEN.splitlines():
-        files, error, said = line.split(" | ")
-        files = json.loads(files)
+    for files, error, said in tabled(BROKEN):
         sentence(getattr(builtins, error), lambda files=files: folder(csv(at, **files)), said)
     latin = csv(at, a=b"\xe9,y\n1,2\n")
     sentence(OSError, lambda: folder(latin), "a.csv: expected rows of numbers in UTF-8")

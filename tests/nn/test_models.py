@@ -3,19 +3,24 @@
 import pytest
 import torch
 import torch.nn as nn
-from places import golden
+from doors import sentence
+from places import golden, tabled
 
 from pflcore import Net
+from pflcore.nn import factorize
 from pflcore.nn.models import MODELS, model_for
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "classes", "options", "parameters"), golden("model_sizes")
+    "name, shape, classes, options, parameters, factors", golden("model_sizes")
 )
-def test_parameter_counts(name, shape, classes, options, parameters):
+def test_parameter_counts(name, shape, classes, options, parameters, factors):
+    """Of whole layers, and of the papers' factorized ones: WAFFLe's 18,155 for fmnist_cnn takes the
+    second layer's inputs for 25, and its 42,780 for lenet5 are 10 fewer."""
     model = model_for(name, shape, classes, **options)
+    model = factorize(model, factors) if factors else model
     assert Net(model).size == parameters
     assert model(torch.zeros(2, *shape)).shape == (2, classes)
 
@@ -43,23 +48,23 @@ def test_regression_has_one_output():
     assert model_for("linear", (5,), None)(torch.zeros(2, 5)).shape == (2, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "options", "words"),
-    [
-        ("lenet", MNIST, {}, "model: 'lenet' is none of .*lenet5"),
-        ("lenet5", (784,), {}, "shape: a convolutional model needs inputs"),
-        ("dla", (100,), {}, "shape: a convolutional model needs inputs"),
-        ("lenet5", (1, 6, 6), {}, "shape: expected inputs large enough"),
-        ("cifar_cnn", (3, 8, 8), {}, "shape: expected inputs large enough"),
-        ("mlp", MNIST, {"activation": "gelu"}, "activation: expected 'relu' or 'tanh'"),
-        ("cnn", MNIST, {"pool": "min"}, "pool: expected 'max' or 'avg'"),
-        ("cnn", MNIST, {"padding": (1, 2, 3)}, "padding: expected a number"),
-        ("linear", MNIST, {"width": 3}, "model: linear does not take these options"),
-    ],
-)
-def test_bad_requests_get_a_sentence(name, shape, options, words):
-    with pytest.raises(ValueError, match=words):
-        model_for(name, shape, 10, **options)
+BAD = """\
+lenet | {"shape": [1, 28, 28]} | model: 'lenet' is none of .*lenet5
+lenet5 | {"shape": [784]} | shape: a convolutional model needs inputs
+dla | {"shape": [100]} | shape: a convolutional model needs inputs
+lenet5 | {"shape": [1, 6, 6]} | shape: expected inputs large enough
+cifar_cnn | {"shape": [3, 8, 8]} | shape: expected inputs large enough
+mlp | {"shape": [1, 28, 28], "activation": "gelu"} | activation: expected 'relu' or 'tanh'
+cnn | {"shape": [1, 28, 28], "pool": "min"} | pool: expected 'max' or 'avg'
+cnn | {"shape": [1, 28, 28], "padding": [1, 2, 3]} | padding: expected a number
+linear | {"shape": [1, 28, 28], "width": 3} | model: linear does not take these options
+"""
+
+
+@pytest.mark.parametrize("name, options, words", tabled(BAD))
+def test_bad_requests_get_a_sentence(name, options, words):
+    with sentence(words):
+        model_for(name, classes=10, **options)
 
 
 def test_deep_layer_aggregation_joins_each_half_with_the_one_after_it():

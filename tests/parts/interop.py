@@ -1,10 +1,6 @@
 """What the tests of servers and clients apart share."""
 
-import io
-
-import torch
-from small import near
-from torch import nn
+from small import layers
 
 from pflcore import Evaluation, Hardware, Simulation, Training
 from pflcore.algorithms import ALGORITHMS, FedAvg
@@ -22,11 +18,11 @@ def algorithm(name):
 
 
 def model():
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    return layers("Linear 6 5, ReLU, Linear 5 3").double()
 
 
 def bn_model():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+    return layers("Linear 6 5, BatchNorm1d 5, ReLU, Linear 5 3").double()
 
 
 def again(what):

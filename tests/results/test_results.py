@@ -9,7 +9,8 @@ import torch
 from doors import sentence, spread
 from parts.results import N, a_long_run, a_run, cells, line, write
 from parts.user import simulation
-from small import images
+from places import tabled
+from small import images, layers
 from torch import nn
 
 from pflcore.results.record import Record, group, read
@@ -18,7 +19,9 @@ from pflcore.results.table import table
 
 # records --------------------------------------------------------------------
 def test_a_record_comes_back(tmp_path):
-    (run,) = read(write(tmp_path / "deep" / "record.jsonl", a_run()))
+    path = write(tmp_path / "deep" / "record.jsonl", a_run())
+    assert not path.with_suffix(".arrays").exists()  # short lists stay in the line
+    (run,) = read(path)
     assert (run.algorithm, run.target, len(run.rounds), run.stopped) == ("waffle", 1, 12, None)
     rounds, mean = run.curve()
     assert rounds == list(range(1, 13)) and mean[-1] == pytest.approx(0.27)
@@ -174,14 +177,13 @@ NAMESAKES = """\
 """
 
 
-@pytest.mark.parametrize("line", NAMESAKES.splitlines())
-def test_namesakes_are_told_apart_by_what_differs(line):
+@pytest.mark.parametrize("runs, one, other", tabled(NAMESAKES))
+def test_namesakes_are_told_apart_by_what_differs(runs, one, other):
     """Other conditions are no other seeds."""
-    runs, *want = line.split(" | ")
-    rows = tell(*(a_run(**run) for run in json.loads(runs))).splitlines()
-    named = [row.split(" | ")[0] for row in rows if row[:2] == "| " and "algorithm" not in row]
+    text = tell(*(a_run(**run) for run in runs)).splitlines()
+    named = [row.split(" | ")[0] for row in text if row[:2] == "| " and "algorithm" not in row]
     told = [name.partition("(")[2].rstrip(") ") for name in named]
-    assert told == [words if "=" in words else "" for words in want]
+    assert told == [words if "=" in words else "" for words in (one, other)]
 
 
 def test_a_run_that_is_here_twice_is_no_second_seed():
@@ -258,17 +260,10 @@ def test_a_diverged_client_never_improves_a_table(tmp_path):
 
 
 # histories ------------------------------------------------------------------
-class Rectified(nn.Linear):
-    def __init__(self):
-        super().__init__(6, 4)
 
 
-class Squashed(Rectified):
-    """Another model of the same size."""
-
-
-def played(seed, data=0, model=Rectified, **options):
-    run = simulation(data=images(seed=data), model=model, rounds=1, seed=seed, **options)
+def played(seed, data=0, model="Linear 6 4, ReLU", **options):
+    run = simulation(data=images(seed=data), model=layers(model), rounds=1, seed=seed, **options)
     return run.run().lines()
 
 
@@ -279,7 +274,7 @@ def played(seed, data=0, model=Rectified, **options):
         {"data": 1},
         {"clients": [0]},
         {"evaluated": [0]},
-        {"model": Squashed},
+        {"model": "Linear 6 4, Tanh"},
         {"loss": nn.CrossEntropyLoss(label_smoothing=0.3)},
     ],
 )

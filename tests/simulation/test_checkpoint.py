@@ -21,7 +21,7 @@ from methods import Scaffold
 from parts.checkpoint import DATA, OPTIONS, TRAINING, make, saved
 from parts.memory import KINDS, fails
 from parts.states import same
-from small import SIX, images, swept, tiny_model
+from small import SIX, equals, images, layers, normed_model, swept, tiny_model
 from torch import nn
 
 from pflcore import (
@@ -86,14 +86,10 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
     assert [r["round"] for r in warm.run().rounds] == [*range(after + 1, 5)]
     assert same(whole.state, rest.state) and same(whole.state, warm.state)
     x, samples = DATA.client(1, "test")[0], DATA.client(2)
-    assert torch.equal(history.model(1)(x), went_on.model(1)(x))
-    assert torch.equal(history.adapt(samples, 2)(x), went_on.adapt(samples, 2)(x))
+    equals(history.model(1)(x), went_on.model(1)(x))
+    equals(history.adapt(samples, 2)(x), went_on.adapt(samples, 2)(x))
     if options:
         assert len(load(tmp_path)[0]["server.x"]) < len(rest.state.server["x"])
-
-
-def normed():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path):
@@ -128,8 +124,8 @@ class Spoils(FedAvg):
 BAD = Robustness(adversary=Adversary("noise", [1]))
 LARGE = {"data": images((4,) * 40), "rounds": 3, "participation": 1.0}
 LOOKED = {"every": 3, "train_loss": True, "evaluated": [0, 1, 2, 3], "metrics": ("f1",)}
-LOOKED |= {"clip": 0.3, "clients": [0, 1, 2], "seed": 5, "rounds": 5, "model": normed}
-GIVEN = {  # with functions
+LOOKED |= {"clip": 0.3, "clients": [0, 1, 2], "seed": 5, "rounds": 5, "model": normed_model}
+GIVEN = {  # functions, which no file holds
     "algorithm": ALGORITHMS["waffle"](omega=lambda round, rounds: 0.5),
     "training": Training(lr=0.1, schedule=lambda round, rounds: 1 / round),
     "evaluation": Evaluation(metrics={"first": lambda scores, y: float(scores[0, 0])}),
@@ -259,10 +255,11 @@ def test_runs_for_everyone_go_on_and_are_exported(tmp_path, monkeypatch):
     )
     again = play(on_round=lambda t, r, _: played.append((t, r)), checkpoint=keeper)
     assert text_of(again) == text_of(history)
-    # what was played is seen again, and not played again
-    assert played == [(t, r) for t in range(5) for r in range(1, 5)] and len(steps) == 10
-    history.export(tmp_path)
-    assert len(list(tmp_path.glob("client-*.safetensors"))) == 5
+    assert played == [(2, 3), (2, 4), *((t, r) for t in (3, 4) for r in range(1, 5))]
+    tmp_path.chmod(0o755)
+    history.export(tmp_path)  # as readable as the folder
+    modes = [p.stat().st_mode & 0o777 for p in tmp_path.glob("client-*.safetensors")]
+    assert modes == [0o644] * 5
     refused(lambda: History(history.header).export(tmp_path), "model: expected a history with")
     (tmp_path / "file").write_text("x")
     beside = tmp_path / "file" / "x"
@@ -280,7 +277,7 @@ OTHERS = {
     "clients": {"data": images((8, 20, 30, 9))},
     "training samples": {"data": images((8, 20, 30, 12, 9))},
     "digest of the samples": {"data": images((8, 20, 30, 9, 12), seed=1)},
-    "1.weight": {"model": normed},
+    "1.weight": {"model": normed_model},
     "what is not trained": {"model": frozen},
     "seed": {"seed": 3},
     "rounds": {"rounds": 9},
@@ -299,6 +296,42 @@ def test_what_differs_is_named(tmp_path):
     loaded(tmp_path, "ditto", hardware=Hardware(workers=1))
     with pytest.warns(UserWarning, match="last digits"):
         loaded(tmp_path, "ditto", hardware=Hardware(engine="loop"))
+
+
+class Own(nn.Module):
+    """A loss that holds a function, whose address is another in every process."""
+
+    def __init__(self):
+        super().__init__()
+        self.weigh = lambda v: 2 * v
+
+    def forward(self, scores, y):
+        return self.weigh(nn.functional.cross_entropy(scores, y))
+
+
+def smooth(share):
+    return nn.CrossEntropyLoss(label_smoothing=share)
+
+
+def weighted(factor):
+    return nn.CrossEntropyLoss(weight=factor * torch.ones(4))
+
+
+OWN = {"loss": Own()}, {"loss": Own()}  # both at once, so that they lie at two places
+ALIKE = [  # and what tells the second from the first
+    ({"model": layers("Linear 6 4, ReLU")}, {"model": layers("Linear 6 4, Tanh")}, r"1 is 'ReLU"),
+    ({"loss": weighted(1)}, {"loss": weighted(2)}, "digest of the loss"),
+    ({"loss": smooth(0.1)}, {"loss": smooth(0.5)}, "digest of"),
+]
+
+
+def test_another_model_or_loss_does_not_go_on(tmp_path):
+    for first, then, words in ALIKE:
+        saved(tmp_path, **first)
+        assert loaded(tmp_path, **first).state.round == 2
+        refused(lambda o=then: loaded(tmp_path, **o), f"that of another run: {words}")
+    saved(tmp_path, **OWN[0])
+    assert loaded(tmp_path, **OWN[1]).state.round == 2
 
 
 # damaged files: see test_damage too -------------------------------------------

@@ -4,14 +4,16 @@ arguments."""
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from doors import held_out, sentence, views
 from methods import MRMTL, Ditto, Mocha, PFedMe, QFedAvg, Scaffold
+from parts.states import same
 from parts.user import simulation as run
 from small import (
     ENGINES,
-    grouped,
+    equals,
     images,
     lines,
     make_setting,
@@ -28,7 +30,6 @@ from pflcore import (
     Adversary,
     Federation,
     Net,
-    Simulation,
     Training,
     step,
 )
@@ -50,8 +51,7 @@ def said(scale=1.0, labels=1.0, **options):
     data = Federation.from_clients(with_test(train, [*train[:3], (x, y * labels)]))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        model, training = nn.Linear(4, 1), Training(lr=0.01)
-        Simulation("fedavg", model, data, training, rounds=3, **grouped(options)).run()
+        run(data=data, model=nn.Linear(4, 1), training=Training(lr=0.01), **options).run()
     return [str(w.message) for w in found if w.category is RuntimeWarning]
 
 
@@ -94,7 +94,7 @@ def test_the_order_of_a_cohorts_ids_changes_nothing(name):
             state, done = step(Setup(alg, s), state, torch.tensor(ids))
             assert done.ids == sorted(ids)
         found.append(state.server | state.clients)
-    assert all(torch.equal(v, found[1][k]) for k, v in found[0].items())
+    equals(*found)
     with sentence("ids: expected each client once"):
         step(Setup(alg, s), begin(alg, s.net, 5), torch.tensor([1, 1]))
 
@@ -119,7 +119,8 @@ def test_a_step_size_of_zero_drops_nobody(alg):
     if isinstance(alg, Scaffold):
         s = make_setting(net, data, Training(lr=0.0, batch_size=8))
         two, one = (play(a, s, 1)[0][0].clients["c"] for a in (alg, Scaffold()))
-        assert torch.equal(two, one) and one.any()
+        equals(two, one)
+        assert one.any()
 
 
 # bad numbers and arguments ---------------------------------------------------
@@ -187,7 +188,7 @@ def test_every_method_takes_a_clip(name):
     plays = [run(name, rounds=2, every=0, clip=c) for c in (None, 1e30, 1e-3)]
     loose, wide, held = (play.run() for play in plays)
     # a limit that nobody meets changes nothing
-    assert all(torch.equal(v, wide.state.server[k]) for k, v in loose.state.server.items())
+    equals(loose.state.server, wide.state.server)
     assert held.stopped is None
     for record in held.rounds:
         assert bool(record["clipped"]) == bool(record["moved"]) == (name != "local")
@@ -209,8 +210,7 @@ def test_what_a_caller_holds_never_changes(rows, tmp_path):
     next(s.iterate())
     again = run("ditto", **where).run().state  # looking changes nothing
     for one, two in [(start, kept), results, *seen, (again, seen[-1][0])]:
-        assert torch.equal(one.clients["v"], two.clients["v"])
-        assert torch.equal(one.server["x"], two.server["x"])
+        assert same(one, two)
 
 
 def test_a_warm_start_of_something_else_is_refused():
@@ -225,10 +225,12 @@ def test_a_warm_start_of_something_else_is_refused():
 
 
 # options --------------------------------------------------------------------
-def test_lists_of_clients_will_do():
-    history = run(clients=[2, 0], evaluated=[0, 1]).run()
+@pytest.mark.parametrize("kind", [list, tuple, set, np.array, torch.tensor])
+def test_lists_of_clients_will_do(kind):
+    history = run(clients=kind([2, 0]), evaluated=kind([0, 1])).run()
     first = history.rounds[0]
     assert first["cohort"] == [0, 2] and first["eval"]["size"][2:] == [0]
+    assert Adversary("sign_flip", kind([2, 1])).clients == (1, 2)
 
 
 def test_who_is_evaluated_is_drawn_of_those_with_samples():

@@ -9,11 +9,11 @@ import time
 
 import pytest
 import torch
-from parts.checkpoint import DATA, OPTIONS, TRAINING
+from parts.checkpoint import DATA, make
 from parts.memory import fails
-from torch import nn
+from small import equals, layers
 
-from pflcore import Simulation, cli
+from pflcore import cli
 from pflcore.results import pictures
 from pflcore.results.record import Record
 from pflcore.simulation.personal import own_way
@@ -137,10 +137,8 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
 def test_exported_models_predict_what_the_history_does(name, tmp_path):
     from safetensors.torch import load_file
 
-    def model():
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
-
-    history = Simulation(name, model, DATA, TRAINING, **OPTIONS).run()
+    one = layers("Linear 6 5, BatchNorm1d 5, Tanh, Linear 5 4")
+    history = make(name, model=one).run()
     history.export(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["method"] == name and manifest["predict"]
@@ -151,14 +149,13 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
         x, kept = DATA.client(entry["client"], "test")[0], history.model(entry["client"])
         want = kept(x).detach()
         if not own_way(kept.algorithm):
-            one = model()
             one.load_state_dict(tensors)
             assert torch.allclose(one.eval()(x).detach(), want, atol=1e-6)
             continue
         for key, value in kept.state_dict().items():
             name = key.removeprefix("view_")
             own = [tensors[k].flatten() for k in entry["tensors"] if k.partition(".")[0] == name]
-            assert torch.equal(torch.cat(own or [value[:0]]), value.flatten())
+            equals(torch.cat(own or [value[:0]]), value.flatten())
         doc = type(kept.algorithm).predict.__doc__
         assert manifest["predict"] == doc.replace("        ", "")
         assert manifest["returns"] == kept.returns
