@@ -185,6 +185,8 @@ def _typed(x: Any, y: Any, classes: Classes) -> tuple[Any, Any]:
     None."""
     y = np.asarray(y)
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+    if classes == "infer" and y.size and set(y.tolist()) <= {-1, 1}:
+        y = (y > 0).astype(np.int64)
     labels = classes is not None and y.dtype.kind in "iu"
     return np.asarray(x, np.float32), y.astype(np.int64 if labels else np.float32)
 
