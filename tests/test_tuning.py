@@ -1,7 +1,6 @@
 """Motley's protocol: splits that leak nothing, grids that cannot see test data, records that
 resume."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -282,7 +281,7 @@ def test_whether_more_of_ones_own_metric_is_better_is_asked():
 )
 def test_a_metric_and_its_direction_choose(metric, lr):
     pytest.importorskip("sklearn")
-    tuned = search(rounds=3, metric=metric, maximize=maximize, hardware=Hardware(workers=1))
+    tuned = search(rounds=3, metric=metric, hardware=Hardware(workers=1))
     assert tuned.best.candidate.training.lr == lr
     measures = {"confidence": confidence, "doubt": doubt, "f1": METRICS["f1"]}
     found = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics=measures)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from pflcore.check import need, optional
 from pflcore.data.federation import Classes, Federation, infer
@@ -76,17 +77,23 @@ def leaf(path: Where, *, classes: Classes = "infer", name: str | None = None) ->
     "y": [...]}}}``.
 
     ``path``: one file, a folder of files, or a folder with ``train/`` and ``test/`` (below
-    ``data/`` too). Clients in the order of the training users; integer y are labels;
-    ``classes=None`` reads them as regression targets.
+    ``data/`` too). Clients in the order of the training users. Where the test users are other
+    people (LEAF's split by user), everybody's samples are "train" and ``truth["held_out"]`` [N]
+    marks them. Integer y are labels; ``classes=None`` reads them as regression targets.
     """
     base = Path(path)
     base = base / "data" if (base / "data" / "train").is_dir() else base
     clients = Pairs()
-    for split, part in _parts(base).items():
-        for user, pair in _leaf_users(part, classes).items():
-            if len(pair[1]):
-                clients.setdefault(user, {})[split] = pair
-    return _federation(clients, classes, name or f"leaf {base.name}")
+    users = {split: _leaf_users(part, classes) for split, part in _parts(base).items()}
+    strangers = users.get("test", {}).keys() - users["train"].keys()
+    apart = bool(strangers) and len(strangers) == len(users["test"])
+    for split, of in users.items():
+        for user, pair in of.items():
+            if split == "train" or len(pair[1]):
+                clients.setdefault(user, {})["train" if apart else split] = pair
+    fed = _federation(clients, classes, name or f"leaf {base.name}")
+    held = torch.tensor([u in strangers for u in clients])
+    return fed._with(truth={"held_out": held}) if apart else fed
 
 
 def folder(

@@ -48,6 +48,22 @@ def test_as_many_models_are_sent_as_the_docstring_says(name):
 
 
 # options -------------------------------------------------------------------------------------
+WEIGHTINGS = ("samples", "uniform")
+
+
+@every
+@pytest.mark.parametrize("option, others", [("server_lr", (0.5,)), ("weighting", WEIGHTINGS)])
+def test_an_option_that_is_offered_plays_a_part(name, option, others):
+    case = case_of(name)
+    for other in others:
+        try:
+            setup = case.setup(replace(case.given, **{option: other}))
+        except (TypeError, ValueError):  # it has no such option, or one choice
+            continue
+        last = {k: v for k, v in case.play(setup).states[-1].items() if v.is_floating_point()}
+        same = all(torch.equal(v, case.recorded.states[-1][k]) for k, v in last.items())
+        assert same is (getattr(case.given, option) == other)
+
 
 # an option, what is just outside of its bounds, and the last inside
 EDGES = """\

@@ -15,7 +15,6 @@ fedprox {"mu": 0} | x | fedavg {}
 qfedavg {"q": 0} | x | fedavg {}
 fedala {"eta": 0} | x | fedavg {}
 fedrod {"gamma": 0} | x | fedavg {}
-fedrod {"gamma": 0, "head": "copy"} | x | fedavg {}
 finetune {"mu": 1} | x | fedprox {"mu": 1} | same
 clustered_fl {"first": 3, "relative": true} | x | fedavg {"weighting": "uniform"}
 weight_erosion {"p_d": 0} | x | fedavg {"weighting": "uniform"}

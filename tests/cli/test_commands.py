@@ -21,7 +21,7 @@ from parts.user import simulation
 from places import ROOT
 
 import pflcore
-from pflcore import ALGORITHMS, Checkpoint, EarlyStopping, FedAvg, Simulation, cli
+from pflcore import ALGORITHMS, Checkpoint, FedAvg, Simulation, cli
 from pflcore.results.record import read
 
 pytest.importorskip("tyro")
@@ -321,6 +321,9 @@ def test_a_malformed_option_ends_with_code_2(words, tmp_path, capsys):
 NO_PART = """\
 fedavg | {"hostile": 3} | hostile: expected its default beside defence=None
 fedavg | {"defence": "median", "hostile": 3} | hostile: expected its default beside
+fedavgm | {"beta2": 0.5} | beta2: expected its default beside optimizer='heavy_ball'
+fedavgm | {"tau": 0.1} | tau: expected its default beside optimizer='heavy_ball'
+fedadagrad | {"beta2": 0.5} | beta2: expected its default beside optimizer='adagrad'
 waffle | {"weighting": "samples"} | weighting: expected 'uniform'
 fedper | {"order": "body"} | order: expected 'joint'
 qfedavg | {"defence": "median"} | defence: expected None

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import Subset, TensorDataset
 
 from pflcore import Federation, Training, cross_silo
-from pflcore.data import federation_of, padded, partition
+from pflcore.data import federation_of, partition
 
 
 def index(*lists):

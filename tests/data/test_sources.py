@@ -246,6 +246,10 @@ def test_leaf_folders(tmp_path):
     assert fed.client(0)[0].tolist() == a["x"] and fed.client(1)[1].tolist() == [1]
     assert leaf(tmp_path, classes=None).y.dtype == torch.float32
     assert federation_of(f"leaf:{tmp_path}").size("test").tolist() == [0, 2]
+    write_leaf(tmp_path / "data" / "test" / "part.json", {"cid": a})  # LEAF's split by user
+    held = leaf(tmp_path)
+    assert held.n == 3 and held.splits == ("train",)
+    assert held.truth["held_out"].tolist() == [False, False, True]
 
 
 def test_writers_of_emnist_in_tffs_files(tmp_path):

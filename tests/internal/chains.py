@@ -12,7 +12,8 @@ from ugly import randn
 
 import pflcore.nn
 from pflcore import Net
-from pflcore.ops import chain
+from pflcore.ops import chain, reference
+from pflcore.ops.sgd import clipped
 from pflcore.train.chain import compiled
 from pflcore.train.losses import CRITERIA
 

@@ -169,6 +169,8 @@ PAIR = torch.ones(2, 2)
         {"updates": torch.from_numpy(ARRAY)[:2], "out": torch.from_numpy(ARRAY)[1:3]},
         {"base": torch.from_numpy(ARRAY)[:2], "out": torch.from_numpy(ARRAY)[1:3]},
         {"updates": torch.ones(2, 6, requires_grad=True), "out": torch.zeros(2, 6)},
+        {"out": torch._neg_view(torch.zeros(2, 6))},
+        {"out": torch.zeros(2, 6, dtype=torch.complex64).conj().imag},
     ],
 )
 def test_out_is_no_other_input(arguments):

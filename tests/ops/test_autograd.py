@@ -1,5 +1,5 @@
 """What autograd and torch's transforms see of the ops: gradients to any order, version counters,
-forward mode, vmap, numbers that carry a gradient."""
+forward mode, vmap, autocast, numbers that carry a gradient."""
 
 import pytest
 import torch
@@ -109,3 +109,12 @@ def test_vmap_over_index_and_target():
     ):
         want = torch.stack([call(*one) for one in zip(*given, strict=True)])
         assert torch.equal(torch.vmap(call)(*given), want)
+
+
+def test_autocast():
+    x, w_a, lam, w_b = (randn(k, *s).float() for k, s in enumerate([(5, 4), (3, 6), (6,), (6, 4)]))
+    with torch.autocast("cpu", torch.bfloat16):
+        # bfloat16 meets float32
+        got = ops.rank1_linear(torch.nn.functional.linear(x, torch.eye(4)), w_a, lam, w_b)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, ops.rank1_linear(*(t.bfloat16() for t in (x, w_a, lam, w_b))))

@@ -1,6 +1,9 @@
 """What the tests of servers and clients apart share."""
 
-from small import layers
+import io
+
+import torch
+from small import layers, near
 
 from pflcore import Evaluation, Hardware, Simulation, Training
 from pflcore.algorithms import ALGORITHMS, FedAvg

@@ -39,3 +39,24 @@ def test_far_points_few_points_and_equal_points():
             close(weight.sum(1), [1.0])
     weight, near = neighbours(Z[:1], Z[[0, 1, 0]], 3, 3, "inverse")
     assert weight[near != 1].tolist() == [0.5, 0.5]
+
+
+def test_the_stability_criterion_is_the_spectral_radius():
+    """W -> (I - diag(e) Omega) W is what an exchange does to the regulariser; criterion below 2 iff
+    its radius is below 1."""
+    gen = torch.Generator().manual_seed(0)
+    seen = set()
+    for lr in (0.001, 0.01, 0.1, 0.3):
+        omega = relation(torch.randn(6, 3, generator=gen), 0.05)
+        o = omega.diagonal()
+        e = (1 - (1 - lr * 0.1 * o) ** 4) / o
+        radius = torch.linalg.eigvals(torch.eye(6) - e[:, None] * omega).abs().max()
+        stable = bool(radius < 1) and bool((lr * 0.1 * o).max() < 2)
+        rates = torch.full((6,), lr, dtype=F64)
+        try:
+            Mocha(lam=0.1).check(omega, rates, 4 * rates, 1)
+            assert stable, lr
+        except Stop:
+            assert not stable, lr
+        seen.add(stable)
+    assert seen == {True, False}

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from internal.chains import INF, KINDS, Problem
+from internal.chains import INF, KINDS, Problem, by_steps
 from laws import integers
 from places import ran
 from tolerance import F32, F64, assert_close

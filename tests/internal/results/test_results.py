@@ -51,8 +51,8 @@ def test_pictures_of_little(tmp_path):
     assert len(pictures.draw(group(little), tmp_path)) == 2
 
 
-def test_weights_by_round_of_one_and_of_several_models():
-    (one,), (several,) = group(a_run()), group(a_run(target=None))
+def test_weights_by_round():
+    (one,) = group(a_run())
     rounds, weights = pictures.by_round(one)
     assert rounds == list(range(1, 13)) and weights.shape == (12, N)
 

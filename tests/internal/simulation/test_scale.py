@@ -12,7 +12,7 @@ from methods import HypCluster, Waffle
 from parts.memory import Making
 from parts.states import same
 from parts.user import simulation as small
-from small import equals, images, tiny_model
+from small import equals, images
 from torch.utils._pytree import tree_leaves
 
 from pflcore import Training
