@@ -230,7 +230,7 @@ def test_lists_of_clients_will_do(kind):
     history = run(clients=kind([2, 0]), evaluated=kind([0, 1])).run()
     first = history.rounds[0]
     assert first["cohort"] == [0, 2] and first["eval"]["size"][2:] == [0]
-    assert Adversary("sign_flip", kind([2, 1])).clients == (1, 2)
+    assert Adversary("sign_flip", kind([1, 2])).clients == (1, 2)
 
 
 def test_who_is_evaluated_is_drawn_of_those_with_samples():
