@@ -163,9 +163,25 @@ class Personalized(nn.Module):
 
     def tensors(self) -> Tensors:
         """What predictions are made of, by name: the module's `state_dict` where it is one model,
-        else what the method's `predict` is given, and batch norm's statistics."""
-        whole = self if own_way(self.algorithm) else self.module()
-        return {k.removeprefix("view_"): v for k, v in whole.state_dict().items()}
+        else what the method's `predict` is given, with a row as the parameters that it holds, and
+        batch norm's statistics."""
+        if not own_way(self.algorithm):
+            return dict(self.module().state_dict())
+        net, statistics = self.net, self.statistics.split(self.net.buffer_sizes)
+        each = zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
+        out = {f"statistics.{n}": b.view(s) for n, b, s in each}
+        head = net.head_slice if net.head_name is not None else slice(0, 0)
+        starts = {net.size: 0, head.stop - head.start: head.start}
+        for key in self.keys:
+            value = self.get_buffer(f"view_{key}")
+            start = starts.get(len(value)) if value.dim() == 1 else None
+            if start is None:
+                out[key] = value
+                continue
+            for name, at, shape in zip(net.names, net.slices.values(), net.shapes, strict=True):
+                if start <= at.start < start + len(value):
+                    out[f"{key}.{name}"] = value[at.start - start : at.stop - start].view(shape)
+        return out
 
 
 def export_models(
@@ -194,7 +210,6 @@ def export_models(
             clients.append({**known, "file": file, "tensors": shapes})
             own = own_way(model.algorithm) and inspect.getdoc(model.algorithm.predict)
             manifest |= {"returns": model.returns, "predict": own or ONE_MODEL}
-            manifest["row"] = dict(zip(model.net.names, model.net.shapes, strict=True))
         with replacing(folder / "manifest.json") as part:  # last: what it names is there
             part.write_text(json.dumps(manifest, indent=1) + "\n")
     except OSError as e:
