@@ -4,10 +4,11 @@ that are what their annotations say, and what only we promise."""
 import json
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from parts.user import Mine, simulation
 from small import swept
 from torch import nn
@@ -48,13 +49,12 @@ def test_as_many_models_are_sent_as_the_docstring_says(name):
 
 
 # options -------------------------------------------------------------------------------------
-WEIGHTINGS = ("samples", "uniform")
 
 
-@every
+@pytest.mark.parametrize("name", swept())
 @pytest.mark.parametrize("option, others", [("server_lr", (0.5,)), ("weighting", WEIGHTINGS)])
 def test_an_option_that_is_offered_plays_a_part(name, option, others):
-    case = case_of(name)
+    case = Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
     for other in others:
         try:
             setup = case.setup(replace(case.given, **{option: other}))

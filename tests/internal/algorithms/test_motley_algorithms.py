@@ -2,10 +2,12 @@
 then laws."""
 
 import torch
+from methods import Mocha
 from parts.rivals import QUERY, Z
 from places import golden
 from small import F64, near
 
+from pflcore.algorithms import Stop
 from pflcore.algorithms.adaptation import neighbours
 from pflcore.algorithms.relations import relation
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.path import federation, mlp, repeated, same_as_by_hand
-from small import equals
+from parts.path import BODIES, body, federation, mlp, repeated, same_as_by_hand
+from small import at_work, equals, fit, images, make_setting
 
 import pflcore
 from pflcore import Net, Training
@@ -30,13 +30,11 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
 @pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
 @pytest.mark.parametrize("model", ["mlp", "conv", "dropout"])
 def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model):
-    layers, shape = BODIES[model]
+    words, shape = BODIES[model]
     how = {"epochs": 2, "momentum": 0.5, "weight_decay": 0.1, "clip_grad": 0.4}
     data = images((7, 20, 31), shape)
     data = replace(data, x=data.x.double())
-    setting = make_setting(
-        Net(lambda: nn.Sequential(*layers(4)).double()), data, Training(**how), engine="chain"
-    )
+    setting = make_setting(Net(lambda: body(words).double()), data, Training(**how), engine="chain")
     start = setting.net.w0 + 0.01 * torch.randn(3, setting.net.size, dtype=torch.float64)
     found = []
     for kernels in (True, False):
