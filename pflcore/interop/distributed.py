@@ -164,8 +164,11 @@ def _agree(
         own = _called(op, dim, size, given), next(iter(given.values())).shape[1 - dim], size[1]
     except (TypeError, ValueError) as wrong:
         error, own = wrong, (str(wrong), 0, None)
-    if error and not dist.is_initialized():
+    begun = dist.is_available() and dist.is_initialized()
+    if error and not begun:
         raise error
+    start = "one that was begun: start by torchrun and call torch.distributed.init_process_group"
+    expect(begun, op, "group", start, shape(group))
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, own, group=group)
     if error:

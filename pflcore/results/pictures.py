@@ -25,7 +25,8 @@ def figure_of(width: float, height: float, panels: int = 1, rows: int = 1) -> tu
     figure = figures.Figure(figsize=(width, height), layout="constrained")
     axes = [*figure.subplots(rows, panels, squeeze=False).flat]
     for axis in axes:
-        axis.set_prop_cycle(color=COLOURS)
+        styles = [style for style in ("-", "--", ":") for _ in COLOURS]
+        axis.set_prop_cycle(color=COLOURS * 3, linestyle=styles)
     return figure, axes
 
 
