@@ -2,8 +2,8 @@ from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, Stop
 from pflcore.data import Federation
 from pflcore.data.roles import cross_device, cross_silo
 from pflcore.interop import Client, Server, pack, personalize, unpack
+from pflcore.ops import __version__ as __version__
 from pflcore.ops import (
-    TopK,
     aggregate,
     backend,
     feddwa_weights,
@@ -11,7 +11,6 @@ from pflcore.ops import (
     rank1_linear,
     waffle_weights,
 )
-from pflcore.ops import __version__ as __version__
 from pflcore.simulation import (
     Adversary,
     Evaluation,
@@ -51,7 +50,6 @@ __all__ = [
     "Simulation",
     "Stop",
     "TensorBoard",
-    "TopK",
     "Training",
     "aggregate",
     "backend",

@@ -33,13 +33,10 @@ from torch import Tensor
 
 __all__ = [
     "Count",
-    "Fraction",
     "NonNegative",
     "Positive",
     "Share",
     "Whole",
-    "checked",
-    "refuse",
 ]
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -19,15 +19,7 @@ from torch import Tensor
 from pflcore.check import ANYTHING, Count, Fraction, checked, need, optional, refuse
 
 __all__ = [
-    "METRICS",
-    "best",
     "hurt",
-    "last_mean",
-    "mean",
-    "percentile",
-    "right",
-    "std",
-    "weighted_mean",
     "worst_decile",
 ]
 Vector = Annotated[Tensor | Sequence[float | None], ANYTHING]  # `vector` says what is none

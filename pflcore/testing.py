@@ -32,7 +32,7 @@ from pflcore.train import Clients, Engine, Net, Setting, Training
 from pflcore.train.losses import default_loss
 from pflcore.train.workers import Workers
 
-__all__ = ["CHECKS", "Case", "Fault", "check"]
+__all__ = ["check"]
 
 ALL, PART = (0, 1, 2, 3), (1, 2)
 COHORTS = (ALL, PART, ALL)  # of the recorded play; who is required joins every round

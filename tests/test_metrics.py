@@ -13,10 +13,9 @@ from places import tabled
 from torch import nn
 
 from pflcore import Federation, metrics
-from pflcore.metrics import METRICS
 
 NAN = math.nan
-auc, f1, balanced_accuracy, mae, rmse, r2 = METRICS.values()
+auc, f1, balanced_accuracy, mae, rmse, r2 = metrics.METRICS.values()
 LISTS = {
     "BASE": [0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55],
     "PERSONAL": [0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55],

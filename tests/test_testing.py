@@ -10,10 +10,10 @@ from doors import sentence
 from methods import FedPer
 from small import layers
 
-from pflcore import FedAvg, Stop
+from pflcore import FedAvg, Stop, testing
 from pflcore.algorithms import Algorithm, Traits
 from pflcore.data import federation_of
-from pflcore.testing import CHECKS, Case, Fault, check
+from pflcore.testing import check
 
 FAULTS = {}
 
@@ -232,7 +232,7 @@ class Misspelt(FedAvg):
 @pytest.mark.parametrize("broken", FAULTS, ids=lambda c: c.__name__)
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_is_named_in_one_sentence(broken):
-    with pytest.raises(Fault, match=FAULTS[broken]) as e:
+    with pytest.raises(testing.Fault, match=FAULTS[broken]) as e:
         check(broken())
     assert "\n" not in str(e.value) and str(e.value).count(". ") == 0
 
@@ -277,12 +277,12 @@ def test_ones_own_model_and_data():
     data = federation_of("digits", "A", 5, seed=0, train_samples=120)
     asked = {"shapes_stay", "bytes_are_counted", "broken_clients_are_absent", "engines_agree"}
     model = partial(layers, "Flatten, Linear 64 10")
-    check("fedavg", model=model, data=data, skip=CHECKS.keys() - asked)
+    check("fedavg", model=model, data=data, skip=testing.CHECKS.keys() - asked)
     with sentence("clients: expected ids of clients from 0 to 2, each once, got"):
         check("fedavg", data=data.subset([0, 1, 2]))
 
 
 def test_a_watched_algorithm_is_the_algorithm():
-    watched = Case(FedPer(server_lr=0.5)).watched
+    watched = testing.Case(FedPer(server_lr=0.5)).watched
     assert isinstance(watched, FedPer) and watched.server_lr == 0.5
     assert type(watched).predict is FedAvg.predict and type(watched).train is not FedPer.train

@@ -23,12 +23,13 @@ from pflcore import (
     cross_device,
     cross_silo,
     evaluate,
+    metrics,
     tune,
 )
 from pflcore.algorithms import Traits
-from pflcore.metrics import METRICS
+from pflcore.simulation import round as by_hand
 from pflcore.simulation.checkpoint import load
-from pflcore.simulation.round import Setup, begin, sample
+from pflcore.simulation.round import Setup, begin
 
 
 def regression(p):
@@ -78,7 +79,7 @@ def test_cross_silo_sizes_and_what_blind_hides():
     setup = Setup(FedAvg(), make_setting(model(), p.blind, TRAINING, 1))
     with sentence(".*test"):
         evaluate(setup, begin(FedAvg(), model(), 12), "test")
-    equals(sample(setup, 1, 1.0, p.train.flip(0)), p.train)
+    equals(by_hand.sample(setup, 1, 1.0, p.train.flip(0)), p.train)
 
 
 def test_a_client_of_one_sample_does_not_stop_the_others():
@@ -283,7 +284,7 @@ def test_a_metric_and_its_direction_choose(metric, lr):
     pytest.importorskip("sklearn")
     tuned = search(rounds=3, metric=metric, hardware=Hardware(workers=1))
     assert tuned.best.candidate.training.lr == lr
-    measures = {"confidence": confidence, "doubt": doubt, "f1": METRICS["f1"]}
+    measures = {"confidence": confidence, "doubt": doubt, "f1": metrics.METRICS["f1"]}
     found = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics=measures)
     sign = -1 if metric == "loss" else 1
     values = found[getattr(metric, "__name__", metric)]

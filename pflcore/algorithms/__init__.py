@@ -42,12 +42,10 @@ from pflcore.algorithms.fedavg import (
 from pflcore.algorithms.mixtures import APFL, L2C, FedALA, FedFomo
 from pflcore.algorithms.protocol import (
     Algorithm,
-    Changes,
     Cohort,
     Mix,
     Pool,
     Rows,
-    ServerRule,
     Stop,
     Traits,
     Void,
@@ -110,13 +108,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
-    "Changes",
     "Cohort",
     "FedAvg",
     "Mix",
     "Pool",
     "Rows",
-    "ServerRule",
     "Stop",
     "Traits",
     "Void",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -151,20 +151,6 @@ def shares(a: Tensor) -> Tensor:
     """The numbers `a` >= 0 [M, S] by the sums of their rows; a row of zeros stays."""
     total = a.sum(1, keepdim=True)
     return torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), 0.0)
-
-
-@runtime_checkable
-class ServerRule(Protocol):
-    """Three pure functions: rows in, rows out. Works with anybody's training loop."""
-
-    def init(self, x0: Tensor, n: int) -> Tensors:
-        """The server's state before the first round; x0 [P] is the common initial model."""
-
-    def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        """What each client of the cohort receives, [S, ...] each; "x" is its model."""
-
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
-        """What the uploads [S, ...] change, and which of them went into which model."""
 
 
 class Traits(NamedTuple):

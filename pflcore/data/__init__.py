@@ -10,9 +10,11 @@ from pflcore.check import Count, Seed32, checked, need, shown
 from pflcore.data import natural, synthetic
 from pflcore.data.federation import Federation, HeldOut
 from pflcore.data.inputs import padded
-from pflcore.data.partition import PARTITIONS, options_of, partition
+from pflcore.data.partition import PARTITIONS as PARTITIONS
+from pflcore.data.partition import options_of, partition
 from pflcore.data.roles import SHARES
-from pflcore.data.sources import SOURCES, Source, load
+from pflcore.data.sources import SOURCES as SOURCES
+from pflcore.data.sources import Source, load
 
 FEDERATIONS: dict[str, Callable[..., Federation]] = {
     **natural.FEDERATIONS,
@@ -24,9 +26,6 @@ TABULAR = ("school", "vehicle")  # each client's features have scales of their o
 _cut = partition  # where an argument has this name
 
 __all__ = [
-    "FEDERATIONS",
-    "PARTITIONS",
-    "SOURCES",
     "Federation",
     "federation_of",
     "load",

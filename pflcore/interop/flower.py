@@ -56,7 +56,6 @@ __all__ = [
     "PflStrategy",
     "client_app",
     "keep_private",
-    "select_multikrum",
 ]
 
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]

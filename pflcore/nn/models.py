@@ -15,7 +15,7 @@ import torch.nn as nn
 from pflcore.check import Count, checked, need
 from pflcore.nn import Dropout
 
-__all__ = ["MODELS", "model_for"]
+__all__ = ["model_for"]
 Shape = Sequence[Count]  # of one input: (features,) or (channels, height, width)
 Activation = Literal["relu", "tanh", "sigmoid"]
 Pool = Literal["max", "avg"]

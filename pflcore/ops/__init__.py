@@ -15,12 +15,12 @@ from .nearest import nearest
 from .rank1 import rank1_linear
 from .sgd import sgd_step_
 from .sqdist import pairwise_sqdist
-from .weights import TopK, feddwa_weights, waffle_weights
+from .weights import TopK as TopK
+from .weights import feddwa_weights, waffle_weights
 
 __version__ = "0.1.0"  # pflcore's, kernels and all
 
 __all__ = [
-    "TopK",
     "aggregate",
     "backend",
     "feddwa_weights",

@@ -25,7 +25,7 @@ from torch import Tensor
 from pflcore import metrics
 from pflcore.check import checked
 
-__all__ = ["Record", "Run", "group", "read"]
+__all__ = ["Run", "read"]
 Facts = Mapping[str, Any]
 Line = dict[str, Any]
 OnRound = Callable[[int, Line], None]

@@ -31,7 +31,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Checkpoint", "load", "lock", "save"]
+__all__ = ["Checkpoint", "load"]
 FORMAT = 3
 NAME = "checkpoint.safetensors"
 BLANK = f"{'sha256':*^64}"  # stands where the digest of the file will be

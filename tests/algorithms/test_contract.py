@@ -13,9 +13,10 @@ from parts.user import Mine, simulation
 from small import swept
 from torch import nn
 
+from pflcore import testing
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import Count
-from pflcore.testing import Case, check
+from pflcore.testing import check
 
 # where the defaults do not fit a federation of four small clients
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -42,7 +43,7 @@ def test_the_contract(name):
 
 @pytest.mark.parametrize("name", sorted(MODELS_SENT))
 def test_as_many_models_are_sent_as_the_docstring_says(name):
-    case = Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
+    case = testing.Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
     (done,) = case.play(case.setup(), [(0, 1, 3)]).done
     one = 3 * case.net.size * 8
     assert (done.bytes_down, done.bytes_up) == tuple(one * m for m in MODELS_SENT[name])
@@ -54,7 +55,7 @@ def test_as_many_models_are_sent_as_the_docstring_says(name):
 @pytest.mark.parametrize("name", swept())
 @pytest.mark.parametrize("option, others", [("server_lr", (0.5,)), ("weighting", WEIGHTINGS)])
 def test_an_option_that_is_offered_plays_a_part(name, option, others):
-    case = Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
+    case = testing.Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
     for other in others:
         try:
             setup = case.setup(replace(case.given, **{option: other}))

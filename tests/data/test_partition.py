@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from places import golden, tabled
 from small import equals
 
-from pflcore.data import PARTITIONS, federation_of, partition
+from pflcore import data as sources
+from pflcore.data import federation_of, partition
 
 GOLDEN = golden("partitions")
 MNIST, BASES, PUBLISHED = (GOLDEN[name] for name in ("mnist", "bases", "published"))
@@ -125,7 +126,7 @@ def test_concept_shift_is_independent_per_client_and_of_the_seed():
 # -- every partition ---------------------------------------------------------
 
 
-@given(st.sampled_from([*PARTITIONS]), st.integers(2, 12), tens(12, 60), st.integers(0, 3))
+@given(st.sampled_from([*sources.PARTITIONS]), st.integers(2, 12), tens(12, 60), st.integers(0, 3))
 def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed):
     y, yt = labels_with(have, seed), labels_with([h // 2 + 6 for h in have], seed + 1)
     groups = {"practical1": {"groups": min(n, 4)}, "multimodal": {"minority_clients": n // 3 or 1}}

@@ -27,7 +27,8 @@ from doors import (
 from places import golden, tabled
 from small import equals
 
-from pflcore.data import FEDERATIONS, SOURCES, federation_of, load
+from pflcore import data as room
+from pflcore.data import federation_of, load
 
 
 def cells(path, clients):
@@ -132,7 +133,7 @@ IDX = [f"{p}-{kind}-ubyte" for p in ("train", "t10k") for kind in ("images-idx3"
 def tiny_mnist(tmp_path, monkeypatch):
     """A folder with twenty training and ten test images in MNIST's files, two of them not gzipped,
     and the arrays. They need not be the published ones here."""
-    monkeypatch.setitem(SOURCES, "mnist", SOURCES["mnist"]._replace(digest=None))
+    monkeypatch.setitem(room.SOURCES, "mnist", room.SOURCES["mnist"]._replace(digest=None))
     draw, arrays = np.random.RandomState(0).randint, []
     (tmp_path / "mnist").mkdir()
     for name, n in zip(IDX, (20, 20, 10, 10), strict=True):
@@ -174,7 +175,7 @@ def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
     mine = hashlib.blake2b(b"".join(a.tobytes() for a in arrays), digest_size=8).hexdigest()
 
     def published(name, digest):
-        monkeypatch.setitem(SOURCES, name, SOURCES[name]._replace(digest=digest))
+        monkeypatch.setitem(room.SOURCES, name, room.SOURCES[name]._replace(digest=digest))
 
     published("mnist", mine)  # packed or not, these are the published ones
     assert len(load("mnist", root).y_train) == 20
@@ -379,7 +380,7 @@ def test_wrong_options_are_one_sentence(line):
 
 
 def test_unknown_names_list_the_known_ones():
-    said = *SOURCES, *FEDERATIONS, "leaf:PATH", "got 'imagenet'"
+    said = *room.SOURCES, *room.FEDERATIONS, "leaf:PATH", "got 'imagenet'"
     sentence(ValueError, lambda: federation_of("imagenet"), *said)
     sentence(ValueError, lambda: load("imagenet"), "data: expected one of mnist5k", said[-1])
 

@@ -31,7 +31,7 @@ from pflcore import (
     Simulation,
 )
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg
-from pflcore.simulation.round import sample
+from pflcore.simulation import round as by_hand
 
 ALL = range(DATA.n)
 
@@ -73,7 +73,7 @@ def test_server_and_clients_are_the_simulation(name, participation):
     run = whole(algorithm(name), make, participation)
     history, both = run.run(), apart(name, make)
     rounds = range(1, ROUNDS + 1)
-    play(*both, *(sample(run.setup, r, participation).tolist() for r in rounds))
+    play(*both, *(by_hand.sample(run.setup, r, participation).tolist() for r in rounds))
     for i in ALL:
         x, y = DATA.client(i, "test")
         one, other = history.model(i), personal(*both, i)
@@ -238,7 +238,7 @@ def test_mistakes_at_the_door():
         (lambda: Client("fedavg", model, DATA), "samples: expected those of one client"),
         (
             lambda: clients[0].evaluate(server.download(0, "evaluation"), "night"),
-            "split: this client has no sample of 'night'",
+            "split: this client has no by_hand.sample of 'night'",
         ),
     ]
     for call, words in calls:

@@ -8,7 +8,8 @@ from places import golden, tabled
 
 from pflcore import Net
 from pflcore.nn import factorize
-from pflcore.nn.models import MODELS, model_for
+from pflcore.nn import models as papers
+from pflcore.nn.models import model_for
 
 MNIST, CIFAR = (1, 28, 28), (3, 32, 32)
 
@@ -35,7 +36,7 @@ def test_lenet_is_the_classic_one_by_default(options, act, pool):
     assert len({nn.Tanh, nn.ReLU} & {*kinds}) == 1
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted(papers.MODELS))
 def test_every_model_is_a_net_with_a_head(name):
     shape = CIFAR if "cifar" in name else MNIST
     net = Net(lambda: model_for(name, torch.Size(shape), 10))

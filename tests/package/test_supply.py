@@ -7,7 +7,8 @@ import os
 import pytest
 from places import ROOT, ran
 
-from pflcore.data import FEDERATIONS, SOURCES, load
+from pflcore import data as room
+from pflcore.data import load
 
 FILES = [
     p for room in ("pflcore", "bench", "examples") for p in sorted((ROOT / room).rglob("*.py"))
@@ -104,8 +105,8 @@ def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason():
     """torchvision compares what it downloads with md5 sums of its own; Vehicle and FEMNIST are made
     by each user's own scripts."""
     torchvisions = {"cifar10", "cifar100", "emnist", "emnist_balanced", "emnist_letters"}
-    for name, images in SOURCES.items():
+    for name, images in room.SOURCES.items():
         digest = images.digest
         assert digest is None if name in torchvisions else len(digest) == 16 and int(digest, 16)
-    made_up = {name for name in FEDERATIONS if name.startswith("synthetic")}
-    assert FEDERATIONS.keys() - made_up == {"school", "vehicle", "femnist"}
+    made_up = {name for name in room.FEDERATIONS if name.startswith("synthetic")}
+    assert room.FEDERATIONS.keys() - made_up == {"school", "vehicle", "femnist"}

@@ -5,14 +5,13 @@ import io
 import torch
 from small import layers, near
 
-from pflcore import Evaluation, Hardware, Simulation, Training
+from pflcore import Evaluation, Hardware, Simulation, Training, testing
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.testing import Case
 
 ROUNDS, SEED = 3, 5
 TRAINING = Training(lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round)
 SETTING = {"hardware": Hardware("loop", 1), "seed": SEED}
-DATA = Case(FedAvg()).data
+DATA = testing.Case(FedAvg()).data
 OPTIONS = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
 
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from pflcore.results.record import Record
+from pflcore.results import record as records
 
 N = 4
 
@@ -49,7 +49,7 @@ def a_long_run(n=1500, k=3):
 
 
 def write(path, lines):
-    with Record(path) as record:
+    with records.Record(path) as record:
         for one in lines:
             record.write(one)
     return path

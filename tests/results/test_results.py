@@ -13,7 +13,8 @@ from places import tabled
 from small import images, layers
 from torch import nn
 
-from pflcore.results.record import Record, group, read
+from pflcore.results import record as records
+from pflcore.results.record import read
 from pflcore.results.table import table
 
 
@@ -57,9 +58,9 @@ def test_an_existing_record_is_kept(tmp_path):
     path = write(tmp_path / "record.jsonl", a_long_run())
     before = path.read_bytes()
     with sentence(".*new file"):
-        Record(path)
+        records.Record(path)
     assert path.read_bytes() == before
-    Record(path, overwrite=True).close()
+    records.Record(path, overwrite=True).close()
     assert path.read_bytes() == b""
 
 
@@ -67,7 +68,7 @@ def test_a_place_without_a_record_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file" / "r.jsonl", tmp_path):
         with sentence("path: .* can be written"):
-            Record(path)
+            records.Record(path)
     for path in (tmp_path, tmp_path / "missing.jsonl"):
         with sentence("path: .*neither"):
             read(path)
@@ -76,7 +77,7 @@ def test_a_place_without_a_record_is_one_sentence(tmp_path):
 def test_a_line_that_a_full_disk_cut_off_is_finished_before_the_next(tmp_path):
     resource = pytest.importorskip("resource")
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Record(tmp_path / "r.jsonl") as record:
+    with records.Record(tmp_path / "r.jsonl") as record:
         record.write({"header": {}})
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (40, kept[1]))
@@ -120,7 +121,7 @@ def test_a_record_that_goes_on_has_the_bytes_of_one_that_never_stopped(tmp_path)
     lines = [*a_long_run(), {"stopped": "It was enough.", "unfinished": False}]
     whole, path = write(tmp_path / "whole.jsonl", lines), tmp_path / "record.jsonl"
     write(path, lines[:2])
-    with Record(path, goes_on=True) as record:
+    with records.Record(path, goes_on=True) as record:
         for one in lines[2:]:
             record.write(one)
     assert path.read_bytes() == whole.read_bytes()
@@ -130,7 +131,7 @@ def test_a_record_that_goes_on_has_the_bytes_of_one_that_never_stopped(tmp_path)
 
 # tables ---------------------------------------------------------------------
 def tell(*runs, **how):
-    return table(group([one for lines in runs for one in lines]), **how)
+    return table(records.group([one for lines in runs for one in lines]), **how)
 
 
 def test_the_table_of_one_run():

@@ -41,7 +41,7 @@ from pflcore import (
 )
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation import checkpoint
-from pflcore.simulation.checkpoint import load, save
+from pflcore.simulation.checkpoint import load
 
 
 def text_of(history):
@@ -97,9 +97,9 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
     tensors = {d: torch.arange(6).view(2, 3).to(getattr(torch, d)).T for d in names}
     tensors |= {"none": torch.empty(0, 3), "cube": torch.ones(2, 3, 4, dtype=torch.float64)}
     tensors |= {"a.b/c": torch.tensor(math.nan), "one": torch.tensor(7)}
-    save(tmp_path, tensors, {})
+    checkpoint.save(tmp_path, tensors, {})
     odd = {"z": torch.zeros(1, dtype=torch.complex128)}
-    refused(lambda: save(tmp_path, odd, {}), "complex128", TypeError)
+    refused(lambda: checkpoint.save(tmp_path, odd, {}), "complex128", TypeError)
     found, _ = load(tmp_path)  # what stood there stands
     torch.testing.assert_close(found, tensors, rtol=0, atol=0, equal_nan=True)
 
@@ -356,7 +356,7 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
             with sentence("checkpoint: it cannot be written into .* stands", OSError):
-                save(tmp_path, {"x": torch.zeros(1000)}, {"long": "x" * 9000})
+                checkpoint.save(tmp_path, {"x": torch.zeros(1000)}, {"long": "x" * 9000})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, kept)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

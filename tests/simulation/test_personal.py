@@ -14,7 +14,7 @@ from small import SIX, equals, images, swept, tiny_model
 from torch import nn
 
 from pflcore import Evaluation, FedAvg, Simulation, Training, for_everyone
-from pflcore.results.record import group
+from pflcore.results import record as records
 
 
 def as_evaluated(history, data):
@@ -139,7 +139,7 @@ def test_weights_have_a_row_for_each_target_whoever_took_part(options):
     if not options:
         data.x[data.index["train"][1]] = 3e38  # its scores overflow
     history = for_everyone(Waffle(), nn.Linear(6, 4), data, training, rounds=2, **options)
-    _, dense = group(history.lines())[0].weights()
+    _, dense = records.group(history.lines())[0].weights()
     for record, weights in zip(history.rounds, dense, strict=True):
         assert list(record["report"]) == ["weights"] and weights.shape == (4, 4)
         sums, ones = weights.sum(1), torch.ones(4, dtype=torch.float64)
@@ -157,5 +157,5 @@ def test_who_ran_away_is_named_whoever_took_part():
     history = for_everyone(WeightErosion(), linear, data, training, **play)
     record = history.rounds[0]
     assert record["cohort"] == list(range(8)) and record["moved"].index(max(record["moved"])) == 5
-    (run,) = group(history.lines())
+    (run,) = records.group(history.lines())
     assert list(run.outliers()) == [5]

@@ -33,7 +33,7 @@ from pflcore import (
     Training,
     step,
 )
-from pflcore.results.record import group
+from pflcore.results import record as records
 from pflcore.results.table import table
 from pflcore.simulation.round import Setup, begin
 
@@ -175,12 +175,12 @@ def test_who_moved_far_is_in_the_record_and_in_the_table_and_may_be_clipped():
     free, held = (run(wild, clip=c).run() for c in (None, 0.5))
     moved = free.rounds[1]["moved"]
     assert max(free.rounds[0]["moved"]) < 5 < 1e8 < moved[2] and sorted(moved)[1] < 5
-    assert "moved far: client 2 by up to" in table(group(free.lines()))
-    assert "moved far" not in table(group(plain.lines()))
+    assert "moved far: client 2 by up to" in table(records.group(free.lines()))
+    assert "moved far" not in table(records.group(plain.lines()))
     assert held.rounds[1]["clipped"] == [2] and free.rounds[1]["clipped"] == []
     assert float(free.state.server["x"].norm()) > 1e8 > 10 > float(held.state.server["x"].norm())
     assert held.header["clip"] == 0.5
-    assert "the updates of 1 client were clipped" in table(group(held.lines()))
+    assert "the updates of 1 client were clipped" in table(records.group(held.lines()))
 
 
 @pytest.mark.parametrize("name", swept())

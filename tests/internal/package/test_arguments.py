@@ -147,7 +147,7 @@ def test_what_an_annotation_does_not_allow_is_refused(f, given):
 
 # made by pflcore, not by its users
 GIVEN = """Backend Basis Clients ClientGroups Cohort Fit Form History Layout Mix Nearest Objective
-Outcome Packed Partition Personalized Pool Rows Run ServerRule Setup Source State TopK Traits
+Outcome Packed Partition Personalized Pool Rows Run Setup Source State TopK Traits
 apply"""
 
 
