@@ -56,6 +56,7 @@ __all__ = [
     "PflStrategy",
     "client_app",
     "keep_private",
+    "select_multikrum",
 ]
 
 Aggregated = tuple[ArrayRecord | None, MetricRecord | None]

@@ -38,7 +38,7 @@ from pflcore.train import Clients, Net, Setting
 from pflcore.train.random import drawn
 from pflcore.train.workers import one_thread
 
-__all__ = ["Setup", "State", "begin", "step"]
+__all__ = ["Setup", "begin", "step"]
 SMALL = 1 << 22  # weights of all clients that are looked at together: one thread passes through
 # them in a few milliseconds, and waking others takes longer on a busy machine
 BLOCK = 1 << 12  # bytes of a file's blocks: a row may take so many more

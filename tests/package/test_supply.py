@@ -45,7 +45,7 @@ def test_files_are_read_without_running_what_is_in_them():
             loads += 1
         # the one place where something is fetched, through torchvision
         assert not options.get("download") or path.name == "sources.py", where
-    assert loads >= 4  # or this test reads nothing
+    assert loads >= 3  # or this test reads nothing
 
 
 OFFLINE = """

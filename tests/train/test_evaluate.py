@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from parts.path import BODIES, body
 from small import ENGINES, make_setting, near
 
-from pflcore import Clients, Federation, Net, Training, evaluate
+from pflcore import Clients, Federation, Net, Training, evaluate, metrics
 from pflcore.algorithms import FedAvg
-from pflcore.metrics import right
 from pflcore.simulation.round import Setup, begin
 
 SIZES = [1, 300, 7, 125, 126]
@@ -54,7 +53,7 @@ def check(clients, rows):
         near(loss[k], net.criterion(scores, y), 1e-5, 1e-6)
         assert (hits is None) == (data.classes is None)
         if hits is not None:  # exactly: a share of whole samples
-            near(hits[k], right(scores.movedim(1, -1), y).double().mean(), 0, 1e-9)
+            near(hits[k], metrics.right(scores.movedim(1, -1), y).double().mean(), 0, 1e-9)
     return loss
 
 
