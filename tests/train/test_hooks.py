@@ -46,7 +46,6 @@ def custom_loss(net, w, x, y, extra):
 
 
 CASES = golden("fits")  # options of Training, of fit
-CASES["adamw"][0]["betas"] = (0.8, 0.95)
 
 
 def options(given, net, n=3):

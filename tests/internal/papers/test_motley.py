@@ -308,7 +308,7 @@ BAD = """\
 {"options": {"speed": 1}} | options: .*speed
 {"methods": {"A": {"algorithm": "nothing"}}} | method 'A': algorithm: .*nothing
 {"methods": {"A": {"algorithm": "fedavg", "per_client": true}}} | method 'A': .*per_client
-{"methods": {"A": {"algorithm": "fedavg", "options": {"speed": 1}}}} | options: 'A' .*speed
+{"methods": {"A": {"algorithm": "fedavg", "options": {"speed": 1}}}} | method 'A': .*speed
 {"methods": {"A": {"algorithm": "fedavg", "state_of": "B"}}} | method 'A': .*above it.*'B'
 {"settings": {"a": {"protocol": {"kind": "cross-town"}}}} | protocol: .*cross-town
 {"settings": {"a": {"protocol": {"kind": "cross-silo", "train": 3}}}} | protocol of 'a': .*train
