@@ -35,7 +35,7 @@ from pflcore import (
 )
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
-from pflcore.results.pictures import COLOURS, figure_of, lines, tidy
+from pflcore.results._pictures import COLOURS, figure_of, lines, tidy
 
 PAGE = Path("runs/demo/index.html")
 SHAPE = (1, 28, 28)

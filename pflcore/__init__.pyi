@@ -1,6 +1,6 @@
 from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, Stop
 from pflcore.data import Federation
-from pflcore.data.roles import cross_device, cross_silo
+from pflcore.data._roles import cross_device, cross_silo
 from pflcore.interop import Client, Server, pack, personalize, unpack
 from pflcore.ops import __version__ as __version__
 from pflcore.ops import (
@@ -20,10 +20,10 @@ from pflcore.simulation import (
     Simulation,
     for_everyone,
 )
+from pflcore.simulation._evaluate import evaluate
+from pflcore.simulation._personal import Personalized
 from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.evaluate import evaluate
-from pflcore.simulation.personal import Personalized
 from pflcore.simulation.round import step
 from pflcore.train import Clients, Fit, Net, Objective, Training
 from pflcore.tuning import tune

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of
-from pflcore.algorithms.fedavg import FedAvg
-from pflcore.algorithms.protocol import Algorithm, Cohort, Pool, Tensors
+from pflcore.algorithms._fedavg import FedAvg
+from pflcore.algorithms._protocol import Algorithm, Cohort, Pool, Tensors
 from pflcore.check import checked, shown
-from pflcore.data.federation import Federation
-from pflcore.data.roles import held_out
-from pflcore.simulation.accept import Outcome
-from pflcore.simulation.evaluate import evaluate
+from pflcore.data._federation import Federation
+from pflcore.data._roles import held_out
+from pflcore.simulation._accept import Outcome
+from pflcore.simulation._evaluate import evaluate
 from pflcore.simulation.round import Setup, State, begin, flat, step
 from pflcore.train import Clients, Engine, Net, Setting, Training
-from pflcore.train.losses import default_loss
-from pflcore.train.workers import Workers
+from pflcore.train._losses import default_loss
+from pflcore.train._workers import Workers
 
 __all__ = ["check"]
 

@@ -23,20 +23,20 @@ import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of
-from pflcore.algorithms.protocol import Algorithm, Tensors
+from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import Fraction, Model, Seed, Whole, checked, need
-from pflcore.data.roles import Protocol
+from pflcore.data._roles import Protocol
 from pflcore.metrics import Metric, metrics_of
 from pflcore.results.record import plain
 from pflcore.results.table import markdown
 from pflcore.simulation import Simulation
+from pflcore.simulation._describe import digest_of, identity
+from pflcore.simulation._evaluate import evaluate
+from pflcore.simulation._settings import Evaluation, Hardware
 from pflcore.simulation.checkpoint import Checkpoint, load, lock, save
-from pflcore.simulation.describe import digest_of, identity
-from pflcore.simulation.evaluate import evaluate
 from pflcore.simulation.round import Setup, State, flat
-from pflcore.simulation.settings import Evaluation, Hardware
 from pflcore.train import Net, Training
-from pflcore.train.losses import default_loss
+from pflcore.train._losses import default_loss
 
 Grid = Mapping[str, Sequence[Any]]
 ROLES = "cross_silo(data) or cross_device(data), which say what is chosen on what"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.results import pictures
-from pflcore.results.pictures import COLOURS, figure_of, lines, save, tidy
+from pflcore.results import _pictures as pictures
+from pflcore.results._pictures import COLOURS, figure_of, lines, save, tidy
 from pflcore.results.record import Run
 
 Points = Sequence[tuple[float, float]]

@@ -12,7 +12,7 @@ from dataclasses import fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pflcore.algorithms.adaptation import (
+from pflcore.algorithms._adaptation import (
     FedBABU,
     FedBN,
     FedPer,
@@ -23,9 +23,9 @@ from pflcore.algorithms.adaptation import (
     LGFedAvg,
     PerFedAvg,
 )
-from pflcore.algorithms.clusters import ClusteredFL, Ensemble, HypCluster
-from pflcore.algorithms.factorized_waffle import FactorizedWaffle
-from pflcore.algorithms.fedavg import (
+from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
+from pflcore.algorithms._factorized_waffle import FactorizedWaffle
+from pflcore.algorithms._fedavg import (
     MRMTL,
     Ditto,
     FedAdagrad,
@@ -39,8 +39,8 @@ from pflcore.algorithms.fedavg import (
     PFedMe,
     QFedAvg,
 )
-from pflcore.algorithms.mixtures import APFL, L2C, FedALA, FedFomo
-from pflcore.algorithms.protocol import (
+from pflcore.algorithms._mixtures import APFL, L2C, FedALA, FedFomo
+from pflcore.algorithms._protocol import (
     Algorithm,
     Cohort,
     Mix,
@@ -51,8 +51,8 @@ from pflcore.algorithms.protocol import (
     Void,
     apply,
 )
-from pflcore.algorithms.relations import SFL, FedAMP, FedDWA, FedDWAQP, HeurFedAMP, Mocha
-from pflcore.algorithms.waffle import Scaffold, Waffle, WeightErosion
+from pflcore.algorithms._relations import SFL, FedAMP, FedDWA, FedDWAQP, HeurFedAMP, Mocha
+from pflcore.algorithms._waffle import Scaffold, Waffle, WeightErosion
 from pflcore.check import need
 
 ALGORITHMS: dict[str, type[Algorithm]] = {

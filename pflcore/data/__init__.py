@@ -7,14 +7,15 @@ from functools import partial
 from typing import Any
 
 from pflcore.check import Count, Seed32, checked, need, shown
-from pflcore.data import natural, synthetic
-from pflcore.data.federation import Federation, HeldOut
-from pflcore.data.inputs import padded
-from pflcore.data.partition import PARTITIONS as PARTITIONS
-from pflcore.data.partition import options_of, partition
-from pflcore.data.roles import SHARES
-from pflcore.data.sources import SOURCES as SOURCES
-from pflcore.data.sources import Source, load
+from pflcore.data import _natural as natural
+from pflcore.data import _synthetic as synthetic
+from pflcore.data._federation import Federation, HeldOut
+from pflcore.data._inputs import padded
+from pflcore.data._partition import PARTITIONS as PARTITIONS
+from pflcore.data._partition import options_of, partition
+from pflcore.data._roles import SHARES
+from pflcore.data._sources import SOURCES as SOURCES
+from pflcore.data._sources import Source, load
 
 FEDERATIONS: dict[str, Callable[..., Federation]] = {
     **natural.FEDERATIONS,

@@ -41,14 +41,14 @@ from flwr.supercore import log
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.relations import FedDWA
+from pflcore.algorithms._relations import FedDWA
 from pflcore.check import are_names, checked, need
-from pflcore.interop.mixing import Krum, method_of, personalize
-from pflcore.interop.packing import pack
-from pflcore.interop.remote import Client, Form, Server, layout_of
-from pflcore.simulation.personal import Personalized
+from pflcore.interop._mixing import Krum, method_of, personalize
+from pflcore.interop._packing import pack
+from pflcore.interop._remote import Client, Form, Server, layout_of
+from pflcore.simulation._personal import Personalized
 from pflcore.simulation.round import Setup, sample
-from pflcore.train.random import drawn
+from pflcore.train._random import drawn
 
 __all__ = [
     "ExactMultiKrum",

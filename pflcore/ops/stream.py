@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pflcore.check import checked
 
+from ._aggregate import aggregate as aggregate_op
+from ._aggregate import check_aggregate, dtypes
+from ._sqdist import pairwise_sqdist as sqdist_op
 from ._words import expect, matrix, refuse, shape
-from .aggregate import aggregate as aggregate_op
-from .aggregate import check_aggregate, dtypes
-from .sqdist import pairwise_sqdist as sqdist_op
 
 __all__ = ["Files", "aggregate", "pairwise_sqdist"]
 

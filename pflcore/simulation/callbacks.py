@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pflcore.algorithms.protocol import Stop
+from pflcore.algorithms._protocol import Stop
 from pflcore.check import Count, NonNegative, checked, need
 from pflcore.metrics import mean
-from pflcore.results.export import scalars, summary_writer
+from pflcore.results._export import scalars, summary_writer
 
 __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
 Record = dict[str, Any]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pflcore.check import NonNegative, Whole, checked, refuse
 from pflcore.results.record import plain
-from pflcore.simulation.describe import Record, difference, identity
+from pflcore.simulation._describe import Record, difference, identity
 from pflcore.simulation.round import Setup, State, begin, load_state_dict, state_dict
 
 try:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.algorithms.protocol import (
+from pflcore.algorithms._protocol import (
     Algorithm,
     Changes,
     Cohort,
@@ -29,14 +29,14 @@ from pflcore.algorithms.protocol import (
     zero_rows,
 )
 from pflcore.check import Count, Fraction, checked, need, refuse, shown
-from pflcore.data.ragged import onto
+from pflcore.data._ragged import onto
 from pflcore.metrics import human
-from pflcore.simulation.accept import Outcome, Trained, accept, spoilt
-from pflcore.simulation.interrupts import unbroken
-from pflcore.simulation.settings import Robustness
+from pflcore.simulation._accept import Outcome, Trained, accept, spoilt
+from pflcore.simulation._interrupts import unbroken
+from pflcore.simulation._settings import Robustness
 from pflcore.train import Clients, Net, Setting
-from pflcore.train.random import drawn
-from pflcore.train.workers import one_thread
+from pflcore.train._random import drawn
+from pflcore.train._workers import one_thread
 
 __all__ = ["Setup", "begin", "step"]
 SMALL = 1 << 22  # weights of all clients that are looked at together: one thread passes through

@@ -105,8 +105,8 @@ def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
     guide[20:34] = w[20:34]
     want = FedDWA(k=k, search="exact").weights(guide, w)
     assert all(map(torch.equal, FedDWA(k=k, search="groups").weights(guide, w), want))
-    monkeypatch.setattr("pflcore.algorithms.relations.MANY", 40)
-    monkeypatch.setattr("pflcore.algorithms.relations.LONG", long)
+    monkeypatch.setattr("pflcore.algorithms._relations.MANY", 40)
+    monkeypatch.setattr("pflcore.algorithms._relations.LONG", long)
     monkeypatch.setattr(ops, "pairwise_sqdist", None)  # not all pairs
     assert all(map(torch.equal, FedDWA(k=k).weights(guide, w), want))
 

@@ -38,7 +38,7 @@ def pictures(tmp_path, monkeypatch):
     for by a call."""
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as without:
-        without.setattr("pflcore.results.pictures.draw", lambda *_: [])
+        without.setattr("pflcore.results._pictures.draw", lambda *_: [])
         yield without.undo
 
 

@@ -12,10 +12,11 @@ from ugly import randn
 
 import pflcore.nn
 from pflcore import Net
-from pflcore.ops import chain, reference
-from pflcore.ops.sgd import clipped
-from pflcore.train.chain import compiled
-from pflcore.train.losses import CRITERIA
+from pflcore.ops import _chain as chain
+from pflcore.ops import reference
+from pflcore.ops._sgd import clipped
+from pflcore.train._chain import compiled
+from pflcore.train._losses import CRITERIA
 
 # a model's shape of one input, and its layers: a kind, what it takes, its options
 MODELS = json.loads(Path(__file__).with_suffix(".json").read_text())

@@ -76,7 +76,7 @@ def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into(method):
 
 def pairs_taken(monkeypatch, *arguments):
     """How many distances a call takes."""
-    taken, file = [], sys.modules["pflcore.ops.sqdist"]
+    taken, file = [], sys.modules["pflcore.ops._sqdist"]
     op = file._op
 
     def count(a, b, index=None):
@@ -106,7 +106,7 @@ def test_tiles_of_few_rows(method, monkeypatch):
     rows[7] = torch.nan
     want = nearest(guide, rows, 5, method)
     monkeypatch.setattr(stream, "BYTES", 5 * 67 * 4)
-    monkeypatch.setattr(sys.modules["pflcore.ops.nearest"], "PAIRS", 36)
+    monkeypatch.setattr(sys.modules["pflcore.ops._nearest"], "PAIRS", 36)
     for both in ((guide, rows), (guide.numpy(), rows.numpy())):
         got = nearest(*both, 5, method)
         identical(tuple(got), tuple(want))

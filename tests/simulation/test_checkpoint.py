@@ -210,7 +210,7 @@ def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
     whole = make("scaffold", rounds=5).run(noted)
     called = {**PLACES, place: fails(PLACES[place], at, error)}
     monkeypatch.setattr(Scaffold, "update", called["update"])
-    monkeypatch.setattr("pflcore.simulation.loop.evaluate", called["evaluate"])
+    monkeypatch.setattr("pflcore.simulation._loop.evaluate", called["evaluate"])
     run = make("scaffold", rounds=5)
     passed_on = pytest.raises(KeyError) if error is KEY else nullcontext()
     with passed_on:
@@ -251,7 +251,7 @@ def test_runs_for_everyone_go_on_and_are_exported(tmp_path, monkeypatch):
         play(on_round=die, checkpoint=keeper)
     steps = []
     monkeypatch.setattr(
-        "pflcore.simulation.loop.step", lambda *given: steps.append(1) or step(*given)
+        "pflcore.simulation._loop.step", lambda *given: steps.append(1) or step(*given)
     )
     again = play(on_round=lambda t, r, _: played.append((t, r)), checkpoint=keeper)
     assert text_of(again) == text_of(history)

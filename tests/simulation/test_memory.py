@@ -19,7 +19,7 @@ from pflcore.simulation.round import Setup
 
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
     failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
-    monkeypatch.setattr("pflcore.simulation.start.begin", failing)
+    monkeypatch.setattr("pflcore.simulation._start.begin", failing)
     words = r"Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more"
     with sentence(f"{words} .* needs about", MemoryError):
         simulation()
@@ -66,7 +66,7 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
-    monkeypatch.setattr("pflcore.simulation.start.begin", failing)
+    monkeypatch.setattr("pflcore.simulation._start.begin", failing)
     assert command(f"run fedavg {DIGITS} --out p") == 2
     err = capsys.readouterr().err
     assert err.startswith("pflcore: Out of memory before the first round") and err.count("\n") == 1

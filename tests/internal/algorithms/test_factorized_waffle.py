@@ -14,9 +14,9 @@ from small import after, copied
 from small import near as close
 
 from pflcore import evaluate
-from pflcore.algorithms import factorized_waffle as ibp
+from pflcore.algorithms import _factorized_waffle as ibp
 from pflcore.simulation.round import Setup
-from pflcore.train.random import client_seeds, uniforms
+from pflcore.train._random import client_seeds, uniforms
 
 D = torch.float64
 

@@ -8,8 +8,8 @@ from places import golden
 from small import F64, near
 
 from pflcore.algorithms import Stop
-from pflcore.algorithms.adaptation import neighbours
-from pflcore.algorithms.relations import relation
+from pflcore.algorithms._adaptation import neighbours
+from pflcore.algorithms._relations import relation
 
 KERNELS = ("exp", "inverse", "gauss_dim")
 

@@ -11,9 +11,9 @@ from parts.rivals import GOLDEN, close
 from small import images, make_setting, t, tiny_model
 
 from pflcore import Clients, Net, Simulation, Training, ops
-from pflcore.algorithms.clusters import cosines, groups
-from pflcore.algorithms.mixtures import sampled
-from pflcore.algorithms.protocol import squares
+from pflcore.algorithms._clusters import cosines, groups
+from pflcore.algorithms._mixtures import sampled
+from pflcore.algorithms._protocol import squares
 
 # Clustered FL ---------------------------------------------------------------
 

@@ -10,9 +10,9 @@ import pytest
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import Positive
-from pflcore.cli.experiment import Options
-from pflcore.cli.options import comments, of_function, offered, parse
-from pflcore.cli.play import Compared, Output
+from pflcore.cli._experiment import Options
+from pflcore.cli._options import comments, of_function, offered, parse
+from pflcore.cli._play import Compared, Output
 from pflcore.train import Training
 
 pytest.importorskip("tyro")

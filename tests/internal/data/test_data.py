@@ -8,8 +8,8 @@ import torch
 from doors import sentence
 
 from pflcore.data import Federation
-from pflcore.data.partition import _proportions, counts_of
-from pflcore.data.ragged import Ragged
+from pflcore.data._partition import _proportions, counts_of
+from pflcore.data._ragged import Ragged
 
 
 def test_practical2_draws_like_the_released_code():

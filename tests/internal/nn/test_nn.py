@@ -9,8 +9,8 @@ from small import equals
 
 from pflcore import Net
 from pflcore.nn import Dropout
-from pflcore.nn.mode import forward_mode
-from pflcore.ops.chain import mixed, uniform
+from pflcore.nn._mode import forward_mode
+from pflcore.ops._chain import mixed, uniform
 
 
 def mask(seed, layers=1, n=1000, p=0.5):

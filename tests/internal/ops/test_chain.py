@@ -16,9 +16,10 @@ from torch import Tensor
 from ugly import randn, same_for_any_threads
 
 from pflcore import Net, ops
-from pflcore.ops import chain, reference
-from pflcore.train.chain import compiled
-from pflcore.train.losses import CRITERIA
+from pflcore.ops import _chain as chain
+from pflcore.ops import reference
+from pflcore.train._chain import compiled
+from pflcore.train._losses import CRITERIA
 
 every_model = pytest.mark.parametrize("model, criterion", KINDS)
 isa = pytest.mark.usefixtures("isa")
@@ -273,8 +274,8 @@ def test_memory_is_guarded(which, change, words):
 ENDING = """
 import threading
 import torch, torch.nn as nn
-from pflcore.train.chain import compiled
-from pflcore.train.net import Net
+from pflcore.train._chain import compiled
+from pflcore.train._net import Net
 from pflcore.ops import chain
 
 def work():

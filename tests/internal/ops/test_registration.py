@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ugly import randn
 
 from pflcore import ops
+from pflcore.ops import _chain as chain
 from pflcore.ops import _library as library
-from pflcore.ops import chain
 
 DIFFERENTIABLE = {"pairwise_sqdist", "aggregate", "rank1_linear"}
 

@@ -3,7 +3,7 @@
 import numpy as np
 from places import golden
 
-from pflcore.train.random import client_seeds, drawn, seed_of, shuffles, uniforms
+from pflcore.train._random import client_seeds, drawn, seed_of, shuffles, uniforms
 
 
 def test_random_numbers_are_these_on_every_machine():

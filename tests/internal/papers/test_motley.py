@@ -23,7 +23,7 @@ from bench.papers.table import rows_of, verdicts
 from pflcore import Federation, Net, Simulation, Training, cross_device
 from pflcore.algorithms import FedAvg
 from pflcore.data import federation_of
-from pflcore.results.progress import Progress
+from pflcore.results._progress import Progress
 from pflcore.results.record import read
 from pflcore.simulation.round import Setup, begin
 

@@ -18,7 +18,7 @@ from bench.papers import plan as plans
 from bench.papers import run as reproduce
 from pflcore import Net, Simulation, cli
 from pflcore.algorithms import FedAvg
-from pflcore.cli.experiment import algorithm, model_of, partition_of
+from pflcore.cli._experiment import algorithm, model_of, partition_of
 from pflcore.results.record import read
 
 pytest.importorskip("sklearn")

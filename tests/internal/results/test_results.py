@@ -9,8 +9,8 @@ import torch
 from parts.results import N, a_long_run, a_run, line, write
 from parts.user import simulation
 
-from pflcore.results import pictures
-from pflcore.results.export import scalars
+from pflcore.results import _pictures as pictures
+from pflcore.results._export import scalars
 from pflcore.results.record import group, plain, read
 
 

@@ -11,11 +11,11 @@ from small import equals, served, t
 
 from pflcore import ALGORITHMS, FedAvg
 from pflcore.algorithms import Cohort, Traits
-from pflcore.algorithms.fedavg import BLOCK, Defence, defended
+from pflcore.algorithms._fedavg import BLOCK, Defence, defended
 from pflcore.results.record import group
 from pflcore.results.table import table
-from pflcore.simulation.accept import Trained, accept, update_norms
-from pflcore.simulation.settings import STRENGTH, Adversary
+from pflcore.simulation._accept import Trained, accept, update_norms
+from pflcore.simulation._settings import STRENGTH, Adversary
 
 DEFENCES = Defence.__args__
 

@@ -14,9 +14,9 @@ from parts.memory import fails
 from small import equals, layers
 
 from pflcore import cli
-from pflcore.results import pictures
+from pflcore.results import _pictures as pictures
 from pflcore.results.record import Record
-from pflcore.simulation.personal import own_way
+from pflcore.simulation._personal import own_way
 
 # the command line -----------------------------------------------------------
 SMALL = "--data synthetic_linear --n 5 --lr 0.01 --quiet"
@@ -45,7 +45,7 @@ def forks():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork here")
     context = multiprocessing.get_context("forkserver")
-    ours = ["pflcore.cli", "pflcore.cli.experiment", "pflcore.results.table"]
+    ours = ["pflcore.cli", "pflcore.cli._experiment", "pflcore.results.table"]
     context.set_forkserver_preload(["pytest", "tyro", "tqdm", "matplotlib.pyplot", *ours])
     yield context
 
@@ -121,7 +121,7 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
     from pflcore import step as real
 
-    monkeypatch.setattr("pflcore.simulation.loop.step", fails(real, 11, KeyboardInterrupt()))
+    monkeypatch.setattr("pflcore.simulation._loop.step", fails(real, 11, KeyboardInterrupt()))
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 130
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 0
     assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")

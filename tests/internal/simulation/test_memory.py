@@ -6,7 +6,7 @@ import torch
 from parts.memory import fails
 
 from pflcore import ops
-from pflcore.train import memory
+from pflcore.train import _memory as memory
 
 
 def test_other_errors_are_not_it():

@@ -16,14 +16,14 @@ from small import equals, images
 from torch.utils._pytree import tree_leaves
 
 from pflcore import Training
-from pflcore.results.export import rows
+from pflcore.results._export import rows
 from pflcore.results.record import group, plain
 from pflcore.results.table import table
+from pflcore.simulation import _evaluate as evaluation
 from pflcore.simulation import checkpoint
-from pflcore.simulation import evaluate as evaluation
-from pflcore.simulation.everyone import whole
-from pflcore.train import memory
-from pflcore.train.random import drawn
+from pflcore.simulation._everyone import whole
+from pflcore.train import _memory as memory
+from pflcore.train._random import drawn
 
 
 def simulation(name, n=40, **options):

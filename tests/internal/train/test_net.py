@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 
 from pflcore import Net
-from pflcore.nn.mode import context, forward_mode
-from pflcore.train.losses import CRITERIA
+from pflcore.nn._mode import context, forward_mode
+from pflcore.train._losses import CRITERIA
 
 
 class Buffered(nn.Module):

@@ -12,10 +12,12 @@ from small import at_work, equals, fit, images, make_setting
 
 import pflcore
 from pflcore import Net, Training
-from pflcore.train import Engine, clients, engines, prepared
-from pflcore.train.chain import NoChain, compiled, find_chain
-from pflcore.train.choose import trials
-from pflcore.train.losses import CRITERIA, loss_of, squared
+from pflcore.train import Engine, prepared
+from pflcore.train import _clients as clients
+from pflcore.train import _engines as engines
+from pflcore.train._chain import NoChain, compiled, find_chain
+from pflcore.train._choose import trials
+from pflcore.train._losses import CRITERIA, loss_of, squared
 
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):

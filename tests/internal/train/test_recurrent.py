@@ -9,8 +9,8 @@ import torch.nn as nn
 from small import equals
 from ugly import randn
 
-from pflcore.nn.mode import forward_mode
-from pflcore.train.recurrent import write_out
+from pflcore.nn._mode import forward_mode
+from pflcore.train._recurrent import write_out
 
 KINDS = [(nn.GRU, {}), (nn.LSTM, {}), (nn.RNN, {}), (nn.RNN, {"nonlinearity": "relu"})]
 NAMES = ("bidirectional", "bias", "batch_first")
