@@ -6,7 +6,7 @@ from bench.workload import Workload, cohort, federation
 from pflcore import Net
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
 from pflcore.nn.models import model_for
-from pflcore.train import prepared
+from pflcore.train._choose import prepared
 
 CLIENTS = 10
 

@@ -28,7 +28,9 @@ from pflcore.data._roles import held_out
 from pflcore.simulation._accept import Outcome
 from pflcore.simulation._evaluate import evaluate
 from pflcore.simulation.round import Setup, State, begin, flat, step
-from pflcore.train import Clients, Engine, Net, Setting, Training
+from pflcore.train import Clients, Net, Training
+from pflcore.train._clients import Setting
+from pflcore.train._engines import Engine
 from pflcore.train._losses import default_loss
 from pflcore.train._workers import Workers
 

@@ -38,6 +38,8 @@ from pflcore.simulation.round import Setup, State, flat
 from pflcore.train import Net, Training
 from pflcore.train._losses import default_loss
 
+__all__ = ["tune"]
+
 Grid = Mapping[str, Sequence[Any]]
 ROLES = "cross_silo(data) or cross_device(data), which say what is chosen on what"
 Reached = tuple[State, str | None]  # a state after the last round, and why it ended early

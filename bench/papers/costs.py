@@ -17,7 +17,8 @@ from pflcore import Algorithm, Federation, Net, Training, step
 from pflcore.check import Count, checked
 from pflcore.data._roles import held_out
 from pflcore.simulation.round import Setup, begin
-from pflcore.train import Engine, Setting
+from pflcore.train._clients import Setting
+from pflcore.train._engines import Engine
 from pflcore.train._workers import Workers, one_thread
 
 MIB = 2**20

@@ -28,7 +28,7 @@ from pflcore.algorithms._factorized_waffle import FactorizedWaffle, strengths
 from pflcore.algorithms._fedavg import MRMTL
 from pflcore.check import Count, Whole, check, need
 from pflcore.simulation.round import Setup, begin, sample
-from pflcore.train import prepared
+from pflcore.train._choose import prepared
 from pflcore.train._random import OwnDraws
 from pflcore.train._workers import one_thread
 

@@ -29,7 +29,8 @@ from pflcore.algorithms._protocol import (
 from pflcore.check import Count, Fraction, NonNegative, Share, Weighting, Whole
 from pflcore.data._ragged import Ragged, onto
 from pflcore.nn._mode import context
-from pflcore.train import Clients, Net, Objective, Setting
+from pflcore.train import Clients, Net, Objective
+from pflcore.train._clients import Setting
 from pflcore.train._random import client_seeds, shuffles, uniforms
 
 

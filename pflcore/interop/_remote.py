@@ -25,7 +25,8 @@ from pflcore.simulation._accept import Outcome, Trained, accept, finite_rows, ne
 from pflcore.simulation._personal import Personalized, grown, larger
 from pflcore.simulation._settings import Hardware
 from pflcore.simulation.round import begin, check_start, commit, flat, policy, serve, unflat
-from pflcore.train import Clients, Net, Training, prepared
+from pflcore.train import Clients, Net, Training
+from pflcore.train._choose import prepared
 from pflcore.train._losses import Loss, default_loss
 from pflcore.train._memory import ran_out
 from pflcore.train._workers import one_thread

@@ -21,8 +21,11 @@ from pflcore.simulation.round import (
     fresh,
     policy,
 )
-from pflcore.train import Engine, Net, Setting, prepared
+from pflcore.train import Net
 from pflcore.train import _memory as memory
+from pflcore.train._choose import prepared
+from pflcore.train._clients import Setting
+from pflcore.train._engines import Engine
 from pflcore.train._losses import default_loss
 from pflcore.train._random import drawn
 from pflcore.train._workers import Workers

@@ -34,7 +34,8 @@ from pflcore.metrics import human
 from pflcore.simulation._accept import Outcome, Trained, accept, spoilt
 from pflcore.simulation._interrupts import unbroken
 from pflcore.simulation._settings import Robustness
-from pflcore.train import Clients, Net, Setting
+from pflcore.train import Clients, Net
+from pflcore.train._clients import Setting
 from pflcore.train._random import drawn
 from pflcore.train._workers import one_thread
 

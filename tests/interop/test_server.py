@@ -238,7 +238,7 @@ def test_mistakes_at_the_door():
         (lambda: Client("fedavg", model, DATA), "samples: expected those of one client"),
         (
             lambda: clients[0].evaluate(server.download(0, "evaluation"), "night"),
-            "split: this client has no by_hand.sample of 'night'",
+            "split: this client has no sample of 'night'",
         ),
     ]
     for call, words in calls:

@@ -4,11 +4,13 @@ it takes and gives."""
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 
 import pytest
 from places import listed
 
+import pflcore
 from pflcore import Algorithm
 from pflcore.algorithms import ALGORITHMS
 
@@ -49,6 +51,14 @@ PUBLIC |= {("pflcore.algorithms", cls.__name__): cls for cls in ALGORITHMS.value
 @pytest.mark.parametrize("module", LISTED)
 def test_the_list_is_what_a_module_gives(module):
     assert sorted(LISTED[module]) == sorted(importlib.import_module(module).__all__)
+
+
+def test_what_has_no_underscore_is_listed_and_is_little():
+    modules = {m.name for m in pkgutil.walk_packages(pflcore.__path__, "pflcore.")}
+    public = {m for m in modules if not re.search(r"\._|\.lib", m)} | {"pflcore"}
+    assert {module for module, _ in listed()} == public
+    names = {name for _, name in listed()} - {"", "ALGORITHMS", "Algorithm", "FedAvg"}
+    assert len(names) <= 80 and len(pflcore.__all__) <= 40
 
 
 def silent(thing, full, function):

@@ -44,7 +44,7 @@ def test_files_are_read_without_running_what_is_in_them():
             assert options.get(option) is safe, where
             loads += 1
         # the one place where something is fetched, through torchvision
-        assert not options.get("download") or path.name == "sources.py", where
+        assert not options.get("download") or path.name == "_sources.py", where
     assert loads >= 3  # or this test reads nothing
 
 

@@ -12,11 +12,11 @@ from small import at_work, equals, fit, images, make_setting
 
 import pflcore
 from pflcore import Net, Training
-from pflcore.train import Engine, prepared
 from pflcore.train import _clients as clients
 from pflcore.train import _engines as engines
 from pflcore.train._chain import NoChain, compiled, find_chain
-from pflcore.train._choose import trials
+from pflcore.train._choose import prepared, trials
+from pflcore.train._engines import Engine
 from pflcore.train._losses import CRITERIA, loss_of, squared
 
 
