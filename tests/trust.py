@@ -70,6 +70,7 @@ RUNS = {  # what is said of them, and the tests
     "bad inputs": (
         "{passed} wrong arguments and unsafe readers, each answered with one sentence",
         "tests/internal/package/test_arguments.py",
+        "tests/ops/test_laws.py::test_bad_input",
         "tests/cli/test_commands.py::test_bad_input_is_one_sentence_and_leaves_nothing",
         "tests/package/test_supply.py",
     ),

@@ -223,7 +223,7 @@ class Simulation:
             history.models = Models(self.setup, history.state)
         said = [f"stopped early: {history.stopped}"] if history.stopped else history.concerns()
         for what in () if history.interrupted else said:
-            warnings.warn(f"{self.name}, seed {self.seed}, {what}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"{self.name}, seed {self.seed}, {what}", RuntimeWarning, stacklevel=4)
         return history
 
     # checkpoints --------------------------------------------------------------------------------
@@ -258,4 +258,4 @@ class Simulation:
         try:
             store.save_run(keeper.folder, self)
         except OSError as e:
-            warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=5)

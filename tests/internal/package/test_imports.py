@@ -104,3 +104,11 @@ def test_flowers_room_says_what_it_needs():
     )
     said = "pflcore.interop.flower needs Flower; pip install 'pflcore[flower]'."
     assert ran("-c", code).stderr.splitlines()[-1] == f"ImportError: {said}"
+
+
+def test_the_map_names_every_file():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in [p.parent.name for p in PACKAGE.glob("*/__init__.py")]:
+        (row,) = re.findall(rf"^\| `pflcore/{name}/` \| (.*) \|$", text, re.M)
+        files = {p.stem.lstrip("_") for p in (PACKAGE / name).glob("*.py")} - {"init__"}
+        assert {w for w in re.findall(r"`([a-z0-9_]+)`", row) if w != name} == files, name
