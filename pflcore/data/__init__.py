@@ -85,13 +85,18 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         options = {**options, "shift_seed": shift_seed}
     source = load(data, root) if isinstance(data, str) else data
     s = source.sample(train_samples, test_samples, seed)
-    pools = {"x_test": s.x_test, "y_test": s.y_test}
     part = _cut(
         name, s.y_train, n or 10, test_labels=s.y_test, seed=seed, classes=s.classes, **options
     )
     title = " ".join([s.name, name, *cut])  # runs on other cuts are no seeds of one
     return Federation.from_partition(
-        s.x_train, s.y_train, part, **pools, classes=s.classes, name=title
+        s.x_train,
+        s.y_train,
+        part,
+        x_test=s.x_test,
+        y_test=s.y_test,
+        classes=s.classes,
+        name=title,
     )
 
 

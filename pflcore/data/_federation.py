@@ -160,7 +160,7 @@ class Federation(Samples):
         name: str = "data",
     ) -> Self:
         """A training pool x [n, ...], y [n], an optional test pool, and a partition of ``cat(y,
-        y_test)`` as :mod:`pflcore.data._partition` makes them."""
+        y_test)`` as :func:`pflcore.data.partition` makes them."""
         x, y = tensor(x, "x"), target(y, "y")
         if x_test is not None:
             xt, yt = tensor(x_test, "x_test"), target(y_test, "y_test")

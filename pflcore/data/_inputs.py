@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset, default_collate
 
 from pflcore.check import Count, Number, checked, need, refuse
@@ -148,8 +149,7 @@ def padded(
     alike = len({(r.dtype, r.shape[1:], r.dim() > 0) for r in rows}) == 1 and rows[0].dim()
     need(alike, "sequences", "at least one, of one dtype and the same features", sequences)
     size = torch.tensor([len(r) for r in rows])
-    length = int(size.max()) if length is None else length
-    out = rows[0].new_full((len(rows), length, *rows[0].shape[1:]), value)
-    for place, r in zip(out, rows, strict=True):
-        place[: len(r)] = r[:length]
+    length = length or int(size.max())
+    wide = rows[0].new_empty(length, *rows[0].shape[1:])  # so that all are as long
+    out = pad_sequence([*(r[:length] for r in rows), wide], True, value)[:-1]
     return out, torch.arange(length) < size[:, None]
