@@ -138,9 +138,7 @@ class Robustness:
 class Hardware:
     """Where a run is computed; never changes a result beyond rounding."""
 
-    engine: Literal["auto", "chain", "loop", "vmap"] = (
-        "auto"  # "auto": the fastest that the model takes
-    )
+    engine: Literal["auto", "chain", "loop", "vmap"] = "auto"  # auto: the fastest that fits
     workers: Threads | None = None  # never changes a result; None: one for each core
     device: str = "cpu"
     rows: str | Path = "auto"  # the clients' rows: "memory", a folder, or by what fits
