@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 from torch import Tensor
 
 from pflcore.check import NonNegative, Whole, checked, refuse
@@ -124,6 +123,8 @@ def _digest(data: bytes) -> str:
 def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
     """The tensors [...], on the CPU, and the facts of the checkpoint in `folder`. ValueError in one
     sentence where there is none, or where one byte of it is not what was written."""
+    import safetensors.torch
+
     try:
         data = Path(folder, NAME).read_bytes()
     except OSError as e:
@@ -173,6 +174,8 @@ def _sync(path: Path) -> None:
 
 def file_of(tensors: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:
     """A safetensors file. TypeError for a dtype that the format does not have."""
+    import safetensors.torch
+
     try:
         return safetensors.torch.save(
             {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, about

@@ -276,7 +276,7 @@ import threading
 import torch, torch.nn as nn
 from pflcore.train._chain import compiled
 from pflcore.train._net import Net
-from pflcore.ops import chain
+from pflcore.ops import _chain as chain
 
 def work():
     for width in range(50, 1450, 100):  # each model's memory is larger than what the last left
