@@ -184,11 +184,7 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
         torch.testing.assert_close(got[i], setting.net.row(model), rtol=1e-4, atol=1e-6)
 
 
-def test_cross_entropy_is_the_mean_of_the_sequences_means():
-    scores, y = torch.randn(5, 3, STEPS, dtype=torch.float64), torch.randint(3, (5, STEPS))
-    loss = criterion("cross_entropy")
-    y[2, 1:] = IGNORED
-    each = [F.cross_entropy(s[None], t[None]) for s, t in zip(scores, y, strict=True)]
-    torch.testing.assert_close(loss(scores, y), torch.stack(each).mean())
-    y[3] = IGNORED  # a sequence without a step has no loss
-    assert bool(loss(scores, y).isfinite())
+def test_a_sequence_without_a_step_has_no_loss():
+    y = torch.full((2, STEPS), IGNORED)
+    y[0] = 1
+    assert criterion("cross_entropy")(torch.randn(2, 3, STEPS), y).isfinite()

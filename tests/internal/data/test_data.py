@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from doors import sentence
+from places import golden
 
 from pflcore.data import Federation
 from pflcore.data._partition import _proportions, counts_of
@@ -17,12 +18,7 @@ def test_practical2_draws_like_the_released_code():
     code: 60,000 balanced samples."""
     assert counts_of(np.array([[0.105, 0.2, 0.695]]), np.array([10])).tolist() == [[1, 2, 7]]
     totals = np.full(10, 6000)
-    for n, alpha, held, accepted in (
-        (100, 0.07, 3.4, 0.002),
-        (100, 0.1, 4.2, 0.08),
-        (20, 0.07, 4.1, 0.76),
-        (20, 0.1, 5.0, 0.93),
-    ):
+    for n, alpha, held, accepted in golden("partitions")["draws"]:
         rng = np.random.RandomState(0)
         draws = [counts_of(_proportions(totals, n, alpha, True, rng), totals) for _ in range(150)]
         assert all((d.sum(1) == totals).all() for d in draws)
