@@ -12,6 +12,7 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
+from parts.splits import same, sizes
 from parts.user import simulation
 from places import tabled
 from small import equals, with_test
@@ -38,19 +39,11 @@ def small(**change):
     return Federation(**(fields | change))
 
 
-def sizes(fed, split="train"):
-    return fed.size(split).tolist()
-
-
 def many(n, low=2, high=30, seed=0):
     rng = np.random.RandomState(seed)
     return Federation.from_clients(
         [(rng.rand(k, 2), rng.randint(0, 3, k)) for k in rng.randint(low, high, n)], classes=3
     )
-
-
-def same(a, b, split):
-    return all(map(torch.equal, a.index[split], b.index[split]))
 
 
 # -- what it holds -----------------------------------------------------------
@@ -183,7 +176,7 @@ def test_a_data_frame_is_its_columns():
     # row numbers are no inputs
     got = Federation.from_table(frame.set_index(Y + 3), "label", "who")
     equals((got.x, got.y), (want.x, want.y))
-    assert same(got, want, "train")
+    assert same(got, want)
     for names, said in (
         ({"client": "who"}, "y and client: expected two of"),
         ({"y": "label", "client": "u"}, "x: expected columns of numbers .*who"),

@@ -9,6 +9,7 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
+from parts.splits import same, sizes
 from places import golden, tabled
 from small import equals
 
@@ -24,17 +25,9 @@ def labels_with(counts, seed=0):
     return np.random.RandomState(seed).permutation(np.repeat(np.arange(len(counts)), counts))
 
 
-def sizes(part, split="train"):
-    return [len(rows) for rows in part.index[split]]
-
-
 def counts(part, y, split="train"):
     """Samples [N, 10] of each class."""
     return np.array([np.bincount(y[rows], minlength=10) for rows in part.index[split]])
-
-
-def same(a, b, split="train"):
-    return all(map(torch.equal, a.index[split], b.index[split]))
 
 
 def tens(low, high):

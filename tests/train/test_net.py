@@ -190,8 +190,8 @@ class Stem(HeadFirst):
         return super().forward(self.head(x))
 
 
-def played(algorithm, model, rounds=1, **options):
-    return simulation(algorithm, images((16,) * 4), model=model, rounds=rounds, **options)
+def played(algorithm, model, rounds=1):
+    return simulation(algorithm, images((16,) * 4), model=model, rounds=rounds)
 
 
 @pytest.mark.parametrize(

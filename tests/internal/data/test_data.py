@@ -7,6 +7,7 @@ import pytest
 import torch
 from doors import sentence
 from places import golden
+from small import equals
 
 from pflcore.data import Federation
 from pflcore.data._partition import _proportions, counts_of
@@ -27,11 +28,13 @@ def test_practical2_draws_like_the_released_code():
 
 
 def test_lists_of_some_clients_and_of_slices():
-    lists = [[0, 1, 2], [], [7, 5]]
-    ragged = Ragged.of([torch.tensor(rows, dtype=torch.int64) for rows in lists])
-    assert [r.tolist() for r in ragged] == [ragged[i].tolist() for i in range(3)] == lists
-    assert [r.tolist() for r in ragged.take(torch.tensor([2, 0, 1]))] == [[7, 5], [0, 1, 2], []]
-    assert [r.tolist() for r in ragged[1:]] == lists[1:]
+    lists = [torch.arange(3), torch.arange(0), torch.tensor([7, 5])]
+    ragged = Ragged.of(lists)
+    equals([*ragged], lists)
+    for i in (0, 1, -1):
+        equals(ragged[i], lists[i])
+    equals([*ragged.take(torch.tensor([2, 0, 1]))], [lists[2], *lists[:2]])
+    equals([*ragged[1:]], lists[1:])
     with pytest.raises(IndexError):
         ragged[3]
 
