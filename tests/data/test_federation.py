@@ -320,6 +320,15 @@ INDEX = """\
 """
 
 
+LABELS = """\
+{"y": [0.0, 0, 0, 0, 0, 0, 0]} | y: expected int64 labels in 0..2 (classes=None for regression)
+{"classes": 2, "relabel": null} | y: expected int64 labels in 0..1
+{"relabel": [[0, 0], [0, 0]]} | relabel: expected int64 [2, 3]
+{"relabel": [[3, 3, 3], [3, 3, 3]]} | relabel: expected int64 [2, 3], labels in 0..2
+{"classes": null} | relabel: expected int64 [2, 0]
+"""
+
+
 BAD = [  # and the beginning of the sentence
     ({"index": {"train": [torch.zeros(1), torch.ones(1)]}}, "index['train'][0]: expected an int64"),
     ({"x": NAN}, "x: expected finite numbers, also in sample 3, number 1 of client 1's train samp"),
@@ -327,11 +336,6 @@ BAD = [  # and the beginning of the sentence
     ({"x": torch.zeros(6, 2)}, "y: expected a row per row of x, [6, 2] on cpu"),
     ({"x": torch.zeros(7, 2, dtype=torch.uint8)}, "x: expected dense floats or int64 (tokens to"),
     ({"x": np.zeros((7, 2))}, "x: expected a tensor"),
-    ({"y": torch.zeros(7)}, "y: expected int64 labels in 0..2 (classes=None for regression)"),
-    ({"classes": 2, "relabel": None}, "y: expected int64 labels in 0..1"),
-    ({"relabel": torch.zeros(2, 2).long()}, "relabel: expected int64 [2, 3]"),
-    ({"relabel": torch.full((2, 3), 3)}, "relabel: expected int64 [2, 3], labels in 0..2"),
-    ({"classes": None}, "relabel: expected int64 [2, 0]"),
     ({"truth": {"group": torch.zeros(3)}}, "group: expected a row for each of 2 clients"),
     ({"names": ("a",)}, "names: expected a row for each of 2 clients, got ('a',)"),
 ]
@@ -373,6 +377,9 @@ two.subset | {"clients": [0, 0]} | clients: expected ids of clients from 0 to 1,
 two.subset | {"clients": []} | clients: expected ids of clients from 0 to 1, each once
 two.subset | {"clients": [0.9, 1]} | clients: expected ids of clients from 0 to 1, each once
 two.subset | {"clients": [false, true]} | clients: expected ids of clients from 0 to 1, each once
+made.from_table | {"x": [0, 0], "y": [0, 1], "client": [0.5, 1.5]} | client: expected a whole number
+made.from_table | {"x": [0, 0], "y": [0, 1], "client": [null, "a"]} | client: expected a whole
+made.from_table | {"x": [0, 0], "y": [0, 1], "client": [0]} | client: expected a whole number or a
 two.subset | {"clients": 0} | clients: expected ids of clients from 0 to 1, each once
 """
 
@@ -392,14 +399,19 @@ def lists(of):
     return {split: index(*some) for split, some in of.items()}
 
 
+def tensors(change):
+    return {key: torch.tensor(v) if isinstance(v, list) else v for key, v in change.items()}
+
+
 def method(call):
     name, called = call.split(".")
-    return getattr({"small": small(), "two": TWO}[name], called)
+    return getattr({"small": small(), "two": TWO, "made": Federation}[name], called)
 
 
 made, PAIRS = Federation.from_clients, BAD_CLIENTS.replace("PAIR", PAIR)
 REFUSED = [  # what is called, with what
     *((small, {"index": lists(of)}, words) for of, words in tabled(INDEX)),
+    *((small, tensors(change), words) for change, words in tabled(LABELS)),
     *((small, change, words) for change, words in BAD),
     *((method(call), options, words) for call, options, words in tabled(CALLS)),
     *((made, {"clients": listed(c)}, words) for c, words in tabled(PAIRS)),
@@ -413,9 +425,6 @@ def test_bad_input_is_one_sentence(call, options, words):
         call(**options)
 
 
-def test_other_bad_input_is_one_sentence():
-    for ids in ([0.5, 1.5] * 4, [None, "a"] * 4, range(7)):
-        with sentence("client: expected a whole number or a string"):
-            Federation.from_table(X, Y, ids)
+def test_a_pool_that_is_half_there_is_one_sentence():
     with sentence("y_test: expected numbers in one array"):
         Federation.from_partition(X, Y, IID, x_test=X)

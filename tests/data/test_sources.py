@@ -279,7 +279,7 @@ def test_writers_of_emnist_in_tffs_files(tmp_path):
 def csv(at, **files):
     at.mkdir(exist_ok=True)
     for name, text in files.items():
-        (at / f"{name}.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+        (at / f"{name}.csv").write_bytes(text.encode(errors="surrogateescape"))
     return at
 
 
@@ -342,7 +342,7 @@ def test_synthetic_linear_has_its_optimum():
 
 
 def test_synthetic_quadratic_is_that_quadratic():
-    a, b = torch.tensor([[1.0, 3.0], [2.0, 0.5]]), torch.tensor([[1.0, -1.0], [0.0, 4.0]])
+    a, b = torch.rand(2, 2), torch.randn(2, 2)
     fed = synthetic_quadratic(a, b)
     for w in (torch.zeros(2), torch.tensor([2.0, -5.0])):
         for i in range(2):
@@ -415,6 +415,7 @@ def test_missing_packages_name_the_extra(monkeypatch, tmp_path):
 
 BROKEN = r"""{"a": "a,b\n"} | OSError | a.csv: expected rows of numbers in UTF-8, all of one length
 {"a": "1,2\n3\n"} | OSError | a.csv: expected rows of numbers in UTF-8
+{"a": "\udce9,y\n1,2\n"} | OSError | a.csv: expected rows of numbers in UTF-8
 {"a": ",2.5,0\n1,2.5,0\n"} | OSError | a.csv: expected rows of numbers
 {"a": "1\n"} | ValueError | target: expected one of the columns
 {"a": "1,nan\n"} | ValueError | y: expected finite numbers
@@ -447,8 +448,6 @@ def test_broken_files(tmp_path):
     at = tmp_path / "csv"
     for files, error, said in tabled(BROKEN):
         sentence(getattr(builtins, error), lambda files=files: folder(csv(at, **files)), said)
-    latin = csv(at, a=b"\xe9,y\n1,2\n")
-    sentence(OSError, lambda: folder(latin), "a.csv: expected rows of numbers in UTF-8")
     csv(at, a="1,2\n", b="1,2\n")
     sentence(ValueError, lambda: folder(at, target="z"), "target: expected one", "got 'z'")
     for arrays in ({"u": [1]}, {"x": [[1.0]], "y": ["cat"]}, None):

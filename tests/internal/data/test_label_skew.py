@@ -22,8 +22,10 @@ def test_subpopulations():
     assert table.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
 
 
-HEAD = {"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1]}
-HEAD |= {"training": {"epochs": 1}, "takes_part": 1}
+HEAD = json.loads("""{
+"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1],
+"training": {"epochs": 1}, "takes_part": 1
+}""")
 
 
 def run(*values, measure="accuracy"):
