@@ -215,9 +215,9 @@ def padded(x: Tensor, module: nn.Module) -> Tensor:
     samples that were drawn may have none."""
     for m in module.modules():
         padding = m.padding_idx if isinstance(m, nn.Embedding) else None
-        if padding is not None and not x.is_floating_point() and x.dim() > 1:
+        if padding is not None and not x.is_floating_point():
             x = x.clone()
-            x[::2, ..., -1] = padding
+            x.view(len(x), -1)[::2, -1] = padding
     return x
 
 

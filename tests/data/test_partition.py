@@ -9,6 +9,7 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
+from parts.splits import same, sizes
 from places import golden, tabled
 from small import equals
 
@@ -24,17 +25,9 @@ def labels_with(counts, seed=0):
     return np.random.RandomState(seed).permutation(np.repeat(np.arange(len(counts)), counts))
 
 
-def sizes(part, split="train"):
-    return [len(rows) for rows in part.index[split]]
-
-
 def counts(part, y, split="train"):
     """Samples [N, 10] of each class."""
     return np.array([np.bincount(y[rows], minlength=10) for rows in part.index[split]])
-
-
-def same(a, b, split="train"):
-    return all(map(torch.equal, a.index[split], b.index[split]))
 
 
 def tens(low, high):
@@ -205,10 +198,9 @@ def test_dominant_classes_of_a_group_are_four_fifths_of_its_data():
     y = labels_with([2000] * 10)
     part = partition("practical1", y, 20, seed=2)
     assert part.group.tolist() == [i // 5 for i in range(20)] and not part.facts
-    dominant = [[0, 1, 2], [2, 3, 4], [5, 6, 7], [7, 8, 9]]  # the released code's
     for i, row in enumerate(counts(part, y)):
         # 80 % and their part of the common 20 %
-        assert row.sum() == 1000 and row[dominant[i // 5]].sum() > 800
+        assert row.sum() == 1000 and row[GOLDEN["dominant"][i // 5]].sum() > 800
     mnist = partition("practical1", labels_with(MNIST), 20)  # runs dry, and says so
     assert sizes(mnist) == [3000] * 20 and mnist.facts["train samples of other classes"] > 0
 
@@ -245,7 +237,7 @@ def test_multimodal_is_two_populations_with_equal_shards():
     assert all((SORTED[r] % 2 == (i < 100)).all() for i, r in enumerate(rows))  # 5421 // 40 a shard
     assert part.facts == {"unused train samples": 27600}
     y = np.repeat(np.arange(10), 6000)
-    for name, few in (("fashion_mnist", [0, 5, 6, 7, 9]), ("cifar10", [0, 1, 8, 9])):
+    for name, few in GOLDEN["minority"].items():
         rows = whole(partition("multimodal", y, 110, minority=name))
         assert np.unique(y[torch.cat(rows[90:])]).tolist() == few
     data = federation_of("digits", "multimodal", 12, minority_clients=2)

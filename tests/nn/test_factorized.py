@@ -1,5 +1,4 @@
-"""Factorized layers against their dense twins, in models, rows, engines and the written-out
-gradient; initial scales; `factorize`."""
+"""Factorized layers against their dense twins; initial scales; `factorize`."""
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from ugly import randn
 
 from pflcore import Net
 from pflcore.nn import FactorizedConv2d, FactorizedLinear, factorize
-from pflcore.nn.models import model_for
 
 D = torch.float64
 
@@ -54,23 +52,6 @@ def is_its_twin(layer, x, twin):
         near(g, h, 1e-11, 1e-10)
 
 
-@pytest.mark.parametrize("outputs, inputs", [(5, 7), (7, 5), (6, 6)])
-def test_as_many_factors_as_the_smaller_side_can_be_any_layer(outputs, inputs):
-    dense = randn(1, outputs, inputs)
-    u, s, v = torch.linalg.svd(dense, full_matrices=False)
-    layer = FactorizedLinear(inputs, outputs, min(outputs, inputs), dtype=D)
-    layer.w_a.data, layer.strength.data, layer.w_b.data = u, s, v
-    near(layer.weight.detach(), dense, 1e-12, 1e-12)
-
-
-def test_rows_under_vmap():
-    net = Net(lambda: factorize(model_for("fmnist_cnn", (1, 8, 8), 3).double(), 6))
-    rows = torch.stack([net.init(i) for i in range(3)])
-    x, y = randn(1, 3, 2, 1, 8, 8), torch.tensor([[0, 1], [2, 0], [1, 1]])
-    alone = [net.loss(*each) for each in zip(rows, x, y, strict=True)]
-    near(torch.vmap(net.loss)(rows, x, y), torch.stack(alone), 1e-12, 1e-12)
-
-
 # -- initial values ----------------------------------------------------------
 
 
@@ -105,18 +86,11 @@ def test_what_is_replaced():
     assert made[5].weight is not plain[5].weight
     equals([*plain.parameters()], before)
     equals(factorize(made)[1].w_a, made[1].w_a)  # factorized layers stay
+    assert not torch.equal(*map(Net(made).init, (1, 2)))  # drawn anew
     named = factorize(plain, 2, head="1")
     assert type(named[1]) is nn.Linear and isinstance(named[5], FactorizedLinear)
     with pytest.raises(ValueError, match=r"^module: the convolution 0 has groups"):
         factorize(layers("Conv2d 4 4 3 1 0 1 2, Flatten, Linear 4 2"))
-
-
-def test_a_factorized_model_is_a_model():
-    net = Net(lambda: factorize(model(), 4), seed=3)
-    equals(net.init(3), net.w0)
-    assert not torch.equal(net.init(4), net.w0)
-    from_module = Net(factorize(model(), 4))
-    assert not torch.equal(from_module.init(1), from_module.init(2))
 
 
 def test_a_layer_that_is_called_twice_stays_one():

@@ -19,21 +19,10 @@ from pflcore.results.table import table
 
 
 # records --------------------------------------------------------------------
-def test_a_record_comes_back(tmp_path):
-    path = write(tmp_path / "deep" / "record.jsonl", a_run())
-    assert not path.with_suffix(".arrays").exists()  # short lists stay in the line
-    (run,) = read(path)
-    assert (run.algorithm, run.target, len(run.rounds), run.stopped) == ("waffle", 1, 12, None)
-    rounds, mean = run.curve()
-    assert rounds == list(range(1, 13)) and mean[-1] == pytest.approx(0.27)
-    assert run.curve(client=3)[1][0] == pytest.approx(0.31)
-    assert run.sent()[-1] == 12 * 1024 and run.weights()[1][0].tolist() == [0.25] * 4
-
-
 def test_numbers_that_are_not_finite_are_strict_json(tmp_path):
     odd = line(1, [0.5, math.nan, math.inf, None], train_loss=math.nan)
     odd["eval"] |= {"rmse": [1.0, math.inf, 2.0, 3.0]}
-    path = write(tmp_path / "r.jsonl", [{"header": {"f": math.sqrt}}, odd])
+    path = write(tmp_path / "deep" / "r.jsonl", [{"header": {"f": math.sqrt}}, odd])
     for text in path.read_text().splitlines():
         json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     (run,) = read(path)
@@ -109,7 +98,7 @@ def test_long_lists_come_back_as_they_were(tmp_path):
     (run,) = read(write(tmp_path / "record.jsonl", a_long_run()))
     head, first, _ = a_long_run()
     got = run.rounds[1]
-    assert run.header == head["header"] and all(type(i) is int for i in got["cohort"][:3])
+    assert run.header == head["header"]
     assert all(got[k] == first[k] for k in ("cohort", "moved", "dropped"))
     assert got["eval"]["loss"] == [None if v != v else v for v in first["eval"]["loss"]]
     report = first["report"]
@@ -134,20 +123,22 @@ def tell(*runs, **how):
     return table(records.group([one for lines in runs for one in lines]), **how)
 
 
+ONE = r"""best\* | 27.00
+final | 27.00
+mean of last 10 | 22.50
+client 1: best\* | 22.00
+client 1: mean of last 10 | 17.50
+std over clients | 11.18
+worst decile | 12.00
+bytes sent | 12.0 KiB
+note | """
+
+
 def test_the_table_of_one_run():
     text = tell(a_run())
-    want = {
-        "best\\*": "27.00",
-        "final": "27.00",
-        "mean of last 10": "22.50",
-        "client 1: best\\*": "22.00",
-        "client 1: mean of last 10": "17.50",
-        "std over clients": "11.18",
-        "worst decile": "12.00",
-        "bytes sent": "12.0 KiB",
-        "note": "",
-    }
-    assert want.items() <= cells(text, "waffle").items()
+    for row in ONE.splitlines():
+        column, value = row.split(" | ")
+        assert cells(text, "waffle")[column] == value
     assert "selected on test data" in text and "digits, 4 clients, 12 rounds" in text
     cut = a_run(eval_split="val")
     cut[0]["header"]["rounds"] = 150
@@ -263,26 +254,25 @@ def test_a_diverged_client_never_improves_a_table(tmp_path):
 # histories ------------------------------------------------------------------
 
 
-def played(seed, data=0, model="Linear 6 4, ReLU", **options):
-    run = simulation(data=images(seed=data), model=layers(model), rounds=1, seed=seed, **options)
+def played(seed, data=0, model="Linear 6 4, ReLU", smoothing=0.1, **options):
+    options |= {"loss": nn.CrossEntropyLoss(label_smoothing=smoothing), "seed": seed}
+    run = simulation(data=images(seed=data), model=layers(model), rounds=1, **options)
     return run.run().lines()
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {},
-        {"data": 1},
-        {"clients": [0]},
-        {"evaluated": [0]},
-        {"model": "Linear 6 4, Tanh"},
-        {"loss": nn.CrossEntropyLoss(label_smoothing=0.3)},
-    ],
-)
+OTHERS = """\
+{}
+{"data": 1}
+{"clients": [0]}
+{"evaluated": [0]}
+{"model": "Linear 6 4, Tanh"}
+{"smoothing": 0.3}
+"""
+
+
+@pytest.mark.parametrize(["other"], tabled(OTHERS))
 def test_other_data_clients_or_losses_are_no_other_seeds_of_one_run(other):
-    loss = {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}
-    alone = "over 2 seeds" in tell(played(0, **loss), played(1, **loss | other))
-    assert alone is (not other)
+    assert ("over 2 seeds" in tell(played(0), played(1, **other))) is (not other)
 
 
 def test_a_history_as_a_table(tmp_path):

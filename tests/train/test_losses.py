@@ -72,7 +72,8 @@ def test_no_loss_spreads_a_column_of_scores(loss, model):
     [
         lambda s, y: ((s[:, 0] - y) ** 2).mean(),
         lambda s, y: ((s.view(y.shape) - y) ** 2).mean(),
-        *(F.mse_loss, nn.MSELoss(reduction="mean")),
+        F.mse_loss,
+        nn.MSELoss(reduction="mean"),
     ],
 )
 def test_a_loss_that_brings_them_together_itself_is_taken(loss):
@@ -207,7 +208,9 @@ def test_a_loss_is_a_name_a_function_or_a_module():
     want, name = played()
     assert name == "cross_entropy"
     for loss in (
-        *("cross_entropy", F.cross_entropy, nn.CrossEntropyLoss()),
+        "cross_entropy",
+        F.cross_entropy,
+        nn.CrossEntropyLoss(),
         lambda scores, y: F.cross_entropy(scores, y),
     ):
         assert torch.allclose(played(loss)[0], want, rtol=1e-5)

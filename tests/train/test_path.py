@@ -54,6 +54,10 @@ def tokens():
     return layers("Embedding 5 6 0, Flatten, Linear 42 4")
 
 
+def token():
+    return layers("Embedding 5 6 0, Linear 6 4")
+
+
 def projected():
     return Rnn(lambda i, o, **options: nn.LSTM(i, 9, proj_size=o, **options))
 
@@ -64,6 +68,7 @@ def projected():
         (projected, federation((7, 6)), "with an LSTM"),
         # a padding row is not trained
         (tokens, federation((7,), tokens=True), "its gradient is another in training mode"),
+        (token, federation((), tokens=True), "its gradient is another in training mode"),
     ],
 )
 def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(build, data, why):
