@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from doors import sentence
+from places import tabled
 from torch import nn
 
 from pflcore import pairwise_sqdist
@@ -161,19 +162,9 @@ NONE = "states: expected LoRA's lora_A and lora_B"
 BAD = [
     ([GOOD], [], "scale: expected one for all clients, or one for each of .0."),
     ([GOOD], [{}], f"scale: expected one for {NAMES[0]} of every client, got 'none of .0.'"),
-    ([GOOD, adapter(1, 2, more=GOOD[PLAIN[0]])], scale_of(2), "client 1: expected an adapter of"),
     ([GOOD | {"m.q.lora_E": torch.ones(2)}], scale_of(2), NONE),  # AdaLoRA
     ([{"m.q.hada_w1_a": torch.ones(2, 2)}], scale_of(2), NONE),  # LoHa
     ([{"m.q.lora_A.weight": torch.ones(2, 2)}], scale_of(2), NONE),
-    *(
-        ([GOOD, adapter(1, 2, **{name: tensor})], scale_of(2), words)
-        for name, tensor, words in (
-            ("m.q.lora_B.weight", torch.ones(9, 2), "m.q.lora_A.weight: .*, got .client 1's"),
-            ("m.q.lora_B.weight", torch.ones(10, 2) / 0, "m.q.lora_A.weight: expected finite"),
-            (PLAIN[2], torch.ones(4, 10), f"client 1: {PLAIN[2]}: expected finite .* .3, 10."),
-            (PLAIN[2], torch.ones(3, 10) / 0, f"client 1: {PLAIN[2]}: expected finite"),
-        )
-    ),
 ]
 
 
@@ -181,6 +172,22 @@ BAD = [
 def test_bad_adapters_are_one_sentence(states, scale, words):
     with sentence(words):
         lowrank.pack(states, scale)
+
+
+# a tensor of client 1, of one value
+OTHER = """\
+more | [10] | 1 | client 1: expected an adapter of
+m.q.lora_B.weight | [9, 2] | 1 | m.q.lora_A.weight: .*, got .client 1's
+m.q.lora_B.weight | [10, 2] | Infinity | m.q.lora_A.weight: expected finite
+m.classifier.weight | [4, 10] | 1 | client 1: m.classifier.weight: expected finite .* .3, 10.
+m.classifier.weight | [3, 10] | Infinity | client 1: m.classifier.weight: expected finite
+"""
+
+
+@pytest.mark.parametrize("name, shape, value, words", tabled(OTHER))
+def test_an_adapter_unlike_the_first_is_named(name, shape, value, words):
+    with sentence(words):
+        lowrank.pack([GOOD, adapter(1, 2, **{name: torch.full(shape, value)})], scale_of(2))
 
 
 def test_what_cannot_be_lifted_mixed_or_unpacked():

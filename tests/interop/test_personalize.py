@@ -8,11 +8,11 @@ import torch
 from doors import sentence
 from methods import Ensemble
 from places import tabled
-from small import images, layers, near, some
+from small import Line, layers, near, some
 from torch import nn
 from ugly import randn
 
-from pflcore import Net, Simulation, pairwise_sqdist, personalize
+from pflcore import Net, pairwise_sqdist, personalize
 from pflcore.algorithms import ALGORITHMS, apply
 
 N, P = 7, 15
@@ -217,12 +217,4 @@ def test_unknown_options_are_named(method):
 
 def test_an_ensemble_starts_where_fedavg_does():
     """A model that starts at zero does so in each of the k runs."""
-
-    def at_zero():
-        model = nn.Linear(6, 4)
-        for p in model.parameters():
-            nn.init.zeros_(p)
-        return model
-
-    run = Simulation(Ensemble(k=3), at_zero, images((8,) * 4), rounds=1)
-    assert not run.state.server["x"].any()
+    assert not Ensemble(k=3).starts(Net(Line)).any()

@@ -1,6 +1,5 @@
 """Attacks on uploads: golden numbers, and whether they find what is there and nothing else."""
 
-import json
 import re
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 import torch.nn as nn
 from doors import sentence, strengths
 from methods import FactorizedWaffle
-from places import golden
+from places import golden, tabled
 from small import near
 
 from bench.papers import privacy
@@ -89,12 +88,11 @@ fedavg | 0.3 | {"shadows": -1} | shadows: expected a whole number
 """
 
 
-@pytest.mark.parametrize("line", REFUSED.splitlines())
-def test_what_cannot_be_attacked_is_one_sentence(line):
-    name, lr, size, words = line.split(" | ")
+@pytest.mark.parametrize("name, lr, size, words", tabled(REFUSED))
+def test_what_cannot_be_attacked_is_one_sentence(name, lr, size, words):
     with sentence(re.escape(words)):
-        how = privacy.Played(**{"clients": 2, "samples": 9, "workers": 1} | json.loads(size))
-        args = model, noise(210), 3, Training(lr=float(lr), batch_size=10)
+        how = privacy.Played(**{"clients": 2, "samples": 9, "workers": 1} | size)
+        args = model, noise(210), 3, Training(lr=lr, batch_size=10)
         privacy.membership(ALGORITHMS[name](), *args, how)
 
 
