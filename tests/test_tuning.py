@@ -11,8 +11,7 @@ from methods import FineTune, KnnPer
 from parts.memory import fails
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
 from places import tabled
-from small import equals, make_setting
-from torch import nn
+from small import equals, layers, make_setting
 
 from pflcore import (
     Evaluation,
@@ -37,7 +36,7 @@ def regression():
     """Labels as numbers, and a model for them."""
     p = PROTOCOLS["silo"]()
     data = replace(p.data, y=p.data.y.float(), classes=None)
-    return replace(p, data=data), Net(lambda: nn.Linear(4, 1), "squared")
+    return replace(p, data=data), Net(lambda: layers("Linear 4 1"), "squared")
 
 
 def search(alg="fedavg", grid=None, rounds=1, p=None, net=None, training=TRAINING, **options):
@@ -208,15 +207,15 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
 
 
 def test_results_of_other_searches_are_not_used_again(tmp_path):
-    def net(act=nn.ReLU, seed=0):
-        return Net(lambda: nn.Sequential(nn.Linear(4, 5), act(), nn.Linear(5, 3)), seed=seed)
+    def net(act="ReLU", seed=0):
+        return Net(lambda: layers(f"Linear 4 5, {act}, Linear 5 3"), seed=seed)
 
     data, grid, once = federation(relabel=True), {"server_lr": [0.1]}, {"folder": tmp_path}
     search("fedavg", grid, 1, cross_silo(data), net(), **once)
     for other, *how in (
         (replace(data, x=data.x + 1), net()),
         (replace(data, relabel=None), net()),
-        (data, net(nn.Sigmoid)),
+        (data, net("Sigmoid")),
         (data, net(seed=1)),
         (data, net(), replace(TRAINING, lr=0.2)),
     ):

@@ -256,7 +256,7 @@ OTHERS = [
     ([{"w": torch.ones(2).to_sparse()}], "client 0: 'w': expected a dense tensor with values"),
     ([nn.LazyLinear(3)], "client 0: 'weight': expected a dense tensor with values"),
     ([[np.array(["a"])]], "client 0: '0': expected a whole array in a dtype .* got <U1"),
-    (nn.Sequential(nn.Linear(2, 2)), "uploads: expected rows"),
+    (layers("Linear 2 2"), "uploads: expected rows"),
 ]
 
 

@@ -4,11 +4,10 @@ import re
 
 import pytest
 import torch
-import torch.nn as nn
 from doors import sentence, strengths
 from methods import FactorizedWaffle
 from places import golden, tabled
-from small import near
+from small import layers, near
 
 from bench.papers import privacy
 from pflcore import Federation, Net, Training
@@ -25,7 +24,7 @@ def noise(n, d=12, classes=3, seed=0):
 
 
 def model():
-    return nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 3))
+    return layers("Linear 12 40, ReLU, Linear 40 3")
 
 
 def federation(n=2, m=30):
@@ -189,14 +188,14 @@ def test_a_class_that_the_shadows_hardly_know():
 
 
 def test_model_inversion_step_by_step():
-    w = torch.tensor([[0.5, -0.3, 0.2], [-0.4, 0.6, 0.1]], dtype=D)
-    bias = torch.tensor([0.1, -0.2], dtype=D)
+    hand = golden("inversion")
+    w, bias = (torch.tensor(hand[k], dtype=D) for k in ("weight", "bias"))
 
     def scores(x):
         return x @ w.T + bias
 
     begin = torch.zeros(1, 3, dtype=D), torch.tensor([1])
-    for steps, want in enumerate(golden("inversion")["steps"]):
+    for steps, want in enumerate(hand["steps"]):
         got = privacy.invert(scores, *begin, steps=steps)
         for value, one in zip(got, want, strict=False):
             near(value[0], one, rtol=1e-7, atol=5e-10)

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn as nn
 from doors import sentence
 from methods import L2C, FedDWA, FedFomo, Mocha
 from places import ROOT, tabled
+from small import layers
 
 from bench.papers import costs, figures, runs
 from bench.papers import plan as plans
@@ -232,8 +232,7 @@ def test_the_list_names_every_plan_and_its_data(capsys):
 
 def test_costs_are_those_of_the_papers_table():
     """2, 3 and 1 + M, 1 + N models; looking ahead doubles the work."""
-    head = (nn.Flatten(), nn.Linear(144, 300), nn.ReLU(), nn.Linear(300, 5))
-    net = Net(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), *head))
+    net = Net(layers("Conv2d 1 4 3, ReLU, Flatten, Linear 144 300, ReLU, Linear 300 5"))
     algorithms = (FedAvg(), FedDWA(), FedFomo(m=3), L2C(), Mocha(outer=1))
     found = [costs.cost(a, net, (1, 8, 8), 5, n=7, samples=100, batch_size=8) for a in algorithms]
     avg, dwa, fomo, l2c, mocha = found
