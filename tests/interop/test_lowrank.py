@@ -118,8 +118,8 @@ def alike(got, want, scale):
         near(dense(other, c), dense(one, c))
 
 
-def halved(t):
-    return t.bfloat16() if t.is_floating_point() else t
+def halved(state):
+    return {k: v.bfloat16() if v.is_floating_point() else v for k, v in state.items()}
 
 
 # the last one's is beyond what the factors of a layer of 12 inputs span
@@ -134,12 +134,12 @@ def test_adapters_of_different_ranks_are_packed_and_come_back(ranks):
     assert max(lost) < 1e-24
     alike(back, states, scale)
     # by id and in half precision
-    named = {c: {k: halved(v) for k, v in s.items()} for c, s in zip("ba", states, strict=False)}
-    back, _ = lowrank.unpack(*lowrank.pack(named, dict(zip("ba", scale, strict=False))))
+    named, its = {"b": halved(states[0]), "a": halved(states[1])}, {"b": scale[0], "a": scale[1]}
+    back, _ = lowrank.unpack(*lowrank.pack(named, its))
     assert list(back) == ["b", "a"]
-    for c, its in zip("ba", scale, strict=False):
-        assert all(v.dtype == named[c][k].dtype for k, v in back[c].items())
-        near(dense(back[c], its), dense(named[c], its), rtol=0.05, atol=0.3)
+    for c, state in named.items():
+        assert all(v.dtype == state[k].dtype for k, v in back[c].items())
+        near(dense(back[c], its[c]), dense(state, its[c]), rtol=0.05, atol=0.3)
 
 
 def test_mixes_of_some_are_those_of_all():

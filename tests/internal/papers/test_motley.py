@@ -202,11 +202,8 @@ def test_a_run_that_diverged_is_over_and_one_that_broke_is_not(tmp_path, monkeyp
     _, rows, _ = played(plan, tmp_path)
     assert all(r["stopped"] for r in rows.values())
     assert "rounds: The run diverged" in (tmp_path / "table.md").read_text()
-    calls = []
-    monkeypatch.setattr(Simulation, "run", lambda self, *a: calls.append(self.name))
-    played(plan, tmp_path)
-    assert not calls
     monkeypatch.setattr(Simulation, "run", lambda self, on_round: 1 / 0)
+    played(plan, tmp_path)  # nothing is run again
     with pytest.raises(ZeroDivisionError):
         played(some(SILO, "Local"), tmp_path / "broken")
     run = read(tmp_path / "broken")[0]

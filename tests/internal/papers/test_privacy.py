@@ -17,20 +17,19 @@ from pflcore.nn import factorize
 D = torch.float64
 
 
-def noise(n, d=12, classes=3, seed=0):
+def noise(n):
     """Inputs whose labels mean nothing: what a model knows of them it has learned by heart."""
-    gen = torch.Generator().manual_seed(seed)
-    return torch.randn(n, d, generator=gen), torch.randint(0, classes, (n,), generator=gen)
+    gen = torch.Generator().manual_seed(0)
+    return torch.randn(n, 12, generator=gen), torch.randint(0, 3, (n,), generator=gen)
 
 
 def model():
     return layers("Linear 12 40, ReLU, Linear 40 3")
 
 
-def federation(n=2, m=30):
-    x, y = noise(2 * n * m)
-    index = list(torch.arange(2 * n * m).split(m))
-    return Federation(x, y, {"train": index[:n], "test": index[n:]}, 3)
+def federation():
+    index = list(torch.arange(120).split(30))
+    return Federation(*noise(120), {"train": index[:2], "test": index[2:]}, 3)
 
 
 # -- measures ----------------------------------------------------------------
@@ -132,15 +131,15 @@ def test_an_update_betrays_the_factors_that_were_used():
 # -- membership --------------------------------------------------------------
 
 
-def attack(algorithm, rounds, lr):
+def attack(rounds, lr):
     t = Training(lr=lr, batch_size=10, epochs=10)
     how = privacy.Played(2, 40, rounds, shadows=2, ratios=6, workers=1)
-    found = privacy.membership(algorithm, model, noise(2000), 3, t, how).verdicts
+    found = privacy.membership(ALGORITHMS["fedavg"](), model, noise(2000), 3, t, how).verdicts
     return {(v.view, v.attack): v for v in found}
 
 
 def test_members_of_an_overfitted_model_are_found():
-    found = attack(ALGORITHMS["fedavg"](), 5, 0.3)
+    found = attack(5, 0.3)
     assert set(found) == {("upload", "shadow models"), ("upload", "LiRA")}
     for verdict in found.values():
         assert verdict.train > 0.9 and verdict.test < 0.6
@@ -149,7 +148,7 @@ def test_members_of_an_overfitted_model_are_found():
 
 
 def test_a_model_that_learned_nothing_gives_nothing_away():
-    for verdict in attack(ALGORITHMS["fedavg"](), 1, 1e-6).values():
+    for verdict in attack(1, 1e-6).values():
         low, high = verdict.interval["auc"]
         assert low - 0.02 < 0.5 < high + 0.02 and abs(verdict.value["accuracy"] - 0.5) < 0.15
 
