@@ -8,10 +8,10 @@ import pytest
 import torch
 from doors import sentence
 from methods import FineTune, KnnPer
+from parts.memory import fails
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
 from places import tabled
-from small import equals, images, make_setting, tiny_model
-from torch import nn
+from small import equals, layers, make_setting
 
 from pflcore import (
     Evaluation,
@@ -32,9 +32,11 @@ from pflcore.simulation.checkpoint import load
 from pflcore.simulation.round import Setup, begin
 
 
-def regression(p):
-    """Labels as numbers."""
-    return replace(p, data=replace(p.data, y=p.data.y.float(), classes=None, relabel=None))
+def regression():
+    """Labels as numbers, and a model for them."""
+    p = PROTOCOLS["silo"]()
+    data = replace(p.data, y=p.data.y.float(), classes=None)
+    return replace(p, data=data), Net(lambda: layers("Linear 4 1"), "squared")
 
 
 def search(alg="fedavg", grid=None, rounds=1, p=None, net=None, training=TRAINING, **options):
@@ -71,40 +73,31 @@ def test_cross_device_roles_and_halves():
 
 
 def test_cross_silo_sizes_and_what_blind_hides():
-    p = cross_silo(federation(size=22))
-    # ceil(3.3), ceil(18 * .15 / .85)
-    assert (p.data.size("test")[0], p.data.size("val")[0], p.data.size("train")[0]) == (4, 4, 14)
-    equals((p.train, p.train), (torch.arange(12), p.report))
+    """A client of one sample does not stop the others."""
+    parts = [(torch.randn(m, 4), torch.arange(m) % 3) for m in (1, 2, 20, 22)]
+    p = cross_silo(Federation.from_clients(parts, classes=3))
+    # of 22: ceil(3.3), ceil(18 * .15 / .85)
+    sizes = [p.data.size(s).tolist() for s in ("train", "val", "test")]
+    assert sizes == [[1, 1, 14, 14], [0, 0, 3, 4], [0, 1, 3, 4]]
+    assert "clients without val samples: 2" in p.data.summary()
+    equals((p.train, p.train), (torch.arange(4), p.report))
     assert p.blind.splits == ("train", "val") and cross_silo(p.data).data is p.data
     setup = Setup(FedAvg(), make_setting(model(), p.blind, TRAINING, 1))
     with sentence(".*test"):
-        evaluate(setup, begin(FedAvg(), model(), 12), "test")
+        evaluate(setup, begin(FedAvg(), model(), 4), "test")
     equals(by_hand.sample(setup, 1, 1.0, p.train.flip(0)), p.train)
 
 
-def test_a_client_of_one_sample_does_not_stop_the_others():
-    parts = [(torch.randn(m, 4), torch.arange(m) % 3) for m in (1, 2, 20)]
-    p = cross_silo(Federation.from_clients(parts, classes=3))
-    sizes = [p.data.size(s).tolist() for s in ("train", "val", "test")]
-    assert sizes == [[1, 1, 14], [0, 0, 3], [0, 1, 3]]
-    assert "clients without val samples: 2" in p.data.summary()
-
-
-def test_statistics_of_what_is_held_out_never_shape_the_features():
-    """Poisoned evaluation samples move nobody's features: they are standardised after the split, by
-    personalization samples alone."""
+@pytest.mark.parametrize("make, roles", [(cross_silo, [0.2, 0.2, 3]), (cross_device, [2, 2, 2])])
+def test_statistics_of_what_is_held_out_never_shape_the_features(make, roles):
+    """They are standardised after the split, by personalization samples alone."""
     fed = federation(n=6, size=24)
-    for make, roles in ((cross_silo, [0.2, 0.2, 3]), (cross_device, [2, 2, 2])):
-        p, x = make(fed, *roles, standardize=True), fed.x.clone()
-        for rows in (*p.data.index["val"], *p.data.index["test"]):
-            x[rows] = 1e6
-        again = make(replace(fed, x=x), *roles, standardize=True)
-        for i in range(6):
-            own = p.data.client(i)[0]
-            equals(own, again.data.client(i)[0])
-            torch.testing.assert_close(own.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
-        with sentence("data: .*not standardized"):
-            make(fed.standardize())
+    data = make(fed, *roles, standardize=True).data
+    for x, _ in map(data.client, range(6)):
+        torch.testing.assert_close(x.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
+        torch.testing.assert_close(x.std(0, correction=0), torch.ones(4))
+    with sentence("data: .*not standardized"):
+        make(fed.standardize())
 
 
 # grids ----------------------------------------------------------------------
@@ -165,8 +158,7 @@ def test_late_options_share_a_state_and_others_do_not(tmp_path):
 
 
 def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
-    p = regression(PROTOCOLS["silo"]())
-    net, lrs = Net(lambda: nn.Linear(4, 1), "squared"), [1e30, 0.01]
+    (p, net), lrs = regression(), [1e30, 0.01]
     tuned = search("fedavg", {"training.lr": lrs}, 6, p, net, folder=tmp_path)
     first, second = tuned.trials
     assert tuned.best is second and first.score == -math.inf and first.stopped in tuned.table()
@@ -192,7 +184,7 @@ def test_a_candidate_that_loses_clients_cannot_win():
         predict = FedAvg.predict
         traits = Traits(late=("k", "lam"))
 
-    p, net = regression(PROTOCOLS["silo"]()), Net(lambda: nn.Linear(4, 1), "squared")
+    p, net = regression()
     tuned = search(Selective(), {"lam": [0.0, 1.0]}, 3, p, net, replace(TRAINING, lr=0.01))
     good, lost = tuned.trials
     survivors = lost.values[0][~lost.values[0].isnan()]
@@ -203,15 +195,9 @@ def test_a_candidate_that_loses_clients_cannot_win():
 
 def test_a_grid_goes_on_where_it_stopped(tmp_path):
     alg, a, b = KnnPer(k=3), tmp_path / "a", tmp_path / "b"
-    whole, seen, file = search(alg, KNN, 3, folder=a), [], b / "checkpoint.safetensors"
-
-    def stop(text):
-        seen.append(text)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-
+    whole, file = search(alg, KNN, 3, folder=a), b / "checkpoint.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        search(alg, KNN, 3, folder=b, say=stop)
+        search(alg, KNN, 3, folder=b, say=fails(print, 4, KeyboardInterrupt()))
     again = search(alg, KNN, 3, folder=b)
     assert scores(again) == scores(whole)
     assert load(b)[1] == load(a)[1]
@@ -221,15 +207,15 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
 
 
 def test_results_of_other_searches_are_not_used_again(tmp_path):
-    def net(act=nn.ReLU, seed=0):
-        return Net(lambda: nn.Sequential(nn.Linear(4, 5), act(), nn.Linear(5, 3)), seed=seed)
+    def net(act="ReLU", seed=0):
+        return Net(lambda: layers(f"Linear 4 5, {act}, Linear 5 3"), seed=seed)
 
     data, grid, once = federation(relabel=True), {"server_lr": [0.1]}, {"folder": tmp_path}
     search("fedavg", grid, 1, cross_silo(data), net(), **once)
     for other, *how in (
         (replace(data, x=data.x + 1), net()),
         (replace(data, relabel=None), net()),
-        (data, net(nn.Sigmoid)),
+        (data, net("Sigmoid")),
         (data, net(seed=1)),
         (data, net(), replace(TRAINING, lr=0.2)),
     ):
@@ -286,10 +272,8 @@ def test_a_metric_and_its_direction_choose(metric, lr):
 
 
 def test_integers_that_are_numbers_to_the_loss_are_measured_as_numbers():
-    x = torch.randn(60, 3)
-    p = cross_silo(Federation.from_clients([(x, (3 * x[:, 0]).round().long() + 9)] * 3))
-    net, grid = Net(lambda: nn.Linear(3, 1), "squared"), {"training.lr": [0.01]}
-    assert math.isfinite(search("fedavg", grid, 2, p, net, metric="mae").best.score)
+    net, grid = regression()[1], {"training.lr": [0.01]}
+    assert math.isfinite(search("fedavg", grid, 2, None, net, metric="mae").best.score)
 
 
 def test_two_searches_in_one_folder(tmp_path):
@@ -298,10 +282,3 @@ def test_two_searches_in_one_folder(tmp_path):
             search(folder=tmp_path)
 
     search(folder=tmp_path, say=another)
-
-
-def test_tuning_asks_for_roles():
-    with sentence(
-        r"protocol: expected cross_silo\(data\) or cross_device\(data\), .* got Federation"
-    ):
-        search(p=images(), net=tiny_model())

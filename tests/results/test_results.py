@@ -163,6 +163,7 @@ NAMESAKES = """\
 [{"train_samples": 1}, {"train_samples": 2, "seed": 1}] | train_samples=1 | train_samples=2
 [{"test_samples": 1}, {"test_samples": 2, "seed": 1}] | test_samples=1 | test_samples=2
 [{"val": 1}, {"val": 2, "seed": 1}] | val=1 | val=2
+[{"stream": 1}, {"stream": 3, "seed": 1}] | stream=1 | stream=3
 [{"partition": "A", "seed": 1}, {"partition": "C", "seed": 1}] | a table | a table
 [{"parameters": 7}, {"algorithm": "local", "parameters": 8}] | another name | another name
 [{"data_seed": 0}, {"algorithm": "local", "data_seed": 7}] | data_seed=0 | data_seed=7

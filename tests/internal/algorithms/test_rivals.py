@@ -1,14 +1,12 @@
 """FedDWA's rivals, of which no other test sees the inside: golden values, and for each the law that
 its known bug breaks."""
 
-import json
-
 import pytest
 import torch
-import torch.nn as nn
 from methods import ClusteredFL, FedALA
 from parts.rivals import GOLDEN, close
-from small import images, make_setting, t, tiny_model
+from places import tabled
+from small import images, make_setting, normed_model, t, tiny_model
 
 from pflcore import Clients, Net, Simulation, Training, ops
 from pflcore.algorithms._clusters import cosines, groups
@@ -54,8 +52,7 @@ def test_golden_clustered_fl():
             both, across = halves(similarity(rows), linkage)
             assert both == g[f"bip_{linkage}"]
             close(across, g[f"alpha_cross_{name}"])
-    for line in SPLITS.splitlines():
-        splits, options = map(json.loads, line.split(" | "))
+    for splits, options in tabled(SPLITS):
         assert (ClusteredFL(**options).split(delta) is not None) is splits, options
 
 
@@ -89,9 +86,8 @@ def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
 )
 def test_no_batch_of_one_for_batch_norm(size, batch, drop_last):
     """4/5 of 7 samples are 5, which in fours leave one alone: then 4 are taken."""
-    model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))  # noqa: E731
     training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)
-    run = Simulation(FedALA(), model, images((size, 8)), training, rounds=3)
+    run = Simulation(FedALA(), normed_model, images((size, 8)), training, rounds=3)
     assert run.run().stopped is None
     count = int(of(run.setting, [0, 1]).size[0])
     assert 1 < count <= size and (drop_last or count % batch != 1)

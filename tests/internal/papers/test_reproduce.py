@@ -5,13 +5,14 @@ import json
 import re
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-import torch.nn as nn
 from doors import sentence
 from methods import L2C, FedDWA, FedFomo, Mocha
-from places import ROOT
+from places import ROOT, tabled
+from small import layers
 
 from bench.papers import costs, figures, runs
 from bench.papers import plan as plans
@@ -50,21 +51,14 @@ def command(tmp_path, *words, variant="small"):
     return code, json.loads((out / "result.json").read_text())["rows"]
 
 
+def watched(where, name):
+    """Notes what a function of a module or class is called with."""
+    return mock.patch.object(where, name, autospec=True, side_effect=getattr(where, name))
+
+
 @pytest.fixture(autouse=True)
 def without_pictures(monkeypatch):
     monkeypatch.setattr(reproduce.study, "draw", lambda *_: None)
-
-
-def watch(monkeypatch, where, name, note):
-    """Notes what a function of a module or class is called with."""
-    seen, real = [], getattr(where, name)
-
-    def call(*args, **more):
-        seen.append(note(*args, **more))
-        return real(*args, **more)
-
-    monkeypatch.setattr(where, name, call)
-    return seen
 
 
 def test_rows_records_and_table(tmp_path, capsys):
@@ -143,19 +137,18 @@ def test_equal_compute_stands_beside_it(tmp_path):
     assert line[2].strip() == line[4].strip()
 
 
-def test_a_grid_is_chosen_on_validation_data(tmp_path, monkeypatch):
-    def note(run, *_, **__):
-        return run.evaluation.split, run.training.lr, int(run.data.size().sum())
-
-    splits = watch(monkeypatch, Simulation, "run", note)
-    code, (row,) = command(tmp_path, "--seeds", "2", variant="a grid")
+def test_a_grid_is_chosen_on_validation_data(tmp_path):
+    with watched(Simulation, "run") as run:
+        code, (row,) = command(tmp_path, "--seeds", "2", variant="a grid")
+    played = [call.args[0] for call in run.call_args_list]
+    splits = [(p.evaluation.split, p.training.lr, int(p.data.size().sum())) for p in played]
     part, whole = splits[0][2], splits[-1][2]
     tried = [("val", lr, part) for lr in (1e-6, 0.2)] * 2
     assert code == 0 and splits == [*tried, *[("test", 0.2, whole)] * 2] and part < whole
     assert row["seeds"] == 2 and len(read(tmp_path / "out")) == 2
     assert "training.lr 0.2" in (tmp_path / "out" / "table.md").read_text()
-    splits.clear()
-    assert command(tmp_path, "--seeds", "2", variant="a grid")[0] == 0 and not splits
+    with watched(Simulation, "run") as run:
+        assert command(tmp_path, "--seeds", "2", variant="a grid")[0] == 0 and not run.called
 
 
 WRONG = """\
@@ -169,9 +162,8 @@ reproduce motley-school --equal-compute | equal_compute: expected a plan that sa
 """
 
 
-@pytest.mark.parametrize("line", WRONG.splitlines())
-def test_wrong_names_are_a_sentence(line, capsys):
-    words, said = line.split(" | ")
+@pytest.mark.parametrize("words, said", tabled(WRONG))
+def test_wrong_names_are_a_sentence(words, said, capsys):
     assert cli.main(words.split()) == 2 and said in capsys.readouterr().err
 
 
@@ -240,8 +232,7 @@ def test_the_list_names_every_plan_and_its_data(capsys):
 
 def test_costs_are_those_of_the_papers_table():
     """2, 3 and 1 + M, 1 + N models; looking ahead doubles the work."""
-    head = (nn.Flatten(), nn.Linear(144, 300), nn.ReLU(), nn.Linear(300, 5))
-    net = Net(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), *head))
+    net = Net(layers("Conv2d 1 4 3, ReLU, Flatten, Linear 144 300, ReLU, Linear 300 5"))
     algorithms = (FedAvg(), FedDWA(), FedFomo(m=3), L2C(), Mocha(outer=1))
     found = [costs.cost(a, net, (1, 8, 8), 5, n=7, samples=100, batch_size=8) for a in algorithms]
     avg, dwa, fomo, l2c, mocha = found
@@ -269,10 +260,19 @@ def test_a_plan_that_counts_costs(tmp_path, capsys):
 # figures --------------------------------------------------------------------
 
 
+# weights of others in tenths, and which of them are shown
+NEAREST = """\
+[5, 3, 2, 0] | [0, 1]
+[1, 1, 1, 1] | [0, 1]
+[0, 0, 1, 0] | [2]
+[1, 4, 4, 1] | [1, 2]
+"""
+
+
 def test_the_nearest_are_shown():
-    w = torch.tensor([[5, 3, 2, 0], [1, 1, 1, 1], [0, 0, 1, 0], [1, 4, 4, 1]]) / 10
-    found = [row.nonzero()[:, 0].tolist() for row in figures.nearest(w, 2)]
-    assert found == [[0, 1], [0, 1], [2], [1, 2]]
+    w, want = zip(*tabled(NEAREST), strict=True)
+    found = figures.nearest(torch.tensor(w) / 10, 2)
+    assert [row.nonzero()[:, 0].tolist() for row in found] == [*want]
 
 
 # what a method's fate leaves to the others -----------------------------------
@@ -285,11 +285,11 @@ def test_one_method_that_diverges_leaves_the_others_their_rows(tmp_path):
     assert re.search(r"\| FedAvg +\| +[89]\d\.", text)
 
 
-def test_a_grid_of_a_target_is_searched_on_it(tmp_path, monkeypatch):
-    seen = watch(
-        monkeypatch, runs, "tune", lambda p, *a, **k: (p[0].choose.tolist(), p[0].train.tolist())
-    )
-    played(tmp_path, "grids of a target")
+def test_a_grid_of_a_target_is_searched_on_it(tmp_path):
+    with watched(runs, "tune") as tune:
+        played(tmp_path, "grids of a target")
+    roles = [call.args[0][0] for call in tune.call_args_list]
+    seen = [(p.choose.tolist(), p.train.tolist()) for p in roles]
     assert seen == [([2], [2]), ([2], [0, 1, 2, 3])]
 
 
@@ -298,14 +298,15 @@ def test_a_grid_is_searched_without_clip(tmp_path):
         played(tmp_path, "a grid with clip")
 
 
-def test_a_grid_chooses_on_samples_that_no_state_was_trained_on(tmp_path, monkeypatch):
-    seen = watch(monkeypatch, runs, "tune", lambda *a, states, **k: states)
-    played(tmp_path, "a grid on a state")
-    assert seen == [None]
+def test_a_grid_chooses_on_samples_that_no_state_was_trained_on(tmp_path):
+    with watched(runs, "tune") as tune:
+        played(tmp_path, "a grid on a state")
+    tune.assert_called_once()
+    assert tune.call_args.kwargs["states"] is None
 
 
-def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path, monkeypatch):
-    kinds = watch(monkeypatch, Simulation, "evaluate", lambda run, split: run.setup.batch_norm)
-    made = played(tmp_path, "local statistics")
-    assert {*kinds} == {"local"}
+def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path):
+    with watched(Simulation, "evaluate") as evaluate:
+        made = played(tmp_path, "local statistics")
+    assert {call.args[0].setup.batch_norm for call in evaluate.call_args_list} == {"local"}
     assert "f1" in made.runs["iid", "FT", ""][0].evaluations[-1]["eval"]
