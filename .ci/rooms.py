@@ -18,8 +18,10 @@ def imports() -> dict[str, set[str]]:
             continue
         mine = found.setdefault(room, set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pflcore."):
-                mine.add(str(node.module).split(".")[1])
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                first, *inside = str(node.module).split(".")
+                names = inside[:1] or [a.name for a in node.names]
+                mine |= {*names} if first == "pflcore" else set()
     return {room: others & {*found} - {room} for room, others in found.items()}
 
 

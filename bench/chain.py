@@ -8,7 +8,7 @@ import torch
 from bench.problem import Problem, Size, Sizes, relative
 from bench.workload import Workload, cohort, federation, train
 from pflcore import Net
-from pflcore.train import prepared
+from pflcore.train._choose import prepared
 
 # N clients of n samples each, batches of 20, one epoch of the model
 WHOLE = (

@@ -4,9 +4,9 @@ ones, and with all that it draws."""
 from bench.problem import Problem, Size, Sizes
 from bench.workload import Workload, cohort, federation
 from pflcore import Net
-from pflcore.algorithms.factorized_waffle import FactorizedWaffle
+from pflcore.algorithms._factorized_waffle import FactorizedWaffle
 from pflcore.nn.models import model_for
-from pflcore.train import prepared
+from pflcore.train._choose import prepared
 
 CLIENTS = 10
 

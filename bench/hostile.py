@@ -39,12 +39,12 @@ from pflcore import (
     Simulation,
     Training,
 )
-from pflcore.algorithms.fedavg import COUNTING, Defence
+from pflcore.algorithms._fedavg import COUNTING, Defence
 from pflcore.check import Count
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
 from pflcore.results.record import group
-from pflcore.simulation.settings import Attack
+from pflcore.simulation._settings import Attack
 
 ATTACKS, DEFENCES = get_args(Attack), get_args(Defence)
 N, ROUNDS, TRAINING = 10, 20, Training(lr=0.1, batch_size=20)

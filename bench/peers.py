@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench import workload
 from bench.problem import Absent, Facts, Measured
-from pflcore.train.workers import one_thread
+from pflcore.train._workers import one_thread
 
 
 def flower(w: workload.Workload) -> Measured:

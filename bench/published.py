@@ -20,7 +20,7 @@ from bench.workload import (
     scored,
     simulation,
 )
-from pflcore.train.workers import one_thread
+from pflcore.train._workers import one_thread
 
 
 def title(w: Workload) -> str:

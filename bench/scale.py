@@ -18,8 +18,8 @@ import torch
 from bench.problem import Facts, fact
 from bench.table import Table, clock
 from pflcore import Evaluation, Federation, Simulation
-from pflcore.data.ragged import Ragged
-from pflcore.results.pictures import figure_of, save, tidy
+from pflcore.data._ragged import Ragged
+from pflcore.results._pictures import figure_of, save, tidy
 from pflcore.results.record import Record
 
 ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import Clients, Evaluation, Federation, Simulation, Training
-from pflcore.data import sources
+from pflcore.data import _sources as sources
 from pflcore.nn.models import model_for
-from pflcore.train import Setting
-from pflcore.train.workers import one_thread
+from pflcore.train._clients import Setting
+from pflcore.train._workers import one_thread
 
 BATCH, LR = 20, 0.005
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from pflcore import ALGORITHMS, Evaluation, Hardware, Robustness, Simulation
-from pflcore.data.synthetic import synthetic_clusters
+from pflcore.data._synthetic import synthetic_clusters
 from pflcore.train import Training
 
 N, BAD, ROUNDS, CLIP = 8, 5, 10, 2.0

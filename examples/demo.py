@@ -35,7 +35,7 @@ from pflcore import (
 )
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
-from pflcore.results.pictures import COLOURS, OFFSET, figure_of, lines, tidy
+from pflcore.results._pictures import COLOURS, figure_of, lines, tidy
 
 PAGE = Path("runs/demo/index.html")
 SHAPE = (1, 28, 28)
@@ -81,7 +81,7 @@ def here(name: str) -> bool:
 
 
 def curves(axes: Axes, series: Series, unit: str) -> None:
-    """Lines over the rounds, each with its name where it ends."""
+    """Lines over the rounds, by their names."""
     lines(axes, series)
     tidy(axes, "", "round", unit)
 
@@ -262,8 +262,8 @@ def distances() -> Part:
             error[name].append(float(((got - want).abs() / want)[off].max()))
     figure, (axes,) = figure_of(8, 3.6)
     for k, (name, values) in enumerate(error.items()):
-        axes.loglog(far, values, "o-", color=COLOURS[k])
-        axes.annotate(name, (far[0], values[0]), (6, -3), color=COLOURS[k], **OFFSET)
+        axes.loglog(far, values, "o-", color=COLOURS[k], label=name)
+    axes.legend(fontsize=8, frameon=False)
     axes.axhline(1, color="#999999", linestyle=":")
     tidy(axes, "", "how far the clients' models are apart, per weight", "largest relative error")
     return Part(

@@ -6,9 +6,9 @@ from torch import nn
 
 from pflcore import Federation, Net, Training, cross_device, tune
 from pflcore.algorithms import FedAvg
-from pflcore.algorithms.adaptation import FineTune
+from pflcore.algorithms._adaptation import FineTune
 from pflcore.metrics import hurt, mean
-from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation._evaluate import evaluate
 
 
 def my_clients() -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -28,7 +28,7 @@ def models() -> torch.Tensor:  # [N, P]
     return start + 0.02 * groups[torch.arange(N) % 4] + 0.005 * own
 
 
-def mixing(sqdist: torch.Tensor) -> pflcore.TopK:
+def mixing(sqdist: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FedDWA's weights: the nearest K, each by 1 / distance^2."""
     return pflcore.feddwa_weights(sqdist.clone().fill_diagonal_(torch.inf), K)
 

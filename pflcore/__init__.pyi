@@ -1,9 +1,9 @@
 from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, Stop
 from pflcore.data import Federation
-from pflcore.data.roles import cross_device, cross_silo
+from pflcore.data._roles import cross_device, cross_silo
 from pflcore.interop import Client, Server, pack, personalize, unpack
+from pflcore.ops import __version__ as __version__
 from pflcore.ops import (
-    TopK,
     aggregate,
     backend,
     feddwa_weights,
@@ -11,7 +11,6 @@ from pflcore.ops import (
     rank1_linear,
     waffle_weights,
 )
-from pflcore.ops import __version__ as __version__
 from pflcore.simulation import (
     Adversary,
     Evaluation,
@@ -21,10 +20,10 @@ from pflcore.simulation import (
     Simulation,
     for_everyone,
 )
+from pflcore.simulation._evaluate import evaluate
+from pflcore.simulation._personal import Personalized
 from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.evaluate import evaluate
-from pflcore.simulation.personal import Personalized
 from pflcore.simulation.round import step
 from pflcore.train import Clients, Fit, Net, Objective, Training
 from pflcore.tuning import tune
@@ -51,7 +50,6 @@ __all__ = [
     "Simulation",
     "Stop",
     "TensorBoard",
-    "TopK",
     "Training",
     "aggregate",
     "backend",

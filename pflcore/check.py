@@ -33,13 +33,10 @@ from torch import Tensor
 
 __all__ = [
     "Count",
-    "Fraction",
     "NonNegative",
     "Positive",
     "Share",
     "Whole",
-    "checked",
-    "refuse",
 ]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -69,27 +66,20 @@ def checked(thing: F) -> F:
 
     ValueError in one sentence where an argument is not what its annotation says."""
     call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
-    parameters = inspect.signature(call).parameters
-    in_place = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    places = [name for name, p in parameters.items() if p.kind in in_place]
+    signature = inspect.signature(call)
 
     @functools.cache
     def kinds() -> dict[str, Kind]:  # at the first call, when all names of the module are there
         hints = typing.get_type_hints(call, include_extras=True)
-        each = {k: of_hint(hint) for k, hint in hints.items() if k in parameters}
-        return {k: kind for k, kind in each.items() if kind is not ANYTHING}
-
-    def taken(name: str, value: Any) -> Any:
-        kind = kinds().get(name)
-        if kind is None or value is parameters[name].default:
-            return value
-        return expect(name, kind, value)
+        return {k: of_hint(hint) for k, hint in hints.items() if k in signature.parameters}
 
     @functools.wraps(call)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        first = [taken(name, value) for name, value in zip(places, args, strict=False)]
-        named = {name: taken(name, value) for name, value in kwargs.items()}
-        return call(*first, *args[len(first) :], **named)
+        given = signature.bind_partial(*args, **kwargs)
+        for name, value in given.arguments.items():
+            if name in kinds() and value is not signature.parameters[name].default:
+                given.arguments[name] = expect(name, kinds()[name], value)
+        return call(*given.args, **given.kwargs)
 
     if not inspect.isclass(thing):
         return checking  # type: ignore[return-value]
@@ -203,10 +193,7 @@ def are_names(value: Any) -> bool:
 
 def device_of(name: Any) -> str:
     """The name of a device that is there."""
-    try:
-        kind = torch.device(name).type
-    except (RuntimeError, TypeError):
-        kind = ""
+    kind = str(name).partition(":")[0]
     need(kind in ("cpu", "cuda"), "device", "'cpu' or 'cuda'", name)
     seen = kind == "cpu" or torch.cuda.is_available()
     need(seen, "device", f"'cpu', as torch {torch.__version__} sees no GPU here", name)
@@ -234,17 +221,6 @@ def ids_of(name: str, given: Any, n: int) -> Tensor:
     return torch.from_numpy(ids.astype(np.int64))
 
 
-def many(kind: Kind, words: str) -> Kind:
-    """Things of a kind, in a list or another sequence, or as the values of a dict; that there are
-    some is for the function to say."""
-
-    def fits(v: Any) -> bool:
-        listed = isinstance(v, Mapping | Sequence) and not isinstance(v, str)
-        return listed and all(map(kind.fits, v.values() if isinstance(v, Mapping) else v))
-
-    return Kind(words, fits)
-
-
 def of_dim(dim: int, words: str) -> Kind:
     """A dense floating-point tensor of so many dimensions."""
 
@@ -253,11 +229,6 @@ def of_dim(dim: int, words: str) -> Kind:
         return dense and v.dim() == dim
 
     return Kind(words, fits)
-
-
-def some(words: str) -> Kind:
-    """A collection of anything, but no string; it may be empty, as far as its kind goes."""
-    return Kind(words, lambda v: hasattr(v, "__len__") and not isinstance(v, str))
 
 
 ANYTHING = Kind("anything", lambda v: True)

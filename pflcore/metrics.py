@@ -19,15 +19,7 @@ from torch import Tensor
 from pflcore.check import ANYTHING, Count, Fraction, checked, need, optional, refuse
 
 __all__ = [
-    "METRICS",
-    "best",
     "hurt",
-    "last_mean",
-    "mean",
-    "percentile",
-    "right",
-    "std",
-    "weighted_mean",
     "worst_decile",
 ]
 Vector = Annotated[Tensor | Sequence[float | None], ANYTHING]  # `vector` says what is none
@@ -105,12 +97,10 @@ def worst_decile(values: Vector, share: Fraction = 0.1, higher_is_better: bool =
 def percentile(values: Vector, q: Percent = 10.0) -> float:
     """The q-th percentile over clients, linearly interpolated; q in [0, 100]. Beside an infinite
     value nothing is interpolated."""
-    kept = _kept(values).sort().values
+    kept = _kept(values)
     if not len(kept):
         return math.nan
-    place = q / 100 * (len(kept) - 1)
-    low, high = kept[math.floor(place)].item(), kept[math.ceil(place)].item()
-    return low if low == high else low + (high - low) * (place % 1)
+    return kept.quantile(q / 100).nan_to_num(math.inf).item()  # NaN between two infinite values
 
 
 def hurt(after: Vector, before: Vector, higher_is_better: bool = True) -> float:

@@ -23,43 +23,35 @@ import torch
 from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of
-from pflcore.algorithms.protocol import Algorithm, Tensors
+from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import Fraction, Model, Seed, Whole, checked, need
-from pflcore.data.roles import Protocol
+from pflcore.data._roles import Protocol
 from pflcore.metrics import Metric, metrics_of
 from pflcore.results.record import plain
 from pflcore.results.table import markdown
 from pflcore.simulation import Simulation
-from pflcore.simulation.checkpoint import Checkpoint, lock, replacing
-from pflcore.simulation.describe import digest_of, identity
-from pflcore.simulation.evaluate import evaluate
+from pflcore.simulation._describe import digest_of, identity
+from pflcore.simulation._evaluate import evaluate
+from pflcore.simulation._settings import Evaluation, Hardware
+from pflcore.simulation.checkpoint import Checkpoint, load, lock, save
 from pflcore.simulation.round import Setup, State, flat
-from pflcore.simulation.settings import Evaluation, Hardware
 from pflcore.train import Net, Training
-from pflcore.train.losses import default_loss
+from pflcore.train._losses import default_loss
+
+__all__ = ["tune"]
 
 Grid = Mapping[str, Sequence[Any]]
 ROLES = "cross_silo(data) or cross_device(data), which say what is chosen on what"
 Reached = tuple[State, str | None]  # a state after the last round, and why it ended early
 
 
-def criterion_of(
-    metric: Any, maximize: bool | None, classes: bool
-) -> tuple[str, dict[str, Metric], bool]:
+def criterion_of(metric: Any, classes: bool) -> tuple[str, dict[str, Metric], bool]:
     """What the best is best in: its name, the function where an evaluation does not give it by
     itself, and whether more is better. ValueError or ImportError in one sentence."""
-    if metric is None and maximize is None:
-        metric = "accuracy" if classes else "loss"
-    if isinstance(metric, str):
-        need(maximize is None, "maximize", "nothing, the direction of a name is known", maximize)
-        maximize = metric not in ("loss", "mae", "rmse")
-    else:
-        need(callable(metric), "metric", "a name or a function of (scores, labels)", metric)
-        words = "True or False with a function of one's own"
-        need(isinstance(maximize, bool), "maximize", words, maximize)
+    metric = metric or ("accuracy" if classes else "loss")
     given = metric == "loss" or (classes and metric == "accuracy")
     metrics = {} if given else metrics_of([metric], classes)
-    return next(iter(metrics), metric), metrics, bool(maximize)
+    return next(iter(metrics), metric), metrics, metric not in ("loss", "mae", "rmse")
 
 
 @dataclass(frozen=True)
@@ -165,8 +157,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     participation: Fraction = 1.0,
     seed: Seed | Sequence[int] = 0,
     hardware: Hardware = Hardware(),  # noqa: B008 (frozen)
-    metric: Any = None,
-    maximize: Any = None,
+    metric: str | Metric | None = None,
     folder: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
@@ -178,8 +169,8 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     the trained one. `states`, one per protocol: trained already, so the grid may hold `late`
     options only. The best has the highest accuracy, or for targets the least loss; else the best
     `metric`: "accuracy", "loss", a name that `Evaluation.metrics` takes, whose direction is known,
-    or a function of one client's (scores, labels), with `maximize` for its direction. With `folder`
-    every result is recorded as it comes, and a second call with the same arguments goes on where
+    or a function of one client's (scores, labels), of which more is better. With `folder` every
+    result is recorded as it comes, and a second call with the same arguments goes on where
     the first one stopped (functions go by their names). A candidate whose run stopped early, or
     that leaves a single client with validation samples without a finite loss or value, is recorded
     with the reason and never chosen: its mean would be that of the clients who survived it.
@@ -198,7 +189,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     fit = len(seeds) == len(nets) == count
     need(fit, "seed and net", each, f"{len(seeds)} and {len(nets)}")
     classes = nets[0].scores_classes and not protocols[0].data.y.is_floating_point()
-    criterion, where = criterion_of(metric, maximize, classes), Path(folder) if folder else None
+    criterion, where = criterion_of(metric, classes), Path(folder) if folder else None
     run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
     fresh = None if rounds else "fresh"
     search = _Search(protocols, nets, seeds, criterion, run, states or fresh, where)
@@ -242,9 +233,9 @@ class _Search:
     def header(self, base: Candidate) -> dict[str, Any]:
         """What must agree for results to be used again."""
         runs = [identity(self.simulation(base, j)) for j in range(len(self.protocols))]
-        aside, states = ("machine", "made_with"), self.states or []
+        states = self.states or []
         return {
-            "runs": [{k: v for k, v in run.items() if k not in aside} for run in runs],
+            "runs": [{k: v for k, v in run.items() if k != "made_with"} for run in runs],
             "start": [digest_of(net.w0) for net in self.nets],
             "states": [s if isinstance(s, str) else digest_of(flat(s)) for s in states],
             "metric": [self.criterion[0], self.criterion[2]],
@@ -252,20 +243,25 @@ class _Search:
 
     def play(self, trials: list[Trial], base: Candidate, say: Callable[[str], None]) -> None:
         """Fills the trials, from the record where they are in it."""
-        header = plain(self.header(base))
-        path, self.key = self.folder and self.folder / "tuning.jsonl", _key(header)
-        lines = _lines(path, header) if path else {}
+        kept = {"header": self.header(base), "lines": dict[str, Any]()}
+        self.key, lines = _key(kept["header"]), kept["lines"]
+        if self.folder and Checkpoint(self.folder).exists:
+            found = load(self.folder)[1]
+            if found["header"] != plain(kept["header"]):
+                raise ValueError(
+                    f"folder: {self.folder} holds the results of another grid or other data; name "
+                    "another folder."
+                )
+            lines |= found["lines"]
         for j, (n, trial) in itertools.product(range(len(self.protocols)), enumerate(trials, 1)):
             what = trial.candidate
             key = _key([what.options, j])
             if key not in lines:
-                lines[key] = line = {"key": key, **self.score(what, j)}
-                if path:
-                    with open(path, "a", encoding="utf-8") as file:
-                        file.write(json.dumps(line) + "\n")
+                lines[key] = self.score(what, j)
+                if self.folder:
+                    save(self.folder, {}, kept)
             trial.stopped = trial.stopped or lines[key]["stopped"]
-            values = [math.nan if v is None else v for v in lines[key]["values"]]
-            trial.values.append(torch.tensor(values, dtype=torch.float64))
+            trial.values.append(torch.tensor(lines[key]["values"], dtype=torch.float64))
             said = lines[key]["stopped"] or f"{trial.score:.5f}"
             say(f"{n}/{len(trials)} {what}: {said}")
 
@@ -311,24 +307,8 @@ class _Search:
         lost = int((odd | ~found["loss"][who].isfinite()).sum())
         if lost or not len(who):
             stopped = f"The validation values of {lost} of {len(who)} clients are not finite."
-        return {"values": plain(values), "stopped": stopped}
-
-
-def _lines(path: Path, header: Mapping[str, Any]) -> dict[str, Any]:
-    """What a grid's record holds already, by key; begins one where there is none. ValueError
-    where it is another grid's."""
-    kept = []
-    with contextlib.suppress(ValueError, FileNotFoundError):  # the last line may be cut off
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            kept.append(json.loads(text))
-    if kept and kept[0].get("header") != header:
-        raise ValueError(
-            f"folder: {path} holds the results of another grid or other data; name another folder."
-        )
-    with replacing(path) as part:  # whole lines only
-        lines = kept or [{"header": header}]
-        part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return {line["key"]: line for line in kept[1:]}
+        values = values.where(values.isfinite(), math.nan)
+        return {"values": values.tolist(), "stopped": stopped}
 
 
 def _key(options: Any) -> str:

@@ -131,15 +131,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     whole = not hasattr(session.config, "workerinput")
     if _idle and whole and session.config.getoption("--no-idle-skips"):
         session.exitstatus = 1
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if _idle and config.getoption("--no-idle-skips"):
-        terminalreporter.section("skipped, and this machine does not explain it")
+        said = session.config.get_terminal_writer()
+        said.line("\nskipped, and this machine does not explain it:")
         for line in _idle:
-            terminalreporter.write_line(line)
+            said.line(line)
 
 
 # what may run the ops: the instruction sets of this machine, the best one first, and the references

@@ -7,14 +7,14 @@ import pytest
 import torch
 from methods import FedPer
 
-from pflcore import Federation, Net, evaluate
-from pflcore.data import FEDERATIONS, federation_of
+from pflcore import Federation, Net, data, evaluate
+from pflcore.data import federation_of
 from pflcore.simulation.round import Setup
 
 synthetic_clusters, synthetic_linear, synthetic_quadratic = (
-    FEDERATIONS[f"synthetic_{n}"] for n in ("clusters", "linear", "quadratic")
+    data.FEDERATIONS[f"synthetic_{n}"] for n in ("clusters", "linear", "quadratic")
 )
-femnist, school, vehicle = (FEDERATIONS[n] for n in ("femnist", "school", "vehicle"))
+femnist, school, vehicle = (data.FEDERATIONS[n] for n in ("femnist", "school", "vehicle"))
 
 
 Split = FedPer.__mro__[1]  # what FedPer and its fellows are presets of

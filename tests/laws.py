@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import torch
+from places import golden
 from tolerance import F16, F32, F64, FLOATS, assert_close
 from torch import Tensor
 from ugly import LAYOUTS, SIZES, intact, lay, matrix, randn, scales
@@ -272,42 +273,56 @@ def sgd(on, dtype, draw):
 LAWS = {sqdist: FLOATS, weights: FLOATS, aggregate: FLOATS, rank1: FLOATS, sgd: (F32, F64)}
 
 
-def calls(run, backward, p, dtype=F32, device="cpu"):
-    """Each op, in the ways that its kernels take: what is called, and with what."""
+def inputs(p, dtype, device):
+    """What tests/golden/calls.json names."""
 
     def r(seed, *shape):
         return randn(seed, *shape, dtype=dtype).to(device)
+
+    rows, weight, wide = r(0, 20, p), randn(3, 20, 20).to(device), dtype in (F32, F64)
+    args = factors(17, 57, 61, 31, dtype, ((6,), (), (6,), ()), 0.7)
+    x, w_a, lam, w_b = (t.to(device) for t in args)
+    w = rows.to(dtype if wide else F32)
+    return {
+        "rows": rows,
+        "few": rows[:2],
+        "many": r(6, 67, 1031),
+        "moved": rows[:7] + 1,
+        "tiny": rows * (1e-3 if dtype is F16 else 1e-25),
+        "columns": rows[:, 1:],
+        "base": r(1, p),
+        "d": randn(2, 97, 61).abs().to(device),
+        "target": integers(4, 0, 61, 97).to(device),
+        "near": integers(5, 0, 20, 20, 5).to(device),
+        "weight": weight,
+        "five": weight[:5],
+        "one": weight[:1],
+        "sparse": weight[:, :5].contiguous(),
+        "x": x,
+        "w_a": w_a,
+        "lam": lam,
+        "w_b": w_b,
+        "x of one": x[0],
+        "lam of one": lam[0],
+        "grad": r(7, 6, 17, 31),
+        "w": w,
+        "w plus one": w + 1,
+    }
+
+
+def calls(run, backward, p, dtype=F32, device="cpu"):
+    """Each op, in the ways that its kernels take: what is called, and with what."""
 
     def step(w, *others):
         run.sgd_step_(w, *others)
         return w
 
-    rows, base, d = r(0, 20, p), r(1, p), randn(2, 97, 61).abs().to(device)
-    weight, target = randn(3, 20, 20).to(device), integers(4, 0, 61, 97).to(device)
-    near = integers(5, 0, 20, 20, 5).to(device)
-    args = [t.to(device) for t in factors(17, 57, 61, 31, dtype, ((6,), (), (6,), ()), 0.7)]
-    (x, w_a, lam, w_b), wide = args, dtype if dtype in (F32, F64) else F32
+    def two(*given):
+        return backward(*given)[:2]
+
+    own = {"step": step, "backward": backward, "two gradients": two}
+    of = inputs(p, dtype, device)
     return {
-        "pairwise_sqdist": (run.pairwise_sqdist, [rows]),
-        "pairwise_sqdist of few": (run.pairwise_sqdist, [rows[:2]]),
-        "pairwise_sqdist of many": (run.pairwise_sqdist, [r(6, 67, 1031)]),
-        "pairwise_sqdist of two": (run.pairwise_sqdist, [rows, rows[:7] + 1]),
-        "pairwise_sqdist, tiny": (run.pairwise_sqdist, [rows * (1e-3 if dtype is F16 else 1e-25)]),
-        "pairwise_sqdist, listed": (lambda a, i: run.pairwise_sqdist(a, None, i), [rows, near]),
-        "feddwa_weights": (lambda d: run.feddwa_weights(d, 5), [d]),
-        "feddwa_weights of many": (lambda d: run.feddwa_weights(d, 50), [d]),
-        "waffle_weights": (lambda d, t: run.waffle_weights(d, t, 0.7), [d, target]),
-        "aggregate": (run.aggregate, [rows, weight, None, base]),
-        "aggregate, precise": (lambda *a: run.aggregate(*a, precise=True), [rows, weight]),
-        "aggregate of five": (run.aggregate, [rows, weight[:5].contiguous(), None, base]),
-        "aggregate of one": (run.aggregate, [rows[:, 1:], weight[:1].contiguous()]),
-        "aggregate by index": (run.aggregate, [rows, weight[:, :5].contiguous(), near, base]),
-        "rank1_linear": (run.rank1_linear, args),
-        "rank1_linear of one": (run.rank1_linear, [x[0], w_a, lam[0], w_b]),
-        "rank1_linear_backward": (lambda *t: backward(*t, *[True] * 4), [r(7, 6, 17, 31), *args]),
-        "rank1_linear_backward, but lam's": (
-            lambda *t: backward(*t, True, True, False, True)[:2],
-            [r(7, 6, 17, 31), *args],
-        ),
-        "sgd_step_": (step, [rows.to(wide), rows.to(wide) + 1, 0.1]),
+        name: (own.get(op) or getattr(run, op), [of.get(a, a) for a in given])
+        for name, (op, *given) in golden("calls").items()
     }

@@ -10,8 +10,20 @@ ROOT = Path(__file__).parent.parent
 
 
 def golden(name):
-    """The numbers of tests/golden/NAME.json."""
+    """The numbers or cases of tests/golden/NAME.json."""
     return json.loads((ROOT / "tests" / "golden" / f"{name}.json").read_text())
+
+
+def tabled(text):
+    """The rows of a table whose cells, apart by " | ", are JSON or plain words."""
+    return [[*map(cell, line.split(" | "))] for line in text.splitlines()]
+
+
+def cell(words):
+    try:
+        return json.loads(words)
+    except json.JSONDecodeError:
+        return words
 
 
 def listed():

@@ -163,7 +163,7 @@ class _Function(TorchFunctionMode):
 def pretended_gpu():
     """Within it `device="cuda:0"` is there, on this thread: what would run on worker threads runs
     here, one after another."""
-    here = patch("pflcore.train.workers.Workers.map", lambda self, f, items: [f(i) for i in items])
+    here = patch("pflcore.train._workers.Workers.map", lambda self, f, items: [f(i) for i in items])
     seen, started = (
         patch("torch.cuda.is_available", lambda: True),
         patch("torch.cuda._lazy_init", lambda: None),

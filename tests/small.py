@@ -1,8 +1,10 @@
 """Small federations and models with known answers, for the tests of local training and of the
 algorithms."""
 
+import json
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,6 +40,10 @@ def near(got, want, rtol=1e-9, atol=1e-12):
     """Equal but for rounding in float64."""
     got, want = (torch.as_tensor(v, dtype=F64) for v in (got, want))
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+# the same to the last bit, of tensors or of lists and dicts of them; what fails says where
+equals = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def alike(got, want):
@@ -85,8 +91,21 @@ def images(sizes=(7, 20, 31), shape=(6,), classes=4, seed=0):
     return Federation(x, y, {"train": index, "test": [i + total for i in index]}, classes, turn)
 
 
+def layers(words):
+    """A model by the names and numbers of torch.nn's layers: "Linear 6 5, Tanh, Linear 5 4"."""
+    made = []
+    for word in words.split(", "):
+        kind, *numbers = word.split()
+        made.append(getattr(nn, kind)(*map(json.loads, numbers)))
+    return nn.Sequential(*made)
+
+
 def tiny_model(features=6, classes=4):
-    return lambda: nn.Sequential(nn.Linear(features, 5), nn.Tanh(), nn.Linear(5, classes))
+    return lambda: layers(f"Linear {features} 5, Tanh, Linear 5 {classes}")
+
+
+def normed_model():
+    return layers("Linear 6 5, BatchNorm1d 5, Linear 5 4")
 
 
 def tiny(sizes=(7, 20, 31), engine="loop", rounds=10, **training):
@@ -169,7 +188,7 @@ def normed(clients, w0, **training):
     """The same by a layer of two, batch norm and a head, whose parameters are `w0` at first."""
 
     def model():
-        made = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+        made = layers("Linear 1 2, BatchNorm1d 2, Linear 2 1").double()
         nn.utils.vector_to_parameters(t(w0), made.parameters())
         return made
 

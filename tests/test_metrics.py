@@ -8,19 +8,20 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
-from parts.user import TRAINING, simulation
+from parts.user import simulation
+from places import tabled
 from torch import nn
 
-from pflcore import Evaluation, Federation, Simulation, metrics
-from pflcore.metrics import METRICS
+from pflcore import Federation, metrics
 
 NAN = math.nan
-auc, f1, balanced_accuracy, mae, rmse, r2 = METRICS.values()
+auc, f1, balanced_accuracy, mae, rmse, r2 = metrics.METRICS.values()
 LISTS = {
     "BASE": [0.9, 0.8, 0.7, 0.6, 0.95, 0.5, 0.85, 0.75, 0.65, 0.55],
     "PERSONAL": [0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55],
     "SOME": [0.2, NAN, None, 0.4],  # the others have no value
     "CURVE": [0.1, 0.8, 0.6, 0.8, 0.7],
+    "THIRTY": [*range(30)],
 }
 # a function, what it is given, its value, and how far from that it may be
 BY_HAND = """\
@@ -40,6 +41,27 @@ std | {"values": SOME} | 0.1 | 1e-9
 worst_decile | {"values": SOME} | 0.2 | 1e-9
 weighted_mean | {"values": SOME, "weight": [1, 5, 5, 3]} | 0.35 | 1e-9
 weighted_mean | {"values": [0.5], "weight": [0.0]} | NaN | 0
+worst_decile | {"values": [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]} | 0 | 0
+worst_decile | {"values": [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]} | 0.5 | 0
+worst_decile | {"values": THIRTY} | 1 | 1e-9
+worst_decile | {"values": [0.5]} | 0.5 | 0
+worst_decile | {"values": []} | NaN | 0
+worst_decile | {"values": [NaN]} | NaN | 0
+mean | {"values": [0.5]} | 0.5 | 0
+mean | {"values": []} | NaN | 0
+mean | {"values": [NaN, NaN]} | NaN | 0
+std | {"values": [0.5]} | 0 | 0
+std | {"values": []} | NaN | 0
+std | {"values": [NaN, NaN]} | NaN | 0
+percentile | {"values": [0.5], "q": 90} | 0.5 | 0
+percentile | {"values": [], "q": 90} | NaN | 0
+percentile | {"values": [NaN, NaN], "q": 90} | NaN | 0
+final | {"curve": []} | NaN | 0
+final | {"curve": [NaN]} | NaN | 0
+last_mean | {"curve": []} | NaN | 0
+last_mean | {"curve": [NaN]} | NaN | 0
+best | {"curve": []} | [NaN, -1] | 0
+best | {"curve": [NaN]} | [NaN, -1] | 0
 hurt | {"after": [], "before": []} | NaN | 0
 hurt | {"after": [0.5, 0.5], "before": [0.5, 0.5]} | 0 | 0
 hurt | {"after": [NaN, 0.6, NaN], "before": [0.5, 0.5, NaN]} | 50 | 0
@@ -62,30 +84,15 @@ human | {"size": 4503599627370496} | "4096.0 TiB" | 0
 """
 
 
-@pytest.mark.parametrize("line", BY_HAND.splitlines())
-def test_values_by_hand(line):
-    for word, values in LISTS.items():
-        line = line.replace(word, json.dumps(values))
-    name, given, want, tolerance = line.split(" | ")
-    got = getattr(metrics, name)(**json.loads(given))
+for word, values in LISTS.items():
+    BY_HAND = BY_HAND.replace(word, json.dumps(values))
+
+
+@pytest.mark.parametrize("name, given, want, tolerance", tabled(BY_HAND))
+def test_values_by_hand(name, given, want, tolerance):
+    got = getattr(metrics, name)(**given)
     got = list(got) if isinstance(got, tuple) else got
-    assert got == pytest.approx(json.loads(want), rel=0, abs=float(tolerance), nan_ok=True)
-
-
-@pytest.mark.parametrize("clients, k", [(1, 1), (9, 1), (10, 1), (11, 2), (30, 3), (100, 10)])
-def test_worst_decile_counts_clients_rounded_up(clients, k):
-    assert metrics.worst_decile([*range(clients)][::-1]) == pytest.approx((k - 1) / 2)
-
-
-ONE_EACH = (metrics.mean, metrics.std, metrics.worst_decile, metrics.percentile)
-
-
-def test_clients_without_a_value_are_left_out():
-    assert [f([0.5]) for f in ONE_EACH] == [0.5, 0, 0.5, 0.5]
-    for nothing in ([], [NAN], torch.full((3,), NAN)):
-        for f in (*ONE_EACH, metrics.final, metrics.last_mean):
-            assert math.isnan(f(nothing)), f
-        assert metrics.best(nothing).at == -1
+    assert got == pytest.approx(want, rel=0, abs=tolerance, nan_ok=True)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(-3, 3))
@@ -113,11 +120,10 @@ last_mean | {"curve": [1], "rounds": [1, 2]} | rounds: expected
 """
 
 
-@pytest.mark.parametrize("line", BAD.splitlines())
-def test_bad_input_is_one_sentence(line):
-    name, given, words = line.split(" | ")
+@pytest.mark.parametrize("name, given, words", tabled(BAD))
+def test_bad_input_is_one_sentence(name, given, words):
     with sentence(words):
-        getattr(metrics, name)(**json.loads(given))
+        getattr(metrics, name)(**given)
 
 
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
@@ -142,6 +148,12 @@ def test_a_score_that_is_not_a_number_wins_no_class():
 
 def test_scores_may_be_a_column_and_of_any_dtype():
     assert metrics.right(torch.tensor([1.0]), torch.tensor(1))
+    scores = torch.tensor([[[3.0, 1, 2], [0, 1, 0]], [[1.0, 0, 0], [0, 2, 1]]])
+    assert metrics.right(scores, torch.tensor([[0, 1], [2, 1]])).tolist() == [
+        [True] * 2,
+        [False, True],
+    ]
+    assert metrics.right(torch.tensor([0.5, -0.5]), torch.tensor([1.0, -1.0])).all()
     assert not metrics.right(torch.tensor([NAN, NAN]), torch.tensor([0, 1])).any()
     assert metrics.right(torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])).all()
     pytest.importorskip("sklearn")
@@ -204,8 +216,8 @@ def test_a_run_records_metrics_of_values():
     x = torch.randn(3, 20, 6)
     y = x @ torch.arange(6.0) / 6 + torch.tensor([[0.0], [0.1], [0.2]])
     data = Federation.from_clients(list(zip(x, y, strict=True))).split(test=0.4)
-    look = Evaluation(metrics=["mae", "r2"])
-    run = Simulation("fedavg", nn.Linear(6, 1), data, TRAINING, rounds=20, evaluation=look).run()
+    look = {"model": nn.Linear(6, 1), "rounds": 20, "metrics": ["mae", "r2"]}
+    run = simulation(data=data, **look).run()
     assert min(run.rounds[-1]["eval"]["r2"]) > 0.5
 
 

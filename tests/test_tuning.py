@@ -1,20 +1,19 @@
 """Motley's protocol: splits that leak nothing, grids that cannot see test data, records that
 resume."""
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from doors import sentence
-from methods import FineTune, KnnPer, Mocha
+from methods import FineTune, KnnPer
+from parts.memory import fails
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
-from small import images, make_setting, tiny_model
-from torch import nn
+from places import tabled
+from small import equals, layers, make_setting
 
 from pflcore import (
-    ALGORITHMS,
     Evaluation,
     FedAvg,
     Federation,
@@ -24,27 +23,34 @@ from pflcore import (
     cross_device,
     cross_silo,
     evaluate,
+    metrics,
     tune,
 )
 from pflcore.algorithms import Traits
-from pflcore.metrics import METRICS
-from pflcore.simulation.round import Setup, begin, sample
+from pflcore.simulation import round as by_hand
+from pflcore.simulation.checkpoint import load
+from pflcore.simulation.round import Setup, begin
 
 
-def regression(p):
-    """Labels as numbers."""
-    return replace(p, data=replace(p.data, y=p.data.y.float(), classes=None, relabel=None))
+def regression():
+    """Labels as numbers, and a model for them."""
+    p = PROTOCOLS["silo"]()
+    data = replace(p.data, y=p.data.y.float(), classes=None)
+    return replace(p, data=data), Net(lambda: layers("Linear 4 1"), "squared")
 
 
-def silo(alg=None, grid=None, rounds=1, **options):
-    p, alg = PROTOCOLS["silo"](), alg or FedAvg()
+def search(alg="fedavg", grid=None, rounds=1, p=None, net=None, training=TRAINING, **options):
     grid = {"training.lr": [1e-4, 0.3]} if grid is None else grid
-    return tune(p, model(), alg, TRAINING, grid, rounds, **options)
+    return tune(p or PROTOCOLS["silo"](), net or model(), alg, training, grid, rounds, **options)
 
 
 def confidence(scores, y):
     """Mean of the largest score: grows with the steps that training takes."""
     return scores.max(1).values.mean().item()
+
+
+def doubt(scores, y):
+    return -confidence(scores, y)
 
 
 def scores(tuned):
@@ -54,55 +60,44 @@ def scores(tuned):
 # splits ---------------------------------------------------------------------
 def test_cross_device_roles_and_halves():
     data = federation()
-    p, again = cross_device(data, 6, 3, 3), cross_device(data, 6, 3, 3)
+    p = cross_device(data, 6, 3, 3)
     assert [len(ids) for ids in (p.train, p.choose, p.report)] == [6, 3, 3]
-    assert sorted(torch.cat([p.train, p.choose, p.report]).tolist()) == list(range(12))
     for i in range(12):
         train, val, test = (p.data.index[s][i].tolist() for s in ("train", "val", "test"))
         assert sorted(train + val + test) == sorted(data.index["train"][i].tolist())
         assert bool(val) == (i in p.choose) and bool(test) == (i in p.report)
         assert i in p.train or len(train) == data.size()[i] // 2
-        assert all(torch.equal(p.data.index[s][i], again.data.index[s][i]) for s in p.data.splits)
     few, size = p.keep(0.5).data.size(), p.data.size()
-    assert torch.equal(few[p.train], size[p.train])
-    assert torch.equal(few[p.report], (size[p.report] + 1) // 2)
+    equals(few[p.train], size[p.train])
+    equals(few[p.report], (size[p.report] + 1) // 2)
 
 
 def test_cross_silo_sizes_and_what_blind_hides():
-    p = cross_silo(federation(size=22))
-    # ceil(3.3), ceil(18 * .15 / .85)
-    assert (p.data.size("test")[0], p.data.size("val")[0], p.data.size("train")[0]) == (4, 4, 14)
-    assert torch.equal(p.train, torch.arange(12)) and torch.equal(p.train, p.report)
+    """A client of one sample does not stop the others."""
+    parts = [(torch.randn(m, 4), torch.arange(m) % 3) for m in (1, 2, 20, 22)]
+    p = cross_silo(Federation.from_clients(parts, classes=3))
+    # of 22: ceil(3.3), ceil(18 * .15 / .85)
+    sizes = [p.data.size(s).tolist() for s in ("train", "val", "test")]
+    assert sizes == [[1, 1, 14, 14], [0, 0, 3, 4], [0, 1, 3, 4]]
+    assert "clients without val samples: 2" in p.data.summary()
+    equals((p.train, p.train), (torch.arange(4), p.report))
     assert p.blind.splits == ("train", "val") and cross_silo(p.data).data is p.data
     setup = Setup(FedAvg(), make_setting(model(), p.blind, TRAINING, 1))
     with sentence(".*test"):
-        evaluate(setup, begin(FedAvg(), model(), 12), "test")
-    assert torch.equal(sample(setup, 1, 1.0, p.train.flip(0)), p.train)
+        evaluate(setup, begin(FedAvg(), model(), 4), "test")
+    equals(by_hand.sample(setup, 1, 1.0, p.train.flip(0)), p.train)
 
 
-def test_a_client_of_one_sample_does_not_stop_the_others():
-    parts = [(torch.randn(m, 4), torch.arange(m) % 3) for m in (1, 2, 20)]
-    p = cross_silo(Federation.from_clients(parts, classes=3))
-    sizes = [p.data.size(s).tolist() for s in ("train", "val", "test")]
-    assert sizes == [[1, 1, 14], [0, 0, 3], [0, 1, 3]]
-    assert "clients without val samples: 2" in p.data.summary()
-
-
-def test_statistics_of_what_is_held_out_never_shape_the_features():
-    """Poisoned evaluation samples move nobody's features: they are standardised after the split, by
-    personalization samples alone."""
+@pytest.mark.parametrize("make, roles", [(cross_silo, [0.2, 0.2, 3]), (cross_device, [2, 2, 2])])
+def test_statistics_of_what_is_held_out_never_shape_the_features(make, roles):
+    """They are standardised after the split, by personalization samples alone."""
     fed = federation(n=6, size=24)
-    for make, roles in ((cross_silo, [0.2, 0.2, 3]), (cross_device, [2, 2, 2])):
-        p, x = make(fed, *roles, standardize=True), fed.x.clone()
-        for rows in (*p.data.index["val"], *p.data.index["test"]):
-            x[rows] = 1e6
-        again = make(replace(fed, x=x), *roles, standardize=True)
-        for i in range(6):
-            own = p.data.client(i)[0]
-            assert torch.equal(own, again.data.client(i)[0])
-            torch.testing.assert_close(own.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
-        with sentence("data: .*not standardized"):
-            make(fed.standardize())
+    data = make(fed, *roles, standardize=True).data
+    for x, _ in map(data.client, range(6)):
+        torch.testing.assert_close(x.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
+        torch.testing.assert_close(x.std(0, correction=0), torch.ones(4))
+    with sentence("data: .*not standardized"):
+        make(fed.standardize())
 
 
 # grids ----------------------------------------------------------------------
@@ -122,7 +117,7 @@ def test_poisoned_test_labels_change_no_choice(setting, name):
     for rows in p.data.index["test"]:
         y[rows] = (y[rows] + 1) % 3
     poisoned = replace(p, data=replace(p.data, y=y))
-    a, b = (tune(q, model(), alg, TRAINING, grid, 4) for q in (p, poisoned))
+    a, b = (search(alg, grid, 4, q) for q in (p, poisoned))
     assert a.best.candidate.options == b.best.candidate.options and scores(a) == scores(b)
     clean, wrong = a.report()["accuracy"][p.report], b.report()["accuracy"][p.report]
     assert not clean.isnan().any() and not torch.equal(clean, wrong)
@@ -132,7 +127,7 @@ def test_poisoned_test_labels_change_no_choice(setting, name):
 
 def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result():
     p, lrs = PROTOCOLS["device"](), [0.001, 0.3]
-    tuned = tune(p, model(), FedAvg(), TRAINING, {"training.lr": lrs}, 4)
+    tuned = search("fedavg", {"training.lr": lrs}, 4, p)
     found, results = [], []
     for lr in lrs:
         options = {"rounds": 4, "clients": p.train, "evaluation": Evaluation(every=9)}
@@ -150,32 +145,31 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
 def test_late_options_share_a_state_and_others_do_not(tmp_path):
     """Six candidates on two trained states, late options fastest; the value of each is that of an
     evaluation by itself."""
-    tuned = silo(KnnPer(k=3), KNN, 2, folder=tmp_path)
+    tuned = search(KnnPer(k=3), KNN, 2, folder=tmp_path)
     named = [(t.candidate.algorithm.server_lr, t.candidate.algorithm.lam) for t in tuned.trials]
     assert named == [(s, lam) for s in (0.5, 1.0) for lam in (0.0, 0.4, 0.8)]
     assert len(list(tmp_path.glob("state-*"))) == 2
     for t in tuned.trials:
         setup, state = tuned.states(t.candidate, 0)
         assert setup.algorithm == t.candidate.algorithm
-        assert torch.equal(t.values[0], evaluate(setup, state, "val")["accuracy"])
+        equals(t.values[0], evaluate(setup, state, "val")["accuracy"])
     a, b, c = (tuned.trials[i].candidate for i in (0, 1, 3))
     assert a.trained == b.trained != c.trained and a.training.batch_size == 8
 
 
 def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
-    p = regression(PROTOCOLS["silo"]())
-    net, lrs = Net(lambda: nn.Linear(4, 1), "squared"), [1e30, 0.01]
-    tuned = tune(p, net, FedAvg(), TRAINING, {"training.lr": lrs}, 6, folder=tmp_path)
+    (p, net), lrs = regression(), [1e30, 0.01]
+    tuned = search("fedavg", {"training.lr": lrs}, 6, p, net, folder=tmp_path)
     first, second = tuned.trials
     assert tuned.best is second and first.score == -math.inf and first.stopped in tuned.table()
-    lines = (tmp_path / "tuning.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("stopped") for line in lines] == [None, first.stopped, None]
+    lines = load(tmp_path)[1]["lines"].values()
+    assert [line["stopped"] for line in lines] == [first.stopped, None]
     slow = replace(TRAINING, lr=0.01)
-    unstable = tune(p, net, Mocha(), slow, {"lam": [30.0, 0.01]}, 6)
+    unstable = search("mocha", {"lam": [30.0, 0.01]}, 6, p, net, slow)
     assert "MOCHA is unstable" in unstable.trials[0].stopped
     assert unstable.best is unstable.trials[1]
     with sentence("grid: every candidate diverged"):
-        tune(p, net, FedAvg(), TRAINING, {"training.lr": [1e30]}, 6)
+        search("fedavg", {"training.lr": [1e30]}, 6, p, net)
 
 
 def test_a_candidate_that_loses_clients_cannot_win():
@@ -190,8 +184,8 @@ def test_a_candidate_that_loses_clients_cannot_win():
         predict = FedAvg.predict
         traits = Traits(late=("k", "lam"))
 
-    p, net = regression(PROTOCOLS["silo"]()), Net(lambda: nn.Linear(4, 1), "squared")
-    tuned = tune(p, net, Selective(), replace(TRAINING, lr=0.01), {"lam": [0.0, 1.0]}, 3)
+    p, net = regression()
+    tuned = search(Selective(), {"lam": [0.0, 1.0]}, 3, p, net, replace(TRAINING, lr=0.01))
     good, lost = tuned.trials
     survivors = lost.values[0][~lost.values[0].isnan()]
     assert len(survivors) == 7 and survivors.mean() > good.score  # so it looked better
@@ -201,56 +195,46 @@ def test_a_candidate_that_loses_clients_cannot_win():
 
 def test_a_grid_goes_on_where_it_stopped(tmp_path):
     alg, a, b = KnnPer(k=3), tmp_path / "a", tmp_path / "b"
-    whole, seen, file = silo(alg, KNN, 3, folder=a), [], b / "tuning.jsonl"
-
-    def stop(text):
-        seen.append(text)
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-
+    whole, file = search(alg, KNN, 3, folder=a), b / "checkpoint.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        silo(alg, KNN, 3, folder=b, say=stop)
-    file.write_text(file.read_text()[:-20])  # and its last line was cut off
-    again = silo(alg, KNN, 3, folder=b)
+        search(alg, KNN, 3, folder=b, say=fails(print, 4, KeyboardInterrupt()))
+    again = search(alg, KNN, 3, folder=b)
     assert scores(again) == scores(whole)
-    assert file.read_text() == (a / "tuning.jsonl").read_text()
-    assert torch.equal(again.report()["accuracy"], whole.report()["accuracy"])
+    assert load(b)[1] == load(a)[1]
+    equals(again.report()["accuracy"], whole.report()["accuracy"])
     file.unlink()  # the states stay behind, and are not those of another search
-    assert scores(silo(alg, KNN, 1, folder=b)) == scores(silo(alg, KNN, 1))
+    assert scores(search(alg, KNN, 1, folder=b)) == scores(search(alg, KNN, 1))
 
 
 def test_results_of_other_searches_are_not_used_again(tmp_path):
-    def net(act=nn.ReLU, seed=0):
-        return Net(lambda: nn.Sequential(nn.Linear(4, 5), act(), nn.Linear(5, 3)), seed=seed)
+    def net(act="ReLU", seed=0):
+        return Net(lambda: layers(f"Linear 4 5, {act}, Linear 5 3"), seed=seed)
 
-    def search(data, net, training=TRAINING):
-        tune(cross_silo(data), net, FedAvg(), training, {"server_lr": [0.1]}, 1, folder=tmp_path)
-
-    data = federation(relabel=True)
-    search(data, net())
-    for other in (
+    data, grid, once = federation(relabel=True), {"server_lr": [0.1]}, {"folder": tmp_path}
+    search("fedavg", grid, 1, cross_silo(data), net(), **once)
+    for other, *how in (
         (replace(data, x=data.x + 1), net()),
         (replace(data, relabel=None), net()),
-        (data, net(nn.Sigmoid)),
+        (data, net("Sigmoid")),
         (data, net(seed=1)),
         (data, net(), replace(TRAINING, lr=0.2)),
     ):
         with sentence("folder: .* another grid or other data"):
-            search(*other)
+            search("fedavg", grid, 1, cross_silo(other), *how, **once)
 
 
 def test_several_splits_are_averaged():
     splits = [cross_silo(federation(), seed=s) for s in (100, 1100)]
-    how = (model(), FedAvg(), TRAINING, {"training.lr": [0.01, 0.3]}, 3)
-    both = tune(splits, *how, seed=5)
-    one, two = (tune(p, *how, seed=5 + j) for j, p in enumerate(splits))
+    how = ("fedavg", {"training.lr": [0.01, 0.3]}, 3)
+    both = search(*how, splits, seed=5)
+    one, two = (search(*how, p, seed=5 + j) for j, p in enumerate(splits))
     means = [(a + b) / 2 for a, b in zip(scores(one), scores(two), strict=True)]
     assert scores(both) == pytest.approx(means)
     assert two.best.candidate.options == both.best.candidate.options
-    assert torch.equal(two.report()["accuracy"], both.report(1)["accuracy"])
-    assert scores(tune(splits, *how, seed=[5, 6])) == scores(both)
+    equals(two.report()["accuracy"], both.report(1)["accuracy"])
+    assert scores(search(*how, splits, seed=[5, 6])) == scores(both)
     with sentence("seed and net: .*2"):
-        tune(splits, *how, seed=[5])
+        search(*how, splits, seed=[5])
 
 
 NOT = """\
@@ -262,57 +246,39 @@ NOT = """\
 {"grid": {"training.lr": "0.1"}} | grid: .*a list
 {"metric": "unknown"} | metrics: for labels there are auc
 {"metric": "mae"} | metrics: for labels there are auc
-{"metric": 3} | metric: expected a name or a function
-{"metric": "auc", "maximize": false} | maximize: expected nothing
-{"maximize": true} | metric: expected a name or a function
+{"metric": 3} | metric: expected a string or a function
 """
 
 
-@pytest.mark.parametrize("line", NOT.splitlines())
-def test_what_cannot_be_tuned_is_refused(line):
-    options, words = line.split(" | ")
+@pytest.mark.parametrize("options, words", tabled(NOT))
+def test_what_cannot_be_tuned_is_refused(options, words):
     with sentence(words):
-        silo(ALGORITHMS["local"](), **json.loads(options))
-
-
-def test_whether_more_of_ones_own_metric_is_better_is_asked():
-    with sentence("maximize: expected True or False"):
-        silo(metric=confidence)
+        search("local", **options)
 
 
 # the criterion --------------------------------------------------------------
 @pytest.mark.parametrize(
-    "metric, maximize, lr",
-    [("loss", None, 0.3), (confidence, True, 0.3), (confidence, False, 1e-4), ("f1", None, 0.3)],
+    "metric, lr", [("loss", 0.3), (confidence, 0.3), (doubt, 1e-4), ("f1", 0.3)]
 )
-def test_a_metric_and_its_direction_choose(metric, maximize, lr):
+def test_a_metric_and_its_direction_choose(metric, lr):
     pytest.importorskip("sklearn")
-    tuned = silo("fedavg", rounds=3, metric=metric, maximize=maximize, hardware=Hardware(workers=1))
+    tuned = search(rounds=3, metric=metric, hardware=Hardware(workers=1))
     assert tuned.best.candidate.training.lr == lr
-    measures = {"confidence": confidence, "f1": METRICS["f1"]}
+    measures = {"confidence": confidence, "doubt": doubt, "f1": metrics.METRICS["f1"]}
     found = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics=measures)
-    sign = -1 if metric == "loss" or maximize is False else 1
+    sign = -1 if metric == "loss" else 1
     values = found[getattr(metric, "__name__", metric)]
-    assert torch.equal(tuned.best.values[0], sign * values.double())
+    equals(tuned.best.values[0], sign * values.double())
 
 
 def test_integers_that_are_numbers_to_the_loss_are_measured_as_numbers():
-    x = torch.randn(60, 3)
-    p = cross_silo(Federation.from_clients([(x, (3 * x[:, 0]).round().long() + 9)] * 3))
-    net, grid = Net(lambda: nn.Linear(3, 1), "squared"), {"training.lr": [0.01]}
-    assert math.isfinite(tune(p, net, "fedavg", TRAINING, grid, 2, metric="mae").best.score)
+    net, grid = regression()[1], {"training.lr": [0.01]}
+    assert math.isfinite(search("fedavg", grid, 2, None, net, metric="mae").best.score)
 
 
 def test_two_searches_in_one_folder(tmp_path):
     def another(_):
         with sentence(".*another run is writing"):
-            silo(folder=tmp_path)
+            search(folder=tmp_path)
 
-    silo(folder=tmp_path, say=another)
-
-
-def test_tuning_asks_for_roles():
-    with sentence(
-        r"protocol: expected cross_silo\(data\) or cross_device\(data\), .* got Federation"
-    ):
-        tune(images(), tiny_model(), "fedavg", TRAINING, {}, rounds=1)
+    search(folder=tmp_path, say=another)

@@ -16,9 +16,9 @@ from bench.problem import Facts, parsed
 from bench.table import markdown
 from pflcore import Algorithm, Federation, Training
 from pflcore.check import Count, Whole, need
-from pflcore.cli.experiment import algorithm
+from pflcore.cli._experiment import algorithm
 from pflcore.data import load
-from pflcore.data.sources import Source
+from pflcore.data._sources import Source
 from pflcore.nn.models import model_for
 from pflcore.simulation.checkpoint import lock
 

@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.table import markdown
 from pflcore import Algorithm, Federation, Net, Training, step
 from pflcore.check import Count, checked
-from pflcore.data.roles import held_out
+from pflcore.data._roles import held_out
 from pflcore.simulation.round import Setup, begin
-from pflcore.train import Engine, Setting
-from pflcore.train.workers import Workers, one_thread
+from pflcore.train._clients import Setting
+from pflcore.train._engines import Engine
+from pflcore.train._workers import Workers, one_thread
 
 MIB = 2**20
 # how pflcore's ops are counted, by the shapes of what they are given

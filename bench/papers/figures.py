@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.results import pictures
-from pflcore.results.pictures import COLOURS, figure_of, lines, save, tidy
+from pflcore.results import _pictures as pictures
+from pflcore.results._pictures import COLOURS, figure_of, lines, save, tidy
 from pflcore.results.record import Run
 
 Points = Sequence[tuple[float, float]]
@@ -41,9 +41,9 @@ def heat_maps(runs: Mapping[str, Run], path: str, k: int | None = None) -> None:
     panels = []
     for name, run in runs.items():
         for r, w in of_rounds(run):
-            shown, ids = w if k is None else nearest(w, k).double(), torch.arange(len(w))
-            panels.append(pictures.Heat(f"{name}, round {r}", shown, ids, ids))
-    pictures.heat_maps(panels, "gives (client)", "receives (model)", path, wide=4)
+            shown = w if k is None else nearest(w, k).double()
+            panels.append(pictures.Heat(f"{name}, round {r}", shown, range(len(w))))
+    pictures.heat_maps(panels, path, wide=4)
 
 
 def curves(

@@ -50,11 +50,11 @@ from typing import Any
 from bench.problem import Facts
 from pflcore import Training, cross_device, cross_silo
 from pflcore.check import need
-from pflcore.cli.experiment import Job, Options, described, federation, jobs
+from pflcore.cli._experiment import Job, Options, described, federation, jobs
 from pflcore.data import SOURCES, TABULAR
-from pflcore.data.roles import SHARES, Protocol, everybody
+from pflcore.data._roles import SHARES, Protocol, everybody
 from pflcore.results.record import plain
-from pflcore.train.random import STREAM
+from pflcore.train._random import STREAM
 from pflcore.tuning import Candidate, Grid
 
 PLANS = Path(__file__).resolve().parent / "plans"

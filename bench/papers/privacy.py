@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import Algorithm, Clients, Federation, Net, Training, step
-from pflcore.algorithms.factorized_waffle import FactorizedWaffle, strengths
-from pflcore.algorithms.fedavg import MRMTL
+from pflcore.algorithms._factorized_waffle import FactorizedWaffle, strengths
+from pflcore.algorithms._fedavg import MRMTL
 from pflcore.check import Count, Whole, check, need
 from pflcore.simulation.round import Setup, begin, sample
-from pflcore.train import prepared
-from pflcore.train.random import OwnDraws
-from pflcore.train.workers import one_thread
+from pflcore.train._choose import prepared
+from pflcore.train._random import OwnDraws
+from pflcore.train._workers import one_thread
 
 # -- what the adversary gets -------------------------------------------------
 

@@ -19,9 +19,9 @@ from bench.papers.table import rows_of, verdicts
 from bench.problem import parsed
 from pflcore import Net
 from pflcore.check import need
-from pflcore.cli.experiment import algorithm
+from pflcore.cli._experiment import algorithm
 from pflcore.nn.models import model_for
-from pflcore.results.progress import Progress
+from pflcore.results._progress import Progress
 
 
 def count(plan: Plan, folder: Path) -> None:

@@ -19,10 +19,10 @@ from bench.papers.table import Key, Row
 from bench.problem import Facts
 from bench.table import clock, processor
 from pflcore import Clients, History, Simulation, tune
-from pflcore.algorithms.clusters import Ensemble, HypCluster, losses
-from pflcore.cli.experiment import algorithm, model, net
-from pflcore.data.roles import Protocol, held_out
-from pflcore.results.progress import Progress
+from pflcore.algorithms._clusters import Ensemble, HypCluster, losses
+from pflcore.cli._experiment import algorithm, model, net
+from pflcore.data._roles import Protocol, held_out
+from pflcore.results._progress import Progress
 from pflcore.results.record import OnRound, Record, Run, plain, read
 from pflcore.simulation.checkpoint import replacing
 from pflcore.simulation.round import Setup, State

@@ -19,9 +19,9 @@ from bench.papers.runs import Reproduction
 from bench.papers.table import Row, by_setting, curve
 from bench.problem import Facts
 from pflcore import FedAvg, evaluate, metrics
-from pflcore.data.federation import permutation
-from pflcore.data.roles import Protocol
-from pflcore.results import pictures
+from pflcore.data._federation import permutation
+from pflcore.data._roles import Protocol
+from pflcore.results import _pictures as pictures
 from pflcore.results.record import plain
 from pflcore.simulation.round import Setup, State
 

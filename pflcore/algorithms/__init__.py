@@ -8,10 +8,11 @@ name one by an instance, a class, a name of it, or "package.module:Class" for on
 import difflib
 import importlib
 import inspect
+from dataclasses import fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pflcore.algorithms.adaptation import (
+from pflcore.algorithms._adaptation import (
     FedBABU,
     FedBN,
     FedPer,
@@ -22,9 +23,9 @@ from pflcore.algorithms.adaptation import (
     LGFedAvg,
     PerFedAvg,
 )
-from pflcore.algorithms.clusters import ClusteredFL, Ensemble, HypCluster
-from pflcore.algorithms.factorized_waffle import FactorizedWaffle
-from pflcore.algorithms.fedavg import (
+from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
+from pflcore.algorithms._factorized_waffle import FactorizedWaffle
+from pflcore.algorithms._fedavg import (
     MRMTL,
     Ditto,
     FedAdagrad,
@@ -38,22 +39,21 @@ from pflcore.algorithms.fedavg import (
     PFedMe,
     QFedAvg,
 )
-from pflcore.algorithms.mixtures import APFL, L2C, FedALA, FedFomo
-from pflcore.algorithms.protocol import (
+from pflcore.algorithms._mixtures import APFL, L2C, FedALA, FedFomo
+from pflcore.algorithms._protocol import (
     Algorithm,
-    Changes,
     Cohort,
     Mix,
     Pool,
     Rows,
-    ServerRule,
     Stop,
     Traits,
     Void,
     apply,
 )
-from pflcore.algorithms.relations import SFL, FedAMP, FedDWA, FedDWAQP, HeurFedAMP, Mocha
-from pflcore.algorithms.waffle import Scaffold, Waffle, WeightErosion
+from pflcore.algorithms._relations import SFL, FedAMP, FedDWA, FedDWAQP, HeurFedAMP, Mocha
+from pflcore.algorithms._waffle import Scaffold, Waffle, WeightErosion
+from pflcore.check import need
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -108,13 +108,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
-    "Changes",
     "Cohort",
     "FedAvg",
     "Mix",
     "Pool",
     "Rows",
-    "ServerRule",
     "Stop",
     "Traits",
     "Void",
@@ -143,11 +141,8 @@ def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
             )
     if inspect.isclass(thing) and issubclass(thing, Algorithm):
         return thing
-    expected = f"{algorithm!r} to be {BASE}"
-    if not isinstance(algorithm, str):
-        expected = f"a name, {BASE} or an instance of one"
     got = thing.__name__ if inspect.isclass(thing) else type(thing).__name__
-    raise TypeError(f"algorithm: expected {expected}, got {got}.")
+    raise TypeError(f"algorithm: expected a name, {BASE} or an instance of one, got {got}.")
 
 
 def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -> Algorithm:
@@ -158,13 +153,10 @@ def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -
             return algorithm
         algorithm = type(algorithm)
     cls = class_of(algorithm)
-    try:
-        return cls(**options)
-    except TypeError as error:
-        raise TypeError(
-            f"algorithm: {cls.__name__} cannot be made from "
-            f"{', '.join(options) or 'its defaults alone'} ({error}); give an instance."
-        ) from None
+    known = [f.name for f in fields(cls)]
+    unknown = [name for name in options if name not in known]
+    need(not unknown, cls.__name__, f"options among {', '.join(known) or 'none'}", unknown)
+    return cls(**options)
 
 
 def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:

@@ -23,10 +23,10 @@ import torch
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import need
-from pflcore.cli.play import RunFailed, compare, first_line, report, run
+from pflcore.cli._play import RunFailed, compare, first_line, report, run
 from pflcore.ops import __version__, backend
-from pflcore.results.progress import INTERRUPTED
-from pflcore.simulation.interrupts import ENDING
+from pflcore.results._progress import INTERRUPTED
+from pflcore.simulation._interrupts import ENDING
 
 __all__ = ["main"]
 EXTRAS = {

@@ -7,12 +7,15 @@ from functools import partial
 from typing import Any
 
 from pflcore.check import Count, Seed32, checked, need, shown
-from pflcore.data import natural, synthetic
-from pflcore.data.federation import Federation, HeldOut
-from pflcore.data.inputs import padded
-from pflcore.data.partition import PARTITIONS, options_of, partition
-from pflcore.data.roles import SHARES
-from pflcore.data.sources import SOURCES, Source, load
+from pflcore.data import _natural as natural
+from pflcore.data import _synthetic as synthetic
+from pflcore.data._federation import Federation, HeldOut
+from pflcore.data._inputs import padded
+from pflcore.data._partition import PARTITIONS as PARTITIONS
+from pflcore.data._partition import options_of, partition
+from pflcore.data._roles import SHARES
+from pflcore.data._sources import SOURCES as SOURCES
+from pflcore.data._sources import Source, load
 
 FEDERATIONS: dict[str, Callable[..., Federation]] = {
     **natural.FEDERATIONS,
@@ -24,9 +27,6 @@ TABULAR = ("school", "vehicle")  # each client's features have scales of their o
 _cut = partition  # where an argument has this name
 
 __all__ = [
-    "FEDERATIONS",
-    "PARTITIONS",
-    "SOURCES",
     "Federation",
     "federation_of",
     "load",
@@ -85,13 +85,18 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         options = {**options, "shift_seed": shift_seed}
     source = load(data, root) if isinstance(data, str) else data
     s = source.sample(train_samples, test_samples, seed)
-    pools = {"x_test": s.x_test, "y_test": s.y_test}
     part = _cut(
         name, s.y_train, n or 10, test_labels=s.y_test, seed=seed, classes=s.classes, **options
     )
     title = " ".join([s.name, name, *cut])  # runs on other cuts are no seeds of one
     return Federation.from_partition(
-        s.x_train, s.y_train, part, **pools, classes=s.classes, name=title
+        s.x_train,
+        s.y_train,
+        part,
+        x_test=s.x_test,
+        y_test=s.y_test,
+        classes=s.classes,
+        name=title,
     )
 
 

@@ -1,14 +1,12 @@
 """pflcore in other people's code: their models as rows, one call, and a server and a client without
 a simulation."""
 
-from pflcore.interop.mixing import Clusters, Krum, personalize
-from pflcore.interop.packing import pack, unpack
-from pflcore.interop.remote import Client, Server
+from pflcore.interop._mixing import personalize
+from pflcore.interop._packing import pack, unpack
+from pflcore.interop._remote import Client, Server
 
 __all__ = [
     "Client",
-    "Clusters",
-    "Krum",
     "Server",
     "pack",
     "personalize",

@@ -5,12 +5,11 @@ Each rank of a process group holds all N clients in some of the P columns. A squ
 sum over columns, a mix acts on each column by itself: distances cost one all-reduce, mixtures
 nothing, and which columns a rank has is all one: those of its FSDP shards need no exchange. `group`
 None is the default group; a DTensor lies over its own 1-D mesh. All ranks must call: one rank's
-wrong argument is a ValueError or TypeError on all of them, a rank that ends a RuntimeError on the
-others, at once or after the group's timeout (`init_process_group(timeout=)`). Nothing here has
+wrong argument is a ValueError or TypeError on all of them, a rank that ends torch's RuntimeError on
+the others, at once or after the group's timeout (`init_process_group(timeout=)`). Nothing here has
 gradients.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ def pairwise_sqdist(
     Bit for bit the same on every rank and, without `b`, symmetric with an exact zero diagonal.
     Beside the op in one process equal to rounding in float64 where rows are float64 or, on CPUs,
     shards of `to_columns`; for other shards each is within its relative error of 1e-6. A DTensor is
-    [M, P], `Shard(1)`, or `Shard(0)`, which goes through `to_columns` first.
+    [M, P], `Shard(1)`.
     """
     op = "pairwise_sqdist"
     (a, group), (b, _) = _local(op, "a", a, group), _local(op, "b", b)
@@ -48,13 +47,13 @@ def pairwise_sqdist(
     _agree(op, group, 0, a=a, **other)
     out: Tensor = ops.pairwise_sqdist(a, b)
     if b is not None:
-        _together(op, dist.all_reduce, out, group=group)
+        dist.all_reduce(out, group=group)
         return out
     # one sum for both of its places: ranks are not everywhere added in the same order
     above = torch.triu_indices(len(out), len(out), 1, device=out.device).unbind()
-    out = torch.zeros_like(out).index_put_(
-        above, _together(op, dist.all_reduce, out[above], group=group)
-    )
+    once = out[above]
+    dist.all_reduce(once, group=group)
+    out = torch.zeros_like(out).index_put_(above, once)
     return out + out.T
 
 
@@ -71,8 +70,7 @@ def aggregate(
     in one process.
 
     Updates in a DTensor [N, P] give a DTensor [M, P], `Shard(1)`; `weight` and `base` are plain
-    tensors. (`Shard(0)` goes through `to_columns` first: that is traffic.) Errors are those of
-    `pflcore.aggregate`.
+    tensors. Errors are those of `pflcore.aggregate`.
     """
     local, _ = _local("aggregate", "updates", updates)
     out = ops.aggregate(local, weight, index, base, lr, precise=precise)
@@ -105,7 +103,7 @@ def to_columns(
     mine, counts = widths[dist.get_rank(group)], [n for n, _ in ranks]
     sent = torch.cat([part.flatten() for part in rows.split(widths, 1)])
     give, take = [len(rows) * w for w in widths], [n * mine for n in counts]
-    return _exchange(op, sent, give, take, group).view(sum(counts), mine)
+    return _exchange(sent, give, take, group).view(sum(counts), mine)
 
 
 @torch.no_grad()
@@ -125,7 +123,7 @@ def to_rows(
     counts = _cut(op, "count", [n for _, n in ranks], len(columns), 1)
     mine, widths = counts[dist.get_rank(group)], [w for w, _ in ranks]
     give, take = [n * columns.shape[1] for n in counts], [mine * w for w in widths]
-    back = _exchange(op, columns.contiguous().flatten(), give, take, group).split(take)
+    back = _exchange(columns.contiguous().flatten(), give, take, group).split(take)
     return torch.cat([part.view(mine, w) for part, w in zip(back, widths, strict=True)], 1)
 
 
@@ -144,14 +142,10 @@ def _local(op: str, name: str, t: Any, group: Any = None) -> tuple[Any, Any]:
     mesh = getattr(t, "device_mesh", None)
     if mesh is None:
         return t, group
-    flat = t.dim() == 2 and mesh.ndim == 1
-    shards = [dim for dim in (0, 1) if flat and t.placements[0].is_shard(dim)]
+    fits = t.dim() == 2 and mesh.ndim == 1 and t.placements[0].is_shard(1)
     came = f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D"
-    expect(shards != [], op, name, "Shard(0) or Shard(1) of [N, P] on a 1-D mesh", came)
-    local, group = t.to_local(), mesh.get_group()
-    # as DTensor cuts
-    width = _cut(op, name, [None] * mesh.size(), t.shape[1], 1)[mesh.get_local_rank()]
-    return local if shards == [1] else to_columns(local, group, width), group
+    expect(fits, op, name, "Shard(1) of [N, P] on a 1-D mesh", came)
+    return t.to_local(), mesh.get_group()
 
 
 def _agree(
@@ -163,23 +157,20 @@ def _agree(
     Before that, all ranks must have right arguments that fit together; else all of them raise, so
     that none waits for another.
     """
-    first, t = next(iter(given.items()))
+    member = group is None or isinstance(group, dist.ProcessGroup)
+    expect(member, op, "group", "a process group that this rank belongs to", shape(group))
     error: Exception | None = None
     try:
-        said = _called(op, dim, size, given)
+        own = _called(op, dim, size, given), next(iter(given.values())).shape[1 - dim], size[1]
     except (TypeError, ValueError) as wrong:
-        error = wrong
+        error, own = wrong, (str(wrong), 0, None)
     begun = dist.is_available() and dist.is_initialized()
-    if not begun or (group is not None and not isinstance(group, dist.ProcessGroup)):
-        start = "start it by torchrun and call torch.distributed.init_process_group"
-        wanted = f"a process group that this rank belongs to: {start}"
-        raise error or ValueError(f"{op}: group must be {wanted}, got {shape(group)}.")
-    if error is None and f"{t.device.type}:" not in (config := dist.get_backend_config(group)):
-        wanted = f"{op}: {first} must be where the process group's backend ({config}) can send it"
-        error = ValueError(f"{wanted} from, got {shape(t)}.")
-    own = (str(error), 0, None) if error else (said, t.shape[1 - dim], size[1])
+    if error and not begun:
+        raise error
+    start = "one that was begun: start by torchrun and call torch.distributed.init_process_group"
+    expect(begun, op, "group", start, shape(group))
     ranks: list[Any] = [None] * dist.get_world_size(group)
-    _together(op, dist.all_gather_object, ranks, own, group=group)
+    dist.all_gather_object(ranks, own, group=group)
     if error:
         raise error
     wanted = f"that of rank 0 ({ranks[0][0]}) on all ranks"
@@ -204,21 +195,9 @@ def _called(op: str, dim: int, size: tuple[str, Any], given: dict[str, Any]) -> 
     return ", ".join([op, *each, *([] if chosen is None else [f"a {what}"])])
 
 
-def _together(op: str, call: Callable[..., Any], t: Any, *args: Any, **kwargs: Any) -> Any:
-    """`t` after a collective call, in which what goes wrong is that another rank is not there."""
-    try:
-        call(t, *args, **kwargs)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{op}: another rank has ended or did not answer within the group's timeout; start all "
-            "again."
-        ) from error
-    return t
-
-
-def _exchange(op: str, sent: Tensor, give: list[int], take: list[int], group: Any) -> Tensor:
+def _exchange(sent: Tensor, give: list[int], take: list[int], group: Any) -> Tensor:
     """`give[k]` numbers to rank k, `take[k]` from it, as bytes: of any dtype."""
-    splits = [[n * sent.element_size() for n in numbers] for numbers in (take, give)]
     received = sent.new_empty(sum(take)).view(torch.uint8)
-    _together(op, dist.all_to_all_single, received, sent.view(torch.uint8), *splits, group=group)
+    sizes = [n * sent.element_size() for n in take], [n * sent.element_size() for n in give]
+    dist.all_to_all_single(received, sent.view(torch.uint8), *sizes, group)
     return received.view(sent.dtype)

@@ -41,14 +41,14 @@ from flwr.supercore import log
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms.relations import FedDWA
+from pflcore.algorithms._relations import FedDWA
 from pflcore.check import are_names, checked, need
-from pflcore.interop.mixing import Krum, method_of, personalize
-from pflcore.interop.packing import pack
-from pflcore.interop.remote import Client, Server
-from pflcore.simulation.personal import Personalized
+from pflcore.interop._mixing import Krum, method_of, personalize
+from pflcore.interop._packing import pack
+from pflcore.interop._remote import Client, Form, Server, layout_of
+from pflcore.simulation._personal import Personalized
 from pflcore.simulation.round import Setup, sample
-from pflcore.train.random import drawn
+from pflcore.train._random import drawn
 
 __all__ = [
     "ExactMultiKrum",
@@ -85,7 +85,7 @@ def usable(replies: list[Message], weight: str) -> list[Message]:
     return [m for m in replies if m.metadata.src_node_id not in odd]
 
 
-def _form_of(content: RecordDict, weight: str) -> dict[str, Any] | None:
+def _form_of(content: RecordDict, weight: str) -> Form | None:
     """The shapes and dtypes of the one finite model in a reply, where its weight is a number above
     0."""
     records, metrics = [*content.array_records.values()], [*content.metric_records.values()]
@@ -95,7 +95,7 @@ def _form_of(content: RecordDict, weight: str) -> dict[str, Any] | None:
     weighted = isinstance(number, int | float) and number > 0
     if not weighted or not all(bool(t.isfinite().all()) for t in tensors.values()):
         return None
-    return {name: (t.shape, t.dtype) for name, t in tensors.items()}
+    return layout_of(tensors)
 
 
 def only_record(message: Message, whose: str) -> tuple[str, ArrayRecord]:
@@ -168,21 +168,19 @@ def client_app(
 
 def at_hand(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
     """What gives the client of a node, with the state that its context holds."""
-    # what this process has at hand, with the state of a new one; last what was needed last
-    made: dict[tuple[int, int], tuple[Client, bytes]] = {}
+    made: dict[tuple[int, int], Client] = {}
 
     def opened(context: Context) -> Client:
         key = context.run_id, context.node_id
         if key not in made:
-            fresh = make(context)
-            need(isinstance(fresh, Client), "make", "a function that gives a pflcore.Client", fresh)
-            made[key] = fresh, saved(fresh)
-        made[key] = client, first = made.pop(key)
-        if len(made) > MOST:
-            del made[next(iter(made))]
-        kept = context.state.config_records.get(STATE, {"bytes": first})
-        client.load_state_dict(torch.load(io.BytesIO(kept["bytes"]), weights_only=True))
-        return client
+            made[key] = make(context)
+            need(isinstance(made[key], Client), "make", "a function that gives a Client", made[key])
+            if len(made) > MOST:
+                del made[next(iter(made))]
+        if STATE in context.state:
+            kept = io.BytesIO(context.state[STATE]["bytes"])
+            made[key].load_state_dict(torch.load(kept, weights_only=True))
+        return made[key]
 
     return opened
 
@@ -207,7 +205,7 @@ def keep_private(*patterns: str) -> Mod:
     evaluation. In their place the reply carries the values that came: private ones do not travel,
     every reply has the tensors that the server expects, and its mean leaves them where they
     started. Who has not trained yet uses those. ValueError in one sentence where a pattern matches
-    nothing, or the model is another than the one that was kept.
+    nothing.
     """
     named = bool(patterns) and are_names(patterns)
     need(named, "patterns", "names of private tensors, as in keep_private('head.*')", patterns)
@@ -218,7 +216,7 @@ def keep_private(*patterns: str) -> Mod:
             return call_next(message, context)
         key, came = only_record(message, "the server's message")
         kept = context.state.array_records.get(PRIVATE, {})
-        names = _private(came, kept, patterns)
+        names = _private(came, patterns)
         message.content = RecordDict({**message.content, key: ArrayRecord({**came, **kept})})
         reply = call_next(message, context)
         if kind == MessageType.TRAIN and reply.has_content():
@@ -232,18 +230,12 @@ def keep_private(*patterns: str) -> Mod:
     return mod
 
 
-def _private(came: ArrayRecord, kept: ArrayRecord, patterns: Sequence[str]) -> list[str]:
-    """The names in `came` that match; ValueError where a pattern matches none, or `kept` are
-    others."""
+def _private(came: ArrayRecord, patterns: Sequence[str]) -> list[str]:
+    """The names in `came` that match; ValueError where a pattern matches none."""
     for pattern in patterns:
         found = any(fnmatchcase(n, pattern) for n in came)
         need(found, "keep_private", f"patterns of some of {', '.join(came)}", pattern)
-    names = [n for n in came if any(fnmatchcase(n, p) for p in patterns)]
-    for n in kept:
-        same = n in names and kept[n].shape == came[n].shape
-        wanted = f"{n!r} of shape {list(kept[n].shape)}, as this client keeps it"
-        need(same, "keep_private", wanted, list(came[n].shape) if n in came else "none")
-    return names
+    return [n for n in came if any(fnmatchcase(n, p) for p in patterns)]
 
 
 class PersonalStrategy(FedAvg):  # type: ignore[misc]
@@ -277,13 +269,13 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         # the bits do not depend on who came first
         replies = sorted(replies, key=lambda m: m.metadata.src_node_id)
         replies = usable(replies, self.weighted_by_key)
-        pairs = [
-            (m.metadata.src_node_id, only_record(m, "")[1]) for m in replies if m.has_content()
-        ]
-        if pairs:
-            last: Any = (self._last or pairs) if self._looks_back else None
-            self.models.update(personalize(pairs, self.method, previous=last, **self.chosen))
-            self._last.update(pairs)
+        came: dict[int, Any] = {
+            m.metadata.src_node_id: only_record(m, "")[1] for m in replies if m.has_content()
+        }
+        if came:
+            last: Any = (self._last or came) if self._looks_back else None
+            self.models.update(personalize(came, self.method, previous=last, **self.chosen))
+            self._last.update(came)
         return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
 
     def _construct_messages(
@@ -440,17 +432,5 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
                     "ClientApp must be a client_app."
                 )
             self.clients[node] = reply.content["config"]["client"]
-        known = [(str(self.clients[n]).zfill(20), n) for n in nodes if n in self.clients]
-        here: dict[int, int] = {}
-        for _, node in sorted(known):
-            client = self.clients[node]
-            number = self.server.join(client)
-            if here.setdefault(number, node) != node:
-                log(
-                    WARNING,
-                    "client %r: nodes %d and %d both say that they are it; the first one is heard",
-                    client,
-                    here[number],
-                    node,
-                )
-        return here
+        known = sorted((str(self.clients[n]).zfill(20), n) for n in nodes if n in self.clients)
+        return {self.server.join(self.clients[node]): node for _, node in known}

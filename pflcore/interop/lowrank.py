@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from pflcore import ops
 from pflcore.check import Matrix, Positive, Row, Whole, checked, need
-from pflcore.interop.packing import Form, Models, form_of
+from pflcore.interop._packing import Form, Models, form_of
 
 __all__ = ["lift", "mix", "pack", "project", "scales", "sqdist", "unpack"]
 

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore.check import Share, checked
-from pflcore.nn.factorized import FactorizedConv2d, FactorizedLinear, factorize
-from pflcore.nn.mode import context
-from pflcore.ops.chain import dropped, uniform
+from pflcore.nn._factorized import FactorizedConv2d, FactorizedLinear, factorize
+from pflcore.nn._mode import context
+from pflcore.ops._chain import dropped, uniform
 
 __all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize"]
 

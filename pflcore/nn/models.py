@@ -7,17 +7,16 @@ options, and returns an `nn.Module`. None of them knows anything of federated le
 
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.nn as nn
 
-from pflcore.check import Count, checked, many, need, of_hint
+from pflcore.check import Count, checked, need
 from pflcore.nn import Dropout
 
-__all__ = ["MODELS", "model_for"]
-Shape = Sequence[int]  # of one input: (features,) or (channels, height, width)
-SIZES = many(of_hint(Count), "the sizes of one input, each at least 1")
+__all__ = ["model_for"]
+Shape = Sequence[Count]  # of one input: (features,) or (channels, height, width)
 Activation = Literal["relu", "tanh", "sigmoid"]
 Pool = Literal["max", "avg"]
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
@@ -271,9 +270,7 @@ MODELS = {f.__name__: f for f in ALL}
 
 
 @checked
-def model_for(
-    name: str, shape: Annotated[Shape | torch.Size, SIZES], classes: Count | None, **options: object
-) -> nn.Module:
+def model_for(name: str, shape: Shape, classes: Count | None, **options: object) -> nn.Module:
     """A fresh `MODELS[name]` for inputs of `shape` and `classes` outputs (None: one output, for
     regression)."""
     if name not in MODELS:

@@ -6,21 +6,21 @@ factors, O outputs, S clients of the cohort, Q a row's length. Every op has a pu
 reference, which runs where no kernel is loaded (`pflcore.backend()`).
 """
 
-from . import chain as chain  # the ops that only pflcore's own training calls
+from . import _chain as _chain  # the ops that only pflcore's own training calls
 from . import reference as reference  # the specification of the five
 from . import stream as stream
+from ._aggregate import aggregate
 from ._library import backend
-from .aggregate import aggregate
-from .nearest import nearest
-from .rank1 import rank1_linear
-from .sgd import sgd_step_
-from .sqdist import pairwise_sqdist
-from .weights import TopK, feddwa_weights, waffle_weights
+from ._nearest import nearest
+from ._rank1 import rank1_linear
+from ._sgd import sgd_step_
+from ._sqdist import pairwise_sqdist
+from ._weights import TopK as TopK
+from ._weights import feddwa_weights, waffle_weights
 
 __version__ = "0.1.0"  # pflcore's, kernels and all
 
 __all__ = [
-    "TopK",
     "aggregate",
     "backend",
     "feddwa_weights",

@@ -20,18 +20,18 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
-BUDGET = 1 << 22  # elements of a temporary: what a reference may hold beside its result
-
 lib = torch.library.Library("pflcore", "FRAGMENT")
 R = TypeVar("R")
 
 
-def define(schema: str, reference: Callable[..., R], fake: Any = None) -> Callable[..., R]:
-    """A new op `pflcore::NAME` with its reference as default body and `fake` for its result's
-    shape, where the reference itself would take long; returns what calls it."""
+def define(schema: str, reference: Callable[..., R] | None, fake: Any = None) -> Callable[..., R]:
+    """A new op `pflcore::NAME` with its reference as default body (None: there are kernels alone)
+    and `fake` for its result's shape, where the reference itself would take long; returns what
+    calls it."""
     name = schema[: schema.index("(")]
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    lib.impl(name, reference, "CompositeExplicitAutograd")
+    if reference is not None:
+        lib.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pflcore::{name}", fake or reference, lib=lib)
     op: Callable[..., R] = getattr(torch.ops.pflcore, name).default
     lib.impl(name, by_cpu(op), "MPS")

@@ -1,7 +1,7 @@
 """The words of the ops' argument checks: one sentence that names the argument, what was expected,
 and what came."""
 
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
@@ -38,15 +38,12 @@ def is_int(value: Any) -> bool:
 
 
 def number(op: str, name: str, value: Any) -> None:
-    """`value` is a real number, or a tensor of one."""
+    """`value` is a real number."""
     if type(value) is float or type(value) is int:
         return
-    one = isinstance(value, torch.SymInt | torch.SymFloat) or hasattr(value, "__float__")
-    if isinstance(value, bool) or not one or (isinstance(value, Tensor) and value.dim()):
-        refuse(op, name, "a number", shape(value), kind=TypeError)
-    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-        came = "a tensor that requires grad, which it would not get"
-        refuse(op, name, "a number", came, f"use {name}.item()")
+    if isinstance(value, bool) or not isinstance(value, Real | torch.SymInt | torch.SymFloat):
+        do = f"use {name}.item()" if isinstance(value, Tensor) else ""
+        refuse(op, name, "a number", shape(value), do, TypeError)
 
 
 def floating(op: str, name: str, t: Any) -> None:

@@ -6,17 +6,15 @@ registered, and the tests hold the kernels against it. Its arguments have been c
 are together, under their ops' names, for comparisons.
 """
 
-from .aggregate import reference as aggregate
-from .aggregate import reference_out as aggregate_out
-from .chain import eval_reference as chain_eval
-from .chain import grad_reference as chain_grad
-from .chain import sgd_reference as chain_sgd_
-from .rank1 import backward_reference as rank1_linear_backward
-from .rank1 import reference as rank1_linear
-from .sgd import reference as sgd_step_
-from .sqdist import reference as pairwise_sqdist
-from .weights import feddwa_reference as feddwa_weights
-from .weights import waffle_reference as waffle_weights
+from ._aggregate import reference as aggregate
+from ._aggregate import reference_out as aggregate_out
+from ._chain import grad_reference as chain_grad
+from ._rank1 import backward_reference as rank1_linear_backward
+from ._rank1 import reference as rank1_linear
+from ._sgd import reference as sgd_step_
+from ._sqdist import reference as pairwise_sqdist
+from ._weights import feddwa_reference as feddwa_weights
+from ._weights import waffle_reference as waffle_weights
 
 __all__ = [
     "aggregate",

@@ -1,4 +1,4 @@
-"""Rows that need not fit memory: files, memory maps, blocks that come one after the other.
+"""Rows that need not fit memory: files and memory maps.
 
 `Rows` is anything with a `shape` [N, P] and slices of rows, tensors or numpy arrays
 (`numpy.memmap`, `Files`, an HDF5 data set): it can be read again. What comes out is, on CPUs with
@@ -7,48 +7,26 @@ the kernels, bit for bit what the ops give for the same rows in memory.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import Kind, Names, are_names, checked, optional
+from pflcore.check import checked
 
-from ._words import expect, matrix, meet, refuse, same_view, shape, span
-from .aggregate import aggregate as aggregate_op
-from .aggregate import check_aggregate, check_out, dtypes
-from .sqdist import pairwise_sqdist as sqdist_op
+from ._aggregate import aggregate as aggregate_op
+from ._aggregate import check_aggregate, dtypes
+from ._sqdist import pairwise_sqdist as sqdist_op
+from ._words import expect, matrix, refuse, shape
 
 __all__ = ["Files", "aggregate", "pairwise_sqdist"]
 
 BYTES = 1 << 28  # of rows that are held at a time
 FLOATS = ("F16", "BF16", "F32", "F64")  # as files call them
 CHUNK = 128  # rows that `aggregate` sums before it adds them to a float64 total
-
-Progress = Callable[[int, int], object]
-Bar = Annotated[
-    Progress | bool,
-    Kind("a function of (done, of), or True for a bar", lambda v: callable(v) or v is True),
-]
-
-
-def meter(progress: Progress | bool | None) -> Progress:
-    """The function that a call reports to. True is a bar of tqdm's; ImportError without tqdm."""
-    if not isinstance(progress, bool):
-        return progress or (lambda done, of: None)
-    bar = optional("tqdm", "'pflcore[cli]'", "progress: a bar").tqdm(unit=" rows")
-
-    def show(done: int, of: int) -> None:
-        bar.total = of
-        bar.update(done - bar.n)
-        if done >= of:
-            bar.close()
-
-    return show
 
 
 class Rows(Protocol):
@@ -65,12 +43,6 @@ class Rows(Protocol):
         ...
 
 
-UPDATES = Kind(
-    "rows [N, P] or blocks of them",
-    lambda v: hasattr(v, "shape") or (hasattr(v, "__iter__") and not (v and are_names(v))),
-)
-
-
 @checked
 class Files:
     """Rows from safetensors files, one client's model each: the tensors `keys`, flattened and
@@ -80,47 +52,51 @@ class Files:
     one dtype and of the same sizes. Needs the package safetensors (ImportError).
     """
 
-    def __init__(self, paths: Sequence[str | Path], keys: Names | None = None) -> None:
+    def __init__(self, paths: Sequence[str | Path], keys: Sequence[str] | None = None) -> None:
         self.paths = list(paths)
-        self.keys = [keys] if isinstance(keys, str) else keys and list(keys)
         expect(len(self.paths) > 0, "Files", "paths", "at least one file", "none")
-        self._first, self._shapes = self._row(0)
-        self.shape = (len(self.paths), len(self._first))
+        first = self._tensors(self.paths[0], keys)
+        self.keys, self._kinds = list(first), kinds_of(first)
+        dtypes = {str(t.dtype) for t in first.values()}
+        expect(len(dtypes) == 1, "Files", "keys", "tensors of one dtype", f"{sorted(dtypes)}")
+        self._none = joined(first)[:0]
+        self.shape = (len(self.paths), sum(t.numel() for t in first.values()))
 
-    def _row(self, number: int) -> tuple[Tensor, list[Any]]:
-        """One file's row and the shapes of its tensors."""
+    def _tensors(self, path: str | Path, keys: Sequence[str] | None) -> dict[str, Tensor]:
         from safetensors import SafetensorError, safe_open
 
-        path = self.paths[number]
         try:
             with safe_open(path, "pt") as file:
                 held = {key: file.get_slice(key).get_dtype() for key in sorted(file.keys())}
-                if self.keys is None:
-                    self.keys = [key for key in held if held[key] in FLOATS]
-                missing = ", ".join(sorted(set(self.keys) - set(held)))
-                expect(not missing, "Files", "keys", f"names of tensors in {path}", missing)
-                parts = [file.get_tensor(key) for key in self.keys]
+                wanted = keys or [key for key in held if held[key] in FLOATS]
+                missing = sorted(set(wanted) - set(held))
+                expect(not missing, "Files", "keys", f"names of tensors in {path}", f"{missing}")
+                return {key: file.get_tensor(key) for key in wanted}
         except (SafetensorError, OSError) as error:
             why = str(error).rstrip(".")
             raise ValueError(
                 f"Files: paths: {path} is no whole safetensors file ({why})."
             ) from None
-        expect(len(parts) > 0, "Files", "paths", "files with floating-point tensors", str(path))
-        kinds = sorted({str(t.dtype).removeprefix("torch.") for t in parts})
-        wanted = f"tensors of one dtype in {path}"
-        expect(len(kinds) == 1, "Files", "keys", wanted, ", ".join(kinds), "choose keys")
-        return torch.cat([t.flatten() for t in parts]), [list(t.shape) for t in parts]
 
     def __getitem__(self, rows: slice, /) -> Tensor:
         """The models of the files first:last as rows, [last - first, P]."""
         picked = []
-        for number in range(len(self.paths))[rows]:
-            row, shapes = self._row(number)
-            if shapes != self._shapes or row.dtype is not self._first.dtype:
-                wanted = f"files of {self._first.dtype} {self._shapes} like the first"
-                refuse("Files", "paths", wanted, f"{row.dtype} {shapes} in {self.paths[number]}")
-            picked.append(row)
-        return torch.stack(picked) if picked else self._first.new_empty(0, self.shape[1])
+        for path in self.paths[rows]:
+            tensors = self._tensors(path, self.keys)
+            wanted = f"files of {self._kinds} like the first"
+            expect(kinds_of(tensors) == self._kinds, "Files", "paths", wanted, str(path))
+            picked.append(joined(tensors))
+        return torch.stack(picked) if picked else self._none.new_empty(0, self.shape[1])
+
+
+def kinds_of(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Shapes and dtypes in words."""
+    return {key: shape(t) for key, t in tensors.items()}
+
+
+def joined(tensors: dict[str, Tensor]) -> Tensor:
+    """A model as a row [P]."""
+    return torch.cat([t.flatten() for t in tensors.values()])
 
 
 def tensor_of(part: Any) -> Tensor:
@@ -178,15 +154,11 @@ def read(
         yield place, tensor_of(rows[place])
 
 
-@checked
 def pairwise_sqdist(
     a: Rows,  # [M, P]
     b: Rows | None = None,  # [N, P]; None: b = a
-    progress: Bar | None = None,
 ) -> Tensor:  # [M, N] float64
-    """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile; `progress(done,
-    of)` counts the rows of a, and `progress=True` shows a bar."""
-    report = meter(progress)
+    """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile."""
     other = a if b is None else b
     for name, rows in (("a", a), ("b", other)):
         check_rows("pairwise_sqdist", name, rows)
@@ -198,55 +170,48 @@ def pairwise_sqdist(
             out[some, others] = sqdist_op(x, y)
             if b is None:
                 out[others, some] = out[some, others].T
-        report(some.stop, a.shape[0])
     return out
 
 
 @checked
 def aggregate(
-    # [N, P], or blocks [n, P] of N rows in all
-    updates: Annotated[Rows | Iterable[Any], UPDATES],
+    updates: Rows,  # [N, P]
     weight: Tensor,  # [M, N], or [M, K] with index
     index: Tensor | None = None,  # [M, K] int64
     base: Tensor | None = None,  # [P] or [M, P]
     lr: float = 1.0,
     out: Any = None,  # [M, P]: a tensor, or what takes slices of rows (numpy.memmap)
     precise: bool = False,
-    progress: Bar | None = None,
 ) -> Any:  # [M, P]
-    """`pflcore.aggregate` over rows that can be read again or, without `index`, over blocks of rows
-    that come but once.
+    """`pflcore.aggregate` over rows that can be read again.
 
-    `out` is written while `updates` are still read: with `index` it must not be their memory, nor
-    their file, which other Rows do not show. Dense, it holds 128 rows and, where there are more, a
-    float64 total [M, P]; with `index`, the rows that so many results need as 256 MB hold.
-    `progress(done, of)` counts rows of updates, with `index` those of the result; True shows a bar.
-    Errors are those of `pflcore.aggregate`.
+    With `index`, `out` is written while `updates` and `base` are still read: it must not be their
+    memory, which is seen of two tensors and of two arrays, nor their file. Dense, it holds 128 rows
+    and, where there are more, a float64 total [M, P]; with `index`, the rows that so many results
+    need as 256 MB hold. Errors are those of `pflcore.aggregate`.
     """
-    report, rows = meter(progress), cast(Any, updates)
+    first, (n, p) = check_rows("aggregate", "updates", updates), updates.shape
     matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
-    if hasattr(updates, "shape"):
-        first, n = check_rows("aggregate", "updates", rows), rows.shape[0]
-        expect(n > 0 or index is not None, "aggregate", "updates", "at least one row", "none")
-        blocks: Iterator[Tensor] = (block for _, block in read(rows, step=CHUNK))
-    else:
-        wanted = "rows that can be read again where index is given"
-        expect(index is None, "aggregate", "updates", wanted, type(updates).__name__)
-        n = weight.shape[1]
-        blocks = _blocks(rows, n)
-        first = next(blocks)
-        blocks = itertools.chain([first], blocks)
+    expect(n > 0 or index is not None, "aggregate", "updates", "at least one row", "none")
     # what the checks look at takes no room
-    p, first = first.shape[1], first.new_empty(1, 1, requires_grad=first.requires_grad)
-    like = rows if isinstance(rows, Tensor) else first.expand(n, p)
-    check_aggregate(like, weight, index, base, lr, None)
-    check_result(rows, like, weight, index, base, out)
-    if index is not None:
-        return _by_index(rows, like, weight, index, base, lr, out, precise, report)
-    result = _dense(blocks, like, weight, base, lr, precise, report)
-    if out is None:
-        return result
-    out[:] = result
+    like = updates if isinstance(updates, Tensor) else first.new_empty(1, 1).expand(n, p)
+    check_aggregate(like, weight, index, base, lr, out if isinstance(out, Tensor) else None)
+    wanted = [len(weight), p]
+    if out is not None and not isinstance(out, Tensor):
+        kind = np.dtype(getattr(out, "dtype", int)).kind
+        fits = list(getattr(out, "shape", ())) == wanted and kind == "f"
+        expect(fits, "aggregate", "out", f"{wanted} of floating point", shape(out))
+    if index is None:
+        result = _dense(updates, like, weight, base, lr, precise)
+        if out is None:
+            return result
+        out[:] = result
+        return out
+    arrays = isinstance(out, np.ndarray) and isinstance(updates, np.ndarray)
+    same = out is updates or (arrays and np.may_share_memory(out, cast(Any, updates)))
+    expect(not same, "aggregate", "out", "memory of its own", "memory of updates")
+    out = torch.empty(wanted, dtype=dtypes(like, base, precise)[0]) if out is None else out
+    _by_index(updates, like, weight, index, base, lr, precise, out)
     return out
 
 
@@ -257,112 +222,32 @@ def _by_index(
     index: Tensor,
     base: Tensor | None,
     lr: float,
-    out: Any,
     precise: bool,
-    report: Progress,
-) -> Any:  # [M, P]
+    out: Any,  # [M, P]
+) -> None:
     """As many results at a time as BYTES hold the rows of."""
-    m, p = len(weight), like.shape[1]
-    if out is None:
-        out = torch.empty(m, p, dtype=dtypes(like, base, precise)[0])
     step = max(1, at_once(rows) // max(1, index.shape[1]))
-    for first in range(0, m, step):
+    for first in range(0, len(weight), step):
         some = slice(first, first + step)
         # what has no weight is not read
         used = index[some][(lr * weight[some].double()) != 0].unique()
-        part = take(rows, used) if len(used) else like.new_zeros(1, p)
+        part = take(rows, used) if len(used) else like.new_zeros(1, like.shape[1])
         place = torch.searchsorted(used, index[some].contiguous()).clamp(max=len(part) - 1)
         start = base[some] if base is not None and base.dim() == 2 else base
         out[some] = aggregate_op(part, weight[some], place, start, lr, precise=precise)
-        report(min(first + step, m), m)
-    return out
-
-
-def check_result(
-    rows: Any, like: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
-) -> None:
-    """The `out` of `aggregate`: as the op wants it where it is a tensor, else of that shape and
-    floating point; with `index` it has memory of its own."""
-    if isinstance(out, Tensor):
-        check_out(like, weight, index, base, out)
-    elif out is not None:
-        wanted, kind = [len(weight), like.shape[1]], getattr(out, "dtype", np.dtype(float)).kind
-        fits = list(getattr(out, "shape", ())) == wanted and kind == "f"
-        expect(fits, "aggregate", "out", f"{wanted} of floating point", shape(out))
-    if out is None or index is None:
-        return
-    others = [("updates", rows)]
-    if isinstance(out, np.ndarray) and base is not None:
-        own = out.flags.writeable and same_view(base, tensor_of(out))
-        others += [] if own else [("base", base)]
-    for name, other in others:
-        file = getattr(out, "filename", None)
-        again = (
-            file is not None
-            and getattr(other, "filename", None) == file
-            and getattr(other, "_mmap", None) is not out._mmap
-        )
-        meets = any(meet(a, b) for a in _memory(out) for b in _memory(other))
-        shared = out is other or again or meets
-        expect(not shared, "aggregate", "out", "memory of its own", f"memory of {name}")
-
-
-def _memory(rows: Any) -> list[tuple[int, int] | None]:
-    """The addresses of the memory that rows lie in; of what is neither a tensor nor an array, those
-    of its first row and its last."""
-    if isinstance(rows, Tensor):
-        return [span(rows)]
-    if isinstance(rows, np.ndarray):
-        first = rows.__array_interface__["data"][0]
-        (n, p), (down, across) = rows.shape, rows.strides
-        corners = [first + i * down + j * across for i in (0, n - 1) for j in (0, p - 1)]
-        return [(min(corners), max(corners) + rows.itemsize)] if rows.size else []
-    ends = (rows[i : i + 1] for i in (0, rows.shape[0] - 1))
-    return [where for end in ends if isinstance(end, Tensor | np.ndarray) for where in _memory(end)]
-
-
-def _blocks(updates: Iterable[Any], n: int) -> Iterator[Tensor]:
-    """The rows in blocks of CHUNK, whatever blocks they come in."""
-    held: list[Tensor] = []
-    done, wanted = 0, f"{n} rows in all, as weight has columns"
-    for part in updates:
-        rows = tensor_of(part)
-        matrix("aggregate", "updates", rows, "[n, P] in each block")
-        done += len(rows)
-        expect(done <= n, "aggregate", "updates", wanted, f"at least {done}")
-        same = not held or (rows.shape[1] == held[0].shape[1] and rows.dtype is held[0].dtype)
-        expect(same, "aggregate", "updates", "blocks of one P and one dtype", shape(rows))
-        held = [torch.cat([*held, rows])]
-        while len(held[0]) >= CHUNK:
-            yield held[0][:CHUNK]
-            held = [held[0][CHUNK:]]
-    expect(done == n and held != [], "aggregate", "updates", wanted, str(done))
-    if len(held[0]):
-        yield held[0]
 
 
 def _dense(
-    blocks: Iterator[Tensor],
-    like: Tensor,
-    weight: Tensor,
-    base: Tensor | None,
-    lr: float,
-    precise: bool,
-    report: Progress,
+    rows: Rows, like: Tensor, weight: Tensor, base: Tensor | None, lr: float, precise: bool
 ) -> Tensor:  # [M, P]
     """The sum of the blocks' sums, in float64 where there are several, as the kernel takes them."""
-    (n, p), done = like.shape, 0
+    n, p = like.shape
     if n <= CHUNK:  # few large models: a total would be twice their mixes
-        (rows,) = blocks
-        report(n, n)
-        return aggregate_op(rows, weight, None, base, lr, precise=precise)
+        return aggregate_op(tensor_of(rows[0:n]), weight, None, base, lr, precise=precise)
     dtype, wide = dtypes(like, base, precise)
     zero = like.new_zeros(p, dtype=wide)
     total = like.new_zeros(len(weight), p, dtype=torch.float64)
-    for rows in blocks:
-        some = weight[:, done : done + len(rows)]
-        total += aggregate_op(rows, some, None, zero, lr, precise=precise)
-        done += len(rows)
-        report(done, n)
+    for some, block in read(rows, step=CHUNK):
+        total += aggregate_op(block, weight[:, some], None, zero, lr, precise=precise)
     total = total.to(wide)
     return (total if base is None else base.to(wide) + total).to(dtype)

@@ -3,23 +3,16 @@
 A record file holds one or more runs. A run is a header line `{"header": {...}}`, one line per
 round, and, if the run ended early, `{"stopped": "one sentence"}`. A number that is not finite is
 stored as null (JSON has no NaN) and read back as NaN where it is one value per client. Files
-without a side file can be concatenated.
-
-Lists longer than 1,000 and matrices of more numbers than that are in a side file, `record.arrays`
-beside `record.jsonl`: one block of numpy's .npy format after another, read without pickle. In the
-line stands where: `{"array": ["record.arrays", 1234]}`, the block's first byte. The blocks of a
-line are written before it, so a run that was killed leaves at most some that no line names.
+can be concatenated.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
-import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -32,8 +25,7 @@ from torch import Tensor
 from pflcore import metrics
 from pflcore.check import checked
 
-__all__ = ["Record", "Run", "group", "read"]
-LONG = 1000  # entries from which a list is no part of a line
+__all__ = ["Run", "read"]
 Facts = Mapping[str, Any]
 Line = dict[str, Any]
 OnRound = Callable[[int, Line], None]
@@ -54,6 +46,7 @@ SHARED = (
     "clip",
     "adversary",
     "eval_split",
+    "stream",
     *CUT,
 )
 
@@ -81,88 +74,38 @@ class Record:
     """Writes one record file, each line at once, so that an interrupted process leaves at most its
     last line cut off; a line that a full disk cut off is finished before the next one."""
 
-    def __init__(
-        self, path: str | Path, overwrite: bool = False, mark: Facts | None = None
-    ) -> None:
+    def __init__(self, path: str | Path, overwrite: bool = False, goes_on: bool = False) -> None:
         """Opens `path`, making its folder. A file that holds something is kept unless `overwrite`:
-        ValueError.
-
-        With `mark`, what `mark()` gave when the file was written before, it is cut back to there
-        and goes on; ValueError where what stands before the mark is not what was written then.
-        """
+        ValueError. One that `goes_on` has more lines behind its own."""
         self.path = Path(path)
-        self.side = self.path.with_name(self.path.name.removesuffix(".jsonl") + ".arrays")
-        holds = self.path.is_file() and self.path.stat().st_size
-        if holds and mark is None and not overwrite:
+        if self.path.is_file() and self.path.stat().st_size and not (overwrite or goes_on):
             raise ValueError(
                 f"path: expected a new file, got {self.path}, which holds something; name another "
                 "or allow overwriting it."
             )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if mark is not None:
-                self._cut(mark)
-            else:
-                self.side.unlink(missing_ok=True)
-            self._file = open(self.path, "wb" if mark is None else "ab")  # noqa: SIM115
-            self._arrays = open(self.side, "ab") if self.side.exists() else None  # noqa: SIM115
+            self._file = open(self.path, "ab" if goes_on else "wb")  # noqa: SIM115
         except OSError as e:
             raise ValueError(
                 f"path: expected a file that can be written, got {self.path} ({e.strerror}); name "
                 "another."
             ) from None
 
-    def _cut(self, mark: Facts) -> None:
-        aside = self.side.stat().st_size if self.side.exists() else 0
-        if self._digest(mark["bytes"]) != mark["sha256"] or aside < mark["arrays"]:
-            raise ValueError(
-                f"path: {self.path} is not the record that its checkpoint was made with; put that "
-                "one back."
-            )
-        os.truncate(self.path, mark["bytes"])  # in one step, and no disk is too full for it
-        if aside:
-            os.truncate(self.side, mark["arrays"])
-
-    def _digest(self, size: int) -> str:
-        with open(self.path, "rb") as file:
-            return hashlib.sha256(file.read(size)).hexdigest()
-
-    def mark(self) -> Line:
-        """Where the record stands, once it is on the disk: how many bytes and their SHA-256, and
-        how many bytes of long lists aside."""
-        for file in filter(None, (self._file, self._arrays)):
-            os.fsync(file.fileno())
-        size, aside = self._file.tell(), self._arrays.tell() if self._arrays else 0
-        return {"bytes": size, "sha256": self._digest(size), "arrays": aside}
-
     def write(self, line: Facts) -> None:
         """Appends one line: a header, a round or a stop."""
-        text = json.dumps(plain(self._aside(line)), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(plain(line), allow_nan=False, separators=(",", ":"))
         self._file.write((text + "\n").encode())
         self._file.flush()
 
-    def _aside(self, value: Any) -> Any:
-        """`value` with its long lists and matrices in the side file."""
-        if isinstance(value, Mapping):
-            return {k: self._aside(v) for k, v in value.items()}
-        numbers = _numbers(value)
-        if numbers is None:
-            return value
-        if self._arrays is None:
-            self._arrays = open(self.side, "ab")  # noqa: SIM115
-        at = self._arrays.tell()
-        np.save(self._arrays, numbers, allow_pickle=False)
-        self._arrays.flush()
-        return {"array": [self.side.name, at]}
-
     def run(
         self,
-        header: Facts | None,
+        header: Facts,
         play: Callable[[OnRound], Any],
         on_round: OnRound | None = None,
     ) -> Any:
-        """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the header (None:
-        the run goes on), each round, and why it ended early.
+        """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the header, each
+        round, and why it ended early.
 
         `on_round` sees each line first and may add to it. An error is written too, and goes on.
         Returns what `play` does.
@@ -175,14 +118,11 @@ class Record:
             finally:
                 self.write(line)
 
-        if header is not None:
-            self.write({"header": header})
+        self.write({"header": header})
         try:
             history = play(write)
         except BaseException as e:
             said = f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '')}"
-            if isinstance(e, KeyboardInterrupt):  # `Simulation.run` answers it from round 1 on
-                said = "Interrupted before the first round."
             with contextlib.suppress(OSError):  # a full disk, perhaps
                 self.write({"stopped": said, "unfinished": True})
             raise
@@ -193,29 +133,14 @@ class Record:
 
     def close(self) -> None:
         """Closes the file; what was written is on disk."""
-        for file in filter(None, (self._arrays, self._file)):
-            with contextlib.suppress(OSError):  # `write` has said it
-                file.close()
+        with contextlib.suppress(OSError):  # `write` has said it
+            self._file.close()
 
     def __enter__(self) -> Record:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _numbers(value: Any) -> np.ndarray[Any, Any] | None:
-    """What goes to the side file: a long list or matrix of numbers, None in it as NaN."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().numpy() if value.numel() > LONG else None
-    rows = isinstance(value, list) and value and isinstance(value[0], list)
-    if not isinstance(value, list) or len(value) * (len(value[0]) if rows else 1) <= LONG:
-        return None
-    with contextlib.suppress(TypeError, ValueError):
-        array = np.array(value)
-        array = array.astype(np.float64) if array.dtype == object else array
-        return array if array.dtype.kind in "biuf" else None
-    return None
 
 
 @dataclass
@@ -227,6 +152,19 @@ class Run:
     stopped: str | None = None
     # stopped by Ctrl-C, for want of memory or by an error, and not by what the method does
     unfinished: bool = False
+
+    def lines(self) -> Iterator[Line]:
+        """Its lines, as `Record` writes them."""
+        yield {"header": self.header}
+        yield from self.rounds
+        if self.stopped is not None:
+            yield {"stopped": self.stopped, "unfinished": self.unfinished}
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is over: it has all its rounds, or was stopped by what the method does."""
+        every = bool(self.rounds) and self.played == self.header.get("rounds")
+        return not self.unfinished and (every or self.stopped is not None)
 
     @property
     def algorithm(self) -> str:
@@ -324,19 +262,21 @@ class Run:
         one model, `[M, N]` for several."""
         wanted = self.rounds if rounds is None else [r for r in self.rounds if r["round"] in rounds]
         have = [r for r in wanted if _has_weights(r)]
-        return [r["round"] for r in have], [self._dense(r["report"]) for r in have]
+        n = self.header.get("n")
+        return [r["round"] for r in have], [dense(r["report"], n) for r in have]
 
-    def _dense(self, report: Facts) -> Tensor:
-        """The weights of a report, where it says `index` those of some clients alone."""
-        if "index" not in report:
-            return _tensor(report["weights"])
-        weight, index = _tensor(report["weight"]), _tensor(report["index"]).long()
-        n = int(self.header.get("n") or index.max() + 1)
-        if index.ndim < 2:
-            return weight.new_zeros(n).index_copy_(0, index, weight)
-        rows = _tensor(report.get("rows", range(len(weight)))).long()  # none: of each client
-        at = rows[:, None].expand_as(index), index
-        return weight.new_zeros(n, n).index_put_(at, weight, accumulate=True)
+
+def dense(report: Facts, n: int | None) -> Tensor:
+    """The weights of a report, where it says `index` those of some of `n` clients alone."""
+    if "index" not in report:
+        return _tensor(report["weights"])
+    weight, index = _tensor(report["weight"]), _tensor(report["index"]).long()
+    n = int(n or index.max() + 1)
+    if index.ndim < 2:
+        return weight.new_zeros(n).index_copy_(0, index, weight)
+    rows = _tensor(report.get("rows", range(len(weight)))).long()  # none: of each client
+    at = rows[:, None].expand_as(index), index
+    return weight.new_zeros(n, n).index_put_(at, weight, accumulate=True)
 
 
 def _has_weights(line: Facts) -> bool:
@@ -353,7 +293,7 @@ def _worst(seen: Facts, measure: str) -> Tensor:
 
 
 def _tensor(value: Any) -> Tensor:
-    """Numbers as a line or a side file holds them, float64; None is NaN."""
+    """Numbers as a line holds them, float64; None is NaN."""
     return torch.as_tensor(np.asarray(value, dtype=np.float64))
 
 
@@ -392,8 +332,7 @@ def read(path: str | Path) -> list[Run]:
     """The runs in a record file, or in all `*.jsonl` files below a folder. A damaged line is left
     out, with a warning where it is not the last, which a run may be writing."""
     path = Path(path)
-    below = (p for p in path.rglob("*.jsonl") if p.name != "tuning.jsonl")
-    files = sorted(below) if path.is_dir() else [path]
+    files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(
             f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is "
@@ -402,7 +341,7 @@ def read(path: str | Path) -> list[Run]:
     runs: list[Run] = []
     for file in files:
         texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        lines = [_line(text, file.parent) for text in texts]
+        lines = list(map(_line, texts))
         damaged = [i for i, line in enumerate(lines, 1) if line is None]
         if damaged and damaged != [len(lines)]:
             said = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
@@ -415,41 +354,16 @@ def read(path: str | Path) -> list[Run]:
     return runs
 
 
-def _line(text: str, folder: Path) -> Line | None:
-    """A line as `Record` writes it, with its long lists; None for a damaged one."""
+def _line(text: str) -> Line | None:
+    """A line as `Record` writes it; None for a damaged one."""
     try:
         line = json.loads(text or "{}")
-        line = _whole(line, folder) if '{"array":[' in text else line
         kinds = {"header": dict, "stopped": str, "round": int, "eval": dict | None}
         fits = all(isinstance(line[k], kinds[k]) for k in {*kinds} & {*line})  # type: ignore
         fits = fits and not any(isinstance(v, dict) for v in (line.get("eval") or {}).values())
-    except FileNotFoundError:
-        raise
-    except Exception:  # numpy's reader raises many kinds
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return None
     return line if fits and isinstance(line, dict) else None
-
-
-def _whole(value: Any, folder: Path) -> Any:
-    """`value` with what is in side files: lists as lists, matrices as tensors. An error of any kind
-    where a block was altered."""
-    if not isinstance(value, dict):
-        return value
-    if set(value) != {"array"}:
-        return {k: _whole(v, folder) for k, v in value.items()}
-    name, at = value["array"]
-    file = folder / Path(name).name
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"path: expected {file} beside the record, which holds its long lists; keep the two "
-            "together."
-        )
-    with open(file, "rb") as blocks:
-        blocks.seek(at)
-        array = np.load(blocks, allow_pickle=False)
-    if array.ndim > 1:
-        return torch.from_numpy(array)
-    return [None if v != v else v for v in array.tolist()]
 
 
 Runs = Sequence[Run]

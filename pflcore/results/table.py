@@ -40,10 +40,6 @@ def table(runs: Runs, last: Count = 10, baseline: str | None = None) -> str:
     settings: dict[str, list[Run]] = {}
     for run in runs:
         settings.setdefault(setting(run), []).append(run)
-    for members in settings.values():
-        streams = {str(r.header["stream"]) for r in members if "stream" in r.header}
-        words = "runs of one version of the random streams, reported apart from the others"
-        need(len(streams) < 2, "stream", words, " and ".join(sorted(streams)))
     return "\n".join(_table(name, members, last, baseline) for name, members in settings.items())
 
 

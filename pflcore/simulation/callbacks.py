@@ -1,46 +1,34 @@
 """What can be given to `Simulation.run(on_round=...)`: a function of (round, record), or several in
 a list.
 
-One with a method `resume(rounds)` is given, before a run goes on from a checkpoint, the records of
-the rounds up to there. One that raises `Stop` ends the run with its sentence. One that raises
+A run that goes on from a checkpoint first gives them the records of the rounds up to there. One
+that raises `Stop` ends the run with its sentence. One that raises
 anything else ends it too, and nothing is lost: the rounds up to there are in `simulation.history`
 (and in the exception's attribute `history`), and `simulation.run()` goes on from them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pflcore.algorithms.protocol import Stop
+from pflcore.algorithms._protocol import Stop
 from pflcore.check import Count, NonNegative, checked, need
 from pflcore.metrics import mean
-from pflcore.results.export import scalars, summary_writer
+from pflcore.results._export import scalars, summary_writer
 
 __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
 Record = dict[str, Any]
 Callback = Callable[[int, Record], None]
 LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
-HIGHER = {"accuracy", "auc", "balanced_accuracy", "f1", "r2"}
-
-
-def listed(on_round: Callback | Sequence[Callback] | None) -> Sequence[Callback]:
-    """The callbacks in a list. TypeError in one sentence for what is none."""
-    callbacks = [on_round] if callable(on_round) else on_round or []
-    if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
-        raise TypeError(
-            f"on_round: expected a function of (round, record), or several in a list, got "
-            f"{on_round!r}."
-        )
-    return callbacks
 
 
 @checked
 class EarlyStopping:
     """Ends a run whose mean over clients has not improved for `patience` evaluations.
 
-    `key` is "accuracy", "loss" or one of the run's metrics, `higher` whether more of it is better,
-    which must be said of a metric of one's own (default: by its name). An improvement is one by
+    `key` is "accuracy", "loss" or one of the run's metrics, of which more is better but for "loss",
+    "train_loss", "mae" and "rmse". An improvement is one by
     more than `min_delta`; a mean that is NaN is none. It looks at the run's `eval_split`: "test"
     data select on test data, so give the simulation `eval_split="val"`. What was best is in `best`
     (the mean) and `round` (where).
@@ -50,13 +38,10 @@ class EarlyStopping:
         self,
         patience: Count = 5,
         key: str = "loss",
-        higher: bool | None = None,
         min_delta: NonNegative = 0.0,
     ) -> None:
-        known = higher is not None or key in LOWER | HIGHER
-        need(known, "higher", f"True or False for {key!r}, which may be better either way", higher)
         self.patience, self.key, self.min_delta = patience, key, min_delta
-        self.sign = 1.0 if (key not in LOWER if higher is None else higher) else -1.0
+        self.sign = -1.0 if key in LOWER else 1.0
         self.best, self.round, self._misses, self._last = math.nan, 0, 0, 0
 
     def __call__(self, round: int, record: Record) -> None:
@@ -83,11 +68,6 @@ class EarlyStopping:
             raise Stop(
                 f"Stopped early after round {round}: {best} for {self.patience} evaluations."
             )
-
-    def resume(self, rounds: Sequence[Record]) -> None:
-        """Looks again at the records of the rounds before a run goes on from its checkpoint."""
-        for record in rounds:
-            self(record["round"], record)
 
 
 @checked

@@ -1,9 +1,9 @@
 """Checkpoints: what a run needs to go on, in a folder, whole or not there at all.
 
-`checkpoint.json` says what the run is and where it stands, and names the file of its tensors with
-that file's digest. Each file is written beside its place, synced and renamed into it, the JSON
-last: until then the earlier checkpoint is the one that counts. Nothing is pickled: to read a
-checkpoint runs nobody's code.
+`checkpoint.safetensors` holds the tensors, and in its metadata what the run is, where it stands and
+the digest of it all. It is written beside its place, synced and renamed into it: until then the
+earlier checkpoint is the one that counts. Nothing is pickled: to read a checkpoint runs nobody's
+code.
 """
 
 import contextlib
@@ -13,39 +13,31 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from pflcore.algorithms import ALGORITHMS
 from pflcore.check import NonNegative, Whole, checked, refuse
-from pflcore.simulation.describe import Record, as_json, difference, identity
+from pflcore.results.record import plain
+from pflcore.simulation._describe import Record, difference, identity
 from pflcore.simulation.round import Setup, State, begin, load_state_dict, state_dict
-from pflcore.simulation.settings import Adversary, Evaluation, Hardware, Robustness
-from pflcore.train import Training
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Checkpoint", "load", "lock", "save"]
-FORMAT = 2
-NAME = "checkpoint.json"
+__all__ = ["Checkpoint", "load"]
+FORMAT = 3
+NAME = "checkpoint.safetensors"
+BLANK = f"{'sha256':*^64}"  # stands where the digest of the file will be
 DAMAGED = (
-    "checkpoint: {} holds one that is damaged ({}); take a copy of it from before, or begin the "
-    "run anew."
+    "checkpoint: {} holds one that is damaged (it was altered, cut off or exchanged); take a copy "
+    "of it from before, or begin the run anew."
 )
-OURS = "checkpoint-" + "[0-9a-f]" * 16 + ".safetensors"
-GROUPS = {
-    "training": Training,
-    "evaluation": Evaluation,
-    "robustness": Robustness,
-    "hardware": Hardware,
-}
 
 
 @checked
@@ -60,8 +52,6 @@ class Checkpoint:
     folder: str | Path
     every: Whole = 0  # rounds
     minutes: NonNegative = 10.0
-    note: Callable[[], Record] | None = None  # what the caller, who holds the lock, wants to know
-    # later, instead of the records
     _since: float = field(default_factory=time.monotonic, init=False, repr=False)
 
     @property
@@ -109,29 +99,20 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     """Writes `tensors` ([...], on any device, in memory of their own) and `facts` (what JSON can
     hold, and NaN) into `folder`, instead of the checkpoint that is there. OSError in one sentence
     where it cannot be written: then the earlier one stands."""
-    folder, name, digest = Path(folder), None, None
+    path = Path(folder, NAME)
+    text = json.dumps({**facts, "format": FORMAT}, default=plain)
+    data = file_of(tensors, {"facts": text, "sha256": BLANK})
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if tensors:
-            name = f"checkpoint-{secrets.token_hex(8)}.safetensors"
-            with replacing(folder / name) as part:
-                write_tensors(tensors, part)
-                digest = _digest(part.read_bytes())
-        text = json.dumps(
-            {**facts, "format": FORMAT, "tensors": name, "sha256": digest}, default=as_json
-        )
-        with replacing(folder / NAME) as part:
-            part.write_text(f'{{"sha256": "{_digest(text.encode())}", "checkpoint": {text}}}\n')
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
+            part.write_bytes(data.replace(BLANK.encode(), _digest(data).encode(), 1))
     except OSError as e:
-        if name is not None:
-            (folder / name).unlink(missing_ok=True)
         raise OSError(
             f"checkpoint: it cannot be written into {folder} ({e.strerror or e}); the one before "
             "it, if any, stands."
         ) from None
-    for old in [*folder.glob(OURS), *folder.glob("checkpoint*.part")]:
-        if old.name != name:
-            old.unlink()
+    for old in path.parent.glob(f"{NAME}.*.part"):  # of a process that was killed
+        old.unlink()
 
 
 def _digest(data: bytes) -> str:
@@ -142,42 +123,29 @@ def _digest(data: bytes) -> str:
 def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
     """The tensors [...], on the CPU, and the facts of the checkpoint in `folder`. ValueError in one
     sentence where there is none, or where one byte of it is not what was written."""
-    facts = _facts(Path(folder) / NAME)
+    import safetensors.torch
+
+    try:
+        data = Path(folder, NAME).read_bytes()
+    except OSError as e:
+        raise ValueError(
+            f"checkpoint: expected a folder that holds one, got {folder}, which has no {NAME} that "
+            f"can be read ({e.strerror}); check the name."
+        ) from None
+    try:
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        if _digest(data.replace(header["sha256"].encode(), BLANK.encode(), 1)) != header["sha256"]:
+            raise ValueError
+        facts: Record = json.loads(header["facts"])
+        tensors = safetensors.torch.load(data)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(DAMAGED.format(folder)) from None
     if facts["format"] != FORMAT:
         raise ValueError(
             f"checkpoint: expected format {FORMAT}, got {facts['format']} in {folder}; take the "
             "pflcore that wrote it."
         )
-    if facts["tensors"] is None:
-        return {}, facts
-    import safetensors.torch
-
-    name = Path(facts["tensors"]).name
-    try:
-        data = (Path(folder) / name).read_bytes()
-        if _digest(data) != facts["sha256"]:
-            raise OSError(0, "it was altered, cut off or exchanged")
-        tensors = safetensors.torch.load(data)
-    except (OSError, safetensors.SafetensorError) as e:  # the latter by one who made the digest fit
-        why = getattr(e, "strerror", None) or " ".join(str(e).split())
-        raise ValueError(DAMAGED.format(folder, f"{name}: {why}")) from None
     return {k: v.clone() for k, v in tensors.items()}, facts  # clones: aligned as torch aligns
-
-
-def _facts(path: Path) -> Record:
-    try:
-        whole = json.loads(path.read_bytes())
-        facts: Record = whole["checkpoint"]
-        if whole["sha256"] != _digest(json.dumps(facts).encode()):
-            raise ValueError
-    except OSError as e:
-        raise ValueError(
-            f"checkpoint: expected a folder that holds one, got {path.parent}, which has no {NAME} "
-            f"that can be read ({e.strerror}); check the name."
-        ) from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(DAMAGED.format(path.parent, f"{NAME} was altered or cut off")) from None
-    return facts
 
 
 @contextlib.contextmanager
@@ -204,53 +172,48 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Writes a safetensors file. OSError where the disk will not take it, TypeError for a dtype
-    that the format does not have."""
+def file_of(tensors: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:
+    """A safetensors file. TypeError for a dtype that the format does not have."""
     import safetensors.torch
 
     try:
-        safetensors.torch.save_file(
-            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, path
+        return safetensors.torch.save(
+            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, about
         )
     except KeyError as e:
         raise TypeError(
             f"checkpoint: safetensors holds no {e.args[0]}; keep the state in another dtype."
         ) from None
-    except safetensors.SafetensorError as e:
-        raise OSError(str(e)) from None
 
 
 # a run's ----------------------------------------------------------------------------------------
 
 
-def save_run(keeper: Checkpoint, run: Any) -> None:
+def save_run(folder: str | Path, run: Any) -> None:
     """Writes the checkpoint of a run, a `Simulation`. OSError where that cannot be."""
-    note, net, state, rounds = keeper.note and keeper.note(), run.setting.net, run._state, []
+    net, state, rounds = run.setting.net, run._state, []
     tensors = state_dict(run.algorithm, state) | {"net.w0": net.w0, "net.b0": net.b0}
-    for record in run._records if note is None else ():
+    for record in run._records:
         long = {k: v for k, v in record["report"].items() if isinstance(v, Tensor)}
         tensors |= {f"report.{record['round']}.{k}": v for k, v in long.items()}
         rounds.append({**record, "report": record["report"] | dict.fromkeys(long)})
-    where = {"round": state.round, "void": state.void, "outlier": run._outlier}
-    save(keeper.folder, tensors, {"run": identity(run), **where, "note": note, "rounds": rounds})
+    where = {"round": state.round, "void": state.void, "rounds": rounds}
+    save(folder, tensors, {"run": identity(run), **where})
 
 
-def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Any], list[Record]]:
-    """What a run, a `Simulation`, takes up from its checkpoint: where it started, its state, the
-    farthest update so far and the records. ValueError where it is another run's, a warning where it
+def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Record]]:
+    """What a run, a `Simulation`, takes up from its checkpoint: where it started, its state and the
+    records. ValueError where it is another run's, a warning where it
     was made elsewhere."""
     tensors, facts = load(folder)
-    there, here = facts["run"], identity(run)
-    aside = {"machine": None, "made_with": None}
-    differs = difference(there | aside, here | aside)
-    if differs:
+    there, here = facts.get("run", {}), identity(run)
+    made_with, made_here = (what.pop("made_with", {}) for what in (there, here))
+    if differs := difference(there, here):
         raise ValueError(
             f"checkpoint: {folder} holds that of another run: {differs}; give what it was made "
             "with, or another folder."
         )
-    other = difference(there["made_with"], here["made_with"])
-    if other:
+    if other := difference(made_with, made_here):
         last = "numbers may differ in their last digits from an unbroken run's."
         warnings.warn(f"checkpoint: {other}; {last}", stacklevel=3)
     like = run.setting.net
@@ -263,41 +226,4 @@ def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Any], lis
         rounds[int(round)]["report"][key] = tensors.pop(name)
     begun = begin(run.algorithm, net, run.data.n, setup.folder)
     state = load_state_dict(run.algorithm, begun, tensors, facts["round"], facts["void"])
-    return setup, state, facts["outlier"], facts["rounds"]
-
-
-def options(folder: str | Path, given: Mapping[str, Any]) -> Record:
-    """What a simulation is made with to go on with the run whose checkpoint is in `folder`: `given`
-    (which stands above it), and the rest of it."""
-    what = load(folder)[1]["run"]
-    if what is None:
-        raise ValueError(
-            f"checkpoint: {folder} is that of a command between two runs, and holds no state; go "
-            "on with its --resume."
-        )
-    stored = {**what["conditions"], **what["machine"], "training": what["training"]}
-    made = {key: rebuilt(key, value) for key, value in stored.items() if key not in given}
-    made |= {key: group(**made[key]) for key, group in GROUPS.items() if key in made}
-    if "algorithm" not in given:
-        name = what["algorithm"]
-        if name not in ALGORITHMS:
-            raise ValueError(
-                f"algorithm: the checkpoint is of {name}, which is not pflcore's own; give it: "
-                "algorithm=..."
-            )
-        made["algorithm"] = ALGORITHMS[name](**rebuilt("algorithm", what["options"]))
-    return made | dict(given)
-
-
-def rebuilt(name: str, value: Any) -> Any:
-    """A value that was kept as JSON, lists as tuples. ValueError where a function was in it."""
-    if isinstance(value, list):
-        return tuple(rebuilt(name, v) for v in value)
-    if not isinstance(value, dict):
-        return value
-    if "function" in value:
-        raise ValueError(
-            f"{name}: the checkpoint has a function in it, which no file holds; give it: {name}=..."
-        )
-    inside = {k: rebuilt(name, v) for k, v in value.items()}
-    return Adversary(**inside) if "attack" in inside else inside
+    return setup, state, facts["rounds"]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.algorithms.protocol import (
+from pflcore.algorithms._protocol import (
     Algorithm,
     Changes,
     Cohort,
@@ -29,16 +29,17 @@ from pflcore.algorithms.protocol import (
     zero_rows,
 )
 from pflcore.check import Count, Fraction, checked, need, refuse, shown
-from pflcore.data.ragged import onto
+from pflcore.data._ragged import onto
 from pflcore.metrics import human
-from pflcore.simulation.accept import Outcome, Trained, accept, spoilt
-from pflcore.simulation.interrupts import unbroken
-from pflcore.simulation.settings import Robustness
-from pflcore.train import Clients, Net, Setting
-from pflcore.train.random import drawn
-from pflcore.train.workers import one_thread
+from pflcore.simulation._accept import Outcome, Trained, accept, spoilt
+from pflcore.simulation._interrupts import unbroken
+from pflcore.simulation._settings import Robustness
+from pflcore.train import Clients, Net
+from pflcore.train._clients import Setting
+from pflcore.train._random import drawn
+from pflcore.train._workers import one_thread
 
-__all__ = ["Outcome", "Setup", "State", "begin", "sample", "step"]
+__all__ = ["Setup", "begin", "step"]
 SMALL = 1 << 22  # weights of all clients that are looked at together: one thread passes through
 # them in a few milliseconds, and waking others takes longer on a busy machine
 BLOCK = 1 << 12  # bytes of a file's blocks: a row may take so many more
@@ -280,12 +281,12 @@ def load_state_dict(alg: Algorithm, begun: State, tensors: Tensors, round: int, 
     return unflat(apply(state, changes), round, void)
 
 
-def check_start(start: State, alg: Algorithm, net: Net, n: int, what: str = "warm_start") -> None:
+def check_start(start: State, alg: Algorithm, net: Net, n: int) -> None:
     """ValueError where a state is not one of this algorithm, federation and model."""
     want, have = flat(begin(alg, net, n, clients=bool(start.clients))), flat(start)
     kept = f"a state of {type(alg).__name__} with"
     more = [k for k in have if k.startswith("clients.") and k not in want]
-    need(not more, what, f"{kept} no {' and '.join(more)}", list(have))
+    need(not more, "state", f"{kept} no {' and '.join(more)}", list(have))
     for key, like in want.items():
         old, rows = have.get(key), like.shape[:1]
         # a server's list of models or groups may have grown
@@ -295,7 +296,7 @@ def check_start(start: State, alg: Algorithm, net: Net, n: int, what: str = "war
             == (like.dtype, like.dim(), like.shape[grown:])
         )
         fits = f"{kept} the {key} like {shown(like)}, for {n} clients and this model"
-        need(same, what, fits, old)
+        need(same, "state", fits, old)
 
 
 @checked

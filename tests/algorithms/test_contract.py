@@ -1,11 +1,11 @@
 """What every algorithm of the registry owes its users: the checks of `pflcore.testing`, options
 that are what their annotations say, and what only we promise."""
 
+import json
 import sys
 import types
-from dataclasses import dataclass, fields
-from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +13,17 @@ from parts.user import Mine, simulation
 from small import swept
 from torch import nn
 
-from pflcore import evaluate
+from pflcore import testing
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import Count
-from pflcore.testing import Case, check
+from pflcore.testing import check
 
 # where the defaults do not fit a federation of four small clients
 OPTIONS: dict[str, dict[str, Any]] = {
     "knnper": {"k": 3},
     "fedala": {"sample": 1.0},  # else it draws, and nothing is asked of its clients' numbers
 }
+WEIGHTINGS = ("samples", "uniform")
 MODELS_SENT = {  # down, up
     "fedavg": (1, 1),
     "fedprox": (1, 1),
@@ -34,37 +35,15 @@ MODELS_SENT = {  # down, up
     "local": (0, 0),
 }
 
-every = pytest.mark.parametrize("name", swept())
 
-
-@cache
-def case_of(name):
-    return Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
-
-
-@every
+@pytest.mark.parametrize("name", swept())
 def test_the_contract(name):
-    check(case_of(name).given)
-
-
-@every
-def test_a_client_that_breaks_is_dropped_and_counted(name):
-    case = case_of(name)
-    setup = case.breaking([1])
-    play = case.play(setup, [range(4)] * 2)
-    for done in play.done:
-        assert done.dropped == [1] and not done.void and done.ids == [0, 1, 2, 3]
-        assert done.train_loss is None or torch.tensor(done.train_loss).isfinite()
-    assert evaluate(setup, play.last)["loss"][[0, 2, 3]].isfinite().all()
-    # where everybody breaks, or a target, the round is void
-    for broken in ([0, 1, 2, 3], case.given.traits.required or [0, 1, 2, 3]):
-        play = case.play(case.breaking(broken), [range(4)])
-        assert play.done[0].void and play.done[0].dropped == list(broken)
+    check(ALGORITHMS[name](**OPTIONS.get(name, {})))
 
 
 @pytest.mark.parametrize("name", sorted(MODELS_SENT))
 def test_as_many_models_are_sent_as_the_docstring_says(name):
-    case = case_of(name)
+    case = testing.Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
     (done,) = case.play(case.setup(), [(0, 1, 3)]).done
     one = 3 * case.net.size * 8
     assert (done.bytes_down, done.bytes_up) == tuple(one * m for m in MODELS_SENT[name])
@@ -72,47 +51,44 @@ def test_as_many_models_are_sent_as_the_docstring_says(name):
 
 # options -------------------------------------------------------------------------------------
 
-EDGES = [  # just outside of the bounds, and the last inside
-    ("apfl", "alpha", 1.5, 1),
-    ("apfl", "alpha", -0.1, 0),
-    ("ditto", "personal_epochs", 0, 1),
-    ("factorized_waffle", "tau", 0, 0.1),
-    ("fedala", "window", 1, 2),
-    ("fedala", "sample", 0, 1),
-    ("fedavg", "server_lr", -1, 0),
-    ("fedadam", "beta1", 1, 0.99),
-    ("finetune", "finetune_epochs", -1, 0),
-    ("fedrep", "private", (), "body"),
-    ("fedrep", "private", 3, "body"),
-]
+
+@pytest.mark.parametrize("name", swept())
+@pytest.mark.parametrize("option, others", [("server_lr", (0.5,)), ("weighting", WEIGHTINGS)])
+def test_an_option_that_is_offered_plays_a_part(name, option, others):
+    case = testing.Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
+    for other in others:
+        try:
+            setup = case.setup(replace(case.given, **{option: other}))
+        except (TypeError, ValueError):  # it has no such option, or one choice
+            continue
+        last = {k: v for k, v in case.play(setup).states[-1].items() if v.is_floating_point()}
+        same = all(torch.equal(v, case.recorded.states[-1][k]) for k, v in last.items())
+        assert same is (getattr(case.given, option) == other)
 
 
-def test_bounds():
-    for name, option, outside, inside in EDGES:
-        with pytest.raises(ValueError, match=rf"^{option}: expected .*, got .*\.$"):
-            ALGORITHMS[name](**{option: outside})
-        assert getattr(ALGORITHMS[name](**{option: inside}), option) == inside
+# an option, what is just outside of its bounds, and the last inside
+EDGES = """\
+apfl | alpha | 1.5 | 1
+apfl | alpha | -0.1 | 0
+ditto | personal_epochs | 0 | 1
+factorized_waffle | tau | 0 | 0.1
+fedala | window | 1 | 2
+fedala | sample | 0 | 1
+fedavg | server_lr | -1 | 0
+fedadam | beta1 | 1 | 0.99
+finetune | finetune_epochs | -1 | 0
+fedrep | private | [] | "body"
+fedrep | private | 3 | "body"
+"""
 
 
-def wrong(hint):
-    """Values of no use whatever the bounds."""
-    if get_origin(hint) is Annotated:
-        fractions = [2.5] if get_args(hint)[0] is int else []
-        return ["text", None, [1], float("nan"), float("inf"), True, *fractions]
-    if get_origin(hint) is Literal:
-        return ["unknown", None, 3]
-    return [value for h in get_args(hint)[:1] for value in wrong(h) if value is not None]
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_option_of_another_kind_is_one_sentence(name):
-    cls = ALGORITHMS[name]
-    hints = get_type_hints(cls, include_extras=True)
-    for f in fields(cls):
-        sentence = rf"^{f.name}: (expected .*, got .*|it plays no part .*)\.$"
-        for value in wrong(hints[f.name]):
-            with pytest.raises(ValueError, match=sentence):
-                cls(**{f.name: value})
+@pytest.mark.parametrize("line", EDGES.splitlines())
+def test_bounds(line):
+    name, option, *values = line.split(" | ")
+    outside, inside = map(json.loads, values)
+    with pytest.raises(ValueError, match=rf"^{option}: expected .*, got .*\.$"):
+        ALGORITHMS[name](**{option: outside})
+    assert getattr(ALGORITHMS[name](**{option: inside}), option) == inside
 
 
 def test_options_of_ones_own_class_are_checked_where_they_can_be_read():
@@ -137,18 +113,29 @@ NO_ALGORITHMS = {
     "'fedavgg'",
     "no_such_module:Mine": "importing 'no_such_module",
     "mine:Yours": "importing 'mine:Yours'",
-    "mine:number": f"expected 'mine:number' to be {DERIVED}, got int",
+    "mine:number": f"expected a name, {DERIVED} or an instance of one, got int",
     3: f"expected a name, {DERIVED} or an instance of one, got int",
     nn.Linear: f"expected a name, {DERIVED} or an instance of one, got Linear",
 }
 
 
-@pytest.mark.parametrize("given", NO_ALGORITHMS)
-def test_what_is_no_algorithm_is_one_sentence(monkeypatch, given):
+@pytest.fixture
+def mine(monkeypatch):
+    """A module of somebody's own, of that name."""
     module = types.ModuleType("mine")
-    module.Mine = Mine
-    module.number = 3
+    module.Mine, module.number = Mine, 3
     monkeypatch.setitem(sys.modules, "mine", module)
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("given", [Mine, Mine(), "mine:Mine"], ids=str)
+def test_an_algorithm_of_ones_own_has_its_classs_name(given):
+    assert simulation(given, rounds=1).run().header["algorithm"] == "Mine"
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize("given", NO_ALGORITHMS)
+def test_what_is_no_algorithm_is_one_sentence(given):
     with pytest.raises((ValueError, TypeError), match=f"^algorithm: {NO_ALGORITHMS[given]}") as e:
         simulation(given)
     assert str(e.value).count(". ") == 0

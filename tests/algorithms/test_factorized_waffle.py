@@ -6,7 +6,7 @@ import torch.nn as nn
 from doors import strengths
 from methods import FactorizedWaffle
 from parts.factorized_waffle import federation, model, setting
-from small import after, at_work, near
+from small import after, near
 
 from pflcore import Evaluation, Hardware, Net, Simulation, Training, evaluate
 from pflcore.algorithms import ALGORITHMS
@@ -74,21 +74,6 @@ def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
     history = many.run()
     assert len(history.rounds) == 2 and torch.equal(few.state.server["x"], was)
     assert history.state.clients["t"].max() == 2 * few.state.clients["t"].max()
-    with pytest.raises(ValueError, match=r"^new: expected the same layers with at least \[7, 3\]"):
-        few.algorithm.widened(history.state, many.setting.net, few.setting.net)
-
-
-@pytest.mark.parametrize("more", [{}, {"steps": 3}, {"batches": 2}])
-def test_clients_step_together_or_by_size(more):
-    s = setting()
-    step = lambda rows, grad, k: {"x": rows["x"] - 0.1 * grad(rows["x"])}  # noqa: E731
-    ways = [
-        at_work(s)
-        .each_batch({"x": s.net.w0.expand(3, -1)}, step, together=together, **more)
-        .rows["x"]
-        for together in (True, False)
-    ]
-    near(*ways, 1e-9, 1e-11)
 
 
 def test_a_simulation_factorizes_the_model():

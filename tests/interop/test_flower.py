@@ -30,7 +30,7 @@ from flwr.serverapp.strategy import Bulyan, FedAvg, MultiKrum
 from flwr.serverapp.strategy.multikrum import select_multikrum as flowers
 from flwr.supercore.task_identity import TaskIdentity
 from methods import SFL
-from parts.interop import DATA, ROUNDS, SEED, SETTING, TRAINING, algorithm, whole
+from parts.interop import DATA, ROUNDS, SEED, SETTING, TRAINING, agree, algorithm, whole
 from parts.interop import bn_model as model
 from small import near
 from torch import nn
@@ -125,10 +125,7 @@ def test_every_algorithm_in_flower_is_the_simulation(name):
     for i, other in models.items():
         x, one = DATA.client(i, "test")[0], history.model(i)
         # else who never trained has other statistics, see docs/interop.md
-        if strategy.server.averages or part == 1:
-            near(other(x), one(x))
-        if "view_w" in one.state_dict():
-            near(other.state_dict()["view_w"], one.state_dict()["view_w"])
+        agree(one, other, x if strategy.server.averages or part == 1 else None)
 
 
 def test_who_is_absent_or_comes_again_under_another_node():
@@ -246,15 +243,12 @@ def test_what_cannot_be_kept_is_one_sentence():
     app = trainer(keep_private("head*"))
     app(message(arrays=ok), ctx)
     before = ctx.state[KEPT]
-    kept = r"keep_private: expected 'head' of shape \[2\], as this client keeps it, got"
     one = "the server's message: expected one ArrayRecord"
     lacks = r"keep_private: expected patterns of some of body, got 'head\*'"
     for given, where, words in (
         ({"arrays": {"body": [1.0]}}, context(7), lacks),
         ({"arrays": ok, "more": ok}, ctx, one),
         ({}, ctx, one),
-        ({"arrays": {**ok, "head": [1.0]}}, ctx, rf"{kept} \[1\]"),
-        ({"arrays": {"body": [1.0], "head2": [1.0]}}, ctx, f"{kept} 'none'"),
     ):
         with sentence(words):
             app(message(**given), where)
@@ -399,8 +393,3 @@ def test_too_few_replies_skip_a_round_and_a_model_that_is_not_finite_is_not_chos
     bad, steps = Array(np.full(100, np.nan, np.float32)), Array(np.asarray(0))
     given[5] = RecordDict({"arrays": ArrayRecord({"w": bad, "steps": steps})})
     assert 5 not in chosen(select_multikrum, given)
-    with sentence(r"f, m: expected 0 <= f with 2 f \+ 2 < 10 clients"):
-        select_multikrum(given, 4, 1)
-    given[3] = RecordDict({"arrays": ArrayRecord({"v": bad})})
-    with sentence("client 3: 'w': expected .100. .*, got none"):
-        select_multikrum(given, F, K - F)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from doors import sentence
 from methods import Ensemble
-from small import images, near, some
+from places import tabled
+from small import Line, layers, near, some
 from torch import nn
 from ugly import randn
 
-from pflcore import Net, Simulation, pairwise_sqdist, personalize
+from pflcore import Net, pairwise_sqdist, personalize
 from pflcore.algorithms import ALGORITHMS, apply
-from pflcore.interop import Clusters, Krum
 
 N, P = 7, 15
 
@@ -25,21 +25,47 @@ def rows(seed=0, spread=0.3):
 GUIDE = rows() + 0.1 * rows(1)
 
 
-STEPS = [  # what else the call is given, and the server
-    ("fedamp", {"sigma": 3.0, "alpha": 0.5}, {}),
-    ("fedamp", {"alpha": 5.0}, {}),
-    ("heurfedamp", {"sigma": 2.0, "xi_self": 0.3}, {}),
-    ("sfl", {"k": 2, "layers": 2, "s": 0.7}, {}),
-    ("sfl", {"adjacency": rows() @ rows().T}, {}),
-    *((n, {"k": 3}, {"guidance": GUIDE}) for n in ("feddwa", "feddwa_qp")),
-    *((n, {"k": 3}, {"previous": rows(1)}) for n in ("feddwa", "feddwa_qp")),
-]
+# models by name
+ROWS = {
+    "rows": rows(),
+    "others": rows(1),
+    "guide": GUIDE,
+    "products": rows() @ rows().T,
+    "three": rows()[:3],
+    "float32": rows().float(),
+    "nan": rows() * torch.nan,
+    "named": dict(enumerate(rows())),
+    "by other names": {str(i): row for i, row in enumerate(rows())},
+    "first": rows()[0],
+    "short": rows()[0, :3],
+    "infinite": rows() * torch.tensor([1, 1, 1, torch.inf, 1, 1, 1])[:, None],
+}
 
 
-@pytest.mark.parametrize("name, options, given", STEPS)
+def known(options):
+    """Options with the models that they name."""
+    return {k: ROWS.get(v, v) for k, v in options.items()}
+
+
+# what else the call is given, and the server
+STEPS = """\
+fedamp | {"sigma": 3.0, "alpha": 0.5} | {}
+fedamp | {"alpha": 5.0} | {}
+heurfedamp | {"sigma": 2.0, "xi_self": 0.3} | {}
+sfl | {"k": 2, "layers": 2, "s": 0.7} | {}
+sfl | {"adjacency": "products"} | {}
+feddwa | {"k": 3} | {"guidance": "guide"}
+feddwa_qp | {"k": 3} | {"guidance": "guide"}
+feddwa | {"k": 3} | {"previous": "others"}
+feddwa_qp | {"k": 3} | {"previous": "others"}
+"""
+
+
+@pytest.mark.parametrize("name, options, given", tabled(STEPS))
 @pytest.mark.filterwarnings("ignore:FedAMP")
 def test_it_is_the_step_of_the_methods_server(name, options, given):
     """After everybody's upload, of one round or, by the previous models, of two."""
+    options, given = known(options), known(given)
     before = [*given.values()] if "previous" in given else []
     alg = ALGORITHMS[name](**options, **({"guidance": "previous"} if before else {}))
     state = alg.init(torch.zeros(P, dtype=torch.float64), N)
@@ -75,7 +101,7 @@ def test_clusters_of_updates_are_clustered_fls_split():
 def test_clusters_are_the_groups_that_there_are(linkage):
     centre = 10 * torch.eye(3, P).double()
     models = centre[[0, 1, 2, 1, 0, 2, 2]] + 0.01 * rows()
-    mixed = personalize(models, Clusters(3, linkage))
+    mixed = personalize(models, "clusters", k=3, linkage=linkage)
     for group in ([0, 4], [1, 3], [2, 5, 6]):
         near(mixed[group], models[group].mean(0).expand(len(group), -1))
     assert torch.equal(personalize(models, "clusters", k=N), models)
@@ -94,7 +120,6 @@ def test_krum_is_its_definition(f):
     models = rows(3, 1.0)
     d = pairwise_sqdist(models)
     order = d.sort(1).values[:, 1 : N - f - 1].sum(1).argsort().tolist()  # 0 is that to itself
-    assert Krum(f).chosen(d).tolist() == order[:1]
     assert torch.equal(personalize(models, "krum", f=f), models[order[0]].expand(N, -1))
     for m, more in ((2, {}), (3, {"m": 3})):
         mean = models[order[:m]].mean(0).expand(N, -1)
@@ -102,7 +127,7 @@ def test_krum_is_its_definition(f):
 
 
 def test_every_method_returns_the_form_it_was_given_and_is_blind_to_the_order():
-    models = {f"client {i}": nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)) for i in range(5)}
+    models = {f"client {i}": layers("Linear 3 2, BatchNorm1d 2") for i in range(5)}
     names = ("fedamp", "heurfedamp", "sfl", "krum", "multikrum", "clusters")
     for method, extra in itertools.product(names, ({}, {"exclude": "1.*"})):
         with warnings.catch_warnings():
@@ -140,9 +165,9 @@ def test_by_name_a_client_keeps_at_least_half_of_its_own(method):
     assert float(change.mean()) >= 0.5 * 0.01
 
 
-@pytest.mark.parametrize("name, value", [("var", torch.nan), ("mean", torch.inf), ("var", -1e30)])
+@pytest.mark.parametrize("name, value", tabled("var | NaN\nmean | Infinity\nvar | -1e30"))
 def test_statistics_that_are_none_are_refused(name, value):
-    models = [nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).state_dict() for _ in range(6)]
+    models = [layers("Linear 4 5, BatchNorm1d 5").state_dict() for _ in range(6)]
     mixed = personalize(models, "krum", buffers="average")
     assert all(v.isfinite().all() for m in mixed for v in m.values())
     models[5][f"1.running_{name}"] = torch.full((5,), value)
@@ -150,33 +175,38 @@ def test_statistics_that_are_none_are_refused(name, value):
         personalize(models, "krum", buffers="average")
 
 
+# ONE and LIKE stand for what is said of both
+BAD = """\
+{"method": "feddwa"} | ONE
+{"method": "feddwa", "guidance": "rows", "previous": "rows"} | ONE
+{"method": "fedamp", "previous": "rows"} | ONE.*, none for another, got '1 .* for FedAMP
+{"method": "feddwa", "guidance": "three"} | LIKE
+{"method": "feddwa", "guidance": "float32"} | LIKE
+{"method": "feddwa", "previous": "nan"} | LIKE
+{"method": "feddwa", "uploads": "named", "previous": "by other names"} | LIKE
+{"method": "fedamp", "base": "first"} | base: expected None where .* not 'clusters'
+{"method": "clusters", "base": "short"} | base: expected 1 finite models
+{"method": "scaffold"} | method: expected one that needs only models .fedamp, .*'scaffold'
+{"method": "krum", "f": 3} | f, m: expected 0 <= f with 2 f \\+ 2 < 7
+{"method": "multikrum", "m": 7} | f, m: expected
+{"method": "clusters", "k": 8} | k: expected at most 7
+{"uploads": "infinite"} | .*client 3's
+"""
 ONE = "guidance, previous: expected one of them for FedDWA"
 LIKE = "guidance, previous: expected 7 finite models as the uploads are, 15 numbers"
-ROWS = dict(enumerate(rows()))
-BAD = [
-    ({"method": "feddwa"}, ONE),
-    ({"method": "feddwa", "guidance": rows(), "previous": rows()}, ONE),
-    ({"method": "fedamp", "previous": rows()}, f"{ONE}.*, none for another, got '1 .* for FedAMP"),
-    ({"method": "feddwa", "guidance": rows()[:3]}, LIKE),
-    ({"method": "feddwa", "guidance": rows().float()}, LIKE),
-    ({"method": "feddwa", "previous": rows() * torch.nan}, LIKE),
-    ({"method": "feddwa", "uploads": ROWS, "previous": {str(i): r for i, r in ROWS.items()}}, LIKE),
-    ({"method": "fedamp", "base": rows()[0]}, "base: expected None where .* not 'clusters'"),
-    ({"method": "clusters", "base": rows()[0, :3]}, "base: expected 1 finite models"),
-    ({"method": "scaffold"}, "method: expected one that needs only models .fedamp, .*'scaffold'"),
-    ({"method": ALGORITHMS["ditto"]}, "method: expected one that needs only models"),
-    ({"method": "krum", "f": 3}, r"f, m: expected 0 <= f with 2 f \+ 2 < 7"),
-    ({"method": "multikrum", "m": 7}, "f, m: expected"),
-    ({"method": "clusters", "k": 8}, "k: expected at most 7"),
-    ({"uploads": rows() * torch.tensor([1, 1, 1, torch.inf, 1, 1, 1])[:, None]}, ".*client 3's"),
-    ({"method": Krum(), "m": 3}, "options: expected none beside an instance"),
-]
 
 
-@pytest.mark.parametrize("given, words", BAD)
+@pytest.mark.parametrize("given, words", tabled(BAD))
 def test_mistakes_are_one_sentence(given, words):
-    with sentence(words):
-        personalize(**{"uploads": rows(), **given})
+    with sentence(words.replace("ONE", ONE).replace("LIKE", LIKE)):
+        personalize(**{"uploads": rows(), **known(given)})
+
+
+def test_classes_and_instances_of_algorithms():
+    with sentence("method: expected one that needs only models"):
+        personalize(rows(), ALGORITHMS["ditto"])
+    with sentence("options: expected none beside an instance"):
+        personalize(rows(), ALGORITHMS["fedamp"](), m=3)
 
 
 @pytest.mark.parametrize("method", ["krum", "clusters", "fedamp"])
@@ -187,12 +217,4 @@ def test_unknown_options_are_named(method):
 
 def test_an_ensemble_starts_where_fedavg_does():
     """A model that starts at zero does so in each of the k runs."""
-
-    def at_zero():
-        model = nn.Linear(6, 4)
-        for p in model.parameters():
-            nn.init.zeros_(p)
-        return model
-
-    run = Simulation(Ensemble(k=3), at_zero, images((8,) * 4), rounds=1)
-    assert not run.state.server["x"].any()
+    assert not Ensemble(k=3).starts(Net(Line)).any()

@@ -1,13 +1,11 @@
 """Clients join, leave, train, fall silent and come back, servers are saved and loaded, in any
 order: what must hold, holds."""
 
-import io
-
 import torch
 from hypothesis import settings
 from hypothesis import stateful as sf
 from hypothesis import strategies as st
-from parts.interop import DATA, SETTING, TRAINING, model
+from parts.interop import DATA, SETTING, TRAINING, again, model
 
 from pflcore import Client, Server
 
@@ -72,10 +70,8 @@ class Comings(sf.RuleBasedStateMachine):
     @sf.precondition(lambda self: not self.uploads)
     @sf.rule()
     def restart(self):
-        file = io.BytesIO()
         kept = {k: c.state_dict() for k, c in self.clients.items()}
-        torch.save([self.server.state_dict(), kept], file)
-        server, clients = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        server, clients = again([self.server.state_dict(), kept])
         self.server = Server(self.name, model, 1)
         self.server.load_state_dict(server)
         for name, client in clients.items():

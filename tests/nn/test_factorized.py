@@ -1,37 +1,25 @@
-"""Factorized layers against their dense twins, in models, rows, engines and the written-out
-gradient; initial scales; `factorize`."""
+"""Factorized layers against their dense twins; initial scales; `factorize`."""
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from small import near
+from small import equals, layers, near
+from ugly import randn
 
 from pflcore import Net
 from pflcore.nn import FactorizedConv2d, FactorizedLinear, factorize
-from pflcore.nn.models import model_for
 
 D = torch.float64
 
 
 def model():
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(9, 8),
-        nn.ReLU(),
-        nn.Linear(8, 7, bias=False),
-        nn.Tanh(),
-        nn.Linear(7, 4),
-    ).double()
-
-
-def drawn(*shape, seed=1):
-    return torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+    return layers("Flatten, Linear 9 8, ReLU, Linear 8 7 false, Tanh, Linear 7 4").double()
 
 
 def randomised(module):
     for i, p in enumerate(module.parameters()):
-        p.data = drawn(*p.shape, seed=i)
+        p.data = randn(i, *p.shape)
     return module
 
 
@@ -40,7 +28,7 @@ def randomised(module):
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 7), (0, 7)])
 def test_linear_is_its_dense_twin(bias, factors, shape):
     layer = randomised(FactorizedLinear(7, 5, factors, bias, dtype=D))
-    is_its_twin(layer, drawn(*shape), lambda x: F.linear(x, layer.weight, layer.bias))
+    is_its_twin(layer, randn(1, *shape), lambda x: F.linear(x, layer.weight, layer.bias))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -51,7 +39,7 @@ def test_convolution_is_its_dense_twin_both_ways(bias, how):
     def twin(x):
         return F.conv2d(x, layer.weight.view(4, 3, 3, 2), layer.bias, **how)
 
-    is_its_twin(layer, drawn(2, 3, 7, 6), twin)
+    is_its_twin(layer, randn(1, 2, 3, 7, 6), twin)
 
 
 def is_its_twin(layer, x, twin):
@@ -62,23 +50,6 @@ def is_its_twin(layer, x, twin):
     grads = (torch.autograd.grad(v.square().sum(), leaves) for v in (y, z))
     for g, h in zip(*grads, strict=True):
         near(g, h, 1e-11, 1e-10)
-
-
-@pytest.mark.parametrize("outputs, inputs", [(5, 7), (7, 5), (6, 6)])
-def test_as_many_factors_as_the_smaller_side_can_be_any_layer(outputs, inputs):
-    dense = drawn(outputs, inputs)
-    u, s, v = torch.linalg.svd(dense, full_matrices=False)
-    layer = FactorizedLinear(inputs, outputs, min(outputs, inputs), dtype=D)
-    layer.w_a.data, layer.strength.data, layer.w_b.data = u, s, v
-    near(layer.weight.detach(), dense, 1e-12, 1e-12)
-
-
-def test_rows_under_vmap():
-    net = Net(lambda: factorize(model_for("fmnist_cnn", (1, 8, 8), 3).double(), 6))
-    rows = torch.stack([net.init(i) for i in range(3)])
-    x, y = drawn(3, 2, 1, 8, 8), torch.tensor([[0, 1], [2, 0], [1, 1]])
-    alone = [net.loss(*each) for each in zip(rows, x, y, strict=True)]
-    near(torch.vmap(net.loss)(rows, x, y), torch.stack(alone), 1e-12, 1e-12)
 
 
 # -- initial values ----------------------------------------------------------
@@ -102,21 +73,6 @@ def test_initial_scales():
 # -- factorize ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "options", "ranks", "count"),
-    [
-        ("mlp", (1, 28, 28), {"bias": False}, 120, 120_200),
-        # the paper's 18,155 takes the second layer's inputs for 25
-        ("fmnist_cnn", (1, 28, 28), {}, 25, 27_555),
-        # 42,780 in the paper
-        ("lenet5", (3, 32, 32), {"bias": False}, (10, 10, 60, 40), 42_790),
-        ("cifar_cnn_small", (3, 32, 32), {}, (10, 10, 80, 40), 60_850),
-    ],
-)
-def test_the_papers_parameter_counts(name, shape, options, ranks, count):
-    assert Net(factorize(model_for(name, shape, 10, **options), ranks)).size == count
-
-
 def test_what_is_replaced():
     plain = model()
     before = [p.clone() for p in plain.parameters()]
@@ -126,20 +82,15 @@ def test_what_is_replaced():
     # 3 for 5 outputs, rounded up
     assert made[1].factors == made[3].factors == 5
     assert made[1].bias is not None and made[3].bias is None and made[1].w_a.dtype == D
-    assert torch.equal(made[5].weight, plain[5].weight) and made[5].weight is not plain[5].weight
-    assert all(map(torch.equal, plain.parameters(), before))
-    assert torch.equal(factorize(made)[1].w_a, made[1].w_a)  # factorized layers stay
+    equals(made[5].weight, plain[5].weight)
+    assert made[5].weight is not plain[5].weight
+    equals([*plain.parameters()], before)
+    equals(factorize(made)[1].w_a, made[1].w_a)  # factorized layers stay
+    assert not torch.equal(*map(Net(made).init, (1, 2)))  # drawn anew
     named = factorize(plain, 2, head="1")
     assert type(named[1]) is nn.Linear and isinstance(named[5], FactorizedLinear)
     with pytest.raises(ValueError, match=r"^module: the convolution 0 has groups"):
-        factorize(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.Linear(4, 2)))
-
-
-def test_a_factorized_model_is_a_model():
-    net = Net(lambda: factorize(model(), 4), seed=3)
-    assert torch.equal(net.init(3), net.w0) and not torch.equal(net.init(4), net.w0)
-    from_module = Net(factorize(model(), 4))
-    assert not torch.equal(from_module.init(1), from_module.init(2))
+        factorize(layers("Conv2d 4 4 3 1 0 1 2, Flatten, Linear 4 2"))
 
 
 def test_a_layer_that_is_called_twice_stays_one():
@@ -148,7 +99,7 @@ def test_a_layer_that_is_called_twice_stays_one():
     assert (
         made[0] is made[2] and isinstance(made[0], FactorizedLinear) and type(made[3]) is nn.Linear
     )
-    tied = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2))
+    tied = layers("Linear 6 6, Linear 6 6, Linear 6 2")
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match="module: 0 shares its weight with another layer"):
         factorize(tied, 4)

@@ -4,7 +4,7 @@ from itertools import product
 
 import torch
 import torch.nn as nn
-from small import ENGINES, F64, Scale, at_work, make_setting
+from small import ENGINES, F64, Scale, at_work, equals, make_setting
 
 from pflcore import Federation, Net, Training
 from pflcore.nn import Dropout
@@ -14,7 +14,7 @@ def test_outside_pflcore_it_is_plain_dropout():
     torch.manual_seed(0)
     ours = Dropout(0.3).train()(torch.ones(50))
     torch.manual_seed(0)
-    assert torch.equal(ours, nn.Dropout(0.3).train()(torch.ones(50)))
+    equals(ours, nn.Dropout(0.3).train()(torch.ones(50)))
 
 
 @ENGINES

@@ -13,17 +13,23 @@ from pflcore import ops
 
 F64 = torch.float64
 INDEX = torch.tensor([[0, 2], [3, 3], [1, 0]])
+PADDED = torch.tensor([[0, 2], [3, -1], [1, 1]])
 
 
 def mix(index=None):
     return lambda u, w, b: ops.aggregate(u, w, index, b, 0.7)
 
 
+def listed(a, b=None, index=PADDED):
+    """Padding is infinitely far, whatever the rows."""
+    return ops.pairwise_sqdist(a, b, index).nan_to_num(posinf=0.0)
+
+
 CASES = {
     "sqdist": (ops.pairwise_sqdist, [(3, 5), (4, 5)]),
     "sqdist of one": (ops.pairwise_sqdist, [(3, 5)]),
-    "sqdist, listed": (lambda a, b: ops.pairwise_sqdist(a, b, INDEX), [(3, 5), (4, 5)]),
-    "sqdist of one, listed": (lambda a: ops.pairwise_sqdist(a, index=INDEX % 3), [(3, 5)]),
+    "sqdist, listed": (listed, [(3, 5), (4, 5)]),
+    "sqdist of one, listed": (lambda a: listed(a, index=INDEX % 3), [(3, 5)]),
     "aggregate": (mix(), [(4, 7), (3, 4), (7,)]),
     "aggregate onto rows": (mix(), [(4, 7), (3, 4), (3, 7)]),
     "aggregate by index": (mix(INDEX), [(4, 7), (3, 2), (3, 7)]),
@@ -78,15 +84,13 @@ def test_writing_in_place_is_seen_by_autograd():
         ops.sgd_step_(w, w.clone(), 0.1)
 
 
-def test_a_learning_rate_with_a_gradient_is_refused():
-    """It would come back without one."""
+def test_a_learning_rate_is_no_tensor():
+    """Its gradient would come back without one."""
     w, lr = torch.ones(2, 3), torch.tensor(0.1, requires_grad=True)
-    with refuses("aggregate", "lr"):
+    with refuses("aggregate", "lr", TypeError):
         ops.aggregate(w, w[:1, :2], lr=lr)
-    with refuses("sgd_step_", "lr"):
+    with refuses("sgd_step_", "lr", TypeError):
         ops.sgd_step_(w, w.clone(), lr)
-    with torch.no_grad():
-        assert_close(ops.aggregate(w, w[:1, :2], lr=lr), torch.full((1, 3), 0.2))
 
 
 def test_weights_are_constants():

@@ -1,6 +1,8 @@
 """Every op on drawn inputs, on every path of the kernels and by the references; the same bits for
 any number of threads; what it refuses."""
 
+import inspect
+
 import hypothesis.strategies as st
 import laws
 import pytest
@@ -10,6 +12,7 @@ from tolerance import F16, F32, F64, FLOATS
 from ugly import refuses, same_for_any_threads
 
 from pflcore import ops
+from pflcore.interop import distributed
 
 EACH = [(law, dtype) for law, dtypes in laws.LAWS.items() for dtype in dtypes]
 CALLS = laws.calls(ops, torch.ops.pflcore.rank1_linear_backward, 1)
@@ -44,21 +47,41 @@ def z(*shape, dtype=F32, **on):
 
 
 INT, META = torch.int64, {"device": "meta"}
-W = z(2, 3)
+W, ROWS, MIX = z(2, 3), z(4, 3), {"updates": z(3, 5), "weight": torch.ones(2, 3)}
 GOOD = {  # what is right, of each op
     ops.pairwise_sqdist: {"a": z(2, 3), "b": z(4, 3)},
-    ops.aggregate: {"updates": z(3, 5), "weight": torch.ones(2, 3)},
+    ops.aggregate: MIX,
     ops.waffle_weights: {"dist": z(3), "target": 0, "omega": 0.5},
     ops.feddwa_weights: {"sqdist": z(2, 3), "k": 1},
     ops.rank1_linear: {"x": z(5, 7), "w_a": z(3, 6), "lam": z(6), "w_b": z(6, 7)},
     ops.sgd_step_: {"w": W, "grad": W, "lr": 0.1},
     ops.nearest: {"guide": z(2, 3), "rows": z(2, 3), "k": 1},
+    distributed.pairwise_sqdist: {"a": W},
+    distributed.aggregate: MIX,
+    distributed.to_columns: {"rows": W},
+    distributed.to_rows: {"columns": W},
 }
-# what is wrong, by the argument that the sentence names; more of it in tests/internal/package
+TENSOR = ["text", ["a"], 3]
+FLOATS = [*TENSOR, ROWS.long(), ROWS.to(torch.complex64), ROWS.to_sparse()]
+MATRIX = [*FLOATS, ROWS[0], ROWS[None]]
+NUMBER = ["text", ["a"], ROWS]
+# what is wrong for every op that has such an argument
+JUNK = {
+    **dict.fromkeys(("a", "columns", "rows", "sqdist", "updates", "w", "w_a", "w_b"), MATRIX),
+    **dict.fromkeys(("b", "base", "buffer", "dist", "grad", "lam", "shift", "x"), FLOATS),
+    **dict.fromkeys(("lr", "momentum", "weight_decay"), NUMBER),
+    **dict.fromkeys(("omega", "psi"), (*NUMBER, -1.0, torch.nan)),
+    **dict.fromkeys(("count", "width"), ("3", ["a"], -1)),
+    **dict.fromkeys(("group", "tie"), ("unknown", ["a"], 3)),
+    "k": ["3", ["a"], -1, 0, 2.5, True],
+    "index": ["text", 3, ROWS, torch.full((3, 2), 99), z(3, dtype=INT)],
+    "weight": [*MATRIX, torch.ones(4, 7)],
+}
+# and for one, by the argument that the sentence names
 TYPES = {
     ops.pairwise_sqdist: {"b": [z(2, 3, dtype=F16)], "index": [z(2, 1)]},
     ops.aggregate: {"weight": [z(2, 3, dtype=INT)], "index": [z(2, 3)], "base": [z(5, dtype=INT)]},
-    ops.waffle_weights: {"target": [1.0, True, z(1, dtype=torch.int32)]},
+    ops.waffle_weights: {"target": [1.0, True, "text", None, z(1, dtype=torch.int32)]},
     ops.feddwa_weights: {"sqdist": [[[1.0]]]},
     ops.rank1_linear: {"w_a": [z(3, 6, dtype=F64)], "lam": [z(6, dtype=F16)]},
     ops.sgd_step_: {
@@ -71,30 +94,33 @@ TYPES = {
 }
 VALUES = {
     ops.pairwise_sqdist: {
-        "b": [z(2, 3, **META)],
+        "b": [z(2, 3, **META), z(4, 2)],
         "index": [z(3, 1, dtype=INT), torch.tensor([[0], [4]]), z(2, 1, dtype=INT, **META)],
     },
     ops.aggregate: {
         "weight": [z(2, 3, **META)],
-        "index": [z(2, 2, dtype=INT), torch.full((2, 3), 3)],
+        "index": [z(2, 2, dtype=INT), torch.full((2, 3), 3), torch.full((2, 3), -1)],
         "base": [z(4), z(1, 5)],
         "out": [z(2, 4), z(2, 5, dtype=F64), z(5, 2).T, z(1, 5).expand(2, -1)],
     },
     ops.waffle_weights: {
         "dist": [z(2, 0), z()],
-        "target": [3, z(1, dtype=INT)],
+        "target": [3, -1, z(1, dtype=INT)],
         "omega": [1e308],
         "psi": [torch.inf, 1e101],
     },
     ops.feddwa_weights: {"sqdist": [z(3, 0)]},
-    ops.rank1_linear: {"x": [z()], "w_a": [z(3, 5)], "lam": [z(6, **META)], "w_b": [z(7)]},
+    ops.rank1_linear: {"x": [z()], "w_a": [z(3, 5)], "lam": [z(6, **META), z(4)], "w_b": [z(7)]},
     ops.sgd_step_: {
         "w": [z(3, 2).T, z(1, 3).expand(2, -1), W.clone().requires_grad_()],
         "grad": [z(2, 4)],
+        "shift": [z(2, 2)],
         "mask": [torch.ones(2)],
-        "buffer": [z(3, 2).T],
+        "buffer": [z(3, 2).T, z(2, 2)],
     },
     ops.nearest: {"guide": [z(3)], "rows": [z(0, 3), z(2, 4)]},
+    distributed.pairwise_sqdist: {"b": [z(4, 2)]},
+    distributed.aggregate: {"index": [torch.full((2, 3), -1)]},
 }
 SEVERAL = [  # wrong beside one another
     (ops.aggregate, "out", {"out": z(2, 5), "base": z(5, dtype=F64)}),
@@ -114,10 +140,19 @@ def test_bad_input(op):
     tried = [
         (kind, name, {name: value})
         for kind, table in ((TypeError, TYPES), (ValueError, VALUES))
-        for name, values in table[op].items()
+        for name, values in table.get(op, {}).items()
         for value in values
     ]
+    if op is not ops.nearest:  # which is checked by its annotations
+        names = JUNK.keys() & inspect.signature(op).parameters
+        either = (TypeError, ValueError)
+        tried += [(either, name, {name: value}) for name in names for value in JUNK[name]]
     tried += [(ValueError, name, change) for of, name, change in SEVERAL if of is op]
     for kind, name, change in tried:
         with refuses(op.__name__, name, kind):
             op(**{**GOOD[op], **change})
+
+
+def test_every_op_is_tried():
+    public = {f for f in map(vars(ops).get, ops.__all__) if inspect.isfunction(f)}
+    assert GOOD.keys() >= public - {ops.backend}

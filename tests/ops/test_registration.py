@@ -20,7 +20,7 @@ def server_step(guide, model, out):
 
 
 def local_step(w, grad, mu):
-    """In place, with a number in a tensor."""
+    """In place, with a pull of each client's own."""
     buffer = torch.ones_like(w)
     ops.sgd_step_(w, grad, 0.1, momentum=0.9, buffer=buffer, mu=mu, anchor=torch.zeros_like(w))
     return w, buffer
@@ -34,7 +34,7 @@ def test_compile(dynamic):
         guide, model = randn(1, n, 40).float(), randn(2, n, 40).float()
         for step, compiled, last in (
             (server_step, server, torch.empty_like(model)),
-            (local_step, local, torch.tensor(0.5)),
+            (local_step, local, torch.full((n,), 0.5)),
         ):
             got, want = (f(guide.clone(), model, last.clone()) for f in (compiled, step))
             torch.testing.assert_close(got, want)

@@ -1,13 +1,11 @@
 """pairwise_sqdist: exact where float32 expansions are not, the same bits for any order, on every
 path of the kernels."""
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
-from laws import dtypes, exact, identical, integers, listed
+from laws import exact, integers, listed
 from tolerance import F16, F32, F64, FLOATS, assert_close
-from ugly import LAYOUTS, SIZES, lay, randn
+from ugly import LAYOUTS, lay, randn
 
 from pflcore.ops import pairwise_sqdist, reference
 
@@ -51,16 +49,6 @@ def test_tiny_distances_over_many_columns(n, p, part):
 # --- laws -------------------------------------------------------------------
 
 
-@given(dtypes, st.integers(0, 11), st.sampled_from(SIZES), st.integers(0, 99))
-def test_whole_numbers_are_exact_and_a_common_shift_changes_nothing(dtype, rows, cols, seed):
-    # up to 150 in size, which bfloat16 holds exactly
-    a, shift = randn(seed, rows, cols, scale=15).round().clamp(-50, 50), 2 * seed - 99
-    got = pairwise_sqdist(a.to(dtype))
-    assert torch.equal(got, exact(a))
-    assert torch.equal(pairwise_sqdist((a + shift).to(dtype)), got)
-    assert torch.equal(pairwise_sqdist((a + shift).to(dtype), a.to(dtype)), exact(a + shift, a))
-
-
 @isa
 @every_dtype
 @pytest.mark.parametrize(
@@ -96,8 +84,6 @@ def test_a_pair_has_the_same_bits_in_every_matrix(dtype, m, n, p, many):
     assert torch.equal(pairwise_sqdist(a, b[1:2]), full[:, 1:2])
     assert torch.equal(own[off], pairwise_sqdist(a, a[:])[off])
     assert not pairwise_sqdist(a[:1].expand(5, -1)).any()
-    few, part = (reference.pairwise_sqdist(a[:3], b[1:last]) for last in (7, 5))
-    assert torch.equal(part, few[:, :4])
 
 
 @isa
@@ -114,21 +100,6 @@ def test_a_client_that_is_not_finite_changes_no_bit_of_the_others(dtype, bad, co
 
 
 # --- gradient ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_gradient_of_a_list(own):
-    """That of the same entries of all pairs, to which padding adds nothing; so of tangents."""
-    a, b = (randn(k, n, 21).requires_grad_() for k, n in ((1, 4), (2, 5)))
-    inputs, n = ((a,), 4) if own else ((a, b), 5)
-    index, grad = integers(4, -1, n, 4, 3), randn(5, 4, 3)
-    calls = (
-        lambda *t: pairwise_sqdist(*t, index=index),
-        lambda *t: listed(pairwise_sqdist(*t), index),
-    )
-    identical(*(torch.autograd.grad(call(*inputs), inputs, grad) for call in calls))
-    tangents = [torch.func.jvp(call, inputs, inputs)[1] for call in calls]
-    torch.testing.assert_close(*tangents)
 
 
 def test_gradient_of_close_rows():
@@ -151,9 +122,9 @@ def test_a_broken_client_spoils_no_other_gradient(bad):
     want = torch.autograd.grad(pairwise_sqdist(a, b[keep]).sum(), (a, b))
     assert all(bool(t.isfinite().all()) for t in (*got, *want))
     torch.testing.assert_close(got, want)
-    few = pairwise_sqdist(b, index=torch.tensor([[2, -1], [-1, -1], [0, 2]]))
-    for loss in (pairwise_sqdist(b)[0, 2], few.nan_to_num(posinf=0)[0].sum()):
-        (one,) = torch.autograd.grad(loss, b)
+    few = pairwise_sqdist(b, index=torch.tensor([[2, 0], [-1, -1], [0, -1]]))
+    for d in (pairwise_sqdist(b)[0, 2], few[2]):  # to which padding adds nothing
+        (one,) = torch.autograd.grad(d, b, torch.ones_like(d))
         torch.testing.assert_close(one[0], 2 * (b[0] - b[2]).detach())
         assert not one[1].any()
     (all_pairs,) = torch.autograd.grad(pairwise_sqdist(b).sum(), b)

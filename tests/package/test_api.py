@@ -4,11 +4,13 @@ it takes and gives."""
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 
 import pytest
 from places import listed
 
+import pflcore
 from pflcore import Algorithm
 from pflcore.algorithms import ALGORITHMS
 
@@ -51,6 +53,14 @@ def test_the_list_is_what_a_module_gives(module):
     assert sorted(LISTED[module]) == sorted(importlib.import_module(module).__all__)
 
 
+def test_what_has_no_underscore_is_listed_and_is_little():
+    modules = {m.name for m in pkgutil.walk_packages(pflcore.__path__, "pflcore.")}
+    public = {m for m in modules if not re.search(r"\._|\.lib", m)} | {"pflcore"}
+    assert {module for module, _ in listed()} == public
+    names = {name for _, name in listed()} - {"", "ALGORITHMS", "Algorithm", "FedAvg"}
+    assert len(names) <= 80 and len(pflcore.__all__) <= 40
+
+
 def silent(thing, full, function):
     """Without a docstring; of an algorithm's hooks the protocol says it once, of what is inherited
     its own class."""
@@ -86,8 +96,3 @@ def test_what_is_public_is_annotated(module):
             lacks += [f"{full}: docstring"] if silent(thing, full, function) else []
             lacks += [f"{full}: shape"] if shapeless(function) else []
     assert lacks == []
-
-
-def test_constants_are_tables():
-    tables = [thing for thing in PUBLIC.values() if not callable(thing)]
-    assert tables and all(isinstance(t, dict) for t in tables)

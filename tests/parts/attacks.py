@@ -2,10 +2,10 @@
 
 import torch
 from doors import synthetic_clusters
-from small import grouped
+from parts.user import simulation
 from torch import nn
 
-from pflcore import Simulation, Training
+from pflcore import Training
 
 TRAINING = Training(lr=0.1, batch_size=10)
 N, BAD = 10, (8, 9)
@@ -17,18 +17,12 @@ DATA = synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=
 def run(algorithm="fedavg", **options):
     given = {"model": lambda: nn.Linear(8, 4), "data": DATA, "training": TRAINING}
     given |= {"rounds": 10, "every": 10, "workers": 1}
-    return Simulation(algorithm, **grouped(given | options))
+    return simulation(algorithm, **given | options)
 
 
 def defence(name, f=2):
-    beside = (
-        {"hostile": f}
-        if name in ("krum", "multi_krum", "trimmed_mean")
-        else {"root": 0}
-        if name == "fltrust"
-        else {}
-    )
-    return {"defence": name, **beside}
+    beside = {"fltrust": {"root": 0}, "median": {}, "clip": {}}
+    return {"defence": name, **beside.get(name, {"hostile": f})}
 
 
 def updates(s=9, p=7, dtype=torch.float64):

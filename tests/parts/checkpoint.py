@@ -3,9 +3,10 @@
 import warnings
 from typing import Any
 
-from small import grouped, images, tiny_model
+from parts.user import simulation
+from small import images
 
-from pflcore import Simulation, Stop, Training
+from pflcore import Stop, Training
 
 DATA = images((8, 20, 30, 9, 12))
 TRAINING = Training(lr=0.1, batch_size=5)
@@ -13,11 +14,10 @@ OPTIONS: dict[str, Any] = {"rounds": 4, "participation": 0.6}
 
 
 def make(algorithm="fedavg", **options):
-    given = {"model": tiny_model(), "data": DATA, "training": TRAINING}
-    return Simulation(algorithm, **grouped({**given, **OPTIONS, **options}))
+    return simulation(algorithm, **{"data": DATA, "training": TRAINING, **OPTIONS, **options})
 
 
-def broken_off(simulation, after):
+def broken_off(run, after):
     """Plays so many rounds and stops."""
 
     def stop(round, _):
@@ -26,11 +26,11 @@ def broken_off(simulation, after):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return simulation.run(stop)
+        return run.run(stop)
 
 
 def saved(folder, after=2, **options):
-    simulation = make(**options)
-    broken_off(simulation, after)
-    simulation.save(folder)
+    run = make(**options)
+    broken_off(run, after)
+    run.save(folder)
     return folder

@@ -1,13 +1,12 @@
 """What the tests of edges share."""
 
-import torch.nn as nn
-from small import images, make_setting, wide
+from small import images, layers, make_setting, wide
 
 from pflcore import Net, Training
 
 
 def normed():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
+    return layers("Linear 6 5, BatchNorm1d 5, Tanh, Linear 5 4").double()
 
 
 def normal(sizes=(8, 20, 32, 12), engine="loop", **training):

@@ -1,16 +1,13 @@
 """What the tests of factorized waffle share."""
 
-import torch.nn as nn
-from small import images, make_setting, wide
+from small import images, layers, make_setting, wide
 
 from pflcore import Net, Training
 from pflcore.nn import factorize
 
 
 def model():
-    return nn.Sequential(
-        nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3)
-    ).double()
+    return layers("Linear 6 8, ReLU, Linear 8 5, Tanh, Linear 5 3").double()
 
 
 def federation(sizes=(9, 20, 31)):

@@ -1,15 +1,17 @@
 """What the tests of servers and clients apart share."""
 
-from torch import nn
+import io
 
-from pflcore import Evaluation, Hardware, Simulation, Training
+import torch
+from small import layers, near
+
+from pflcore import Evaluation, Hardware, Simulation, Training, testing
 from pflcore.algorithms import ALGORITHMS, FedAvg
-from pflcore.testing import Case
 
 ROUNDS, SEED = 3, 5
 TRAINING = Training(lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round)
 SETTING = {"hardware": Hardware("loop", 1), "seed": SEED}
-DATA = Case(FedAvg()).data
+DATA = testing.Case(FedAvg()).data
 OPTIONS = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}
 
 
@@ -18,11 +20,26 @@ def algorithm(name):
 
 
 def model():
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    return layers("Linear 6 5, ReLU, Linear 5 3").double()
 
 
 def bn_model():
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3)).double()
+    return layers("Linear 6 5, BatchNorm1d 5, ReLU, Linear 5 3").double()
+
+
+def again(what):
+    """The same from a file."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def agree(one, other, x=None):
+    """Two of a client's models; their scores, too, where x is given."""
+    if x is not None:
+        near(other(x), one(x))
+    if "view_w" in one.state_dict():
+        near(other.state_dict()["view_w"], one.state_dict()["view_w"])
 
 
 def whole(alg, model, participation=1.0, **options):

@@ -1,5 +1,9 @@
 """What the tests of memory share."""
 
+import multiprocessing
+import re
+from pathlib import Path
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +23,7 @@ KINDS = {
             "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072 "
             "bytes."
         ),
-        "3.0 KiB",
+        "3072 bytes",
     ),
     "of Python": (MemoryError(), ""),
 }
@@ -36,6 +40,21 @@ def fails(function, at, error):
         return function(*args, **kwargs)
 
     return call
+
+
+STATUS = Path("/proc/self/status")
+
+
+def resident(key="VmRSS"):
+    """Bytes of memory that this process has."""
+    return 1024 * int(re.search(rf"{key}:\s+(\d+)", STATUS.read_text())[1])
+
+
+def in_a_process(function, *args):
+    """What it gives in a fresh process, since a fork grows into what its parent's allocator
+    keeps."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, args)
 
 
 class Making(TorchDispatchMode):

@@ -4,30 +4,46 @@ import copy
 
 import torch
 import torch.nn as nn
+from parts.user import simulation
+from small import layers
 
-from pflcore import Federation, Hardware, Simulation, Training
-from pflcore.nn import Dropout
+from pflcore import Federation, Training
 
-BODIES = {  # layers for so many scores, a sample's shape
-    "mlp": (lambda k: (nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, k)), (6,)),
-    "linear": (lambda k: (nn.Linear(6, k), nn.Identity()), (6,)),
-    "conv": (
-        lambda k: (nn.Conv2d(1, 2, 3), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, k)),
-        (1, 6, 6),
-    ),
-    "batch norm": (
-        lambda k: (nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, k)),
-        (6,),
-    ),
-    "dropout": (
-        lambda k: (nn.Linear(6, 8), Dropout(0.5), nn.Tanh(), Dropout(0.25), nn.Linear(8, k)),
-        (6,),
-    ),
+BODIES = {  # the layers for K scores, a sample's shape
+    "mlp": ("Linear 6 5, Tanh, Linear 5 K", (6,)),
+    "linear": ("Linear 6 K, Identity", (6,)),
+    "conv": ("Conv2d 1 2 3, Tanh, AvgPool2d 2, Flatten, Linear 8 K", (1, 6, 6)),
+    "batch norm": ("Linear 6 5, BatchNorm1d 5, Tanh, Linear 5 K", (6,)),
+    "dropout": ("Linear 6 8, Dropout 0.5, Tanh, Dropout 0.25, Linear 8 K", (6,)),
 }
 
 
+def body(words, scores=4):
+    return layers(words.replace("K", str(scores)))
+
+
+class Own(nn.Module):
+    """A layer and a function of (itself, x)."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.layer, self.f, self.relu = nn.Linear(6, 4), f, nn.ReLU()
+
+    def forward(self, x):
+        return self.f(self, x)
+
+
+class Rnn(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.body, self.head = kind(6, 5, batch_first=True), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x)[0][:, -1])
+
+
 def mlp():
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    return layers("Linear 6 5, ReLU, Linear 5 4")
 
 
 def repeated():
@@ -40,7 +56,9 @@ def federation(shape=(6,), y=None, tokens=False):
     clients = []
     for n in (9, 14, 7):
         x = torch.randn(n, *shape, generator=gen)
-        x = torch.randint(0, 5, x.shape, generator=gen) if tokens else x
+        if tokens:  # one sample, which no look at a few finds, is padding alone
+            x = torch.randint(1, 5, x.shape, generator=gen)
+            x[5] = 0
         target = torch.randint(0, 4, (n,), generator=gen) if y is None else y(gen, n)
         clients.append({"train": (x, target), "test": (x[:4] + 0, target[:4])})
     return Federation.from_clients(clients)
@@ -48,9 +66,8 @@ def federation(shape=(6,), y=None, tokens=False):
 
 def played(model, data=None, engine="auto", rounds=1, training=None, algorithm="fedavg"):
     """A simulation on one worker, before its first round."""
-    hardware, data = Hardware(workers=1, engine=engine), data or federation()
-    how = training or Training(lr=0.1, batch_size=20)
-    return Simulation(algorithm, model, data, how, rounds=rounds, hardware=hardware)
+    how = {"training": training or Training(lr=0.1, batch_size=20), "rounds": rounds}
+    return simulation(algorithm, data or federation(), model=model, workers=1, engine=engine, **how)
 
 
 def same_as_by_hand(build, data=None, engine="auto"):

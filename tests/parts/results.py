@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from pflcore.results.record import Record
+from pflcore.results import record as records
 
 N = 4
 
@@ -36,7 +36,7 @@ def a_run(algorithm="waffle", seed=0, rounds=12, shift=0.0, target=1, **header):
 
 
 def a_long_run(n=1500, k=3):
-    """Lists and a sparse matrix that stand in a side file."""
+    """Long lists and a sparse matrix."""
     index = torch.randint(n, (n, k), generator=torch.Generator().manual_seed(0))
     weight = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).repeat(n, 1)
     moved = [None if i == 3 else 1.5 for i in range(n)]
@@ -49,7 +49,7 @@ def a_long_run(n=1500, k=3):
 
 
 def write(path, lines):
-    with Record(path) as record:
+    with records.Record(path) as record:
         for one in lines:
             record.write(one)
     return path

@@ -9,27 +9,20 @@ import torch
 from doors import sentence, spread
 from parts.results import N, a_long_run, a_run, cells, line, write
 from parts.user import simulation
-from small import images
+from places import tabled
+from small import images, layers
 from torch import nn
 
-from pflcore.results.record import Record, group, read
+from pflcore.results import record as records
+from pflcore.results.record import read
 from pflcore.results.table import table
 
 
 # records --------------------------------------------------------------------
-def test_a_record_comes_back(tmp_path):
-    (run,) = read(write(tmp_path / "deep" / "record.jsonl", a_run()))
-    assert (run.algorithm, run.target, len(run.rounds), run.stopped) == ("waffle", 1, 12, None)
-    rounds, mean = run.curve()
-    assert rounds == list(range(1, 13)) and mean[-1] == pytest.approx(0.27)
-    assert run.curve(client=3)[1][0] == pytest.approx(0.31)
-    assert run.sent()[-1] == 12 * 1024 and run.weights()[1][0].tolist() == [0.25] * 4
-
-
 def test_numbers_that_are_not_finite_are_strict_json(tmp_path):
     odd = line(1, [0.5, math.nan, math.inf, None], train_loss=math.nan)
     odd["eval"] |= {"rmse": [1.0, math.inf, 2.0, 3.0]}
-    path = write(tmp_path / "r.jsonl", [{"header": {"f": math.sqrt}}, odd])
+    path = write(tmp_path / "deep" / "r.jsonl", [{"header": {"f": math.sqrt}}, odd])
     for text in path.read_text().splitlines():
         json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     (run,) = read(path)
@@ -50,21 +43,21 @@ def test_a_file_cut_off_anywhere_is_readable(tmp_path):
         assert [len(r.rounds) for r in read(path)] == [1, 3]
 
 
-def test_an_existing_record_is_kept_with_its_side_file(tmp_path):
+def test_an_existing_record_is_kept(tmp_path):
     path = write(tmp_path / "record.jsonl", a_long_run())
     before = path.read_bytes()
     with sentence(".*new file"):
-        Record(path)
+        records.Record(path)
     assert path.read_bytes() == before
-    Record(path, overwrite=True).close()
-    assert path.read_bytes() == b"" and not (tmp_path / "record.arrays").exists()
+    records.Record(path, overwrite=True).close()
+    assert path.read_bytes() == b""
 
 
 def test_a_place_without_a_record_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file" / "r.jsonl", tmp_path):
         with sentence("path: .* can be written"):
-            Record(path)
+            records.Record(path)
     for path in (tmp_path, tmp_path / "missing.jsonl"):
         with sentence("path: .*neither"):
             read(path)
@@ -73,7 +66,7 @@ def test_a_place_without_a_record_is_one_sentence(tmp_path):
 def test_a_line_that_a_full_disk_cut_off_is_finished_before_the_next(tmp_path):
     resource = pytest.importorskip("resource")
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Record(tmp_path / "r.jsonl") as record:
+    with records.Record(tmp_path / "r.jsonl") as record:
         record.write({"header": {}})
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (40, kept[1]))
@@ -102,14 +95,10 @@ def test_rounds_whose_header_is_lost_are_no_more_rounds_of_the_run_before(tmp_pa
 
 
 def test_long_lists_come_back_as_they_were(tmp_path):
-    path = write(tmp_path / "run.0.1.jsonl", a_long_run())
-    write(tmp_path / "run.0.2.jsonl", a_run())  # another name, another side file
-    assert max(map(len, path.read_text().splitlines())) < 700
-    assert (tmp_path / "run.0.1.arrays").stat().st_size > 1500 * 8
-    (run,) = read(path)
+    (run,) = read(write(tmp_path / "record.jsonl", a_long_run()))
     head, first, _ = a_long_run()
     got = run.rounds[1]
-    assert run.header == head["header"] and all(type(i) is int for i in got["cohort"][:3])
+    assert run.header == head["header"]
     assert all(got[k] == first[k] for k in ("cohort", "moved", "dropped"))
     assert got["eval"]["loss"] == [None if v != v else v for v in first["eval"]["loss"]]
     report = first["report"]
@@ -117,50 +106,39 @@ def test_long_lists_come_back_as_they_were(tmp_path):
     torch.testing.assert_close(run.weights([2])[1][0], want)
 
 
-def test_a_record_that_goes_on_from_its_mark_has_the_bytes_of_one_that_never_stopped(tmp_path):
-    whole, path = write(tmp_path / "whole.jsonl", a_long_run()), tmp_path / "record.jsonl"
-    head, first, last = a_long_run()
-    with Record(path) as record:
-        record.write(head)
-        record.write(first)
-        mark = record.mark()
-        record.write(last)
-    with Record(path, mark=mark) as record:
-        assert path.with_suffix(".arrays").stat().st_size == mark["arrays"] > 0
-        record.write(last)
-    assert path.with_suffix(".arrays").read_bytes() == whole.with_suffix(".arrays").read_bytes()
-    assert path.read_text() == whole.read_text().replace("whole.", "record.")
-
-
-def test_what_a_killed_run_left_is_read_up_to_there(tmp_path):
-    path = write(tmp_path / "record.jsonl", a_long_run())
-    side = tmp_path / "record.arrays"
-    side.write_bytes(side.read_bytes()[:-1])
-    assert [r["round"] for r in read(path)[0].rounds] == [1]
-    side.unlink()
-    with pytest.raises(FileNotFoundError, match=r"record\.arrays beside the record"):
-        read(path)
+def test_a_record_that_goes_on_has_the_bytes_of_one_that_never_stopped(tmp_path):
+    lines = [*a_long_run(), {"stopped": "It was enough.", "unfinished": False}]
+    whole, path = write(tmp_path / "whole.jsonl", lines), tmp_path / "record.jsonl"
+    write(path, lines[:2])
+    with records.Record(path, goes_on=True) as record:
+        for one in lines[2:]:
+            record.write(one)
+    assert path.read_bytes() == whole.read_bytes()
+    again = write(tmp_path / "again.jsonl", read(whole)[0].lines())
+    assert again.read_bytes() == whole.read_bytes()
 
 
 # tables ---------------------------------------------------------------------
 def tell(*runs, **how):
-    return table(group([one for lines in runs for one in lines]), **how)
+    return table(records.group([one for lines in runs for one in lines]), **how)
+
+
+ONE = r"""best\* | 27.00
+final | 27.00
+mean of last 10 | 22.50
+client 1: best\* | 22.00
+client 1: mean of last 10 | 17.50
+std over clients | 11.18
+worst decile | 12.00
+bytes sent | 12.0 KiB
+note | """
 
 
 def test_the_table_of_one_run():
     text = tell(a_run())
-    want = {
-        "best\\*": "27.00",
-        "final": "27.00",
-        "mean of last 10": "22.50",
-        "client 1: best\\*": "22.00",
-        "client 1: mean of last 10": "17.50",
-        "std over clients": "11.18",
-        "worst decile": "12.00",
-        "bytes sent": "12.0 KiB",
-        "note": "",
-    }
-    assert want.items() <= cells(text, "waffle").items()
+    for row in ONE.splitlines():
+        column, value = row.split(" | ")
+        assert cells(text, "waffle")[column] == value
     assert "selected on test data" in text and "digits, 4 clients, 12 rounds" in text
     cut = a_run(eval_split="val")
     cut[0]["header"]["rounds"] = 150
@@ -185,20 +163,20 @@ NAMESAKES = """\
 [{"train_samples": 1}, {"train_samples": 2, "seed": 1}] | train_samples=1 | train_samples=2
 [{"test_samples": 1}, {"test_samples": 2, "seed": 1}] | test_samples=1 | test_samples=2
 [{"val": 1}, {"val": 2, "seed": 1}] | val=1 | val=2
+[{"stream": 1}, {"stream": 3, "seed": 1}] | stream=1 | stream=3
 [{"partition": "A", "seed": 1}, {"partition": "C", "seed": 1}] | a table | a table
 [{"parameters": 7}, {"algorithm": "local", "parameters": 8}] | another name | another name
 [{"data_seed": 0}, {"algorithm": "local", "data_seed": 7}] | data_seed=0 | data_seed=7
 """
 
 
-@pytest.mark.parametrize("line", NAMESAKES.splitlines())
-def test_namesakes_are_told_apart_by_what_differs(line):
+@pytest.mark.parametrize("runs, one, other", tabled(NAMESAKES))
+def test_namesakes_are_told_apart_by_what_differs(runs, one, other):
     """Other conditions are no other seeds."""
-    runs, *want = line.split(" | ")
-    rows = tell(*(a_run(**run) for run in json.loads(runs))).splitlines()
-    named = [row.split(" | ")[0] for row in rows if row[:2] == "| " and "algorithm" not in row]
+    text = tell(*(a_run(**run) for run in runs)).splitlines()
+    named = [row.split(" | ")[0] for row in text if row[:2] == "| " and "algorithm" not in row]
     told = [name.partition("(")[2].rstrip(") ") for name in named]
-    assert told == [words if "=" in words else "" for words in want]
+    assert told == [words if "=" in words else "" for words in (one, other)]
 
 
 def test_a_run_that_is_here_twice_is_no_second_seed():
@@ -275,35 +253,27 @@ def test_a_diverged_client_never_improves_a_table(tmp_path):
 
 
 # histories ------------------------------------------------------------------
-class Rectified(nn.Linear):
-    def __init__(self):
-        super().__init__(6, 4)
 
 
-class Squashed(Rectified):
-    """Another model of the same size."""
-
-
-def played(seed, data=0, model=Rectified, **options):
-    run = simulation(data=images(seed=data), model=model, rounds=1, seed=seed, **options)
+def played(seed, data=0, model="Linear 6 4, ReLU", smoothing=0.1, **options):
+    options |= {"loss": nn.CrossEntropyLoss(label_smoothing=smoothing), "seed": seed}
+    run = simulation(data=images(seed=data), model=layers(model), rounds=1, **options)
     return run.run().lines()
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {},
-        {"data": 1},
-        {"clients": [0]},
-        {"evaluated": [0]},
-        {"model": Squashed},
-        {"loss": nn.CrossEntropyLoss(label_smoothing=0.3)},
-    ],
-)
+OTHERS = """\
+{}
+{"data": 1}
+{"clients": [0]}
+{"evaluated": [0]}
+{"model": "Linear 6 4, Tanh"}
+{"smoothing": 0.3}
+"""
+
+
+@pytest.mark.parametrize(["other"], tabled(OTHERS))
 def test_other_data_clients_or_losses_are_no_other_seeds_of_one_run(other):
-    loss = {"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}
-    alone = "over 2 seeds" in tell(played(0, **loss), played(1, **loss | other))
-    assert alone is (not other)
+    assert ("over 2 seeds" in tell(played(0), played(1, **other))) is (not other)
 
 
 def test_a_history_as_a_table(tmp_path):

@@ -1,19 +1,17 @@
 """Attacks do what their papers say, defences give what their formulas and other libraries give, and
 whoever cannot take one says so."""
 
-import json
-
 import pytest
 import torch
-from doors import sentence
+from doors import sentence, synthetic_linear
 from methods import Waffle
 from parts.attacks import BAD, DATA, defence, run
-from small import images, swept, tiny_model, with_test
+from places import tabled
+from small import equals, images, layers, swept, tiny_model
 from torch import nn
 
 from pflcore import ALGORITHMS, Adversary, FedAvg
 from pflcore.algorithms import Algorithm
-from pflcore.data import Federation
 from pflcore.results.record import read
 
 
@@ -24,7 +22,7 @@ def test_flipped_labels_are_the_bad_ones_alone():
         poisoned = run(data=fed, model=model, adversary=Adversary("label_flip", bad)).data
         for i in range(fed.n):
             want = 3 - fed.labels(i) if i in bad else fed.labels(i)
-            assert torch.equal(poisoned.labels(i), want)
+            equals(poisoned.labels(i), want)
 
 
 @pytest.mark.parametrize(
@@ -50,19 +48,17 @@ NOT = """\
 """
 
 
-@pytest.mark.parametrize("line", NOT.splitlines())
-def test_what_cannot_be_is_one_sentence(line):
-    adversary, method, words = line.split(" | ")
+@pytest.mark.parametrize("adversary, method, words", tabled(NOT))
+def test_what_cannot_be_is_one_sentence(adversary, method, words):
     with sentence(words):
-        bad = Adversary(**{"attack": "sign_flip", "clients": BAD, **json.loads(adversary)})
-        run(FedAvg(**json.loads(method)), adversary=bad)
+        bad = Adversary(**{"attack": "sign_flip", "clients": BAD, **adversary})
+        run(FedAvg(**method), adversary=bad)
 
 
 def test_numbers_have_no_labels_to_flip():
-    parts = [(torch.randn(8, 2), torch.randn(8)) for _ in range(3)]
-    numbers = Federation.from_clients(with_test(parts, parts))
+    numbers, model = synthetic_linear(n=3, dim=2), lambda: nn.Linear(2, 1)
     with sentence("adversary: expected an attack on numbers as targets, got 'label_flip'"):
-        run(data=numbers, model=lambda: nn.Linear(2, 1), adversary=Adversary("label_flip", [1]))
+        run(data=numbers, model=model, adversary=Adversary("label_flip", [1]))
 
 
 def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
@@ -77,16 +73,8 @@ def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
 
 
 def test_who_does():
-    for name in [
-        "fedavg",
-        "fedadam",
-        "fedprox",
-        "ditto",
-        "mrmtl",
-        "finetune",
-        "per_fedavg",
-        "scaffold",
-    ]:
+    some = "fedavg fedadam fedprox ditto mrmtl finetune per_fedavg scaffold"
+    for name in some.split():
         ALGORITHMS[name](defence="median")
     # it has the option without a choice, or no such option
     none = "defence: expected None, got 'median'|.*unexpected keyword argument 'defence'"
@@ -107,9 +95,7 @@ def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence():
 
 
 def test_running_statistics_are_no_way_around_a_defence():
-    def model():
-        return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
-
+    model = layers("Linear 8 5, BatchNorm1d 5, Linear 5 4")
     with sentence("batch_norm: this FedAvg knows 'local' statistics, got 'average'"):
         run(FedAvg(defence="median"), model=model, batch_norm="average")
     simulation = run(FedAvg(defence="median"), model=model, rounds=2)

@@ -6,14 +6,14 @@ from collections import Counter
 import pytest
 import torch
 from doors import held_out, sentence
-from parts.devices import on_two_devices
+from parts.devices import on_two_devices, played, rounds
+from parts.user import simulation
 from pretend_gpu import pretended_gpu, waits
-from small import images, make_setting, swept, tiny_model
+from small import images, layers, swept, tiny_model
 from torch import nn
 
-from pflcore import Hardware, Net, Simulation, Training, step
+from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.round import Setup, begin
 
 # one of each family, for the slower model
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")
@@ -21,8 +21,7 @@ DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "kn
 
 def convolved():
     """No chain of linear layers, so that the general engine runs it."""
-    first = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(2)
-    return nn.Sequential(*first, nn.Flatten(), nn.Linear(12, 4))
+    return layers("Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, MaxPool2d 2, Flatten, Linear 12 4")
 
 
 def data(convolutions):
@@ -31,10 +30,7 @@ def data(convolutions):
 
 def play(name, convolutions, device):
     model, training = convolved if convolutions else tiny_model(), Training(0.05, batch_size=5)
-    hardware = Hardware(engine="vmap", device=device)
-    run = Simulation(name, model, data(convolutions), training, rounds=2, hardware=hardware)
-    run.run()
-    return run
+    return played(name, model, data(convolutions), training, device, 2)
 
 
 @pytest.mark.parametrize("name", [*swept(), *(f"{n}, convolutions" for n in DIFFERENT)])
@@ -42,8 +38,7 @@ def test_everything_is_on_the_device(name):
     name, _, convolutions = name.partition(", ")
     want = play(name, convolutions, "cpu")
     with pretended_gpu() as gpu:
-        got = play(name, convolutions, str(gpu))
-        assert got.history.stopped is None
+        got = play(name, convolutions, gpu)
         size, state = got.setting.net.size, got.state
         tensors = {f"g.{k}": v for k, v in state.server.items()} | state.clients
         rows = {k: v.device.type for k, v in tensors.items() if v.dim() and v.shape[-1] == size}
@@ -54,14 +49,10 @@ def test_everything_is_on_the_device(name):
 
 
 def waits_of_a_round(name, model, epochs, gpu):
-    algorithm = ALGORITHMS[name]()
-    net, federation = algorithm.prepare(Net(model)).to(gpu), data(model is convolved).to(gpu)
-    training = Training(lr=0.05, batch_size=3, epochs=epochs)
-    setting = make_setting(net, federation, training, 3, engine="vmap", workers=None)
-    state = begin(algorithm, net, federation.n)
-    for _ in range(2):
-        waits.clear()
-        state, _ = step(Setup(algorithm, setting), state, torch.arange(federation.n))
+    play = rounds(name, model, data(model is convolved), gpu, epochs)
+    next(play)
+    waits.clear()
+    next(play)
     return Counter(waits)
 
 
@@ -95,4 +86,4 @@ def test_two_devices_in_one_op_are_refused_with_a_sentence():
 def test_no_gpu_is_said_in_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with sentence("device: expected 'cpu', as torch .* sees no GPU here"):
-        Simulation("fedavg", tiny_model(), images(), hardware=Hardware(device="cuda"))
+        simulation(device="cuda")

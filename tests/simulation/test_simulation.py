@@ -4,14 +4,16 @@ arguments."""
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from doors import held_out, sentence, views
 from methods import MRMTL, Ditto, Mocha, PFedMe, QFedAvg, Scaffold
+from parts.states import same
 from parts.user import simulation as run
 from small import (
     ENGINES,
-    grouped,
+    equals,
     images,
     lines,
     make_setting,
@@ -28,11 +30,10 @@ from pflcore import (
     Adversary,
     Federation,
     Net,
-    Simulation,
     Training,
     step,
 )
-from pflcore.results.record import group
+from pflcore.results import record as records
 from pflcore.results.table import table
 from pflcore.simulation.round import Setup, begin
 
@@ -50,8 +51,7 @@ def said(scale=1.0, labels=1.0, **options):
     data = Federation.from_clients(with_test(train, [*train[:3], (x, y * labels)]))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        model, training = nn.Linear(4, 1), Training(lr=0.01)
-        Simulation("fedavg", model, data, training, rounds=3, **grouped(options)).run()
+        run(data=data, model=nn.Linear(4, 1), training=Training(lr=0.01), **options).run()
     return [str(w.message) for w in found if w.category is RuntimeWarning]
 
 
@@ -94,7 +94,7 @@ def test_the_order_of_a_cohorts_ids_changes_nothing(name):
             state, done = step(Setup(alg, s), state, torch.tensor(ids))
             assert done.ids == sorted(ids)
         found.append(state.server | state.clients)
-    assert all(torch.equal(v, found[1][k]) for k, v in found[0].items())
+    equals(*found)
     with sentence("ids: expected each client once"):
         step(Setup(alg, s), begin(alg, s.net, 5), torch.tensor([1, 1]))
 
@@ -119,7 +119,8 @@ def test_a_step_size_of_zero_drops_nobody(alg):
     if isinstance(alg, Scaffold):
         s = make_setting(net, data, Training(lr=0.0, batch_size=8))
         two, one = (play(a, s, 1)[0][0].clients["c"] for a in (alg, Scaffold()))
-        assert torch.equal(two, one) and one.any()
+        equals(two, one)
+        assert one.any()
 
 
 # bad numbers and arguments ---------------------------------------------------
@@ -174,12 +175,12 @@ def test_who_moved_far_is_in_the_record_and_in_the_table_and_may_be_clipped():
     free, held = (run(wild, clip=c).run() for c in (None, 0.5))
     moved = free.rounds[1]["moved"]
     assert max(free.rounds[0]["moved"]) < 5 < 1e8 < moved[2] and sorted(moved)[1] < 5
-    assert "moved far: client 2 by up to" in table(group(free.lines()))
-    assert "moved far" not in table(group(plain.lines()))
+    assert "moved far: client 2 by up to" in table(records.group(free.lines()))
+    assert "moved far" not in table(records.group(plain.lines()))
     assert held.rounds[1]["clipped"] == [2] and free.rounds[1]["clipped"] == []
     assert float(free.state.server["x"].norm()) > 1e8 > 10 > float(held.state.server["x"].norm())
     assert held.header["clip"] == 0.5
-    assert "the updates of 1 client were clipped" in table(group(held.lines()))
+    assert "the updates of 1 client were clipped" in table(records.group(held.lines()))
 
 
 @pytest.mark.parametrize("name", swept())
@@ -187,7 +188,7 @@ def test_every_method_takes_a_clip(name):
     plays = [run(name, rounds=2, every=0, clip=c) for c in (None, 1e30, 1e-3)]
     loose, wide, held = (play.run() for play in plays)
     # a limit that nobody meets changes nothing
-    assert all(torch.equal(v, wide.state.server[k]) for k, v in loose.state.server.items())
+    equals(loose.state.server, wide.state.server)
     assert held.stopped is None
     for record in held.rounds:
         assert bool(record["clipped"]) == bool(record["moved"]) == (name != "local")
@@ -199,16 +200,17 @@ def test_what_a_caller_holds_never_changes(rows, tmp_path):
     where = {"rows": rows if rows == "memory" else tmp_path}
     start = run("ditto", rounds=2, **where).run().state
     kept = copy.deepcopy(start)
-    play = {"rounds": 4, "warm_start": start, **where}
-    results = [run("ditto", **play).run().state for _ in range(2)]
+    results = []
+    for s in [run("ditto", rounds=4, **where) for _ in range(2)]:
+        s.state = start
+        results.append(s.run().state)
     seen, s = [], run("ditto", **where)
     s.run(lambda r, record: seen.append((s.state, copy.deepcopy(s.state))))
     s.state = seen[0][0]  # put back, and gone on with
     next(s.iterate())
     again = run("ditto", **where).run().state  # looking changes nothing
     for one, two in [(start, kept), results, *seen, (again, seen[-1][0])]:
-        assert torch.equal(one.clients["v"], two.clients["v"])
-        assert torch.equal(one.server["x"], two.server["x"])
+        assert same(one, two)
 
 
 def test_a_warm_start_of_something_else_is_refused():
@@ -218,17 +220,17 @@ def test_a_warm_start_of_something_else_is_refused():
         ("ditto", images((9,) * 5), tiny_model(), "5 clients"),
         ("ditto", None, nn.Linear(6, 4), r"server.x like a tensor \[28\]"),
     ):
-        with sentence("warm_start: .*" + word):
-            run(name, data, model=model, rounds=9, warm_start=state)
-    with sentence("rounds: expected more than the 3"):
-        run("ditto", warm_start=state)
+        with sentence("state: .*" + word):
+            run(name, data, model=model, rounds=9).state = state
 
 
 # options --------------------------------------------------------------------
-def test_lists_of_clients_will_do():
-    history = run(clients=[2, 0], evaluated=[0, 1]).run()
+@pytest.mark.parametrize("kind", [list, tuple, set, np.array, torch.tensor])
+def test_lists_of_clients_will_do(kind):
+    history = run(clients=kind([2, 0]), evaluated=kind([0, 1])).run()
     first = history.rounds[0]
     assert first["cohort"] == [0, 2] and first["eval"]["size"][2:] == [0]
+    assert Adversary("sign_flip", kind([1, 2])).clients == (1, 2)
 
 
 def test_who_is_evaluated_is_drawn_of_those_with_samples():

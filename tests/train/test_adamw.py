@@ -3,42 +3,45 @@
 import pytest
 import torch
 from doors import sentence
-from methods import (
-    APFL,
-    FactorizedWaffle,
-    FedDWA,
-    Mocha,
-    PerFedAvg,
-    PFedMe,
-    QFedAvg,
-    Scaffold,
-    Waffle,
-)
-from small import double, images, near, play, swept, tiny, tiny_model
+from methods import Scaffold
+from parts.user import simulation
+from places import tabled
+from small import double, near, play, swept, tiny
 
-from pflcore import Net, Simulation, Training, step
+from pflcore import Training, step
 from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import Setup, begin
 
 ADAMW = {"lr": 0.01, "local_optimizer": "adamw", "weight_decay": 0.1}
-BOTH = (FedDWA(guidance="full_grad"), APFL(), PFedMe(), PerFedAvg(), FactorizedWaffle())
-REFUSED = [  # training, method, what is said
-    *(
-        (ADAMW, alg, r"local_optimizer: {} .*; take local_optimizer='sgd'\.$")
-        for alg in (*BOTH, Scaffold(option="II"), Waffle(option="II"), Mocha(), QFedAvg(q=1.0))
-    ),
-    *(
-        ({"clip_grad": 1.0}, alg, "clip_grad: {} .*leave clip_grad out")
-        for alg in (*BOTH, Scaffold(option="I"))
-    ),
-]
+REFUSED = """\
+adamw | feddwa | {"guidance": "full_grad"}
+adamw | apfl | {}
+adamw | pfedme | {}
+adamw | per_fedavg | {}
+adamw | factorized_waffle | {}
+adamw | scaffold | {"option": "II"}
+adamw | waffle | {"option": "II"}
+adamw | mocha | {}
+adamw | qfedavg | {"q": 1.0}
+clip | feddwa | {"guidance": "full_grad"}
+clip | apfl | {}
+clip | pfedme | {}
+clip | per_fedavg | {}
+clip | factorized_waffle | {}
+clip | scaffold | {"option": "I"}
+"""
+SAID = {
+    "adamw": (ADAMW, r"local_optimizer: {} .*; take local_optimizer='sgd'\.$"),
+    "clip": ({"clip_grad": 1.0}, "clip_grad: {} .*leave clip_grad out"),
+}
 
 
-@pytest.mark.parametrize("training, alg, said", REFUSED)
-def test_a_method_whose_formula_rests_on_plain_sgd_refuses_the_rest(training, alg, said):
+@pytest.mark.parametrize("what, name, options", tabled(REFUSED))
+def test_a_method_whose_formula_rests_on_plain_sgd_refuses_the_rest(what, name, options):
+    (training, said), alg = SAID[what], ALGORITHMS[name](**options)
     words = said.format(type(alg).__name__)
     with sentence(words):
-        Simulation(alg, tiny_model(), images(), Training(**training))
+        simulation(alg, training=Training(**training))
     s = tiny(**training)
     s = s._replace(net=alg.prepare(s.net))
     with sentence(words):
@@ -59,18 +62,10 @@ OTHERS = {*ALGORITHMS} - {"mocha", "apfl", "pfedme", "per_fedavg", "qfedavg", "f
 
 @pytest.mark.parametrize("name", swept(OTHERS))
 def test_the_others_train_by_adamw(name):
-    simulation = Simulation(name, Net(tiny_model()), images(), Training(**ADAMW), rounds=2)
-    assert simulation.run().rounds[-1]["eval"]["loss"]
+    history = simulation(name, training=Training(**ADAMW), rounds=2).run()
+    assert history.rounds[-1]["eval"]["loss"]
 
 
-@pytest.mark.parametrize(
-    "given, said",
-    [
-        ({"local_optimizer": "adamw", "betas": (0.9, 1.0)}, "betas: expected"),
-        ({"betas": (0.8, 0.9)}, "betas, eps: SGD has none"),
-        ({"local_optimizer": "adamw", "momentum": 0.9}, "momentum: AdamW has betas in its place"),
-    ],
-)
-def test_what_is_refused(given, said):
-    with sentence(said):
-        Training(**given)
+def test_what_is_refused():
+    with sentence("momentum: AdamW has betas in its place"):
+        Training(local_optimizer="adamw", momentum=0.9)

@@ -4,19 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from parts.path import BODIES
+from parts.path import BODIES, body
 from small import ENGINES, make_setting, near
 
-from pflcore import Clients, Federation, Net, Training, evaluate
+from pflcore import Clients, Federation, Net, Training, evaluate, metrics
 from pflcore.algorithms import FedAvg
-from pflcore.metrics import right
 from pflcore.simulation.round import Setup, begin
 
 SIZES = [1, 300, 7, 125, 126]
-MODELS = {name: BODIES[name] for name in ("mlp", "batch norm", "conv")}
-MODELS["scores per place"] = (lambda k: (nn.Conv1d(2, k, 1),), (2, 3))
+MODELS = {**BODIES, "scores per place": ("Conv1d 2 K 1", (2, 3))}
 
 
 def weighted(scores, y):
@@ -28,7 +25,7 @@ def at_work(
     engine, model="mlp", criterion="cross_entropy", relabel=False, ids=range(5), empty=None
 ):
     """Clients with statistics that are not the model's own; `empty` has no test samples."""
-    (build, shape), n = MODELS[model], 2 * sum(SIZES)
+    n = 2 * sum(SIZES)
     torch.manual_seed(0)
     several, labels = criterion in ("cross_entropy", weighted), criterion not in NUMBERS
     classes = 4 if several else 2
@@ -38,8 +35,9 @@ def at_work(
     train, test = (rows.split(SIZES) for rows in torch.arange(n).view(2, -1))
     test = [rows[: 0 if k == empty else None] for k, rows in enumerate(test)]
     split = {"train": list(train), "test": test}
+    words, shape = MODELS[model]
     data = Federation(torch.randn(n, *shape), y if labels else torch.rand(n), split, *known)
-    net = Net(nn.Sequential(*build(classes if several else 1)), criterion)
+    net = Net(body(words, classes if several else 1), criterion)
     s = make_setting(net, data, Training(batch_size=5), 3, engine, workers=2)
     return Clients(s, torch.tensor(ids), 1, s.net.b0.repeat(len(ids), 1) + 0.5)
 
@@ -55,7 +53,7 @@ def check(clients, rows):
         near(loss[k], net.criterion(scores, y), 1e-5, 1e-6)
         assert (hits is None) == (data.classes is None)
         if hits is not None:  # exactly: a share of whole samples
-            near(hits[k], right(scores.movedim(1, -1), y).double().mean(), 0, 1e-9)
+            near(hits[k], metrics.right(scores.movedim(1, -1), y).double().mean(), 0, 1e-9)
     return loss
 
 
@@ -127,10 +125,3 @@ def test_a_nan_is_no_right_answer_and_spoils_nobody_else(engine):
     loss, accuracy = clients.measure({"w": rows}, "train")
     assert loss.isnan().tolist() == [False, False, False, True, False]
     assert accuracy[3] == 0 and (accuracy[[1, 4]] > 0).all()
-
-
-def test_right():
-    y = torch.tensor([[0, 1], [2, 1]])
-    scores = torch.tensor([[[3.0, 1, 2], [0, 1, 0]], [[1.0, 0, 0], [0, 2, 1]]])
-    assert right(scores, y).tolist() == [[True, True], [False, True]]
-    assert right(torch.tensor([0.5, -0.5]), torch.tensor([1.0, -1.0])).tolist() == [True, True]

@@ -8,11 +8,20 @@ import torch
 import torch.nn.functional as F
 from doors import sentence
 from parts.user import simulation
-from small import at_work, double, grouped, images, near, tiny, tiny_model, with_test
+from small import (
+    at_work,
+    double,
+    equals,
+    layers,
+    near,
+    tiny,
+    tiny_model,
+    with_test,
+)
 from torch import nn
 from ugly import randn
 
-from pflcore import Federation, Net, Simulation, Training
+from pflcore import Federation, Net, Training
 
 X = randn(0, 3, 24, 3, dtype=torch.float32)
 COUNTS = (2 * X[:, :, 0].exp()).floor()
@@ -20,8 +29,8 @@ COUNTS = (2 * X[:, :, 0].exp()).floor()
 
 def trained(model, data, rounds=20, loss=None, algorithm="fedavg", **options):
     """What was evaluated last, and the first client's model."""
-    how, more = Training(lr=0.5, batch_size=10), grouped({"every": 1000, **options})
-    run = Simulation(algorithm, model, data, how, rounds=rounds, loss=loss, **more).run()
+    given = {"model": model, "training": Training(lr=0.5, batch_size=10), "every": 1000}
+    run = simulation(algorithm, data, rounds=rounds, loss=loss, **given, **options).run()
     return run.rounds[-1]["eval"], run.model(0)
 
 
@@ -42,7 +51,7 @@ def zero():
 
 
 def flat():
-    return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    return layers("Linear 3 1, Flatten 0")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +72,8 @@ def test_no_loss_spreads_a_column_of_scores(loss, model):
     [
         lambda s, y: ((s[:, 0] - y) ** 2).mean(),
         lambda s, y: ((s.view(y.shape) - y) ** 2).mean(),
-        *(F.mse_loss, nn.MSELoss(reduction="mean")),
+        F.mse_loss,
+        nn.MSELoss(reduction="mean"),
     ],
 )
 def test_a_loss_that_brings_them_together_itself_is_taken(loss):
@@ -87,7 +97,7 @@ def test_whole_numbers_have_no_accuracy_and_may_have_an_error(loss):
         # probabilities have none by their sign
         (
             lambda s, y: F.binary_cross_entropy(s, y.float()),
-            lambda: nn.Sequential(nn.Linear(3, 1), nn.Sigmoid(), nn.Flatten(0)),
+            lambda: layers("Linear 3 1, Sigmoid, Flatten 0"),
             False,
         ),
     ],
@@ -127,7 +137,7 @@ def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss, shape):
     found, model = trained(lambda: Steps(last=shape), steps(), loss=loss, metrics=["f1"])
     assert min(found["accuracy"]) > 0.9 and min(found["f1"]) > 0.9
     x = torch.randn(7, 5, 4)
-    assert torch.equal(model.predict(x), (model(x).reshape(7, 5) > 0).long())
+    equals(model.predict(x), (model(x).reshape(7, 5) > 0).long())
     assert model.returns == "logits"
 
 
@@ -159,7 +169,8 @@ def test_what_a_model_predicts_is_what_its_targets_were():
     several, ratings = (x > 0).long(), (3 * x[:, 0]).round().clamp(-9, 9).long() + 9
     data = Federation.from_clients([(x, several)]).split(test=0.25)
     found, model = trained(nn.Linear(3, 3), data, loss="binary_cross_entropy")
-    assert torch.equal(model.predict(x), (model(x) > 0).long()) and min(found["accuracy"]) > 0.8
+    equals(model.predict(x), (model(x) > 0).long())
+    assert min(found["accuracy"]) > 0.8
     data = Federation.from_clients([(x, ratings)]).split(test=0.25)
     found, model = trained(nn.Linear(3, 1), data, loss="squared", metrics=["mae"])
     torch.testing.assert_close(model.predict(x), model(x)[:, 0])
@@ -197,7 +208,9 @@ def test_a_loss_is_a_name_a_function_or_a_module():
     want, name = played()
     assert name == "cross_entropy"
     for loss in (
-        *("cross_entropy", F.cross_entropy, nn.CrossEntropyLoss()),
+        "cross_entropy",
+        F.cross_entropy,
+        nn.CrossEntropyLoss(),
         lambda scores, y: F.cross_entropy(scores, y),
     ):
         assert torch.allclose(played(loss)[0], want, rtol=1e-5)
@@ -230,4 +243,4 @@ def test_what_is_no_loss_is_one_sentence(loss, words):
 
 def test_a_net_has_its_own_loss():
     with sentence("loss: this Net has a loss of its own"):
-        Simulation("fedavg", Net(tiny_model()), images(), loss="cross_entropy")
+        simulation(model=Net(tiny_model()), loss="cross_entropy")

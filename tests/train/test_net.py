@@ -1,17 +1,20 @@
 """Modules as functions of flat rows."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn as nn
 from doors import sentence
-from small import grouped, images, tiny_model
+from parts.user import simulation
+from places import tabled
+from small import equals, images, layers, tiny_model
 
-from pflcore import Net, Server, Simulation
+from pflcore import Net, Server
 
 
 def small():
-    first = (nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(32, 5), nn.ReLU())
-    return nn.Sequential(*first, nn.Linear(5, 3))
+    return layers("Conv2d 1 2 3, Tanh, Flatten, Linear 32 5, ReLU, Linear 5 3")
 
 
 class Tied(nn.Module):
@@ -38,22 +41,29 @@ BOTH = pytest.mark.parametrize("build", [small, Tied])
 def test_rows_and_modules_round_trip(build):
     net, module, x = Net(build), build().eval(), inputs(build)
     row = net.row(module)
-    assert torch.equal(nn.utils.parameters_to_vector(module.parameters()), row)
-    assert torch.equal(torch.cat([row[s] for s in net.slices.values()]), row)
+    equals(nn.utils.parameters_to_vector(module.parameters()), row)
+    equals(torch.cat([row[s] for s in net.slices.values()]), row)
     copy, want = net.load(build(), row, net.b0).eval(), module(x)
     nn.init.zeros_(next(module.parameters()))  # of which neither the row nor the copy is a view
-    assert torch.equal(net.row(copy), row) and not torch.equal(net.row(module), row)
-    assert torch.equal(copy(x), want) and torch.equal(net(row, x), want)
+    equals(net.row(copy), row)
+    assert not torch.equal(net.row(module), row)
+    equals((copy(x), net(row, x)), (want, want))
 
 
-def test_a_module_keeps_its_weights_and_is_drawn_anew_as_one_that_is_made():
-    net, state = Net(module := small()), torch.random.get_rng_state()
-    assert torch.equal(net.w0, net.row(module))
+def nested():
+    return nn.Sequential(nn.Linear(4, 5), layers("Linear 5 5, Tanh"), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("build", [small, nested])
+def test_a_module_keeps_its_weights_and_is_drawn_anew_as_one_that_is_made(build):
+    """Its layers in the order in which they stand."""
+    net, state = Net(module := build()), torch.random.get_rng_state()
+    equals(net.w0, net.row(module))
     for seed in (0, 4):
         drawn = net.init(seed)
-        assert torch.equal(drawn, Net(small).init(seed))
-        assert torch.equal(drawn, Net(small, seed=seed).w0)
-    assert torch.equal(torch.random.get_rng_state(), state)
+        equals(drawn, Net(build).init(seed))
+        equals(drawn, Net(build, seed=seed).w0)
+    equals(torch.random.get_rng_state(), state)
 
 
 def test_a_frozen_parameter_is_no_part_of_the_row():
@@ -61,13 +71,15 @@ def test_a_frozen_parameter_is_no_part_of_the_row():
     module[0].weight.requires_grad_(False)
     net = Net(module)
     assert net.size == sum(p.numel() for p in module.parameters()) - 18
-    assert "0.weight" not in net.slices and torch.equal(net(net.w0, x), module(x))
+    assert "0.weight" not in net.slices
+    equals(net(net.w0, x), module(x))
 
 
 def test_masks_by_name():
     net = Net(small)
     assert net.mask("5.*").sum() == 18 and net.mask("5.*")[-18:].all()
-    assert torch.equal(net.mask("0.weight", "0.bias"), net.mask("0.*")) and net.mask("*").all()
+    equals(net.mask("0.weight", "0.bias"), net.mask("0.*"))
+    assert net.mask("*").all()
     with sentence(r"patterns: 'head.\*' matches no parameter; the names are 0.weight"):
         net.mask("head.*")
 
@@ -77,47 +89,46 @@ def test_features_and_head_make_the_model(build):
     net, x = Net(build), inputs(build)
     row = net.w0 + 0.1
     z = net.features(row, x)
-    assert z.shape == (6, 5 if build is small else 4)
     for h in (row, row[net.head_slice]):
-        assert torch.equal(net.head(h, z), net(row, x))
-    assert net.classes == (3 if build is small else 2)
+        equals(net.head(h, z), net(row, x))
 
 
 def test_the_head_may_be_named_or_be_everything():
     assert Net(small, head="3").head_slice == slice(20, 20 + 165)
     whole, x = Net(nn.Linear(4, 3)), torch.randn(2, 4)
-    assert torch.equal(whole.features(whole.w0, x), x)
-    assert torch.equal(whole.head(whole.w0, x), whole(whole.w0, x))
+    equals(whole.features(whole.w0, x), x)
+    equals(whole.head(whole.w0, x), whole(whole.w0, x))
     with sentence("head: the model has no submodule 'top'"):
         Net(small, head="top")
     with sentence(".*found no trainable head"):
         Net(nn.Conv2d(1, 1, 1)).head_slice  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "build, words",
-    [
-        (3, "build: expected an nn.Module"),
-        (lambda: None, "build: expected .* got NoneType"),
-        (lambda: nn.LazyLinear(3), "build: the model has lazy layers"),
-        (nn.LazyLinear(3), "build: the model has lazy layers"),
-        (nn.Flatten(), "no trainable parameter"),
-        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), "dtypes"),
-        (nn.Sequential(nn.Linear(2, 2), nn.AlphaDropout()), "pflcore.nn.Dropout"),
-        (nn.Sequential(nn.Linear(6, 8), nn.Dropout1d(0.5)), "1 is nn.Dropout1d"),
-        (nn.Sequential(nn.Linear(2, 2), nn.RReLU()), "RReLU"),
-        (nn.LSTM(2, 2, num_layers=2, dropout=0.5), "set its dropout to 0"),
-        (nn.BatchNorm1d(2, momentum=None), "give it a momentum"),
-    ],
-)
-def test_what_is_no_model_is_refused_in_a_sentence(build, words):
-    with sentence(f".*{words}", (ValueError, TypeError)):
-        Net(build)
+NO_MODELS = """\
+LazyLinear 3 | build: the model has lazy layers
+Flatten | no trainable parameter
+Linear 2 2, AlphaDropout | pflcore.nn.Dropout
+Linear 6 8, Dropout1d 0.5 | 1 is nn.Dropout1d
+Linear 2 2, RReLU | RReLU
+LSTM 2 2 2 true false 0.5 | set its dropout to 0
+BatchNorm1d 2 1e-5 null | give it a momentum
+"""
+
+
+def test_what_is_no_model_is_refused_in_a_sentence():
+    wide = layers("Linear 2 2, Linear 2 2")
+    wide[1].double()
+    cases = [(3, "an nn.Module"), (lambda: None, "got NoneType"), (wide, "dtypes")]
+    for model, words in tabled(NO_MODELS):
+        cases += [(layers(model), words), (partial(layers, model), words)]
+    for build, words in cases:
+        with sentence(f".*{words}", (ValueError, TypeError)):
+            Net(build)
 
 
 def test_what_does_not_fit_a_net_is_refused_in_a_sentence():
     net = Net(nn.Linear(2, 2))
-    Net(nn.Sequential(nn.Linear(2, 2), nn.Dropout1d(0.0)))
+    Net(layers("Linear 2 2, Dropout1d 0.0"))
     with sentence("row: expected 6 parameters"):
         net(torch.zeros(7), torch.zeros(1, 2))
     with sentence("module: parameter 'weight'"):
@@ -129,7 +140,7 @@ class Silent(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.body, self.last = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5)), nn.Linear(5, 3)
+        self.body, self.last = layers("Linear 4 5, Linear 5 5"), nn.Linear(5, 3)
 
     def reset_parameters(self):
         nn.init.zeros_(self.last.weight)
@@ -142,13 +153,6 @@ def test_a_parent_has_the_last_word_on_its_childrens_start():
     net = Net(Silent())
     drawn = net.init(3)
     assert not drawn[net.slices["last.weight"]].any() and drawn[net.slices["body.1.weight"]].any()
-    inner = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
-    plain = nn.Sequential(nn.Linear(4, 5), inner, nn.Linear(5, 3))
-    torch.manual_seed(7)
-    for m in (plain[0], inner[0], plain[2]):
-        m.reset_parameters()
-    # in the order in which they stand
-    assert torch.equal(Net(plain).init(7), Net(plain).row(plain))
 
 
 class HeadFirst(nn.Module):
@@ -157,7 +161,7 @@ class HeadFirst(nn.Module):
     def __init__(self, logarithms=False):
         super().__init__()
         self.logarithms = logarithms
-        self.classifier, self.encoder = nn.Linear(8, 4), nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+        self.classifier, self.encoder = nn.Linear(8, 4), layers("Linear 6 8, ReLU")
 
     def forward(self, x):
         scores = self.classifier(self.encoder(x))
@@ -183,9 +187,8 @@ class Stem(HeadFirst):
         return super().forward(self.head(x))
 
 
-def played(algorithm, model, rounds=1, **options):
-    data = images((16,) * 4)
-    return Simulation(algorithm, model, data, rounds=rounds, **grouped(options))
+def played(algorithm, model, rounds=1):
+    return simulation(algorithm, images((16,) * 4), model=model, rounds=rounds)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +204,10 @@ def played(algorithm, model, rounds=1, **options):
     ],
 )
 def test_the_part_that_travels(algorithm, sent, model):
-    simulation = played(algorithm, model)
-    assert simulation.run().rounds[0]["bytes_up"] == 4 * 4 * sent
+    run = played(algorithm, model)
+    assert run.run().rounds[0]["bytes_up"] == 4 * 4 * sent
     private = ("encoder", "head") if algorithm == "lg_fedavg" else "classifier"
-    assert all(name.startswith(private) for name in simulation.header()["private"])
+    assert all(name.startswith(private) for name in run.header()["private"])
 
 
 @pytest.mark.parametrize("algorithm", ["knnper", "fedrod"])
@@ -223,7 +226,7 @@ def test_without_data_it_is_asked_for():
     with sentence(r"model: .* head.*name it with Net\(..., head='name'\)\.$"):
         Server("fedper", HeadFirst(), 4)
     assert Net(HeadFirst, head="classifier").head_slice == slice(0, 36)
-    blocks = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    blocks = nn.Sequential(nn.Linear(4, 4), layers("Linear 4 4, ReLU"))
     assert Net(blocks).head_name == "1.0"  # of plain nn.Sequentials
 
 
@@ -232,11 +235,11 @@ def test_split_and_join_are_inverse(patterns):
     net = Net(tiny_model())
     rows, mask = torch.randn(3, net.size), net.mask(*(patterns or ("2.*",)))
     shared, private = net.split(rows, *patterns)
-    assert torch.equal(private, rows[:, mask]) and torch.equal(shared, rows[:, ~mask])
+    equals((private, shared), (rows[:, mask], rows[:, ~mask]))
     one = net.join(shared[0], private, *patterns)  # one body, several heads
-    assert torch.equal(one, torch.where(mask, rows, rows[0]))
+    equals(one, torch.where(mask, rows, rows[0]))
     again = torch.vmap(lambda r: net.join(*net.split(r, *patterns), *patterns))
-    assert torch.equal(again(rows), rows)
+    equals(again(rows), rows)
 
 
 def test_join_refuses_what_does_not_fit():

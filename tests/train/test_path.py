@@ -9,32 +9,12 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.path import BODIES, federation, mlp, played, repeated, same_as_by_hand
-from small import images
+from parts.path import BODIES, Own, Rnn, body, federation, mlp, played, repeated, same_as_by_hand
+from small import images, layers
 from torch.nn.utils import parametrizations, spectral_norm
 
 from pflcore import Net, Training
 from pflcore.nn import Dropout
-
-
-class Rnn(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.body, self.head = kind(6, 5, batch_first=True), nn.Linear(5, 4)
-
-    def forward(self, x):
-        return self.head(self.body(x)[0][:, -1])
-
-
-class Own(nn.Module):
-    """A layer and a function of (itself, x)."""
-
-    def __init__(self, f):
-        super().__init__()
-        self.layer, self.f, self.relu = nn.Linear(6, 4), f, nn.ReLU()
-
-    def forward(self, x):
-        return self.f(self, x)
 
 
 def hooked(m, how="register_forward_hook", hook=lambda m, x, y: 2 * y):
@@ -71,7 +51,11 @@ def test_recurrent_models_train_all_at_once(kind):
 
 
 def tokens():
-    return nn.Sequential(nn.Embedding(5, 6, padding_idx=0), nn.Flatten(), nn.Linear(42, 4))
+    return layers("Embedding 5 6 0, Flatten, Linear 42 4")
+
+
+def token():
+    return layers("Embedding 5 6 0, Linear 6 4")
 
 
 def projected():
@@ -84,6 +68,7 @@ def projected():
         (projected, federation((7, 6)), "with an LSTM"),
         # a padding row is not trained
         (tokens, federation((7,), tokens=True), "its gradient is another in training mode"),
+        (token, federation((), tokens=True), "its gradient is another in training mode"),
     ],
 )
 def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(build, data, why):
@@ -110,10 +95,15 @@ VECTORS = {  # model, engine and form, the samples' shape
     "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))), VMAP),
     "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4))), LOOP),
     "if": (lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)), LOOP),
+    "a batch's size": (
+        lambda: Own(lambda m, x: torch.tanh(m.layer(x)) if len(x) > 2 else m.layer(x)),
+        VMAP,
+    ),
+    "a detour": (lambda: Own(lambda m, x: m.relu(m.layer(x)) + x[:, :4]), VMAP),
     "pooling with a hook, twice": (pools, LOOP, (1, 8, 8)),
     "a mean": (lambda: Own(lambda m, x: m.layer(x).mean(1)), VMAP, (7, 6)),
     "steps, then all": (
-        lambda: nn.Sequential(nn.Linear(6, 2), nn.Flatten(), nn.Linear(14, 4)),
+        lambda: layers("Linear 6 2, Flatten, Linear 14 4"),
         VMAP,
         (7, 6),
     ),
@@ -149,13 +139,14 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("body", ["mlp", "conv"])
+@pytest.mark.parametrize("model", ["mlp", "conv"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_targets_of_every_kind_on_every_path(target, body):
-    (outputs, criterion, y), (build, shape) = TARGETS[target], BODIES[body]
+def test_targets_of_every_kind_on_every_path(target, model):
+    outputs, criterion, y = TARGETS[target]
+    words, shape = BODIES[model]
     data, ends = federation(shape, y), []
     for engine in ("auto", "loop", "vmap"):
-        net = Net(lambda: nn.Sequential(*build(outputs)), criterion, seed=3)
+        net = Net(lambda: body(words, outputs), criterion, seed=3)
         run = played(net, data, engine, 2, Training(lr=0.1, batch_size=4))
         loss = torch.tensor(run.run().rounds[-1]["eval"]["loss"])
         assert loss.isfinite().all()
@@ -301,24 +292,8 @@ def test_it_is_a_chain(name):
         assert got["eval"]["accuracy"] == want["eval"]["accuracy"]
 
 
-class Decides(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.how, self.fc1, self.fc2 = how, nn.Linear(256, 10), nn.Linear(10, 4)
-
-    def forward(self, x):
-        y = F.relu(self.fc1(x.flatten(1)))
-        y = torch.tanh(y) if self.how == "batch" and len(x) > 2 else y
-        return self.fc2(y + x.flatten(1)[:, :10] if self.how == "detour" else y)
-
-
-@pytest.mark.parametrize("how", ["batch", "detour"])
-def test_what_depends_on_more_than_the_layer_before_is_none(how):
-    assert played(Decides(how), PICTURES).header()["path"]["form"] != "chain"
-
-
 def test_torchs_dropout_trains_as_ours():
-    model = nn.Sequential(nn.Linear(6, 4), nn.Dropout(0.3))
+    model = layers("Linear 6 4, Dropout 0.3")
     for build in (model, lambda: copy.deepcopy(model)):
         ours = Net(build).module[1]
         assert type(ours) is Dropout and ours.p == 0.3

@@ -14,9 +14,9 @@ from small import after, copied
 from small import near as close
 
 from pflcore import evaluate
-from pflcore.algorithms import factorized_waffle as ibp
+from pflcore.algorithms import _factorized_waffle as ibp
 from pflcore.simulation.round import Setup
-from pflcore.train.random import client_seeds, uniforms
+from pflcore.train._random import client_seeds, uniforms
 
 D = torch.float64
 
@@ -56,22 +56,18 @@ def divergence(q, u, sizes, alpha):
     return kl_b(q[:, 0], ibp.along(log_v(u, c, d), sizes)) + kl_v(c, d, alpha)
 
 
-# the three factors of A-4 and A-10
-THREE = torch.stack([t(0.9, 0.6, 0.3).logit(), t(5, 4, 6).log(), t(1, 1.5, 0.8).log()])[None]
-U_THREE = t(0.3, 0.6, 0.2)[None]
 GOLDEN = golden("indian_buffet")
 
 
 def test_three_factors():
-    c, d = THREE[0, 1].exp(), THREE[0, 2].exp()
-    logs = log_v(U_THREE[0], c, d)
+    """Those of A-4 and A-10."""
+    pi, c, d, u = t(*GOLDEN["factors"])
+    q, logs, alpha = pi.logit(), log_v(u, c, d), torch.full((1, 3), 5.0, dtype=D)
     near(logs.exp(), GOLDEN["log_v"])
-    near(kl_b(THREE[0, 0], logs.cumsum(0)), GOLDEN["kl_b"])
+    near(kl_b(q, logs.cumsum(0)), GOLDEN["kl_b"])
     near(kl_v(c, d, 5.0), GOLDEN["kl_v"])
-    alpha = torch.full((1, 3), 5.0, dtype=D)
-    near(divergence(THREE, U_THREE, [3], alpha).sum(), GOLDEN["kl"])
-    got = ibp.kl_slope(*THREE.unbind(1), torch.log1p(-U_THREE), alpha, [3])
-    near(got.view(3, 3), GOLDEN["slope"], atol=1e-9)
+    beliefs = torch.stack([q, c.log(), d.log()])
+    near(divergence(beliefs[None], u[None], [3], alpha).sum(), GOLDEN["kl"])
 
 
 def test_the_gradient_written_out_is_autograds():
@@ -89,20 +85,7 @@ def test_the_gradient_written_out_is_autograds():
             close(got, want, tolerance, tolerance)
 
 
-@pytest.mark.parametrize("d", [0.05, 1.0, 8000.0])
-def test_samples_hold_in_float32(d):
-    u = torch.linspace(1e-4, 1 - 1e-4, 999).requires_grad_()
-    got, want = (log_v(x, t(3.0).to(x), t(d).to(x)) for x in (u, u.detach().double()))
-    close(got, want, 1e-5, 1e-30)
-    assert torch.autograd.grad(got.sum(), u)[0].isfinite().all()
-
-
-def test_concrete_and_the_priors_means():
-    logit = t(0.7, 0.7, 0.2).logit().requires_grad_()
-    b = ibp.concrete(logit, t(0.3, 0.5, 0.9).logit(), 2 / 3)
-    near(b, GOLDEN["concrete"])
-    slope = torch.autograd.grad(b.sum(), logit)[0]
-    near(slope, GOLDEN["concrete_slope"], atol=1e-9)
+def test_the_priors_means():
     near(ibp.prior_mean(5, 4), GOLDEN["prior"])
     for f, total in GOLDEN["prior_sums"]:
         near(ibp.prior_mean(f, f).sum(), total)
@@ -199,11 +182,6 @@ def test_clients_that_never_trained():
     prior = torch.cat([ibp.prior_mean(4, 4), ibp.prior_mean(3, 3)])
     assert bool((b("all")[2] == 1).all())
     close(b("prior", eval_mode="mean")[2], prior)
-    assert (b("adapt", eval_mode="mean", adapt_epochs=20)[2] - prior).abs().max() > 0.1
-    for ways in (b("prior"), b("adapt")):
-        assert torch.equal(ways[:2], b("all")[:2])  # those who trained keep their beliefs
-    setups = (Setup(replace(alg, never=n, adapt_epochs=30), s) for n in ("all", "prior", "adapt"))
-    _, plain, fitted = (evaluate(setup, state, "train")["loss"][2] for setup in setups)
-    assert fitted < plain  # the dictionary frozen, the beliefs fitted
+    assert torch.equal(b("prior")[:2], b("all")[:2])  # those who trained keep their beliefs
     assert all(torch.equal(v, before.clients[k]) for k, v in state.clients.items())
     assert torch.equal(state.server["x"], before.server["x"])

@@ -1,37 +1,14 @@
 """What a method is called, which statistics of batch norm it knows, and who joins a split model."""
 
-import sys
-import types
-
 import pytest
 import torch
-from methods import Ditto, FedBABU, FedBN, FedDWA, FedPer, FedRep, HypCluster, LGFedAvg
+from methods import FedBABU, FedBN, FedDWA, FedPer, FedRep, HypCluster, LGFedAvg
 from parts.edges import normal, normed
-from parts.user import TRAINING, Mine, simulation
-from small import copied, images, tiny_model
+from small import images, tiny_model
 
-from pflcore import Hardware, Net, Simulation, cross_silo, for_everyone, tune
-from pflcore.algorithms import ALGORITHMS, algorithm_of, class_of, name_of
-from pflcore.simulation.personal import grown
+from pflcore import Hardware, Net, Simulation
+from pflcore.algorithms import ALGORITHMS
 from pflcore.simulation.round import policy
-
-
-def test_an_algorithm_by_name_class_instance_or_place(monkeypatch):
-    module = types.ModuleType("mine")
-    module.Mine = Mine
-    monkeypatch.setitem(sys.modules, "mine", module)
-    mine = Mine()
-    assert isinstance(algorithm_of("ditto"), Ditto) and algorithm_of(Ditto, lam=0.5).lam == 0.5
-    assert algorithm_of(mine) is mine and class_of("mine:Mine") is Mine
-    assert name_of("mine:Mine") == name_of(mine) == "Mine"
-    assert name_of(Ditto) == name_of("ditto") == "ditto"
-    for given in (Mine, mine, "mine:Mine"):
-        assert simulation(given, rounds=1).run().header["algorithm"] == "Mine"
-    data, grid = cross_silo(images((20, 30))), {"server_lr": [0.5, 1.0]}
-    tuned = tune(data, tiny_model(), Mine, TRAINING, grid, rounds=1)
-    assert type(tuned.best.candidate.algorithm) is Mine
-    assert len(for_everyone("waffle", tiny_model(), images(), TRAINING, rounds=1).rounds) == 1
-
 
 SERVED = "fedavg scaffold waffle weight_erosion clustered_fl finetune fedrod sfl per_fedavg"
 LOCAL = "apfl ditto local pfedme mocha l2c"
@@ -60,8 +37,6 @@ def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
     s = normal()
     how = {"rounds": 2, "hardware": Hardware(workers=1)}
     history = Simulation(alg, normed, s.data.subset([0, 1]), s.training, **how).run()
-    state, everybody = grown(alg, copied(history.state), history.model(0).net, 2)
-    assert not everybody and len(state.clients.get("h", state.batch_norm)) == 3
     model = history.adapt(s.data.client(2), rounds=3)
     private = alg.columns(model.net)
     if alg.order == "body":

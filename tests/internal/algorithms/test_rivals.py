@@ -3,15 +3,15 @@ its known bug breaks."""
 
 import pytest
 import torch
-import torch.nn as nn
 from methods import ClusteredFL, FedALA
 from parts.rivals import GOLDEN, close
-from small import images, make_setting, t, tiny_model
+from places import tabled
+from small import images, make_setting, normed_model, t, tiny_model
 
 from pflcore import Clients, Net, Simulation, Training, ops
-from pflcore.algorithms.clusters import cosines, groups
-from pflcore.algorithms.mixtures import sampled
-from pflcore.algorithms.protocol import squares
+from pflcore.algorithms._clusters import cosines, groups
+from pflcore.algorithms._mixtures import sampled
+from pflcore.algorithms._protocol import squares
 
 # Clustered FL ---------------------------------------------------------------
 
@@ -28,6 +28,17 @@ def halves(similar, linkage):
     return both, similar[second][:, ~second].max()
 
 
+# the golden norms of the mean, .03535, and of the longest, 1.01980; gamma is ((1 - alpha) / 2)^1/2
+SPLITS = """\
+true | {"eps1": 0.0354, "eps2": 1.0198}
+false | {"eps1": 0.0353, "eps2": 1.0198}
+false | {"eps1": 0.0354, "eps2": 1.0199}
+true | {"eps1": 0.04, "relative": true}
+true | {"eps1": 1.0, "eps2": 0.0, "gamma": 0.988988372}
+false | {"eps1": 1.0, "eps2": 0.0, "gamma": 0.988990372}
+"""
+
+
 def test_golden_clustered_fl():
     g1, g2 = GOLDEN["G1_cfl"], GOLDEN["G2_cfl_single_vs_complete"]
     delta, angle = t(g1["dW"]), torch.deg2rad(t(g2["angles_deg"]))
@@ -41,15 +52,7 @@ def test_golden_clustered_fl():
             both, across = halves(similarity(rows), linkage)
             assert both == g[f"bip_{linkage}"]
             close(across, g[f"alpha_cross_{name}"])
-    gamma = ((1 - g1["alpha_cross_max"]) / 2) ** 0.5
-    for splits, options in (  # the golden norms of the mean, .03535, and of the longest, 1.01980
-        (True, {"eps1": 0.0354, "eps2": 1.0198}),
-        (False, {"eps1": 0.0353, "eps2": 1.0198}),
-        (False, {"eps1": 0.0354, "eps2": 1.0199}),
-        (True, {"eps1": 0.04, "relative": True}),
-        (True, {"eps1": 1.0, "eps2": 0.0, "gamma": gamma - 1e-6}),
-        (False, {"eps1": 1.0, "eps2": 0.0, "gamma": gamma + 1e-6}),
-    ):
+    for splits, options in tabled(SPLITS):
         assert (ClusteredFL(**options).split(delta) is not None) is splits, options
 
 
@@ -83,9 +86,8 @@ def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
 )
 def test_no_batch_of_one_for_batch_norm(size, batch, drop_last):
     """4/5 of 7 samples are 5, which in fours leave one alone: then 4 are taken."""
-    model = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))  # noqa: E731
     training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)
-    run = Simulation(FedALA(), model, images((size, 8)), training, rounds=3)
+    run = Simulation(FedALA(), normed_model, images((size, 8)), training, rounds=3)
     assert run.run().stopped is None
     count = int(of(run.setting, [0, 1]).size[0])
     assert 1 < count <= size and (drop_last or count % batch != 1)

@@ -10,7 +10,8 @@ from small import swept
 
 from pflcore import Training, cli
 from pflcore.algorithms import ALGORITHMS
-from pflcore.cli import experiment, play
+from pflcore.cli import _experiment as experiment
+from pflcore.cli import _play as play
 from pflcore.results.record import read
 
 pytest.importorskip("tyro")

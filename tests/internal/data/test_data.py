@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 from doors import sentence
+from places import golden
+from small import equals
 
 from pflcore.data import Federation
-from pflcore.data.partition import _proportions, counts_of
-from pflcore.data.ragged import Ragged
+from pflcore.data._partition import _proportions, counts_of
+from pflcore.data._ragged import Ragged
 
 
 def test_practical2_draws_like_the_released_code():
@@ -17,12 +19,7 @@ def test_practical2_draws_like_the_released_code():
     code: 60,000 balanced samples."""
     assert counts_of(np.array([[0.105, 0.2, 0.695]]), np.array([10])).tolist() == [[1, 2, 7]]
     totals = np.full(10, 6000)
-    for n, alpha, held, accepted in (
-        (100, 0.07, 3.4, 0.002),
-        (100, 0.1, 4.2, 0.08),
-        (20, 0.07, 4.1, 0.76),
-        (20, 0.1, 5.0, 0.93),
-    ):
+    for n, alpha, held, accepted in golden("partitions")["draws"]:
         rng = np.random.RandomState(0)
         draws = [counts_of(_proportions(totals, n, alpha, True, rng), totals) for _ in range(150)]
         assert all((d.sum(1) == totals).all() for d in draws)
@@ -31,12 +28,13 @@ def test_practical2_draws_like_the_released_code():
 
 
 def test_lists_of_some_clients_and_of_slices():
-    lists = [[0, 1, 2], [], [7, 5]]
-    ragged = Ragged.of([torch.tensor(rows, dtype=torch.int64) for rows in lists])
-    assert [r.tolist() for r in ragged] == [ragged[i].tolist() for i in range(3)] == lists
-    assert [r.tolist() for r in ragged.take(torch.tensor([2, 0, 1]))] == [[7, 5], [0, 1, 2], []]
-    assert [r.tolist() for r in ragged[1:]] == lists[1:]
-    assert ragged.owner().tolist() == [0, 0, 0, 2, 2]
+    lists = [torch.arange(3), torch.arange(0), torch.tensor([7, 5])]
+    ragged = Ragged.of(lists)
+    equals([*ragged], lists)
+    for i in (0, 1, -1):
+        equals(ragged[i], lists[i])
+    equals([*ragged.take(torch.tensor([2, 0, 1]))], [lists[2], *lists[:2]])
+    equals([*ragged[1:]], lists[1:])
     with pytest.raises(IndexError):
         ragged[3]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from places import tabled
 
 from bench.papers import table
 from pflcore.cli import main
@@ -21,8 +22,10 @@ def test_subpopulations():
     assert table.largest_share([0, -1, 1, 1, -1]) == pytest.approx(2 / 3)
 
 
-HEAD = {"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1]}
-HEAD |= {"training": {"epochs": 1}, "takes_part": 1}
+HEAD = json.loads("""{
+"data": "mnist", "rounds": 1, "options": {}, "parameters": 7, "group": [0, 0, 1],
+"training": {"epochs": 1}, "takes_part": 1
+}""")
 
 
 def run(*values, measure="accuracy"):
@@ -32,14 +35,15 @@ def run(*values, measure="accuracy"):
     return Run(HEAD, [line | {"round": r, "eval": e} for r, e in enumerate(seen, 1)])
 
 
-@pytest.mark.parametrize(
-    ("measure", "values", "want"),
-    [
-        ("accuracy", ([0.489], [0.491]), 20),
-        ("accuracy", ([0.489], [0.489]), None),
-        ("loss", ([0.511], [0.509]), 20),
-    ],
-)
+# what is measured, one client's values, and the bytes
+ENOUGH = """\
+accuracy | [[0.489], [0.491]] | 20
+accuracy | [[0.489], [0.489]] | null
+loss | [[0.511], [0.509]] | 20
+"""
+
+
+@pytest.mark.parametrize("measure, values, want", tabled(ENOUGH))
 def test_near_enough_is_two_percent_worse(measure, values, want):
     """Than the first method ends: what a method had sent when it came so far, if it did."""
     first, other = run([0.1], [0.5], measure=measure), run(*values, measure=measure)

@@ -1,12 +1,14 @@
 """Chains: whole local training, gradients and evaluation of a chain of layers, against autograd in
 float64 and against themselves."""
 
+import json
+
 import pytest
 import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from internal.chains import INF, KINDS, A, M, Problem, R, T
+from internal.chains import INF, KINDS, Problem, by_steps
 from laws import integers
 from places import ran
 from tolerance import F32, F64, assert_close
@@ -14,9 +16,10 @@ from torch import Tensor
 from ugly import randn, same_for_any_threads
 
 from pflcore import Net, ops
-from pflcore.ops import chain, reference
-from pflcore.train.chain import compiled
-from pflcore.train.losses import CRITERIA
+from pflcore.ops import _chain as chain
+from pflcore.ops import reference
+from pflcore.train._chain import compiled
+from pflcore.train._losses import CRITERIA
 
 every_model = pytest.mark.parametrize("model, criterion", KINDS)
 isa = pytest.mark.usefixtures("isa")
@@ -29,7 +32,7 @@ def close(got, want, dtype, size):
 # values -----------------------------------------------------------------
 
 
-@isa
+@pytest.mark.usefixtures("kernels")
 @given(
     st.sampled_from(KINDS),
     st.lists(st.sampled_from([1, 2, 5, 16, 33, 47]), min_size=1, max_size=3),
@@ -64,7 +67,7 @@ def test_every_combination_of_options_is_autograd(kind, sizes, batch, dtype, swi
     }
     sums, want_sums = torch.zeros_like(p.w), torch.zeros_like(p.w).double()
     w, loss = p.train(**o, sums=sums if summed else None)
-    want, want_loss = p.train(reference.chain_sgd_, F64, **o, sums=want_sums if summed else None)
+    want, want_loss = p.train(by_steps, F64, **o, sums=want_sums if summed else None)
     close(w, want, dtype, 1 + want.abs())
     close(loss, want_loss, dtype, 10 + want_loss.abs())
     close(sums, want_sums, dtype, 1 + want_sums.abs().max())
@@ -97,10 +100,27 @@ def test_gradients_and_evaluation_are_the_modules(model, criterion, dtype):
         )
         close(g, want, dtype, 1 + want.abs().max())
         close(loss, want_loss, dtype, 5)
+    if ops.backend().kernels:
+        evaluated(p, wide, module, dtype)
+
+
+def evaluated(p, wide, module, dtype):
     for rows in (p.w, p.w[1:2].expand(3, -1)):
+        found = []
+        for i, places in enumerate(p.places.split(p.sizes.tolist())):
+            wide.net.load(module, rows[i].double())
+            y = p.y[places] if p.names is None else p.names[i][p.y[places]]
+            z = module(p.x[places].double()).detach()
+            each = [
+                CRITERIA[p.chain.criterion](s, t)
+                for s, t in zip(z[:, None], y[:, None], strict=True)
+            ]
+            hits = z.argmax(1) == y if z.shape[1] > 1 else (z[:, 0] > 0) == (y > 0)
+            found.append((torch.stack(each), hits, z))
+        want, want_right, all_scores = map(torch.cat, zip(*found, strict=True))
         for classes in (0, p.chain.classes):
             loss, right, scores = p.evaluate(rows, classes=classes)
-            want, want_right, want_scores = p.evaluate(rows, reference.chain_eval, classes, F64)
+            want_scores = all_scores if classes else all_scores[:0, :0]
             close(loss, want, dtype, 5 + want.abs())
             assert torch.equal(right, want_right)
             close(scores, want_scores, dtype, 1 + want_scores.abs())
@@ -171,8 +191,8 @@ def test_nan_stays_with_its_client(model, criterion, o):
 
 
 @isa
-@pytest.mark.parametrize("pool", [M(2), A(2), M(2, 1)])
-@pytest.mark.parametrize("act", [R(), T()])
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.MaxPool2d(2, 1)])
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.Tanh()])
 def test_nan_and_ties_go_where_torch_sends_them(pool, act):
     last = nn.Linear(48 if pool.stride == 2 else 147, 4)
     net = Net(nn.Sequential(nn.Conv2d(1, 3, 1), act, pool, nn.Flatten(), last).double())
@@ -209,22 +229,28 @@ def column(at, value):
     return lambda program: program.index_fill(1, torch.tensor(at), value)
 
 
+# the argument, another value (or, below, what makes one), and what is said
+NUMBERS = """\
+[7, 77, "out of range"]
+[7, -1, "out of range"]
+[9, 10000, "out of range"]
+[9, -1, "out of range"]
+[10, 50, "out of range"]
+[11, 9, "more steps"]
+[2, "cosine", "criterion"]
+[2, "hinge", "one output"]
+[3, 2, "w's dtype"]
+"""
+
+
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @pytest.mark.parametrize(
-    "which, change, words",  # the argument, another value or what makes one
+    "which, change, words",
     [
-        (7, 77, "out of range"),
-        (7, -1, "out of range"),
-        (9, 10_000, "out of range"),
-        (9, -1, "out of range"),
-        (10, 50, "out of range"),
-        (11, 9, "more steps"),
+        *(json.loads(line) for line in NUMBERS.splitlines()),
         (0, lambda w: w[:, :-1], "do not fit"),
         (7, lambda y: y[:-1], "one label for each sample"),
         (6, lambda x: x.double(), "w's dtype"),
-        (2, "cosine", "criterion"),
-        (2, "hinge", "one output"),
-        (3, 2, "w's dtype"),
         (1, column(7, 1e9), "do not fit"),
         (1, column(2, 50), "do not fit"),
         (1, column(0, 99), "do not fit"),
@@ -248,9 +274,9 @@ def test_memory_is_guarded(which, change, words):
 ENDING = """
 import threading
 import torch, torch.nn as nn
-from pflcore.train.chain import compiled
-from pflcore.train.net import Net
-from pflcore.ops import chain
+from pflcore.train._chain import compiled
+from pflcore.train._net import Net
+from pflcore.ops import _chain as chain
 
 def work():
     for width in range(50, 1450, 100):  # each model's memory is larger than what the last left

@@ -3,6 +3,7 @@ importing pflcore pulls in."""
 
 import ast
 import re
+import runpy
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 
@@ -25,7 +26,6 @@ interop: check ops data train algorithms simulation
 testing: check data train algorithms simulation
 tuning: check metrics data train algorithms results simulation
 cli: check ops data metrics nn train algorithms results simulation
-__main__: cli
 """
 ROOMS = {name: {*below.split()} for name, below in re.findall(r"(\w+):(.*)", HOUSE)}
 
@@ -38,44 +38,36 @@ def name_of(path):
 MODULES = {name_of(p): p for p in PACKAGE.rglob("*.py")}
 
 
-def imported(path, lazy=True):
-    """The modules of pflcore that a file imports, type checking aside; `lazy`: inside functions
-    too."""
+def imported(path):
+    """The modules of pflcore that a file imports, but in functions and for types."""
     package, names = name_of(path), set()
     if path.name != "__init__.py":
         package = package.rpartition(".")[0]
-    todo = [ast.parse(path.read_text())]
-    while todo:
-        node = todo.pop()
-        typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        if typing or (isinstance(node, ast.FunctionDef) and not lazy):
-            continue
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             names |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = resolve_name("." * node.level + (node.module or ""), package)
             inside = [f"{module}.{a.name}" for a in node.names]
             names |= {name if name in MODULES else module for name in inside}
-        todo += ast.iter_child_nodes(node)
-    return names & MODULES.keys() - {"pflcore"}
+    return names & MODULES.keys() - {"pflcore", name_of(path)}
 
 
-def room(module):
-    return module.split(".")[1]
+DRAWN = runpy.run_path(str(ROOT / ".ci" / "rooms.py"))
 
 
 def test_a_room_imports_what_it_may_and_nothing_else():
-    found = {}
-    for module, path in MODULES.items():
-        if module != "pflcore":
-            found.setdefault(room(module), set()).update(map(room, imported(path)))
-    assert {name: rooms - {name} for name, rooms in found.items()} == ROOMS
+    assert DRAWN["imports"]() == ROOMS
     order = list(ROOMS)  # no room imports one above it
     assert all(order.index(b) < order.index(a) for a, below in ROOMS.items() for b in below)
 
 
+def test_the_picture_of_the_rooms_is_current():
+    assert DRAWN["picture"]().strip() in (ROOT / "CONTRIBUTING.md").read_text()
+
+
 def test_no_two_files_need_each_other():
-    graph = {m: imported(p, lazy=False) - {m} for m, p in MODULES.items()}
+    graph = {m: imported(p) for m, p in MODULES.items()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
 
 
@@ -100,7 +92,8 @@ def test_importing_pflcore_pulls_in_no_extra():
 def test_importing_the_ops_loads_the_ops_alone():
     code = "import sys, torch, pflcore.ops; print(*[m for m in sys.modules if 'pflcore' in m])"
     loaded = set(ran("-c", code).stdout.split())
-    assert {room(m) for m in loaded - {"pflcore"}} <= {"ops", "check"} and len(loaded) <= 15
+    rooms = {m.split(".")[1] for m in loaded - {"pflcore"}}
+    assert rooms <= {"ops", "check"} and len(loaded) <= 15
 
 
 @pytest.mark.deep("a subprocess")
@@ -113,14 +106,9 @@ def test_flowers_room_says_what_it_needs():
     assert ran("-c", code).stderr.splitlines()[-1] == f"ImportError: {said}"
 
 
-def test_the_picture_of_the_rooms_is_current():
-    done = ran(ROOT / ".ci" / "rooms.py")
-    assert done.stdout.strip() in (ROOT / "CONTRIBUTING.md").read_text()
-
-
-def test_the_loop_is_thin():
-    tree = ast.parse((PACKAGE / "simulation" / "loop.py").read_text())
-    (simulation,) = (n for n in tree.body if isinstance(n, ast.ClassDef))
-    assert sum(isinstance(n, ast.AnnAssign) for n in simulation.body) <= 14
-    bare = ast.unparse(tree).splitlines()  # one statement a line, docstrings with it
-    assert len(bare) <= 300
+def test_the_map_names_every_file():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in [p.parent.name for p in PACKAGE.glob("*/__init__.py")]:
+        (row,) = re.findall(rf"^\| `pflcore/{name}/` \| (.*) \|$", text, re.M)
+        files = {p.stem.lstrip("_") for p in (PACKAGE / name).glob("*.py")} - {"init__"}
+        assert {w for w in re.findall(r"`([a-z0-9_]+)`", row) if w != name} == files, name

@@ -6,33 +6,32 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import torch.nn as nn
 from doors import sentence
-from methods import FineTune, HypCluster, KnnPer
+from methods import FineTune
+from parts.memory import fails
 from parts.tuning import federation
-from small import make_setting
+from places import tabled
+from small import equals, layers, make_setting
 
 from bench.papers import study, table
 from bench.papers.plan import complete, load, seeds_of, shortened, tasks
 from bench.papers.run import reproduce
 from bench.papers.runs import picks
 from bench.papers.table import rows_of, verdicts
-from pflcore import Federation, Net, Simulation, Training, cross_device, step
+from pflcore import Federation, Net, Simulation, Training, cross_device, cross_silo
 from pflcore.algorithms import FedAvg
 from pflcore.data import federation_of
-from pflcore.results.progress import Progress
+from pflcore.results._progress import Progress
 from pflcore.results.record import read
 from pflcore.simulation.round import Setup, begin
 
-OF_FEDAVG = {"state_of": "FedAvg", "before": "FedAvg"}
-SILO, DEVICE = (
-    complete(json.loads(Path(__file__).with_name(f"{name}.json").read_text()))
-    for name in ("silo", "device")
+SILO, DEVICE, VARIANTS = (
+    json.loads(Path(__file__).with_name(f"{name}.json").read_text())
+    for name in ("silo", "device", "variants")
 )
-CLUSTERS = {"data": "synthetic_clusters", "n": 16, "model": "linear", "rounds": 6}
+SILO, DEVICE = complete(SILO), complete(DEVICE)
 
 
 def some(plan, *methods, **more):
@@ -56,25 +55,16 @@ def test_a_summary_by_hand():
     assert table.summary(after, before, higher_is_better=False) == pytest.approx(want)
 
 
-class Majority(nn.Module):
-    """One weight: class 1 for everything where it is positive."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(1, 2, bias=False)
-        nn.init.zeros_(self.head.weight)
-
-    def forward(self, x):
-        return self.head(x)
-
-
 def majority_setting():
-    """Clients 0 .. 7 hold constant inputs; all but the even ones' labels are 1."""
+    """Clients 0 .. 7 hold constant inputs; all but the even ones' labels are 1. The model has one
+    weight a class, 0 at first."""
     parts = [(torch.ones(8, 1), torch.full((8,), i % 2)) for i in range(8)]
     p = cross_device(Federation.from_clients(parts, classes=2), 2, 2, 4)
     training = Training(lr=1.0, batch_size=8)
-    setting = make_setting(Net(Majority), p.data, training, engine="vmap", workers=1)
-    return p, setting, begin(FedAvg(), setting.net, 8)
+    net = Net(lambda: layers("Linear 1 2 false"))
+    setting, state = make_setting(net, p.data, training, engine="vmap"), begin(FedAvg(), net, 8)
+    state.server["x"].zero_()
+    return p, setting, state
 
 
 def test_in_and_out_of_distribution_by_hand():
@@ -110,21 +100,6 @@ def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
     assert len(whole.index["test"][report[0]]) == len(label)
 
 
-def test_smaller_personalization_sets_reach_the_algorithm():
-    p, setting, state = majority_setting()
-    seen = []
-
-    class Spy(KnnPer):
-        def model(self, down, own, clients):
-            seen.append(clients.size.tolist())
-            return super().model(down, own, clients)
-
-    setup = Setup(Spy(lam=1.0), setting)
-    found = [study.results(setup, state, p.keep(f)) for f in (1.0, 0.5, 0.25)]
-    assert seen == [[4] * 4, [2] * 4, [1] * 4]
-    assert all(v[p.report].tolist() == [1.0] * 4 for v in found)
-
-
 def test_smaller_test_sets_show_other_changes():
     """A client whose first test sample alone is of its own label loses by an answer that is right
     for that one, and seems to gain where that one alone is looked at."""
@@ -141,15 +116,6 @@ def test_smaller_test_sets_show_other_changes():
         right = [[1 if i % 2 == 0 else n - 1, 1] for i in p.report.tolist()]
         want = [(tuned - before) / n for before, tuned in right]
         assert found[f"{f} of the test samples"][p.report].tolist() == pytest.approx(want)
-
-
-def test_who_picks_which_cluster():
-    setting, alg, half = majority_setting()[1], HypCluster(k=2), [i % 2 for i in range(8)]
-    state = begin(alg, setting.net, 8)
-    state.server["x"] = torch.tensor([[5.0, 0.0], [0.0, 5.0]])
-    assert picks(Setup(alg, setting), state, torch.arange(8)).tolist() == half
-    state, _ = step(Setup(alg, setting), state, torch.arange(8))
-    assert state.server["pick"].tolist() == half
 
 
 @pytest.mark.deep("a whole plan, with its pictures")
@@ -208,17 +174,9 @@ def told(rows):
 
 def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     _, whole, _ = played(SILO, tmp_path / "a")
-    steps = []
-    step_ = Progress.step
-
-    def stop(self, line):
-        steps.append(line["round"])
-        if len(steps) == 8 * 3 + 5:  # in FedAvg's second run
-            raise KeyboardInterrupt
-        step_(self, line)
-
     with monkeypatch.context() as m:
-        m.setattr(Progress, "step", stop)
+        # in FedAvg's second run
+        m.setattr(Progress, "step", fails(Progress.step, 8 * 3 + 5, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             played(SILO, tmp_path / "b")
     cut = tmp_path / "b" / "records" / "silo" / "FedAvg-seed2.jsonl"
@@ -244,28 +202,22 @@ def test_a_run_that_diverged_is_over_and_one_that_broke_is_not(tmp_path, monkeyp
     _, rows, _ = played(plan, tmp_path)
     assert all(r["stopped"] for r in rows.values())
     assert "rounds: The run diverged" in (tmp_path / "table.md").read_text()
-    calls = []
-    monkeypatch.setattr(Simulation, "run", lambda self, *a: calls.append(self.name))
-    played(plan, tmp_path)
-    assert not calls
     monkeypatch.setattr(Simulation, "run", lambda self, on_round: 1 / 0)
+    played(plan, tmp_path)  # nothing is run again
     with pytest.raises(ZeroDivisionError):
         played(some(SILO, "Local"), tmp_path / "broken")
     run = read(tmp_path / "broken")[0]
     assert run.unfinished and run.stopped.startswith("ZeroDivisionError")
 
 
-SLOWER = {"FedAvg": {"algorithm": "fedavg", "options": {"server_lr": 0.5}}}
+CHANGES = """\
+options | {"participation": 0.5}
+methods | {"FedAvg": {"algorithm": "fedavg", "options": {"server_lr": 0.5}}}
+settings | {"silo": {"protocol": {"kind": "cross-silo"}}}
+"""
 
 
-@pytest.mark.parametrize(
-    "key, change",
-    [
-        ("options", {"participation": 0.5}),
-        ("methods", SLOWER),
-        ("settings", {"silo": {"protocol": {"kind": "cross-silo"}}}),
-    ],
-)
+@pytest.mark.parametrize("key, change", tabled(CHANGES))
 def test_a_digest_counts_all_that_a_run_depends_on(key, change):
     """What a method builds upon with it: another server_lr of FedAvg is another fine-tuning."""
 
@@ -313,24 +265,14 @@ def test_pictures_of_one_model_for_a_target(tmp_path):
     seeds; FedDWA's Fig. 1, 2 and 4: its weights, the nearest, and results against an option; from
     the records alone."""
     pytest.importorskip("matplotlib")
-    plan = {
-        "options": {**CLUSTERS, "n": 4, "rounds": 4, "target": 1},
-        "settings": {"a": {"partition_options": {"groups": 2, "classes": 3}}},
-        "methods": {m: {"algorithm": m} for m in ("waffle", "apfl", "local", "feddwa")},
-        "training": {"lr": 0.1},
-        "seeds": [0, 1],
-        "against": "k",
-    }
-    reproduce(complete(plan), tmp_path, quiet=True)
+    reproduce(complete(VARIANTS["one model for a target"]), tmp_path, quiet=True)
     made = {p.stem.removeprefix("a-") for p in tmp_path.glob("a*-*.png")}
     by_weights = {"weights-by-round", "weights", "neighbours"}
     assert made == {"curves", "cost", "boxes", "against-k", *by_weights}
 
 
 def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
-    fedavg = {"algorithm": "fedavgm", "grid": {"training.lr": [1e-6, 0.3]}}
-    ft = {**OF_FEDAVG, "algorithm": "finetune", "options": {"finetune_epochs": 0}}
-    plan = complete({**DEVICE, "methods": {"FedAvg": fedavg, "FT": ft}})
+    plan = complete({**DEVICE, **VARIANTS["a state after a grid"]})
     made, rows, _ = played(plan, tmp_path)
     ((best,), (same,)) = made.runs.values()
     assert best.header["training"]["lr"] == 0.3 and best.last("accuracy").nanmean() > 0.5
@@ -360,11 +302,10 @@ BAD = """\
 """
 
 
-@pytest.mark.parametrize("line", BAD.splitlines())
-def test_bad_plans_are_one_sentence(line):
-    change, words = line.split(" | ")
+@pytest.mark.parametrize("change, words", tabled(BAD))
+def test_bad_plans_are_one_sentence(change, words):
     with sentence(words):
-        tasks(complete({**SILO, "expected": {}, "checks": {}, **json.loads(change)}))
+        tasks(complete({**SILO, "expected": {}, "checks": {}, **change}))
 
 
 @pytest.fixture
@@ -378,10 +319,7 @@ def whole_school():
 def test_school_splits_are_those_of_the_paper(whole_school):
     for task in tasks(load("motley-school"), seeds=2, methods=["Local"]):
         data, seed = task.protocol().data, task.options.seed
-        for i in (0, 138):
-            rows = whole_school.index["train"][i]
-            order = np.random.RandomState(seed).permutation(len(rows))
-            assert torch.equal(data.index["test"][i], rows[order[: math.ceil(0.15 * len(rows))]])
+        equals(data.index, cross_silo(whole_school, seed=seed).data.index)
         assert seed in (100, 1100) and (int(data.size().min()), data.n) == (14, 139)
 
 

@@ -1,14 +1,13 @@
 """Attacks on uploads: golden numbers, and whether they find what is there and nothing else."""
 
-import json
 import re
 
 import pytest
 import torch
-import torch.nn as nn
 from doors import sentence, strengths
 from methods import FactorizedWaffle
-from small import near
+from places import golden, tabled
+from small import layers, near
 
 from bench.papers import privacy
 from pflcore import Federation, Net, Training
@@ -18,20 +17,19 @@ from pflcore.nn import factorize
 D = torch.float64
 
 
-def noise(n, d=12, classes=3, seed=0):
+def noise(n):
     """Inputs whose labels mean nothing: what a model knows of them it has learned by heart."""
-    gen = torch.Generator().manual_seed(seed)
-    return torch.randn(n, d, generator=gen), torch.randint(0, classes, (n,), generator=gen)
+    gen = torch.Generator().manual_seed(0)
+    return torch.randn(n, 12, generator=gen), torch.randint(0, 3, (n,), generator=gen)
 
 
 def model():
-    return nn.Sequential(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 3))
+    return layers("Linear 12 40, ReLU, Linear 40 3")
 
 
-def federation(n=2, m=30):
-    x, y = noise(2 * n * m)
-    index = list(torch.arange(2 * n * m).split(m))
-    return Federation(x, y, {"train": index[:n], "test": index[n:]}, 3)
+def federation():
+    index = list(torch.arange(120).split(30))
+    return Federation(*noise(120), {"train": index[:2], "test": index[2:]}, 3)
 
 
 # -- measures ----------------------------------------------------------------
@@ -88,12 +86,11 @@ fedavg | 0.3 | {"shadows": -1} | shadows: expected a whole number
 """
 
 
-@pytest.mark.parametrize("line", REFUSED.splitlines())
-def test_what_cannot_be_attacked_is_one_sentence(line):
-    name, lr, size, words = line.split(" | ")
+@pytest.mark.parametrize("name, lr, size, words", tabled(REFUSED))
+def test_what_cannot_be_attacked_is_one_sentence(name, lr, size, words):
     with sentence(re.escape(words)):
-        how = privacy.Played(**{"clients": 2, "samples": 9, "workers": 1} | json.loads(size))
-        args = model, noise(210), 3, Training(lr=float(lr), batch_size=10)
+        how = privacy.Played(**{"clients": 2, "samples": 9, "workers": 1} | size)
+        args = model, noise(210), 3, Training(lr=lr, batch_size=10)
         privacy.membership(ALGORITHMS[name](), *args, how)
 
 
@@ -134,15 +131,15 @@ def test_an_update_betrays_the_factors_that_were_used():
 # -- membership --------------------------------------------------------------
 
 
-def attack(algorithm, rounds, lr):
+def attack(rounds, lr):
     t = Training(lr=lr, batch_size=10, epochs=10)
     how = privacy.Played(2, 40, rounds, shadows=2, ratios=6, workers=1)
-    found = privacy.membership(algorithm, model, noise(2000), 3, t, how).verdicts
+    found = privacy.membership(ALGORITHMS["fedavg"](), model, noise(2000), 3, t, how).verdicts
     return {(v.view, v.attack): v for v in found}
 
 
 def test_members_of_an_overfitted_model_are_found():
-    found = attack(ALGORITHMS["fedavg"](), 5, 0.3)
+    found = attack(5, 0.3)
     assert set(found) == {("upload", "shadow models"), ("upload", "LiRA")}
     for verdict in found.values():
         assert verdict.train > 0.9 and verdict.test < 0.6
@@ -151,7 +148,7 @@ def test_members_of_an_overfitted_model_are_found():
 
 
 def test_a_model_that_learned_nothing_gives_nothing_away():
-    for verdict in attack(ALGORITHMS["fedavg"](), 1, 1e-6).values():
+    for verdict in attack(1, 1e-6).values():
         low, high = verdict.interval["auc"]
         assert low - 0.02 < 0.5 < high + 0.02 and abs(verdict.value["accuracy"] - 0.5) < 0.15
 
@@ -190,23 +187,17 @@ def test_a_class_that_the_shadows_hardly_know():
 
 
 def test_model_inversion_step_by_step():
-    w = torch.tensor([[0.5, -0.3, 0.2], [-0.4, 0.6, 0.1]], dtype=D)
-    bias = torch.tensor([0.1, -0.2], dtype=D)
+    hand = golden("inversion")
+    w, bias = (torch.tensor(hand[k], dtype=D) for k in ("weight", "bias"))
 
     def scores(x):
         return x @ w.T + bias
 
-    want = [
-        ([0, 0, 0], 0.4255574832),
-        ([-0.0220012481, 0.0220012481, -0.0024445831], 0.4353260252),
-        ([-0.0441248030, 0.0441248030, -0.0049027559], 0.4451997505),
-        ([-0.0663545269, 0.0663545269, -0.0073727252], None),
-    ]
     begin = torch.zeros(1, 3, dtype=D), torch.tensor([1])
-    for steps, (x, p) in enumerate(want):
-        got, sure = privacy.invert(scores, *begin, steps=steps)
-        near(got[0], x, rtol=1e-7, atol=5e-10)
-        near(sure, sure if p is None else [p], rtol=1e-7, atol=5e-10)
+    for steps, want in enumerate(hand["steps"]):
+        got = privacy.invert(scores, *begin, steps=steps)
+        for value, one in zip(got, want, strict=False):
+            near(value[0], one, rtol=1e-7, atol=5e-10)
     got, sure = privacy.invert(scores, torch.zeros(2, 3, dtype=D), torch.tensor([0, 1]), lr=2.0)
     # it stops where the model is confident
     assert bool((sure >= 0.99).all()) and bool((sure < 0.995).all())
@@ -216,8 +207,7 @@ def test_model_inversion_step_by_step():
 
 
 def test_likeness():
-    a = torch.rand(3, 1, 16, 16)
-    b = torch.rand(3, 1, 16, 16)
+    a, b = torch.rand(2, 3, 1, 16, 16)
     same, other = (privacy.likeness(a, v, 1.0) for v in (a, b))
     assert same == pytest.approx({"correlation": 1, "ssim": 1, "mse": 0}, abs=1e-5)
     assert abs(other["correlation"]) < 0.2 and other["ssim"] < 0.3

@@ -5,47 +5,55 @@ import json
 import re
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-import torch.nn as nn
 from doors import sentence
 from methods import L2C, FedDWA, FedFomo, Mocha
-from places import ROOT
+from places import ROOT, tabled
+from small import layers
 
 from bench.papers import costs, figures, runs
 from bench.papers import plan as plans
 from bench.papers import run as reproduce
 from pflcore import Net, Simulation, cli
 from pflcore.algorithms import FedAvg
-from pflcore.cli.experiment import algorithm, model_of, partition_of
-from pflcore.results.record import group, read
+from pflcore.cli._experiment import algorithm, model_of, partition_of
+from pflcore.results.record import read
 
 pytest.importorskip("sklearn")
 pytest.importorskip("tyro")
 
 
-DIGITS = {"data": "digits", "n": 4, "rounds": 2, "model": "linear"}
-IID = {"iid": {"partition": "iid"}}
+SMALL, VARIANTS = (
+    json.loads(Path(__file__).with_name(f"{name}.json").read_text())
+    for name in ("small", "variants")
+)
 
 
-def plan(tmp_path, **more):
-    made = json.loads(Path(__file__).with_name("small.json").read_text())
+def plan(tmp_path, variant):
+    """The file of the small plan, or of a variant."""
     path = tmp_path / "small.json"
-    path.write_text(json.dumps(made | more))
+    path.write_text(json.dumps(SMALL | VARIANTS[variant]))
     return str(path)
 
 
-def played(tmp_path, **more):
+def played(tmp_path, variant):
     """By Python: what was made."""
-    return reproduce.reproduce(plans.load(plan(tmp_path, **more)), tmp_path / "out", quiet=True)
+    return reproduce.reproduce(plans.load(plan(tmp_path, variant)), tmp_path / "out", quiet=True)
 
 
-def command(tmp_path, *words, **more):
+def command(tmp_path, *words, variant="small"):
     """By the command line: the exit code, and the rows."""
     out = tmp_path / "out"
-    code = cli.main(["reproduce", plan(tmp_path, **more), "--out", str(out), "--quiet", *words])
+    code = cli.main(["reproduce", plan(tmp_path, variant), "--out", str(out), "--quiet", *words])
     return code, json.loads((out / "result.json").read_text())["rows"]
+
+
+def watched(where, name):
+    """Notes what a function of a module or class is called with."""
+    return mock.patch.object(where, name, autospec=True, side_effect=getattr(where, name))
 
 
 @pytest.fixture(autouse=True)
@@ -53,28 +61,12 @@ def without_pictures(monkeypatch):
     monkeypatch.setattr(reproduce.study, "draw", lambda *_: None)
 
 
-def watch(monkeypatch, where, name, note):
-    """Notes what a function of a module or class is called with."""
-    seen, real = [], getattr(where, name)
-
-    def call(*args, **more):
-        seen.append(note(*args, **more))
-        return real(*args, **more)
-
-    monkeypatch.setattr(where, name, call)
-    return seen
-
-
 def test_rows_records_and_table(tmp_path, capsys):
-    cut = {"partition": "pathological", "partition_options": {"k": 2}}
-    settings, reported = {"two classes": cut, **IID}, {"two classes": {"FedDWA": 92.97}}
-    shorter = {"options": {**DIGITS, "rounds": 9}, "checks": {"below": {"FedAvg": ["FedAvg"]}}}
     words = ("--seeds", "2", "--rounds", "2")
     # what must hold is of the plan as it stands
-    code, rows = command(tmp_path, *words, settings=settings, reported=reported, **shorter)
-    methods = ("FedDWA", "FedAvg", "FedFomo")
-    assert code == 0
-    assert [(r["setting"], r["method"]) for r in rows] == list(product(settings, methods))
+    code, rows = command(tmp_path, *words, variant="two cuts")
+    played = product(("two classes", "iid"), SMALL["methods"])
+    assert code == 0 and [(r["setting"], r["method"]) for r in rows] == list(played)
     first, second = rows[:2]
     assert {"data": "digits", "paper": 92.97, "seeds": 2, "rounds": 2}.items() <= first.items()
     assert second["paper"] is None
@@ -86,9 +78,6 @@ def test_rows_records_and_table(tmp_path, capsys):
     assert first["best"] == pytest.approx(50 * sum(best))
     said = capsys.readouterr().out
     assert all(words in said for words in ("| FedDWA ", "92.97", "selected on test data"))
-    for r in records:
-        noted = "held out for validation" in r.header["facts"]
-        assert noted == (r.algorithm == "fedfomo")
 
 
 def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeypatch):
@@ -102,8 +91,7 @@ def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeyp
         return new, up, fit
 
     monkeypatch.setattr(FedAvg, "train", train)
-    methods = {m: {"algorithm": m.lower()} for m in ("FedAvg", "Local")}
-    assert command(tmp_path, "--workers", "1", methods=methods)[0] == 0
+    assert command(tmp_path, "--workers", "1", variant="FedAvg beside Local")[0] == 0
     said = capsys.readouterr().out
     assert "| 1 times a client was dropped" in said and "Local, moved far" not in said
     assert "\nFedAvg, moved far: client 2 by up to " in said
@@ -112,14 +100,7 @@ def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeyp
 def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_path):
     """As WAFFLE's Table 1: one client's accuracy, the paper's number with its deviation; Local's
     target needs nobody else."""
-    erosion = {"algorithm": "weight_erosion", "options": {"p_s": 1.0}}
-    given = {
-        "settings": {"a": {**IID["iid"], "method_options": {"WE": {"p_d": 0.5}}}, "b": IID["iid"]},
-        "methods": {"Local": {"algorithm": "local"}, "WE": erosion},
-        "options": {**DIGITS, "rounds": 3, "target": 2},
-        "reported": {"a": {"Local": [92.5, 0.25]}},
-    }
-    code, rows = command(tmp_path, **given)
+    code, rows = command(tmp_path, variant="a target")
     found = {(r.header["setting"], r.header["method"]): r for r in read(tmp_path / "out")}
     options = [found[s, "WE"].header["options"] for s in "ab"]
     assert code == 0 and [(o["p_d"], o["p_s"]) for o in options] == [(0.5, 1), (None, 1)]
@@ -135,19 +116,10 @@ def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_pa
     assert "92.50 ± 0.25" in text and "of the target alone" in text
 
 
-def test_what_is_there_is_not_played_again_nor_overwritten_by_something_else(
-    tmp_path, monkeypatch, capsys
-):
+def test_what_is_there_is_not_overwritten_by_something_else(tmp_path, capsys):
     assert command(tmp_path, "--methods", "FedAvg")[0] == 0
     path = tmp_path / "out" / "records" / "iid" / "FedAvg-seed0.jsonl"
-    again = watch(monkeypatch, Simulation, "run", lambda self, *_: self.name)
-    # the process was killed here
-    head, first, _ = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(head + first + b'{"round": 2, "cut off')
-    assert command(tmp_path, "--methods", "FedAvg")[0] == 0 and again == ["fedavg"]
     before = path.read_bytes()
-    assert command(tmp_path)[0] == 0 and again == ["fedavg", "feddwa", "fedfomo"]
-    assert path.read_bytes() == before
     assert command(tmp_path, "--methods", "FedAvg", "--rounds", "3")[0] == 2
     assert "other options" in capsys.readouterr().err and path.read_bytes() == before
 
@@ -165,21 +137,18 @@ def test_equal_compute_stands_beside_it(tmp_path):
     assert line[2].strip() == line[4].strip()
 
 
-def test_a_grid_is_chosen_on_validation_data(tmp_path, monkeypatch):
-    def note(run, *_, **__):
-        return run.evaluation.split, run.training.lr, int(run.data.size().sum())
-
-    grid = {"training.lr": [1e-6, 0.2], "server_lr": [1.0]}
-    methods = {"FedAvg": {"algorithm": "fedavg", "grid": grid}}
-    splits = watch(monkeypatch, Simulation, "run", note)
-    code, (row,) = command(tmp_path, "--seeds", "2", methods=methods)
+def test_a_grid_is_chosen_on_validation_data(tmp_path):
+    with watched(Simulation, "run") as run:
+        code, (row,) = command(tmp_path, "--seeds", "2", variant="a grid")
+    played = [call.args[0] for call in run.call_args_list]
+    splits = [(p.evaluation.split, p.training.lr, int(p.data.size().sum())) for p in played]
     part, whole = splits[0][2], splits[-1][2]
     tried = [("val", lr, part) for lr in (1e-6, 0.2)] * 2
     assert code == 0 and splits == [*tried, *[("test", 0.2, whole)] * 2] and part < whole
     assert row["seeds"] == 2 and len(read(tmp_path / "out")) == 2
     assert "training.lr 0.2" in (tmp_path / "out" / "table.md").read_text()
-    splits.clear()
-    assert command(tmp_path, "--seeds", "2", methods=methods)[0] == 0 and not splits
+    with watched(Simulation, "run") as run:
+        assert command(tmp_path, "--seeds", "2", variant="a grid")[0] == 0 and not run.called
 
 
 WRONG = """\
@@ -193,9 +162,8 @@ reproduce motley-school --equal-compute | equal_compute: expected a plan that sa
 """
 
 
-@pytest.mark.parametrize("line", WRONG.splitlines())
-def test_wrong_names_are_a_sentence(line, capsys):
-    words, said = line.split(" | ")
+@pytest.mark.parametrize("words, said", tabled(WRONG))
+def test_wrong_names_are_a_sentence(words, said, capsys):
     assert cli.main(words.split()) == 2 and said in capsys.readouterr().err
 
 
@@ -264,8 +232,7 @@ def test_the_list_names_every_plan_and_its_data(capsys):
 
 def test_costs_are_those_of_the_papers_table():
     """2, 3 and 1 + M, 1 + N models; looking ahead doubles the work."""
-    head = (nn.Flatten(), nn.Linear(144, 300), nn.ReLU(), nn.Linear(300, 5))
-    net = Net(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), *head))
+    net = Net(layers("Conv2d 1 4 3, ReLU, Flatten, Linear 144 300, ReLU, Linear 300 5"))
     algorithms = (FedAvg(), FedDWA(), FedFomo(m=3), L2C(), Mocha(outer=1))
     found = [costs.cost(a, net, (1, 8, 8), 5, n=7, samples=100, batch_size=8) for a in algorithms]
     avg, dwa, fomo, l2c, mocha = found
@@ -283,11 +250,7 @@ def test_costs_are_those_of_the_papers_table():
 
 
 def test_a_plan_that_counts_costs(tmp_path, capsys):
-    model = {"model": "mlp", "shape": [1, 8, 8], "classes": 4}
-    counted = {**model, "n": 3, "samples": 40, "batch_size": 8}
-    methods = {m: {"algorithm": m.lower()} for m in ("FedAvg", "FedDWA")}
-    reported = {"MiB per client and round": {"FedAvg": 9.54}}
-    code, rows = command(tmp_path, settings={}, costs=counted, methods=methods, reported=reported)
+    code, rows = command(tmp_path, variant="costs")
     assert code == 0 and len(rows) == 4 and rows[0]["paper"] == 9.54
     assert rows[1]["final"] == pytest.approx(1.5 * rows[0]["final"])
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("| FedDWA"))
@@ -297,73 +260,53 @@ def test_a_plan_that_counts_costs(tmp_path, capsys):
 # figures --------------------------------------------------------------------
 
 
-def weighted(rounds=6):
-    lines = [{"header": {"algorithm": "feddwa"}}]
-    for r in range(1, rounds + 1):
-        lines.append({"round": r, "report": {"weights": torch.eye(8).tolist()}, "eval": None})
-    return group(lines)[0]
+# weights of others in tenths, and which of them are shown
+NEAREST = """\
+[5, 3, 2, 0] | [0, 1]
+[1, 1, 1, 1] | [0, 1]
+[0, 0, 1, 0] | [2]
+[1, 4, 4, 1] | [1, 2]
+"""
 
 
-def test_the_nearest_and_the_rounds_that_are_shown():
-    w = torch.tensor([[5, 3, 2, 0], [1, 1, 1, 1], [0, 0, 1, 0], [1, 4, 4, 1]]) / 10
-    found = [row.nonzero()[:, 0].tolist() for row in figures.nearest(w, 2)]
-    assert found == [[0, 1], [0, 1], [2], [1, 2]]
-    assert [r for r, _ in figures.of_rounds(weighted())] == [1, 2, 3, 6]
+def test_the_nearest_are_shown():
+    w, want = zip(*tabled(NEAREST), strict=True)
+    found = figures.nearest(torch.tensor(w) / 10, 2)
+    assert [row.nonzero()[:, 0].tolist() for row in found] == [*want]
 
 
 # what a method's fate leaves to the others -----------------------------------
 
 
 def test_one_method_that_diverges_leaves_the_others_their_rows(tmp_path):
-    fast = {"training": {"lr": 1e38}}
-    methods = {
-        "Bad": {"algorithm": "fedavg", **fast},
-        "FedAvg": {"algorithm": "fedavg", "before": "Bad"},
-        "Hyp": {"algorithm": "hypcluster", **fast, "options": {"k": 2}, "before": "FedAvg"},
-    }
-    options, checks = {**DIGITS, "rounds": 8, "eval_every": 1000}, {"largest": {"Hyp": [50, 10]}}
-    assert command(tmp_path, options=options, methods=methods, checks=checks)[0] == 1
+    assert command(tmp_path, variant="one diverges")[0] == 1
     text = (tmp_path / "out" / "table.md").read_text()
     assert "mean over clients" in text and "FAILS: Hyp: largest not measured" in text
     assert re.search(r"\| FedAvg +\| +[89]\d\.", text)
 
 
-def test_a_grid_of_a_target_is_searched_on_it(tmp_path, monkeypatch):
-    seen = watch(
-        monkeypatch, runs, "tune", lambda p, *a, **k: (p[0].choose.tolist(), p[0].train.tolist())
-    )
-    methods = {
-        "Local": {"algorithm": "local", "grid": {"training.lr": [0.05, 0.1]}},
-        "FedAvg": {"algorithm": "fedavg", "grid": {"server_lr": [1.0]}},
-    }
-    played(tmp_path, options={**DIGITS, "target": 2}, methods=methods)
+def test_a_grid_of_a_target_is_searched_on_it(tmp_path):
+    with watched(runs, "tune") as tune:
+        played(tmp_path, "grids of a target")
+    roles = [call.args[0][0] for call in tune.call_args_list]
+    seen = [(p.choose.tolist(), p.train.tolist()) for p in roles]
     assert seen == [([2], [2]), ([2], [0, 1, 2, 3])]
 
 
 def test_a_grid_is_searched_without_clip(tmp_path):
-    grid = {"A": {"algorithm": "fedavg", "grid": {"server_lr": [1.0]}}}
     with sentence("grid: it is searched without clip"):
-        played(tmp_path, options={"data": "digits", "clip": 1.0}, methods=grid)
+        played(tmp_path, "a grid with clip")
 
 
-def test_a_grid_chooses_on_samples_that_no_state_was_trained_on(tmp_path, monkeypatch):
-    seen = watch(monkeypatch, runs, "tune", lambda *a, states, **k: states)
-    nearest = {"algorithm": "knnper", "state_of": "F", "grid": {"lam": [0.0, 0.5]}}
-    played(tmp_path, methods={"F": {"algorithm": "fedavg"}, "kNN": nearest})
-    assert seen == [None]
+def test_a_grid_chooses_on_samples_that_no_state_was_trained_on(tmp_path):
+    with watched(runs, "tune") as tune:
+        played(tmp_path, "a grid on a state")
+    tune.assert_called_once()
+    assert tune.call_args.kwargs["states"] is None
 
 
-def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path, monkeypatch):
-    kinds = watch(monkeypatch, Simulation, "evaluate", lambda run, split: run.setup.batch_norm)
-    methods = {"F": {"algorithm": "fedavg"}, "FT": {"algorithm": "finetune", "state_of": "F"}}
-    made = played(
-        tmp_path, options={**DIGITS, "buffers": "local", "metrics": ["f1"]}, methods=methods
-    )
-    assert {*kinds} == {"local"}
+def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path):
+    with watched(Simulation, "evaluate") as evaluate:
+        made = played(tmp_path, "local statistics")
+    assert {call.args[0].setup.batch_norm for call in evaluate.call_args_list} == {"local"}
     assert "f1" in made.runs["iid", "FT", ""][0].evaluations[-1]["eval"]
-
-
-def test_waffles_figure_5_has_the_labels_of_table_4():
-    settings = plans.load("waffle-fig5")["settings"]
-    cuts = {name[7]: options["partition"] for name, options in settings.items()}
-    assert cuts == {"A": "A", "C": "B"}

@@ -9,14 +9,14 @@ import time
 
 import pytest
 import torch
-from parts.checkpoint import DATA, OPTIONS, TRAINING
+from parts.checkpoint import DATA, make
 from parts.memory import fails
-from torch import nn
+from small import equals, layers
 
-from pflcore import Simulation, cli
-from pflcore.results import pictures
+from pflcore import cli
+from pflcore.results import _pictures as pictures
 from pflcore.results.record import Record
-from pflcore.simulation.personal import own_way
+from pflcore.simulation._personal import own_way
 
 # the command line -----------------------------------------------------------
 SMALL = "--data synthetic_linear --n 5 --lr 0.01 --quiet"
@@ -45,7 +45,7 @@ def forks():
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork here")
     context = multiprocessing.get_context("forkserver")
-    ours = ["pflcore.cli", "pflcore.cli.experiment", "pflcore.results.table"]
+    ours = ["pflcore.cli", "pflcore.cli._experiment", "pflcore.results.table"]
     context.set_forkserver_preload(["pytest", "tyro", "tqdm", "matplotlib.pyplot", *ours])
     yield context
 
@@ -76,7 +76,7 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures
             kills += 1
             seen.add(count(record))
         assert lines_of(folder) == want
-        assert not list(folder.glob("*.safetensors")) and folders < 20
+        assert not (folder / "checkpoints").exists() and folders < 20
     assert len(seen) > 5, "the kills came at the same places"
 
 
@@ -97,26 +97,23 @@ def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
         err = capsys.readouterr().err
         assert err.count("\n") == 1 and word in err, err
         assert (tmp_path / "record.jsonl").read_bytes() == before
-    (tmp_path / "checkpoint.json").unlink()
+    (tmp_path / "checkpoint.safetensors").unlink()
     assert cli.main(argv) == 2 and "without a checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("damage", ["checkpoint", "record"])
-def test_a_damaged_folder_is_left_as_it_is(damage, tmp_path, no_pictures, capsys, monkeypatch):
+def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkeypatch):
     argv = f"run fedavg {SMALL} --rounds 9 --out {tmp_path} --resume --checkpoint-every 2".split()
     # Ctrl-C when the record gets the line of round 5
     monkeypatch.setattr(Record, "write", fails(Record.write, 6, KeyboardInterrupt()))
     assert cli.main(argv) == 130
-    names = {"checkpoint": "checkpoint-*", "record": "record.jsonl"}
-    (path,) = tmp_path.glob(names[damage])
+    (path,) = tmp_path.glob("checkpoints/*/checkpoint.safetensors")
     path.write_bytes(path.read_bytes().replace(b"0", b"1"))
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     capsys.readouterr()
     assert cli.main(argv) == 2
     err = capsys.readouterr().err
-    words = {"checkpoint": "damaged", "record": "not the record"}
-    assert err.count("\n") == 1 and words[damage] in err, err
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    assert err.count("\n") == 1 and "damaged" in err, err
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
 def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
@@ -124,11 +121,11 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
     from pflcore import step as real
 
-    monkeypatch.setattr("pflcore.simulation.loop.step", fails(real, 11, KeyboardInterrupt()))
+    monkeypatch.setattr("pflcore.simulation._loop.step", fails(real, 11, KeyboardInterrupt()))
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 130
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 0
     assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")
-    assert not (tmp_path / "broken" / "checkpoint-targets").exists()
+    assert not (tmp_path / "broken" / "checkpoints").exists()
 
 
 # models ---------------------------------------------------------------------
@@ -140,10 +137,8 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
 def test_exported_models_predict_what_the_history_does(name, tmp_path):
     from safetensors.torch import load_file
 
-    def model():
-        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4))
-
-    history = Simulation(name, model, DATA, TRAINING, **OPTIONS).run()
+    one = layers("Linear 6 5, BatchNorm1d 5, Tanh, Linear 5 4")
+    history = make(name, model=one).run()
     history.export(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["method"] == name and manifest["predict"]
@@ -154,14 +149,13 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
         x, kept = DATA.client(entry["client"], "test")[0], history.model(entry["client"])
         want = kept(x).detach()
         if not own_way(kept.algorithm):
-            one = model()
             one.load_state_dict(tensors)
             assert torch.allclose(one.eval()(x).detach(), want, atol=1e-6)
             continue
         for key, value in kept.state_dict().items():
             name = key.removeprefix("view_")
             own = [tensors[k].flatten() for k in entry["tensors"] if k.partition(".")[0] == name]
-            assert torch.equal(torch.cat(own or [value[:0]]), value.flatten())
+            equals(torch.cat(own or [value[:0]]), value.flatten())
         doc = type(kept.algorithm).predict.__doc__
         assert manifest["predict"] == doc.replace("        ", "")
         assert manifest["returns"] == kept.returns

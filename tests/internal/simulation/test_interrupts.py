@@ -2,7 +2,7 @@
 
 import signal
 
-from pflcore.simulation.interrupts import unbroken
+from pflcore.simulation._interrupts import unbroken
 
 
 def test_signals_of_a_program_that_answers_them_itself_reach_it():

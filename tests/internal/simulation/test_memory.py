@@ -6,7 +6,7 @@ import torch
 from parts.memory import fails
 
 from pflcore import ops
-from pflcore.train import memory
+from pflcore.train import _memory as memory
 
 
 def test_other_errors_are_not_it():
@@ -20,10 +20,8 @@ def test_what_the_card_has_is_said(monkeypatch):
     said = memory.sentence("in round 7", 5 << 30, "20.00 MiB", "cuda:1")
     assert said == (
         "Out of memory in round 7, when 20.00 MiB more were asked for: the run needs about 5.0 GiB "
-        "beside data and activations, and "
-        "cuda:1 has 80.0 GiB, of which 3.0 GiB are free; let fewer clients take part in a round "
-        "(participation), make the batches "
-        "(batch_size) or the model smaller, or use device='cpu'."
+        "beside data and activations, and cuda:1 has 80.0 GiB; let fewer clients take part in a "
+        "round (participation), or make the batches (batch_size) or the model smaller."
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", fails(None, 1, RuntimeError("no driver")))
     assert "activations; let" in memory.sentence("in round 7", 5 << 30, "", "cuda:1")

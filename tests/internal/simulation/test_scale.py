@@ -10,19 +10,19 @@ import torch
 from doors import sentence
 from methods import HypCluster, Waffle
 from parts.memory import Making
+from parts.states import same
 from parts.user import simulation as small
-from small import images, tiny_model
+from small import copied, equals, images
 from torch.utils._pytree import tree_leaves
 
-from pflcore import Hardware, Simulation, Training
-from pflcore.results.export import rows
+from pflcore import Training
+from pflcore.results._export import rows
 from pflcore.results.record import group, plain
-from pflcore.results.table import table
+from pflcore.simulation import _evaluate as evaluation
 from pflcore.simulation import checkpoint
-from pflcore.simulation import evaluate as evaluation
-from pflcore.simulation.everyone import whole
-from pflcore.train import memory
-from pflcore.train.random import drawn
+from pflcore.simulation._everyone import whole
+from pflcore.train import _memory as memory
+from pflcore.train._random import drawn
 
 
 def simulation(name, n=40, **options):
@@ -30,12 +30,6 @@ def simulation(name, n=40, **options):
     training = Training(lr=0.1, batch_size=2)
     data = options.pop("data", None) or images((2,) * n)
     return small(name, data, **{"training": training, "rounds": 4, **options})
-
-
-def same(a, b, only):
-    """Equal states, of the clients' rows those of `only`."""
-    own = (torch.equal(v[only], b.clients[k][only]) for k, v in a.clients.items())
-    return all(own) and all(torch.equal(v, b.server[k]) for k, v in a.server.items())
 
 
 # a round costs its cohort
@@ -57,7 +51,8 @@ def test_nothing_in_a_round_or_its_record_is_as_long_as_the_federation(name):
 def test_draws_are_distinct_and_their_own(n, count):
     a, b = drawn(n, count, 1, "x"), drawn(n, count, 2, "x")
     assert len(a.unique()) == len(a) == count and int(a.min()) >= 0 and int(a.max()) < n
-    assert torch.equal(a, drawn(n, count, 1, "x")) and (n == count or not torch.equal(a, b))
+    equals(a, drawn(n, count, 1, "x"))
+    assert n == count or not torch.equal(a, b)
 
 
 @pytest.mark.parametrize("n, count", [(5, 2), (9, 2)])  # the permutation, and the draws
@@ -94,36 +89,22 @@ def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
     assert record["report"].keys() == {"index", "weight"}
     want = torch.zeros(6, dtype=torch.float64)
     want[record["cohort"]] = torch.tensor(record["report"]["weight"], dtype=torch.float64)
-    assert torch.equal(group(history.lines())[0].weights()[1][-1], want)
-    whole = simulation("waffle", 6, rounds=1, every=0).run()
-    assert len(whole.rounds[0]["report"]["weights"]) == 6
+    equals(group(history.lines())[0].weights()[1][-1], want)
+    assert whole(record["report"], 6) == {"weights": want.tolist()}
+    everybody = simulation("waffle", 6, rounds=1, every=0).run()
+    assert len(everybody.rounds[0]["report"]["weights"]) == 6
 
 
-def test_long_weights_of_a_target_are_read_as_short_ones():
-    index, weight = torch.tensor([0, 2]), torch.tensor([0.25, 0.75], dtype=torch.float64)
-    assert whole({"index": index, "weight": weight}, 3) == {"weights": [0.25, 0.0, 0.75]}
-    assert whole({"index": [0, 2], "weight": [0.1, 0.9]}, 3) == {"weights": [0.1, 0.0, 0.9]}
-
-
-def test_a_void_round_reports_nothing_and_leaves_the_weights_of_earlier_rounds():
-    huge, sound = (simulation(Waffle(server_lr=lr), 6, rounds=1, every=0) for lr in (1e42, 1.0))
-    before = huge.state.server["history"].clone()
+@pytest.mark.parametrize("alg", [Waffle, HypCluster])
+def test_a_void_round_reports_nothing_and_leaves_the_weights_of_earlier_rounds(alg):
+    huge, sound = (simulation(alg(server_lr=lr), 6, rounds=1, every=0) for lr in (1e42, 1.0))
+    before = copied(huge.state.server)
     with pytest.warns(RuntimeWarning, match="the server's x would not be finite"):
         history = huge.run()
-    assert history.rounds[0]["void"] and not history.rounds[0]["report"]
-    with pytest.warns(RuntimeWarning, match="the server's x would not be finite"):
-        (line,) = simulation(HypCluster(server_lr=1e42), 6, rounds=1, every=0).run().rounds
-    assert line["void"] and not line["report"]
-    state = history.state
-    assert state.void == 1 and torch.equal(state.server["history"], before)
-    assert not torch.equal(sound.run().state.server["history"], before)
-
-
-def test_records_of_two_streams_stand_in_no_table():
-    history = simulation("fedavg", 8, rounds=1).run()
-    old = {**history.header, "stream": 1, "seed": 5}
-    with sentence("stream: expected runs of one version .* got '1 and 3'"):
-        table(group([*history.lines(), {"header": old}, *history.rounds]))
+    (line,) = history.rounds
+    assert line["void"] and not line["report"] and history.state.void == 1
+    equals(history.state.server, before)
+    assert not all(map(torch.equal, sound.run().state.server.values(), before.values()))
 
 
 # rows on disk ---------------------------------------------------------------
@@ -138,12 +119,14 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
     first, second = a.run(), b.run()
     for one, two in zip(first.rounds, second.rounds, strict=True):
         assert one | {"seconds": 0} == two | {"seconds": 0}
-    assert [h.header["rows"] for h in (first, second)] == ["memory", "disk"]
+    seen = [(h.header["rows"], h.header["stream"]) for h in (first, second)]
+    assert seen == [("memory", 3), ("disk", 3)]
     assert os.listdir(tmp_path) == [] and same(first.state, second.state, first.state.seen)
     x, new = a.data.x[:5], (torch.ones(4, 6), torch.tensor([0, 1, 0, 1]))
-    assert all(torch.equal(first.model(i)(x), second.model(i)(x)) for i in (0, 7, 39))
+    for i in (0, 7, 39):
+        equals(first.model(i)(x), second.model(i)(x))
     # a newcomer meets fresh rows of those who never took part
-    assert torch.equal(first.adapt(new, 2)(x), second.adapt(new, 2)(x))
+    equals(first.adapt(new, 2)(x), second.adapt(new, 2)(x))
 
 
 @pytest.mark.parametrize("every", [0, 1])
@@ -200,7 +183,8 @@ def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
         monkeypatch.setattr(memory, "capacity", lambda device, has=has: has)
         assert bool(simulation("ditto").setup.folder) is folder
     monkeypatch.setattr(memory, "capacity", lambda device: 10)
-    with sentence("memory: the run needs about .* has 10 B", memory.RunTooLarge):
+    words = r"memory: the run needs about [\d.]+ KiB beside data and activations, and cpu has 10 B"
+    with sentence(f"{words}; let", memory.RunTooLarge):
         simulation("ditto", rows="memory")
 
 
@@ -213,8 +197,8 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
     half.run(lambda r, _: half.save(tmp_path / "kept") if r == 2 else None)
     held, _ = checkpoint.load(tmp_path / "kept")
     assert int(held["seen"].sum()) == len(held["clients.v"]) < 12
-    for hardware in ({}, {"hardware": Hardware(rows="memory")}):
-        rest = Simulation.load(tmp_path / "kept", model=tiny_model(), data=data, **hardware)
-        assert (rest.setup.folder is None) == bool(hardware)
+    for place in (tmp_path, "memory"):
+        rest = simulation("ditto", data=data, rows=place, **options).restore(tmp_path / "kept")
+        assert (rest.setup.folder is None) == (place == "memory")
         rest.run()
         assert same(rest.state, whole.state, rest.state.seen)

@@ -1,17 +1,23 @@
 """The path that trains a model is the model: the trial that proves it, and what takes the fast
 path."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.path import federation, mlp, repeated, same_as_by_hand
+from parts.path import BODIES, body, federation, mlp, repeated, same_as_by_hand
+from small import at_work, equals, fit, images, make_setting
 
+import pflcore
 from pflcore import Net, Training
-from pflcore.train import Engine, clients, prepared
-from pflcore.train.chain import NoChain, compiled, find_chain
-from pflcore.train.choose import trials
-from pflcore.train.losses import CRITERIA, loss_of, squared
+from pflcore.train import _clients as clients
+from pflcore.train import _engines as engines
+from pflcore.train._chain import NoChain, compiled, find_chain
+from pflcore.train._choose import prepared, trials
+from pflcore.train._engines import Engine
+from pflcore.train._losses import CRITERIA, loss_of, squared
 
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
@@ -21,6 +27,26 @@ def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
     with pytest.warns(UserWarning, match=f"^pflcore: {said}"):
         _, form, why = same_as_by_hand(mlp)
     assert form == "vmap" and said in why
+
+
+@pytest.mark.skipif(not pflcore.backend().kernels, reason="the kernels are not loaded")
+@pytest.mark.parametrize("model", ["mlp", "conv", "dropout"])
+def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model):
+    words, shape = BODIES[model]
+    how = {"epochs": 2, "momentum": 0.5, "weight_decay": 0.1, "clip_grad": 0.4}
+    data = images((7, 20, 31), shape)
+    data = replace(data, x=data.x.double())
+    setting = make_setting(Net(lambda: body(words).double()), data, Training(**how), engine="chain")
+    start = setting.net.w0 + 0.01 * torch.randn(3, setting.net.size, dtype=torch.float64)
+    found = []
+    for kernels in (True, False):
+        for room in (engines, clients):
+            monkeypatch.setattr(room, "has_kernels", lambda device, kernels=kernels: kernels)
+        done = fit(at_work(setting), start, prox=(0.3, start + 1), mean_grad=True)
+        found.append(
+            (done.w, done.grad, done.loss, *at_work(setting).measure({"w": start}, "train"))
+        )
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-3])
@@ -38,9 +64,7 @@ def test_the_trial_sees_small_differences(size):
         exact.answers[mode] = right
 
 
-def test_the_chain_names_what_it_calls():
-    # a repeated layer stands twice
-    assert compiled(Net(repeated()), (6,)).program[:, 0].tolist() == [0, 3, 0, 3, 0]
+def test_a_hook_on_every_module_is_no_part_of_a_chain():
     handle = torch.nn.modules.module.register_module_forward_hook(lambda m, x, y: None)
     try:
         with pytest.raises(NoChain, match="a hook"):
@@ -52,7 +76,7 @@ def test_the_chain_names_what_it_calls():
 def test_the_global_generators_are_left_alone():
     net, before = Net(mlp), torch.get_rng_state()
     prepared(net, federation(), Training())
-    assert torch.equal(before, torch.get_rng_state())
+    equals(before, torch.get_rng_state())
 
 
 class Keeps(nn.Sequential):
@@ -74,5 +98,3 @@ def test_torchs_losses_with_default_options_take_the_fast_path():
     for options in ({"label_smoothing": 0.1}, {"weight": torch.ones(4)}, {"ignore_index": 1}):
         loss = nn.CrossEntropyLoss(**options)
         assert loss_of(loss) is loss
-    scores, y = torch.randn(5, 1), torch.randn(5)
-    assert loss_of(nn.MSELoss())(scores, y) == F.mse_loss(scores[:, 0], y)  # not [5, 1] against [5]

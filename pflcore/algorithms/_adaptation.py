@@ -1,0 +1,577 @@
+"""One shared model, made each client's own: by fine-tuning; by a vote of the client's own nearest
+samples, kNN-Per; from a start one step from everybody, Per-FedAvg; or by columns that stay with the
+client: FedPer, LG-FedAvg, FedRep, FedBABU, FedBN, and FedRoD, whose personal head adds its scores.
+"""
+
+from __future__ import annotations
+
+import glob
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import CrossEntropyLoss
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from pflcore import ops
+from pflcore.algorithms._fedavg import FedAvg, FedOpt, FedProx
+from pflcore.algorithms._protocol import (
+    Grad,
+    Payload,
+    Tensors,
+    Trained,
+    Traits,
+    options,
+    plain_steps,
+)
+from pflcore.check import (
+    Count,
+    Kind,
+    NonNegative,
+    Positive,
+    Share,
+    Weighting,
+    Whole,
+    are_names,
+)
+from pflcore.data._ragged import onto
+from pflcore.nn._mode import context, forward_mode
+from pflcore.train import Clients, Fit, Net, Objective
+from pflcore.train._clients import Predict, by_row
+from pflcore.train._losses import REGRESSION, binary_cross_entropy, cross_entropy, hinge, loss_name
+
+
+@options
+class FineTune(FedProx, FedOpt):
+    """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
+
+    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
+    model).
+
+    Trains as `FedOpt`; every evaluation fine-tunes x on each client's training data by the run's
+    optimizer, all layers or the last one, and throws the result away. `choose="fixed"` takes
+    `finetune_epochs` epochs. "client" tries each step size of `lr_grid` with 1 .. `finetune_epochs`
+    epochs and keeps what is best on the client's own validation split (for one choice for all
+    clients see `pflcore.tune`); ties go to the earlier candidate, 0 epochs first. A client without
+    validation samples takes what is best for all the others together (mean over clients). Momentum
+    and AdamW's moments start at zero in every epoch. Acceptance (the remark of section 4.1): a
+    client with less than `min_size` samples, or whose validation value does not beat x's by more
+    than `margin` (without validation samples it cannot), keeps x.
+    """
+
+    mu: NonNegative = 0.0  # FedProx's pull towards x while x is trained: FedProx + fine-tuning
+    finetune_lr: NonNegative | None = None  # step size; default: the run's
+    finetune_epochs: Whole = 5  # epochs, or the most that are tried
+    layers: str = "all"  # "all", "last", or a pattern of parameter names such as "fc*"
+    # step size and epochs: fixed, or each client's choice on its validation data
+    choose: Literal["fixed", "client"] = "fixed"
+    lr_grid: tuple[float, ...] = ()  # step sizes to choose from; default: finetune_lr alone
+    zero: bool = True  # no fine-tuning is a candidate too (Motley's silo code: not)
+    min_size: Whole = 0  # clients with fewer training samples keep x
+    margin: float | None = None  # by how much a tuned model must beat x on the validation split
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.choose == "fixed":
+            self.idle("choose", "lr_grid")
+
+    @property
+    def traits(self) -> Traits:
+        tuning = ("finetune_lr", "finetune_epochs", "layers", "choose", "lr_grid", "zero")
+        return super().traits._replace(late=(*tuning, "min_size", "margin"))
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        x = down["x"]
+        if not self.finetune_epochs:
+            return {"w": x}
+        w, batch_norm = self.tuned(x, clients)
+        takes = accepts(self, x, w, clients, replace(clients, buffers=batch_norm))[:, None]
+        batch_norm = torch.where(takes, batch_norm, clients.buffers)
+        return {"w": torch.where(takes, w, x), "batch_norm": batch_norm}
+
+    def tuned(self, x: Tensor, clients: Clients) -> tuple[Tensor, Tensor]:
+        """The fine-tuned models [S, P], or the best candidate of each client on its validation
+        split; and their batch norm's statistics."""
+        if self.choose == "fixed":
+            last = deque(self.tried(x, clients), 1)[0]
+            return last.w, last.buffers
+        w, batch_norm = x, clients.buffers
+        best = filled(value(clients, x)) if self.zero else x.new_full((len(x), 1), -torch.inf)
+        for fit in self.tried(x, clients):
+            now = filled(value(clients.after(fit), fit.w))
+            better = now > best
+            best = torch.where(better, now, best)
+            w = torch.where(better, fit.w, w)
+            batch_norm = torch.where(better, fit.buffers, batch_norm)
+        return w, batch_norm
+
+    def tried(self, x: Tensor, clients: Clients) -> Iterator[Fit]:
+        """What every epoch of fine-tuning with every step size makes of x [S, P]. With frozen
+        layers batch norm's statistics stay frozen as well."""
+        net, mask, shuffles = clients.net, None, clients.setting.training.reshuffle
+        if self.layers != "all":
+            mask = head_mask(net) if self.layers == "last" else net.mask(self.layers)
+        for lr in self.lr_grid or (self.finetune_lr,):
+            now, rows = clients, x
+            for epoch in range(1, self.finetune_epochs + 1):
+                stream = f"finetune {epoch}" if shuffles else "finetune"
+                fit = now.fit(rows, Objective(mask=mask), epochs=1, lr=lr, stream=stream)
+                if mask is not None:
+                    fit = fit._replace(buffers=clients.buffers)
+                now, rows = clients.after(fit), fit.w
+                yield fit
+
+
+def filled(values: Tensor) -> Tensor:
+    """Each client's value [S, 1], the others' mean where it has none, by values [S] or NaN."""
+    return torch.where(values.isnan(), values.nanmean(), values)[:, None]
+
+
+def head_mask(net: Net) -> Tensor:
+    """Which parameters are the head's: bool [P] on the CPU."""
+    mask = torch.zeros(net.size, dtype=torch.bool)
+    mask[net.head_slice] = True
+    return mask
+
+
+def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -> Tensor:
+    """How good each client's model, a row of `rows` [S, P] or of several tensors, is on the split
+    "val": accuracy, or minus the loss where there is none. float64 [S].
+
+    A model whose outputs hold a NaN counts as worst, minus infinity; a client without samples of
+    the split has NaN.
+    """
+    model, size = rows if isinstance(rows, dict) else {"w": rows}, torch.zeros(len(clients.ids))
+    if clients.has("val"):
+        size = clients.setting.data.size("val")[clients.ids]
+    some, seen = size > 0, clients
+    if not some.any():
+        raise ValueError(
+            "choose: fine-tuning is tuned on the clients' 'val' split, which these clients lack; "
+            "make one with Federation.split, or choose on validation clients with pflcore.tuning."
+        )
+    if not some.all():
+        seen, model = clients.take(some), {k: v[some] for k, v in model.items()}
+    loss, right = seen.measure(model, "val", predict)
+    values = -loss.double() if right is None else right
+    values = values.masked_fill(loss.isnan(), -torch.inf)
+    return values.new_full(some.shape, torch.nan).masked_scatter(onto(some, values.device), values)
+
+
+def accepts(
+    alg: FineTune | KnnPer,
+    x: Tensor,
+    model: Tensor | Tensors,
+    clients: Clients,
+    after: Clients,
+    predict: Predict = by_row,
+) -> Tensor:
+    """Which clients, with the statistics of `after`, take `model` and not x: bool [S]."""
+    takes = onto(clients.size, x.device) >= alg.min_size
+    if alg.margin is None:
+        return takes
+    return takes & (value(after, model, predict) > value(clients, x) + alg.margin)
+
+
+Kernel = Literal["exp", "inverse", "gauss_dim"]
+
+
+@options
+class KnnPer(FedOpt):
+    """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
+    on probabilities.
+
+    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
+    model).
+
+    Trains as `FedOpt`; for evaluation each client stores what the head sees of its training
+    samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by `kernel`: "exp"
+    exp(-d) (the paper), "inverse" 1 / d (an exact match takes all; Motley's silo code), "gauss_dim"
+    exp(-d^2 / D) (the authors' code). Targets instead of classes: the weighted mean of the
+    neighbours' targets; hinge loss: of their signs, mixed with the score; binary cross entropy: of
+    their labels, mixed with the score's probability, and given as a logit. Of equally near samples
+    the earlier ones vote. A client with fewer than k samples uses all of them. lam = 0 is FedAvg.
+    Acceptance (Motley, section 4.3, observation 1, and the remark of 4.1): a client with less than
+    `min_size` samples, or whose accuracy (or minus its loss) on its validation split does not beat
+    x's by more than `margin`, stays with p_x; without validation samples none beats it.
+    """
+
+    k: Count = 10  # neighbours
+    lam: Share = 0.5  # 0: the shared model alone, 1: the neighbours alone
+    # a neighbour's vote at distance d: exp(-d), 1 / d, or exp(-d^2 / D)
+    kernel: Kernel = "exp"
+    min_size: Whole = 0  # clients with fewer training samples keep x
+    margin: float | None = None  # by how much p must beat x on the validation split
+
+    @property
+    def traits(self) -> Traits:
+        late = ("k", "lam", "kernel", "min_size", "margin")
+        return super().traits._replace(returns="probabilities", late=late)
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        x, criterion = down["x"], clients.net.criterion
+        z, y = clients.features(x)  # [S, n, H], [S, n]: short clients are padded
+        if y.dim() > 2 and (criterion is cross_entropy or isinstance(criterion, CrossEntropyLoss)):
+            raise ValueError(
+                "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
+                "probabilities, or one for each step; give int64 labels [n]."
+            )
+        model = {"w": x, "z": z.flatten(2), "y": y, "n": onto(clients.size, y.device)}
+        if self.min_size or self.margin is not None:
+            model["lam"] = z.new_full((len(z),), self.lam)
+            model["lam"] = model["lam"] * accepts(self, x, model, clients, clients, self.predict)
+        return model
+
+    def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
+        """`(1 - lam) p + lam q`: p are w's probabilities (for numbers its scores), q is the mean of
+        the labels y of the k nearest of the first n rows of z [n_max, H] to the features of x (what
+        w's head sees), weighted as the option kernel says."""
+        features = net.features(model["w"], x).flatten(1)
+        weight, near = neighbours(features, model["z"], model["n"], self.k, self.kernel)  # [B, k]
+        lam = model.get("lam", self.lam)
+        scores, labels = net(model["w"], x), model["y"][near]
+        votes = net.scores_classes and net.criterion not in (hinge, binary_cross_entropy)
+        if votes and not labels.is_floating_point():
+            scores, labels = scores.softmax(1), F.one_hot(labels.clamp(min=0), scores.shape[1])
+        elif net.criterion is hinge:
+            labels = torch.where(labels > 0, 1.0, -1.0)
+        weight = weight.view(*weight.shape, *[1] * (labels.dim() - 2))
+        mean = (weight * labels).sum(1).view_as(scores)
+        if net.criterion is not binary_cross_entropy:
+            return (1 - lam) * scores + lam * mean.to(scores)
+        p = (1 - lam) * scores.double().sigmoid() + lam * mean
+        return p.logit(eps=1e-12).to(scores)
+
+
+def neighbours(
+    queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: Kernel = "exp"
+) -> tuple[Tensor, Tensor]:
+    """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n) nearest of
+    the first `n` rows of `store` [n_max, H].
+
+    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points. Places past `n` come with
+    weight 0.
+    """
+    square = ops.pairwise_sqdist(queries, store)  # [B, n_max] float64, exact where points coincide
+    square[:, torch.arange(len(store), device=store.device) >= n] = torch.inf
+    near = ops.feddwa_weights(square, k).index
+    square = square.nan_to_num(torch.inf, torch.inf).gather(1, near)
+    if kernel == "inverse":
+        same = square == 0
+        weight = torch.where(same.any(1, keepdim=True), same.double(), square.rsqrt())
+        return weight / weight.sum(1, keepdim=True), near
+    far = square.sqrt() if kernel == "exp" else square / store.shape[1]
+    return torch.softmax(-far, 1), near
+
+
+@options
+class PerFedAvg(FedAvg):
+    """Fallah et al. 2020, Algorithm 1: w minimises sum_i share_i f_i(w - alpha grad f_i(w)).
+
+    server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
+
+    The server is FedAvg's. A local step takes minibatches D, D', D'' of independent shuffles: u = w
+    - alpha grad f(w; D), v = grad f(u; D'), then w <- w - beta v ("fo"), w - beta (v - alpha (grad
+    f(w + delta v; D'') - grad f(w - delta v; D'')) / (2 delta)) ("hf"), or w - beta (v - alpha H(w;
+    D'') v) ("exact", by automatic differentiation; on every engine alike). Evaluated is x after
+    `steps` such inner steps on the client's training data, never on test data. Deviations: `scaled`
+    divides delta by |v|, because w + delta v and w - delta v are equal in float32 where v is small
+    (False is the paper's); clients weigh by their samples (the paper: alike;
+    `weighting="uniform"`). alpha and beta are the run's learning rate unless given; its momentum
+    and weight decay play no part. With batch norm each of the gradients updates the statistics, but
+    for the exact variant's H v.
+    """
+
+    # first-order, Hessian-free (finite differences) or exact
+    variant: Literal["fo", "hf", "exact"] = "fo"
+    alpha: NonNegative | None = None  # the inner step size; None: the run's
+    beta: NonNegative | None = None  # the outer step size; None: the run's
+    delta: Positive = 1e-3  # of the finite difference
+    scaled: bool = True  # delta / |v| instead of delta
+    steps: Whole = 1  # inner steps at evaluation
+
+    @property
+    def traits(self) -> Traits:
+        why = "takes its paper's own steps of SGD"
+        return super().traits._replace(only_sgd=why, no_clip_grad=why)
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        plain_steps(self, clients)
+        alpha, beta = (clients.lr if v is None else v for v in (self.alpha, self.beta))
+
+        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
+            w = rows["w"]
+            v = grad(w - alpha * grad(w), 1)
+            return {"w": w - beta * (v - alpha * self.curvature(w, v, grad))}
+
+        # torch 2.15 refuses gradients of gradients through batch norm under vmap
+        exact = Objective(loss=along, alone=bool(clients.net.buffer_names))
+        objective = exact if self.variant == "exact" else Objective()
+        batches = 2 if self.variant == "fo" else 3
+        fit = clients.each_batch({"w": down["x"]}, update, objective, batches=batches)
+        return own, {"delta": fit.w - down["x"]}, fit
+
+    def curvature(self, w: Tensor, v: Tensor, grad: Grad) -> Tensor:
+        """H v [s, P] on the step's third minibatch, as the variant has it."""
+        if self.variant == "fo":
+            return torch.zeros_like(v)
+        if self.variant == "exact":
+            return grad(torch.cat([w, v], 1), 2)[:, : w.shape[1]]
+        delta: Tensor | float = self.delta
+        if self.scaled:
+            delta = self.delta / v.norm(dim=1, keepdim=True).clamp(min=1e-30)
+        return (grad(w + delta * v, 2) - grad(w - delta * v, 2)) / (2 * delta)
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        if not self.steps:
+            return {"w": down["x"]}
+        alpha = clients.lr if self.alpha is None else self.alpha
+
+        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
+            return {"w": rows["w"] - alpha * grad(rows["w"])}
+
+        fit = clients.each_batch({"w": down["x"]}, update, steps=self.steps, stream="adapt")
+        return {"w": fit.w, "batch_norm": fit.buffers}
+
+
+def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
+    """The loss at w [P]; for a row [w | v] of twice the length a number whose gradient in w is H(w)
+    v.
+
+    H v is made inside, gradient of gradient: differentiating a gradient from outside `vmap` is
+    wrong for batch norm (torch 2.13).
+    """
+    if len(w) == net.size:
+        return net.loss(w, x, y)
+    row, v = w.detach().split(net.size)
+    # what these passes do to the statistics stays inside
+    with forward_mode(context.train, context.buffers, context.seed):
+        slope = torch.func.grad(lambda u: net.loss(u, x, y))
+        product: Tensor = torch.func.vjp(slope, row)[1](v)[0]  # type: ignore[misc]
+    return (w[: net.size] * product).sum()
+
+
+PRIVATE = "'head', 'body', 'batch_norm' or patterns of parameter names"
+Private = Annotated[str | tuple[str, ...], Kind(PRIVATE, lambda v: are_names(v) and len(v) > 0)]
+
+
+@options
+class Split(FedAvg):
+    """Shared columns x are averaged, private columns h stay: client i's model is (x, h_i). The
+    classes below are its presets.
+
+    server: x [K] · client: h [P - K] (with order="body" nothing) · down: x [S, K] · up: delta
+    [S, K] (the shared columns alone).
+    joint      (x_i, h_i) <- SGD on f_i at (x, h_i), both at once
+    alternate  h_i <- SGD on f_i(x, .) for `private_epochs`, x_i <- SGD on f_i(., h_i) for the run's
+               epochs
+    body       x_i <- SGD on f_i(., h), h the initial columns of all clients
+    and x <- x + server_lr sum_i share_i (x_i - x). Evaluated is (x, h_i), trained on by
+    `finetune_epochs` epochs that are thrown away.
+    A client that never took part has the initial h; `adapt` gives a newcomer one. While h alone is
+    trained batch norm's running statistics stay. `clip_grad` measures the whole gradient, frozen
+    columns too.
+    """
+
+    private: Private = "head"  # or "body", "batch_norm", or patterns of names
+    order: Literal["joint", "alternate", "body"] = "joint"  # both; private first; shared alone
+    private_epochs: Count | None = None  # with "alternate": of the private columns; None: the run's
+    finetune_epochs: Whole = 0  # epochs of all columns at every evaluation
+    finetune_lr: NonNegative | None = None  # their step size; None: the run's
+
+    @property
+    def traits(self) -> Traits:
+        policies = super().traits.batch_norm
+        if self.private == "body":  # the layers that statistics belong to are private
+            policies = policies[::-1]
+        elif self.private == "batch_norm":
+            policies = ("local",)
+        return super().traits._replace(late=("finetune_epochs", "finetune_lr"), batch_norm=policies)
+
+    def columns(self, net: Net) -> Tensor:
+        """Which columns are private, bool [P] on the CPU; none where a model has no batch norm."""
+        if self.private == "batch_norm":
+            layers = {k for k, m in net.module.named_modules() if isinstance(m, _BatchNorm)}
+            names = [k for k in net.names if k.rpartition(".")[0] in layers]
+            return net.mask(*map(glob.escape, names))
+        if self.private in ("head", "body"):
+            head = head_mask(net)
+            return head if self.private == "head" else ~head
+        return net.mask(*([self.private] if isinstance(self.private, str) else self.private))
+
+    def joined(self, net: Net, x: Tensor, own: Tensors) -> Tensor:
+        """The clients' models [S, P]."""
+        private = onto(self.columns(net), x.device)
+        w = net.w0.repeat(len(x), 1).masked_scatter_(~private, x)
+        return w.masked_scatter_(private, own["h"]) if own else w
+
+    def initial(self, net: Net) -> Tensors:
+        private = self.columns(net)
+        if private.all() or not private.any():
+            lacks = f"the model has no {self.private} parameter, so all of it"
+            what = "the whole model is private, so nothing" if private.any() else lacks
+            warnings.warn(f"private: {what} is shared.", stacklevel=1)  # of this line: once
+        return {"x0": net.w0[~private]}
+
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        return {} if self.order == "body" else {"h": net.w0[None, self.columns(net)]}
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        private, w = self.columns(clients.net), self.joined(clients.net, down["x"], own)
+        if self.order == "alternate":
+            alone = Objective(mask=private)
+            w = clients.fit(w, alone, epochs=self.private_epochs, stream="private").w
+        fit = clients.fit(w, Objective(mask=None if self.order == "joint" else ~private))
+        new = {"h": fit.w[:, private]} if own else {}
+        return new, {"delta": fit.w[:, ~private] - down["x"]}, fit
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        tuned = FineTune(finetune_epochs=self.finetune_epochs, finetune_lr=self.finetune_lr)
+        return tuned.model({"x": self.joined(clients.net, down["x"], own)}, own, clients)
+
+
+@options
+class FedPer(Split):
+    """Arivazhagan et al. 2019, FedPer (Algorithms 1 and 2): the head W_P stays,
+    W_B <- sum_i n_i / n W_B,i, both trained together.
+
+    See `Split`.
+    """
+
+    order: Literal["joint"] = "joint"
+    private_epochs: None = None
+
+
+@options
+class LGFedAvg(FedPer):
+    """Liang et al. 2020, LG-FedAvg (Algorithm 1): the lower layers stay, the head
+    theta_g <- sum_i n_i / n theta_g,i is shared.
+
+    Both are trained together; how many layers are shared is `private`'s to say. See `Split`.
+    """
+
+    private: Private = "body"  # all but the head; or "head", "batch_norm", or names
+
+
+@options
+class FedRep(Split):
+    """Collins et al. 2021, FedRep (Algorithm 1): first the private head on the frozen body, then
+    the body; phi <- 1 / (r n) sum_i phi_i.
+
+    See `Split`.
+    """
+
+    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
+    order: Literal["alternate"] = "alternate"
+
+
+@options
+class FedBABU(Split):
+    """Oh et al. 2022, FedBABU (Algorithm 1): the body alone is trained, on the initial head; every
+    evaluation fine-tunes all layers.
+
+    See `Split`. A client keeps nothing between rounds, and a newcomer is fine-tuned like everybody.
+    """
+
+    order: Literal["body"] = "body"
+    private_epochs: None = None
+    finetune_epochs: Whole = 5  # epochs of all columns at every evaluation
+
+
+@options
+class FedBN(FedPer):
+    """Li et al. 2021, FedBN (Algorithm 1): batch norm's parameters and statistics stay, other
+    layers w <- 1 / K sum_i w_i.
+
+    See `Split`. On a model without batch norm it is FedAvg, and says so.
+    """
+
+    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
+    private: Private = "batch_norm"
+
+
+@options
+class FedRoD(FedAvg):
+    """Chen and Chao 2022, FedRoD (linear): a generic model, and a personal head h that adds its
+    scores to the generic ones.
+
+    server: x [P] (body f and generic head g) · client: its head h · down: x [S, P] · up: delta [S,
+    P] (1 model; h stays).
+
+    The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z = f(x) and n_c the
+    client's samples of class c; the head minimises CE(g(z) + h(z)) with g(z) and z detached, so
+    that it moves nothing but h. Both are trained at once, by the run's SGD. Predicted is g(z) +
+    h(z). A client without class c gives it no generic score while it trains. CE is the run's loss,
+    another one of class scores as well. Decision where the paper is silent: h starts at zero, so
+    that a new client's model is the generic one.
+    """
+
+    gamma: NonNegative = 1.0  # strength of the balancing; 0 is cross-entropy
+
+    def initial(self, net: Net) -> Tensors:
+        if net.criterion in (*REGRESSION, hinge, binary_cross_entropy):
+            raise ValueError(
+                "loss: FedRoD balances the scores of classes; expected a loss of those, got "
+                f"{loss_name(net.criterion)}."
+            )
+        return super().initial(net)
+
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        return {"h": torch.zeros_like(net.w0[None, net.head_slice])}
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        check_head(clients)
+        x = down["x"]
+        n = onto(clients.counts, x.device).to(x.dtype)
+        fit = clients.fit(torch.cat([x, own["h"]], 1), Objective(loss=self.loss, extra={"n": n}))
+        P = x.shape[1]
+        return {"h": fit.w[:, P:]}, {"delta": fit.w[:, :P] - x}, fit
+
+    def loss(self, net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
+        """The sum of both losses at a row x | h [P + H]."""
+        w, h = w.tensor_split([net.size])
+        z = net.features(w, x)
+        generic, personal = net.head(w, z), net.head(h, z.detach())
+        more = generic.shape[1] - len(extra["n"])  # the model may know more classes than the data
+        prior = (F.pad(extra["n"], (0, more)) ** self.gamma).log()
+        if net.criterion is not cross_entropy:
+            # as good as none, and finite for a loss of every class, as with label smoothing
+            prior = prior.clamp(min=-100)
+        prior = prior.view(-1, *[1] * (generic.dim() - 2))  # [B, C, T] are scores of T steps
+        both = net.criterion(generic.detach() + personal, y)
+        return net.criterion(generic + prior, y) + both
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        return {"w": down["x"], "h": own["h"]}
+
+    def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
+        """The scores of w [P] plus those that its head gives, with the parameters h [H], on the
+        same features."""
+        z = net.features(model["w"], x)
+        return net.head(model["w"], z) + net.head(model["h"], z)
+
+
+def check_head(clients: Clients) -> None:
+    """ValueError where the model is not its head on its features."""
+    net, x = clients.net, clients.setting.data.x[:2]
+    fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
+    row = net.w0 + torch.linspace(-0.1, 0.1, net.size, dtype=net.dtype, device=net.w0.device)
+    turned = row.clone()
+    turned[net.head_slice] *= -1
+    try:
+        with torch.no_grad(), forward_mode(False, net.b0):
+            for w in (row, turned):  # a ReLU behind the head may not show at scores of one sign
+                fits &= torch.allclose(net.head(w, net.features(w, x)), net(w, x), 1e-3, 1e-4)
+    except (RuntimeError, TypeError, IndexError, ValueError):  # whatever such a model says
+        fits = False
+    if not fits:
+        raise ValueError(
+            "model: FedRoD adds a second head's scores, so a head must be the last that the model "
+            f"does, with weights of its own and no statistics, and {net.head_name!r} is not so; "
+            "name it with Net(..., head=...)."
+        )

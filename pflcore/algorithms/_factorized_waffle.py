@@ -1,0 +1,302 @@
+"""WAFFLe: weights anonymized by factorization. The server knows a dictionary of weight factors,
+each client alone which of them it uses.
+
+The prior is the Indian buffet process over a layer's F factors: v_k ~ Beta(alpha, 1),
+b_k ~ Bernoulli(v_1 ... v_k), so later factors are rarer. Beliefs, mean field: b_k ~
+Bernoulli(sigmoid(l_k)), v_k ~ Kumaraswamy(c_k, d_k), whose distribution function is
+1 - (1 - v^c)^d. Functions of it are elementwise or run along the last axis, [..., F], in the
+inputs' dtype, and are differentiable.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms._fedavg import FedAvg
+from pflcore.algorithms._protocol import Grad, Payload, Tensors, Trained, Traits, options
+from pflcore.check import Count, NonNegative, Positive, Weighting
+from pflcore.data._ragged import onto
+from pflcore.nn._factorized import Init, factorize, factorized_layers
+from pflcore.train import Clients, Fit, Net
+from pflcore.train._losses import REGRESSION, binary_cross_entropy, hinge
+from pflcore.train._random import client_seeds, uniforms
+
+EULER = 0.5772156649015329
+# a product of v's stays this far below 1 (in its logarithm), where the divergence would be infinite
+NEAR_ONE = -1e-6
+
+
+def prior_mean(alpha: float, factors: int) -> Tensor:
+    """The prior's probability of each factor, (alpha / (alpha + 1))^k, within [.001, .999]:
+    float64 [F]."""
+    k = torch.arange(1, factors + 1, dtype=torch.float64)
+    return ((alpha / (alpha + 1)) ** k).clamp(0.001, 0.999)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, exact to rounding at both ends, and its gradient too."""
+    far = torch.log1p(-torch.exp(x.clamp(max=-math.log(2))))
+    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), far)
+
+
+def kl_slope(
+    logit: Tensor, log_c: Tensor, log_d: Tensor, log_rest: Tensor, alpha: Tensor, sizes: list[int]
+) -> Tensor:
+    """The gradient of both divergences in (logit, log c, log d), [s, 3 F], written out: autograd
+    takes three times as long. They are KL(Bernoulli(sigmoid(logit)) || Bernoulli(v_1 ... v_k)) and
+    KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and Smyth 2017).
+
+    Arguments are [s, F], layers of `sizes` factors side by side; `log_rest` is log(1 - u) of the
+    draws of v = (1 - (1 - u)^(1/d))^(1/c).
+    """
+    pi, c, d = logit.sigmoid(), log_c.exp(), log_d.exp()
+    s = log_rest / d
+    log_v = log1mexp(s) / c
+    log_p = along(log_v, sizes).clamp_(max=NEAR_ONE)
+    logit_p = log_p - log1mexp(log_p)
+    by_p = ((1 - pi) * logit_p.exp() - pi) * (log_p < NEAR_ONE)  # at the bound nothing moves
+    by_v = along(by_p.flip(1), sizes[::-1]).flip(1)  # v_k is part of every later p
+    rest = 1 - alpha / c
+    harmonic = torch.digamma(d + 1) + EULER  # H_d; E[log v] = -H_d / c
+    by_c = 1 - alpha * harmonic / c - by_v * log_v
+    by_s = by_v * s / (c * torch.expm1(s)) * s.exp()
+    by_d = 1 - 1 / d - rest * d * torch.polygamma(1, d + 1) - by_s
+    return torch.cat([pi * (1 - pi) * (logit - logit_p), by_c, by_d], 1)
+
+
+def along(values: Tensor, sizes: list[int]) -> Tensor:
+    """Sums over the factors up to each, layer by layer: [s, F]."""
+    return torch.cat([part.cumsum(1) for part in values.split(sizes, 1)], 1)
+
+
+def concrete(logit: Tensor, noise: Tensor, tau: float) -> Tensor:
+    """A binary concrete sample, the soft b, for `noise` = logit u with u uniform on (0, 1)
+    (Maddison et al. 2017)."""
+    return torch.sigmoid((logit + noise) / tau)
+
+
+BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
+PRESETS = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}  # optimizer, kl_weight
+
+
+@options
+class FactorizedWaffle(FedAvg):
+    """Hao et al. 2020 (WAFFLe, weight factorization), Algorithm 1: W_i = W_a diag(r * b_i) W_b, b_i
+    the client's private choice of factors.
+
+    server: x [P], the dictionary (W_a, r, W_b of each factorized layer, the other layers plain) ·
+    client: q [3 F] (logit pi, log c, log d of each factor), Adam's moments m, v [3 F], steps taken
+    t [1] · down: x [S, P] · up: delta [S, P] (1 model; q stays).
+
+    A step draws b (binary concrete) and v (Kumaraswamy), and moves x and q by the gradient of
+    NLL(minibatch) + kl_weight (KL_b + KL_v) / n_i (Eqs. 12 and 13). Evaluated is the server's
+    dictionary with the client's own scores; `dictionary="cached"` takes the one that the client
+    downloaded in its last round (section 2.3, for clients without a connection; client: x [P],
+    too). A model without factorized layers gets them, instead of all layers but the head: see
+    `pflcore.nn.factorize`. Presets: "paper_literal" is the text's one SGD for everything and the
+    full KL: scores then hardly move from the prior, and the method stays near FedAvg. "recommended"
+    gives the beliefs an Adam of their own and a weak KL; both are measured in docs/factorized.md.
+    Decisions where the paper is silent: alpha is F, tau 2/3, biases and the output layer are plain
+    and shared, averaging is uniform, r starts at 1, evaluation is `thr_soft`, logits of beliefs
+    stay within 7 (pi) and 9 (c, d), noise within [1e-4, 1 - 1e-4], and a run's momentum is the
+    dictionary's alone.
+    """
+
+    weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
+    preset: Literal["recommended", "paper_literal"] = "recommended"  # of optimizer and kl_weight
+    optimizer: Literal["adam", "sgd"] | None = None  # of the beliefs; default: adam | sgd
+    lr_var: NonNegative | None = None  # of the beliefs; default: .05 with "adam", or the run's
+    kl_weight: NonNegative | None = None  # default .01 | 1; 1 is the variational bound
+    # factors of each layer, or one number for all; none: 3 for 5 outputs
+    ranks: tuple[int, ...] = ()
+    alpha: Positive | None = None  # the prior's; default: a layer's number of factors
+    start: Init = "match"  # strengths: "match" (Glorot's variance) or "ibpwf" (N(0, .1^2))
+    tau: Positive = 2 / 3  # the relaxation's temperature
+    eval_mode: Literal["thr_soft", "mean", "relaxed_mean", "hard", "mc"] = "thr_soft"  # pi if >= .5
+    samples: Count = 10  # of "mc"
+    dictionary: Literal["current", "cached"] = "current"  # at evaluation: a client's last download
+    never: Literal["all", "prior"] = "all"  # of who never trained: its factors
+
+    @property
+    def traits(self) -> Traits:
+        late = ("eval_mode", "samples", "never")
+        why = "moves its dictionary by steps of SGD along one gradient with the beliefs'"
+        return super().traits._replace(late=late, only_sgd=why, no_clip_grad=why)
+
+    def prepare(self, net: Net) -> Net:
+        if factorized_layers(net.module):
+            return net
+        return Net(partial(factorized, self, net), net.criterion, net.head_name, net.seed)
+
+    def initial(self, net: Net) -> Tensors:
+        if not factorized_layers(net.module):
+            raise ValueError(
+                "model: expected one with factorized layers, got none; make it with "
+                "pflcore.nn.factorize(model, ranks)."
+            )
+        return super().initial(net)
+
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        alphas = self.alphas(net)
+        pi = torch.cat([prior_mean(float(a[0]), len(a)) for a in alphas])
+        c = torch.cat(alphas)
+        q = torch.cat([pi.logit(), c.log(), torch.zeros_like(c)])[None].to(net.w0)
+        zero = torch.zeros_like(q)
+        cached = {"x": down["x"]} if self.dictionary == "cached" else {}
+        return {"q": q, "m": zero, "v": zero, "t": zero[:, :1], **cached}
+
+    def alphas(self, net: Net) -> list[Tensor]:
+        """The prior's alpha for each layer's factors, float64 [F] each."""
+        sizes = [m.factors for m in factorized_layers(net.module).values()]
+        return [torch.full((f,), self.alpha or float(f), dtype=torch.float64) for f in sizes]
+
+    def widened(self, state: Any, old: Net, new: Net) -> Any:
+        """A run's state with as many factors as the net `new` has, in no layer fewer than `old`:
+        "increasing server-side capacity" (section 2.2). The columns of W_a for new factors start
+        at 0, so that everybody's model stays what it is; W_b, r and the clients' beliefs in them
+        are a newcomer's."""
+        few, many = ([m.factors for m in factorized_layers(n.module).values()] for n in (old, new))
+        x = new.w0.clone()
+        for name, size, shape in zip(old.names, old.shapes, new.shapes, strict=True):
+            whole = x[new.slices[name]].view(shape)
+            if name.endswith("w_a"):
+                whole.zero_()
+            whole[tuple(map(slice, size))] = state.server["x"][old.slices[name]].view(size)
+        had = torch.cat([torch.arange(b) < a for a, b in zip(few, many, strict=True)])
+        clients = {"t": state.clients["t"].clone()}
+        for key, row in self.newcomer({"x": x[None]}, new, 1).items():
+            clients.setdefault(key, row.repeat(len(state.seen), 1))
+            if key in ("q", "m", "v"):
+                mine = state.clients[key].unflatten(1, (3, -1))
+                clients[key].unflatten(1, (3, -1))[:, :, had] = mine
+        return replace(state, server={"x": x}, clients=clients)
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        fit = self.learn(down["x"], own, clients)
+        kept = {k: fit.rows[k] if k != "x" else down["x"] for k in own}
+        return kept, {"delta": fit.rows["x"] - down["x"]}, fit
+
+    def learn(self, x: Tensor, own: Tensors, clients: Clients) -> Fit:
+        """The rows x [S, P] and beliefs after local training."""
+        t, at = clients.setting.training, strengths(clients.net)
+        rows = {**own, "x": x, "noise": self.noise(clients, len(at)).to(x)}
+        rows["n"] = clients.size.to(x)[:, None]
+        if t.momentum:
+            rows["momentum"] = torch.zeros_like(x)
+
+        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
+            x, taken = rows["x"], onto(taken, rows["x"].device)  # in place: nothing is copied
+            noise = rows["noise"][torch.arange(len(x)), taken]
+            rows["t"] += 1
+            b, by_b, slope = self.beliefs(rows, noise, clients.net)
+            r = x[:, at]
+            x[:, at] = r * b  # for the moment the row is the client's own model
+            g = grad(x)
+            x[:, at], by_strength = r, g[:, at]
+            g[:, at] = by_strength * b
+            slope[:, : len(at)] += by_strength * r * by_b
+            ops.sgd_step_(
+                x,
+                g,
+                clients.lr,
+                momentum=t.momentum,
+                buffer=rows.get("momentum"),
+                weight_decay=t.weight_decay,
+            )
+            self.move(rows, slope, clients.lr)
+            return {}
+
+        return clients.each_batch(rows, update, together=True)
+
+    def noise(self, clients: Clients, factors: int) -> Tensor:
+        """A draw for b (a logit) and one for v of each step: [S, steps, 2, F]."""
+        t = clients.setting.training
+        steps = t.epochs * -(-int(clients.size.max()) // t.batch_size)
+        u = drawn(clients, "beliefs", steps * 2 * factors).mul_(1 - 2e-4).add_(1e-4)
+        u = u.to(clients.net.w0).view(len(u), steps, 2, factors)
+        u[:, :, 0] = u[:, :, 0].logit()
+        return u
+
+    def beliefs(self, rows: Tensors, noise: Tensor, net: Net) -> tuple[Tensor, Tensor, Tensor]:
+        """Samples b [s, F], their derivative by the logits [s, F], and kl_weight / n times the
+        divergence's gradient [s, 3 F]."""
+        (logit, log_c, log_d), (noise_b, u_v) = rows["q"].chunk(3, 1), noise.unbind(1)
+        b, alphas = concrete(logit, noise_b, self.tau), self.alphas(net)
+        sizes, alpha = [len(a) for a in alphas], torch.cat(alphas).to(b)
+        slope = kl_slope(logit, log_c, log_d, torch.log1p(-u_v), alpha, sizes)
+        weight = PRESETS[self.preset][1] if self.kl_weight is None else self.kl_weight
+        return b, b * (1 - b) / self.tau, slope.mul_(weight / rows["n"])
+
+    def move(self, rows: Tensors, slope: Tensor, lr: float) -> None:
+        """The beliefs one step on along `slope` [s, 3 F], within their bounds, in place."""
+        q, m, v, t = (rows[k] for k in "qmvt")
+        if (self.optimizer or PRESETS[self.preset][0]) == "adam":
+            rate = 0.05 if self.lr_var is None else self.lr_var
+            m.mul_(0.9).add_(slope, alpha=0.1)
+            v.mul_(0.999).addcmul_(slope, slope, value=0.001)
+            q -= rate / (1 - 0.9**t) * m / ((v / (1 - 0.999**t)).sqrt_() + 1e-8)
+        else:
+            q.sub_(slope, alpha=lr if self.lr_var is None else self.lr_var)
+        for part, bound in zip(q.chunk(3, 1), BOUNDS, strict=True):
+            part.clamp_(-bound, bound)
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        q, x, new = own["q"], down["x"], own["t"][:, 0] == 0
+        x = torch.where(new[:, None], x, own["x"]) if "x" in own else x
+        b = self.scores(q.chunk(3, 1)[0], clients)
+        if self.never == "all":
+            b = b.masked_fill(new[:, None, None], 1)
+        return {"w": x, "b": b}
+
+    def scores(self, logit: Tensor, clients: Clients) -> Tensor:
+        """b [S, samples, F] of clients with beliefs `logit` [S, F], as `eval_mode` has it."""
+        pi = logit.sigmoid()[:, None]
+        above = (pi >= 0.5).to(pi)
+        simple = {"mean": pi, "thr_soft": pi * above, "hard": above}
+        if self.eval_mode in simple:
+            return simple[self.eval_mode]
+        if self.eval_mode == "relaxed_mean":
+            u = (torch.arange(256, dtype=pi.dtype, device=pi.device) + 0.5) / 256
+            return concrete(logit[:, None, :, None], u.logit(), self.tau).mean(3)
+        u = drawn(clients, "scores", self.samples * logit.shape[1]).to(pi)
+        noise = u.logit().unflatten(1, (self.samples, -1))
+        return concrete(logit[:, None], noise, self.tau)
+
+    def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
+        """The factorized model w [P], its layers' `strength` times a row of b [samples, F]: the
+        logarithm of the probabilities' mean over the rows; of numbers their mean, of single labels
+        its logit."""
+        at, w = strengths(net), model["w"]
+        each = [net(w.index_copy(0, at, w[at] * b), x) for b in model["b"]]
+        scores, numbers = torch.stack(each), net.criterion in (*REGRESSION, hinge)
+        if net.criterion is binary_cross_entropy:
+            return scores.sigmoid().mean(0).logit()
+        if numbers or len(scores) == 1 or scores.dim() < 3 or scores.shape[2] == 1:
+            return scores.mean(0)
+        return scores.log_softmax(2).logsumexp(0)  # but for a constant
+
+
+def drawn(clients: Clients, stream: str, count: int) -> Tensor:
+    """Uniform numbers [S, count], each client's own of this round."""
+    key = (clients.setting.seed, clients.round, stream)
+    return uniforms(client_seeds(clients.ids.numpy(), *key), count)
+
+
+def factorized(alg: FactorizedWaffle, net: Net) -> nn.Module:
+    """The net's model with its layers factorized; a function of the module, so that models can be
+    pickled."""
+    plain = net.module if isinstance(net.build, nn.Module) else net.build()
+    return factorize(plain, alg.ranks, alg.start, alg.alpha, net.head_name)
+
+
+def strengths(net: Net) -> Tensor:
+    """Where the factors' strengths stand in a row: int64 [F], layer after layer."""
+    names = (f"{k}.strength".removeprefix(".") for k in factorized_layers(net.module))
+    places = torch.arange(net.size, device=net.w0.device)
+    return torch.cat([places[net.slices[name]] for name in names])

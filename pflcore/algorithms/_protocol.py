@@ -1,0 +1,274 @@
+"""What an algorithm is: a server's rule, and a client's part where it trains in a way of its own.
+
+A server's rule works on rows and knows no model, no data and no training loop. It is used as an
+optimizer of optax is: `init` once, then in every round
+
+    down = rule.send(state, cohort)                # what each client receives
+    changes, mix = rule.update(state, up, cohort)  # what its uploads change
+    state = apply(state, changes)
+
+Letters: N clients, S of them in a round's cohort, P parameters, M models that a server makes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import dataclass_transform
+
+from pflcore import ops
+from pflcore.check import check, refuse
+from pflcore.data._ragged import onto
+from pflcore.train import Clients, Fit, Net, Training
+from pflcore.train._random import generator_of
+
+Tensors = dict[str, Tensor]
+Payload = dict[str, Any]  # Tensor [S, ...] or Pool
+Trained = tuple[Tensors, Tensors, Fit]  # what the clients keep, what they upload, their training
+Grad = Callable[..., Tensor]  # of one step: see `Clients.each_batch`
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def options(cls: type[T]) -> type[T]:
+    """A frozen dataclass: the fields of an algorithm are its options."""
+    return dataclass(frozen=True)(cls)
+
+
+class Stop(Exception):
+    """Ends the run: raised with one sentence where going on makes no sense."""
+
+
+class Void(Exception):
+    """Makes the round void, nothing changes: `update` raises it with one sentence where so few
+    uploads say nothing."""
+
+
+class Pool(NamedTuple):
+    """At most M of R shared rows for each client, without the copies; what travels is the rows
+    whose numbers are not -1."""
+
+    rows: Tensor  # [R, P]
+    index: Tensor  # type: ignore[assignment]  # [S, M], -1: nothing; hides tuple.index
+
+
+class Mix(NamedTuple):
+    """Whose updates went into which model: for the record, and for batch norm's statistics."""
+
+    weight: Tensor  # [M, S] float64: M models of all the cohort's updates; or [M, K] with index
+    index: Tensor | None = None  # type: ignore[assignment]  # [M, K] int64: places in the cohort
+    rows: Tensor | None = None  # [M] ids of the clients whose models they are; None: one for all
+
+    def of(self, updates: Tensor, base: Tensor | None = None, lr: float = 1.0) -> Tensor:
+        """The models [M, P]: base + lr * (weight @ updates), of updates [S, P]."""
+        index = None if self.index is None else onto(self.index, updates.device)
+        return ops.aggregate(updates, onto(self.weight, updates.device), index, base, lr)
+
+    def report(self, cohort: Cohort) -> Tensors:
+        """The weights by clients' numbers: of one model "weights" [N], or where some are absent
+        "weight" and "index" [S]; with an index "weight" and "index" [M, K] of the clients "rows"
+        [M]."""
+        if self.index is not None:
+            ids = cohort.ids
+            return {"rows": ids, "index": ids[self.index.cpu()], "weight": self.weight}
+        if len(cohort.ids) == cohort.n:
+            return {"weights": self.weight[0]}
+        return {"index": cohort.ids, "weight": self.weight[0]}
+
+
+class Cohort(NamedTuple):
+    """The clients of one round."""
+
+    ids: Tensor  # [S] int64, ascending
+    size: Tensor  # [S] int64, training samples
+    n: int  # N, clients of the federation
+    round: int = 1  # from 1
+    rounds: int = 1
+    seed: int = 0  # of the run, for a rule that draws
+    lost: int = 0  # clients beside these whose uploads were not finite
+    purpose: str = "send"  # names the stream of `generator`: "send" to train on, or "evaluation"
+
+    def take(self, kept: Tensor) -> Cohort:
+        """The cohort without those who are not `kept`, bool [S]."""
+        return self._replace(
+            ids=self.ids[kept], size=self.size[kept], lost=self.lost + int((~kept).sum())
+        )
+
+    def mean(self, weighting: str = "samples") -> Mix:
+        """One mean of the cohort, by samples or uniform."""
+        size = self.size if weighting == "samples" else torch.ones_like(self.size)
+        return Mix((size.double() / size.sum())[None])
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A generator of this round's own."""
+        return generator_of(self.seed, self.round, self.purpose)
+
+
+class Rows(NamedTuple):
+    """New rows for some clients in a tensor [N, ...]: returned by who must not write."""
+
+    ids: Tensor  # [S] int64
+    rows: Tensor  # [S, ...]
+
+
+Changes = dict[str, Tensor | Rows]
+Updated = tuple[Changes, Mix | None]  # what a round changes, and which uploads went where
+
+
+def apply(state: Tensors, changes: Mapping[str, Tensor | Rows]) -> Tensors:
+    """The state [...] after `changes`. Rows are written in place: the state that went in is used
+    up."""
+    writes = [  # all that takes memory comes first: then everything is written, or nothing
+        (state[k], onto(new.ids, state[k].device), new.rows.to(state[k]))
+        for k, new in changes.items()
+        if isinstance(new, Rows)
+    ]
+    for tensor, ids, rows in writes:
+        tensor[ids] = rows
+    return state | {k: v for k, v in changes.items() if isinstance(v, Tensor)}
+
+
+def zero_rows(n: int, like: Tensor) -> Tensor:
+    """Zeros [n, *like.shape] that take no memory before they are written."""
+    if like.device.type != "cpu":
+        return like.new_zeros(n, *like.shape)
+    return torch.from_numpy(np.zeros((n, *like.shape), like.numpy().dtype))
+
+
+def squares(rows: Tensor) -> Tensor:
+    """The rows' squared norms [S] float64, exact as `ops.pairwise_sqdist` is."""
+    return ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0]
+
+
+def shares(a: Tensor) -> Tensor:
+    """The numbers `a` >= 0 [M, S] by the sums of their rows; a row of zeros stays."""
+    total = a.sum(1, keepdim=True)
+    return torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), 0.0)
+
+
+class Traits(NamedTuple):
+    """What a run has to know of an algorithm beside its hooks; may depend on its options."""
+
+    batch_norm: tuple[str, ...] = ("average", "local")  # what may become of its running statistics
+    # ("rule",): they are a part of what the server's models are
+    required: tuple[int, ...] = ()  # clients that join every round
+    returns: Literal["logits", "probabilities", "values"] = "logits"  # of `predict`
+    needs_val: bool = False  # trains on a split "val"
+    only_sgd: str = ""  # why its formula rests on SGD's steps: "takes steps of SGD along ..."
+    no_clip_grad: str = ""  # why clipped gradients do not fit it
+    models: Mapping[str, str] = {}  # uploads that are models, not differences: what each is
+    # measured from, "down.x" (its download) or "server.w" (the server's row of the client)
+    per_client: tuple[str, ...] = ()  # the server's tensors of a row for each client, at first zero
+    clipped: tuple[str, ...] = ()  # uploads and client state that a clip shortens with the update
+    late: tuple[str, ...] = ()  # options of no part in training: to be tuned on one trained state
+    reported: tuple[str, ...] = ()  # tensors of the server's state that go into the round's record,
+    # and "mix": whose updates went into which model
+
+
+@options
+class Algorithm:
+    """What every algorithm derives from: options are fields, checked by their annotations."""
+
+    traits: ClassVar[Any] = Traits()
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def idle(self, beside: str, *names: str) -> None:
+        """ValueError where one of the options `names`, which play no part, is not its default."""
+        for name in names:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                words = f"its default beside {beside}={getattr(self, beside)!r}"
+                refuse(name, words, getattr(self, name))
+
+    # the server ---------------------------------------------------------------------------------
+    def init(self, x0: Tensor, n: int) -> Tensors:
+        """The server's state before the first round; x0 [P] is the common initial model."""
+        return {"x": x0}
+
+    def send(self, state: Tensors, cohort: Cohort) -> Payload:
+        """What each client of the cohort receives: tensors [S, ...] or a `Pool`."""
+        return {"x": state["x"].expand(len(cohort.ids), -1)}
+
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+        """What the uploads [S, ...] change of the state, which stays as it is, and which of them
+        went into which model (None: statistics of batch norm are never mixed)."""
+        raise NotImplementedError(f"{type(self).__name__} has no update.")
+
+    # a client -----------------------------------------------------------------------------------
+    def initial(self, net: Net) -> Tensors:
+        """What `init` is given: the initial model, or its shared part; an algorithm may want
+        more."""
+        return {"x0": net.w0}
+
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        """The state [S, ...] of clients that take part for the first time."""
+        return {}
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        """A round's work of the cohort: what the clients keep and what they upload, [S, ...] each;
+        and the training whose loss is recorded and whose statistics of batch norm count."""
+        fit = clients.fit(down["x"])
+        return own, {"delta": fit.w.sub_(down["x"])}, fit  # in place: no second table of updates
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        """The personalized models [S, ...], as `predict` takes them: the clients' own w, where they
+        keep one, else x; "batch_norm" [S, b] are statistics that replace the clients' own."""
+        return {"w": own["w"] if "w" in own else down["x"]}
+
+    def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
+        """One client's scores on `x` [B, ...]."""
+        return net(model["w"], x)
+
+    # rarely -------------------------------------------------------------------------------------
+    def prepare(self, net: Net) -> Net:
+        """The model that is trained, made of the one given: asked for once, before `init`."""
+        return net
+
+    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
+        """Small tensors worth a line in the round's record, of the state after it; "weights" are
+        the mixing weights, see `Mix.report`. By default those that `traits.reported` names."""
+        names = self.traits.reported
+        shown = mix.report(cohort) if mix is not None and "mix" in names else {}
+        return shown | {k: state[k] for k in names if k != "mix"}
+
+    def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
+        """What a newcomer's upload `up` [1, ...] shows of where it belongs: for `History.adapt`."""
+        return {}
+
+    def grow(self, state: Tensors, n: int) -> Tensors:
+        """The state where a client joins the n that there are, beside the rows that it gets: for
+        what is a mean over all."""
+        return state
+
+
+def check_training(alg: Algorithm, training: Training) -> None:
+    """ValueError, one sentence, where the algorithm cannot train so."""
+    traits, name = alg.traits, type(alg).__name__
+    if traits.only_sgd and training.local_optimizer != "sgd":
+        raise ValueError(
+            f"local_optimizer: {name} {traits.only_sgd}, and AdamW's steps are others; take "
+            "local_optimizer='sgd'."
+        )
+    if traits.no_clip_grad and training.clip_grad is not None:
+        raise ValueError(
+            f"clip_grad: {name} {traits.no_clip_grad}, which are not clipped; leave clip_grad out."
+        )
+
+
+def plain_steps(alg: Algorithm, clients: Clients) -> None:
+    """Warns where the run's momentum or weight decay plays no part in the steps of `alg`."""
+    t = clients.setting.training
+    if t.momentum or t.weight_decay:
+        warnings.warn(
+            f"{type(alg).__name__}: its local steps are its paper's, without momentum and weight "
+            f"decay; momentum={t.momentum:g} and weight_decay={t.weight_decay:g} play no part.",
+            stacklevel=3,
+        )

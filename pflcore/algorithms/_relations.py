@@ -1,0 +1,543 @@
+"""Servers that keep everybody's model [N, P] and how the clients are related: FedAMP and HeurFedAMP
+mix models that are alike, SFL smooths them over a graph, MOCHA learns the relation, FedDWA mixes
+the models nearest to where a client is going; and the quadratic programme of its Eq. 12: least
+`p . W p` over the simplex, `sum(p) = 1`, `p >= 0`.
+"""
+
+import math
+import warnings
+from dataclasses import field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms._clusters import cosines
+from pflcore.algorithms._protocol import (
+    Algorithm,
+    Changes,
+    Cohort,
+    Mix,
+    Payload,
+    Rows,
+    Stop,
+    Tensors,
+    Trained,
+    Traits,
+    Updated,
+    options,
+    shares,
+    squares,
+    zero_rows,
+)
+from pflcore.check import Count, Fraction, NonNegative, Positive, Share, refuse
+from pflcore.data._ragged import onto
+from pflcore.train import Clients, Net, Objective
+
+
+@options
+class LatestModels(Algorithm):
+    """Mixes everybody's latest model by weights that `mixing` makes of the models' distances.
+
+    server: w [N, P], and of them sqdist [N, N], norm2 [N], last [N] (the round of the upload, 0:
+    none) and weights [N, N], row i what client i's model mixes.
+    """
+
+    traits = Traits(models={"w": "server.w"}, reported=("weights",))
+
+    def init(self, x0: Tensor, n: int) -> Tensors:
+        weights = torch.eye(n, dtype=torch.float64)
+        return {
+            "w": x0.repeat(n, 1),
+            "sqdist": torch.zeros_like(weights),
+            "norm2": squares(x0[None]).cpu().expand(n),
+            "last": torch.zeros(n, dtype=torch.long),
+            "weights": weights,
+        }
+
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+        ids, w = cohort.ids, up["w"]  # of the cohort alone distances are taken anew
+        distances = [ops.pairwise_sqdist(w, to) for to in (state["w"], w, torch.zeros_like(w[:1]))]
+        # looked at once
+        rows, among, norm2 = torch.cat(distances, 1).cpu().split([cohort.n, len(ids), 1], 1)
+        rows = rows.index_copy(1, ids, among)
+        new = {
+            "sqdist": state["sqdist"].index_copy(0, ids, rows).index_copy_(1, ids, rows.T),
+            "norm2": state["norm2"].index_copy(0, ids, norm2[:, 0]),
+            "last": state["last"].index_fill(0, ids, cohort.round),
+        }
+        weights = self.mixing(new["sqdist"], new["norm2"], new["last"] > 0)
+        # of the models mixed, those of who is present
+        mix = Mix(weights[:, ids], rows=torch.arange(cohort.n))
+        return {"w": Rows(ids, w), **new, "weights": weights}, mix
+
+    def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
+        """The weights [N, N] float64 from squared distances [N, N], squared norms [N] and who has a
+        model to give, bool [N]."""
+        raise NotImplementedError(f"{type(self).__name__} has no mixing.")
+
+
+def others(gives: Tensor) -> Tensor:
+    """Who mixes whom, bool [N, N], by who has a model to give, bool [N]: nobody itself."""
+    return gives & gives[:, None] & ~torch.eye(len(gives), dtype=torch.bool)
+
+
+@options
+class FedAMP(LatestModels):
+    """Huang et al. 2021, FedAMP: each client is drawn to u_i = sum_j xi_ij w_j, xi_ij = (alpha /
+    sigma) exp(-|w_i - w_j|^2 / sigma).
+
+    server: the latest models w [N, P] and weights xi [N, N], see `LatestModels` · client: w [P] ·
+    down: u [S, P] (1 model) · up: w [S, P] (1 model).
+
+    A client minimises F_i(w) + lam / (2 alpha) |w - u_i|^2 by local training from its own model, or
+    from u_i with `start="u"`. xi_ii is what is left of 1. Where the others' weights exceed 1 (alpha
+    > sigma / (N - 1) and models that are close) it would be negative, an extrapolation that swaps
+    models: they are scaled to sum to 1. An absent client's latest model still gives. Deviation: the
+    paper has everybody in every round. `server_lr` and `weighting` play no part.
+    """
+
+    # scale of the squared distances: larger, and all clients attract alike
+    sigma: Positive = 1.0
+    # step size of the attraction: others weigh alpha / sigma, the pull is lam / alpha
+    alpha: Positive = 1.0
+    # strength of the pull towards u_i
+    lam: NonNegative = 0.1
+    start: Literal["own", "u"] = "own"  # where local training starts: the client's own model, or u
+
+    traits = LatestModels.traits._replace(batch_norm=("local",))  # own models are never mixed
+
+    def send(self, state: Tensors, cohort: Cohort) -> Payload:
+        return {"u": Mix(state["weights"][cohort.ids]).of(state["w"])}
+
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        return {"w": net.w0[None]}
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        start = own["w"] if self.start == "own" else down["u"]
+        fit = clients.fit(start, Objective(prox=(self.lam / self.alpha, down["u"])))
+        return {"w": fit.w}, {"w": fit.w}, fit
+
+    def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
+        xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * others(gives)
+        total = xi.sum(1, keepdim=True)
+        if bool((total > 1).any()):
+            warnings.warn(
+                "FedAMP: the others' weights exceed 1 and are scaled down; alpha <= sigma / "
+                f"{len(gives) - 1} avoids it.",
+                stacklevel=2,
+            )
+            xi = xi / total.clamp(min=1)
+        return xi + (1 - xi.sum(1)).diag()
+
+
+@options
+class HeurFedAMP(FedAMP):
+    """Huang et al. 2021, HeurFedAMP: the others share 1 - xi_ii by a softmax of sigma cos(w_i,
+    w_j); xi_ii is fixed.
+
+    State and messages are FedAMP's. The cosine of a model of norm 0 counts as 0. A lone client
+    mixes itself.
+    """
+
+    # sharpness of the softmax of cosines
+    sigma: Positive = 5.0
+    xi_self: Share = 0.0  # xi_ii; 0: 1 / N
+
+    def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
+        cosine = cosines(sqdist, norm2).masked_fill(~others(gives), -torch.inf)
+        share = (self.sigma * cosine).softmax(1).nan_to_num(0.0)  # NaN: nobody else to mix
+        xi = (1 - (self.xi_self or 1 / len(gives))) * share
+        return xi + (1 - xi.sum(1)).diag()
+
+
+@options
+class SFL(LatestModels):
+    """Chen et al. 2022, SFL: models smoothed over a graph of the clients, X' = s A^L X + (1 - s) X,
+    and their mean, the readout.
+
+    server: the latest models w [N, P] and weights s A^L + (1 - s) I [N, N], see `LatestModels` ·
+    client: nothing · down: the readout x and the client's own row u of X' [S, P] (2 models; the
+    paper's tables count 1) · up: w [S, P] (1 model).
+
+    A client trains from the readout and minimises F_i(w) + lam1 / 2 |w - u_i|^2 + lam2 / 2 |w -
+    x|^2; tested is u_i. A has self loops and rows that sum to 1: of `adjacency` [N, N] >= 0, in
+    which a client without a self loop gets one of weight 1; without it, of the `k` nearest by the
+    models' distance. Deviations: squared regularisers with a gradient, where the released code's
+    are not squared and detached, so without effect; neighbours are the nearest clients, where its
+    learned graph keeps the farthest. Who never took part holds the readout.
+    """
+
+    # a given graph [N, N] on the CPU; None: the nearest models
+    adjacency: Tensor | None = field(default=None, compare=False)
+    k: Count = 5  # neighbours beside itself
+    layers: Count = 3  # L
+    # share of the graph's means in X'; 0: nothing is smoothed
+    s: Share = 1.0
+    # strength of the pull towards the smoothed model u_i
+    lam1: NonNegative = 0.3
+    # strength of the pull towards the readout x
+    lam2: NonNegative = 0.3
+
+    def graph(self, sqdist: Tensor, gives: Tensor) -> Tensor:
+        """The adjacency [N, N], from squared distances [N, N] and who has a model, bool [N]."""
+        given, n = self.adjacency, len(sqdist)
+        if given is None:  # ones: the k nearest of those who have a model, and itself
+            far = sqdist.masked_fill(~gives, torch.inf)
+            far.fill_diagonal_(-1)
+            order = far.sort(dim=1, stable=True).indices[:, : self.k + 1]
+            return torch.zeros_like(sqdist).scatter_(1, order, 1.0) * gives
+        if given.shape != (n, n) or not bool((given >= 0).all()):
+            refuse("adjacency", f"{n} x {n} numbers >= 0 (a newcomer counts, too)", given)
+        return given.double() + (given.diagonal() == 0).double().diag()
+
+    def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
+        a = shares(self.graph(sqdist, gives) * gives)
+        eye = torch.eye(len(a), dtype=a.dtype)
+        a = torch.where(a.any(1, keepdim=True), a, eye)  # a row of zeros keeps its own model
+        mix: Tensor = self.s * torch.linalg.matrix_power(a, self.layers) + (1 - self.s) * eye
+        if bool(gives.any()):  # who has no model gets the mean of the others' rows
+            mix[~gives] = mix[gives].mean(0)
+        return mix
+
+    def send(self, state: Tensors, cohort: Cohort) -> Payload:
+        weights = state["weights"]
+        rows = Mix(torch.cat([weights[cohort.ids], weights.mean(0, keepdim=True)])).of(state["w"])
+        return {"x": rows[-1].expand(len(cohort.ids), -1), "u": rows[:-1]}
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        both = self.lam1 + self.lam2
+        # two squares are one
+        anchor = (self.lam1 * down["u"] + self.lam2 * down["x"]) / (both or 1)
+        fit = clients.fit(down["x"], Objective(prox=(both, anchor) if both else None))
+        return own, {"w": fit.w}, fit
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        return {"w": down["u"]}
+
+
+@options
+class Mocha(Algorithm):
+    """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t mean_loss_t(w_t) + (lam
+    / 2) tr(W^T Omega W)`.
+
+    server: w [N, P], omega [N, N], seen [N] · client: w [P] (its row) · down: `sum_{j != t}
+    Omega_tj w_j` (1 model) and a scalar · up: w (1 model) and two scalars.
+
+    One round is one inner iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt w_t +
+    pull_t))`, the others frozen. Every `outer` rounds `Sigma = (W W^T)^(1/2) / trace` and `Omega =
+    ((1 - delta) Sigma + delta I / N)^-1`; at first Sigma = I / N.
+
+    `relation="sigma"` puts Sigma where Omega belongs, which is what Motley's code does (its table
+    cannot be had otherwise). The pull is an explicit block-Jacobi step, stable only while the
+    largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, `e_t = (1 - (1 - lr lam
+    Omega_tt)^steps) / Omega_tt`: checked after every update of Omega, and in every round lr lam
+    Omega_tt < 2; where it fails the run stops with a sentence. Decision where the paper is silent:
+    a client that joins late starts from the mean of the models so far, and is served it until then.
+    lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`)
+    play no part, nor does `server_lr`.
+    """
+
+    lam: NonNegative = 0.01  # strength of the regulariser
+    # how much of I / N is mixed into Sigma: Omega's condition is <= N / delta
+    delta: Fraction = 0.01
+    outer: Count = 2  # rounds between two updates of Omega
+    # what relates the tasks: omega, or sigma in its stead, as in Motley's code
+    relation: Literal["omega", "sigma"] = "omega"
+
+    traits = Traits(
+        batch_norm=("local",),  # everybody trains a model of its own
+        models={"w": "server.w"},
+        only_sgd="takes its regulariser and its test of stability from the sum of SGD's step sizes",
+    )
+
+    def init(self, x0: Tensor, n: int) -> Tensors:
+        eye = torch.eye(n, dtype=torch.float64, device=x0.device)
+        omega = eye * n if self.relation == "omega" else eye / n
+        return {"w": x0.repeat(n, 1), "omega": omega, "seen": torch.zeros(n, dtype=torch.bool)}
+
+    def send(self, state: Tensors, cohort: Cohort) -> Payload:
+        w, seen, ids = state["w"], state["seen"], cohort.ids
+        at = onto(ids[:, None], w.device)
+        rows = state["omega"][at[:, 0]]  # [S, N]
+        down = {"pull": ops.aggregate(w, rows.scatter(1, at, 0.0)), "o": rows.gather(1, at)}
+        if bool(seen.any()) and not bool(seen[ids].all()):  # sent where somebody needs it
+            down["start"] = w[onto(seen, w.device)].mean(0).expand(len(ids), -1)
+        return down
+
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        return {"w": down.get("start", net.w0[None])}  # from the mean of the models so far
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        lr = clients.lr
+        self.hold(clients.round, lr, lr * self.lam * float(down["o"].max()))
+        mu = (self.lam * down["o"]).to(own["w"])[:, 0]
+        pull = Objective(shift=self.lam * down["pull"], prox=(mu, torch.zeros_like(own["w"])))
+        fit = clients.fit(own["w"], pull)
+        lr_sum = (fit.steps * lr)[:, None].to(fit.w)
+        return {"w": fit.w}, {"w": fit.w, "lr_sum": lr_sum, "lr": torch.full_like(lr_sum, lr)}, fit
+
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+        ids = cohort.ids
+        changes: Changes = {"w": Rows(ids, up["w"]), "seen": Rows(ids, ids >= 0)}
+        if cohort.round % self.outer == 0:
+            at = onto(ids, up["w"].device)
+            omega = relation(state["w"].index_copy(0, at, up["w"]), self.delta, self.relation)
+            lr, lr_sum = (up[k][:, 0].double() for k in ("lr", "lr_sum"))
+            self.check(omega[at][:, at], lr, lr_sum, cohort.round)
+            changes["omega"] = omega
+        return changes, None
+
+    def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, round: int) -> None:
+        """Stop where the next exchanges would amplify W, by omega [N, N] and step sizes [N]."""
+        o = omega.diagonal()
+        shrink = lr * self.lam * o
+        e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
+        root = e.clamp(min=0).sqrt()
+        largest = torch.linalg.eigvalsh(root[:, None] * omega * root).max().item()
+        self.hold(round, lr.max(), max(shrink.max().item(), largest))
+
+    def hold(self, round: int, lr: float | Tensor, value: float) -> None:
+        """Stop where an eigenvalue is 2 or more; only then is a step size [1] on a card read."""
+        if not value < 2:
+            raise Stop(
+                f"MOCHA is unstable from round {round} on: with lr {lr:g}, lam {self.lam:g} and "
+                f"delta {self.delta:g} an exchange amplifies the models (eigenvalue {value:.3g}, "
+                "which must be below 2); lower lr or lam, or raise delta."
+            )
+
+
+def relation(w: Tensor, delta: float, kind: str = "omega") -> Tensor:
+    """Sigma = (W W^T)^(1/2) / trace [N, N] float64 of `w` [N, P], or Omega = ((1 - delta) Sigma +
+    delta I / N)^-1.
+
+    W W^T has rank P at most: its eigenvalues are clamped to 1e-8 from below (Motley's value), and
+    delta bounds Omega.
+    """
+    values, vectors = torch.linalg.eigh(w.double() @ w.double().T)
+    root = values.clamp(min=1e-8).sqrt()
+    root = root / root.sum()
+    if kind == "omega":
+        root = 1 / ((1 - delta) * root + delta / len(w))
+    matrix: Tensor = (vectors * root) @ vectors.T
+    return matrix
+
+
+def inner_products(to_guide: Tensor, between: Tensor) -> Tensor:
+    """FedDWA's W (Eq. 11) from exact squared distances alone.
+
+    to_guide [K]: |g - w_j|^2; between [K, K]: |w_j - w_k|^2; float64 [K, K]: (g - w_j) . (g - w_k).
+    Its curvature on the simplex comes from `between` alone, so that nothing is lost where the
+    models are much closer to each other than to the guide.
+    """
+    return (to_guide[:, None] + to_guide - between) / 2
+
+
+def simplex_qp(w: Tensor, ridge: float = 1e-10) -> Tensor:
+    """The p [K] that minimises `p . w p` over the simplex, for a positive semidefinite `w` [K, K];
+    float64.
+
+    It is the direction of the q >= 0 that minimises `q . w q + (sum(q) - 1)^2`, which Lawson and
+    Hanson's active set finds (1974, Solving least squares problems, algorithm NNLS): the coordinate
+    with the steepest descent becomes free, and on the way to the optimum of the free ones what
+    would become negative is fixed at 0 again. `ridge` times the mean of the diagonal is added to
+    it, which picks the shortest p where several are optimal; 0 adds nothing.
+    """
+    k, w = len(w), w.double().cpu()
+    scale = float(w.diagonal().max())
+    if scale <= 0:  # every model is the guide itself
+        return torch.full((k,), 1 / k, dtype=torch.float64)
+    w = (w + w.T) / (2 * scale)
+    w = w + ridge * w.diagonal().mean() * torch.eye(k, dtype=torch.float64) + 1
+    q = torch.zeros(k, dtype=torch.float64)
+    for _ in range(20 * k):  # the objective falls at every pass; the bound is for rounding
+        gain = (1 - w @ q).masked_fill(q > 0, 0)
+        if gain.max() <= 1e-13:
+            break
+        free = q > 0
+        free[gain.argmax()] = True
+        q = _to_optimum(w, q, free)
+    return q / q.sum()
+
+
+def _to_optimum(w: Tensor, q: Tensor, free: Tensor) -> Tensor:
+    """From q to the optimum where the coordinates `free`, bool [K], or those of them that stay
+    above 0 on the way, are not 0."""
+    while True:
+        ones, aim = q.new_ones(int(free.sum()), 1), torch.zeros_like(q)
+        # the shortest one where the system is singular
+        aim[free] = torch.linalg.lstsq(w[free][:, free], ones, driver="gelsd").solution[:, 0]
+        falls = free & (aim <= 0)
+        if not falls.any():
+            return aim
+        way = (q - aim).clamp(min=torch.finfo(q.dtype).tiny)
+        reach = (q / way).masked_fill(~falls, torch.inf)
+        step = reach.min()
+        q = (q + step * (aim - q)).masked_fill(reach <= step, 0)
+        free = q > 0
+
+
+MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups
+LONG = 1 << 10  # where rows are so long that a pair costs
+
+
+@options
+class FedDWA(Algorithm):
+    """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i -
+    w_j|^2 (Eqs. 8 and 15).
+
+    server: x [N, P], the personalized models; of the last round's cohort its ids [S] and near and p
+    [S, K], whose models each mixes and how; and the guidance's cache with "previous" · client:
+    nothing · down: x_i [S, P] (1 model) · up: w, g [S, P] (2 models: the trained one and the
+    guidance; 1 with "previous" and "current").
+
+    The guidance is where the client's next step would lead: "epoch" trains `ahead` epochs more (the
+    authors' code as many as a round has), "steps" so many minibatches, "full_grad" takes so many
+    full-batch gradient steps (Eq. 16), "previous" is the model of the client's last round (App.
+    C.6, cached by the server, its case ii; a client without one keeps its own model), "kept" the
+    same, cached by the client, which uploads both (case i: client: last [P] and whether it has one
+    [1]). Nothing of the look ahead stays with the client. "current" (section 4.1) is the trained
+    model itself: its distance to itself is 0, so Eq. 15 gives it (and exact copies) the whole
+    weight, and FedDWA is Local. So it nearly is with one step of "full_grad" at the paper's step
+    size of .01: a self weight above .999. A client ranks among its own neighbours like any other
+    and may miss its own k. Who is absent keeps its model, bit for bit. Deviations: `ahead` > 1 goes
+    on from where it is; the authors' code starts again each time. `server_lr` and `weighting` play
+    no part. `search` says how the nearest are looked for, not which they are: "exact" takes all S *
+    S distances; "groups" (`ops.nearest`) gives the same bits from few of them where clients form
+    clusters, and takes some 2 / sqrt(S) more than all where they do not; "auto" is "groups" from
+    1000 clients of a cohort on, unless their models are tiny. Not of the paper: weights ~ 1 / |g_i
+    - w_j|^(2 power), with 0 an even mix of the same neighbours; and `stride`, which moves the
+    guidance along its direction until it is so many times as far from its client's model as the
+    nearest other model is (as it stands the step, and with it the distance to the client itself,
+    shrinks with the gradient, until the client's own model has all the weight).
+    """
+
+    k: Count = 5  # how many models are mixed, at most the cohort
+    # the client's guidance model: trained for epochs or steps, along whole gradients, or its
+    # previous model (the server's copy, or kept by the client) or current one
+    guidance: Literal["epoch", "steps", "full_grad", "previous", "kept", "current"] = "epoch"
+    ahead: Count = 1  # epochs, minibatches or gradient steps of the guidance
+    search: Literal["auto", "exact", "groups"] = "auto"  # how the nearest models are found
+    power: NonNegative = 1.0  # of the inverse squared distances: 1 is Eq. 15, 0 an even mix
+    stride: Positive | None = None  # the guidance's step, in distances to the nearest other model
+    serve: Literal["mix", "guidance"] = "mix"  # evaluated: the mix, or what it is trained to next
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.guidance in ("previous", "kept", "current"):  # nothing is trained ahead
+            self.idle("guidance", "serve")
+
+    @property
+    def traits(self) -> Traits:
+        why = "with guidance='full_grad' takes steps of SGD along whole gradients"
+        why = why if self.guidance == "full_grad" else ""
+        return Traits(
+            batch_norm=("local", "average"),  # local in the authors' code
+            only_sgd=why,
+            no_clip_grad=why,
+            models={"w": "down.x", "g": "down.x"},
+            per_client=("x", "seen", *(["last"] if self.guidance == "previous" else [])),
+            late=("serve",),
+            reported=("mix",),
+        )
+
+    def init(self, x0: Tensor, n: int) -> Tensors:
+        state = {"x0": x0, "x": zero_rows(n, x0), "seen": torch.zeros(n, dtype=torch.bool)}
+        return state | ({"last": zero_rows(n, x0)} if self.guidance == "previous" else {})
+
+    def send(self, state: Tensors, cohort: Cohort) -> Payload:
+        x, seen = state["x"][cohort.ids], state["seen"][cohort.ids, None]
+        return {"x": torch.where(onto(seen, x.device), x, state["x0"])}  # a newcomer's is x0
+
+    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+        x = down["x"]
+        return {"last": x, "has": torch.zeros_like(x[:, :1])} if self.guidance == "kept" else {}
+
+    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+        fit = clients.fit(down["x"])
+        up = {"w": fit.w}
+        if self.guidance == "kept":
+            up["g"] = torch.where(own["has"] > 0, own["last"], fit.w)
+            own = {"last": fit.w.clone(), "has": torch.ones_like(own["has"])}
+        elif self.guidance not in ("previous", "current"):
+            up["g"] = self.look_ahead(fit.w, clients.after(fit))
+        return own, up, fit
+
+    def look_ahead(self, w: Tensor, clients: Clients) -> Tensor:
+        """The guidance models [S, P] of clients at `w` [S, P]; the clients stay as they are."""
+        if self.guidance == "epoch":
+            return clients.fit(w, epochs=self.ahead, stream="ahead").w
+        if self.guidance == "steps":
+            return clients.fit(w, steps=self.ahead, stream="ahead").w
+        t, move = clients.setting.training, torch.zeros_like(w)
+        for _ in range(self.ahead):
+            move = t.momentum * move + clients.grad(w) + t.weight_decay * w
+            w = w - clients.lr * move
+        return w
+
+    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+        if self.serve == "mix":
+            return {"w": down["x"]}
+        fit = clients.fit(down["x"])
+        return {"w": self.look_ahead(fit.w, clients.after(fit)), "batch_norm": fit.buffers}
+
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+        ids, w = cohort.ids, up["w"]
+        guide, changes = up.get("g", w), Changes(seen=Rows(ids, ids >= 0))
+        if "last" in state:
+            guide = torch.where(onto(state["seen"][ids, None], w.device), state["last"][ids], w)
+            changes["last"] = Rows(ids, w)
+        if self.stride is not None:
+            guide = strided(guide, w, self.stride)
+        weight, near = self.weights(guide, w)
+        if self.power != 1:  # of the largest: no power makes all of them 0
+            weight = shares((weight / weight.max(1, keepdim=True).values) ** self.power)
+        mix = Mix(weight, near, ids)
+        return {**changes, "x": Rows(ids, mix.of(w))}, mix
+
+    def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and
+        models [S, P]."""
+        if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
+            by_groups = self.search == "groups" or w.shape[1] >= LONG
+            d, near = ops.nearest(guide, w, self.k, "groups" if by_groups else "exact")
+            return ops.feddwa_weights(d, self.k).weight, near  # which are the nearest first
+        return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
+
+
+@options
+class FedDWAQP(FedDWA):
+    """FedDWA with Eq. 12 solved as it stands: the point nearest to the guidance in the convex hull
+    of the k nearest models.
+
+    State and messages are FedDWA's. The paper keeps W's diagonal alone (Eq. 14), whose optimum is
+    Eq. 15; `theta` leads from that (0) to the whole W (1). With `k` at least the cohort's size
+    nothing is left out; otherwise the problem is solved again among the k nearest models. Eq. 13,
+    the optimum without p >= 0, is no option: its weights may be negative.
+    """
+
+    search: Literal["exact"] = "exact"  # it needs all distances
+    power: Literal[1] = 1  # it solves for its weights
+    theta: Share = 1.0  # how much of W's off-diagonal counts
+    ridge: NonNegative = 1e-10  # times W's mean diagonal, added: the shortest of several optimal p
+
+    def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        d, between = ops.pairwise_sqdist(guide, w).cpu(), ops.pairwise_sqdist(w).cpu()
+        index = ops.feddwa_weights(d, self.k).index
+        weight = torch.empty(index.shape, dtype=torch.float64)
+        for i, near in enumerate(index):
+            inner = inner_products(d[i, near], between[near][:, near])
+            diagonal = inner.diagonal().diag()
+            weight[i] = simplex_qp(self.theta * inner + (1 - self.theta) * diagonal, self.ridge)
+        return onto(weight, w.device), onto(index, w.device)
+
+
+def strided(guide: Tensor, w: Tensor, stride: float) -> Tensor:
+    """Guidance models [S, P] in the same direction from `w` [S, P], `stride` times as far as the
+    nearest other model is."""
+    gap = ops.pairwise_sqdist(w).fill_diagonal_(math.inf).min(1).values.sqrt()
+    step = guide - w
+    scale = stride * gap / torch.linalg.vector_norm(step, dim=1, dtype=torch.float64)
+    moved: Tensor = w + step * scale.where(scale.isfinite(), 1.0)[:, None].to(w)
+    return moved

@@ -1,0 +1,307 @@
+"""An experiment by names: the federation, the model and the runs that `pflcore run` and `pflcore
+compare` play."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from pflcore.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    algorithm_of,
+    class_of,
+    imported,
+    name_of,
+)
+from pflcore.check import (
+    Count,
+    Fraction,
+    Momentum,
+    Positive,
+    Seed32,
+    Whole,
+    checked,
+    device_of,
+    need,
+    refuse,
+)
+from pflcore.data import PARTITIONS, SOURCES, Federation, federation_of
+from pflcore.data._partition import options_of
+from pflcore.nn.models import MODELS, model_for
+from pflcore.results.record import CUT, Facts, Line, OnRound
+from pflcore.simulation import Evaluation, Hardware, History, Robustness, Simulation, for_everyone
+from pflcore.simulation._settings import Adversary, Attack
+from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.train import Training
+from pflcore.train._net import Net
+
+
+@checked
+@dataclass(frozen=True)
+class Options:
+    """What is run, on what and how long."""
+
+    # data set by name, or leaf:PATH or folder:PATH
+    data: str = "mnist5k"
+    partition: str | None = None  # how it is cut among the clients; A if not said
+    n: Count | None = None  # clients; 10 if not said, all where the data brings them
+    # model by name, or package.module:function; auto: lenet5 for images it fits, linear for
+    # vectors, else mlp
+    model: str = "auto"
+    # cross_entropy, squared, half_squared, hinge or binary_cross_entropy; auto: by the labels
+    criterion: str = "auto"
+    rounds: Whole = 50  # rounds of each run
+    participation: Fraction = 1.0  # fraction of the clients in a round
+    # the client to personalize for, whose accuracy is reported; all: each in a run of its own
+    target: int | Literal["all"] | None = None
+    seed: int = 0  # of the weights, the batches and the cohorts
+    # so many runs, with seed, seed + 1, ...; the cut of the data stays that of --data-seed
+    seeds: Count = 1
+    data_seed: Seed32 = 0  # of the cut of the data
+    train_samples: Count | None = None  # use so many of the training pool only
+    test_samples: Count | None = None  # use so many of the test pool only
+    # data with clients: features by each client's training statistics; school and vehicle if not
+    # said
+    standardize: bool | None = None
+    val: Momentum = 0.0  # fraction of each client's training samples kept for validation
+    eval_split: str = "test"  # what is evaluated: test, or val to choose hyper-parameters
+    eval_every: Whole = 1  # rounds between evaluations of all clients
+    engine: str = "auto"  # chain, loop, vmap, or auto by the model
+    workers: int | None = None  # threads; never changes a result
+    device: str = "cpu"  # cpu or cuda
+    clip: Positive | None = None  # no client's update is longer than this (Euclidean norm)
+    poison: Attack | None = None  # what the bad clients do; the others are evaluated
+    bad: tuple[int, ...] | None = None  # the clients that do it
+    poison_strength: float | None = None  # how far it goes; each attack has a default
+    # batch norm's running statistics: average, local, or auto, as the method has it
+    buffers: str = "auto"
+    # of each client beside loss and accuracy: auc, f1, balanced_accuracy; for targets mae, rmse, r2
+    metrics: tuple[str, ...] = ()
+
+    @property
+    def hardware(self) -> Hardware:
+        """Where it runs. ValueError for what is none."""
+        return Hardware(self.engine, self.workers, device_of(self.device))  # type: ignore
+
+    @property
+    def robustness(self) -> Robustness:
+        """The longest update, and the bad clients. ValueError where they are said by half."""
+        if (self.poison, self.bad, self.poison_strength) == (None, None, None):
+            return Robustness(self.clip)
+        if self.poison is None or not self.bad:
+            words = "an attack and, with --bad, the clients that do it"
+            refuse("poison", words, (self.poison, self.bad))
+        return Robustness(self.clip, Adversary(self.poison, self.bad, self.poison_strength))
+
+
+class Choice(NamedTuple):
+    """A function chosen by name, with the defaults of its own options."""
+
+    name: str
+    function: Callable[..., Any]
+    defaults: Line
+
+
+def partition_of(data: str, partition: str | None) -> Choice | None:
+    """The partition and what it takes; None for data that come with their clients."""
+    if data not in SOURCES:
+        return None
+    name = partition or "A"
+    defaults = options_of(name)
+    return Choice(name, PARTITIONS[name].rule, defaults)
+
+
+def model_of(name: str) -> Choice | None:
+    """The model and what it takes beside shape and classes; None for "auto" and for one's own."""
+    if name == "auto" or ":" in name:
+        return None
+    own = "or 'package.module:function' for one of your own"
+    need(name in MODELS, "model", f"one of auto, {', '.join(MODELS)}, {own}", name)
+    keywords = inspect.signature(MODELS[name]).parameters.values()
+    defaults = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
+    return Choice(name, MODELS[name], defaults)
+
+
+def federation(options: Options, cut: Facts | None = None) -> Federation:
+    """The data of an experiment; `cut` holds the partition's own options. ValueError, ImportError
+    or OSError in one sentence."""
+    o, more = options, dict(cut or {})
+    if o.standardize is not None:
+        more = {"standardize": o.standardize, **more}
+    more |= {"train_samples": o.train_samples, "test_samples": o.test_samples}
+    data = federation_of(o.data, o.partition, o.n, o.data_seed, **more)
+    if o.data.startswith("folder:") and o.criterion in ("squared", "half_squared"):
+        data = replace(data, y=data.y.float(), classes=None)  # whole numbers may be targets
+    if o.val:
+        data = data.split(val=o.val, seed=o.data_seed)
+    there = not isinstance(o.target, int) or 0 <= o.target < data.n
+    need(there, "target", f"a client from 0 to {data.n - 1}", o.target)
+    return data
+
+
+def model(options: Options, data: Federation, own: Facts | None = None) -> Callable[[], nn.Module]:
+    """A function that makes the experiment's model for this data's shape and classes; `own` holds
+    the model's own options. ValueError where the shape does not fit."""
+    name = model_name(options, data)
+    classes = None if options.criterion == "hinge" else data.classes
+
+    def make() -> nn.Module:
+        if ":" in name:
+            made: nn.Module = imported(name, "model")()
+        else:
+            made = model_for(name, data.shape, classes, **(own or {}))
+        return made.to(data.x.dtype) if data.x.dtype == torch.float64 else made
+
+    make()
+    return make
+
+
+def model_name(options: Options, data: Federation) -> str:
+    """The model of "auto": lenet5 for 28 x 28 and 32 x 32 images, linear for vectors,
+    else mlp."""
+    if options.model != "auto":
+        return options.model
+    if tuple(data.shape[1:]) in ((28, 28), (32, 32)):
+        return "lenet5"
+    return "linear" if len(data.shape) == 1 else "mlp"
+
+
+def net(options: Options, data: Federation, make: Callable[[], nn.Module]) -> Net:
+    """The model as rows, with its loss, drawn by the run's seed."""
+    criterion = options.criterion
+    if criterion == "auto":
+        criterion = "squared" if data.y.is_floating_point() else "cross_entropy"
+    return Net(make, criterion, seed=options.seed)
+
+
+def has_target(name: str) -> bool:
+    """Whether the algorithm makes its model for one client."""
+    return any(f.name == "target" for f in fields(class_of(name)))
+
+
+def algorithm(
+    name: str, hyper: Facts | None = None, target: int | Literal["all"] | None = None
+) -> Algorithm:
+    """An algorithm by name or "package.module:Class". `target` is given to those that personalize
+    for one client ("all": the first)."""
+    cls, given = class_of(name), dict(hyper or {})
+    if target is not None and has_target(name):
+        given["target"] = 0 if target == "all" else target
+    return algorithm_of(cls, **given)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of an experiment."""
+
+    algorithm: str
+    options: Options
+    training: Training
+    hyper: Facts
+
+    @property
+    def name(self) -> str:
+        return f"{name_of(self.algorithm)}, seed {self.options.seed}"
+
+    @property
+    def for_each(self) -> bool:
+        """Whether it is a run for each client: `target` is "all", and the algorithm has one."""
+        return self.options.target == "all" and has_target(self.algorithm)
+
+    def length(self, n: int) -> int:
+        """The rounds that it plays on n clients, those of all runs."""
+        return self.options.rounds * (n if self.for_each else 1)
+
+    def simulation(
+        self,
+        data: Federation,
+        model: Callable[[], nn.Module],
+        reported: torch.Tensor | None = None,
+        **more: Any,
+    ) -> Simulation:
+        """Its simulation, with `for_each` that of the first client; `reported` are evaluated,
+        `more` are options that only Python can set: who may take part."""
+        made = algorithm(self.algorithm, self.hyper, self.options.target)
+        start, common = net(self.options, data, model), self._common(reported)
+        return Simulation(made, start, data, self.training, **common, **more)
+
+    def play(
+        self,
+        simulation: Simulation,
+        data: Federation,
+        on_round: OnRound,
+        checkpoint: Checkpoint | None = None,
+    ) -> History:
+        """Runs it, each client's run after the other where it is `for_each`, on `data` as they
+        were given to `simulation`; `on_round` sees every round played."""
+        if not self.for_each:
+            return simulation.run(on_round, checkpoint)
+        return for_everyone(
+            simulation.algorithm,
+            simulation.model,
+            data,
+            self.training,
+            on_round=lambda _, r, record: on_round(r, record),
+            checkpoint=checkpoint,
+            **self._common(),
+        )
+
+    def _common(self, reported: torch.Tensor | None = None) -> Line:
+        """The options that are the simulation's own."""
+        o = self.options
+        return {
+            "rounds": o.rounds,
+            "participation": o.participation,
+            "seed": o.seed,
+            "evaluation": Evaluation(o.eval_every, o.eval_split, reported, metrics=o.metrics),
+            "robustness": o.robustness,
+            "hardware": o.hardware,
+            "batch_norm": o.buffers,
+        }
+
+    def header(self, simulation: Simulation) -> Line:
+        """The simulation's header, with the names that the experiment was asked for by."""
+        head, o = simulation.header(), self.options
+        cut = partition_of(o.data, o.partition)
+        asked = {k: getattr(o, k) for k in ("data", "criterion", *CUT)}
+        names = {"partition": cut and cut.name, "model": model_name(o, simulation.data)}
+        made_for = head["target"]  # whom the algorithm makes its one model for, if it does
+        target = o.target if isinstance(o.target, int) else made_for
+        if self.for_each:
+            head["options"] |= {"target": "each client"}
+            target, made_for = None, "each client"
+        return {**head, **asked, **names, "target": target, "made_for": made_for}
+
+
+def described(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
+    """What some jobs compute, but for where: two descriptions that are equal give the same
+    numbers."""
+    options = asdict(todo[0].options)
+    for where in ("device", "engine", "workers"):
+        del options[where]
+    hyper = {job.name: dict(job.hyper) for job in todo}
+    own = {"partition_options": dict(cut), "model_options": dict(shape), "options": hyper}
+    return {"runs": [*hyper], **options, "training": asdict(todo[0].training), **own}
+
+
+def jobs(
+    algorithms: Sequence[str],
+    options: Options,
+    training: Training,
+    hyper: Mapping[str, Facts],
+) -> list[Job]:
+    """One job per algorithm and seed, every hyper-parameter checked. ValueError in one sentence."""
+    need(algorithms, "algorithms", f"at least one of {', '.join(ALGORITHMS)}", None)
+    options.hardware, options.robustness  # noqa: B018  (what is wrong is said now)
+    for name in algorithms:
+        algorithm(name, hyper.get(name), options.target)
+    seeds = range(options.seed, options.seed + options.seeds)
+    return [
+        Job(name, replace(options, seed=s), training, hyper.get(name, {}))
+        for name in dict.fromkeys(algorithms)
+        for s in seeds
+    ]

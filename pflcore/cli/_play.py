@@ -1,0 +1,346 @@
+"""`pflcore run`, `pflcore compare` and `pflcore report`: records, tables and pictures.
+
+Every option is a field of a dataclass (the algorithm, Training, Options, Output) or an argument of
+the partition or the model.
+"""
+
+import contextlib
+import inspect
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+from pflcore.algorithms import ALGORITHMS, class_of, name_of
+from pflcore.check import Count, NonNegative, Whole, checked, need
+from pflcore.cli import _experiment as experiment
+from pflcore.cli._experiment import Job, Options
+from pflcore.cli._options import of_function, offered, parse
+from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation
+from pflcore.metrics import human
+from pflcore.nn.models import MODELS
+from pflcore.results import _pictures as pictures
+from pflcore.results import table
+from pflcore.results._progress import Progress
+from pflcore.results.record import Facts, Line, OnRound, Record, Run, Runs, plain, read
+from pflcore.simulation import History, checkpoint
+from pflcore.simulation import _describe as describe
+from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.train import Training
+
+KNOWN = ", ".join(ALGORITHMS)
+NAMES = {
+    "Algorithms": ALGORITHMS,
+    "Data": [*SOURCES, *FEDERATIONS],
+    "Partitions": PARTITIONS,
+    "Models": MODELS,
+}
+Model = Callable[[], Any]
+CHECKPOINTS = "checkpoints"  # of the runs that are not over
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Who is compared; an algorithm's own options are --ALGORITHM.OPTION."""
+
+    algorithms: tuple[str, ...] = ()  # names, or package.module:Class
+
+
+@checked
+@dataclass(frozen=True)
+class Report:
+    """Where a table and pictures go, and what is in them."""
+
+    out: Path | None = None  # folder; default: a new one below runs/, or the first record's
+    # an algorithm; adds the percent of clients that are worse off than with it
+    baseline: str | None = None
+    last: Count = 10  # rounds in "mean of last"
+    overwrite: bool = False  # replace the record and the table.md that the folder holds
+
+
+@checked
+@dataclass(frozen=True)
+class Output(Report):
+    """Where results go: record.jsonl, table.md, curves.png, weights.png and further pictures."""
+
+    # go on with the record that the folder holds, from its last checkpoint; where it holds none,
+    # begin
+    resume: bool = False
+    checkpoint_every: Whole = 0  # rounds between checkpoints; 0: by time alone
+    checkpoint_minutes: NonNegative = 10.0  # minutes between checkpoints; 0: by rounds alone
+    quiet: bool = False  # no progress bar
+    # say what would run, where the clients' rows would be and what memory it takes; write nothing
+    dry_run: bool = False
+
+
+class RunFailed(Exception):
+    """Something broke in the middle of a run."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one algorithm on a federation: one of those below, or package.module:Class for one of
+    your own."""
+    names = [word for word in argv[:1] if not word.startswith("-")]
+    return _play(run, names, argv[len(names) :])
+
+
+def compare(argv: Sequence[str]) -> int:
+    """Runs several algorithms on the same federation, from the same initial weights, with the same
+    cohorts and batches."""
+    return _play(compare, [], argv)
+
+
+def _play(command: Callable[..., int], names: Sequence[str], argv: Sequence[str]) -> int:
+    one = command is run
+    prog = f"pflcore run {names[0] if names else 'ALGORITHM'}" if one else "pflcore compare"
+    known = [f"{k}: {', '.join(v)}." for k, v in NAMES.items()]
+    about = "\n\n".join([inspect.getdoc(command) or "", *known])
+    groups: dict[str, type] = {} if one else {"compare": Compared}
+    groups |= {"run": Options, "training": Training, "output": Output}
+    first = parse(prog, about, groups, argv, whole=False)
+    names = names if one else first["compare"]["algorithms"]
+    if not {"-h", "--help"} & {*argv}:
+        words = "the name of an algorithm first" if one else "at least one"
+        need(names, command.__name__ if one else "algorithms", f"{words} ({KNOWN})", names)
+    asked = first["run"]
+    chosen = {
+        "partition": experiment.partition_of(asked["data"], asked["partition"]),
+        "model": experiment.model_of(asked["model"]),
+    }
+    for what, choice in chosen.items():
+        if choice and choice.defaults:
+            groups[what] = of_function(choice.function, choice.defaults)
+    algorithms = {name_of(name): name for name in names}
+    groups |= {title: class_of(name) for title, name in algorithms.items()}
+    classes = {class_of(name) for name in names}
+    # who has no options has no group that would say what it is
+    about = "\n\n".join([about, *(inspect.getdoc(c) or "" for c in classes if not offered(c))])
+    need(len(classes) == len(algorithms), "algorithms", "different names", ", ".join(names))
+    got = parse(prog, about, groups, argv, () if one else algorithms)
+    hyper = {name: got[title] for title, name in algorithms.items()}
+    options, training = Options(**got["run"]), Training(**got["training"])
+    todo = experiment.jobs([*algorithms.values()], options, training, hyper)
+    return _record(todo, got.get("partition", {}), got.get("model", {}), Output(**got["output"]))
+
+
+def _record(todo: Sequence[Job], cut: Facts, shape: Facts, output: Output) -> int:
+    options, names = todo[0].options, [name_of(j.algorithm) for j in todo]
+    known = output.baseline in (None, *names)
+    need(known, "baseline", "one of the algorithms that run", output.baseline)
+    if output.out is not None:
+        _check_folder(output.out, output)
+    need(not output.resume or output.out, "resume", "the folder of the run with --out", None)
+    data = experiment.federation(options, cut)
+    model = experiment.model(options, data, shape)
+    begun = output.resume and Checkpoint(output.out or "").exists
+    # what is wrong is said before a record is opened
+    plans = [] if begun else _tried(todo, data, model)
+    if output.dry_run:
+        print("\n".join([data.summary(), *plans]))
+        return 0
+    with contextlib.ExitStack() as held:
+        progress = held.enter_context(Progress(sum(j.length(data.n) for j in todo), output.quiet))
+        folder = output.out or _new_folder(names, options.data, options.partition or "")
+        held.enter_context(checkpoint.lock(folder))
+        what = experiment.described(todo, cut, shape) | {"federation": describe.of_data(data)}
+        path, whole = folder / "record.jsonl", list[Run]()
+        if begun:
+            whole = _whole(folder, plain(what))
+            with checkpoint.replacing(path) as part, Record(part) as record:
+                for line in (line for run in whole for line in run.lines()):
+                    record.write(line)
+        else:
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # of another run
+        record = held.enter_context(Record(path, output.overwrite, goes_on=begun))
+        if not begun:
+            checkpoint.save(folder, {}, {"command": plain(what)})
+        progress.say(f"{data.summary()}\nRecord: {path}")
+        own = {"partition_options": cut, "model_options": shape}
+        runs = _Runs(data, model, own, output, folder, record, progress)
+        try:
+            status = runs.play(todo, {f"{r.algorithm}, seed {r.header['seed']}" for r in whole})
+        except RunFailed:  # a table of what there is, where that can be written
+            with contextlib.suppress(Exception):
+                _write_report(read(path), folder, output)
+            raise
+    _write_report(read(path), folder, output)
+    return status
+
+
+def _tried(todo: Sequence[Job], data: Federation, model: Model) -> list[str]:
+    """Each algorithm's plan in words."""
+    plans = []
+    for job in [j for j in todo if j.options.seed == todo[0].options.seed]:
+        made = job.simulation(data, model)
+        where = describe.memory_line(made.setup, made.peak_bytes())
+        plans.append(f"{_plan(job.header(made))}\n{where}")
+        del made  # the next one needs the memory
+    return plans
+
+
+def _whole(folder: Path, command: Facts) -> list[Run]:
+    """The runs of a command that are over, by the record in its folder. ValueError where it is
+    another command's."""
+    there = checkpoint.load(folder)[1].get("command", {})
+    if differs := describe.difference(there, command):
+        raise ValueError(
+            f"resume: {folder} holds another run: {differs}; give the options it was begun with, "
+            "or another folder."
+        )
+    for path in (folder / CHECKPOINTS).rglob(checkpoint.NAME):
+        checkpoint.load(path.parent)  # a damaged one is said before the record is written
+    return [run for run in read(folder / "record.jsonl") if run.whole]
+
+
+@dataclass
+class _Runs:
+    """What the jobs of a command share, which are played one after the other into one record."""
+
+    data: Federation
+    model: Model
+    own: Line  # of the header, beside what a job says
+    output: Output
+    folder: Path
+    record: Record
+    progress: Progress
+
+    def play(self, todo: Sequence[Job], done: Collection[str]) -> int:
+        """All jobs but those that are `done`. Gives the command's exit code."""
+        failed = broken = False
+        kept = self.folder / CHECKPOINTS
+        try:
+            for i, job in enumerate(todo):
+                if job.name in done:
+                    self.progress.skip(job.length(self.data.n))
+                    continue
+                history = self.one(job, kept / str(i))
+                if history.interrupted:
+                    raise KeyboardInterrupt
+                failed, broken = failed or bool(history.stopped), broken or history.failed
+                del history  # the next one needs the memory
+        except KeyboardInterrupt:
+            self.progress.say(
+                "Interrupted; the record is whole up to here, and --resume goes on from the last "
+                "checkpoint."
+            )
+            return 130
+        if not broken:
+            shutil.rmtree(kept, ignore_errors=True)
+        return 1 if failed else 0
+
+    def one(self, job: Job, kept: Path) -> History:
+        """Plays a job, from its checkpoint in the folder `kept` where it is there. Whatever ends
+        it, the record holds every round that was played and says why it is not whole."""
+        played, out, simulation = count(), self.output, job.simulation(self.data, self.model)
+        keeper = Checkpoint(kept, out.checkpoint_every, out.checkpoint_minutes)
+        if keeper.exists and not job.for_each:
+            simulation.restore(kept)
+        head = job.header(simulation) | self.own
+        self.progress.say(_plan(head))
+        self.progress.name(job.name)
+
+        def step(_: int, line: Line) -> None:
+            next(played)
+            self.progress.step(line)
+
+        def play(on_round: OnRound) -> History:
+            # a round's record needs all the clients' runs
+            history = job.play(simulation, self.data, step if job.for_each else on_round, keeper)
+            for line in history.rounds if job.for_each else ():
+                self.record.write(line)
+            return history
+
+        try:
+            with warnings.catch_warnings():  # it is said below
+                warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
+                history: History = self.record.run(head, play, step)
+        except Exception as e:
+            why, rest = f"{type(e).__name__}: {first_line(e)}", ""
+            if isinstance(e, OSError):  # a full disk, most of all
+                why, rest = str(e.strerror or e), ", and --resume goes on from the last checkpoint"
+            there = f"the record up to there is {self.record.path}{rest}."
+            raise RunFailed(f"{job.name} failed: {why}; {there}") from e
+        if history.stopped:
+            self.progress.say(f"{job.name}: {history.stopped}")
+        self.progress.skip(job.length(self.data.n) - next(played))
+        if not (history.interrupted or history.failed):
+            shutil.rmtree(kept, ignore_errors=True)
+        return history
+
+
+def _write_report(runs: Runs, folder: Path, output: Report) -> None:
+    """Table to stdout and table.md; pictures, where matplotlib is there."""
+    text = table.table(runs, output.last, output.baseline)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "table.md").write_text(text, encoding="utf-8")
+    try:
+        made = pictures.draw(runs, folder)
+    except ImportError as e:
+        print(f"{e} Then: pflcore report {folder}", file=sys.stderr)
+        made = []
+    print(text)  # when all is written: a reader may have gone
+    names = ", ".join(p.name for p in [folder / "table.md", *made])
+    print(f"In {folder}: {names}", file=sys.stderr)
+
+
+def report(argv: Sequence[str]) -> int:
+    """Makes the table and the pictures again, from the records in some folders."""
+    places = [*takewhile(lambda word: not word.startswith("-"), argv)]
+    about, rest = inspect.getdoc(report) or "", argv[len(places) :]
+    asked = Report(**parse("pflcore report FOLDER ...", about, {"report": Report}, rest)["report"])
+    runs = [r for place in places for r in read(place)]
+    words = "folders or .jsonl files that hold a record"
+    need(runs, "report", words, f"{', '.join(places)}, which holds none" if places else None)
+    first = Path(places[0])
+    folder = asked.out or (first if first.is_dir() else first.parent)
+    _check_folder(folder, asked)
+    _write_report(runs, folder, asked)
+    return 0
+
+
+def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
+    """A new folder below runs/, made now, with a name that any file system takes."""
+    what = algorithms[0] if len(set(algorithms)) == 1 else "compare"
+    stem = re.sub(r"[^\w.-]", "_", f"{what}-{data}-{partition.replace('*', 'star')}".rstrip("-"))
+    for number in count(1):
+        folder = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)  # of two runs that start at once, only one makes it
+            break
+    return folder
+
+
+def _check_folder(folder: Path, output: Report) -> None:
+    """ValueError where there is what must not be lost."""
+    path, goes_on = folder / "table.md", isinstance(output, Output) and output.resume
+    if goes_on and output.overwrite:
+        raise ValueError("resume: expected no --overwrite beside it; leave one of them out.")
+    there = isinstance(output, Output) and (folder / "record.jsonl").exists()
+    if there and not output.overwrite and not (goes_on and Checkpoint(folder).exists):
+        raise ValueError(
+            f"out: {folder} holds a record{' without a checkpoint' * goes_on}; go on by --resume, "
+            "name another folder, or add --overwrite."
+        )
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "### "
+    if not output.overwrite and not text.startswith("### "):
+        raise ValueError(
+            f"out: {folder} has a table.md that this command did not write (reproduce's, perhaps); "
+            "name another with --out, or add --overwrite."
+        )
+
+
+def _plan(head: Facts) -> str:
+    return (
+        f"{head['algorithm']}: {head['parameters']:,} parameters, {head['rounds']} rounds, engine "
+        f"{head['engine']}, "
+        f"about {human(head['peak_bytes'])} of memory at the peak beside data and activations"
+    )
+
+
+def first_line(e: BaseException) -> str:
+    return next(iter(str(e).strip().splitlines()), type(e).__name__)

@@ -1,0 +1,155 @@
+"""What people bring as samples: arrays, Datasets, dicts of tensors, sequences of several lengths.
+
+A pool is one tensor [n, ...]. Samples with several fields lie in it side by side, one row each, and
+`Fields` takes them apart before the model.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import TensorDataset, default_collate
+
+from pflcore.check import Count, Number, checked, need, refuse
+
+IGNORED = -100  # the label of a masked step, as in torch's cross entropy
+HINT = (
+    "numbers in one array (pad sequences to one length, turn images and words into numbers, give "
+    "fields as one dict of arrays)"
+)
+
+
+class Field(NamedTuple):
+    """One tensor of a sample: its name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} ({str(self.dtype).removeprefix('torch.')})"
+
+
+class Fields(tuple[Field, ...]):
+    """The fields of every sample, in the order of the pool's columns; also a module's pre-hook."""
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self))
+
+    def apart(self, x: Tensor) -> dict[str, Tensor]:
+        """The fields [B, *shape] by name of rows [B, D]."""
+        parts = zip(self, x.split([prod(f.shape) for f in self], -1), strict=True)
+        return {f.name: p.reshape(*x.shape[:-1], *f.shape).to(f.dtype) for f, p in parts}
+
+    def __call__(self, module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.apart(given[0]) if isinstance(given[0], Tensor) else given[0],)
+
+
+def inputs(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Fields | None]:
+    """An array as a tensor [n, ...]; a dict of arrays as rows [n, D] of `dtype` (None: float32), in
+    which whole numbers must be exact, and their fields."""
+    if not isinstance(value, Mapping):
+        return tensor(value, name, dtype), None
+    parts = {k: tensor(v, f"{name}[{k!r}]", dtype) for k, v in value.items()}
+    dtype = dtype or torch.float32
+    rows = {len(v) if v.dim() else None for v in parts.values()}
+    need(len(rows - {None}) == len(rows) == 1, name, "tensors by name, a row per sample", parts)
+    most = 2 ** (24 if dtype == torch.float32 else 53)
+    right = f"a tensor of floats, int64 or bool, within +-{most:,}, exact in {dtype}"
+    for key, v in parts.items():
+        exact = v.dtype == torch.int64 and not bool((v.abs() > most).any())
+        known = exact or v.is_floating_point() or v.dtype == torch.bool
+        need(known, f"{name}[{key!r}]", right, v)
+    kinds = {k: dtype if v.is_floating_point() else v.dtype for k, v in parts.items()}
+    fields = Fields(Field(k, tuple(v.shape[1:]), kinds[k]) for k, v in parts.items())
+    return torch.cat([v.reshape(len(v), -1).to(dtype) for v in parts.values()], 1), fields
+
+
+def tensor(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """An array without a copy where torch can read it; floats become `dtype`, tokens int64."""
+    try:
+        t = value.detach() if isinstance(value, Tensor) else _read(value)
+    except (TypeError, ValueError, RuntimeError):
+        refuse(name, HINT, value)
+    # tokens; bytes are left to be refused, they may be images
+    if t.dtype in (torch.int16, torch.int32):
+        return t.long()
+    return t.to(dtype) if dtype is not None and t.is_floating_point() else t
+
+
+def _read(value: Any) -> Tensor:
+    """What numpy reads; torch knows the machine's byte order alone, and no steps back."""
+    a = np.asarray(value, order="C")
+    return torch.as_tensor(a.astype(a.dtype.newbyteorder("="), copy=False))
+
+
+def target(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Targets [n, ...]: labels become int64, floats `dtype`."""
+    t = tensor(value, name, dtype)
+    return t if t.is_floating_point() else t.long()
+
+
+def pair(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Fields | None]:
+    """(x, y), or a Dataset of such, read once, as tensors [n, ...], [n, ...] and x's fields."""
+    if not _is_pair(value):
+        some = hasattr(value, "__getitem__") and hasattr(value, "__len__") and len(value)
+        pairs = _samples(value, name) if some else None
+        need(_is_pair(pairs), name, "a pair (x, y), or a Dataset of pairs, at least one", value)
+        value = pairs
+    x, fields = inputs(value[0], f"x of {name}", dtype)
+    y = target(value[1], f"y of {name}", dtype)
+    one_each = x.dim() and y.dim() and len(x) == len(y)
+    need(one_each, name, "one target for each input", [list(x.shape), list(y.shape)])
+    return x, y, fields
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _samples(dataset: Any, name: str) -> Any:
+    """All samples of a Dataset: x [n, ...], perhaps a dict, and y [n, ...]."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors
+    try:
+        return default_collate([dataset[k] for k in range(len(dataset))])
+    except (RuntimeError, TypeError, ValueError, KeyError):
+        refuse(name, HINT, dataset[0])
+
+
+def masked(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
+    """Labels [n, T] with `IGNORED` where the field "mask" [T] is false; other targets unchanged."""
+    mask = fields.apart(x).get("mask") if fields else None
+    if mask is None or mask.dtype != torch.bool or mask.shape != y.shape or y.dim() < 2:
+        return y
+    need(not y.is_floating_point(), "y", "labels of the steps of which x has a mask", y)
+    return y.masked_fill(~mask, IGNORED)
+
+
+@checked
+def padded(
+    sequences: Sequence[Any], value: Number = 0, length: Count | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sequences [t_i, ...] padded with `value` to [n, T, ...], and their mask, bool [n, T].
+
+    T is the longest's length, or `length`, which cuts longer ones off. Give both to a federation as
+    fields of one input, `{"tokens": tokens, "mask": mask}`: the model gets them as such a dict, and
+    labels [n, T] of masked steps are left out of losses and accuracies. ValueError where a sequence
+    has other features or another dtype than the first, or there is none.
+
+    >>> padded([[5, 6, 7], [8]])[0].tolist()
+    [[5, 6, 7], [8, 0, 0]]
+    """
+    own = [None if hasattr(s, "dtype") else torch.float32 for s in sequences]  # lists have none
+    rows = [tensor(s, f"sequences[{i}]", own[i]) for i, s in enumerate(sequences)]
+    alike = len({(r.dtype, r.shape[1:], r.dim() > 0) for r in rows}) == 1 and rows[0].dim()
+    need(alike, "sequences", "at least one, of one dtype and the same features", sequences)
+    size = torch.tensor([len(r) for r in rows])
+    length = length or int(size.max())
+    wide = rows[0].new_empty(length, *rows[0].shape[1:])  # so that all are as long
+    out = pad_sequence([*(r[:length] for r in rows), wide], True, value)[:-1]
+    return out, torch.arange(length) < size[:, None]

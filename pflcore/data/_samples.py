@@ -1,0 +1,237 @@
+"""What a federation holds, what it refuses, and what it can be asked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from typing_extensions import Self
+
+from pflcore.check import Count, check, need, refuse
+from pflcore.data._inputs import IGNORED, Fields, inputs, masked
+from pflcore.data._ragged import Ragged, onto
+
+SPLITS = ("train", "val", "test")
+
+
+class Scaling(NamedTuple):
+    """By what each client's features were standardized: x = (raw - mean) / deviation."""
+
+    mean: Tensor  # [N, ...] float64, of the client's training samples
+    deviation: Tensor  # [N, ...] float64; 1 where a feature is constant
+
+
+@dataclass(frozen=True, repr=False)
+class Samples:
+    """The data of N clients as index lists into one pool; see `Federation`, which adds the rest."""
+
+    x: Tensor  # or, when it is made, a dict of tensors
+    y: Tensor
+    index: Mapping[str, Any]
+    classes: Count | None = None
+    relabel: Tensor | None = None
+    name: str = "data"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    truth: Mapping[str, Tensor] = field(default_factory=dict)
+    fields: Fields | None = None
+    names: tuple[str | int, ...] | None = None
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        x, fields = self.x, self.fields
+        if isinstance(x, Mapping):
+            dtype = next((v.dtype for v in x.values() if v.is_floating_point()), None)
+            x, fields = inputs(x, "x", dtype)
+            self.__dict__.update(x=x, fields=fields)
+        check(self)
+        index = {s: _ragged(f"index[{s!r}]", lists, x.device) for s, lists in self.index.items()}
+        self.__dict__.update(y=masked(self.y, x, fields), index=index)
+        self._check_index()
+        self._check_pool()
+        self._check_clients()
+
+    def _with(self, **changes: Any) -> Self:
+        """With other fields, unchecked: for what is right by construction."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__ | changes)
+        return new
+
+    # what it holds ------------------------------------------------------------------------------
+
+    @property
+    def n(self) -> int:
+        """N, the number of clients."""
+        return len(self.index["train"])
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that exist, in the order train, val, test."""
+        return tuple(s for s in SPLITS if s in self.index)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool is."""
+        return self.x.device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return tuple(self.x.shape[1:])
+
+    def lists(self, split: str) -> Ragged:
+        """All clients' index lists of a split."""
+        need(split in self.index, "split", f"one of {', '.join(self.splits)}", split)
+        lists: Ragged = self.index[split]
+        return lists
+
+    def size(self, split: str = "train") -> Tensor:
+        """Samples per client: int64 [N], on the CPU."""
+        return self.lists(split).size
+
+    def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
+        """Samples per client (or of these `clients` [S]) and class, as each labels them (after
+        `relabel`): int64 [N, C], on the CPU."""
+        if self.classes is None:
+            refuse("counts", "labels (the targets are numbers: classes is None)", self.y)
+        ids = torch.arange(self.n) if clients is None else clients
+        lists = self.lists(split).take(ids)
+        y = self.y[lists.flat].reshape(len(lists.flat), -1)
+        owner = lists.owner()[:, None].expand_as(y)
+        if self.y.dim() > 1:  # masked steps have no label
+            owner, y = owner[y != IGNORED], y[y != IGNORED]
+        if self.relabel is not None:
+            y = self.relabel[onto(ids, self.device)[owner], y]
+        place = (owner * self.classes + y).flatten()
+        counts = torch.bincount(place, minlength=len(lists) * self.classes)
+        return counts.view(-1, self.classes).cpu()
+
+    def labels(self, i: int, split: str = "train") -> Tensor:
+        """Client i's own labels (after `relabel`) or targets: [n_i] or [n_i, ...]."""
+        need(0 <= i < self.n, "client", f"a number from 0 to {self.n - 1}", i)
+        y = self.y[self.lists(split)[i]]
+        return y if self.relabel is None else self.relabel[i][y]
+
+    def client(self, i: int, split: str = "train") -> tuple[Tensor, Tensor]:
+        """Client i's samples x [n_i, ...], y [n_i, ...], labelled as the client labels them. Fresh
+        tensors: the pool is never altered."""
+        y = self.labels(i, split)
+        return self.x[self.lists(split)[i]], y
+
+    def summary(self) -> str:
+        """A few lines of text: clients, samples, shapes, sizes, classes per client, the facts."""
+        none = {f"clients without {s} samples": int((self.size(s) == 0).sum()) for s in self.splits}
+        lines = {
+            "clients": self.n,
+            "samples": {s: len(self.lists(s).flat) for s in self.splits},
+            "training samples per client": _range(self.size()),
+            "inputs": self.fields or list(self.shape),
+            "classes": self.classes,
+            "classes per client": self.classes and _range((self.counts() > 0).sum(1)),
+            "labels permuted by client (concept shift)": self.relabel is not None,
+            "standardized by client": self.scaling is not None,
+            **none,
+            **self.facts,
+        }
+        return "\n".join([self.name, *(f"{k}: {v}" for k, v in lines.items() if v)])
+
+    def __repr__(self) -> str:
+        size = f"n={self.n}, splits={list(self.splits)}, shape={list(self.shape)}"
+        return f"Federation({self.name!r}, {size}, classes={self.classes})"
+
+    def to(self, device: str | torch.device) -> Self:
+        """The same federation with its pool and index lists on `device`."""
+        if torch.device(device) == self.device:
+            return self
+
+        def moved(v: Any) -> Any:
+            return v.to(device) if isinstance(v, Tensor | Ragged) else v
+
+        return self._with(**tree_map(moved, self.__dict__))
+
+    # what it refuses ----------------------------------------------------------------------------
+
+    def _check_index(self) -> None:
+        """A list per client and split; a sample is in one split, and in one list but for test."""
+        known = "train" in self.index and set(self.index) <= set(SPLITS)
+        need(known, "index", "the split 'train', and perhaps 'val' and 'test'", list(self.index))
+        pool = len(self.x) if self.x.dim() else 0
+        used = torch.zeros(pool, dtype=torch.bool, device=self.device)
+        for split, lists in self.index.items():
+            name, flat = f"index[{split!r}]", lists.flat
+            need(len(lists) == self.n, name, f"a list for each of {self.n} clients", len(lists))
+            for place in ((flat < 0) | (flat >= pool)).nonzero()[:1, 0].tolist():
+                i = int(lists.owner()[place])
+                refuse(f"{name}[{i}]", f"samples in 0..{pool - 1}", int(flat[place]))
+            seen = torch.zeros_like(used)
+            seen[flat] = True
+            if int(seen.sum()) != len(flat):  # clients may share test samples
+                key = lists.owner() * pool + flat if split == "test" else flat
+                once = len(key.unique()) == len(key)
+                need(once, name, "a sample once, in one client's list", flat)
+            both = (seen & used).nonzero()[:1, 0].tolist()
+            need(not both, name, "samples of no other split", both)
+            used |= seen
+        none = (self.size() == 0).nonzero()[:, 0].tolist()
+        each = f"a sample to train on for each; leave out the {len(none)} without"
+        need(not none, "clients", each, none[:5])
+
+    def _check_pool(self) -> None:
+        """Dense numbers on one device, finite, and labels within the classes."""
+        x, y = self.x, self.y
+        alike = x.dim() and y.dim() and len(x) == len(y) and x.device == y.device
+        need(alike, "y", f"a row per row of x, {list(x.shape)} on {x.device}", y)
+        for name, t in (("x", x), ("y", y)):
+            number = t.is_floating_point() or t.dtype == torch.int64
+            dense = "dense floats or int64 (tokens to int64, images to float, then normalized)"
+            need(number and t.layout == torch.strided, name, dense, t)
+            # min and max keep NaN and Inf and need no mask as large as the pool
+            floats = t.is_floating_point() and t.numel()
+            if floats and not bool(torch.stack(t.aminmax()).isfinite().all()):
+                bad = int((~t.isfinite()).reshape(len(t), -1).any(1).nonzero()[0])
+                refuse(name, f"finite numbers, also in sample {bad}{self._holder(bad)}", t[bad])
+        if self.classes is not None:
+            right = f"int64 labels in 0..{self.classes - 1} (classes=None for regression)"
+            need(y.dtype == torch.int64, "y", right, y)
+            labels = y[y != IGNORED] if y.dim() > 1 else y
+            low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
+            right += "; of -1 and 1 give (y > 0)" if low == -1 else ""
+            need(low >= 0 and high < self.classes, "y", right, [low, high])
+
+    def _holder(self, sample: int) -> str:
+        for split, lists in self.index.items():
+            for place in (lists.flat == sample).nonzero()[:1, 0].tolist():
+                i = int(lists.owner()[place])
+                return f", number {place - int(lists.begin[i])} of client {i}'s {split} samples"
+        return ""
+
+    def _check_clients(self) -> None:
+        """`truth`, `names` and `relabel` have a row per client."""
+        for key, value in {**self.truth, "names": self.names}.items():
+            row_each = value is None or (np.ndim(value) > 0 and len(value) == self.n)
+            need(row_each, key, f"a row for each of {self.n} clients", value)
+        r, classes = self.relabel, self.classes or 0
+        if r is not None:
+            fits = r.dtype == torch.int64 and r.shape == (self.n, classes)
+            fits = fits and r.device == self.device and bool(((r >= 0) & (r < classes)).all())
+            right = f"int64 [{self.n}, {classes}], labels in 0..{classes - 1} on {self.device}"
+            right += ", and a label at every step of every sample"
+            need(fits and classes and not bool((self.y == IGNORED).any()), "relabel", right, r)
+
+
+def _ragged(name: str, lists: Any, device: torch.device) -> Ragged:
+    """The lists of a split as `Ragged`, each int64 [n_i] on the pool's device."""
+    rows = [lists.flat] if isinstance(lists, Ragged) else lists
+    several = isinstance(rows, Sequence) and len(rows) > 0
+    need(several, name, "a list of index tensors, at least one", rows)
+    for i, r in enumerate(rows):
+        whole = isinstance(r, Tensor) and r.dtype == torch.int64 and r.dim() == 1
+        need(whole and r.device == device, f"{name}[{i}]", f"an int64 tensor [n] on {device}", r)
+    return lists if isinstance(lists, Ragged) else Ragged.of(rows)
+
+
+def _range(sizes: Tensor) -> str:
+    low, high = sizes.aminmax()
+    return f"{low} to {high}, median {sizes.median()}"

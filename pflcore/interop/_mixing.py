@@ -1,0 +1,186 @@
+"""One call: clients' models in, one personalized model per client out, for the methods that need
+nothing of a client but its model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms import ALGORITHMS, algorithm_of
+from pflcore.algorithms._clusters import cosines, groups
+from pflcore.algorithms._fedavg import krum
+from pflcore.algorithms._protocol import Algorithm, Mix, shares, squares
+from pflcore.algorithms._relations import FedAMP, FedDWA, HeurFedAMP, LatestModels
+from pflcore.check import Buffers, Count, Names, Whole, checked, need
+from pflcore.interop._packing import Form, Models, Packed, cut, pack, unpack
+from pflcore.simulation._accept import finite_rows
+
+
+@checked
+@dataclass(frozen=True)
+class Krum:
+    """Blanchard et al. 2017: the model whose squared distances to its N - f - 2 nearest others have
+    the least sum; everybody gets it.
+
+    With `m` > 1 (MultiKrum) the mean of the `m` such models of the least sums. Of equals the
+    earlier client. Deviation: exact distances.
+    """
+
+    f: Whole = 1  # how many clients may be hostile, 2 f + 2 < N
+    m: Count = 1
+
+    def chosen(self, sqdist: Tensor) -> Tensor:
+        """The chosen clients [m], best first, by squared distances [N, N]."""
+        n = len(sqdist)
+        wanted = f"0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f"
+        need(2 * self.f + 2 < n and self.m <= n - self.f, "f, m", wanted, self)
+        return krum(sqdist, self.f, self.m)
+
+
+@checked
+@dataclass(frozen=True)
+class Clusters:
+    """Agglomerative clustering into `k` groups, each client gets its group's mean: by distances
+    between models, or, where the call gives a `base`, by the cosines of the updates from it (with
+    k = 2 a split of Clustered FL, Sattler et al. 2021)."""
+
+    k: Count = 2
+    linkage: Literal["complete", "single"] = "complete"
+
+
+Method = Algorithm | Krum | Clusters
+BY_NAME: dict[str, Callable[..., Method]] = {
+    **{name: ALGORITHMS[name] for name in ("fedamp", "sfl", "feddwa", "feddwa_qp")},
+    "heurfedamp": partial(HeurFedAMP, xi_self=0.5),
+    "krum": Krum,
+    "multikrum": partial(Krum, m=2),
+    "clusters": Clusters,
+}
+
+
+@checked
+def personalize(  # noqa: PLR0913 (what a mix has)
+    uploads: Models,
+    method: Method | type[Algorithm] | str = "fedamp",
+    *,
+    guidance: Models | None = None,
+    previous: Models | None = None,
+    base: Any = None,
+    include: Names = (),
+    exclude: Names = (),
+    buffers: Buffers = "auto",
+    directions: bool = False,
+    **options: Any,
+) -> Any:
+    """One personalized model for each client, in the form of `uploads` (see `pack`): what the
+    method's server makes of one round.
+
+    `method` with its `options`, or an instance: "fedamp" and "heurfedamp" (what each client is
+    drawn to, u), "sfl", "krum", "multikrum", "clusters" (k groups), "feddwa" and "feddwa_qp". By
+    name both AMPs leave a client at least half of its own model (alpha = sigma / 2 N, xi_self =
+    .5): with their own defaults, models that are close become their mean. FedDWA asks how near the
+    others' models are to where a client is going: `guidance` are models of all the clients one look
+    ahead, `previous` those of their last round (where uploads and these are dicts, clients without
+    one keep their model). `base`, one model, is what clusters' updates are counted from.
+    All in the form of the uploads. `include`, `exclude` as `pack` has them; `buffers`: "auto" is
+    the method's own. `directions` compares the models' directions, as adapters of different ranks
+    ask for; what is mixed stays as it is. ValueError in one sentence, also where an upload is not
+    finite.
+    """
+    alg = method_of(method, options)
+    if buffers == "auto":
+        buffers = alg.traits.batch_norm[0] if isinstance(alg, Algorithm) else "average"
+    packed = partial(pack, include=include, exclude=exclude)
+    rows, form = packed(uploads, buffers=buffers)
+    if method == "fedamp" and isinstance(alg, FedAMP) and "alpha" not in options:
+        alg = replace(alg, alpha=alg.sigma / (2 * len(rows)))
+    _check_rows(rows, form)
+    guides = [
+        _like("guidance, previous", packed(given), rows, form)
+        for given in (guidance, previous)
+        if given is not None
+    ]
+    got = f"{len(guides)} of them for {type(alg).__name__}"
+    fits = len(guides) == isinstance(alg, FedDWA)
+    one = "one of them for FedDWA (to its own model a client's distance is 0), none for another"
+    need(fits, "guidance, previous", one, got)
+    compared = [rows, *guides]
+    if base is not None:
+        need(isinstance(alg, Clusters), "base", "None where the method is not 'clusters'", base)
+        start = _like("base", packed([base]), rows[:1], Form([0], "list"))
+        compared = [rows - start]
+    elif directions:
+        compared = [F.normalize(v.double()) for v in compared]
+    mix = _mix(alg, compared[0], compared[1:], base is not None)
+    return unpack(mix.of(rows), form, mix.weight, mix.index)
+
+
+def method_of(method: Any, options: dict[str, Any]) -> Method:
+    """The method of this name with these options, or the instance itself."""
+    fresh = not options or isinstance(method, str | type)
+    need(fresh, "options", "none beside an instance, which has its own", options)
+    alg = method
+    if isinstance(method, str) and method in BY_NAME:
+        alg = BY_NAME[method](**options)
+    elif isinstance(method, Algorithm | type) or ":" in str(method):
+        alg = algorithm_of(method, **options)
+    usable = isinstance(alg, LatestModels | FedDWA | Krum | Clusters)
+    names = ", ".join(BY_NAME)
+    need(usable, "method", f"one that needs only models ({names}), as Server and Client play", alg)
+    return alg  # type: ignore[no-any-return]
+
+
+def _check_rows(rows: Tensor, form: Form) -> None:
+    """ValueError for a client whose model is not finite, or whose statistics are impossible."""
+    statistics = rows.new_zeros(len(rows), 0) if form.statistics is None else form.statistics
+    fine = finite_rows([rows, statistics], len(rows))
+    for name, values in cut(form.averaged, statistics.T).items():
+        if name.endswith("running_var"):
+            fine &= (values >= 0).all(0).cpu()
+    if not fine.all():
+        raise ValueError(
+            f"uploads: client {form.ids[int(fine.int().argmin())]!r}'s model is not finite, or has "
+            "a negative variance; leave that client out of this round."
+        )
+
+
+def _like(name: str, packed: Packed, rows: Tensor, form: Form) -> Tensor:
+    """Rows [N, P] in the order of the uploads'; where these have names, a client's own where
+    nothing is given."""
+    more, ids, by_name = packed.rows, form.ids, form.outer == "dict"
+    where = {client: j for j, client in enumerate(packed.form.ids)}
+    alike = more.dtype == rows.dtype and more.shape[1] == rows.shape[1] and more.isfinite().all()
+    need(
+        alike and (where.keys() & set(ids) if by_name else len(more) == len(ids)),
+        name,
+        f"{len(ids)} finite models as the uploads are, {rows.shape[1]} numbers of {rows.dtype}, "
+        "by the same ids",
+        more,
+    )
+    if not by_name:
+        return more
+    return torch.stack([more[where[i]] if i in where else rows[j] for j, i in enumerate(ids)])
+
+
+def _mix(alg: Method, rows: Tensor, guides: list[Tensor], updates: bool) -> Mix:
+    """What each client's model is made of, by rows that are compared [N, P]."""
+    if isinstance(alg, FedDWA):
+        return Mix(*alg.weights(guides[0], rows))
+    n, sqdist = len(rows), ops.pairwise_sqdist(rows).cpu()
+    norm2 = squares(rows).cpu()
+    if isinstance(alg, Clusters):
+        need(alg.k <= n, "k", f"at most {n} groups, one for each client", alg.k)
+        group = groups(cosines(sqdist, norm2) if updates else -sqdist, alg.k, alg.linkage)
+        weight = shares((group[:, None] == group).double())
+    elif isinstance(alg, Krum):
+        weight = torch.zeros(n, n, dtype=torch.float64)
+        weight.index_fill_(1, alg.chosen(sqdist), 1 / alg.m)
+    else:
+        assert isinstance(alg, LatestModels)
+        weight = alg.mixing(sqdist, norm2, torch.ones(n, dtype=torch.bool))
+    return Mix(weight)

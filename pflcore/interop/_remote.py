@@ -1,0 +1,503 @@
+"""Both halves of a round on machines of their own, for every algorithm: the `Server`, whose
+clients are wherever they are, come and go; the `Client`, what it keeps, its work of a round, its
+personalized model; and what travels between them, dicts of plain tensors, which any framework
+carries.
+"""
+
+import warnings
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from numbers import Integral
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pflcore.algorithms import algorithm_of, name_of
+from pflcore.algorithms._protocol import Algorithm, Cohort, Payload, Pool, Tensors, check_training
+from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, device_of, need
+from pflcore.data._federation import Federation
+from pflcore.data._ragged import Ragged
+from pflcore.data._roles import held_out, one_client
+from pflcore.simulation._accept import Outcome, Trained, accept, finite_rows, nearer
+from pflcore.simulation._personal import Personalized, grown, larger
+from pflcore.simulation._settings import Hardware
+from pflcore.simulation.round import begin, check_start, commit, flat, policy, serve, unflat
+from pflcore.train import Clients, Net, Training
+from pflcore.train._choose import prepared
+from pflcore.train._losses import Loss, default_loss
+from pflcore.train._memory import ran_out
+from pflcore.train._workers import one_thread
+
+ABOUT, STATISTICS = "@about", "@statistics"  # beside the algorithm's own keys
+
+
+class About(NamedTuple):
+    """The numbers of a message, in float64: whole numbers below 2**53, and a factor."""
+
+    number: int  # the client's, from 0
+    n: int  # N
+    fingerprint: int
+    round: int  # from 1, the one that the message is for
+    rounds: int  # R
+    done: int  # rounds that the server has finished
+    accepted: int  # the last of them that the client's upload was part of; 0: none
+    # how much of that upload the server took: below 1 where its `clip` shortened it
+    factor: float
+
+
+def fingerprint(algorithm: Algorithm, net: Net, averages: bool) -> int:
+    """What both sides must have alike, as a number: the algorithm's name, the model's shapes and
+    what becomes of batch norm's statistics."""
+    parts = name_of(algorithm), str(net.dtype), net.shapes, net.buffer_shapes, averages
+    return zlib.crc32(repr(parts).encode())
+
+
+def net_of(algorithm: Algorithm, model: Model, loss: Loss, seed: int) -> Net:
+    """The model as the algorithm trains it."""
+    return algorithm.prepare(model if isinstance(model, Net) else Net(model, loss, seed=seed))
+
+
+def packed(payload: Payload, about: About, statistics: Tensor | None) -> Tensors:
+    """The message of one client, of the slices [1, ...] of a payload; of pools the rows that are
+    sent."""
+    message: Tensors = {ABOUT: torch.tensor(about, dtype=torch.float64)}
+    if statistics is not None:
+        message[STATISTICS] = statistics.clone()
+    for key, value in payload.items():
+        if isinstance(value, Pool):
+            sent = torch.zeros(len(value.rows), dtype=torch.bool, device=value.rows.device)
+            sent[value.index[value.index >= 0]] = True
+            message |= {f"{key}@rows": value.rows[sent], f"{key}@sent": sent}
+            value = value.index
+            key = f"{key}@index"
+        message[key] = value[0].clone()
+    return message
+
+
+def opened(
+    message: Any, device: torch.device, alike: int, what: str
+) -> tuple[Payload, About, Tensor | None]:
+    """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on
+    `device`. ValueError where it is no message, or its fingerprint is not
+    `alike`."""
+    try:
+        tensors = {k: v.detach().to(device) for k, v in message.items()}
+        dense = all(v.layout is torch.strided and not v.is_nested for v in tensors.values())
+        *whole, factor = tensors.pop(ABOUT).tolist()
+        about, statistics = About._make([*map(int, whole), factor]), tensors.pop(STATISTICS, None)
+        payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
+        for key in (k.removesuffix("@rows") for k in tensors if k.endswith("@rows")):
+            sent, few = tensors[f"{key}@sent"], tensors[f"{key}@rows"]
+            rows = few.new_zeros(len(sent), *few.shape[1:])  # a row's number may be a client's
+            rows[sent] = few
+            payload[key] = Pool(rows, tensors[f"{key}@index"][None])
+    except Exception:  # of what somebody else made
+        dense = False
+    if not dense:
+        raise ValueError(f"{what}: expected a dict of dense tensors as the other side made it.")
+    if about.fingerprint != alike:
+        raise ValueError(
+            f"{what}: it is of another algorithm, model or `batch_norm` than those that are played "
+            "here; give both sides the same."
+        )
+    return payload, about, statistics
+
+
+SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits
+KEPT = "accepted", "numbers", "gone", "report"  # beside the state
+Form = dict[str, tuple[torch.Size, torch.dtype]]
+Upload = tuple[int, Tensors, int]  # whose, what, of how many samples
+
+
+class Server:
+    """The server's half of a round, for every algorithm: `download` for each client, `aggregate`
+    for those who answered.
+
+    `template` is the model (an `nn.Module`, a function that makes one, or a `Net`), `rounds` how
+    many there will be (for schedules). A client is called by any string or whole number; it is
+    numbered when it is first seen: 0 to num_clients - 1 are themselves (so is an algorithm's
+    `target`), others take the first free one, and beyond `num_clients` the state grows by a client,
+    between rounds. With `Client`s of the same model, seed and training it gives what `Simulation`
+    gives. `batch_norm`: as there; `clip`: as in `Robustness`.
+    """
+
+    @checked
+    def __init__(
+        self,
+        algorithm: Algorithm | type[Algorithm] | str,
+        template: Model,
+        num_clients: Count,
+        *,
+        rounds: Count = 100,
+        seed: Seed = 0,
+        batch_norm: Buffers = "auto",
+        clip: Positive | None = None,
+    ) -> None:
+        self.algorithm = algorithm_of(algorithm)
+        self.net = net_of(self.algorithm, template, "cross_entropy", seed)
+        self.rounds, self.seed, self.clip = rounds, seed, clip
+        self.averages = policy(self.algorithm, self.net, batch_norm) == "average"
+        self._state = begin(self.algorithm, self.net, num_clients, clients=False)
+        self._fingerprint = fingerprint(self.algorithm, self.net, self.averages)
+        self._accepted: dict[int, tuple[int, float]] = {}  # `accepted` and `factor` of `About`
+        self._numbers: dict[Hashable, int] = {}
+        self._gone: list[int] = []  # numbers that nobody gets again
+        self._report: Tensors = {}
+        self._form: Form | None = None  # of the last round's uploads, of as many clients
+        self._begun = False  # has somebody been given what this round trains on?
+
+    @property
+    def round(self) -> int:
+        """How many rounds have been played."""
+        return self._state.round
+
+    @property
+    def clients(self) -> dict[Hashable, int]:
+        """The clients that are known, and their numbers in what `report` gives."""
+        return dict(self._numbers)
+
+    @property
+    def num_clients(self) -> int:
+        """How many clients the state is of."""
+        return len(self._state.seen)
+
+    @checked
+    def download(
+        self, client_id: Hashable, purpose: Literal["train", "evaluation"] = "train"
+    ) -> Tensors:
+        """What a client needs for the round that comes ("train"), or for its model as it is now
+        ("evaluation"): a dict of tensors."""
+        number, done, train = self.join(client_id), self.round, purpose == "train"
+        self._begun |= train
+        round, draws = (done + 1, "send") if train else (max(1, done), purpose)
+        cohort = self._cohort([number], [1], round, draws)
+        taken = self._accepted.get(number, (0, 1.0))
+        both = self.num_clients, self._fingerprint
+        about = About(number, *both, round, self.rounds, done, *taken)
+        statistics = self._state.batch_norm[number] if self.averages else None
+        return packed(self.algorithm.send(self._state.server, cohort), about, statistics)
+
+    def aggregate(self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool = True) -> Outcome:
+        """Ends a round with what `Client.train` gave: {client id: (upload, number of training
+        samples)}.
+
+        Who is not there was absent. Says what happened: `dropped` (clients whose upload is not
+        finite: they were absent too), `void` (then nothing changed), `moved`, `clipped`. ValueError
+        in one sentence, and nothing changed, for an upload that does not fit, or where there is
+        none; without `strict` it is left out with a RuntimeWarning, and a round of none is void.
+        """
+        wanted = "{client id: (upload, number of samples)} of at least one client"
+        some = isinstance(uploads, Mapping) and (uploads or not strict)
+        need(some, "uploads", wanted, uploads)
+        read = self._read(uploads, strict)
+        names = {number: client for client, (number, _, _) in read.items()}
+        absent = set(self.algorithm.traits.required) - set(names)
+        if absent:
+            said = f"the target, client number {min(absent)}, must take part in every round."
+            _complain(f"uploads: {said}", strict)
+        outcome = Outcome(list(names), void=True)
+        if read and not absent:
+            try:
+                outcome = self._played(*zip(*read.values(), strict=True))
+            except (LookupError, RuntimeError, TypeError, ValueError) as error:
+                if self._form is not None or ran_out(error):
+                    raise
+                form = _words(layout_of(next(iter(read.values()))[1]))
+                why = str(error).partition("\n")[0].rstrip(".")
+                said = (
+                    f"uploads: {type(self.algorithm).__name__} cannot use what each holds, {form}"
+                )
+                _complain(f"{said} ({why}); give both sides one algorithm and model.", strict)
+        if outcome.void:
+            self._state = commit(self._state, {})
+        self._begun = False
+        lists = {k: [names[i] for i in getattr(outcome, k)] for k in ("ids", "dropped", "clipped")}
+        return replace(outcome, **lists)  # type: ignore[arg-type]
+
+    def join(self, client_id: Hashable) -> int:
+        """A client's number; a new one's first `download` does the same. ValueError where a round
+        that has begun would have to grow."""
+        named = isinstance(client_id, str | Integral) and not isinstance(client_id, bool)
+        need(named, "client_id", "a string or a whole number", client_id)
+        if client_id in self._numbers:
+            return self._numbers[client_id]
+        n, taken = self.num_clients, {*self._numbers.values(), *self._gone}
+        number = next((i for i in range(n) if i not in taken), n)
+        if isinstance(client_id, Integral) and 0 <= client_id < n and client_id not in taken:
+            number = int(client_id)
+        if number == n:
+            who = f"client {client_id!r}"
+            need(not self._begun, who, f"no newcomer in a round begun with {n} clients", "one")
+            self._state, _ = grown(self.algorithm, self._state, self.net, n)
+            self._form = None
+        self._numbers[client_id] = number
+        return number
+
+    def leave(self, client_id: Hashable) -> None:
+        """Forgets who has a number, for good: a later client of this id is a newcomer. What
+        the method holds of it, stays."""
+        self._gone.append(self._numbers.pop(client_id))
+
+    def report(self) -> Tensors:
+        """The algorithm's own report of the last round: mixing weights, clusters, ..., by the
+        clients' numbers."""
+        return self._report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes, in tensors of its own, numbers, strings and dicts, as
+        `torch.save` and `torch.load` take it."""
+        return {
+            "fingerprint": self._fingerprint,
+            "state": {k: v.clone() for k, v in flat(self._state).items()},
+            "round": self._state.round,
+            "void": self._state.void,
+            **{k: copy(getattr(self, f"_{k}")) for k in KEPT},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is another
+        algorithm's or another model's."""
+        if not isinstance(state, Mapping) or state.get("fingerprint") != self._fingerprint:
+            raise ValueError(
+                "state: expected what state_dict() of a Server of this algorithm and model gives."
+            )
+        tensors = {k: v.clone() for k, v in state["state"].items()}
+        new = unflat(tensors, state["round"], state["void"])
+        check_start(new, self.algorithm, self.net, len(new.seen))
+        self._state, self._form, self._begun = new, None, False
+        for key in KEPT:
+            setattr(self, f"_{key}", copy(state[key]))
+
+    # inside -------------------------------------------------------------------------------------
+    def _cohort(
+        self, ids: Sequence[int], size: Sequence[int], round: int, purpose: str = "send"
+    ) -> Cohort:
+        who, sizes = torch.tensor(ids), torch.tensor(size)
+        return Cohort(who, sizes, self.num_clients, round, self.rounds, self.seed, 0, purpose)
+
+    def _played(
+        self, ids: Sequence[int], uploads: Sequence[Tensors], sizes: Sequence[int]
+    ) -> Outcome:
+        """The round with these uploads, which have one form."""
+        state, alg = self._state, self.algorithm
+        up = {k: torch.stack([one[k] for one in uploads]) for k in uploads[0]}
+        cohort = self._cohort(ids, sizes, state.round + 1)
+        statistics = up.pop(STATISTICS, state.batch_norm[cohort.ids])
+        negative = (statistics[:, self.net.variances] < 0).any(1)
+        statistics[negative] = torch.nan  # no variance, and everybody's square root of it is NaN
+        none = torch.zeros(len(ids))
+        trained = Trained(cohort, alg.send(state.server, cohort), up, {}, {}, statistics, none)
+        trained, outcome = accept(trained, alg.traits, state.server, self.clip)
+        changes = serve(alg, state, trained, outcome, self.averages)
+        if not outcome.void:
+            self._state, self._form = commit(state, changes), layout_of(uploads[0])
+            taken = trained.cohort
+            factor = torch.ones(len(taken.ids)) if outcome.factor is None else outcome.factor
+            pairs = zip(taken.ids.tolist(), factor.tolist(), strict=True)
+            self._accepted |= {number: (self.round, mine) for number, mine in pairs}
+            self._report = alg.report(self._state.server, outcome.mix, taken)
+        return replace(outcome, train_loss=None)
+
+    def _read(self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool) -> dict[Any, Upload]:
+        """The round's uploads that have one form, by clients, ascending by number."""
+        read: dict[Any, Upload] = {}
+        for client, given in uploads.items():
+            try:
+                read[client] = self._upload(client, given)
+            except ValueError as error:
+                _complain(str(error), strict)
+        forms = {client: layout_of(up) for client, (_, up, _) in read.items()}
+        each = list(forms.values())
+        form = self._form or max(each, key=each.count, default={})  # at first, what most sent
+        form = form | layout_of({STATISTICS: self.net.b0} if self.averages else {})
+        for client, mine in forms.items():
+            if mine != form:
+                said = f"its upload holds {_words(mine)}, expected {_words(form)}."
+                _complain(f"client {client!r}: {said}", strict)
+                del read[client]
+        return dict(sorted(read.items(), key=lambda item: item[1][0]))
+
+    def _upload(self, client: Any, given: Any) -> Upload:
+        """One client's upload, checked."""
+        who = f"client {client!r}"
+        need(client in self._numbers, who, "one of those who have downloaded", list(self._numbers))
+        whole = isinstance(given, tuple) and len(given) == 2
+        need(whole, who, "(upload, number of samples)", given)
+        payload, about, statistics = opened(given[0], self.net.w0.device, self._fingerprint, who)
+        number, size = self._numbers[client], given[1]
+        mine = number, self.round + 1
+        if (about.number, about.round) != mine:
+            raise ValueError(
+                f"{who}: its upload is number {about.number}'s of round {about.round}, expected "
+                f"{mine[0]}'s of round {mine[1]}; leave it out."
+            )
+        some = isinstance(size, Integral) and 1 <= int(size) <= SAMPLES
+        need(some, f"{who}, number of samples", f"a whole number from 1 to {SAMPLES}", size)
+        up = {k: v[0] for k, v in payload.items()}
+        return number, up | ({} if statistics is None else {STATISTICS: statistics}), int(size)
+
+
+def _complain(said: str, strict: bool) -> None:
+    if strict:
+        raise ValueError(said)
+    warnings.warn(said, RuntimeWarning, stacklevel=4)
+
+
+def layout_of(up: Tensors) -> Form:
+    return {k: (v.shape, v.dtype) for k, v in up.items()}
+
+
+def _words(form: Form) -> str:
+    each = [f"{k} {list(shape)} {str(t).removeprefix('torch.')}" for k, (shape, t) in form.items()]
+    return ", ".join(each) or "nothing"
+
+
+class Client:
+    """One client's half of a round, for every algorithm: `train` on what `Server.download` gave,
+    `model` for its personalized model.
+
+    `model` must start as the server's template does (the same weights, or the same function and
+    `seed`). `data`: (x, y), {"train": (x, y), "val": ...}, a Dataset or a Federation of one client.
+    What the algorithm keeps at a client stays here, batch norm's statistics too unless they are
+    averaged; a round that the server did not take this client's upload in, leaves no trace.
+    """
+
+    @checked
+    def __init__(  # noqa: PLR0913 (what a run has)
+        self,
+        algorithm: Algorithm | type[Algorithm] | str,
+        model: Model,
+        data: Any,
+        training: Training = Training(),  # noqa: B008 (frozen)
+        *,
+        seed: Seed = 0,
+        hardware: Hardware = Hardware(workers=1),  # noqa: B008 (frozen)
+        batch_norm: Buffers = "auto",
+        loss: Loss | None = None,
+    ) -> None:
+        self.algorithm = algorithm_of(algorithm)
+        check_training(self.algorithm, training)
+        one, device = one_client(data, dtype=None), device_of(hardware.device)
+        net = net_of(self.algorithm, model, loss or default_loss(one.y), seed).to(device)
+        x, y = (t.to(net.dtype) if t.is_floating_point() else t for t in (one.x, one.y))
+        one = replace(one, x=x, y=y).to(device)
+        self.data = held_out(one, seed) if self.algorithm.traits.needs_val else one
+        self.averages = policy(self.algorithm, net, batch_norm) == "average"
+        self._setting = prepared(net, self.data, training, hardware.engine, hardware.workers, seed)
+        net, classes = self._setting.net, self.data.classes
+        if classes is not None and self.data.relabel is None and net.head_name is not None:
+            # one client may not have samples of all classes
+            self.data = replace(self.data, classes=max(classes, net.classes))
+        self._fingerprint = fingerprint(self.algorithm, net, self.averages)
+        self._statistics = net.b0[None]  # [1, b]
+        self._own: Tensors = {}  # [1, ...]
+        self._pending: tuple[int, Tensors, Tensor] | None = None  # a round, and what became of
+        # state and statistics in it, until the server says whether it took the upload
+
+    def train(self, download: Mapping[str, Tensor]) -> tuple[Tensors, int]:
+        """This client's work of a round: its upload, a dict of tensors [1, ...], and its number of
+        training samples, for `Server.aggregate`."""
+        with one_thread():
+            down, own, about, clients = self._opened(download)
+            if about.round != about.done + 1:
+                raise ValueError(
+                    "download: expected one to train on, got one for an evaluation; ask for "
+                    "download(client_id)."
+                )
+            new, up, fit = self.algorithm.train(down, own, clients)
+        self._own, self._pending = own, (about.round, own | new, fit.buffers)
+        if not finite_rows([*new.values(), fit.buffers], 1).all():  # so that the server drops it
+            up = {k: v * torch.nan if v.is_floating_point() else v for k, v in up.items()}
+        statistics = fit.buffers[0] if self.averages else None
+        return packed(up, about, statistics), int(clients.size[0])
+
+    def model(self, download: Mapping[str, Tensor]) -> Personalized:
+        """The personalized model, from `Server.download(client_id, "evaluation")`, a dict of
+        tensors [1, ...]."""
+        model, clients = self._personalized(download)
+        row = {k: v[0] for k, v in model.items()}
+        classes = self.data.classes
+        return Personalized(self.algorithm, clients.net, row, clients.buffers[0], classes)
+
+    def evaluate(self, download: Mapping[str, Tensor], split: str = "test") -> dict[str, float]:
+        """The personalized model of a download [1, ...] on this client's own samples: "loss", for
+        classes "accuracy", and "size", how many they are."""
+        size = int(self.data.size(split)[0]) if split in self.data.index else 0
+        if not size:
+            raise ValueError(
+                f"split: this client has no sample of {split!r} to be evaluated on; give it some "
+                f"as data={{..., {split!r}: (x, y)}}."
+            )
+        model, clients = self._personalized(download)
+        with one_thread():
+            scores = clients.scores(model, split, self.algorithm.predict)
+            returns = self.algorithm.traits.returns
+            loss, accuracy = clients.worth(scores, split, returns=returns)
+        found = {"loss": float(loss), "size": size}
+        return found if accuracy is None else {**found, "accuracy": float(accuracy)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this client keeps between rounds, for `torch.save`."""
+        return {
+            "fingerprint": self._fingerprint,
+            "own": dict(self._own),
+            "statistics": self._statistics,
+            "pending": self._pending,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave. ValueError, and nothing changed, where it is
+        something else: another algorithm's, or of a model of other shapes."""
+        if not isinstance(state, Mapping) or state.get("fingerprint") != self._fingerprint:
+            raise ValueError(
+                "state: expected what state_dict() of a Client of this algorithm and model gives."
+            )
+        self._own, self._statistics = dict(state["own"]), state["statistics"]
+        self._pending = state["pending"]
+
+    # inside -------------------------------------------------------------------------------------
+    def _opened(self, download: Any) -> tuple[Payload, Tensors, About, Clients]:
+        """What was sent, this client's own state [1, ...], the message's numbers, and what a hook
+        is given to train with, when the last round is settled."""
+        net = self._setting.net
+        down, about, statistics = opened(download, net.w0.device, self._fingerprint, "download")
+        self._settle(about)
+        kept = self._own if about.accepted else {}
+        first = {k: v[:1] for k, v in self.algorithm.newcomer(down, net, about.n).items()}
+        own = {k: larger(kept[k], v) if k in kept else v.clone() for k, v in first.items()}
+        mine = self._statistics if statistics is None else statistics[None]
+        data = alone(self.data, about.number, about.n)
+        setting = self._setting._replace(data=data, rounds=about.rounds)
+        number = torch.tensor([about.number])
+        return down, own, about, Clients(setting, number, about.round, mine.clone())
+
+    def _settle(self, about: About) -> None:
+        """The last round's work counts where the server took its upload, as far as it took it."""
+        if self._pending is None or about.done < self._pending[0]:
+            return
+        round, own, statistics = self._pending
+        if about.accepted == round:
+            clipped = own.keys() & set(self.algorithm.traits.clipped)
+            factor = torch.tensor([about.factor], dtype=torch.float64)
+            own |= {k: nearer(own[k], self._own[k], factor) for k in clipped}
+            self._own, self._statistics = own, statistics
+        self._pending = None
+
+    def _personalized(self, download: Any) -> tuple[Tensors, Clients]:
+        """The model [1, ...] and the clients with the statistics of batch norm that go with it."""
+        with one_thread():
+            down, own, _, clients = self._opened(download)
+            model = dict(self.algorithm.model(down, own, clients))
+        return model, replace(clients, buffers=model.pop("batch_norm", clients.buffers))
+
+
+def alone(one: Federation, number: int, n: int) -> Federation:
+    """The federation of n clients as the client `number` sees it, who has data of its own only; its
+    draws are those of its number."""
+    mine = (torch.arange(n) == number).long()
+    index = {k: Ragged(rows[0], len(rows[0]) * mine) for k, rows in one.index.items()}
+    relabel = None if one.relabel is None else one.relabel.expand(n, -1)
+    return one._with(index=index, relabel=relabel)

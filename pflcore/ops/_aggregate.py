@@ -1,0 +1,209 @@
+"""aggregate: base + lr * (weight @ updates), dense or by index, in one pass over the updates."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._library import changed, define, forward_mode, lib, nothing, warn_once
+from ._words import (
+    apart,
+    beside,
+    expect,
+    floating,
+    matrix,
+    meet,
+    number,
+    refuse,
+    same_view,
+    shape,
+    span,
+    whole,
+    within,
+)
+
+
+def aggregate(
+    updates: Tensor,  # [N, P]
+    weight: Tensor,  # [M, N], or [M, K] with index
+    index: Tensor | None = None,  # [M, K] int64
+    base: Tensor | None = None,  # [P] or [M, P]
+    lr: float = 1.0,
+    out: Tensor | None = None,  # [M, P]
+    precise: bool = False,
+) -> Tensor:  # [M, P]
+    """`base + lr * (weight @ updates)` in one pass over the updates; with `index`, row m mixes the
+    rows `index[m]` only.
+
+    Accumulates in float32, on CPUs in float64 after every 128 rows, so that the error does not grow
+    with N (CUDA kernels and the reference sum all rows in float32: above some thousand clients
+    `precise` is the better choice there); in float64 where an input row is float64 or `precise`
+    asks for it. The result has base's dtype, or else that of updates. With `index`, a row of weight
+    0 is not read, so NaN there does not spread. `out` may be given to reuse memory: a [M, P] tensor
+    with contiguous rows that shares no memory with updates or weight; it may be `base` itself.
+    Without `out`, differentiable in updates, weight and base, but not in lr; in forward mode it is
+    plain torch, where a row of weight 0 is read.
+    """
+    check_aggregate(updates, weight, index, base, lr, out)
+    warn_once()
+    how = updates, weight, index, base, lr, bool(precise)
+    if forward_mode():
+        return _formula(*how)
+    if out is None:
+        return _op(*how)
+    _op_out(*how, out)
+    changed(out)
+    return out
+
+
+def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, out: Any) -> None:
+    """The arguments of aggregate."""
+    op = "aggregate"
+    number(op, "lr", lr)
+    matrix(op, "updates", updates, "[N, P]")
+    matrix(op, "weight", weight, "[M, N]" if index is None else "[M, K]")
+    n, p = updates.shape
+    m, k = weight.shape
+    beside(op, "updates", updates, "weight", weight)
+    if index is not None:
+        whole(op, "updates", updates, "index", index)
+        fits = index.shape == weight.shape
+        expect(fits, op, "index", f"{list(weight.shape)} like weight", shape(index))
+        within(op, "index", index, n)
+    elif k != n:
+        wanted = f"[M, {n}], a column for each row of updates"
+        refuse(op, "weight", wanted, shape(weight), "or give index")
+    if base is not None:
+        floating(op, "base", base)
+        if base.shape not in ((p,), (m, p)) or base.device != updates.device:
+            refuse(op, "base", f"[{p}] or [{m}, {p}] on {updates.device}", shape(base))
+    if out is not None:
+        check_out(updates, weight, index, base, out)
+
+
+def check_out(
+    updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
+) -> None:
+    """The `out` of aggregate."""
+    op, wanted = "aggregate", [weight.shape[0], updates.shape[1]]
+    dtype = updates.dtype if base is None else base.dtype
+    like = isinstance(out, Tensor) and (out.dtype, out.device) == (dtype, updates.device)
+    if not like or list(out.shape) != wanted:
+        kind = f"{str(dtype).removeprefix('torch.')} on {updates.device}"
+        refuse(op, "out", f"{wanted} {kind}", shape(out))
+    if forward_mode():
+        refuse(op, "out", "None in forward-mode differentiation", "a tensor", "leave out away")
+    if not out.numel():
+        return
+    apart(op, "out", out)
+    if torch.compiler.is_compiling():
+        return
+    if out.is_neg() or out.is_conj():
+        held = "memory that holds its numbers as they are"
+        refuse(op, "out", held, "the negative of other numbers")
+    some = any(t is not None and t.requires_grad for t in (updates, weight, base, out))
+    if some and torch.is_grad_enabled():
+        came, remedy = "inputs that require grad", "leave out away or use torch.no_grad()"
+        refuse(op, "out", "None where a gradient is wanted", came, remedy)
+    mine = span(out)
+    for name, t in (("updates", updates), ("weight", weight), ("index", index)):
+        if meet(mine, span(t)):
+            refuse(op, "out", "memory of its own", f"memory of {name}")
+    if base is not None and meet(mine, span(base)) and not same_view(out, base):
+        refuse(op, "out", "memory of its own or base itself", "a part of base's memory")
+
+
+def dtypes(updates: Tensor, base: Tensor | None, precise: bool) -> tuple[torch.dtype, torch.dtype]:
+    """That of the result, and that of its sum."""
+    dtype = updates.dtype if base is None else base.dtype
+    wide = precise or torch.float64 in (updates.dtype, dtype)
+    return dtype, torch.float64 if wide else torch.float32
+
+
+def _formula(
+    updates: Tensor,  # [N, P]
+    weight: Tensor,  # [M, N], or [M, K] with index
+    index: Tensor | None,  # [M, K] int64
+    base: Tensor | None,  # [P] or [M, P]
+    lr: float,
+    precise: bool,
+    skip: bool = False,
+) -> Tensor:  # [M, P]
+    """The same in plain torch, which differentiates itself; `skip`: rows of weight 0 are not read,
+    which has no derivative there."""
+    dtype, wide = dtypes(updates, base, precise)
+    w = (lr * weight.double()).to(wide)
+    if index is None:
+        total = w @ updates.to(wide)
+    else:
+        total = w.new_zeros(w.shape[0], updates.shape[1])
+        for k in range(w.shape[1]):
+            weight_k = w[:, k, None]
+            part = weight_k * updates[index[:, k]].to(wide)
+            total = total + (torch.where(weight_k != 0, part, 0.0) if skip else part)
+    return (total if base is None else base.to(wide) + total).to(dtype)
+
+
+def reference(
+    updates: Tensor,  # [N, P]
+    weight: Tensor,  # [M, N], or [M, K] with index
+    index: Tensor | None,  # [M, K] int64
+    base: Tensor | None,  # [P] or [M, P]
+    lr: float,
+    precise: bool,
+) -> Tensor:  # [M, P]
+    """base + lr * (weight @ updates), in base's dtype, or else in that of updates."""
+    return _formula(updates, weight, index, base, lr, precise, True)
+
+
+def reference_out(*how: Any) -> None:
+    """`reference` into the last argument, [M, P]."""
+    how[-1].copy_(reference(*how[:-1]))
+
+
+def _fake(
+    updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, *how: Any
+) -> Tensor:
+    dtype = updates.dtype if base is None else base.dtype
+    return updates.new_empty(weight.shape[0], updates.shape[1], dtype=dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    updates, weight, index, base, ctx.lr, _ = inputs
+    ctx.one = base is not None and base.dim() == 1
+    ctx.save_for_backward(updates, weight, index)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    updates, weight, index = ctx.saved_tensors
+    need_updates, need_weight, _, need_base = ctx.needs_input_grad[:4]
+    dense, grad64 = weight.double(), grad.double()  # [M, N] or [M, K]
+    grad_updates = grad_weight = None
+    if need_weight and index is None:
+        grad_weight = grad64 @ updates.double().T
+    elif need_weight:
+        columns = [(grad64 * updates[rows].double()).sum(1) for rows in index.T]
+        grad_weight = torch.stack(columns, 1) if columns else torch.zeros_like(dense)
+    if index is not None:
+        dense = grad64.new_zeros(len(weight), len(updates)).scatter_add(1, index, dense)
+    if need_updates:
+        grad_updates = (ctx.lr * (dense.T @ grad64)).to(updates.dtype)
+    if grad_weight is not None:
+        grad_weight = (ctx.lr * grad_weight).to(weight.dtype)
+    grad_base = (grad.sum(0) if ctx.one else grad) if need_base else None
+    return grad_updates, grad_weight, None, grad_base, None, None
+
+
+_op = define(
+    "aggregate(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool precise) "
+    "-> Tensor",
+    reference,
+    _fake,
+)
+_op_out = define(
+    "aggregate_out(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool "
+    "precise, Tensor(a!) out) -> ()",
+    reference_out,
+    nothing,
+)
+torch.library.register_autograd("pflcore::aggregate", _backward, setup_context=_setup, lib=lib)

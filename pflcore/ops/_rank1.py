@@ -1,0 +1,215 @@
+"""rank1_linear: a linear layer made of rank-1 factors, forward and backward, under vmap too."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._library import define, forward_mode, lib, save_inputs, warn_once
+from ._words import check_same, floating, refuse, shape
+
+NARROW = (torch.float16, torch.bfloat16)  # computed in float32
+_OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
+
+
+def rank1_linear(  # noqa: PLR0911 (a path each)
+    x: Tensor,  # [..., B, I]
+    w_a: Tensor,  # [O, F] or [..., O, F]
+    lam: Tensor,  # [F] or [..., F]
+    w_b: Tensor,  # [F, I] or [..., F, I]
+) -> Tensor:  # [..., B, O]
+    """`((x w_b^T) * lam) w_a^T`: a linear layer made of F rank-1 factors, whose dense weight is
+    never built (WAFFLe, Hao et al.).
+
+    Leading axes, the clients', broadcast; an input without them is shared, and its gradient summed.
+    Factors with `lam == 0` are skipped. One dtype for all inputs, 16-bit ones computed in float32;
+    under `autocast` all are cast to its dtype, as for `F.linear`. Differentiable in all four; works
+    under `vmap`. In forward mode it is plain torch, which reads every factor.
+    """
+    if (
+        torch._C._is_any_autocast_enabled()
+        and isinstance(x, Tensor)
+        and torch.is_autocast_enabled(x.device.type)
+    ):
+        low = torch.get_autocast_dtype(x.device.type)
+        x, w_a, lam, w_b = (
+            t.to(low) if isinstance(t, Tensor) and t.dtype in (torch.float32, *NARROW) else t
+            for t in (x, w_a, lam, w_b)
+        )
+    lead = check_rank1(x, w_a, lam, w_b)
+    warn_once()
+    if x.dim() == 1:
+        return rank1_linear(x[None], w_a, lam, w_b).squeeze(-2)
+    if forward_mode():
+        z, a, scale, b = (t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b))
+        return (z @ b.mT * scale[..., None, :] @ a.mT).to(x.dtype)
+    inputs = ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))
+    if len(lead) <= 1 and all(t.dim() == own or t.shape[0] == lead[0] for t, own in inputs):
+        return _differentiable(x, w_a, lam, w_b)
+    if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:  # nothing but a larger batch
+        y = _differentiable(x.flatten(0, -2), w_a, lam, w_b)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+    y = _differentiable(*[_flat(t, own, lead) for t, own in inputs])
+    return y.reshape(*lead, *y.shape[1:])
+
+
+def _flat(t: Tensor, own: int, lead: tuple[int, ...]) -> Tensor:
+    """`t` with one axis of clients for the axes `lead`; as it is where it has none."""
+    if t.dim() == own:
+        return t
+    return t.expand(*lead, *t.shape[t.dim() - own :]).flatten(0, len(lead) - 1)
+
+
+def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
+    """The arguments of rank1_linear; returns the broadcast leading axes."""
+    op = "rank1_linear"
+    for name, t, own, wanted in (
+        ("x", x, 1, "[..., B, I]"),
+        ("w_a", w_a, 2, "[O, F]"),
+        ("lam", lam, 1, "[..., F]"),
+        ("w_b", w_b, 2, "[F, I]"),
+    ):
+        floating(op, name, t)
+        if t.dim() < own:
+            refuse(op, name, wanted, shape(t))
+        if t is not x:
+            check_same(op, "x", x, name, t)
+    if w_b.shape[-1] != x.shape[-1]:
+        refuse(op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", shape(w_b))
+    if w_a.shape[-1] != w_b.shape[-2]:
+        refuse(op, "w_a", f"[O, {w_b.shape[-2]}] for the factors of w_b", shape(w_a))
+    if lam.shape[-1] != w_b.shape[-2]:
+        refuse(op, "lam", f"[..., {w_b.shape[-2]}] for the factors of w_b", shape(lam))
+    leads = (x.shape[:-2], w_a.shape[:-2], lam.shape[:-1], w_b.shape[:-2])
+    if not any(leads):
+        return ()
+    try:
+        return tuple(torch.broadcast_shapes(*leads))
+    except RuntimeError:
+        came = ", ".join(str(list(lead)) for lead in leads)
+        raise ValueError(
+            f"{op}: the leading axes of x, w_a, lam and w_b must broadcast, got {came}."
+        ) from None
+
+
+def reference(
+    x: Tensor,  # [B, I] or [N, B, I]
+    w_a: Tensor,  # [O, F] or [N, O, F]
+    lam: Tensor,  # [F] or [N, F]
+    w_b: Tensor,  # [F, I] or [N, F, I]
+) -> Tensor:  # [B, O] or [N, B, O]
+    """((x w_b^T) * lam) w_a^T: a linear layer of weight sum_f lam_f w_a[:, f] w_b[f, :], which is
+    never built."""
+    scale = lam[..., None, :]
+    hidden = torch.where(scale != 0, x @ w_b.mT * scale, 0.0)  # [.., B, F]
+    # a factor that is off is off, whatever it holds
+    return hidden @ torch.where(scale != 0, w_a, 0.0).mT
+
+
+def backward_reference(
+    grad: Tensor,  # [B, O] or [N, B, O]
+    x: Tensor,
+    w_a: Tensor,
+    lam: Tensor,
+    w_b: Tensor,
+    need_x: bool,
+    need_a: bool,
+    need_lam: bool,
+    need_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of rank1_linear in its inputs' shapes; an empty tensor where one is not
+    needed."""
+    scale = lam[..., None, :]
+    hidden, back = x @ w_b.mT, grad @ w_a  # [.., B, F] both
+    none = grad.new_empty(0)
+
+    def scaled(t: Tensor) -> Tensor:
+        """A factor that is off is skipped; where this is differentiated once more, by lam too, the
+        plain product has the derivative."""
+        return t * scale if torch.is_grad_enabled() else torch.where(scale != 0, t * scale, 0.0)
+
+    def like(t: Tensor, g: Tensor) -> Tensor:
+        """Clients that share an input add up."""
+        return g.sum_to_size(t.shape).contiguous()
+
+    return (
+        like(x, scaled(back) @ w_b) if need_x else none,
+        like(w_a, grad.mT @ scaled(hidden)) if need_a else none,
+        like(lam, (hidden * back).sum(-2)) if need_lam else none,
+        like(w_b, scaled(back).mT @ x) if need_b else none,
+    )
+
+
+_op = define("rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference)
+_op_backward = define(
+    "rank1_linear_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, "
+    "bool need_a, bool need_lam, bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
+    backward_reference,
+)
+
+
+# --- autograd ---------------------------------------------------------------
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, w_a, lam, w_b = ctx.saved_tensors
+    # a second derivative is wanted: the same formula in differentiable torch
+    twice = torch.is_grad_enabled()
+    backward = backward_reference if twice else _op_backward
+    grads = backward(grad, x, w_a, lam, w_b, *ctx.needs_input_grad)
+    return tuple(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True))
+
+
+torch.library.register_autograd(
+    "pflcore::rank1_linear", _backward, setup_context=save_inputs, lib=lib
+)
+
+
+class _Rank1(torch.autograd.Function):
+    """The same formula without the op's registered autograd, which costs as much as a small layer's
+    arithmetic."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return _op(*inputs)
+
+    backward = staticmethod(_backward)
+
+
+def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+    # these need the op to stand alone
+    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    wanted = w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad
+    run = _Rank1.apply if eager and wanted and torch.is_grad_enabled() else _op
+    return run(x, w_a, lam, w_b)
+
+
+# --- vmap -------------------------------------------------------------------
+
+
+def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
+    front = [t if d is None else t.movedim(d, 0) for t, d in zip(args, in_dims, strict=True)]
+    inner = [t.dim() - (d is not None) > o for t, d, o in zip(args, in_dims, _OWN, strict=True)]
+    if not any(inner):
+        return _op(*front), 0
+    both = zip(front, in_dims, inner, strict=True)
+    return reference(*[t if d is None or own else t.unsqueeze(1) for t, d, own in both]), 0
+
+
+def _backward_vmap(
+    info: Any, in_dims: tuple[int | None, ...], *args: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    # a gradient is wanted for each vmapped slice, so a shared input is repeated (without a copy)
+    # rather than summed over the slices; what has no clients' axis gets one of length 1
+    size, needs = info.batch_size, [True] * 4
+    given = zip(args[:5], in_dims[:5], strict=True)
+    front = [t.expand(size, *t.shape) if d is None else t.movedim(d, 0) for t, d in given]
+    inner = [t.dim() - 1 > own for t, own in zip(front, (2, *_OWN), strict=True)]
+    wide = [t if own else t.unsqueeze(1) for t, own in zip(front, inner, strict=True)]
+    grads = zip(backward_reference(*wide, *needs), inner[1:], strict=True)
+    return tuple(g if own else g.squeeze(1) for g, own in grads), (0, 0, 0, 0)
+
+
+torch.library.register_vmap("pflcore::rank1_linear", _vmap, lib=lib)
+torch.library.register_vmap("pflcore::rank1_linear_backward", _backward_vmap, lib=lib)

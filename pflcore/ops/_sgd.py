@@ -1,0 +1,165 @@
+"""sgd_step_: one SGD step on flat rows, in place and in one pass."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._library import changed, define, forward_mode, nothing, warn_once
+from ._words import (
+    apart,
+    beside,
+    check_same,
+    expect,
+    matrix,
+    meet,
+    number,
+    refuse,
+    shape,
+    span,
+)
+
+
+def sgd_step_(
+    w: Tensor,  # [S, Q], changed
+    grad: Tensor,  # [S, Q]
+    lr: float,
+    shift: Tensor | None = None,  # [S, Q]
+    mask: Tensor | None = None,  # [Q] or [S, Q]
+    mu: float | Tensor = 0.0,  # or [S]
+    anchor: Tensor | None = None,  # [S, Q]
+    momentum: float = 0.0,
+    buffer: Tensor | None = None,  # [S, Q], changed
+    weight_decay: float = 0.0,
+) -> None:
+    """One SGD step on flat rows, in place and in one pass:
+
+    `d = grad + shift + mu * (w - anchor) + weight_decay * w;  buffer = momentum * buffer + d;  w -=
+    lr * mask * buffer` (without momentum: `w -= lr * mask * d`). float32 or float64, contiguous
+    rows of any row stride. Not differentiable. The buffer shares no memory with the other tensors;
+    w may be grad, shift, mask or anchor itself, as it was before the step, but not a part of one.
+    """
+    check_sgd(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay)
+    warn_once()
+    one, each = (0.0, mu) if isinstance(mu, Tensor) else (mu, None)
+    _op(w, grad, lr, shift, mask, one, each, anchor, momentum, buffer, weight_decay)
+    changed(w, buffer if momentum else None)
+
+
+def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
+    w: Any,
+    grad: Any,
+    lr: Any,
+    shift: Any,
+    mask: Any,
+    mu: Any,
+    anchor: Any,
+    momentum: Any,
+    buffer: Any,
+    weight_decay: Any,
+) -> None:
+    """The arguments of sgd_step_."""
+    op = "sgd_step_"
+    for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+        number(op, name, value)
+    matrix(op, "w", w, "[S, Q]")
+    if w.dtype not in (torch.float32, torch.float64):
+        refuse(op, "w", "float32 or float64", shape(w), kind=TypeError)
+    _check_rows(op, w, "grad", grad)
+    for name, t in (("shift", shift), ("anchor", anchor), ("buffer", buffer), ("mask", mask)):
+        if t is not None:
+            _check_rows(op, w, name, t)
+    apart(op, "w", w)
+    if buffer is not None:
+        apart(op, "buffer", buffer)
+    elif momentum:
+        wanted = f"{list(w.shape)} where momentum is {momentum}"
+        refuse(op, "buffer", wanted, "None", "use torch.zeros_like(w)")
+    if isinstance(mu, Tensor):
+        expect(mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", shape(mu))
+        beside(op, "w", w, "mu", mu)
+    else:
+        number(op, "mu", mu)
+    if anchor is None and (isinstance(mu, Tensor) or mu != 0):
+        refuse(op, "anchor", f"{list(w.shape)} where mu is given", "None")
+    if forward_mode():
+        wanted, remedy = "free of forward-mode differentiation", "write the step in plain torch"
+        refuse(op, "w", wanted, "a step inside of it", remedy)
+    if not torch.compiler.is_compiling():
+        others = {"grad": grad, "shift": shift, "mask": mask, "anchor": anchor, "mu": mu}
+        _check_memory(op, w, buffer, others)
+
+
+def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
+    """`t` has w's shape, dtype and device; a mask may be one row for all."""
+    if not isinstance(t, Tensor) or t.layout is not torch.strided:
+        refuse(op, name, "a tensor of rows, dense", shape(t), kind=TypeError)
+    if t.shape != w.shape and not (name == "mask" and t.shape == w.shape[1:]):
+        refuse(op, name, f"{list(w.shape)} like w", shape(t))
+    check_same(op, "w", w, name, t)
+
+
+def _check_memory(op: str, w: Tensor, buffer: Tensor | None, others: dict[str, Any]) -> None:
+    """No gradient is wanted, and the buffer shares no memory with the other tensors."""
+    if torch.is_grad_enabled() and (w.requires_grad or others["grad"].requires_grad):
+        came = "a tensor that requires grad"
+        refuse(op, "w", "free of autograd", came, "use torch.no_grad()")
+    if buffer is None:
+        return
+    velocity = span(buffer)
+    for name, t in (("w", w), *others.items()):
+        if meet(velocity, span(t)):
+            refuse(op, "buffer", "memory of its own", f"memory of {name}", "use buffer.clone()")
+
+
+def corrected(
+    w: Tensor,
+    grad: Tensor,
+    shift: Tensor | None,
+    mu: float | Tensor,
+    mu_rows: Tensor | None,
+    anchor: Tensor | None,
+) -> Tensor:
+    """`grad + shift + mu * (w - anchor)` [S, Q], `grad` itself where there is nothing to add."""
+    d = grad if shift is None else grad + shift
+    if anchor is not None:
+        d = d + (mu if mu_rows is None else mu_rows[:, None].to(w.dtype)) * (w - anchor)
+    return d
+
+
+def clipped(grad: Tensor, norm: float) -> Tensor:
+    """Each row of `grad` [S, Q], no longer than `norm`, as `torch.nn.utils.clip_grad_norm_`."""
+    length: Tensor = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
+    return grad * (norm / (length + 1e-6)).clamp(max=1)
+
+
+def reference(
+    w: Tensor,  # [S, Q], changed
+    grad: Tensor,  # [S, Q]
+    lr: float,
+    shift: Tensor | None,  # [S, Q]
+    mask: Tensor | None,  # [Q] or [S, Q]
+    mu: float,
+    mu_rows: Tensor | None,  # [S], replaces mu
+    anchor: Tensor | None,  # [S, Q]
+    momentum: float,
+    buffer: Tensor | None,  # [S, Q], changed
+    weight_decay: float,
+) -> None:
+    """One SGD step on flat rows with a correction, a proximal term, momentum, weight decay and a
+    mask."""
+    d = corrected(w, grad, shift, mu, mu_rows, anchor)
+    if weight_decay:
+        d = d + weight_decay * w
+    if buffer is not None and momentum:
+        buffer.mul_(momentum).add_(d)
+        d = buffer
+    w.sub_(lr * d if mask is None else lr * mask * d)
+
+
+_op = define(
+    "sgd_step_(Tensor(a!) w, Tensor grad, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? "
+    "mu_rows, Tensor? anchor, float momentum, Tensor(b!)? buffer, float weight_decay) -> ()",
+    reference,
+    nothing,
+)

@@ -1,0 +1,160 @@
+"""Pictures of runs, and what every picture is drawn with. matplotlib is imported here, when a
+picture is asked for, and never touches a caller's own figures (no pyplot)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pflcore import metrics
+from pflcore.check import optional
+from pflcore.results.record import Run, Runs, label
+from pflcore.results.table import split_of
+
+# Okabe and Ito's, distinct for the colour-blind too
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+MOST = 1000  # clients of a picture of mixing weights
+
+
+def figure_of(width: float, height: float, panels: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with so many panels beside each other, in so many rows."""
+    figures = optional("matplotlib.figure", "'pflcore[plot]'")
+    figure = figures.Figure(figsize=(width, height), layout="constrained")
+    axes = [*figure.subplots(rows, panels, squeeze=False).flat]
+    for axis in axes:
+        styles = [style for style in ("-", "--", ":") for _ in COLOURS]
+        axis.set_prop_cycle(color=COLOURS * 3, linestyle=styles)
+    return figure, axes
+
+
+def save(figure: Any, path: str | Path) -> Path:
+    """The picture as PNG, and beside it as SVG."""
+    path = Path(path)
+    for file in (path, path.with_suffix(".svg")):
+        figure.savefig(file, dpi=200)
+    return path
+
+
+def tidy(axis: Any, title: str, x: str, y: str) -> None:
+    axis.set_title(title, fontsize=10)
+    axis.set(xlabel=x, ylabel=y)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25, linewidth=0.6)
+
+
+def lines(
+    axis: Any, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], **how: Any
+) -> None:
+    """Lines (x, y) by their names."""
+    for name, (x, y) in series.items():
+        marker = "o" if len(x) == 1 else None
+        axis.plot(x, y, **{"label": name, "marker": marker, **how})
+    axis.legend(fontsize=8, frameon=False)
+
+
+def _scale(run: Run) -> tuple[float, str]:
+    """Factor and name of what the axes show."""
+    if run.measure == "accuracy":
+        return 100.0, f"{split_of(run)} accuracy, %"
+    return 1.0, f"{split_of(run)} loss"
+
+
+def curves(runs: Runs, path: str | Path) -> Path:
+    """Accuracy by round, a line per algorithm: mean over clients, and the target's own where there
+    is one; a band is ± std over seeds."""
+    groups, (scale, unit) = label(runs), _scale(runs[0])
+    targets: list[int | None] = [None, *sorted({r.target for r in runs if r.target is not None})]
+    figure, axes = figure_of(5.6 * len(targets), 4.2, len(targets))
+    for axis, client in zip(axes, targets, strict=True):
+        series = {}
+        for name, members in groups.items():
+            seeds = [dict(zip(*r.curve(client, runs[0].measure), strict=True)) for r in members]
+            rounds = sorted({r for s in seeds for r in s})
+            at = [[scale * s[r] for s in seeds if r in s] for r in rounds]
+            mean, std = (np.array([f(v) for v in at]) for f in (metrics.mean, metrics.std))
+            series[name] = rounds, mean.tolist()
+            with np.errstate(invalid="ignore"):  # an infinite loss has no band
+                axis.fill_between(rounds, mean - std, mean + std, alpha=0.18, linewidth=0)
+        lines(axis, series)
+        who = "mean over clients" if client is None else f"client {client}, the target"
+        tidy(axis, who, "round", unit)
+    return save(figure, path)
+
+
+class Heat(NamedTuple):
+    """A heat map: its title, values [M, N], the numbers of its columns, and what the axes are."""
+
+    title: str
+    values: Tensor
+    columns: Sequence[int]
+    x: str = "gives (client)"
+    y: str = "receives (model)"
+
+
+def heat_maps(panels: Sequence[Heat], path: str | Path, wide: int = 100) -> Path | None:
+    """Heat maps, so many beside each other; None where there is none."""
+    if not panels:
+        return None
+    wide = min(wide, len(panels))
+    tall = -(-len(panels) // wide)
+    figure, axes = figure_of(5.2 * wide, 4.0 * tall, wide, tall)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (title, values, columns, x, y) in zip(axes, panels, strict=False):
+        extent = columns[0] - 0.5, columns[-1] + 0.5, len(values) - 0.5, -0.5
+        image = axis.imshow(values.numpy(), cmap="Blues", vmin=0, aspect="auto", extent=extent)
+        axis.set_title(title, fontsize=10)
+        axis.set(xlabel=x, ylabel=y)
+        figure.colorbar(image, ax=axis, label="weight")
+    return save(figure, path)
+
+
+def by_round(run: Run) -> tuple[list[int], Tensor]:
+    """Weights of the run's only model by round, `[T, N]`."""
+    rounds, rows = run.weights()
+    mine = [(r, w) for r, w in zip(rounds, rows, strict=True) if len(w) == len(rows[-1])]
+    return [r for r, _ in mine], torch.stack([w for _, w in mine])
+
+
+def weights(runs: Runs, path: str | Path) -> Path | None:
+    """Mixing weights, a heat map for each algorithm that reports them: of one model by clients and
+    rounds (WAFFLE, Fig. 3), of several who mixes with whom in the last round."""
+    panels = []
+    for name, (run, *_) in label(runs).items():
+        # a matrix for each round may not fit into memory
+        for r, last in zip(*run.weights(run.weighted()[-1:]), strict=True):
+            if last.ndim == 2:
+                panels.append(Heat(f"{name}, round {r}", last, range(last.shape[1])))
+                continue
+            rounds, w = by_round(run)
+            of = "" if run.target is None else f", target {run.target}"
+            panels.append(Heat(name + of, w.T, rounds, "round", "client"))
+    return heat_maps(panels, path)
+
+
+def clients(runs: Runs, path: str | Path) -> Path:
+    """The clients' values at the last evaluation, a box per algorithm (seeds together)."""
+    groups, (scale, unit) = label(runs), _scale(runs[0])
+    values = [torch.cat([scale * r.last(runs[0].measure) for r in m]) for m in groups.values()]
+    boxes = [v[v.isfinite()].tolist() for v in values]
+    figure, (axis,) = figure_of(1.6 + 1.1 * len(groups), 4.0)
+    axis.boxplot(boxes, widths=0.5)
+    axis.set_xticks(range(1, len(groups) + 1), groups, rotation=20)
+    tidy(axis, "clients at the last evaluation", "", unit)
+    return save(figure, path)
+
+
+def draw(runs: Runs, folder: str | Path) -> list[Path]:
+    """Every picture that the runs have something for, into `folder`; returns the files. Mixing
+    weights are drawn of at most 1,000 clients."""
+    folder = Path(folder)
+    few = [r for r in runs if (r.header.get("n") or 0) <= MOST and r.weighted()]
+    evaluated = [r for r in runs if r.evaluations]
+    made = [weights(few, folder / "weights.png")]
+    if evaluated:
+        made.append(curves(evaluated, folder / "curves.png"))
+        made.append(clients(evaluated, folder / "clients.png"))
+    return [p for p in made if p]

@@ -1,0 +1,171 @@
+"""What a server accepts of a cohort's uploads: finite rows, and updates that are not too long.
+
+An update is the upload "delta", or an uploaded model minus what it is measured from: see `Traits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.algorithms._protocol import Cohort, Mix, Payload, Pool, Tensors, Traits, squares
+from pflcore.data._ragged import onto
+
+
+class Trained(NamedTuple):
+    """What a cohort's training leaves; rows in the order of `cohort.ids`."""
+
+    cohort: Cohort
+    down: Payload  # [S, ...] what the clients received
+    up: Tensors  # [S, ...] what they upload
+    before: Tensors  # [S, ...] their own state before the round
+    own: Tensors  # [S, ...] and after it
+    batch_norm: Tensor  # [S, b]
+    loss: Tensor  # [S] mean of the minibatches' losses
+
+    def take(self, kept: Tensor) -> Trained:
+        """The clients who are `kept`, bool [S], alone."""
+
+        def some(rows: Any) -> Any:
+            if isinstance(rows, dict):
+                return {k: some(v) for k, v in rows.items()}
+            return rows[onto(kept, rows.device)] if isinstance(rows, Tensor) else rows
+
+        return Trained(self.cohort.take(kept), *map(some, self[1:]))
+
+
+@dataclass
+class Outcome:
+    """What one round did."""
+
+    ids: list[int]
+    dropped: list[int] = field(default_factory=list)  # something of them was not finite
+    void: bool = False  # nothing changed
+    bytes_down: int = 0
+    bytes_up: int = 0
+    train_loss: float | None = None  # mean of the minibatches' losses over clients, by samples
+    moved: list[float | None] | None = None  # each update's norm over the median; None: dropped
+    clipped: list[int] = field(default_factory=list)  # clients whose update was shortened
+    factor: Tensor | None = None  # [S'] how much of each accepted update `clip` left, float64
+    why: str | None = None  # the round is void for this reason of the algorithm's
+    spoilt: list[str] = field(default_factory=list)  # what the server would hold, not finite
+    mix: Mix | None = None  # whose updates went into which model
+    cohort: Cohort | None = None  # those who were accepted
+
+
+def accept(
+    trained: Trained, traits: Traits, server: Tensors, clip: float | None = None
+) -> tuple[Trained, Outcome]:
+    """The clients whose rows are finite, with updates of at most `clip`; and what was done."""
+    ids, tensors = trained.cohort.ids, (*trained.up.values(), *trained.own.values())
+    outcome = Outcome(ids.tolist(), bytes_down=nbytes(trained.down), bytes_up=nbytes(trained.up))
+    finite = finite_rows([*tensors, trained.batch_norm], len(ids))
+    outcome.dropped = ids[~finite].tolist()
+    outcome.void = not finite.any() or bool(set(traits.required) & set(outcome.dropped))
+    if finite.any():
+        trained = trained.take(finite) if outcome.dropped else trained
+        share = trained.cohort.mean().weight[0]
+        outcome.train_loss = float(share @ trained.loss.double().cpu())
+    outcome.cohort = trained.cohort
+    norm = None if outcome.void else update_norms(trained, traits, server)
+    if norm is None:
+        return trained, outcome
+    middle = norm.quantile(0.5)
+    if len(norm) > 2 and middle > 0:
+        each = iter((norm / middle).tolist())
+        outcome.moved = [next(each) if one else None for one in finite.tolist()]
+    if clip is not None:
+        outcome.factor = (clip / norm.clamp(min=1e-300)).clamp(max=1.0)
+        outcome.clipped = trained.cohort.ids[norm > clip].tolist()
+        if outcome.clipped:
+            trained = shorten(trained, traits, server, outcome.factor)
+    return trained, outcome
+
+
+def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
+    """Bool [count]: whose rows are finite in every tensor [count, ...]. A float64 sum tells: of
+    float32 of the squares, by the kernel for distances."""
+    sums = [torch.zeros(count)]
+    for v in tensors:
+        if v.is_floating_point() and v.numel():
+            rows = v.reshape(count, -1)
+            sums.append(rows.sum(1) if v.dtype == torch.float64 else squares(rows))
+    return are_finite(sums).all(0)
+
+
+def are_finite(values: Sequence[Tensor]) -> Tensor:
+    """Which of the values [...] are finite, bool [K, ...] on the CPU, with one look at each
+    device."""
+    found = torch.ones(len(values), *values[0].shape, dtype=torch.bool)
+    for device in {v.device for v in values}:
+        at = [i for i, v in enumerate(values) if v.device == device]
+        found[at] = torch.stack([values[i].double() for i in at]).isfinite().cpu()
+    return found
+
+
+def origins(trained: Trained, traits: Traits, server: Tensors) -> Tensors:
+    """The uploads that are updates, each with what it is measured from: [S, ...], or zero []."""
+    up = trained.up
+    found = {"delta": up["delta"].new_zeros(())} if "delta" in up else {}
+    for key, place in traits.models.items():
+        part, _, name = place.partition(".")
+        if key in up and part == "down":
+            found[key] = trained.down[name]
+        elif key in up:
+            found[key] = server[name][onto(trained.cohort.ids, server[name].device)]
+    return found
+
+
+def update_norms(trained: Trained, traits: Traits, server: Tensors) -> Tensor | None:
+    """The length of each client's longest update, float64 [S]; None where nobody uploads one."""
+    lengths, each = [], torch.arange(len(trained.cohort.ids))[:, None]
+    for key, origin in origins(trained, traits, server).items():
+        rows = trained.up[key].flatten(1)
+        if origin.dim():
+            square = ops.pairwise_sqdist(rows, origin.to(rows), onto(each, rows.device))[:, 0]
+        else:
+            square = squares(rows)
+        lengths.append(square.sqrt().cpu())
+    return torch.stack(lengths).amax(0) if lengths else None
+
+
+def shorten(trained: Trained, traits: Traits, server: Tensors, factor: Tensor) -> Trained:
+    """Every update by its client's `factor` [S], and what follows it, such as control variates."""
+    up, own, origin = dict(trained.up), dict(trained.own), origins(trained, traits, server)
+    for key in up.keys() & {*origin, *traits.clipped}:
+        up[key] = nearer(up[key], origin.get(key, up[key].new_zeros(())), factor)
+    for key in own.keys() & set(traits.clipped):
+        own[key] = nearer(own[key], trained.before[key], factor)
+    return trained._replace(up=up, own=own)
+
+
+def nearer(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
+    """`rows` [S, ...] at `factor` [S] of their distance from `origin`; where that is 1 as they
+    are."""
+    rows, some = rows.clone(), onto(factor < 1, rows.device)
+    start = origin.expand_as(rows)[some].double()
+    scale = onto(factor, rows.device)[some].view(-1, *[1] * (rows.dim() - 1))
+    rows[some] = (start + scale * (rows[some].double() - start)).to(rows)
+    return rows
+
+
+def spoilt(made: Tensors) -> list[str]:
+    """The names of those that are not finite throughout."""
+    sums = {k: v.sum(dtype=torch.float64) for k, v in made.items() if v.is_floating_point()}
+    found = are_finite([*sums.values()]).tolist() if sums else []
+    return [k for k, fine in zip(sums, found, strict=True) if not fine]
+
+
+def nbytes(payload: Payload) -> int:
+    """Bytes that travel: every client's slice, a pooled row as often as it is sent."""
+    return sum(
+        int((v.index >= 0).sum()) * v.rows[:1].nbytes
+        if isinstance(v, Pool)
+        else getattr(v, "nbytes", 0)
+        for v in payload.values()
+    )

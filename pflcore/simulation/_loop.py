@@ -1,0 +1,261 @@
+"""The thin loop: sample -> step -> evaluate -> record.
+
+history = Simulation("ditto", model, data, Training(lr=0.05), rounds=20).run()
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from torch import Tensor, nn
+
+from pflcore.algorithms import algorithm_of, name_of
+from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
+from pflcore.check import A_MODEL, Count, Fraction, Seed, check, checked, device_of, ids_of
+from pflcore.data._federation import Federation
+from pflcore.metrics import metrics_of
+from pflcore.simulation import _describe as describe
+from pflcore.simulation import checkpoint as store
+from pflcore.simulation._describe import Record
+from pflcore.simulation._evaluate import evaluate, measured
+from pflcore.simulation._history import History
+from pflcore.simulation._interrupts import unbroken
+from pflcore.simulation._personal import Models
+from pflcore.simulation._settings import Evaluation, Hardware, Robustness
+from pflcore.simulation._start import data_of, looked_at, peak_bytes, placed
+from pflcore.simulation.callbacks import Callback
+from pflcore.simulation.checkpoint import Checkpoint
+from pflcore.simulation.round import State, check_start, copied, sample, step
+from pflcore.train import Net, Training
+from pflcore.train import _memory as memory
+from pflcore.train._fits import check_modes
+from pflcore.train._losses import Loss
+
+Given = Net | nn.Module | Callable[[], nn.Module]  # a model
+VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
+
+
+@dataclass
+class Simulation:
+    """One algorithm on one federation.
+
+    >>> history = Simulation("waffle", model, data, rounds=20).run()   # doctest: +SKIP
+    """
+
+    algorithm: Algorithm | type[Algorithm] | str  # an instance, a class, a name, "module:Class"
+    model: Annotated[Given, A_MODEL]
+    data: Federation
+    training: Training = field(default_factory=Training)
+    rounds: Count = 100
+    participation: Fraction = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
+    clients: Tensor | Sequence[int] | None = None  # ids of those who may take part; None: all
+    seed: Seed = 0
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    robustness: Robustness = field(default_factory=Robustness)
+    hardware: Hardware = field(default_factory=Hardware)
+    batch_norm: Literal["auto", "average", "local"] = "auto"  # running statistics: see `policy`
+    loss: Loss | None = None  # a name, a function of (scores, y) or a module; None: by the targets
+
+    def __post_init__(self) -> None:
+        check(self)
+        check_modes()
+        alg = self.algorithm = algorithm_of(self.algorithm)
+        check_training(alg, self.training)
+        self.data = data_of(self)
+        asked, n = self.clients, self.data.n
+        asked = None if asked is None else ids_of("clients", asked, n).sort().values
+        self.clients = self.among = asked
+        self.looked_at = looked_at(self)
+        self.history: History | None = None  # of the last call of `run`
+        self._records: list[Record] = []  # of all rounds up to the state, by `run` or a checkpoint
+        self.setup, self._state = placed(self, device_of(self.hardware.device))
+        self._held = False  # does somebody outside hold the state, so that a copy must go on?
+        self.measures = metrics_of(self.evaluation.metrics, self.setting.net.scores_classes)
+
+    # what it is ---------------------------------------------------------------------------------
+    @property
+    def setting(self) -> Any:
+        """What training needs, see `pflcore.train.Setting`."""
+        return self.setup.setting
+
+    @property
+    def name(self) -> str:
+        """What the algorithm is called in records."""
+        return name_of(self.setup.algorithm)
+
+    @property
+    def state(self) -> State:
+        """The state as it is now: a snapshot, which never changes. A state that is set, of another
+        run of this algorithm, federation and model, is copied, and the run goes on from there;
+        ValueError in one sentence for any other."""
+        self._held = True
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        check_start(state, self.setup.algorithm, self.setting.net, self.data.n)
+        self._state, self._held = copied(self.setup, state), False
+        self._records = [r for r in self._records if r["round"] <= state.round]
+
+    def peak_bytes(self) -> int:
+        """An estimate of the run's peak memory beside data and activations."""
+        return peak_bytes(self.setup, self.participation)
+
+    def header(self) -> Record:
+        """What the run is, as the first line of its record says it."""
+        return describe.header(self)
+
+    # the rounds ---------------------------------------------------------------------------------
+    def iterate(self) -> Iterator[Record]:
+        """Plays the rounds, giving each one's record, whose "eval" is None where its evaluation
+        broke off; ends early, after a record with the key "stopped", where the run diverged or
+        memory ran out ("failed"): the state is then that of the last round given, and can be gone
+        on with."""
+        while self._state.round < self.rounds:
+            round, place, began = self._state.round + 1, "round", time.perf_counter()
+            line: Record = {}
+            error: BaseException | str | None = None
+            try:
+                if self._held:
+                    self._state, self._held = copied(self.setup, self._state), False
+                ids = sample(self.setup, round, self.participation, self.among)
+                self._state, outcome = step(self.setup, self._state, ids)
+                line, place = describe.round_line(self, outcome), "the evaluation after round"
+                line["report"] = describe.report_of(self, outcome)
+                line["eval"] = self._seen(round)
+            except BaseException as e:  # the error itself holds the round's frames
+                error = memory.request_of(e) if memory.ran_out(e) else e
+            if line:  # a round that was played but not evaluated is a round
+                line["seconds"] = float(f"{time.perf_counter() - began:.4g}")
+                yield line
+            if isinstance(error, BaseException):
+                raise error
+            if error is not None:
+                device, where = self.hardware.device, f"in {place} {round}"
+                memory.give_back(device)
+                said = memory.sentence(where, self.peak_bytes(), error, device)
+                yield {"stopped": said, "failed": True}
+                return
+            void = self._state.void
+            if void and (void >= VOID_ROUNDS or round >= self.rounds):
+                yield {"stopped": describe.why_void(self, outcome)}
+                return
+
+    def _seen(self, round: int) -> Record | None:
+        """The evaluation of a round in which one is due."""
+        if not self.evaluation.due(round, self.rounds):
+            return None
+        seen = {k: v.tolist() for k, v in self.evaluate(self.evaluation.split).items()}
+        if self.evaluation.train_loss:
+            seen["train_loss"] = self.evaluate("train")["loss"].tolist()
+        return seen
+
+    def evaluate(self, split: str) -> Tensors:
+        """Each client's personalized model as it is now, values [N] float64: see
+        `pflcore.evaluate`. Where `evaluation.clients` was a number, the values of those alone,
+        whose ids are in "clients"."""
+        measures = self.measures if split == self.evaluation.split else None
+        look: Any = measured if isinstance(self.evaluation.clients, int) else evaluate
+        values: Tensors = look(self.setup, self._state, split, self.looked_at, measures)
+        return values
+
+    @checked
+    def run(
+        self,
+        on_round: Callback | Sequence[Callback] | None = None,
+        checkpoint: Checkpoint | str | Path | None = None,
+    ) -> History:
+        """Plays all rounds; `on_round(round, record)`, one function or several, sees each record as
+        it is made, and in a run that goes on from a checkpoint first those of the rounds before.
+
+        With `checkpoint`, a folder or when and where, the run can be gone on with after a crash:
+        the same simulation's `restore(folder).run()` gives what this one would have given. One that
+        cannot be written is a warning.
+
+        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is. Any other
+        exception ends it too and is passed on; the rounds up to there are in its attribute
+        `history` and in the simulation's, and another `run()` goes on from them.
+        """
+        check_modes()
+        callbacks = [on_round] if callable(on_round) else on_round or []
+        keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+        with store.lock(keeper.folder) if keeper else nullcontext():
+            if keeper:
+                self._keep(keeper)  # what stands there may be of another run
+            return self._run(callbacks, keeper)
+
+    def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
+        before = [] if self.history else list(self._records)  # a checkpoint's
+        history = self.history = History(self.header(), before)
+        try:
+            for record, callback in itertools.product(before, callbacks):  # what came before
+                callback(record["round"], record)
+            for record in self.iterate():
+                if "stopped" in record:
+                    history.stopped = record["stopped"]
+                    history.failed = record.get("failed", False)
+                    break
+                with unbroken():  # so that what is written is what was played
+                    history.rounds.append(record)
+                    self._records.append(record)
+                    for callback in callbacks:
+                        callback(record["round"], record)
+                self._keep_if_due(keeper, record)
+        except Stop as stop:
+            history.stopped = str(stop)
+        except KeyboardInterrupt:
+            history.stopped = f"Interrupted after round {self._state.round} of {self.rounds}."
+            history.interrupted = True
+        except Exception as error:
+            words = str(error) or "without a message"
+            history.stopped = f"{type(error).__name__} in round {self._state.round}: {words}"
+            history.failed, error.history = True, history  # type: ignore[attr-defined]
+            raise
+        finally:
+            history.state = self.state
+            history.models = Models(self.setup, history.state)
+        said = [f"stopped early: {history.stopped}"] if history.stopped else history.concerns()
+        for what in () if history.interrupted else said:
+            warnings.warn(f"{self.name}, seed {self.seed}, {what}", RuntimeWarning, stacklevel=4)
+        return history
+
+    # checkpoints --------------------------------------------------------------------------------
+    def save(self, folder: str | Path) -> None:
+        """Leaves a checkpoint in `folder`, instead of one that is there: the state as it is
+        now, the records of `run` so far, and what the run is. OSError where it cannot be written,
+        ValueError where another run is in the folder."""
+        with store.lock(folder):
+            store.save_run(folder, self)
+
+    def restore(self, folder: str | Path) -> Simulation:
+        """Takes up the checkpoint in `folder`, which must be one of this very run, and gives the
+        simulation itself: `run()` plays what is left, to the same numbers, and gives all records.
+
+        `hardware` may be another than the one it was made with. ValueError in one sentence for a
+        checkpoint that is absent, damaged, or of another run.
+        """
+        self.setup, self._state, self._records = store.restored(folder, self)
+        self._held, self.history = False, None
+        return self
+
+    def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
+        round = record["round"]
+        # a run that goes on evaluates it
+        broke_off = self.evaluation.due(round, self.rounds) and not record["eval"]
+        if keeper is None or self._state.void or broke_off:  # void: it may be about to end
+            return
+        if keeper.due(round) or round >= self.rounds:
+            self._keep(keeper)
+
+    def _keep(self, keeper: Checkpoint) -> None:
+        try:
+            store.save_run(keeper.folder, self)
+        except OSError as e:
+            warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=5)

@@ -1,0 +1,300 @@
+"""The models that a run leaves: one client's as an `nn.Module`, whatever its method calls a model;
+and that of a client who comes later, for whom the state grows by one.
+"""
+
+import copy
+import functools
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pflcore.algorithms._protocol import Algorithm, Tensors
+from pflcore.check import Whole, checked, need
+from pflcore.data._federation import Federation
+from pflcore.data._inputs import inputs, tensor
+from pflcore.data._roles import held_out, one_client
+from pflcore.nn._mode import forward_mode
+from pflcore.simulation._accept import accept
+from pflcore.simulation._evaluate import own_way, personalized
+from pflcore.simulation.checkpoint import file_of, replacing
+from pflcore.simulation.round import (
+    Setup,
+    State,
+    begin,
+    commit,
+    flat,
+    kept_by_clients,
+    step,
+    train,
+    unflat,
+)
+from pflcore.train import Clients, Net
+from pflcore.train._choose import check_single
+from pflcore.train._losses import binary_cross_entropy, hinge
+
+
+def grown(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
+    """A copy of the state with a newcomer, client n, and whether the server keeps a model for each
+    client.
+
+    What has rows or columns for the clients shows by its shape: a federation with one more client
+    has more of them. The newcomer's batch norm starts from the mean of the others' statistics.
+    """
+    few, many = (flat(begin(alg, net, m, clients=bool(state.clients))) for m in (n, n + 1))
+    grow = {k: v for k, v in many.items() if v.shape != few[k].shape}
+    models = [k for k, v in grow.items() if k[:7] == "server." and v.shape[-1:] == (net.size,)]
+    old = flat(replace(state, server=alg.grow(state.server, n)))
+    # a table that begins empty is the algorithm's own to grow
+    new = {k: larger(v, grow[k]) if len(grow.get(k, ())) else v.clone() for k, v in old.items()}
+    new["batch_norm"][n] = state.batch_norm.mean(0)
+    return unflat(new, state.round, state.void), bool(models)
+
+
+def larger(old: Tensor, large: Tensor) -> Tensor:
+    """A copy of `large`, a first tensor of more clients, with `old` in its first rows and
+    columns."""
+    new = large.to(old, copy=True)
+    new[tuple(slice(length) for length in old.shape)] = old
+    return new
+
+
+ONE_BY_ONE = hinge, binary_cross_entropy  # losses of each score alone
+BATCH = 125  # samples of one forward pass
+ONE_MODEL = (
+    "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; "
+    "model.eval()(x) gives the scores."
+)
+
+
+class Personalized(nn.Module):
+    """One client's personalized model: `model(x)` gives scores, `model.predict(x)` the labels or
+    values that they mean.
+
+    It is what the algorithm evaluates: of APFL the mixture, of kNN-Per the shared model with the
+    client's neighbours, of FedRoD both heads. Batch norm uses the client's statistics, dropout is
+    off. `returns` says what the scores are: "logits", "probabilities" or "values". Nothing in it is
+    trained further; `module()` gives a module that can be.
+    """
+
+    statistics: Tensor
+
+    def __init__(
+        self, algorithm: Algorithm, net: Net, view: Tensors, statistics: Tensor, classes: int | None
+    ) -> None:
+        super().__init__()
+        self.algorithm, self.net, self.classes, self.keys = algorithm, net, classes, tuple(view)
+        for key, value in view.items():
+            self.register_buffer(f"view_{key}", value.detach().clone())
+        self.register_buffer("statistics", statistics.detach().clone())
+
+    def __getstate__(self) -> dict[str, Any]:
+        net = copy.copy(self.net)
+        net.build = net.module  # a function that made it may be a lambda, which no pickle holds
+        return {**vars(self), "net": net}
+
+    @property
+    def returns(self) -> str:
+        """What the scores are: "logits", "probabilities" or "values"."""
+        said = str(self.algorithm.traits.returns)
+        if self.net.criterion in ONE_BY_ONE:
+            return "logits"
+        # with numbers that neighbours have as targets
+        mixed = self.classes is None and said == "probabilities"
+        return "values" if mixed or not self.net.scores_classes else said
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of the samples `x` [B, ...]."""
+        device = self.statistics.device
+        if self.net.w0.device != device:
+            self.net = self.net.to(device)
+        view = {k: getattr(self, f"view_{k}") for k in self.keys}
+        with forward_mode(False, self.statistics, alone=True):
+            return self.algorithm.predict(view, self.net, x)
+
+    @torch.no_grad()
+    def predict(self, x: Any) -> Tensor:
+        """Labels int64 [B], [B, T] of every step, or [B, K] of K yes-or-no labels, of the samples
+        `x` [B, ...], a tensor, an array, or a dict of them where the pool has several fields; for
+        numbers as targets the values [B] or [B, K].
+
+        A score that stands alone (hinge, binary cross entropy, a single output) says class 1 where
+        it is positive. ValueError where `x` is no batch of samples.
+        """
+        if isinstance(x, Mapping):
+            x, fields = inputs(x, "x", self.net.dtype)
+            if fields != self.net.fields:
+                wanted = self.net.fields or "one tensor"
+                raise ValueError(f"x: expected {wanted}, got the fields {fields}.")
+        x, like = tensor(x, "x", None), self.statistics
+        x = x.to(like.device, like.dtype if x.is_floating_point() else x.dtype)
+        try:
+            scores = torch.cat([self(part) for part in x.split(BATCH)])
+            if len(scores) != len(x):
+                raise IndexError
+        except (RuntimeError, ValueError, IndexError) as e:
+            raise ValueError(
+                f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give "
+                "x[None]."
+            ) from e
+        alone = self.net.criterion in ONE_BY_ONE
+        one = scores.dim() > 1 and scores.shape[-1] == 1
+        single = scores[..., 0] if one else scores
+        if self.classes is None or self.returns == "values":
+            return single
+        yes_or_no = alone or scores.dim() == 1 or (one and scores.dim() == 2)
+        return (single > 0).long() if yes_or_no else scores.argmax(1)
+
+    def module(self) -> nn.Module:
+        """The model as a module of its own class, in evaluation mode, to be saved or trained on.
+        ValueError where it is no single one."""
+        if own_way(self.algorithm):
+            raise ValueError(
+                f"module: {type(self.algorithm).__name__} predicts with more than one model; call "
+                "this object itself, which is an nn.Module too."
+            )
+        row = self.get_buffer("view_w")
+        return self.net.load(self.net.to(row.device).module, row, self.statistics).eval()
+
+    def tensors(self) -> Tensors:
+        """What predictions are made of, by name: the module's `state_dict` where it is one model,
+        else what the method's `predict` is given, with a row as the parameters that it holds, and
+        batch norm's statistics."""
+        if not own_way(self.algorithm):
+            return dict(self.module().state_dict())
+        net, statistics = self.net, self.statistics.split(self.net.buffer_sizes)
+        each = zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
+        out = {f"statistics.{n}": b.view(s) for n, b, s in each}
+        head = net.head_slice if net.head_name is not None else slice(0, 0)
+        starts = {net.size: 0, head.stop - head.start: head.start}
+        for key in self.keys:
+            value = self.get_buffer(f"view_{key}")
+            start = starts.get(len(value)) if value.dim() == 1 else None
+            if start is None:
+                out[key] = value
+                continue
+            for name, at, shape in zip(net.names, net.slices.values(), net.shapes, strict=True):
+                if start <= at.start < start + len(value):
+                    out[f"{key}.{name}"] = value[at.start - start : at.stop - start].view(shape)
+        return out
+
+
+def export_models(
+    models: Iterable[Personalized],
+    header: Mapping[str, Any],
+    folder: str | Path,
+    data: Federation | None = None,
+) -> None:
+    """Clients' models 0, 1, ... as files; see `History.export`."""
+    folder, clients = Path(folder), list[dict[str, Any]]()
+    said = {k: header[k] for k in ("options", "training", "data")}
+    manifest = {"method": header["algorithm"], **said, "clients": clients}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for client, model in enumerate(models):
+            tensors, file = model.tensors(), f"client-{client}.safetensors"
+            with replacing(folder / file) as part:
+                # in memory of their own: tied weights share theirs
+                part.write_bytes(file_of({k: v.clone() for k, v in tensors.items()}))
+            known: dict[str, Any] = {"client": client}
+            if data is not None and data.names is not None:
+                known["name"] = data.names[client]
+            if data is not None and data.scaling is not None:
+                known |= {k: v[client].tolist() for k, v in data.scaling._asdict().items()}
+            shapes = {k: list(v.shape) for k, v in tensors.items()}
+            clients.append({**known, "file": file, "tensors": shapes})
+            own = own_way(model.algorithm) and inspect.getdoc(model.algorithm.predict)
+            manifest |= {"returns": model.returns, "predict": own or ONE_MODEL}
+        with replacing(folder / "manifest.json") as part:  # last: what it names is there
+            part.write_text(json.dumps(manifest, indent=1) + "\n")
+    except OSError as e:
+        raise OSError(
+            f"export: {folder} cannot be written ({e.strerror or e}); make room there, or name "
+            "another folder."
+        ) from None
+
+
+@dataclass(frozen=True)
+class Models:
+    """The personalized models of a state, made when they are asked for."""
+
+    setup: Setup
+    state: State
+
+    def __len__(self) -> int:
+        return self.setup.setting.data.n
+
+    @functools.cached_property
+    def made(self) -> tuple[Tensors, Clients]:
+        """All at once, as an evaluation does."""
+        return personalized(self.setup, self.state, torch.arange(len(self)))
+
+    def __getitem__(self, client: int) -> Personalized:
+        """The model of one client."""
+        setting, i = self.setup.setting, int(client)
+        if self.setup.folder is None:
+            model, clients = self.made
+        else:  # rows of all of them may not fit into memory
+            (model, clients), i = personalized(self.setup, self.state, torch.tensor([i])), 0
+        own, b = {k: v[i] for k, v in model.items()}, clients.buffers[i]
+        return Personalized(self.setup.algorithm, setting.net, own, b, setting.data.classes)
+
+
+# who comes later --------------------------------------------------------------------------------
+
+
+@checked
+def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Personalized:
+    """The model of a client who was not there, made by the algorithm's own rule; `state` stays.
+
+    The newcomer does its own work of some rounds, with what the server has. Where the server keeps
+    a model for each client, everybody plays these rounds with it, on copies.
+    """
+    run, alg, n = setup.setting, setup.algorithm, setup.setting.data.n
+    data = joined(run.data, samples, alg.traits.needs_val, run.seed)
+    lr = run.training.lr_at(max(1, state.round), run.rounds)
+    training = replace(run.training, lr=lr, schedule=None)
+    try:
+        check_single(run.net, data, training)
+    except ValueError as e:
+        raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
+    engine = run.engine._replace(chain=None)  # which was found on other data
+    run = run._replace(data=data, training=training, engine=engine, rounds=run.rounds + rounds)
+    setup = setup._replace(setting=run, folder=None)
+    state, everybody = grown(alg, state, run.net, n)
+    for _ in range(rounds):
+        if everybody:  # the server makes the newcomer's model of everybody's uploads
+            state, outcome = step(setup, state, torch.arange(n + 1))
+        else:  # the client's own work, of which the server learns at most where it belongs
+            trained = train(setup, state, torch.tensor([n]))
+            trained, outcome = accept(trained, alg.traits, state.server)
+            routed = alg.route(state.server, trained.up, trained.cohort)
+            changes = {f"server.{k}": v for k, v in routed.items()} | kept_by_clients(trained)
+            state = commit(state, changes)
+        finite = n not in outcome.dropped and not outcome.void
+        what = "samples on which training stays finite"
+        need(finite, "samples", what, "updates that are not")
+    return Models(setup, state)[n]
+
+
+def joined(data: Federation, samples: Any, needs_val: bool, seed: int) -> Federation:
+    """The federation with one more client, whose samples must be of the same kind."""
+    floating = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
+    one = one_client(samples, classes=data.classes, dtype=next(iter(floating), None))
+    got, wanted = ((f.fields or f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
+    what = "inputs of shape {} ({}, targets {})"
+    need(got == wanted, "samples", what.format(*wanted), got)
+    one = (held_out(one, seed) if needs_val else one).to(data.device)
+    start, none = len(data.x), torch.empty(0, dtype=torch.int64, device=data.device)
+    own = {s: rows[0] + start for s, rows in one.index.items()}
+    index = {s: [*rows, own.get(s, none)] for s, rows in data.index.items()}
+    relabel = data.relabel
+    if relabel is not None:  # it labels its samples itself
+        relabel = torch.cat([relabel, torch.arange(relabel.shape[1], device=relabel.device)[None]])
+    x, y = torch.cat([data.x, one.x]), torch.cat([data.y, one.y])
+    return Federation(x, y, index, data.classes, relabel, data.name, fields=data.fields)

@@ -1,0 +1,144 @@
+"""The options of a run that belong together, each group one value; and the bad clients who mean it:
+what a listed set of them sends instead of its honest update.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import annotated_types as at
+import torch
+from torch import Tensor
+
+from pflcore.algorithms._protocol import Tensors, Traits
+from pflcore.check import Count, Ids, Positive, Whole, check, checked, ids_of, need, refuse
+from pflcore.data._federation import Federation
+from pflcore.data._ragged import onto
+from pflcore.metrics import Metric
+from pflcore.simulation._accept import Trained, origins
+from pflcore.train._random import generator_of
+
+# beyond that a number is a slip
+Threads = Annotated[int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")]
+Attack = Literal["label_flip", "sign_flip", "scale", "noise", "little", "inner_product"]
+STRENGTH = {"sign_flip": 1.0, "scale": 100.0, "noise": 10.0, "little": 1.5, "inner_product": 10.0}
+
+
+@dataclass(frozen=True)
+class Adversary:
+    """The clients `clients` (ids) attack in every round that they take part in; s is the
+    `strength`, d a client's honest update [P].
+
+    "label_flip": they train, honestly, on labels C - 1 - y · "sign_flip": they send -s d (s = 1) ·
+    "scale": s d (100) · "noise": d + s r z, z standard normal and r the root mean square of d (10)
+    · "little": m - s v, "a little is enough" (Baruch et al. 2019, Algorithm 3; 1.5) ·
+    "inner_product": -s m, inner product manipulation (Xie et al. 2020, section 4; 10). m and v [P]
+    are mean and standard deviation, coordinate by coordinate, of the honest clients' updates of the
+    round: these two attackers know them all, and send the same.
+
+    An update is the upload "delta", or an uploaded model minus the one that the server has of the
+    client; a control variate that is uploaded beside it is treated alike, by itself. What else a
+    method uploads (losses, choices of a cluster) stays honest. ValueError in one sentence for an
+    unknown attack, client or strength.
+    """
+
+    attack: Attack
+    clients: Ids
+    strength: Positive | None = None  # see above
+
+    def __post_init__(self) -> None:
+        check(self)
+        fits = self.strength is None or self.attack != "label_flip"
+        need(fits, "strength", "None, as labels are flipped or not", self.strength)
+        object.__setattr__(self, "clients", tuple(map(int, self.clients)))
+        object.__setattr__(self, "strength", self.strength or STRENGTH.get(self.attack))
+
+    def honest(self, n: int) -> Tensor:
+        """The other clients' ids [H], ascending, of n. ValueError where a bad one is not there, or
+        nobody else is."""
+        bad, everybody = ids_of("adversary", self.clients, n), torch.arange(n)
+        honest = everybody[~torch.isin(everybody, bad)]
+        need(len(honest), "adversary", "at least one honest client", self.clients)
+        return honest
+
+    def poisoned(self, data: Federation) -> Federation:
+        """The data that the clients train on: with "label_flip" the bad ones' labels are others, in
+        every split of theirs."""
+        if self.attack != "label_flip":
+            return data
+        if data.classes is None:
+            refuse("adversary", "an attack on numbers as targets", self.attack)
+        labels = torch.arange(data.classes, device=data.device)
+        relabel = (labels.expand(data.n, -1) if data.relabel is None else data.relabel).clone()
+        relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
+        return replace(data, relabel=relabel)
+
+    def send(self, trained: Trained, traits: Traits, server: Tensors) -> Trained:
+        """What reaches the server of the cohort's honest uploads."""
+        cohort = trained.cohort
+        draws = generator_of(cohort.seed, cohort.round, "transport")
+        bad = torch.isin(cohort.ids, torch.tensor(self.clients))
+        if self.attack == "label_flip" or not bad.any():
+            return trained
+        up, found = dict(trained.up), origins(trained, traits, server)
+        for key in [*found, *up.keys() & {"control"}]:
+            rows = up[key].flatten(1)
+            who = onto(bad, rows.device)
+            base = found.get(key, rows.new_zeros(1)).to(rows).expand_as(rows)
+            mine, others = ((rows - base)[some] for some in (who, who if bad.all() else ~who))
+            sent = base[who] + self._sent(mine, others, draws)
+            up[key] = rows.index_put((who,), sent).view_as(up[key])
+        return trained._replace(up=up)
+
+    def _sent(self, mine: Tensor, others: Tensor, gen: torch.Generator) -> Tensor:
+        """What is sent instead of the updates `mine` [B, P], `others` [H, P] being the honest
+        clients'."""
+        s, m = self.strength or 0.0, others.mean(0)
+        if self.attack == "little":
+            sent = m - s * others.std(0, correction=0)
+        elif self.attack == "inner_product":
+            sent = -s * m
+        elif self.attack == "noise":
+            z = torch.randn(mine.shape, generator=gen, dtype=mine.dtype).to(mine.device)
+            sent = mine + s * mine.square().mean(1, keepdim=True).sqrt() * z
+        else:
+            sent = (-s if self.attack == "sign_flip" else s) * mine
+        return sent.expand_as(mine)
+
+
+@checked
+@dataclass(frozen=True)
+class Evaluation:
+    """When, on what and for whom the personalized models are evaluated."""
+
+    every: Whole = 1  # rounds; the last one in any case; 0: never
+    split: str = "test"
+    clients: Tensor | Ids | Count | None = None  # ids, or so many, drawn once; None: all
+    train_loss: bool = False  # the loss on every client's training data, too
+    metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ...,
+    # or functions of one client's (scores, labels)
+
+    def due(self, round: int, rounds: int) -> bool:
+        """Whether `round`, from 1, of so many is evaluated."""
+        return self.every > 0 and (round % self.every == 0 or round == rounds)
+
+
+@checked
+@dataclass(frozen=True)
+class Robustness:
+    """What a run does about updates that are too long, and who attacks it."""
+
+    clip: Positive | None = None  # no update is longer (Euclidean norm), before the server sees it
+    adversary: Adversary | None = None  # clients that attack; the others are evaluated
+
+
+@checked
+@dataclass(frozen=True)
+class Hardware:
+    """Where a run is computed; never changes a result beyond rounding."""
+
+    engine: Literal["auto", "chain", "loop", "vmap"] = "auto"  # auto: the fastest that fits
+    workers: Threads | None = None  # never changes a result; None: one for each core
+    device: str = "cpu"
+    rows: str | Path = "auto"  # the clients' rows: "memory", a folder, or by what fits

@@ -1,0 +1,285 @@
+"""What trains this model? A trial before round 1 answers, by model, data and device alone.
+
+The module itself is run by plain autograd on a few samples: that says whether model, data and
+criterion fit together (`fits`), and what losses and gradients are. Then a few clients with those
+samples are trained for a step by each engine, and must give the same: in float64, at the start plus
+noise, in training and in evaluation mode.
+
+On a CPU, "auto" takes the chain where a model is one; "loop" for convolutions and from `WIDE`
+weights on; else "vmap" where that carries the model. On a GPU: the chain, vmap, loop.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from pflcore.data._federation import Federation
+from pflcore.nn._mode import forward_mode
+from pflcore.train import _fits as fits
+from pflcore.train import _memory as memory
+from pflcore.train._batches import Batches, Plan
+from pflcore.train._chain import Chain, find_chain
+from pflcore.train._clients import Clients, Setting
+from pflcore.train._engines import Engine
+from pflcore.train._fits import Unfit
+from pflcore.train._net import Net
+from pflcore.train._training import Training
+from pflcore.train._workers import Workers, one_thread
+
+WIDE = 1 << 16  # weights from which, on a CPU, clients are trained faster one by one
+LARGE = 1 << 19  # weights beyond which float64 copies would cost too much: the model's own dtype
+SIZES = (5, 5, 2, 2)  # samples of the trial's clients; batch norm takes no batch of one
+BATCH = 8  # of the first pass
+SLOW = {"convolutions": nn.modules.conv._ConvNd, "an LSTM": nn.LSTM}  # under vmap, on a CPU
+
+
+def prepared(
+    net: Net,
+    data: Federation,
+    training: Training,
+    engine: str = "auto",  # or "chain", "loop", "vmap"
+    workers: int | None = None,
+    seed: int = 0,
+    rounds: int = 1,
+) -> Setting:
+    """What a run needs, after one trial: model, data and criterion fit together, and what trains
+    the model is the model. Unfit, a ValueError, in one sentence where something does not fit."""
+    with one_thread():
+        net = net.reading(data.fields)
+        check(net, data, training)
+        chosen = judged(net, data, trials(net, data), engine)
+    if chosen.chain is not None and training.local_optimizer != "sgd":
+        more = "it gives the gradients, and AdamW takes its steps in torch"
+        chosen = chosen._replace(why=f"{chosen.why}; {more}")
+    return Setting(net, data, training, chosen, Workers(workers), seed, rounds)
+
+
+# do they fit? -----------------------------------------------------------------------------------
+
+
+def check(net: Net, data: Federation, training: Training) -> None:
+    """One batch through the module, forward and backward; `net` learns from it where its head is
+    and whether it gives one score for each label."""
+    fits.check_modes()
+    fits.check_dtypes(net, data)
+    x, y = samples(data, max(2, min(training.batch_size, BATCH)))
+    for train in (False, True):
+        fits.check_draws(partial(passed, net, data, x, y, train))
+    check_single(net, data, training)
+
+
+def check_single(net: Net, data: Federation, training: Training) -> None:
+    """Batch norm cannot train on one sample: where it is a client's last batch, it joins the one
+    before; is there a client who has no other?"""
+    size, batch = data.size("train"), training.batch_size
+    lone = (size == 1) | (batch == 1)
+    if not (lone | (size % batch == 1)).any():
+        return
+    try:
+        passed(net, data, *samples(data, 1), True)
+    except Unfit as e:
+        net.joins = True
+        if lone.any():
+            i = int(lone.nonzero()[0])
+            raise Unfit(
+                f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one "
+                "sample, on which this model cannot train, as batch norm cannot; take another "
+                "batch_size, or leave clients of one sample out."
+            ) from e
+
+
+def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Tensor:
+    """The loss of one batch by a copy of the module, its backward pass tried."""
+    module = copy.deepcopy(net.module).train(train)
+    called: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]  # name, layer, input
+    for name, m in module.named_modules():
+        if not m._modules or isinstance(m, nn.Linear):
+            m.register_forward_pre_hook(lambda *given, name=name: called.append((name, *given)))
+    seed = x.new_zeros((), dtype=torch.int64)
+    with forward_mode(train, None, seed), torch.enable_grad():
+        with fits.said_as(lambda e: next(fits.of_layer(*called[-1], data, e))):
+            scores = module(x)
+        fits.check_scores(net, data, scores, y)
+        net.one_score = scores.numel() == y.numel()
+        with fits.said_as(partial(fits.of_criterion, net, scores, y)):
+            loss = net.criterion(scores, y)
+        fits.check_loss(loss)
+    if train:
+        own = dict(module.named_parameters())
+        with fits.said_as(lambda e: f"model: its backward pass fails: {fits.first_line(e)}."):
+            grads = torch.autograd.grad(loss.sum(), [own[n] for n in net.names], allow_unused=True)
+        fits.check_gradients(grads)
+        used = [n for n, g in zip(net.names, grads, strict=True) if g is not None]
+        net.see(used, [name for name, _, _ in called[1:]])
+    return loss.detach()
+
+
+def samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
+    """Training samples and labels, evenly spread over the clients, some twice where too few."""
+    every = data.lists("train").flat
+    index = every[torch.linspace(0, len(every) - 1, count).long().to(every.device)]
+    return data.x[index], data.y[index]
+
+
+# is the engine the model? -----------------------------------------------------------------------
+
+
+@dataclass
+class Trial:
+    """A few clients, and what the module says of them."""
+
+    clients: Clients  # of one engine or another
+    w: Tensor  # [s, P]
+    answers: dict[str, list[Tensor]]  # losses [s], gradients [s, P] in "training", "evaluation"
+
+    def difference(self, engine: Engine) -> str | None:
+        """Where an engine's losses and gradients are not the module's, in a few words."""
+        clients = replace(self.clients, setting=self.clients.setting._replace(engine=engine))
+        fit = clients.fit(self.w, epochs=1, lr=1.0)
+        found = {"training": (fit.loss, self.w - fit.w)}
+        if engine.name == "loop" or engine.chain:  # vmap does not evaluate
+            found["evaluation"] = (clients.loss(self.w, "test"), clients.grad(self.w, "test"))
+        share = 1e-10 if self.w.dtype == torch.float64 else 1e-3
+        for mode, both in found.items():
+            for what, got, want in zip(("loss", "gradient"), both, self.answers[mode], strict=True):
+                size, gap = (float(v.abs().nan_to_num(0.0).max()) for v in (want, got - want))
+                if not torch.equal(got.isnan(), want.isnan()) or gap > share * max(1.0, size):
+                    return (
+                        f"its {what} is another in {mode} mode (off by {gap:.1e}, the largest is "
+                        f"{size:.1e})"
+                    )
+        return None
+
+
+def trials(net: Net, data: Federation) -> list[Trial]:
+    """One in float64, and one in the model's own dtype; or that alone, of a large model or one that
+    fixes a dtype somewhere."""
+    if net.dtype != torch.float64 and net.size <= LARGE:
+        try:
+            return [trial(net.to(net.w0.device, torch.float64), data), trial(net, data)]
+        except (RuntimeError, TypeError, ValueError):
+            pass
+    return [trial(net, data)]
+
+
+def trial(net: Net, data: Federation) -> Trial:
+    """Clients at the start plus noise of half of each weight's size."""
+    sizes = SIZES if net.size <= LARGE else SIZES[:1]
+    both = (v.to(net.dtype) if v.is_floating_point() else v for v in samples(data, sum(sizes)))
+    x, y = (torch.cat([v, v]) for v in both)  # no sample may be in two splits
+    x = padded(x, net.module)
+    lists = torch.arange(len(x), device=x.device).split(sizes * 2)
+    index = {"train": lists[: len(sizes)], "test": lists[len(sizes) :]}
+    made = Federation(x, y, index, data.classes, fields=data.fields)
+    how = Training(batch_size=max(sizes))
+    setting = Setting(net, made, how, Engine("loop"), Workers(1))
+    clients = Clients(setting, torch.arange(len(sizes)), 0, net.b0.repeat(len(sizes), 1))
+    batches = Batches(made, how, (0, 0), clients.ids, Plan(1), False)
+    order, seeds = batches.order[:, 0], batches.seeds[:, 0]
+    draws, module = torch.Generator().manual_seed(0), copy.deepcopy(net.module)
+    noise = torch.randn(len(sizes), net.size, generator=draws, dtype=torch.float64).to(net.w0)
+    found = Trial(clients, net.w0 + noise * (0.5 * net.w0.abs() + 0.01), {})
+    for train, mode in ((True, "training"), (False, "evaluation")):
+        answers = []
+        for i, n in enumerate(sizes):
+            at = order[i, :n] if train else lists[i]
+            net.load(module, found.w[i], net.b0).train(train)
+            answers.append(by_hand(net, module, x[at], y[at], seeds[i]))
+        found.answers[mode] = [torch.stack(v) for v in zip(*answers, strict=True)]
+    return found
+
+
+def by_hand(
+    net: Net, module: nn.Module, x: Tensor, y: Tensor, seed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient [P] of the module itself, as a user would take them."""
+    with forward_mode(module.training, None, seed), torch.enable_grad():
+        loss = net.criterion(module(x), y)
+    own = dict(module.named_parameters())
+    grads = torch.autograd.grad(
+        loss, [own[n] for n in net.names], allow_unused=True, materialize_grads=True
+    )
+    return loss.detach(), torch.cat([g.reshape(-1) for g in grads])
+
+
+def padded(x: Tensor, module: nn.Module) -> Tensor:
+    """Every other sample ends in what an embedding takes for padding, whose row gets no gradient:
+    samples that were drawn may have none."""
+    for m in module.modules():
+        padding = m.padding_idx if isinstance(m, nn.Embedding) else None
+        if padding is not None and not x.is_floating_point():
+            x = x.clone()
+            x.view(len(x), -1)[::2, -1] = padding
+    return x
+
+
+def wrong(tried: list[Trial], engine: Engine) -> str | None:
+    """Where an engine differs from the module, or what it raises; None: nowhere."""
+    try:
+        return next((w for t in tried if (w := t.difference(engine))), None)
+    except Exception as e:
+        if memory.ran_out(e):
+            raise
+        return fits.first_line(e)
+
+
+def judged(net: Net, data: Federation, tried: list[Trial], asked: str) -> Engine:
+    """The engine that is asked for, or the fastest of those that are the module."""
+    loop, vmap = Engine("loop"), Engine("vmap")
+    differs = wrong(tried, loop) or wrong(tried, loop)  # a count of passes is in step once
+    if differs:
+        raise Unfit(
+            "model: as a function of its parameters it is not what the module computes: "
+            f"{differs}; its forward must use the parameters where they are registered, and "
+            "nothing that another pass has changed."
+        )
+    if asked == "loop":
+        return loop
+    if asked == "vmap":
+        if differs := wrong(tried, vmap):
+            raise Unfit(
+                f"engine: 'vmap' cannot train this model: {differs}; take 'auto' or 'loop'."
+            )
+        return vmap
+    chain = chain_of(net, data, tried)
+    if isinstance(chain, str) and asked == "chain":
+        raise Unfit(f"engine: 'chain' cannot train this model: {chain}; take 'auto'.")
+    slow = slow_under_vmap(net)
+    if not slow and (differs := wrong(tried, vmap)):
+        slow = f"vmap cannot train this model: {differs}"
+    usual = loop if slow else vmap
+    if isinstance(chain, Chain):
+        return usual._replace(chain=chain, why="a chain of layers that the kernels know")
+    return usual._replace(why=f"{slow or 'all clients take a step at once'}; {chain}")
+
+
+def slow_under_vmap(net: Net) -> str:
+    """Why one client after another is trained faster, or nothing."""
+    if net.w0.device.type != "cpu":
+        return ""
+    for what, kind in SLOW.items():
+        if any(isinstance(m, kind) for m in net.module.modules()):
+            return f"a model with {what}, on a CPU"
+    return f"a model of {net.size} weights, on a CPU" if net.size > WIDE else ""
+
+
+def chain_of(net: Net, data: Federation, tried: list[Trial]) -> Chain | str:
+    """The model's chain, or in a few words why it has none that is the model."""
+    chain = find_chain(net, data)
+    if isinstance(chain, str):
+        return f"no chain of layers that the kernels know: {chain}"
+    differs = wrong(tried, Engine("loop", chain))
+    if differs is None:
+        return chain
+    said = f"the chain found for this model is not the model: {differs}; the general path trains it"
+    if "off by" in differs:  # it gives other numbers, rather than none
+        warnings.warn(f"pflcore: {said}.", UserWarning, stacklevel=5)
+    return said

@@ -1,0 +1,363 @@
+"""The clients of a cohort in training: what an algorithm's hook is given.
+
+Nothing here changes anything: `fit` returns what it did, and `after(fit)` are the clients with the
+statistics of batch norm that it left. S clients, rows [S, Q], in the order of `ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from pflcore.data._federation import Federation
+from pflcore.data._ragged import Ragged, onto
+from pflcore.nn._mode import forward_mode
+from pflcore.ops._chain import chain_eval, chain_grad, has_kernels
+from pflcore.train._batches import Batches, Plan
+from pflcore.train._engines import MODEL, Chunk, Engine, Objective, Tensors, cut, gradients, train
+from pflcore.train._fits import Unfit
+from pflcore.train._losses import CRITERIA, shares_right
+from pflcore.train._net import Net
+from pflcore.train._random import client_seeds
+from pflcore.train._training import Training
+from pflcore.train._workers import Workers
+
+EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much a sample
+PARTS = 8  # of an evaluation by the kernels of a chain
+Update = Callable[[Tensors, Callable[..., Tensor], Tensor], Tensors]  # rows, grad, taken
+Predict = Callable[[Tensors, Net, Tensor], Tensor]  # one client's model, net, x -> scores
+
+
+class Setting(NamedTuple):
+    """What stays the same over a run."""
+
+    net: Net
+    data: Federation
+    training: Training
+    engine: Engine
+    workers: Workers
+    seed: int = 0
+    rounds: int = 1
+
+
+def by_row(model: Tensors, net: Net, x: Tensor) -> Tensor:
+    """The scores of a model of the run's kind."""
+    return net(model["w"], x)
+
+
+class Fit(NamedTuple):
+    """What training did."""
+
+    rows: Tensors  # [S, ...] the trained rows
+    buffers: Tensor  # [S, b] batch norm's statistics afterwards
+    loss: Tensor  # [S] float64, mean over the minibatches, each before its step
+    steps: Tensor  # [S] float64, how many each took
+
+    @property
+    def w(self) -> Tensor:
+        """The trained models [S, Q]."""
+        return self.rows["w"]
+
+    @property
+    def grad(self) -> Tensor:
+        """Mean minibatch gradient [S, Q], clipped, SGD's weight decay included; no other term."""
+        return self.rows["grad"]
+
+
+def means(values: Tensor, lists: Ragged) -> Tensor:
+    """Each client's mean [S] float64 of values [n] of the samples in its list."""
+    sums = values.new_zeros(len(lists)).double().index_add_(0, lists.owner(), values.double())
+    return sums / onto(lists.size, values.device)
+
+
+@dataclass(frozen=True)
+class Clients:
+    """A cohort with its data; rows are [S, Q], models dicts of [S, ...]."""
+
+    setting: Setting
+    ids: Tensor  # [S] int64
+    round: int
+    buffers: Tensor  # [S, b] batch norm's statistics
+
+    def take(self, kept: Tensor) -> Clients:
+        """Those who are `kept`, bool [S]."""
+        buffers = self.buffers[onto(kept, self.buffers.device)]
+        return replace(self, ids=self.ids[kept.cpu()], buffers=buffers)
+
+    @property
+    def net(self) -> Net:
+        """The model as a function of a row."""
+        return self.setting.net
+
+    @cached_property
+    def size(self) -> Tensor:
+        """Training samples of each client, [S]."""
+        return self.setting.data.size("train")[self.ids]
+
+    @property
+    def counts(self) -> Tensor:
+        """Training samples of each client and class, [S, C]."""
+        return self.setting.data.counts("train", self.ids)
+
+    @property
+    def _labelled(self) -> bool:
+        """Whether targets are labels, of which scores get a share right."""
+        return self.net.scores_classes and not self.setting.data.y.is_floating_point()
+
+    def after(self, fit: Fit) -> Clients:
+        """The same clients with the statistics that `fit` left."""
+        return replace(self, buffers=fit.buffers)
+
+    @property
+    def lr(self) -> float:
+        """The step size of this round."""
+        return self.setting.training.lr_at(self.round, self.setting.rounds)
+
+    def has(self, split: str) -> bool:
+        """Whether the federation has this split."""
+        return split in self.setting.data.index
+
+    # training -----------------------------------------------------------------------------------
+    def fit(
+        self,
+        w: Tensor,  # [S, Q]
+        objective: Objective = MODEL,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,  # so many steps instead of epochs
+        lr: float | None = None,
+        stream: str = "fit",  # names the shuffle: two fits of one hook take two streams
+        mean_grad: bool = False,
+    ) -> Fit:
+        """Minibatch training from `w` on each client's training data, by the run's optimizer."""
+        t, rate = self.setting.training, self.lr if lr is None else lr
+        rows = {"w": w} | ({"grad": w.new_zeros(()).expand_as(w)} if mean_grad else {})
+        plan = Plan(epochs, steps, 1, stream, together=steps is None)
+        fit = self._train(rows, partial(train, t, rate), objective, plan, objective.terms(w))
+        if mean_grad:
+            fit.grad.div_(fit.steps[:, None].to(w.dtype))
+        return fit
+
+    def each_batch(  # noqa: PLR0913 (by name, all but two)
+        self,
+        rows: Tensors,  # [S, ...]
+        update: Update,
+        objective: Objective = MODEL,
+        *,
+        batches: int = 1,
+        epochs: int | None = None,
+        steps: int | None = None,
+        stream: str = "fit",
+        together: bool = False,  # clients of all sizes take their k-th minibatches at once
+    ) -> Fit:
+        """The general, slower form: `update(rows, grad, taken) -> rows` takes a step.
+
+        It sees s clients at once, [s, ...], and treats each alone; rows that it changes in place it
+        need not return. `taken` [s] is how many steps each took before. `grad(w, which=0)` is the
+        gradient [s, Q] of the objective's loss at any `w` on the step's `which`-th minibatch;
+        the `batches` of a step come from as many shuffles.
+        """
+
+        def work(chunk: Chunk, mine: Tensors, _: Tensors) -> None:
+            batches = chunk.batches
+            for step in batches.steps:
+                seen = {k: v[step.clients] for k, v in mine.items()}
+                taken = step.epoch * batches.cuts[step.clients] + step.place
+                for k, v in update(seen, partial(chunk.gradient, step), taken).items():
+                    mine[k][step.clients] = v
+
+        plan = Plan(epochs, steps, batches, stream, together)
+        return self._train(rows, work, objective, plan)
+
+    # looking ------------------------------------------------------------------------------------
+    def places(self, split: str) -> Ragged:
+        """Where each client's samples of a split are in the pool."""
+        data = self.setting.data
+        if not self.has(split):
+            raise Unfit(
+                f"split: this federation has {', '.join(data.index)}, not {split!r}; split the "
+                "clients' samples first."
+            )
+        return data.lists(split).take(self.ids)
+
+    def labels(self, split: str) -> Tensor:
+        """The labels [n, ...] of a split as the clients know them, client after client."""
+        lists = self.places(split)
+        y = self.setting.data.y.index_select(0, lists.flat)
+        if self._relabel is None:
+            return y
+        own = self._relabel.index_select(0, lists.owner())
+        return own.gather(1, y.view(len(y), -1)).view_as(y)
+
+    def scores(
+        self, model: Tensors, split: str, predict: Predict = by_row
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Each client's scores [n, ...] in evaluation mode and labels [n, ...]. Where all have one
+        model, batches do not end with a client."""
+        lists, net, x = self.places(split), self.net, self.setting.data.x
+        found = [(0, lists.flat)] if self._have_one(model) else enumerate(lists)
+        parts = [(i, part) for i, places in found for part in places.split(EVAL_BATCH)]
+
+        def look(part: tuple[int, Tensor]) -> Tensor:
+            i, places = part
+            own = {k: v[i] for k, v in model.items()}
+            with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
+                return predict(own, net, x.index_select(0, places))
+
+        z, size = torch.cat(self.setting.workers.map(look, parts)), lists.size.tolist()
+        return list(zip(z.split(size), self.labels(split).split(size), strict=True))
+
+    def features(self, w: Tensor, split: str = "train") -> tuple[Tensor, Tensor]:
+        """What each client's head sees, [S, n, H], and the labels [S, n]; short clients are padded
+        with zeros and labels -1."""
+        pairs = self.scores({"w": w}, split, lambda model, net, x: net.features(model["w"], x))
+        z, y = zip(*pairs, strict=True)
+        return pad_sequence(list(z), True), pad_sequence(list(y), True, padding_value=-1)
+
+    def loss(self, w: Tensor, split: str = "train") -> Tensor:
+        """Each client's mean loss [S] at `w` [S, P] over all samples, in evaluation mode."""
+        return self.measure({"w": w}, split)[0].to(w)
+
+    def measure(
+        self,
+        model: Tensors,
+        split: str,
+        predict: Predict = by_row,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Each client's mean loss [S] and, for classes, its share of right answers [S] float64."""
+        by_kernels = self.setting.engine.chain is not None and has_kernels(model["w"].device)
+        if not by_kernels or predict is not by_row:
+            return self.worth(self.scores(model, split, predict), split, self._have_one(model))
+
+        def look(w: Tensor, pool: Any, own: Ragged) -> Tensor:
+            losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
+            return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
+
+        lists = self.places(split)
+        both = torch.cat(self._by_chain(model["w"], lists, look), 1)
+        loss, hits = (means(values, lists) for values in both)
+        return loss, hits if self._labelled else None
+
+    def worth(
+        self,
+        pairs: list[tuple[Tensor, Tensor]],
+        split: str,
+        one: bool = False,
+        returns: str = "logits",
+    ) -> tuple[Tensor, Tensor | None]:
+        """Losses and shares [S] as `measure` has them, from what `scores` gave, which may be
+        probabilities; `one`: all clients' samples may go through the criterion at once."""
+        net, lists = self.net, self.places(split)
+        z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
+        right = means(shares_right(z, y), lists) if self._labelled else None
+        if one and net.criterion in CRITERIA.values():
+            return means(torch.vmap(net.criterion)(z[:, None], y[:, None]), lists), right
+        if self._labelled and returns == "probabilities" and z.dim() > y.dim() and z.shape[1] > 1:
+            pairs = [(z.clamp(min=1e-12).log(), y) for z, y in pairs]
+        return torch.stack([net.criterion(z, y) for z, y in pairs]), right
+
+    def grad(self, w: Tensor, split: str = "train") -> Tensor:
+        """Each client's gradient [S, P] of `loss`.
+
+        With batch norm, and on "train", it is the mean over minibatches in training mode, as they
+        lie, no last one of a single sample: training normalizes by the batch.
+        """
+        lists, setting = self.places(split), self.setting
+        train = split == "train" and bool(self.net.buffer_names)
+        batch = setting.training.batch_size if train else EVAL_BATCH
+        seeds = client_seeds(self.ids, setting.seed, self.round, "grad").view(np.int64)
+        seed = onto(torch.from_numpy(seeds), w.device)
+        labels = self.labels(split).split(lists.size.tolist())
+
+        def by_kernels(w: Tensor, pool: Any, own: Ragged) -> Tensor:
+            index = pad_sequence(list(own), batch_first=True)
+            return chain_grad(w, *pool, index, own.size, None)[0]
+
+        def by_engine(i: int) -> Tensor:
+            one, at, n = slice(i, i + 1), lists[i], len(labels[i])
+            total, cuts = torch.zeros_like(w[i]), [*range(batch, n - (train and n > 1), batch), n]
+            for k, (a, b) in enumerate(pairwise([0, *cuts] if n else [])):
+                x = setting.data.x.index_select(0, at[a:b])
+                given = (w[one], x[None], labels[i][None, a:b], self.buffers[one], seed[one] + k)
+                total += gradients(self.net, *given, False, train)[1][0] * ((b - a) / n)
+            return total
+
+        if setting.engine.chain is not None:
+            return torch.cat(self._by_chain(w, lists, by_kernels))
+        return torch.stack(setting.workers.map(by_engine, range(len(lists))))
+
+    # inside ---------------------------------------------------------------------------------------
+    def _train(
+        self,
+        rows: Tensors,
+        work: Callable[[Chunk, Tensors, Tensors], None],
+        objective: Objective,
+        plan: Plan,
+        terms: Tensors | None = None,  # None: its steps are Python's
+    ) -> Fit:
+        """`work(chunk, its clients' rows, their terms)` on every chunk of the cohort."""
+        setting, device, count = self.setting, self.buffers.device, len(self.ids)
+        engine, relabel = objective.engine(setting.engine), self._relabel
+        sums = self.buffers.new_zeros(2, count, dtype=torch.float64)
+        done = Fit({k: v.new_empty(v.shape) for k, v in rows.items()}, self.buffers.clone(), *sums)
+
+        def run(pos: Tensor) -> None:
+            at, key = onto(pos, device), (setting.seed, self.round)
+            mine, extra = ({k: v[at] for k, v in d.items()} for d in (rows, objective.extra))
+            which = (key, self.ids[pos], plan, engine.chain is not None, self.net.joins)
+            batches = Batches(setting.data, setting.training, *which)
+            own = (batches, None if relabel is None else relabel[at], self.buffers[at], engine)
+            chunk = Chunk(self.net, setting.data, *own, objective.loss, extra)
+            work(chunk, mine, cut(terms or {}, at))
+            for k, v in mine.items():
+                done.rows[k][at] = v
+            done.buffers[at], done.steps[at] = chunk.buffers, onto(batches.taken, device).double()
+            done.loss[at] = chunk.losses / done.steps[at]
+
+        # chunks, however many workers: where a chain's kernels train, only arithmetic counts
+        width = max(v[0].numel() for v in rows.values())
+        samples = int(self.size.sum()) if engine.chain and device.type == "cpu" else 0
+        order = torch.from_numpy(np.lexsort((self.ids.numpy(), -self.size.numpy())))
+        small = 2 if count * width >= 1 << 18 else 1
+        parts = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else small
+        # so many that their arithmetic outweighs their steps' Python
+        most = max(2, count * setting.training.batch_size * width >> 23) if terms is None else 16
+        parts = count if engine.name == "loop" and not samples else min(count, parts, most)
+        cuts = [count * j // parts for j in range(parts + 1)]
+        setting.workers.map(run, [order[a:b] for a, b in pairwise(cuts)])
+        return done
+
+    def _have_one(self, model: Tensors) -> bool:
+        """Whether all clients have one model: rows that are one row expanded, one statistics."""
+        one = all(len(v) > 1 and v.stride(0) == 0 for v in model.values())
+        buffers = self.buffers  # where there are none, nobody need look
+        return one and (not buffers.shape[1] or bool((buffers == buffers[:1]).all()))
+
+    @cached_property
+    def _relabel(self) -> Tensor | None:
+        """Labels [S, C] as each client knows them, where they differ."""
+        data = self.setting.data
+        return None if data.relabel is None else data.relabel[onto(self.ids, data.device)]
+
+    def _by_chain(self, w: Tensor, lists: Ragged, f: Callable[..., Tensor]) -> list[Tensor]:
+        """`f(rows, the kernels' first arguments, places)` of some of the clients at a time, with
+        about as many samples each."""
+        chain, data, relabel = self.setting.engine.chain, self.setting.data, self._relabel
+        assert chain is not None
+        count, n = len(self.ids), len(lists.flat)
+        parts = min(count, PARTS if n * self.net.size >= 1 << 24 else 1)
+        inner = torch.searchsorted(lists.begin, torch.arange(1, parts) * n // parts)
+
+        def look(s: slice) -> Tensor:
+            return f(w[s], chain.on(data, relabel, s), lists[s])
+
+        cuts = pairwise([0, *inner.tolist(), count])
+        return self.setting.workers.map(look, [slice(a, b) for a, b in cuts if a < b])

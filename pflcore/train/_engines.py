@@ -1,0 +1,266 @@
+"""Gradients of many clients' models: the two engines, and the chain behind the same question.
+
+"loop" trains one client after another on each thread (convolutions and large models on a CPU),
+"vmap" a chunk of clients at once (linear models, MLPs, GPUs). A model that is a chain of layers is
+trained whole by a kernel. All take the same minibatches and agree up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pflcore import ops
+from pflcore.data._federation import Federation
+from pflcore.data._ragged import onto
+from pflcore.nn._mode import context, forward_mode
+from pflcore.ops._chain import chain_grad, chain_sgd_, has_kernels
+from pflcore.ops._sgd import check_sgd, clipped, corrected
+from pflcore.train._batches import Batches, Step
+from pflcore.train._chain import Chain
+from pflcore.train._net import Net
+from pflcore.train._training import Training
+
+BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's, as torch has them by default
+EPOCH_BYTES = 1 << 26  # an epoch's minibatches are gathered at once up to this size
+Tensors = dict[str, Tensor]
+LossFn = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]  # net, row, x, y, extra
+
+
+class Engine(NamedTuple):
+    """What computes gradients."""
+
+    name: str  # "loop" or "vmap"
+    chain: Chain | None = None  # what the kernels train; the engine does the rest
+    why: str = "asked for"
+
+    @property
+    def form(self) -> str:
+        """What trains: "chain" (kernels), "vmap" or "module"."""
+        return "chain" if self.chain is not None else "vmap" if self.name == "vmap" else "module"
+
+
+class Objective(NamedTuple):
+    """What is minimized, if not the run's loss: each step is along `mask * (gradient + shift + mu *
+    (w - anchor))`. Tensors are of the cohort's clients."""
+
+    prox: tuple[Tensor | float, Tensor] | None = None  # mu: a number, [S]; anchor [S, Q]
+    shift: Tensor | None = None  # [S, Q] added to every gradient
+    mask: Tensor | None = None  # [Q] or [S, Q]; where it is 0 nothing moves
+    loss: LossFn | None = None
+    extra: Tensors = {}  # noqa: RUF012 [S, ...], whose slices the loss is given
+    alone: bool = False  # never under vmap, for a loss that it cannot carry
+
+    def engine(self, usual: Engine) -> Engine:
+        """What computes its gradients: the chain knows the run's loss alone."""
+        if self.loss is None and not self.alone:
+            return usual
+        return Engine("loop" if self.alone else usual.name)
+
+    def terms(self, w: Tensor) -> Tensors:
+        """What is added to the gradients at `w` [S, Q], [S, ...], as `ops.sgd_step_` names it."""
+        terms: Tensors = {}
+        if self.prox is not None:
+            mu, anchor = self.prox  # a number stays on the host: a card is not waited for
+            mu = mu.to(w).reshape(-1) if isinstance(mu, Tensor) else w.new_full((1,), mu)
+            terms = {"mu": mu.expand(len(w)), "anchor": anchor}
+        if self.shift is not None:
+            terms["shift"] = self.shift
+        if self.mask is not None:
+            terms["mask"] = onto(self.mask, w.device).to(w.dtype)
+        return terms
+
+
+def cut(terms: Tensors, clients: Any) -> Tensors:
+    """Some clients' terms; a mask [Q] is everybody's."""
+    return {k: v if (k, v.dim()) == ("mask", 1) else v[clients] for k, v in terms.items()}
+
+
+MODEL = Objective()  # the run's own loss alone
+
+
+def gradients(  # noqa: PLR0913 (one call for two engines)
+    net: Net,
+    rows: Tensor,  # [s, Q]
+    x: Tensor,  # [s, B, ...]
+    y: Tensor,  # [s, B, ...]
+    buffers: Tensor,  # [s, b]
+    seeds: Tensor,  # [s]
+    vmap: bool,
+    train: bool,
+    own: LossFn | None = None,
+    extra: Tensors = {},  # noqa: B006
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses [s], gradients [s, Q], buffers [s, b] by autograd: of all under vmap, or of one."""
+
+    def loss(extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor) -> Any:
+        with forward_mode(train, buffers, seed, alone=not vmap):
+            value = net.loss(w, x, y) if own is None else own(net, w, x, y, extra)
+            return value, context.buffers
+
+    w = rows.detach().requires_grad_()
+    given = (w, x, y, buffers, seeds)
+    if vmap:
+        losses, after = torch.vmap(loss)(extra, *given)
+    else:
+        one = loss({k: v[0] for k, v in extra.items()}, *(t[0] for t in given))
+        losses, after = (t[None] for t in one)
+    (g,) = torch.autograd.grad(losses.sum(), w)
+    return losses.detach(), g, after
+
+
+@dataclass
+class Chunk:
+    """Some clients of a cohort, largest first, on their way through their minibatches."""
+
+    net: Net
+    data: Federation
+    batches: Batches
+    relabel: Tensor | None  # [s, C] labels as each client knows them
+    buffers: Tensor  # [s, b], changed
+    engine: Engine
+    loss: LossFn | None  # in place of the run's
+    extra: Tensors  # [s, ...], its own tensors
+
+    def __post_init__(self) -> None:
+        self.losses = self.buffers.new_zeros(len(self.buffers), dtype=torch.float64)
+        self.leaves: list[Tensor] = []
+        self._epoch: int | None = None
+        self._looked: Step | None = None
+
+    def samples(self, step: Step, which: int = 0) -> tuple[Tensor, Tensor]:
+        """x [s, B, ...] and the clients' own labels y [s, B, ...] of a minibatch."""
+        s, epoch, b = step.clients, step.epoch + which * step.epochs, self.batches
+        whole = b.order[:, epoch]
+        if whole.numel() * self.data.x[0].nbytes > EPOCH_BYTES:
+            return self.gathered(b.places(step, which), s)
+        if self._epoch != epoch:
+            self._epoch, self._samples = epoch, self.gathered(whole, slice(None))
+        x, y = self._samples
+        return x[s, step.first : step.last], y[s, step.first : step.last]
+
+    def gathered(self, at: Tensor, clients: slice) -> tuple[Tensor, Tensor]:
+        """The samples and the clients' own labels at some places [s, n] of the pool."""
+        pool = (self.data.x, self.data.y)
+        x, y = (t.index_select(0, at.flatten()).unflatten(0, at.shape) for t in pool)
+        if self.relabel is not None:
+            y = self.relabel[clients].gather(1, y.flatten(1)).view_as(y)
+        return x, y
+
+    def gradient(self, step: Step, w: Tensor, which: int = 0) -> Tensor:
+        """The gradients [s, Q] at `w` [s, Q] on a step's `which`-th minibatch; its first look at
+        the first one is the step's loss."""
+        s, chain, b = step.clients, self.engine.chain, self.batches
+        if chain is not None:
+            seeds = b.seeds_of(step, which) if chain.dropout else None
+            count = (b.size[s] - step.first).clamp(max=step.last - step.first)
+            pool = chain.on(self.data, self.relabel, s)
+            g, losses = chain_grad(w.detach(), *pool, b.places(step, which), count, seeds)
+        else:
+            extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
+            batch = (*self.samples(step, which), self.buffers[s], b.seeds_of(step, which))
+            found = gradients(self.net, w, *batch, vmap, True, self.loss, extra)
+            losses, g, self.buffers[s] = found
+        if which == 0 and self._looked is not step:
+            self._looked = step
+            self.losses[s] += losses
+        return g
+
+    def on_leaves(self, step: Step) -> tuple[Tensor, ...]:
+        """The gradient by parameters, at the row whose views `leaves` are: one client's."""
+        (x, y), seeds = self.samples(step), self.batches.seeds_of(step)
+        with forward_mode(True, self.buffers[0], seeds[0], alone=True):
+            loss = self.net.criterion(self.net.on_leaves(x[0]), y[0])
+            self.buffers[0] = context.buffers
+        self.losses += loss.detach()
+        return torch.autograd.grad(loss, self.leaves, allow_unused=True, materialize_grads=True)
+
+
+# optimizers -------------------------------------------------------------------------------------
+
+
+def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -> None:
+    """Takes all steps of the clients' rows "w" [s, Q], in place; adds the minibatches' gradients,
+    clipped and with SGD's weight decay, to "grad" [s, Q], where that is."""
+    w, grads = mine["w"], mine.get("grad")
+    sgd, chain = t.local_optimizer == "sgd", chunk.engine.chain
+    shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
+    check_sgd(w, w, lr, shift, mask, 0.0 if mu is None else mu, anchor, 0.0, None, t.weight_decay)
+    if sgd and chain is not None and has_kernels(w.device):
+        chunk.losses += by_kernels(chunk, chain, w, terms, t, lr, grads)
+        return
+    alone = chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size)
+    if alone and chunk.loss is None:
+        chunk.leaves = chunk.net.leaves(w[0])
+    more = (not sgd, terms, t.momentum, t.weight_decay, t.clip_grad, grads is not None)
+    plain, adamw = not any(more), None if sgd else AdamW(w, lr, t.weight_decay)
+    velocity = torch.zeros_like(w) if t.momentum else None
+    space = torch.empty_like(w)  # touched only where a gradient is a row
+    for step in chunk.batches.steps:
+        s = step.clients
+        if chunk.leaves:
+            found = chunk.on_leaves(step)
+            if plain:  # no gradient as a row in memory
+                with torch.no_grad():
+                    torch._foreach_add_(chunk.leaves, found, alpha=-lr)
+                continue
+            g = torch.cat([p.reshape(-1) for p in found], out=space[0])[None]
+        else:
+            g = chunk.gradient(step, w[s])
+        g = g if t.clip_grad is None else clipped(g, t.clip_grad)
+        if grads is not None:
+            grads[s] += g
+            if t.gradient_decay:
+                grads[s].add_(w[s], alpha=t.gradient_decay)
+        own: dict[str, Any] = cut(terms, s)
+        if adamw is not None:
+            adamw.step(s, g, own)
+        else:
+            buffer = None if velocity is None else velocity[s]
+            ops.sgd_step_(
+                w[s], g, lr, **own, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay
+            )
+
+
+def by_kernels(
+    chunk: Chunk,
+    chain: Chain,
+    w: Tensor,
+    terms: Tensors,
+    t: Training,
+    lr: float,
+    grads: Tensor | None,
+) -> Tensor:
+    """All steps of SGD by the kernels of the chain, `w` [s, Q] in place: sums of losses [s]."""
+    b = chunk.batches
+    seeds = b.seeds if chain.dropout else None
+    cut = (b.order, b.size, b.taken, t.batch_size, t.drop_last, seeds)
+    shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
+    how = (lr, shift, mask, 0.0, mu, anchor, t.momentum, t.weight_decay)
+    pool = chain.on(chunk.data, chunk.relabel, slice(None))
+    return chain_sgd_(w, *pool, *cut, *how, t.clip_grad or math.inf, grads)
+
+
+class AdamW:
+    """Loshchilov and Hutter 2019, Algorithm 2, as `torch.optim.AdamW`."""
+
+    def __init__(self, w: Tensor, lr: float, decay: float) -> None:
+        self.w, self.lr, self.decay, self.steps = w, lr, decay, w.new_zeros(len(w), 1)
+        self.mean, self.square = torch.zeros_like(w), torch.zeros_like(w)
+
+    def step(self, s: slice, grad: Tensor, terms: Tensors) -> None:
+        w, mean, square, steps = (v[s] for v in (self.w, self.mean, self.square, self.steps))
+        d = corrected(w, grad, terms.get("shift"), 0.0, terms.get("mu"), terms.get("anchor"))
+        steps += 1
+        first, second = BETAS
+        mean.lerp_(d, 1 - first)
+        square.mul_(second).addcmul_(d, d, value=1 - second)
+        by_mean, by_square = ((1 - beta ** steps.double()).to(w) for beta in BETAS)
+        root = square.sqrt().div_(by_square.sqrt()).add_(EPS)
+        move = (mean / root.mul_(by_mean)).add_(w, alpha=self.decay).mul_(self.lr)
+        w.sub_(move * terms["mask"] if "mask" in terms else move)

@@ -1,0 +1,236 @@
+"""Do model, data and criterion fit together? What does not is refused in one sentence of the user's
+words: what was given, what was expected, what to do."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from pflcore.data._federation import Federation
+from pflcore.data._inputs import IGNORED
+from pflcore.train import _memory as memory
+from pflcore.train._losses import CRITERIA, loss_name, spreads
+from pflcore.train._net import Net
+from pflcore.train._random import OwnDraws
+
+WIDTHS = ("in_features", "in_channels", "num_features", "input_size")
+
+
+class Unfit(ValueError, TypeError):
+    """Model, data and criterion do not fit together, dtypes often; its text is the whole
+    sentence."""
+
+
+def check_modes() -> None:
+    """Refuses what would change every tensor that is made from here on."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise Unfit(
+            f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass "
+            f"device='{device}' to the run."
+        )
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise Unfit(
+            f"torch: training needs gradients, and torch.{mode}() is on; set up and run the "
+            "simulation outside of it."
+        )
+
+
+def check_dtypes(net: Net, data: Federation) -> None:
+    if net.dtype not in (torch.float32, torch.float64):
+        raise Unfit(
+            f"model: its parameters are {net.dtype}, in which small steps are lost; train it in "
+            "float32, by model.float()."
+        )
+    for what, t in (("x", data.x), ("y", data.y)):
+        if t.is_floating_point() and t.dtype != net.dtype:
+            raise Unfit(
+                f"data: {what} is {t.dtype} and the model's parameters are {net.dtype}; give both "
+                f"one dtype, for example by model.to({t.dtype}) or Federation.from_clients(..., "
+                f"dtype={net.dtype})."
+            )
+
+
+def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
+    """The model's outputs against the labels, as far as the criterion is known."""
+    if not isinstance(scores, Tensor):
+        raise Unfit(
+            "model: expected its forward pass to give one tensor of scores, got a "
+            f"{type(scores).__name__}; return the scores alone."
+        )
+    shape, targets = list(scores.shape), list(y.shape)
+    if shape[:1] != targets[:1]:
+        raise Unfit(
+            f"model: expected one row of scores for each of {len(y)} samples, got shape {shape}; "
+            "keep the batch as the first axis."
+        )
+    name = loss_name(net.criterion)
+    if net.criterion not in CRITERIA.values():
+        if scores.numel() == y.numel() and shape != targets and spreads(net.criterion, scores, y):
+            raise Unfit(
+                f"criterion: {name} would spread scores {shape} over targets {targets}; give the "
+                "targets the scores' shape, or return scores of theirs."
+            )
+    elif name != "cross_entropy":
+        _check_numbers(name, data, scores, y)
+    elif not y.is_floating_point():
+        _check_classes(data, scores, y)
+    elif shape != targets:
+        raise Unfit(
+            f"criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape "
+            f"{shape}, and the targets are {y.dtype} of shape {targets}; give labels as integers, "
+            "or take loss='squared' for numbers."
+        )
+
+
+def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> None:
+    outputs, targets = scores[0].numel(), y[0].numel()
+    if outputs != targets:
+        raise Unfit(
+            f"criterion: {name!r} compares outputs and targets one by one, and the model gives "
+            f"{outputs} for {targets} target(s) a sample; change the model's outputs, or take "
+            "loss='cross_entropy' for classes."
+        )
+    low, high = (float(v) for v in torch.aminmax(data.y))
+    if data.classes is not None and low == IGNORED and not data.y.is_floating_point():
+        raise Unfit(
+            f"criterion: {name!r} would count the steps that the mask leaves out; take "
+            f"'cross_entropy', or a function that leaves out labels of {IGNORED}."
+        )
+    if name == "hinge" and not (low >= -1 and high <= 1):
+        raise Unfit(
+            f"criterion: 'hinge' takes two classes, and these labels go from {low:g} to {high:g}; "
+            "take 'cross_entropy'."
+        )
+    if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
+        raise Unfit(
+            "criterion: 'binary_cross_entropy' takes targets from 0 to 1, and these go from "
+            f"{low:g} to {high:g}."
+        )
+
+
+def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
+    if scores.dim() != y.dim() + 1 or scores.shape[2:] != y.shape[1:]:
+        raise Unfit(
+            "model: 'cross_entropy' takes scores [B, C] for labels [B], or [B, C, ...] for [B, "
+            f"...], and got scores {list(scores.shape)} for labels {list(y.shape)}; make labels of "
+            "one column [n], reshape or transpose what the model returns, or make the targets "
+            "floating point."
+        )
+    labels, outputs = data.y if data.relabel is None else data.relabel, scores.shape[1]
+    labels = labels[labels != IGNORED] if y.dim() > 1 else labels
+    if not labels.numel():
+        raise Unfit(
+            "data: the mask leaves out every step of every sample; nothing is left to be learnt."
+        )
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= outputs:
+        remedy = (
+            "or one and loss='binary_cross_entropy' or 'hinge'"
+            if outputs == 1
+            else "one for each class, and count them from 0"
+        )
+        raise Unfit(
+            f"model: it has {outputs} output(s), and the labels go from {low} to {high}; give it "
+            f"{high + 1}, {remedy}."
+        )
+
+
+def of_criterion(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
+    """Why the criterion failed."""
+    remedy = "; take loss='binary_cross_entropy'" if "BCE" in type(net.criterion).__name__ else ""
+    return (
+        f"criterion: it fails on scores of shape {list(scores.shape)} and targets of shape "
+        f"{list(y.shape)} ({y.dtype}): {first_line(e)}{remedy}."
+    )
+
+
+def check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise Unfit(
+            f"criterion: expected one number for a batch, got {got}; take the mean over its "
+            "samples."
+        )
+    if not loss.requires_grad:
+        raise Unfit(
+            "model: the loss depends on no trainable parameter; compute it from the scores, "
+            "without detach() or no_grad()."
+        )
+
+
+def check_gradients(grads: Iterable[Tensor | None]) -> None:
+    if any(g is not None and g.is_sparse for g in grads):
+        raise Unfit(
+            "model: its gradients are sparse, and a row's is not; set sparse=False in its "
+            "embeddings."
+        )
+
+
+def of_layer(
+    name: str, m: nn.Module, inputs: Any, data: Federation, e: BaseException
+) -> Iterator[str]:
+    """Why the forward pass failed in the layer `m`."""
+    given: Any = next(iter(inputs), None)
+    shape = list(data.shape)
+    if not isinstance(given, Tensor):
+        yield (
+            f"model: its forward pass fails on samples of shape {shape} ({data.x.dtype}): "
+            f"{first_line(e)}."
+        )
+    layer = f"layer {name!r} ({type(m).__name__})" if name else type(m).__name__
+    wants = next((f"{k}={getattr(m, k)}" for k in WIDTHS if hasattr(m, k)), None)
+    if isinstance(m, nn.Embedding) and given.is_floating_point():
+        yield (
+            f"data: {layer} takes integers (tokens), and its input is {given.dtype}; give x as "
+            "int64."
+        )
+    elif isinstance(m, nn.Embedding):
+        yield (
+            f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, and {layer} "
+            f"knows 0 to {m.num_embeddings - 1}; make it larger."
+        )
+    elif not given.is_floating_point():
+        yield (
+            f"data: x holds integers ({data.x.dtype}), and {layer} takes numbers; convert x to "
+            "float, or begin the model with nn.Embedding."
+        )
+    on = f"an input of shape {list(given.shape)}, from samples of shape {shape}"
+    if wants is None:
+        yield f"model: {layer} fails on {on}: {first_line(e)}."
+    yield f"model: {layer} has {wants}, and got {on}; make the model for samples of that shape."
+
+
+@contextmanager
+def said_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
+    """What fails inside is raised as `sentence`; what was said already and running out of memory
+    come through."""
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, Unfit) or memory.ran_out(e):
+            raise
+        raise Unfit(sentence(e)) from e
+
+
+def check_draws(f: Callable[[], Tensor]) -> None:
+    """Refuses `f` if it draws from torch's global generator, which stays as it was."""
+    with OwnDraws(0) as own:
+        f()
+    if own.used:
+        raise Unfit(
+            "model: its forward pass draws from torch's global generator, which threads "
+            "share, so results would not repeat; use pflcore.nn.Dropout, which draws from the "
+            "client's own."
+        )
+
+
+def first_line(e: BaseException) -> str:
+    """The first line of what a library says."""
+    return (
+        f"{type(e).__name__}, {str(e).splitlines()[0]}".rstrip(".") if str(e) else type(e).__name__
+    )

@@ -1,0 +1,157 @@
+"""The criteria that go by a name: mean losses of a batch."""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import annotated_types as at
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pflcore.data._inputs import IGNORED
+from pflcore.metrics import right
+
+Criterion = Callable[[Tensor, Tensor], Tensor]  # scores, y -> the batch's mean loss
+
+
+def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
+    """Mean cross entropy of `scores` [B, C] or [B, C, T] with labels `y` [B] or [B, T], or
+    probabilities.
+
+    Steps of the label `IGNORED` are left out, and a sample's loss is the mean over its others, so
+    that a batch's is the mean over its samples however long they are.
+    """
+    if y.dim() < 2 or y.is_floating_point():
+        return F.cross_entropy(scores, y)
+    flat = scores.movedim(1, -1).flatten(0, -2)
+    steps = F.cross_entropy(flat, y.flatten(), reduction="none", ignore_index=IGNORED)
+    return of_steps(steps.view(y.shape), y).mean()
+
+
+def of_steps(values: Tensor, y: Tensor) -> Tensor:
+    """The mean of each sample's `values` [B, ...] over the labels of that shape that count: [B]."""
+    counts = (y != IGNORED).flatten(1)
+    return (values.flatten(1) * counts).sum(1) / counts.sum(1).clamp(min=1)
+
+
+def hinge(scores: Tensor, y: Tensor) -> Tensor:
+    """Mean hinge loss of `scores` [B] or [B, 1] with labels `y` in {0, 1} or {-1, 1}."""
+    sign = torch.where(y > 0, 1.0, -1.0).to(scores.dtype)
+    # not clamp, whose slope on the very edge depends on torch's release
+    return (1 - sign * scores.reshape(y.shape)).relu().mean()
+
+
+def squared(scores: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error of `scores` against `y`, element by element: [B], [B, 1], or [B, K] for K
+    targets."""
+    return F.mse_loss(scores.reshape(y.shape), y.to(scores.dtype))
+
+
+def binary_cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
+    """Mean logistic loss of `scores` (logits) against `y` in [0, 1], element by element: [B], [B,
+    1], or [B, K] for K labels at once."""
+    return F.binary_cross_entropy_with_logits(scores.reshape(y.shape), y.to(scores.dtype))
+
+
+def half_squared(scores: Tensor, y: Tensor) -> Tensor:
+    """Half the mean squared error: Motley's loss and metric for School."""
+    return 0.5 * squared(scores, y)
+
+
+REGRESSION = (squared, half_squared)  # integers are numbers to these, not labels
+LOGITS = (
+    hinge,
+    binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.soft_margin_loss,
+    nn.BCEWithLogitsLoss,
+    nn.SoftMarginLoss,
+)
+
+
+NAMED = (cross_entropy, squared, half_squared, hinge, binary_cross_entropy)
+CRITERIA = {f.__name__: f for f in NAMED}
+
+# torch's, as it makes them by default
+OURS = {
+    **dict.fromkeys((nn.CrossEntropyLoss, F.cross_entropy), cross_entropy),
+    **dict.fromkeys((nn.MSELoss, F.mse_loss), squared),
+}
+A_LOSS = f"one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module"
+Loss = Annotated[str | Criterion, at.doc(A_LOSS)]
+
+
+def default_loss(y: Tensor) -> str:
+    """The criterion for targets that nobody named one for: by their dtype."""
+    return "squared" if y.is_floating_point() else "cross_entropy"
+
+
+def loss_of(loss: Loss, name: str = "loss") -> Criterion:
+    """A function of (scores, y) [B, ...] -> the batch's mean loss, from a name of `CRITERIA`, a
+    function or an `nn.Module` such as `nn.CrossEntropyLoss(weight=w)`. ValueError or TypeError in
+    one sentence that begins with `name`."""
+    if isinstance(loss, str) and loss in CRITERIA:
+        return CRITERIA[loss]
+    if isinstance(loss, type):
+        raise TypeError(
+            f"{name}: expected a loss, got the class {loss.__name__}; write {loss.__name__}()."
+        )
+    if not callable(loss):
+        raise TypeError(f"{name}: expected {A_LOSS}, got {loss!r}.")
+    if not isinstance(loss, nn.Module):
+        # [B, 1] against [B] would be spread to [B, B]; a batch's mean over steps is no mean over
+        # samples
+        return OURS.get(loss, loss)
+    if any(p.requires_grad for p in loss.parameters()):
+        raise ValueError(
+            f"{name}: {type(loss).__name__} has parameters, which nothing would train; make them a "
+            "part of the model."
+        )
+    if getattr(loss, "reduction", "mean") != "mean":
+        raise ValueError(
+            f"{name}: expected the mean over a batch, got "
+            f"{type(loss).__name__}(reduction={loss.reduction!r})."
+        )
+    ours = OURS.get(type(loss))
+    default = ours and {**vars(type(loss)()), "training": loss.training}
+    return ours if ours and default == vars(loss) else loss
+
+
+def loss_name(criterion: Criterion) -> str:
+    """What a criterion is called in records."""
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
+
+
+def spreads(criterion: Criterion, scores: Tensor, y: Tensor) -> bool:
+    """Whether scores [B, 1] are spread over targets [B] to [B, B]: on drawn scores the loss is
+    another than in the targets' shape."""
+    drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores)
+    try:
+        one, other = (torch.as_tensor(criterion(s, y)) for s in (drawn, drawn.view(y.shape)))
+        return not torch.allclose(one, other, rtol=1e-4, equal_nan=True)
+    except Exception:  # it wants the scores as they are
+        return False
+
+
+def by_place(scores: Tensor, y: Tensor) -> Tensor:
+    """Scores [B, C, T] of labels [B, T] with the classes last; where there is one score a label, as
+    the labels are."""
+    if scores.numel() == y.numel():
+        return scores.reshape(y.shape)
+    return scores.movedim(1, -1) if scores.dim() > y.dim() else scores
+
+
+def shares_right(scores: Tensor, y: Tensor) -> Tensor:
+    """Which share of its labels [B, ...] each sample's `scores` [B, C, ...] get right, of those
+    that count: [B] float64."""
+    hits = right(by_place(scores, y), y).double()
+    return of_steps(hits.view(len(y), -1), y.view(len(y), -1))
+
+
+def that_count(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The scores [n, C] and labels [n] of the steps that count, of scores [B, C, T] and labels [B,
+    T]; where all count, in their shapes, the classes last."""
+    if y.is_floating_point() or y.dim() < 2:
+        return scores, y
+    scores, counts = by_place(scores, y), y != IGNORED
+    return (scores, y) if bool(counts.all()) else (scores[counts], y[counts])

@@ -1,0 +1,81 @@
+"""Running out of memory, on a GPU or beside it: how it is recognised, what it is said with, and
+what can be given back."""
+
+import contextlib
+import ctypes
+import gc
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from pflcore.metrics import human
+
+SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether this is about memory. Not every library has an error class for it: torch on a CPU and
+    cuBLAS raise RuntimeError."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+def request_of(error: BaseException) -> str:
+    """What the last, refused request was for, where the error says it: "20.00 MiB", or nothing."""
+    size = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
+    return size[1] if size else ""
+
+
+def give_back(device: str) -> None:
+    """Frees what a failed round left: errors and the frames they hold form cycles, and allocators
+    keep what they once had."""
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    # there only with glibc, whose heap keeps blocks of up to 32 MB
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def capacity(device: str) -> int | None:
+    """Bytes that the device has, or that this process may use; None where it cannot be said."""
+    with contextlib.suppress(Exception):
+        if device.startswith("cuda"):
+            return int(torch.cuda.mem_get_info(device)[1])
+        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+        # a container's
+        for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):
+                limits.append(int(Path(file).read_text()))
+        return min(limits)
+    return None
+
+
+class RunTooLarge(MemoryError):
+    """Refused before it began; its text is the whole sentence."""
+
+
+def refuse(peak: int, device: str) -> None:
+    """A run that cannot fit is not begun."""
+    most = capacity(device)
+    if most is not None and peak > most:
+        raise RunTooLarge(
+            f"memory: the run needs about {human(peak)} beside data and activations, and {device} "
+            f"has {human(most)}; let fewer clients take "
+            "part in a round (participation), or make the federation or the model smaller."
+        )
+
+
+def sentence(where: str, peak: int, request: str, device: str) -> str:
+    """One sentence: where memory ran out, what the run needs, what there is, what to do."""
+    asked = f", when {request} more were asked for" if request else ""
+    most = capacity(device)
+    has = f", and {device} has {human(most)}" if most else ""
+    return (
+        f"Out of memory {where}{asked}: the run needs about {human(peak)} beside data and "
+        f"activations{has}; let fewer clients take part in a round (participation), or make the "
+        "batches (batch_size) or the model smaller."
+    )

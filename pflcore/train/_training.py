@@ -1,0 +1,126 @@
+"""How every client trains, and step sizes over the rounds, from a function or from a scheduler of
+torch's: all of them at once, before the first round.
+"""
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+
+import torch
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from pflcore.check import Count, Kind, Momentum, NonNegative, Positive, check
+
+Schedule = Callable[[int, int], float] | Callable[[Optimizer], LRScheduler]
+WANTED = (
+    "a function of (round, rounds) that multiplies lr, or one of an optimizer that makes a "
+    "scheduler of torch's, such as lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)"
+)
+
+
+@lru_cache(maxsize=64)
+def rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
+    """The step size of each round, 1 to `rounds`. ValueError in one sentence where `schedule` gives
+    none."""
+    found: list[float] = []
+    try:
+        for rate in _rates(schedule, lr, rounds):
+            found.append(float(rate))
+            if not 0 <= found[-1] < math.inf:
+                raise ValueError(f"it gave {found.pop()}, which is no step size")
+    except Exception as error:  # OneCycleLR ends, and a user's list of factors
+        raise ValueError(
+            f"schedule: expected {WANTED}; after round {len(found)} of {rounds} it raised "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    return tuple(found)
+
+
+def _rates(function: Callable[..., Any], lr: float, rounds: int) -> Iterator[Any]:
+    if not _takes_one(function):
+        for round in range(1, rounds + 1):
+            yield float(function(round, rounds)) * lr
+        return
+    optimizer = SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    scheduler = function(optimizer)
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(f"it made {type(scheduler).__name__}")
+    if optimizer.param_groups[0]["momentum"]:
+        raise ValueError(
+            "this scheduler of torch's moves the momentum too, which is the run's; give it "
+            "cycle_momentum=False"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that lr_scheduler.step() came before optimizer.step()
+        for round in range(rounds):
+            yield optimizer.param_groups[0]["lr"]
+            if round + 1 < rounds:
+                scheduler.step()
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether it takes an optimizer, and not (round, rounds)."""
+    try:
+        inspect.signature(function).bind(1, 1)
+    except TypeError:
+        return True
+    return inspect.isclass(function)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How every client trains; the run's, not an algorithm's.
+
+    `lr` is the step size of round 1 (default schedule: of all rounds). `schedule` is a function of
+    (round, rounds), which multiplies it, or one of an optimizer that makes a scheduler of torch's:
+    `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`, one step a round. Its optimizer is
+    SGD or AdamW (`torch.optim.AdamW`'s formula, its betas and eps; weight decay is then decoupled
+    from the gradient, and lr wants to be some hundred times smaller); its moments start at zero in
+    every round. What a method adds to the gradient is added before the optimizer sees it, and after
+    clipping; columns that it masks never move. A method whose formula rests on SGD's steps refuses
+    AdamW in one sentence.
+    """
+
+    # step size of round 1
+    lr: NonNegative = 0.1
+    # samples of a minibatch
+    batch_size: Count = 32
+    # local epochs of a round
+    epochs: Count = 1
+    momentum: Momentum = 0.0  # its buffer starts at zero in every round
+    # added to the gradient as weight_decay * w; AdamW: decoupled
+    weight_decay: NonNegative = 0.0
+    # leave out the last minibatch where it is smaller than the others; one of a single sample, on
+    # which a model (batch norm) cannot train, joins the one before it
+    drop_last: bool = False
+    reshuffle: bool = True  # False: one order of the samples for the whole run
+    schedule: Annotated[Schedule, Kind(WANTED, callable)] | None = None
+    local_optimizer: Literal["sgd", "adamw"] = "sgd"  # of each client
+    # no minibatch's gradient is longer (Euclidean norm); None: any
+    clip_grad: Positive | None = None
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.local_optimizer == "adamw" and self.momentum:
+            raise ValueError(
+                f"momentum: AdamW has betas in its place, got {self.momentum}; leave momentum out, "
+                "or take SGD."
+            )
+
+    @property
+    def gradient_decay(self) -> float:
+        """The weight decay that is a part of the gradient: AdamW's is none."""
+        return self.weight_decay if self.local_optimizer == "sgd" else 0.0
+
+    def lr_at(self, round: int, rounds: int) -> float:
+        """The step size of `round` (from 1) of `rounds`."""
+        return (
+            self.lr
+            if self.schedule is None
+            else rates(self.schedule, self.lr, max(round, rounds))[round - 1]
+        )
