@@ -1,5 +1,6 @@
 """rank1_linear: a linear layer made of rank-1 factors, forward and backward, under vmap too."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -188,27 +189,46 @@ def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
 # --- vmap -------------------------------------------------------------------
 
 
+def _clients_first(
+    size: int, in_dims: Sequence[int | None], args: Sequence[Tensor], own: Sequence[int]
+) -> tuple[list[Tensor], list[bool]]:
+    """Each argument with the vmapped axis in front, folded into a clients' axis that is there
+    already: [size * n, ...]; and which of them had one."""
+    has = [t.dim() - (d is not None) > o for t, d, o in zip(args, in_dims, own, strict=True)]
+    out = [t if d is None else t.movedim(d, 0) for t, d in zip(args, in_dims, strict=True)]
+    if any(has):
+        at = has.index(True)
+        lead = size, out[at].shape[in_dims[at] is not None]
+        wide = [
+            t if d is None or h else t[:, None] for t, d, h in zip(out, in_dims, has, strict=True)
+        ]
+        out = [_flat(t, o, lead) for t, o in zip(wide, own, strict=True)]
+    return out, has
+
+
 def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
-    front = [t if d is None else t.movedim(d, 0) for t, d in zip(args, in_dims, strict=True)]
-    inner = [t.dim() - (d is not None) > o for t, d, o in zip(args, in_dims, _OWN, strict=True)]
-    if not any(inner):
-        return _op(*front), 0
-    both = zip(front, in_dims, inner, strict=True)
-    return reference(*[t if d is None or own else t.unsqueeze(1) for t, d, own in both]), 0
+    given, has = _clients_first(info.batch_size, in_dims, args, _OWN)
+    y = _op(*given)
+    return (y.unflatten(0, (info.batch_size, -1)) if any(has) else y), 0
 
 
 def _backward_vmap(
     info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    size, dims, needs = info.batch_size, in_dims[:5], args[5:]
     # a gradient is wanted for each vmapped slice, so a shared input is repeated (without a copy)
-    # rather than summed over the slices; what has no clients' axis gets one of length 1
-    size, needs = info.batch_size, [True] * 4
-    given = zip(args[:5], in_dims[:5], strict=True)
-    front = [t.expand(size, *t.shape) if d is None else t.movedim(d, 0) for t, d in given]
-    inner = [t.dim() - 1 > own for t, own in zip(front, (2, *_OWN), strict=True)]
-    wide = [t if own else t.unsqueeze(1) for t, own in zip(front, inner, strict=True)]
-    grads = zip(backward_reference(*wide, *needs), inner[1:], strict=True)
-    return tuple(g if own else g.squeeze(1) for g, own in grads), (0, 0, 0, 0)
+    # rather than summed over the slices
+    wide = [t.expand(size, *t.shape) if d is None else t for t, d in zip(args, dims, strict=False)]
+    given, has = _clients_first(size, [d or 0 for d in dims], wide, (2, *_OWN))
+    out = []
+    for g, own, need in zip(_op_backward(*given, *needs), has[1:], needs, strict=True):
+        if not need:
+            g = g.new_empty(size, 0)
+        elif any(has):
+            g = g.unflatten(0, (size, -1))
+            g = g if own else g.sum(1)  # shared by the inner clients
+        out.append(g)
+    return tuple(out), (0, 0, 0, 0)
 
 
 torch.library.register_vmap("pflcore::rank1_linear", _vmap, lib=lib)
