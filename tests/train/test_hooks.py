@@ -219,13 +219,20 @@ def test_each_batch_with_an_sgd_step_is_fit(engine, model):
     assert found.rows["count"].tolist() == [2, 2, 4] and steps == {0, 1, 2, 3}
 
 
+def three_at_once(rows, grad, k):
+    return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))}
+
+
+@pytest.mark.parametrize("engine", ["vmap", "chain"])
+def test_every_engine_takes_the_same_minibatches_in_one_step(engine):
+    each = [made(engine=e, epochs=2) for e in ("loop", engine)]
+    one, other = (at_work(s).each_batch({"w": starts(s)}, three_at_once, batches=3).w for s in each)
+    near(one, other, 1e-9, 1e-11)
+
+
 def test_the_minibatches_of_one_step_are_drawn_apart():
     s, (objective, found) = made(epochs=2), recording(3)
-
-    def update(rows, grad, k):
-        return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))}
-
-    at_work(s).each_batch({"w": starts(s)}, update, objective, batches=3)
+    at_work(s).each_batch({"w": starts(s)}, three_at_once, objective, batches=3)
     seen, own = [x[:, 0] for x, _ in found[2]], s.data.client(2)[0][:, 0]
     assert [len(x) for x in seen] == ([20] * 3 + [11] * 3) * 2
     for which in range(3):
