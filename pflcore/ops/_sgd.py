@@ -1,5 +1,6 @@
 """sgd_step_: one SGD step on flat rows, in place and in one pass."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ._words import (
     meet,
     number,
     refuse,
+    same_view,
     shape,
     span,
 )
@@ -86,8 +88,7 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
         wanted, remedy = "free of forward-mode differentiation", "write the step in plain torch"
         refuse(op, "w", wanted, "a step inside of it", remedy)
     if not torch.compiler.is_compiling():
-        others = {"grad": grad, "shift": shift, "mask": mask, "anchor": anchor, "mu": mu}
-        _check_memory(op, w, buffer, others)
+        _check_memory(op, w, buffer, (grad, shift, mask, anchor, mu))
 
 
 def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
@@ -99,17 +100,24 @@ def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
     check_same(op, "w", w, name, t)
 
 
-def _check_memory(op: str, w: Tensor, buffer: Tensor | None, others: dict[str, Any]) -> None:
-    """No gradient is wanted, and the buffer shares no memory with the other tensors."""
-    if torch.is_grad_enabled() and (w.requires_grad or others["grad"].requires_grad):
+def _check_memory(op: str, w: Tensor, buffer: Tensor | None, others: Sequence[Any]) -> None:
+    """No gradient is wanted; the buffer shares no memory with the other tensors, w none with a part
+    of one."""
+    if torch.is_grad_enabled() and (w.requires_grad or others[0].requires_grad):
         came = "a tensor that requires grad"
         refuse(op, "w", "free of autograd", came, "use torch.no_grad()")
-    if buffer is None:
-        return
-    velocity = span(buffer)
-    for name, t in (("w", w), *others.items()):
-        if meet(velocity, span(t)):
+    row, velocity = span(w), span(buffer)
+    for name, t in zip(("grad", "shift", "mask", "anchor", "mu"), others, strict=True):
+        if t is None or type(t) is float:
+            continue
+        other = span(t)
+        if meet(row, other) and not same_view(w, t):
+            wanted, came = "memory of its own or w itself", "a part of w's memory"
+            refuse(op, name, wanted, came, f"use {name}.clone()")
+        if meet(velocity, other):
             refuse(op, "buffer", "memory of its own", f"memory of {name}", "use buffer.clone()")
+    if meet(velocity, row):
+        refuse(op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
 
 
 def corrected(

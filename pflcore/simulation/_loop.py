@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of, name_of
 from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
-from pflcore.check import A_MODEL, Count, Fraction, Seed, check, checked, device_of, ids_of
+from pflcore.check import A_MODEL, Count, Fraction, Seed, check, checked, device_of, ids_of, need
 from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.simulation import _describe as describe
@@ -93,13 +93,16 @@ class Simulation:
     @property
     def state(self) -> State:
         """The state as it is now: a snapshot, which never changes. A state that is set, of another
-        run of this algorithm, federation and model, is copied, and the run goes on from there;
-        ValueError in one sentence for any other."""
+        run of this algorithm, federation and model, is copied, and the run goes on from there up to
+        its own `rounds`; those that the state has played count. ValueError in one sentence for any
+        other."""
         self._held = True
         return self._state
 
     @state.setter
     def state(self, state: State) -> None:
+        given = isinstance(state, State) and state.round <= self.rounds
+        need(given, "state", f"a State, like history.state, of at most {self.rounds} rounds", state)
         check_start(state, self.setup.algorithm, self.setting.net, self.data.n)
         self._state, self._held = copied(self.setup, state), False
         self._records = [r for r in self._records if r["round"] <= state.round]

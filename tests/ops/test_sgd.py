@@ -17,15 +17,20 @@ def test_shared_rows_are_read():
 # --- memory -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["grad", "shift", "mask", "anchor", "mu"])
+@pytest.mark.parametrize("name", ["grad", "shift", "mask", "anchor", "mu", "buffer"])
 def test_memory_that_meets_is_refused(name):
-    """A part of the buffer, that moves while it is read."""
-    home, w = randn(0, 7, 9), randn(1, 3, 9)
-    others = {"grad": home.new_zeros(3, 9), "anchor": home.new_zeros(3, 9), "buffer": home[4:]}
-    part = home[5, 1:4] if name == "mu" else home[3:6]
-    for more in ({name: part}, {"buffer": w}):
-        with refuses("sgd_step_", "buffer"):
-            ops.sgd_step_(w, lr=0.1, momentum=0.9, **{**others, **more})
+    """A part of w, or of the buffer, that moves while it is read."""
+    home = randn(0, 7, 9)
+
+    def step(first, buffer, refused):
+        part = home[first, 1:4] if name == "mu" else home[first - 1 : first + 2]
+        others = {"grad": home.new_zeros(3, 9), "anchor": home.new_zeros(3, 9), "buffer": buffer}
+        with refuses("sgd_step_", refused):
+            ops.sgd_step_(home[:3], lr=0.1, momentum=0.9, **{**others, name: part})
+
+    step(2, home.new_zeros(3, 9), name)
+    if name != "buffer":
+        step(5, home[4:], "buffer")
 
 
 def test_the_row_itself_may_be_read_too():

@@ -222,6 +222,9 @@ def test_a_warm_start_of_something_else_is_refused():
     ):
         with sentence("state: .*" + word):
             run(name, data, model=model, rounds=9).state = state
+    for rounds, wrong in ((1, state), (9, 3)):
+        with sentence("state: expected a State, .* of at most"):
+            run("ditto", rounds=rounds).state = wrong
 
 
 # options --------------------------------------------------------------------
