@@ -171,6 +171,7 @@ def test_an_evaluations_company_changes_no_bit(model):
         assert torch.equal(a, b) and torch.equal(a[100:103], c)
 
 
+@pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @isa
 @pytest.mark.parametrize("o", [{}, {"clip": 1.0}, {"clip": 1.0, "momentum": 0.9, "decay": 0.01}])
 @pytest.mark.parametrize(
@@ -208,6 +209,7 @@ def test_nan_and_ties_go_where_torch_sends_them(pool, act):
         torch.testing.assert_close(value[0], loss.detach(), equal_nan=True)
 
 
+@pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @isa
 def test_no_samples_and_large_scores():
     p = Problem("lenet", [10, 4])
