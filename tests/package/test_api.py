@@ -53,12 +53,10 @@ def test_the_list_is_what_a_module_gives(module):
     assert sorted(LISTED[module]) == sorted(importlib.import_module(module).__all__)
 
 
-def test_what_has_no_underscore_is_listed_and_is_little():
+def test_what_has_no_underscore_is_listed():
     modules = {m.name for m in pkgutil.walk_packages(pflcore.__path__, "pflcore.")}
     public = {m for m in modules if not re.search(r"\._|\.lib", m)} | {"pflcore"}
     assert {module for module, _ in listed()} == public
-    names = {name for _, name in listed()} - {"", "ALGORITHMS", "Algorithm", "FedAvg"}
-    assert len(names) <= 80 and len(pflcore.__all__) <= 40
 
 
 def silent(thing, full, function):
