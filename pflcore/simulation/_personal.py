@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import Whole, checked, need
 from pflcore.data._federation import Federation
-from pflcore.data._inputs import inputs, tensor
-from pflcore.data._roles import held_out, one_client
+from pflcore.data._inputs import IGNORED, inputs, tensor
+from pflcore.data._roles import held_out, one_client, void_left_out
 from pflcore.nn._mode import forward_mode
 from pflcore.simulation._accept import accept
 from pflcore.simulation._evaluate import own_way, personalized
@@ -256,7 +256,7 @@ def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Person
     a model for each client, everybody plays these rounds with it, on copies.
     """
     run, alg, n = setup.setting, setup.algorithm, setup.setting.data.n
-    data = joined(run.data, samples, alg.traits.needs_val, run.seed)
+    data = joined(run.data, samples, alg.traits.needs_val, run.seed, run.net.ignored)
     lr = run.training.lr_at(max(1, state.round), run.rounds)
     training = replace(run.training, lr=lr, schedule=None)
     try:
@@ -282,10 +282,15 @@ def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Person
     return Models(setup, state)[n]
 
 
-def joined(data: Federation, samples: Any, needs_val: bool, seed: int) -> Federation:
-    """The federation with one more client, whose samples must be of the same kind."""
+def joined(
+    data: Federation, samples: Any, needs_val: bool, seed: int, ignored: int = IGNORED
+) -> Federation:
+    """The federation with one more client, whose samples must be of the same kind; label `ignored`
+    counts in nothing."""
     floating = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
-    one = one_client(samples, classes=data.classes, dtype=next(iter(floating), None))
+    known: Any = "infer" if data.classes is not None and ignored != IGNORED else data.classes
+    one = one_client(samples, classes=known, dtype=next(iter(floating), None))
+    one = void_left_out(one, ignored)
     got, wanted = ((f.fields or f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
     what = "inputs of shape {} ({}, targets {})"
     need(got == wanted, "samples", what.format(*wanted), got)

@@ -22,6 +22,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from pflcore.data._federation import Federation
+from pflcore.metrics import Form
 from pflcore.nn._mode import forward_mode
 from pflcore.train import _fits as fits
 from pflcore.train import _memory as memory
@@ -71,8 +72,9 @@ def check(net: Net, data: Federation, training: Training) -> None:
     fits.check_modes()
     fits.check_dtypes(net, data)
     x, y = samples(data, max(2, min(training.batch_size, BATCH)))
+    net.form = Form()
     for train in (False, True):
-        fits.check_draws(partial(passed, net, data, x, y, train))
+        fits.check_draws(partial(passed, net, data, x, y, train, learn=not train))
     check_single(net, data, training)
 
 
@@ -96,8 +98,11 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
             ) from e
 
 
-def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Tensor:
-    """The loss of one batch by a copy of the module, its backward pass tried."""
+def passed(
+    net: Net, data: Federation, x: Tensor, y: Tensor, train: bool, learn: bool = False
+) -> Tensor:
+    """The loss of one batch by a copy of the module, its backward pass tried; to `learn` is in
+    which form the loss takes scores and targets."""
     module = copy.deepcopy(net.module).train(train)
     called: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]  # name, layer, input
     for name, m in module.named_modules():
@@ -109,8 +114,10 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Ten
             scores = module(x)
         fits.check_scores(net, data, scores, y)
         net.one_score = scores.numel() == y.numel()
+        if learn:
+            net.form = fits.form_of_loss(net, scores, y)
         with fits.said_as(partial(fits.of_criterion, net, scores, y)):
-            loss = net.criterion(scores, y)
+            loss = net.batch_loss(scores, y)
         fits.check_loss(loss)
     if train:
         own = dict(module.named_parameters())
@@ -203,7 +210,7 @@ def by_hand(
 ) -> tuple[Tensor, Tensor]:
     """Loss and gradient [P] of the module itself, as a user would take them."""
     with forward_mode(module.training, None, seed), torch.enable_grad():
-        loss = net.criterion(module(x), y)
+        loss = net.batch_loss(module(x), y)
     own = dict(module.named_parameters())
     grads = torch.autograd.grad(
         loss, [own[n] for n in net.names], allow_unused=True, materialize_grads=True

@@ -78,6 +78,12 @@ def means(values: Tensor, lists: Ragged) -> Tensor:
     return sums / onto(lists.size, values.device)
 
 
+def known_means(values: Tensor, lists: Ragged) -> Tensor:
+    """The same over the values that are there; a sample without one is NaN."""
+    there = ~values.isnan()
+    return means(values.nan_to_num(0.0), lists) / means(there, lists)
+
+
 @dataclass(frozen=True)
 class Clients:
     """A cohort with its data; rows are [S, Q], models dicts of [S, ...]."""
@@ -239,7 +245,7 @@ class Clients:
 
         def look(w: Tensor, pool: Any, own: Ragged) -> Tensor:
             losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
-            return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
+            return torch.stack([losses, hits.double()])
 
         lists = self.places(split)
         both = torch.cat(self._by_chain(model["w"], lists, look), 1)
@@ -257,12 +263,12 @@ class Clients:
         probabilities; `one`: all clients' samples may go through the criterion at once."""
         net, lists = self.net, self.places(split)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
-        right = means(shares_right(z, y), lists) if self._labelled else None
+        right = known_means(shares_right(z, y), lists) if self._labelled else None
         if one and net.criterion in CRITERIA.values():
             return means(torch.vmap(net.criterion)(z[:, None], y[:, None]), lists), right
         if self._labelled and returns == "probabilities" and z.dim() > y.dim() and z.shape[1] > 1:
             pairs = [(z.clamp(min=1e-12).log(), y) for z, y in pairs]
-        return torch.stack([net.criterion(z, y) for z, y in pairs]), right
+        return torch.stack([net.batch_loss(z, y) for z, y in pairs]), right
 
     def grad(self, w: Tensor, split: str = "train") -> Tensor:
         """Each client's gradient [S, P] of `loss`.

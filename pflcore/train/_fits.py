@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pflcore.data._federation import Federation
 from pflcore.data._inputs import IGNORED
+from pflcore.metrics import Form, form_of, one_each
 from pflcore.train import _memory as memory
-from pflcore.train._losses import CRITERIA, loss_name, spreads
+from pflcore.train._losses import CRITERIA, loss_name
 from pflcore.train._net import Net
 from pflcore.train._random import OwnDraws
 
@@ -70,11 +71,7 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
         )
     name = loss_name(net.criterion)
     if net.criterion not in CRITERIA.values():
-        if scores.numel() == y.numel() and shape != targets and spreads(net.criterion, scores, y):
-            raise Unfit(
-                f"criterion: {name} would spread scores {shape} over targets {targets}; give the "
-                "targets the scores' shape, or return scores of theirs."
-            )
+        _check_void(net, data, scores, y)
     elif name != "cross_entropy":
         _check_numbers(name, data, scores, y)
     elif not y.is_floating_point():
@@ -87,8 +84,46 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
         )
 
 
+def form_of_loss(net: Net, scores: Tensor, y: Tensor) -> Form:
+    """The form in which a loss of one's own takes one score a target."""
+    shape, targets = list(scores.shape), list(y.shape)
+    same = shape == targets and y.is_floating_point()
+    if net.criterion in CRITERIA.values() or same or not one_each(scores, y):
+        return Form()
+    form = form_of(net.criterion, scores, y, loss=True)
+    if form is None:
+        raise Unfit(
+            f"criterion: {loss_name(net.criterion)} gives another value for scores {shape} than "
+            f"for scores in the shape of the targets, {targets}; give the targets the scores' "
+            "shape, or let it begin with scores.reshape(y.shape)."
+        )
+    return form
+
+
+def _check_void(net: Net, data: Federation, scores: Tensor, y: Tensor) -> None:
+    """A label of steps that the model has no output for: what leaves it out of the loss is not
+    known to the accuracy."""
+    outputs = scores.shape[1] if scores.dim() == y.dim() + 1 and y.dim() > 1 else 0
+    if outputs < 2 or y.is_floating_point() or not net.scores_classes:
+        return
+    labels = data.y[data.y != IGNORED]
+    beyond = labels[(labels < 0) | (labels >= outputs)]
+    if beyond.numel():
+        void = int(beyond[0])
+        raise Unfit(
+            f"data: there are labels {void}, and the model has {outputs} outputs; of labels that "
+            f"count in nothing take nn.CrossEntropyLoss(ignore_index={void}) as the loss, or make "
+            f"them {IGNORED}."
+        )
+
+
 def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> None:
     outputs, targets = scores[0].numel(), y[0].numel()
+    if outputs == targets and scores.dim() > 2 and y.dim() > 2 and not one_each(scores, y):
+        raise Unfit(
+            f"criterion: {name!r} compares outputs and targets one by one, and the model gives "
+            f"scores {list(scores.shape)} for targets {list(y.shape)}; transpose one of them."
+        )
     if outputs != targets:
         raise Unfit(
             f"criterion: {name!r} compares outputs and targets one by one, and the model gives "
@@ -122,7 +157,12 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
             "floating point."
         )
     labels, outputs = data.y if data.relabel is None else data.relabel, scores.shape[1]
-    labels = labels[labels != IGNORED] if y.dim() > 1 else labels
+    if y.dim() < 2 and bool((labels == IGNORED).any()):
+        raise Unfit(
+            f"data: samples with the label {IGNORED} count in nothing, and a batch may hold no "
+            "others; leave them out of the federation."
+        )
+    labels = labels[labels != IGNORED]
     if not labels.numel():
         raise Unfit(
             "data: the mask leaves out every step of every sample; nothing is left to be learnt."
@@ -134,6 +174,8 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
             if outputs == 1
             else "one for each class, and count them from 0"
         )
+        if data.classes is None:
+            remedy = f"{remedy}, or take loss='squared', as classes is None"
         raise Unfit(
             f"model: it has {outputs} output(s), and the labels go from {low} to {high}; give it "
             f"{high + 1}, {remedy}."
@@ -142,7 +184,9 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
 
 def of_criterion(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
     """Why the criterion failed."""
-    remedy = "; take loss='binary_cross_entropy'" if "BCE" in type(net.criterion).__name__ else ""
+    remedy = ""
+    if "BCE" in loss_name(net.criterion) and scores.numel() != y.numel():
+        remedy = "; it compares them one by one: let the model give one output for each target"
     return (
         f"criterion: it fails on scores of shape {list(scores.shape)} and targets of shape "
         f"{list(y.shape)} ({y.dtype}): {first_line(e)}{remedy}."
