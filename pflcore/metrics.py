@@ -382,6 +382,11 @@ def _by_name(name: str, classes: bool) -> Metric:
     if name not in known:
         kinds = ("labels", "targets") if classes else ("targets", "labels")
         why = f"and {name!r} is for {kinds[1]}" if name in METRICS else f"got {name!r}"
+        if name in FOR_LABELS:
+            why += (
+                ", of which one score each is known to be a logit by the loss alone, such as "
+                "'binary_cross_entropy' or nn.BCEWithLogitsLoss(pos_weight=...)"
+            )
         raise ValueError(
             f"metrics: for {kinds[0]} there are {', '.join(known)}, or a function of (scores, "
             f"labels), {why}."

@@ -36,6 +36,7 @@ from pflcore.simulation.round import (
 )
 from pflcore.train import Clients, Net
 from pflcore.train._choose import check_single
+from pflcore.train._fits import NoBatchAxis
 from pflcore.train._losses import binary_cross_entropy, hinge
 
 
@@ -66,6 +67,7 @@ def larger(old: Tensor, large: Tensor) -> Tensor:
 
 ONE_BY_ONE = hinge, binary_cross_entropy  # losses of each score alone
 BATCH = 125  # samples of one forward pass
+NO_ANSWER = -1  # no class's label, as accuracies have it
 ONE_MODEL = (
     "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; "
     "model.eval()(x) gives the scores."
@@ -124,7 +126,8 @@ class Personalized(nn.Module):
         numbers as targets the values [B] or [B, K].
 
         A score that stands alone (hinge, binary cross entropy, a single output) says class 1 where
-        it is positive. ValueError where `x` is no batch of samples.
+        it is positive; where a score is NaN there is no answer: -1. ValueError where `x` is no
+        batch of samples.
         """
         if isinstance(x, Mapping):
             x, fields = inputs(x, "x", self.net.dtype)
@@ -134,9 +137,16 @@ class Personalized(nn.Module):
         x, like = tensor(x, "x", None), self.statistics
         x = x.to(like.device, like.dtype if x.is_floating_point() else x.dtype)
         try:
-            scores = torch.cat([self(part) for part in x.split(BATCH)])
+            parts = [self(part) for part in x.split(BATCH)]
+            if len(x) % BATCH == 1 and parts[-1].shape[:1] != (1,):
+                two = self(torch.cat([x[-1:]] * 2))
+                if two.shape[:1] == (2,):  # so the samples are what they should be
+                    raise NoBatchAxis(parts[-1].shape)
+            scores = torch.cat(parts)
             if len(scores) != len(x):
                 raise IndexError
+        except NoBatchAxis:
+            raise
         except (RuntimeError, ValueError, IndexError) as e:
             raise ValueError(
                 f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give "
@@ -147,8 +157,9 @@ class Personalized(nn.Module):
         single = scores[..., 0] if one else scores
         if self.classes is None or self.returns == "values":
             return single
-        yes_or_no = alone or scores.dim() == 1 or (one and scores.dim() == 2)
-        return (single > 0).long() if yes_or_no else scores.argmax(1)
+        if alone or scores.dim() == 1 or (one and scores.dim() == 2):
+            return (single > 0).long().masked_fill(single.isnan(), NO_ANSWER)
+        return scores.argmax(1).masked_fill(scores.isnan().any(1), NO_ANSWER)
 
     def module(self) -> nn.Module:
         """The model as a module of its own class, in evaluation mode, to be saved or trained on.

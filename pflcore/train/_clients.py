@@ -23,7 +23,7 @@ from pflcore.nn._mode import forward_mode
 from pflcore.ops._chain import chain_eval, chain_grad, has_kernels
 from pflcore.train._batches import Batches, Plan
 from pflcore.train._engines import MODEL, Chunk, Engine, Objective, Tensors, cut, gradients, train
-from pflcore.train._fits import Unfit
+from pflcore.train._fits import NoBatchAxis, Unfit
 from pflcore.train._losses import CRITERIA, shares_right
 from pflcore.train._net import Net
 from pflcore.train._random import client_seeds
@@ -216,7 +216,10 @@ class Clients:
             i, places = part
             own = {k: v[i] for k, v in model.items()}
             with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
-                return predict(own, net, x.index_select(0, places))
+                found = predict(own, net, x.index_select(0, places))
+            if found.shape[:1] != places.shape:
+                raise NoBatchAxis(found.shape)
+            return found
 
         z, size = torch.cat(self.setting.workers.map(look, parts)), lists.size.tolist()
         return list(zip(z.split(size), self.labels(split).split(size), strict=True))

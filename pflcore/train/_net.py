@@ -435,6 +435,11 @@ def _check_weights(module: nn.Module) -> None:
             "build: the model has lazy layers, whose sizes are not known yet; give it a batch "
             "first, or name the sizes."
         )
+    if any(p.is_meta for p in (*module.parameters(), *module.buffers())):
+        raise ValueError(
+            "build: the model is on the device 'meta', which holds no numbers; make it on the CPU, "
+            "outside of torch.device('meta')."
+        )
     dtypes = {str(p.dtype) for p in module.parameters() if p.requires_grad}
     if not dtypes:
         raise ValueError(
@@ -461,6 +466,12 @@ def _check_layers(module: nn.Module) -> None:
             )
         if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:
             raise ValueError(f"{who} drops out with the global generator; set its dropout to 0.")
+        if isinstance(m, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{who} is nn.SyncBatchNorm, which makes one batch of several processes', and "
+                "clients share none; give the model before convert_sync_batchnorm, with "
+                "nn.BatchNorm1d, 2d or 3d."
+            )
         if isinstance(m, _BatchNorm) and m.track_running_stats and m.momentum is None:
             raise ValueError(
                 f"{who} averages its statistics by an integer count, which no policy can share; "

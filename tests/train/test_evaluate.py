@@ -147,10 +147,11 @@ class Given(torch.nn.Module):
     "criterion, outputs", [("cross_entropy", 2), ("hinge", 1), ("binary_cross_entropy", 1)]
 )
 def test_every_engine_and_metric_counts_infinite_scores_alike(criterion, outputs):
-    x = torch.tensor([[a, b] for a in (-1.0, 1e-30, 1.0) for b in (-1.0, 1e-30, 1.0)])
+    # the last is infinite in the first layer, and 0 times that is NaN
+    x = torch.tensor([[a, b] for a in (-1.0, 1e-30, 1.0) for b in (-1.0, 1e-30, 1e10)])
     x = torch.cat([x, x])
     y = torch.arange(len(x)) // 9
-    data = Federation.from_clients([{"train": (x / 1e30, y), "test": (x, y)}] * 2)
+    data = Federation.from_clients([{"train": (x / 1e38, y), "test": (x, y)}] * 2)
     found = []
     for engine in ("chain", "loop", "vmap"):
         run = simulation(
