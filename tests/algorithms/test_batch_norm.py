@@ -72,6 +72,39 @@ def test_statistics_follow_a_mixing_matrix(alg):
     near(state.batch_norm[ids], mix / mix.sum(1, keepdim=True) @ trained(s, ids))
 
 
+class Chosen(FedAvg):
+    """Everybody's model is client 0's, but for the others of the cohort, who keep their own."""
+
+    dtype = torch.float64
+
+    def update(self, state, up, cohort):
+        changes, mix = super().update(state, up, cohort)
+        weight = torch.zeros(len(cohort.ids), len(cohort.ids), dtype=self.dtype)
+        weight[0, 0] = 0.25
+        return changes, mix._replace(weight=weight, rows=cohort.ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_who_takes_nothing_keeps_the_statistics_from_before_the_round(dtype):
+    s = normal()
+    alg = Chosen()
+    object.__setattr__(alg, "dtype", dtype)
+    setup = Setup(alg, s, batch_norm="average")
+    state, _ = step(setup, begin(alg, s.net, 4), torch.tensor([0, 1, 2]))
+    assert torch.equal(state.batch_norm[1:], s.net.b0.expand(3, -1))
+    near(state.batch_norm[0], trained(s, [0, 1, 2])[0])
+
+
+def test_a_round_of_nobodys_statistics_is_void():
+    s = normal()
+    begun = begin(FedAvg(), s.net, 4)
+    begun.server["x"].fill_(torch.nan)
+    state, done = step(Setup(FedAvg(), s, batch_norm="average"), begun, torch.arange(4))
+    assert done.void and done.dropped == [0, 1, 2, 3]
+    assert torch.equal(state.batch_norm, s.net.b0.expand(4, -1))
+    assert done.bytes_up >= 4 * 8 * s.net.b0.numel()  # what is not accepted has travelled too
+
+
 @pytest.mark.parametrize("alg", [HypCluster(k=3), Ensemble(k=3), HypCluster(k=3, warm=1)])
 def test_each_cluster_has_statistics_of_its_own(alg):
     """They are the mean of those who trained that model, and every model is judged with its own."""
