@@ -173,9 +173,10 @@ def trials(net: Net, data: Federation) -> list[Trial]:
 def trial(net: Net, data: Federation) -> Trial:
     """Clients at the start plus noise of half of each weight's size."""
     sizes = SIZES if net.size <= LARGE else SIZES[:1]
-    both = (v.to(net.dtype) if v.is_floating_point() else v for v in samples(data, sum(sizes)))
-    x, y = (torch.cat([v, v]) for v in both)  # no sample may be in two splits
+    x, y = (v.to(net.dtype) if v.is_floating_point() else v for v in samples(data, sum(sizes)))
     x = padded(x, net.module)
+    # no sample may be in two splits, so both hold copies of the same ones
+    x, y = (torch.cat([v, v]) for v in (x, y))
     lists = torch.arange(len(x), device=x.device).split(sizes * 2)
     index = {"train": lists[: len(sizes)], "test": lists[len(sizes) :]}
     made = Federation(x, y, index, data.classes, fields=data.fields)
@@ -190,7 +191,7 @@ def trial(net: Net, data: Federation) -> Trial:
     for train, mode in ((True, "training"), (False, "evaluation")):
         answers = []
         for i, n in enumerate(sizes):
-            at = order[i, :n] if train else lists[i]
+            at = order[i, :n] if train else index["test"][i]
             net.load(module, found.w[i], net.b0).train(train)
             answers.append(by_hand(net, module, x[at], y[at], seeds[i]))
         found.answers[mode] = [torch.stack(v) for v in zip(*answers, strict=True)]

@@ -79,6 +79,22 @@ def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(build,
         played(build(), data, "vmap")
 
 
+class Bag(nn.Module):
+    def __init__(self, words, width=32):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width, padding_idx=0), nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.head(self.embed(x).mean(1))
+
+
+@pytest.mark.parametrize("words", [9, (1 << 19) // 32])
+def test_an_embedding_of_any_size_may_have_padding(words):
+    run = played(lambda: Bag(words), federation((7,), tokens=True))
+    assert run.header()["path"]["engine"] == "loop"
+    assert 0 < run.run().rounds[-1]["train_loss"] < 10
+
+
 CHAIN, VMAP, LOOP = ("vmap", "chain"), ("vmap", "vmap"), ("loop", "module")
 VECTORS = {  # model, engine and form, the samples' shape
     "mlp": (mlp, CHAIN),
