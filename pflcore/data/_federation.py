@@ -67,8 +67,8 @@ class Federation(Samples):
     truth     what is known of the clients beside their samples, each value [N, ...]: "group",
               "optimum", ...
     names     [N], the clients' own names or ids, or None
-    scaling   what `standardize` shifted and scaled each client's features by: (mean, deviation),
-              each [N, ...], or None
+    scaling   what `standardize` shifted and scaled each client's raw features by: (mean,
+              deviation), each [N, ...], or None
 
     A training sample belongs to one client, and no sample to two splits; two clients may share test
     samples (a common test set). ValueError or TypeError, one sentence: what does not fit, NaN or
@@ -314,7 +314,9 @@ class Federation(Samples):
         a new pool, and `scaling` keeps the statistics.
 
         A feature that is constant there is shifted only. Statistics of other clients, or of
-        held-out samples, never enter.
+        held-out samples, never enter. The models that a run on these data leaves take raw features:
+        each scales what it is given by its client's statistics, and `History.adapt` a newcomer by
+        its own training samples.
         """
         plain = self.x.is_floating_point() and self.fields is None
         need(plain, "x", "floats in one tensor, to be standardized", self.fields or self.x)
@@ -326,9 +328,12 @@ class Federation(Samples):
             known = self.x[train].double()
             m, std = known.mean(0), known.std(0, correction=0)
             s = torch.where((known == known[0]).all(0), 1.0, std)
-            x[rows] = ((self.x[rows].double() - m) / s).to(x.dtype)
+            x[rows] = Scaling(m, s).apply(self.x[rows])
             mean[i], scale[i] = m, s
-        return self._with(x=x, scaling=Scaling(mean, scale))
+        scaling = Scaling(mean, scale)
+        if self.scaling is not None:  # of the features as they were once
+            scaling = scaling.after(self.scaling)
+        return self._with(x=x, scaling=scaling)
 
     def _ids(self, clients: Any) -> Tensor:
         """Distinct clients [S], in the given order, on the CPU; None: all."""

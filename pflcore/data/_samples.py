@@ -18,10 +18,24 @@ SPLITS = ("train", "val", "test")
 
 
 class Scaling(NamedTuple):
-    """By what each client's features were standardized: x = (raw - mean) / deviation."""
+    """Statistics by which features were standardized: x = (raw - mean) / deviation."""
 
-    mean: Tensor  # [N, ...] float64, of the client's training samples
-    deviation: Tensor  # [N, ...] float64; 1 where a feature is constant
+    mean: Tensor  # [N, ...] float64, of each client's training samples; of one client [...]
+    deviation: Tensor  # the same; 1 where a feature is constant
+
+    def of(self, client: int) -> "Scaling":
+        """The statistics [...] of one client."""
+        return Scaling(self.mean[client], self.deviation[client])
+
+    def apply(self, raw: Tensor) -> Tensor:
+        """Raw features [B, ...] standardized by one client's statistics, in their own dtype."""
+        mean, deviation = (v.to(raw.device).double() for v in self)
+        return ((raw.double() - mean) / deviation).to(raw.dtype)
+
+    def after(self, first: "Scaling") -> "Scaling":
+        """Both as one: features that were standardized by `first` and then by these."""
+        mean, deviation = (v.to(first.mean.device) for v in self)
+        return Scaling(first.mean + first.deviation * mean, first.deviation * deviation)
 
 
 @dataclass(frozen=True, repr=False)

@@ -360,7 +360,8 @@ class Client:
     `model` for its personalized model.
 
     `model` must start as the server's template does (the same weights, or the same function and
-    `seed`). `data`: (x, y), {"train": (x, y), "val": ...}, a Dataset or a Federation of one client.
+    `seed`). `data`: (x, y), {"train": (x, y), "val": ...}, a Dataset or a Federation of one client
+    (one that was standardized gives a personalized model that takes raw features all the same).
     What the algorithm keeps at a client stays here, batch norm's statistics too unless they are
     averaged; a round that the server did not take this client's upload in, leaves no trace.
     """
@@ -416,11 +417,12 @@ class Client:
 
     def model(self, download: Mapping[str, Tensor]) -> Personalized:
         """The personalized model, from `Server.download(client_id, "evaluation")`, a dict of
-        tensors [1, ...]."""
+        tensors [1, ...]. It takes raw features, also where this client's were standardized."""
         model, clients = self._personalized(download)
         row = {k: v[0] for k, v in model.items()}
-        classes = self.data.classes
-        return Personalized(self.algorithm, clients.net, row, clients.buffers[0], classes)
+        data = self.data
+        about = data.classes, data.scaling and data.scaling.of(0), data.names and data.names[0]
+        return Personalized(self.algorithm, clients.net, row, clients.buffers[0], *about)
 
     def evaluate(self, download: Mapping[str, Tensor], split: str = "test") -> dict[str, float]:
         """The personalized model of a download [1, ...] on this client's own samples: "loss", for

@@ -80,17 +80,18 @@ class History:
         predict with them.
 
         Where a method serves one model the file is its `state_dict`; else the tensors that its
-        prediction takes, a model's parameters as `w.NAME`. ValueError where the run kept no model,
-        OSError where the folder cannot be written.
+        prediction takes, a model's parameters as `w.NAME`. Of a standardized federation the
+        manifest has each client's mean and deviation, and says how raw features are scaled by them.
+        ValueError where the run kept no model, OSError where the folder cannot be written.
         """
-        data = self.models.setup.setting.data if isinstance(self.models, Models) else None
-        export_models(map(self.model, range(self.header["n"])), self.header, folder, data)
+        export_models(map(self.model, range(self.header["n"])), self.header, folder)
 
     def model(self, client: int) -> Personalized:
         """One client's personalized model after the last round, an `nn.Module` from samples [B,
         ...] to scores, for every algorithm.
 
-        ValueError where there is no such client, or where the run kept no model.
+        It takes raw features, also where the federation was standardized. ValueError where there is
+        no such client, or where the run kept no model.
         """
         n = -1 if self.models is None else len(self.models)
         need(n >= 0, "model", "a history with models, as run() returns it", self.models)
@@ -99,15 +100,17 @@ class History:
         return self.models[client]  # type: ignore[index]
 
     def predict(self, client: int, x: Any) -> torch.Tensor:
-        """What the client's model says of the samples `x` [B, ...]: labels int64 [B], or values for
-        continuous targets."""
+        """What the client's model says of the samples `x` [B, ...], raw features: labels int64 [B],
+        or values for continuous targets."""
         return self.model(client).predict(x)
 
     def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
         """The model of a client who was not there, personalized by the algorithm's own rule; the
         run's state stays as it is.
 
-        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}. The newcomer starts
+        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}, with raw features:
+        where the federation was standardized they are too, by the newcomer's own training samples
+        (a Federation of one that was standardized already, is taken as it is). The newcomer starts
         from a fresh client's state and does its own work of `rounds` rounds (so FedAvg's model is
         the shared one, Ditto's a personal one), then what an evaluation does (fine-tuning,
         kNN-Per's neighbours). Where the server makes a model for each client (FedDWA, FedAMP,
