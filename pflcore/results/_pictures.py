@@ -11,11 +11,13 @@ from torch import Tensor
 
 from pflcore import metrics
 from pflcore.check import optional
+from pflcore.results._files import replacing
 from pflcore.results.record import Run, Runs, label
 from pflcore.results.table import split_of
 
 # Okabe and Ito's, distinct for the colour-blind too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+NAMES = ("weights", "curves", "clients")  # of the files that `draw` makes
 MOST = 1000  # clients of a picture of mixing weights
 
 
@@ -34,7 +36,8 @@ def save(figure: Any, path: str | Path) -> Path:
     """The picture as PNG, and beside it as SVG."""
     path = Path(path)
     for file in (path, path.with_suffix(".svg")):
-        figure.savefig(file, dpi=200)
+        with replacing(file) as part:
+            figure.savefig(part, dpi=200, format=file.suffix[1:])
     return path
 
 

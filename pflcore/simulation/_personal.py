@@ -23,9 +23,10 @@ from pflcore.data._inputs import inputs, tensor
 from pflcore.data._roles import held_out, one_client
 from pflcore.data._samples import Scaling
 from pflcore.nn._mode import forward_mode
+from pflcore.results._files import replacing
 from pflcore.simulation._accept import accept
 from pflcore.simulation._evaluate import own_way, personalized
-from pflcore.simulation.checkpoint import file_of, replacing
+from pflcore.simulation.checkpoint import file_of
 from pflcore.simulation.round import (
     Setup,
     State,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -203,6 +204,113 @@ def test_a_table_of_somebody_elses_stays():
     assert command("report o") == 0  # our own is made again
     path.write_text("my notes")
     assert command("report o") == 2 and path.read_text() == "my notes"
+
+
+FIRST = f"{CLUSTERS} --checkpoint-every 1 --out o"
+OTHER = FIRST.replace("fedavg", "local")
+
+
+def files_in(folder):
+    """The bytes of every file in a folder, but for the lock."""
+    paths = (p for p in Path(folder).rglob("*") if p.is_file() and p.name != ".lock")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
+
+
+def full_disk():
+    """Texts are written half while it is on."""
+
+    def half(path, text, **_):
+        path.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    return mock.patch.object(Path, "write_text", half)
+
+
+def broken_off(words):
+    """Plays a command that Ctrl-C ends in its second round."""
+    with pytest.MonkeyPatch.context() as patch:
+        honest = FedAvg.update
+
+        def update(self, state, up, cohort):
+            if cohort.round == 2:
+                raise KeyboardInterrupt
+            return honest(self, state, up, cohort)
+
+        patch.setattr(FedAvg, "update", update)
+        assert command(words) == 130
+
+
+def test_a_disk_that_is_full_at_the_end_costs_the_table_alone(capsys):
+    """The earlier table stays, and what the sentence names works."""
+    with full_disk():
+        assert command(FIRST) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot be written into o (No space left on device); make room" in last
+    assert last.endswith("then: pflcore report o.")
+    assert {*files_in("o")} == {"record.jsonl", "checkpoint.safetensors"}
+    assert command("report o") == command(f"{FIRST} --resume") == 0
+    before = files_in("o")
+    with full_disk():
+        assert command("report o") == 1
+    assert files_in("o") == before
+
+
+@pytest.mark.parametrize("text", ["", "#", "### dig"])
+def test_a_table_that_was_cut_off_is_the_commands_own(text):
+    broken_off(FIRST)
+    Path("o/table.md").write_text(text)
+    assert command(f"{FIRST} --resume") == 0
+    assert Path("o/table.md").read_text().count("| fedavg ") == 1
+    assert len(read("o")[0].rounds) == 2
+
+
+def test_what_a_command_makes_way_for_is_moved_and_named(capsys):
+    """Record, checkpoints and somebody's table; put back, the old run goes on."""
+    broken_off(FIRST)
+    Path("o/table.md").write_text("my notes")
+    before, names = files_in("o"), ("record.jsonl", "checkpoint.safetensors", "checkpoints")
+    assert command(f"{OTHER} --overwrite") == 0
+    said = ", ".join(f"{name} to {name}.1" for name in (*names, "table.md"))
+    assert f"Moved aside in o: {said}." in capsys.readouterr().err
+    moved = {k.replace(".1", "", 1): v for k, v in files_in("o").items() if ".1" in k}
+    assert moved == before and [r.algorithm for r in read("o")] == ["local"]
+    assert command(f"{OTHER} --overwrite") == 0  # and the next one beside it
+    assert {"record.jsonl.1", "record.jsonl.2"} < {*files_in("o")}
+    os.mkdir("p")
+    for name in names:
+        Path("o", f"{name}.1").rename(Path("p", name))
+    assert command(f"{FIRST} --resume".replace("--out o", "--out p")) == 0
+    assert [(r.algorithm, len(r.rounds)) for r in read("p")] == [("fedavg", 2)]
+
+
+def test_somebodys_table_does_not_keep_a_run_from_going_on():
+    broken_off(FIRST)
+    Path("o/table.md").write_text("my notes")
+    assert command(f"{FIRST} --resume") == 0
+    assert (
+        files_in("o")["table.md.1"] == b"my notes" and "| fedavg " in Path("o/table.md").read_text()
+    )
+
+
+def test_a_checkpoint_of_a_simulation_is_not_replaced(capsys):
+    simulation().save("o")
+    before = files_in("o")
+    assert command(FIRST) == 2
+    said = capsys.readouterr().err
+    assert "o holds checkpoint.safetensors; go on by --resume, name another" in said
+    assert command(f"{FIRST} --resume") == 2 and files_in("o") == before
+    assert "holds another run" in capsys.readouterr().err
+    assert command(f"{FIRST} --overwrite") == 0
+    assert files_in("o")["checkpoint.safetensors.1"] == before["checkpoint.safetensors"]
+
+
+def test_a_command_that_was_killed_before_its_first_line_begins():
+    """Its record is empty then, and what it was writing is removed."""
+    os.mkdir("o")
+    for name in ("record.jsonl", "record.jsonl.0123abcd.part", "curves.svg.0123abcd.part"):
+        Path("o", name).write_text("")
+    assert command(f"{FIRST} --resume") == 0
+    assert {*files_in("o")} == {"record.jsonl", "checkpoint.safetensors", "table.md"}
 
 
 def test_tables_and_pictures_again_from_records(capsys):

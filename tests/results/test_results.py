@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -298,3 +299,31 @@ def test_a_history_as_a_table(tmp_path):
     pytest.importorskip("pandas")
     frame = history.to_pandas("client")
     assert frame.groupby("round")["accuracy"].mean()[3] == pytest.approx(seen[1].mean().item())
+
+
+def test_a_full_disk_leaves_the_csv_that_was_there(tmp_path):
+    resource = pytest.importorskip("resource")
+    history, path = simulation().run(), tmp_path / "x.csv"
+    path.write_text("before")
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, kept[1]))
+        with sentence("path: expected a file that can be written, got .*large"):
+            history.to_csv(path, per="client")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no links, no pipes: not POSIX")
+def test_a_link_or_a_pipe_gets_the_csv(tmp_path):
+    history, here, link = simulation().run(), tmp_path / "here.csv", tmp_path / "link.csv"
+    link.symlink_to(here)
+    history.to_csv(link)
+    assert link.is_symlink() and here.read_text().startswith("algorithm,seed,round")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    history.to_csv(tmp_path / "pipe")
+    assert os.read(reader, 1 << 16) == here.read_bytes()
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
