@@ -7,12 +7,12 @@ python examples/bad_clients.py [FILE] [ALGORITHM ...]
 import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from pflcore import ALGORITHMS, Evaluation, Hardware, Robustness, Simulation
 from pflcore.data._synthetic import synthetic_clusters
-from pflcore.results._files import write_text
 from pflcore.train import Training
 
 N, BAD, ROUNDS, CLIP = 8, 5, 10, 2.0
@@ -108,7 +108,7 @@ def main(path, names):
             cells = [play(name, kind, clip) for kind in (None, *KINDS)]
             lines.append(f"| `{name}` | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
-    write_text(path, "\n".join(lines) + "\n")
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
