@@ -58,6 +58,7 @@ class Partition:
     relabel: Tensor | None = None  # [N, C]
     group: Tensor | None = None  # [N], where the recipe has groups of clients
     facts: Mapping[str, Any] = field(default_factory=dict)  # what was counted on the way
+    pools: Mapping[str, int] = field(default_factory=dict)  # the labels that it was made of
 
 
 class Labels(NamedTuple):
@@ -498,7 +499,7 @@ def partition(
     index = {s: list(lists) for s, lists in part.index.items()}
     none = [i for i, rows in enumerate(index["train"]) if not len(rows)][:1]
     need(not none, "n", f"so few clients that each has a sample (client {none} has none)", n)
-    return replace(part, index=index)
+    return replace(part, index=index, pools={s: len(y) for s, y in pools.items()})
 
 
 def _labels(labels: Any, name: str) -> Ints:
