@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pflcore.check import need, optional, refuse
+from pflcore.check import checked, need, optional, refuse
 from pflcore.data._federation import Federation
 from pflcore.data._meaning import Classes, Reading
 from pflcore.data._samples import SPLITS
@@ -76,6 +76,7 @@ def femnist(root: Where | None = None) -> Federation:
     return _federation(dict(sorted(clients.items())), Reading(62, None, files=True), "femnist")
 
 
+@checked
 def leaf(path: Where, *, classes: Classes = "infer", name: str | None = None) -> Federation:
     """LEAF-style JSON: ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [...],
     "y": [...]}}}``.
@@ -104,6 +105,7 @@ def leaf(path: Where, *, classes: Classes = "infer", name: str | None = None) ->
     return fed._with(truth={"held_out": held}) if apart else fed
 
 
+@checked
 def folder(
     path: Where, *, target: int | str = -1, classes: Classes = "infer", name: str | None = None
 ) -> Federation:
