@@ -116,6 +116,7 @@ def _play(command: Callable[..., int], names: Sequence[str], argv: Sequence[str]
     asked = first["run"]
     chosen = {
         "partition": experiment.partition_of(asked["data"], asked["partition"]),
+        "data": experiment.reader_of(asked["data"]),
         "model": experiment.model_of(asked["model"]),
     }
     for what, choice in chosen.items():
@@ -131,7 +132,11 @@ def _play(command: Callable[..., int], names: Sequence[str], argv: Sequence[str]
     hyper = {name: got[title] for title, name in algorithms.items()}
     options, training = Options(**got["run"]), Training(**got["training"])
     todo = experiment.jobs([*algorithms.values()], options, training, hyper)
-    return _record(todo, got.get("partition", {}), got.get("model", {}), Output(**got["output"]))
+    reader = chosen["data"]
+    cut = got.get("partition", {})
+    if reader:  # what is as it would be anyhow is not said in the record
+        cut = {k: v for k, v in got["data"].items() if v != reader.defaults[k]}
+    return _record(todo, cut, got.get("model", {}), Output(**got["output"]))
 
 
 def _record(todo: Sequence[Job], cut: Facts, shape: Facts, output: Output) -> int:

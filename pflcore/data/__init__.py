@@ -3,8 +3,11 @@
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from pflcore.check import Count, Seed32, checked, need, shown
 from pflcore.data import _natural as natural
@@ -74,6 +77,8 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         need(not samples, "partition and samples", f"none, as {data} has clients", samples)
         fed = _divided(fed, fractions, seed)
         scaled = data in TABULAR if standardize is None else standardize
+        if scaled and fed.x.dtype == torch.int64:  # whole numbers that are features
+            fed = replace(fed, x=fed.x.float())
         return fed.standardize() if scaled else fed
     none = fractions is None and standardize is None
     need(none, "fractions and standardize", f"none, as a partition cuts {data!r}", fractions)

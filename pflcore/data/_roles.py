@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pflcore.check import NonNegative, Seed32, checked, need
 from pflcore.data._federation import Federation, HeldOut
+from pflcore.data._meaning import Reading
 
 SHARES = {"val": 0.15, "test": 0.15}  # Motley's split of a client's own samples
 
@@ -122,6 +123,7 @@ def held_out(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:
 def one_client(samples: Any, **options: Any) -> Federation:
     """One client's samples, however they come, as a federation of one."""
     one = samples if isinstance(samples, Federation) else None
-    one = one or Federation.from_clients([samples], **options)
+    # what labels mean is a fact of the whole federation, which one client does not show
+    one = one or Federation._of_clients([samples], Reading(**options, alone=True))
     need(one.n == 1, "samples", "those of one client", one)
     return one

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore.check import Count, check, need, refuse
-from pflcore.data._inputs import IGNORED, Fields, inputs, masked
+from pflcore.data._inputs import DENSE, IGNORED, Fields, inputs, masked
 from pflcore.data._ragged import Ragged, onto
 
 SPLITS = ("train", "val", "test")
@@ -190,7 +190,8 @@ class Samples:
             used |= seen
         none = (self.size() == 0).nonzero()[:, 0].tolist()
         each = f"a sample to train on for each; leave out the {len(none)} without"
-        need(not none, "clients", each, none[:5])
+        names = self.names if self.names and len(self.names) == self.n else range(self.n)
+        need(not none, "clients", each, [names[i] for i in none[:5]])
 
     def _check_pool(self) -> None:
         """Dense numbers on one device, finite, and labels within the classes."""
@@ -199,8 +200,7 @@ class Samples:
         need(alike, "y", f"a row per row of x, {list(x.shape)} on {x.device}", y)
         for name, t in (("x", x), ("y", y)):
             number = t.is_floating_point() or t.dtype == torch.int64
-            dense = "dense floats or int64 (tokens to int64, images to float, then normalized)"
-            need(number and t.layout == torch.strided, name, dense, t)
+            need(number and t.layout == torch.strided, name, DENSE, t)
             # min and max keep NaN and Inf and need no mask as large as the pool
             floats = t.is_floating_point() and t.numel()
             if floats and not bool(torch.stack(t.aminmax()).isfinite().all()):
@@ -208,6 +208,7 @@ class Samples:
                 refuse(name, f"finite numbers, also in sample {bad}{self._holder(bad)}", t[bad])
         if self.classes is not None:
             right = f"int64 labels in 0..{self.classes - 1} (classes=None for regression)"
+            right += f", or {IGNORED} for those to leave out" if y.dim() > 1 else ""
             need(y.dtype == torch.int64, "y", right, y)
             labels = y[y != IGNORED] if y.dim() > 1 else y
             low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)

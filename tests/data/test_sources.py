@@ -287,7 +287,7 @@ def csv(at, **files):
 # Excel marks its UTF-8, pandas numbers the columns of an array, and quotes
 TABLES = r"""{"c10": "a,b,z\n1,2,0\n3,4,1\n", "c2": "5,6,2\n\n"} | {} | 3 | [[[5, 6]], [2]] | ROWS
 {"c10": "1,2,0\n3,4,1\n", "c2": "5,6,2\n"} | {"classes": null} | null | [[[5, 6]], [2]] | ROWS
-{"c": "5,6,2\n"} | {"target": 0} | 6 | [[[6, 2]], [5]]
+{"c": "5,6,2\n"} | {"target": 0, "classes": 6} | 6 | [[[6, 2]], [5]]
 {"c": "a,b,c\n5,6,2\n"} | {"target": "a", "classes": null} | null | [[[6, 2]], [5]]
 {"c": "\ufeff1,2,0\n3,4,1\n"} | {} | 2 | ROWS
 {"c": "0,1,2\n1,2,0\n3,4,1\n"} | {} | 2 | ROWS
