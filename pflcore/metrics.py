@@ -16,7 +16,7 @@ import annotated_types as at
 import torch
 from torch import Tensor
 
-from pflcore.check import ANYTHING, Count, Fraction, checked, need, optional, refuse
+from pflcore.check import ANYTHING, Count, Fraction, checked, close_name, need, optional, refuse
 
 __all__ = [
     "hurt",
@@ -231,6 +231,8 @@ def _by_name(name: str, classes: bool) -> Metric:
     if name not in known:
         kinds = ("labels", "targets") if classes else ("targets", "labels")
         why = f"and {name!r} is for {kinds[1]}" if name in METRICS else f"got {name!r}"
+        near = None if name in METRICS else close_name(name, known)
+        why += f"; did you mean {near!r}" * (near is not None)
         raise ValueError(
             f"metrics: for {kinds[0]} there are {', '.join(known)}, or a function of (scores, "
             f"labels), {why}."

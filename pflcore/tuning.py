@@ -131,7 +131,7 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
     known = ", ".join([*sorted(own), *sorted(its)])
     for key, choices in grid.items():
         words = f"options of {type(algorithm).__name__} or its training ({known})"
-        need(key in own | its, "grid", words, key)
+        need(key in own | its, "grid", words, key, own | its)
         need(len(choices), "grid", f"a list of values for {key!r}", choices)
     late = algorithm.traits.late
     names = sorted(grid, key=lambda k: k in late)  # late ones vary fastest: states in blocks

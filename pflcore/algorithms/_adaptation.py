@@ -6,7 +6,6 @@ client: FedPer, LG-FedAvg, FedRep, FedBABU, FedBN, and FedRoD, whose personal he
 from __future__ import annotations
 
 import glob
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,6 +37,7 @@ from pflcore.check import (
     Weighting,
     Whole,
     are_names,
+    warn,
 )
 from pflcore.data._ragged import onto
 from pflcore.nn._mode import context, forward_mode
@@ -415,7 +415,7 @@ class Split(FedAvg):
         if private.all() or not private.any():
             lacks = f"the model has no {self.private} parameter, so all of it"
             what = "the whole model is private, so nothing" if private.any() else lacks
-            warnings.warn(f"private: {what} is shared.", stacklevel=1)  # of this line: once
+            warn(f"private: {what} is shared.")
         return {"x0": net.w0[~private]}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:

@@ -12,7 +12,6 @@ Letters: N clients, S of them in a round's cohort, P parameters, M models that a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -23,7 +22,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from pflcore import ops
-from pflcore.check import check, refuse
+from pflcore.check import check, refuse, warn
 from pflcore.data._ragged import onto
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
@@ -267,8 +266,7 @@ def plain_steps(alg: Algorithm, clients: Clients) -> None:
     """Warns where the run's momentum or weight decay plays no part in the steps of `alg`."""
     t = clients.setting.training
     if t.momentum or t.weight_decay:
-        warnings.warn(
+        warn(
             f"{type(alg).__name__}: its local steps are its paper's, without momentum and weight "
-            f"decay; momentum={t.momentum:g} and weight_decay={t.weight_decay:g} play no part.",
-            stacklevel=3,
+            f"decay; momentum={t.momentum:g} and weight_decay={t.weight_decay:g} play no part."
         )

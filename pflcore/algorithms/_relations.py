@@ -5,7 +5,6 @@ the models nearest to where a client is going; and the quadratic programme of it
 """
 
 import math
-import warnings
 from dataclasses import field
 from typing import Literal
 
@@ -31,7 +30,7 @@ from pflcore.algorithms._protocol import (
     squares,
     zero_rows,
 )
-from pflcore.check import Count, Fraction, NonNegative, Positive, Share, refuse
+from pflcore.check import Count, Fraction, NonNegative, Positive, Share, refuse, warn
 from pflcore.data._ragged import onto
 from pflcore.train import Clients, Net, Objective
 
@@ -123,10 +122,9 @@ class FedAMP(LatestModels):
         xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * others(gives)
         total = xi.sum(1, keepdim=True)
         if bool((total > 1).any()):
-            warnings.warn(
+            warn(
                 "FedAMP: the others' weights exceed 1 and are scaled down; alpha <= sigma / "
-                f"{len(gives) - 1} avoids it.",
-                stacklevel=2,
+                f"{len(gives) - 1} avoids it."
             )
             xi = xi / total.clamp(min=1)
         return xi + (1 - xi.sum(1)).diag()

@@ -177,6 +177,6 @@ def _command(argv: Sequence[str]) -> int:
         print(f"\nAlgorithms: {', '.join(ALGORITHMS)}.")
         print("pflcore COMMAND --help shows a command's options.")
         return 0 if argv else 2
-    if argv[0] not in COMMANDS:
-        raise ValueError(f"command: expected one of {', '.join(COMMANDS)}, got {argv[0]!r}.")
+    known = argv[0] in COMMANDS
+    need(known, "command", f"one of {', '.join(COMMANDS)}", argv[0], COMMANDS)
     return COMMANDS[argv[0]][1](argv[1:])

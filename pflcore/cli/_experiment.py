@@ -131,7 +131,8 @@ def model_of(name: str) -> Choice | None:
     if name == "auto" or ":" in name:
         return None
     own = "or 'package.module:function' for one of your own"
-    need(name in MODELS, "model", f"one of auto, {', '.join(MODELS)}, {own}", name)
+    words = f"one of auto, {', '.join(MODELS)}, {own}"
+    need(name in MODELS, "model", words, name, ["auto", *MODELS])
     keywords = inspect.signature(MODELS[name]).parameters.values()
     defaults = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
     return Choice(name, MODELS[name], defaults)

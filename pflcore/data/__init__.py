@@ -116,11 +116,12 @@ def _with_clients(
     kind, _, path = data.partition(":")
     readers = {k: partial(read, path) for k, read in natural.READERS.items()}
     names = f"{', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH, folder:PATH"
-    need(data in FEDERATIONS or kind in readers, "data", f"one of {names}", data)
+    known = data in FEDERATIONS or kind in readers
+    need(known, "data", f"one of {names}", data, [*SOURCES, *FEDERATIONS])
     make = FEDERATIONS.get(data) or readers[kind]
     own = inspect.signature(make).parameters
     unknown = sorted(set(options) - set(own))
-    need(not unknown, data, f"the options {', '.join(own)}", ", ".join(unknown))
+    need(not unknown, data, f"the options {', '.join(own)}", ", ".join(unknown), own)
     given = {"n": n, "seed": seed, "root": root}
     fed = make(**{k: v for k, v in given.items() if k in own and v is not None}, **options)
     need(n is None or n <= fed.n, "n", f"at most the {fed.n} clients of {data}", n)

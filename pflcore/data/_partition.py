@@ -519,9 +519,9 @@ def partition(
     `options_of(name)` are its own options. ValueError in one sentence for an unknown name or
     option, and where a client would have nothing to train on."""
     known = options_of(name)
-    unknown = ", ".join(sorted(set(options) - set(known)))
+    unknown = sorted(set(options) - set(known))
     takes = ", ".join([*known, "test_labels", "seed", "classes"])
-    need(not unknown, f"partition {name}", f"the options {takes}", unknown)
+    need(not unknown, f"partition {name}", f"the options {takes}", ", ".join(unknown), known)
     pools = {"train": _labels(labels, "labels")}
     if test_labels is not None:
         pools["test"] = _labels(test_labels, "test_labels")
@@ -554,7 +554,7 @@ def _labels(labels: Any, name: str) -> Ints:
 def options_of(name: str) -> dict[str, Any]:
     """A partition's own options and their defaults (every partition takes ``test_labels``, ``seed``
     and ``classes`` besides)."""
-    need(name in PARTITIONS, "partition", f"one of {', '.join(PARTITIONS)}", name)
+    need(name in PARTITIONS, "partition", f"one of {', '.join(PARTITIONS)}", name, PARTITIONS)
     way, hidden = PARTITIONS[name], {"base"} if name.endswith("*") else {"base", "shift_seed"}
     own = inspect.signature(way.rule).parameters.values()
     options = {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY} | dict(way.defaults)

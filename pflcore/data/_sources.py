@@ -88,7 +88,7 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
     ValueError (unknown name), ImportError (a missing package, with the pip extra) or OSError (files
     that are missing or broken, or are others than the published ones): one sentence each.
     """
-    need(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name)
+    need(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name, SOURCES)
     images, folder = SOURCES[name], os.environ.get("PFLCORE_DATA") if root is None else root
     where = folder or "a folder (set PFLCORE_DATA)"
     with reading(f"data: {name!r} can be neither read from {where} nor downloaded"):

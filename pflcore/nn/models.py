@@ -274,8 +274,7 @@ MODELS = {f.__name__: f for f in ALL}
 def model_for(name: str, shape: Shape, classes: Count | None, **options: object) -> nn.Module:
     """A fresh `MODELS[name]` for inputs of `shape` and `classes` outputs (None: one output, for
     regression)."""
-    if name not in MODELS:
-        raise ValueError(f"model: {name!r} is none of {', '.join(MODELS)}.")
+    need(name in MODELS, "model", f"one of {', '.join(MODELS)}", name, MODELS)
     if len(shape) != 3 and MODELS[name] not in FLAT:
         raise ValueError(
             "shape: a convolutional model needs inputs (channels, height, width), got "

@@ -112,7 +112,7 @@ class Adversary:
 class Evaluation:
     """When, on what and for whom the personalized models are evaluated."""
 
-    every: Whole = 1  # rounds; the last one in any case; 0: never
+    every: Whole = 1  # rounds; the last one in any case; 0: never, and of no split
     split: str = "test"
     clients: Tensor | Ids | Count | None = None  # ids, or so many, drawn once; None: all
     train_loss: bool = False  # the loss on every client's training data, too

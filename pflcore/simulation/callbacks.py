@@ -53,8 +53,8 @@ class EarlyStopping:
         seen = record["eval"]
         if not seen:
             return
-        known = ", ".join(k for k in seen if k != "size")
-        need(self.key in seen, "key", f"one of {known}", self.key)
+        known = [k for k in seen if k not in ("size", "clients")]
+        need(self.key in known, "key", f"one of {', '.join(known)}", self.key, known)
         value = mean(seen[self.key])
         least = self.sign * self.best + self.min_delta  # NaN: anything is better
         if not (math.isnan(value) or self.sign * value <= least):

@@ -499,6 +499,26 @@ def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkey
     assert command(f"run fedavg {DIGITS} --rounds 1 --out p") == 0  # a later run is not interrupted
 
 
+def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys):
+    honest = FedAvg.update
+
+    def update(self, state, up, cohort):
+        if cohort.round == 3:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+        return honest(self, state, up, cohort)
+
+    monkeypatch.setattr(FedAvg, "update", update)
+    assert command(f"run fedavg {DIGITS} --out o") == 130
+    (run,) = read("o")
+    assert run.whole and len(run.rounds) == 3 and run.stopped is None
+    assert "stopped" not in capsys.readouterr().out
+    monkeypatch.setattr(FedAvg, "update", honest)
+    before = Path("o/record.jsonl").read_bytes()
+    assert command(f"run fedavg {DIGITS} --out o --resume") == 0
+    assert Path("o/record.jsonl").read_bytes() == before
+
+
 @pytest.mark.deep("another process")
 @pytest.mark.skipif(os.name == "nt", reason="no such signals")
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGHUP"])

@@ -301,7 +301,7 @@ def test_what_does_not_fit_is_one_sentence():
         client_app("fedavg")
     with sentence("initial_arrays: expected None, as the start is the mo"):
         own.start(nodes, arrays)
-    with sentence("method: expected one that needs only models"):
+    with sentence("method: scaffold needs more of its clients than a model"):
         PersonalStrategy("scaffold")
 
 

@@ -149,6 +149,22 @@ def test_the_table_of_one_run():
     assert tell(a_run(), a_run(data="mnist5k")).count("### ") == 2
 
 
+@pytest.mark.parametrize("rounds, last, named", [(2, 10, 2), (12, 10, 10), (12, 3, 3)])
+def test_the_mean_of_the_last_rounds_names_how_many_they_are(rounds, last, named):
+    text = tell(a_run(rounds=rounds), last=last)
+    want = sum(range(rounds - named + 1, rounds + 1)) / named + 15
+    assert cells(text, "waffle")[f"mean of last {named}"] == f"{want:.2f}"
+    assert text.count("mean of last") == 2  # of all, and of the target
+
+
+def test_a_run_of_fewer_rounds_has_no_mean_of_more():
+    """Nor have several seeds of which one has fewer."""
+    text = tell(a_run(), a_run("ditto", rounds=4), a_run("local"), a_run("local", 1, rounds=3))
+    for algorithm, value in (("waffle", "22.50"), ("ditto", "-"), ("local", "-")):
+        assert cells(text, algorithm)["mean of last 10"] == value
+    assert cells(text, "ditto")["final"] == "19.00"
+
+
 def test_seeds_become_mean_and_std():
     text = tell(a_run(), a_run(seed=1, shift=0.1), a_run("fedavg"))
     assert cells(text, "waffle")["final"] == "32.00 ± 5.00"

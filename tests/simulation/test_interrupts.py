@@ -2,10 +2,12 @@
 
 import signal
 
+import pytest
 from doors import sentence
 from parts.user import simulation
+from small import images, tiny_model
 
-from pflcore import EarlyStopping, Stop
+from pflcore import EarlyStopping, Stop, for_everyone
 
 ROUNDS = 5
 
@@ -28,6 +30,27 @@ def test_every_callback_sees_the_round_in_which_ctrl_c_came():
     assert history.interrupted and history.stopped == f"Interrupted after round 3 of {ROUNDS}."
     assert seen == [(who, round) for round in (1, 2, 3) for who in ("first", "second")]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_run_that_is_interrupted_after_its_last_round_is_whole():
+    """The run is over, the program is not: who plays several runs ends with this one."""
+    whole = simulation(rounds=ROUNDS).run()
+    history = simulation(rounds=ROUNDS).run(lambda round, _: press() if round == ROUNDS else None)
+    assert history.interrupted and history.stopped is None
+    assert len(history.rounds) == ROUNDS == history.state.round
+    assert list(history.lines())[-1]["eval"] == whole.rounds[-1]["eval"]
+
+
+@pytest.mark.parametrize("target, rounds", [(0, 0), (2, 2)])
+def test_runs_for_everyone_that_are_interrupted_say_so_where_one_lacks(target, rounds):
+    def last(t, round, _):
+        if (t, round) == (target, 2):
+            press()
+
+    history = for_everyone("waffle", tiny_model(), images(), rounds=2, on_round=last)
+    assert history.interrupted and len(history.rounds) == rounds
+    said = None if target == 2 else "Interrupted after the run of target 0, of 3 targets."
+    assert history.stopped == said
 
 
 def test_early_stopping():
