@@ -151,6 +151,13 @@ def _check_guides(alg: Method, count: int) -> None:
     need(count == isinstance(alg, FedDWA), "guidance, previous", one, got)
 
 
+def least_models(method: Method) -> int:
+    """How many models the method needs at least."""
+    if isinstance(method, Krum):
+        return max(2 * method.f + 3, method.f + method.m)
+    return method.k if isinstance(method, Clusters) else 1
+
+
 def _check_rows(rows: Tensor, form: Form) -> None:
     """ValueError for a client whose model is not finite, or whose statistics are impossible."""
     statistics = rows.new_zeros(len(rows), 0) if form.statistics is None else form.statistics
