@@ -88,7 +88,7 @@ def worst_decile(values: Vector, share: Fraction = 0.1, higher_is_better: bool =
     """Mean of the worst `ceil(share * n)` clients, at least one (n counts the clients that have a
     value)."""
     kept = _kept(values)
-    # 0.1 * 30 is 3.0000000000000004 in floating point
+    # 0.28 * 25 is 7.000000000000001 in floating point
     k = max(1, math.ceil(share * len(kept) - 1e-9))
     return kept.sort(descending=not higher_is_better).values[:k].mean().item()
 

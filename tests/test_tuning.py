@@ -193,6 +193,29 @@ def test_a_candidate_that_loses_clients_cannot_win():
     assert lost.stopped == "The validation values of 5 of 12 clients are not finite."
 
 
+def test_a_client_for_whom_a_metric_has_no_value_loses_no_candidate():
+    def low(scores, y):
+        """Minus the largest score; none for the clients of most samples."""
+        return math.nan if len(y) > 4 else -scores.max().item()
+
+    p = PROTOCOLS["silo"]()
+    tuned = search(p=p, metric=low)
+    without = p.data.size("val") > 4
+    assert without.any() and not without.all()
+    for trial in tuned.trials:
+        (values,) = trial.values
+        assert torch.equal(values.isnan(), without)
+        assert trial.stopped is None and trial.score == values[~without].mean().item()
+
+
+def test_a_candidate_with_an_infinite_value_is_lost():
+    def worst(scores, y):
+        return -math.inf if len(y) > 4 else 1.0
+
+    with sentence("grid: every candidate diverged, the first one with: The validation values of"):
+        search(metric=worst)
+
+
 def test_a_grid_goes_on_where_it_stopped(tmp_path):
     alg, a, b = KnnPer(k=3), tmp_path / "a", tmp_path / "b"
     whole, file = search(alg, KNN, 3, folder=a), b / "checkpoint.safetensors"

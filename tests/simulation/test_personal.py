@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from small import SIX, equals, images, swept, tiny_model
 from torch import nn
 
 from pflcore import Evaluation, FedAvg, Simulation, Training, for_everyone
+from pflcore.algorithms import Void
 from pflcore.results import record as records
 
 
@@ -77,6 +78,23 @@ def test_a_newcomer_is_personalized_by_the_algorithms_rule():
         assert right(algorithm) > shared + 0.15, algorithm
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_newcomer_trains_at_the_step_size_of_the_last_round(rounds):
+    """Which is 0.3 / 2^(round - 1) here."""
+
+    def halved(round, rounds):
+        return 0.5 ** (round - 1)
+
+    def adapted(lr, schedule=None):
+        training = Training(lr=lr, batch_size=8, schedule=schedule)
+        history = Simulation("local", tiny_model(), few, training, rounds=rounds).run()
+        return history.adapt(everybody.client(3, "train"), rounds=2).get_buffer("view_w")
+
+    everybody = images((7, 20, 31, 24))
+    few = everybody.subset([0, 1, 2])
+    assert torch.equal(adapted(0.3, halved), adapted(0.3 * 0.5 ** (rounds - 1)))
+
+
 def test_a_newcomer_that_does_not_fit_is_one_sentence():
     history = simulation(rounds=1).run()
     with sentence(r"samples: expected inputs of shape \(6,\)"):
@@ -121,6 +139,23 @@ def test_a_diverged_run_is_named():
     history = for_everyone(Waffle(), tiny_model(), images(), wild, rounds=5)
     assert "target 0: The run diverged" in history.stopped and len(history.rounds) == 3
     assert all(r["void"] for r in history.rounds)
+
+
+def test_a_round_is_void_where_it_is_so_in_any_run():
+    """In round 1 for one target, in round 2 for two, in round 3 for nobody."""
+
+    @dataclass(frozen=True)
+    class Shy(FedAvg):
+        target: int = 0
+
+        def update(self, state, up, cohort):
+            if cohort.round <= self.target:
+                raise Void("Not yet.")
+            return super().update(state, up, cohort)
+
+    history = for_everyone(Shy(), tiny_model(), images(), Training(lr=0.1), rounds=3)
+    assert [r["void"] for r in history.rounds] == [True, True, False]
+    assert [len(r["dropped"]) for r in history.rounds] == [0, 0, 0]
 
 
 def test_what_it_does_not_take_is_refused():
