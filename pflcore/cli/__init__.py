@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # for package.module:Class, behind everything that is installed
         sys.path.append(os.getcwd())
     try:
-        with _signals():
+        with _signals(), _plain_warnings():
             status = _command(argv)
         sys.stdout.flush()
         return status
@@ -166,6 +167,17 @@ def _signals() -> Iterator[None]:
         INTERRUPTED.clear()  # a caller from Python goes on
         for number, handler in kept.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """A warning is its sentence, without the place in the source that it comes from."""
+    kept = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"pflcore: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = kept
 
 
 def _command(argv: Sequence[str]) -> int:

@@ -178,7 +178,7 @@ def _record(todo: Sequence[Job], cut: Facts, shape: Facts, output: Output) -> in
         own = {"partition_options": cut, "model_options": shape}
         runs = _Runs(data, model, own, output, folder, record, progress)
         try:
-            status = runs.play(todo, {f"{r.algorithm}, seed {r.header['seed']}" for r in whole})
+            status = runs.play(todo, {f"{r.algorithm}, seed {r.header.get('seed')}" for r in whole})
         except RunFailed:  # a table of what there is, where that can be written
             progress.close()
             with contextlib.suppress(Exception):

@@ -12,7 +12,7 @@ from torch import Tensor
 from pflcore import metrics
 from pflcore.check import optional
 from pflcore.results._files import replacing
-from pflcore.results.record import Run, Runs, label
+from pflcore.results.record import Run, Runs, clients_in, label
 from pflcore.results.table import split_of
 
 # Okabe and Ito's, distinct for the colour-blind too
@@ -150,11 +150,17 @@ def clients(runs: Runs, path: str | Path) -> Path:
     return save(figure, path)
 
 
+def _clients_of(run: Run) -> int:
+    """The number of clients, by the header or, where that is lost, by the weights."""
+    n = run.header.get("n")
+    return max(clients_in(r.get("report") or {}) for r in run.rounds) if n is None else n
+
+
 def draw(runs: Runs, folder: str | Path) -> list[Path]:
     """Every picture that the runs have something for, into `folder`; returns the files. Mixing
     weights are drawn of at most 1,000 clients."""
     folder = Path(folder)
-    few = [r for r in runs if (r.header.get("n") or 0) <= MOST and r.weighted()]
+    few = [r for r in runs if r.weighted() and _clients_of(r) <= MOST]
     evaluated = [r for r in runs if r.evaluations]
     made = [weights(few, folder / "weights.png")]
     if evaluated:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -206,8 +207,8 @@ def test_a_table_of_somebody_elses_stays():
     assert command("report o") == 2 and path.read_text() == "my notes"
 
 
-FIRST = f"{CLUSTERS} --checkpoint-every 1 --out o"
-OTHER = FIRST.replace("fedavg", "local")
+ON = "--data synthetic_clusters --rounds 2 --quiet --checkpoint-every 1 --out o"
+FIRST, OTHER = f"run fedavg {ON}", f"run local {ON}"
 
 
 def files_in(folder):
@@ -302,6 +303,37 @@ def test_a_checkpoint_of_a_simulation_is_not_replaced(capsys):
     assert "holds another run" in capsys.readouterr().err
     assert command(f"{FIRST} --overwrite") == 0
     assert files_in("o")["checkpoint.safetensors.1"] == before["checkpoint.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_run_of_which_a_line_is_damaged_is_played_again(damaged):
+    """Its header, though it was stopped; or a round, though it has the last one."""
+    words = f"compare --algorithms fedavg local {DIGITS} --rounds 6 --lr 1e38 --out o"
+    assert command(words) == 1
+    path, whole = Path("o/record.jsonl"), read("o")
+    lines = path.read_text().splitlines()
+    lines[damaged] = lines[damaged][:40]
+    path.write_text("\n".join(lines) + "\n")
+    assert command(f"{words} --resume") == 1
+    got = sorted(read("o"), key=lambda run: run.algorithm)
+    assert [r.algorithm for r in got] == ["fedavg", "local"]
+    for run, want in zip(got, whole, strict=True):
+        assert run.header == want.header and run.stopped == want.stopped
+        assert len(run.rounds) == len(want.rounds) == 3
+
+
+def test_a_warning_is_a_sentence_without_a_place_in_the_source(capsys, monkeypatch):
+    broken_off(FIRST)
+    Path("o/x.jsonl").write_text('{"round": "three"}\n')
+
+    def show(*what, **_):
+        print(warnings.formatwarning(*what), file=sys.stderr, end="")
+
+    monkeypatch.setattr(warnings, "showwarning", show)
+    assert command("report o") == 0
+    said = "pflcore: o/x.jsonl: 1 damaged line(s) are left out (1);"
+    assert said in capsys.readouterr().err
 
 
 def test_a_command_that_was_killed_before_its_first_line_begins():
