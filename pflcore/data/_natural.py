@@ -65,7 +65,7 @@ def femnist(root: Where | None = None) -> Federation:
     at = _root(root) / "femnist"
     if not (at / "fed_emnist_train.h5").is_file():
         fed = leaf(at, classes=62, name="femnist")
-        return fed._with(x=fed.x.reshape(-1, 1, 28, 28))
+        return fed._with(x=fed.x.float().reshape(-1, 1, 28, 28))
     h5py, clients = optional("h5py", "h5py", "data: it"), Pairs()
     for split in ("train", "test"):
         path = at / f"fed_emnist_{split}.h5"
