@@ -56,9 +56,11 @@ def federation_of(  # noqa: PLR0913 (the command line's)
     """A federation from the names of a data set and of a partition.
 
     data          a pool that a partition cuts (``SOURCES``, or a :class:`Source`), or data that
-                  comes with its clients (``FEDERATIONS``, ``"leaf:PATH"``, ``"folder:PATH"``)
+                  comes with its clients (``FEDERATIONS``, ``"leaf:PATH"``, ``"folder:PATH"``); the
+                  files and what their numbers become stand in docs/data.md
     partition     one of ``PARTITIONS`` (None: "A"), with ``options`` from
-                  ``options_of(partition)``; data with clients takes none
+                  ``options_of(partition)``; data with clients takes none. ``leaf:`` has the option
+                  ``classes``, ``folder:`` has it and ``target``
     n             clients: 10 where a partition makes them; the first n where the data brings them
                   (None: all)
     seed          of the partition or of the split; shift_seed: of the label permutations of A*, B*

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset
 
 from pflcore.check import Count, Number, checked, need, refuse
 
@@ -144,9 +144,19 @@ def _samples(dataset: Any, name: str) -> Any:
         return torch.empty(0), torch.empty(0)
     _check_item(items[0], name)
     try:
-        return default_collate(items)
+        return tuple(_stacked([item[i] for item in items]) for i in (0, 1))
     except (RuntimeError, TypeError, ValueError, KeyError):
         refuse(name, HINT, items[0])
+
+
+def _stacked(values: list[Any]) -> Any:
+    """Samples' values as one tensor [n, ...], or as a dict of such. A list of numbers is a row:
+    torch's `default_collate` would make it a column."""
+    if isinstance(values[0], Mapping):
+        return {k: _stacked([v[k] for v in values]) for k in values[0]}
+    if all(isinstance(v, Tensor) for v in values):
+        return torch.stack(values)
+    return _read(values)
 
 
 def _check_dataset(dataset: Any, name: str) -> None:

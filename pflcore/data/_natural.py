@@ -65,14 +65,16 @@ def femnist(root: Where | None = None) -> Federation:
     at = _root(root) / "femnist"
     if not (at / "fed_emnist_train.h5").is_file():
         fed = leaf(at, classes=62, name="femnist")
-        return fed._with(x=fed.x.reshape(-1, 1, 28, 28))
+        return fed._with(x=fed.x.float().reshape(-1, 1, 28, 28))
     h5py, clients = optional("h5py", "h5py", "data: it"), Pairs()
     for split in ("train", "test"):
         path = at / f"fed_emnist_{split}.h5"
-        with reading(f"{path}: expected TFF's HDF5 file, got none"), h5py.File(path) as file:
-            for writer, of in file["examples"].items():
-                pair = of["pixels"][()][:, None], of["label"][()].astype(np.int64)
-                clients.setdefault(writer, {})[split] = pair
+        with reading(f"{path}: expected TFF's HDF5 file, got none"):
+            need(path.is_file(), "file", "a regular one", path.name)
+            with h5py.File(path) as file:
+                for writer, of in file["examples"].items():
+                    pair = of["pixels"][()][:, None], of["label"][()].astype(np.int64)
+                    clients.setdefault(writer, {})[split] = pair
     return _federation(dict(sorted(clients.items())), Reading(62, None, files=True), "femnist")
 
 
@@ -191,6 +193,7 @@ def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
     entry per client; as float64 arrays."""
     io = optional("scipy.io", EXTRA, "data: it")
     with reading(f"{path}: expected a .mat file with the cells X and Y, got none"):
+        need(path.is_file(), "file", "a regular one", path.name)
         mat = {k.upper(): v for k, v in io.loadmat(path).items()}
         x, y = ([np.asarray(c, np.float64) for c in mat[k].reshape(-1)] for k in "XY")
     return x, [v.reshape(-1) for v in y]
@@ -212,8 +215,11 @@ def _leaf_users(path: Path) -> dict[str, tuple[Any, Any]]:
 def _numbers(values: Any, name: str) -> Any:
     """An array of real numbers, of the type that they have. ValueError for words, dates, complex
     numbers and records."""
-    a = np.asarray(values)
-    words = "whole numbers for labels that are words" if a.dtype.kind in "USO" else "numbers"
+    try:
+        a = np.asarray(values)
+    except ValueError:
+        refuse(name, "as many numbers in each row", values)
+    words = "numbers (for words their numbers)" if a.dtype.kind in "US" else "numbers"
     need(a.dtype.kind in "fiub", name, words, values)
     return a.astype(np.float64) if a.dtype.itemsize > 8 else a
 

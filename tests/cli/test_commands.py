@@ -168,6 +168,44 @@ def test_whole_numbers_may_be_targets_and_columns_may_be_scaled():
     assert run.measure == "loss" and bool((run.last("loss") < 30).all())
 
 
+@pytest.fixture
+def prices():
+    """Two clients' files of whole-number prices."""
+    os.mkdir("data")
+    for name in "ab":
+        Path(f"data/{name}.csv").write_text("area,rooms,price\n9,3,250\n12,4,410\n7,2,199\n")
+    return "run local --data folder:data --rounds 1 --quiet --out o"
+
+
+def test_prices_are_no_classes_and_the_command_line_can_say_so(prices, capsys):
+    assert command(prices) == 2
+    said = capsys.readouterr().err
+    assert "y: expected labels below 6, the number of samples" in said and not os.path.exists("o")
+    for remedy in ("--criterion squared", "--classes None"):
+        assert remedy in said
+        assert command(f"{prices} --overwrite {remedy}") == 0
+        assert read("o")[0].header["classes"] is None
+    assert "--classes 411)" in said
+    assert command(f"{prices} --overwrite --classes 411") == 0
+    assert read("o")[0].header["classes"] == 411
+
+
+def test_a_column_is_chosen_by_its_name_on_the_command_line(prices):
+    assert command(f"{prices} --data-target rooms") == 0
+    (run,) = read("o")
+    assert run.header["classes"] == 5
+    assert run.header["partition_options"] == {"target": "rooms"}
+
+
+def test_models_by_name_take_whole_numbers_as_features():
+    os.mkdir("data")
+    for name in "ab":
+        np.savez(f"data/{name}.npz", x=np.arange(12).reshape(6, 2), y=np.arange(6) % 2)
+    how = "run local --data folder:data --rounds 1 --quiet --out o --overwrite"
+    assert command(how) == 0
+    assert command(f"{how} --standardize True") == 0
+
+
 def test_metrics_that_were_asked_for_are_in_the_table():
     """Of a validation split here, after training by AdamW."""
     held = "--val 0.25 --eval-split val --metrics balanced_accuracy auc"

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from doors import (
     synthetic_quadratic,
     vehicle,
 )
-from places import golden, tabled
+from places import ROOT, golden, tabled
 from small import equals
 
 from pflcore import data as room
@@ -389,6 +390,14 @@ def test_wrong_options_are_one_sentence(line, tmp_path, monkeypatch):
     data, options, error, *said = line.replace("HERE", str(tmp_path)).split(" | ")
     given = json.loads(options)
     sentence(getattr(builtins, error), lambda: federation_of(data, **given), *said)
+
+
+def test_the_page_on_data_has_every_name():
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`([\w*]+)`", row)}
+    assert {*room.SOURCES, *room.FEDERATIONS} <= named
+    assert {*room.PARTITIONS} - {"A*", "B*"} <= named
 
 
 def test_unknown_names_list_the_known_ones():
