@@ -265,11 +265,10 @@ def neighbours(
     """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n) nearest of
     the first `n` rows of `store` [n_max, H].
 
-    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points. Places past `n` come with
-    weight 0.
+    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points.
     """
-    square = ops.pairwise_sqdist(queries, store)  # [B, n_max] float64, exact where points coincide
-    square[:, torch.arange(len(store), device=store.device) >= n] = torch.inf
+    store = store[: int(n)]  # the others are there for clients of more samples
+    square = ops.pairwise_sqdist(queries, store)  # [B, n] float64, exact where points coincide
     near = ops.feddwa_weights(square, k).index
     square = square.nan_to_num(torch.inf, torch.inf).gather(1, near)
     if kernel == "inverse":

@@ -286,7 +286,9 @@ class FedFomo(Algorithm):
             gains.append(torch.where(length > 0, gain, 0.0))
         a = torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)  # [S, m + 1]
         a[:, :-1] *= given
-        w, better = shares(a.clamp(min=0)), (a > 0).any(1, keepdim=True)
+        w, better = a.clamp(min=0), (a > 0).any(1, keepdim=True)
+        # added up one by one: columns for others, of zeros here, change no digit
+        w = w / w.cumsum(1)[:, -1:].clamp(min=torch.finfo(w.dtype).tiny)
         start = torch.where(better, w[:, -1:].to(own["w"]), 1) * own["w"]
         start = ops.aggregate(rows, w[:, :-1], index, start)
         fit = clients.fit(start)
@@ -346,7 +348,8 @@ class L2C(Algorithm):
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         mine = state["round"] == state["last"][cohort.ids][:, None]  # [S, R]
-        width = int(mine.sum(1).max()) if mine.numel() else 0
+        # as many columns whoever is there: the largest round's
+        width = int(state["round"].bincount().max()) if mine.numel() else 0
         index = mine.byte().sort(dim=1, descending=True, stable=True).indices[:, :width]
         who = state["who"][index].masked_fill(~mine.gather(1, index), -1)
         index = index.masked_fill(who < 0, -1)  # no update of this client's last round: not sent

@@ -127,10 +127,10 @@ COMPANY = [
 def company_cases():
     """Every body with every activation that the engine trains, most of them in the deep suite."""
     cases = list(COMPANY)
-    for body, activation in product(company.BODIES, company.ACTIVATIONS):
-        cases.append(("loop", body, activation))
-        if body != "batch norm" and activation in ("Tanh", "ReLU"):
-            cases.append(("chain", body, activation))
+    for kind, activation in product(company.BODIES, company.ACTIVATIONS):
+        cases.append(("loop", kind, activation))
+        if kind != "batch norm" and activation in ("Tanh", "ReLU"):
+            cases.append(("chain", kind, activation))
     deep = pytest.mark.deep("every activation and body")
     return [
         pytest.param(*case, marks=() if case in COMPANY else deep) for case in dict.fromkeys(cases)

@@ -1,4 +1,4 @@
-"""A cohort is computed in blocks that are made of all of it: however it is cut at their borders, its
+"""A cohort is computed in blocks that are made of all of it: cut at their borders in any way, its
 bits are the same."""
 
 import pytest
