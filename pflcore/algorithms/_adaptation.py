@@ -39,6 +39,7 @@ from pflcore.check import (
     are_names,
     warn,
 )
+from pflcore.data._federation import Federation
 from pflcore.data._ragged import onto
 from pflcore.nn._mode import context, forward_mode
 from pflcore.train import Clients, Fit, Net, Objective
@@ -58,7 +59,8 @@ class FineTune(FedProx, FedOpt):
     `finetune_epochs` epochs. "client" tries each step size of `lr_grid` with 1 .. `finetune_epochs`
     epochs and keeps what is best on the client's own validation split (for one choice for all
     clients see `pflcore.tune`); ties go to the earlier candidate, 0 epochs first. A client without
-    validation samples takes what is best for all the others together (mean over clients). Momentum
+    validation samples takes what is best for all the others of the federation together (mean over
+    clients), whoever is evaluated beside it: to evaluate it alone fine-tunes all of them. Momentum
     and AdamW's moments start at zero in every epoch. Acceptance (the remark of section 4.1): a
     client with less than `min_size` samples, or whose validation value does not beat x's by more
     than `margin` (without validation samples it cannot), keeps x.
@@ -84,6 +86,14 @@ class FineTune(FedProx, FedOpt):
     def traits(self) -> Traits:
         tuning = ("finetune_lr", "finetune_epochs", "layers", "choose", "lr_grid", "zero")
         return super().traits._replace(late=(*tuning, "min_size", "margin"))
+
+    def beside(self, data: Federation, ids: Tensor) -> Tensor:
+        if self.choose == "fixed" or not self.finetune_epochs or "val" not in data.index:
+            return ids
+        judges = data.size("val") > 0
+        if judges[ids].all():
+            return ids
+        return torch.cat([ids, judges.nonzero()[:, 0]]).unique()
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         x = down["x"]
@@ -149,14 +159,15 @@ def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -
     model, size = rows if isinstance(rows, dict) else {"w": rows}, torch.zeros(len(clients.ids))
     if clients.has("val"):
         size = clients.setting.data.size("val")[clients.ids]
-    some, seen = size > 0, clients
+    # a choice depends on it, so nobody shares a batch
+    some, seen = size > 0, replace(clients, block=torch.arange(len(size)))
     if not some.any():
         raise ValueError(
             "choose: fine-tuning is tuned on the clients' 'val' split, which these clients lack; "
             "make one with Federation.split, or choose on validation clients with pflcore.tuning."
         )
     if not some.all():
-        seen, model = clients.take(some), {k: v[some] for k, v in model.items()}
+        seen, model = seen.take(some), {k: v[some] for k, v in model.items()}
     loss, right = seen.measure(model, "val", predict)
     values = -loss.double() if right is None else right
     values = values.masked_fill(loss.isnan(), -torch.inf)
@@ -254,11 +265,10 @@ def neighbours(
     """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n) nearest of
     the first `n` rows of `store` [n_max, H].
 
-    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points. Places past `n` come with
-    weight 0.
+    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points.
     """
-    square = ops.pairwise_sqdist(queries, store)  # [B, n_max] float64, exact where points coincide
-    square[:, torch.arange(len(store), device=store.device) >= n] = torch.inf
+    store = store[: int(n)]  # the others are there for clients of more samples
+    square = ops.pairwise_sqdist(queries, store)  # [B, n] float64, exact where points coincide
     near = ops.feddwa_weights(square, k).index
     square = square.nan_to_num(torch.inf, torch.inf).gather(1, near)
     if kernel == "inverse":

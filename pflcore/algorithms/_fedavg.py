@@ -26,6 +26,7 @@ from pflcore.algorithms._protocol import (
     Void,
     options,
     plain_steps,
+    row_by_row,
     squares,
 )
 from pflcore.check import Count, Momentum, NonNegative, Positive, Weighting, Whole, refuse
@@ -199,8 +200,11 @@ class QFedAvg(Undefended, FedAvg):
         f = (clients.loss(down["x"]).double() + 1e-10).clamp(min=1e-6)
         own, up, fit = super().train(down, own, clients)
         norm = torch.linalg.vector_norm(up["delta"], dim=1, dtype=torch.float64) ** 2
-        h = self.q * f ** (self.q - 1) * norm / (clients.lr or 1) + f**self.q
-        return own, {**up, "weight": f**self.q, "h": h}, fit
+        slope, weight = (
+            row_by_row(lambda v, q=q: v**q, f[:, None])[:, 0] for q in (self.q - 1, self.q)
+        )
+        h = self.q * slope * norm / (clients.lr or 1) + weight
+        return own, {**up, "weight": weight, "h": h}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         share = onto(cohort.mean(self.weighting).weight, up["h"].device).to(up["h"])

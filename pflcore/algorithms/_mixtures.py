@@ -24,13 +24,14 @@ from pflcore.algorithms._protocol import (
     Traits,
     Updated,
     options,
+    row_by_row,
     shares,
 )
 from pflcore.check import Count, Fraction, NonNegative, Share, Weighting, Whole
 from pflcore.data._ragged import Ragged, onto
 from pflcore.nn._mode import context
 from pflcore.train import Clients, Net, Objective
-from pflcore.train._clients import Setting
+from pflcore.train._clients import Setting, aligned
 from pflcore.train._random import client_seeds, shuffles, uniforms
 
 
@@ -285,7 +286,9 @@ class FedFomo(Algorithm):
             gains.append(torch.where(length > 0, gain, 0.0))
         a = torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)  # [S, m + 1]
         a[:, :-1] *= given
-        w, better = shares(a.clamp(min=0)), (a > 0).any(1, keepdim=True)
+        w, better = a.clamp(min=0), (a > 0).any(1, keepdim=True)
+        # added up one by one: columns for others, of zeros here, change no digit
+        w = w / w.cumsum(1)[:, -1:].clamp(min=torch.finfo(w.dtype).tiny)
         start = torch.where(better, w[:, -1:].to(own["w"]), 1) * own["w"]
         start = ops.aggregate(rows, w[:, :-1], index, start)
         fit = clients.fit(start)
@@ -345,7 +348,8 @@ class L2C(Algorithm):
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         mine = state["round"] == state["last"][cohort.ids][:, None]  # [S, R]
-        width = int(mine.sum(1).max()) if mine.numel() else 0
+        # as many columns whoever is there: the largest round's
+        width = int(state["round"].bincount().max()) if mine.numel() else 0
         index = mine.byte().sort(dim=1, descending=True, stable=True).indices[:, :width]
         who = state["who"][index].masked_fill(~mine.gather(1, index), -1)
         index = index.masked_fill(who < 0, -1)  # no update of this client's last round: not sent
@@ -353,8 +357,9 @@ class L2C(Algorithm):
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         (rows, index), (x, w, who) = down["delta"], self.mixed(down, own)
-        # [S, M] g . delta_j
-        slope = (clients.grad(x, "val") @ rows.T).double().gather(1, index.clamp(min=0))
+        # [S, M] g . delta_j, client by client: the last digits of a product of all depend on all
+        slope = torch.stack([rows @ aligned(g) for g in clients.grad(x, "val")])
+        slope = slope.double().gather(1, index.clamp(min=0))
         slope, n = w * (slope - (w * slope).sum(1, keepdim=True)), own["a"].shape[1]
         # one step of Adam on the logits of those in `who`; the others' stay
         live = spread(who, torch.ones_like(slope), n) > 0
@@ -362,8 +367,9 @@ class L2C(Algorithm):
         t = own["t"] + live.any(1, keepdim=True)
         m, v = 0.9 * own["m"] + 0.1 * d, 0.999 * own["v"] + 0.001 * d**2
         once = t.clamp(min=1)
-        root = (v / (1 - 0.999**once)).sqrt() + 1e-8
-        moved = {"a": own["a"] - self.alpha_lr * (m / (1 - 0.9**once)) / root, "m": m, "v": v}
+        first, second = (row_by_row(lambda k, b=b: b**k, once) for b in (0.9, 0.999))
+        root = (v / (1 - second)).sqrt() + 1e-8
+        moved = {"a": own["a"] - self.alpha_lr * (m / (1 - first)) / root, "m": m, "v": v}
         new = {k: torch.where(live, value, own[k]) for k, value in moved.items()}
         fit = clients.fit(x)
         up = {"delta": fit.w.sub_(x), "weights": spread(who, w, n)}

@@ -23,6 +23,7 @@ from typing_extensions import dataclass_transform
 
 from pflcore import ops
 from pflcore.check import check, refuse, warn
+from pflcore.data._federation import Federation
 from pflcore.data._ragged import onto
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
@@ -152,6 +153,18 @@ def shares(a: Tensor) -> Tensor:
     return torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), 0.0)
 
 
+LANES = 64  # numbers: whole vectors of any processor
+
+
+def row_by_row(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The elementwise `f` of rows [S, k], each with the bits that it has alone.
+
+    Numbers behind the last whole vector go through other instructions, whose last digits may
+    differ, so each row is filled up to whole vectors.
+    """
+    return f(torch.nn.functional.pad(x, (0, -x.shape[1] % LANES)))[:, : x.shape[1]]
+
+
 class Traits(NamedTuple):
     """What a run has to know of an algorithm beside its hooks; may depend on its options."""
 
@@ -237,6 +250,11 @@ class Algorithm:
         names = self.traits.reported
         shown = mix.report(cohort) if mix is not None and "mix" in names else {}
         return shown | {k: state[k] for k in names if k != "mix"}
+
+    def beside(self, data: Federation, ids: Tensor) -> Tensor:
+        """The clients whom `model` must see to make the models of the clients `ids`, who are among
+        them: ids, ascending. By default nobody else."""
+        return ids
 
     def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         """What a newcomer's upload `up` [1, ...] shows of where it belongs: for `History.adapt`."""

@@ -74,6 +74,8 @@ class Options:
     engine: str = "auto"  # chain, loop, vmap, or auto by the model
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
+    # clients that train at once under vmap, at most; another number changes last digits
+    together: Count = Hardware.together
     clip: Positive | None = None  # no client's update is longer than this (Euclidean norm)
     poison: Attack | None = None  # what the bad clients do; the others are evaluated
     bad: tuple[int, ...] | None = None  # the clients that do it
@@ -86,7 +88,8 @@ class Options:
     @property
     def hardware(self) -> Hardware:
         """Where it runs. ValueError for what is none."""
-        return Hardware(self.engine, self.workers, device_of(self.device))  # type: ignore
+        device = device_of(self.device)
+        return Hardware(self.engine, self.workers, device, together=self.together)  # type: ignore
 
     @property
     def robustness(self) -> Robustness:
@@ -296,7 +299,7 @@ def described(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     """What some jobs compute, but for where: two descriptions that are equal give the same
     numbers."""
     options = asdict(todo[0].options)
-    for where in ("device", "engine", "workers"):
+    for where in ("device", "engine", "workers", "together"):
         del options[where]
     hyper = {job.name: dict(job.hyper) for job in todo}
     own = {"partition_options": dict(cut), "model_options": dict(shape), "options": hyper}

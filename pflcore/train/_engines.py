@@ -198,7 +198,8 @@ def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -
     if alone and chunk.loss is None:
         chunk.leaves = chunk.net.leaves(w[0])
     more = (not sgd, terms, t.momentum, t.weight_decay, t.clip_grad, grads is not None)
-    plain, adamw = not any(more), None if sgd else AdamW(w, lr, t.weight_decay)
+    plain = not any(more)
+    adamw = None if sgd else AdamW(w, lr, t.weight_decay, int(chunk.batches.taken.max()))
     velocity = torch.zeros_like(w) if t.momentum else None
     space = torch.empty_like(w)  # touched only where a gradient is a row
     for step in chunk.batches.steps:
@@ -249,18 +250,24 @@ def by_kernels(
 class AdamW:
     """Loshchilov and Hutter 2019, Algorithm 2, as `torch.optim.AdamW`."""
 
-    def __init__(self, w: Tensor, lr: float, decay: float) -> None:
-        self.w, self.lr, self.decay, self.steps = w, lr, decay, w.new_zeros(len(w), 1)
+    def __init__(self, w: Tensor, lr: float, decay: float, most: int) -> None:
+        self.w, self.lr, self.decay = w, lr, decay
         self.mean, self.square = torch.zeros_like(w), torch.zeros_like(w)
+        self.steps = w.new_zeros(len(w), 1, dtype=torch.int64)  # that each took, at most `most`
+        # By Python, one by one: torch's powers of several numbers have other last digits.
+        self.bias = [
+            w.new_tensor([1 - beta**k for k in range(most + 1)], dtype=torch.float64).to(w)
+            for beta in BETAS
+        ]
 
     def step(self, s: slice, grad: Tensor, terms: Tensors) -> None:
         w, mean, square, steps = (v[s] for v in (self.w, self.mean, self.square, self.steps))
         d = corrected(w, grad, terms.get("shift"), 0.0, terms.get("mu"), terms.get("anchor"))
         steps += 1
         first, second = BETAS
+        by_mean, by_square = (bias[steps] for bias in self.bias)
         mean.lerp_(d, 1 - first)
         square.mul_(second).addcmul_(d, d, value=1 - second)
-        by_mean, by_square = ((1 - beta ** steps.double()).to(w) for beta in BETAS)
         root = square.sqrt().div_(by_square.sqrt()).add_(EPS)
         move = (mean / root.mul_(by_mean)).add_(w, alpha=self.decay).mul_(self.lr)
         w.sub_(move * terms["mask"] if "mask" in terms else move)

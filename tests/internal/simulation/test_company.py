@@ -1,0 +1,70 @@
+"""A round and an evaluation in parts: the bits are those of the whole, for every algorithm."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from parts.company import EVERYBODY, differing, of_round, simulation
+from small import swept
+
+from pflcore.simulation import _evaluate as evaluation
+from pflcore.simulation.round import sample
+from pflcore.train._clients import blocks, parted
+
+CASES = [("chain", "mlp", "Tanh"), ("loop", "mlp", "SiLU"), ("vmap", "conv", "SiLU")]
+DEEP = [("loop", "batch norm", "SiLU"), ("vmap", "batch norm", "Sigmoid"), ("vmap", "mlp", "ELU")]
+EVERY = CASES + [pytest.param(c, marks=pytest.mark.deep("all engines")) for c in DEEP]
+QUICK = ("l2c", "factorized_waffle", "qfedavg", "apfl", "fedfomo", "knnper", "finetune")
+
+
+@lru_cache(maxsize=1)  # what follows changes nothing of it
+def played(name, case):
+    """A run after two rounds."""
+    run = simulation(*case, name)
+    play = run.iterate()
+    for _ in range(2):
+        next(play)
+    return run
+
+
+def cut_anywhere(engine):
+    """Places of parts, for engines on which no client's bits depend on another's."""
+    assert engine != "vmap"
+    return [torch.tensor([0]), torch.tensor([1, 2, 5, 9]), torch.tensor([3, 4, 6, 7, 8, 10])]
+
+
+@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("name", swept(quick=QUICK))
+def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
+    run = played(name, case)
+    ids = sample(run.setup, 3)
+    block = blocks(run.setting, ids)
+    whole = of_round(run.setup, run._state, ids, EVERYBODY, block)
+    inside = run.setting.engine.name == "vmap"  # what a chain does not train, vmap does
+    for at in parted(EVERYBODY, block) if inside else cut_anywhere(run.setting.engine.name):
+        part = of_round(run.setup, run._state, ids, at.sort().values, block)
+        assert differing(part, whole, at.sort().values) == []
+
+
+@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("name", swept(quick=QUICK))
+def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatch):
+    run = played(name, case)
+    whole = evaluation.evaluate(run.setup, run._state)
+
+    def in_blocks(setup, state, block):
+        return [at.sort().values for at in parted(torch.arange(len(block)), block)][::-1]
+
+    monkeypatch.setattr(evaluation, "parts_of", in_blocks)
+    found = evaluation.evaluate(run.setup, run._state)
+    assert differing(found, whole, EVERYBODY) == []
+
+
+@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("name", swept(quick=QUICK[:3]))
+def test_workers_change_no_bit_of_a_run(name, case):
+    one, two = (simulation(*case, name, workers=n).run() for n in (1, 2))
+    for a, b in zip(one.rounds, two.rounds, strict=True):
+        assert a["eval"] == b["eval"] and a["train_loss"] == b["train_loss"]
+    for key, value in one.state.server.items():
+        assert torch.equal(value, two.state.server[key]), key
