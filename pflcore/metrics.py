@@ -314,3 +314,21 @@ def r2(scores: Tensor, y: Tensor) -> float:
 
 METRICS: dict[str, Metric] = {f.__name__: f for f in (auc, f1, balanced_accuracy, mae, rmse, r2)}
 FOR_LABELS = ("auc", "f1", "balanced_accuracy")  # the others are for targets
+# what is recorded by name, and whether more of it is better
+HIGHER_IS_BETTER = {
+    **dict.fromkeys(("accuracy", "auc", "f1", "balanced_accuracy", "r2"), True),
+    **dict.fromkeys(("loss", "train_loss", "mae", "rmse"), False),
+}
+
+
+def is_higher_better(name: str, said: bool | None = None, argument: str = "key") -> bool:
+    """Whether more of a metric is better: as somebody `said`, else as its name says.
+
+    ValueError for a metric of one's own of which nobody said it.
+    """
+    words = (
+        f"one of {', '.join(HIGHER_IS_BETTER)}, or a metric of your own with "
+        "higher_is_better=True or False"
+    )
+    need(said is not None or name in HIGHER_IS_BETTER, argument, words, name)
+    return HIGHER_IS_BETTER[name] if said is None else said

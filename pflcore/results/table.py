@@ -133,7 +133,7 @@ def _hurt(run: Run, base: Run | None, measure: str) -> float:
     same = a.get("clients") == b.get("clients") and len(a[measure]) == len(b[measure])
     if not same or cut != other:
         return math.nan
-    return metrics.hurt(run.last(measure), base.last(measure), measure == "accuracy")
+    return metrics.hurt(run.last(measure), base.last(measure), metrics.is_higher_better(measure))
 
 
 def _one_of_each_seed(runs: Runs) -> list[Run]:
@@ -146,7 +146,8 @@ def _one_of_each_seed(runs: Runs) -> list[Run]:
 
 def _numbers(run: Run, clients: Sequence[int | None], measure: str, last: int) -> dict[str, float]:
     """A run's numbers by column; of `clients` None is the mean over all."""
-    up, at_last, out = measure == "accuracy", run.last(measure), dict[str, float]()
+    up, at_last = metrics.is_higher_better(measure), run.last(measure)
+    out = dict[str, float]()
     for client in clients:
         rounds, values = run.curve(client, measure)
         who = "" if client is None else f"client {client}: "

@@ -209,14 +209,14 @@ def test_models_by_name_take_whole_numbers_as_features():
 def test_metrics_that_were_asked_for_are_in_the_table():
     """Of a validation split here, after training by AdamW."""
     held = "--val 0.25 --eval-split val --metrics balanced_accuracy auc"
-    how = "--local-optimizer adamw --clip-grad 0.5 --lr 0.01"
+    how = "--local-optimizer adamw --clip-grad 0.5 --lr 0.01 --betas 0.9 0.95 --eps 1e-6"
     assert command(f"run fedavg {SHORT} {held} {how}") == 0
     text, (run,) = Path("o/table.md").read_text(), read("o")
     (head,) = [line for line in text.splitlines() if line.startswith("| algorithm")]
     at = [head.index(k) for k in ("worst decile", "auc", "balanced_accuracy", "bytes")]
     assert at == sorted(at) and f"{run.last('balanced_accuracy').nanmean():.4f}" in text
     both = zip(run.header["size"], run.rounds[-1]["eval"]["size"], strict=True)
-    want = {"local_optimizer": "adamw", "clip_grad": 0.5}
+    want = {"local_optimizer": "adamw", "clip_grad": 0.5, "betas": [0.9, 0.95], "eps": 1e-6}
     assert want.items() <= run.header["training"].items() and "AdamW" in run.header["path"]["why"]
     assert "Validation accuracy" in text and all(v == math.ceil((k + v) / 4) for k, v in both)
 
@@ -443,6 +443,7 @@ run fedavg DIGITS --target -1 | target: expected
 run fedavg DIGITS --lr -1 | lr: expected
 run fedavg DIGITS --clip nan | clip:
 run fedavg DIGITS --local-optimizer adamw --momentum 0.5 | momentum:
+run fedavg DIGITS --betas 0.9 0.95 | betas: SGD has none
 run fedavg DIGITS --rounds 0 | rounds:
 run fedavg DIGITS --eval-split val | evaluation.split:
 run fedavg DIGITS --val 1 | val: expected

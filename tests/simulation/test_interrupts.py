@@ -7,7 +7,7 @@ from doors import sentence
 from parts.user import simulation
 from small import images, tiny_model
 
-from pflcore import EarlyStopping, Stop, for_everyone
+from pflcore import EarlyStopping, Evaluation, Stop, for_everyone
 
 ROUNDS = 5
 
@@ -53,6 +53,39 @@ def test_runs_for_everyone_that_are_interrupted_say_so_where_one_lacks(target, r
     assert history.stopped == said
 
 
+def mape(scores, y):
+    return (scores[:, 0] - y).abs().mean()
+
+
+def test_an_error_of_ones_own_stops_a_run_when_it_no_longer_falls():
+    """And the run looks at the split that the help says."""
+    with sentence("key: expected one of .*, or a metric of your own with higher_is_better=True"):
+        EarlyStopping(key="mape")
+
+    def play(stop, values):
+        for round, value in enumerate(values, 1):
+            stop(round, {"eval": {"mape": [value], "size": [1]}})
+
+    falls = EarlyStopping(patience=2, key="mape", higher_is_better=False)
+    play(falls, [5.0, 4.0, 3.0, 2.0])
+    assert (falls.best, falls.round) == (2.0, 4)
+    with sentence("Stopped early after round 3: mape 5 of round 1", Stop):
+        play(EarlyStopping(patience=2, key="mape", higher_is_better=True), [5.0, 4.0, 3.0])
+    data = images((20, 20, 20)).split(val=0.2)
+    look = Evaluation(split="val", metrics=(mape,))
+    stop = EarlyStopping(patience=ROUNDS, key="mape", higher_is_better=False)
+    history = simulation(data=data, rounds=ROUNDS, evaluation=look).run(stop)
+    assert stop.best == min(history.series("mape")[1].mean(1)).item()
+
+
+@pytest.mark.parametrize("key, up", [("rmse", False), ("train_loss", False), ("r2", True)])
+def test_names_that_are_known_know_their_direction(key, up):
+    stop = EarlyStopping(patience=1, key=key)
+    for round, value in enumerate((1.0, 2.0 if up else 0.5), 1):
+        stop(round, {"eval": {key: [value], "size": [1]}})
+    assert stop.round == 2
+
+
 def test_early_stopping():
     stop = EarlyStopping(patience=2, key="accuracy", min_delta=0.1)
 
@@ -69,5 +102,7 @@ def test_early_stopping():
     assert stop.best == 0.1 and stop.round == 1
     with sentence("key: expected one of accuracy, got 'auc'"):
         EarlyStopping(key="auc")(1, record(0.3))
+    with sentence("key: expected one of accuracy, .* got 'acuracy'"):
+        EarlyStopping(key="acuracy")
     with sentence("on_round: expected a function"):
         simulation(rounds=ROUNDS).run(3)

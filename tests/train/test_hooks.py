@@ -179,7 +179,8 @@ def recorded(s, ids=(0, 1, 2), round=1, **o):
 
 def optimizer_of(t, module):
     if t.local_optimizer == "adamw":
-        return torch.optim.AdamW(module.parameters(), t.lr, weight_decay=t.weight_decay)
+        more = {k: getattr(t, k) for k in ("betas", "eps") if getattr(t, k) is not None}
+        return torch.optim.AdamW(module.parameters(), t.lr, weight_decay=t.weight_decay, **more)
     return torch.optim.SGD(module.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay)
 
 
@@ -187,7 +188,10 @@ def optimizer_of(t, module):
 @pytest.mark.parametrize("model", ["mlp", "conv", "batch norm"])
 @pytest.mark.parametrize(
     "case",
-    ["plain", "momentum", "mask", "shift", "prox", "adamw", "adamw, masked", "clip", "clip, all"],
+    [
+        *("plain", "momentum", "mask", "shift", "prox", "clip", "clip, all"),
+        *("adamw", "adamw, masked", "adamw, betas", "adamw, eps"),
+    ],
 )
 @NO_CHAIN
 def test_a_step_is_that_of_torch_optim(engine, model, case):
