@@ -9,7 +9,7 @@ float64. Shares and accuracies are in [0, 1]; only functions that say "percent" 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import annotated_types as at
@@ -184,6 +184,157 @@ def human(size: float) -> str:
     return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"
 
 
+# what a function of one's own is handed ---------------------------------------
+
+
+class Form(NamedTuple):
+    """The form in which a function of (scores, targets) takes one score a target."""
+
+    like_targets: bool = False  # scores in the targets' shape
+    as_floats: bool = False  # whole numbers as targets become floats
+
+    def hand(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores and targets [B, ...] in this form; others than one score a target as they
+        are."""
+        if (self.like_targets or self.as_floats) and one_each(scores, y):
+            scores = scores.reshape(y.shape) if self.like_targets else scores
+            y = y.to(scores.dtype) if self.as_floats and not y.is_floating_point() else y
+        return scores, y
+
+
+def one_each(scores: Tensor, y: Tensor) -> bool:
+    """Whether the shapes of scores and targets [B, ...] are the same, but for axes of length 1."""
+    own, others = ([n for n in t.shape[1:] if n != 1] for t in (scores, y))
+    return scores.shape[:1] == y.shape[:1] and own == others
+
+
+def form_of(f: Metric, scores: Tensor, y: Tensor, loss: bool = False) -> Form | None:
+    """The form that `f` takes, tried on drawn scores; None where two forms give two values, and
+    neither shows that it is the wrong one.
+
+    Scores [B, 1] beside targets [B] are spread to [B, B] by most functions, and then it does not
+    matter which sample has which target. The scores are drawn between targets of other samples: so
+    a function that pairs each score with its own target gives another value by as much as the
+    targets differ, whatever their scale. A `loss` is tried with its slopes, and may take
+    whole numbers as floats.
+    """
+    for as_floats in (False, True)[: 2 if loss and not y.is_floating_point() else 1]:
+        for dtype in dict.fromkeys((torch.float64, scores.dtype)):
+            tried = _Tried(f, scores.shape[1:], y, dtype, as_floats, loss)
+            if tried.as_given or tried.like_targets:
+                form = tried.form()
+                return form and form._replace(as_floats=as_floats)
+    return Form()  # it fails on its own
+
+
+DRAWS, ROWS = 2, 7  # an odd number, so that of two labels one is more frequent
+Values = dict[int, float]  # by the number of the draw, where the function gives one
+
+
+class _Tried:
+    """The values of a function for drawn scores in both shapes, where it gives any."""
+
+    def __init__(
+        self,
+        f: Metric,
+        shape: tuple[int, ...],  # of one sample's scores
+        y: Tensor,
+        dtype: torch.dtype,
+        as_floats: bool,
+        slopes: bool,
+    ) -> None:
+        self.f, self.slopes, self.shape = f, slopes, (ROWS, *shape)
+        pairs = list(_drawn_pairs(y))
+        floats = as_floats or y.is_floating_point()
+        # torch makes float32 of whole numbers
+        self.close = 1e-9 if floats and dtype == torch.float64 else 1e-5
+        self.pairs = [(s.to(dtype), t.to(dtype) if floats else t.to(y.dtype)) for s, t in pairs]
+        each = enumerate(self.pairs)
+        self.as_given = self.values((k, s.view(self.shape), t) for k, (s, t) in each)
+        self.like_targets = self.values((k, *pair) for k, pair in enumerate(self.pairs))
+
+    def values(self, draws: Iterable[tuple[int, Tensor, Tensor]]) -> Values:
+        found = {}
+        for k, scores, y in draws:
+            try:
+                with torch.enable_grad():
+                    given = scores.clone().requires_grad_(self.slopes)
+                    value: Any = self.f(given, y)
+                    if self.slopes:
+                        torch.autograd.grad(value.sum(), given, allow_unused=True)
+                found[k] = float(value)
+            except Exception:  # outside of its domain, or not in this shape
+                continue
+        return found
+
+    def form(self) -> Form | None:
+        if not self.like_targets:
+            return Form()
+        both = self.as_given.keys() & self.like_targets.keys()
+        known = [k for k in both if self.finite(self.as_given[k], self.like_targets[k])]
+        other = [k for k in known if not self.same(self.as_given[k], self.like_targets[k])]
+        if known and not other:
+            return Form()
+        # the same once more, and with targets of other samples
+        again = self.values((k, self.pairs[k][0].view(self.shape), self.pairs[k][1]) for k in other)
+        if again != {k: self.as_given[k] for k in other}:
+            return Form()  # it changes from call to call
+        moved = self.values(
+            (k, self.pairs[k][0].view(self.shape), self.pairs[k][1].roll(1, 0)) for k in other
+        )
+        spread = all(self.same(moved.get(k, math.nan), self.as_given[k]) for k in other)
+        return Form(like_targets=True) if spread else None
+
+    def same(self, one: float, other: float) -> bool:
+        return math.isclose(one, other, rel_tol=self.close)
+
+    @staticmethod
+    def finite(*values: float) -> bool:
+        return all(map(math.isfinite, values))
+
+
+def _drawn_pairs(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scores and targets [ROWS, ...] float64 at the scale of the targets `y` [B, ...]: between the
+    smallest and the largest, between 0 and 1, and on both sides of 0."""
+    known = y.detach().reshape(-1)[:4096].double().unique()
+    if len(known) < 2:  # targets that are all the same show nothing
+        c = float(known[0]) if len(known) else 0.0
+        half = c / 2 if y.is_floating_point() else c // 2
+        known = torch.tensor([c, half if c else 1.0], device=y.device, dtype=torch.float64)
+    draws = torch.Generator().manual_seed(0)
+    count = ROWS * y[:1].numel()
+    for _ in range(DRAWS):
+        order = torch.randperm(count, generator=draws)
+        place = torch.linspace(0, len(known) - 1, count).long()[order]
+        targets = known[place.to(known.device)].view(ROWS, *y.shape[1:])
+        share = (0.05 + 0.4 * torch.rand(targets.shape, generator=draws)).to(targets)
+        scores = targets.roll(2, 0).lerp(targets.roll(3, 0), share)
+        low, high = scores.aminmax()
+        yield scores, targets
+        yield 0.1 + 0.8 * (scores - low) / (high - low).clamp(min=1e-300), targets
+        yield scores - scores.median(), targets  # a mean of 0 would hide what is multiplied by it
+
+
+class Own:
+    """A metric of one's own, handed one score a target in the form that it takes."""
+
+    def __init__(self, name: str, metric: Metric) -> None:
+        self.name, self.metric = name, metric
+        self._form: Form | None = None
+
+    def __call__(self, scores: Tensor, y: Tensor) -> Any:
+        if scores.shape != y.shape and one_each(scores, y):
+            if self._form is None:
+                self._form = form_of(self.metric, scores, y)
+            if self._form is None:
+                raise ValueError(
+                    f"it gives another value for scores {list(scores.shape)} than in the shape of "
+                    f"the targets, {list(y.shape)}; let it begin with scores.reshape(y.shape)"
+                )
+            scores, y = self._form.hand(scores, y)
+        return self.metric(scores, y)
+
+
 # one client's scores and labels -> a number, by name ------------------------
 
 
@@ -206,7 +357,7 @@ def metrics_of(
                 f"metrics: {name!r} is {'there twice' if name in out else 'recorded anyway'}; "
                 "leave it out or rename it."
             )
-        out[name] = _by_name(metric, classes) if isinstance(metric, str) else metric
+        out[name] = _by_name(metric, classes) if isinstance(metric, str) else Own(name, metric)
     return out
 
 
@@ -232,7 +383,12 @@ def _by_name(name: str, classes: bool) -> Metric:
         kinds = ("labels", "targets") if classes else ("targets", "labels")
         why = f"and {name!r} is for {kinds[1]}" if name in METRICS else f"got {name!r}"
         near = None if name in METRICS else close_name(name, known)
-        why += f"; did you mean {near!r}" * (near is not None)
+        why += f"; did you mean {near!r}" if near is not None else ""
+        if name in FOR_LABELS:
+            why += (
+                ", of which one score each is known to be a logit by the loss alone, such as "
+                "'binary_cross_entropy' or nn.BCEWithLogitsLoss(pos_weight=...)"
+            )
         raise ValueError(
             f"metrics: for {kinds[0]} there are {', '.join(known)}, or a function of (scores, "
             f"labels), {why}."

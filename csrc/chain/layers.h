@@ -265,8 +265,9 @@ PFL_TARGET void norm_backward(const Norm& q, const T* x, const T* stats, const T
 
 // ---- losses ----
 // scores [classes][batch] with targets [batch] -> each sample's loss [batch], whether it is right
-// [batch], and the slopes of the losses times `share` [classes][batch], which may be the scores'
-// own place; loss, right and slope may be nullptr.
+// [batch] (by its scores alone: infinite ones have an order, and with a NaN nothing is right), and
+// the slopes of the losses times `share` [classes][batch], which may be the scores' own place;
+// loss, right and slope may be nullptr.
 template <class T, int bytes>
 PFL_TARGET void losses(Loss kind, int64_t classes, int64_t batch, T share, const T* score,
                        const T* target, T* loss, uint8_t* right, T* slope) {
@@ -299,7 +300,7 @@ PFL_TARGET void losses(Loss kind, int64_t classes, int64_t batch, T share, const
         exponential<T, bytes>(s);
         total += s;
       }
-      hit = best == __builtin_convertvector(y, I);
+      hit = (best == __builtin_convertvector(y, I)) & (top == top);  // top is NaN where one is
       value = total;
       lane_by_lane(value, [](T t) { return std::log(t); });
       value += top - own;
@@ -315,7 +316,7 @@ PFL_TARGET void losses(Loss kind, int64_t classes, int64_t batch, T share, const
     } else {
       load(s, score + b);
       const V sign = y > 0 ? V{} + T(1) : V{} - T(1);
-      hit = (s > 0) == (y > 0);
+      hit = ((s > 0) == (y > 0)) & (s == s);
       V g;
       if (kind == Loss::hinge) {
         const V margin = T(1) - sign * s;

@@ -40,6 +40,7 @@ from pflcore.check import (
     warn,
 )
 from pflcore.data._federation import Federation
+from pflcore.data._inputs import IGNORED
 from pflcore.data._ragged import onto
 from pflcore.nn._mode import context, forward_mode
 from pflcore.train import Clients, Fit, Net, Objective
@@ -248,7 +249,9 @@ class KnnPer(FedOpt):
         scores, labels = net(model["w"], x), model["y"][near]
         votes = net.scores_classes and net.criterion not in (hinge, binary_cross_entropy)
         if votes and not labels.is_floating_point():
-            scores, labels = scores.softmax(1), F.one_hot(labels.clamp(min=0), scores.shape[1])
+            counts = (labels != IGNORED)[..., None]  # who has no label has no vote
+            labels = F.one_hot(labels.clamp(min=0), scores.shape[1]) * counts
+            scores = scores.softmax(1)
         elif net.criterion is hinge:
             labels = torch.where(labels > 0, 1.0, -1.0)
         weight = weight.view(*weight.shape, *[1] * (labels.dim() - 2))
@@ -553,8 +556,8 @@ class FedRoD(FedAvg):
             # as good as none, and finite for a loss of every class, as with label smoothing
             prior = prior.clamp(min=-100)
         prior = prior.view(-1, *[1] * (generic.dim() - 2))  # [B, C, T] are scores of T steps
-        both = net.criterion(generic.detach() + personal, y)
-        return net.criterion(generic + prior, y) + both
+        both = net.batch_loss(generic.detach() + personal, y)
+        return net.batch_loss(generic + prior, y) + both
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         return {"w": down["x"], "h": own["h"]}

@@ -110,7 +110,7 @@ class APFL(FedAvg):
         before = context.buffers
         own = net.loss(w, x, y)
         context.buffers = before  # the statistics that stay are the mixture's
-        return own + net.criterion(self.mixed(net, w.detach(), v, alpha, x), y)
+        return own + net.batch_loss(self.mixed(net, w.detach(), v, alpha, x), y)
 
     def mixed(self, net: Net, w: Tensor, v: Tensor, alpha: Tensor, x: Tensor) -> Tensor:
         """The mixture's scores on `x` [B, ...]."""

@@ -91,7 +91,7 @@ def _are_signs(y: Tensor) -> bool:
 
 def _classes(y: Tensor, reading: Reading) -> int:
     """The largest label plus one. ValueError where that is more than the labels themselves."""
-    labels = y[y != IGNORED] if y.dim() > 1 else y
+    labels = y[y != IGNORED]
     low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
     numbers = "classes=None (--classes None or --criterion squared) for numbers to predict"
     if reading.files:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pflcore.check import NonNegative, Seed32, checked, need
 from pflcore.data._federation import Federation, HeldOut
+from pflcore.data._inputs import IGNORED
 from pflcore.data._meaning import Reading
 
 SHARES = {"val": 0.15, "test": 0.15}  # Motley's split of a client's own samples
@@ -118,6 +119,23 @@ def held_out(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:
         return data
     facts = {**data.facts, "held out for validation": share}
     return data.split(val=share, seed=seed)._with(facts=facts)
+
+
+def void_left_out(data: Federation, label: int) -> Federation:
+    """The same federation with `IGNORED` for `label`, which the loss leaves out; classes that were
+    counted by it are counted without it.
+
+    ValueError where clients have labels of their own for it.
+    """
+    y, classes = data.y, data.classes
+    if label == IGNORED or y.is_floating_point() or not bool((y == label).any()):
+        return data
+    need(data.relabel is None, "relabel", f"None, as label {label} counts in nothing", data.relabel)
+    y = y.masked_fill(y == label, IGNORED)
+    if classes == label + 1:
+        known = y[y != IGNORED]
+        classes = int(known.max()) + 1 if known.numel() else 1
+    return data._with(y=y, classes=classes)
 
 
 def one_client(samples: Any, **options: Any) -> Federation:

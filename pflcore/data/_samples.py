@@ -114,8 +114,8 @@ class Samples:
         lists = self.lists(split).take(ids)
         y = self.y[lists.flat].reshape(len(lists.flat), -1)
         owner = lists.owner()[:, None].expand_as(y)
-        if self.y.dim() > 1:  # masked steps have no label
-            owner, y = owner[y != IGNORED], y[y != IGNORED]
+        # what is left out has no label
+        owner, y = owner[y != IGNORED], y[y != IGNORED]
         if self.relabel is not None:
             y = self.relabel[onto(ids, self.device)[owner], y]
         place = (owner * self.classes + y).flatten()
@@ -210,9 +210,16 @@ class Samples:
             right = f"int64 labels in 0..{self.classes - 1} (classes=None for regression)"
             right += f", or {IGNORED} for those to leave out" if y.dim() > 1 else ""
             need(y.dtype == torch.int64, "y", right, y)
-            labels = y[y != IGNORED] if y.dim() > 1 else y
+            labels = y[y != IGNORED]
             low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
-            right += "; of -1 and 1 give (y > 0)" if low == -1 else ""
+            if low == -1 and not bool((labels == 0).any()):
+                right += "; of -1 and 1 give (y > 0)"
+            elif y.dim() > 1:
+                void, how = (low, "classes=None") if low < 0 else (high, "classes to be inferred")
+                right += (
+                    f"; labels that count in nothing are {IGNORED}, or give {how} and the loss "
+                    f"nn.CrossEntropyLoss(ignore_index={void})"
+                )
             need(low >= 0 and high < self.classes, "y", right, [low, high])
 
     def _holder(self, sample: int) -> str:

@@ -20,7 +20,7 @@ from pflcore.algorithms._protocol import Algorithm, Cohort, Payload, Pool, Tenso
 from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, device_of, need
 from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
-from pflcore.data._roles import held_out, one_client
+from pflcore.data._roles import held_out, one_client, void_left_out
 from pflcore.simulation._accept import Outcome, Trained, accept, finite_rows, nearer
 from pflcore.simulation._personal import Personalized, grown, larger
 from pflcore.simulation._settings import Hardware
@@ -384,7 +384,7 @@ class Client:
         one, device = one_client(data, dtype=None), device_of(hardware.device)
         net = net_of(self.algorithm, model, loss or default_loss(one.y), seed).to(device)
         x, y = (t.to(net.dtype) if t.is_floating_point() else t for t in (one.x, one.y))
-        one = replace(one, x=x, y=y).to(device)
+        one = void_left_out(replace(one, x=x, y=y).to(device), net.ignored)
         self.data = held_out(one, seed) if self.algorithm.traits.needs_val else one
         self.averages = policy(self.algorithm, net, batch_norm) == "average"
         self._setting = prepared(net, self.data, training, hardware.engine, hardware.workers, seed)

@@ -56,6 +56,9 @@ VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, i
 class Simulation:
     """One algorithm on one federation.
 
+    What a function as `model` draws comes from `seed`, whatever `torch.manual_seed` it calls
+    itself; to start from weights that it gives elsewhere, call it and give the module.
+
     >>> history = Simulation("waffle", model, data, rounds=20).run()   # doctest: +SKIP
     """
 

@@ -19,8 +19,8 @@ from pflcore.algorithms import name_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import Whole, checked, need
 from pflcore.data._federation import Federation
-from pflcore.data._inputs import inputs, tensor
-from pflcore.data._roles import held_out, one_client
+from pflcore.data._inputs import IGNORED, inputs, tensor
+from pflcore.data._roles import held_out, one_client, void_left_out
 from pflcore.data._samples import Scaling
 from pflcore.nn._mode import forward_mode
 from pflcore.results._files import replacing
@@ -40,6 +40,7 @@ from pflcore.simulation.round import (
 )
 from pflcore.train import Clients, Net
 from pflcore.train._choose import check_single
+from pflcore.train._fits import NoBatchAxis
 from pflcore.train._losses import binary_cross_entropy, hinge
 
 
@@ -70,6 +71,7 @@ def larger(old: Tensor, large: Tensor) -> Tensor:
 
 ONE_BY_ONE = hinge, binary_cross_entropy  # losses of each score alone
 BATCH = 125  # samples of one forward pass
+NO_ANSWER = -1  # no class's label, as accuracies have it
 ONE_MODEL = (
     "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; "
     "model.eval()(x) gives the scores."
@@ -175,7 +177,8 @@ class Personalized(nn.Module):
         `x` are raw features, also where the federation was standardized.
 
         A score that stands alone (hinge, binary cross entropy, a single output) says class 1 where
-        it is positive. ValueError where `x` is no batch of samples.
+        it is positive; where a score is NaN there is no answer: -1. ValueError where `x` is no
+        batch of samples.
         """
         if isinstance(x, Mapping):
             x, fields = inputs(x, "x", self.net.dtype)
@@ -186,9 +189,16 @@ class Personalized(nn.Module):
         numbers = x.is_floating_point() or self.scaling is not None
         x = x.to(like.device, like.dtype if numbers else x.dtype)
         try:
-            scores = torch.cat([self(part) for part in x.split(BATCH)])
+            parts = [self(part) for part in x.split(BATCH)]
+            if len(x) % BATCH == 1 and parts[-1].shape[:1] != (1,):
+                two = self(torch.cat([x[-1:]] * 2))
+                if two.shape[:1] == (2,):  # so the samples are what they should be
+                    raise NoBatchAxis(parts[-1].shape)
+            scores = torch.cat(parts)
             if len(scores) != len(x):
                 raise IndexError
+        except NoBatchAxis:
+            raise
         except (RuntimeError, ValueError, IndexError) as e:
             raise ValueError(
                 f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give "
@@ -199,8 +209,9 @@ class Personalized(nn.Module):
         single = scores[..., 0] if one else scores
         if self.classes is None or self.returns == "values":
             return single
-        yes_or_no = alone or scores.dim() == 1 or (one and scores.dim() == 2)
-        return (single > 0).long() if yes_or_no else scores.argmax(1)
+        if alone or scores.dim() == 1 or (one and scores.dim() == 2):
+            return (single > 0).long().masked_fill(single.isnan(), NO_ANSWER)
+        return scores.argmax(1).masked_fill(scores.isnan().any(1), NO_ANSWER)
 
     def module(self) -> nn.Module:
         """The model as a module of its own class, in evaluation mode, to be saved or trained on.
@@ -321,7 +332,7 @@ def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Person
     a model for each client, everybody plays these rounds with it, on copies.
     """
     run, alg, n = setup.setting, setup.algorithm, setup.setting.data.n
-    data = joined(run.data, samples, alg.traits.needs_val, run.seed)
+    data = joined(run.data, samples, alg.traits.needs_val, run.seed, run.net.ignored)
     lr = run.training.lr_at(max(1, state.round), run.rounds)
     training = replace(run.training, lr=lr, schedule=None)
     try:
@@ -347,10 +358,15 @@ def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Person
     return Models(setup, state)[n]
 
 
-def joined(data: Federation, samples: Any, needs_val: bool, seed: int) -> Federation:
-    """The federation with one more client, whose samples must be of the same kind."""
+def joined(
+    data: Federation, samples: Any, needs_val: bool, seed: int, ignored: int = IGNORED
+) -> Federation:
+    """The federation with one more client, whose samples must be of the same kind; label `ignored`
+    counts in nothing."""
     floating = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
-    one = one_client(samples, classes=data.classes, dtype=next(iter(floating), None))
+    known: Any = "infer" if data.classes is not None and ignored != IGNORED else data.classes
+    one = one_client(samples, classes=known, dtype=next(iter(floating), None))
+    one = void_left_out(one, ignored)
     got, wanted = ((f.fields or f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
     what = "inputs of shape {} ({}, targets {})"
     need(got == wanted, "samples", what.format(*wanted), got)

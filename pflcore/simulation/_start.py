@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pflcore.check import ids_of, need
 from pflcore.data._federation import Federation
-from pflcore.data._roles import held_out
+from pflcore.data._roles import held_out, void_left_out
 from pflcore.data._samples import SPLITS
 from pflcore.metrics import human
 from pflcore.simulation.round import (
@@ -27,7 +27,7 @@ from pflcore.train import _memory as memory
 from pflcore.train._choose import prepared
 from pflcore.train._clients import Setting
 from pflcore.train._engines import Engine
-from pflcore.train._losses import default_loss
+from pflcore.train._losses import default_loss, ignored_label
 from pflcore.train._random import drawn
 from pflcore.train._workers import Workers
 
@@ -39,9 +39,10 @@ OWN = 3  # times a client's own state: before the round, after it, and on its wa
 
 
 def data_of(run: Any) -> Federation:
-    """The federation that a run (a `Simulation`) trains on: poisoned by its adversary, and with a
-    split "val" where its algorithm needs one."""
-    data: Federation = run.data
+    """The federation that a run (a `Simulation`) trains on: without the labels that its loss leaves
+    out, poisoned by its adversary, and with a split "val" where its algorithm needs one."""
+    loss = run.model.criterion if isinstance(run.model, Net) else run.loss
+    data: Federation = void_left_out(run.data, ignored_label(loss))
     adversary, split = run.robustness.adversary, run.evaluation.split
     if adversary is not None:
         data = adversary.poisoned(data)

@@ -125,6 +125,7 @@ def step(setup: Setup, state: State, ids: Tensor) -> tuple[State, Outcome]:
             trained = adversary.send(trained, alg.traits, state.server)
         trained, outcome = accept(trained, alg.traits, state.server, setup.robustness.clip)
         if setup.averages:
+            # of all who were sent to and answered, also of those whose upload was not accepted
             traffic = trained.batch_norm[0].nbytes * len(ids)
             outcome.bytes_down += traffic
             outcome.bytes_up += traffic
@@ -175,10 +176,14 @@ def kept_by_clients(trained: Trained) -> Changes:
 
 
 def averaged(statistics: Tensor, mix: Mix, n: int) -> Rows:
-    """Batch norm's statistics after the round, of the cohort's [S, b], mixed as the models are;
-    whose model took nothing keeps its own."""
-    total = mix.weight.sum(1, keepdim=True)
-    mixed = mix._replace(weight=mix.weight / total.clamp(min=1e-300)).of(statistics)
+    """Batch norm's statistics after the round, of the cohort's [S, b], mixed as the models are.
+
+    A client whose model took nothing of the cohort keeps the statistics from before the round, as
+    it keeps the model: those that it trained go only where its update goes.
+    """
+    weight = mix.weight.double()  # in float32 the least divisor would be 0
+    total = weight.sum(1, keepdim=True)
+    mixed = mix._replace(weight=weight / total.clamp(min=1e-300)).of(statistics)
     if mix.rows is None:
         return Rows(torch.arange(n), mixed.expand(n, -1))
     took = total[:, 0].cpu() > 0

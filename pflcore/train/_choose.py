@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from pflcore.data._federation import Federation
+from pflcore.metrics import Form
 from pflcore.nn._mode import forward_mode
 from pflcore.train import _fits as fits
 from pflcore.train import _memory as memory
@@ -72,8 +74,9 @@ def check(net: Net, data: Federation, training: Training) -> None:
     fits.check_modes()
     fits.check_dtypes(net, data)
     x, y = samples(data, max(2, min(training.batch_size, BATCH)))
+    net.form = Form()
     for train in (False, True):
-        fits.check_draws(partial(passed, net, data, x, y, train))
+        fits.check_draws(partial(passed, net, data, x, y, train, learn=not train))
     check_single(net, data, training)
 
 
@@ -88,6 +91,8 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
         passed(net, data, *samples(data, 1), True)
     except Unfit as e:
         net.joins = True
+        if lone.any() and isinstance(e, fits.NoBatchAxis):
+            raise
         if lone.any():
             i = int(lone.nonzero()[0])
             raise Unfit(
@@ -97,8 +102,11 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
             ) from e
 
 
-def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Tensor:
-    """The loss of one batch by a copy of the module, its backward pass tried."""
+def passed(
+    net: Net, data: Federation, x: Tensor, y: Tensor, train: bool, learn: bool = False
+) -> Tensor:
+    """The loss of one batch by a copy of the module, its backward pass tried; to `learn` is in
+    which form the loss takes scores and targets."""
     module = copy.deepcopy(net.module).train(train)
     called: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]  # name, layer, input
     for name, m in module.named_modules():
@@ -110,8 +118,10 @@ def passed(net: Net, data: Federation, x: Tensor, y: Tensor, train: bool) -> Ten
             scores = module(x)
         fits.check_scores(net, data, scores, y)
         net.one_score = scores.numel() == y.numel()
+        if learn:
+            net.form = fits.form_of_loss(net, scores, y)
         with fits.said_as(partial(fits.of_criterion, net, scores, y)):
-            loss = net.criterion(scores, y)
+            loss = net.batch_loss(scores, y)
         fits.check_loss(loss)
     if train:
         own = dict(module.named_parameters())
@@ -133,6 +143,13 @@ def samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
 # is the engine the model? -----------------------------------------------------------------------
 
 
+class Mismatch(NamedTuple):
+    """In what an engine is not the module."""
+
+    words: str
+    numbers: bool = False  # it gives other numbers, rather than none
+
+
 @dataclass
 class Trial:
     """A few clients, and what the module says of them."""
@@ -141,21 +158,28 @@ class Trial:
     w: Tensor  # [s, P]
     answers: dict[str, list[Tensor]]  # losses [s], gradients [s, P] in "training", "evaluation"
 
-    def difference(self, engine: Engine) -> str | None:
-        """Where an engine's losses and gradients are not the module's, in a few words."""
+    def difference(self, engine: Engine) -> Mismatch | None:
+        """Where an engine's losses and gradients are not the module's.
+
+        They may differ by a share of the largest, and by what rounding makes of weights and inputs:
+        a loss in other units is tried no less.
+        """
         clients = replace(self.clients, setting=self.clients.setting._replace(engine=engine))
         fit = clients.fit(self.w, epochs=1, lr=1.0)
         found = {"training": (fit.loss, self.w - fit.w)}
         if engine.name == "loop" or engine.chain:  # vmap does not evaluate
             found["evaluation"] = (clients.loss(self.w, "test"), clients.grad(self.w, "test"))
         share = 1e-10 if self.w.dtype == torch.float64 else 1e-3
+        large = max(1.0, *(float(v.abs().max()) for v in (self.w, clients.setting.data.x)))
+        rounding = min(share, 64 * torch.finfo(self.w.dtype).eps * large)
         for mode, both in found.items():
             for what, got, want in zip(("loss", "gradient"), both, self.answers[mode], strict=True):
                 size, gap = (float(v.abs().nan_to_num(0.0).max()) for v in (want, got - want))
-                if not torch.equal(got.isnan(), want.isnan()) or gap > share * max(1.0, size):
-                    return (
+                if not torch.equal(got.isnan(), want.isnan()) or gap > share * size + rounding:
+                    return Mismatch(
                         f"its {what} is another in {mode} mode (off by {gap:.1e}, the largest is "
-                        f"{size:.1e})"
+                        f"{size:.1e})",
+                        numbers=True,
                     )
         return None
 
@@ -163,12 +187,11 @@ class Trial:
 def trials(net: Net, data: Federation) -> list[Trial]:
     """One in float64, and one in the model's own dtype; or that alone, of a large model or one that
     fixes a dtype somewhere."""
+    found = []
     if net.dtype != torch.float64 and net.size <= LARGE:
-        try:
-            return [trial(net.to(net.w0.device, torch.float64), data), trial(net, data)]
-        except (RuntimeError, TypeError, ValueError):
-            pass
-    return [trial(net, data)]
+        with suppress(RuntimeError, TypeError, ValueError):
+            found.append(trial(net.to(net.w0.device, torch.float64), data))
+    return [*found, trial(net, data)]
 
 
 def trial(net: Net, data: Federation) -> Trial:
@@ -204,7 +227,7 @@ def by_hand(
 ) -> tuple[Tensor, Tensor]:
     """Loss and gradient [P] of the module itself, as a user would take them."""
     with forward_mode(module.training, None, seed), torch.enable_grad():
-        loss = net.criterion(module(x), y)
+        loss = net.batch_loss(module(x), y)
     own = dict(module.named_parameters())
     grads = torch.autograd.grad(
         loss, [own[n] for n in net.names], allow_unused=True, materialize_grads=True
@@ -223,40 +246,38 @@ def padded(x: Tensor, module: nn.Module) -> Tensor:
     return x
 
 
-def wrong(tried: list[Trial], engine: Engine) -> str | None:
+def wrong(tried: list[Trial], engine: Engine) -> Mismatch | None:
     """Where an engine differs from the module, or what it raises; None: nowhere."""
     try:
-        return next((w for t in tried if (w := t.difference(engine))), None)
+        return next((w for t in tried if (w := t.difference(engine)) is not None), None)
     except Exception as e:
         if memory.ran_out(e):
             raise
-        return fits.first_line(e)
+        return Mismatch(fits.first_line(e))
 
 
 def judged(net: Net, data: Federation, tried: list[Trial], asked: str) -> Engine:
     """The engine that is asked for, or the fastest of those that are the module."""
     loop, vmap = Engine("loop"), Engine("vmap")
-    differs = wrong(tried, loop) or wrong(tried, loop)  # a count of passes is in step once
-    if differs:
-        raise Unfit(
-            "model: as a function of its parameters it is not what the module computes: "
-            f"{differs}; its forward must use the parameters where they are registered, and "
-            "nothing that another pass has changed."
-        )
+    for _ in range(2):  # a module that counts its calls can match once by chance, never twice
+        differs = wrong(tried, loop)
+        if differs is not None:
+            raise Unfit(fits.why_no_function(net, *samples(data, BATCH), differs.words))
     if asked == "loop":
         return loop
     if asked == "vmap":
-        if differs := wrong(tried, vmap):
-            raise Unfit(
-                f"engine: 'vmap' cannot train this model: {differs}; take 'auto' or 'loop'."
-            )
+        differs = wrong(tried, vmap)
+        if differs is not None:
+            words = f"{differs.words}; take 'auto' or 'loop'"
+            raise Unfit(f"engine: 'vmap' cannot train this model: {words}.")
         return vmap
     chain = chain_of(net, data, tried)
     if isinstance(chain, str) and asked == "chain":
         raise Unfit(f"engine: 'chain' cannot train this model: {chain}; take 'auto'.")
     slow = slow_under_vmap(net)
-    if not slow and (differs := wrong(tried, vmap)):
-        slow = f"vmap cannot train this model: {differs}"
+    differs = None if slow else wrong(tried, vmap)
+    if differs is not None:
+        slow = f"vmap cannot train this model: {differs.words}"
     usual = loop if slow else vmap
     if isinstance(chain, Chain):
         return usual._replace(chain=chain, why="a chain of layers that the kernels know")
@@ -281,7 +302,8 @@ def chain_of(net: Net, data: Federation, tried: list[Trial]) -> Chain | str:
     differs = wrong(tried, Engine("loop", chain))
     if differs is None:
         return chain
-    said = f"the chain found for this model is not the model: {differs}; the general path trains it"
-    if "off by" in differs:  # it gives other numbers, rather than none
+    words = f"{differs.words}; the general path trains it"
+    said = f"the chain found for this model is not the model: {words}"
+    if differs.numbers:
         warnings.warn(f"pflcore: {said}.", UserWarning, stacklevel=5)
     return said

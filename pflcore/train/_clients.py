@@ -23,7 +23,7 @@ from pflcore.nn._mode import forward_mode
 from pflcore.ops._chain import chain_eval, chain_grad, has_kernels
 from pflcore.train._batches import Batches, Plan
 from pflcore.train._engines import MODEL, Chunk, Engine, Objective, Tensors, cut, gradients, train
-from pflcore.train._fits import Unfit
+from pflcore.train._fits import NoBatchAxis, Unfit
 from pflcore.train._losses import CRITERIA, shares_right
 from pflcore.train._net import Net
 from pflcore.train._random import client_seeds
@@ -127,6 +127,12 @@ def aligned(v: Tensor) -> Tensor:
 def parted(values: Tensor, block: Tensor) -> Sequence[Tensor]:
     """The values [S] of each block, by the blocks [S] that they are of."""
     return values[block.argsort(stable=True)].split(block.unique(return_counts=True)[1].tolist())
+
+
+def known_means(values: Tensor, lists: Ragged) -> Tensor:
+    """The same over the values that are there; a sample without one is NaN."""
+    there = ~values.isnan()
+    return means(values.nan_to_num(0.0), lists) / means(there, lists)
 
 
 @dataclass(frozen=True)
@@ -264,7 +270,10 @@ class Clients:
             i, places = part
             own = {k: aligned(v[i]) for k, v in model.items()}
             with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
-                return predict(own, net, x.index_select(0, places))
+                found = predict(own, net, x.index_select(0, places))
+            if found.shape[:1] != places.shape:
+                raise NoBatchAxis(found.shape)
+            return found
 
         order = [i for group in groups for i in group]
         z = torch.cat(self.setting.workers.map(look, parts))
@@ -296,7 +305,7 @@ class Clients:
 
         def look(w: Tensor, pool: Any, own: Ragged) -> Tensor:
             losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
-            return torch.stack([losses, (hits & ~losses.isnan()).double()])  # NaN is no answer
+            return torch.stack([losses, hits.double()])
 
         lists = self.places(split)
         both = torch.cat(self._by_chain(model["w"], lists, look), 1)
@@ -314,7 +323,7 @@ class Clients:
         probabilities; the samples of a group of clients go through the criterion at once."""
         net, lists = self.net, self.places(split)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
-        right = means(shares_right(z, y), lists) if self._labelled else None
+        right = known_means(shares_right(z, y), lists) if self._labelled else None
         if self._labelled and returns == "probabilities" and z.dim() > y.dim() and z.shape[1] > 1:
             pairs = [(z.clamp(min=1e-12).log(), y) for z, y in pairs]
         several = [g for g in groups if len(g) > 1 and net.criterion in CRITERIA.values()]
@@ -324,7 +333,7 @@ class Clients:
             of_each = means(torch.vmap(net.criterion)(z, y), lists.take(torch.tensor(group)))
             losses |= zip(group, of_each.unbind(), strict=True)
         for i in set(range(len(pairs))) - losses.keys():
-            losses[i] = net.criterion(*pairs[i]).double()
+            losses[i] = net.batch_loss(*pairs[i]).double()
         return torch.stack([losses[i] for i in range(len(pairs))]), right
 
     def grad(self, w: Tensor, split: str = "train") -> Tensor:

@@ -174,7 +174,7 @@ class Chunk:
         """The gradient by parameters, at the row whose views `leaves` are: one client's."""
         (x, y), seeds = self.samples(step), self.batches.seeds_of(step)
         with forward_mode(True, self.buffers[0], seeds[0], alone=True):
-            loss = self.net.criterion(self.net.on_leaves(x[0]), y[0])
+            loss = self.net.batch_loss(self.net.on_leaves(x[0]), y[0])
             self.buffers[0] = context.buffers
         self.losses += loss.detach()
         return torch.autograd.grad(loss, self.leaves, allow_unused=True, materialize_grads=True)

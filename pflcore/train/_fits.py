@@ -1,6 +1,7 @@
 """Do model, data and criterion fit together? What does not is refused in one sentence of the user's
 words: what was given, what was expected, what to do."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,17 +12,32 @@ from torch import Tensor
 
 from pflcore.data._federation import Federation
 from pflcore.data._inputs import IGNORED
+from pflcore.metrics import Form, form_of, one_each
+from pflcore.nn import Dropout
+from pflcore.nn._mode import forward_mode
 from pflcore.train import _memory as memory
-from pflcore.train._losses import CRITERIA, loss_name, spreads
+from pflcore.train._losses import CRITERIA, loss_name
 from pflcore.train._net import Net
 from pflcore.train._random import OwnDraws
 
+# layers to which their mode matters
+MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, Dropout)
 WIDTHS = ("in_features", "in_channels", "num_features", "input_size")
 
 
 class Unfit(ValueError, TypeError):
     """Model, data and criterion do not fit together, dtypes often; its text is the whole
     sentence."""
+
+
+class NoBatchAxis(Unfit):
+    """A model's scores of a single sample have no axis of the batch."""
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__(
+            f"model: of one sample it gives scores of shape {list(shape)}, without the axis of the "
+            "batch, as squeeze() leaves it; name the axis, as in squeeze(-1) or flatten(1)."
+        )
 
 
 def check_modes() -> None:
@@ -36,6 +52,11 @@ def check_modes() -> None:
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise Unfit(
             f"torch: training needs gradients, and torch.{mode}() is on; set up and run the "
+            "simulation outside of it."
+        )
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise Unfit(
+            "torch: autocast is on, and clients train in the model's own dtype; set up and run the "
             "simulation outside of it."
         )
 
@@ -63,6 +84,8 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
             f"{type(scores).__name__}; return the scores alone."
         )
     shape, targets = list(scores.shape), list(y.shape)
+    if shape[:1] != targets[:1] and len(y) == 1:
+        raise NoBatchAxis(shape)
     if shape[:1] != targets[:1]:
         raise Unfit(
             f"model: expected one row of scores for each of {len(y)} samples, got shape {shape}; "
@@ -70,11 +93,7 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
         )
     name = loss_name(net.criterion)
     if net.criterion not in CRITERIA.values():
-        if scores.numel() == y.numel() and shape != targets and spreads(net.criterion, scores, y):
-            raise Unfit(
-                f"criterion: {name} would spread scores {shape} over targets {targets}; give the "
-                "targets the scores' shape, or return scores of theirs."
-            )
+        _check_void(net, data, scores, y)
     elif name != "cross_entropy":
         _check_numbers(name, data, scores, y)
     elif not y.is_floating_point():
@@ -87,8 +106,46 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
         )
 
 
+def form_of_loss(net: Net, scores: Tensor, y: Tensor) -> Form:
+    """The form in which a loss of one's own takes one score a target."""
+    shape, targets = list(scores.shape), list(y.shape)
+    same = shape == targets and y.is_floating_point()
+    if net.criterion in CRITERIA.values() or same or not one_each(scores, y):
+        return Form()
+    form = form_of(net.criterion, scores, y, loss=True)
+    if form is None:
+        raise Unfit(
+            f"criterion: {loss_name(net.criterion)} gives another value for scores {shape} than "
+            f"for scores in the shape of the targets, {targets}; give the targets the scores' "
+            "shape, or let it begin with scores.reshape(y.shape)."
+        )
+    return form
+
+
+def _check_void(net: Net, data: Federation, scores: Tensor, y: Tensor) -> None:
+    """A label of steps that the model has no output for: what leaves it out of the loss is not
+    known to the accuracy."""
+    outputs = scores.shape[1] if scores.dim() == y.dim() + 1 and y.dim() > 1 else 0
+    if outputs < 2 or y.is_floating_point() or not net.scores_classes:
+        return
+    labels = data.y[data.y != IGNORED]
+    beyond = labels[(labels < 0) | (labels >= outputs)]
+    if beyond.numel():
+        void = int(beyond[0])
+        raise Unfit(
+            f"data: there are labels {void}, and the model has {outputs} outputs; of labels that "
+            f"count in nothing take nn.CrossEntropyLoss(ignore_index={void}) as the loss, or make "
+            f"them {IGNORED}."
+        )
+
+
 def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> None:
     outputs, targets = scores[0].numel(), y[0].numel()
+    if outputs == targets and scores.dim() > 2 and y.dim() > 2 and not one_each(scores, y):
+        raise Unfit(
+            f"criterion: {name!r} compares outputs and targets one by one, and the model gives "
+            f"scores {list(scores.shape)} for targets {list(y.shape)}; transpose one of them."
+        )
     if outputs != targets:
         raise Unfit(
             f"criterion: {name!r} compares outputs and targets one by one, and the model gives "
@@ -122,7 +179,12 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
             "floating point."
         )
     labels, outputs = data.y if data.relabel is None else data.relabel, scores.shape[1]
-    labels = labels[labels != IGNORED] if y.dim() > 1 else labels
+    if y.dim() < 2 and bool((labels == IGNORED).any()):
+        raise Unfit(
+            f"data: samples with the label {IGNORED} count in nothing, and a batch may hold no "
+            "others; leave them out of the federation."
+        )
+    labels = labels[labels != IGNORED]
     if not labels.numel():
         raise Unfit(
             "data: the mask leaves out every step of every sample; nothing is left to be learnt."
@@ -134,6 +196,8 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
             if outputs == 1
             else "one for each class, and count them from 0"
         )
+        if data.classes is None:
+            remedy = f"{remedy}, or take loss='squared', as classes is None"
         raise Unfit(
             f"model: it has {outputs} output(s), and the labels go from {low} to {high}; give it "
             f"{high + 1}, {remedy}."
@@ -142,7 +206,9 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
 
 def of_criterion(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
     """Why the criterion failed."""
-    remedy = "; take loss='binary_cross_entropy'" if "BCE" in type(net.criterion).__name__ else ""
+    remedy = ""
+    if "BCE" in loss_name(net.criterion) and scores.numel() != y.numel():
+        remedy = "; it compares them one by one: let the model give one output for each target"
     return (
         f"criterion: it fails on scores of shape {list(scores.shape)} and targets of shape "
         f"{list(y.shape)} ({y.dtype}): {first_line(e)}{remedy}."
@@ -203,6 +269,60 @@ def of_layer(
     if wants is None:
         yield f"model: {layer} fails on {on}: {first_line(e)}."
     yield f"model: {layer} has {wants}, and got {on}; make the model for samples of that shape."
+
+
+def why_no_function(net: Net, x: Tensor, y: Tensor, differs: str) -> str:
+    """Why a module is no function of its parameters: what can be seen of it, before what cannot."""
+    odd = _in_another_mode(net, MODAL)
+    if odd is not None:
+        return odd
+    module = copy.deepcopy(net.module)
+    seed = torch.zeros((), dtype=torch.int64, device=x.device)
+    for train in (True, False):
+        module.train(train)
+        found = []
+        for _ in range(3):  # a counter may begin with a pass that changes nothing
+            net.load(module, net.w0, net.b0)
+            with forward_mode(train, None, seed), torch.no_grad():
+                found.append(module(x))
+        if not all(equal(found[0], other) for other in found):
+            return (
+                "model: its forward pass gives other scores when it is called again on the same "
+                "samples; it must use nothing that another pass has changed, such as a counter or "
+                "a cache, and no random numbers but those of pflcore.nn.Dropout."
+            )
+    losses = [net.batch_loss(found[0], y) for _ in range(3)]
+    if not all(equal(losses[0], other) for other in losses):
+        return (
+            "criterion: it gives another value when it is called again on the same scores and "
+            "targets; it must use nothing that another call has changed, such as a counter, and no "
+            "random numbers."
+        )
+    return _in_another_mode(net, (nn.Module,)) or (
+        f"model: as a function of its parameters it is not what the module computes: {differs}; "
+        "its forward must use the parameters where they are registered, and nothing that another "
+        "pass has changed."
+    )
+
+
+def _in_another_mode(net: Net, kinds: tuple[type[nn.Module], ...]) -> str | None:
+    """A sentence about the first of these submodules whose mode is not the model's, as the model
+    is or after `train()`."""
+    for model in (net.module, copy.deepcopy(net.module).train()):
+        for name, m in model.named_modules():
+            if isinstance(m, kinds) and m.training != model.training:
+                mode, other = ("training", "evaluation")[:: 1 if m.training else -1]
+                return (
+                    f"model: its submodule {name!r} ({type(m).__name__}) is in {mode} mode while "
+                    f"the model is in {other} mode; call model.train() before the run and let "
+                    "train() reach every submodule, or for fixed statistics put a layer of a fixed "
+                    "shift and scale in its place."
+                )
+    return None
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @contextmanager

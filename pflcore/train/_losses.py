@@ -1,7 +1,8 @@
 """The criteria that go by a name: mean losses of a batch."""
 
 from collections.abc import Callable
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import annotated_types as at
 import torch
@@ -107,7 +108,8 @@ def loss_of(loss: Loss, name: str = "loss") -> Criterion:
             f"{name}: {type(loss).__name__} has parameters, which nothing would train; make them a "
             "part of the model."
         )
-    if getattr(loss, "reduction", "mean") != "mean":
+    # of a divergence "batchmean" is the mean over the samples, and "mean" that over all numbers
+    if getattr(loss, "reduction", "mean") not in ("mean", "batchmean"):
         raise ValueError(
             f"{name}: expected the mean over a batch, got "
             f"{type(loss).__name__}(reduction={loss.reduction!r})."
@@ -122,15 +124,14 @@ def loss_name(criterion: Criterion) -> str:
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
-def spreads(criterion: Criterion, scores: Tensor, y: Tensor) -> bool:
-    """Whether scores [B, 1] are spread over targets [B] to [B, B]: on drawn scores the loss is
-    another than in the targets' shape."""
-    drawn = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores)
-    try:
-        one, other = (torch.as_tensor(criterion(s, y)) for s in (drawn, drawn.view(y.shape)))
-        return not torch.allclose(one, other, rtol=1e-4, equal_nan=True)
-    except Exception:  # it wants the scores as they are
-        return False
+def ignored_label(loss: Any) -> int:
+    """The label that a loss leaves out: torch's `ignore_index` where it has one, else
+    `IGNORED`."""
+    if isinstance(loss, partial):
+        label: Any = loss.keywords.get("ignore_index")
+    else:
+        label = getattr(loss, "ignore_index", None)
+    return label if isinstance(label, int) else IGNORED
 
 
 def by_place(scores: Tensor, y: Tensor) -> Tensor:
@@ -143,15 +144,17 @@ def by_place(scores: Tensor, y: Tensor) -> Tensor:
 
 def shares_right(scores: Tensor, y: Tensor) -> Tensor:
     """Which share of its labels [B, ...] each sample's `scores` [B, C, ...] get right, of those
-    that count: [B] float64."""
-    hits = right(by_place(scores, y), y).double()
-    return of_steps(hits.view(len(y), -1), y.view(len(y), -1))
+    that count: [B] float64, NaN where none counts."""
+    hits, labels = (v.view(len(y), -1) for v in (right(by_place(scores, y), y).double(), y))
+    return of_steps(hits, labels).masked_fill((labels == IGNORED).all(1), torch.nan)
 
 
 def that_count(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores [n, C] and labels [n] of the steps that count, of scores [B, C, T] and labels [B,
-    T]; where all count, in their shapes, the classes last."""
-    if y.is_floating_point() or y.dim() < 2:
+    """The scores [n, C] and labels [n] of the samples or steps that count, of scores [B, C, ...]
+    and labels [B, ...]; where all count, in their shapes, the classes last."""
+    if y.is_floating_point():
         return scores, y
-    scores, counts = by_place(scores, y), y != IGNORED
-    return (scores, y) if bool(counts.all()) else (scores[counts], y[counts])
+    counts = y != IGNORED
+    if bool(counts.all()):
+        return (scores if y.dim() < 2 else by_place(scores, y)), y
+    return by_place(scores, y)[counts], y[counts]

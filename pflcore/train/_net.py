@@ -11,6 +11,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,10 +22,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from pflcore.check import Seed, checked
-from pflcore.data._inputs import Fields
+from pflcore.data._inputs import IGNORED, Fields
+from pflcore.metrics import Form
 from pflcore.nn import Dropout
 from pflcore.nn._mode import context
-from pflcore.train._losses import LOGITS, REGRESSION, Loss, loss_of
+from pflcore.train._losses import LOGITS, REGRESSION, Loss, ignored_label, loss_of
 from pflcore.train._random import OwnDraws
 from pflcore.train._recurrent import write_out
 
@@ -126,15 +128,22 @@ class Net:
         self.head_name, self._asked = self._find_head(head), head is not None
         self.joins = False  # does a last batch of one sample, where it cannot train, join another?
         self.one_score = False  # is there one score for each label? known once a batch was seen
+        self.form = Form()  # how its loss takes one score a label, known then too
         self._threads = threading.local()
 
     @property
     def scores_classes(self) -> bool:
         """Whether integer targets are labels, so that there is an accuracy: of one score a label
         only a loss of logits says so."""
-        return self.criterion not in REGRESSION and (
-            not self.one_score or any(c in LOGITS for c in (self.criterion, type(self.criterion)))
+        loss = self.criterion.func if isinstance(self.criterion, partial) else self.criterion
+        return loss not in REGRESSION and (
+            not self.one_score or any(c in LOGITS for c in (loss, type(loss)))
         )
+
+    @property
+    def ignored(self) -> int:
+        """The label that the loss leaves out; in a run's data it is `IGNORED`."""
+        return ignored_label(self.criterion)
 
     # rows and modules -------------------------------------------------------
     def row(self, module: nn.Module) -> Tensor:
@@ -315,7 +324,15 @@ class Net:
 
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The criterion's value for the model `row` [P] on one batch [B, ...]: a scalar []."""
-        return self.criterion(self(row, x), y)
+        return self.batch_loss(self(row, x), y)
+
+    def batch_loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        """The criterion's value for a batch's scores and targets [B, ...], handed to it in the form
+        that it takes, and with the label that it leaves out: a scalar []."""
+        scores, y = self.form.hand(scores, y)
+        if self.ignored != IGNORED and not y.is_floating_point():
+            y = y.masked_fill(y == IGNORED, self.ignored)
+        return self.criterion(scores, y)
 
     # inside -----------------------------------------------------------------
     def _bound(self, part: str = "whole") -> _Bound:
@@ -418,6 +435,11 @@ def _check_weights(module: nn.Module) -> None:
             "build: the model has lazy layers, whose sizes are not known yet; give it a batch "
             "first, or name the sizes."
         )
+    if any(p.is_meta for p in (*module.parameters(), *module.buffers())):
+        raise ValueError(
+            "build: the model is on the device 'meta', which holds no numbers; make it on the CPU, "
+            "outside of torch.device('meta')."
+        )
     dtypes = {str(p.dtype) for p in module.parameters() if p.requires_grad}
     if not dtypes:
         raise ValueError(
@@ -444,6 +466,12 @@ def _check_layers(module: nn.Module) -> None:
             )
         if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:
             raise ValueError(f"{who} drops out with the global generator; set its dropout to 0.")
+        if isinstance(m, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{who} is nn.SyncBatchNorm, which makes one batch of several processes', and "
+                "clients share none; give the model before convert_sync_batchnorm, with "
+                "nn.BatchNorm1d, 2d or 3d."
+            )
         if isinstance(m, _BatchNorm) and m.track_running_stats and m.momentum is None:
             raise ValueError(
                 f"{who} averages its statistics by an integer count, which no policy can share; "

@@ -45,9 +45,15 @@ def rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
             if not 0 <= found[-1] < math.inf:
                 raise ValueError(f"it gave {found.pop()}, which is no step size")
     except Exception as error:  # OneCycleLR ends, and a user's list of factors
+        hint = ""
+        if _takes_one(schedule) and not inspect.isclass(schedule):
+            hint = (
+                "; a function of one argument is given an optimizer, so of the round alone write "
+                "lambda round, rounds: ..."
+            )
         raise ValueError(
             f"schedule: expected {WANTED}; after round {len(found)} of {rounds} it raised "
-            f"{type(error).__name__}: {error}."
+            f"{type(error).__name__}: {str(error).rstrip('.')}{hint}."
         ) from error
     return tuple(found)
 

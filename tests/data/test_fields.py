@@ -135,7 +135,7 @@ BAD = """\
 {} | [0, 1] | x: expected tensors by name, a row per sample
 {"a": [[0, 0], [0, 0]], "b": [0, 0, 0]} | [0, 1] | x: expected tensors by name, a row per sample
 {"a": [1, 16777217]} | [0, 1] | within +-16,777,216, exact in torch.float
-{"a": [0, 0]} | [0, -100] | y: expected int64 labels in 0..0
+{"a": [0, 0]} | [0, -10] | y: expected int64 labels in 0..0
 {"a": [0, 0], "mask": [[true], [false]]} | [[0.5], [0.5]] | y: expected labels of the steps of which
 {"a": [0, 0], "c": [0, 0]} | [0, 1] | client 1: expected inputs and targets a [] (int64), c [] (i
 """

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parts.path import BODIES, body
+from parts.user import simulation
 from small import ENGINES, make_setting, near
 
 from pflcore import Clients, Federation, Net, Training, evaluate, metrics
@@ -126,3 +127,47 @@ def test_a_nan_is_no_right_answer_and_spoils_nobody_else(engine):
     loss, accuracy = clients.measure({"w": rows}, "train")
     assert loss.isnan().tolist() == [False, False, False, True, False]
     assert accuracy[3] == 0 and (accuracy[[1, 4]] > 0).all()
+
+
+class Given(torch.nn.Module):
+    """A chain of layers whose scores are what the samples say: infinite where they overflow."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(2, 2), torch.nn.Linear(2, outputs)
+        with torch.no_grad():
+            for layer in (self.first, self.last):
+                layer.weight.copy_(torch.eye(2)[: layer.out_features] * 1e30)
+                layer.bias.zero_()
+
+    def forward(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize(
+    "criterion, outputs", [("cross_entropy", 2), ("hinge", 1), ("binary_cross_entropy", 1)]
+)
+def test_every_engine_and_metric_counts_infinite_scores_alike(criterion, outputs):
+    # the last is infinite in the first layer, and 0 times that is NaN
+    x = torch.tensor([[a, b] for a in (-1.0, 1e-30, 1.0) for b in (-1.0, 1e-30, 1e10)])
+    x = torch.cat([x, x])
+    y = torch.arange(len(x)) // 9
+    data = Federation.from_clients([{"train": (x / 1e38, y), "test": (x, y)}] * 2)
+    found = []
+    for engine in ("chain", "loop", "vmap"):
+        run = simulation(
+            data=data,
+            model=Given(outputs),
+            loss=criterion,
+            engine=engine,
+            rounds=1,
+            training=Training(lr=0.0),
+            metrics=["f1", "balanced_accuracy"],
+        )
+        found.append(run.run().rounds[-1]["eval"])
+        predicted = run.history.predict(0, x) == y
+        assert found[-1]["accuracy"][0] == pytest.approx(float(predicted.float().mean()))
+        assert found[-1]["balanced_accuracy"][0] == pytest.approx(found[-1]["accuracy"][0])
+    assert found[0]["accuracy"] == found[1]["accuracy"] == found[2]["accuracy"]
+    assert found[0]["f1"] == found[1]["f1"] == found[2]["f1"]
+    assert found[0]["accuracy"][0] > 0

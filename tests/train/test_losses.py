@@ -1,6 +1,8 @@
 """Losses and what scores stand for: one a label, one for each class, a number; in training, in what
 is measured, and in what a model predicts."""
 
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -22,6 +24,7 @@ from torch import nn
 from ugly import randn
 
 from pflcore import Federation, Net, Training
+from pflcore.interop import Client, Server
 
 X = randn(0, 3, 24, 3, dtype=torch.float32)
 COUNTS = (2 * X[:, :, 0].exp()).floor()
@@ -54,17 +57,118 @@ def flat():
     return layers("Linear 3 1, Flatten 0")
 
 
+@pytest.mark.parametrize("model", [column, zero])
 @pytest.mark.parametrize(
     "loss",
-    [
-        nn.PoissonNLLLoss(), F.poisson_nll_loss, nn.KLDivLoss(), nn.HuberLoss(), F.l1_loss,
-        partial(F.huber_loss, delta=2.0), lambda s, y: ((s - y) ** 2).mean(),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("model", [column, zero])
-def test_no_loss_spreads_a_column_of_scores(loss, model):
-    with sentence(r"criterion: .* would spread scores \[\d+, 1\] over targets \[\d+\]; "):
-        evaluated(loss, model, COUNTS)
+    [nn.HuberLoss(), F.l1_loss, partial(F.huber_loss, delta=2.0), nn.PoissonNLLLoss()],
+)
+def test_a_column_of_scores_trains_as_a_row(loss, model):
+    torch.manual_seed(0)
+    made = model()
+    want = evaluated(loss, lambda: nn.Sequential(deepcopy(made), nn.Flatten(0)), COUNTS)
+    got = evaluated(loss, lambda: deepcopy(made), COUNTS)
+    assert got["loss"] == pytest.approx(want["loss"])
+
+
+def test_a_client_elsewhere_has_its_column_of_scores_in_the_targets_shape():
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 1), X[0], X[0].sum(1) + 50
+    losses = []
+    for targets in (y, y[:, None]):
+        client = Client(
+            "fedavg",
+            deepcopy(model),
+            {"train": (x, targets), "test": (x, targets)},
+            loss=nn.L1Loss(),
+        )
+        server = Server("fedavg", deepcopy(model), 1)
+        server.aggregate({"a": client.train(server.download("a"))})
+        losses.append(client.evaluate(server.download("a", "evaluation"))["loss"])
+    assert losses[0] == pytest.approx(losses[1])
+
+
+def pairs(s, other, y):
+    """Each pair of samples in the right order: a loss of scores [B, 1] and their transpose."""
+    y = y.reshape(-1, 1)
+    return (1 - (s - other) * (y - y.mT).sign()).relu().mean()
+
+
+def ranks(s, y):
+    return pairs(s, s.T, y)
+
+
+def test_a_loss_of_all_pairs_is_as_it_is_or_refused():
+    with sentence(r"criterion: ranks gives another value for scores \[\d+, 1\] than .* \[\d+\]; "):
+        evaluated(ranks, column, COUNTS)
+    torch.manual_seed(0)
+    want = evaluated(ranks, column, COUNTS[:, :, None])["loss"]
+    torch.manual_seed(0)
+    # a row has no .mT
+    assert evaluated(lambda s, y: pairs(s, s.mT, y), column, COUNTS)["loss"] == want
+    assert want[0] > 0
+
+
+def test_a_metric_is_handed_one_score_a_target_in_the_shape_that_it_takes():
+    own = {
+        "mean": lambda s, y: (s - y).abs().mean(),
+        "column": lambda s, y: (s[:, 0] - y).abs().mean(),
+        "arrays": lambda s, y: abs(s.numpy() - y.numpy()).mean(),
+    }
+    torch.manual_seed(0)
+    got = evaluated("squared", column, COUNTS + 1000, metrics=own)
+    torch.manual_seed(0)
+    want = evaluated("squared", column, COUNTS + 1000, metrics=["mae"])["mae"]
+    for name in own:
+        assert got[name] == pytest.approx(want)
+    right = {"right": lambda s, y: ((s > 0) == (y > 0)).float().mean()}
+    got = evaluated("binary_cross_entropy", column, (COUNTS > 1).long(), metrics=right)
+    assert got["right"] == pytest.approx(got["accuracy"])
+
+
+@pytest.mark.parametrize("scores", [1, 4])
+@pytest.mark.parametrize("labels", [torch.long, torch.float32])
+def test_weights_of_yes_or_no_labels_stay(scores, labels):
+    weight = torch.full((scores,), 5.0)
+    y = (COUNTS > 1).to(labels)
+    y = y if scores == 1 else y[:, :, None].expand(-1, -1, scores)
+    torch.manual_seed(0)
+    model = nn.Linear(3, scores)
+
+    got = trained(
+        lambda: deepcopy(model),
+        Federation.from_clients(with_test(*[list(zip(X, y, strict=True))] * 2)),
+        loss=nn.BCEWithLogitsLoss(pos_weight=weight),
+        metrics=["f1", "auc"] if (scores, labels) == (1, torch.long) else [],
+    )[1]
+
+    by_hand = F.binary_cross_entropy_with_logits(
+        got(X[0]).reshape(y[0].shape), y[0].float(), pos_weight=weight
+    )
+    plain = F.binary_cross_entropy_with_logits(got(X[0]).reshape(y[0].shape), y[0].float())
+    assert by_hand < 5 * plain and got(X[0]).mean() > model(X[0]).mean()
+
+
+def test_a_loss_of_one_output_for_several_targets_is_one_sentence():
+    with sentence("criterion: it fails .*: let the model give one output for each target"):
+        evaluated(nn.BCEWithLogitsLoss(), lambda: nn.Linear(3, 2), (COUNTS > 1).float())
+
+
+@pytest.mark.parametrize("loss", ["squared", "binary_cross_entropy"])
+def test_axes_in_another_order_are_no_targets(loss):
+    y = torch.rand(3, 24, 3, 2)
+    wrong, fits = (lambda: layers("Linear 3 6, Unflatten 1 [2,3]")), layers("Linear 3 6")
+    with sentence(r"criterion: .* scores \[\d+, 2, 3\] for targets \[\d+, 3, 2\]; transpose one"):
+        evaluated(loss, wrong, y)
+    assert evaluated(loss, fits, y)["loss"][0] > 0
+
+
+def test_the_mean_over_a_batch_of_a_divergence_is_a_loss():
+    y = torch.rand(3, 24, 4).softmax(-1)
+    model = layers("Linear 3 4, LogSoftmax 1")
+    data = Federation.from_clients(with_test(*[list(zip(X, y, strict=True))] * 2))
+    found, trained_model = trained(model, data, 1, nn.KLDivLoss(reduction="batchmean"))
+    want = F.kl_div(trained_model(X[0]), y[0], reduction="batchmean")
+    assert found["loss"][0] == pytest.approx(float(want), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +266,103 @@ def test_labels_that_are_left_out_need_no_mask():
         for how in ("mask", "labels")
     )
     assert one == pytest.approx(other)
+
+
+def void(number, length=5, seed=1):
+    """Clients of whose labels, of steps or of samples (`length` 0), about half are `number`."""
+    gen = torch.Generator().manual_seed(seed)
+    clients = []
+    for _ in range(3):
+        shape = (40, length) if length else (40,)
+        x = torch.randn(*shape, 4, generator=gen)
+        y = (x[..., 0] > 0).long()
+        clients.append((x, y.masked_fill(torch.rand(shape, generator=gen) < 0.5, number)))
+    return clients
+
+
+WEIGHT = torch.tensor([1.0, 2.0])
+IGNORING = {
+    "module": lambda k: nn.CrossEntropyLoss(ignore_index=k),
+    "weighted": lambda k: nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=k),
+    "function": lambda k: partial(F.cross_entropy, ignore_index=k),
+    "likelihood": lambda k: nn.NLLLoss(ignore_index=k),
+}
+
+
+def scorer(length, normal=False):
+    made = Steps(2) if length else nn.Linear(4, 2)
+    return nn.Sequential(made, nn.LogSoftmax(1)) if normal else made
+
+
+def by_hand(model, x, y, number):
+    """The share of right labels, and the mean over both classes, of those that count."""
+    right, counts = (model(x).argmax(1) == y).float(), y != number
+    each = [right[i][counts[i]].mean() for i in range(len(y)) if bool(counts[i].any())]
+    balanced = torch.stack([right[y == c].mean() for c in (0, 1)]).nanmean()
+    return float(sum(each) / len(each)), float(balanced)
+
+
+@pytest.mark.parametrize("number", [255, 2, -1, -100])
+@pytest.mark.parametrize("length", [5, 0])
+@pytest.mark.parametrize("loss", IGNORING)
+@pytest.mark.unless(lambda number, length, loss: number == -100 and not length)
+def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
+    clients = void(number, length)
+    torch.manual_seed(0)
+    model = scorer(length, loss == "likelihood")
+    data = Federation.from_clients(clients, classes=None if number == -1 else "infer")
+    data = data.split(test=0.25)
+    options = {"training": Training(lr=2.0, batch_size=10), "metrics": ["f1", "balanced_accuracy"]}
+
+    run = simulation(data=data, model=model, loss=IGNORING[loss](number), rounds=8, **options)
+    found = run.run().rounds[-1]["eval"]
+
+    for i in range(3):
+        want = by_hand(run.history.model(i), *data.client(i, "test"), number)
+        got = found["accuracy"][i], found["balanced_accuracy"][i]
+        assert got == pytest.approx(want, abs=1e-6) and got[0] > 0.8
+    if number != -1:
+        assert run.data.classes == 2
+        counted = sum(int((y != number).sum()) for _, y in map(data.client, range(3)))
+        assert int(run.data.counts().sum()) == counted
+
+
+@pytest.mark.parametrize("length", [5, 0])
+@pytest.mark.parametrize("algorithm", ["fedavg", "knnper", "fedrod"])
+@pytest.mark.unless(lambda length, algorithm: length and algorithm != "fedavg")
+def test_a_newcomer_and_a_client_elsewhere_know_what_the_loss_leaves_out(algorithm, length):
+    loss, model = nn.CrossEntropyLoss(ignore_index=255), scorer(length)
+    data = Federation.from_clients(void(255, length)).split(test=0.25)
+    options = {"training": Training(lr=0.5, batch_size=10), "rounds": 5, "loss": loss}
+    history = simulation(algorithm, data, model=deepcopy(model), **options).run()
+    x, y = void(255, length, 2)[0]
+    assert by_hand(history.adapt((x, y)), x, y, 255)[0] > 0.8
+    client = Client(algorithm, deepcopy(model), {"train": (x, y), "test": (x, y)}, loss=loss)
+    server = Server(algorithm, deepcopy(model), 1)
+    server.aggregate({"a": client.train(server.download("a"))})
+    download = server.download("a", "evaluation")
+    want = by_hand(client.model(download), x, y, 255)[0]
+    assert client.evaluate(download)["accuracy"] == pytest.approx(want, abs=1e-6)
+
+
+def test_what_to_do_about_labels_of_no_class_is_said():
+    clients = void(255)
+    with sentence(r"y: expected .* or give classes to be inferred and .*ignore_index=255\)"):
+        Federation.from_clients(clients, classes=2)
+    data = Federation.from_clients(clients).split(test=0.25)
+    with sentence(r"data: there are labels 255, and the model has 2 outputs; .*ignore_index=255"):
+        trained(Steps(2), data, loss=lambda s, y: F.cross_entropy(s, y, ignore_index=255))
+    found = trained(Steps(2), data, 20, nn.CrossEntropyLoss(ignore_index=255))[0]
+    assert min(found["accuracy"]) > 0.8
+    with sentence(r"y: expected .* or give classes=None and .*ignore_index=-1\)"):
+        Federation.from_clients(void(-1), classes=2)
+
+
+def test_labels_turned_by_client_cannot_be_left_out():
+    data = Federation.from_clients(void(2, 0)).split(test=0.25)
+    data = replace(data, relabel=torch.arange(3).expand(3, -1))
+    with sentence("relabel: expected None, as label 2 counts in nothing"):
+        trained(nn.Linear(4, 3), data, loss=nn.CrossEntropyLoss(ignore_index=2))
 
 
 def test_what_a_model_predicts_is_what_its_targets_were():

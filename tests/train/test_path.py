@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from parts.path import BODIES, Own, Rnn, body, federation, mlp, played, repeated, same_as_by_hand
+from parts.user import simulation
 from small import images, layers
 from torch.nn.utils import parametrizations, spectral_norm
 
@@ -93,6 +94,27 @@ def test_an_embedding_of_any_size_may_have_padding(words):
     run = played(lambda: Bag(words), federation((7,), tokens=True))
     assert run.header()["path"]["engine"] == "loop"
     assert 0 < run.run().rounds[-1]["train_loss"] < 10
+
+
+def test_a_loss_in_small_units_is_tried_no_less():
+    data, loss = federation((7,), tokens=True), lambda s, y: 1e-9 * F.cross_entropy(s, y)
+    path = simulation(model=tokens, data=data, loss=loss).header()["path"]
+    assert path["engine"] == "loop" and "its gradient is another in training mode" in path["why"]
+
+
+class Silent(Exception):
+    def __str__(self):
+        return ""
+
+
+def test_an_error_without_words_is_an_error():
+    def grads_only(m, x):
+        if torch._C._functorch.maybe_current_level() is not None:
+            raise Silent
+        return m.layer(x) + x[:, :4]
+
+    path = played(Own(grads_only)).header()["path"]
+    assert path["engine"] == "loop" and "vmap cannot train this model: Silent" in path["why"]
 
 
 CHAIN, VMAP, LOOP = ("vmap", "chain"), ("vmap", "vmap"), ("loop", "module")

@@ -1,6 +1,8 @@
 """What cannot be trained is refused in one sentence before anything is written."""
 
+import copy
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from places import golden
 from small import layers, with_test
 from tolerance import F64
 
-from pflcore import Federation, Net
+from pflcore import Federation, Net, Training
 
 
 def federation(x=None, y=None, **options):
@@ -68,6 +70,18 @@ def refused(said, model, data, loss=None):
         simulation(model=Net(model, loss) if loss else model, data=data)
 
 
+class Hidden(nn.Module):
+    """Its weight stands in a list too, which is what it uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.hidden = [self.layer.weight]
+
+    def forward(self, x):
+        return F.linear(x, self.hidden[0], self.layer.bias)
+
+
 LINEAR = nn.Linear(6, 4)
 BROKEN = [  # model, sentence, loss
     (
@@ -95,10 +109,14 @@ BROKEN = [  # model, sentence, loss
     ),
     (
         Own(lambda m, x: m.layer(x) * np.random.rand()),
-        r"model: as a function of its parameters it is not what the module computes",
+        r"model: its forward pass gives other scores when it is called again.*no random numbers",
     ),
     (
         Own(lambda m, x: m.layer(x) * random.random()),
+        r"model: its forward pass gives other scores when it is called again.*no random numbers",
+    ),
+    (
+        Hidden(),
         r"model: as a function of its parameters it is not what the module computes",
     ),
     (hooked(), r"model: parameter 'weight' has a gradient hook"),
@@ -142,3 +160,192 @@ def test_data():
             torch.zeros(2, 2).to_sparse(), torch.zeros(2).long(), {"train": [torch.arange(2)]}
         )
     assert federation(WORDS.int()).x.dtype == torch.int64
+
+
+# a refusal names the cause that is there, and what it says to do can be done ---------------------
+
+
+class Frozen(nn.Module):
+    """Batch norm that stays in evaluation mode by an overridden `train`, or a layer of fixed
+    numbers in its place."""
+
+    def __init__(self, norm, override):
+        super().__init__()
+        self.norm, self.head, self.override = norm, nn.Linear(6, 4), override
+        self.norm.requires_grad_(False)
+
+    def train(self, mode=True):
+        super().train(mode)
+        if self.override:
+            self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+
+
+class Fixed(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.register_buffer("shift", norm.running_mean.clone())
+        self.register_buffer("scale", (norm.running_var + norm.eps).rsqrt())
+
+    def forward(self, x):
+        return (x - self.shift) * self.scale
+
+
+MODE = (
+    r"model: its submodule '{}' \({}\) is in evaluation mode while the model is in training mode; "
+)
+
+
+def shifted():
+    return federation(torch.randn(24, 6) + 3)
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_a_submodule_in_another_mode_is_named(engine):
+    data = shifted()
+    for model, said in (
+        (Frozen(nn.BatchNorm1d(6), True), MODE.format("norm", "BatchNorm1d")),
+        (nn.Sequential(nn.BatchNorm1d(6).eval(), nn.Linear(6, 4)), MODE.format("0", "BatchNorm1d")),
+        (
+            nn.Sequential(nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.9)).eval(), nn.Linear(9, 4)),
+            MODE.format("0.1", "Dropout"),
+        ),
+    ):
+        with sentence(said):
+            simulation(model=model, data=data, engine=engine)
+        if isinstance(model, Frozen):
+            model.override = False
+        assert simulation(model=model.train(), data=data, engine=engine).run().rounds
+    fixed = Frozen(Fixed(nn.BatchNorm1d(6)), True)
+    assert simulation(model=fixed, data=data, engine=engine).run().rounds
+
+
+def test_autocast_is_named():
+    data, model = federation(), nn.Linear(6, 4)
+    run = simulation(model=model, data=data)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with sentence("torch: autocast is on, .*; set up and run the simulation outside of it"):
+            simulation(model=model, data=data)
+        with sentence("torch: autocast is on"):
+            run.run()
+    assert run.run().rounds
+
+
+class Annealed(nn.Module):
+    """A loss that counts its calls, or as it should not: takes its factor from outside."""
+
+    def __init__(self, counts):
+        super().__init__()
+        self.counts, self.calls = counts, 0
+
+    def forward(self, scores, y):
+        self.calls += self.counts
+        return F.cross_entropy(scores, y) / (1 + self.calls)
+
+
+def test_a_loss_that_counts_its_calls_is_named():
+    data, model = federation(), nn.Linear(6, 4)
+    with sentence("criterion: it gives another value when it is called again .*a counter"):
+        simulation(model=model, data=data, loss=Annealed(True))
+    assert simulation(model=model, data=data, loss=Annealed(False)).run().rounds
+
+
+def test_batch_norm_over_processes_is_named():
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+    other = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    with sentence("model: 1 is nn.SyncBatchNorm, .*; give the model before convert_sync_batchnorm"):
+        simulation(model=other, data=federation())
+    assert simulation(model=model, data=federation()).run().rounds
+
+
+def test_a_model_without_numbers_is_named():
+    with torch.device("meta"):
+        model = nn.Linear(6, 4)
+    with sentence("build: the model is on the device 'meta', .*; make it on the CPU"):
+        simulation(model=model, data=federation())
+
+
+class Squeezed(nn.Module):
+    def __init__(self, axis=None):
+        super().__init__()
+        self.layer, self.axis = nn.Linear(6, 4), axis
+
+    def forward(self, x):
+        x = self.layer(x)[:, :, None]
+        return x.squeeze() if self.axis is None else x.squeeze(self.axis)
+
+
+NO_AXIS = (
+    r"model: of one sample it gives scores of shape \[4\], .*; name the axis, as in squeeze\(-1\)"
+)
+
+
+def clients(train, test):
+    sizes = [train, 9]
+    return Federation.from_clients(
+        [
+            {
+                split: (torch.randn(n, 6), torch.arange(n) % 4)
+                for split, n in (("train", size), ("test", test))
+            }
+            for size in sizes
+        ]
+    )
+
+
+def test_an_axis_of_the_batch_that_is_lost_is_named():
+    with sentence(NO_AXIS):
+        simulation(model=Squeezed(), data=clients(1, 4))
+    with sentence(NO_AXIS):
+        simulation("local", model=Squeezed(), data=clients(5, 1)).run()
+    history = simulation(model=Squeezed(), data=clients(5, 4)).run()
+    x = torch.randn(3, 6)
+    assert history.predict(0, x).shape == (3,)
+    with sentence(NO_AXIS):
+        history.predict(0, x[:1])
+    with sentence(r"x: expected samples \[B, ...\], got shape \[6\]"):
+        history.predict(0, x[0])
+    history = simulation("local", model=Squeezed(-1), data=clients(1, 1)).run()
+    assert history.predict(0, x[:1]).shape == (1,)
+
+
+def test_whole_numbers_as_targets_are_named_where_classes_are_none():
+    y = torch.arange(24) + 3
+    data = federation(y=y, classes=None)
+    with sentence("model: it has 1 output.*, or take loss='squared', as classes is None"):
+        simulation(model=nn.Linear(6, 1), data=data)
+    assert simulation(model=nn.Linear(6, 1), data=data, loss="squared").run().rounds
+
+
+def test_a_function_of_the_round_alone_is_named():
+    def one(round):
+        return 0.99**round
+
+    said = "schedule: .*TypeError.*of the round alone write lambda round, rounds: "
+    with sentence(said):
+        simulation(training=Training(schedule=one))
+    with sentence(said):
+        simulation(training=Training(schedule=lambda round: 0.5))
+    assert simulation(training=Training(schedule=lambda round, rounds: one(round))).run().rounds
+
+
+def test_metrics_of_labels_need_a_loss_that_says_what_one_score_means():
+    data, names = federation(y=torch.arange(24) % 2), ["f1", "auc"]
+    weight = torch.tensor(3.0)
+    with sentence("metrics: for targets .* and 'f1' is for labels, .*nn.BCEWithLogitsLoss"):
+        simulation(
+            model=nn.Linear(6, 1),
+            data=data,
+            metrics=names,
+            loss=lambda s, y: F.binary_cross_entropy_with_logits(s[:, 0], y.float()),
+        )
+    for loss in (
+        "binary_cross_entropy",
+        nn.BCEWithLogitsLoss(pos_weight=weight),
+        partial(F.binary_cross_entropy_with_logits, pos_weight=weight),
+    ):
+        found = simulation(model=nn.Linear(6, 1), data=data, metrics=names, loss=loss).run()
+        assert {"accuracy", "f1", "auc"} <= set(found.rounds[-1]["eval"])
