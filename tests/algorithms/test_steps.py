@@ -103,13 +103,13 @@ def test_l2cs_logits_take_steps_of_adam():
     local = SimpleNamespace(grad=lambda w, split: w - 1, fit=lambda w: SimpleNamespace(w=w.clone()))
     own = {"w": t([[0.0, 0]]), "a": t([[0.1, 0, -0.2]]), "m": zero, "v": zero, "t": zero[:, :1]}
     a, m, v = own["a"], 0, 0
-    for step in (1, 2, 3):
+    for round in (1, 2, 3):
         share = a.softmax(1)
         slope = (own["w"] + share @ delta - 1) @ delta.T
         d = share * (slope - (share * slope).sum()) + 0.01 * a
         m = 0.9 * m + 0.1 * d
         v = 0.999 * v + 0.001 * d**2
-        a = a - 0.1 * m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
+        a = a - 0.1 * m / (1 - 0.9**round) / ((v / (1 - 0.999**round)).sqrt() + 1e-8)
 
         own = alg.train(down, own, local)[0]
 
