@@ -2,15 +2,29 @@
 very bound where a rule says "at least" or "only"."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from methods import APFL, Ditto, FedAdagrad, FineTune, KnnPer
+from methods import (
+    APFL,
+    L2C,
+    Ditto,
+    FedAdagrad,
+    FedALA,
+    FedDWA,
+    FineTune,
+    KnnPer,
+    Scaffold,
+    Waffle,
+    WeightErosion,
+)
 from parts.edges import normal
+from parts.rivals import QUERY, Z
 from small import ENGINES, F64, after, at_work, near, some, t, tiny, validated
 
-from pflcore import FedAvg, step
-from pflcore.algorithms import Mix
+from pflcore import FedAvg, Net, step
+from pflcore.algorithms import Mix, Pool
 from pflcore.simulation.round import Setup
 
 
@@ -66,6 +80,120 @@ def test_adagrad_needs_no_correction_of_its_sum():
         near(state["x"], x)
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_whole_gradients_ahead_go_on_with_their_momentum(ahead):
+    s = tiny(momentum=0.5, weight_decay=0.1)
+    clients, w = at_work(s), away(s)
+    want, move = w, torch.zeros_like(w)
+    for _ in range(ahead):
+        move = 0.5 * move + clients.grad(want) + 0.1 * want
+        want = want - 0.1 * move
+
+    got = FedDWA(guidance="full_grad", ahead=ahead).look_ahead(w, clients)
+
+    torch.testing.assert_close(got, want)
+
+
+def test_l2cs_logits_take_steps_of_adam():
+    """For three rounds of all three clients, by gradients that are known."""
+    alg = L2C(alpha_lr=0.1, alpha_decay=0.01)
+    everybody, zero = torch.arange(3)[None], torch.zeros(1, 3, dtype=F64)
+    delta = t([[1.0, 0.5], [-0.3, 2.0], [0.7, -1.0]])
+    down = {"delta": Pool(delta, everybody), "who": everybody}
+    local = SimpleNamespace(grad=lambda w, split: w - 1, fit=lambda w: SimpleNamespace(w=w.clone()))
+    own = {"w": t([[0.0, 0]]), "a": t([[0.1, 0, -0.2]]), "m": zero, "v": zero, "t": zero[:, :1]}
+    a, m, v = own["a"], 0, 0
+    for round in (1, 2, 3):
+        share = a.softmax(1)
+        slope = (own["w"] + share @ delta - 1) @ delta.T
+        d = share * (slope - (share * slope).sum()) + 0.01 * a
+        m = 0.9 * m + 0.1 * d
+        v = 0.999 * v + 0.001 * d**2
+        a = a - 0.1 * m / (1 - 0.9**round) / ((v / (1 - 0.999**round)).sqrt() + 1e-8)
+
+        own = alg.train(down, own, local)[0]
+
+        near(own["a"], a)
+
+
+def test_fedala_learns_for_a_while_once_and_then_an_epoch_a_round():
+    """Losses that settle at once end the first time as soon as there are more than `window`."""
+    epochs = []
+
+    class Counted(FedALA):
+        def loss(self, *args):
+            epochs[-1] += 1
+            return super().loss(*args)
+
+    s = tiny((8, 8, 8))  # a batch each
+    state, alg = None, Counted(threshold=1e9, window=4, sample=1.0)
+    for _ in range(4):
+        epochs.append(0)
+        state, _ = after(alg, s, 1, state)
+
+    assert [count / 3 for count in epochs] == [0, 5, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "unit, passes", [("samples", [3, 1, 0]), ("batches", [24, 8, 6]), ("epochs", [6, 6, 6])]
+)
+def test_passes_are_counted_over_the_rounds_before(unit, passes):
+    """Of clients of 7, 20 and 31 samples after three rounds of batches of 8."""
+    s = tiny(epochs=2)
+    alg = WeightErosion(size_unit=unit)
+
+    up = alg.train({"x": s.net.w0.expand(3, -1)}, {}, at_work(s, round=4))[1]
+
+    assert up["passes"].tolist() == passes
+
+
+@pytest.mark.parametrize("round, alone", [(56, (0, 0)), (57, (1, 0)), (58, (1, 0)), (59, (1, 1))])
+def test_waffles_target_is_alone_at_the_end(round, alone):
+    """From round .95 R on, 57 of 60, it is the only one; two rounds later in the means as well."""
+    alg, delta = Waffle(target=1, do=0.0), t([[1.0, 0], [1.0, 1], [0.5, 1]])
+    cohort = some(3, round, rounds=60)
+
+    smooth, history = alg.weights(torch.full((3, 2), 1 / 3, dtype=F64), delta, cohort)
+
+    assert (history[:, 0] == t([0, 1, 0])).all() == alone[0]
+    assert (smooth == t([0, 1, 0])).all() == alone[1]
+
+
+def test_waffles_mean_is_over_the_last_two_rounds():
+    alg, delta = Waffle(target=1, do=0.5), t([[1.0, 0], [1.0, 1], [0.5, 1]])
+    before = t([[0.1, 0.7], [0.6, 0.2], [0.3, 0.1]])
+
+    smooth, history = alg.weights(before, delta, some(3, 4, rounds=100))
+
+    assert torch.equal(history[:, 1], before[:, 0])
+    near(smooth, (history[:, 0] + before.sum(1)) / 3)
+
+
+def test_a_newcomers_control_counts_in_scaffolds_mean():
+    """It is 0: the mean of three becomes one of four."""
+    state = {"x": t([5.0]), "c": t([1.0, -2.0])}
+
+    grown = Scaffold().grow(state, 3)
+
+    near(grown["c"], t([0.75, -1.5]))
+    assert torch.equal(grown["x"], state["x"])
+
+
+def test_fine_tuning_goes_on_epoch_by_epoch():
+    """With batch norm's statistics and a shuffle of each epoch's own."""
+    s = normal()
+    clients = now = at_work(s)
+    x = rows = s.net.w0.expand(4, -1)
+    for epoch in (1, 2, 3):
+        fit = now.fit(rows, epochs=1, stream=f"finetune {epoch}")
+        now, rows = clients.after(fit), fit.w
+
+    view = FineTune(finetune_epochs=3).model({"x": x}, {}, clients)
+
+    assert torch.equal(view["w"], rows)
+    assert torch.equal(view["batch_norm"], now.buffers)
+
+
 # batch norm ----------------------------------------------------------------------------------
 
 
@@ -119,6 +247,25 @@ def test_knnper_takes_clients_of_exactly_min_size():
     lam = KnnPer(min_size=20, lam=0.25).model({"x": x}, {}, at_work(s))["lam"]
 
     assert lam.tolist() == [0, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("k", [2, 5, 6, 10])
+def test_padding_has_no_vote(k):
+    """A client of five samples beside one of eight."""
+    net = Net(torch.nn.Linear(2, 3, dtype=F64))
+    w, y = net.w0, torch.tensor([0, 1, 0, 1, 0])
+    alone = {"w": w, "z": Z, "y": y, "n": torch.tensor(5)}
+    beside = {
+        "w": w,
+        "z": torch.cat([Z, QUERY.expand(3, -1)]),
+        "y": torch.cat([y, torch.tensor([2, 2, 2])]),
+        "n": torch.tensor(5),
+    }
+
+    votes = [KnnPer(k=k, lam=1.0).predict(view, net, QUERY) for view in (alone, beside)]
+
+    assert torch.equal(*votes)
+    assert votes[0][0, 2] == 0
 
 
 @pytest.mark.parametrize("margin, takes", [(0.0, False), (-1e-9, True)])
