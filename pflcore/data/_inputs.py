@@ -103,7 +103,12 @@ def target(value: Any, name: str) -> Tensor:
     """Targets [n, ...] as they come: floats, or int64 for whole numbers and for true and false."""
     t = array(value, name)
     need(not t.is_complex(), name, "real numbers", t)
-    return t if t.is_floating_point() else t.long()
+    if t.is_floating_point():
+        return t
+    whole = t.long()
+    wraps = t.dtype == torch.uint64 and bool((whole < 0).any())
+    need(not wraps, name, "whole numbers below 2**63", t)
+    return whole
 
 
 def pair(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Fields | None]:

@@ -52,7 +52,7 @@ class Reading(NamedTuple):
 
 
 def meaning_of(
-    y: Tensor, reading: Reading, floats: torch.dtype, *, steps: bool = False
+    y: Tensor, reading: Reading, floats: torch.dtype, *, steps: bool = False, name: str = "y"
 ) -> tuple[Tensor, int | None]:
     """The targets [n, ...] of all clients by the table, and how many classes they have.
 
@@ -74,7 +74,7 @@ def meaning_of(
         return (y > 0).long(), 2
     if reading.classes != "infer":
         return y, reading.classes
-    return y, _classes(y, reading)
+    return y, _classes(y, reading, name)
 
 
 def _are_whole(y: Tensor) -> bool:
@@ -89,17 +89,17 @@ def _are_signs(y: Tensor) -> bool:
     return (low, high) == (-1, 1) and not bool((y == 0).any())
 
 
-def _classes(y: Tensor, reading: Reading) -> int:
+def _classes(y: Tensor, reading: Reading, name: str) -> int:
     """The largest label plus one. ValueError where that is more than the labels themselves."""
     labels = y[y != IGNORED]
     low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
     numbers = "classes=None (--classes None or --criterion squared) for numbers to predict"
     if reading.files:
-        need(low >= 0, "y", f"labels that count from 0, or {numbers}", [low, high])
+        need(low >= 0, name, f"labels that count from 0, or {numbers}", [low, high])
     count = labels.numel()
     if not reading.alone and high >= max(count, 1):
         many = f"classes={high + 1} (--classes {high + 1}) for so many classes"
-        refuse("y", f"labels below {count}, the number of samples, or {many}, or {numbers}", high)
+        refuse(name, f"labels below {count}, the number of samples, or {many}, or {numbers}", high)
     return max(high + 1, 1)
 
 

@@ -26,6 +26,7 @@ from pflcore.data._samples import SPLITS
 from pflcore.data._sources import EXTRA, digest_of, known, reading
 
 Where = str | os.PathLike[str]
+ASIDE = ("README", "LICENSE")  # of files that may lie beside data
 Pairs = dict[str, dict[str, tuple[Any, Any]]]  # client -> split -> (x, y)
 
 
@@ -125,7 +126,7 @@ def folder(
     """
     base, clients = Path(path), Pairs()
     first: tuple[str, ...] = ()
-    for split, part in _parts(base).items():
+    for split, part in _parts(base, ".csv", ".npz").items():
         for file in _files(part, ".csv", ".npz"):
             if file.suffix == ".npz":
                 found = _npz(file, split)
@@ -156,30 +157,34 @@ def _root(root: Where | None) -> Path:
     return Path(str(where))
 
 
-def _parts(base: Path) -> dict[str, Path]:
-    """A folder per split, or all in "train"."""
+def _parts(base: Path, *kinds: str) -> dict[str, Path]:
+    """A folder per split, with no files of these kinds beside them, or all in "train"."""
     parts = {s: base / s for s in SPLITS if (base / s).is_dir()}
+    there = " and ".join(f"{s}/" for s in parts)
     if parts and "train" not in parts:
-        there = " and ".join(f"{s}/" for s in parts)
         raise FileNotFoundError(f"{base}: expected a folder train/ beside {there}, got none.")
+    beside = sorted(f.name for f in base.glob("*") if f.suffix in kinds) if parts else []
+    need(not beside, str(base), f"no samples beside {there}", beside[:5])
     return parts or {"train": base}
 
 
 def _files(part: Path, *kinds: str) -> list[Path]:
     """The files in a folder, client2 before client10; nothing but those of these kinds may be
-    there.
+    there, a README, hidden files and folders aside.
 
     A pipe or a device would be read without end, so that only regular files are.
     """
-    found = sorted(part.glob("*"), key=_natural)
+    found = sorted((f for f in part.glob("*") if not f.name.startswith(".")), key=_natural)
     mine = [f for f in found if f.suffix in kinds and f.is_file()]
-    ignored = [f for f in found if f.is_dir() and f.suffix not in kinds]
-    stray = {f.name for f in found if not re.match(r"\.|README|LICENSE", f.name)}
-    stray -= {f.name for f in [*mine, *ignored]}
-    stray = {f"{s} (no regular file)" if Path(s).suffix in kinds else s for s in stray}
+    stray = []
+    for f in found:
+        if f.suffix in kinds and not f.is_file():
+            stray.append(f"{f.name} (no regular file)")
+        elif f.suffix not in kinds and not f.is_dir() and not f.name.startswith(ASIDE):
+            stray.append(f.name)
     if stray or not mine:
         wanted = f"{' or '.join(kinds)} files and nothing else; give them a folder"
-        raise FileNotFoundError(f"{part}: expected {wanted}, got {sorted(stray) or 'none there'}.")
+        raise FileNotFoundError(f"{part}: expected {wanted}, got {stray or 'none there'}.")
     return mine
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.check import Count, Part, Positive, Seed32, Share, Whole, checked, need
+from pflcore.data._meaning import Reading, meaning_of
 from pflcore.data._ragged import (
     Ints,
     Ragged,
@@ -518,36 +519,36 @@ def partition(
     """The samples of labels [n] (and test_labels [n_test]) among N clients, by the name of a way;
     `options_of(name)` are its own options. ValueError in one sentence for an unknown name or
     option, and where a client would have nothing to train on."""
-    known = options_of(name)
-    unknown = sorted(set(options) - set(known))
-    takes = ", ".join([*known, "test_labels", "seed", "classes"])
-    need(not unknown, f"partition {name}", f"the options {takes}", ", ".join(unknown), known)
-    pools = {"train": _labels(labels, "labels")}
+    own = options_of(name)
+    unknown = sorted(set(options) - set(own))
+    takes = ", ".join([*own, "test_labels", "seed", "classes"])
+    need(not unknown, f"partition {name}", f"the options {takes}", ", ".join(unknown), own)
+    given = {"train": _labels(labels, "labels")}
     if test_labels is not None:
-        pools["test"] = _labels(test_labels, "test_labels")
-    size, top = len(pools["train"]), max(int(y.max()) for y in pools.values())
+        given["test"] = _labels(test_labels, "test_labels")
+    # what they mean is decided for all of them, as `from_partition` does
+    reading = Reading("infer" if classes is None else classes)
+    y, known = meaning_of(torch.cat([*given.values()]), reading, torch.float32, name="labels")
+    low, top, classes = int(y.min()), int(y.max()), known or 1
+    need(low >= 0 and top < classes, "labels", f"labels in 0..{classes - 1}", [low, top])
+    size = len(given["train"])
     need(n <= size, "n", f"at most as many as the {size} training samples", n)
-    if classes is None:
-        count = sum(map(len, pools.values()))
-        more = f"labels below {count}, the number of samples, or classes={top + 1} for so many"
-        need(top < count, "labels", f"{more} classes", top)
-        classes = top + 1
-    need(top < classes, "labels", f"labels in 0..{classes - 1}", top)
+    pools = dict(zip(given, map(Tensor.numpy, y.split([*map(len, given.values())])), strict=True))
     way = PARTITIONS[name]
-    given = Labels(pools, n, classes)
-    part = way.rule(given, stream(seed, way.stream), **{**way.defaults, **options})
+    part = way.rule(
+        Labels(pools, n, classes), stream(seed, way.stream), **{**way.defaults, **options}
+    )
     index = {s: list(lists) for s, lists in part.index.items()}
     none = [i for i, rows in enumerate(index["train"]) if not len(rows)][:1]
     need(not none, "n", f"so few clients that each has a sample (client {none} has none)", n)
     return replace(part, index=index, pools={s: len(y) for s, y in pools.items()})
 
 
-def _labels(labels: Any, name: str) -> Ints:
+def _labels(labels: Any, name: str) -> Tensor:
     a = np.asarray(labels.detach().cpu() if isinstance(labels, Tensor) else labels)
-    fits = a.ndim == 1 and a.size and a.dtype.kind in "iu" and int(a.min()) >= 0
-    need(fits, name, "whole numbers [n] of at least 0", labels)
-    whole: Ints = a.astype(np.int64)
-    return whole
+    a = a[:, 0] if a.ndim == 2 and a.shape[1] == 1 else a
+    need(a.ndim == 1 and a.size and a.dtype.kind in "iub", name, "whole numbers [n]", labels)
+    return torch.from_numpy(a.astype(np.int64))
 
 
 @checked

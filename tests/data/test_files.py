@@ -245,6 +245,14 @@ def test_a_test_folder_alone_is_no_federation(tmp_path):
         folder(tmp_path)
 
 
+def test_files_beside_the_folders_of_splits_are_refused(tmp_path):
+    (tmp_path / "train").mkdir()
+    csv(tmp_path, "1,2,0\n")
+    csv(tmp_path / "train", "1,2,0\n")
+    with sentence(r".*: expected no samples beside train/, got \['c0.csv'\]"):
+        folder(tmp_path)
+
+
 def test_a_missing_data_set_names_its_files(tmp_path):
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / "train-labels-idx1-ubyte").write_bytes(b"")

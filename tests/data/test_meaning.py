@@ -245,3 +245,24 @@ def test_a_pool_is_read_by_the_same_table():
     with sentence("labels: expected labels below 3, the number of samples"):
         partition("iid", [0, 1, 3_000_000_000], 2)
     assert partition("iid", [0, 1, 7], 2, classes=8).index["train"]
+
+
+@pytest.mark.parametrize("y", [[True, False, True, False], [-1, 1, -1, 1], [[0], [1], [0], [1]]])
+def test_what_a_partition_takes_for_labels_a_pool_does(y):
+    part = partition("iid", y[:2], 2, test_labels=y[2:])
+    pools = {"x_test": X[:2], "y_test": y[2:]}
+    fed = Federation.from_partition(X[:2], y[:2], part, **pools)
+    assert fed.classes == 2 and fed.y.tolist() == [*np.ravel(np.array(y) > 0)]
+
+
+def test_a_number_beyond_int64_is_refused():
+    with sentence(r"y of client 0 \(train\): expected whole numbers below 2\*\*63"):
+        Federation.from_clients([(X, np.array([2**63 + 5, 0, 1], np.uint64))])
+
+
+def test_void_labels_are_told_what_they_may_be():
+    x, y = torch.zeros(2, 3), np.array([[0, 255, 1], [1, 0, 255]])
+    with sentence("y: expected int64 labels in 0..1 .*, or -100 for those to leave out"):
+        Federation.from_clients([(x, y)], classes=2)
+    void = Federation.from_clients([(x, np.where(y == 255, -100, y))])
+    assert void.classes == 2 and void.counts().tolist() == [[2, 2]]

@@ -307,6 +307,7 @@ def test_a_folder_of_csv_files(row, tmp_path):
 def test_what_lies_beside_csv_files(tmp_path):
     csv(tmp_path, a="1,2,0\n3,4,1\n")
     (tmp_path / "README.md").write_text("about")
+    (tmp_path / "._a.csv").write_bytes(b"hidden")
     assert federation_of(f"folder:{tmp_path}", fractions={"test": 0.5}).n == 1
     (tmp_path / "holiday.jpg").write_bytes(b"")  # a download folder is no federation
     sentence(OSError, lambda: folder(tmp_path), "holiday.jpg")
