@@ -8,7 +8,7 @@ from parts.company import EVERYBODY, differing, of_round, simulation
 from small import swept
 
 from pflcore.simulation import _evaluate as evaluation
-from pflcore.simulation.round import sample
+from pflcore.simulation.round import sample, step
 from pflcore.train._clients import blocks, parted
 
 CASES = [("chain", "mlp", "Tanh"), ("loop", "mlp", "SiLU"), ("vmap", "conv", "SiLU")]
@@ -44,6 +44,20 @@ def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     for at in parted(EVERYBODY, block) if inside else cut_anywhere(run.setting.engine.name):
         part = of_round(run.setup, run._state, ids, at.sort().values, block)
         assert differing(part, whole, at.sort().values) == []
+
+
+@pytest.mark.parametrize("case", [("loop", "mlp", "SiLU"), ("auto", "conv", "ReLU")])
+@pytest.mark.parametrize("name", swept(quick=("l2c", "fedfomo", "factorized_waffle", "qfedavg")))
+def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
+    """Where no engine is vmap; some were there in the last round, the others in the one before."""
+    run = simulation(*case, name)
+    state = run.state
+    for ids in (EVERYBODY, EVERYBODY[:4]):
+        state, _ = step(run.setup, state, ids)
+    whole = of_round(run.setup, state, EVERYBODY, EVERYBODY, EVERYBODY)
+    for ids in map(torch.tensor, ([1], [0, 2, 7], [3, 5])):
+        part = of_round(run.setup, state, ids, torch.arange(len(ids)), ids)
+        assert differing(part, whole, ids) == []
 
 
 @pytest.mark.parametrize("case", EVERY)
