@@ -4,11 +4,13 @@ from functools import lru_cache
 
 import pytest
 import torch
-from parts.company import EVERYBODY, differing, of_round, simulation
+from parts.company import EVERYBODY, differing, simulation
 from small import swept
 
+from pflcore import Clients
+from pflcore.algorithms import Pool
 from pflcore.simulation import _evaluate as evaluation
-from pflcore.simulation.round import sample, step
+from pflcore.simulation.round import own_rows, sample, step
 from pflcore.train._clients import blocks, parted
 
 CASES = [("chain", "mlp", "Tanh"), ("loop", "mlp", "SiLU"), ("vmap", "conv", "SiLU")]
@@ -25,6 +27,26 @@ def played(name, case):
     for _ in range(2):
         next(play)
     return run
+
+
+def of_round(setup, state, ids, at, block):
+    """What the clients at the places `at` of the cohort `ids` make of a round, as a part of it."""
+    cohort = setup.cohort(ids, state.round + 1)
+    down = {k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()}
+    own = own_rows(setup, state, ids[at], down)
+    part = Clients(setup.setting, ids[at], cohort.round, state.batch_norm[ids[at]], block[at])
+    kept, up, fit = setup.algorithm.train(down, own, part)
+    each = {f"own.{k}": v for k, v in kept.items()} | {f"up.{k}": v for k, v in up.items()}
+    return each | {"batch norm": fit.buffers, "loss": fit.loss}
+
+
+def rows_at(value, at):
+    """Some clients' rows of a download; a row that all share stays one."""
+    if isinstance(value, Pool):
+        return value._replace(index=value.index[at])
+    if value.stride(0) == 0:
+        return value[:1].expand(len(at), *value.shape[1:])
+    return value[at]
 
 
 def cut_anywhere(engine):
