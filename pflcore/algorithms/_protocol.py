@@ -252,8 +252,8 @@ class Algorithm:
         return shown | {k: state[k] for k in names if k != "mix"}
 
     def beside(self, data: Federation, ids: Tensor) -> Tensor:
-        """The clients whom `model` must see to make the models of the clients `ids`, who are among
-        them: ids, ascending. By default nobody else."""
+        """The clients [M] that `model` must see to make the models of the clients `ids` [S], these
+        among them: ids, ascending. By default nobody else."""
         return ids
 
     def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:

@@ -1,12 +1,11 @@
-"""What the tests of company share: models by their layers, clients of odd sizes, and a cohort's
-work, all of it or in parts."""
+"""What the tests of company share: models by their layers, clients of odd sizes, and what hooks
+make of a cohort or of parts of it."""
 
 import torch
 from small import layers
 
 from pflcore import Clients, Federation, Hardware, Net, Simulation, Training
-from pflcore.algorithms import ALGORITHMS, Pool
-from pflcore.simulation.round import own_rows
+from pflcore.algorithms import ALGORITHMS
 
 ACTIVATIONS = ("SiLU", "Sigmoid", "ELU", "Softplus", "Tanh", "ReLU", "GELU")
 BODIES = {  # H hidden units, A the activation: the layers, a sample's shape
@@ -67,26 +66,6 @@ def of_hooks(setting, ids, block=None, training=True):
         made |= {f"own {split}": clients.after(fit).measure({"w": fit.w}, split)[0]}
         made |= {f"common {split}": clients.loss(x, split), f"grad {split}": clients.grad(x, split)}
     return made
-
-
-def of_round(setup, state, ids, at, block):
-    """What the clients at the places `at` of the cohort `ids` make of a round, as a part of it."""
-    cohort = setup.cohort(ids, state.round + 1)
-    down = {k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()}
-    own = own_rows(setup, state, ids[at], down)
-    part = Clients(setup.setting, ids[at], cohort.round, state.batch_norm[ids[at]], block[at])
-    kept, up, fit = setup.algorithm.train(down, own, part)
-    each = {f"own.{k}": v for k, v in kept.items()} | {f"up.{k}": v for k, v in up.items()}
-    return each | {"batch norm": fit.buffers, "loss": fit.loss}
-
-
-def rows_at(value, at):
-    """Some clients' rows of a download; a row that all share stays one."""
-    if isinstance(value, Pool):
-        return value._replace(index=value.index[at])
-    if value.stride(0) == 0:
-        return value[:1].expand(len(at), *value.shape[1:])
-    return value[at]
 
 
 def differing(part, whole, at):

@@ -124,8 +124,8 @@ def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
         assert record["bytes_up"] == sum(o["bytes_up"] for o in own)
         assert record["cohort"] == [0, 1, 2]
         if record["eval"]:
-            accuracy = [o["eval"]["accuracy"][t] for t, o in enumerate(own)]
-            assert record["eval"]["accuracy"] == accuracy
+            for key in ("accuracy", "loss"):
+                assert record["eval"][key] == [o["eval"][key][t] for t, o in enumerate(own)]
     assert history.header["target"] is history.stopped is None
     as_evaluated(history, data)
     with sentence("client: expected a number from 0 to 2"):

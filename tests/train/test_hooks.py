@@ -14,7 +14,7 @@ from places import golden
 from small import at_work, equals, fit, images, make_setting, near, t
 from tolerance import F64
 
-from pflcore import Federation, Net, Objective, Training, step
+from pflcore import Federation, Net, Objective, Training, evaluate, step
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import Setup, begin
 
@@ -153,6 +153,30 @@ def test_under_vmap_the_others_change_last_digits_alone(body):
     whole, at = company.of_hooks(s, company.EVERYBODY), torch.tensor([0, 2, 3, 7, 9])
     for name, found in company.of_hooks(s, at).items():
         near(found, whole[name][at], 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize("body", company.BODIES)
+def test_the_size_of_blocks_changes_last_digits_alone(body):
+    s = company.simulation("vmap", body, "SiLU", dtype=F64).setting
+    whole = company.of_hooks(s, company.EVERYBODY)
+    for together in (1, 3, 64):
+        for name, found in company.of_hooks(
+            s._replace(together=together), company.EVERYBODY
+        ).items():
+            near(found, whole[name], 1e-9, 1e-12)
+
+
+def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
+    """A batch for each of many small clients would take several times as long."""
+    run = company.simulation("loop", "mlp", "SiLU", dtype=F64)
+    whole = evaluate(run.setup, run.state)["loss"]
+    batches, forward = [], Net.__call__
+    monkeypatch.setattr(
+        Net, "__call__", lambda net, w, x: batches.append(len(x)) or forward(net, w, x)
+    )
+    ids = torch.tensor([0, 2, 3, 7, 9])
+    near(evaluate(run.setup, run.state, "test", ids)["loss"][ids], whole[ids])
+    assert batches == [sum(company.SIZES[i] for i in ids)]
 
 
 # what a step is -------------------------------------------------------------

@@ -4,11 +4,13 @@ from functools import lru_cache
 
 import pytest
 import torch
-from parts.company import EVERYBODY, differing, of_round, simulation
+from parts.company import EVERYBODY, differing, simulation
 from small import swept
 
+from pflcore import Clients
+from pflcore.algorithms import Pool
 from pflcore.simulation import _evaluate as evaluation
-from pflcore.simulation.round import sample
+from pflcore.simulation.round import own_rows, sample, step
 from pflcore.train._clients import blocks, parted
 
 CASES = [("chain", "mlp", "Tanh"), ("loop", "mlp", "SiLU"), ("vmap", "conv", "SiLU")]
@@ -25,6 +27,26 @@ def played(name, case):
     for _ in range(2):
         next(play)
     return run
+
+
+def of_round(setup, state, ids, at, block):
+    """What the clients at the places `at` of the cohort `ids` make of a round, as a part of it."""
+    cohort = setup.cohort(ids, state.round + 1)
+    down = {k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()}
+    own = own_rows(setup, state, ids[at], down)
+    part = Clients(setup.setting, ids[at], cohort.round, state.batch_norm[ids[at]], block[at])
+    kept, up, fit = setup.algorithm.train(down, own, part)
+    each = {f"own.{k}": v for k, v in kept.items()} | {f"up.{k}": v for k, v in up.items()}
+    return each | {"batch norm": fit.buffers, "loss": fit.loss}
+
+
+def rows_at(value, at):
+    """Some clients' rows of a download; a row that all share stays one."""
+    if isinstance(value, Pool):
+        return value._replace(index=value.index[at])
+    if value.stride(0) == 0:
+        return value[:1].expand(len(at), *value.shape[1:])
+    return value[at]
 
 
 def cut_anywhere(engine):
@@ -44,6 +66,20 @@ def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     for at in parted(EVERYBODY, block) if inside else cut_anywhere(run.setting.engine.name):
         part = of_round(run.setup, run._state, ids, at.sort().values, block)
         assert differing(part, whole, at.sort().values) == []
+
+
+@pytest.mark.parametrize("case", [("loop", "mlp", "SiLU"), ("auto", "conv", "ReLU")])
+@pytest.mark.parametrize("name", swept(quick=("l2c", "fedfomo", "factorized_waffle", "qfedavg")))
+def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
+    """Where no engine is vmap; some were there in the last round, the others in the one before."""
+    run = simulation(*case, name)
+    state = run.state
+    for ids in (EVERYBODY, EVERYBODY[:4]):
+        state, _ = step(run.setup, state, ids)
+    whole = of_round(run.setup, state, EVERYBODY, EVERYBODY, EVERYBODY)
+    for ids in map(torch.tensor, ([1], [0, 2, 7], [3, 5])):
+        part = of_round(run.setup, state, ids, torch.arange(len(ids)), ids)
+        assert differing(part, whole, ids) == []
 
 
 @pytest.mark.parametrize("case", EVERY)
