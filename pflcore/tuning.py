@@ -194,10 +194,8 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     fit = len(seeds) == len(nets) == count
     need(fit, "seed and net", each, f"{len(seeds)} and {len(nets)}")
     classes = nets[0].scores_classes and not protocols[0].data.y.is_floating_point()
-    criterion, where = (
-        criterion_of(metric, classes, higher_is_better),
-        Path(folder) if folder else None,
-    )
+    criterion = criterion_of(metric, classes, higher_is_better)
+    where = Path(folder) if folder else None
     run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
     fresh = None if rounds else "fresh"
     search = _Search(protocols, nets, seeds, criterion, run, states or fresh, where)

@@ -52,8 +52,8 @@ from pflcore.train._losses import REGRESSION, binary_cross_entropy, cross_entrop
 class FineTune(FedProx, FedOpt):
     """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
 
-    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
-    model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x (1 model) ·
+    up: delta (1 model).
 
     Trains as `FedOpt`; every evaluation fine-tunes x on each client's training data by the run's
     optimizer, all layers or the last one, and throws the result away. `choose="fixed"` takes
@@ -198,8 +198,8 @@ class KnnPer(FedOpt):
     """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
     on probabilities.
 
-    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
-    model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x (1 model) ·
+    up: delta (1 model).
 
     Trains as `FedOpt`; for evaluation each client stores what the head sees of its training
     samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by `kernel`: "exp"
@@ -513,8 +513,8 @@ class FedRoD(FedAvg):
     """Chen and Chao 2022, FedRoD (linear): a generic model, and a personal head h that adds its
     scores to the generic ones.
 
-    server: x [P] (body f and generic head g) · client: its head h · down: x [S, P] · up: delta [S,
-    P] (1 model; h stays).
+    server: x [P] (body f and generic head g) · client: h [H], its head · down: x [S, P] · up: delta
+    [S, P] (1 model; h stays).
 
     The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z = f(x) and n_c the
     client's samples of class c; the head minimises CE(g(z) + h(z)) with g(z) and z detached, so

@@ -52,8 +52,9 @@ class Ensemble(Undefended, FedOpt):
     They differ in shuffles and, where the model draws any, in initial weights; one cohort a round
     serves all k (k runs would draw k).
 
-    server: x [k, P] and each model's optimizer state · client: nothing · down: k models · up: delta
-    [S, k, P] (k models).
+    server: x [k, P], b [k, b] (each model's batch norm statistics), pick [N] (the model that each
+    client used last) and each model's optimizer state, see `FedOpt` · client: nothing · down: k
+    models · up: delta [S, k, P] (k models).
     """
 
     k: Count = 2  # models
@@ -134,8 +135,9 @@ class HypCluster(Ensemble):
     """HypCluster (Mansour et al. 2020), which is IFCA (Ghosh et al. 2020, Algorithm 1): each client
     trains the model that fits it best.
 
-    server: x [k, P], each model's optimizer state, the last cohort's ids and pick [S] · client:
-    nothing · down: k models · up: delta (1 model) and the pick.
+    server: x [k, P], b [k, b] (each model's batch norm statistics), pick [N] (the model that each
+    client picked last) and each model's optimizer state, see `FedOpt` · client: nothing · down: k
+    models · up: delta (1 model) and the pick.
 
     `warm` rounds of k independent FedAvg runs may come first (up: k models); their optimizer state
     is dropped at the end (Motley). A model that nobody picked is left as it was, optimizer state

@@ -225,7 +225,7 @@ IDLE = {  # options that play no part beside an optimizer
 class FedOpt(FedAvg):
     """Reddi et al. 2021, Algorithm 2, and Hsu et al. 2019: FedAvg with a server optimizer.
 
-    server: x [P], and of m, v [P] (momentum, second moment) and t (updates so far) what the
+    server: x [P], and of m, v [P] (momentum, second moment) and t [] (updates so far) what the
     optimizer needs · client: nothing · down: x (1 model) · up: delta (1 model).
 
     With D the weighted mean of the deltas:
@@ -357,7 +357,8 @@ class MRMTL(FedOpt):
     """Mean-regularized multi-task learning (Hanzely and Richtarik 2020; Liu et al. 2022): personal
     models pulled towards their mean.
 
-    server: x [P] · client: v [P] · down: x (1 model) · up: v's change (1 model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x (1 model) · up:
+    v's change (1 model).
 
     `v -= lr (grad(v) + lam (v - x))`, and x follows the mean of the changes: with every client in
     every round and the plain server step, x is the mean of the v, and lam = 0 is Local. v starts at
@@ -386,8 +387,8 @@ class Ditto(MRMTL):
     """Li et al. 2021, Algorithm 1 (the solver with a personal pass): a personal model pulled
     towards the global one.
 
-    server: x [P] and the optimizer's state · client: v [P] · down: x (1 model) · up: delta (1
-    model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x (1 model) · up:
+    delta (1 model).
 
     The client trains x as FedAvg does and v by `v -= personal_lr (grad(v) + lam (v - x))`, x as
     received. With every client in every round lam = 0 is Local. v starts at the x of the client's

@@ -227,10 +227,11 @@ class FedFomo(Algorithm):
     """Zhang et al. 2021, FedFomo: a client moves towards the models that do better than its own on
     its validation data.
 
-    server: the latest models w [N, P], affinities p [N, N], and weights [N, N]: what each client of
-    this round found for the others' models, before its own model's share · client: w, its trained
-    model, and old, the model before that training [P] each · down: m other models, or all there are
-    (m models) · up: w (1 model) and a [N], what was found for each. a_j = (L(old) - L(w_j)) / |w_j
+    server: the latest models w [N, P], affinities p [N, N], weights [N, N] (what each client of
+    this round found for the others' models, before its own model's share) and seen [N] (who has
+    taken part) · client: w, old [P] (its trained model, and the model before that training) · down:
+    m other models, or all there are (m models) · up: w (1 model) and a [N], what was found for
+    each. a_j = (L(old) - L(w_j)) / |w_j
     - old|, L on the split "val"; w <- old + sum_j w_j (w_j - old), w_j = max(a_j, 0) / sum max(a,
     0), then local training.
 
@@ -310,11 +311,12 @@ class L2C(Algorithm):
     """Li et al. 2022, L2C: each client learns, on validation data, whose updates to take: w_i <-
     w_i + sum_j softmax(a_i)_j delta_j.
 
-    server: relays the updates, and keeps those of every round that is some client's last; weights
-    [N, N], what the clients of this round made of the updates of their last one (zeros for the
-    absent and at first) · client: w [P], its model before the round that is under way, logits a [N]
-    and their Adam state · down: the updates of the client's last round (N models at full
-    participation) · up: delta (1 model), and its weights [N] for the record.
+    server: the updates of every round that is some client's last, which it relays: delta [U, P],
+    who [U] sent each and in which round [U]; last [N] (each client's last round, 0: none), and
+    weights [N, N] (what the clients of this round made of the updates of their last one; zeros for
+    the absent and at first) · client: w [P] (its model before the round that is under way), logits
+    a [N] and Adam's m, v [N], t [1] · down: the updates of the client's last round (N models at
+    full participation) · up: delta (1 model), and its weights [N] for the record.
 
     A client mixes when it takes part again, or is evaluated; then its logits take one step of Adam
     along their exact gradient w_j (g . delta_j - sum_m w_m g . delta_m), g the gradient on the
@@ -323,7 +325,7 @@ class L2C(Algorithm):
     has none and keeps its logits. Clients absent from a round are masked out of its softmax. No
     official code exists; this is the form that independent re-implementations agree on. Deviations:
     one step a round on all validation data; no pruning of neighbours (T0, K0), which Table 4 of the
-    FedDWA paper does not count either. `server_lr` and `weighting` play no part.
+    FedDWA paper does not count either.
     """
 
     alpha_lr: NonNegative = 0.1  # Adam's

@@ -132,9 +132,11 @@ class History:
         (a Federation of one that was standardized already, is taken as it is). The newcomer starts
         from a fresh client's state and does its own work of `rounds` rounds (so FedAvg's model is
         the shared one, Ditto's a personal one), then what an evaluation does (fine-tuning,
-        kNN-Per's neighbours). Where the server makes a model for each client (FedDWA, FedAMP,
-        MOCHA, ...) everybody plays these rounds with it, on copies. ValueError in one sentence for
-        samples that do not fit.
+        kNN-Per's neighbours): as a client does that takes part in the `rounds` rounds after the
+        run's last one and is evaluated after them, so what FineTune, FedBABU, Per-FedAvg and FedALA
+        draw for it is of round `state.round + rounds`. Where the server makes a model for each
+        client (FedDWA, FedAMP, MOCHA, ...) everybody plays these rounds with it, on copies.
+        ValueError in one sentence for samples that do not fit.
         """
         if not isinstance(self.models, Models):  # runs for each client have no model for others
             refuse("adapt", "the history that Simulation.run() returns", self.models)

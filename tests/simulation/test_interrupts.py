@@ -1,13 +1,16 @@
 """Ctrl-C and whatever else ends a run: the record says what its end says."""
 
+import re
 import signal
+from dataclasses import replace
 
 import pytest
 from doors import sentence
 from parts.user import simulation
 from small import images, tiny_model
 
-from pflcore import EarlyStopping, Evaluation, Stop, for_everyone
+import pflcore
+from pflcore import EarlyStopping, Stop, for_everyone
 
 ROUNDS = 5
 
@@ -72,7 +75,9 @@ def test_an_error_of_ones_own_stops_a_run_when_it_no_longer_falls():
     with sentence("Stopped early after round 3: mape 5 of round 1", Stop):
         play(EarlyStopping(patience=2, key="mape", higher_is_better=True), [5.0, 4.0, 3.0])
     data = images((20, 20, 20)).split(val=0.2)
-    look = Evaluation(split="val", metrics=(mape,))
+    advised = re.search("`evaluation=(.*?)`", EarlyStopping.__doc__)[1]
+    look = replace(eval(advised, vars(pflcore)), metrics=(mape,))
+    assert look.split == "val"
     stop = EarlyStopping(patience=ROUNDS, key="mape", higher_is_better=False)
     history = simulation(data=data, rounds=ROUNDS, evaluation=look).run(stop)
     assert stop.best == min(history.series("mape")[1].mean(1)).item()

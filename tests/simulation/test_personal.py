@@ -13,7 +13,7 @@ from parts.user import simulation
 from small import SIX, equals, images, swept, tiny_model
 from torch import nn
 
-from pflcore import Evaluation, FedAvg, Simulation, Training, for_everyone
+from pflcore import Evaluation, FedAvg, Hardware, Simulation, Training, for_everyone
 from pflcore.algorithms import Void
 from pflcore.results import record as records
 
@@ -93,6 +93,24 @@ def test_a_newcomer_trains_at_the_step_size_of_the_last_round(rounds):
     everybody = images((7, 20, 31, 24))
     few = everybody.subset([0, 1, 2])
     assert torch.equal(adapted(0.3, halved), adapted(0.3 * 0.5 ** (rounds - 1)))
+
+
+@pytest.mark.parametrize("algorithm", ["finetune", "fedbabu", "per_fedavg", "fedala", "ditto"])
+def test_a_newcomers_streams_are_those_of_the_rounds_after_the_run(algorithm):
+    """As of client 3 of four who takes part in round 3 alone, and is evaluated after it."""
+    everybody = images((20, 20, 20, 20))
+    how = {"hardware": Hardware(engine="loop"), "model": nn.Linear(6, 4)}
+    few = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2, **how).run()
+    first = simulation(algorithm, everybody, rounds=2, clients=[0, 1, 2], **how).run()
+    alone = simulation(algorithm, everybody, rounds=3, clients=[3], **how)
+    alone.state = first.state
+    after = alone.run().state
+    x, y = everybody.client(3, "train")
+    for batch, round in ((few.adapt((x, y), rounds=1), 3), (few.adapt((x, y), rounds=0), 2)):
+        state = replace(after if round == 3 else first.state, server=first.state.server)
+        again = simulation(algorithm, everybody, rounds=round, clients=[3], **how)
+        again.state = state
+        equals(batch(x), again.run().model(3)(x))
 
 
 def test_a_newcomer_that_does_not_fit_is_one_sentence():
