@@ -42,6 +42,7 @@ from pflcore.algorithms._fedavg import (
 from pflcore.algorithms._mixtures import APFL, L2C, FedALA, FedFomo
 from pflcore.algorithms._protocol import (
     Algorithm,
+    BadUpload,
     Cohort,
     Mix,
     Pool,
@@ -108,6 +109,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "BadUpload",
     "Cohort",
     "FedAvg",
     "Mix",

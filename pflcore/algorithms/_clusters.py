@@ -13,6 +13,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms._fedavg import FedAvg, FedOpt, Undefended
 from pflcore.algorithms._protocol import (
+    BadUpload,
     Changes,
     Cohort,
     Mix,
@@ -115,14 +116,14 @@ class Ensemble(Undefended, FedOpt):
         return {**self.improve(state, delta), "b": b, "pick": pick}, None
 
     def picked(self, up: Tensors, cohort: Cohort) -> Tensor:
-        """The models [S] that the clients say they picked. ValueError where there is none of that
+        """The models [S] that the clients say they picked. BadUpload where there is none of that
         number."""
         pick = up["pick"].cpu().long()
-        for i in ((pick < 0) | (pick >= self.k)).nonzero()[:, 0].tolist():
-            raise ValueError(
-                f"client number {int(cohort.ids[i])}: it says it picked model {int(pick[i])}, "
-                f"expected 0 to {self.k - 1}; leave it out."
-            )
+        last, picked = self.k - 1, zip(cohort.ids.tolist(), pick.tolist(), strict=True)
+        none = {i: j for i, j in picked if not 0 <= j <= last}
+        if none:
+            said = "it says it picked model {}, expected 0 to {}; leave it out."
+            raise BadUpload({i: said.format(j, last) for i, j in none.items()})
         return pick
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:

@@ -50,6 +50,14 @@ class Void(Exception):
     uploads say nothing."""
 
 
+class BadUpload(ValueError):
+    """Leaves clients out of a round: `update` raises it with a reason for each of their numbers."""
+
+    def __init__(self, why: Mapping[int, str]) -> None:
+        self.why = dict(why)
+        super().__init__(" ".join(f"client number {i}: {said}" for i, said in self.why.items()))
+
+
 class Pool(NamedTuple):
     """At most M of R shared rows for each client, without the copies; what travels is the rows
     whose numbers are not -1."""

@@ -15,6 +15,7 @@ from pflcore import ops
 from pflcore.algorithms._clusters import cosines
 from pflcore.algorithms._protocol import (
     Algorithm,
+    BadUpload,
     Changes,
     Cohort,
     Mix,
@@ -201,6 +202,10 @@ class SFL(LatestModels):
             mix[~gives] = mix[gives].mean(0)
         return mix
 
+    def grow(self, state: Tensors, n: int) -> Tensors:
+        self.graph(torch.zeros(n + 1, n + 1), torch.ones(n + 1, dtype=torch.bool))
+        return state  # a given graph has a row for the newcomer, or there is none
+
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         weights = state["weights"]
         rows = Mix(torch.cat([weights[cohort.ids], weights.mean(0, keepdim=True)])).of(state["w"])
@@ -233,7 +238,8 @@ class Mocha(Algorithm):
     cannot be had otherwise). The pull is an explicit block-Jacobi step, stable only while the
     largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, `e_t = (1 - (1 - lr lam
     Omega_tt)^steps) / Omega_tt`: checked after every update of Omega, and in every round lr lam
-    Omega_tt < 2; where it fails the run stops with a sentence. Decision where the paper is silent:
+    Omega_tt < 2; where it fails the run stops with a sentence, but a client whose step size is
+    larger than the others' is left out instead. Decision where the paper is silent:
     a client that joins late starts from the mean of the models so far, and is served it until then.
     lam is not comparable with papers that sum over samples.
     """
@@ -284,18 +290,28 @@ class Mocha(Algorithm):
             at = onto(ids, up["w"].device)
             omega = relation(state["w"].index_copy(0, at, up["w"]), self.delta, self.relation)
             lr, lr_sum = (up[k][:, 0].double() for k in ("lr", "lr_sum"))
-            self.check(omega[at][:, at], lr, lr_sum, cohort.round)
+            self.check(omega[at][:, at], lr, lr_sum, cohort)
             changes["omega"] = omega
         return changes, None
 
-    def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, round: int) -> None:
-        """Stop where the next exchanges would amplify W, by omega [N, N] and step sizes [N]."""
+    def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, cohort: Cohort) -> None:
+        """Stop where the next exchanges would amplify W, by the cohort's omega [S, S] and its step
+        sizes [S]; BadUpload where some step sizes are larger than the others'."""
         o = omega.diagonal()
         shrink = lr * self.lam * o
-        e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
-        root = e.clamp(min=0).sqrt()
-        largest = torch.linalg.eigvalsh(root[:, None] * omega * root).max().item()
-        self.hold(round, lr.max(), max(shrink.max().item(), largest))
+        value = shrink.max().item()
+        if value < 2:
+            e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
+            root = e.clamp(min=0).sqrt()
+            largest = torch.linalg.eigvalsh(root[:, None] * omega * root).max().item()
+            value = max(value, largest)
+        usual = lr.median()  # the clients of a run have one
+        odd = lr > usual * (1 + 1e-6)
+        if not value < 2 and bool(odd.any()):
+            said = "its step size is {:g}, the others' is {:g}, and MOCHA is unstable with it."
+            pairs = zip(cohort.ids[odd.cpu()].tolist(), lr[odd].tolist(), strict=True)
+            raise BadUpload({i: said.format(own, usual) for i, own in pairs})
+        self.hold(cohort.round, lr.max(), value)
 
     def hold(self, round: int, lr: float | Tensor, value: float) -> None:
         """Stop where an eigenvalue is 2 or more; only then is a step size [1] on a card read."""

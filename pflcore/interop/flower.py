@@ -477,8 +477,9 @@ class PflStrategy(OddRepliesAbsent):
         self._skipped = 0
         outcome = self.server.aggregate(uploads, strict=False)
         if outcome.void or outcome.dropped:
-            said = "round %d: not finite, so absent: clients %s%s"
-            log(WARNING, said, server_round, outcome.dropped, "; void" * outcome.void)
+            said = "round %d: not finite or of no use, so absent: clients %s%s"
+            void = f"; void: {outcome.why or 'nobody is left'}" if outcome.void else ""
+            log(WARNING, said, server_round, outcome.dropped, void)
         taken = [m for m in valid if self.clients[m.metadata.src_node_id] in outcome.ids]
         taken = usable(taken, self.weighted_by_key, models=False)
         contents = [m.content for m in taken]

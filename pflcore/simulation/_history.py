@@ -74,7 +74,7 @@ class History:
         if often:
             found.append(
                 f"client(s) {often} were dropped in most of their rounds: their updates were not "
-                "finite; look at their data, or lower lr."
+                "finite, or of no use; look at their data, or lower lr."
             )
         last: Record = next((r["eval"] for r in reversed(self.rounds) if r["eval"]), {})
         losses = last.get("loss", [])
