@@ -14,7 +14,7 @@ SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 	touch $@
 
 .venv/ready: .venv/tools $(SOURCES)
-	$(WITH_PATH) $(BIN)/pip install --quiet --no-build-isolation --config-settings editable_mode=compat -e ".[cli,data,plot,test]"
+	$(WITH_PATH) $(BIN)/pip install --quiet --no-build-isolation --config-settings editable_mode=compat -e ".[cli,data,vision,plot,test]"
 	$(BIN)/python -m pflcore info
 	touch $@
 

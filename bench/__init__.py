@@ -21,6 +21,7 @@ import torch
 from bench import table
 from bench.problem import Absent, Calls, Problem, Size, parsed
 from pflcore.check import need
+from pflcore.results._files import write_text
 
 Op = Literal[
     "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds"
@@ -71,9 +72,9 @@ def run(options: Options) -> int:
             aside = {"limit_ms", "published"}
             measured, text = table.play(todo, machine, aside, budget, patience)
     if options.json is not None:
-        options.json.write_text(json.dumps(measured, indent=1) + "\n")
+        write_text(options.json, json.dumps(measured, indent=1) + "\n")
     if options.markdown is not None:
-        options.markdown.write_text(text)
+        write_text(options.markdown, text)
     return 0
 
 

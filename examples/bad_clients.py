@@ -31,9 +31,9 @@ The numbers are the honest clients' mean test accuracy in percent after the last
 finite* where two layers of large finite numbers overflow. **d**: the bad client was dropped; **o**:
 it was reported as an outlier (an update of more than 20 times the median); **c**: its update was
 clipped; **s**: the run stopped with a sentence. `local` uploads nothing. Clipping bounds updates,
-not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, MOCHA stops at step sizes
-of 1e30, and batch norm's statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA
-keep them at home)."""
+not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, and batch norm's
+statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA keep them at home). MOCHA
+leaves out a client whose step size is larger than the others', where that would be unstable."""
 
 
 def deep():

@@ -35,7 +35,8 @@ from pflcore import (
 )
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
-from pflcore.results._pictures import COLOURS, figure_of, lines, tidy
+from pflcore.results._files import write_text
+from pflcore.results._pictures import COLOURS, figure_of, lines, save, tidy
 
 PAGE = Path("runs/demo/index.html")
 SHAPE = (1, 28, 28)
@@ -280,8 +281,7 @@ def distances() -> Part:
 def fragment(part: Part) -> str:
     """The part in HTML."""
     path = PAGE.with_name(f"{part.name}.svg")
-    part.figure.savefig(path)
-    part.figure.savefig(path.with_suffix(".png"), dpi=200)
+    save(part.figure, path.with_suffix(".png"))
     svg = path.read_text(encoding="utf-8")
     head, *body = part.table
     table = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
@@ -302,11 +302,11 @@ def main() -> None:
         print(f"{part.__name__}: {part.__doc__}", flush=True)
         parts.append(fragment(part()))
     took = f"{time.monotonic() - began:.0f} s, {backend()}"
-    PAGE.write_text(
+    write_text(
+        PAGE,
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>pflcore</title>'
         f"<style>{STYLE}</style><h1>pflcore: what its four systems do</h1>"
         f"{''.join(parts)}<p>{html.escape(took)}</p></html>\n",
-        encoding="utf-8",
     )
     print(f"{took}\nOpen {PAGE.resolve().as_uri()} in a browser.")
 

@@ -12,14 +12,17 @@ Numbers are finite, numpy's scalars become Python's own, and a truth value is no
 """
 
 import collections.abc as abc
+import difflib
 import functools
 import importlib
 import inspect
 import math
 import operator
 import os
+import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
@@ -47,17 +50,47 @@ class Kind(NamedTuple):
 
     words: str
     fits: Callable[[Any], bool]
+    names: tuple[str, ...] = ()  # what it may be called
 
 
-def refuse(name: str, expected: str, got: Any) -> NoReturn:
-    """Raises the one form of sentence; also for what no annotation can say."""
+def refuse(name: str, expected: str, got: Any, names: Iterable[str] = ()) -> NoReturn:
+    """Raises the one form of sentence; also for what no annotation can say.
+
+    Where one of `names` is nearly what was given, the sentence begins with it.
+    """
+    near = close_name(got, names)
+    if near is not None:
+        raise ValueError(f"{name}: got {shown(got)}, did you mean {near!r}? Expected {expected}.")
     raise ValueError(f"{name}: expected {expected}, got {shown(got)}.")
 
 
-def need(fits: Any, name: str, expected: str, got: Any) -> None:
+def need(fits: Any, name: str, expected: str, got: Any, names: Iterable[str] = ()) -> None:
     """Refuses an argument that does not fit."""
     if not fits:
-        refuse(name, expected, got)
+        refuse(name, expected, got, names)
+
+
+def close_name(given: Any, names: Iterable[str]) -> str | None:
+    """The one of `names` that a misspelt word, or the first of several, is nearest to."""
+    word = next(iter(given), None) if isinstance(given, list | tuple) else given
+    if not isinstance(word, str):
+        return None
+    plain = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(word.lower(), plain, 1)
+    return plain[near[0]] if near else None
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line of whoever called pflcore, however far away that is."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
+
+
+def article(noun: str) -> str:
+    """The noun with "a" or "an" before it."""
+    return f"{'an' if noun[:1].lower() in set('aeiou') else 'a'} {noun}"
 
 
 def checked(thing: F) -> F:
@@ -101,7 +134,7 @@ def expect(name: str, kind: Kind, value: Any) -> Any:
     """The value, a scalar of numpy's as Python's; ValueError where it is not of the kind."""
     value = value.item() if isinstance(value, np.generic) else value
     if not kind.fits(value):
-        refuse(name, kind.words, value)
+        refuse(name, kind.words, value, kind.names)
     return value
 
 
@@ -120,19 +153,21 @@ def of_hint(hint: Any) -> Kind:  # noqa: PLR0911 (a kind of hint each)
     if origin is Annotated:
         return functools.reduce(_within, args[1:], of_hint(args[0]))
     if origin is Literal:
-        words = " or ".join(map(repr, args))
-        return Kind(words, lambda v: any(type(v) is type(a) and v == a for a in args))
+        words, names = " or ".join(map(repr, args)), tuple(a for a in args if isinstance(a, str))
+        return Kind(words, lambda v: any(type(v) is type(a) and v == a for a in args), names)
     if origin in (typing.Union, types.UnionType):
         each = [of_hint(a) for a in args]
         # without None, which is its default
         words = " or ".join(dict.fromkeys(k.words for k in each if k.words != "None"))
-        return ANYTHING if ANYTHING in each else Kind(words, lambda v: any(k.fits(v) for k in each))
+        names = sum((k.names for k in each), ())
+        some = Kind(words, lambda v: any(k.fits(v) for k in each), names)
+        return ANYTHING if ANYTHING in each else some
     if origin in SEVERAL and args:
         return _all(of_hint(args[-1]), SEVERAL[origin])
     cls = origin or hint
     ours = isinstance(cls, type) and cls.__module__.startswith("pflcore.")
     if ours and not getattr(cls, "_is_protocol", False):
-        return _instance(cls, f"a {cls.__name__}")
+        return _instance(cls, article(cls.__name__))
     return PLAIN.get(cls, ANYTHING)  # of other classes the one who uses them says more
 
 
@@ -231,6 +266,7 @@ def of_dim(dim: int, words: str) -> Kind:
     return Kind(words, fits)
 
 
+INSIDE = ("pflcore", "torch", "contextlib", "functools")  # whose lines are not the caller's own
 ANYTHING = Kind("anything", lambda v: True)
 SEVERAL = dict.fromkeys((abc.Sequence, abc.Collection, abc.Iterable), "a list") | {
     abc.Mapping: "a dict"

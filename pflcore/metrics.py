@@ -16,7 +16,7 @@ import annotated_types as at
 import torch
 from torch import Tensor
 
-from pflcore.check import ANYTHING, Count, Fraction, checked, need, optional, refuse
+from pflcore.check import ANYTHING, Count, Fraction, checked, close_name, need, optional, refuse
 
 __all__ = [
     "hurt",
@@ -88,7 +88,7 @@ def worst_decile(values: Vector, share: Fraction = 0.1, higher_is_better: bool =
     """Mean of the worst `ceil(share * n)` clients, at least one (n counts the clients that have a
     value)."""
     kept = _kept(values)
-    # 0.1 * 30 is 3.0000000000000004 in floating point
+    # 0.28 * 25 is 7.000000000000001 in floating point
     k = max(1, math.ceil(share * len(kept) - 1e-9))
     return kept.sort(descending=not higher_is_better).values[:k].mean().item()
 
@@ -382,6 +382,8 @@ def _by_name(name: str, classes: bool) -> Metric:
     if name not in known:
         kinds = ("labels", "targets") if classes else ("targets", "labels")
         why = f"and {name!r} is for {kinds[1]}" if name in METRICS else f"got {name!r}"
+        near = None if name in METRICS else close_name(name, known)
+        why += f"; did you mean {near!r}" if near is not None else ""
         if name in FOR_LABELS:
             why += (
                 ", of which one score each is known to be a logit by the loss alone, such as "
@@ -468,3 +470,21 @@ def r2(scores: Tensor, y: Tensor) -> float:
 
 METRICS: dict[str, Metric] = {f.__name__: f for f in (auc, f1, balanced_accuracy, mae, rmse, r2)}
 FOR_LABELS = ("auc", "f1", "balanced_accuracy")  # the others are for targets
+# what is recorded by name, and whether more of it is better
+HIGHER_IS_BETTER = {
+    **dict.fromkeys(("accuracy", "auc", "f1", "balanced_accuracy", "r2"), True),
+    **dict.fromkeys(("loss", "train_loss", "mae", "rmse"), False),
+}
+
+
+def is_higher_better(name: str, said: bool | None = None, argument: str = "key") -> bool:
+    """Whether more of a metric is better: as somebody `said`, else as its name says.
+
+    ValueError for a metric of one's own of which nobody said it.
+    """
+    words = (
+        f"one of {', '.join(HIGHER_IS_BETTER)}, or a metric of your own with "
+        "higher_is_better=True or False"
+    )
+    need(said is not None or name in HIGHER_IS_BETTER, argument, words, name)
+    return HIGHER_IS_BETTER[name] if said is None else said

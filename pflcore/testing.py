@@ -7,13 +7,13 @@ it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cached_property
-from inspect import get_annotations
-from types import CodeType, FunctionType
+from inspect import get_annotations, unwrap
+from types import CodeType, FunctionType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +21,15 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._fedavg import FedAvg
-from pflcore.algorithms._protocol import Algorithm, Cohort, Pool, Tensors
+from pflcore.algorithms._protocol import Algorithm, Cohort, Pool, Tensors, Traits
 from pflcore.check import checked, shown
 from pflcore.data._federation import Federation
 from pflcore.data._roles import held_out
 from pflcore.simulation._accept import Outcome
 from pflcore.simulation._evaluate import evaluate
+from pflcore.simulation._personal import adapt
 from pflcore.simulation.round import Setup, State, begin, flat, step
-from pflcore.train import Clients, Net, Training
+from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._clients import Setting
 from pflcore.train._engines import Engine
 from pflcore.train._losses import default_loss
@@ -48,6 +49,10 @@ HOOKS = {  # what each is given that is not its own to change
     "model": ("down", "own"),
     "report": ("state",),
 }
+ALL_HOOKS = [k for k, v in vars(Algorithm).items() if isinstance(v, FunctionType) and k[0] != "_"]
+ALL_HOOKS.remove("idle")  # is called by an algorithm
+# names of attributes of what hooks are given
+ELSEWHERE = {*Traits._fields}.union(*map(dir, (Clients, Cohort, Fit, Net, Pool)))
 BY_CLIENT = ("send", "train", "model")  # give a row for each
 CLOSE = 1e-7, 1e-9
 MISSING = torch.empty(0, 0, 0)
@@ -296,32 +301,119 @@ def _unfit(tensors: Tensors) -> list[str]:
     return [k for k, v in tensors.items() if not v.isfinite().all()]
 
 
+# what a class brings -----------------------------------------------------------------------------
+
+
 def _words(code: CodeType) -> set[str]:
     """The names that a function speaks of."""
     inside = (_words(c) for c in code.co_consts if isinstance(c, CodeType))
     return set(code.co_names).union(*inside)
 
 
+def _code(member: Any) -> CodeType | None:
+    """The code of a method or a property; None for a value."""
+    for name in ("__func__", "fget", "func"):  # a class method, a property, a cached property
+        member = getattr(member, name, member)
+    return getattr(unwrap(member), "__code__", None)
+
+
+def _theirs(alg: Algorithm) -> list[type]:
+    """The classes of the algorithm that are not pflcore's own, the class itself first."""
+    outside = (c for c in type(alg).__mro__ if c.__module__.partition(".")[0] != "pflcore")
+    return [c for c in outside if c is not object]
+
+
+def _brought(alg: Algorithm) -> dict[str, Any]:
+    """The public members that no class of pflcore has, and that are no options."""
+    theirs = _theirs(alg)
+    known = {f.name for f in fields(alg)}
+    known = known.union(*(vars(c) for c in type(alg).__mro__ if c not in theirs))
+    found = {k: v for c in reversed(theirs) for k, v in vars(c).items()}
+    return {k: v for k, v in found.items() if k not in known and not k.startswith("_")}
+
+
+def _reachable(alg: Algorithm, brought: Mapping[str, Any]) -> set[str]:
+    """Those of the members `brought` that the hooks' code speaks of, with any options. A value's
+    name may be that of another object's attribute there, `fit.buffers`, which proves nothing."""
+    reached = [_code(v) for b in type(alg).__mro__ for k, v in vars(b).items() if k not in brought]
+    found, words = set[str](), set[str]()
+    while reached:
+        code = reached.pop()
+        if code is not None:
+            words |= _words(code)
+        new = {k for k in words & brought.keys() if _has_code(brought[k]) or k not in ELSEWHERE}
+        new -= found
+        found |= new
+        reached += [_code(brought[k]) for k in new]
+    return found
+
+
+def _has_code(member: Any) -> bool:
+    return isinstance(member, type) or _code(member) is not None
+
+
+def _read(case: Case) -> set[str]:
+    """The names that a run reads from the algorithm: newcomers, clients that are absent, an
+    evaluation before and after, the record, and a client that comes after the run."""
+    read, cls = set[str](), type(case.watched)
+
+    def noted(self: Any, name: str) -> Any:
+        read.add(name)
+        return object.__getattribute__(self, name)
+
+    alg = copy(case.watched)
+    object.__setattr__(alg, "__class__", type(cls.__name__, (cls,), {"__getattribute__": noted}))
+    setup = case.setup(alg)
+    with suppress(Exception):  # the other checks tell it
+        alg.__post_init__()
+        play = case.play(setup, [PART])
+        case.evaluate(play.last, setup)
+        play = case.play(setup)
+        case.evaluate(play.last, setup)
+        done = play.done[-1]
+        if done.cohort is not None:
+            alg.report(play.last.server, done.mix, done.cohort)
+        adapt(setup, play.last, case.data.subset([0]), rounds=1)
+    return read
+
+
 # the checks -------------------------------------------------------------------------------------
 
 
 def names_are_known(case: Case) -> None:
-    """Fields are options, and what nearly has the name of a hook is none only where it is
-    called."""
-    cls = type(case.given)
-    own = {k: f for k, f in vars(cls).items() if isinstance(f, FunctionType) and k[:2] != "__"}
+    """Every public name that the class brings is an option, a hook, or what hooks use."""
+    cls, options = type(case.given), {f.name for f in fields(case.given)}
     for name, kind in get_annotations(cls).items():
         if "__dataclass_fields__" not in vars(cls) and "ClassVar" not in str(kind):
             raise Fault(
                 f"{name}: it is no option, because {cls.__name__} has no @dataclass(frozen=True) "
                 "above it."
             )
-    known = {*dir(Algorithm), *dir(cls.__base__)}
-    for name in own.keys() - known.union(*(_words(f.__code__) for f in own.values())):
-        for meant in get_close_matches(name, known, 1, 0.8):
+    for one in _theirs(case.given):
+        for name in (options & vars(one).keys()) - get_annotations(one).keys():
+            value = vars(one)[name]
+            if not isinstance(value, MemberDescriptorType):  # a slot
+                raise Fault(
+                    f"{name}: {one.__name__}'s default {value!r} is not taken, because it has no "
+                    f"annotation; write {name}: {type(value).__name__} = {value!r}."
+                )
+    brought = _brought(case.given)
+    strangers = brought.keys() - _reachable(case.given, brought)
+    if strangers:
+        strangers -= _read(case)
+    for name in (k for k in brought if k in strangers):
+        if _has_code(brought[name]):
+            near = get_close_matches(name, ALL_HOOKS, 1, 0.8)
+            meant = f"did you mean {near[0]!r}" if near else f"the hooks are {', '.join(ALL_HOOKS)}"
             raise Fault(
-                f"{name}: no hook has this name, and no method calls it; did you mean {meant!r}?"
+                f"{name}: no hook has this name, and no run calls it; {meant}, and the name of a "
+                "helper begins with an underscore."
             )
+        raise Fault(
+            f"{name}: no run reads this attribute of {cls.__name__}; an option has an annotation, "
+            f"facts that a run has to know stand in traits = Traits({', '.join(Traits._fields)}), "
+            "and the name of a constant begins with an underscore."
+        )
 
 
 def stays_finite(case: Case) -> None:

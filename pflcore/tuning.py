@@ -26,7 +26,7 @@ from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import Fraction, Model, Seed, Whole, checked, need
 from pflcore.data._roles import Protocol
-from pflcore.metrics import Metric, metrics_of
+from pflcore.metrics import Metric, is_higher_better, metrics_of
 from pflcore.results.record import plain
 from pflcore.results.table import markdown
 from pflcore.simulation import Simulation
@@ -45,13 +45,16 @@ ROLES = "cross_silo(data) or cross_device(data), which say what is chosen on wha
 Reached = tuple[State, str | None]  # a state after the last round, and why it ended early
 
 
-def criterion_of(metric: Any, classes: bool) -> tuple[str, dict[str, Metric], bool]:
+def criterion_of(
+    metric: Any, classes: bool, said: bool | None = None
+) -> tuple[str, dict[str, Metric], bool]:
     """What the best is best in: its name, the function where an evaluation does not give it by
     itself, and whether more is better. ValueError or ImportError in one sentence."""
     metric = metric or ("accuracy" if classes else "loss")
     given = metric == "loss" or (classes and metric == "accuracy")
     metrics = {} if given else metrics_of([metric], classes)
-    return next(iter(metrics), metric), metrics, metric not in ("loss", "mae", "rmse")
+    name = next(iter(metrics), metric)
+    return name, metrics, is_higher_better(name, said, "metric")
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
     known = ", ".join([*sorted(own), *sorted(its)])
     for key, choices in grid.items():
         words = f"options of {type(algorithm).__name__} or its training ({known})"
-        need(key in own | its, "grid", words, key)
+        need(key in own | its, "grid", words, key, own | its)
         need(len(choices), "grid", f"a list of values for {key!r}", choices)
     late = algorithm.traits.late
     names = sorted(grid, key=lambda k: k in late)  # late ones vary fastest: states in blocks
@@ -158,6 +161,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     seed: Seed | Sequence[int] = 0,
     hardware: Hardware = Hardware(),  # noqa: B008 (frozen)
     metric: str | Metric | None = None,
+    higher_is_better: bool | None = None,
     folder: str | os.PathLike[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
@@ -169,7 +173,8 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     the trained one. `states`, one per protocol: trained already, so the grid may hold `late`
     options only. The best has the highest accuracy, or for targets the least loss; else the best
     `metric`: "accuracy", "loss", a name that `Evaluation.metrics` takes, whose direction is known,
-    or a function of one client's (scores, labels), of which more is better. With `folder` every
+    or a function of one client's (scores, labels), of which you say `higher_is_better`, False for
+    an error. With `folder` every
     result is recorded as it comes, and a second call with the same arguments goes on where
     the first one stopped (functions go by their names). A candidate whose run stopped early, or
     that leaves a single client with validation samples without a finite loss or value, is recorded
@@ -189,7 +194,8 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     fit = len(seeds) == len(nets) == count
     need(fit, "seed and net", each, f"{len(seeds)} and {len(nets)}")
     classes = nets[0].scores_classes and not protocols[0].data.y.is_floating_point()
-    criterion, where = criterion_of(metric, classes), Path(folder) if folder else None
+    criterion = criterion_of(metric, classes, higher_is_better)
+    where = Path(folder) if folder else None
     run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
     fresh = None if rounds else "fresh"
     search = _Search(protocols, nets, seeds, criterion, run, states or fresh, where)

@@ -21,7 +21,7 @@ LISTS = {
     "PERSONAL": [0.92, 0.8, 0.75, 0.58, 0.97, 0.6, 0.8, 0.9, 0.66, 0.55],
     "SOME": [0.2, NAN, None, 0.4],  # the others have no value
     "CURVE": [0.1, 0.8, 0.6, 0.8, 0.7],
-    "THIRTY": [*range(30)],
+    "MANY": [*range(25)],
 }
 # a function, what it is given, its value, and how far from that it may be
 BY_HAND = """\
@@ -43,7 +43,9 @@ weighted_mean | {"values": SOME, "weight": [1, 5, 5, 3]} | 0.35 | 1e-9
 weighted_mean | {"values": [0.5], "weight": [0.0]} | NaN | 0
 worst_decile | {"values": [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]} | 0 | 0
 worst_decile | {"values": [10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0]} | 0.5 | 0
-worst_decile | {"values": THIRTY} | 1 | 1e-9
+worst_decile | {"values": MANY} | 1 | 1e-9
+worst_decile | {"values": MANY, "share": 0.28} | 3 | 1e-9
+worst_decile | {"values": MANY, "share": 0.29} | 3.5 | 1e-9
 worst_decile | {"values": [0.5]} | 0.5 | 0
 worst_decile | {"values": []} | NaN | 0
 worst_decile | {"values": [NaN]} | NaN | 0
@@ -78,6 +80,7 @@ percentile | {"values": [1, 2, 3, Infinity, Infinity], "q": 90} | Infinity | 0
 percentile | {"values": [1, 2, Infinity], "q": 50} | 2 | 0
 human | {"size": 0} | "0 B" | 0
 human | {"size": 1023} | "1023 B" | 0
+human | {"size": 1024} | "1.0 KiB" | 0
 human | {"size": 1536} | "1.5 KiB" | 0
 human | {"size": 3221225472} | "3.0 GiB" | 0
 human | {"size": 4503599627370496} | "4096.0 TiB" | 0

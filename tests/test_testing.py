@@ -3,6 +3,7 @@ nothing is."""
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -229,6 +230,56 @@ class Misspelt(FedAvg):
         return {"w": own["v"]}
 
 
+@found(r"client: no hook has this name, and no run calls it; the hooks are init, send, .*, grow, ")
+class FormerHook(FedAvg):
+    def client(self, down, own, clients):
+        return super().train(down, own, clients)
+
+
+@found(r"newcomr: no hook has this name, and no run calls it; did you mean 'newcomer', and the ")
+class MisspeltHook(Trains):
+    """Fails at once for want of what its hook would give."""
+
+    def newcomr(self, down, net, n):
+        return {"head": down["x"]}
+
+    def gives(self, delta, own, clients):
+        return {"head": own["head"]}, {"delta": delta}
+
+
+@found(r"statistics: no hook has this name, and no run calls it")
+class CalledByNoHook(FedAvg):
+    """Two old hooks that call each other."""
+
+    def statistics(self):
+        return self.kept()
+
+    def kept(self):
+        return self.statistics()
+
+
+@found(r"needs_val: no run reads this attribute of Flags; .* traits = Traits\(batch_norm, required")
+class Flags(FedAvg):
+    needs_val = True
+
+
+@found(r"buffers: no run reads this attribute of ReadElsewhere; an option has an annotation")
+class ReadElsewhere(FedAvg):
+    """Its code speaks of other objects' attribute of that name."""
+
+    buffers = ("local",)
+
+    def train(self, down, own, clients):
+        fit = clients.fit(down["x"])
+        return own, {"delta": fit.w - down["x"]}, fit._replace(buffers=fit.buffers)
+
+
+@found(r"server_lr: NoAnnotation's default 0\.5 is not taken, .* write server_lr: float = 0\.5\.$")
+@dataclass(frozen=True)
+class NoAnnotation(FedAvg):
+    server_lr = 0.5
+
+
 @pytest.mark.parametrize("broken", FAULTS, ids=lambda c: c.__name__)
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_is_named_in_one_sentence(broken):
@@ -248,6 +299,48 @@ class Declared(Algorithm):
         return up["delta"].mean(0)
 
 
+@dataclass(frozen=True)
+class Uses(FedAvg):
+    """What hooks use: by name, on another option, of the class, at the evaluation, and when a
+    client comes."""
+
+    server_lr: float = 0.5
+    times: int = 1
+    half = 0.5
+    bounds = (1, 2)
+    table: ClassVar[dict] = {1: 1.0}
+
+    def __post_init__(self):
+        assert getattr(self, "bou" + "nds")[0] <= self.times
+
+    @property
+    def factor(self):
+        return self.half if self.times == 1 else self.other()
+
+    def other(self):
+        return Uses.table[self.times]
+
+    def scores(self, model, net, x):
+        return net(model["w"], x)
+
+    def send(self, state, cohort):
+        return {"x": getattr(self, "sen" + "t")(state, cohort)}
+
+    def sent(self, state, cohort):
+        return state["x"].repeat(len(cohort.ids), 1)
+
+    def update(self, state, up, cohort):
+        return super().update(state, {"delta": self.factor * up["delta"]}, cohort)
+
+    def predict(self, model, net, x):
+        return self.scores(model, net, x)
+
+    def route(self, state, up, cohort):
+        return dict(self.nothing)
+
+    nothing = ()
+
+
 class Own(FedAvg):
     traits = Traits(batch_norm=("local", "average"))
 
@@ -260,6 +353,7 @@ def normed():
     "alg, model",
     [
         (Declared, None),
+        (Uses, None),
         ("fedala", None),  # draws for each client, and is not asked for its clients' numbers
         (FedAvg, normed),  # averaged statistics are everybody's, absent or not
         (Own, normed),  # what is each client's own stays

@@ -193,6 +193,29 @@ def test_a_candidate_that_loses_clients_cannot_win():
     assert lost.stopped == "The validation values of 5 of 12 clients are not finite."
 
 
+def test_a_client_for_whom_a_metric_has_no_value_loses_no_candidate():
+    def low(scores, y):
+        """Minus the largest score; none for the clients of most samples."""
+        return math.nan if len(y) > 4 else -scores.max().item()
+
+    p = PROTOCOLS["silo"]()
+    tuned = search(p=p, metric=low)
+    without = p.data.size("val") > 4
+    assert without.any() and not without.all()
+    for trial in tuned.trials:
+        (values,) = trial.values
+        assert torch.equal(values.isnan(), without)
+        assert trial.stopped is None and trial.score == values[~without].mean().item()
+
+
+def test_a_candidate_with_an_infinite_value_is_lost():
+    def worst(scores, y):
+        return -math.inf if len(y) > 4 else 1.0
+
+    with sentence("grid: every candidate diverged, the first one with: The validation values of"):
+        search(metric=worst)
+
+
 def test_a_grid_goes_on_where_it_stopped(tmp_path):
     alg, a, b = KnnPer(k=3), tmp_path / "a", tmp_path / "b"
     whole, file = search(alg, KNN, 3, folder=a), b / "checkpoint.safetensors"
@@ -247,6 +270,7 @@ NOT = """\
 {"metric": "unknown"} | metrics: for labels there are auc
 {"metric": "mae"} | metrics: for labels there are auc
 {"metric": 3} | metric: expected a string or a function
+{"higher_is_better": "no"} | higher_is_better: expected True or False
 """
 
 
@@ -258,17 +282,28 @@ def test_what_cannot_be_tuned_is_refused(options, words):
 
 # the criterion --------------------------------------------------------------
 @pytest.mark.parametrize(
-    "metric, lr", [("loss", 0.3), (confidence, 0.3), (doubt, 1e-4), ("f1", 0.3)]
+    "metric, up, lr",
+    [
+        *(("loss", None, 0.3), ("loss", True, 1e-4), ("f1", None, 0.3), ("f1", False, 1e-4)),
+        *((confidence, True, 0.3), (confidence, False, 1e-4)),
+        *((doubt, True, 1e-4), (doubt, False, 0.3)),
+    ],
 )
-def test_a_metric_and_its_direction_choose(metric, lr):
+def test_a_metric_and_its_direction_choose(metric, up, lr):
     pytest.importorskip("sklearn")
-    tuned = search(rounds=3, metric=metric, hardware=Hardware(workers=1))
+    how = {"metric": metric, "higher_is_better": up, "hardware": Hardware(workers=1)}
+    tuned = search(rounds=3, **how)
     assert tuned.best.candidate.training.lr == lr
     measures = {"confidence": confidence, "doubt": doubt, "f1": metrics.METRICS["f1"]}
     found = evaluate(*tuned.states(tuned.best.candidate, 0), "val", metrics=measures)
-    sign = -1 if metric == "loss" else 1
+    sign = -1 if up is False or (metric == "loss" and not up) else 1
     values = found[getattr(metric, "__name__", metric)]
     equals(tuned.best.values[0], sign * values.double())
+
+
+def test_a_metric_of_ones_own_says_its_direction():
+    with sentence("metric: expected one of accuracy, .*, or a metric of your own with higher_is_b"):
+        search(metric=doubt)
 
 
 def test_integers_that_are_numbers_to_the_loss_are_measured_as_numbers():

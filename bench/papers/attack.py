@@ -20,6 +20,7 @@ from pflcore.cli._experiment import algorithm
 from pflcore.data import load
 from pflcore.data._sources import Source
 from pflcore.nn.models import model_for
+from pflcore.results._files import write_text
 from pflcore.simulation.checkpoint import lock
 
 ASIDE = ("algorithms", "workers", "out", "quiet")  # change no result
@@ -82,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
         if got.steps:
             path = got.out / f"{name}.png"
             results[name]["inversion"] = inversion(alg, found, source, judge(), got, path)
-        done.write_text(json.dumps(results[name]) + "\n", encoding="utf-8")
-        (got.out / "table.md").write_text(table(results), encoding="utf-8")
+        write_text(done, json.dumps(results[name]) + "\n")
+        write_text(got.out / "table.md", table(results))
     print(table(results))
     return 0
 

@@ -22,9 +22,9 @@ from pflcore import Clients, History, Simulation, tune
 from pflcore.algorithms._clusters import Ensemble, HypCluster, losses
 from pflcore.cli._experiment import algorithm, model, net
 from pflcore.data._roles import Protocol, held_out
+from pflcore.results._files import remove_parts, replacing, write_text
 from pflcore.results._progress import Progress
 from pflcore.results.record import OnRound, Record, Run, plain, read
-from pflcore.simulation.checkpoint import replacing
 from pflcore.simulation.round import Setup, State
 
 Kept = tuple[int, int, int, State]  # round, bytes down and up since the one before, state then
@@ -175,6 +175,7 @@ class Reproduction:
             raise MemoryError(history.stopped)
         if task.keeps:
             saved = [(*at, dict(vars(state))) for *at, state in states]
+            remove_parts(path.with_suffix(".pt"))
             with replacing(path.with_suffix(".pt")) as part:
                 torch.save({"digest": task.digest, "states": saved}, part)
         return read(path)[0]
@@ -240,8 +241,11 @@ def write(
         "checks": [{"holds": good, "what": what} for good, what in checks],
     }
     said = [f"- {'holds' if good else 'FAILS'}: {what}\n" for good, what in checks]
-    (folder / "result.json").write_text(json.dumps(plain(about), indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text("".join([text, *said]), encoding="utf-8")
+    texts = {"result.json": json.dumps(plain(about), indent=1) + "\n"}
+    texts["table.md"] = "".join([text, *said])
+    for name, words in texts.items():
+        remove_parts(folder / name)
+        write_text(folder / name, words)
 
 
 def load_states(path: Path, device: str = "cpu") -> Facts:

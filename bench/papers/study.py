@@ -22,6 +22,7 @@ from pflcore import FedAvg, evaluate, metrics
 from pflcore.data._federation import permutation
 from pflcore.data._roles import Protocol
 from pflcore.results import _pictures as pictures
+from pflcore.results._files import write_text
 from pflcore.results.record import plain
 from pflcore.simulation.round import Setup, State
 
@@ -132,7 +133,7 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         with_it = by_setting([r for r in rows if option in r["options"]])
         by = {s: sorted((r["options"][option], r["best"]) for r in of) for s, of in with_it.items()}
         figures.curves(by, f"{made.folder}/against-{option}.png", option, "test accuracy, %")
-    (made.folder / "studies.json").write_text(json.dumps(plain(studies)) + "\n", encoding="utf-8")
+    write_text(made.folder / "studies.json", json.dumps(plain(studies)) + "\n")
 
 
 def _trained(made: Reproduction, setting: str, before: Mapping[str, Tensor], unit: str) -> Facts:

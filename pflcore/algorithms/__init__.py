@@ -5,9 +5,9 @@
 name one by an instance, a class, a name of it, or "package.module:Class" for one of their own.
 """
 
-import difflib
 import importlib
 import inspect
+from collections.abc import Iterable
 from dataclasses import fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -42,6 +42,7 @@ from pflcore.algorithms._fedavg import (
 from pflcore.algorithms._mixtures import APFL, L2C, FedALA, FedFomo
 from pflcore.algorithms._protocol import (
     Algorithm,
+    BadUpload,
     Cohort,
     Mix,
     Pool,
@@ -108,6 +109,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "BadUpload",
     "Cohort",
     "FedAvg",
     "Mix",
@@ -132,13 +134,9 @@ def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
     if isinstance(algorithm, str):
         by_name = ALGORITHMS.get(_listed(algorithm))
         thing = imported(algorithm, "algorithm") if ":" in algorithm else by_name
-        if thing is None:
-            near = difflib.get_close_matches(algorithm.lower(), ALGORITHMS, 1)
-            raise ValueError(
-                f"algorithm: expected one of {', '.join(ALGORITHMS)}, or 'package.module:Class' "
-                f"for one of your own, got {algorithm!r}"
-                f"{f'; did you mean {near[0]!r}?' if near else '.'}"
-            )
+        own = "or 'package.module:Class' for one of your own"
+        words = f"one of {', '.join(ALGORITHMS)}, {own}"
+        need(thing is not None, "algorithm", words, algorithm, ALGORITHMS)
     if inspect.isclass(thing) and issubclass(thing, Algorithm):
         return thing
     got = thing.__name__ if inspect.isclass(thing) else type(thing).__name__
@@ -153,10 +151,16 @@ def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -
             return algorithm
         algorithm = type(algorithm)
     cls = class_of(algorithm)
+    check_options(cls, options)
+    return cls(**options)
+
+
+def check_options(cls: type, options: Iterable[str]) -> None:
+    """ValueError in one sentence for options that a dataclass has not."""
     known = [f.name for f in fields(cls)]
     unknown = [name for name in options if name not in known]
-    need(not unknown, cls.__name__, f"options among {', '.join(known) or 'none'}", unknown)
-    return cls(**options)
+    words = f"options among {', '.join(known) or 'none'}"
+    need(not unknown, cls.__name__, words, unknown, known)
 
 
 def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:

@@ -6,7 +6,6 @@ client: FedPer, LG-FedAvg, FedRep, FedBABU, FedBN, and FedRoD, whose personal he
 from __future__ import annotations
 
 import glob
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +37,9 @@ from pflcore.check import (
     Weighting,
     Whole,
     are_names,
+    warn,
 )
+from pflcore.data._federation import Federation
 from pflcore.data._inputs import IGNORED
 from pflcore.data._ragged import onto
 from pflcore.nn._mode import context, forward_mode
@@ -51,15 +52,16 @@ from pflcore.train._losses import REGRESSION, binary_cross_entropy, cross_entrop
 class FineTune(FedProx, FedOpt):
     """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
 
-    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
-    model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x (1 model) ·
+    up: delta (1 model).
 
     Trains as `FedOpt`; every evaluation fine-tunes x on each client's training data by the run's
     optimizer, all layers or the last one, and throws the result away. `choose="fixed"` takes
     `finetune_epochs` epochs. "client" tries each step size of `lr_grid` with 1 .. `finetune_epochs`
     epochs and keeps what is best on the client's own validation split (for one choice for all
     clients see `pflcore.tune`); ties go to the earlier candidate, 0 epochs first. A client without
-    validation samples takes what is best for all the others together (mean over clients). Momentum
+    validation samples takes what is best for all the others of the federation together (mean over
+    clients), whoever is evaluated beside it: to evaluate it alone fine-tunes all of them. Momentum
     and AdamW's moments start at zero in every epoch. Acceptance (the remark of section 4.1): a
     client with less than `min_size` samples, or whose validation value does not beat x's by more
     than `margin` (without validation samples it cannot), keeps x.
@@ -85,6 +87,14 @@ class FineTune(FedProx, FedOpt):
     def traits(self) -> Traits:
         tuning = ("finetune_lr", "finetune_epochs", "layers", "choose", "lr_grid", "zero")
         return super().traits._replace(late=(*tuning, "min_size", "margin"))
+
+    def beside(self, data: Federation, ids: Tensor) -> Tensor:
+        if self.choose == "fixed" or not self.finetune_epochs or "val" not in data.index:
+            return ids
+        judges = data.size("val") > 0
+        if judges[ids].all():
+            return ids
+        return torch.cat([ids, judges.nonzero()[:, 0]]).unique()
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         x = down["x"]
@@ -150,14 +160,15 @@ def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -
     model, size = rows if isinstance(rows, dict) else {"w": rows}, torch.zeros(len(clients.ids))
     if clients.has("val"):
         size = clients.setting.data.size("val")[clients.ids]
-    some, seen = size > 0, clients
+    # a choice depends on it, so nobody shares a batch
+    some, seen = size > 0, replace(clients, block=torch.arange(len(size)))
     if not some.any():
         raise ValueError(
             "choose: fine-tuning is tuned on the clients' 'val' split, which these clients lack; "
             "make one with Federation.split, or choose on validation clients with pflcore.tuning."
         )
     if not some.all():
-        seen, model = clients.take(some), {k: v[some] for k, v in model.items()}
+        seen, model = seen.take(some), {k: v[some] for k, v in model.items()}
     loss, right = seen.measure(model, "val", predict)
     values = -loss.double() if right is None else right
     values = values.masked_fill(loss.isnan(), -torch.inf)
@@ -187,8 +198,8 @@ class KnnPer(FedOpt):
     """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
     on probabilities.
 
-    server: x [P] and the optimizer's state · client: nothing · down: x (1 model) · up: delta (1
-    model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x (1 model) ·
+    up: delta (1 model).
 
     Trains as `FedOpt`; for evaluation each client stores what the head sees of its training
     samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by `kernel`: "exp"
@@ -257,11 +268,10 @@ def neighbours(
     """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n) nearest of
     the first `n` rows of `store` [n_max, H].
 
-    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points. Places past `n` come with
-    weight 0.
+    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points.
     """
-    square = ops.pairwise_sqdist(queries, store)  # [B, n_max] float64, exact where points coincide
-    square[:, torch.arange(len(store), device=store.device) >= n] = torch.inf
+    store = store[: int(n)]  # the others are there for clients of more samples
+    square = ops.pairwise_sqdist(queries, store)  # [B, n] float64, exact where points coincide
     near = ops.feddwa_weights(square, k).index
     square = square.nan_to_num(torch.inf, torch.inf).gather(1, near)
     if kernel == "inverse":
@@ -418,7 +428,7 @@ class Split(FedAvg):
         if private.all() or not private.any():
             lacks = f"the model has no {self.private} parameter, so all of it"
             what = "the whole model is private, so nothing" if private.any() else lacks
-            warnings.warn(f"private: {what} is shared.", stacklevel=1)  # of this line: once
+            warn(f"private: {what} is shared.")
         return {"x0": net.w0[~private]}
 
     def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
@@ -503,8 +513,8 @@ class FedRoD(FedAvg):
     """Chen and Chao 2022, FedRoD (linear): a generic model, and a personal head h that adds its
     scores to the generic ones.
 
-    server: x [P] (body f and generic head g) · client: its head h · down: x [S, P] · up: delta [S,
-    P] (1 model; h stays).
+    server: x [P] (body f and generic head g) · client: h [H], its head · down: x [S, P] · up: delta
+    [S, P] (1 model; h stays).
 
     The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z = f(x) and n_c the
     client's samples of class c; the head minimises CE(g(z) + h(z)) with g(z) and z detached, so

@@ -13,6 +13,7 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms._fedavg import FedAvg, FedOpt, Undefended
 from pflcore.algorithms._protocol import (
+    BadUpload,
     Changes,
     Cohort,
     Mix,
@@ -52,8 +53,9 @@ class Ensemble(Undefended, FedOpt):
     They differ in shuffles and, where the model draws any, in initial weights; one cohort a round
     serves all k (k runs would draw k).
 
-    server: x [k, P] and each model's optimizer state · client: nothing · down: k models · up: delta
-    [S, k, P] (k models).
+    server: x [k, P], b [k, b] (each model's batch norm statistics), pick [N] (the model that each
+    client used last) and each model's optimizer state, see `FedOpt` · client: nothing · down: k
+    models · up: delta [S, k, P] (k models).
     """
 
     k: Count = 2  # models
@@ -114,14 +116,14 @@ class Ensemble(Undefended, FedOpt):
         return {**self.improve(state, delta), "b": b, "pick": pick}, None
 
     def picked(self, up: Tensors, cohort: Cohort) -> Tensor:
-        """The models [S] that the clients say they picked. ValueError where there is none of that
+        """The models [S] that the clients say they picked. BadUpload where there is none of that
         number."""
         pick = up["pick"].cpu().long()
-        for i in ((pick < 0) | (pick >= self.k)).nonzero()[:, 0].tolist():
-            raise ValueError(
-                f"client number {int(cohort.ids[i])}: it says it picked model {int(pick[i])}, "
-                f"expected 0 to {self.k - 1}; leave it out."
-            )
+        last, picked = self.k - 1, zip(cohort.ids.tolist(), pick.tolist(), strict=True)
+        none = {i: j for i, j in picked if not 0 <= j <= last}
+        if none:
+            said = "it says it picked model {}, expected 0 to {}; leave it out."
+            raise BadUpload({i: said.format(j, last) for i, j in none.items()})
         return pick
 
     def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
@@ -134,8 +136,9 @@ class HypCluster(Ensemble):
     """HypCluster (Mansour et al. 2020), which is IFCA (Ghosh et al. 2020, Algorithm 1): each client
     trains the model that fits it best.
 
-    server: x [k, P], each model's optimizer state, the last cohort's ids and pick [S] · client:
-    nothing · down: k models · up: delta (1 model) and the pick.
+    server: x [k, P], b [k, b] (each model's batch norm statistics), pick [N] (the model that each
+    client picked last) and each model's optimizer state, see `FedOpt` · client: nothing · down: k
+    models · up: delta (1 model) and the pick.
 
     `warm` rounds of k independent FedAvg runs may come first (up: k models); their optimizer state
     is dropped at the end (Motley). A model that nobody picked is left as it was, optimizer state

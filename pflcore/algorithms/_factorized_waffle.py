@@ -16,10 +16,20 @@ from typing import Any, Literal
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pflcore import ops
 from pflcore.algorithms._fedavg import FedAvg
-from pflcore.algorithms._protocol import Grad, Payload, Tensors, Trained, Traits, options
+from pflcore.algorithms._protocol import (
+    LANES,
+    Grad,
+    Payload,
+    Tensors,
+    Trained,
+    Traits,
+    options,
+    row_by_row,
+)
 from pflcore.check import Count, NonNegative, Positive, Weighting
 from pflcore.data._ragged import onto
 from pflcore.nn._factorized import Init, factorize, factorized_layers
@@ -220,16 +230,22 @@ class FactorizedWaffle(FedAvg):
         steps = t.epochs * -(-int(clients.size.max()) // t.batch_size)
         u = drawn(clients, "beliefs", steps * 2 * factors).mul_(1 - 2e-4).add_(1e-4)
         u = u.to(clients.net.w0).view(len(u), steps, 2, factors)
-        u[:, :, 0] = u[:, :, 0].logit()
+        # client by client, as in `scores`: beside others a client's last digits would be others
+        u[:, :, 0] = torch.stack([own.logit() for own in u[:, :, 0]])
         return u
 
     def beliefs(self, rows: Tensors, noise: Tensor, net: Net) -> tuple[Tensor, Tensor, Tensor]:
         """Samples b [s, F], their derivative by the logits [s, F], and kl_weight / n times the
         divergence's gradient [s, 3 F]."""
-        (logit, log_c, log_d), (noise_b, u_v) = rows["q"].chunk(3, 1), noise.unbind(1)
-        b, alphas = concrete(logit, noise_b, self.tau), self.alphas(net)
-        sizes, alpha = [len(a) for a in alphas], torch.cat(alphas).to(b)
-        slope = kl_slope(logit, log_c, log_d, torch.log1p(-u_v), alpha, sizes)
+        alphas = self.alphas(net)
+        sizes, alpha = [len(a) for a in alphas], torch.cat(alphas).to(noise)
+        # A layer of nobody's factors fills each row up to whole vectors: see `row_by_row`.
+        F, more = len(alpha), -len(alpha) % LANES
+        q, noise = (pad(v, (0, more)) for v in (rows["q"].unflatten(1, (3, F)), noise))
+        (logit, log_c, log_d), (noise_b, u_v) = q.unbind(1), noise.unbind(1)
+        b, alpha = concrete(logit, noise_b, self.tau)[:, :F], pad(alpha, (0, more), value=1.0)
+        slope = kl_slope(logit, log_c, log_d, torch.log1p(-u_v), alpha, [*sizes, more])
+        slope = slope.unflatten(1, (3, -1))[:, :, :F].flatten(1)
         weight = PRESETS[self.preset][1] if self.kl_weight is None else self.kl_weight
         return b, b * (1 - b) / self.tau, slope.mul_(weight / rows["n"])
 
@@ -240,7 +256,8 @@ class FactorizedWaffle(FedAvg):
             rate = 0.05 if self.lr_var is None else self.lr_var
             m.mul_(0.9).add_(slope, alpha=0.1)
             v.mul_(0.999).addcmul_(slope, slope, value=0.001)
-            q -= rate / (1 - 0.9**t) * m / ((v / (1 - 0.999**t)).sqrt_() + 1e-8)
+            first, second = (row_by_row(lambda k, b=b: b**k, t) for b in (0.9, 0.999))
+            q -= rate / (1 - first) * m / ((v / (1 - second)).sqrt_() + 1e-8)
         else:
             q.sub_(slope, alpha=lr if self.lr_var is None else self.lr_var)
         for part, bound in zip(q.chunk(3, 1), BOUNDS, strict=True):
@@ -256,17 +273,19 @@ class FactorizedWaffle(FedAvg):
 
     def scores(self, logit: Tensor, clients: Clients) -> Tensor:
         """b [S, samples, F] of clients with beliefs `logit` [S, F], as `eval_mode` has it."""
-        pi = logit.sigmoid()[:, None]
+        pi = torch.stack([own.sigmoid() for own in logit])[:, None]
         above = (pi >= 0.5).to(pi)
         simple = {"mean": pi, "thr_soft": pi * above, "hard": above}
         if self.eval_mode in simple:
             return simple[self.eval_mode]
         if self.eval_mode == "relaxed_mean":
             u = (torch.arange(256, dtype=pi.dtype, device=pi.device) + 0.5) / 256
-            return concrete(logit[:, None, :, None], u.logit(), self.tau).mean(3)
+            each = [concrete(own[:, None], u.logit(), self.tau) for own in logit]
+            return torch.stack(each)[:, None].mean(3)
         u = drawn(clients, "scores", self.samples * logit.shape[1]).to(pi)
-        noise = u.logit().unflatten(1, (self.samples, -1))
-        return concrete(logit[:, None], noise, self.tau)
+        noise = u.unflatten(1, (self.samples, -1))
+        each = [concrete(own, v.logit(), self.tau) for own, v in zip(logit, noise, strict=True)]
+        return torch.stack(each)
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """The factorized model w [P], its layers' `strength` times a row of b [samples, F]: the

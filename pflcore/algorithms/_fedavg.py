@@ -26,6 +26,7 @@ from pflcore.algorithms._protocol import (
     Void,
     options,
     plain_steps,
+    row_by_row,
     squares,
 )
 from pflcore.check import Count, Momentum, NonNegative, Positive, Weighting, Whole, refuse
@@ -199,8 +200,11 @@ class QFedAvg(Undefended, FedAvg):
         f = (clients.loss(down["x"]).double() + 1e-10).clamp(min=1e-6)
         own, up, fit = super().train(down, own, clients)
         norm = torch.linalg.vector_norm(up["delta"], dim=1, dtype=torch.float64) ** 2
-        h = self.q * f ** (self.q - 1) * norm / (clients.lr or 1) + f**self.q
-        return own, {**up, "weight": f**self.q, "h": h}, fit
+        slope, weight = (
+            row_by_row(lambda v, q=q: v**q, f[:, None])[:, 0] for q in (self.q - 1, self.q)
+        )
+        h = self.q * slope * norm / (clients.lr or 1) + weight
+        return own, {**up, "weight": weight, "h": h}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
         share = onto(cohort.mean(self.weighting).weight, up["h"].device).to(up["h"])
@@ -221,7 +225,7 @@ IDLE = {  # options that play no part beside an optimizer
 class FedOpt(FedAvg):
     """Reddi et al. 2021, Algorithm 2, and Hsu et al. 2019: FedAvg with a server optimizer.
 
-    server: x [P], and of m, v [P] (momentum, second moment) and t (updates so far) what the
+    server: x [P], and of m, v [P] (momentum, second moment) and t [] (updates so far) what the
     optimizer needs · client: nothing · down: x (1 model) · up: delta (1 model).
 
     With D the weighted mean of the deltas:
@@ -353,7 +357,8 @@ class MRMTL(FedOpt):
     """Mean-regularized multi-task learning (Hanzely and Richtarik 2020; Liu et al. 2022): personal
     models pulled towards their mean.
 
-    server: x [P] · client: v [P] · down: x (1 model) · up: v's change (1 model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x (1 model) · up:
+    v's change (1 model).
 
     `v -= lr (grad(v) + lam (v - x))`, and x follows the mean of the changes: with every client in
     every round and the plain server step, x is the mean of the v, and lam = 0 is Local. v starts at
@@ -382,8 +387,8 @@ class Ditto(MRMTL):
     """Li et al. 2021, Algorithm 1 (the solver with a personal pass): a personal model pulled
     towards the global one.
 
-    server: x [P] and the optimizer's state · client: v [P] · down: x (1 model) · up: delta (1
-    model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x (1 model) · up:
+    delta (1 model).
 
     The client trains x as FedAvg does and v by `v -= personal_lr (grad(v) + lam (v - x))`, x as
     received. With every client in every round lam = 0 is Local. v starts at the x of the client's

@@ -24,13 +24,14 @@ from pflcore.algorithms._protocol import (
     Traits,
     Updated,
     options,
+    row_by_row,
     shares,
 )
 from pflcore.check import Count, Fraction, NonNegative, Share, Weighting, Whole
 from pflcore.data._ragged import Ragged, onto
 from pflcore.nn._mode import context
 from pflcore.train import Clients, Net, Objective
-from pflcore.train._clients import Setting
+from pflcore.train._clients import Setting, aligned
 from pflcore.train._random import client_seeds, shuffles, uniforms
 
 
@@ -226,10 +227,11 @@ class FedFomo(Algorithm):
     """Zhang et al. 2021, FedFomo: a client moves towards the models that do better than its own on
     its validation data.
 
-    server: the latest models w [N, P], affinities p [N, N], and weights [N, N]: what each client of
-    this round found for the others' models, before its own model's share · client: w, its trained
-    model, and old, the model before that training [P] each · down: m other models, or all there are
-    (m models) · up: w (1 model) and a [N], what was found for each. a_j = (L(old) - L(w_j)) / |w_j
+    server: the latest models w [N, P], affinities p [N, N], weights [N, N] (what each client of
+    this round found for the others' models, before its own model's share) and seen [N] (who has
+    taken part) · client: w, old [P] (its trained model, and the model before that training) · down:
+    m other models, or all there are (m models) · up: w (1 model) and a [N], what was found for
+    each. a_j = (L(old) - L(w_j)) / |w_j
     - old|, L on the split "val"; w <- old + sum_j w_j (w_j - old), w_j = max(a_j, 0) / sum max(a,
     0), then local training.
 
@@ -285,7 +287,9 @@ class FedFomo(Algorithm):
             gains.append(torch.where(length > 0, gain, 0.0))
         a = torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)  # [S, m + 1]
         a[:, :-1] *= given
-        w, better = shares(a.clamp(min=0)), (a > 0).any(1, keepdim=True)
+        w, better = a.clamp(min=0), (a > 0).any(1, keepdim=True)
+        # added up one by one: columns for others, of zeros here, change no digit
+        w = w / w.cumsum(1)[:, -1:].clamp(min=torch.finfo(w.dtype).tiny)
         start = torch.where(better, w[:, -1:].to(own["w"]), 1) * own["w"]
         start = ops.aggregate(rows, w[:, :-1], index, start)
         fit = clients.fit(start)
@@ -307,11 +311,12 @@ class L2C(Algorithm):
     """Li et al. 2022, L2C: each client learns, on validation data, whose updates to take: w_i <-
     w_i + sum_j softmax(a_i)_j delta_j.
 
-    server: relays the updates, and keeps those of every round that is some client's last; weights
-    [N, N], what the clients of this round made of the updates of their last one (zeros for the
-    absent and at first) · client: w [P], its model before the round that is under way, logits a [N]
-    and their Adam state · down: the updates of the client's last round (N models at full
-    participation) · up: delta (1 model), and its weights [N] for the record.
+    server: the updates of every round that is some client's last, which it relays: delta [U, P],
+    who [U] sent each and in which round [U]; last [N] (each client's last round, 0: none), and
+    weights [N, N] (what the clients of this round made of the updates of their last one; zeros for
+    the absent and at first) · client: w [P] (its model before the round that is under way), logits
+    a [N] and Adam's m, v [N], t [1] · down: the updates of the client's last round (N models at
+    full participation) · up: delta (1 model), and its weights [N] for the record.
 
     A client mixes when it takes part again, or is evaluated; then its logits take one step of Adam
     along their exact gradient w_j (g . delta_j - sum_m w_m g . delta_m), g the gradient on the
@@ -320,7 +325,7 @@ class L2C(Algorithm):
     has none and keeps its logits. Clients absent from a round are masked out of its softmax. No
     official code exists; this is the form that independent re-implementations agree on. Deviations:
     one step a round on all validation data; no pruning of neighbours (T0, K0), which Table 4 of the
-    FedDWA paper does not count either. `server_lr` and `weighting` play no part.
+    FedDWA paper does not count either.
     """
 
     alpha_lr: NonNegative = 0.1  # Adam's
@@ -345,7 +350,8 @@ class L2C(Algorithm):
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         mine = state["round"] == state["last"][cohort.ids][:, None]  # [S, R]
-        width = int(mine.sum(1).max()) if mine.numel() else 0
+        # as many columns whoever is there: the largest round's
+        width = int(state["round"].bincount().max()) if mine.numel() else 0
         index = mine.byte().sort(dim=1, descending=True, stable=True).indices[:, :width]
         who = state["who"][index].masked_fill(~mine.gather(1, index), -1)
         index = index.masked_fill(who < 0, -1)  # no update of this client's last round: not sent
@@ -353,8 +359,9 @@ class L2C(Algorithm):
 
     def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
         (rows, index), (x, w, who) = down["delta"], self.mixed(down, own)
-        # [S, M] g . delta_j
-        slope = (clients.grad(x, "val") @ rows.T).double().gather(1, index.clamp(min=0))
+        # [S, M] g . delta_j, client by client: the last digits of a product of all depend on all
+        slope = torch.stack([rows @ aligned(g) for g in clients.grad(x, "val")])
+        slope = slope.double().gather(1, index.clamp(min=0))
         slope, n = w * (slope - (w * slope).sum(1, keepdim=True)), own["a"].shape[1]
         # one step of Adam on the logits of those in `who`; the others' stay
         live = spread(who, torch.ones_like(slope), n) > 0
@@ -362,8 +369,9 @@ class L2C(Algorithm):
         t = own["t"] + live.any(1, keepdim=True)
         m, v = 0.9 * own["m"] + 0.1 * d, 0.999 * own["v"] + 0.001 * d**2
         once = t.clamp(min=1)
-        root = (v / (1 - 0.999**once)).sqrt() + 1e-8
-        moved = {"a": own["a"] - self.alpha_lr * (m / (1 - 0.9**once)) / root, "m": m, "v": v}
+        first, second = (row_by_row(lambda k, b=b: b**k, once) for b in (0.9, 0.999))
+        root = (v / (1 - second)).sqrt() + 1e-8
+        moved = {"a": own["a"] - self.alpha_lr * (m / (1 - first)) / root, "m": m, "v": v}
         new = {k: torch.where(live, value, own[k]) for k, value in moved.items()}
         fit = clients.fit(x)
         up = {"delta": fit.w.sub_(x), "weights": spread(who, w, n)}

@@ -12,7 +12,6 @@ Letters: N clients, S of them in a round's cohort, P parameters, M models that a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -23,7 +22,8 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from pflcore import ops
-from pflcore.check import check, refuse
+from pflcore.check import check, refuse, warn
+from pflcore.data._federation import Federation
 from pflcore.data._ragged import onto
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
@@ -48,6 +48,14 @@ class Stop(Exception):
 class Void(Exception):
     """Makes the round void, nothing changes: `update` raises it with one sentence where so few
     uploads say nothing."""
+
+
+class BadUpload(ValueError):
+    """Leaves clients out of a round: `update` raises it with a reason for each of their numbers."""
+
+    def __init__(self, why: Mapping[int, str]) -> None:
+        self.why = dict(why)
+        super().__init__(" ".join(f"client number {i}: {said}" for i, said in self.why.items()))
 
 
 class Pool(NamedTuple):
@@ -153,6 +161,18 @@ def shares(a: Tensor) -> Tensor:
     return torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), 0.0)
 
 
+LANES = 64  # numbers: whole vectors of any processor
+
+
+def row_by_row(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The elementwise `f` of rows [S, k], each with the bits that it has alone.
+
+    Numbers behind the last whole vector go through other instructions, whose last digits may
+    differ, so each row is filled up to whole vectors.
+    """
+    return f(torch.nn.functional.pad(x, (0, -x.shape[1] % LANES)))[:, : x.shape[1]]
+
+
 class Traits(NamedTuple):
     """What a run has to know of an algorithm beside its hooks; may depend on its options."""
 
@@ -239,6 +259,11 @@ class Algorithm:
         shown = mix.report(cohort) if mix is not None and "mix" in names else {}
         return shown | {k: state[k] for k in names if k != "mix"}
 
+    def beside(self, data: Federation, ids: Tensor) -> Tensor:
+        """The clients [M] that `model` must see to make the models of the clients `ids` [S], these
+        among them: ids, ascending. By default nobody else."""
+        return ids
+
     def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         """What a newcomer's upload `up` [1, ...] shows of where it belongs: for `History.adapt`."""
         return {}
@@ -267,8 +292,7 @@ def plain_steps(alg: Algorithm, clients: Clients) -> None:
     """Warns where the run's momentum or weight decay plays no part in the steps of `alg`."""
     t = clients.setting.training
     if t.momentum or t.weight_decay:
-        warnings.warn(
+        warn(
             f"{type(alg).__name__}: its local steps are its paper's, without momentum and weight "
-            f"decay; momentum={t.momentum:g} and weight_decay={t.weight_decay:g} play no part.",
-            stacklevel=3,
+            f"decay; momentum={t.momentum:g} and weight_decay={t.weight_decay:g} play no part."
         )

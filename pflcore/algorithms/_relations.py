@@ -5,7 +5,6 @@ the models nearest to where a client is going; and the quadratic programme of it
 """
 
 import math
-import warnings
 from dataclasses import field
 from typing import Literal
 
@@ -16,6 +15,7 @@ from pflcore import ops
 from pflcore.algorithms._clusters import cosines
 from pflcore.algorithms._protocol import (
     Algorithm,
+    BadUpload,
     Changes,
     Cohort,
     Mix,
@@ -31,7 +31,7 @@ from pflcore.algorithms._protocol import (
     squares,
     zero_rows,
 )
-from pflcore.check import Count, Fraction, NonNegative, Positive, Share, refuse
+from pflcore.check import Count, Fraction, NonNegative, Positive, Share, refuse, warn
 from pflcore.data._ragged import onto
 from pflcore.train import Clients, Net, Objective
 
@@ -88,14 +88,16 @@ class FedAMP(LatestModels):
     """Huang et al. 2021, FedAMP: each client is drawn to u_i = sum_j xi_ij w_j, xi_ij = (alpha /
     sigma) exp(-|w_i - w_j|^2 / sigma).
 
-    server: the latest models w [N, P] and weights xi [N, N], see `LatestModels` · client: w [P] ·
+    server: the latest models w [N, P] and weights [N, N] (xi), see `LatestModels` · client: w [P] ·
     down: u [S, P] (1 model) · up: w [S, P] (1 model).
 
     A client minimises F_i(w) + lam / (2 alpha) |w - u_i|^2 by local training from its own model, or
     from u_i with `start="u"`. xi_ii is what is left of 1. Where the others' weights exceed 1 (alpha
     > sigma / (N - 1) and models that are close) it would be negative, an extrapolation that swaps
-    models: they are scaled to sum to 1. An absent client's latest model still gives. Deviation: the
-    paper has everybody in every round. `server_lr` and `weighting` play no part.
+    models: they are scaled to sum to 1, with a warning. With the defaults, alpha = sigma, that is
+    so for more than two clients as long as their models are close, in the first rounds at least;
+    alpha = sigma / (N - 1) never needs it. An absent client's latest model still gives. Deviation:
+    the paper has everybody in every round.
     """
 
     # scale of the squared distances: larger, and all clients attract alike
@@ -123,10 +125,9 @@ class FedAMP(LatestModels):
         xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * others(gives)
         total = xi.sum(1, keepdim=True)
         if bool((total > 1).any()):
-            warnings.warn(
+            warn(
                 "FedAMP: the others' weights exceed 1 and are scaled down; alpha <= sigma / "
-                f"{len(gives) - 1} avoids it.",
-                stacklevel=2,
+                f"{len(gives) - 1} avoids it."
             )
             xi = xi / total.clamp(min=1)
         return xi + (1 - xi.sum(1)).diag()
@@ -157,7 +158,7 @@ class SFL(LatestModels):
     """Chen et al. 2022, SFL: models smoothed over a graph of the clients, X' = s A^L X + (1 - s) X,
     and their mean, the readout.
 
-    server: the latest models w [N, P] and weights s A^L + (1 - s) I [N, N], see `LatestModels` ·
+    server: the latest models w [N, P] and weights [N, N] (s A^L + (1 - s) I), see `LatestModels` ·
     client: nothing · down: the readout x and the client's own row u of X' [S, P] (2 models; the
     paper's tables count 1) · up: w [S, P] (1 model).
 
@@ -201,6 +202,10 @@ class SFL(LatestModels):
             mix[~gives] = mix[gives].mean(0)
         return mix
 
+    def grow(self, state: Tensors, n: int) -> Tensors:
+        self.graph(torch.zeros(n + 1, n + 1), torch.ones(n + 1, dtype=torch.bool))
+        return state  # a given graph has a row for the newcomer, or there is none
+
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         weights = state["weights"]
         rows = Mix(torch.cat([weights[cohort.ids], weights.mean(0, keepdim=True)])).of(state["w"])
@@ -233,10 +238,10 @@ class Mocha(Algorithm):
     cannot be had otherwise). The pull is an explicit block-Jacobi step, stable only while the
     largest eigenvalue of `e^(1/2) Omega e^(1/2)` is below 2, `e_t = (1 - (1 - lr lam
     Omega_tt)^steps) / Omega_tt`: checked after every update of Omega, and in every round lr lam
-    Omega_tt < 2; where it fails the run stops with a sentence. Decision where the paper is silent:
+    Omega_tt < 2; where it fails the run stops with a sentence, but a client whose step size is
+    larger than the others' is left out instead. Decision where the paper is silent:
     a client that joins late starts from the mean of the models so far, and is served it until then.
-    lam is not comparable with papers that sum over samples. Weights of the clients (`weighting`)
-    play no part, nor does `server_lr`.
+    lam is not comparable with papers that sum over samples.
     """
 
     lam: NonNegative = 0.01  # strength of the regulariser
@@ -285,18 +290,28 @@ class Mocha(Algorithm):
             at = onto(ids, up["w"].device)
             omega = relation(state["w"].index_copy(0, at, up["w"]), self.delta, self.relation)
             lr, lr_sum = (up[k][:, 0].double() for k in ("lr", "lr_sum"))
-            self.check(omega[at][:, at], lr, lr_sum, cohort.round)
+            self.check(omega[at][:, at], lr, lr_sum, cohort)
             changes["omega"] = omega
         return changes, None
 
-    def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, round: int) -> None:
-        """Stop where the next exchanges would amplify W, by omega [N, N] and step sizes [N]."""
+    def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, cohort: Cohort) -> None:
+        """Stop where the next exchanges would amplify W, by the cohort's omega [S, S] and its step
+        sizes [S]; BadUpload where some step sizes are larger than the others'."""
         o = omega.diagonal()
         shrink = lr * self.lam * o
-        e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
-        root = e.clamp(min=0).sqrt()
-        largest = torch.linalg.eigvalsh(root[:, None] * omega * root).max().item()
-        self.hold(round, lr.max(), max(shrink.max().item(), largest))
+        value = shrink.max().item()
+        if value < 2:
+            e = (1 - (1 - shrink) ** (lr_sum / lr.clamp(min=1e-300)).round()) / o
+            root = e.clamp(min=0).sqrt()
+            largest = torch.linalg.eigvalsh(root[:, None] * omega * root).max().item()
+            value = max(value, largest)
+        usual = lr.median()  # the clients of a run have one
+        odd = lr > usual * (1 + 1e-6)
+        if not value < 2 and bool(odd.any()):
+            said = "its step size is {:g}, the others' is {:g}, and MOCHA is unstable with it."
+            pairs = zip(cohort.ids[odd.cpu()].tolist(), lr[odd].tolist(), strict=True)
+            raise BadUpload({i: said.format(own, usual) for i, own in pairs})
+        self.hold(cohort.round, lr.max(), value)
 
     def hold(self, round: int, lr: float | Tensor, value: float) -> None:
         """Stop where an eigenvalue is 2 or more; only then is a step size [1] on a card read."""
@@ -387,27 +402,26 @@ class FedDWA(Algorithm):
     """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i -
     w_j|^2 (Eqs. 8 and 15).
 
-    server: x [N, P], the personalized models; of the last round's cohort its ids [S] and near and p
-    [S, K], whose models each mixes and how; and the guidance's cache with "previous" · client:
-    nothing · down: x_i [S, P] (1 model) · up: w, g [S, P] (2 models: the trained one and the
-    guidance; 1 with "previous" and "current").
+    server: x [N, P] (the personalized models), x0 [P] (the model of who has not taken part), seen
+    [N] (who has), and with guidance="previous" last [N, P] (each client's upload) · client: nothing
+    (with guidance="kept" last [P], has [1]) · down: x [S, P] (1 model, client i's x_i) · up: w, g
+    [S, P] (2 models: the trained one and the guidance; 1 with "previous" and "current").
 
     The guidance is where the client's next step would lead: "epoch" trains `ahead` epochs more (the
     authors' code as many as a round has), "steps" so many minibatches, "full_grad" takes so many
     full-batch gradient steps (Eq. 16), "previous" is the model of the client's last round (App.
     C.6, cached by the server, its case ii; a client without one keeps its own model), "kept" the
-    same, cached by the client, which uploads both (case i: client: last [P] and whether it has one
-    [1]). Nothing of the look ahead stays with the client. "current" (section 4.1) is the trained
-    model itself: its distance to itself is 0, so Eq. 15 gives it (and exact copies) the whole
-    weight, and FedDWA is Local. So it nearly is with one step of "full_grad" at the paper's step
-    size of .01: a self weight above .999. A client ranks among its own neighbours like any other
-    and may miss its own k. Who is absent keeps its model, bit for bit. Deviations: `ahead` > 1 goes
-    on from where it is; the authors' code starts again each time. `server_lr` and `weighting` play
-    no part. `search` says how the nearest are looked for, not which they are: "exact" takes all S *
-    S distances; "groups" (`ops.nearest`) gives the same bits from few of them where clients form
-    clusters, and takes some 2 / sqrt(S) more than all where they do not; "auto" is "groups" from
-    1000 clients of a cohort on, unless their models are tiny. Not of the paper: weights ~ 1 / |g_i
-    - w_j|^(2 power), with 0 an even mix of the same neighbours; and `stride`, which moves the
+    same, cached by the client, which uploads both (case i). Nothing of the look ahead stays with
+    the client. "current" (section 4.1) is the trained model itself: its distance to itself is 0, so
+    Eq. 15 gives it (and exact copies) the whole weight, and FedDWA is Local. So it nearly is with
+    one step of "full_grad" at the paper's step size of .01: a self weight above .999. A client
+    ranks among its own neighbours like any other and may miss its own k. Who is absent keeps its
+    model, bit for bit. Deviations: `ahead` > 1 goes on from where it is; the authors' code starts
+    again each time. `search` says how the nearest are looked for, not which they are: "exact" takes
+    all S * S distances; "groups" (`ops.nearest`) gives the same bits from few of them where clients
+    form clusters, and takes some 2 / sqrt(S) more than all where they do not; "auto" is "groups"
+    from 1000 clients of a cohort on, unless their models are tiny. Not of the paper: weights ~ 1 /
+    |g_i - w_j|^(2 power), with 0 an even mix of the same neighbours; and `stride`, which moves the
     guidance along its direction until it is so many times as far from its client's model as the
     nearest other model is (as it stands the step, and with it the distance to the client itself,
     shrinks with the gradient, until the client's own model has all the weight).

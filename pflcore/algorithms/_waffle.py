@@ -104,9 +104,9 @@ class Waffle(Undefended, Scaffold):
     """Beaussart et al. 2021, Algorithms 1 and 2: SCAFFOLD whose averages drift from global to what
     helps one client, the `target`.
 
-    server: x, c [P], history [2, N] of unsmoothed weights, the last cohort's ids and weights [S] ·
-    client: c [P] · down: x, c [S, P] (2 models) · up: delta and control [S, P] (2 models). x is the
-    target's personalized model; the others' numbers only show what it is to them.
+    server: x, c [P], history [N, 2] (each client's unsmoothed weights in the last two rounds that
+    it attended) · client: c [P] · down: x, c [S, P] (2 models) · up: delta and control [S, P] (2
+    models). x is the target's personalized model; the others' numbers only show what it is to them.
 
     The weights come from the distances between the clients' updates and the target's
     (`ops.waffle_weights`, eqs. 2 and 3) and are averaged with those of the last two rounds; from

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # for package.module:Class, behind everything that is installed
         sys.path.append(os.getcwd())
     try:
-        with _signals():
+        with _signals(), _plain_warnings():
             status = _command(argv)
         sys.stdout.flush()
         return status
@@ -168,6 +169,17 @@ def _signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """A warning is its sentence, without the place in the source that it comes from."""
+    kept = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"pflcore: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = kept
+
+
 def _command(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         width = max(len(usage) for usage, _ in COMMANDS.values())
@@ -177,6 +189,6 @@ def _command(argv: Sequence[str]) -> int:
         print(f"\nAlgorithms: {', '.join(ALGORITHMS)}.")
         print("pflcore COMMAND --help shows a command's options.")
         return 0 if argv else 2
-    if argv[0] not in COMMANDS:
-        raise ValueError(f"command: expected one of {', '.join(COMMANDS)}, got {argv[0]!r}.")
+    known = argv[0] in COMMANDS
+    need(known, "command", f"one of {', '.join(COMMANDS)}", argv[0], COMMANDS)
     return COMMANDS[argv[0]][1](argv[1:])

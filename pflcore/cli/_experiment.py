@@ -30,6 +30,7 @@ from pflcore.check import (
     refuse,
 )
 from pflcore.data import PARTITIONS, SOURCES, Federation, federation_of
+from pflcore.data._natural import READERS
 from pflcore.data._partition import options_of
 from pflcore.nn.models import MODELS, model_for
 from pflcore.results.record import CUT, Facts, Line, OnRound
@@ -73,6 +74,8 @@ class Options:
     engine: str = "auto"  # chain, loop, vmap, or auto by the model
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
+    # clients that train at once under vmap, at most; another number changes last digits
+    together: Count = Hardware.together
     clip: Positive | None = None  # no client's update is longer than this (Euclidean norm)
     poison: Attack | None = None  # what the bad clients do; the others are evaluated
     bad: tuple[int, ...] | None = None  # the clients that do it
@@ -85,7 +88,8 @@ class Options:
     @property
     def hardware(self) -> Hardware:
         """Where it runs. ValueError for what is none."""
-        return Hardware(self.engine, self.workers, device_of(self.device))  # type: ignore
+        device = device_of(self.device)
+        return Hardware(self.engine, self.workers, device, together=self.together)  # type: ignore
 
     @property
     def robustness(self) -> Robustness:
@@ -115,27 +119,41 @@ def partition_of(data: str, partition: str | None) -> Choice | None:
     return Choice(name, PARTITIONS[name].rule, defaults)
 
 
+def reader_of(data: str) -> Choice | None:
+    """The reader of somebody's own files and what it takes; None for data by name."""
+    kind, _, path = data.partition(":")
+    if kind not in READERS or not path:
+        return None
+    defaults = {"target": -1, "classes": "infer"}
+    own = inspect.signature(READERS[kind]).parameters
+    return Choice(kind, READERS[kind], {k: v for k, v in defaults.items() if k in own})
+
+
 def model_of(name: str) -> Choice | None:
     """The model and what it takes beside shape and classes; None for "auto" and for one's own."""
     if name == "auto" or ":" in name:
         return None
     own = "or 'package.module:function' for one of your own"
-    need(name in MODELS, "model", f"one of auto, {', '.join(MODELS)}, {own}", name)
+    words = f"one of auto, {', '.join(MODELS)}, {own}"
+    need(name in MODELS, "model", words, name, ["auto", *MODELS])
     keywords = inspect.signature(MODELS[name]).parameters.values()
     defaults = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
     return Choice(name, MODELS[name], defaults)
 
 
 def federation(options: Options, cut: Facts | None = None) -> Federation:
-    """The data of an experiment; `cut` holds the partition's own options. ValueError, ImportError
-    or OSError in one sentence."""
+    """The data of an experiment; `cut` holds the partition's or the reader's own options.
+    ValueError, ImportError or OSError in one sentence."""
     o, more = options, dict(cut or {})
     if o.standardize is not None:
         more = {"standardize": o.standardize, **more}
     more |= {"train_samples": o.train_samples, "test_samples": o.test_samples}
+    if reader_of(o.data) and o.criterion in ("squared", "half_squared"):
+        more.setdefault("classes", None)  # whole numbers may be targets
     data = federation_of(o.data, o.partition, o.n, o.data_seed, **more)
-    if o.data.startswith("folder:") and o.criterion in ("squared", "half_squared"):
-        data = replace(data, y=data.y.float(), classes=None)  # whole numbers may be targets
+    if ":" not in o.model and not data.x.is_floating_point():
+        # models by name have no embedding: to them whole numbers are features
+        data = replace(data, x=data.x.float())
     if o.val:
         data = data.split(val=o.val, seed=o.data_seed)
     there = not isinstance(o.target, int) or 0 <= o.target < data.n
@@ -281,7 +299,7 @@ def described(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     """What some jobs compute, but for where: two descriptions that are equal give the same
     numbers."""
     options = asdict(todo[0].options)
-    for where in ("device", "engine", "workers"):
+    for where in ("device", "engine", "workers", "together"):
         del options[where]
     hyper = {job.name: dict(job.hyper) for job in todo}
     own = {"partition_options": dict(cut), "model_options": dict(shape), "options": hyper}

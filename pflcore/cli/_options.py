@@ -34,9 +34,8 @@ def parse(
             name = f"{title}-{f.name}" if f.name in taken and title not in apart else None
             how = arg(name=name, help=helps.get(f.name))
             own.append((f.name, Annotated[hints[f.name], how], copy(f)))
-        kinds[title] = Annotated[
-            make_dataclass(title, own), arg(name=title, help=inspect.getdoc(cls))
-        ]
+        about_group = (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
+        kinds[title] = Annotated[make_dataclass(title, own), arg(name=title, help=about_group)]
         if title not in apart:
             taken |= {f.name for f in offered(cls)}
             kinds[title] = tyro.conf.OmitArgPrefixes[kinds[title]]
@@ -60,7 +59,8 @@ def offered(cls: type) -> list[Field[Any]]:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """The comment at each field of a dataclass, or at its base's field, as tyro finds it."""
+    """The comment at each field of a dataclass, or at its base's field, or what its docstring says
+    below "Args:", as tyro finds it."""
     tyro, found = optional("tyro", "'pflcore[cli]'"), dict[str, str]()
     of = tyro.constructors
     for base in filter(is_dataclass, reversed(cls.__mro__)):

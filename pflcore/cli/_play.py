@@ -26,6 +26,7 @@ from pflcore.metrics import human
 from pflcore.nn.models import MODELS
 from pflcore.results import _pictures as pictures
 from pflcore.results import table
+from pflcore.results._files import move_aside, remove_parts, replacing, write_text
 from pflcore.results._progress import Progress
 from pflcore.results.record import Facts, Line, OnRound, Record, Run, Runs, plain, read
 from pflcore.simulation import History, checkpoint
@@ -42,6 +43,9 @@ NAMES = {
 }
 Model = Callable[[], Any]
 CHECKPOINTS = "checkpoints"  # of the runs that are not over
+RECORD, TABLE = "record.jsonl", "table.md"
+TABLE_START = "### "  # how each of our tables begins
+FILES = (RECORD, TABLE, *(f"{name}.{kind}" for name in pictures.NAMES for kind in ("png", "svg")))
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class Report:
     # an algorithm; adds the percent of clients that are worse off than with it
     baseline: str | None = None
     last: Count = 10  # rounds in "mean of last"
-    overwrite: bool = False  # replace the record and the table.md that the folder holds
+    # begin anew in a folder that holds something: its record, its checkpoints and a table.md that
+    # is no record's are moved to names that end in .1, .2, ...
+    overwrite: bool = False
 
 
 @checked
@@ -110,6 +116,7 @@ def _play(command: Callable[..., int], names: Sequence[str], argv: Sequence[str]
     asked = first["run"]
     chosen = {
         "partition": experiment.partition_of(asked["data"], asked["partition"]),
+        "data": experiment.reader_of(asked["data"]),
         "model": experiment.model_of(asked["model"]),
     }
     for what, choice in chosen.items():
@@ -125,7 +132,11 @@ def _play(command: Callable[..., int], names: Sequence[str], argv: Sequence[str]
     hyper = {name: got[title] for title, name in algorithms.items()}
     options, training = Options(**got["run"]), Training(**got["training"])
     todo = experiment.jobs([*algorithms.values()], options, training, hyper)
-    return _record(todo, got.get("partition", {}), got.get("model", {}), Output(**got["output"]))
+    reader = chosen["data"]
+    cut = got.get("partition", {})
+    if reader:  # what is as it would be anyhow is not said in the record
+        cut = {k: v for k, v in got["data"].items() if v != reader.defaults[k]}
+    return _record(todo, cut, got.get("model", {}), Output(**got["output"]))
 
 
 def _record(todo: Sequence[Job], cut: Facts, shape: Facts, output: Output) -> int:
@@ -147,28 +158,34 @@ def _record(todo: Sequence[Job], cut: Facts, shape: Facts, output: Output) -> in
         progress = held.enter_context(Progress(sum(j.length(data.n) for j in todo), output.quiet))
         folder = output.out or _new_folder(names, options.data, options.partition or "")
         held.enter_context(checkpoint.lock(folder))
+        _check_folder(folder, output)  # another command may have ended there in the meantime
+        for name in FILES:
+            remove_parts(folder / name)
         what = experiment.described(todo, cut, shape) | {"federation": describe.of_data(data)}
-        path, whole = folder / "record.jsonl", list[Run]()
+        path, whole = folder / RECORD, list[Run]()
         if begun:
             whole = _whole(folder, plain(what))
-            with checkpoint.replacing(path) as part, Record(part) as record:
+            with replacing(path) as part, Record(part) as record:
                 for line in (line for run in whole for line in run.lines()):
                     record.write(line)
-        else:
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # of another run
-        record = held.enter_context(Record(path, output.overwrite, goes_on=begun))
+        moved = _make_way(folder, whole_record=not begun)
+        if moved:
+            progress.say(moved)
+        record = held.enter_context(Record(path, goes_on=begun))
         if not begun:
             checkpoint.save(folder, {}, {"command": plain(what)})
         progress.say(f"{data.summary()}\nRecord: {path}")
         own = {"partition_options": cut, "model_options": shape}
         runs = _Runs(data, model, own, output, folder, record, progress)
         try:
-            status = runs.play(todo, {f"{r.algorithm}, seed {r.header['seed']}" for r in whole})
+            status = runs.play(todo, {f"{r.algorithm}, seed {r.header.get('seed')}" for r in whole})
         except RunFailed:  # a table of what there is, where that can be written
+            progress.close()
             with contextlib.suppress(Exception):
                 _write_report(read(path), folder, output)
             raise
-    _write_report(read(path), folder, output)
+        progress.close()
+        _write_report(read(path), folder, output)
     return status
 
 
@@ -194,7 +211,7 @@ def _whole(folder: Path, command: Facts) -> list[Run]:
         )
     for path in (folder / CHECKPOINTS).rglob(checkpoint.NAME):
         checkpoint.load(path.parent)  # a damaged one is said before the record is written
-    return [run for run in read(folder / "record.jsonl") if run.whole]
+    return [run for run in read(folder / RECORD) if run.whole]
 
 
 @dataclass
@@ -274,17 +291,24 @@ class _Runs:
 
 
 def _write_report(runs: Runs, folder: Path, output: Report) -> None:
-    """Table to stdout and table.md; pictures, where matplotlib is there."""
+    """Table to stdout and table.md; pictures, where matplotlib is there. RunFailed where they
+    cannot be written."""
     text = table.table(runs, output.last, output.baseline)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "table.md").write_text(text, encoding="utf-8")
+    made: list[Path] = []
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / TABLE, text)
         made = pictures.draw(runs, folder)
     except ImportError as e:
         print(f"{e} Then: pflcore report {folder}", file=sys.stderr)
-        made = []
+    except OSError as e:
+        print(text)
+        raise RunFailed(
+            f"out: table and pictures cannot be written into {folder} ({e.strerror or e}); make "
+            f"room there, then: pflcore report {folder}."
+        ) from e
     print(text)  # when all is written: a reader may have gone
-    names = ", ".join(p.name for p in [folder / "table.md", *made])
+    names = ", ".join(p.name for p in [folder / TABLE, *made])
     print(f"In {folder}: {names}", file=sys.stderr)
 
 
@@ -299,6 +323,9 @@ def report(argv: Sequence[str]) -> int:
     first = Path(places[0])
     folder = asked.out or (first if first.is_dir() else first.parent)
     _check_folder(folder, asked)
+    moved = _make_way(folder, whole_record=False)
+    if moved:
+        print(moved, file=sys.stderr)
     _write_report(runs, folder, asked)
     return 0
 
@@ -317,21 +344,56 @@ def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
 
 def _check_folder(folder: Path, output: Report) -> None:
     """ValueError where there is what must not be lost."""
-    path, goes_on = folder / "table.md", isinstance(output, Output) and output.resume
+    goes_on = isinstance(output, Output) and output.resume
     if goes_on and output.overwrite:
         raise ValueError("resume: expected no --overwrite beside it; leave one of them out.")
-    there = isinstance(output, Output) and (folder / "record.jsonl").exists()
-    if there and not output.overwrite and not (goes_on and Checkpoint(folder).exists):
-        raise ValueError(
-            f"out: {folder} holds a record{' without a checkpoint' * goes_on}; go on by --resume, "
-            "name another folder, or add --overwrite."
-        )
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "### "
-    if not output.overwrite and not text.startswith("### "):
+    if output.overwrite:
+        return
+    begun = Checkpoint(folder).exists
+    there = _of_runs(folder) if isinstance(output, Output) else []
+    if there and not (goes_on and begun):
+        what = " and ".join(path.name for path in there)
+        ways = "name another folder, or add --overwrite, which moves it aside"
+        if goes_on:
+            what += " without a checkpoint"
+            ways = "name another folder, or put --overwrite for --resume, which moves it aside"
+        elif begun:
+            ways = f"go on by --resume, {ways}"
+        raise ValueError(f"out: {folder} holds {what}; {ways}.")
+    if _is_foreign(folder / TABLE) and not goes_on:
         raise ValueError(
             f"out: {folder} has a table.md that this command did not write (reproduce's, perhaps); "
-            "name another with --out, or add --overwrite."
+            "name another with --out, or add --overwrite, which moves it aside."
         )
+
+
+def _of_runs(folder: Path) -> list[Path]:
+    """What a command has left in a folder that it can go on from: its record and checkpoints."""
+    record = folder / RECORD
+    written = record.is_file() and record.stat().st_size
+    others = [folder / checkpoint.NAME, folder / CHECKPOINTS]
+    return [record] * bool(written) + [path for path in others if path.exists()]
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether a table is not one that `_write_report` wrote; one that was cut off is."""
+    if not path.is_file():
+        return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        start = file.read(len(TABLE_START))
+    return not TABLE_START.startswith(start)
+
+
+def _make_way(folder: Path, whole_record: bool) -> str:
+    """Moves what is not to be lost out of a command's way; says what it moved and where to."""
+    paths = _of_runs(folder) if whole_record else []
+    if _is_foreign(folder / TABLE):
+        paths.append(folder / TABLE)
+    if not paths:
+        return ""
+    moved = zip(paths, move_aside(paths), strict=True)
+    said = ", ".join(f"{path.name} to {name.name}" for path, name in moved)
+    return f"Moved aside in {folder}: {said}."
 
 
 def _plan(head: Facts) -> str:

@@ -3,8 +3,11 @@
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from pflcore.check import Count, Seed32, checked, need, shown
 from pflcore.data import _natural as natural
@@ -53,9 +56,11 @@ def federation_of(  # noqa: PLR0913 (the command line's)
     """A federation from the names of a data set and of a partition.
 
     data          a pool that a partition cuts (``SOURCES``, or a :class:`Source`), or data that
-                  comes with its clients (``FEDERATIONS``, ``"leaf:PATH"``, ``"folder:PATH"``)
+                  comes with its clients (``FEDERATIONS``, ``"leaf:PATH"``, ``"folder:PATH"``); the
+                  files and what their numbers become stand in docs/data.md
     partition     one of ``PARTITIONS`` (None: "A"), with ``options`` from
-                  ``options_of(partition)``; data with clients takes none
+                  ``options_of(partition)``; data with clients takes none. ``leaf:`` has the option
+                  ``classes``, ``folder:`` has it and ``target``
     n             clients: 10 where a partition makes them; the first n where the data brings them
                   (None: all)
     seed          of the partition or of the split; shift_seed: of the label permutations of A*, B*
@@ -74,6 +79,8 @@ def federation_of(  # noqa: PLR0913 (the command line's)
         need(not samples, "partition and samples", f"none, as {data} has clients", samples)
         fed = _divided(fed, fractions, seed)
         scaled = data in TABULAR if standardize is None else standardize
+        if scaled and fed.x.dtype == torch.int64:  # whole numbers that are features
+            fed = replace(fed, x=fed.x.float())
         return fed.standardize() if scaled else fed
     none = fractions is None and standardize is None
     need(none, "fractions and standardize", f"none, as a partition cuts {data!r}", fractions)
@@ -111,11 +118,12 @@ def _with_clients(
     kind, _, path = data.partition(":")
     readers = {k: partial(read, path) for k, read in natural.READERS.items()}
     names = f"{', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH, folder:PATH"
-    need(data in FEDERATIONS or kind in readers, "data", f"one of {names}", data)
+    known = data in FEDERATIONS or kind in readers
+    need(known, "data", f"one of {names}", data, [*SOURCES, *FEDERATIONS])
     make = FEDERATIONS.get(data) or readers[kind]
     own = inspect.signature(make).parameters
     unknown = sorted(set(options) - set(own))
-    need(not unknown, data, f"the options {', '.join(own)}", ", ".join(unknown))
+    need(not unknown, data, f"the options {', '.join(own)}", ", ".join(unknown), own)
     given = {"n": n, "seed": seed, "root": root}
     fed = make(**{k: v for k, v in given.items() if k in own and v is not None}, **options)
     need(n is None or n <= fed.n, "n", f"at most the {fed.n} clients of {data}", n)

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore.check import (
-    Count,
     Fraction,
     Kind,
     Momentum,
@@ -26,12 +25,13 @@ from pflcore.check import (
     ids_of,
     need,
 )
-from pflcore.data._inputs import inputs, pair, target, tensor
+from pflcore.data._frames import column_names, columns_of
+from pflcore.data._inputs import Fields, has_steps, inputs, pair, target, tensor
+from pflcore.data._meaning import Classes, Reading, meaning_of, one_kind
 from pflcore.data._partition import Partition
 from pflcore.data._ragged import Ragged, onto
 from pflcore.data._samples import SPLITS, Samples, Scaling
 
-Classes = Count | Literal["infer"] | None
 Each = Annotated[
     Any,
     Kind(
@@ -67,8 +67,8 @@ class Federation(Samples):
     truth     what is known of the clients beside their samples, each value [N, ...]: "group",
               "optimum", ...
     names     [N], the clients' own names or ids, or None
-    scaling   what `standardize` shifted and scaled each client's features by: (mean, deviation),
-              each [N, ...], or None
+    scaling   what `standardize` shifted and scaled each client's raw features by: (mean,
+              deviation), each [N, ...], or None
 
     A training sample belongs to one client, and no sample to two splits; two clients may share test
     samples (a common test set). ValueError or TypeError, one sentence: what does not fit, NaN or
@@ -85,37 +85,60 @@ class Federation(Samples):
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
     ) -> Self:
-        """One ``(x, y)`` or Dataset of pairs per client, or a dict of them by split, ``{"train":
-        (x, y), "test": (x, y), "val": ...}``.
+        """One pair ``(x, y)`` or Dataset of pairs per client, or a dict of them by split,
+        ``{"train": (x, y), "test": (x, y), "val": ...}``.
 
-        Arrays, tensors, lists; x may be a dict of them; Datasets are read once (so a random
-        transform is drawn once). Integer targets are labels (``classes="infer"``: the largest label
-        plus one), floating ones regression targets. ``dtype``: floating inputs and targets are
-        converted to it; None keeps what came. To hold out samples for testing:
-        ``.split(test=0.2)``.
+        Arrays, tensors, lists; x may be a dict of them. A list of tuples is samples, one pair each.
+        Datasets are read once (so a random transform is drawn once).
+
+        What targets and inputs become is decided for all clients together (docs/data.md):
+
+        integers, bool   labels; ``classes="infer"`` takes the largest plus one, at most as many as
+                         there are samples. -1 and 1 alone become 0 and 1, [n, 1] becomes [n]
+        floats           numbers to predict; labels where ``classes`` is given and all are whole
+        ``classes=None`` all targets are numbers to predict
+        words, complex   refused
+
+        Inputs are floats or int64 (tokens), and never bytes. ``dtype``: floats are converted to it;
+        None keeps what came. To hold out samples for testing: ``.split(test=0.2)``.
         """
-        parts = [
-            (i, split, *pair(given, f"client {i} ({split})", dtype))
-            for i, entry in enumerate(clients)
-            for split, given in _by_split(i, entry).items()
-        ]
-        need(parts, "clients", "the data of at least one client", [])
-        owner, splits, xs, ys, fields = zip(*parts, strict=True)
-        kinds = [
-            f"{f or list(x.shape[1:])} and {list(y.shape[1:])} ({str(y.dtype)[6:]})"
-            for x, y, f in zip(xs, ys, fields, strict=True)
-        ]
-        for i, kind in zip(owner, kinds, strict=True):
-            same = f"inputs and targets {kinds[0]}, as client {owner[0]} has"
-            need(kind == kinds[0], f"client {i}", same, kind)
-        y, size = torch.cat(ys), [len(y) for y in ys]
-        whose, where = np.repeat(owner, size), np.repeat(splits, size)
+        return cls._of_clients(clients, Reading(classes, dtype), name)
+
+    @classmethod
+    def _of_clients(
+        cls,
+        clients: Any,
+        how: Reading,
+        name: str = "data",
+        names: Sequence[str | int] | None = None,
+    ) -> Self:
+        """Clients' samples as a reader has them; `names` are the clients' own."""
+        count, parts = 0, []
+        for i, entry in enumerate(clients):
+            count = i + 1
+            who = f"client {i if names is None else names[i]}"
+            for split, given in _by_split(who, entry).items():
+                x, y, of_x = pair(given, f"{who} ({split})", how.dtype)
+                if len(y):
+                    parts.append((i, who, split, x, y, of_x))
+        need(count, "clients", "the data of at least one client", [])
+        none = f"a sample to train on for each; leave out the {count} without"
+        need(parts, "clients", none, "no samples at all")
+        owner, whose, splits, xs, ys, fields = zip(*parts, strict=True)
+        _check_alike(whose, xs, ys, fields, typed=not how.files and how.classes == "infer")
+        floats = next((x.dtype for x in xs if x.is_floating_point()), torch.float32)
+        size = [len(y) for y in ys]
+        rows, where = np.repeat(owner, size), np.repeat(splits, size)
         index = {
-            s: Ragged.grouped(np.flatnonzero(where == s), whose[where == s], owner[-1] + 1)
+            s: Ragged.grouped(np.flatnonzero(where == s), rows[where == s], count)
             for s in SPLITS
-            if s in splits
+            if s in splits or s == "train"
         }
-        return cls(torch.cat(xs), y, index, infer(classes, y), name=name, fields=fields[0])
+        steps = has_steps(xs[0], fields[0])
+        y, classes = meaning_of(torch.cat(ys), how, floats, steps=steps)
+        x = one_kind(xs, whose, floats)
+        made = None if names is None else tuple(names)
+        return cls(x, y, index, classes, name=name, fields=fields[0], names=made)
 
     @classmethod
     @checked
@@ -131,19 +154,24 @@ class Federation(Samples):
     ) -> Self:
         """One table of samples: x [n, ...], y [n, ...] and whose each is, client [n].
 
-        Memory-mapped arrays of that ``dtype`` (or None) stay where they are. Or x is a data frame,
-        as `pandas.read_parquet` gives it, and ``y`` and ``client`` name two of its columns (default
-        "y", "client"). Ids are whole numbers or strings; clients are numbered in their order, and
-        ``names`` has them. Other options as in `from_clients`.
+        Memory-mapped arrays of that ``dtype`` (or None) stay where they are. Or x is a data frame
+        (pandas, polars), an Arrow table or a Hugging Face Dataset, and ``y`` and ``client`` name
+        two of its columns (default "y", "client"); the others are the features, floats, or a single
+        column of arrays. Ids are whole numbers or strings; clients are numbered in their order, and
+        ``names`` has them. Other options as in `from_clients`, and targets become what they become
+        there.
         """
-        if hasattr(x, "columns"):
-            x, y, client = _columns(x, y or "y", client or "client")
+        columns = column_names(x)
+        if columns is not None:
+            x, y, client = columns_of(x, columns, y or "y", client or "client")
         need(y is not None and client is not None, "y and client", "a value per sample", None)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            (x, fields), y = inputs(x, "x", dtype), target(y, "y", dtype)
+            (x, fields), y = inputs(x, "x", dtype), target(y, "y")
         lists, names = _by_client(client, len(x))
-        index, known = {"train": lists}, infer(classes, y)
+        how, floats = Reading(classes, dtype), x.dtype if x.is_floating_point() else torch.float32
+        y, known = meaning_of(y, how, floats, steps=has_steps(x, fields))
+        index = {"train": lists}
         return cls(x.contiguous(), y, index, known, name=name, fields=fields, names=names)
 
     @classmethod
@@ -160,14 +188,21 @@ class Federation(Samples):
         name: str = "data",
     ) -> Self:
         """A training pool x [n, ...], y [n], an optional test pool, and a partition of ``cat(y,
-        y_test)`` as :func:`pflcore.data.partition` makes them."""
+        y_test)`` as :func:`pflcore.data.partition` makes them: with ``test_labels=y_test`` where
+        there is a test pool. ValueError where it was made of other numbers of samples."""
         x, y = tensor(x, "x"), target(y, "y")
+        pools = {"train": len(y)}
         if x_test is not None:
             xt, yt = tensor(x_test, "x_test"), target(y_test, "y_test")
             need(xt.shape[1:] == x.shape[1:], "x_test", f"inputs {list(x.shape[1:])}, as x has", xt)
-            x, y = torch.cat([x, xt]), torch.cat([y, yt])
-        truth = {} if partition.group is None else {"group": partition.group}
-        c, p = infer(classes, y), partition
+            x, y, pools["test"] = torch.cat([x, xt]), torch.cat([y, yt]), len(yt)
+        p = partition
+        fits = p.pools == pools if p.pools else "test" in p.index or "test" not in pools
+        wanted = f"one of {pools} samples (a test pool by partition(..., test_labels=y_test))"
+        need(fits, "partition", wanted, dict(p.pools) or list(p.index))
+        truth = {} if p.group is None else {"group": p.group}
+        floats = x.dtype if x.is_floating_point() else torch.float32
+        y, c = meaning_of(y, Reading(classes, None), floats, steps=has_steps(x))
         return cls(x, y, p.index, c, p.relabel, name, p.facts, truth)
 
     # other federations of the same pool ---------------------------------------------------------
@@ -314,7 +349,9 @@ class Federation(Samples):
         a new pool, and `scaling` keeps the statistics.
 
         A feature that is constant there is shifted only. Statistics of other clients, or of
-        held-out samples, never enter.
+        held-out samples, never enter. The models that a run on these data leaves take raw features:
+        each scales what it is given by its client's statistics, and `History.adapt` a newcomer by
+        its own training samples.
         """
         plain = self.x.is_floating_point() and self.fields is None
         need(plain, "x", "floats in one tensor, to be standardized", self.fields or self.x)
@@ -326,9 +363,12 @@ class Federation(Samples):
             known = self.x[train].double()
             m, std = known.mean(0), known.std(0, correction=0)
             s = torch.where((known == known[0]).all(0), 1.0, std)
-            x[rows] = ((self.x[rows].double() - m) / s).to(x.dtype)
+            x[rows] = Scaling(m, s).apply(self.x[rows])
             mean[i], scale[i] = m, s
-        return self._with(x=x, scaling=Scaling(mean, scale))
+        scaling = Scaling(mean, scale)
+        if self.scaling is not None:  # of the features as they were once
+            scaling = scaling.after(self.scaling)
+        return self._with(x=x, scaling=scaling)
 
     def _ids(self, clients: Any) -> Tensor:
         """Distinct clients [S], in the given order, on the CPU; None: all."""
@@ -351,19 +391,31 @@ def permutation(n: int, seed: int) -> Tensor:
     return torch.from_numpy(np.random.RandomState(seed).permutation(n))
 
 
-def _by_split(i: int, entry: Any) -> dict[str, Any]:
+def _by_split(who: str, entry: Any) -> dict[str, Any]:
     """A client's pairs by split."""
     parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
     known = set(parts) <= set(SPLITS) and "train" in parts
-    need(known, f"client {i}", "'train' samples, and perhaps 'val' and 'test'", list(parts))
-    return {s: given for s, given in parts.items() if s == "train" or len(given)}
+    need(known, who, "'train' samples, and perhaps 'val' and 'test'", list(parts))
+    return parts
 
 
-def infer(classes: Classes, y: Tensor) -> int | None:
-    """C, by the largest label where `classes` is "infer"; None for numbers."""
-    if classes != "infer":
-        return classes
-    return None if y.is_floating_point() or y.numel() == 0 else max(int(y.max()) + 1, 1)
+def _check_alike(
+    whose: Sequence[str],
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    fields: Sequence[Fields | None],
+    *,
+    typed: bool,
+) -> None:
+    """ValueError where clients' samples differ in form; `typed`: or one has labels and another
+    numbers."""
+    first = ""
+    for who, x, y, parts in zip(whose, xs, ys, fields, strict=True):
+        kind = f"{parts or list(x.shape[1:])} and {list(y.shape[1:])}"
+        if typed:
+            kind += " (floats)" if y.is_floating_point() else " (int64)"
+        first = first or kind
+        need(kind == first, who, f"inputs and targets {first}, as {whose[0]} has", kind)
 
 
 def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
@@ -375,15 +427,3 @@ def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
     need(fits, "client", f"a whole number or a string for each of {count:,} samples", ids)
     names, owner = np.unique(ids, return_inverse=True)
     return Ragged.grouped(np.arange(count), owner, len(names)), tuple(names.tolist())
-
-
-def _columns(frame: Any, y: str, client: str) -> tuple[Any, Any, Any]:
-    """Two columns of a frame by name, and all others as x [n, D]."""
-    names = list(frame.columns)
-    need({y, client} < set(names), "y and client", f"two of the columns {names}", [y, client])
-    x = frame.drop(columns=[y, client])
-    kinds = dict(zip(x.columns, map(str, x.dtypes), strict=True))
-    numbers = x.select_dtypes(["number", "bool"]).shape == x.shape
-    need(numbers, "x", f"columns of numbers beside {y} and {client}", kinds)
-    wide = np.float32 if set(kinds.values()) == {"float32"} else np.float64
-    return x.to_numpy(wide), frame[y].to_numpy(), frame[client]

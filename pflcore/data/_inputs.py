@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset
 
 from pflcore.check import Count, Number, checked, need, refuse
 
@@ -21,6 +21,9 @@ HINT = (
     "numbers in one array (pad sequences to one length, turn images and words into numbers, give "
     "fields as one dict of arrays)"
 )
+DENSE = "dense floats or int64 (tokens to int64, images to float, then normalized)"
+A_PAIR = "a pair (x, y), or a Dataset of pairs (or a list of them)"
+TARGETS = ("y", "label", "labels", "target", "targets", "class")  # what people call them
 
 
 class Field(NamedTuple):
@@ -53,8 +56,10 @@ def inputs(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Fi
     """An array as a tensor [n, ...]; a dict of arrays as rows [n, D] of `dtype` (None: float32), in
     which whole numbers must be exact, and their fields."""
     if not isinstance(value, Mapping):
-        return tensor(value, name, dtype), None
-    parts = {k: tensor(v, f"{name}[{k!r}]", dtype) for k, v in value.items()}
+        x = tensor(value, name, dtype)
+        need(x.is_floating_point() or x.dtype == torch.int64, name, DENSE, x)
+        return x, None
+    parts = {k: array(v, f"{name}[{k!r}]", dtype) for k, v in value.items()}
     dtype = dtype or torch.float32
     rows = {len(v) if v.dim() else None for v in parts.values()}
     need(len(rows - {None}) == len(rows) == 1, name, "tensors by name, a row per sample", parts)
@@ -70,7 +75,14 @@ def inputs(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Fi
 
 
 def tensor(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """An array without a copy where torch can read it; floats become `dtype`, tokens int64."""
+    """An array without a copy where torch can read it; floats become `dtype`, tokens int64, and
+    true and false 1 and 0 of it."""
+    t = array(value, name, dtype)
+    return t.to(dtype or torch.float32) if t.dtype == torch.bool else t
+
+
+def array(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """The same, true and false as they are."""
     try:
         t = value.detach() if isinstance(value, Tensor) else _read(value)
     except (TypeError, ValueError, RuntimeError):
@@ -87,38 +99,111 @@ def _read(value: Any) -> Tensor:
     return torch.as_tensor(a.astype(a.dtype.newbyteorder("="), copy=False))
 
 
-def target(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Targets [n, ...]: labels become int64, floats `dtype`."""
-    t = tensor(value, name, dtype)
-    return t if t.is_floating_point() else t.long()
+def target(value: Any, name: str) -> Tensor:
+    """Targets [n, ...] as they come: floats, or int64 for whole numbers and for true and false."""
+    t = array(value, name)
+    need(not t.is_complex(), name, "real numbers", t)
+    if t.is_floating_point():
+        return t
+    whole = t.long()
+    wraps = t.dtype == torch.uint64 and bool((whole < 0).any())
+    need(not wraps, name, "whole numbers below 2**63", t)
+    return whole
 
 
 def pair(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Fields | None]:
-    """(x, y), or a Dataset of such, read once, as tensors [n, ...], [n, ...] and x's fields."""
-    if not _is_pair(value):
-        some = hasattr(value, "__getitem__") and hasattr(value, "__len__") and len(value)
-        pairs = _samples(value, name) if some else None
-        need(_is_pair(pairs), name, "a pair (x, y), or a Dataset of pairs, at least one", value)
-        value = pairs
-    x, fields = inputs(value[0], f"x of {name}", dtype)
-    y = target(value[1], f"y of {name}", dtype)
+    """The tuple (x, y), or a list or Dataset of such, read once, as tensors [n, ...], [n, ...] and
+    x's fields. No samples at all are tensors [0]."""
+    x, y = value if _is_pair(value, name) else _samples(value, name)
+    x, fields = inputs(x, f"x of {name}", dtype)
+    y = target(y, f"y of {name}")
     one_each = x.dim() and y.dim() and len(x) == len(y)
     need(one_each, name, "one target for each input", [list(x.shape), list(y.shape)])
     return x, y, fields
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) == 2
+def _is_pair(value: Any, name: str) -> bool:
+    """Whether a value is the pair (x, y) and not samples.
+
+    A list of two samples has the length of a pair, so its members decide. ValueError where both
+    may be meant.
+    """
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    if isinstance(value, list) and all(isinstance(m, tuple | Mapping) for m in value):
+        return False
+    tuples = all(isinstance(m, tuple) and len(m) == 2 for m in value)
+    lists = all(isinstance(m, list) and len(m) == 2 for m in value)
+    both = tuples or (lists and isinstance(value, list))
+    need(not both, name, "(x, y) as a tuple of two arrays, or samples as a list of tuples", value)
+    return True
 
 
 def _samples(dataset: Any, name: str) -> Any:
     """All samples of a Dataset: x [n, ...], perhaps a dict, and y [n, ...]."""
-    if type(dataset) is TensorDataset:
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         return dataset.tensors
+    _check_dataset(dataset, name)
+    items = [dataset[k] for k in range(len(dataset))]
+    if not items:
+        return torch.empty(0), torch.empty(0)
+    _check_item(items[0], name)
     try:
-        return default_collate([dataset[k] for k in range(len(dataset))])
+        return tuple(_stacked([item[i] for item in items]) for i in (0, 1))
     except (RuntimeError, TypeError, ValueError, KeyError):
-        refuse(name, HINT, dataset[0])
+        refuse(name, HINT, items[0])
+
+
+def _stacked(values: list[Any]) -> Any:
+    """Samples' values as one tensor [n, ...], or as a dict of such. A list of numbers is a row:
+    torch's `default_collate` would make it a column."""
+    if isinstance(values[0], Mapping):
+        return {k: _stacked([v[k] for v in values]) for k in values[0]}
+    if all(isinstance(v, Tensor) for v in values):
+        return torch.stack(values)
+    return _read(values)
+
+
+def _check_dataset(dataset: Any, name: str) -> None:
+    """ValueError where a value has no samples by number; it says how they are got."""
+    numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, str | Mapping):
+        refuse(name, A_PAIR, dataset)
+    if hasattr(dataset, "columns"):
+        frame = "of a data frame give (frame[inputs].to_numpy(), frame[target].to_numpy())"
+        refuse(name, f"{A_PAIR}; {frame}, or all clients' rows to from_table", type(dataset))
+    if numbered and not isinstance(dataset, IterableDataset):
+        return
+    if hasattr(dataset, "dataset"):
+        refuse(name, f"{A_PAIR}; of a {type(dataset).__name__} give its .dataset", dataset)
+    if hasattr(dataset, "__iter__"):
+        refuse(name, f"{A_PAIR}; of a {type(dataset).__name__} give list(it)", dataset)
+    refuse(name, A_PAIR, dataset)
+
+
+def _check_item(item: Any, name: str) -> None:
+    """ValueError where a Dataset's item is no pair; it says how pairs are made of them."""
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return
+    if isinstance(item, Mapping):
+        # the one that is named as a target last
+        keys = sorted(map(str, item), key=lambda k: k.lower() in TARGETS)[-2:]
+        x, y = keys if len(keys) == 2 else ("x", "y")
+        pairs = f"of dicts make [(d[{x!r}], d[{y!r}]) for d in dataset]"
+    elif isinstance(item, tuple | list):
+        pairs = f"of samples of {len(item)} make [(d[0], d[1]) for d in dataset]"
+    else:
+        pairs = f"these samples are of type {type(item).__name__}"
+    refuse(name, f"{A_PAIR}; {pairs}", item)
+
+
+def has_steps(x: Tensor, fields: Fields | None = None) -> bool:
+    """Whether inputs are sequences of one step, whose labels are [n, 1]: [n, 1, F], tokens [n, 1],
+    or with a mask of one step."""
+    if fields:
+        return any(f.name == "mask" and f.shape == (1,) for f in fields)
+    tokens = x.dtype == torch.int64 and x.dim() == 2
+    return x.shape[1:2] == (1,) and (tokens or x.dim() == 3)
 
 
 def masked(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
@@ -145,7 +230,7 @@ def padded(
     [[5, 6, 7], [8, 0, 0]]
     """
     own = [None if hasattr(s, "dtype") else torch.float32 for s in sequences]  # lists have none
-    rows = [tensor(s, f"sequences[{i}]", own[i]) for i, s in enumerate(sequences)]
+    rows = [array(s, f"sequences[{i}]", own[i]) for i, s in enumerate(sequences)]
     alike = len({(r.dtype, r.shape[1:], r.dim() > 0) for r in rows}) == 1 and rows[0].dim()
     need(alike, "sequences", "at least one, of one dtype and the same features", sequences)
     size = torch.tensor([len(r) for r in rows])

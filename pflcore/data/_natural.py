@@ -1,27 +1,32 @@
 """Data that comes with its clients: School, Vehicle, EMNIST by writer, LEAF JSON, a folder with one
 file per client.
 
-A reader makes {client: {split: (x, y)}}; `_federation` does the rest. OSError or ValueError, one
-sentence that names the file, where one is missing or holds something else.
+A reader makes {client: {split: (x, y)}}, arrays of numbers as the file has them; `_federation` does
+the rest, by the table in `_meaning`. OSError or ValueError, one sentence that names the file, where
+one is missing or holds something else.
 """
 
 import contextlib
+import csv
+import itertools
 import json
 import os
 import re
-from dataclasses import replace
+from array import array
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from pflcore.check import need, optional
-from pflcore.data._federation import Classes, Federation, infer
+from pflcore.check import checked, need, optional, refuse
+from pflcore.data._federation import Federation
+from pflcore.data._meaning import Classes, Reading
 from pflcore.data._samples import SPLITS
 from pflcore.data._sources import EXTRA, digest_of, known, reading
 
 Where = str | os.PathLike[str]
+ASIDE = ("README", "LICENSE")  # of files that may lie beside data
 Pairs = dict[str, dict[str, tuple[Any, Any]]]  # client -> split -> (x, y)
 
 
@@ -48,8 +53,8 @@ def vehicle(root: Where | None = None) -> Federation:
     Reads ``vehicle/vehicle.mat`` (MALSAR's cell format).
     """
     x, y = read_cells(_root(root) / "vehicle" / "vehicle.mat")
-    pairs = [(a, (b > 0).astype(np.int64)) for a, b in zip(x, y, strict=True)]
-    return Federation.from_clients(pairs, classes=2, name="vehicle")
+    how = Reading(2, files=True)
+    return Federation._of_clients(zip(x, y, strict=True), how, "vehicle")
 
 
 def femnist(root: Where | None = None) -> Federation:
@@ -61,17 +66,20 @@ def femnist(root: Where | None = None) -> Federation:
     at = _root(root) / "femnist"
     if not (at / "fed_emnist_train.h5").is_file():
         fed = leaf(at, classes=62, name="femnist")
-        return fed._with(x=fed.x.reshape(-1, 1, 28, 28))
+        return fed._with(x=fed.x.float().reshape(-1, 1, 28, 28))
     h5py, clients = optional("h5py", "h5py", "data: it"), Pairs()
     for split in ("train", "test"):
         path = at / f"fed_emnist_{split}.h5"
-        with reading(f"{path}: expected TFF's HDF5 file, got none"), h5py.File(path) as file:
-            for writer, of in file["examples"].items():
-                pair = of["pixels"][()][:, None], of["label"][()].astype(np.int64)
-                clients.setdefault(writer, {})[split] = pair
-    return _federation(dict(sorted(clients.items())), 62, "femnist")
+        with reading(f"{path}: expected TFF's HDF5 file, got none"):
+            need(path.is_file(), "file", "a regular one", path.name)
+            with h5py.File(path) as file:
+                for writer, of in file["examples"].items():
+                    pair = of["pixels"][()][:, None], of["label"][()].astype(np.int64)
+                    clients.setdefault(writer, {})[split] = pair
+    return _federation(dict(sorted(clients.items())), Reading(62, None, files=True), "femnist")
 
 
+@checked
 def leaf(path: Where, *, classes: Classes = "infer", name: str | None = None) -> Federation:
     """LEAF-style JSON: ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [...],
     "y": [...]}}}``.
@@ -79,56 +87,65 @@ def leaf(path: Where, *, classes: Classes = "infer", name: str | None = None) ->
     ``path``: one file, a folder of files, or a folder with ``train/`` and ``test/`` (below
     ``data/`` too). Clients in the order of the training users. Where the test users are other
     people (LEAF's split by user), everybody's samples are "train" and ``truth["held_out"]`` [N]
-    marks them. Integer y are labels; ``classes=None`` reads them as regression targets.
+    marks them. What targets and inputs become is decided for all users together (docs/data.md).
+
+    Args:
+        classes: number of classes; infer takes the largest label plus one; None reads targets as
+            numbers to predict
     """
     base = Path(path)
     base = base / "data" if (base / "data" / "train").is_dir() else base
     clients = Pairs()
-    users = {split: _leaf_users(part, classes) for split, part in _parts(base).items()}
+    users = {split: _leaf_users(part) for split, part in _parts(base).items()}
     strangers = users.get("test", {}).keys() - users["train"].keys()
     apart = bool(strangers) and len(strangers) == len(users["test"])
     for split, of in users.items():
         for user, pair in of.items():
             if split == "train" or len(pair[1]):
                 clients.setdefault(user, {})["train" if apart else split] = pair
-    fed = _federation(clients, classes, name or f"leaf {base.name}")
+    fed = _federation(clients, Reading(classes, files=True), name or f"leaf {base.name}")
     held = torch.tensor([u in strangers for u in clients])
     return fed._with(truth={"held_out": held}) if apart else fed
 
 
+@checked
 def folder(
     path: Where, *, target: int | str = -1, classes: Classes = "infer", name: str | None = None
 ) -> Federation:
     """One file per client: ``.npz`` (arrays x, y; or x_train, y_train, x_test, y_test, ...) or
-    ``.csv`` (numbers, one row per sample).
+    ``.csv`` (numbers, one row per sample, in the grammar of Python's csv module).
 
-    ``target``: the CSV column of y, by number or by its name in the header. Files in ``train/`` and
-    ``test/`` (and ``val/``) with the same names are one client's splits. Clients in the order of
-    the names, numbers in them counted as numbers. Whole-number targets in every file are labels;
-    ``classes=None`` reads them as regression targets.
+    Files in ``train/`` and ``test/`` (and ``val/``) with the same names are one client's splits.
+    Clients in the order of the names, numbers in them counted as numbers. What targets and inputs
+    become is decided for all files together (docs/data.md).
+
+    Args:
+        target: the CSV column of the targets, by number or by its name in the header
+        classes: number of classes; infer takes the largest label plus one; None reads targets as
+            numbers to predict
     """
     base, clients = Path(path), Pairs()
     first: tuple[str, ...] = ()
-    for split, part in _parts(base).items():
+    for split, part in _parts(base, ".csv", ".npz").items():
         for file in _files(part, ".csv", ".npz"):
-            mine = clients.setdefault(file.stem, {})
             if file.suffix == ".npz":
-                mine |= _npz(file, split)
-                continue
-            header, mine[split] = _csv(file, target)
-            first = first or header
-            need(header in ((), first), str(file), f"the columns of other files, {first}", header)
-    fed = _federation(clients, None, name or base.name)
-    labels = classes is not None and bool((fed.y == fed.y.round()).all())
-    y = fed.y.long() if labels else fed.y.float()
-    return replace(fed, y=y, classes=infer(classes, y) if labels else None)
+                found = _npz(file, split)
+            else:
+                header, pair = _csv(file, target)
+                first, found = first or header, {split: pair}
+                right = f"the columns of other files, {first}"
+                need(header in ((), first), str(file), right, header)
+            mine = clients.setdefault(file.stem, {})
+            twice = sorted(mine.keys() & found.keys())
+            need(not twice, str(file), f"samples that {file.stem} has in no other file", twice)
+            mine |= found
+    return _federation(clients, Reading(classes, files=True), name or base.name)
 
 
-def _federation(clients: Pairs, classes: Classes, name: str) -> Federation:
+def _federation(clients: Pairs, how: Reading, name: str) -> Federation:
     without = [c for c, of in clients.items() if "train" not in of]
     need(not without, "path", "training samples of every client", without[:5])
-    fed = Federation.from_clients(clients.values(), classes=classes, dtype=None, name=name)
-    return fed._with(names=tuple(clients))
+    return Federation._of_clients(clients.values(), how, name, list(clients))
 
 
 # files ------------------------------------------------------------------------------------------
@@ -140,22 +157,34 @@ def _root(root: Where | None) -> Path:
     return Path(str(where))
 
 
-def _parts(base: Path) -> dict[str, Path]:
-    """A folder per split, or all in "train"."""
+def _parts(base: Path, *kinds: str) -> dict[str, Path]:
+    """A folder per split, with no files of these kinds beside them, or all in "train"."""
     parts = {s: base / s for s in SPLITS if (base / s).is_dir()}
-    return parts if "train" in parts else {"train": base}
+    there = " and ".join(f"{s}/" for s in parts)
+    if parts and "train" not in parts:
+        raise FileNotFoundError(f"{base}: expected a folder train/ beside {there}, got none.")
+    beside = sorted(f.name for f in base.glob("*") if f.suffix in kinds) if parts else []
+    need(not beside, str(base), f"no samples beside {there}", beside[:5])
+    return parts or {"train": base}
 
 
 def _files(part: Path, *kinds: str) -> list[Path]:
     """The files in a folder, client2 before client10; nothing but those of these kinds may be
-    there."""
-    found = sorted((f for f in part.glob("*") if not f.is_dir()), key=_natural)
-    mine = [f for f in found if f.suffix in kinds]
-    stray = {f.name for f in found if not re.match(r"\.|README|LICENSE", f.name)}
-    stray -= {f.name for f in mine}
+    there, a README, hidden files and folders aside.
+
+    A pipe or a device would be read without end, so that only regular files are.
+    """
+    found = sorted((f for f in part.glob("*") if not f.name.startswith(".")), key=_natural)
+    mine = [f for f in found if f.suffix in kinds and f.is_file()]
+    stray = []
+    for f in found:
+        if f.suffix in kinds and not f.is_file():
+            stray.append(f"{f.name} (no regular file)")
+        elif f.suffix not in kinds and not f.is_dir() and not f.name.startswith(ASIDE):
+            stray.append(f.name)
     if stray or not mine:
         wanted = f"{' or '.join(kinds)} files and nothing else; give them a folder"
-        raise FileNotFoundError(f"{part}: expected {wanted}, got {sorted(stray) or 'none there'}.")
+        raise FileNotFoundError(f"{part}: expected {wanted}, got {stray or 'none there'}.")
     return mine
 
 
@@ -169,12 +198,13 @@ def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
     entry per client; as float64 arrays."""
     io = optional("scipy.io", EXTRA, "data: it")
     with reading(f"{path}: expected a .mat file with the cells X and Y, got none"):
+        need(path.is_file(), "file", "a regular one", path.name)
         mat = {k.upper(): v for k, v in io.loadmat(path).items()}
         x, y = ([np.asarray(c, np.float64) for c in mat[k].reshape(-1)] for k in "XY")
     return x, [v.reshape(-1) for v in y]
 
 
-def _leaf_users(path: Path, classes: Classes) -> dict[str, tuple[Any, Any]]:
+def _leaf_users(path: Path) -> dict[str, tuple[Any, Any]]:
     users: dict[str, tuple[Any, Any]] = {}
     for file in [path] if path.is_file() else _files(path, ".json"):
         right = "LEAF's users and user_data, each user once, numbers as x and y"
@@ -183,53 +213,97 @@ def _leaf_users(path: Path, classes: Classes) -> dict[str, tuple[Any, Any]]:
             for user in content["users"]:
                 need(user not in users, "users", "each once", user)
                 of = content["user_data"][user]
-                users[user] = _typed(of["x"], of["y"], classes)
+                users[user] = _numbers(of["x"], f"x of {user}"), _numbers(of["y"], f"y of {user}")
     return users
 
 
-def _typed(x: Any, y: Any, classes: Classes) -> tuple[Any, Any]:
-    """Inputs float32; targets int64 labels, or float32 where they are no integers or ``classes`` is
-    None."""
-    y = np.asarray(y)
-    y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
-    if classes == "infer" and y.size and set(y.tolist()) <= {-1, 1}:
-        y = (y > 0).astype(np.int64)
-    labels = classes is not None and y.dtype.kind in "iu"
-    return np.asarray(x, np.float32), y.astype(np.int64 if labels else np.float32)
+def _numbers(values: Any, name: str) -> Any:
+    """An array of real numbers, of the type that they have. ValueError for words, dates, complex
+    numbers and records."""
+    try:
+        a = np.asarray(values)
+    except ValueError:
+        refuse(name, "as many numbers in each row", values)
+    words = "numbers (for words their numbers)" if a.dtype.kind in "US" else "numbers"
+    need(a.dtype.kind in "fiub", name, words, values)
+    return a.astype(np.float64) if a.dtype.itemsize > 8 else a
 
 
 def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
     said = f"{path}: expected arrays of numbers x and y, or x_train and y_train, got none"
     with reading(said), np.load(path, allow_pickle=False) as z:
-        arrays = {k if "_" in k else f"{k}_{split}": z[k] for k in z.files}
-        splits = [s for s in SPLITS if f"x_{s}" in arrays]
-        need(splits, "arrays", "x and y", z.files)
-        return {s: (arrays[f"x_{s}"].astype(np.float32), arrays[f"y_{s}"] * 1.0) for s in splits}
+        keys = {k if "_" in k else f"{k}_{split}": k for k in z.files}
+        pairs = {s: [keys.get(f"{v}_{s}") for v in "xy"] for s in SPLITS}
+        pairs = {s: names for s, names in pairs.items() if any(names)}
+        pickled = z.files == ["data"]  # PFLlib's: a dict, which only a pickle holds
+        rewrite = "; load it where you trust it and write np.savez(path, x=..., y=...)"
+        pflib = f"x and y (data is PFLlib's pickled dict, which is never read{rewrite})"
+        need(not pickled, "arrays", pflib, z.files)
+        whole = pairs and all(all(names) for names in pairs.values())
+        odd = [k for k in z.files if k[:2] in ("x_", "y_") and k[2:] not in SPLITS]
+        need(whole and not odd, "arrays", "x and y of train, val or test", z.files)
+        return {s: (_numbers(z[x], str(x)), _numbers(z[y], str(y))) for s, (x, y) in pairs.items()}
 
 
 def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any]]:
-    """The header, () for none, and x, y. A header has no number, or counts its columns, as pandas
-    writes it for an array."""
-    with reading(f"{path}: expected rows of numbers in UTF-8, all of one length, got others"):
-        lines = path.read_text("utf-8-sig").splitlines()
-        first = tuple(lines[0].strip().replace('"', "").split(","))
-        named = not any(map(_is_number, first)) or first == tuple(map(str, range(len(first))))
-        rows = np.loadtxt(lines[named:], delimiter=",", ndmin=2, quotechar='"')
-        need(rows.size, "rows", "at least one", 0)
+    """The header, () for none, and x, y.
+
+    Header and rows are read by one grammar, that of Python's csv module. A header has no number, or
+    counts its columns, as pandas writes it for an array.
+    """
+    said = f"{path}: expected rows of numbers in UTF-8, all of one length, got others"
+    with reading(said), path.open(encoding="utf-8-sig", newline="") as file:
+        first, named, rows = _table(csv.reader(file, strict=True))
     own = named and first[0] in ("", "Unnamed: 0")
     need(not own, str(path), "a name for every column (row numbers of pandas: index=False)", first)
-    known = target in first if isinstance(target, str) else -len(first) <= target < len(first)
-    need(len(first) > 1 and known, "target", f"one of the columns {first} of {path}", target)
-    column = first.index(target) if isinstance(target, str) else target
-    x = np.delete(rows, column, 1).astype(np.float32)
-    return first if named else (), (x, rows[:, column])
+    places = [i for i, name in enumerate(first) if name == target]
+    if isinstance(target, int):
+        places = [target] if -len(first) <= target < len(first) else []
+    once = f"one of the columns {first} of {path}, by a name that it has alone"
+    need(len(first) > 1 and len(places) == 1, "target", once, target)
+    x = np.delete(rows, places[0], 1)
+    return first if named else (), (x, rows[:, places[0]])
+
+
+def _table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
+    """The first row, whether it is a header, and all other rows as float64 [n, D]."""
+    rows = (row for row in reader if any(cell.strip() for cell in row))
+    first = tuple(cell.strip() for cell in next(rows, ()))
+    alone = first[0] if len(first) == 1 else ""
+    need(not _separator(alone), "line 1", f"several values{_apart(alone)}", alone)
+    named = not any(map(_is_number, first)) or first == tuple(map(str, range(len(first))))
+    values = array("d")
+    for row in itertools.chain([] if named else [first], rows):
+        right = f"{len(first)} values, as the first line has"
+        need(len(row) == len(first), f"line {reader.line_num}", right, len(row))
+        try:
+            if "_" in "".join(row):  # which Python allows in a number
+                raise ValueError
+            values.extend(map(float, row))
+        except ValueError:
+            wrong = next(cell for cell in row if not _is_number(cell))
+            refuse(f"line {reader.line_num}", f"numbers{_apart(wrong)}", wrong)
+    need(values, "rows", "at least one", 0)
+    return first, named, np.frombuffer(values).reshape(-1, len(first))
 
 
 def _is_number(text: str) -> bool:
     with contextlib.suppress(ValueError):
         float(text)
-        return True
+        return "_" not in text
     return False
+
+
+def _separator(text: str) -> str:
+    """What stands between values instead of a comma, "" for nothing known."""
+    return next((repr(s) for s in (";", "\t", "|", " ") if s in text.strip()), "")
+
+
+def _apart(text: str) -> str:
+    """What to change in a value that is no number."""
+    if separator := _separator(text):
+        return f" (',' between values, where this has {separator})"
+    return " (0.5, where this has a decimal comma)" if "," in text else ""
 
 
 FEDERATIONS: dict[str, Any] = {"school": school, "vehicle": vehicle, "femnist": femnist}

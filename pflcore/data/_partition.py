@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pflcore.check import Count, Part, Positive, Seed32, Share, Whole, checked, need
+from pflcore.data._meaning import Reading, meaning_of
 from pflcore.data._ragged import (
     Ints,
     Ragged,
@@ -58,6 +59,7 @@ class Partition:
     relabel: Tensor | None = None  # [N, C]
     group: Tensor | None = None  # [N], where the recipe has groups of clients
     facts: Mapping[str, Any] = field(default_factory=dict)  # what was counted on the way
+    pools: Mapping[str, int] = field(default_factory=dict)  # the labels that it was made of
 
 
 class Labels(NamedTuple):
@@ -96,11 +98,16 @@ def waffle(
 ) -> Partition:
     """Distributions A (uniform), B (four labels), C (a peak): Beaussart et al. 2021, section 5.1.
 
-    Agent i's share of the samples of class t is base[(t + i) mod 10] (Table 2), times its entry of
-    `sizes`, over the class's sum; so the cut is disjoint and, but for a class with no share at all,
-    exhaustive for any N. `sizes`: A, B, C of Table 4, or proportions, cycled. Training samples of a
-    class are shuffled by the seed first (`shuffle`), test samples never: every seed has the same
-    test sets. `shift_seed`: makes A*, B* of A, B by `concept_shift`.
+    Agent i's share of the samples of class t is base[(t + i) mod C] of C classes, times its entry
+    of `sizes`, over the class's sum. `base` is a row of the paper's Table 2 for its 10 classes; for
+    another number of classes there is A alone, whose shares are all equal. So the cut is disjoint
+    and, but for a class with no share at all, exhaustive for any N. Test samples are never
+    shuffled: every seed has the same test sets.
+
+    Args:
+        sizes: A, B or C of the paper's Table 4, or proportions of the clients' sizes, cycled
+        shuffle: shuffle the training samples of a class by the seed first
+        shift_seed: permute each client's labels by this seed (A* and B*)
     """
     classes, n = labels.classes, labels.n
     need(base == "A" or classes == 10, "partition", f"10 classes for {base}", classes)
@@ -129,7 +136,11 @@ def concept_shift(n: int, classes: int, shift_seed: int = 0) -> Tensor:
 
 @checked
 def iid(labels: Labels, rng: Random, *, sizes: Sizes = None) -> Partition:
-    """The shuffled pool in N parts, equal (to one sample) or in the proportions `sizes`, cycled."""
+    """The shuffled pool in N parts, equal (to one sample) or in proportions.
+
+    Args:
+        sizes: A, B or C of the WAFFLE paper's Table 4, or proportions of the clients' sizes, cycled
+    """
     weights = _weights(sizes, labels.n)[None]
 
     def cut(y: Ints, split: str) -> Ragged:
@@ -159,14 +170,20 @@ def dirichlet(
 ) -> Partition:
     """For every class a draw p [N] from Dir(alpha), cut at floor(cumsum(p) n_c).
 
-    mode      "same_proportions": the test pool is cut by the same p. "pooled_split" (FedDWA's
-              released code, practical setting 2): both pools are one, and `train_fraction` of each
-              client's share, at random, is for training
-    balance   clients who hold total / N samples already get p = 0 of the next class (same code)
-    min_size  the fewest samples of a client (20, less in a small pool); in "same_proportions" also
-              one test sample. Draws are repeated until that holds, at most `DRAWS` times; then the
-              best is kept and single samples move from the largest client to the smallest
+    In the mode "same_proportions" the test pool is cut by the same p, and every client gets at
+    least one test sample. In "pooled_split" (FedDWA's released code, practical setting 2) both
+    pools are one. Draws are repeated until every client has `min_size` samples, at most `DRAWS`
+    times; then the best is kept, and single samples move from the largest client to the smallest.
     facts: min_size, draws, and how many samples moved.
+
+    Args:
+        alpha: concentration; the smaller, the fewer classes a client has
+        mode: same_proportions cuts the test pool as the training pool; pooled_split cuts both as
+            one and then each client's share in two
+        balance: clients that hold total / N samples get none of the next class
+        min_size: fewest samples of a client; 20 if not said, or half of the mean share of a client
+            where that is less
+        train_fraction: of a client's samples for training, in pooled_split
     """
     pooled, n = mode == "pooled_split", labels.n
     fits = pooled or train_fraction == 0.8
@@ -176,7 +193,9 @@ def dirichlet(
     samples, least = len(pools["train"]), 2 if pooled else 1  # to train on, and to be tested on
     floor = max(least, min(20, samples // (2 * n)) if min_size is None else min_size)
     need(floor * n <= samples, "min_size", f"enough for {n} of {samples} samples", floor)
-    need(all(len(y) >= n for y in pools.values()), "n", "at most as many as test samples", n)
+    if not pooled and "test" in pools:
+        tests = len(pools["test"])
+        need(n <= tests, "n", f"at most as many as the {tests} test samples", n)
 
     p, draws = _drawn([*map(labels.totals, pools.values())], n, alpha, balance, floor, rng)
     held = {split: counts_of(p, labels.totals(y)) for split, y in pools.items()}
@@ -273,6 +292,10 @@ def pathological(
     words): k distinct classes per client, owners per class within one; every client takes q samples
     of each, q = min over owned classes of n_c // owners. The rest is unused, and counted in the
     facts.
+
+    Args:
+        mode: shards deals k shards of the sorted pool to a client; exact_k gives it k classes
+        k: shards or classes of a client
     """
     n, number, samples = labels.n, labels.n * k, len(labels.train)
     if mode == "exact_k":
@@ -323,6 +346,11 @@ def practical1(
     Group j of G owns the q = `dominant` classes floor(j C / G) ... + q - 1 (mod C), q = 3 for C <=
     10, else C / 5. Every client takes floor(total / N) samples, as equally from its dominant
     classes as the supply allows; where they run dry, what is left elsewhere (counted in the facts).
+
+    Args:
+        groups: groups of clients, each with dominant classes of its own
+        dominant: dominant classes of a group; 3 if not said, or a fifth of more than 10 classes
+        share: share of a client's samples that come from its dominant classes
     """
     n, classes = labels.n, labels.classes
     need(groups <= n, "groups", f"at most the {n} clients", groups)
@@ -377,8 +405,12 @@ def unimodal(
 ) -> Partition:
     """WAFFLe: each class in even shards, N z in all, z dealt to a client at random.
 
-    Cuts the training pool alone. `test`: the share of a client's samples that is held out. `train`:
-    use so many of the others only; the test sets stay. Unused samples are counted in the facts.
+    Cuts the training pool alone; a test pool is not used. Unused samples are counted in the facts.
+
+    Args:
+        z: shards of a client
+        test: share of a client's samples that is held out
+        train: use so many of a client's other samples only; the test sets stay
     """
     return _populations(labels, [(range(labels.classes), labels.n)], z, test, train, rng)
 
@@ -396,8 +428,14 @@ def multimodal(
 ) -> Partition:
     """WAFFLe: `unimodal` within two groups of classes and clients; `group` [N]: 1 for the minority.
 
-    The last `minority_clients` have the classes `minority`, or the paper's by name. All shards are
-    of one size, the largest that every class can give.
+    All shards are of one size, the largest that every class can give.
+
+    Args:
+        z: shards of a client
+        minority: classes of the minority, or the paper's for a data set by its name
+        minority_clients: clients of the minority, the last ones
+        test: share of a client's samples that is held out
+        train: use so many of a client's other samples only; the test sets stay
     """
     n, few = labels.n, sorted(set(MINORITY[minority] if isinstance(minority, str) else minority))
     some = [c for c in range(labels.classes) if c not in few]
@@ -481,39 +519,43 @@ def partition(
     """The samples of labels [n] (and test_labels [n_test]) among N clients, by the name of a way;
     `options_of(name)` are its own options. ValueError in one sentence for an unknown name or
     option, and where a client would have nothing to train on."""
-    known = options_of(name)
-    unknown = ", ".join(sorted(set(options) - set(known)))
-    takes = ", ".join([*known, "test_labels", "seed", "classes"])
-    need(not unknown, f"partition {name}", f"the options {takes}", unknown)
-    pools = {"train": _labels(labels, "labels")}
+    own = options_of(name)
+    unknown = sorted(set(options) - set(own))
+    takes = ", ".join([*own, "test_labels", "seed", "classes"])
+    need(not unknown, f"partition {name}", f"the options {takes}", ", ".join(unknown), own)
+    given = {"train": _labels(labels, "labels")}
     if test_labels is not None:
-        pools["test"] = _labels(test_labels, "test_labels")
-    size, top = len(pools["train"]), max(int(y.max()) for y in pools.values())
+        given["test"] = _labels(test_labels, "test_labels")
+    # what they mean is decided for all of them, as `from_partition` does
+    reading = Reading("infer" if classes is None else classes)
+    y, known = meaning_of(torch.cat([*given.values()]), reading, torch.float32, name="labels")
+    low, top, classes = int(y.min()), int(y.max()), known or 1
+    need(low >= 0 and top < classes, "labels", f"labels in 0..{classes - 1}", [low, top])
+    size = len(given["train"])
     need(n <= size, "n", f"at most as many as the {size} training samples", n)
-    classes = top + 1 if classes is None else classes
-    need(top < classes, "labels", f"labels in 0..{classes - 1}", top)
+    pools = dict(zip(given, map(Tensor.numpy, y.split([*map(len, given.values())])), strict=True))
     way = PARTITIONS[name]
-    given = Labels(pools, n, classes)
-    part = way.rule(given, stream(seed, way.stream), **{**way.defaults, **options})
+    part = way.rule(
+        Labels(pools, n, classes), stream(seed, way.stream), **{**way.defaults, **options}
+    )
     index = {s: list(lists) for s, lists in part.index.items()}
     none = [i for i, rows in enumerate(index["train"]) if not len(rows)][:1]
     need(not none, "n", f"so few clients that each has a sample (client {none} has none)", n)
-    return replace(part, index=index)
+    return replace(part, index=index, pools={s: len(y) for s, y in pools.items()})
 
 
-def _labels(labels: Any, name: str) -> Ints:
+def _labels(labels: Any, name: str) -> Tensor:
     a = np.asarray(labels.detach().cpu() if isinstance(labels, Tensor) else labels)
-    fits = a.ndim == 1 and a.size and a.dtype.kind in "iu" and int(a.min()) >= 0
-    need(fits, name, "whole numbers [n] of at least 0", labels)
-    whole: Ints = a.astype(np.int64)
-    return whole
+    a = a[:, 0] if a.ndim == 2 and a.shape[1] == 1 else a
+    need(a.ndim == 1 and a.size and a.dtype.kind in "iub", name, "whole numbers [n]", labels)
+    return torch.from_numpy(a.astype(np.int64))
 
 
 @checked
 def options_of(name: str) -> dict[str, Any]:
     """A partition's own options and their defaults (every partition takes ``test_labels``, ``seed``
     and ``classes`` besides)."""
-    need(name in PARTITIONS, "partition", f"one of {', '.join(PARTITIONS)}", name)
+    need(name in PARTITIONS, "partition", f"one of {', '.join(PARTITIONS)}", name, PARTITIONS)
     way, hidden = PARTITIONS[name], {"base"} if name.endswith("*") else {"base", "shift_seed"}
     own = inspect.signature(way.rule).parameters.values()
     options = {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY} | dict(way.defaults)

@@ -44,6 +44,14 @@ class Ragged(Sequence[Tensor]):
         order = torch.from_numpy(np.argsort(np.asarray(owner), kind="stable"))
         return cls(torch.as_tensor(rows)[order], torch.as_tensor(owner).bincount(minlength=n))
 
+    @classmethod
+    def lone(cls, rows: Tensor, i: int, n: int) -> Ragged:
+        """List i of n, of which the others are empty; the tables take no memory for those."""
+        lists = cls(rows, torch.tensor([len(rows)]))
+        lists.size, lists.begin = (torch.from_numpy(np.zeros(m, np.int64)) for m in (n, n + 1))
+        lists.size[i] = lists.begin[i + 1] = len(rows)  # an empty list may begin anywhere
+        return lists
+
     def __len__(self) -> int:
         return len(self.size)
 

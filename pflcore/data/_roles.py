@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pflcore.check import NonNegative, Seed32, checked, need
-from pflcore.data._federation import Federation, HeldOut, infer
+from pflcore.data._federation import Federation, HeldOut
 from pflcore.data._inputs import IGNORED
+from pflcore.data._meaning import Reading
 
 SHARES = {"val": 0.15, "test": 0.15}  # Motley's split of a client's own samples
 
@@ -132,13 +133,15 @@ def void_left_out(data: Federation, label: int) -> Federation:
     need(data.relabel is None, "relabel", f"None, as label {label} counts in nothing", data.relabel)
     y = y.masked_fill(y == label, IGNORED)
     if classes == label + 1:
-        classes = infer("infer", y)
+        known = y[y != IGNORED]
+        classes = int(known.max()) + 1 if known.numel() else 1
     return data._with(y=y, classes=classes)
 
 
 def one_client(samples: Any, **options: Any) -> Federation:
     """One client's samples, however they come, as a federation of one."""
     one = samples if isinstance(samples, Federation) else None
-    one = one or Federation.from_clients([samples], **options)
+    # what labels mean is a fact of the whole federation, which one client does not show
+    one = one or Federation._of_clients([samples], Reading(**options, alone=True))
     need(one.n == 1, "samples", "those of one client", one)
     return one

@@ -11,17 +11,31 @@ from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore.check import Count, check, need, refuse
-from pflcore.data._inputs import IGNORED, Fields, inputs, masked
+from pflcore.data._inputs import DENSE, IGNORED, Fields, inputs, masked
 from pflcore.data._ragged import Ragged, onto
 
 SPLITS = ("train", "val", "test")
 
 
 class Scaling(NamedTuple):
-    """By what each client's features were standardized: x = (raw - mean) / deviation."""
+    """Statistics by which features were standardized: x = (raw - mean) / deviation."""
 
-    mean: Tensor  # [N, ...] float64, of the client's training samples
-    deviation: Tensor  # [N, ...] float64; 1 where a feature is constant
+    mean: Tensor  # [N, ...] float64, of each client's training samples; of one client [...]
+    deviation: Tensor  # the same; 1 where a feature is constant
+
+    def of(self, client: int) -> "Scaling":
+        """The statistics [...] of one client."""
+        return Scaling(self.mean[client], self.deviation[client])
+
+    def apply(self, raw: Tensor) -> Tensor:
+        """Raw features [B, ...] standardized by one client's statistics, in their own dtype."""
+        mean, deviation = (v.to(raw.device).double() for v in self)
+        return ((raw.double() - mean) / deviation).to(raw.dtype)
+
+    def after(self, first: "Scaling") -> "Scaling":
+        """Both as one: features that were standardized by `first` and then by these."""
+        mean, deviation = (v.to(first.mean.device) for v in self)
+        return Scaling(first.mean + first.deviation * mean, first.deviation * deviation)
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,7 +190,8 @@ class Samples:
             used |= seen
         none = (self.size() == 0).nonzero()[:, 0].tolist()
         each = f"a sample to train on for each; leave out the {len(none)} without"
-        need(not none, "clients", each, none[:5])
+        names = self.names if self.names and len(self.names) == self.n else range(self.n)
+        need(not none, "clients", each, [names[i] for i in none[:5]])
 
     def _check_pool(self) -> None:
         """Dense numbers on one device, finite, and labels within the classes."""
@@ -185,8 +200,7 @@ class Samples:
         need(alike, "y", f"a row per row of x, {list(x.shape)} on {x.device}", y)
         for name, t in (("x", x), ("y", y)):
             number = t.is_floating_point() or t.dtype == torch.int64
-            dense = "dense floats or int64 (tokens to int64, images to float, then normalized)"
-            need(number and t.layout == torch.strided, name, dense, t)
+            need(number and t.layout == torch.strided, name, DENSE, t)
             # min and max keep NaN and Inf and need no mask as large as the pool
             floats = t.is_floating_point() and t.numel()
             if floats and not bool(torch.stack(t.aminmax()).isfinite().all()):
@@ -194,6 +208,7 @@ class Samples:
                 refuse(name, f"finite numbers, also in sample {bad}{self._holder(bad)}", t[bad])
         if self.classes is not None:
             right = f"int64 labels in 0..{self.classes - 1} (classes=None for regression)"
+            right += f", or {IGNORED} for those to leave out" if y.dim() > 1 else ""
             need(y.dtype == torch.int64, "y", right, y)
             labels = y[y != IGNORED]
             low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)

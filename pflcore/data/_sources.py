@@ -71,13 +71,15 @@ class Source:
 
 
 class Images(NamedTuple):
-    """Where a data set comes from and what it is; `digest` of its arrays, None: not known."""
+    """Where a data set comes from and what it is; `digest` of its arrays, None: not known; `files`
+    that are looked for in the data folder, in words."""
 
     read: Read
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     digest: str | None = None
+    files: str = ""
 
 
 @checked
@@ -88,9 +90,10 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
     ValueError (unknown name), ImportError (a missing package, with the pip extra) or OSError (files
     that are missing or broken, or are others than the published ones): one sentence each.
     """
-    need(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name)
+    need(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name, SOURCES)
     images, folder = SOURCES[name], os.environ.get("PFLCORE_DATA") if root is None else root
-    where = folder or "a folder (set PFLCORE_DATA)"
+    where = f"{folder or 'a folder (set PFLCORE_DATA)'}"
+    where += f", which would hold {images.files}," if images.files else ""
     with reading(f"data: {name!r} can be neither read from {where} nor downloaded"):
         arrays = [np.ascontiguousarray(a) for a in images.read(Path(folder) if folder else None)]
     known(name, digest_of(*arrays), images.digest)
@@ -131,8 +134,9 @@ def reading(said: str) -> Iterator[None]:
 
 
 def line(error: BaseException) -> str:
-    """What an error says, on one line."""
-    return " ".join(str(error).split())[:200].rstrip(" :.") or type(error).__name__
+    """What an error says, on one line and as a part of a sentence."""
+    words = " ".join(str(error).split()).replace(". ", "; ")
+    return words[:200].rstrip(" :.") or type(error).__name__
 
 
 def _mnist5k(root: Path | None) -> list[Any]:
@@ -159,10 +163,13 @@ def _parted(x: Any, y: Ints, seed: int) -> list[Any]:
 
 
 def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[Any]:
-    """From IDX files in `name`/ or `cls`/raw/, else by torchvision."""
-    for folder in [] if root is None else [root / name, root / cls / "raw"]:
-        files = [next(folder.glob(f"{f}*"), folder / f) for f in IDX_FILES]
-        if any(f.is_file() for f in files):
+    """From IDX files in `name`/ or `cls`/raw/, else by torchvision. What has options is
+    torchvision's: EMNIST's files are of several sets, and their images lie on their side."""
+    for folder in [] if root is None or options else [root / name, root / cls / "raw"]:
+        # a pipe would be read without end
+        found = [[p for p in folder.glob(f"{f}*") if p.is_file()] for f in IDX_FILES]
+        if any(found):
+            files = [(p or [folder / f])[0] for p, f in zip(found, IDX_FILES, strict=True)]
             a, b, c, d = map(read_idx, files)
             return a[:, None], b, c[:, None], d
     make, cache = (
@@ -195,19 +202,49 @@ def read_idx(path: Path) -> Any:
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
 
+IDX = f"{', '.join(IDX_FILES)} (plain or .gz)"
+OURS = "{}/ or {}/raw/ with " + IDX
+THEIRS = "{} as torchvision unpacks it, directly or in {}/"
 CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 MNIST, FASHION = ((0.1307,), (0.3081,)), ((0.2860,), (0.3530,))
 EMNIST = partial(_vision, "EMNIST", "emnist")
+EMNIST_FILES = THEIRS.format("EMNIST/raw/", "emnist")
 SOURCES: dict[str, Images] = {
     "mnist5k": Images(_mnist5k, 10, *MNIST, "9edf8ef5d72a19da"),
-    "mnist": Images(partial(_vision, "MNIST", "mnist"), 10, *MNIST, "1aacd4202d115f2d"),
+    "mnist": Images(
+        partial(_vision, "MNIST", "mnist"),
+        10,
+        *MNIST,
+        "1aacd4202d115f2d",
+        OURS.format("mnist", "MNIST"),
+    ),
     "fashion_mnist": Images(
-        partial(_vision, "FashionMNIST", "fashion_mnist"), 10, *FASHION, "c462fd10202da983"
+        partial(_vision, "FashionMNIST", "fashion_mnist"),
+        10,
+        *FASHION,
+        "c462fd10202da983",
+        OURS.format("fashion_mnist", "FashionMNIST"),
     ),
     "digits": Images(_digits, 10, (0.3053,), (0.3760,), "3c3015023e58c9bd"),
-    "cifar10": Images(partial(_vision, "CIFAR10", "cifar10"), 10, *CIFAR),
-    "cifar100": Images(partial(_vision, "CIFAR100", "cifar100"), 100, *CIFAR),
-    "emnist": Images(partial(EMNIST, split="byclass"), 62, (0.1736,), (0.3317,)),
-    "emnist_balanced": Images(partial(EMNIST, split="balanced"), 47, (0.1751,), (0.3332,)),
-    "emnist_letters": Images(partial(EMNIST, split="letters"), 26, (0.1722,), (0.3309,)),
+    "cifar10": Images(
+        partial(_vision, "CIFAR10", "cifar10"),
+        10,
+        *CIFAR,
+        files=THEIRS.format("cifar-10-batches-py/", "cifar10"),
+    ),
+    "cifar100": Images(
+        partial(_vision, "CIFAR100", "cifar100"),
+        100,
+        *CIFAR,
+        files=THEIRS.format("cifar-100-python/", "cifar100"),
+    ),
+    "emnist": Images(
+        partial(EMNIST, split="byclass"), 62, (0.1736,), (0.3317,), files=EMNIST_FILES
+    ),
+    "emnist_balanced": Images(
+        partial(EMNIST, split="balanced"), 47, (0.1751,), (0.3332,), files=EMNIST_FILES
+    ),
+    "emnist_letters": Images(
+        partial(EMNIST, split="letters"), 26, (0.1722,), (0.3309,), files=EMNIST_FILES
+    ),
 }

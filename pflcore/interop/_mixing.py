@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms import ALGORITHMS, algorithm_of
+from pflcore.algorithms import ALGORITHMS, algorithm_of, check_options, name_of
 from pflcore.algorithms._clusters import cosines, groups
 from pflcore.algorithms._fedavg import krum
 from pflcore.algorithms._protocol import Algorithm, Mix, shares, squares
@@ -105,10 +105,7 @@ def personalize(  # noqa: PLR0913 (what a mix has)
         for given in (guidance, previous)
         if given is not None
     ]
-    got = f"{len(guides)} of them for {type(alg).__name__}"
-    fits = len(guides) == isinstance(alg, FedDWA)
-    one = "one of them for FedDWA (to its own model a client's distance is 0), none for another"
-    need(fits, "guidance, previous", one, got)
+    _check_guides(alg, len(guides))
     compared = [rows, *guides]
     if base is not None:
         need(isinstance(alg, Clusters), "base", "None where the method is not 'clusters'", base)
@@ -126,13 +123,39 @@ def method_of(method: Any, options: dict[str, Any]) -> Method:
     need(fresh, "options", "none beside an instance, which has its own", options)
     alg = method
     if isinstance(method, str) and method in BY_NAME:
-        alg = BY_NAME[method](**options)
-    elif isinstance(method, Algorithm | type) or ":" in str(method):
+        make = BY_NAME[method]
+        check_options(getattr(make, "func", make), options)
+        return make(**options)
+    listed = isinstance(method, str) and name_of(method) in ALGORITHMS
+    if listed or isinstance(method, Algorithm | type) or ":" in str(method):
         alg = algorithm_of(method, **options)
-    usable = isinstance(alg, LatestModels | FedDWA | Krum | Clusters)
     names = ", ".join(BY_NAME)
-    need(usable, "method", f"one that needs only models ({names}), as Server and Client play", alg)
+    if isinstance(alg, Algorithm) and not isinstance(alg, LatestModels | FedDWA):
+        raise ValueError(
+            f"method: {name_of(alg)} needs more of its clients than a model; use pflcore.Server "
+            f"and pflcore.Client, or one of {names}."
+        )
+    need(isinstance(alg, Method), "method", f"one of {names}, or an instance", alg, BY_NAME)
     return alg  # type: ignore[no-any-return]
+
+
+def _check_guides(alg: Method, count: int) -> None:
+    """ValueError where FedDWA has not one of `guidance` and `previous`, or another has some."""
+    if isinstance(alg, FedDWA) and count == 0:
+        raise ValueError(
+            f"guidance, previous: personalize by {name_of(alg)} needs guidance= or previous=: "
+            "without one each client would get its own model back."
+        )
+    one = "one of them" if isinstance(alg, FedDWA) else "none, as FedDWA's methods alone have one"
+    got = ("none", "one", "both")[count]
+    need(count == isinstance(alg, FedDWA), "guidance, previous", one, got)
+
+
+def least_models(method: Method) -> int:
+    """How many models the method needs at least."""
+    if isinstance(method, Krum):
+        return max(2 * method.f + 3, method.f + method.m)
+    return method.k if isinstance(method, Clusters) else 1
 
 
 def _check_rows(rows: Tensor, form: Form) -> None:

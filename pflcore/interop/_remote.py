@@ -6,18 +6,29 @@ carries.
 
 import warnings
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import annotated_types as at
 import torch
 from torch import Tensor
 
 from pflcore.algorithms import algorithm_of, name_of
-from pflcore.algorithms._protocol import Algorithm, Cohort, Payload, Pool, Tensors, check_training
-from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, device_of, need
+from pflcore.algorithms._protocol import (
+    Algorithm,
+    BadUpload,
+    Cohort,
+    Payload,
+    Pool,
+    Stop,
+    Tensors,
+    check_training,
+    zero_rows,
+)
+from pflcore.check import Buffers, Count, Model, Positive, Seed, checked, device_of, need, shown
 from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
 from pflcore.data._roles import held_out, one_client, void_left_out
@@ -77,35 +88,122 @@ def packed(payload: Payload, about: About, statistics: Tensor | None) -> Tensors
     return message
 
 
+CLIENTS = 2**24  # of one federation: both sides hold some numbers of each
+NO_MESSAGE = "{}: expected a dict of dense tensors as the other side made it."
+
+
+class Sent(NamedTuple):
+    """What an algorithm sends, as its first message shows it."""
+
+    rows: Mapping[str, tuple[int, torch.dtype]]  # of each model its numbers
+    pools: Mapping[str, int]  # of each pool its models, that are sent or not
+
+
+def sent_by(algorithm: Algorithm, net: Net) -> Sent | None:
+    """What the server sends; None where an algorithm of one's own does not show it here."""
+    n = max(algorithm.traits.required, default=0) + 2
+    sizes = {net.size}
+    try:
+        sizes |= {v.shape[-1] for v in algorithm.initial(net).values() if v.dim()}
+        server = begin(algorithm, net, n, clients=False).server
+        down = algorithm.send(server, Cohort(torch.tensor([0]), torch.tensor([1]), n))
+    except Exception:  # it may need another number of clients, or what a server alone has
+        return None
+    rows = {k: v.rows if isinstance(v, Pool) else v for k, v in down.items()}
+    models = {k: (v.shape[-1], v.dtype) for k, v in rows.items() if v.shape[-1] in sizes}
+    pools = {k: len(v.rows) for k, v in down.items() if isinstance(v, Pool)}
+    return Sent(models, pools)
+
+
+def about_of(numbers: Tensor) -> About:
+    """The numbers of a message. ValueError where no message has them."""
+    *whole, factor = numbers.tolist()
+    about = About._make([*map(int, whole), factor])
+    known = 0 <= about.number < about.n <= CLIENTS and min(about.round, about.rounds) >= 1
+    told = 0 <= about.accepted <= about.done and 0 <= factor <= 1
+    if not known or not told or list(about[:-1]) != whole:
+        raise ValueError
+    return about
+
+
+def is_whole(value: Tensor) -> bool:
+    """Whether a tensor is dense, and holds all the numbers that its shape tells of."""
+    if value.layout is not torch.strided or value.is_nested:
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+
+
+def check_rows(message: Tensors, sent: Sent, what: str) -> None:
+    """ValueError where a model of a message is not as long as the models here."""
+    for key, (size, dtype) in sent.rows.items():
+        row = message.get(f"{key}@rows" if key in sent.pools else key)
+        fits = row is None or (row.dim() and row.shape[-1] == size and row.dtype == dtype)
+        need(fits, f"{what}, {key!r}", f"{size} numbers of {dtype}, as the model here has", row)
+
+
+def pool_of(few: Tensor, sent: Tensor, index: Tensor, most: int | None) -> Pool:
+    """The pool whose rows that were `sent`, bool [R], are `few`; the others take no memory.
+    ValueError where these are no parts of one, or it has more rows than `most`."""
+    fits = sent.dtype == torch.bool and len(few) == int(sent.sum())
+    low, high = (int(v) for v in index.aminmax()) if index.numel() else (-1, -1)
+    if not fits or not -1 <= low <= high < len(sent) or (most is not None and len(sent) > most):
+        raise ValueError
+    rows = zero_rows(len(sent), few[0] if len(few) else few.new_empty(few.shape[1:]))
+    rows[sent] = few  # a row's number may be a client's
+    return Pool(rows, index[None])
+
+
 def opened(
-    message: Any, device: torch.device, alike: int, what: str
+    message: Any, device: torch.device, alike: int, what: str, sent: Sent | None = None
 ) -> tuple[Payload, About, Tensor | None]:
     """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on
-    `device`. ValueError where it is no message, or its fingerprint is not
-    `alike`."""
+    `device`.
+
+    ValueError where it is no message, its fingerprint is not `alike`, or it is not what is `sent`
+    (None: whatever an algorithm may send): before anything larger than the message is made.
+    """
     try:
-        tensors = {k: v.detach().to(device) for k, v in message.items()}
-        dense = all(v.layout is torch.strided and not v.is_nested for v in tensors.values())
-        *whole, factor = tensors.pop(ABOUT).tolist()
-        about, statistics = About._make([*map(int, whole), factor]), tensors.pop(STATISTICS, None)
-        payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
-        for key in (k.removesuffix("@rows") for k in tensors if k.endswith("@rows")):
-            sent, few = tensors[f"{key}@sent"], tensors[f"{key}@rows"]
-            rows = few.new_zeros(len(sent), *few.shape[1:])  # a row's number may be a client's
-            rows[sent] = few
-            payload[key] = Pool(rows, tensors[f"{key}@index"][None])
+        tensors = {k: v.detach() for k, v in message.items()}
+        whole = all(map(is_whole, tensors.values()))
+        about = about_of(tensors.pop(ABOUT))
     except Exception:  # of what somebody else made
-        dense = False
-    if not dense:
-        raise ValueError(f"{what}: expected a dict of dense tensors as the other side made it.")
+        whole = False
+    if not whole:
+        raise ValueError(NO_MESSAGE.format(what))
     if about.fingerprint != alike:
         raise ValueError(
             f"{what}: it is of another algorithm, model or `batch_norm` than those that are played "
             "here; give both sides the same."
         )
+    if sent is not None:
+        check_rows(tensors, sent, what)
+    pools = {k.removesuffix("@rows") for k in tensors if k.endswith("@rows")}
+    try:
+        tensors = {k: v.to(device) for k, v in tensors.items()}
+        statistics = tensors.pop(STATISTICS, None)
+        payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
+        for key in pools if sent is None else pools & {*sent.pools}:
+            parts = [tensors.pop(f"{key}@{part}") for part in ("rows", "sent", "index")]
+            # every client may have an own list of everybody's
+            most = None if sent is None else max(about.n, sent.pools[key]) * about.n
+            payload[key] = pool_of(*parts, most)
+        foreign = [k for k in tensors if "@" in k]
+    except Exception:
+        foreign = [what]
+    if foreign:
+        raise ValueError(NO_MESSAGE.format(what))
     return payload, about, statistics
 
 
+class Download(dict[str, Any]):
+    """What was sent [1, ...], by its keys; ValueError for one that was not."""
+
+    def __missing__(self, key: str) -> Any:
+        names = ", ".join(self) or "nothing"
+        raise ValueError(f"download: expected {key!r} in it, got {names}; ask for another.")
+
+
+Clientele = Annotated[int, at.Interval(ge=1, le=CLIENTS)]
 SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits
 KEPT = "accepted", "numbers", "gone", "report"  # beside the state
 Form = dict[str, tuple[torch.Size, torch.dtype]]
@@ -129,7 +227,7 @@ class Server:
         self,
         algorithm: Algorithm | type[Algorithm] | str,
         template: Model,
-        num_clients: Count,
+        num_clients: Clientele,
         *,
         rounds: Count = 100,
         seed: Seed = 0,
@@ -185,9 +283,10 @@ class Server:
         samples)}.
 
         Who is not there was absent. Says what happened: `dropped` (clients whose upload is not
-        finite: they were absent too), `void` (then nothing changed), `moved`, `clipped`. ValueError
-        in one sentence, and nothing changed, for an upload that does not fit, or where there is
-        none; without `strict` it is left out with a RuntimeWarning, and a round of none is void.
+        finite, or of no use: they were absent too), `void` (then nothing changed, for the reason
+        `why`), `moved`, `clipped`. ValueError in one sentence, and nothing changed, for an upload
+        that does not fit, where there is none, and where the algorithm would end a run; without
+        `strict` an upload is left out with a RuntimeWarning, and a round of none is void.
         """
         wanted = "{client id: (upload, number of samples)} of at least one client"
         some = isinstance(uploads, Mapping) and (uploads or not strict)
@@ -200,17 +299,7 @@ class Server:
             _complain(f"uploads: {said}", strict)
         outcome = Outcome(list(names), void=True)
         if read and not absent:
-            try:
-                outcome = self._played(*zip(*read.values(), strict=True))
-            except (LookupError, RuntimeError, TypeError, ValueError) as error:
-                if self._form is not None or ran_out(error):
-                    raise
-                form = _words(layout_of(next(iter(read.values()))[1]))
-                why = str(error).partition("\n")[0].rstrip(".")
-                said = (
-                    f"uploads: {type(self.algorithm).__name__} cannot use what each holds, {form}"
-                )
-                _complain(f"{said} ({why}); give both sides one algorithm and model.", strict)
+            outcome = self._tried(read, names, strict)
         if outcome.void:
             self._state = commit(self._state, {})
         self._begun = False
@@ -278,10 +367,43 @@ class Server:
         who, sizes = torch.tensor(ids), torch.tensor(size)
         return Cohort(who, sizes, self.num_clients, round, self.rounds, self.seed, 0, purpose)
 
+    def _tried(self, read: Mapping[Any, Upload], names: Mapping[int, Any], strict: bool) -> Outcome:
+        """The round with what was read; where it cannot be played, ValueError, or not `strict` a
+        void one."""
+
+        def refused(bad: BadUpload) -> None:
+            said = [f"client {names[number]!r}: {why}" for number, why in bad.why.items()]
+            if strict:
+                raise Refused(said[0])
+            for words in said:
+                _complain(words, strict)
+
+        void = Outcome(list(names), void=True)
+        try:
+            return self._played(*zip(*read.values(), strict=True), refused)
+        except Refused:
+            raise
+        except Stop as stop:  # a server goes on where a run would end
+            void.why = str(stop)
+            _complain(f"uploads: {stop}", strict)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if ran_out(error) or (strict and self._form is not None):
+                raise
+            form = _words(layout_of(next(iter(read.values()))[1]))
+            void.why = str(error).partition("\n")[0].rstrip(".")
+            said = f"uploads: {type(self.algorithm).__name__} cannot use what each holds, {form}"
+            _complain(f"{said} ({void.why}); give both sides one algorithm and model.", strict)
+        return void
+
     def _played(
-        self, ids: Sequence[int], uploads: Sequence[Tensors], sizes: Sequence[int]
+        self,
+        ids: Sequence[int],
+        uploads: Sequence[Tensors],
+        sizes: Sequence[int],
+        refused: Callable[[BadUpload], None],
     ) -> Outcome:
-        """The round with these uploads, which have one form."""
+        """The round with these uploads, which have one form; `refused` hears of those that the
+        algorithm cannot use."""
         state, alg = self._state, self.algorithm
         up = {k: torch.stack([one[k] for one in uploads]) for k in uploads[0]}
         cohort = self._cohort(ids, sizes, state.round + 1)
@@ -291,10 +413,10 @@ class Server:
         none = torch.zeros(len(ids))
         trained = Trained(cohort, alg.send(state.server, cohort), up, {}, {}, statistics, none)
         trained, outcome = accept(trained, alg.traits, state.server, self.clip)
-        changes = serve(alg, state, trained, outcome, self.averages)
+        changes = serve(alg, state, trained, outcome, self.averages, refused)
         if not outcome.void:
             self._state, self._form = commit(state, changes), layout_of(uploads[0])
-            taken = trained.cohort
+            taken = outcome.cohort or cohort
             factor = torch.ones(len(taken.ids)) if outcome.factor is None else outcome.factor
             pairs = zip(taken.ids.tolist(), factor.tolist(), strict=True)
             self._accepted |= {number: (self.round, mine) for number, mine in pairs}
@@ -326,7 +448,8 @@ class Server:
         need(client in self._numbers, who, "one of those who have downloaded", list(self._numbers))
         whole = isinstance(given, tuple) and len(given) == 2
         need(whole, who, "(upload, number of samples)", given)
-        payload, about, statistics = opened(given[0], self.net.w0.device, self._fingerprint, who)
+        device, nothing = self.net.w0.device, Sent({}, {})  # of whole rows there is one a client
+        payload, about, statistics = opened(given[0], device, self._fingerprint, who, nothing)
         number, size = self._numbers[client], given[1]
         mine = number, self.round + 1
         if (about.number, about.round) != mine:
@@ -334,10 +457,15 @@ class Server:
                 f"{who}: its upload is number {about.number}'s of round {about.round}, expected "
                 f"{mine[0]}'s of round {mine[1]}; leave it out."
             )
-        some = isinstance(size, Integral) and 1 <= int(size) <= SAMPLES
+        counted = isinstance(size, Integral) and not isinstance(size, bool)
+        some = counted and 1 <= int(size) <= SAMPLES
         need(some, f"{who}, number of samples", f"a whole number from 1 to {SAMPLES}", size)
         up = {k: v[0] for k, v in payload.items()}
         return number, up | ({} if statistics is None else {STATISTICS: statistics}), int(size)
+
+
+class Refused(ValueError):
+    """Ends a strict round: an algorithm cannot use an upload."""
 
 
 def _complain(said: str, strict: bool) -> None:
@@ -360,7 +488,8 @@ class Client:
     `model` for its personalized model.
 
     `model` must start as the server's template does (the same weights, or the same function and
-    `seed`). `data`: (x, y), {"train": (x, y), "val": ...}, a Dataset or a Federation of one client.
+    `seed`). `data`: (x, y), {"train": (x, y), "val": ...}, a Dataset or a Federation of one client
+    (one that was standardized gives a personalized model that takes raw features all the same).
     What the algorithm keeps at a client stays here, batch norm's statistics too unless they are
     averaged; a round that the server did not take this client's upload in, leaves no trace.
     """
@@ -392,6 +521,7 @@ class Client:
             # one client may not have samples of all classes
             self.data = replace(self.data, classes=max(classes, net.classes))
         self._fingerprint = fingerprint(self.algorithm, net, self.averages)
+        self._sent = sent_by(self.algorithm, net)
         self._statistics = net.b0[None]  # [1, b]
         self._own: Tensors = {}  # [1, ...]
         self._pending: tuple[int, Tensors, Tensor] | None = None  # a round, and what became of
@@ -416,11 +546,12 @@ class Client:
 
     def model(self, download: Mapping[str, Tensor]) -> Personalized:
         """The personalized model, from `Server.download(client_id, "evaluation")`, a dict of
-        tensors [1, ...]."""
+        tensors [1, ...]. It takes raw features, also where this client's were standardized."""
         model, clients = self._personalized(download)
         row = {k: v[0] for k, v in model.items()}
-        classes = self.data.classes
-        return Personalized(self.algorithm, clients.net, row, clients.buffers[0], classes)
+        data = self.data
+        about = data.classes, data.scaling and data.scaling.of(0), data.names and data.names[0]
+        return Personalized(self.algorithm, clients.net, row, clients.buffers[0], *about)
 
     def evaluate(self, download: Mapping[str, Tensor], split: str = "test") -> dict[str, float]:
         """The personalized model of a download [1, ...] on this client's own samples: "loss", for
@@ -463,7 +594,12 @@ class Client:
         """What was sent, this client's own state [1, ...], the message's numbers, and what a hook
         is given to train with, when the last round is settled."""
         net = self._setting.net
-        down, about, statistics = opened(download, net.w0.device, self._fingerprint, "download")
+        device, key = net.w0.device, self._fingerprint
+        payload, about, statistics = opened(download, device, key, "download", self._sent)
+        came = None if statistics is None else (statistics.shape, statistics.dtype)
+        wanted = (net.b0.shape, net.b0.dtype) if self.averages else None
+        need(came == wanted, f"download, {STATISTICS!r}", shown(wanted), came)
+        down = Download(payload)
         self._settle(about)
         kept = self._own if about.accepted else {}
         first = {k: v[:1] for k, v in self.algorithm.newcomer(down, net, about.n).items()}
@@ -497,7 +633,6 @@ class Client:
 def alone(one: Federation, number: int, n: int) -> Federation:
     """The federation of n clients as the client `number` sees it, who has data of its own only; its
     draws are those of its number."""
-    mine = (torch.arange(n) == number).long()
-    index = {k: Ragged(rows[0], len(rows[0]) * mine) for k, rows in one.index.items()}
+    index = {k: Ragged.lone(rows[0], number, n) for k, rows in one.index.items()}
     relabel = None if one.relabel is None else one.relabel.expand(n, -1)
     return one._with(index=index, relabel=relabel)

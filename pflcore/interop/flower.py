@@ -43,9 +43,10 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms._relations import FedDWA
 from pflcore.check import are_names, checked, need
-from pflcore.interop._mixing import Krum, method_of, personalize
+from pflcore.interop._mixing import Krum, least_models, method_of, personalize
 from pflcore.interop._packing import pack
-from pflcore.interop._remote import Client, Form, Server, layout_of
+from pflcore.interop._remote import SAMPLES, Client, Server, Tensors, layout_of
+from pflcore.simulation._loop import VOID_ROUNDS
 from pflcore.simulation._personal import Personalized
 from pflcore.simulation.round import Setup, sample
 from pflcore.train._random import drawn
@@ -70,32 +71,77 @@ def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     return ArrayRecord({k: t.detach().cpu() for k, t in tensors.items()})
 
 
-def usable(replies: list[Message], weight: str) -> list[Message]:
-    """The replies without those that do not hold one finite model of the tensors that most of them
-    have, with its `weight`: these are logged, and were absent."""
-    forms = {
-        m.metadata.src_node_id: _form_of(m.content, weight) for m in replies if m.has_content()
-    }
-    known = [form for form in forms.values() if form]
-    usual = max(known, key=known.count, default=False)
-    odd = [node for node, form in forms.items() if form != usual]
+def tensors_of(content: RecordDict) -> Tensors | None:
+    """The tensors of the one ArrayRecord in a message; None where they cannot be decoded."""
+    records = [*content.array_records.values()]
+    if len(records) != 1:
+        return None
+    try:
+        return dict(records[0].to_torch_state_dict())
+    except Exception:  # somebody else's bytes raise many kinds
+        return None
+
+
+def model_form(content: RecordDict) -> tuple[Any, bool]:
+    """The name, shapes and dtypes of the one model in a message, None where it has none; and
+    whether its numbers are finite, and no variance is below 0."""
+    tensors = tensors_of(content)
+    if not tensors:
+        return None, False
+    variances = [v for k, v in tensors.items() if k.rpartition(".")[2] == "running_var"]
+    finite = all(bool(v.isfinite().all()) for v in tensors.values())
+    fine = finite and not any(bool((v < 0).any()) for v in variances)
+    return ([*content.array_records], layout_of(tensors)), fine
+
+
+def metrics_form(content: RecordDict, weight: str) -> Any:
+    """The names of the metrics in a reply, and of lists their lengths; None where their `weight`
+    is no number of samples."""
+    records = [*content.metric_records.items()]
+    if len(records) != 1:
+        return None
+    (name, metrics), *_ = records
+    number = metrics.get(weight)
+    if not isinstance(number, int | float) or not 0 < number <= SAMPLES:
+        return None
+    return name, {k: len(v) if isinstance(v, list) else None for k, v in metrics.items()}
+
+
+def that_fit(forms: Sequence[Any], usual: Any = None) -> list[int]:
+    """The places of those with the form that most have, or `usual` where anybody has it."""
+    known = [form for form in forms if form]
+    form = usual if usual in known else max(known, key=known.count, default=None)
+    return [i for i, other in enumerate(forms) if other and other == form]
+
+
+def usable(
+    replies: Iterable[Message],
+    weight: str,
+    usual: Any = None,
+    *,
+    models: bool = True,
+    finite: bool = True,
+) -> list[Message]:
+    """The replies without those that do not hold what most hold: these are logged, and were absent.
+
+    Each holds one model of the tensors that most have (of the form `usual`, where anybody has it),
+    `finite` where that is asked, and metrics of the names that most have, with its `weight`;
+    without `models` metrics alone. What comes is in the order of the nodes, so that no bit depends
+    on who answered first.
+    """
+    replies = sorted(replies, key=lambda m: m.metadata.src_node_id)
+    kept = heard = [m for m in replies if m.has_content()]
+    if models:
+        looks = [model_form(m.content) for m in heard]
+        forms = [form if fine or not finite else None for form, fine in looks]
+        kept = [heard[i] for i in that_fit(forms, usual)]
+    kept = [kept[i] for i in that_fit([metrics_form(m.content, weight) for m in kept])]
+    nodes = {m.metadata.src_node_id for m in kept}
+    odd = [m.metadata.src_node_id for m in heard if m.metadata.src_node_id not in nodes]
     if odd:
-        said = "nodes %s: no finite models of the others' tensors with %r in their replies; absent"
-        log(WARNING, said, odd, weight)
+        what = "finite models of the others' tensors" if models else "metrics of the others' names"
+        log(WARNING, "nodes %s: no %s with %r in their replies; absent", odd, what, weight)
     return [m for m in replies if m.metadata.src_node_id not in odd]
-
-
-def _form_of(content: RecordDict, weight: str) -> Form | None:
-    """The shapes and dtypes of the one finite model in a reply, where its weight is a number above
-    0."""
-    records, metrics = [*content.array_records.values()], [*content.metric_records.values()]
-    if len(records) != 1 or len(metrics) != 1:
-        return None
-    tensors, number = records[0].to_torch_state_dict(), metrics[0].get(weight)
-    weighted = isinstance(number, int | float) and number > 0
-    if not weighted or not all(bool(t.isfinite().all()) for t in tensors.values()):
-        return None
-    return layout_of(tensors)
 
 
 def only_record(message: Message, whose: str) -> tuple[str, ArrayRecord]:
@@ -238,7 +284,18 @@ def _private(came: ArrayRecord, patterns: Sequence[str]) -> list[str]:
     return [n for n in came if any(fnmatchcase(n, p) for p in patterns)]
 
 
-class PersonalStrategy(FedAvg):  # type: ignore[misc]
+class OddRepliesAbsent(FedAvg):  # type: ignore[misc]
+    """Flower's FedAvg, whose evaluation leaves out who answers otherwise than most."""
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """The mean of the metrics, as FedAvg has it."""
+        replies = usable(replies, self.weighted_by_key, models=False)
+        return super().aggregate_evaluate(server_round, replies)  # type: ignore[no-any-return]
+
+
+class PersonalStrategy(OddRepliesAbsent):
     """Flower's `FedAvg` that sends each client its own model, made by `pflcore.personalize`; any
     ClientApp that FedAvg drives will do.
 
@@ -263,18 +320,26 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
         self.chosen: dict[str, Any] = {"include": include, "exclude": exclude}
         self.models: dict[int, ArrayRecord] = {}  # by node id
         self._last: dict[int, ArrayRecord] = {}  # the uploads that they were made of
+        self._usual: Any = None  # the form of the models: as they were sent, or as most came
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Makes everybody's next model; gives the mean, as FedAvg does."""
-        # the bits do not depend on who came first
-        replies = sorted(replies, key=lambda m: m.metadata.src_node_id)
-        replies = usable(replies, self.weighted_by_key)
+        replies = usable(replies, self.weighted_by_key, self._usual)
+        contents = {m.metadata.src_node_id: m.content for m in replies if m.has_content()}
         came: dict[int, Any] = {
-            m.metadata.src_node_id: only_record(m, "")[1] for m in replies if m.has_content()
+            node: next(iter(content.array_records.values())) for node, content in contents.items()
         }
-        if came:
-            last: Any = (self._last or came) if self._looks_back else None
-            self.models.update(personalize(came, self.method, previous=last, **self.chosen))
+        least = least_models(method_of(self.method, {}))
+        if came and len(came) < least:
+            said = "%s needs %d models, got %d; everybody keeps the one that it has."
+            log(WARNING, said, self.method, least, len(came))
+        elif came:
+            form, _ = model_form(next(iter(contents.values())))
+            if form != self._usual:  # what came before cannot be compared with it
+                self._usual, self._last = form, {}
+            last = {node: self._last.get(node, own) for node, own in came.items()}
+            previous = last if self._looks_back else None
+            self.models.update(personalize(came, self.method, previous=previous, **self.chosen))
             self._last.update(came)
         return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
 
@@ -283,6 +348,7 @@ class PersonalStrategy(FedAvg):  # type: ignore[misc]
     ) -> Iterable[Message]:
         """FedAvg's messages, each with its node's own model."""
         key = self.arrayrecord_key
+        self._usual = self._usual or model_form(record)[0]
         each = [(node, self.models.get(node, record[key])) for node in node_ids]
         return [Message(RecordDict({**record, key: own}), n, message_type) for n, own in each]
 
@@ -295,38 +361,63 @@ def select_multikrum(
 
     Flower's own expands |a|^2 + |b|^2 - 2 a b in float32, whose error exceeds the distances of
     models that differ by a thousandth. Here floating-point tensors are compared, without running
-    statistics. ValueError in one sentence for models that differ in their tensors, and where 2 f +
-    2 < N does not hold for f malicious nodes: Krum promises nothing there.
+    statistics. Who sends no model of the tensors that most send is left out and logged, and who
+    sends one that is not finite is never chosen. ValueError in one sentence where 2 f + 2 < N does
+    not hold for f malicious nodes among the N that are left: Krum promises nothing there.
     """
-    return [contents[i] for i in _chosen(contents, num_malicious_nodes, num_nodes_to_select)]
+    looks = [model_form(c) for c in contents]
+    fit = that_fit([form for form, _ in looks])
+    if len(fit) < len(contents):
+        odd = [i for i in range(len(contents)) if i not in fit]
+        log(WARNING, "contents %s: no models of the others' tensors; left out", odd)
+    rows, _ = pack([next(iter(contents[i].array_records.values())) for i in fit])
+    fine = torch.tensor([looks[i][1] for i in fit])
+    rows[~fine] = torch.nan  # infinitely far
+    chosen = Krum(num_malicious_nodes, num_nodes_to_select).chosen(ops.pairwise_sqdist(rows))
+    return [contents[fit[i]] for i in chosen.tolist() if fine[i]]
 
 
-def _chosen(contents: list[RecordDict], f: int, m: int) -> list[int]:
-    rows, _ = pack([next(iter(c.array_records.values())) for c in contents])
-    return Krum(f, m).chosen(ops.pairwise_sqdist(rows)).tolist()  # type: ignore[no-any-return]
+class ExactMultiKrum(OddRepliesAbsent, MultiKrum):  # type: ignore[misc]
+    """Flower's `MultiKrum`, word for word its arguments, with exact distances.
 
-
-class ExactMultiKrum(MultiKrum):  # type: ignore[misc]
-    """Flower's `MultiKrum`, word for word its arguments, with exact distances. A round of too few
-    replies for Krum is skipped, and said."""
+    Who sends no model as most do, or no number of samples, was absent. Where so few are left that
+    Krum would not do, those who sent something else count as malicious, and fewer are selected. A
+    round of too few replies for Krum is skipped, and said.
+    """
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """The mean of the chosen replies, and of their metrics."""
-        valid, _ = self._check_and_log_replies(replies, is_train=True)
-        f, least = self.num_malicious_nodes, 2 * self.num_malicious_nodes + 3
-        if len(valid) < least:
+        replies = list(replies)
+        kept = usable(replies, self.weighted_by_key, finite=False)
+        valid, _ = self._check_and_log_replies(kept, is_train=True)
+        malicious, lost = self.num_malicious_nodes, len(replies) - len(kept)
+        f = min(malicious, (len(valid) - 3) // 2)
+        if f < max(0, malicious - lost):
             said = "Krum needs %d replies for %d malicious nodes, got %d; the round is skipped."
-            log(WARNING, said, least, f, len(valid))
+            log(WARNING, said, 2 * malicious + 3, malicious, len(valid))
             return None, None
-        chosen = _chosen([m.content for m in valid], f, self.num_nodes_to_select)
-        mean = FedAvg.aggregate_train(self, server_round, [valid[i] for i in chosen])
+        m = min(self.num_nodes_to_select, len(valid) - f)
+        contents = [message.content for message in valid]
+        whose = {id(content): message for content, message in zip(contents, valid, strict=True)}
+        chosen = [whose[id(content)] for content in select_multikrum(contents, f, m)]
+        mean = FedAvg.aggregate_train(self, server_round, chosen)
         return mean  # type: ignore[no-any-return]
 
 
 WHO = "query.pflcore"  # the message that asks a node which client it is
 
 
-class PflStrategy(FedAvg):  # type: ignore[misc]
+def client_in(reply: Message) -> Hashable | None:
+    """The client that a node says it is; None where its answer names none."""
+    try:
+        client = reply.content["config"]["client"]
+    except (LookupError, TypeError, ValueError):  # an error has no content
+        return None
+    named = isinstance(client, str | int) and not isinstance(client, bool)
+    return client if named else None
+
+
+class PflStrategy(OddRepliesAbsent):
     """`pflcore.Server` as Flower's strategy: any algorithm, each client its own download, with
     `client_app` on the other side.
 
@@ -334,8 +425,10 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
     `flower`: FedAvg's own arguments; it waits for as many nodes as the server has clients where
     `min_available_nodes` says nothing else. Who trains is drawn by the server's seed, as a
     simulation draws it, so a run gives the models of `pflcore.Simulation`. A node that does not
-    answer was absent from the round; where all answers are errors, the run ends with the first
-    one's reason.
+    answer, or whose answer cannot be used, was absent from the round. Of nodes that say they are
+    one client, the one that was known first is heard while it is connected. ValueError in one
+    sentence where three rounds in a row come to nothing: all nodes fail, or a client that must
+    take part is not there.
     """
 
     def __init__(self, server: Server, **flower: Any) -> None:
@@ -346,7 +439,10 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         }
         super().__init__(**least | flower)
         self.server = server
-        self.clients: dict[int, Hashable] = {}  # by node id
+        self.clients: dict[int, Hashable] = {}  # who each node says it is, in the order heard
+        self._aside: set[int] = set()  # nodes whose client another node is
+        self._skipped = 0  # rounds in a row that came to nothing
+        self._wait: dict[str, float] = {}  # how long for an answer, where `start` says it
 
     def start(
         self,
@@ -359,6 +455,7 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         is the model's own."""
         need(not initial_arrays, "initial_arrays", "None, as the start is the model's own", "some")
         left = self.server.rounds - self.server.round
+        self._wait = {"timeout": options.get("timeout", 3600)}  # Flower's own
         return super().start(
             grid, ArrayRecord(), left if num_rounds is None else num_rounds, **options
         )
@@ -367,25 +464,26 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         """The server's round; there is no one model to be given."""
         valid, failed = self._check_and_log_replies(replies, is_train=True, validate=False)
         if not valid and failed:
-            raise ValueError(
-                f"round {server_round}: all {len(failed)} clients failed, the first one for this "
-                f"reason: {failed[0].error.reason}"
-            )
+            reason = failed[0].error.reason
+            self._skip(f"all {len(failed)} clients failed, the first one by {reason.rstrip('.')}.")
         uploads: dict[Any, Any] = {}
         for message in valid:
             client = self.clients[message.metadata.src_node_id]
             metrics: Any = next(iter(message.content.metric_records.values()), {})
-            records = [r.to_torch_state_dict() for r in message.content.array_records.values()]
-            upload = records[0] if len(records) == 1 else records
-            uploads.setdefault(client, (upload, metrics.get(self.weighted_by_key)))
+            upload = tensors_of(message.content), metrics.get(self.weighted_by_key)
+            uploads.setdefault(client, upload)
         if not uploads:
             return None, None
+        self._skipped = 0
         outcome = self.server.aggregate(uploads, strict=False)
         if outcome.void or outcome.dropped:
-            said = "round %d: not finite, so absent: clients %s%s"
-            log(WARNING, said, server_round, outcome.dropped, "; void" * outcome.void)
-        fine = [m.content for m in valid if self.clients[m.metadata.src_node_id] in outcome.ids]
-        return None, self.train_metrics_aggr_fn(fine, self.weighted_by_key) if fine else None
+            said = "round %d: not finite or of no use, so absent: clients %s%s"
+            void = f"; void: {outcome.why or 'nobody is left'}" if outcome.void else ""
+            log(WARNING, said, server_round, outcome.dropped, void)
+        taken = [m for m in valid if self.clients[m.metadata.src_node_id] in outcome.ids]
+        taken = usable(taken, self.weighted_by_key, models=False)
+        contents = [m.content for m in taken]
+        return None, self.train_metrics_aggr_fn(contents, self.weighted_by_key) if taken else None
 
     # inside -----------------------------------------------------------------
     def _messages(
@@ -397,11 +495,16 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
         if not fraction:
             return []
         here = self._here(grid)
-        among, n = torch.tensor(sorted(here)), len(here)
+        among, n = torch.tensor(sorted(here), dtype=torch.long), len(here)
+        absent = set(alg.traits.required) - set(here)
+        if train and not here:
+            self._skip("no node says which client it is; their ClientApp must be a client_app.")
+        elif train and absent:
+            name = type(alg).__name__
+            self._skip(f"{name} needs a node for client number {min(absent)} in every round.")
+        if not here or (train and absent):
+            return []
         if train:
-            absent = set(alg.traits.required) - set(here)
-            words = "a node for its client in every round"
-            need(not absent, "algorithm", words, f"none of {absent}")
             part = max(fraction, min(1.0, self.min_train_nodes / n))
             seed: Any = SimpleNamespace(seed=self.server.seed)  # all that is asked of a setting
             ids = sample(Setup(alg, seed), self.server.round + 1, part, among)
@@ -419,18 +522,46 @@ class PflStrategy(FedAvg):  # type: ignore[misc]
     configure_train = partialmethod(_messages, "train")
     configure_evaluate = partialmethod(_messages, "evaluate")
 
+    def _skip(self, why: str) -> None:
+        """Logs why a round comes to nothing; ValueError where it is the third in a row."""
+        self._skipped += 1
+        if self._skipped >= VOID_ROUNDS:
+            raise ValueError(f"{self._skipped} rounds in a row came to nothing: {why}")
+        log(WARNING, "the round is skipped: %s", why)
+
     def _here(self, grid: Grid) -> dict[int, int]:
         """The nodes that are connected, by their clients' numbers; new ones are asked which client
         they are."""
         nodes = sample_nodes(grid, self.min_available_nodes, 0)[1]
         asked = [Message(RecordDict(), node, WHO) for node in nodes if node not in self.clients]
-        for reply in grid.send_and_receive(asked) if asked else ():
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                raise ValueError(
-                    f"node {node}: it does not say which client it is ({reply.error.reason}); its "
-                    "ClientApp must be a client_app."
-                )
-            self.clients[node] = reply.content["config"]["client"]
-        known = sorted((str(self.clients[n]).zfill(20), n) for n in nodes if n in self.clients)
-        return {self.server.join(self.clients[node]): node for _, node in known}
+        replies = grid.send_and_receive(asked, **self._wait) if asked else ()
+        mute = dict[int, str]()
+        order = {node: i for i, node in enumerate(nodes)}  # of equals whom the grid names first
+        for reply in sorted(replies, key=lambda m: order.get(m.metadata.src_node_id, 0)):
+            node, client = reply.metadata.src_node_id, client_in(reply)
+            if client is None:
+                mute[node] = reply.error.reason if reply.has_error() else "another answer"
+            else:
+                self.clients[node] = client
+        if mute:
+            said = "nodes %s do not say which client they are, as a client_app does; absent (%s)"
+            log(WARNING, said, [*mute], next(iter(mute.values())))
+        return self._numbers(nodes)
+
+    def _numbers(self, nodes: Iterable[int]) -> dict[int, int]:
+        """The nodes by their clients' numbers: of each client the first node that is there."""
+        holders: dict[Hashable, int] = {}
+        for node in (n for n in self.clients if n in {*nodes}):
+            client = self.clients[node]
+            holder = holders.setdefault(client, node)
+            if holder != node and node not in self._aside:
+                said = "node %s says it is client %r, as node %s does, which was first; left out"
+                log(WARNING, said, node, client, holder)
+                self._aside.add(node)
+        here = {}
+        for client in sorted(holders, key=lambda client: str(client).zfill(20)):
+            try:
+                here[self.server.join(client)] = holders[client]
+            except ValueError as error:  # no newcomer in a round that has begun
+                log(WARNING, "%s", error)
+        return here

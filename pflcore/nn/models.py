@@ -182,9 +182,10 @@ class _Residual(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        around = (nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
-        same = before == width and stride == 1
-        self.around = nn.Identity() if same else nn.Sequential(*around)
+        self.around: nn.Module = nn.Identity()
+        if before != width or stride != 1:  # made only where it is used: its weights are drawn
+            conv = nn.Conv2d(before, width, 1, stride, bias=False)
+            self.around = nn.Sequential(conv, nn.BatchNorm2d(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.relu(self.bn1(self.conv1(x)))
@@ -247,7 +248,7 @@ def dla(shape: Shape, classes: int) -> nn.Module:
     """
     start = (_convolved(shape[0], 16, 3), _convolved(16, 16, 3), _convolved(16, 32, 3))
     sizes = ((32, 64, 1, 1), (64, 128, 2, 2), (128, 256, 2, 2), (256, 512, 1, 2))
-    trees = (_Aggregated(*size) for size in sizes)
+    trees = [_Aggregated(*size) for size in sizes]  # before the top: weights are drawn in order
     top = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
     return nn.Sequential(*start, *trees, *top)
 
@@ -273,8 +274,7 @@ MODELS = {f.__name__: f for f in ALL}
 def model_for(name: str, shape: Shape, classes: Count | None, **options: object) -> nn.Module:
     """A fresh `MODELS[name]` for inputs of `shape` and `classes` outputs (None: one output, for
     regression)."""
-    if name not in MODELS:
-        raise ValueError(f"model: {name!r} is none of {', '.join(MODELS)}.")
+    need(name in MODELS, "model", f"one of {', '.join(MODELS)}", name, MODELS)
     if len(shape) != 3 and MODELS[name] not in FLAT:
         raise ValueError(
             "shape: a convolutional model needs inputs (channels, height, width), got "

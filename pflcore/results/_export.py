@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pflcore.check import checked, optional
 from pflcore.metrics import mean
+from pflcore.results._files import writing
 
 Per = Literal["round", "client"]
 Line = Mapping[str, Any]
@@ -60,7 +61,7 @@ def to_csv(header: Line, rounds: Sequence[Line], path: str | Path, per: Per = "r
     where it cannot be written."""
     table = rows(header, rounds, per)
     try:
-        with open(path, "w", newline="", encoding="utf-8") as file:
+        with writing(path) as part, open(part, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(table[0]) if table else ["round"])
             writer.writeheader()
             writer.writerows({k: "" if v != v else v for k, v in row.items()} for row in table)

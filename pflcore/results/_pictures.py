@@ -11,11 +11,13 @@ from torch import Tensor
 
 from pflcore import metrics
 from pflcore.check import optional
-from pflcore.results.record import Run, Runs, label
+from pflcore.results._files import replacing
+from pflcore.results.record import Run, Runs, clients_in, label
 from pflcore.results.table import split_of
 
 # Okabe and Ito's, distinct for the colour-blind too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
+NAMES = ("weights", "curves", "clients")  # of the files that `draw` makes
 MOST = 1000  # clients of a picture of mixing weights
 
 
@@ -34,7 +36,8 @@ def save(figure: Any, path: str | Path) -> Path:
     """The picture as PNG, and beside it as SVG."""
     path = Path(path)
     for file in (path, path.with_suffix(".svg")):
-        figure.savefig(file, dpi=200)
+        with replacing(file) as part:
+            figure.savefig(part, dpi=200, format=file.suffix[1:])
     return path
 
 
@@ -147,11 +150,17 @@ def clients(runs: Runs, path: str | Path) -> Path:
     return save(figure, path)
 
 
+def _clients_of(run: Run) -> int:
+    """The number of clients, by the header or, where that is lost, by the weights."""
+    n = run.header.get("n")
+    return max(clients_in(r.get("report") or {}) for r in run.rounds) if n is None else n
+
+
 def draw(runs: Runs, folder: str | Path) -> list[Path]:
     """Every picture that the runs have something for, into `folder`; returns the files. Mixing
     weights are drawn of at most 1,000 clients."""
     folder = Path(folder)
-    few = [r for r in runs if (r.header.get("n") or 0) <= MOST and r.weighted()]
+    few = [r for r in runs if r.weighted() and _clients_of(r) <= MOST]
     evaluated = [r for r in runs if r.evaluations]
     made = [weights(few, folder / "weights.png")]
     if evaluated:

@@ -47,4 +47,8 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the bar: what is printed now stands below it."""
         self._bar.close()

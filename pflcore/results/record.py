@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.check import checked
+from pflcore.check import checked, need
+from pflcore.results._lines import EarlierFormatError, check_fits, check_line
 
 __all__ = ["Run", "read"]
 Facts = Mapping[str, Any]
@@ -32,6 +33,7 @@ OnRound = Callable[[int, Line], None]
 PARTS = ("model_options", "training", "options")
 # times the cohort's median update: honest clients with many times the data of the others stay below
 OUTLIER = 20.0
+MOST_NUMBERS = 10**8  # of weights whose clients no header counts
 CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
 SETTING = ("data", "partition", "model", "n")
 # what all rows of a table must share
@@ -162,9 +164,12 @@ class Run:
 
     @property
     def whole(self) -> bool:
-        """Whether it is over: it has all its rounds, or was stopped by what the method does."""
-        every = bool(self.rounds) and self.played == self.header.get("rounds")
-        return not self.unfinished and (every or self.stopped is not None)
+        """Whether it is over, and nothing of it is lost: it has a header and all its rounds, or
+        was stopped by what the method does."""
+        numbers = [r["round"] for r in self.rounds]
+        if not self.header or self.unfinished or numbers != [*range(1, len(numbers) + 1)]:
+            return False
+        return self.stopped is not None or len(numbers) == self.header.get("rounds")
 
     @property
     def algorithm(self) -> str:
@@ -268,28 +273,48 @@ class Run:
 
 def dense(report: Facts, n: int | None) -> Tensor:
     """The weights of a report, where it says `index` those of some of `n` clients alone."""
-    if "index" not in report:
+    if not _is_sparse(report):
         return _tensor(report["weights"])
     weight, index = _tensor(report["weight"]), _tensor(report["index"]).long()
-    n = int(n or index.max() + 1)
+    rows = _tensor(report.get("rows", range(len(weight)))).long()  # none: of each client
+    if n is None:  # the header is lost: a number in a line must not ask for all memory
+        n = clients_in(report)
+        fits = n ** min(2, index.ndim) <= MOST_NUMBERS
+        need(fits, "report.index", f"numbers whose matrix has up to {MOST_NUMBERS:,} entries", n)
     if index.ndim < 2:
         return weight.new_zeros(n).index_copy_(0, index, weight)
-    rows = _tensor(report.get("rows", range(len(weight)))).long()  # none: of each client
     at = rows[:, None].expand_as(index), index
     return weight.new_zeros(n, n).index_put_(at, weight, accumulate=True)
 
 
+def clients_in(report: Facts) -> int:
+    """The number of clients that a report's weights need at least."""
+    if not _is_sparse(report):
+        return 0
+    index, rows = (_tensor(report.get(k, [])).flatten() for k in ("index", "rows"))
+    found = torch.cat([index, rows, torch.tensor([len(report["weight"]) - 1.0])])
+    return int(found.max()) + 1
+
+
 def _has_weights(line: Facts) -> bool:
     report = line.get("report") or {}
-    return any(len(report.get(k, ())) > 0 for k in ("weights", "weight"))
+    found = report.get("weight" if _is_sparse(report) else "weights")
+    return isinstance(found, list) and len(found) > 0
+
+
+def _is_sparse(report: Facts) -> bool:
+    return all(isinstance(report.get(k), list | Tensor) for k in ("index", "weight"))
 
 
 def _worst(seen: Facts, measure: str) -> Tensor:
-    """One value per client [N]; infinite for one that was lost."""
-    values, size = metrics.vector(seen[measure]), seen.get("size") or []
+    """One value per client [N]; infinite for one that was lost, NaN where nothing was measured."""
+    size, values = seen.get("size") or [], seen.get(measure)
+    if values is None:
+        values = [None] * len(next(v for v in seen.values() if v is not None))
+    values = metrics.vector(values)
     if not measure.endswith(("loss", "mae", "rmse")) or len(size) != len(values):
         return values
-    return torch.where(values.isnan() & (torch.tensor(size) > 0), math.inf, values)
+    return torch.where(values.isnan() & (metrics.vector(size) > 0), math.inf, values)
 
 
 def _tensor(value: Any) -> Tensor:
@@ -301,21 +326,29 @@ def _tensor(value: Any) -> Tensor:
 def group(lines: Iterable[Facts]) -> list[Run]:
     """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one, and so
     does a round that is not of the run before it, whose own header is lost."""
-    return _grouped(map(plain, lines))
-
-
-def _grouped(lines: Iterable[Line]) -> list[Run]:
     out: list[Run] = []
-    for line in lines:
-        if "header" in line:
-            out.append(Run(line["header"]))
-        elif {"round", "stopped"} & {*line} and not (out and _follows(line, out[-1].rounds[-1:])):
-            out.append(Run())
-        if "stopped" in line:
-            out[-1].stopped, out[-1].unfinished = line["stopped"], bool(line.get("unfinished"))
-        if "round" in line:
-            out[-1].rounds.append(line)
+    for line in map(plain, lines):
+        _add(out, line, _run_of(out, line))
     return out
+
+
+def _run_of(runs: Sequence[Run], line: Facts) -> Run:
+    """The run that a line is of: the last one, or a new one."""
+    if "header" in line:
+        return Run(line["header"])
+    return runs[-1] if runs and _follows(line, runs[-1].rounds[-1:]) else Run()
+
+
+def _add(runs: list[Run], line: Line, run: Run) -> None:
+    """Adds a line to its run, and a new run to the others."""
+    if not {"header", "round", "stopped"} & {*line}:
+        return
+    if not runs or run is not runs[-1]:
+        runs.append(run)
+    if "stopped" in line:
+        run.stopped, run.unfinished = line["stopped"], bool(line.get("unfinished"))
+    if "round" in line:
+        run.rounds.append(line)
 
 
 def _follows(line: Facts, before: Sequence[Facts]) -> bool:
@@ -330,40 +363,75 @@ def _follows(line: Facts, before: Sequence[Facts]) -> bool:
 @checked
 def read(path: str | Path) -> list[Run]:
     """The runs in a record file, or in all `*.jsonl` files below a folder. A damaged line is left
-    out, with a warning where it is not the last, which a run may be writing."""
+    out, with a warning where it is not the last, which a run may be writing; so is a file of a
+    folder that cannot be read."""
     path = Path(path)
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
-    if not files or not files[0].is_file():
+    files = [file for file in files if file.is_file()]
+    if not files:
         raise ValueError(
             f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is "
             "neither; check the name."
         )
     runs: list[Run] = []
     for file in files:
-        texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        lines = list(map(_line, texts))
-        damaged = [i for i, line in enumerate(lines, 1) if line is None]
-        if damaged and damaged != [len(lines)]:
-            said = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
-            warnings.warn(
-                f"{file}: {len(damaged)} damaged line(s) are left out ({said}); take a copy of it "
-                "from before.",
-                stacklevel=3,
-            )
-        runs += _grouped(line for line in lines if line)
+        try:
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError as e:
+            said = f"expected a record that can be read, got {file} ({e.strerror})"
+            if file == path:
+                raise ValueError(f"path: {said}; name another.") from None
+            warnings.warn(f"path: {said}; it is left out.", stacklevel=3)
+            continue
+        found, said = _runs_of(text.splitlines())
+        runs += found
+        for what in said:
+            warnings.warn(f"{file}: {what}", stacklevel=3)
     return runs
 
 
-def _line(text: str) -> Line | None:
-    """A line as `Record` writes it; None for a damaged one."""
-    try:
-        line = json.loads(text or "{}")
-        kinds = {"header": dict, "stopped": str, "round": int, "eval": dict | None}
-        fits = all(isinstance(line[k], kinds[k]) for k in {*kinds} & {*line})  # type: ignore
-        fits = fits and not any(isinstance(v, dict) for v in (line.get("eval") or {}).values())
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return None
-    return line if fits and isinstance(line, dict) else None
+def _runs_of(texts: Sequence[str]) -> tuple[list[Run], list[str]]:
+    """The runs of a file's lines, and what is to be said of the lines that are left out."""
+    runs, flaws, earlier = list[Run](), dict[int, str](), list[int]()
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text or "{}")
+        except (ValueError, RecursionError):
+            if number < len(texts):  # the last one may be half written
+                flaws[number] = "expected JSON."
+            continue
+        try:
+            check_line(line)
+            run = _run_of(runs, line)
+            check_fits(
+                line, run.header, next((r["eval"] for r in run.rounds if r.get("eval")), None)
+            )
+        except EarlierFormatError:
+            earlier.append(number)
+            continue
+        except ValueError as e:
+            flaws[number] = str(e)
+            continue
+        _add(runs, line, run)
+    said = []
+    if flaws:
+        first, why = next(iter(flaws.items()))
+        said.append(
+            f"{len(flaws)} damaged line(s) are left out ({_listed(flaws)}); take a copy of it from "
+            f"before. Line {first}: {why}"
+        )
+    if earlier:
+        said.append(
+            f"{len(earlier)} line(s) of an earlier format, whose long lists stand in another file, "
+            f"are left out ({_listed(earlier)}); read it with the pflcore that wrote it."
+        )
+    return runs, said
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """The first five numbers in words."""
+    first = list(numbers)
+    return ", ".join(map(str, first[:5])) + (", ..." if len(first) > 5 else "")
 
 
 Runs = Sequence[Run]

@@ -36,7 +36,7 @@ def table(runs: Runs, last: Count = 10, baseline: str | None = None) -> str:
     """
     names = list(label(runs))
     known = baseline in {None, *names, *(r.algorithm for r in runs)}
-    need(known, "baseline", f"one of {', '.join(names)}", baseline)
+    need(known, "baseline", f"one of {', '.join(names)}", baseline, names)
     settings: dict[str, list[Run]] = {}
     for run in runs:
         settings.setdefault(setting(run), []).append(run)
@@ -75,6 +75,8 @@ def _rows(
 ) -> list[list[str]]:
     """The table's heading and a row for each algorithm."""
     clients = [None, *sorted({r.target for r in runs if r.target is not None})]
+    # no mean of more rounds than the longest run has
+    last = max(1, min(last, max(r.played for r in runs)))
     columns = list(_numbers(runs[0], clients, measure, last))
     extras = sorted({k for r in runs for k in r.extras} - {measure})
     base = find(groups, baseline) if baseline else None
@@ -85,6 +87,9 @@ def _rows(
     for algorithm, members in groups.items():
         numbers = [_numbers(r, clients, measure, last) for r in members]
         row = [_cell([scale * each[k] for each in numbers], digits) for k in columns]
+        if any(r.played < last for r in members):  # the mean of fewer rounds is another number
+            both = zip(columns, row, strict=True)
+            row = ["-" if name.endswith(mean_of_last(last)) else cell for name, cell in both]
         for k in extras:
             row.append(_cell([metrics.mean(r.last(k)) for r in members if k in r.extras], 4))
         if base:
@@ -128,7 +133,7 @@ def _hurt(run: Run, base: Run | None, measure: str) -> float:
     same = a.get("clients") == b.get("clients") and len(a[measure]) == len(b[measure])
     if not same or cut != other:
         return math.nan
-    return metrics.hurt(run.last(measure), base.last(measure), measure == "accuracy")
+    return metrics.hurt(run.last(measure), base.last(measure), metrics.is_higher_better(measure))
 
 
 def _one_of_each_seed(runs: Runs) -> list[Run]:
@@ -141,16 +146,22 @@ def _one_of_each_seed(runs: Runs) -> list[Run]:
 
 def _numbers(run: Run, clients: Sequence[int | None], measure: str, last: int) -> dict[str, float]:
     """A run's numbers by column; of `clients` None is the mean over all."""
-    up, at_last, out = measure == "accuracy", run.last(measure), dict[str, float]()
+    up, at_last = metrics.is_higher_better(measure), run.last(measure)
+    out = dict[str, float]()
     for client in clients:
         rounds, values = run.curve(client, measure)
         who = "" if client is None else f"client {client}: "
         out[f"{who}best\\*"] = metrics.best(values, up).value
         out[f"{who}final"] = metrics.final(values)
-        out[f"{who}mean of last {last}"] = metrics.last_mean(values, rounds, last)
+        out[f"{who}{mean_of_last(last)}"] = metrics.last_mean(values, rounds, last)
     out["std over clients"] = metrics.std(at_last)
     out["worst decile"] = metrics.worst_decile(at_last, higher_is_better=up)
     return out
+
+
+def mean_of_last(rounds: int) -> str:
+    """The heading of the mean over so many rounds."""
+    return f"mean of last {rounds}"
 
 
 def _cell(values: Sequence[float], digits: int) -> str:

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms._protocol import Cohort, Mix, Payload, Pool, Tensors, Traits, squares
+from pflcore.algorithms._protocol import (
+    BadUpload,
+    Cohort,
+    Mix,
+    Payload,
+    Pool,
+    Tensors,
+    Traits,
+    squares,
+)
 from pflcore.data._ragged import onto
 
 
@@ -44,7 +53,8 @@ class Outcome:
     """What one round did."""
 
     ids: list[int]
-    dropped: list[int] = field(default_factory=list)  # something of them was not finite
+    # something of them was not finite, or the algorithm could not use it
+    dropped: list[int] = field(default_factory=list)
     void: bool = False  # nothing changed
     bytes_down: int = 0
     bytes_up: int = 0
@@ -85,6 +95,26 @@ def accept(
         if outcome.clipped:
             trained = shorten(trained, traits, server, outcome.factor)
     return trained, outcome
+
+
+def leave_out(trained: Trained, outcome: Outcome, traits: Traits, bad: BadUpload) -> Trained:
+    """The clients but those whose uploads are `bad`: they are dropped, as if not finite."""
+    ids = trained.cohort.ids
+    kept = torch.tensor([i not in bad.why for i in ids.tolist()])
+    if outcome.moved is not None:
+        each = zip(outcome.ids, outcome.moved, strict=True)
+        outcome.moved = [None if i in bad.why else ratio for i, ratio in each]
+    if outcome.factor is not None:
+        outcome.factor = outcome.factor[kept]
+    outcome.clipped = [i for i in outcome.clipped if i not in bad.why]
+    outcome.dropped = sorted([*outcome.dropped, *ids[~kept].tolist()])
+    if not kept.any() or set(traits.required) & set(outcome.dropped):
+        outcome.void, outcome.why = True, str(bad)
+        return trained
+    trained = trained.take(kept)
+    outcome.cohort = trained.cohort
+    outcome.train_loss = float(trained.cohort.mean().weight[0] @ trained.loss.double().cpu())
+    return trained
 
 
 def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:

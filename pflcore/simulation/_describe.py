@@ -56,6 +56,7 @@ def header(run: Any) -> Record:
         "engine": engine.name,
         "path": {"engine": engine.name, "form": engine.form, "why": engine.why},
         "device": run.hardware.device,
+        "together": setting.together,
         "rows": "disk" if run.setup.folder else "memory",
         "buffers": run.batch_norm,
         "clip": robustness.clip,
@@ -80,7 +81,7 @@ def identity(run: Any) -> Record:
     """Which run it is, as a checkpoint says it: runs of the same give the same numbers;
     "made_with" may be another when it goes on."""
     said = header(run)
-    made_with = {k: said.pop(k) for k in ("versions", "device", "engine")}
+    made_with = {k: said.pop(k) for k in ("versions", "device", "engine", "together")}
     made_with["form"] = said.pop("path")["form"]
     what: Record = plain(
         {

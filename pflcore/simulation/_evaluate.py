@@ -13,6 +13,7 @@ from pflcore.data._ragged import onto
 from pflcore.metrics import Metric, measured_by
 from pflcore.simulation.round import Setup, State, own_rows
 from pflcore.train import Clients
+from pflcore.train._clients import blocks, parted
 from pflcore.train._losses import that_count
 from pflcore.train._workers import one_thread
 
@@ -49,19 +50,38 @@ def measured(setup: Setup, state: State, split: str, ids: Tensor, metrics: Metri
     size = setup.setting.data.size(split)
     ids = ids[size[ids] > 0]
     need(len(ids), "split", "a split of which somebody has samples", split)
-    most = len(ids)
-    if setup.folder is not None:  # rows of all of them may not fit into memory
-        most = max(1, CHUNK // max([1, *(v[0].nbytes for v in state.clients.values())]))
+    block = blocks(setup.setting, ids, size[ids])
+    places = parts_of(setup, state, block)
     with one_thread(setup.few(len(ids))):
-        parts = [some(setup, state, split, part, metrics) for part in ids.split(most)]
-    values = {k: torch.cat([p[k] for p in parts]).double().cpu() for k in parts[0]}
+        parts = [some(setup, state, split, ids[at], metrics, block[at]) for at in places]
+    order = torch.cat(places).argsort()
+    values = {k: torch.cat([p[k] for p in parts]).double().cpu()[order] for k in parts[0]}
     return {"clients": ids, **values, "size": size[ids]}
 
 
-def some(setup: Setup, state: State, split: str, ids: Tensor, metrics: Metrics) -> Tensors:
-    """The values [S] of some clients, at once."""
+def parts_of(setup: Setup, state: State, block: Tensor) -> list[Tensor]:
+    """Places of the clients who are evaluated in one go, of whole blocks, by the block [S] of each:
+    all, or where rows are in files as many as memory has room for."""
+    everybody = torch.arange(len(block))
+    if setup.folder is None:
+        return [everybody]
+    most = max(1, CHUNK // max([1, *(v[0].nbytes for v in state.clients.values())]))
+    parts, count = list[list[Tensor]](), most
+    for places in parted(everybody, block):
+        if count + len(places) > most:
+            parts.append([])
+            count = 0
+        parts[-1].append(places)
+        count += len(places)
+    return [torch.cat(part).sort().values for part in parts]
+
+
+def some(
+    setup: Setup, state: State, split: str, ids: Tensor, metrics: Metrics, block: Tensor
+) -> Tensors:
+    """The values [S] of some clients, in one go."""
     alg = setup.algorithm
-    model, clients = personalized(setup, state, ids)
+    model, clients = personalized(setup, state, ids, block)
     found = None if own_way(alg) else clients.measure(model, split)
     scores = clients.scores(model, split, alg.predict) if metrics or found is None else []
     loss, accuracy = found or clients.worth(scores, split, returns=alg.traits.returns)
@@ -73,19 +93,34 @@ def some(setup: Setup, state: State, split: str, ids: Tensor, metrics: Metrics) 
     return values
 
 
-def personalized(setup: Setup, state: State, ids: Tensor) -> tuple[Tensors, Clients]:
+def personalized(
+    setup: Setup, state: State, ids: Tensor, block: Tensor | None = None
+) -> tuple[Tensors, Clients]:
     """The models [S, ...] of the clients `ids` [S] as evaluation has them, and the clients with the
-    statistics of batch norm that go with them.
+    statistics of batch norm that go with them; `block` [S] where they are a part of those who are
+    evaluated.
 
     A client who never took part has the mean of the others' statistics, where they are local.
     """
+    everybody = setup.algorithm.beside(setup.setting.data, ids)
+    if len(everybody) > len(ids):
+        model, clients = _personalized(setup, state, everybody, None)
+        at = onto(torch.searchsorted(everybody, ids), clients.buffers.device)
+        model, buffers = {k: v[at] for k, v in model.items()}, clients.buffers[at]
+        return model, replace(clients, ids=ids, buffers=buffers, block=block)
+    return _personalized(setup, state, ids, block)
+
+
+def _personalized(
+    setup: Setup, state: State, ids: Tensor, block: Tensor | None
+) -> tuple[Tensors, Clients]:
     cohort = setup.cohort(ids, max(1, state.round), "evaluation")
     down = setup.algorithm.send(state.server, cohort)
     batch_norm = state.batch_norm[onto(ids, state.batch_norm.device)]
     if batch_norm.numel() and not setup.averages and state.seen.any():
         seen, new = (onto(v, batch_norm.device) for v in (state.seen, ~state.seen[ids]))
         batch_norm[new] = state.batch_norm[seen].mean(0)
-    clients = Clients(setup.setting, ids, cohort.round, batch_norm)
+    clients = Clients(setup.setting, ids, cohort.round, batch_norm, block)
     model = dict(setup.algorithm.model(down, own_rows(setup, state, ids, down), clients))
     return model, replace(clients, buffers=model.pop("batch_norm", batch_norm))
 

@@ -59,13 +59,17 @@ def for_everyone(
                 simulation.restore(keeper.folder)
         run = simulation.run(on_round and functools.partial(on_round, target), keeper)
         runs.append(run)
-        if run.interrupted or run.failed:
+        if run.failed or (run.interrupted and run.stopped):
             break
         models.append(run.model(target))
         run.state = run.models = None  # N of them are not kept
+        if run.interrupted:
+            break
     options = {**runs[0].header["options"], "target": "each client"}
     header = {**runs[0].header, "options": options, "target": None, "made_for": "each client"}
     stopped = " ".join(f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped)
+    if not stopped and len(models) < n:
+        stopped = f"Interrupted after the run of target {len(models) - 1}, of {n} targets."
     every = zip(*(r.rounds for r in runs), strict=False) if len(models) == n else ()
     rounds = list(map(merged, every))
     ended = stopped or None, runs[-1].interrupted, runs[-1].failed

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pflcore.check import need, refuse
+from pflcore.metrics import mean
 from pflcore.results import _export as export
 from pflcore.results._export import Per
 from pflcore.simulation._describe import NOBODY, Record, farthest
@@ -21,23 +22,37 @@ from pflcore.simulation.round import State
 RUNAWAY = 1e6  # times the median update of a round
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
     """What a run leaves: its header, one record per round, and why it stopped early if it did."""
 
     header: Record
     rounds: list[Record] = field(default_factory=list)
     stopped: str | None = None
-    interrupted: bool = False  # by Ctrl-C
+    # by Ctrl-C; where that came after the last round the run is whole, and `stopped` is None
+    interrupted: bool = False
     # for want of memory, or by an error; the state is that of the last round in `rounds`
     failed: bool = False
     state: State | None = None
     # of the last state, see `model`
-    models: Models | Sequence[Personalized] | None = field(default=None, repr=False)
+    models: Models | Sequence[Personalized] | None = None
+
+    def __repr__(self) -> str:
+        known = [str(self.header[k]) for k in ("algorithm", "data") if self.header.get(k)]
+        clients = [f"{self.header['n']} clients"] if "n" in self.header else []
+        what = [*known, *clients, f"{len(self.rounds)} rounds"]
+        evaluated = next((r["eval"] for r in reversed(self.rounds) if r["eval"]), {})
+        means = [f"{k} {mean(evaluated[k]):.4g}" for k in ("accuracy", "loss") if k in evaluated]
+        ended = [f"stopped: {self.stopped!r}"] if self.stopped else []
+        return f"History({', '.join([*what, *means, *ended])})"
 
     def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
-        """The evaluated rounds and each client's value in them, [T, N] float64."""
-        seen = [r for r in self.rounds if r["eval"] and key in r["eval"]]
+        """The evaluated rounds and each client's value in them, [T, N] float64; ValueError where no
+        evaluation has the key."""
+        evaluated = [r for r in self.rounds if r["eval"]]
+        keys = list(dict.fromkeys(k for r in evaluated for k in r["eval"]))
+        need(key in keys or not evaluated, "key", f"one of {', '.join(keys)}", key, keys)
+        seen = [r for r in evaluated if key in r["eval"]]
         return [r["round"] for r in seen], torch.tensor(
             [r["eval"][key] for r in seen], dtype=torch.float64
         )
@@ -49,29 +64,33 @@ class History:
         if self.stopped:
             yield {"stopped": self.stopped}
 
-    def concerns(self) -> Iterator[str]:
+    def concerns(self) -> list[str]:
         """What somebody should look at, in sentences: clients that were dropped in most of their
         rounds, losses that are not finite, and updates a million times as long as others."""
+        found = list[str]()
         names = ("cohort", "dropped")
         played, lost = (Counter(i for r in self.rounds for i in r[name]) for name in names)
         often = sorted(i for i, count in lost.items() if 2 * count > played[i])
         if often:
-            yield (
+            found.append(
                 f"client(s) {often} were dropped in most of their rounds: their updates were not "
-                "finite; look at their data, or lower lr."
+                "finite, or of no use; look at their data, or lower lr."
             )
         last: Record = next((r["eval"] for r in reversed(self.rounds) if r["eval"]), {})
         losses = last.get("loss", [])
         ids = last.get("clients") or range(len(losses))
         bad = [i for i, loss in zip(ids, losses, strict=True) if loss == math.inf]
         if bad:
-            yield f"the last loss of client(s) {bad} is inf; look at their data, or lower lr."
+            found.append(
+                f"the last loss of client(s) {bad} is inf; look at their data, or lower lr."
+            )
         ratio, client, round = max(map(farthest, self.rounds), default=NOBODY)
         if ratio > RUNAWAY:
-            yield (
+            found.append(
                 f"client {client}'s update was {ratio:.3g} times the median of round {round}; "
                 "hold such updates by the run's clip."
             )
+        return found
 
     # what comes out ---------------------------------------------------------
     def export(self, folder: str | Path) -> None:
@@ -80,17 +99,18 @@ class History:
         predict with them.
 
         Where a method serves one model the file is its `state_dict`; else the tensors that its
-        prediction takes, a model's parameters as `w.NAME`. ValueError where the run kept no model,
-        OSError where the folder cannot be written.
+        prediction takes, a model's parameters as `w.NAME`. Of a standardized federation the
+        manifest has each client's mean and deviation, and says how raw features are scaled by them.
+        ValueError where the run kept no model, OSError where the folder cannot be written.
         """
-        data = self.models.setup.setting.data if isinstance(self.models, Models) else None
-        export_models(map(self.model, range(self.header["n"])), self.header, folder, data)
+        export_models(map(self.model, range(self.header["n"])), self.header, folder)
 
     def model(self, client: int) -> Personalized:
         """One client's personalized model after the last round, an `nn.Module` from samples [B,
         ...] to scores, for every algorithm.
 
-        ValueError where there is no such client, or where the run kept no model.
+        It takes raw features, also where the federation was standardized. ValueError where there is
+        no such client, or where the run kept no model.
         """
         n = -1 if self.models is None else len(self.models)
         need(n >= 0, "model", "a history with models, as run() returns it", self.models)
@@ -99,20 +119,24 @@ class History:
         return self.models[client]  # type: ignore[index]
 
     def predict(self, client: int, x: Any) -> torch.Tensor:
-        """What the client's model says of the samples `x` [B, ...]: labels int64 [B], or values for
-        continuous targets."""
+        """What the client's model says of the samples `x` [B, ...], raw features: labels int64 [B],
+        or values for continuous targets."""
         return self.model(client).predict(x)
 
     def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
         """The model of a client who was not there, personalized by the algorithm's own rule; the
         run's state stays as it is.
 
-        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}. The newcomer starts
+        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}, with raw features:
+        where the federation was standardized they are too, by the newcomer's own training samples
+        (a Federation of one that was standardized already, is taken as it is). The newcomer starts
         from a fresh client's state and does its own work of `rounds` rounds (so FedAvg's model is
         the shared one, Ditto's a personal one), then what an evaluation does (fine-tuning,
-        kNN-Per's neighbours). Where the server makes a model for each client (FedDWA, FedAMP,
-        MOCHA, ...) everybody plays these rounds with it, on copies. ValueError in one sentence for
-        samples that do not fit.
+        kNN-Per's neighbours): as a client does that takes part in the `rounds` rounds after the
+        run's last one and is evaluated after them, so what FineTune, FedBABU, Per-FedAvg and FedALA
+        draw for it is of round `state.round + rounds`. Where the server makes a model for each
+        client (FedDWA, FedAMP, MOCHA, ...) everybody plays these rounds with it, on copies.
+        ValueError in one sentence for samples that do not fit.
         """
         if not isinstance(self.models, Models):  # runs for each client have no model for others
             refuse("adapt", "the history that Simulation.run() returns", self.models)

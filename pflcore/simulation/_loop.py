@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +17,18 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of, name_of
 from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
-from pflcore.check import A_MODEL, Count, Fraction, Seed, check, checked, device_of, ids_of, need
+from pflcore.check import (
+    A_MODEL,
+    Count,
+    Fraction,
+    Seed,
+    check,
+    checked,
+    device_of,
+    ids_of,
+    need,
+    warn,
+)
 from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.simulation import _describe as describe
@@ -217,8 +227,9 @@ class Simulation:
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
-            history.stopped = f"Interrupted after round {self._state.round} of {self.rounds}."
             history.interrupted = True
+            if not self._is_whole(history.rounds):
+                history.stopped = f"Interrupted after round {self._state.round} of {self.rounds}."
         except Exception as error:
             words = str(error) or "without a message"
             history.stopped = f"{type(error).__name__} in round {self._state.round}: {words}"
@@ -229,8 +240,17 @@ class Simulation:
             history.models = Models(self.setup, history.state)
         said = [f"stopped early: {history.stopped}"] if history.stopped else history.concerns()
         for what in () if history.interrupted else said:
-            warnings.warn(f"{self.name}, seed {self.seed}, {what}", RuntimeWarning, stacklevel=4)
+            warn(f"{self.name}, seed {self.seed}, {what}", RuntimeWarning)
         return history
+
+    def _is_whole(self, rounds: Sequence[Record]) -> bool:
+        """Whether all rounds were played and evaluated, and nothing is left to be said of them."""
+        played = bool(rounds) and rounds[-1]["round"] >= self.rounds
+        broke_off = played and self._broke_off(rounds[-1])
+        return played and not broke_off and not self._state.void
+
+    def _broke_off(self, record: Record) -> bool:
+        return self.evaluation.due(record["round"], self.rounds) and not record["eval"]
 
     # checkpoints --------------------------------------------------------------------------------
     def save(self, folder: str | Path) -> None:
@@ -253,9 +273,8 @@ class Simulation:
 
     def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
         round = record["round"]
-        # a run that goes on evaluates it
-        broke_off = self.evaluation.due(round, self.rounds) and not record["eval"]
-        if keeper is None or self._state.void or broke_off:  # void: it may be about to end
+        # void: it may be about to end; a run that goes on evaluates what broke off
+        if keeper is None or self._state.void or self._broke_off(record):
             return
         if keeper.due(round) or round >= self.rounds:
             self._keep(keeper)
@@ -264,4 +283,4 @@ class Simulation:
         try:
             store.save_run(keeper.folder, self)
         except OSError as e:
-            warnings.warn(f"{e} The run goes on.", RuntimeWarning, stacklevel=5)
+            warn(f"{e} The run goes on.", RuntimeWarning)

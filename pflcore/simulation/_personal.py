@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import json
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pflcore.algorithms import name_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
 from pflcore.check import Whole, checked, need
 from pflcore.data._federation import Federation
 from pflcore.data._inputs import IGNORED, inputs, tensor
 from pflcore.data._roles import held_out, one_client, void_left_out
+from pflcore.data._samples import Scaling
 from pflcore.nn._mode import forward_mode
+from pflcore.results._files import replacing
 from pflcore.simulation._accept import accept
 from pflcore.simulation._evaluate import own_way, personalized
-from pflcore.simulation.checkpoint import file_of, replacing
+from pflcore.simulation.checkpoint import file_of
 from pflcore.simulation.round import (
     Setup,
     State,
@@ -72,6 +76,30 @@ ONE_MODEL = (
     "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; "
     "model.eval()(x) gives the scores."
 )
+SCALED = (
+    "The model takes standardized features: of raw ones x = ((raw.double() - mean) / "
+    "deviation).float(), by the client's mean and deviation here. "
+)
+
+
+class Standardize(nn.Module):
+    """Raw features [B, ...] to those that a client's model was trained on."""
+
+    mean: Tensor  # [...] float64
+    deviation: Tensor
+
+    def __init__(self, scaling: Scaling) -> None:
+        super().__init__()
+        self.register_buffer("mean", scaling.mean.clone())
+        self.register_buffer("deviation", scaling.deviation.clone())
+
+    def forward(self, raw: Tensor) -> Tensor:
+        """Standardized features [B, ...], in float64 on the way."""
+        if raw.shape[1:] != self.mean.shape:  # which would be spread
+            shape = ", ".join(map(str, ("B", *self.mean.shape)))
+            raise ValueError(f"x: expected raw features [{shape}], got {list(raw.shape)}.")
+        raw = raw if raw.is_floating_point() else raw.float()
+        return Scaling(self.mean, self.deviation).apply(raw)
 
 
 class Personalized(nn.Module):
@@ -80,17 +108,27 @@ class Personalized(nn.Module):
 
     It is what the algorithm evaluates: of APFL the mixture, of kNN-Per the shared model with the
     client's neighbours, of FedRoD both heads. Batch norm uses the client's statistics, dropout is
-    off. `returns` says what the scores are: "logits", "probabilities" or "values". Nothing in it is
-    trained further; `module()` gives a module that can be.
+    off. `returns` says what the scores are: "logits", "probabilities" or "values". It takes raw
+    features, always: where the federation was standardized it scales them itself, by its client's
+    statistics. Nothing in it is trained further; `module()` gives a module that can be.
     """
 
     statistics: Tensor
 
     def __init__(
-        self, algorithm: Algorithm, net: Net, view: Tensors, statistics: Tensor, classes: int | None
+        self,
+        algorithm: Algorithm,
+        net: Net,
+        view: Tensors,
+        statistics: Tensor,
+        classes: int | None,
+        scaling: Scaling | None = None,
+        name: str | int | None = None,
     ) -> None:
         super().__init__()
         self.algorithm, self.net, self.classes, self.keys = algorithm, net, classes, tuple(view)
+        self.name = name  # the client's own
+        self.scaling = None if scaling is None else Standardize(scaling).to(statistics.device)
         for key, value in view.items():
             self.register_buffer(f"view_{key}", value.detach().clone())
         self.register_buffer("statistics", statistics.detach().clone())
@@ -110,12 +148,23 @@ class Personalized(nn.Module):
         mixed = self.classes is None and said == "probabilities"
         return "values" if mixed or not self.net.scores_classes else said
 
+    def extra_repr(self) -> str:
+        """The model in a few words: whose it is, of which method, its size, what it gives."""
+        whose = [] if self.name is None else [f"of client {self.name!r}"]
+        raw = [] if self.scaling is None else ["of raw features"]
+        size = f"{self.net.size:,} weights"
+        return ", ".join([name_of(self.algorithm), *whose, size, self.returns, *raw])
+
+    def __repr__(self) -> str:
+        return f"Personalized({self.extra_repr()})"
+
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of the samples `x` [B, ...]."""
+        """Scores of the samples `x` [B, ...], raw features."""
         device = self.statistics.device
         if self.net.w0.device != device:
             self.net = self.net.to(device)
         view = {k: getattr(self, f"view_{k}") for k in self.keys}
+        x = x if self.scaling is None else self.scaling(x)
         with forward_mode(False, self.statistics, alone=True):
             return self.algorithm.predict(view, self.net, x)
 
@@ -124,6 +173,8 @@ class Personalized(nn.Module):
         """Labels int64 [B], [B, T] of every step, or [B, K] of K yes-or-no labels, of the samples
         `x` [B, ...], a tensor, an array, or a dict of them where the pool has several fields; for
         numbers as targets the values [B] or [B, K].
+
+        `x` are raw features, also where the federation was standardized.
 
         A score that stands alone (hinge, binary cross entropy, a single output) says class 1 where
         it is positive; where a score is NaN there is no answer: -1. ValueError where `x` is no
@@ -135,7 +186,8 @@ class Personalized(nn.Module):
                 wanted = self.net.fields or "one tensor"
                 raise ValueError(f"x: expected {wanted}, got the fields {fields}.")
         x, like = tensor(x, "x", None), self.statistics
-        x = x.to(like.device, like.dtype if x.is_floating_point() else x.dtype)
+        numbers = x.is_floating_point() or self.scaling is not None
+        x = x.to(like.device, like.dtype if numbers else x.dtype)
         try:
             parts = [self(part) for part in x.split(BATCH)]
             if len(x) % BATCH == 1 and parts[-1].shape[:1] != (1,):
@@ -163,7 +215,18 @@ class Personalized(nn.Module):
 
     def module(self) -> nn.Module:
         """The model as a module of its own class, in evaluation mode, to be saved or trained on.
-        ValueError where it is no single one."""
+
+        Where the federation was standardized it is the second part of an `nn.Sequential`, after
+        one that scales raw features. ValueError where it is no single one.
+        """
+        model = self._bare()
+        if self.scaling is None:
+            return model
+        first = copy.deepcopy(self.scaling)
+        return nn.Sequential(OrderedDict(scaling=first, model=model)).eval()
+
+    def _bare(self) -> nn.Module:
+        """The model without what scales its features."""
         if own_way(self.algorithm):
             raise ValueError(
                 f"module: {type(self.algorithm).__name__} predicts with more than one model; call "
@@ -173,11 +236,11 @@ class Personalized(nn.Module):
         return self.net.load(self.net.to(row.device).module, row, self.statistics).eval()
 
     def tensors(self) -> Tensors:
-        """What predictions are made of, by name: the module's `state_dict` where it is one model,
-        else what the method's `predict` is given, with a row as the parameters that it holds, and
-        batch norm's statistics."""
+        """What predictions are made of, by name: the `state_dict` of the run's model where it is
+        one, else what the method's `predict` is given, with a row as the parameters that it holds,
+        and batch norm's statistics. What scales raw features is in `scaling`."""
         if not own_way(self.algorithm):
-            return dict(self.module().state_dict())
+            return dict(self._bare().state_dict())
         net, statistics = self.net, self.statistics.split(self.net.buffer_sizes)
         each = zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
         out = {f"statistics.{n}": b.view(s) for n, b, s in each}
@@ -199,7 +262,6 @@ def export_models(
     models: Iterable[Personalized],
     header: Mapping[str, Any],
     folder: str | Path,
-    data: Federation | None = None,
 ) -> None:
     """Clients' models 0, 1, ... as files; see `History.export`."""
     folder, clients = Path(folder), list[dict[str, Any]]()
@@ -213,14 +275,15 @@ def export_models(
                 # in memory of their own: tied weights share theirs
                 part.write_bytes(file_of({k: v.clone() for k, v in tensors.items()}))
             known: dict[str, Any] = {"client": client}
-            if data is not None and data.names is not None:
-                known["name"] = data.names[client]
-            if data is not None and data.scaling is not None:
-                known |= {k: v[client].tolist() for k, v in data.scaling._asdict().items()}
+            if model.name is not None:
+                known["name"] = model.name
+            if model.scaling is not None:
+                known |= {k: v.tolist() for k, v in model.scaling.state_dict().items()}
             shapes = {k: list(v.shape) for k, v in tensors.items()}
             clients.append({**known, "file": file, "tensors": shapes})
             own = own_way(model.algorithm) and inspect.getdoc(model.algorithm.predict)
-            manifest |= {"returns": model.returns, "predict": own or ONE_MODEL}
+            first = "" if model.scaling is None else SCALED
+            manifest |= {"returns": model.returns, "predict": first + (own or ONE_MODEL)}
         with replacing(folder / "manifest.json") as part:  # last: what it names is there
             part.write_text(json.dumps(manifest, indent=1) + "\n")
     except OSError as e:
@@ -248,12 +311,14 @@ class Models:
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client."""
         setting, i = self.setup.setting, int(client)
+        data = setting.data
+        about = data.classes, data.scaling and data.scaling.of(i), data.names and data.names[i]
         if self.setup.folder is None:
             model, clients = self.made
         else:  # rows of all of them may not fit into memory
             (model, clients), i = personalized(self.setup, self.state, torch.tensor([i])), 0
         own, b = {k: v[i] for k, v in model.items()}, clients.buffers[i]
-        return Personalized(self.setup.algorithm, setting.net, own, b, setting.data.classes)
+        return Personalized(self.setup.algorithm, setting.net, own, b, *about)
 
 
 # who comes later --------------------------------------------------------------------------------
@@ -305,12 +370,21 @@ def joined(
     got, wanted = ((f.fields or f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
     what = "inputs of shape {} ({}, targets {})"
     need(got == wanted, "samples", what.format(*wanted), got)
+    raw = one.scaling is None
+    need(raw or data.scaling, "samples", "raw features, which the run's clients have", one)
+    if raw and data.scaling is not None:
+        one = one.standardize()
     one = (held_out(one, seed) if needs_val else one).to(data.device)
     start, none = len(data.x), torch.empty(0, dtype=torch.int64, device=data.device)
     own = {s: rows[0] + start for s, rows in one.index.items()}
     index = {s: [*rows, own.get(s, none)] for s, rows in data.index.items()}
-    relabel = data.relabel
-    if relabel is not None:  # it labels its samples itself
+    relabel, scaling = data.relabel, data.scaling
+    own_y = one.y if one.relabel is None else one.relabel[0][one.y]
+    if relabel is not None:  # its labels are its own already
         relabel = torch.cat([relabel, torch.arange(relabel.shape[1], device=relabel.device)[None]])
-    x, y = torch.cat([data.x, one.x]), torch.cat([data.y, one.y])
-    return Federation(x, y, index, data.classes, relabel, data.name, fields=data.fields)
+    if scaling is not None and one.scaling is not None:
+        both = zip(scaling, one.scaling, strict=True)
+        scaling = Scaling(*(torch.cat([all_of, last.to(all_of)]) for all_of, last in both))
+    x, y = torch.cat([data.x, one.x]), torch.cat([data.y, own_y])
+    about = {"fields": data.fields, "scaling": scaling}
+    return Federation(x, y, index, data.classes, relabel, data.name, **about)

@@ -12,6 +12,7 @@ from torch import Tensor
 from pflcore.check import ids_of, need
 from pflcore.data._federation import Federation
 from pflcore.data._roles import held_out, void_left_out
+from pflcore.data._samples import SPLITS
 from pflcore.metrics import human
 from pflcore.simulation.round import (
     Setup,
@@ -47,8 +48,11 @@ def data_of(run: Any) -> Federation:
         data = adversary.poisoned(data)
     if run.algorithm.traits.needs_val:
         data = held_out(data, run.seed)
-    words = f"one of {', '.join(data.index)} (hold samples out with split(test=0.2))"
-    need(split in data.index, "evaluation.split", words, split)
+    words = f"one of {', '.join(data.index)}"
+    if split in SPLITS:
+        words += f" (hold samples out with split({split}=0.2))"
+    never = run.evaluation.every == 0
+    need(never or split in data.index, "evaluation.split", words, split, data.index)
     return data
 
 
@@ -61,7 +65,8 @@ def looked_at(run: Any) -> Tensor | None:
         return None if adversary is None else honest
     if not isinstance(asked, int):
         return ids_of("evaluation.clients", asked, data.n).sort().values
-    have = honest[data.size(run.evaluation.split)[honest] > 0]
+    split = run.evaluation.split if run.evaluation.split in data.index else "train"
+    have = honest[data.size(split)[honest] > 0]
     return have[drawn(len(have), min(asked, len(have)), run.seed, "eval_clients")].sort().values
 
 
@@ -98,8 +103,8 @@ def _placed(run: Any, net: Net, device: str) -> tuple[Setup, State]:
     hardware, alg, data = run.hardware, run.algorithm, run.data
     if device != "cpu":
         net, data = net.to(device), data.to(device)
-    engine, workers = hardware.engine, hardware.workers
-    setting = prepared(net, data, run.training, engine, workers, run.seed, run.rounds)
+    engine, where = hardware.engine, (hardware.workers, run.seed, run.rounds, hardware.together)
+    setting = prepared(net, data, run.training, engine, *where)
     setup = Setup(alg, setting, run.robustness, run.batch_norm)
     setup = setup._replace(folder=folder_for(setup, hardware.rows, run.participation))
     memory.refuse(peak_bytes(setup, run.participation), device)

@@ -12,26 +12,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pflcore import metrics
 from pflcore.algorithms._protocol import Stop
 from pflcore.check import Count, NonNegative, checked, need
-from pflcore.metrics import mean
 from pflcore.results._export import scalars, summary_writer
 
 __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
 Record = dict[str, Any]
 Callback = Callable[[int, Record], None]
-LOWER = {"loss", "train_loss", "mae", "rmse"}  # where less is better
 
 
 @checked
 class EarlyStopping:
     """Ends a run whose mean over clients has not improved for `patience` evaluations.
 
-    `key` is "accuracy", "loss" or one of the run's metrics, of which more is better but for "loss",
-    "train_loss", "mae" and "rmse". An improvement is one by
-    more than `min_delta`; a mean that is NaN is none. It looks at the run's `eval_split`: "test"
-    data select on test data, so give the simulation `eval_split="val"`. What was best is in `best`
-    (the mean) and `round` (where).
+    `key` is "accuracy", "loss" or one of the run's metrics. Of those that pflcore names more is
+    better but for "loss", "train_loss", "mae" and "rmse"; of a metric of your own say
+    `higher_is_better`, False for an error. An improvement is one by more than `min_delta`; a mean
+    that is NaN is none. It looks at what the run evaluates, and "test" data select on test data, so
+    give the simulation `evaluation=Evaluation(split="val")`. What was best is in `best` (the mean)
+    and `round` (where).
     """
 
     def __init__(
@@ -39,9 +39,10 @@ class EarlyStopping:
         patience: Count = 5,
         key: str = "loss",
         min_delta: NonNegative = 0.0,
+        higher_is_better: bool | None = None,  # None: by the key
     ) -> None:
         self.patience, self.key, self.min_delta = patience, key, min_delta
-        self.sign = -1.0 if key in LOWER else 1.0
+        self.sign = 1.0 if metrics.is_higher_better(key, higher_is_better) else -1.0
         self.best, self.round, self._misses, self._last = math.nan, 0, 0, 0
 
     def __call__(self, round: int, record: Record) -> None:
@@ -53,9 +54,9 @@ class EarlyStopping:
         seen = record["eval"]
         if not seen:
             return
-        known = ", ".join(k for k in seen if k != "size")
-        need(self.key in seen, "key", f"one of {known}", self.key)
-        value = mean(seen[self.key])
+        known = [k for k in seen if k not in ("size", "clients")]
+        need(self.key in known, "key", f"one of {', '.join(known)}", self.key, known)
+        value = metrics.mean(seen[self.key])
         least = self.sign * self.best + self.min_delta  # NaN: anything is better
         if not (math.isnan(value) or self.sign * value <= least):
             self.best, self.round, self._misses = value, round, 0

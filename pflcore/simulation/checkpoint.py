@@ -9,8 +9,6 @@ code.
 import contextlib
 import hashlib
 import json
-import os
-import secrets
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from pflcore.check import NonNegative, Whole, checked, refuse
+from pflcore.results._files import remove_parts, replacing
 from pflcore.results.record import plain
 from pflcore.simulation._describe import Record, difference, identity
 from pflcore.simulation.round import Setup, State, begin, load_state_dict, state_dict
@@ -111,8 +110,7 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
             f"checkpoint: it cannot be written into {folder} ({e.strerror or e}); the one before "
             "it, if any, stands."
         ) from None
-    for old in path.parent.glob(f"{NAME}.*.part"):  # of a process that was killed
-        old.unlink()
+    remove_parts(path)
 
 
 def _digest(data: bytes) -> str:
@@ -146,30 +144,6 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
             "pflcore that wrote it."
         )
     return {k: v.clone() for k, v in tensors.items()}, facts  # clones: aligned as torch aligns
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to be written, which takes its place once it is whole and on the disk;
-    where the block fails it is removed."""
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # nobody can have put a link
-    try:
-        yield part
-        _sync(part)
-        part.replace(path)
-        with contextlib.suppress(OSError):  # not every file system, nor Windows, syncs a folder
-            _sync(path.parent)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def file_of(tensors: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:

@@ -7,6 +7,8 @@ were ever written.
 
 import shutil
 import tempfile
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from pflcore.algorithms._protocol import (
     Algorithm,
+    BadUpload,
     Changes,
     Cohort,
     Mix,
@@ -31,7 +34,7 @@ from pflcore.algorithms._protocol import (
 from pflcore.check import Count, Fraction, checked, need, refuse, shown
 from pflcore.data._ragged import onto
 from pflcore.metrics import human
-from pflcore.simulation._accept import Outcome, Trained, accept, spoilt
+from pflcore.simulation._accept import Outcome, Trained, accept, leave_out, spoilt
 from pflcore.simulation._interrupts import unbroken
 from pflcore.simulation._settings import Robustness
 from pflcore.train import Clients, Net
@@ -144,11 +147,21 @@ def train(setup: Setup, state: State, ids: Tensor) -> Trained:
     return Trained(cohort, down, up, before, own, fit.buffers, fit.loss)
 
 
-def serve(
-    alg: Algorithm, state: State, trained: Trained, outcome: Outcome, averages: bool
+def warn_of(bad: BadUpload) -> None:
+    """Warns of clients that are left out of a round."""
+    warnings.warn(f"left out of the round: {bad}", RuntimeWarning, stacklevel=4)
+
+
+def serve(  # noqa: PLR0911 (a way that a round may go each)
+    alg: Algorithm,
+    state: State,
+    trained: Trained,
+    outcome: Outcome,
+    averages: bool,
+    refused: Callable[[BadUpload], None] = warn_of,
 ) -> Changes:
     """What the round changes, by the names of `flat`; nothing where it is void, which `outcome`
-    says then."""
+    says then. `refused` hears of uploads that the algorithm cannot use, before the others play."""
     if outcome.void:
         return {}
     try:
@@ -156,6 +169,10 @@ def serve(
     except Void as void:
         outcome.void, outcome.why = True, str(void)
         return {}
+    except BadUpload as bad:  # the others play the round
+        refused(bad)
+        trained = leave_out(trained, outcome, alg.traits, bad)
+        return serve(alg, state, trained, outcome, averages, refused)
     made = {k: v.rows if isinstance(v, Rows) else v for k, v in server.items()}
     outcome.spoilt = spoilt({k: v for k, v in made.items() if v is not state.server.get(k)})
     if outcome.spoilt:

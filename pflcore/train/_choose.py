@@ -29,7 +29,7 @@ from pflcore.train import _fits as fits
 from pflcore.train import _memory as memory
 from pflcore.train._batches import Batches, Plan
 from pflcore.train._chain import Chain, find_chain
-from pflcore.train._clients import Clients, Setting
+from pflcore.train._clients import TOGETHER, Clients, Setting
 from pflcore.train._engines import Engine
 from pflcore.train._fits import Unfit
 from pflcore.train._net import Net
@@ -43,7 +43,7 @@ BATCH = 8  # of the first pass
 SLOW = {"convolutions": nn.modules.conv._ConvNd, "an LSTM": nn.LSTM}  # under vmap, on a CPU
 
 
-def prepared(
+def prepared(  # noqa: PLR0913 (a run's own)
     net: Net,
     data: Federation,
     training: Training,
@@ -51,6 +51,7 @@ def prepared(
     workers: int | None = None,
     seed: int = 0,
     rounds: int = 1,
+    together: int = TOGETHER,
 ) -> Setting:
     """What a run needs, after one trial: model, data and criterion fit together, and what trains
     the model is the model. Unfit, a ValueError, in one sentence where something does not fit."""
@@ -61,7 +62,7 @@ def prepared(
     if chosen.chain is not None and training.local_optimizer != "sgd":
         more = "it gives the gradients, and AdamW takes its steps in torch"
         chosen = chosen._replace(why=f"{chosen.why}; {more}")
-    return Setting(net, data, training, chosen, Workers(workers), seed, rounds)
+    return Setting(net, data, training, chosen, Workers(workers), seed, rounds, together)
 
 
 # do they fit? -----------------------------------------------------------------------------------

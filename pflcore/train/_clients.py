@@ -6,7 +6,7 @@ statistics of batch norm that it left. S clients, rows [S, Q], in the order of `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -31,7 +31,11 @@ from pflcore.train._training import Training
 from pflcore.train._workers import Workers
 
 EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much a sample
+SHARED = 2 * EVAL_BATCH  # samples of the clients who share batches
 PARTS = 8  # of an evaluation by the kernels of a chain
+TOGETHER = 64
+ALIGNMENT = 64  # bytes at which torch begins a tensor's memory
+TWO_BLOCKS_MIN_WEIGHTS = 1 << 18  # of a cohort: two threads then share it
 Update = Callable[[Tensors, Callable[..., Tensor], Tensor], Tensors]  # rows, grad, taken
 Predict = Callable[[Tensors, Net, Tensor], Tensor]  # one client's model, net, x -> scores
 
@@ -46,6 +50,7 @@ class Setting(NamedTuple):
     workers: Workers
     seed: int = 0
     rounds: int = 1
+    together: int = TOGETHER  # clients of a block under vmap, at most
 
 
 def by_row(model: Tensors, net: Net, x: Tensor) -> Tensor:
@@ -78,6 +83,52 @@ def means(values: Tensor, lists: Ragged) -> Tensor:
     return sums / onto(lists.size, values.device)
 
 
+def blocks(
+    setting: Setting,
+    ids: Tensor,  # [S] of the whole cohort
+    looked_at: Tensor | None = None,  # [S] samples of each, in an evaluation
+) -> Tensor:
+    """Number [S] of each client's block: clients of one block are computed at once.
+
+    What torch computes over several clients has other last digits beside others: the elements at
+    the end of a tensor go through other instructions than those before. So blocks are made of the
+    whole cohort and of what stays the same over a run. Whoever computes whole blocks, in any order
+    and in any number of threads, gets the same bits.
+
+    Under vmap a block has at most `together` clients, neighbours by size. Else everybody trains
+    alone, and in an evaluation neighbours share the batches of a model that they all have.
+    """
+    count = len(ids)
+    if setting.engine.name != "vmap":
+        alone = torch.arange(count)
+        return alone if looked_at is None else (looked_at.cumsum(0) - looked_at) // SHARED
+    least = 2 if count * setting.net.size >= TWO_BLOCKS_MIN_WEIGHTS else 1
+    parts = min(count, max(-(-count // setting.together), least))
+    starts = torch.tensor([count * j // parts for j in range(1, parts)], dtype=torch.int64)
+    place = torch.arange(count)
+    order = by_size(setting.data.size("train")[ids], ids)
+    return torch.empty_like(place).scatter_(0, order, torch.searchsorted(starts, place, right=True))
+
+
+def by_size(size: Tensor, ids: Tensor) -> Tensor:
+    """Places [S] of clients, those of most samples first."""
+    return torch.from_numpy(np.lexsort((ids.numpy(), -size.numpy())))
+
+
+def aligned(v: Tensor) -> Tensor:
+    """The same values in memory that begins as that of a tensor of its own does.
+
+    The last digits of a product with a row depend on where the row begins, so on its place among
+    the others'.
+    """
+    return v if v.data_ptr() % ALIGNMENT == 0 else v.clone()
+
+
+def parted(values: Tensor, block: Tensor) -> Sequence[Tensor]:
+    """The values [S] of each block, by the blocks [S] that they are of."""
+    return values[block.argsort(stable=True)].split(block.unique(return_counts=True)[1].tolist())
+
+
 def known_means(values: Tensor, lists: Ragged) -> Tensor:
     """The same over the values that are there; a sample without one is NaN."""
     there = ~values.isnan()
@@ -92,11 +143,12 @@ class Clients:
     ids: Tensor  # [S] int64
     round: int
     buffers: Tensor  # [S, b] batch norm's statistics
+    block: Tensor | None = None  # [S] in a cohort that these are a part of; None: they are all
 
     def take(self, kept: Tensor) -> Clients:
         """Those who are `kept`, bool [S]."""
-        buffers = self.buffers[onto(kept, self.buffers.device)]
-        return replace(self, ids=self.ids[kept.cpu()], buffers=buffers)
+        buffers, at = self.buffers[onto(kept, self.buffers.device)], kept.cpu()
+        return replace(self, ids=self.ids[at], buffers=buffers, block=self._block[at])
 
     @property
     def net(self) -> Net:
@@ -206,23 +258,28 @@ class Clients:
     def scores(
         self, model: Tensors, split: str, predict: Predict = by_row
     ) -> list[tuple[Tensor, Tensor]]:
-        """Each client's scores [n, ...] in evaluation mode and labels [n, ...]. Where all have one
-        model, batches do not end with a client."""
-        lists, net, x = self.places(split), self.net, self.setting.data.x
-        found = [(0, lists.flat)] if self._have_one(model) else enumerate(lists)
-        parts = [(i, part) for i, places in found for part in places.split(EVAL_BATCH)]
+        """Each client's scores [n, ...] in evaluation mode and labels [n, ...]. Clients of a block
+        who all have one model share batches."""
+        lists, net, x = list(self.places(split)), self.net, self.setting.data.x
+        groups, parts = self._groups(model), list[tuple[int, Tensor]]()
+        for group in groups:
+            places = torch.cat([lists[i] for i in group])
+            parts += [(group[0], part) for part in places.split(EVAL_BATCH)]
 
         def look(part: tuple[int, Tensor]) -> Tensor:
             i, places = part
-            own = {k: v[i] for k, v in model.items()}
+            own = {k: aligned(v[i]) for k, v in model.items()}
             with torch.no_grad(), forward_mode(False, self.buffers[i], alone=True):
                 found = predict(own, net, x.index_select(0, places))
             if found.shape[:1] != places.shape:
                 raise NoBatchAxis(found.shape)
             return found
 
-        z, size = torch.cat(self.setting.workers.map(look, parts)), lists.size.tolist()
-        return list(zip(z.split(size), self.labels(split).split(size), strict=True))
+        order = [i for group in groups for i in group]
+        z = torch.cat(self.setting.workers.map(look, parts))
+        scores = dict(zip(order, z.split([len(lists[i]) for i in order]), strict=True))
+        labels = self.labels(split).split([len(own) for own in lists])
+        return [(scores[i], y) for i, y in enumerate(labels)]
 
     def features(self, w: Tensor, split: str = "train") -> tuple[Tensor, Tensor]:
         """What each client's head sees, [S, n, H], and the labels [S, n]; short clients are padded
@@ -241,10 +298,10 @@ class Clients:
         split: str,
         predict: Predict = by_row,
     ) -> tuple[Tensor, Tensor | None]:
-        """Each client's mean loss [S] and, for classes, its share of right answers [S] float64."""
+        """Each client's mean loss and, for classes, its share of right answers: [S] float64."""
         by_kernels = self.setting.engine.chain is not None and has_kernels(model["w"].device)
         if not by_kernels or predict is not by_row:
-            return self.worth(self.scores(model, split, predict), split, self._have_one(model))
+            return self.worth(self.scores(model, split, predict), split, self._groups(model))
 
         def look(w: Tensor, pool: Any, own: Ragged) -> Tensor:
             losses, hits, _ = chain_eval(w, *pool, own.flat, own.begin, 0)
@@ -259,19 +316,25 @@ class Clients:
         self,
         pairs: list[tuple[Tensor, Tensor]],
         split: str,
-        one: bool = False,
+        groups: Iterable[list[int]] = (),
         returns: str = "logits",
     ) -> tuple[Tensor, Tensor | None]:
         """Losses and shares [S] as `measure` has them, from what `scores` gave, which may be
-        probabilities; `one`: all clients' samples may go through the criterion at once."""
+        probabilities; the samples of a group of clients go through the criterion at once."""
         net, lists = self.net, self.places(split)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
         right = known_means(shares_right(z, y), lists) if self._labelled else None
-        if one and net.criterion in CRITERIA.values():
-            return means(torch.vmap(net.criterion)(z[:, None], y[:, None]), lists), right
         if self._labelled and returns == "probabilities" and z.dim() > y.dim() and z.shape[1] > 1:
             pairs = [(z.clamp(min=1e-12).log(), y) for z, y in pairs]
-        return torch.stack([net.batch_loss(z, y) for z, y in pairs]), right
+        several = [g for g in groups if len(g) > 1 and net.criterion in CRITERIA.values()]
+        losses = dict[int, Tensor]()
+        for group in several:
+            z, y = (torch.cat([pairs[i][k] for i in group])[:, None] for k in (0, 1))
+            of_each = means(torch.vmap(net.criterion)(z, y), lists.take(torch.tensor(group)))
+            losses |= zip(group, of_each.unbind(), strict=True)
+        for i in set(range(len(pairs))) - losses.keys():
+            losses[i] = net.batch_loss(*pairs[i]).double()
+        return torch.stack([losses[i] for i in range(len(pairs))]), right
 
     def grad(self, w: Tensor, split: str = "train") -> Tensor:
         """Each client's gradient [S, P] of `loss`.
@@ -291,11 +354,11 @@ class Clients:
             return chain_grad(w, *pool, index, own.size, None)[0]
 
         def by_engine(i: int) -> Tensor:
-            one, at, n = slice(i, i + 1), lists[i], len(labels[i])
+            one, at, n, row = slice(i, i + 1), lists[i], len(labels[i]), aligned(w[i])[None]
             total, cuts = torch.zeros_like(w[i]), [*range(batch, n - (train and n > 1), batch), n]
             for k, (a, b) in enumerate(pairwise([0, *cuts] if n else [])):
                 x = setting.data.x.index_select(0, at[a:b])
-                given = (w[one], x[None], labels[i][None, a:b], self.buffers[one], seed[one] + k)
+                given = (row, x[None], labels[i][None, a:b], self.buffers[one], seed[one] + k)
                 total += gradients(self.net, *given, False, train)[1][0] * ((b - a) / n)
             return total
 
@@ -331,24 +394,45 @@ class Clients:
             done.buffers[at], done.steps[at] = chunk.buffers, onto(batches.taken, device).double()
             done.loss[at] = chunk.losses / done.steps[at]
 
-        # chunks, however many workers: where a chain's kernels train, only arithmetic counts
         width = max(v[0].numel() for v in rows.values())
-        samples = int(self.size.sum()) if engine.chain and device.type == "cpu" else 0
-        order = torch.from_numpy(np.lexsort((self.ids.numpy(), -self.size.numpy())))
+        setting.workers.map(run, self._chunks(engine, width, terms is not None))
+        return done
+
+    def _chunks(self, engine: Engine, width: int, kernels: bool) -> Sequence[Tensor]:
+        """Places of the clients who train in one go, however many workers there are, on rows of
+        this width; `kernels`: all their steps may be a kernel's."""
+        order, count = by_size(self.size, self.ids), len(self.ids)
+        device = self.buffers.device
+        if engine.chain is None or not has_kernels(device):
+            return parted(order, self._block[order]) if engine.name == "vmap" else order.split(1)
+        # No client's bits depend on the others': only arithmetic counts.
+        samples = int(self.size.sum()) if device.type == "cpu" else 0
         small = 2 if count * width >= 1 << 18 else 1
         parts = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else small
         # so many that their arithmetic outweighs their steps' Python
-        most = max(2, count * setting.training.batch_size * width >> 23) if terms is None else 16
-        parts = count if engine.name == "loop" and not samples else min(count, parts, most)
+        most = 16 if kernels else max(2, count * self.setting.training.batch_size * width >> 23)
+        parts = min(count, parts, most)
         cuts = [count * j // parts for j in range(parts + 1)]
-        setting.workers.map(run, [order[a:b] for a, b in pairwise(cuts)])
-        return done
+        return [order[a:b] for a, b in pairwise(cuts)]
 
-    def _have_one(self, model: Tensors) -> bool:
-        """Whether all clients have one model: rows that are one row expanded, one statistics."""
+    @cached_property
+    def _block(self) -> Tensor:
+        """Number [S] of each client's block."""
+        return blocks(self.setting, self.ids) if self.block is None else self.block
+
+    def _groups(self, model: Tensors) -> list[list[int]]:
+        """Places of the clients who are looked at at once: those of a block, where all of the
+        cohort have one model, rows that are one row expanded, and the block one statistics."""
         one = all(len(v) > 1 and v.stride(0) == 0 for v in model.values())
-        buffers = self.buffers  # where there are none, nobody need look
-        return one and (not buffers.shape[1] or bool((buffers == buffers[:1]).all()))
+        groups = list[list[int]]()
+        for block in parted(torch.arange(len(self.ids)), self._block) if one else ():
+            if len(block) > 1 and self.buffers.shape[1]:
+                buffers = self.buffers[onto(block, self.buffers.device)]
+                if not (buffers == buffers[:1]).all():
+                    groups += block[:, None].tolist()
+                    continue
+            groups.append(block.tolist())
+        return groups or [[i] for i in range(len(self.ids))]
 
     @cached_property
     def _relabel(self) -> Tensor | None:

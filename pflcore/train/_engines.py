@@ -24,9 +24,8 @@ from pflcore.ops._sgd import check_sgd, clipped, corrected
 from pflcore.train._batches import Batches, Step
 from pflcore.train._chain import Chain
 from pflcore.train._net import Net
-from pflcore.train._training import Training
+from pflcore.train._training import BETAS, EPS, Training
 
-BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's, as torch has them by default
 EPOCH_BYTES = 1 << 26  # an epoch's minibatches are gathered at once up to this size
 Tensors = dict[str, Tensor]
 LossFn = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]  # net, row, x, y, extra
@@ -198,7 +197,8 @@ def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -
     if alone and chunk.loss is None:
         chunk.leaves = chunk.net.leaves(w[0])
     more = (not sgd, terms, t.momentum, t.weight_decay, t.clip_grad, grads is not None)
-    plain, adamw = not any(more), None if sgd else AdamW(w, lr, t.weight_decay)
+    plain = not any(more)
+    adamw = None if sgd else AdamW(w, lr, t, int(chunk.batches.taken.max()))
     velocity = torch.zeros_like(w) if t.momentum else None
     space = torch.empty_like(w)  # touched only where a gradient is a row
     for step in chunk.batches.steps:
@@ -249,18 +249,25 @@ def by_kernels(
 class AdamW:
     """Loshchilov and Hutter 2019, Algorithm 2, as `torch.optim.AdamW`."""
 
-    def __init__(self, w: Tensor, lr: float, decay: float) -> None:
-        self.w, self.lr, self.decay, self.steps = w, lr, decay, w.new_zeros(len(w), 1)
+    def __init__(self, w: Tensor, lr: float, t: Training, most: int) -> None:
+        self.w, self.lr, self.decay = w, lr, t.weight_decay
+        self.betas, self.eps = t.betas or BETAS, t.eps or EPS
         self.mean, self.square = torch.zeros_like(w), torch.zeros_like(w)
+        self.steps = w.new_zeros(len(w), 1, dtype=torch.int64)  # that each took, at most `most`
+        # By Python, one by one: torch's powers of several numbers have other last digits.
+        self.bias = [
+            w.new_tensor([1 - beta**k for k in range(most + 1)], dtype=torch.float64).to(w)
+            for beta in self.betas
+        ]
 
     def step(self, s: slice, grad: Tensor, terms: Tensors) -> None:
         w, mean, square, steps = (v[s] for v in (self.w, self.mean, self.square, self.steps))
         d = corrected(w, grad, terms.get("shift"), 0.0, terms.get("mu"), terms.get("anchor"))
         steps += 1
-        first, second = BETAS
+        first, second = self.betas
+        by_mean, by_square = (bias[steps] for bias in self.bias)
         mean.lerp_(d, 1 - first)
         square.mul_(second).addcmul_(d, d, value=1 - second)
-        by_mean, by_square = ((1 - beta ** steps.double()).to(w) for beta in BETAS)
-        root = square.sqrt().div_(by_square.sqrt()).add_(EPS)
+        root = square.sqrt().div_(by_square.sqrt()).add_(self.eps)
         move = (mean / root.mul_(by_mean)).add_(w, alpha=self.decay).mul_(self.lr)
         w.sub_(move * terms["mask"] if "mask" in terms else move)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 from typing import Annotated, Any, Literal
 
 import torch
@@ -21,6 +22,16 @@ WANTED = (
     "a function of (round, rounds) that multiplies lr, or one of an optimizer that makes a "
     "scheduler of torch's, such as lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)"
 )
+BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's, as torch has them by default
+
+
+def _are_betas(value: Any) -> bool:
+    pair = isinstance(value, tuple | list) and len(value) == 2
+    numbers = pair and all(isinstance(b, Real) and not isinstance(b, bool) for b in value)
+    return bool(numbers) and all(0 <= b < 1 for b in value)
+
+
+Betas = Annotated[tuple[float, float], Kind("two numbers from 0 to below 1", _are_betas)]
 
 
 @lru_cache(maxsize=64)
@@ -85,11 +96,11 @@ class Training:
     `lr` is the step size of round 1 (default schedule: of all rounds). `schedule` is a function of
     (round, rounds), which multiplies it, or one of an optimizer that makes a scheduler of torch's:
     `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`, one step a round. Its optimizer is
-    SGD or AdamW (`torch.optim.AdamW`'s formula, its betas and eps; weight decay is then decoupled
-    from the gradient, and lr wants to be some hundred times smaller); its moments start at zero in
-    every round. What a method adds to the gradient is added before the optimizer sees it, and after
-    clipping; columns that it masks never move. A method whose formula rests on SGD's steps refuses
-    AdamW in one sentence.
+    SGD or AdamW (`torch.optim.AdamW`'s formula with its `betas` and `eps`; weight decay is then
+    decoupled from the gradient, and lr wants to be some hundred times smaller); its moments start
+    at zero in every round. What a method adds to the gradient is added before the optimizer sees
+    it, and after clipping; columns that it masks never move. A method whose formula rests on SGD's
+    steps refuses AdamW in one sentence.
     """
 
     # step size of round 1
@@ -109,6 +120,8 @@ class Training:
     local_optimizer: Literal["sgd", "adamw"] = "sgd"  # of each client
     # no minibatch's gradient is longer (Euclidean norm); None: any
     clip_grad: Positive | None = None
+    betas: Betas | None = None  # AdamW's, of mean and square; None: 0.9 and 0.999
+    eps: Positive | None = None  # AdamW's; None: 1e-8
 
     def __post_init__(self) -> None:
         check(self)
@@ -117,6 +130,15 @@ class Training:
                 f"momentum: AdamW has betas in its place, got {self.momentum}; leave momentum out, "
                 "or take SGD."
             )
+        if self.betas is not None:
+            object.__setattr__(self, "betas", tuple(map(float, self.betas)))
+        for name in ("betas", "eps"):
+            value = getattr(self, name)
+            if self.local_optimizer == "sgd" and value is not None:
+                raise ValueError(
+                    f"{name}: SGD has none, got {value}; leave it out, or take "
+                    "local_optimizer='adamw'."
+                )
 
     @property
     def gradient_decay(self) -> float:

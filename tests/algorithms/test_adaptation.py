@@ -20,6 +20,7 @@ from small import (
     at_work,
     double,
     images,
+    layers,
     near,
     points,
     quadratics,
@@ -29,7 +30,7 @@ from small import (
     validated,
 )
 
-from pflcore import Federation, Net, Simulation, Training, evaluate
+from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training, evaluate
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import Setup
 
@@ -209,7 +210,75 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
             GRID.model(x, {}, none)
 
 
+def one_lacks(engine, model, **how):
+    """A run of five clients, the second of which has no validation samples, after two rounds."""
+    gen = torch.Generator().manual_seed(0)
+
+    def samples(n, turn):
+        y = torch.randint(0, 2, (n,), generator=gen)
+        return torch.randn(n, 4, generator=gen), (y + turn) % 2
+
+    clients = [
+        {"train": samples(30, i), "test": samples(20, i), "val": samples(20, i)} for i in range(5)
+    ]
+    del clients[1]["val"]
+    data, where = Federation.from_clients(clients), Hardware(engine=engine)
+    alg = FineTune(choose="client", finetune_epochs=4, lr_grid=(0.01, 0.5))
+    net = Net(lambda: layers(model), seed=0)
+    run = Simulation(alg, net, data, Training(lr=0.1, batch_size=8), 2, hardware=where, **how)
+    run.run()
+    return run
+
+
+PARTS = ([1], [1, 3], [0, 1], [0, 1, 2, 4], [2, 3])
+
+
+@pytest.mark.parametrize("statistics", ["average", "local"])
+@pytest.mark.parametrize(
+    "engine, model",
+    [
+        ("chain", "Linear 4 2"),
+        ("loop", "Linear 4 5, SiLU, Linear 5 2"),
+        ("loop", "Linear 4 5, BatchNorm1d 5, SiLU, Linear 5 2"),
+    ],
+)
+def test_what_is_best_for_the_others_does_not_depend_on_who_is_evaluated(engine, model, statistics):
+    run = one_lacks(engine, model, batch_norm=statistics)
+    whole = evaluate(run.setup, run.state)
+    for ids in map(torch.tensor, PARTS):
+        part = evaluate(run.setup, run.state, "test", ids)
+        for key, values in part.items():
+            assert torch.equal(values[ids], whole[key][ids]), (ids, key)
+
+
+def test_a_run_that_evaluates_some_gives_them_the_numbers_that_all_would_give():
+    whole = one_lacks("chain", "Linear 4 2").history.rounds[-1]["eval"]
+    for ids in PARTS:
+        run = one_lacks("chain", "Linear 4 2", evaluation=Evaluation(clients=ids))
+        found = run.history.rounds[-1]["eval"]
+        for key in ("loss", "accuracy"):
+            seen = [found[key][i] for i in ids] if len(found[key]) == 5 else found[key]
+            assert seen == [whole[key][i] for i in sorted(ids)]
+
+
 # kNN-Per -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["exp", "inverse", "gauss_dim"])
+def test_a_client_of_few_samples_votes_alike_beside_clients_of_many(kernel):
+    sizes, model = (3, 40, 7, 25), Net(lambda: layers("Linear 6 5, SiLU, Linear 5 4"))
+    s = tiny(sizes)._replace(net=model)
+    alg = KnnPer(k=10, kernel=kernel)
+    x = model.w0.expand(4, -1)
+    whole = alg.model({"x": x}, {}, at_work(s))
+    queries = torch.randn(17, 6)
+    for i in range(4):
+        alone = alg.model({"x": x[:1]}, {}, at_work(s, [i]))
+        one, other = (
+            alg.predict({k: v[at] for k, v in made.items()}, model, queries)
+            for made, at in ((alone, 0), (whole, i))
+        )
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import pytest
 import torch
 from methods import SFL, FedAMP, Mocha
 from parts.rivals import GOLDEN, close
-from small import after, lead, points, some, t, tiny
+from small import after, images, lead, points, some, t, tiny, tiny_model
 
+from pflcore import Simulation
 from pflcore.algorithms import Stop
 
 
@@ -22,6 +23,21 @@ def test_golden_fedamp_with_too_large_a_step():
 def test_sfl_of_a_graph_that_is_none(wrong):
     with pytest.raises(ValueError, match=r"^adjacency: expected 3 x 3 numbers >= 0"):
         SFL(wrong).graph(torch.zeros(3, 3), torch.ones(3))
+
+
+def test_a_run_goes_on_without_the_client_whose_step_size_is_not_the_others():
+    """Its round is that of the others; the record says that it was dropped."""
+
+    class Odd(Mocha):
+        def train(self, down, own, clients):
+            new, up, fit = super().train(down, own, clients)
+            return new, up | {"lr": up["lr"].clone().index_fill_(0, torch.tensor([2]), 1e3)}, fit
+
+    with pytest.warns(RuntimeWarning, match="client number 2: its step size is 1000, the others'"):
+        history = Simulation(Odd(), tiny_model(), images((12,) * 4), rounds=4).run()
+    assert [r["dropped"] for r in history.rounds] == [[], [2], [], [2]]
+    assert history.stopped is None and not any(r["void"] for r in history.rounds)
+    assert [r["moved"][2] is None for r in history.rounds] == [False, True, False, True]
 
 
 def test_an_unstable_mocha_stops_with_a_sentence():

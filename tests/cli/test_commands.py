@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -166,17 +168,55 @@ def test_whole_numbers_may_be_targets_and_columns_may_be_scaled():
     assert run.measure == "loss" and bool((run.last("loss") < 30).all())
 
 
+@pytest.fixture
+def prices():
+    """Two clients' files of whole-number prices."""
+    os.mkdir("data")
+    for name in "ab":
+        Path(f"data/{name}.csv").write_text("area,rooms,price\n9,3,250\n12,4,410\n7,2,199\n")
+    return "run local --data folder:data --rounds 1 --quiet --out o"
+
+
+def test_prices_are_no_classes_and_the_command_line_can_say_so(prices, capsys):
+    assert command(prices) == 2
+    said = capsys.readouterr().err
+    assert "y: expected labels below 6, the number of samples" in said and not os.path.exists("o")
+    for remedy in ("--criterion squared", "--classes None"):
+        assert remedy in said
+        assert command(f"{prices} --overwrite {remedy}") == 0
+        assert read("o")[0].header["classes"] is None
+    assert "--classes 411)" in said
+    assert command(f"{prices} --overwrite --classes 411") == 0
+    assert read("o")[0].header["classes"] == 411
+
+
+def test_a_column_is_chosen_by_its_name_on_the_command_line(prices):
+    assert command(f"{prices} --data-target rooms") == 0
+    (run,) = read("o")
+    assert run.header["classes"] == 5
+    assert run.header["partition_options"] == {"target": "rooms"}
+
+
+def test_models_by_name_take_whole_numbers_as_features():
+    os.mkdir("data")
+    for name in "ab":
+        np.savez(f"data/{name}.npz", x=np.arange(12).reshape(6, 2), y=np.arange(6) % 2)
+    how = "run local --data folder:data --rounds 1 --quiet --out o --overwrite"
+    assert command(how) == 0
+    assert command(f"{how} --standardize True") == 0
+
+
 def test_metrics_that_were_asked_for_are_in_the_table():
     """Of a validation split here, after training by AdamW."""
     held = "--val 0.25 --eval-split val --metrics balanced_accuracy auc"
-    how = "--local-optimizer adamw --clip-grad 0.5 --lr 0.01"
+    how = "--local-optimizer adamw --clip-grad 0.5 --lr 0.01 --betas 0.9 0.95 --eps 1e-6"
     assert command(f"run fedavg {SHORT} {held} {how}") == 0
     text, (run,) = Path("o/table.md").read_text(), read("o")
     (head,) = [line for line in text.splitlines() if line.startswith("| algorithm")]
     at = [head.index(k) for k in ("worst decile", "auc", "balanced_accuracy", "bytes")]
     assert at == sorted(at) and f"{run.last('balanced_accuracy').nanmean():.4f}" in text
     both = zip(run.header["size"], run.rounds[-1]["eval"]["size"], strict=True)
-    want = {"local_optimizer": "adamw", "clip_grad": 0.5}
+    want = {"local_optimizer": "adamw", "clip_grad": 0.5, "betas": [0.9, 0.95], "eps": 1e-6}
     assert want.items() <= run.header["training"].items() and "AdamW" in run.header["path"]["why"]
     assert "Validation accuracy" in text and all(v == math.ceil((k + v) / 4) for k, v in both)
 
@@ -203,6 +243,144 @@ def test_a_table_of_somebody_elses_stays():
     assert command("report o") == 0  # our own is made again
     path.write_text("my notes")
     assert command("report o") == 2 and path.read_text() == "my notes"
+
+
+ON = "--data synthetic_clusters --rounds 2 --quiet --checkpoint-every 1 --out o"
+FIRST, OTHER = f"run fedavg {ON}", f"run local {ON}"
+
+
+def files_in(folder):
+    """The bytes of every file in a folder, but for the lock."""
+    paths = (p for p in Path(folder).rglob("*") if p.is_file() and p.name != ".lock")
+    return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
+
+
+def full_disk():
+    """Texts are written half while it is on."""
+
+    def half(path, text, **_):
+        path.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    return mock.patch.object(Path, "write_text", half)
+
+
+def broken_off(words):
+    """Plays a command that Ctrl-C ends in its second round."""
+    with pytest.MonkeyPatch.context() as patch:
+        honest = FedAvg.update
+
+        def update(self, state, up, cohort):
+            if cohort.round == 2:
+                raise KeyboardInterrupt
+            return honest(self, state, up, cohort)
+
+        patch.setattr(FedAvg, "update", update)
+        assert command(words) == 130
+
+
+def test_a_disk_that_is_full_at_the_end_costs_the_table_alone(capsys):
+    """The earlier table stays, and what the sentence names works."""
+    with full_disk():
+        assert command(FIRST) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "cannot be written into o (No space left on device); make room" in last
+    assert last.endswith("then: pflcore report o.")
+    assert {*files_in("o")} == {"record.jsonl", "checkpoint.safetensors"}
+    assert command("report o") == command(f"{FIRST} --resume") == 0
+    before = files_in("o")
+    with full_disk():
+        assert command("report o") == 1
+    assert files_in("o") == before
+
+
+@pytest.mark.parametrize("text", ["", "#", "### dig"])
+def test_a_table_that_was_cut_off_is_the_commands_own(text):
+    broken_off(FIRST)
+    Path("o/table.md").write_text(text)
+    assert command(f"{FIRST} --resume") == 0
+    assert Path("o/table.md").read_text().count("| fedavg ") == 1
+    assert len(read("o")[0].rounds) == 2
+
+
+def test_what_a_command_makes_way_for_is_moved_and_named(capsys):
+    """Record, checkpoints and somebody's table; put back, the old run goes on."""
+    broken_off(FIRST)
+    Path("o/table.md").write_text("my notes")
+    before, names = files_in("o"), ("record.jsonl", "checkpoint.safetensors", "checkpoints")
+    assert command(f"{OTHER} --overwrite") == 0
+    said = ", ".join(f"{name} to {name}.1" for name in (*names, "table.md"))
+    assert f"Moved aside in o: {said}." in capsys.readouterr().err
+    moved = {k.replace(".1", "", 1): v for k, v in files_in("o").items() if ".1" in k}
+    assert moved == before and [r.algorithm for r in read("o")] == ["local"]
+    assert command(f"{OTHER} --overwrite") == 0  # and the next one beside it
+    assert {"record.jsonl.1", "record.jsonl.2"} < {*files_in("o")}
+    os.mkdir("p")
+    for name in names:
+        Path("o", f"{name}.1").rename(Path("p", name))
+    assert command(f"{FIRST} --resume".replace("--out o", "--out p")) == 0
+    assert [(r.algorithm, len(r.rounds)) for r in read("p")] == [("fedavg", 2)]
+
+
+def test_somebodys_table_does_not_keep_a_run_from_going_on():
+    broken_off(FIRST)
+    Path("o/table.md").write_text("my notes")
+    assert command(f"{FIRST} --resume") == 0
+    assert (
+        files_in("o")["table.md.1"] == b"my notes" and "| fedavg " in Path("o/table.md").read_text()
+    )
+
+
+def test_a_checkpoint_of_a_simulation_is_not_replaced(capsys):
+    simulation().save("o")
+    before = files_in("o")
+    assert command(FIRST) == 2
+    said = capsys.readouterr().err
+    assert "o holds checkpoint.safetensors; go on by --resume, name another" in said
+    assert command(f"{FIRST} --resume") == 2 and files_in("o") == before
+    assert "holds another run" in capsys.readouterr().err
+    assert command(f"{FIRST} --overwrite") == 0
+    assert files_in("o")["checkpoint.safetensors.1"] == before["checkpoint.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_run_of_which_a_line_is_damaged_is_played_again(damaged):
+    """Its header, though it was stopped; or a round, though it has the last one."""
+    words = f"compare --algorithms fedavg local {DIGITS} --rounds 6 --lr 1e38 --out o"
+    assert command(words) == 1
+    path, whole = Path("o/record.jsonl"), read("o")
+    lines = path.read_text().splitlines()
+    lines[damaged] = lines[damaged][:40]
+    path.write_text("\n".join(lines) + "\n")
+    assert command(f"{words} --resume") == 1
+    got = sorted(read("o"), key=lambda run: run.algorithm)
+    assert [r.algorithm for r in got] == ["fedavg", "local"]
+    for run, want in zip(got, whole, strict=True):
+        assert run.header == want.header and run.stopped == want.stopped
+        assert len(run.rounds) == len(want.rounds) == 3
+
+
+def test_a_warning_is_a_sentence_without_a_place_in_the_source(capsys, monkeypatch):
+    broken_off(FIRST)
+    Path("o/x.jsonl").write_text('{"round": "three"}\n')
+
+    def show(*what, **_):
+        print(warnings.formatwarning(*what), file=sys.stderr, end="")
+
+    monkeypatch.setattr(warnings, "showwarning", show)
+    assert command("report o") == 0
+    said = "pflcore: o/x.jsonl: 1 damaged line(s) are left out (1);"
+    assert said in capsys.readouterr().err
+
+
+def test_a_command_that_was_killed_before_its_first_line_begins():
+    """Its record is empty then, and what it was writing is removed."""
+    os.mkdir("o")
+    for name in ("record.jsonl", "record.jsonl.0123abcd.part", "curves.svg.0123abcd.part"):
+        Path("o", name).write_text("")
+    assert command(f"{FIRST} --resume") == 0
+    assert {*files_in("o")} == {"record.jsonl", "checkpoint.safetensors", "table.md"}
 
 
 def test_tables_and_pictures_again_from_records(capsys):
@@ -265,6 +443,7 @@ run fedavg DIGITS --target -1 | target: expected
 run fedavg DIGITS --lr -1 | lr: expected
 run fedavg DIGITS --clip nan | clip:
 run fedavg DIGITS --local-optimizer adamw --momentum 0.5 | momentum:
+run fedavg DIGITS --betas 0.9 0.95 | betas: SGD has none
 run fedavg DIGITS --rounds 0 | rounds:
 run fedavg DIGITS --eval-split val | evaluation.split:
 run fedavg DIGITS --val 1 | val: expected
@@ -275,6 +454,7 @@ run fedavg DIGITS --data-seed -1 | data_seed:
 run fedavg DIGITS --participation 0 | participation:
 run fedavg DIGITS --workers -1 | workers:
 run fedavg DIGITS --workers 100000 | workers:
+run fedavg DIGITS --together 0 | together: expected
 run fedavg DIGITS --last 0 | last:
 run fedavg DIGITS --checkpoint-every -1 | checkpoint_every:
 run fedavg DIGITS --resume | resume:
@@ -389,6 +569,26 @@ def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkey
     (run,) = read("o")
     assert len(run.rounds) == 2 and run.stopped == "Interrupted after round 2 of 3."
     assert command(f"run fedavg {DIGITS} --rounds 1 --out p") == 0  # a later run is not interrupted
+
+
+def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys):
+    honest = FedAvg.update
+
+    def update(self, state, up, cohort):
+        if cohort.round == 3:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+        return honest(self, state, up, cohort)
+
+    monkeypatch.setattr(FedAvg, "update", update)
+    assert command(f"run fedavg {DIGITS} --out o") == 130
+    (run,) = read("o")
+    assert run.whole and len(run.rounds) == 3 and run.stopped is None
+    assert "stopped" not in capsys.readouterr().out
+    monkeypatch.setattr(FedAvg, "update", honest)
+    before = Path("o/record.jsonl").read_bytes()
+    assert command(f"run fedavg {DIGITS} --out o --resume") == 0
+    assert Path("o/record.jsonl").read_bytes() == before
 
 
 @pytest.mark.deep("another process")

@@ -351,15 +351,25 @@ BAD_CLIENTS = """\
 [[[[1.0]], [0, 1]]] | client 0 (train): expected one target for each input, got [[1, 1], [2]
 [[[["a"]], [0]]] | x of client 0 (train): expected numbers
 [[[[1.0, 2.0], [1.0]], [0, 1]]] | x of client 0 (train): expected numbers in one array (pad
-[[1, 2, 3]] | client 0 (train): expected a pair (x, y), or a Dataset of pairs, at least one
+[[1, 2, 3]] | client 0 (train): expected a pair (x, y), or a Dataset of pairs (or a list of them); t
 [5] | client 0 (train): expected a pair (x, y), or a Dataset
 [{"train": PAIR, "dev": PAIR}] | client 0: expected 'train' samples, and perhaps
 """
 ARRAYS = [
     ([(X, np.array(["cat"] * 8))], "y of client 0 (train): expected numbers in one array (pad seq"),
     ([[(X[k, :k], 0) for k in (1, 2, 3)]], "client 0 (train): expected numbers in one array"),
-    ([TensorDataset(torch.zeros(0, 1), torch.zeros(0))], "client 0 (train): expected a pair (x, y"),
-    ([(X, 2 * Y - 1)], "y: expected int64 labels in 0..1 (classes=None for regression); of -1 and"),
+    (
+        [TensorDataset(torch.zeros(0, 1), torch.zeros(0))],
+        "clients: expected a sample to train on fo",
+    ),
+    (
+        [(X, Y), ([], [])],
+        "clients: expected a sample to train on for each; leave out the 1 without, ",
+    ),
+    (
+        [(X, 2 * Y - 1), (X, Y * 0)],
+        "y: expected int64 labels in 0..1 (classes=None for regression);",
+    ),
 ]
 TWO, IID = Federation.from_clients([(X, Y), (X, Y)]), partition("iid", Y, 2)
 # whose method, on what, and the beginning of the sentence; in `of`: None is all splits

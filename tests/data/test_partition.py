@@ -170,6 +170,34 @@ def test_dirichlet_falls_back_and_says_so():
     assert sizes(part, "test") == [1] * 10 and part.facts["draws"] == 100
 
 
+@pytest.mark.parametrize("size, n, floor", [(1000, 5, 20), (200, 5, 20), (190, 5, 19), (11, 5, 1)])
+@pytest.mark.parametrize("name", ["dirichlet", "practical2"])
+def test_dirichlets_floor_is_half_of_the_mean_share_in_a_small_pool(name, size, n, floor):
+    part = partition(name, np.arange(size) % 2, n)
+    lists = part.index["train"] if name == "dirichlet" else whole(part)
+    least = 2 if name == "practical2" else 1  # one to train on, and one to be tested on
+    assert part.facts["min_size"] == max(floor, least)
+    assert min(map(len, lists)) >= max(floor, least)
+
+
+def test_dirichlet_needs_a_test_sample_for_each_client():
+    with sentence("n: expected at most as many as the 4 test samples, got 5"):
+        partition("dirichlet", Y, 5, test_labels=YT[:4])
+    # which are one pool with the others here
+    assert partition("practical2", Y, 5, test_labels=YT[:4]).facts["draws"]
+
+
+@pytest.mark.parametrize("classes", [3, 12])
+def test_other_numbers_of_classes_have_equal_shares_alone(classes):
+    y = np.arange(60 * classes) % classes
+    part = partition("A", y, 4)
+    assert all(
+        (np.bincount(y[rows], minlength=classes) == 15).all() for rows in part.index["train"]
+    )
+    with sentence("partition: expected 10 classes for B"):
+        partition("B", y, 4)
+
+
 @given(st.integers(1, 30), st.integers(1, 4), st.integers(0, 9))
 def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
     y, yt = labels_with([120 * n] * 10), labels_with([12 * n] * 10, 1)

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import struct
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from doors import (
     synthetic_quadratic,
     vehicle,
 )
-from places import golden, tabled
+from places import ROOT, golden, tabled
 from small import equals
 
 from pflcore import data as room
@@ -287,7 +288,7 @@ def csv(at, **files):
 # Excel marks its UTF-8, pandas numbers the columns of an array, and quotes
 TABLES = r"""{"c10": "a,b,z\n1,2,0\n3,4,1\n", "c2": "5,6,2\n\n"} | {} | 3 | [[[5, 6]], [2]] | ROWS
 {"c10": "1,2,0\n3,4,1\n", "c2": "5,6,2\n"} | {"classes": null} | null | [[[5, 6]], [2]] | ROWS
-{"c": "5,6,2\n"} | {"target": 0} | 6 | [[[6, 2]], [5]]
+{"c": "5,6,2\n"} | {"target": 0, "classes": 6} | 6 | [[[6, 2]], [5]]
 {"c": "a,b,c\n5,6,2\n"} | {"target": "a", "classes": null} | null | [[[6, 2]], [5]]
 {"c": "\ufeff1,2,0\n3,4,1\n"} | {} | 2 | ROWS
 {"c": "0,1,2\n1,2,0\n3,4,1\n"} | {} | 2 | ROWS
@@ -306,6 +307,7 @@ def test_a_folder_of_csv_files(row, tmp_path):
 def test_what_lies_beside_csv_files(tmp_path):
     csv(tmp_path, a="1,2,0\n3,4,1\n")
     (tmp_path / "README.md").write_text("about")
+    (tmp_path / "._a.csv").write_bytes(b"hidden")
     assert federation_of(f"folder:{tmp_path}", fractions={"test": 0.5}).n == 1
     (tmp_path / "holiday.jpg").write_bytes(b"")  # a download folder is no federation
     sentence(OSError, lambda: folder(tmp_path), "holiday.jpg")
@@ -389,6 +391,14 @@ def test_wrong_options_are_one_sentence(line, tmp_path, monkeypatch):
     data, options, error, *said = line.replace("HERE", str(tmp_path)).split(" | ")
     given = json.loads(options)
     sentence(getattr(builtins, error), lambda: federation_of(data, **given), *said)
+
+
+def test_the_page_on_data_has_every_name():
+    text = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`([\w*]+)`", row)}
+    assert {*room.SOURCES, *room.FEDERATIONS} <= named
+    assert {*room.PARTITIONS} - {"A*", "B*"} <= named
 
 
 def test_unknown_names_list_the_known_ones():

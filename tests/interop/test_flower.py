@@ -2,9 +2,11 @@
 their client, one sends each client its own model, in apps that know nothing of it; Multi-Krum by
 exact distances."""
 
+import io
 import logging
 import os
 import pickle
+from functools import cache
 
 import numpy as np
 import pytest
@@ -58,7 +60,8 @@ class Nodes(Grid):
     messages go through Flower's classes, but through no network and no Ray."""
 
     def __init__(self, app, partitions):
-        self.app, self.answered = app, []
+        self.app, self.answered, self.asked = app, [], []
+        self.lies = {}  # what a node answers to the question which client it is
         each = enumerate(partitions, 100)
         self.contexts = {node: context(node, {"partition-id": p}) for node, p in each}
         self.mute = set()  # nodes that do not answer
@@ -70,8 +73,12 @@ class Nodes(Grid):
     def send_and_receive(self, messages, *, timeout=None):
         replies = []
         for message in messages:
-            node = message.metadata.dst_node_id
+            node, kind = message.metadata.dst_node_id, message.metadata.message_type
+            self.asked.append((kind, node, timeout))
             if node in self.mute:
+                continue
+            if kind == "query.pflcore" and node in self.lies:
+                replies.append(Message(self.lies[node], reply_to=message))
                 continue
             kept = pickle.loads(pickle.dumps(self.contexts[node]))  # as it travels
             try:
@@ -84,6 +91,12 @@ class Nodes(Grid):
                 replies[-1].content = self.spoil(replies[-1])
         self.answered += sorted(replies, key=lambda reply: reply.metadata.src_node_id)
         return replies[::-1]
+
+    def trainers(self):
+        """The nodes that were asked to train since they were last asked for here."""
+        nodes = sorted(node for kind, node, _ in self.asked if kind == "train")
+        self.asked.clear()
+        return nodes
 
     def trained(self):
         """The models that came, round after round."""
@@ -273,7 +286,7 @@ def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is():
 
 
 def error_of(app, partitions, name="scaffold", net=model):
-    strategy = PflStrategy(Server(name, net, N, rounds=1), min_available_nodes=1)
+    strategy = PflStrategy(Server(name, net, N, rounds=3), min_available_nodes=1)
     with pytest.raises(ValueError) as error:
         strategy.start(Nodes(app, partitions))
     assert "\n" not in str(error.value)
@@ -283,12 +296,12 @@ def error_of(app, partitions, name="scaffold", net=model):
 def test_what_does_not_fit_is_one_sentence():
     wide = client_app(maker("scaffold", lambda: nn.Linear(6, 3).double()))
     said = error_of(wide, [0, 1])
-    assert "all 2 clients failed, the first one for this reason" in said
+    assert "all 2 clients failed, the first one by" in said
     assert "download: it is of another algorithm, model or `batch_norm` than" in said
     said = error_of(ClientApp(), [0])
-    assert "it does not say which client it is" in said and "must be a client_app" in said
+    assert "no node says which client it is" in said and "must be a client_app" in said
     said = error_of(client_app(maker("waffle")), [1, 2], "waffle")
-    assert said.startswith("algorithm: expected a node for its client in every round, got")
+    assert said.startswith("3 rounds in a row came to nothing: Waffle needs a node for client numb")
     halves = lambda: model().bfloat16()  # noqa: E731
     said = error_of(client_app(maker("fedavg", halves)), [0], "fedavg", halves)
     assert "expected float32 or float16, which Flower carries, got a tensor" in said
@@ -301,7 +314,7 @@ def test_what_does_not_fit_is_one_sentence():
         client_app("fedavg")
     with sentence("initial_arrays: expected None, as the start is the mo"):
         own.start(nodes, arrays)
-    with sentence("method: expected one that needs only models"):
+    with sentence("method: scaffold needs more of its clients than a model"):
         PersonalStrategy("scaffold")
 
 
@@ -331,6 +344,380 @@ def test_one_malformed_reply_ends_no_run(strategy, how, caplog, monkeypatch):
     with pytest.warns(RuntimeWarning) if warned else caplog.at_level(logging.WARNING):
         plan.start(grid, *start, num_rounds=2)
     assert plan.server.round == 2 if strategy == "all" else set(plan.models) == {100, 101, 103}
+
+
+# -- one node that answers otherwise than the others is absent, and ends no run -------------------
+
+
+def npy(array, **header):
+    """The bytes of an array as Flower carries them."""
+    file = io.BytesIO()
+    if header:
+        about = np.lib.format.header_data_from_array_1_0(array) | header
+        np.lib.format.write_array_header_1_0(file, about)
+        file.write(array.tobytes())
+    else:
+        np.save(file, array)
+    return file.getvalue()
+
+
+class Touches:
+    """Leaves a file behind where it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch unpickled",)
+
+
+def carried(array, data, stype="numpy.ndarray"):
+    return Array(dtype=str(array.dtype), shape=array.shape, stype=stype, data=data)
+
+
+TENSORS = {  # what may stand in the place of a tensor of a reply
+    "cut": lambda a: carried(a, npy(a)[:60]),
+    "cut in its numbers": lambda a: carried(a, npy(a)[:-2]),
+    "garbage": lambda a: carried(a, b"garbage"),
+    "empty": lambda a: carried(a, b""),
+    "pickled": lambda a: carried(a, npy(np.array([Touches()], dtype=object))),
+    "zipped": lambda a: carried(a, b"PK\x03\x04" + npy(a)),
+    "far too large": lambda a: carried(a, npy(a, shape=(10**9, 10**3))),
+    "of a negative shape": lambda a: carried(a, npy(a, shape=(-1,))),
+    "of another kind": lambda a: carried(a, npy(a), "evil"),
+    "words": lambda a: Array(np.array(["a"])),
+    "bytes": lambda a: Array(np.zeros(a.shape, dtype="V2")),
+    "short": lambda a: Array(a[:-1]),
+    "none": lambda a: Array(a[:0]),
+    "half": lambda a: Array(a.astype(np.float16)),
+    "complex": lambda a: Array(a.astype(np.complex64)),
+    "NaN": lambda a: Array(a * np.nan),
+    "Inf": lambda a: Array(a + np.inf),
+}
+WEIGHTS = {  # and in that of its number of samples
+    "0": {"num-examples": 0},
+    "negative": {"num-examples": -1},
+    "nan": {"num-examples": float("nan")},
+    "inf": {"num-examples": float("inf")},
+    "huge": {"num-examples": 10**30},
+    "list": {"num-examples": [12]},
+    "absent": {"n": 12},
+}
+RECORDS = {  # and in that of its records
+    "nothing": lambda arrays, metrics: {},
+    "config": lambda arrays, metrics: {"config": ConfigRecord({"x": 1})},
+    "arrays alone": lambda arrays, metrics: {"arrays": arrays},
+    "metrics alone": lambda arrays, metrics: {"metrics": metrics},
+    "two models": lambda arrays, metrics: {"arrays": arrays, "more": arrays, "metrics": metrics},
+    "no tensor": lambda arrays, metrics: {"arrays": ArrayRecord({}), "metrics": metrics},
+    "a tensor more": lambda arrays, metrics: {
+        "arrays": ArrayRecord({**arrays, "z": Array(np.zeros(2))}),
+        "metrics": metrics,
+    },
+}
+# what only the means of Flower's own do not bear
+NAMES = {
+    "two metrics": lambda arrays, metrics: {"arrays": arrays, "metrics": metrics, "m": metrics},
+    "another name": lambda arrays, metrics: {"other": arrays, "metrics": metrics},
+    "another metric": lambda arrays, metrics: {
+        "arrays": arrays,
+        "metrics": MetricRecord({**metrics, "loss": [1.0, 2.0]}),
+    },
+}
+
+
+def spoilt(content, part, how):
+    """A reply in which one thing is another."""
+    arrays, metrics = content["arrays"], content["metrics"]
+    if part == "tensor":
+        key = next(k for k in arrays if not k.startswith("@"))
+        arrays = ArrayRecord({**arrays, key: TENSORS[how](arrays[key].numpy())})
+    if part == "weight":
+        metrics = MetricRecord(WEIGHTS[how])
+    make = {**RECORDS, **NAMES}[how] if part == "records" else RECORDS["arrays alone"]
+    made = make(arrays, metrics)
+    return RecordDict(made if part == "records" else {**made, "metrics": metrics})
+
+
+@cache
+def honest(strategy):
+    """What four nodes answer in a first round of this strategy."""
+    grid = Nodes(client_app(maker("ditto")) if strategy == "server" else trainer(), range(4))
+    start = () if strategy == "server" else (ArrayRecord(model().state_dict()),)
+    STRATEGIES[strategy]().start(grid, *start, num_rounds=1)
+    replies = [m for m in grid.answered if m.metadata.message_type == "train"]
+    return {m.metadata.src_node_id: m.content for m in replies}
+
+
+STRATEGIES = {
+    "server": lambda: PflStrategy(Server("ditto", model, 4, rounds=2, seed=SEED)),
+    "clusters": lambda: PersonalStrategy("clusters", **LEAST),
+    "feddwa": lambda: PersonalStrategy("feddwa", **LEAST),
+    "multikrum": lambda: ExactMultiKrum(num_malicious_nodes=0, num_nodes_to_select=4, **LEAST),
+}
+
+
+def answers(contents, kind="train"):
+    """Replies of nodes, the last one's first."""
+    asked = {node: Message(RecordDict(), node, kind) for node in contents}
+    each = [Message(contents[node], reply_to=asked[node]) for node in contents]
+    return each[::-1]
+
+
+def aggregated(strategy, contents):
+    """All that a strategy makes of these answers to its first round."""
+    plan = STRATEGIES[strategy]()
+    for node in honest(strategy):
+        if strategy == "server":
+            plan.clients[node] = node - 100
+            plan.server.join(node - 100)
+    arrays, metrics = plan.aggregate_train(1, answers(contents))
+    made = {"mean": arrays, **getattr(plan, "models", {})}
+    made = {k: v.to_torch_state_dict() for k, v in made.items() if v is not None}
+    if strategy == "server":
+        made["state"] = plan.server.state_dict()["state"]
+    return {f"{k}.{n}": t for k, v in made.items() for n, t in v.items()}, metrics
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+ODD = [
+    *(("tensor", how) for how in TENSORS),
+    *(("weight", how) for how in WEIGHTS),
+    *(("records", how) for how in RECORDS),
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("part, how", ODD, ids=[" ".join(odd) for odd in ODD])
+def test_a_reply_that_cannot_be_used_is_absent(strategy, part, how, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    contents = honest(strategy)
+    others = {node: contents[node] for node in (100, 101, 103)}
+
+    got, _ = aggregated(strategy, {**contents, 102: spoilt(contents[102], part, how)})
+
+    want, _ = aggregated(strategy, others)
+    # a model of Krum's that is not finite is one of those that it does not choose
+    assert equal(got, want) and [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("how", NAMES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_records_and_metrics_of_other_names_end_no_round(strategy, how):
+    contents = honest(strategy)
+    others = {node: contents[node] for node in (100, 101, 103)}
+
+    got, metrics = aggregated(strategy, {**contents, 102: spoilt(contents[102], "records", how)})
+
+    want, _ = aggregated(strategy, contents if strategy == "server" else others)
+    assert equal(got, want) and metrics is not None
+
+
+EVALUATIONS = [
+    *(({"metrics": MetricRecord({"loss": 9.0, **weight})}) for weight in WEIGHTS.values()),
+    {},
+    {"other": MetricRecord({"loss": 9.0, "num-examples": 2})},
+    {"metrics": MetricRecord({"loss": [9.0, 9.0], "num-examples": 2})},
+    {"metrics": MetricRecord({"loss": 9.0, "more": 1, "num-examples": 2})},
+    {"metrics": MetricRecord({"num-examples": 2})},
+    {k: MetricRecord({"loss": 9.0, "num-examples": 2}) for k in ("metrics", "m")},
+    {"metrics": ConfigRecord({"loss": 9.0, "num-examples": 2})},
+]
+
+
+@pytest.mark.parametrize("odd", EVALUATIONS)
+@pytest.mark.parametrize("strategy", ["server", "clusters", "multikrum"])
+def test_an_evaluation_that_cannot_be_used_is_absent(strategy, odd):
+    fine = RecordDict({"metrics": MetricRecord({"loss": 1.0, "num-examples": 2})})
+    contents = {100: RecordDict(odd), 101: fine, 102: fine}
+
+    found = STRATEGIES[strategy]().aggregate_evaluate(1, answers(contents, "evaluate"))
+
+    assert found == MetricRecord({"loss": 1.0})
+
+
+def test_an_evaluation_of_nobody_gives_nothing():
+    none = RecordDict({"metrics": MetricRecord({"loss": 1.0, "num-examples": 0})})
+    for make in STRATEGIES.values():
+        assert make().aggregate_evaluate(1, answers({100: none, 101: none}, "evaluate")) is None
+
+
+def test_a_negative_variance_reaches_nobody():
+    contents = dict(honest("clusters"))
+    arrays = contents[102]["arrays"]
+    odd = {**arrays, "1.running_var": Array(-arrays["1.running_var"].numpy() - 1)}
+    contents[102] = RecordDict({"arrays": ArrayRecord(odd), "metrics": contents[102]["metrics"]})
+    plan = PersonalStrategy("krum", **LEAST)
+    plan.aggregate_train(1, answers(contents))
+    for mean, _ in (plan.aggregate_train(2, answers(contents)),):
+        assert (mean.to_torch_state_dict()["1.running_var"] > 0).all()
+    assert plan.models == {}  # krum wants five
+
+
+def test_too_few_models_for_a_method_leave_everybody_the_one_that_it_has():
+    contents = honest("clusters")
+    plan = PersonalStrategy("clusters", **LEAST)
+    plan.aggregate_train(1, answers(contents))
+    before = dict(plan.models)
+
+    mean, _ = plan.aggregate_train(2, answers({100: contents[100]}))
+
+    assert plan.models == before and sorted(before) == [100, 101, 102, 103]
+    assert torch.equal(
+        mean.to_torch_state_dict()["0.weight"],
+        contents[100]["arrays"].to_torch_state_dict()["0.weight"],
+    )
+
+
+def test_cohorts_that_share_nobody_have_no_last_round():
+    """FedDWA looks back to a client's last upload; who has none keeps its model."""
+    contents = honest("feddwa")
+    plan = PersonalStrategy("feddwa", **LEAST)
+    for ids in ((100, 101), (102, 103)):
+        plan.aggregate_train(1, answers({node: contents[node] for node in ids}))
+    for node in (102, 103):
+        own = contents[node]["arrays"].to_torch_state_dict()
+        for key, value in plan.models[node].to_torch_state_dict().items():
+            near(value, own[key])
+
+
+def test_models_of_another_form_do_not_become_the_usual_ones():
+    """Of two nodes either may be the odd one: the form is the one that was sent."""
+    contents = honest("feddwa")
+    odd = spoilt(contents[100], "tensor", "short")
+    plan = PersonalStrategy("feddwa", min_train_nodes=2, min_available_nodes=2)
+    grid = Nodes(trainer(), range(2))
+    sent = ArrayRecord(model().state_dict())
+    list(plan.configure_train(1, sent, ConfigRecord(), grid))
+    for round in (1, 2):
+        plan.aggregate_train(round, answers({100: odd, 101: contents[101]}))
+    assert sorted(plan.models) == [101]
+    plan.aggregate_train(3, answers({100: odd}))  # nobody sends the usual form
+    plan.aggregate_train(4, answers({100: odd}))
+    assert sorted(plan.models) == [100, 101]
+
+
+# -- and which client a node is --------------------------------------------------------------------
+
+
+def asked(answer):
+    return RecordDict({"config": answer})
+
+
+ANSWERS = {
+    "nothing": RecordDict({}),
+    "no client": asked(ConfigRecord({"x": 1})),
+    "a list": asked(ConfigRecord({"client": [1, 2]})),
+    "a float": asked(ConfigRecord({"client": 1.5})),
+    "a truth value": asked(ConfigRecord({"client": True})),
+    "bytes": asked(ConfigRecord({"client": b"a"})),
+    "metrics": asked(MetricRecord({"client": 1.5})),
+    "a tensor": asked(ArrayRecord({"client": Array(np.zeros(2))})),
+    "an error": Error(code=0, reason="boom"),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_a_node_that_does_not_say_which_client_it_is_is_asked_again(answer):
+    grid = Nodes(client_app(maker("ditto")), range(N))
+    grid.lies = {102: ANSWERS[answer]}
+    strategy = PflStrategy(Server("ditto", model, N, rounds=4, seed=SEED))
+    strategy.start(grid, num_rounds=1)
+    assert strategy.server.round == 1 and 2 not in strategy.server.clients
+    assert grid.trainers() == [100, 101, 103]
+    grid.lies = {}
+    strategy.start(grid, num_rounds=1)
+    assert strategy.server.round == 2 and grid.trainers() == [100, 101, 102, 103]
+
+
+def test_who_was_known_first_is_the_client_while_it_is_connected(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
+    grid = Nodes(client_app(maker("feddwa")), range(N))
+    strategy = PflStrategy(Server("feddwa", model, N, rounds=9, seed=SEED), min_available_nodes=1)
+
+    def play():
+        strategy.start(grid, num_rounds=1)
+        return grid.trainers()
+
+    assert play() == [100, 101, 102, 103]
+    for impostor in (5, 999):  # before and behind it in the order of the nodes
+        grid.contexts[impostor] = context(impostor, {"partition-id": 1})
+        assert play() == [100, 101, 102, 103]
+    assert "node 5 says it is client 1, as node 101 does, which was first" in caplog.text
+    caplog.clear()
+    assert play() == [100, 101, 102, 103] and "node 5" not in caplog.text  # it is said once
+    assert strategy.server.clients == {i: i for i in range(N)}
+    # the connection ends, and the client comes back, as the same node or as another
+    del grid.contexts[5], grid.contexts[999]
+    own = grid.contexts.pop(101)
+    assert play() == [100, 102, 103]
+    grid.contexts[205] = own
+    assert play() == [100, 102, 103, 205]
+    grid.contexts[101] = own
+    del grid.contexts[205]
+    assert play() == [100, 101, 102, 103]
+    assert strategy.server.clients == {i: i for i in range(N)}
+
+
+def test_of_two_that_come_at_once_the_grid_says_who_is_first():
+    grid = Nodes(client_app(maker("ditto")), range(N))
+    grid.contexts[5] = context(5, {"partition-id": 1})
+    strategy = PflStrategy(Server("ditto", model, N, rounds=4, seed=SEED))
+    strategy.start(grid, num_rounds=1)
+    assert grid.trainers() == [100, 101, 102, 103]
+
+
+def test_a_node_whose_client_would_grow_a_round_that_has_begun_waits():
+    grid = Nodes(client_app(maker("ditto")), [0, 1])
+    strategy = PflStrategy(Server("ditto", model, 2, rounds=4, seed=SEED))
+    grid.mute = {100, 101}
+    list(strategy.configure_train(1, ArrayRecord(), ConfigRecord(), grid))
+    grid.mute = set()
+    strategy.start(grid, num_rounds=1)
+    grid.asked.clear()
+    grid.contexts[102] = context(102, {"partition-id": 2})
+    strategy.server.download(0)  # which begins a round
+    list(strategy.configure_train(2, ArrayRecord(), ConfigRecord(), grid))
+    assert strategy.server.num_clients == 2
+    strategy.start(grid, num_rounds=2)
+    assert strategy.server.num_clients == 3 and 102 in grid.trainers()
+
+
+def test_a_question_waits_no_longer_than_a_round():
+    grid = Nodes(client_app(maker("ditto")), range(N))
+    strategy = PflStrategy(Server("ditto", model, N, rounds=4, seed=SEED))
+    strategy.start(grid, num_rounds=1, timeout=7)
+    assert {timeout for _, _, timeout in grid.asked} == {7}
+
+
+def test_a_required_client_may_be_away_for_a_round():
+    grid = Nodes(client_app(maker("waffle")), range(N))
+    strategy = PflStrategy(Server("waffle", model, N, rounds=9, seed=SEED), min_available_nodes=1)
+    strategy.start(grid, num_rounds=1)
+    target = grid.contexts.pop(100)
+    strategy.start(grid, num_rounds=2)
+    assert strategy.server.round == 1
+    grid.contexts[100] = target
+    strategy.start(grid, num_rounds=1)
+    assert strategy.server.round == 2
+    del grid.contexts[100]
+    with sentence("3 rounds in a row came to nothing: Waffle needs a node for client number 0 in"):
+        strategy.start(grid, num_rounds=3)
+
+
+def test_a_round_in_which_everybody_fails_is_skipped_twice():
+    def fails(context):
+        raise ValueError("it is night")
+
+    night, day = (Nodes(client_app(make), range(N)) for make in (fails, maker("ditto")))
+    strategy = PflStrategy(Server("ditto", model, N, rounds=9, seed=SEED), fraction_evaluate=0.0)
+    for _ in range(2):
+        strategy.start(night, num_rounds=2)
+        strategy.start(day, num_rounds=1)
+    assert strategy.server.round == 2
+    with sentence("3 rounds in a row came to nothing: all 4 clients failed, .*it is night"):
+        strategy.start(night, num_rounds=3)
 
 
 K, F, P = 10, 2, 100_000  # replies, hostile ones of them, numbers of each
@@ -393,3 +780,49 @@ def test_too_few_replies_skip_a_round_and_a_model_that_is_not_finite_is_not_chos
     bad, steps = Array(np.full(100, np.nan, np.float32)), Array(np.asarray(0))
     given[5] = RecordDict({"arrays": ArrayRecord({"w": bad, "steps": steps})})
     assert 5 not in chosen(select_multikrum, given)
+
+
+def test_krum_goes_on_without_who_does_not_fit():
+    """Of ten that may have two hostile ones, and of seven, of whom each that does not fit was
+    one."""
+    given = contents(0.5, p=100)
+    odd = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))})})
+    for count in (10, 7):
+        some, words = given[:count], {"num_malicious_nodes": 2, "num_nodes_to_select": count - 2}
+        for node in (0, 1, count - 1):
+            mixed = [odd if i == node else c for i, c in enumerate(some)]
+            left = [c for i, c in enumerate(some) if i != node]
+            got, _ = ExactMultiKrum(**words).aggregate_train(1, messages(mixed))
+            f = 2 if count == 10 else 1
+            most = {"num_malicious_nodes": f, "num_nodes_to_select": len(left) - f}
+            want, _ = ExactMultiKrum(**most).aggregate_train(1, messages(left))
+            assert np.array_equal(got["w"].numpy(), want["w"].numpy())
+            best = select_multikrum(mixed, 1, 3)
+            assert best == select_multikrum(left, 1, 3)
+
+
+def test_samples_that_nobody_has_skip_a_round():
+    given = contents(0.5, p=100)
+    for content in given:
+        content["metrics"]["num-examples"] = 0
+    strategy = ExactMultiKrum(num_malicious_nodes=2, num_nodes_to_select=8)
+    assert strategy.aggregate_train(1, messages(given)) == (None, None)
+
+
+def test_fewer_replies_are_chosen_where_fewer_came():
+    given = contents(0.5, p=100)
+    strategy = ExactMultiKrum(num_malicious_nodes=2, num_nodes_to_select=8)
+    got, _ = strategy.aggregate_train(1, messages(given[:9]))
+    mean = np.mean([c["arrays"]["w"].numpy() for c in select_multikrum(given[:9], 2, 7)], 0)
+    np.testing.assert_allclose(got["w"].numpy(), mean, rtol=1e-5)
+
+
+def test_a_model_whose_statistics_are_not_finite_is_never_chosen():
+    given = contents(0.5, p=100)
+    for i, content in enumerate(given):
+        value = np.full(3, np.nan if i == 5 else 1.0, np.float32)
+        content["arrays"]["bn.running_mean"] = Array(value)
+    assert 5 not in chosen(select_multikrum, given)
+    strategy = ExactMultiKrum(num_malicious_nodes=2, num_nodes_to_select=8)
+    got, _ = strategy.aggregate_train(1, messages(given))
+    assert np.isfinite(got["bn.running_mean"].numpy()).all()

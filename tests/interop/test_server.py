@@ -22,6 +22,7 @@ from parts.interop import (
 )
 from small import images, near, swept, tiny_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pflcore import (
     Adversary,
@@ -292,10 +293,102 @@ def test_a_pick_of_no_model_is_named(name):
     play(server, clients, ALL)
     ups = uploads(server, clients)
     ups[1][0]["pick"].fill_(99)
-    with sentence("client number 1: it says it picked model 99, expected 0 to 1"):
+    before = server.state_dict()
+    with sentence("client 1: it says it picked model 99, expected 0 to 1"):
         server.aggregate(ups)
-    del ups[1]
-    assert not server.aggregate(ups).void
+    assert unchanged(server, before)
+    with pytest.warns(RuntimeWarning, match="client 1: it says it picked model 99"):
+        done = server.aggregate(ups, strict=False)
+    assert done.dropped == [1] and not done.void
+    twin, _ = apart(name)
+    twin.load_state_dict(before)
+    assert not twin.aggregate({i: up for i, up in ups.items() if i != 1}).void
+    assert unchanged(server, twin.state_dict())
+
+
+LRS = [(lr, lr_sum) for lr in (10.0, 1e30, 3.0, 1e-30, 0.0, -1.0) for lr_sum in (1.0, 1e30, -1e30)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("lr, lr_sum", LRS)
+@pytest.mark.parametrize("lam", [0.01, 0.5])
+def test_one_clients_word_about_its_step_size_ends_no_run(lr, lr_sum, lam):
+    server, clients = apart(ALGORITHMS["mocha"](lam=lam, outer=1))
+    for _ in range(3):
+        ups = uploads(server, clients)
+        up, n = ups[3]
+        word = {"lr": torch.full_like(up["lr"], lr), "lr_sum": torch.full_like(up["lr"], lr_sum)}
+        done = server.aggregate(ups | {3: (up | word, n)}, strict=False)
+        assert done.dropped in ([], [3]) and (done.why is None) is (not done.void)
+    assert server.round == 3
+    assert personal(server, clients, 0)(DATA.client(0)[0]).isfinite().all()
+
+
+def test_a_step_size_that_others_do_not_have_is_left_out_by_name():
+    server = Server("mocha", model, 4, rounds=ROUNDS, seed=SEED)
+    clients = apart("mocha")[1]
+    names = ["a", "b", "c", "d"]
+
+    def ups():
+        each = {name: clients[i].train(server.download(name)) for i, name in enumerate(names)}
+        if server.round:
+            up, n = each["d"]
+            each["d"] = (up | {"lr": torch.full_like(up["lr"], 1000.0)}, n)
+        return each
+
+    server.aggregate(ups())
+    before, given = server.state_dict(), ups()
+    words = "client 'd': its step size is 1000, the others' is 0.025, and MOCHA is unstable with it"
+    with sentence(words):
+        server.aggregate(given)
+    assert unchanged(server, before)
+    with pytest.warns(RuntimeWarning, match=words):
+        done = server.aggregate(given, strict=False)
+    assert done.dropped == ["d"] and done.ids == names and not done.void
+    del given["d"]
+    twin = Server("mocha", model, 4, rounds=ROUNDS, seed=SEED)
+    twin.load_state_dict(before)
+    twin.aggregate(given)
+    assert unchanged(server, twin.state_dict())
+
+
+def test_step_sizes_that_are_all_too_large_void_a_round_and_say_so():
+    def play(lam):
+        alg = ALGORITHMS["mocha"](lam=lam, outer=1)
+        server, _ = apart(alg)
+        return server, uploads(server, apart(ALGORITHMS["mocha"](lam=0.01, outer=1))[1])
+
+    server, ups = play(60.0)
+    before = server.state_dict()
+    with sentence("uploads: MOCHA is unstable from round 1 on"):
+        server.aggregate(ups)
+    with pytest.warns(RuntimeWarning, match="uploads: MOCHA is unstable"):
+        done = server.aggregate(ups, strict=False)
+    assert done.void and done.why.startswith("MOCHA is unstable") and unchanged(server, before)
+
+
+def test_what_an_own_algorithm_says_in_a_later_round_ends_no_run():
+    class Own(FedAvg):
+        def update(self, state, up, cohort):
+            if cohort.round > 1:
+                raise ZeroDivisionError("division by zero")
+            return super().update(state, up, cohort)
+
+    server, clients = apart(Own())
+    play(server, clients, ALL)
+    ups = uploads(server, clients)
+    with pytest.raises(ZeroDivisionError):
+        server.aggregate(ups)
+    with pytest.warns(RuntimeWarning, match=r"Own cannot use what each holds.*division by zero"):
+        assert server.aggregate(ups, strict=False).void
+
+
+def test_a_graph_has_no_place_for_a_newcomer():
+    server, clients = apart(ALGORITHMS["sfl"](adjacency=torch.ones(4, 4)))
+    play(server, clients, ALL)
+    with sentence("adjacency: expected 5 x 5 numbers >= 0 .a newcomer counts, too"):
+        server.join("late")
+    assert not play(server, clients, ALL)[0].void
 
 
 def test_a_negative_variance_is_dropped_and_honest_models_stay_finite():
@@ -307,6 +400,35 @@ def test_a_negative_variance_is_dropped_and_honest_models_stay_finite():
     assert server.aggregate(ups).dropped == [3]
     assert personal(server, clients, 0)(DATA.client(0)[0]).isfinite().all()
     assert not play(server, clients, ALL)[0].void
+
+
+def numbers(about):
+    """Numbers that no message has: see `About`, whose order is theirs."""
+    number, n, _, round, rounds, done, accepted, factor = range(8)
+    for place, odd in (
+        *((number, odd) for odd in (-1, 4, 2**52, 0.5, torch.nan, torch.inf)),
+        *((n, odd) for odd in (0, -1, 2e8, 1e300, 4.5)),
+        *((round, odd) for odd in (0, -1, torch.nan)),
+        (rounds, 0),
+        *((done, odd) for odd in (-1, torch.inf)),
+        *((accepted, odd) for odd in (-1, 99)),
+        *((factor, odd) for odd in (-1, 2, torch.nan)),
+    ):
+        changed = about.clone()
+        changed[place] = odd
+        yield changed
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made within it."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        if isinstance(made, torch.Tensor) and not any(made is arg for arg in args):
+            self.bytes = max(self.bytes, made.untyped_storage().nbytes())
+        return made
 
 
 def spoilt(up, n):
@@ -326,8 +448,12 @@ def spoilt(up, n):
     sent = {"delta@sent": torch.ones(5, dtype=torch.bool), "delta@index": torch.zeros(1)}
     for more in ({"more": torch.ones(1)}, pool, pool | sent):
         yield up | more, n
+    bomb = {"more@rows": torch.zeros(0, 600_000), "more@sent": torch.zeros(10**6, dtype=bool)}
+    yield up | bomb | {"more@index": torch.zeros(1, dtype=torch.long)}, n
+    yield up | {own: value[:1].expand(10**12)}, n
+    yield from ((up | {"@about": odd}, n) for odd in numbers(about))
     yield from ((message, n) for message in (None, {}, []))
-    yield from ((up, size) for size in (-1, 0, None, 10**30, torch.nan))
+    yield from ((up, size) for size in (-1, 0, None, 10**30, torch.nan, True))
 
 
 @pytest.mark.parametrize("name", swept(set(ALGORITHMS) - {"local"}))
@@ -349,6 +475,54 @@ def test_an_upload_that_does_not_fit_is_named_and_a_round_goes_on_without_it(nam
         with pytest.warns(RuntimeWarning, match=r"client 3[:,]"):
             done = server.aggregate(ups | {3: (up | unfit, n)}, strict=False)
         assert done.ids == [0, 1, 2] and not done.void
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedfomo", "l2c", "hypcluster"])
+def test_nothing_is_made_that_is_larger_than_what_came(name):
+    """A message of a megabyte that tells of a pool of ten."""
+    server, clients = apart(name)
+    play(server, clients, ALL)
+    ups, download = uploads(server, clients), again(server.download(0))
+    keys = {k.removesuffix("@rows") for k in download if k.endswith("@rows")}
+    key = min(keys, default="x")
+    row = download.get(f"{key}@rows", torch.zeros(0, server.net.size).double())
+    sent = torch.zeros(10**6, dtype=bool)
+    bomb = {"@rows": row[:0], "@sent": sent, "@index": torch.full((1,), -1)}
+    pool = {key + part: value for part, value in bomb.items()}
+    with Largest() as largest:
+        with sentence("client 0: expected a dict of dense tensors"):
+            server.aggregate(ups | {0: (ups[0][0] | pool, 10)})
+        with sentence("download: expected a dict of dense tensors"):
+            clients[0].train(download | pool)
+        for about in numbers(download["@about"]):
+            with sentence("download: expected a dict of dense tensors"):
+                clients[0].train(download | {"@about": about})
+    assert largest.bytes <= len(sent)
+    assert not server.aggregate(ups).void
+
+
+@pytest.mark.parametrize("name", swept())
+def test_a_download_that_does_not_fit_is_one_sentence(name):
+    server, clients = apart(name, bn_model)
+    play(server, clients, ALL)
+    download, client = server.download(0), clients[0]
+    sizes = {server.net.size, *(v.shape[-1] for v in download.values() if v.shape[-1:])}
+    for key, value in download.items():
+        kept = {k: v for k, v in download.items() if k != key}
+        with sentence("download[:,]"):
+            client.train(kept)
+        model = value.is_floating_point() and value.shape[-1:] == (max(sizes),)
+        if model or key == "@statistics":
+            for odd in (value.repeat(1, 2), value[..., :-1], value.float()):
+                odd = odd[0] if odd.dim() > value.dim() else odd
+                with sentence("download"):
+                    client.train(download | {key: odd})
+    assert not server.aggregate({0: client.train(download)}).void
+
+
+def test_more_clients_than_a_message_can_number_are_refused_at_once():
+    with sentence("num_clients: expected a whole number, at least 1, at most 16777216"):
+        Server("fedavg", model, 2**24 + 1)
 
 
 def test_what_an_own_algorithm_says_of_a_first_round_is_heard_and_ends_no_run():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn as nn
 from doors import sentence
 from places import golden, tabled
 
@@ -23,6 +24,38 @@ def test_parameter_counts(name, shape, classes, options, parameters, factors):
     scores = net(net.w0, x)
     assert scores.shape == (2, classes or 1)
     torch.testing.assert_close(net.head(net.w0, net.features(net.w0, x)), scores)
+
+
+SUMS = """\
+cifar_cnn | 99.8733
+cifar_cnn_small | -10.3885
+cnn | 3.6623
+dla | 8149.6185
+lenet5 | -9.8036
+resnet8 | 331.4057
+"""
+
+
+@pytest.mark.parametrize("name, total", tabled(SUMS))
+def test_initial_weights_are_golden(name, total):
+    torch.manual_seed(3)
+    model = model_for(name, (3, 32, 32), 10)
+    assert sum(p.double().sum().item() for p in model.parameters()) == pytest.approx(
+        total, abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, _ in tabled(SUMS)])
+def test_no_layer_is_drawn_and_thrown_away(name, monkeypatch):
+    drawn, own = [], nn.modules.conv._ConvNd.reset_parameters
+
+    def reset_parameters(layer):
+        drawn.append(layer)
+        own(layer)
+
+    monkeypatch.setattr(nn.modules.conv._ConvNd, "reset_parameters", reset_parameters)
+    model = model_for(name, (3, 32, 32), 10)
+    assert len(drawn) == sum(isinstance(m, nn.Conv2d) for m in model.modules())
 
 
 LENETS = """\

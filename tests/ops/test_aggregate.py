@@ -48,6 +48,18 @@ def test_the_error_does_not_grow_with_the_clients(n, form, dtype):
     assert float((got - float(updates[0, 0])).abs().max()) <= 2e-6
 
 
+@isa
+@every_dtype
+@pytest.mark.parametrize("m", [96, 97, 192, 193, 300])
+@pytest.mark.parametrize("n", [128, 129, 257])
+def test_results_are_right_in_every_block(m, n, dtype):
+    """Results and rows are summed some at a time; integers, whose sums are exact."""
+    updates = integers(m, -1, 2, n, 67).to(dtype)
+    weight = integers(n, -1, 2, m, n).to(F64)
+    got = aggregate(updates, weight)
+    assert torch.equal(got, (weight @ updates.double()).to(dtype))
+
+
 def bits(narrow):
     """Every number of a 16-bit type."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow)[None]

@@ -5,8 +5,10 @@ import inspect
 import re
 
 import pytest
+import torch
 from places import ROOT
 
+import pflcore
 from pflcore.algorithms import ALGORITHMS
 
 README = (ROOT / "README.md").read_text()
@@ -35,8 +37,39 @@ def test_the_families_name_every_algorithm_once():
     assert f"runs {len(ALGORITHMS)} algorithms" in README
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_the_examples_run(number, capsys):
+def printed(number, capsys):
+    """The output of a Python example, by its place in the README."""
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
     exec(compile(code, f"README, example {number}", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out.strip()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_the_examples_run(number, capsys):
+    assert printed(number, capsys).strip()
+
+
+def test_the_simulation_shows_a_gain_of_personal_models(capsys):
+    got = dict(line.split() for line in printed(1, capsys).splitlines())
+
+    shown = re.search(r"^```\n(local .*?)```", README, re.DOTALL | re.MULTILINE)[1]
+    want = dict(line.split() for line in shown.splitlines())
+    assert got.keys() == want.keys()
+    for name, accuracy in want.items():
+        assert float(got[name]) == pytest.approx(float(accuracy), abs=0.03)
+    assert float(got["feddwa"]) > float(got["local"]) > float(got["fedavg"])
+
+
+def test_cdist_is_wrong_where_the_readme_says_so():
+    """26 models of 1,000 parameters, 1e-3 apart in each."""
+    generator = torch.Generator().manual_seed(0)
+    models = torch.randn(1000, generator=generator)
+    models = models + 1e-3 * torch.randn(26, 1000, generator=generator)
+    pairs = torch.triu_indices(26, 26, 1)
+    exact = torch.pdist(models.double())
+
+    expanded = torch.cdist(models, models)[pairs[0], pairs[1]].double()
+    ours = pflcore.pairwise_sqdist(models)[pairs[0], pairs[1]].sqrt()
+
+    assert 0.1 < ((expanded - exact).abs() / exact).max() < 0.3
+    assert ((ours - exact).abs() / exact).max() < 1e-6

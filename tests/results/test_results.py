@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -146,6 +147,22 @@ def test_the_table_of_one_run():
     assert "| 12 of 150 rounds" in text and "of 12" not in text
     assert "Validation accuracy" in text and "selected on validation data;" in text
     assert tell(a_run(), a_run(data="mnist5k")).count("### ") == 2
+
+
+@pytest.mark.parametrize("rounds, last, named", [(2, 10, 2), (12, 10, 10), (12, 3, 3)])
+def test_the_mean_of_the_last_rounds_names_how_many_they_are(rounds, last, named):
+    text = tell(a_run(rounds=rounds), last=last)
+    want = sum(range(rounds - named + 1, rounds + 1)) / named + 15
+    assert cells(text, "waffle")[f"mean of last {named}"] == f"{want:.2f}"
+    assert text.count("mean of last") == 2  # of all, and of the target
+
+
+def test_a_run_of_fewer_rounds_has_no_mean_of_more():
+    """Nor have several seeds of which one has fewer."""
+    text = tell(a_run(), a_run("ditto", rounds=4), a_run("local"), a_run("local", 1, rounds=3))
+    for algorithm, value in (("waffle", "22.50"), ("ditto", "-"), ("local", "-")):
+        assert cells(text, algorithm)["mean of last 10"] == value
+    assert cells(text, "ditto")["final"] == "19.00"
 
 
 def test_seeds_become_mean_and_std():
@@ -298,3 +315,31 @@ def test_a_history_as_a_table(tmp_path):
     pytest.importorskip("pandas")
     frame = history.to_pandas("client")
     assert frame.groupby("round")["accuracy"].mean()[3] == pytest.approx(seen[1].mean().item())
+
+
+def test_a_full_disk_leaves_the_csv_that_was_there(tmp_path):
+    resource = pytest.importorskip("resource")
+    history, path = simulation().run(), tmp_path / "x.csv"
+    path.write_text("before")
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, kept[1]))
+        with sentence("path: expected a file that can be written, got .*large"):
+            history.to_csv(path, per="client")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+    assert path.read_text() == "before" and [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no links, no pipes: not POSIX")
+def test_a_link_or_a_pipe_gets_the_csv(tmp_path):
+    history, here, link = simulation().run(), tmp_path / "here.csv", tmp_path / "link.csv"
+    link.symlink_to(here)
+    history.to_csv(link)
+    assert link.is_symlink() and here.read_text().startswith("algorithm,seed,round")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    history.to_csv(tmp_path / "pipe")
+    assert os.read(reader, 1 << 16) == here.read_bytes()
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()

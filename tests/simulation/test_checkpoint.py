@@ -297,6 +297,8 @@ def test_what_differs_is_named(tmp_path):
     loaded(tmp_path, "ditto", hardware=Hardware(workers=1))
     with pytest.warns(UserWarning, match="last digits"):
         loaded(tmp_path, "ditto", hardware=Hardware(engine="loop"))
+    with pytest.warns(UserWarning, match="together is 64 there and 5 here; .* last digits"):
+        loaded(tmp_path, "ditto", hardware=Hardware(together=5))
 
 
 class Own(nn.Module):

@@ -1,11 +1,16 @@
 """Ctrl-C and whatever else ends a run: the record says what its end says."""
 
+import re
 import signal
+from dataclasses import replace
 
+import pytest
 from doors import sentence
 from parts.user import simulation
+from small import images, tiny_model
 
-from pflcore import EarlyStopping, Stop
+import pflcore
+from pflcore import EarlyStopping, Stop, for_everyone
 
 ROUNDS = 5
 
@@ -30,6 +35,62 @@ def test_every_callback_sees_the_round_in_which_ctrl_c_came():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_run_that_is_interrupted_after_its_last_round_is_whole():
+    """The run is over, the program is not: who plays several runs ends with this one."""
+    whole = simulation(rounds=ROUNDS).run()
+    history = simulation(rounds=ROUNDS).run(lambda round, _: press() if round == ROUNDS else None)
+    assert history.interrupted and history.stopped is None
+    assert len(history.rounds) == ROUNDS == history.state.round
+    assert list(history.lines())[-1]["eval"] == whole.rounds[-1]["eval"]
+
+
+@pytest.mark.parametrize("target, rounds", [(0, 0), (2, 2)])
+def test_runs_for_everyone_that_are_interrupted_say_so_where_one_lacks(target, rounds):
+    def last(t, round, _):
+        if (t, round) == (target, 2):
+            press()
+
+    history = for_everyone("waffle", tiny_model(), images(), rounds=2, on_round=last)
+    assert history.interrupted and len(history.rounds) == rounds
+    said = None if target == 2 else "Interrupted after the run of target 0, of 3 targets."
+    assert history.stopped == said
+
+
+def mape(scores, y):
+    return (scores[:, 0] - y).abs().mean()
+
+
+def test_an_error_of_ones_own_stops_a_run_when_it_no_longer_falls():
+    """And the run looks at the split that the help says."""
+    with sentence("key: expected one of .*, or a metric of your own with higher_is_better=True"):
+        EarlyStopping(key="mape")
+
+    def play(stop, values):
+        for round, value in enumerate(values, 1):
+            stop(round, {"eval": {"mape": [value], "size": [1]}})
+
+    falls = EarlyStopping(patience=2, key="mape", higher_is_better=False)
+    play(falls, [5.0, 4.0, 3.0, 2.0])
+    assert (falls.best, falls.round) == (2.0, 4)
+    with sentence("Stopped early after round 3: mape 5 of round 1", Stop):
+        play(EarlyStopping(patience=2, key="mape", higher_is_better=True), [5.0, 4.0, 3.0])
+    data = images((20, 20, 20)).split(val=0.2)
+    advised = re.search("`evaluation=(.*?)`", EarlyStopping.__doc__)[1]
+    look = replace(eval(advised, vars(pflcore)), metrics=(mape,))
+    assert look.split == "val"
+    stop = EarlyStopping(patience=ROUNDS, key="mape", higher_is_better=False)
+    history = simulation(data=data, rounds=ROUNDS, evaluation=look).run(stop)
+    assert stop.best == min(history.series("mape")[1].mean(1)).item()
+
+
+@pytest.mark.parametrize("key, up", [("rmse", False), ("train_loss", False), ("r2", True)])
+def test_names_that_are_known_know_their_direction(key, up):
+    stop = EarlyStopping(patience=1, key=key)
+    for round, value in enumerate((1.0, 2.0 if up else 0.5), 1):
+        stop(round, {"eval": {key: [value], "size": [1]}})
+    assert stop.round == 2
+
+
 def test_early_stopping():
     stop = EarlyStopping(patience=2, key="accuracy", min_delta=0.1)
 
@@ -46,5 +107,7 @@ def test_early_stopping():
     assert stop.best == 0.1 and stop.round == 1
     with sentence("key: expected one of accuracy, got 'auc'"):
         EarlyStopping(key="auc")(1, record(0.3))
+    with sentence("key: expected one of accuracy, .* got 'acuracy'"):
+        EarlyStopping(key="acuracy")
     with sentence("on_round: expected a function"):
         simulation(rounds=ROUNDS).run(3)

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from parts.user import simulation
 from small import SIX, equals, images, swept, tiny_model
 from torch import nn
 
-from pflcore import Evaluation, FedAvg, Simulation, Training, for_everyone
+from pflcore import Evaluation, FedAvg, Hardware, Simulation, Training, for_everyone
+from pflcore.algorithms import Void
 from pflcore.results import record as records
 
 
@@ -77,6 +78,41 @@ def test_a_newcomer_is_personalized_by_the_algorithms_rule():
         assert right(algorithm) > shared + 0.15, algorithm
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_newcomer_trains_at_the_step_size_of_the_last_round(rounds):
+    """Which is 0.3 / 2^(round - 1) here."""
+
+    def halved(round, rounds):
+        return 0.5 ** (round - 1)
+
+    def adapted(lr, schedule=None):
+        training = Training(lr=lr, batch_size=8, schedule=schedule)
+        history = Simulation("local", tiny_model(), few, training, rounds=rounds).run()
+        return history.adapt(everybody.client(3, "train"), rounds=2).get_buffer("view_w")
+
+    everybody = images((7, 20, 31, 24))
+    few = everybody.subset([0, 1, 2])
+    assert torch.equal(adapted(0.3, halved), adapted(0.3 * 0.5 ** (rounds - 1)))
+
+
+@pytest.mark.parametrize("algorithm", ["finetune", "fedbabu", "per_fedavg", "fedala", "ditto"])
+def test_a_newcomers_streams_are_those_of_the_rounds_after_the_run(algorithm):
+    """As of client 3 of four who takes part in round 3 alone, and is evaluated after it."""
+    everybody = images((20, 20, 20, 20))
+    how = {"hardware": Hardware(engine="loop"), "model": nn.Linear(6, 4)}
+    few = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2, **how).run()
+    first = simulation(algorithm, everybody, rounds=2, clients=[0, 1, 2], **how).run()
+    alone = simulation(algorithm, everybody, rounds=3, clients=[3], **how)
+    alone.state = first.state
+    after = alone.run().state
+    x, y = everybody.client(3, "train")
+    for batch, round in ((few.adapt((x, y), rounds=1), 3), (few.adapt((x, y), rounds=0), 2)):
+        state = replace(after if round == 3 else first.state, server=first.state.server)
+        again = simulation(algorithm, everybody, rounds=round, clients=[3], **how)
+        again.state = state
+        equals(batch(x), again.run().model(3)(x))
+
+
 def test_a_newcomer_that_does_not_fit_is_one_sentence():
     history = simulation(rounds=1).run()
     with sentence(r"samples: expected inputs of shape \(6,\)"):
@@ -106,8 +142,8 @@ def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
         assert record["bytes_up"] == sum(o["bytes_up"] for o in own)
         assert record["cohort"] == [0, 1, 2]
         if record["eval"]:
-            accuracy = [o["eval"]["accuracy"][t] for t, o in enumerate(own)]
-            assert record["eval"]["accuracy"] == accuracy
+            for key in ("accuracy", "loss"):
+                assert record["eval"][key] == [o["eval"][key][t] for t, o in enumerate(own)]
     assert history.header["target"] is history.stopped is None
     as_evaluated(history, data)
     with sentence("client: expected a number from 0 to 2"):
@@ -121,6 +157,23 @@ def test_a_diverged_run_is_named():
     history = for_everyone(Waffle(), tiny_model(), images(), wild, rounds=5)
     assert "target 0: The run diverged" in history.stopped and len(history.rounds) == 3
     assert all(r["void"] for r in history.rounds)
+
+
+def test_a_round_is_void_where_it_is_so_in_any_run():
+    """In round 1 for one target, in round 2 for two, in round 3 for nobody."""
+
+    @dataclass(frozen=True)
+    class Shy(FedAvg):
+        target: int = 0
+
+        def update(self, state, up, cohort):
+            if cohort.round <= self.target:
+                raise Void("Not yet.")
+            return super().update(state, up, cohort)
+
+    history = for_everyone(Shy(), tiny_model(), images(), Training(lr=0.1), rounds=3)
+    assert [r["void"] for r in history.rounds] == [True, True, False]
+    assert [len(r["dropped"]) for r in history.rounds] == [0, 0, 0]
 
 
 def test_what_it_does_not_take_is_refused():

@@ -69,3 +69,27 @@ def test_the_others_train_by_adamw(name):
 def test_what_is_refused():
     with sentence("momentum: AdamW has betas in its place"):
         Training(local_optimizer="adamw", momentum=0.9)
+    for name, value in (("betas", (0.9, 0.95)), ("eps", 1e-6)):
+        with sentence(
+            f"{name}: SGD has none, got .*; leave it out, or take local_optimizer='adamw"
+        ):
+            Training(**{name: value})
+        Training(**{name: value}, local_optimizer="adamw")
+    for betas in ((0.9,), (0.9, 1.0), (0.9, -0.1), 0.9, "ab", (True, 0.5), (0.9, 0.9, 0.9)):
+        with sentence("betas: expected two numbers from 0 to below 1, got"):
+            Training(local_optimizer="adamw", betas=betas)
+    with sentence("eps: expected a finite number above 0, got 0"):
+        Training(local_optimizer="adamw", eps=0)
+
+
+def test_torchs_own_betas_are_the_default():
+    plain, said = (
+        simulation("ditto", training=Training(**ADAMW, **more), rounds=2).run()
+        for more in ({}, {"betas": [0.9, 0.999], "eps": 1e-8})
+    )
+    other = Training(**ADAMW, betas=(0.5, 0.6))
+    x = plain.state.server["x"]
+    assert torch.equal(x, said.state.server["x"])
+    assert not torch.equal(x, simulation("ditto", training=other, rounds=2).run().state.server["x"])
+    assert plain.header["training"]["betas"] is None
+    assert said.header["training"]["betas"] == [0.9, 0.999]

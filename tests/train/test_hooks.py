@@ -2,17 +2,19 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from doors import sentence
+from parts import company
 from parts.path import BODIES, body
 from places import golden
 from small import at_work, equals, fit, images, make_setting, near, t
 from tolerance import F64
 
-from pflcore import Federation, Net, Objective, Training, step
+from pflcore import Federation, Net, Objective, Training, evaluate, step
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import Setup, begin
 
@@ -113,24 +115,68 @@ def test_the_number_of_workers_changes_no_bit(engine, model):
         same(other, first)
 
 
-@ENGINES
-@pytest.mark.parametrize("model", ["mlp", "linear", "dropout", "batch norm"])
-@NO_CHAIN
-def test_the_others_change_nothing(engine, model):
-    s = made(model, engine, epochs=2)
+COMPANY = [
+    ("loop", "mlp", "SiLU"),
+    ("loop", "batch norm", "Sigmoid"),
+    ("loop", "conv", "ELU"),
+    ("chain", "mlp", "Tanh"),
+    ("chain", "conv", "ReLU"),
+]
 
-    def update(rows, grad, taken):
-        return {"w": rows["w"] - 0.1 * grad(rows["w"]) - 0.2 * grad(rows["w"], 1)}
 
-    def both(ids):
-        clients, start = at_work(s, ids), s.net.w0.repeat(len(ids), 1)
-        several = clients.each_batch({"w": start}, update, batches=2, steps=7)
-        return [(found.w, *found[1:]) for found in (clients.fit(start), several)]
+def company_cases():
+    """Every body with every activation that the engine trains, most of them in the deep suite."""
+    cases = list(COMPANY)
+    for kind, activation in product(company.BODIES, company.ACTIVATIONS):
+        cases.append(("loop", kind, activation))
+        if kind != "batch norm" and activation in ("Tanh", "ReLU"):
+            cases.append(("chain", kind, activation))
+    deep = pytest.mark.deep("every activation and body")
+    return [
+        pytest.param(*case, marks=() if case in COMPANY else deep) for case in dict.fromkeys(cases)
+    ]
 
-    every = both([0, 1, 2])
-    for ids in ([1], [2, 0]):
-        for found, want in zip(both(ids), every, strict=True):
-            same(found, [v[ids] for v in want], rtol=1e-9, atol=1e-12)
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("engine, body, activation", company_cases())
+def test_the_others_change_no_bit(engine, body, activation, optimizer):
+    s = company.simulation(engine, body, activation, local_optimizer=optimizer).setting
+    whole = company.of_hooks(s, company.EVERYBODY)
+    for ids in ([3], [0, 2, 3, 7, 9]):
+        at = torch.tensor(ids)
+        assert company.differing(company.of_hooks(s, at), whole, at) == []
+
+
+@pytest.mark.parametrize("body", company.BODIES)
+def test_under_vmap_the_others_change_last_digits_alone(body):
+    s = company.simulation("vmap", body, "SiLU", dtype=F64).setting
+    whole, at = company.of_hooks(s, company.EVERYBODY), torch.tensor([0, 2, 3, 7, 9])
+    for name, found in company.of_hooks(s, at).items():
+        near(found, whole[name][at], 1e-9, 1e-12)
+
+
+@pytest.mark.parametrize("body", company.BODIES)
+def test_the_size_of_blocks_changes_last_digits_alone(body):
+    s = company.simulation("vmap", body, "SiLU", dtype=F64).setting
+    whole = company.of_hooks(s, company.EVERYBODY)
+    for together in (1, 3, 64):
+        for name, found in company.of_hooks(
+            s._replace(together=together), company.EVERYBODY
+        ).items():
+            near(found, whole[name], 1e-9, 1e-12)
+
+
+def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
+    """A batch for each of many small clients would take several times as long."""
+    run = company.simulation("loop", "mlp", "SiLU", dtype=F64)
+    whole = evaluate(run.setup, run.state)["loss"]
+    batches, forward = [], Net.__call__
+    monkeypatch.setattr(
+        Net, "__call__", lambda net, w, x: batches.append(len(x)) or forward(net, w, x)
+    )
+    ids = torch.tensor([0, 2, 3, 7, 9])
+    near(evaluate(run.setup, run.state, "test", ids)["loss"][ids], whole[ids])
+    assert batches == [sum(company.SIZES[i] for i in ids)]
 
 
 # what a step is -------------------------------------------------------------
@@ -157,7 +203,8 @@ def recorded(s, ids=(0, 1, 2), round=1, **o):
 
 def optimizer_of(t, module):
     if t.local_optimizer == "adamw":
-        return torch.optim.AdamW(module.parameters(), t.lr, weight_decay=t.weight_decay)
+        more = {k: getattr(t, k) for k in ("betas", "eps") if getattr(t, k) is not None}
+        return torch.optim.AdamW(module.parameters(), t.lr, weight_decay=t.weight_decay, **more)
     return torch.optim.SGD(module.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay)
 
 
@@ -165,7 +212,10 @@ def optimizer_of(t, module):
 @pytest.mark.parametrize("model", ["mlp", "conv", "batch norm"])
 @pytest.mark.parametrize(
     "case",
-    ["plain", "momentum", "mask", "shift", "prox", "adamw", "adamw, masked", "clip", "clip, all"],
+    [
+        *("plain", "momentum", "mask", "shift", "prox", "clip", "clip, all"),
+        *("adamw", "adamw, masked", "adamw, betas", "adamw, eps"),
+    ],
 )
 @NO_CHAIN
 def test_a_step_is_that_of_torch_optim(engine, model, case):

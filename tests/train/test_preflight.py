@@ -51,7 +51,7 @@ DATA = {  # as tests/golden/untrainable.json names it
     "two classes": {"y": torch.arange(24) % 2},
     "two labels": {"y": torch.arange(48).view(24, 2) % 4},
     "labels from 1": {"y": torch.arange(24) % 4 + 1},
-    "a column": {"y": (torch.arange(24) % 4)[:, None]},
+    "a column": {"y": (torch.arange(24) % 4)[:, None, None]},
     "numbers": {"y": torch.arange(24.0)},
     "shares": {"y": torch.rand(24)},
     "half": {"x": torch.zeros(24, 6).half(), "dtype": None},

@@ -8,6 +8,7 @@ from small import images, tiny_model
 
 from pflcore import Hardware, Net, Simulation
 from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms._relations import simplex_qp
 from pflcore.simulation.round import policy
 
 SERVED = "fedavg scaffold waffle weight_erosion clustered_fl finetune fedrod sfl per_fedavg"
@@ -44,3 +45,11 @@ def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
     else:
         assert torch.equal(model.view_w[~private], history.state.server["x"])
         assert not torch.equal(model.view_w[private], model.net.w0[private])
+
+
+@pytest.mark.parametrize("by", [1.0, 1e-6, 1e6])
+def test_the_ridge_is_a_share_of_the_mean_of_the_diagonal(by):
+    """p_1 / p_2 = (3 + ridge 2) / (1 + ridge 2) for the diagonal (1, 3), at any scale."""
+    p = simplex_qp(by * torch.diag(torch.tensor([1.0, 3.0])), ridge=0.5)
+
+    torch.testing.assert_close(p, torch.tensor([4 / 6, 2 / 6], dtype=torch.float64))

@@ -10,9 +10,10 @@ import pytest
 
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import Positive
-from pflcore.cli._experiment import Options
+from pflcore.cli._experiment import Options, partition_of, reader_of
 from pflcore.cli._options import comments, of_function, offered, parse
 from pflcore.cli._play import Compared, Output
+from pflcore.data import PARTITIONS
 from pflcore.train import Training
 
 pytest.importorskip("tyro")
@@ -58,6 +59,25 @@ def test_every_option_has_help(cls):
     """The comment beside the field, or above it, as tyro finds it."""
     missing = {f.name for f in offered(cls)} - {*comments(cls)}
     assert missing == ({"schedule"} if cls is Training else set())  # which no word can say
+
+
+@pytest.mark.parametrize("name", PARTITIONS)
+def test_every_option_of_a_partition_has_help(name, capsys):
+    """What stands below "Args:" in its docstring, and there alone."""
+    choice = partition_of("digits", name)
+    cls = of_function(choice.function, choice.defaults)
+    assert {*comments(cls)} == {*choice.defaults}
+
+    with pytest.raises(SystemExit):
+        parsed({"partition": cls}, "--help")
+
+    assert "Args:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("data", ["folder:x", "leaf:x"])
+def test_every_option_of_a_reader_has_help(data):
+    choice = reader_of(data)
+    assert {*comments(of_function(choice.function, choice.defaults))} == {*choice.defaults}
 
 
 def test_help_is_the_comments_of_all_bases(capsys):

@@ -310,3 +310,20 @@ def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path):
         made = played(tmp_path, "local statistics")
     assert {call.args[0].setup.batch_norm for call in evaluate.call_args_list} == {"local"}
     assert "f1" in made.runs["iid", "FT", ""][0].evaluations[-1]["eval"]
+
+
+def test_a_full_disk_leaves_the_result_that_was_there(tmp_path):
+    some = {"about": "A plan", "paper": "none"}
+    runs.write(tmp_path, some, [], "A table.\n")
+    (tmp_path / "table.md.0123abcd.part").write_text("of a killed process")
+    runs.write(tmp_path, some, [], "A table.\n")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert {*before} == {"result.json", "table.md"}
+
+    def half(path, text, **_):
+        path.write_bytes(text.encode()[:5])
+        raise OSError(28, "No space left on device")
+
+    with mock.patch.object(Path, "write_text", half), pytest.raises(OSError, match="No space"):
+        runs.write(tmp_path, some, [], "Another table.\n")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

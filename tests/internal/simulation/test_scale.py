@@ -8,11 +8,11 @@ from collections import Counter
 import pytest
 import torch
 from doors import sentence
-from methods import HypCluster, Waffle
+from methods import FedRep, HypCluster, Waffle
 from parts.memory import Making
 from parts.states import same
 from parts.user import simulation as small
-from small import copied, equals, images
+from small import copied, equals, images, normed_model
 from torch.utils._pytree import tree_leaves
 
 from pflcore import Training
@@ -144,6 +144,20 @@ def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "CHUNK", 5 * whole_run.setting.net.size * 4)
     parts = simulation("ditto", 12, rows=tmp_path).run()
     assert parts.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_parts_are_cut_between_those_who_are_computed_at_once(engine, tmp_path, monkeypatch):
+    """Under vmap, where an evaluation trains, a client's last digits depend on its block."""
+    alg = FedRep(finetune_epochs=2)
+    how = {"rows": tmp_path, "engine": engine, "model": normed_model, "together": 4, "rounds": 2}
+    run = simulation(alg, data=images(range(2, 15)), **how)
+    run.run()
+    whole = evaluation.evaluate(run.setup, run.state)
+    for clients in (1, 5, 9):
+        width = sum(v[0].nbytes for v in run.state.clients.values())
+        monkeypatch.setattr(evaluation, "CHUNK", clients * width)
+        equals(evaluation.evaluate(run.setup, run.state), whole)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):

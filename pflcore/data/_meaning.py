@@ -1,0 +1,117 @@
+"""The meaning of targets and inputs: one table for every reader, applied to all clients at once.
+
+A client's own samples never decide it: one client may have whole numbers, one class or no -1 by
+chance. "Objects" are what Python hands over with a type of its own (arrays, tensors, lists, data
+frames); "files" are CSV, JSON, npz and .mat, whose numbers often have lost theirs.
+
+targets                     of objects                      of files
+--------------------------  ------------------------------  ------------------------------
+int, bool                   labels                          labels
+floats, all of them whole   numbers (labels if `classes`)   labels, where one a sample
+floats                      numbers                         numbers
+-1 and 1, nothing else      labels 0 and 1                  labels 0 and 1
+labels [n, 1]               labels [n], if x has no steps   labels [n], if x has no steps
+-100 in [n, T]              left out of losses              left out of losses
+words, dates, complex       refused                         refused
+
+`classes` says how many classes there are. Left to be inferred, it is the largest label plus one,
+and more classes than labels are refused: they are prices, years or ids. `classes=None` makes all
+targets numbers, which are predicted by regression.
+
+inputs                      become
+--------------------------  ------------------------------------------------------------------
+floats, bool                floats of one dtype
+int16, int32, int64         int64, exactly (tokens); in JSON where all are written as integers
+whole numbers in a CSV      floats, as its columns have no type
+both, by client             floats, where no whole number is rounded
+uint8 and other bytes       refused: images are to be floats, and normalized
+words, dates, complex       refused
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pflcore.check import Count, need, refuse
+from pflcore.data._inputs import IGNORED
+
+Classes = Count | Literal["infer"] | None
+EXACT = 2**24  # whole numbers up to here are exact in float32
+LARGEST = 2**62  # of a label that int64 holds; none is as large
+
+
+class Reading(NamedTuple):
+    """A reader's side of the table."""
+
+    classes: Classes = "infer"
+    dtype: torch.dtype | None = torch.float32  # of floats; None: as they come
+    files: bool = False
+    alone: bool = False  # one client of a federation whose other clients are not seen
+
+
+def meaning_of(
+    y: Tensor, reading: Reading, floats: torch.dtype, *, steps: bool = False, name: str = "y"
+) -> tuple[Tensor, int | None]:
+    """The targets [n, ...] of all clients by the table, and how many classes they have.
+
+    Numbers get the reading's dtype; where it has none floats stay, and whole numbers become
+    `floats`. `steps`: labels [n, 1] are those of one step. ValueError where labels are negative or
+    have more classes than there are labels.
+    """
+    single = y.dim() == 1 or (y.dim() == 2 and y.shape[1] == 1 and not steps)
+    labels = reading.classes is not None and (reading.files or reading.classes != "infer")
+    if labels and single and _are_whole(y):
+        y = y.clamp(-LARGEST, LARGEST).long()
+    if reading.classes is None or y.is_floating_point():
+        kept = y.is_floating_point() and reading.dtype is None
+        numbers = y if kept else y.to(reading.dtype or floats)
+        # floats beside a number of classes are refused with the pool
+        return numbers, None if reading.classes == "infer" else reading.classes
+    y = y[:, 0] if single and y.dim() == 2 else y
+    if not reading.alone and reading.classes in ("infer", 2) and _are_signs(y):
+        return (y > 0).long(), 2
+    if reading.classes != "infer":
+        return y, reading.classes
+    return y, _classes(y, reading, name)
+
+
+def _are_whole(y: Tensor) -> bool:
+    return bool((y.isfinite() & (y == y.round())).all())
+
+
+def _are_signs(y: Tensor) -> bool:
+    """Whether these are -1 and 1, both of them and nothing else."""
+    if y.dim() != 1 or not y.numel():
+        return False
+    low, high = (int(v) for v in y.aminmax())
+    return (low, high) == (-1, 1) and not bool((y == 0).any())
+
+
+def _classes(y: Tensor, reading: Reading, name: str) -> int:
+    """The largest label plus one. ValueError where that is more than the labels themselves."""
+    labels = y[y != IGNORED]
+    low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
+    numbers = "classes=None (--classes None or --criterion squared) for numbers to predict"
+    if reading.files:
+        need(low >= 0, name, f"labels that count from 0, or {numbers}", [low, high])
+    count = labels.numel()
+    if not reading.alone and high >= max(count, 1):
+        many = f"classes={high + 1} (--classes {high + 1}) for so many classes"
+        refuse(name, f"labels below {count}, the number of samples, or {many}, or {numbers}", high)
+    return max(high + 1, 1)
+
+
+def one_kind(parts: Sequence[Tensor], names: Sequence[str], floats: torch.dtype) -> Tensor:
+    """All clients' inputs as one tensor: int64 where all are, else floats.
+
+    ValueError where a whole number of one client would be rounded because another has floats.
+    """
+    if len({p.is_floating_point() for p in parts}) > 1:
+        for i, p in enumerate(parts):
+            rounded = not p.is_floating_point() and bool((p.abs() > EXACT).any())
+            right = f"floats, as other clients have, or whole numbers within +-{EXACT:,}"
+            need(not rounded, f"x of {names[i]}", right, p)
+        parts = [p.to(floats) for p in parts]
+    return torch.cat(list(parts))

@@ -1,0 +1,278 @@
+"""What happens at a second minibatch, epoch, pass or round, where a formula says so; and at the
+very bound where a rule says "at least" or "only"."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from methods import (
+    APFL,
+    L2C,
+    Ditto,
+    FedAdagrad,
+    FedALA,
+    FedDWA,
+    FineTune,
+    KnnPer,
+    Scaffold,
+    Waffle,
+    WeightErosion,
+)
+from parts.edges import normal
+from parts.rivals import QUERY, Z
+from small import ENGINES, F64, after, at_work, near, some, t, tiny, validated
+
+from pflcore import FedAvg, Net, step
+from pflcore.algorithms import Mix, Pool
+from pflcore.simulation.round import Setup
+
+
+def away(s, by=0.1):
+    """Personal models beside the initial one."""
+    gen = torch.Generator().manual_seed(5)
+    w0 = s.net.w0.expand(s.data.n, -1)
+    return w0 + by * torch.randn(w0.shape, generator=gen)
+
+
+# steps ---------------------------------------------------------------------------------------
+
+
+@ENGINES
+@pytest.mark.parametrize("mix", ["weights", "logits"])
+def test_apfl_learns_alpha_at_the_first_step_of_a_round_only(mix, engine):
+    def alpha(epochs):
+        s = tiny(engine=engine, batch_size=100, epochs=epochs)
+        own = {"v": away(s), "alpha": torch.full((3, 1), 0.5)}
+        x = s.net.w0.expand(3, -1)
+        return APFL(mix=mix, alpha_lr=1.0).train({"x": x}, own, at_work(s))[0]["alpha"]
+
+    first = alpha(1)
+
+    assert (first != 0.5).all()
+    assert all(torch.equal(alpha(epochs), first) for epochs in (2, 3, 4, 5))
+
+
+@pytest.mark.parametrize("epochs, same", [(1, True), (2, False)])
+def test_dittos_two_passes_shuffle_separately(epochs, same):
+    """From one start with no pull they part where minibatches matter, and only there."""
+    s = tiny((8, 8, 8), batch_size=8 // epochs)
+    x = s.net.w0.expand(3, -1)
+
+    own, up, _ = Ditto(lam=0.0).train({"x": x}, {"v": x}, at_work(s))
+
+    assert torch.equal(own["v"], at_work(s).fit(x).w)
+    assert torch.allclose(up["delta"] + x, own["v"], rtol=0, atol=1e-6) is same
+
+
+def test_adagrad_needs_no_correction_of_its_sum():
+    """With bias_correction="keras" its momentum alone is corrected."""
+    alg = FedAdagrad(server_lr=0.1, beta1=0.9, tau=1e-3, v0=0.0, bias_correction="keras")
+    deltas, state = t([[1.0, -2], [3.0, 4], [-5.0, 0.5]]), alg.init(t([0.0, 0]), 1)
+    x, m, v = t([0.0, 0]), 0, 0
+    for round, d in enumerate(deltas, 1):
+        m = 0.9 * m + 0.1 * d
+        v = v + d**2
+        x = x + 0.1 * m / (1 - 0.9**round) / (v.sqrt() + 1e-3)
+
+        state = state | alg.update(state, {"delta": d[None]}, some(1, round))[0]
+
+        near(state["x"], x)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_whole_gradients_ahead_go_on_with_their_momentum(ahead):
+    s = tiny(momentum=0.5, weight_decay=0.1)
+    clients, w = at_work(s), away(s)
+    want, move = w, torch.zeros_like(w)
+    for _ in range(ahead):
+        move = 0.5 * move + clients.grad(want) + 0.1 * want
+        want = want - 0.1 * move
+
+    got = FedDWA(guidance="full_grad", ahead=ahead).look_ahead(w, clients)
+
+    torch.testing.assert_close(got, want)
+
+
+def test_l2cs_logits_take_steps_of_adam():
+    """For three rounds of all three clients, by gradients that are known."""
+    alg = L2C(alpha_lr=0.1, alpha_decay=0.01)
+    everybody, zero = torch.arange(3)[None], torch.zeros(1, 3, dtype=F64)
+    delta = t([[1.0, 0.5], [-0.3, 2.0], [0.7, -1.0]])
+    down = {"delta": Pool(delta, everybody), "who": everybody}
+    local = SimpleNamespace(grad=lambda w, split: w - 1, fit=lambda w: SimpleNamespace(w=w.clone()))
+    own = {"w": t([[0.0, 0]]), "a": t([[0.1, 0, -0.2]]), "m": zero, "v": zero, "t": zero[:, :1]}
+    a, m, v = own["a"], 0, 0
+    for round in (1, 2, 3):
+        share = a.softmax(1)
+        slope = (own["w"] + share @ delta - 1) @ delta.T
+        d = share * (slope - (share * slope).sum()) + 0.01 * a
+        m = 0.9 * m + 0.1 * d
+        v = 0.999 * v + 0.001 * d**2
+        a = a - 0.1 * m / (1 - 0.9**round) / ((v / (1 - 0.999**round)).sqrt() + 1e-8)
+
+        own = alg.train(down, own, local)[0]
+
+        near(own["a"], a)
+
+
+def test_fedala_learns_for_a_while_once_and_then_an_epoch_a_round():
+    """Losses that settle at once end the first time as soon as there are more than `window`."""
+    epochs = []
+
+    class Counted(FedALA):
+        def loss(self, *args):
+            epochs[-1] += 1
+            return super().loss(*args)
+
+    s = tiny((8, 8, 8))  # a batch each
+    state, alg = None, Counted(threshold=1e9, window=4, sample=1.0)
+    for _ in range(4):
+        epochs.append(0)
+        state, _ = after(alg, s, 1, state)
+
+    assert [count / 3 for count in epochs] == [0, 5, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "unit, passes", [("samples", [3, 1, 0]), ("batches", [24, 8, 6]), ("epochs", [6, 6, 6])]
+)
+def test_passes_are_counted_over_the_rounds_before(unit, passes):
+    """Of clients of 7, 20 and 31 samples after three rounds of batches of 8."""
+    s = tiny(epochs=2)
+    alg = WeightErosion(size_unit=unit)
+
+    up = alg.train({"x": s.net.w0.expand(3, -1)}, {}, at_work(s, round=4))[1]
+
+    assert up["passes"].tolist() == passes
+
+
+@pytest.mark.parametrize("round, alone", [(56, (0, 0)), (57, (1, 0)), (58, (1, 0)), (59, (1, 1))])
+def test_waffles_target_is_alone_at_the_end(round, alone):
+    """From round .95 R on, 57 of 60, it is the only one; two rounds later in the means as well."""
+    alg, delta = Waffle(target=1, do=0.0), t([[1.0, 0], [1.0, 1], [0.5, 1]])
+    cohort = some(3, round, rounds=60)
+
+    smooth, history = alg.weights(torch.full((3, 2), 1 / 3, dtype=F64), delta, cohort)
+
+    assert (history[:, 0] == t([0, 1, 0])).all() == alone[0]
+    assert (smooth == t([0, 1, 0])).all() == alone[1]
+
+
+def test_waffles_mean_is_over_the_last_two_rounds():
+    alg, delta = Waffle(target=1, do=0.5), t([[1.0, 0], [1.0, 1], [0.5, 1]])
+    before = t([[0.1, 0.7], [0.6, 0.2], [0.3, 0.1]])
+
+    smooth, history = alg.weights(before, delta, some(3, 4, rounds=100))
+
+    assert torch.equal(history[:, 1], before[:, 0])
+    near(smooth, (history[:, 0] + before.sum(1)) / 3)
+
+
+def test_a_newcomers_control_counts_in_scaffolds_mean():
+    """It is 0: the mean of three becomes one of four."""
+    state = {"x": t([5.0]), "c": t([1.0, -2.0])}
+
+    grown = Scaffold().grow(state, 3)
+
+    near(grown["c"], t([0.75, -1.5]))
+    assert torch.equal(grown["x"], state["x"])
+
+
+def test_fine_tuning_goes_on_epoch_by_epoch():
+    """With batch norm's statistics and a shuffle of each epoch's own."""
+    s = normal()
+    clients = now = at_work(s)
+    x = rows = s.net.w0.expand(4, -1)
+    for epoch in (1, 2, 3):
+        fit = now.fit(rows, epochs=1, stream=f"finetune {epoch}")
+        now, rows = clients.after(fit), fit.w
+
+    view = FineTune(finetune_epochs=3).model({"x": x}, {}, clients)
+
+    assert torch.equal(view["w"], rows)
+    assert torch.equal(view["batch_norm"], now.buffers)
+
+
+# batch norm ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_statistics_stay_frozen_with_their_layers_in_fine_tuning(frozen):
+    s = normal()
+    clients = at_work(s)
+    alg = FineTune(layers="last" if frozen else "all", finetune_epochs=2)
+
+    view = alg.model({"x": s.net.w0.expand(4, -1)}, {}, clients)
+
+    assert torch.equal(view["batch_norm"], clients.buffers) is frozen
+    assert (view["w"] != s.net.w0).any(1).all()
+
+
+def test_who_is_mixed_of_nobody_keeps_its_statistics():
+    class Nobody(FedAvg):
+        """Mixes the others' models for client 0, and nobody's for client 1."""
+
+        def update(self, state, up, cohort):
+            weight = torch.tensor([[0.0, 0, 0.5, 0.5], [0.0, 0, 0, 0]], dtype=F64)
+            return {"x": state["x"]}, Mix(weight, rows=torch.tensor([0, 1]))
+
+    s = normal()
+    state, _ = after(FedAvg(), s)
+    before, x = state.batch_norm.clone(), state.server["x"].expand(4, -1)
+    trained = replace(at_work(s, round=2), buffers=before).fit(x).buffers
+
+    state, _ = step(Setup(Nobody(), s), state, torch.arange(4))
+
+    near(state.batch_norm[0], trained[2:].mean(0))
+    assert torch.equal(state.batch_norm[1:], before[1:])
+
+
+# bounds --------------------------------------------------------------------------------------
+
+
+def test_fine_tuning_takes_clients_of_exactly_min_size():
+    s = tiny((19, 20, 21))
+    x = s.net.w0.expand(3, -1)
+
+    w = FineTune(min_size=20).model({"x": x}, {}, at_work(s))["w"]
+
+    assert (w != x).any(1).tolist() == [False, True, True]
+
+
+def test_knnper_takes_clients_of_exactly_min_size():
+    s = tiny((19, 20, 21))
+    x = s.net.w0.expand(3, -1)
+
+    lam = KnnPer(min_size=20, lam=0.25).model({"x": x}, {}, at_work(s))["lam"]
+
+    assert lam.tolist() == [0, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("k", [2, 5, 6, 10])
+def test_padding_has_no_vote(k):
+    """A client of five samples beside one of eight."""
+    net = Net(torch.nn.Linear(2, 3, dtype=F64))
+    w, y = net.w0, torch.tensor([0, 1, 0, 1, 0])
+    alone = {"w": w, "z": Z, "y": y, "n": torch.tensor(5)}
+    beside = {
+        "w": w,
+        "z": torch.cat([Z, QUERY.expand(3, -1)]),
+        "y": torch.cat([y, torch.tensor([2, 2, 2])]),
+        "n": torch.tensor(5),
+    }
+
+    votes = [KnnPer(k=k, lam=1.0).predict(view, net, QUERY) for view in (alone, beside)]
+
+    assert torch.equal(*votes)
+    assert votes[0][0, 2] == 0
+
+
+@pytest.mark.parametrize("margin, takes", [(0.0, False), (-1e-9, True)])
+def test_a_margin_is_not_beaten_by_a_model_as_good(margin, takes):
+    s = validated(3)
+    x = after(FedAvg(), s)[0].server["x"].expand(3, -1)
+
+    w = FineTune(finetune_lr=1e-6, margin=margin).model({"x": x}, {}, at_work(s))["w"]
+
+    assert (w != x).any(1).tolist() == [takes] * 3

@@ -1,0 +1,260 @@
+"""Files that people bring: the grammar of a CSV, the arrays of an npz, LEAF's users, and what is in
+a folder beside them."""
+
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+import torch
+from doors import folder, leaf, sentence
+
+from pflcore.data import federation_of, load
+
+
+def csv(path, *texts):
+    for i, text in enumerate(texts):
+        (path / f"c{i}.csv").write_bytes(text.encode())
+    return path
+
+
+# one grammar for header and rows ------------------------------------------------------------------
+
+HEIGHT = '"height, cm",weight,label\n170,60,0\n171,62,1\n172,64,0\n'
+
+
+@pytest.mark.parametrize(
+    "target, y, x",
+    [
+        ("weight", [60, 62, 64], [[170, 0], [171, 1], [172, 0]]),
+        ("label", [0, 1, 0], [[170, 60], [171, 62], [172, 64]]),
+        ("height, cm", [170, 171, 172], [[60, 0], [62, 1], [64, 0]]),
+        (-2, [60, 62, 64], [[170, 0], [171, 1], [172, 0]]),
+    ],
+)
+def test_a_target_by_name_is_its_column(target, y, x, tmp_path):
+    fed = folder(csv(tmp_path, HEIGHT), target=target, classes=None)
+    assert fed.y.tolist() == y and fed.x.tolist() == x
+
+
+@pytest.mark.parametrize("names", [["a", "b", "y"], ["a, b", 'say "b"', "y"], ["a\nb", ";", "y"]])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_what_pandas_writes_is_read(names, end, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame([[1.5, 2, 0], [3.5, -4e-3, 1]], columns=names)
+    frame.to_csv(tmp_path / "a.csv", index=False, lineterminator=end, quoting=1)
+    fed = folder(tmp_path, target="y")
+    assert fed.y.tolist() == [0, 1]
+    torch.testing.assert_close(fed.x, torch.tensor([[1.5, 2], [3.5, -4e-3]]))
+
+
+PLAIN = "a,b,y\n1,2,0\n3,4,1\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN,
+        PLAIN.replace("\n", "\r\n"),
+        PLAIN.replace("\n", "\n\n") + "  \n\n",
+        "\ufeff" + PLAIN,
+        PLAIN.replace(",", " , "),
+        '"a","b","y"\n"1","2","0"\n"3","4","1"',
+        PLAIN[6:],
+    ],
+)
+def test_every_row_is_a_sample(text, tmp_path):
+    fed = folder(csv(tmp_path, text))
+    assert fed.x.tolist() == [[1, 2], [3, 4]] and fed.y.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("a,b,y\n1,2,0\n#3,4,1\n5,6,1\n", "line 3: expected numbers, got '#3'"),
+        ("a,b,y\n1,2,0 # one\n", "line 2: expected numbers .*got '0 # one'"),
+        ("# a table\na,b,y\n1,2,0\n", "line 1: expected several values"),
+        ("a;b;y\n1;2;0\n", "',' between values, where this has ';'"),
+        ("1;2;0\n3;4;1\n", "',' between values, where this has ';'"),
+        ("1,5;2,5;0\n", "',' between values, where this has ';'"),
+        ("a\tb\ty\n1\t2\t0\n", r"',' between values, where this has '\\t'"),
+        ("a b y\n1 2 0\n", "',' between values, where this has ' '"),
+        ('a,b,y\n"1,5",2,0\n', "0.5, where this has a decimal comma.*got '1,5'"),
+        ("a,b,y\n1,2,0\n3,4\n", "line 3: expected 3 values, as the first line has, got 2"),
+        ("a,y\n1,2,0\n", "line 2: expected 2 values, as the first line has, got 3"),
+        ("a,b,y\n1_0,2,0\n", "line 2: expected numbers, got '1_0'"),
+        ('a,b,y\n"1,2,0\n', "unexpected end of data"),
+        ("a,b,y\n1,,0\n", "line 2: expected numbers, got ''"),
+    ],
+)
+def test_what_is_no_table_of_numbers_is_said_by_its_line(text, words, tmp_path):
+    with sentence(r".*c0\.csv: expected rows of numbers in UTF-8.*" + words, OSError):
+        folder(csv(tmp_path, text))
+
+
+def test_a_name_that_two_columns_have_is_no_target(tmp_path):
+    csv(tmp_path, "a,a,y\n1,2,0\n")
+    with sentence("target: expected one of the columns .*a name that it has alone, got 'a'"):
+        folder(tmp_path, target="a")
+    assert folder(tmp_path, target=1, classes=None).y.tolist() == [2]
+
+
+def test_a_large_table_is_read_as_fast_as_by_numpy(tmp_path):
+    rows = np.random.default_rng(0).random((20_000, 20))
+    np.savetxt(tmp_path / "a.csv", rows, delimiter=",")
+
+    def seconds(call):
+        began = time.process_time()
+        got = call()
+        return time.process_time() - began, got
+
+    theirs, want = seconds(lambda: np.loadtxt(tmp_path / "a.csv", delimiter=","))
+    ours, got = seconds(lambda: folder(tmp_path))
+    assert torch.equal(got.x, torch.from_numpy(want[:, :-1]).float())
+    assert ours < 4 * theirs + 1
+
+
+# npz ----------------------------------------------------------------------------------------------
+
+X, Y = np.ones((3, 2)), np.array([0, 1, 1])
+
+
+def test_a_pickled_file_is_named_and_never_read(tmp_path):
+    """As PFLlib writes it; what the sentence says to do is done."""
+    path = tmp_path / "0.npz"
+    np.savez(path, data=np.array({"x": X, "y": Y}, dtype=object))
+    with sentence(r".*0\.npz: .*PFLlib's pickled dict, which is never read; load it", OSError):
+        folder(tmp_path)
+
+    of = np.load(path, allow_pickle=True)["data"].tolist()
+    np.savez(path, x=of["x"], y=of["y"])
+    assert folder(tmp_path).y.tolist() == Y.tolist()
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"x": X},
+        {"y": Y},
+        {"x": X, "y": Y, "x_valid": X, "y_valid": Y},  # which nobody would miss
+        {"x_train": X, "y_train": Y, "x_test": X},
+        {"x": X, "y": np.array([{}] * 3, dtype=object)},
+    ],
+)
+def test_arrays_that_do_not_make_pairs_are_refused(arrays, tmp_path):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with sentence(r".*a\.npz: expected arrays of numbers x and y", OSError):
+        folder(tmp_path)
+
+
+def test_a_client_has_a_split_in_one_file(tmp_path):
+    np.savez(tmp_path / "a.npz", x=X, y=Y)
+    csv(tmp_path, "1,1,0\n")
+    (tmp_path / "c0.csv").rename(tmp_path / "a.csv")
+    with sentence(r".*a\.npz: expected samples that a has in no other file, got \['train'\]"):
+        folder(tmp_path)
+
+
+# LEAF ---------------------------------------------------------------------------------------------
+
+
+def users(path, **of):
+    text = json.dumps({"users": list(of), "num_samples": [], "user_data": of})
+    path.write_text(text)
+    return path
+
+
+def test_a_user_without_samples_is_named_and_can_be_left_out(tmp_path):
+    full = {"x": [[0.5, 1.0], [1.5, 2.0]], "y": [0, 1]}
+    path = tmp_path / "a.json"
+    users(path, ann=full, bob={"x": [], "y": []})
+    with sentence(r"clients: expected a sample .*; leave out the 1 without, got \['bob'\]"):
+        leaf(path)
+    assert leaf(users(path, ann=full)).n == 1
+
+
+def test_a_user_with_other_inputs_is_named(tmp_path):
+    full = {"x": [[0.5, 1.0], [1.5, 2.0]], "y": [0, 1]}
+    users(tmp_path / "a.json", ann=full, bob={"x": [[0.5]], "y": [0]})
+    with sentence("client bob: expected inputs and targets .*, as client ann has"):
+        leaf(tmp_path)
+
+
+@pytest.mark.parametrize("y", [["7", "8"], ["cat", "dog"], [None, 1], [[0], [1, 2]]])
+def test_labels_that_are_no_numbers_are_refused(y, tmp_path):
+    users(tmp_path / "a.json", ann={"x": [[0.5], [1.0]], "y": y})
+    with sentence(".*a.json: expected LEAF's users", OSError):
+        leaf(tmp_path)
+
+
+# folders ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_time():
+    """A file that is waited for ends the test."""
+
+    def late(*_):
+        raise TimeoutError("it waits for ever")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "nothing"])
+@pytest.mark.parametrize("data", ["a.csv", "a.npz", "a.json"])
+def test_only_regular_files_are_read(data, kind, tmp_path, in_time):
+    make = {
+        "pipe": os.mkfifo,
+        "device": lambda p: p.symlink_to("/dev/zero"),
+        "folder": os.mkdir,
+        "nothing": lambda p: p.symlink_to("no/where"),
+    }[kind]
+    make(tmp_path / data)
+    read = leaf if data.endswith("json") else folder
+    with sentence(rf".*got \['{data} \(no regular file\)'\]", OSError):
+        read(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_pipe_is_no_data_set_by_name(tmp_path, in_time):
+    pytest.importorskip("scipy")
+    for name in ("mnist", "school"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "school" / "school.mat")
+    with sentence("[^:]*school.mat: expected a .mat file", OSError):
+        federation_of("school", root=tmp_path)
+    os.mkfifo(tmp_path / "mnist" / "train-images-idx3-ubyte")
+    (tmp_path / "mnist" / "train-labels-idx1-ubyte").write_bytes(b"")
+    with sentence("data: 'mnist' can be neither read from", OSError):
+        load("mnist", tmp_path)
+
+
+def test_a_test_folder_alone_is_no_federation(tmp_path):
+    """Its files would be left out without a word."""
+    (tmp_path / "test").mkdir()
+    csv(tmp_path, "1,2,0\n")
+    csv(tmp_path / "test", "1,2,0\n")
+    with sentence(".*: expected a folder train/ beside test/, got none", OSError):
+        folder(tmp_path)
+
+
+def test_files_beside_the_folders_of_splits_are_refused(tmp_path):
+    (tmp_path / "train").mkdir()
+    csv(tmp_path, "1,2,0\n")
+    csv(tmp_path / "train", "1,2,0\n")
+    with sentence(r".*: expected no samples beside train/, got \['c0.csv'\]"):
+        folder(tmp_path)
+
+
+def test_a_missing_data_set_names_its_files(tmp_path):
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "train-labels-idx1-ubyte").write_bytes(b"")
+    with pytest.raises(OSError, match="which would hold mnist/ or MNIST/raw/ with train-images-id"):
+        load("mnist", tmp_path)

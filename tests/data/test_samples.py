@@ -1,0 +1,282 @@
+"""What is taken for a client's samples: a pair, samples in a list, Datasets; and tables of other
+packages. Where something else is refused, what the sentence says to do is done and works."""
+
+import types
+
+import numpy as np
+import pytest
+import torch
+from doors import sentence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from pflcore import Client, Federation, Training
+from pflcore.data import partition
+
+X = torch.arange(6.0).view(3, 2)
+Y = torch.tensor([0, 1, 1])
+
+
+def read(samples):
+    """One client's inputs and targets."""
+    data = Federation.from_clients([samples])
+    return data.x.tolist(), data.y.tolist()
+
+
+WANT = X.tolist(), Y.tolist()
+
+# a pair, or two samples ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["vectors", "numbers", "lists"])
+def test_a_list_of_tuples_is_samples_however_many(count, kind):
+    x = torch.arange(12.0).view(4, 3)[:count]
+    y = -x
+    if kind == "numbers":
+        x, y = x[:, 0].tolist(), (-y[:, 0]).tolist()
+    if kind == "lists":
+        x, y = x.tolist(), y.tolist()
+
+    got = Federation.from_clients([list(zip(x, y, strict=True))], classes=None)
+
+    assert got.x.tolist() == torch.as_tensor(x).tolist()
+    assert got.y.tolist() == torch.as_tensor(y).tolist()
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("count", [2, 3])
+def test_two_arrays_are_a_pair(kind, count):
+    pair = kind([X[:count], Y[:count]])
+    assert read(pair) == (X[:count].tolist(), Y[:count].tolist())
+
+
+def test_a_samples_numbers_in_a_list_are_its_row():
+    """Also where there are as many samples as numbers."""
+    rows = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0]]
+    assert read(list(zip(rows, [0, 1, 0], strict=True))) == (rows, [0, 1, 0])
+    fields = [({"u": row, "v": 1}, 0) for row in rows]
+    assert read(fields)[0] == [[*row, 1] for row in rows]
+
+
+def test_two_lists_of_two_in_a_tuple_are_a_pair():
+    assert read(([[1.0], [2.0]], [0, 1])) == ([[1.0], [2.0]], [0, 1])
+    assert read([[1.0, 2.0, 3.0], [0, 1, 1]]) == ([1.0, 2.0, 3.0], [0, 1, 1])
+
+
+@pytest.mark.parametrize("two", [[[1.0, 2.0], [0, 1]], ((1.0, 0), (2.0, 1))])
+def test_what_may_be_a_pair_or_two_samples_is_refused(two):
+    with sentence(r"client 0 \(train\): expected \(x, y\) as a tuple of two arrays, or samples as"):
+        read(two)
+    assert read(tuple(map(list, two))) == ([float(two[0][0]), float(two[0][1])], [*two[1]])
+    assert read([*map(tuple, two)])[0] == [two[0][0], two[1][0]]
+
+
+def test_two_samples_are_two_everywhere():
+    """Of a split, and of a client on a machine of its own."""
+    two = [(X[0], 0), (X[1], 1)]
+    fed = Federation.from_clients([{"train": two, "test": two}])
+    assert fed.size().tolist() == [2] and fed.size("test").tolist() == [2]
+    assert Client("fedavg", torch.nn.Linear(2, 2), two, Training()) is not None
+
+
+# Datasets -----------------------------------------------------------------------------------------
+
+
+class Items(Dataset):
+    def __init__(self, make):
+        self.make, self.read = make, []
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        return self.make(X[i], int(Y[i]), i)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(x, int(y)) for x, y in zip(X, Y, strict=True)])
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda x, y, i: {"image": x, "label": y}, "(d['image'], d['label'])"),
+        (lambda x, y, i: {"label": y, "image": x}, "(d['image'], d['label'])"),
+        (lambda x, y, i: {"id": i, "pixels": x, "target": y}, "(d['pixels'], d['target'])"),
+        (lambda x, y, i: (x, y, i), "(d[0], d[1])"),
+    ],
+)
+def test_items_that_are_no_pairs_are_made_pairs(make, words):
+    dataset = Items(make)
+    with pytest.raises(ValueError, match=r"^client 0 \(train\): expected a pair .*make \[") as e:
+        read(dataset)
+    assert f"make [{words} for d in dataset]" in str(e.value)
+    assert read(eval(f"[{words} for d in dataset]")) == WANT
+    two = [make(X[i], int(Y[i]), i) for i in range(2)]  # in a list of two they are no pair either
+    with sentence(r"client 0 \(train\): expected a pair"):
+        read(two)
+
+
+def test_an_item_is_read_once():
+    dataset = Items(lambda x, y, i: (x, y))
+    assert read(dataset) == WANT and dataset.read == [0, 1, 2]
+
+
+def test_a_loader_has_a_dataset():
+    loader = DataLoader(TensorDataset(X, Y), batch_size=2)
+    with sentence(r"client 0 \(train\): .*; of a DataLoader give its \.dataset"):
+        read(loader)
+    assert read(loader.dataset) == WANT
+
+
+@pytest.mark.parametrize("stream", [Stream(), iter(Stream())])
+def test_what_has_no_numbers_is_listed(stream):
+    with sentence(r"client 0 \(train\): .*; of a \w+ give list\(it\)"):
+        read(stream)
+    assert read(list(stream)) == WANT
+
+
+def test_three_tensors_are_no_pairs():
+    dataset = TensorDataset(X, Y, Y)
+    with sentence(r"client 0 \(train\): .*of samples of 3 make"):
+        read(dataset)
+    assert read([(d[0], d[1]) for d in dataset]) == WANT
+
+
+@pytest.mark.parametrize("none", [TensorDataset(X[:0], Y[:0]), [], (X[:0], Y[:0]), ([], [])])
+def test_a_client_without_samples_can_be_left_out(none):
+    with sentence(r"clients: .*leave out the 1 without, got \[1\]"):
+        Federation.from_clients([(X, Y), none])
+    assert Federation.from_clients([(X, Y)]).n == 1
+    tested = Federation.from_clients([{"train": (X, Y), "test": (X, Y)}, {"train": (X, Y)}])
+    same = [{"train": (X, Y), "test": (X, Y)}, {"train": (X, Y), "test": none}]
+    assert Federation.from_clients(same).size("test").tolist() == tested.size("test").tolist()
+
+
+# tables -------------------------------------------------------------------------------------------
+
+
+class Column:
+    """What Arrow's and polars' columns have: a way to numpy, and no order of their own."""
+
+    __hash__ = None
+
+    def __init__(self, values):
+        self.values = values
+
+    def to_numpy(self):
+        return np.asarray(self.values)
+
+
+class Arrow:
+    """As pyarrow.Table has it: `columns` are no names."""
+
+    def __init__(self, of):
+        self.of, self.column_names = of, list(of)
+        self.columns = [Column(v) for v in of.values()]
+
+    def __getitem__(self, name):
+        return Column(self.of[name])
+
+
+class Polars(Arrow):
+    def __init__(self, of):
+        super().__init__(of)
+        self.columns = list(of)
+        del self.column_names
+
+
+class HuggingFace(Arrow):
+    """Its columns are lists, or tensors."""
+
+    columns = property(lambda self: pytest.fail("it has none"))
+
+    def __init__(self, of):
+        self.of, self.column_names = of, list(of)
+
+    def __getitem__(self, name):
+        return list(self.of[name])
+
+
+TABLE = {"u": [0.0, 2.0, 4.0], "label": [0, 1, 1], "v": [1.0, 3.0, 5.0], "who": ["b", "a", "b"]}
+
+
+@pytest.mark.parametrize("kind", [Arrow, Polars, HuggingFace])
+def test_tables_of_other_packages_are_read_by_their_columns(kind):
+    got = Federation.from_table(kind(TABLE), "label", "who")
+    assert got.names == ("a", "b")
+    assert got.x.tolist() == WANT[0] and got.y.tolist() == WANT[1]
+    with sentence("y and client: expected two of the columns .'u', 'label', 'v', 'who'"):
+        Federation.from_table(kind(TABLE))
+    with sentence("x: expected columns of numbers beside label and u, got .*'who'"):
+        Federation.from_table(kind(TABLE), "label", "u")
+
+
+@pytest.mark.parametrize("kind", [Arrow, HuggingFace])
+def test_one_column_of_arrays_is_the_inputs(kind):
+    images = np.random.rand(3, 2, 2).astype(np.float32)
+    table = {"image": images, "label": [0, 1, 1], "who": [1, 0, 1]}
+    assert torch.equal(
+        Federation.from_table(kind(table), "label", "who").x, torch.from_numpy(images)
+    )
+    with sentence("x: expected one number a row in each column, or a single column of arrays"):
+        Federation.from_table(kind({**table, "u": [1.0, 2.0, 3.0]}), "label", "who")
+
+
+def test_the_packages_themselves_are_read():
+    """Where they are installed."""
+    for name in ("pandas", "polars", "pyarrow", "datasets"):
+        try:
+            package = __import__(name)
+        except ImportError:
+            continue
+        make = {
+            "pandas": lambda p: p.DataFrame(TABLE),
+            "polars": lambda p: p.DataFrame(TABLE),
+            "pyarrow": lambda p: p.table(TABLE),
+            "datasets": lambda p: p.Dataset.from_dict(TABLE),
+        }[name]
+        got = Federation.from_table(make(package), "label", "who")
+        assert got.x.tolist() == WANT[0] and got.y.tolist() == WANT[1]
+
+
+def test_a_table_that_numpy_cannot_read_says_what_can_be_given():
+    class Lazy(Arrow):
+        def __getitem__(self, name):
+            raise TypeError("not so")
+
+    with sentence(r"x: expected a table whose columns numpy reads; give arrays, from_table\(x, y,"):
+        Federation.from_table(Lazy(TABLE), "label", "who")
+    of = {k: np.asarray(v) for k, v in TABLE.items()}
+    inputs = np.stack([of["u"], of["v"]], 1)
+    assert Federation.from_table(inputs, of["label"], of["who"]).x.tolist() == WANT[0]
+
+
+def test_tables_by_split_are_one_each():
+    splits = types.SimpleNamespace(column_names={"train": list(TABLE), "test": list(TABLE)})
+    with sentence("x: expected one table, as x"):
+        Federation.from_table(splits, "label", "who")
+
+
+def test_a_frame_is_no_client():
+    with sentence(r"client 0 \(train\): .*of a data frame give .frame"):
+        read(Polars(TABLE))
+
+
+# pools --------------------------------------------------------------------------------------------
+
+
+def test_a_test_pool_needs_a_partition_that_knows_it():
+    x, y = torch.rand(40, 3), torch.arange(40) % 4
+    pool = {"x": x[:30], "y": y[:30], "x_test": x[30:], "y_test": y[30:]}
+    with sentence(r"partition: expected one of .*test_labels=y_test\)\), got \{'train': 30\}"):
+        Federation.from_partition(partition=partition("iid", y[:30], 3), **pool)
+    whole = partition("iid", y[:30], 3, test_labels=y[30:])
+    assert Federation.from_partition(partition=whole, **pool).splits == ("train", "test")
+    with sentence("partition: expected one of {'train': 40} samples"):  # it would use a part
+        Federation.from_partition(x, y, partition("iid", y[:30], 3))
+    # which cuts the training pool alone, and says so
+    own = partition("unimodal", y[:30], 3, test_labels=y[30:])
+    assert Federation.from_partition(partition=own, **pool).n == 3

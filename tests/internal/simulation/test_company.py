@@ -1,0 +1,106 @@
+"""A round and an evaluation in parts: the bits are those of the whole, for every algorithm."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from parts.company import EVERYBODY, differing, simulation
+from small import swept
+
+from pflcore import Clients
+from pflcore.algorithms import Pool
+from pflcore.simulation import _evaluate as evaluation
+from pflcore.simulation.round import own_rows, sample, step
+from pflcore.train._clients import blocks, parted
+
+CASES = [("chain", "mlp", "Tanh"), ("loop", "mlp", "SiLU"), ("vmap", "conv", "SiLU")]
+DEEP = [("loop", "batch norm", "SiLU"), ("vmap", "batch norm", "Sigmoid"), ("vmap", "mlp", "ELU")]
+EVERY = CASES + [pytest.param(c, marks=pytest.mark.deep("all engines")) for c in DEEP]
+QUICK = ("l2c", "factorized_waffle", "qfedavg", "apfl", "fedfomo", "knnper", "finetune")
+
+
+@lru_cache(maxsize=1)  # what follows changes nothing of it
+def played(name, case):
+    """A run after two rounds."""
+    run = simulation(*case, name)
+    play = run.iterate()
+    for _ in range(2):
+        next(play)
+    return run
+
+
+def of_round(setup, state, ids, at, block):
+    """What the clients at the places `at` of the cohort `ids` make of a round, as a part of it."""
+    cohort = setup.cohort(ids, state.round + 1)
+    down = {k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()}
+    own = own_rows(setup, state, ids[at], down)
+    part = Clients(setup.setting, ids[at], cohort.round, state.batch_norm[ids[at]], block[at])
+    kept, up, fit = setup.algorithm.train(down, own, part)
+    each = {f"own.{k}": v for k, v in kept.items()} | {f"up.{k}": v for k, v in up.items()}
+    return each | {"batch norm": fit.buffers, "loss": fit.loss}
+
+
+def rows_at(value, at):
+    """Some clients' rows of a download; a row that all share stays one."""
+    if isinstance(value, Pool):
+        return value._replace(index=value.index[at])
+    if value.stride(0) == 0:
+        return value[:1].expand(len(at), *value.shape[1:])
+    return value[at]
+
+
+def cut_anywhere(engine):
+    """Places of parts, for engines on which no client's bits depend on another's."""
+    assert engine != "vmap"
+    return [torch.tensor([0]), torch.tensor([1, 2, 5, 9]), torch.tensor([3, 4, 6, 7, 8, 10])]
+
+
+@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("name", swept(quick=QUICK))
+def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
+    run = played(name, case)
+    ids = sample(run.setup, 3)
+    block = blocks(run.setting, ids)
+    whole = of_round(run.setup, run._state, ids, EVERYBODY, block)
+    inside = run.setting.engine.name == "vmap"  # what a chain does not train, vmap does
+    for at in parted(EVERYBODY, block) if inside else cut_anywhere(run.setting.engine.name):
+        part = of_round(run.setup, run._state, ids, at.sort().values, block)
+        assert differing(part, whole, at.sort().values) == []
+
+
+@pytest.mark.parametrize("case", [("loop", "mlp", "SiLU"), ("auto", "conv", "ReLU")])
+@pytest.mark.parametrize("name", swept(quick=("l2c", "fedfomo", "factorized_waffle", "qfedavg")))
+def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
+    """Where no engine is vmap; some were there in the last round, the others in the one before."""
+    run = simulation(*case, name)
+    state = run.state
+    for ids in (EVERYBODY, EVERYBODY[:4]):
+        state, _ = step(run.setup, state, ids)
+    whole = of_round(run.setup, state, EVERYBODY, EVERYBODY, EVERYBODY)
+    for ids in map(torch.tensor, ([1], [0, 2, 7], [3, 5])):
+        part = of_round(run.setup, state, ids, torch.arange(len(ids)), ids)
+        assert differing(part, whole, ids) == []
+
+
+@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("name", swept(quick=QUICK))
+def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatch):
+    run = played(name, case)
+    whole = evaluation.evaluate(run.setup, run._state)
+
+    def in_blocks(setup, state, block):
+        return [at.sort().values for at in parted(torch.arange(len(block)), block)][::-1]
+
+    monkeypatch.setattr(evaluation, "parts_of", in_blocks)
+    found = evaluation.evaluate(run.setup, run._state)
+    assert differing(found, whole, EVERYBODY) == []
+
+
+@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("name", swept(quick=QUICK[:3]))
+def test_workers_change_no_bit_of_a_run(name, case):
+    one, two = (simulation(*case, name, workers=n).run() for n in (1, 2))
+    for a, b in zip(one.rounds, two.rounds, strict=True):
+        assert a["eval"] == b["eval"] and a["train_loss"] == b["train_loss"]
+    for key, value in one.state.server.items():
+        assert torch.equal(value, two.state.server[key]), key
