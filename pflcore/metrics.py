@@ -323,7 +323,7 @@ class Own:
         self._form: Form | None = None
 
     def __call__(self, scores: Tensor, y: Tensor) -> Any:
-        if scores.shape != y.shape and one_each(scores, y):
+        if scores.shape != y.shape and one_each(scores, y) and len(y):
             if self._form is None:
                 self._form = form_of(self.metric, scores, y)
             if self._form is None:

@@ -69,8 +69,8 @@ def prepared(  # noqa: PLR0913 (a run's own)
 
 
 def check(net: Net, data: Federation, training: Training) -> None:
-    """One batch through the module, forward and backward; `net` learns from it where its head is
-    and whether it gives one score for each label."""
+    """One batch through the module, forward and backward; `net` learns from it where its head is,
+    whether it gives one score for each label, and in which form its loss takes that."""
     fits.check_modes()
     fits.check_dtypes(net, data)
     x, y = samples(data, max(2, min(training.batch_size, BATCH)))

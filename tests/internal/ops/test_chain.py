@@ -15,7 +15,7 @@ from tolerance import F32, F64, assert_close
 from torch import Tensor
 from ugly import randn, same_for_any_threads
 
-from pflcore import Net, ops
+from pflcore import Net, metrics, ops
 from pflcore.ops import _chain as chain
 from pflcore.ops import reference
 from pflcore.train._chain import compiled
@@ -207,6 +207,23 @@ def test_nan_and_ties_go_where_torch_sends_them(pool, act):
         g, value = chain.chain_grad(net.w0[None], *head, x, y, None, *whole, None)
         torch.testing.assert_close(g[0], want, rtol=1e-10, atol=1e-12, equal_nan=True)
         torch.testing.assert_close(value[0], loss.detach(), equal_nan=True)
+
+
+@pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
+@isa
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("criterion, outputs", [("cross_entropy", 3), ("hinge", 1), ("squared", 1)])
+def test_hits_are_those_of_the_scores_infinite_and_nan(criterion, outputs, dtype):
+    odd = torch.tensor([-torch.inf, -1.0, 0.0, 2.0, torch.inf, torch.nan], dtype=dtype)
+    scores = torch.cartesian_prod(*[odd] * outputs).view(-1, outputs)
+    y = torch.arange(len(scores)) * 7 % max(2, outputs)
+    # a linear layer of one input, which is 1: its weights are the scores, a client's each
+    program = torch.tensor([chain.layer("linear", outputs, 0, -1)], dtype=F64)
+    n = torch.arange(len(scores))
+    numbers = y if criterion == "cross_entropy" else y.to(dtype)
+    head = (program, criterion, 1, 1, 1, torch.ones(len(n), 1, dtype=dtype), numbers, None)
+    _, right, _ = chain.chain_eval(scores, *head, n, torch.arange(len(n) + 1), 0)
+    assert torch.equal(right, metrics.right(scores, y))
 
 
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
