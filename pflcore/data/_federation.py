@@ -423,7 +423,9 @@ def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
     ids: Any = np.asarray(client.cpu() if isinstance(client, Tensor) else client)
     if ids.dtype == object and all(isinstance(i, str) for i in ids):
         ids = ids.astype(str)
-    fits = ids.shape == (count,) and ids.dtype.kind in "iuU"
+    # of what a list mixes with words numpy makes words, also of what is missing
+    mixed = isinstance(client, list | tuple) and len({isinstance(i, str) for i in client}) > 1
+    fits = ids.shape == (count,) and ids.dtype.kind in "iuU" and not mixed
     need(fits, "client", f"a whole number or a string for each of {count:,} samples", ids)
     names, owner = np.unique(ids, return_inverse=True)
     return Ragged.grouped(np.arange(count), owner, len(names)), tuple(names.tolist())

@@ -50,8 +50,15 @@ def _column(table: Any, name: Any) -> Array:
     """A column as an array [n, ...]; what has the type of an object is read value by value."""
     try:
         column = table[name]
-        a = np.asarray(column.to_numpy() if hasattr(column, "to_numpy") else column)
-        return np.asarray(a.tolist()) if a.dtype == object else a
+        column = column.to_numpy() if hasattr(column, "to_numpy") else column
+        if not isinstance(column, list):
+            a = np.asarray(column)
+            if a.dtype != object:
+                return a
+            column = a.tolist()
+        # numpy would make the word "nan" of a value that is missing among words
+        mixed = len({isinstance(v, str) for v in column}) > 1
+        return np.array(column, dtype=object) if mixed else np.asarray(column)
     except Exception as e:  # each library raises kinds of its own
         arrays = "a table whose columns numpy reads; give arrays, from_table(x, y, client)"
         refuse("x", f"{arrays} (column {name!r}: {type(e).__name__})", type(table))

@@ -169,6 +169,8 @@ def _check_dataset(dataset: Any, name: str) -> None:
     numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, str | Mapping):
         refuse(name, A_PAIR, dataset)
+    if isinstance(dataset, tuple) and not all(isinstance(m, tuple | list) for m in dataset):
+        refuse(name, f"{A_PAIR}; this is a tuple of {len(dataset)}", dataset)
     if hasattr(dataset, "columns"):
         frame = "of a data frame give (frame[inputs].to_numpy(), frame[target].to_numpy())"
         refuse(name, f"{A_PAIR}; {frame}, or all clients' rows to from_table", type(dataset))

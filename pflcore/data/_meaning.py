@@ -98,8 +98,9 @@ def _classes(y: Tensor, reading: Reading, name: str) -> int:
         need(low >= 0, name, f"labels that count from 0, or {numbers}", [low, high])
     count = labels.numel()
     if not reading.alone and high >= max(count, 1):
-        many = f"classes={high + 1} (--classes {high + 1}) for so many classes"
-        refuse(name, f"labels below {count}, the number of samples, or {many}, or {numbers}", high)
+        many = f" or classes={high + 1} (--classes {high + 1}) for so many classes,"
+        many = many if high < LARGEST else ""
+        refuse(name, f"labels below {count}, the number of samples,{many} or {numbers}", high)
     return max(high + 1, 1)
 
 

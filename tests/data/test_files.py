@@ -94,6 +94,18 @@ def test_what_is_no_table_of_numbers_is_said_by_its_line(text, words, tmp_path):
         folder(csv(tmp_path, text))
 
 
+@pytest.mark.parametrize("separator", [";", "\t", "|", " "])
+@pytest.mark.parametrize("point", [".", ","])
+def test_a_table_written_anew_as_the_sentence_says_is_read(separator, point, tmp_path):
+    """With another separator, and perhaps a decimal comma."""
+    rows = "1.5,2,0\n3.5,4,1\n"
+    theirs = rows.replace(",", separator).replace(".", point)
+    with pytest.raises(OSError, match="',' between values, where this has"):
+        folder(csv(tmp_path, theirs))
+    ours = theirs.replace(",", ".").replace(separator, ",")
+    assert folder(csv(tmp_path, ours)).x.tolist() == [[1.5, 2], [3.5, 4]]
+
+
 def test_a_name_that_two_columns_have_is_no_target(tmp_path):
     csv(tmp_path, "a,a,y\n1,2,0\n")
     with sentence("target: expected one of the columns .*a name that it has alone, got 'a'"):

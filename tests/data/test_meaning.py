@@ -7,7 +7,7 @@ import pytest
 import torch
 from doors import folder, leaf, sentence
 
-from pflcore import Federation
+from pflcore import Client, Evaluation, Federation, Simulation, Training
 from pflcore.data import federation_of, partition
 
 X = [[0.5, 1.5], [2.5, 3.5], [4.5, 5.5]]  # of each client
@@ -229,8 +229,6 @@ def test_vehicles_signs_are_the_tables(tmp_path):
 
 def test_one_of_many_clients_does_not_decide():
     """Who comes later, or trains elsewhere, has labels as the federation counts them."""
-    from pflcore import Client, Training
-
     model = torch.nn.Linear(2, 62)
     Client("fedavg", model, (X, [61, 3, 60]), Training(lr=0.1))
     with sentence("y: expected int64 labels"):
@@ -258,6 +256,12 @@ def test_what_a_partition_takes_for_labels_a_pool_does(y):
 def test_a_number_beyond_int64_is_refused():
     with sentence(r"y of client 0 \(train\): expected whole numbers below 2\*\*63"):
         Federation.from_clients([(X, np.array([2**63 + 5, 0, 1], np.uint64))])
+
+
+def test_whole_numbers_that_are_no_classes_are_predicted_as_numbers():
+    data = Federation.from_clients([(X, [3, 26, 9])], classes=None)
+    run = Simulation("local", torch.nn.Linear(2, 1), data, evaluation=Evaluation(split="train"))
+    assert run.header()["criterion"] == "squared"
 
 
 def test_void_labels_are_told_what_they_may_be():

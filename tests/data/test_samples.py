@@ -138,6 +138,11 @@ def test_what_has_no_numbers_is_listed(stream):
     assert read(list(stream)) == WANT
 
 
+def test_a_tuple_of_three_is_no_pair():
+    with sentence(r"client 0 \(train\): .*this is a tuple of 3"):
+        read((X, Y, Y))
+
+
 def test_three_tensors_are_no_pairs():
     dataset = TensorDataset(X, Y, Y)
     with sentence(r"client 0 \(train\): .*of samples of 3 make"):
@@ -252,6 +257,18 @@ def test_a_table_that_numpy_cannot_read_says_what_can_be_given():
     of = {k: np.asarray(v) for k, v in TABLE.items()}
     inputs = np.stack([of["u"], of["v"]], 1)
     assert Federation.from_table(inputs, of["label"], of["who"]).x.tolist() == WANT[0]
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_a_row_whose_client_is_missing_is_refused(missing):
+    table = {**TABLE, "who": ["b", missing, "b"]}
+    with sentence("client: expected a whole number or a string for each of 3 samples"):
+        Federation.from_table(HuggingFace(table), "label", "who")
+    with sentence("client: expected a whole number or a string for each of 3 samples"):
+        Federation.from_table(X, Y, table["who"])
+    pandas = pytest.importorskip("pandas")
+    with sentence("client: expected a whole number or a string for each of 3 samples"):
+        Federation.from_table(pandas.DataFrame(table), "label", "who")
 
 
 def test_tables_by_split_are_one_each():
