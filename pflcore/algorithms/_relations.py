@@ -108,7 +108,15 @@ class FedAMP(LatestModels):
     lam: NonNegative = 0.1
     start: Literal["own", "u"] = "own"  # where local training starts: the client's own model, or u
 
-    traits = LatestModels.traits._replace(batch_norm=("local",))  # own models are never mixed
+    # a client's own model is never replaced by a mix, whether it starts from there or from u
+    traits = LatestModels.traits._replace(batch_norm=("local",), reported=("weights", "last"))
+
+    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
+        """ "weights" [N, N], "last" [N] (the round of the model that each client gives, 0: none),
+        and "rescaled" []: how many clients' weights were scaled down, so that none is its own."""
+        weights = state["weights"]
+        rescaled = (weights.diagonal().abs() < 1e-12).sum()
+        return {**super().report(state, mix, cohort), "rescaled": rescaled}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         return {"u": Mix(state["weights"][cohort.ids]).of(state["w"])}
