@@ -132,7 +132,8 @@ def of_hint(hint: Any) -> Kind:  # noqa: PLR0911 (a kind of hint each)
     cls = origin or hint
     ours = isinstance(cls, type) and cls.__module__.startswith("pflcore.")
     if ours and not getattr(cls, "_is_protocol", False):
-        return _instance(cls, f"a {cls.__name__}")
+        article = "an" if cls.__name__[0] in "AEIOU" else "a"
+        return _instance(cls, f"{article} {cls.__name__}")
     return PLAIN.get(cls, ANYTHING)  # of other classes the one who uses them says more
 
 
