@@ -178,8 +178,10 @@ def _like(name: str, packed: Packed, rows: Tensor, form: Form) -> Tensor:
     more, ids, by_name = packed.rows, form.ids, form.outer == "dict"
     where = {client: j for j, client in enumerate(packed.form.ids)}
     alike = more.dtype == rows.dtype and more.shape[1] == rows.shape[1] and more.isfinite().all()
+    fits = where.keys() & set(ids) if by_name else len(more) == len(ids)
     need(
-        alike and (where.keys() & set(ids) if by_name else len(more) == len(ids)),
+        # ids that the uploads have not are ids of nobody
+        alike and fits and (by_name or packed.form.outer != "dict"),
         name,
         f"{len(ids)} finite models as the uploads are, {rows.shape[1]} numbers of {rows.dtype}, "
         "by the same ids",

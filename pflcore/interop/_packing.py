@@ -90,7 +90,7 @@ def pack(
     mixed rows back in.
 
     `uploads` is an [N, P] tensor or array (which is taken as it is), or one model for each client,
-    in a list or in a dict by client id: 1-D tensors, lists of arrays,
+    in a list or in a dict by client id: 1-D tensors, lists of arrays (and of nothing else),
     state dicts, Flower ArrayRecords, `nn.Module`s, safetensors files. Values with a `materialize()`
     are asked for it one client at a time. Only tensors that match a shell pattern of `include`
     (default: all) and none of `exclude` are packed, as in `net.mask("head.*")`; lists of arrays are
@@ -180,6 +180,10 @@ def named(given: Any, who: str) -> dict[str, Any]:
             why = str(error).rstrip(".")
             raise ValueError(f"{who}: {given} is no whole safetensors file ({why}).") from None
     if isinstance(given, list | tuple):
+        for i, value in enumerate(given):
+            if not is_array(value):
+                kinds = "a tensor or an array; models by client id come in a dict {id: model}"
+                refuse(f"{who}, element {i}", kinds, value)
         given = {str(i): v for i, v in enumerate(given)}
     if isinstance(given, Mapping) and all(isinstance(k, str) for k in given):
         return dict(given)
@@ -187,6 +191,12 @@ def named(given: Any, who: str) -> dict[str, Any]:
         return {"": given}
     kinds = "a 1-D tensor, a list of arrays, a dict of tensors by name, a Flower ArrayRecord"
     refuse(who, f"{kinds}, an nn.Module or the path of a safetensors file", given)
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is, holds or makes a tensor or an array."""
+    known = isinstance(value, Tensor | np.ndarray | np.generic)
+    return known or hasattr(value, "materialize") or hasattr(value, "stype")
 
 
 def opened(value: Any, who: str) -> tuple[Tensor, Make] | None:

@@ -257,6 +257,13 @@ OTHERS = [
     ([nn.LazyLinear(3)], "client 0: 'weight': expected a dense tensor with values"),
     ([[np.array(["a"])]], "client 0: '0': expected a whole array in a dtype .* got <U1"),
     (layers("Linear 2 2"), "uploads: expected rows"),
+    *(
+        ([(client, model)] * 2, "client 0, element 0: expected a tensor or an array; models by cl")
+        for client in ("a", 0)
+        for model in (torch.ones(3), np.ones(3), [np.ones(3)], {"w": torch.ones(3)})
+    ),
+    ({"a": [np.ones(2), None]}, "client 'a', element 1: expected a tensor or an array"),
+    ([[[1.0, 2.0]]], "client 0, element 0: expected a tensor or an array"),
 ]
 
 

@@ -205,6 +205,25 @@ def test_mistakes_are_one_sentence(given, words):
         personalize(**{"uploads": rows(), **known(given)})
 
 
+def test_pairs_are_refused_and_the_dict_that_is_named_is_right():
+    """A list of pairs was taken for models of two tensors, and guidance by its place."""
+    models = {name: row for name, row in zip("abcdefg", rows(), strict=True)}
+    looks = {name: row + 0.01 * i for i, (name, row) in enumerate(models.items())}
+    pairs, others = list(models.items()), list(looks.items())[::-1]
+    for uploads, guidance in ((pairs, others), (models.items(), looks), (models, others)):
+        with sentence(
+            "client 0, element 0: expected a tensor or an array; models by client id com"
+        ):
+            personalize(uploads, "feddwa", guidance=guidance)
+    with sentence(
+        "guidance, previous: expected 7 finite models as the uploads are, .* by the same"
+    ):
+        personalize(list(models.values()), "feddwa", guidance=looks)
+    want = personalize(models, "feddwa", guidance=looks)
+    got = personalize(dict(pairs), "feddwa", guidance=dict(others))
+    assert all(torch.equal(got[name], want[name]) for name in models)
+
+
 def test_classes_and_instances_of_algorithms():
     with sentence("method: ditto needs more of its clients than a model"):
         personalize(rows(), ALGORITHMS["ditto"])
