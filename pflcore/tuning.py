@@ -253,7 +253,7 @@ class _Search:
         self.key, lines = _key(kept["header"]), kept["lines"]
         if self.folder and Checkpoint(self.folder).exists:
             found = load(self.folder)[1]
-            if found["header"] != plain(kept["header"]):
+            if found.get("header") != plain(kept["header"]):
                 raise ValueError(
                     f"folder: {self.folder} holds the results of another grid or other data; name "
                     "another folder."

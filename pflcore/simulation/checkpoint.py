@@ -18,11 +18,24 @@ from typing import Any
 
 from torch import Tensor
 
-from pflcore.check import NonNegative, Whole, checked, refuse
+from pflcore.algorithms._protocol import Algorithm
+from pflcore.check import NonNegative, Whole, checked, need, refuse, shown
 from pflcore.results._files import remove_parts, replacing
 from pflcore.results.record import plain
+from pflcore.simulation._accept import spoilt
 from pflcore.simulation._describe import Record, difference, identity
-from pflcore.simulation.round import Setup, State, begin, load_state_dict, state_dict
+from pflcore.simulation.round import (
+    Setup,
+    State,
+    begin,
+    check_start,
+    flat,
+    load_state_dict,
+    row_names,
+    state_dict,
+    unflat,
+)
+from pflcore.train import Net
 
 try:
     import fcntl
@@ -31,6 +44,14 @@ except ImportError:  # Windows
 
 __all__ = ["Checkpoint", "load"]
 FORMAT = 3
+OF_RECORD = {  # what is read of a record
+    "round": (int,),
+    "cohort": (list,),
+    "dropped": (list,),
+    "moved": (list, type(None)),
+    "report": (dict,),
+    "eval": (dict, type(None)),
+}
 NAME = "checkpoint.safetensors"
 BLANK = f"{'sha256':*^64}"  # stands where the digest of the file will be
 DAMAGED = (
@@ -135,12 +156,13 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
         if _digest(data.replace(header["sha256"].encode(), BLANK.encode(), 1)) != header["sha256"]:
             raise ValueError
         facts: Record = json.loads(header["facts"])
+        written_in = facts["format"]
         tensors = safetensors.torch.load(data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(DAMAGED.format(folder)) from None
-    if facts["format"] != FORMAT:
+    if written_in != FORMAT:
         raise ValueError(
-            f"checkpoint: expected format {FORMAT}, got {facts['format']} in {folder}; take the "
+            f"checkpoint: expected format {FORMAT}, got {shown(written_in)} in {folder}; take the "
             "pflcore that wrote it."
         )
     return {k: v.clone() for k, v in tensors.items()}, facts  # clones: aligned as torch aligns
@@ -180,7 +202,8 @@ def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Record]]:
     records. ValueError where it is another run's, a warning where it
     was made elsewhere."""
     tensors, facts = load(folder)
-    there, here = facts.get("run", {}), identity(run)
+    there, here = facts.get("run"), identity(run)
+    there = there if isinstance(there, dict) else {}
     made_with, made_here = (what.pop("made_with", {}) for what in (there, here))
     if differs := difference(there, here):
         raise ValueError(
@@ -190,14 +213,72 @@ def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Record]]:
     if other := difference(made_with, made_here):
         last = "numbers may differ in their last digits from an unbroken run's."
         warnings.warn(f"checkpoint: {other}; {last}", stacklevel=3)
-    like = run.setting.net
-    net = like.to(like.w0.device)  # one of its own, that starts where the run did
-    net.w0, net.b0 = (tensors.pop(f"net.{k}").to(like.w0.device) for k in ("w0", "b0"))
+    try:
+        reports = {k: tensors.pop(k) for k in [*tensors] if k.startswith("report.")}
+        records = _records(facts, reports, run.rounds)
+        net = _start(tensors, run.setting.net)
+        begun = begin(run.algorithm, net, run.data.n, run.setup.folder)
+        _check_state(tensors, begun, run.algorithm, net)
+    except ValueError as e:
+        raise ValueError(
+            f"checkpoint: {folder} holds one that this run did not write ({str(e).rstrip('.')}); "
+            "take a copy of it from before, or begin the run anew."
+        ) from None
     setup = run.setup._replace(setting=run.setting._replace(net=net))
-    rounds = {record["round"]: record for record in facts["rounds"]}
-    for name in [k for k in tensors if k.startswith("report.")]:
-        _, round, key = name.split(".", 2)
-        rounds[int(round)]["report"][key] = tensors.pop(name)
-    begun = begin(run.algorithm, net, run.data.n, setup.folder)
     state = load_state_dict(run.algorithm, begun, tensors, facts["round"], facts["void"])
-    return setup, state, facts["rounds"]
+    return setup, state, records
+
+
+def _records(facts: Record, reports: Mapping[str, Tensor], rounds: int) -> list[Record]:
+    """The rounds' records, with what stands in tensors of their own. ValueError where facts are
+    none of a run of so many rounds."""
+    played, void, records = (facts.get(k) for k in ("round", "void", "rounds"))
+    need(type(played) is int and 0 <= played <= rounds, "round", f"at most {rounds}", played)
+    need(type(void) is int and 0 <= void <= played, "void", f"at most {played}", void)
+    need(isinstance(records, list), "rounds", "a list of records", records)
+    for record in records:
+        fits = isinstance(record, dict) and all(
+            type(record.get(name)) in kinds for name, kinds in OF_RECORD.items()
+        )
+        need(fits, "rounds", f"records with {', '.join(OF_RECORD)}", record)
+    by_round = {record["round"]: record["report"] for record in records}
+    known = len(by_round) == len(records) and all(0 < round <= played for round in by_round)
+    need(known, "rounds", f"each round up to {played} once", [*by_round])
+    for name, tensor in reports.items():
+        _, round, key = [*name.split(".", 2), ""][:3]
+        need(round.isdecimal() and int(round) in by_round, name, "a round's report", tensor)
+        by_round[int(round)][key] = tensor
+    return records
+
+
+def _start(tensors: dict[str, Tensor], like: Net) -> Net:
+    """A model of its own that starts where the run did, taken out of the tensors."""
+    net = like.to(like.w0.device)
+    for name in ("w0", "b0"):
+        want, found = getattr(like, name), tensors.pop(f"net.{name}", None)
+        fits = found is not None and (found.dtype, found.shape) == (want.dtype, want.shape)
+        need(fits, f"net.{name}", shown(want), found)
+        setattr(net, name, found.to(like.w0.device))  # type: ignore[union-attr]
+    return net
+
+
+def _check_state(tensors: Mapping[str, Tensor], begun: State, alg: Algorithm, net: Net) -> None:
+    """ValueError where tensors are none of a `state_dict` of a run that began so: forms as for a
+    state that is set, and finite numbers as every round leaves them."""
+    n, own = len(begun.seen), row_names(alg, begun)
+    seen = tensors.get("seen")
+    fits = seen is not None and (seen.dtype, seen.shape) == (begun.seen.dtype, begun.seen.shape)
+    need(fits, "seen", shown(begun.seen), seen)
+    count = int(seen.sum())  # type: ignore[union-attr]
+    whole = dict(tensors)
+    for name in own & {*tensors}:
+        rows = tensors[name]
+        need(rows.dim() and len(rows) == count, name, f"rows of {count} clients", rows)
+        whole[name] = rows.new_zeros(()).expand(n, *rows.shape[1:])
+    for name in ("batch_norm", *(f"clients.{k}" for k in begun.clients)):
+        need(name in tensors, name, "a tensor of clients' rows", None)
+    check_start(unflat(whole, 0), alg, net, n)
+    fresh = flat(begun)
+    names = {k for k in tensors if k in own or not spoilt({k: fresh.get(k, net.w0)})}
+    broken = spoilt({k: v for k, v in tensors.items() if k in names})
+    need(not broken, broken[0] if broken else "state", "finite numbers", "others")

@@ -350,6 +350,66 @@ def test_an_exchanged_file_is_refused(tmp_path, monkeypatch):
     refused(lambda: load(tmp_path), r"has no checkpoint\.safetensors")
 
 
+FORGED = """\
+facts | format | null | expected format 3, got None
+facts | format | [3] | expected format 3, got
+facts | run | 5 | that of another run
+facts | round | -1 | round: expected at most 4, got -1
+facts | round | 5 | round: expected at most 4, got 5
+facts | round | true | round: expected at most 4, got True
+facts | void | "x" | void: expected at most 2, got 'x'
+facts | void | null | void: expected at most 2, got None
+facts | rounds | null | rounds: expected a list of records
+facts | rounds | [5] | rounds: expected records with round, cohort
+facts | rounds | [{"round": 1}] | rounds: expected records with round, cohort
+facts | rounds | [] | report.1.weights: expected a round's report
+tensors | server.x | [0, 0, 0] | server.x
+tensors | server.x | null | server.x
+tensors | clients.v | "double" | clients.v
+tensors | clients.v | "nan" | clients.v: expected finite numbers
+tensors | clients.v | "long" | clients.v: expected rows of
+tensors | clients.v | null | clients.v
+tensors | server.x | "nan" | server.x: expected finite numbers
+tensors | batch_norm | null | batch_norm
+tensors | batch_norm | "nan" | batch_norm: expected finite numbers
+tensors | seen | [1, 1, 1, 1, 1] | seen
+tensors | seen | null | seen
+tensors | net.w0 | [0, 0, 0] | net.w0
+tensors | net.w0 | null | net.w0
+tensors | net.b0 | null | net.b0
+tensors | report.x.weights | [0] | report.x.weights: expected a round's report
+tensors | report.9 | [0] | report.9: expected a round's report
+"""
+CHANGES = {
+    "double": lambda old: old.double(),
+    "nan": lambda old: torch.full_like(old, math.nan),
+    "long": lambda old: torch.cat([old, old]),
+}
+
+
+@pytest.mark.parametrize("row", FORGED.splitlines())
+def test_a_checkpoint_that_no_run_wrote_is_one_sentence(row, tmp_path, monkeypatch):
+    """Its digest fits: somebody else's program, or somebody with a right to write, made it."""
+    part, key, value, words = row.split(" | ")
+    options = {"algorithm": "ditto", "model": normed_model}
+    tensors, facts = load(saved(tmp_path, **options))
+    tensors["report.1.weights"] = torch.zeros(1001)
+    given, place = json.loads(value), {"facts": facts, "tensors": tensors}[part]
+    if part == "facts":
+        place[key] = given
+    elif given is None:
+        del place[key]
+    else:
+        made = isinstance(given, list)
+        place[key] = torch.tensor(given) if made else CHANGES[given](place[key])
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "FORMAT", facts["format"])
+        checkpoint.save(tmp_path, tensors, facts)
+    run = make(**options)
+    refused(lambda: run.restore(tmp_path), re.escape(words))
+    assert run.state.round == 0 and len(run.run().rounds) == 4
+
+
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
     """By a limit on the size of files: the kernel refuses to write as it does on a full disk."""
     saved(tmp_path)
