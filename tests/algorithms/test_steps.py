@@ -231,6 +231,17 @@ def test_an_unmixed_client_keeps_its_statistics():
 # bounds --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("hostile, chosen", [(1, 3), (2, 2)])
+def test_krum_looks_at_so_many_of_the_nearest(hostile, chosen):
+    """S - f - 2 of seven: by one more or one less another update has the least score."""
+    rows = t([[0.0], [1], [2], [4], [9], [10], [12]])
+
+    mix = FedAvg(defence="krum", hostile=hostile).defended(rows, some(7))[1]
+
+    assert mix.weight.argmax() == chosen
+    assert mix.weight.sum() == mix.weight.max() == 1
+
+
 def test_fine_tuning_takes_clients_of_exactly_min_size():
     s = tiny((19, 20, 21))
     x = s.net.w0.expand(3, -1)
