@@ -193,7 +193,7 @@ def test_a_candidate_that_loses_clients_cannot_win():
     assert lost.stopped == "The validation values of 5 of 12 clients are not finite."
 
 
-def test_a_client_for_whom_a_metric_has_no_value_loses_no_candidate():
+def test_a_client_without_a_value_loses_no_candidate():
     def low(scores, y):
         """Minus the largest score; none for the clients of most samples."""
         return math.nan if len(y) > 4 else -scores.max().item()

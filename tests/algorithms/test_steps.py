@@ -40,7 +40,7 @@ def away(s, by=0.1):
 
 @ENGINES
 @pytest.mark.parametrize("mix", ["weights", "logits"])
-def test_apfl_learns_alpha_at_the_first_step_of_a_round_only(mix, engine):
+def test_apfl_learns_alpha_at_a_rounds_first_step(mix, engine):
     def alpha(epochs):
         s = tiny(engine=engine, batch_size=100, epochs=epochs)
         own = {"v": away(s), "alpha": torch.full((3, 1), 0.5)}
@@ -81,7 +81,7 @@ def test_adagrad_needs_no_correction_of_its_sum():
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_whole_gradients_ahead_go_on_with_their_momentum(ahead):
+def test_full_gradients_ahead_keep_their_momentum(ahead):
     s = tiny(momentum=0.5, weight_decay=0.1)
     clients, w = at_work(s), away(s)
     want, move = w, torch.zeros_like(w)
@@ -116,7 +116,7 @@ def test_l2cs_logits_take_steps_of_adam():
         near(own["a"], a)
 
 
-def test_fedala_learns_for_a_while_once_and_then_an_epoch_a_round():
+def test_fedala_learns_one_epoch_after_the_first_time():
     """Losses that settle at once end the first time as soon as there are more than `window`."""
     epochs = []
 
@@ -137,7 +137,7 @@ def test_fedala_learns_for_a_while_once_and_then_an_epoch_a_round():
 @pytest.mark.parametrize(
     "unit, passes", [("samples", [3, 1, 0]), ("batches", [24, 8, 6]), ("epochs", [6, 6, 6])]
 )
-def test_passes_are_counted_over_the_rounds_before(unit, passes):
+def test_passes_count_the_rounds_before(unit, passes):
     """Of clients of 7, 20 and 31 samples after three rounds of batches of 8."""
     s = tiny(epochs=2)
     alg = WeightErosion(size_unit=unit)
@@ -159,7 +159,7 @@ def test_waffles_target_is_alone_at_the_end(round, alone):
     assert (smooth == t([0, 1, 0])).all() == alone[1]
 
 
-def test_waffles_mean_is_over_the_last_two_rounds():
+def test_waffle_averages_the_last_two_rounds():
     alg, delta = Waffle(target=1, do=0.5), t([[1.0, 0], [1.0, 1], [0.5, 1]])
     before = t([[0.1, 0.7], [0.6, 0.2], [0.3, 0.1]])
 
@@ -169,7 +169,7 @@ def test_waffles_mean_is_over_the_last_two_rounds():
     near(smooth, (history[:, 0] + before.sum(1)) / 3)
 
 
-def test_a_newcomers_control_counts_in_scaffolds_mean():
+def test_a_newcomer_counts_in_scaffolds_mean():
     """It is 0: the mean of three becomes one of four."""
     state = {"x": t([5.0]), "c": t([1.0, -2.0])}
 
@@ -198,7 +198,7 @@ def test_fine_tuning_goes_on_epoch_by_epoch():
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_statistics_stay_frozen_with_their_layers_in_fine_tuning(frozen):
+def test_statistics_stay_frozen_with_their_layers(frozen):
     s = normal()
     clients = at_work(s)
     alg = FineTune(layers="last" if frozen else "all", finetune_epochs=2)
@@ -209,7 +209,7 @@ def test_statistics_stay_frozen_with_their_layers_in_fine_tuning(frozen):
     assert (view["w"] != s.net.w0).any(1).all()
 
 
-def test_who_is_mixed_of_nobody_keeps_its_statistics():
+def test_an_unmixed_client_keeps_its_statistics():
     class Nobody(FedAvg):
         """Mixes the others' models for client 0, and nobody's for client 1."""
 
@@ -229,6 +229,17 @@ def test_who_is_mixed_of_nobody_keeps_its_statistics():
 
 
 # bounds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hostile, chosen", [(1, 3), (2, 2)])
+def test_krum_looks_at_so_many_of_the_nearest(hostile, chosen):
+    """S - f - 2 of seven: by one more or one less another update has the least score."""
+    rows = t([[0.0], [1], [2], [4], [9], [10], [12]])
+
+    mix = FedAvg(defence="krum", hostile=hostile).defended(rows, some(7))[1]
+
+    assert mix.weight.argmax() == chosen
+    assert mix.weight.sum() == mix.weight.max() == 1
 
 
 def test_fine_tuning_takes_clients_of_exactly_min_size():
@@ -269,7 +280,7 @@ def test_padding_has_no_vote(k):
 
 
 @pytest.mark.parametrize("margin, takes", [(0.0, False), (-1e-9, True)])
-def test_a_margin_is_not_beaten_by_a_model_as_good(margin, takes):
+def test_an_equal_value_beats_no_margin(margin, takes):
     s = validated(3)
     x = after(FedAvg(), s)[0].server["x"].expand(3, -1)
 

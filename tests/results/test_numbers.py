@@ -40,7 +40,7 @@ def test_half_of_the_rounds_are_not_most(lost, named):
     assert [words[:13] for words in found] == ["client(s) [2]"] * named
 
 
-def test_the_last_evaluation_tells_whose_loss_is_infinite():
+def test_the_last_evaluation_names_infinite_losses():
     inf = {"eval": {"loss": [1.0, math.inf], "clients": [1, 3]}}
     fine = {"eval": {"loss": [1.0, 2.0], "clients": [1, 3]}}
 
@@ -71,7 +71,7 @@ def run_of(*changes, **header):
     return run
 
 
-def test_an_outlier_is_told_by_its_largest_number_and_its_rounds():
+def test_outliers_have_their_largest_ratio_and_rounds():
     run = run_of(
         {"cohort": [1, 3], "moved": [30.0, 1.0]},
         {"moved": [1.0, 50.0, 20.0, None]},
@@ -82,7 +82,7 @@ def test_an_outlier_is_told_by_its_largest_number_and_its_rounds():
     assert "client 1 by up to 50 times the median (3 rounds)" in table([run])
 
 
-def test_the_table_names_the_three_who_moved_farthest():
+def test_a_table_names_the_three_farthest_movers():
     run = run_of({"moved": [30.0, 60.0, 40.0, 50.0]})
 
     (said,) = (text for text in table([run]).splitlines() if "moved far" in text)
@@ -91,13 +91,13 @@ def test_the_table_names_the_three_who_moved_farthest():
     assert "client 0" not in said and "(1 round) and 1 more" in said
 
 
-def test_bytes_are_counted_up_to_and_including_each_round():
+def test_bytes_sent_include_the_round_itself():
     run = run_of({"bytes_down": 1}, {"bytes_up": 0}, {})
 
     assert run.sent() == [425, 1025, 2049]
 
 
-def test_void_rounds_and_dropped_clients_are_counted_over_all_rounds():
+def test_notes_count_void_rounds_and_dropped_clients():
     run = run_of({"void": True}, {"dropped": [0, 1]}, {"void": True, "dropped": [1]})
 
     note = cells(table([run]), "fedavg")["note"]
@@ -119,7 +119,7 @@ def test_a_run_is_whole_with_its_last_round(planned, note):
     assert run.whole is (planned == 2)
 
 
-def test_a_clients_curve_is_its_own_where_some_were_evaluated():
+def test_a_curve_is_the_clients_own():
     seen = {"loss": [1.0] * 2, "size": [5, 5], "clients": [1, 3]}
     run = run_of(
         {"eval": {"accuracy": [0.1, 0.2], **seen}},
@@ -157,7 +157,7 @@ def exported(tmp_path, evaluated, **options):
         return history, list(csv.DictReader(file))
 
 
-def test_a_table_names_the_clients_that_were_drawn_for_the_evaluation(tmp_path):
+def test_a_table_names_the_evaluated_clients(tmp_path):
     history, rows = exported(tmp_path, 2, participation=0.5)
     drawn = history.rounds[0]["eval"]["clients"]
 
@@ -177,7 +177,7 @@ def test_each_clients_row_holds_its_own_numbers(tmp_path):
         assert [float(row[key]) for row in rows] == pytest.approx(want)
 
 
-def test_events_name_the_clients_that_were_drawn_for_the_evaluation(tmp_path):
+def test_events_name_the_evaluated_clients(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -219,5 +219,5 @@ def stopped_at(losses, **options):
         ([3, 4], {"patience": 1, "key": "loss"}, (2, 1)),
     ],
 )
-def test_early_stopping_counts_evaluations_without_improvement(losses, options, want):
+def test_early_stopping_counts_evaluations_without_gain(losses, options, want):
     assert stopped_at(losses, **options) == want

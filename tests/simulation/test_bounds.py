@@ -36,7 +36,7 @@ def test_an_update_of_exactly_the_clip_is_not_clipped(clip, clipped):
 
 
 @pytest.mark.parametrize("n, middle", [(3, 2.0), (4, 3.0), (5, 4.0)])
-def test_the_median_of_an_even_number_is_between_the_two_in_the_middle(n, middle):
+def test_the_median_of_an_even_number_is_between_two(n, middle):
     assert played(n)[1].moved == [2.0**i / middle for i in range(n)]
 
 
@@ -56,7 +56,7 @@ def test_half_a_client_takes_part(n, participation, count):
 
 
 @pytest.mark.parametrize("every, seen", [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (6, [5])])
-def test_every_so_many_rounds_and_the_last_are_evaluated(every, seen):
+def test_the_last_round_is_always_evaluated(every, seen):
     run = simulation(rounds=5, evaluation=Evaluation(every=every))
 
     assert [r["round"] for r in run.run().rounds if r["eval"]] == seen

@@ -79,7 +79,7 @@ def test_a_newcomer_is_personalized_by_the_algorithms_rule():
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_a_newcomer_trains_at_the_step_size_of_the_last_round(rounds):
+def test_a_newcomer_trains_at_the_last_step_size(rounds):
     """Which is 0.3 / 2^(round - 1) here."""
 
     def halved(round, rounds):
@@ -159,7 +159,7 @@ def test_a_diverged_run_is_named():
     assert all(r["void"] for r in history.rounds)
 
 
-def test_a_round_is_void_where_it_is_so_in_any_run():
+def test_a_round_void_in_any_run_is_void():
     """In round 1 for one target, in round 2 for two, in round 3 for nobody."""
 
     @dataclass(frozen=True)
