@@ -193,14 +193,17 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     each = f"one, or one per protocol ({count})"
     fit = len(seeds) == len(nets) == count
     need(fit, "seed and net", each, f"{len(seeds)} and {len(nets)}")
-    classes = nets[0].scores_classes and not protocols[0].data.y.is_floating_point()
-    criterion = criterion_of(metric, classes, higher_is_better)
     where = Path(folder) if folder else None
     run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
     fresh = None if rounds else "fresh"
-    search = _Search(protocols, nets, seeds, criterion, run, states or fresh, where)
+    search = _Search(protocols, nets, seeds, ("loss", {}, False), run, states or fresh, where)
+    base = Candidate({}, algorithm, training)
+    # whether one score is a class's, a net knows once it has met the data
+    scores_classes = search.simulation(base, 0).setting.net.scores_classes
+    classes = scores_classes and not protocols[0].data.y.is_floating_point()
+    search.criterion = criterion_of(metric, classes, higher_is_better)
     with lock(where) if where else contextlib.nullcontext():
-        search.play(trials, Candidate({}, algorithm, training), say)
+        search.play(trials, base, say)
     if all(t.score == -math.inf for t in trials):
         why = trials[0].stopped or "values that are not finite"
         raise ValueError(f"grid: every candidate diverged, the first one with: {why}")

@@ -12,6 +12,7 @@ from parts.memory import fails
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
 from places import tabled
 from small import equals, layers, make_setting
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from pflcore import (
     Evaluation,
@@ -206,6 +207,18 @@ def test_a_client_without_a_value_loses_no_candidate():
         (values,) = trial.values
         assert torch.equal(values.isnan(), without)
         assert trial.stopped is None and trial.score == values[~without].mean().item()
+
+
+def test_without_an_accuracy_the_loss_chooses():
+    p = PROTOCOLS["silo"]()
+    p = replace(p, data=replace(p.data, y=p.data.y % 2, classes=2, relabel=None))
+
+    def own(scores, y):  # nobody knows what one score of it means
+        return binary_cross_entropy_with_logits(scores[:, 0], y.float())
+
+    tuned = search(p=p, net=Net(lambda: layers("Linear 4 1"), own))
+    assert tuned.best.candidate.options == {"training.lr": 0.3}
+    assert all(score < 0 for score in scores(tuned))
 
 
 def test_a_candidate_with_an_infinite_value_is_lost():

@@ -78,6 +78,8 @@ OURS = {
     **dict.fromkeys((nn.CrossEntropyLoss, F.cross_entropy), cross_entropy),
     **dict.fromkeys((nn.MSELoss, F.mse_loss), squared),
 }
+# of a divergence "batchmean" is the mean over the samples, and "mean" that over all numbers
+MEANS = ("mean", "batchmean")
 A_LOSS = f"one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module"
 Loss = Annotated[str | Criterion, at.doc(A_LOSS)]
 
@@ -99,6 +101,11 @@ def loss_of(loss: Loss, name: str = "loss") -> Criterion:
         )
     if not callable(loss):
         raise TypeError(f"{name}: expected {A_LOSS}, got {loss!r}.")
+    if isinstance(loss, partial) and loss.keywords.get("reduction", "mean") not in MEANS:
+        raise ValueError(
+            f"{name}: expected the mean over a batch, got a function with "
+            f"reduction={loss.keywords['reduction']!r}."
+        )
     if not isinstance(loss, nn.Module):
         # [B, 1] against [B] would be spread to [B, B]; a batch's mean over steps is no mean over
         # samples
@@ -108,8 +115,7 @@ def loss_of(loss: Loss, name: str = "loss") -> Criterion:
             f"{name}: {type(loss).__name__} has parameters, which nothing would train; make them a "
             "part of the model."
         )
-    # of a divergence "batchmean" is the mean over the samples, and "mean" that over all numbers
-    if getattr(loss, "reduction", "mean") not in ("mean", "batchmean"):
+    if getattr(loss, "reduction", "mean") not in MEANS:
         raise ValueError(
             f"{name}: expected the mean over a batch, got "
             f"{type(loss).__name__}(reduction={loss.reduction!r})."

@@ -431,6 +431,10 @@ def test_a_loss_is_a_name_a_function_or_a_module():
             nn.CrossEntropyLoss(reduction="none"),
             r"expected the mean over a batch, got CrossEntropyLoss\(reduction='none'\)",
         ),
+        (
+            partial(F.cross_entropy, reduction="sum"),
+            "expected the mean over a batch, got a function with reduction='sum'",
+        ),
         (nn.Linear(2, 1), "Linear has parameters, which nothing would train"),
         (0.5, "expected one of cross_entropy, .* got 0.5"),
     ],
