@@ -93,8 +93,8 @@ class Federation(Samples):
 
         What targets and inputs become is decided for all clients together (docs/data.md):
 
-        integers, bool   labels; ``classes="infer"`` takes the largest plus one, at most as many as
-                         there are samples. -1 and 1 alone become 0 and 1, [n, 1] becomes [n]
+        integers, bool   labels from 0; ``classes="infer"`` takes the largest plus one, at most as
+                         many as there are samples. Labels [n, 1] become [n]
         floats           numbers to predict; labels where ``classes`` is given and all are whole
         ``classes=None`` all targets are numbers to predict
         words, complex   refused

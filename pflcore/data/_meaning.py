@@ -1,15 +1,16 @@
 """The meaning of targets and inputs: one table for every reader, applied to all clients at once.
 
 A client's own samples never decide it: one client may have whole numbers, one class or no -1 by
-chance. "Objects" are what Python hands over with a type of its own (arrays, tensors, lists, data
-frames); "files" are CSV, JSON, npz and .mat, whose numbers often have lost theirs.
+chance. Nor are labels that somebody hands over changed: a loss of one's own may count on them.
+"Objects" are what Python hands over with a type of its own (arrays, tensors, lists, data frames);
+"files" are CSV, JSON, npz and .mat, whose numbers often have lost theirs.
 
 targets                     of objects                      of files
 --------------------------  ------------------------------  ------------------------------
 int, bool                   labels                          labels
 floats, all of them whole   numbers (labels if `classes`)   labels, where one a sample
 floats                      numbers                         numbers
--1 and 1, nothing else      labels 0 and 1                  labels 0 and 1
+-1 and 1, nothing else      refused                         labels 0 and 1
 labels [n, 1]               labels [n], if x has no steps   labels [n], if x has no steps
 -100 in [n, T]              left out of losses              left out of losses
 words, dates, complex       refused                         refused
@@ -70,7 +71,7 @@ def meaning_of(
         # floats beside a number of classes are refused with the pool
         return numbers, None if reading.classes == "infer" else reading.classes
     y = y[:, 0] if single and y.dim() == 2 else y
-    if not reading.alone and reading.classes in ("infer", 2) and _are_signs(y):
+    if reading.files and reading.classes in ("infer", 2) and _are_signs(y):
         return (y > 0).long(), 2
     if reading.classes != "infer":
         return y, reading.classes

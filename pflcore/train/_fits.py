@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore.data._federation import Federation
@@ -23,6 +24,8 @@ from pflcore.train._random import OwnDraws
 # layers to which their mode matters
 MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, Dropout)
 WIDTHS = ("in_features", "in_channels", "num_features", "input_size")
+# losses of targets -1 and 1
+SIGNED = nn.SoftMarginLoss, F.soft_margin_loss, nn.HingeEmbeddingLoss, F.hinge_embedding_loss
 
 
 class Unfit(ValueError, TypeError):
@@ -74,6 +77,18 @@ def check_dtypes(net: Net, data: Federation) -> None:
                 f"one dtype, for example by model.to({t.dtype}) or Federation.from_clients(..., "
                 f"dtype={net.dtype})."
             )
+    _check_signs(net, data)
+
+
+def _check_signs(net: Net, data: Federation) -> None:
+    """Losses of targets -1 and 1: to them a label 0 says nothing at all."""
+    signed = any(c in SIGNED for c in (net.criterion, type(net.criterion)))
+    if signed and not bool((data.y.abs() == 1).all()):
+        raise Unfit(
+            f"criterion: {loss_name(net.criterion)} takes targets of -1 and 1, and these are "
+            "others; take loss='hinge' or 'binary_cross_entropy' for labels 0 and 1, or give the "
+            "federation the targets as floats."
+        )
 
 
 def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:

@@ -68,8 +68,7 @@ KINDS = {
     "whole numbers": ([[0, 2, 1], [1, 1, 2]], {}, [0, 2, 1, 1, 1, 2], 3),
     "one client has one class": ([[0, 2, 1], [1, 1, 1]], {}, [0, 2, 1, 1, 1, 1], 3),
     "true and false": ([[True, False, True], [False] * 3], {}, [1, 0, 1, 0, 0, 0], 2),
-    "signs": ([[-1, 1, 1], [1, 1, 1]], {}, [0, 1, 1, 1, 1, 1], 2),
-    "signs of two classes": ([[-1, 1, 1], [-1, -1, -1]], {"classes": 2}, [0, 1, 1, 0, 0, 0], 2),
+    "signs as numbers": ([[-1, 1, 1], [1, 1, 1]], {"classes": None}, [-1.0, 1, 1, 1, 1, 1], None),
     "numbers": ([[0.5, 1.0, 2.0], [1.0, 2.0, 3.0]], {}, [0.5, 1.0, 2.0, 1.0, 2.0, 3.0], None),
     "whole floats": ([[0.0, 2.0, 1.0], [1.0] * 3], {"classes": 4}, [0, 2, 1, 1, 1, 1], 4),
     "numbers on demand": ([[0, 2, 1], [3, 4, 9]], {"classes": None}, [0.0, 2, 1, 3, 4, 9], None),
@@ -80,6 +79,7 @@ KINDS = {
         10,
     ),
 }
+SIGNS = [[-1, 1, 1], [1, 1, 1]], [[-1, -1, -1], [1, 1, 1]]
 LABELS_OF_FILES = [[5.0, 4.0, 4.0], [1.0, 1.0, 1.0]]
 
 
@@ -106,6 +106,20 @@ def test_whole_floats_are_labels_of_files_and_numbers_of_objects(reader, tmp_pat
         same(fed, [5, 4, 4, 1, 1, 1], 6)
     else:
         same(fed, [5.0, 4.0, 4.0, 1.0, 1.0, 1.0], None)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("classes", ["infer", 2])
+@pytest.mark.parametrize("y", SIGNS)
+def test_signs_are_labels_of_files_and_no_objects_are_changed(y, classes, reader, tmp_path):
+    told = (np.array(y) > 0).tolist()
+    want = [int(v) for some in told for v in some]
+    if reader in FILES:
+        same(reader(tmp_path, [X, X], y, classes=classes), want, 2)
+        return
+    with sentence("y: expected int64 labels in 0..1 .*; of -1 and 1 give .y > 0., got .-1, 1."):
+        reader(tmp_path, [X, X], y, classes=classes)
+    same(reader(tmp_path, [X, X], told, classes=classes), want, 2)
 
 
 @pytest.mark.parametrize("reader", [of_clients, of_table, of_leaf, of_npz])
@@ -245,7 +259,7 @@ def test_a_pool_is_read_by_the_same_table():
     assert partition("iid", [0, 1, 7], 2, classes=8).index["train"]
 
 
-@pytest.mark.parametrize("y", [[True, False, True, False], [-1, 1, -1, 1], [[0], [1], [0], [1]]])
+@pytest.mark.parametrize("y", [[True, False, True, False], [[0], [1], [0], [1]]])
 def test_what_a_partition_takes_for_labels_a_pool_does(y):
     part = partition("iid", y[:2], 2, test_labels=y[2:])
     pools = {"x_test": X[:2], "y_test": y[2:]}

@@ -132,6 +132,16 @@ def test_a_model_that_breaks_is_one_sentence(case):
     refused(said, model() if model is old_norm else model, federation(), *loss)
 
 
+@pytest.mark.parametrize("loss", [nn.SoftMarginLoss(), F.hinge_embedding_loss])
+def test_a_loss_of_signs_takes_no_labels_from_0(loss):
+    model = nn.Sequential(nn.Linear(6, 1), nn.Flatten(0))
+    y = torch.arange(24) % 2
+    said = "criterion: .* takes targets of -1 and 1, and these are others; take loss='hinge'"
+    for others in (y, y.float()):
+        refused(said, model, federation(y=others), loss)
+    simulation(model=Net(model, loss), data=federation(y=2.0 * y - 1))
+
+
 def test_modes_of_torch():
     data, model = federation(), nn.Linear(6, 4)
     run = simulation(model=model, data=data)
