@@ -9,11 +9,12 @@ from pflcore.algorithms import ALGORITHMS
 
 ACTIVATIONS = ("SiLU", "Sigmoid", "ELU", "Softplus", "Tanh", "ReLU", "GELU")
 BODIES = {  # H hidden units, A the activation: the layers, a sample's shape
-    "mlp": ("Linear 6 H, A, Linear H 3", (6,)),
-    "batch norm": ("Linear 6 H, BatchNorm1d H, A, Linear H 3", (6,)),
+    "mlp": ("Linear 29 H, A, Linear H 3", (29,)),
+    "batch norm": ("Linear 29 H, BatchNorm1d H, A, Linear H 3", (29,)),
     "conv": ("Conv2d 1 H 3, A, AvgPool2d 2, Flatten, Linear 4H 3", (1, 6, 6)),
 }
-# batches of 8: some end with one sample alone, which is computed by other code than several
+# batches of 8: some end with one sample alone, which is computed by other code than several, and
+# whose last digits depend on where in memory a client's row begins; some validate on one sample
 SIZES = (17, 9, 25, 23, 12, 9, 16, 31, 20, 14, 11)
 EVERYBODY = torch.arange(len(SIZES))
 
@@ -34,7 +35,7 @@ def federation(body, dtype=torch.float32, sizes=SIZES):
         return centre[y] + torch.randn(n, *shape, generator=gen, dtype=dtype), (y + turn) % 3
 
     clients = [
-        {"train": samples(n, i % 2), "val": samples(1 + n // 4, i % 2), "test": samples(n, i % 2)}
+        {"train": samples(n, i % 2), "val": samples(n // 8, i % 2), "test": samples(n, i % 2)}
         for i, n in enumerate(sizes)
     ]
     return Federation.from_clients(clients, classes=3, dtype=None)
@@ -62,6 +63,7 @@ def of_hooks(setting, ids, block=None, training=True):
     fit = clients.fit(x)
     several = clients.each_batch({"w": x}, update, batches=2, steps=7)
     made = {"w": fit.w, "batch norm": fit.buffers, "loss": fit.loss, "several": several.w}
+    made["own features"] = clients.after(fit).features(fit.w, "val")[0][:, 0]  # of one sample
     for split in ("train", "val"):
         made |= {f"own {split}": clients.after(fit).measure({"w": fit.w}, split)[0]}
         made |= {f"common {split}": clients.loss(x, split), f"grad {split}": clients.grad(x, split)}

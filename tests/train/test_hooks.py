@@ -147,6 +147,17 @@ def test_the_others_change_no_bit(engine, body, activation, optimizer):
         assert company.differing(company.of_hooks(s, at), whole, at) == []
 
 
+def test_the_others_change_no_bit_of_many_steps_of_adamw():
+    """Its powers of .9 and .999, too, have other last digits where torch takes several at once."""
+    how = {"dtype": F64, "local_optimizer": "adamw", "epochs": 24}
+    s = company.simulation("chain", "mlp", "Tanh", **how).setting
+    whole, one = (
+        at_work(s, ids).fit(s.net.w0.repeat(len(ids), 1)).w
+        for ids in (company.EVERYBODY.tolist(), [3])
+    )
+    assert torch.equal(one[0], whole[3])
+
+
 @pytest.mark.parametrize("body", company.BODIES)
 def test_under_vmap_the_others_change_last_digits_alone(body):
     s = company.simulation("vmap", body, "SiLU", dtype=F64).setting
