@@ -80,13 +80,14 @@ def personalize(  # noqa: PLR0913 (what a mix has)
     """One personalized model for each client, in the form of `uploads` (see `pack`): what the
     method's server makes of one round.
 
-    `method` with its `options`, or an instance: "fedamp" and "heurfedamp" (what each client is
-    drawn to, u), "sfl", "krum", "multikrum", "clusters" (k groups), "feddwa" and "feddwa_qp". By
-    name both AMPs leave a client at least half of its own model (alpha = sigma / 2 N, xi_self =
-    .5): with their own defaults, models that are close become their mean. FedDWA asks how near the
-    others' models are to where a client is going: `guidance` are models of all the clients one look
-    ahead, `previous` those of their last round (where uploads and these are dicts, clients without
-    one keep their model). `base`, one model, is what clusters' updates are counted from.
+    `method` by name with its `options`, `personalize(x, "krum", f=2)`, or an algorithm: "fedamp"
+    and "heurfedamp" (what each client is drawn to, u), "sfl", "krum", "multikrum", "clusters" (k
+    groups), "feddwa" and "feddwa_qp". By name both AMPs leave a client at least half of its own
+    model (alpha = sigma / 2 N, xi_self = .5): with their own defaults, models that are close become
+    their mean. FedDWA asks how near the others' models are to where a client is going: `guidance`
+    are models of all the clients one look ahead, `previous` those of their last round (where
+    uploads and these are dicts, clients without one keep their model). `base`, one model, is what
+    clusters' updates are counted from.
     All in the form of the uploads. `include`, `exclude` as `pack` has them; `buffers`: "auto" is
     the method's own. `directions` compares the models' directions, as adapters of different ranks
     ask for; what is mixed stays as it is. ValueError in one sentence, also where an upload is not
@@ -124,7 +125,8 @@ def method_of(method: Any, options: dict[str, Any]) -> Method:
     alg = method
     if isinstance(method, str) and method in BY_NAME:
         make = BY_NAME[method]
-        check_options(getattr(make, "func", make), options)
+        cls: Any = make.func if isinstance(make, partial) else make
+        check_options(cls, options)
         return make(**options)
     listed = isinstance(method, str) and name_of(method) in ALGORITHMS
     if listed or isinstance(method, Algorithm | type) or ":" in str(method):

@@ -33,7 +33,7 @@ from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged
 from pflcore.data._roles import held_out, one_client, void_left_out
 from pflcore.simulation._accept import Outcome, Trained, accept, finite_rows, nearer
-from pflcore.simulation._personal import Personalized, grown, larger
+from pflcore.simulation._personal import Personalized, grown, known_of, larger
 from pflcore.simulation._settings import Hardware
 from pflcore.simulation.round import begin, check_start, commit, flat, policy, serve, unflat
 from pflcore.train import Clients, Net, Training
@@ -549,8 +549,7 @@ class Client:
         tensors [1, ...]. It takes raw features, also where this client's were standardized."""
         model, clients = self._personalized(download)
         row = {k: v[0] for k, v in model.items()}
-        data = self.data
-        about = data.classes, data.scaling and data.scaling.of(0), data.names and data.names[0]
+        about = known_of(self.data, 0)
         return Personalized(self.algorithm, clients.net, row, clients.buffers[0], *about)
 
     def evaluate(self, download: Mapping[str, Tensor], split: str = "test") -> dict[str, float]:

@@ -41,7 +41,7 @@ class History:
         known = [str(self.header[k]) for k in ("algorithm", "data") if self.header.get(k)]
         clients = [f"{self.header['n']} clients"] if "n" in self.header else []
         what = [*known, *clients, f"{len(self.rounds)} rounds"]
-        evaluated = next((r["eval"] for r in reversed(self.rounds) if r["eval"]), {})
+        evaluated: Record = next((r["eval"] for r in reversed(self.rounds) if r["eval"]), {})
         means = [f"{k} {mean(evaluated[k]):.4g}" for k in ("accuracy", "loss") if k in evaluated]
         ended = [f"stopped: {self.stopped!r}"] if self.stopped else []
         return f"History({', '.join([*what, *means, *ended])})"

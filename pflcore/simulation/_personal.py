@@ -258,6 +258,13 @@ class Personalized(nn.Module):
         return out
 
 
+def known_of(data: Federation, client: int) -> tuple[int | None, Scaling | None, str | int | None]:
+    """What a client's model has to know of its data: classes, scaling, the client's own name."""
+    scaling = None if data.scaling is None else data.scaling.of(client)
+    name = None if data.names is None else data.names[client]
+    return data.classes, scaling, name
+
+
 def export_models(
     models: Iterable[Personalized],
     header: Mapping[str, Any],
@@ -311,8 +318,7 @@ class Models:
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client."""
         setting, i = self.setup.setting, int(client)
-        data = setting.data
-        about = data.classes, data.scaling and data.scaling.of(i), data.names and data.names[i]
+        about = known_of(setting.data, i)
         if self.setup.folder is None:
             model, clients = self.made
         else:  # rows of all of them may not fit into memory
@@ -386,5 +392,5 @@ def joined(
         both = zip(scaling, one.scaling, strict=True)
         scaling = Scaling(*(torch.cat([all_of, last.to(all_of)]) for all_of, last in both))
     x, y = torch.cat([data.x, one.x]), torch.cat([data.y, own_y])
-    about = {"fields": data.fields, "scaling": scaling}
+    about: dict[str, Any] = {"fields": data.fields, "scaling": scaling}
     return Federation(x, y, index, data.classes, relabel, data.name, **about)

@@ -1,8 +1,10 @@
 """FedAMP, SFL and MOCHA at and over their edges."""
 
+import warnings
+
 import pytest
 import torch
-from methods import SFL, FedAMP, Mocha
+from methods import SFL, FedAMP, FedDWAQP, Mocha
 from parts.rivals import GOLDEN, close
 from small import after, images, lead, points, some, t, tiny, tiny_model
 
@@ -17,6 +19,46 @@ def test_golden_fedamp_with_too_large_a_step():
         ((safe, _),) = lead(FedAMP(), w[0], 4, [({"w": w}, some(4))])
     others = t(c2["xi"]).fill_diagonal_(0)
     close(safe["weights"], others / others.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("count, alpha, warns", [(2, 1.0, False), (3, 1.0, True), (5, 0.25, False)])
+def test_fedamp_warns_where_equal_models_would_weigh_more_than_all(count, alpha, warns):
+    """As they all are at first: alpha <= sigma / (N - 1) never does."""
+    w = torch.ones(count, 6, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ((state, _),) = lead(FedAMP(alpha=alpha), w[0], count, [({"w": w}, some(count))])
+    assert bool(caught) is warns
+    assert (state["weights"].diagonal() >= 0).all()
+
+
+def test_fedamp_reports_the_rounds_of_its_models_and_who_was_scaled_down():
+    w = torch.ones(4, 6, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="scaled down"):
+        ((state, _),) = lead(FedAMP(), w[0], 4, [({"w": w[:3]}, some(4, 7, [0, 1, 3]))])
+    report = FedAMP().report(state, None, some(4))
+    assert report["last"].tolist() == [7, 7, 0, 7] and int(report["rescaled"]) == 3
+    ((calm, _),) = lead(FedAMP(alpha=0.1), w[0], 4, [({"w": w[:3]}, some(4, 7, [0, 1, 3]))])
+    assert int(FedAMP(alpha=0.1).report(calm, None, some(4))["rescaled"]) == 0
+
+
+def test_sfl_of_another_graph_is_another():
+    ring, line = torch.eye(3).roll(1, 0), torch.eye(3)
+    assert SFL(ring) == SFL(ring.clone()) and hash(SFL(ring)) == hash(SFL(ring.clone()))
+    for other in (SFL(line), SFL(), SFL(torch.eye(4)), SFL(ring, k=3), FedAMP()):
+        assert SFL(ring) != other and other != SFL(ring)
+    assert SFL() == SFL() and SFL(k=3) != SFL()
+
+
+@pytest.mark.parametrize("ridge, share", [(0.0, 0.75), (1e-10, None)])
+def test_feddwa_qp_tells_models_apart_that_are_a_millionth_of_the_way_to_the_guide(ridge, share):
+    """The nearest point of two models' segment to the guide; the ridge makes an even mix."""
+    a = 1e-6
+    w = t([[-a, 0.0], [3 * a, 0.0]])
+    guide = t([[0.0, 1.0]] * 2)
+    weight, index = FedDWAQP(k=2, ridge=ridge).weights(guide, w)
+    first = weight.gather(1, index.argsort(1))[:, 0]
+    assert first.tolist() == pytest.approx([share or 0.5] * 2, abs=1e-3 if share else 0.05)
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(2, 3), -torch.eye(3)])

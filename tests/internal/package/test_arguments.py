@@ -76,7 +76,7 @@ TABLE = {
     pflcore.step: ({"setup": SETUP, "state": begin(FedAvg(), SETUP.setting.net, 3)}, {"ids": IDS}),
     Federation: ({"x": DATA.x, "y": DATA.y, "index": DATA.index}, {"index": [{"train": 3}]}),
 }
-JUNK = ["text", None, ["a", "b"], (0, -1), 3, -1, 0, 2.5, math.nan, True, object(), ROWS]
+JUNK = ["?", None, ["a", "b"], (0, -1), 3, -1, 0, 2.5, math.nan, True, object(), ROWS]
 JUNK += [10**9, [-1], [0.5], [True, False, True]]
 # what a dataclass must be given
 GOOD = {
