@@ -67,7 +67,7 @@ class Absent(ImportError):
 def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | None) -> T:
     """A command's options: a dataclass, whose comments are their help. `--help` and a malformed
     option end the program (SystemExit 0 and 2). ValueError where a value is out of bounds."""
-    cli = optional("tyro", "'pflcore[cli]'").cli
+    cli = optional("tyro").cli
     got: T = cli(cls, prog=prog, description=about, args=argv)
     check(got)
     return got

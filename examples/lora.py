@@ -4,7 +4,7 @@ directions.
 Twelve clients in three groups, each group with a language of its own, fine-tune one tiny
 transformer for one round (its config is below; nothing is fetched). With one first A for everybody
 the factors will do; with an A of their own for each client only products compare. Needs the extra
-`lora`: pip install 'pflcore[lora]'. Takes half a minute.
+`lora`: pip install peft transformers. Takes half a minute.
 """
 
 from __future__ import annotations

@@ -235,14 +235,27 @@ def device_of(name: Any) -> str:
     return str(name)
 
 
-def optional(module: str, package: str, what: str = "This") -> Any:
+PACKAGES = {  # where a package is called otherwise than its module, or needs more words
+    "sklearn": "scikit-learn",
+    "flwr": "'flwr[simulation]>=1.41,<2'",
+    "torchvision": f"torchvision torch=={torch.__version__.partition('+')[0]}",  # which stays
+}
+
+
+def install(*modules: str) -> str:
+    """The command that installs what these modules are in."""
+    return f"pip install {' '.join(PACKAGES.get(name, name) for name in modules)}"
+
+
+def optional(module: str, what: str = "This", instead: str = "") -> Any:
     """A module that only `what` needs. ImportError in one sentence where it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
         name = module.partition(".")[0]
+        way = install(name) + instead
         raise ImportError(
-            f"{what} needs {name}, which is not installed; get it with: pip install {package}."
+            f"{what} needs {name}, which is not installed; get it with: {way}."
         ) from None
 
 

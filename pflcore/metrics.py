@@ -398,7 +398,7 @@ def _by_name(name: str, classes: bool) -> Metric:
 
 
 def _sklearn() -> Any:
-    return optional("sklearn.metrics", "scikit-learn", "metrics: this one")
+    return optional("sklearn.metrics", "metrics: this one")
 
 
 def auc(scores: Tensor, y: Tensor) -> float:

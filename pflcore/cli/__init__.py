@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.check import need
+from pflcore.check import install, need
 from pflcore.cli._play import RunFailed, compare, first_line, report, run
 from pflcore.ops import __version__, backend
 from pflcore.results._progress import INTERRUPTED
@@ -53,8 +53,8 @@ def info(argv: Sequence[str]) -> int:
         "GPU": gpu,
     }
     for extra, modules in EXTRAS.items():
-        missing = ", ".join(m for m in modules if importlib.util.find_spec(m) is None)
-        lacking = f"without {missing}: pip install 'pflcore[{extra}]'"
+        missing = [m for m in modules if importlib.util.find_spec(m) is None]
+        lacking = f"without {', '.join(missing)}: {install(*missing)}"
         facts[f"[{extra}]"] = lacking if missing else "complete"
     for name, fact in {**facts, "kernels": backend()}.items():
         print(f"{name:<10}  {fact}")

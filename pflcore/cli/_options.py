@@ -26,7 +26,7 @@ def parse(
     earlier group has is `--GROUP-OPTION`. What is no field of these groups is passed over where
     they are not the `whole`: which groups there are may depend on the values of some.
     """
-    tyro = optional("tyro", "'pflcore[cli]'")
+    tyro = optional("tyro")
     arg, taken, kinds = tyro.conf.arg, set[str](), dict[str, Any]()
     for title, cls in groups.items():
         hints, helps, own = get_type_hints(cls), comments(cls), list[tuple[str, Any, Any]]()
@@ -61,7 +61,7 @@ def offered(cls: type) -> list[Field[Any]]:
 def comments(cls: type) -> dict[str, str]:
     """The comment at each field of a dataclass, or at its base's field, or what its docstring says
     below "Args:", as tyro finds it."""
-    tyro, found = optional("tyro", "'pflcore[cli]'"), dict[str, str]()
+    tyro, found = optional("tyro"), dict[str, str]()
     of = tyro.constructors
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         info = of.StructTypeInfo.make(base, tyro.MISSING_NONPROP, False)

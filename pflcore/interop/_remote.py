@@ -166,6 +166,7 @@ def opened(
         tensors = {k: v.detach() for k, v in message.items()}
         whole = all(map(is_whole, tensors.values()))
         about = about_of(tensors.pop(ABOUT))
+        pools = {k.removesuffix("@rows") for k in tensors if k.endswith("@rows")}
     except Exception:  # of what somebody else made
         whole = False
     if not whole:
@@ -177,7 +178,6 @@ def opened(
         )
     if sent is not None:
         check_rows(tensors, sent, what)
-    pools = {k.removesuffix("@rows") for k in tensors if k.endswith("@rows")}
     try:
         tensors = {k: v.to(device) for k, v in tensors.items()}
         statistics = tensors.pop(STATISTICS, None)

@@ -18,9 +18,9 @@ from typing import Any
 try:
     import flwr as _  # noqa: F401
 except ImportError:
-    raise ImportError(
-        "pflcore.interop.flower needs Flower; pip install 'pflcore[flower]'."
-    ) from None
+    from pflcore.check import install
+
+    raise ImportError(f"pflcore.interop.flower needs Flower; {install('flwr')}.") from None
 
 import torch
 from flwr.app import (

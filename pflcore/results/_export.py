@@ -53,7 +53,7 @@ def looked_at(record: Line) -> Sequence[int]:
 
 def frame(header: Line, rounds: Sequence[Line], per: Per = "round") -> Any:
     """`rows` as a `pandas.DataFrame`; ImportError in one sentence without pandas."""
-    return optional("pandas", "pandas").DataFrame(rows(header, rounds, per))
+    return optional("pandas").DataFrame(rows(header, rounds, per))
 
 
 def to_csv(header: Line, rounds: Sequence[Line], path: str | Path, per: Per = "round") -> None:
@@ -92,5 +92,5 @@ def scalars(record: Line, clients: bool = False) -> dict[str, float]:
 def summary_writer(folder: str | Path) -> Any:
     """torch's writer of TensorBoard events; ImportError in one sentence where the package
     tensorboard is missing."""
-    optional("tensorboard", "tensorboard")
-    return optional("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder))
+    optional("tensorboard")
+    return optional("torch.utils.tensorboard").SummaryWriter(str(folder))

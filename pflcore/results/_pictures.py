@@ -23,7 +23,7 @@ MOST = 1000  # clients of a picture of mixing weights
 
 def figure_of(width: float, height: float, panels: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
     """A figure with so many panels beside each other, in so many rows."""
-    figures = optional("matplotlib.figure", "'pflcore[plot]'")
+    figures = optional("matplotlib.figure")
     figure = figures.Figure(figsize=(width, height), layout="constrained")
     axes = [*figure.subplots(rows, panels, squeeze=False).flat]
     for axis in axes:

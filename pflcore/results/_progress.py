@@ -21,7 +21,7 @@ class Progress:
 
     def __init__(self, total: int, quiet: bool = False) -> None:
         """`total` rounds over all runs."""
-        bar = optional("tqdm", "'pflcore[cli]'").tqdm
+        bar = optional("tqdm").tqdm
         off = True if quiet else None  # None: where there is no terminal
         self._bar = bar(total=total, unit="round", disable=off, dynamic_ncols=True)
         self.name = self._bar.set_description_str  # what runs now

@@ -40,7 +40,7 @@ from pflcore.simulation._interrupts import unbroken
 from pflcore.simulation._personal import Models
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._start import data_of, looked_at, peak_bytes, placed
-from pflcore.simulation.callbacks import Callback
+from pflcore.simulation.callbacks import Callback, check_record
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import State, check_start, copied, sample, step
 from pflcore.train import Net, Training
@@ -49,6 +49,10 @@ from pflcore.train._fits import check_modes
 from pflcore.train._losses import Loss
 
 Given = Net | nn.Module | Callable[[], nn.Module]  # a model
+UNWRITABLE = (
+    "checkpoint: it cannot be written into {folder}, as a callback put into a round's record what "
+    "JSON does not hold ({why}); the one before it, if any, stands. The run goes on."
+)
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 
 
@@ -221,8 +225,10 @@ class Simulation:
                 with unbroken():  # so that what is written is what was played
                     history.rounds.append(record)
                     self._records.append(record)
+                    names = [*record]
                     for callback in callbacks:
-                        callback(record["round"], record)
+                        callback(self._state.round, record)
+                        check_record(record, names, callback)
                 self._keep_if_due(keeper, record)
         except Stop as stop:
             history.stopped = str(stop)
@@ -277,7 +283,14 @@ class Simulation:
         if keeper is None or self._state.void or self._broke_off(record):
             return
         if keeper.due(round) or round >= self.rounds:
-            self._keep(keeper)
+            try:
+                self._keep(keeper)
+            except (
+                TypeError,
+                ValueError,
+                RecursionError,
+            ) as e:  # of JSON: the state was kept before
+                warnings.warn(UNWRITABLE.format(folder=keeper.folder, why=e), RuntimeWarning, 4)
 
     def _keep(self, keeper: Checkpoint) -> None:
         try:

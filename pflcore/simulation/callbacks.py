@@ -14,12 +14,21 @@ from typing import Any
 
 from pflcore import metrics
 from pflcore.algorithms._protocol import Stop
-from pflcore.check import Count, NonNegative, checked, need
+from pflcore.check import Count, NonNegative, checked, need, refuse
 from pflcore.results._export import scalars, summary_writer
 
 __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
 Record = dict[str, Any]
 Callback = Callable[[int, Record], None]
+
+
+def check_record(record: Record, names: list[str], callback: Callback) -> None:
+    """ValueError where a callback took something out of a round's record."""
+    lost = [name for name in names if name not in record]
+    who = getattr(callback, "__name__", type(callback).__name__)
+    if lost:
+        what = f"a function that leaves {lost[0]!r} in a round's record"
+        refuse(f"on_round, {who}", what, [*record])
 
 
 @checked

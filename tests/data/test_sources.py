@@ -419,7 +419,14 @@ def test_missing_packages_name_the_extra(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, module, None)
         monkeypatch.delitem(sys.modules, f"{module}.data", raising=False)
         monkeypatch.delitem(sys.modules, f"{module}.datasets", raising=False)
-        said = f"data: it needs {module}, which is not installed", "install 'pflcore[data]', or "
+        package = {"sklearn": "scikit-learn", "torchvision": "torchvision torch=="}.get(
+            module, module
+        )
+        said = (
+            f"data: it needs {module}, which is not installed",
+            f"pip install {package}",
+            ", or set",
+        )
         sentence(ImportError, lambda name=name: load(name, tmp_path), *said)
 
 

@@ -446,7 +446,7 @@ def spoilt(up, n):
         yield up | {"@about": odd}, n
     pool = {"delta@rows": torch.zeros(2, 3)}
     sent = {"delta@sent": torch.ones(5, dtype=torch.bool), "delta@index": torch.zeros(1)}
-    for more in ({"more": torch.ones(1)}, pool, pool | sent):
+    for more in ({"more": torch.ones(1)}, {5: torch.ones(1)}, {"more": 5}, pool, pool | sent):
         yield up | more, n
     bomb = {"more@rows": torch.zeros(0, 600_000), "more@sent": torch.zeros(10**6, dtype=bool)}
     yield up | bomb | {"more@index": torch.zeros(1, dtype=torch.long)}, n

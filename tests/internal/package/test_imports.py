@@ -8,7 +8,10 @@ from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 
 import pytest
+import torch
 from places import ROOT, ran
+
+from pflcore.check import install
 
 PACKAGE = ROOT / "pflcore"
 # from the ground up: each room, and the rooms below it that it imports
@@ -102,8 +105,22 @@ def test_flowers_room_says_what_it_needs():
         "import sys; sys.modules['flwr'] = None\nimport pflcore.interop\nimport "
         "pflcore.interop.flower"
     )
-    said = "pflcore.interop.flower needs Flower; pip install 'pflcore[flower]'."
+    said = "pflcore.interop.flower needs Flower; pip install 'flwr[simulation]>=1.41,<2'."
     assert ran("-c", code).stderr.splitlines()[-1] == f"ImportError: {said}"
+
+
+def test_no_advice_needs_an_index_that_has_pflcore():
+    """And what is named is what the extras are of; torch stays as it is."""
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts += [p for room in ("pflcore", "bench", "examples") for p in (ROOT / room).rglob("*.*")]
+    texts = [p for p in texts if p.suffix in (".py", ".md")]
+    assert [p for p in texts if "install 'pflcore[" in p.read_text(encoding="utf-8")] == []
+    extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for package in ("tyro", "mlxtend", "scikit-learn", "matplotlib", "flwr[simulation]>=1.41,<2"):
+        assert f'"{package}' in extras
+    version = torch.__version__.partition("+")[0]
+    assert install("tyro", "sklearn") == "pip install tyro scikit-learn"
+    assert install("torchvision") == f"pip install torchvision torch=={version}"
 
 
 def test_the_map_names_every_file():
