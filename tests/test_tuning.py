@@ -10,6 +10,7 @@ from doors import sentence
 from methods import FineTune, KnnPer
 from parts.memory import fails
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
+from parts.user import simulation
 from places import tabled
 from small import equals, layers, make_setting
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -257,6 +258,14 @@ def test_results_of_other_searches_are_not_used_again(tmp_path):
     ):
         with sentence("folder: .* another grid or other data"):
             search("fedavg", grid, 1, cross_silo(other), *how, **once)
+
+
+def test_a_folder_of_a_run_is_no_folder_of_a_search(tmp_path):
+    simulation().save(tmp_path)
+    before = (tmp_path / "checkpoint.safetensors").read_bytes()
+    with sentence("folder: .* holds the results of another grid or other data"):
+        search("fedavg", {"server_lr": [0.1]}, 1, folder=tmp_path)
+    assert (tmp_path / "checkpoint.safetensors").read_bytes() == before
 
 
 def test_several_splits_are_averaged():

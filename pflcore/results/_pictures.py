@@ -1,6 +1,7 @@
 """Pictures of runs, and what every picture is drawn with. matplotlib is imported here, when a
 picture is asked for, and never touches a caller's own figures (no pyplot)."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from pflcore.results.table import split_of
 # Okabe and Ito's, distinct for the colour-blind too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
 NAMES = ("weights", "curves", "clients")  # of the files that `draw` makes
+MOST_NAMES, LONG_NAME = 8, 32  # in a picture: beyond them names take a place of their own
+BELOW = {"loc": "outside lower left", "fontsize": 8, "frameon": False}
 MOST = 1000  # clients of a picture of mixing weights
 
 
@@ -70,7 +73,9 @@ def curves(runs: Runs, path: str | Path) -> Path:
     is one; a band is ± std over seeds."""
     groups, (scale, unit) = label(runs), _scale(runs[0])
     targets: list[int | None] = [None, *sorted({r.target for r in runs if r.target is not None})]
-    figure, axes = figure_of(5.6 * len(targets), 4.2, len(targets))
+    below = len(groups) > MOST_NAMES or max(map(len, groups)) > LONG_NAME
+    tall = 4.2 + 0.2 * len(groups) * below
+    figure, axes = figure_of(5.6 * len(targets), tall, len(targets))
     for axis, client in zip(axes, targets, strict=True):
         series = {}
         for name, members in groups.items():
@@ -84,6 +89,10 @@ def curves(runs: Runs, path: str | Path) -> Path:
         lines(axis, series)
         who = "mean over clients" if client is None else f"client {client}, the target"
         tidy(axis, who, "round", unit)
+    if below:  # names in a picture's middle would hide its lines
+        for axis in axes:
+            axis.get_legend().remove()
+        figure.legend(*axes[0].get_legend_handles_labels(), **BELOW)
     return save(figure, path)
 
 
@@ -143,9 +152,13 @@ def clients(runs: Runs, path: str | Path) -> Path:
     groups, (scale, unit) = label(runs), _scale(runs[0])
     values = [torch.cat([scale * r.last(runs[0].measure) for r in m]) for m in groups.values()]
     boxes = [v[v.isfinite()].tolist() for v in values]
-    figure, (axis,) = figure_of(1.6 + 1.1 * len(groups), 4.0)
+    long = max(map(len, groups)) > LONG_NAME
+    names = [textwrap.fill(name, 24, break_long_words=False) if long else name for name in groups]
+    how = {"fontsize": 7} if long else {"rotation": 20}
+    lines_of_names = max(name.count("\n") for name in names)
+    figure, (axis,) = figure_of(1.6 + (1.6 if long else 1.1) * len(groups), 4 + lines_of_names / 8)
     axis.boxplot(boxes, widths=0.5)
-    axis.set_xticks(range(1, len(groups) + 1), groups, rotation=20)
+    axis.set_xticks(range(1, len(groups) + 1), names, **how)
     tidy(axis, "clients at the last evaluation", "", unit)
     return save(figure, path)
 

@@ -378,10 +378,10 @@ def read(path: str | Path) -> list[Run]:
         try:
             text = file.read_text(encoding="utf-8", errors="replace")
         except OSError as e:
-            said = f"expected a record that can be read, got {file} ({e.strerror})"
+            why = f"expected a record that can be read, got {file} ({e.strerror})"
             if file == path:
-                raise ValueError(f"path: {said}; name another.") from None
-            warnings.warn(f"path: {said}; it is left out.", stacklevel=3)
+                raise ValueError(f"path: {why}; name another.") from None
+            warnings.warn(f"path: {why}; it is left out.", stacklevel=3)
             continue
         found, said = _runs_of(text.splitlines())
         runs += found

@@ -232,7 +232,9 @@ def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Record]]:
 def _records(facts: Record, reports: Mapping[str, Tensor], rounds: int) -> list[Record]:
     """The rounds' records, with what stands in tensors of their own. ValueError where facts are
     none of a run of so many rounds."""
-    played, void, records = (facts.get(k) for k in ("round", "void", "rounds"))
+    played: Any = facts.get("round")
+    void: Any = facts.get("void")
+    records: Any = facts.get("rounds")
     need(type(played) is int and 0 <= played <= rounds, "round", f"at most {rounds}", played)
     need(type(void) is int and 0 <= void <= played, "void", f"at most {played}", void)
     need(isinstance(records, list), "rounds", "a list of records", records)
@@ -248,7 +250,7 @@ def _records(facts: Record, reports: Mapping[str, Tensor], rounds: int) -> list[
         _, round, key = [*name.split(".", 2), ""][:3]
         need(round.isdecimal() and int(round) in by_round, name, "a round's report", tensor)
         by_round[int(round)][key] = tensor
-    return records
+    return list(records)
 
 
 def _start(tensors: dict[str, Tensor], like: Net) -> Net:
@@ -281,4 +283,5 @@ def _check_state(tensors: Mapping[str, Tensor], begun: State, alg: Algorithm, ne
     fresh = flat(begun)
     names = {k for k in tensors if k in own or not spoilt({k: fresh.get(k, net.w0)})}
     broken = spoilt({k: v for k, v in tensors.items() if k in names})
-    need(not broken, broken[0] if broken else "state", "finite numbers", "others")
+    for name in broken:
+        refuse(name, "finite numbers", tensors[name])

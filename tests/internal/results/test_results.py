@@ -44,6 +44,23 @@ def test_every_picture(tmp_path):
     assert pictures.draw(many, tmp_path) == pictures.draw(group([{"header": {}}]), tmp_path) == []
 
 
+@pytest.mark.parametrize("partition", ["iid", "a long name of a partition"])
+def test_long_names_take_a_place_of_their_own(partition, tmp_path, monkeypatch):
+    """Below the curves, and in lines below the boxes."""
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr(pictures, "save", lambda figure, _: drawn.append(figure))
+    runs = group([*a_run(partition=partition), *a_run(partition="C")])
+    pictures.curves(runs, tmp_path)
+    pictures.clients(runs, tmp_path)
+    curves, boxes = drawn
+    long = partition != "iid"
+    assert [len(curves.legends), curves.axes[0].get_legend() is None] == [long, long]
+    names = [label.get_text() for label in boxes.axes[0].get_xticklabels()]
+    assert all(len(line) <= 32 for name in names for line in name.split("\n"))
+    assert any("\n" in name for name in names) == long
+
+
 def test_pictures_of_little(tmp_path):
     pytest.importorskip("matplotlib")
     little = [{"header": {"algorithm": "fedavg", "n": 1}}, line(1, [math.nan]), line(2, [0.5])]
