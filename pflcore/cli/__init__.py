@@ -32,7 +32,8 @@ from pflcore.simulation._interrupts import ENDING
 __all__ = ["main"]
 EXTRAS = {
     "cli": ("tyro", "tqdm"),
-    "data": ("torchvision", "mlxtend", "sklearn", "scipy"),
+    "data": ("mlxtend", "sklearn", "scipy"),
+    "vision": ("torchvision",),
     "plot": ("matplotlib",),
 }
 

@@ -289,8 +289,8 @@ class Simulation:
                 TypeError,
                 ValueError,
                 RecursionError,
-            ) as e:  # of JSON: the state was kept before
-                warnings.warn(UNWRITABLE.format(folder=keeper.folder, why=e), RuntimeWarning, 4)
+            ) as e:  # JSON's: the state was kept before
+                warn(UNWRITABLE.format(folder=keeper.folder, why=e), RuntimeWarning)
 
     def _keep(self, keeper: Checkpoint) -> None:
         try:
