@@ -285,11 +285,8 @@ class Simulation:
         if keeper.due(round) or round >= self.rounds:
             try:
                 self._keep(keeper)
-            except (
-                TypeError,
-                ValueError,
-                RecursionError,
-            ) as e:  # JSON's: the state was kept before
+            # of JSON, for what a callback put into a record; the state was kept before
+            except (TypeError, ValueError, RecursionError) as e:
                 warn(UNWRITABLE.format(folder=keeper.folder, why=e), RuntimeWarning)
 
     def _keep(self, keeper: Checkpoint) -> None:
