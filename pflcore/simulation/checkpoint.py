@@ -120,7 +120,13 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     hold, and NaN) into `folder`, instead of the checkpoint that is there. OSError in one sentence
     where it cannot be written: then the earlier one stands."""
     path = Path(folder, NAME)
-    text = json.dumps({**facts, "format": FORMAT}, default=plain)
+    try:
+        text = json.dumps({**facts, "format": FORMAT}, default=plain)
+    except (TypeError, ValueError, RecursionError) as e:  # what a callback put into a record
+        raise OSError(
+            f"checkpoint: it cannot be written into {folder}, because a record holds what JSON "
+            f"does not ({e}); the one before it, if any, stands."
+        ) from None
     data = file_of(tensors, {"facts": text, "sha256": BLANK})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -444,6 +444,18 @@ def test_a_run_outlives_a_full_disk(tmp_path, monkeypatch):
     assert loaded(tmp_path).state.round == 1 and not list(tmp_path.glob("*.part"))
 
 
+@pytest.mark.parametrize("what", ["a key", "itself"])
+def test_a_run_outlives_a_record_that_no_file_holds(what, tmp_path):
+    def spoil(round, record):
+        if round == 2:
+            record.update({(1, 2): 3} if what == "a key" else {"again": record})
+
+    with pytest.warns(RuntimeWarning, match=r"a record holds what JSON does not.* The run goes on"):
+        history = make().run(spoil, Checkpoint(tmp_path, every=1))
+    assert len(history.rounds) == 4 and history.stopped is None
+    assert loaded(tmp_path).state.round == 1
+
+
 @pytest.mark.skipif(os.name == "nt", reason="no links: not POSIX")
 def test_only_the_last_checkpoint_and_no_leavings_stay(tmp_path):
     """Nor is what a link points to written over."""
