@@ -147,10 +147,10 @@ def _formula(
 def reference(
     updates: Tensor,  # [N, P]
     weight: Tensor,  # [M, N], or [M, K] with index
-    index: Tensor | None,  # [M, K] int64
-    base: Tensor | None,  # [P] or [M, P]
-    lr: float,
-    precise: bool,
+    index: Tensor | None = None,  # [M, K] int64
+    base: Tensor | None = None,  # [P] or [M, P]
+    lr: float = 1.0,
+    precise: bool = False,
 ) -> Tensor:  # [M, P]
     """base + lr * (weight @ updates), in base's dtype, or else in that of updates."""
     return _formula(updates, weight, index, base, lr, precise, True)

@@ -28,7 +28,8 @@ def pairwise_sqdist(
     NaN, nobody else's. The result depends neither on the number of threads nor on the order of the
     clients, to the last bit. Differentiable in a and b; in forward mode it is plain torch, in
     float64. A pair that takes no part in a loss adds nothing to a gradient, even where a client is
-    NaN.
+    NaN. The gradient of a distance, `.sqrt()`, is NaN where it is 0, as torch's is: mask the zeros
+    before the root, or take the gradient of squares.
 
     With `index`, entry (m, l) is the distance of a_m and b_index[m, l] alone, bit for bit that of
     all pairs; a negative index is padding, infinitely far. On CPUs (and in the reference) a pair's
@@ -62,7 +63,7 @@ def pairwise_sqdist(
 
 def reference(
     a: Tensor,  # [M, P]
-    b: Tensor | None,  # [N, P]
+    b: Tensor | None = None,  # [N, P]
     index: Tensor | None = None,  # [M, L]
 ) -> Tensor:  # [M, N] float64, or [M, L]
     """Squared distances of rows: subtract, square, sum, all in float64.

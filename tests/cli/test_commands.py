@@ -676,7 +676,7 @@ def test_without_matplotlib_everything_but_the_pictures(capsys, monkeypatch, pic
     pictures()
     assert command(f"run fedavg {DIGITS} --out o") == 0
     out, err = capsys.readouterr()
-    assert "| fedavg " in out and err.count("matplotlib") == 1
+    assert "| fedavg " in out and err.count("needs matplotlib") == 1
     assert "pip install matplotlib" in err and "pflcore report o" in err
     assert {*os.listdir("o")} == {"record.jsonl", "table.md", "checkpoint.safetensors", ".lock"}
 

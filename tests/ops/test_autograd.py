@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from ugly import randn, refuses
 
 from pflcore import ops
+from pflcore.ops import reference
 
 F64 = torch.float64
 INDEX = torch.tensor([[0, 2], [3, 3], [1, 0]])
@@ -118,3 +119,31 @@ def test_autocast():
         got = ops.rank1_linear(torch.nn.functional.linear(x, torch.eye(4)), w_a, lam, w_b)
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, ops.rank1_linear(*(t.bfloat16() for t in (x, w_a, lam, w_b))))
+
+
+def test_references_are_called_as_their_ops():
+    a, b = torch.randn(4, 7, dtype=F64), torch.randn(3, 7, dtype=F64)
+    weight = torch.rand(2, 4, dtype=F64)
+    for got, want in (
+        (reference.pairwise_sqdist(a), ops.pairwise_sqdist(a)),
+        (reference.pairwise_sqdist(a, b), ops.pairwise_sqdist(a, b)),
+        (reference.aggregate(a, weight), ops.aggregate(a, weight)),
+        (
+            reference.aggregate(a, weight, base=a[:2], lr=0.5),
+            ops.aggregate(a, weight, None, a[:2], 0.5),
+        ),
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_weights_have_no_gradient_and_a_distance_of_zero_has_none():
+    a = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
+    square = ops.pairwise_sqdist(a)
+    assert not ops.feddwa_weights(square, 2)[0].requires_grad
+    assert not ops.waffle_weights(square[0], 0, 1.0).requires_grad
+    (lost,) = torch.autograd.grad(square.sqrt().sum(), a, retain_graph=True)
+    assert lost.isnan().all()
+    away = ~torch.eye(4, dtype=torch.bool)  # the zeros are masked before the root
+    (grad,) = torch.autograd.grad(square[away].sqrt().sum(), a)
+    (want,) = torch.autograd.grad(2 * torch.pdist(a).sum(), a)
+    torch.testing.assert_close(grad, want)
