@@ -49,10 +49,6 @@ from pflcore.train._fits import check_modes
 from pflcore.train._losses import Loss
 
 Given = Net | nn.Module | Callable[[], nn.Module]  # a model
-UNWRITABLE = (
-    "checkpoint: it cannot be written into {folder}, as a callback put into a round's record what "
-    "JSON does not hold ({why}); the one before it, if any, stands. The run goes on."
-)
 VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
 
 
@@ -283,11 +279,7 @@ class Simulation:
         if keeper is None or self._state.void or self._broke_off(record):
             return
         if keeper.due(round) or round >= self.rounds:
-            try:
-                self._keep(keeper)
-            # of JSON, for what a callback put into a record; the state was kept before
-            except (TypeError, ValueError, RecursionError) as e:
-                warn(UNWRITABLE.format(folder=keeper.folder, why=e), RuntimeWarning)
+            self._keep(keeper)
 
     def _keep(self, keeper: Checkpoint) -> None:
         try:

@@ -5,13 +5,12 @@ import signal
 from dataclasses import replace
 
 import pytest
-import torch
 from doors import sentence
 from parts.user import simulation
 from small import images, tiny_model
 
 import pflcore
-from pflcore import Checkpoint, EarlyStopping, Simulation, Stop, for_everyone
+from pflcore import EarlyStopping, Simulation, Stop, for_everyone
 
 ROUNDS = 5
 
@@ -112,33 +111,6 @@ def test_early_stopping():
         EarlyStopping(key="acuracy")
     with sentence("on_round: expected a function"):
         simulation(rounds=ROUNDS).run(3)
-
-
-ADDED = {
-    "a tuple for a key": lambda record: {("a", 1): 3},
-    "such a key within": lambda record: {"more": {"x": {(1, 2): 3}}},
-    "itself": lambda record: {"me": record},
-}
-
-
-@pytest.mark.parametrize("what", ADDED)
-def test_a_record_that_no_checkpoint_holds_is_a_warning(what, tmp_path):
-    def spoils(round, record):
-        if round == 2:
-            record.update(ADDED[what](record))
-
-    model = tiny_model()()
-
-    def run():
-        return Simulation("fedavg", model, images((8, 8)), rounds=3, seed=1)
-
-    whole = run().run()
-    with pytest.warns(RuntimeWarning, match="checkpoint: .* a callback put into a round's record"):
-        history = run().run(spoils, Checkpoint(tmp_path, every=1))
-    assert len(history.rounds) == 3 and history.stopped is None
-    assert torch.equal(history.state.server["x"], whole.state.server["x"])
-    rest = run().restore(tmp_path).run()  # from the checkpoint before
-    assert torch.equal(rest.state.server["x"], whole.state.server["x"]) and len(rest.rounds) == 3
 
 
 def test_a_callback_that_empties_a_record_is_named():
