@@ -149,6 +149,16 @@ def test_a_score_that_is_not_a_number_wins_no_class():
     assert math.isnan(f1(torch.empty(0, 3), torch.empty(0, dtype=torch.int64)))
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 1)])
+def test_a_score_of_zero_says_the_negative_class(shape):
+    """Be its label 0 or -1."""
+    assert metrics.right(torch.zeros(shape), torch.tensor([0, 1, -1])).tolist() == [
+        True,
+        False,
+        True,
+    ]
+
+
 def test_scores_may_be_a_column_and_of_any_dtype():
     assert metrics.right(torch.tensor([1.0]), torch.tensor(1))
     scores = torch.tensor([[[3.0, 1, 2], [0, 1, 0]], [[1.0, 0, 0], [0, 2, 1]]])

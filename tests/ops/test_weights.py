@@ -193,3 +193,11 @@ def test_feddwa_is_what_a_sort_gives(rows, k):
     index, weight = zip(*[naive(row, k) for row in rows], strict=True)
     assert top.index.tolist() == list(index) and bool((top.weight >= 0).all())
     assert_close(top.weight, f64(weight), "weights", size=ONE)
+
+
+@pytest.mark.parametrize("k", [1, 2, 40])
+def test_models_that_are_all_infinitely_far_weigh_alike(k):
+    weight, index = feddwa_weights(torch.full((2, 50), torch.inf), k)
+
+    assert torch.equal(weight, torch.full((2, k), 1 / k, dtype=torch.float64))
+    assert torch.equal(index, torch.arange(k).expand(2, k))
