@@ -94,7 +94,8 @@ class FineTune(FedProx, FedOpt):
         judges = data.size("val") > 0
         if judges[ids].all():
             return ids
-        return torch.cat([ids, judges.nonzero()[:, 0]]).unique()
+        everybody: Tensor = torch.cat([ids, judges.nonzero()[:, 0]]).unique()
+        return everybody
 
     def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
         x = down["x"]

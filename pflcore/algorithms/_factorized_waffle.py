@@ -256,7 +256,7 @@ class FactorizedWaffle(FedAvg):
             rate = 0.05 if self.lr_var is None else self.lr_var
             m.mul_(0.9).add_(slope, alpha=0.1)
             v.mul_(0.999).addcmul_(slope, slope, value=0.001)
-            first, second = (row_by_row(lambda k, b=b: b**k, t) for b in (0.9, 0.999))
+            first, second = (row_by_row(partial(torch.pow, b), t) for b in (0.9, 0.999))
             q -= rate / (1 - first) * m / ((v / (1 - second)).sqrt_() + 1e-8)
         else:
             q.sub_(slope, alpha=lr if self.lr_var is None else self.lr_var)

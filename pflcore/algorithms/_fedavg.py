@@ -200,9 +200,8 @@ class QFedAvg(Undefended, FedAvg):
         f = (clients.loss(down["x"]).double() + 1e-10).clamp(min=1e-6)
         own, up, fit = super().train(down, own, clients)
         norm = torch.linalg.vector_norm(up["delta"], dim=1, dtype=torch.float64) ** 2
-        slope, weight = (
-            row_by_row(lambda v, q=q: v**q, f[:, None])[:, 0] for q in (self.q - 1, self.q)
-        )
+        slope = row_by_row(lambda v: v ** (self.q - 1), f[:, None])[:, 0]
+        weight = row_by_row(lambda v: v**self.q, f[:, None])[:, 0]
         h = self.q * slope * norm / (clients.lr or 1) + weight
         return own, {**up, "weight": weight, "h": h}, fit
 

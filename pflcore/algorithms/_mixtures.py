@@ -3,6 +3,7 @@ by element, FedFomo by the models that do better on its data, L2C by whose updat
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -369,7 +370,7 @@ class L2C(Algorithm):
         t = own["t"] + live.any(1, keepdim=True)
         m, v = 0.9 * own["m"] + 0.1 * d, 0.999 * own["v"] + 0.001 * d**2
         once = t.clamp(min=1)
-        first, second = (row_by_row(lambda k, b=b: b**k, once) for b in (0.9, 0.999))
+        first, second = (row_by_row(partial(torch.pow, b), once) for b in (0.9, 0.999))
         root = (v / (1 - second)).sqrt() + 1e-8
         moved = {"a": own["a"] - self.alpha_lr * (m / (1 - first)) / root, "m": m, "v": v}
         new = {k: torch.where(live, value, own[k]) for k, value in moved.items()}

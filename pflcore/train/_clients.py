@@ -126,7 +126,9 @@ def aligned(v: Tensor) -> Tensor:
 
 def parted(values: Tensor, block: Tensor) -> Sequence[Tensor]:
     """The values [S] of each block, by the blocks [S] that they are of."""
-    return values[block.argsort(stable=True)].split(block.unique(return_counts=True)[1].tolist())
+    sizes: list[int] = block.unique(return_counts=True)[1].tolist()
+    parts: Sequence[Tensor] = values[block.argsort(stable=True)].split(sizes)
+    return parts
 
 
 def known_means(values: Tensor, lists: Ragged) -> Tensor:
