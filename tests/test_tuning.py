@@ -201,7 +201,7 @@ def test_a_client_without_a_value_loses_no_candidate():
         return math.nan if len(y) > 4 else -scores.max().item()
 
     p = PROTOCOLS["silo"]()
-    tuned = search(p=p, metric=low)
+    tuned = search(p=p, metric=low, higher_is_better=True)
     without = p.data.size("val") > 4
     assert without.any() and not without.all()
     for trial in tuned.trials:
@@ -227,7 +227,7 @@ def test_a_candidate_with_an_infinite_value_is_lost():
         return -math.inf if len(y) > 4 else 1.0
 
     with sentence("grid: every candidate diverged, the first one with: The validation values of"):
-        search(metric=worst)
+        search(metric=worst, higher_is_better=True)
 
 
 def test_a_grid_goes_on_where_it_stopped(tmp_path):
