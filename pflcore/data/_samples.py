@@ -215,11 +215,12 @@ class Samples:
             if low == -1 and not bool((labels == 0).any()):
                 right += "; of -1 and 1 give (y > 0)"
             elif y.dim() > 1:
-                void, how = (low, "classes=None") if low < 0 else (high, "classes to be inferred")
-                right += (
-                    f"; labels that count in nothing are {IGNORED}, or give {how} and the loss "
-                    f"nn.CrossEntropyLoss(ignore_index={void})"
-                )
+                right += f"; labels that count in nothing are {IGNORED}"
+                if low >= 0:
+                    right += (
+                        ", or leave classes to be inferred and give the loss "
+                        f"nn.CrossEntropyLoss(ignore_index={high})"
+                    )
             need(low >= 0 and high < self.classes, "y", right, [low, high])
 
     def _holder(self, sample: int) -> str:

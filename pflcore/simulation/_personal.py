@@ -370,7 +370,9 @@ def joined(
     """The federation with one more client, whose samples must be of the same kind; label `ignored`
     counts in nothing."""
     floating = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
-    known: Any = "infer" if data.classes is not None and ignored != IGNORED else data.classes
+    known = data.classes
+    if known is not None and ignored != IGNORED:
+        known = max(known, ignored + 1)
     one = one_client(samples, classes=known, dtype=next(iter(floating), None))
     one = void_left_out(one, ignored)
     got, wanted = ((f.fields or f.shape, f.x.dtype, f.y.dtype) for f in (one, data))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pflcore.data._federation import Federation
 from pflcore.metrics import Form
@@ -95,10 +96,12 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
             raise
         if lone.any():
             i = int(lone.nonzero()[0])
+            normed = any(isinstance(m, _BatchNorm) for m in net.module.modules())
+            why = ", as batch norm cannot" if normed else f" ({str(e).rstrip('.')})"
             raise Unfit(
                 f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a batch of one "
-                "sample, on which this model cannot train, as batch norm cannot; take another "
-                "batch_size, or leave clients of one sample out."
+                f"sample, on which this model cannot train{why}; take another batch_size, or leave "
+                "clients of one sample out."
             ) from e
 
 
@@ -166,7 +169,7 @@ class Trial:
         """
         clients = replace(self.clients, setting=self.clients.setting._replace(engine=engine))
         fit = clients.fit(self.w, epochs=1, lr=1.0)
-        found = {"training": (fit.loss, self.w - fit.w)}
+        found = {"training": (fit.loss, self.w - fit.w)}  # a step of SGD at lr 1 is the gradient
         if engine.name == "loop" or engine.chain:  # vmap does not evaluate
             found["evaluation"] = (clients.loss(self.w, "test"), clients.grad(self.w, "test"))
         share = 1e-10 if self.w.dtype == torch.float64 else 1e-3

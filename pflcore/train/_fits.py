@@ -281,7 +281,7 @@ def of_layer(
             "float, or begin the model with nn.Embedding."
         )
     on = f"an input of shape {list(given.shape)}, from samples of shape {shape}"
-    if wants is None:
+    if wants is None or int(wants.partition("=")[2]) in given.shape[1:]:  # the width may be right
         yield f"model: {layer} fails on {on}: {first_line(e)}."
     yield f"model: {layer} has {wants}, and got {on}; make the model for samples of that shape."
 

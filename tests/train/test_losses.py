@@ -302,7 +302,7 @@ def by_hand(model, x, y, number):
     return float(sum(each) / len(each)), float(balanced)
 
 
-@pytest.mark.parametrize("number", [255, 2, -1, -100])
+@pytest.mark.parametrize("number", [255, 2, -100])
 @pytest.mark.parametrize("length", [5, 0])
 @pytest.mark.parametrize("loss", IGNORING)
 @pytest.mark.unless(lambda number, length, loss: number == -100 and not length)
@@ -310,8 +310,7 @@ def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
     clients = void(number, length)
     torch.manual_seed(0)
     model = scorer(length, loss == "likelihood")
-    data = Federation.from_clients(clients, classes=None if number == -1 else "infer")
-    data = data.split(test=0.25)
+    data = Federation.from_clients(clients, classes=max(2, number + 1)).split(test=0.25)
     options = {"training": Training(lr=2.0, batch_size=10), "metrics": ["f1", "balanced_accuracy"]}
 
     run = simulation(data=data, model=model, loss=IGNORING[loss](number), rounds=8, **options)
@@ -321,10 +320,9 @@ def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
         want = by_hand(run.history.model(i), *data.client(i, "test"), number)
         got = found["accuracy"][i], found["balanced_accuracy"][i]
         assert got == pytest.approx(want, abs=1e-6) and got[0] > 0.8
-    if number != -1:
-        assert run.data.classes == 2
-        counted = sum(int((y != number).sum()) for _, y in map(data.client, range(3)))
-        assert int(run.data.counts().sum()) == counted
+    assert run.data.classes == 2
+    counted = sum(int((y != number).sum()) for _, y in map(data.client, range(3)))
+    assert int(run.data.counts().sum()) == counted
 
 
 @pytest.mark.parametrize("length", [5, 0])
@@ -332,12 +330,13 @@ def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
 @pytest.mark.unless(lambda length, algorithm: length and algorithm != "fedavg")
 def test_a_newcomer_and_a_client_elsewhere_know_what_the_loss_leaves_out(algorithm, length):
     loss, model = nn.CrossEntropyLoss(ignore_index=255), scorer(length)
-    data = Federation.from_clients(void(255, length)).split(test=0.25)
+    data = Federation.from_clients(void(255, length), classes=256).split(test=0.25)
     options = {"training": Training(lr=0.5, batch_size=10), "rounds": 5, "loss": loss}
     history = simulation(algorithm, data, model=deepcopy(model), **options).run()
     x, y = void(255, length, 2)[0]
     assert by_hand(history.adapt((x, y)), x, y, 255)[0] > 0.8
-    client = Client(algorithm, deepcopy(model), {"train": (x, y), "test": (x, y)}, loss=loss)
+    one = Federation.from_clients([{"train": (x, y), "test": (x + 0, y)}], classes=256)
+    client = Client(algorithm, deepcopy(model), one, loss=loss)
     server = Server(algorithm, deepcopy(model), 1)
     server.aggregate({"a": client.train(server.download("a"))})
     download = server.download("a", "evaluation")
@@ -347,15 +346,16 @@ def test_a_newcomer_and_a_client_elsewhere_know_what_the_loss_leaves_out(algorit
 
 def test_what_to_do_about_labels_of_no_class_is_said():
     clients = void(255)
-    with sentence(r"y: expected .* or give classes to be inferred and .*ignore_index=255\)"):
+    with sentence(r"y: expected .* are -100, or leave classes to be inferred .*ignore_index=255\)"):
         Federation.from_clients(clients, classes=2)
     data = Federation.from_clients(clients).split(test=0.25)
     with sentence(r"data: there are labels 255, and the model has 2 outputs; .*ignore_index=255"):
         trained(Steps(2), data, loss=lambda s, y: F.cross_entropy(s, y, ignore_index=255))
     found = trained(Steps(2), data, 20, nn.CrossEntropyLoss(ignore_index=255))[0]
     assert min(found["accuracy"]) > 0.8
-    with sentence(r"y: expected .* or give classes=None and .*ignore_index=-1\)"):
+    with sentence(r"y: expected .*; labels that count in nothing are -100, got"):
         Federation.from_clients(void(-1), classes=2)
+    assert Federation.from_clients(void(-100), classes=2).classes == 2
 
 
 def test_labels_turned_by_client_cannot_be_left_out():

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -322,9 +323,31 @@ def test_an_axis_of_the_batch_that_is_lost_is_named():
     assert history.predict(0, x[:1]).shape == (1,)
 
 
+def test_what_fails_on_one_sample_is_named():
+    def apart(scores, y):
+        if len(y) < 2:
+            raise ValueError("two samples at least")
+        return F.cross_entropy(scores, y)
+
+    with sentence(
+        r"data: client 0 \(1 samples, .* cannot train \(criterion: .*two samples at least"
+    ):
+        simulation(model=nn.Linear(6, 4), data=clients(1, 4), loss=apart)
+    assert simulation(model=nn.Linear(6, 4), data=clients(5, 4), loss=apart).run().rounds
+
+
+def test_a_width_that_is_right_is_not_blamed():
+    class Narrow(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("another reason")
+
+    with sentence("model: Narrow fails on an input of shape .*another reason"):
+        simulation(model=Narrow(6, 4), data=federation())
+
+
 def test_whole_numbers_as_targets_are_named_where_classes_are_none():
     y = torch.arange(24) + 3
-    data = federation(y=y, classes=None)
+    data = replace(federation(y=y), classes=None)
     with sentence("model: it has 1 output.*, or take loss='squared', as classes is None"):
         simulation(model=nn.Linear(6, 1), data=data)
     assert simulation(model=nn.Linear(6, 1), data=data, loss="squared").run().rounds
