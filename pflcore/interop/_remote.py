@@ -183,10 +183,10 @@ def opened(
         statistics = tensors.pop(STATISTICS, None)
         payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
         for key in pools if sent is None else pools & {*sent.pools}:
-            parts = [tensors.pop(f"{key}@{part}") for part in ("rows", "sent", "index")]
+            few, mask, index = (tensors.pop(f"{key}@{part}") for part in ("rows", "sent", "index"))
             # every client may have an own list of everybody's
             most = None if sent is None else max(about.n, sent.pools[key]) * about.n
-            payload[key] = pool_of(*parts, most)
+            payload[key] = pool_of(few, mask, index, most)
         foreign = [k for k in tensors if "@" in k]
     except Exception:
         foreign = [what]
@@ -380,7 +380,8 @@ class Server:
 
         void = Outcome(list(names), void=True)
         try:
-            return self._played(*zip(*read.values(), strict=True), refused)
+            ids, each, sizes = zip(*read.values(), strict=True)
+            return self._played(ids, each, sizes, refused)
         except Refused:
             raise
         except Stop as stop:  # a server goes on where a run would end

@@ -41,11 +41,12 @@ from flwr.supercore import log
 from torch import Tensor
 
 from pflcore import ops
+from pflcore.algorithms._protocol import Tensors
 from pflcore.algorithms._relations import FedDWA
 from pflcore.check import are_names, checked, need
 from pflcore.interop._mixing import Krum, least_models, method_of, personalize
 from pflcore.interop._packing import pack
-from pflcore.interop._remote import SAMPLES, Client, Server, Tensors, layout_of
+from pflcore.interop._remote import SAMPLES, Client, Server, layout_of
 from pflcore.simulation._loop import VOID_ROUNDS
 from pflcore.simulation._personal import Personalized
 from pflcore.simulation.round import Setup, sample
