@@ -31,7 +31,7 @@ from pflcore.train._training import Training
 from pflcore.train._workers import Workers
 
 EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much a sample
-SHARED = 2 * EVAL_BATCH  # samples of the clients who share batches
+SHARED = 64 * EVAL_BATCH  # samples of the clients who share batches
 PARTS = 8  # of an evaluation by the kernels of a chain
 TOGETHER = 64
 ALIGNMENT = 64  # bytes at which torch begins a tensor's memory
