@@ -11,6 +11,7 @@ from pflcore import Clients
 from pflcore.algorithms import Pool
 from pflcore.simulation import _evaluate as evaluation
 from pflcore.simulation.round import own_rows, sample, step
+from pflcore.train import _clients
 from pflcore.train._clients import blocks, parted
 
 CASES = [("chain", "mlp", "Tanh"), ("loop", "mlp", "SiLU"), ("vmap", "conv", "SiLU")]
@@ -85,6 +86,8 @@ def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
 @pytest.mark.parametrize("case", EVERY)
 @pytest.mark.parametrize("name", swept(quick=QUICK))
 def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatch):
+    # so that few samples make several blocks where one model is evaluated for all
+    monkeypatch.setattr(_clients, "SHARED", 20)
     run = played(name, case)
     whole = evaluation.evaluate(run.setup, run._state)
 
