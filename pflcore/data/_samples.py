@@ -208,7 +208,6 @@ class Samples:
                 refuse(name, f"finite numbers, also in sample {bad}{self._holder(bad)}", t[bad])
         if self.classes is not None:
             right = f"int64 labels in 0..{self.classes - 1} (classes=None for regression)"
-            right += f", or {IGNORED} for those to leave out" if y.dim() > 1 else ""
             need(y.dtype == torch.int64, "y", right, y)
             labels = y[y != IGNORED]
             low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)

@@ -109,8 +109,8 @@ def test_options_of_ones_own_class_are_checked_where_they_can_be_read():
 
 DERIVED = "a class derived from pflcore.Algorithm"
 NO_ALGORITHMS = {
-    "fedavgg": "expected one of fedavg, .* or 'package.module:Class' for one of your own, got "
-    "'fedavgg'",
+    "fedavgg": "got 'fedavgg', did you mean 'fedavg'. Expected one of fedavg, .* or "
+    "'package.module:Class' for one of your own",
     "no_such_module:Mine": "importing 'no_such_module",
     "mine:Yours": "importing 'mine:Yours'",
     "mine:number": f"expected a name, {DERIVED} or an instance of one, got int",

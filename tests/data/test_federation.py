@@ -368,7 +368,7 @@ ARRAYS = [
     ),
     (
         [(X, 2 * Y - 1), (X, Y * 0)],
-        "y: expected int64 labels in 0..1 (classes=None for regression);",
+        "y: expected int64 labels in 0..1 (classes=None for regression), got [-1, 1]",
     ),
 ]
 TWO, IID = Federation.from_clients([(X, Y), (X, Y)]), partition("iid", Y, 2)

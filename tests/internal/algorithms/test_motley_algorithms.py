@@ -8,7 +8,7 @@ import torch
 from methods import Mocha
 from parts.rivals import QUERY, Z
 from places import golden
-from small import F64, near
+from small import F64, near, some
 
 from pflcore.algorithms import Stop
 from pflcore.algorithms._adaptation import neighbours
@@ -59,6 +59,6 @@ def test_the_stability_criterion_is_the_spectral_radius():
         stable = bool(radius < 1) and bool((lr * 0.1 * o).max() < 2)
         rates = torch.full((6,), lr, dtype=F64)
         with nullcontext() if stable else pytest.raises(Stop):
-            Mocha(lam=0.1).check(omega, rates, 4 * rates, 1)
+            Mocha(lam=0.1).check(omega, rates, 4 * rates, some(6, 1))
         seen.add(stable)
     assert seen == {True, False}
