@@ -255,7 +255,10 @@ def places(value, path=""):
 
 
 EVERYWHERE = [
-    f"{at} {path}" for at, one in enumerate(whole_record(), 1) for path in places(one) if path
+    f"{at} {path}"
+    for at, one in enumerate(whole_record(), 1)
+    for path in places(one)
+    if path and "held out" not in path  # whose key has spaces
 ]
 
 
@@ -263,8 +266,6 @@ EVERYWHERE = [
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("where", EVERYWHERE)
 def test_any_value_at_any_place_of_a_record_is_no_error(where, tmp_path):
-    if "held out" in where:
-        pytest.skip("its key has spaces")
     for value in ODD:
         lines = whole_record()
         put(lines, where, value)

@@ -114,12 +114,13 @@ class Samples:
         lists = self.lists(split).take(ids)
         y = self.y[lists.flat].reshape(len(lists.flat), -1)
         owner = lists.owner()[:, None].expand_as(y)
-        # what is left out has no label
-        owner, y = owner[y != IGNORED], y[y != IGNORED]
+        known = y != IGNORED
+        y = y.where(known, 0)
         if self.relabel is not None:
             y = self.relabel[onto(ids, self.device)[owner], y]
-        place = (owner * self.classes + y).flatten()
-        counts = torch.bincount(place, minlength=len(lists) * self.classes)
+        last = len(lists) * self.classes  # a place for what has no label: a mask would wait
+        place = (owner * self.classes + y).where(known, last).flatten()
+        counts = torch.bincount(place, minlength=last + 1)[:last]
         return counts.view(-1, self.classes).cpu()
 
     def labels(self, i: int, split: str = "train") -> Tensor:

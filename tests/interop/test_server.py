@@ -450,7 +450,7 @@ def spoilt(up, n):
         yield up | more, n
     bomb = {"more@rows": torch.zeros(0, 600_000), "more@sent": torch.zeros(10**6, dtype=bool)}
     yield up | bomb | {"more@index": torch.zeros(1, dtype=torch.long)}, n
-    yield up | {own: value[:1].expand(10**12)}, n
+    yield up | {own: value.reshape(-1)[:1].expand(10**12)}, n
     yield from ((up | {"@about": odd}, n) for odd in numbers(about))
     yield from ((message, n) for message in (None, {}, []))
     yield from ((up, size) for size in (-1, 0, None, 10**30, torch.nan, True))

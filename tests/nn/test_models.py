@@ -78,7 +78,7 @@ lenet5 | {"shape": [784]} | shape: a convolutional model needs inputs
 dla | {"shape": [100]} | shape: a convolutional model needs inputs
 lenet5 | {"shape": [1, 6, 6]} | shape: expected inputs large enough
 cifar_cnn | {"shape": [3, 8, 8]} | shape: expected inputs large enough
-mlp | {"shape": [1, 28, 28], "activation": "gelu"} | activation: got 'gelu', did you mean 'relu'. Expected 'relu' or 'tanh'
+mlp | {"shape": [1, 28, 28], "activation": "gelu"} | activation: got 'gelu', did you mean 'relu'
 cnn | {"shape": [1, 28, 28], "pool": "min"} | pool: expected 'max' or 'avg'
 cnn | {"shape": [1, 28, 28], "padding": [1, 2, 3]} | padding: expected a number
 linear | {"shape": [1, 28, 28], "width": 3} | model: linear does not take these options

@@ -277,6 +277,7 @@ def test_a_model_without_numbers_is_named():
         model = nn.Linear(6, 4)
     with sentence("build: the model is on the device 'meta', .*; make it on the CPU"):
         simulation(model=model, data=federation())
+    assert simulation(model=nn.Linear(6, 4), data=federation()).run().rounds  # made on the CPU
 
 
 class Squeezed(nn.Module):
