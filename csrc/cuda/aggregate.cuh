@@ -92,7 +92,10 @@ __device__ __forceinline__ void write_typed(const Aggregate& q, bool out_aligned
 #pragma unroll
       for (int v = 0; v < kCols; ++v)
         value.v[v] = convert<Out>(base ? convert<Acc>(value.v[v]) + sum[v] : sum[v]);
-      store_pack(out + at, value);
+      if constexpr (sizeof(Out) == 2 && sizeof(Acc) == 8)
+        store_pack(out + at, value);  // a plain store: registers are short, the other would spill
+      else
+        store_pack_global(out + at, value);
       return;
     }
   }

@@ -170,6 +170,22 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T, kCount>& value) {
 #endif
 }
 
+// The same to global memory alone, by an intrinsic: the compiler cuts a plain store into its parts
+// and may not join them again. To shared memory it would be a fault of the card.
+template <int kCount, class T>
+__device__ __forceinline__ void store_pack_global(T* p, const Pack<T, kCount>& value) {
+#ifdef PFLCORE_CUDA_ON_CPU
+  store_pack(p, value);
+#else
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  static_assert(kBytes == 8 || kBytes == 16, "8 or 16 bytes");
+  using Raw = std::conditional_t<kBytes == 8, uint2, uint4>;
+  Raw raw;
+  memcpy(&raw, &value, kBytes);
+  __stwb(reinterpret_cast<Raw*>(p), raw);
+#endif
+}
+
 template <class T>
 __device__ __forceinline__ Pack<T> load16(const T* p) {
   return load_pack<per16<T>>(p);

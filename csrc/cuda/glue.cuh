@@ -5,6 +5,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
+#include <torch/headeronly/util/shim_utils.h>
 
 #include "../glue/common.h"
 #include "common.cuh"
@@ -18,7 +19,7 @@ class Call {
  public:
   Call(const Tensor& t, const char* op) : op_(op), device_(device_of(t, op)), guard_(device_) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_, &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
 

@@ -21,7 +21,7 @@ __device__ __forceinline__ void sgd_at(const Sgd<T>& a, int64_t row, int64_t c, 
   const auto store = [&](T* to, int64_t stride, const Lane& value) {
     T* const at = to + row * stride + c;
     if constexpr (kAligned)
-      store16(at, value);
+      store_pack_global(at, value);
     else
       *at = value.v[0];
   };
