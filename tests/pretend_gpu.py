@@ -9,6 +9,7 @@ kernels (tests/internal/cuda_on_cpu does) or about time.
 import contextlib
 from unittest.mock import patch
 
+import pretend_graph
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -30,7 +31,16 @@ VALUES = {
     "_unique2",
 }  # ops whose result the host must know
 
-waits: list[str] = []  # what made the host wait for the device since the list was last emptied
+
+class Waits(list):
+    """What made the host wait for the device since the list was last emptied."""
+
+    def append(self, name):
+        pretend_graph.refuse_wait(name)
+        super().append(name)
+
+
+waits = Waits()
 
 
 class Pretend(torch.Tensor):
@@ -129,8 +139,10 @@ def dispatch(func, args, kwargs):
 
     plainly = {**kwargs, "device": torch.device("cpu")} if target == "cuda" else dict(kwargs)
     plainly.pop("pin_memory", None)
+    real_args, real_kwargs = tree_map(real, args), tree_map(real, plainly)
     with _disable_current_modes():
-        out = func(*tree_map(real, args), **tree_map(real, plainly))
+        out = func(*real_args, **real_kwargs)
+    pretend_graph.note(func, real_args, real_kwargs, out, copied=bool(plain) and on_gpu)
     if not on_gpu:
         return out
     out = tree_map(lambda t: Pretend(t) if isinstance(t, Tensor) else t, out)
@@ -169,5 +181,5 @@ def pretended_gpu():
         patch("torch.cuda._lazy_init", lambda: None),
     )
     waits.clear()
-    with here, seen, started, _Function(), _Dispatch():
+    with here, seen, started, pretend_graph.patches(), _Function(), _Dispatch():
         yield GPU

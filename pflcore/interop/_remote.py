@@ -516,7 +516,8 @@ class Client:
         one = void_left_out(replace(one, x=x, y=y).to(device), net.ignored)
         self.data = held_out(one, seed) if self.algorithm.traits.needs_val else one
         self.averages = policy(self.algorithm, net, batch_norm) == "average"
-        self._setting = prepared(net, self.data, training, hardware.engine, hardware.workers, seed)
+        where = (hardware.engine, hardware.workers, seed)
+        self._setting = prepared(net, self.data, training, *where, graphs=hardware.graphs)
         net, classes = self._setting.net, self.data.classes
         if classes is not None and self.data.relabel is None and net.head_name is not None:
             # one client may not have samples of all classes

@@ -54,7 +54,7 @@ def header(run: Any) -> Record:
         "facts": data.facts,
         "parameters": net.size,
         "engine": engine.name,
-        "path": {"engine": engine.name, "form": engine.form, "why": engine.why},
+        "path": path_of(setting),
         "device": run.hardware.device,
         "together": setting.together,
         "rows": "disk" if run.setup.folder else "memory",
@@ -75,6 +75,15 @@ def header(run: Any) -> Record:
     if robustness.adversary is not None:
         said["adversary"] = robustness.adversary
     return {**plain(said), "size": setting.data.size("train").tolist()}
+
+
+def path_of(setting: Any) -> Record:
+    """What trains the model, and why; on a GPU whether its steps are captured as CUDA graphs."""
+    engine = setting.engine
+    path = {"engine": engine.name, "form": engine.form, "why": engine.why}
+    if setting.graphs is not None:
+        path["graphs"] = setting.graphs.summary
+    return path
 
 
 def identity(run: Any) -> Record:

@@ -114,6 +114,15 @@ class Batches:
         """Where in the pool a step's samples are, [s, B]."""
         return self.order[step.clients, step.epoch + which * step.epochs, step.first : step.last]
 
+    @cached_property
+    def _sizes(self) -> Tensor:
+        """Samples of each client [s], on the device of the data."""
+        return onto(self.size, self._key[2])
+
+    def batch_sizes(self, step: Step) -> Tensor:
+        """Samples [s] that each client has in a step's minibatch, on the device of the data."""
+        return (self._sizes[step.clients] - step.first).clamp(max=step.last - step.first)
+
     def seeds_of(self, step: Step, which: int = 0) -> Tensor:
         """Seeds [s] for a step's dropout."""
         return self.seeds[step.clients, step.epoch + which * step.epochs] + step.place

@@ -24,6 +24,7 @@ from pflcore.ops._chain import chain_eval, chain_grad, has_kernels
 from pflcore.train._batches import Batches, Plan
 from pflcore.train._engines import MODEL, Chunk, Engine, Objective, Tensors, cut, gradients, train
 from pflcore.train._fits import NoBatchAxis, Unfit
+from pflcore.train._graphs import GradientGraphs
 from pflcore.train._losses import CRITERIA, shares_right
 from pflcore.train._net import Net
 from pflcore.train._random import client_seeds
@@ -33,7 +34,8 @@ from pflcore.train._workers import Workers
 EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much a sample
 SHARED = 64 * EVAL_BATCH  # samples of the clients who share batches
 PARTS = 8  # of an evaluation by the kernels of a chain
-TOGETHER = 64
+TOGETHER = 64  # on a CPU
+TOGETHER_ON_GPU = 128
 ALIGNMENT = 64  # bytes at which torch begins a tensor's memory
 TWO_BLOCKS_MIN_WEIGHTS = 1 << 18  # of a cohort: two threads then share it
 Update = Callable[[Tensors, Callable[..., Tensor], Tensor], Tensors]  # rows, grad, taken
@@ -51,6 +53,7 @@ class Setting(NamedTuple):
     seed: int = 0
     rounds: int = 1
     together: int = TOGETHER  # clients of a block under vmap, at most
+    graphs: GradientGraphs | None = None  # on a GPU
 
 
 def by_row(model: Tensors, net: Net, x: Tensor) -> Tensor:
@@ -96,13 +99,15 @@ def blocks(
     and in any number of threads, gets the same bits.
 
     Under vmap a block has at most `together` clients, neighbours by size. Else everybody trains
-    alone, and in an evaluation neighbours share the batches of a model that they all have.
+    alone, and in an evaluation neighbours share the batches of a model that they all have. A GPU
+    computes one block after another.
     """
     count = len(ids)
     if setting.engine.name != "vmap":
         alone = torch.arange(count)
         return alone if looked_at is None else (looked_at.cumsum(0) - looked_at) // SHARED
-    least = 2 if count * setting.net.size >= TWO_BLOCKS_MIN_WEIGHTS else 1
+    two_threads = setting.data.device.type == "cpu"
+    least = 2 if two_threads and count * setting.net.size >= TWO_BLOCKS_MIN_WEIGHTS else 1
     parts = min(count, max(-(-count // setting.together), least))
     starts = torch.tensor([count * j // parts for j in range(1, parts)], dtype=torch.int64)
     place = torch.arange(count)
@@ -231,7 +236,7 @@ class Clients:
             for step in batches.steps:
                 seen = {k: v[step.clients] for k, v in mine.items()}
                 taken = step.epoch * batches.cuts[step.clients] + step.place
-                for k, v in update(seen, partial(chunk.gradient, step), taken).items():
+                for k, v in update(seen, partial(chunk.lasting_gradient, step), taken).items():
                     mine[k][step.clients] = v
 
         plan = Plan(epochs, steps, batches, stream, together)
@@ -389,7 +394,7 @@ class Clients:
             which = (key, self.ids[pos], plan, engine.chain is not None, self.net.joins)
             batches = Batches(setting.data, setting.training, *which)
             own = (batches, None if relabel is None else relabel[at], self.buffers[at], engine)
-            chunk = Chunk(self.net, setting.data, *own, objective.loss, extra)
+            chunk = Chunk(self.net, setting.data, *own, objective.loss, extra, setting.graphs)
             work(chunk, mine, cut(terms or {}, at))
             for k, v in mine.items():
                 done.rows[k][at] = v
