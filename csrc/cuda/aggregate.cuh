@@ -93,7 +93,7 @@ __device__ __forceinline__ void write_typed(const Aggregate& q, bool out_aligned
       for (int v = 0; v < kCols; ++v)
         value.v[v] = convert<Out>(base ? convert<Acc>(value.v[v]) + sum[v] : sum[v]);
       if constexpr (sizeof(Out) == 2 && sizeof(Acc) == 8)
-        store_pack(out + at, value);  // a plain store: registers are short, the other would spill
+        store_pack_global_plain(out + at, value);
       else
         store_pack_global(out + at, value);
       return;

@@ -136,7 +136,7 @@ __device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, c
         for (int k = 0; k < kPacks; ++k) {
           Pack<S> out;
           for (int i = 0; i < kWide; ++i) out.v[i] = convert<S>(in.v[k * kWide + i]);
-          store16(dst + k * kWide, out);
+          store16_shared(dst + k * kWide, out);
         }
       }
     }

@@ -76,16 +76,37 @@ def test_harness_catches_what_a_gpu_would_not_forgive():
         (2, "shared memory that was never written must read as NaN"),
         (3, "a copy that was not waited for must not have arrived"),
     ):
+        out.fill_(1.0)  # what a copy brings if it arrives too early
         call("broken", fault, out)
         assert out.isnan().all(), why
-    for fault, sentence in (
-        (1, "not every thread reaches"),
-        (4, "misaligned"),
-        (5, "past the end of shared memory"),
-        (6, "outside of its buffers"),
-    ):
-        with pytest.raises(RuntimeError, match=sentence):
-            call("broken", fault, guarded(out[None]))
+
+
+@pytest.mark.parametrize(
+    "fault, sentence",
+    [
+        pytest.param(1, "not every thread reaches", id="a barrier"),
+        pytest.param(4, "misaligned", id="alignment"),
+        pytest.param(5, "past the end of shared memory", id="shared memory's end"),
+        pytest.param(6, "outside of its buffers", id="the input's end"),
+        pytest.param(7, "store to global memory went elsewhere", id="global store, dynamic shared"),
+        pytest.param(8, "store to global memory went elsewhere", id="global store, static shared"),
+        pytest.param(9, "store to global memory went elsewhere", id="global store, own stack"),
+        pytest.param(10, "store to shared memory went elsewhere", id="shared store, global"),
+        pytest.param(11, "to memory that is not shared", id="copy to global"),
+        pytest.param(12, "from memory that is not global", id="copy from dynamic shared"),
+        pytest.param(13, "from memory that is not global", id="copy from static shared"),
+        pytest.param(14, "from memory that is not global", id="copy from own stack"),
+    ],
+)
+def test_harness_refuses_faulty_kernel(fault, sentence):
+    out = torch.zeros(1, 64, dtype=F64)
+
+    with pytest.raises(RuntimeError, match=sentence):
+        call("broken", fault, guarded(out))
+
+
+def test_harness_lets_right_stores_and_copies_pass():
+    call("broken", 15, torch.zeros(64, dtype=F64))
 
 
 def test_the_order_of_the_threads_changes_no_bit():
