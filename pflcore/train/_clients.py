@@ -353,7 +353,7 @@ class Clients:
 
         def by_kernels(w: Tensor, pool: Any, own: Ragged) -> Tensor:
             index = pad_sequence(list(own), batch_first=True)
-            return chain_grad(w, *pool, index, own.size, None)[0]
+            return chain_grad(w, *pool, index, onto(own.size, index.device), None)[0]
 
         def by_engine(i: int) -> Tensor:
             one, at, n, row = slice(i, i + 1), lists[i], len(labels[i]), aligned(w[i])[None]
