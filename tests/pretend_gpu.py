@@ -3,7 +3,8 @@ things live on machines without a GPU.
 
 As on real ones, an operation on tensors of two devices is refused, and so are a card that is not
 there, a generator of another device than the draws', and an op that has neither a kernel for cards
-nor a body. An op without a kernel runs its body. numpy sees nothing, and looking at a value makes
+nor a body. An op without a kernel runs its body. Convolutions round float32 to TF32 where torch's
+flags allow it, as by default. numpy sees nothing, and looking at a value makes
 the host wait; such waits are counted. What it cannot show is anything about kernels
 (tests/internal/cuda_on_cpu does) or about time.
 """
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pflcore.ops import reference
+from pflcore.train._card import allows_tf32
 
 # ops whose result the host must know, by name or with their overload
 VALUES = {
@@ -40,6 +42,7 @@ VALUES = {
     "unique_dim",
 }
 BY_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
+ROUNDED = {"convolution": 2, "convolution_backward": 3}  # so many first arguments, to TF32
 SOURCES = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
 KERNELS = frozenset(re.findall(r'm\.impl\("(\w+)"', SOURCES))  # pflcore's ops on a card
 
@@ -188,6 +191,14 @@ def check_copy(args, kwargs, tensors, target):
         waits.append("to the GPU")
 
 
+def rounded(value):
+    """A card's float32 tensor in TF32, which keeps 10 bits behind the first."""
+    if not isinstance(value, Pretend) or value.dtype != torch.float32:
+        return value
+    wide = value.real_ * 8193.0
+    return Pretend(wide - (wide - value.real_), value.card_)
+
+
 def dispatch(func, args, kwargs):
     name = func._schema.name.split("::")[1]
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -202,6 +213,9 @@ def dispatch(func, args, kwargs):
         raise NotImplementedError(f"{func}: it has no kernel for CUDA, and no body")
     else:
         check_devices(func, name, args, tensors)
+
+    count = ROUNDED.get(name, 0) if allows_tf32() else 0
+    args = (*map(rounded, args[:count]), *args[count:])
 
     def real(value):
         return value.real_ if isinstance(value, Pretend) else value
