@@ -48,6 +48,7 @@ KERNELS = frozenset(re.findall(r'm\.impl\("(\w+)"', SOURCES))  # pflcore's ops o
 
 Generator = torch.Generator
 waits: list[str] = []  # what made the host wait for the device since the list was last emptied
+unrepeated: list[str] = []  # what may give other bits when it is called again
 contexts: set[int] = set()  # the cards on which this process has begun to work
 _cards = [1]  # how many there are
 _current = [0]  # the one that "cuda" means
@@ -180,6 +181,20 @@ def check_devices(func, name, args, tensors):
         waits.append(name)
 
 
+def check_order(name, args):
+    """Of a card's sums of several numbers by index or of a row, each time in another order, a note
+    is made."""
+    if not isinstance(args[0], Pretend) or not args[0].is_floating_point():
+        return
+    name = name.removesuffix("_")
+    if name in ("cumsum", "cumprod"):
+        unrepeated.append(name)
+    elif name in ("index_add", "scatter_add"):
+        index = args[2].real_.movedim(args[1], -1).sort(-1).values
+        if (index[..., 1:] == index[..., :-1]).any():
+            unrepeated.append(name)
+
+
 def check_copy(args, kwargs, tensors, target):
     """A copy between the CPU and a card waits, but for one from pinned memory."""
     here = any(isinstance(t, Pretend) for t in tensors)
@@ -213,6 +228,7 @@ def dispatch(func, args, kwargs):
         raise NotImplementedError(f"{func}: it has no kernel for CUDA, and no body")
     else:
         check_devices(func, name, args, tensors)
+        check_order(name, args)
 
     count = ROUNDED.get(name, 0) if allows_tf32() else 0
     args = (*map(rounded, args[:count]), *args[count:])
@@ -299,8 +315,8 @@ def pretended_gpu(index=0, cards=1):
         # `parameter.data = other` changes the tensor that C++ knows, not the real one behind it
         "torch.__future__._overwrite_module_params_on_conversion": True,
     }
-    waits.clear()
-    contexts.clear()
+    for seen in (waits, unrepeated, contexts):
+        seen.clear()
     _cards[0], _current[0], _given[0] = cards, 0, index
     with contextlib.ExitStack() as stack:
         for name, new in changes.items():

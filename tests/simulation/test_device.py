@@ -8,7 +8,7 @@ import torch
 from doors import held_out, sentence
 from parts.devices import FORMS, convolved, on_two_devices, played, rounds
 from parts.user import simulation
-from pretend_gpu import contexts, pretended_gpu, waits
+from pretend_gpu import contexts, pretended_gpu, unrepeated, waits
 from small import images, swept, tiny_model
 from torch import nn
 
@@ -42,6 +42,7 @@ def test_everything_is_on_the_device(name):
         tensors = {f"g.{k}": v for k, v in state.server.items()} | state.clients
         rows = {k: v.device.type for k, v in tensors.items() if v.dim() and v.shape[-1] == size}
         assert set(rows.values()) <= {"cuda"}, f"rows of parameters that left the device: {rows}"
+        assert not unrepeated
     assert got.setting.engine.form == ("vmap" if kind else "chain"), got.setting.engine.why
     for key in ("loss", "accuracy"):
         values = (x.history.series(key)[1] for x in (got, want))

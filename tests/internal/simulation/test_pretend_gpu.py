@@ -4,7 +4,7 @@ import pretend_gpu
 import pytest
 import torch
 from internal.chains import Problem
-from pretend_gpu import contexts, pretended_gpu, waits
+from pretend_gpu import contexts, pretended_gpu, unrepeated, waits
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -103,6 +103,39 @@ def test_pinning_works_on_the_current_card():
         assert contexts == {1}
         torch.zeros(3).pin_memory()
         assert contexts == {0, 1}
+
+
+TWICE = [[0, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda t, twice: t[0].index_add(0, twice[0], t[0, :3]), "index_add"),
+        (lambda t, twice: t.clone().scatter_add_(1, twice.expand(3, -1), t), "scatter_add"),
+        (lambda t, twice: t.cumsum(1), "cumsum"),
+    ],
+)
+def test_sums_in_any_order_are_noted(call, name):
+    with pretended_gpu() as gpu:
+        t, twice = numbers(device=gpu), torch.tensor(TWICE).to(gpu)
+        call(t, twice)
+        assert unrepeated == [name]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t, twice: t[0].index_add(0, twice[0, 1:], t[0, :2]),
+        lambda t, twice: twice.cumsum(1),
+        lambda t, twice: t.index_put((twice[0],), t, accumulate=True),
+    ],
+    ids=["each once", "integers", "sorted"],
+)
+def test_sums_in_one_order_are_not_noted(call):
+    with pretended_gpu() as gpu:
+        call(numbers(device=gpu), torch.tensor(TWICE).to(gpu))
+        assert not unrepeated
 
 
 def test_every_op_has_a_kernel_or_a_body_or_neither():
