@@ -26,6 +26,7 @@ class Graph:
 
     def __init__(self):
         self.noted = []
+        self.memory = []  # floating-point tensors that its operations allocated
         self.replays = 0
         captured.append(self)
 
@@ -40,13 +41,17 @@ class Graph:
                     if there.data_ptr() != came.data_ptr():
                         there.copy_(came)
 
+    def note(self, func, args, kwargs, out):
+        self.noted.append((func, args, kwargs, out))
+        taken = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        for t in tensors(out):
+            if t.untyped_storage().data_ptr() not in taken and t.is_floating_point():
+                self.memory.append(t)
+
     def spoil(self):
         """Makes the memory that operations of this graph allocated invalid."""
-        for _, args, kwargs, out in self.noted:
-            taken = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
-            for t in tensors(out):
-                if t.untyped_storage().data_ptr() not in taken and t.is_floating_point():
-                    t.fill_(torch.nan)
+        for t in self.memory:
+            t.fill_(torch.nan)
 
 
 def tensors(tree):
@@ -63,14 +68,14 @@ def capture(graph, pool=None, stream=None):
         _state["graph"] = None
 
 
-def note(func, args, kwargs, out, copied):
-    """An operation on the device; `copied`: it brings memory of the host there."""
+def note(func, args, kwargs, out, from_host):
+    """An operation on the device; `from_host`: it reads memory of the host."""
     graph = _state["graph"]
     if graph is None:
         return
-    if copied:
+    if from_host:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-    graph.noted.append((func, args, kwargs, out))
+    graph.note(func, args, kwargs, out)
 
 
 def refuse_wait(name):
@@ -90,7 +95,6 @@ def patches():
         "graph": capture,
         "graph_pool_handle": lambda: (0, 1),
         "Stream": lambda *_: None,
-        "device": lambda _: contextlib.nullcontext(),
         "get_sync_debug_mode": lambda: _state["debug"],
         "set_sync_debug_mode": lambda mode: _state.update(debug=mode),
     }

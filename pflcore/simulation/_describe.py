@@ -20,6 +20,7 @@ from pflcore.simulation._accept import Outcome
 from pflcore.simulation._start import row_bytes
 from pflcore.simulation.round import Setup
 from pflcore.train import Net
+from pflcore.train._card import allows_tf32
 from pflcore.train._losses import loss_name
 from pflcore.train._random import STREAM
 
@@ -69,6 +70,8 @@ def header(run: Any) -> Record:
         "versions": VERSIONS,
         "peak_bytes": run.peak_bytes(),
     }
+    if net.w0.device.type == "cuda":
+        said["tf32"] = allows_tf32()
     if isinstance(alg, Split):  # the parameters that stay with their client
         columns = alg.columns(net)
         said["private"] = [n for n, s in net.slices.items() if columns[s.start]]
@@ -92,6 +95,8 @@ def identity(run: Any) -> Record:
     said = header(run)
     made_with = {k: said.pop(k) for k in ("versions", "device", "engine", "together")}
     made_with["form"] = said.pop("path")["form"]
+    if "tf32" in said:
+        made_with["tf32"] = said.pop("tf32")
     what: Record = plain(
         {
             "federation": of_data(run.data),

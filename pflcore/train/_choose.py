@@ -3,7 +3,8 @@
 The module itself is run by plain autograd on a few samples: that says whether model, data and
 criterion fit together (`fits`), and what losses and gradients are. Then a few clients with those
 samples are trained for a step by each engine, and must give the same: in float64, at the start plus
-noise, in training and in evaluation mode.
+noise, in training and in evaluation mode. On a card float64 alone judges, at any size: there
+float32 may be rounded to TF32, which rectifiers and maxima magnify.
 
 On a CPU, "auto" takes the chain where a model is one; "loop" for convolutions and from `WIDE`
 weights on; else "vmap" where that carries the model. On a GPU: the chain, vmap, loop.
@@ -29,6 +30,7 @@ from pflcore.nn._mode import forward_mode
 from pflcore.train import _fits as fits
 from pflcore.train import _memory as memory
 from pflcore.train._batches import Batches, Plan
+from pflcore.train._card import REPEATING, WITHOUT_TF32
 from pflcore.train._chain import Chain, find_chain
 from pflcore.train._clients import TOGETHER, TOGETHER_ON_GPU, Clients, Setting
 from pflcore.train._engines import Engine
@@ -39,7 +41,7 @@ from pflcore.train._training import Training
 from pflcore.train._workers import Workers, one_thread
 
 WIDE = 1 << 16  # weights from which, on a CPU, clients are trained faster one by one
-LARGE = 1 << 19  # weights beyond which float64 copies would cost too much: the model's own dtype
+LARGE = 1 << 19  # weights beyond which float64 copies would cost a CPU too much: the model's dtype
 SIZES = (5, 5, 2, 2)  # samples of the trial's clients; batch norm takes no batch of one
 BATCH = 8  # of the first pass
 SLOW = {"convolutions": nn.modules.conv._ConvNd, "an LSTM": nn.LSTM}  # under vmap, on a CPU
@@ -58,7 +60,8 @@ def prepared(  # noqa: PLR0913 (a run's own)
 ) -> Setting:
     """What a run needs, after one trial: model, data and criterion fit together, and what trains
     the model is the model. Unfit, a ValueError, in one sentence where something does not fit."""
-    with one_thread():
+    device = net.w0.device
+    with one_thread(), REPEATING.set_for(device), WITHOUT_TF32.set_for(device):
         net = net.reading(data.fields)
         check(net, data, training)
         tried = trials(net, data)
@@ -166,6 +169,7 @@ class Trial:
     clients: Clients  # of one engine or another
     w: Tensor  # [s, P]
     answers: dict[str, list[Tensor]]  # losses [s], gradients [s, P] in "training", "evaluation"
+    judges: bool = True  # else its numbers say nothing: an engine must only not fail
 
     def difference(self, engine: Engine, graphs: GradientGraphs | None = None) -> Mismatch | None:
         """Where an engine's losses and gradients are not the module's.
@@ -198,13 +202,16 @@ class Trial:
 
 
 def trials(net: Net, data: Federation) -> list[Trial]:
-    """One in float64, and one in the model's own dtype; or that alone, of a large model or one that
-    fixes a dtype somewhere."""
-    found = []
-    if net.dtype != torch.float64 and net.size <= LARGE:
+    """One in float64, and one in the model's own dtype; or that alone, of a model that fixes a
+    dtype somewhere, and on a CPU of a large one. On a card that in float64 judges."""
+    found, device = [], net.w0.device
+    on_card = device.type == "cuda"
+    if net.dtype != torch.float64 and (on_card or net.size <= LARGE):
         with suppress(RuntimeError, TypeError, ValueError):
-            found.append(trial(net.to(net.w0.device, torch.float64), data))
-    return [*found, trial(net, data)]
+            found.append(trial(net.to(device, torch.float64), data))
+    own = trial(net, data)
+    own.judges = not (on_card and found)
+    return [*found, own]
 
 
 def trial(net: Net, data: Federation) -> Trial:
@@ -264,11 +271,15 @@ def wrong(
 ) -> Mismatch | None:
     """Where an engine differs from the module, or what it raises; None: nowhere."""
     try:
-        return next((w for t in tried if (w := t.difference(engine, graphs)) is not None), None)
+        for t in tried:
+            differs = t.difference(engine, graphs)
+            if differs is not None and t.judges:
+                return differs
     except Exception as e:
         if memory.ran_out(e):
             raise
         return Mismatch(fits.first_line(e))
+    return None
 
 
 def verified_graphs(tried: list[Trial], engine: Engine, wanted: bool) -> GradientGraphs:

@@ -21,6 +21,7 @@ from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged, onto
 from pflcore.nn._mode import forward_mode
 from pflcore.ops._chain import chain_eval, chain_grad, has_kernels
+from pflcore.ops._sums import index_add
 from pflcore.train._batches import Batches, Plan
 from pflcore.train._engines import MODEL, Chunk, Engine, Objective, Tensors, cut, gradients, train
 from pflcore.train._fits import NoBatchAxis, Unfit
@@ -82,7 +83,8 @@ class Fit(NamedTuple):
 
 def means(values: Tensor, lists: Ragged) -> Tensor:
     """Each client's mean [S] float64 of values [n] of the samples in its list."""
-    sums = values.new_zeros(len(lists)).double().index_add_(0, lists.owner(), values.double())
+    zeros = values.new_zeros(len(lists)).double()
+    sums = index_add(zeros, lists.owner(), values.double())
     return sums / onto(lists.size, values.device)
 
 
@@ -358,7 +360,7 @@ class Clients:
 
         def by_kernels(w: Tensor, pool: Any, own: Ragged) -> Tensor:
             index = pad_sequence(list(own), batch_first=True)
-            return chain_grad(w, *pool, index, own.size, None)[0]
+            return chain_grad(w, *pool, index, onto(own.size, index.device), None)[0]
 
         def by_engine(i: int) -> Tensor:
             one, at, n, row = slice(i, i + 1), lists[i], len(labels[i]), aligned(w[i])[None]

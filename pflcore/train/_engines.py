@@ -200,8 +200,8 @@ class Chunk:
         elif chain is not None:
             seeds = b.seeds_of(step, which) if chain.dropout else None
             pool = chain.on(self.data, self.relabel, s)
-            size = b.batch_sizes(step)
-            g, losses = chain_grad(w.detach(), *pool, b.places(step, which), size, seeds)
+            places, counts = b.places(step, which), b.counts(step)
+            g, losses = chain_grad(w.detach(), *pool, places, counts, seeds)
         else:
             extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
             batch = (*self.samples(step, which), self.buffers[s], b.seeds_of(step, which))
@@ -226,7 +226,7 @@ class Chunk:
             inputs["relabel"] = self.relabel[s]
         pool = (id(data.x), id(data.y))
         if chain is not None:
-            inputs["size"] = b.batch_sizes(step)
+            inputs["size"] = b.counts(step)
             if chain.dropout:
                 inputs["seeds"] = b.seeds_of(step, which)
             return (id(chain), *pool), chain_body(chain, data), inputs
@@ -322,10 +322,8 @@ class AdamW:
         self.mean, self.square = torch.zeros_like(w), torch.zeros_like(w)
         self.steps = w.new_zeros(len(w), 1, dtype=torch.int64)  # that each took, at most `most`
         # By Python, one by one: torch's powers of several numbers have other last digits.
-        self.bias = [
-            w.new_tensor([1 - beta**k for k in range(most + 1)], dtype=torch.float64).to(w)
-            for beta in self.betas
-        ]
+        tables = ([1 - beta**k for k in range(most + 1)] for beta in self.betas)
+        self.bias = [onto(torch.tensor(t, dtype=torch.float64), w.device).to(w) for t in tables]
 
     def step(self, s: slice, grad: Tensor, terms: Tensors) -> None:
         w, mean, square, steps = (v[s] for v in (self.w, self.mean, self.square, self.steps))

@@ -187,7 +187,7 @@ def graphs(gpu):
 
 
 def on_gpu(*values):
-    return {"x": Pretend(torch.tensor(values))}
+    return {"x": torch.tensor(values).to("cuda:0")}
 
 
 def test_larger_inputs_move_the_arena(graphs):
@@ -228,7 +228,7 @@ def test_a_rare_shape_is_not_captured(gpu):
 
 def test_pretended_graphs_freeze_what_python_decides(gpu):
     graph, factor = torch.cuda.CUDAGraph(), 2.0
-    x = Pretend(torch.ones(3))
+    x = torch.ones(3).to(gpu)
     with torch.cuda.graph(graph):
         y = x * factor
     factor = 3.0
@@ -241,7 +241,7 @@ def test_pretended_graphs_freeze_what_python_decides(gpu):
 def test_pretended_graphs_share_memory(gpu):
     """A replay makes the results of the others invalid, as one pool of memory may."""
     one, two = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    x = Pretend(torch.ones(3))
+    x = torch.ones(3).to(gpu)
     with torch.cuda.graph(one):
         y = x * 2
     with torch.cuda.graph(two):
@@ -253,7 +253,7 @@ def test_pretended_graphs_share_memory(gpu):
 
 
 def test_a_pretended_capture_refuses_what_a_gpu_refuses(gpu):
-    x = Pretend(torch.ones(3))
+    x = torch.ones(3).to(gpu)
     asks = [lambda: x.sum().item(), lambda: torch.ones(3).to(gpu), lambda: x[x > 0]]
     for ask in asks:
         refused = pytest.raises(RuntimeError, match="not permitted when stream is capturing")
