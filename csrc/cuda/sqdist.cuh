@@ -70,21 +70,21 @@ __device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, c
   }
 }
 
-// Is there a difference in the packs that a thread's 4 x 4 pairs have next? What is not finite
-// differs from itself.
+// Do any rows of a thread's 4 x 4 pairs differ in its packs of a stage? What is not finite differs
+// from itself.
 template <class S>
 __device__ __forceinline__ bool sqdist_differ(const S* now, const int (&from_a)[4],
-                                              const int (&from_b)[4], int pack, int lanes) {
+                                              const int (&from_b)[4], int lane, int lanes,
+                                              int packs) {
   unsigned bits = 0;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int at = (pack + half * lanes) * per16<S>;
+#pragma unroll 1
+  for (int pack = lane; pack < packs; pack += lanes) {
     Pack<S> va[4];
 #pragma unroll
-    for (int r = 0; r < 4; ++r) va[r] = load16(now + from_a[r] + at);
+    for (int r = 0; r < 4; ++r) va[r] = load16(now + from_a[r] + pack * per16<S>);
 #pragma unroll
     for (int s = 0; s < 4; ++s) {
-      const Pack<S> vb = load16(now + from_b[s] + at);
+      const Pack<S> vb = load16(now + from_b[s] + pack * per16<S>);
 #pragma unroll
       for (int r = 0; r < 4; ++r)
 #pragma unroll
@@ -192,11 +192,11 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
     if (!active) continue;
     const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(k % plan.stages) *
                                                                  plan.stage_bytes);
+    if constexpr (kLook) {
+      if (!sqdist_differ<S>(now, from_a, from_b, lane, lanes, packs)) continue;
+    }
 #pragma unroll(kOneLane ? 4 : 1)
     for (int pack = lane; pack < packs; pack += 2 * lanes) {
-      if constexpr (kLook) {
-        if (!sqdist_differ<S>(now, from_a, from_b, pack, lanes)) continue;
-      }
       C sum[4][4] = {};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
 // Adds the partial sums up and mirrors a symmetric result: a column of 32 neighbouring pairs per
 // block, blockDim.y threads to a pair. A single partial sum lies in `out` already, so that after a
 // later turn nothing shows which were done in it: all are mirrored once more.
-inline __global__ void __launch_bounds__(1024)
+static __global__ void __launch_bounds__(1024)
     sqdist_total(const double* partial, SqdistPlan plan, int turn, int* flags, double* out) {
   __shared__ double sums[32][33];
   if (turn != kFirst && flags[turn] == 0) return;
