@@ -176,10 +176,11 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
 
   // Of rows that are equal float32 has found 0, and so it is: float64 is for those that differ.
   constexpr bool kLook = std::is_same_v<S, float> && std::is_same_v<C, double>;
-  constexpr bool kSums = kOneLane && std::is_same_v<T, float>;  // elsewhere they would spill
+  // Where one thread has all packs of a stage, its sums are added before they are flushed; for other
+  // types registers are short.
+  constexpr bool kSums = kOneLane && std::is_same_v<T, float>;
+  static_assert(1 << kSqdistPacksLog2 == 2 * kSqdistSums, "a stage is one flush");
   double total[4][4] = {};
-  [[maybe_unused]] float some[4][4] = {};
-  [[maybe_unused]] int held = 0;  // sums of 8 in each of them
   for (int k = 0; k < plan.stages - 1; ++k) stage(k);
   for (int k = 0; k < chunks; ++k) {
     if (plan.stages == 2)
@@ -195,10 +196,11 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
     if constexpr (kLook) {
       if (!sqdist_differ<S>(now, from_a, from_b, lane, lanes, packs)) continue;
     }
+    [[maybe_unused]] float some[4][4] = {};
 #pragma unroll(kOneLane ? 4 : 1)
     for (int pack = lane; pack < packs; pack += 2 * lanes) {
       C sum[4][4] = {};
-#pragma unroll
+#pragma unroll(kLook ? 1 : 2)
       for (int half = 0; half < 2; ++half) {
         const int at = (pack + half * lanes) * kWide;
         Pack<S> va[4];
@@ -216,34 +218,22 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
             }
         }
       }
-      if constexpr (kSums) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r)
+      for (int r = 0; r < 4; ++r)
 #pragma unroll
-          for (int s = 0; s < 4; ++s) some[r][s] += sum[r][s];
-        if (++held == kSqdistSums) {
-#pragma unroll
-          for (int r = 0; r < 4; ++r)
-#pragma unroll
-            for (int s = 0; s < 4; ++s) {
-              total[r][s] += static_cast<double>(some[r][s]);
-              some[r][s] = 0;
-            }
-          held = 0;
+        for (int s = 0; s < 4; ++s) {
+          if constexpr (kSums)
+            some[r][s] += sum[r][s];
+          else
+            total[r][s] += static_cast<double>(sum[r][s]);
         }
-      } else {
-#pragma unroll
-        for (int r = 0; r < 4; ++r)
-#pragma unroll
-          for (int s = 0; s < 4; ++s) total[r][s] += static_cast<double>(sum[r][s]);
-      }
     }
-  }
-  if constexpr (kSums) {
+    if constexpr (kSums) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r)
+      for (int r = 0; r < 4; ++r)
 #pragma unroll
-      for (int s = 0; s < 4; ++s) total[r][s] += static_cast<double>(some[r][s]);
+        for (int s = 0; s < 4; ++s) total[r][s] += static_cast<double>(some[r][s]);
+    }
   }
 
 #pragma unroll

@@ -109,6 +109,7 @@ static __global__ void __launch_bounds__(kSqdistThreads, 2)
   for (int k = 0; k < chunks; k += kFewFlush) {
     copy_wait<0>();
     __syncthreads();  // these stages are there for all, and nobody reads the next ones any more
+#pragma unroll 1
     for (int i = 0; i < kFewFlush; ++i) stage(k + kFewFlush + i);
 #pragma unroll
     for (int i = 0; i < kFewFlush; ++i) {
