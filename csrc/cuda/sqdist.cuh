@@ -197,10 +197,10 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
       if (!sqdist_differ<S>(now, from_a, from_b, lane, lanes, packs)) continue;
     }
     [[maybe_unused]] float some[4][4] = {};
-#pragma unroll(kOneLane ? 4 : 1)
+#pragma unroll(kOneLane ? 2 : 1)
     for (int pack = lane; pack < packs; pack += 2 * lanes) {
       C sum[4][4] = {};
-#pragma unroll(kLook ? 1 : 2)
+#pragma unroll(kLook && std::is_same_v<T, float> ? 1 : 2)
       for (int half = 0; half < 2; ++half) {
         const int at = (pack + half * lanes) * kWide;
         Pack<S> va[4];
