@@ -17,44 +17,27 @@
 namespace pflcore::cuda {
 
 // Stages `packs` packs of each of `rows` rows, zeros from column `end` on. S is the staged type:
-// float, or double where T is double.
+// float, or double where T is double. Rows of a half type that are not aligned wait for their values.
 template <class T, class S>
 __device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, const T* from,
                                              int64_t row_stride, int rows, bool aligned,
                                              int64_t column, int64_t end) {
-  constexpr int kWide = per16<S>, kLoad = per16<T>;
+  constexpr int kWide = per16<S>;
   const int threads = static_cast<int>(blockDim.x);
   if (aligned) {
-    constexpr int kPacks =
-        kLoad /
-        kWide;  // staged packs that one 16-byte access of T fills: 1, or 2 for the half types
-    const int per_row_log2 = kPacks == 2 ? packs_log2 - 1 : packs_log2;
-    for (int e = static_cast<int>(threadIdx.x); e < rows << per_row_log2; e += threads) {
-      const int row = e >> per_row_log2, access = e & ((1 << per_row_log2) - 1);
-      const int64_t c = column + static_cast<int64_t>(access) * kLoad, left = end - c;
-      S* const dst = to + (static_cast<int64_t>(row) * pitch + access * kPacks) * kWide;
-      const T* const src = from + row * row_stride + (left > 0 ? c : 0);
-      if constexpr (kPacks == 1) {
-        copy_async<16>(dst, src,
-                       left >= kLoad ? 16
-                       : left > 0    ? static_cast<int>(left * static_cast<int64_t>(sizeof(T)))
-                                     : 0);
-      } else {
-        Pack<T> in;
-        if (left >= kLoad) {
-          in = load16(src);
-        } else {
-          for (int i = 0; i < kLoad; ++i) in.v[i] = i < left ? src[i] : convert<T>(0.0f);
-        }
-        for (int k = 0; k < kPacks; ++k) {
-          Pack<S> out;
-          for (int i = 0; i < kWide; ++i) out.v[i] = convert<S>(in.v[k * kWide + i]);
-          store16(dst + k * kWide, out);
-        }
-      }
+#pragma unroll 1
+    for (int e = static_cast<int>(threadIdx.x); e < rows << packs_log2; e += threads) {
+      const int row = e >> packs_log2, pack = e & ((1 << packs_log2) - 1);
+      const int64_t c = column + static_cast<int64_t>(pack) * kWide, left = end - c;
+      copy_async<16>(to + (static_cast<int64_t>(row) * pitch + pack) * kWide,
+                     from + row * row_stride + (left > 0 ? c : 0),
+                     left >= kWide ? 16
+                     : left > 0    ? static_cast<int>(left * static_cast<int64_t>(sizeof(T)))
+                                   : 0);
     }
   } else {
     const int per_row_log2 = packs_log2 + (kWide == 4 ? 2 : 1);
+#pragma unroll 1
     for (int e = static_cast<int>(threadIdx.x); e < rows << per_row_log2; e += threads) {
       const int row = e >> per_row_log2, i = e & ((1 << per_row_log2) - 1);
       const int64_t c = column + i;
@@ -66,6 +49,44 @@ __device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, c
       } else {
         *dst = inside ? convert<S>(*src) : S(0);
       }
+    }
+  }
+}
+
+// Aligned rows of a half type are staged as they are, 16 bytes (two packs) after 16 bytes, and
+// converted by the thread that copied them: it need not wait for the others.
+template <class T>
+__device__ __forceinline__ void sqdist_fetch(T* raw, int packs_log2, const T* from,
+                                             int64_t row_stride, int rows, int64_t column,
+                                             int64_t end) {
+  constexpr int kLoad = per16<T>;
+  const int loads_log2 = packs_log2 - 1, threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); e < rows << loads_log2; e += threads) {
+    const int row = e >> loads_log2, load = e & ((1 << loads_log2) - 1);
+    const int64_t c = column + static_cast<int64_t>(load) * kLoad, left = end - c;
+    copy_async<16>(raw + e * kLoad,
+                   from + row * row_stride + (left > 0 ? c : 0),
+                   left >= kLoad ? 16
+                   : left > 0    ? static_cast<int>(left * static_cast<int64_t>(sizeof(T)))
+                                 : 0);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void sqdist_unpack(float* to, int pitch, int packs_log2, const T* raw,
+                                              int rows) {
+  constexpr int kWide = per16<float>, kLoad = per16<T>;
+  const int loads_log2 = packs_log2 - 1, threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); e < rows << loads_log2; e += threads) {
+    const int row = e >> loads_log2, load = e & ((1 << loads_log2) - 1);
+    float* const dst = to + (row * pitch + 2 * load) * kWide;
+    const Pack<T> in = load16(raw + e * kLoad);
+    for (int k = 0; k < 2; ++k) {
+      Pack<float> out;
+      for (int i = 0; i < kWide; ++i) out.v[i] = convert<float>(in.v[k * kWide + i]);
+      store16(dst + k * kWide, out);
     }
   }
 }
@@ -150,19 +171,52 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
   const int64_t begin = static_cast<int64_t>(blockIdx.z) * plan.per_split;
   const int64_t end = begin + plan.per_split < plan.p ? begin + plan.per_split : plan.p;
   const int chunks = static_cast<int>((end - begin + plan.chunk - 1) / plan.chunk);
+  constexpr bool kRaw = sizeof(T) == 2;
+  const auto raw_stage = [&](int k) {
+    return reinterpret_cast<T*>(shared + 2 * plan.stage_bytes +
+                                k % (plan.stages - 1) * plan.raw_bytes);
+  };
+  const int raw_b = (rows_a << (packs_log2 - 1)) * per16<T>;
   const auto stage = [&](int k) {
     if (k < chunks) {
-      S* const to =
-          reinterpret_cast<S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
       const int64_t column = begin + k * plan.chunk;
-      sqdist_stage<T, S>(to, pitch, packs_log2, a + row_a * a_row, a_row, rows_a, plan.a_aligned,
-                         column, end);
-      if (!triangle)
-        sqdist_stage<T, S>(to + static_cast<int64_t>(rows_a) * pitch * kWide, pitch, packs_log2,
-                           b + row_b * b_row, b_row, rows_b, plan.b_aligned, column, end);
+      if constexpr (kRaw) {
+        T* const raw = raw_stage(k);
+        if (plan.a_aligned)
+          sqdist_fetch(raw, packs_log2, a + row_a * a_row, a_row, rows_a, column, end);
+        if (plan.b_aligned && !triangle)
+          sqdist_fetch(raw + raw_b, packs_log2, b + row_b * b_row, b_row, rows_b, column, end);
+      } else {
+        S* const to =
+            reinterpret_cast<S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
+        sqdist_stage<T, S>(to, pitch, packs_log2, a + row_a * a_row, a_row, rows_a, plan.a_aligned,
+                           column, end);
+        if (!triangle)
+          sqdist_stage<T, S>(to + static_cast<int64_t>(rows_a) * pitch * kWide, pitch, packs_log2,
+                             b + row_b * b_row, b_row, rows_b, plan.b_aligned, column, end);
+      }
     }
     copy_commit();  // a group for every chunk, empty ones too, so that the count of groups to wait
                     // for is constant
+  };
+  // Half types: chunk k, of which this thread's copies have arrived, into one of two buffers.
+  [[maybe_unused]] const auto unpack = [&](int k) {
+    if constexpr (kRaw) {
+      float* const to_a = reinterpret_cast<float*>(shared + k % 2 * plan.stage_bytes);
+      float* const to_b = to_a + rows_a * pitch * kWide;
+      const int64_t column = begin + k * plan.chunk;
+      if (plan.a_aligned)
+        sqdist_unpack(to_a, pitch, packs_log2, raw_stage(k), rows_a);
+      else
+        sqdist_stage<T, float>(to_a, pitch, packs_log2, a + row_a * a_row, a_row, rows_a, false,
+                               column, end);
+      if (triangle) return;
+      if (plan.b_aligned)
+        sqdist_unpack(to_b, pitch, packs_log2, raw_stage(k) + raw_b, rows_b);
+      else
+        sqdist_stage<T, float>(to_b, pitch, packs_log2, b + row_b * b_row, b_row, rows_b, false,
+                               column, end);
+    }
   };
 
   int from_a[4], from_b[4];  // where my rows stand in a stage; rows past the end repeat the last
@@ -187,20 +241,22 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
       copy_wait<0>();
     else
       copy_wait<2>();
+    if constexpr (kRaw) unpack(k);
     __syncthreads();  // chunk k is there for all, and nobody reads the buffer any more that the
                       // next one goes to
     stage(k + plan.stages - 1);
     if (!active) continue;
-    const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(k % plan.stages) *
+    const int buffer = kRaw ? k % 2 : k % plan.stages;
+    const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(buffer) *
                                                                  plan.stage_bytes);
     if constexpr (kLook) {
       if (!sqdist_differ<S>(now, from_a, from_b, lane, lanes, packs)) continue;
     }
     [[maybe_unused]] float some[4][4] = {};
-#pragma unroll(kOneLane ? 2 : 1)
+#pragma unroll(kOneLane && !kRaw ? 2 : 1)
     for (int pack = lane; pack < packs; pack += 2 * lanes) {
-      C sum[4][4] = {};
-#pragma unroll(kLook && std::is_same_v<T, float> ? 1 : 2)
+      [[maybe_unused]] C sum[4][4] = {};
+#pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = (pack + half * lanes) * kWide;
         Pack<S> va[4];
@@ -214,7 +270,10 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
 #pragma unroll
             for (int c = 0; c < kWide; ++c) {
               const C d = static_cast<C>(va[r].v[c]) - static_cast<C>(vb.v[c]);
-              sum[r][s] += d * d;
+              if constexpr (kLook)
+                total[r][s] += d * d;
+              else
+                sum[r][s] += d * d;
             }
         }
       }
@@ -224,7 +283,7 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
         for (int s = 0; s < 4; ++s) {
           if constexpr (kSums)
             some[r][s] += sum[r][s];
-          else
+          else if constexpr (!kLook)
             total[r][s] += static_cast<double>(sum[r][s]);
         }
     }
@@ -320,6 +379,7 @@ __device__ __forceinline__ double sqdist_window_lane(const T* x, const T* y, con
                                                      int lane, int64_t begin, int64_t end) {
   constexpr int kWide = per16<S>;
   constexpr bool kSums = std::is_same_v<T, float> && std::is_same_v<C, float>;
+  constexpr bool kDirect = std::is_same_v<S, float> && std::is_same_v<C, double>;
   const int lanes = 1 << plan.lanes_log2, packs = 1 << plan.packs_log2;
   const int most = kSums && lanes == 1 ? kSqdistSums : 1;
   double total = 0;
@@ -336,7 +396,10 @@ __device__ __forceinline__ double sqdist_window_lane(const T* x, const T* y, con
 #pragma unroll
         for (int c = 0; c < kWide; ++c) {
           const C d = static_cast<C>(va.v[c]) - static_cast<C>(vb.v[c]);
-          sum += d * d;
+          if constexpr (kDirect)
+            total += d * d;
+          else
+            sum += d * d;
         }
       }
       some += sum;
@@ -410,8 +473,8 @@ void sqdist_launch(const Sqdist& q, SqdistPlan plan, int turn, const SqdistRoom&
     constexpr bool kOften = std::is_same_v<C, float>;  // worth a second copy of the code
     auto* const kernel = kOften && plan.lanes_log2 == 0 ? &sqdist_partial<T, S, C, kOften>
                                                         : &sqdist_partial<T, S, C, false>;
-    PFLCORE_LAUNCH(kernel, grid, plan.threads, plan.stages * plan.stage_bytes, stream, a, q.a_row,
-                   b, b_row, plan, turn, room.flags, q.out, partial);
+    PFLCORE_LAUNCH(kernel, grid, plan.threads, sqdist_shared(plan), stream, a, q.a_row, b, b_row,
+                   plan, turn, room.flags, q.out, partial);
   }
   auto* const total = &sqdist_total;
   PFLCORE_LAUNCH(total, static_cast<unsigned>(ceil_div(plan.pairs, 32)),

@@ -76,6 +76,8 @@ struct SqdistPlan {
                // 32 different banks
   int stages;  // staged column chunks: one in use, the others on their way
   int stage_bytes;
+  int raw_bytes;  // half types: of a chunk as it is in memory, of which all but one chunk are staged;
+                  // two more are there as float32. Else 0
   int threads;
   int64_t chunk;      // columns of a stage
   int64_t per_split;  // columns of a block, a multiple of chunk
@@ -87,6 +89,11 @@ struct SqdistPlan {
   int window_a, window_b;  // gram: rows of a window
   double tau;              // gram: what the certificate asks of a pair
 };
+
+inline int sqdist_shared(const SqdistPlan& plan) {
+  return plan.raw_bytes > 0 ? 2 * plan.stage_bytes + (plan.stages - 1) * plan.raw_bytes
+                            : plan.stages * plan.stage_bytes;
+}
 
 // What one copy to shared memory may take of rows that start at `base`: 16, 8 or 4 bytes.
 inline int copy_bytes(const void* base, int64_t row) {
@@ -170,10 +177,13 @@ inline SqdistPlan sqdist_plan(const Sqdist& q, const SqdistCard& card) {
     plan.packs_log2 = lanes > 4 ? plan.lanes_log2 + 1 : kSqdistPacksLog2;
     plan.pitch = (1 << plan.packs_log2) + (lanes < 8 ? lanes : 0);
     plan.stage_bytes = static_cast<int>(rows) * plan.pitch * 16;
-    if (lanes == 1 || (tiles * lanes <= kSqdistThreads && 2 * plan.stage_bytes <= kSqdistShared))
+    plan.raw_bytes = bytes_of(q.dtype) == 2 ? static_cast<int>(rows) << (plan.packs_log2 + 3) : 0;
+    plan.stages = 2;
+    if (lanes == 1 || (tiles * lanes <= kSqdistThreads && sqdist_shared(plan) <= kSqdistShared))
       break;
   }
-  plan.stages = 4 * plan.stage_bytes <= kSqdistShared ? 4 : 2;
+  plan.stages = 4;
+  if (sqdist_shared(plan) > kSqdistShared) plan.stages = 2;
   plan.threads = static_cast<int>(ceil_div(tiles << plan.lanes_log2, 32) * 32);
   plan.chunk = static_cast<int64_t>(q.dtype == Dtype::f64 ? 2 : 4) << plan.packs_log2;
   const int64_t chunks = ceil_div(plan.p, plan.chunk);
