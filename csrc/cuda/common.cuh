@@ -81,6 +81,34 @@ inline int64_t multiprocessors() {
 #endif
 }
 
+// The card's compute capability, 90 for 9.0; 0: it cannot be known.
+inline int card_generation() {
+#ifdef PFLCORE_CUDA_ON_CPU
+  return cuda_on_cpu::device().generation;
+#else
+  int device = 0, major = 0, minor = 0;
+  if (cudaGetDevice(&device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess)
+    return 10 * major + minor;
+  return 0;
+#endif
+}
+
+// That for which the kernel's code was written: less than the card's where the driver makes code for
+// it from that of an older generation.
+inline int code_generation(const void* kernel) {
+#ifdef PFLCORE_CUDA_ON_CPU
+  (void)kernel;
+  return cuda_on_cpu::device().generation;
+#else
+  cudaFuncAttributes code;
+  if (cudaFuncGetAttributes(&code, kernel) == cudaSuccess) return code.ptxVersion;
+  cudaGetLastError();  // it is no error of the launch
+  return 0;
+#endif
+}
+
 #ifndef PFLCORE_CUDA_ON_CPU
 // Right after each launch, so that an error is that of this kernel (or of earlier work that has
 // failed meanwhile).

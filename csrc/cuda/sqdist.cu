@@ -9,9 +9,10 @@ namespace {
 struct SqdistOnCuda : cuda::Call {
   using Call::Call;
   void operator()(Sqdist q, const Tensor& like) const {
-    const Tensor room = workspace(like, cuda::sqdist_workspace(q));
+    const cuda::SqdistCard card = cuda::sqdist_card();
+    const Tensor room = workspace(like, cuda::sqdist_workspace(q, card));
     q.workspace = room.mutable_data_ptr();
-    cuda::sqdist(q, stream());
+    cuda::sqdist(q, card, stream());
   }
 };
 

@@ -1,147 +1,43 @@
 // out[i][j] = sum over the columns of (a_i - b_j)^2: differences first, float64 totals. Knows
-// nothing of torch.
-//
-// There are few rows and very many columns, so the columns are split over the blocks and the
-// partial sums are added up by a second kernel in a fixed order: no atomics, the same bits every
-// time. The split depends on the sizes alone, never on the card, and every pair of rows is summed
-// by the same schedule, so that results follow the rows when these are permuted.
+// nothing of torch. How the work is cut: sqdist_plan.cuh.
 //
 // A block holds a window of at most 64 rows of a against 64 of b. A thread owns 4 x 4 pairs (rows
 // ti + r * groups_a, tj + s * groups_b) and every `lanes`-th 16-byte pack of the staged columns: 8
-// packs read from shared memory for 64 (double: 32) differences and squares. A float32 lane takes 8
-// additions before it is flushed to float64, so a pair's error stays below (8 + 2) * 2^-24 = 6e-7
-// for every input.
+// packs read from shared memory for 64 (double: 32) differences and squares. Every pair of rows is
+// summed by the same schedule, so that results follow the rows when these are permuted.
+//
+// A float32 lane adds 8 squares, then kSqdistSums such sums where no two threads share a tile and
+// registers suffice, before it is flushed to float64: a pair's error stays below
+// (7 + 3 + 2) * 2^-24 = 7.2e-7 for every input.
 #pragma once
-#include "common.cuh"
+#include "sqdist_few.cuh"
+#include "sqdist_gram.cuh"
+#include "sqdist_plan.cuh"
 
 namespace pflcore::cuda {
 
-constexpr int kSqdistWindow = 64;  // rows of a block's window
-constexpr int kSqdistThreads = 256;
-constexpr int kSqdistShared = 48 * 1024;  // what every card gives without asking
-constexpr int kSqdistPacksLog2 = 3;       // packs of a row staged at a time, at least
-constexpr int64_t kSqdistBlocks = 2048;   // enough to fill any card several times
-constexpr int64_t kSqdistMost = int64_t{65535} * kSqdistWindow;
-constexpr double kSqdistTiny = 1e-30;  // below it float32 squares may have underflowed
-
-struct SqdistPlan {
-  int64_t m, n, p;
-  int64_t pairs;  // m * n: entries of one partial result
-  bool symmetric;
-  bool a_aligned, b_aligned;
-  int lanes_log2;  // lanes = threads that share a tile of 4 x 4 pairs, a power of two up to 32
-  int packs_log2;  // packs = 16-byte packs of a row staged at a time
-  int pitch;   // packs from one staged row to the next: the padding keeps 8 neighbouring threads on
-               // 32 different banks
-  int stages;  // staged column chunks: one in use, the others on their way
-  int stage_bytes;
-  int threads;
-  int64_t chunk;      // columns of a stage
-  int64_t per_split;  // columns of a block, a multiple of chunk
-  int64_t splits;
-};
-
-inline SqdistPlan sqdist_plan(const Sqdist& q) {
-  SqdistPlan plan{};
-  plan.symmetric = q.symmetric;
-  plan.m = q.m, plan.n = plan.symmetric ? q.m : q.n, plan.p = q.p;
-  plan.pairs = plan.m * plan.n;
-  if (plan.pairs == 0) return plan;
-  plan.a_aligned = aligned16(q.a, q.a_row, bytes_of(q.dtype));
-  plan.b_aligned = plan.symmetric ? plan.a_aligned : aligned16(q.b, q.b_row, bytes_of(q.dtype));
-  const int64_t rows_a = plan.m < kSqdistWindow ? plan.m : kSqdistWindow,
-                rows_b = plan.n < kSqdistWindow ? plan.n : kSqdistWindow;
-  const int64_t windows_a = ceil_div(plan.m, kSqdistWindow),
-                windows_b = ceil_div(plan.n, kSqdistWindow);
-  const bool one_triangle = plan.symmetric && windows_a == 1;
-  const int64_t groups_a = ceil_div(rows_a, 4), groups_b = ceil_div(rows_b, 4);
-  const int64_t tiles = one_triangle ? groups_a * (groups_a + 1) / 2 : groups_a * groups_b;
-  const int64_t rows = one_triangle ? rows_a : rows_a + rows_b;
-  for (plan.lanes_log2 = 5;; --plan.lanes_log2) {
-    const int lanes = 1 << plan.lanes_log2;
-    plan.packs_log2 = lanes > 4 ? plan.lanes_log2 + 1 : kSqdistPacksLog2;
-    plan.pitch = (1 << plan.packs_log2) + (lanes < 8 ? lanes : 0);
-    plan.stage_bytes = static_cast<int>(rows) * plan.pitch * 16;
-    if (lanes == 1 || (tiles * lanes <= kSqdistThreads && 2 * plan.stage_bytes <= kSqdistShared))
-      break;
-  }
-  plan.stages = 4 * plan.stage_bytes <= kSqdistShared ? 4 : 2;
-  plan.threads = static_cast<int>(ceil_div(tiles << plan.lanes_log2, 32) * 32);
-  plan.chunk = static_cast<int64_t>(q.dtype == Dtype::f64 ? 2 : 4) << plan.packs_log2;
-  const int64_t chunks = ceil_div(plan.p, plan.chunk);
-  const int64_t window_pairs =
-      plan.symmetric ? windows_a * (windows_a + 1) / 2 : windows_a * windows_b;
-  int64_t splits = kSqdistBlocks / window_pairs;
-  const int64_t worth =
-      plan.p / (16 * rows);  // a block writes rows^2 doubles: let it read clearly more than that
-  splits = splits < worth ? splits : worth;
-  splits = splits < chunks ? splits : chunks;
-  if (splits < 1) splits = 1;
-  plan.per_split = ceil_div(chunks, splits) * plan.chunk;
-  plan.splits = plan.per_split == 0 ? 0 : ceil_div(plan.p, plan.per_split);
-  return plan;
-}
-
-// `most`: rows of a that one grid holds; more are done in parts. A single partial sum needs no
-// memory beside the result's.
-inline int64_t sqdist_workspace(const Sqdist& q, int64_t most = kSqdistMost) {
-  if (q.m > most && !q.symmetric) {
-    Sqdist part = q, rest = q;
-    part.m = most, rest.m = q.m % most;
-    const int64_t some = sqdist_workspace(part, most), last = sqdist_workspace(rest, most);
-    return some > last ? some : last;
-  }
-  const SqdistPlan plan = sqdist_plan(q);
-  return plan.splits > 1 ? plan.splits * (q.listed < 0 ? plan.pairs : q.m * q.listed) *
-                               static_cast<int64_t>(sizeof(double))
-                         : 0;
-}
-
-// A float32 result that cannot be trusted: overflow, NaN, or so small that squares may have
-// underflowed.
-__device__ __forceinline__ bool sqdist_suspect(double value) {
-  return !(value >= kSqdistTiny && value <= DBL_MAX);
-}
-
 // Stages `packs` packs of each of `rows` rows, zeros from column `end` on. S is the staged type:
-// float, or double where T is double.
+// float, or double where T is double. Rows of a half type that are not aligned wait for their values.
 template <class T, class S>
 __device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, const T* from,
                                              int64_t row_stride, int rows, bool aligned,
                                              int64_t column, int64_t end) {
-  constexpr int kWide = per16<S>, kLoad = per16<T>;
+  constexpr int kWide = per16<S>;
   const int threads = static_cast<int>(blockDim.x);
   if (aligned) {
-    constexpr int kPacks =
-        kLoad /
-        kWide;  // staged packs that one 16-byte access of T fills: 1, or 2 for the half types
-    const int per_row_log2 = kPacks == 2 ? packs_log2 - 1 : packs_log2;
-    for (int e = static_cast<int>(threadIdx.x); e < rows << per_row_log2; e += threads) {
-      const int row = e >> per_row_log2, access = e & ((1 << per_row_log2) - 1);
-      const int64_t c = column + static_cast<int64_t>(access) * kLoad, left = end - c;
-      S* const dst = to + (static_cast<int64_t>(row) * pitch + access * kPacks) * kWide;
-      const T* const src = from + row * row_stride + (left > 0 ? c : 0);
-      if constexpr (kPacks == 1) {
-        copy_async<16>(dst, src,
-                       left >= kLoad ? 16
-                       : left > 0    ? static_cast<int>(left * static_cast<int64_t>(sizeof(T)))
-                                     : 0);
-      } else {
-        Pack<T> in;
-        if (left >= kLoad) {
-          in = load16(src);
-        } else {
-          for (int i = 0; i < kLoad; ++i) in.v[i] = i < left ? src[i] : convert<T>(0.0f);
-        }
-        for (int k = 0; k < kPacks; ++k) {
-          Pack<S> out;
-          for (int i = 0; i < kWide; ++i) out.v[i] = convert<S>(in.v[k * kWide + i]);
-          store16_shared(dst + k * kWide, out);
-        }
-      }
+#pragma unroll 1
+    for (int e = static_cast<int>(threadIdx.x); e < rows << packs_log2; e += threads) {
+      const int row = e >> packs_log2, pack = e & ((1 << packs_log2) - 1);
+      const int64_t c = column + static_cast<int64_t>(pack) * kWide, left = end - c;
+      copy_async<16>(to + (static_cast<int64_t>(row) * pitch + pack) * kWide,
+                     from + row * row_stride + (left > 0 ? c : 0),
+                     left >= kWide ? 16
+                     : left > 0    ? static_cast<int>(left * static_cast<int64_t>(sizeof(T)))
+                                   : 0);
     }
   } else {
     const int per_row_log2 = packs_log2 + (kWide == 4 ? 2 : 1);
+#pragma unroll 1
     for (int e = static_cast<int>(threadIdx.x); e < rows << per_row_log2; e += threads) {
       const int row = e >> per_row_log2, i = e & ((1 << per_row_log2) - 1);
       const int64_t c = column + i;
@@ -157,16 +53,79 @@ __device__ __forceinline__ void sqdist_stage(S* to, int pitch, int packs_log2, c
   }
 }
 
+// Aligned rows of a half type are staged as they are, 16 bytes (two packs) after 16 bytes, and
+// converted by the thread that copied them: it need not wait for the others.
+template <class T>
+__device__ __forceinline__ void sqdist_fetch(T* raw, int packs_log2, const T* from,
+                                             int64_t row_stride, int rows, int64_t column,
+                                             int64_t end) {
+  constexpr int kLoad = per16<T>;
+  const int loads_log2 = packs_log2 - 1, threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); e < rows << loads_log2; e += threads) {
+    const int row = e >> loads_log2, load = e & ((1 << loads_log2) - 1);
+    const int64_t c = column + static_cast<int64_t>(load) * kLoad, left = end - c;
+    copy_async<16>(raw + e * kLoad,
+                   from + row * row_stride + (left > 0 ? c : 0),
+                   left >= kLoad ? 16
+                   : left > 0    ? static_cast<int>(left * static_cast<int64_t>(sizeof(T)))
+                                 : 0);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void sqdist_unpack(float* to, int pitch, int packs_log2, const T* raw,
+                                              int rows) {
+  constexpr int kWide = per16<float>, kLoad = per16<T>;
+  const int loads_log2 = packs_log2 - 1, threads = static_cast<int>(blockDim.x);
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); e < rows << loads_log2; e += threads) {
+    const int row = e >> loads_log2, load = e & ((1 << loads_log2) - 1);
+    float* const dst = to + (row * pitch + 2 * load) * kWide;
+    const Pack<T> in = load16(raw + e * kLoad);
+    for (int k = 0; k < 2; ++k) {
+      Pack<float> out;
+      for (int i = 0; i < kWide; ++i) out.v[i] = convert<float>(in.v[k * kWide + i]);
+      store16(dst + k * kWide, out);
+    }
+  }
+}
+
+// Do any rows of a thread's 4 x 4 pairs differ in its packs of a stage? What is not finite differs
+// from itself.
+template <class S>
+__device__ __forceinline__ bool sqdist_differ(const S* now, const int (&from_a)[4],
+                                              const int (&from_b)[4], int lane, int lanes,
+                                              int packs) {
+  unsigned bits = 0;
+#pragma unroll 1
+  for (int pack = lane; pack < packs; pack += lanes) {
+    Pack<S> va[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) va[r] = load16(now + from_a[r] + pack * per16<S>);
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const Pack<S> vb = load16(now + from_b[s] + pack * per16<S>);
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int c = 0; c < per16<S>; ++c) bits |= __float_as_uint(va[r].v[c] - vb.v[c]);
+    }
+  }
+  return bits != 0;
+}
+
 // One block: one window of pairs, one piece of the columns -> partial[split][i][j]. C is the type
-// of the differences: float with flushes, or double. With kRedo only pairs whose float32 result in
-// `out` is suspect are done, and a block without any returns at once. kOneLane: no two threads
-// share a tile, as where there are many rows; arithmetic is the bottleneck then, and all places in
-// shared memory become constants.
-template <class T, class S, class C, bool kRedo, bool kOneLane>
+// of the differences: float with flushes, or double. After the first turn only the pairs that the
+// turn wants are done, and a block without any returns at once. kOneLane: no two threads share a
+// tile, as where there are many rows; arithmetic is the bottleneck then, and all places in shared
+// memory become constants.
+template <class T, class S, class C, bool kOneLane>
 __global__ void __launch_bounds__(kSqdistThreads, 2)
     sqdist_partial(const T* __restrict__ a, int64_t a_row, const T* __restrict__ b, int64_t b_row,
-                   SqdistPlan plan, const double* out, double* partial) {
+                   SqdistPlan plan, int turn, int* flags, const double* out, double* partial) {
   constexpr int kWide = per16<S>;
+  if (sqdist_idle(flags, turn)) return;
   const int64_t row_a = static_cast<int64_t>(blockIdx.y) * kSqdistWindow,
                 row_b = static_cast<int64_t>(blockIdx.x) * kSqdistWindow;
   if (plan.symmetric && row_a > row_b) return;
@@ -199,32 +158,65 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
     for (int s = 0; s < 4; ++s) {
       const int i = ti + r * groups_a, j = tj + s * groups_b;
       bool want = active && i < rows_a && j < rows_b && !(triangle && i >= j && ti == tj);
-      if (kRedo && want) {
+      if (turn != kFirst && want) {
         const int64_t lo = triangle && i > j ? j : i, hi = triangle && i > j ? i : j;
-        want = sqdist_suspect(out[(row_a + lo) * plan.n + row_b + hi]);
+        want = sqdist_wanted(out[(row_a + lo) * plan.n + row_b + hi], turn);
       }
       wanted |= want ? 1 << (4 * r + s) : 0;
     }
   active = wanted != 0;
-  if (kRedo && !__syncthreads_or(active)) return;
+  if (turn != kFirst && !__syncthreads_or(active)) return;
 
   PFLCORE_DYNAMIC_SHARED(shared);
   const int64_t begin = static_cast<int64_t>(blockIdx.z) * plan.per_split;
   const int64_t end = begin + plan.per_split < plan.p ? begin + plan.per_split : plan.p;
   const int chunks = static_cast<int>((end - begin + plan.chunk - 1) / plan.chunk);
+  constexpr bool kRaw = sizeof(T) == 2;
+  const auto raw_stage = [&](int k) {
+    return reinterpret_cast<T*>(shared + 2 * plan.stage_bytes +
+                                k % (plan.stages - 1) * plan.raw_bytes);
+  };
+  const int raw_b = (rows_a << (packs_log2 - 1)) * per16<T>;
   const auto stage = [&](int k) {
     if (k < chunks) {
-      S* const to =
-          reinterpret_cast<S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
       const int64_t column = begin + k * plan.chunk;
-      sqdist_stage<T, S>(to, pitch, packs_log2, a + row_a * a_row, a_row, rows_a, plan.a_aligned,
-                         column, end);
-      if (!triangle)
-        sqdist_stage<T, S>(to + static_cast<int64_t>(rows_a) * pitch * kWide, pitch, packs_log2,
-                           b + row_b * b_row, b_row, rows_b, plan.b_aligned, column, end);
+      if constexpr (kRaw) {
+        T* const raw = raw_stage(k);
+        if (plan.a_aligned)
+          sqdist_fetch(raw, packs_log2, a + row_a * a_row, a_row, rows_a, column, end);
+        if (plan.b_aligned && !triangle)
+          sqdist_fetch(raw + raw_b, packs_log2, b + row_b * b_row, b_row, rows_b, column, end);
+      } else {
+        S* const to =
+            reinterpret_cast<S*>(shared + static_cast<int64_t>(k % plan.stages) * plan.stage_bytes);
+        sqdist_stage<T, S>(to, pitch, packs_log2, a + row_a * a_row, a_row, rows_a, plan.a_aligned,
+                           column, end);
+        if (!triangle)
+          sqdist_stage<T, S>(to + static_cast<int64_t>(rows_a) * pitch * kWide, pitch, packs_log2,
+                             b + row_b * b_row, b_row, rows_b, plan.b_aligned, column, end);
+      }
     }
     copy_commit();  // a group for every chunk, empty ones too, so that the count of groups to wait
                     // for is constant
+  };
+  // Half types: chunk k, of which this thread's copies have arrived, into one of two buffers.
+  [[maybe_unused]] const auto unpack = [&](int k) {
+    if constexpr (kRaw) {
+      float* const to_a = reinterpret_cast<float*>(shared + k % 2 * plan.stage_bytes);
+      float* const to_b = to_a + rows_a * pitch * kWide;
+      const int64_t column = begin + k * plan.chunk;
+      if (plan.a_aligned)
+        sqdist_unpack(to_a, pitch, packs_log2, raw_stage(k), rows_a);
+      else
+        sqdist_stage<T, float>(to_a, pitch, packs_log2, a + row_a * a_row, a_row, rows_a, false,
+                               column, end);
+      if (triangle) return;
+      if (plan.b_aligned)
+        sqdist_unpack(to_b, pitch, packs_log2, raw_stage(k) + raw_b, rows_b);
+      else
+        sqdist_stage<T, float>(to_b, pitch, packs_log2, b + row_b * b_row, b_row, rows_b, false,
+                               column, end);
+    }
   };
 
   int from_a[4], from_b[4];  // where my rows stand in a stage; rows past the end repeat the last
@@ -236,6 +228,12 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
     from_b[r] = (j + (triangle ? 0 : rows_a)) * pitch * kWide;
   }
 
+  // Of rows that are equal float32 has found 0, and so it is: float64 is for those that differ.
+  constexpr bool kLook = std::is_same_v<S, float> && std::is_same_v<C, double>;
+  // Where one thread has all packs of a stage, its sums are added before they are flushed; for other
+  // types registers are short.
+  constexpr bool kSums = kOneLane && std::is_same_v<T, float>;
+  static_assert(1 << kSqdistPacksLog2 == 2 * kSqdistSums, "a stage is one flush");
   double total[4][4] = {};
   for (int k = 0; k < plan.stages - 1; ++k) stage(k);
   for (int k = 0; k < chunks; ++k) {
@@ -243,15 +241,21 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
       copy_wait<0>();
     else
       copy_wait<2>();
+    if constexpr (kRaw) unpack(k);
     __syncthreads();  // chunk k is there for all, and nobody reads the buffer any more that the
                       // next one goes to
     stage(k + plan.stages - 1);
     if (!active) continue;
-    const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(k % plan.stages) *
+    const int buffer = kRaw ? k % 2 : k % plan.stages;
+    const S* const now = reinterpret_cast<const S*>(shared + static_cast<int64_t>(buffer) *
                                                                  plan.stage_bytes);
-#pragma unroll(kOneLane ? 4 : 1)
+    if constexpr (kLook) {
+      if (!sqdist_differ<S>(now, from_a, from_b, lane, lanes, packs)) continue;
+    }
+    [[maybe_unused]] float some[4][4] = {};
+#pragma unroll(kOneLane && !kRaw ? 2 : 1)
     for (int pack = lane; pack < packs; pack += 2 * lanes) {
-      C sum[4][4] = {};
+      [[maybe_unused]] C sum[4][4] = {};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int at = (pack + half * lanes) * kWide;
@@ -266,14 +270,28 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
 #pragma unroll
             for (int c = 0; c < kWide; ++c) {
               const C d = static_cast<C>(va[r].v[c]) - static_cast<C>(vb.v[c]);
-              sum[r][s] += d * d;
+              if constexpr (kLook)
+                total[r][s] += d * d;
+              else
+                sum[r][s] += d * d;
             }
         }
       }
 #pragma unroll
       for (int r = 0; r < 4; ++r)
 #pragma unroll
-        for (int s = 0; s < 4; ++s) total[r][s] += static_cast<double>(sum[r][s]);
+        for (int s = 0; s < 4; ++s) {
+          if constexpr (kSums)
+            some[r][s] += sum[r][s];
+          else if constexpr (!kLook)
+            total[r][s] += static_cast<double>(sum[r][s]);
+        }
+    }
+    if constexpr (kSums) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int s = 0; s < 4; ++s) total[r][s] += static_cast<double>(some[r][s]);
     }
   }
 
@@ -297,16 +315,17 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
 
 // Adds the partial sums up and mirrors a symmetric result: a column of 32 neighbouring pairs per
 // block, blockDim.y threads to a pair. A single partial sum lies in `out` already, so that after a
-// redo nothing shows which were done again: all are mirrored once more.
-template <bool kRedo>
-__global__ void __launch_bounds__(1024)
-    sqdist_total(const double* partial, SqdistPlan plan, double* out) {
+// later turn nothing shows which were done in it: all are mirrored once more.
+static __global__ void __launch_bounds__(1024)
+    sqdist_total(const double* partial, SqdistPlan plan, int turn, int* flags, double* out) {
   __shared__ double sums[32][33];
+  if (turn != kFirst && flags[turn] == 0) return;
   const int64_t pair = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
   const int64_t i = pair / plan.n, j = pair % plan.n;
   bool active = pair < plan.pairs && !(plan.symmetric && i > j);
   const bool zero = plan.symmetric && i == j;
-  if (kRedo) active = active && !zero && (plan.splits == 1 || sqdist_suspect(out[pair]));
+  if (turn != kFirst)
+    active = active && !zero && (plan.splits == 1 || sqdist_wanted(out[pair], turn));
   double sum = 0;
   if (active && !zero)
     for (int64_t s = threadIdx.y; s < plan.splits; s += blockDim.y)
@@ -317,6 +336,7 @@ __global__ void __launch_bounds__(1024)
   for (int y = 1; y < static_cast<int>(blockDim.y); ++y) sum += sums[y][threadIdx.x];
   out[pair] = sum;
   if (plan.symmetric) out[j * plan.n + i] = sum;
+  if (turn != kLast && !zero && sqdist_suspect(sum)) flags[kLast] = 1;
 }
 
 // A pack of a row's columns, zeros from `end` on.
@@ -335,91 +355,149 @@ __device__ __forceinline__ Pack<S> sqdist_pack(const T* row, bool aligned, int64
   return out;
 }
 
-// Listed pairs: `lanes` threads to a pair, which take its columns as sqdist_partial does under the
+// What this lane sums of one pair's columns `begin` to `end`, as sqdist_few does.
+__device__ __forceinline__ double sqdist_few_lane(const float* x, const float* y, bool x_aligned,
+                                                  bool y_aligned, int lane, int64_t begin,
+                                                  int64_t end) {
+  double total = 0;
+  for (int64_t column = begin; column < end; column += kFewFlush * kFewChunk) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kFewFlush; ++i) {
+      const int64_t at = column + i * kFewChunk + 4 * lane;
+      sqdist_few_add(sum, sqdist_pack<float>(x, x_aligned, at, end),
+                     sqdist_pack<float>(y, y_aligned, at, end));
+    }
+    total += static_cast<double>(sum);
+  }
+  return total;
+}
+
+// The same as a window's thread does.
+template <class T, class S, class C>
+__device__ __forceinline__ double sqdist_window_lane(const T* x, const T* y, const SqdistPlan& plan,
+                                                     int lane, int64_t begin, int64_t end) {
+  constexpr int kWide = per16<S>;
+  constexpr bool kSums = std::is_same_v<T, float> && std::is_same_v<C, float>;
+  constexpr bool kDirect = std::is_same_v<S, float> && std::is_same_v<C, double>;
+  const int lanes = 1 << plan.lanes_log2, packs = 1 << plan.packs_log2;
+  const int most = kSums && lanes == 1 ? kSqdistSums : 1;
+  double total = 0;
+  C some = 0;
+  int held = 0;
+  for (int64_t column = begin; column < end; column += plan.chunk)
+    for (int pack = lane; pack < packs; pack += 2 * lanes) {
+      C sum = 0;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t at = column + (pack + half * lanes) * kWide;
+        const Pack<S> va = sqdist_pack<S>(x, plan.a_aligned, at, end),
+                      vb = sqdist_pack<S>(y, plan.b_aligned, at, end);
+#pragma unroll
+        for (int c = 0; c < kWide; ++c) {
+          const C d = static_cast<C>(va.v[c]) - static_cast<C>(vb.v[c]);
+          if constexpr (kDirect)
+            total += d * d;
+          else
+            sum += d * d;
+        }
+      }
+      some += sum;
+      if (++held == most) {
+        total += static_cast<double>(some);
+        some = 0;
+        held = 0;
+      }
+    }
+  return total + static_cast<double>(some);
+}
+
+// Listed pairs: `lanes` threads to a pair, which take its columns as all pairs' kernel does under the
 // plan of all pairs, so the bits are the same.
-template <class T, class S, class C, bool kRedo>
+template <class T, class S, class C>
 __global__ void __launch_bounds__(kSqdistThreads)
     sqdist_listed(const T* __restrict__ a, int64_t a_row, const T* __restrict__ b, int64_t b_row,
-                  SqdistPlan plan, const int64_t* index, int64_t listed, const double* out,
-                  double* partial) {
-  constexpr int kWide = per16<S>;
-  const int lanes = 1 << plan.lanes_log2, packs = 1 << plan.packs_log2,
+                  SqdistPlan plan, int turn, int* flags, const int64_t* index, int64_t listed,
+                  const double* out, double* partial) {
+  if (sqdist_idle(flags, turn)) return;
+  constexpr bool kFloat = std::is_same_v<T, float> && std::is_same_v<C, float>;
+  const bool few = kFloat && plan.path == SqdistPath::few;
+  const int lanes_log2 = few ? 5 : plan.lanes_log2, lanes = 1 << lanes_log2,
             lane = static_cast<int>(threadIdx.x) & (lanes - 1);
-  const int64_t pair =
-      (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> plan.lanes_log2;
-  const bool active = pair < plan.m * listed && !(kRedo && !sqdist_suspect(out[pair]));
+  const int64_t columns = few ? plan.first.columns : plan.per_split;
+  const int64_t pair = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) >> lanes_log2;
+  const bool active = pair < plan.m * listed && (turn == kFirst || sqdist_wanted(out[pair], turn));
   const int64_t i = active ? pair / listed : 0, j = active ? index[pair] : 0;
   double total = j < 0        ? static_cast<double>(INFINITY)
                  : j < plan.n ? 0.0
                               : static_cast<double>(NAN);
   if (active && j >= 0 && j < plan.n && !(plan.symmetric && i == j)) {
-    const int64_t begin = static_cast<int64_t>(blockIdx.y) * plan.per_split;
-    const int64_t end = begin + plan.per_split < plan.p ? begin + plan.per_split : plan.p;
+    const int64_t begin = static_cast<int64_t>(blockIdx.y) * columns;
+    const int64_t end = begin + columns < plan.p ? begin + columns : plan.p;
     const T *const x = a + i * a_row, *const y = b + j * b_row;
-    for (int64_t column = begin; column < end; column += plan.chunk)
-      for (int pack = lane; pack < packs; pack += 2 * lanes) {
-        C sum = 0;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int64_t at = column + (pack + half * lanes) * kWide;
-          const Pack<S> va = sqdist_pack<S>(x, plan.a_aligned, at, end),
-                        vb = sqdist_pack<S>(y, plan.b_aligned, at, end);
-#pragma unroll
-          for (int c = 0; c < kWide; ++c) {
-            const C d = static_cast<C>(va.v[c]) - static_cast<C>(vb.v[c]);
-            sum += d * d;
-          }
-        }
-        total += static_cast<double>(sum);
-      }
+    if constexpr (kFloat) {
+      total = few ? sqdist_few_lane(x, y, plan.a_aligned, plan.b_aligned, lane, begin, end)
+                  : sqdist_window_lane<T, S, C>(x, y, plan, lane, begin, end);
+    } else {
+      total = sqdist_window_lane<T, S, C>(x, y, plan, lane, begin, end);
+    }
   }
   for (int step = lanes / 2; step > 0; step /= 2)
     total += __shfl_xor_sync(0xffffffffu, total, step);
   if (lane == 0 && active) partial[blockIdx.y * plan.m * listed + pair] = total;
 }
 
-template <class T, class S, class C, bool kRedo>
-void sqdist_launch(const Sqdist& q, SqdistPlan plan, cudaStream_t stream) {
-  double* const partial = plan.splits > 1 ? static_cast<double*>(q.workspace) : q.out;
+template <class T, class S, class C>
+void sqdist_launch(const Sqdist& q, SqdistPlan plan, int turn, const SqdistRoom& room,
+                   cudaStream_t stream) {
   const T* const a = static_cast<const T*>(q.a);
   const T* const b = plan.symmetric ? a : static_cast<const T*>(q.b);
   const int64_t b_row = plan.symmetric ? q.a_row : q.b_row;
+  const bool few = plan.path == SqdistPath::few && turn == kFirst;
+  if (few) plan.splits = plan.first.count;
+  double* const partial = plan.splits > 1 || few ? room.partial : q.out;
   if (q.listed >= 0) {
-    const dim3 grid(
-        static_cast<unsigned>(ceil_div((q.m * q.listed) << plan.lanes_log2, kSqdistThreads)),
-        static_cast<unsigned>(plan.splits));
-    auto* const kernel = &sqdist_listed<T, S, C, kRedo>;
-    PFLCORE_LAUNCH(kernel, grid, kSqdistThreads, 0, stream, a, q.a_row, b, b_row, plan, q.index,
-                   q.listed, q.out, partial);
+    const int lanes_log2 = few ? 5 : plan.lanes_log2;
+    const dim3 grid(static_cast<unsigned>(ceil_div((q.m * q.listed) << lanes_log2, kSqdistThreads)),
+                    static_cast<unsigned>(plan.splits));
+    auto* const kernel = &sqdist_listed<T, S, C>;
+    PFLCORE_LAUNCH(kernel, grid, kSqdistThreads, 0, stream, a, q.a_row, b, b_row, plan, turn,
+                   room.flags, q.index, q.listed, q.out, partial);
     plan.symmetric = false, plan.n = q.listed, plan.pairs = q.m * q.listed;
+  } else if (few) {
+    sqdist_few_launch(q, plan, room, stream);
   } else if (plan.splits > 0) {
     const dim3 grid(static_cast<unsigned>(ceil_div(plan.n, kSqdistWindow)),
                     static_cast<unsigned>(ceil_div(plan.m, kSqdistWindow)),
                     static_cast<unsigned>(plan.splits));
     constexpr bool kOften = std::is_same_v<C, float>;  // worth a second copy of the code
-    auto* const kernel = kOften && plan.lanes_log2 == 0 ? &sqdist_partial<T, S, C, kRedo, kOften>
-                                                        : &sqdist_partial<T, S, C, kRedo, false>;
-    PFLCORE_LAUNCH(kernel, grid, plan.threads, plan.stages * plan.stage_bytes, stream, a, q.a_row,
-                   b, b_row, plan, q.out, partial);
+    auto* const kernel = kOften && plan.lanes_log2 == 0 ? &sqdist_partial<T, S, C, kOften>
+                                                        : &sqdist_partial<T, S, C, false>;
+    PFLCORE_LAUNCH(kernel, grid, plan.threads, sqdist_shared(plan), stream, a, q.a_row, b, b_row,
+                   plan, turn, room.flags, q.out, partial);
   }
-  int ways = 1;
-  while (ways < 32 && ways * 8 < plan.splits) ways *= 2;
-  auto* const total = &sqdist_total<kRedo>;
+  auto* const total = &sqdist_total;
   PFLCORE_LAUNCH(total, static_cast<unsigned>(ceil_div(plan.pairs, 32)),
-                 dim3(32, static_cast<unsigned>(ways)), 0, stream, partial, plan, q.out);
+                 dim3(32, static_cast<unsigned>(sqdist_ways(plan.splits))), 0, stream, partial,
+                 plan, turn, room.flags, q.out);
 }
 
 template <class T>
-void sqdist_float(const Sqdist& q, const SqdistPlan& plan, cudaStream_t stream) {
-  sqdist_launch<T, float, float, false>(q, plan, stream);
-  if (plan.splits > 0) sqdist_launch<T, float, double, true>(q, plan, stream);
+void sqdist_float(const Sqdist& q, const SqdistPlan& plan, const SqdistRoom& room,
+                  cudaStream_t stream) {
+  if (plan.path == SqdistPath::gram) {
+    sqdist_gram_launch(q, plan, room, stream);
+    sqdist_launch<T, float, float>(q, plan, kAgain, room, stream);
+  } else {
+    sqdist_launch<T, float, float>(q, plan, kFirst, room, stream);
+  }
+  if (plan.splits > 0) sqdist_launch<T, float, double>(q, plan, kLast, room, stream);
 }
 
-inline void sqdist(const Sqdist& q, cudaStream_t stream, int64_t most = kSqdistMost) {
-  SqdistPlan plan = sqdist_plan(q);
+inline void sqdist(const Sqdist& q, const SqdistCard& card, cudaStream_t stream,
+                   int64_t most = kSqdistMost) {
+  SqdistPlan plan = sqdist_plan(q, card);
   if ((q.listed < 0 ? plan.pairs : q.m * q.listed) == 0) return;
-  if (q.listed >= 0 && plan.splits == 0)
-    plan.splits = 1;  // without a column there is still infinity to be written
   if (plan.m > most && !plan.symmetric) {
     for (int64_t row = 0; row < q.m; row += most) {
       Sqdist part = q;
@@ -427,20 +505,32 @@ inline void sqdist(const Sqdist& q, cudaStream_t stream, int64_t most = kSqdistM
       part.m = q.m - row < most ? q.m - row : most;
       part.out = q.out + row * q.across();
       if (q.listed >= 0) part.index = q.index + row * q.listed;
-      sqdist(part, stream, most);
+      sqdist(part, card, stream, most);
     }
     return;
   }
+  const SqdistRoom room = sqdist_room(q, plan);
+  if (q.listed >= 0 && plan.splits == 0)
+    plan.splits = 1;  // without a column there is still infinity to be written
   switch (q.dtype) {
     case Dtype::f32:
-      return sqdist_float<float>(q, plan, stream);
+      return sqdist_float<float>(q, plan, room, stream);
     case Dtype::f64:
-      return sqdist_launch<double, double, double, false>(q, plan, stream);
+      return sqdist_launch<double, double, double>(q, plan, kFirst, room, stream);
     case Dtype::f16:
-      return sqdist_float<__half>(q, plan, stream);
+      return sqdist_float<__half>(q, plan, room, stream);
     case Dtype::bf16:
-      return sqdist_float<__nv_bfloat16>(q, plan, stream);
+      return sqdist_float<__nv_bfloat16>(q, plan, room, stream);
   }
+}
+
+// What the card can do with the code that is there.
+inline SqdistCard sqdist_card() {
+  auto* const kernel = &gram_windows;
+  SqdistCard card{};
+  card.tensor_float64 = has_fast_float64_mma(card_generation()) &&
+                        code_generation(reinterpret_cast<const void*>(kernel)) >= 80;
+  return card;
 }
 
 }  // namespace pflcore::cuda

@@ -4,7 +4,7 @@ spares them."""
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -47,7 +47,8 @@ def nearest(
     exact distances to `pivots` rows (None: the root of N), then, as |d(i, p) - d(j, p)| <= d(i, j),
     with a margin for rounding, only those to the groups that may hold a neighbour. It pays where
     clients are clustered; where less than half can be spared it takes all pairs, after some
-    7 / sqrt(N).
+    7 / sqrt(N). On a GPU "groups" is "exact" too: there the choice of groups would make the host
+    wait in every turn, and listed pairs share no reads.
     """
     op = "nearest"
     none, few = check_rows(op, "guide", guide), check_rows(op, "rows", rows)
@@ -57,7 +58,7 @@ def nearest(
     expect(n > 0, op, "rows", "at least one row", "none")
     with torch.no_grad():
         search = _Search(guide, rows, min(k, n))
-        if method == "exact":
+        if method == "exact" or search.device.type != "cpu":
             return search.exact()
         many = math.isqrt(n - 1) + 1 if pivots is None else pivots
         return search.groups(*_groups(guide, rows, many))
@@ -158,14 +159,6 @@ class _Search:
         """Take the exact distances of these guides and rows, both ascending, tile by tile."""
         if len(guides) == 0 or len(rows) == 0:
             return
-        if self.device.type != "cpu":  # a pair's bits are those of a place in the whole matrix
-            pairs = None
-            if len(guides) < self.m or len(rows) < self.n:
-                pairs = torch.full((self.m, len(rows)), -1, device=self.device)
-                pairs[guides] = rows
-            guide, others = cast(Any, (self.guide, self.rows))
-            self.keep(guides, pairwise_sqdist(guide, others, pairs)[guides], rows)
-            return
         for some in self.parts(self.guide, guides):
             x = take(self.guide, some)
             for others in self.parts(self.rows, rows):
@@ -181,10 +174,13 @@ class _Search:
     def exact(self) -> Nearest:
         """All pairs."""
         guides, everybody = (torch.arange(n, device=self.device) for n in (self.m, self.n))
+        if self.device.type != "cpu":  # there a pair's bits are those of its place in the matrix
+            guide, rows = cast(tuple[Tensor, Tensor], (self.guide, self.rows))
+            self.keep(guides, pairwise_sqdist(guide, rows), everybody)
+            return Nearest(self.sqdist, self.index)
         # rows in the cache: then distances that need no new memory are quicker
         few = self.n * self.rows.shape[1] <= PAIRS >> 3
         step = max(1, (PAIRS >> 3) // self.n) if few else math.isqrt(PAIRS)
-        step = step if self.device.type == "cpu" else max(1, self.m)
         for first in range(0, self.m, step):
             last = min(first + step, self.m)
             self.compare(guides[first:last], everybody)

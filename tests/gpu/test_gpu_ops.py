@@ -29,7 +29,19 @@ def put(t, draw, write=False):
     return lay(t.cuda(), draw(st.sampled_from(places)))
 
 
-GPU = laws.Machine(ops, put, (0, 1, 31, 33, 1023, 1024, 4097, 100_003), "cuda")
+def has_tensor_float64():
+    generations = ((8, 0), (9, 0), (10, 0))
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() in generations
+
+
+GPU = laws.Machine(
+    ops,
+    put,
+    (0, 1, 31, 33, 1023, 1024, 4097, 100_003),
+    "cuda",
+    (0, 1, 2, 3, 7, 17, 30),
+    has_tensor_float64(),
+)
 
 
 def calls():
@@ -62,10 +74,10 @@ def test_definition(law, dtype, data):
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-19, 1.0, 1e19, 1e30])
-@pytest.mark.parametrize("m", [9, 64, 65, 130])
+@pytest.mark.parametrize("m", [9, 20, 64, 65, 100, 130])
 def test_sqdist_scales_and_bad_rows(scale, m):
-    """Whatever the alignment and the order of the rows, the same bits."""
-    a = randn(0, m, 5003).float() * scale
+    """Whatever the alignment and the order of the rows, the same bits; by each kind of kernel."""
+    a = randn(0, m, 20_011).float() * scale
     a[3] = a[1]
     got, moved = ops.pairwise_sqdist(a.cuda()), randn(3, m).argsort().cuda()
     equals(ops.pairwise_sqdist(lay(a.cuda(), "off by one")), got)
@@ -73,6 +85,19 @@ def test_sqdist_scales_and_bad_rows(scale, m):
     a[2, 7], a[5, 9] = torch.nan, torch.inf
     got, want = ops.pairwise_sqdist(a.cuda()).cpu(), reference.pairwise_sqdist(a, None)
     laws.assert_close(got, want, "sqdist", F32)
+
+
+@pytest.mark.parametrize("m, n", [(100, None), (130, None), (40, 70)])
+def test_sqdist_by_tensor_cores_and_by_windows_agree(m, n):
+    """Clusters of close models, copies and an outlier, beside the listed pairs of the same rows."""
+    base = randn(0, 2, 60_007)[torch.arange(m + (n or 0)) % 2]
+    rows = (base * (1 + 1e-5 * randn(1, *base.shape))).float()
+    rows[4], rows[7] = rows[2], 1e3 * rows[7]
+    a, b = rows[:m].cuda(), None if n is None else rows[m:].cuda()
+    everybody = torch.arange(n or m, device="cuda").expand(m, -1)
+    got = ops.pairwise_sqdist(a, b)
+    torch.testing.assert_close(got, ops.pairwise_sqdist(a, b, everybody), rtol=2e-6, atol=0)
+    assert got[2, 4] == 0 if n is None else got.all()
 
 
 # --- what only a GPU can show -----------------------------------------------

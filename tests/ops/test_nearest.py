@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from laws import identical, integers, of
+from pretend_gpu import pretended_gpu, waits
 from tolerance import BF16, F16, F32, F64
 from ugly import lay, randn
 
@@ -117,3 +118,19 @@ def test_underflow_and_overflow_prove_nothing(scale):
     """Squares that float64 cannot hold: distances of 0 and infinity that are neither."""
     rows = scale * (randn(1, 30, 3) + 1)
     check(rows, rows - scale, 4, "groups")
+
+
+def test_groups_on_a_gpu_take_all_pairs_at_once(monkeypatch):
+    guide, rows = clustered(20, 20, 521)
+    want = nearest(guide, rows, 10)
+
+    with pretended_gpu() as gpu:
+        there = guide.to(gpu), rows.to(gpu)
+        waits.clear()
+        taken = pairs_taken(monkeypatch, *there, 10, "groups")
+        got = nearest(*there, 10, "groups")
+        waited = list(waits)
+        identical(tuple(t.cpu() for t in got), tuple(want))
+
+    assert taken == 400 * 400
+    assert not waited

@@ -14,6 +14,7 @@ import weakref
 from ctypes import c_double, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tolerance import F64
@@ -112,12 +113,25 @@ def rows(t):
 # --- the ops ----------------------------------------------------------------
 
 
-def plan(m, n, p, symmetric, dtype):
-    """Lanes, threads, stages, splits."""
-    here, out = torch.zeros(1), torch.zeros(4, dtype=torch.int64)
-    fields = [DTYPES[dtype], here, p, m, symmetric, here, p, n, p]
-    call("sqdist_plan", [*fields, *[None] * 4], out)
-    return out.tolist()
+class Plan(NamedTuple):
+    lanes: int
+    threads: int
+    stages: int
+    splits: int
+    chunk: int  # columns of a stage
+    path: int  # an index of PATHS
+    first_splits: int  # of few and gram
+    first_columns: int
+
+
+PATHS = ("windows", "few", "gram")
+
+
+def plan(m, n, p, symmetric, dtype, listed=-1):
+    here, out = torch.zeros(1), torch.zeros(len(Plan._fields), dtype=torch.int64)
+    fields = [DTYPES[dtype], here, p, m, symmetric, here, p, n, p, None, None, None, listed]
+    call("sqdist_plan", fields, out)
+    return Plan(*out.tolist())
 
 
 def pairwise_sqdist(a, b=None, index=None, most=0):

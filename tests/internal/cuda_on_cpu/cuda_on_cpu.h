@@ -12,6 +12,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -68,8 +69,10 @@ struct Device {
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<int> order;
   std::vector<unsigned char> shared;
+  int generation = 75;          // compute capability: 90 for 9.0
   std::vector<uint64_t> slots;  // [warp][2][32]: what the lanes of a warp show each other; two, so
                                 // that a quick lane cannot overwrite
+  std::vector<double> fragments;  // [warp][2][32][6], alike: a's and b's elements of each lane
   std::function<void()> body;
   ucontext_t scheduler;
   Fiber* now = nullptr;
@@ -278,6 +281,7 @@ inline void launch(dim3 grid, dim3 block, int64_t shared_bytes, cudaStream_t,
   d.grid = grid, d.block = block, d.body = std::move(body);
   d.shared.resize(static_cast<size_t>(shared_bytes) + Device::guard + 16);
   d.slots.assign(static_cast<size_t>((d.threads + 31) / 32) * 64, 0);
+  d.fragments.assign(static_cast<size_t>((d.threads + 31) / 32) * 64 * 6, 0);
   while (static_cast<int>(d.fibers.size()) < d.threads) {
     d.fibers.push_back(std::make_unique<Fiber>());
     d.fibers.back()->stack.reset(new unsigned char[Device::stack_bytes]);
@@ -324,6 +328,47 @@ T exchange(T value, int from) {
   return out;
 }
 
+// ---- tensor cores: D += A B, fragments as the PTX ISA lays them out ----
+// Shows the lane's elements of A, then of B, to its warp: elements of lane l from 6 l on.
+template <int kA, int kB>
+const double* show_fragments(const double (&a)[kA], const double (&b)[kB]) {
+  static_assert(kA + kB <= 6, "up to 6 elements a lane");
+  Device& d = device();
+  Fiber& me = *d.now;
+  const int warp = me.linear / 32, lane = me.linear % 32;
+  double* const all = d.fragments.data() + (warp * 2 + (me.exchanges++ & 1)) * 32 * 6;
+  std::copy(a, a + kA, all + lane * 6);
+  std::copy(b, b + kB, all + lane * 6 + kA);
+  pause(Wait::warp);
+  return all;
+}
+
+// float64 m8n8k4. Lane 4 g + t: A is row g, column t; B row t, column g; D row g, columns 2 t and
+// 2 t + 1.
+inline void mma_m8n8k4(double& d0, double& d1, double a, double b) {
+  const double* const all = show_fragments<1, 1>({a}, {b});
+  const int lane = device().now->linear % 32, g = lane / 4, t = lane % 4;
+  for (int k = 0; k < 4; ++k) {
+    const double x = all[(4 * g + k) * 6];
+    d0 = std::fma(x, all[(8 * t + k) * 6 + 1], d0);
+    d1 = std::fma(x, all[(8 * t + 4 + k) * 6 + 1], d1);
+  }
+}
+
+// float64 m16n8k8. Lane 4 g + t: A's elements are rows g, g + 8, g, g + 8 of columns t, t, t + 4,
+// t + 4; B's rows t and t + 4 of column g; D's rows g, g, g + 8, g + 8 of columns 2 t, 2 t + 1, 2 t,
+// 2 t + 1.
+inline void mma_m16n8k8(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+  const double* const all = show_fragments(a, b);
+  const int lane = device().now->linear % 32, g = lane / 4, t = lane % 4;
+  for (int e = 0; e < 4; ++e)
+    for (int k = 0; k < 8; ++k) {
+      const double x = all[(4 * g + k % 4) * 6 + k / 4 * 2 + e / 2];
+      const double y = all[(4 * (2 * t + e % 2) + k % 4) * 6 + 4 + k / 4];
+      d[e] = std::fma(x, y, d[e]);
+    }
+}
+
 }  // namespace cuda_on_cpu
 
 #define threadIdx (cuda_on_cpu::device().now->thread)
@@ -359,6 +404,16 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
                 ? 1u << lane
                 : 0u;
   return bits;
+}
+inline unsigned __float_as_uint(float v) {
+  unsigned bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float v;
+  std::memcpy(&v, &bits, sizeof v);
+  return v;
 }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 

@@ -94,6 +94,13 @@ Problem from(const void* fields) {
   return q;
 }
 
+int64_t gram_worth = pc::kGramWorth;
+pc::SqdistCard card() {
+  pc::SqdistCard on = pc::sqdist_card();
+  on.worth = gram_worth;
+  return on;
+}
+
 template <class T>
 void rank1(const void* fields, T* y, const T* grad, T* const* grads) {
   auto q = from<pflcore::Rank1<T>>(fields);
@@ -113,21 +120,33 @@ const char* last_error() { return failure.c_str(); }
 void set_order(int64_t seed) { cuda_on_cpu::device().seed = static_cast<unsigned>(seed); }
 void set_shared(int64_t most) { cuda_on_cpu::device().shared_most = most; }
 
+// The compute capability of the card, 90 for 9.0, and the pairs * columns from which a Gram matrix
+// is worth its launches.
+void set_card(int64_t generation, int64_t worth) {
+  cuda_on_cpu::device().generation = static_cast<int>(generation);
+  gram_worth = worth;
+}
+
 int sqdist(const void* fields, int64_t most) {
   return guarded([&] {
     auto q = from<pflcore::Sqdist>(fields);
-    Workspace workspace(most ? pc::sqdist_workspace(q, most) : pc::sqdist_workspace(q));
+    const pc::SqdistCard on = card();
+    Workspace workspace(most ? pc::sqdist_workspace(q, on, most) : pc::sqdist_workspace(q, on));
     q.workspace = workspace.data();
-    most ? pc::sqdist(q, nullptr, most) : pc::sqdist(q, nullptr);
+    most ? pc::sqdist(q, on, nullptr, most) : pc::sqdist(q, on, nullptr);
   });
 }
 
-// The plan for these sizes: lanes, threads, stages, splits.
+// The plan for these sizes on this card: lanes, threads, stages, splits, columns of a stage; the
+// path (windows, few, gram), and its first turn's splits and columns of a block.
 int sqdist_plan(const void* fields, int64_t* plan) {
   return guarded([&] {
-    const pc::SqdistPlan got = pc::sqdist_plan(from<pflcore::Sqdist>(fields));
-    const int64_t all[] = {1 << got.lanes_log2, got.threads, got.stages, got.splits};
-    std::copy(all, all + 4, plan);
+    const pc::SqdistPlan got = pc::sqdist_plan(from<pflcore::Sqdist>(fields), card());
+    const int64_t all[] = {1 << got.lanes_log2, got.threads,
+                           got.stages,          got.splits,
+                           got.chunk,           static_cast<int64_t>(got.path),
+                           got.first.count,     got.first.columns};
+    std::copy(all, all + 8, plan);
   });
 }
 

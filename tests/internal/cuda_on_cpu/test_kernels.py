@@ -13,6 +13,7 @@ from tolerance import F32, F64, assert_close
 from torch import Tensor
 from ugly import intact, randn
 
+from examples import examples
 from pflcore.ops import reference
 
 pytestmark = [
@@ -28,6 +29,10 @@ def put(t, draw, write=False):
 
 
 CUDA = laws.Machine(kernels, put, (0, 1, 2, 17, 31, 33, 257, 1023, 3000))
+TENSOR_CORES = laws.Machine(
+    kernels, put, (0, 1, 2, 33, 63, 257, 300), "cpu", (2, 17, 21, 24, 26, 33, 50, 66, 90), True
+)
+NO_TENSOR_CORES = 86  # a generation whose float64 is slow
 EACH = [
     (law, dtype)
     for law, dtypes in laws.LAWS.items()
@@ -45,12 +50,19 @@ def shared(most=99 * 1024):
     library().set_shared(most)
 
 
+def card(generation, worth=0):
+    """The card's compute capability, and the pairs * columns that a Gram matrix is worth."""
+    library().set_card(generation, worth)
+    shared(99 * 1024 if generation == NO_TENSOR_CORES else 163 * 1024)
+
+
 @pytest.fixture(autouse=True)
 def forwards():
     order(0)
+    card(NO_TENSOR_CORES)
     yield
     order(0)
-    shared()
+    card(NO_TENSOR_CORES)
 
 
 def normal(*size, seed=0, dtype=F32):
@@ -61,6 +73,14 @@ def normal(*size, seed=0, dtype=F32):
 @given(st.data())
 def test_definition(law, dtype, data):
     law(CUDA, dtype, data.draw)
+
+
+@pytest.mark.parametrize("generation", [80, 90])
+@examples(40)
+@given(st.data())
+def test_distances_by_tensor_cores(generation, data):
+    card(generation)
+    laws.sqdist(TENSOR_CORES, F32, data.draw)
 
 
 def test_harness_catches_what_a_gpu_would_not_forgive():
@@ -142,7 +162,8 @@ def test_the_order_of_the_threads_changes_no_bit():
     ],
 )
 def test_sqdist_windows(m, n, p, dtype, most):
-    """More rows than a window, or a grid, holds; listed pairs too, NaN beyond the rows."""
+    """More rows than a window, or a grid, holds; listed pairs too, with the bits of all pairs; NaN
+    beyond the rows."""
     a = guarded(normal(m, p, dtype=dtype), 1, 3)
     b, rows = normal(n, p, seed=1, dtype=dtype) if n else None, n or m
     want = kernels.pairwise_sqdist(a, b, most=most)
@@ -153,22 +174,156 @@ def test_sqdist_windows(m, n, p, dtype, most):
     identical(kernels.pairwise_sqdist(a, b, index, most=most), want)
 
 
+def cases(rows, p):
+    """Rows by name: far apart and near, copies, one far out, none finite in a few places; scales."""
+    x, base = normal(rows, p), normal(2, p, seed=1)
+    clusters = base[torch.arange(rows) % 2]
+    copies, outlier, broken = x.clone(), x.clone(), x.clone()
+    copies[2::3] = copies[: len(copies[2::3])]
+    outlier[-1] *= 1e6
+    broken[1, p // 2], broken[2, 0], broken[-1, -1] = torch.inf, torch.nan, -torch.inf
+    broken[3] = broken[1]
+    return {
+        "random": x,
+        "clusters 1e-3": clusters * (1 + 1e-3 * x),
+        "clusters 1e-6": clusters * (1 + 1e-6 * x),
+        "clusters 1e-7": clusters * (1 + 1e-7 * x),
+        "copies": copies,
+        "equal": x[:1].repeat(rows, 1),
+        "outlier": outlier,
+        "broken": broken,
+        "tiny": x * 1e-15,
+        "denormal": x * 1e-42,
+        "huge": x * 1e15,
+        "largest": x.sign() * 3e38,
+    }
+
+
+# Around the sizes of tiles, one operand: few rows, triangles, windows; two: windows.
+SIZES = [
+    *((16, 0, 700), (17, 0, 3), (20, 0, 385), (21, 0, 67), (32, 0, 129), (33, 0, 1), (48, 0, 65)),
+    *((49, 0, 300), (65, 0, 130), (81, 0, 64), (104, 0, 131), (105, 0, 66), (128, 0, 63)),
+    *((129, 0, 130), (24, 24, 130), (24, 90, 67), (65, 33, 129), (130, 25, 70)),
+]
+
+
+@pytest.mark.parametrize("generation", [NO_TENSOR_CORES, 80, 90])
+@pytest.mark.parametrize("m, n, p", SIZES)
+def test_sqdist_of_every_path(m, n, p, generation):
+    """The definition for close, equal, broken and ugly rows; a result that is symmetric, and 0 on
+    the diagonal; listed pairs that are close to the matrix, or have its bits."""
+    card(generation)
+    path = kernels.PATHS[plan(m, n or m, p, not n, F32).path]
+    expected = "few" if not n and m <= 20 else "gram"
+    assert path == (expected if generation != NO_TENSOR_CORES or expected == "few" else "windows")
+    for name, rows in cases(m + n, p).items():
+        a, b = guarded(rows[:m], 1, 3), guarded(rows[m:], None, 1) if n else None
+        got = kernels.pairwise_sqdist(a, b)
+        want = reference.pairwise_sqdist(a, b)
+        assert_close(got, want, "sqdist", F32)
+        if not n:
+            identical(got, got.T)
+            assert not got.diagonal().any(), name
+        index = integers(2, -1, n or m, m, 3)
+        found = kernels.pairwise_sqdist(a, b, index)
+        assert_close(found, listed(got, index), "sqdist", F32)
+        if path != "gram":
+            identical(found, listed(got, index))
+
+
+def done_again(rows):
+    """The share of pairs that the certificate gives to windows: those with the bits of listed
+    pairs."""
+    n = len(rows)
+    by_windows = kernels.pairwise_sqdist(rows, None, torch.arange(n).repeat(n, 1))
+    return float((kernels.pairwise_sqdist(rows) == by_windows).double().mean()) - 1 / n
+
+
+def test_sqdist_certificate_spares_all_but_close_pairs():
+    card(90)
+    rows = cases(33, 1000)
+
+    for name in ("random", "outlier", "tiny", "huge"):
+        assert done_again(rows[name]) < 0.03, name
+    within = done_again(rows["clusters 1e-6"])
+
+    assert 0.4 < within < 0.55  # a pair in two is of one cluster
+
+
+@pytest.mark.parametrize("generation", [NO_TENSOR_CORES, 80, 90])
+@pytest.mark.parametrize("m, n", [(20, 0), (33, 0), (100, 0), (130, 0), (40, 70)])
+def test_sqdist_bits_depend_on_neither_order_nor_place(m, n, generation):
+    """Of the rows in any order and alignment, and of the threads in any order."""
+    card(generation)
+    rows = cases(m + n, 333)["clusters 1e-3"]
+    a, b = rows[:m], rows[m:] if n else None
+    want = kernels.pairwise_sqdist(a, b)
+
+    for seed in (1, 2, 7):
+        order(seed)
+        identical(kernels.pairwise_sqdist(a, b), want)
+    order(0)
+    for shift, gap in ((0, 3), (2, 1), (1, 3), (0, 1)):
+        moved = guarded(a, shift, gap), guarded(b, gap % 3, shift) if n else None
+        identical(kernels.pairwise_sqdist(*moved), want)
+    pa, pb = randn(3, m).argsort(), randn(4, n or m).argsort()
+    identical(kernels.pairwise_sqdist(a[pa], b[pb] if n else None), want[pa][:, pb if n else pa])
+
+
+@pytest.mark.parametrize("generation", [NO_TENSOR_CORES, 80, 90])
+@pytest.mark.parametrize("m", [17, 40])
+def test_sqdist_of_equal_rows_is_zero_beside_differences_that_float32_squares_lose(m, generation):
+    card(generation)
+    rows = normal(m, 333)
+    rows[1], rows[2], rows[3] = rows[0], rows[0], rows[0]
+    rows[:3, -1] = 0.0
+    rows[2, -1] = 1e-30  # its square is nothing in float32
+    rows[5:9] = torch.inf
+
+    got = kernels.pairwise_sqdist(rows)
+
+    assert got[0, 1] == 0
+    assert float(got[0, 2]) == float(got[2, 1]) == pytest.approx(float(rows[2, -1]) ** 2, rel=1e-6)
+    assert got[5, 6].isnan()  # infinity is not equal to itself
+    assert got[5, 0].isinf()
+
+
 @given(
     st.integers(1, 300),
     st.integers(1, 300),
     st.integers(1, 1 << 40),
     st.booleans(),
     st.sampled_from(list(DTYPES)),
+    st.sampled_from([0, 75, 80, 86, 89, 90, 100, 103, 120]),
+    st.sampled_from([0, 1 << 25]),
 )
-def test_sqdist_plan(m, n, p, symmetric, dtype):
+def test_sqdist_plan(m, n, p, symmetric, dtype, generation, worth):
     """What a launch may ask for, at every size: whole warps, a number of blocks that the grid
-    holds, all columns covered once."""
+    holds, all columns covered once; few rows and tensor cores where there are such."""
     n = m if symmetric else n
-    lanes, threads, stages, splits = plan(m, n, p, symmetric, dtype)
-    assert threads % 32 == 0 and 32 <= threads <= 256
-    assert lanes in (1, 2, 4, 8, 16, 32) and stages in (2, 4) and 1 <= splits <= 2048
+    card(generation, worth)
+    got = plan(m, n, p, symmetric, dtype)
+    windows = -(-m // 64) * -(-n // 64)
+    assert got.threads % 32 == 0 and 32 <= got.threads <= 256
+    assert got.lanes in (1, 2, 4, 8, 16, 32) and got.stages in (2, 4) and 1 <= got.splits <= 2048
     if p >= 1 << 24:  # huge P: a card must be filled however few rows there are
-        assert splits * -(-m // 64) * -(-n // 64) >= 1024
+        assert got.splits * windows >= 1024
+    elif got.splits * windows > 2 * 528:  # and no block be all beginning
+        assert p >= 8 * got.chunk * got.splits
+
+    few = symmetric and 16 <= m <= 20
+    many = m > 20 if symmetric else min(m, n) >= 24
+    pairs = m * n // 2 if symmetric else m * n
+    gram = many and generation in (80, 90, 100) and pairs * p >= worth
+    assert kernels.PATHS[got.path] == (
+        "windows" if dtype is not F32 else "few" if few else "gram" if gram else "windows"
+    )
+    if kernels.PATHS[got.path] != "windows":
+        assert 1 <= got.first_splits <= 528 and got.first_columns % 64 == 0
+        assert 0 < p - (got.first_splits - 1) * got.first_columns <= got.first_columns
+        # listed pairs are computed as few rows are, or by windows
+        path = kernels.PATHS[plan(m, n, p, symmetric, dtype, listed=2).path]
+        assert path == ("few" if few else "windows")
 
 
 # --- weights ----------------------------------------------------------------
