@@ -59,6 +59,7 @@ constexpr int kHeldRows = 20;                      // rows of updates in registe
 constexpr int kHeldThreads = 128;
 constexpr int kStages = 4, kStageBytes = 5 * 1024;  // the ring of a streamed block
 constexpr int kStreamWarps = 5;                     // at most so many share a ring
+constexpr int kManyBlocks = 3, kFewBlocks = 5;  // of such warps, that registers allow for at a time
 constexpr int kTileThreads = 512;                   // at most
 constexpr int kDirectThreads = 256;
 constexpr int64_t kDirectBlocks = 16 * 1024;
@@ -163,7 +164,8 @@ inline void plan_streamed(AggregatePlan& plan, const Aggregate& q, const Aggrega
   plan.chunk = static_cast<int>(plan.resident ? needed : room / stage_rows * stage_rows);
   plan.shared = kStages * kStageBytes + plan.chunk * plan.results * sum;
   // as many blocks as the card holds at a time: each loads its weights once
-  const int64_t blocks = resident_blocks(card, plan.shared, warps, plan.many ? 15 : 30);
+  const int64_t most_warps = kStreamWarps * (plan.many ? kManyBlocks : kFewBlocks);
+  const int64_t blocks = resident_blocks(card, plan.shared, warps, most_warps);
   plan.walkers = ceil_div(blocks * card.multiprocessors, plan.blocks_m);
 }
 
@@ -481,7 +483,7 @@ __device__ __forceinline__ void copy_tile(int access, T* to, int cols_log2, int 
 }
 
 template <class T, class Acc, int kRows, int kPack>
-__global__ void __launch_bounds__(32 * kStreamWarps, kRows > kFewResults ? 3 : 6)
+__global__ void __launch_bounds__(32 * kStreamWarps, kRows > kFewResults ? kManyBlocks : kFewBlocks)
     aggregate_streamed(Aggregate q, AggregatePlan plan) {
   constexpr int kCols = sum_cols<Acc>, kTile = 32 * kCols, kTileLog2 = kTile == 128 ? 7 : 6;
   constexpr int kStageRows = kStageBytes / (kTile * static_cast<int>(sizeof(T)));
