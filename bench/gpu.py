@@ -25,6 +25,8 @@ OPS = ("sqdist", "aggregate", "weights", "sgd", "rank1")
 LARGE: list[tuple[str, Size]] = [  # beside the sizes of `pflcore bench`
     ("sgd", {"S": 100, "Q": 10**7, "corrected": full}) for full in (0, 1)
 ]
+for n, p in itertools.product((20, 100), (62_006, 10**6, 10**7)):  # a few results of all rows
+    LARGE.append(("aggregate", {"N": n, "P": p, "M": 4, "K": n}))
 for n, i, f, o in ((20, 800, 120, 500), (100, 1600, 200, 384)):
     many = {"N": n, "B": 32, "I": i, "F": f, "O": o, "active": 3 * f // 10}
     LARGE += [("rank1", many | {"backward": back}) for back in (0, 1)]

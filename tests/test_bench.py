@@ -61,6 +61,18 @@ def test_every_provider_is_right(name):
                 assert error < (1e-4 if others else 2e-6), (provider, size)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_product_of_a_card_is_right():
+    from bench.aggregate import sparse_calls
+
+    rows = problem.models(10, 3001)
+    weight = torch.eye(10) + torch.eye(10).roll(1, 1)
+
+    got = sparse_calls(weight, rows)["torch.sparse"]()
+
+    torch.testing.assert_close(got, weight @ rows)
+
+
 def test_limit_is_the_slower_of_memory_and_arithmetic():
     def limit(operations, machine=LIMITS, **more):
         return made(reads=20, writes=10, operations=operations, **more).limit(machine)

@@ -251,9 +251,13 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
   cuda_on_cpu::copy_async(shared, global, kBytes, valid);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(kBytes),
-               "r"(valid)
-               : "memory");
+  if constexpr (kBytes == 16)  // past the first cache: each is read once
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global),
+                 "n"(kBytes), "r"(valid)
+                 : "memory");
 #else
   using Raw = std::conditional_t<kBytes == 4, unsigned,
                                  std::conditional_t<kBytes == 8, uint2, uint4>>;

@@ -66,6 +66,7 @@ struct Device {
   int64_t shared_limit = 48 * 1024,
           shared_most = 99 * 1024;  // what a launch may ask for, and what this card gives a kernel
                                     // that asks before
+  bool copies = true;  // may a plan count on copies that run beside the arithmetic?
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<int> order;
   std::vector<unsigned char> shared;

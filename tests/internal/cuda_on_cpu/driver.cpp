@@ -119,6 +119,7 @@ extern "C" {
 const char* last_error() { return failure.c_str(); }
 void set_order(int64_t seed) { cuda_on_cpu::device().seed = static_cast<unsigned>(seed); }
 void set_shared(int64_t most) { cuda_on_cpu::device().shared_most = most; }
+void set_copies(int64_t copies) { cuda_on_cpu::device().copies = copies != 0; }
 
 // The compute capability of the card, 90 for 9.0, and the pairs * columns from which a Gram matrix
 // is worth its launches.
@@ -155,6 +156,22 @@ int waffle(const void* fields) {
 }
 int aggregate(const void* fields) {
   return guarded([&] { pc::aggregate(from<pflcore::Aggregate>(fields), nullptr); });
+}
+
+// The plan for these sizes on such a card: the way, threads, results of a block, blocks that make
+// all results, columns of a tile, rows of weights, rows of a buffer, bytes of shared memory, tiles
+// and blocks.
+int aggregate_plan(const void* fields, const int64_t* card, int64_t* plan) {
+  return guarded([&] {
+    const auto q = from<pflcore::Aggregate>(fields);
+    pc::AggregatePlan got = pc::aggregate_plan(q, {card[0], card[1], card[2], card[3] != 0});
+    pc::set_columns(got, 0, q.p);
+    const int64_t all[] = {static_cast<int64_t>(got.way), got.threads,     got.results,
+                           got.blocks_m,                  got.tile_cols,   got.chunk,
+                           got.buffer_rows,               got.shared,      got.tiles,
+                           got.grid};
+    std::copy(all, all + 10, plan);
+  });
 }
 int feddwa(const void* fields, int64_t wide) {
   return guarded([&] {
