@@ -66,7 +66,9 @@ def prepared(  # noqa: PLR0913 (a run's own)
     if chosen.chain is not None and training.local_optimizer != "sgd":
         more = "it gives the gradients, and AdamW takes its steps in torch"
         chosen = chosen._replace(why=f"{chosen.why}; {more}")
-    return Setting(net, data, training, chosen, Workers(workers), seed, rounds, together)
+    some = samples(data, BATCH)
+    kept = memory.activation_bytes(net, *some) // BATCH
+    return Setting(net, data, training, chosen, Workers(workers), seed, rounds, together, kept)
 
 
 # do they fit? -----------------------------------------------------------------------------------

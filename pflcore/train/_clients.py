@@ -52,6 +52,7 @@ class Setting(NamedTuple):
     seed: int = 0
     rounds: int = 1
     together: int = TOGETHER  # clients of a block under vmap, at most
+    activations: int = 0  # bytes that a training step keeps of one sample
 
 
 def by_row(model: Tensors, net: Net, x: Tensor) -> Tensor:
