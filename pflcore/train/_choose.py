@@ -63,11 +63,10 @@ def prepared(  # noqa: PLR0913 (a run's own)
         net = net.reading(data.fields)
         check(net, data, training)
         chosen = judged(net, data, trials(net, data), engine)
+        kept = memory.activation_bytes(net, *samples(data, BATCH)) // BATCH
     if chosen.chain is not None and training.local_optimizer != "sgd":
         more = "it gives the gradients, and AdamW takes its steps in torch"
         chosen = chosen._replace(why=f"{chosen.why}; {more}")
-    some = samples(data, BATCH)
-    kept = memory.activation_bytes(net, *some) // BATCH
     return Setting(net, data, training, chosen, Workers(workers), seed, rounds, together, kept)
 
 

@@ -158,8 +158,8 @@ class Chunk:
         if chain is not None:
             seeds = b.seeds_of(step, which) if chain.dropout else None
             pool = chain.on(self.data, self.relabel, s)
-            batch = (b.places(step, which), b.counts(step))
-            g, losses = chain_grad(w.detach(), *pool, *batch, seeds)
+            places, counts = b.places(step, which), b.counts(step)
+            g, losses = chain_grad(w.detach(), *pool, places, counts, seeds)
         else:
             extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
             batch = (*self.samples(step, which), self.buffers[s], b.seeds_of(step, which))
