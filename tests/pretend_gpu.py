@@ -131,6 +131,7 @@ class Draws(Generator):
     def __new__(cls, device="cpu"):
         made = super().__new__(cls, "cpu")
         made.kept_ = torch.device(device)
+        _generators.pop(made._cdata, None)  # of one that is gone
         if made.kept_.type == "cuda":
             made.kept_ = _generators[made._cdata] = card_of(made.kept_)
         return made

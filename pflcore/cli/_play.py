@@ -400,7 +400,7 @@ def _plan(head: Facts) -> str:
     return (
         f"{head['algorithm']}: {head['parameters']:,} parameters, {head['rounds']} rounds, engine "
         f"{head['engine']}, "
-        f"about {human(head['peak_bytes'])} of memory at the peak beside data and activations"
+        f"about {human(head['peak_bytes'])} of memory at the peak beside its data"
     )
 
 

@@ -167,7 +167,7 @@ def memory_line(setup: Setup, peak: int) -> str:
     on_disk = f"in a file in {setup.folder}, blocks only for clients that take part"
     place, most = on_disk if setup.folder else "in memory", human(peak)
     kept = f"rows: {own} of the clients' own and {server} of the server's for each, {place}"
-    return f"{kept}; peak memory beside data and activations about {most}"
+    return f"{kept}; peak memory beside data about {most}"
 
 
 def of_data(data: Federation) -> Record:

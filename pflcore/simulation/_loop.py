@@ -121,7 +121,7 @@ class Simulation:
         self._records = [r for r in self._records if r["round"] <= state.round]
 
     def peak_bytes(self) -> int:
-        """An estimate of the run's peak memory beside data and activations."""
+        """An estimate of the run's peak memory beside its data."""
         return peak_bytes(self.setup, self.participation)
 
     def header(self) -> Record:

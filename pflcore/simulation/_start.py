@@ -1,5 +1,5 @@
 """What a run begins from: everything checked and on its device, and the state before round 1; and
-the memory that it needs at its peak, beside data and activations.
+the memory that it needs at its peak, beside its data.
 """
 
 import tempfile
@@ -14,6 +14,7 @@ from pflcore.data._federation import Federation
 from pflcore.data._roles import held_out, void_left_out
 from pflcore.data._samples import SPLITS
 from pflcore.metrics import human
+from pflcore.ops._chain import has_kernels
 from pflcore.simulation.round import (
     Setup,
     State,
@@ -115,8 +116,9 @@ def _placed(run: Any, net: Net, device: str) -> tuple[Setup, State]:
 
 
 def peak_bytes(setup: Setup, participation: float) -> int:
-    """An estimate of a run's peak memory beside data and activations: the state, and beside it the
-    rows of a round's cohort, or of all clients in an evaluation."""
+    """An estimate of a run's peak memory beside its data: the state, and beside it the rows of a
+    round's cohort and what its clients keep of their batches, or the rows of all clients in an
+    evaluation."""
     run, alg = setup.setting, setup.algorithm
     net, engine, n = run.net, run.engine, run.data.n
     cohort = max(1, int(participation * n + 0.5))
@@ -128,10 +130,26 @@ def peak_bytes(setup: Setup, participation: float) -> int:
     evaluation = (own + server) // n or (training if alg.traits.late else 0)
     at_once = min(run.workers.count, cohort) if engine.name == "loop" else 0
     beside = max(cohort * (training + OWN * own // n), n * evaluation)
-    # what each worker's kernels keep of a minibatch
-    batch, item = run.training.batch_size, net.w0.element_size()
-    kernels = run.workers.count * engine.chain.bytes_kept(batch, item) if engine.chain else 0
-    return state + kernels + beside + (COPIES + 3 * at_once) * row
+    return state + bytes_of_batches(run, cohort) + beside + (COPIES + 3 * at_once) * row
+
+
+def clients_at_once(run: Setting, cohort: int) -> int:
+    """How many clients of a cohort take a step at the same time."""
+    threads = run.workers.count
+    if run.engine.form == "module":
+        return min(threads, cohort)
+    if run.engine.form == "vmap":
+        return min(threads * run.together, cohort)
+    return threads if has_kernels(run.data.device) else cohort
+
+
+def bytes_of_batches(run: Setting, cohort: int) -> int:
+    """What the clients who take a step at the same time keep of their minibatches."""
+    chain, at_once = run.engine.chain, clients_at_once(run, cohort)
+    batch = min(run.training.batch_size, int(run.data.size("train").max()))
+    if chain is not None and has_kernels(run.data.device):
+        return at_once * chain.bytes_kept(run.training.batch_size, run.net.w0.element_size())
+    return at_once * batch * run.activations
 
 
 def row_bytes(setup: Setup) -> tuple[int, int, int]:

@@ -67,12 +67,13 @@ def prepared(  # noqa: PLR0913 (a run's own)
         tried = trials(net, data)
         chosen = judged(net, data, tried, engine)
         captured = verified_graphs(tried, chosen, graphs) if data.device.type == "cuda" else None
+        kept = memory.activation_bytes(net, *samples(data, BATCH)) // BATCH
     if chosen.chain is not None and training.local_optimizer != "sgd":
         more = "it gives the gradients, and AdamW takes its steps in torch"
         chosen = chosen._replace(why=f"{chosen.why}; {more}")
     threads = Workers(workers, data.device)
     together = together or (TOGETHER if data.device.type == "cpu" else TOGETHER_ON_GPU)
-    return Setting(net, data, training, chosen, threads, seed, rounds, together, captured)
+    return Setting(net, data, training, chosen, threads, seed, rounds, together, kept, captured)
 
 
 # do they fit? -----------------------------------------------------------------------------------

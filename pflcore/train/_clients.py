@@ -54,6 +54,7 @@ class Setting(NamedTuple):
     seed: int = 0
     rounds: int = 1
     together: int = TOGETHER  # clients of a block under vmap, at most
+    activations: int = 0  # bytes that a training step keeps of one sample
     graphs: GradientGraphs | None = None  # on a GPU
 
 

@@ -1,5 +1,7 @@
 """Running out of memory, on a GPU or beside it: how it is recognised, what it is said with, and
-what can be given back."""
+what can be given back; and how much a training step keeps."""
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -7,10 +9,17 @@ import gc
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from pflcore.metrics import human
+from pflcore.nn._mode import forward_mode
+
+if TYPE_CHECKING:
+    from pflcore.train._net import Net
 
 SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -54,6 +63,32 @@ def capacity(device: str) -> int | None:
     return None
 
 
+def activation_bytes(
+    net: Net,
+    x: Tensor,  # [B, ...]
+    y: Tensor,  # [B, ...]
+) -> int:
+    """Bytes that a training step of one client keeps from its forward for its backward pass, on any
+    device: what autograd saves, each memory once, without the weights and the samples."""
+    row = net.w0.detach().clone().requires_grad_()
+    fixed = net.fixed_tensors()
+    apart = {t.untyped_storage()._cdata for t in (row, net.b0, x, y, *fixed)}
+    kept: dict[int, int] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage._cdata not in apart:
+            kept[storage._cdata] = storage.nbytes()
+        return saved
+
+    seed = torch.zeros((), dtype=torch.int64, device=x.device)
+    with torch.enable_grad(), forward_mode(True, net.b0, seed, alone=True):
+        with saved_tensors_hooks(note, lambda saved: saved):
+            loss = net.loss(row, x, y)
+        del loss  # until here autograd holds what it saved, so no address was used twice
+    return sum(kept.values())
+
+
 class RunTooLarge(MemoryError):
     """Refused before it began; its text is the whole sentence."""
 
@@ -63,9 +98,9 @@ def refuse(peak: int, device: str) -> None:
     most = capacity(device)
     if most is not None and peak > most:
         raise RunTooLarge(
-            f"memory: the run needs about {human(peak)} beside data and activations, and {device} "
-            f"has {human(most)}; let fewer clients take "
-            "part in a round (participation), or make the federation or the model smaller."
+            f"memory: the run needs about {human(peak)} beside its data, and {device} has "
+            f"{human(most)}; let fewer clients take part in a round (participation), or make the "
+            "batches (batch_size), the federation or the model smaller."
         )
 
 
@@ -75,7 +110,7 @@ def sentence(where: str, peak: int, request: str, device: str) -> str:
     most = capacity(device)
     has = f", and {device} has {human(most)}" if most else ""
     return (
-        f"Out of memory {where}{asked}: the run needs about {human(peak)} beside data and "
-        f"activations{has}; let fewer clients take part in a round (participation), or make the "
-        "batches (batch_size) or the model smaller."
+        f"Out of memory {where}{asked}: the run needs about {human(peak)} beside its data{has}; "
+        "let fewer clients take part in a round (participation), or make the batches (batch_size) "
+        "or the model smaller."
     )

@@ -221,6 +221,13 @@ class Net:
         private = self.mask(*(patterns or [f"{self._prefix}*"]))
         return [m.nonzero()[:, 0].to(self.w0.device) for m in (~private, private)]
 
+    def fixed_tensors(self) -> list[Tensor]:
+        """What this thread's copy of the module holds beside the row: frozen weights and integer
+        buffers."""
+        module, bound = self._bound().module, {*self.names, *self.buffer_names}
+        own = dict(module.named_parameters()) | dict(module.named_buffers())
+        return [tensor for name, tensor in own.items() if name not in bound]
+
     def __getstate__(self) -> dict[str, Any]:
         # bound modules are made anew in each thread
         return {k: v for k, v in vars(self).items() if k != "_threads"}

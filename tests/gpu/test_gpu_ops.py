@@ -153,6 +153,9 @@ def test_follows_the_current_stream(case):
     torch.cuda.synchronize()
     side, done, free = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
     with torch.cuda.stream(side):
+        # A new stream has no memory yet, and asking the card for some may wait for it.
+        call(copies(inputs))
+        side.synchronize()
         torch.cuda._sleep(400_000_000)  # about a quarter of a second
         result = call(held)
         done.record()

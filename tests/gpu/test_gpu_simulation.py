@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from doors import held_out
-from parts.devices import FORMS, played, rounds
+from parts.devices import FORMS, assert_resumed, played, rounds
 from small import images
 
 from pflcore import Training
@@ -55,3 +55,24 @@ def test_local_steps_do_not_wait(name, kind):
     """A round may look at a few numbers (who sent something that is not finite), but not more often
     when there are more local steps."""
     assert waits(name, kind, 1) == waits(name, kind, 4)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(kind, tmp_path):
+    """By torch's defaults: a run itself asks cuDNN for what repeats."""
+    assert not torch.backends.cudnn.deterministic
+    assert_resumed(kind, data(kind), "cuda", tmp_path)
+
+
+def test_flags_are_put_back_between_rounds():
+    model, engine, form = FORMS["convolutions"]
+    torch.backends.cudnn.benchmark = True
+    try:
+        for _, _ in zip(
+            range(2),
+            rounds("fedavg", model, data("convolutions"), "cuda", Training(), engine, form),
+            strict=False,
+        ):
+            assert torch.backends.cudnn.benchmark and not torch.backends.cudnn.deterministic
+    finally:
+        torch.backends.cudnn.benchmark = False

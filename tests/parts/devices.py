@@ -7,7 +7,7 @@ from places import tabled
 from small import layers, tiny_model
 from torch import nn
 
-from pflcore import ops, step
+from pflcore import Training, ops, step
 
 
 def convolved():
@@ -40,6 +40,27 @@ def played(name, model, data, training, device, rounds, engine="auto"):
     run = simulation(name, data, model=model, rounds=rounds, **how)
     assert run.run().stopped is None
     return run
+
+
+def models(run):
+    """All tensors of a run's state, on the CPU."""
+    state = run.state
+    return [v.cpu() for v in (*state.server.values(), *state.clients.values(), state.batch_norm)]
+
+
+def assert_resumed(kind, data, device, folder):
+    """A run that went on from its checkpoint has the bits of one that was not broken."""
+    model, engine, form = FORMS[kind]
+    how = {"training": Training(0.05, 5), "engine": engine, "device": str(device), "rounds": 4}
+    made = [simulation("scaffold", data, model=model, **how) for _ in range(3)]
+    whole, half, rest = made
+    assert whole.setting.engine.form == form, whole.setting.engine.why
+    whole.run()
+    half.run(lambda round, _: half.save(folder) if round == 2 else None)
+    rest.restore(folder).run()
+    for one, other, third in zip(*map(models, made), strict=True):
+        assert torch.equal(one, other), "a run does not repeat its bits"
+        assert torch.equal(one, third), "a resumed run has other bits"
 
 
 # an op, its arguments, and which of them is on the CPU

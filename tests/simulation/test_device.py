@@ -6,14 +6,22 @@ from collections import Counter
 import pytest
 import torch
 from doors import held_out, sentence
-from parts.devices import FORMS, convolved, on_two_devices, played, rounds
+from parts.devices import (
+    FORMS,
+    assert_resumed,
+    convolved,
+    on_two_devices,
+    played,
+    rounds,
+)
 from parts.user import simulation
 from pretend_gpu import contexts, pretended_gpu, unrepeated, waits
 from small import images, swept, tiny_model
 from torch import nn
 
-from pflcore import Training
+from pflcore import Clients, Hardware, Net, Training
 from pflcore.algorithms import ALGORITHMS
+from pflcore.interop import Client, Server
 
 # one of each family, for the slower model
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "hypcluster", "apfl", "fedrod", "knnper")
@@ -101,6 +109,98 @@ def assert_few_waits(name, model, optimizer="sgd"):
     assert one == three, "local steps wait"
     most = {"fedavg": 4, "scaffold": 4, "feddwa_qp": 8, "mocha": 7, "l2c": 7}.get(name, 6)
     assert sum(one.values()) <= most and "to the GPU" not in one, one
+
+
+@pytest.mark.parametrize("kind", ["MLP", "convolutions"])
+def test_a_resumed_run_has_the_bits_of_the_unbroken_one(kind, tmp_path):
+    with pretended_gpu() as gpu:
+        assert_resumed(kind, data(kind == "convolutions"), gpu, tmp_path)
+        assert not unrepeated
+
+
+# what a run asks of cuDNN -----------------------------------------------------------------------
+
+
+def asked():
+    cudnn = torch.backends.cudnn
+    return cudnn.deterministic, cudnn.benchmark
+
+
+REPEATS, USERS = (True, False), (False, True)
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    """A user who lets cuDNN choose; and what a run asks of it where it computes."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            seen.append(asked())
+            return super().forward(x)
+
+    yield seen, lambda: Watched(6, 4)
+    assert asked() == USERS
+
+
+def test_a_run_asks_for_what_repeats_and_puts_it_back_after_each_round(flags):
+    seen, model = flags
+    with pretended_gpu() as gpu:
+        run = simulation(data=images(), model=model, device=str(gpu), engine="vmap")
+        assert set(seen) == {REPEATS} and asked() == USERS
+        seen.clear()
+        for _ in run.iterate():  # with its evaluation
+            assert asked() == USERS
+    assert set(seen) == {REPEATS}
+
+
+def test_a_round_that_fails_puts_the_flags_back(flags, monkeypatch):
+    _, model = flags
+    with pretended_gpu() as gpu:
+        run = simulation(data=images(), model=model, device=str(gpu), engine="vmap")
+        for what in ("fit", "measure"):
+            with monkeypatch.context() as patch, pytest.raises(KeyError):
+                patch.setattr(Clients, what, lambda *_, **__: {}["a round"])
+                list(run.iterate())
+            assert asked() == USERS
+
+
+def test_on_a_cpu_the_flags_stay_as_they_are(flags):
+    seen, model = flags
+    simulation(data=images(), model=model, engine="vmap").run()
+    assert set(seen) == {USERS}
+
+
+def test_a_clients_own_process_asks_for_what_repeats(flags):
+    seen, model = flags
+    with pretended_gpu() as gpu:
+        hardware = Hardware(device=str(gpu), engine="vmap", workers=1)
+        server = Server("fedavg", Net(model), 1)
+        pair = {"train": (torch.randn(6, 6), torch.arange(6) % 4)}
+        client = Client("fedavg", Net(model), pair, hardware=hardware)
+        seen.clear()
+        client.train(server.download(0))
+    assert set(seen) == {REPEATS}
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_record_says_whether_a_card_may_round_to_tf32(value, monkeypatch):
+    monkeypatch.setattr("pflcore.simulation._describe.allows_tf32", lambda: value)
+    with pretended_gpu() as gpu:
+        header = simulation(device=str(gpu)).header()
+    assert header["tf32"] is value
+    assert "tf32" not in simulation().header()
+
+
+def test_another_tf32_is_said_of_a_checkpoint_and_no_other_run(tmp_path, monkeypatch):
+    place = "pflcore.simulation._describe.allows_tf32"
+    with pretended_gpu() as gpu:
+        monkeypatch.setattr(place, lambda: True)
+        simulation(device=str(gpu)).save(tmp_path)
+        monkeypatch.setattr(place, lambda: False)
+        with pytest.warns(UserWarning, match="tf32 is True there and False here"):
+            simulation(device=str(gpu)).restore(tmp_path)
 
 
 def test_two_devices_in_one_op_are_refused_with_a_sentence():

@@ -4,8 +4,12 @@ the last round."""
 import pytest
 import torch
 from parts.memory import fails
+from parts.user import simulation
+from pretend_gpu import pretended_gpu
+from small import images, layers, tiny_model
+from torch import nn
 
-from pflcore import ops
+from pflcore import Net, Training, ops
 from pflcore.train import _memory as memory
 
 
@@ -20,11 +24,11 @@ def test_what_the_card_has_is_said(monkeypatch):
     said = memory.sentence("in round 7", 5 << 30, "20.00 MiB", "cuda:1")
     assert said == (
         "Out of memory in round 7, when 20.00 MiB more were asked for: the run needs about 5.0 GiB "
-        "beside data and activations, and cuda:1 has 80.0 GiB; let fewer clients take part in a "
-        "round (participation), or make the batches (batch_size) or the model smaller."
+        "beside its data, and cuda:1 has 80.0 GiB; let fewer clients take part in a round "
+        "(participation), or make the batches (batch_size) or the model smaller."
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", fails(None, 1, RuntimeError("no driver")))
-    assert "activations; let" in memory.sentence("in round 7", 5 << 30, "", "cuda:1")
+    assert "beside its data; let" in memory.sentence("in round 7", 5 << 30, "", "cuda:1")
 
 
 @pytest.mark.parametrize(
@@ -39,3 +43,87 @@ def test_an_op_that_runs_out_of_memory_says_so(call):
     with pytest.raises(RuntimeError) as e:
         call()
     assert memory.ran_out(e.value) and "API call failed" not in str(e.value)
+
+
+# what a training step keeps ---------------------------------------------------------------------
+
+
+def batch_of(count, features=6):
+    gen = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 4, (count,), generator=gen)
+    return torch.randn(count, features, generator=gen), y
+
+
+def kept_by(model, count, place=None):
+    net, given = Net(model), batch_of(count)
+    if place is not None:
+        net, given = net.to(place), [t.to(place) for t in given]
+    return memory.activation_bytes(net, *given)
+
+
+# of a sample the hidden layer's 5 numbers and the 4 scores; of a batch the sum of weights
+@pytest.mark.parametrize("count", [1, 2, 50])
+def test_a_step_keeps_what_lies_between_its_layers(count):
+    assert kept_by(tiny_model(), count) == 4 * (9 * count + 1)
+
+
+def test_frozen_weights_are_not_what_a_step_keeps():
+    def model():
+        made = layers("Linear 6 300, Linear 300 5, Tanh, Linear 5 4")
+        made[1].weight.requires_grad_(False)
+        return made
+
+    assert kept_by(model, 2) == 4 * (9 * 2 + 1)  # its input is not needed
+
+
+def test_what_is_saved_twice_is_kept_once():
+    class Squares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x):
+            hidden = self.layer(x)
+            return hidden * hidden + hidden.view(-1, 2, 2).square().flatten(1)
+
+    assert kept_by(Squares, 3) == 4 * (8 * 3 + 1)
+
+
+def test_a_card_keeps_what_a_cpu_keeps():
+    with pretended_gpu() as gpu:
+        got = kept_by(tiny_model(), 7, gpu)
+    assert got == kept_by(tiny_model(), 7)
+
+
+CONVOLUTIONS = "Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, Flatten, Linear 300 4"
+
+
+def needed(engine, **options):
+    data, training = images((60,) * 8, (1, 10, 10)), Training(batch_size=options.pop("batch", 50))
+    hardware = {"engine": engine, "workers": 2, **options}
+    return simulation(data=data, model=layers(CONVOLUTIONS), training=training, **hardware)
+
+
+@pytest.mark.parametrize(
+    "engine, options, clients",
+    [("vmap", {}, 8), ("vmap", {"together": 3}, 6), ("loop", {}, 2)],
+    ids=["vmap", "blocks", "loop"],
+)
+def test_the_estimate_counts_the_batches_of_those_who_train_at_once(engine, options, clients):
+    run = needed(engine, **options)
+    less = needed(engine, batch=10, **options)
+    each = run.setting.activations
+    assert each > 300 * 4
+    assert run.peak_bytes() - less.peak_bytes() == clients * 40 * each
+
+
+def test_a_batch_is_at_most_the_largest_client():
+    assert needed("vmap", batch=500).peak_bytes() == needed("vmap", batch=60).peak_bytes()
+
+
+def test_a_run_whose_batches_do_not_fit_is_refused(monkeypatch):
+    peak = needed("vmap").peak_bytes()
+    monkeypatch.setattr(memory, "capacity", lambda device: peak - 1)
+    with pytest.raises(memory.RunTooLarge, match=r"beside its data, and cpu .* \(batch_size\)"):
+        needed("vmap", rows="memory")
+    needed("vmap", batch=10, rows="memory")

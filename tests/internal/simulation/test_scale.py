@@ -197,7 +197,7 @@ def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
         monkeypatch.setattr(memory, "capacity", lambda device, has=has: has)
         assert bool(simulation("ditto").setup.folder) is folder
     monkeypatch.setattr(memory, "capacity", lambda device: 10)
-    words = r"memory: the run needs about [\d.]+ KiB beside data and activations, and cpu has 10 B"
+    words = r"memory: the run needs about [\d.]+ KiB beside its data, and cpu has 10 B"
     with sentence(f"{words}; let", memory.RunTooLarge):
         simulation("ditto", rows="memory")
 
