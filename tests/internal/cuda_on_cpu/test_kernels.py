@@ -154,7 +154,7 @@ def test_sqdist_windows(m, n, p, dtype, most):
 
 
 def cases(rows, p):
-    """Rows by name: far apart and near, copies, one far out, none finite in a few places; scales."""
+    """Rows by name: far apart and near, copies, one far out, some not finite; scales."""
     x, base = normal(rows, p), normal(2, p, seed=1)
     clusters = base[torch.arange(rows) % 2]
     copies, outlier, broken = x.clone(), x.clone(), x.clone()
