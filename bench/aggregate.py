@@ -2,6 +2,7 @@
 FedAvg's single one."""
 
 import torch
+from torch import Tensor
 
 from bench.problem import (
     Calls,
@@ -26,6 +27,11 @@ def sizes(quick: bool) -> Sizes:
         n = size["N"]
         for m, k in ((1, n), (n, n), (n, NEIGHBOURS)):
             yield size | {"M": m, "K": k}
+
+
+def sparse_calls(weight: Tensor, x: Tensor) -> Calls:
+    rows = weight.to_sparse_csr()
+    return {"torch.sparse": lambda: torch.sparse.mm(rows, x)}
 
 
 def problem(size: Size) -> Problem | None:
@@ -53,7 +59,9 @@ def problem(size: Size) -> Problem | None:
         providers |= on_cpu({"numpy": lambda: weight.numpy().dot(x.numpy(), out=out.numpy())})
     else:
         # what a code base without a sparse form does
-        providers["torch.mm"] = lambda: torch.mm(dense.float(), x, out=out)
+        single = dense.float()
+        providers["torch.mm"] = lambda: torch.mm(single, x, out=out)
+        providers |= sparse_calls(single, x) if x.is_cuda else {}
     return Problem(
         "aggregate",
         size,

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 
 import bench
-from bench import table
+from bench import card_rounds, table
 from bench.problem import Call, Problem, Size, fits, models
-from bench.workload import Workload, federation, simulation, train
-from pflcore import Hardware, ops
+from pflcore import ops
 
 CARD = "cuda"
 OPS = ("sqdist", "aggregate", "weights", "sgd", "rank1")
 LARGE: list[tuple[str, Size]] = [  # beside the sizes of `pflcore bench`
     ("sgd", {"S": 100, "Q": 10**7, "corrected": full}) for full in (0, 1)
 ]
+for n, p in itertools.product((20, 100), (62_006, 10**6, 10**7)):  # a few results of all rows
+    LARGE.append(("aggregate", {"N": n, "P": p, "M": 4, "K": n}))
 for n, i, f, o in ((20, 800, 120, 500), (100, 1600, 200, 384)):
     many = {"N": n, "B": 32, "I": i, "F": f, "O": o, "active": 3 * f // 10}
     LARGE += [("rank1", many | {"backward": back}) for back in (0, 1)]
@@ -54,7 +55,7 @@ def timed(call: Call, budget: float) -> tuple[list[float], Any]:
 
 
 def problems(quick: bool) -> Iterator[Problem]:
-    """Those of `pflcore bench` and their large sizes, FedDWA's server step, and a whole round."""
+    """Those of `pflcore bench` and their large sizes, FedDWA's server step, and whole rounds."""
     yield from bench.problems([*bench.sizes(OPS, quick), *([] if quick else LARGE)], CARD)
     n, p = 100, 10**6 if quick else 10**7
     with torch.device(CARD):
@@ -67,23 +68,8 @@ def problems(quick: bool) -> Iterator[Problem]:
 
         size = {"S": n, "P": p, "goal in ms": 15}
         yield Problem("FedDWA server step", size, {"pflcore": server})
-    if not quick:
-        yield whole_round()
-
-
-def whole_round(n: int = 100, count: int = 600) -> Problem:
-    """One round of 100 clients of LeNet-5's size, 600 samples each, B = 32: the vmap engine, and
-    one client after another on the same card."""
-    w = Workload("", "lenet5", "made up", n, n, n * count, n, 32, 0.01)
-    data = federation(w).to(CARD)
-    rounds = simulation("fedavg", w, hardware=Hardware("vmap", device=CARD)).iterate()
-
-    def one_by_one() -> None:
-        for i in range(n):
-            train(w.build().to(CARD), w, i, data)
-
-    calls = {"pflcore": lambda: next(rounds), "one after another": one_by_one}
-    return Problem("LeNet-5 round", {"N": n, "n": count, "B": 32, "backward": 1}, calls)
+    for size in card_rounds.sizes(quick):
+        yield card_rounds.problem(size, CARD)
 
 
 def main() -> None:

@@ -228,10 +228,17 @@ def are_names(value: Any) -> bool:
 
 def device_of(name: Any) -> str:
     """The name of a device that is there."""
-    kind = str(name).partition(":")[0]
+    kind, _, number = str(name).partition(":")
     need(kind in ("cpu", "cuda"), "device", "'cpu' or 'cuda'", name)
-    seen = kind == "cpu" or torch.cuda.is_available()
+    if kind == "cpu":
+        return str(name)
+    seen = torch.cuda.is_available()
     need(seen, "device", f"'cpu', as torch {torch.__version__} sees no GPU here", name)
+    count = torch.cuda.device_count()
+    named = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
+    cards = "1 GPU" if count == 1 else f"{count} GPUs"
+    there = not number or (number.isdecimal() and int(number) < count)
+    need(there, "device", f"'cuda' or {named}, as torch sees {cards} here", name)
     return str(name)
 
 

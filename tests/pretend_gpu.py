@@ -1,15 +1,21 @@
-"""A pretended GPU: tensors that say `cuda:0` and compute on the CPU, for testing where things live
-on machines without a GPU.
+"""Pretended cards: tensors that say `cuda:0` or `cuda:1` and compute on the CPU, for testing where
+things live on machines without a GPU.
 
-As on a real one, an operation on tensors of two devices is refused, numpy sees nothing, and looking
-at a value makes the host wait; such waits are counted. What it cannot show is anything about
-kernels (tests/internal/cuda_on_cpu does) or about time.
+As on real ones, an operation on tensors of two devices is refused, and so are a card that is not
+there, a generator of another device than the draws', and an op that has neither a kernel for cards
+nor a body. An op without a kernel runs its body. Convolutions round float32 to TF32 where torch's
+flags allow it, as by default. numpy sees nothing, and looking at a value makes
+the host wait; such waits are counted. What it cannot show is anything about kernels
+(tests/internal/cuda_on_cpu does) or about time.
 """
 
 import contextlib
+import re
 from unittest.mock import patch
 
+import pretend_graph
 import torch
+from places import ROOT
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import (
@@ -19,27 +25,55 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-GPU = torch.device("cuda:0")
+from pflcore.ops import reference
+from pflcore.train._card import allows_tf32
+
+# ops whose result the host must know, by name or with their overload
 VALUES = {
+    "_linalg_check_errors",
     "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
+    "_unique2",
+    "bincount",
     "equal",
     "is_nonzero",
-    "unique",
-    "_unique2",
-}  # ops whose result the host must know
+    "masked_select",
+    "nonzero",
+    "repeat_interleave.Tensor",
+    "unique_consecutive",
+    "unique_dim",
+}
+BY_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
+ROUNDED = {"convolution": 2, "convolution_backward": 3}  # so many first arguments, to TF32
+SOURCES = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
+KERNELS = frozenset(re.findall(r'm\.impl\("(\w+)"', SOURCES))  # pflcore's ops on a card
 
-waits: list[str] = []  # what made the host wait for the device since the list was last emptied
+
+class Waits(list):
+    """What made the host wait for the device since the list was last emptied."""
+
+    def append(self, name):
+        pretend_graph.refuse_wait(name)
+        super().append(name)
+
+
+Generator = torch.Generator
+waits = Waits()
+unrepeated: list[str] = []  # what may give other bits when it is called again
+contexts: set[int] = set()  # the cards on which this process has begun to work
+_cards = [1]  # how many there are
+_current = [0]  # the one that "cuda" means
+_given = [0]  # the one that the test asked for
+_generators: dict[int, torch.device] = {}  # the cards of pretended generators, by their address
 
 
 class Pretend(torch.Tensor):
-    """A tensor on the pretended GPU: `real` is where it really is."""
+    """A tensor on a pretended card: `real_` is where it really is."""
 
     real_: Tensor
+    card_: torch.device
 
     @staticmethod
-    def __new__(cls, real):
+    def __new__(cls, real, card):
         out = torch.Tensor._make_wrapper_subclass(
             cls,
             real.shape,
@@ -49,9 +83,11 @@ class Pretend(torch.Tensor):
             device="meta",
         )
         out.real_ = real
+        out.card_ = card
+        contexts.add(card.index)
         return out
 
-    device = property(lambda self: GPU)
+    device = property(lambda self: self.card_)
     is_cuda = property(lambda self: True)
     is_cpu = property(lambda self: False)
     is_meta = property(lambda self: False)
@@ -61,18 +97,18 @@ class Pretend(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo):
-        copied = Pretend(self.real_.detach().clone())
-        return (
+        copied = Pretend(self.real_.detach().clone(), self.card_)
+        if getattr(self, "_is_param", False):  # by which torch knows a parameter of another class
+            copied._is_param = True
+        if self.requires_grad and torch._C._functorch.maybe_current_level() is None:
             copied.requires_grad_()
-            if self.requires_grad and torch._C._functorch.maybe_current_level() is None
-            else copied
-        )
+        return copied
 
     def __repr__(self, **_):
-        return f"Pretend({self.real_})"
+        return f"Pretend({self.real_}, {self.card_})"
 
     def numpy(self, **_):
-        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        raise TypeError(f"can't convert {self.card_} device type tensor to numpy")
 
     __array__ = numpy
 
@@ -89,85 +125,222 @@ for _name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
     setattr(Pretend, _name, looked_at(_name))
 
 
-def where(kwargs):
-    """The device that is asked for; C++ takes a pretended tensor for one on `meta` and asks for
-    that."""
-    asked = kwargs.get("device")
-    return None if asked is None else "cpu" if torch.device(asked).type == "cpu" else "cuda"
+class Draws(Generator):
+    """torch.Generator, which knows the pretended cards."""
+
+    def __new__(cls, device="cpu"):
+        made = super().__new__(cls, "cpu")
+        made.kept_ = torch.device(device)
+        if made.kept_.type == "cuda":
+            made.kept_ = _generators[made._cdata] = card_of(made.kept_)
+        return made
+
+    device = property(lambda self: self.kept_)
+
+
+# where an op runs --------------------------------------------------------------------------------
+
+
+def card_of(device):
+    """A card with its number, which must be there."""
+    index = _current[0] if device.index is None else device.index
+    if index >= _cards[0]:
+        raise RuntimeError("CUDA error: invalid device ordinal")
+    return torch.device("cuda", index)
+
+
+def where(kwargs, cards=()):
+    """The device that is asked for, None: none. C++ takes a pretended tensor for one on `meta` and
+    asks for that, of numbers without saying whose."""
+    if kwargs.get("device") is None:
+        return None
+    asked = torch.device(kwargs["device"])
+    if asked.type == "meta":
+        return cards[0] if cards else torch.device("cuda", _given[0])
+    return asked if asked.type == "cpu" else card_of(asked)
+
+
+def check_generator(args, kwargs, device):
+    """A generator draws on its own device alone."""
+    for value in tree_leaves((args, kwargs)):
+        if not isinstance(value, Generator):
+            continue
+        own = _generators.get(value._cdata, torch.device("cpu"))
+        if own != device:
+            raise RuntimeError(f"Expected a '{device}' generator device but found '{own}'")
+
+
+def check_devices(func, name, args, tensors):
+    """Tensors of one device, but for numbers and for indices of the CPU; what makes the host wait
+    is counted."""
+    here = [t for t in tensors if isinstance(t, Pretend)]
+    plain = [t for t in tensors if not isinstance(t, Pretend) and t.dim()]
+    cards = {str(t.card_) for t in here}
+    indexed = name in BY_INDEX and isinstance(args[0], Pretend)
+    # a GPU takes indices of the CPU
+    indices = indexed and all(any(t is i for i in args[1]) for t in plain)
+    if len(cards) > 1 or (here and plain and not indices):
+        found = sorted(cards) + ["cpu"] * bool(plain)
+        shapes = [list(t.shape) for t in plain]
+        raise RuntimeError(
+            f"{func}: expected all tensors on one device, got {' and '.join(found)} ({shapes})"
+        )
+    masks = indexed and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
+    overload = f"{name}.{func._overloadname}"
+    if here and (name in VALUES or overload in VALUES or masks or (indexed and plain)):
+        waits.append(name)
+
+
+def check_order(name, args):
+    """Of a card's sums of several numbers by index or of a row, each time in another order, a note
+    is made."""
+    if not isinstance(args[0], Pretend) or not args[0].is_floating_point():
+        return
+    name = name.removesuffix("_")
+    if name in ("cumsum", "cumprod"):
+        unrepeated.append(name)
+    elif name in ("index_add", "scatter_add"):
+        index = args[2].real_.movedim(args[1], -1).sort(-1).values
+        if (index[..., 1:] == index[..., :-1]).any():
+            unrepeated.append(name)
+
+
+def check_copy(args, kwargs, tensors, target):
+    """A copy between the CPU and a card waits, but for one from pinned memory."""
+    here = any(isinstance(t, Pretend) for t in tensors)
+    plain = any(not isinstance(t, Pretend) and t.dim() for t in tensors)
+    free = kwargs.get("non_blocking") or args[2:] == (True,)
+    if here and target.type == "cpu":
+        waits.append("to the CPU")
+    elif target.type == "cuda" and plain and not free:
+        waits.append("to the GPU")
+
+
+def rounded(value):
+    """A float32 tensor in TF32, which keeps 10 bits behind the first."""
+    if not isinstance(value, Tensor) or value.dtype != torch.float32:
+        return value
+    wide = value * 8193.0
+    return wide - (wide - value)
 
 
 def dispatch(func, args, kwargs):
     name = func._schema.name.split("::")[1]
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    here = [t for t in tensors if isinstance(t, Pretend)]
-    plain = [t for t in tensors if not isinstance(t, Pretend) and t.dim()]
-    target = where(kwargs)
-    on_gpu = target == "cuda" or (target is None and bool(here))
+    cards = [t.card_ for t in tensors if isinstance(t, Pretend)]
+    target = where(kwargs, cards) or (cards[0] if cards else torch.device("cpu"))
+    if name == "copy_":
+        target = args[0].card_ if isinstance(args[0], Pretend) else torch.device("cpu")
+    check_generator(args, kwargs, target)
     if name in ("_to_copy", "copy_"):
-        if name == "copy_":
-            on_gpu = isinstance(args[0], Pretend)
-        if here and not on_gpu:
-            waits.append("to the CPU")
-        elif on_gpu and plain and not (kwargs.get("non_blocking") or args[2:] == (True,)):
-            waits.append("to the GPU")
+        check_copy(args, kwargs, tensors, target)
+    elif func.namespace == "pflcore" and name not in KERNELS:
+        raise NotImplementedError(f"{func}: it has no kernel for CUDA, and no body")
     else:
-        by_index = name in ("index", "index_put", "index_put_", "_index_put_impl_") and isinstance(
-            args[0], Pretend
-        )
-        # a GPU takes indices of the CPU
-        if here and plain and not (by_index and all(any(t is i for i in args[1]) for t in plain)):
-            raise RuntimeError(
-                f"{func}: expected all tensors on one device, got cuda:0 and cpu "
-                f"({[list(t.shape) for t in plain]})"
-            )
-        masks = by_index and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
-        if here and (name in VALUES or masks or (by_index and plain)):
-            waits.append(name)
+        check_devices(func, name, args, tensors)
+        check_order(name, args)
+
+    count = ROUNDED.get(name, 0) if cards and allows_tf32() else 0
+
+    def compute(*args, **kwargs):
+        return func(*map(rounded, args[:count]), *args[count:], **kwargs)
 
     def real(value):
         return value.real_ if isinstance(value, Pretend) else value
 
-    plainly = {**kwargs, "device": torch.device("cpu")} if target == "cuda" else dict(kwargs)
+    plainly = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") else dict(kwargs)
     plainly.pop("pin_memory", None)
+    real_args, real_kwargs = tree_map(real, args), tree_map(real, plainly)
     with _disable_current_modes():
-        out = func(*tree_map(real, args), **tree_map(real, plainly))
-    if not on_gpu:
+        out = compute(*real_args, **real_kwargs)
+    if target.type != "cpu":
+        from_host = any(not isinstance(t, Pretend) and t.dim() for t in tensors)
+        pretend_graph.note(compute, real_args, real_kwargs, out, from_host)
+    if target.type == "cpu":
         return out
-    out = tree_map(lambda t: Pretend(t) if isinstance(t, Tensor) else t, out)
+    out = tree_map(lambda t: Pretend(t, target) if isinstance(t, Tensor) else t, out)
     return return_and_correct_aliasing(func, args, kwargs, out)
 
 
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if where(kwargs) == "cuda" or any(issubclass(t, Pretend) for t in types):
+        asked = torch.device(kwargs.get("device") or "cpu").type
+        drawn = any(isinstance(v, Generator) for v in tree_leaves((args, kwargs)))
+        if asked != "cpu" or drawn or any(issubclass(t, Pretend) for t in types):
             return dispatch(func, args, kwargs)
         return func(*args, **kwargs)
 
 
+def body_of(func, args):
+    """The body of an op of pflcore's that has no kernel for cards; None: it is none."""
+    name = func.name().split("::")[1] if getattr(func, "namespace", "") == "pflcore" else ""
+    if not name or name in KERNELS or not any(isinstance(a, Pretend) for a in args):
+        return None
+    return getattr(reference, name, None)
+
+
 class _Function(TorchFunctionMode):
-    """`t.to(other)` and `t.cpu()` ask C++ for the device, which knows no pretended one."""
+    """What asks C++ for the device of a tensor, which knows no pretended one, or copies in C++; and
+    ops without a kernel."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        body = body_of(func, args)
+        if body is not None:
+            with self:  # a mode is off while it answers
+                return body(*args)
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], Tensor):
             return func(args[0], device=args[1].device, dtype=args[1].dtype, **kwargs)
         if func is torch.Tensor.pin_memory:
+            contexts.add(_current[0])  # memory is pinned by the current card
             return args[0]
         if func is torch.Tensor.cpu:
             return func.__objclass__.to(args[0], "cpu")
+        if func is torch.Tensor.new_tensor and isinstance(args[0], Pretend):
+            kwargs.setdefault("dtype", args[0].dtype)
+            kwargs.setdefault("device", args[0].device)
+            func, args = torch.tensor, args[1:]
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
+            device = kwargs.pop("device")
+            return func(*args, **kwargs).to(device)
         return func(*args, **kwargs)
 
 
+def exchange(index):
+    """Makes another card the current one; gives the number of the one before."""
+    before = _current[0]
+    if index >= 0:
+        _current[0] = card_of(torch.device("cuda", index)).index
+    return before
+
+
 @contextlib.contextmanager
-def pretended_gpu():
-    """Within it `device="cuda:0"` is there, on this thread: what would run on worker threads runs
-    here, one after another."""
-    here = patch("pflcore.train._workers.Workers.map", lambda self, f, items: [f(i) for i in items])
-    seen, started = (
-        patch("torch.cuda.is_available", lambda: True),
-        patch("torch.cuda._lazy_init", lambda: None),
-    )
-    waits.clear()
-    with here, seen, started, _Function(), _Dispatch():
-        yield GPU
+def pretended_gpu(index=0, cards=1):
+    """Within it so many `cards` are there, on this thread, and it gives the one of this number:
+    what would run on worker threads runs here, one after another."""
+    changes = {
+        "pflcore.train._workers.Workers.map": lambda self, f, items: [f(i) for i in items],
+        "torch.cuda.is_available": lambda: True,
+        "torch.cuda.device_count": lambda: cards,
+        "torch.cuda.current_device": lambda: _current[0],
+        "torch.cuda._lazy_init": lambda: None,
+        "torch.cuda._exchange_device": exchange,
+        "torch.cuda._maybe_exchange_device": exchange,
+        "torch.Generator": Draws,
+        # `parameter.data = other` changes the tensor that C++ knows, not the real one behind it
+        "torch.__future__._overwrite_module_params_on_conversion": True,
+    }
+    for seen in (waits, unrepeated, contexts):
+        seen.clear()
+    _cards[0], _current[0], _given[0] = cards, 0, index
+    with contextlib.ExitStack() as stack:
+        for name, new in changes.items():
+            stack.enter_context(patch(name, new))
+        stack.enter_context(pretend_graph.patches())
+        stack.enter_context(_Function())
+        stack.enter_context(_Dispatch())
+        try:
+            yield torch.device("cuda", index)
+        finally:
+            _generators.clear()

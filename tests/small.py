@@ -257,7 +257,7 @@ def swept(names=ALGORITHMS, quick=SIX):
 
 
 GROUPS: dict[str, Any] = {
-    "hardware": (Hardware, ("engine", "workers", "device", "rows", "together")),
+    "hardware": (Hardware, ("engine", "workers", "device", "rows", "together", "graphs")),
     "evaluation": (Evaluation, ("every", "split", "evaluated", "train_loss", "metrics")),
     "robustness": (Robustness, ("clip", "adversary")),
 }

@@ -25,7 +25,7 @@ def made(**changes):
 
 
 def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
-    from bench import gpu
+    from bench import card_rounds, gpu
 
     monkeypatch.setattr(gpu, "CARD", "cpu")
     small = [(op, {**k, "B": 2}) for op, k in gpu.LARGE if op == "rank1"]
@@ -33,7 +33,9 @@ def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
     monkeypatch.setattr(gpu, "models", lambda n, p, seed: problem.models(n, 500, seed=seed))
     for name in gpu.OPS:  # their own sizes are tried below
         monkeypatch.setattr(bench.suite(name), "sizes", lambda quick: [])
-    monkeypatch.setattr(gpu, "whole_round", lambda whole=gpu.whole_round: whole(2, 64))
+    small_rounds = [("lenet5", 2, 8), ("ResNet-18, quarter width", 2, 8)]
+    monkeypatch.setattr(card_rounds, "SIZES", small_rounds)
+    monkeypatch.setattr(card_rounds, "FULL_WIDTH", 16)
     for case in gpu.problems(False):
         for call in case.providers.values():
             with torch.enable_grad():
@@ -57,6 +59,18 @@ def test_every_provider_is_right(name):
             if not (provider == "Gram float32" or ("mm" in provider and name == "sqdist")):
                 others = provider.startswith(("torch", "scikit", "F.", "dense"))
                 assert error < (1e-4 if others else 2e-6), (provider, size)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_product_of_a_card_is_right():
+    from bench.aggregate import sparse_calls
+
+    rows = problem.models(10, 3001)
+    weight = torch.eye(10) + torch.eye(10).roll(1, 1)
+
+    got = sparse_calls(weight, rows)["torch.sparse"]()
+
+    torch.testing.assert_close(got, weight @ rows)
 
 
 def test_limit_is_the_slower_of_memory_and_arithmetic():

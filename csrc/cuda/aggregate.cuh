@@ -1,395 +1,687 @@
 // out = base + lr * (weight @ updates), dense or by a sparse gather. Knows nothing of torch.
 //
-// Dense, few rows of the result: a warp owns 32 packs of columns, all rows, and reads the updates
-// into registers. Dense, more rows: a block owns a strip of columns and up to 128 rows of the
-// result. The strip's part of each row of updates is copied into shared memory once, some rows
-// ahead of the arithmetic, and every row of the result is made from there: 16 rows x 4 columns to a
-// thread (double: 2), so that arithmetic, not memory, is what a block of 100 x 100 weights waits
-// for. Blocks with the same columns run side by side and share them in L2. The weights stay in
-// shared memory, as far as they fit, while a block walks over the columns. Sparse: a block owns 32
-// packs of columns for all rows of the result, so that a row chosen by many is fetched once and
-// then found in L1. A place outside [0, n) makes its row of the result NaN: a kernel cannot raise
-// an error without stopping the stream.
+// Each element of a result is one chain of fma over the rows of updates, in their order. So a row
+// of the result has the same bits in every kernel: whoever else is made beside it, whatever the
+// alignment. Tensor cores would break this law. Three products of TF32 parts make a hundred results
+// 1.4 times as fast, but few results gain nothing, so that the bits of a row would depend on how
+// many there are; and values below 1e-30 or beyond float32 would need the chain beside them.
+//
+// `aggregate_plan` takes one of four kernels. All but the last wait for memory at most a little.
+// held: few rows of updates, few results. All loads of a thread are on their way at a time, to
+//   registers.
+// streamed: any number of rows and results. The warps of a block share a strip of columns, whose
+//   rows come through a ring in shared memory. A warp makes 20 results (or 4) x 16 bytes of sums a
+//   lane, so that for many results arithmetic is the limit, not memory.
+// tiled: by index. All rows that are used come to shared memory for a tile of columns; every result
+//   is made from there. Two buffers: the next tile is on its way meanwhile.
+// direct: by index, where a tile does not fit. Rows come to registers; one that many results use is
+//   found in L1.
+//
+// A place outside [0, n) makes its row of the result NaN: a kernel cannot raise an error without
+// stopping the stream.
 #pragma once
 #include "common.cuh"
 
 namespace pflcore::cuda {
 
-constexpr int kAggregateThreads = 256;
-constexpr int64_t kAggregateShared =
-    48 * 1024;  // bytes for the weights: what every card gives without asking
-constexpr int64_t kStagedShared = 80 * 1024;  // bytes for weights and stages, where the card gives
-                                              // them: two blocks fit an A100's 164 KiB
-constexpr int64_t kAggregateBlocks = 4096;
+enum class AggregateWay { held, streamed, tiled, direct };
 
-// Rows of the result per thread: as many as 32 registers of sums hold.
-template <class T, class Acc>
-constexpr int aggregate_rows = 32 / (per16<T> * static_cast<int>(sizeof(Acc)) / 4);
-
-// Columns [begin, end) of the whole matrix: whole packs of aligned rows, or any columns one by one.
-struct AggregatePlan {
-  int64_t begin, end;
-  int64_t tiles;         // tiles of columns
-  int warps_m, warps_c;  // how the block's 8 warps are spread over rows and columns
-  int rows;              // rows of the result a block does at a time
-  int chunk;             // rows of updates whose weights are in shared memory at a time
-  bool resident;         // all of them: they are loaded once per block
-  bool out_aligned;
+// What a plan must know of a card.
+struct AggregateCard {
+  int64_t multiprocessors;
+  int64_t block_shared;  // bytes of shared memory that a block may ask for
+  int64_t shared;        // bytes of shared memory of a multiprocessor
+  bool copies;           // copies to shared memory run beside the arithmetic (sm_80 and newer)
 };
 
-template <class T, class Acc, int kRows>
-AggregatePlan aggregate_plan(const Aggregate& q, int64_t begin, int64_t end) {
-  AggregatePlan plan{};
-  plan.begin = begin, plan.end = end;
+struct AggregatePlan {
+  AggregateWay way;
+  bool many;           // a warp makes kManyResults, not kFewResults
+  int threads;         // of a block
+  int results;         // of a block
+  int64_t blocks_m;    // blocks side by side that make all results of the same columns
+  int tile_cols;       // columns of a block at a time, a power of two
+  int single_cols;     // held, direct: the same where packs of columns are not aligned
+  int64_t walkers;     // at most so many blocks walk over the tiles
+  int64_t shared;      // bytes of a block
+  int access;          // bytes of updates that are copied to shared memory at a time
+  int chunk;           // streamed: rows of updates whose weights are in shared memory at a time
+  bool resident;       // streamed: these are all rows, loaded once by each block
+  int buffer_rows;     // tiled: rows of updates that a buffer holds
+  int warps_m;         // direct: warps that make different results of the same columns
+  int64_t begin, end;  // columns of a launch, by `set_columns`
+  int64_t tiles, grid;
+  bool out_aligned;  // the result, and the base, can be accessed in packs
+};
+
+constexpr int kFewResults = 4, kManyResults = 20;  // of a thread
+constexpr int kHeldRows = 20;                      // rows of updates in registers at a time
+constexpr int kHeldThreads = 128;
+constexpr int kStages = 4, kStageBytes = 5 * 1024;  // the ring of a streamed block
+constexpr int kStreamWarps = 5;                     // at most so many share a ring
+constexpr int kManyBlocks = 3, kFewBlocks = 5;  // of such warps, that registers allow for at a time
+constexpr int kTileThreads = 512;                   // at most
+constexpr int kDirectThreads = 256;
+constexpr int64_t kDirectBlocks = 16 * 1024;
+constexpr int64_t kAlwaysShared = 48 * 1024;  // bytes that every card gives without asking
+constexpr int64_t kStreamShared = 74 * 1024;  // bytes: three such blocks fit the 228 KiB of sm_90
+constexpr int64_t kBlockShared = 1024;        // bytes that a card keeps of each block
+constexpr int64_t kEnoughWarps = 16;          // of a multiprocessor, to hide memory's latency
+
+// `precise` on narrower types: these have one kernel, dense, for any number of results.
+template <class T, class Acc>
+constexpr bool is_widened = sizeof(Acc) > 4 && sizeof(T) < sizeof(Acc);
+
+// A thread's share of a row of sums is 16 bytes.
+template <class Acc>
+constexpr int sum_cols = 16 / static_cast<int>(sizeof(Acc));
+
+// Neighbours that a thread moves at a time between memory and these: 8 bytes of T.
+template <class T, class Acc>
+constexpr int sum_pack = is_widened<T, Acc> ? 1 : 8 / static_cast<int>(sizeof(T));
+
+template <class Acc>
+struct AggregateEntry {
+  Acc weight;
+  int at;  // where the row begins in a buffer, in elements
+};
+
+// ---- plans ----
+inline int64_t sum_bytes(const Aggregate& q) { return q.wide || q.in == Dtype::f64 ? 8 : 4; }
+
+inline bool is_widened_input(const Aggregate& q) {
+  return sum_bytes(q) > 4 && bytes_of(q.in) < sum_bytes(q);
+}
+
+inline bool is_aligned(const void* first, int64_t row_bytes, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(first) % static_cast<uintptr_t>(bytes) == 0 &&
+         row_bytes % bytes == 0;
+}
+
+// May packs of `count` elements of the result, and of the base, be accessed at once?
+inline bool packs_fit(const Aggregate& q, int count) {
+  const int64_t bytes = bytes_of(q.out_dtype), pack = count * bytes;
+  return (pack == 8 || pack == 16) && is_aligned(q.out, q.out_row * bytes, pack) &&
+         (q.base == nullptr || is_aligned(q.base, q.base_row * bytes, pack));
+}
+
+inline int copy_bytes(const Aggregate& q) {
+  const int64_t bytes = bytes_of(q.in);
+  int64_t access = 16;
+  while (access > bytes && !is_aligned(q.updates, q.updates_row * bytes, access)) access /= 2;
+  return static_cast<int>(access);
+}
+
+// Blocks of `shared` bytes and `warps` warps that a multiprocessor holds at a time, where its
+// registers hold `most_warps`.
+inline int64_t resident_blocks(const AggregateCard& card, int64_t shared, int64_t warps,
+                               int64_t most_warps) {
+  int64_t blocks = card.shared / (shared + kBlockShared);
+  if (most_warps / warps < blocks) blocks = most_warps / warps;
+  constexpr int64_t most_blocks = 16;  // of every card
+  if (most_blocks < blocks) blocks = most_blocks;
+  return blocks < 1 ? 1 : blocks;
+}
+
+// All loads of a thread are on their way at a time. Cards that cannot copy beside the arithmetic
+// take more rows in turns.
+inline bool plan_held(AggregatePlan& plan, const Aggregate& q, const AggregateCard& card) {
+  const int64_t element = bytes_of(q.in), sum = sum_bytes(q);
+  if (is_widened_input(q)) return false;
+  const int64_t most = element == sum ? kManyResults : kFewResults;
+  if (q.m > most || (q.n > kHeldRows && card.copies)) return false;
+  plan.many = q.m > kFewResults;
+  plan.results = plan.many ? kManyResults : kFewResults;
+  plan.shared = q.n * plan.results * sum;
+  if (plan.shared > kAlwaysShared) return false;
+  plan.way = AggregateWay::held;
+  plan.threads = kHeldThreads;
+  plan.blocks_m = 1;
+  plan.tile_cols = static_cast<int>(kHeldThreads * 8 / element);
+  plan.single_cols = kHeldThreads * (element < 8 ? 2 : 1);
+  plan.walkers = INT64_MAX;
+  return true;
+}
+
+inline void plan_streamed(AggregatePlan& plan, const Aggregate& q, const AggregateCard& card) {
+  const int64_t element = bytes_of(q.in), sum = sum_bytes(q);
+  plan.way = AggregateWay::streamed;
+  plan.many = q.m > kFewResults && !is_widened_input(q);
+  const int64_t warp_results = plan.many ? kManyResults : kFewResults;
+  const int64_t groups = ceil_div(q.m, warp_results);
+  plan.blocks_m = ceil_div(groups, kStreamWarps);
+  const int64_t warps = ceil_div(groups, plan.blocks_m);
+  plan.threads = static_cast<int>(32 * warps);
+  plan.results = static_cast<int>(warps * warp_results);
+  plan.tile_cols = static_cast<int>(32 * 16 / sum);
+  plan.access = copy_bytes(q);
+
+  const int64_t most = card.block_shared < kStreamShared ? card.block_shared : kStreamShared;
+  const int64_t stage_rows = kStageBytes / (plan.tile_cols * element);
+  const int64_t room = (most - kStages * kStageBytes) / (plan.results * sum);
+  const int64_t needed = ceil_div(q.n, stage_rows) * stage_rows;
+  plan.resident = needed <= room;
+  plan.chunk = static_cast<int>(plan.resident ? needed : room / stage_rows * stage_rows);
+  plan.shared = kStages * kStageBytes + plan.chunk * plan.results * sum;
+  // as many blocks as the card holds at a time: each loads its weights once
+  const int64_t most_warps = kStreamWarps * (plan.many ? kManyBlocks : kFewBlocks);
+  const int64_t blocks = resident_blocks(card, plan.shared, warps, most_warps);
+  plan.walkers = ceil_div(blocks * card.multiprocessors, plan.blocks_m);
+}
+
+// Bytes of a block whose tiles have so many columns: two buffers, whose first row is zeros, the
+// entries, the rows that are used, and the place of every row.
+inline int64_t tile_shared(const AggregatePlan& plan, const Aggregate& q, int64_t cols) {
+  const int64_t entry =
+      sum_bytes(q) == 8 ? sizeof(AggregateEntry<double>) : sizeof(AggregateEntry<float>);
+  const int64_t buffers = 2 * (plan.buffer_rows + int64_t{1}) * cols * bytes_of(q.in);
+  return buffers + q.m * q.k * entry + (plan.buffer_rows + q.n + 1) * int64_t{sizeof(int)};
+}
+
+inline bool plan_tiled(AggregatePlan& plan, const Aggregate& q, const AggregateCard& card) {
+  if (!card.copies || is_widened_input(q)) return false;
+  constexpr int64_t most_entries = 1 << 20;  // far more than fit
+  if (q.n > most_entries || q.k > most_entries || q.m > most_entries / (q.k < 1 ? 1 : q.k))
+    return false;
+  const int64_t entries = q.m * q.k;
+  plan.buffer_rows = static_cast<int>(q.n < entries ? q.n : entries);
+  const auto tile_threads = [](int64_t cols) { return cols > 128 ? kTileThreads : 256; };
+  const auto tile_blocks = [&](int64_t cols) {
+    return resident_blocks(card, tile_shared(plan, q, cols), tile_threads(cols) / 32, 48);
+  };
+  const auto enough_warps = [&](int64_t cols) {
+    return tile_blocks(cols) * tile_threads(cols) / 32 >= kEnoughWarps;
+  };
+  // 128 columns; more where a multiprocessor holds few blocks of them, fewer where it holds none
+  int64_t cols = 128;
+  if (tile_blocks(128) <= 2 && tile_shared(plan, q, 256) <= card.block_shared) cols = 256;
+  while (cols > 32 && (tile_shared(plan, q, cols) > card.block_shared || !enough_warps(cols)))
+    cols /= 2;
+  plan.shared = tile_shared(plan, q, cols);
+  if (plan.shared > card.block_shared) return false;
+  plan.way = AggregateWay::tiled;
+  plan.threads = tile_threads(cols);
+  plan.results = 1;
+  plan.blocks_m = 1;
+  plan.tile_cols = static_cast<int>(cols);
+  plan.access = copy_bytes(q);
+  plan.walkers = tile_blocks(cols) * card.multiprocessors;
+  return true;
+}
+
+inline void plan_direct(AggregatePlan& plan, const Aggregate& q) {
+  plan.way = AggregateWay::direct;
+  plan.threads = kDirectThreads;
   plan.warps_m = 1;
-  while (plan.warps_m < 8 && static_cast<int64_t>(plan.warps_m) * kRows < q.m) plan.warps_m *= 2;
-  plan.warps_c = 8 / plan.warps_m;
-  plan.tiles = ceil_div(end - begin, static_cast<int64_t>(plan.warps_c) * 32 * per16<T>);
-  const int64_t busy = ceil_div(q.m, kRows);
-  plan.rows = static_cast<int>(busy < plan.warps_m ? busy : plan.warps_m) * kRows;
-  const int64_t room = kAggregateShared / (plan.rows * static_cast<int64_t>(sizeof(Acc)));
-  plan.chunk = static_cast<int>(q.n < room ? (q.n < 1 ? 1 : q.n) : room);
-  plan.resident = q.n <= plan.chunk;
-  plan.out_aligned = aligned16(q.out, q.out_row, bytes_of(q.out_dtype)) &&
-                     (q.base == nullptr || aligned16(q.base, q.base_row, bytes_of(q.out_dtype)));
+  while (plan.warps_m < kDirectThreads / 32 && plan.warps_m < q.m) plan.warps_m *= 2;
+  plan.results = 1;
+  plan.blocks_m = 1;
+  plan.tile_cols = static_cast<int>(kDirectThreads / plan.warps_m * 16 / bytes_of(q.in));
+  plan.single_cols = plan.tile_cols;
+  plan.walkers = kDirectBlocks;
+  plan.shared = 0;
+}
+
+inline AggregatePlan aggregate_plan(const Aggregate& q, const AggregateCard& card) {
+  AggregatePlan plan{};
+  if (q.sparse) {
+    if (!plan_tiled(plan, q, card)) plan_direct(plan, q);
+  } else {
+    if (!plan_held(plan, q, card)) plan_streamed(plan, q, card);
+  }
   return plan;
 }
 
-// The columns a thread owns of a warp's tile that starts at c: neighbours where they can be
-// accessed as a pack, else every 32nd, so that a warp accesses neighbours either way.
-template <int kCols, bool kPacks>
-__device__ __forceinline__ int64_t owned(int64_t c, int lane, int v) {
-  return kPacks ? c + lane * kCols + v : c + lane + 32 * v;
+// The columns of one launch: whole packs of aligned rows, or any columns one by one.
+inline void set_columns(AggregatePlan& plan, int64_t begin, int64_t end) {
+  plan.begin = begin, plan.end = end;
+  plan.tiles = ceil_div(end - begin, plan.tile_cols);
+  plan.grid = plan.blocks_m * (plan.tiles < plan.walkers ? plan.tiles : plan.walkers);
 }
 
-template <class T, bool kAligned>
-__device__ __forceinline__ Pack<T> load_owned(const T* row, int64_t c, int lane, int64_t end) {
-  if constexpr (kAligned) {
-    return load16(row + owned<per16<T>, true>(c, lane, 0));
+inline AggregateCard aggregate_card() {
+#ifdef PFLCORE_CUDA_ON_CPU
+  const cuda_on_cpu::Device& d = cuda_on_cpu::device();
+  return {multiprocessors(), d.shared_most, d.shared_most + kBlockShared, d.copies};
+#else
+  AggregateCard card{multiprocessors(), kAlwaysShared, kAlwaysShared + kBlockShared, false};
+  int device = 0, block = 0, all = 0, major = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
+          cudaSuccess ||
+      cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) !=
+          cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess)
+    return card;
+  if (block > card.block_shared) card.block_shared = block;
+  if (all > card.shared) card.shared = all;
+  card.copies = major >= 8;
+  return card;
+#endif
+}
+
+// ---- columns of a thread ----
+// Where column v of a lane lies behind its first one, `lanes` side by side: in packs of neighbours,
+// so that lanes that are neighbours access neighbours.
+template <int kPack>
+__device__ __forceinline__ int column_offset(int lanes, int v) {
+  return v / kPack * (lanes * kPack) + v % kPack;
+}
+
+// One access where it can be one; else one by one.
+template <int kPack, class T>
+__device__ __forceinline__ Pack<T, kPack> load_neighbours(const T* p) {
+  if constexpr (kPack > 1) {
+    return load_pack<kPack>(p);
   } else {
-    Pack<T> out;
-#pragma unroll
-    for (int v = 0; v < per16<T>; ++v) {
-      const int64_t at = owned<per16<T>, false>(c, lane, v);
-      out.v[v] = row[at < end ? at : end - 1];  // never out of the row; the sums of columns past
-                                                // the end are dropped
-    }
-    return out;
+    return {{*p}};
   }
 }
 
-template <class Out, class Acc, int kCols, bool kPacks>
-__device__ __forceinline__ void write_typed(const Aggregate& q, bool out_aligned, int64_t row,
-                                            int64_t c, int lane, int64_t end, const Acc* sum) {
-  Out* const out = static_cast<Out*>(q.out) + row * q.out_row;
-  const Out* const base = q.base ? static_cast<const Out*>(q.base) + row * q.base_row : nullptr;
-  constexpr int kBytes = kCols * static_cast<int>(sizeof(Out));
-  if constexpr (kPacks && (kBytes == 8 || kBytes == 16)) {
-    const int64_t at = owned<kCols, true>(c, lane, 0);
-    if (out_aligned && at + kCols <= end) {
-      Pack<Out, kCols> value;
-      if (base) value = load_pack<kCols>(base + at);
+// ---- results ----
+// The sums of one row to `out`, the lane's first column, on `base`; `left` columns are left there.
+template <class Out, class Acc, int kCols, int kPack, bool kBase>
+__device__ __forceinline__ void write_row(Out* out, const Out* base, bool packs, int64_t left,
+                                          int lanes, const Acc* sum) {
+  constexpr int kBytes = kPack * static_cast<int>(sizeof(Out));
+  if constexpr (kPack > 1 && (kBytes == 8 || kBytes == 16)) {
+    if (packs) {
 #pragma unroll
-      for (int v = 0; v < kCols; ++v)
-        value.v[v] = convert<Out>(base ? convert<Acc>(value.v[v]) + sum[v] : sum[v]);
-      if constexpr (sizeof(Out) == 2 && sizeof(Acc) == 8)
-        store_pack(out + at, value);  // a plain store: registers are short, the other would spill
-      else
-        store_pack_global(out + at, value);
+      for (int v0 = 0; v0 < kCols; v0 += kPack) {
+        const int at = column_offset<kPack>(lanes, v0);
+        Pack<Out, kPack> value;
+        if constexpr (kBase) value = load_pack<kPack>(base + at);
+#pragma unroll
+        for (int v = 0; v < kPack; ++v)
+          value.v[v] = convert<Out>(kBase ? convert<Acc>(value.v[v]) + sum[v0 + v] : sum[v0 + v]);
+        if constexpr (sizeof(Out) == 2 && sizeof(Acc) == 8)
+          store_pack_global_plain(out + at, value);
+        else
+          store_pack_global(out + at, value);
+      }
       return;
     }
   }
 #pragma unroll
   for (int v = 0; v < kCols; ++v) {
-    const int64_t at = owned<kCols, kPacks>(c, lane, v);
-    if (at < end) out[at] = convert<Out>(base ? convert<Acc>(base[at]) + sum[v] : sum[v]);
+    const int at = column_offset<kPack>(lanes, v);
+    if (at < left) out[at] = convert<Out>(kBase ? convert<Acc>(base[at]) + sum[v] : sum[v]);
   }
 }
 
-// `count` rows of sums. A result of the type of the updates is written from registers; any other
-// goes through a rolled loop, whose sums lie in (cached) local memory: one copy of the code for
-// each of the other types is worth more than their last few percent.
-template <class T, class Acc, int kRows, int kCols, bool kPacks>
-__device__ __forceinline__ void write(const Aggregate& q, bool out_aligned, int64_t row, int count,
-                                      int64_t c, int lane, int64_t end,
-                                      const Acc (&sum)[kRows][kCols]) {
-  if (q.out_dtype == dtype_of<T>) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
+// `count` rows of sums from `row` on, of the columns of a lane, the first of which is c. Pointers
+// walk: kRows places, kept from tile to tile, would be more than the registers hold.
+template <class Out, class Acc, int kRows, int kCols, int kPack, bool kUnrolled>
+__device__ __forceinline__ void write_rows_as(const Aggregate& q, const AggregatePlan& plan,
+                                              int64_t row, int count, int64_t c, int lanes,
+                                              const Acc (&sum)[kRows][kCols]) {
+  const int64_t left = plan.end - c;
+  const bool packs = plan.out_aligned && column_offset<kPack>(lanes, kCols - 1) < left;
+  Out* out = static_cast<Out*>(q.out) + row * q.out_row + c;
+  if (q.base == nullptr) {
+#pragma unroll(kUnrolled ? kRows : 1)
+    for (int r = 0; r < kRows; ++r, out += q.out_row)
       if (r < count)
-        write_typed<T, Acc, kCols, kPacks>(q, out_aligned, row + r, c, lane, end, sum[r]);
+        write_row<Out, Acc, kCols, kPack, false>(out, nullptr, packs, left, lanes, sum[r]);
     return;
   }
-#pragma unroll 1
-  for (int r = 0; r < count; ++r) {
-    if constexpr (!std::is_same_v<T, float>)
-      if (q.out_dtype == Dtype::f32)
-        write_typed<float, Acc, kCols, kPacks>(q, out_aligned, row + r, c, lane, end, sum[r]);
-    if constexpr (!std::is_same_v<T, double>)
-      if (q.out_dtype == Dtype::f64)
-        write_typed<double, Acc, kCols, kPacks>(q, out_aligned, row + r, c, lane, end, sum[r]);
-    if constexpr (!std::is_same_v<T, __half>)
-      if (q.out_dtype == Dtype::f16)
-        write_typed<__half, Acc, kCols, kPacks>(q, out_aligned, row + r, c, lane, end, sum[r]);
-    if constexpr (!std::is_same_v<T, __nv_bfloat16>)
-      if (q.out_dtype == Dtype::bf16)
-        write_typed<__nv_bfloat16, Acc, kCols, kPacks>(q, out_aligned, row + r, c, lane, end,
-                                                       sum[r]);
+  const Out* base = static_cast<const Out*>(q.base) + row * q.base_row + c;
+#pragma unroll(kUnrolled ? kRows : 1)
+  for (int r = 0; r < kRows; ++r, out += q.out_row, base += q.base_row)
+    if (r < count) write_row<Out, Acc, kCols, kPack, true>(out, base, packs, left, lanes, sum[r]);
+}
+
+// A result of the type of the updates is written from registers. Any other goes through a rolled
+// loop over a copy in (cached) local memory: one copy of the code for each of the other types is
+// worth more than their last few percent.
+template <class T, class Acc, int kRows, int kCols, int kPack>
+__device__ __forceinline__ void write_rows(const Aggregate& q, const AggregatePlan& plan,
+                                           int64_t row, int count, int64_t c, int lanes,
+                                           const Acc (&sum)[kRows][kCols]) {
+  if (q.out_dtype == dtype_of<T>)
+    return write_rows_as<T, Acc, kRows, kCols, kPack, true>(q, plan, row, count, c, lanes, sum);
+  Acc kept[kRows][kCols];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+#pragma unroll
+    for (int v = 0; v < kCols; ++v) kept[r][v] = sum[r][v];
+  const auto write_as = [&](auto zero) {
+    using Out = decltype(zero);
+    if constexpr (!std::is_same_v<T, Out>)
+      write_rows_as<Out, Acc, kRows, kCols, kPack, false>(q, plan, row, count, c, lanes, kept);
+  };
+  if (q.out_dtype == Dtype::f32) return write_as(float{});
+  if (q.out_dtype == Dtype::f64) return write_as(double{});
+  if (q.out_dtype == Dtype::f16) return write_as(__half{});
+  write_as(__nv_bfloat16{});
+}
+
+// ---- dense ----
+// The weights of `results` results from m0 on and of `count` updates from n0 on, times lr:
+// weights[update][result], 0 past the last result. Several loads are on their way at a time.
+template <class Acc, int kUnroll>
+__device__ __forceinline__ void load_weights(Acc* weights, const Aggregate& q, int64_t m0,
+                                             int results, int64_t n0, int count) {
+  if (count == 0) return;
+  const int step = static_cast<int>(blockDim.x), down = step / count, right = step % count;
+  int row = static_cast<int>(threadIdx.x) / count, j = static_cast<int>(threadIdx.x) % count;
+#pragma unroll(kUnroll)
+  for (int e = static_cast<int>(threadIdx.x); e < results * count; e += step) {
+    weights[j * results + row] =
+        m0 + row < q.m ? static_cast<Acc>(q.lr * q.weight[(m0 + row) * q.k + n0 + j]) : Acc(0);
+    row += down, j += right;
+    if (j >= count) j -= count, ++row;
   }
 }
 
-// The weights of `rows` rows of the result from m0 on and of `count` updates from n0 on, times lr:
-// weights[update][row], 0 past the last row.
-template <class Acc>
-__device__ __forceinline__ void load_weights(Acc* weights, const Aggregate& q, int64_t m0, int rows,
-                                             int64_t n0, int count) {
+// One row of updates more in all sums; the weights lie on a 16-byte boundary.
+template <class Acc, int kRows, int kCols>
+__device__ __forceinline__ void add_row(Acc (&sum)[kRows][kCols], const Acc* weights,
+                                        const Acc (&u)[kCols]) {
+  constexpr int kWide = per16<Acc>;
+  static_assert(kRows % kWide == 0, "whole accesses");
+#pragma unroll
+  for (int r = 0; r < kRows; r += kWide) {
+    const Pack<Acc> some = load16(weights + r);
+#pragma unroll
+    for (int i = 0; i < kWide; ++i)
+#pragma unroll
+      for (int v = 0; v < kCols; ++v) sum[r + i][v] += some.v[i] * u[v];
+  }
+}
+
+// What a thread holds of a row: whole words, as elements of 2 bytes would take a register each.
+template <class T, int kPack>
+using HeldPiece = std::conditional_t<(kPack > 1), Pack<unsigned, 2>, Pack<T, 1>>;
+
+template <class T, class Acc, int kRows, int kPack>
+__global__ void __launch_bounds__(kHeldThreads, kRows > kFewResults ? 4 : 6)
+    aggregate_held(Aggregate q, AggregatePlan plan) {
+  // 8 bytes of a row; one by one, narrow types would take more registers than there are
+  constexpr int kCols = kPack > 1 ? kPack : sizeof(T) < 8 ? 2 : 1, kPieces = kCols / kPack;
+  PFLCORE_DYNAMIC_SHARED(shared);
+  Acc* const weights = reinterpret_cast<Acc*>(shared);  // [n][kRows]
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  for (int row = warp; row < rows; row += kAggregateThreads / 32)
-    for (int j = lane; j < count; j += 32)
-      weights[j * rows + row] =
-          m0 + row < q.m ? static_cast<Acc>(q.lr * q.weight[(m0 + row) * q.k + n0 + j]) : Acc(0);
-}
-
-template <class T, class Acc, int kRows, bool kAligned>
-__global__ void __launch_bounds__(kAggregateThreads, 2)
-    aggregate_dense(Aggregate q, AggregatePlan plan) {
-  constexpr int kWide = per16<T>,
-                kAhead = kRows == 1 ? 8 : 4;  // rows of updates on their way at a time
-  PFLCORE_DYNAMIC_SHARED(shared);
-  Acc* const weights = reinterpret_cast<Acc*>(shared);  // [chunk][rows]
-  const int rows = plan.rows, warp = static_cast<int>(threadIdx.x) / 32,
-            lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_m = warp % plan.warps_m, warp_c = warp / plan.warps_m;
-  const Acc* const mine = weights + warp_m * kRows;
-  const T* const updates = static_cast<const T*>(q.updates);
-  const int64_t blocks_m =
-      (q.m + rows - 1) / rows;  // blocks of rows are neighbours in the grid: they share the columns
-  const int64_t m0 = blockIdx.x % blocks_m * rows, my_m = m0 + warp_m * kRows;
-  const int64_t step = gridDim.x / blocks_m;
-  bool loaded = false;
-  for (int64_t tile = blockIdx.x / blocks_m; tile < plan.tiles; tile += step) {
-    const int64_t c = plan.begin + (tile * plan.warps_c + warp_c) * 32 * kWide;
-    const bool active =
-        warp_m * kRows < rows && my_m < q.m && owned<kWide, kAligned>(c, lane, 0) < plan.end;
-    Acc sum[kRows][kWide] = {};
-    for (int64_t n0 = 0; n0 < q.n; n0 += plan.chunk) {
-      const int count = static_cast<int>(q.n - n0 < plan.chunk ? q.n - n0 : plan.chunk);
-      if (!(plan.resident && loaded)) {
-        __syncthreads();  // nobody reads the weights before these any more
-        load_weights(weights, q, m0, rows, n0, count);
-        __syncthreads();
-        loaded = true;
-      }
-      if (!active) continue;
-      const T* from = updates + n0 * q.updates_row;
-      for (int j = 0; j < count; j += kAhead, from += kAhead * q.updates_row) {
-        Pack<T> u[kAhead];
+  const int64_t c = plan.begin +
+                    (static_cast<int64_t>(blockIdx.x) * (kHeldThreads / 32) + warp) * (32 * kCols) +
+                    lane * kPack;
+  const T* from[kPieces];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i)
-          if (j + i < count)
-            u[i] = load_owned<T, kAligned>(from + i * q.updates_row, c, lane, plan.end);
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i)
-          if (j + i < count) {
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-              const Acc w = mine[(j + i) * rows + r];
-#pragma unroll
-              for (int v = 0; v < kWide; ++v) sum[r][v] += w * convert<Acc>(u[i].v[v]);
-            }
-          }
-      }
-    }
-    if (active)
-      write<T, Acc, kRows, kWide, kAligned>(
-          q, plan.out_aligned, my_m, static_cast<int>(q.m - my_m < kRows ? q.m - my_m : kRows), c,
-          lane, plan.end, sum);
+  for (int x = 0; x < kPieces; ++x) {
+    const int64_t at = c + column_offset<kPack>(32, x * kPack);
+    // never out of the row; the sums of columns past the end are dropped
+    from[x] = static_cast<const T*>(q.updates) + (at < plan.end ? at : plan.end - kPack);
   }
+  Acc sum[kRows][kCols] = {};
+  for (int n0 = 0; n0 < q.n; n0 += kHeldRows) {
+    HeldPiece<T, kPack> rows[kHeldRows][kPieces];
+#pragma unroll
+    for (int i = 0; i < kHeldRows; ++i)
+      if (n0 + i < q.n) {
+#pragma unroll
+        for (int x = 0; x < kPieces; ++x) {
+          if constexpr (kPack > 1)
+            rows[i][x] = load_pack<2>(reinterpret_cast<const unsigned*>(from[x]));
+          else
+            rows[i][x] = {{*from[x]}};
+          from[x] += q.updates_row;
+        }
+      }
+    if (n0 == 0) {
+      load_weights<Acc, 1>(weights, q, 0, kRows, 0, static_cast<int>(q.n));
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < kHeldRows; ++i)
+      if (n0 + i < q.n) {
+        Acc u[kCols];
+#pragma unroll
+        for (int x = 0; x < kPieces; ++x) {
+          Pack<T, kPack> piece;
+          memcpy(&piece, &rows[i][x], sizeof piece);
+#pragma unroll
+          for (int v = 0; v < kPack; ++v) u[x * kPack + v] = convert<Acc>(piece.v[v]);
+        }
+        add_row(sum, weights + (n0 + i) * kRows, u);
+      }
+  }
+  write_rows<T, Acc, kRows, kCols, kPack>(q, plan, 0, static_cast<int>(q.m), c, 32, sum);
 }
 
-// ---- many rows ----
-constexpr int kStages = 4, kStageBytes = 8 * 1024, kStagedRows = 16;
-template <class Acc>
-constexpr int staged_cols = 16 / static_cast<int>(sizeof(Acc));
-
-struct StagedPlan {
-  int64_t tiles;         // strips of columns
-  int64_t blocks_m;      // blocks of rows
-  int warps_m, warps_c;  // how the block's 8 warps are spread over rows and columns
-  int rows;              // rows of the result a block does
-  int row_log2;          // a strip's bytes of one row of updates
-  int stage_rows;        // rows of updates staged at a time
-  int access;      // bytes of updates copied at a time: 16, 8 or 4 as alignment allows, else one
-                   // element
-  int chunk;       // rows of updates whose weights are in shared memory at a time, a multiple of
-                   // stage_rows
-  bool resident;   // all of them: they are loaded once per block
-  int64_t shared;  // bytes
-};
-
-template <class T, class Acc>
-StagedPlan staged_plan(const Aggregate& q, int64_t shared) {
-  StagedPlan plan{};
-  plan.blocks_m = ceil_div(q.m, 8 * kStagedRows);
-  const int64_t busy =
-      ceil_div(ceil_div(q.m, plan.blocks_m), kStagedRows);  // warps that have rows to do
-  plan.rows = static_cast<int>(busy) * kStagedRows;
-  plan.blocks_m = ceil_div(q.m, plan.rows);
-  plan.warps_m = 1;
-  while (plan.warps_m < busy) plan.warps_m *= 2;
-  plan.warps_c = 8 / plan.warps_m;
-  const int64_t cols = static_cast<int64_t>(plan.warps_c) * 32 * staged_cols<Acc>;
-  plan.tiles = ceil_div(q.p, cols);
-  while ((int64_t{1} << plan.row_log2) < cols * static_cast<int64_t>(sizeof(T))) ++plan.row_log2;
-  plan.stage_rows = kStageBytes >> plan.row_log2;
-  plan.access = 16;
-  while (plan.access > static_cast<int>(sizeof(T)) &&
-         (reinterpret_cast<uintptr_t>(q.updates) % plan.access ||
-          q.updates_row * static_cast<int64_t>(sizeof(T)) % plan.access))
-    plan.access /= 2;
-  const int64_t weights = plan.rows * static_cast<int64_t>(sizeof(Acc));
-  const int64_t room = (shared - kStages * kStageBytes) / weights,
-                needed = ceil_div(q.n, plan.stage_rows) * plan.stage_rows;
-  plan.resident = needed <= room;
-  plan.chunk = static_cast<int>(plan.resident ? needed : room / plan.stage_rows * plan.stage_rows);
-  plan.shared = kStages * kStageBytes + plan.chunk * weights;
-  return plan;
-}
-
-// Copies `rows` rows of a strip, kBytes at a time, zeros where it reaches past the end of a row.
-template <int kBytes, class T>
-__device__ __forceinline__ void stage_rows(unsigned char* to, const T* from, int64_t row_stride,
-                                           int rows, int row_log2, int64_t left) {
+// Copies `count` rows of a tile of 1 << cols_log2 columns, kBytes at a time; `row(i)` is where row
+// i begins, of which `left` columns are left. What lies past the end of a row is not touched.
+template <int kBytes, class T, class Row>
+__device__ __forceinline__ void copy_rows(T* to, int cols_log2, int count, int64_t left,
+                                          const Row& row) {
   constexpr int kCount = kBytes / static_cast<int>(sizeof(T));
-  constexpr int kBytesLog2 = kBytes == 16 ? 4 : kBytes == 8 ? 3 : kBytes == 4 ? 2 : 1;
-  const int per_row_log2 = row_log2 - kBytesLog2;
-  for (int e = static_cast<int>(threadIdx.x); e < rows << per_row_log2; e += kAggregateThreads) {
-    const int row = e >> per_row_log2, i = (e & ((1 << per_row_log2) - 1)) * kCount;
-    const int valid = i + kCount <= left ? kBytes
-                      : i < left         ? static_cast<int>(left - i) * static_cast<int>(sizeof(T))
-                                         : 0;
-    unsigned char* const dst = to + (row << row_log2) + i * static_cast<int>(sizeof(T));
-    const T* const src = from + row * row_stride + (valid ? i : 0);
+  constexpr int kCountLog2 = kCount == 8 ? 3 : kCount == 4 ? 2 : kCount == 2 ? 1 : 0;
+  const int pieces_log2 = cols_log2 - kCountLog2;
+#pragma unroll 1
+  for (int e = static_cast<int>(threadIdx.x); e < count << pieces_log2;
+       e += static_cast<int>(blockDim.x)) {
+    const int i = e >> pieces_log2, x = (e & ((1 << pieces_log2) - 1)) * kCount;
+    if (x >= left) continue;
+    T* const into = to + (i << cols_log2) + x;
     if constexpr (kBytes >= 4) {
-      copy_async<kBytes>(dst, src, valid);
+      const int valid =
+          x + kCount <= left ? kBytes : static_cast<int>(left - x) * static_cast<int>(sizeof(T));
+      copy_async<kBytes>(into, row(i) + x, valid);
     } else {
-      *reinterpret_cast<T*>(dst) = valid ? *src : convert<T>(0.0f);
+      *into = row(i)[x];
     }
   }
 }
 
-// kPacks: a thread's columns are neighbours, as the result can be written in packs; else every
-// 32nd.
-template <class T, class Acc, bool kPacks>
-__global__ void __launch_bounds__(kAggregateThreads, 2)
-    aggregate_staged(Aggregate q, StagedPlan plan) {
-  constexpr int kCols = staged_cols<Acc>, kRows = kStagedRows;
-  PFLCORE_DYNAMIC_SHARED(shared);
-  Acc* const weights = reinterpret_cast<Acc*>(shared + kStages * kStageBytes);  // [chunk][rows]
-  const int rows = plan.rows, warp = static_cast<int>(threadIdx.x) / 32,
-            lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp_m = warp % plan.warps_m, warp_c = warp / plan.warps_m, mine = warp_c * 32 * kCols;
-  const int64_t cols = static_cast<int64_t>(plan.warps_c) * 32 * kCols;
-  const int64_t m0 = blockIdx.x % plan.blocks_m * rows,
-                my_m =
-                    m0 + warp_m * kRows;  // blocks of rows are neighbours: they share the columns
-  const int64_t first = blockIdx.x / plan.blocks_m, step = gridDim.x / plan.blocks_m;
+template <class T, class Row>
+__device__ __forceinline__ void copy_tile(int access, T* to, int cols_log2, int count, int64_t left,
+                                          const Row& row) {
+  if (access == 16) return copy_rows<16>(to, cols_log2, count, left, row);
+  if (access == 8) return copy_rows<8>(to, cols_log2, count, left, row);
+  if constexpr (sizeof(T) <= 4)
+    if (access == 4) return copy_rows<4>(to, cols_log2, count, left, row);
+  if constexpr (sizeof(T) == 2) copy_rows<2>(to, cols_log2, count, left, row);
+}
 
-  int64_t fill_tile = first, fill_row = 0;  // what is copied next, and where to
-  int fill_slot = 0;
+template <class T, class Acc, int kRows, int kPack>
+__global__ void __launch_bounds__(32 * kStreamWarps, kRows > kFewResults ? kManyBlocks : kFewBlocks)
+    aggregate_streamed(Aggregate q, AggregatePlan plan) {
+  constexpr int kCols = sum_cols<Acc>, kTile = 32 * kCols, kTileLog2 = kTile == 128 ? 7 : 6;
+  constexpr int kStageRows = kStageBytes / (kTile * static_cast<int>(sizeof(T)));
+  constexpr int kPieces = kCols / kPack;
+  PFLCORE_DYNAMIC_SHARED(shared);
+  T* const ring = reinterpret_cast<T*>(shared);  // [kStages][kStageRows][kTile]
+  Acc* const weights = reinterpret_cast<Acc*>(shared + kStages * kStageBytes);  // [chunk][results]
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  // blocks of other results of the same columns are neighbours: they share the columns in L2
+  const int blocks_m = static_cast<int>(plan.blocks_m);
+  const int64_t m0 = static_cast<int64_t>(static_cast<int>(blockIdx.x) % blocks_m) * plan.results;
+  const int64_t my_m = m0 + warp * kRows;
+  const int n = static_cast<int>(q.n), tiles = static_cast<int>(plan.tiles);
+  const int first = static_cast<int>(blockIdx.x) / blocks_m;
+  const int step = static_cast<int>(gridDim.x) / blocks_m;
+
+  int fill_tile = first, fill_row = 0, fill_slot = 0;  // what is copied next, and where to
   const auto fill = [&] {
-    if (fill_tile < plan.tiles) {
-      const int count =
-          static_cast<int>(q.n - fill_row < plan.stage_rows ? q.n - fill_row : plan.stage_rows);
-      unsigned char* const to = shared + fill_slot * kStageBytes;
-      const T* const from =
-          static_cast<const T*>(q.updates) + fill_row * q.updates_row + fill_tile * cols;
-      const int64_t left = q.p - fill_tile * cols;
-      if (plan.access == 16)
-        stage_rows<16>(to, from, q.updates_row, count, plan.row_log2, left);
-      else if (plan.access == 8)
-        stage_rows<8>(to, from, q.updates_row, count, plan.row_log2, left);
-      else if (sizeof(T) <= 4 && plan.access == 4)
-        stage_rows<(sizeof(T) <= 4 ? 4 : 8)>(to, from, q.updates_row, count, plan.row_log2, left);
-      else
-        stage_rows<static_cast<int>(sizeof(T))>(to, from, q.updates_row, count, plan.row_log2,
-                                                left);
-      fill_row += plan.stage_rows;
-      if (fill_row >= q.n) fill_row = 0, fill_tile += step;
+    if (fill_tile < tiles) {
+      const int count = n - fill_row < kStageRows ? n - fill_row : kStageRows;
+      const int64_t c = static_cast<int64_t>(fill_tile) * kTile;
+      const T* const from = static_cast<const T*>(q.updates) + fill_row * q.updates_row + c;
+      copy_tile(plan.access, ring + fill_slot * kStageRows * kTile, kTileLog2, count, plan.end - c,
+                [&](int i) { return from + i * q.updates_row; });
+      fill_row += kStageRows;
+      if (fill_row >= n) fill_row = 0, fill_tile += step;
     }
     copy_commit();  // a group for every stage, empty ones too, so that the count of groups to wait
                     // for is constant
-    fill_slot = (fill_slot + 1) % kStages;
+    fill_slot = fill_slot + 1 == kStages ? 0 : fill_slot + 1;
   };
-  for (int k = 0; k < kStages - 1; ++k) fill();
+#pragma unroll 1
+  for (int s = 0; s < kStages - 1; ++s) fill();
 
-  bool loaded = false;
+  if (plan.resident) load_weights<Acc, 8>(weights, q, m0, plan.results, 0, n);
   int slot = 0;
-  for (int64_t tile = first; tile < plan.tiles; tile += step) {
-    const int64_t c = tile * cols + mine;
-    const bool active = warp_m * kRows < rows && my_m < q.m && c < q.p;
+  for (int tile = first; tile < tiles; tile += step) {
     Acc sum[kRows][kCols] = {};
-    int at = plan.chunk;  // within the weights that are there
-    for (int64_t n0 = 0; n0 < q.n; n0 += plan.stage_rows, at += plan.stage_rows) {
-      if (at == plan.chunk) {
-        at = 0;
-        if (!(plan.resident && loaded)) {
+    int chunk_row = plan.chunk;  // within the weights that are there
+    for (int n0 = 0; n0 < n; n0 += kStageRows, chunk_row += kStageRows) {
+      if (chunk_row == plan.chunk) {
+        chunk_row = 0;
+        if (!plan.resident) {
           __syncthreads();  // nobody reads the weights before these any more
-          load_weights(weights, q, m0, rows, n0,
-                       static_cast<int>(q.n - n0 < plan.chunk ? q.n - n0 : plan.chunk));
-          loaded = true;
+          load_weights<Acc, 1>(weights, q, m0, plan.results, n0,
+                               n - n0 < plan.chunk ? n - n0 : plan.chunk);
         }
       }
       copy_wait<kStages - 2>();
       __syncthreads();  // the stage and the weights are there for all, and nobody reads the slot
                         // any more that is filled next
       fill();
-      const T* const strip = reinterpret_cast<const T*>(shared + slot * kStageBytes) + mine;
-      slot = (slot + 1) % kStages;
-      if (!active) continue;
-      const int count = static_cast<int>(q.n - n0 < plan.stage_rows ? q.n - n0 : plan.stage_rows);
-      const Acc* w = weights + at * rows + warp_m * kRows;
-#pragma unroll 2
-      for (int j = 0; j < count; ++j, w += rows) {
-        const T* const from = strip + j * cols;
+      const T* from = ring + slot * kStageRows * kTile + lane * kPack;
+      slot = slot + 1 == kStages ? 0 : slot + 1;
+      if (my_m >= q.m) continue;
+      const int count = n - n0 < kStageRows ? n - n0 : kStageRows;
+      const Acc* w = weights + chunk_row * plan.results + warp * kRows;
+      Pack<T, kPack> row[kPieces];
+      const auto load_row = [&] {
+#pragma unroll
+        for (int x = 0; x < kPieces; ++x) row[x] = load_neighbours<kPack>(from + x * 32 * kPack);
+      };
+      load_row();
+      // the next row comes during the arithmetic; an unrolled loop would need more registers
+#pragma unroll 1
+      for (int j = 0; j < count; ++j, w += plan.results) {
         Acc u[kCols];
-        if constexpr (kPacks) {
-          const Pack<T, kCols> pack = load_pack<kCols>(from + lane * kCols);
 #pragma unroll
-          for (int v = 0; v < kCols; ++v) u[v] = convert<Acc>(pack.v[v]);
-        } else {
-#pragma unroll
-          for (int v = 0; v < kCols; ++v) u[v] = convert<Acc>(from[lane + 32 * v]);
-        }
-#pragma unroll
-        for (int r = 0; r < kRows; r += kCols) {
-          const Pack<Acc> some = load16(w + r);
-#pragma unroll
-          for (int i = 0; i < kCols; ++i)
-#pragma unroll
-            for (int v = 0; v < kCols; ++v) sum[r + i][v] += some.v[i] * u[v];
-        }
+        for (int v = 0; v < kCols; ++v) u[v] = convert<Acc>(row[v / kPack].v[v % kPack]);
+        if (j + 1 < count) from += kTile;
+        load_row();
+        add_row(sum, w, u);
       }
     }
-    if (active)
-      write<T, Acc, kRows, kCols, kPacks>(q, kPacks, my_m,
-                                          static_cast<int>(q.m - my_m < kRows ? q.m - my_m : kRows),
-                                          c, lane, q.p, sum);
+    if (my_m < q.m)
+      write_rows<T, Acc, kRows, kCols, kPack>(
+          q, plan, my_m, static_cast<int>(q.m - my_m < kRows ? q.m - my_m : kRows),
+          static_cast<int64_t>(tile) * kTile + lane * kPack, 32, sum);
   }
 }
 
-template <class T, class Acc, bool kAligned>
-__global__ void __launch_bounds__(kAggregateThreads, 2)
-    aggregate_sparse(Aggregate q, AggregatePlan plan) {
-  constexpr int kWide = per16<T>, kAhead = 4;
+// ---- by index ----
+// Fills `entries` [m, k] and `rows`, the rows of updates that are used, in order; their number. All
+// threads of the block take part. `slots` [n] and `total` are room for it.
+template <class Acc>
+__device__ __forceinline__ int list_rows(AggregateEntry<Acc>* entries, int* rows, int* slots,
+                                         int* total, const Aggregate& q, int cols) {
+  const int n = static_cast<int>(q.n), count = static_cast<int>(q.m * q.k);
+  const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  for (int j = t; j < n; j += threads) slots[j] = 0;
+  __syncthreads();
+#pragma unroll 4
+  for (int e = t; e < count; e += threads) {
+    const Acc weight = static_cast<Acc>(q.lr * q.weight[e]);
+    const int64_t row = q.index[e];
+    const bool inside = row >= 0 && row < n;
+    // what counts is the weight as it is summed. -0 times the row of zeros changes no sum, not even
+    // one of -0
+    AggregateEntry<Acc> entry{static_cast<Acc>(-0.0), -1};
+    if (weight != 0) {
+      entry.weight = inside ? weight : static_cast<Acc>(NAN);
+      entry.at = inside ? static_cast<int>(row) : -1;
+      if (inside) slots[row] = 1;
+    }
+    entries[e] = entry;
+  }
+  __syncthreads();
+  if (t < 32) {
+    int used = 0;
+    for (int j0 = 0; j0 < n; j0 += 32) {
+      const int j = j0 + t;
+      const unsigned marks = __ballot_sync(0xffffffffu, j < n && slots[j < n ? j : 0] != 0);
+      const int place = used + __popc(marks & ((1u << t) - 1));
+      if (marks >> t & 1) rows[place] = j, slots[j] = place + 1;
+      used += __popc(marks);
+    }
+    if (t == 0) *total = used;
+  }
+  __syncthreads();
+  for (int e = t; e < count; e += threads) {
+    const int row = entries[e].at;
+    entries[e].at = row < 0 ? 0 : slots[row] * cols;
+  }
+  return *total;
+}
+
+template <class T, class Acc, int kPack>
+__global__ void __launch_bounds__(kTileThreads, 2)
+    aggregate_tiled(Aggregate q, AggregatePlan plan) {
+  constexpr int kCols = sum_cols<Acc>;
+  PFLCORE_DYNAMIC_SHARED(shared);
+  const int m = static_cast<int>(q.m), k = static_cast<int>(q.k), cols = plan.tile_cols;
+  const int t = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int buffer = (plan.buffer_rows + 1) * cols;
+  T* const buffers = reinterpret_cast<T*>(shared);  // [2][1 + buffer_rows][cols]
+  auto* const entries = reinterpret_cast<AggregateEntry<Acc>*>(buffers + 2 * buffer);  // [m][k]
+  int* const rows = reinterpret_cast<int*>(entries + m * k);  // [buffer_rows]
+  int* const slots = rows + plan.buffer_rows;                 // [n], then the total
+  const int used = list_rows(entries, rows, slots, slots + q.n, q, cols);
+  for (int x = t; x < 2 * cols; x += threads)
+    buffers[x < cols ? x : buffer + x - cols] = convert<T>(0.0f);
+
+  int cols_log2 = 5;
+  while (1 << cols_log2 < cols) ++cols_log2;
+  int64_t next = blockIdx.x;
+  const auto fill = [&](int b) {
+    if (next < plan.tiles) {
+      const int64_t c = next * cols;
+      const T* const from = static_cast<const T*>(q.updates) + c;
+      copy_tile(plan.access, buffers + b * buffer + cols, cols_log2, used, plan.end - c,
+                [&](int i) { return from + rows[i] * q.updates_row; });
+    }
+    copy_commit();
+    next += gridDim.x;
+  };
+  fill(0), fill(1);
+
+  const int lanes = cols / kCols, lane = t % lanes, group = t / lanes, groups = threads / lanes;
+  int b = 0;
+  for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x, b ^= 1) {
+    copy_wait<1>();
+    __syncthreads();  // the tile is there for all, and so are the entries
+    const T* const from = buffers + b * buffer + lane * kPack;
+    const int64_t c = tile * cols + lane * kPack;
+    for (int row = group; row < m; row += groups) {
+      Acc sum[1][kCols] = {};
+      const AggregateEntry<Acc>* const mine = entries + row * k;
+#pragma unroll 4
+      for (int j = 0; j < k; ++j) {
+        const AggregateEntry<Acc> entry = mine[j];
+#pragma unroll
+        for (int v0 = 0; v0 < kCols; v0 += kPack) {
+          const Pack<T, kPack> pack =
+              load_neighbours<kPack>(from + entry.at + column_offset<kPack>(lanes, v0));
+#pragma unroll
+          for (int v = 0; v < kPack; ++v)
+            sum[0][v0 + v] += entry.weight * convert<Acc>(pack.v[v]);
+        }
+      }
+      write_rows<T, Acc, 1, kCols, kPack>(q, plan, row, 1, c, lanes, sum);
+    }
+    __syncthreads();  // nobody reads this buffer any more
+    fill(b);
+  }
+}
+
+template <class T, class Acc, int kPack>
+__global__ void __launch_bounds__(kDirectThreads, 2)
+    aggregate_direct(Aggregate q, AggregatePlan plan) {
+  constexpr int kCols = per16<T>, kAhead = 4;  // rows of updates on their way at a time
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_m = warp % plan.warps_m, warp_c = warp / plan.warps_m;
   const T* const updates = static_cast<const T*>(q.updates);
   for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x) {
-    const int64_t c = plan.begin + (tile * plan.warps_c + warp_c) * 32 * kWide;
-    const bool active = owned<kWide, kAligned>(c, lane, 0) < plan.end;
+    const int64_t c = plan.begin + tile * plan.tile_cols + warp_c * 32 * kCols + lane * kPack;
+    const bool active = c < plan.end;
     for (int64_t row = warp_m; row < q.m; row += plan.warps_m) {
-      Acc sum[1][kWide] = {};
+      Acc sum[1][kCols] = {};
       for (int64_t k0 = 0; k0 < q.k;
            k0 += 32) {  // each lane fetches one weight and its index, all lanes use all of them
         const int count = static_cast<int>(q.k - k0 < 32 ? q.k - k0 : 32);
@@ -401,7 +693,7 @@ __global__ void __launch_bounds__(kAggregateThreads, 2)
         const unsigned used = __ballot_sync(0xffffffffu, w != 0 && inside);
         if (__ballot_sync(0xffffffffu, w != 0 && !inside)) {
 #pragma unroll
-          for (int v = 0; v < kWide; ++v) sum[0][v] = static_cast<Acc>(NAN);
+          for (int v = 0; v < kCols; ++v) sum[0][v] = static_cast<Acc>(NAN);
         }
         for (int j = 0; j < count; j += kAhead) {
           Pack<T> u[kAhead];
@@ -409,97 +701,120 @@ __global__ void __launch_bounds__(kAggregateThreads, 2)
 #pragma unroll
           for (int i = 0; i < kAhead; ++i) {
             wj[i] = __shfl_sync(0xffffffffu, w, j + i);
-            const int64_t from = __shfl_sync(0xffffffffu, at, j + i);
-            if (active && (used >> (j + i) & 1))
-              u[i] = load_owned<T, kAligned>(updates + from * q.updates_row, c, lane, plan.end);
+            const T* const from = updates + __shfl_sync(0xffffffffu, at, j + i) * q.updates_row;
+            if (active && (used >> (j + i) & 1)) {
+#pragma unroll
+              for (int v0 = 0; v0 < kCols; v0 += kPack) {
+                // never out of the row; the sums of columns past the end are dropped
+                const int64_t own = c + column_offset<kPack>(32, v0);
+                const Pack<T, kPack> pack =
+                    load_neighbours<kPack>(from + (own < plan.end ? own : plan.end - kPack));
+#pragma unroll
+                for (int v = 0; v < kPack; ++v) u[i].v[v0 + v] = pack.v[v];
+              }
+            }
           }
 #pragma unroll
           for (int i = 0; i < kAhead; ++i)
             if (active && (used >> (j + i) & 1)) {
 #pragma unroll
-              for (int v = 0; v < kWide; ++v) sum[0][v] += wj[i] * convert<Acc>(u[i].v[v]);
+              for (int v = 0; v < kCols; ++v) sum[0][v] += wj[i] * convert<Acc>(u[i].v[v]);
             }
         }
       }
-      if (active)
-        write<T, Acc, 1, kWide, kAligned>(q, plan.out_aligned, row, 1, c, lane, plan.end, sum);
+      if (active) write_rows<T, Acc, 1, kCols, kPack>(q, plan, row, 1, c, 32, sum);
     }
   }
 }
 
-template <class T, class Acc, int kRows, bool kAligned>
-void aggregate_dense_launch(const Aggregate& q, int64_t begin, int64_t end, cudaStream_t stream) {
-  const AggregatePlan plan = aggregate_plan<T, Acc, kRows>(q, begin, end);
-  const int64_t blocks_m = ceil_div(q.m, plan.rows), walkers = ceil_div(kAggregateBlocks, blocks_m);
-  const unsigned grid =
-      static_cast<unsigned>(blocks_m * (plan.tiles < walkers ? plan.tiles : walkers));
-  auto* const kernel = &aggregate_dense<T, Acc, kRows, kAligned>;
-  PFLCORE_LAUNCH(kernel, grid, kAggregateThreads,
-                 plan.chunk * plan.rows * static_cast<int64_t>(sizeof(Acc)), stream, q, plan);
+// ---- launches ----
+using AggregateKernel = void (*)(Aggregate, AggregatePlan);
+
+inline void aggregate_launch(AggregateKernel kernel, const Aggregate& q, const AggregatePlan& plan,
+                             cudaStream_t stream) {
+  shared_for(reinterpret_cast<const void*>(kernel), plan.shared);
+  PFLCORE_LAUNCH(kernel, static_cast<unsigned>(plan.grid), plan.threads, plan.shared, stream, q,
+                 plan);
 }
 
-template <class T, class Acc>
-void aggregate_staged_launch(const Aggregate& q, cudaStream_t stream) {
-  const int64_t bytes = bytes_of(q.out_dtype);
-  const bool packs = bytes * staged_cols<Acc> <= 16 && aligned16(q.out, q.out_row, bytes) &&
-                     (q.base == nullptr || aligned16(q.base, q.base_row, bytes));
-  auto* const kernel = packs ? &aggregate_staged<T, Acc, true> : &aggregate_staged<T, Acc, false>;
-  const StagedPlan plan =
-      staged_plan<T, Acc>(q, shared_for(reinterpret_cast<const void*>(kernel), kStagedShared));
-  // as many blocks as the card holds at a time: each loads its weights once
-  const int64_t walkers = ceil_div(2 * multiprocessors(), plan.blocks_m);
-  const unsigned grid =
-      static_cast<unsigned>(plan.blocks_m * (plan.tiles < walkers ? plan.tiles : walkers));
-  PFLCORE_LAUNCH(kernel, grid, kAggregateThreads, plan.shared, stream, q, plan);
-}
-
-template <class T, class Acc, bool kAligned>
-void aggregate_columns(const Aggregate& q, int64_t begin, int64_t end, cudaStream_t stream) {
-  if (begin == end) return;
-  constexpr bool kCommon =
-      sizeof(Acc) == 4 ||
-      sizeof(T) == 8;  // `precise` on narrower types has one kernel for any number of rows
-  if (q.sparse) {
-    const AggregatePlan plan = aggregate_plan<T, Acc, 1>(q, begin, end);
-    auto* const kernel = &aggregate_sparse<T, Acc, kAligned>;
-    PFLCORE_LAUNCH(kernel, grid_for(plan.tiles, 4 * kAggregateBlocks), kAggregateThreads, 0, stream,
-                   q, plan);
-  } else if (kCommon && q.m == 1) {
-    aggregate_dense_launch<T, Acc, kCommon ? 1 : aggregate_rows<T, Acc>, kAligned>(q, begin, end,
-                                                                                   stream);
-  } else {
-    aggregate_dense_launch<T, Acc, aggregate_rows<T, Acc>, kAligned>(q, begin, end, stream);
+// Packs of columns of aligned rows, and what is left one by one.
+template <int kPack>
+void aggregate_columns(AggregateKernel packs, AggregateKernel singles, const Aggregate& q,
+                       AggregatePlan plan, cudaStream_t stream) {
+  const int64_t bytes = bytes_of(q.in);
+  const bool aligned = kPack > 1 && is_aligned(q.updates, q.updates_row * bytes, kPack * bytes);
+  const int64_t whole = aligned ? q.p / kPack * kPack : 0;
+  plan.out_aligned = packs_fit(q, kPack);
+  if (whole > 0) {
+    set_columns(plan, 0, whole);
+    aggregate_launch(packs, q, plan, stream);
+  }
+  if (whole < q.p) {
+    plan.tile_cols = plan.single_cols;
+    set_columns(plan, whole, q.p);
+    aggregate_launch(singles, q, plan, stream);
   }
 }
 
-template <class T, class Acc>
-void aggregate_split(const Aggregate& q, cudaStream_t stream) {
-  if constexpr (sizeof(Acc) == 4 || sizeof(T) == 8)
-    if (!q.sparse && q.m > aggregate_rows<float, float> && q.n > 0)
-      return aggregate_staged_launch<T, Acc>(q, stream);
-  const int64_t whole =
-      aligned16(q.updates, q.updates_row, sizeof(T)) ? q.p / per16<T> * per16<T> : 0;
-  aggregate_columns<T, Acc, true>(q, 0, whole, stream);
-  aggregate_columns<T, Acc, false>(q, whole, q.p, stream);
+template <class T, class Acc, int kRows>
+void aggregate_held_launch(const Aggregate& q, const AggregatePlan& plan, cudaStream_t stream) {
+  constexpr int kPack = 8 / static_cast<int>(sizeof(T));
+  aggregate_columns<kPack>(&aggregate_held<T, Acc, kRows, kPack>, &aggregate_held<T, Acc, kRows, 1>,
+                           q, plan, stream);
 }
 
-template <class T>
+// All columns; whether a thread's are neighbours is for the result to say.
+template <int kPack>
+void aggregate_tiles(AggregateKernel packs, AggregateKernel singles, const Aggregate& q,
+                     AggregatePlan plan, cudaStream_t stream) {
+  set_columns(plan, 0, q.p);
+  plan.out_aligned = kPack > 1 && packs_fit(q, kPack);
+  aggregate_launch(plan.out_aligned ? packs : singles, q, plan, stream);
+}
+
+template <class T, class Acc, int kRows>
+void aggregate_streamed_launch(const Aggregate& q, const AggregatePlan& plan, cudaStream_t stream) {
+  constexpr int kPack = sum_pack<T, Acc>;
+  aggregate_tiles<kPack>(&aggregate_streamed<T, Acc, kRows, kPack>,
+                         &aggregate_streamed<T, Acc, kRows, 1>, q, plan, stream);
+}
+
+template <class T, class Acc>
 void aggregate_in(const Aggregate& q, cudaStream_t stream) {
-  if (sizeof(T) == 8 || q.wide) return aggregate_split<T, double>(q, stream);
-  if constexpr (sizeof(T) < 8) return aggregate_split<T, float>(q, stream);
+  const AggregatePlan plan = aggregate_plan(q, aggregate_card());
+  if (plan.way == AggregateWay::direct)
+    return aggregate_columns<per16<T>>(&aggregate_direct<T, Acc, per16<T>>,
+                                       &aggregate_direct<T, Acc, 1>, q, plan, stream);
+  if constexpr (is_widened<T, Acc>) {
+    aggregate_streamed_launch<T, Acc, kFewResults>(q, plan, stream);
+  } else {
+    constexpr int kPack = sum_pack<T, Acc>;
+    if (plan.way == AggregateWay::tiled)
+      return aggregate_tiles<kPack>(&aggregate_tiled<T, Acc, kPack>, &aggregate_tiled<T, Acc, 1>, q,
+                                    plan, stream);
+    if (plan.way == AggregateWay::streamed)
+      return plan.many ? aggregate_streamed_launch<T, Acc, kManyResults>(q, plan, stream)
+                       : aggregate_streamed_launch<T, Acc, kFewResults>(q, plan, stream);
+    if constexpr (sizeof(T) == sizeof(Acc))
+      if (plan.many) return aggregate_held_launch<T, Acc, kManyResults>(q, plan, stream);
+    aggregate_held_launch<T, Acc, kFewResults>(q, plan, stream);
+  }
 }
 
 inline void aggregate(const Aggregate& q, cudaStream_t stream) {
   if (q.m == 0 || q.p == 0) return;
   switch (q.in) {
     case Dtype::f32:
-      return aggregate_in<float>(q, stream);
+      return q.wide ? aggregate_in<float, double>(q, stream)
+                    : aggregate_in<float, float>(q, stream);
     case Dtype::f64:
-      return aggregate_in<double>(q, stream);
+      return aggregate_in<double, double>(q, stream);
     case Dtype::f16:
-      return aggregate_in<__half>(q, stream);
+      return q.wide ? aggregate_in<__half, double>(q, stream)
+                    : aggregate_in<__half, float>(q, stream);
     case Dtype::bf16:
-      return aggregate_in<__nv_bfloat16>(q, stream);
+      return q.wide ? aggregate_in<__nv_bfloat16, double>(q, stream)
+                    : aggregate_in<__nv_bfloat16, float>(q, stream);
   }
 }
 

@@ -183,12 +183,14 @@ __device__ __forceinline__ Pack<T, kCount> load_pack(const T* p) {
   return out;
 }
 
+// Stores are named after the memory that they go to. A store to the other one is a fault of the
+// card, and the stand-in refuses it.
 template <int kCount, class T>
-__device__ __forceinline__ void store_pack(T* p, const Pack<T, kCount>& value) {
+__device__ __forceinline__ void store_pack_shared(T* p, const Pack<T, kCount>& value) {
   constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
   static_assert(kBytes == 8 || kBytes == 16, "8 or 16 bytes");
 #ifdef PFLCORE_CUDA_ON_CPU
-  cuda_on_cpu::expect_aligned(p, kBytes);
+  cuda_on_cpu::expect_shared(p, kBytes);
   std::memcpy(p, &value, kBytes);
 #else
   using Raw = std::conditional_t<kBytes == 8, uint2, uint4>;
@@ -198,19 +200,35 @@ __device__ __forceinline__ void store_pack(T* p, const Pack<T, kCount>& value) {
 #endif
 }
 
-// The same to global memory alone, by an intrinsic: the compiler cuts a plain store into its parts
-// and may not join them again. To shared memory it would be a fault of the card.
+// One access by an intrinsic: the compiler cuts a plain store into its parts and may not join them
+// again.
 template <int kCount, class T>
 __device__ __forceinline__ void store_pack_global(T* p, const Pack<T, kCount>& value) {
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
+  static_assert(kBytes == 8 || kBytes == 16, "8 or 16 bytes");
 #ifdef PFLCORE_CUDA_ON_CPU
-  store_pack(p, value);
+  cuda_on_cpu::expect_global(p, kBytes);
+  std::memcpy(p, &value, kBytes);
+#else
+  using Raw = std::conditional_t<kBytes == 8, uint2, uint4>;
+  Raw raw;
+  memcpy(&raw, &value, kBytes);
+  __stwb(reinterpret_cast<Raw*>(p), raw);
+#endif
+}
+
+// The plain store, which the compiler may cut: where registers are short, it spills less.
+template <int kCount, class T>
+__device__ __forceinline__ void store_pack_global_plain(T* p, const Pack<T, kCount>& value) {
+#ifdef PFLCORE_CUDA_ON_CPU
+  store_pack_global(p, value);
 #else
   constexpr int kBytes = kCount * static_cast<int>(sizeof(T));
   static_assert(kBytes == 8 || kBytes == 16, "8 or 16 bytes");
   using Raw = std::conditional_t<kBytes == 8, uint2, uint4>;
   Raw raw;
   memcpy(&raw, &value, kBytes);
-  __stwb(reinterpret_cast<Raw*>(p), raw);
+  *reinterpret_cast<Raw*>(p) = raw;
 #endif
 }
 
@@ -219,8 +237,8 @@ __device__ __forceinline__ Pack<T> load16(const T* p) {
   return load_pack<per16<T>>(p);
 }
 template <class T>
-__device__ __forceinline__ void store16(T* p, const Pack<T>& value) {
-  store_pack<per16<T>>(p, value);
+__device__ __forceinline__ void store16_shared(T* p, const Pack<T>& value) {
+  store_pack_shared<per16<T>>(p, value);
 }
 
 // ---- global to shared memory beside the arithmetic ----
@@ -228,14 +246,26 @@ __device__ __forceinline__ void store16(T* p, const Pack<T>& value) {
 // zero.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int valid) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16, "4, 8 or 16 bytes");
 #ifdef PFLCORE_CUDA_ON_CPU
   cuda_on_cpu::copy_async(shared, global, kBytes, valid);
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(kBytes),
-               "r"(valid)
-               : "memory");
+  if constexpr (kBytes == 16)  // past the first cache: each is read once
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global),
+                 "n"(kBytes), "r"(valid)
+                 : "memory");
 #else
+  using Raw = std::conditional_t<kBytes == 4, unsigned,
+                                 std::conditional_t<kBytes == 8, uint2, uint4>>;
+  if (valid == kBytes) {
+    *static_cast<Raw*>(shared) = *static_cast<const Raw*>(global);
+    return;
+  }
+#pragma unroll 1
   for (int i = 0; i < kBytes; ++i)
     static_cast<unsigned char*>(shared)[i] =
         i < valid ? static_cast<const unsigned char*>(global)[i] : 0;

@@ -33,6 +33,7 @@ from pflcore.algorithms._protocol import (
 from pflcore.check import Count, NonNegative, Positive, Weighting
 from pflcore.data._ragged import onto
 from pflcore.nn._factorized import Init, factorize, factorized_layers
+from pflcore.ops._sums import running_sums
 from pflcore.train import Clients, Fit, Net
 from pflcore.train._losses import REGRESSION, binary_cross_entropy, hinge
 from pflcore.train._random import client_seeds, uniforms
@@ -82,7 +83,7 @@ def kl_slope(
 
 def along(values: Tensor, sizes: list[int]) -> Tensor:
     """Sums over the factors up to each, layer by layer: [s, F]."""
-    return torch.cat([part.cumsum(1) for part in values.split(sizes, 1)], 1)
+    return torch.cat([running_sums(part) for part in values.split(sizes, 1)], 1)
 
 
 def concrete(logit: Tensor, noise: Tensor, tau: float) -> Tensor:

@@ -3,7 +3,7 @@ by element, FedFomo by the models that do better on its data, L2C by whose updat
 """
 
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -31,6 +31,7 @@ from pflcore.algorithms._protocol import (
 from pflcore.check import Count, Fraction, NonNegative, Share, Weighting, Whole
 from pflcore.data._ragged import Ragged, onto
 from pflcore.nn._mode import context
+from pflcore.ops._sums import scatter_add
 from pflcore.train import Clients, Net, Objective
 from pflcore.train._clients import Setting, aligned
 from pflcore.train._random import client_seeds, shuffles, uniforms
@@ -290,11 +291,13 @@ class FedFomo(Algorithm):
         a[:, :-1] *= given
         w, better = a.clamp(min=0), (a > 0).any(1, keepdim=True)
         # added up one by one: columns for others, of zeros here, change no digit
-        w = w / w.cumsum(1)[:, -1:].clamp(min=torch.finfo(w.dtype).tiny)
+        total = reduce(torch.add, w.unbind(1))[:, None]
+        w = w / total.clamp(min=torch.finfo(w.dtype).tiny)
         start = torch.where(better, w[:, -1:].to(own["w"]), 1) * own["w"]
         start = ops.aggregate(rows, w[:, :-1], index, start)
         fit = clients.fit(start)
-        found = a.new_zeros(len(a), clients.setting.data.n).scatter_add_(1, index, a[:, :-1])
+        zeros = a.new_zeros(len(a), clients.setting.data.n)
+        found = scatter_add(zeros, index, a[:, :-1])
         return {"w": fit.w, "old": start}, {"w": fit.w, "a": found}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:

@@ -74,8 +74,10 @@ class Options:
     engine: str = "auto"  # chain, loop, vmap, or auto by the model
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
-    # clients that train at once under vmap, at most; another number changes last digits
-    together: Count = Hardware.together
+    # clients that train at once under vmap, at most; another number changes last digits; 64 on a
+    # CPU, 128 on a GPU
+    together: Count | None = None
+    graphs: bool = True  # on a GPU: capture local steps as CUDA graphs
     clip: Positive | None = None  # no client's update is longer than this (Euclidean norm)
     poison: Attack | None = None  # what the bad clients do; the others are evaluated
     bad: tuple[int, ...] | None = None  # the clients that do it
@@ -89,7 +91,8 @@ class Options:
     def hardware(self) -> Hardware:
         """Where it runs. ValueError for what is none."""
         device = device_of(self.device)
-        return Hardware(self.engine, self.workers, device, together=self.together)  # type: ignore
+        more = {"together": self.together, "graphs": self.graphs}
+        return Hardware(self.engine, self.workers, device, **more)  # type: ignore
 
     @property
     def robustness(self) -> Robustness:
@@ -299,7 +302,7 @@ def described(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     """What some jobs compute, but for where: two descriptions that are equal give the same
     numbers."""
     options = asdict(todo[0].options)
-    for where in ("device", "engine", "workers", "together"):
+    for where in ("device", "engine", "workers", "together", "graphs"):
         del options[where]
     hyper = {job.name: dict(job.hyper) for job in todo}
     own = {"partition_options": dict(cut), "model_options": dict(shape), "options": hyper}

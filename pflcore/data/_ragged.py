@@ -87,8 +87,10 @@ def onto(t: Tensor, device: torch.device) -> Tensor:
     """`t`, a small table, on `device`; to a GPU through pinned memory, so that nobody waits."""
     if t.device == device:
         return t
-    pinned = device.type == "cuda" and t.device.type == "cpu"
-    return t.pin_memory().to(device, non_blocking=True) if pinned else t.to(device)
+    if device.type != "cuda" or t.device.type != "cpu":
+        return t.to(device)
+    with torch.cuda.device(device):  # pinning begins to work on the current card, the first one
+        return t.pin_memory().to(device, non_blocking=True)
 
 
 def stream(seed: int, what: str) -> Random:

@@ -6,7 +6,8 @@ carries.
 
 import warnings
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from numbers import Integral
@@ -37,6 +38,7 @@ from pflcore.simulation._personal import Personalized, grown, known_of, larger
 from pflcore.simulation._settings import Hardware
 from pflcore.simulation.round import begin, check_start, commit, flat, policy, serve, unflat
 from pflcore.train import Clients, Net, Training
+from pflcore.train._card import REPEATING
 from pflcore.train._choose import prepared
 from pflcore.train._losses import Loss, default_loss
 from pflcore.train._memory import ran_out
@@ -516,7 +518,8 @@ class Client:
         one = void_left_out(replace(one, x=x, y=y).to(device), net.ignored)
         self.data = held_out(one, seed) if self.algorithm.traits.needs_val else one
         self.averages = policy(self.algorithm, net, batch_norm) == "average"
-        self._setting = prepared(net, self.data, training, hardware.engine, hardware.workers, seed)
+        where = (hardware.engine, hardware.workers, seed)
+        self._setting = prepared(net, self.data, training, *where, graphs=hardware.graphs)
         net, classes = self._setting.net, self.data.classes
         if classes is not None and self.data.relabel is None and net.head_name is not None:
             # one client may not have samples of all classes
@@ -531,7 +534,7 @@ class Client:
     def train(self, download: Mapping[str, Tensor]) -> tuple[Tensors, int]:
         """This client's work of a round: its upload, a dict of tensors [1, ...], and its number of
         training samples, for `Server.aggregate`."""
-        with one_thread():
+        with self._alone():
             down, own, about, clients = self._opened(download)
             if about.round != about.done + 1:
                 raise ValueError(
@@ -563,7 +566,7 @@ class Client:
                 f"as data={{..., {split!r}: (x, y)}}."
             )
         model, clients = self._personalized(download)
-        with one_thread():
+        with self._alone():
             scores = clients.scores(model, split, self.algorithm.predict)
             returns = self.algorithm.traits.returns
             loss, accuracy = clients.worth(scores, split, returns=returns)
@@ -590,6 +593,12 @@ class Client:
         self._pending = state["pending"]
 
     # inside -------------------------------------------------------------------------------------
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """This client's work is one thread's, and repeats its bits on a card."""
+        with one_thread(), REPEATING.set_for(self._setting.net.w0.device):
+            yield
+
     def _opened(self, download: Any) -> tuple[Payload, Tensors, About, Clients]:
         """What was sent, this client's own state [1, ...], the message's numbers, and what a hook
         is given to train with, when the last round is settled."""
@@ -624,7 +633,7 @@ class Client:
 
     def _personalized(self, download: Any) -> tuple[Tensors, Clients]:
         """The model [1, ...] and the clients with the statistics of batch norm that go with it."""
-        with one_thread():
+        with self._alone():
             down, own, _, clients = self._opened(download)
             model = dict(self.algorithm.model(down, own, clients))
         return model, replace(clients, buffers=model.pop("batch_norm", clients.buffers))

@@ -1,11 +1,13 @@
 """aggregate: base + lr * (weight @ updates), dense or by index, in one pass over the updates."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._library import changed, define, forward_mode, lib, nothing, warn_once
+from ._sums import scatter_add
 from ._words import (
     apart,
     beside,
@@ -174,6 +176,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(updates, weight, index)
 
 
+def _by_weight(grad: Tensor, updates: Tensor, index: Tensor) -> Tensor:
+    """The gradient [M, K] in float64 of weights by index; NaN of a row that is not there, which
+    only a card lets through."""
+    inside = (index >= 0) & (index < len(updates))
+    if not len(updates) or not index.shape[1]:
+        return torch.where(inside, torch.zeros_like(index, dtype=grad.dtype), math.nan)
+    rows = torch.where(inside, index, 0)
+    columns = [(grad * updates[column].double()).sum(1) for column in rows.T]
+    return torch.where(inside, torch.stack(columns, 1), math.nan)
+
+
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     updates, weight, index = ctx.saved_tensors
     need_updates, need_weight, _, need_base = ctx.needs_input_grad[:4]
@@ -182,10 +195,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if need_weight and index is None:
         grad_weight = grad64 @ updates.double().T
     elif need_weight:
-        columns = [(grad64 * updates[rows].double()).sum(1) for rows in index.T]
-        grad_weight = torch.stack(columns, 1) if columns else torch.zeros_like(dense)
+        grad_weight = _by_weight(grad64, updates, index)
     if index is not None:
-        dense = grad64.new_zeros(len(weight), len(updates)).scatter_add(1, index, dense)
+        inside = (index >= 0) & (index < len(updates))
+        zeros = grad64.new_zeros(len(weight), len(updates))
+        dense = torch.where(inside, dense, 0.0)
+        dense = scatter_add(zeros, torch.where(inside, index, 0), dense) if len(updates) else zeros
     if need_updates:
         grad_updates = (ctx.lr * (dense.T @ grad64)).to(updates.dtype)
     if grad_weight is not None:

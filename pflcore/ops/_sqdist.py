@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._library import define, forward_mode, lib, save_inputs, warn_once
+from ._sums import scatter_add
 from ._words import check_same, concrete, expect, matrix, refuse, shape, whole
 
 LEAF = 1 << 12  # columns that the reference folds at a time
@@ -105,15 +106,20 @@ def _fake(a: Tensor, b: Tensor | None, index: Tensor | None = None) -> Tensor:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     a, b, index = ctx.saved_tensors
+    other = a if b is None else b
+    past = None  # rows of a with a listed number of N or more: their distances there are NaN
     if index is not None:
-        listed, grad = grad, grad.new_zeros(len(a), len(a if b is None else b))
+        listed, grad = grad, grad.new_zeros(len(a), len(other))
+        beyond = index >= len(other)
+        past = (beyond & (listed != 0)).any(1, keepdim=True)
         if grad.numel():
-            listed = torch.where(index < 0, 0.0, listed)
-            grad = grad.scatter_add(1, index.clamp(min=0), listed)
-    if b is None:
-        return _pull(grad + grad.T, a, a), None, None
-    need_a, need_b = ctx.needs_input_grad[:2]
-    return _pull(grad, a, b) if need_a else None, _pull(grad.T, b, a) if need_b else None, None
+            listed = torch.where((index < 0) | beyond, 0.0, listed)
+            grad = scatter_add(grad, index.clamp(0, len(other) - 1), listed)
+    need_a, need_b = (True, False) if b is None else ctx.needs_input_grad[:2]
+    by_a = _pull(grad + grad.T if b is None else grad, a, other) if need_a else None
+    if by_a is not None and past is not None:
+        by_a = torch.where(past, math.nan, by_a)
+    return by_a, _pull(grad.T, b, a) if need_b else None, None
 
 
 def _pull(

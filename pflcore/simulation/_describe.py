@@ -20,6 +20,7 @@ from pflcore.simulation._accept import Outcome
 from pflcore.simulation._start import row_bytes
 from pflcore.simulation.round import Setup
 from pflcore.train import Net
+from pflcore.train._card import allows_tf32
 from pflcore.train._losses import loss_name
 from pflcore.train._random import STREAM
 
@@ -54,7 +55,7 @@ def header(run: Any) -> Record:
         "facts": data.facts,
         "parameters": net.size,
         "engine": engine.name,
-        "path": {"engine": engine.name, "form": engine.form, "why": engine.why},
+        "path": path_of(setting),
         "device": run.hardware.device,
         "together": setting.together,
         "rows": "disk" if run.setup.folder else "memory",
@@ -69,6 +70,8 @@ def header(run: Any) -> Record:
         "versions": VERSIONS,
         "peak_bytes": run.peak_bytes(),
     }
+    if net.w0.device.type == "cuda":
+        said["tf32"] = allows_tf32()
     if isinstance(alg, Split):  # the parameters that stay with their client
         columns = alg.columns(net)
         said["private"] = [n for n, s in net.slices.items() if columns[s.start]]
@@ -77,12 +80,23 @@ def header(run: Any) -> Record:
     return {**plain(said), "size": setting.data.size("train").tolist()}
 
 
+def path_of(setting: Any) -> Record:
+    """What trains the model, and why; on a GPU whether its steps are captured as CUDA graphs."""
+    engine = setting.engine
+    path = {"engine": engine.name, "form": engine.form, "why": engine.why}
+    if setting.graphs is not None:
+        path["graphs"] = setting.graphs.summary
+    return path
+
+
 def identity(run: Any) -> Record:
     """Which run it is, as a checkpoint says it: runs of the same give the same numbers;
     "made_with" may be another when it goes on."""
     said = header(run)
     made_with = {k: said.pop(k) for k in ("versions", "device", "engine", "together")}
     made_with["form"] = said.pop("path")["form"]
+    if "tf32" in said:
+        made_with["tf32"] = said.pop("tf32")
     what: Record = plain(
         {
             "federation": of_data(run.data),

@@ -13,6 +13,7 @@ from pflcore.data._ragged import onto
 from pflcore.metrics import Metric, measured_by
 from pflcore.simulation.round import Setup, State, own_rows
 from pflcore.train import Clients
+from pflcore.train._card import REPEATING
 from pflcore.train._clients import blocks, parted
 from pflcore.train._losses import that_count
 from pflcore.train._workers import one_thread
@@ -52,7 +53,8 @@ def measured(setup: Setup, state: State, split: str, ids: Tensor, metrics: Metri
     need(len(ids), "split", "a split of which somebody has samples", split)
     block = blocks(setup.setting, ids, size[ids])
     places = parts_of(setup, state, block)
-    with one_thread(setup.few(len(ids))):
+    repeating = REPEATING.set_for(setup.setting.net.w0.device)
+    with one_thread(setup.few(len(ids))), repeating:
         parts = [some(setup, state, split, ids[at], metrics, block[at]) for at in places]
     order = torch.cat(places).argsort()
     values = {k: torch.cat([p[k] for p in parts]).double().cpu()[order] for k in parts[0]}

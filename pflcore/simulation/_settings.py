@@ -17,7 +17,6 @@ from pflcore.data._federation import Federation
 from pflcore.data._ragged import onto
 from pflcore.metrics import Metric
 from pflcore.simulation._accept import Trained, origins
-from pflcore.train._clients import TOGETHER
 from pflcore.train._random import generator_of
 
 # beyond that a number is a slip
@@ -141,13 +140,19 @@ class Hardware:
 
     Under engine "vmap" clients train in blocks of at most `together`, neighbours by size. Blocks
     are made of the whole cohort, so a run's bits are the same for any number of workers, and others
-    for another `together`. Larger blocks are faster on a CPU, smaller ones take less memory: with
+    for another `together`. Larger blocks are faster, smaller ones take less memory: on a CPU, with
     100 clients of an MLP, blocks of 64 take about 1.1 times as long as one of all, of 32 1.4 times,
-    of 16 twice, of 8 three times.
+    of 16 twice, of 8 three times. A GPU computes one block after another.
+
+    On a GPU the gradients of local steps are captured as CUDA graphs, which changes no bit. A model
+    whose steps cannot be captured is trained without; the record says why.
     """
 
     engine: Literal["auto", "chain", "loop", "vmap"] = "auto"  # auto: the fastest that fits
-    workers: Threads | None = None  # never changes a result; None: one for each core
+    # never changes a result; None: one for each core; a GPU has one
+    workers: Threads | None = None
     device: str = "cpu"
     rows: str | Path = "auto"  # the clients' rows: "memory", a folder, or by what fits
-    together: Count = TOGETHER  # clients of a block under vmap: it changes last digits
+    # clients of a block under vmap: it changes last digits; None: 64 on a CPU, 128 on a GPU
+    together: Count | None = None
+    graphs: bool = True  # on a GPU: capture local steps as CUDA graphs

@@ -103,8 +103,8 @@ def _placed(run: Any, net: Net, device: str) -> tuple[Setup, State]:
     hardware, alg, data = run.hardware, run.algorithm, run.data
     if device != "cpu":
         net, data = net.to(device), data.to(device)
-    engine, where = hardware.engine, (hardware.workers, run.seed, run.rounds, hardware.together)
-    setting = prepared(net, data, run.training, engine, *where)
+    where = (hardware.workers, run.seed, run.rounds, hardware.together, hardware.graphs)
+    setting = prepared(net, data, run.training, hardware.engine, *where)
     setup = Setup(alg, setting, run.robustness, run.batch_norm)
     setup = setup._replace(folder=folder_for(setup, hardware.rows, run.participation))
     memory.refuse(peak_bytes(setup, run.participation), device)

@@ -38,6 +38,7 @@ from pflcore.simulation._accept import Outcome, Trained, accept, leave_out, spoi
 from pflcore.simulation._interrupts import unbroken
 from pflcore.simulation._settings import Robustness
 from pflcore.train import Clients, Net
+from pflcore.train._card import REPEATING
 from pflcore.train._clients import Setting
 from pflcore.train._random import drawn
 from pflcore.train._workers import one_thread
@@ -138,6 +139,11 @@ def step(setup: Setup, state: State, ids: Tensor) -> tuple[State, Outcome]:
 
 def train(setup: Setup, state: State, ids: Tensor) -> Trained:
     """Every client of the cohort trains on its own data."""
+    with REPEATING.set_for(setup.setting.net.w0.device):
+        return _trained(setup, state, ids)
+
+
+def _trained(setup: Setup, state: State, ids: Tensor) -> Trained:
     cohort = setup.cohort(ids, state.round + 1)
     down = setup.algorithm.send(state.server, cohort)
     before = own_rows(setup, state, ids, down)

@@ -110,6 +110,16 @@ class Batches:
         each = [client_seeds(ids, *key, p) for p in range(self.order.shape[1])]
         return onto(torch.from_numpy(np.stack(each, 1).view(np.int64)), device)
 
+    @cached_property
+    def _size_there(self) -> Tensor:
+        """`size` beside the samples: it goes to a card once, not in every step."""
+        return onto(self.size, self.order.device)
+
+    def counts(self, step: Step) -> Tensor:
+        """How many samples of a step's minibatch each client has [s], beside the samples."""
+        rest = self._size_there[step.clients] - step.first
+        return rest.clamp(max=step.last - step.first)
+
     def places(self, step: Step, which: int = 0) -> Tensor:
         """Where in the pool a step's samples are, [s, B]."""
         return self.order[step.clients, step.epoch + which * step.epochs, step.first : step.last]

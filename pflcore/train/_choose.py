@@ -3,7 +3,8 @@
 The module itself is run by plain autograd on a few samples: that says whether model, data and
 criterion fit together (`fits`), and what losses and gradients are. Then a few clients with those
 samples are trained for a step by each engine, and must give the same: in float64, at the start plus
-noise, in training and in evaluation mode.
+noise, in training and in evaluation mode. On a card float64 alone judges, at any size: there
+float32 may be rounded to TF32, which rectifiers and maxima magnify.
 
 On a CPU, "auto" takes the chain where a model is one; "loop" for convolutions and from `WIDE`
 weights on; else "vmap" where that carries the model. On a GPU: the chain, vmap, loop.
@@ -29,16 +30,18 @@ from pflcore.nn._mode import forward_mode
 from pflcore.train import _fits as fits
 from pflcore.train import _memory as memory
 from pflcore.train._batches import Batches, Plan
+from pflcore.train._card import REPEATING, WITHOUT_TF32
 from pflcore.train._chain import Chain, find_chain
-from pflcore.train._clients import TOGETHER, Clients, Setting
+from pflcore.train._clients import TOGETHER, TOGETHER_ON_GPU, Clients, Setting
 from pflcore.train._engines import Engine
 from pflcore.train._fits import Unfit
+from pflcore.train._graphs import GradientGraphs
 from pflcore.train._net import Net
 from pflcore.train._training import Training
 from pflcore.train._workers import Workers, one_thread
 
 WIDE = 1 << 16  # weights from which, on a CPU, clients are trained faster one by one
-LARGE = 1 << 19  # weights beyond which float64 copies would cost too much: the model's own dtype
+LARGE = 1 << 19  # weights beyond which float64 copies would cost a CPU too much: the model's dtype
 SIZES = (5, 5, 2, 2)  # samples of the trial's clients; batch norm takes no batch of one
 BATCH = 8  # of the first pass
 SLOW = {"convolutions": nn.modules.conv._ConvNd, "an LSTM": nn.LSTM}  # under vmap, on a CPU
@@ -52,18 +55,24 @@ def prepared(  # noqa: PLR0913 (a run's own)
     workers: int | None = None,
     seed: int = 0,
     rounds: int = 1,
-    together: int = TOGETHER,
+    together: int | None = None,
+    graphs: bool = True,
 ) -> Setting:
     """What a run needs, after one trial: model, data and criterion fit together, and what trains
     the model is the model. Unfit, a ValueError, in one sentence where something does not fit."""
-    with one_thread():
+    device = net.w0.device
+    with one_thread(), REPEATING.set_for(device), WITHOUT_TF32.set_for(device):
         net = net.reading(data.fields)
         check(net, data, training)
-        chosen = judged(net, data, trials(net, data), engine)
+        tried = trials(net, data)
+        chosen = judged(net, data, tried, engine)
+        captured = verified_graphs(tried, chosen, graphs) if data.device.type == "cuda" else None
     if chosen.chain is not None and training.local_optimizer != "sgd":
         more = "it gives the gradients, and AdamW takes its steps in torch"
         chosen = chosen._replace(why=f"{chosen.why}; {more}")
-    return Setting(net, data, training, chosen, Workers(workers), seed, rounds, together)
+    threads = Workers(workers, data.device)
+    together = together or (TOGETHER if data.device.type == "cpu" else TOGETHER_ON_GPU)
+    return Setting(net, data, training, chosen, threads, seed, rounds, together, captured)
 
 
 # do they fit? -----------------------------------------------------------------------------------
@@ -160,14 +169,19 @@ class Trial:
     clients: Clients  # of one engine or another
     w: Tensor  # [s, P]
     answers: dict[str, list[Tensor]]  # losses [s], gradients [s, P] in "training", "evaluation"
+    judges: bool = True  # else its numbers say nothing: an engine must only not fail
 
-    def difference(self, engine: Engine) -> Mismatch | None:
+    def difference(self, engine: Engine, graphs: GradientGraphs | None = None) -> Mismatch | None:
         """Where an engine's losses and gradients are not the module's.
 
         They may differ by a share of the largest, and by what rounding makes of weights and inputs:
-        a loss in other units is tried no less.
+        a loss in other units is tried no less. With `graphs` a step is captured before, at other
+        weights and with other random numbers, and what is compared is its replay.
         """
-        clients = replace(self.clients, setting=self.clients.setting._replace(engine=engine))
+        setting = self.clients.setting._replace(engine=engine, graphs=graphs)
+        clients = replace(self.clients, setting=setting)
+        if graphs is not None:
+            replace(clients, round=1).fit(self.w.flip(0), epochs=1, lr=1.0)
         fit = clients.fit(self.w, epochs=1, lr=1.0)
         found = {"training": (fit.loss, self.w - fit.w)}  # a step of SGD at lr 1 is the gradient
         if engine.name == "loop" or engine.chain:  # vmap does not evaluate
@@ -188,13 +202,16 @@ class Trial:
 
 
 def trials(net: Net, data: Federation) -> list[Trial]:
-    """One in float64, and one in the model's own dtype; or that alone, of a large model or one that
-    fixes a dtype somewhere."""
-    found = []
-    if net.dtype != torch.float64 and net.size <= LARGE:
+    """One in float64, and one in the model's own dtype; or that alone, of a model that fixes a
+    dtype somewhere, and on a CPU of a large one. On a card that in float64 judges."""
+    found, device = [], net.w0.device
+    on_card = device.type == "cuda"
+    if net.dtype != torch.float64 and (on_card or net.size <= LARGE):
         with suppress(RuntimeError, TypeError, ValueError):
-            found.append(trial(net.to(net.w0.device, torch.float64), data))
-    return [*found, trial(net, data)]
+            found.append(trial(net.to(device, torch.float64), data))
+    own = trial(net, data)
+    own.judges = not (on_card and found)
+    return [*found, own]
 
 
 def trial(net: Net, data: Federation) -> Trial:
@@ -208,7 +225,7 @@ def trial(net: Net, data: Federation) -> Trial:
     index = {"train": lists[: len(sizes)], "test": lists[len(sizes) :]}
     made = Federation(x, y, index, data.classes, fields=data.fields)
     how = Training(batch_size=max(sizes))
-    setting = Setting(net, made, how, Engine("loop"), Workers(1))
+    setting = Setting(net, made, how, Engine("loop"), Workers(1, x.device))
     clients = Clients(setting, torch.arange(len(sizes)), 0, net.b0.repeat(len(sizes), 1))
     batches = Batches(made, how, (0, 0), clients.ids, Plan(1), False)
     order, seeds = batches.order[:, 0], batches.seeds[:, 0]
@@ -249,14 +266,38 @@ def padded(x: Tensor, module: nn.Module) -> Tensor:
     return x
 
 
-def wrong(tried: list[Trial], engine: Engine) -> Mismatch | None:
+def wrong(
+    tried: list[Trial], engine: Engine, graphs: GradientGraphs | None = None
+) -> Mismatch | None:
     """Where an engine differs from the module, or what it raises; None: nowhere."""
     try:
-        return next((w for t in tried if (w := t.difference(engine)) is not None), None)
+        for t in tried:
+            differs = t.difference(engine, graphs)
+            if differs is not None and t.judges:
+                return differs
     except Exception as e:
         if memory.ran_out(e):
             raise
         return Mismatch(fits.first_line(e))
+    return None
+
+
+def verified_graphs(tried: list[Trial], engine: Engine, wanted: bool) -> GradientGraphs:
+    """The graphs of a run on a GPU, after captured steps of the trial's clients were replayed.
+
+    Where that fails, or gives other numbers than the module, the run goes without.
+    """
+    device = tried[0].w.device
+    graphs = GradientGraphs(device)
+    if not wanted:
+        graphs.refusal = "asked for"
+        return graphs
+    probe = GradientGraphs(device, capture_after_steps=0)
+    differs = wrong(tried, engine, probe)
+    graphs.refusal = probe.refusal
+    if graphs.refusal is None and differs is not None:
+        graphs.refusal = f"captured, {differs.words}"
+    return graphs
 
 
 def judged(net: Net, data: Federation, tried: list[Trial], asked: str) -> Engine:

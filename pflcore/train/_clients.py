@@ -21,9 +21,11 @@ from pflcore.data._federation import Federation
 from pflcore.data._ragged import Ragged, onto
 from pflcore.nn._mode import forward_mode
 from pflcore.ops._chain import chain_eval, chain_grad, has_kernels
+from pflcore.ops._sums import index_add
 from pflcore.train._batches import Batches, Plan
 from pflcore.train._engines import MODEL, Chunk, Engine, Objective, Tensors, cut, gradients, train
 from pflcore.train._fits import NoBatchAxis, Unfit
+from pflcore.train._graphs import GradientGraphs
 from pflcore.train._losses import CRITERIA, shares_right
 from pflcore.train._net import Net
 from pflcore.train._random import client_seeds
@@ -33,7 +35,8 @@ from pflcore.train._workers import Workers
 EVAL_BATCH = 125  # a forward batch of 1,000 or more costs twice as much a sample
 SHARED = 64 * EVAL_BATCH  # samples of the clients who share batches
 PARTS = 8  # of an evaluation by the kernels of a chain
-TOGETHER = 64
+TOGETHER = 64  # on a CPU
+TOGETHER_ON_GPU = 128
 ALIGNMENT = 64  # bytes at which torch begins a tensor's memory
 TWO_BLOCKS_MIN_WEIGHTS = 1 << 18  # of a cohort: two threads then share it
 Update = Callable[[Tensors, Callable[..., Tensor], Tensor], Tensors]  # rows, grad, taken
@@ -51,6 +54,7 @@ class Setting(NamedTuple):
     seed: int = 0
     rounds: int = 1
     together: int = TOGETHER  # clients of a block under vmap, at most
+    graphs: GradientGraphs | None = None  # on a GPU
 
 
 def by_row(model: Tensors, net: Net, x: Tensor) -> Tensor:
@@ -79,7 +83,8 @@ class Fit(NamedTuple):
 
 def means(values: Tensor, lists: Ragged) -> Tensor:
     """Each client's mean [S] float64 of values [n] of the samples in its list."""
-    sums = values.new_zeros(len(lists)).double().index_add_(0, lists.owner(), values.double())
+    zeros = values.new_zeros(len(lists)).double()
+    sums = index_add(zeros, lists.owner(), values.double())
     return sums / onto(lists.size, values.device)
 
 
@@ -96,13 +101,15 @@ def blocks(
     and in any number of threads, gets the same bits.
 
     Under vmap a block has at most `together` clients, neighbours by size. Else everybody trains
-    alone, and in an evaluation neighbours share the batches of a model that they all have.
+    alone, and in an evaluation neighbours share the batches of a model that they all have. A GPU
+    computes one block after another.
     """
     count = len(ids)
     if setting.engine.name != "vmap":
         alone = torch.arange(count)
         return alone if looked_at is None else (looked_at.cumsum(0) - looked_at) // SHARED
-    least = 2 if count * setting.net.size >= TWO_BLOCKS_MIN_WEIGHTS else 1
+    two_threads = setting.data.device.type == "cpu"
+    least = 2 if two_threads and count * setting.net.size >= TWO_BLOCKS_MIN_WEIGHTS else 1
     parts = min(count, max(-(-count // setting.together), least))
     starts = torch.tensor([count * j // parts for j in range(1, parts)], dtype=torch.int64)
     place = torch.arange(count)
@@ -231,7 +238,7 @@ class Clients:
             for step in batches.steps:
                 seen = {k: v[step.clients] for k, v in mine.items()}
                 taken = step.epoch * batches.cuts[step.clients] + step.place
-                for k, v in update(seen, partial(chunk.gradient, step), taken).items():
+                for k, v in update(seen, partial(chunk.lasting_gradient, step), taken).items():
                     mine[k][step.clients] = v
 
         plan = Plan(epochs, steps, batches, stream, together)
@@ -353,7 +360,7 @@ class Clients:
 
         def by_kernels(w: Tensor, pool: Any, own: Ragged) -> Tensor:
             index = pad_sequence(list(own), batch_first=True)
-            return chain_grad(w, *pool, index, own.size, None)[0]
+            return chain_grad(w, *pool, index, onto(own.size, index.device), None)[0]
 
         def by_engine(i: int) -> Tensor:
             one, at, n, row = slice(i, i + 1), lists[i], len(labels[i]), aligned(w[i])[None]
@@ -389,7 +396,7 @@ class Clients:
             which = (key, self.ids[pos], plan, engine.chain is not None, self.net.joins)
             batches = Batches(setting.data, setting.training, *which)
             own = (batches, None if relabel is None else relabel[at], self.buffers[at], engine)
-            chunk = Chunk(self.net, setting.data, *own, objective.loss, extra)
+            chunk = Chunk(self.net, setting.data, *own, objective.loss, extra, setting.graphs)
             work(chunk, mine, cut(terms or {}, at))
             for k, v in mine.items():
                 done.rows[k][at] = v

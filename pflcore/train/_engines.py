@@ -8,7 +8,7 @@ trained whole by a kernel. All take the same minibatches and agree up to roundin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,10 +23,12 @@ from pflcore.ops._chain import chain_grad, chain_sgd_, has_kernels
 from pflcore.ops._sgd import check_sgd, clipped, corrected
 from pflcore.train._batches import Batches, Step
 from pflcore.train._chain import Chain
+from pflcore.train._graphs import Body, GradientGraphs
 from pflcore.train._net import Net
 from pflcore.train._training import BETAS, EPS, Training
 
 EPOCH_BYTES = 1 << 26  # an epoch's minibatches are gathered at once up to this size
+EXTRA = "extra "  # begins the names of a loss's own tensors among the inputs of a recorded step
 Tensors = dict[str, Tensor]
 LossFn = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]  # net, row, x, y, extra
 
@@ -113,6 +115,44 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
     return losses.detach(), g, after
 
 
+def gather_samples(
+    data: Federation,
+    places: Tensor,  # [s, n] in the pool
+    relabel: Tensor | None,  # [s, C]
+) -> tuple[Tensor, Tensor]:
+    """Samples x [s, n, ...] and labels y [s, n, ...] as the clients know them."""
+    pool = (data.x, data.y)
+    x, y = (t.index_select(0, places.flatten()).unflatten(0, places.shape) for t in pool)
+    if relabel is not None:
+        y = relabel.gather(1, y.flatten(1)).view_as(y)
+    return x, y
+
+
+def autograd_body(net: Net, data: Federation, vmap: bool, own: LossFn | None) -> Body:
+    """Gradients of a minibatch by autograd, as a function that can be recorded."""
+
+    def body(inputs: Tensors) -> Tensors:
+        x, y = gather_samples(data, inputs["places"], inputs.get("relabel"))
+        extra = {name.removeprefix(EXTRA): t for name, t in inputs.items() if EXTRA in name}
+        state = (inputs["buffers"], inputs["seeds"])
+        losses, g, after = gradients(net, inputs["w"], x, y, *state, vmap, True, own, extra)
+        return {"losses": losses, "g": g, "buffers": after}
+
+    return body
+
+
+def chain_body(chain: Chain, data: Federation) -> Body:
+    """Gradients of a minibatch by the chain's op, as a function that can be recorded."""
+
+    def body(inputs: Tensors) -> Tensors:
+        pool = (*chain.head, data.x, data.y, inputs.get("relabel"))
+        batch = (inputs["places"], inputs["size"], inputs.get("seeds"))
+        g, losses = chain_grad(inputs["w"], *pool, *batch)
+        return {"losses": losses, "g": g}
+
+    return body
+
+
 @dataclass
 class Chunk:
     """Some clients of a cohort, largest first, on their way through their minibatches."""
@@ -125,6 +165,7 @@ class Chunk:
     engine: Engine
     loss: LossFn | None  # in place of the run's
     extra: Tensors  # [s, ...], its own tensors
+    graphs: GradientGraphs | None = None  # on a GPU
 
     def __post_init__(self) -> None:
         self.losses = self.buffers.new_zeros(len(self.buffers), dtype=torch.float64)
@@ -137,38 +178,63 @@ class Chunk:
         s, epoch, b = step.clients, step.epoch + which * step.epochs, self.batches
         whole = b.order[:, epoch]
         if whole.numel() * self.data.x[0].nbytes > EPOCH_BYTES:
-            return self.gathered(b.places(step, which), s)
+            return gather_samples(self.data, b.places(step, which), self._labels_of(s))
         if self._epoch != epoch:
-            self._epoch, self._samples = epoch, self.gathered(whole, slice(None))
+            labels = self._labels_of(slice(None))
+            self._epoch, self._samples = epoch, gather_samples(self.data, whole, labels)
         x, y = self._samples
         return x[s, step.first : step.last], y[s, step.first : step.last]
 
-    def gathered(self, at: Tensor, clients: slice) -> tuple[Tensor, Tensor]:
-        """The samples and the clients' own labels at some places [s, n] of the pool."""
-        pool = (self.data.x, self.data.y)
-        x, y = (t.index_select(0, at.flatten()).unflatten(0, at.shape) for t in pool)
-        if self.relabel is not None:
-            y = self.relabel[clients].gather(1, y.flatten(1)).view_as(y)
-        return x, y
+    def _labels_of(self, clients: slice) -> Tensor | None:
+        return None if self.relabel is None else self.relabel[clients]
 
     def gradient(self, step: Step, w: Tensor, which: int = 0) -> Tensor:
         """The gradients [s, Q] at `w` [s, Q] on a step's `which`-th minibatch; its first look at
-        the first one is the step's loss."""
+        the first one is the step's loss. The next call may overwrite them."""
         s, chain, b = step.clients, self.engine.chain, self.batches
-        if chain is not None:
+        if self.graphs is not None:
+            found = self.graphs.run(*self._recordable(step, w, which))
+            losses, g = found["losses"], found["g"]
+            if "buffers" in found:
+                self.buffers[s] = found["buffers"]
+        elif chain is not None:
             seeds = b.seeds_of(step, which) if chain.dropout else None
-            count = (b.size[s] - step.first).clamp(max=step.last - step.first)
             pool = chain.on(self.data, self.relabel, s)
-            g, losses = chain_grad(w.detach(), *pool, b.places(step, which), count, seeds)
+            places, counts = b.places(step, which), b.counts(step)
+            g, losses = chain_grad(w.detach(), *pool, places, counts, seeds)
         else:
             extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
             batch = (*self.samples(step, which), self.buffers[s], b.seeds_of(step, which))
-            found = gradients(self.net, w, *batch, vmap, True, self.loss, extra)
-            losses, g, self.buffers[s] = found
+            losses, g, self.buffers[s] = gradients(
+                self.net, w, *batch, vmap, True, self.loss, extra
+            )
         if which == 0 and self._looked is not step:
             self._looked = step
             self.losses[s] += losses
         return g
+
+    def lasting_gradient(self, step: Step, w: Tensor, which: int = 0) -> Tensor:
+        """The same in memory of its own."""
+        g = self.gradient(step, w, which)
+        return g if self.graphs is None else g.clone()
+
+    def _recordable(self, step: Step, w: Tensor, which: int) -> tuple[Hashable, Body, Tensors]:
+        """A step's gradient as a function of tensors, these, and what else it depends on."""
+        s, chain, b, data = step.clients, self.engine.chain, self.batches, self.data
+        inputs = {"w": w.detach(), "places": b.places(step, which)}
+        if self.relabel is not None:
+            inputs["relabel"] = self.relabel[s]
+        pool = (id(data.x), id(data.y))
+        if chain is not None:
+            inputs["size"] = b.counts(step)
+            if chain.dropout:
+                inputs["seeds"] = b.seeds_of(step, which)
+            return (id(chain), *pool), chain_body(chain, data), inputs
+        inputs |= {"buffers": self.buffers[s], "seeds": b.seeds_of(step, which)}
+        inputs |= {EXTRA + name: t[s] for name, t in self.extra.items()}
+        vmap = self.engine.name == "vmap"
+        key = (self.net, self.loss, vmap, *pool)
+        return key, autograd_body(self.net, data, vmap, self.loss), inputs
 
     def on_leaves(self, step: Step) -> tuple[Tensor, ...]:
         """The gradient by parameters, at the row whose views `leaves` are: one client's."""
@@ -194,13 +260,14 @@ def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -
         chunk.losses += by_kernels(chunk, chain, w, terms, t, lr, grads)
         return
     alone = chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size)
-    if alone and chunk.loss is None:
+    # On a GPU a row, whose gradient can be captured: with and without graphs, bits are the same.
+    if alone and chunk.loss is None and w.device.type == "cpu":
         chunk.leaves = chunk.net.leaves(w[0])
     more = (not sgd, terms, t.momentum, t.weight_decay, t.clip_grad, grads is not None)
     plain = not any(more)
     adamw = None if sgd else AdamW(w, lr, t, int(chunk.batches.taken.max()))
     velocity = torch.zeros_like(w) if t.momentum else None
-    space = torch.empty_like(w)  # touched only where a gradient is a row
+    row = torch.empty_like(w) if chunk.leaves else w  # a gradient's
     for step in chunk.batches.steps:
         s = step.clients
         if chunk.leaves:
@@ -209,7 +276,7 @@ def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -
                 with torch.no_grad():
                     torch._foreach_add_(chunk.leaves, found, alpha=-lr)
                 continue
-            g = torch.cat([p.reshape(-1) for p in found], out=space[0])[None]
+            g = torch.cat([p.reshape(-1) for p in found], out=row[0])[None]
         else:
             g = chunk.gradient(step, w[s])
         g = g if t.clip_grad is None else clipped(g, t.clip_grad)
@@ -255,10 +322,8 @@ class AdamW:
         self.mean, self.square = torch.zeros_like(w), torch.zeros_like(w)
         self.steps = w.new_zeros(len(w), 1, dtype=torch.int64)  # that each took, at most `most`
         # By Python, one by one: torch's powers of several numbers have other last digits.
-        self.bias = [
-            w.new_tensor([1 - beta**k for k in range(most + 1)], dtype=torch.float64).to(w)
-            for beta in self.betas
-        ]
+        tables = ([1 - beta**k for k in range(most + 1)] for beta in self.betas)
+        self.bias = [onto(torch.tensor(t, dtype=torch.float64), w.device).to(w) for t in tables]
 
     def step(self, s: slice, grad: Tensor, terms: Tensors) -> None:
         w, mean, square, steps = (v[s] for v in (self.w, self.mean, self.square, self.steps))

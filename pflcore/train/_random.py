@@ -41,7 +41,7 @@ class OwnDraws(TorchDispatchMode):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
-        self.used: dict[str, torch.Generator] = {}  # by the kind of device
+        self.used: dict[str, torch.Generator] = {}  # by device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -52,10 +52,10 @@ class OwnDraws(TorchDispatchMode):
                 func = getattr(func.overloadpacket, name, func)
             if any(a.name == "generator" for a in func._schema.arguments[len(args) :]):
                 like = [a.device for a in args if isinstance(a, Tensor)]
-                kind = torch.device(like[0] if like else kwargs.get("device") or "cpu").type
-                if kind != "meta":
-                    own = torch.Generator(kind).manual_seed(self.seed)
-                    kwargs["generator"] = self.used.setdefault(kind, own)
+                device = torch.device(like[0] if like else kwargs.get("device") or "cpu")
+                if device.type != "meta":
+                    own = torch.Generator(device).manual_seed(self.seed)
+                    kwargs["generator"] = self.used.setdefault(str(own.device), own)
         return func(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Threads that train clients. They share out work and never change a result."""
+"""Threads that train clients on a CPU. They share out work and never change a result."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ T = TypeVar("T")
 class Workers:
     """Threads of one intra-op thread each: a convolution's gradient differs between one and two."""
 
-    def __init__(self, count: int | None = None) -> None:
+    def __init__(self, count: int | None = None, device: torch.device | str = "cpu") -> None:
+        # A GPU has one queue: threads would take turns at it, each with a stream of its own to set.
+        self.calling_thread_only = torch.device(device).type != "cpu"
+        if self.calling_thread_only:
+            count = 1
         bound = hasattr(os, "sched_getaffinity")  # to some of the machine's cores
         self.count = count or (len(os.sched_getaffinity(0)) if bound else os.cpu_count() or 1)
         self._threads: ThreadPoolExecutor | None = None
 
     def map(self, f: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         """`[f(i) for i in items]`; after an error nothing more is begun."""
+        if self.calling_thread_only:
+            return [f(i) for i in items]
         if len(items) == 1 and torch.get_num_threads() == 1:  # nothing to gain from a thread
             return [f(items[0])]
         if self._threads is None:

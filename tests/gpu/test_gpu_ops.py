@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from parts.devices import on_two_devices
 from small import equals
-from tolerance import F32, F64
+from tolerance import F32, F64, FLOATS
 from torch import Tensor
 from ugly import lay, randn
 
@@ -98,6 +98,31 @@ def test_sqdist_by_tensor_cores_and_by_windows_agree(m, n):
     got = ops.pairwise_sqdist(a, b)
     torch.testing.assert_close(got, ops.pairwise_sqdist(a, b, everybody), rtol=2e-6, atol=0)
     assert got[2, 4] == 0 if n is None else got.all()
+
+
+@pytest.mark.parametrize("n", [20, 100])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_aggregate_has_the_same_bits_in_every_kernel(n, dtype):
+    """Dense, however many results, and by index; whatever the alignment."""
+    updates, weight = randn(0, n, 5002).to(dtype).cuda(), randn(1, 101, n).cuda()
+    want = ops.aggregate(updates, weight)
+    every = torch.arange(n, device="cuda").expand(101, n)
+
+    for m in (1, 4, 5, 20, 21, 100):
+        equals(ops.aggregate(updates, weight[:m]), want[:m])
+    equals(ops.aggregate(lay(updates, "off by one"), weight), want)
+    equals(ops.aggregate(updates, weight, every), want)
+    equals(ops.aggregate(updates[:, :7], weight[:1], every[:1]), want[:1, :7])
+
+
+def test_aggregate_entry_without_weight_changes_no_sign():
+    """The first product is below float32: its sum is -0."""
+    updates = torch.full((2, 300), 1e-30, device="cuda")
+    weight = torch.tensor([[-1e-30, 0.0]], device="cuda")
+
+    got = ops.aggregate(updates, weight, torch.tensor([[0, 1]], device="cuda"))
+
+    assert (got == 0).all() and got.signbit().all()
 
 
 # --- what only a GPU can show -----------------------------------------------

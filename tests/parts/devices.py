@@ -4,26 +4,39 @@ import pytest
 import torch
 from parts.user import simulation
 from places import tabled
-from small import make_setting
+from small import layers, tiny_model
+from torch import nn
 
-from pflcore import Net, Training, ops, step
-from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.round import Setup, begin
+from pflcore import ops, step
 
 
-def rounds(name, model, data, device, epochs):
-    """One round after another of everybody, on that device."""
-    algorithm = ALGORITHMS[name]()
-    net, training = algorithm.prepare(Net(model)).to(device), Training(0.05, 3, epochs)
-    setting = make_setting(net, data.to(device), training, 3, "vmap", workers=None)
-    state = begin(algorithm, net, data.n)
+def convolved():
+    """No chain of linear layers, so that the general engine runs it."""
+    return layers("Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, MaxPool2d 2, Flatten, Linear 12 4")
+
+
+# a model, the engine that is asked for, and the form that trains it on a card
+FORMS = {
+    "MLP": (tiny_model(), "auto", "chain"),
+    "MLP by vmap": (tiny_model(), "vmap", "vmap"),
+    "linear": (lambda: nn.Linear(6, 4), "auto", "chain"),
+    "convolutions": (convolved, "auto", "vmap"),
+}
+
+
+def rounds(name, model, data, device, training, engine="auto", form="chain"):
+    """One round after another of everybody, on that device, by this engine, which has this form."""
+    how = {"training": training, "engine": engine, "device": str(device)}
+    run = simulation(name, data, model=model, **how)
+    assert run.setting.engine.form == form, run.setting.engine.why
+    state = run.state
     while True:
-        state, _ = step(Setup(algorithm, setting), state, torch.arange(data.n))
+        state, _ = step(run.setup, state, torch.arange(data.n))
         yield state
 
 
-def played(name, model, data, training, device, rounds):
-    how = {"training": training, "engine": "vmap", "device": str(device)}
+def played(name, model, data, training, device, rounds, engine="auto"):
+    how = {"training": training, "engine": engine, "device": str(device)}
     run = simulation(name, data, model=model, rounds=rounds, **how)
     assert run.run().stopped is None
     return run

@@ -172,6 +172,48 @@ def aggregate(updates, weight, index=None, base=None, lr=1.0, out=None, precise=
     return done(to) if out is None else out
 
 
+class Card(NamedTuple):
+    """What a plan must know of a card."""
+
+    multiprocessors: int
+    block_shared: int  # bytes that a block may ask for
+    shared: int  # bytes of a multiprocessor
+    copies: bool  # to shared memory, beside the arithmetic
+
+
+H200 = Card(132, 227 * 1024, 228 * 1024, copies=True)
+A100 = Card(108, 163 * 1024, 164 * 1024, copies=True)
+RTX4090 = Card(128, 99 * 1024, 100 * 1024, copies=True)
+T4 = Card(40, 64 * 1024, 64 * 1024, copies=False)
+
+
+class AggregatePlan(NamedTuple):
+    way: str
+    threads: int
+    results: int  # of a block
+    blocks_m: int  # that make all results of the same columns
+    tile_cols: int
+    chunk: int  # streamed: rows whose weights are in shared memory at a time
+    buffer_rows: int  # tiled
+    shared: int
+    tiles: int
+    grid: int
+
+
+WAYS = ("held", "streamed", "tiled", "direct")
+
+
+def aggregate_plan(n, m, p, card=H200, k=None, dtype=torch.float32, precise=False):
+    """The plan for m results of n rows, or by index of k each."""
+    here, out = torch.zeros(1), torch.zeros(10, dtype=torch.int64)
+    kind = DTYPES[dtype] | DTYPES[dtype] << 32
+    width = n if k is None else k
+    problem = [kind, precise, n, p, m, width, here, p, here, k is not None, here]
+    call("aggregate_plan", [*problem, None, 0, 1.0, here, p], list(card), out)
+    way, *others = out.tolist()
+    return AggregatePlan(WAYS[way], *others)
+
+
 OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
 
 

@@ -5,9 +5,10 @@
 // exchange. What a GPU leaves open is made as unfriendly as the rules allow: the order of the
 // threads is a setting (results must not depend on it), dynamic shared memory starts as NaN and
 // ends in a guard, asynchronous copies arrive only when they are waited for, misaligned 16-byte
-// accesses and barriers that not every thread reaches are errors. Enough of CUDA for these kernels,
-// and no more.
+// accesses, stores and copies to the wrong kind of memory, and barriers that not every thread
+// reaches are errors. Enough of CUDA for these kernels, and no more.
 #pragma once
+#include <link.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -65,6 +66,7 @@ struct Device {
   int64_t shared_limit = 48 * 1024,
           shared_most = 99 * 1024;  // what a launch may ask for, and what this card gives a kernel
                                     // that asks before
+  bool copies = true;  // may a plan count on copies that run beside the arithmetic?
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<int> order;
   std::vector<unsigned char> shared;
@@ -114,9 +116,57 @@ inline void expect_aligned(const void* p, uintptr_t bytes) {
     fail("misaligned " + std::to_string(bytes) + "-byte access");
 }
 
+// The variables of this library: static shared memory, and nothing else that a kernel uses.
+inline bool is_variable(uintptr_t at) {
+  struct Search {
+    uintptr_t own, at;
+    bool found;
+  } search{reinterpret_cast<uintptr_t>(&device()), at, false};
+  const auto look = [](dl_phdr_info* library, size_t, void* data) {
+    Search& s = *static_cast<Search*>(data);
+    for (int i = 0; i < library->dlpi_phnum; ++i) {
+      const auto& part = library->dlpi_phdr[i];
+      const uintptr_t first = library->dlpi_addr + part.p_vaddr;
+      if (part.p_type != PT_LOAD || s.own - first >= part.p_memsz) continue;
+      s.found = s.at - first < part.p_memsz;
+      return 1;
+    }
+    return 0;
+  };
+  dl_iterate_phdr(look, &search);
+  return search.found;
+}
+
+inline bool is_shared(const void* p) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(p),
+                  dynamic = reinterpret_cast<uintptr_t>(dynamic_shared());
+  return at - dynamic < device().shared.size() - 16 || is_variable(at);
+}
+
+// On the stack of any thread.
+inline bool is_local(const void* p) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(p);
+  const auto holds = [&](const std::unique_ptr<Fiber>& f) {
+    return at - reinterpret_cast<uintptr_t>(f->stack.get()) < Device::stack_bytes;
+  };
+  return std::any_of(device().fibers.begin(), device().fibers.end(), holds);
+}
+
+inline void expect_shared(const void* p, uintptr_t bytes) {
+  expect_aligned(p, bytes);
+  if (!is_shared(p)) fail("a store to shared memory went elsewhere");
+}
+
+inline void expect_global(const void* p, uintptr_t bytes) {
+  expect_aligned(p, bytes);
+  if (is_shared(p) || is_local(p)) fail("a store to global memory went elsewhere");
+}
+
 inline void copy_async(void* to, const void* from, int bytes, int valid) {
   expect_aligned(to, static_cast<uintptr_t>(bytes));
   expect_aligned(from, static_cast<uintptr_t>(bytes));
+  if (!is_shared(to)) fail("a copy to memory that is not shared");
+  if (is_shared(from) || is_local(from)) fail("a copy from memory that is not global");
   device().now->copies.push_back({to, from, bytes, valid, device().now->group});
 }
 

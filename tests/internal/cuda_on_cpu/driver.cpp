@@ -119,6 +119,7 @@ extern "C" {
 const char* last_error() { return failure.c_str(); }
 void set_order(int64_t seed) { cuda_on_cpu::device().seed = static_cast<unsigned>(seed); }
 void set_shared(int64_t most) { cuda_on_cpu::device().shared_most = most; }
+void set_copies(int64_t copies) { cuda_on_cpu::device().copies = copies != 0; }
 
 // The compute capability of the card, 90 for 9.0, and the pairs * columns from which a Gram matrix
 // is worth its launches.
@@ -156,6 +157,22 @@ int waffle(const void* fields) {
 int aggregate(const void* fields) {
   return guarded([&] { pc::aggregate(from<pflcore::Aggregate>(fields), nullptr); });
 }
+
+// The plan for these sizes on such a card: the way, threads, results of a block, blocks that make
+// all results, columns of a tile, rows of weights, rows of a buffer, bytes of shared memory, tiles
+// and blocks.
+int aggregate_plan(const void* fields, const int64_t* card, int64_t* plan) {
+  return guarded([&] {
+    const auto q = from<pflcore::Aggregate>(fields);
+    pc::AggregatePlan got = pc::aggregate_plan(q, {card[0], card[1], card[2], card[3] != 0});
+    pc::set_columns(got, 0, q.p);
+    const int64_t all[] = {static_cast<int64_t>(got.way), got.threads,     got.results,
+                           got.blocks_m,                  got.tile_cols,   got.chunk,
+                           got.buffer_rows,               got.shared,      got.tiles,
+                           got.grid};
+    std::copy(all, all + 10, plan);
+  });
+}
 int feddwa(const void* fields, int64_t wide) {
   return guarded([&] {
     wide ? pc::feddwa_weights(from<pflcore::Feddwa<double>>(fields), nullptr)
@@ -182,25 +199,42 @@ int rank1(const void* fields, int64_t wide, void* y, const void* grad, void* gx,
 
 // What the harness must catch: a kernel that forgets a barrier (its result depends on the order),
 // one whose threads part at a barrier, one that reads shared memory it never wrote, one that uses a
-// copy it did not wait for, one that reads past its input.
+// copy it did not wait for, one that reads past its input; and stores and copies to the wrong kind
+// of memory.
 int broken(int64_t which, double* out) {
   return guarded([&] {
     auto* const kernel = +[](int fault, double* to) {
       PFLCORE_DYNAMIC_SHARED(shared);
+      __shared__ __align__(16) float fixed[4];
+      alignas(16) float own[4];
       float* const mine = reinterpret_cast<float*>(shared);
       const int t = static_cast<int>(threadIdx.x);
-      static float source[4] = {1, 2, 3, 4};
+      const pc::Pack<float> pack{};
       if (fault == 0) mine[t] = static_cast<float>(t);
       if (fault == 0) to[t] = mine[63 - t];
       if (fault == 1 && t < 16) __syncthreads();
       if (fault == 1 && t >= 16) __syncwarp();
       if (fault == 2) to[t] = mine[t];
-      if (fault == 3 && t == 0) pc::copy_async<16>(mine, source, 16), pc::copy_commit();
+      if (fault == 3 && t == 0) pc::copy_async<16>(mine, to, 16), pc::copy_commit();
       if (fault == 3) __syncthreads();
       if (fault == 3) to[t] = mine[t % 4];
       if (fault == 4) pc::load16(mine + 1);
       if (fault == 5 && t == 0) mine[64] = 0;
       if (fault == 6 && t == 63) to[t] = to[t + 1];
+      if (fault == 7) pc::store_pack_global(mine, pack);
+      if (fault == 8) pc::store_pack_global(fixed, pack);
+      if (fault == 9) pc::store_pack_global(own, pack);
+      if (fault == 10) pc::store16_shared(reinterpret_cast<float*>(to), pack);
+      if (fault == 11) pc::copy_async<16>(to, to + 2, 16);
+      if (fault == 12) pc::copy_async<16>(mine, mine + 4, 16);
+      if (fault == 13) pc::copy_async<16>(mine, fixed, 16);
+      if (fault == 14) pc::copy_async<16>(mine, own, 16);
+      if (fault == 15) {  // none: each kind of memory by its own name
+        pc::store16_shared(mine, pack), pc::store16_shared(fixed, pack);
+        pc::copy_async<16>(mine + 4, to + 2, 16), pc::copy_async<8>(fixed, to + 2, 8);
+        pc::copy_commit(), pc::copy_wait<0>();
+        pc::store_pack_global(reinterpret_cast<float*>(to), pack);
+      }
     };
     PFLCORE_LAUNCH(kernel, 1, 64, 64 * sizeof(float), nullptr, static_cast<int>(which), out);
   });

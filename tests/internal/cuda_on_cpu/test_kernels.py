@@ -7,9 +7,22 @@ import pytest
 import torch
 from hypothesis import given
 from internal import cuda_on_cpu as kernels
-from internal.cuda_on_cpu import DTYPES, call, compiler, guarded, library, plan
+from internal.cuda_on_cpu import (
+    A100,
+    DTYPES,
+    H200,
+    RTX4090,
+    T4,
+    Card,
+    aggregate_plan,
+    call,
+    compiler,
+    guarded,
+    library,
+    plan,
+)
 from laws import distances, identical, integers, listed
-from tolerance import F32, F64, assert_close
+from tolerance import BF16, F16, F32, F64, assert_close
 from torch import Tensor
 from ugly import intact, randn
 
@@ -56,6 +69,11 @@ def card(generation, worth=0):
     shared(99 * 1024 if generation == NO_TENSOR_CORES else 163 * 1024)
 
 
+def copies(beside=True):
+    """Whether the card copies to shared memory beside the arithmetic."""
+    library().set_copies(beside)
+
+
 @pytest.fixture(autouse=True)
 def forwards():
     order(0)
@@ -63,6 +81,7 @@ def forwards():
     yield
     order(0)
     card(NO_TENSOR_CORES)
+    copies()
 
 
 def normal(*size, seed=0, dtype=F32):
@@ -96,16 +115,37 @@ def test_harness_catches_what_a_gpu_would_not_forgive():
         (2, "shared memory that was never written must read as NaN"),
         (3, "a copy that was not waited for must not have arrived"),
     ):
+        out.fill_(1.0)  # what a copy brings if it arrives too early
         call("broken", fault, out)
         assert out.isnan().all(), why
-    for fault, sentence in (
-        (1, "not every thread reaches"),
-        (4, "misaligned"),
-        (5, "past the end of shared memory"),
-        (6, "outside of its buffers"),
-    ):
-        with pytest.raises(RuntimeError, match=sentence):
-            call("broken", fault, guarded(out[None]))
+
+
+@pytest.mark.parametrize(
+    "fault, sentence",
+    [
+        pytest.param(1, "not every thread reaches", id="a barrier"),
+        pytest.param(4, "misaligned", id="alignment"),
+        pytest.param(5, "past the end of shared memory", id="shared memory's end"),
+        pytest.param(6, "outside of its buffers", id="the input's end"),
+        pytest.param(7, "store to global memory went elsewhere", id="global store, dynamic shared"),
+        pytest.param(8, "store to global memory went elsewhere", id="global store, static shared"),
+        pytest.param(9, "store to global memory went elsewhere", id="global store, own stack"),
+        pytest.param(10, "store to shared memory went elsewhere", id="shared store, global"),
+        pytest.param(11, "to memory that is not shared", id="copy to global"),
+        pytest.param(12, "from memory that is not global", id="copy from dynamic shared"),
+        pytest.param(13, "from memory that is not global", id="copy from static shared"),
+        pytest.param(14, "from memory that is not global", id="copy from own stack"),
+    ],
+)
+def test_harness_refuses_faulty_kernel(fault, sentence):
+    out = torch.zeros(1, 64, dtype=F64)
+
+    with pytest.raises(RuntimeError, match=sentence):
+        call("broken", fault, guarded(out))
+
+
+def test_harness_lets_right_stores_and_copies_pass():
+    call("broken", 15, torch.zeros(64, dtype=F64))
 
 
 def test_the_order_of_the_threads_changes_no_bit():
@@ -351,6 +391,105 @@ def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
         assert torch.equal(out, want) and intact(out), (shift, gap)
     for row in (0, m - 1):
         assert torch.equal(kernels.aggregate(updates, weight[row : row + 1])[0], want[row])
+
+
+@given(
+    n=st.integers(0, 3000),
+    m=st.integers(1, 3000),
+    p=st.integers(1, 1 << 34),
+    k=st.one_of(st.none(), st.integers(0, 300)),
+    dtype=st.sampled_from(list(DTYPES)),
+    precise=st.booleans(),
+    card=st.sampled_from([H200, A100, RTX4090, T4]),
+)
+def test_aggregate_plan_fits_the_card(n, m, p, k, dtype, precise, card):
+    """Whole warps, shared memory that a block gets, all results and columns once."""
+    plan = aggregate_plan(n, m, p, card, k, dtype, precise)
+
+    assert plan.way in (("held", "streamed") if k is None else ("tiled", "direct"))
+    assert plan.threads % 32 == 0 and 32 <= plan.threads <= 512
+    assert 0 <= plan.shared <= card.block_shared
+    assert plan.way != "held" or plan.shared <= 48 * 1024
+    assert plan.way != "tiled" or card.copies
+    assert plan.tile_cols & (plan.tile_cols - 1) == 0
+    assert (plan.tiles - 1) * plan.tile_cols < p <= plan.tiles * plan.tile_cols
+    assert plan.blocks_m <= plan.grid < 1 << 31 and plan.grid % plan.blocks_m == 0
+    if k is None:
+        assert (plan.blocks_m - 1) * plan.results < m <= plan.blocks_m * plan.results
+    if plan.way == "streamed":
+        assert plan.chunk >= min(n, 10) and plan.shared >= 20 * 1024
+
+
+@pytest.mark.parametrize(
+    "card, n, m, k, way, tile_cols",
+    [
+        pytest.param(H200, 20, 20, None, "held", 256, id="few rows"),
+        pytest.param(H200, 20, 21, None, "streamed", 128, id="more results"),
+        pytest.param(H200, 21, 20, None, "streamed", 128, id="more rows"),
+        pytest.param(H200, 100, 100, None, "streamed", 128, id="many of many"),
+        pytest.param(T4, 100, 1, None, "held", 256, id="in turns"),
+        pytest.param(T4, 5000, 4, None, "streamed", 128, id="weights beyond 48 KiB"),
+        pytest.param(H200, 20, 20, 5, "tiled", 128, id="several blocks hold a tile each"),
+        pytest.param(H200, 100, 100, 5, "tiled", 256, id="one block holds a tile"),
+        pytest.param(A100, 100, 100, 5, "tiled", 64, id="A100"),
+        pytest.param(RTX4090, 100, 100, 5, "tiled", 32, id="RTX 4090"),
+        pytest.param(H200, 1000, 2, 3, "tiled", 128, id="few rows are used"),
+        pytest.param(H200, 1000, 1000, 5, "direct", 128, id="no tile fits"),
+        pytest.param(T4, 20, 20, 5, "direct", 128, id="copies do not run beside"),
+    ],
+)
+def test_aggregate_plan(card, n, m, k, way, tile_cols):
+    plan = aggregate_plan(n, m, 10**6, card, k)
+
+    assert (plan.way, plan.tile_cols) == (way, tile_cols)
+
+
+@pytest.mark.parametrize("n", [1, 19, 20, 21, 41, 130])
+@pytest.mark.parametrize("p, dtype", [(1, F32), (257, F32), (257, F64), (257, F16), (131, BF16)])
+def test_aggregate_has_the_same_bits_in_every_kernel(n, p, dtype):
+    """Dense, however many results; by index; on a card without copies beside the arithmetic."""
+    updates, weight = guarded(normal(n, p, dtype=dtype), 1, 3), randn(1, 101, n)
+    every, want = torch.arange(n).expand(101, n), kernels.aggregate(updates, weight)
+
+    for beside in (True, False):
+        copies(beside)
+        for m in (1, 4, 5, 20, 21, 100):
+            assert torch.equal(kernels.aggregate(updates, weight[:m]), want[:m]), (beside, m)
+        for m in (1, 9):
+            got = kernels.aggregate(updates, weight[:m], every[:m])
+            assert torch.equal(got, want[:m]), (beside, m)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, F16])
+@pytest.mark.parametrize(
+    "n, most, way, tile_cols",
+    [
+        (100, 227, "tiled", 256),
+        (20, 99, "tiled", 128),
+        (100, 113, "tiled", 64),
+        (100, 99, "tiled", 32),
+        (100, 24, "direct", 128),
+    ],
+)
+def test_aggregate_tiles_of_every_width(n, most, way, tile_cols, dtype):
+    """As many columns as shared memory holds. Rows that no result uses are NaN; tiles follow each
+    other in a buffer; any order of the threads."""
+    index, weight = integers(1, 0, n // 4, 40, 5) * 4 + 1, randn(2, 40, 5)
+    plan = aggregate_plan(n, 40, 1, Card(2, most << 10, (most + 1) << 10, copies=True), 5)
+    assert (plan.way, plan.tile_cols) == (way, tile_cols)
+
+    for p in (1, 31, tile_cols - 1, tile_cols + 2, 1501):
+        updates = normal(n, p, dtype=dtype)
+        updates[::4] = torch.nan
+        copies(False)
+        want = kernels.aggregate(updates, weight, index)
+        assert want.isfinite().all()
+        copies()
+        for seed, layout in ((0, (0, 0)), (1, (0, 6)), (2, (1, 1)), (7, (None, 0))):
+            order(seed)
+            shared(most * 1024)
+            got = kernels.aggregate(guarded(updates, *layout), weight, index)
+            assert torch.equal(got, want), (p, seed, layout)
 
 
 def test_aggregate_unread_rows():

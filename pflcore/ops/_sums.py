@@ -1,0 +1,43 @@
+"""Sums by index, and running sums, of which a card repeats the bits.
+
+There torch's `index_add`, `scatter_add` and `cumsum` add in the order in which threads happen to
+come. `index_put` sorts by index first. On a CPU all of them add one after another.
+"""
+
+import torch
+from torch import Tensor
+
+
+def index_add(
+    to: Tensor,  # [S]
+    index: Tensor,  # [n] int64
+    values: Tensor,  # [n]
+) -> Tensor:  # [S]
+    """`to` with each value added at its index."""
+    if to.device.type != "cuda":
+        return to.index_add(0, index, values)
+    return to.index_put((index,), values, accumulate=True)
+
+
+def scatter_add(
+    to: Tensor,  # [M, N]
+    index: Tensor,  # [M, L] int64
+    values: Tensor,  # [M, L]
+) -> Tensor:  # [M, N]
+    """`to` with each value added in its row, at its index."""
+    if to.device.type != "cuda":
+        return to.scatter_add(1, index, values)
+    rows = torch.arange(len(to), device=to.device)[:, None]
+    return to.index_put((rows, index), values, accumulate=True)
+
+
+def running_sums(values: Tensor) -> Tensor:  # [s, F]
+    """The sum of each row up to each column."""
+    if values.device.type != "cuda":
+        return values.cumsum(1)
+    reach = 1  # columns that each sum spans
+    while reach < values.shape[1]:
+        further = values[:, reach:] + values[:, :-reach]
+        values = torch.cat([values[:, :reach], further], 1)
+        reach *= 2
+    return values

@@ -1,0 +1,182 @@
+"""CUDA graphs of the clients' gradients.
+
+A gradient of many small models is some hundred small kernels, and on a GPU to launch them takes
+longer than to run them. A CUDA graph is recorded from one step; every later step of the same shapes
+replays it by one launch.
+
+A graph holds the gradients of a block of clients with the gathering of their minibatches. What
+follows in a step is one fused kernel, which differs by algorithm and step size. So it stays
+outside, and one graph serves all algorithms and all rounds.
+
+A replay repeats the recorded kernels at the recorded addresses, and Python has no part in it. So a
+recorded function depends on its inputs and on what its key names, and on nothing else. Inputs are
+copied into an arena before each replay, random seeds among them. Results are copied into it by the
+graph itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pflcore.check import warn
+
+Tensors = dict[str, Tensor]
+Body = Callable[[Tensors], Tensors]
+
+# A capture takes as long as some ten steps that are launched one kernel after another. Shapes that
+# never come so often, such as a last batch of a cohort that is drawn anew, are not worth one.
+CAPTURE_AFTER_STEPS = 8
+MAX_GRAPHS = 32  # graphs that are kept; beyond, the one that was longest not replayed goes
+MAX_COUNTED_SHAPES = 4096  # shapes whose steps are counted
+
+
+@dataclass
+class _Graph:
+    """A recorded gradient and where its inputs and results stand."""
+
+    replay: Callable[[], None]
+    body: Body  # what was recorded: it keeps alive the memory that the graph reads
+    inputs: Tensors
+    outputs: Tensors
+
+
+class _Arena:
+    """Memory at fixed addresses, one piece for each name, which all graphs of a run share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pieces: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def has_room(self, tensors: Tensors) -> bool:
+        """Whether no piece has to grow, and so to move, for tensors of these shapes."""
+        for name, t in tensors.items():
+            piece = self._pieces.get((name, t.dtype))
+            if piece is not None and piece.numel() < t.numel():
+                return False
+        return True
+
+    def clear(self) -> None:
+        self._pieces.clear()
+
+    def views(self, tensors: Tensors) -> Tensors:
+        """Places for tensors of these names, shapes and dtypes."""
+        found = {}
+        for name, t in tensors.items():
+            piece = self._pieces.get((name, t.dtype))
+            if piece is None:
+                piece = torch.empty(t.numel(), dtype=t.dtype, device=self.device)
+                self._pieces[name, t.dtype] = piece
+            found[name] = piece[: math.prod(t.shape)].view(t.shape)
+        return found
+
+
+class GradientGraphs:
+    """The graphs of one run on one GPU."""
+
+    def __init__(self, device: torch.device, capture_after_steps: int | None = None) -> None:
+        self.refusal: str | None = None  # why nothing is captured any more
+        self.replays = 0
+        self._device = device
+        self._capture_after_steps = (
+            CAPTURE_AFTER_STEPS if capture_after_steps is None else capture_after_steps
+        )
+        self._arena = _Arena(device)
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._steps: Counter[Hashable] = Counter()
+
+    @property
+    def summary(self) -> str:
+        """Whether gradients are captured, for the record."""
+        return "captured" if self.refusal is None else f"eager: {self.refusal}"
+
+    def run(self, key: Hashable, body: Body, inputs: Tensors) -> Tensors:
+        """`body(inputs)`, replayed where it has been recorded under this key for these shapes.
+
+        The results of a replay are overwritten by the next one.
+        """
+        if self.refusal is not None:
+            return body(inputs)
+        shapes = tuple((name, t.shape, t.dtype) for name, t in inputs.items())
+        graph = self._graphs.get((key, shapes))
+        if graph is None:
+            return self._run_eagerly((key, shapes), body, inputs)
+        self._graphs.move_to_end((key, shapes))
+        for name, place in graph.inputs.items():
+            place.copy_(inputs[name])
+        graph.replay()
+        self.replays += 1
+        return graph.outputs
+
+    def _run_eagerly(self, key: Hashable, body: Body, inputs: Tensors) -> Tensors:
+        """`body(inputs)`; the step in which its shapes have come often enough is recorded, too."""
+        if len(self._steps) >= MAX_COUNTED_SHAPES:
+            self._steps.clear()
+        self._steps[key] += 1
+        if self._steps[key] <= self._capture_after_steps:
+            return body(inputs)
+        try:
+            outputs = _run_without_waiting(body, inputs)
+        except Exception as error:
+            self.refusal = f"a step makes the host wait for the GPU ({_first_line(error)})"
+            return body(inputs)  # raises what is no matter of waiting
+        try:
+            self._graphs[key] = self._captured(body, inputs, outputs)
+        except RuntimeError as error:
+            self.refusal = _first_line(error)
+            warn(
+                f"a local step could not be captured as a CUDA graph ({self.refusal}); the run "
+                "goes on without graphs",
+                RuntimeWarning,
+            )
+        while len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        return outputs
+
+    def _captured(self, body: Body, inputs: Tensors, outputs: Tensors) -> _Graph:
+        """A graph of `body` on places in the arena; `outputs` show the shapes of its results."""
+        results = {f"result {name}": t for name, t in outputs.items()}
+        if not self._arena.has_room({**inputs, **results}):
+            self._graphs.clear()  # they know the addresses that are given up
+            self._arena.clear()
+        places = self._arena.views(inputs)
+        result_places = self._arena.views(results)
+        for name, place in places.items():
+            place.copy_(inputs[name])
+        with torch.cuda.device(self._device):
+            if self._pool is None:
+                # One pool: temporaries of one graph may stand where another's stood.
+                self._pool = torch.cuda.graph_pool_handle()
+                self._stream = torch.cuda.Stream()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                for name, t in body(places).items():
+                    result_places[f"result {name}"].copy_(t)
+        named = {name: result_places[f"result {name}"] for name in outputs}
+        return _Graph(graph.replay, body, places, named)
+
+
+def _run_without_waiting(body: Body, inputs: Tensors) -> Tensors:
+    """`body(inputs)`; raises RuntimeError where it makes the host wait for the GPU.
+
+    A wait inside a capture would spoil it, and torch does not recover from that completely.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return body(inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

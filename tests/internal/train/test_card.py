@@ -1,0 +1,193 @@
+"""The trial before round 1 on a card, whose float32 convolutions round to TF32, and the flags of
+torch's that a run sets there: all on a pretended card."""
+
+import threading
+
+import pytest
+import torch
+from pretend_gpu import pretended_gpu
+from torch import nn
+
+from pflcore import Federation, Net, Training
+from pflcore.train import _card as card
+from pflcore.train import _engines as engines
+from pflcore.train._choose import prepared, trials
+from pflcore.train._engines import Engine
+
+CARD = torch.device("cuda")
+
+
+class Block(nn.Module):
+    """Two convolutions around which the input goes, too."""
+
+    def __init__(self, inputs, outputs, stride):
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList(nn.GroupNorm(2, outputs) for _ in range(2))
+        self.around = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x):
+        inner = self.norms[0](self.first(x)).relu()
+        return (self.around(x) + self.norms[1](self.second(inner))).relu()
+
+
+class Fixed(nn.Module):
+    """A layer that knows float32 alone."""
+
+    def forward(self, x):
+        return x.float()
+
+
+DEEP = ((4, 4, 1), (4, 8, 2), (8, 8, 1), (8, 16, 2))  # so many that rounding is magnified
+FLAT = ((4, 4, 2),)
+
+
+def residual(blocks, *more):
+    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(blocks[-1][1], 10)]
+    begin = [*more, nn.Conv2d(3, 4, 3, 1, 1), nn.ReLU()]
+    return nn.Sequential(*begin, *(Block(*sizes) for sizes in blocks), *end)
+
+
+def photos(count=40):
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 3, 24, 24, generator=gen)
+    y = torch.randint(0, 10, (count,), generator=gen)
+    return Federation(x, y, {"train": list(torch.arange(count).split(count // 2))}, 10)
+
+
+def on(gpu, blocks, *more):
+    return Net(lambda: residual(blocks, *more)).to(gpu), photos().to(gpu)
+
+
+def differences(net, data):
+    return [trial.difference(Engine("vmap")) for trial in trials(net, data)]
+
+
+def test_a_residual_net_is_trained_by_vmap_though_convolutions_round():
+    with pretended_gpu() as gpu:
+        net, data = on(gpu, DEEP)
+        wide, narrow = differences(net, data)
+        engine = prepared(net, data, Training()).engine
+    assert wide is None
+    assert narrow is not None and narrow.numbers, "nothing was rounded"
+    assert engine.form == "vmap", engine.why
+
+
+def test_float64_judges_a_large_model_on_a_card(monkeypatch):
+    monkeypatch.setattr("pflcore.train._choose.LARGE", 1000)
+    with pretended_gpu() as gpu:
+        net, data = on(gpu, FLAT)
+        found = trials(net, data)
+    assert [t.w.dtype for t in found] == [torch.float64, torch.float32]
+    assert [t.judges for t in found] == [True, False]
+
+
+def test_a_model_of_fixed_dtype_is_judged_without_tf32():
+    before = flags()
+    with pretended_gpu() as gpu:
+        net, data = on(gpu, DEEP, Fixed())
+        (rounded,) = differences(net, data)
+        engine = prepared(net, data, Training()).engine
+    assert rounded is not None and rounded.numbers, "nothing was rounded"
+    assert engine.form == "vmap", engine.why
+    assert flags() == before
+
+
+class Fails(nn.Module):
+    """A layer that vmap does not carry in float32."""
+
+    def forward(self, x):
+        if x.dtype == torch.float32 and torch._C._functorch.maybe_current_level() is not None:
+            raise RuntimeError("no batching rule")
+        return x * 1
+
+
+def test_an_engine_that_fails_in_the_models_dtype_is_not_taken():
+    with pretended_gpu() as gpu:
+        net, data = on(gpu, FLAT, Fails())
+        engine = prepared(net, data, Training()).engine
+    assert engine.form == "module" and "no batching rule" in engine.why
+
+
+def test_a_wrong_gradient_is_refused_on_a_card_too(monkeypatch):
+    """A share of the largest that float32 would not see."""
+    old = engines.gradients
+
+    def wrong(*given):
+        losses, grads, after = old(*given)
+        return losses, grads * (1 + 1e-6 * given[6]), after
+
+    monkeypatch.setattr(engines, "gradients", wrong)
+    with pretended_gpu() as gpu:
+        net, data = on(gpu, FLAT)
+        engine = prepared(net, data, Training()).engine
+    assert engine.form == "module" and "off by" in engine.why
+
+
+# flags ------------------------------------------------------------------------------------------
+
+
+OWNERS = [flag[:2] for flag in (*card.REPEATING.wanted, *card.WITHOUT_TF32.wanted)]
+
+
+def flags():
+    return [getattr(owner, name) for owner, name in OWNERS]
+
+
+@pytest.fixture(params=[False, True])
+def other(request):
+    """torch's flags as they come, and as a user may set them."""
+    before = flags()
+    torch.backends.cudnn.benchmark = request.param
+    if request.param:
+        torch.set_float32_matmul_precision("high")
+    yield flags()
+    for (owner, name), value in zip(OWNERS, before, strict=True):
+        setattr(owner, name, value)
+
+
+def test_flags_are_put_back_after_an_exception(other):
+    with pytest.raises(KeyError), card.REPEATING.set_for(CARD), card.WITHOUT_TF32.set_for(CARD):
+        assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+        assert not card.allows_tf32()
+        raise KeyError
+    assert flags() == other and card.allows_tf32()
+
+
+def test_flags_stay_as_they_are_on_a_cpu(other):
+    with card.REPEATING.set_for(torch.device("cpu")):
+        assert flags() == other
+
+
+def test_flags_of_two_threads_are_put_back_by_the_last(other):
+    inside, leave = threading.Event(), threading.Event()
+
+    def work():
+        with card.REPEATING.set_for(CARD):
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=work)
+    with card.REPEATING.set_for(CARD):
+        thread.start()
+        inside.wait(60)
+    assert torch.backends.cudnn.deterministic, "the other thread still computes"
+    leave.set()
+    thread.join()
+    assert flags() == other
+
+
+def test_a_precision_that_was_set_by_its_new_name_is_read_and_put_back():
+    conv = getattr(torch.backends.cudnn, "conv", None)
+    if conv is None:
+        pytest.skip("torch has no such name before 2.9, which needs no GPU")
+    before = conv.fp32_precision
+    conv.fp32_precision = "ieee"
+    try:
+        assert card.allows_tf32(), "recurrent layers still may"
+        with card.WITHOUT_TF32.set_for(CARD):
+            assert not card.allows_tf32()
+        assert conv.fp32_precision == "ieee"
+    finally:
+        conv.fp32_precision = before

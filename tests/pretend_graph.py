@@ -1,0 +1,104 @@
+"""CUDA graphs of the pretended GPU (tests/pretend_gpu.py).
+
+While a graph is captured, every operation on the device is noted, with the numbers that Python
+gave it. A replay does the noted operations again, on the memory where they were. So, as on a GPU,
+whatever Python decided at the capture stays as it was, and what is no result of the graph changes
+without notice: temporaries of all graphs are made invalid before a replay.
+
+A capture refuses what a GPU refuses: that the host looks at a value, and that memory of the host is
+copied. Outside a capture, `torch.cuda.set_sync_debug_mode("error")` refuses the waits.
+"""
+
+import contextlib
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+captured = []  # all graphs
+_state = {"graph": None, "debug": "default"}
+
+
+class Graph:
+    """Noted operations: function, arguments, results."""
+
+    def __init__(self):
+        self.noted = []
+        self.memory = []  # floating-point tensors that its operations allocated
+        self.replays = 0
+        captured.append(self)
+
+    def replay(self):
+        self.replays += 1
+        with _disable_current_modes(), torch.no_grad():
+            for graph in captured:
+                graph.spoil()
+            for func, args, kwargs, old in self.noted:
+                new = func(*args, **kwargs)
+                for there, came in zip(tensors(old), tensors(new), strict=True):
+                    if there.data_ptr() != came.data_ptr():
+                        there.copy_(came)
+
+    def note(self, func, args, kwargs, out):
+        self.noted.append((func, args, kwargs, out))
+        taken = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        for t in tensors(out):
+            if t.untyped_storage().data_ptr() not in taken and t.is_floating_point():
+                self.memory.append(t)
+
+    def spoil(self):
+        """Makes the memory that operations of this graph allocated invalid."""
+        for t in self.memory:
+            t.fill_(torch.nan)
+
+
+def tensors(tree):
+    return [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+
+
+@contextlib.contextmanager
+def capture(graph, pool=None, stream=None):
+    assert _state["graph"] is None, "one capture at a time"
+    _state["graph"] = graph
+    try:
+        yield
+    finally:
+        _state["graph"] = None
+
+
+def note(func, args, kwargs, out, from_host):
+    """An operation on the device; `from_host`: it reads memory of the host."""
+    graph = _state["graph"]
+    if graph is None:
+        return
+    if from_host:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+    graph.note(func, args, kwargs, out)
+
+
+def refuse_wait(name):
+    """Raises where the host may not wait for the device now."""
+    if _state["graph"] is not None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+    if _state["debug"] == "error":
+        raise RuntimeError(f"called a synchronizing CUDA operation ({name})")
+
+
+@contextlib.contextmanager
+def patches():
+    """torch.cuda with these graphs."""
+    captured.clear()
+    fakes = {
+        "CUDAGraph": Graph,
+        "graph": capture,
+        "graph_pool_handle": lambda: (0, 1),
+        "Stream": lambda *_: None,
+        "get_sync_debug_mode": lambda: _state["debug"],
+        "set_sync_debug_mode": lambda mode: _state.update(debug=mode),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, fake in fakes.items():
+            stack.enter_context(patch(f"torch.cuda.{name}", fake))
+        yield

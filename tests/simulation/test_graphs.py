@@ -1,0 +1,265 @@
+"""CUDA graphs of local steps, on the pretended GPU: the same bits as without; refusals."""
+
+import contextlib
+
+import pretend_graph
+import pytest
+import torch
+from doors import held_out
+from parts.user import simulation
+from pretend_gpu import Pretend, pretended_gpu
+from small import images, layers, swept, tiny_model
+from torch import nn
+
+from pflcore import Training
+from pflcore.nn import Dropout
+from pflcore.train import _graphs
+from pflcore.train._engines import Chunk
+
+DIFFERENT = ("fedavg", "scaffold", "apfl", "fedrod", "perfedavg")  # one of each kind of step
+
+
+def convolved():
+    return layers("Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, MaxPool2d 2, Flatten, Linear 12 4")
+
+
+def dropped():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), Dropout(0.5), nn.Linear(5, 4))
+
+
+def scaled(scale):
+    """A model whose forward pass multiplies by what `scale(x)` gives."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers("Linear 6 5, Tanh, Linear 5 4")
+
+        def forward(self, x):
+            return self.layers(x * scale(x))
+
+    return Scaled
+
+
+def copied_from_host(x):
+    return torch.tensor([2.0]).to(x.device)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The pretended GPU, on which the second step of a shape is captured."""
+    monkeypatch.setattr(_graphs, "CAPTURE_AFTER_STEPS", 1)
+    with pretended_gpu() as device:
+        yield str(device)
+
+
+def play(algorithm, model, device, sizes=(6, 9, 7), **options):
+    shape = (1, 4, 4) if model is convolved else (6,)
+    training = Training(0.05, batch_size=5, epochs=2)
+    data = held_out(images(sizes, shape))
+    run = simulation(
+        algorithm, data, model=model, training=training, rounds=2, device=device, **options
+    )
+    run.run()
+    assert run.history.stopped is None
+    return run
+
+
+def tensors_of(run):
+    state = run.history.state
+    found = {f"server {k}": v for k, v in state.server.items()} | state.clients
+    return {k: v.real_ if isinstance(v, Pretend) else v for k, v in found.items()}
+
+
+def assert_same_state(got, want):
+    got, want = tensors_of(got), tensors_of(want)
+    assert got.keys() == want.keys()
+    for name in got:
+        assert torch.equal(got[name], want[name]), name
+
+
+def path(run):
+    return run.header()["path"]
+
+
+@pytest.mark.parametrize("model", [convolved, dropped, tiny_model()])
+@pytest.mark.parametrize("algorithm", DIFFERENT)
+def test_graphs_change_no_bit(gpu, algorithm, model):
+    got = play(algorithm, model, gpu)
+    want = play(algorithm, model, gpu, graphs=False)
+
+    assert got.setting.graphs.replays > 0
+    assert path(got)["graphs"] == "captured"
+    assert path(want)["graphs"] == "eager: asked for"
+    assert_same_state(got, want)
+
+
+@pytest.mark.deep("all algorithms")
+@pytest.mark.parametrize("algorithm", swept())
+def test_graphs_of_every_algorithm_change_no_bit(gpu, algorithm):
+    got = play(algorithm, tiny_model(), gpu)
+    want = play(algorithm, tiny_model(), gpu, graphs=False)
+
+    assert_same_state(got, want)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_graphs_of_an_engine_change_no_bit(gpu, engine):
+    got = play("fedavg", convolved, gpu, engine=engine)
+    want = play("fedavg", convolved, gpu, engine=engine, graphs=False)
+
+    assert got.setting.graphs.replays > 0
+    assert_same_state(got, want)
+
+
+def test_dropout_draws_anew_in_every_replay(gpu):
+    """Random seeds are inputs: two replays at the same weights and samples differ."""
+    run = play("fedavg", dropped, gpu)
+    graph = next(iter(run.setting.graphs._graphs.values()))
+
+    graph.replay()
+    before = graph.outputs["losses"].real_.clone()
+    graph.inputs["seeds"].add_(1)
+    graph.replay()
+
+    assert not torch.equal(graph.outputs["losses"].real_, before)
+
+
+def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
+    """A step whose seed is no input of its graph gives other numbers than the module."""
+    recordable = Chunk._recordable
+
+    def frozen(self, step, w, which):
+        key, body, inputs = recordable(self, step, w, which)
+        seeds = inputs.pop("seeds")
+        return key, lambda rest: body({**rest, "seeds": seeds}), inputs
+
+    monkeypatch.setattr(Chunk, "_recordable", frozen)
+    run = play("fedavg", dropped, gpu)
+
+    assert path(run)["graphs"].startswith("eager: captured, its loss is another")
+    assert run.setting.graphs.replays == 0
+
+
+def test_a_model_that_copies_from_the_host_is_trained_without_graphs(gpu):
+    run = play("fedavg", scaled(copied_from_host), gpu)
+    want = play("fedavg", scaled(lambda x: 2.0), gpu, graphs=False)
+
+    assert path(run)["form"] == "vmap"
+    assert path(run)["graphs"].startswith("eager: a step makes the host wait for the GPU")
+    assert_same_state(run, want)
+
+
+def test_a_capture_that_fails_in_a_round_goes_on_without_graphs(gpu, monkeypatch):
+    @contextlib.contextmanager
+    def failing(graph, pool=None, stream=None):
+        yield
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    data = held_out(images((6, 9, 7), (6,)))
+    training = Training(0.05, batch_size=5, epochs=2)
+    run = simulation("fedavg", data, training=training, rounds=2, device=gpu)
+    monkeypatch.setattr(torch.cuda, "graph", failing)
+    with pytest.warns(RuntimeWarning, match="could not be captured as a CUDA graph"):
+        run.run()
+
+    assert path(run)["graphs"] == "eager: CUDA out of memory"
+    assert_same_state(run, play("fedavg", tiny_model(), gpu, graphs=False))
+
+
+def test_a_cpu_has_no_graphs():
+    run = play("fedavg", tiny_model(), "cpu")
+
+    assert run.setting.graphs is None
+    assert "graphs" not in path(run)
+
+
+# the graphs themselves --------------------------------------------------------------------------
+
+
+def double(inputs):
+    return {"twice": inputs["x"] * 2}
+
+
+@pytest.fixture
+def graphs(gpu):
+    return _graphs.GradientGraphs(torch.device(gpu), capture_after_steps=0)
+
+
+def on_gpu(*values):
+    return {"x": torch.tensor(values).to("cuda:0")}
+
+
+def test_larger_inputs_move_the_arena(graphs):
+    assert graphs.run("double", double, on_gpu(1.0))["twice"].tolist() == [2.0]
+    assert graphs.run("double", double, on_gpu(1.0, 2.0))["twice"].tolist() == [2.0, 4.0]
+
+    # What was captured before the move is captured again.
+    assert graphs.run("double", double, on_gpu(3.0))["twice"].tolist() == [6.0]
+    assert graphs.replays == 0
+    assert graphs.run("double", double, on_gpu(4.0))["twice"].tolist() == [8.0]
+    assert graphs.run("double", double, on_gpu(5.0, 6.0))["twice"].tolist() == [10.0, 12.0]
+    assert graphs.replays == 2
+
+
+def test_only_the_last_graphs_are_kept(graphs, monkeypatch):
+    monkeypatch.setattr(_graphs, "MAX_GRAPHS", 2)
+    for key in "abc":
+        graphs.run(key, double, on_gpu(1.0))
+    assert len(graphs._graphs) == 2
+
+    graphs.run("b", double, on_gpu(1.0))
+    graphs.run("d", double, on_gpu(1.0))
+    assert [key for key, _ in graphs._graphs] == ["b", "d"]
+
+
+def test_a_rare_shape_is_not_captured(gpu):
+    graphs = _graphs.GradientGraphs(torch.device(gpu), capture_after_steps=2)
+    for _ in range(2):
+        graphs.run("double", double, on_gpu(1.0))
+    assert not pretend_graph.captured
+
+    graphs.run("double", double, on_gpu(1.0))
+    assert len(pretend_graph.captured) == 1
+
+
+# the pretended GPU's graphs ---------------------------------------------------------------------
+
+
+def test_pretended_graphs_freeze_what_python_decides(gpu):
+    graph, factor = torch.cuda.CUDAGraph(), 2.0
+    x = torch.ones(3).to(gpu)
+    with torch.cuda.graph(graph):
+        y = x * factor
+    factor = 3.0
+    x.fill_(5.0)
+    graph.replay()
+
+    assert y.tolist() == [10.0] * 3
+
+
+def test_pretended_graphs_share_memory(gpu):
+    """A replay makes the results of the others invalid, as one pool of memory may."""
+    one, two = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    x = torch.ones(3).to(gpu)
+    with torch.cuda.graph(one):
+        y = x * 2
+    with torch.cuda.graph(two):
+        x + 1
+    one.replay()
+    two.replay()
+
+    assert y.isnan().all()
+
+
+def test_a_pretended_capture_refuses_what_a_gpu_refuses(gpu):
+    x = torch.ones(3).to(gpu)
+    asks = [lambda: x.sum().item(), lambda: torch.ones(3).to(gpu), lambda: x[x > 0]]
+    for ask in asks:
+        refused = pytest.raises(RuntimeError, match="not permitted when stream is capturing")
+        with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ask()
+    torch.cuda.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        x.sum().item()
+    torch.cuda.set_sync_debug_mode("default")
