@@ -87,7 +87,7 @@ __device__ __forceinline__ void sqdist_unpack(float* to, int pitch, int packs_lo
     for (int k = 0; k < 2; ++k) {
       Pack<float> out;
       for (int i = 0; i < kWide; ++i) out.v[i] = convert<float>(in.v[k * kWide + i]);
-      store16(dst + k * kWide, out);
+      store16_shared(dst + k * kWide, out);
     }
   }
 }
