@@ -291,7 +291,8 @@ def test_sqdist_bits_depend_on_neither_order_nor_place(m, n, generation):
 
 @pytest.mark.parametrize("generation", [NO_TENSOR_CORES, 80, 90])
 @pytest.mark.parametrize("m", [17, 40])
-def test_sqdist_of_equal_rows_is_zero_beside_differences_that_float32_squares_lose(m, generation):
+def test_sqdist_of_equal_rows_is_zero(m, generation):
+    """Beside differences whose squares float32 loses, and infinities that are alike."""
     card(generation)
     rows = normal(m, 333)
     rows[1], rows[2], rows[3] = rows[0], rows[0], rows[0]
