@@ -95,8 +95,8 @@ inline int card_generation() {
 #endif
 }
 
-// That for which the kernel's code was written: less than the card's where the driver makes code for
-// it from that of an older generation.
+// That for which the kernel's code was written: less than the card's where the driver makes code
+// for it from that of an older generation.
 inline int code_generation(const void* kernel) {
 #ifdef PFLCORE_CUDA_ON_CPU
   (void)kernel;

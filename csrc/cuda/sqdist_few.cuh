@@ -2,8 +2,8 @@
 //
 // The rows are 4 groups of 5. Warps 0 to 5 own the 25 pairs of two groups each, warps 6 and 7 the
 // 10 + 10 pairs within two groups. A lane takes 4 neighbouring columns of each stage and is flushed
-// to float64 after 3 stages: 12 squares, the first of them added to 0. With two roundings for the
-// difference and the square a pair's error stays below (11 + 2) 2^-24 = 7.8e-7 for every input.
+// to float64 after 3 stages: 12 squares, a rounding each. The difference counts twice, so that a
+// pair's error stays below (12 + 2) 2^-24 = 8.4e-7 for every input.
 #pragma once
 #include "sqdist_plan.cuh"
 
@@ -20,8 +20,8 @@ __device__ __forceinline__ void sqdist_few_add(float& sum, const Pack<float>& x,
 
 constexpr int kFewStage = kFewRows * kFewChunk;  // floats
 
-// Adds a stage to the sums of a warp's pairs: within two groups, or those of a row of one with a row
-// of the other.
+// Adds a stage to the sums of a warp's pairs: within two groups, or those of a row of one with a
+// row of the other.
 template <bool kWithin>
 __device__ __forceinline__ void sqdist_few_pairs(float (&sum)[25], const float* now, int group_a,
                                                  int group_b) {

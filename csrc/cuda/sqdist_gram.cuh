@@ -3,7 +3,7 @@
 //   d_ij = (g_ii + g_jj) - 2 g_ij, g_ij = sum over the columns of (x_i - c)(x_j - c).
 //
 // The centre c of a column is its element of the least size: of models that differ by little it is
-// one of them, and one outlier does not move it. It depends on the rows, not on their order, and
+// one of theirs, and outliers that are larger do not move it. It depends on the rows, not on their order, and
 // every entry of g is summed by one schedule (the same columns in the same places of the same
 // instructions; products commute), so that results follow the rows when these are permuted.
 //
@@ -15,9 +15,9 @@
 // most gamma sum |x_i x_j| <= gamma (g_ii + g_jj) / 2, and g_ii by gamma g_ii. The sum g_ii + g_jj
 // and the difference round once more:
 //   |d' - d| <= (2 gamma + u) (g_ii + g_jj) (1 + u) + u d + 2 sqrt(2) u sqrt(d (g_ii + g_jj)).
-// A pair is accepted where d' >= tau (g_ii + g_jj), tau = 1.02e6 (2 n + 4) u: the first part is then
-// at most 1e-6 / 1.02 (1 + 1e-9) of d', the others are below 1e-9 of d. So its relative error is
-// below 1e-6. Squares of differences of floats neither underflow nor overflow in float64, so
+// A pair is accepted where d' >= tau (g_ii + g_jj), tau = 1.02e6 (2 n + 4) u: the first part is
+// then at most 1e-6 / 1.02 (1 + 1e-9) of d', the others are below 1e-9 of d. So its relative error
+// is below 1e-6. Squares of differences of floats neither underflow nor overflow in float64, so
 // g_ii + g_jj = 0 means that both rows are c, and 0 is exact.
 //
 // All other pairs (of NaN, of infinity, of rows that are nearly equal beside their distance from c)
@@ -30,8 +30,9 @@
 namespace pflcore::cuda {
 
 // ---- which blocks of 8 x 8 entries an instruction makes ----
-// An instruction multiplies two groups of 8 rows, r0 and r1, with one of 8 columns, c. A triangle of
-// G groups is cut into as few of them as there can be: block (r, c) stands for (c, r) too.
+
+// An instruction multiplies two groups of 8 rows, r0 and r1, with one of 8 columns, c. A triangle
+// of G groups is cut into as few of them as there can be: block (r, c) stands for (c, r) too.
 struct GramTiles {
   int count;
   unsigned char r0[72], r1[72], c[72];
@@ -276,9 +277,10 @@ static __global__ void __launch_bounds__(kSqdistThreads)
   centre[column] = gram_centre(key);
 }
 
-// One block: one window of pairs, one piece of the columns -> partial[split][i][j] = g_ij, and after
-// them the norms g_ii of the rows of a and those of b where they are two. Warp w has the rows 16 w
-// to 16 w + 15 of b, against all rows of a, 16 at a time. Rows past the end repeat the last one.
+// One block: one window of pairs, one piece of the columns -> partial[split][i][j] = g_ij, and
+// after them the norms g_ii of the rows of a and those of b where they are two. Warp w has the rows
+// 16 w to 16 w + 15 of b, against all rows of a, 16 at a time. Rows past the end repeat the last
+// one.
 static __global__ void __launch_bounds__(kGramThreads, 2)
     gram_windows(const float* __restrict__ a, int64_t a_row, const float* __restrict__ b,
                  int64_t b_row, const float* __restrict__ centre, SqdistPlan plan, int* flags,
@@ -393,8 +395,9 @@ static __global__ void __launch_bounds__(kGramThreads, 2)
 }
 
 // ---- from the sums to distances ----
-// Adds the partial sums up: g_ij to `out`, the norms to their own place. A column of 32 neighbouring
-// entries per block, blockDim.y threads to an entry.
+
+// Adds the partial sums up: g_ij to `out`, the norms to their own place. A column of 32
+// neighbouring entries per block, blockDim.y threads to an entry.
 static __global__ void __launch_bounds__(1024)
     gram_total(const double* partial, SqdistPlan plan, double* norms, double* out) {
   __shared__ double sums[32][33];

@@ -1,5 +1,5 @@
-// How squared distances are cut into blocks, by sizes, dtype and card alone; what its kernels share.
-// Knows nothing of torch.
+// How squared distances are cut into blocks, by sizes, dtype and card alone; what its kernels
+// share. Knows nothing of torch.
 //
 // windows: any card, rows and dtype (sqdist.cuh). A block holds a window of at most 64 rows of a
 //   against 64 of b, subtracts first, and sums in float32 with flushes to float64.
@@ -7,8 +7,8 @@
 // gram: more rows of float32, on a card whose tensor cores have float64 at speed (sqdist_gram.cuh).
 //   A certificate says which pairs are right; the others are done again by windows.
 //
-// In each of them the columns are split over the blocks and the partial sums are added up in a fixed
-// order: no atomics, the same bits every time. The splits depend on the sizes alone.
+// In each of them the columns are split over the blocks and the partial sums are added up in a
+// fixed order: no atomics, the same bits every time. The splits depend on the sizes alone.
 #pragma once
 #include "common.cuh"
 
@@ -44,8 +44,8 @@ constexpr int64_t kGramWorth = int64_t{1} << 25;  // pairs * columns that pay fo
 enum class SqdistPath { windows, few, gram };
 
 // The order in which a pair may be computed: by its path, again in float32 where the certificate
-// does not hold, at last in float64 where float32 cannot be trusted. Also the place of the flag that
-// says that a turn has work to do.
+// does not hold, at last in float64 where float32 cannot be trusted. Also the place of the flag
+// that says that a turn has work to do.
 enum SqdistTurn : int { kFirst, kAgain, kLast };
 
 // What a plan has to know of the card.
@@ -54,13 +54,14 @@ struct SqdistCard {
   int64_t worth = kGramWorth;  // see kGramWorth
 };
 
-// Tensor cores that have float64 at speed: those of A100, of H100 and H200, of B200. Others of their
-// generations have a thirty-second of it or less.
+// Tensor cores that have float64 at speed: those of A100, of H100 and H200, of B200. Others of
+// their generations have a thirty-second of it or less.
 inline bool has_fast_float64_mma(int generation) {
   return generation == 80 || generation == 90 || generation == 100;
 }
 
-// The sums before the pairs that are done again: columns of a block, partial results, their entries.
+// The sums before the pairs that are done again: columns of a block, partial results, their
+// entries.
 struct SqdistSplit {
   int64_t columns, count, entries;
 };
@@ -76,8 +77,8 @@ struct SqdistPlan {
                // 32 different banks
   int stages;  // staged column chunks: one in use, the others on their way
   int stage_bytes;
-  int raw_bytes;  // half types: of a chunk as it is in memory, of which all but one chunk are staged;
-                  // two more are there as float32. Else 0
+  int raw_bytes;  // half types: of a chunk as it is in memory; stages - 1 of them are staged,
+                  // and two as float32. Else 0
   int threads;
   int64_t chunk;      // columns of a stage
   int64_t per_split;  // columns of a block, a multiple of chunk
@@ -215,8 +216,8 @@ inline SqdistPlan sqdist_plan(const Sqdist& q, const SqdistCard& card) {
   return plan;
 }
 
-// The workspace, in this order: the flags of the turns; the least element of each column; the norms of
-// all rows; partial results of one turn at a time.
+// The workspace, in this order: the flags of the turns; the least element of each column; the norms
+// of all rows; partial results of one turn at a time.
 struct SqdistRoom {
   int* flags;
   float* centre;
@@ -264,8 +265,8 @@ __device__ __forceinline__ bool sqdist_suspect(double value) {
   return !(value >= kSqdistTiny && value <= DBL_MAX);
 }
 
-// Is the pair to be done in this turn? In `out` is what the turn before it found: NaN where it found
-// nothing.
+// Is the pair to be done in this turn? In `out` is what the turn before it found: NaN where it
+// found nothing.
 __device__ __forceinline__ bool sqdist_wanted(double value, int turn) {
   return turn == kAgain ? value != value : turn == kFirst || sqdist_suspect(value);
 }

@@ -48,10 +48,18 @@ def calls():
     return laws.calls(ops, OPS.rank1_linear_backward.default, 40_001, device="cuda")
 
 
-@pytest.fixture(params=laws.calls(ops, OPS.rank1_linear_backward.default, 1))
+# Matrices that tensor cores make where there are such: rows of each operand.
+MATRICES = {"triangle": (67,), "windows": (140,), "two operands": (40, 70)}
+
+
+@pytest.fixture(params=[*laws.calls(ops, OPS.rank1_linear_backward.default, 1), *MATRICES])
 def case(request):
     """Each op as a function of its inputs, which gives its outputs as a list; and inputs."""
-    call, inputs = calls()[request.param]
+    if request.param in MATRICES:
+        call = ops.pairwise_sqdist
+        inputs = [randn(m, m, 20_011).float().cuda() for m in MATRICES[request.param]]
+    else:
+        call, inputs = calls()[request.param]
     return lambda given: outputs(call(*given)), inputs
 
 

@@ -356,9 +356,8 @@ inline void mma_m8n8k4(double& d0, double& d1, double a, double b) {
   }
 }
 
-// float64 m16n8k8. Lane 4 g + t: A's elements are rows g, g + 8, g, g + 8 of columns t, t, t + 4,
-// t + 4; B's rows t and t + 4 of column g; D's rows g, g, g + 8, g + 8 of columns 2 t, 2 t + 1, 2 t,
-// 2 t + 1.
+// float64 m16n8k8. Lane 4 g + t: A's elements are (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4);
+// B's (t, g), (t + 4, g); D's (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
 inline void mma_m16n8k8(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
   const double* const all = show_fragments(a, b);
   const int lane = device().now->linear % 32, g = lane / 4, t = lane % 4;

@@ -194,7 +194,7 @@ def test_sqdist_windows(m, n, p, dtype, most):
 
 
 def cases(rows, p):
-    """Rows by name: far apart and near, copies, one far out, none finite in a few places; scales."""
+    """Rows by name: far apart and near, copies, one far out, some not finite; scales."""
     x, base = normal(rows, p), normal(2, p, seed=1)
     clusters = base[torch.arange(rows) % 2]
     copies, outlier, broken = x.clone(), x.clone(), x.clone()
@@ -291,7 +291,8 @@ def test_sqdist_bits_depend_on_neither_order_nor_place(m, n, generation):
 
 @pytest.mark.parametrize("generation", [NO_TENSOR_CORES, 80, 90])
 @pytest.mark.parametrize("m", [17, 40])
-def test_sqdist_of_equal_rows_is_zero_beside_differences_that_float32_squares_lose(m, generation):
+def test_sqdist_of_equal_rows_is_zero(m, generation):
+    """Beside differences whose squares float32 loses, and infinities that are alike."""
     card(generation)
     rows = normal(m, 333)
     rows[1], rows[2], rows[3] = rows[0], rows[0], rows[0]
