@@ -1,6 +1,8 @@
 """The CUDA kernels, run block by block on the CPU (tests/internal/cuda_on_cpu), against the
 references."""
 
+import importlib.util
+
 import hypothesis.strategies as st
 import laws
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given
 from internal import cuda_on_cpu as kernels
 from internal.cuda_on_cpu import DTYPES, call, compiler, guarded, library, plan
 from laws import distances, identical, integers, listed
+from places import ROOT
 from tolerance import F32, F64, assert_close
 from torch import Tensor
 from ugly import intact, randn
@@ -183,6 +186,21 @@ def test_waffle_weights_one_target_and_a_wrong_one():
     assert torch.equal(wrong[0], one[0]) and wrong[1:].isnan().all()
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, 7])
+@pytest.mark.parametrize("n, k", [(257, 5), (300, 37), (300, 38), (1100, 3)])
+def test_feddwa_weights_of_few_and_of_many(n, k, seed):
+    """On either side of where the kernel changes; ties, NaN and -0 as in the reference, whatever
+    the order of the threads."""
+    sqdist = distances(2, n, n + k)
+    sqdist[1, 7], sqdist[1, 3] = -0.0, 0.0
+    order(seed)
+
+    got, (weight, index) = kernels.feddwa_weights(sqdist, k), reference.feddwa_weights(sqdist, k)
+
+    assert torch.equal(got.index, index)
+    torch.testing.assert_close(got.weight, weight, rtol=1e-12, atol=1e-300)
+
+
 # --- aggregate --------------------------------------------------------------
 
 
@@ -251,3 +269,25 @@ def test_rank1_linear_skips_inactive_factors():
     clean = found()
     w_a[:, ::3], w_b[::3] = torch.nan, torch.nan
     identical(found(), clean)
+
+
+# --- small runs for tools on a card -------------------------------------------
+
+
+def test_small_runs_reach_every_kernel():
+    """Whatever the table of registers names is launched, so that a tool on a card watches it."""
+    small_runs = module_at(ROOT / "tests" / "gpu" / "small_runs.py")
+    registers = module_at(ROOT / ".ci" / "registers.py")
+    _, table = registers.read_table(registers.TABLE.read_text())
+
+    small_runs.run_all(kernels, lambda t, aligned: guarded(t, 0 if aligned else 1, not aligned))
+
+    reached = set(registers.readable_names(kernels.launched_kernels()))
+    assert {kernel for kernel, _ in table} - reached == set()
+
+
+def module_at(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
