@@ -45,6 +45,9 @@ def ugly():
     ops.feddwa_weights(rows.abs().T, 99)
     ops.aggregate(rows, rows[:2, :2], near[:2, :2].abs(), lr=0.5, out=rows[:2].clone())
     ops.rank1_linear(rows[:0].T, rows[:3, :2], rows[0, :2], rows[:2, :0])
+    layer = laws.factors(3, 4, 5, 2, leads=((2,), (), (2,), ()))
+    y = torch.ops.pflcore.rank1_listed(*layer)
+    torch.ops.pflcore.rank1_listed_backward(y, *layer, True, True, True, True)
     rich = {"shift": rows, "mask": rows[0], "mu": rows[:, 0].abs(), "anchor": rows}
     ops.sgd_step_(rows.clone(), rows, 0.1, **rich, momentum=0.9, buffer=rows.clone())
 
