@@ -40,7 +40,7 @@ def library():
         subprocess.run([compiler(), *FLAGS.split(), *source], check=True)
         lib = ctypes.CDLL(target)
     lib.fenced.restype, lib.last_error.restype = c_void_p, ctypes.c_char_p
-    lib.launched.restype = ctypes.c_char_p
+    lib.launched.restype = lib.architecture_names.restype = ctypes.c_char_p
     return lib
 
 

@@ -112,6 +112,11 @@ extern "C" {
 
 const char* last_error() { return failure.c_str(); }
 
+const char* architecture_names(const char* list) {
+  static std::string names;
+  return (names = pc::architecture_names(list)).c_str();
+}
+
 // The mangled names of all kernels that have run, a line each.
 const char* launched() {
   static std::string names;

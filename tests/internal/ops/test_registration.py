@@ -116,6 +116,22 @@ def test_every_op_has_a_sample():
     assert names == {f"pflcore::{name}" for name, _ in samples()}
 
 
+def test_backend_names_its_cards():
+    facts = {"kernels": True, "isa": "avx2", "threads": 2, "torch": "2.14", "fix": None}
+    with_cards = library.Backend(**facts, why="built", cuda=True, architectures="sm_75, sm_90")
+    without = library.Backend(**facts, why="built", cuda=False)
+
+    assert str(with_cards).startswith("kernels (avx2, 2 threads, with CUDA for sm_75, sm_90), ")
+    assert str(without).startswith("kernels (avx2, 2 threads, no CUDA), ")
+
+
+@pytest.mark.skipif(library.kernels is None, reason="the kernels are not loaded")
+def test_lack_of_memory_is_called_so():
+    rows = torch.zeros(1 << 24, 0)  # whose pairs no machine holds
+    with pytest.raises(RuntimeError, match=f"out of memory: there is no room for {1 << 48} more"):
+        ops.pairwise_sqdist(rows)
+
+
 def test_references_warn_once(monkeypatch):
     monkeypatch.setattr(library, "on_references", True)
     with pytest.warns(UserWarning, match="pip install --force-reinstall"):
