@@ -4,7 +4,7 @@ BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-deep lint build portability wheels sharded flower lora gpu attack trust bench clean
+.PHONY: demo test test-deep lint build portability wheels sharded flower lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust bench clean
 
 # torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
@@ -51,13 +51,13 @@ wheels: build
 sharded: build
 	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/sharded.py
 
-# everything that needs a GPU: the op tests there, simulations against the CPU's, and the kernels beside torch and the card's limits;
-# GPU_PYTHON=python3 takes a Python that has torch and pytest as it is, and its CUDA compiler: no .venv, and pip is asked for nothing
+# everything that needs a GPU, in steps of minutes (docs/gpu.md): the kernels, their tests there, simulations against the CPU's, compute-sanitizer,
+# and the kernels beside torch and the card's limits; output in LOGS. GPU_PYTHON=python3 takes a Python that has torch and pytest as it is, and its
+# CUDA compiler: no .venv, and pip is asked for nothing
 GPU_PYTHON ?= $(BIN)/python
-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),build)
-	$(GPU_PYTHON) -c "import pflcore; assert pflcore.backend().cuda" 2> /dev/null || \
-	  { .ci/cuda_build $(filter-out $(BIN)/python,$(GPU_PYTHON)) && cp build/cuda/lib/pflcore/*.so pflcore/; }
-	$(GPU_PYTHON) -m pytest tests/gpu -rs; failed=$$?; $(GPU_PYTHON) -m bench.gpu && exit $$failed
+LOGS ?= build/gpu
+gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),build)
+	LOGS="$(LOGS)" .ci/gpu $(GPU_PYTHON) $(patsubst gpu-%,%,$(filter gpu-%,$@))
 
 # attacks on FedAvg's and WAFFLe's uploads in a minute or two; `pflcore attack` does it on Fashion-MNIST with 1,000 samples a client
 attack: build

@@ -2,7 +2,12 @@
 // it is loaded (torch.ops.load_library).
 #include <torch/headeronly/version.h>
 
+#include <string>
+
 #include "cpu/isa.h"
+#ifdef PFLCORE_CUDA
+#include <cuda_runtime_api.h>
+#endif
 
 #define PFL_PUBLIC extern "C" __attribute__((visibility("default")))
 
@@ -16,13 +21,26 @@ PFL_PUBLIC const char* pflcore_built() {
          " against torch " TORCH_VERSION;
 }
 
-PFL_PUBLIC int pflcore_cuda() {
 #ifdef PFLCORE_CUDA
-  return 1;
+PFL_PUBLIC const char* pflcore_architectures();  // cuda/architectures.cu
 #else
-  return 0;
+// The cards that have machine code in here: none.
+PFL_PUBLIC const char* pflcore_architectures() { return ""; }
 #endif
+
+namespace pflcore {
+
+std::string device_fault() {
+#ifdef PFLCORE_CUDA
+  cudaError_t error = cudaPeekAtLastError();
+  size_t free = 0, total = 0;
+  if (error == cudaSuccess) error = cudaMemGetInfo(&free, &total);  // torch may have cleared it
+  if (error != cudaSuccess && error != cudaErrorMemoryAllocation) return cudaGetErrorString(error);
+#endif
+  return "";
 }
+
+}  // namespace pflcore
 
 // The instruction set that the CPU kernels use: plain, avx2 or avx512.
 PFL_PUBLIC const char* pflcore_isa() { return pflcore::cpu::name(pflcore::cpu::isa()); }

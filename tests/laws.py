@@ -299,6 +299,7 @@ def inputs(p, dtype, device):
         "columns": rows[:, 1:],
         "base": r(1, p),
         "d": randn(2, 97, 61).abs().to(device),
+        "long": randn(8, 9, 700).abs().to(device),
         "target": integers(4, 0, 61, 97).to(device),
         "near": integers(5, 0, 20, 20, 5).to(device),
         "weight": weight,

@@ -109,14 +109,44 @@ inline int code_generation(const void* kernel) {
 #endif
 }
 
+// The architectures of a list as nvcc has it, "750,900", as "sm_75, sm_90".
+inline std::string architecture_names(const std::string& list) {
+  std::string names;
+  for (size_t at = 0; at < list.size();) {
+    const size_t end = list.find(',', at) == std::string::npos ? list.size() : list.find(',', at);
+    names += (names.empty() ? "sm_" : ", sm_") + list.substr(at, end - at - 1);
+    at = end + 1;
+  }
+  return names;
+}
+
 #ifndef PFLCORE_CUDA_ON_CPU
+#define PFLCORE_TEXT_OF(...) #__VA_ARGS__
+#define PFLCORE_TEXT(...) PFLCORE_TEXT_OF(__VA_ARGS__)
+inline std::string architectures() {
+  return architecture_names(PFLCORE_TEXT(__CUDA_ARCH_LIST__));
+}
+
+// The card that is here, as TORCH_CUDA_ARCH_LIST names it.
+inline std::string card_name() {
+  int device = 0, major = 0, minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return std::to_string(major) + "." + std::to_string(minor);
+}
+
 // Right after each launch, so that an error is that of this kernel (or of earlier work that has
 // failed meanwhile).
 inline void launched(const char* where) {
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string("pflcore: a CUDA kernel could not be launched (") + where +
-                             "): " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  if (error == cudaErrorNoKernelImageForDevice)
+    throw std::runtime_error("pflcore: the kernels were built for " + architectures() +
+                             ", this card is " + card_name() +
+                             "; build them again with TORCH_CUDA_ARCH_LIST=" + card_name());
+  throw std::runtime_error(std::string("pflcore: a CUDA kernel could not be launched (") + where +
+                           "): " + cudaGetErrorString(error));
 }
 #endif
 

@@ -25,8 +25,8 @@ struct Rank1OnCuda : cuda::Call {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(pflcore, CUDA, m) {
-  m.impl("rank1_linear", TORCH_BOX(&rank1_linear<Rank1OnCuda>));
-  m.impl("rank1_linear_backward", TORCH_BOX(&rank1_linear_backward<Rank1OnCuda>));
+  m.impl("rank1_listed", TORCH_BOX(&rank1_linear<Rank1OnCuda>));
+  m.impl("rank1_listed_backward", TORCH_BOX(&rank1_linear_backward<Rank1OnCuda>));
 }
 
 }  // namespace pflcore

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <string>
 
 #include "../check.h"
 #include "../inputs.h"
@@ -32,16 +33,22 @@ inline Dtype dtype_of(const Tensor& t, const char* op) {
   return Dtype::f32;
 }
 
+// What a card says is wrong with it, as an illegal access of an earlier kernel; empty where nothing
+// is, and where there is no card (library.cpp).
+std::string device_fault();
+
 // torch's C interface says no more than that a call failed. Where all it has to do is to find
-// memory, we know why, and say so.
+// memory, we know why, and say so: a card that has failed before, or no memory.
 template <class Allocate>
-Tensor allocated(int64_t elements, const Allocate& allocate) {
+Tensor allocated(const Tensor& like, int64_t elements, const Allocate& allocate) {
   try {
     return allocate();
   } catch (const std::exception&) {
+    const std::string fault = like.is_cuda() ? device_fault() : std::string();
+    if (!fault.empty())
+      throw std::runtime_error(text("the card reports an error of earlier work: ", fault));
     throw std::runtime_error(
-        text("out of memory (or an earlier error of the device): there is no room for ", elements,
-             " more elements"));
+        text("out of memory: there is no room for ", elements, " more elements"));
   }
 }
 
@@ -50,17 +57,19 @@ Tensor make(const Tensor& like, const Sizes& sizes,
             std::optional<ScalarType> dtype = std::nullopt) {
   int64_t elements = 1;
   for (const int64_t size : sizes) elements *= size;
-  return allocated(elements, [&] { return torch::stable::new_empty(like, sizes, dtype); });
+  return allocated(like, elements, [&] { return torch::stable::new_empty(like, sizes, dtype); });
 }
 
 inline Tensor dense(const Tensor& t) {
-  return t.is_contiguous() ? t : allocated(t.numel(), [&] { return torch::stable::contiguous(t); });
+  return t.is_contiguous()
+             ? t
+             : allocated(t, t.numel(), [&] { return torch::stable::contiguous(t); });
 }
 
 inline Tensor converted(const Tensor& t, ScalarType dtype) {
   return t.scalar_type() == dtype
              ? t
-             : allocated(t.numel(), [&] { return torch::stable::to(t, dtype); });
+             : allocated(t, t.numel(), [&] { return torch::stable::to(t, dtype); });
 }
 
 // A tensor whose last dimension is contiguous: itself, or a copy.

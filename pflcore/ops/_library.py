@@ -116,10 +116,12 @@ class Backend(NamedTuple):
     torch: str
     why: str  # one sentence: why this and not another
     fix: str | None  # the command that mends it, where the kernels could be had
+    architectures: str = ""  # the cards that the CUDA kernels were built for: "sm_75, sm_90"
 
     def __str__(self) -> str:
+        cuda = f"with CUDA for {self.architectures}" if self.cuda else "no CUDA"
         what = (
-            f"kernels ({self.isa}, {self.threads} threads, {'with' if self.cuda else 'no'} CUDA)"
+            f"kernels ({self.isa}, {self.threads} threads, {cuda})"
             if self.kernels
             else "references"
         )
@@ -152,7 +154,7 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
         # later
         torch.ops.load_library(LIBRARY)
         library = ctypes.CDLL(str(LIBRARY))
-        for name in ("pflcore_built", "pflcore_isa", "pflcore_set_isa"):
+        for name in ("pflcore_built", "pflcore_isa", "pflcore_set_isa", "pflcore_architectures"):
             getattr(library, name).restype = ctypes.c_char_p
         return library, library.pflcore_built().decode(), None
     except (OSError, AttributeError) as error:
@@ -179,9 +181,16 @@ def isa(wanted: str | None = None) -> str | None:
 
 def backend() -> Backend:
     """What runs the ops and why: compiled kernels or references, the CPU path, threads, CUDA."""
-    cuda = kernels is not None and bool(kernels.pflcore_cuda())
+    cards = "" if kernels is None else str(kernels.pflcore_architectures(), "ascii")
     return Backend(
-        kernels is not None, isa(), cuda, torch.get_num_threads(), torch.__version__, _why, _fix
+        kernels=kernels is not None,
+        isa=isa(),
+        cuda=bool(cards),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        why=_why,
+        fix=_fix,
+        architectures=cards,
     )
 
 

@@ -149,6 +149,142 @@ _op_backward = define(
 )
 
 
+# --- on a card --------------------------------------------------------------
+
+# Batched products of torch are several times faster there than kernels that list the factors that
+# are on. Those kernels serve where torch would round the factors of a product to fewer bits.
+_listed = define("rank1_listed(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference)
+_listed_backward = define(
+    "rank1_listed_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, "
+    "bool need_a, bool need_lam, bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
+    backward_reference,
+)
+
+
+def rounds_factors(dtype: torch.dtype) -> bool:
+    """Whether torch's products on a card round factors of this dtype, as TF32 does."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
+    return dtype != torch.float64 and precision not in ("none", "ieee")
+
+
+def by_products(
+    x: Tensor,  # [B, I] or [N, B, I]
+    w_a: Tensor,  # [O, F] or [N, O, F]
+    lam: Tensor,  # [F] or [N, F]
+    w_b: Tensor,  # [F, I] or [N, F, I]
+) -> Tensor:  # [B, O] or [N, B, O]
+    """The layer as two products. It asks nothing of the host.
+
+    A factor that is on and not finite makes every sample's outputs that it reaches NaN.
+    """
+    x, w_a, lam, w_b, back_to = _wide(x, w_a, lam, w_b)
+    hidden = _switched(_product("bi,fi->bf", x, w_b, (2, 2)), lam)
+    return _onto(w_a.mT, lam, hidden).to(back_to)
+
+
+def by_products_backward(
+    grad: Tensor,  # [B, O] or [N, B, O]
+    x: Tensor,
+    w_a: Tensor,
+    lam: Tensor,
+    w_b: Tensor,
+    need_x: bool,
+    need_a: bool,
+    need_lam: bool,
+    need_b: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients as products; an empty tensor where one is not needed."""
+    x, w_a, lam, w_b, back_to = _wide(x, w_a, lam, w_b)
+    grad = grad.to(x.dtype)
+    none = grad.new_empty(0, dtype=back_to)
+    gx = ga = glam = gb = none
+    if need_a or need_lam:
+        hidden = _product("bi,fi->bf", x, w_b, (2, 2))
+    if need_x or need_lam or need_b:
+        back = _product("bo,of->bf", grad, w_a, (2, 2))
+    if need_x:
+        gx = _onto(w_b, lam, _switched(back, lam), summed=x.dim() == 2).to(back_to)
+    if need_a:
+        scaled = _switched(hidden, lam)
+        ga = _product("bo,bf->of", grad, scaled, (2, 2), w_a.dim() == 2).to(back_to)
+    if need_lam:
+        glam = (hidden * back).sum(-2)
+        glam = glam.sum_to_size(lam.shape).contiguous().to(back_to)
+    if need_b:
+        scaled = _switched(back, lam)
+        gb = _product("bf,bi->fi", scaled, x, (2, 2), w_b.dim() == 2).to(back_to)
+    return gx, ga, glam, gb
+
+
+def _wide(*inputs: Tensor) -> tuple[Any, ...]:
+    """The inputs as they are computed, 16-bit ones in float32; and the dtype they came in."""
+    dtype = inputs[0].dtype
+    if dtype in NARROW:
+        inputs = tuple(t.float() for t in inputs)
+    return *inputs, dtype
+
+
+def _product(
+    formula: str,  # without the clients' axis
+    a: Tensor,
+    b: Tensor,
+    own: tuple[int, int],  # dimensions of a and b without it
+    summed: bool = False,  # over the clients
+) -> Tensor:
+    """`einsum` with a clients' axis wherever a tensor has one."""
+    operands, out = formula.split("->")
+    first, second = operands.split(",")
+    has = [t.dim() > dims for t, dims in zip((a, b), own, strict=True)]
+    first = "n" * has[0] + first
+    second = "n" * has[1] + second
+    out = "n" * (any(has) and not summed) + out
+    return torch.einsum(f"{first},{second}->{out}", a, b).contiguous()
+
+
+def _switched(t: Tensor, lam: Tensor) -> Tensor:
+    """`t * lam` along the last axis [.., B, F], 0 where a factor is off, whatever it holds."""
+    scale = lam[..., None, :]
+    return torch.where(scale != 0, t * scale, 0.0)
+
+
+def _onto(
+    w: Tensor,  # [F, C] or [N, F, C]
+    lam: Tensor,  # [F] or [N, F]
+    t: Tensor,  # [B, F] or [N, B, F]; 0 where a factor is off
+    summed: bool = False,  # over the clients
+) -> Tensor:  # [B, C] or [N, B, C]
+    """`t @ w`, in which a factor that is off counts for nothing, also where it is not finite."""
+    if w.dim() == 3 or lam.dim() == 1:
+        return _product("bf,fc->bc", t, torch.where(lam[..., None] != 0, w, 0.0), (2, 2), summed)
+    # Clients share the factors, each has some of them on: no copy of the factors for each client.
+    # What is not finite is taken out, and what it reaches is marked.
+    finite = w.nan_to_num(0.0, 0.0, 0.0)
+    on = (lam != 0).to(w.dtype)
+    reached = _product("f,fc->c", on, (w != finite).to(w.dtype), (1, 2), summed)
+    out = _product("bf,fc->bc", t, finite, (2, 2), summed)
+    return out.masked_fill_(reached[..., None, :] > 0, torch.nan)
+
+
+def on_card(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+    """The op where tensors are on a card. Autocast has cast the inputs already."""
+    if rounds_factors(x.dtype):
+        return _listed(x, w_a, lam, w_b)
+    with torch.autocast(x.device.type, enabled=False):
+        return by_products(x, w_a, lam, w_b)
+
+
+def on_card_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    """Its gradients there."""
+    if rounds_factors(x.dtype):
+        return _listed_backward(grad, x, *others)
+    with torch.autocast(x.device.type, enabled=False):
+        return by_products_backward(grad, x, *others)
+
+
+lib.impl("rank1_linear", on_card, "CUDA")
+lib.impl("rank1_linear_backward", on_card_backward, "CUDA")
+
+
 # --- autograd ---------------------------------------------------------------
 
 

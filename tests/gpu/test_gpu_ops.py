@@ -44,15 +44,20 @@ GPU = laws.Machine(
 )
 
 
-def calls():
-    return laws.calls(ops, OPS.rank1_linear_backward.default, 40_001, device="cuda")
+def calls(p=40_001, device="cuda"):
+    """Each op; of the rank-1 layer also the kernels, which serve where products are rounded."""
+    found = laws.calls(ops, OPS.rank1_linear_backward.default, p, device=device)
+    for name in ("rank1_listed", "rank1_listed_backward"):
+        _, inputs = found[name.replace("listed", "linear")]
+        found[name] = (getattr(OPS, name).default, inputs)
+    return found
 
 
 # Matrices that tensor cores make where there are such: rows of each operand.
 MATRICES = {"triangle": (67,), "windows": (140,), "two operands": (40, 70)}
 
 
-@pytest.fixture(params=[*laws.calls(ops, OPS.rank1_linear_backward.default, 1), *MATRICES])
+@pytest.fixture(params=[*calls(1, "cpu"), *MATRICES])
 def case(request):
     """Each op as a function of its inputs, which gives its outputs as a list; and inputs."""
     if request.param in MATRICES:
@@ -133,6 +138,32 @@ def test_aggregate_entry_without_weight_changes_no_sign():
     assert (got == 0).all() and got.signbit().all()
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("leads", [((6,), (), (6,), ()), ((6,),) * 4])
+def test_tf32_rounds_no_factor(monkeypatch, leads, allowed):
+    """A user's setting for torch's own products changes nothing here."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+    inputs = laws.factors(32, 784, 120, 200, F32, leads, 0.3)
+    laws.close_layer(inputs, [t.cuda() for t in inputs])
+
+
+@pytest.mark.parametrize("op", ["rank1_linear", "rank1_listed"])
+def test_rank1_linear_skips_inactive_factors(op):
+    """Where lam is 0, what a factor holds changes no bit."""
+    inputs = [t.cuda() for t in laws.factors(32, 57, 60, 31, F32, ((6,), (), (6,), ()))]
+    _, w_a, lam, w_b = inputs
+    lam[:, ::3] = 0
+
+    def found():
+        y = getattr(OPS, op).default(*inputs)
+        backward = getattr(OPS, f"{op}_backward").default
+        return [y, *backward(torch.ones_like(y), *inputs, True, True, False, True)]
+
+    want = found()
+    w_a[:, ::3], w_b[::3] = torch.nan, torch.inf
+    laws.identical(found(), want)
+
+
 # --- what only a GPU can show -----------------------------------------------
 
 
@@ -160,10 +191,10 @@ def test_follows_the_current_stream(case):
     want, held = call(copies(inputs)), copies(inputs)
     torch.cuda.synchronize()
     side, done, free = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
-    with torch.cuda.stream(side):
-        # A new stream has no memory yet, and asking the card for some may wait for it.
+    with torch.cuda.stream(side):  # once before: memory for a new stream may wait for the device
         call(copies(inputs))
-        side.synchronize()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
         torch.cuda._sleep(400_000_000)  # about a quarter of a second
         result = call(held)
         done.record()

@@ -41,7 +41,13 @@ def library():
         subprocess.run([compiler(), *FLAGS.split(), *source], check=True)
         lib = ctypes.CDLL(target)
     lib.fenced.restype, lib.last_error.restype = c_void_p, ctypes.c_char_p
+    lib.launched.restype = lib.architecture_names.restype = ctypes.c_char_p
     return lib
+
+
+def launched_kernels():
+    """The mangled names of all kernels that have run in this process."""
+    return library().launched().decode().splitlines()
 
 
 def call(name, *values):

@@ -18,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -31,7 +32,8 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define PFLCORE_LAUNCH(kernel, grid, block, shared, stream, ...) \
-  cuda_on_cpu::launch(grid, block, shared, stream, [&] { kernel(__VA_ARGS__); })
+  (cuda_on_cpu::device().launched.insert(reinterpret_cast<void*>(kernel)), \
+   cuda_on_cpu::launch(grid, block, shared, stream, [&] { kernel(__VA_ARGS__); }))
 #define PFLCORE_DYNAMIC_SHARED(name) unsigned char* const name = cuda_on_cpu::dynamic_shared()
 
 struct dim3 {
@@ -82,6 +84,7 @@ struct Device {
   unsigned seed = 0;  // 0: threads in order, 1: backwards, else shuffled; but for 0, each warp runs
                       // ahead of the others
   std::string error;
+  std::set<void*> launched;  // every kernel that has run
 };
 
 inline Device& device() {

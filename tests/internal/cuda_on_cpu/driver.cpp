@@ -1,6 +1,7 @@
 // The CUDA kernels of csrc/cuda, compiled by a plain C++ compiler, behind C functions for ctypes.
 // Returns 0, or 1 with the reason in last_error().
 #define PFLCORE_CUDA_ON_CPU
+#include <dlfcn.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -117,6 +118,22 @@ void rank1(const void* fields, T* y, const T* grad, T* const* grads) {
 extern "C" {
 
 const char* last_error() { return failure.c_str(); }
+
+const char* architecture_names(const char* list) {
+  static std::string names;
+  return (names = pc::architecture_names(list)).c_str();
+}
+
+// The mangled names of all kernels that have run, a line each.
+const char* launched() {
+  static std::string names;
+  names.clear();
+  for (void* const kernel : cuda_on_cpu::device().launched) {
+    Dl_info found;
+    if (dladdr(kernel, &found) && found.dli_sname) names += std::string(found.dli_sname) + "\n";
+  }
+  return names.c_str();
+}
 void set_order(int64_t seed) { cuda_on_cpu::device().seed = static_cast<unsigned>(seed); }
 void set_shared(int64_t most) { cuda_on_cpu::device().shared_most = most; }
 void set_copies(int64_t copies) { cuda_on_cpu::device().copies = copies != 0; }

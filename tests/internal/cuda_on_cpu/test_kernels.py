@@ -1,6 +1,8 @@
 """The CUDA kernels, run block by block on the CPU (tests/internal/cuda_on_cpu), against the
 references."""
 
+import importlib.util
+
 import hypothesis.strategies as st
 import laws
 import pytest
@@ -22,6 +24,7 @@ from internal.cuda_on_cpu import (
     plan,
 )
 from laws import distances, identical, integers, listed
+from places import ROOT
 from tolerance import BF16, F16, F32, F64, assert_close
 from torch import Tensor
 from ugly import intact, randn
@@ -358,6 +361,21 @@ def test_waffle_weights_one_target_and_a_wrong_one():
     assert torch.equal(wrong[0], one[0]) and wrong[1:].isnan().all()
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, 7])
+@pytest.mark.parametrize("n, k", [(257, 5), (300, 37), (300, 38), (1100, 3)])
+def test_feddwa_weights_of_few_and_of_many(n, k, seed):
+    """On either side of where the kernel changes; ties, NaN and -0 as in the reference, whatever
+    the order of the threads."""
+    sqdist = distances(2, n, n + k)
+    sqdist[1, 7], sqdist[1, 3] = -0.0, 0.0
+    order(seed)
+
+    got, (weight, index) = kernels.feddwa_weights(sqdist, k), reference.feddwa_weights(sqdist, k)
+
+    assert torch.equal(got.index, index)
+    torch.testing.assert_close(got.weight, weight, rtol=1e-12, atol=1e-300)
+
+
 # --- aggregate --------------------------------------------------------------
 
 
@@ -525,3 +543,44 @@ def test_rank1_linear_skips_inactive_factors():
     clean = found()
     w_a[:, ::3], w_b[::3] = torch.nan, torch.nan
     identical(found(), clean)
+
+
+# --- what a library says of itself --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "listed, names",
+    [("", ""), ("900", "sm_90"), ("750,900", "sm_75, sm_90"), ("1000,1200", "sm_100, sm_120")],
+)
+def test_architectures_are_named(listed, names):
+    assert library().architecture_names(listed.encode()).decode() == names
+
+
+# --- small runs for tools on a card -------------------------------------------
+
+
+def test_small_runs_reach_every_kernel():
+    """Whatever the table of registers names is launched, so that a tool on a card watches it."""
+    small_runs = module_at(ROOT / "tests" / "gpu" / "small_runs.py")
+    registers = module_at(ROOT / ".ci" / "registers.py")
+    _, table = registers.read_table(registers.TABLE.read_text())
+
+    small_runs.run_all(kernels, lambda t, aligned: guarded(t, 0 if aligned else 1, not aligned))
+
+    names = registers.readable_names(kernels.launched_kernels())
+    halves = (("cpu::Half", "__half"), ("cpu::BFloat16", "__nv_bfloat16"))
+    reached = {replaced(name, halves) for name in names}
+    assert sorted({kernel for kernel, _ in table} - reached) == []
+
+
+def replaced(text, pairs):
+    for old, new in pairs:
+        text = text.replace(old, new)
+    return text
+
+
+def module_at(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

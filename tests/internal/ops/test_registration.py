@@ -45,6 +45,9 @@ def ugly():
     ops.feddwa_weights(rows.abs().T, 99)
     ops.aggregate(rows, rows[:2, :2], near[:2, :2].abs(), lr=0.5, out=rows[:2].clone())
     ops.rank1_linear(rows[:0].T, rows[:3, :2], rows[0, :2], rows[:2, :0])
+    layer = laws.factors(3, 4, 5, 2, leads=((2,), (), (2,), ()))
+    y = torch.ops.pflcore.rank1_listed(*layer)
+    torch.ops.pflcore.rank1_listed_backward(y, *layer, True, True, True, True)
     rich = {"shift": rows, "mask": rows[0], "mu": rows[:, 0].abs(), "anchor": rows}
     ops.sgd_step_(rows.clone(), rows, 0.1, **rich, momentum=0.9, buffer=rows.clone())
 
@@ -111,6 +114,22 @@ def test_every_op_has_a_sample():
     """A new op of the library needs one, or a test of its own."""
     names = {name for name in torch._C._dispatch_get_all_op_names() if "pflcore::" in name}
     assert names == {f"pflcore::{name}" for name, _ in samples()}
+
+
+def test_backend_names_its_cards():
+    facts = {"kernels": True, "isa": "avx2", "threads": 2, "torch": "2.14", "fix": None}
+    with_cards = library.Backend(**facts, why="built", cuda=True, architectures="sm_75, sm_90")
+    without = library.Backend(**facts, why="built", cuda=False)
+
+    assert str(with_cards).startswith("kernels (avx2, 2 threads, with CUDA for sm_75, sm_90), ")
+    assert str(without).startswith("kernels (avx2, 2 threads, no CUDA), ")
+
+
+@pytest.mark.skipif(library.kernels is None, reason="the kernels are not loaded")
+def test_lack_of_memory_is_called_so():
+    rows = torch.zeros(1 << 24, 0)  # whose pairs no machine holds
+    with pytest.raises(RuntimeError, match=f"out of memory: there is no room for {1 << 48} more"):
+        ops.pairwise_sqdist(rows)
 
 
 def test_references_warn_once(monkeypatch):

@@ -1,0 +1,123 @@
+"""Runs every kernel at the smallest shapes that reach it, for tools that watch each access of a
+program; `python tests/gpu/small_runs.py` runs it on the card.
+
+The results are not looked at: the tests do that.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from laws import factors, integers
+from tolerance import F32, F64, FLOATS
+from torch import Tensor
+from ugly import lay, randn
+
+Place = Callable[[Tensor, bool], Tensor]  # puts a matrix on the device, aligned or not
+
+
+def distances(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
+    """One lane and several, one window and two, several pieces of the columns, two operands, listed
+    pairs, and what is done again in float64."""
+    for n, p in ((3, 40), (6, 67), (20, 136), (70, 21), (4, 5000)):
+        rows = randn(n, n, p, dtype=dtype)
+        rows[-1] = rows[0]  # a distance of 0 is done again
+        index = place(integers(0, 0, n, n, 3), True)
+        a = place(rows, aligned)
+        ops.pairwise_sqdist(a)
+        ops.pairwise_sqdist(a, place(randn(1, 5, p, dtype=dtype), aligned))
+        ops.pairwise_sqdist(a, None, index)
+
+
+def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
+    """Few results and many, dense and by index, onto a base, into another dtype, precise."""
+    for n, p in ((6, 136), (20, 67), (21, 300)):
+        rows = place(randn(n, n, p, dtype=dtype), aligned)
+        for m in (1, 3, 7, 9, 20):
+            weight = place(randn(1, m, n), True)
+            few = place(randn(2, m, 5), True)
+            index = place(integers(3, 0, n, m, 5), True)
+            base = place(randn(4, m, p, dtype=dtype), aligned)
+            wide = place(randn(5, m, p), aligned)
+            for precise in (False, True):
+                ops.aggregate(rows, weight, precise=precise)
+                ops.aggregate(rows, weight, None, base, 0.5, precise=precise)
+                ops.aggregate(rows, weight, None, wide, precise=precise)
+                ops.aggregate(rows, few, index, precise=precise)
+                ops.aggregate(rows, few, index, wide, precise=precise)
+
+
+def steps(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
+    """Plain, and with every correction."""
+    for s, q in ((1, 40), (3, 67)):
+        w, grad, shift, anchor, buffer = (
+            place(randn(k, s, q, dtype=dtype), aligned) for k in range(5)
+        )
+        mask = place(randn(5, s, q).gt(0).to(dtype), aligned)
+        ops.sgd_step_(w, grad, 0.1)
+        ops.sgd_step_(w, grad, 0.1, shift, mask, 0.3, anchor, 0.9, buffer, 1e-3)
+
+
+def layers(ops: Any, place: Place, dtype: torch.dtype) -> None:
+    """Factors that clients share and factors of their own; with lam's gradient and without."""
+    for leads in ((((3,), (), (3,), ())), ((3,),) * 4, ((),) * 4):
+        inputs = factors(17, 21, 19, 35, dtype, leads, 0.5)
+        given = [place(t.reshape(-1, t.shape[-1]), True).reshape(t.shape) for t in inputs]
+        y = ops.rank1_linear(*given)
+        grad = torch.ones_like(y)
+        for lam_too in (True, False):
+            ops.rank1_linear_backward(grad, *given, True, True, lam_too, True)
+
+
+def weights(ops: Any, place: Place, dtype: torch.dtype) -> None:
+    """Rows that fit into a block's registers and rows that do not."""
+    for m, n, k in ((3, 7, 5), (40, 67, 33), (2, 1100, 50), (1, 5000, 300)):
+        d = place(randn(m, m, n, dtype=dtype).abs(), True)
+        target = place(integers(0, 0, n, 1, m), True)[0]
+        ops.feddwa_weights(d, k)
+        ops.waffle_weights(d, target, 0.7)
+
+
+def run_all(ops: Any, place: Place) -> None:
+    """Every op in every dtype, on rows that are aligned and rows that are not."""
+    for dtype in FLOATS:
+        for aligned in (True, False):
+            distances(ops, place, dtype, aligned)
+            aggregates(ops, place, dtype, aligned)
+            if dtype in (F32, F64):
+                steps(ops, place, dtype, aligned)
+        if dtype in (F32, F64):
+            layers(ops, place, dtype)
+            weights(ops, place, dtype)
+
+
+class OnCard:
+    """The public ops, and of the rank-1 layer the kernels, which it calls only where torch's
+    products would be rounded."""
+
+    def __init__(self, ops: Any) -> None:
+        self.ops = ops
+        self.rank1_linear = torch.ops.pflcore.rank1_listed.default
+        self.rank1_linear_backward = torch.ops.pflcore.rank1_listed_backward.default
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ops, name)
+
+
+def main() -> None:
+    from pflcore import ops
+
+    if not (torch.cuda.is_available() and ops.backend().cuda):
+        sys.exit(f"small_runs: no card, or no CUDA kernels: {ops.backend()}; nothing was run.")
+
+    def place(t: Tensor, aligned: bool) -> Tensor:
+        return lay(t.cuda(), "contiguous" if aligned else "off by one")
+
+    run_all(OnCard(ops), place)
+    torch.cuda.synchronize()
+    print("small_runs: all kernels ran")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""rank1_linear as a card computes it, by torch's products; here on the CPU, and on a pretended
+card."""
+
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+import laws
+import pytest
+import torch
+from hypothesis import given
+from laws import factors, identical
+from pretend_gpu import Pretend, pretended_gpu, waits
+from tolerance import F32, F64, FLOATS
+from ugly import randn
+
+from pflcore.ops import _rank1
+
+
+class Products(torch.autograd.Function):
+    """The layer and its gradients by products, as autograd sees the op."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return _rank1.by_products(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        needs = ctx.needs_input_grad
+        grads = _rank1.by_products_backward(grad, *ctx.saved_tensors, *needs)
+        return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
+
+
+CARD = laws.Machine(SimpleNamespace(rank1_linear=Products.apply), laws.CPU.put)
+# a clients' axis of x, w_a, lam, w_b: factors that clients share, factors of their own
+SHARED, OWN = ((3,), (), (3,), ()), ((3,),) * 4
+LEADS = [SHARED, OWN, ((),) * 4, ((), (), (3,), ()), ((3,), (), (), ()), ((3,), (3,), (), (3,))]
+every_lead = pytest.mark.parametrize("leads", LEADS)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@given(st.data())
+def test_definition(dtype, data):
+    laws.rank1(CARD, dtype, data.draw)
+
+
+def everything(inputs, lam_too=False):
+    """The layer, and its gradients."""
+    y = _rank1.by_products(*inputs)
+    grad = randn(9, *y.shape, dtype=y.dtype)
+    return [y, *_rank1.by_products_backward(grad, *inputs, True, True, lam_too, True)]
+
+
+@every_lead
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_inactive_factors_may_hold_anything(leads, dtype, value):
+    """What they hold changes no bit."""
+    inputs = factors(4, 9, 40, 7, dtype, leads)
+    _, w_a, lam, w_b = inputs
+    lam[..., ::3] = 0
+    want = everything(inputs)
+
+    w_a[..., ::3], w_b[..., ::3, :] = value, value
+
+    identical(everything(inputs), want)
+
+
+def test_inactive_factor_of_one_client_is_another_clients():
+    """Where it is on it counts, NaN too; where it is off it does not."""
+    _, w_a, lam, w_b = inputs = factors(4, 9, 6, 7, F64, SHARED)
+    lam[0, 2] = 0
+    want = everything(inputs)
+
+    w_a[1, 2], w_b[2, 5] = torch.nan, torch.inf
+    y, gx, *_ = everything(inputs)
+
+    identical((y[0], gx[0]), (want[0][0], want[1][0]))
+    assert not y[1:, :, 1].isfinite().any() and not gx[1:, :, 5].isfinite().any()
+
+
+def test_nothing_waits():
+    for leads in LEADS:
+        inputs = factors(4, 9, 6, 7, F32, leads, 0.5)
+        want = [_rank1.on_card(*inputs), *_backward(inputs)]
+        with pretended_gpu():
+            there = [Pretend(t) for t in inputs]
+            got = [_rank1.on_card(*there), *_backward(there)]
+            assert waits == []
+            assert all(isinstance(t, Pretend) for t in got)
+            identical([t.real_ for t in got], want)
+
+
+def _backward(inputs):
+    x, w_a, *_ = inputs
+    clients = [3] if any(t.dim() > own for t, own in zip(inputs, (2, 2, 1, 2), strict=True)) else []
+    grad = torch.ones(*clients, x.shape[-2], w_a.shape[-2], device=x.device)
+    return _rank1.on_card_backward(grad, *inputs, True, True, True, True)
+
+
+@pytest.mark.parametrize("name, value", [("fp32_precision", "tf32"), ("allow_tf32", True)])
+def test_rounded_products_are_not_taken(monkeypatch, name, value):
+    """A user's own setting leaves the op as precise as it is: its kernels are taken. float64 is
+    never rounded."""
+    taken = []
+    monkeypatch.setattr(_rank1, "_listed", lambda *inputs: taken.append("kernels"))
+    monkeypatch.setattr(_rank1, "by_products", lambda *inputs: taken.append("products"))
+    single, double = factors(2, 3, 4, 5, F32), factors(2, 3, 4, 5, F64)
+
+    _rank1.on_card(*single)
+    with monkeypatch.context() as changed:
+        changed.setattr(torch.backends.cuda.matmul, name, value)
+        _rank1.on_card(*single)
+        _rank1.on_card(*double)
+
+    assert taken == ["products", "kernels", "products"]
+
+
+def test_autocast_rounds_nothing_inside():
+    """The inputs are cast before the op; its own products are float32's."""
+    inputs = factors(5, 7, 6, 4, F32)
+    want = _rank1.on_card(*inputs)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = _rank1.on_card(*inputs)
+
+    identical(got, want)
+
+
+def test_a_card_takes_this_path():
+    for name in ("rank1_linear", "rank1_linear_backward"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pflcore::{name}", "CUDA")
