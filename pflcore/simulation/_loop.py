@@ -39,7 +39,7 @@ from pflcore.simulation._history import History
 from pflcore.simulation._interrupts import unbroken
 from pflcore.simulation._personal import Models
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
-from pflcore.simulation._start import data_of, looked_at, peak_bytes, placed
+from pflcore.simulation._start import block_size, data_of, looked_at, peak_bytes, placed
 from pflcore.simulation.callbacks import Callback, check_record
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import State, check_start, copied, sample, step
@@ -156,7 +156,9 @@ class Simulation:
             if error is not None:
                 device, where = self.hardware.device, f"in {place} {round}"
                 memory.give_back(device)
-                said = memory.sentence(where, self.peak_bytes(), error, device)
+                said = memory.sentence(
+                    where, self.peak_bytes(), error, device, block_size(self.setting)
+                )
                 yield {"stopped": said, "failed": True}
                 return
             void = self._state.void

@@ -108,7 +108,7 @@ def _placed(run: Any, net: Net, device: str) -> tuple[Setup, State]:
     setting = prepared(net, data, run.training, hardware.engine, *where)
     setup = Setup(alg, setting, run.robustness, run.batch_norm)
     setup = setup._replace(folder=folder_for(setup, hardware.rows, run.participation))
-    memory.refuse(peak_bytes(setup, run.participation), device)
+    memory.refuse(peak_bytes(setup, run.participation), device, block_size(setting))
     return setup, begin(alg, setting.net, data.n, setup.folder)
 
 
@@ -140,7 +140,13 @@ def clients_at_once(run: Setting, cohort: int) -> int:
         return min(threads, cohort)
     if run.engine.form == "vmap":
         return min(threads * run.together, cohort)
-    return threads if has_kernels(run.data.device) else cohort
+    return threads if has_kernels(run.data.device) else min(run.together, cohort)
+
+
+def block_size(run: Setting) -> int | None:
+    """How many clients are computed at once at most, where that can be set (`together`)."""
+    in_blocks = run.engine.form == "vmap" or not has_kernels(run.data.device)
+    return run.together if in_blocks and run.engine.form != "module" else None
 
 
 def bytes_of_batches(run: Setting, cohort: int) -> int:
@@ -149,7 +155,12 @@ def bytes_of_batches(run: Setting, cohort: int) -> int:
     batch = min(run.training.batch_size, int(run.data.size("train").max()))
     if chain is not None and has_kernels(run.data.device):
         return at_once * chain.bytes_kept(run.training.batch_size, run.net.w0.element_size())
-    return at_once * batch * run.activations
+    kept = at_once * batch * run.activations
+    if run.graphs is not None and run.graphs.refusal is None:
+        # A captured step has memory of its own, beside that of the steps that are not captured:
+        # activations, the clients' rows, and their gradients.
+        kept = 2 * (kept + at_once * run.net.w0.nbytes)
+    return kept
 
 
 def row_bytes(setup: Setup) -> tuple[int, int, int]:

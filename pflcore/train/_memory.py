@@ -93,24 +93,31 @@ class RunTooLarge(MemoryError):
     """Refused before it began; its text is the whole sentence."""
 
 
-def refuse(peak: int, device: str) -> None:
+def remedy(together: int | None) -> str:
+    """What to do about memory; `together`: so many clients take a step at once."""
+    fewer = "let fewer clients take part in a round (participation)"
+    if together is not None and together > 1:
+        fewer = f"compute fewer clients at once (together, here {together}), {fewer}"
+    return fewer
+
+
+def refuse(peak: int, device: str, together: int | None = None) -> None:
     """A run that cannot fit is not begun."""
     most = capacity(device)
     if most is not None and peak > most:
         raise RunTooLarge(
             f"memory: the run needs about {human(peak)} beside its data, and {device} has "
-            f"{human(most)}; let fewer clients take part in a round (participation), or make the "
-            "batches (batch_size), the federation or the model smaller."
+            f"{human(most)}; {remedy(together)}, or make the batches (batch_size), the federation "
+            "or the model smaller."
         )
 
 
-def sentence(where: str, peak: int, request: str, device: str) -> str:
+def sentence(where: str, peak: int, request: str, device: str, together: int | None = None) -> str:
     """One sentence: where memory ran out, what the run needs, what there is, what to do."""
     asked = f", when {request} more were asked for" if request else ""
     most = capacity(device)
     has = f", and {device} has {human(most)}" if most else ""
     return (
         f"Out of memory {where}{asked}: the run needs about {human(peak)} beside its data{has}; "
-        "let fewer clients take part in a round (participation), or make the batches (batch_size) "
-        "or the model smaller."
+        f"{remedy(together)}, or make the batches (batch_size) or the model smaller."
     )

@@ -11,6 +11,7 @@ from torch import nn
 
 from pflcore import Net, Training, ops
 from pflcore.train import _memory as memory
+from pflcore.train._clients import Clients
 
 
 def test_other_errors_are_not_it():
@@ -127,3 +128,28 @@ def test_a_run_whose_batches_do_not_fit_is_refused(monkeypatch):
     with pytest.raises(memory.RunTooLarge, match=r"beside its data, and cpu .* \(batch_size\)"):
         needed("vmap", rows="memory")
     needed("vmap", batch=10, rows="memory")
+    needed("vmap", together=3, rows="memory")
+
+
+@pytest.mark.parametrize("engine, block", [("vmap", 64), ("loop", None)])
+def test_what_is_computed_at_once_can_be_less(monkeypatch, engine, block):
+    """Before a run and in it: where clients are computed in blocks, their size is a remedy."""
+    words = f"compute fewer clients at once (together, here {block}), let fewer"
+    run = needed(engine)
+    monkeypatch.setattr(Clients, "fit", fails(Clients.fit, 1, MemoryError()))
+    with pytest.warns(RuntimeWarning):
+        stopped = run.run().stopped
+    assert (words in stopped) == (block is not None)
+    monkeypatch.setattr(memory, "capacity", lambda device: 1)
+    with pytest.raises(memory.RunTooLarge) as refused:
+        needed(engine, rows="memory")
+    assert (words in str(refused.value)) == (block is not None)
+
+
+def test_captured_steps_count_twice():
+    """A graph has memory of its own, beside that of the steps that are not captured."""
+    with pretended_gpu() as gpu:
+        runs = [needed("vmap", device=str(gpu), graphs=g) for g in (True, False)]
+    captured, eager = (run.peak_bytes() for run in runs)
+    kept = 8 * 50 * runs[0].setting.activations
+    assert captured - eager == kept + 2 * 8 * runs[0].setting.net.w0.nbytes
