@@ -5,11 +5,15 @@ import warnings
 import pytest
 import torch
 from doors import held_out
-from parts.devices import FORMS, assert_resumed, played, rounds
+from parts.devices import FORMS, assert_resumed, models, played, rounds
+from parts.user import simulation
 from small import images
+from torch import nn
 
 from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
+from pflcore.nn import Dropout
+from pflcore.train import _graphs
 
 # of each family one, for the other models
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "apfl", "fedrod")
@@ -76,3 +80,56 @@ def test_flags_are_put_back_between_rounds():
             assert torch.backends.cudnn.benchmark and not torch.backends.cudnn.deterministic
     finally:
         torch.backends.cudnn.benchmark = False
+
+
+# CUDA graphs -------------------------------------------------------------------------------------
+
+
+def dropped():
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), Dropout(0.5), nn.Linear(5, 4))
+
+
+def trained(name, model, kind, engine, graphs):
+    how = {"training": Training(0.05, 5, 2), "engine": engine, "device": "cuda", "rounds": 3}
+    run = simulation(name, data(kind), model=model, graphs=graphs, **how)
+    assert run.run().stopped is None
+    return run
+
+
+def assert_same_bits(name, model, kind, engine):
+    """With graphs, all steps but the first of each shape are replayed."""
+    got = trained(name, model, kind, engine, True)
+    want = trained(name, model, kind, engine, False)
+
+    assert got.header()["path"]["graphs"] == "captured"
+    if name in DIFFERENT:  # of others no step may come twice
+        assert got.setting.graphs.replays > 0
+    for a, b in zip(models(got), models(want), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name, kind", EACH)
+def test_graphs_change_no_bit(monkeypatch, name, kind):
+    monkeypatch.setattr(_graphs, "CAPTURE_AFTER_STEPS", 1)
+    model, engine, _ = FORMS[kind]
+    assert_same_bits(name, model, kind, engine)
+
+
+@pytest.mark.parametrize("engine", ["auto", "vmap", "loop"])
+def test_graphs_draw_dropout_anew_in_every_step(monkeypatch, engine):
+    monkeypatch.setattr(_graphs, "CAPTURE_AFTER_STEPS", 1)
+    assert_same_bits("fedavg", dropped, "MLP", engine)
+
+
+def test_a_model_that_copies_from_the_host_is_trained_without_graphs():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 4)
+
+        def forward(self, x):
+            return self.layer(x * torch.tensor([2.0], device=x.device))
+
+    run = trained("fedavg", Scaled, "MLP", "vmap", True)
+
+    assert "a step makes the host wait" in run.header()["path"]["graphs"]
