@@ -10,7 +10,7 @@ SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 .venv/tools: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip setuptools wheel pybind11 ninja
-	$(BIN)/pip install --quiet torch torchvision numpy
+	$(BIN)/pip install --quiet torch torchvision numpy safetensors annotated-types
 	touch $@
 
 .venv/ready: .venv/tools $(SOURCES)
