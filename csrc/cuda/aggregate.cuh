@@ -6,7 +6,7 @@
 // 1.4 times as fast, but few results gain nothing, so that the bits of a row would depend on how
 // many there are; and values below 1e-30 or beyond float32 would need the chain beside them.
 //
-// `aggregate_plan` takes one of four kernels. All but the last wait for memory at most a little.
+// `aggregate_plan` takes one of four kernels.
 // held: few rows of updates, few results. All loads of a thread are on their way at a time, to
 //   registers.
 // streamed: any number of rows and results. The warps of a block share a strip of columns, whose
@@ -59,8 +59,8 @@ constexpr int kHeldRows = 20;                      // rows of updates in registe
 constexpr int kHeldThreads = 128;
 constexpr int kStages = 4, kStageBytes = 5 * 1024;  // the ring of a streamed block
 constexpr int kStreamWarps = 5;                     // at most so many share a ring
-constexpr int kManyBlocks = 3, kFewBlocks = 5;  // of such warps, that registers allow for at a time
-constexpr int kTileThreads = 512;                   // at most
+constexpr int kManyWarps = 16, kFewWarps = 28;      // of a multiprocessor: its registers hold them
+constexpr int kTileThreads = 512, kTileWarps = 32;  // at most, of a block and of a multiprocessor
 constexpr int kDirectThreads = 256;
 constexpr int64_t kDirectBlocks = 16 * 1024;
 constexpr int64_t kAlwaysShared = 48 * 1024;  // bytes that every card gives without asking
@@ -164,8 +164,8 @@ inline void plan_streamed(AggregatePlan& plan, const Aggregate& q, const Aggrega
   plan.chunk = static_cast<int>(plan.resident ? needed : room / stage_rows * stage_rows);
   plan.shared = kStages * kStageBytes + plan.chunk * plan.results * sum;
   // as many blocks as the card holds at a time: each loads its weights once
-  const int64_t most_warps = kStreamWarps * (plan.many ? kManyBlocks : kFewBlocks);
-  const int64_t blocks = resident_blocks(card, plan.shared, warps, most_warps);
+  const int64_t blocks =
+      resident_blocks(card, plan.shared, warps, plan.many ? kManyWarps : kFewWarps);
   plan.walkers = ceil_div(blocks * card.multiprocessors, plan.blocks_m);
 }
 
@@ -187,7 +187,7 @@ inline bool plan_tiled(AggregatePlan& plan, const Aggregate& q, const AggregateC
   plan.buffer_rows = static_cast<int>(q.n < entries ? q.n : entries);
   const auto tile_threads = [](int64_t cols) { return cols > 128 ? kTileThreads : 256; };
   const auto tile_blocks = [&](int64_t cols) {
-    return resident_blocks(card, tile_shared(plan, q, cols), tile_threads(cols) / 32, 48);
+    return resident_blocks(card, tile_shared(plan, q, cols), tile_threads(cols) / 32, kTileWarps);
   };
   const auto enough_warps = [&](int64_t cols) {
     return tile_blocks(cols) * tile_threads(cols) / 32 >= kEnoughWarps;
@@ -482,8 +482,11 @@ __device__ __forceinline__ void copy_tile(int access, T* to, int cols_log2, int 
   if constexpr (sizeof(T) == 2) copy_rows<2>(to, cols_log2, count, left, row);
 }
 
+template <int kRows>
+constexpr int stream_blocks = (kRows > kFewResults ? kManyWarps : kFewWarps) / kStreamWarps;
+
 template <class T, class Acc, int kRows, int kPack>
-__global__ void __launch_bounds__(32 * kStreamWarps, kRows > kFewResults ? kManyBlocks : kFewBlocks)
+__global__ void __launch_bounds__(32 * kStreamWarps, stream_blocks<kRows>)
     aggregate_streamed(Aggregate q, AggregatePlan plan) {
   constexpr int kCols = sum_cols<Acc>, kTile = 32 * kCols, kTileLog2 = kTile == 128 ? 7 : 6;
   constexpr int kStageRows = kStageBytes / (kTile * static_cast<int>(sizeof(T)));
@@ -611,7 +614,7 @@ __device__ __forceinline__ int list_rows(AggregateEntry<Acc>* entries, int* rows
 }
 
 template <class T, class Acc, int kPack>
-__global__ void __launch_bounds__(kTileThreads, 2)
+__global__ void __launch_bounds__(kTileThreads, kTileWarps * 32 / kTileThreads)
     aggregate_tiled(Aggregate q, AggregatePlan plan) {
   constexpr int kCols = sum_cols<Acc>;
   PFLCORE_DYNAMIC_SHARED(shared);
@@ -628,26 +631,27 @@ __global__ void __launch_bounds__(kTileThreads, 2)
 
   int cols_log2 = 5;
   while (1 << cols_log2 < cols) ++cols_log2;
-  int64_t next = blockIdx.x;
+  const int tiles = static_cast<int>(plan.tiles), step = static_cast<int>(gridDim.x);
+  int next = static_cast<int>(blockIdx.x);
   const auto fill = [&](int b) {
-    if (next < plan.tiles) {
-      const int64_t c = next * cols;
+    if (next < tiles) {
+      const int64_t c = static_cast<int64_t>(next) * cols;
       const T* const from = static_cast<const T*>(q.updates) + c;
       copy_tile(plan.access, buffers + b * buffer + cols, cols_log2, used, plan.end - c,
                 [&](int i) { return from + rows[i] * q.updates_row; });
     }
     copy_commit();
-    next += gridDim.x;
+    next += step;
   };
   fill(0), fill(1);
 
   const int lanes = cols / kCols, lane = t % lanes, group = t / lanes, groups = threads / lanes;
   int b = 0;
-  for (int64_t tile = blockIdx.x; tile < plan.tiles; tile += gridDim.x, b ^= 1) {
+  for (int tile = static_cast<int>(blockIdx.x); tile < tiles; tile += step, b ^= 1) {
     copy_wait<1>();
     __syncthreads();  // the tile is there for all, and so are the entries
     const T* const from = buffers + b * buffer + lane * kPack;
-    const int64_t c = tile * cols + lane * kPack;
+    const int64_t c = static_cast<int64_t>(tile) * cols + lane * kPack;
     for (int row = group; row < m; row += groups) {
       Acc sum[1][kCols] = {};
       const AggregateEntry<Acc>* const mine = entries + row * k;

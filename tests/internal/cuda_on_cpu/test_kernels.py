@@ -57,7 +57,8 @@ EACH = [
 
 
 def order(seed):
-    """The order in which threads and blocks run: 0 forwards, 1 backwards, else shuffled."""
+    """The order in which threads and blocks run: 0 forwards, 1 backwards, else shuffled. Beyond 2,
+    copies to shared memory arrive at once, not when they are waited for."""
     library().set_order(seed)
 
 
