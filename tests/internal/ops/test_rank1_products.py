@@ -66,17 +66,21 @@ def test_inactive_factors_may_hold_anything(leads, dtype, value):
     identical(everything(inputs), want)
 
 
-def test_inactive_factor_of_one_client_is_another_clients():
-    """Where it is on it counts, NaN too; where it is off it does not."""
-    _, w_a, lam, w_b = inputs = factors(4, 9, 6, 7, F64, SHARED)
-    lam[0, 2] = 0
-    want = everything(inputs)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("side, at, found", [(1, (1, 2), 0), (3, (2, 1), 1)], ids=["y", "gx"])
+def test_factor_off_for_one_client_counts_for_others(side, at, found, value):
+    """w_a[1, 2] reaches output 1, w_b[2, 1] the gradient of input 1, of clients that have factor 2
+    on, and nothing else."""
+    inputs = factors(4, 9, 6, 7, F64, SHARED)
+    inputs[2][0, 2] = 0
+    want = everything(inputs)[found]
 
-    w_a[1, 2], w_b[2, 5] = torch.nan, torch.inf
-    y, gx, *_ = everything(inputs)
+    inputs[side][at] = value
+    got = everything(inputs)[found]
 
-    identical((y[0], gx[0]), (want[0][0], want[1][0]))
-    assert not y[1:, :, 1].isfinite().any() and not gx[1:, :, 5].isfinite().any()
+    assert not got[1:, :, 1].isfinite().any()
+    got[1:, :, 1] = want[1:, :, 1]
+    identical(got, want)
 
 
 def test_nothing_waits():
