@@ -93,15 +93,23 @@ def compare(now: Uses, table: Uses) -> tuple[list[str], list[str]]:
         kernel, arch = key
         if arch not in archs & known:
             continue
-        if key not in table:
-            errors.append(f"{kernel}, {arch}: new; update the table: {UPDATE}")
-        elif key not in now:
-            errors.append(f"{kernel}, {arch}: gone; update the table: {UPDATE}")
-        else:
+        if key in table and key in now:
             spilled, more = differences(now[key], table[key])
             errors += [f"{kernel}, {arch}: {line}" for line in spilled]
             told += [f"{kernel}, {arch}: {line}" for line in more]
+    seen = {key for key in {*now, *table} if key[1] in archs & known}
+    errors += changed_names("gone", seen - {*now}) + changed_names("new", seen - {*table})
     return errors, told
+
+
+def changed_names(what: str, keys: set[tuple[str, str]]) -> list[str]:
+    """One error for all kernels that are new, or gone."""
+    names = sorted({kernel for kernel, _ in keys})
+    if not names:
+        return []
+    others = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    listed = ", ".join(names[:5]) + others
+    return [f"{what}: {listed}; update the table: {UPDATE}"]
 
 
 def differences(now: Use, before: Use) -> tuple[list[str], list[str]]:

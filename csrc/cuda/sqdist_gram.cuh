@@ -3,9 +3,9 @@
 //   d_ij = (g_ii + g_jj) - 2 g_ij, g_ij = sum over the columns of (x_i - c)(x_j - c).
 //
 // The centre c of a column is its element of the least size: of models that differ by little it is
-// one of theirs, and outliers that are larger do not move it. It depends on the rows, not on their order, and
-// every entry of g is summed by one schedule (the same columns in the same places of the same
-// instructions; products commute), so that results follow the rows when these are permuted.
+// one of theirs, and outliers that are larger do not move it. It depends on the rows, not on their
+// order, and every entry of g is summed by one schedule (the same columns in the same places of the
+// same instructions; products commute), so that results follow the rows when these are permuted.
 //
 // Which pairs are right? Let u = 2^-53. x - c is rounded once, which changes d by at most
 // 2 u sqrt(d) (sqrt(g_ii) + sqrt(g_jj)) <= 2 sqrt(2) u sqrt(d (g_ii + g_jj)). A product and its
