@@ -59,7 +59,7 @@ def tensors(tree):
 
 
 @contextlib.contextmanager
-def capture(graph, pool=None, stream=None):
+def capture(graph, **_):
     assert _state["graph"] is None, "one capture at a time"
     _state["graph"] = graph
     try:

@@ -157,7 +157,9 @@ class GradientGraphs:
                 self._pool = torch.cuda.graph_pool_handle()
                 self._stream = torch.cuda.Stream()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # What other threads do on the GPU meanwhile is no part of the graph, and allowed.
+            where = {"pool": self._pool, "stream": self._stream}
+            with torch.cuda.graph(graph, capture_error_mode="thread_local", **where):
                 for name, t in body(places).items():
                     result_places[f"result {name}"].copy_(t)
         named = {name: result_places[f"result {name}"] for name in outputs}

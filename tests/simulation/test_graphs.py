@@ -152,7 +152,7 @@ def test_a_model_that_copies_from_the_host_is_trained_without_graphs(gpu):
 
 def test_a_capture_that_fails_in_a_round_goes_on_without_graphs(gpu, monkeypatch):
     @contextlib.contextmanager
-    def failing(graph, pool=None, stream=None):
+    def failing(graph, **_):
         yield
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
