@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from pflcore.ops import reference
+from pflcore.ops import _rank1, reference
 from pflcore.train._card import allows_tf32
 
 # ops whose result the host must know, by name or with their overload
@@ -46,6 +46,10 @@ BY_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
 ROUNDED = {"convolution": 2, "convolution_backward": 3}  # so many first arguments, to TF32
 SOURCES = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
 KERNELS = frozenset(re.findall(r'm\.impl\("(\w+)"', SOURCES))  # pflcore's ops on a card
+COMPOSED = {  # those that are torch's ops there
+    "rank1_linear": _rank1.on_card,
+    "rank1_linear_backward": _rank1.on_card_backward,
+}
 
 
 class Waits(list):
@@ -235,6 +239,9 @@ def dispatch(func, args, kwargs):
     check_generator(args, kwargs, target)
     if name in ("_to_copy", "copy_"):
         check_copy(args, kwargs, tensors, target)
+    elif func.namespace == "pflcore" and name in COMPOSED and cards:
+        check_devices(func, name, args, tensors)
+        return COMPOSED[name](*args)
     elif func.namespace == "pflcore" and name not in KERNELS:
         raise NotImplementedError(f"{func}: it has no kernel for CUDA, and no body")
     else:
@@ -276,7 +283,12 @@ class _Dispatch(TorchDispatchMode):
 def body_of(func, args):
     """The body of an op of pflcore's that has no kernel for cards; None: it is none."""
     name = func.name().split("::")[1] if getattr(func, "namespace", "") == "pflcore" else ""
-    if not name or name in KERNELS or not any(isinstance(a, Pretend) for a in args):
+    if (
+        not name
+        or name in KERNELS
+        or name in COMPOSED
+        or not any(isinstance(a, Pretend) for a in args)
+    ):
         return None
     return getattr(reference, name, None)
 

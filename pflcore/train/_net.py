@@ -222,8 +222,8 @@ class Net:
         return [m.nonzero()[:, 0].to(self.w0.device) for m in (~private, private)]
 
     def fixed_tensors(self) -> list[Tensor]:
-        """What this thread's copy of the module holds beside the row: frozen weights and integer
-        buffers."""
+        """The tensors [...] that this thread's copy of the module holds beside the row: frozen
+        weights and integer buffers."""
         module, bound = self._bound().module, {*self.names, *self.buffer_names}
         own = dict(module.named_parameters()) | dict(module.named_buffers())
         return [tensor for name, tensor in own.items() if name not in bound]

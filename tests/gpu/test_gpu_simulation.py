@@ -13,8 +13,8 @@ from torch import nn
 from pflcore import Training
 from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import Dropout
-from pflcore.train import _graphs
 
+CAPTURE_AFTER_STEPS = "pflcore.train._graphs.CAPTURE_AFTER_STEPS"
 # of each family one, for the other models
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "apfl", "fedrod")
 EACH = [(n, "MLP") for n in ALGORITHMS] + [(n, k) for n in DIFFERENT for k in FORMS if k != "MLP"]
@@ -110,14 +110,14 @@ def assert_same_bits(name, model, kind, engine):
 
 @pytest.mark.parametrize("name, kind", EACH)
 def test_graphs_change_no_bit(monkeypatch, name, kind):
-    monkeypatch.setattr(_graphs, "CAPTURE_AFTER_STEPS", 1)
+    monkeypatch.setattr(CAPTURE_AFTER_STEPS, 1)
     model, engine, _ = FORMS[kind]
     assert_same_bits(name, model, kind, engine)
 
 
 @pytest.mark.parametrize("engine", ["auto", "vmap", "loop"])
 def test_graphs_draw_dropout_anew_in_every_step(monkeypatch, engine):
-    monkeypatch.setattr(_graphs, "CAPTURE_AFTER_STEPS", 1)
+    monkeypatch.setattr(CAPTURE_AFTER_STEPS, 1)
     assert_same_bits("fedavg", dropped, "MLP", engine)
 
 

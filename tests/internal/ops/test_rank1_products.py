@@ -87,8 +87,8 @@ def test_nothing_waits():
     for leads in LEADS:
         inputs = factors(4, 9, 6, 7, F32, leads, 0.5)
         want = [_rank1.on_card(*inputs), *_backward(inputs)]
-        with pretended_gpu():
-            there = [Pretend(t) for t in inputs]
+        with pretended_gpu() as gpu:
+            there = [Pretend(t, gpu) for t in inputs]
             got = [_rank1.on_card(*there), *_backward(there)]
             assert waits == []
             assert all(isinstance(t, Pretend) for t in got)
