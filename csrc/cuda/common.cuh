@@ -12,9 +12,12 @@
 
 #include "../inputs.h"
 
+// A kernel that is no template; where it runs on a CPU, one whose name can be looked up.
 #ifdef PFLCORE_CUDA_ON_CPU
 #include "cuda_on_cpu.h"
+#define PFLCORE_PLAIN_KERNEL __global__
 #else
+#define PFLCORE_PLAIN_KERNEL static __global__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>

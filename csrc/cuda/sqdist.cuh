@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kSqdistThreads, 2)
 // Adds the partial sums up and mirrors a symmetric result: a column of 32 neighbouring pairs per
 // block, blockDim.y threads to a pair. A single partial sum lies in `out` already, so that after a
 // later turn nothing shows which were done in it: all are mirrored once more.
-static __global__ void __launch_bounds__(1024)
+PFLCORE_PLAIN_KERNEL void __launch_bounds__(1024)
     sqdist_total(const double* partial, SqdistPlan plan, int turn, int* flags, double* out) {
   __shared__ double sums[32][33];
   if (turn != kFirst && flags[turn] == 0) return;

@@ -74,7 +74,7 @@ __device__ __forceinline__ void sqdist_few_write(const double (&total)[25], int 
 }
 
 // One block: one piece of the columns -> partial[split][i][j], i < j.
-static __global__ void __launch_bounds__(kSqdistThreads, 2)
+PFLCORE_PLAIN_KERNEL void __launch_bounds__(kSqdistThreads, 2)
     sqdist_few(const float* __restrict__ a, int64_t a_row, SqdistPlan plan, int* flags,
                double* partial) {
   PFLCORE_DYNAMIC_SHARED(shared);

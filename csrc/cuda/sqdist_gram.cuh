@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kGramThreads, G <= 6 ? 4 : G <= 9 ? 3 : 2)
 
 // ---- more rows, or two operands: windows of up to 64 rows against 64 ----
 // The centre of each column over all rows: the same for every window.
-static __global__ void __launch_bounds__(kSqdistThreads)
+PFLCORE_PLAIN_KERNEL void __launch_bounds__(kSqdistThreads)
     gram_centres(const float* __restrict__ a, int64_t a_row, const float* __restrict__ b,
                  int64_t b_row, SqdistPlan plan, float* centre) {
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kSqdistThreads + threadIdx.x;
@@ -281,7 +281,7 @@ static __global__ void __launch_bounds__(kSqdistThreads)
 // after them the norms g_ii of the rows of a and those of b where they are two. Warp w has the rows
 // 16 w to 16 w + 15 of b, against all rows of a, 16 at a time. Rows past the end repeat the last
 // one.
-static __global__ void __launch_bounds__(kGramThreads, 2)
+PFLCORE_PLAIN_KERNEL void __launch_bounds__(kGramThreads, 2)
     gram_windows(const float* __restrict__ a, int64_t a_row, const float* __restrict__ b,
                  int64_t b_row, const float* __restrict__ centre, SqdistPlan plan, int* flags,
                  double* partial) {
@@ -398,7 +398,7 @@ static __global__ void __launch_bounds__(kGramThreads, 2)
 
 // Adds the partial sums up: g_ij to `out`, the norms to their own place. A column of 32
 // neighbouring entries per block, blockDim.y threads to an entry.
-static __global__ void __launch_bounds__(1024)
+PFLCORE_PLAIN_KERNEL void __launch_bounds__(1024)
     gram_total(const double* partial, SqdistPlan plan, double* norms, double* out) {
   __shared__ double sums[32][33];
   const int64_t entry = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
@@ -421,7 +421,7 @@ static __global__ void __launch_bounds__(1024)
 }
 
 // The distances where the certificate holds, NaN elsewhere.
-static __global__ void __launch_bounds__(kSqdistThreads)
+PFLCORE_PLAIN_KERNEL void __launch_bounds__(kSqdistThreads)
     gram_finish(const double* norms, SqdistPlan plan, int* flags, double* out) {
   const int64_t entry = static_cast<int64_t>(blockIdx.x) * kSqdistThreads + threadIdx.x;
   const int64_t i = entry / plan.n, j = entry % plan.n;

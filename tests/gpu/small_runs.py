@@ -14,6 +14,7 @@ from tolerance import F32, F64, FLOATS
 from torch import Tensor
 from ugly import lay, randn
 
+WORTH = 1 << 25  # pairs times columns from which tensor cores make distances
 Place = Callable[[Tensor, bool], Tensor]  # puts a matrix on the device, aligned or not
 
 
@@ -28,6 +29,15 @@ def distances(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None
         ops.pairwise_sqdist(a)
         ops.pairwise_sqdist(a, place(randn(1, 5, p, dtype=dtype), aligned))
         ops.pairwise_sqdist(a, None, index)
+
+
+def distances_by_tensor_cores(ops: Any, place: Place, worth: int) -> None:
+    """One triangle of each size, and windows; rows so long that their pairs are `worth` it."""
+    for n in (26, 40, 60, 75, 100, 120, 140):
+        p = max(70, 2 * worth // (n * (n - 1)) + 1)
+        ops.pairwise_sqdist(place(randn(n, n, p, dtype=F32), True))
+    two = [randn(seed, 40, max(70, worth // 1600 + 1), dtype=F32) for seed in range(2)]
+    ops.pairwise_sqdist(*(place(rows, True) for rows in two))
 
 
 def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
@@ -46,6 +56,13 @@ def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> Non
                 ops.aggregate(rows, weight, None, wide, precise=precise)
                 ops.aggregate(rows, few, index, precise=precise)
                 ops.aggregate(rows, few, index, wide, precise=precise)
+
+
+def aggregates_of_many(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
+    """By index, of more rows than a tile in shared memory has room for."""
+    rows = place(randn(0, 3600, 40, dtype=dtype), aligned)
+    weight = place(randn(1, 720, 5), True)
+    ops.aggregate(rows, weight, place(integers(2, 0, 3600, 720, 5), True))
 
 
 def steps(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
@@ -79,12 +96,14 @@ def weights(ops: Any, place: Place, dtype: torch.dtype) -> None:
         ops.waffle_weights(d, target, 0.7)
 
 
-def run_all(ops: Any, place: Place) -> None:
+def run_all(ops: Any, place: Place, worth: int = WORTH) -> None:
     """Every op in every dtype, on rows that are aligned and rows that are not."""
+    distances_by_tensor_cores(ops, place, worth)
     for dtype in FLOATS:
         for aligned in (True, False):
             distances(ops, place, dtype, aligned)
             aggregates(ops, place, dtype, aligned)
+            aggregates_of_many(ops, place, dtype, aligned)
             if dtype in (F32, F64):
                 steps(ops, place, dtype, aligned)
         if dtype in (F32, F64):

@@ -566,7 +566,12 @@ def test_small_runs_reach_every_kernel():
     registers = module_at(ROOT / ".ci" / "registers.py")
     _, table = registers.read_table(registers.TABLE.read_text())
 
-    small_runs.run_all(kernels, lambda t, aligned: guarded(t, 0 if aligned else 1, not aligned))
+    def place(t, aligned):
+        return guarded(t, 0 if aligned else 1, not aligned)
+
+    small_runs.run_all(kernels, place, 0)
+    card(90)
+    small_runs.distances_by_tensor_cores(kernels, place, 0)
 
     names = registers.readable_names(kernels.launched_kernels())
     halves = (("cpu::Half", "__half"), ("cpu::BFloat16", "__nv_bfloat16"))
