@@ -146,6 +146,8 @@ class Hardware:
 
     On a GPU the gradients of local steps are captured as CUDA graphs, which changes no bit. A model
     whose steps cannot be captured is trained without; the record says why.
+    A captured step repeats what Python decided when it was captured: take graphs=False where
+    attributes of the model change between rounds.
     """
 
     engine: Literal["auto", "chain", "loop", "vmap"] = "auto"  # auto: the fastest that fits
