@@ -4,7 +4,7 @@ BIN := .venv/bin
 WITH_PATH := PATH="$(CURDIR)/$(BIN):$$PATH"
 SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 
-.PHONY: demo test test-deep lint build portability wheels sharded flower lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust bench clean
+.PHONY: demo test test-deep lint build portability wheels sharded flower lora gpu gpu-build gpu-tests gpu-runs gpu-sanitize gpu-bench attack trust mutants bench clean
 
 # torch comes first: the kernels are built against the torch that is there; ninja, on the path, compiles files side by side
 .venv/tools: pyproject.toml
@@ -78,9 +78,13 @@ flower: build
 	$(WITH_PATH) FLWR_TELEMETRY_ENABLED=0 RAY_USAGE_STATS_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 $(BIN)/flwr run examples/flower \
 	  --stream --federation-config "num-supernodes=8 client-resources-num-cpus=1 init-args-num-cpus=2"
 
-# what tries to break it on purpose, and figures: faults in the code, bad inputs, altered data, hostile clients, sanitizers, what is never lost
+# what tries to break it on purpose, and figures: mutants of the code, bad inputs, altered data, hostile clients, sanitizers, what is never lost
 trust: build
 	$(BIN)/python tests/trust.py
+
+# sixty small changes of the code that a library draws, each tried with the tests that reach its line, in half an hour
+mutants: build
+	$(BIN)/python tests/mutants.py
 
 bench: build
 	$(BIN)/python -m bench

@@ -1,0 +1,212 @@
+"""Mutants of the package, drawn by a library, and whether a test notices each: `make mutants`.
+
+cosmic-ray draws a place and an operator, for example `<` for `<=`. Each mutant is tried in a copy
+of the tree with the tests that reach its line, as the two suites under coverage have it (kept in
+build/mutants/; `--record` makes it again): the quick suite's first and the quickest of them first,
+until one fails. A mutant that survives is a property that no test knows: write the test, or see
+that the mutant computes the same.
+"""
+
+import argparse
+import ast
+import os
+import random
+import re
+import shutil
+import subprocess
+import time
+import xml.etree.ElementTree as xml
+from bisect import bisect
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from queue import Queue
+
+from places import ROOT, ran
+
+KEPT = ROOT / "build" / "mutants"
+SUITES = ("fast", "deep")
+PACKAGES = ("ops", "algorithms", "train", "simulation")
+SECONDS = 120  # that the tests of one mutant may take
+TRIED = 40  # seconds under coverage of the tests that are tried in a suite
+
+
+# mutants ---------------------------------------------------------------------
+
+MESSAGES = (ast.Raise, ast.JoinedStr, ast.Assert, ast.AnnAssign)
+
+
+def messages(source):
+    """The lines of errors, warnings, checks, decorators and docstrings."""
+    lines = set()
+    for node in ast.walk(ast.parse(source)):
+        aside = list(getattr(node, "decorator_list", []))
+        said = isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__"
+        said |= isinstance(node, ast.Call) and "warn" in ast.unparse(node.func)
+        said |= isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        aside += [node] if said else []
+        lines |= {line for n in aside for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
+        if isinstance(node, ast.If) and any(isinstance(n, ast.Raise) for n in node.body):
+            lines |= set(range(node.lineno, node.body[-1].end_lineno + 1))
+    return lines
+
+
+def drawn_mutants(count, seed):
+    """So many mutants, drawn over the packages' code by the size of their files."""
+    from cosmic_ray.ast import Visitor, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator, operator_names
+
+    class Places(Visitor):
+        def __init__(self, operator):
+            self.operator, self.lines = operator, []
+
+        def visit(self, node):
+            self.lines += [start[0] for start, _ in self.operator.mutation_positions(node)]
+            return node
+
+    names = [n for n in operator_names() if "Variable" not in n and "Decorator" not in n]
+    chance, out = random.Random(seed), []
+    files = [p for name in PACKAGES for p in sorted((ROOT / "pflcore" / name).rglob("*.py"))]
+    weight = [p.stat().st_size for p in files]
+    while len(out) < count:
+        (path,), name = chance.choices(files, weight), chance.choice(names)
+        source = path.read_text(encoding="utf-8")
+        operator = get_operator(name)()
+        places, aside = Places(operator), messages(source)
+        places.walk(get_ast(source))
+        fitting = [k for k, line in enumerate(places.lines) if line not in aside]
+        if fitting:
+            k = chance.choice(fitting)
+            mutant = {
+                "where": str(path.relative_to(ROOT)),
+                "line": places.lines[k],
+                "operator": name.removeprefix("core/"),
+                "source": mutate_code(source, operator, k),
+            }
+            out.append(mutant)
+    return out
+
+
+# the tests of a line --------------------------------------------------------
+
+
+def record(suite):
+    """Plays a suite under coverage: which tests reach which lines, and the seconds that they
+    take."""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    (KEPT / "rc").write_text(
+        f"[run]\nbranch = False\nsource = {ROOT / 'pflcore'}, "
+        f"{ROOT / 'bench' / 'papers'}\ndata_file = {KEPT / suite}.coverage\n"
+    )
+    words = f"--suite {suite} -n 2 -p no:randomly --cov --cov-context=test --cov-report=".split()
+    words.append(f"--cov-config={KEPT / 'rc'}")
+    done = pytest(ROOT, [*words, f"--junitxml={KEPT / suite}.xml"], {})
+    if done.returncode not in (0, 1):
+        raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
+
+
+def pytest(place, words, env, seconds=None):
+    env = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", **env}
+    words = ["-m", "pytest", "-p", "no:cacheprovider", *words]
+    return ran(*words, cwd=place, env=env, timeout=seconds)
+
+
+class Reached:
+    """The tests of each line, the quickest first."""
+
+    def __init__(self, suite):
+        from coverage import CoverageData
+
+        self.data = CoverageData(str(KEPT / f"{suite}.coverage"))
+        self.data.read()
+        self.seconds = {}
+        for case in xml.parse(KEPT / f"{suite}.xml").iter("testcase"):
+            self.seconds[f"{case.get('classname')}::{case.get('name')}"] = float(case.get("time"))
+
+    def cost(self, test):
+        file, _, name = test.partition("::")
+        return self.seconds.get(f"{file.removesuffix('.py').replace('/', '.')}::{name}", 1.0)
+
+    def tests(self, path, first, last):
+        lines = self.data.contexts_by_lineno(str(path))
+        some = {c for n in range(first, last + 1) for c in lines.get(n, [])} - {""}
+        if not some:  # of a line that runs when the module is imported: whoever uses the module
+            some = {c for contexts in lines.values() for c in contexts} - {""}
+        tests = sorted({c.rpartition("|")[0] for c in some}, key=self.cost)
+        spent = list(accumulate(map(self.cost, tests)))
+        return tests[: max(1, bisect(spent, TRIED))]
+
+
+# one mutant -------------------------------------------------------------------
+
+
+def copied(to):
+    for name in ("pflcore", "tests", "bench", "csrc", "docs", "examples", ".ci"):
+        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy2(path, to)
+    return to
+
+
+def tried(mutant, place, reached):
+    """The suite that kills the mutant, or "survived"."""
+    path, here = ROOT / mutant["where"], place / mutant["where"]
+    here.write_text(mutant["source"], encoding="utf-8")
+    try:
+        for suite in SUITES:
+            tests = reached[suite].tests(path, mutant["line"], mutant["line"])
+            words = f"--suite {suite} -x -q --tb=line -p no:randomly".split()
+            # in a file: they may be too many for a command
+            (place / "tried.txt").write_text("\n".join(tests), encoding="utf-8")
+            try:
+                done = pytest(place, [*words, "@tried.txt"], {}, SECONDS) if tests else None
+                code = done.returncode if done else 0
+            except subprocess.TimeoutExpired:
+                return suite  # it runs for ever, or far longer than it should
+            if code not in (0, 5):
+                return suite
+        return "survived"
+    finally:
+        here.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    option = parser.add_argument
+    option("--count", type=int, default=60, help="so many mutants")
+    option("--seed", default=time.strftime("%Y-%m-%d"))
+    option("--only", default="", help="a regular expression: mutants in these places")
+    option("--minutes", type=float, default=60, help="what is not tried by then is said")
+    option("--survivors", type=int, default=0, help="so many are no failure")
+    option("--record", action="store_true", help="play the suites under coverage again")
+    given = parser.parse_args()
+    start, mutants = time.monotonic(), drawn_mutants(given.count, given.seed)
+    mutants = [m for m in mutants if re.search(given.only, f"{m['where']} {m['operator']}")]
+    for suite in SUITES:
+        if given.record or not (KEPT / f"{suite}.coverage").exists():
+            record(suite)
+    reached, places = {s: Reached(s) for s in SUITES}, Queue()
+    count = dict.fromkeys((*SUITES, "survived", "untried"), 0)
+    for i in range(2):
+        shutil.rmtree(KEPT / str(i), ignore_errors=True)
+        places.put(copied(KEPT / str(i)))
+
+    def one(mutant):
+        place = places.get()
+        late = time.monotonic() - start > 60 * given.minutes
+        verdict = "untried" if late else tried(mutant, place, reached)
+        places.put(place)
+        count[verdict] += 1
+        print(f"{verdict:8} {mutant['where']}:{mutant['line']} {mutant['operator']}", flush=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, mutants))
+    said = ", ".join(f"{n} {verdict}" for verdict, n in count.items())
+    minutes = (time.monotonic() - start) / 60
+    print(f"{len(mutants)} mutants (seed {given.seed}): {said}, in {minutes:.0f} minutes")
+    return int(count["survived"] > given.survivors)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
