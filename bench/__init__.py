@@ -20,7 +20,7 @@ import torch
 
 from bench import table
 from bench.problem import Absent, Calls, Problem, Size, parsed
-from pflcore.check import need
+from pflcore.check import require
 from pflcore.results._files import write_text
 
 Op = Literal[
@@ -56,7 +56,9 @@ def run(options: Options) -> int:
 
     for name in ("json", "markdown", "plot"):
         path = getattr(options, name)
-        need(path is None or path.parent.is_dir(), name, "a file in an existing folder", str(path))
+        require(
+            path is None or path.parent.is_dir(), name, "a file in an existing folder", str(path)
+        )
     measured: Any
     if "scale" in options.op:
         measured, text = scale.run(options.quick, options.seconds, options.plot)

@@ -8,7 +8,7 @@ import torch
 from bench.problem import Problem, Size, Sizes, relative
 from bench.workload import Workload, cohort, federation, train
 from pflcore import Net
-from pflcore.train._choose import prepared
+from pflcore.train._select_engine import make_context
 
 # N clients of n samples each, batches of 20, one epoch of the model
 WHOLE = (
@@ -29,7 +29,7 @@ def problem(size: Size) -> Problem:
     n = size["N"]
     w = Workload("", size["model"], size["data"], n, n, n * size["n"], 0)
     data, net = federation(w), Net(w.build, seed=0)
-    setting, general = (prepared(net, data, w.training, e, seed=0) for e in ("auto", "loop"))
+    setting, general = (make_context(net, data, w.training, e, seed=0) for e in ("auto", "loop"))
 
     @torch.enable_grad()
     def call(s: Any = setting) -> torch.Tensor:

@@ -6,7 +6,7 @@ from bench.workload import Workload, cohort, federation
 from pflcore import Net
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
 from pflcore.nn.models import model_for
-from pflcore.train._choose import prepared
+from pflcore.train._select_engine import make_context
 
 CLIENTS = 10
 
@@ -24,9 +24,9 @@ def problem(size: Size) -> Problem:
     factorized = waffle.prepare(dense)
 
     (on_dense, rows), (on_factors, factors) = (
-        cohort(prepared(net, federation(w), w.training)) for net in (dense, factorized)
+        cohort(make_context(net, federation(w), w.training)) for net in (dense, factorized)
     )
-    first = waffle.newcomer({}, factorized, CLIENTS)
+    first = waffle.init_client({}, factorized, CLIENTS)
     own = {k: v.repeat(CLIENTS, 1) for k, v in first.items()}
     return Problem(
         "factorized",
@@ -34,6 +34,8 @@ def problem(size: Size) -> Problem:
         {
             "factorized layers": lambda: on_factors.fit(factors),
             "dense layers": lambda: on_dense.fit(rows),
-            "with sampling and divergence": lambda: waffle.learn(factors.clone(), own, on_factors),
+            "with sampling and divergence": lambda: waffle.train_rows(
+                factors.clone(), own, on_factors
+            ),
         },
     )

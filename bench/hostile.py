@@ -1,4 +1,4 @@
-"""What bad clients do: `python -m bench.hostile [inputs] [attacks] [waffle] [--seeds N]` prints the
+"""What bad clients do: `python -m bench.num_byzantine [inputs] [attacks] [waffle] [--seeds N]` prints the
 figures of docs/trust.md.
 
 inputs    (default) bad uploads, messages and drop-outs tried on every algorithm, by kind, and how
@@ -39,11 +39,11 @@ from pflcore import (
     Simulation,
     Training,
 )
-from pflcore.algorithms._fedavg import COUNTING, Defence
-from pflcore.check import Count
+from pflcore.algorithms._fedavg import BYZANTINE_MARGIN, Defence
+from pflcore.check import PositiveInt
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
-from pflcore.results.record import group
+from pflcore.results.record import group_runs
 from pflcore.simulation._settings import Attack
 
 ATTACKS, DEFENCES = get_args(Attack), get_args(Defence)
@@ -84,9 +84,9 @@ def played(
             robustness=Robustness(clip, Adversary(attack, bad) if attack else None),  # type: ignore
             hardware=Hardware(workers=1),
         )
-        (seen,) = group(run.run().lines())
+        (seen,) = group_runs(run.run().lines())
         weights = torch.stack(seen.weights()[1] or [torch.full((N,), 1 / N)])[:, list(bad)]
-        last = seen.last("accuracy").nanmean().nan_to_num()  # NaN: it stopped before
+        last = seen.last_values("accuracy").nanmean().nan_to_num()  # NaN: it stopped before
         out.append([float(last), float(weights.sum(1).mean())])
     return 100 * torch.tensor(out, dtype=torch.float64)
 
@@ -95,7 +95,7 @@ def attacks(seeds: int = 1) -> int:
     """Accuracy by attack and defence; gives how often the defence that must hold did not."""
     data, lost, clean = [federation_of("mnist5k", "A", N, s) for s in range(seeds)], 0, 0.0
     honest = [i for i in range(N) if i not in BAD]
-    beside = {**{d: {"hostile": len(BAD)} for d in COUNTING}, "fltrust": {"root": 0}}
+    beside = {**{d: {"num_byzantine": len(BAD)} for d in BYZANTINE_MARGIN}, "fltrust": {"root": 0}}
     options = [{}, *({"defence": d, **beside.get(d, {})} for d in DEFENCES)]
     table = Table("attack", "none", *DEFENCES)
     for attack in (None, *ATTACKS):
@@ -160,7 +160,7 @@ def inputs(seeds: int = 1) -> int:
 @dataclass(frozen=True)
 class Options:
     what: Positional[tuple[Literal["inputs", "attacks", "waffle"], ...]] = ("inputs",)
-    seeds: Count = 1  # of the split and the run
+    seeds: PositiveInt = 1  # of the split and the run
 
 
 def main(argv: Sequence[str]) -> int:

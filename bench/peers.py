@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench import workload
 from bench.problem import Absent, Facts, Measured
-from pflcore.train._workers import one_thread
+from pflcore.train._workers import single_threaded
 
 
 def flower(w: workload.Workload) -> Measured:
@@ -134,6 +134,6 @@ def apple(w: workload.Workload) -> Measured:
     )
     backend = SimulatedBackend(training_data=clients("train"), val_data=clients("test"))
     evaluation, quiet = NNEvalHyperParams(local_batch_size=500), io.StringIO()
-    with one_thread(), torch.enable_grad(), contextlib.redirect_stdout(quiet):
+    with single_threaded(), torch.enable_grad(), contextlib.redirect_stdout(quiet):
         FederatedAveraging().run(plan, backend, wrapped, training, evaluation, callbacks=[Clock()])
     return Measured(b - a for a, b in itertools.pairwise(marks))

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from pflcore.check import check, optional
+from pflcore.check import check_fields, import_optional
 
 FREE = 0.6  # of the machine's free memory may be used by one problem
 
@@ -67,9 +67,9 @@ class Absent(ImportError):
 def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | None) -> T:
     """A command's options: a dataclass, whose comments are their help. `--help` and a malformed
     option end the program (SystemExit 0 and 2). ValueError where a value is out of bounds."""
-    cli = optional("tyro").cli
+    cli = import_optional("tyro").cli
     got: T = cli(cls, prog=prog, description=about, args=argv)
-    check(got)
+    check_fields(got)
     return got
 
 

@@ -20,7 +20,7 @@ from bench.workload import (
     scored,
     simulation,
 )
-from pflcore.train._workers import one_thread
+from pflcore.train._workers import single_threaded
 
 
 def title(w: Workload) -> str:
@@ -75,7 +75,7 @@ def plain(w: Workload) -> Measured:
     model, gen = w.build(), torch.Generator().manual_seed(0)
     train, size = plain_loop(model, w), torch.tensor(w.sizes, dtype=torch.float64)
 
-    @one_thread()
+    @single_threaded()
     def round() -> None:
         cohort = torch.randperm(w.n, generator=gen)[: w.cohort]
         train(cohort.tolist(), (size[cohort] / size[cohort].sum()).tolist())

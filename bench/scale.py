@@ -20,7 +20,7 @@ from bench.table import Table, clock
 from pflcore import Evaluation, Federation, Simulation
 from pflcore.data._ragged import Ragged
 from pflcore.results._pictures import figure_of, save, tidy
-from pflcore.results.record import Record
+from pflcore.results.record import RecordWriter
 
 ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")
 ROOT = Path(__file__).parents[1]  # of the checkout
@@ -97,7 +97,10 @@ def one(name: str, n: int, seconds: float) -> Facts:
     )
     times: list[float] = []
     rounds = play.iterate()
-    with tempfile.TemporaryDirectory() as folder, Record(Path(folder) / "record.jsonl") as record:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RecordWriter(Path(folder) / "record.jsonl") as record,
+    ):
         record.write({"header": play.header()})
         before = written(folder)
         while len(times) < 12 or sum(times) < 1e3 * seconds:

@@ -18,8 +18,8 @@ from torch import Tensor
 from pflcore import Clients, Evaluation, Federation, Simulation, Training
 from pflcore.data import _sources as sources
 from pflcore.nn.models import model_for
-from pflcore.train._clients import Setting
-from pflcore.train._workers import one_thread
+from pflcore.train._clients import TrainContext
+from pflcore.train._workers import single_threaded
 
 BATCH, LR = 20, 0.005
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-py"}
@@ -102,7 +102,7 @@ def federation(w: Workload) -> Federation:
     return Federation(x, y, {"train": train, "test": test}, 10)
 
 
-def cohort(setting: Setting) -> tuple[Clients, Tensor]:
+def cohort(setting: TrainContext) -> tuple[Clients, Tensor]:
     """All clients, and the model that each starts from."""
     n, net = setting.data.n, setting.net
     buffers = net.b0.expand(n, -1).clone()
@@ -134,7 +134,7 @@ def plain_loop(model: nn.Module, w: Workload) -> Callable[[Sequence[int], Sequen
     another, on one thread. A round of these clients with these shares in the mean."""
     state = {k: v.clone() for k, v in model.state_dict().items()}
 
-    @one_thread()
+    @single_threaded()
     def round(cohort: Sequence[int], share: Sequence[float]) -> None:
         total = {k: torch.zeros_like(v) for k, v in state.items()}
         for i, s in zip(cohort, share, strict=True):

@@ -45,8 +45,8 @@ def deep():
 def spoil(algorithm, value):
     """The algorithm, with a client whose uploads hold nothing but `value`."""
 
-    def train(self, down, own, clients):
-        new, up, fit = kind.train(self, down, own, clients)
+    def train(self, down, client_state, clients):
+        new, up, fit = kind.train(self, down, client_state, clients)
         bad = (clients.ids == BAD).to(next(iter(up.values())).device) if up else None
         up = {
             k: v.clone().masked_fill_(bad.view(-1, *[1] * (v.dim() - 1)), value)
@@ -85,7 +85,7 @@ def play(name, kind, clip):
     honest = torch.arange(N) != BAD
     fine = bool(seen["loss"][honest].isfinite().all())
     far = any(
-        (dict(zip(r["cohort"], r["moved"] or [], strict=False)).get(BAD) or 0) > 20
+        (dict(zip(r["cohort"], r["relative_update_norm"] or [], strict=False)).get(BAD) or 0) > 20
         for r in history.rounds
     )
     done = {

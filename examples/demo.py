@@ -36,7 +36,7 @@ from pflcore import (
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
 from pflcore.results._files import write_text
-from pflcore.results._pictures import COLOURS, figure_of, lines, save, tidy
+from pflcore.results._pictures import LINE_COLOURS, figure_of, lines, save, tidy
 
 PAGE = Path("runs/demo/index.html")
 SHAPE = (1, 28, 28)
@@ -176,7 +176,7 @@ def motley() -> Part:
     school = here("school")
     data = cross_silo(federation_of("school") if school else cars(), seed=100).data
     ema = {"optimizer": "ema", "server_lr": 10}
-    clusters = ALGORITHMS["hypcluster"](k=3, warm=100, **ema)
+    clusters = ALGORITHMS["hypcluster"](k=3, warmup_rounds=100, **ema)
     methods = {  # with their rates
         0.01: {"Local": "local", "HypCluster": clusters},
         0.001: {"Ditto": ALGORITHMS["ditto"](lam=1, personal_lr=0.01, **ema)},
@@ -190,7 +190,7 @@ def motley() -> Part:
     figure, (axes,) = figure_of(8, 3.6)
     order = losses["Local"].argsort()
     for k, (name, loss) in enumerate(losses.items()):
-        axes.plot(loss[order], "." if k else "-", color=COLOURS[k], label=name)
+        axes.plot(loss[order], "." if k else "-", color=LINE_COLOURS[k], label=name)
     axes.set_yscale("log")
     axes.legend(frameon=False)
     tidy(axes, "", "client, by its error alone", "test error")
@@ -263,7 +263,7 @@ def distances() -> Part:
             error[name].append(float(((got - want).abs() / want)[off].max()))
     figure, (axes,) = figure_of(8, 3.6)
     for k, (name, values) in enumerate(error.items()):
-        axes.loglog(far, values, "o-", color=COLOURS[k], label=name)
+        axes.loglog(far, values, "o-", color=LINE_COLOURS[k], label=name)
     axes.legend(fontsize=8, frameon=False)
     axes.axhline(1, color="#999999", linestyle=":")
     tidy(axes, "", "how far the clients' models are apart, per weight", "largest relative error")

@@ -29,8 +29,8 @@ print(tuned.table())
 # [N]: the test clients' own evaluation halves, NaN for everybody else
 after = tuned.report()["accuracy"]
 setup, state = tuned.states(tuned.best.candidate, 0)
-setup = setup._replace(algorithm=FedAvg(), setting=setup.setting._replace(data=protocol.data))
-before = evaluate(setup, state, "test", protocol.report)["accuracy"]
+setup = setup._replace(algorithm=FedAvg(), context=setup.context._replace(data=protocol.data))
+before = evaluate(setup, state, "test", protocol.report_clients)["accuracy"]
 print(
     f"10 clients never seen: {mean(before):.3f} before fine-tuning, {mean(after):.3f} after; "
     f"{hurt(after, before):.0f} % are worse off"

@@ -13,20 +13,20 @@ from pflcore.data import federation_of
 class FedPer(FedAvg):
     """server: shared columns x [K] · client: head [P - K] · down: x [S, K] · up: delta [S, K]."""
 
-    def initial(self, net):  # what the server starts from
+    def server_init_args(self, net):  # what the server starts from
         return {"x0": net.split(net.w0)[0]}
 
-    def newcomer(self, down, net, n):  # the state of a client at its first round
+    def init_client(self, down, net, n):  # the state of a client at its first round
         return {"head": net.split(net.w0[None])[1]}
 
     # what the cohort keeps, what it uploads, and how it trained
-    def train(self, down, own, clients):
-        fit = clients.fit(clients.net.join(down["x"], own["head"]))
+    def train(self, down, client_state, clients):
+        fit = clients.fit(clients.net.join(down["x"], client_state["head"]))
         x, head = clients.net.split(fit.w)
         return {"head": head}, {"delta": x - down["x"]}, fit
 
-    def model(self, down, own, clients):  # what is evaluated: each client's model [S, P]
-        return {"w": clients.net.join(down["x"], own["head"])}
+    def model(self, down, client_state, clients):  # what is evaluated: each client's model [S, P]
+        return {"w": clients.net.join(down["x"], client_state["head"])}
 
 
 if __name__ == "__main__":

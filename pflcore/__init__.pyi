@@ -1,6 +1,6 @@
 from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, Stop
 from pflcore.data import Federation
-from pflcore.data._roles import cross_device, cross_silo
+from pflcore.data._protocols import cross_device, cross_silo
 from pflcore.interop import Client, Server, pack, personalize, unpack
 from pflcore.ops import __version__ as __version__
 from pflcore.ops import (
@@ -18,10 +18,10 @@ from pflcore.simulation import (
     History,
     Robustness,
     Simulation,
-    for_everyone,
+    run_each_target,
 )
 from pflcore.simulation._evaluate import evaluate
-from pflcore.simulation._personal import Personalized
+from pflcore.simulation._models import Personalized
 from pflcore.simulation.callbacks import EarlyStopping, TensorBoard
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.simulation.round import step
@@ -57,11 +57,11 @@ __all__ = [
     "cross_silo",
     "evaluate",
     "feddwa_weights",
-    "for_everyone",
     "pack",
     "pairwise_sqdist",
     "personalize",
     "rank1_linear",
+    "run_each_target",
     "step",
     "tune",
     "unpack",

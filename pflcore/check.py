@@ -35,16 +35,16 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Count",
-    "NonNegative",
-    "Positive",
-    "Share",
-    "Whole",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "UnitFloat",
 ]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Kind(NamedTuple):
+class Expectation(NamedTuple):
     """What is expected, after the word "expected", and whether a value is that; in an annotation,
     too: Annotated[Any, Kind(...)]."""
 
@@ -53,26 +53,28 @@ class Kind(NamedTuple):
     names: tuple[str, ...] = ()  # what it may be called
 
 
-def refuse(name: str, expected: str, got: Any, names: Iterable[str] = ()) -> NoReturn:
+def reject(name: str, expected: str, got: Any, names: Iterable[str] = ()) -> NoReturn:
     """Raises the one form of sentence; also for what no annotation can say.
 
     Where one of `names` is nearly what was given, the sentence begins with it.
     """
-    near = close_name(got, names)
+    near = closest_name(got, names)
     if near is not None:
-        raise ValueError(f"{name}: got {shown(got)}, did you mean {near!r}? Expected {expected}.")
-    raise ValueError(f"{name}: expected {expected}, got {shown(got)}.")
+        raise ValueError(
+            f"{name}: got {summarize(got)}, did you mean {near!r}? Expected {expected}."
+        )
+    raise ValueError(f"{name}: expected {expected}, got {summarize(got)}.")
 
 
-def need(fits: Any, name: str, expected: str, got: Any, names: Iterable[str] = ()) -> None:
+def require(fits: Any, name: str, expected: str, got: Any, names: Iterable[str] = ()) -> None:
     """Refuses an argument that does not fit."""
     if not fits:
-        refuse(name, expected, got, names)
+        reject(name, expected, got, names)
 
 
-def close_name(given: Any, names: Iterable[str]) -> str | None:
+def closest_name(value: Any, names: Iterable[str]) -> str | None:
     """The one of `names` that a misspelt word, or the first of several, is nearest to."""
-    word = next(iter(given), None) if isinstance(given, list | tuple) else given
+    word = next(iter(value), None) if isinstance(value, list | tuple) else value
     if not isinstance(word, str):
         return None
     plain = {name.lower(): name for name in names}
@@ -80,15 +82,17 @@ def close_name(given: Any, names: Iterable[str]) -> str | None:
     return plain[near[0]] if near else None
 
 
-def warn(text: str, category: type[Warning] = UserWarning) -> None:
+def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of whoever called pflcore, however far away that is."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in INSIDE:
+    while (
+        frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in INTERNAL_PACKAGES
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
 
 
-def article(noun: str) -> str:
+def with_article(noun: str) -> str:
     """The noun with "a" or "an" before it."""
     return f"{'an' if noun[:1].lower() in set('aeiou') else 'a'} {noun}"
 
@@ -102,16 +106,18 @@ def checked(thing: F) -> F:
     signature = inspect.signature(call)
 
     @functools.cache
-    def kinds() -> dict[str, Kind]:  # at the first call, when all names of the module are there
+    def kinds() -> dict[
+        str, Expectation
+    ]:  # at the first call, when all names of the module are there
         hints = typing.get_type_hints(call, include_extras=True)
-        return {k: of_hint(hint) for k, hint in hints.items() if k in signature.parameters}
+        return {k: expectation_of(hint) for k, hint in hints.items() if k in signature.parameters}
 
     @functools.wraps(call)
     def checking(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind_partial(*args, **kwargs)
         for name, value in given.arguments.items():
             if name in kinds() and value is not signature.parameters[name].default:
-                given.arguments[name] = expect(name, kinds()[name], value)
+                given.arguments[name] = validated(name, kinds()[name], value)
         return call(*given.args, **given.kwargs)
 
     if not inspect.isclass(thing):
@@ -120,71 +126,72 @@ def checked(thing: F) -> F:
     return thing
 
 
-def check(thing: Any) -> None:
+def check_fields(thing: Any) -> None:
     """ValueError in one sentence where a field of a dataclass is not what its annotation says; for
     its `__post_init__`."""
     for name, kind in _of_fields(type(thing)).items():  # type: ignore[arg-type]
         value = getattr(thing, name)
-        plain = expect(name, kind, value)
+        plain = validated(name, kind, value)
         if plain is not value:
             object.__setattr__(thing, name, plain)
 
 
-def expect(name: str, kind: Kind, value: Any) -> Any:
+def validated(name: str, kind: Expectation, value: Any) -> Any:
     """The value, a scalar of numpy's as Python's; ValueError where it is not of the kind."""
     value = value.item() if isinstance(value, np.generic) else value
     if not kind.fits(value):
-        refuse(name, kind.words, value, kind.names)
+        reject(name, kind.words, value, kind.names)
     return value
 
 
 @functools.cache
-def _of_fields(cls: type) -> dict[str, Kind]:
+def _of_fields(cls: type) -> dict[str, Expectation]:
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
     except (NameError, TypeError):  # a class in a function: what it inherits is checked
         return _of_fields(cls.__base__) if is_dataclass(cls.__base__) else {}  # type: ignore
-    return {f.name: of_hint(hints[f.name]) for f in fields(cls)}  # type: ignore[arg-type]
+    return {f.name: expectation_of(hints[f.name]) for f in fields(cls)}  # type: ignore[arg-type]
 
 
-def of_hint(hint: Any) -> Kind:  # noqa: PLR0911 (a kind of hint each)
+def expectation_of(hint: Any) -> Expectation:  # noqa: PLR0911 (a kind of hint each)
     """The kind of values that an annotation allows; anything where it says nothing of one value."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return functools.reduce(_within, args[1:], of_hint(args[0]))
+        return functools.reduce(_narrow, args[1:], expectation_of(args[0]))
     if origin is Literal:
         words, names = " or ".join(map(repr, args)), tuple(a for a in args if isinstance(a, str))
-        return Kind(words, lambda v: any(type(v) is type(a) and v == a for a in args), names)
+        return Expectation(words, lambda v: any(type(v) is type(a) and v == a for a in args), names)
     if origin in (typing.Union, types.UnionType):
-        each = [of_hint(a) for a in args]
+        each = [expectation_of(a) for a in args]
         # without None, which is its default
         words = " or ".join(dict.fromkeys(k.words for k in each if k.words != "None"))
         names = sum((k.names for k in each), ())
-        some = Kind(words, lambda v: any(k.fits(v) for k in each), names)
-        return ANYTHING if ANYTHING in each else some
-    if origin in SEVERAL and args:
-        return _all(of_hint(args[-1]), SEVERAL[origin])
+        some = Expectation(words, lambda v: any(k.fits(v) for k in each), names)
+        return EXPECT_ANYTHING if EXPECT_ANYTHING in each else some
+    if origin in CONTAINER_WORDS and args:
+        return _all(expectation_of(args[-1]), CONTAINER_WORDS[origin])
     cls = origin or hint
     ours = isinstance(cls, type) and cls.__module__.startswith("pflcore.")
     if ours and not getattr(cls, "_is_protocol", False):
-        return _instance(cls, article(cls.__name__))
-    return PLAIN.get(cls, ANYTHING)  # of other classes the one who uses them says more
+        return _instance(cls, with_article(cls.__name__))
+    # of other classes the one who uses them says more
+    return EXPECT_BY_TYPE.get(cls, EXPECT_ANYTHING)
 
 
-def _within(kind: Kind, said: Any) -> Kind:
+def _narrow(kind: Expectation, said: Any) -> Expectation:
     """`kind` with what one more piece of its annotation says."""
     if isinstance(said, at.GroupedMetadata):
-        return functools.reduce(_within, said, kind)
+        return functools.reduce(_narrow, said, kind)
     if isinstance(said, at.DocInfo):
         return kind._replace(words=said.documentation)
     if type(said) not in BOUNDS:
-        return said if isinstance(said, Kind) else kind
+        return said if isinstance(said, Expectation) else kind
     words, test = BOUNDS[type(said)]
     bound = getattr(said, type(said).__name__.lower())
-    return Kind(f"{kind.words}, {words} {bound}", lambda v: kind.fits(v) and test(v, bound))
+    return Expectation(f"{kind.words}, {words} {bound}", lambda v: kind.fits(v) and test(v, bound))
 
 
-def _all(each: Kind, words: str) -> Kind:
+def _all(each: Expectation, words: str) -> Expectation:
     """Several values of a kind: in a list (of another iterable only that it is one), or in a
     dict."""
 
@@ -195,10 +202,10 @@ def _all(each: Kind, words: str) -> Kind:
         values = v.values() if mapped else v if isinstance(v, list | tuple) else ()
         return all(map(each.fits, values))
 
-    return Kind(words if each is ANYTHING else f"{words}, each {each.words}", fits)
+    return Expectation(words if each is EXPECT_ANYTHING else f"{words}, each {each.words}", fits)
 
 
-def shown(value: Any) -> str:
+def summarize(value: Any) -> str:
     """A value in a few words on one line; of a tensor the shape and dtype."""
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
@@ -206,18 +213,18 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _instance(cls: type, words: str) -> Kind:
-    return Kind(words, lambda v: isinstance(v, cls))
+def _instance(cls: type, words: str) -> Expectation:
+    return Expectation(words, lambda v: isinstance(v, cls))
 
 
-def _is(kind: type, value: Any) -> bool:
+def _is_number(kind: type, value: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _are_ids(value: Any) -> bool:
     values = value.tolist() if hasattr(value, "tolist") else value
     listed = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
-    return listed and all(_is(Integral, i) and i >= 0 for i in values)
+    return listed and all(_is_number(Integral, i) and i >= 0 for i in values)
 
 
 def are_names(value: Any) -> bool:
@@ -229,38 +236,38 @@ def are_names(value: Any) -> bool:
 def device_of(name: Any) -> str:
     """The name of a device that is there."""
     kind, _, number = str(name).partition(":")
-    need(kind in ("cpu", "cuda"), "device", "'cpu' or 'cuda'", name)
+    require(kind in ("cpu", "cuda"), "device", "'cpu' or 'cuda'", name)
     if kind == "cpu":
         return str(name)
     seen = torch.cuda.is_available()
-    need(seen, "device", f"'cpu', as torch {torch.__version__} sees no GPU here", name)
+    require(seen, "device", f"'cpu', as torch {torch.__version__} sees no GPU here", name)
     count = torch.cuda.device_count()
     named = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
     cards = "1 GPU" if count == 1 else f"{count} GPUs"
     there = not number or (number.isdecimal() and int(number) < count)
-    need(there, "device", f"'cuda' or {named}, as torch sees {cards} here", name)
+    require(there, "device", f"'cuda' or {named}, as torch sees {cards} here", name)
     return str(name)
 
 
-PACKAGES = {  # where a package is called otherwise than its module, or needs more words
+PIP_NAMES = {  # where a package is called otherwise than its module, or needs more words
     "sklearn": "scikit-learn",
     "flwr": "'flwr[simulation]>=1.41,<2'",
     "torchvision": f"torchvision torch=={torch.__version__.partition('+')[0]}",  # which stays
 }
 
 
-def install(*modules: str) -> str:
+def install_command(*modules: str) -> str:
     """The command that installs what these modules are in."""
-    return f"pip install {' '.join(PACKAGES.get(name, name) for name in modules)}"
+    return f"pip install {' '.join(PIP_NAMES.get(name, name) for name in modules)}"
 
 
-def optional(module: str, what: str = "This", instead: str = "") -> Any:
+def import_optional(module: str, what: str = "This", alternative: str = "") -> Any:
     """A module that only `what` needs. ImportError in one sentence where it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
         name = module.partition(".")[0]
-        way = install(name) + instead
+        way = install_command(name) + alternative
         raise ImportError(
             f"{what} needs {name}, which is not installed; get it with: {way}."
         ) from None
@@ -272,26 +279,27 @@ def ids_of(name: str, given: Any, n: int) -> Tensor:
     ids = np.asarray(given.cpu() if isinstance(given, Tensor) else listed)
     whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids)
     fits = whole and ids.min() >= 0 and ids.max() < n and len(np.unique(ids)) == len(ids)
-    need(fits, name, f"ids of clients from 0 to {n - 1}, each once", given)
+    require(fits, name, f"ids of clients from 0 to {n - 1}, each once", given)
     return torch.from_numpy(ids.astype(np.int64))
 
 
-def of_dim(dim: int, words: str) -> Kind:
+def expect_dim(dim: int, words: str) -> Expectation:
     """A dense floating-point tensor of so many dimensions."""
 
     def fits(v: Any) -> bool:
         dense = isinstance(v, Tensor) and v.is_floating_point() and not v.is_sparse
         return dense and v.dim() == dim
 
-    return Kind(words, fits)
+    return Expectation(words, fits)
 
 
-INSIDE = ("pflcore", "torch", "contextlib", "functools")  # whose lines are not the caller's own
-ANYTHING = Kind("anything", lambda v: True)
-SEVERAL = dict.fromkeys((abc.Sequence, abc.Collection, abc.Iterable), "a list") | {
+# whose lines are not the caller's own
+INTERNAL_PACKAGES = ("pflcore", "torch", "contextlib", "functools")
+EXPECT_ANYTHING = Expectation("anything", lambda v: True)
+CONTAINER_WORDS = dict.fromkeys((abc.Sequence, abc.Collection, abc.Iterable), "a list") | {
     abc.Mapping: "a dict"
 }
-INSTANCES: dict[type, str] = {
+INSTANCE_WORDS: dict[type, str] = {
     bool: "True or False",
     str: "a string",
     type(None): "None",
@@ -300,12 +308,12 @@ INSTANCES: dict[type, str] = {
     os.PathLike: "a path",
     abc.Mapping: "a dict",
 }
-PLAIN: dict[Any, Kind] = {
-    **{cls: _instance(cls, words) for cls, words in INSTANCES.items()},
-    float: Kind("a finite number", lambda v: _is(Real, v) and math.isfinite(v)),
-    int: Kind("a whole number", lambda v: _is(Integral, v)),
+EXPECT_BY_TYPE: dict[Any, Expectation] = {
+    **{cls: _instance(cls, words) for cls, words in INSTANCE_WORDS.items()},
+    float: Expectation("a finite number", lambda v: _is_number(Real, v) and math.isfinite(v)),
+    int: Expectation("a whole number", lambda v: _is_number(Integral, v)),
     Path: _instance(os.PathLike, "a path"),
-    abc.Callable: Kind("a function", callable),
+    abc.Callable: Expectation("a function", callable),
 }
 BOUNDS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
     at.Ge: ("at least", operator.ge),
@@ -314,26 +322,28 @@ BOUNDS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
     at.Lt: ("below", operator.lt),
 }
 FINITE = at.Predicate(math.isfinite)  # for other readers: here every number is
-Count = Annotated[int, at.Ge(1)]
-Whole = Annotated[int, at.Ge(0)]
+PositiveInt = Annotated[int, at.Ge(1)]
+NonNegativeInt = Annotated[int, at.Ge(0)]
 Seed = Annotated[int, at.Interval(ge=-(2**63), lt=2**63), at.doc("a whole number of 64 bits")]
 # what numpy's RandomState takes
 Seed32 = Annotated[int, at.Interval(ge=0, lt=2**32), at.doc("a whole number from 0 to 2**32 - 1")]
 Number = Annotated[float, FINITE]
-NonNegative = Annotated[float, at.Ge(0), FINITE, at.doc("a finite number >= 0")]
-Positive = Annotated[float, at.Gt(0), FINITE, at.doc("a finite number above 0")]
-Share = Annotated[float, at.Interval(ge=0, le=1), at.doc("a number from 0 to 1")]
+NonNegativeFloat = Annotated[float, at.Ge(0), FINITE, at.doc("a finite number >= 0")]
+PositiveFloat = Annotated[float, at.Gt(0), FINITE, at.doc("a finite number above 0")]
+UnitFloat = Annotated[float, at.Interval(ge=0, le=1), at.doc("a number from 0 to 1")]
 Fraction = Annotated[float, at.Interval(gt=0, le=1), at.doc("a number above 0, at most 1")]
-Part = Annotated[float, at.Interval(gt=0, lt=1), FINITE, at.doc("a number above 0 and below 1")]
+OpenUnitFloat = Annotated[
+    float, at.Interval(gt=0, lt=1), FINITE, at.doc("a number above 0 and below 1")
+]
 Momentum = Annotated[float, at.Interval(ge=0, lt=1), at.doc("a number from 0 to below 1")]
 Weighting = Literal["samples", "uniform"]
-Ids = Annotated[Sequence[int], Kind("a list of clients' numbers", _are_ids)]
-Names = Annotated[str | Sequence[str], Kind("a name or a list of names", are_names)]
-Matrix = Annotated[Tensor, of_dim(2, "a matrix of floating-point numbers")]
-Row = Annotated[Tensor, of_dim(1, "a row of floating-point numbers")]
-A_MODEL = Kind(
+Ids = Annotated[Sequence[int], Expectation("a list of clients' numbers", _are_ids)]
+Names = Annotated[str | Sequence[str], Expectation("a name or a list of names", are_names)]
+Matrix = Annotated[Tensor, expect_dim(2, "a matrix of floating-point numbers")]
+Row = Annotated[Tensor, expect_dim(1, "a row of floating-point numbers")]
+EXPECT_MODEL = Expectation(
     "an nn.Module, a function that makes one or a Net",
     lambda v: callable(v) or hasattr(v, "module"),
 )
-Model = Annotated[Any, A_MODEL]
-Buffers = Literal["auto", "average", "local"]
+Model = Annotated[Any, EXPECT_MODEL]
+BatchNormPolicy = Literal["auto", "average", "local"]

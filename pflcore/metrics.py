@@ -16,13 +16,22 @@ import annotated_types as at
 import torch
 from torch import Tensor
 
-from pflcore.check import ANYTHING, Count, Fraction, checked, close_name, need, optional, refuse
+from pflcore.check import (
+    EXPECT_ANYTHING,
+    Fraction,
+    PositiveInt,
+    checked,
+    closest_name,
+    import_optional,
+    reject,
+    require,
+)
 
 __all__ = [
     "hurt",
     "worst_decile",
 ]
-Vector = Annotated[Tensor | Sequence[float | None], ANYTHING]  # `vector` says what is none
+Vector = Annotated[Tensor | Sequence[float | None], EXPECT_ANYTHING]  # `vector` says what is none
 Percent = Annotated[float, at.Interval(ge=0, le=100), at.doc("a number in [0, 100]")]
 # (scores [n, ...], labels [n, ...]) of one client -> a number
 Metric = Callable[[Tensor, Tensor], Any]
@@ -45,29 +54,29 @@ def vector(values: Vector, name: str = "values", n: int | None = None) -> Tensor
     except (TypeError, ValueError):
         out = torch.empty(())
     if out.ndim != 1:
-        refuse(name, "a vector of numbers, one per client", values)
-    need(n in (None, len(out)), name, f"{n} entries, as the other vector has", values)
+        reject(name, "a vector of numbers, one per client", values)
+    require(n in (None, len(out)), name, f"{n} entries, as the other vector has", values)
     return out
 
 
-def _kept(values: Vector) -> Tensor:
+def _present(values: Vector) -> Tensor:
     out = vector(values)
     return out[~out.isnan()]
 
 
 def count(values: Vector) -> int:
     """How many clients have a value (are not NaN)."""
-    return len(_kept(values))
+    return len(_present(values))
 
 
 def mean(values: Vector) -> float:
     """Mean over clients, each counted once."""
-    return _kept(values).mean().item()
+    return _present(values).mean().item()
 
 
 def std(values: Vector) -> float:
     """Population standard deviation over clients (ddof = 0): the papers' measure of fairness."""
-    kept = _kept(values)
+    kept = _present(values)
     if kept.isinf().any():
         return math.inf  # not NaN, which would read as "no clients"
     return kept.std(correction=0).item() if len(kept) else math.nan
@@ -78,7 +87,7 @@ def weighted_mean(values: Vector, weight: Vector) -> float:
     positive weight."""
     v = vector(values)
     w = vector(weight, "weight", len(v))
-    need(not (w < 0).any(), "weight", "numbers of samples, at least 0", weight)
+    require(not (w < 0).any(), "weight", "numbers of samples, at least 0", weight)
     keep = ~v.isnan() & (w > 0)
     return ((v[keep] * w[keep]).sum() / w[keep].sum()).item()
 
@@ -87,7 +96,7 @@ def weighted_mean(values: Vector, weight: Vector) -> float:
 def worst_decile(values: Vector, share: Fraction = 0.1, higher_is_better: bool = True) -> float:
     """Mean of the worst `ceil(share * n)` clients, at least one (n counts the clients that have a
     value)."""
-    kept = _kept(values)
+    kept = _present(values)
     # 0.28 * 25 is 7.000000000000001 in floating point
     k = max(1, math.ceil(share * len(kept) - 1e-9))
     return kept.sort(descending=not higher_is_better).values[:k].mean().item()
@@ -97,7 +106,7 @@ def worst_decile(values: Vector, share: Fraction = 0.1, higher_is_better: bool =
 def percentile(values: Vector, q: Percent = 10.0) -> float:
     """The q-th percentile over clients, linearly interpolated; q in [0, 100]. Beside an infinite
     value nothing is interpolated."""
-    kept = _kept(values)
+    kept = _present(values)
     if not len(kept):
         return math.nan
     return kept.quantile(q / 100).nan_to_num(math.inf).item()  # NaN between two infinite values
@@ -135,7 +144,7 @@ def final(curve: Vector) -> float:
 
 
 @checked
-def last_mean(curve: Vector, rounds: Vector | None = None, k: Count = 10) -> float:
+def last_mean(curve: Vector, rounds: Vector | None = None, k: PositiveInt = 10) -> float:
     """Mean over the last k rounds. With evaluations every few rounds pass their `rounds`: those
     later than `last - k` count."""
     v = vector(curve, "curve")
@@ -150,11 +159,11 @@ def _check_pair(scores: Tensor, y: Tensor, classes: bool = False) -> None:
     if not (each and classes):
         fits = scores.numel() == y.numel() and (each or scores.shape[:1] == y.shape[:1])
         shapes = f"shapes {list(scores.shape)} and {list(y.shape)}"
-        need(fits, "scores and y", "scores for each of y", shapes)
+        require(fits, "scores and y", "scores for each of y", shapes)
 
 
 @checked
-def _won(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _predicted_classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The class [...] that the scores say, below 0 where one is NaN, and the labels [...] from 0;
     by the largest of `scores` [..., C], or of one score by its sign."""
     _check_pair(scores, y, True)
@@ -166,17 +175,17 @@ def _won(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return (one > 0).long().masked_fill(one.isnan(), lost), (y > 0).long()
 
 
-def right(scores: Tensor, y: Tensor) -> Tensor:
+def is_correct(scores: Tensor, y: Tensor) -> Tensor:
     """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or [...] by its
     sign, get right; NaN never is.
 
     A score of 0 says the negative class, be its label 0 or -1.
     """
-    won, labels = _won(scores, y)
+    won, labels = _predicted_classes(scores, y)
     return won == labels
 
 
-def human(size: float) -> str:
+def human_bytes(size: float) -> str:
     """Bytes in binary units: 1536 -> "1.5 KiB"."""
     unit = 0
     while size >= 1024 and unit < 4:
@@ -187,51 +196,53 @@ def human(size: float) -> str:
 # what a function of one's own is handed ---------------------------------------
 
 
-class Form(NamedTuple):
+class ArgumentForm(NamedTuple):
     """The form in which a function of (scores, targets) takes one score a target."""
 
-    like_targets: bool = False  # scores in the targets' shape
-    as_floats: bool = False  # whole numbers as targets become floats
+    scores_like_targets: bool = False  # scores in the targets' shape
+    targets_as_floats: bool = False  # whole numbers as targets become floats
 
-    def hand(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def convert(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The scores and targets [B, ...] in this form; others than one score a target as they
         are."""
-        if (self.like_targets or self.as_floats) and one_each(scores, y):
-            scores = scores.reshape(y.shape) if self.like_targets else scores
-            y = y.to(scores.dtype) if self.as_floats and not y.is_floating_point() else y
+        if (self.scores_like_targets or self.targets_as_floats) and has_one_score_each(scores, y):
+            scores = scores.reshape(y.shape) if self.scores_like_targets else scores
+            y = y.to(scores.dtype) if self.targets_as_floats and not y.is_floating_point() else y
         return scores, y
 
 
-def one_each(scores: Tensor, y: Tensor) -> bool:
+def has_one_score_each(scores: Tensor, y: Tensor) -> bool:
     """Whether the shapes of scores and targets [B, ...] are the same, but for axes of length 1."""
     own, others = ([n for n in t.shape[1:] if n != 1] for t in (scores, y))
     return scores.shape[:1] == y.shape[:1] and own == others
 
 
-def form_of(f: Metric, scores: Tensor, y: Tensor, loss: bool = False) -> Form | None:
+def find_argument_form(
+    f: Metric, scores: Tensor, y: Tensor, is_loss: bool = False
+) -> ArgumentForm | None:
     """The form that `f` takes, tried on drawn scores; None where two forms give two values, and
     neither shows that it is the wrong one.
 
     Scores [B, 1] beside targets [B] are spread to [B, B] by most functions, and then it does not
     matter which sample has which target. The scores are drawn between targets of other samples: so
     a function that pairs each score with its own target gives another value by as much as the
-    targets differ, whatever their scale. A `loss` is tried with its slopes, and may take
+    targets differ, whatever their scale. A `is_loss` is tried with its slopes, and may take
     whole numbers as floats.
     """
-    for as_floats in (False, True)[: 2 if loss and not y.is_floating_point() else 1]:
+    for as_floats in (False, True)[: 2 if is_loss and not y.is_floating_point() else 1]:
         for dtype in dict.fromkeys((torch.float64, scores.dtype)):
-            tried = _Tried(f, scores.shape[1:], y, dtype, as_floats, loss)
-            if tried.as_given or tried.like_targets:
-                form = tried.form()
-                return form and form._replace(as_floats=as_floats)
-    return Form()  # it fails on its own
+            tried = _FormProbe(f, scores.shape[1:], y, dtype, as_floats, is_loss)
+            if tried.original_values or tried.reshaped_values:
+                form = tried.find_form()
+                return form and form._replace(targets_as_floats=as_floats)
+    return ArgumentForm()  # it fails on its own
 
 
-DRAWS, ROWS = 2, 7  # an odd number, so that of two labels one is more frequent
-Values = dict[int, float]  # by the number of the draw, where the function gives one
+PROBE_DRAWS, PROBE_SAMPLES = 2, 7  # an odd number, so that of two labels one is more frequent
+DrawValues = dict[int, float]  # by the number of the draw, where the function gives one
 
 
-class _Tried:
+class _FormProbe:
     """The values of a function for drawn scores in both shapes, where it gives any."""
 
     def __init__(
@@ -241,59 +252,65 @@ class _Tried:
         y: Tensor,
         dtype: torch.dtype,
         as_floats: bool,
-        slopes: bool,
+        with_gradient: bool,
     ) -> None:
-        self.f, self.slopes, self.shape = f, slopes, (ROWS, *shape)
-        pairs = list(_drawn_pairs(y))
+        self.f, self.with_gradient, self.shape = f, with_gradient, (PROBE_SAMPLES, *shape)
+        pairs = list(_draw_pairs(y))
         floats = as_floats or y.is_floating_point()
         # torch makes float32 of whole numbers
-        self.close = 1e-9 if floats and dtype == torch.float64 else 1e-5
+        self.relative_tolerance = 1e-9 if floats and dtype == torch.float64 else 1e-5
         self.pairs = [(s.to(dtype), t.to(dtype) if floats else t.to(y.dtype)) for s, t in pairs]
         each = enumerate(self.pairs)
-        self.as_given = self.values((k, s.view(self.shape), t) for k, (s, t) in each)
-        self.like_targets = self.values((k, *pair) for k, pair in enumerate(self.pairs))
+        self.original_values = self.evaluate_draws((k, s.view(self.shape), t) for k, (s, t) in each)
+        self.reshaped_values = self.evaluate_draws((k, *pair) for k, pair in enumerate(self.pairs))
 
-    def values(self, draws: Iterable[tuple[int, Tensor, Tensor]]) -> Values:
+    def evaluate_draws(self, draws: Iterable[tuple[int, Tensor, Tensor]]) -> DrawValues:
         found = {}
         for k, scores, y in draws:
             try:
                 with torch.enable_grad():
-                    given = scores.clone().requires_grad_(self.slopes)
+                    given = scores.clone().requires_grad_(self.with_gradient)
                     value: Any = self.f(given, y)
-                    if self.slopes:
+                    if self.with_gradient:
                         torch.autograd.grad(value.sum(), given, allow_unused=True)
                 found[k] = float(value)
             except Exception:  # outside of its domain, or not in this shape
                 continue
         return found
 
-    def form(self) -> Form | None:
-        if not self.like_targets:
-            return Form()
-        both = self.as_given.keys() & self.like_targets.keys()
-        known = [k for k in both if self.finite(self.as_given[k], self.like_targets[k])]
-        other = [k for k in known if not self.same(self.as_given[k], self.like_targets[k])]
+    def find_form(self) -> ArgumentForm | None:
+        if not self.reshaped_values:
+            return ArgumentForm()
+        both = self.original_values.keys() & self.reshaped_values.keys()
+        known = [
+            k for k in both if self.are_finite(self.original_values[k], self.reshaped_values[k])
+        ]
+        other = [
+            k for k in known if not self.is_close(self.original_values[k], self.reshaped_values[k])
+        ]
         if known and not other:
-            return Form()
+            return ArgumentForm()
         # the same once more, and with targets of other samples
-        again = self.values((k, self.pairs[k][0].view(self.shape), self.pairs[k][1]) for k in other)
-        if again != {k: self.as_given[k] for k in other}:
-            return Form()  # it changes from call to call
-        moved = self.values(
+        again = self.evaluate_draws(
+            (k, self.pairs[k][0].view(self.shape), self.pairs[k][1]) for k in other
+        )
+        if again != {k: self.original_values[k] for k in other}:
+            return ArgumentForm()  # it changes from call to call
+        moved = self.evaluate_draws(
             (k, self.pairs[k][0].view(self.shape), self.pairs[k][1].roll(1, 0)) for k in other
         )
-        spread = all(self.same(moved.get(k, math.nan), self.as_given[k]) for k in other)
-        return Form(like_targets=True) if spread else None
+        spread = all(self.is_close(moved.get(k, math.nan), self.original_values[k]) for k in other)
+        return ArgumentForm(scores_like_targets=True) if spread else None
 
-    def same(self, one: float, other: float) -> bool:
-        return math.isclose(one, other, rel_tol=self.close)
+    def is_close(self, one: float, other: float) -> bool:
+        return math.isclose(one, other, rel_tol=self.relative_tolerance)
 
     @staticmethod
-    def finite(*values: float) -> bool:
+    def are_finite(*values: float) -> bool:
         return all(map(math.isfinite, values))
 
 
-def _drawn_pairs(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _draw_pairs(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Scores and targets [ROWS, ...] float64 at the scale of the targets `y` [B, ...]: between the
     smallest and the largest, between 0 and 1, and on both sides of 0."""
     known = y.detach().reshape(-1)[:4096].double().unique()
@@ -302,11 +319,11 @@ def _drawn_pairs(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         half = c / 2 if y.is_floating_point() else c // 2
         known = torch.tensor([c, half if c else 1.0], device=y.device, dtype=torch.float64)
     draws = torch.Generator().manual_seed(0)
-    count = ROWS * y[:1].numel()
-    for _ in range(DRAWS):
+    count = PROBE_SAMPLES * y[:1].numel()
+    for _ in range(PROBE_DRAWS):
         order = torch.randperm(count, generator=draws)
         place = torch.linspace(0, len(known) - 1, count).long()[order]
-        targets = known[place.to(known.device)].view(ROWS, *y.shape[1:])
+        targets = known[place.to(known.device)].view(PROBE_SAMPLES, *y.shape[1:])
         share = (0.05 + 0.4 * torch.rand(targets.shape, generator=draws)).to(targets)
         scores = targets.roll(2, 0).lerp(targets.roll(3, 0), share)
         low, high = scores.aminmax()
@@ -315,23 +332,23 @@ def _drawn_pairs(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield scores - scores.median(), targets  # a mean of 0 would hide what is multiplied by it
 
 
-class Own:
+class CustomMetric:
     """A metric of one's own, handed one score a target in the form that it takes."""
 
     def __init__(self, name: str, metric: Metric) -> None:
         self.name, self.metric = name, metric
-        self._form: Form | None = None
+        self._argument_form: ArgumentForm | None = None
 
     def __call__(self, scores: Tensor, y: Tensor) -> Any:
-        if scores.shape != y.shape and one_each(scores, y) and len(y):
-            if self._form is None:
-                self._form = form_of(self.metric, scores, y)
-            if self._form is None:
+        if scores.shape != y.shape and has_one_score_each(scores, y) and len(y):
+            if self._argument_form is None:
+                self._argument_form = find_argument_form(self.metric, scores, y)
+            if self._argument_form is None:
                 raise ValueError(
                     f"it gives another value for scores {list(scores.shape)} than in the shape of "
                     f"the targets, {list(y.shape)}; let it begin with scores.reshape(y.shape)"
                 )
-            scores, y = self._form.hand(scores, y)
+            scores, y = self._argument_form.convert(scores, y)
         return self.metric(scores, y)
 
 
@@ -339,7 +356,7 @@ class Own:
 
 
 # columns of a record
-RECORDED = ("loss", "accuracy", "size", "train_loss", "client", "clients", "round", "seed")
+RECORD_COLUMNS = ("loss", "accuracy", "size", "train_loss", "client", "clients", "round", "seed")
 
 
 def metrics_of(
@@ -352,12 +369,14 @@ def metrics_of(
     pairs = metrics.items() if isinstance(metrics, Mapping) else zip(metrics, metrics, strict=True)
     for key, metric in pairs:
         name = key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__)
-        if name in RECORDED or name in out:
+        if name in RECORD_COLUMNS or name in out:
             raise ValueError(
                 f"metrics: {name!r} is {'there twice' if name in out else 'recorded anyway'}; "
                 "leave it out or rename it."
             )
-        out[name] = _by_name(metric, classes) if isinstance(metric, str) else Own(name, metric)
+        out[name] = (
+            _by_name(metric, classes) if isinstance(metric, str) else CustomMetric(name, metric)
+        )
     return out
 
 
@@ -382,7 +401,7 @@ def _by_name(name: str, classes: bool) -> Metric:
     if name not in known:
         kinds = ("labels", "targets") if classes else ("targets", "labels")
         why = f"and {name!r} is for {kinds[1]}" if name in METRICS else f"got {name!r}"
-        near = None if name in METRICS else close_name(name, known)
+        near = None if name in METRICS else closest_name(name, known)
         why += f"; did you mean {near!r}" if near is not None else ""
         if name in FOR_LABELS:
             why += (
@@ -398,13 +417,13 @@ def _by_name(name: str, classes: bool) -> Metric:
 
 
 def _sklearn() -> Any:
-    return optional("sklearn.metrics", "metrics: this one")
+    return import_optional("sklearn.metrics", "metrics: this one")
 
 
 def auc(scores: Tensor, y: Tensor) -> float:
     """Area under the ROC curve of scores [n] or [n, C] and labels [n]; of several classes the mean
     of one against the rest, over those that some samples have and some lack."""
-    labels = _won(scores, y)[1].reshape(-1).cpu()
+    labels = _predicted_classes(scores, y)[1].reshape(-1).cpu()
     scores = scores.detach().reshape(len(labels), -1).double().cpu()
     several = scores.shape[1]
     if several == 2:
@@ -428,7 +447,7 @@ def auc(scores: Tensor, y: Tensor) -> float:
 def f1(scores: Tensor, y: Tensor) -> float:
     """F1 of scores [n] or [n, C] and labels [n]: of class 1 where there are two, else the
     unweighted mean over the classes that samples have or were given."""
-    won, labels = (v.reshape(-1).cpu() for v in _won(scores, y))
+    won, labels = (v.reshape(-1).cpu() for v in _predicted_classes(scores, y))
     single = scores.numel() <= 2 * y.numel()
     classes = [1] if single else [c for c in torch.cat([labels, won]).unique().tolist() if c >= 0]
     how: Any = {"labels": classes, "average": "macro", "zero_division": math.nan}
@@ -438,7 +457,7 @@ def f1(scores: Tensor, y: Tensor) -> float:
 def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
     """The mean over the classes that samples have of the share of them that is right, by scores [n]
     or [n, C] and labels [n]."""
-    won, labels = (v.reshape(-1) for v in _won(scores, y))
+    won, labels = (v.reshape(-1) for v in _predicted_classes(scores, y))
     return mean([(won[labels == c] == c).double().mean().item() for c in labels.unique()])
 
 
@@ -477,8 +496,10 @@ HIGHER_IS_BETTER = {
 }
 
 
-def is_higher_better(name: str, said: bool | None = None, argument: str = "key") -> bool:
-    """Whether more of a metric is better: as somebody `said`, else as its name says.
+def is_higher_better(
+    name: str, higher_is_better: bool | None = None, argument: str = "key"
+) -> bool:
+    """Whether more of a metric is better: as somebody `higher_is_better`, else as its name says.
 
     ValueError for a metric of one's own of which nobody said it.
     """
@@ -486,5 +507,5 @@ def is_higher_better(name: str, said: bool | None = None, argument: str = "key")
         f"one of {', '.join(HIGHER_IS_BETTER)}, or a metric of your own with "
         "higher_is_better=True or False"
     )
-    need(said is not None or name in HIGHER_IS_BETTER, argument, words, name)
-    return HIGHER_IS_BETTER[name] if said is None else said
+    require(higher_is_better is not None or name in HIGHER_IS_BETTER, argument, words, name)
+    return HIGHER_IS_BETTER[name] if higher_is_better is None else higher_is_better

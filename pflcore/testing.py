@@ -21,16 +21,16 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._fedavg import FedAvg
-from pflcore.algorithms._protocol import Algorithm, Cohort, Pool, Tensors, Traits
-from pflcore.check import checked, shown
+from pflcore.algorithms._protocol import Algorithm, Cohort, SharedRows, Tensors, Traits
+from pflcore.check import checked, summarize
 from pflcore.data._federation import Federation
-from pflcore.data._roles import held_out
-from pflcore.simulation._accept import Outcome
+from pflcore.data._protocols import with_validation
 from pflcore.simulation._evaluate import evaluate
-from pflcore.simulation._personal import adapt
-from pflcore.simulation.round import Setup, State, begin, flat, step
+from pflcore.simulation._models import adapt
+from pflcore.simulation._uploads import RoundOutcome
+from pflcore.simulation.round import RunConfig, State, flatten_state, initial_state, step
 from pflcore.train import Clients, Fit, Net, Training
-from pflcore.train._clients import Setting
+from pflcore.train._clients import TrainContext
 from pflcore.train._engines import Engine
 from pflcore.train._losses import default_loss
 from pflcore.train._workers import Workers
@@ -42,17 +42,17 @@ COHORTS = (ALL, PART, ALL)  # of the recorded play; who is required joins every 
 TRAINING = Training(lr=0.1, batch_size=8)
 HOOKS = {  # what each is given that is not its own to change
     "init": (),
-    "newcomer": ("down",),
+    "init_client": ("down",),
     "send": ("state",),
-    "train": ("down", "own"),
+    "train": ("down", "client_state"),
     "update": ("state",),
-    "model": ("down", "own"),
+    "model": ("down", "client_state"),
     "report": ("state",),
 }
-ALL_HOOKS = [k for k, v in vars(Algorithm).items() if isinstance(v, FunctionType) and k[0] != "_"]
-ALL_HOOKS.remove("idle")  # is called by an algorithm
+HOOK_NAMES = [k for k, v in vars(Algorithm).items() if isinstance(v, FunctionType) and k[0] != "_"]
+HOOK_NAMES.remove("idle")  # is called by an algorithm
 # names of attributes of what hooks are given
-ELSEWHERE = {*Traits._fields}.union(*map(dir, (Clients, Cohort, Fit, Net, Pool)))
+OTHER_ATTRIBUTES = {*Traits._fields}.union(*map(dir, (Clients, Cohort, Fit, Net, SharedRows)))
 BY_CLIENT = ("send", "train", "model")  # give a row for each
 CLOSE = 1e-7, 1e-9
 MISSING = torch.empty(0, 0, 0)
@@ -67,7 +67,7 @@ class Play(NamedTuple):
 
     last: State
     states: list[Tensors]  # before the first round, and after each
-    done: list[Outcome]
+    done: list[RoundOutcome]
     uploads: list[Tensors]
     unfit: list[tuple[str, int]]  # what was not finite, and after which round
 
@@ -110,7 +110,7 @@ class Case:
         """Four clients with the splits train, val and test."""
         data = self.federation or _gaussians()
         data = data.subset(ALL)
-        data = held_out(data) if self.given.traits.needs_val else data
+        data = with_validation(data) if self.given.traits.needs_val else data
         x, y = (t.to(self.dtype) if t.is_floating_point() else t for t in (data.x, data.y))
         return replace(data, x=x, y=y)
 
@@ -125,26 +125,26 @@ class Case:
         """The algorithm with a check of what goes into and comes out of each hook."""
         return _watched(self.given)
 
-    def setup(self, algorithm: Algorithm | None = None, **changed: Any) -> Setup:
+    def setup(self, algorithm: Algorithm | None = None, **changed: Any) -> RunConfig:
         """What a run on this case, or on a changed one, keeps the same."""
-        setting = Setting(self.net, self.data, TRAINING, Engine("loop"), Workers(1), rounds=6)
-        return Setup(algorithm or self.watched, setting._replace(**changed))
+        context = TrainContext(self.net, self.data, TRAINING, Engine("loop"), Workers(1), rounds=6)
+        return RunConfig(algorithm or self.watched, context._replace(**changed))
 
-    def renumbered(self, numbers: Sequence[int], target: int = 1, **changed: Any) -> Setup:
+    def renumbered(self, numbers: Sequence[int], target: int = 1, **changed: Any) -> RunConfig:
         """The same with some clients, in another order; a target stays who it is."""
         alg: Any = self.given
         if hasattr(alg, "target"):
             alg = replace(alg, target=numbers.index(target))
         return self.setup(_watched(alg), data=self.data.subset(numbers), **changed)
 
-    def breaking(self, clients: Sequence[int]) -> Setup:
+    def breaking(self, clients: Sequence[int]) -> RunConfig:
         """The same where these clients' training overflows."""
         x, index = self.data.x.clone(), self.data.index
         rows = [of[i] for split, of in index.items() if split != "test" for i in clients]
         x[torch.cat(rows)] *= 5e307 / x.abs().max()
         return self.setup(data=replace(self.data, x=x))
 
-    def otherwise_tested(self) -> Setup:
+    def otherwise_tested(self) -> RunConfig:
         """The same, but every client has another's samples in the split "test", and one less."""
         index = dict(self.data.index)
         if "test" in index:
@@ -152,19 +152,19 @@ class Case:
             index["test"] = [*others, first]
         return self.setup(data=replace(self.data, index=index))
 
-    def play(self, setup: Setup, cohorts: Sequence[Sequence[int]] = COHORTS) -> Play:
+    def play(self, config: RunConfig, cohorts: Sequence[Sequence[int]] = COHORTS) -> Play:
         """Some rounds, by default those of the recorded play; Fault where one fails."""
-        alg, n = setup.algorithm, setup.setting.data.n
-        state = begin(alg, setup.setting.net, n)
+        alg, n = config.algorithm, config.context.data.n
+        state = initial_state(alg, config.context.net, n)
         play = Play(state, [_state(state)], [], [], [])
         object.__setattr__(alg, "_uploads", play.uploads)  # the hooks of `train` add theirs
         for some in cohorts:
-            ids = torch.tensor(sorted({*some, *alg.traits.required}))
+            ids = torch.tensor(sorted({*some, *alg.traits.required_clients}))
             with _named("round", f" in round {state.round + 1}{_of(len(ids), n)}"):
-                state, done = step(setup, state, ids)
+                state, done = step(config, state, ids)
             play.states.append(_state(state))
             play.done.append(done)
-            unfit = [*(f"server.{k}" for k in done.spoilt), *_unfit(play.states[-1])]
+            unfit = [*(f"server.{k}" for k in done.non_finite_state), *_unfit(play.states[-1])]
             play.unfit.extend((key, state.round) for key in unfit)
         return play._replace(last=state)
 
@@ -178,11 +178,11 @@ class Case:
         """Everything that the recorded play leaves."""
         return self.results(self.recorded)
 
-    def evaluate(self, state: State, setup: Setup) -> Tensors:
+    def evaluate(self, state: State, config: RunConfig) -> Tensors:
         """What an evaluation finds; Fault where it fails."""
-        split = "test" if "test" in setup.setting.data.index else "train"
+        split = "test" if "test" in config.context.data.index else "train"
         with _named("predict"):
-            found = evaluate(setup, state, split)
+            found = evaluate(config, state, split)
         return {f"the evaluation's {k}": v for k, v in found.items()}
 
     def results(self, play: Play) -> Tensors:
@@ -192,9 +192,9 @@ class Case:
             return found
         return found | self.watched.report(play.last.server, done.mix, done.cohort)
 
-    def left(self, setup: Setup) -> Tensors:
+    def left(self, config: RunConfig) -> Tensors:
         """Everything that such a run of as many rounds leaves."""
-        return self.results(self.play(setup))
+        return self.results(self.play(config))
 
 
 # what goes into and comes out of the hooks ------------------------------------------------------
@@ -214,7 +214,7 @@ def _hook(cls: type[Algorithm], name: str) -> Callable[..., Any]:
         count, where = 0, ""
         for who in (v for v in args if isinstance(v, Cohort | Clients)):
             count = len(who.ids)
-            where = _of(count, who.n if isinstance(who, Cohort) else who.setting.data.n)
+            where = _of(count, who.n if isinstance(who, Cohort) else who.context.data.n)
         with _named(name, where):
             out = getattr(cls, name)(self, *args, **kwargs)
         for what, payload in given.items():
@@ -237,21 +237,21 @@ def _hook(cls: type[Algorithm], name: str) -> Callable[..., Any]:
 def _check_rows(name: str, given: Mapping[str, Any], count: int) -> None:
     """What a hook gives are tensors, which are counted in bytes, with a row for each client."""
     for key, value in given.items():
-        rows = value.index if isinstance(value, Pool) else value
+        rows = value.index if isinstance(value, SharedRows) else value
         if not isinstance(rows, Tensor) or rows.shape[:1] != (count,):
             raise Fault(
                 f"{name}: expected a tensor with one row for each of the {count} clients as "
-                f"{key!r}, got {shown(rows)}."
+                f"{key!r}, got {summarize(rows)}."
             )
 
 
 def _check_own(own: Tensors, new: Tensors) -> None:
-    """What a client keeps is what `newcomer` gave it, of the same shapes and dtypes."""
+    """What a client keeps is what `init_client` gave it, of the same shapes and dtypes."""
     for key, value in new.items():
         old = own.get(key)
         if old is None or (old.shape, old.dtype) != (value.shape, value.dtype):
             raise Fault(
-                f"train: the clients' state {key!r} was {shown(old)} and became {shown(value)}; "
+                f"train: the clients' state {key!r} was {summarize(old)} and became {summarize(value)}; "
                 "newcomer gives a state, which keeps its shape and dtype."
             )
 
@@ -272,12 +272,12 @@ def _of(count: int, n: int) -> str:
 
 
 def _copies(payload: Mapping[str, Any]) -> Tensors:
-    return {k: (v.rows if isinstance(v, Pool) else v).clone() for k, v in payload.items()}
+    return {k: (v.rows if isinstance(v, SharedRows) else v).clone() for k, v in payload.items()}
 
 
 def _state(state: State) -> Tensors:
     """A copy of what is kept."""
-    return _copies(flat(state))
+    return _copies(flatten_state(state))
 
 
 def _other(a: Tensors, b: Tensors, rtol: float = 0.0, atol: float = 0.0) -> str | None:
@@ -310,70 +310,79 @@ def _words(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inside)
 
 
-def _code(member: Any) -> CodeType | None:
+def _code_of_member(member: Any) -> CodeType | None:
     """The code of a method or a property; None for a value."""
     for name in ("__func__", "fget", "func"):  # a class method, a property, a cached property
         member = getattr(member, name, member)
     return getattr(unwrap(member), "__code__", None)
 
 
-def _theirs(alg: Algorithm) -> list[type]:
+def _foreign_classes(alg: Algorithm) -> list[type]:
     """The classes of the algorithm that are not pflcore's own, the class itself first."""
     outside = (c for c in type(alg).__mro__ if c.__module__.partition(".")[0] != "pflcore")
     return [c for c in outside if c is not object]
 
 
-def _brought(alg: Algorithm) -> dict[str, Any]:
+def _added_members(alg: Algorithm) -> dict[str, Any]:
     """The public members that no class of pflcore has, and that are no options."""
-    theirs = _theirs(alg)
+    theirs = _foreign_classes(alg)
     known = {f.name for f in fields(alg)}
     known = known.union(*(vars(c) for c in type(alg).__mro__ if c not in theirs))
     found = {k: v for c in reversed(theirs) for k, v in vars(c).items()}
     return {k: v for k, v in found.items() if k not in known and not k.startswith("_")}
 
 
-def _reachable(alg: Algorithm, brought: Mapping[str, Any]) -> set[str]:
-    """Those of the members `brought` that the hooks' code speaks of, with any options. A value's
+def _reachable_members(alg: Algorithm, members: Mapping[str, Any]) -> set[str]:
+    """Those of the members `members` that the hooks' code speaks of, with any options. A value's
     name may be that of another object's attribute there, `fit.buffers`, which proves nothing."""
-    reached = [_code(v) for b in type(alg).__mro__ for k, v in vars(b).items() if k not in brought]
+    reached = [
+        _code_of_member(v)
+        for b in type(alg).__mro__
+        for k, v in vars(b).items()
+        if k not in members
+    ]
     found, words = set[str](), set[str]()
     while reached:
         code = reached.pop()
         if code is not None:
             words |= _words(code)
-        new = {k for k in words & brought.keys() if _has_code(brought[k]) or k not in ELSEWHERE}
+        new = {
+            k for k in words & members.keys() if _has_code(members[k]) or k not in OTHER_ATTRIBUTES
+        }
         new -= found
         found |= new
-        reached += [_code(brought[k]) for k in new]
+        reached += [_code_of_member(members[k]) for k in new]
     return found
 
 
 def _has_code(member: Any) -> bool:
-    return isinstance(member, type) or _code(member) is not None
+    return isinstance(member, type) or _code_of_member(member) is not None
 
 
-def _read(case: Case) -> set[str]:
+def _attributes_read(case: Case) -> set[str]:
     """The names that a run reads from the algorithm: newcomers, clients that are absent, an
     evaluation before and after, the record, and a client that comes after the run."""
     read, cls = set[str](), type(case.watched)
 
-    def noted(self: Any, name: str) -> Any:
+    def record_read(self: Any, name: str) -> Any:
         read.add(name)
         return object.__getattribute__(self, name)
 
     alg = copy(case.watched)
-    object.__setattr__(alg, "__class__", type(cls.__name__, (cls,), {"__getattribute__": noted}))
-    setup = case.setup(alg)
+    object.__setattr__(
+        alg, "__class__", type(cls.__name__, (cls,), {"__getattribute__": record_read})
+    )
+    config = case.setup(alg)
     with suppress(Exception):  # the other checks tell it
         alg.__post_init__()
-        play = case.play(setup, [PART])
-        case.evaluate(play.last, setup)
-        play = case.play(setup)
-        case.evaluate(play.last, setup)
+        play = case.play(config, [PART])
+        case.evaluate(play.last, config)
+        play = case.play(config)
+        case.evaluate(play.last, config)
         done = play.done[-1]
         if done.cohort is not None:
             alg.report(play.last.server, done.mix, done.cohort)
-        adapt(setup, play.last, case.data.subset([0]), rounds=1)
+        adapt(config, play.last, case.data.subset([0]), rounds=1)
     return read
 
 
@@ -389,7 +398,7 @@ def names_are_known(case: Case) -> None:
                 f"{name}: it is no option, because {cls.__name__} has no @dataclass(frozen=True) "
                 "above it."
             )
-    for one in _theirs(case.given):
+    for one in _foreign_classes(case.given):
         for name in (options & vars(one).keys()) - get_annotations(one).keys():
             value = vars(one)[name]
             if not isinstance(value, MemberDescriptorType):  # a slot
@@ -397,14 +406,16 @@ def names_are_known(case: Case) -> None:
                     f"{name}: {one.__name__}'s default {value!r} is not taken, because it has no "
                     f"annotation; write {name}: {type(value).__name__} = {value!r}."
                 )
-    brought = _brought(case.given)
-    strangers = brought.keys() - _reachable(case.given, brought)
+    brought = _added_members(case.given)
+    strangers = brought.keys() - _reachable_members(case.given, brought)
     if strangers:
-        strangers -= _read(case)
+        strangers -= _attributes_read(case)
     for name in (k for k in brought if k in strangers):
         if _has_code(brought[name]):
-            near = get_close_matches(name, ALL_HOOKS, 1, 0.8)
-            meant = f"did you mean {near[0]!r}" if near else f"the hooks are {', '.join(ALL_HOOKS)}"
+            near = get_close_matches(name, HOOK_NAMES, 1, 0.8)
+            meant = (
+                f"did you mean {near[0]!r}" if near else f"the hooks are {', '.join(HOOK_NAMES)}"
+            )
             raise Fault(
                 f"{name}: no hook has this name, and no run calls it; {meant}, and the name of a "
                 "helper begins with an underscore."
@@ -468,17 +479,17 @@ def numbers_of_clients_play_no_part(case: Case) -> None:
     belongs to its number.
     """
     order = [2, 0, 3, 1]
-    if case.given.traits.required and not hasattr(case.given, "target"):
+    if case.given.traits.required_clients and not hasattr(case.given, "target"):
         return
     size = int(case.data.size("train").max())
     training = replace(TRAINING, batch_size=size, epochs=2)
 
     def left(numbers: Sequence[int], seed: int = 0) -> Tensors:
         """What the clients keep, and what an evaluation finds, where `numbers[i]` is number i."""
-        setup = case.renumbered(numbers, training=training, seed=seed)
-        last = case.play(setup, [[numbers.index(i) for i in ids] for ids in COHORTS]).last
+        config = case.renumbered(numbers, training=training, seed=seed)
+        last = case.play(config, [[numbers.index(i) for i in ids] for ids in COHORTS]).last
         own = {f"clients.{k}": v for k, v in last.clients.items()}
-        return own | case.evaluate(last, setup)
+        return own | case.evaluate(last, config)
 
     first, again = left(ALL), left(order)
     expected = {k: v[order] for k, v in first.items()}
@@ -504,9 +515,9 @@ def seeds_differ(case: Case) -> None:
 
 def one_client_suffices(case: Case) -> None:
     """A federation of one client runs."""
-    setup = case.renumbered([2], target=2)
-    play = case.play(setup, [[0], [0]])
-    if any(d.void for d in play.done) or _unfit(case.evaluate(play.last, setup)):
+    config = case.renumbered([2], target=2)
+    play = case.play(config, [[0], [0]])
+    if any(d.void for d in play.done) or _unfit(case.evaluate(play.last, config)):
         raise Fault(
             "update or model: a federation of one client gives results that are not finite."
         )
@@ -524,17 +535,17 @@ def float32_runs(case: Case) -> None:
 def broken_clients_are_absent(case: Case) -> None:
     """A client whose training overflows harms nobody: the others' results are as if it had not
     come."""
-    if not case.data.x.is_floating_point() or 1 in case.given.traits.required:
+    if not case.data.x.is_floating_point() or 1 in case.given.traits.required_clients:
         return
-    setup = case.breaking([1])
-    play = case.play(setup, COHORTS[:2])
+    config = case.breaking([1])
+    play = case.play(config, COHORTS[:2])
     for what, _ in play.unfit:
         raise Fault(
             f"update: {what} is not finite after a client's update overflowed; nothing but checked "
             "uploads may reach it."
         )
     if all(done.dropped for done in play.done):
-        rest = case.play(setup, [[i for i in ids if i != 1] for ids in COHORTS[:2]])
+        rest = case.play(config, [[i for i in ids if i != 1] for ids in COHORTS[:2]])
         fault = "train or update: {} depends on a client whose update was not finite."
         _same(play.states[-1], rest.states[-1], fault, 1e-12, 1e-14)
 

@@ -1,7 +1,7 @@
 """Grids: every candidate is trained, scored on validation data, recorded; the best one is reported
 on test data, once.
 
-Selection works on `Protocol.blind`, a federation without a test split, so it cannot see test data
+Selection works on `StudyProtocol.blind`, a federation without a test split, so it cannot see test data
 even by mistake.
 """
 
@@ -24,29 +24,29 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
-from pflcore.check import Fraction, Model, Seed, Whole, checked, need
-from pflcore.data._roles import Protocol
+from pflcore.check import Fraction, Model, NonNegativeInt, Seed, checked, require
+from pflcore.data._protocols import StudyProtocol
 from pflcore.metrics import Metric, is_higher_better, metrics_of
-from pflcore.results.record import plain
-from pflcore.results.table import markdown
+from pflcore.results.record import to_json
+from pflcore.results.table import markdown_table
 from pflcore.simulation import Simulation
-from pflcore.simulation._describe import digest_of, identity
+from pflcore.simulation._describe import content_digest, identity
 from pflcore.simulation._evaluate import evaluate
 from pflcore.simulation._settings import Evaluation, Hardware
 from pflcore.simulation.checkpoint import Checkpoint, load, lock, save
-from pflcore.simulation.round import Setup, State, flat
+from pflcore.simulation.round import RunConfig, State, flatten_state
 from pflcore.train import Net, Training
 from pflcore.train._losses import default_loss
 
 __all__ = ["tune"]
 
 Grid = Mapping[str, Sequence[Any]]
-ROLES = "cross_silo(data) or cross_device(data), which say what is chosen on what"
-Reached = tuple[State, str | None]  # a state after the last round, and why it ended early
+ROLES_TEXT = "cross_silo(data) or cross_device(data), which say what is chosen on what"
+TrainedState = tuple[State, str | None]  # a state after the last round, and why it ended early
 
 
-def criterion_of(
-    metric: Any, classes: bool, said: bool | None = None
+def selection_metric(
+    metric: Any, classes: bool, higher_is_better: bool | None = None
 ) -> tuple[str, dict[str, Metric], bool]:
     """What the best is best in: its name, the function where an evaluation does not give it by
     itself, and whether more is better. ValueError or ImportError in one sentence."""
@@ -54,7 +54,7 @@ def criterion_of(
     given = metric == "loss" or (classes and metric == "accuracy")
     metrics = {} if given else metrics_of([metric], classes)
     name = next(iter(metrics), metric)
-    return name, metrics, is_higher_better(name, said, "metric")
+    return name, metrics, is_higher_better(name, higher_is_better, "metric")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Candidate:
     @property
     def trained(self) -> Candidate:
         """What is trained: candidates that differ in `late` options only share a trained state."""
-        late = self.algorithm.traits.late
+        late = self.algorithm.traits.evaluation_only
         own = [f for f in fields(self.algorithm) if f.name in late and f.default is not MISSING]
         options = {k: v for k, v in self.options.items() if k not in late}
         algorithm = replace(self.algorithm, **{f.name: f.default for f in own})
@@ -101,8 +101,8 @@ class Tuned:
     """A grid's trials and the choice. `report` is the only thing here that looks at test data."""
 
     trials: list[Trial]
-    protocols: list[Protocol]
-    states: Callable[[Candidate, int], tuple[Setup, State]]
+    protocols: list[StudyProtocol]
+    states: Callable[[Candidate, int], tuple[RunConfig, State]]
 
     @property
     def best(self) -> Trial:
@@ -112,10 +112,10 @@ class Tuned:
     def report(self, protocol: int = 0) -> Tensors:
         """Test results of the best candidate on a protocol's reported clients: see
         `pflcore.evaluate`."""
-        p, (setup, state) = self.protocols[protocol], self.states(self.best.candidate, protocol)
-        data = p.data.to(setup.setting.data.device)
-        setup = setup._replace(setting=setup.setting._replace(data=data))
-        return evaluate(setup, state, "test", p.report)
+        p, (config, state) = self.protocols[protocol], self.states(self.best.candidate, protocol)
+        data = p.data.to(config.context.data.device)
+        config = config._replace(context=config.context._replace(data=data))
+        return evaluate(config, state, "test", p.report_clients)
 
     def table(self) -> str:
         """Markdown: the candidates, best first."""
@@ -123,7 +123,7 @@ class Tuned:
         for t in sorted(self.trials, key=lambda t: -t.score):
             score = f"{t.score:.5f}" if math.isfinite(t.score) else "-"
             rows.append([str(t.candidate), score, t.stopped or "chosen" * (t is self.best)])
-        return "\n".join([*markdown(rows), ""])
+        return "\n".join([*markdown_table(rows), ""])
 
 
 def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Candidate]:
@@ -134,9 +134,9 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
     known = ", ".join([*sorted(own), *sorted(its)])
     for key, choices in grid.items():
         words = f"options of {type(algorithm).__name__} or its training ({known})"
-        need(key in own | its, "grid", words, key, own | its)
-        need(len(choices), "grid", f"a list of values for {key!r}", choices)
-    late = algorithm.traits.late
+        require(key in own | its, "grid", words, key, own | its)
+        require(len(choices), "grid", f"a list of values for {key!r}", choices)
+    late = algorithm.traits.evaluation_only
     names = sorted(grid, key=lambda k: k in late)  # late ones vary fastest: states in blocks
     out = []
     for combination in itertools.product(*(grid[k] for k in names)):
@@ -149,12 +149,12 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
 
 @checked
 def tune(  # noqa: PLR0913 (a run's, and a grid's)
-    protocol: Annotated[Protocol | Sequence[Protocol], at.doc(ROLES)],
+    protocol: Annotated[StudyProtocol | Sequence[StudyProtocol], at.doc(ROLES_TEXT)],
     net: Model | Sequence[Net],
     algorithm: Algorithm | type[Algorithm] | str,
     training: Training,
     grid: Grid,
-    rounds: Whole,
+    rounds: NonNegativeInt,
     *,
     states: Sequence[State] | None = None,
     participation: Fraction = 1.0,
@@ -163,7 +163,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     metric: str | Metric | None = None,
     higher_is_better: bool | None = None,
     folder: str | os.PathLike[str] | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
     """Trains every candidate of the grid and picks the best on validation data, after the last
     round.
@@ -181,10 +181,10 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     with the reason and never chosen: its mean would be that of the clients who survived it.
     """
     algorithm = algorithm_of(algorithm)
-    protocols = [protocol] if isinstance(protocol, Protocol) else [*protocol]
+    protocols = [protocol] if isinstance(protocol, StudyProtocol) else [*protocol]
     trials, count = [Trial(c) for c in candidates(algorithm, training, grid)], len(protocols)
     if states is not None and len({_key(t.candidate.trained.options) for t in trials}) > 1:
-        late = ", ".join(algorithm.traits.late) or "nothing"
+        late = ", ".join(algorithm.traits.evaluation_only) or "nothing"
         raise ValueError(f"grid: with trained states it may hold {late}, got {', '.join(grid)}.")
     seeds = [seed + j for j in range(count)] if isinstance(seed, int) else list(seed)
     if isinstance(net, nn.Module) or not isinstance(net, Net | Sequence):  # Sequential is a model
@@ -192,18 +192,18 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     nets = [net] * count if isinstance(net, Net) else list(net)
     each = f"one, or one per protocol ({count})"
     fit = len(seeds) == len(nets) == count
-    need(fit, "seed and net", each, f"{len(seeds)} and {len(nets)}")
+    require(fit, "seed and net", each, f"{len(seeds)} and {len(nets)}")
     where = Path(folder) if folder else None
     run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
     fresh = None if rounds else "fresh"
     search = _Search(protocols, nets, seeds, ("loss", {}, False), run, states or fresh, where)
     base = Candidate({}, algorithm, training)
     # whether one score is a class's, a net knows once it has met the data
-    scores_classes = search.simulation(base, 0).setting.net.scores_classes
+    scores_classes = search.simulation(base, 0).context.net.scores_classes
     classes = scores_classes and not protocols[0].data.y.is_floating_point()
-    search.criterion = criterion_of(metric, classes, higher_is_better)
+    search.selection = selection_metric(metric, classes, higher_is_better)
     with lock(where) if where else contextlib.nullcontext():
-        search.play(trials, base, say)
+        search.play(trials, base, log)
     if all(t.score == -math.inf for t in trials):
         why = trials[0].stopped or "values that are not finite"
         raise ValueError(f"grid: every candidate diverged, the first one with: {why}")
@@ -215,14 +215,14 @@ class _Search:
     """Trains candidates, and remembers the states they end in: on disk where there is a folder,
     else the one that is needed."""
 
-    protocols: list[Protocol]
+    protocols: list[StudyProtocol]
     nets: list[Net]
     seeds: list[int]
-    criterion: tuple[str, dict[str, Metric], bool]
+    selection: tuple[str, dict[str, Metric], bool]
     run: dict[str, Any]
     states: Sequence[State] | str | None  # trained already, or "fresh" ones
     folder: Path | None
-    memory: dict[str, Reached] = field(default_factory=dict)
+    memory: dict[str, TrainedState] = field(default_factory=dict)
     key: str = ""  # what the search is, in the names of what it keeps
 
     def simulation(self, what: Candidate, run: int) -> Simulation:
@@ -231,11 +231,11 @@ class _Search:
         return Simulation(
             what.algorithm,
             self.nets[run],
-            p.blind,
+            p.without_test,
             what.training,
-            clients=p.train,
+            clients=p.train_clients,
             seed=self.seeds[run],
-            evaluation=Evaluation(every=0, split="val", clients=p.choose),
+            evaluation=Evaluation(every=0, split="val", clients=p.tuning_clients),
             **self.run,
         )
 
@@ -245,9 +245,11 @@ class _Search:
         states = self.states or []
         return {
             "runs": [{k: v for k, v in run.items() if k != "made_with"} for run in runs],
-            "start": [digest_of(net.w0) for net in self.nets],
-            "states": [s if isinstance(s, str) else digest_of(flat(s)) for s in states],
-            "metric": [self.criterion[0], self.criterion[2]],
+            "start": [content_digest(net.w0) for net in self.nets],
+            "states": [
+                s if isinstance(s, str) else content_digest(flatten_state(s)) for s in states
+            ],
+            "metric": [self.selection[0], self.selection[2]],
         }
 
     def play(self, trials: list[Trial], base: Candidate, say: Callable[[str], None]) -> None:
@@ -256,7 +258,7 @@ class _Search:
         self.key, lines = _key(kept["header"]), kept["lines"]
         if self.folder and Checkpoint(self.folder).exists:
             found = load(self.folder)[1]
-            if found.get("header") != plain(kept["header"]):
+            if found.get("header") != to_json(kept["header"]):
                 raise ValueError(
                     f"folder: {self.folder} holds the results of another grid or other data; name "
                     "another folder."
@@ -274,24 +276,24 @@ class _Search:
             said = lines[key]["stopped"] or f"{trial.score:.5f}"
             say(f"{n}/{len(trials)} {what}: {said}")
 
-    def trained(self, candidate: Candidate, run: int) -> tuple[Setup, State, str | None]:
+    def trained(self, candidate: Candidate, run: int) -> tuple[RunConfig, State, str | None]:
         """The state after the last round, from where it is kept or trained now; why it ended
         early."""
         what = candidate.trained
         simulation, name = self.simulation(what, run), f"{_key(what.options)}-{run}"
-        setup = simulation.setup._replace(algorithm=candidate.algorithm)
+        config = simulation.config._replace(algorithm=candidate.algorithm)
         if self.states == "fresh":
-            return setup, simulation.state, None
+            return config, simulation.state, None
         if self.states is not None:
-            return setup, self.states[run], None  # type: ignore[return-value]
+            return config, self.states[run], None  # type: ignore[return-value]
         if name not in self.memory:
             self.memory = {name: self._run(simulation, name)}
-        return setup, *self.memory[name]
+        return config, *self.memory[name]
 
-    def _run(self, simulation: Simulation, name: str) -> Reached:
+    def _run(self, simulation: Simulation, name: str) -> TrainedState:
         keeper = None
         if self.folder is not None:
-            keeper = Checkpoint(self.folder / f"state-{digest_of([name, self.key])}")
+            keeper = Checkpoint(self.folder / f"state-{content_digest([name, self.key])}")
             if keeper.exists:
                 simulation.restore(keeper.folder)
         with warnings.catch_warnings():  # the trial says it
@@ -304,13 +306,13 @@ class _Search:
     def score(self, candidate: Candidate, run: int) -> dict[str, Any]:
         """What is recorded of a candidate: its clients' values, higher is better, and whether it
         left one without a finite value or loss."""
-        setup, state, stopped = self.trained(candidate, run)
+        config, state, stopped = self.trained(candidate, run)
         if stopped:
             return {"values": [], "stopped": stopped}
-        p, (name, metrics, up) = self.protocols[run], self.criterion
-        found = evaluate(setup, state, "val", p.choose, metrics)
+        p, (name, metrics, up) = self.protocols[run], self.selection
+        found = evaluate(config, state, "val", p.tuning_clients, metrics)
         values = found[name] if up else -found[name]
-        who = p.choose[p.blind.size("val")[p.choose] > 0]
+        who = p.tuning_clients[p.without_test.size("val")[p.tuning_clients] > 0]
         # it may have no value for a client: AUC where there is one class
         odd = values[who].isinf() if metrics else ~values[who].isfinite()
         lost = int((odd | ~found["loss"][who].isfinite()).sum())
@@ -321,4 +323,4 @@ class _Search:
 
 
 def _key(options: Any) -> str:
-    return json.dumps(plain(options), sort_keys=True)
+    return json.dumps(to_json(options), sort_keys=True)

@@ -141,9 +141,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def paths() -> list[str]:
-    before = library.isa()
-    here = [name for name in ("avx512", "avx2", "plain") if library.isa(name) == name]
-    library.isa(before)
+    before = library.cpu_isa()
+    here = [name for name in ("avx512", "avx2", "plain") if library.cpu_isa(name) == name]
+    library.cpu_isa(before)
     return [*here, "references"]
 
 
@@ -167,16 +167,16 @@ def on_references() -> Iterator[None]:
 @contextlib.contextmanager
 def on_path(name: str) -> Iterator[str]:
     """The ops run this path of the kernels, or their references."""
-    before, threads = library.isa(), torch.get_num_threads()
+    before, threads = library.cpu_isa(), torch.get_num_threads()
     beside = name == "references" and before is not None
     with on_references() if beside else contextlib.nullcontext():
         try:
             if not beside:
-                library.isa(name)
+                library.cpu_isa(name)
             yield name
         finally:
             torch.set_num_threads(threads)
-            library.isa(before)
+            library.cpu_isa(before)
 
 
 @pytest.fixture(params=EACH)

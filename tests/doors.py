@@ -9,7 +9,7 @@ from methods import FedPer
 
 from pflcore import Federation, Net, data, evaluate
 from pflcore.data import federation_of
-from pflcore.simulation.round import Setup
+from pflcore.simulation.round import RunConfig
 
 synthetic_clusters, synthetic_linear, synthetic_quadratic = (
     data.FEDERATIONS[f"synthetic_{n}"] for n in ("clusters", "linear", "quadratic")
@@ -63,21 +63,24 @@ def views(alg, state, setting, ids=None):
     ids, seen = torch.arange(setting.data.n) if ids is None else ids, []
 
     class Watched(type(alg)):
-        def model(self, down, own, clients):
-            made = dict(super().model(down, own, clients))
+        def model(self, down, client_state, clients):
+            made = dict(super().model(down, client_state, clients))
             seen.append((made, replace(clients, buffers=made.get("batch_norm", clients.buffers))))
             return made
 
     options = {f.name: getattr(alg, f.name) for f in fields(alg)}
     evaluate(
-        Setup(Watched(**options), setting), state, next(reversed(setting.data.index)), clients=ids
+        RunConfig(Watched(**options), setting),
+        state,
+        next(reversed(setting.data.index)),
+        clients=ids,
     )
     return seen[0]
 
 
 def criterion(name):
     """The loss of that name, as a function of (scores, y)."""
-    return Net(lambda: torch.nn.Linear(1, 1), name).criterion
+    return Net(lambda: torch.nn.Linear(1, 1), name).loss_fn
 
 
 @contextmanager

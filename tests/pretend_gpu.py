@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pflcore.ops import _rank1, reference
-from pflcore.train._card import allows_tf32
+from pflcore.train._gpu_flags import allows_tf32
 
 # ops whose result the host must know, by name or with their overload
 VALUES = {
@@ -47,8 +47,8 @@ ROUNDED = {"convolution": 2, "convolution_backward": 3}  # so many first argumen
 SOURCES = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
 KERNELS = frozenset(re.findall(r'm\.impl\("(\w+)"', SOURCES))  # pflcore's ops on a card
 COMPOSED = {  # those that are torch's ops there
-    "rank1_linear": _rank1.on_card,
-    "rank1_linear_backward": _rank1.on_card_backward,
+    "rank1_linear": _rank1.rank1_on_gpu,
+    "rank1_linear_backward": _rank1.rank1_on_gpu_backward,
 }
 
 

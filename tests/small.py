@@ -25,7 +25,7 @@ from pflcore import (
     step,
 )
 from pflcore.algorithms import ALGORITHMS, Cohort, FedAvg, apply
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import RunConfig, initial_state
 
 F64 = torch.float64
 copied = deepcopy  # of a state
@@ -121,7 +121,7 @@ def wide(data):
 
 def double(s):
     """The same in float64."""
-    net = Net(lambda: s.net.build().double(), s.net.criterion)
+    net = Net(lambda: s.net.build().double(), s.net.loss_fn)
     return s._replace(net=net, data=wide(s.data))
 
 
@@ -144,7 +144,7 @@ def points(targets, lr=0.1, start=0.0, engine="loop", loss=half_square, **traini
     """Clients whose model is one number, and whose losses are half the mean square from their
     targets, a number or a list each."""
     y = [torch.as_tensor(target, dtype=F64).reshape(-1, 1) for target in targets]
-    net = Net(Scale([start]), criterion=loss)
+    net = Net(Scale([start]), loss=loss)
     return by_hand(net, [(torch.ones_like(own), own) for own in y], lr, engine, **training)
 
 
@@ -159,7 +159,7 @@ def quadratics(a, b, lr=0.1, start=None, engine="loop", rows=1, noise=0.0, **tra
     a, b = t(a), t(b)
     x = a.sqrt()[:, None].expand(-1, rows, -1)
     y = x * (b[:, None] + noise * torch.linspace(-1, 1, rows, dtype=F64)[:, None])
-    net = Net(Scale([0.0] * a.shape[1] if start is None else start), criterion=half_square)
+    net = Net(Scale([0.0] * a.shape[1] if start is None else start), loss=half_square)
     return by_hand(net, zip(x, y, strict=True), lr, engine, **{"batch_size": 1, **training})
 
 
@@ -203,10 +203,10 @@ def make_setting(net, data, training, rounds=1, engine="loop", workers=2, seed=0
     if engine == "chain":
         last = Evaluation(split=next(reversed(data.index)))
         run = Simulation(FedAvg(), net, data, training, rounds, **where, evaluation=last)
-        return run.setting
+        return run.context
     x = torch.ones(2, 1).double()
     other = Federation(x, x, {"train": [torch.arange(1)], "test": [torch.arange(1, 2)]})
-    made = Simulation(FedAvg(), Net(Scale([0.0]), half_square), other, **where).setting
+    made = Simulation(FedAvg(), Net(Scale([0.0]), half_square), other, **where).context
     return made._replace(net=net, data=data, training=training, rounds=rounds)
 
 
@@ -222,9 +222,9 @@ def play(alg, s, rounds=None, ids=None):
 
 def after(alg, s, cohorts=1, state=None):
     """The state after so many rounds of everybody, or of these cohorts, and the last outcome."""
-    state, done = begin(alg, s.net, s.data.n) if state is None else state, None
+    state, done = initial_state(alg, s.net, s.data.n) if state is None else state, None
     for ids in [range(s.data.n)] * cohorts if isinstance(cohorts, int) else cohorts:
-        state, done = step(Setup(alg, s), state, torch.tensor(ids))
+        state, done = step(RunConfig(alg, s), state, torch.tensor(ids))
     return state, done
 
 
@@ -236,11 +236,11 @@ def at_work(s, ids=None, round=1):
 
 def joined(alg, s):
     """The state in which everybody took part already, and nothing has come of it."""
-    state, everybody = begin(alg, s.net, s.data.n), torch.arange(s.data.n)
+    state, everybody = initial_state(alg, s.net, s.data.n), torch.arange(s.data.n)
     cohort = Cohort(everybody, s.data.size("train"), s.data.n)
-    for key, rows in alg.newcomer(alg.send(state.server, cohort), s.net, s.data.n).items():
+    for key, rows in alg.init_client(alg.send(state.server, cohort), s.net, s.data.n).items():
         state.clients[key][:] = rows
-    state.seen[:] = True
+    state.participated[:] = True
     return state
 
 
@@ -257,7 +257,7 @@ def swept(names=ALGORITHMS, quick=SIX):
 
 
 GROUPS: dict[str, Any] = {
-    "hardware": (Hardware, ("engine", "workers", "device", "rows", "together", "graphs")),
+    "hardware": (Hardware, ("engine", "workers", "device", "storage", "together", "graphs")),
     "evaluation": (Evaluation, ("every", "split", "evaluated", "train_loss", "metrics")),
     "robustness": (Robustness, ("clip", "adversary")),
 }

@@ -168,9 +168,9 @@ def test_a_plain_round_is_fedavg(monkeypatch):
     monkeypatch.setattr(workload.Workload, "build", lambda w: model)
     run = workload.simulation("fedavg", w)
     published.plain(w)
-    trained = run.setting.net.row(model)
+    trained = run.context.net.row(model)
     list(itertools.islice(run.iterate(), 2))
-    assert not torch.equal(trained, run.setting.net.w0)
+    assert not torch.equal(trained, run.context.net.w0)
     torch.testing.assert_close(run.state.server["x"], trained)
 
 
@@ -205,7 +205,10 @@ def test_a_gram_matrix_loses_what_models_after_a_round_differ_by():
     near = 1.0 + 1e-4 * torch.randn(8, 500)
     for rows, same in ((far, True), (near, False)):
         exact, by_gram = neighbours.Asked(k=3), neighbours.Asked(k=3, by_gram=True)
-        (weight, index), (other, where) = exact.weights(rows, rows), by_gram.weights(rows, rows)
+        (weight, index), (other, where) = (
+            exact.mixing_weights(rows, rows),
+            by_gram.mixing_weights(rows, rows),
+        )
         assert exact.seen == by_gram.seen and len(exact.seen) == 1
         assert (exact.seen[0][0] == 0) == same and torch.equal(index, where) == same
         assert torch.equal(weight, other) == same or same

@@ -102,7 +102,7 @@ def kept(tmp_path_factory):
 @examples(200)
 @given(damage=damages)
 def test_a_damaged_checkpoint_is_refused_or_is_what_it_was(kept, damage):
-    with damaged_file(kept / checkpoint.NAME, damage):
+    with damaged_file(kept / checkpoint.FILE_NAME, damage):
         found = refused_or(lambda: checkpoint.load(kept), "damaged")
     if found is not None:
         tensors, facts = found
@@ -123,7 +123,7 @@ def test_a_damaged_record_is_read_as_far_as_it_goes(record, damage):
     with damaged_file(record, damage):
         runs = read(record)
     for run in runs:
-        assert run.played >= 0 and len(run.rounds) <= 9
+        assert run.rounds_played >= 0 and len(run.rounds) <= 9
     if damage[0] == "cut":
         assert len(runs) <= 1 and all(table([r]) for r in runs)  # what a killed run left
         for r in (r for run in runs for r in run.rounds):
@@ -273,7 +273,7 @@ def test_any_value_at_any_place_of_a_record_is_no_error(where, tmp_path):
         runs = read(tmp_path / "r.jsonl")
         assert table(runs)
         for run in runs:
-            assert run.weights() and run.sent() and run.outliers() is not None
+            assert run.weights() and run.cumulative_bytes() and run.outliers() is not None
 
 
 def test_a_bad_file_costs_a_folder_only_itself(tmp_path):
@@ -382,7 +382,7 @@ def test_a_pickle_is_never_run(tmp_path):
     torch.save({"g": Trap(mark)}, file)
     assert refused_or(lambda: load_states(file), "remove it") is None
     checkpoint.save(tmp_path / "kept", TENSORS, FACTS)
-    (tmp_path / "kept" / checkpoint.NAME).write_bytes(pickle.dumps(Trap(mark)))
+    (tmp_path / "kept" / checkpoint.FILE_NAME).write_bytes(pickle.dumps(Trap(mark)))
     with sentence("checkpoint: "):
         checkpoint.load(tmp_path / "kept")
     assert not mark.exists()

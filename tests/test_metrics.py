@@ -78,12 +78,12 @@ percentile | {"values": [1, Infinity, Infinity], "q": 100} | Infinity | 0
 percentile | {"values": [1, 2, Infinity], "q": 75} | Infinity | 0
 percentile | {"values": [1, 2, 3, Infinity, Infinity], "q": 90} | Infinity | 0
 percentile | {"values": [1, 2, Infinity], "q": 50} | 2 | 0
-human | {"size": 0} | "0 B" | 0
-human | {"size": 1023} | "1023 B" | 0
-human | {"size": 1024} | "1.0 KiB" | 0
-human | {"size": 1536} | "1.5 KiB" | 0
-human | {"size": 3221225472} | "3.0 GiB" | 0
-human | {"size": 4503599627370496} | "4096.0 TiB" | 0
+human_bytes | {"size": 0} | "0 B" | 0
+human_bytes | {"size": 1023} | "1023 B" | 0
+human_bytes | {"size": 1024} | "1.0 KiB" | 0
+human_bytes | {"size": 1536} | "1.5 KiB" | 0
+human_bytes | {"size": 3221225472} | "3.0 GiB" | 0
+human_bytes | {"size": 4503599627370496} | "4096.0 TiB" | 0
 """
 
 
@@ -132,7 +132,7 @@ def test_bad_input_is_one_sentence(name, given, words):
 @pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
 def test_scores_that_are_not_of_these_samples(shape):
     with sentence("scores and y: expected scores for each of y"):
-        metrics.right(torch.ones(shape), torch.ones(4))
+        metrics.is_correct(torch.ones(shape), torch.ones(4))
 
 
 def test_a_score_that_is_not_a_number_wins_no_class():
@@ -152,7 +152,7 @@ def test_a_score_that_is_not_a_number_wins_no_class():
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
 def test_a_score_of_zero_says_the_negative_class(shape):
     """Be its label 0 or -1."""
-    assert metrics.right(torch.zeros(shape), torch.tensor([0, 1, -1])).tolist() == [
+    assert metrics.is_correct(torch.zeros(shape), torch.tensor([0, 1, -1])).tolist() == [
         True,
         False,
         True,
@@ -160,15 +160,15 @@ def test_a_score_of_zero_says_the_negative_class(shape):
 
 
 def test_scores_may_be_a_column_and_of_any_dtype():
-    assert metrics.right(torch.tensor([1.0]), torch.tensor(1))
+    assert metrics.is_correct(torch.tensor([1.0]), torch.tensor(1))
     scores = torch.tensor([[[3.0, 1, 2], [0, 1, 0]], [[1.0, 0, 0], [0, 2, 1]]])
-    assert metrics.right(scores, torch.tensor([[0, 1], [2, 1]])).tolist() == [
+    assert metrics.is_correct(scores, torch.tensor([[0, 1], [2, 1]])).tolist() == [
         [True] * 2,
         [False, True],
     ]
-    assert metrics.right(torch.tensor([0.5, -0.5]), torch.tensor([1.0, -1.0])).all()
-    assert not metrics.right(torch.tensor([NAN, NAN]), torch.tensor([0, 1])).any()
-    assert metrics.right(torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])).all()
+    assert metrics.is_correct(torch.tensor([0.5, -0.5]), torch.tensor([1.0, -1.0])).all()
+    assert not metrics.is_correct(torch.tensor([NAN, NAN]), torch.tensor([0, 1])).any()
+    assert metrics.is_correct(torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])).all()
     pytest.importorskip("sklearn")
     numbers = torch.arange(6.0, requires_grad=True)
     assert r2(numbers.bfloat16(), torch.arange(6.0)) == 1.0

@@ -32,9 +32,9 @@ def found(sentence):
 class Trains(FedAvg):
     """FedAvg whose clients keep and upload what `gives` says, of the update."""
 
-    def train(self, down, own, clients):
+    def train(self, down, client_state, clients):
         fit = clients.fit(down["x"])
-        return *self.gives(fit.w - down["x"], own, clients), fit
+        return *self.gives(fit.w - down["x"], client_state, clients), fit
 
 
 class Steps(FedAvg):
@@ -49,16 +49,16 @@ class ChangesDown(FedAvg):
     def send(self, state, cohort):
         return {"x": state["x"].repeat(len(cohort.ids), 1)}
 
-    def train(self, down, own, clients):
+    def train(self, down, client_state, clients):
         start = down["x"].clone()
         fit = clients.fit(down["x"])
         down["x"].copy_(fit.w)
-        return own, {"delta": down["x"] - start}, fit
+        return client_state, {"delta": down["x"] - start}, fit
 
 
 @found(r"train: .* state 'losses' was a tensor \[4, 0\] of float32 and became a tensor \[4, 1\]")
 class GrowingState(Trains):
-    def newcomer(self, down, net, n):
+    def init_client(self, down, net, n):
         return {"losses": torch.zeros(1, 0)}
 
     def gives(self, delta, own, clients):
@@ -87,8 +87,8 @@ class Number(Trains):
 
 @found(r"round: raised ValueError in round 1 .* unpack \(expected 3, got 2\)")
 class NoFit(FedAvg):
-    def train(self, down, own, clients):
-        return own, {"delta": clients.fit(down["x"]).w - down["x"]}
+    def train(self, down, client_state, clients):
+        return client_state, {"delta": clients.fit(down["x"]).w - down["x"]}
 
 
 @found(r"update: raised RuntimeError with 2 of 4 clients")
@@ -138,23 +138,23 @@ class WritesIntoItsState(FedAvg):
 class MixesClients(FedAvg):
     """Its update forgets that it sees the rows of several clients at once."""
 
-    def train(self, down, own, clients):
+    def train(self, down, client_state, clients):
         def update(rows, grad, taken):
             g = grad(rows["w"])
             return {"w": rows["w"] - clients.lr * g / g.norm()}
 
         fit = clients.each_batch({"w": down["x"]}, update)
-        return own, {"delta": fit.w - down["x"]}, fit
+        return client_state, {"delta": fit.w - down["x"]}, fit
 
 
-@found(r"model: own\['w'\] was changed in place")
+@found(r"model: client_state\['w'\] was changed in place")
 class EvaluationTrains(FedAvg):
-    def newcomer(self, down, net, n):
+    def init_client(self, down, net, n):
         return {"w": net.w0[None]}
 
-    def model(self, down, own, clients):
-        own["w"].copy_(clients.fit(down["x"]).w)
-        return {"w": own["w"]}
+    def model(self, down, client_state, clients):
+        client_state["w"].copy_(clients.fit(down["x"]).w)
+        return {"w": client_state["w"]}
 
 
 @found(r"train: the columns of '2\.weight' in the upload 'delta' are always zero, but are counted")
@@ -210,7 +210,7 @@ class Float64(Steps):
     """Shares are float64, and what they are multiplied with becomes so."""
 
     def step(self, delta, cohort):
-        return self.server_lr * (cohort.mean(self.weighting).weight.T * delta).sum(0)
+        return self.server_lr * (cohort.mean_weights(self.weighting).weight.T * delta).sum(0)
 
 
 @found(r"update: raised Stop with 4 of 4 clients: Three is a crowd\.")
@@ -226,8 +226,8 @@ class NoDecorator(FedAvg):
 
 @found(r"model: raised KeyError with 4 of 4 clients: 'v'")
 class Misspelt(FedAvg):
-    def model(self, down, own, clients):
-        return {"w": own["v"]}
+    def model(self, down, client_state, clients):
+        return {"w": client_state["v"]}
 
 
 @found(r"client: no hook has this name, and no run calls it; the hooks are init, send, .*, grow, ")
@@ -269,9 +269,9 @@ class ReadElsewhere(FedAvg):
 
     buffers = ("local",)
 
-    def train(self, down, own, clients):
+    def train(self, down, client_state, clients):
         fit = clients.fit(down["x"])
-        return own, {"delta": fit.w - down["x"]}, fit._replace(buffers=fit.buffers)
+        return client_state, {"delta": fit.w - down["x"]}, fit._replace(buffers=fit.buffers)
 
 
 @found(r"server_lr: NoAnnotation's default 0\.5 is not taken, .* write server_lr: float = 0\.5\.$")
@@ -335,7 +335,7 @@ class Uses(FedAvg):
     def predict(self, model, net, x):
         return self.scores(model, net, x)
 
-    def route(self, state, up, cohort):
+    def assign_new_client(self, state, up, cohort):
         return dict(self.nothing)
 
     nothing = ()

@@ -31,7 +31,7 @@ from pflcore import (
 from pflcore.algorithms import Traits
 from pflcore.simulation import round as by_hand
 from pflcore.simulation.checkpoint import load
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import RunConfig, initial_state
 
 
 def regression():
@@ -63,15 +63,15 @@ def scores(tuned):
 def test_cross_device_roles_and_halves():
     data = federation()
     p = cross_device(data, 6, 3, 3)
-    assert [len(ids) for ids in (p.train, p.choose, p.report)] == [6, 3, 3]
+    assert [len(ids) for ids in (p.train_clients, p.tuning_clients, p.report_clients)] == [6, 3, 3]
     for i in range(12):
         train, val, test = (p.data.index[s][i].tolist() for s in ("train", "val", "test"))
         assert sorted(train + val + test) == sorted(data.index["train"][i].tolist())
-        assert bool(val) == (i in p.choose) and bool(test) == (i in p.report)
-        assert i in p.train or len(train) == data.size()[i] // 2
+        assert bool(val) == (i in p.tuning_clients) and bool(test) == (i in p.report_clients)
+        assert i in p.train_clients or len(train) == data.size()[i] // 2
     few, size = p.keep(0.5).data.size(), p.data.size()
-    equals(few[p.train], size[p.train])
-    equals(few[p.report], (size[p.report] + 1) // 2)
+    equals(few[p.train_clients], size[p.train_clients])
+    equals(few[p.report_clients], (size[p.report_clients] + 1) // 2)
 
 
 def test_cross_silo_sizes_and_what_blind_hides():
@@ -82,12 +82,12 @@ def test_cross_silo_sizes_and_what_blind_hides():
     sizes = [p.data.size(s).tolist() for s in ("train", "val", "test")]
     assert sizes == [[1, 1, 14, 14], [0, 0, 3, 4], [0, 1, 3, 4]]
     assert "clients without val samples: 2" in p.data.summary()
-    equals((p.train, p.train), (torch.arange(4), p.report))
-    assert p.blind.splits == ("train", "val") and cross_silo(p.data).data is p.data
-    setup = Setup(FedAvg(), make_setting(model(), p.blind, TRAINING, 1))
+    equals((p.train_clients, p.train_clients), (torch.arange(4), p.report_clients))
+    assert p.without_test.splits == ("train", "val") and cross_silo(p.data).data is p.data
+    setup = RunConfig(FedAvg(), make_setting(model(), p.without_test, TRAINING, 1))
     with sentence(".*test"):
-        evaluate(setup, begin(FedAvg(), model(), 4), "test")
-    equals(by_hand.sample(setup, 1, 1.0, p.train.flip(0)), p.train)
+        evaluate(setup, initial_state(FedAvg(), model(), 4), "test")
+    equals(by_hand.sample_cohort(setup, 1, 1.0, p.train_clients.flip(0)), p.train_clients)
 
 
 @pytest.mark.parametrize("make, roles", [(cross_silo, [0.2, 0.2, 3]), (cross_device, [2, 2, 2])])
@@ -121,10 +121,13 @@ def test_poisoned_test_labels_change_no_choice(setting, name):
     poisoned = replace(p, data=replace(p.data, y=y))
     a, b = (search(alg, grid, 4, q) for q in (p, poisoned))
     assert a.best.candidate.options == b.best.candidate.options and scores(a) == scores(b)
-    clean, wrong = a.report()["accuracy"][p.report], b.report()["accuracy"][p.report]
+    clean, wrong = (
+        a.report()["accuracy"][p.report_clients],
+        b.report()["accuracy"][p.report_clients],
+    )
     assert not clean.isnan().any() and not torch.equal(clean, wrong)
-    assert a.report()["accuracy"].isfinite().sum() == len(p.report)
-    assert a.states(a.best.candidate, 0)[0].setting.data.splits == ("train", "val")
+    assert a.report()["accuracy"].isfinite().sum() == len(p.report_clients)
+    assert a.states(a.best.candidate, 0)[0].context.data.splits == ("train", "val")
 
 
 def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result():
@@ -132,10 +135,10 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
     tuned = search("fedavg", {"training.lr": lrs}, 4, p)
     found, results = [], []
     for lr in lrs:
-        options = {"rounds": 4, "clients": p.train, "evaluation": Evaluation(every=9)}
+        options = {"rounds": 4, "clients": p.train_clients, "evaluation": Evaluation(every=9)}
         run = Simulation(FedAvg(), model(), p.data, replace(TRAINING, lr=lr), **options)
         run.run()
-        found.append(run.evaluate("val")["accuracy"][p.choose].mean().item())
+        found.append(run.evaluate("val")["accuracy"][p.tuning_clients].mean().item())
         results.append(run.evaluate("test")["accuracy"])
     assert scores(tuned) == pytest.approx(found) and found[0] != found[1]
     best = max(range(2), key=found.__getitem__)
@@ -178,13 +181,13 @@ def test_a_candidate_that_loses_clients_cannot_win():
     """It would be the best of all where only those count that survived it."""
 
     class Selective(KnnPer):
-        def model(self, down, own, clients):
+        def model(self, down, client_state, clients):
             w = down["x"].clone()
             w[clients.ids < 5] = torch.nan if self.lam > 0.5 else 10.0
             return {"w": w}
 
         predict = FedAvg.predict
-        traits = Traits(late=("k", "lam"))
+        traits = Traits(evaluation_only=("k", "lam"))
 
     p, net = regression()
     tuned = search(Selective(), {"lam": [0.0, 1.0]}, 3, p, net, replace(TRAINING, lr=0.01))
@@ -234,7 +237,7 @@ def test_a_grid_goes_on_where_it_stopped(tmp_path):
     alg, a, b = KnnPer(k=3), tmp_path / "a", tmp_path / "b"
     whole, file = search(alg, KNN, 3, folder=a), b / "checkpoint.safetensors"
     with pytest.raises(KeyboardInterrupt):
-        search(alg, KNN, 3, folder=b, say=fails(print, 4, KeyboardInterrupt()))
+        search(alg, KNN, 3, folder=b, log=fails(print, 4, KeyboardInterrupt()))
     again = search(alg, KNN, 3, folder=b)
     assert scores(again) == scores(whole)
     assert load(b)[1] == load(a)[1]
@@ -338,4 +341,4 @@ def test_two_searches_in_one_folder(tmp_path):
         with sentence(".*another run is writing"):
             search(folder=tmp_path)
 
-    search(folder=tmp_path, say=another)
+    search(folder=tmp_path, log=another)

@@ -15,8 +15,8 @@ from bench.papers.figures import grid
 from bench.problem import Facts, parsed
 from bench.table import markdown
 from pflcore import Algorithm, Federation, Training
-from pflcore.check import Count, Whole, need
-from pflcore.cli._experiment import algorithm
+from pflcore.check import NonNegativeInt, PositiveInt, require
+from pflcore.cli._experiment import make_algorithm
 from pflcore.data import load
 from pflcore.data._sources import Source
 from pflcore.nn.models import model_for
@@ -37,10 +37,10 @@ class Options(privacy.Played):
     pool: Literal["max", "avg"] | None = None
     bias: bool = True
     ranks: tuple[int, ...] = ()  # factors of factorized layers; default: 3 for 5 outputs
-    epochs: Count = 5
-    batch_size: Count = 20
+    epochs: PositiveInt = 5
+    batch_size: PositiveInt = 20
     lr: float = 0.1
-    steps: Whole = 5000  # of model inversion; 0: without
+    steps: NonNegativeInt = 5000  # of model inversion; 0: without
     out: Path = Path("runs/attack")  # folder of the results, table.md and the pictures
     quiet: bool = False
 
@@ -48,9 +48,11 @@ class Options(privacy.Played):
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     got = parsed(Options, "pflcore attack", __doc__, argv)
-    need(got.shadows or got.ratios, "shadows, ratios", "at least one federation for one of them", 0)
+    require(
+        got.shadows or got.ratios, "shadows, ratios", "at least one federation for one of them", 0
+    )
     ranks = {"factorized_waffle": {"ranks": got.ranks}}
-    attacked = {n: algorithm(n, ranks.get(n)) for n in got.algorithms}
+    attacked = {n: make_algorithm(n, ranks.get(n)) for n in got.algorithms}
     training = Training(lr=got.lr, batch_size=got.batch_size, epochs=got.epochs)
     source = load(got.data)
     with lock(got.out):  # it is made
@@ -66,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
         """A model of the adversary's own, trained on data of nobody here: it says what a
         reconstruction looks like to a stranger."""
         data = Federation.from_clients([(source.x_test, source.y_test)], classes=source.classes)
-        alg, seed = algorithm("fedavg"), got.seed + 99
+        alg, seed = make_algorithm("fedavg"), got.seed + 99
         upload = privacy.intercept(alg, make, data, training, 1, seed, got.workers)
         return partial(upload.net, upload.row[0])
 

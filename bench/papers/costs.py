@@ -14,12 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench.table import markdown
 from pflcore import Algorithm, Federation, Net, Training, step
-from pflcore.check import Count, checked
-from pflcore.data._roles import held_out
-from pflcore.simulation.round import Setup, begin
-from pflcore.train._clients import Setting
+from pflcore.check import PositiveInt, checked
+from pflcore.data._protocols import with_validation
+from pflcore.simulation.round import RunConfig, initial_state
+from pflcore.train._clients import TrainContext
 from pflcore.train._engines import Engine
-from pflcore.train._workers import Workers, one_thread
+from pflcore.train._workers import Workers, single_threaded
 
 MIB = 2**20
 # how pflcore's ops are counted, by the shapes of what they are given
@@ -34,7 +34,7 @@ class Inline(Workers):
     as a worker has it."""
 
     def map(self, f: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        with one_thread():
+        with single_threaded():
             return [f(i) for i in items]
 
 
@@ -55,11 +55,11 @@ def cost(
     algorithm: Algorithm,
     net: Net,
     shape: Sequence[int],
-    classes: Count,
+    classes: PositiveInt,
     *,
-    n: Count = 20,
-    samples: Count = 2500,
-    batch_size: Count = 20,
+    n: PositiveInt = 20,
+    samples: PositiveInt = 2500,
+    batch_size: PositiveInt = 20,
 ) -> Cost:
     """The costs of a round with all `n` clients, one epoch each, after a first round (in which
     FedFomo and L2C have nothing to send).
@@ -75,9 +75,9 @@ def cost(
     x = torch.randn(n * each, *shape, generator=gen)
     y = torch.randint(0, classes, (n * each,), generator=gen)
     data = Federation(x, y, {"train": list(torch.arange(n * each).split(each))}, classes)
-    data = held_out(data) if held else data
-    s = Setting(net, data, Training(1e-3, batch_size), Engine("loop"), Inline(1), 0, 2)
-    state, _ = step(Setup(algorithm, s), begin(algorithm, net, n), everybody)
+    data = with_validation(data) if held else data
+    s = TrainContext(net, data, Training(1e-3, batch_size), Engine("loop"), Inline(1), 0, 2)
+    state, _ = step(RunConfig(algorithm, s), initial_state(algorithm, net, n), everybody)
     # by its hooks: MOCHA's W W^T is no client's work, a look whether uploads are finite no method's
     heard, spent = copy.copy(algorithm), dict.fromkeys(("train", "send", "update"), 0.0)
 
@@ -89,7 +89,7 @@ def cost(
 
     for name in spent:
         object.__setattr__(heard, name, partial(counted, name))  # it is frozen
-    _, done = step(Setup(heard, s), state, everybody)
+    _, done = step(RunConfig(heard, s), state, everybody)
     row, (down, up) = net.size * net.w0.element_size(), (done.bytes_down / n, done.bytes_up / n)
     client = spent["train"] / n * samples / each
     return Cost(down / row, up / row, down + up, client, spent["send"] + spent["update"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pflcore import metrics
 from pflcore.results import _pictures as pictures
-from pflcore.results._pictures import COLOURS, figure_of, lines, save, tidy
+from pflcore.results._pictures import LINE_COLOURS, figure_of, lines, save, tidy
 from pflcore.results.record import Run
 
 Points = Sequence[tuple[float, float]]
@@ -42,7 +42,7 @@ def heat_maps(runs: Mapping[str, Run], path: str, k: int | None = None) -> None:
     for name, run in runs.items():
         for r, w in of_rounds(run):
             shown = w if k is None else nearest(w, k).double()
-            panels.append(pictures.Heat(f"{name}, round {r}", shown, range(len(w))))
+            panels.append(pictures.HeatMap(f"{name}, round {r}", shown, range(len(w))))
     pictures.heat_maps(panels, path, wide=4)
 
 
@@ -69,7 +69,7 @@ def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str, unit: str) -> 
     figure, axes = figure_of(3.6 * len(groups), 3.4, len(groups))
     for axis, (name, delta) in zip(axes, groups.items(), strict=True):
         worse = delta < 0 if unit == "accuracy" else delta > 0
-        for at, colour in ((~worse, COLOURS[0]), (worse, COLOURS[1])):
+        for at, colour in ((~worse, LINE_COLOURS[0]), (worse, LINE_COLOURS[1])):
             axis.plot(size[at], delta[at], "o", markersize=4, alpha=0.7, color=colour)
         axis.axhline(0, color="0.4", linewidth=0.8)
         hurt = f"{name}: {100 * int(worse.sum()) / max(1, metrics.count(delta)):.0f} % hurt"
@@ -82,9 +82,9 @@ def option(points: Sequence[Triple], path: str, name: str, unit: str) -> None:
     (Fig. 4c, 7a, b). Learning rates are on a logarithmic axis."""
     figure, (axis,) = figure_of(4.8, 3.6)
     x, mean, hurt = zip(*points, strict=True)
-    (left,) = axis.plot(x, mean, "o-", color=COLOURS[0], label=unit)
+    (left,) = axis.plot(x, mean, "o-", color=LINE_COLOURS[0], label=unit)
     other = axis.twinx()
-    (right,) = other.plot(x, hurt, "s--", color=COLOURS[1], label="% hurt")
+    (right,) = other.plot(x, hurt, "s--", color=LINE_COLOURS[1], label="% hurt")
     other.set_ylabel("clients hurt, %")
     other.set_ylim(bottom=0)
     if name.endswith("lr"):

@@ -49,12 +49,12 @@ from typing import Any
 
 from bench.problem import Facts
 from pflcore import Training, cross_device, cross_silo
-from pflcore.check import need
-from pflcore.cli._experiment import Job, Options, described, federation, jobs
+from pflcore.check import require
+from pflcore.cli._experiment import Job, Options, describe_jobs, load_federation, make_jobs
 from pflcore.data import SOURCES, TABULAR
-from pflcore.data._roles import SHARES, Protocol, everybody
-from pflcore.results.record import plain
-from pflcore.train._random import STREAM
+from pflcore.data._protocols import DEFAULT_SHARES, StudyProtocol, without_roles
+from pflcore.results.record import to_json
+from pflcore.train._random import STREAM_VERSION
 from pflcore.tuning import Candidate, Grid
 
 PLANS = Path(__file__).resolve().parent / "plans"
@@ -96,28 +96,34 @@ class Task:
     @property
     def digest(self) -> str:
         """What the run is, short, so that a record of something else is never taken for it."""
-        what = described([self.job], self.cut, self.shape)
+        what = describe_jobs([self.job], self.cut, self.shape)
         base = self.base and self.base.digest
-        words = json.dumps(plain([what, self.roles, base, STREAM]), sort_keys=True)
+        words = json.dumps(to_json([what, self.roles, base, STREAM_VERSION]), sort_keys=True)
         return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
     def at(self, point: Candidate) -> Task:
         """The run at a point of its grid."""
         hyper = {k: v for k, v in point.options.items() if not k.startswith("training.")}
-        job = replace(self.job, training=point.training, hyper={**self.job.hyper, **hyper})
+        job = replace(
+            self.job,
+            training=point.training,
+            algorithm_options={**self.job.algorithm_options, **hyper},
+        )
         return replace(self, job=job, grid={})
 
-    def protocol(self) -> Protocol:
+    def protocol(self) -> StudyProtocol:
         """Its data, and who trains, chooses and is reported."""
         options, how = self.options, dict(self.roles)
         if not how:
-            return everybody(federation(options, self.cut))
+            return without_roles(load_federation(options, self.cut))
         # what comes with its clients is divided by the protocol, with the run's seed, and
         # standardised only then
         whole = {} if options.data in SOURCES else {"fractions": {}, "standardize": False}
-        data, scaled = federation(options, {**self.cut, **whole}), options.data in TABULAR
+        data, scaled = load_federation(options, {**self.cut, **whole}), options.data in TABULAR
         if how.pop("kind") == "cross-silo":
-            return cross_silo(data, **(how or SHARES), seed=options.seed, standardize=scaled)
+            return cross_silo(
+                data, **(how or DEFAULT_SHARES), seed=options.seed, standardize=scaled
+            )
         return cross_device(data, **how, standardize=scaled)
 
 
@@ -134,7 +140,7 @@ def load(name: str) -> Facts:
     """A plan by name or path, whole: see `complete`."""
     path = Path(name) if name.endswith(".json") else PLANS / f"{name}.json"
     known = f"one of {', '.join(plans())} (see --list), or a .json file"
-    need(path.is_file(), "name", known, name)
+    require(path.is_file(), "name", known, name)
     try:
         return complete(json.loads(path.read_text(encoding="utf-8")))
     except json.JSONDecodeError as e:
@@ -147,12 +153,12 @@ def complete(plan: Plan) -> Facts:
     _known("plan", plan, EMPTY)
     if like := plan.get("like"):
         # by name alone, so that no plan is like itself
-        need(like in plans(), "like", f"one of {', '.join(plans())}", like)
+        require(like in plans(), "like", f"one of {', '.join(plans())}", like)
         base = load(like)
         options = {**base["options"], **plan.get("options", {})}
         plan = {**base, "takes": "", **plan, "options": options}
     plan, own = {**EMPTY, **plan}, {f.name for f in fields(Options)} - {"seed", "seeds"}
-    need(
+    require(
         plan["methods"] and (plan["settings"] or plan["costs"]),
         "plan",
         "methods and settings (or costs), see bench.papers.plan",
@@ -162,17 +168,17 @@ def complete(plan: Plan) -> Facts:
         _known(key, plan[key], {"options": own, "checks": KEYS["checks"]}.get(key, plan[key]))
     seeds, methods = plan["seeds"], plan["methods"]
     whole = isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)
-    need(whole, "seeds", "a list of whole numbers, at least one", seeds)
+    require(whole, "seeds", "a list of whole numbers, at least one", seeds)
     for what in ("methods", "settings"):
         names = [*plan[what]]
         words = "names that differ as files' names"
-        need(len({*map(slug, names)}) == len(names), what, words, names)
+        require(len({*map(slug, names)}) == len(names), what, words, names)
     trained = set[str]()  # of the methods above
     for name, m in methods.items():
         _known(f"method {name!r}", m, KEYS["method"])
         for key in {"state_of", "before"} & {*m}:
             words = f"{key} to be a method above it that is trained itself"
-            need(m[key] in trained, f"method {name!r}", words, m[key])
+            require(m[key] in trained, f"method {name!r}", words, m[key])
         if "state_of" not in m:
             trained.add(name)
     for what in {*KEYS["checks"]} - {"tolerance"}:
@@ -182,22 +188,22 @@ def complete(plan: Plan) -> Facts:
         _known(f"method_options of {name!r}", s.get("method_options", {}), methods)
         if (roles := s.get("protocol")) is not None:
             kinds, kind = KEYS["protocol"], isinstance(roles, Mapping) and roles.get("kind")
-            need(kind in kinds, "protocol", f"the kind {' or '.join(kinds)}", roles)
+            require(kind in kinds, "protocol", f"the kind {' or '.join(kinds)}", roles)
             _known(f"protocol of {name!r}", roles, {"kind", *kinds[kind]})
     return plan
 
 
 def _known(what: str, got: Any, keys: Iterable[str]) -> None:
-    need(isinstance(got, Mapping), what, "a dict", got)
+    require(isinstance(got, Mapping), what, "a dict", got)
     unknown = ", ".join(sorted(set(got) - set(keys)))
-    need(not unknown, what, f"no keys beside {', '.join(sorted(keys))}", unknown)
+    require(not unknown, what, f"no keys beside {', '.join(sorted(keys))}", unknown)
 
 
 def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
     """The plan with other rounds, and sentences on what they change besides: methods and settings
     with rounds of their own and warm rounds (HypCluster) keep their part of the whole. What must
     come out is of the plan as it stands, and left out."""
-    need(rounds >= 1, "rounds", "at least 1", rounds)
+    require(rounds >= 1, "rounds", "at least 1", rounds)
     plan, said = copy.deepcopy({**plan, "expected": {}, "checks": {}}), list[str]()
     planned = plan["options"].get("rounds", Options.rounds)
     plan["options"]["rounds"] = rounds
@@ -206,9 +212,11 @@ def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
             part["rounds"] = max(1, round(part["rounds"] * rounds / planned))
     for name, m in plan["methods"].items():
         own = m.get("options", {})
-        if warm := own.get("warm"):
-            own["warm"] = round(warm * rounds / planned)
-            said.append(f"{name}: {own['warm']} warm rounds of {rounds}, as {warm} of {planned}.")
+        if warm := own.get("warmup_rounds"):
+            own["warmup_rounds"] = round(warm * rounds / planned)
+            said.append(
+                f"{name}: {own['warmup_rounds']} warm rounds of {rounds}, as {warm} of {planned}."
+            )
     return plan, said
 
 
@@ -216,7 +224,7 @@ def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
     """The first `seeds` of the plan's (all where None), and further ones at the same distance where
     it has fewer."""
     count = len(given) if seeds is None else seeds
-    need(count >= 1, "seeds", "at least 1", seeds)
+    require(count >= 1, "seeds", "at least 1", seeds)
     gap = given[-1] - given[-2] if len(given) > 1 else 1
     return [*given[:count], *(given[-1] + gap * i for i in range(1, count - len(given) + 1))]
 
@@ -226,7 +234,7 @@ def chosen(what: str, plan: Plan, names: Sequence[str] | None) -> list[str]:
     build upon."""
     wanted, there = set(plan[what] if names is None else names), plan[what]
     unknown = ", ".join(sorted(wanted - {*there}))
-    need(not unknown, what, f"some of {', '.join(there)}", unknown)
+    require(not unknown, what, f"some of {', '.join(there)}", unknown)
     for name in reversed(there):
         if name in wanted:
             wanted |= {there[name].get(key, name) for key in ("state_of", "before")}
@@ -269,7 +277,7 @@ def tasks(
                 of_seed = replace(of_run, seed=seed)
                 try:
                     name, how = m["algorithm"], Training(**training)
-                    (job,) = jobs([name], of_seed, how, {name: hyper})
+                    (job,) = make_jobs([name], of_seed, how, {name: hyper})
                 except TypeError as e:
                     said = f"options: {method!r} does not take these ({e})."
                     raise ValueError(said) from None

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import Algorithm, Clients, Federation, Net, Training, step
-from pflcore.algorithms._factorized_waffle import FactorizedWaffle, strengths
+from pflcore.algorithms._factorized_waffle import FactorizedWaffle, strength_columns
 from pflcore.algorithms._fedavg import MRMTL
-from pflcore.check import Count, Whole, check, need
-from pflcore.simulation.round import Setup, begin, sample
-from pflcore.train._choose import prepared
-from pflcore.train._random import OwnDraws
-from pflcore.train._workers import one_thread
+from pflcore.check import NonNegativeInt, PositiveInt, check_fields, require
+from pflcore.simulation.round import RunConfig, initial_state, sample_cohort
+from pflcore.train._random import IsolatedDraws
+from pflcore.train._select_engine import make_context
+from pflcore.train._workers import single_threaded
 
 # -- what the adversary gets -------------------------------------------------
 
@@ -61,21 +61,21 @@ def intercept(
         )
     net = algorithm.prepare(Net(model, seed=seed))
     words = "one without running statistics (batch norm), which never travel"
-    need(not net.buffer_names, "model", words, net.buffer_names)
+    require(not net.buffer_names, "model", words, net.buffer_names)
     caught: dict[str, Any] = {}
 
-    def train(down: Any, own: Any, clients: Clients) -> Any:
-        new, up, fit = algorithm.train(down, own, clients)
+    def train(down: Any, client_state: Any, clients: Clients) -> Any:
+        new, up, fit = algorithm.train(down, client_state, clients)
         caught.update(down=down, up=up, own=new)
         return new, up, fit
 
     tapped = copy.copy(algorithm)
     object.__setattr__(tapped, "train", train)  # it is frozen
-    setting = prepared(net, data, training, "auto", workers, seed, rounds)
+    setting = make_context(net, data, training, "auto", workers, seed, rounds)
     net = setting.net
-    setup, state = Setup(tapped, setting), begin(tapped, net, data.n)
+    config, state = RunConfig(tapped, setting), initial_state(tapped, net, data.n)
     for r in range(1, rounds + 1):
-        state, done = step(setup, state, sample(setup, r))
+        state, done = step(config, state, sample_cohort(config, r))
         if done.dropped:
             raise ValueError(
                 f"training: client(s) {done.dropped} sent updates that are not finite in round "
@@ -103,7 +103,7 @@ View = Literal["all", "prior", "random", "adaptive", "trace", "own"]
 VIEWS: tuple[View, ...] = get_args(View)
 
 
-@one_thread()
+@single_threaded()
 def views(
     algorithm: Algorithm,
     upload: Upload,
@@ -122,8 +122,8 @@ def views(
     """
     if not isinstance(algorithm, FactorizedWaffle):
         return {"upload": upload.row}
-    net, row, at = upload.net, upload.row, strengths(upload.net)
-    fresh = algorithm.newcomer({}, net, 1)["q"][0].chunk(3)[0].sigmoid()
+    net, row, at = upload.net, upload.row, strength_columns(upload.net)
+    fresh = algorithm.init_client({}, net, 1)["q"][0].chunk(3)[0].sigmoid()
     gen = torch.Generator().manual_seed(seed)
     ways = {
         "all": lambda: torch.ones_like(fresh),
@@ -226,7 +226,7 @@ class Game(NamedTuple):
         return cls(candidates, rank < both // 2)
 
 
-@one_thread()
+@single_threaded()
 def shokri(shadow: Sequence[Tensor], target: Samples, classes: int, seed: int = 0) -> Tensor:
     """Shokri et al. 2017: the probability [n] of being a member, from one attack model per class.
 
@@ -256,7 +256,7 @@ def shokri(shadow: Sequence[Tensor], target: Samples, classes: int, seed: int = 
 
 
 def _attack_model(f: Tensor, member: Tensor, seed: int) -> nn.Module:
-    with OwnDraws(seed):
+    with IsolatedDraws(seed):
         model = nn.Sequential(nn.Linear(f.shape[1], 64), nn.ReLU(), nn.Linear(64, 1)).to(f.dtype)
 
     descend(
@@ -321,17 +321,17 @@ class Attacked(NamedTuple):
 class Played:
     """The federations of an attack."""
 
-    clients: Count = 4
-    samples: Count = 1000  # training samples of a client
-    rounds: Count = 20
-    shadows: Whole = 3  # shadow federations on other data
-    ratios: Whole = 16  # federations for LiRA; 0: without
+    clients: PositiveInt = 4
+    samples: PositiveInt = 1000  # training samples of a client
+    rounds: PositiveInt = 20
+    shadows: NonNegativeInt = 3  # shadow federations on other data
+    ratios: NonNegativeInt = 16  # federations for LiRA; 0: without
     views: tuple[View, ...] = VIEWS  # of a factorized upload
-    seed: Whole = 0
+    seed: NonNegativeInt = 0
     workers: int | None = None
 
 
-@one_thread()
+@single_threaded()
 def membership(
     algorithm: Algorithm,
     model: Callable[[], nn.Module],
@@ -344,11 +344,11 @@ def membership(
     """Plays a federation and attacks every client's upload of the last round, by shadow federations
     on other data of the same kind (Shokri) and by federations on random halves of the candidates
     (LiRA)."""
-    check(how)
+    check_fields(how)
     seed, samples, shadows, ratios = how.seed, how.samples, how.shadows, how.ratios
     (x, y), parts = pool, 2 * how.clients * (1 + shadows) + 1
     most = len(y) // parts
-    need(samples <= most, "samples", f"at most {most} of these data a client", samples)
+    require(samples <= most, "samples", f"at most {most} of these data a client", samples)
     order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))[: parts * samples]
     known = x[order[:samples]], y[order[:samples]]
     blocks = order[samples:].view(1 + shadows, how.clients, 2 * samples)
@@ -396,7 +396,7 @@ def membership(
 # -- model inversion ---------------------------------------------------------
 
 
-@one_thread()
+@single_threaded()
 def invert(
     scores: Scores,
     start: Tensor,

@@ -18,8 +18,8 @@ from bench.papers.runs import Reproduction, write
 from bench.papers.table import rows_of, verdicts
 from bench.problem import parsed
 from pflcore import Net
-from pflcore.check import need
-from pflcore.cli._experiment import algorithm
+from pflcore.check import require
+from pflcore.cli._experiment import make_algorithm
 from pflcore.nn.models import model_for
 from pflcore.results._progress import Progress
 
@@ -31,7 +31,7 @@ def count(plan: Plan, folder: Path) -> None:
     name, shape, classes = map(c.pop, ("model", "shape", "classes"))
     net = Net(lambda: model_for(name, shape, classes))
     each = {
-        m: costs.cost(algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c)
+        m: costs.cost(make_algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c)
         for m, o in plan["methods"].items()
     }
     measured = {
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     plan = load(name)
     told = plan["equal_compute"] or not got.equal_compute
-    need(told, "equal_compute", "a plan that says what equal computation is", name)
+    require(told, "equal_compute", "a plan that says what equal computation is", name)
     if got.rounds is not None:
         plan, said = shortened(plan, got.rounds)
         for line in said:

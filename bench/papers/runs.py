@@ -19,13 +19,13 @@ from bench.papers.table import Key, Row
 from bench.problem import Facts
 from bench.table import clock, processor
 from pflcore import Clients, History, Simulation, tune
-from pflcore.algorithms._clusters import Ensemble, HypCluster, losses
-from pflcore.cli._experiment import algorithm, model, net
-from pflcore.data._roles import Protocol, held_out
-from pflcore.results._files import remove_parts, replacing, write_text
+from pflcore.algorithms._clusters import Ensemble, HypCluster, loss_per_model
+from pflcore.cli._experiment import make_algorithm, make_model, make_net
+from pflcore.data._protocols import StudyProtocol, with_validation
+from pflcore.results._files import atomic_write, remove_part_files, write_text
 from pflcore.results._progress import Progress
-from pflcore.results.record import OnRound, Record, Run, plain, read
-from pflcore.simulation.round import Setup, State
+from pflcore.results.record import OnRound, RecordWriter, Run, read, to_json
+from pflcore.simulation.round import RunConfig, State
 
 Kept = tuple[int, int, int, State]  # round, bytes down and up since the one before, state then
 
@@ -39,7 +39,7 @@ class Reproduction:
         self.runs: dict[Key, list[Run]] = {}
         self.tasks: dict[Key, list[Task]] = {}  # with what a grid chose
         self.setting = ""  # of these, by seed where each has its own
-        self.protocols: dict[int | None, Protocol] = {}
+        self.protocols: dict[int | None, StudyProtocol] = {}
 
     def play(self, todo: Sequence[Task]) -> list[Facts]:
         """Plays what is missing and writes result.json and table.md after every method, so that
@@ -62,7 +62,7 @@ class Reproduction:
             write(self.folder, self.plan, rows, text, [*table.verdicts(self.plan, rows)])
         return rows
 
-    def protocol(self, task: Task) -> Protocol:
+    def protocol(self, task: Task) -> StudyProtocol:
         """The task's data and roles, made once; with a target, that client alone is reported, and
         trains where it is alone anyway."""
         options = task.options
@@ -75,15 +75,15 @@ class Reproduction:
         if not isinstance(options.target, int):
             return p
         one = torch.tensor([options.target])
-        train = one if task.job.algorithm == "local" else p.train
-        return replace(p, choose=one, report=one, train=train)
+        train = one if task.job.algorithm == "local" else p.train_clients
+        return replace(p, tuning_clients=one, report_clients=one, train_clients=train)
 
-    def simulation(self, task: Task) -> tuple[Simulation, Protocol]:
+    def simulation(self, task: Task) -> tuple[Simulation, StudyProtocol]:
         """The task's simulation, not begun, and its protocol."""
         p, options = self.protocol(task), task.options
         job = replace(task.job, options=replace(options, rounds=max(1, options.rounds)))
-        make = model(options, p.data, task.shape)
-        return job.simulation(p.data, make, clients=p.train, reported=p.report), p
+        make = make_model(options, p.data, task.shape)
+        return job.simulation(p.data, make, clients=p.train_clients, reported=p.report_clients), p
 
     def tuned(self, group: list[Task]) -> list[Task]:
         """The runs of a method, one for each seed, at the point of its grid that is best on
@@ -91,7 +91,7 @@ class Reproduction:
         task, options = group[0], group[0].options
         if not task.grid:
             return group
-        if (options.clip, options.poison, options.buffers) != (None, None, "auto"):
+        if (options.clip, options.attack, options.batch_norm) != (None, None, "auto"):
             raise ValueError(
                 "grid: it is searched without clip, poison and buffers; leave these options out, "
                 "or the grid."
@@ -100,13 +100,13 @@ class Reproduction:
         for t in group:
             p = self.protocol(t)
             if not task.roles:
-                p = replace(p, data=held_out(p.data, t.options.seed))
+                p = replace(p, data=with_validation(p.data, t.options.seed))
             searched.append(p)
-            nets.append(net(t.options, p.data, model(options, p.data, t.shape)))
+            nets.append(make_net(t.options, p.data, make_model(options, p.data, t.shape)))
         tuned = tune(
             searched,
             nets,
-            algorithm(task.job.algorithm, task.job.hyper, options.target),
+            make_algorithm(task.job.algorithm, task.job.algorithm_options, options.target),
             task.job.training,
             task.grid,
             options.rounds,
@@ -116,7 +116,7 @@ class Reproduction:
             seed=[t.options.seed for t in group],
             hardware=options.hardware,
             folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
-            say=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
+            log=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
         )
         return [t.at(tuned.best.candidate) for t in group]
 
@@ -137,7 +137,7 @@ class Reproduction:
             "protocol": task.roles,
             "partition_options": task.cut,
             "model_options": task.shape,
-            "takes_part": len(p.train),
+            "takes_part": len(p.train_clients),
             "rounds": rounds,
         }
         if self.plan["groups"] and "group" in p.data.truth:
@@ -152,8 +152,8 @@ class Reproduction:
             down, up = down + line["bytes_down"], up + line["bytes_up"]
             if line["eval"] and isinstance(simulation.algorithm, HypCluster | Ensemble):
                 of_all = torch.full((p.data.n,), -1)
-                picked = picks(simulation.setup, simulation.state, p.report).cpu()
-                line["eval"]["cluster"] = of_all.index_copy(0, p.report, picked).tolist()
+                picked = picks(simulation.config, simulation.state, p.report_clients).cpu()
+                line["eval"]["cluster"] = of_all.index_copy(0, p.report_clients, picked).tolist()
             if line["eval"] and task.keeps:
                 states.append((round, down, up, simulation.state))
                 down = up = 0
@@ -164,7 +164,7 @@ class Reproduction:
         if task.base or not rounds:
             trained = self.states(task.base) if task.base else [(0, 0, 0, simulation.state)]
             play = partial(later, simulation, trained)
-        with Record(path, overwrite=True) as record:
+        with RecordWriter(path, overwrite=True) as record:
             history = record.run(task.job.header(simulation) | ours, play, on_round)
         if history.stopped:
             self.progress.skip(rounds - len(history.rounds))
@@ -175,8 +175,8 @@ class Reproduction:
             raise MemoryError(history.stopped)
         if task.keeps:
             saved = [(*at, dict(vars(state))) for *at, state in states]
-            remove_parts(path.with_suffix(".pt"))
-            with replacing(path.with_suffix(".pt")) as part:
+            remove_part_files(path.with_suffix(".pt"))
+            with atomic_write(path.with_suffix(".pt")) as part:
                 torch.save({"digest": task.digest, "states": saved}, part)
         return read(path)[0]
 
@@ -206,11 +206,11 @@ class Reproduction:
         return [(*at, State(**state)) for *at, state in saved["states"]]
 
 
-def picks(setup: Setup, state: State, clients: Tensor) -> Tensor:
+def picks(config: RunConfig, state: State, clients: Tensor) -> Tensor:
     """Which of the state's models each of `clients` (ids) picks on its training data, as for
     evaluation: [len(clients)]."""
-    some = Clients(setup.setting, clients, max(1, state.round), state.batch_norm[clients])
-    return losses(state.server["x"], state.server["b"], some).argmin(1)
+    some = Clients(config.context, clients, max(1, state.round), state.buffers[clients])
+    return loss_per_model(state.server["x"], state.server["b"], some).argmin(1)
 
 
 def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> History:
@@ -241,10 +241,10 @@ def write(
         "checks": [{"holds": good, "what": what} for good, what in checks],
     }
     said = [f"- {'holds' if good else 'FAILS'}: {what}\n" for good, what in checks]
-    texts = {"result.json": json.dumps(plain(about), indent=1) + "\n"}
+    texts = {"result.json": json.dumps(to_json(about), indent=1) + "\n"}
     texts["table.md"] = "".join([text, *said])
     for name, words in texts.items():
-        remove_parts(folder / name)
+        remove_part_files(folder / name)
         write_text(folder / name, words)
 
 

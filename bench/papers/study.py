@@ -19,75 +19,77 @@ from bench.papers.runs import Reproduction
 from bench.papers.table import Row, by_setting, curve
 from bench.problem import Facts
 from pflcore import FedAvg, evaluate, metrics
-from pflcore.data._federation import permutation
-from pflcore.data._roles import Protocol
+from pflcore.data._federation import random_permutation
+from pflcore.data._protocols import StudyProtocol
 from pflcore.results import _pictures as pictures
 from pflcore.results._files import write_text
-from pflcore.results.record import plain
-from pflcore.simulation.round import Setup, State
+from pflcore.results.record import to_json
+from pflcore.simulation.round import RunConfig, State
 
 
-def results(setup: Setup, state: State, protocol: Protocol) -> Tensor:
+def results(config: RunConfig, state: State, protocol: StudyProtocol) -> Tensor:
     """Each reported client's accuracy, or loss where there is none, on its test samples: [N], NaN
     for the others."""
-    setting = setup.setting._replace(data=protocol.data.to(setup.setting.data.device))
-    values = evaluate(setup._replace(setting=setting), state, "test", protocol.report)
+    setting = config.context._replace(data=protocol.data.to(config.context.data.device))
+    values = evaluate(config._replace(context=setting), state, "test", protocol.report_clients)
     return values.get("accuracy", values["loss"])
 
 
-def out_of_distribution(protocol: Protocol, size: int = 1000) -> Protocol:
+def out_of_distribution(protocol: StudyProtocol, size: int = 1000) -> StudyProtocol:
     """Everybody reported is evaluated on one sample, drawn without replacement from all their test
     samples (Motley, section 4.1).
 
     Where clients label differently (`relabel`), each sample keeps the label that its owner gives
     it.
     """
-    data, mine = protocol.data, protocol.report.tolist()
+    data, mine = protocol.data, protocol.report_clients.tolist()
     y = data.y.clone()
     for split in data.splits:
         for i, rows in enumerate(data.index[split]):
             y[rows] = data.labels(i, split)
     pool = torch.cat([data.index["test"][i] for i in mine]).unique()
-    pool = pool[permutation(len(pool), 13)[:size].to(pool.device)].sort().values
+    pool = pool[random_permutation(len(pool), 13)[:size].to(pool.device)].sort().values
     test = [pool if i in mine else pool[:0] for i in range(data.n)]
     name, index = f"{data.name}, out of distribution", {**data.index, "test": test}
     return replace(protocol, data=replace(data, y=y, relabel=None, index=index, name=name))
 
 
-def both(setup: Setup, state: State, protocol: Protocol) -> list[Tensor]:
+def both(config: RunConfig, state: State, protocol: StudyProtocol) -> list[Tensor]:
     """The results in and out of distribution."""
-    return [results(setup, state, p) for p in (protocol, out_of_distribution(protocol))]
+    return [results(config, state, p) for p in (protocol, out_of_distribution(protocol))]
 
 
 def vary(
-    setup: Setup, state: State, protocol: Protocol, option: str, choices: Sequence[Any]
+    config: RunConfig, state: State, protocol: StudyProtocol, option: str, choices: Sequence[Any]
 ) -> dict[Any, list[Tensor]]:
     """One trained state personalized with several values of a `late` option (Motley, Fig. 4, 5 and
     7): the results in and out of distribution by value; for instance `vary(FineTune(), ...,
     "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`."""
-    late = setup.algorithm.traits.late
+    late = config.algorithm.traits.evaluation_only
     if option not in late:
         raise ValueError(
             "option: expected one that can be varied after training "
             f"({', '.join(late) or 'none'}), got {option!r}."
         )
     return {
-        c: both(setup._replace(algorithm=replace(setup.algorithm, **{option: c})), state, protocol)
+        c: both(
+            config._replace(algorithm=replace(config.algorithm, **{option: c})), state, protocol
+        )
         for c in choices
     }
 
 
-def by_evaluation(setup: Setup, state: State, protocol: Protocol) -> dict[str, Tensor]:
+def by_evaluation(config: RunConfig, state: State, protocol: StudyProtocol) -> dict[str, Tensor]:
     """What personalization changes for each client, measured on the first part of its test samples
     (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
-    plain, found = setup._replace(algorithm=FedAvg()), {}
+    plain, found = config._replace(algorithm=FedAvg()), {}
     for f in (1.0, 0.25):
 
         def first(n: int, part: float = f) -> dict[str, Tensor]:
             return {"test": torch.arange(math.ceil(part * n))}
 
-        p = replace(protocol, data=protocol.data.dealt(first, of=("test",)))
-        found[f"{f:.0%} of the test samples"] = results(setup, state, p) - results(plain, state, p)
+        p = replace(protocol, data=protocol.data.redistribute(first, of=("test",)))
+        found[f"{f:.0%} of the test samples"] = results(config, state, p) - results(plain, state, p)
     return found
 
 
@@ -107,7 +109,7 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
             continue
         stem, first = f"{made.folder / slug(setting)}", {m: r[0] for m, r in runs.items()}
         one = next(iter(first.values()))
-        unit = one.measure
+        unit = one.main_metric
         named = [
             replace(r, header=r.header | {"algorithm": m, "options": {}})
             for m, each in runs.items()
@@ -122,7 +124,7 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         figures.heat_maps(first, f"{stem}-weights.png")
         figures.heat_maps(first, f"{stem}-neighbours.png", k=5)
         pictures.clients(named, f"{stem}-boxes.png")
-        last = {m: r.last(unit) for m, r in first.items()}
+        last = {m: r.last_values(unit) for m, r in first.items()}
         before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
         if before:
             gains = {m: last[m] - last[b] for m, b in before.items()}
@@ -133,7 +135,7 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         with_it = by_setting([r for r in rows if option in r["options"]])
         by = {s: sorted((r["options"][option], r["best"]) for r in of) for s, of in with_it.items()}
         figures.curves(by, f"{made.folder}/against-{option}.png", option, "test accuracy, %")
-    write_text(made.folder / "studies.json", json.dumps(plain(studies)) + "\n")
+    write_text(made.folder / "studies.json", json.dumps(to_json(studies)) + "\n")
 
 
 def _trained(made: Reproduction, setting: str, before: Mapping[str, Tensor], unit: str) -> Facts:
@@ -147,16 +149,16 @@ def _trained(made: Reproduction, setting: str, before: Mapping[str, Tensor], uni
         if not states:
             continue
         simulation, p = made.simulation(task)
-        setup, state, path = simulation.setup, states[-1][3], f"{stem}-{slug(method)}"
+        config, state, path = simulation.config, states[-1][3], f"{stem}-{slug(method)}"
         if m.get("sizes"):
             # the first part of each reported client's personalization set (Motley, Fig. 7c)
-            by = {f: results(setup, state, p.keep(f)) for f in (1.0, 0.5, 0.25)}
+            by = {f: results(config, state, p.keep(f)) for f in (1.0, 0.5, 0.25)}
             fewer[method] = {f: metrics.mean(v) for f, v in by.items()}
         if m.get("sizes") and "state_of" in m:
-            gains = by_evaluation(setup, state, p)
+            gains = by_evaluation(config, state, p)
             figures.deltas(p.data.size("test"), gains, f"{path}-tests.png", unit)
         for option, choices in m.get("vary", {}).items():
-            found = vary(setup, state, p, option, choices)
+            found = vary(config, state, p, option, choices)
             means = [(c, metrics.mean(own), metrics.mean(far)) for c, (own, far) in found.items()]
             hurt = [
                 (c, mean, metrics.hurt(found[c][0], before[method], unit == "accuracy"))
@@ -166,7 +168,7 @@ def _trained(made: Reproduction, setting: str, before: Mapping[str, Tensor], uni
             if option != "finetune_lr":
                 spread[method] = means
         if "vary" in m and method not in spread:
-            own, others = map(metrics.mean, both(setup, state, p))
+            own, others = map(metrics.mean, both(config, state, p))
             spread[method] = [(method, own, others)]
     figures.distributions(spread, f"{stem}-distributions.png", unit)
     parts = {m: sorted((100 * f, v) for f, v in of.items()) for m, of in fewer.items()}

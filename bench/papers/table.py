@@ -13,7 +13,7 @@ from bench.papers.plan import Plan
 from bench.problem import Facts
 from pflcore import metrics
 from pflcore.results.record import Run
-from pflcore.results.table import far_movers, incidents, markdown
+from pflcore.results.table import describe_incidents, describe_outliers, markdown_table
 
 Key = tuple[str, str, str]  # setting, method, variant
 Runs = Mapping[Key, Sequence[Run]]
@@ -55,12 +55,12 @@ def summary(
 
 def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
     """One row per setting, method and variant: means over seeds; accuracies in percent. `best` is
-    the best round's mean over clients, selected on test data as in the papers, `by_size` the same
+    the best round's mean over clients, selected on test data as in the papers, `order_by_size` the same
     weighted by test samples, `final` the last round's."""
     out = []
     for (setting, method, variant), mine in runs.items():
         m = plan["methods"][method]
-        measure = next((r.measure for r in mine if r.evaluations), "accuracy")
+        measure = next((r.main_metric for r in mine if r.evaluations), "accuracy")
         up = measure == "accuracy"
         scale = 100.0 if up else 1.0
         before, trained = (
@@ -68,7 +68,7 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
             for k in ("before", "state_of")
         )
         each = [
-            summary(r.last(measure), before[i].last(measure) if before else None, up)
+            summary(r.last_values(measure), before[i].last_values(measure) if before else None, up)
             for i, r in enumerate(mine)
         ]
         of_all = {k: metrics.mean([e[k] for e in each]) for k in each[0]}
@@ -76,14 +76,18 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
         for r in mine:
             values = r.values(measure)[1]
             means = [metrics.mean(v) for v in values]
-            sized = [metrics.weighted_mean(v, r.seen["size"]) for v in values]
+            sized = [metrics.weighted_mean(v, r.last_evaluation["size"]) for v in values]
             best.append(scale * metrics.best(means, up).value)
             final.append(scale * metrics.final(means))
             by_size.append(scale * metrics.best(sized, up).value)
-        shares = [largest_share(r.seen["cluster"]) for r in mine if "cluster" in r.seen]
+        shares = [
+            largest_share(r.last_evaluation["cluster"])
+            for r in mine
+            if "cluster" in r.last_evaluation
+        ]
         head, played = mine[0].header, trained or mine
         size = 4 * head["parameters"]
-        sent, many = [sum(r.sent()[-1:]) for r in mine], len(mine) > 1
+        sent, many = [sum(r.cumulative_bytes()[-1:]) for r in mine], len(mine) > 1
         of_last = None
         for line in played[0].rounds[-1:]:
             of_last = (line["bytes_down"] + line["bytes_up"]) / max(1, len(line["cohort"])) / size
@@ -108,7 +112,7 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
             "paper_std": paper_std,
             "expected": expected,
             "seeds": len(mine),
-            "played": [r.played for r in mine],
+            "played": [r.rounds_played for r in mine],
             "evaluations": len(mine[0].evaluations),
             "epochs": head["training"]["epochs"],
             "tuned": [*m.get("grid", ())],
@@ -117,8 +121,8 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
             "to_goal": _to_goal(runs, setting, mine, measure),
             "seconds_a_round": metrics.mean([r["seconds"] for run in played for r in run.rounds]),
             "held_out": mine[0].held_out,
-            "incidents": [*dict.fromkeys(said for r in mine for said in incidents(r))],
-            "far": [*filter(None, map(far_movers, mine))],
+            "incidents": [*dict.fromkeys(said for r in mine for said in describe_incidents(r))],
+            "far": [*filter(None, map(describe_outliers, mine))],
             "stopped": next((r.stopped for r in mine if r.stopped), None),
         }
         out.append(row)
@@ -127,7 +131,9 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
 
 def curve(run: Run, measure: str) -> list[tuple[int, int, float]]:
     """Round, bytes sent until then, and the mean over clients, of each evaluation."""
-    at = {line["round"]: sent for line, sent in zip(run.rounds, run.sent(), strict=True)}
+    at = {
+        line["round"]: sent for line, sent in zip(run.rounds, run.cumulative_bytes(), strict=True)
+    }
     return [(r, at[r], v) for r, v in zip(*run.curve(measure=measure), strict=True)]
 
 
@@ -140,7 +146,7 @@ def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> flo
     if first is None:
         return None
     sign, near = (1, 0.98) if measure == "accuracy" else (-1, 1.02)
-    goal = sign * near * metrics.mean(first.last(measure))
+    goal = sign * near * metrics.mean(first.last_values(measure))
     sent = [
         next((at for _, at, value in curve(run, measure) if sign * value >= goal), None)
         for run in mine
@@ -222,7 +228,7 @@ def largest_share(cluster: Sequence[int]) -> float:
 def of_cells(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Markdown of rows by column, the columns that some row has something for."""
     kept = [c for c in rows[0] if c in ("method", "") or {r[c] for r in rows} - {"", "-"}]
-    return markdown([kept, *([r[c] for c in kept] for r in rows)])
+    return markdown_table([kept, *([r[c] for c in kept] for r in rows)])
 
 
 def by_setting(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -277,7 +283,7 @@ def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
     out = []
     for (setting, method, variant), mine in runs.items():
         head = mine[0].header
-        seen = [measures(100 * r.last("accuracy"), head.get("group")) for r in mine]
+        seen = [measures(100 * r.last_values("accuracy"), head.get("group")) for r in mine]
         ours, std = (
             {k: of([s[k] for s in seen]) for k in seen[0]} for of in (metrics.mean, metrics.std)
         )

@@ -44,17 +44,17 @@ from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
     Cohort,
-    Mix,
-    Pool,
-    Rows,
+    MixingWeights,
+    RowUpdate,
+    SharedRows,
     Stop,
     Traits,
-    Void,
+    VoidRound,
     apply,
 )
 from pflcore.algorithms._relations import SFL, FedAMP, FedDWA, FedDWAQP, HeurFedAMP, Mocha
 from pflcore.algorithms._waffle import Scaffold, Waffle, WeightErosion
-from pflcore.check import need
+from pflcore.check import require
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -112,15 +112,15 @@ __all__ = [
     "BadUpload",
     "Cohort",
     "FedAvg",
-    "Mix",
-    "Pool",
-    "Rows",
+    "MixingWeights",
+    "RowUpdate",
+    "SharedRows",
     "Stop",
     "Traits",
-    "Void",
+    "VoidRound",
     "apply",
 ]
-BASE = "a class derived from pflcore.Algorithm"
+BASE_CLASS_TEXT = "a class derived from pflcore.Algorithm"
 
 
 def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
@@ -132,15 +132,17 @@ def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
     """
     thing: Any = algorithm
     if isinstance(algorithm, str):
-        by_name = ALGORITHMS.get(_listed(algorithm))
-        thing = imported(algorithm, "algorithm") if ":" in algorithm else by_name
+        by_name = ALGORITHMS.get(_canonical_name(algorithm))
+        thing = import_object(algorithm, "algorithm") if ":" in algorithm else by_name
         own = "or 'package.module:Class' for one of your own"
         words = f"one of {', '.join(ALGORITHMS)}, {own}"
-        need(thing is not None, "algorithm", words, algorithm, ALGORITHMS)
+        require(thing is not None, "algorithm", words, algorithm, ALGORITHMS)
     if inspect.isclass(thing) and issubclass(thing, Algorithm):
         return thing
     got = thing.__name__ if inspect.isclass(thing) else type(thing).__name__
-    raise TypeError(f"algorithm: expected a name, {BASE} or an instance of one, got {got}.")
+    raise TypeError(
+        f"algorithm: expected a name, {BASE_CLASS_TEXT} or an instance of one, got {got}."
+    )
 
 
 def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -> Algorithm:
@@ -160,25 +162,25 @@ def check_options(cls: type, options: Iterable[str]) -> None:
     known = [f.name for f in fields(cls)]
     unknown = [name for name in options if name not in known]
     words = f"options among {', '.join(known) or 'none'}"
-    need(not unknown, cls.__name__, words, unknown, known)
+    require(not unknown, cls.__name__, words, unknown, known)
 
 
 def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:
     """What an algorithm is called in records and tables: its name in `ALGORITHMS`, else that of its
     class."""
     if isinstance(algorithm, str):
-        return algorithm.rpartition(":")[2] if ":" in algorithm else _listed(algorithm)
+        return algorithm.rpartition(":")[2] if ":" in algorithm else _canonical_name(algorithm)
     cls = algorithm if inspect.isclass(algorithm) else type(algorithm)
     return next((k for k, v in ALGORITHMS.items() if v is cls), cls.__name__)
 
 
-def _listed(name: str) -> str:
+def _canonical_name(name: str) -> str:
     """A name as `ALGORITHMS` writes it."""
     plain = name.lower().replace("-", "").replace("_", "")
     return next((k for k in ALGORITHMS if k.replace("_", "") == plain), name)
 
 
-def imported(place: str, what: str) -> Any:
+def import_object(place: str, what: str) -> Any:
     """The thing at "package.module:name". ValueError in one sentence that names the argument
     `what`."""
     module, _, name = place.partition(":")
@@ -189,7 +191,7 @@ def imported(place: str, what: str) -> Any:
         raise ValueError(f"{what}: {fault}; check the name, or change folder.") from error
 
 
-def narrowed(cls: type[Algorithm]) -> list[str]:
+def fixed_options(cls: type[Algorithm]) -> list[str]:
     """The options of which a preset leaves one choice."""
     return [
         name

@@ -20,35 +20,41 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pflcore import ops
 from pflcore.algorithms._fedavg import FedAvg, FedOpt, FedProx
 from pflcore.algorithms._protocol import (
-    Grad,
+    GradientFn,
     Payload,
     Tensors,
-    Trained,
+    TrainResult,
     Traits,
-    options,
-    plain_steps,
+    algorithm_options,
+    warn_unused_momentum,
 )
 from pflcore.check import (
-    Count,
-    Kind,
-    NonNegative,
-    Positive,
-    Share,
+    Expectation,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitFloat,
     Weighting,
-    Whole,
     are_names,
-    warn,
+    warn_caller,
 )
 from pflcore.data._federation import Federation
-from pflcore.data._inputs import IGNORED
-from pflcore.data._ragged import onto
-from pflcore.nn._mode import context, forward_mode
+from pflcore.data._inputs import IGNORED_LABEL
+from pflcore.data._ragged import to_device
+from pflcore.nn._context import forward_context, forward_state
 from pflcore.train import Clients, Fit, Net, Objective
-from pflcore.train._clients import Predict, by_row
-from pflcore.train._losses import REGRESSION, binary_cross_entropy, cross_entropy, hinge, loss_name
+from pflcore.train._clients import Predict, predict_row
+from pflcore.train._losses import (
+    REGRESSION_LOSSES,
+    binary_cross_entropy,
+    cross_entropy,
+    hinge,
+    loss_name,
+)
 
 
-@options
+@algorithm_options
 class FineTune(FedProx, FedOpt):
     """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
 
@@ -67,28 +73,28 @@ class FineTune(FedProx, FedOpt):
     than `margin` (without validation samples it cannot), keeps x.
     """
 
-    mu: NonNegative = 0.0  # FedProx's pull towards x while x is trained: FedProx + fine-tuning
-    finetune_lr: NonNegative | None = None  # step size; default: the run's
-    finetune_epochs: Whole = 5  # epochs, or the most that are tried
+    mu: NonNegativeFloat = 0.0  # FedProx's pull towards x while x is trained: FedProx + fine-tuning
+    finetune_lr: NonNegativeFloat | None = None  # step size; default: the run's
+    finetune_epochs: NonNegativeInt = 5  # epochs, or the most that are tried
     layers: str = "all"  # "all", "last", or a pattern of parameter names such as "fc*"
     # step size and epochs: fixed, or each client's choice on its validation data
     choose: Literal["fixed", "client"] = "fixed"
     lr_grid: tuple[float, ...] = ()  # step sizes to choose from; default: finetune_lr alone
     zero: bool = True  # no fine-tuning is a candidate too (Motley's silo code: not)
-    min_size: Whole = 0  # clients with fewer training samples keep x
+    min_size: NonNegativeInt = 0  # clients with fewer training samples keep x
     margin: float | None = None  # by how much a tuned model must beat x on the validation split
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.choose == "fixed":
-            self.idle("choose", "lr_grid")
+            self.require_default("choose", "lr_grid")
 
     @property
     def traits(self) -> Traits:
         tuning = ("finetune_lr", "finetune_epochs", "layers", "choose", "lr_grid", "zero")
-        return super().traits._replace(late=(*tuning, "min_size", "margin"))
+        return super().traits._replace(evaluation_only=(*tuning, "min_size", "margin"))
 
-    def beside(self, data: Federation, ids: Tensor) -> Tensor:
+    def clients_for_model(self, data: Federation, ids: Tensor) -> Tensor:
         if self.choose == "fixed" or not self.finetune_epochs or "val" not in data.index:
             return ids
         judges = data.size("val") > 0
@@ -97,35 +103,39 @@ class FineTune(FedProx, FedOpt):
         everybody: Tensor = torch.cat([ids, judges.nonzero()[:, 0]]).unique()
         return everybody
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         x = down["x"]
         if not self.finetune_epochs:
             return {"w": x}
-        w, batch_norm = self.tuned(x, clients)
-        takes = accepts(self, x, w, clients, replace(clients, buffers=batch_norm))[:, None]
+        w, batch_norm = self.finetune(x, clients)
+        takes = accept_tuned(self, x, w, clients, replace(clients, buffers=batch_norm))[:, None]
         batch_norm = torch.where(takes, batch_norm, clients.buffers)
         return {"w": torch.where(takes, w, x), "batch_norm": batch_norm}
 
-    def tuned(self, x: Tensor, clients: Clients) -> tuple[Tensor, Tensor]:
+    def finetune(self, x: Tensor, clients: Clients) -> tuple[Tensor, Tensor]:
         """The fine-tuned models [S, P], or the best candidate of each client on its validation
         split; and their batch norm's statistics."""
         if self.choose == "fixed":
-            last = deque(self.tried(x, clients), 1)[0]
+            last = deque(self.candidate_fits(x, clients), 1)[0]
             return last.w, last.buffers
         w, batch_norm = x, clients.buffers
-        best = filled(value(clients, x)) if self.zero else x.new_full((len(x), 1), -torch.inf)
-        for fit in self.tried(x, clients):
-            now = filled(value(clients.after(fit), fit.w))
+        best = (
+            fill_missing(validation_score(clients, x))
+            if self.zero
+            else x.new_full((len(x), 1), -torch.inf)
+        )
+        for fit in self.candidate_fits(x, clients):
+            now = fill_missing(validation_score(clients.after(fit), fit.w))
             better = now > best
             best = torch.where(better, now, best)
             w = torch.where(better, fit.w, w)
             batch_norm = torch.where(better, fit.buffers, batch_norm)
         return w, batch_norm
 
-    def tried(self, x: Tensor, clients: Clients) -> Iterator[Fit]:
+    def candidate_fits(self, x: Tensor, clients: Clients) -> Iterator[Fit]:
         """What every epoch of fine-tuning with every step size makes of x [S, P]. With frozen
         layers batch norm's statistics stay frozen as well."""
-        net, mask, shuffles = clients.net, None, clients.setting.training.reshuffle
+        net, mask, shuffles = clients.net, None, clients.context.training.reshuffle
         if self.layers != "all":
             mask = head_mask(net) if self.layers == "last" else net.mask(self.layers)
         for lr in self.lr_grid or (self.finetune_lr,):
@@ -139,7 +149,7 @@ class FineTune(FedProx, FedOpt):
                 yield fit
 
 
-def filled(values: Tensor) -> Tensor:
+def fill_missing(values: Tensor) -> Tensor:
     """Each client's value [S, 1], the others' mean where it has none, by values [S] or NaN."""
     return torch.where(values.isnan(), values.nanmean(), values)[:, None]
 
@@ -151,7 +161,9 @@ def head_mask(net: Net) -> Tensor:
     return mask
 
 
-def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -> Tensor:
+def validation_score(
+    clients: Clients, rows: Tensor | Tensors, predict: Predict = predict_row
+) -> Tensor:
     """How good each client's model, a row of `rows` [S, P] or of several tensors, is on the split
     "val": accuracy, or minus the loss where there is none. float64 [S].
 
@@ -159,10 +171,10 @@ def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -
     the split has NaN.
     """
     model, size = rows if isinstance(rows, dict) else {"w": rows}, torch.zeros(len(clients.ids))
-    if clients.has("val"):
-        size = clients.setting.data.size("val")[clients.ids]
+    if clients.has_split("val"):
+        size = clients.context.data.size("val")[clients.ids]
     # a choice depends on it, so nobody shares a batch
-    some, seen = size > 0, replace(clients, block=torch.arange(len(size)))
+    some, seen = size > 0, replace(clients, block_numbers=torch.arange(len(size)))
     if not some.any():
         raise ValueError(
             "choose: fine-tuning is tuned on the clients' 'val' split, which these clients lack; "
@@ -170,31 +182,35 @@ def value(clients: Clients, rows: Tensor | Tensors, predict: Predict = by_row) -
         )
     if not some.all():
         seen, model = seen.take(some), {k: v[some] for k, v in model.items()}
-    loss, right = seen.measure(model, "val", predict)
+    loss, right = seen.evaluate(model, "val", predict)
     values = -loss.double() if right is None else right
     values = values.masked_fill(loss.isnan(), -torch.inf)
-    return values.new_full(some.shape, torch.nan).masked_scatter(onto(some, values.device), values)
+    return values.new_full(some.shape, torch.nan).masked_scatter(
+        to_device(some, values.device), values
+    )
 
 
-def accepts(
+def accept_tuned(
     alg: FineTune | KnnPer,
     x: Tensor,
     model: Tensor | Tensors,
     clients: Clients,
     after: Clients,
-    predict: Predict = by_row,
+    predict: Predict = predict_row,
 ) -> Tensor:
     """Which clients, with the statistics of `after`, take `model` and not x: bool [S]."""
-    takes = onto(clients.size, x.device) >= alg.min_size
+    takes = to_device(clients.num_samples, x.device) >= alg.min_size
     if alg.margin is None:
         return takes
-    return takes & (value(after, model, predict) > value(clients, x) + alg.margin)
+    return takes & (
+        validation_score(after, model, predict) > validation_score(clients, x) + alg.margin
+    )
 
 
-Kernel = Literal["exp", "inverse", "gauss_dim"]
+VoteKernel = Literal["exp", "inverse", "gauss_dim"]
 
 
-@options
+@algorithm_options
 class KnnPer(FedOpt):
     """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
     on probabilities.
@@ -214,30 +230,32 @@ class KnnPer(FedOpt):
     x's by more than `margin`, stays with p_x; without validation samples none beats it.
     """
 
-    k: Count = 10  # neighbours
-    lam: Share = 0.5  # 0: the shared model alone, 1: the neighbours alone
+    k: PositiveInt = 10  # neighbours
+    lam: UnitFloat = 0.5  # 0: the shared model alone, 1: the neighbours alone
     # a neighbour's vote at distance d: exp(-d), 1 / d, or exp(-d^2 / D)
-    kernel: Kernel = "exp"
-    min_size: Whole = 0  # clients with fewer training samples keep x
+    kernel: VoteKernel = "exp"
+    min_size: NonNegativeInt = 0  # clients with fewer training samples keep x
     margin: float | None = None  # by how much p must beat x on the validation split
 
     @property
     def traits(self) -> Traits:
         late = ("k", "lam", "kernel", "min_size", "margin")
-        return super().traits._replace(returns="probabilities", late=late)
+        return super().traits._replace(returns="probabilities", evaluation_only=late)
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        x, criterion = down["x"], clients.net.criterion
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
+        x, criterion = down["x"], clients.net.loss_fn
         z, y = clients.features(x)  # [S, n, H], [S, n]: short clients are padded
         if y.dim() > 2 and (criterion is cross_entropy or isinstance(criterion, CrossEntropyLoss)):
             raise ValueError(
                 "data: kNN-Per's neighbours vote with a label a sample, and these targets are "
                 "probabilities, or one for each step; give int64 labels [n]."
             )
-        model = {"w": x, "z": z.flatten(2), "y": y, "n": onto(clients.size, y.device)}
+        model = {"w": x, "z": z.flatten(2), "y": y, "n": to_device(clients.num_samples, y.device)}
         if self.min_size or self.margin is not None:
             model["lam"] = z.new_full((len(z),), self.lam)
-            model["lam"] = model["lam"] * accepts(self, x, model, clients, clients, self.predict)
+            model["lam"] = model["lam"] * accept_tuned(
+                self, x, model, clients, clients, self.predict
+            )
         return model
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
@@ -245,26 +263,27 @@ class KnnPer(FedOpt):
         the labels y of the k nearest of the first n rows of z [n_max, H] to the features of x (what
         w's head sees), weighted as the option kernel says."""
         features = net.features(model["w"], x).flatten(1)
-        weight, near = neighbours(features, model["z"], model["n"], self.k, self.kernel)  # [B, k]
+        # [B, k]
+        weight, near = nearest_neighbours(features, model["z"], model["n"], self.k, self.kernel)
         lam = model.get("lam", self.lam)
         scores, labels = net(model["w"], x), model["y"][near]
-        votes = net.scores_classes and net.criterion not in (hinge, binary_cross_entropy)
+        votes = net.scores_classes and net.loss_fn not in (hinge, binary_cross_entropy)
         if votes and not labels.is_floating_point():
-            counts = (labels != IGNORED)[..., None]  # who has no label has no vote
+            counts = (labels != IGNORED_LABEL)[..., None]  # who has no label has no vote
             labels = F.one_hot(labels.clamp(min=0), scores.shape[1]) * counts
             scores = scores.softmax(1)
-        elif net.criterion is hinge:
+        elif net.loss_fn is hinge:
             labels = torch.where(labels > 0, 1.0, -1.0)
         weight = weight.view(*weight.shape, *[1] * (labels.dim() - 2))
         mean = (weight * labels).sum(1).view_as(scores)
-        if net.criterion is not binary_cross_entropy:
+        if net.loss_fn is not binary_cross_entropy:
             return (1 - lam) * scores + lam * mean.to(scores)
         p = (1 - lam) * scores.double().sigmoid() + lam * mean
         return p.logit(eps=1e-12).to(scores)
 
 
-def neighbours(
-    queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: Kernel = "exp"
+def nearest_neighbours(
+    queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: VoteKernel = "exp"
 ) -> tuple[Tensor, Tensor]:
     """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n) nearest of
     the first `n` rows of `store` [n_max, H].
@@ -283,7 +302,7 @@ def neighbours(
     return torch.softmax(-far, 1), near
 
 
-@options
+@algorithm_options
 class PerFedAvg(FedAvg):
     """Fallah et al. 2020, Algorithm 1: w minimises sum_i share_i f_i(w - alpha grad f_i(w)).
 
@@ -293,7 +312,7 @@ class PerFedAvg(FedAvg):
     - alpha grad f(w; D), v = grad f(u; D'), then w <- w - beta v ("fo"), w - beta (v - alpha (grad
     f(w + delta v; D'') - grad f(w - delta v; D'')) / (2 delta)) ("hf"), or w - beta (v - alpha H(w;
     D'') v) ("exact", by automatic differentiation; on every engine alike). Evaluated is x after
-    `steps` such inner steps on the client's training data, never on test data. Deviations: `scaled`
+    `steps` such inner steps on the client's training data, never on test data. Deviations: `scale_delta`
     divides delta by |v|, because w + delta v and w - delta v are equal in float32 where v is small
     (False is the paper's); clients weigh by their samples (the paper: alike;
     `weighting="uniform"`). alpha and beta are the run's learning rate unless given; its momentum
@@ -303,57 +322,57 @@ class PerFedAvg(FedAvg):
 
     # first-order, Hessian-free (finite differences) or exact
     variant: Literal["fo", "hf", "exact"] = "fo"
-    alpha: NonNegative | None = None  # the inner step size; None: the run's
-    beta: NonNegative | None = None  # the outer step size; None: the run's
-    delta: Positive = 1e-3  # of the finite difference
-    scaled: bool = True  # delta / |v| instead of delta
-    steps: Whole = 1  # inner steps at evaluation
+    alpha: NonNegativeFloat | None = None  # the inner step size; None: the run's
+    beta: NonNegativeFloat | None = None  # the outer step size; None: the run's
+    delta: PositiveFloat = 1e-3  # of the finite difference
+    scale_delta: bool = True  # delta / |v| instead of delta
+    steps: NonNegativeInt = 1  # inner steps at evaluation
 
     @property
     def traits(self) -> Traits:
         why = "takes its paper's own steps of SGD"
-        return super().traits._replace(only_sgd=why, no_clip_grad=why)
+        return super().traits._replace(sgd_only_reason=why, no_clip_grad_reason=why)
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        plain_steps(self, clients)
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        warn_unused_momentum(self, clients)
         alpha, beta = (clients.lr if v is None else v for v in (self.alpha, self.beta))
 
-        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
+        def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             w = rows["w"]
             v = grad(w - alpha * grad(w), 1)
-            return {"w": w - beta * (v - alpha * self.curvature(w, v, grad))}
+            return {"w": w - beta * (v - alpha * self.hessian_vector(w, v, grad))}
 
         # torch 2.15 refuses gradients of gradients through batch norm under vmap
-        exact = Objective(loss=along, alone=bool(clients.net.buffer_names))
+        exact = Objective(loss=curvature_loss, never_vmap=bool(clients.net.buffer_names))
         objective = exact if self.variant == "exact" else Objective()
         batches = 2 if self.variant == "fo" else 3
         fit = clients.each_batch({"w": down["x"]}, update, objective, batches=batches)
-        return own, {"delta": fit.w - down["x"]}, fit
+        return client_state, {"delta": fit.w - down["x"]}, fit
 
-    def curvature(self, w: Tensor, v: Tensor, grad: Grad) -> Tensor:
+    def hessian_vector(self, w: Tensor, v: Tensor, grad: GradientFn) -> Tensor:
         """H v [s, P] on the step's third minibatch, as the variant has it."""
         if self.variant == "fo":
             return torch.zeros_like(v)
         if self.variant == "exact":
             return grad(torch.cat([w, v], 1), 2)[:, : w.shape[1]]
         delta: Tensor | float = self.delta
-        if self.scaled:
+        if self.scale_delta:
             delta = self.delta / v.norm(dim=1, keepdim=True).clamp(min=1e-30)
         return (grad(w + delta * v, 2) - grad(w - delta * v, 2)) / (2 * delta)
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         if not self.steps:
             return {"w": down["x"]}
         alpha = clients.lr if self.alpha is None else self.alpha
 
-        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
+        def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             return {"w": rows["w"] - alpha * grad(rows["w"])}
 
         fit = clients.each_batch({"w": down["x"]}, update, steps=self.steps, stream="adapt")
         return {"w": fit.w, "batch_norm": fit.buffers}
 
 
-def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
+def curvature_loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
     """The loss at w [P]; for a row [w | v] of twice the length a number whose gradient in w is H(w)
     v.
 
@@ -364,18 +383,20 @@ def along(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
         return net.loss(w, x, y)
     row, v = w.detach().split(net.size)
     # what these passes do to the statistics stays inside
-    with forward_mode(context.train, context.buffers, context.seed):
+    with forward_context(forward_state.train, forward_state.buffers, forward_state.seed):
         slope = torch.func.grad(lambda u: net.loss(u, x, y))
         product: Tensor = torch.func.vjp(slope, row)[1](v)[0]  # type: ignore[misc]
     return (w[: net.size] * product).sum()
 
 
-PRIVATE = "'head', 'body', 'batch_norm' or patterns of parameter names"
-Private = Annotated[str | tuple[str, ...], Kind(PRIVATE, lambda v: are_names(v) and len(v) > 0)]
+PRIVATE_TEXT = "'head', 'body', 'batch_norm' or patterns of parameter names"
+PrivateColumns = Annotated[
+    str | tuple[str, ...], Expectation(PRIVATE_TEXT, lambda v: are_names(v) and len(v) > 0)
+]
 
 
-@options
-class Split(FedAvg):
+@algorithm_options
+class SplitModel(FedAvg):
     """Shared columns x are averaged, private columns h stay: client i's model is (x, h_i). The
     classes below are its presets.
 
@@ -392,11 +413,12 @@ class Split(FedAvg):
     columns too.
     """
 
-    private: Private = "head"  # or "body", "batch_norm", or patterns of names
+    private: PrivateColumns = "head"  # or "body", "batch_norm", or patterns of names
     order: Literal["joint", "alternate", "body"] = "joint"  # both; private first; shared alone
-    private_epochs: Count | None = None  # with "alternate": of the private columns; None: the run's
-    finetune_epochs: Whole = 0  # epochs of all columns at every evaluation
-    finetune_lr: NonNegative | None = None  # their step size; None: the run's
+    # with "alternate": of the private columns; None: the run's
+    private_epochs: PositiveInt | None = None
+    finetune_epochs: NonNegativeInt = 0  # epochs of all columns at every evaluation
+    finetune_lr: NonNegativeFloat | None = None  # their step size; None: the run's
 
     @property
     def traits(self) -> Traits:
@@ -405,9 +427,11 @@ class Split(FedAvg):
             policies = policies[::-1]
         elif self.private == "batch_norm":
             policies = ("local",)
-        return super().traits._replace(late=("finetune_epochs", "finetune_lr"), batch_norm=policies)
+        return super().traits._replace(
+            evaluation_only=("finetune_epochs", "finetune_lr"), batch_norm=policies
+        )
 
-    def columns(self, net: Net) -> Tensor:
+    def private_mask(self, net: Net) -> Tensor:
         """Which columns are private, bool [P] on the CPU; none where a model has no batch norm."""
         if self.private == "batch_norm":
             layers = {k for k, m in net.module.named_modules() if isinstance(m, _BatchNorm)}
@@ -418,98 +442,103 @@ class Split(FedAvg):
             return head if self.private == "head" else ~head
         return net.mask(*([self.private] if isinstance(self.private, str) else self.private))
 
-    def joined(self, net: Net, x: Tensor, own: Tensors) -> Tensor:
+    def merge_columns(self, net: Net, x: Tensor, client_state: Tensors) -> Tensor:
         """The clients' models [S, P]."""
-        private = onto(self.columns(net), x.device)
+        private = to_device(self.private_mask(net), x.device)
         w = net.w0.repeat(len(x), 1).masked_scatter_(~private, x)
-        return w.masked_scatter_(private, own["h"]) if own else w
+        return w.masked_scatter_(private, client_state["h"]) if client_state else w
 
-    def initial(self, net: Net) -> Tensors:
-        private = self.columns(net)
+    def server_init_args(self, net: Net) -> Tensors:
+        private = self.private_mask(net)
         if private.all() or not private.any():
             lacks = f"the model has no {self.private} parameter, so all of it"
             what = "the whole model is private, so nothing" if private.any() else lacks
-            warn(f"private: {what} is shared.")
+            warn_caller(f"private: {what} is shared.")
         return {"x0": net.w0[~private]}
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
-        return {} if self.order == "body" else {"h": net.w0[None, self.columns(net)]}
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
+        return {} if self.order == "body" else {"h": net.w0[None, self.private_mask(net)]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        private, w = self.columns(clients.net), self.joined(clients.net, down["x"], own)
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        private, w = (
+            self.private_mask(clients.net),
+            self.merge_columns(clients.net, down["x"], client_state),
+        )
         if self.order == "alternate":
             alone = Objective(mask=private)
             w = clients.fit(w, alone, epochs=self.private_epochs, stream="private").w
         fit = clients.fit(w, Objective(mask=None if self.order == "joint" else ~private))
-        new = {"h": fit.w[:, private]} if own else {}
+        new = {"h": fit.w[:, private]} if client_state else {}
         return new, {"delta": fit.w[:, ~private] - down["x"]}, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         tuned = FineTune(finetune_epochs=self.finetune_epochs, finetune_lr=self.finetune_lr)
-        return tuned.model({"x": self.joined(clients.net, down["x"], own)}, own, clients)
+        return tuned.model(
+            {"x": self.merge_columns(clients.net, down["x"], client_state)}, client_state, clients
+        )
 
 
-@options
-class FedPer(Split):
+@algorithm_options
+class FedPer(SplitModel):
     """Arivazhagan et al. 2019, FedPer (Algorithms 1 and 2): the head W_P stays,
     W_B <- sum_i n_i / n W_B,i, both trained together.
 
-    See `Split`.
+    See `SplitModel`.
     """
 
     order: Literal["joint"] = "joint"
     private_epochs: None = None
 
 
-@options
+@algorithm_options
 class LGFedAvg(FedPer):
     """Liang et al. 2020, LG-FedAvg (Algorithm 1): the lower layers stay, the head
     theta_g <- sum_i n_i / n theta_g,i is shared.
 
-    Both are trained together; how many layers are shared is `private`'s to say. See `Split`.
+    Both are trained together; how many layers are shared is `private`'s to say. See `SplitModel`.
     """
 
-    private: Private = "body"  # all but the head; or "head", "batch_norm", or names
+    private: PrivateColumns = "body"  # all but the head; or "head", "batch_norm", or names
 
 
-@options
-class FedRep(Split):
+@algorithm_options
+class FedRep(SplitModel):
     """Collins et al. 2021, FedRep (Algorithm 1): first the private head on the frozen body, then
     the body; phi <- 1 / (r n) sum_i phi_i.
 
-    See `Split`.
+    See `SplitModel`.
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
     order: Literal["alternate"] = "alternate"
 
 
-@options
-class FedBABU(Split):
+@algorithm_options
+class FedBABU(SplitModel):
     """Oh et al. 2022, FedBABU (Algorithm 1): the body alone is trained, on the initial head; every
     evaluation fine-tunes all layers.
 
-    See `Split`. A client keeps nothing between rounds, and a newcomer is fine-tuned like everybody.
+    See `SplitModel`. A client keeps nothing between rounds, and a newcomer is fine-tuned like everybody.
     """
 
     order: Literal["body"] = "body"
     private_epochs: None = None
-    finetune_epochs: Whole = 5  # epochs of all columns at every evaluation
+    finetune_epochs: NonNegativeInt = 5  # epochs of all columns at every evaluation
 
 
-@options
+@algorithm_options
 class FedBN(FedPer):
     """Li et al. 2021, FedBN (Algorithm 1): batch norm's parameters and statistics stay, other
     layers w <- 1 / K sum_i w_i.
 
-    See `Split`. On a model without batch norm it is FedAvg, and says so.
+    See `SplitModel`. On a model without batch norm it is FedAvg, and says so.
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
-    private: Private = "batch_norm"
+    private: PrivateColumns = "batch_norm"
 
 
-@options
+@algorithm_options
 class FedRoD(FedAvg):
     """Chen and Chao 2022, FedRoD (linear): a generic model, and a personal head h that adds its
     scores to the generic ones.
@@ -525,24 +554,26 @@ class FedRoD(FedAvg):
     that a new client's model is the generic one.
     """
 
-    gamma: NonNegative = 1.0  # strength of the balancing; 0 is cross-entropy
+    gamma: NonNegativeFloat = 1.0  # strength of the balancing; 0 is cross-entropy
 
-    def initial(self, net: Net) -> Tensors:
-        if net.criterion in (*REGRESSION, hinge, binary_cross_entropy):
+    def server_init_args(self, net: Net) -> Tensors:
+        if net.loss_fn in (*REGRESSION_LOSSES, hinge, binary_cross_entropy):
             raise ValueError(
                 "loss: FedRoD balances the scores of classes; expected a loss of those, got "
-                f"{loss_name(net.criterion)}."
+                f"{loss_name(net.loss_fn)}."
             )
-        return super().initial(net)
+        return super().server_init_args(net)
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"h": torch.zeros_like(net.w0[None, net.head_slice])}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        check_head(clients)
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        check_additive_head(clients)
         x = down["x"]
-        n = onto(clients.counts, x.device).to(x.dtype)
-        fit = clients.fit(torch.cat([x, own["h"]], 1), Objective(loss=self.loss, extra={"n": n}))
+        n = to_device(clients.class_counts, x.device).to(x.dtype)
+        fit = clients.fit(
+            torch.cat([x, client_state["h"]], 1), Objective(loss=self.loss, extra={"n": n})
+        )
         P = x.shape[1]
         return {"h": fit.w[:, P:]}, {"delta": fit.w[:, :P] - x}, fit
 
@@ -553,15 +584,15 @@ class FedRoD(FedAvg):
         generic, personal = net.head(w, z), net.head(h, z.detach())
         more = generic.shape[1] - len(extra["n"])  # the model may know more classes than the data
         prior = (F.pad(extra["n"], (0, more)) ** self.gamma).log()
-        if net.criterion is not cross_entropy:
+        if net.loss_fn is not cross_entropy:
             # as good as none, and finite for a loss of every class, as with label smoothing
             prior = prior.clamp(min=-100)
         prior = prior.view(-1, *[1] * (generic.dim() - 2))  # [B, C, T] are scores of T steps
         both = net.batch_loss(generic.detach() + personal, y)
         return net.batch_loss(generic + prior, y) + both
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": down["x"], "h": own["h"]}
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
+        return {"w": down["x"], "h": client_state["h"]}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """The scores of w [P] plus those that its head gives, with the parameters h [H], on the
@@ -570,15 +601,15 @@ class FedRoD(FedAvg):
         return net.head(model["w"], z) + net.head(model["h"], z)
 
 
-def check_head(clients: Clients) -> None:
+def check_additive_head(clients: Clients) -> None:
     """ValueError where the model is not its head on its features."""
-    net, x = clients.net, clients.setting.data.x[:2]
+    net, x = clients.net, clients.context.data.x[:2]
     fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
     row = net.w0 + torch.linspace(-0.1, 0.1, net.size, dtype=net.dtype, device=net.w0.device)
     turned = row.clone()
     turned[net.head_slice] *= -1
     try:
-        with torch.no_grad(), forward_mode(False, net.b0):
+        with torch.no_grad(), forward_context(False, net.b0):
             for w in (row, turned):  # a ReLU behind the head may not show at scores of one sign
                 fits &= torch.allclose(net.head(w, net.features(w, x)), net(w, x), 1e-3, 1e-4)
     except (RuntimeError, TypeError, IndexError, ValueError):  # whatever such a model says

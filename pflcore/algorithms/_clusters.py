@@ -11,30 +11,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms._fedavg import FedAvg, FedOpt, Undefended
+from pflcore.algorithms._fedavg import FedAvg, FedOpt, WithoutDefence
 from pflcore.algorithms._protocol import (
     BadUpload,
     Changes,
     Cohort,
-    Mix,
+    MixingWeights,
     Payload,
-    Pool,
-    Rows,
+    RowUpdate,
+    SharedRows,
     Tensors,
-    Trained,
+    TrainResult,
     Traits,
-    Updated,
-    options,
-    shares,
-    squares,
+    UpdateResult,
+    algorithm_options,
+    normalize_rows,
+    squared_norms,
 )
-from pflcore.check import Count, NonNegative, Weighting, Whole
-from pflcore.data._ragged import onto
+from pflcore.check import NonNegativeFloat, NonNegativeInt, PositiveInt, Weighting
+from pflcore.data._ragged import to_device
 from pflcore.train import Clients, Net
 from pflcore.train._random import generator_of
 
 
-def losses(rows: Tensor, b: Tensor, clients: Clients) -> Tensor:
+def loss_per_model(rows: Tensor, b: Tensor, clients: Clients) -> Tensor:
     """Each client's mean training loss under each of the models `rows` [k, P], each with its
     statistics `b` [k, b]: [S, k]."""
     count = len(clients.ids)
@@ -45,8 +45,8 @@ def losses(rows: Tensor, b: Tensor, clients: Clients) -> Tensor:
     return torch.stack(each, 1).nan_to_num(nan=torch.inf)
 
 
-@options
-class Ensemble(Undefended, FedOpt):
+@algorithm_options
+class Ensemble(WithoutDefence, FedOpt):
     """k FedAvg runs; a client uses the model with the lowest loss on its training data (Motley,
     section 4.2).
 
@@ -58,64 +58,64 @@ class Ensemble(Undefended, FedOpt):
     models · up: delta [S, k, P] (k models).
     """
 
-    k: Count = 2  # models
+    k: PositiveInt = 2  # models
 
     traits = Traits(batch_norm=("rule",))  # each model's go with it, and are mixed as it is
 
-    def starts(self, net: Net) -> Tensor:
+    def initial_models(self, net: Net) -> Tensor:
         """The models [k, P] before the first round; the net's own `w0` for k = 1."""
         if self.k == 1:
             return net.w0[None].clone()
         draws = [net.init(net.seed * self.k + j + 1) for j in range(self.k)]
         return torch.stack(draws).to(net.w0)
 
-    def initial(self, net: Net) -> Tensors:
-        return {"x0": self.starts(net), "b0": net.b0.repeat(self.k, 1)}
+    def server_init_args(self, net: Net) -> Tensors:
+        return {"x0": self.initial_models(net), "b0": net.b0.repeat(self.k, 1)}
 
     def init(self, x0: Tensor, n: int, b0: Tensor | None = None, **more: Tensor) -> Tensors:
         return {
             "x": x0,
             "b": x0[:, :0] if b0 is None else b0,
-            **self.slots(x0),
+            **self.optimizer_state(x0),
             "pick": torch.zeros(n, dtype=torch.long),
             **more,
         }
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         every = torch.arange(self.k).expand(len(cohort.ids), -1)
-        return {key: Pool(state[key], every) for key in ("x", "b")}
+        return {key: SharedRows(state[key], every) for key in ("x", "b")}
 
-    def choices(self, down: Payload, clients: Clients) -> tuple[Tensor, Tensor, Tensor]:
+    def choose_models(self, down: Payload, clients: Clients) -> tuple[Tensor, Tensor, Tensor]:
         """The models [k, P] that were sent with their statistics [k, b], and which of them is best
         for each client [S]."""
         rows, b = down["x"].rows, down["b"].rows
-        return rows, b, losses(rows, b, clients).argmin(1)
+        return rows, b, loss_per_model(rows, b, clients).argmin(1)
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        rows, b, pick = self.choices(down, clients)
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        rows, b, pick = self.choose_models(down, clients)
         count, fits = len(pick), []
         for j, row in enumerate(rows):  # each with a shuffle of its own
             one = replace(clients, buffers=b[j].repeat(count, 1))
             fits.append(one.fit(row.expand(count, -1), stream=f"fit {j}" if j else "fit"))
         delta = torch.stack([fit.w.sub_(row) for fit, row in zip(fits, rows, strict=True)], 1)
         b = torch.stack([fit.buffers for fit in fits], 1)
-        return own, {"pick": self.number(pick), "delta": delta, "b": b}, fits[-1]
+        return client_state, {"pick": self.encode_choice(pick), "delta": delta, "b": b}, fits[-1]
 
-    def number(self, pick: Tensor) -> Tensor:
+    def encode_choice(self, pick: Tensor) -> Tensor:
         """The picks [S] as they travel: one byte for up to 256 models."""
         return pick.to(torch.uint8 if self.k <= 256 else torch.int32)
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        rows, b, pick = self.choices(down, clients)
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
+        rows, b, pick = self.choose_models(down, clients)
         return {"w": rows[pick], "batch_norm": b[pick]}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
-        mean = cohort.mean(self.weighting)
-        delta, b = (mean.of(up[k].flatten(1)).view(up[k].shape[1:]) for k in ("delta", "b"))
-        pick = Rows(cohort.ids, self.picked(up, cohort))
-        return {**self.improve(state, delta), "b": b, "pick": pick}, None
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
+        mean = cohort.mean_weights(self.weighting)
+        delta, b = (mean.aggregate(up[k].flatten(1)).view(up[k].shape[1:]) for k in ("delta", "b"))
+        pick = RowUpdate(cohort.ids, self.decode_choice(up, cohort))
+        return {**self.optimizer_step(state, delta), "b": b, "pick": pick}, None
 
-    def picked(self, up: Tensors, cohort: Cohort) -> Tensor:
+    def decode_choice(self, up: Tensors, cohort: Cohort) -> Tensor:
         """The models [S] that the clients say they picked. BadUpload where there is none of that
         number."""
         pick = up["pick"].cpu().long()
@@ -126,12 +126,12 @@ class Ensemble(Undefended, FedOpt):
             raise BadUpload({i: said.format(j, last) for i, j in none.items()})
         return pick
 
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
+    def report(self, state: Tensors, mix: MixingWeights | None, cohort: Cohort) -> Tensors:
         """ "cluster" [S]: which model each of the clients "rows" [S], the last round's, picked."""
         return {"rows": cohort.ids, "cluster": state["pick"][cohort.ids]}
 
 
-@options
+@algorithm_options
 class HypCluster(Ensemble):
     """HypCluster (Mansour et al. 2020), which is IFCA (Ghosh et al. 2020, Algorithm 1): each client
     trains the model that fits it best.
@@ -140,7 +140,7 @@ class HypCluster(Ensemble):
     client picked last) and each model's optimizer state, see `FedOpt` · client: nothing · down: k
     models · up: delta (1 model) and the pick.
 
-    `warm` rounds of k independent FedAvg runs may come first (up: k models); their optimizer state
+    `warmup_rounds` rounds of k independent FedAvg runs may come first (up: k models); their optimizer state
     is dropped at the end (Motley). A model that nobody picked is left as it was, optimizer state
     included. Ties go to the lower number. HypCluster(k=1) is FedAvg. `shared` layers are common to
     all models, the mean of everybody's (weight sharing: IFCA, section 5; Motley, section 4.2,
@@ -149,18 +149,18 @@ class HypCluster(Ensemble):
     pick).
     """
 
-    warm: Whole = 0  # rounds of independent FedAvg before the clustering
+    warmup_rounds: NonNegativeInt = 0  # rounds of independent FedAvg before the clustering
     shared: str = ""  # parameters that all models share: a pattern of names such as "conv*"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shared and (self.warm or self.bias_correction != "none"):
+        if self.shared and (self.warmup_rounds or self.bias_correction != "none"):
             raise ValueError(
                 "shared: k independent runs (warm) have no common layers, nor have clusters of "
-                "several ages a common bias correction; take warm=0 and bias_correction='none'."
+                "several ages a common bias correction; take warmup_rounds=0 and bias_correction='none'."
             )
 
-    def starts(self, net: Net) -> Tensor:
+    def initial_models(self, net: Net) -> Tensor:
         """k *different* models [k, P]: equal ones would tie for every client and stay equal for
         ever. ValueError where they cannot differ.
 
@@ -169,7 +169,7 @@ class HypCluster(Ensemble):
         sqrt(fan in), the rest stays: a model at zero beside drawn ones would be the best for
         everybody.
         """
-        rows = super().starts(net)
+        rows = super().initial_models(net)
         if len(rows.unique(dim=0)) < self.k:
             for j, row in enumerate(rows):
                 gen = generator_of("centre", net.seed, j)
@@ -180,7 +180,7 @@ class HypCluster(Ensemble):
                         nn.init.trunc_normal_(draw, 0.0, std, -2 * std, 2 * std, gen)
                         row[net.slices[name]] = draw.flatten()
         if self.shared:
-            rows = torch.where(self.common(net), rows[0], rows)
+            rows = torch.where(self.shared_mask(net), rows[0], rows)
         if len(rows.unique(dim=0)) < self.k:
             raise ValueError(
                 f"k: this model starts equal {self.k} times, and equal centres never part; give it "
@@ -188,13 +188,13 @@ class HypCluster(Ensemble):
             )
         return rows
 
-    def common(self, net: Net) -> Tensor:
+    def shared_mask(self, net: Net) -> Tensor:
         """Which parameters all models share: bool [P]."""
         return net.mask(self.shared).to(net.w0.device)
 
-    def initial(self, net: Net) -> Tensors:
-        start = super().initial(net)
-        return start | ({"common": self.common(net)} if self.shared else {})
+    def server_init_args(self, net: Net) -> Tensors:
+        start = super().server_init_args(net)
+        return start | ({"common": self.shared_mask(net)} if self.shared else {})
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         down = super().send(state, cohort)
@@ -204,41 +204,41 @@ class HypCluster(Ensemble):
             down["common"] = x[0, common].expand(len(cohort.ids), -1)
         return down
 
-    def choices(self, down: Payload, clients: Clients) -> tuple[Tensor, Tensor, Tensor]:
+    def choose_models(self, down: Payload, clients: Clients) -> tuple[Tensor, Tensor, Tensor]:
         if "common" in down:
             rows = clients.net.join(down["x"].rows, down["common"][0], self.shared)
             down = {**down, "x": down["x"]._replace(rows=rows)}
-        return super().choices(down, clients)
+        return super().choose_models(down, clients)
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        if clients.round <= self.warm:
-            return super().train(down, own, clients)
-        rows, b, pick = self.choices(down, clients)
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        if clients.round <= self.warmup_rounds:
+            return super().train(down, client_state, clients)
+        rows, b, pick = self.choose_models(down, clients)
         start = rows[pick]
         fit = replace(clients, buffers=b[pick]).fit(start)
-        up = {"pick": self.number(pick), "delta": fit.w.sub_(start), "b": fit.buffers}
-        return own, up, fit
+        up = {"pick": self.encode_choice(pick), "delta": fit.w.sub_(start), "b": fit.buffers}
+        return client_state, up, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
-        if cohort.round <= self.warm:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
+        if cohort.round <= self.warmup_rounds:
             changes, _ = super().update(state, up, cohort)
-            fresh = self.slots(state["x"]) if cohort.round == self.warm else {}
+            fresh = self.optimizer_state(state["x"]) if cohort.round == self.warmup_rounds else {}
             return {**changes, **fresh}, None
-        pick, mean = self.picked(up, cohort), cohort.mean(self.weighting)
+        pick, mean = self.decode_choice(up, cohort), cohort.mean_weights(self.weighting)
         mix = F.one_hot(pick, self.k).T * mean.weight  # [k, S]
-        each, live = Mix(shares(mix)), onto(mix.any(1), state["x"].device)
-        delta, moves = each.of(up["delta"]), live[:, None]
+        each, live = MixingWeights(normalize_rows(mix)), to_device(mix.any(1), state["x"].device)
+        delta, moves = each.aggregate(up["delta"]), live[:, None]
         if "common" in state:
-            delta = torch.where(state["common"], mean.of(up["delta"]), delta)
+            delta = torch.where(state["common"], mean.aggregate(up["delta"]), delta)
             moves = moves | state["common"]
         moved = {"t": live, "b": live[:, None]}  # a model that nobody picked is left as it was
-        new = self.improve(state, delta) | {"b": each.of(up["b"])}
+        new = self.optimizer_step(state, delta) | {"b": each.aggregate(up["b"])}
         changes = {k: torch.where(moved.get(k, moves), v, state[k]) for k, v in new.items()}
-        return {**changes, "pick": Rows(cohort.ids, pick)}, None
+        return {**changes, "pick": RowUpdate(cohort.ids, pick)}, None
 
 
-@options
-class ClusteredFL(Undefended, FedAvg):
+@algorithm_options
+class ClusteredFL(WithoutDefence, FedAvg):
     """Sattler et al. 2021, Algorithm 2 (CFL), with the conditions of the authors' code.
 
     server: x, way [nodes, P], child [nodes], cluster [N] (the node each client is in; one that has
@@ -263,16 +263,16 @@ class ClusteredFL(Undefended, FedAvg):
 
     weighting: Weighting = "uniform"
     # a cluster is split where its mean update is shorter than this
-    eps1: NonNegative = 0.4
+    eps1: NonNegativeFloat = 0.4
     # and its longest update is longer than this
-    eps2: NonNegative = 1.6
+    eps2: NonNegativeFloat = 1.6
     relative: bool = False  # eps1 is a share of the longest update; no eps2
-    first: Whole = 20  # rounds before the first split
+    first: NonNegativeInt = 20  # rounds before the first split
     # of the bipartition: complete, as in the authors' code, or single
     linkage: Literal["complete", "single"] = "complete"
-    gamma: NonNegative = 0.0  # least separation of the two halves; 0: not asked for
+    gamma: NonNegativeFloat = 0.0  # least separation of the two halves; 0: not asked for
 
-    traits = Traits(reported=("cluster",))
+    traits = Traits(reported_state=("cluster",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {
@@ -285,7 +285,7 @@ class ClusteredFL(Undefended, FedAvg):
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         return {"x": state["x"][state["cluster"][cohort.ids]]}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         x, ids, delta, nodes = state["x"], cohort.ids, up["delta"], len(state["x"])
         child, cluster = state["child"].clone(), state["cluster"].clone()
         at = cluster[ids]  # the node whose model each was sent
@@ -297,41 +297,44 @@ class ClusteredFL(Undefended, FedAvg):
         leaves = (child < 0).nonzero()[:, 0].tolist() if cohort.round > self.first else []
         for c in leaves:
             members = (at == c).nonzero()[:, 0]  # places in the cohort
-            second = self.split(delta[members]) if len(members) > 2 else None
+            second = self.bipartition(delta[members]) if len(members) > 2 else None
             if second is not None:
                 cluster[ids[members]] = len(x) + second.long()
                 child[c] = len(x)
                 child = torch.cat([child, torch.tensor([-1, -1])])
                 x = torch.cat([x, x[[c, c]]])
-        share = cohort.mean(self.weighting).weight
-        mean = Mix(shares(F.one_hot(cluster[ids], len(x)).T * share * ~lost))
-        way = torch.cat([state["way"], Mix(mean.weight[nodes:]).of(delta)])
-        x, same = mean.of(delta, x, self.server_lr), (cluster[:, None] == cluster[ids]) * share
-        mix = Mix(same, rows=torch.arange(cohort.n))
+        share = cohort.mean_weights(self.weighting).weight
+        mean = MixingWeights(normalize_rows(F.one_hot(cluster[ids], len(x)).T * share * ~lost))
+        way = torch.cat([state["way"], MixingWeights(mean.weight[nodes:]).aggregate(delta)])
+        x, same = (
+            mean.aggregate(delta, x, self.server_lr),
+            (cluster[:, None] == cluster[ids]) * share,
+        )
+        mix = MixingWeights(same, receivers=torch.arange(cohort.n))
         return {"x": x, "way": way, "child": child, "cluster": cluster}, mix
 
-    def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
+    def assign_new_client(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         return {"cluster": self.update(state, up, cohort)[0]["cluster"]}  # a level a round
 
-    def split(self, delta: Tensor) -> Tensor | None:
+    def bipartition(self, delta: Tensor) -> Tensor | None:
         """Who of a cluster's clients, by their updates [m, P], leaves for a new one: bool [m], or
         None where it stays whole."""
         m = len(delta)
-        mean = Mix(torch.full((1, m), 1 / m, dtype=torch.float64)).of(delta)
-        norm2 = squares(torch.cat([delta, mean])).cpu()
+        mean = MixingWeights(torch.full((1, m), 1 / m, dtype=torch.float64)).aggregate(delta)
+        norm2 = squared_norms(torch.cat([delta, mean])).cpu()
         *each, middle = norm2.sqrt().tolist()
         if middle >= self.eps1 * (max(each) if self.relative else 1):
             return None
         if not (self.relative or max(each) > self.eps2):
             return None
-        cosine = cosines(ops.pairwise_sqdist(delta).cpu(), norm2[:-1])
-        group = groups(cosine, 2, self.linkage)
+        cosine = cosine_matrix(ops.pairwise_sqdist(delta).cpu(), norm2[:-1])
+        group = agglomerate(cosine, 2, self.linkage)
         second = group != group[0]
         across = cosine[second][:, ~second].max()
         return None if self.gamma and ((1 - across) / 2) ** 0.5 <= self.gamma else second
 
 
-def cosines(sqdist: Tensor, norm2: Tensor) -> Tensor:
+def cosine_matrix(sqdist: Tensor, norm2: Tensor) -> Tensor:
     """Cosines [m, m] from squared distances and squared norms [m]; 0 where a norm is 0. Exact
     distances make cosines near 1 exact too."""
     length = (norm2[:, None] * norm2).sqrt()
@@ -339,7 +342,7 @@ def cosines(sqdist: Tensor, norm2: Tensor) -> Tensor:
     return torch.where(length > 0, cosine, 0.0).clamp(-1, 1)
 
 
-def groups(similarity: Tensor, k: int, linkage: str = "complete") -> Tensor:
+def agglomerate(similarity: Tensor, k: int, linkage: str = "complete") -> Tensor:
     """At most k groups of m clients by agglomerative clustering of `similarity` [m, m]: each one's
     group [m], called by its first client.
 

@@ -21,26 +21,26 @@ from torch.nn.functional import pad
 from pflcore import ops
 from pflcore.algorithms._fedavg import FedAvg
 from pflcore.algorithms._protocol import (
-    LANES,
-    Grad,
+    VECTOR_NUMBERS,
+    GradientFn,
     Payload,
     Tensors,
-    Trained,
+    TrainResult,
     Traits,
-    options,
-    row_by_row,
+    algorithm_options,
+    map_rows,
 )
-from pflcore.check import Count, NonNegative, Positive, Weighting
-from pflcore.data._ragged import onto
+from pflcore.check import NonNegativeFloat, PositiveFloat, PositiveInt, Weighting
+from pflcore.data._ragged import to_device
 from pflcore.nn._factorized import Init, factorize, factorized_layers
 from pflcore.ops._sums import running_sums
 from pflcore.train import Clients, Fit, Net
-from pflcore.train._losses import REGRESSION, binary_cross_entropy, hinge
-from pflcore.train._random import client_seeds, uniforms
+from pflcore.train._losses import REGRESSION_LOSSES, binary_cross_entropy, hinge
+from pflcore.train._random import client_seeds, client_uniforms
 
-EULER = 0.5772156649015329
+EULER_GAMMA = 0.5772156649015329
 # a product of v's stays this far below 1 (in its logarithm), where the divergence would be infinite
-NEAR_ONE = -1e-6
+MAX_LOG_PRODUCT = -1e-6
 
 
 def prior_mean(alpha: float, factors: int) -> Tensor:
@@ -69,34 +69,35 @@ def kl_slope(
     pi, c, d = logit.sigmoid(), log_c.exp(), log_d.exp()
     s = log_rest / d
     log_v = log1mexp(s) / c
-    log_p = along(log_v, sizes).clamp_(max=NEAR_ONE)
+    log_p = cumsum_by_layer(log_v, sizes).clamp_(max=MAX_LOG_PRODUCT)
     logit_p = log_p - log1mexp(log_p)
-    by_p = ((1 - pi) * logit_p.exp() - pi) * (log_p < NEAR_ONE)  # at the bound nothing moves
-    by_v = along(by_p.flip(1), sizes[::-1]).flip(1)  # v_k is part of every later p
+    by_p = ((1 - pi) * logit_p.exp() - pi) * (log_p < MAX_LOG_PRODUCT)  # at the bound nothing moves
+    by_v = cumsum_by_layer(by_p.flip(1), sizes[::-1]).flip(1)  # v_k is part of every later p
     rest = 1 - alpha / c
-    harmonic = torch.digamma(d + 1) + EULER  # H_d; E[log v] = -H_d / c
+    harmonic = torch.digamma(d + 1) + EULER_GAMMA  # H_d; E[log v] = -H_d / c
     by_c = 1 - alpha * harmonic / c - by_v * log_v
     by_s = by_v * s / (c * torch.expm1(s)) * s.exp()
     by_d = 1 - 1 / d - rest * d * torch.polygamma(1, d + 1) - by_s
     return torch.cat([pi * (1 - pi) * (logit - logit_p), by_c, by_d], 1)
 
 
-def along(values: Tensor, sizes: list[int]) -> Tensor:
+def cumsum_by_layer(values: Tensor, sizes: list[int]) -> Tensor:
     """Sums over the factors up to each, layer by layer: [s, F]."""
     return torch.cat([running_sums(part) for part in values.split(sizes, 1)], 1)
 
 
-def concrete(logit: Tensor, noise: Tensor, tau: float) -> Tensor:
+def sample_concrete(logit: Tensor, noise: Tensor, tau: float) -> Tensor:
     """A binary concrete sample, the soft b, for `noise` = logit u with u uniform on (0, 1)
     (Maddison et al. 2017)."""
     return torch.sigmoid((logit + noise) / tau)
 
 
-BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
-PRESETS = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}  # optimizer, kl_weight
+BELIEF_BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
+# optimizer, kl_weight
+BELIEF_PRESETS = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}
 
 
-@options
+@algorithm_options
 class FactorizedWaffle(FedAvg):
     """Hao et al. 2020 (WAFFLe, weight factorization), Algorithm 1: W_i = W_a diag(r * b_i) W_b, b_i
     the client's private choice of factors.
@@ -122,38 +123,40 @@ class FactorizedWaffle(FedAvg):
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
     preset: Literal["recommended", "paper_literal"] = "recommended"  # of optimizer and kl_weight
     optimizer: Literal["adam", "sgd"] | None = None  # of the beliefs; default: adam | sgd
-    lr_var: NonNegative | None = None  # of the beliefs; default: .05 with "adam", or the run's
-    kl_weight: NonNegative | None = None  # default .01 | 1; 1 is the variational bound
+    lr_var: NonNegativeFloat | None = None  # of the beliefs; default: .05 with "adam", or the run's
+    kl_weight: NonNegativeFloat | None = None  # default .01 | 1; 1 is the variational bound
     # factors of each layer, or one number for all; none: 3 for 5 outputs
     ranks: tuple[int, ...] = ()
-    alpha: Positive | None = None  # the prior's; default: a layer's number of factors
+    alpha: PositiveFloat | None = None  # the prior's; default: a layer's number of factors
     start: Init = "match"  # strengths: "match" (Glorot's variance) or "ibpwf" (N(0, .1^2))
-    tau: Positive = 2 / 3  # the relaxation's temperature
+    tau: PositiveFloat = 2 / 3  # the relaxation's temperature
     eval_mode: Literal["thr_soft", "mean", "relaxed_mean", "hard", "mc"] = "thr_soft"  # pi if >= .5
-    samples: Count = 10  # of "mc"
+    samples: PositiveInt = 10  # of "mc"
     dictionary: Literal["current", "cached"] = "current"  # at evaluation: a client's last download
-    never: Literal["all", "prior"] = "all"  # of who never trained: its factors
+    untrained_factors: Literal["all", "prior"] = "all"  # of who never trained: its factors
 
     @property
     def traits(self) -> Traits:
-        late = ("eval_mode", "samples", "never")
+        late = ("eval_mode", "samples", "untrained_factors")
         why = "moves its dictionary by steps of SGD along one gradient with the beliefs'"
-        return super().traits._replace(late=late, only_sgd=why, no_clip_grad=why)
+        return super().traits._replace(
+            evaluation_only=late, sgd_only_reason=why, no_clip_grad_reason=why
+        )
 
     def prepare(self, net: Net) -> Net:
         if factorized_layers(net.module):
             return net
-        return Net(partial(factorized, self, net), net.criterion, net.head_name, net.seed)
+        return Net(partial(factorized_module, self, net), net.loss_fn, net.head_name, net.seed)
 
-    def initial(self, net: Net) -> Tensors:
+    def server_init_args(self, net: Net) -> Tensors:
         if not factorized_layers(net.module):
             raise ValueError(
                 "model: expected one with factorized layers, got none; make it with "
                 "pflcore.nn.factorize(model, ranks)."
             )
-        return super().initial(net)
+        return super().server_init_args(net)
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         alphas = self.alphas(net)
         pi = torch.cat([prior_mean(float(a[0]), len(a)) for a in alphas])
         c = torch.cat(alphas)
@@ -167,7 +170,7 @@ class FactorizedWaffle(FedAvg):
         sizes = [m.factors for m in factorized_layers(net.module).values()]
         return [torch.full((f,), self.alpha or float(f), dtype=torch.float64) for f in sizes]
 
-    def widened(self, state: Any, old: Net, new: Net) -> Any:
+    def widen_state(self, state: Any, old: Net, new: Net) -> Any:
         """A run's state with as many factors as the net `new` has, in no layer fewer than `old`:
         "increasing server-side capacity" (section 2.2). The columns of W_a for new factors start
         at 0, so that everybody's model stays what it is; W_b, r and the clients' beliefs in them
@@ -181,31 +184,31 @@ class FactorizedWaffle(FedAvg):
             whole[tuple(map(slice, size))] = state.server["x"][old.slices[name]].view(size)
         had = torch.cat([torch.arange(b) < a for a, b in zip(few, many, strict=True)])
         clients = {"t": state.clients["t"].clone()}
-        for key, row in self.newcomer({"x": x[None]}, new, 1).items():
-            clients.setdefault(key, row.repeat(len(state.seen), 1))
+        for key, row in self.init_client({"x": x[None]}, new, 1).items():
+            clients.setdefault(key, row.repeat(len(state.participated), 1))
             if key in ("q", "m", "v"):
                 mine = state.clients[key].unflatten(1, (3, -1))
                 clients[key].unflatten(1, (3, -1))[:, :, had] = mine
         return replace(state, server={"x": x}, clients=clients)
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        fit = self.learn(down["x"], own, clients)
-        kept = {k: fit.rows[k] if k != "x" else down["x"] for k in own}
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        fit = self.train_rows(down["x"], client_state, clients)
+        kept = {k: fit.rows[k] if k != "x" else down["x"] for k in client_state}
         return kept, {"delta": fit.rows["x"] - down["x"]}, fit
 
-    def learn(self, x: Tensor, own: Tensors, clients: Clients) -> Fit:
+    def train_rows(self, x: Tensor, client_state: Tensors, clients: Clients) -> Fit:
         """The rows x [S, P] and beliefs after local training."""
-        t, at = clients.setting.training, strengths(clients.net)
-        rows = {**own, "x": x, "noise": self.noise(clients, len(at)).to(x)}
-        rows["n"] = clients.size.to(x)[:, None]
+        t, at = clients.context.training, strength_columns(clients.net)
+        rows = {**client_state, "x": x, "noise": self.draw_noise(clients, len(at)).to(x)}
+        rows["n"] = clients.num_samples.to(x)[:, None]
         if t.momentum:
             rows["momentum"] = torch.zeros_like(x)
 
-        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
-            x, taken = rows["x"], onto(taken, rows["x"].device)  # in place: nothing is copied
+        def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
+            x, taken = rows["x"], to_device(taken, rows["x"].device)  # in place: nothing is copied
             noise = rows["noise"][torch.arange(len(x)), taken]
             rows["t"] += 1
-            b, by_b, slope = self.beliefs(rows, noise, clients.net)
+            b, by_b, slope = self.sample_beliefs(rows, noise, clients.net)
             r = x[:, at]
             x[:, at] = r * b  # for the moment the row is the client's own model
             g = grad(x)
@@ -220,59 +223,64 @@ class FactorizedWaffle(FedAvg):
                 buffer=rows.get("momentum"),
                 weight_decay=t.weight_decay,
             )
-            self.move(rows, slope, clients.lr)
+            self.step_beliefs(rows, slope, clients.lr)
             return {}
 
         return clients.each_batch(rows, update, together=True)
 
-    def noise(self, clients: Clients, factors: int) -> Tensor:
+    def draw_noise(self, clients: Clients, factors: int) -> Tensor:
         """A draw for b (a logit) and one for v of each step: [S, steps, 2, F]."""
-        t = clients.setting.training
-        steps = t.epochs * -(-int(clients.size.max()) // t.batch_size)
-        u = drawn(clients, "beliefs", steps * 2 * factors).mul_(1 - 2e-4).add_(1e-4)
+        t = clients.context.training
+        steps = t.epochs * -(-int(clients.num_samples.max()) // t.batch_size)
+        u = client_uniforms_of(clients, "beliefs", steps * 2 * factors).mul_(1 - 2e-4).add_(1e-4)
         u = u.to(clients.net.w0).view(len(u), steps, 2, factors)
-        # client by client, as in `scores`: beside others a client's last digits would be others
+        # client by client, as in `sample_choices`: beside others a client's last digits would be others
         u[:, :, 0] = torch.stack([own.logit() for own in u[:, :, 0]])
         return u
 
-    def beliefs(self, rows: Tensors, noise: Tensor, net: Net) -> tuple[Tensor, Tensor, Tensor]:
+    def sample_beliefs(
+        self, rows: Tensors, noise: Tensor, net: Net
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Samples b [s, F], their derivative by the logits [s, F], and kl_weight / n times the
         divergence's gradient [s, 3 F]."""
         alphas = self.alphas(net)
         sizes, alpha = [len(a) for a in alphas], torch.cat(alphas).to(noise)
-        # A layer of nobody's factors fills each row up to whole vectors: see `row_by_row`.
-        F, more = len(alpha), -len(alpha) % LANES
+        # A layer of nobody's factors fills each row up to whole vectors: see `map_rows`.
+        F, more = len(alpha), -len(alpha) % VECTOR_NUMBERS
         q, noise = (pad(v, (0, more)) for v in (rows["q"].unflatten(1, (3, F)), noise))
         (logit, log_c, log_d), (noise_b, u_v) = q.unbind(1), noise.unbind(1)
-        b, alpha = concrete(logit, noise_b, self.tau)[:, :F], pad(alpha, (0, more), value=1.0)
+        b, alpha = (
+            sample_concrete(logit, noise_b, self.tau)[:, :F],
+            pad(alpha, (0, more), value=1.0),
+        )
         slope = kl_slope(logit, log_c, log_d, torch.log1p(-u_v), alpha, [*sizes, more])
         slope = slope.unflatten(1, (3, -1))[:, :, :F].flatten(1)
-        weight = PRESETS[self.preset][1] if self.kl_weight is None else self.kl_weight
+        weight = BELIEF_PRESETS[self.preset][1] if self.kl_weight is None else self.kl_weight
         return b, b * (1 - b) / self.tau, slope.mul_(weight / rows["n"])
 
-    def move(self, rows: Tensors, slope: Tensor, lr: float) -> None:
+    def step_beliefs(self, rows: Tensors, slope: Tensor, lr: float) -> None:
         """The beliefs one step on along `slope` [s, 3 F], within their bounds, in place."""
         q, m, v, t = (rows[k] for k in "qmvt")
-        if (self.optimizer or PRESETS[self.preset][0]) == "adam":
+        if (self.optimizer or BELIEF_PRESETS[self.preset][0]) == "adam":
             rate = 0.05 if self.lr_var is None else self.lr_var
             m.mul_(0.9).add_(slope, alpha=0.1)
             v.mul_(0.999).addcmul_(slope, slope, value=0.001)
-            first, second = (row_by_row(partial(torch.pow, b), t) for b in (0.9, 0.999))
+            first, second = (map_rows(partial(torch.pow, b), t) for b in (0.9, 0.999))
             q -= rate / (1 - first) * m / ((v / (1 - second)).sqrt_() + 1e-8)
         else:
             q.sub_(slope, alpha=lr if self.lr_var is None else self.lr_var)
-        for part, bound in zip(q.chunk(3, 1), BOUNDS, strict=True):
+        for part, bound in zip(q.chunk(3, 1), BELIEF_BOUNDS, strict=True):
             part.clamp_(-bound, bound)
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        q, x, new = own["q"], down["x"], own["t"][:, 0] == 0
-        x = torch.where(new[:, None], x, own["x"]) if "x" in own else x
-        b = self.scores(q.chunk(3, 1)[0], clients)
-        if self.never == "all":
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
+        q, x, new = client_state["q"], down["x"], client_state["t"][:, 0] == 0
+        x = torch.where(new[:, None], x, client_state["x"]) if "x" in client_state else x
+        b = self.sample_choices(q.chunk(3, 1)[0], clients)
+        if self.untrained_factors == "all":
             b = b.masked_fill(new[:, None, None], 1)
         return {"w": x, "b": b}
 
-    def scores(self, logit: Tensor, clients: Clients) -> Tensor:
+    def sample_choices(self, logit: Tensor, clients: Clients) -> Tensor:
         """b [S, samples, F] of clients with beliefs `logit` [S, F], as `eval_mode` has it."""
         pi = torch.stack([own.sigmoid() for own in logit])[:, None]
         above = (pi >= 0.5).to(pi)
@@ -281,41 +289,43 @@ class FactorizedWaffle(FedAvg):
             return simple[self.eval_mode]
         if self.eval_mode == "relaxed_mean":
             u = (torch.arange(256, dtype=pi.dtype, device=pi.device) + 0.5) / 256
-            each = [concrete(own[:, None], u.logit(), self.tau) for own in logit]
+            each = [sample_concrete(own[:, None], u.logit(), self.tau) for own in logit]
             return torch.stack(each)[:, None].mean(3)
-        u = drawn(clients, "scores", self.samples * logit.shape[1]).to(pi)
+        u = client_uniforms_of(clients, "scores", self.samples * logit.shape[1]).to(pi)
         noise = u.unflatten(1, (self.samples, -1))
-        each = [concrete(own, v.logit(), self.tau) for own, v in zip(logit, noise, strict=True)]
+        each = [
+            sample_concrete(own, v.logit(), self.tau) for own, v in zip(logit, noise, strict=True)
+        ]
         return torch.stack(each)
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """The factorized model w [P], its layers' `strength` times a row of b [samples, F]: the
         logarithm of the probabilities' mean over the rows; of numbers their mean, of single labels
         its logit."""
-        at, w = strengths(net), model["w"]
+        at, w = strength_columns(net), model["w"]
         each = [net(w.index_copy(0, at, w[at] * b), x) for b in model["b"]]
-        scores, numbers = torch.stack(each), net.criterion in (*REGRESSION, hinge)
-        if net.criterion is binary_cross_entropy:
+        scores, numbers = torch.stack(each), net.loss_fn in (*REGRESSION_LOSSES, hinge)
+        if net.loss_fn is binary_cross_entropy:
             return scores.sigmoid().mean(0).logit()
         if numbers or len(scores) == 1 or scores.dim() < 3 or scores.shape[2] == 1:
             return scores.mean(0)
         return scores.log_softmax(2).logsumexp(0)  # but for a constant
 
 
-def drawn(clients: Clients, stream: str, count: int) -> Tensor:
+def client_uniforms_of(clients: Clients, stream: str, count: int) -> Tensor:
     """Uniform numbers [S, count], each client's own of this round."""
-    key = (clients.setting.seed, clients.round, stream)
-    return uniforms(client_seeds(clients.ids.numpy(), *key), count)
+    key = (clients.context.seed, clients.round, stream)
+    return client_uniforms(client_seeds(clients.ids.numpy(), *key), count)
 
 
-def factorized(alg: FactorizedWaffle, net: Net) -> nn.Module:
+def factorized_module(alg: FactorizedWaffle, net: Net) -> nn.Module:
     """The net's model with its layers factorized; a function of the module, so that models can be
     pickled."""
     plain = net.module if isinstance(net.build, nn.Module) else net.build()
     return factorize(plain, alg.ranks, alg.start, alg.alpha, net.head_name)
 
 
-def strengths(net: Net) -> Tensor:
+def strength_columns(net: Net) -> Tensor:
     """Where the factors' strengths stand in a row: int64 [F], layer after layer."""
     names = (f"{k}.strength".removeprefix(".") for k in factorized_layers(net.module))
     places = torch.arange(net.size, device=net.w0.device)

@@ -16,27 +16,35 @@ from pflcore import ops
 from pflcore.algorithms._protocol import (
     Algorithm,
     Cohort,
-    Grad,
-    Mix,
+    GradientFn,
+    MixingWeights,
     Payload,
     Tensors,
-    Trained,
+    TrainResult,
     Traits,
-    Updated,
-    Void,
-    options,
-    plain_steps,
-    row_by_row,
-    squares,
+    UpdateResult,
+    VoidRound,
+    algorithm_options,
+    map_rows,
+    squared_norms,
+    warn_unused_momentum,
 )
-from pflcore.check import Count, Momentum, NonNegative, Positive, Weighting, Whole, refuse
-from pflcore.data._ragged import onto
+from pflcore.check import (
+    Momentum,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Weighting,
+    reject,
+)
+from pflcore.data._ragged import to_device
 from pflcore.train import Clients, Net, Objective
 
 Defence = Literal["clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust"]
-BLOCK = 1 << 14  # columns that are sorted at once
+SORT_BLOCK_COLUMNS = 1 << 14  # columns that are sorted at once
 # those that take how many clients are hostile: a round has more than twice as many, by so many
-COUNTING = {"krum": 3, "multi_krum": 3, "trimmed_mean": 1}
+BYZANTINE_MARGIN = {"krum": 3, "multi_krum": 3, "trimmed_mean": 1}
 
 
 def krum(sqdist: Tensor, f: int, m: int) -> Tensor:
@@ -46,7 +54,7 @@ def krum(sqdist: Tensor, f: int, m: int) -> Tensor:
     return others.sort(1).values[:, : len(others) - f - 2].sum(1).sort(stable=True).indices[:m]
 
 
-def comparisons(s: int) -> Iterator[tuple[int, int]]:
+def sorting_network(s: int) -> Iterator[tuple[int, int]]:
     """What sorts s numbers: Batcher's odd-even merge sort (1968), pairs of places to be put in
     order."""
     p = k = 1
@@ -60,35 +68,35 @@ def comparisons(s: int) -> Iterator[tuple[int, int]]:
             p = k = 2 * p
 
 
-def ascending(rows: Tensor) -> list[Tensor]:
+def sort_columns(rows: Tensor) -> list[Tensor]:
     """The rows [S, P], each column sorted: a quarter of `sort`'s time along rows, which is not made
     for few."""
     r = list(rows)
-    for a, b in comparisons(len(r)):
+    for a, b in sorting_network(len(r)):
         r[a], r[b] = torch.minimum(r[a], r[b]), torch.maximum(r[a], r[b])
     return r
 
 
-def defended(
+def robust_mean(
     defence: str, delta: Tensor, share: Tensor, hostile: int, root: int
 ) -> tuple[Tensor, Tensor]:
     """Rows and their weights [1, rows], float64, whose sum takes the place of the mean of `delta`
     [S, P] in the shares `share` [1, S].
 
-    `root` is the trusted client's place among the S. Distances are exact ones,
+    `trusted_client` is the trusted client's place among the S. Distances are exact ones,
     `ops.pairwise_sqdist`.
     """
     s = len(delta)
     if defence in ("median", "trimmed_mean"):
         cut = (s - 1) // 2 if defence == "median" else hostile
-        width = BLOCK if delta.device.type == "cpu" else max(1, delta.shape[1])
-        parts = [torch.stack(ascending(part)[cut : s - cut]) for part in delta.split(width, 1)]
+        width = SORT_BLOCK_COLUMNS if delta.device.type == "cpu" else max(1, delta.shape[1])
+        parts = [torch.stack(sort_columns(part)[cut : s - cut]) for part in delta.split(width, 1)]
         return torch.cat([part.mean(0) for part in parts])[None], share.new_ones(1, 1)
     if defence in ("krum", "multi_krum"):
         m = 1 if defence == "krum" else s - hostile
-        chosen = onto(krum(ops.pairwise_sqdist(delta), hostile, m), share.device)
+        chosen = to_device(krum(ops.pairwise_sqdist(delta), hostile, m), share.device)
         return delta, torch.zeros_like(share).index_fill_(1, chosen, 1 / m)
-    norm = squares(delta).sqrt().clamp(min=1e-150)
+    norm = squared_norms(delta).sqrt().clamp(min=1e-150)
     if defence == "clip":
         return delta, share * (norm.quantile(0.5) / norm).clamp(max=1.0)
     own, far = norm[root], ops.pairwise_sqdist(delta, delta[root : root + 1])[:, 0]
@@ -98,7 +106,7 @@ def defended(
     return delta, (trust / trust.sum() * own / norm)[None]
 
 
-@options
+@algorithm_options
 class FedAvg(Algorithm):
     """McMahan et al. 2017, Algorithm 1.
 
@@ -107,7 +115,7 @@ class FedAvg(Algorithm):
     `x <- x + server_lr * sum_i share_i delta_i`; `weighting` is "samples" (the paper's n_i / n) or
     "uniform".
 
-    `defence` takes something else than the mean, with `hostile` = f bad clients in a round of S;
+    `defence` takes something else than the mean, with `num_byzantine` = f bad clients in a round of S;
     d_i are the updates. All but "clip" give every client one voice, since the number of its samples
     is its own word. "clip": sum_i share_i d_i min(1, M / |d_i|), M the median of the norms (Sun et
     al. 2019 with M for the fixed bound, which is `clip` of the run) · "median": coordinate by
@@ -115,69 +123,77 @@ class FedAvg(Algorithm):
     · "trimmed_mean": coordinate by coordinate without the f least and f largest (Definition 2) ·
     "krum", "multi_krum": the update, or the mean of the S - f updates, of the least Krum score
     (Blanchard et al. 2017), by exact distances · "fltrust": sum_i t_i (|r| / |d_i|) d_i / sum_i t_i
-    with t_i = max(0, cos(d_i, r)) and r the update of the trusted client `root`, who joins every
+    with t_i = max(0, cos(d_i, r)) and r the update of the trusted client `trusted_client`, who joins every
     round (Cao et al. 2021, eqs. 2 to 4, where r is trained by the server on data of its own and is
     not part of the sum). Running statistics of batch norm stay each client's own then: they would
     be a way around the defence.
     """
 
-    server_lr: NonNegative = 1.0  # step size of the server
+    server_lr: NonNegativeFloat = 1.0  # step size of the server
     weighting: Weighting = "samples"  # or uniform
     defence: Defence | None = field(default=None, kw_only=True)  # in the mean's place
-    hostile: Whole = field(default=1, kw_only=True)  # bad clients a round: krum's, trimmed_mean's
-    root: Whole | None = field(default=None, kw_only=True)  # the client that fltrust trusts
+    # bad clients a round: krum's, trimmed_mean's
+    num_byzantine: NonNegativeInt = field(default=1, kw_only=True)
+    # the client that fltrust trusts
+    trusted_client: NonNegativeInt | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.defence == "fltrust") != (self.root is not None):
-            refuse("root", "a client's number with defence='fltrust', None without it", self.root)
-        if self.defence not in COUNTING:
-            self.idle("defence", "hostile")
+        if (self.defence == "fltrust") != (self.trusted_client is not None):
+            reject(
+                "trusted_client",
+                "a client's number with defence='fltrust', None without it",
+                self.trusted_client,
+            )
+        if self.defence not in BYZANTINE_MARGIN:
+            self.require_default("defence", "num_byzantine")
 
     @property
     def traits(self) -> Traits:
         return Traits(
             batch_norm=("average", "local") if self.defence is None else ("local",),
-            required=() if self.root is None else (self.root,),
+            required_clients=() if self.trusted_client is None else (self.trusted_client,),
         )
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
-        rows, mix = self.defended(up["delta"], cohort)
-        return {"x": mix.of(rows, state["x"], self.server_lr)[0]}, mix
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
+        rows, mix = self.robust_weights(up["delta"], cohort)
+        return {"x": mix.aggregate(rows, state["x"], self.server_lr)[0]}, mix
 
-    def defended(self, delta: Tensor, cohort: Cohort) -> tuple[Tensor, Mix]:
+    def robust_weights(self, delta: Tensor, cohort: Cohort) -> tuple[Tensor, MixingWeights]:
         """Rows and their mix: the updates [S, P] in their shares, or what the defence makes of
-        them. `hostile` may be as many as those who are left allow, but never fewer than itself less
+        them. `num_byzantine` may be as many as those who are left allow, but never fewer than itself less
         those whose uploads were not finite: then the round is void."""
-        mean, hostile = cohort.mean(self.weighting), self.hostile
+        mean, hostile = cohort.mean_weights(self.weighting), self.num_byzantine
         if self.defence is None:
             return delta, mean
-        if self.defence in COUNTING:
-            more = COUNTING[self.defence]
+        if self.defence in BYZANTINE_MARGIN:
+            more = BYZANTINE_MARGIN[self.defence]
             hostile = min(hostile, (len(delta) - more) // 2)
-            if hostile < max(0, self.hostile - cohort.lost):
-                raise Void(
-                    f"defence: {self.defence} against {self.hostile} hostile clients needs "
-                    f"{2 * self.hostile + more} in a round, and round {cohort.round} has "
+            if hostile < max(0, self.num_byzantine - cohort.num_dropped):
+                raise VoidRound(
+                    f"defence: {self.defence} against {self.num_byzantine} hostile clients needs "
+                    f"{2 * self.num_byzantine + more} in a round, and round {cohort.round} has "
                     f"{len(delta)}; lower hostile, or raise participation."
                 )
-        root = 0 if self.root is None else int((cohort.ids == self.root).nonzero())
-        share = onto(mean.weight, delta.device)
-        rows, weight = defended(self.defence, delta, share, hostile, root)
-        return rows, Mix(weight)
+        root = (
+            0 if self.trusted_client is None else int((cohort.ids == self.trusted_client).nonzero())
+        )
+        share = to_device(mean.weight, delta.device)
+        rows, weight = robust_mean(self.defence, delta, share, hostile, root)
+        return rows, MixingWeights(weight)
 
 
-@options
-class Undefended:
+@algorithm_options
+class WithoutDefence:
     """Narrows FedAvg's options for who takes no step along the mean of the updates."""
 
     defence: None = field(default=None, kw_only=True)
-    hostile: Literal[1] = field(default=1, kw_only=True)
-    root: None = field(default=None, kw_only=True)
+    num_byzantine: Literal[1] = field(default=1, kw_only=True)
+    trusted_client: None = field(default=None, kw_only=True)
 
 
-@options
-class QFedAvg(Undefended, FedAvg):
+@algorithm_options
+class QFedAvg(WithoutDefence, FedAvg):
     """Li et al. 2020 (q-FFL), Algorithm 2: clients with a high loss weigh more.
 
     server: x [P] · client: nothing · down: x (1 model) · up: delta (1 model) and two scalars.
@@ -189,38 +205,40 @@ class QFedAvg(Undefended, FedAvg):
     F^(q-1) of a client with no loss would stop the server).
     """
 
-    q: NonNegative = 0.001  # 0: FedAvg; larger: fairer
+    q: NonNegativeFloat = 0.001  # 0: FedAvg; larger: fairer
 
     @property
     def traits(self) -> Traits:
         why = "takes an update over the step size for a gradient" if self.q > 0 else ""
-        return super().traits._replace(only_sgd=why)
+        return super().traits._replace(sgd_only_reason=why)
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
         f = (clients.loss(down["x"]).double() + 1e-10).clamp(min=1e-6)
-        own, up, fit = super().train(down, own, clients)
+        client_state, up, fit = super().train(down, client_state, clients)
         norm = torch.linalg.vector_norm(up["delta"], dim=1, dtype=torch.float64) ** 2
-        slope = row_by_row(lambda v: v ** (self.q - 1), f[:, None])[:, 0]
-        weight = row_by_row(lambda v: v**self.q, f[:, None])[:, 0]
+        slope = map_rows(lambda v: v ** (self.q - 1), f[:, None])[:, 0]
+        weight = map_rows(lambda v: v**self.q, f[:, None])[:, 0]
         h = self.q * slope * norm / (clients.lr or 1) + weight
-        return own, {**up, "weight": weight, "h": h}, fit
+        return client_state, {**up, "weight": weight, "h": h}, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
-        share = onto(cohort.mean(self.weighting).weight, up["h"].device).to(up["h"])
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
+        share = to_device(cohort.mean_weights(self.weighting).weight, up["h"].device).to(up["h"])
         weight = share * up["weight"]
-        mix = Mix(weight / (share * up["h"]).sum())
-        return {"x": mix.of(up["delta"], state["x"], self.server_lr)[0]}, Mix(weight.cpu())
+        mix = MixingWeights(weight / (share * up["h"]).sum())
+        return {"x": mix.aggregate(up["delta"], state["x"], self.server_lr)[0]}, MixingWeights(
+            weight.cpu()
+        )
 
 
 Optimizer = Literal["sgd", "heavy_ball", "nesterov", "ema", "adam", "yogi", "adagrad"]
-IDLE = {  # options that play no part beside an optimizer
+UNUSED_OPTIONS = {  # options that play no part beside an optimizer
     "sgd": ("beta1", "beta2", "tau", "v0", "bias_correction"),
     **dict.fromkeys(("heavy_ball", "nesterov", "ema"), ("beta2", "tau", "v0", "bias_correction")),
     "adagrad": ("beta2",),
 }
 
 
-@options
+@algorithm_options
 class FedOpt(FedAvg):
     """Reddi et al. 2021, Algorithm 2, and Hsu et al. 2019: FedAvg with a server optimizer.
 
@@ -245,16 +263,17 @@ class FedOpt(FedAvg):
     optimizer: Optimizer = "sgd"
     beta1: Momentum = 0.9  # momentum
     beta2: Momentum = 0.99  # second moment (adam, yogi)
-    tau: Positive = 1e-3  # added to sqrt(v)
-    v0: NonNegative | None = None  # where v starts; None: tau^2, as in the paper (Motley's code: 0)
+    tau: PositiveFloat = 1e-3  # added to sqrt(v)
+    # where v starts; None: tau^2, as in the paper (Motley's code: 0)
+    v0: NonNegativeFloat | None = None
     # of Adam's moments: none, as in the paper, or as Keras does
     bias_correction: Literal["none", "keras"] = "none"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.idle("optimizer", *IDLE.get(self.optimizer, ()))
+        self.require_default("optimizer", *UNUSED_OPTIONS.get(self.optimizer, ()))
 
-    def slots(self, x: Tensor) -> Tensors:
+    def optimizer_state(self, x: Tensor) -> Tensors:
         """The optimizer's own first state for models `x` [..., P]; each model has its own."""
         if self.optimizer == "sgd":
             return {}
@@ -264,7 +283,7 @@ class FedOpt(FedAvg):
         v = torch.full_like(x, self.tau**2 if self.v0 is None else self.v0)
         return {"m": m, "v": v, "t": x.new_zeros(x.shape[:-1], dtype=torch.float64)}
 
-    def improve(self, state: Tensors, d: Tensor) -> Tensors:
+    def optimizer_step(self, state: Tensors, d: Tensor) -> Tensors:
         """What the mean update `d` [..., P] makes of the models state["x"] [..., P] and the
         slots."""
         x, lr, b1, b2 = state["x"], self.server_lr, self.beta1, self.beta2
@@ -289,14 +308,14 @@ class FedOpt(FedAvg):
         return {"x": x + lr * step, "m": m, "v": v, "t": t}
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        return {"x": x0, **self.slots(x0)}
+        return {"x": x0, **self.optimizer_state(x0)}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
-        rows, mix = self.defended(up["delta"], cohort)
-        return {**self.improve(state, mix.of(rows)[0])}, mix
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
+        rows, mix = self.robust_weights(up["delta"], cohort)
+        return {**self.optimizer_step(state, mix.aggregate(rows)[0])}, mix
 
 
-@options
+@algorithm_options
 class FedAvgM(FedOpt):
     """Hsu et al. 2019: FedAvg with server momentum; `optimizer` is "heavy_ball", "nesterov" or
     "ema" (Motley). See `FedOpt`.
@@ -305,24 +324,24 @@ class FedAvgM(FedOpt):
     optimizer: Optimizer = "heavy_ball"
 
 
-@options
+@algorithm_options
 class FedAdam(FedOpt):
     """Reddi et al. 2021. Motley's cross-device preset is `bias_correction="keras"`, `v0=0`. See
     `FedOpt`.
     """
 
-    server_lr: NonNegative = 0.1
+    server_lr: NonNegativeFloat = 0.1
     optimizer: Optimizer = "adam"
 
 
-@options
+@algorithm_options
 class FedYogi(FedAdam):
     """Reddi et al. 2021. See `FedOpt`."""
 
     optimizer: Optimizer = "yogi"
 
 
-@options
+@algorithm_options
 class FedAdagrad(FedAdam):
     """Reddi et al. 2021, with beta1 = 0 as there. See `FedOpt`."""
 
@@ -330,7 +349,7 @@ class FedAdagrad(FedAdam):
     beta1: Momentum = 0.0
 
 
-@options
+@algorithm_options
 class FedProx(FedAvg):
     """Li et al. 2020, Algorithm 2: clients minimise `F_i(w) + mu / 2 * |w - x|^2`, x being the
     model they received.
@@ -343,15 +362,15 @@ class FedProx(FedAvg):
     is stable only while `lr_of_training * mu < 2`.
     """
 
-    mu: NonNegative = 1.0  # strength of the pull towards x; 0 is FedAvg
+    mu: NonNegativeFloat = 1.0  # strength of the pull towards x; 0 is FedAvg
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
         x = down["x"]
         fit = clients.fit(x, Objective(prox=(self.mu, x) if self.mu else None))
-        return own, {"delta": fit.w.sub_(x)}, fit
+        return client_state, {"delta": fit.w.sub_(x)}, fit
 
 
-@options
+@algorithm_options
 class MRMTL(FedOpt):
     """Mean-regularized multi-task learning (Hanzely and Richtarik 2020; Liu et al. 2022): personal
     models pulled towards their mean.
@@ -364,24 +383,24 @@ class MRMTL(FedOpt):
     the x of the client's first round; until then the client is served x.
     """
 
-    lam: NonNegative = 0.1  # pull towards the common model
+    lam: NonNegativeFloat = 0.1  # pull towards the common model
 
     @property
     def traits(self) -> Traits:
         return super().traits._replace(batch_norm=("local",))  # v is never mixed
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"v": down["x"]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        fit = clients.fit(own["v"], Objective(prox=(self.lam, down["x"])))
-        return {"v": fit.w}, {"delta": fit.w - own["v"]}, fit
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        fit = clients.fit(client_state["v"], Objective(prox=(self.lam, down["x"])))
+        return {"v": fit.w}, {"delta": fit.w - client_state["v"]}, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": own["v"]}
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
+        return {"w": client_state["v"]}
 
 
-@options
+@algorithm_options
 class Ditto(MRMTL):
     """Li et al. 2021, Algorithm 1 (the solver with a personal pass): a personal model pulled
     towards the global one.
@@ -396,26 +415,26 @@ class Ditto(MRMTL):
     of v.
     """
 
-    personal_lr: NonNegative | None = None  # step size of v; None: the run's
-    personal_epochs: Count | None = None  # epochs of v; None: the run's
+    personal_lr: NonNegativeFloat | None = None  # step size of v; None: the run's
+    personal_epochs: PositiveInt | None = None  # epochs of v; None: the run's
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
         x = down["x"]
         # v keeps Local's shuffle, so that lam = 0 is Local bit for bit
         delta = clients.fit(x, stream="global").w.sub_(x)
         pull = Objective(prox=(self.lam, x))
-        fit = clients.fit(own["v"], pull, lr=self.personal_lr, epochs=self.personal_epochs)
+        fit = clients.fit(client_state["v"], pull, lr=self.personal_lr, epochs=self.personal_epochs)
         return {"v": fit.w}, {"delta": delta}, fit
 
 
-@options
+@algorithm_options
 class PFedMe(FedAvg):
     """Dinh et al. 2020, Algorithm 1: each client's theta minimises f_i(theta) + lam / 2 |theta -
     w|^2; w follows all thetas.
 
     server: x [P] · client: theta [P] · down: x [S, P] · up: delta [S, P] (1 model).
 
-    For every minibatch of the local epochs: `inner` steps theta <- theta - personal_lr (grad
+    For every minibatch of the local epochs: `inner_steps` steps theta <- theta - personal_lr (grad
     f(theta) + lam (theta - w)), then w <- w - lr_of_training lam (w - theta). The server's x <- (1
     - beta) x + beta sum_i share_i w_i: `server_lr` is beta. theta goes on from where it was, over
     the minibatches and over the rounds; in a client's first round it starts at w. Evaluated is
@@ -425,36 +444,38 @@ class PFedMe(FedAvg):
     optimizer's mu = 0.001).
     """
 
-    lam: NonNegative = 1.0  # strength of the pull between theta and w
-    inner: Count = 5  # the paper's K, steps towards the proximal point
-    personal_lr: NonNegative = 0.01  # step size of theta
+    lam: NonNegativeFloat = 1.0  # strength of the pull between theta and w
+    inner_steps: PositiveInt = 5  # the paper's K, steps towards the proximal point
+    personal_lr: NonNegativeFloat = 0.01  # step size of theta
 
     @property
     def traits(self) -> Traits:
         why = "takes its paper's own steps of SGD"
         # theta is never mixed
-        return super().traits._replace(batch_norm=("local",), only_sgd=why, no_clip_grad=why)
+        return super().traits._replace(
+            batch_norm=("local",), sgd_only_reason=why, no_clip_grad_reason=why
+        )
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"theta": down["x"]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             w, theta = rows["w"], rows["theta"]
-            for _ in range(self.inner):
+            for _ in range(self.inner_steps):
                 theta = theta - self.personal_lr * (grad(theta) + self.lam * (theta - w))
             return {"w": w - clients.lr * self.lam * (w - theta), "theta": theta}
 
-        plain_steps(self, clients)
+        warn_unused_momentum(self, clients)
         x = down["x"]
-        fit = clients.each_batch({"w": x, **own}, update)
+        fit = clients.each_batch({"w": x, **client_state}, update)
         return {"theta": fit.rows["theta"]}, {"delta": fit.w - x}, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": own["theta"]}
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
+        return {"w": client_state["theta"]}
 
 
-@options
+@algorithm_options
 class LocalOnly(Algorithm):
     """Each client trains a model of its own, from one common start, and shares nothing: the
     baseline of every paper.
@@ -470,12 +491,12 @@ class LocalOnly(Algorithm):
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         return {}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         return {}, None
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": net.w0[None]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        fit = clients.fit(own["w"])
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        fit = clients.fit(client_state["w"])
         return {"w": fit.w}, {}, fit

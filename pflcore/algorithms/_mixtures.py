@@ -16,28 +16,35 @@ from pflcore.algorithms._fedavg import FedAvg
 from pflcore.algorithms._protocol import (
     Algorithm,
     Cohort,
-    Grad,
+    GradientFn,
     Payload,
-    Pool,
-    Rows,
+    RowUpdate,
+    SharedRows,
     Tensors,
-    Trained,
+    TrainResult,
     Traits,
-    Updated,
-    options,
-    row_by_row,
-    shares,
+    UpdateResult,
+    algorithm_options,
+    map_rows,
+    normalize_rows,
 )
-from pflcore.check import Count, Fraction, NonNegative, Share, Weighting, Whole
-from pflcore.data._ragged import Ragged, onto
-from pflcore.nn._mode import context
+from pflcore.check import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    UnitFloat,
+    Weighting,
+)
+from pflcore.data._ragged import Ragged, to_device
+from pflcore.nn._context import forward_state
 from pflcore.ops._sums import scatter_add
 from pflcore.train import Clients, Net, Objective
-from pflcore.train._clients import Setting, aligned
-from pflcore.train._random import client_seeds, shuffles, uniforms
+from pflcore.train._clients import TrainContext, align_memory
+from pflcore.train._random import client_seeds, client_shuffles, client_uniforms
 
 
-@options
+@algorithm_options
 class APFL(FedAvg):
     """Deng et al. 2020, Algorithm 1: client i uses `alpha_i v_i + (1 - alpha_i) w`, w global, v_i
     and alpha_i its own.
@@ -55,29 +62,31 @@ class APFL(FedAvg):
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
-    alpha: Share = 0.5  # share of the personal model at the start: 0 global, 1 local
+    alpha: UnitFloat = 0.5  # share of the personal model at the start: 0 global, 1 local
     adaptive: bool = True  # learn alpha
-    alpha_lr: NonNegative | None = None  # alpha's step size; None: that of training
-    alpha_decay: NonNegative = 0.0  # pull of alpha towards 0
+    alpha_lr: NonNegativeFloat | None = None  # alpha's step size; None: that of training
+    alpha_decay: NonNegativeFloat = 0.0  # pull of alpha towards 0
     mix: Literal["weights", "logits"] = "weights"  # the models (the paper), or their scores
 
     @property
     def traits(self) -> Traits:
         why = "takes steps of SGD along the gradients of two models"
         # statistics are those of the client's own mixture
-        return super().traits._replace(batch_norm=("local",), only_sgd=why, no_clip_grad=why)
+        return super().traits._replace(
+            batch_norm=("local",), sgd_only_reason=why, no_clip_grad_reason=why
+        )
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         w0 = net.w0[None]
         return {"v": w0, "alpha": torch.full_like(w0[:, :1], self.alpha)}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        x, t, lr, P = down["x"], clients.setting.training, clients.lr, clients.net.size
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        x, t, lr, P = down["x"], clients.context.training, clients.lr, clients.net.size
         alpha_lr = lr if self.alpha_lr is None else self.alpha_lr
         # two gradients of the model's own loss, which kernels may take
         apart = self.mix == "weights" and not clients.net.buffer_names
 
-        def update(rows: Tensors, grad: Grad, taken: Tensor) -> Tensors:
+        def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             w, v, alpha = rows["w"], rows["v"], rows["alpha"]
             learns = self.adaptive and int(taken[0]) == 0
             if apart:
@@ -99,37 +108,37 @@ class APFL(FedAvg):
                 alpha.sub_(alpha_lr * (slope + self.alpha_decay * alpha)).clamp_(0, 1)
             return {}  # all of it in place
 
-        rows = {"w": x, **own}
+        rows = {"w": x, **client_state}
         if t.momentum:
             rows |= {"old w": torch.zeros_like(x), "old v": torch.zeros_like(x)}
         fit = clients.each_batch(rows, update, Objective(loss=None if apart else self.joint_loss))
-        return {k: fit.rows[k] for k in own}, {"delta": fit.w - x}, fit
+        return {k: fit.rows[k] for k in client_state}, {"delta": fit.w - x}, fit
 
     def joint_loss(self, net: Net, row: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
         """Its gradient in w is that of w's loss, in v and alpha that of the mixture's; `row`
         [2 P + 1] is w | v | alpha."""
         w, v, alpha = row.split([net.size, net.size, 1])
-        before = context.buffers
+        before = forward_state.buffers
         own = net.loss(w, x, y)
-        context.buffers = before  # the statistics that stay are the mixture's
-        return own + net.batch_loss(self.mixed(net, w.detach(), v, alpha, x), y)
+        forward_state.buffers = before  # the statistics that stay are the mixture's
+        return own + net.batch_loss(self.mixture_scores(net, w.detach(), v, alpha, x), y)
 
-    def mixed(self, net: Net, w: Tensor, v: Tensor, alpha: Tensor, x: Tensor) -> Tensor:
+    def mixture_scores(self, net: Net, w: Tensor, v: Tensor, alpha: Tensor, x: Tensor) -> Tensor:
         """The mixture's scores on `x` [B, ...]."""
         if self.mix == "weights":
             return net(alpha * v + (1 - alpha) * w, x)
         return alpha * net(v, x) + (1 - alpha) * net(w, x)
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": down["x"], **own}
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
+        return {"w": down["x"], **client_state}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """Scores of the model `alpha v + (1 - alpha) w` [P]; where the option mix is "logits", the
         same mixture of both models' scores."""
-        return self.mixed(net, model["w"], model["v"], model["alpha"], x)
+        return self.mixture_scores(net, model["w"], model["v"], model["alpha"], x)
 
 
-@options
+@algorithm_options
 class FedALA(FedAvg):
     """Zhang et al. 2023, FedALA (Algorithm 1): a round starts at theta_i + (x - theta_i) * W_i,
     with W_i in [0, 1] learned on own data.
@@ -145,44 +154,46 @@ class FedALA(FedAvg):
     x, its W learned on in the same way and thrown away.
 
     Decisions where the paper is silent: a loss is the mean over an epoch's minibatches; the first
-    time ends after `most` epochs at the latest; batch norm's statistics stay while W is learned.
+    time ends after `max_epochs` epochs at the latest; batch norm's statistics stay while W is learned.
     Until its first round a client is served x.
     """
 
-    layers: Whole = 0  # W is for so many of the last parameter tensors; 0: all
-    eta: NonNegative = 1.0  # step size of W
+    layers: NonNegativeInt = 0  # W is for so many of the last parameter tensors; 0: all
+    eta: NonNegativeFloat = 1.0  # step size of W
     sample: Fraction = 0.8  # part of the client's samples that W is learned on
     window: Annotated[int, at.Ge(2)] = 10  # the first time ends where so many losses ...
-    threshold: NonNegative = 0.1  # ... deviate by less
-    most: Count = 100  # epochs of the first time at most
+    threshold: NonNegativeFloat = 0.1  # ... deviate by less
+    max_epochs: PositiveInt = 100  # epochs of the first time at most
 
     @property
     def traits(self) -> Traits:
         return super().traits._replace(batch_norm=super().traits.batch_norm[::-1])
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         ones = net.w0.new_ones(1, sum(net.sizes[-self.layers :]))
         return {"theta": down["x"], "W": ones, "begun": ones.new_zeros(1, 1)}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        start, new = self.mixed(down["x"], own, clients)
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        start, new = self.start_models(down["x"], client_state, clients)
         fit = clients.fit(start)
         return {"theta": fit.w, **new}, {"delta": fit.w - down["x"]}, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": self.mixed(down["x"], own, clients)[0]}
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
+        return {"w": self.start_models(down["x"], client_state, clients)[0]}
 
-    def mixed(self, x: Tensor, own: Tensors, clients: Clients) -> tuple[Tensor, Tensors]:
+    def start_models(
+        self, x: Tensor, client_state: Tensors, clients: Clients
+    ) -> tuple[Tensor, Tensors]:
         """Where the clients start [S, P], and what they know then of W."""
-        theta, W, begun = own["theta"], own["W"].clone(), own["begun"]
+        theta, W, begun = client_state["theta"], client_state["W"].clone(), client_state["begun"]
         low = x.shape[1] - W.shape[1]
         gap = (x - theta)[:, low:]
         extra = {"low": x[:, :low], "theta": theta[:, low:], "gap": gap}
         learns = gap.ne(0).any(1)
         first, losses = learns & (begun[:, 0] == 0), W.new_zeros(len(W), 0, dtype=torch.float64)
         begun = torch.where(learns[:, None], 1, begun)
-        part = replace(clients, setting=sampled(clients, self.sample))
-        for epoch in range(self.most):
+        part = replace(clients, context=subsample_training(clients, self.sample))
+        for epoch in range(self.max_epochs):
             if not learns.any():
                 break
             fit = part.take(learns).each_batch(
@@ -205,26 +216,26 @@ class FedALA(FedAvg):
         return net.loss(torch.cat([extra["low"], extra["theta"] + extra["gap"] * W]), x, y)
 
 
-def sampled(clients: Clients, fraction: float) -> Setting:
+def subsample_training(clients: Clients, fraction: float) -> TrainContext:
     """The setting with a random `fraction` of each of these clients' training samples (at least
     one) in this round, and nobody else's."""
-    setting, ids = clients.setting, clients.ids.sort().values
-    data, lists = setting.data, setting.data.lists("train").take(ids)
+    context, ids = clients.context, clients.ids.sort().values
+    data, lists = context.data, context.data.lists("train").take(ids)
     count = (fraction * lists.size).long().clamp(min=1)
     if clients.net.buffer_names:
         # batch norm cannot train on one sample: no batch of one that the whole list does not have
-        t = setting.training
+        t = context.training
         lone = (count == 1) | (count % t.batch_size == 1) & (not t.drop_last)
         fewer = torch.where(count > 1, count - 1, lists.size.clamp(max=2))
         count = torch.where(lone, fewer, count)
-    seeds = client_seeds(ids.numpy(), setting.seed, clients.round, "sample")
-    order = torch.from_numpy(shuffles(seeds, lists.size.numpy()))
+    seeds = client_seeds(ids.numpy(), context.seed, clients.round, "sample")
+    order = torch.from_numpy(client_shuffles(seeds, lists.size.numpy()))
     places = (lists.begin[:-1, None] + order)[torch.arange(order.shape[1]) < count[:, None]]
     size = torch.zeros(data.n, dtype=torch.int64).index_copy(0, ids, count)
-    return setting._replace(data=data._with(index={"train": Ragged(lists.flat[places], size)}))
+    return context._replace(data=data._copy_with(index={"train": Ragged(lists.flat[places], size)}))
 
 
-@options
+@algorithm_options
 class FedFomo(Algorithm):
     """Zhang et al. 2021, FedFomo: a client moves towards the models that do better than its own on
     its validation data.
@@ -245,12 +256,15 @@ class FedFomo(Algorithm):
     0, or whose loss is not finite, has weight 0. An absent client's model can be sent.
     """
 
-    m: Count = 5  # models downloaded
-    epsilon: Share = 0.3  # share of them picked at random in round 1
-    decay: NonNegative = 0.05  # by how much it falls in a round
+    m: PositiveInt = 5  # models downloaded
+    epsilon: UnitFloat = 0.3  # share of them picked at random in round 1
+    decay: NonNegativeFloat = 0.05  # by how much it falls in a round
 
     traits = Traits(
-        batch_norm=("local",), needs_val=True, models={"w": "server.w"}, reported=("weights",)
+        batch_norm=("local",),
+        needs_val=True,
+        model_uploads={"w": "server.w"},
+        reported_state=("weights",),
     )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -258,7 +272,7 @@ class FedFomo(Algorithm):
         seen = torch.zeros(n, dtype=torch.bool)
         return {"w": x0.repeat(n, 1), "p": none, "weights": none, "seen": seen}
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": net.w0[None], "old": net.w0[None]}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
@@ -270,21 +284,23 @@ class FedFomo(Algorithm):
         index = torch.empty(len(ids), 0, dtype=torch.long)
         for i in range(min(self.m, int(free.sum(1).max()))):
             # a client's own, independent of the others
-            draws = uniforms(client_seeds(ids.tolist(), seed, i), n + 1)
+            draws = client_uniforms(client_seeds(ids.tolist(), seed, i), n + 1)
             p = p.masked_fill(~free, -torch.inf)
             # chance decides among equals
             best = (p == p.amax(1, keepdim=True)) & (draws[:, -1:] >= epsilon)
             pick = (draws[:, :-1] + best).masked_fill(~free, -1).argmax(1)
             pick = torch.where(free.any(1), pick, -1)[:, None]
             index, free = torch.cat([index, pick], 1), free & (everybody != pick)
-        return {"w": Pool(state["w"], onto(index, state["w"].device))}
+        return {"w": SharedRows(state["w"], to_device(index, state["w"].device))}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
         rows, index = down["w"]
         given, index = index >= 0, index.clamp(min=0)
-        before, gains = clients.loss(own["old"], "val").double(), []
-        for candidate in chain((rows[i] for i in index.T), [own["w"]]):  # the own model last
-            length = (candidate - own["old"]).square().sum(1, dtype=torch.float64).sqrt()
+        before, gains = clients.loss(client_state["old"], "val").double(), []
+        for candidate in chain(
+            (rows[i] for i in index.T), [client_state["w"]]
+        ):  # the own model last
+            length = (candidate - client_state["old"]).square().sum(1, dtype=torch.float64).sqrt()
             gain = (before - clients.loss(candidate, "val")) / length
             gains.append(torch.where(length > 0, gain, 0.0))
         a = torch.stack(gains, 1).nan_to_num(0.0, 0.0, 0.0)  # [S, m + 1]
@@ -293,24 +309,26 @@ class FedFomo(Algorithm):
         # added up one by one: columns for others, of zeros here, change no digit
         total = reduce(torch.add, w.unbind(1))[:, None]
         w = w / total.clamp(min=torch.finfo(w.dtype).tiny)
-        start = torch.where(better, w[:, -1:].to(own["w"]), 1) * own["w"]
+        start = torch.where(better, w[:, -1:].to(client_state["w"]), 1) * client_state["w"]
         start = ops.aggregate(rows, w[:, :-1], index, start)
         fit = clients.fit(start)
-        zeros = a.new_zeros(len(a), clients.setting.data.n)
+        zeros = a.new_zeros(len(a), clients.context.data.n)
         found = scatter_add(zeros, index, a[:, :-1])
         return {"w": fit.w, "old": start}, {"w": fit.w, "a": found}, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids, a = cohort.ids, up["a"].to(state["p"])
         return {
-            "w": Rows(ids, up["w"]),
-            "p": Rows(ids, state["p"][ids] + a),
-            "weights": torch.zeros_like(state["p"]).index_copy_(0, ids, shares(a.clamp(min=0))),
-            "seen": Rows(ids, ids >= 0),
+            "w": RowUpdate(ids, up["w"]),
+            "p": RowUpdate(ids, state["p"][ids] + a),
+            "weights": torch.zeros_like(state["p"]).index_copy_(
+                0, ids, normalize_rows(a.clamp(min=0))
+            ),
+            "seen": RowUpdate(ids, ids >= 0),
         }, None
 
 
-@options
+@algorithm_options
 class L2C(Algorithm):
     """Li et al. 2022, L2C: each client learns, on validation data, whose updates to take: w_i <-
     w_i + sum_j softmax(a_i)_j delta_j.
@@ -332,11 +350,11 @@ class L2C(Algorithm):
     FedDWA paper does not count either.
     """
 
-    alpha_lr: NonNegative = 0.1  # Adam's
-    alpha_decay: NonNegative = 0.01  # weight decay of the logits
+    alpha_lr: NonNegativeFloat = 0.1  # Adam's
+    alpha_decay: NonNegativeFloat = 0.01  # weight decay of the logits
 
     # parameters alone are mixed
-    traits = Traits(batch_norm=("local",), needs_val=True, reported=("weights",))
+    traits = Traits(batch_norm=("local",), needs_val=True, reported_state=("weights",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         none = torch.empty(0, dtype=torch.long)
@@ -348,7 +366,7 @@ class L2C(Algorithm):
             "weights": torch.zeros(n, n, dtype=torch.float64),
         }
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         zeros = torch.zeros(1, n, dtype=torch.float64, device=net.w0.device)
         return {"w": net.w0[None], "a": zeros, "m": zeros, "v": zeros, "t": zeros[:, :1]}
 
@@ -359,40 +377,43 @@ class L2C(Algorithm):
         index = mine.byte().sort(dim=1, descending=True, stable=True).indices[:, :width]
         who = state["who"][index].masked_fill(~mine.gather(1, index), -1)
         index = index.masked_fill(who < 0, -1)  # no update of this client's last round: not sent
-        return {"delta": Pool(state["delta"], onto(index, state["delta"].device)), "who": who}
+        return {
+            "delta": SharedRows(state["delta"], to_device(index, state["delta"].device)),
+            "who": who,
+        }
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        (rows, index), (x, w, who) = down["delta"], self.mixed(down, own)
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        (rows, index), (x, w, who) = down["delta"], self.mixed_models(down, client_state)
         # [S, M] g . delta_j, client by client: the last digits of a product of all depend on all
-        slope = torch.stack([rows @ aligned(g) for g in clients.grad(x, "val")])
+        slope = torch.stack([rows @ align_memory(g) for g in clients.grad(x, "val")])
         slope = slope.double().gather(1, index.clamp(min=0))
-        slope, n = w * (slope - (w * slope).sum(1, keepdim=True)), own["a"].shape[1]
+        slope, n = w * (slope - (w * slope).sum(1, keepdim=True)), client_state["a"].shape[1]
         # one step of Adam on the logits of those in `who`; the others' stay
-        live = spread(who, torch.ones_like(slope), n) > 0
-        d = spread(who, slope, n) + self.alpha_decay * own["a"]
-        t = own["t"] + live.any(1, keepdim=True)
-        m, v = 0.9 * own["m"] + 0.1 * d, 0.999 * own["v"] + 0.001 * d**2
+        live = scatter_to_clients(who, torch.ones_like(slope), n) > 0
+        d = scatter_to_clients(who, slope, n) + self.alpha_decay * client_state["a"]
+        t = client_state["t"] + live.any(1, keepdim=True)
+        m, v = 0.9 * client_state["m"] + 0.1 * d, 0.999 * client_state["v"] + 0.001 * d**2
         once = t.clamp(min=1)
-        first, second = (row_by_row(partial(torch.pow, b), once) for b in (0.9, 0.999))
+        first, second = (map_rows(partial(torch.pow, b), once) for b in (0.9, 0.999))
         root = (v / (1 - second)).sqrt() + 1e-8
-        moved = {"a": own["a"] - self.alpha_lr * (m / (1 - first)) / root, "m": m, "v": v}
-        new = {k: torch.where(live, value, own[k]) for k, value in moved.items()}
+        moved = {"a": client_state["a"] - self.alpha_lr * (m / (1 - first)) / root, "m": m, "v": v}
+        new = {k: torch.where(live, value, client_state[k]) for k, value in moved.items()}
         fit = clients.fit(x)
-        up = {"delta": fit.w.sub_(x), "weights": spread(who, w, n)}
+        up = {"delta": fit.w.sub_(x), "weights": scatter_to_clients(who, w, n)}
         return {"w": x, "t": t, **new}, up, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
-        return {"w": self.mixed(down, own)[0]}
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
+        return {"w": self.mixed_models(down, client_state)[0]}
 
-    def mixed(self, down: Payload, own: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    def mixed_models(self, down: Payload, client_state: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """Each client's model [S, P], the weights [S, M] that made it and whose updates they
         weigh [S, M]."""
-        (rows, index), who = down["delta"], onto(down["who"], own["a"].device)
-        w = own["a"].gather(1, who.clamp(min=0)).masked_fill(who < 0, -torch.inf)
+        (rows, index), who = down["delta"], to_device(down["who"], client_state["a"].device)
+        w = client_state["a"].gather(1, who.clamp(min=0)).masked_fill(who < 0, -torch.inf)
         w = w.softmax(1).nan_to_num(0.0)
-        return ops.aggregate(rows, w, index.clamp(min=0), own["w"]), w, who
+        return ops.aggregate(rows, w, index.clamp(min=0), client_state["w"]), w, who
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids, round = cohort.ids, torch.full_like(cohort.ids, cohort.round)
         weights = state["weights"]
         last = state["last"].index_copy(0, ids, round)
@@ -406,7 +427,7 @@ class L2C(Algorithm):
         }, None
 
 
-def spread(who: Tensor, values: Tensor, n: int) -> Tensor:
+def scatter_to_clients(who: Tensor, values: Tensor, n: int) -> Tensor:
     """Values [S, M] of the clients `who` [S, M] (-1: of nobody) as a row for each of the n: [S,
     n]."""
     whole = values.new_zeros(len(who), n + 1)

@@ -22,21 +22,22 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from pflcore import ops
-from pflcore.check import check, refuse, warn
+from pflcore.check import check_fields, reject, warn_caller
 from pflcore.data._federation import Federation
-from pflcore.data._ragged import onto
+from pflcore.data._ragged import to_device
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
 
 Tensors = dict[str, Tensor]
 Payload = dict[str, Any]  # Tensor [S, ...] or Pool
-Trained = tuple[Tensors, Tensors, Fit]  # what the clients keep, what they upload, their training
-Grad = Callable[..., Tensor]  # of one step: see `Clients.each_batch`
+# what the clients keep, what they upload, their training
+TrainResult = tuple[Tensors, Tensors, Fit]
+GradientFn = Callable[..., Tensor]  # of one step: see `Clients.each_batch`
 T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def options(cls: type[T]) -> type[T]:
+def algorithm_options(cls: type[T]) -> type[T]:
     """A frozen dataclass: the fields of an algorithm are its options."""
     return dataclass(frozen=True)(cls)
 
@@ -45,7 +46,7 @@ class Stop(Exception):
     """Ends the run: raised with one sentence where going on makes no sense."""
 
 
-class Void(Exception):
+class VoidRound(Exception):
     """Makes the round void, nothing changes: `update` raises it with one sentence where so few
     uploads say nothing."""
 
@@ -53,12 +54,12 @@ class Void(Exception):
 class BadUpload(ValueError):
     """Leaves clients out of a round: `update` raises it with a reason for each of their numbers."""
 
-    def __init__(self, why: Mapping[int, str]) -> None:
-        self.why = dict(why)
-        super().__init__(" ".join(f"client number {i}: {said}" for i, said in self.why.items()))
+    def __init__(self, reasons: Mapping[int, str]) -> None:
+        self.reasons = dict(reasons)
+        super().__init__(" ".join(f"client number {i}: {said}" for i, said in self.reasons.items()))
 
 
-class Pool(NamedTuple):
+class SharedRows(NamedTuple):
     """At most M of R shared rows for each client, without the copies; what travels is the rows
     whose numbers are not -1."""
 
@@ -66,17 +67,18 @@ class Pool(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # [S, M], -1: nothing; hides tuple.index
 
 
-class Mix(NamedTuple):
+class MixingWeights(NamedTuple):
     """Whose updates went into which model: for the record, and for batch norm's statistics."""
 
     weight: Tensor  # [M, S] float64: M models of all the cohort's updates; or [M, K] with index
     index: Tensor | None = None  # type: ignore[assignment]  # [M, K] int64: places in the cohort
-    rows: Tensor | None = None  # [M] ids of the clients whose models they are; None: one for all
+    # [M] ids of the clients whose models they are; None: one for all
+    receivers: Tensor | None = None
 
-    def of(self, updates: Tensor, base: Tensor | None = None, lr: float = 1.0) -> Tensor:
+    def aggregate(self, updates: Tensor, base: Tensor | None = None, lr: float = 1.0) -> Tensor:
         """The models [M, P]: base + lr * (weight @ updates), of updates [S, P]."""
-        index = None if self.index is None else onto(self.index, updates.device)
-        return ops.aggregate(updates, onto(self.weight, updates.device), index, base, lr)
+        index = None if self.index is None else to_device(self.index, updates.device)
+        return ops.aggregate(updates, to_device(self.weight, updates.device), index, base, lr)
 
     def report(self, cohort: Cohort) -> Tensors:
         """The weights by clients' numbers: of one model "weights" [N], or where some are absent
@@ -94,24 +96,26 @@ class Cohort(NamedTuple):
     """The clients of one round."""
 
     ids: Tensor  # [S] int64, ascending
-    size: Tensor  # [S] int64, training samples
+    num_samples: Tensor  # [S] int64, training samples
     n: int  # N, clients of the federation
     round: int = 1  # from 1
     rounds: int = 1
     seed: int = 0  # of the run, for a rule that draws
-    lost: int = 0  # clients beside these whose uploads were not finite
+    num_dropped: int = 0  # clients beside these whose uploads were not finite
     purpose: str = "send"  # names the stream of `generator`: "send" to train on, or "evaluation"
 
     def take(self, kept: Tensor) -> Cohort:
         """The cohort without those who are not `kept`, bool [S]."""
         return self._replace(
-            ids=self.ids[kept], size=self.size[kept], lost=self.lost + int((~kept).sum())
+            ids=self.ids[kept],
+            num_samples=self.num_samples[kept],
+            num_dropped=self.num_dropped + int((~kept).sum()),
         )
 
-    def mean(self, weighting: str = "samples") -> Mix:
+    def mean_weights(self, weighting: str = "samples") -> MixingWeights:
         """One mean of the cohort, by samples or uniform."""
-        size = self.size if weighting == "samples" else torch.ones_like(self.size)
-        return Mix((size.double() / size.sum())[None])
+        size = self.num_samples if weighting == "samples" else torch.ones_like(self.num_samples)
+        return MixingWeights((size.double() / size.sum())[None])
 
     @property
     def generator(self) -> torch.Generator:
@@ -119,58 +123,59 @@ class Cohort(NamedTuple):
         return generator_of(self.seed, self.round, self.purpose)
 
 
-class Rows(NamedTuple):
+class RowUpdate(NamedTuple):
     """New rows for some clients in a tensor [N, ...]: returned by who must not write."""
 
     ids: Tensor  # [S] int64
     rows: Tensor  # [S, ...]
 
 
-Changes = dict[str, Tensor | Rows]
-Updated = tuple[Changes, Mix | None]  # what a round changes, and which uploads went where
+Changes = dict[str, Tensor | RowUpdate]
+# what a round changes, and which uploads went where
+UpdateResult = tuple[Changes, MixingWeights | None]
 
 
-def apply(state: Tensors, changes: Mapping[str, Tensor | Rows]) -> Tensors:
+def apply(state: Tensors, changes: Mapping[str, Tensor | RowUpdate]) -> Tensors:
     """The state [...] after `changes`. Rows are written in place: the state that went in is used
     up."""
     writes = [  # all that takes memory comes first: then everything is written, or nothing
-        (state[k], onto(new.ids, state[k].device), new.rows.to(state[k]))
+        (state[k], to_device(new.ids, state[k].device), new.rows.to(state[k]))
         for k, new in changes.items()
-        if isinstance(new, Rows)
+        if isinstance(new, RowUpdate)
     ]
     for tensor, ids, rows in writes:
         tensor[ids] = rows
     return state | {k: v for k, v in changes.items() if isinstance(v, Tensor)}
 
 
-def zero_rows(n: int, like: Tensor) -> Tensor:
+def lazy_zeros(n: int, like: Tensor) -> Tensor:
     """Zeros [n, *like.shape] that take no memory before they are written."""
     if like.device.type != "cpu":
         return like.new_zeros(n, *like.shape)
     return torch.from_numpy(np.zeros((n, *like.shape), like.numpy().dtype))
 
 
-def squares(rows: Tensor) -> Tensor:
+def squared_norms(rows: Tensor) -> Tensor:
     """The rows' squared norms [S] float64, exact as `ops.pairwise_sqdist` is."""
     return ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0]
 
 
-def shares(a: Tensor) -> Tensor:
+def normalize_rows(a: Tensor) -> Tensor:
     """The numbers `a` >= 0 [M, S] by the sums of their rows; a row of zeros stays."""
     total = a.sum(1, keepdim=True)
     return torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), 0.0)
 
 
-LANES = 64  # numbers: whole vectors of any processor
+VECTOR_NUMBERS = 64  # numbers: whole vectors of any processor
 
 
-def row_by_row(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def map_rows(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The elementwise `f` of rows [S, k], each with the bits that it has alone.
 
     Numbers behind the last whole vector go through other instructions, whose last digits may
     differ, so each row is filled up to whole vectors.
     """
-    return f(torch.nn.functional.pad(x, (0, -x.shape[1] % LANES)))[:, : x.shape[1]]
+    return f(torch.nn.functional.pad(x, (0, -x.shape[1] % VECTOR_NUMBERS)))[:, : x.shape[1]]
 
 
 class Traits(NamedTuple):
@@ -178,35 +183,41 @@ class Traits(NamedTuple):
 
     batch_norm: tuple[str, ...] = ("average", "local")  # what may become of its running statistics
     # ("rule",): they are a part of what the server's models are
-    required: tuple[int, ...] = ()  # clients that join every round
+    required_clients: tuple[int, ...] = ()  # clients that join every round
     returns: Literal["logits", "probabilities", "values"] = "logits"  # of `predict`
     needs_val: bool = False  # trains on a split "val"
-    only_sgd: str = ""  # why its formula rests on SGD's steps: "takes steps of SGD along ..."
-    no_clip_grad: str = ""  # why clipped gradients do not fit it
-    models: Mapping[str, str] = {}  # uploads that are models, not differences: what each is
+    # why its formula rests on SGD's steps: "takes steps of SGD along ..."
+    sgd_only_reason: str = ""
+    no_clip_grad_reason: str = ""  # why clipped gradients do not fit it
+    model_uploads: Mapping[str, str] = {}  # uploads that are models, not differences: what each is
     # measured from, "down.x" (its download) or "server.w" (the server's row of the client)
-    per_client: tuple[str, ...] = ()  # the server's tensors of a row for each client, at first zero
-    clipped: tuple[str, ...] = ()  # uploads and client state that a clip shortens with the update
-    late: tuple[str, ...] = ()  # options of no part in training: to be tuned on one trained state
-    reported: tuple[str, ...] = ()  # tensors of the server's state that go into the round's record,
+    # the server's tensors of a row for each client, at first zero
+    per_client_state: tuple[str, ...] = ()
+    # uploads and client state that a clip shortens with the update
+    clipped_with_update: tuple[str, ...] = ()
+    # options of no part in training: to be tuned on one trained state
+    evaluation_only: tuple[str, ...] = ()
+    reported_state: tuple[
+        str, ...
+    ] = ()  # tensors of the server's state that go into the round's record,
     # and "mix": whose updates went into which model
 
 
-@options
+@algorithm_options
 class Algorithm:
     """What every algorithm derives from: options are fields, checked by their annotations."""
 
     traits: ClassVar[Any] = Traits()
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
 
-    def idle(self, beside: str, *names: str) -> None:
+    def require_default(self, beside: str, *names: str) -> None:
         """ValueError where one of the options `names`, which play no part, is not its default."""
         for name in names:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 words = f"its default beside {beside}={getattr(self, beside)!r}"
-                refuse(name, words, getattr(self, name))
+                reject(name, words, getattr(self, name))
 
     # the server ---------------------------------------------------------------------------------
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -214,34 +225,35 @@ class Algorithm:
         return {"x": x0}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        """What each client of the cohort receives: tensors [S, ...] or a `Pool`."""
+        """What each client of the cohort receives: tensors [S, ...] or a `SharedRows`."""
         return {"x": state["x"].expand(len(cohort.ids), -1)}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         """What the uploads [S, ...] change of the state, which stays as it is, and which of them
         went into which model (None: statistics of batch norm are never mixed)."""
         raise NotImplementedError(f"{type(self).__name__} has no update.")
 
     # a client -----------------------------------------------------------------------------------
-    def initial(self, net: Net) -> Tensors:
+    def server_init_args(self, net: Net) -> Tensors:
         """What `init` is given: the initial model, or its shared part; an algorithm may want
         more."""
         return {"x0": net.w0}
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         """The state [S, ...] of clients that take part for the first time."""
         return {}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
         """A round's work of the cohort: what the clients keep and what they upload, [S, ...] each;
         and the training whose loss is recorded and whose statistics of batch norm count."""
         fit = clients.fit(down["x"])
-        return own, {"delta": fit.w.sub_(down["x"])}, fit  # in place: no second table of updates
+        # in place: no second table of updates
+        return client_state, {"delta": fit.w.sub_(down["x"])}, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         """The personalized models [S, ...], as `predict` takes them: the clients' own w, where they
         keep one, else x; "batch_norm" [S, b] are statistics that replace the clients' own."""
-        return {"w": own["w"] if "w" in own else down["x"]}
+        return {"w": client_state["w"] if "w" in client_state else down["x"]}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """One client's scores on `x` [B, ...]."""
@@ -252,23 +264,23 @@ class Algorithm:
         """The model that is trained, made of the one given: asked for once, before `init`."""
         return net
 
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
+    def report(self, state: Tensors, mix: MixingWeights | None, cohort: Cohort) -> Tensors:
         """Small tensors worth a line in the round's record, of the state after it; "weights" are
-        the mixing weights, see `Mix.report`. By default those that `traits.reported` names."""
-        names = self.traits.reported
+        the mixing weights, see `MixingWeights.report`. By default those that `traits.reported` names."""
+        names = self.traits.reported_state
         shown = mix.report(cohort) if mix is not None and "mix" in names else {}
         return shown | {k: state[k] for k in names if k != "mix"}
 
-    def beside(self, data: Federation, ids: Tensor) -> Tensor:
+    def clients_for_model(self, data: Federation, ids: Tensor) -> Tensor:
         """The clients [M] that `model` must see to make the models of the clients `ids` [S], these
         among them: ids, ascending. By default nobody else."""
         return ids
 
-    def route(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
+    def assign_new_client(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
         """What a newcomer's upload `up` [1, ...] shows of where it belongs: for `History.adapt`."""
         return {}
 
-    def grow(self, state: Tensors, n: int) -> Tensors:
+    def add_client(self, state: Tensors, n: int) -> Tensors:
         """The state where a client joins the n that there are, beside the rows that it gets: for
         what is a mean over all."""
         return state
@@ -277,22 +289,22 @@ class Algorithm:
 def check_training(alg: Algorithm, training: Training) -> None:
     """ValueError, one sentence, where the algorithm cannot train so."""
     traits, name = alg.traits, type(alg).__name__
-    if traits.only_sgd and training.local_optimizer != "sgd":
+    if traits.sgd_only_reason and training.local_optimizer != "sgd":
         raise ValueError(
-            f"local_optimizer: {name} {traits.only_sgd}, and AdamW's steps are others; take "
+            f"local_optimizer: {name} {traits.sgd_only_reason}, and AdamW's steps are others; take "
             "local_optimizer='sgd'."
         )
-    if traits.no_clip_grad and training.clip_grad is not None:
+    if traits.no_clip_grad_reason and training.clip_grad is not None:
         raise ValueError(
-            f"clip_grad: {name} {traits.no_clip_grad}, which are not clipped; leave clip_grad out."
+            f"clip_grad: {name} {traits.no_clip_grad_reason}, which are not clipped; leave clip_grad out."
         )
 
 
-def plain_steps(alg: Algorithm, clients: Clients) -> None:
+def warn_unused_momentum(alg: Algorithm, clients: Clients) -> None:
     """Warns where the run's momentum or weight decay plays no part in the steps of `alg`."""
-    t = clients.setting.training
+    t = clients.context.training
     if t.momentum or t.weight_decay:
-        warn(
+        warn_caller(
             f"{type(alg).__name__}: its local steps are its paper's, without momentum and weight "
             f"decay; momentum={t.momentum:g} and weight_decay={t.weight_decay:g} play no part."
         )

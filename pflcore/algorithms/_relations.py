@@ -12,51 +12,59 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms._clusters import cosines
+from pflcore.algorithms._clusters import cosine_matrix
 from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
     Changes,
     Cohort,
-    Mix,
+    MixingWeights,
     Payload,
-    Rows,
+    RowUpdate,
     Stop,
     Tensors,
-    Trained,
+    TrainResult,
     Traits,
-    Updated,
-    options,
-    shares,
-    squares,
-    zero_rows,
+    UpdateResult,
+    algorithm_options,
+    lazy_zeros,
+    normalize_rows,
+    squared_norms,
 )
-from pflcore.check import Count, Fraction, NonNegative, Positive, Share, refuse, warn
-from pflcore.data._ragged import onto
+from pflcore.check import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    UnitFloat,
+    reject,
+    warn_caller,
+)
+from pflcore.data._ragged import to_device
 from pflcore.train import Clients, Net, Objective
 
 
-@options
+@algorithm_options
 class LatestModels(Algorithm):
-    """Mixes everybody's latest model by weights that `mixing` makes of the models' distances.
+    """Mixes everybody's latest model by weights that `mixing_matrix` makes of the models' distances.
 
     server: w [N, P], and of them sqdist [N, N], norm2 [N], last [N] (the round of the upload, 0:
     none) and weights [N, N], row i what client i's model mixes.
     """
 
-    traits = Traits(models={"w": "server.w"}, reported=("weights",))
+    traits = Traits(model_uploads={"w": "server.w"}, reported_state=("weights",))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         weights = torch.eye(n, dtype=torch.float64)
         return {
             "w": x0.repeat(n, 1),
             "sqdist": torch.zeros_like(weights),
-            "norm2": squares(x0[None]).cpu().expand(n),
+            "norm2": squared_norms(x0[None]).cpu().expand(n),
             "last": torch.zeros(n, dtype=torch.long),
             "weights": weights,
         }
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids, w = cohort.ids, up["w"]  # of the cohort alone distances are taken anew
         distances = [ops.pairwise_sqdist(w, to) for to in (state["w"], w, torch.zeros_like(w[:1]))]
         # looked at once
@@ -67,23 +75,23 @@ class LatestModels(Algorithm):
             "norm2": state["norm2"].index_copy(0, ids, norm2[:, 0]),
             "last": state["last"].index_fill(0, ids, cohort.round),
         }
-        weights = self.mixing(new["sqdist"], new["norm2"], new["last"] > 0)
+        weights = self.mixing_matrix(new["sqdist"], new["norm2"], new["last"] > 0)
         # of the models mixed, those of who is present
-        mix = Mix(weights[:, ids], rows=torch.arange(cohort.n))
-        return {"w": Rows(ids, w), **new, "weights": weights}, mix
+        mix = MixingWeights(weights[:, ids], receivers=torch.arange(cohort.n))
+        return {"w": RowUpdate(ids, w), **new, "weights": weights}, mix
 
-    def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
+    def mixing_matrix(self, sqdist: Tensor, norm2: Tensor, has_model: Tensor) -> Tensor:
         """The weights [N, N] float64 from squared distances [N, N], squared norms [N] and who has a
         model to give, bool [N]."""
         raise NotImplementedError(f"{type(self).__name__} has no mixing.")
 
 
-def others(gives: Tensor) -> Tensor:
+def mixing_mask(has_model: Tensor) -> Tensor:
     """Who mixes whom, bool [N, N], by who has a model to give, bool [N]: nobody itself."""
-    return gives & gives[:, None] & ~torch.eye(len(gives), dtype=torch.bool)
+    return has_model & has_model[:, None] & ~torch.eye(len(has_model), dtype=torch.bool)
 
 
-@options
+@algorithm_options
 class FedAMP(LatestModels):
     """Huang et al. 2021, FedAMP: each client is drawn to u_i = sum_j xi_ij w_j, xi_ij = (alpha /
     sigma) exp(-|w_i - w_j|^2 / sigma).
@@ -101,17 +109,17 @@ class FedAMP(LatestModels):
     """
 
     # scale of the squared distances: larger, and all clients attract alike
-    sigma: Positive = 1.0
+    sigma: PositiveFloat = 1.0
     # step size of the attraction: others weigh alpha / sigma, the pull is lam / alpha
-    alpha: Positive = 1.0
+    alpha: PositiveFloat = 1.0
     # strength of the pull towards u_i
-    lam: NonNegative = 0.1
+    lam: NonNegativeFloat = 0.1
     start: Literal["own", "u"] = "own"  # where local training starts: the client's own model, or u
 
     # statistics stay with their client: it serves the model that it trained, also from u
     traits = LatestModels.traits._replace(batch_norm=("local",), reported=("weights", "last"))
 
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
+    def report(self, state: Tensors, mix: MixingWeights | None, cohort: Cohort) -> Tensors:
         """ "weights" [N, N], "last" [N] (the round of the model that each client gives, 0: none),
         and "rescaled" []: how many clients' weights were scaled down, so that none is its own."""
         weights = state["weights"]
@@ -119,29 +127,29 @@ class FedAMP(LatestModels):
         return {**super().report(state, mix, cohort), "rescaled": rescaled}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        return {"u": Mix(state["weights"][cohort.ids]).of(state["w"])}
+        return {"u": MixingWeights(state["weights"][cohort.ids]).aggregate(state["w"])}
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": net.w0[None]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        start = own["w"] if self.start == "own" else down["u"]
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        start = client_state["w"] if self.start == "own" else down["u"]
         fit = clients.fit(start, Objective(prox=(self.lam / self.alpha, down["u"])))
         return {"w": fit.w}, {"w": fit.w}, fit
 
-    def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
-        xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * others(gives)
+    def mixing_matrix(self, sqdist: Tensor, norm2: Tensor, has_model: Tensor) -> Tensor:
+        xi = (self.alpha / self.sigma) * (-sqdist / self.sigma).exp() * mixing_mask(has_model)
         total = xi.sum(1, keepdim=True)
         if bool((total > 1).any()):
-            warn(
+            warn_caller(
                 "FedAMP: the others' weights exceed 1 and are scaled down; alpha <= sigma / "
-                f"{len(gives) - 1} avoids it."
+                f"{len(has_model) - 1} avoids it."
             )
             xi = xi / total.clamp(min=1)
         return xi + (1 - xi.sum(1)).diag()
 
 
-@options
+@algorithm_options
 class HeurFedAMP(FedAMP):
     """Huang et al. 2021, HeurFedAMP: the others share 1 - xi_ii by a softmax of sigma cos(w_i,
     w_j); xi_ii is fixed.
@@ -151,17 +159,17 @@ class HeurFedAMP(FedAMP):
     """
 
     # sharpness of the softmax of cosines
-    sigma: Positive = 5.0
-    xi_self: Share = 0.0  # xi_ii; 0: 1 / N
+    sigma: PositiveFloat = 5.0
+    xi_self: UnitFloat = 0.0  # xi_ii; 0: 1 / N
 
-    def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
-        cosine = cosines(sqdist, norm2).masked_fill(~others(gives), -torch.inf)
+    def mixing_matrix(self, sqdist: Tensor, norm2: Tensor, has_model: Tensor) -> Tensor:
+        cosine = cosine_matrix(sqdist, norm2).masked_fill(~mixing_mask(has_model), -torch.inf)
         share = (self.sigma * cosine).softmax(1).nan_to_num(0.0)  # NaN: nobody else to mix
-        xi = (1 - (self.xi_self or 1 / len(gives))) * share
+        xi = (1 - (self.xi_self or 1 / len(has_model))) * share
         return xi + (1 - xi.sum(1)).diag()
 
 
-@options
+@algorithm_options
 class SFL(LatestModels):
     """Chen et al. 2022, SFL: models smoothed over a graph of the clients, X' = s A^L X + (1 - s) X,
     and their mean, the readout.
@@ -180,14 +188,14 @@ class SFL(LatestModels):
 
     # a given graph [N, N] on the CPU; None: the nearest models
     adjacency: Tensor | None = field(default=None, compare=False)
-    k: Count = 5  # neighbours beside itself
-    layers: Count = 3  # L
+    k: PositiveInt = 5  # neighbours beside itself
+    layers: PositiveInt = 3  # L
     # share of the graph's means in X'; 0: nothing is smoothed
-    s: Share = 1.0
+    s: UnitFloat = 1.0
     # strength of the pull towards the smoothed model u_i
-    lam1: NonNegative = 0.3
+    lam1: NonNegativeFloat = 0.3
     # strength of the pull towards the readout x
-    lam2: NonNegative = 0.3
+    lam2: NonNegativeFloat = 0.3
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -200,48 +208,50 @@ class SFL(LatestModels):
             same = graph.shape == another.shape and bool((graph == another).all())
         return same and all(getattr(self, k) == getattr(other, k) for k in names)
 
-    def graph(self, sqdist: Tensor, gives: Tensor) -> Tensor:
+    def adjacency_matrix(self, sqdist: Tensor, has_model: Tensor) -> Tensor:
         """The adjacency [N, N], from squared distances [N, N] and who has a model, bool [N]."""
         given, n = self.adjacency, len(sqdist)
         if given is None:  # ones: the k nearest of those who have a model, and itself
-            far = sqdist.masked_fill(~gives, torch.inf)
+            far = sqdist.masked_fill(~has_model, torch.inf)
             far.fill_diagonal_(-1)
             order = far.sort(dim=1, stable=True).indices[:, : self.k + 1]
-            return torch.zeros_like(sqdist).scatter_(1, order, 1.0) * gives
+            return torch.zeros_like(sqdist).scatter_(1, order, 1.0) * has_model
         if given.shape != (n, n) or not bool((given >= 0).all()):
-            refuse("adjacency", f"{n} x {n} numbers >= 0 (a newcomer counts, too)", given)
+            reject("adjacency", f"{n} x {n} numbers >= 0 (a newcomer counts, too)", given)
         return given.double() + (given.diagonal() == 0).double().diag()
 
-    def mixing(self, sqdist: Tensor, norm2: Tensor, gives: Tensor) -> Tensor:
-        a = shares(self.graph(sqdist, gives) * gives)
+    def mixing_matrix(self, sqdist: Tensor, norm2: Tensor, has_model: Tensor) -> Tensor:
+        a = normalize_rows(self.adjacency_matrix(sqdist, has_model) * has_model)
         eye = torch.eye(len(a), dtype=a.dtype)
         a = torch.where(a.any(1, keepdim=True), a, eye)  # a row of zeros keeps its own model
         mix: Tensor = self.s * torch.linalg.matrix_power(a, self.layers) + (1 - self.s) * eye
-        if bool(gives.any()):  # who has no model gets the mean of the others' rows
-            mix[~gives] = mix[gives].mean(0)
+        if bool(has_model.any()):  # who has no model gets the mean of the others' rows
+            mix[~has_model] = mix[has_model].mean(0)
         return mix
 
-    def grow(self, state: Tensors, n: int) -> Tensors:
-        self.graph(torch.zeros(n + 1, n + 1), torch.ones(n + 1, dtype=torch.bool))
+    def add_client(self, state: Tensors, n: int) -> Tensors:
+        self.adjacency_matrix(torch.zeros(n + 1, n + 1), torch.ones(n + 1, dtype=torch.bool))
         return state  # a given graph has a row for the newcomer, or there is none
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         weights = state["weights"]
-        rows = Mix(torch.cat([weights[cohort.ids], weights.mean(0, keepdim=True)])).of(state["w"])
+        rows = MixingWeights(
+            torch.cat([weights[cohort.ids], weights.mean(0, keepdim=True)])
+        ).aggregate(state["w"])
         return {"x": rows[-1].expand(len(cohort.ids), -1), "u": rows[:-1]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
         both = self.lam1 + self.lam2
         # two squares are one
         anchor = (self.lam1 * down["u"] + self.lam2 * down["x"]) / (both or 1)
         fit = clients.fit(down["x"], Objective(prox=(both, anchor) if both else None))
-        return own, {"w": fit.w}, fit
+        return client_state, {"w": fit.w}, fit
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         return {"w": down["u"]}
 
 
-@options
+@algorithm_options
 class Mocha(Algorithm):
     """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t mean_loss_t(w_t) + (lam
     / 2) tr(W^T Omega W)`.
@@ -263,17 +273,17 @@ class Mocha(Algorithm):
     lam is not comparable with papers that sum over samples.
     """
 
-    lam: NonNegative = 0.01  # strength of the regulariser
+    lam: NonNegativeFloat = 0.01  # strength of the regulariser
     # how much of I / N is mixed into Sigma: Omega's condition is <= N / delta
     delta: Fraction = 0.01
-    outer: Count = 2  # rounds between two updates of Omega
+    outer: PositiveInt = 2  # rounds between two updates of Omega
     # what relates the tasks: omega, or sigma in its stead, as in Motley's code
     relation: Literal["omega", "sigma"] = "omega"
 
     traits = Traits(
         batch_norm=("local",),  # everybody trains a model of its own
-        models={"w": "server.w"},
-        only_sgd="takes its regulariser and its test of stability from the sum of SGD's step sizes",
+        model_uploads={"w": "server.w"},
+        sgd_only_reason="takes its regulariser and its test of stability from the sum of SGD's step sizes",
     )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -283,38 +293,40 @@ class Mocha(Algorithm):
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         w, seen, ids = state["w"], state["seen"], cohort.ids
-        at = onto(ids[:, None], w.device)
+        at = to_device(ids[:, None], w.device)
         rows = state["omega"][at[:, 0]]  # [S, N]
         down = {"pull": ops.aggregate(w, rows.scatter(1, at, 0.0)), "o": rows.gather(1, at)}
         if bool(seen.any()) and not bool(seen[ids].all()):  # sent where somebody needs it
-            down["start"] = w[onto(seen, w.device)].mean(0).expand(len(ids), -1)
+            down["start"] = w[to_device(seen, w.device)].mean(0).expand(len(ids), -1)
         return down
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": down.get("start", net.w0[None])}  # from the mean of the models so far
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
         lr = clients.lr
-        self.hold(clients.round, lr, lr * self.lam * float(down["o"].max()))
-        mu = (self.lam * down["o"]).to(own["w"])[:, 0]
-        pull = Objective(shift=self.lam * down["pull"], prox=(mu, torch.zeros_like(own["w"])))
-        fit = clients.fit(own["w"], pull)
+        self.stop_if_unstable(clients.round, lr, lr * self.lam * float(down["o"].max()))
+        mu = (self.lam * down["o"]).to(client_state["w"])[:, 0]
+        pull = Objective(
+            shift=self.lam * down["pull"], prox=(mu, torch.zeros_like(client_state["w"]))
+        )
+        fit = clients.fit(client_state["w"], pull)
         # the server has the steps by division; without a step size they move nothing, and count 0
         lr_sum = (fit.steps * lr)[:, None].to(fit.w)
         return {"w": fit.w}, {"w": fit.w, "lr_sum": lr_sum, "lr": torch.full_like(lr_sum, lr)}, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids
-        changes: Changes = {"w": Rows(ids, up["w"]), "seen": Rows(ids, ids >= 0)}
+        changes: Changes = {"w": RowUpdate(ids, up["w"]), "seen": RowUpdate(ids, ids >= 0)}
         if cohort.round % self.outer == 0:
-            at = onto(ids, up["w"].device)
-            omega = relation(state["w"].index_copy(0, at, up["w"]), self.delta, self.relation)
+            at = to_device(ids, up["w"].device)
+            omega = task_relation(state["w"].index_copy(0, at, up["w"]), self.delta, self.relation)
             lr, lr_sum = (up[k][:, 0].double() for k in ("lr", "lr_sum"))
-            self.check(omega[at][:, at], lr, lr_sum, cohort)
+            self.check_stability(omega[at][:, at], lr, lr_sum, cohort)
             changes["omega"] = omega
         return changes, None
 
-    def check(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, cohort: Cohort) -> None:
+    def check_stability(self, omega: Tensor, lr: Tensor, lr_sum: Tensor, cohort: Cohort) -> None:
         """Stop where the next exchanges would amplify W, by the cohort's omega [S, S] and its step
         sizes [S]; BadUpload where some step sizes are larger than the others'."""
         o = omega.diagonal()
@@ -331,9 +343,9 @@ class Mocha(Algorithm):
             said = "its step size is {:g}, the others' is {:g}, and MOCHA is unstable with it."
             pairs = zip(cohort.ids[odd.cpu()].tolist(), lr[odd].tolist(), strict=True)
             raise BadUpload({i: said.format(own, usual) for i, own in pairs})
-        self.hold(cohort.round, lr.max(), value)
+        self.stop_if_unstable(cohort.round, lr.max(), value)
 
-    def hold(self, round: int, lr: float | Tensor, value: float) -> None:
+    def stop_if_unstable(self, round: int, lr: float | Tensor, value: float) -> None:
         """Stop where an eigenvalue is 2 or more; only then is a step size [1] on a card read."""
         if not value < 2:
             raise Stop(
@@ -343,7 +355,7 @@ class Mocha(Algorithm):
             )
 
 
-def relation(w: Tensor, delta: float, kind: str = "omega") -> Tensor:
+def task_relation(w: Tensor, delta: float, kind: str = "omega") -> Tensor:
     """Sigma = (W W^T)^(1/2) / trace [N, N] float64 of `w` [N, P], or Omega = ((1 - delta) Sigma +
     delta I / N)^-1.
 
@@ -394,11 +406,11 @@ def simplex_qp(w: Tensor, ridge: float = 1e-10) -> Tensor:
             break
         free = q > 0
         free[gain.argmax()] = True
-        q = _to_optimum(w, q, free)
+        q = _descend_to_optimum(w, q, free)
     return q / q.sum()
 
 
-def _to_optimum(w: Tensor, q: Tensor, free: Tensor) -> Tensor:
+def _descend_to_optimum(w: Tensor, q: Tensor, free: Tensor) -> Tensor:
     """From q to the optimum where the coordinates `free`, bool [K], or those of them that stay
     above 0 on the way, are not 0."""
     while True:
@@ -415,11 +427,12 @@ def _to_optimum(w: Tensor, q: Tensor, free: Tensor) -> Tensor:
         free = q > 0
 
 
-MANY = 1000  # clients of a cohort from which on the nearest are looked for in blocks, by groups
-LONG = 1 << 10  # where rows are so long that a pair costs
+# clients of a cohort from which on the nearest are looked for in blocks, by groups
+GROUP_SEARCH_MIN_CLIENTS = 1000
+GROUP_SEARCH_MIN_COLUMNS = 1 << 10  # where rows are so long that a pair costs
 
 
-@options
+@algorithm_options
 class FedDWA(Algorithm):
     """Liu et al. 2023, Algorithm 1: w_i <- sum_j p_ij w_j over the k nearest, p_ij ~ 1 / |g_i -
     w_j|^2 (Eqs. 8 and 15).
@@ -429,7 +442,7 @@ class FedDWA(Algorithm):
     (with guidance="kept" last [P], has [1]) · down: x [S, P] (1 model, client i's x_i) · up: w, g
     [S, P] (2 models: the trained one and the guidance; 1 with "previous" and "current").
 
-    The guidance is where the client's next step would lead: "epoch" trains `ahead` epochs more (the
+    The guidance is where the client's next step would lead: "epoch" trains `lookahead` epochs more (the
     authors' code as many as a round has), "steps" so many minibatches, "full_grad" takes so many
     full-batch gradient steps (Eq. 16), "previous" is the model of the client's last round (App.
     C.6, cached by the server, its case ii; a client without one keeps its own model), "kept" the
@@ -438,7 +451,7 @@ class FedDWA(Algorithm):
     Eq. 15 gives it (and exact copies) the whole weight, and FedDWA is Local. So it nearly is with
     one step of "full_grad" at the paper's step size of .01: a self weight above .999. A client
     ranks among its own neighbours like any other and may miss its own k. Who is absent keeps its
-    model, bit for bit. Deviations: `ahead` > 1 goes on from where it is; the authors' code starts
+    model, bit for bit. Deviations: `lookahead` > 1 goes on from where it is; the authors' code starts
     again each time. `search` says how the nearest are looked for, not which they are: "exact" takes
     all S * S distances; "groups" (`ops.nearest`) gives the same bits from few of them where clients
     form clusters, and takes some 2 / sqrt(S) more than all where they do not; "auto" is "groups"
@@ -449,20 +462,21 @@ class FedDWA(Algorithm):
     shrinks with the gradient, until the client's own model has all the weight).
     """
 
-    k: Count = 5  # how many models are mixed, at most the cohort
+    k: PositiveInt = 5  # how many models are mixed, at most the cohort
     # the client's guidance model: trained for epochs or steps, along whole gradients, or its
     # previous model (the server's copy, or kept by the client) or current one
     guidance: Literal["epoch", "steps", "full_grad", "previous", "kept", "current"] = "epoch"
-    ahead: Count = 1  # epochs, minibatches or gradient steps of the guidance
+    lookahead: PositiveInt = 1  # epochs, minibatches or gradient steps of the guidance
     search: Literal["auto", "exact", "groups"] = "auto"  # how the nearest models are found
-    power: NonNegative = 1.0  # of the inverse squared distances: 1 is Eq. 15, 0 an even mix
-    stride: Positive | None = None  # the guidance's step, in distances to the nearest other model
+    power: NonNegativeFloat = 1.0  # of the inverse squared distances: 1 is Eq. 15, 0 an even mix
+    # the guidance's step, in distances to the nearest other model
+    stride: PositiveFloat | None = None
     serve: Literal["mix", "guidance"] = "mix"  # evaluated: the mix, or what it is trained to next
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.guidance in ("previous", "kept", "current"):  # nothing is trained ahead
-            self.idle("guidance", "serve")
+            self.require_default("guidance", "serve")
 
     @property
     def traits(self) -> Traits:
@@ -470,79 +484,83 @@ class FedDWA(Algorithm):
         why = why if self.guidance == "full_grad" else ""
         return Traits(
             batch_norm=("local", "average"),  # local in the authors' code
-            only_sgd=why,
-            no_clip_grad=why,
-            models={"w": "down.x", "g": "down.x"},
-            per_client=("x", "seen", *(["last"] if self.guidance == "previous" else [])),
-            late=("serve",),
-            reported=("mix",),
+            sgd_only_reason=why,
+            no_clip_grad_reason=why,
+            model_uploads={"w": "down.x", "g": "down.x"},
+            per_client_state=("x", "seen", *(["last"] if self.guidance == "previous" else [])),
+            evaluation_only=("serve",),
+            reported_state=("mix",),
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        state = {"x0": x0, "x": zero_rows(n, x0), "seen": torch.zeros(n, dtype=torch.bool)}
-        return state | ({"last": zero_rows(n, x0)} if self.guidance == "previous" else {})
+        state = {"x0": x0, "x": lazy_zeros(n, x0), "seen": torch.zeros(n, dtype=torch.bool)}
+        return state | ({"last": lazy_zeros(n, x0)} if self.guidance == "previous" else {})
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         x, seen = state["x"][cohort.ids], state["seen"][cohort.ids, None]
-        return {"x": torch.where(onto(seen, x.device), x, state["x0"])}  # a newcomer's is x0
+        return {"x": torch.where(to_device(seen, x.device), x, state["x0"])}  # a newcomer's is x0
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         x = down["x"]
         return {"last": x, "has": torch.zeros_like(x[:, :1])} if self.guidance == "kept" else {}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
         fit = clients.fit(down["x"])
         up = {"w": fit.w}
         if self.guidance == "kept":
-            up["g"] = torch.where(own["has"] > 0, own["last"], fit.w)
-            own = {"last": fit.w.clone(), "has": torch.ones_like(own["has"])}
+            up["g"] = torch.where(client_state["has"] > 0, client_state["last"], fit.w)
+            client_state = {"last": fit.w.clone(), "has": torch.ones_like(client_state["has"])}
         elif self.guidance not in ("previous", "current"):
             up["g"] = self.look_ahead(fit.w, clients.after(fit))
-        return own, up, fit
+        return client_state, up, fit
 
     def look_ahead(self, w: Tensor, clients: Clients) -> Tensor:
         """The guidance models [S, P] of clients at `w` [S, P]; the clients stay as they are."""
         if self.guidance == "epoch":
-            return clients.fit(w, epochs=self.ahead, stream="ahead").w
+            return clients.fit(w, epochs=self.lookahead, stream="ahead").w
         if self.guidance == "steps":
-            return clients.fit(w, steps=self.ahead, stream="ahead").w
-        t, move = clients.setting.training, torch.zeros_like(w)
-        for _ in range(self.ahead):
+            return clients.fit(w, steps=self.lookahead, stream="ahead").w
+        t, move = clients.context.training, torch.zeros_like(w)
+        for _ in range(self.lookahead):
             move = t.momentum * move + clients.grad(w) + t.weight_decay * w
             w = w - clients.lr * move
         return w
 
-    def model(self, down: Payload, own: Tensors, clients: Clients) -> Tensors:
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         if self.serve == "mix":
             return {"w": down["x"]}
         fit = clients.fit(down["x"])
         return {"w": self.look_ahead(fit.w, clients.after(fit)), "batch_norm": fit.buffers}
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids, w = cohort.ids, up["w"]
-        guide, changes = up.get("g", w), Changes(seen=Rows(ids, ids >= 0))
+        guide, changes = up.get("g", w), Changes(seen=RowUpdate(ids, ids >= 0))
         if "last" in state:
-            guide = torch.where(onto(state["seen"][ids, None], w.device), state["last"][ids], w)
-            changes["last"] = Rows(ids, w)
+            guide = torch.where(
+                to_device(state["seen"][ids, None], w.device), state["last"][ids], w
+            )
+            changes["last"] = RowUpdate(ids, w)
         if self.stride is not None:
-            guide = strided(guide, w, self.stride)
-        weight, near = self.weights(guide, w)
+            guide = scale_guidance(guide, w, self.stride)
+        weight, near = self.mixing_weights(guide, w)
         if self.power != 1:  # of the largest: no power makes all of them 0
-            weight = shares((weight / weight.max(1, keepdim=True).values) ** self.power)
-        mix = Mix(weight, near, ids)
-        return {**changes, "x": Rows(ids, mix.of(w))}, mix
+            weight = normalize_rows((weight / weight.max(1, keepdim=True).values) ** self.power)
+        mix = MixingWeights(weight, near, ids)
+        return {**changes, "x": RowUpdate(ids, mix.aggregate(w))}, mix
 
-    def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def mixing_weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         """The mixing weights [S, K] and whose models they weigh [S, K], for guidance [S, P] and
         models [S, P]."""
-        if self.search == "groups" or (self.search == "auto" and len(w) >= MANY):
-            by_groups = self.search == "groups" or w.shape[1] >= LONG
+        if self.search == "groups" or (
+            self.search == "auto" and len(w) >= GROUP_SEARCH_MIN_CLIENTS
+        ):
+            by_groups = self.search == "groups" or w.shape[1] >= GROUP_SEARCH_MIN_COLUMNS
             d, near = ops.nearest(guide, w, self.k, "groups" if by_groups else "exact")
             return ops.feddwa_weights(d, self.k).weight, near  # which are the nearest first
         return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
 
 
-@options
+@algorithm_options
 class FedDWAQP(FedDWA):
     """FedDWA with Eq. 12 solved as it stands: the point nearest to the guidance in the convex hull
     of the k nearest models.
@@ -555,10 +573,11 @@ class FedDWAQP(FedDWA):
 
     search: Literal["exact"] = "exact"  # it needs all distances
     power: Literal[1] = 1  # it solves for its weights
-    theta: Share = 1.0  # how much of W's off-diagonal counts
-    ridge: NonNegative = 1e-10  # times W's mean diagonal, added: the shortest of several optimal p
+    theta: UnitFloat = 1.0  # how much of W's off-diagonal counts
+    # times W's mean diagonal, added: the shortest of several optimal p
+    ridge: NonNegativeFloat = 1e-10
 
-    def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def mixing_weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         d, between = ops.pairwise_sqdist(guide, w).cpu(), ops.pairwise_sqdist(w).cpu()
         index = ops.feddwa_weights(d, self.k).index
         weight = torch.empty(index.shape, dtype=torch.float64)
@@ -566,10 +585,10 @@ class FedDWAQP(FedDWA):
             inner = inner_products(d[i, near], between[near][:, near])
             diagonal = inner.diagonal().diag()
             weight[i] = simplex_qp(self.theta * inner + (1 - self.theta) * diagonal, self.ridge)
-        return onto(weight, w.device), onto(index, w.device)
+        return to_device(weight, w.device), to_device(index, w.device)
 
 
-def strided(guide: Tensor, w: Tensor, stride: float) -> Tensor:
+def scale_guidance(guide: Tensor, w: Tensor, stride: float) -> Tensor:
     """Guidance models [S, P] in the same direction from `w` [S, P], `stride` times as far as the
     nearest other model is."""
     gap = ops.pairwise_sqdist(w).fill_diagonal_(math.inf).min(1).values.sqrt()

@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.algorithms._fedavg import FedAvg, Undefended
+from pflcore.algorithms._fedavg import FedAvg, WithoutDefence
 from pflcore.algorithms._protocol import (
     Algorithm,
     Cohort,
-    Mix,
+    MixingWeights,
     Payload,
-    Rows,
+    RowUpdate,
     Tensors,
-    Trained,
+    TrainResult,
     Traits,
-    Updated,
-    options,
-    shares,
-    squares,
+    UpdateResult,
+    algorithm_options,
+    normalize_rows,
+    squared_norms,
 )
-from pflcore.check import NonNegative, Number, Weighting, Whole, refuse
+from pflcore.check import NonNegativeFloat, NonNegativeInt, Number, Weighting, reject
 from pflcore.train import Clients, Net, Objective
 
 
-@options
+@algorithm_options
 class Scaffold(FedAvg):
     """Karimireddy et al. 2020, Algorithm 1: each step takes `gradient - c_i + c`.
 
@@ -58,9 +58,9 @@ class Scaffold(FedAvg):
         sums = "with option 'II' divides by the sum of SGD's step sizes"
         whole = "with option 'I' takes whole gradients"
         return super().traits._replace(
-            clipped=("control", "c"),
-            only_sgd=sums if self.option == "II" else "",
-            no_clip_grad=whole if self.option == "I" else "",
+            clipped_with_update=("control", "c"),
+            sgd_only_reason=sums if self.option == "II" else "",
+            no_clip_grad_reason=whole if self.option == "I" else "",
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
@@ -69,13 +69,13 @@ class Scaffold(FedAvg):
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         return {k: state[k].expand(len(cohort.ids), -1) for k in ("x", "c")}
 
-    def newcomer(self, down: Payload, net: Net, n: int) -> Tensors:
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"c": torch.zeros_like(net.w0)[None]}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        x, c, t, lr = down["x"], down["c"], clients.setting.training, clients.lr
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        x, c, t, lr = down["x"], down["c"], clients.context.training, clients.lr
         mean = self.option == "mean_grad" or lr == 0
-        fit = clients.fit(x, Objective(shift=c - own["c"]), mean_grad=mean)
+        fit = clients.fit(x, Objective(shift=c - client_state["c"]), mean_grad=mean)
         if self.option == "I":
             new = clients.grad(x) + t.gradient_decay * x
         elif mean:  # of option II the limit at a step size of 0
@@ -83,24 +83,24 @@ class Scaffold(FedAvg):
         else:
             n, m = fit.steps[:, None], t.momentum
             n = n / (1 - m) - m * (1 - m**n) / (1 - m) ** 2  # the plain number where m is 0
-            new = own["c"] - c + (x - fit.w) / (n * lr).to(x)
-        return {"c": new}, {"delta": fit.w.sub_(x), "control": new - own["c"]}, fit
+            new = client_state["c"] - c + (x - fit.w) / (n * lr).to(x)
+        return {"c": new}, {"delta": fit.w.sub_(x), "control": new - client_state["c"]}, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         changes, mix = super().update(state, up, cohort)
-        rows, mean = self.defended(up["control"], cohort)
-        c = mean.of(rows, state["c"], len(cohort.ids) / cohort.n)[0]
+        rows, mean = self.robust_weights(up["control"], cohort)
+        c = mean.aggregate(rows, state["c"], len(cohort.ids) / cohort.n)[0]
         return {**changes, "c": c}, mix
 
-    def grow(self, state: Tensors, n: int) -> Tensors:
+    def add_client(self, state: Tensors, n: int) -> Tensors:
         return {**state, "c": state["c"] * (n / (n + 1))}  # the mean of one more c_i, which is 0
 
 
 Schedule = Callable[[int, int], float]  # (round, rounds) -> how global: 1 global, 0 local
 
 
-@options
-class Waffle(Undefended, Scaffold):
+@algorithm_options
+class Waffle(WithoutDefence, Scaffold):
     """Beaussart et al. 2021, Algorithms 1 and 2: SCAFFOLD whose averages drift from global to what
     helps one client, the `target`.
 
@@ -130,7 +130,7 @@ class Waffle(Undefended, Scaffold):
     """
 
     weighting: Literal["uniform"] = "uniform"  # the method has weights of its own
-    target: Whole = 0  # the client for whom the model is made
+    target: NonNegativeInt = 0  # the client for whom the model is made
     do: Number = 3.2  # slope of Omega = Psi = 1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))
     r0: Number = 0.0  # shifts that curve: positive turns local earlier
     control_agg: Literal["recompute", "literal"] = "recompute"  # "literal": Algorithm 2 as printed
@@ -142,27 +142,34 @@ class Waffle(Undefended, Scaffold):
     def traits(self) -> Traits:
         # recomputed, c is made anew of what is uploaded
         clipped = ("control", "c") if self.control_agg == "literal" else ("control",)
-        return super().traits._replace(required=(self.target,), clipped=clipped, reported=("mix",))
+        return super().traits._replace(
+            required_clients=(self.target,), clipped_with_update=clipped, reported_state=("mix",)
+        )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return super().init(x0, n) | {"history": torch.full((n, 2), 1 / n, dtype=torch.float64)}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        new, up, fit = super().train(down, own, clients)
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        new, up, fit = super().train(down, client_state, clients)
         if self.control_agg == "recompute":
             up["control"] = new["c"]
         return new, up, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
-        weight, history = self.weights(state["history"], up["delta"], cohort)
-        mix, before = Mix(weight[None]), None if self.control_agg == "recompute" else state["c"]
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
+        weight, history = self.smoothed_weights(state["history"], up["delta"], cohort)
+        mix, before = (
+            MixingWeights(weight[None]),
+            None if self.control_agg == "recompute" else state["c"],
+        )
         return {
-            "x": mix.of(up["delta"], state["x"], self.server_lr)[0],
-            "c": mix.of(up["control"], before)[0],
-            "history": Rows(cohort.ids, history),
+            "x": mix.aggregate(up["delta"], state["x"], self.server_lr)[0],
+            "c": mix.aggregate(up["control"], before)[0],
+            "history": RowUpdate(cohort.ids, history),
         }, mix
 
-    def weights(self, history: Tensor, delta: Tensor, cohort: Cohort) -> tuple[Tensor, Tensor]:
+    def smoothed_weights(
+        self, history: Tensor, delta: Tensor, cohort: Cohort
+    ) -> tuple[Tensor, Tensor]:
         """The smoothed weights of the cohort [S], and its new history [S, 2]; both float64."""
         alone, terms = cohort.ids == self.target, self.globality(cohort.round, cohort.rounds)
         dist = ops.pairwise_sqdist(delta[alone], delta)[0].sqrt().cpu()  # [S]
@@ -185,11 +192,11 @@ class Waffle(Undefended, Scaffold):
         omega = curve if self.omega is None else float(self.omega(round, rounds))
         psi = omega if self.psi is None else float(self.psi(round, rounds))
         if not (omega >= 0 and psi >= 0):
-            refuse("omega and psi", "numbers >= 0", (omega, psi))
+            reject("omega and psi", "numbers >= 0", (omega, psi))
         return omega, psi
 
 
-@options
+@algorithm_options
 class WeightErosion(Algorithm):
     """Grimberg et al. 2020, Algorithm 1, with the updates of an epoch of local SGD as gradients
     (Gengler et al. 2020).
@@ -209,46 +216,47 @@ class WeightErosion(Algorithm):
     values fit one data set, one model and one number of rounds.)
     """
 
-    server_lr: NonNegative = 1.0  # step size of the server
-    target: Whole = 0  # the client for whom the model is made
-    p_d: NonNegative | None = None  # distance penalty; None: calibrated in every round (the paper:
+    server_lr: NonNegativeFloat = 1.0  # step size of the server
+    target: NonNegativeInt = 0  # the client for whom the model is made
+    # distance penalty; None: calibrated in every round (the paper:
     # .006 to .0088 on MNIST, 100 rounds)
-    p_s: NonNegative = 0.0  # size penalty: extra erosion of clients whose data were seen often
+    p_d: NonNegativeFloat | None = None
+    p_s: NonNegativeFloat = 0.0  # size penalty: extra erosion of clients whose data were seen often
     size_unit: Literal["samples", "batches", "epochs"] = "samples"  # how passes are counted
 
     @property
     def traits(self) -> Traits:
-        return Traits(required=(self.target,))
+        return Traits(required_clients=(self.target,))
 
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "alpha": torch.ones(n, dtype=torch.float64)}
 
-    def train(self, down: Payload, own: Tensors, clients: Clients) -> Trained:
-        own, up, fit = super().train(down, own, clients)
-        t, n, before = clients.setting.training, clients.size, clients.round - 1
+    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+        client_state, up, fit = super().train(down, client_state, clients)
+        t, n, before = clients.context.training, clients.num_samples, clients.round - 1
         if self.size_unit == "batches":
             n = -(-n // t.batch_size)
         passes = before * t.batch_size // n
         if self.size_unit == "epochs":
             passes = torch.full_like(n, before * t.epochs)
-        return own, {**up, "passes": passes}, fit
+        return client_state, {**up, "passes": passes}, fit
 
-    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> Updated:
+    def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids, delta, p_d = cohort.ids, up["delta"], self.p_d
         at = int((ids == self.target).nonzero())
         mine = delta[at : at + 1]
         distance = ops.pairwise_sqdist(mine, delta)[0].sqrt().cpu()
         # relative to the target's update; infinite where only the target stood still
-        distance = torch.where(distance > 0, distance / squares(mine).sqrt().cpu(), 0.0)
+        distance = torch.where(distance > 0, distance / squared_norms(mine).sqrt().cpu(), 0.0)
         if p_d is None:
             others = distance[(ids != self.target) & (distance > 0) & distance.isfinite()]
             p_d = 1 / (0.8 * cohort.rounds * float(others.median())) if len(others) else 0.0
         loss = p_d * (1 + self.p_s * up["passes"].cpu().double()) * distance
         loss = loss.nan_to_num(0.0, posinf=math.inf)  # 0 * inf is 0: nothing to erode by
         alpha = (state["alpha"][ids] - loss).clamp(min=0)
-        mix = Mix(shares(alpha[None]))
-        x = mix.of(delta, state["x"], self.server_lr)[0]
+        mix = MixingWeights(normalize_rows(alpha[None]))
+        x = mix.aggregate(delta, state["x"], self.server_lr)[0]
         return {"x": x, "alpha": state["alpha"].index_copy(0, ids, alpha)}, mix
 
-    def report(self, state: Tensors, mix: Mix | None, cohort: Cohort) -> Tensors:
-        return {"weights": shares(state["alpha"][None])[0]}
+    def report(self, state: Tensors, mix: MixingWeights | None, cohort: Cohort) -> Tensors:
+        return {"weights": normalize_rows(state["alpha"][None])[0]}

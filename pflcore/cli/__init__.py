@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.check import install, need
-from pflcore.cli._play import RunFailed, compare, first_line, report, run
+from pflcore.check import install_command, require
+from pflcore.cli._run import RunFailed, compare, first_line, report, run
 from pflcore.ops import __version__, backend
 from pflcore.results._progress import INTERRUPTED
-from pflcore.simulation._interrupts import ENDING
+from pflcore.simulation._signals import ENDING_SIGNALS
 
 __all__ = ["main"]
 EXTRAS = {
@@ -41,7 +41,7 @@ EXTRAS = {
 def info(argv: Sequence[str]) -> int:
     """Says what runs here: versions, kernels, devices, optional packages."""
     if argv:
-        need(argv[0] in ("-h", "--help"), "info", "no options", argv)
+        require(argv[0] in ("-h", "--help"), "info", "no options", argv)
         print(inspect.getdoc(info))
         return 0
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch sees"
@@ -55,14 +55,14 @@ def info(argv: Sequence[str]) -> int:
     }
     for extra, modules in EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
-        lacking = f"without {', '.join(missing)}: {install(*missing)}"
+        lacking = f"without {', '.join(missing)}: {install_command(*missing)}"
         facts[f"[{extra}]"] = lacking if missing else "complete"
     for name, fact in {**facts, "kernels": backend()}.items():
         print(f"{name:<10}  {fact}")
     return 0
 
 
-def _of_checkout(command: str) -> None:
+def _require_checkout(command: str) -> None:
     """Lets modules be imported from the checkout that pflcore stands in. ImportError, one sentence,
     where it is an installed package."""
     root = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def _of_checkout(command: str) -> None:
 def attack(argv: Sequence[str]) -> int:
     """Attacks what travels: membership inference and model inversion against an algorithm's
     uploads; needs a checkout of pflcore."""
-    _of_checkout("attack")
+    _require_checkout("attack")
     from bench.papers.attack import main
 
     return main(argv)
@@ -86,7 +86,7 @@ def attack(argv: Sequence[str]) -> int:
 
 def reproduce(argv: Sequence[str]) -> int:
     """Runs the experiments behind a table of a paper; needs a checkout of pflcore."""
-    _of_checkout("reproduce")
+    _require_checkout("reproduce")
     from bench.papers.run import main
 
     return main(argv)
@@ -94,7 +94,7 @@ def reproduce(argv: Sequence[str]) -> int:
 
 def bench(argv: Sequence[str]) -> int:
     """Times the kernels against the best torch call; needs a checkout of pflcore."""
-    _of_checkout("bench")
+    _require_checkout("bench")
     from bench import main
 
     return main(argv)
@@ -159,7 +159,7 @@ def _signals() -> Iterator[None]:
     INTERRUPTED.clear()
     kept: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in ENDING:
+        for number in ENDING_SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 kept[number] = signal.signal(number, end)
     try:
@@ -191,5 +191,5 @@ def _command(argv: Sequence[str]) -> int:
         print("pflcore COMMAND --help shows a command's options.")
         return 0 if argv else 2
     known = argv[0] in COMMANDS
-    need(known, "command", f"one of {', '.join(COMMANDS)}", argv[0], COMMANDS)
+    require(known, "command", f"one of {', '.join(COMMANDS)}", argv[0], COMMANDS)
     return COMMANDS[argv[0]][1](argv[1:])

@@ -7,8 +7,8 @@ from copy import copy
 from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from typing import Annotated, Any, get_type_hints
 
-from pflcore.algorithms import Algorithm, narrowed
-from pflcore.check import optional
+from pflcore.algorithms import Algorithm, fixed_options
+from pflcore.check import import_optional
 
 
 def parse(
@@ -16,28 +16,28 @@ def parse(
     about: str,
     groups: Mapping[str, type],
     argv: Sequence[str],
-    apart: Collection[str] = (),
-    whole: bool = True,
+    prefixed: Collection[str] = (),
+    complete: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """The values of all options, by group, unchecked. `--help` and a malformed option end the
     program (SystemExit 0 and 2).
 
-    A group in `apart` writes its options `--GROUP.OPTION`; in the others an option whose name an
+    A group in `prefixed` writes its options `--GROUP.OPTION`; in the others an option whose name an
     earlier group has is `--GROUP-OPTION`. What is no field of these groups is passed over where
-    they are not the `whole`: which groups there are may depend on the values of some.
+    they are not the `complete`: which groups there are may depend on the values of some.
     """
-    tyro = optional("tyro")
+    tyro = import_optional("tyro")
     arg, taken, kinds = tyro.conf.arg, set[str](), dict[str, Any]()
     for title, cls in groups.items():
-        hints, helps, own = get_type_hints(cls), comments(cls), list[tuple[str, Any, Any]]()
-        for f in offered(cls):
-            name = f"{title}-{f.name}" if f.name in taken and title not in apart else None
+        hints, helps, own = get_type_hints(cls), field_comments(cls), list[tuple[str, Any, Any]]()
+        for f in option_fields(cls):
+            name = f"{title}-{f.name}" if f.name in taken and title not in prefixed else None
             how = arg(name=name, help=helps.get(f.name))
             own.append((f.name, Annotated[hints[f.name], how], copy(f)))
         about_group = (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
         kinds[title] = Annotated[make_dataclass(title, own), arg(name=title, help=about_group)]
-        if title not in apart:
-            taken |= {f.name for f in offered(cls)}
+        if title not in prefixed:
+            taken |= {f.name for f in option_fields(cls)}
             kinds[title] = tyro.conf.OmitArgPrefixes[kinds[title]]
     got = tyro.cli(
         make_dataclass("Options", kinds.items()),
@@ -45,23 +45,23 @@ def parse(
         description=about,
         args=list(argv),
         config=(tyro.conf.SuppressFixed,),
-        add_help=whole,
-        return_unknown_args=not whole,
+        add_help=complete,
+        return_unknown_args=not complete,
     )
-    return {title: vars(values) for title, values in vars(got if whole else got[0]).items()}
+    return {title: vars(values) for title, values in vars(got if complete else got[0]).items()}
 
 
-def offered(cls: type) -> list[Field[Any]]:
+def option_fields(cls: type) -> list[Field[Any]]:
     """The fields of a dataclass that are options. An algorithm's target is the run's, and a choice
     of one is none."""
-    aside = {"target", *narrowed(cls)} if issubclass(cls, Algorithm) else set[str]()
+    aside = {"target", *fixed_options(cls)} if issubclass(cls, Algorithm) else set[str]()
     return [f for f in fields(cls) if f.init and f.name not in aside]
 
 
-def comments(cls: type) -> dict[str, str]:
+def field_comments(cls: type) -> dict[str, str]:
     """The comment at each field of a dataclass, or at its base's field, or what its docstring says
     below "Args:", as tyro finds it."""
-    tyro, found = optional("tyro"), dict[str, str]()
+    tyro, found = import_optional("tyro"), dict[str, str]()
     of = tyro.constructors
     for base in filter(is_dataclass, reversed(cls.__mro__)):
         info = of.StructTypeInfo.make(base, tyro.MISSING_NONPROP, False)
@@ -70,7 +70,7 @@ def comments(cls: type) -> dict[str, str]:
     return found
 
 
-def of_function(function: Callable[..., Any], defaults: Mapping[str, Any]) -> type:
+def dataclass_of_arguments(function: Callable[..., Any], defaults: Mapping[str, Any]) -> type:
     """These arguments of a function as the fields of a dataclass."""
     function = getattr(function, "func", function)  # a partial's own
     hints, about = get_type_hints(function), {"__doc__": function.__doc__}

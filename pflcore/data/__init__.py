@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from pflcore.check import Count, Seed32, checked, need, shown
+from pflcore.check import PositiveInt, Seed32, checked, require, summarize
 from pflcore.data import _natural as natural
 from pflcore.data import _synthetic as synthetic
 from pflcore.data._federation import Federation, HeldOut
-from pflcore.data._inputs import padded
+from pflcore.data._inputs import pad_sequences
 from pflcore.data._partition import PARTITIONS as PARTITIONS
 from pflcore.data._partition import options_of, partition
-from pflcore.data._roles import SHARES
+from pflcore.data._protocols import DEFAULT_SHARES
 from pflcore.data._sources import SOURCES as SOURCES
 from pflcore.data._sources import Source, load
 
@@ -33,7 +33,7 @@ __all__ = [
     "Federation",
     "federation_of",
     "load",
-    "padded",
+    "pad_sequences",
     "partition",
 ]
 
@@ -42,13 +42,13 @@ __all__ = [
 def federation_of(  # noqa: PLR0913 (the command line's)
     data: str | Source = "mnist5k",
     partition: str | None = None,
-    n: Count | None = None,
+    n: PositiveInt | None = None,
     seed: Seed32 = 0,
     shift_seed: Seed32 = 0,
     *,
     root: str | os.PathLike[str] | None = None,
-    train_samples: Count | None = None,
-    test_samples: Count | None = None,
+    train_samples: PositiveInt | None = None,
+    test_samples: PositiveInt | None = None,
     fractions: Mapping[str, HeldOut] | None = None,
     standardize: bool | None = None,
     **options: Any,
@@ -76,18 +76,18 @@ def federation_of(  # noqa: PLR0913 (the command line's)
     if isinstance(data, str) and data not in SOURCES:
         samples = partition or train_samples or test_samples
         fed = _with_clients(data, n, seed, root, options)
-        need(not samples, "partition and samples", f"none, as {data} has clients", samples)
+        require(not samples, "partition and samples", f"none, as {data} has clients", samples)
         fed = _divided(fed, fractions, seed)
         scaled = data in TABULAR if standardize is None else standardize
         if scaled and fed.x.dtype == torch.int64:  # whole numbers that are features
             fed = replace(fed, x=fed.x.float())
         return fed.standardize() if scaled else fed
     none = fractions is None and standardize is None
-    need(none, "fractions and standardize", f"none, as a partition cuts {data!r}", fractions)
+    require(none, "fractions and standardize", f"none, as a partition cuts {data!r}", fractions)
     name = partition or "A"
     defaults = options_of(name)
-    need("classes" not in options, name, f"the options {', '.join(defaults)}", "classes")
-    cut = [f"{k}={shown(v)}" for k, v in sorted(options.items()) if v != defaults.get(k)]
+    require("classes" not in options, name, f"the options {', '.join(defaults)}", "classes")
+    cut = [f"{k}={summarize(v)}" for k, v in sorted(options.items()) if v != defaults.get(k)]
     if "shift_seed" in defaults:
         options = {**options, "shift_seed": shift_seed}
     source = load(data, root) if isinstance(data, str) else data
@@ -119,21 +119,21 @@ def _with_clients(
     readers = {k: partial(read, path) for k, read in natural.READERS.items()}
     names = f"{', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH, folder:PATH"
     known = data in FEDERATIONS or kind in readers
-    need(known, "data", f"one of {names}", data, [*SOURCES, *FEDERATIONS])
+    require(known, "data", f"one of {names}", data, [*SOURCES, *FEDERATIONS])
     make = FEDERATIONS.get(data) or readers[kind]
     own = inspect.signature(make).parameters
     unknown = sorted(set(options) - set(own))
-    need(not unknown, data, f"the options {', '.join(own)}", ", ".join(unknown), own)
+    require(not unknown, data, f"the options {', '.join(own)}", ", ".join(unknown), own)
     given = {"n": n, "seed": seed, "root": root}
     fed = make(**{k: v for k, v in given.items() if k in own and v is not None}, **options)
-    need(n is None or n <= fed.n, "n", f"at most the {fed.n} clients of {data}", n)
+    require(n is None or n <= fed.n, "n", f"at most the {fed.n} clients of {data}", n)
     return fed if n in (None, fed.n) else fed.subset(range(n))
 
 
 def _divided(fed: Federation, fractions: Mapping[str, HeldOut] | None, seed: int) -> Federation:
     """Each client's samples in these shares; None: Motley's where there is no test split."""
     whole = fractions is None and "test" not in fed.index
-    shares: dict[str, Any] = dict(SHARES if whole else fractions or {})
+    shares: dict[str, Any] = dict(DEFAULT_SHARES if whole else fractions or {})
     fit = set(shares) <= {"val", "test"}
-    need(fit, "fractions", "shares of 'val' and 'test' of each client's samples", shares)
+    require(fit, "fractions", "shares of 'val' and 'test' of each client's samples", shares)
     return fed.split(**shares, seed=seed, of=None) if shares else fed

@@ -16,30 +16,30 @@ from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore.check import (
+    Expectation,
     Fraction,
-    Kind,
     Momentum,
-    NonNegative,
+    NonNegativeFloat,
     Seed32,
     checked,
     ids_of,
-    need,
+    require,
 )
-from pflcore.data._frames import column_names, columns_of
-from pflcore.data._inputs import Fields, has_steps, inputs, pair, target, tensor
-from pflcore.data._meaning import Classes, Reading, meaning_of, one_kind
+from pflcore.data._frames import column_names, read_columns
+from pflcore.data._inputs import Fields, has_single_step, to_inputs, to_pair, to_targets, to_tensor
+from pflcore.data._meaning import Classes, ReaderOptions, interpret_targets, merge_inputs
 from pflcore.data._partition import Partition
-from pflcore.data._ragged import Ragged, onto
-from pflcore.data._samples import SPLITS, Samples, Scaling
+from pflcore.data._ragged import Ragged, to_device
+from pflcore.data._samples import SPLITS, ClientSamples, Scaling
 
-Each = Annotated[
+PerClientData = Annotated[
     Any,
-    Kind(
+    Expectation(
         "each client's data in a list (of a dict give its values)",
         lambda v: hasattr(v, "__iter__") and not isinstance(v, str | Mapping),
     ),
 ]
-Rule = Callable[[int], dict[str, Tensor]]  # of n samples: the positions of each split
+SplitRule = Callable[[int], dict[str, Tensor]]  # of n samples: the positions of each split
 Split = Literal["train", "val", "test"]
 HeldOut = Momentum  # a share of samples, below 1
 
@@ -53,7 +53,7 @@ class ClientGroups(NamedTuple):
     test: Tensor
 
 
-class Federation(Samples):
+class Federation(ClientSamples):
     """The data of N clients, without copies: every client is a list of indices into one pool.
 
     x         [n_pool, ...]    inputs: floats, or int64 (tokens); or a dict of such tensors
@@ -79,7 +79,7 @@ class Federation(Samples):
     @checked
     def from_clients(
         cls,
-        clients: Each,
+        clients: PerClientData,
         *,
         classes: Classes = "infer",
         dtype: torch.dtype | None = torch.float32,
@@ -102,13 +102,13 @@ class Federation(Samples):
         Inputs are floats or int64 (tokens), and never bytes. ``dtype``: floats are converted to it;
         None keeps what came. To hold out samples for testing: ``.split(test=0.2)``.
         """
-        return cls._of_clients(clients, Reading(classes, dtype), name)
+        return cls._from_reader(clients, ReaderOptions(classes, dtype), name)
 
     @classmethod
-    def _of_clients(
+    def _from_reader(
         cls,
         clients: Any,
-        how: Reading,
+        reader: ReaderOptions,
         name: str = "data",
         names: Sequence[str | int] | None = None,
     ) -> Self:
@@ -118,25 +118,27 @@ class Federation(Samples):
             count = i + 1
             who = f"client {i if names is None else names[i]}"
             for split, given in _by_split(who, entry).items():
-                x, y, of_x = pair(given, f"{who} ({split})", how.dtype)
+                x, y, of_x = to_pair(given, f"{who} ({split})", reader.dtype)
                 if len(y):
                     parts.append((i, who, split, x, y, of_x))
-        need(count, "clients", "the data of at least one client", [])
+        require(count, "clients", "the data of at least one client", [])
         none = f"a sample to train on for each; leave out the {count} without"
-        need(parts, "clients", none, "no samples at all")
+        require(parts, "clients", none, "no samples at all")
         owner, whose, splits, xs, ys, fields = zip(*parts, strict=True)
-        _check_alike(whose, xs, ys, fields, typed=not how.files and how.classes == "infer")
+        _check_same_form(
+            whose, xs, ys, fields, typed=not reader.from_files and reader.classes == "infer"
+        )
         floats = next((x.dtype for x in xs if x.is_floating_point()), torch.float32)
         size = [len(y) for y in ys]
         rows, where = np.repeat(owner, size), np.repeat(splits, size)
         index = {
-            s: Ragged.grouped(np.flatnonzero(where == s), rows[where == s], count)
+            s: Ragged.from_owners(np.flatnonzero(where == s), rows[where == s], count)
             for s in SPLITS
             if s in splits or s == "train"
         }
-        steps = has_steps(xs[0], fields[0])
-        y, classes = meaning_of(torch.cat(ys), how, floats, steps=steps)
-        x = one_kind(xs, whose, floats)
+        steps = has_single_step(xs[0], fields[0])
+        y, classes = interpret_targets(torch.cat(ys), reader, floats, single_step=steps)
+        x = merge_inputs(xs, whose, floats)
         made = None if names is None else tuple(names)
         return cls(x, y, index, classes, name=name, fields=fields[0], names=made)
 
@@ -163,14 +165,17 @@ class Federation(Samples):
         """
         columns = column_names(x)
         if columns is not None:
-            x, y, client = columns_of(x, columns, y or "y", client or "client")
-        need(y is not None and client is not None, "y and client", "a value per sample", None)
+            x, y, client = read_columns(x, columns, y or "y", client or "client")
+        require(y is not None and client is not None, "y and client", "a value per sample", None)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            (x, fields), y = inputs(x, "x", dtype), target(y, "y")
+            (x, fields), y = to_inputs(x, "x", dtype), to_targets(y, "y")
         lists, names = _by_client(client, len(x))
-        how, floats = Reading(classes, dtype), x.dtype if x.is_floating_point() else torch.float32
-        y, known = meaning_of(y, how, floats, steps=has_steps(x, fields))
+        how, floats = (
+            ReaderOptions(classes, dtype),
+            x.dtype if x.is_floating_point() else torch.float32,
+        )
+        y, known = interpret_targets(y, how, floats, single_step=has_single_step(x, fields))
         index = {"train": lists}
         return cls(x.contiguous(), y, index, known, name=name, fields=fields, names=names)
 
@@ -190,19 +195,23 @@ class Federation(Samples):
         """A training pool x [n, ...], y [n], an optional test pool, and a partition of ``cat(y,
         y_test)`` as :func:`pflcore.data.partition` makes them: with ``test_labels=y_test`` where
         there is a test pool. ValueError where it was made of other numbers of samples."""
-        x, y = tensor(x, "x"), target(y, "y")
+        x, y = to_tensor(x, "x"), to_targets(y, "y")
         pools = {"train": len(y)}
         if x_test is not None:
-            xt, yt = tensor(x_test, "x_test"), target(y_test, "y_test")
-            need(xt.shape[1:] == x.shape[1:], "x_test", f"inputs {list(x.shape[1:])}, as x has", xt)
+            xt, yt = to_tensor(x_test, "x_test"), to_targets(y_test, "y_test")
+            require(
+                xt.shape[1:] == x.shape[1:], "x_test", f"inputs {list(x.shape[1:])}, as x has", xt
+            )
             x, y, pools["test"] = torch.cat([x, xt]), torch.cat([y, yt]), len(yt)
         p = partition
-        fits = p.pools == pools if p.pools else "test" in p.index or "test" not in pools
+        fits = p.pool_sizes == pools if p.pool_sizes else "test" in p.index or "test" not in pools
         wanted = f"one of {pools} samples (a test pool by partition(..., test_labels=y_test))"
-        need(fits, "partition", wanted, dict(p.pools) or list(p.index))
+        require(fits, "partition", wanted, dict(p.pool_sizes) or list(p.index))
         truth = {} if p.group is None else {"group": p.group}
         floats = x.dtype if x.is_floating_point() else torch.float32
-        y, c = meaning_of(y, Reading(classes, None), floats, steps=has_steps(x))
+        y, c = interpret_targets(
+            y, ReaderOptions(classes, None), floats, single_step=has_single_step(x)
+        )
         return cls(x, y, p.index, c, p.relabel, name, p.facts, truth)
 
     # other federations of the same pool ---------------------------------------------------------
@@ -225,27 +234,27 @@ class Federation(Samples):
         none left to train on keeps them all. ValueError where no client has enough, or where a
         split that is to be made exists outside `of`.
         """
-        need(test + val < 1, "val and test", "shares below 1 together", [val, test])
+        require(test + val < 1, "val and test", "shares below 1 together", [val, test])
         wanted = {"test": test, "val": val / (1 - test)}
         wanted = {s: share for s, share in wanted.items() if share > 0}
         outside = [s for s in wanted if s in self.index and of is not None and s not in of]
-        need(not outside, "of", f"{outside} too, which exist, or None for all splits", of)
+        require(not outside, "of", f"{outside} too, which exist, or None for all splits", of)
 
         def rule(n: int) -> dict[str, Tensor]:
             rest, dealt = torch.arange(n), {}
             for split, share in wanted.items():
-                order, cut = permutation(len(rest), seed), math.ceil(share * len(rest))
+                order, cut = random_permutation(len(rest), seed), math.ceil(share * len(rest))
                 cut = cut if cut < len(rest) else 0
                 dealt[split], rest = rest[order[:cut]], rest[order[cut:]]
             return {**dealt, "train": rest}
 
-        new = self.dealt(rule, of=of)
+        new = self.redistribute(rule, of=of)
         missing = [s for s in wanted if s not in new.index]
-        need(not missing, "val and test", f"a client with enough samples for {missing}", wanted)
+        require(not missing, "val and test", f"a client with enough samples for {missing}", wanted)
         return new
 
     @checked
-    def halves(
+    def split_in_half(
         self,
         clients: Any = None,
         seed: Seed32 = 13,
@@ -259,35 +268,37 @@ class Federation(Samples):
         Nothing but scoring may look at an evaluation half. ValueError for a client with fewer than
         two samples.
         """
-        ids, size = self._ids(clients), self._joined(of).size
+        ids, size = self._ids(clients), self._all_lists(of).size
         few = ids[size[ids] < 2][:5].tolist()
-        need(not few, "clients", "at least 2 samples each, to be halved; leave out", few)
+        require(not few, "clients", "at least 2 samples each, to be halved; leave out", few)
 
         def rule(n: int) -> dict[str, Tensor]:
-            order = permutation(n, seed)
+            order = random_permutation(n, seed)
             none = dict.fromkeys(("val", "test"), order[:0])
             return {**none, "train": order[: n // 2], scored: order[n // 2 :]}
 
-        return self.dealt(rule, clients, of)
+        return self.redistribute(rule, clients, of)
 
     @checked
-    def keep(self, fraction: Fraction, clients: Any = None) -> Self:
+    def keep_fraction(self, fraction: Fraction, clients: Any = None) -> Self:
         """The first `fraction` of each training list, rounded up: keep(.25) is part of keep(.5).
         Other splits, and those of clients other than `clients` [S], stay."""
 
         def rule(n: int) -> dict[str, Tensor]:
             return {"train": torch.arange(max(1, math.ceil(fraction * n - 1e-9)))}
 
-        return self.dealt(rule, clients, ("train",))
+        return self.redistribute(rule, clients, ("train",))
 
-    def dealt(self, rule: Rule, clients: Any = None, of: Sequence[str] | None = None) -> Self:
+    def redistribute(
+        self, rule: SplitRule, clients: Any = None, of: Sequence[str] | None = None
+    ) -> Self:
         """These clients' [S] samples of the splits `of` (None: all) dealt anew by a rule, a
         function of their number n -> {split: positions [k] in 0..n-1}.
 
         What the rule names or deals from is replaced; other splits and other clients stay. A split
         that is left with no sample at all is none.
         """
-        ids, lists = self._ids(clients), self._joined(of).take(self._ids(clients))
+        ids, lists = self._ids(clients), self._all_lists(of).take(self._ids(clients))
         parts: dict[str, list[tuple[Tensor, Tensor]]] = {s: [] for s in SPLITS}
         for n in lists.size.unique().tolist():
             same = (lists.size == n).nonzero()[:, 0]
@@ -296,14 +307,14 @@ class Federation(Samples):
                 parts[split].append((rows.flatten(), ids[same].repeat_interleave(len(positions))))
         chosen = torch.zeros(self.n, dtype=torch.bool).index_fill(0, ids, True)
         for s in self.splits:
-            rows, owner = self.index[s].flat.cpu(), self.index[s].owner().cpu()
+            rows, owner = self.index[s].flat.cpu(), self.index[s].owners().cpu()
             if parts[s] or of is None or s in of:  # what is not dealt anew stays
                 stay = ~chosen[owner]
                 rows, owner = rows[stay], owner[stay]
             parts[s].append((rows, owner))
-        index = {s: _grouped(parts[s], self.n) for s in SPLITS if parts[s]}
+        index = {s: _group_by_owner(parts[s], self.n) for s in SPLITS if parts[s]}
         index = {s: v.to(self.device) for s, v in index.items() if len(v.flat) or s == "train"}
-        new = self._with(index=index)
+        new = self._copy_with(index=index)
         new._check_index()  # clients who shared test samples may share training samples now
         return new
 
@@ -312,19 +323,19 @@ class Federation(Samples):
         ids = self._ids(clients)
 
         def mine(v: Any) -> Any:
-            return v.take(ids) if isinstance(v, Ragged) else v[onto(ids, v.device)]
+            return v.take(ids) if isinstance(v, Ragged) else v[to_device(ids, v.device)]
 
         names = self.names and tuple(self.names[i] for i in ids.tolist())
         rows = {k: getattr(self, k) for k in ("index", "relabel", "truth", "scaling")}
         rows = {k: v for k, v in rows.items() if v is not None}
-        return self._with(names=names, **tree_map(mine, rows))
+        return self._copy_with(names=names, **tree_map(mine, rows))
 
     @checked
     def split_clients(
         self,
-        train: NonNegative = 0.8,
-        val: NonNegative = 0.1,
-        test: NonNegative = 0.1,
+        train: NonNegativeFloat = 0.8,
+        val: NonNegativeFloat = 0.1,
+        test: NonNegativeFloat = 0.1,
         seed: Seed32 = 13,
     ) -> ClientGroups:
         """Split the clients at random (Motley's cross-device setting): numbers of them (int) or
@@ -340,8 +351,8 @@ class Federation(Samples):
             k[2] = self.n - k[0] - k[1]
         left = self.n - sum(k)
         right = f"{self.n} clients in all, one to train at least"
-        need(left >= 0 and k[2] >= 1, "train, val and test", right, [train, val, test])
-        groups = [g.sort().values for g in permutation(self.n, seed).split([*k, left])]
+        require(left >= 0 and k[2] >= 1, "train, val and test", right, [train, val, test])
+        groups = [g.sort().values for g in random_permutation(self.n, seed).split([*k, left])]
         return ClientGroups(groups[2], groups[0], groups[1])
 
     def standardize(self) -> Self:
@@ -354,10 +365,12 @@ class Federation(Samples):
         its own training samples.
         """
         plain = self.x.is_floating_point() and self.fields is None
-        need(plain, "x", "floats in one tensor, to be standardized", self.fields or self.x)
-        lists, x = self._joined(None), self.x.clone()
+        require(plain, "x", "floats in one tensor, to be standardized", self.fields or self.x)
+        lists, x = self._all_lists(None), self.x.clone()
         shared = int(torch.bincount(lists.flat).max()) > 1
-        need(not shared, "index", "samples of one client each, to be standardized", "shared ones")
+        require(
+            not shared, "index", "samples of one client each, to be standardized", "shared ones"
+        )
         mean, scale = (torch.empty(self.n, *self.shape, dtype=torch.float64) for _ in range(2))
         for i, (train, rows) in enumerate(zip(self.index["train"], lists, strict=True)):
             known = self.x[train].double()
@@ -367,40 +380,40 @@ class Federation(Samples):
             mean[i], scale[i] = m, s
         scaling = Scaling(mean, scale)
         if self.scaling is not None:  # of the features as they were once
-            scaling = scaling.after(self.scaling)
-        return self._with(x=x, scaling=scaling)
+            scaling = scaling.combine_after(self.scaling)
+        return self._copy_with(x=x, scaling=scaling)
 
     def _ids(self, clients: Any) -> Tensor:
         """Distinct clients [S], in the given order, on the CPU; None: all."""
         return torch.arange(self.n) if clients is None else ids_of("clients", clients, self.n)
 
-    def _joined(self, of: Sequence[str] | None) -> Ragged:
+    def _all_lists(self, of: Sequence[str] | None) -> Ragged:
         """Each client's samples of these splits (None: all) one after the other, on the CPU."""
         lists = [self.lists(s).to("cpu") for s in (self.splits if of is None else of)]
-        return _grouped([(v.flat, v.owner()) for v in lists], self.n)
+        return _group_by_owner([(v.flat, v.owners()) for v in lists], self.n)
 
 
-def _grouped(parts: list[tuple[Tensor, Tensor]], n: int) -> Ragged:
+def _group_by_owner(parts: list[tuple[Tensor, Tensor]], n: int) -> Ragged:
     """Lists from pieces of samples [m] and their owners [m]."""
     rows, owner = map(torch.cat, zip(*parts, strict=True))
-    return Ragged.grouped(rows, owner, n)
+    return Ragged.from_owners(rows, owner, n)
 
 
-def permutation(n: int, seed: int) -> Tensor:
+def random_permutation(n: int, seed: int) -> Tensor:
     """numpy's frozen stream: the same on every machine."""
     return torch.from_numpy(np.random.RandomState(seed).permutation(n))
 
 
-def _by_split(who: str, entry: Any) -> dict[str, Any]:
+def _by_split(holder: str, entry: Any) -> dict[str, Any]:
     """A client's pairs by split."""
     parts = dict(entry) if isinstance(entry, Mapping) else {"train": entry}
     known = set(parts) <= set(SPLITS) and "train" in parts
-    need(known, who, "'train' samples, and perhaps 'val' and 'test'", list(parts))
+    require(known, holder, "'train' samples, and perhaps 'val' and 'test'", list(parts))
     return parts
 
 
-def _check_alike(
-    whose: Sequence[str],
+def _check_same_form(
+    holders: Sequence[str],
     xs: Sequence[Tensor],
     ys: Sequence[Tensor],
     fields: Sequence[Fields | None],
@@ -410,12 +423,12 @@ def _check_alike(
     """ValueError where clients' samples differ in form; `typed`: or one has labels and another
     numbers."""
     first = ""
-    for who, x, y, parts in zip(whose, xs, ys, fields, strict=True):
+    for who, x, y, parts in zip(holders, xs, ys, fields, strict=True):
         kind = f"{parts or list(x.shape[1:])} and {list(y.shape[1:])}"
         if typed:
             kind += " (floats)" if y.is_floating_point() else " (int64)"
         first = first or kind
-        need(kind == first, who, f"inputs and targets {first}, as {whose[0]} has", kind)
+        require(kind == first, who, f"inputs and targets {first}, as {holders[0]} has", kind)
 
 
 def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
@@ -426,6 +439,6 @@ def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
     # of what a list mixes with words numpy makes words, also of what is missing
     mixed = isinstance(client, list | tuple) and len({isinstance(i, str) for i in client}) > 1
     fits = ids.shape == (count,) and ids.dtype.kind in "iuU" and not mixed
-    need(fits, "client", f"a whole number or a string for each of {count:,} samples", ids)
+    require(fits, "client", f"a whole number or a string for each of {count:,} samples", ids)
     names, owner = np.unique(ids, return_inverse=True)
-    return Ragged.grouped(np.arange(count), owner, len(names)), tuple(names.tolist())
+    return Ragged.from_owners(np.arange(count), owner, len(names)), tuple(names.tolist())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pflcore.check import need, refuse
+from pflcore.check import reject, require
 
 Array = NDArray[Any]
 
@@ -23,30 +23,30 @@ def column_names(table: Any) -> list[Any] | None:
     if names is None:
         return None
     splits = isinstance(table, Mapping) or isinstance(names, Mapping)
-    need(not splits, "x", "one table, as x['train'] is", names)
+    require(not splits, "x", "one table, as x['train'] is", names)
     return list(names)
 
 
-def columns_of(table: Any, names: list[Any], y: str, client: str) -> tuple[Array, Array, Array]:
+def read_columns(table: Any, names: list[Any], y: str, client: str) -> tuple[Array, Array, Array]:
     """The inputs x, [n, D] of the columns that are neither targets nor ids or [n, ...] of a single
     column of arrays, the targets, and whose each row is."""
-    need({y, client} < set(names), "y and client", f"two of the columns {names}", [y, client])
-    by_name = {n: _column(table, n) for n in names if n not in (y, client)}
+    require({y, client} < set(names), "y and client", f"two of the columns {names}", [y, client])
+    by_name = {n: _read_column(table, n) for n in names if n not in (y, client)}
     features = list(by_name.values())
     kinds = {n: str(a.dtype) for n, a in by_name.items()}
     numbers = all(a.dtype.kind in "fiub" for a in features)
-    need(numbers, "x", f"columns of numbers beside {y} and {client}", kinds)
+    require(numbers, "x", f"columns of numbers beside {y} and {client}", kinds)
     if len(features) == 1 and features[0].ndim > 1:
-        return features[0], _column(table, y), _column(table, client)
+        return features[0], _read_column(table, y), _read_column(table, client)
     shapes = [a.shape for a in features]
     flat = all(len(shape) == 1 for shape in shapes)
-    need(flat, "x", "one number a row in each column, or a single column of arrays", shapes)
+    require(flat, "x", "one number a row in each column, or a single column of arrays", shapes)
     narrow = all(a.dtype == np.float32 for a in features)
     x = np.stack([a.astype(np.float32 if narrow else np.float64) for a in features], 1)
-    return x, _column(table, y), _column(table, client)
+    return x, _read_column(table, y), _read_column(table, client)
 
 
-def _column(table: Any, name: Any) -> Array:
+def _read_column(table: Any, name: Any) -> Array:
     """A column as an array [n, ...]; what has the type of an object is read value by value."""
     try:
         column = table[name]
@@ -61,4 +61,4 @@ def _column(table: Any, name: Any) -> Array:
         return np.array(column, dtype=object) if mixed else np.asarray(column)
     except Exception as e:  # each library raises kinds of its own
         arrays = "a table whose columns numpy reads; give arrays, from_table(x, y, client)"
-        refuse("x", f"{arrays} (column {name!r}: {type(e).__name__})", type(table))
+        reject("x", f"{arrays} (column {name!r}: {type(e).__name__})", type(table))

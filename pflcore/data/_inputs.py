@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset, TensorDataset
 
-from pflcore.check import Count, Number, checked, need, refuse
+from pflcore.check import Number, PositiveInt, checked, reject, require
 
-IGNORED = -100  # the label of a masked step, as in torch's cross entropy
-HINT = (
+IGNORED_LABEL = -100  # the label of a masked step, as in torch's cross entropy
+INPUT_HINT = (
     "numbers in one array (pad sequences to one length, turn images and words into numbers, give "
     "fields as one dict of arrays)"
 )
-DENSE = "dense floats or int64 (tokens to int64, images to float, then normalized)"
-A_PAIR = "a pair (x, y), or a Dataset of pairs (or a list of them)"
-TARGETS = ("y", "label", "labels", "target", "targets", "class")  # what people call them
+DENSE_TEXT = "dense floats or int64 (tokens to int64, images to float, then normalized)"
+PAIR_TEXT = "a pair (x, y), or a Dataset of pairs (or a list of them)"
+TARGET_KEYS = ("y", "label", "labels", "target", "targets", "class")  # what people call them
 
 
 class Field(NamedTuple):
@@ -43,50 +43,50 @@ class Fields(tuple[Field, ...]):
     def __str__(self) -> str:
         return ", ".join(map(str, self))
 
-    def apart(self, x: Tensor) -> dict[str, Tensor]:
+    def split_fields(self, x: Tensor) -> dict[str, Tensor]:
         """The fields [B, *shape] by name of rows [B, D]."""
         parts = zip(self, x.split([prod(f.shape) for f in self], -1), strict=True)
         return {f.name: p.reshape(*x.shape[:-1], *f.shape).to(f.dtype) for f, p in parts}
 
     def __call__(self, module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self.apart(given[0]) if isinstance(given[0], Tensor) else given[0],)
+        return (self.split_fields(given[0]) if isinstance(given[0], Tensor) else given[0],)
 
 
-def inputs(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Fields | None]:
+def to_inputs(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Fields | None]:
     """An array as a tensor [n, ...]; a dict of arrays as rows [n, D] of `dtype` (None: float32), in
     which whole numbers must be exact, and their fields."""
     if not isinstance(value, Mapping):
-        x = tensor(value, name, dtype)
-        need(x.is_floating_point() or x.dtype == torch.int64, name, DENSE, x)
+        x = to_tensor(value, name, dtype)
+        require(x.is_floating_point() or x.dtype == torch.int64, name, DENSE_TEXT, x)
         return x, None
-    parts = {k: array(v, f"{name}[{k!r}]", dtype) for k, v in value.items()}
+    parts = {k: to_tensor_or_bool(v, f"{name}[{k!r}]", dtype) for k, v in value.items()}
     dtype = dtype or torch.float32
     rows = {len(v) if v.dim() else None for v in parts.values()}
-    need(len(rows - {None}) == len(rows) == 1, name, "tensors by name, a row per sample", parts)
+    require(len(rows - {None}) == len(rows) == 1, name, "tensors by name, a row per sample", parts)
     most = 2 ** (24 if dtype == torch.float32 else 53)
     right = f"a tensor of floats, int64 or bool, within +-{most:,}, exact in {dtype}"
     for key, v in parts.items():
         exact = v.dtype == torch.int64 and not bool((v.abs() > most).any())
         known = exact or v.is_floating_point() or v.dtype == torch.bool
-        need(known, f"{name}[{key!r}]", right, v)
+        require(known, f"{name}[{key!r}]", right, v)
     kinds = {k: dtype if v.is_floating_point() else v.dtype for k, v in parts.items()}
     fields = Fields(Field(k, tuple(v.shape[1:]), kinds[k]) for k, v in parts.items())
     return torch.cat([v.reshape(len(v), -1).to(dtype) for v in parts.values()], 1), fields
 
 
-def tensor(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
+def to_tensor(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """An array without a copy where torch can read it; floats become `dtype`, tokens int64, and
     true and false 1 and 0 of it."""
-    t = array(value, name, dtype)
+    t = to_tensor_or_bool(value, name, dtype)
     return t.to(dtype or torch.float32) if t.dtype == torch.bool else t
 
 
-def array(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
+def to_tensor_or_bool(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """The same, true and false as they are."""
     try:
         t = value.detach() if isinstance(value, Tensor) else _read(value)
     except (TypeError, ValueError, RuntimeError):
-        refuse(name, HINT, value)
+        reject(name, INPUT_HINT, value)
     # tokens; bytes are left to be refused, they may be images
     if t.dtype in (torch.int16, torch.int32):
         return t.long()
@@ -99,26 +99,28 @@ def _read(value: Any) -> Tensor:
     return torch.as_tensor(a.astype(a.dtype.newbyteorder("="), copy=False))
 
 
-def target(value: Any, name: str) -> Tensor:
+def to_targets(value: Any, name: str) -> Tensor:
     """Targets [n, ...] as they come: floats, or int64 for whole numbers and for true and false."""
-    t = array(value, name)
-    need(not t.is_complex(), name, "real numbers", t)
+    t = to_tensor_or_bool(value, name)
+    require(not t.is_complex(), name, "real numbers", t)
     if t.is_floating_point():
         return t
     whole = t.long()
     wraps = t.dtype == torch.uint64 and bool((whole < 0).any())
-    need(not wraps, name, "whole numbers below 2**63", t)
+    require(not wraps, name, "whole numbers below 2**63", t)
     return whole
 
 
-def pair(value: Any, name: str, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Fields | None]:
+def to_pair(
+    value: Any, name: str, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Fields | None]:
     """The tuple (x, y), or a list or Dataset of such, read once, as tensors [n, ...], [n, ...] and
     x's fields. No samples at all are tensors [0]."""
     x, y = value if _is_pair(value, name) else _samples(value, name)
-    x, fields = inputs(x, f"x of {name}", dtype)
-    y = target(y, f"y of {name}")
+    x, fields = to_inputs(x, f"x of {name}", dtype)
+    y = to_targets(y, f"y of {name}")
     one_each = x.dim() and y.dim() and len(x) == len(y)
-    need(one_each, name, "one target for each input", [list(x.shape), list(y.shape)])
+    require(one_each, name, "one target for each input", [list(x.shape), list(y.shape)])
     return x, y, fields
 
 
@@ -135,7 +137,9 @@ def _is_pair(value: Any, name: str) -> bool:
     tuples = all(isinstance(m, tuple) and len(m) == 2 for m in value)
     lists = all(isinstance(m, list) and len(m) == 2 for m in value)
     both = tuples or (lists and isinstance(value, list))
-    need(not both, name, "(x, y) as a tuple of two arrays, or samples as a list of tuples", value)
+    require(
+        not both, name, "(x, y) as a tuple of two arrays, or samples as a list of tuples", value
+    )
     return True
 
 
@@ -149,16 +153,16 @@ def _samples(dataset: Any, name: str) -> Any:
         return torch.empty(0), torch.empty(0)
     _check_item(items[0], name)
     try:
-        return tuple(_stacked([item[i] for item in items]) for i in (0, 1))
+        return tuple(_stack_values([item[i] for item in items]) for i in (0, 1))
     except (RuntimeError, TypeError, ValueError, KeyError):
-        refuse(name, HINT, items[0])
+        reject(name, INPUT_HINT, items[0])
 
 
-def _stacked(values: list[Any]) -> Any:
+def _stack_values(values: list[Any]) -> Any:
     """Samples' values as one tensor [n, ...], or as a dict of such. A list of numbers is a row:
     torch's `default_collate` would make it a column."""
     if isinstance(values[0], Mapping):
-        return {k: _stacked([v[k] for v in values]) for k in values[0]}
+        return {k: _stack_values([v[k] for v in values]) for k in values[0]}
     if all(isinstance(v, Tensor) for v in values):
         return torch.stack(values)
     return _read(values)
@@ -168,19 +172,19 @@ def _check_dataset(dataset: Any, name: str) -> None:
     """ValueError where a value has no samples by number; it says how they are got."""
     numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, str | Mapping):
-        refuse(name, A_PAIR, dataset)
+        reject(name, PAIR_TEXT, dataset)
     if isinstance(dataset, tuple) and not all(isinstance(m, tuple | list) for m in dataset):
-        refuse(name, f"{A_PAIR}; this is a tuple of {len(dataset)}", dataset)
+        reject(name, f"{PAIR_TEXT}; this is a tuple of {len(dataset)}", dataset)
     if hasattr(dataset, "columns"):
         frame = "of a data frame give (frame[inputs].to_numpy(), frame[target].to_numpy())"
-        refuse(name, f"{A_PAIR}; {frame}, or all clients' rows to from_table", type(dataset))
+        reject(name, f"{PAIR_TEXT}; {frame}, or all clients' rows to from_table", type(dataset))
     if numbered and not isinstance(dataset, IterableDataset):
         return
     if hasattr(dataset, "dataset"):
-        refuse(name, f"{A_PAIR}; of a {type(dataset).__name__} give its .dataset", dataset)
+        reject(name, f"{PAIR_TEXT}; of a {type(dataset).__name__} give its .dataset", dataset)
     if hasattr(dataset, "__iter__"):
-        refuse(name, f"{A_PAIR}; of a {type(dataset).__name__} give list(it)", dataset)
-    refuse(name, A_PAIR, dataset)
+        reject(name, f"{PAIR_TEXT}; of a {type(dataset).__name__} give list(it)", dataset)
+    reject(name, PAIR_TEXT, dataset)
 
 
 def _check_item(item: Any, name: str) -> None:
@@ -189,17 +193,17 @@ def _check_item(item: Any, name: str) -> None:
         return
     if isinstance(item, Mapping):
         # the one that is named as a target last
-        keys = sorted(map(str, item), key=lambda k: k.lower() in TARGETS)[-2:]
+        keys = sorted(map(str, item), key=lambda k: k.lower() in TARGET_KEYS)[-2:]
         x, y = keys if len(keys) == 2 else ("x", "y")
         pairs = f"of dicts make [(d[{x!r}], d[{y!r}]) for d in dataset]"
     elif isinstance(item, tuple | list):
         pairs = f"of samples of {len(item)} make [(d[0], d[1]) for d in dataset]"
     else:
         pairs = f"these samples are of type {type(item).__name__}"
-    refuse(name, f"{A_PAIR}; {pairs}", item)
+    reject(name, f"{PAIR_TEXT}; {pairs}", item)
 
 
-def has_steps(x: Tensor, fields: Fields | None = None) -> bool:
+def has_single_step(x: Tensor, fields: Fields | None = None) -> bool:
     """Whether inputs are sequences of one step, whose labels are [n, 1]: [n, 1, F], tokens [n, 1],
     or with a mask of one step."""
     if fields:
@@ -208,18 +212,18 @@ def has_steps(x: Tensor, fields: Fields | None = None) -> bool:
     return x.shape[1:2] == (1,) and (tokens or x.dim() == 3)
 
 
-def masked(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
-    """Labels [n, T] with `IGNORED` where the field "mask" [T] is false; other targets unchanged."""
-    mask = fields.apart(x).get("mask") if fields else None
+def mask_labels(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
+    """Labels [n, T] with `IGNORED_LABEL` where the field "mask" [T] is false; other targets unchanged."""
+    mask = fields.split_fields(x).get("mask") if fields else None
     if mask is None or mask.dtype != torch.bool or mask.shape != y.shape or y.dim() < 2:
         return y
-    need(not y.is_floating_point(), "y", "labels of the steps of which x has a mask", y)
-    return y.masked_fill(~mask, IGNORED)
+    require(not y.is_floating_point(), "y", "labels of the steps of which x has a mask", y)
+    return y.masked_fill(~mask, IGNORED_LABEL)
 
 
 @checked
-def padded(
-    sequences: Sequence[Any], value: Number = 0, length: Count | None = None
+def pad_sequences(
+    sequences: Sequence[Any], value: Number = 0, length: PositiveInt | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sequences [t_i, ...] padded with `value` to [n, T, ...], and their mask, bool [n, T].
 
@@ -232,9 +236,9 @@ def padded(
     [[5, 6, 7], [8, 0, 0]]
     """
     own = [None if hasattr(s, "dtype") else torch.float32 for s in sequences]  # lists have none
-    rows = [array(s, f"sequences[{i}]", own[i]) for i, s in enumerate(sequences)]
+    rows = [to_tensor_or_bool(s, f"sequences[{i}]", own[i]) for i, s in enumerate(sequences)]
     alike = len({(r.dtype, r.shape[1:], r.dim() > 0) for r in rows}) == 1 and rows[0].dim()
-    need(alike, "sequences", "at least one, of one dtype and the same features", sequences)
+    require(alike, "sequences", "at least one, of one dtype and the same features", sequences)
     size = torch.tensor([len(r) for r in rows])
     length = length or int(size.max())
     wide = rows[0].new_empty(length, *rows[0].shape[1:])  # so that all are as long

@@ -35,50 +35,55 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pflcore.check import Count, need, refuse
-from pflcore.data._inputs import IGNORED
+from pflcore.check import PositiveInt, reject, require
+from pflcore.data._inputs import IGNORED_LABEL
 
-Classes = Count | Literal["infer"] | None
-EXACT = 2**24  # whole numbers up to here are exact in float32
-LARGEST = 2**62  # of a label that int64 holds; none is as large
+Classes = PositiveInt | Literal["infer"] | None
+MAX_EXACT_FLOAT32 = 2**24  # whole numbers up to here are exact in float32
+MAX_LABEL = 2**62  # of a label that int64 holds; none is as large
 
 
-class Reading(NamedTuple):
+class ReaderOptions(NamedTuple):
     """A reader's side of the table."""
 
     classes: Classes = "infer"
     dtype: torch.dtype | None = torch.float32  # of floats; None: as they come
-    files: bool = False
-    alone: bool = False  # one client of a federation whose other clients are not seen
+    from_files: bool = False
+    single_client: bool = False  # one client of a federation whose other clients are not seen
 
 
-def meaning_of(
-    y: Tensor, reading: Reading, floats: torch.dtype, *, steps: bool = False, name: str = "y"
+def interpret_targets(
+    y: Tensor,
+    reader: ReaderOptions,
+    float_dtype: torch.dtype,
+    *,
+    single_step: bool = False,
+    name: str = "y",
 ) -> tuple[Tensor, int | None]:
     """The targets [n, ...] of all clients by the table, and how many classes they have.
 
     Numbers get the reading's dtype; where it has none floats stay, and whole numbers become
-    `floats`. `steps`: labels [n, 1] are those of one step. ValueError where labels are negative or
+    `float_dtype`. `single_step`: labels [n, 1] are those of one step. ValueError where labels are negative or
     have more classes than there are labels.
     """
-    single = y.dim() == 1 or (y.dim() == 2 and y.shape[1] == 1 and not steps)
-    labels = reading.classes is not None and (reading.files or reading.classes != "infer")
-    if labels and single and _are_whole(y):
-        y = y.clamp(-LARGEST, LARGEST).long()
-    if reading.classes is None or y.is_floating_point():
-        kept = y.is_floating_point() and reading.dtype is None
-        numbers = y if kept else y.to(reading.dtype or floats)
+    single = y.dim() == 1 or (y.dim() == 2 and y.shape[1] == 1 and not single_step)
+    labels = reader.classes is not None and (reader.from_files or reader.classes != "infer")
+    if labels and single and _are_whole_numbers(y):
+        y = y.clamp(-MAX_LABEL, MAX_LABEL).long()
+    if reader.classes is None or y.is_floating_point():
+        kept = y.is_floating_point() and reader.dtype is None
+        numbers = y if kept else y.to(reader.dtype or float_dtype)
         # floats beside a number of classes are refused with the pool
-        return numbers, None if reading.classes == "infer" else reading.classes
+        return numbers, None if reader.classes == "infer" else reader.classes
     y = y[:, 0] if single and y.dim() == 2 else y
-    if reading.files and reading.classes in ("infer", 2) and _are_signs(y):
+    if reader.from_files and reader.classes in ("infer", 2) and _are_signs(y):
         return (y > 0).long(), 2
-    if reading.classes != "infer":
-        return y, reading.classes
-    return y, _classes(y, reading, name)
+    if reader.classes != "infer":
+        return y, reader.classes
+    return y, _count_classes(y, reader, name)
 
 
-def _are_whole(y: Tensor) -> bool:
+def _are_whole_numbers(y: Tensor) -> bool:
     return bool((y.isfinite() & (y == y.round())).all())
 
 
@@ -90,30 +95,32 @@ def _are_signs(y: Tensor) -> bool:
     return (low, high) == (-1, 1) and not bool((y == 0).any())
 
 
-def _classes(y: Tensor, reading: Reading, name: str) -> int:
+def _count_classes(y: Tensor, reader: ReaderOptions, name: str) -> int:
     """The largest label plus one. ValueError where that is more than the labels themselves."""
-    labels = y[y != IGNORED]
+    labels = y[y != IGNORED_LABEL]
     low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
-    numbers = "classes=None (--classes None or --criterion squared) for numbers to predict"
-    if reading.files:
-        need(low >= 0, name, f"labels that count from 0, or {numbers}", [low, high])
+    numbers = "classes=None (--classes None or --loss squared) for numbers to predict"
+    if reader.from_files:
+        require(low >= 0, name, f"labels that count from 0, or {numbers}", [low, high])
     count = labels.numel()
-    if not reading.alone and high >= max(count, 1):
+    if not reader.single_client and high >= max(count, 1):
         many = f" or classes={high + 1} (--classes {high + 1}) for so many classes,"
-        many = many if high < LARGEST else ""
-        refuse(name, f"labels below {count}, the number of samples,{many} or {numbers}", high)
+        many = many if high < MAX_LABEL else ""
+        reject(name, f"labels below {count}, the number of samples,{many} or {numbers}", high)
     return max(high + 1, 1)
 
 
-def one_kind(parts: Sequence[Tensor], names: Sequence[str], floats: torch.dtype) -> Tensor:
+def merge_inputs(parts: Sequence[Tensor], names: Sequence[str], float_dtype: torch.dtype) -> Tensor:
     """All clients' inputs as one tensor: int64 where all are, else floats.
 
     ValueError where a whole number of one client would be rounded because another has floats.
     """
     if len({p.is_floating_point() for p in parts}) > 1:
         for i, p in enumerate(parts):
-            rounded = not p.is_floating_point() and bool((p.abs() > EXACT).any())
-            right = f"floats, as other clients have, or whole numbers within +-{EXACT:,}"
-            need(not rounded, f"x of {names[i]}", right, p)
-        parts = [p.to(floats) for p in parts]
+            rounded = not p.is_floating_point() and bool((p.abs() > MAX_EXACT_FLOAT32).any())
+            right = (
+                f"floats, as other clients have, or whole numbers within +-{MAX_EXACT_FLOAT32:,}"
+            )
+            require(not rounded, f"x of {names[i]}", right, p)
+        parts = [p.to(float_dtype) for p in parts]
     return torch.cat(list(parts))

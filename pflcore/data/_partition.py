@@ -15,36 +15,45 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pflcore.check import Count, Part, Positive, Seed32, Share, Whole, checked, need
-from pflcore.data._meaning import Reading, meaning_of
+from pflcore.check import (
+    NonNegativeInt,
+    OpenUnitFloat,
+    PositiveFloat,
+    PositiveInt,
+    Seed32,
+    UnitFloat,
+    checked,
+    require,
+)
+from pflcore.data._meaning import ReaderOptions, interpret_targets
 from pflcore.data._ragged import (
     Ints,
     Ragged,
     Random,
-    by_class,
-    cut_in_two,
+    class_positions,
     deal,
     deal_shards,
-    even,
-    in_proportion,
-    interleaved,
-    stream,
+    even_parts,
+    interleave_classes,
+    proportional_counts,
+    seeded_stream,
+    split_lists,
 )
 
 Floats = NDArray[np.float64]
-BASES: dict[str, list[int]] = {  # WAFFLE paper, section 5.1: agent 0's share of each label
+WAFFLE_BASES: dict[str, list[int]] = {  # WAFFLE paper, section 5.1: agent 0's share of each label
     "A": [1] * 10,
     "B": [1, 1, 1, 1, 0, 0, 0, 0, 0, 0],
     "C": [0, 0, 0, 1, 2, 4, 2, 1, 0, 0],
 }
-SIZES: dict[str, list[int]] = {  # WAFFLE paper, Table 4, in hundredths
+WAFFLE_SIZES: dict[str, list[int]] = {  # WAFFLE paper, Table 4, in hundredths
     "A": [10] * 10,
     "B": [21, 6, 11, 6, 11, 6, 16, 6, 11, 6],
     "C": [10, 10, 10, 10, 20, 5, 5, 10, 10, 10],
 }
-Sizes = Literal["A", "B", "C"] | Sequence[Positive] | None
-DRAWS = 100
-MINORITY = {  # WAFFLe (Hao et al. 2020), appendix B: the minority's classes
+Sizes = Literal["A", "B", "C"] | Sequence[PositiveFloat] | None
+MAX_DRAWS = 100
+MINORITY_CLASSES = {  # WAFFLe (Hao et al. 2020), appendix B: the minority's classes
     "mnist": (0, 2, 4, 6, 8),  # even digits
     "fashion_mnist": (0, 5, 6, 7, 9),  # footwear and shirts, without the pullover
     "cifar10": (0, 1, 8, 9),  # vehicles
@@ -59,7 +68,7 @@ class Partition:
     relabel: Tensor | None = None  # [N, C]
     group: Tensor | None = None  # [N], where the recipe has groups of clients
     facts: Mapping[str, Any] = field(default_factory=dict)  # what was counted on the way
-    pools: Mapping[str, int] = field(default_factory=dict)  # the labels that it was made of
+    pool_sizes: Mapping[str, int] = field(default_factory=dict)  # the labels that it was made of
 
 
 class Labels(NamedTuple):
@@ -73,11 +82,11 @@ class Labels(NamedTuple):
     def train(self) -> Ints:
         return self.pools["train"]
 
-    def totals(self, y: Ints) -> Ints:
+    def class_totals(self, y: Ints) -> Ints:
         """How many samples of each class: [C]."""
         return np.bincount(y, minlength=self.classes)
 
-    def each(self, cut: Callable[[Ints, str], Ragged]) -> dict[str, Ragged]:
+    def map_pools(self, cut: Callable[[Ints, str], Ragged]) -> dict[str, Ragged]:
         """Every pool cut by `cut(labels, split)`, counted through all pools."""
         index, first = {}, 0
         for split, y in self.pools.items():
@@ -110,18 +119,18 @@ def waffle(
         shift_seed: permute each client's labels by this seed (A* and B*)
     """
     classes, n = labels.classes, labels.n
-    need(base == "A" or classes == 10, "partition", f"10 classes for {base}", classes)
-    row = np.array(BASES[base] if classes == 10 else [1] * classes, dtype=object)
+    require(base == "A" or classes == 10, "partition", f"10 classes for {base}", classes)
+    row = np.array(WAFFLE_BASES[base] if classes == 10 else [1] * classes, dtype=object)
     weights = row[np.add.outer(np.arange(classes), np.arange(n)) % classes] * _weights(sizes, n)
 
     def cut(y: Ints, split: str) -> Ragged:
-        rows = by_class(y, classes, rng if shuffle and split == "train" else None)
-        return deal(rows, in_proportion(labels.totals(y), weights))
+        rows = class_positions(y, classes, rng if shuffle and split == "train" else None)
+        return deal(rows, proportional_counts(labels.class_totals(y), weights))
 
     unused = np.flatnonzero(weights.sum(1) == 0).tolist()
     relabel = None if shift_seed is None else concept_shift(n, classes, shift_seed)
     facts = {"unused classes": unused} if unused else {}
-    return Partition(labels.each(cut), relabel, facts=facts)
+    return Partition(labels.map_pools(cut), relabel, facts=facts)
 
 
 def concept_shift(n: int, classes: int, shift_seed: int = 0) -> Tensor:
@@ -129,7 +138,7 @@ def concept_shift(n: int, classes: int, shift_seed: int = 0) -> Tensor:
 
     Client i's depends on `shift_seed` and i alone.
     """
-    rng = stream(shift_seed, "shift")
+    rng = seeded_stream(shift_seed, "shift")
     rows = [np.arange(classes)] + [rng.permutation(classes) for _ in range(n - 1)]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
@@ -144,15 +153,17 @@ def iid(labels: Labels, rng: Random, *, sizes: Sizes = None) -> Partition:
     weights = _weights(sizes, labels.n)[None]
 
     def cut(y: Ints, split: str) -> Ragged:
-        return deal([rng.permutation(len(y))], in_proportion(np.array([len(y)]), weights))
+        return deal([rng.permutation(len(y))], proportional_counts(np.array([len(y)]), weights))
 
-    return Partition(labels.each(cut))
+    return Partition(labels.map_pools(cut))
 
 
 def _weights(sizes: Sizes, n: int) -> NDArray[np.object_]:
     """Weights [N], exactly in the proportions `sizes`: 0.1 is a tenth, not its float."""
-    values = SIZES[sizes] if isinstance(sizes, str) else [1] if sizes is None else list(sizes)
-    need(len(values) > 0, "sizes", "at least one proportion", values)
+    values = (
+        WAFFLE_SIZES[sizes] if isinstance(sizes, str) else [1] if sizes is None else list(sizes)
+    )
+    require(len(values) > 0, "sizes", "at least one proportion", values)
     exact = [v if isinstance(v, int) else Fraction(str(v)) for v in values]
     return np.array(exact, dtype=object)[np.arange(n) % len(exact)]
 
@@ -162,17 +173,17 @@ def dirichlet(
     labels: Labels,
     rng: Random,
     *,
-    alpha: Positive = 0.5,
+    alpha: PositiveFloat = 0.5,
     mode: Literal["same_proportions", "pooled_split"] = "same_proportions",
     balance: bool = False,
-    min_size: Count | None = None,
-    train_fraction: Part = 0.8,
+    min_size: PositiveInt | None = None,
+    train_fraction: OpenUnitFloat = 0.8,
 ) -> Partition:
     """For every class a draw p [N] from Dir(alpha), cut at floor(cumsum(p) n_c).
 
     In the mode "same_proportions" the test pool is cut by the same p, and every client gets at
     least one test sample. In "pooled_split" (FedDWA's released code, practical setting 2) both
-    pools are one. Draws are repeated until every client has `min_size` samples, at most `DRAWS`
+    pools are one. Draws are repeated until every client has `min_size` samples, at most `MAX_DRAWS`
     times; then the best is kept, and single samples move from the largest client to the smallest.
     facts: min_size, draws, and how many samples moved.
 
@@ -187,42 +198,44 @@ def dirichlet(
     """
     pooled, n = mode == "pooled_split", labels.n
     fits = pooled or train_fraction == 0.8
-    need(fits, "train_fraction", "0.8 outside pooled_split", train_fraction)
+    require(fits, "train_fraction", "0.8 outside pooled_split", train_fraction)
     # the pools that are cut by one draw
     pools = {"train": np.concatenate([*labels.pools.values()])} if pooled else labels.pools
     samples, least = len(pools["train"]), 2 if pooled else 1  # to train on, and to be tested on
     floor = max(least, min(20, samples // (2 * n)) if min_size is None else min_size)
-    need(floor * n <= samples, "min_size", f"enough for {n} of {samples} samples", floor)
+    require(floor * n <= samples, "min_size", f"enough for {n} of {samples} samples", floor)
     if not pooled and "test" in pools:
         tests = len(pools["test"])
-        need(n <= tests, "n", f"at most as many as the {tests} test samples", n)
+        require(n <= tests, "n", f"at most as many as the {tests} test samples", n)
 
-    p, draws = _drawn([*map(labels.totals, pools.values())], n, alpha, balance, floor, rng)
-    held = {split: counts_of(p, labels.totals(y)) for split, y in pools.items()}
-    moved = _lift(held["train"], floor)
+    p, draws = _draw_proportions(
+        [*map(labels.class_totals, pools.values())], n, alpha, balance, floor, rng
+    )
+    held = {split: sample_counts(p, labels.class_totals(y)) for split, y in pools.items()}
+    moved = _raise_to_minimum(held["train"], floor)
     if "test" in held:
-        moved += _lift(held["test"], 1, like=held["train"])
+        moved += _raise_to_minimum(held["test"], 1, like=held["train"])
 
     def cut(y: Ints, split: str) -> Ragged:
-        return deal(by_class(y, labels.classes, rng), held[split])
+        return deal(class_positions(y, labels.classes, rng), held[split])
 
-    index = labels._replace(pools=pools).each(cut)
+    index = labels._replace(pools=pools).map_pools(cut)
     if pooled:
         size = lambda k: min(max(1, int(train_fraction * k + 1e-9)), k - 1)  # noqa: E731
-        index["train"], index["test"] = cut_in_two(index["train"], size, rng)
+        index["train"], index["test"] = split_lists(index["train"], size, rng)
     return Partition(index, facts={"min_size": floor, "draws": draws, "moved samples": moved})
 
 
-def _drawn(
+def _draw_proportions(
     totals: list[Ints], n: int, alpha: float, balance: bool, floor: int, rng: Random
 ) -> tuple[Floats, int]:
     """The first draw [C, N] with `floor` samples for every client and one of each other pool, or
     the best; how many draws."""
     best, least, draws = np.zeros((0, n)), -1, 0
-    while draws < DRAWS and least < floor:
+    while draws < MAX_DRAWS and least < floor:
         draws += 1
         p = _proportions(totals[0], n, alpha, balance, rng)
-        smallest, *tested = (int(counts_of(p, some).sum(0).min()) for some in totals)
+        smallest, *tested = (int(sample_counts(p, some).sum(0).min()) for some in totals)
         if 0 in tested:  # a client without a test sample
             smallest = min(smallest, floor - 1)
         if smallest > least:
@@ -230,7 +243,7 @@ def _drawn(
     return best, draws
 
 
-def counts_of(p: Floats, totals: Ints) -> Ints:
+def sample_counts(p: Floats, totals: Ints) -> Ints:
     """Samples [C, N] for proportions p [C, N]; the rows add up to totals [C]."""
     at = np.floor(np.cumsum(p, axis=1)[:, :-1] * totals[:, None]).astype(np.int64)
     at = at.clip(0, totals[:, None])
@@ -249,11 +262,11 @@ def _proportions(totals: Ints, n: int, alpha: float, balance: bool, rng: Random)
             kept = kept if kept.sum() else room if room.sum() else np.ones(n)
             p = kept / kept.sum()
         rows.append(p)
-        size += counts_of(p[None], np.array([total]))[0]
+        size += sample_counts(p[None], np.array([total]))[0]
     return np.stack(rows)
 
 
-def _lift(held: Ints, floor: int, like: Ints | None = None) -> int:
+def _raise_to_minimum(held: Ints, floor: int, like: Ints | None = None) -> int:
     """Moves single samples, in place, until every client has `floor`; returns how many.
 
     held [C, N]. The largest client gives one of its most frequent class; with `like` [C, N] it is
@@ -283,7 +296,7 @@ def pathological(
     rng: Random,
     *,
     mode: Literal["shards", "exact_k"] = "shards",
-    k: Count = 2,
+    k: PositiveInt = 2,
 ) -> Partition:
     """A few classes per client.
 
@@ -299,22 +312,22 @@ def pathological(
     """
     n, number, samples = labels.n, labels.n * k, len(labels.train)
     if mode == "exact_k":
-        need(k <= labels.classes, "k", f"at most the {labels.classes} classes", k)
-        owned = _owners(n, k, labels.classes, rng)
-        index = labels.each(lambda y, split: _equal(labels, y, split, owned, rng))
+        require(k <= labels.classes, "k", f"at most the {labels.classes} classes", k)
+        owned = _assign_classes(n, k, labels.classes, rng)
+        index = labels.map_pools(lambda y, split: _deal_equally(labels, y, split, owned, rng))
         unused = {s: len(y) - len(index[s].flat) for s, y in labels.pools.items()}
         return Partition(index, facts={f"unused {s} samples": m for s, m in unused.items() if m})
-    need(number <= samples, "k", f"shards of at least one of {samples} samples", k)
+    require(number <= samples, "k", f"shards of at least one of {samples} samples", k)
     table = rng.permutation(number).reshape(n, k)
 
     def cut(y: Ints, split: str) -> Ragged:
-        rows = np.concatenate(by_class(y, labels.classes, rng))
-        return deal_shards(rows, even(len(y), number), table)
+        rows = np.concatenate(class_positions(y, labels.classes, rng))
+        return deal_shards(rows, even_parts(len(y), number), table)
 
-    return Partition(labels.each(cut))
+    return Partition(labels.map_pools(cut))
 
 
-def _owners(n: int, k: int, classes: int, rng: Random) -> Ints:
+def _assign_classes(n: int, k: int, classes: int, rng: Random) -> Ints:
     """k distinct classes per client, those with the fewest owners so far: 0 or 1, [C, N]."""
     owned = np.zeros((classes, n), dtype=np.int64)
     for i in range(n):
@@ -322,14 +335,14 @@ def _owners(n: int, k: int, classes: int, rng: Random) -> Ints:
     return owned
 
 
-def _equal(labels: Labels, y: Ints, split: str, owned: Ints, rng: Random) -> Ragged:
+def _deal_equally(labels: Labels, y: Ints, split: str, owned: Ints, rng: Random) -> Ragged:
     """The same number of samples of each owned class for every client."""
     classes = np.flatnonzero(owned.any(1))
-    have, owners = labels.totals(y)[classes], owned.sum(1)[classes]
+    have, owners = labels.class_totals(y)[classes], owned.sum(1)[classes]
     quota, poorest = (have // owners).min(), (have // owners).argmin()
     few = f"a {split} sample of class {classes[poorest]} for each of its {owners[poorest]} owners"
-    need(quota > 0, "k and n", few, int(have[poorest]))
-    return deal(by_class(y, labels.classes, rng), quota * owned)
+    require(quota > 0, "k and n", few, int(have[poorest]))
+    return deal(class_positions(y, labels.classes, rng), quota * owned)
 
 
 @checked
@@ -337,9 +350,9 @@ def practical1(
     labels: Labels,
     rng: Random,
     *,
-    groups: Count = 4,
-    dominant: Count | None = None,
-    share: Share = 0.8,
+    groups: PositiveInt = 4,
+    dominant: PositiveInt | None = None,
+    share: UnitFloat = 0.8,
 ) -> Partition:
     """`share` of a client's data from its group's dominant classes, the rest from all; `group` [N].
 
@@ -353,29 +366,29 @@ def practical1(
         share: share of a client's samples that come from its dominant classes
     """
     n, classes = labels.n, labels.classes
-    need(groups <= n, "groups", f"at most the {n} clients", groups)
-    need((dominant or 1) <= classes, "dominant", f"at most the {classes} classes", dominant)
+    require(groups <= n, "groups", f"at most the {n} clients", groups)
+    require((dominant or 1) <= classes, "dominant", f"at most the {classes} classes", dominant)
     group, facts = np.arange(n) * groups // n, {}
     q = dominant or (min(3, classes) if classes <= 10 else max(1, classes // 5))
     owned = [[(j * classes // groups + d) % classes for d in range(q)] for j in group.tolist()]
 
     def cut(y: Ints, split: str) -> Ragged:
-        lists, short = _dominated(labels, y, owned, share, rng)
+        lists, short = _deal_dominant(labels, y, owned, share, rng)
         facts.update({f"{split} samples of other classes": short} if short else {})
         return lists
 
-    return Partition(labels.each(cut), group=torch.from_numpy(group), facts=facts)
+    return Partition(labels.map_pools(cut), group=torch.from_numpy(group), facts=facts)
 
 
-def _dominated(
+def _deal_dominant(
     labels: Labels, y: Ints, owned: list[list[int]], share: float, rng: Random
 ) -> tuple[Ragged, int]:
     """Equal lists, and how many samples came from other classes than the dominant ones."""
     n, size = len(owned), len(y) // len(owned)
     own = int(share * size + 0.5)
-    rows = by_class(y, labels.classes, rng)
+    rows = class_positions(y, labels.classes, rng)
     # The common part first, in the pool's class proportions, so that no class is used up before.
-    common = rng.permutation(interleaved(rows)[: n * (size - own)]).reshape(n, size - own)
+    common = rng.permutation(interleave_classes(rows)[: n * (size - own)]).reshape(n, size - own)
     supply = [r[~np.isin(r, common)].tolist() for r in rows]
     mine: list[list[int]] = [[] for _ in owned]
     taken = np.zeros((n, labels.classes), dtype=np.int64).tolist()
@@ -399,9 +412,9 @@ def unimodal(
     labels: Labels,
     rng: Random,
     *,
-    z: Count = 2,
-    test: Part = 0.2,
-    train: Count | None = None,
+    z: PositiveInt = 2,
+    test: OpenUnitFloat = 0.2,
+    train: PositiveInt | None = None,
 ) -> Partition:
     """WAFFLe: each class in even shards, N z in all, z dealt to a client at random.
 
@@ -412,7 +425,7 @@ def unimodal(
         test: share of a client's samples that is held out
         train: use so many of a client's other samples only; the test sets stay
     """
-    return _populations(labels, [(range(labels.classes), labels.n)], z, test, train, rng)
+    return _deal_modes(labels, [(range(labels.classes), labels.n)], z, test, train, rng)
 
 
 @checked
@@ -420,11 +433,11 @@ def multimodal(
     labels: Labels,
     rng: Random,
     *,
-    z: Count = 2,
-    minority: Literal["mnist", "fashion_mnist", "cifar10"] | Sequence[Whole] = "mnist",
-    minority_clients: Count = 20,
-    test: Part = 0.2,
-    train: Count | None = None,
+    z: PositiveInt = 2,
+    minority: Literal["mnist", "fashion_mnist", "cifar10"] | Sequence[NonNegativeInt] = "mnist",
+    minority_clients: PositiveInt = 20,
+    test: OpenUnitFloat = 0.2,
+    train: PositiveInt | None = None,
 ) -> Partition:
     """WAFFLe: `unimodal` within two groups of classes and clients; `group` [N]: 1 for the minority.
 
@@ -437,16 +450,21 @@ def multimodal(
         test: share of a client's samples that is held out
         train: use so many of a client's other samples only; the test sets stay
     """
-    n, few = labels.n, sorted(set(MINORITY[minority] if isinstance(minority, str) else minority))
+    n, few = (
+        labels.n,
+        sorted(set(MINORITY_CLASSES[minority] if isinstance(minority, str) else minority)),
+    )
     some = [c for c in range(labels.classes) if c not in few]
     both = few and some and max(few) < labels.classes
-    need(both, "minority", f"some of the classes 0..{labels.classes - 1}, and not all", few)
-    need(minority_clients < n, "minority_clients", f"fewer than the {n} clients", minority_clients)
+    require(both, "minority", f"some of the classes 0..{labels.classes - 1}, and not all", few)
+    require(
+        minority_clients < n, "minority_clients", f"fewer than the {n} clients", minority_clients
+    )
     modes = [(some, n - minority_clients), (few, minority_clients)]
-    return _populations(labels, modes, z, test, train, rng)
+    return _deal_modes(labels, modes, z, test, train, rng)
 
 
-def _populations(
+def _deal_modes(
     labels: Labels,
     modes: Sequence[tuple[Sequence[int], int]],
     z: int,
@@ -456,32 +474,34 @@ def _populations(
 ) -> Partition:
     """For each mode, classes and a number of clients, shards of its classes, z to each client at
     random: even ones where there is one mode, else all of the largest size that every class has."""
-    have, shards = labels.totals(labels.train), np.zeros(labels.classes, dtype=np.int64)
+    have, shards = labels.class_totals(labels.train), np.zeros(labels.classes, dtype=np.int64)
     for classes, n in modes:
-        shards[classes] = even(n * z, len(classes))
+        shards[classes] = even_parts(n * z, len(classes))
     few = "so few clients that each shard has a sample"
-    need((have >= shards).all(), "n", few, labels.n)
+    require((have >= shards).all(), "n", few, labels.n)
     size = int((have[shards > 0] // shards[shards > 0]).min())
     parts = []
     for classes, n in modes:
-        every = by_class(labels.train, labels.classes, rng)
+        every = class_positions(labels.train, labels.classes, rng)
         sizes = [
-            even(have[c], shards[c]) if len(modes) == 1 and shards[c] else np.full(shards[c], size)
+            even_parts(have[c], shards[c])
+            if len(modes) == 1 and shards[c]
+            else np.full(shards[c], size)
             for c in classes
         ]
         rows = [every[c][: s.sum()] for c, s in zip(classes, sizes, strict=True)]
         table = rng.permutation(n * z).reshape(n, z)
         parts.append(deal_shards(np.concatenate(rows), np.concatenate(sizes), table))
     lists = Ragged(torch.cat([p.flat for p in parts]), torch.cat([p.size for p in parts]))
-    held, rest = cut_in_two(lists, lambda k: max(1, int(test * k + 0.5)), rng)
+    held, rest = split_lists(lists, lambda k: max(1, int(test * k + 0.5)), rng)
     unused = len(labels.train) - len(lists.flat)
-    rest = rest if train is None else Ragged.of([r[:train] for r in rest])
+    rest = rest if train is None else Ragged.from_lists([r[:train] for r in rest])
     group = torch.repeat_interleave(torch.tensor([n for _, n in modes])) if len(modes) > 1 else None
     facts = {"unused train samples": unused} if unused else {}
     return Partition({"train": rest, "test": held}, group=group, facts=facts)
 
 
-class Way(NamedTuple):
+class PartitionRule(NamedTuple):
     """A rule under a name. `stream` seeds its draws: another string is another partition."""
 
     stream: str
@@ -489,17 +509,17 @@ class Way(NamedTuple):
     defaults: Mapping[str, Any] = {}  # other ones than the rule's own
 
 
-PARTITIONS: dict[str, Way] = {
-    **{name: Way("waffle", waffle, {"base": name}) for name in "ABC"},
-    "A*": Way("waffle", waffle, {"base": "A", "shift_seed": 0}),
-    "B*": Way("waffle", waffle, {"base": "B", "shift_seed": 0}),
-    "iid": Way("iid", iid),
-    "dirichlet": Way("dirichlet", dirichlet),
-    "pathological": Way("pathological", pathological),
-    "practical1": Way("practical1", practical1),
-    "unimodal": Way("unimodal", unimodal),
-    "multimodal": Way("multimodal", multimodal),
-    "practical2": Way(
+PARTITIONS: dict[str, PartitionRule] = {
+    **{name: PartitionRule("waffle", waffle, {"base": name}) for name in "ABC"},
+    "A*": PartitionRule("waffle", waffle, {"base": "A", "shift_seed": 0}),
+    "B*": PartitionRule("waffle", waffle, {"base": "B", "shift_seed": 0}),
+    "iid": PartitionRule("iid", iid),
+    "dirichlet": PartitionRule("dirichlet", dirichlet),
+    "pathological": PartitionRule("pathological", pathological),
+    "practical1": PartitionRule("practical1", practical1),
+    "unimodal": PartitionRule("unimodal", unimodal),
+    "multimodal": PartitionRule("multimodal", multimodal),
+    "practical2": PartitionRule(
         "dirichlet", dirichlet, {"alpha": 0.1, "mode": "pooled_split", "balance": True}
     ),
 }
@@ -509,11 +529,11 @@ PARTITIONS: dict[str, Way] = {
 def partition(
     name: str,
     labels: Any,
-    n: Count,
+    n: PositiveInt,
     *,
     test_labels: Any = None,
     seed: Seed32 = 0,
-    classes: Count | None = None,
+    classes: PositiveInt | None = None,
     **options: Any,
 ) -> Partition:
     """The samples of labels [n] (and test_labels [n_test]) among N clients, by the name of a way;
@@ -522,32 +542,34 @@ def partition(
     own = options_of(name)
     unknown = sorted(set(options) - set(own))
     takes = ", ".join([*own, "test_labels", "seed", "classes"])
-    need(not unknown, f"partition {name}", f"the options {takes}", ", ".join(unknown), own)
+    require(not unknown, f"partition {name}", f"the options {takes}", ", ".join(unknown), own)
     given = {"train": _labels(labels, "labels")}
     if test_labels is not None:
         given["test"] = _labels(test_labels, "test_labels")
     # what they mean is decided for all of them, as `from_partition` does
-    reading = Reading("infer" if classes is None else classes)
-    y, known = meaning_of(torch.cat([*given.values()]), reading, torch.float32, name="labels")
+    reading = ReaderOptions("infer" if classes is None else classes)
+    y, known = interpret_targets(
+        torch.cat([*given.values()]), reading, torch.float32, name="labels"
+    )
     low, top, classes = int(y.min()), int(y.max()), known or 1
-    need(low >= 0 and top < classes, "labels", f"labels in 0..{classes - 1}", [low, top])
+    require(low >= 0 and top < classes, "labels", f"labels in 0..{classes - 1}", [low, top])
     size = len(given["train"])
-    need(n <= size, "n", f"at most as many as the {size} training samples", n)
+    require(n <= size, "n", f"at most as many as the {size} training samples", n)
     pools = dict(zip(given, map(Tensor.numpy, y.split([*map(len, given.values())])), strict=True))
     way = PARTITIONS[name]
     part = way.rule(
-        Labels(pools, n, classes), stream(seed, way.stream), **{**way.defaults, **options}
+        Labels(pools, n, classes), seeded_stream(seed, way.stream), **{**way.defaults, **options}
     )
     index = {s: list(lists) for s, lists in part.index.items()}
     none = [i for i, rows in enumerate(index["train"]) if not len(rows)][:1]
-    need(not none, "n", f"so few clients that each has a sample (client {none} has none)", n)
-    return replace(part, index=index, pools={s: len(y) for s, y in pools.items()})
+    require(not none, "n", f"so few clients that each has a sample (client {none} has none)", n)
+    return replace(part, index=index, pool_sizes={s: len(y) for s, y in pools.items()})
 
 
 def _labels(labels: Any, name: str) -> Tensor:
     a = np.asarray(labels.detach().cpu() if isinstance(labels, Tensor) else labels)
     a = a[:, 0] if a.ndim == 2 and a.shape[1] == 1 else a
-    need(a.ndim == 1 and a.size and a.dtype.kind in "iub", name, "whole numbers [n]", labels)
+    require(a.ndim == 1 and a.size and a.dtype.kind in "iub", name, "whole numbers [n]", labels)
     return torch.from_numpy(a.astype(np.int64))
 
 
@@ -555,7 +577,7 @@ def _labels(labels: Any, name: str) -> Tensor:
 def options_of(name: str) -> dict[str, Any]:
     """A partition's own options and their defaults (every partition takes ``test_labels``, ``seed``
     and ``classes`` besides)."""
-    need(name in PARTITIONS, "partition", f"one of {', '.join(PARTITIONS)}", name, PARTITIONS)
+    require(name in PARTITIONS, "partition", f"one of {', '.join(PARTITIONS)}", name, PARTITIONS)
     way, hidden = PARTITIONS[name], {"base"} if name.endswith("*") else {"base", "shift_seed"}
     own = inspect.signature(way.rule).parameters.values()
     options = {p.name: p.default for p in own if p.kind is p.KEYWORD_ONLY} | dict(way.defaults)

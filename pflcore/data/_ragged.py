@@ -21,7 +21,7 @@ Random = np.random.RandomState
 
 
 class Ragged(Sequence[Tensor]):
-    """N lists of int64: list i is ``flat[begin[i] : begin[i + 1]]``, a view.
+    """N lists of int64: list i is ``flat[initial_state[i] : initial_state[i + 1]]``, a view.
 
     flat   [n]      all lists, one after the other, on the pool's device
     size   [N]      the lengths, on the CPU
@@ -33,19 +33,19 @@ class Ragged(Sequence[Tensor]):
         self.begin = torch.cat([size.new_zeros(1), size.cumsum(0)])
 
     @classmethod
-    def of(cls, lists: Sequence[Tensor]) -> Ragged:
+    def from_lists(cls, lists: Sequence[Tensor]) -> Ragged:
         """The same lists, from at least one tensor [n_i]."""
         # numel: len of a tensor is slow
         return cls(torch.cat(list(lists)), torch.tensor([rows.numel() for rows in lists]))
 
     @classmethod
-    def grouped(cls, rows: Tensor | Ints, owner: Tensor | Ints, n: int) -> Ragged:
+    def from_owners(cls, rows: Tensor | Ints, owner: Tensor | Ints, n: int) -> Ragged:
         """Samples `rows` [m] to their owners [m] in 0..n-1, each client's in the order given."""
         order = torch.from_numpy(np.argsort(np.asarray(owner), kind="stable"))
         return cls(torch.as_tensor(rows)[order], torch.as_tensor(owner).bincount(minlength=n))
 
     @classmethod
-    def lone(cls, rows: Tensor, i: int, n: int) -> Ragged:
+    def from_single_list(cls, rows: Tensor, i: int, n: int) -> Ragged:
         """List i of n, of which the others are empty; the tables take no memory for those."""
         lists = cls(rows, torch.tensor([len(rows)]))
         lists.size, lists.begin = (torch.from_numpy(np.zeros(m, np.int64)) for m in (n, n + 1))
@@ -72,18 +72,18 @@ class Ragged(Sequence[Tensor]):
         size = self.size[ids]
         shift = self.begin[ids] - (size.cumsum(0) - size)
         at = torch.arange(int(size.sum())) + shift.repeat_interleave(size)
-        return Ragged(self.flat[onto(at, self.flat.device)], size)
+        return Ragged(self.flat[to_device(at, self.flat.device)], size)
 
-    def owner(self) -> Tensor:
+    def owners(self) -> Tensor:
         """Whose each of the flat indices is: int64 [n], on their device."""
-        return onto(torch.arange(len(self)).repeat_interleave(self.size), self.flat.device)
+        return to_device(torch.arange(len(self)).repeat_interleave(self.size), self.flat.device)
 
     def to(self, device: str | torch.device) -> Ragged:
         """The same lists on ``device``."""
         return Ragged(self.flat.to(device), self.size)
 
 
-def onto(t: Tensor, device: torch.device) -> Tensor:
+def to_device(t: Tensor, device: torch.device) -> Tensor:
     """`t`, a small table, on `device`; to a GPU through pinned memory, so that nobody waits."""
     if t.device == device:
         return t
@@ -93,24 +93,24 @@ def onto(t: Tensor, device: torch.device) -> Tensor:
         return t.pin_memory().to(device, non_blocking=True)
 
 
-def stream(seed: int, what: str) -> Random:
+def seeded_stream(seed: int, what: str) -> Random:
     """A stream of its own for each recipe, so that two with one seed do not share their draws."""
     return Random([seed, *what.encode()])
 
 
-def by_class(y: Ints, classes: int, rng: Random | None) -> list[Ints]:
+def class_positions(y: Ints, classes: int, rng: Random | None) -> list[Ints]:
     """The positions in `y` of each class, shuffled by `rng`, or in their order."""
     rows = [np.flatnonzero(y == c) for c in range(classes)]
     return rows if rng is None else [rng.permutation(r) for r in rows]
 
 
-def even(total: int, parts: int) -> Ints:
+def even_parts(total: int, parts: int) -> Ints:
     """`total` in equal parts [parts]; the first ones get one more where it does not divide."""
     size: Ints = total // parts + (np.arange(parts) < total % parts)
     return size
 
 
-def in_proportion(totals: Ints, weights: NDArray[np.object_]) -> Ints:
+def proportional_counts(totals: Ints, weights: NDArray[np.object_]) -> Ints:
     """Counts [C, N] in exact proportion to weights [C, N], whole or fractions: total * cumsum //
     sum, then diff.
 
@@ -130,7 +130,7 @@ def deal(rows: Sequence[Ints], counts: Ints) -> Ragged:
     classes, n = counts.shape
     owner = np.repeat(np.tile(np.arange(n), classes), counts.ravel())
     dealt = [r[:k] for r, k in zip(rows, counts.sum(1), strict=True)]
-    return Ragged.grouped(np.concatenate(dealt), owner, n)
+    return Ragged.from_owners(np.concatenate(dealt), owner, n)
 
 
 def deal_shards(rows: Ints, sizes: Ints, table: Ints) -> Ragged:
@@ -140,13 +140,13 @@ def deal_shards(rows: Ints, sizes: Ints, table: Ints) -> Ragged:
     return Ragged(dealt.flat, dealt.size.view(table.shape).sum(1))
 
 
-def cut_in_two(lists: Ragged, first: Callable[[int], int], rng: Random) -> list[Ragged]:
+def split_lists(lists: Ragged, first: Callable[[int], int], rng: Random) -> list[Ragged]:
     """Each client's samples shuffled and cut: the first `first(n_i)` of them, and the others."""
     parts = [np.split(rng.permutation(r.numpy()), [first(len(r))]) for r in lists]
-    return [Ragged.of([torch.from_numpy(p[i]) for p in parts]) for i in (0, 1)]
+    return [Ragged.from_lists([torch.from_numpy(p[i]) for p in parts]) for i in (0, 1)]
 
 
-def interleaved(rows: Sequence[Ints]) -> Ints:
+def interleave_classes(rows: Sequence[Ints]) -> Ints:
     """The samples of all classes in one order of which every prefix is in their proportion."""
     rank = np.concatenate([(np.arange(len(r)) + 0.5) / max(len(r), 1) for r in rows])
     order: Ints = np.concatenate(rows)[np.argsort(rank, kind="stable")]

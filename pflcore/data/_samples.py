@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
-from pflcore.check import Count, check, need, refuse
-from pflcore.data._inputs import DENSE, IGNORED, Fields, inputs, masked
-from pflcore.data._ragged import Ragged, onto
+from pflcore.check import PositiveInt, check_fields, reject, require
+from pflcore.data._inputs import DENSE_TEXT, IGNORED_LABEL, Fields, mask_labels, to_inputs
+from pflcore.data._ragged import Ragged, to_device
 
 SPLITS = ("train", "val", "test")
 
@@ -23,7 +23,7 @@ class Scaling(NamedTuple):
     mean: Tensor  # [N, ...] float64, of each client's training samples; of one client [...]
     deviation: Tensor  # the same; 1 where a feature is constant
 
-    def of(self, client: int) -> "Scaling":
+    def for_client(self, client: int) -> "Scaling":
         """The statistics [...] of one client."""
         return Scaling(self.mean[client], self.deviation[client])
 
@@ -32,20 +32,20 @@ class Scaling(NamedTuple):
         mean, deviation = (v.to(raw.device).double() for v in self)
         return ((raw.double() - mean) / deviation).to(raw.dtype)
 
-    def after(self, first: "Scaling") -> "Scaling":
+    def combine_after(self, first: "Scaling") -> "Scaling":
         """Both as one: features that were standardized by `first` and then by these."""
         mean, deviation = (v.to(first.mean.device) for v in self)
         return Scaling(first.mean + first.deviation * mean, first.deviation * deviation)
 
 
 @dataclass(frozen=True, repr=False)
-class Samples:
+class ClientSamples:
     """The data of N clients as index lists into one pool; see `Federation`, which adds the rest."""
 
     x: Tensor  # or, when it is made, a dict of tensors
     y: Tensor
     index: Mapping[str, Any]
-    classes: Count | None = None
+    classes: PositiveInt | None = None
     relabel: Tensor | None = None
     name: str = "data"
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -58,16 +58,16 @@ class Samples:
         x, fields = self.x, self.fields
         if isinstance(x, Mapping):
             dtype = next((v.dtype for v in x.values() if v.is_floating_point()), None)
-            x, fields = inputs(x, "x", dtype)
+            x, fields = to_inputs(x, "x", dtype)
             self.__dict__.update(x=x, fields=fields)
-        check(self)
+        check_fields(self)
         index = {s: _ragged(f"index[{s!r}]", lists, x.device) for s, lists in self.index.items()}
-        self.__dict__.update(y=masked(self.y, x, fields), index=index)
+        self.__dict__.update(y=mask_labels(self.y, x, fields), index=index)
         self._check_index()
         self._check_pool()
         self._check_clients()
 
-    def _with(self, **changes: Any) -> Self:
+    def _copy_with(self, **changes: Any) -> Self:
         """With other fields, unchecked: for what is right by construction."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__ | changes)
@@ -97,7 +97,7 @@ class Samples:
 
     def lists(self, split: str) -> Ragged:
         """All clients' index lists of a split."""
-        need(split in self.index, "split", f"one of {', '.join(self.splits)}", split)
+        require(split in self.index, "split", f"one of {', '.join(self.splits)}", split)
         lists: Ragged = self.index[split]
         return lists
 
@@ -109,15 +109,15 @@ class Samples:
         """Samples per client (or of these `clients` [S]) and class, as each labels them (after
         `relabel`): int64 [N, C], on the CPU."""
         if self.classes is None:
-            refuse("counts", "labels (the targets are numbers: classes is None)", self.y)
+            reject("counts", "labels (the targets are numbers: classes is None)", self.y)
         ids = torch.arange(self.n) if clients is None else clients
         lists = self.lists(split).take(ids)
         y = self.y[lists.flat].reshape(len(lists.flat), -1)
-        owner = lists.owner()[:, None].expand_as(y)
-        known = y != IGNORED
+        owner = lists.owners()[:, None].expand_as(y)
+        known = y != IGNORED_LABEL
         y = y.where(known, 0)
         if self.relabel is not None:
-            y = self.relabel[onto(ids, self.device)[owner], y]
+            y = self.relabel[to_device(ids, self.device)[owner], y]
         last = len(lists) * self.classes  # a place for what has no label: a mask would wait
         place = (owner * self.classes + y).where(known, last).flatten()
         counts = torch.bincount(place, minlength=last + 1)[:last]
@@ -125,7 +125,7 @@ class Samples:
 
     def labels(self, i: int, split: str = "train") -> Tensor:
         """Client i's own labels (after `relabel`) or targets: [n_i] or [n_i, ...]."""
-        need(0 <= i < self.n, "client", f"a number from 0 to {self.n - 1}", i)
+        require(0 <= i < self.n, "client", f"a number from 0 to {self.n - 1}", i)
         y = self.y[self.lists(split)[i]]
         return y if self.relabel is None else self.relabel[i][y]
 
@@ -164,69 +164,73 @@ class Samples:
         def moved(v: Any) -> Any:
             return v.to(device) if isinstance(v, Tensor | Ragged) else v
 
-        return self._with(**tree_map(moved, self.__dict__))
+        return self._copy_with(**tree_map(moved, self.__dict__))
 
     # what it refuses ----------------------------------------------------------------------------
 
     def _check_index(self) -> None:
         """A list per client and split; a sample is in one split, and in one list but for test."""
         known = "train" in self.index and set(self.index) <= set(SPLITS)
-        need(known, "index", "the split 'train', and perhaps 'val' and 'test'", list(self.index))
+        require(known, "index", "the split 'train', and perhaps 'val' and 'test'", list(self.index))
         pool = len(self.x) if self.x.dim() else 0
         used = torch.zeros(pool, dtype=torch.bool, device=self.device)
         for split, lists in self.index.items():
             name, flat = f"index[{split!r}]", lists.flat
-            need(len(lists) == self.n, name, f"a list for each of {self.n} clients", len(lists))
+            require(len(lists) == self.n, name, f"a list for each of {self.n} clients", len(lists))
             for place in ((flat < 0) | (flat >= pool)).nonzero()[:1, 0].tolist():
-                i = int(lists.owner()[place])
-                refuse(f"{name}[{i}]", f"samples in 0..{pool - 1}", int(flat[place]))
+                i = int(lists.owners()[place])
+                reject(f"{name}[{i}]", f"samples in 0..{pool - 1}", int(flat[place]))
             seen = torch.zeros_like(used)
             seen[flat] = True
             if int(seen.sum()) != len(flat):  # clients may share test samples
-                key = lists.owner() * pool + flat if split == "test" else flat
+                key = lists.owners() * pool + flat if split == "test" else flat
                 once = len(key.unique()) == len(key)
-                need(once, name, "a sample once, in one client's list", flat)
+                require(once, name, "a sample once, in one client's list", flat)
             both = (seen & used).nonzero()[:1, 0].tolist()
-            need(not both, name, "samples of no other split", both)
+            require(not both, name, "samples of no other split", both)
             used |= seen
         none = (self.size() == 0).nonzero()[:, 0].tolist()
         each = f"a sample to train on for each; leave out the {len(none)} without"
         names = self.names if self.names and len(self.names) == self.n else range(self.n)
-        need(not none, "clients", each, [names[i] for i in none[:5]])
+        require(not none, "clients", each, [names[i] for i in none[:5]])
 
     def _check_pool(self) -> None:
         """Dense numbers on one device, finite, and labels within the classes."""
         x, y = self.x, self.y
         alike = x.dim() and y.dim() and len(x) == len(y) and x.device == y.device
-        need(alike, "y", f"a row per row of x, {list(x.shape)} on {x.device}", y)
+        require(alike, "y", f"a row per row of x, {list(x.shape)} on {x.device}", y)
         for name, t in (("x", x), ("y", y)):
             number = t.is_floating_point() or t.dtype == torch.int64
-            need(number and t.layout == torch.strided, name, DENSE, t)
+            require(number and t.layout == torch.strided, name, DENSE_TEXT, t)
             # min and max keep NaN and Inf and need no mask as large as the pool
             floats = t.is_floating_point() and t.numel()
             if floats and not bool(torch.stack(t.aminmax()).isfinite().all()):
                 bad = int((~t.isfinite()).reshape(len(t), -1).any(1).nonzero()[0])
-                refuse(name, f"finite numbers, also in sample {bad}{self._holder(bad)}", t[bad])
+                reject(
+                    name,
+                    f"finite numbers, also in sample {bad}{self._describe_holder(bad)}",
+                    t[bad],
+                )
         if self.classes is not None:
             right = f"int64 labels in 0..{self.classes - 1} (classes=None for regression)"
-            need(y.dtype == torch.int64, "y", right, y)
-            labels = y[y != IGNORED]
+            require(y.dtype == torch.int64, "y", right, y)
+            labels = y[y != IGNORED_LABEL]
             low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
             if low == -1 and not bool((labels == 0).any()):
                 right += "; of -1 and 1 give (y > 0)"
             elif y.dim() > 1:
-                right += f"; labels that count in nothing are {IGNORED}"
+                right += f"; labels that count in nothing are {IGNORED_LABEL}"
                 if low >= 0:
                     right += (
                         ", or leave classes to be inferred and give the loss "
                         f"nn.CrossEntropyLoss(ignore_index={high})"
                     )
-            need(low >= 0 and high < self.classes, "y", right, [low, high])
+            require(low >= 0 and high < self.classes, "y", right, [low, high])
 
-    def _holder(self, sample: int) -> str:
+    def _describe_holder(self, sample: int) -> str:
         for split, lists in self.index.items():
             for place in (lists.flat == sample).nonzero()[:1, 0].tolist():
-                i = int(lists.owner()[place])
+                i = int(lists.owners()[place])
                 return f", number {place - int(lists.begin[i])} of client {i}'s {split} samples"
         return ""
 
@@ -234,25 +238,27 @@ class Samples:
         """`truth`, `names` and `relabel` have a row per client."""
         for key, value in {**self.truth, "names": self.names}.items():
             row_each = value is None or (np.ndim(value) > 0 and len(value) == self.n)
-            need(row_each, key, f"a row for each of {self.n} clients", value)
+            require(row_each, key, f"a row for each of {self.n} clients", value)
         r, classes = self.relabel, self.classes or 0
         if r is not None:
             fits = r.dtype == torch.int64 and r.shape == (self.n, classes)
             fits = fits and r.device == self.device and bool(((r >= 0) & (r < classes)).all())
             right = f"int64 [{self.n}, {classes}], labels in 0..{classes - 1} on {self.device}"
             right += ", and a label at every step of every sample"
-            need(fits and classes and not bool((self.y == IGNORED).any()), "relabel", right, r)
+            require(
+                fits and classes and not bool((self.y == IGNORED_LABEL).any()), "relabel", right, r
+            )
 
 
 def _ragged(name: str, lists: Any, device: torch.device) -> Ragged:
     """The lists of a split as `Ragged`, each int64 [n_i] on the pool's device."""
     rows = [lists.flat] if isinstance(lists, Ragged) else lists
     several = isinstance(rows, Sequence) and len(rows) > 0
-    need(several, name, "a list of index tensors, at least one", rows)
+    require(several, name, "a list of index tensors, at least one", rows)
     for i, r in enumerate(rows):
         whole = isinstance(r, Tensor) and r.dtype == torch.int64 and r.dim() == 1
-        need(whole and r.device == device, f"{name}[{i}]", f"an int64 tensor [n] on {device}", r)
-    return lists if isinstance(lists, Ragged) else Ragged.of(rows)
+        require(whole and r.device == device, f"{name}[{i}]", f"an int64 tensor [n] on {device}", r)
+    return lists if isinstance(lists, Ragged) else Ragged.from_lists(rows)
 
 
 def _range(sizes: Tensor) -> str:

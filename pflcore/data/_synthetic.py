@@ -5,25 +5,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.check import Count, NonNegative, Seed, checked, need
+from pflcore.check import NonNegativeFloat, PositiveInt, Seed, checked, require
 from pflcore.data._federation import Federation
 
 
 @checked
 def synthetic_linear(  # noqa: PLR0913 (the recipe's options)
-    n: Count = 10,
-    samples: Count = 60,
-    dim: Count = 5,
-    groups: Count = 2,
-    spread: NonNegative = 0.0,
-    noise: NonNegative = 0.1,
-    held_out: Count = 200,
+    n: PositiveInt = 10,
+    samples: PositiveInt = 60,
+    dim: PositiveInt = 5,
+    groups: PositiveInt = 2,
+    spread: NonNegativeFloat = 0.0,
+    noise: NonNegativeFloat = 0.1,
+    held_out: PositiveInt = 200,
     seed: Seed = 0,
 ) -> Federation:
     """Linear regression: y = x . w_i + noise, x normal; clients of a group (i mod groups) share w
     up to ``spread``.
 
-    Each client has ``samples`` to train on and ``held_out`` to test on. truth: "optimum" [N, dim] =
+    Each client has ``samples`` to train on and ``with_validation`` to test on. truth: "optimum" [N, dim] =
     w_i, "group" [N]. A client's best possible mean squared error is noise^2.
     """
     gen = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ def synthetic_quadratic(
     """
     a, b = (torch.as_tensor(v, dtype=torch.float64) for v in (curvature, optimum))
     fits = a.dim() == 2 and a.shape == b.shape and bool((a > 0).all())
-    need(fits, "curvature", f"numbers above 0 [N, D] as the optimum, {list(b.shape)}", a)
+    require(fits, "curvature", f"numbers above 0 [N, D] as the optimum, {list(b.shape)}", a)
     root = (a * a.shape[1]).sqrt()
     x, y = torch.diag_embed(root)[:, None], (root * b)[:, None]  # [N, 1, D, D], [N, 1, D]
     x, y = (torch.cat([v, v], 1).flatten(0, 2) for v in (x, y))
@@ -61,13 +61,13 @@ def synthetic_quadratic(
 
 @checked
 def synthetic_clusters(  # noqa: PLR0913 (the recipe's options)
-    n: Count = 10,
-    groups: Count = 2,
-    samples: Count = 60,
-    classes: Count = 4,
-    dim: Count = 8,
-    separation: NonNegative = 3.0,
-    held_out: Count = 100,
+    n: PositiveInt = 10,
+    groups: PositiveInt = 2,
+    samples: PositiveInt = 60,
+    classes: PositiveInt = 4,
+    dim: PositiveInt = 8,
+    separation: NonNegativeFloat = 3.0,
+    held_out: PositiveInt = 100,
     seed: Seed = 0,
 ) -> Federation:
     """Gaussian clouds, one per class, the same for all; the groups disagree on the clouds' names,
@@ -78,7 +78,7 @@ def synthetic_clusters(  # noqa: PLR0913 (the recipe's options)
     hence groups <= classes. truth: "group" [N], "centre" [N, C, dim] (the same for all). A model
     that ignores the groups scores about 1/groups at best.
     """
-    need(groups <= classes, "groups", f"at most the {classes} classes", groups)
+    require(groups <= classes, "groups", f"at most the {classes} classes", groups)
     gen = torch.Generator().manual_seed(seed)
     centre = torch.randn(classes, dim, generator=gen)
     centre = torch.nn.functional.normalize(centre, dim=1) * separation

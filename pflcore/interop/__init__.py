@@ -1,8 +1,8 @@
 """pflcore in other people's code: their models as rows, one call, and a server and a client without
 a simulation."""
 
-from pflcore.interop._mixing import personalize
 from pflcore.interop._packing import pack, unpack
+from pflcore.interop._personalize import personalize
 from pflcore.interop._remote import Client, Server
 
 __all__ = [

@@ -18,27 +18,28 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pflcore import ops
-from pflcore.check import Kind, Matrix, Names, checked, need, refuse
+from pflcore.check import Expectation, Matrix, Names, checked, reject, require
 from pflcore.ops.stream import tensor_of
 
 # what batch norm's buffers are called; a state dict does not say what is a buffer
 STATISTICS = ("running_mean", "running_var")
-Make = Callable[[Tensor], Any]  # a flat piece of a row -> what came: shape, dtype, device, kind
+# a flat piece of a row -> what came: shape, dtype, device, kind
+TensorMaker = Callable[[Tensor], Any]
 Shapes = dict[str, torch.Size]
 Tensors = dict[str, Tensor]
-SEVERAL = Kind(
+MODELS_EXPECTATION = Expectation(
     "rows [N, P], a list of models or a dict of them by client id",
     lambda v: hasattr(v, "__iter__") and not isinstance(v, str | bytes | nn.Module),
 )
-Models = Annotated[Any, SEVERAL]
+Models = Annotated[Any, MODELS_EXPECTATION]
 
 
-class Model(NamedTuple):
+class ModelTemplate(NamedTuple):
     """One client's model without the numbers that are in the rows."""
 
     given: Any  # a module itself, of anything else the class
     kept: dict[str, Any]  # all that it has by name; None: it is in the rows
-    makes: dict[str, Make]
+    makes: dict[str, TensorMaker]
 
     def like(self, pieces: Tensors) -> Any:
         """The same form with new tensors, of pieces of a row; all else is the client's own."""
@@ -57,7 +58,7 @@ class Model(NamedTuple):
 
 
 @dataclass
-class Form:
+class ModelForm:
     """What `unpack` needs: whose rows they are, and what of each client's model is not in them."""
 
     ids: list[Any]  # [N]
@@ -65,18 +66,18 @@ class Form:
     columns: Shapes = field(default_factory=dict)  # of a row's tensors, in order
     averaged: Shapes = field(default_factory=dict)  # of the statistics, with buffers="average"
     statistics: Tensor | None = None  # [N, b]
-    models: list[Model] = field(default_factory=list, repr=False)
+    models: list[ModelTemplate] = field(default_factory=list, repr=False)
 
     def wrap(self, models: list[Any]) -> Any:
         """The models [N] as they came: in a list or in a dict."""
         return dict(zip(self.ids, models, strict=True)) if self.outer == "dict" else models
 
 
-class Packed(NamedTuple):
+class PackedModels(NamedTuple):
     """What `pack` gives."""
 
     rows: Tensor  # [N, P]
-    form: Form
+    form: ModelForm
 
 
 @checked
@@ -84,8 +85,8 @@ def pack(
     uploads: Models,
     include: Names = (),
     exclude: Names = (),
-    buffers: Literal["local", "average"] = "local",
-) -> Packed:
+    batch_norm: Literal["local", "average"] = "local",
+) -> PackedModels:
     """The rows [N, P] of N clients' models, in their own dtype, and the form that `unpack` gives
     mixed rows back in.
 
@@ -94,7 +95,7 @@ def pack(
     state dicts, Flower ArrayRecords, `nn.Module`s, safetensors files. Values with a `materialize()`
     are asked for it one client at a time. Only tensors that match a shell pattern of `include`
     (default: all) and none of `exclude` are packed, as in `net.mask("head.*")`; lists of arrays are
-    called "0", "1", ... The others stay each client's own, as integers always do. `buffers` says
+    called "0", "1", ... The others stay each client's own, as integers always do. `batch_norm` says
     what becomes of batch norm's running statistics, which are never in the rows:
     "local" leaves each client its own, "average" has `unpack` mix them. ValueError in a sentence
     that names client and tensor.
@@ -102,14 +103,16 @@ def pack(
     wanted, not_wanted = ([p] if isinstance(p, str) else list(p) for p in (include, exclude))
     names: dict[str, None] = {}
     if isinstance(uploads, Tensor | np.ndarray) and uploads.ndim == 2:
-        packed = _matrix(uploads)
+        packed = _pack_matrix(uploads)
     else:
-        form, given = form_of(uploads)
+        form, given = collect_models(uploads)
         parts: list[tuple[Shapes, Tensor]] = []  # the rows and the statistics
         for i, (client, model) in enumerate(zip(form.ids, given, strict=True)):
-            who, every = f"client {client!r}", named(model, f"client {client!r}")
-            chosen = [n for n in every if _fits(n, wanted or "*") and not _fits(n, not_wanted)]
-            mine, *tensors = _read(who, model, every, chosen, buffers)
+            who, every = f"client {client!r}", tensors_by_name(model, f"client {client!r}")
+            chosen = [
+                n for n in every if _matches(n, wanted or "*") and not _matches(n, not_wanted)
+            ]
+            mine, *tensors = _read(who, model, every, chosen, batch_norm)
             parts = parts or [_empty(len(given), like) for like in tensors]
             for (columns, matrix), own in zip(parts, tensors, strict=True):
                 _fill(matrix[i], columns, own, who)
@@ -117,34 +120,34 @@ def pack(
             names |= dict.fromkeys(every)
         (form.columns, rows), (form.averaged, statistics) = parts
         form.statistics = statistics if form.averaged else None
-        packed = Packed(rows, form)
+        packed = PackedModels(rows, form)
     for pattern in (*wanted, *not_wanted):
         found = any(fnmatchcase(name, pattern) for name in names)
-        need(found, "include, exclude", f"patterns of some of {', '.join(names)}", pattern)
-    need(packed.form.columns, "uploads", "floating-point tensors to be packed", list(names))
+        require(found, "include, exclude", f"patterns of some of {', '.join(names)}", pattern)
+    require(packed.form.columns, "uploads", "floating-point tensors to be packed", list(names))
     return packed
 
 
 @checked
 def unpack(
-    rows: Matrix, form: Form, weight: Matrix | None = None, index: Tensor | None = None
+    rows: Matrix, form: ModelForm, weight: Matrix | None = None, index: Tensor | None = None
 ) -> Any:
     """One model for each client from rows [N, P], in the form that `pack` was given: containers,
     dtypes, devices, client ids.
 
-    What was not packed is the client's own. With `buffers="average"` running statistics are mixed
+    What was not packed is the client's own. With `batch_norm="average"` running statistics are mixed
     by `weight` [N, N] (with `index` [N, K] as `aggregate` has it), by default to their mean. A file
     comes back as the state dict that it holds, a module as a new one.
     """
     n, width = len(form.ids), sum(s.numel() for s in form.columns.values())
     wanted = f"[{n}, {width}], a row for each client that was packed"
-    need(rows.shape == (n, width), "rows", wanted, rows)
+    require(rows.shape == (n, width), "rows", wanted, rows)
     if not form.models:
         return rows.detach().cpu().numpy() if form.outer == "array" else rows
     parts = [(form.columns, rows)]
     if form.statistics is not None:
         weight = torch.full((n, n), 1 / n, dtype=torch.float64) if weight is None else weight
-        need(len(weight) == n, "weight", f"a row for each of {n} clients", weight)
+        require(len(weight) == n, "weight", f"a row for each of {n} clients", weight)
         device = form.statistics.device
         index = None if index is None else index.to(device)
         parts.append((form.averaged, ops.aggregate(form.statistics, weight.to(device), index)))
@@ -152,21 +155,21 @@ def unpack(
     for i, model in enumerate(form.models):
         pieces: Tensors = {}
         for shapes, matrix in parts:
-            pieces |= cut(shapes, matrix[i])
+            pieces |= split_row(shapes, matrix[i])
         models.append(model.like(pieces))
     return form.wrap(models)
 
 
-def form_of(uploads: Any) -> tuple[Form, list[Any]]:
+def collect_models(uploads: Any) -> tuple[ModelForm, list[Any]]:
     """Whose models they are, and the models [N]."""
     by_name = isinstance(uploads, Mapping)
     models = list(uploads.values() if by_name else uploads)
-    need(models, "uploads", "the models of at least one client", uploads)
+    require(models, "uploads", "the models of at least one client", uploads)
     ids = list(uploads) if by_name else list(range(len(models)))
-    return Form(ids, "dict" if by_name else "list"), models
+    return ModelForm(ids, "dict" if by_name else "list"), models
 
 
-def named(given: Any, who: str) -> dict[str, Any]:
+def tensors_by_name(given: Any, who: str) -> dict[str, Any]:
     """A model's tensors by name. ValueError where it is no model."""
     if isinstance(given, nn.Module):
         return dict(given.named_parameters()) | dict(given.named_buffers())
@@ -183,14 +186,14 @@ def named(given: Any, who: str) -> dict[str, Any]:
         for i, value in enumerate(given):
             if not is_array(value):
                 kinds = "a tensor or an array; models by client id come in a dict {id: model}"
-                refuse(f"{who}, element {i}", kinds, value)
+                reject(f"{who}, element {i}", kinds, value)
         given = {str(i): v for i, v in enumerate(given)}
     if isinstance(given, Mapping) and all(isinstance(k, str) for k in given):
         return dict(given)
     if getattr(given, "ndim", 0) == 1:
         return {"": given}
     kinds = "a 1-D tensor, a list of arrays, a dict of tensors by name, a Flower ArrayRecord"
-    refuse(who, f"{kinds}, an nn.Module or the path of a safetensors file", given)
+    reject(who, f"{kinds}, an nn.Module or the path of a safetensors file", given)
 
 
 def is_array(value: Any) -> bool:
@@ -199,14 +202,14 @@ def is_array(value: Any) -> bool:
     return known or hasattr(value, "materialize") or hasattr(value, "stype")
 
 
-def opened(value: Any, who: str) -> tuple[Tensor, Make] | None:
+def read_tensor(value: Any, who: str) -> tuple[Tensor, TensorMaker] | None:
     """The tensor that `value` is, holds or makes, without a copy where that can be, and how to make
     its like; None where it is no such thing."""
     if hasattr(value, "materialize") and not isinstance(value, Tensor):
         value = value.materialize()
     if isinstance(value, Tensor):
         dense = value.layout == torch.strided and not value.is_meta and not is_lazy(value)
-        need(dense, who, "a dense tensor with values", f"{value.layout} on {value.device}")
+        require(dense, who, "a dense tensor with values", f"{value.layout} on {value.device}")
         place, extent = (value.device, value.dtype), value.shape
         return value.detach(), lambda t: t.detach().to(*place, copy=True).view(extent)
     of_flower = hasattr(value, "stype")
@@ -229,30 +232,30 @@ def opened(value: Any, who: str) -> tuple[Tensor, Make] | None:
     return tensor, make
 
 
-def _matrix(given: Any) -> Packed:
-    rows = opened(given, "uploads")[0]  # type: ignore[index]
+def _pack_matrix(given: Any) -> PackedModels:
+    rows = read_tensor(given, "uploads")[0]  # type: ignore[index]
     wanted = "floating-point rows [N, P] of at least one client"
-    need(rows.is_floating_point() and len(rows), "uploads", wanted, rows)
+    require(rows.is_floating_point() and len(rows), "uploads", wanted, rows)
     outer = "tensor" if isinstance(given, Tensor) else "array"
-    return Packed(rows, Form(list(range(len(rows))), outer, {"": rows.shape[1:]}))
+    return PackedModels(rows, ModelForm(list(range(len(rows))), outer, {"": rows.shape[1:]}))
 
 
-def _fits(name: str, patterns: Iterable[str]) -> bool:
+def _matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, p) for p in patterns)
 
 
 def _read(
     who: str, given: Any, every: dict[str, Any], chosen: list[str], buffers: str
-) -> tuple[Model, Tensors, Tensors]:
+) -> tuple[ModelTemplate, Tensors, Tensors]:
     """The client's model, its tensors that are packed, and its statistics that are mixed."""
     kind: Any = type(given)
     statistics = {name for name in every if name.rpartition(".")[2] in STATISTICS}
     if isinstance(given, nn.Module):
         kind, statistics = given, {name for name, _ in given.named_buffers()}
-    model = Model(kind, dict(every), {})
+    model = ModelTemplate(kind, dict(every), {})
     packed, averaged = Tensors(), Tensors()
     for name in chosen:
-        found = opened(every[name], f"{who}: {name!r}")
+        found = read_tensor(every[name], f"{who}: {name!r}")
         if found is None or not found[0].is_floating_point():
             continue  # integers are never averaged
         if name in statistics and buffers == "local":
@@ -283,11 +286,11 @@ def _fill(row: Tensor, columns: Shapes, mine: Tensors, who: str) -> None:
                 f"{who}: {name or 'row'!r}: expected {first}, as of the first client, got {other}; "
                 "convert it, or exclude what is private."
             )
-    for name, piece in cut(columns, row).items():
+    for name, piece in split_row(columns, row).items():
         piece.view(columns[name]).copy_(mine[name])
 
 
-def cut(columns: Shapes, row: Tensor) -> Tensors:
+def split_row(columns: Shapes, row: Tensor) -> Tensors:
     """The flat pieces of a row by name."""
     pieces = row.split([shape.numel() for shape in columns.values()])
     return dict(zip(columns, pieces, strict=True))

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pflcore import ops
-from pflcore.ops._words import check_same, expect, is_int, matrix, shape
+from pflcore.ops._check import check_matrix, check_same_kind, describe, is_int, require_argument
 
 __all__ = ["aggregate", "pairwise_sqdist", "to_columns", "to_rows"]
 
 # columns that the CPU kernels sum in float32 at a time: shards of whole groups have the sums of the
 # matrix in one piece
-GROUP = 160
+COLUMN_GROUP = 160
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def to_columns(
     """
     op = "to_columns"
     ranks = _agree(op, group, 1, ("width", width), rows=rows)
-    widths = _cut(op, "width", [w for _, w in ranks], rows.shape[1], GROUP)
+    widths = _divide(op, "width", [w for _, w in ranks], rows.shape[1], COLUMN_GROUP)
     mine, counts = widths[dist.get_rank(group)], [n for n, _ in ranks]
     sent = torch.cat([part.flatten() for part in rows.split(widths, 1)])
     give, take = [len(rows) * w for w in widths], [n * mine for n in counts]
@@ -120,19 +120,19 @@ def to_rows(
     """
     op = "to_rows"
     ranks = _agree(op, group, 0, ("count", count), columns=columns)
-    counts = _cut(op, "count", [n for _, n in ranks], len(columns), 1)
+    counts = _divide(op, "count", [n for _, n in ranks], len(columns), 1)
     mine, widths = counts[dist.get_rank(group)], [w for w, _ in ranks]
     give, take = [n * columns.shape[1] for n in counts], [mine * w for w in widths]
     back = _exchange(columns.contiguous().flatten(), give, take, group).split(take)
     return torch.cat([part.view(mine, w) for part, w in zip(back, widths, strict=True)], 1)
 
 
-def _cut(op: str, name: str, chosen: list[int | None], total: int, whole: int) -> list[int]:
+def _divide(op: str, name: str, chosen: list[int | None], total: int, whole: int) -> list[int]:
     """`total` among the ranks: as they chose, or in equal shares of `whole` pieces, the last ones
     less or none."""
     given = [size for size in chosen if size is not None]
     fits, came = not given or sum(given) == total, " + ".join(map(str, given))
-    expect(fits, op, name, f"{total} in all over the ranks", came)
+    require_argument(fits, op, name, f"{total} in all over the ranks", came)
     share = -(-total // (len(chosen) * whole)) * whole
     return given or [max(0, min(share, total - k * share)) for k in range(len(chosen))]
 
@@ -144,7 +144,7 @@ def _local(op: str, name: str, t: Any, group: Any = None) -> tuple[Any, Any]:
         return t, group
     fits = t.dim() == 2 and mesh.ndim == 1 and t.placements[0].is_shard(1)
     came = f"{t.placements} of {list(t.shape)} on {mesh.ndim}-D"
-    expect(fits, op, name, "Shard(1) of [N, P] on a 1-D mesh", came)
+    require_argument(fits, op, name, "Shard(1) of [N, P] on a 1-D mesh", came)
     return t.to_local(), mesh.get_group()
 
 
@@ -158,17 +158,23 @@ def _agree(
     that none waits for another.
     """
     member = group is None or isinstance(group, dist.ProcessGroup)
-    expect(member, op, "group", "a process group that this rank belongs to", shape(group))
+    require_argument(
+        member, op, "group", "a process group that this rank belongs to", describe(group)
+    )
     error: Exception | None = None
     try:
-        own = _called(op, dim, size, given), next(iter(given.values())).shape[1 - dim], size[1]
+        own = (
+            _call_signature(op, dim, size, given),
+            next(iter(given.values())).shape[1 - dim],
+            size[1],
+        )
     except (TypeError, ValueError) as wrong:
         error, own = wrong, (str(wrong), 0, None)
     begun = dist.is_available() and dist.is_initialized()
     if error and not begun:
         raise error
     start = "one that was begun: start by torchrun and call torch.distributed.init_process_group"
-    expect(begun, op, "group", start, shape(group))
+    require_argument(begun, op, "group", start, describe(group))
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, own, group=group)
     if error:
@@ -176,20 +182,20 @@ def _agree(
     wanted = f"that of rank 0 ({ranks[0][0]}) on all ranks"
     for rank, (theirs, *_) in enumerate(ranks):
         came = f"{theirs.removesuffix('.')} on rank {rank}"
-        expect(theirs == ranks[0][0], op, "the call", wanted, came)
+        require_argument(theirs == ranks[0][0], op, "the call", wanted, came)
     return [(mine, chosen) for _, mine, chosen in ranks]
 
 
-def _called(op: str, dim: int, size: tuple[str, Any], given: dict[str, Any]) -> str:
+def _call_signature(op: str, dim: int, size: tuple[str, Any], given: dict[str, Any]) -> str:
     """What must be the same on all ranks. ValueError or TypeError for a wrong argument."""
     (first, t), (what, chosen) = next(iter(given.items())), size
     for name, other in given.items():
-        matrix(op, name, other, "[rows, columns]")
-        check_same(op, first, t, name, other)
+        check_matrix(op, name, other, "[rows, columns]")
+        check_same_kind(op, first, t, name, other)
         wanted = f"of {t.shape[1]} columns like {first}"
-        expect(other.shape[1] == t.shape[1], op, name, wanted, shape(other))
+        require_argument(other.shape[1] == t.shape[1], op, name, wanted, describe(other))
     whole = chosen is None or (is_int(chosen) and chosen >= 0)
-    expect(whole, op, what, "a whole number, at least 0", shape(chosen))
+    require_argument(whole, op, what, "a whole number, at least 0", describe(chosen))
     kind = ("rows", "columns")[dim]
     each = [f"{name} with {v.shape[dim]} {kind} of {v.dtype}" for name, v in given.items()]
     return ", ".join([op, *each, *([] if chosen is None else [f"a {what}"])])

@@ -18,9 +18,9 @@ from typing import Any
 try:
     import flwr as _  # noqa: F401
 except ImportError:
-    from pflcore.check import install
+    from pflcore.check import install_command
 
-    raise ImportError(f"pflcore.interop.flower needs Flower; {install('flwr')}.") from None
+    raise ImportError(f"pflcore.interop.flower needs Flower; {install_command('flwr')}.") from None
 
 import torch
 from flwr.app import (
@@ -43,14 +43,14 @@ from torch import Tensor
 from pflcore import ops
 from pflcore.algorithms._protocol import Tensors
 from pflcore.algorithms._relations import FedDWA
-from pflcore.check import are_names, checked, need
-from pflcore.interop._mixing import Krum, least_models, method_of, personalize
+from pflcore.check import are_names, checked, require
 from pflcore.interop._packing import pack
-from pflcore.interop._remote import SAMPLES, Client, Server, layout_of
-from pflcore.simulation._loop import VOID_ROUNDS
-from pflcore.simulation._personal import Personalized
-from pflcore.simulation.round import Setup, sample
-from pflcore.train._random import drawn
+from pflcore.interop._personalize import Krum, method_of, min_models, personalize
+from pflcore.interop._remote import MAX_SAMPLES, Client, Server, layout_of
+from pflcore.simulation._loop import MAX_VOID_ROUNDS
+from pflcore.simulation._models import Personalized
+from pflcore.simulation.round import RunConfig, sample_cohort
+from pflcore.train._random import draw_without_replacement
 
 __all__ = [
     "ExactMultiKrum",
@@ -68,11 +68,11 @@ def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
     """Tensors as Flower's arrays, which are numpy's. ValueError for what numpy has no numbers
     for."""
     for name, t in tensors.items():
-        need(t.dtype != torch.bfloat16, name, "float32 or float16, which Flower carries", t)
+        require(t.dtype != torch.bfloat16, name, "float32 or float16, which Flower carries", t)
     return ArrayRecord({k: t.detach().cpu() for k, t in tensors.items()})
 
 
-def tensors_of(content: RecordDict) -> Tensors | None:
+def decode_tensors(content: RecordDict) -> Tensors | None:
     """The tensors of the one ArrayRecord in a message; None where they cannot be decoded."""
     records = [*content.array_records.values()]
     if len(records) != 1:
@@ -83,10 +83,10 @@ def tensors_of(content: RecordDict) -> Tensors | None:
         return None
 
 
-def model_form(content: RecordDict) -> tuple[Any, bool]:
+def model_layout(content: RecordDict) -> tuple[Any, bool]:
     """The name, shapes and dtypes of the one model in a message, None where it has none; and
     whether its numbers are finite, and no variance is below 0."""
-    tensors = tensors_of(content)
+    tensors = decode_tensors(content)
     if not tensors:
         return None, False
     variances = [v for k, v in tensors.items() if k.rpartition(".")[2] == "running_var"]
@@ -95,7 +95,7 @@ def model_form(content: RecordDict) -> tuple[Any, bool]:
     return ([*content.array_records], layout_of(tensors)), fine
 
 
-def metrics_form(content: RecordDict, weight: str) -> Any:
+def metrics_layout(content: RecordDict, weight: str) -> Any:
     """The names of the metrics in a reply, and of lists their lengths; None where their `weight`
     is no number of samples."""
     records = [*content.metric_records.items()]
@@ -103,29 +103,31 @@ def metrics_form(content: RecordDict, weight: str) -> Any:
         return None
     (name, metrics), *_ = records
     number = metrics.get(weight)
-    if not isinstance(number, int | float) or not 0 < number <= SAMPLES:
+    if not isinstance(number, int | float) or not 0 < number <= MAX_SAMPLES:
         return None
     return name, {k: len(v) if isinstance(v, list) else None for k, v in metrics.items()}
 
 
-def that_fit(forms: Sequence[Any], usual: Any = None) -> list[int]:
-    """The places of those with the form that most have, or `usual` where anybody has it."""
-    known = [form for form in forms if form]
-    form = usual if usual in known else max(known, key=known.count, default=None)
-    return [i for i, other in enumerate(forms) if other and other == form]
+def matching_positions(layouts: Sequence[Any], expected_layout: Any = None) -> list[int]:
+    """The places of those with the form that most have, or `expected_layout` where anybody has it."""
+    known = [form for form in layouts if form]
+    form = (
+        expected_layout if expected_layout in known else max(known, key=known.count, default=None)
+    )
+    return [i for i, other in enumerate(layouts) if other and other == form]
 
 
-def usable(
+def usable_replies(
     replies: Iterable[Message],
     weight: str,
-    usual: Any = None,
+    expected_layout: Any = None,
     *,
     models: bool = True,
     finite: bool = True,
 ) -> list[Message]:
     """The replies without those that do not hold what most hold: these are logged, and were absent.
 
-    Each holds one model of the tensors that most have (of the form `usual`, where anybody has it),
+    Each holds one model of the tensors that most have (of the form `expected_layout`, where anybody has it),
     `finite` where that is asked, and metrics of the names that most have, with its `weight`;
     without `models` metrics alone. What comes is in the order of the nodes, so that no bit depends
     on who answered first.
@@ -133,10 +135,10 @@ def usable(
     replies = sorted(replies, key=lambda m: m.metadata.src_node_id)
     kept = heard = [m for m in replies if m.has_content()]
     if models:
-        looks = [model_form(m.content) for m in heard]
+        looks = [model_layout(m.content) for m in heard]
         forms = [form if fine or not finite else None for form, fine in looks]
-        kept = [heard[i] for i in that_fit(forms, usual)]
-    kept = [kept[i] for i in that_fit([metrics_form(m.content, weight) for m in kept])]
+        kept = [heard[i] for i in matching_positions(forms, expected_layout)]
+    kept = [kept[i] for i in matching_positions([metrics_layout(m.content, weight) for m in kept])]
     nodes = {m.metadata.src_node_id for m in kept}
     odd = [m.metadata.src_node_id for m in heard if m.metadata.src_node_id not in nodes]
     if odd:
@@ -149,12 +151,13 @@ def only_record(message: Message, whose: str) -> tuple[str, ArrayRecord]:
     """The key and the record of the one model in a message. ValueError where there are several, or
     none."""
     records = dict(message.content.array_records)
-    need(len(records) == 1, whose, "one ArrayRecord, the model", list(records))
+    require(len(records) == 1, whose, "one ArrayRecord, the model", list(records))
     return next(iter(records.items()))
 
 
-STATE = "pflcore.client"  # the record of Context.state
-MOST = 32  # clients at hand, that are not made again; what they know is in their contexts
+STATE_RECORD = "pflcore.client"  # the record of Context.state
+# clients at hand, that are not made again; what they know is in their contexts
+MAX_CACHED_CLIENTS = 32
 Evaluate = Callable[[Personalized, Context], dict[str, float]]
 
 
@@ -183,7 +186,7 @@ def client_app(
     algorithm keeps at a client is in `Context.state`, which a simulation carries to the worker and
     back for each message.
     """
-    app, opened = ClientApp(mods=mods or []), at_hand(make)
+    app, opened = ClientApp(mods=mods or []), client_cache(make)
 
     @app.query("pflcore")  # type: ignore[untyped-decorator]
     def who(message: Message, context: Context) -> Message:
@@ -195,7 +198,7 @@ def client_app(
         key, record = only_record(message, "the server's message")
         client = opened(context)
         upload, samples = client.train(record.to_torch_state_dict())
-        context.state[STATE] = ConfigRecord({"bytes": saved(client)})
+        context.state[STATE_RECORD] = ConfigRecord({"bytes": client_bytes(client)})
         metrics = MetricRecord({"num-examples": samples})
         return Message(RecordDict({key: record_of(upload), "metrics": metrics}), reply_to=message)
 
@@ -213,7 +216,7 @@ def client_app(
     return app
 
 
-def at_hand(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
+def client_cache(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
     """What gives the client of a node, with the state that its context holds."""
     made: dict[tuple[int, int], Client] = {}
 
@@ -221,25 +224,27 @@ def at_hand(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
         key = context.run_id, context.node_id
         if key not in made:
             made[key] = make(context)
-            need(isinstance(made[key], Client), "make", "a function that gives a Client", made[key])
-            if len(made) > MOST:
+            require(
+                isinstance(made[key], Client), "make", "a function that gives a Client", made[key]
+            )
+            if len(made) > MAX_CACHED_CLIENTS:
                 del made[next(iter(made))]
-        if STATE in context.state:
-            kept = io.BytesIO(context.state[STATE]["bytes"])
+        if STATE_RECORD in context.state:
+            kept = io.BytesIO(context.state[STATE_RECORD]["bytes"])
             made[key].load_state_dict(torch.load(kept, weights_only=True))
         return made[key]
 
     return opened
 
 
-def saved(client: Client) -> bytes:
+def client_bytes(client: Client) -> bytes:
     """What a client keeps, as bytes."""
     data = io.BytesIO()
     torch.save(client.state_dict(), data)
     return data.getvalue()
 
 
-PRIVATE = "pflcore.private"  # the record of Context.state
+PRIVATE_RECORD = "pflcore.private"  # the record of Context.state
 
 
 def keep_private(*patterns: str) -> Mod:
@@ -255,21 +260,23 @@ def keep_private(*patterns: str) -> Mod:
     nothing.
     """
     named = bool(patterns) and are_names(patterns)
-    need(named, "patterns", "names of private tensors, as in keep_private('head.*')", patterns)
+    require(named, "patterns", "names of private tensors, as in keep_private('head.*')", patterns)
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         kind = message.metadata.message_type.partition(".")[0]
         if kind == MessageType.QUERY:
             return call_next(message, context)
         key, came = only_record(message, "the server's message")
-        kept = context.state.array_records.get(PRIVATE, {})
+        kept = context.state.array_records.get(PRIVATE_RECORD, {})
         names = _private(came, patterns)
         message.content = RecordDict({**message.content, key: ArrayRecord({**came, **kept})})
         reply = call_next(message, context)
         if kind == MessageType.TRAIN and reply.has_content():
             key, made = only_record(reply, "the app's reply")
-            need(made.keys() >= set(names), "the app's reply", f"a model with {names}", list(made))
-            context.state[PRIVATE] = ArrayRecord({n: made[n] for n in names})
+            require(
+                made.keys() >= set(names), "the app's reply", f"a model with {names}", list(made)
+            )
+            context.state[PRIVATE_RECORD] = ArrayRecord({n: made[n] for n in names})
             sent = ArrayRecord({**made, **{n: came[n] for n in names}})
             reply.content = RecordDict({**reply.content, key: sent})
         return reply
@@ -281,22 +288,22 @@ def _private(came: ArrayRecord, patterns: Sequence[str]) -> list[str]:
     """The names in `came` that match; ValueError where a pattern matches none."""
     for pattern in patterns:
         found = any(fnmatchcase(n, pattern) for n in came)
-        need(found, "keep_private", f"patterns of some of {', '.join(came)}", pattern)
+        require(found, "keep_private", f"patterns of some of {', '.join(came)}", pattern)
     return [n for n in came if any(fnmatchcase(n, p) for p in patterns)]
 
 
-class OddRepliesAbsent(FedAvg):  # type: ignore[misc]
+class FilteredFedAvg(FedAvg):  # type: ignore[misc]
     """Flower's FedAvg, whose evaluation leaves out who answers otherwise than most."""
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """The mean of the metrics, as FedAvg has it."""
-        replies = usable(replies, self.weighted_by_key, models=False)
+        replies = usable_replies(replies, self.weighted_by_key, models=False)
         return super().aggregate_evaluate(server_round, replies)  # type: ignore[no-any-return]
 
 
-class PersonalStrategy(OddRepliesAbsent):
+class PersonalStrategy(FilteredFedAvg):
     """Flower's `FedAvg` that sends each client its own model, made by `pflcore.personalize`; any
     ClientApp that FedAvg drives will do.
 
@@ -321,23 +328,24 @@ class PersonalStrategy(OddRepliesAbsent):
         self.chosen: dict[str, Any] = {"include": include, "exclude": exclude}
         self.models: dict[int, ArrayRecord] = {}  # by node id
         self._last: dict[int, ArrayRecord] = {}  # the uploads that they were made of
-        self._usual: Any = None  # the form of the models: as they were sent, or as most came
+        # the form of the models: as they were sent, or as most came
+        self._expected_layout: Any = None
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """Makes everybody's next model; gives the mean, as FedAvg does."""
-        replies = usable(replies, self.weighted_by_key, self._usual)
+        replies = usable_replies(replies, self.weighted_by_key, self._expected_layout)
         contents = {m.metadata.src_node_id: m.content for m in replies if m.has_content()}
         came: dict[int, Any] = {
             node: next(iter(content.array_records.values())) for node, content in contents.items()
         }
-        least = least_models(method_of(self.method, {}))
+        least = min_models(method_of(self.method, {}))
         if came and len(came) < least:
             said = "%s needs %d models, got %d; everybody keeps the one that it has."
             log(WARNING, said, self.method, least, len(came))
         elif came:
-            form, _ = model_form(next(iter(contents.values())))
-            if form != self._usual:  # what came before cannot be compared with it
-                self._usual, self._last = form, {}
+            form, _ = model_layout(next(iter(contents.values())))
+            if form != self._expected_layout:  # what came before cannot be compared with it
+                self._expected_layout, self._last = form, {}
             last = {node: self._last.get(node, own) for node, own in came.items()}
             previous = last if self._looks_back else None
             self.models.update(personalize(came, self.method, previous=previous, **self.chosen))
@@ -349,7 +357,7 @@ class PersonalStrategy(OddRepliesAbsent):
     ) -> Iterable[Message]:
         """FedAvg's messages, each with its node's own model."""
         key = self.arrayrecord_key
-        self._usual = self._usual or model_form(record)[0]
+        self._expected_layout = self._expected_layout or model_layout(record)[0]
         each = [(node, self.models.get(node, record[key])) for node in node_ids]
         return [Message(RecordDict({**record, key: own}), n, message_type) for n, own in each]
 
@@ -366,19 +374,19 @@ def select_multikrum(
     sends one that is not finite is never chosen. ValueError in one sentence where 2 f + 2 < N does
     not hold for f malicious nodes among the N that are left: Krum promises nothing there.
     """
-    looks = [model_form(c) for c in contents]
-    fit = that_fit([form for form, _ in looks])
+    looks = [model_layout(c) for c in contents]
+    fit = matching_positions([form for form, _ in looks])
     if len(fit) < len(contents):
         odd = [i for i in range(len(contents)) if i not in fit]
         log(WARNING, "contents %s: no models of the others' tensors; left out", odd)
     rows, _ = pack([next(iter(contents[i].array_records.values())) for i in fit])
     fine = torch.tensor([looks[i][1] for i in fit])
     rows[~fine] = torch.nan  # infinitely far
-    chosen = Krum(num_malicious_nodes, num_nodes_to_select).chosen(ops.pairwise_sqdist(rows))
+    chosen = Krum(num_malicious_nodes, num_nodes_to_select).select(ops.pairwise_sqdist(rows))
     return [contents[fit[i]] for i in chosen.tolist() if fine[i]]
 
 
-class ExactMultiKrum(OddRepliesAbsent, MultiKrum):  # type: ignore[misc]
+class ExactMultiKrum(FilteredFedAvg, MultiKrum):  # type: ignore[misc]
     """Flower's `MultiKrum`, word for word its arguments, with exact distances.
 
     Who sends no model as most do, or no number of samples, was absent. Where so few are left that
@@ -389,7 +397,7 @@ class ExactMultiKrum(OddRepliesAbsent, MultiKrum):  # type: ignore[misc]
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Aggregated:
         """The mean of the chosen replies, and of their metrics."""
         replies = list(replies)
-        kept = usable(replies, self.weighted_by_key, finite=False)
+        kept = usable_replies(replies, self.weighted_by_key, finite=False)
         valid, _ = self._check_and_log_replies(kept, is_train=True)
         malicious, lost = self.num_malicious_nodes, len(replies) - len(kept)
         f = min(malicious, (len(valid) - 3) // 2)
@@ -405,10 +413,10 @@ class ExactMultiKrum(OddRepliesAbsent, MultiKrum):  # type: ignore[misc]
         return mean  # type: ignore[no-any-return]
 
 
-WHO = "query.pflcore"  # the message that asks a node which client it is
+WHO_QUERY = "query.pflcore"  # the message that asks a node which client it is
 
 
-def client_in(reply: Message) -> Hashable | None:
+def client_of_reply(reply: Message) -> Hashable | None:
     """The client that a node says it is; None where its answer names none."""
     try:
         client = reply.content["config"]["client"]
@@ -418,7 +426,7 @@ def client_in(reply: Message) -> Hashable | None:
     return client if named else None
 
 
-class PflStrategy(OddRepliesAbsent):
+class PflStrategy(FilteredFedAvg):
     """`pflcore.Server` as Flower's strategy: any algorithm, each client its own download, with
     `client_app` on the other side.
 
@@ -441,9 +449,10 @@ class PflStrategy(OddRepliesAbsent):
         super().__init__(**least | flower)
         self.server = server
         self.clients: dict[int, Hashable] = {}  # who each node says it is, in the order heard
-        self._aside: set[int] = set()  # nodes whose client another node is
-        self._skipped = 0  # rounds in a row that came to nothing
-        self._wait: dict[str, float] = {}  # how long for an answer, where `start` says it
+        self._duplicate_nodes: set[int] = set()  # nodes whose client another node is
+        self._skipped_rounds = 0  # rounds in a row that came to nothing
+        # how long for an answer, where `start` says it
+        self._timeout_options: dict[str, float] = {}
 
     def start(
         self,
@@ -454,9 +463,11 @@ class PflStrategy(OddRepliesAbsent):
     ) -> Result:
         """Flower's, for the rounds of the server that are left, or `num_rounds` of them; the start
         is the model's own."""
-        need(not initial_arrays, "initial_arrays", "None, as the start is the model's own", "some")
+        require(
+            not initial_arrays, "initial_arrays", "None, as the start is the model's own", "some"
+        )
         left = self.server.rounds - self.server.round
-        self._wait = {"timeout": options.get("timeout", 3600)}  # Flower's own
+        self._timeout_options = {"timeout": options.get("timeout", 3600)}  # Flower's own
         return super().start(
             grid, ArrayRecord(), left if num_rounds is None else num_rounds, **options
         )
@@ -466,23 +477,25 @@ class PflStrategy(OddRepliesAbsent):
         valid, failed = self._check_and_log_replies(replies, is_train=True, validate=False)
         if not valid and failed:
             reason = failed[0].error.reason
-            self._skip(f"all {len(failed)} clients failed, the first one by {reason.rstrip('.')}.")
+            self._skip_round(
+                f"all {len(failed)} clients failed, the first one by {reason.rstrip('.')}."
+            )
         uploads: dict[Any, Any] = {}
         for message in valid:
             client = self.clients[message.metadata.src_node_id]
             metrics: Any = next(iter(message.content.metric_records.values()), {})
-            upload = tensors_of(message.content), metrics.get(self.weighted_by_key)
+            upload = decode_tensors(message.content), metrics.get(self.weighted_by_key)
             uploads.setdefault(client, upload)
         if not uploads:
             return None, None
-        self._skipped = 0
+        self._skipped_rounds = 0
         outcome = self.server.aggregate(uploads, strict=False)
         if outcome.void or outcome.dropped:
             said = "round %d: not finite or of no use, so absent: clients %s%s"
-            void = f"; void: {outcome.why or 'nobody is left'}" if outcome.void else ""
+            void = f"; void: {outcome.void_reason or 'nobody is left'}" if outcome.void else ""
             log(WARNING, said, server_round, outcome.dropped, void)
         taken = [m for m in valid if self.clients[m.metadata.src_node_id] in outcome.ids]
-        taken = usable(taken, self.weighted_by_key, models=False)
+        taken = usable_replies(taken, self.weighted_by_key, models=False)
         contents = [m.content for m in taken]
         return None, self.train_metrics_aggr_fn(contents, self.weighted_by_key) if taken else None
 
@@ -495,23 +508,29 @@ class PflStrategy(OddRepliesAbsent):
         fraction = self.fraction_train if train else self.fraction_evaluate
         if not fraction:
             return []
-        here = self._here(grid)
+        here = self._connected_nodes(grid)
         among, n = torch.tensor(sorted(here), dtype=torch.long), len(here)
-        absent = set(alg.traits.required) - set(here)
+        absent = set(alg.traits.required_clients) - set(here)
         if train and not here:
-            self._skip("no node says which client it is; their ClientApp must be a client_app.")
+            self._skip_round(
+                "no node says which client it is; their ClientApp must be a client_app."
+            )
         elif train and absent:
             name = type(alg).__name__
-            self._skip(f"{name} needs a node for client number {min(absent)} in every round.")
+            self._skip_round(f"{name} needs a node for client number {min(absent)} in every round.")
         if not here or (train and absent):
             return []
         if train:
             part = max(fraction, min(1.0, self.min_train_nodes / n))
             seed: Any = SimpleNamespace(seed=self.server.seed)  # all that is asked of a setting
-            ids = sample(Setup(alg, seed), self.server.round + 1, part, among)
+            ids = sample_cohort(RunConfig(alg, seed), self.server.round + 1, part, among)
         else:
             count = max(int(fraction * n), min(self.min_evaluate_nodes, n))
-            ids = among[drawn(n, count, self.server.seed, server_round, "evaluated").sort().values]
+            ids = among[
+                draw_without_replacement(n, count, self.server.seed, server_round, "evaluated")
+                .sort()
+                .values
+            ]
         config["server-round"], messages = server_round, []
         purpose: Any = "train" if train else "evaluation"
         for node in [here[i] for i in ids.tolist()]:
@@ -523,23 +542,25 @@ class PflStrategy(OddRepliesAbsent):
     configure_train = partialmethod(_messages, "train")
     configure_evaluate = partialmethod(_messages, "evaluate")
 
-    def _skip(self, why: str) -> None:
+    def _skip_round(self, reason: str) -> None:
         """Logs why a round comes to nothing; ValueError where it is the third in a row."""
-        self._skipped += 1
-        if self._skipped >= VOID_ROUNDS:
-            raise ValueError(f"{self._skipped} rounds in a row came to nothing: {why}")
-        log(WARNING, "the round is skipped: %s", why)
+        self._skipped_rounds += 1
+        if self._skipped_rounds >= MAX_VOID_ROUNDS:
+            raise ValueError(f"{self._skipped_rounds} rounds in a row came to nothing: {reason}")
+        log(WARNING, "the round is skipped: %s", reason)
 
-    def _here(self, grid: Grid) -> dict[int, int]:
+    def _connected_nodes(self, grid: Grid) -> dict[int, int]:
         """The nodes that are connected, by their clients' numbers; new ones are asked which client
         they are."""
         nodes = sample_nodes(grid, self.min_available_nodes, 0)[1]
-        asked = [Message(RecordDict(), node, WHO) for node in nodes if node not in self.clients]
-        replies = grid.send_and_receive(asked, **self._wait) if asked else ()
+        asked = [
+            Message(RecordDict(), node, WHO_QUERY) for node in nodes if node not in self.clients
+        ]
+        replies = grid.send_and_receive(asked, **self._timeout_options) if asked else ()
         mute = dict[int, str]()
         order = {node: i for i, node in enumerate(nodes)}  # of equals whom the grid names first
         for reply in sorted(replies, key=lambda m: order.get(m.metadata.src_node_id, 0)):
-            node, client = reply.metadata.src_node_id, client_in(reply)
+            node, client = reply.metadata.src_node_id, client_of_reply(reply)
             if client is None:
                 mute[node] = reply.error.reason if reply.has_error() else "another answer"
             else:
@@ -547,18 +568,18 @@ class PflStrategy(OddRepliesAbsent):
         if mute:
             said = "nodes %s do not say which client they are, as a client_app does; absent (%s)"
             log(WARNING, said, [*mute], next(iter(mute.values())))
-        return self._numbers(nodes)
+        return self._nodes_by_client(nodes)
 
-    def _numbers(self, nodes: Iterable[int]) -> dict[int, int]:
+    def _nodes_by_client(self, nodes: Iterable[int]) -> dict[int, int]:
         """The nodes by their clients' numbers: of each client the first node that is there."""
         holders: dict[Hashable, int] = {}
         for node in (n for n in self.clients if n in {*nodes}):
             client = self.clients[node]
             holder = holders.setdefault(client, node)
-            if holder != node and node not in self._aside:
+            if holder != node and node not in self._duplicate_nodes:
                 said = "node %s says it is client %r, as node %s does, which was first; left out"
                 log(WARNING, said, node, client, holder)
-                self._aside.add(node)
+                self._duplicate_nodes.add(node)
         here = {}
         for client in sorted(holders, key=lambda client: str(client).zfill(20)):
             try:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from pflcore import ops
-from pflcore.check import Matrix, Positive, Row, Whole, checked, need
-from pflcore.interop._packing import Form, Models, form_of
+from pflcore.check import Matrix, NonNegativeInt, PositiveFloat, Row, checked, require
+from pflcore.interop._packing import ModelForm, Models, collect_models
 
 __all__ = ["lift", "mix", "pack", "project", "scales", "sqdist", "unpack"]
 
@@ -58,14 +58,14 @@ class Layout(NamedTuple):
     parts: list[Part]  # in order
     states: list[State]  # [N] as they came
     scale: list[Scale]  # [N]
-    form: Form  # in what they came
+    form: ModelForm  # in what they came
 
 
 @checked
 def project(
     a: Sequence[Matrix],  # [N] of [r_j, i]
     b: Sequence[Matrix],  # [N] of [o, r_j]
-    scale: Sequence[Positive] | None = None,  # [N], default 1
+    scale: Sequence[PositiveFloat] | None = None,  # [N], default 1
 ) -> tuple[Tensor, Basis]:
     """Core rows [N, m * n] float64 of one layer's products scale_j b_j a_j, and their basis; ranks
     may differ, b may be zero.
@@ -95,7 +95,7 @@ def _project(factors: Factors) -> tuple[Tensor, Basis]:
 def lift(
     row: Row,  # [m * n]
     basis: Basis,
-    rank: Whole,
+    rank: NonNegativeInt,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, float]:
     """(b [o, rank], a [rank, i], lost): scale * b a is the row's product cut to `rank`, the best
@@ -106,9 +106,9 @@ def lift(
     what the clients' factors span, or a scale of 0.
     """
     m, n = basis.left.shape[1], basis.right.shape[1]
-    need(row.numel() == m * n, "row", f"{m * n} numbers for this basis", row)
+    require(row.numel() == m * n, "row", f"{m * n} numbers for this basis", row)
     wanted = f"1 to {min(m, n)}, as many as the factors span, and not 0"
-    need(scale and 0 < rank <= min(m, n), "rank, scale", wanted, (rank, scale))
+    require(scale and 0 < rank <= min(m, n), "rank, scale", wanted, (rank, scale))
     u, s, vt = torch.linalg.svd(row.double().view(m, n), full_matrices=False)
     a, b = vt[:rank] @ basis.right.T, basis.left @ (u[:, :rank] * s[:rank])
     total, cut = float(s.square().sum()), float(s[rank:].square().sum())
@@ -142,7 +142,7 @@ def unpack(rows: Matrix, layout: Layout) -> tuple[Any, list[float]]:
     """N adapters from rows [N, P], as they came, each with its client's ranks, scales, dtypes and
     integers; and for each the largest share of a layer's square that the cut to the rank lost."""
     n, width = len(layout.states), sum(p.width for p in layout.parts)
-    need(rows.shape == (n, width), "rows", f"[{n}, {width}], a row for each adapter", rows)
+    require(rows.shape == (n, width), "rows", f"[{n}, {width}], a row for each adapter", rows)
     each = zip(rows, layout.states, layout.scale, strict=True)
     adapters = [_adapter(row, layout.parts, state, scale) for row, state, scale in each]
     made, lost = zip(*adapters, strict=True)
@@ -187,7 +187,7 @@ def mix(
     n = len(models)
     known = bool(((index >= 0) & (index < n)).all())
     fits = known and weight.shape == index.shape and len(index) == n
-    need(fits, "weight, index", f"[{n}, K] each, of adapters 0 to {n - 1}", (weight, index))
+    require(fits, "weight, index", f"[{n}, K] each, of adapters 0 to {n - 1}", (weight, index))
     made, lost = [], []
     for w, near, like, own in zip(weight, index.tolist(), models, each, strict=True):
         rows, layout = pack([models[j] for j in near], [each[j] for j in near])
@@ -207,7 +207,7 @@ def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
             if adapter in getattr(module, held, {}):
                 scaling: Any = module.scaling
                 found[f"{name}.{held}{tail}"] = float(scaling[adapter])
-    need(found, "model", f"one with a LoRA adapter {adapter!r} (peft.get_peft_model)", model)
+    require(found, "model", f"one with a LoRA adapter {adapter!r} (peft.get_peft_model)", model)
     return found
 
 
@@ -217,13 +217,13 @@ def _factors(
     """A layer's factors in float64. ValueError where they do not fit or are not finite."""
     scale = [1.0] * len(a) if scale is None else scale
     counts = [len(a), len(b), len(scale)]
-    need(len(a) and len(set(counts)) == 1, name, "one of each for every client", counts)
+    require(len(a) and len(set(counts)) == 1, name, "one of each for every client", counts)
     o, i = len(b[0]), a[0].shape[1]
     for j, (x, y) in enumerate(zip(a, b, strict=True)):
         fits = x.shape[1] == i and len(y) == o and len(x) == y.shape[1]
         got = f"client {j}'s {list(x.shape)} and {list(y.shape)}"
         finite = bool(x.isfinite().all() and y.isfinite().all())
-        need(fits and finite, name, f"finite factors [r, {i}] and [{o}, r]", got)
+        require(fits and finite, name, f"finite factors [r, {i}] and [{o}, r]", got)
     return [(x.double(), y.double(), float(s)) for x, y, s in zip(a, b, scale, strict=True)]
 
 
@@ -235,13 +235,13 @@ def _span(x: Tensor) -> tuple[Tensor, Tensor]:
     return q, r
 
 
-def _clients(states: Any, scale: Any) -> tuple[Form, list[State], list[Scale]]:
+def _clients(states: Any, scale: Any) -> tuple[ModelForm, list[State], list[Scale]]:
     """Whose adapters they are, the adapters, and the scale of each."""
-    form, models = form_of(states)
+    form, models = collect_models(states)
     by_name = isinstance(scale, Mapping)
     one = by_name and not any(isinstance(v, Mapping) for v in scale.values())
     fits = one or {*(scale if by_name else range(len(scale)))} == {*form.ids}
-    need(fits, "scale", f"one for all clients, or one for each of {form.ids}", scale)
+    require(fits, "scale", f"one for all clients, or one for each of {form.ids}", scale)
     return form, models, [scale if one else scale[i] for i in form.ids]
 
 
@@ -250,22 +250,24 @@ def _layers(models: list[State], scale: list[Scale]) -> Iterator[tuple[str, str,
     first = models[0]
     for j, state in enumerate(models):
         differ = sorted({*state} ^ {*first})
-        need(not differ, f"client {j}", "an adapter of the first client's tensors", differ)
+        require(not differ, f"client {j}", "an adapter of the first client's tensors", differ)
     pairs = {m[0]: f"{m[1]}B{m[2]}" for m in filter(None, map(FACTOR.fullmatch, first))}
     products = pairs and all(b in first for b in pairs.values())
     products = products and not any("lora_E" in name for name in first)
-    need(products, "states", "LoRA's lora_A and lora_B by get_peft_model_state_dict", list(first))
+    require(
+        products, "states", "LoRA's lora_A and lora_B by get_peft_model_state_dict", list(first)
+    )
     for name, tensor in first.items():
         if name in pairs:
             lacking = [j for j, mine in enumerate(scale) if name not in mine]
-            need(not lacking, "scale", f"one for {name} of every client", f"none of {lacking}")
+            require(not lacking, "scale", f"one for {name} of every client", f"none of {lacking}")
             a, b = ([m[key].flatten(1) for m in models] for key in (name, pairs[name]))
             yield name, pairs[name], _factors(name, a, b, [mine[name] for mine in scale])
         elif name not in pairs.values() and tensor.is_floating_point():
             for j, state in enumerate(models):
                 fits = state[name].shape == tensor.shape and bool(state[name].isfinite().all())
                 wanted = f"finite numbers {list(tensor.shape)}"
-                need(fits, f"client {j}: {name}", wanted, state[name])
+                require(fits, f"client {j}: {name}", wanted, state[name])
             yield name, "", torch.stack([state[name].double().flatten() for state in models])
 
 

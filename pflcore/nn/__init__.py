@@ -4,10 +4,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore.check import Share, checked
+from pflcore.check import UnitFloat, checked
+from pflcore.nn._context import forward_state
 from pflcore.nn._factorized import FactorizedConv2d, FactorizedLinear, factorize
-from pflcore.nn._mode import context
-from pflcore.ops._chain import dropped, uniform
+from pflcore.ops._chain import apply_dropout, hashed_integers
 
 __all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize"]
 
@@ -23,7 +23,7 @@ class Dropout(nn.Module):
     global generator as `nn.Dropout` does. In evaluation it is the identity.
     """
 
-    def __init__(self, p: Share = 0.5) -> None:
+    def __init__(self, p: UnitFloat = 0.5) -> None:
         super().__init__()
         self.p = p
 
@@ -31,10 +31,13 @@ class Dropout(nn.Module):
         """`x` [...] with elements dropped, as `nn.Dropout`."""
         if not self.training or self.p == 0:
             return x
-        if context.seed is None:
+        if forward_state.seed is None:
             return F.dropout(x, self.p, training=True)
-        layer, context.layer = context.layer, context.layer + 1
-        return dropped(x, self.p, uniform(context.seed, layer, x.shape))
+        layer, forward_state.random_layer = (
+            forward_state.random_layer,
+            forward_state.random_layer + 1,
+        )
+        return apply_dropout(x, self.p, hashed_integers(forward_state.seed, layer, x.shape))
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.modules.utils import _pair
 
 from pflcore import ops
-from pflcore.check import Count, Kind, Positive, checked, need, refuse
+from pflcore.check import Expectation, PositiveFloat, PositiveInt, checked, reject, require
 
 Init = Literal["match", "ibpwf"]
 
@@ -83,12 +83,12 @@ class FactorizedLinear(_Factorized):
 
     def __init__(
         self,
-        in_features: Count,
-        out_features: Count,
-        factors: Count,
+        in_features: PositiveInt,
+        out_features: PositiveInt,
+        factors: PositiveInt,
         bias: bool = False,
         init: Init = "match",
-        alpha: Positive | None = None,
+        alpha: PositiveFloat | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.in_features, self.out_features = in_features, out_features
@@ -114,16 +114,16 @@ class FactorizedConv2d(_Factorized):
 
     def __init__(  # noqa: PLR0913 (as nn.Conv2d)
         self,
-        in_channels: Count,
-        out_channels: Count,
-        kernel_size: Count | Sequence[Count],
-        factors: Count,
+        in_channels: PositiveInt,
+        out_channels: PositiveInt,
+        kernel_size: PositiveInt | Sequence[PositiveInt],
+        factors: PositiveInt,
         stride: int | tuple[int, int] = 1,
         padding: int | str | tuple[int, int] = 0,
         dilation: int | tuple[int, int] = 1,
         bias: bool = False,
         init: Init = "match",
-        alpha: Positive | None = None,
+        alpha: PositiveFloat | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -147,10 +147,10 @@ class FactorizedConv2d(_Factorized):
 
 @checked
 def factorize(
-    module: Annotated[nn.Module, Kind("a Module", lambda v: isinstance(v, nn.Module))],
-    ranks: Count | Sequence[Count] = (),
+    module: Annotated[nn.Module, Expectation("a Module", lambda v: isinstance(v, nn.Module))],
+    ranks: PositiveInt | Sequence[PositiveInt] = (),
     init: Init = "match",
-    alpha: Positive | None = None,
+    alpha: PositiveFloat | None = None,
     head: str | None = None,
 ) -> nn.Module:
     """A copy of `module` with freshly drawn factors instead of every linear layer and
@@ -164,14 +164,14 @@ def factorize(
     module = copy.deepcopy(module)
     if head is not None and head not in dict(module.named_modules()):
         children = ", ".join(n for n, _ in module.named_children())
-        refuse("head", f"one of the model's modules {children}", head)
+        reject("head", f"one of the model's modules {children}", head)
     layers = {n: m for n, m in module.named_modules() if type(m) in (nn.Linear, nn.Conv2d)}
     if head is None:
         head = next((n for n in reversed(layers) if isinstance(layers[n], nn.Linear)), None)
     layers = {n: m for n, m in layers.items() if n != head and not n.startswith(f"{head}.")}
     given = [ranks] if isinstance(ranks, int) else list(ranks)
     each = f"one number of factors, or one for each of the layers {', '.join(layers)}"
-    need(len(given) in (0, 1, len(layers)), "ranks", each, ranks)
+    require(len(given) in (0, 1, len(layers)), "ranks", each, ranks)
     for i, (name, m) in enumerate(layers.items()):
         if sum(p is m.weight for other in module.modules() for p in other._parameters.values()) > 1:
             raise ValueError(

@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 import torch.nn as nn
 
-from pflcore.check import Count, checked, need
+from pflcore.check import PositiveInt, checked, require
 from pflcore.nn import Dropout
 
 __all__ = ["model_for"]
-Shape = Sequence[Count]  # of one input: (features,) or (channels, height, width)
+Shape = Sequence[PositiveInt]  # of one input: (features,) or (channels, height, width)
 Activation = Literal["relu", "tanh", "sigmoid"]
 Pool = Literal["max", "avg"]
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid}
@@ -24,7 +24,7 @@ POOLS = {"max": nn.MaxPool2d, "avg": nn.AvgPool2d}
 
 
 def linear(shape: Shape, classes: int, *, bias: bool = True, zero: bool = False) -> nn.Module:
-    """Logistic regression, a linear SVM or least squares, by the criterion: one linear layer on the
+    """Logistic regression, a linear SVM or least squares, by the loss: one linear layer on the
     flattened input.
 
     `zero` starts all weights at 0, as Motley does.
@@ -76,7 +76,9 @@ def cnn(  # noqa: PLR0913 (the papers' variants)
         padding = kernel // 2
     pads = [padding] * len(channels) if isinstance(padding, int) else [*padding]
     each = len(pads) == len(channels) and all(isinstance(p, int) for p in pads)
-    need(each, "padding", f"a number, one for each of {len(channels)} layers, or 'same'", padding)
+    require(
+        each, "padding", f"a number, one for each of {len(channels)} layers, or 'same'", padding
+    )
     sides = _sides(shape, kernel, pads)
     layers: list[nn.Module] = []
     for before, width, pad in zip([shape[0], *channels], channels, pads, strict=False):
@@ -91,7 +93,7 @@ def _sides(shape: Shape, kernel: int, pads: Iterable[int]) -> list[int]:
     sides = list(shape[1:])
     for pad in pads:
         sides = [(s + 2 * pad - kernel + 1) // 2 for s in sides]
-    need(min(sides) > 0, "shape", "inputs large enough for all convolutions and pooling", shape)
+    require(min(sides) > 0, "shape", "inputs large enough for all convolutions and pooling", shape)
     return sides
 
 
@@ -253,8 +255,8 @@ def dla(shape: Shape, classes: int) -> nn.Module:
     return nn.Sequential(*start, *trees, *top)
 
 
-FLAT = (linear, mlp)  # all others take images
-ALL: list[Callable[..., nn.Module]] = [
+VECTOR_MODELS = (linear, mlp)  # all others take images
+ALL_MODELS: list[Callable[..., nn.Module]] = [
     cifar_cnn,
     cifar_cnn_small,
     cnn,
@@ -267,15 +269,15 @@ ALL: list[Callable[..., nn.Module]] = [
     resnet8,
     sattler_cnn,
 ]
-MODELS = {f.__name__: f for f in ALL}
+MODELS = {f.__name__: f for f in ALL_MODELS}
 
 
 @checked
-def model_for(name: str, shape: Shape, classes: Count | None, **options: object) -> nn.Module:
+def model_for(name: str, shape: Shape, classes: PositiveInt | None, **options: object) -> nn.Module:
     """A fresh `MODELS[name]` for inputs of `shape` and `classes` outputs (None: one output, for
     regression)."""
-    need(name in MODELS, "model", f"one of {', '.join(MODELS)}", name, MODELS)
-    if len(shape) != 3 and MODELS[name] not in FLAT:
+    require(name in MODELS, "model", f"one of {', '.join(MODELS)}", name, MODELS)
+    if len(shape) != 3 and MODELS[name] not in VECTOR_MODELS:
         raise ValueError(
             "shape: a convolutional model needs inputs (channels, height, width), got "
             f"{tuple(shape)}; use linear or mlp."

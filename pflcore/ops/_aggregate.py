@@ -6,23 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import changed, define, forward_mode, lib, nothing, warn_once
-from ._sums import scatter_add
-from ._words import (
-    apart,
-    beside,
-    expect,
-    floating,
-    matrix,
-    meet,
-    number,
-    refuse,
+from ._check import (
+    check_floating,
+    check_index,
+    check_index_range,
+    check_matrix,
+    check_number,
+    check_same_device,
+    check_writable,
+    describe,
+    memory_span,
+    reject_argument,
+    require_argument,
     same_view,
-    shape,
-    span,
-    whole,
-    within,
+    spans_overlap,
 )
+from ._library import define, fake_nothing, in_forward_ad, lib, mark_written, warn_of_references
+from ._sums import scatter_add
 
 
 def aggregate(
@@ -47,38 +47,38 @@ def aggregate(
     plain torch, where a row of weight 0 is read.
     """
     check_aggregate(updates, weight, index, base, lr, out)
-    warn_once()
+    warn_of_references()
     how = updates, weight, index, base, lr, bool(precise)
-    if forward_mode():
+    if in_forward_ad():
         return _formula(*how)
     if out is None:
         return _op(*how)
     _op_out(*how, out)
-    changed(out)
+    mark_written(out)
     return out
 
 
 def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, out: Any) -> None:
     """The arguments of aggregate."""
     op = "aggregate"
-    number(op, "lr", lr)
-    matrix(op, "updates", updates, "[N, P]")
-    matrix(op, "weight", weight, "[M, N]" if index is None else "[M, K]")
+    check_number(op, "lr", lr)
+    check_matrix(op, "updates", updates, "[N, P]")
+    check_matrix(op, "weight", weight, "[M, N]" if index is None else "[M, K]")
     n, p = updates.shape
     m, k = weight.shape
-    beside(op, "updates", updates, "weight", weight)
+    check_same_device(op, "updates", updates, "weight", weight)
     if index is not None:
-        whole(op, "updates", updates, "index", index)
+        check_index(op, "updates", updates, "index", index)
         fits = index.shape == weight.shape
-        expect(fits, op, "index", f"{list(weight.shape)} like weight", shape(index))
-        within(op, "index", index, n)
+        require_argument(fits, op, "index", f"{list(weight.shape)} like weight", describe(index))
+        check_index_range(op, "index", index, n)
     elif k != n:
         wanted = f"[M, {n}], a column for each row of updates"
-        refuse(op, "weight", wanted, shape(weight), "or give index")
+        reject_argument(op, "weight", wanted, describe(weight), "or give index")
     if base is not None:
-        floating(op, "base", base)
+        check_floating(op, "base", base)
         if base.shape not in ((p,), (m, p)) or base.device != updates.device:
-            refuse(op, "base", f"[{p}] or [{m}, {p}] on {updates.device}", shape(base))
+            reject_argument(op, "base", f"[{p}] or [{m}, {p}] on {updates.device}", describe(base))
     if out is not None:
         check_out(updates, weight, index, base, out)
 
@@ -92,30 +92,34 @@ def check_out(
     like = isinstance(out, Tensor) and (out.dtype, out.device) == (dtype, updates.device)
     if not like or list(out.shape) != wanted:
         kind = f"{str(dtype).removeprefix('torch.')} on {updates.device}"
-        refuse(op, "out", f"{wanted} {kind}", shape(out))
-    if forward_mode():
-        refuse(op, "out", "None in forward-mode differentiation", "a tensor", "leave out away")
+        reject_argument(op, "out", f"{wanted} {kind}", describe(out))
+    if in_forward_ad():
+        reject_argument(
+            op, "out", "None in forward-mode differentiation", "a tensor", "leave out away"
+        )
     if not out.numel():
         return
-    apart(op, "out", out)
+    check_writable(op, "out", out)
     if torch.compiler.is_compiling():
         return
     if out.is_neg() or out.is_conj():
         held = "memory that holds its numbers as they are"
-        refuse(op, "out", held, "the negative of other numbers")
+        reject_argument(op, "out", held, "the negative of other numbers")
     some = any(t is not None and t.requires_grad for t in (updates, weight, base, out))
     if some and torch.is_grad_enabled():
         came, remedy = "inputs that require grad", "leave out away or use torch.no_grad()"
-        refuse(op, "out", "None where a gradient is wanted", came, remedy)
-    mine = span(out)
+        reject_argument(op, "out", "None where a gradient is wanted", came, remedy)
+    mine = memory_span(out)
     for name, t in (("updates", updates), ("weight", weight), ("index", index)):
-        if meet(mine, span(t)):
-            refuse(op, "out", "memory of its own", f"memory of {name}")
-    if base is not None and meet(mine, span(base)) and not same_view(out, base):
-        refuse(op, "out", "memory of its own or base itself", "a part of base's memory")
+        if spans_overlap(mine, memory_span(t)):
+            reject_argument(op, "out", "memory of its own", f"memory of {name}")
+    if base is not None and spans_overlap(mine, memory_span(base)) and not same_view(out, base):
+        reject_argument(op, "out", "memory of its own or base itself", "a part of base's memory")
 
 
-def dtypes(updates: Tensor, base: Tensor | None, precise: bool) -> tuple[torch.dtype, torch.dtype]:
+def result_dtypes(
+    updates: Tensor, base: Tensor | None, precise: bool
+) -> tuple[torch.dtype, torch.dtype]:
     """That of the result, and that of its sum."""
     dtype = updates.dtype if base is None else base.dtype
     wide = precise or torch.float64 in (updates.dtype, dtype)
@@ -133,7 +137,7 @@ def _formula(
 ) -> Tensor:  # [M, P]
     """The same in plain torch, which differentiates itself; `skip`: rows of weight 0 are not read,
     which has no derivative there."""
-    dtype, wide = dtypes(updates, base, precise)
+    dtype, wide = result_dtypes(updates, base, precise)
     w = (lr * weight.double()).to(wide)
     if index is None:
         total = w @ updates.to(wide)
@@ -172,11 +176,11 @@ def _fake(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     updates, weight, index, base, ctx.lr, _ = inputs
-    ctx.one = base is not None and base.dim() == 1
+    ctx.run_job = base is not None and base.dim() == 1
     ctx.save_for_backward(updates, weight, index)
 
 
-def _by_weight(grad: Tensor, updates: Tensor, index: Tensor) -> Tensor:
+def _weight_gradient(grad: Tensor, updates: Tensor, index: Tensor) -> Tensor:
     """The gradient [M, K] in float64 of weights by index; NaN of a row that is not there, which
     only a card lets through."""
     inside = (index >= 0) & (index < len(updates))
@@ -195,7 +199,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if need_weight and index is None:
         grad_weight = grad64 @ updates.double().T
     elif need_weight:
-        grad_weight = _by_weight(grad64, updates, index)
+        grad_weight = _weight_gradient(grad64, updates, index)
     if index is not None:
         inside = (index >= 0) & (index < len(updates))
         zeros = grad64.new_zeros(len(weight), len(updates))
@@ -205,7 +209,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_updates = (ctx.lr * (dense.T @ grad64)).to(updates.dtype)
     if grad_weight is not None:
         grad_weight = (ctx.lr * grad_weight).to(weight.dtype)
-    grad_base = (grad.sum(0) if ctx.one else grad) if need_base else None
+    grad_base = (grad.sum(0) if ctx.run_job else grad) if need_base else None
     return grad_updates, grad_weight, None, grad_base, None, None
 
 
@@ -219,6 +223,6 @@ _op_out = define(
     "aggregate_out(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool "
     "precise, Tensor(a!) out) -> ()",
     reference_out,
-    nothing,
+    fake_nothing,
 )
 torch.library.register_autograd("pflcore::aggregate", _backward, setup_context=_setup, lib=lib)

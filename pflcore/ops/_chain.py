@@ -2,7 +2,7 @@
 in one call.
 
 A model is a *program*: a table of layers with their shapes and the places of their weights in a
-flat row (see `layer`). The kernels keep a client's row, activations and gradients in the caches of
+flat row (see `encode_layer`). The kernels keep a client's row, activations and gradients in the caches of
 one core; results depend neither on the threads nor on who else takes part. Gradients have a
 reference in differentiable torch, which takes all clients at once: that is what runs on a GPU.
 """
@@ -17,19 +17,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._library import changed, define, kernels
+from ._library import define, kernels, mark_written
 
 KINDS = ("linear", "conv", "pool", "act", "flatten", "dropout", "norm", "scale")
-ACTS: tuple[Callable[[Tensor], Tensor], ...] = (torch.relu, torch.tanh, torch.sigmoid, F.gelu)
-FIELDS = 8
-CHUNK = 256  # samples of a client that the references take at once
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.relu,
+    torch.tanh,
+    torch.sigmoid,
+    F.gelu,
+)
+FIELDS_PER_LAYER = 8
+REFERENCE_CHUNK_SAMPLES = 256  # samples of a client that the references take at once
 
 _STEP = -7046029254386353131  # 2^64 / golden ratio, as int64: successive counters land far apart
 # the multipliers of the 64-bit finaliser of SplitMix (Steele et al. 2014)
 _MIX = (-4658895280553007687, -7723592293110705685)
 
 
-def layer(kind: str, *fields: float) -> list[float]:
+def encode_layer(kind: str, *fields: float) -> list[float]:
     """One line of a program: the number of its kind, and
 
     - linear: outputs, place of the weight [O, I], of the bias (-1: none)
@@ -40,34 +45,36 @@ def layer(kind: str, *fields: float) -> list[float]:
     - norm: groups, features that share a weight, eps, place of the weight, of the bias (-1: none)
     - scale: place of a factor for each feature; 0 gives 0 whatever it meets
     """
-    return [float(KINDS.index(kind)), *fields, *[0.0] * (FIELDS - len(fields))]
+    return [float(KINDS.index(kind)), *fields, *[0.0] * (FIELDS_PER_LAYER - len(fields))]
 
 
 # --- references -------------------------------------------------------------
 
 
-def shifted(z: Tensor, by: int) -> Tensor:
+def logical_shift(z: Tensor, by: int) -> Tensor:
     return (z >> by) & ((1 << (64 - by)) - 1)  # >> repeats the sign bit; a hash needs zeros
 
 
-def mixed(z: Tensor) -> Tensor:
+def splitmix_hash(z: Tensor) -> Tensor:
     """A bijective hash of int64 numbers, elementwise: bits of the result look independent even for
     successive numbers."""
-    z = (z ^ shifted(z, 30)) * _MIX[0]
-    z = (z ^ shifted(z, 27)) * _MIX[1]
-    return z ^ shifted(z, 31)
+    z = (z ^ logical_shift(z, 30)) * _MIX[0]
+    z = (z ^ logical_shift(z, 27)) * _MIX[1]
+    return z ^ logical_shift(z, 31)
 
 
-def uniform(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Integers from 0 to 2^24 - 1, [..., *shape] for seeds [...], a function of the seed, `layer`
+def hashed_integers(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """Integers from 0 to 2^24 - 1, [..., *shape] for seeds [...], a function of the seed, `encode_layer`
     and each element's place alone."""
     places = torch.arange(math.prod(shape), device=seed.device) * _STEP
     # wrapped by hand: Python's numbers do not overflow
     jump = (layer * _STEP + (1 << 63)) % (1 << 64) - (1 << 63)
-    return shifted(mixed(mixed(seed + jump)[..., None] + places), 40).view(*seed.shape, *shape)
+    return logical_shift(splitmix_hash(splitmix_hash(seed + jump)[..., None] + places), 40).view(
+        *seed.shape, *shape
+    )
 
 
-def forward(  # noqa: C901 (a kind of layer each)
+def forward_program(  # noqa: C901 (a kind of layer each)
     program: Tensor, w: Tensor, x: Tensor, seeds: Tensor | None
 ) -> Tensor:
     """Scores [s, B, C] of the models `w` [s, Q] on `x` [s, B, ...]; with `seeds` [s] in training
@@ -94,12 +101,12 @@ def forward(  # noqa: C901 (a kind of layer each)
                 y = pool(x.flatten(0, 1), (height, width), (down, across))
                 x = y.unflatten(0, x.shape[:2])
             case "act", [number, *_]:
-                x = ACTS[number - 1](x)
+                x = ACTIVATIONS[number - 1](x)
             case "flatten", _:
                 x = x.flatten(2)
             case "dropout", _:
                 if seeds is not None:
-                    x = dropped(x, field[0], uniform(seeds, random, x.shape[1:]))
+                    x = apply_dropout(x, field[0], hashed_integers(seeds, random, x.shape[1:]))
                 random += 1
             case "norm", [groups, share, _, weight, bias, *_]:
                 y = x.reshape(*x.shape[:2], groups, -1)
@@ -117,13 +124,13 @@ def forward(  # noqa: C901 (a kind of layer each)
     return x.flatten(2)
 
 
-def dropped(x: Tensor, p: float, drawn: Tensor) -> Tensor:
+def apply_dropout(x: Tensor, p: float, drawn: Tensor) -> Tensor:
     """`x` without the elements whose number from 0 to 2^24 - 1 is below `p` times 2^24, the others
     scaled up."""
     return x * (drawn >= round(p * (1 << 24))).to(x.dtype) / (1 - p) if p < 1 else x * 0
 
 
-def losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
+def sample_losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
     """Each sample's loss [s, B] of scores [s, B, C] and labels or numbers [s, B]."""
     if criterion == "cross_entropy":
         return F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
@@ -137,7 +144,7 @@ def losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
 
 def grad_reference(
     w: Tensor,  # [S, Q]
-    program: Tensor,  # [L, 9] float64, see `layer`
+    program: Tensor,  # [L, 9] float64, see `encode_layer`
     criterion: str,
     c: int,
     h: int,
@@ -153,7 +160,7 @@ def grad_reference(
     grad, loss = torch.zeros_like(w), torch.zeros(len(w), dtype=torch.float64, device=w.device)
     of = size.to(w.device)[:, None]
     # a mask's numbers go through the whole batch
-    step = max(1, order.shape[1]) if seeds is not None else CHUNK
+    step = max(1, order.shape[1]) if seeds is not None else REFERENCE_CHUNK_SAMPLES
     for a in range(0, order.shape[1], step):
         index = order[:, a : a + step]
         inside = torch.arange(a, a + index.shape[1], device=w.device) < of
@@ -163,7 +170,7 @@ def grad_reference(
         samples = x[index].reshape(*index.shape, c, h, wide)
         with torch.enable_grad():
             rows = w.detach().requires_grad_()
-            each = losses(criterion, forward(program, rows, samples, seeds), labels)
+            each = sample_losses(criterion, forward_program(program, rows, samples, seeds), labels)
             # a sample of weight 0 does not count, whatever its loss
             total = torch.where(weight != 0, each * weight, 0.0).sum(1)
             (g,) = torch.autograd.grad(total.sum(), rows)
@@ -219,7 +226,7 @@ def chain_sgd_(w: Tensor, *args: Any) -> Tensor:  # [S] float64, the sum of batc
     the largest norm of a minibatch's gradient (inf: any), and what gradients are added to [S, Q].
     """
     loss = _chain_sgd_(w, *args)
-    changed(w, args[-1])
+    mark_written(w, args[-1])
     return loss
 
 

@@ -34,11 +34,11 @@ def define(schema: str, reference: Callable[..., R] | None, fake: Any = None) ->
         lib.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"pflcore::{name}", fake or reference, lib=lib)
     op: Callable[..., R] = getattr(torch.ops.pflcore, name).default
-    lib.impl(name, by_cpu(op), "MPS")
+    lib.impl(name, run_on_cpu(op), "MPS")
     return op
 
 
-def by_cpu(op: Any) -> Any:
+def run_on_cpu(op: Any) -> Any:
     """An op for a device that has no float64: on copies in the CPU's memory and back, float64
     results as float32."""
 
@@ -50,12 +50,12 @@ def by_cpu(op: Any) -> Any:
         for argument, to, copy in zip(op._schema.arguments, args, copies, strict=False):
             if argument.is_write and isinstance(to, Tensor):
                 to.copy_(copy)
-        return tree_map_only(Tensor, lambda t: narrowed(t).to(device), out)
+        return tree_map_only(Tensor, lambda t: float64_to_float32(t).to(device), out)
 
     return run
 
 
-def narrowed(t: Tensor) -> Tensor:
+def float64_to_float32(t: Tensor) -> Tensor:
     return t.float() if t.dtype == torch.float64 else t
 
 
@@ -69,7 +69,7 @@ def warn_of_copies(device: str) -> None:
     )
 
 
-def changed(*tensors: Tensor | None) -> None:
+def mark_written(*tensors: Tensor | None) -> None:
     """Tell autograd that an op wrote into these: a tensor that it has saved for a backward pass is
     not what it was."""
     if torch.compiler.is_compiling():
@@ -79,7 +79,7 @@ def changed(*tensors: Tensor | None) -> None:
             increment_version(t)
 
 
-def forward_mode() -> bool:
+def in_forward_ad() -> bool:
     """Is forward-mode differentiation (`torch.func.jvp`, `forward_ad.dual_level`) on, or
     `torch.func.grad`? An op knows backward formulas only, which would drop the tangents without a
     word, and not in functorch's form; plain torch is right there.
@@ -97,13 +97,13 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def nothing(*args: Any) -> None:
+def fake_nothing(*args: Any) -> None:
     """The fake of an op that returns nothing."""
 
 
 # --- the compiled kernels ---------------------------------------------------
 
-BUILD = "pip install --force-reinstall --no-deps ."
+REINSTALL_COMMAND = "pip install --force-reinstall --no-deps ."
 
 
 class Backend(NamedTuple):
@@ -142,12 +142,16 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
     if not LIBRARY.exists():
         failed = LIBRARY.with_suffix(".failed")  # left there by setup.py
         if failed.exists():
-            return None, f"building the kernels failed ({failed.read_text().strip()})", BUILD
+            return (
+                None,
+                f"building the kernels failed ({failed.read_text().strip()})",
+                REINSTALL_COMMAND,
+            )
         return (
             None,
             "the kernels are not built (they need torch and a C++ compiler when pflcore is "
             "installed)",
-            BUILD,
+            REINSTALL_COMMAND,
         )
     try:
         # looks up at once all that it needs of torch: what is missing is an error here, no crash
@@ -162,15 +166,15 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
             None,
             "the kernels do not load beside this torch "
             f"({' '.join(str(error.__cause__ or error).split())})",
-            BUILD,
+            REINSTALL_COMMAND,
         )
 
 
 kernels, _why, _fix = _load()  # the library, or None
-on_references = _fix is not None  # although kernels could be had: the first op call says so
+references_used = _fix is not None  # although kernels could be had: the first op call says so
 
 
-def isa(wanted: str | None = None) -> str | None:
+def cpu_isa(wanted: str | None = None) -> str | None:
     """The path of the CPU kernels, None for references; `wanted` chooses it, for tests, as far as
     the machine has it."""
     if kernels is None:
@@ -184,7 +188,7 @@ def backend() -> Backend:
     cards = "" if kernels is None else str(kernels.pflcore_architectures(), "ascii")
     return Backend(
         kernels=kernels is not None,
-        isa=isa(),
+        isa=cpu_isa(),
         cuda=bool(cards),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
@@ -194,14 +198,14 @@ def backend() -> Backend:
     )
 
 
-def warn_once() -> None:
+def warn_of_references() -> None:
     """Say, at the first op, that the references run although the kernels could be had."""
-    global on_references
-    if not on_references:
+    global references_used
+    if not references_used:
         return
-    on_references = False
+    references_used = False
     warnings.warn(
         f"pflcore runs its pure-PyTorch references: {_why}. To mend it, in pflcore's folder: "
-        f"{BUILD}",
+        f"{REINSTALL_COMMAND}",
         stacklevel=3,
     )

@@ -9,18 +9,19 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from pflcore.check import Count, Whole, checked
+from pflcore.check import NonNegativeInt, PositiveInt, checked
 
 from . import stream
+from ._check import check_same_kind, require_argument
 from ._sqdist import pairwise_sqdist
 from ._weights import feddwa_weights
-from ._words import check_same, expect
-from .stream import Rows, check_rows, read, take, tensor_of
+from .stream import RowSource, check_rows, read_blocks, take_rows, tensor_of
 
-MARGIN = 1e-6  # twice what a distance may be off: the squared one has a relative error of 1e-6
-PAIRS = 1 << 24  # distances that are held at a time
-WIDTH = 256  # columns of the sketch that chooses pivots
-SERIAL = 1 << 15  # elements up to which torch asks no other thread for help
+# twice what a distance may be off: the squared one has a relative error of 1e-6
+DISTANCE_MARGIN = 1e-6
+MAX_PAIRS = 1 << 24  # distances that are held at a time
+SKETCH_COLUMNS = 256  # columns of the sketch that chooses pivots
+SERIAL_MAX_ELEMENTS = 1 << 15  # elements up to which torch asks no other thread for help
 
 
 class Nearest(NamedTuple):
@@ -32,12 +33,12 @@ class Nearest(NamedTuple):
 
 @checked
 def nearest(
-    guide: Rows,  # [M, P]
-    rows: Rows,  # [N, P]
-    k: Count,
+    guide: RowSource,  # [M, P]
+    rows: RowSource,  # [N, P]
+    k: PositiveInt,
     method: Literal["exact", "groups"] = "exact",
     *,
-    pivots: Whole | None = None,
+    pivots: NonNegativeInt | None = None,
 ) -> Nearest:
     """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as `feddwa_weights` ranks:
     NaN is infinitely far, k >= N gives all.
@@ -52,10 +53,10 @@ def nearest(
     """
     op = "nearest"
     none, few = check_rows(op, "guide", guide), check_rows(op, "rows", rows)
-    check_same(op, "guide", none, "rows", few)
+    check_same_kind(op, "guide", none, "rows", few)
     (n, p), wanted = rows.shape, f"P = {guide.shape[1]} columns like guide"
-    expect(guide.shape[1] == p, op, "rows", wanted, f"{n} rows of {p}")
-    expect(n > 0, op, "rows", "at least one row", "none")
+    require_argument(guide.shape[1] == p, op, "rows", wanted, f"{n} rows of {p}")
+    require_argument(n > 0, op, "rows", "at least one row", "none")
     with torch.no_grad():
         search = _Search(guide, rows, min(k, n))
         if method == "exact" or search.device.type != "cpu":
@@ -65,24 +66,24 @@ def nearest(
 
 
 def _sketch(
-    rows: Rows,  # [N, P]
+    rows: RowSource,  # [N, P]
 ) -> Tensor:  # [N, WIDTH] float32 (float64 for float64 rows); a row that is not finite is 0
     """In one pass: the strips of WIDTH columns with signs drawn for each column, added."""
     none, p = tensor_of(rows[:0]), rows.shape[1]
     wide = torch.float64 if none.dtype is torch.float64 else torch.float32
     draws = torch.randint(0, 2, (p,), generator=torch.Generator().manual_seed(0))
-    signs = (draws * 2 - 1).to(none.device, wide).split(WIDTH)
+    signs = (draws * 2 - 1).to(none.device, wide).split(SKETCH_COLUMNS)
     parts = []
-    for _, block in read(rows):
-        for part in block.split(max(1, SERIAL // WIDTH)):
-            out = part.new_zeros(len(part), WIDTH, dtype=wide)
-            for sign, x in zip(signs, part.split(WIDTH, 1), strict=True):
+    for _, block in read_blocks(rows):
+        for part in block.split(max(1, SERIAL_MAX_ELEMENTS // SKETCH_COLUMNS)):
+            out = part.new_zeros(len(part), SKETCH_COLUMNS, dtype=wide)
+            for sign, x in zip(signs, part.split(SKETCH_COLUMNS, 1), strict=True):
                 out[:, : len(sign)].addcmul_(x.to(wide), sign)
             parts.append(torch.where(out.isfinite().all(1, keepdim=True), out, 0.0))
     return torch.cat(parts)
 
 
-def _groups(guide: Rows, rows: Rows, many: int) -> tuple[list[Tensor], Tensor, Tensor]:
+def _groups(guide: RowSource, rows: RowSource, many: int) -> tuple[list[Tensor], Tensor, Tensor]:
     """The rows in G groups around pivots that are far from one another, by exact distances: the
     members of each group [n]; the groups of each guide [M, G], that of its nearest pivot first; and
     bounds [M, G]: no squared distance of a guide to a group's rows is less."""
@@ -94,8 +95,8 @@ def _groups(guide: Rows, rows: Rows, many: int) -> tuple[list[Tensor], Tensor, T
         gap = torch.minimum(gap, (near - near[chosen[-1]]).square().sum(1))
     pivots = torch.cat([tensor_of(rows[c : c + 1]) for c in chosen])
 
-    def distances(rows: Rows) -> Tensor:  # [N, G] float64
-        parts = [pairwise_sqdist(block, pivots) for _, block in read(rows)]
+    def distances(rows: RowSource) -> Tensor:  # [N, G] float64
+        parts = [pairwise_sqdist(block, pivots) for _, block in read_blocks(rows)]
         squares = torch.cat(parts or [near.new_empty(0, len(pivots)).double()])
         return squares.sqrt().nan_to_num(math.inf, math.inf)
 
@@ -107,10 +108,10 @@ def _groups(guide: Rows, rows: Rows, many: int) -> tuple[list[Tensor], Tensor, T
     at = group[:, None].expand_as(to_rows)
     low = empty.scatter_reduce(0, at, to_rows, "amin")
     high = (-empty).scatter_reduce(0, at, to_rows, "amax")
-    return members, to_guides.argsort(1), _spared(to_guides, low, high)
+    return members, to_guides.argsort(1), _lower_bounds(to_guides, low, high)
 
 
-def _spared(
+def _lower_bounds(
     d: Tensor,  # [M, G] distances of guides to pivots
     low: Tensor,  # [n, G] the least and the largest distance to a pivot
     high: Tensor,
@@ -122,28 +123,28 @@ def _spared(
     squares lose below their range.
     """
     none = -math.inf
-    least = torch.where(low.isinf(), none, low * (1 - MARGIN))
-    most = torch.where(low > high, math.inf, high * (1 + MARGIN))
-    near, far = torch.where(d.isinf(), none, d * (1 - MARGIN)), d * (1 + MARGIN)
+    least = torch.where(low.isinf(), none, low * (1 - DISTANCE_MARGIN))
+    most = torch.where(low > high, math.inf, high * (1 + DISTANCE_MARGIN))
+    near, far = torch.where(d.isinf(), none, d * (1 - DISTANCE_MARGIN)), d * (1 + DISTANCE_MARGIN)
     bound = d.new_zeros(len(d), len(low))
     for p in range(d.shape[1]):
         torch.maximum(bound, least[:, p] - far[:, p : p + 1], out=bound)
         torch.maximum(bound, near[:, p : p + 1] - most[:, p], out=bound)
-    return (bound - 1e-150).clamp(min=0).square() * (1 - 4 * MARGIN)
+    return (bound - 1e-150).clamp(min=0).square() * (1 - 4 * DISTANCE_MARGIN)
 
 
 class _Search:
     """The nearest rows so far: sqdist and index [M, K]; a place that nothing has taken yet is
     infinitely far, with index N."""
 
-    def __init__(self, guide: Rows, rows: Rows, k: int) -> None:
+    def __init__(self, guide: RowSource, rows: RowSource, k: int) -> None:
         self.guide, self.rows, self.k = guide, rows, k
         self.m, self.n = guide.shape[0], rows.shape[0]
         self.device = tensor_of(rows[:0]).device
         self.sqdist = torch.full((self.m, k), math.inf, dtype=torch.float64, device=self.device)
         self.index = torch.full((self.m, k), self.n, device=self.device)
 
-    def keep(self, guides: Tensor, sqdist: Tensor, index: Tensor) -> None:
+    def merge(self, guides: Tensor, sqdist: Tensor, index: Tensor) -> None:
         """Merge distances [m, n] of guides [m] to rows `index` [n] or [m, n], in ascending
         order."""
         index = index.expand_as(sqdist)
@@ -159,28 +160,28 @@ class _Search:
         """Take the exact distances of these guides and rows, both ascending, tile by tile."""
         if len(guides) == 0 or len(rows) == 0:
             return
-        for some in self.parts(self.guide, guides):
-            x = take(self.guide, some)
-            for others in self.parts(self.rows, rows):
-                self.keep(some, pairwise_sqdist(x, take(self.rows, others)), others)
+        for some in self.chunks(self.guide, guides):
+            x = take_rows(self.guide, some)
+            for others in self.chunks(self.rows, rows):
+                self.merge(some, pairwise_sqdist(x, take_rows(self.rows, others)), others)
 
     @staticmethod
-    def parts(rows: Rows, index: Tensor) -> tuple[Tensor, ...]:
+    def chunks(rows: RowSource, index: Tensor) -> tuple[Tensor, ...]:
         """The numbers of rows, as many at a time as may be held."""
         whole = isinstance(rows, Tensor) and len(index) == len(rows)  # a view
-        limit = len(index) if whole else stream.at_once(rows)
-        return tuple(index.split(max(1, min(limit, math.isqrt(PAIRS)))))
+        limit = len(index) if whole else stream.rows_per_block(rows)
+        return tuple(index.split(max(1, min(limit, math.isqrt(MAX_PAIRS)))))
 
     def exact(self) -> Nearest:
         """All pairs."""
         guides, everybody = (torch.arange(n, device=self.device) for n in (self.m, self.n))
         if self.device.type != "cpu":  # there a pair's bits are those of its place in the matrix
             guide, rows = cast(tuple[Tensor, Tensor], (self.guide, self.rows))
-            self.keep(guides, pairwise_sqdist(guide, rows), everybody)
+            self.merge(guides, pairwise_sqdist(guide, rows), everybody)
             return Nearest(self.sqdist, self.index)
         # rows in the cache: then distances that need no new memory are quicker
-        few = self.n * self.rows.shape[1] <= PAIRS >> 3
-        step = max(1, (PAIRS >> 3) // self.n) if few else math.isqrt(PAIRS)
+        few = self.n * self.rows.shape[1] <= MAX_PAIRS >> 3
+        step = max(1, (MAX_PAIRS >> 3) // self.n) if few else math.isqrt(MAX_PAIRS)
         for first in range(0, self.m, step):
             last = min(first + step, self.m)
             self.compare(guides[first:last], everybody)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import define, forward_mode, lib, save_inputs, warn_once
-from ._words import check_same, floating, refuse, shape
+from ._check import check_floating, check_same_kind, describe, reject_argument
+from ._library import define, in_forward_ad, lib, save_inputs, warn_of_references
 
 NARROW = (torch.float16, torch.bfloat16)  # computed in float32
 _OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
@@ -38,10 +38,10 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
             for t in (x, w_a, lam, w_b)
         )
     lead = check_rank1(x, w_a, lam, w_b)
-    warn_once()
+    warn_of_references()
     if x.dim() == 1:
         return rank1_linear(x[None], w_a, lam, w_b).squeeze(-2)
-    if forward_mode():
+    if in_forward_ad():
         z, a, scale, b = (t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b))
         return (z @ b.mT * scale[..., None, :] @ a.mT).to(x.dtype)
     inputs = ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))
@@ -70,17 +70,17 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
         ("lam", lam, 1, "[..., F]"),
         ("w_b", w_b, 2, "[F, I]"),
     ):
-        floating(op, name, t)
+        check_floating(op, name, t)
         if t.dim() < own:
-            refuse(op, name, wanted, shape(t))
+            reject_argument(op, name, wanted, describe(t))
         if t is not x:
-            check_same(op, "x", x, name, t)
+            check_same_kind(op, "x", x, name, t)
     if w_b.shape[-1] != x.shape[-1]:
-        refuse(op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", shape(w_b))
+        reject_argument(op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", describe(w_b))
     if w_a.shape[-1] != w_b.shape[-2]:
-        refuse(op, "w_a", f"[O, {w_b.shape[-2]}] for the factors of w_b", shape(w_a))
+        reject_argument(op, "w_a", f"[O, {w_b.shape[-2]}] for the factors of w_b", describe(w_a))
     if lam.shape[-1] != w_b.shape[-2]:
-        refuse(op, "lam", f"[..., {w_b.shape[-2]}] for the factors of w_b", shape(lam))
+        reject_argument(op, "lam", f"[..., {w_b.shape[-2]}] for the factors of w_b", describe(lam))
     leads = (x.shape[:-2], w_a.shape[:-2], lam.shape[:-1], w_b.shape[:-2])
     if not any(leads):
         return ()
@@ -153,8 +153,10 @@ _op_backward = define(
 
 # Batched products of torch are several times faster there than kernels that list the factors that
 # are on. Those kernels serve where torch would round the factors of a product to fewer bits.
-_listed = define("rank1_listed(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference)
-_listed_backward = define(
+_listed_op = define(
+    "rank1_listed(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference
+)
+_listed_backward_op = define(
     "rank1_listed_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, "
     "bool need_a, bool need_lam, bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
     backward_reference,
@@ -167,7 +169,7 @@ def rounds_factors(dtype: torch.dtype) -> bool:
     return dtype != torch.float64 and precision not in ("none", "ieee")
 
 
-def by_products(
+def rank1_by_products(
     x: Tensor,  # [B, I] or [N, B, I]
     w_a: Tensor,  # [O, F] or [N, O, F]
     lam: Tensor,  # [F] or [N, F]
@@ -177,12 +179,12 @@ def by_products(
 
     A factor that is on and not finite makes every sample's outputs that it reaches NaN.
     """
-    x, w_a, lam, w_b, back_to = _wide(x, w_a, lam, w_b)
-    hidden = _switched(_product("bi,fi->bf", x, w_b, (2, 2)), lam)
-    return _onto(w_a.mT, lam, hidden).to(back_to)
+    x, w_a, lam, w_b, back_to = _widen_inputs(x, w_a, lam, w_b)
+    hidden = _scale_by_factors(_client_einsum("bi,fi->bf", x, w_b, (2, 2)), lam)
+    return _masked_product(w_a.mT, lam, hidden).to(back_to)
 
 
-def by_products_backward(
+def rank1_by_products_backward(
     grad: Tensor,  # [B, O] or [N, B, O]
     x: Tensor,
     w_a: Tensor,
@@ -194,29 +196,31 @@ def by_products_backward(
     need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients as products; an empty tensor where one is not needed."""
-    x, w_a, lam, w_b, back_to = _wide(x, w_a, lam, w_b)
+    x, w_a, lam, w_b, back_to = _widen_inputs(x, w_a, lam, w_b)
     grad = grad.to(x.dtype)
     none = grad.new_empty(0, dtype=back_to)
     gx = ga = glam = gb = none
     if need_a or need_lam:
-        hidden = _product("bi,fi->bf", x, w_b, (2, 2))
+        hidden = _client_einsum("bi,fi->bf", x, w_b, (2, 2))
     if need_x or need_lam or need_b:
-        back = _product("bo,of->bf", grad, w_a, (2, 2))
+        back = _client_einsum("bo,of->bf", grad, w_a, (2, 2))
     if need_x:
-        gx = _onto(w_b, lam, _switched(back, lam), summed=x.dim() == 2).to(back_to)
+        gx = _masked_product(w_b, lam, _scale_by_factors(back, lam), sum_clients=x.dim() == 2).to(
+            back_to
+        )
     if need_a:
-        scaled = _switched(hidden, lam)
-        ga = _product("bo,bf->of", grad, scaled, (2, 2), w_a.dim() == 2).to(back_to)
+        scaled = _scale_by_factors(hidden, lam)
+        ga = _client_einsum("bo,bf->of", grad, scaled, (2, 2), w_a.dim() == 2).to(back_to)
     if need_lam:
         glam = (hidden * back).sum(-2)
         glam = glam.sum_to_size(lam.shape).contiguous().to(back_to)
     if need_b:
-        scaled = _switched(back, lam)
-        gb = _product("bf,bi->fi", scaled, x, (2, 2), w_b.dim() == 2).to(back_to)
+        scaled = _scale_by_factors(back, lam)
+        gb = _client_einsum("bf,bi->fi", scaled, x, (2, 2), w_b.dim() == 2).to(back_to)
     return gx, ga, glam, gb
 
 
-def _wide(*inputs: Tensor) -> tuple[Any, ...]:
+def _widen_inputs(*inputs: Tensor) -> tuple[Any, ...]:
     """The inputs as they are computed, 16-bit ones in float32; and the dtype they came in."""
     dtype = inputs[0].dtype
     if dtype in NARROW:
@@ -224,65 +228,67 @@ def _wide(*inputs: Tensor) -> tuple[Any, ...]:
     return *inputs, dtype
 
 
-def _product(
+def _client_einsum(
     formula: str,  # without the clients' axis
     a: Tensor,
     b: Tensor,
-    own: tuple[int, int],  # dimensions of a and b without it
-    summed: bool = False,  # over the clients
+    client_dims: tuple[int, int],  # dimensions of a and b without it
+    sum_clients: bool = False,  # over the clients
 ) -> Tensor:
     """`einsum` with a clients' axis wherever a tensor has one."""
     operands, out = formula.split("->")
     first, second = operands.split(",")
-    has = [t.dim() > dims for t, dims in zip((a, b), own, strict=True)]
+    has = [t.dim() > dims for t, dims in zip((a, b), client_dims, strict=True)]
     first = "n" * has[0] + first
     second = "n" * has[1] + second
-    out = "n" * (any(has) and not summed) + out
+    out = "n" * (any(has) and not sum_clients) + out
     return torch.einsum(f"{first},{second}->{out}", a, b).contiguous()
 
 
-def _switched(t: Tensor, lam: Tensor) -> Tensor:
+def _scale_by_factors(t: Tensor, lam: Tensor) -> Tensor:
     """`t * lam` along the last axis [.., B, F], 0 where a factor is off, whatever it holds."""
     scale = lam[..., None, :]
     return torch.where(scale != 0, t * scale, 0.0)
 
 
-def _onto(
+def _masked_product(
     w: Tensor,  # [F, C] or [N, F, C]
     lam: Tensor,  # [F] or [N, F]
     t: Tensor,  # [B, F] or [N, B, F]; 0 where a factor is off
-    summed: bool = False,  # over the clients
+    sum_clients: bool = False,  # over the clients
 ) -> Tensor:  # [B, C] or [N, B, C]
     """`t @ w`, in which a factor that is off counts for nothing, also where it is not finite."""
     if w.dim() == 3 or lam.dim() == 1:
-        return _product("bf,fc->bc", t, torch.where(lam[..., None] != 0, w, 0.0), (2, 2), summed)
+        return _client_einsum(
+            "bf,fc->bc", t, torch.where(lam[..., None] != 0, w, 0.0), (2, 2), sum_clients
+        )
     # Clients share the factors, each has some of them on: no copy of the factors for each client.
     # What is not finite is taken out, and what it reaches is marked.
     finite = w.nan_to_num(0.0, 0.0, 0.0)
     on = (lam != 0).to(w.dtype)
-    reached = _product("f,fc->c", on, (w != finite).to(w.dtype), (1, 2), summed)
-    out = _product("bf,fc->bc", t, finite, (2, 2), summed)
+    reached = _client_einsum("f,fc->c", on, (w != finite).to(w.dtype), (1, 2), sum_clients)
+    out = _client_einsum("bf,fc->bc", t, finite, (2, 2), sum_clients)
     return out.masked_fill_(reached[..., None, :] > 0, torch.nan)
 
 
-def on_card(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+def rank1_on_gpu(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
     """The op where tensors are on a card. Autocast has cast the inputs already."""
     if rounds_factors(x.dtype):
-        return _listed(x, w_a, lam, w_b)
+        return _listed_op(x, w_a, lam, w_b)
     with torch.autocast(x.device.type, enabled=False):
-        return by_products(x, w_a, lam, w_b)
+        return rank1_by_products(x, w_a, lam, w_b)
 
 
-def on_card_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+def rank1_on_gpu_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
     """Its gradients there."""
     if rounds_factors(x.dtype):
-        return _listed_backward(grad, x, *others)
+        return _listed_backward_op(grad, x, *others)
     with torch.autocast(x.device.type, enabled=False):
-        return by_products_backward(grad, x, *others)
+        return rank1_by_products_backward(grad, x, *others)
 
 
-lib.impl("rank1_linear", on_card, "CUDA")
-lib.impl("rank1_linear_backward", on_card_backward, "CUDA")
+lib.impl("rank1_linear", rank1_on_gpu, "CUDA")
+lib.impl("rank1_linear_backward", rank1_on_gpu_backward, "CUDA")
 
 
 # --- autograd ---------------------------------------------------------------

@@ -6,20 +6,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import changed, define, forward_mode, nothing, warn_once
-from ._words import (
-    apart,
-    beside,
-    check_same,
-    expect,
-    matrix,
-    meet,
-    number,
-    refuse,
+from ._check import (
+    check_matrix,
+    check_number,
+    check_same_device,
+    check_same_kind,
+    check_writable,
+    describe,
+    memory_span,
+    reject_argument,
+    require_argument,
     same_view,
-    shape,
-    span,
+    spans_overlap,
 )
+from ._library import define, fake_nothing, in_forward_ad, mark_written, warn_of_references
 
 
 def sgd_step_(
@@ -42,10 +42,10 @@ def sgd_step_(
     w may be grad, shift, mask or anchor itself, as it was before the step, but not a part of one.
     """
     check_sgd(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay)
-    warn_once()
+    warn_of_references()
     one, each = (0.0, mu) if isinstance(mu, Tensor) else (mu, None)
     _op(w, grad, lr, shift, mask, one, each, anchor, momentum, buffer, weight_decay)
-    changed(w, buffer if momentum else None)
+    mark_written(w, buffer if momentum else None)
 
 
 def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
@@ -63,30 +63,32 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
     """The arguments of sgd_step_."""
     op = "sgd_step_"
     for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-        number(op, name, value)
-    matrix(op, "w", w, "[S, Q]")
+        check_number(op, name, value)
+    check_matrix(op, "w", w, "[S, Q]")
     if w.dtype not in (torch.float32, torch.float64):
-        refuse(op, "w", "float32 or float64", shape(w), kind=TypeError)
+        reject_argument(op, "w", "float32 or float64", describe(w), kind=TypeError)
     _check_rows(op, w, "grad", grad)
     for name, t in (("shift", shift), ("anchor", anchor), ("buffer", buffer), ("mask", mask)):
         if t is not None:
             _check_rows(op, w, name, t)
-    apart(op, "w", w)
+    check_writable(op, "w", w)
     if buffer is not None:
-        apart(op, "buffer", buffer)
+        check_writable(op, "buffer", buffer)
     elif momentum:
         wanted = f"{list(w.shape)} where momentum is {momentum}"
-        refuse(op, "buffer", wanted, "None", "use torch.zeros_like(w)")
+        reject_argument(op, "buffer", wanted, "None", "use torch.zeros_like(w)")
     if isinstance(mu, Tensor):
-        expect(mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", shape(mu))
-        beside(op, "w", w, "mu", mu)
+        require_argument(
+            mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", describe(mu)
+        )
+        check_same_device(op, "w", w, "mu", mu)
     else:
-        number(op, "mu", mu)
+        check_number(op, "mu", mu)
     if anchor is None and (isinstance(mu, Tensor) or mu != 0):
-        refuse(op, "anchor", f"{list(w.shape)} where mu is given", "None")
-    if forward_mode():
+        reject_argument(op, "anchor", f"{list(w.shape)} where mu is given", "None")
+    if in_forward_ad():
         wanted, remedy = "free of forward-mode differentiation", "write the step in plain torch"
-        refuse(op, "w", wanted, "a step inside of it", remedy)
+        reject_argument(op, "w", wanted, "a step inside of it", remedy)
     if not torch.compiler.is_compiling():
         _check_memory(op, w, buffer, (grad, shift, mask, anchor, mu))
 
@@ -94,10 +96,10 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
 def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
     """`t` has w's shape, dtype and device; a mask may be one row for all."""
     if not isinstance(t, Tensor) or t.layout is not torch.strided:
-        refuse(op, name, "a tensor of rows, dense", shape(t), kind=TypeError)
+        reject_argument(op, name, "a tensor of rows, dense", describe(t), kind=TypeError)
     if t.shape != w.shape and not (name == "mask" and t.shape == w.shape[1:]):
-        refuse(op, name, f"{list(w.shape)} like w", shape(t))
-    check_same(op, "w", w, name, t)
+        reject_argument(op, name, f"{list(w.shape)} like w", describe(t))
+    check_same_kind(op, "w", w, name, t)
 
 
 def _check_memory(op: str, w: Tensor, buffer: Tensor | None, others: Sequence[Any]) -> None:
@@ -105,19 +107,21 @@ def _check_memory(op: str, w: Tensor, buffer: Tensor | None, others: Sequence[An
     of one."""
     if torch.is_grad_enabled() and (w.requires_grad or others[0].requires_grad):
         came = "a tensor that requires grad"
-        refuse(op, "w", "free of autograd", came, "use torch.no_grad()")
-    row, velocity = span(w), span(buffer)
+        reject_argument(op, "w", "free of autograd", came, "use torch.no_grad()")
+    row, velocity = memory_span(w), memory_span(buffer)
     for name, t in zip(("grad", "shift", "mask", "anchor", "mu"), others, strict=True):
         if t is None or type(t) is float:
             continue
-        other = span(t)
-        if meet(row, other) and not same_view(w, t):
+        other = memory_span(t)
+        if spans_overlap(row, other) and not same_view(w, t):
             wanted, came = "memory of its own or w itself", "a part of w's memory"
-            refuse(op, name, wanted, came, f"use {name}.clone()")
-        if meet(velocity, other):
-            refuse(op, "buffer", "memory of its own", f"memory of {name}", "use buffer.clone()")
-    if meet(velocity, row):
-        refuse(op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
+            reject_argument(op, name, wanted, came, f"use {name}.clone()")
+        if spans_overlap(velocity, other):
+            reject_argument(
+                op, "buffer", "memory of its own", f"memory of {name}", "use buffer.clone()"
+            )
+    if spans_overlap(velocity, row):
+        reject_argument(op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
 
 
 def corrected(
@@ -169,5 +173,5 @@ _op = define(
     "sgd_step_(Tensor(a!) w, Tensor grad, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? "
     "mu_rows, Tensor? anchor, float momentum, Tensor(b!)? buffer, float weight_decay) -> ()",
     reference,
-    nothing,
+    fake_nothing,
 )

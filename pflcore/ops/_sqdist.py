@@ -7,11 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._library import define, forward_mode, lib, save_inputs, warn_once
+from ._check import (
+    check_index,
+    check_matrix,
+    check_same_kind,
+    describe,
+    is_readable,
+    reject_argument,
+    require_argument,
+)
+from ._library import define, in_forward_ad, lib, save_inputs, warn_of_references
 from ._sums import scatter_add
-from ._words import check_same, concrete, expect, matrix, refuse, shape, whole
 
-LEAF = 1 << 12  # columns that the reference folds at a time
+FOLD_COLUMNS = 1 << 12  # columns that the reference folds at a time
 
 
 def pairwise_sqdist(
@@ -41,22 +49,24 @@ def pairwise_sqdist(
     within 1e-6 of its place in the matrix.
     """
     op, other = "pairwise_sqdist", a if b is None else b
-    matrix(op, "a", a, "[M, P]")
+    check_matrix(op, "a", a, "[M, P]")
     if b is not None:
-        matrix(op, "b", b, "[N, P]")
-        check_same(op, "a", a, "b", b)
+        check_matrix(op, "b", b, "[N, P]")
+        check_same_kind(op, "a", a, "b", b)
         if b.shape[1] != a.shape[1]:
-            refuse(op, "b", f"P = {a.shape[1]} columns like a", shape(b))
+            reject_argument(op, "b", f"P = {a.shape[1]} columns like a", describe(b))
     if index is not None:
-        whole(op, "a", a, "index", index)
+        check_index(op, "a", a, "index", index)
         fits = index.dim() == 2 and index.shape[0] == a.shape[0]
-        expect(fits, op, "index", f"[{a.shape[0]}, L], a list for each row of a", shape(index))
-        if concrete(index) and index.numel() and int(index.max()) >= len(other):
+        require_argument(
+            fits, op, "index", f"[{a.shape[0]}, L], a list for each row of a", describe(index)
+        )
+        if is_readable(index) and index.numel() and int(index.max()) >= len(other):
             wanted = f"below {len(other)}, the number of rows"
             do = "use a negative number for padding"
-            refuse(op, "index", wanted, str(int(index.max())), do)
-    warn_once()
-    if forward_mode() and len(a):
+            reject_argument(op, "index", wanted, str(int(index.max())), do)
+    warn_of_references()
+    if in_forward_ad() and len(a):
         other = other.double()
         near = [other] * len(a) if index is None else [other[i.clamp(min=0)] for i in index]
         pairs = zip(near, a.double(), strict=True)
@@ -83,8 +93,8 @@ def reference(
     near, columns = (None, p) if index is None else (index.clamp(min=0), p if len(b) else 0)
     for i in range(m):
         some = slice(i + 1 if symmetric and index is None else 0, n)
-        for start in range(0, columns, LEAF):
-            strip = slice(start, start + LEAF)
+        for start in range(0, columns, FOLD_COLUMNS):
+            strip = slice(start, start + FOLD_COLUMNS)
             other = b[some, strip] if near is None else b[near[i], strip]
             square = (other.double() - a[i, strip].double()).square()  # [some, strip]
             half = 1 << (square.shape[1] - 1).bit_length()
@@ -116,13 +126,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Non
             listed = torch.where((index < 0) | beyond, 0.0, listed)
             grad = scatter_add(grad, index.clamp(0, len(other) - 1), listed)
     need_a, need_b = (True, False) if b is None else ctx.needs_input_grad[:2]
-    by_a = _pull(grad + grad.T if b is None else grad, a, other) if need_a else None
+    by_a = _input_gradient(grad + grad.T if b is None else grad, a, other) if need_a else None
     if by_a is not None and past is not None:
         by_a = torch.where(past, math.nan, by_a)
-    return by_a, _pull(grad.T, b, a) if need_b else None, None
+    return by_a, _input_gradient(grad.T, b, a) if need_b else None, None
 
 
-def _pull(
+def _input_gradient(
     grad: Tensor,  # [M, N] by the squared distances
     a: Tensor,  # [M, P]
     b: Tensor,  # [N, P]

@@ -9,26 +9,26 @@ from torch import Tensor
 
 
 def index_add(
-    to: Tensor,  # [S]
+    base: Tensor,  # [S]
     index: Tensor,  # [n] int64
     values: Tensor,  # [n]
 ) -> Tensor:  # [S]
-    """`to` with each value added at its index."""
-    if to.device.type != "cuda":
-        return to.index_add(0, index, values)
-    return to.index_put((index,), values, accumulate=True)
+    """`base` with each value added at its index."""
+    if base.device.type != "cuda":
+        return base.index_add(0, index, values)
+    return base.index_put((index,), values, accumulate=True)
 
 
 def scatter_add(
-    to: Tensor,  # [M, N]
+    base: Tensor,  # [M, N]
     index: Tensor,  # [M, L] int64
     values: Tensor,  # [M, L]
 ) -> Tensor:  # [M, N]
-    """`to` with each value added in its row, at its index."""
-    if to.device.type != "cuda":
-        return to.scatter_add(1, index, values)
-    rows = torch.arange(len(to), device=to.device)[:, None]
-    return to.index_put((rows, index), values, accumulate=True)
+    """`base` with each value added in its row, at its index."""
+    if base.device.type != "cuda":
+        return base.scatter_add(1, index, values)
+    rows = torch.arange(len(base), device=base.device)[:, None]
+    return base.index_put((rows, index), values, accumulate=True)
 
 
 def running_sums(values: Tensor) -> Tensor:  # [s, F]

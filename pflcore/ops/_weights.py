@@ -7,8 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._library import define, warn_once
-from ._words import expect, floating, is_int, matrix, number, refuse, shape, whole, within
+from ._check import (
+    check_floating,
+    check_index,
+    check_index_range,
+    check_matrix,
+    check_number,
+    describe,
+    is_int,
+    reject_argument,
+    require_argument,
+)
+from ._library import define, warn_of_references
 
 
 class TopK(NamedTuple):
@@ -39,20 +49,20 @@ def waffle_weights(
     over rounds belong to the algorithm.
     """
     op, psi = "waffle_weights", omega if psi is None else psi
-    floating(op, "dist", dist)
+    check_floating(op, "dist", dist)
     n = dist.shape[-1] if dist.dim() else 0
-    expect(n > 0, op, "dist", "[..., N] with N > 0", shape(dist))
+    require_argument(n > 0, op, "dist", "[..., N] with N > 0", describe(dist))
     for name, value in (("omega", omega), ("psi", psi)):
-        number(op, name, value)
+        check_number(op, name, value)
         fine = 0 <= value <= 1e100  # so that a sum of them is finite
-        expect(fine, op, name, "a number from 0 to 1e100", repr(value))
-    expect(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
+        require_argument(fine, op, name, "a number from 0 to 1e100", repr(value))
+    require_argument(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
     if is_int(target):
-        expect(bool(0 <= target < n), op, "target", f"from 0 to {n - 1}", str(target))
+        require_argument(bool(0 <= target < n), op, "target", f"from 0 to {n - 1}", str(target))
         target = torch.full((), int(target), dtype=torch.int64, device=dist.device)
     else:
         _check_targets(dist, target)
-    warn_once()
+    warn_of_references()
     return _waffle(
         dist.detach() if dist.requires_grad else dist, target, omega, psi, tie == "uniform"
     )
@@ -62,11 +72,15 @@ def _check_targets(dist: Tensor, target: Any) -> None:
     """A target for each row; looked at, where an int need not be."""
     op = "waffle_weights"
     if not isinstance(target, Tensor):
-        refuse(op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError)
-    whole(op, "dist", dist, "target", target)
+        reject_argument(
+            op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError
+        )
+    check_index(op, "dist", dist, "target", target)
     if target.dim() and target.shape != dist.shape[:-1]:
-        refuse(op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", shape(target))
-    within(op, "target", target, dist.shape[-1])
+        reject_argument(
+            op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", describe(target)
+        )
+    check_index_range(op, "target", target, dist.shape[-1])
 
 
 def feddwa_weights(
@@ -82,12 +96,14 @@ def feddwa_weights(
     through them.
     """
     if not (type(k) is int and k > 0):
-        expect(is_int(k) and k > 0, "feddwa_weights", "k", "a whole number above 0", repr(k))
+        require_argument(
+            is_int(k) and k > 0, "feddwa_weights", "k", "a whole number above 0", repr(k)
+        )
         k = k if isinstance(k, int | torch.SymInt) else int(k)  # numpy's
-    matrix("feddwa_weights", "sqdist", sqdist, "[M, N]")
+    check_matrix("feddwa_weights", "sqdist", sqdist, "[M, N]")
     if sqdist.shape[1] == 0:
-        refuse("feddwa_weights", "sqdist", "at least one column", shape(sqdist))
-    warn_once()
+        reject_argument("feddwa_weights", "sqdist", "at least one column", describe(sqdist))
+    warn_of_references()
     return TopK(*_feddwa(sqdist.detach() if sqdist.requires_grad else sqdist, k))
 
 

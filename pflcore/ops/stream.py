@@ -1,6 +1,6 @@
 """Rows that need not fit memory: files and memory maps.
 
-`Rows` is anything with a `shape` [N, P] and slices of rows, tensors or numpy arrays
+`RowSource` is anything with a `shape` [N, P] and slices of rows, tensors or numpy arrays
 (`numpy.memmap`, `Files`, an HDF5 data set): it can be read again. What comes out is, on CPUs with
 the kernels, bit for bit what the ops give for the same rows in memory.
 """
@@ -18,18 +18,18 @@ from torch import Tensor
 from pflcore.check import checked
 
 from ._aggregate import aggregate as aggregate_op
-from ._aggregate import check_aggregate, dtypes
+from ._aggregate import check_aggregate, result_dtypes
+from ._check import check_matrix, describe, reject_argument, require_argument
 from ._sqdist import pairwise_sqdist as sqdist_op
-from ._words import expect, matrix, refuse, shape
 
 __all__ = ["Files", "aggregate", "pairwise_sqdist"]
 
-BYTES = 1 << 28  # of rows that are held at a time
-FLOATS = ("F16", "BF16", "F32", "F64")  # as files call them
-CHUNK = 128  # rows that `aggregate` sums before it adds them to a float64 total
+BLOCK_BYTES = 1 << 28  # of rows that are held at a time
+FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")  # as files call them
+SUM_ROWS = 128  # rows that `aggregate` sums before it adds them to a float64 total
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """N rows of P numbers that can be read again, as a tensor is: `shape` is [N, P], a slice of
     rows gives them as a tensor or a numpy array."""
 
@@ -54,12 +54,14 @@ class Files:
 
     def __init__(self, paths: Sequence[str | Path], keys: Sequence[str] | None = None) -> None:
         self.paths = list(paths)
-        expect(len(self.paths) > 0, "Files", "paths", "at least one file", "none")
+        require_argument(len(self.paths) > 0, "Files", "paths", "at least one file", "none")
         first = self._tensors(self.paths[0], keys)
-        self.keys, self._kinds = list(first), kinds_of(first)
+        self.keys, self._kinds = list(first), describe_tensors(first)
         dtypes = {str(t.dtype) for t in first.values()}
-        expect(len(dtypes) == 1, "Files", "keys", "tensors of one dtype", f"{sorted(dtypes)}")
-        self._none = joined(first)[:0]
+        require_argument(
+            len(dtypes) == 1, "Files", "keys", "tensors of one dtype", f"{sorted(dtypes)}"
+        )
+        self._none = model_row(first)[:0]
         self.shape = (len(self.paths), sum(t.numel() for t in first.values()))
 
     def _tensors(self, path: str | Path, keys: Sequence[str] | None) -> dict[str, Tensor]:
@@ -68,9 +70,11 @@ class Files:
         try:
             with safe_open(path, "pt") as file:
                 held = {key: file.get_slice(key).get_dtype() for key in sorted(file.keys())}
-                wanted = keys or [key for key in held if held[key] in FLOATS]
+                wanted = keys or [key for key in held if held[key] in FLOAT_DTYPES]
                 missing = sorted(set(wanted) - set(held))
-                expect(not missing, "Files", "keys", f"names of tensors in {path}", f"{missing}")
+                require_argument(
+                    not missing, "Files", "keys", f"names of tensors in {path}", f"{missing}"
+                )
                 return {key: file.get_tensor(key) for key in wanted}
         except (SafetensorError, OSError) as error:
             why = str(error).rstrip(".")
@@ -84,17 +88,19 @@ class Files:
         for path in self.paths[rows]:
             tensors = self._tensors(path, self.keys)
             wanted = f"files of {self._kinds} like the first"
-            expect(kinds_of(tensors) == self._kinds, "Files", "paths", wanted, str(path))
-            picked.append(joined(tensors))
+            require_argument(
+                describe_tensors(tensors) == self._kinds, "Files", "paths", wanted, str(path)
+            )
+            picked.append(model_row(tensors))
         return torch.stack(picked) if picked else self._none.new_empty(0, self.shape[1])
 
 
-def kinds_of(tensors: dict[str, Tensor]) -> dict[str, str]:
+def describe_tensors(tensors: dict[str, Tensor]) -> dict[str, str]:
     """Shapes and dtypes in words."""
-    return {key: shape(t) for key, t in tensors.items()}
+    return {key: describe(t) for key, t in tensors.items()}
 
 
-def joined(tensors: dict[str, Tensor]) -> Tensor:
+def model_row(tensors: dict[str, Tensor]) -> Tensor:
     """A model as a row [P]."""
     return torch.cat([t.flatten() for t in tensors.values()])
 
@@ -110,8 +116,8 @@ def tensor_of(part: Any) -> Tensor:
     return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
 
 
-def take(
-    rows: Rows,  # [N, P]
+def take_rows(
+    rows: RowSource,  # [N, P]
     index: Tensor,  # [n] int64, n > 0
 ) -> Tensor:  # [n, P]
     """These rows as a tensor: a view or one slice where they are neighbours, else slice by
@@ -130,43 +136,43 @@ def check_rows(op: str, name: str, rows: Any) -> Tensor:
     if not isinstance(rows, Tensor):
         if not hasattr(rows, "__getitem__") or len(getattr(rows, "shape", ())) != 2:
             wanted = "a tensor, or rows with a shape [N, P] and slices"
-            refuse(op, name, wanted, shape(rows), kind=TypeError)
+            reject_argument(op, name, wanted, describe(rows), kind=TypeError)
         rows = tensor_of(rows[:0])
-    matrix(op, name, rows, "[N, P]")
+    check_matrix(op, name, rows, "[N, P]")
     return cast(Tensor, rows)
 
 
-def at_once(rows: Rows) -> int:
+def rows_per_block(rows: RowSource) -> int:
     """How many rows are BYTES."""
-    return BYTES // max(1, rows.shape[1] * tensor_of(rows[:0]).element_size())
+    return BLOCK_BYTES // max(1, rows.shape[1] * tensor_of(rows[:0]).element_size())
 
 
-def read(
-    rows: Rows,  # [N, P]
+def read_blocks(
+    rows: RowSource,  # [N, P]
     first: int = 0,
     step: int | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """The rows from `first` on in blocks of `step`, by default of BYTES but at least a row: the
     place of each block, and its rows [n, P]."""
-    n, step = rows.shape[0], step or max(1, at_once(rows))
+    n, step = rows.shape[0], step or max(1, rows_per_block(rows))
     for start in range(first, n, step):
         place = slice(start, min(start + step, n))
         yield place, tensor_of(rows[place])
 
 
 def pairwise_sqdist(
-    a: Rows,  # [M, P]
-    b: Rows | None = None,  # [N, P]; None: b = a
+    a: RowSource,  # [M, P]
+    b: RowSource | None = None,  # [N, P]; None: b = a
 ) -> Tensor:  # [M, N] float64
     """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile."""
     other = a if b is None else b
     for name, rows in (("a", a), ("b", other)):
         check_rows("pairwise_sqdist", name, rows)
     out = torch.zeros(a.shape[0], other.shape[0], dtype=torch.float64)
-    for some, x in read(a):
+    for some, x in read_blocks(a):
         if b is None:
             out[some, some] = sqdist_op(x)
-        for others, y in read(other, some.stop if b is None else 0):
+        for others, y in read_blocks(other, some.stop if b is None else 0):
             out[some, others] = sqdist_op(x, y)
             if b is None:
                 out[others, some] = out[some, others].T
@@ -175,7 +181,7 @@ def pairwise_sqdist(
 
 @checked
 def aggregate(
-    updates: Rows,  # [N, P]
+    updates: RowSource,  # [N, P]
     weight: Tensor,  # [M, N], or [M, K] with index
     index: Tensor | None = None,  # [M, K] int64
     base: Tensor | None = None,  # [P] or [M, P]
@@ -191,8 +197,8 @@ def aggregate(
     need as 256 MB hold. Errors are those of `pflcore.aggregate`.
     """
     first, (n, p) = check_rows("aggregate", "updates", updates), updates.shape
-    matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
-    expect(n > 0 or index is not None, "aggregate", "updates", "at least one row", "none")
+    check_matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
+    require_argument(n > 0 or index is not None, "aggregate", "updates", "at least one row", "none")
     # what the checks look at takes no room
     like = updates if isinstance(updates, Tensor) else first.new_empty(1, 1).expand(n, p)
     check_aggregate(like, weight, index, base, lr, out if isinstance(out, Tensor) else None)
@@ -200,7 +206,7 @@ def aggregate(
     if out is not None and not isinstance(out, Tensor):
         kind = np.dtype(getattr(out, "dtype", int)).kind
         fits = list(getattr(out, "shape", ())) == wanted and kind == "f"
-        expect(fits, "aggregate", "out", f"{wanted} of floating point", shape(out))
+        require_argument(fits, "aggregate", "out", f"{wanted} of floating point", describe(out))
     if index is None:
         result = _dense(updates, like, weight, base, lr, precise)
         if out is None:
@@ -209,14 +215,14 @@ def aggregate(
         return out
     arrays = isinstance(out, np.ndarray) and isinstance(updates, np.ndarray)
     same = out is updates or (arrays and np.may_share_memory(out, cast(Any, updates)))
-    expect(not same, "aggregate", "out", "memory of its own", "memory of updates")
-    out = torch.empty(wanted, dtype=dtypes(like, base, precise)[0]) if out is None else out
+    require_argument(not same, "aggregate", "out", "memory of its own", "memory of updates")
+    out = torch.empty(wanted, dtype=result_dtypes(like, base, precise)[0]) if out is None else out
     _by_index(updates, like, weight, index, base, lr, precise, out)
     return out
 
 
 def _by_index(
-    rows: Rows,
+    rows: RowSource,
     like: Tensor,
     weight: Tensor,
     index: Tensor,
@@ -226,28 +232,28 @@ def _by_index(
     out: Any,  # [M, P]
 ) -> None:
     """As many results at a time as BYTES hold the rows of."""
-    step = max(1, at_once(rows) // max(1, index.shape[1]))
+    step = max(1, rows_per_block(rows) // max(1, index.shape[1]))
     for first in range(0, len(weight), step):
         some = slice(first, first + step)
         # what has no weight is not read
         used = index[some][(lr * weight[some].double()) != 0].unique()
-        part = take(rows, used) if len(used) else like.new_zeros(1, like.shape[1])
+        part = take_rows(rows, used) if len(used) else like.new_zeros(1, like.shape[1])
         place = torch.searchsorted(used, index[some].contiguous()).clamp(max=len(part) - 1)
         start = base[some] if base is not None and base.dim() == 2 else base
         out[some] = aggregate_op(part, weight[some], place, start, lr, precise=precise)
 
 
 def _dense(
-    rows: Rows, like: Tensor, weight: Tensor, base: Tensor | None, lr: float, precise: bool
+    rows: RowSource, like: Tensor, weight: Tensor, base: Tensor | None, lr: float, precise: bool
 ) -> Tensor:  # [M, P]
     """The sum of the blocks' sums, in float64 where there are several, as the kernel takes them."""
     n, p = like.shape
-    if n <= CHUNK:  # few large models: a total would be twice their mixes
+    if n <= SUM_ROWS:  # few large models: a total would be twice their mixes
         return aggregate_op(tensor_of(rows[0:n]), weight, None, base, lr, precise=precise)
-    dtype, wide = dtypes(like, base, precise)
+    dtype, wide = result_dtypes(like, base, precise)
     zero = like.new_zeros(p, dtype=wide)
     total = like.new_zeros(len(weight), p, dtype=torch.float64)
-    for some, block in read(rows, step=CHUNK):
+    for some, block in read_blocks(rows, step=SUM_ROWS):
         total += aggregate_op(block, weight[:, some], None, zero, lr, precise=precise)
     total = total.to(wide)
     return (total if base is None else base.to(wide) + total).to(dtype)

@@ -10,22 +10,22 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A file beside `path` to be written, which takes its place once it is whole and on the disk;
     where the block fails it is removed."""
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # nobody can have put a link
     try:
         yield part
-        _sync(part)
+        _sync_to_disk(part)
         part.replace(path)
         with contextlib.suppress(OSError):  # not every file system, nor Windows, syncs a folder
-            _sync(path.parent)
+            _sync_to_disk(path.parent)
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def _sync_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
@@ -34,22 +34,22 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[Path]:
-    """`replacing` for a path that somebody names: a link, a pipe or a device is written as it
+def safe_write(path: str | Path) -> Iterator[Path]:
+    """`atomic_write` for a path that somebody names: a link, a pipe or a device is written as it
     stands, because a rename would put a file into its place."""
     path = Path(path)
     ordinary = not path.is_symlink() and (path.is_file() or not path.exists())
-    with replacing(path) if ordinary else contextlib.nullcontext(path) as part:
+    with atomic_write(path) if ordinary else contextlib.nullcontext(path) as part:
         yield part
 
 
 def write_text(path: str | Path, text: str) -> None:
     """Writes a whole text file, in UTF-8."""
-    with writing(path) as part:
+    with safe_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
-def remove_parts(path: Path) -> None:
+def remove_part_files(path: Path) -> None:
     """Removes what a process that was killed has left of `path`; nobody else may write it now."""
     for old in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         old.unlink(missing_ok=True)

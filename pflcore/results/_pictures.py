@@ -11,27 +11,36 @@ import torch
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.check import optional
-from pflcore.results._files import replacing
-from pflcore.results.record import Run, Runs, clients_in, label
-from pflcore.results.table import split_of
+from pflcore.check import import_optional
+from pflcore.results._files import atomic_write
+from pflcore.results.record import Run, Runs, label_runs, min_num_clients
+from pflcore.results.table import split_name
 
 # Okabe and Ito's, distinct for the colour-blind too
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31")
-NAMES = ("weights", "curves", "clients")  # of the files that `draw` makes
-MOST_NAMES, LONG_NAME = 8, 32  # in a picture: beyond them names take a place of their own
-BELOW = {"loc": "outside lower left", "fontsize": 8, "frameon": False}
-MOST = 1000  # clients of a picture of mixing weights
+LINE_COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#8C6D31",
+)
+PICTURE_NAMES = ("weights", "curves", "clients")  # of the files that `draw` makes
+MAX_NAMES, LONG_NAME_LETTERS = 8, 32  # in a picture: beyond them names take a place of their own
+LEGEND_BELOW_OPTIONS = {"loc": "outside lower left", "fontsize": 8, "frameon": False}
+MAX_WEIGHT_CLIENTS = 1000  # clients of a picture of mixing weights
 
 
 def figure_of(width: float, height: float, panels: int = 1, rows: int = 1) -> tuple[Any, list[Any]]:
     """A figure with so many panels beside each other, in so many rows."""
-    figures = optional("matplotlib.figure")
+    figures = import_optional("matplotlib.figure")
     figure = figures.Figure(figsize=(width, height), layout="constrained")
     axes = [*figure.subplots(rows, panels, squeeze=False).flat]
     for axis in axes:
-        styles = [style for style in ("-", "--", ":") for _ in COLOURS]
-        axis.set_prop_cycle(color=COLOURS * 3, linestyle=styles)
+        styles = [style for style in ("-", "--", ":") for _ in LINE_COLOURS]
+        axis.set_prop_cycle(color=LINE_COLOURS * 3, linestyle=styles)
     return figure, axes
 
 
@@ -39,7 +48,7 @@ def save(figure: Any, path: str | Path) -> Path:
     """The picture as PNG, and beside it as SVG."""
     path = Path(path)
     for file in (path, path.with_suffix(".svg")):
-        with replacing(file) as part:
+        with atomic_write(file) as part:
             figure.savefig(part, dpi=200, format=file.suffix[1:])
     return path
 
@@ -63,23 +72,23 @@ def lines(
 
 def _scale(run: Run) -> tuple[float, str]:
     """Factor and name of what the axes show."""
-    if run.measure == "accuracy":
-        return 100.0, f"{split_of(run)} accuracy, %"
-    return 1.0, f"{split_of(run)} loss"
+    if run.main_metric == "accuracy":
+        return 100.0, f"{split_name(run)} accuracy, %"
+    return 1.0, f"{split_name(run)} loss"
 
 
 def curves(runs: Runs, path: str | Path) -> Path:
     """Accuracy by round, a line per algorithm: mean over clients, and the target's own where there
     is one; a band is ± std over seeds."""
-    groups, (scale, unit) = label(runs), _scale(runs[0])
+    groups, (scale, unit) = label_runs(runs), _scale(runs[0])
     targets: list[int | None] = [None, *sorted({r.target for r in runs if r.target is not None})]
-    below = len(groups) > MOST_NAMES or max(map(len, groups)) > LONG_NAME
+    below = len(groups) > MAX_NAMES or max(map(len, groups)) > LONG_NAME_LETTERS
     tall = 4.2 + 0.2 * len(groups) * below
     figure, axes = figure_of(5.6 * len(targets), tall, len(targets))
     for axis, client in zip(axes, targets, strict=True):
         series = {}
         for name, members in groups.items():
-            seeds = [dict(zip(*r.curve(client, runs[0].measure), strict=True)) for r in members]
+            seeds = [dict(zip(*r.curve(client, runs[0].main_metric), strict=True)) for r in members]
             rounds = sorted({r for s in seeds for r in s})
             at = [[scale * s[r] for s in seeds if r in s] for r in rounds]
             mean, std = (np.array([f(v) for v in at]) for f in (metrics.mean, metrics.std))
@@ -92,11 +101,11 @@ def curves(runs: Runs, path: str | Path) -> Path:
     if below:  # names in a picture's middle would hide its lines
         for axis in axes:
             axis.get_legend().remove()
-        figure.legend(*axes[0].get_legend_handles_labels(), **BELOW)
+        figure.legend(*axes[0].get_legend_handles_labels(), **LEGEND_BELOW_OPTIONS)
     return save(figure, path)
 
 
-class Heat(NamedTuple):
+class HeatMap(NamedTuple):
     """A heat map: its title, values [M, N], the numbers of its columns, and what the axes are."""
 
     title: str
@@ -106,7 +115,7 @@ class Heat(NamedTuple):
     y: str = "receives (model)"
 
 
-def heat_maps(panels: Sequence[Heat], path: str | Path, wide: int = 100) -> Path | None:
+def heat_maps(panels: Sequence[HeatMap], path: str | Path, wide: int = 100) -> Path | None:
     """Heat maps, so many beside each other; None where there is none."""
     if not panels:
         return None
@@ -124,7 +133,7 @@ def heat_maps(panels: Sequence[Heat], path: str | Path, wide: int = 100) -> Path
     return save(figure, path)
 
 
-def by_round(run: Run) -> tuple[list[int], Tensor]:
+def weights_by_round(run: Run) -> tuple[list[int], Tensor]:
     """Weights of the run's only model by round, `[T, N]`."""
     rounds, rows = run.weights()
     mine = [(r, w) for r, w in zip(rounds, rows, strict=True) if len(w) == len(rows[-1])]
@@ -135,24 +144,26 @@ def weights(runs: Runs, path: str | Path) -> Path | None:
     """Mixing weights, a heat map for each algorithm that reports them: of one model by clients and
     rounds (WAFFLE, Fig. 3), of several who mixes with whom in the last round."""
     panels = []
-    for name, (run, *_) in label(runs).items():
+    for name, (run, *_) in label_runs(runs).items():
         # a matrix for each round may not fit into memory
-        for r, last in zip(*run.weights(run.weighted()[-1:]), strict=True):
+        for r, last in zip(*run.weights(run.rounds_with_weights()[-1:]), strict=True):
             if last.ndim == 2:
-                panels.append(Heat(f"{name}, round {r}", last, range(last.shape[1])))
+                panels.append(HeatMap(f"{name}, round {r}", last, range(last.shape[1])))
                 continue
-            rounds, w = by_round(run)
+            rounds, w = weights_by_round(run)
             of = "" if run.target is None else f", target {run.target}"
-            panels.append(Heat(name + of, w.T, rounds, "round", "client"))
+            panels.append(HeatMap(name + of, w.T, rounds, "round", "client"))
     return heat_maps(panels, path)
 
 
 def clients(runs: Runs, path: str | Path) -> Path:
     """The clients' values at the last evaluation, a box per algorithm (seeds together)."""
-    groups, (scale, unit) = label(runs), _scale(runs[0])
-    values = [torch.cat([scale * r.last(runs[0].measure) for r in m]) for m in groups.values()]
+    groups, (scale, unit) = label_runs(runs), _scale(runs[0])
+    values = [
+        torch.cat([scale * r.last_values(runs[0].main_metric) for r in m]) for m in groups.values()
+    ]
     boxes = [v[v.isfinite()].tolist() for v in values]
-    long = max(map(len, groups)) > LONG_NAME
+    long = max(map(len, groups)) > LONG_NAME_LETTERS
     names = [textwrap.fill(name, 24, break_long_words=False) if long else name for name in groups]
     how = {"fontsize": 7} if long else {"rotation": 20}
     lines_of_names = max(name.count("\n") for name in names)
@@ -163,17 +174,17 @@ def clients(runs: Runs, path: str | Path) -> Path:
     return save(figure, path)
 
 
-def _clients_of(run: Run) -> int:
+def _count_clients(run: Run) -> int:
     """The number of clients, by the header or, where that is lost, by the weights."""
     n = run.header.get("n")
-    return max(clients_in(r.get("report") or {}) for r in run.rounds) if n is None else n
+    return max(min_num_clients(r.get("report") or {}) for r in run.rounds) if n is None else n
 
 
 def draw(runs: Runs, folder: str | Path) -> list[Path]:
     """Every picture that the runs have something for, into `folder`; returns the files. Mixing
     weights are drawn of at most 1,000 clients."""
     folder = Path(folder)
-    few = [r for r in runs if r.weighted() and _clients_of(r) <= MOST]
+    few = [r for r in runs if r.rounds_with_weights() and _count_clients(r) <= MAX_WEIGHT_CLIENTS]
     evaluated = [r for r in runs if r.evaluations]
     made = [weights(few, folder / "weights.png")]
     if evaluated:

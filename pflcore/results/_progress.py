@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pflcore import metrics
-from pflcore.check import optional
+from pflcore.check import import_optional
 
 # set with every interrupt of a command: where a library swallowed it, the round's end brings it
 # back
@@ -21,7 +21,7 @@ class Progress:
 
     def __init__(self, total: int, quiet: bool = False) -> None:
         """`total` rounds over all runs."""
-        bar = optional("tqdm").tqdm
+        bar = import_optional("tqdm").tqdm
         off = True if quiet else None  # None: where there is no terminal
         self._bar = bar(total=total, unit="round", disable=off, dynamic_ncols=True)
         self.name = self._bar.set_description_str  # what runs now

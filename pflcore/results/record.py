@@ -23,37 +23,37 @@ import torch
 from torch import Tensor
 
 from pflcore import metrics
-from pflcore.check import checked, need
-from pflcore.results._lines import EarlierFormatError, check_fits, check_line
+from pflcore.check import checked, require
+from pflcore.results._validate import EarlierFormatError, check_line, check_line_fits_run
 
 __all__ = ["Run", "read"]
 Facts = Mapping[str, Any]
 Line = dict[str, Any]
 OnRound = Callable[[int, Line], None]
-PARTS = ("model_options", "training", "options")
+OPTION_GROUPS = ("model_options", "training", "options")
 # times the cohort's median update: honest clients with many times the data of the others stay below
-OUTLIER = 20.0
-MOST_NUMBERS = 10**8  # of weights whose clients no header counts
-CUT = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
-SETTING = ("data", "partition", "model", "n")
+OUTLIER_RATIO = 20.0
+MAX_MATRIX_NUMBERS = 10**8  # of weights whose clients no header counts
+DATA_FIELDS = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
+TABLE_FIELDS = ("data", "partition", "model", "n")
 # what all rows of a table must share
-SHARED = (
-    *SETTING,
+COMPARED_FIELDS = (
+    *TABLE_FIELDS,
     "clients",
     "eval_clients",
     "rounds",
     "participation",
-    "buffers",
-    "criterion",
+    "batch_norm",
+    "loss",
     "clip",
     "adversary",
     "eval_split",
     "stream",
-    *CUT,
+    *DATA_FIELDS,
 )
 
 
-def plain(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
+def to_json(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
     """`value` as JSON can hold it: dataclasses as dicts, tensors and tuples as lists, numbers that
     are not finite as None, the rest by its name."""
     if value is None or isinstance(value, bool | int | str):
@@ -61,18 +61,18 @@ def plain(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if hasattr(value, "tolist"):
-        return plain(value.tolist())
+        return to_json(value.tolist())
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, Iterable):
-        return [plain(v) for v in value]
+        return [to_json(v) for v in value]
     return getattr(value, "__name__", None) or str(value)
 
 
 @checked
-class Record:
+class RecordWriter:
     """Writes one record file, each line at once, so that an interrupted process leaves at most its
     last line cut off; a line that a full disk cut off is finished before the next one."""
 
@@ -96,7 +96,7 @@ class Record:
 
     def write(self, line: Facts) -> None:
         """Appends one line: a header, a round or a stop."""
-        text = json.dumps(plain(line), allow_nan=False, separators=(",", ":"))
+        text = json.dumps(to_json(line), allow_nan=False, separators=(",", ":"))
         self._file.write((text + "\n").encode())
         self._file.flush()
 
@@ -138,7 +138,7 @@ class Record:
         with contextlib.suppress(OSError):  # `write` has said it
             self._file.close()
 
-    def __enter__(self) -> Record:
+    def __enter__(self) -> RecordWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -156,14 +156,14 @@ class Run:
     unfinished: bool = False
 
     def lines(self) -> Iterator[Line]:
-        """Its lines, as `Record` writes them."""
+        """Its lines, as `RecordWriter` writes them."""
         yield {"header": self.header}
         yield from self.rounds
         if self.stopped is not None:
             yield {"stopped": self.stopped, "unfinished": self.unfinished}
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether it is over, and nothing of it is lost: it has a header and all its rounds, or
         was stopped by what the method does."""
         numbers = [r["round"] for r in self.rounds]
@@ -196,27 +196,27 @@ class Run:
         return [r for r in self.rounds if r.get("eval")]
 
     @property
-    def seen(self) -> Line:
+    def last_evaluation(self) -> Line:
         """The last evaluation; {} where there is none."""
         return {**self.evaluations[-1]["eval"]} if self.evaluations else {}
 
     @property
-    def measure(self) -> str:
+    def main_metric(self) -> str:
         """ "accuracy", or "loss" where the task has no accuracy (regression)."""
         seen = [r["eval"].get("accuracy") or [] for r in self.evaluations]
         return "loss" if seen and all(v is None for values in seen for v in values) else "accuracy"
 
     @property
-    def extras(self) -> list[str]:
+    def extra_metrics(self) -> list[str]:
         """The metrics that were asked for beside accuracy and loss."""
-        return sorted({*self.seen} - {"size", "clients", "loss", "accuracy"})
+        return sorted({*self.last_evaluation} - {"size", "clients", "loss", "accuracy"})
 
     def values(self, measure: str | None = None) -> tuple[list[int], Tensor]:
         """Rounds of the evaluations and their values per client, `[E, N]` float64: NaN for a client
         without samples; a loss that was not finite, null in the file, is infinite, so that no mean
         leaves it out."""
-        measure = measure or self.measure
-        rows = [_worst(r["eval"], measure) for r in self.evaluations]
+        measure = measure or self.main_metric
+        rows = [_with_lost_clients(r["eval"], measure) for r in self.evaluations]
         rounds = [r["round"] for r in self.evaluations]
         return rounds, torch.stack(rows) if rows else torch.empty(0, 0, dtype=torch.float64)
 
@@ -233,13 +233,13 @@ class Run:
         at = client if some is None else some.index(client) if client in some else None
         return rounds, [math.nan if at is None else v[at].item() for v in values]
 
-    def last(self, measure: str | None = None) -> Tensor:
+    def last_values(self, measure: str | None = None) -> Tensor:
         """Each client's value at the last evaluation, `[N]`."""
         values = self.values(measure)[1]
         return values[-1] if len(values) else values.reshape(0)
 
     @property
-    def played(self) -> int:
+    def rounds_played(self) -> int:
         """The number of the last round in the record."""
         return int(self.rounds[-1]["round"]) if self.rounds else 0
 
@@ -248,17 +248,19 @@ class Run:
         how many rounds."""
         out: dict[int, tuple[float, int]] = {}
         for r in self.rounds:
-            for client, ratio in zip(r.get("cohort") or [], r.get("moved") or [], strict=False):
-                if ratio is not None and ratio > OUTLIER:
+            for client, ratio in zip(
+                r.get("cohort") or [], r.get("relative_update_norm") or [], strict=False
+            ):
+                if ratio is not None and ratio > OUTLIER_RATIO:
                     most, times = out.get(client, (0.0, 0))
                     out[client] = max(most, ratio), times + 1
         return out
 
-    def sent(self) -> list[int]:
+    def cumulative_bytes(self) -> list[int]:
         """Bytes sent down and up by all clients up to and including each round."""
         return list(accumulate(r.get("bytes_down", 0) + r.get("bytes_up", 0) for r in self.rounds))
 
-    def weighted(self) -> list[int]:
+    def rounds_with_weights(self) -> list[int]:
         """Rounds that report mixing weights."""
         return [r["round"] for r in self.rounds if _has_weights(r)]
 
@@ -268,28 +270,33 @@ class Run:
         wanted = self.rounds if rounds is None else [r for r in self.rounds if r["round"] in rounds]
         have = [r for r in wanted if _has_weights(r)]
         n = self.header.get("n")
-        return [r["round"] for r in have], [dense(r["report"], n) for r in have]
+        return [r["round"] for r in have], [dense_weights(r["report"], n) for r in have]
 
 
-def dense(report: Facts, n: int | None) -> Tensor:
+def dense_weights(report: Facts, n: int | None) -> Tensor:
     """The weights of a report, where it says `index` those of some of `n` clients alone."""
-    if not _is_sparse(report):
+    if not _has_sparse_weights(report):
         return _tensor(report["weights"])
     weight, index = _tensor(report["weight"]), _tensor(report["index"]).long()
     rows = _tensor(report.get("rows", range(len(weight)))).long()  # none: of each client
     if n is None:  # the header is lost: a number in a line must not ask for all memory
-        n = clients_in(report)
-        fits = n ** min(2, index.ndim) <= MOST_NUMBERS
-        need(fits, "report.index", f"numbers whose matrix has up to {MOST_NUMBERS:,} entries", n)
+        n = min_num_clients(report)
+        fits = n ** min(2, index.ndim) <= MAX_MATRIX_NUMBERS
+        require(
+            fits,
+            "report.index",
+            f"numbers whose matrix has up to {MAX_MATRIX_NUMBERS:,} entries",
+            n,
+        )
     if index.ndim < 2:
         return weight.new_zeros(n).index_copy_(0, index, weight)
     at = rows[:, None].expand_as(index), index
     return weight.new_zeros(n, n).index_put_(at, weight, accumulate=True)
 
 
-def clients_in(report: Facts) -> int:
+def min_num_clients(report: Facts) -> int:
     """The number of clients that a report's weights need at least."""
-    if not _is_sparse(report):
+    if not _has_sparse_weights(report):
         return 0
     index, rows = (_tensor(report.get(k, [])).flatten() for k in ("index", "rows"))
     found = torch.cat([index, rows, torch.tensor([len(report["weight"]) - 1.0])])
@@ -298,15 +305,15 @@ def clients_in(report: Facts) -> int:
 
 def _has_weights(line: Facts) -> bool:
     report = line.get("report") or {}
-    found = report.get("weight" if _is_sparse(report) else "weights")
+    found = report.get("weight" if _has_sparse_weights(report) else "weights")
     return isinstance(found, list) and len(found) > 0
 
 
-def _is_sparse(report: Facts) -> bool:
+def _has_sparse_weights(report: Facts) -> bool:
     return all(isinstance(report.get(k), list | Tensor) for k in ("index", "weight"))
 
 
-def _worst(seen: Facts, measure: str) -> Tensor:
+def _with_lost_clients(seen: Facts, measure: str) -> Tensor:
     """One value per client [N]; infinite for one that was lost, NaN where nothing was measured."""
     size, values = seen.get("size") or [], seen.get(measure)
     if values is None:
@@ -323,23 +330,23 @@ def _tensor(value: Any) -> Tensor:
 
 
 @checked
-def group(lines: Iterable[Facts]) -> list[Run]:
+def group_runs(lines: Iterable[Facts]) -> list[Run]:
     """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one, and so
     does a round that is not of the run before it, whose own header is lost."""
     out: list[Run] = []
-    for line in map(plain, lines):
-        _add(out, line, _run_of(out, line))
+    for line in map(to_json, lines):
+        _add_line(out, line, _run_of_line(out, line))
     return out
 
 
-def _run_of(runs: Sequence[Run], line: Facts) -> Run:
+def _run_of_line(runs: Sequence[Run], line: Facts) -> Run:
     """The run that a line is of: the last one, or a new one."""
     if "header" in line:
         return Run(line["header"])
     return runs[-1] if runs and _follows(line, runs[-1].rounds[-1:]) else Run()
 
 
-def _add(runs: list[Run], line: Line, run: Run) -> None:
+def _add_line(runs: list[Run], line: Line, run: Run) -> None:
     """Adds a line to its run, and a new run to the others."""
     if not {"header", "round", "stopped"} & {*line}:
         return
@@ -383,14 +390,14 @@ def read(path: str | Path) -> list[Run]:
                 raise ValueError(f"path: {why}; name another.") from None
             warnings.warn(f"path: {why}; it is left out.", stacklevel=3)
             continue
-        found, said = _runs_of(text.splitlines())
+        found, said = _parse_runs(text.splitlines())
         runs += found
         for what in said:
             warnings.warn(f"{file}: {what}", stacklevel=3)
     return runs
 
 
-def _runs_of(texts: Sequence[str]) -> tuple[list[Run], list[str]]:
+def _parse_runs(texts: Sequence[str]) -> tuple[list[Run], list[str]]:
     """The runs of a file's lines, and what is to be said of the lines that are left out."""
     runs, flaws, earlier = list[Run](), dict[int, str](), list[int]()
     for number, text in enumerate(texts, 1):
@@ -402,8 +409,8 @@ def _runs_of(texts: Sequence[str]) -> tuple[list[Run], list[str]]:
             continue
         try:
             check_line(line)
-            run = _run_of(runs, line)
-            check_fits(
+            run = _run_of_line(runs, line)
+            check_line_fits_run(
                 line, run.header, next((r["eval"] for r in run.rounds if r.get("eval")), None)
             )
         except EarlierFormatError:
@@ -412,23 +419,23 @@ def _runs_of(texts: Sequence[str]) -> tuple[list[Run], list[str]]:
         except ValueError as e:
             flaws[number] = str(e)
             continue
-        _add(runs, line, run)
+        _add_line(runs, line, run)
     said = []
     if flaws:
         first, why = next(iter(flaws.items()))
         said.append(
-            f"{len(flaws)} damaged line(s) are left out ({_listed(flaws)}); take a copy of it from "
+            f"{len(flaws)} damaged line(s) are left out ({_join_numbers(flaws)}); take a copy of it from "
             f"before. Line {first}: {why}"
         )
     if earlier:
         said.append(
             f"{len(earlier)} line(s) of an earlier format, whose long lists stand in another file, "
-            f"are left out ({_listed(earlier)}); read it with the pflcore that wrote it."
+            f"are left out ({_join_numbers(earlier)}); read it with the pflcore that wrote it."
         )
     return runs, said
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _join_numbers(numbers: Iterable[int]) -> str:
     """The first five numbers in words."""
     first = list(numbers)
     return ", ".join(map(str, first[:5])) + (", ..." if len(first) > 5 else "")
@@ -437,21 +444,21 @@ def _listed(numbers: Iterable[int]) -> str:
 Runs = Sequence[Run]
 
 
-def label(runs: Runs) -> dict[str, list[Run]]:
+def label_runs(runs: Runs) -> dict[str, list[Run]]:
     """Runs that differ in nothing but the seed under one name: the algorithm, with the options in
     which it differs from a namesake."""
     by_key: dict[str, list[Run]] = {}
     for run in runs:
-        key = json.dumps([run.algorithm, options(run)], sort_keys=True)
+        key = json.dumps([run.algorithm, run_options(run)], sort_keys=True)
         by_key.setdefault(key, []).append(run)
-    firsts = [(m[0].algorithm, options(m[0])) for m in by_key.values()]
+    firsts = [(m[0].algorithm, run_options(m[0])) for m in by_key.values()]
     out: dict[str, list[Run]] = {}
     for (algorithm, mine), members in zip(firsts, by_key.values(), strict=True):
         differ = [
             f"{k}={v}"
             for k, v in mine.items()
             if any(
-                (name == algorithm or k in SHARED or k.startswith("partition."))
+                (name == algorithm or k in COMPARED_FIELDS or k.startswith("partition."))
                 and (k not in other or other[k] != v)
                 for name, other in firsts
             )
@@ -461,17 +468,17 @@ def label(runs: Runs) -> dict[str, list[Run]]:
     return out
 
 
-def find(groups: dict[str, list[Run]], name: str) -> list[Run] | None:
+def find_runs(groups: dict[str, list[Run]], name: str) -> list[Run] | None:
     """The group with this label, or the first one of this algorithm."""
     return groups.get(name) or next((m for m in groups.values() if m[0].algorithm == name), None)
 
 
-def options(run: Run) -> Line:
+def run_options(run: Run) -> Line:
     """All that was chosen for the run but its seed and its setting, the algorithm's own
     hyper-parameters last."""
     head = run.header
     # a method may have an "alpha", too
     cut = {f"partition.{k}": v for k, v in (head.get("partition_options") or {}).items()}
-    shared = {k: head[k] for k in (*SHARED, "parameters") if k in head}
-    parts = [shared, cut, *(head.get(k) or {} for k in PARTS)]
+    shared = {k: head[k] for k in (*COMPARED_FIELDS, "parameters") if k in head}
+    parts = [shared, cut, *(head.get(k) or {} for k in OPTION_GROUPS)]
     return {k: v for part in parts for k, v in part.items() if (k, v) != ("clip", None)}

@@ -1,8 +1,8 @@
 """Whole runs: the loop over rounds, what it keeps, and what comes out."""
 
-from pflcore.simulation._everyone import for_everyone
 from pflcore.simulation._history import History
 from pflcore.simulation._loop import Simulation
+from pflcore.simulation._per_target import run_each_target
 from pflcore.simulation._settings import Adversary, Evaluation, Hardware, Robustness
 
 __all__ = [
@@ -12,5 +12,5 @@ __all__ = [
     "History",
     "Robustness",
     "Simulation",
-    "for_everyone",
+    "run_each_target",
 ]

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from pflcore.check import need, refuse
+from pflcore.check import reject, require
 from pflcore.metrics import mean
 from pflcore.results import _export as export
 from pflcore.results._export import Per
-from pflcore.simulation._describe import NOBODY, Record, farthest
-from pflcore.simulation._personal import Models, Personalized, adapt, export_models
+from pflcore.simulation._describe import NO_OUTLIER, Record, largest_update
+from pflcore.simulation._models import LazyModels, Personalized, adapt, export_models
 from pflcore.simulation.callbacks import TensorBoard
 from pflcore.simulation.round import State
 
-RUNAWAY = 1e6  # times the median update of a round
+RUNAWAY_RATIO = 1e6  # times the median update of a round
 
 
 @dataclass(repr=False)
@@ -35,7 +35,7 @@ class History:
     failed: bool = False
     state: State | None = None
     # of the last state, see `model`
-    models: Models | Sequence[Personalized] | None = None
+    models: LazyModels | Sequence[Personalized] | None = None
 
     def __repr__(self) -> str:
         known = [str(self.header[k]) for k in ("algorithm", "data") if self.header.get(k)]
@@ -51,7 +51,7 @@ class History:
         evaluation has the key."""
         evaluated = [r for r in self.rounds if r["eval"]]
         keys = list(dict.fromkeys(k for r in evaluated for k in r["eval"]))
-        need(key in keys or not evaluated, "key", f"one of {', '.join(keys)}", key, keys)
+        require(key in keys or not evaluated, "key", f"one of {', '.join(keys)}", key, keys)
         seen = [r for r in evaluated if key in r["eval"]]
         return [r["round"] for r in seen], torch.tensor(
             [r["eval"][key] for r in seen], dtype=torch.float64
@@ -64,7 +64,7 @@ class History:
         if self.stopped:
             yield {"stopped": self.stopped}
 
-    def concerns(self) -> list[str]:
+    def problems(self) -> list[str]:
         """What somebody should look at, in sentences: clients that were dropped in most of their
         rounds, losses that are not finite, and updates a million times as long as others."""
         found = list[str]()
@@ -84,8 +84,8 @@ class History:
             found.append(
                 f"the last loss of client(s) {bad} is inf; look at their data, or lower lr."
             )
-        ratio, client, round = max(map(farthest, self.rounds), default=NOBODY)
-        if ratio > RUNAWAY:
+        ratio, client, round = max(map(largest_update, self.rounds), default=NO_OUTLIER)
+        if ratio > RUNAWAY_RATIO:
             found.append(
                 f"client {client}'s update was {ratio:.3g} times the median of round {round}; "
                 "hold such updates by the run's clip."
@@ -113,9 +113,9 @@ class History:
         no such client, or where the run kept no model.
         """
         n = -1 if self.models is None else len(self.models)
-        need(n >= 0, "model", "a history with models, as run() returns it", self.models)
+        require(n >= 0, "model", "a history with models, as run() returns it", self.models)
         fits = isinstance(client, Integral) and not isinstance(client, bool) and 0 <= client < n
-        need(fits, "client", f"a number from 0 to {n - 1}", client)
+        require(fits, "client", f"a number from 0 to {n - 1}", client)
         return self.models[client]  # type: ignore[index]
 
     def predict(self, client: int, x: Any) -> torch.Tensor:
@@ -138,8 +138,8 @@ class History:
         client (FedDWA, FedAMP, MOCHA, ...) everybody plays these rounds with it, on copies.
         ValueError in one sentence for samples that do not fit.
         """
-        if not isinstance(self.models, Models):  # runs for each client have no model for others
-            refuse("adapt", "the history that Simulation.run() returns", self.models)
+        if not isinstance(self.models, LazyModels):  # runs for each client have no model for others
+            reject("adapt", "the history that Simulation.run() returns", self.models)
         return adapt(self.models.setup, self.models.state, samples, rounds)
 
     def to_pandas(self, per: Per = "round") -> Any:

@@ -18,38 +18,45 @@ from torch import Tensor, nn
 from pflcore.algorithms import algorithm_of, name_of
 from pflcore.algorithms._protocol import Algorithm, Stop, Tensors, check_training
 from pflcore.check import (
-    A_MODEL,
-    Count,
+    EXPECT_MODEL,
     Fraction,
+    PositiveInt,
     Seed,
-    check,
+    check_fields,
     checked,
     device_of,
     ids_of,
-    need,
-    warn,
+    require,
+    warn_caller,
 )
 from pflcore.data._federation import Federation
 from pflcore.metrics import metrics_of
 from pflcore.simulation import _describe as describe
 from pflcore.simulation import checkpoint as store
 from pflcore.simulation._describe import Record
-from pflcore.simulation._evaluate import evaluate, measured
+from pflcore.simulation._evaluate import evaluate, evaluate_clients
 from pflcore.simulation._history import History
-from pflcore.simulation._interrupts import unbroken
-from pflcore.simulation._personal import Models
+from pflcore.simulation._models import LazyModels
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
-from pflcore.simulation._start import block_size, data_of, looked_at, peak_bytes, placed
+from pflcore.simulation._setup import (
+    block_clients,
+    peak_bytes,
+    prepare_run,
+    select_eval_clients,
+    training_data,
+)
+from pflcore.simulation._signals import defer_signals
 from pflcore.simulation.callbacks import Callback, check_record
 from pflcore.simulation.checkpoint import Checkpoint
-from pflcore.simulation.round import State, check_start, copied, sample, step
+from pflcore.simulation.round import State, check_state, copy_state, sample_cohort, step
 from pflcore.train import Net, Training
 from pflcore.train import _memory as memory
-from pflcore.train._fits import check_modes
 from pflcore.train._losses import Loss
+from pflcore.train._validate import check_torch_modes
 
-Given = Net | nn.Module | Callable[[], nn.Module]  # a model
-VOID_ROUNDS = 3  # so many void rounds in a row end a run: same data, same lr, it will not recover
+ModelSource = Net | nn.Module | Callable[[], nn.Module]  # a model
+# so many void rounds in a row end a run: same data, same lr, it will not recover
+MAX_VOID_ROUNDS = 3
 
 
 @dataclass
@@ -63,10 +70,10 @@ class Simulation:
     """
 
     algorithm: Algorithm | type[Algorithm] | str  # an instance, a class, a name, "module:Class"
-    model: Annotated[Given, A_MODEL]
+    model: Annotated[ModelSource, EXPECT_MODEL]
     data: Federation
     training: Training = field(default_factory=Training)
-    rounds: Count = 100
+    rounds: PositiveInt = 100
     participation: Fraction = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
     clients: Tensor | Sequence[int] | None = None  # ids of those who may take part; None: all
     seed: Seed = 0
@@ -77,31 +84,32 @@ class Simulation:
     loss: Loss | None = None  # a name, a function of (scores, y) or a module; None: by the targets
 
     def __post_init__(self) -> None:
-        check(self)
-        check_modes()
+        check_fields(self)
+        check_torch_modes()
         alg = self.algorithm = algorithm_of(self.algorithm)
         check_training(alg, self.training)
-        self.data = data_of(self)
+        self.data = training_data(self)
         asked, n = self.clients, self.data.n
         asked = None if asked is None else ids_of("clients", asked, n).sort().values
-        self.clients = self.among = asked
-        self.looked_at = looked_at(self)
+        self.clients = self.eligible_clients = asked
+        self.eval_clients = select_eval_clients(self)
         self.history: History | None = None  # of the last call of `run`
         self._records: list[Record] = []  # of all rounds up to the state, by `run` or a checkpoint
-        self.setup, self._state = placed(self, device_of(self.hardware.device))
-        self._held = False  # does somebody outside hold the state, so that a copy must go on?
-        self.measures = metrics_of(self.evaluation.metrics, self.setting.net.scores_classes)
+        self.config, self._state = prepare_run(self, device_of(self.hardware.device))
+        # does somebody outside hold the state, so that a copy must go on?
+        self._state_shared = False
+        self.metrics = metrics_of(self.evaluation.metrics, self.context.net.scores_classes)
 
     # what it is ---------------------------------------------------------------------------------
     @property
-    def setting(self) -> Any:
+    def context(self) -> Any:
         """What training needs, see `pflcore.train.Setting`."""
-        return self.setup.setting
+        return self.config.context
 
     @property
     def name(self) -> str:
         """What the algorithm is called in records."""
-        return name_of(self.setup.algorithm)
+        return name_of(self.config.algorithm)
 
     @property
     def state(self) -> State:
@@ -109,20 +117,22 @@ class Simulation:
         run of this algorithm, federation and model, is copied, and the run goes on from there up to
         its own `rounds`; those that the state has played count. ValueError in one sentence for any
         other."""
-        self._held = True
+        self._state_shared = True
         return self._state
 
     @state.setter
     def state(self, state: State) -> None:
         given = isinstance(state, State) and state.round <= self.rounds
-        need(given, "state", f"a State, like history.state, of at most {self.rounds} rounds", state)
-        check_start(state, self.setup.algorithm, self.setting.net, self.data.n)
-        self._state, self._held = copied(self.setup, state), False
+        require(
+            given, "state", f"a State, like history.state, of at most {self.rounds} rounds", state
+        )
+        check_state(state, self.config.algorithm, self.context.net, self.data.n)
+        self._state, self._state_shared = copy_state(self.config, state), False
         self._records = [r for r in self._records if r["round"] <= state.round]
 
     def peak_bytes(self) -> int:
         """An estimate of the run's peak memory beside its data."""
-        return peak_bytes(self.setup, self.participation)
+        return peak_bytes(self.config, self.participation)
 
     def header(self) -> Record:
         """What the run is, as the first line of its record says it."""
@@ -139,15 +149,15 @@ class Simulation:
             line: Record = {}
             error: BaseException | str | None = None
             try:
-                if self._held:
-                    self._state, self._held = copied(self.setup, self._state), False
-                ids = sample(self.setup, round, self.participation, self.among)
-                self._state, outcome = step(self.setup, self._state, ids)
-                line, place = describe.round_line(self, outcome), "the evaluation after round"
-                line["report"] = describe.report_of(self, outcome)
-                line["eval"] = self._seen(round)
+                if self._state_shared:
+                    self._state, self._state_shared = copy_state(self.config, self._state), False
+                ids = sample_cohort(self.config, round, self.participation, self.eligible_clients)
+                self._state, outcome = step(self.config, self._state, ids)
+                line, place = describe.round_record(self, outcome), "the evaluation after round"
+                line["report"] = describe.round_report(self, outcome)
+                line["eval"] = self._evaluate_round(round)
             except BaseException as e:  # the error itself holds the round's frames
-                error = memory.request_of(e) if memory.ran_out(e) else e
+                error = memory.failed_request(e) if memory.is_out_of_memory(e) else e
             if line:  # a round that was played but not evaluated is a round
                 line["seconds"] = float(f"{time.perf_counter() - began:.4g}")
                 yield line
@@ -155,18 +165,18 @@ class Simulation:
                 raise error
             if error is not None:
                 device, where = self.hardware.device, f"in {place} {round}"
-                memory.give_back(device)
-                said = memory.sentence(
-                    where, self.peak_bytes(), error, device, block_size(self.setting)
+                memory.free_caches(device)
+                said = memory.out_of_memory_text(
+                    where, self.peak_bytes(), error, device, block_clients(self.context)
                 )
                 yield {"stopped": said, "failed": True}
                 return
-            void = self._state.void
-            if void and (void >= VOID_ROUNDS or round >= self.rounds):
-                yield {"stopped": describe.why_void(self, outcome)}
+            void = self._state.void_rounds
+            if void and (void >= MAX_VOID_ROUNDS or round >= self.rounds):
+                yield {"stopped": describe.explain_void(self, outcome)}
                 return
 
-    def _seen(self, round: int) -> Record | None:
+    def _evaluate_round(self, round: int) -> Record | None:
         """The evaluation of a round in which one is due."""
         if not self.evaluation.due(round, self.rounds):
             return None
@@ -179,9 +189,9 @@ class Simulation:
         """Each client's personalized model as it is now, values [N] float64: see
         `pflcore.evaluate`. Where `evaluation.clients` was a number, the values of those alone,
         whose ids are in "clients"."""
-        measures = self.measures if split == self.evaluation.split else None
-        look: Any = measured if isinstance(self.evaluation.clients, int) else evaluate
-        values: Tensors = look(self.setup, self._state, split, self.looked_at, measures)
+        measures = self.metrics if split == self.evaluation.split else None
+        look: Any = evaluate_clients if isinstance(self.evaluation.clients, int) else evaluate
+        values: Tensors = look(self.config, self._state, split, self.eval_clients, measures)
         return values
 
     @checked
@@ -201,15 +211,15 @@ class Simulation:
         exception ends it too and is passed on; the rounds up to there are in its attribute
         `history` and in the simulation's, and another `run()` goes on from them.
         """
-        check_modes()
+        check_torch_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
         with store.lock(keeper.folder) if keeper else nullcontext():
             if keeper:
-                self._keep(keeper)  # what stands there may be of another run
-            return self._run(callbacks, keeper)
+                self._save_checkpoint(keeper)  # what stands there may be of another run
+            return self._run_rounds(callbacks, keeper)
 
-    def _run(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
+    def _run_rounds(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
         before = [] if self.history else list(self._records)  # a checkpoint's
         history = self.history = History(self.header(), before)
         try:
@@ -220,19 +230,19 @@ class Simulation:
                     history.stopped = record["stopped"]
                     history.failed = record.get("failed", False)
                     break
-                with unbroken():  # so that what is written is what was played
+                with defer_signals():  # so that what is written is what was played
                     history.rounds.append(record)
                     self._records.append(record)
                     names = [*record]
                     for callback in callbacks:
                         callback(self._state.round, record)
                         check_record(record, names, callback)
-                self._keep_if_due(keeper, record)
+                self._save_checkpoint_if_due(keeper, record)
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
             history.interrupted = True
-            if not self._is_whole(history.rounds):
+            if not self._is_complete(history.rounds):
                 history.stopped = f"Interrupted after round {self._state.round} of {self.rounds}."
         except Exception as error:
             words = str(error) or "without a message"
@@ -241,19 +251,19 @@ class Simulation:
             raise
         finally:
             history.state = self.state
-            history.models = Models(self.setup, history.state)
-        said = [f"stopped early: {history.stopped}"] if history.stopped else history.concerns()
+            history.models = LazyModels(self.config, history.state)
+        said = [f"stopped early: {history.stopped}"] if history.stopped else history.problems()
         for what in () if history.interrupted else said:
-            warn(f"{self.name}, seed {self.seed}, {what}", RuntimeWarning)
+            warn_caller(f"{self.name}, seed {self.seed}, {what}", RuntimeWarning)
         return history
 
-    def _is_whole(self, rounds: Sequence[Record]) -> bool:
+    def _is_complete(self, rounds: Sequence[Record]) -> bool:
         """Whether all rounds were played and evaluated, and nothing is left to be said of them."""
         played = bool(rounds) and rounds[-1]["round"] >= self.rounds
-        broke_off = played and self._broke_off(rounds[-1])
-        return played and not broke_off and not self._state.void
+        broke_off = played and self._lacks_evaluation(rounds[-1])
+        return played and not broke_off and not self._state.void_rounds
 
-    def _broke_off(self, record: Record) -> bool:
+    def _lacks_evaluation(self, record: Record) -> bool:
         return self.evaluation.due(record["round"], self.rounds) and not record["eval"]
 
     # checkpoints --------------------------------------------------------------------------------
@@ -271,20 +281,20 @@ class Simulation:
         `hardware` may be another than the one it was made with. ValueError in one sentence for a
         checkpoint that is absent, damaged, or of another run.
         """
-        self.setup, self._state, self._records = store.restored(folder, self)
-        self._held, self.history = False, None
+        self.config, self._state, self._records = store.restore_run(folder, self)
+        self._state_shared, self.history = False, None
         return self
 
-    def _keep_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
+    def _save_checkpoint_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
         round = record["round"]
         # void: it may be about to end; a run that goes on evaluates what broke off
-        if keeper is None or self._state.void or self._broke_off(record):
+        if keeper is None or self._state.void_rounds or self._lacks_evaluation(record):
             return
         if keeper.due(round) or round >= self.rounds:
-            self._keep(keeper)
+            self._save_checkpoint(keeper)
 
-    def _keep(self, keeper: Checkpoint) -> None:
+    def _save_checkpoint(self, keeper: Checkpoint) -> None:
         try:
             store.save_run(keeper.folder, self)
         except OSError as e:
-            warn(f"{e} The run goes on.", RuntimeWarning)
+            warn_caller(f"{e} The run goes on.", RuntimeWarning)

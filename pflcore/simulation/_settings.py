@@ -12,17 +12,33 @@ import torch
 from torch import Tensor
 
 from pflcore.algorithms._protocol import Tensors, Traits
-from pflcore.check import Count, Ids, Positive, Whole, check, checked, ids_of, need, refuse
+from pflcore.check import (
+    Ids,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+    checked,
+    ids_of,
+    reject,
+    require,
+)
 from pflcore.data._federation import Federation
-from pflcore.data._ragged import onto
+from pflcore.data._ragged import to_device
 from pflcore.metrics import Metric
-from pflcore.simulation._accept import Trained, origins
+from pflcore.simulation._uploads import CohortResult, update_origins
 from pflcore.train._random import generator_of
 
 # beyond that a number is a slip
-Threads = Annotated[int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")]
+ThreadCount = Annotated[int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")]
 Attack = Literal["label_flip", "sign_flip", "scale", "noise", "little", "inner_product"]
-STRENGTH = {"sign_flip": 1.0, "scale": 100.0, "noise": 10.0, "little": 1.5, "inner_product": 10.0}
+DEFAULT_STRENGTH = {
+    "sign_flip": 1.0,
+    "scale": 100.0,
+    "noise": 10.0,
+    "little": 1.5,
+    "inner_product": 10.0,
+}
 
 
 @dataclass(frozen=True)
@@ -45,53 +61,55 @@ class Adversary:
 
     attack: Attack
     clients: Ids
-    strength: Positive | None = None  # see above
+    strength: PositiveFloat | None = None  # see above
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
         fits = self.strength is None or self.attack != "label_flip"
-        need(fits, "strength", "None, as labels are flipped or not", self.strength)
+        require(fits, "strength", "None, as labels are flipped or not", self.strength)
         object.__setattr__(self, "clients", tuple(map(int, self.clients)))
-        object.__setattr__(self, "strength", self.strength or STRENGTH.get(self.attack))
+        object.__setattr__(self, "strength", self.strength or DEFAULT_STRENGTH.get(self.attack))
 
-    def honest(self, n: int) -> Tensor:
+    def honest_clients(self, n: int) -> Tensor:
         """The other clients' ids [H], ascending, of n. ValueError where a bad one is not there, or
         nobody else is."""
         bad, everybody = ids_of("adversary", self.clients, n), torch.arange(n)
         honest = everybody[~torch.isin(everybody, bad)]
-        need(len(honest), "adversary", "at least one honest client", self.clients)
+        require(len(honest), "adversary", "at least one honest client", self.clients)
         return honest
 
-    def poisoned(self, data: Federation) -> Federation:
+    def poison_data(self, data: Federation) -> Federation:
         """The data that the clients train on: with "label_flip" the bad ones' labels are others, in
         every split of theirs."""
         if self.attack != "label_flip":
             return data
         if data.classes is None:
-            refuse("adversary", "an attack on numbers as targets", self.attack)
+            reject("adversary", "an attack on numbers as targets", self.attack)
         labels = torch.arange(data.classes, device=data.device)
         relabel = (labels.expand(data.n, -1) if data.relabel is None else data.relabel).clone()
         relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
         return replace(data, relabel=relabel)
 
-    def send(self, trained: Trained, traits: Traits, server: Tensors) -> Trained:
+    def attack_uploads(
+        self, trained: CohortResult, traits: Traits, server: Tensors
+    ) -> CohortResult:
         """What reaches the server of the cohort's honest uploads."""
         cohort = trained.cohort
         draws = generator_of(cohort.seed, cohort.round, "transport")
         bad = torch.isin(cohort.ids, torch.tensor(self.clients))
         if self.attack == "label_flip" or not bad.any():
             return trained
-        up, found = dict(trained.up), origins(trained, traits, server)
+        up, found = dict(trained.up), update_origins(trained, traits, server)
         for key in [*found, *up.keys() & {"control"}]:
             rows = up[key].flatten(1)
-            who = onto(bad, rows.device)
+            who = to_device(bad, rows.device)
             base = found.get(key, rows.new_zeros(1)).to(rows).expand_as(rows)
             mine, others = ((rows - base)[some] for some in (who, who if bad.all() else ~who))
-            sent = base[who] + self._sent(mine, others, draws)
+            sent = base[who] + self._attacked_rows(mine, others, draws)
             up[key] = rows.index_put((who,), sent).view_as(up[key])
         return trained._replace(up=up)
 
-    def _sent(self, mine: Tensor, others: Tensor, gen: torch.Generator) -> Tensor:
+    def _attacked_rows(self, mine: Tensor, others: Tensor, gen: torch.Generator) -> Tensor:
         """What is sent instead of the updates `mine` [B, P], `others` [H, P] being the honest
         clients'."""
         s, m = self.strength or 0.0, others.mean(0)
@@ -112,9 +130,9 @@ class Adversary:
 class Evaluation:
     """When, on what and for whom the personalized models are evaluated."""
 
-    every: Whole = 1  # rounds; the last one in any case; 0: never, and of no split
+    every: NonNegativeInt = 1  # rounds; the last one in any case; 0: never, and of no split
     split: str = "test"
-    clients: Tensor | Ids | Count | None = None  # ids, or so many, drawn once; None: all
+    clients: Tensor | Ids | PositiveInt | None = None  # ids, or so many, drawn once; None: all
     train_loss: bool = False  # the loss on every client's training data, too
     metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ...,
     # or functions of one client's (scores, labels)
@@ -129,7 +147,8 @@ class Evaluation:
 class Robustness:
     """What a run does about updates that are too long, and who attacks it."""
 
-    clip: Positive | None = None  # no update is longer (Euclidean norm), before the server sees it
+    # no update is longer (Euclidean norm), before the server sees it
+    clip: PositiveFloat | None = None
     adversary: Adversary | None = None  # clients that attack; the others are evaluated
 
 
@@ -152,9 +171,9 @@ class Hardware:
 
     engine: Literal["auto", "chain", "loop", "vmap"] = "auto"  # auto: the fastest that fits
     # never changes a result; None: one for each core; a GPU has one
-    workers: Threads | None = None
+    workers: ThreadCount | None = None
     device: str = "cpu"
-    rows: str | Path = "auto"  # the clients' rows: "memory", a folder, or by what fits
+    storage: str | Path = "auto"  # the clients' rows: "memory", a folder, or by what fits
     # clients of a block under vmap: it changes last digits; None: 64 on a CPU, 128 on a GPU
-    together: Count | None = None
+    together: PositiveInt | None = None
     graphs: bool = True  # on a GPU: capture local steps as CUDA graphs

@@ -14,7 +14,7 @@ from typing import Any
 
 from pflcore import metrics
 from pflcore.algorithms._protocol import Stop
-from pflcore.check import Count, NonNegative, checked, need, refuse
+from pflcore.check import NonNegativeFloat, PositiveInt, checked, reject, require
 from pflcore.results._export import scalars, summary_writer
 
 __all__ = ["EarlyStopping", "Stop", "TensorBoard"]
@@ -28,7 +28,7 @@ def check_record(record: Record, names: list[str], callback: Callback) -> None:
     who = getattr(callback, "__name__", type(callback).__name__)
     if lost:
         what = f"a function that leaves {lost[0]!r} in a round's record"
-        refuse(f"on_round, {who}", what, [*record])
+        reject(f"on_round, {who}", what, [*record])
 
 
 @checked
@@ -45,9 +45,9 @@ class EarlyStopping:
 
     def __init__(
         self,
-        patience: Count = 5,
+        patience: PositiveInt = 5,
         key: str = "loss",
-        min_delta: NonNegative = 0.0,
+        min_delta: NonNegativeFloat = 0.0,
         higher_is_better: bool | None = None,  # None: by the key
     ) -> None:
         self.patience, self.key, self.min_delta = patience, key, min_delta
@@ -64,7 +64,7 @@ class EarlyStopping:
         if not seen:
             return
         known = [k for k in seen if k not in ("size", "clients")]
-        need(self.key in known, "key", f"one of {', '.join(known)}", self.key, known)
+        require(self.key in known, "key", f"one of {', '.join(known)}", self.key, known)
         value = metrics.mean(seen[self.key])
         least = self.sign * self.best + self.min_delta  # NaN: anything is better
         if not (math.isnan(value) or self.sign * value <= least):

@@ -19,21 +19,21 @@ from typing import Any
 from torch import Tensor
 
 from pflcore.algorithms._protocol import Algorithm
-from pflcore.check import NonNegative, Whole, checked, need, refuse, shown
-from pflcore.results._files import remove_parts, replacing
-from pflcore.results.record import plain
-from pflcore.simulation._accept import spoilt
-from pflcore.simulation._describe import Record, difference, identity
+from pflcore.check import NonNegativeFloat, NonNegativeInt, checked, reject, require, summarize
+from pflcore.results._files import atomic_write, remove_part_files
+from pflcore.results.record import to_json
+from pflcore.simulation._describe import Record, first_difference, identity
+from pflcore.simulation._uploads import non_finite_names
 from pflcore.simulation.round import (
-    Setup,
+    RunConfig,
     State,
-    begin,
-    check_start,
-    flat,
+    check_state,
+    client_row_names,
+    flatten_state,
+    initial_state,
     load_state_dict,
-    row_names,
     state_dict,
-    unflat,
+    unflatten_state,
 )
 from pflcore.train import Net
 
@@ -43,18 +43,18 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Checkpoint", "load"]
-FORMAT = 3
-OF_RECORD = {  # what is read of a record
+FORMAT_VERSION = 3
+RECORD_FIELD_TYPES = {  # what is read of a record
     "round": (int,),
     "cohort": (list,),
     "dropped": (list,),
-    "moved": (list, type(None)),
+    "relative_update_norm": (list, type(None)),
     "report": (dict,),
     "eval": (dict, type(None)),
 }
-NAME = "checkpoint.safetensors"
-BLANK = f"{'sha256':*^64}"  # stands where the digest of the file will be
-DAMAGED = (
+FILE_NAME = "checkpoint.safetensors"
+DIGEST_PLACEHOLDER = f"{'sha256':*^64}"  # stands where the digest of the file will be
+DAMAGED_TEXT = (
     "checkpoint: {} holds one that is damaged (it was altered, cut off or exchanged); take a copy "
     "of it from before, or begin the run anew."
 )
@@ -70,14 +70,14 @@ class Checkpoint:
     """
 
     folder: str | Path
-    every: Whole = 0  # rounds
-    minutes: NonNegative = 10.0
+    every: NonNegativeInt = 0  # rounds
+    minutes: NonNegativeFloat = 10.0
     _since: float = field(default_factory=time.monotonic, init=False, repr=False)
 
     @property
     def exists(self) -> bool:
         """Whether the folder holds a checkpoint."""
-        return (Path(self.folder) / NAME).exists()
+        return (Path(self.folder) / FILE_NAME).exists()
 
     def due(self, round: int) -> bool:
         """Whether it is time for a checkpoint after `round`; the minutes count from when it last
@@ -99,7 +99,7 @@ def lock(folder: str | Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab")  # noqa: SIM115 (closed below)
     except OSError:
-        refuse("out", "a folder that can be written", str(folder))
+        reject("out", "a folder that can be written", str(folder))
     with file:
         try:
             if fcntl is not None:
@@ -119,25 +119,25 @@ def save(folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     """Writes `tensors` ([...], on any device, in memory of their own) and `facts` (what JSON can
     hold, and NaN) into `folder`, instead of the checkpoint that is there. OSError in one sentence
     where it cannot be written: then the earlier one stands."""
-    path = Path(folder, NAME)
+    path = Path(folder, FILE_NAME)
     try:
-        text = json.dumps({**facts, "format": FORMAT}, default=plain)
+        text = json.dumps({**facts, "format": FORMAT_VERSION}, default=to_json)
     except (TypeError, ValueError, RecursionError) as e:  # what a callback put into a record
         raise OSError(
             f"checkpoint: it cannot be written into {folder}, because a record holds what JSON "
             f"does not ({e}); the one before it, if any, stands."
         ) from None
-    data = file_of(tensors, {"facts": text, "sha256": BLANK})
+    data = safetensors_bytes(tensors, {"facts": text, "sha256": DIGEST_PLACEHOLDER})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as part:
-            part.write_bytes(data.replace(BLANK.encode(), _digest(data).encode(), 1))
+        with atomic_write(path) as part:
+            part.write_bytes(data.replace(DIGEST_PLACEHOLDER.encode(), _digest(data).encode(), 1))
     except OSError as e:
         raise OSError(
             f"checkpoint: it cannot be written into {folder} ({e.strerror or e}); the one before "
             "it, if any, stands."
         ) from None
-    remove_parts(path)
+    remove_part_files(path)
 
 
 def _digest(data: bytes) -> str:
@@ -151,30 +151,33 @@ def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
     import safetensors.torch
 
     try:
-        data = Path(folder, NAME).read_bytes()
+        data = Path(folder, FILE_NAME).read_bytes()
     except OSError as e:
         raise ValueError(
-            f"checkpoint: expected a folder that holds one, got {folder}, which has no {NAME} that "
+            f"checkpoint: expected a folder that holds one, got {folder}, which has no {FILE_NAME} that "
             f"can be read ({e.strerror}); check the name."
         ) from None
     try:
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-        if _digest(data.replace(header["sha256"].encode(), BLANK.encode(), 1)) != header["sha256"]:
+        if (
+            _digest(data.replace(header["sha256"].encode(), DIGEST_PLACEHOLDER.encode(), 1))
+            != header["sha256"]
+        ):
             raise ValueError
         facts: Record = json.loads(header["facts"])
         written_in = facts["format"]
         tensors = safetensors.torch.load(data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(DAMAGED.format(folder)) from None
-    if written_in != FORMAT:
+        raise ValueError(DAMAGED_TEXT.format(folder)) from None
+    if written_in != FORMAT_VERSION:
         raise ValueError(
-            f"checkpoint: expected format {FORMAT}, got {shown(written_in)} in {folder}; take the "
+            f"checkpoint: expected format {FORMAT_VERSION}, got {summarize(written_in)} in {folder}; take the "
             "pflcore that wrote it."
         )
     return {k: v.clone() for k, v in tensors.items()}, facts  # clones: aligned as torch aligns
 
 
-def file_of(tensors: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:
+def safetensors_bytes(tensors: Mapping[str, Tensor], about: dict[str, str] | None = None) -> bytes:
     """A safetensors file. TypeError for a dtype that the format does not have."""
     import safetensors.torch
 
@@ -193,17 +196,17 @@ def file_of(tensors: Mapping[str, Tensor], about: dict[str, str] | None = None) 
 
 def save_run(folder: str | Path, run: Any) -> None:
     """Writes the checkpoint of a run, a `Simulation`. OSError where that cannot be."""
-    net, state, rounds = run.setting.net, run._state, []
+    net, state, rounds = run.context.net, run._state, []
     tensors = state_dict(run.algorithm, state) | {"net.w0": net.w0, "net.b0": net.b0}
     for record in run._records:
         long = {k: v for k, v in record["report"].items() if isinstance(v, Tensor)}
         tensors |= {f"report.{record['round']}.{k}": v for k, v in long.items()}
         rounds.append({**record, "report": record["report"] | dict.fromkeys(long)})
-    where = {"round": state.round, "void": state.void, "rounds": rounds}
+    where = {"round": state.round, "void": state.void_rounds, "rounds": rounds}
     save(folder, tensors, {"run": identity(run), **where})
 
 
-def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Record]]:
+def restore_run(folder: str | Path, run: Any) -> tuple[RunConfig, State, list[Record]]:
     """What a run, a `Simulation`, takes up from its checkpoint: where it started, its state and the
     records. ValueError where it is another run's, a warning where it
     was made elsewhere."""
@@ -211,83 +214,86 @@ def restored(folder: str | Path, run: Any) -> tuple[Setup, State, list[Record]]:
     there, here = facts.get("run"), identity(run)
     there = there if isinstance(there, dict) else {}
     made_with, made_here = (what.pop("made_with", {}) for what in (there, here))
-    if differs := difference(there, here):
+    if differs := first_difference(there, here):
         raise ValueError(
             f"checkpoint: {folder} holds that of another run: {differs}; give what it was made "
             "with, or another folder."
         )
-    if other := difference(made_with, made_here):
+    if other := first_difference(made_with, made_here):
         last = "numbers may differ in their last digits from an unbroken run's."
         warnings.warn(f"checkpoint: {other}; {last}", stacklevel=3)
     try:
         reports = {k: tensors.pop(k) for k in [*tensors] if k.startswith("report.")}
-        records = _records(facts, reports, run.rounds)
-        net = _start(tensors, run.setting.net)
-        begun = begin(run.algorithm, net, run.data.n, run.setup.folder)
+        records = _restore_records(facts, reports, run.rounds)
+        net = _restore_net(tensors, run.context.net)
+        begun = initial_state(run.algorithm, net, run.data.n, run.config.folder)
         _check_state(tensors, begun, run.algorithm, net)
     except ValueError as e:
         raise ValueError(
             f"checkpoint: {folder} holds one that this run did not write ({str(e).rstrip('.')}); "
             "take a copy of it from before, or begin the run anew."
         ) from None
-    setup = run.setup._replace(setting=run.setting._replace(net=net))
+    config = run.config._replace(context=run.context._replace(net=net))
     state = load_state_dict(run.algorithm, begun, tensors, facts["round"], facts["void"])
-    return setup, state, records
+    return config, state, records
 
 
-def _records(facts: Record, reports: Mapping[str, Tensor], rounds: int) -> list[Record]:
+def _restore_records(facts: Record, reports: Mapping[str, Tensor], rounds: int) -> list[Record]:
     """The rounds' records, with what stands in tensors of their own. ValueError where facts are
     none of a run of so many rounds."""
     played: Any = facts.get("round")
     void: Any = facts.get("void")
     records: Any = facts.get("rounds")
-    need(type(played) is int and 0 <= played <= rounds, "round", f"at most {rounds}", played)
-    need(type(void) is int and 0 <= void <= played, "void", f"at most {played}", void)
-    need(isinstance(records, list), "rounds", "a list of records", records)
+    require(type(played) is int and 0 <= played <= rounds, "round", f"at most {rounds}", played)
+    require(type(void) is int and 0 <= void <= played, "void", f"at most {played}", void)
+    require(isinstance(records, list), "rounds", "a list of records", records)
     for record in records:
         fits = isinstance(record, dict) and all(
-            type(record.get(name)) in kinds for name, kinds in OF_RECORD.items()
+            type(record.get(name)) in kinds for name, kinds in RECORD_FIELD_TYPES.items()
         )
-        need(fits, "rounds", f"records with {', '.join(OF_RECORD)}", record)
+        require(fits, "rounds", f"records with {', '.join(RECORD_FIELD_TYPES)}", record)
     by_round = {record["round"]: record["report"] for record in records}
     known = len(by_round) == len(records) and all(0 < round <= played for round in by_round)
-    need(known, "rounds", f"each round up to {played} once", [*by_round])
+    require(known, "rounds", f"each round up to {played} once", [*by_round])
     for name, tensor in reports.items():
         _, round, key = [*name.split(".", 2), ""][:3]
-        need(round.isdecimal() and int(round) in by_round, name, "a round's report", tensor)
+        require(round.isdecimal() and int(round) in by_round, name, "a round's report", tensor)
         by_round[int(round)][key] = tensor
     return list(records)
 
 
-def _start(tensors: dict[str, Tensor], like: Net) -> Net:
+def _restore_net(tensors: dict[str, Tensor], template: Net) -> Net:
     """A model of its own that starts where the run did, taken out of the tensors."""
-    net = like.to(like.w0.device)
+    net = template.to(template.w0.device)
     for name in ("w0", "b0"):
-        want, found = getattr(like, name), tensors.pop(f"net.{name}", None)
+        want, found = getattr(template, name), tensors.pop(f"net.{name}", None)
         fits = found is not None and (found.dtype, found.shape) == (want.dtype, want.shape)
-        need(fits, f"net.{name}", shown(want), found)
-        setattr(net, name, found.to(like.w0.device))  # type: ignore[union-attr]
+        require(fits, f"net.{name}", summarize(want), found)
+        setattr(net, name, found.to(template.w0.device))  # type: ignore[union-attr]
     return net
 
 
-def _check_state(tensors: Mapping[str, Tensor], begun: State, alg: Algorithm, net: Net) -> None:
+def _check_state(tensors: Mapping[str, Tensor], initial: State, alg: Algorithm, net: Net) -> None:
     """ValueError where tensors are none of a `state_dict` of a run that began so: forms as for a
     state that is set, and finite numbers as every round leaves them."""
-    n, own = len(begun.seen), row_names(alg, begun)
+    n, own = len(initial.participated), client_row_names(alg, initial)
     seen = tensors.get("seen")
-    fits = seen is not None and (seen.dtype, seen.shape) == (begun.seen.dtype, begun.seen.shape)
-    need(fits, "seen", shown(begun.seen), seen)
+    fits = seen is not None and (seen.dtype, seen.shape) == (
+        initial.participated.dtype,
+        initial.participated.shape,
+    )
+    require(fits, "seen", summarize(initial.participated), seen)
     count = int(seen.sum())  # type: ignore[union-attr]
     whole = dict(tensors)
     for name in own & {*tensors}:
         rows = tensors[name]
-        need(rows.dim() and len(rows) == count, name, f"rows of {count} clients", rows)
+        require(rows.dim() and len(rows) == count, name, f"rows of {count} clients", rows)
         whole[name] = rows.new_zeros(()).expand(n, *rows.shape[1:])
-    for name in ("batch_norm", *(f"clients.{k}" for k in begun.clients)):
-        need(name in tensors, name, "a tensor of clients' rows", None)
-    check_start(unflat(whole, 0), alg, net, n)
-    fresh = flat(begun)
-    names = {k for k in tensors if k in own or not spoilt({k: fresh.get(k, net.w0)})}
-    broken = spoilt({k: v for k, v in tensors.items() if k in names})
+    for name in ("batch_norm", *(f"clients.{k}" for k in initial.clients)):
+        require(name in tensors, name, "a tensor of clients' rows", None)
+    check_state(unflatten_state(whole, 0), alg, net, n)
+    fresh = flatten_state(initial)
+    names = {k for k in tensors if k in own or not non_finite_names({k: fresh.get(k, net.w0)})}
+    broken = non_finite_names({k: v for k, v in tensors.items() if k in names})
     for name in broken:
-        refuse(name, "finite numbers", tensors[name])
+        reject(name, "finite numbers", tensors[name])

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from pflcore.data._federation import Federation
-from pflcore.data._ragged import onto
-from pflcore.train._random import client_seeds, shuffles
+from pflcore.data._ragged import to_device
+from pflcore.train._random import client_seeds, client_shuffles
 from pflcore.train._training import Training
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """How long clients train, and on which of their shuffles."""
 
     epochs: int | None = None  # None: the run's, or as many as the steps need
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     together: bool = True  # do clients of all sizes take their k-th minibatches at once?
 
 
-class Step(NamedTuple):
+class BatchStep(NamedTuple):
     """The next minibatch of some clients of a chunk: samples [first, last) of an epoch."""
 
     clients: slice  # of the chunk's rows
@@ -42,9 +42,9 @@ class Step(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def steps_of(
-    sizes: tuple[int, ...], training: Training, plan: Plan, ragged: bool, join: bool
-) -> tuple[list[Step], Tensor, Tensor]:
+def plan_steps(
+    sizes: tuple[int, ...], training: Training, plan: BatchPlan, ragged: bool, join: bool
+) -> tuple[list[BatchStep], Tensor, Tensor]:
     """The steps of clients of these sizes [s], largest first; minibatches of an epoch [s]; steps
     each takes [s].
 
@@ -74,7 +74,7 @@ def steps_of(
         for (own, last, _), group in groupby(on, partial(kind, place)):
             some = list(group)  # neighbours, since they are sorted by size
             clients = slice(some[0], some[-1] + 1)
-            steps.append(Step(clients, epoch, own, place, place * size, last))
+            steps.append(BatchStep(clients, epoch, own, place, place * size, last))
     return steps, torch.tensor(cuts), torch.tensor(takes)
 
 
@@ -87,20 +87,20 @@ class Batches:
         training: Training,
         key: tuple[int, int],  # the run's seed, the round
         ids: Tensor,  # [s], the clients of most samples first
-        plan: Plan,
+        plan: BatchPlan,
         ragged: bool,
         join: bool = False,
     ) -> None:
         lists = data.lists("train")
         self.size = lists.size[ids]
         sizes = tuple(self.size.tolist())
-        self.steps, self.cuts, self.taken = steps_of(sizes, training, plan, ragged, join)
+        self.steps, self.cuts, self.taken = plan_steps(sizes, training, plan, ragged, join)
         passes = range(plan.batches * self.steps[-1].epochs)  # the smallest client's, the most
         fixed = (key[0], 0, plan.stream, 0)  # one order for the whole run
         keys = [(*key, plan.stream, p) if training.reshuffle else fixed for p in passes]
-        orders = [torch.from_numpy(shuffles(client_seeds(ids, *k), sizes)) for k in keys]
+        orders = [torch.from_numpy(client_shuffles(client_seeds(ids, *k), sizes)) for k in keys]
         order = torch.stack(orders, 1).add_(lists.begin[ids][:, None, None])
-        self.order = lists.flat.take(onto(order, lists.flat.device))  # [s, passes, longest]
+        self.order = lists.flat.take(to_device(order, lists.flat.device))  # [s, passes, longest]
         self._key = ids, (*key, plan.stream, "noise"), data.y.device
 
     @cached_property
@@ -108,22 +108,22 @@ class Batches:
         """Dropout's, [s, passes]."""
         ids, key, device = self._key
         each = [client_seeds(ids, *key, p) for p in range(self.order.shape[1])]
-        return onto(torch.from_numpy(np.stack(each, 1).view(np.int64)), device)
+        return to_device(torch.from_numpy(np.stack(each, 1).view(np.int64)), device)
 
     @cached_property
-    def _size_there(self) -> Tensor:
+    def _sizes_on_device(self) -> Tensor:
         """`size` beside the samples: it goes to a card once, not in every step."""
-        return onto(self.size, self.order.device)
+        return to_device(self.size, self.order.device)
 
-    def counts(self, step: Step) -> Tensor:
+    def sample_counts(self, step: BatchStep) -> Tensor:
         """How many samples of a step's minibatch each client has [s], beside the samples."""
-        rest = self._size_there[step.clients] - step.first
+        rest = self._sizes_on_device[step.clients] - step.first
         return rest.clamp(max=step.last - step.first)
 
-    def places(self, step: Step, which: int = 0) -> Tensor:
+    def places(self, step: BatchStep, which: int = 0) -> Tensor:
         """Where in the pool a step's samples are, [s, B]."""
         return self.order[step.clients, step.epoch + which * step.epochs, step.first : step.last]
 
-    def seeds_of(self, step: Step, which: int = 0) -> Tensor:
+    def seeds_of(self, step: BatchStep, which: int = 0) -> Tensor:
         """Seeds [s] for a step's dropout."""
         return self.seeds[step.clients, step.epoch + which * step.epochs] + step.place

@@ -17,20 +17,21 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.data._federation import Federation
-from pflcore.data._ragged import onto
-from pflcore.nn._mode import context, forward_mode
+from pflcore.data._ragged import to_device
+from pflcore.nn._context import forward_context, forward_state
 from pflcore.ops._chain import chain_grad, chain_sgd_, has_kernels
 from pflcore.ops._sgd import check_sgd, clipped, corrected
-from pflcore.train._batches import Batches, Step
+from pflcore.train._batches import Batches, BatchStep
 from pflcore.train._chain import Chain
-from pflcore.train._graphs import Body, GradientGraphs
+from pflcore.train._graphs import GradientGraphs, GraphFunction
 from pflcore.train._net import Net
-from pflcore.train._training import BETAS, EPS, Training
+from pflcore.train._training import DEFAULT_BETAS, DEFAULT_EPS, Training
 
 EPOCH_BYTES = 1 << 26  # an epoch's minibatches are gathered at once up to this size
-EXTRA = "extra "  # begins the names of a loss's own tensors among the inputs of a recorded step
+# begins the names of a loss's own tensors among the inputs of a recorded step
+EXTRA_PREFIX = "extra "
 Tensors = dict[str, Tensor]
-LossFn = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]  # net, row, x, y, extra
+ObjectiveLoss = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]  # net, row, x, y, extra
 
 
 class Engine(NamedTuple):
@@ -38,7 +39,7 @@ class Engine(NamedTuple):
 
     name: str  # "loop" or "vmap"
     chain: Chain | None = None  # what the kernels train; the engine does the rest
-    why: str = "asked for"
+    reason: str = "asked for"
 
     @property
     def form(self) -> str:
@@ -53,15 +54,15 @@ class Objective(NamedTuple):
     prox: tuple[Tensor | float, Tensor] | None = None  # mu: a number, [S]; anchor [S, Q]
     shift: Tensor | None = None  # [S, Q] added to every gradient
     mask: Tensor | None = None  # [Q] or [S, Q]; where it is 0 nothing moves
-    loss: LossFn | None = None
+    loss: ObjectiveLoss | None = None
     extra: Tensors = {}  # noqa: RUF012 [S, ...], whose slices the loss is given
-    alone: bool = False  # never under vmap, for a loss that it cannot carry
+    never_vmap: bool = False  # never under vmap, for a loss that it cannot carry
 
-    def engine(self, usual: Engine) -> Engine:
+    def engine_for(self, usual: Engine) -> Engine:
         """What computes its gradients: the chain knows the run's loss alone."""
-        if self.loss is None and not self.alone:
+        if self.loss is None and not self.never_vmap:
             return usual
-        return Engine("loop" if self.alone else usual.name)
+        return Engine("loop" if self.never_vmap else usual.name)
 
     def terms(self, w: Tensor) -> Tensors:
         """What is added to the gradients at `w` [S, Q], [S, ...], as `ops.sgd_step_` names it."""
@@ -73,16 +74,16 @@ class Objective(NamedTuple):
         if self.shift is not None:
             terms["shift"] = self.shift
         if self.mask is not None:
-            terms["mask"] = onto(self.mask, w.device).to(w.dtype)
+            terms["mask"] = to_device(self.mask, w.device).to(w.dtype)
         return terms
 
 
-def cut(terms: Tensors, clients: Any) -> Tensors:
+def slice_terms(terms: Tensors, clients: Any) -> Tensors:
     """Some clients' terms; a mask [Q] is everybody's."""
     return {k: v if (k, v.dim()) == ("mask", 1) else v[clients] for k, v in terms.items()}
 
 
-MODEL = Objective()  # the run's own loss alone
+RUN_LOSS = Objective()  # the run's own loss alone
 
 
 def gradients(  # noqa: PLR0913 (one call for two engines)
@@ -94,15 +95,15 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
     seeds: Tensor,  # [s]
     vmap: bool,
     train: bool,
-    own: LossFn | None = None,
+    own: ObjectiveLoss | None = None,
     extra: Tensors = {},  # noqa: B006
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [s], gradients [s, Q], buffers [s, b] by autograd: of all under vmap, or of one."""
 
     def loss(extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor) -> Any:
-        with forward_mode(train, buffers, seed, alone=not vmap):
+        with forward_context(train, buffers, seed, single_client=not vmap):
             value = net.loss(w, x, y) if own is None else own(net, w, x, y, extra)
-            return value, context.buffers
+            return value, forward_state.buffers
 
     w = rows.detach().requires_grad_()
     given = (w, x, y, buffers, seeds)
@@ -117,40 +118,44 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
 
 def gather_samples(
     data: Federation,
-    places: Tensor,  # [s, n] in the pool
+    index: Tensor,  # [s, n] in the pool
     relabel: Tensor | None,  # [s, C]
 ) -> tuple[Tensor, Tensor]:
     """Samples x [s, n, ...] and labels y [s, n, ...] as the clients know them."""
     pool = (data.x, data.y)
-    x, y = (t.index_select(0, places.flatten()).unflatten(0, places.shape) for t in pool)
+    x, y = (t.index_select(0, index.flatten()).unflatten(0, index.shape) for t in pool)
     if relabel is not None:
         y = relabel.gather(1, y.flatten(1)).view_as(y)
     return x, y
 
 
-def autograd_body(net: Net, data: Federation, vmap: bool, own: LossFn | None) -> Body:
+def autograd_graph_function(
+    net: Net, data: Federation, vmap: bool, own: ObjectiveLoss | None
+) -> GraphFunction:
     """Gradients of a minibatch by autograd, as a function that can be recorded."""
 
-    def body(inputs: Tensors) -> Tensors:
+    def graph_function(inputs: Tensors) -> Tensors:
         x, y = gather_samples(data, inputs["places"], inputs.get("relabel"))
-        extra = {name.removeprefix(EXTRA): t for name, t in inputs.items() if EXTRA in name}
+        extra = {
+            name.removeprefix(EXTRA_PREFIX): t for name, t in inputs.items() if EXTRA_PREFIX in name
+        }
         state = (inputs["buffers"], inputs["seeds"])
         losses, g, after = gradients(net, inputs["w"], x, y, *state, vmap, True, own, extra)
         return {"losses": losses, "g": g, "buffers": after}
 
-    return body
+    return graph_function
 
 
-def chain_body(chain: Chain, data: Federation) -> Body:
+def chain_graph_function(chain: Chain, data: Federation) -> GraphFunction:
     """Gradients of a minibatch by the chain's op, as a function that can be recorded."""
 
-    def body(inputs: Tensors) -> Tensors:
-        pool = (*chain.head, data.x, data.y, inputs.get("relabel"))
+    def graph_function(inputs: Tensors) -> Tensors:
+        pool = (*chain.fixed_args, data.x, data.y, inputs.get("relabel"))
         batch = (inputs["places"], inputs["size"], inputs.get("seeds"))
         g, losses = chain_grad(inputs["w"], *pool, *batch)
         return {"losses": losses, "g": g}
 
-    return body
+    return graph_function
 
 
 @dataclass
@@ -163,7 +168,7 @@ class Chunk:
     relabel: Tensor | None  # [s, C] labels as each client knows them
     buffers: Tensor  # [s, b], changed
     engine: Engine
-    loss: LossFn | None  # in place of the run's
+    loss: ObjectiveLoss | None  # in place of the run's
     extra: Tensors  # [s, ...], its own tensors
     graphs: GradientGraphs | None = None  # on a GPU
 
@@ -171,36 +176,36 @@ class Chunk:
         self.losses = self.buffers.new_zeros(len(self.buffers), dtype=torch.float64)
         self.leaves: list[Tensor] = []
         self._epoch: int | None = None
-        self._looked: Step | None = None
+        self._looked: BatchStep | None = None
 
-    def samples(self, step: Step, which: int = 0) -> tuple[Tensor, Tensor]:
+    def samples(self, step: BatchStep, which: int = 0) -> tuple[Tensor, Tensor]:
         """x [s, B, ...] and the clients' own labels y [s, B, ...] of a minibatch."""
         s, epoch, b = step.clients, step.epoch + which * step.epochs, self.batches
         whole = b.order[:, epoch]
         if whole.numel() * self.data.x[0].nbytes > EPOCH_BYTES:
-            return gather_samples(self.data, b.places(step, which), self._labels_of(s))
+            return gather_samples(self.data, b.places(step, which), self._relabel_rows(s))
         if self._epoch != epoch:
-            labels = self._labels_of(slice(None))
+            labels = self._relabel_rows(slice(None))
             self._epoch, self._samples = epoch, gather_samples(self.data, whole, labels)
         x, y = self._samples
         return x[s, step.first : step.last], y[s, step.first : step.last]
 
-    def _labels_of(self, clients: slice) -> Tensor | None:
+    def _relabel_rows(self, clients: slice) -> Tensor | None:
         return None if self.relabel is None else self.relabel[clients]
 
-    def gradient(self, step: Step, w: Tensor, which: int = 0) -> Tensor:
+    def gradient(self, step: BatchStep, w: Tensor, which: int = 0) -> Tensor:
         """The gradients [s, Q] at `w` [s, Q] on a step's `which`-th minibatch; its first look at
         the first one is the step's loss. The next call may overwrite them."""
         s, chain, b = step.clients, self.engine.chain, self.batches
         if self.graphs is not None:
-            found = self.graphs.run(*self._recordable(step, w, which))
+            found = self.graphs.run(*self._recordable_step(step, w, which))
             losses, g = found["losses"], found["g"]
             if "buffers" in found:
                 self.buffers[s] = found["buffers"]
         elif chain is not None:
             seeds = b.seeds_of(step, which) if chain.dropout else None
-            pool = chain.on(self.data, self.relabel, s)
-            places, counts = b.places(step, which), b.counts(step)
+            pool = chain.kernel_args(self.data, self.relabel, s)
+            places, counts = b.places(step, which), b.sample_counts(step)
             g, losses = chain_grad(w.detach(), *pool, places, counts, seeds)
         else:
             extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
@@ -213,12 +218,14 @@ class Chunk:
             self.losses[s] += losses
         return g
 
-    def lasting_gradient(self, step: Step, w: Tensor, which: int = 0) -> Tensor:
+    def gradient_copy(self, step: BatchStep, w: Tensor, which: int = 0) -> Tensor:
         """The same in memory of its own."""
         g = self.gradient(step, w, which)
         return g if self.graphs is None else g.clone()
 
-    def _recordable(self, step: Step, w: Tensor, which: int) -> tuple[Hashable, Body, Tensors]:
+    def _recordable_step(
+        self, step: BatchStep, w: Tensor, which: int
+    ) -> tuple[Hashable, GraphFunction, Tensors]:
         """A step's gradient as a function of tensors, these, and what else it depends on."""
         s, chain, b, data = step.clients, self.engine.chain, self.batches, self.data
         inputs = {"w": w.detach(), "places": b.places(step, which)}
@@ -226,22 +233,22 @@ class Chunk:
             inputs["relabel"] = self.relabel[s]
         pool = (id(data.x), id(data.y))
         if chain is not None:
-            inputs["size"] = b.counts(step)
+            inputs["size"] = b.sample_counts(step)
             if chain.dropout:
                 inputs["seeds"] = b.seeds_of(step, which)
-            return (id(chain), *pool), chain_body(chain, data), inputs
+            return (id(chain), *pool), chain_graph_function(chain, data), inputs
         inputs |= {"buffers": self.buffers[s], "seeds": b.seeds_of(step, which)}
-        inputs |= {EXTRA + name: t[s] for name, t in self.extra.items()}
+        inputs |= {EXTRA_PREFIX + name: t[s] for name, t in self.extra.items()}
         vmap = self.engine.name == "vmap"
         key = (self.net, self.loss, vmap, *pool)
-        return key, autograd_body(self.net, data, vmap, self.loss), inputs
+        return key, autograd_graph_function(self.net, data, vmap, self.loss), inputs
 
-    def on_leaves(self, step: Step) -> tuple[Tensor, ...]:
+    def leaf_gradients(self, step: BatchStep) -> tuple[Tensor, ...]:
         """The gradient by parameters, at the row whose views `leaves` are: one client's."""
         (x, y), seeds = self.samples(step), self.batches.seeds_of(step)
-        with forward_mode(True, self.buffers[0], seeds[0], alone=True):
-            loss = self.net.batch_loss(self.net.on_leaves(x[0]), y[0])
-            self.buffers[0] = context.buffers
+        with forward_context(True, self.buffers[0], seeds[0], single_client=True):
+            loss = self.net.batch_loss(self.net.forward_bound(x[0]), y[0])
+            self.buffers[0] = forward_state.buffers
         self.losses += loss.detach()
         return torch.autograd.grad(loss, self.leaves, allow_unused=True, materialize_grads=True)
 
@@ -249,7 +256,7 @@ class Chunk:
 # optimizers -------------------------------------------------------------------------------------
 
 
-def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -> None:
+def train_chunk(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -> None:
     """Takes all steps of the clients' rows "w" [s, Q], in place; adds the minibatches' gradients,
     clipped and with SGD's weight decay, to "grad" [s, Q], where that is."""
     w, grads = mine["w"], mine.get("grad")
@@ -257,7 +264,7 @@ def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -
     shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
     check_sgd(w, w, lr, shift, mask, 0.0 if mu is None else mu, anchor, 0.0, None, t.weight_decay)
     if sgd and chain is not None and has_kernels(w.device):
-        chunk.losses += by_kernels(chunk, chain, w, terms, t, lr, grads)
+        chunk.losses += sgd_by_kernels(chunk, chain, w, terms, t, lr, grads)
         return
     alone = chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size)
     # On a GPU a row, whose gradient can be captured: with and without graphs, bits are the same.
@@ -271,7 +278,7 @@ def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -
     for step in chunk.batches.steps:
         s = step.clients
         if chunk.leaves:
-            found = chunk.on_leaves(step)
+            found = chunk.leaf_gradients(step)
             if plain:  # no gradient as a row in memory
                 with torch.no_grad():
                     torch._foreach_add_(chunk.leaves, found, alpha=-lr)
@@ -284,7 +291,7 @@ def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -
             grads[s] += g
             if t.gradient_decay:
                 grads[s].add_(w[s], alpha=t.gradient_decay)
-        own: dict[str, Any] = cut(terms, s)
+        own: dict[str, Any] = slice_terms(terms, s)
         if adamw is not None:
             adamw.step(s, g, own)
         else:
@@ -294,7 +301,7 @@ def train(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -
             )
 
 
-def by_kernels(
+def sgd_by_kernels(
     chunk: Chunk,
     chain: Chain,
     w: Tensor,
@@ -309,28 +316,32 @@ def by_kernels(
     cut = (b.order, b.size, b.taken, t.batch_size, t.drop_last, seeds)
     shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
     how = (lr, shift, mask, 0.0, mu, anchor, t.momentum, t.weight_decay)
-    pool = chain.on(chunk.data, chunk.relabel, slice(None))
+    pool = chain.kernel_args(chunk.data, chunk.relabel, slice(None))
     return chain_sgd_(w, *pool, *cut, *how, t.clip_grad or math.inf, grads)
 
 
 class AdamW:
     """Loshchilov and Hutter 2019, Algorithm 2, as `torch.optim.AdamW`."""
 
-    def __init__(self, w: Tensor, lr: float, t: Training, most: int) -> None:
+    def __init__(self, w: Tensor, lr: float, t: Training, max_steps: int) -> None:
         self.w, self.lr, self.decay = w, lr, t.weight_decay
-        self.betas, self.eps = t.betas or BETAS, t.eps or EPS
+        self.betas, self.eps = t.betas or DEFAULT_BETAS, t.eps or DEFAULT_EPS
         self.mean, self.square = torch.zeros_like(w), torch.zeros_like(w)
-        self.steps = w.new_zeros(len(w), 1, dtype=torch.int64)  # that each took, at most `most`
+        self.steps = w.new_zeros(
+            len(w), 1, dtype=torch.int64
+        )  # that each took, at most `max_steps`
         # By Python, one by one: torch's powers of several numbers have other last digits.
-        tables = ([1 - beta**k for k in range(most + 1)] for beta in self.betas)
-        self.bias = [onto(torch.tensor(t, dtype=torch.float64), w.device).to(w) for t in tables]
+        tables = ([1 - beta**k for k in range(max_steps + 1)] for beta in self.betas)
+        self.bias_corrections = [
+            to_device(torch.tensor(t, dtype=torch.float64), w.device).to(w) for t in tables
+        ]
 
     def step(self, s: slice, grad: Tensor, terms: Tensors) -> None:
         w, mean, square, steps = (v[s] for v in (self.w, self.mean, self.square, self.steps))
         d = corrected(w, grad, terms.get("shift"), 0.0, terms.get("mu"), terms.get("anchor"))
         steps += 1
         first, second = self.betas
-        by_mean, by_square = (bias[steps] for bias in self.bias)
+        by_mean, by_square = (bias[steps] for bias in self.bias_corrections)
         mean.lerp_(d, 1 - first)
         square.mul_(second).addcmul_(d, d, value=1 - second)
         root = square.sqrt().div_(by_square.sqrt()).add_(self.eps)

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pflcore.check import warn
+from pflcore.check import warn_caller
 
 Tensors = dict[str, Tensor]
-Body = Callable[[Tensors], Tensors]
+GraphFunction = Callable[[Tensors], Tensors]
 
 # A capture takes as long as some ten steps that are launched one kernel after another. Shapes that
 # never come so often, such as a last batch of a cohort that is drawn anew, are not worth one.
@@ -42,12 +42,12 @@ class _Graph:
     """A recorded gradient and where its inputs and results stand."""
 
     replay: Callable[[], None]
-    body: Body  # what was recorded: it keeps alive the memory that the graph reads
+    function: GraphFunction  # what was recorded: it keeps alive the memory that the graph reads
     inputs: Tensors
     outputs: Tensors
 
 
-class _Arena:
+class _FixedMemory:
     """Memory at fixed addresses, one piece for each name, which all graphs of a run share."""
 
     def __init__(self, device: torch.device) -> None:
@@ -81,34 +81,34 @@ class GradientGraphs:
     """The graphs of one run on one GPU."""
 
     def __init__(self, device: torch.device, capture_after_steps: int | None = None) -> None:
-        self.refusal: str | None = None  # why nothing is captured any more
+        self.refusal_reason: str | None = None  # why nothing is captured any more
         self.replays = 0
         self._device = device
         self._capture_after_steps = (
             CAPTURE_AFTER_STEPS if capture_after_steps is None else capture_after_steps
         )
-        self._arena = _Arena(device)
+        self._arena = _FixedMemory(device)
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
-        self._steps: Counter[Hashable] = Counter()
+        self._step_counts: Counter[Hashable] = Counter()
 
     @property
     def summary(self) -> str:
         """Whether gradients are captured, for the record."""
-        return "captured" if self.refusal is None else f"eager: {self.refusal}"
+        return "captured" if self.refusal_reason is None else f"eager: {self.refusal_reason}"
 
-    def run(self, key: Hashable, body: Body, inputs: Tensors) -> Tensors:
-        """`body(inputs)`, replayed where it has been recorded under this key for these shapes.
+    def run(self, key: Hashable, function: GraphFunction, inputs: Tensors) -> Tensors:
+        """`function(inputs)`, replayed where it has been recorded under this key for these shapes.
 
         The results of a replay are overwritten by the next one.
         """
-        if self.refusal is not None:
-            return body(inputs)
+        if self.refusal_reason is not None:
+            return function(inputs)
         shapes = tuple((name, t.shape, t.dtype) for name, t in inputs.items())
         graph = self._graphs.get((key, shapes))
         if graph is None:
-            return self._run_eagerly((key, shapes), body, inputs)
+            return self._run_eagerly((key, shapes), function, inputs)
         self._graphs.move_to_end((key, shapes))
         for name, place in graph.inputs.items():
             place.copy_(inputs[name])
@@ -116,24 +116,26 @@ class GradientGraphs:
         self.replays += 1
         return graph.outputs
 
-    def _run_eagerly(self, key: Hashable, body: Body, inputs: Tensors) -> Tensors:
-        """`body(inputs)`; the step in which its shapes have come often enough is recorded, too."""
-        if len(self._steps) >= MAX_COUNTED_SHAPES:
-            self._steps.clear()
-        self._steps[key] += 1
-        if self._steps[key] <= self._capture_after_steps:
-            return body(inputs)
+    def _run_eagerly(self, key: Hashable, function: GraphFunction, inputs: Tensors) -> Tensors:
+        """`function(inputs)`; the step in which its shapes have come often enough is recorded, too."""
+        if len(self._step_counts) >= MAX_COUNTED_SHAPES:
+            self._step_counts.clear()
+        self._step_counts[key] += 1
+        if self._step_counts[key] <= self._capture_after_steps:
+            return function(inputs)
         try:
-            outputs = _run_without_waiting(body, inputs)
+            outputs = _run_without_waiting(function, inputs)
         except Exception as error:
-            self.refusal = f"a step makes the host wait for the GPU ({_first_line(error)})"
-            return body(inputs)  # raises what is no matter of waiting
+            self.refusal_reason = (
+                f"a step makes the host wait for the GPU ({_first_error_line(error)})"
+            )
+            return function(inputs)  # raises what is no matter of waiting
         try:
-            self._graphs[key] = self._captured(body, inputs, outputs)
+            self._graphs[key] = self._capture_graph(function, inputs, outputs)
         except RuntimeError as error:
-            self.refusal = _first_line(error)
-            warn(
-                f"a local step could not be captured as a CUDA graph ({self.refusal}); the run "
+            self.refusal_reason = _first_error_line(error)
+            warn_caller(
+                f"a local step could not be captured as a CUDA graph ({self.refusal_reason}); the run "
                 "goes on without graphs",
                 RuntimeWarning,
             )
@@ -141,8 +143,8 @@ class GradientGraphs:
             self._graphs.popitem(last=False)
         return outputs
 
-    def _captured(self, body: Body, inputs: Tensors, outputs: Tensors) -> _Graph:
-        """A graph of `body` on places in the arena; `outputs` show the shapes of its results."""
+    def _capture_graph(self, function: GraphFunction, inputs: Tensors, outputs: Tensors) -> _Graph:
+        """A graph of `function` on places in the arena; `outputs` show the shapes of its results."""
         results = {f"result {name}": t for name, t in outputs.items()}
         if not self._arena.has_room({**inputs, **results}):
             self._graphs.clear()  # they know the addresses that are given up
@@ -160,25 +162,25 @@ class GradientGraphs:
             # What other threads do on the GPU meanwhile is no part of the graph, and allowed.
             where = {"pool": self._pool, "stream": self._stream}
             with torch.cuda.graph(graph, capture_error_mode="thread_local", **where):
-                for name, t in body(places).items():
+                for name, t in function(places).items():
                     result_places[f"result {name}"].copy_(t)
         named = {name: result_places[f"result {name}"] for name in outputs}
-        return _Graph(graph.replay, body, places, named)
+        return _Graph(graph.replay, function, places, named)
 
 
-def _run_without_waiting(body: Body, inputs: Tensors) -> Tensors:
-    """`body(inputs)`; raises RuntimeError where it makes the host wait for the GPU.
+def _run_without_waiting(function: GraphFunction, inputs: Tensors) -> Tensors:
+    """`function(inputs)`; raises RuntimeError where it makes the host wait for the GPU.
 
     A wait inside a capture would spoil it, and torch does not recover from that completely.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        return body(inputs)
+        return function(inputs)
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _first_line(error: Exception) -> str:
+def _first_error_line(error: Exception) -> str:
     lines = str(error).splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pflcore.data._inputs import IGNORED
-from pflcore.metrics import right
+from pflcore.data._inputs import IGNORED_LABEL
+from pflcore.metrics import is_correct
 
-Criterion = Callable[[Tensor, Tensor], Tensor]  # scores, y -> the batch's mean loss
+LossFunction = Callable[[Tensor, Tensor], Tensor]  # scores, y -> the batch's mean loss
 
 
 def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
@@ -25,13 +25,13 @@ def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
     if y.dim() < 2 or y.is_floating_point():
         return F.cross_entropy(scores, y)
     flat = scores.movedim(1, -1).flatten(0, -2)
-    steps = F.cross_entropy(flat, y.flatten(), reduction="none", ignore_index=IGNORED)
-    return of_steps(steps.view(y.shape), y).mean()
+    steps = F.cross_entropy(flat, y.flatten(), reduction="none", ignore_index=IGNORED_LABEL)
+    return mean_over_steps(steps.view(y.shape), y).mean()
 
 
-def of_steps(values: Tensor, y: Tensor) -> Tensor:
+def mean_over_steps(values: Tensor, y: Tensor) -> Tensor:
     """The mean of each sample's `values` [B, ...] over the labels of that shape that count: [B]."""
-    counts = (y != IGNORED).flatten(1)
+    counts = (y != IGNORED_LABEL).flatten(1)
     return (values.flatten(1) * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
@@ -59,8 +59,8 @@ def half_squared(scores: Tensor, y: Tensor) -> Tensor:
     return 0.5 * squared(scores, y)
 
 
-REGRESSION = (squared, half_squared)  # integers are numbers to these, not labels
-LOGITS = (
+REGRESSION_LOSSES = (squared, half_squared)  # integers are numbers to these, not labels
+LOGIT_LOSSES = (
     hinge,
     binary_cross_entropy,
     F.binary_cross_entropy_with_logits,
@@ -70,18 +70,18 @@ LOGITS = (
 )
 
 
-NAMED = (cross_entropy, squared, half_squared, hinge, binary_cross_entropy)
-CRITERIA = {f.__name__: f for f in NAMED}
+NAMED_LOSSES = (cross_entropy, squared, half_squared, hinge, binary_cross_entropy)
+LOSSES = {f.__name__: f for f in NAMED_LOSSES}
 
 # torch's, as it makes them by default
-OURS = {
+TORCH_EQUIVALENTS = {
     **dict.fromkeys((nn.CrossEntropyLoss, F.cross_entropy), cross_entropy),
     **dict.fromkeys((nn.MSELoss, F.mse_loss), squared),
 }
 # of a divergence "batchmean" is the mean over the samples, and "mean" that over all numbers
-MEANS = ("mean", "batchmean")
-A_LOSS = f"one of {', '.join(CRITERIA)}, a function of (scores, y) or an nn.Module"
-Loss = Annotated[str | Criterion, at.doc(A_LOSS)]
+MEAN_REDUCTIONS = ("mean", "batchmean")
+LOSS_TEXT = f"one of {', '.join(LOSSES)}, a function of (scores, y) or an nn.Module"
+Loss = Annotated[str | LossFunction, at.doc(LOSS_TEXT)]
 
 
 def default_loss(y: Tensor) -> str:
@@ -89,19 +89,19 @@ def default_loss(y: Tensor) -> str:
     return "squared" if y.is_floating_point() else "cross_entropy"
 
 
-def loss_of(loss: Loss, name: str = "loss") -> Criterion:
-    """A function of (scores, y) [B, ...] -> the batch's mean loss, from a name of `CRITERIA`, a
+def resolve_loss(loss: Loss, name: str = "loss") -> LossFunction:
+    """A function of (scores, y) [B, ...] -> the batch's mean loss, from a name of `LOSSES`, a
     function or an `nn.Module` such as `nn.CrossEntropyLoss(weight=w)`. ValueError or TypeError in
     one sentence that begins with `name`."""
-    if isinstance(loss, str) and loss in CRITERIA:
-        return CRITERIA[loss]
+    if isinstance(loss, str) and loss in LOSSES:
+        return LOSSES[loss]
     if isinstance(loss, type):
         raise TypeError(
             f"{name}: expected a loss, got the class {loss.__name__}; write {loss.__name__}()."
         )
     if not callable(loss):
-        raise TypeError(f"{name}: expected {A_LOSS}, got {loss!r}.")
-    if isinstance(loss, partial) and loss.keywords.get("reduction", "mean") not in MEANS:
+        raise TypeError(f"{name}: expected {LOSS_TEXT}, got {loss!r}.")
+    if isinstance(loss, partial) and loss.keywords.get("reduction", "mean") not in MEAN_REDUCTIONS:
         raise ValueError(
             f"{name}: expected the mean over a batch, got a function with "
             f"reduction={loss.keywords['reduction']!r}."
@@ -109,23 +109,23 @@ def loss_of(loss: Loss, name: str = "loss") -> Criterion:
     if not isinstance(loss, nn.Module):
         # [B, 1] against [B] would be spread to [B, B]; a batch's mean over steps is no mean over
         # samples
-        return OURS.get(loss, loss)
+        return TORCH_EQUIVALENTS.get(loss, loss)
     if any(p.requires_grad for p in loss.parameters()):
         raise ValueError(
             f"{name}: {type(loss).__name__} has parameters, which nothing would train; make them a "
             "part of the model."
         )
-    if getattr(loss, "reduction", "mean") not in MEANS:
+    if getattr(loss, "reduction", "mean") not in MEAN_REDUCTIONS:
         raise ValueError(
             f"{name}: expected the mean over a batch, got "
             f"{type(loss).__name__}(reduction={loss.reduction!r})."
         )
-    ours = OURS.get(type(loss))
+    ours = TORCH_EQUIVALENTS.get(type(loss))
     default = ours and {**vars(type(loss)()), "training": loss.training}
     return ours if ours and default == vars(loss) else loss
 
 
-def loss_name(criterion: Criterion) -> str:
+def loss_name(criterion: LossFunction) -> str:
     """What a criterion is called in records."""
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
@@ -137,10 +137,10 @@ def ignored_label(loss: Any) -> int:
         label: Any = loss.keywords.get("ignore_index")
     else:
         label = getattr(loss, "ignore_index", None)
-    return label if isinstance(label, int) else IGNORED
+    return label if isinstance(label, int) else IGNORED_LABEL
 
 
-def by_place(scores: Tensor, y: Tensor) -> Tensor:
+def classes_last(scores: Tensor, y: Tensor) -> Tensor:
     """Scores [B, C, T] of labels [B, T] with the classes last; where there is one score a label, as
     the labels are."""
     if scores.numel() == y.numel():
@@ -148,19 +148,21 @@ def by_place(scores: Tensor, y: Tensor) -> Tensor:
     return scores.movedim(1, -1) if scores.dim() > y.dim() else scores
 
 
-def shares_right(scores: Tensor, y: Tensor) -> Tensor:
+def fraction_correct(scores: Tensor, y: Tensor) -> Tensor:
     """Which share of its labels [B, ...] each sample's `scores` [B, C, ...] get right, of those
     that count: [B] float64, NaN where none counts."""
-    hits, labels = (v.view(len(y), -1) for v in (right(by_place(scores, y), y).double(), y))
-    return of_steps(hits, labels).masked_fill((labels == IGNORED).all(1), torch.nan)
+    hits, labels = (
+        v.view(len(y), -1) for v in (is_correct(classes_last(scores, y), y).double(), y)
+    )
+    return mean_over_steps(hits, labels).masked_fill((labels == IGNORED_LABEL).all(1), torch.nan)
 
 
-def that_count(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def without_masked(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The scores [n, C] and labels [n] of the samples or steps that count, of scores [B, C, ...]
     and labels [B, ...]; where all count, in their shapes, the classes last."""
     if y.is_floating_point():
         return scores, y
-    counts = y != IGNORED
+    counts = y != IGNORED_LABEL
     if bool(counts.all()):
-        return (scores if y.dim() < 2 else by_place(scores, y)), y
-    return by_place(scores, y)[counts], y[counts]
+        return (scores if y.dim() < 2 else classes_last(scores, y)), y
+    return classes_last(scores, y)[counts], y[counts]

@@ -15,30 +15,32 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from pflcore.metrics import human
-from pflcore.nn._mode import forward_mode
+from pflcore.metrics import human_bytes
+from pflcore.nn._context import forward_context
 
 if TYPE_CHECKING:
     from pflcore.train._net import Net
 
-SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is about memory. Not every library has an error class for it: torch on a CPU and
     cuBLAS raise RuntimeError."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in OUT_OF_MEMORY_TEXTS
+    )
 
 
-def request_of(error: BaseException) -> str:
+def failed_request(error: BaseException) -> str:
     """What the last, refused request was for, where the error says it: "20.00 MiB", or nothing."""
     size = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     return size[1] if size else ""
 
 
-def give_back(device: str) -> None:
+def free_caches(device: str) -> None:
     """Frees what a failed round left: errors and the frames they hold form cycles, and allocators
     keep what they once had."""
     gc.collect()
@@ -75,15 +77,15 @@ def activation_bytes(
     apart = {t.untyped_storage()._cdata for t in (row, net.b0, x, y, *fixed)}
     kept: dict[int, int] = {}
 
-    def note(saved: Tensor) -> Tensor:
+    def record_saved(saved: Tensor) -> Tensor:
         storage = saved.untyped_storage()
         if storage._cdata not in apart:
             kept[storage._cdata] = storage.nbytes()
         return saved
 
     seed = torch.zeros((), dtype=torch.int64, device=x.device)
-    with torch.enable_grad(), forward_mode(True, net.b0, seed, alone=True):
-        with saved_tensors_hooks(note, lambda saved: saved):
+    with torch.enable_grad(), forward_context(True, net.b0, seed, single_client=True):
+        with saved_tensors_hooks(record_saved, lambda saved: saved):
             loss = net.loss(row, x, y)
         del loss  # until here autograd holds what it saved, so no address was used twice
     return sum(kept.values())
@@ -93,7 +95,7 @@ class RunTooLarge(MemoryError):
     """Refused before it began; its text is the whole sentence."""
 
 
-def remedy(together: int | None) -> str:
+def memory_remedy(together: int | None) -> str:
     """What to do about memory; `together`: so many clients take a step at once."""
     fewer = "let fewer clients take part in a round (participation)"
     if together is not None and together > 1:
@@ -101,23 +103,25 @@ def remedy(together: int | None) -> str:
     return fewer
 
 
-def refuse(peak: int, device: str, together: int | None = None) -> None:
+def check_fits_memory(peak: int, device: str, together: int | None = None) -> None:
     """A run that cannot fit is not begun."""
     most = capacity(device)
     if most is not None and peak > most:
         raise RunTooLarge(
-            f"memory: the run needs about {human(peak)} beside its data, and {device} has "
-            f"{human(most)}; {remedy(together)}, or make the batches (batch_size), the federation "
+            f"memory: the run needs about {human_bytes(peak)} beside its data, and {device} has "
+            f"{human_bytes(most)}; {memory_remedy(together)}, or make the batches (batch_size), the federation "
             "or the model smaller."
         )
 
 
-def sentence(where: str, peak: int, request: str, device: str, together: int | None = None) -> str:
+def out_of_memory_text(
+    where: str, peak: int, request: str, device: str, together: int | None = None
+) -> str:
     """One sentence: where memory ran out, what the run needs, what there is, what to do."""
     asked = f", when {request} more were asked for" if request else ""
     most = capacity(device)
-    has = f", and {device} has {human(most)}" if most else ""
+    has = f", and {device} has {human_bytes(most)}" if most else ""
     return (
-        f"Out of memory {where}{asked}: the run needs about {human(peak)} beside its data{has}; "
-        f"{remedy(together)}, or make the batches (batch_size) or the model smaller."
+        f"Out of memory {where}{asked}: the run needs about {human_bytes(peak)} beside its data{has}; "
+        f"{memory_remedy(together)}, or make the batches (batch_size) or the model smaller."
     )

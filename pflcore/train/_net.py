@@ -22,13 +22,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from pflcore.check import Seed, checked
-from pflcore.data._inputs import IGNORED, Fields
-from pflcore.metrics import Form
+from pflcore.data._inputs import IGNORED_LABEL, Fields
+from pflcore.metrics import ArgumentForm
 from pflcore.nn import Dropout
-from pflcore.nn._mode import context
-from pflcore.train._losses import LOGITS, REGRESSION, Loss, ignored_label, loss_of
-from pflcore.train._random import OwnDraws
-from pflcore.train._recurrent import write_out
+from pflcore.nn._context import forward_state
+from pflcore.train._losses import LOGIT_LOSSES, REGRESSION_LOSSES, Loss, ignored_label, resolve_loss
+from pflcore.train._random import IsolatedDraws
+from pflcore.train._recurrent import unroll_recurrent
 
 RANDOM_MODULES = (
     nn.modules.dropout._DropoutNd,
@@ -36,15 +36,15 @@ RANDOM_MODULES = (
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
 )
-Places = list[tuple[dict[str, Any], str]]  # where a tensor stands: tied ones in several
+TensorSlots = list[tuple[dict[str, Any], str]]  # where a tensor stands: tied ones in several
 
 
-class _Bound:
+class _BoundModule:
     """One thread's private copy of a module, whose tensors are replaced before each call."""
 
     def __init__(self, module: nn.Module, names: Iterable[str], buffers: Iterable[str]) -> None:
         self.module = copy.deepcopy(module)
-        found: dict[int, Places] = {}
+        found: dict[int, TensorSlots] = {}
         for m in self.module.modules():
             if isinstance(m, _BatchNorm):
                 # nothing reads the count, and adding to it in place is no function of the row
@@ -57,7 +57,7 @@ class _Bound:
         self.buffers = [found[id(own[n])] for n in buffers]
         self.shapes = [own[n].shape for n in names]
         self.sizes = [shape.numel() for shape in self.shapes]
-        write_out(self.module)
+        unroll_recurrent(self.module)
 
     def cut(self, row: Tensor) -> list[Tensor]:
         """The parameters that a row holds."""
@@ -65,7 +65,7 @@ class _Bound:
         return [piece.view(shape) for piece, shape in pieces]
 
 
-def _bind(places: list[Places], tensors: Iterable[Tensor]) -> None:
+def _bind(places: list[TensorSlots], tensors: Iterable[Tensor]) -> None:
     for spots, tensor in zip(places, tensors, strict=True):
         for owner, name in spots:
             owner[name] = tensor
@@ -77,7 +77,7 @@ class Net:
 
     `build` is a module (its weights become `w0`) or a function without arguments that makes one
     (then `w0 = init(seed)`: what it draws from torch's global generator comes from one of the net's
-    own, whatever `torch.manual_seed` it calls). `criterion` is `"cross_entropy"`, `"squared"`,
+    own, whatever `torch.manual_seed` it calls). `loss` is `"cross_entropy"`, `"squared"`,
     `"half_squared"`, `"hinge"`, or a function or `nn.Module` of (scores, y); `head` names the
     submodule that counts as the head. Default: what gives the scores, found when the model first
     meets data; before that an attribute `head` of the model, its only `nn.Linear`, or the last one
@@ -91,18 +91,18 @@ class Net:
     def __init__(
         self,
         build: nn.Module | Callable[[], nn.Module],
-        criterion: Loss = "cross_entropy",
+        loss: Loss = "cross_entropy",
         head: str | None = None,
         seed: Seed = 0,
     ) -> None:
-        self.criterion = loss_of(criterion, "criterion")
+        self.loss_fn = resolve_loss(loss, "loss")
         self.build, self.seed = build, seed
-        self.fields: Fields | None = None  # what `reading` gave its module
-        made = build if isinstance(build, nn.Module) else self._made(seed)
-        module = _copied(made)
+        self.fields: Fields | None = None  # what `with_fields` gave its module
+        made = build if isinstance(build, nn.Module) else self._build_module(seed)
+        module = _copy_module(made)
         _check_weights(module)
         _check_layers(module)
-        _check_detours(made)
+        _check_hooks(made)
         for m in module.modules():
             if type(m) is nn.Dropout:
                 m.__class__ = Dropout  # type: ignore[assignment]
@@ -125,25 +125,26 @@ class Net:
             [n.endswith("running_var") for n, b in floats.items() for _ in range(b.numel())],
             dtype=torch.bool,
         )
-        self.head_name, self._asked = self._find_head(head), head is not None
-        self.joins = False  # does a last batch of one sample, where it cannot train, join another?
-        self.one_score = False  # is there one score for each label? known once a batch was seen
-        self.form = Form()  # how its loss takes one score a label, known then too
+        self.head_name, self._head_given = self._find_head(head), head is not None
+        # does a last batch of one sample, where it cannot train, join another?
+        self.merge_last_sample = False
+        self.single_score = False  # is there one score for each label? known once a batch was seen
+        self.argument_form = ArgumentForm()  # how its loss takes one score a label, known then too
         self._threads = threading.local()
 
     @property
     def scores_classes(self) -> bool:
         """Whether integer targets are labels, so that there is an accuracy: of one score a label
         only a loss of logits says so."""
-        loss = self.criterion.func if isinstance(self.criterion, partial) else self.criterion
-        return loss not in REGRESSION and (
-            not self.one_score or any(c in LOGITS for c in (loss, type(loss)))
+        loss = self.loss_fn.func if isinstance(self.loss_fn, partial) else self.loss_fn
+        return loss not in REGRESSION_LOSSES and (
+            not self.single_score or any(c in LOGIT_LOSSES for c in (loss, type(loss)))
         )
 
     @property
-    def ignored(self) -> int:
+    def ignored_label(self) -> int:
         """The label that the loss leaves out; in a run's data it is `IGNORED`."""
-        return ignored_label(self.criterion)
+        return ignored_label(self.loss_fn)
 
     # rows and modules -------------------------------------------------------
     def row(self, module: nn.Module) -> Tensor:
@@ -171,7 +172,7 @@ class Net:
 
     def init(self, seed: int) -> Tensor:
         """A freshly drawn row [P]; torch's global random state is neither read nor changed."""
-        return self.row(self._made(seed))
+        return self.row(self._build_module(seed))
 
     def mask(self, *patterns: str) -> Tensor:
         """Bool [P] on the CPU, true where the parameter's name matches one of the shell patterns:
@@ -241,11 +242,11 @@ class Net:
         other.module = copy.deepcopy(self.module).to(device, dtype)
         other.w0, other.b0 = self.w0.to(device, dtype), self.b0.to(device, dtype)
         other.dtype = other.w0.dtype
-        if isinstance(self.criterion, nn.Module):  # class weights, for instance
-            other.criterion = copy.deepcopy(self.criterion).to(device, dtype)
+        if isinstance(self.loss_fn, nn.Module):  # class weights, for instance
+            other.loss_fn = copy.deepcopy(self.loss_fn).to(device, dtype)
         return other
 
-    def reading(self, fields: Fields | None) -> Net:
+    def with_fields(self, fields: Fields | None) -> Net:
         """The same net for a pool of several fields: its module takes the dict of them that a batch
         of rows holds."""
         if fields is None or fields == self.fields:
@@ -261,11 +262,11 @@ class Net:
         self._check(row)
         bound = self._bound()
         _bind(bound.params, bound.cut(row))
-        return self.on_leaves(x)
+        return self.forward_bound(x)
 
     def leaves(self, row: Tensor) -> list[Tensor]:
         """The parameters as leaf views of `row` [P]: bound in this thread until its next call, for
-        `on_leaves`.
+        `forward_bound`.
 
         A training loop that moves the row in place saves the cutting of the row, and the joining of
         its gradient, in every step.
@@ -275,23 +276,23 @@ class Net:
         _bind(bound.params, leaves)
         return leaves
 
-    def on_leaves(self, x: Tensor) -> Tensor:
+    def forward_bound(self, x: Tensor) -> Tensor:
         """Scores of the model with the parameters that are bound on a batch `x` [B, ...]."""
         bound = self._bound()
-        if bound.module.training != context.train:
-            bound.module.train(context.train)
+        if bound.module.training != forward_state.train:
+            bound.module.train(forward_state.train)
         if bound.buffers:
-            buffers = self.b0 if context.buffers is None else context.buffers
+            buffers = self.b0 if forward_state.buffers is None else forward_state.buffers
             pieces = zip(buffers.split(self.buffer_sizes), self.buffer_shapes, strict=True)
             # copies: under vmap batch norm writes into contiguous tensors only, and silently not
             # into views
             _bind(bound.buffers, [piece.clone().view(shape) for piece, shape in pieces])
-        context.layer = 0
+        forward_state.random_layer = 0
         scores = bound.module(x)
-        if bound.buffers and context.train:
+        if bound.buffers and forward_state.train:
             # a forward may have put another tensor there
             after = [owner[name].detach().reshape(-1) for (owner, name), *_ in bound.buffers]
-            context.buffers = torch.cat(after)
+            forward_state.buffers = torch.cat(after)
         return scores  # type: ignore[no-any-return]
 
     def features(self, row: Tensor, x: Tensor) -> Tensor:
@@ -309,7 +310,7 @@ class Net:
         s, bound = self.head_slice, self._bound("head")
         alone = row.shape[-1] == s.stop - s.start
         _bind(bound.params, bound.cut(row if alone else row[s]))
-        bound.module.train(context.train)
+        bound.module.train(forward_state.train)
         return bound.module(z)  # type: ignore[no-any-return]
 
     @property
@@ -336,20 +337,20 @@ class Net:
     def batch_loss(self, scores: Tensor, y: Tensor) -> Tensor:
         """The criterion's value for a batch's scores and targets [B, ...], handed to it in the form
         that it takes, and with the label that it leaves out: a scalar []."""
-        scores, y = self.form.hand(scores, y)
-        if self.ignored != IGNORED and not y.is_floating_point():
-            y = y.masked_fill(y == IGNORED, self.ignored)
-        return self.criterion(scores, y)
+        scores, y = self.argument_form.convert(scores, y)
+        if self.ignored_label != IGNORED_LABEL and not y.is_floating_point():
+            y = y.masked_fill(y == IGNORED_LABEL, self.ignored_label)
+        return self.loss_fn(scores, y)
 
     # inside -----------------------------------------------------------------
-    def _bound(self, part: str = "whole") -> _Bound:
-        bound: _Bound | None = self._threads.__dict__.get(part)
+    def _bound(self, part: str = "whole") -> _BoundModule:
+        bound: _BoundModule | None = self._threads.__dict__.get(part)
         if bound is None:
             module, names, buffers = self.module, self.names, self.buffer_names
             if part == "head":
                 module, buffers = module.get_submodule(self.head_name or ""), []
                 names = [n.removeprefix(self._prefix) for n in names if self._in_head(n)]
-            bound = self._threads.__dict__[part] = _Bound(module, names, buffers)
+            bound = self._threads.__dict__[part] = _BoundModule(module, names, buffers)
         return bound
 
     @property
@@ -359,8 +360,8 @@ class Net:
     def _in_head(self, name: str) -> bool:
         return self.head_name is not None and name.startswith(self._prefix)
 
-    def _made(self, seed: int) -> nn.Module:
-        with OwnDraws(seed):
+    def _build_module(self, seed: int) -> nn.Module:
+        with IsolatedDraws(seed):
             if isinstance(self.build, nn.Module):
                 return copy.deepcopy(self.build).apply(_reset)  # a parent has the last word
             made = self.build() if callable(self.build) else self.build
@@ -390,11 +391,11 @@ class Net:
         around = [m for n, m in modules.items() if last.startswith(f"{n}." if n else n)]
         return last if all(type(m) is nn.Sequential for m in around) else None
 
-    def see(self, used: list[str], called: list[str]) -> None:
+    def locate_head(self, used: list[str], called: list[str]) -> None:
         """The head, where nobody named one: of the layers in the order of their calls the last
         `nn.Linear`, or the part `head` around it, that holds some of the parameters `used`, those
         on which the loss depends."""
-        for name in reversed([] if self._asked else called):
+        for name in reversed([] if self._head_given else called):
             if any(n.startswith(f"{name}." if name else "") for n in used):
                 named = name.split(".")[0] == "head"
                 if named or isinstance(self.module.get_submodule(name), nn.Linear):
@@ -420,7 +421,7 @@ def _reset(m: nn.Module) -> None:
         )
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def _copy_module(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module)
     except RuntimeError as e:  # torch.nn.utils.weight_norm keeps a tensor that is no leaf
@@ -486,7 +487,7 @@ def _check_layers(module: nn.Module) -> None:
             )
 
 
-def _check_detours(module: nn.Module) -> None:
+def _check_hooks(module: nn.Module) -> None:
     """Clients' copies of a model would leave behind hooks of parameters, and a forward that holds
     the original."""
     if isinstance(module, torch.jit.ScriptModule):

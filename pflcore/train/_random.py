@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pflcore.check import need
+from pflcore.check import require
 
 # the version of the random streams: runs of one version, seed and setting are the same run
-STREAM = 3
+STREAM_VERSION = 3
 U64 = npt.NDArray[np.uint64]
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 # clients of up to 16.7 million samples; 40 random bits decide their order
 POSITION_BITS = 24
 
@@ -30,7 +30,7 @@ def seed_of(*key: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class OwnDraws(TorchDispatchMode):
+class IsolatedDraws(TorchDispatchMode):
     """What this thread draws inside without a generator comes from one of its own, as after
     `torch.manual_seed(seed)`.
 
@@ -74,15 +74,17 @@ def mix64(z: U64) -> U64:
 
 def client_seeds(ids: npt.ArrayLike, *key: object) -> U64:
     """One word per client [S] for this key (the run's seed, the round, the stream)."""
-    return mix64(np.uint64(seed_of(*key)) + GOLDEN * (np.asarray(ids, np.uint64) + np.uint64(1)))
+    return mix64(
+        np.uint64(seed_of(*key)) + GOLDEN_GAMMA * (np.asarray(ids, np.uint64) + np.uint64(1))
+    )
 
 
-def words(seeds: U64, count: int) -> U64:
+def random_words(seeds: U64, count: int) -> U64:
     """`count` random words for each seed, [S, count]."""
-    return mix64(seeds[:, None] + GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
+    return mix64(seeds[:, None] + GOLDEN_GAMMA * np.arange(1, count + 1, dtype=np.uint64))
 
 
-def shuffles(seeds: U64, sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
+def client_shuffles(seeds: U64, sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """For each client a permutation of its `sizes[i]` positions, [S, max size]; 0 beyond a client's
     size.
 
@@ -90,9 +92,9 @@ def shuffles(seeds: U64, sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """
     size, most = np.asarray(sizes, np.int64), (1 << POSITION_BITS) - 1
     longest = int(size.max())
-    need(longest <= most, "sizes", f"at most {most} samples of a client", longest)
+    require(longest <= most, "sizes", f"at most {most} samples of a client", longest)
     low, outside = np.uint64(most), np.arange(longest) >= size[:, None]
-    keys = words(seeds, longest)
+    keys = random_words(seeds, longest)
     keys &= ~low
     keys |= np.arange(longest, dtype=np.uint64)
     np.putmask(keys, outside, ~np.uint64(0))  # sorts behind everybody's own
@@ -102,22 +104,22 @@ def shuffles(seeds: U64, sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
     return keys.view(np.int64)
 
 
-def drawn(n: int, count: int, *key: object) -> Tensor:
+def draw_without_replacement(n: int, count: int, *key: object) -> Tensor:
     """`count` of the numbers 0..n-1 without replacement, in the order of their draw, int64 [count]:
     work of `count`, not of `n`."""
     seeds = np.asarray([seed_of(*key)], np.uint64)
     if 4 * count >= n:
-        return torch.from_numpy(words(seeds, n)[0].argsort(kind="stable")[:count])
+        return torch.from_numpy(random_words(seeds, n)[0].argsort(kind="stable")[:count])
     tries = 2 * count + 8
     while True:
-        numbers = (words(seeds, tries)[0] % np.uint64(n)).view(np.int64)
+        numbers = (random_words(seeds, tries)[0] % np.uint64(n)).view(np.int64)
         first = np.unique(numbers, return_index=True)[1]
         if len(first) >= count:
             return torch.from_numpy(numbers[np.sort(first)[:count]])
         tries *= 2
 
 
-def uniforms(seeds: U64, count: int) -> Tensor:
+def client_uniforms(seeds: U64, count: int) -> Tensor:
     """`count` numbers per seed, uniform on the open interval (0, 1), float32 [S, count]."""
-    high = (words(seeds, count) >> np.uint64(40)).astype(np.float32)
+    high = (random_words(seeds, count) >> np.uint64(40)).astype(np.float32)
     return torch.from_numpy((high + np.float32(0.5)) * np.float32(2.0**-24))

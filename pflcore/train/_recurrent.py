@@ -13,19 +13,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from pflcore.nn._mode import context
+from pflcore.nn._context import forward_state
 
 State = tuple[Tensor, ...]  # h [B, H], and an LSTM's c [B, H]
 
 
-class _WrittenOut(nn.RNNBase):
+class _Unrolled(nn.RNNBase):
     # (x, h, state) -> the next state, from what the gates have of the input and of the last state,
     # each with its bias
     cell: Any
 
     def forward(self, x: Any, hx: Any = None) -> Any:
         plain = isinstance(x, Tensor) and x.dim() == 3 and hx is None
-        if context.alone or not plain or self.dropout or self.proj_size:
+        if forward_state.single_client or not plain or self.dropout or self.proj_size:
             return super().forward(x, hx)
         last = []
         x = x.transpose(0, 1) if self.batch_first else x  # [T, B, I]
@@ -54,12 +54,12 @@ class _WrittenOut(nn.RNNBase):
         return torch.stack(found[::way]), state
 
 
-class _RNN(_WrittenOut, nn.RNN):
+class _RNN(_Unrolled, nn.RNN):
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
         return (getattr(torch, self.nonlinearity)(x + h),)
 
 
-class _GRU(_WrittenOut, nn.GRU):
+class _GRU(_Unrolled, nn.GRU):
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
         two = 2 * self.hidden_size
         reset, keep = (x[..., :two] + h[..., :two]).sigmoid().chunk(2, -1)
@@ -67,18 +67,18 @@ class _GRU(_WrittenOut, nn.GRU):
         return (torch.lerp(new, state[0], keep),)
 
 
-class _LSTM(_WrittenOut, nn.LSTM):
+class _LSTM(_Unrolled, nn.LSTM):
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
         take, keep, new, give = (x + h).chunk(4, -1)
         c = torch.addcmul(keep.sigmoid() * state[1], take.sigmoid(), new.tanh())
         return give.sigmoid() * c.tanh(), c
 
 
-WRITTEN_OUT: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: _RNN, nn.GRU: _GRU, nn.LSTM: _LSTM}
+UNROLLED: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: _RNN, nn.GRU: _GRU, nn.LSTM: _LSTM}
 
 
-def write_out(module: nn.Module) -> None:
+def unroll_recurrent(module: nn.Module) -> None:
     """Let recurrent layers inside `module`, which nobody else may hold, change their class; their
     parameters stay."""
     for m in module.modules():
-        m.__class__ = WRITTEN_OUT.get(type(m), type(m))
+        m.__class__ = UNROLLED.get(type(m), type(m))

@@ -15,14 +15,21 @@ import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pflcore.check import Count, Kind, Momentum, NonNegative, Positive, check
+from pflcore.check import (
+    Expectation,
+    Momentum,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+)
 
 Schedule = Callable[[int, int], float] | Callable[[Optimizer], LRScheduler]
-WANTED = (
+SCHEDULE_TEXT = (
     "a function of (round, rounds) that multiplies lr, or one of an optimizer that makes a "
     "scheduler of torch's, such as lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)"
 )
-BETAS, EPS = (0.9, 0.999), 1e-8  # AdamW's, as torch has them by default
+DEFAULT_BETAS, DEFAULT_EPS = (0.9, 0.999), 1e-8  # AdamW's, as torch has them by default
 
 
 def _are_betas(value: Any) -> bool:
@@ -31,16 +38,16 @@ def _are_betas(value: Any) -> bool:
     return bool(numbers) and all(0 <= b < 1 for b in value)
 
 
-Betas = Annotated[tuple[float, float], Kind("two numbers from 0 to below 1", _are_betas)]
+Betas = Annotated[tuple[float, float], Expectation("two numbers from 0 to below 1", _are_betas)]
 
 
 @lru_cache(maxsize=64)
-def rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
+def learning_rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
     """The step size of each round, 1 to `rounds`. ValueError in one sentence where `schedule` gives
     none."""
     found: list[float] = []
     try:
-        for rate in _rates(schedule, lr, rounds):
+        for rate in _learning_rates(schedule, lr, rounds):
             found.append(float(rate))
             if not 0 <= found[-1] < math.inf:
                 raise ValueError(f"it gave {found.pop()}, which is no step size")
@@ -52,13 +59,13 @@ def rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
                 "lambda round, rounds: ..."
             )
         raise ValueError(
-            f"schedule: expected {WANTED}; after round {len(found)} of {rounds} it raised "
+            f"schedule: expected {SCHEDULE_TEXT}; after round {len(found)} of {rounds} it raised "
             f"{type(error).__name__}: {str(error).rstrip('.')}{hint}."
         ) from error
     return tuple(found)
 
 
-def _rates(function: Callable[..., Any], lr: float, rounds: int) -> Iterator[Any]:
+def _learning_rates(function: Callable[..., Any], lr: float, rounds: int) -> Iterator[Any]:
     if not _takes_one(function):
         for round in range(1, rounds + 1):
             yield float(function(round, rounds)) * lr
@@ -104,27 +111,27 @@ class Training:
     """
 
     # step size of round 1
-    lr: NonNegative = 0.1
+    lr: NonNegativeFloat = 0.1
     # samples of a minibatch
-    batch_size: Count = 32
+    batch_size: PositiveInt = 32
     # local epochs of a round
-    epochs: Count = 1
+    epochs: PositiveInt = 1
     momentum: Momentum = 0.0  # its buffer starts at zero in every round
     # added to the gradient as weight_decay * w; AdamW: decoupled
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     # leave out the last minibatch where it is smaller than the others; one of a single sample, on
     # which a model (batch norm) cannot train, joins the one before it
     drop_last: bool = False
     reshuffle: bool = True  # False: one order of the samples for the whole run
-    schedule: Annotated[Schedule, Kind(WANTED, callable)] | None = None
+    schedule: Annotated[Schedule, Expectation(SCHEDULE_TEXT, callable)] | None = None
     local_optimizer: Literal["sgd", "adamw"] = "sgd"  # of each client
     # no minibatch's gradient is longer (Euclidean norm); None: any
-    clip_grad: Positive | None = None
+    clip_grad: PositiveFloat | None = None
     betas: Betas | None = None  # AdamW's, of mean and square; None: 0.9 and 0.999
-    eps: Positive | None = None  # AdamW's; None: 1e-8
+    eps: PositiveFloat | None = None  # AdamW's; None: 1e-8
 
     def __post_init__(self) -> None:
-        check(self)
+        check_fields(self)
         if self.local_optimizer == "adamw" and self.momentum:
             raise ValueError(
                 f"momentum: AdamW has betas in its place, got {self.momentum}; leave momentum out, "
@@ -150,5 +157,5 @@ class Training:
         return (
             self.lr
             if self.schedule is None
-            else rates(self.schedule, self.lr, max(round, rounds))[round - 1]
+            else learning_rates(self.schedule, self.lr, max(round, rounds))[round - 1]
         )

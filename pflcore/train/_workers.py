@@ -45,13 +45,13 @@ class Workers:
             barrier.wait(60)
 
         threads = ThreadPoolExecutor(self.count, "pflcore")
-        with one_thread():  # set_num_threads is also what new threads start with: put it back
+        with single_threaded():  # set_num_threads is also what new threads start with: put it back
             list(threads.map(one_each, range(self.count)))
         return threads
 
 
 @contextmanager
-def one_thread(wanted: bool = True) -> Iterator[None]:
+def single_threaded(wanted: bool = True) -> Iterator[None]:
     """The calling thread works alone inside: on a busy machine, waking others takes longer."""
     before = torch.get_num_threads()
     if wanted and before > 1:

@@ -32,7 +32,7 @@ from small import (
 
 from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training, evaluate
 from pflcore.algorithms import FedAvg
-from pflcore.simulation.round import Setup
+from pflcore.simulation.round import RunConfig
 
 
 def served(s, rounds=3):
@@ -63,10 +63,10 @@ def test_golden_per_fedavg(variant, name, engine):
         (h2, lambda w, y: (w**4 / 4 - w).mean(), h2["delta"]),
     ):
         s = points([0.0], h["beta"], h["w"], engine, loss)
-        alg = PerFedAvg(variant=variant, alpha=h["alpha"], delta=delta, scaled=False)
+        alg = PerFedAvg(variant=variant, alpha=h["alpha"], delta=delta, scale_delta=False)
         down = {"x": s.net.w0[None]}
         close(alg.train(down, {}, at_work(s))[1]["delta"], [[h[name] - h["w"]]])
-        close(adapted(alg, down, s), [[h["inner"]]])
+        close(adapted(alg, down, s), [[h["inner_steps"]]])
 
 
 def test_scaled_differences_are_right_in_float32():
@@ -84,7 +84,7 @@ def test_scaled_differences_are_right_in_float32():
     want = played(double(s), variant="exact")
     close(played(double(s), variant="hf"), want, 1e-3, 1e-4)
     right, wrong = (
-        (played(s, variant="hf", scaled=scaled) - want).norm() for scaled in (True, False)
+        (played(s, variant="hf", scale_delta=scaled) - want).norm() for scaled in (True, False)
     )
     assert right < 0.05 * wrong
 
@@ -155,7 +155,7 @@ LOSSES = (
 def test_not_adapted_it_is_fedavg_by_any_loss(alg, loss):
     s = tiny()._replace(net=Net(tiny_model(), loss))
     state, _ = served(s)
-    ours, plain = (evaluate(Setup(a, s), state) for a in (alg, FedAvg()))
+    ours, plain = (evaluate(RunConfig(a, s), state) for a in (alg, FedAvg()))
     torch.testing.assert_close(ours, plain, rtol=1e-5 if isinstance(alg, KnnPer) else 0, atol=0)
 
 
@@ -172,7 +172,7 @@ def candidates(s, state, down):
     tried = [FineTune(finetune_lr=lr, finetune_epochs=e) for lr in (0.05, 0.5) for e in range(1, 5)]
     tried = [FineTune(finetune_epochs=0), *tried]
     rows = [adapted(alg, down, s) for alg in tried]
-    values = [evaluate(Setup(alg, s), state, "val")["accuracy"] for alg in tried]
+    values = [evaluate(RunConfig(alg, s), state, "val")["accuracy"] for alg in tried]
     return torch.stack(values), torch.stack(rows)
 
 
@@ -244,9 +244,9 @@ PARTS = ([1], [1, 3], [0, 1], [0, 1, 2, 4], [2, 3])
 )
 def test_what_is_best_for_the_others_does_not_depend_on_who_is_evaluated(engine, model, statistics):
     run = one_lacks(engine, model, batch_norm=statistics)
-    whole = evaluate(run.setup, run.state)
+    whole = evaluate(run.config, run.state)
     for ids in map(torch.tensor, PARTS):
-        part = evaluate(run.setup, run.state, "test", ids)
+        part = evaluate(run.config, run.state, "test", ids)
         for key, values in part.items():
             assert torch.equal(values[ids], whole[key][ids]), (ids, key)
 
@@ -303,7 +303,7 @@ def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
     knn = KnnPer(k=3, lam=0.8)
     algs = FedAvg(), knn, replace(knn, min_size=21, margin=margin)
     on = {
-        split: [evaluate(Setup(a, s), state, split)["accuracy"] for a in algs]
+        split: [evaluate(RunConfig(a, s), state, split)["accuracy"] for a in algs]
         for split in ("val", "test")
     }
     taken = s.data.size("train") >= 21

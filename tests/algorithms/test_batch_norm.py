@@ -18,7 +18,7 @@ from small import after, at_work, near, some
 
 from pflcore import Simulation, step
 from pflcore.algorithms import FedAvg
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import RunConfig, initial_state
 
 
 def trained(s, ids):
@@ -52,7 +52,7 @@ def test_statistics_are_mixed_as_the_model_is(alg):
     elif alg.weighting == "uniform":
         weight = torch.ones_like(weight)
     near(
-        state.batch_norm,
+        state.buffers,
         (weight / weight.sum() @ trained(s, ids)).expand(4, -1),
     )
     assert done.bytes_up >= 3 * 8 * (s.net.size + s.net.b0.numel())
@@ -62,14 +62,14 @@ def test_statistics_are_mixed_as_the_model_is(alg):
 def test_statistics_follow_a_mixing_matrix(alg):
     s = normal()
     ids = [0, 1, 3]
-    setup = Setup(alg, s, batch_norm="average")
-    state, done = step(setup, begin(alg, s.net, 4), torch.tensor(ids))
+    setup = RunConfig(alg, s, batch_norm="average")
+    state, done = step(setup, initial_state(alg, s.net, 4), torch.tensor(ids))
     if isinstance(alg, FedDWA):  # K numbers a client
         mix = spread(done.mix.weight, done.mix.index, 3)
-        assert torch.equal(state.batch_norm[2], s.net.b0)  # absent: it keeps its own
+        assert torch.equal(state.buffers[2], s.net.b0)  # absent: it keeps its own
     else:
         mix = done.mix.weight[ids]
-    near(state.batch_norm[ids], mix / mix.sum(1, keepdim=True) @ trained(s, ids))
+    near(state.buffers[ids], mix / mix.sum(1, keepdim=True) @ trained(s, ids))
 
 
 class Chosen(FedAvg):
@@ -81,7 +81,7 @@ class Chosen(FedAvg):
         changes, mix = super().update(state, up, cohort)
         weight = torch.zeros(len(cohort.ids), len(cohort.ids), dtype=self.dtype)
         weight[0, 0] = 0.25
-        return changes, mix._replace(weight=weight, rows=cohort.ids)
+        return changes, mix._replace(weight=weight, receivers=cohort.ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -89,23 +89,23 @@ def test_who_takes_nothing_keeps_the_statistics_from_before_the_round(dtype):
     s = normal()
     alg = Chosen()
     object.__setattr__(alg, "dtype", dtype)
-    setup = Setup(alg, s, batch_norm="average")
-    state, _ = step(setup, begin(alg, s.net, 4), torch.tensor([0, 1, 2]))
-    assert torch.equal(state.batch_norm[1:], s.net.b0.expand(3, -1))
-    near(state.batch_norm[0], trained(s, [0, 1, 2])[0])
+    setup = RunConfig(alg, s, batch_norm="average")
+    state, _ = step(setup, initial_state(alg, s.net, 4), torch.tensor([0, 1, 2]))
+    assert torch.equal(state.buffers[1:], s.net.b0.expand(3, -1))
+    near(state.buffers[0], trained(s, [0, 1, 2])[0])
 
 
 def test_a_round_of_nobodys_statistics_is_void():
     s = normal()
-    begun = begin(FedAvg(), s.net, 4)
+    begun = initial_state(FedAvg(), s.net, 4)
     begun.server["x"].fill_(torch.nan)
-    state, done = step(Setup(FedAvg(), s, batch_norm="average"), begun, torch.arange(4))
+    state, done = step(RunConfig(FedAvg(), s, batch_norm="average"), begun, torch.arange(4))
     assert done.void and done.dropped == [0, 1, 2, 3]
-    assert torch.equal(state.batch_norm, s.net.b0.expand(4, -1))
+    assert torch.equal(state.buffers, s.net.b0.expand(4, -1))
     assert done.bytes_up >= 4 * 8 * s.net.b0.numel()  # what is not accepted has travelled too
 
 
-@pytest.mark.parametrize("alg", [HypCluster(k=3), Ensemble(k=3), HypCluster(k=3, warm=1)])
+@pytest.mark.parametrize("alg", [HypCluster(k=3), Ensemble(k=3), HypCluster(k=3, warmup_rounds=1)])
 def test_each_cluster_has_statistics_of_its_own(alg):
     """They are the mean of those who trained that model, and every model is judged with its own."""
     s = normal()
@@ -133,7 +133,7 @@ def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name, poli
     options = {"rounds": 2, "participation": 0.34, "batch_norm": policy}
     run = Simulation(name, s.net, s.data, s.training, **options)
     history = run.run()
-    assert not run.state.seen.all()
+    assert not run.state.participated.all()
     for i in range(6):
         x, y = s.data.client(i, "test")
         loss = float(nn.functional.cross_entropy(history.model(i)(x), y))

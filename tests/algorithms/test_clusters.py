@@ -8,7 +8,7 @@ from parts.edges import normal
 from small import Line, Scale, after, images, near, points, tiny, tiny_model
 
 from pflcore import Net, Simulation, Training
-from pflcore.simulation.round import begin
+from pflcore.simulation.round import initial_state
 
 
 def test_warm_start_trains_every_model_and_forgets_their_momentum():
@@ -16,7 +16,8 @@ def test_warm_start_trains_every_model_and_forgets_their_momentum():
     options = {"k": 2, "optimizer": "ema", "server_lr": 3.0}
     for rounds in (1, 2):
         (warm, done), (both, _) = (
-            after(a, s, rounds) for a in (HypCluster(warm=2, **options), Ensemble(**options))
+            after(a, s, rounds)
+            for a in (HypCluster(warmup_rounds=2, **options), Ensemble(**options))
         )
         assert torch.equal(warm.server["x"], both.server["x"]) and both.server["m"].any()
         assert torch.equal(warm.server["m"], both.server["m"] * (rounds == 1))
@@ -31,24 +32,24 @@ def test_one_cluster_is_fedavg(optimizer):
     for cls in (HypCluster, Ensemble):
         one, _ = after(cls(k=1, optimizer=optimizer), normal(), 3)
         near(one.server["x"][0], plain.server["x"])
-        near(one.server["b"][0], plain.batch_norm[0])
+        near(one.server["b"][0], plain.buffers[0])
 
 
 def test_shared_layers_need_one_age():
-    for options in ({"warm": 2}, {"optimizer": "adam", "bias_correction": "keras"}):
-        with pytest.raises(ValueError, match=r"^shared: .*; take warm=0 and"):
+    for options in ({"warmup_rounds": 2}, {"optimizer": "adam", "bias_correction": "keras"}):
+        with pytest.raises(ValueError, match=r"^shared: .*; take warmup_rounds=0 and"):
             HypCluster(shared="w", **options)
     with pytest.raises(ValueError, match=r"^k: this model starts equal 2 times"):
-        HypCluster(shared="*").initial(tiny().net)  # nothing is left to differ in
+        HypCluster(shared="*").server_init_args(tiny().net)  # nothing is left to differ in
 
 
 def test_centres_never_start_equal_and_seeds_follow_the_run():
     for net in map(Net, (lambda: Line((0.0,) * 28), lambda: nn.Linear(4, 3))):
         for k in (2, 5):
-            rows = HypCluster(k=k).starts(net)
+            rows = HypCluster(k=k).initial_models(net)
             assert len(rows.unique(dim=0)) == k and rows.any(1).all()
     with pytest.raises(ValueError, match=r"^k: .* equal .*\.$"):
-        HypCluster(k=2).starts(Net(Scale([0.0] * 3)))
+        HypCluster(k=2).initial_models(Net(Scale([0.0] * 3)))
     one, two = (
         Simulation(HypCluster(k=2), tiny_model(), images(), seed=seed).state.server["x"]
         for seed in (0, 1)
@@ -59,7 +60,7 @@ def test_centres_never_start_equal_and_seeds_follow_the_run():
 def test_models_of_an_ensemble_shuffle_apart():
     """Two that start equal go different ways."""
     s = tiny(batch_size=4)
-    state = begin(Ensemble(k=2), s.net, 3)
+    state = initial_state(Ensemble(k=2), s.net, 3)
     state.server["x"][:] = s.net.w0
     one, two = after(Ensemble(k=2), s, 1, state)[0].server["x"]
     assert not torch.equal(one, two)

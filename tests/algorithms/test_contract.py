@@ -15,7 +15,7 @@ from torch import nn
 
 from pflcore import testing
 from pflcore.algorithms import ALGORITHMS
-from pflcore.check import Count
+from pflcore.check import PositiveInt
 from pflcore.testing import check
 
 # where the defaults do not fit a federation of four small clients
@@ -94,7 +94,7 @@ def test_bounds(line):
 def test_options_of_ones_own_class_are_checked_where_they_can_be_read():
     @dataclass(frozen=True)
     class Own(ALGORITHMS["ditto"]):
-        much: Count = 3
+        much: PositiveInt = 3
 
     @dataclass(frozen=True)
     class Unreadable(Own):

@@ -55,10 +55,10 @@ def tensors(cls):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             net = alg.prepare(Net(layers(BATCH_NORM)))
-            state = alg.init(**alg.initial(net), n=4)
+            state = alg.init(**alg.server_init_args(net), n=4)
         two = Cohort(torch.arange(2), torch.ones(2, dtype=torch.int64), 4, 1, 5)
         server |= {*state}
-        client |= {*alg.newcomer(alg.send(state, two), net, 4)}
+        client |= {*alg.init_client(alg.send(state, two), net, 4)}
     return {"server": server, "client": client}
 
 

@@ -11,7 +11,7 @@ from small import after, near
 from pflcore import Evaluation, Hardware, Net, Simulation, Training, evaluate
 from pflcore.algorithms import ALGORITHMS
 from pflcore.nn import factorize
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import RunConfig, initial_state
 
 
 @pytest.mark.parametrize("preset", ["recommended", "paper_literal"])
@@ -20,9 +20,9 @@ def test_beliefs_never_leave_the_client(preset):
     seen = {}
 
     class Spy(FactorizedWaffle):
-        def train(self, down, own, clients):
-            new, up, fit = super().train(down, own, clients)
-            seen.update(down=down, up=up, new=new, own=own)
+        def train(self, down, client_state, clients):
+            new, up, fit = super().train(down, client_state, clients)
+            seen.update(down=down, up=up, new=new, own=client_state)
             return new, up, fit
 
     s = setting()
@@ -41,17 +41,17 @@ def test_a_cached_dictionary_is_the_clients_last_download():
     """Section 2.3, without a connection: evaluated as if the server had stood still since."""
     s = setting()
     alg = FactorizedWaffle(dictionary="cached")
-    state = begin(alg, s.net, 3)
+    state = initial_state(alg, s.net, 3)
     sent = []
     for ids in ([0, 1], [1], [1]):
         sent.append(state.server["x"].clone())
         state, _ = after(alg, s, [ids], state)
-    found = evaluate(Setup(alg, s), state)["loss"]
+    found = evaluate(RunConfig(alg, s), state)["loss"]
     now = state.server["x"]
     # client 0 was there in round 1, client 1 in all three, client 2 never
     for i, x in enumerate((sent[0], sent[2], now)):
         state.server["x"] = x
-        assert found[i] == evaluate(Setup(FactorizedWaffle(), s), state)["loss"][i]
+        assert found[i] == evaluate(RunConfig(FactorizedWaffle(), s), state)["loss"][i]
     assert len({v.sum().item() for v in (*sent[1:], now)}) == 3
 
 
@@ -69,7 +69,7 @@ def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
     few.run()
     before = few.evaluate("test")["loss"]
     was = few.state.server["x"].clone()
-    many.state = many.algorithm.widened(few.state, few.setting.net, many.setting.net)
+    many.state = many.algorithm.widen_state(few.state, few.context.net, many.context.net)
     near(many.evaluate("test")["loss"], before, 1e-12, 1e-14)
     history = many.run()
     assert len(history.rounds) == 2 and torch.equal(few.state.server["x"], was)
@@ -78,15 +78,15 @@ def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
 
 def test_a_simulation_factorizes_the_model():
     run = run_of("factorized_waffle", 2, lr=0.1, batch_size=8)
-    names = run.setting.net.names
+    names = run.context.net.names
     assert [*names[:3], *names[-2:]] == ["0.w_a", "0.strength", "0.w_b", "4.weight", "4.bias"]
     history = run.run()
-    assert history.rounds[-1]["bytes_up"] == 3 * 8 * run.setting.net.size
+    assert history.rounds[-1]["bytes_up"] == 3 * 8 * run.context.net.size
     own = Net(factorize(model(), 6))
     kept = FactorizedWaffle(ranks=(2, 3)).prepare(own)
     assert strengths(kept).numel() == 12  # a model that has factors keeps them
     with pytest.raises(ValueError, match=r"^model: expected one with factorized layers"):
-        begin(FactorizedWaffle(), Net(model()), 2)
+        initial_state(FactorizedWaffle(), Net(model()), 2)
 
 
 def test_it_learns_what_one_model_cannot():

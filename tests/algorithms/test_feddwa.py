@@ -39,7 +39,7 @@ def test_golden_guidance_epoch_against_full_gradient(guidance, name):
 
     class Ordered:  # local training in the order that the golden values have
         lr = a9["eta"]
-        setting = SimpleNamespace(training=Training())
+        context = SimpleNamespace(training=Training())
 
         def fit(self, start, *, epochs=1, **_):
             w = start.clone()
@@ -72,7 +72,7 @@ def test_qp_satisfies_kkt(seed):
         models[1], models[2] = models[0], (models[0] + models[3]) / 2  # affinely dependent
     if seed % 7 == 0:
         g = models[-1:].clone()
-    p = spread(*FedDWAQP(k=m).weights(g, models), m)[0]
+    p = spread(*FedDWAQP(k=m).mixing_weights(g, models), m)[0]
     gap = g - models
     slope = gap @ (p @ gap) / gap.square().sum(1).max()
     mu = p @ slope
@@ -103,12 +103,12 @@ def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
     guide = w + 1e-3 * torch.randn(40, 67)
     guide[:20] = w[torch.randint(0, 40, (20,))]
     guide[20:34] = w[20:34]
-    want = FedDWA(k=k, search="exact").weights(guide, w)
-    assert all(map(torch.equal, FedDWA(k=k, search="groups").weights(guide, w), want))
-    monkeypatch.setattr("pflcore.algorithms._relations.MANY", 40)
-    monkeypatch.setattr("pflcore.algorithms._relations.LONG", long)
+    want = FedDWA(k=k, search="exact").mixing_weights(guide, w)
+    assert all(map(torch.equal, FedDWA(k=k, search="groups").mixing_weights(guide, w), want))
+    monkeypatch.setattr("pflcore.algorithms._relations.GROUP_SEARCH_MIN_CLIENTS", 40)
+    monkeypatch.setattr("pflcore.algorithms._relations.GROUP_SEARCH_MIN_COLUMNS", long)
     monkeypatch.setattr(ops, "pairwise_sqdist", None)  # not all pairs
-    assert all(map(torch.equal, FedDWA(k=k).weights(guide, w), want))
+    assert all(map(torch.equal, FedDWA(k=k).mixing_weights(guide, w), want))
 
 
 # rounds --------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_look_ahead_leaves_no_trace(engine):
     for guidance in ("previous", "epoch", "steps", "full_grad"):
         local = at_work(s, round=3)
         down = {"x": s.net.w0.expand(6, -1)}
-        _, up, done = FedDWA(guidance=guidance, ahead=2).train(down, {}, local)
+        _, up, done = FedDWA(guidance=guidance, lookahead=2).train(down, {}, local)
         later = local.after(done).fit(up["w"], stream="later")
         found.append([up["w"], done.buffers, later.w])
         # an order of its own: not the training's once more
@@ -139,7 +139,7 @@ def test_the_full_gradient_guidance_decays_as_training_does():
     weight decay included."""
     s = double(tiny((6, 7), batch_size=32, momentum=0.5, weight_decay=0.3))
     w = s.net.w0.expand(2, -1)
-    ahead = FedDWA(guidance="full_grad", ahead=3).look_ahead(w, at_work(s))
+    ahead = FedDWA(guidance="full_grad", lookahead=3).look_ahead(w, at_work(s))
     near(ahead, at_work(s).fit(w, epochs=3).w)
 
 

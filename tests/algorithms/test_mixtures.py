@@ -29,8 +29,8 @@ from small import (
 )
 
 from pflcore import Simulation, Training, evaluate
-from pflcore.algorithms import FedAvg, Pool
-from pflcore.simulation.round import Setup
+from pflcore.algorithms import FedAvg, SharedRows
+from pflcore.simulation.round import RunConfig
 
 MIXES = pytest.mark.parametrize("mix", ["weights", "logits"])
 
@@ -42,7 +42,7 @@ def test_what_is_evaluated(mix):
     s = tiny()
     alg = APFL(mix=mix, alpha_lr=1.0)
     state, _ = after(alg, s, 3)
-    losses = evaluate(Setup(alg, s), state)["loss"]
+    losses = evaluate(RunConfig(alg, s), state)["loss"]
     w = state.server["x"]
     own = state.clients
     for i, (v, a) in enumerate(zip(own["v"], own["alpha"], strict=True)):
@@ -126,7 +126,7 @@ def test_fedfomo_does_not_take_a_model_that_was_not_sent():
     index = {"train": s.data.index["train"], "val": s.data.index["test"]}
     s = s._replace(data=replace(s.data, index=index))
     own = {"w": t([[4.0], [4]]), "old": t([[4.0], [4]])}
-    down = {"w": Pool(t([[0.0], [2]]), torch.tensor([[1], [-1]]))}
+    down = {"w": SharedRows(t([[0.0], [2]]), torch.tensor([[1], [-1]]))}
     own, up, _ = FedFomo().train(down, own, at_work(s))
     assert own["w"][:, 0].tolist() == [2, 4] and up["a"][1].tolist() == [0, 0]
 
@@ -144,8 +144,8 @@ def test_golden_l2c():
     moments = {"m": zero, "v": zero, "t": zero[:, :1]}
     own = {"w": t([e1["theta_old"]]), "a": t([e1["alpha"]]), **moments}
     everybody = torch.arange(3)[None]
-    down = {"delta": Pool(-t(e1["Delta"]), everybody), "who": everybody}
-    close(L2C().mixed(down, own)[1][0], e1["w"])
+    down = {"delta": SharedRows(-t(e1["Delta"]), everybody), "who": everybody}
+    close(L2C().mixed_models(down, own)[1][0], e1["w"])
     new = L2C().train(down, own, local)[0]
     close(new["w"][0], e1["theta_new"])
     close(new["m"][0] / 0.1 - 0.01 * t(e1["alpha"]), e1["dL_dalpha"])

@@ -56,7 +56,7 @@ def test_feddwa_qp_tells_models_apart_that_are_a_millionth_of_the_way_to_the_gui
     a = 1e-6
     w = t([[-a, 0.0], [3 * a, 0.0]])
     guide = t([[0.0, 1.0]] * 2)
-    weight, index = FedDWAQP(k=2, ridge=ridge).weights(guide, w)
+    weight, index = FedDWAQP(k=2, ridge=ridge).mixing_weights(guide, w)
     first = weight.gather(1, index.argsort(1))[:, 0]
     assert first.tolist() == pytest.approx([share or 0.5] * 2, abs=1e-3 if share else 0.05)
 
@@ -64,22 +64,27 @@ def test_feddwa_qp_tells_models_apart_that_are_a_millionth_of_the_way_to_the_gui
 @pytest.mark.parametrize("wrong", [torch.ones(2, 3), -torch.eye(3)])
 def test_sfl_of_a_graph_that_is_none(wrong):
     with pytest.raises(ValueError, match=r"^adjacency: expected 3 x 3 numbers >= 0"):
-        SFL(wrong).graph(torch.zeros(3, 3), torch.ones(3))
+        SFL(wrong).adjacency_matrix(torch.zeros(3, 3), torch.ones(3))
 
 
 def test_a_run_goes_on_without_the_client_whose_step_size_is_not_the_others():
     """Its round is that of the others; the record says that it was dropped."""
 
     class Odd(Mocha):
-        def train(self, down, own, clients):
-            new, up, fit = super().train(down, own, clients)
+        def train(self, down, client_state, clients):
+            new, up, fit = super().train(down, client_state, clients)
             return new, up | {"lr": up["lr"].clone().index_fill_(0, torch.tensor([2]), 1e3)}, fit
 
     with pytest.warns(RuntimeWarning, match="client number 2: its step size is 1000, the others'"):
         history = Simulation(Odd(), tiny_model(), images((12,) * 4), rounds=4).run()
     assert [r["dropped"] for r in history.rounds] == [[], [2], [], [2]]
     assert history.stopped is None and not any(r["void"] for r in history.rounds)
-    assert [r["moved"][2] is None for r in history.rounds] == [False, True, False, True]
+    assert [r["relative_update_norm"][2] is None for r in history.rounds] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_an_unstable_mocha_stops_with_a_sentence():

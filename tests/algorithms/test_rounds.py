@@ -12,7 +12,7 @@ from small import ENGINES, after, joined, near, normed, points, quadratics, regr
 
 from pflcore import evaluate
 from pflcore.algorithms import ALGORITHMS, apply
-from pflcore.simulation.round import Setup
+from pflcore.simulation.round import RunConfig
 
 CLIENTS = {f.__name__: f for f in (normed, points, quadratics, regression)}
 ROUNDS, UPLOADS = golden("rounds"), golden("uploads")
@@ -44,7 +44,7 @@ def test_golden_rounds(name, engine):
             found = {
                 **vars(state),
                 "done": vars(done),
-                "evaluation": evaluate(Setup(alg, s), state),
+                "evaluation": evaluate(RunConfig(alg, s), state),
             }
             found["report"] = alg.report(state.server, done.mix, done.cohort)
             compare(found, want, case)

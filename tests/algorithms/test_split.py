@@ -30,7 +30,7 @@ from pflcore import (
     evaluate,
 )
 from pflcore.algorithms import FedAvg
-from pflcore.simulation.round import Setup
+from pflcore.simulation.round import RunConfig
 from pflcore.testing import check
 
 
@@ -67,10 +67,10 @@ def test_private_columns_never_travel(alg, width):
     assert done.bytes_down == done.bytes_up == 2 * 8 * (width + statistics)
     view, local = views(alg, state, s, torch.tensor([1]))
     if not alg.finetune_epochs:  # else it is fine-tuned as everybody
-        private = alg.columns(s.net)
+        private = alg.private_mask(s.net)
         assert torch.equal(view["w"][0, private], s.net.w0[private])
-        near(local.buffers[0], state.batch_norm[[0, 2]].mean(0))
-    assert evaluate(Setup(alg, s), state)["loss"].isfinite().all()
+        near(local.buffers[0], state.buffers[[0, 2]].mean(0))
+    assert evaluate(RunConfig(alg, s), state)["loss"].isfinite().all()
 
 
 def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
@@ -110,12 +110,12 @@ class Odd(nn.Module):
 
 def test_names_with_brackets_are_no_patterns_and_models_without_such_parts_one_sentence():
     net = Net(Odd, head="parts.b")
-    assert LGFedAvg().columns(net).sum() == 35 and FedPer().columns(net).sum() == 24
+    assert LGFedAvg().private_mask(net).sum() == 35 and FedPer().private_mask(net).sum() == 24
     unknown = r"^patterns: 'fc\*' matches no parameter; the names are 0.weight.*\.$"
     with pytest.raises(ValueError, match=unknown):
-        Split(private="fc*").initial(tiny().net)
+        Split(private="fc*").server_init_args(tiny().net)
     with pytest.raises(ValueError, match=r"^model: found no trainable head.*\.$"):
-        FedPer().initial(Net(nn.Conv2d(1, 1, 1)))
+        FedPer().server_init_args(Net(nn.Conv2d(1, 1, 1)))
 
 
 # FedRoD --------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from parts.rivals import QUERY, Z
 from small import ENGINES, F64, after, at_work, near, some, t, tiny, validated
 
 from pflcore import FedAvg, Net, step
-from pflcore.algorithms import Mix, Pool
-from pflcore.simulation.round import Setup
+from pflcore.algorithms import MixingWeights, SharedRows
+from pflcore.simulation.round import RunConfig
 
 
 def away(s, by=0.1):
@@ -80,7 +80,7 @@ def test_adagrad_needs_no_correction_of_its_sum():
         near(state["x"], x)
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("lookahead", [1, 2, 3])
 def test_full_gradients_ahead_keep_their_momentum(ahead):
     s = tiny(momentum=0.5, weight_decay=0.1)
     clients, w = at_work(s), away(s)
@@ -89,7 +89,7 @@ def test_full_gradients_ahead_keep_their_momentum(ahead):
         move = 0.5 * move + clients.grad(want) + 0.1 * want
         want = want - 0.1 * move
 
-    got = FedDWA(guidance="full_grad", ahead=ahead).look_ahead(w, clients)
+    got = FedDWA(guidance="full_grad", lookahead=ahead).look_ahead(w, clients)
 
     torch.testing.assert_close(got, want)
 
@@ -99,7 +99,7 @@ def test_l2cs_logits_take_steps_of_adam():
     alg = L2C(alpha_lr=0.1, alpha_decay=0.01)
     everybody, zero = torch.arange(3)[None], torch.zeros(1, 3, dtype=F64)
     delta = t([[1.0, 0.5], [-0.3, 2.0], [0.7, -1.0]])
-    down = {"delta": Pool(delta, everybody), "who": everybody}
+    down = {"delta": SharedRows(delta, everybody), "who": everybody}
     local = SimpleNamespace(grad=lambda w, split: w - 1, fit=lambda w: SimpleNamespace(w=w.clone()))
     own = {"w": t([[0.0, 0]]), "a": t([[0.1, 0, -0.2]]), "m": zero, "v": zero, "t": zero[:, :1]}
     a, m, v = own["a"], 0, 0
@@ -173,7 +173,7 @@ def test_a_newcomer_counts_in_scaffolds_mean():
     """It is 0: the mean of three becomes one of four."""
     state = {"x": t([5.0]), "c": t([1.0, -2.0])}
 
-    grown = Scaffold().grow(state, 3)
+    grown = Scaffold().add_client(state, 3)
 
     near(grown["c"], t([0.75, -1.5]))
     assert torch.equal(grown["x"], state["x"])
@@ -215,17 +215,17 @@ def test_an_unmixed_client_keeps_its_statistics():
 
         def update(self, state, up, cohort):
             weight = torch.tensor([[0.0, 0, 0.5, 0.5], [0.0, 0, 0, 0]], dtype=F64)
-            return {"x": state["x"]}, Mix(weight, rows=torch.tensor([0, 1]))
+            return {"x": state["x"]}, MixingWeights(weight, receivers=torch.tensor([0, 1]))
 
     s = normal()
     state, _ = after(FedAvg(), s)
-    before, x = state.batch_norm.clone(), state.server["x"].expand(4, -1)
+    before, x = state.buffers.clone(), state.server["x"].expand(4, -1)
     trained = replace(at_work(s, round=2), buffers=before).fit(x).buffers
 
-    state, _ = step(Setup(Nobody(), s), state, torch.arange(4))
+    state, _ = step(RunConfig(Nobody(), s), state, torch.arange(4))
 
-    near(state.batch_norm[0], trained[2:].mean(0))
-    assert torch.equal(state.batch_norm[1:], before[1:])
+    near(state.buffers[0], trained[2:].mean(0))
+    assert torch.equal(state.buffers[1:], before[1:])
 
 
 # bounds --------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def test_krum_looks_at_so_many_of_the_nearest(hostile, chosen):
     """S - f - 2 of seven: by one more or one less another update has the least score."""
     rows = t([[0.0], [1], [2], [4], [9], [10], [12]])
 
-    mix = FedAvg(defence="krum", hostile=hostile).defended(rows, some(7))[1]
+    mix = FedAvg(defence="krum", num_byzantine=hostile).robust_weights(rows, some(7))[1]
 
     assert mix.weight.argmax() == chosen
     assert mix.weight.sum() == mix.weight.max() == 1

@@ -138,7 +138,7 @@ class Forced(Waffle):
 
     even: int = 0
 
-    def weights(self, history, delta, cohort):
+    def smoothed_weights(self, history, delta, cohort):
         w = torch.full((cohort.n,), 1 / cohort.n, dtype=F64)
         if cohort.round > self.even:
             w = nn.functional.one_hot(torch.tensor(self.target), cohort.n).double()

@@ -57,11 +57,11 @@ def test_a_run_on_real_images(capsys, pictures):
     assert "61,706 parameters" in err and "of memory at the peak" in err
     (run,) = read("o")
     head = run.header
-    want = {"model": "lenet5", "partition": "C", "n": 10, "target": 3, "made_for": 3}
+    want = {"model": "lenet5", "partition": "C", "n": 10, "target": 3, "model_target": 3}
     assert want.items() <= head.items() and head["training"]["lr"] == 0.05
     assert {"target": 3, "do": 4, "server_lr": 0.9}.items() <= head["options"].items()
     assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped is None
-    assert len(run.last()) == 10 and torch.stack(run.weights()[1]).shape == (3, 10)
+    assert len(run.last_values()) == 10 and torch.stack(run.weights()[1]).shape == (3, 10)
     assert Path("o/table.md").read_text() in out
     assert {p.stem for p in Path("o").glob("*.png")} == {"curves", "weights", "clients"}
 
@@ -80,7 +80,7 @@ def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
     assert len({tuple(r.header["size"]) for r in runs}) == 1
     assert runs[-1].header["options"]["alpha"] == 0.25
     assert runs[0].header["partition_options"]["alpha"] == 0.3
-    assert runs[0].rounds[0]["bytes_up"] == 0 and runs[2].sent()[-1] > 0
+    assert runs[0].rounds[0]["bytes_up"] == 0 and runs[2].cumulative_bytes()[-1] > 0
 
 
 def test_data_that_come_with_their_clients():
@@ -95,11 +95,13 @@ def test_a_run_for_each_client(capsys):
     assert command(f"compare --algorithms waffle fedavg --target all {SHORT} --rounds 2") == 0
     assert "Made for each client in a run of its own: waffle." in capsys.readouterr().out
     each, shared = read("o")
-    assert each.header["made_for"] == each.header["options"]["target"] == "each client"
-    assert each.target is shared.target is shared.header["made_for"] is None
+    assert each.header["model_target"] == each.header["options"]["target"] == "each client"
+    assert each.target is shared.target is shared.header["model_target"] is None
     assert len(each.rounds) == len(shared.rounds) == 2
     assert len(each.rounds[0]["report"]["weights"]) == 3
-    assert each.sent()[-1] == 3 * 2 * shared.sent()[-1]  # three runs, and two rows each way
+    assert (
+        each.cumulative_bytes()[-1] == 3 * 2 * shared.cumulative_bytes()[-1]
+    )  # three runs, and two rows each way
 
 
 OWN = '''
@@ -162,10 +164,10 @@ def test_whole_numbers_may_be_targets_and_columns_may_be_scaled():
         columns = np.stack([share, 600 * sugar, (20 + 30 * share).astype(int)], 1)
         how = {"delimiter": ",", "fmt": "%g", "header": "share,sugar,age", "comments": ""}
         np.savetxt(f"data/{name}.csv", columns, **how)
-    how = "run local --data folder:data --criterion squared --rounds 30 --quiet"
+    how = "run local --data folder:data --loss squared --rounds 30 --quiet"
     assert command(f"{how} --standardize True --out o") == 0
     (run,) = read("o")
-    assert run.measure == "loss" and bool((run.last("loss") < 30).all())
+    assert run.main_metric == "loss" and bool((run.last_values("loss") < 30).all())
 
 
 @pytest.fixture
@@ -181,7 +183,7 @@ def test_prices_are_no_classes_and_the_command_line_can_say_so(prices, capsys):
     assert command(prices) == 2
     said = capsys.readouterr().err
     assert "y: expected labels below 6, the number of samples" in said and not os.path.exists("o")
-    for remedy in ("--criterion squared", "--classes None"):
+    for remedy in ("--loss squared", "--classes None"):
         assert remedy in said
         assert command(f"{prices} --overwrite {remedy}") == 0
         assert read("o")[0].header["classes"] is None
@@ -214,7 +216,7 @@ def test_metrics_that_were_asked_for_are_in_the_table():
     text, (run,) = Path("o/table.md").read_text(), read("o")
     (head,) = [line for line in text.splitlines() if line.startswith("| algorithm")]
     at = [head.index(k) for k in ("worst decile", "auc", "balanced_accuracy", "bytes")]
-    assert at == sorted(at) and f"{run.last('balanced_accuracy').nanmean():.4f}" in text
+    assert at == sorted(at) and f"{run.last_values('balanced_accuracy').nanmean():.4f}" in text
     both = zip(run.header["size"], run.rounds[-1]["eval"]["size"], strict=True)
     want = {"local_optimizer": "adamw", "clip_grad": 0.5, "betas": [0.9, 0.95], "eps": 1e-6}
     assert want.items() <= run.header["training"].items() and "AdamW" in run.header["path"]["why"]
@@ -434,9 +436,9 @@ run fedavg DIGITS --data minst | got 'minst'
 run fedavg DIGITS --partition Z | got 'Z'
 run fedavg DIGITS --model alexnet | got 'alexnet'
 run fedavg DIGITS --model cnn | large enough
-run fedavg DIGITS --criterion likes | criterion
-run fedavg DIGITS --criterion squared | criterion:
-run fedavg DIGITS --data synthetic_quadratic --n 3 --criterion hinge | criterion:
+run fedavg DIGITS --loss likes | loss
+run fedavg DIGITS --loss squared | loss:
+run fedavg DIGITS --data synthetic_quadratic --n 3 --loss hinge | loss:
 run fedavg DIGITS --engine steam | engine:
 run fedavg DIGITS --device abacus | device:
 run fedavg DIGITS --target -1 | target: expected
@@ -464,9 +466,9 @@ attack --data digits --quiet --steps -3 | steps
 attack --data digits --quiet --ratios -3 | ratios
 attack --data digits --quiet --shadows 0 --ratios 0 | shadows
 attack --data digits --quiet --out /dev/null/x | out
-run fedavg DIGITS --bad 1 | poison: expected an attack
-run fedavg DIGITS --poison noise | poison: expected an attack
-run fedavg DIGITS --poison noise --bad 99 | adversary: expected ids of clients
+run fedavg DIGITS --attack-clients 1 | attack: expected an attack
+run fedavg DIGITS --attack noise | attack: expected an attack
+run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids of clients
 """
 
 
@@ -499,8 +501,8 @@ def test_a_malformed_option_ends_with_code_2(words, tmp_path, capsys):
 
 
 NO_PART = """\
-fedavg | {"hostile": 3} | hostile: expected its default beside defence=None
-fedavg | {"defence": "median", "hostile": 3} | hostile: expected its default beside
+fedavg | {"num_byzantine": 3} | num_byzantine: expected its default beside defence=None
+fedavg | {"defence": "median", "num_byzantine": 3} | num_byzantine: expected its default beside
 fedavgm | {"beta2": 0.5} | beta2: expected its default beside optimizer='heavy_ball'
 fedavgm | {"tau": 0.1} | tau: expected its default beside optimizer='heavy_ball'
 fedadagrad | {"beta2": 0.5} | beta2: expected its default beside optimizer='adagrad'
@@ -583,7 +585,7 @@ def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys
     monkeypatch.setattr(FedAvg, "update", update)
     assert command(f"run fedavg {DIGITS} --out o") == 130
     (run,) = read("o")
-    assert run.whole and len(run.rounds) == 3 and run.stopped is None
+    assert run.complete and len(run.rounds) == 3 and run.stopped is None
     assert "stopped" not in capsys.readouterr().out
     monkeypatch.setattr(FedAvg, "update", honest)
     before = Path("o/record.jsonl").read_bytes()

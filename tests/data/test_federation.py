@@ -88,7 +88,7 @@ def test_another_device_holds_everything():
     assert moved.to("cpu").client(1)[1].tolist() == [2, 1]
     equals(moved.counts(), fed.counts())
     assert moved.size().device.type == "cpu"
-    assert moved.halves().keep(0.5).subset([1]).n == 1
+    assert moved.split_in_half().keep_fraction(0.5).subset([1]).n == 1
 
 
 # -- constructors ------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_client_groups_are_disjoint_exhaustive_and_of_one_permutation(n, seed):
 def test_halves_laws(n, seed):
     fed = many(n, 4, 40).split(test=0.3, seed=0, of=None)
     total = fed.size() + fed.size("test")
-    half = fed.halves(range(0, n, 2), seed)
+    half = fed.split_in_half(range(0, n, 2), seed)
     for i in range(n):
         a, b = half.index["train"][i], half.index["test"][i]
         if i % 2:
@@ -238,18 +238,18 @@ def test_halves_laws(n, seed):
         else:
             assert len(a) == int(total[i]) // 2 and len(a) + len(b) == int(total[i])
             assert not set(a.tolist()) & set(b.tolist())
-    only = fed.halves(of=["train"], seed=seed)
+    only = fed.split_in_half(of=["train"], seed=seed)
     equals(only.size() + only.size("test"), fed.size())
 
 
 def test_smaller_personalization_sets_are_nested():
-    fed = many(6, 4, 40).halves()
-    half = fed.keep(0.5)
+    fed = many(6, 4, 40).split_in_half()
+    half = fed.keep_fraction(0.5)
     for i, rows in enumerate(fed.index["train"]):
         equals(half.index["train"][i], rows[: math.ceil(len(rows) / 2)])
-    assert same(half, fed, "test") and sizes(fed.keep(0.5, [2]))[:2] == sizes(fed)[:2]
+    assert same(half, fed, "test") and sizes(fed.keep_fraction(0.5, [2]))[:2] == sizes(fed)[:2]
     hundred = Federation.from_clients([(np.zeros((100, 1)), np.zeros(100, np.int64))])
-    shares = [sizes(hundred.keep(f))[0] for f in (0.07, 0.55, 0.071, 1e-12)]
+    shares = [sizes(hundred.keep_fraction(f))[0] for f in (0.07, 0.55, 0.071, 1e-12)]
     assert shares == [7, 55, 8, 1]  # a share is what it says in decimals
 
 
@@ -378,11 +378,11 @@ small.client | {"i": 2} | client: expected a number from 0 to 1, got 2
 small.client | {"i": 0, "split": "val"} | split: expected one of train, test, got 'val'
 small.split | {"test": 0.9} | of: expected ['test'] too, which exist, or None for all s
 small.split | {"test": 0.9, "of": null} | val and test: expected a client with enough sam
-small.halves | {"of": ["test"]} | clients: expected at least 2 samples each, to be hal
+small.split_in_half | {"of": ["test"]} | clients: expected at least 2 samples each, to be hal
 two.split_clients | {"train": 1, "val": 1, "test": 1} | train, val and test: expected 2 clients in
 two.split_clients | {"train": 0.5, "val": NaN} | val: expected a finite number >= 0, got nan
 two.split | {"val": 0.5, "test": 0.5} | val and test: expected shares below 1 together
-two.halves | {"seed": 4294967296} | seed: expected a whole number from 0 to 2**32 - 1
+two.split_in_half | {"seed": 4294967296} | seed: expected a whole number from 0 to 2**32 - 1
 two.subset | {"clients": [0, 0]} | clients: expected ids of clients from 0 to 1, each once
 two.subset | {"clients": []} | clients: expected ids of clients from 0 to 1, each once
 two.subset | {"clients": [0.9, 1]} | clients: expected ids of clients from 0 to 1, each once

@@ -12,8 +12,8 @@ from small import at_work, equals
 from torch import nn
 
 from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training, evaluate
-from pflcore.data import padded
-from pflcore.simulation.round import Setup
+from pflcore.data import pad_sequences
+from pflcore.simulation.round import RunConfig
 
 WORDS, STEPS, CLASSES = 11, 6, 3
 
@@ -40,7 +40,7 @@ class Tagger(nn.Module):
 def sequences(n):
     """Fields, a label of each sequence, and one of each step."""
     texts = [torch.randint(1, WORDS, (t,)) for t in torch.randint(1, STEPS + 1, (n,))]
-    tokens, mask = padded(texts, length=STEPS)
+    tokens, mask = pad_sequences(texts, length=STEPS)
     fields = {"tokens": tokens, "mask": mask, "age": torch.rand(n)}
     return fields, tokens.sum(1) % CLASSES, tokens % CLASSES
 
@@ -56,7 +56,7 @@ def federation(per_step):
     st.integers(1, 9),
 )
 def test_padded_rows_hold_the_sequences(rows, length):
-    out, mask = padded(rows, value=-1, length=length)
+    out, mask = pad_sequences(rows, value=-1, length=length)
     assert out.shape == mask.shape == (len(rows), length)
     for row, values, there in zip(rows, out, mask, strict=True):
         assert values[there].tolist() == row[:length] and bool((values[~there] == -1).all())
@@ -75,10 +75,10 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
     run = run_of(algorithm, per_step, rounds=5, evaluation=Evaluation(metrics=seen))
     history, data = run.run(), run.data
     last = history.rounds[-1]["eval"]
-    together = evaluate(Setup(run.algorithm, run.setting), run.state)
+    together = evaluate(RunConfig(run.algorithm, run.context), run.state)
     for i in range(data.n):
         rows, y = data.client(i, "test")
-        x = data.fields.apart(rows)
+        x = data.fields.split_fields(rows)
         labels = history.predict(i, x)
         assert labels.shape == y.shape
         equals(labels, history.model(i).predict(rows))
@@ -91,7 +91,9 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
             each = torch.stack([r[t].mean() for r, t in zip(each, there, strict=True)])
         assert last["accuracy"][i] == pytest.approx(float(each.mean()))
         # one model for all is evaluated as many are
-        alone = evaluate(Setup(run.algorithm, run.setting), run.state, clients=torch.tensor([i]))
+        alone = evaluate(
+            RunConfig(run.algorithm, run.context), run.state, clients=torch.tensor([i])
+        )
         for key in ("loss", "accuracy"):
             torch.testing.assert_close(together[key][i], alone[key][i])
         own = torch.bincount(y[there], minlength=CLASSES)
@@ -110,7 +112,7 @@ def test_made_by_all_doors_it_is_the_same():
     ):
         assert other.fields == one.fields
         equals((other.x, other.y), (one.x, one.y))
-    for name, back in one.fields.apart(one.x[[3, 1]]).items():
+    for name, back in one.fields.split_fields(one.x[[3, 1]]).items():
         assert back.dtype == x[name].dtype
         equals(back, x[name][[3, 1]])
     small = one.subset([1]).split(test=0.5)
@@ -158,11 +160,11 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
     data, module = federation(per_step), Tagger(per_step)
     training = Training(lr=0.3, batch_size=100)
     hardware = Hardware(engine, workers=1)
-    setting = Simulation("fedavg", Net(module), data, training, hardware=hardware).setting
+    setting = Simulation("fedavg", Net(module), data, training, hardware=hardware).context
     got = at_work(setting).fit(setting.net.w0.expand(data.n, -1)).w
     for i in range(data.n):
         rows, y = data.client(i)
-        x, model = data.fields.apart(rows), Tagger(per_step)
+        x, model = data.fields.split_fields(rows), Tagger(per_step)
         model.load_state_dict(module.state_dict())
         sgd = torch.optim.SGD(model.parameters(), 0.3)
         each = []

@@ -15,8 +15,8 @@ from pflcore import Net
 from pflcore.ops import _chain as chain
 from pflcore.ops import reference
 from pflcore.ops._sgd import clipped
-from pflcore.train._chain import compiled
-from pflcore.train._losses import CRITERIA
+from pflcore.train._chain import compile_chain
+from pflcore.train._losses import LOSSES
 
 # a model's shape of one input, and its layers: a kind, what it takes, its options
 MODELS = json.loads(Path(__file__).with_suffix(".json").read_text())
@@ -30,7 +30,7 @@ def layer(kind, taken=(), options=None):
 
 INF = torch.inf
 KINDS = [(m, "cross_entropy") for m in MODELS if m != "mlp, one output"]
-KINDS += [("mlp, one output", c) for c in sorted(set(CRITERIA) - {"cross_entropy"})]
+KINDS += [("mlp, one output", c) for c in sorted(set(LOSSES) - {"cross_entropy"})]
 
 
 def by_steps(w, *args):
@@ -69,10 +69,10 @@ class Problem:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made = nn.Sequential(*(layer(*words) for words in layers))
-            self.net = Net(made.to(dtype), criterion=criterion)
+            self.net = Net(made.to(dtype), loss=criterion)
         n, pool, longest = len(sizes), sum(sizes) + 3, max(sizes)
         self.w = self.net.w0 + randn(seed, n, self.net.size, dtype=dtype, scale=0.05)
-        self.chain = compiled(self.net, tuple(shape))
+        self.chain = compile_chain(self.net, tuple(shape))
         self.sizes, self.passes, self.dtype = torch.tensor(sizes), passes, dtype
         self.x, self.y, self.names = randn(seed + 1, pool, *shape, dtype=dtype), None, None
         if criterion in ("squared", "half_squared"):
@@ -89,7 +89,7 @@ class Problem:
     def head(self, dtype=None):
         dtype = dtype or self.dtype
         y = self.y.to(dtype) if self.y.is_floating_point() else self.y
-        return (*self.chain.head, self.x.to(dtype), y, self.names)
+        return (*self.chain.fixed_args, self.x.to(dtype), y, self.names)
 
     def alone(self, i):
         """The client `i` alone."""

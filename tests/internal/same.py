@@ -31,7 +31,7 @@ from small import images, layers
 
 from pflcore import ALGORITHMS, Adversary, Client, Net, Server, Training
 
-KEPT = ("cohort", "dropped", "void", "train_loss", "moved", "eval")
+KEPT = ("cohort", "dropped", "void", "train_loss", "relative_update_norm", "eval")
 SIZES = (24, 17, 40, 9, 33, 24, 12, 50)
 SHAPES = {"Conv2d": (1, 8, 8), "GRU": (7, 6)}  # of samples, by the model's first layer
 APART = ("fedavg", "scaffold", "ditto", "feddwa")

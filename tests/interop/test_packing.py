@@ -144,7 +144,7 @@ def test_running_statistics_are_mixed_like_the_models_or_left_alone(form):
 
     local = pack(given)
     assert torch.equal(statistics(unpack(*local)), statistics(given))
-    rows, packed = pack(given, buffers="average")
+    rows, packed = pack(given, batch_norm="average")
     assert torch.equal(rows, local.rows)  # statistics are no part of a distance
     means = statistics(given).mean(0).expand(3, -1)
     assert_close(statistics(unpack(rows, packed)), means)

@@ -149,7 +149,7 @@ def test_statistics_go_with_the_models_where_the_method_mixes_them():
     alone = [0, 1, 2, 3, 4]
     for method, options, want in (
         ("clusters", {}, [1, 1, 1, 3.5, 3.5]),
-        ("clusters", {"buffers": "local"}, alone),
+        ("clusters", {"batch_norm": "local"}, alone),
         ("heurfedamp", {}, alone),
     ):
         mixed = personalize(models, method, **options)
@@ -168,11 +168,11 @@ def test_by_name_a_client_keeps_at_least_half_of_its_own(method):
 @pytest.mark.parametrize("name, value", tabled("var | NaN\nmean | Infinity\nvar | -1e30"))
 def test_statistics_that_are_none_are_refused(name, value):
     models = [layers("Linear 4 5, BatchNorm1d 5").state_dict() for _ in range(6)]
-    mixed = personalize(models, "krum", buffers="average")
+    mixed = personalize(models, "krum", batch_norm="average")
     assert all(v.isfinite().all() for m in mixed for v in m.values())
     models[5][f"1.running_{name}"] = torch.full((5,), value)
     with sentence("uploads: client 5's model is not finite, or has a negative variance"):
-        personalize(models, "krum", buffers="average")
+        personalize(models, "krum", batch_norm="average")
 
 
 # ONE and LIKE stand for what is said of both
@@ -239,4 +239,4 @@ def test_unknown_options_are_named(method):
 
 def test_an_ensemble_starts_where_fedavg_does():
     """A model that starts at zero does so in each of the k runs."""
-    assert not Ensemble(k=3).starts(Net(Line)).any()
+    assert not Ensemble(k=3).initial_models(Net(Line)).any()

@@ -74,7 +74,7 @@ def test_server_and_clients_are_the_simulation(name, participation):
     run = whole(algorithm(name), make, participation)
     history, both = run.run(), apart(name, make)
     rounds = range(1, ROUNDS + 1)
-    play(*both, *(by_hand.sample(run.setup, r, participation).tolist() for r in rounds))
+    play(*both, *(by_hand.sample_cohort(run.config, r, participation).tolist() for r in rounds))
     for i in ALL:
         x, y = DATA.client(i, "test")
         one, other = history.model(i), personal(*both, i)
@@ -83,7 +83,7 @@ def test_server_and_clients_are_the_simulation(name, participation):
         scores = one(x).log() if name == "knnper" else one(x)  # whose model gives probabilities
         found = {"size": len(y), "loss": nn.functional.cross_entropy(scores, y).item()}
         assert told == pytest.approx(found | {"accuracy": (one.predict(x) == y).double().mean()})
-    assert ("@statistics" in both[0].download(0)) is run.setup.averages
+    assert ("@statistics" in both[0].download(0)) is run.config.averages
 
 
 def test_what_travels_is_plain_tensors_of_the_algorithms_size():
@@ -319,7 +319,7 @@ def test_one_clients_word_about_its_step_size_ends_no_run(lr, lr_sum, lam):
         up, n = ups[3]
         word = {"lr": torch.full_like(up["lr"], lr), "lr_sum": torch.full_like(up["lr"], lr_sum)}
         done = server.aggregate(ups | {3: (up | word, n)}, strict=False)
-        assert done.dropped in ([], [3]) and (done.why is None) is (not done.void)
+        assert done.dropped in ([], [3]) and (done.void_reason is None) is (not done.void)
     assert server.round == 3
     assert personal(server, clients, 0)(DATA.client(0)[0]).isfinite().all()
 
@@ -364,7 +364,9 @@ def test_step_sizes_that_are_all_too_large_void_a_round_and_say_so():
         server.aggregate(ups)
     with pytest.warns(RuntimeWarning, match="uploads: MOCHA is unstable"):
         done = server.aggregate(ups, strict=False)
-    assert done.void and done.why.startswith("MOCHA is unstable") and unchanged(server, before)
+    assert (
+        done.void and done.void_reason.startswith("MOCHA is unstable") and unchanged(server, before)
+    )
 
 
 def test_what_an_own_algorithm_says_in_a_later_round_ends_no_run():
@@ -560,7 +562,7 @@ def resident():
 @pytest.mark.parametrize("defence, least", [("krum", 5), ("multi_krum", 5), ("trimmed_mean", 3)])
 def test_a_client_that_is_not_finite_ends_no_defended_run(defence, least):
     bad = Robustness(adversary=Adversary("scale", [least - 1], strength=1e39))
-    algorithm = FedAvg(defence=defence, hostile=1)
+    algorithm = FedAvg(defence=defence, num_byzantine=1)
     data, linear = images((12,) * least), nn.Linear(6, 4)
     history = Simulation(algorithm, linear, data, TRAINING, 5, robustness=bad).run()
     assert history.stopped is None
@@ -586,13 +588,13 @@ def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
 
     def weights(hostile, **more):
         cohort = Cohort(torch.arange(count), size, 20, 1, 1, **more)
-        return FedAvg(defence="krum", hostile=hostile).defended(delta, cohort)[1].weight
+        return FedAvg(defence="krum", num_byzantine=hostile).robust_weights(delta, cohort)[1].weight
 
     delta = torch.randn(count, 3)
     size = torch.ones(count, dtype=torch.long)
     if f is not None:
-        assert torch.equal(weights(4, lost=lost), weights(f))
+        assert torch.equal(weights(4, num_dropped=lost), weights(f))
         return
     words = "defence: krum against 4 hostile clients needs 11 in a round, and round 1 has"
     with pytest.raises(Exception, match=words):
-        weights(4, lost=lost)
+        weights(4, num_dropped=lost)

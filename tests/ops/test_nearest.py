@@ -106,8 +106,8 @@ def test_tiles_of_few_rows(method, monkeypatch):
     guide, rows = clustered(4, 9, 67)
     rows[7] = torch.nan
     want = nearest(guide, rows, 5, method)
-    monkeypatch.setattr(stream, "BYTES", 5 * 67 * 4)
-    monkeypatch.setattr(sys.modules["pflcore.ops._nearest"], "PAIRS", 36)
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 5 * 67 * 4)
+    monkeypatch.setattr(sys.modules["pflcore.ops._nearest"], "MAX_PAIRS", 36)
     for both in ((guide, rows), (guide.numpy(), rows.numpy())):
         got = nearest(*both, 5, method)
         identical(tuple(got), tuple(want))

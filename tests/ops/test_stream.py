@@ -32,7 +32,7 @@ def same(got, want):
 @pytest.fixture
 def few_bytes(monkeypatch):
     """Blocks of five rows of 67 float32 numbers."""
-    monkeypatch.setattr(stream, "BYTES", 5 * 67 * 4)
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 5 * 67 * 4)
 
 
 @pytest.mark.usefixtures("few_bytes")

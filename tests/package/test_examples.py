@@ -42,7 +42,7 @@ def test_choosing_on_some_clients_and_reporting_others(capsys):
     left = runpy.run_path(str(EXAMPLES / "held_out.py"))
     after, before, protocol = left["after"], left["before"], left["protocol"]
     assert "| chosen |" in capsys.readouterr().out
-    assert after[protocol.report].mean() > before[protocol.report].mean() + 0.05
+    assert after[protocol.report_clients].mean() > before[protocol.report_clients].mean() + 0.05
     assert int(after.isnan().sum()) == 50
 
 

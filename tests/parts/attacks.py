@@ -21,8 +21,8 @@ def run(algorithm="fedavg", **options):
 
 
 def defence(name, f=2):
-    beside = {"fltrust": {"root": 0}, "median": {}, "clip": {}}
-    return {"defence": name, **beside.get(name, {"hostile": f})}
+    beside = {"fltrust": {"trusted_client": 0}, "median": {}, "clip": {}}
+    return {"defence": name, **beside.get(name, {"num_byzantine": f})}
 
 
 def updates(s=9, p=7, dtype=torch.float64):

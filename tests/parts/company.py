@@ -65,7 +65,7 @@ def of_hooks(setting, ids, block=None, training=True):
     made = {"w": fit.w, "batch norm": fit.buffers, "loss": fit.loss, "several": several.w}
     made["own features"] = clients.after(fit).features(fit.w, "val")[0][:, 0]  # of one sample
     for split in ("train", "val"):
-        made |= {f"own {split}": clients.after(fit).measure({"w": fit.w}, split)[0]}
+        made |= {f"own {split}": clients.after(fit).evaluate({"w": fit.w}, split)[0]}
         made |= {f"common {split}": clients.loss(x, split), f"grad {split}": clients.grad(x, split)}
     return made
 

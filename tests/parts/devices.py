@@ -28,10 +28,10 @@ def rounds(name, model, data, device, training, engine="auto", form="chain"):
     """One round after another of everybody, on that device, by this engine, which has this form."""
     how = {"training": training, "engine": engine, "device": str(device)}
     run = simulation(name, data, model=model, **how)
-    assert run.setting.engine.form == form, run.setting.engine.why
+    assert run.context.engine.form == form, run.context.engine.why
     state = run.state
     while True:
-        state, _ = step(run.setup, state, torch.arange(data.n))
+        state, _ = step(run.config, state, torch.arange(data.n))
         yield state
 
 
@@ -54,7 +54,7 @@ def assert_resumed(kind, data, device, folder):
     how = {"training": Training(0.05, 5), "engine": engine, "device": str(device), "rounds": 4}
     made = [simulation("scaffold", data, model=model, **how) for _ in range(3)]
     whole, half, rest = made
-    assert whole.setting.engine.form == form, whole.setting.engine.why
+    assert whole.context.engine.form == form, whole.context.engine.why
     whole.run()
     half.run(lambda round, _: half.save(folder) if round == 2 else None)
     rest.restore(folder).run()

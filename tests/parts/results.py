@@ -43,13 +43,19 @@ def a_long_run(n=1500, k=3):
     loss = [float(i) if i % 7 else math.nan for i in range(n)]
     report = {"rows": torch.arange(n), "index": index, "weight": weight}
     seen = {"loss": loss, "size": [1] * n}
-    one = {"cohort": list(range(n)), "moved": moved, "dropped": [3], "report": report, "eval": seen}
+    one = {
+        "cohort": list(range(n)),
+        "relative_update_norm": moved,
+        "dropped": [3],
+        "report": report,
+        "eval": seen,
+    }
     header = {"algorithm": "feddwa", "n": n, "size": [15] * n}
     return [{"header": header}, {"round": 1, **one}, {"round": 2, **one}]
 
 
 def write(path, lines):
-    with records.Record(path) as record:
+    with records.RecordWriter(path) as record:
         for one in lines:
             record.write(one)
     return path

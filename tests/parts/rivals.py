@@ -6,7 +6,7 @@ import torch
 from places import golden
 from small import near, t
 
-from pflcore.algorithms import Pool
+from pflcore.algorithms import SharedRows
 
 GOLDEN = golden("feddwa_family")
 # a query among stored samples of kNN-Per
@@ -24,7 +24,7 @@ class Losses:
     """A cohort of one whose validation loss is told for each model; training changes nothing."""
 
     def __init__(self, losses, n):
-        self.losses, self.setting = losses, SimpleNamespace(data=SimpleNamespace(n=n))
+        self.losses, self.context = losses, SimpleNamespace(data=SimpleNamespace(n=n))
 
     def loss(self, rows, split):
         assert split == "val"
@@ -44,4 +44,6 @@ def fomo(alg, previous, candidates, before, after):
         len(candidates),
     )
     index = torch.arange(len(candidates) - 1)[None]
-    return alg.train({"w": Pool(rows, index)}, {"w": rows[-1:], "old": t([previous])}, local)[:2]
+    return alg.train({"w": SharedRows(rows, index)}, {"w": rows[-1:], "old": t([previous])}, local)[
+        :2
+    ]

@@ -17,12 +17,12 @@ from pflcore.simulation.callbacks import EarlyStopping, Stop
 
 def rounds(*changes, n=4):
     """Rounds 1, 2, ... of everybody in which nothing happened but these changes."""
-    quiet = {"cohort": list(range(n)), "moved": [1.0] * n}
+    quiet = {"cohort": list(range(n)), "relative_update_norm": [1.0] * n}
     return [line(r, [0.5] * n, **{**quiet, **change}) for r, change in enumerate(changes, 1)]
 
 
 def concerns(*changes):
-    return list(History({}, rounds(*changes)).concerns())
+    return list(History({}, rounds(*changes)).problems())
 
 
 # what somebody should look at ----------------------------------------------------------------
@@ -52,7 +52,10 @@ def test_the_last_evaluation_names_infinite_losses():
 
 @pytest.mark.parametrize("ratio, named", [(1e6, False), (1.01e6, True)])
 def test_a_runaway_is_named_with_its_round(ratio, named):
-    far, farther = {"moved": [1.0, 3.0, 1.0, 1.0]}, {"moved": [1.0, 1.0, ratio, None]}
+    far, farther = (
+        {"relative_update_norm": [1.0, 3.0, 1.0, 1.0]},
+        {"relative_update_norm": [1.0, 1.0, ratio, None]},
+    )
 
     found = concerns({}, farther, far)
 
@@ -67,15 +70,15 @@ def test_a_runaway_is_named_with_its_round(ratio, named):
 
 def run_of(*changes, **header):
     head = {"algorithm": "fedavg", "n": 4, "rounds": len(changes), "seed": 0, **header}
-    (run,) = records.group([{"header": head}, *rounds(*changes)])
+    (run,) = records.group_runs([{"header": head}, *rounds(*changes)])
     return run
 
 
 def test_outliers_have_their_largest_ratio_and_rounds():
     run = run_of(
-        {"cohort": [1, 3], "moved": [30.0, 1.0]},
-        {"moved": [1.0, 50.0, 20.0, None]},
-        {"moved": [20.5, 21.0, 1.0, 1.0]},
+        {"cohort": [1, 3], "relative_update_norm": [30.0, 1.0]},
+        {"relative_update_norm": [1.0, 50.0, 20.0, None]},
+        {"relative_update_norm": [20.5, 21.0, 1.0, 1.0]},
     )
 
     assert run.outliers() == {1: (50.0, 3), 0: (20.5, 1)}
@@ -83,7 +86,7 @@ def test_outliers_have_their_largest_ratio_and_rounds():
 
 
 def test_a_table_names_the_three_farthest_movers():
-    run = run_of({"moved": [30.0, 60.0, 40.0, 50.0]})
+    run = run_of({"relative_update_norm": [30.0, 60.0, 40.0, 50.0]})
 
     (said,) = (text for text in table([run]).splitlines() if "moved far" in text)
 
@@ -94,7 +97,7 @@ def test_a_table_names_the_three_farthest_movers():
 def test_bytes_sent_include_the_round_itself():
     run = run_of({"bytes_down": 1}, {"bytes_up": 0}, {})
 
-    assert run.sent() == [425, 1025, 2049]
+    assert run.cumulative_bytes() == [425, 1025, 2049]
 
 
 def test_notes_count_void_rounds_and_dropped_clients():
@@ -116,7 +119,7 @@ def test_a_run_is_whole_with_its_last_round(planned, note):
     run = run_of({}, {}, rounds=planned)
 
     assert cells(table([run]), "fedavg")["note"] == note
-    assert run.whole is (planned == 2)
+    assert run.complete is (planned == 2)
 
 
 def test_a_curve_is_the_clients_own():

@@ -28,8 +28,8 @@ def test_numbers_that_are_not_finite_are_strict_json(tmp_path):
         json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     (run,) = read(path)
     assert run.rounds[0]["train_loss"] is None and run.header["f"] == "sqrt"
-    assert run.last("accuracy")[0] == 0.5 and run.last("accuracy")[1:].isnan().all()
-    assert math.isinf(run.last("rmse")[1])  # no mean leaves it out
+    assert run.last_values("accuracy")[0] == 0.5 and run.last_values("accuracy")[1:].isnan().all()
+    assert math.isinf(run.last_values("rmse")[1])  # no mean leaves it out
 
 
 def test_a_file_cut_off_anywhere_is_readable(tmp_path):
@@ -48,9 +48,9 @@ def test_an_existing_record_is_kept(tmp_path):
     path = write(tmp_path / "record.jsonl", a_long_run())
     before = path.read_bytes()
     with sentence(".*new file"):
-        records.Record(path)
+        records.RecordWriter(path)
     assert path.read_bytes() == before
-    records.Record(path, overwrite=True).close()
+    records.RecordWriter(path, overwrite=True).close()
     assert path.read_bytes() == b""
 
 
@@ -58,7 +58,7 @@ def test_a_place_without_a_record_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file" / "r.jsonl", tmp_path):
         with sentence("path: .* can be written"):
-            records.Record(path)
+            records.RecordWriter(path)
     for path in (tmp_path, tmp_path / "missing.jsonl"):
         with sentence("path: .*neither"):
             read(path)
@@ -67,7 +67,7 @@ def test_a_place_without_a_record_is_one_sentence(tmp_path):
 def test_a_line_that_a_full_disk_cut_off_is_finished_before_the_next(tmp_path):
     resource = pytest.importorskip("resource")
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with records.Record(tmp_path / "r.jsonl") as record:
+    with records.RecordWriter(tmp_path / "r.jsonl") as record:
         record.write({"header": {}})
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (40, kept[1]))
@@ -100,7 +100,7 @@ def test_long_lists_come_back_as_they_were(tmp_path):
     head, first, _ = a_long_run()
     got = run.rounds[1]
     assert run.header == head["header"]
-    assert all(got[k] == first[k] for k in ("cohort", "moved", "dropped"))
+    assert all(got[k] == first[k] for k in ("cohort", "relative_update_norm", "dropped"))
     assert got["eval"]["loss"] == [None if v != v else v for v in first["eval"]["loss"]]
     report = first["report"]
     want = spread(report["weight"], report["index"], 1500)
@@ -111,7 +111,7 @@ def test_a_record_that_goes_on_has_the_bytes_of_one_that_never_stopped(tmp_path)
     lines = [*a_long_run(), {"stopped": "It was enough.", "unfinished": False}]
     whole, path = write(tmp_path / "whole.jsonl", lines), tmp_path / "record.jsonl"
     write(path, lines[:2])
-    with records.Record(path, goes_on=True) as record:
+    with records.RecordWriter(path, goes_on=True) as record:
         for one in lines[2:]:
             record.write(one)
     assert path.read_bytes() == whole.read_bytes()
@@ -121,7 +121,7 @@ def test_a_record_that_goes_on_has_the_bytes_of_one_that_never_stopped(tmp_path)
 
 # tables ---------------------------------------------------------------------
 def tell(*runs, **how):
-    return table(records.group([one for lines in runs for one in lines]), **how)
+    return table(records.group_runs([one for lines in runs for one in lines]), **how)
 
 
 ONE = r"""best\* | 27.00
@@ -175,7 +175,7 @@ def test_seeds_become_mean_and_std():
 NAMESAKES = """\
 [{"options": {"tie": "a", "k": 5}}, {"options": {"tie": "b", "k": 5}}] | tie=a | tie=b
 [{"parameters": 36}, {"parameters": 836}] | parameters=36 | parameters=836
-[{"buffers": "a"}, {"buffers": "b", "seed": 1}, {"buffers": "b", "seed": 2}] | buffers=a | buffers=b
+[{"batch_norm": "a"}, {"batch_norm": "b", "seed": 1}, {"batch_norm": "b", "seed": 2}] | batch_norm=a | batch_norm=b
 [{"data_seed": 1}, {"data_seed": 2, "seed": 1}] | data_seed=1 | data_seed=2
 [{"train_samples": 1}, {"train_samples": 2, "seed": 1}] | train_samples=1 | train_samples=2
 [{"test_samples": 1}, {"test_samples": 2, "seed": 1}] | test_samples=1 | test_samples=2

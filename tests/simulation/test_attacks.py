@@ -31,7 +31,7 @@ def test_flipped_labels_are_the_bad_ones_alone():
 def test_every_algorithm_can_be_attacked(name):
     adversary = Adversary("scale", BAD, 1e4)
     history = run(name, rounds=1, model=tiny_model(8), adversary=adversary).run()
-    moved = history.rounds[0]["moved"]
+    moved = history.rounds[0]["relative_update_norm"]
     assert min(moved[8:]) > 100 > max(moved[:8]), moved
 
 
@@ -42,9 +42,9 @@ NOT = """\
 {"clients": []} | {} | adversary: expected ids of clients from 0 to 9, each once
 {"clients": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]} | {} | adversary: expected at least one honest client
 {"attack": "label_flip", "strength": 2.0} | {} | strength: expected None, as labels are
-{} | {"defence": "fltrust"} | root: expected a client's number
-{} | {"defence": "median", "root": 1} | root: expected a client's number
-{} | {"defence": "fltrust", "root": 10} | root: expected a client from 0 to 9
+{} | {"defence": "fltrust"} | trusted_client: expected a client's number
+{} | {"defence": "median", "trusted_client": 1} | trusted_client: expected a client's number
+{} | {"defence": "fltrust", "trusted_client": 10} | trusted_client: expected a client from 0 to 9
 """
 
 
@@ -62,7 +62,7 @@ def test_numbers_have_no_labels_to_flip():
 
 
 def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
-    assert not FedAvg().traits.required
+    assert not FedAvg().traits.required_clients
     method = FedAvg(**defence("fltrust"))
     whole = run(method, participation=0.3, rounds=3)
     assert all(0 in r["cohort"] for r in whole.run().rounds) and whole.header()["target"] is None
@@ -100,7 +100,7 @@ def test_running_statistics_are_no_way_around_a_defence():
         run(FedAvg(defence="median"), model=model, batch_norm="average")
     simulation = run(FedAvg(defence="median"), model=model, rounds=2)
     simulation.run()
-    assert not torch.equal(simulation.state.batch_norm[0], simulation.state.batch_norm[1])
+    assert not torch.equal(simulation.state.buffers[0], simulation.state.buffers[1])
 
 
 # the command line -----------------------------------------------------------
@@ -108,10 +108,10 @@ def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     pytest.importorskip("tyro")
     from pflcore.cli import main
 
-    how = "--poison inner_product --bad 1 2 --poison-strength 5 --defence trimmed_mean --hostile 2"
+    how = "--attack inner_product --attack-clients 1 2 --attack-strength 5 --defence trimmed_mean --num-byzantine 2"
     words = f"run fedavg --data synthetic_clusters --rounds 2 --quiet {how} --out {tmp_path}"
     assert main(words.split()) == 0
     head = read(tmp_path)[0].header
     assert head["adversary"] == {"attack": "inner_product", "clients": [1, 2], "strength": 5.0}
-    assert head["options"]["defence"] == "trimmed_mean" and head["options"]["hostile"] == 2
+    assert head["options"]["defence"] == "trimmed_mean" and head["options"]["num_byzantine"] == 2
     assert "inner_product by clients 1, 2" in capsys.readouterr().out

@@ -16,11 +16,11 @@ from small import SIX, images, make_setting, swept, tiny_model
 
 from pflcore import Net, Training, evaluate, step
 from pflcore.algorithms import ALGORITHMS, FedAvg, Stop
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import RunConfig, initial_state
 
 DEFENDED = {
     "fedavg, median": FedAvg(defence="median"),
-    "fedavg, fltrust": FedAvg(defence="fltrust", root=0),
+    "fedavg, fltrust": FedAvg(defence="fltrust", trusted_client=0),
 }
 N, BAD = 4, 2
 
@@ -29,12 +29,12 @@ def spoilt(alg, value, bad):
     """The algorithm with `value` everywhere in what client `bad` uploads."""
 
     class Spoilt(type(alg)):
-        def train(self, down, own, clients):
-            own, up, fit = super().train(down, own, clients)
+        def train(self, down, client_state, clients):
+            client_state, up, fit = super().train(down, client_state, clients)
             for v in up.values():
                 if v.is_floating_point():
                     v[clients.ids == bad] = value
-            return own, up, fit
+            return client_state, up, fit
 
     return Spoilt(**vars(alg))
 
@@ -46,8 +46,8 @@ def test_a_bad_upload(name, value):
     alg = DEFENDED.get(name) or ALGORITHMS[name](**({"k": 3} if name == "knnper" else {}))
     data = held_out(images((9, 20, 31, 20)))
     s = make_setting(alg.prepare(Net(tiny_model())), data, Training(0.1, 10), 6, workers=1)
-    for bad in {BAD, *alg.traits.required}:
-        state, play = begin(alg, s.net, N), Setup(spoilt(alg, value, bad), s)
+    for bad in {BAD, *alg.traits.required_clients}:
+        state, play = initial_state(alg, s.net, N), RunConfig(spoilt(alg, value, bad), s)
         for _ in range(3):
             before = copy.deepcopy(state)
             try:
@@ -59,9 +59,9 @@ def test_a_bad_upload(name, value):
             lost = value == torch.inf and name != "local"  # which uploads nothing
             assert value == 1e30 or done.dropped == [bad] * lost
             if done.void:
-                assert same(state, before) and (value == 1e30 or bad in alg.traits.required)
-            held = [*state.server.values(), *state.clients.values(), state.batch_norm]
+                assert same(state, before) and (value == 1e30 or bad in alg.traits.required_clients)
+            held = [*state.server.values(), *state.clients.values(), state.buffers]
             assert all(v.isfinite().all() for v in held if v.is_floating_point())
-        loss = evaluate(Setup(alg, s), state)["loss"][torch.arange(N) != bad]
+        loss = evaluate(RunConfig(alg, s), state)["loss"][torch.arange(N) != bad]
         assert value == 1e30 or loss.isfinite().all()
         assert name != "fedavg, median" or (loss < 2).all()

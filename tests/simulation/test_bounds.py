@@ -7,22 +7,22 @@ from parts.user import simulation
 from small import F64, images, points
 
 from pflcore import Evaluation, FedAvg, Robustness, step
-from pflcore.algorithms import Void
-from pflcore.simulation.round import Setup, begin
+from pflcore.algorithms import VoidRound
+from pflcore.simulation.round import RunConfig, initial_state
 
 
 class Lengths(FedAvg):
     """Client i uploads an update of length 2^i."""
 
-    def train(self, down, own, clients):
+    def train(self, down, client_state, clients):
         fit = clients.fit(down["x"])
-        return own, {"delta": 2.0 ** clients.ids[:, None].to(fit.w)}, fit
+        return client_state, {"delta": 2.0 ** clients.ids[:, None].to(fit.w)}, fit
 
 
 def played(n, clip=None):
     s = points([0.0] * n)
-    setup = Setup(Lengths(), s, Robustness(clip=clip))
-    state, done = step(setup, begin(Lengths(), s.net, n), torch.arange(n))
+    setup = RunConfig(Lengths(), s, Robustness(clip=clip))
+    state, done = step(setup, initial_state(Lengths(), s.net, n), torch.arange(n))
     return state.server["x"], done
 
 
@@ -37,11 +37,11 @@ def test_an_update_of_exactly_the_clip_is_not_clipped(clip, clipped):
 
 @pytest.mark.parametrize("n, middle", [(3, 2.0), (4, 3.0), (5, 4.0)])
 def test_the_median_of_an_even_number_is_between_two(n, middle):
-    assert played(n)[1].moved == [2.0**i / middle for i in range(n)]
+    assert played(n)[1].relative_update_norm == [2.0**i / middle for i in range(n)]
 
 
 def test_nobody_is_far_from_the_median_of_two():
-    assert played(2)[1].moved is None
+    assert played(2)[1].relative_update_norm is None
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ class Fails(FedAvg):
 
     def update(self, state, up, cohort):
         if cohort.round in self.bad:
-            raise Void("It is a bad round.")
+            raise VoidRound("It is a bad round.")
         return super().update(state, up, cohort)
 
 

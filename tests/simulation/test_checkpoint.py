@@ -36,7 +36,7 @@ from pflcore import (
     Stop,
     Training,
     evaluate,
-    for_everyone,
+    run_each_target,
     step,
 )
 from pflcore.algorithms import ALGORITHMS
@@ -109,10 +109,10 @@ class Spoils(FedAvg):
     """Client 1 moves far in round 1; in round 2, and from round 4 on, the server's model is none.
     Keys of its state are there only from the first round on, and of one memory."""
 
-    def train(self, down, own, clients):
-        own, up, fit = super().train(down, own, clients)
+    def train(self, down, client_state, clients):
+        client_state, up, fit = super().train(down, client_state, clients)
         up["delta"][(clients.ids == 1) & (clients.round == 1)] *= 30
-        return own, up, fit
+        return client_state, up, fit
 
     def update(self, state, up, cohort):
         new, mix = super().update(state, up, cohort)
@@ -240,7 +240,7 @@ def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
 
 def test_runs_for_everyone_go_on_and_are_exported(tmp_path, monkeypatch):
     def play(**options):
-        return for_everyone("waffle", tiny_model(), DATA, TRAINING, **options, **OPTIONS)
+        return run_each_target("waffle", tiny_model(), DATA, TRAINING, **options, **OPTIONS)
 
     def die(target, round, _):
         if (target, round) == (2, 3):
@@ -283,7 +283,7 @@ OTHERS = {
     "seed": {"seed": 3},
     "rounds": {"rounds": 9},
     "lam": {"algorithm": ALGORITHMS["ditto"](lam=7.0)},
-    "criterion": {"loss": nn.NLLLoss()},
+    "loss": {"loss": nn.NLLLoss()},
     "adversary": {"robustness": BAD},
 }
 
@@ -343,9 +343,9 @@ def test_an_exchanged_file_is_refused(tmp_path, monkeypatch):
         saved(tmp_path / "a", algorithm="waffle"),
         saved(tmp_path / "b", algorithm="waffle", seed=1),
     )
-    shutil.copy(b / checkpoint.NAME, a / checkpoint.NAME)
+    shutil.copy(b / checkpoint.FILE_NAME, a / checkpoint.FILE_NAME)
     refused(lambda: make("waffle").restore(a), "another run: seed")
-    monkeypatch.setattr(checkpoint, "FORMAT", 4)
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 4)
     refused(lambda: load(b), "expected format 4, got 3")
     refused(lambda: load(tmp_path), r"has no checkpoint\.safetensors")
 
@@ -403,7 +403,7 @@ def test_a_checkpoint_that_no_run_wrote_is_one_sentence(row, tmp_path, monkeypat
         made = isinstance(given, list)
         place[key] = torch.tensor(given) if made else CHANGES[given](place[key])
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "FORMAT", facts["format"])
+        patch.setattr(checkpoint, "FORMAT_VERSION", facts["format"])
         checkpoint.save(tmp_path, tensors, facts)
     run = make(**options)
     refused(lambda: run.restore(tmp_path), re.escape(words))
@@ -466,7 +466,7 @@ def test_only_the_last_checkpoint_and_no_leavings_stay(tmp_path):
     (tmp_path / "checkpoint.safetensors.4567abcd.part").symlink_to(victim)
     make().run(checkpoint=Checkpoint(tmp_path, every=1))
     names = {p.name for p in tmp_path.iterdir()}
-    assert names == {".lock", "checkpoint-notes.safetensors", checkpoint.NAME, "victim"}
+    assert names == {".lock", "checkpoint-notes.safetensors", checkpoint.FILE_NAME, "victim"}
     assert victim.read_text() == "mine"
 
 

@@ -47,12 +47,12 @@ def test_everything_is_on_the_device(name):
     want = play(name, kind, "cpu")
     with pretended_gpu() as gpu:
         got = play(name, kind, gpu)
-        size, state = got.setting.net.size, got.state
+        size, state = got.context.net.size, got.state
         tensors = {f"g.{k}": v for k, v in state.server.items()} | state.clients
         rows = {k: v.device.type for k, v in tensors.items() if v.dim() and v.shape[-1] == size}
         assert set(rows.values()) <= {"cuda"}, f"rows of parameters that left the device: {rows}"
         assert not unrepeated
-    assert got.setting.engine.form == ("vmap" if kind else "chain"), got.setting.engine.why
+    assert got.context.engine.form == ("vmap" if kind else "chain"), got.context.engine.why
     for key in ("loss", "accuracy"):
         values = (x.history.series(key)[1] for x in (got, want))
         torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
@@ -64,7 +64,7 @@ def test_the_second_card_is_the_only_one_that_works(name):
     with pretended_gpu(1, cards=2) as gpu:
         run = play(name, "", gpu)
         assert contexts == {1}
-    assert run.setting.engine.form == "chain"
+    assert run.context.engine.form == "chain"
 
 
 def waits_of_a_round(name, kind, epochs, gpu, optimizer="sgd"):

@@ -58,12 +58,12 @@ def test_a_history_and_its_models_are_a_line_each():
 
 
 def test_concerns_are_a_list():
-    assert simulation(rounds=1).run().concerns() == []
+    assert simulation(rounds=1).run().problems() == []
     data = images((10,) * 8)
     data.x[data.index["train"][5]] *= 200
     history = simulation(data=data, model=nn.Linear(6, 4), rounds=1).run()
     history.rounds[0]["eval"]["loss"][2] = float("inf")
-    (said,) = history.concerns()
+    (said,) = history.problems()
     assert said.startswith("the last loss of client(s) [2] is inf")
 
 

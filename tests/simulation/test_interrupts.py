@@ -10,7 +10,7 @@ from parts.user import simulation
 from small import images, tiny_model
 
 import pflcore
-from pflcore import EarlyStopping, Simulation, Stop, for_everyone
+from pflcore import EarlyStopping, Simulation, Stop, run_each_target
 
 ROUNDS = 5
 
@@ -50,7 +50,7 @@ def test_runs_for_everyone_that_are_interrupted_say_so_where_one_lacks(target, r
         if (t, round) == (target, 2):
             press()
 
-    history = for_everyone("waffle", tiny_model(), images(), rounds=2, on_round=last)
+    history = run_each_target("waffle", tiny_model(), images(), rounds=2, on_round=last)
     assert history.interrupted and len(history.rounds) == rounds
     said = None if target == 2 else "Interrupted after the run of target 0, of 3 targets."
     assert history.stopped == said

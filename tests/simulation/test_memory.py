@@ -14,12 +14,12 @@ from parts.user import simulation
 from small import normed_model, swept
 
 from pflcore import step
-from pflcore.simulation.round import Setup
+from pflcore.simulation.round import RunConfig
 
 
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
     failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
-    monkeypatch.setattr("pflcore.simulation._start.begin", failing)
+    monkeypatch.setattr("pflcore.simulation._setup.initial_state", failing)
     words = r"Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more"
     with sentence(f"{words} .* needs about", MemoryError):
         simulation()
@@ -48,7 +48,7 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeyp
     for at in range(1, 1000):
         mode = Making(fails(type, at, torch.OutOfMemoryError(CUDA)))
         try:
-            setup = Setup(run.algorithm, run.setting, batch_norm=run.batch_norm)
+            setup = RunConfig(run.algorithm, run.context, batch_norm=run.batch_norm)
             after, _ = step(setup, run.state, torch.arange(3))
             break
         except torch.OutOfMemoryError:
@@ -56,7 +56,7 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeyp
         finally:
             mode.__exit__(None, None, None)
         assert same(before, run.state), at
-        assert (before.round, before.void) == (run.state.round, run.state.void), at
+        assert (before.round, before.void_rounds) == (run.state.round, run.state.void_rounds), at
     assert at > 1 or algorithm == "local"
     assert after.round == 3
 
@@ -66,7 +66,7 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
-    monkeypatch.setattr("pflcore.simulation._start.begin", failing)
+    monkeypatch.setattr("pflcore.simulation._setup.initial_state", failing)
     assert command(f"run fedavg {DIGITS} --out p") == 2
     err = capsys.readouterr().err
     assert err.startswith("pflcore: Out of memory before the first round") and err.count("\n") == 1

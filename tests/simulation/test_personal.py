@@ -13,8 +13,8 @@ from parts.user import simulation
 from small import SIX, equals, images, swept, tiny_model
 from torch import nn
 
-from pflcore import Evaluation, FedAvg, Hardware, Simulation, Training, for_everyone
-from pflcore.algorithms import Void
+from pflcore import Evaluation, FedAvg, Hardware, Simulation, Training, run_each_target
+from pflcore.algorithms import VoidRound
 from pflcore.results import record as records
 
 
@@ -132,7 +132,7 @@ def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
     seen = []
     options = {"rounds": 3, "evaluation": Evaluation(every=2)}
     model, saw = tiny_model(), lambda t, r, record: seen.append((t, r))
-    history = for_everyone(algorithm, model, data, training, on_round=saw, **options)
+    history = run_each_target(algorithm, model, data, training, on_round=saw, **options)
     assert seen == [(t, r) for t in range(3) for r in (1, 2, 3)]
     each = [replace(algorithm, target=t) for t in range(3)]
     alone = [Simulation(alg, model, data, training, **options).run().rounds for alg in each]
@@ -154,7 +154,7 @@ def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
 
 def test_a_diverged_run_is_named():
     wild = Training(lr=1e200, batch_size=8)
-    history = for_everyone(Waffle(), tiny_model(), images(), wild, rounds=5)
+    history = run_each_target(Waffle(), tiny_model(), images(), wild, rounds=5)
     assert "target 0: The run diverged" in history.stopped and len(history.rounds) == 3
     assert all(r["void"] for r in history.rounds)
 
@@ -168,19 +168,19 @@ def test_a_round_void_in_any_run_is_void():
 
         def update(self, state, up, cohort):
             if cohort.round <= self.target:
-                raise Void("Not yet.")
+                raise VoidRound("Not yet.")
             return super().update(state, up, cohort)
 
-    history = for_everyone(Shy(), tiny_model(), images(), Training(lr=0.1), rounds=3)
+    history = run_each_target(Shy(), tiny_model(), images(), Training(lr=0.1), rounds=3)
     assert [r["void"] for r in history.rounds] == [True, True, False]
     assert [len(r["dropped"]) for r in history.rounds] == [0, 0, 0]
 
 
 def test_what_it_does_not_take_is_refused():
     with sentence("algorithm: expected one with a target"):
-        for_everyone(FedAvg(), tiny_model(), images())
+        run_each_target(FedAvg(), tiny_model(), images())
     with sentence(r"evaluation\.clients: expected every client"):
-        for_everyone(Waffle(), tiny_model(), images(), evaluation=Evaluation(clients=2))
+        run_each_target(Waffle(), tiny_model(), images(), evaluation=Evaluation(clients=2))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -191,8 +191,8 @@ def test_weights_have_a_row_for_each_target_whoever_took_part(options):
     data, training = images((6, 7, 8, 9)), Training(lr=0.1, batch_size=8)
     if not options:
         data.x[data.index["train"][1]] = 3e38  # its scores overflow
-    history = for_everyone(Waffle(), nn.Linear(6, 4), data, training, rounds=2, **options)
-    _, dense = records.group(history.lines())[0].weights()
+    history = run_each_target(Waffle(), nn.Linear(6, 4), data, training, rounds=2, **options)
+    _, dense = records.group_runs(history.lines())[0].weights()
     for record, weights in zip(history.rounds, dense, strict=True):
         assert list(record["report"]) == ["weights"] and weights.shape == (4, 4)
         sums, ones = weights.sum(1), torch.ones(4, dtype=torch.float64)
@@ -207,8 +207,11 @@ def test_who_ran_away_is_named_whoever_took_part():
     data, training = images((10,) * 8), Training(lr=0.01, batch_size=5)
     data.x[data.index["train"][5]] *= 200
     play, linear = {"rounds": 1, "participation": 0.5}, nn.Linear(6, 4)
-    history = for_everyone(WeightErosion(), linear, data, training, **play)
+    history = run_each_target(WeightErosion(), linear, data, training, **play)
     record = history.rounds[0]
-    assert record["cohort"] == list(range(8)) and record["moved"].index(max(record["moved"])) == 5
-    (run,) = records.group(history.lines())
+    assert (
+        record["cohort"] == list(range(8))
+        and record["relative_update_norm"].index(max(record["relative_update_norm"])) == 5
+    )
+    (run,) = records.group_runs(history.lines())
     assert list(run.outliers()) == [5]

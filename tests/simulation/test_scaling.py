@@ -14,7 +14,7 @@ from parts.user import TRAINING, simulation
 from small import SIX, equals, images, layers, normed_model, swept, tiny_model
 from torch import nn
 
-from pflcore import Client, Evaluation, Server, Simulation, Training, for_everyone
+from pflcore import Client, Evaluation, Server, Simulation, Training, run_each_target
 
 OFTEN = (*SIX, "finetune", "fedbn", "fedrod", "knnper", "feddwa", "fedala", "hypcluster")
 
@@ -170,7 +170,7 @@ def test_whole_numbers_are_raw_features_too():
 def test_standardizing_twice_keeps_what_raw_features_are():
     raw = raw_images()
     once = raw.standardize()
-    twice = once.keep(0.5).standardize()
+    twice = once.keep_fraction(0.5).standardize()
     history = simulation(data=twice, rounds=1).run()
     for i in range(raw.n):
         x = raw.client(i, "test")[0]
@@ -213,7 +213,7 @@ def test_runs_for_each_client_leave_models_of_raw_features(tmp_path):
     pytest.importorskip("safetensors.torch")
     raw = replace(raw_images(), names=tuple("abcd"))
     data = raw.standardize()
-    history = for_everyone(Waffle(do=2.0), tiny_model(), data, TRAINING, rounds=2)
+    history = run_each_target(Waffle(do=2.0), tiny_model(), data, TRAINING, rounds=2)
     accuracy = history.rounds[-1]["eval"]["accuracy"]
     for i in range(raw.n):
         x, y = raw.client(i, "test")

@@ -35,7 +35,7 @@ from pflcore import (
 )
 from pflcore.results import record as records
 from pflcore.results.table import table
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import RunConfig, initial_state
 
 
 def test_a_run_of_many_rounds_ends_with_the_last():
@@ -77,7 +77,7 @@ def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg):
     shared = state.server["x"] if "x" in state.server else state.server["w"][ids].mean(0)
     assert shared.abs().min() > 0.5
     near(views(alg, state, s, torch.arange(6))[0]["w"][4:], shared.expand(2, -1))
-    after = step(Setup(alg, s), state, torch.tensor([4]))[0]
+    after = step(RunConfig(alg, s), state, torch.tensor([4]))[0]
     key = next(k for k in ("v", "theta", "w") if k in after.clients)
     assert 0 < (after.clients[key][4] - shared).abs() < (after.clients[key][4] - s.net.w0).abs()
 
@@ -89,14 +89,14 @@ def test_the_order_of_a_cohorts_ids_changes_nothing(name):
     alg = ALGORITHMS[name](**({"m": 2} if name == "fedfomo" else {}))
     found = []
     for orders in ([range(5), [0, 2, 4], [1, 2, 3]], [[3, 1, 0, 4, 2], [4, 0, 2], [2, 3, 1]]):
-        state = begin(alg, s.net, 5)
+        state = initial_state(alg, s.net, 5)
         for ids in orders:
-            state, done = step(Setup(alg, s), state, torch.tensor(ids))
+            state, done = step(RunConfig(alg, s), state, torch.tensor(ids))
             assert done.ids == sorted(ids)
         found.append(state.server | state.clients)
     equals(*found)
     with sentence("ids: expected each client once"):
-        step(Setup(alg, s), begin(alg, s.net, 5), torch.tensor([1, 1]))
+        step(RunConfig(alg, s), initial_state(alg, s.net, 5), torch.tensor([1, 1]))
 
 
 @pytest.mark.parametrize("name", ["fedfomo", "l2c"])
@@ -128,8 +128,8 @@ def far(name, size):
     """One client's upload is huge, from the second round on."""
 
     class Far(ALGORITHMS[name]):
-        def train(self, down, own, clients):
-            new, up, fit = super().train(down, own, clients)
+        def train(self, down, client_state, clients):
+            new, up, fit = super().train(down, client_state, clients)
             if clients.round > 1:
                 up["delta"][clients.ids == 2] = size
             return new, up, fit
@@ -173,14 +173,14 @@ def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(options, ro
 def test_who_moved_far_is_in_the_record_and_in_the_table_and_may_be_clipped():
     wild, plain = far("fedavg", 1e10), run().run()
     free, held = (run(wild, clip=c).run() for c in (None, 0.5))
-    moved = free.rounds[1]["moved"]
-    assert max(free.rounds[0]["moved"]) < 5 < 1e8 < moved[2] and sorted(moved)[1] < 5
-    assert "moved far: client 2 by up to" in table(records.group(free.lines()))
-    assert "moved far" not in table(records.group(plain.lines()))
+    moved = free.rounds[1]["relative_update_norm"]
+    assert max(free.rounds[0]["relative_update_norm"]) < 5 < 1e8 < moved[2] and sorted(moved)[1] < 5
+    assert "moved far: client 2 by up to" in table(records.group_runs(free.lines()))
+    assert "moved far" not in table(records.group_runs(plain.lines()))
     assert held.rounds[1]["clipped"] == [2] and free.rounds[1]["clipped"] == []
     assert float(free.state.server["x"].norm()) > 1e8 > 10 > float(held.state.server["x"].norm())
     assert held.header["clip"] == 0.5
-    assert "the updates of 1 client were clipped" in table(records.group(held.lines()))
+    assert "the updates of 1 client were clipped" in table(records.group_runs(held.lines()))
 
 
 @pytest.mark.parametrize("name", swept())
@@ -191,13 +191,13 @@ def test_every_method_takes_a_clip(name):
     equals(loose.state.server, wide.state.server)
     assert held.stopped is None
     for record in held.rounds:
-        assert bool(record["clipped"]) == bool(record["moved"]) == (name != "local")
+        assert bool(record["clipped"]) == bool(record["relative_update_norm"]) == (name != "local")
 
 
 # states ---------------------------------------------------------------------
 @pytest.mark.parametrize("rows", ["memory", "disk"])
 def test_what_a_caller_holds_never_changes(rows, tmp_path):
-    where = {"rows": rows if rows == "memory" else tmp_path}
+    where = {"storage": rows if rows == "memory" else tmp_path}
     start = run("ditto", rounds=2, **where).run().state
     kept = copy.deepcopy(start)
     results = []
@@ -240,4 +240,4 @@ def test_who_is_evaluated_is_drawn_of_those_with_samples():
     x, y = torch.randn(8, 6), torch.arange(8) % 4
     alone = {"train": (x, y), "test": (x[:0], y[:0])}
     data = Federation.from_clients([{"train": (x, y), "test": (x, y)}, *[alone] * 3])
-    assert run(data=data, evaluated=1).looked_at.tolist() == [0]
+    assert run(data=data, evaluated=1).eval_clients.tolist() == [0]

@@ -10,7 +10,7 @@ from small import double, near, play, swept, tiny
 
 from pflcore import Training, step
 from pflcore.algorithms import ALGORITHMS
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import RunConfig, initial_state
 
 ADAMW = {"lr": 0.01, "local_optimizer": "adamw", "weight_decay": 0.1}
 REFUSED = """\
@@ -45,7 +45,7 @@ def test_a_method_whose_formula_rests_on_plain_sgd_refuses_the_rest(what, name, 
     s = tiny(**training)
     s = s._replace(net=alg.prepare(s.net))
     with sentence(words):
-        step(Setup(alg, s), begin(alg, s.net, 3), torch.arange(3))
+        step(RunConfig(alg, s), initial_state(alg, s.net, 3), torch.arange(3))
 
 
 def test_option_ii_with_clipping_is_the_mean_of_the_clipped_gradients():

@@ -11,7 +11,7 @@ from small import ENGINES, make_setting, near
 
 from pflcore import Clients, Federation, Net, Training, evaluate, metrics
 from pflcore.algorithms import FedAvg
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import RunConfig, initial_state
 
 SIZES = [1, 300, 7, 125, 126]
 MODELS = {**BODIES, "scores per place": ("Conv1d 2 K 1", (2, 3))}
@@ -45,16 +45,16 @@ def at_work(
 
 def check(clients, rows):
     """Loss and share of right answers are those of each client's module on its samples."""
-    loss, hits = clients.measure({"w": rows}, "train")
-    net, data = clients.net, clients.setting.data
+    loss, hits = clients.evaluate({"w": rows}, "train")
+    net, data = clients.net, clients.context.data
     for k, i in enumerate(clients.ids.tolist()):
         x, y = data.client(i)
         with torch.no_grad():
             scores = net.load(net.build, rows[k], clients.buffers[k]).eval()(x)
-        near(loss[k], net.criterion(scores, y), 1e-5, 1e-6)
+        near(loss[k], net.loss_fn(scores, y), 1e-5, 1e-6)
         assert (hits is None) == (data.classes is None)
         if hits is not None:  # exactly: a share of whole samples
-            near(hits[k], metrics.right(scores.movedim(1, -1), y).double().mean(), 0, 1e-9)
+            near(hits[k], metrics.is_correct(scores.movedim(1, -1), y).double().mean(), 0, 1e-9)
     return loss
 
 
@@ -76,7 +76,7 @@ def test_side_by_side_is_one_by_one(engine, criterion, relabel):
 def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, monkeypatch):
     # somebody is not looked at
     clients = at_work(engine, model, relabel=relabel, ids=[4, 0, 1, 3])
-    clients = replace(clients, block=torch.zeros(4, dtype=torch.int64))
+    clients = replace(clients, block_numbers=torch.zeros(4, dtype=torch.int64))
     batches, forward = [], Net.__call__
 
     def counted(net, w, x):
@@ -100,8 +100,8 @@ def test_what_may_differ_is_looked_at_one_by_one(what):
 
 
 def evaluated(engine, empty=None):
-    s = at_work(engine, empty=empty).setting
-    return evaluate(Setup(FedAvg(), s), begin(FedAvg(), s.net, 5))
+    s = at_work(engine, empty=empty).context
+    return evaluate(RunConfig(FedAvg(), s), initial_state(FedAvg(), s.net, 5))
 
 
 def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
@@ -124,7 +124,7 @@ def test_a_nan_is_no_right_answer_and_spoils_nobody_else(engine):
     clients = at_work(engine)
     rows = clients.net.w0.repeat(5, 1)
     rows[3, -1] = torch.nan  # the last layer's bias for the last class
-    loss, accuracy = clients.measure({"w": rows}, "train")
+    loss, accuracy = clients.evaluate({"w": rows}, "train")
     assert loss.isnan().tolist() == [False, False, False, True, False]
     assert accuracy[3] == 0 and (accuracy[[1, 4]] > 0).all()
 

@@ -16,7 +16,7 @@ from tolerance import F64
 
 from pflcore import Federation, Net, Objective, Training, evaluate, step
 from pflcore.algorithms import FedAvg
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import RunConfig, initial_state
 
 SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
@@ -140,7 +140,7 @@ def company_cases():
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("engine, body, activation", company_cases())
 def test_the_others_change_no_bit(engine, body, activation, optimizer):
-    s = company.simulation(engine, body, activation, local_optimizer=optimizer).setting
+    s = company.simulation(engine, body, activation, local_optimizer=optimizer).context
     whole = company.of_hooks(s, company.EVERYBODY)
     for ids in ([3], [0, 2, 3, 7, 9]):
         at = torch.tensor(ids)
@@ -150,7 +150,7 @@ def test_the_others_change_no_bit(engine, body, activation, optimizer):
 def test_the_others_change_no_bit_of_many_steps_of_adamw():
     """Its powers of .9 and .999, too, have other last digits where torch takes several at once."""
     how = {"dtype": F64, "local_optimizer": "adamw", "epochs": 24}
-    s = company.simulation("chain", "mlp", "Tanh", **how).setting
+    s = company.simulation("chain", "mlp", "Tanh", **how).context
     whole, one = (
         at_work(s, ids).fit(s.net.w0.repeat(len(ids), 1)).w
         for ids in (company.EVERYBODY.tolist(), [3])
@@ -160,7 +160,7 @@ def test_the_others_change_no_bit_of_many_steps_of_adamw():
 
 @pytest.mark.parametrize("body", company.BODIES)
 def test_under_vmap_the_others_change_last_digits_alone(body):
-    s = company.simulation("vmap", body, "SiLU", dtype=F64).setting
+    s = company.simulation("vmap", body, "SiLU", dtype=F64).context
     whole, at = company.of_hooks(s, company.EVERYBODY), torch.tensor([0, 2, 3, 7, 9])
     for name, found in company.of_hooks(s, at).items():
         near(found, whole[name][at], 1e-9, 1e-12)
@@ -168,7 +168,7 @@ def test_under_vmap_the_others_change_last_digits_alone(body):
 
 @pytest.mark.parametrize("body", company.BODIES)
 def test_the_size_of_blocks_changes_last_digits_alone(body):
-    s = company.simulation("vmap", body, "SiLU", dtype=F64).setting
+    s = company.simulation("vmap", body, "SiLU", dtype=F64).context
     whole = company.of_hooks(s, company.EVERYBODY)
     for together in (1, 3, 64):
         for name, found in company.of_hooks(
@@ -180,13 +180,13 @@ def test_the_size_of_blocks_changes_last_digits_alone(body):
 def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
     """A batch for each of many small clients would take several times as long."""
     run = company.simulation("loop", "mlp", "SiLU", dtype=F64)
-    whole = evaluate(run.setup, run.state)["loss"]
+    whole = evaluate(run.config, run.state)["loss"]
     batches, forward = [], Net.__call__
     monkeypatch.setattr(
         Net, "__call__", lambda net, w, x: batches.append(len(x)) or forward(net, w, x)
     )
     ids = torch.tensor([0, 2, 3, 7, 9])
-    near(evaluate(run.setup, run.state, "test", ids)["loss"][ids], whole[ids])
+    near(evaluate(run.config, run.state, "test", ids)["loss"][ids], whole[ids])
     assert batches == [sum(company.SIZES[i] for i in ids)]
 
 
@@ -399,9 +399,9 @@ def test_training_writes_nothing_and_statistics_are_the_clients_own(engine):
     assert clients.after(done).buffers is done.buffers
     assert (done.buffers != s.net.b0).any(1).all()
     same(clients.fit(start), done)
-    setup, state = Setup(FedAvg(), s, batch_norm="local"), begin(FedAvg(), s.net, 3)
+    setup, state = RunConfig(FedAvg(), s, batch_norm="local"), initial_state(FedAvg(), s.net, 3)
     want = torch.stack([done.buffers[0], s.net.b0, done.buffers[2]])
-    near(step(setup, state, torch.tensor([0, 2]))[0].batch_norm, want)
+    near(step(setup, state, torch.tensor([0, 2]))[0].buffers, want)
 
 
 # looking --------------------------------------------------------------------
@@ -435,5 +435,5 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
             same((labels[i], found[i][1]), (F.pad(y, (0, rest), value=-1), y))
     with sentence("split: this federation has train, test, not 'val'"):
         local.loss(rows, "val")
-    same((local.size, local.counts), (s.data.size(), s.data.counts()))
-    assert not local.has("val")
+    same((local.num_samples, local.class_counts), (s.data.size(), s.data.counts()))
+    assert not local.has_split("val")

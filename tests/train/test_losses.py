@@ -98,7 +98,7 @@ def ranks(s, y):
 
 
 def test_a_loss_of_all_pairs_is_as_it_is_or_refused():
-    with sentence(r"criterion: ranks gives another value for scores \[\d+, 1\] than .* \[\d+\]; "):
+    with sentence(r"loss: ranks gives another value for scores \[\d+, 1\] than .* \[\d+\]; "):
         evaluated(ranks, column, COUNTS)
     torch.manual_seed(0)
     want = evaluated(ranks, column, COUNTS[:, :, None])["loss"]
@@ -149,7 +149,7 @@ def test_weights_of_yes_or_no_labels_stay(scores, labels):
 
 
 def test_a_loss_of_one_output_for_several_targets_is_one_sentence():
-    with sentence("criterion: it fails .*: let the model give one output for each target"):
+    with sentence("loss: it fails .*: let the model give one output for each target"):
         evaluated(nn.BCEWithLogitsLoss(), lambda: nn.Linear(3, 2), (COUNTS > 1).float())
 
 
@@ -157,7 +157,7 @@ def test_a_loss_of_one_output_for_several_targets_is_one_sentence():
 def test_axes_in_another_order_are_no_targets(loss):
     y = torch.rand(3, 24, 3, 2)
     wrong, fits = (lambda: layers("Linear 3 6, Unflatten 1 [2,3]")), layers("Linear 3 6")
-    with sentence(r"criterion: .* scores \[\d+, 2, 3\] for targets \[\d+, 3, 2\]; transpose one"):
+    with sentence(r"loss: .* scores \[\d+, 2, 3\] for targets \[\d+, 3, 2\]; transpose one"):
         evaluated(loss, wrong, y)
     assert evaluated(loss, fits, y)["loss"][0] > 0
 
@@ -256,7 +256,7 @@ def test_metrics_of_steps_are_those_of_their_labels(classes, length):
 
 @pytest.mark.parametrize("loss", ["squared", "half_squared", "hinge"])
 def test_steps_that_a_mask_leaves_out_count_in_no_loss(loss):
-    with sentence(r"criterion: '\w+' would count the steps that the mask leaves out; "):
+    with sentence(r"loss: '\w+' would count the steps that the mask leaves out; "):
         trained(Steps, steps(left_out="mask"), loss=loss)
 
 
@@ -404,7 +404,7 @@ def test_losses_of_double_models_are_double():
 def test_a_loss_is_a_name_a_function_or_a_module():
     def played(loss=None):
         run = simulation(loss=loss)
-        return run.run().series("loss")[1], run.header()["criterion"]
+        return run.run().series("loss")[1], run.header()["loss"]
 
     want, name = played()
     assert name == "cross_entropy"
@@ -440,7 +440,7 @@ def test_a_loss_is_a_name_a_function_or_a_module():
     ],
 )
 def test_what_is_no_loss_is_one_sentence(loss, words):
-    with sentence(f"criterion: {words}", (ValueError, TypeError)):
+    with sentence(f"loss: {words}", (ValueError, TypeError)):
         Net(tiny_model(), loss)
     with sentence(f"(loss|criterion): {words}", (ValueError, TypeError)):
         simulation(loss=loss)

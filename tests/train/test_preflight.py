@@ -95,12 +95,12 @@ BROKEN = [  # model, sentence, loss
     ),
     (
         LINEAR,
-        r"criterion: expected one number for a batch, got shape \[8\]",
+        r"loss: expected one number for a batch, got shape \[8\]",
         lambda s, y: F.cross_entropy(s, y, reduction="none"),
     ),
     (
         LINEAR,
-        r"criterion: it fails on scores of shape \[8, 4\] and targets of shape \[8\]",
+        r"loss: it fails on scores of shape \[8, 4\] and targets of shape \[8\]",
         lambda s, y: s @ y,
     ),
     (Own(lambda m, x: m.layer(x).detach()), r"model: the loss depends on no trainable parameter"),
@@ -137,7 +137,7 @@ def test_a_model_that_breaks_is_one_sentence(case):
 def test_a_loss_of_signs_takes_no_labels_from_0(loss):
     model = nn.Sequential(nn.Linear(6, 1), nn.Flatten(0))
     y = torch.arange(24) % 2
-    said = "criterion: .* takes targets of -1 and 1, and these are others; take loss='hinge'"
+    said = "loss: .* takes targets of -1 and 1, and these are others; take loss='hinge'"
     for others in (y, y.float()):
         refused(said, model, federation(y=others), loss)
     simulation(model=Net(model, loss), data=federation(y=2.0 * y - 1))
@@ -259,7 +259,7 @@ class Annealed(nn.Module):
 
 def test_a_loss_that_counts_its_calls_is_named():
     data, model = federation(), nn.Linear(6, 4)
-    with sentence("criterion: it gives another value when it is called again .*a counter"):
+    with sentence("loss: it gives another value when it is called again .*a counter"):
         simulation(model=model, data=data, loss=Annealed(True))
     assert simulation(model=model, data=data, loss=Annealed(False)).run().rounds
 
@@ -330,9 +330,7 @@ def test_what_fails_on_one_sample_is_named():
             raise ValueError("two samples at least")
         return F.cross_entropy(scores, y)
 
-    with sentence(
-        r"data: client 0 \(1 samples, .* cannot train \(criterion: .*two samples at least"
-    ):
+    with sentence(r"data: client 0 \(1 samples, .* cannot train \(loss: .*two samples at least"):
         simulation(model=nn.Linear(6, 4), data=clients(1, 4), loss=apart)
     assert simulation(model=nn.Linear(6, 4), data=clients(5, 4), loss=apart).run().rounds
 

@@ -9,7 +9,7 @@ from flwr.serverapp import Grid, ServerApp
 from pfl_app import task
 from pflcore import Client, Server
 from pflcore.interop.flower import PflStrategy, client_app
-from pflcore.simulation._personal import Personalized
+from pflcore.simulation._models import Personalized
 
 server = ServerApp()
 

@@ -15,8 +15,8 @@ from small import near as close
 
 from pflcore import evaluate
 from pflcore.algorithms import _factorized_waffle as ibp
-from pflcore.simulation.round import Setup
-from pflcore.train._random import client_seeds, uniforms
+from pflcore.simulation.round import RunConfig
+from pflcore.train._random import client_seeds, client_uniforms
 
 D = torch.float64
 
@@ -37,7 +37,7 @@ def log_v(u, c, d):
 def kl_v(c, d, alpha):
     """KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and Smyth 2017)."""
     return (
-        -(1 - alpha / c) * (torch.digamma(d + 1) + ibp.EULER)
+        -(1 - alpha / c) * (torch.digamma(d + 1) + ibp.EULER_GAMMA)
         + torch.log(c * d / alpha)
         - (d - 1) / d
     )
@@ -45,7 +45,7 @@ def kl_v(c, d, alpha):
 
 def kl_b(logit, log_p):
     """KL(Bernoulli(sigmoid(logit)) || Bernoulli(exp(log_p))), log_p < 0."""
-    pi, log_p = logit.sigmoid(), log_p.clamp(max=ibp.NEAR_ONE)
+    pi, log_p = logit.sigmoid(), log_p.clamp(max=ibp.MAX_LOG_PRODUCT)
     rest = F.logsigmoid(-logit) - ibp.log1mexp(log_p)
     return pi * (F.logsigmoid(logit) - log_p) + (1 - pi) * rest
 
@@ -53,7 +53,7 @@ def kl_b(logit, log_p):
 def divergence(q, u, sizes, alpha):
     """Both divergences of beliefs q [s, 3, F] and draws u [s, F]; of layers of `sizes`."""
     c, d = q[:, 1].exp(), q[:, 2].exp()
-    return kl_b(q[:, 0], ibp.along(log_v(u, c, d), sizes)) + kl_v(c, d, alpha)
+    return kl_b(q[:, 0], ibp.cumsum_by_layer(log_v(u, c, d), sizes)) + kl_v(c, d, alpha)
 
 
 GOLDEN = golden("indian_buffet")
@@ -98,13 +98,13 @@ def by_hand(alg, s, client):
     """One client's first round, whole batches, written with autograd on the objective: its row and
     beliefs afterwards."""
     at, (x, y), w = strengths(s.net), s.data.client(client), s.net.w0.clone().requires_grad_()
-    q = alg.newcomer({}, s.net, 1)["q"][0].clone().requires_grad_()
+    q = alg.init_client({}, s.net, 1)["q"][0].clone().requires_grad_()
     lr, weight = s.training.lr, 1.0
     optimizers = [torch.optim.SGD([w, q], lr)]
     if alg.preset == "recommended":
         optimizers, weight = [torch.optim.SGD([w], lr), torch.optim.Adam([q], 0.5)], 0.01
     seeds, steps = client_seeds([client], s.seed, 1, "beliefs"), s.training.epochs
-    u = uniforms(seeds, steps * 14) * (1 - 2e-4) + 1e-4
+    u = client_uniforms(seeds, steps * 14) * (1 - 2e-4) + 1e-4
     for one, other in u.double().view(steps, 2, 1, 7):
         b = torch.sigmoid((q[:7] + one[0].logit()) / alg.tau)
         kl = divergence(q.view(1, 3, 7), other, [4, 3], t(4, 4, 4, 4, 3, 3, 3)).sum()
@@ -132,8 +132,8 @@ def test_a_round_is_what_the_paper_says(engine, preset):
 def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
     s = setting()
     far = after(FactorizedWaffle(lr_var=50.0), s, 3)[0].clients["q"].chunk(3, 1)
-    assert [part.abs().max() for part in far] == list(ibp.BOUNDS)
-    fresh = FactorizedWaffle().newcomer({}, s.net, 1)["q"]
+    assert [part.abs().max() for part in far] == list(ibp.BELIEF_BOUNDS)
+    fresh = FactorizedWaffle().init_client({}, s.net, 1)["q"]
 
     def moved(alg):
         return float((after(alg, s, 3)[0].clients["q"] - fresh)[:, :7].abs().mean())
@@ -160,7 +160,7 @@ def test_evaluation_modes():
     for mode, b in {"mean": pi, "thr_soft": pi * above, "hard": above}.items():
         got = view(eval_mode=mode)
         close(got["b"][:, 0], b)
-        found = evaluate(Setup(replace(alg, eval_mode=mode), s), state)
+        found = evaluate(RunConfig(replace(alg, eval_mode=mode), s), state)
         close(found["loss"][1], F.cross_entropy(scores(b[1]), y))
         close(found["accuracy"][1], (scores(b[1]).argmax(1) == y).double().mean())
     u = (torch.arange(100_000, dtype=D) + 0.5) / 100_000
@@ -177,7 +177,7 @@ def test_clients_that_never_trained():
     before = copied(state)
 
     def b(never, **more):
-        return views(replace(alg, never=never, **more), state, s)[0]["b"][:, 0]
+        return views(replace(alg, untrained_factors=never, **more), state, s)[0]["b"][:, 0]
 
     prior = torch.cat([ibp.prior_mean(4, 4), ibp.prior_mean(3, 3)])
     assert bool((b("all")[2] == 1).all())

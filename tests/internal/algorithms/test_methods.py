@@ -9,7 +9,7 @@ from small import images, tiny_model
 from pflcore import Hardware, Net, Simulation
 from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms._relations import simplex_qp
-from pflcore.simulation.round import policy
+from pflcore.simulation.round import batch_norm_policy
 
 SERVED = "fedavg scaffold waffle weight_erosion clustered_fl finetune fedrod sfl per_fedavg"
 LOCAL = "apfl ditto local pfedme mocha l2c"
@@ -17,18 +17,21 @@ LOCAL = "apfl ditto local pfedme mocha l2c"
 
 def test_each_method_has_its_policy_and_only_what_it_knows():
     net = normal().net
-    first = {name: policy(cls(), net) for name, cls in ALGORITHMS.items()}
+    first = {name: batch_norm_policy(cls(), net) for name, cls in ALGORITHMS.items()}
     assert all(first[name] == "average" for name in SERVED.split())
     assert {n for n, known in first.items() if known == "rule"} == {"hypcluster", "ensemble"}
-    assert policy(FedDWA(), net) == "local" and policy(FedDWA(), net, "average") == "average"
+    assert (
+        batch_norm_policy(FedDWA(), net) == "local"
+        and batch_norm_policy(FedDWA(), net, "average") == "average"
+    )
     for name in LOCAL.split():
         alg = ALGORITHMS[name]()
         assert first[name] == "local"
         with pytest.raises(
             ValueError, match=r"^batch_norm: this \w+ knows 'local' statistics, got 'average'\.$"
         ):
-            policy(alg, net, "average")
-        assert policy(alg, Net(tiny_model()), "average")  # nothing to average
+            batch_norm_policy(alg, net, "average")
+        assert batch_norm_policy(alg, Net(tiny_model()), "average")  # nothing to average
     with pytest.raises(ValueError, match=r"^batch_norm: this HypCluster knows 'rule'"):
         Simulation(HypCluster(), normed, images(), batch_norm="local")
 
@@ -39,7 +42,7 @@ def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
     how = {"rounds": 2, "hardware": Hardware(workers=1)}
     history = Simulation(alg, normed, s.data.subset([0, 1]), s.training, **how).run()
     model = history.adapt(s.data.client(2), rounds=3)
-    private = alg.columns(model.net)
+    private = alg.private_mask(model.net)
     if alg.order == "body":
         assert (model.view_w != history.model(0).view_w).any()
     else:

@@ -11,8 +11,8 @@ from places import golden
 from small import F64, near, some
 
 from pflcore.algorithms import Stop
-from pflcore.algorithms._adaptation import neighbours
-from pflcore.algorithms._relations import relation
+from pflcore.algorithms._adaptation import nearest_neighbours
+from pflcore.algorithms._relations import task_relation
 
 KERNELS = ("exp", "inverse", "gauss_dim")
 
@@ -27,22 +27,22 @@ def close(a, b, atol=5e-10, rtol=1e-7):
 def test_task_relations_by_hand():
     for case in golden("mocha"):
         w, delta = torch.tensor(case["w"], dtype=F64), case["delta"]
-        close(relation(w, delta, "sigma"), case["sigma"])
-        close(relation(w, delta), case["omega"], rtol=case["rtol"])
+        close(task_relation(w, delta, "sigma"), case["sigma"])
+        close(task_relation(w, delta), case["omega"], rtol=case["rtol"])
 
 
 # kNN-Per --------------------------------------------------------------------
 def test_far_points_few_points_and_equal_points():
     far = torch.tensor([[800.0], [801.0], [803.0]], dtype=F64)
-    weight, _ = neighbours(torch.zeros(1, 1, dtype=F64), far, 3, 3)
+    weight, _ = nearest_neighbours(torch.zeros(1, 1, dtype=F64), far, 3, 3)
     close(weight, [[0.7053845127, 0.2594964603, 0.0351190270]])
     for kernel in KERNELS:
         for scale in (1e-20, 1.0, 1e12):
             query, store = QUERY.float() * scale, Z.float() * scale
-            weight, near = neighbours(query, store, torch.tensor(2), 10, kernel)
+            weight, near = nearest_neighbours(query, store, torch.tensor(2), 10, kernel)
             assert weight.isfinite().all() and weight[near >= 2].abs().sum() == 0
             close(weight.sum(1), [1.0])
-    weight, near = neighbours(Z[:1], Z[[0, 1, 0]], 3, 3, "inverse")
+    weight, near = nearest_neighbours(Z[:1], Z[[0, 1, 0]], 3, 3, "inverse")
     assert weight[near != 1].tolist() == [0.5, 0.5]
 
 
@@ -52,13 +52,13 @@ def test_the_stability_criterion_is_the_spectral_radius():
     gen = torch.Generator().manual_seed(0)
     seen = set()
     for lr in (0.001, 0.01, 0.1, 0.3):
-        omega = relation(torch.randn(6, 3, generator=gen), 0.05)
+        omega = task_relation(torch.randn(6, 3, generator=gen), 0.05)
         o = omega.diagonal()
         e = (1 - (1 - lr * 0.1 * o) ** 4) / o
         radius = torch.linalg.eigvals(torch.eye(6) - e[:, None] * omega).abs().max()
         stable = bool(radius < 1) and bool((lr * 0.1 * o).max() < 2)
         rates = torch.full((6,), lr, dtype=F64)
         with nullcontext() if stable else pytest.raises(Stop):
-            Mocha(lam=0.1).check(omega, rates, 4 * rates, some(6, 1))
+            Mocha(lam=0.1).check_stability(omega, rates, 4 * rates, some(6, 1))
         seen.add(stable)
     assert seen == {True, False}

@@ -9,20 +9,20 @@ from places import tabled
 from small import images, make_setting, normed_model, t, tiny_model
 
 from pflcore import Clients, Net, Simulation, Training, ops
-from pflcore.algorithms._clusters import cosines, groups
-from pflcore.algorithms._mixtures import sampled
-from pflcore.algorithms._protocol import squares
+from pflcore.algorithms._clusters import agglomerate, cosine_matrix
+from pflcore.algorithms._mixtures import subsample_training
+from pflcore.algorithms._protocol import squared_norms
 
 # Clustered FL ---------------------------------------------------------------
 
 
 def similarity(rows):
-    return cosines(ops.pairwise_sqdist(rows), squares(rows))
+    return cosine_matrix(ops.pairwise_sqdist(rows), squared_norms(rows))
 
 
 def halves(similar, linkage):
     """Two groups, by the number of their first client, and the largest similarity across."""
-    group = groups(similar, 2, linkage)
+    group = agglomerate(similar, 2, linkage)
     second = group != group[0]
     both = [half.nonzero()[:, 0].tolist() for half in (~second, second)]
     return both, similar[second][:, ~second].max()
@@ -43,7 +43,7 @@ def test_golden_clustered_fl():
     g1, g2 = GOLDEN["G1_cfl"], GOLDEN["G2_cfl_single_vs_complete"]
     delta, angle = t(g1["dW"]), torch.deg2rad(t(g2["angles_deg"]))
     close(similarity(delta), g1["cos"])
-    assert not cosines(torch.zeros(2, 2), torch.zeros(2)).any()
+    assert not cosine_matrix(torch.zeros(2, 2), torch.zeros(2)).any()
     for linkage in ("complete", "single"):  # of the second they differ
         for g, rows, name in (
             (g1, delta, "max"),
@@ -53,7 +53,7 @@ def test_golden_clustered_fl():
             assert both == g[f"bip_{linkage}"]
             close(across, g[f"alpha_cross_{name}"])
     for splits, options in tabled(SPLITS):
-        assert (ClusteredFL(**options).split(delta) is not None) is splits, options
+        assert (ClusteredFL(**options).bipartition(delta) is not None) is splits, options
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -67,7 +67,7 @@ def test_single_linkage_has_the_least_largest_similarity_across(seed):
 def of(setting, ids, round=1):
     net = setting.net
     clients = Clients(setting, torch.tensor(ids), round, net.b0.expand(len(ids), -1))
-    return sampled(clients, 0.8).data.lists("train")
+    return subsample_training(clients, 0.8).data.lists("train")
 
 
 def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
@@ -89,5 +89,5 @@ def test_no_batch_of_one_for_batch_norm(size, batch, drop_last):
     training = Training(lr=0.1, batch_size=batch, drop_last=drop_last)
     run = Simulation(FedALA(), normed_model, images((size, 8)), training, rounds=3)
     assert run.run().stopped is None
-    count = int(of(run.setting, [0, 1]).size[0])
+    count = int(of(run.context, [0, 1]).size[0])
     assert 1 < count <= size and (drop_last or count % batch != 1)

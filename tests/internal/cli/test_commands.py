@@ -11,7 +11,7 @@ from small import swept
 from pflcore import Training, cli
 from pflcore.algorithms import ALGORITHMS
 from pflcore.cli import _experiment as experiment
-from pflcore.cli import _play as play
+from pflcore.cli import _run as play
 from pflcore.results.record import read
 
 pytest.importorskip("tyro")
@@ -46,11 +46,13 @@ def test_two_runs_that_start_at_once_take_two_folders():
 def test_poisoned_labels_of_runs_for_each_client_are_flipped_once(monkeypatch):
     """By the simulation, which is given the honest ones."""
     given = []
-    monkeypatch.setattr(experiment, "for_everyone", lambda *a, **_: given.append(a[2]))
-    options = experiment.Options("synthetic_clusters", target="all", poison="label_flip", bad=(1,))
-    data = experiment.federation(options)
-    (job,) = experiment.jobs(["waffle"], options, Training(), {})
-    simulation = job.simulation(data, experiment.model(options, data))
+    monkeypatch.setattr(experiment, "run_each_target", lambda *a, **_: given.append(a[2]))
+    options = experiment.Options(
+        "synthetic_clusters", target="all", attack="label_flip", attack_clients=(1,)
+    )
+    data = experiment.load_federation(options)
+    (job,) = experiment.make_jobs(["waffle"], options, Training(), {})
+    simulation = job.simulation(data, experiment.make_model(options, data))
     job.play(simulation, data, lambda *_: None)
     assert given[0] is data is not simulation.data
 
@@ -68,9 +70,9 @@ def test_every_algorithm_explains_its_options_and_keeps_its_defaults(name, capsy
         assert (flag in out) == (option in own)
     assert ALGORITHMS[name].__doc__.split()[0] in out
     seen = []
-    monkeypatch.setattr(play, "_record", lambda todo, *_: seen.extend(todo) or 0)
+    monkeypatch.setattr(play, "_run_jobs", lambda todo, *_: seen.extend(todo) or 0)
     for words in (f"run {name}", f"compare --algorithms {name}"):
         command(words)
         job = seen.pop()
-        assert experiment.algorithm(job.algorithm, job.hyper) == ALGORITHMS[name]()
+        assert experiment.make_algorithm(job.algorithm, job.algorithm_options) == ALGORITHMS[name]()
         assert job.training == Training() and job.options == experiment.Options()

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import pytest
 
 from pflcore.algorithms import ALGORITHMS
-from pflcore.check import Positive
+from pflcore.check import PositiveFloat
 from pflcore.cli._experiment import Options, partition_of, reader_of
-from pflcore.cli._options import comments, of_function, offered, parse
-from pflcore.cli._play import Compared, Output
+from pflcore.cli._options import dataclass_of_arguments, field_comments, option_fields, parse
+from pflcore.cli._run import CompareOptions, OutputOptions
 from pflcore.data import PARTITIONS
 from pflcore.train import Training
 
@@ -21,7 +21,7 @@ pytest.importorskip("tyro")
 
 @dataclass(frozen=True)
 class Base:
-    lr: Positive = 1.0  # step size
+    lr: PositiveFloat = 1.0  # step size
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,12 @@ def parsed(groups, words, **how):
     return parse("prog", "About.", groups, words.split(), **how)
 
 
-@pytest.mark.parametrize("cls", [Options, Output, Training, Compared, *ALGORITHMS.values()])
+@pytest.mark.parametrize(
+    "cls", [Options, OutputOptions, Training, CompareOptions, *ALGORITHMS.values()]
+)
 def test_every_option_has_help(cls):
     """The comment beside the field, or above it, as tyro finds it."""
-    missing = {f.name for f in offered(cls)} - {*comments(cls)}
+    missing = {f.name for f in option_fields(cls)} - {*field_comments(cls)}
     assert missing == ({"schedule"} if cls is Training else set())  # which no word can say
 
 
@@ -65,8 +67,8 @@ def test_every_option_has_help(cls):
 def test_every_option_of_a_partition_has_help(name, capsys):
     """What stands below "Args:" in its docstring, and there alone."""
     choice = partition_of("digits", name)
-    cls = of_function(choice.function, choice.defaults)
-    assert {*comments(cls)} == {*choice.defaults}
+    cls = dataclass_of_arguments(choice.function, choice.defaults)
+    assert {*field_comments(cls)} == {*choice.defaults}
 
     with pytest.raises(SystemExit):
         parsed({"partition": cls}, "--help")
@@ -77,7 +79,9 @@ def test_every_option_of_a_partition_has_help(name, capsys):
 @pytest.mark.parametrize("data", ["folder:x", "leaf:x"])
 def test_every_option_of_a_reader_has_help(data):
     choice = reader_of(data)
-    assert {*comments(of_function(choice.function, choice.defaults))} == {*choice.defaults}
+    assert {*field_comments(dataclass_of_arguments(choice.function, choice.defaults))} == {
+        *choice.defaults
+    }
 
 
 def test_help_is_the_comments_of_all_bases(capsys):
@@ -93,14 +97,16 @@ def test_help_is_the_comments_of_all_bases(capsys):
 def test_values_come_by_group_and_names_are_taken_once():
     groups = {"run": Base, "weight_erosion": Derived, "other": Base}
     words = "--lr 4 --weight-erosion-lr 0.25 --no-fast --other.lr -1"
-    got = parsed(groups, words, apart=["other"])
+    got = parsed(groups, words, prefixed=["other"])
     assert got["run"] == {"lr": 4.0} and got["other"] == {"lr": -1.0}  # which is not checked here
     assert got["weight_erosion"] == vars(Derived(lr=0.25, fast=False))
-    assert "target" not in {f.name for f in offered(ALGORITHMS["waffle"])}
+    assert "target" not in {f.name for f in option_fields(ALGORITHMS["waffle"])}
 
 
 def test_options_of_a_function():
-    cls = of_function(partial(cut, alpha=0.1), {"sizes": None, "alpha": 0.1, "padding": 0})
+    cls = dataclass_of_arguments(
+        partial(cut, alpha=0.1), {"sizes": None, "alpha": 0.1, "padding": 0}
+    )
     for words, *want in (
         ("", None, 0.1, 0),
         ("--sizes A --padding same", "A", 0.1, "same"),
@@ -112,5 +118,5 @@ def test_options_of_a_function():
 
 def test_looking_ahead_passes_over_what_it_does_not_know():
     words = "--algorithms a b --n 3 --x -1 --help"
-    found = parsed({"compare": Compared}, words, whole=False)
+    found = parsed({"compare": CompareOptions}, words, complete=False)
     assert found == {"compare": {"algorithms": ("a", "b")}}

@@ -10,18 +10,20 @@ from places import golden
 from small import equals
 
 from pflcore.data import Federation
-from pflcore.data._partition import _proportions, counts_of
+from pflcore.data._partition import _proportions, sample_counts
 from pflcore.data._ragged import Ragged
 
 
 def test_practical2_draws_like_the_released_code():
     """Classes per client and the share of draws that give everybody 20 samples, measured on that
     code: 60,000 balanced samples."""
-    assert counts_of(np.array([[0.105, 0.2, 0.695]]), np.array([10])).tolist() == [[1, 2, 7]]
+    assert sample_counts(np.array([[0.105, 0.2, 0.695]]), np.array([10])).tolist() == [[1, 2, 7]]
     totals = np.full(10, 6000)
     for n, alpha, held, accepted in golden("partitions")["draws"]:
         rng = np.random.RandomState(0)
-        draws = [counts_of(_proportions(totals, n, alpha, True, rng), totals) for _ in range(150)]
+        draws = [
+            sample_counts(_proportions(totals, n, alpha, True, rng), totals) for _ in range(150)
+        ]
         assert all((d.sum(1) == totals).all() for d in draws)
         assert abs(np.mean([(d > 0).sum(0).mean() for d in draws]) - held) < 0.15
         assert abs(np.mean([d.sum(0).min() >= 20 for d in draws]) - accepted) < 0.1
@@ -29,7 +31,7 @@ def test_practical2_draws_like_the_released_code():
 
 def test_lists_of_some_clients_and_of_slices():
     lists = [torch.arange(3), torch.arange(0), torch.tensor([7, 5])]
-    ragged = Ragged.of(lists)
+    ragged = Ragged.from_lists(lists)
     equals([*ragged], lists)
     for i in (0, 1, -1):
         equals(ragged[i], lists[i])

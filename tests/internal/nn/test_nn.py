@@ -9,14 +9,14 @@ from small import equals
 
 from pflcore import Net
 from pflcore.nn import Dropout
-from pflcore.nn._mode import forward_mode
-from pflcore.ops._chain import mixed, uniform
+from pflcore.nn._context import forward_context
+from pflcore.ops._chain import hashed_integers, splitmix_hash
 
 
 def mask(seed, layers=1, n=1000, p=0.5):
     """Which elements the last of so many layers keeps."""
     module = Dropout(p).train()
-    with forward_mode(True, seed=torch.tensor(seed)):
+    with forward_context(True, seed=torch.tensor(seed)):
         for _ in range(layers):
             found = module(torch.ones(n))
     return found != 0
@@ -25,7 +25,7 @@ def mask(seed, layers=1, n=1000, p=0.5):
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_right_share_is_kept_and_scaled(p):
     x = torch.randn(100, 2000, dtype=torch.float64).requires_grad_()
-    with forward_mode(True, seed=torch.tensor(5)):
+    with forward_context(True, seed=torch.tensor(5)):
         y = Dropout(p).train()(x)
     kept, off = y != 0, (p * (1 - p)) ** 0.5
     assert abs(float(kept.double().mean()) - (1 - p)) < 5 * off / x.numel() ** 0.5
@@ -56,16 +56,16 @@ def test_the_hash_is_splitmix64():
     for state in (0, 1, 2**63 - 1, 12345678901234567):
         start = (state + 0x9E3779B97F4A7C15) % 2**64
         signed = start - 2**64 if start >= 2**63 else start
-        assert int(mixed(torch.tensor(signed))) % 2**64 == reference(state)
+        assert int(splitmix_hash(torch.tensor(signed))) % 2**64 == reference(state)
     assert reference(1234567) == 6457827717110365317  # the published first output for this seed
-    draws = uniform(torch.tensor(1), 0, (10_000,))
+    draws = hashed_integers(torch.tensor(1), 0, (10_000,))
     assert int(draws.min()) >= 0 and int(draws.max()) < 2**24
     assert abs(float(draws.double().mean()) / 2**24 - 0.5) < 0.02
 
 
 def test_evaluation_is_the_identity():
     x = torch.randn(4, 4)
-    with forward_mode(False, seed=torch.tensor(1)):
+    with forward_context(False, seed=torch.tensor(1)):
         assert Dropout(0.5).eval()(x) is x
     assert Dropout(0.0).train()(x) is x
     net = Net(nn.Sequential(nn.Linear(4, 4), Dropout(0.9), nn.Linear(4, 2)))
@@ -73,6 +73,6 @@ def test_evaluation_is_the_identity():
 
 
 def test_everything_may_be_dropped():
-    with forward_mode(True, seed=torch.tensor(1)):
+    with forward_context(True, seed=torch.tensor(1)):
         assert not Dropout(1.0).train()(torch.ones(5)).any()
     assert repr(Dropout(0.25)) == "Dropout(p=0.25)"

@@ -18,8 +18,8 @@ from ugly import randn, same_for_any_threads
 from pflcore import Net, metrics, ops
 from pflcore.ops import _chain as chain
 from pflcore.ops import reference
-from pflcore.train._chain import compiled
-from pflcore.train._losses import CRITERIA
+from pflcore.train._chain import compile_chain
+from pflcore.train._losses import LOSSES
 
 every_model = pytest.mark.parametrize("model, criterion", KINDS)
 isa = pytest.mark.usefixtures("isa")
@@ -87,7 +87,7 @@ def test_gradients_and_evaluation_are_the_modules(model, criterion, dtype):
         wide.net.load(module, p.w[i].double())
         at = p.order[i, 0, :n]
         y = p.y[at] if p.names is None else p.names[i][p.y[at]]
-        loss = CRITERIA[criterion](module(p.x[at].double()), y)
+        loss = LOSSES[criterion](module(p.x[at].double()), y)
         want = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*module.parameters()])])
         close(grads[i], want, dtype, 1 + want.abs().max())
         close(losses[i], loss.detach().double(), dtype, 5)
@@ -112,8 +112,7 @@ def evaluated(p, wide, module, dtype):
             y = p.y[places] if p.names is None else p.names[i][p.y[places]]
             z = module(p.x[places].double()).detach()
             each = [
-                CRITERIA[p.chain.criterion](s, t)
-                for s, t in zip(z[:, None], y[:, None], strict=True)
+                LOSSES[p.chain.criterion](s, t) for s, t in zip(z[:, None], y[:, None], strict=True)
             ]
             hits = z.argmax(1) == y if z.shape[1] > 1 else (z[:, 0] > 0) == (y > 0)
             found.append((torch.stack(each), hits, z))
@@ -198,7 +197,10 @@ def test_nan_and_ties_go_where_torch_sends_them(pool, act):
     last = nn.Linear(48 if pool.stride == 2 else 147, 4)
     net = Net(nn.Sequential(nn.Conv2d(1, 3, 1), act, pool, nn.Flatten(), last).double())
     x, y = integers(0, -1, 2, 9, 1, 8, 8).double(), torch.arange(9) % 4  # many equal numbers
-    head, whole = compiled(net, (1, 8, 8)).head, (torch.arange(9)[None], torch.tensor([9]))
+    head, whole = (
+        compile_chain(net, (1, 8, 8)).fixed_args,
+        (torch.arange(9)[None], torch.tensor([9])),
+    )
     for bad in (0.0, torch.nan):
         x[4, 0, 3, 5] += bad
         row = net.w0.clone().requires_grad_()
@@ -218,12 +220,12 @@ def test_hits_are_those_of_the_scores_infinite_and_nan(criterion, outputs, dtype
     scores = torch.cartesian_prod(*[odd] * outputs).view(-1, outputs)
     y = torch.arange(len(scores)) * 7 % max(2, outputs)
     # a linear layer of one input, which is 1: its weights are the scores, a client's each
-    program = torch.tensor([chain.layer("linear", outputs, 0, -1)], dtype=F64)
+    program = torch.tensor([chain.encode_layer("linear", outputs, 0, -1)], dtype=F64)
     n = torch.arange(len(scores))
     numbers = y if criterion == "cross_entropy" else y.to(dtype)
     head = (program, criterion, 1, 1, 1, torch.ones(len(n), 1, dtype=dtype), numbers, None)
     _, right, _ = chain.chain_eval(scores, *head, n, torch.arange(len(n) + 1), 0)
-    assert torch.equal(right, metrics.right(scores, y))
+    assert torch.equal(right, metrics.is_correct(scores, y))
 
 
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")

@@ -22,12 +22,12 @@ class Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         ctx.save_for_backward(*inputs)
-        return _rank1.by_products(*inputs)
+        return _rank1.rank1_by_products(*inputs)
 
     @staticmethod
     def backward(ctx, grad):
         needs = ctx.needs_input_grad
-        grads = _rank1.by_products_backward(grad, *ctx.saved_tensors, *needs)
+        grads = _rank1.rank1_by_products_backward(grad, *ctx.saved_tensors, *needs)
         return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
 
@@ -46,9 +46,9 @@ def test_definition(dtype, data):
 
 def everything(inputs, lam_too=False):
     """The layer, and its gradients."""
-    y = _rank1.by_products(*inputs)
+    y = _rank1.rank1_by_products(*inputs)
     grad = randn(9, *y.shape, dtype=y.dtype)
-    return [y, *_rank1.by_products_backward(grad, *inputs, True, True, lam_too, True)]
+    return [y, *_rank1.rank1_by_products_backward(grad, *inputs, True, True, lam_too, True)]
 
 
 @every_lead
@@ -86,10 +86,10 @@ def test_factor_off_for_one_client_counts_for_others(side, at, found, value):
 def test_nothing_waits():
     for leads in LEADS:
         inputs = factors(4, 9, 6, 7, F32, leads, 0.5)
-        want = [_rank1.on_card(*inputs), *_backward(inputs)]
+        want = [_rank1.rank1_on_gpu(*inputs), *_backward(inputs)]
         with pretended_gpu() as gpu:
             there = [Pretend(t, gpu) for t in inputs]
-            got = [_rank1.on_card(*there), *_backward(there)]
+            got = [_rank1.rank1_on_gpu(*there), *_backward(there)]
             assert waits == []
             assert all(isinstance(t, Pretend) for t in got)
             identical([t.real_ for t in got], want)
@@ -99,7 +99,7 @@ def _backward(inputs):
     x, w_a, *_ = inputs
     clients = [3] if any(t.dim() > own for t, own in zip(inputs, (2, 2, 1, 2), strict=True)) else []
     grad = torch.ones(*clients, x.shape[-2], w_a.shape[-2], device=x.device)
-    return _rank1.on_card_backward(grad, *inputs, True, True, True, True)
+    return _rank1.rank1_on_gpu_backward(grad, *inputs, True, True, True, True)
 
 
 @pytest.mark.parametrize("name, value", [("fp32_precision", "tf32"), ("allow_tf32", True)])
@@ -107,15 +107,15 @@ def test_rounded_products_are_not_taken(monkeypatch, name, value):
     """A user's own setting leaves the op as precise as it is: its kernels are taken. float64 is
     never rounded."""
     taken = []
-    monkeypatch.setattr(_rank1, "_listed", lambda *inputs: taken.append("kernels"))
-    monkeypatch.setattr(_rank1, "by_products", lambda *inputs: taken.append("products"))
+    monkeypatch.setattr(_rank1, "_listed_op", lambda *inputs: taken.append("kernels"))
+    monkeypatch.setattr(_rank1, "rank1_by_products", lambda *inputs: taken.append("products"))
     single, double = factors(2, 3, 4, 5, F32), factors(2, 3, 4, 5, F64)
 
-    _rank1.on_card(*single)
+    _rank1.rank1_on_gpu(*single)
     with monkeypatch.context() as changed:
         changed.setattr(torch.backends.cuda.matmul, name, value)
-        _rank1.on_card(*single)
-        _rank1.on_card(*double)
+        _rank1.rank1_on_gpu(*single)
+        _rank1.rank1_on_gpu(*double)
 
     assert taken == ["products", "kernels", "products"]
 
@@ -123,10 +123,10 @@ def test_rounded_products_are_not_taken(monkeypatch, name, value):
 def test_autocast_rounds_nothing_inside():
     """The inputs are cast before the op; its own products are float32's."""
     inputs = factors(5, 7, 6, 4, F32)
-    want = _rank1.on_card(*inputs)
+    want = _rank1.rank1_on_gpu(*inputs)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = _rank1.on_card(*inputs)
+        got = _rank1.rank1_on_gpu(*inputs)
 
     identical(got, want)
 

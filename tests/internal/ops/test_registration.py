@@ -103,7 +103,7 @@ def test_a_device_without_float64_goes_by_the_cpu(name, arguments):
     ours, theirs = (tree_map_only(Tensor, lambda t: t.detach().clone(), arguments) for _ in "ab")
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        want, got = called(name)(*theirs), library.by_cpu(called(name))(*ours)
+        want, got = called(name)(*theirs), library.run_on_cpu(called(name))(*ours)
     for a, b in zip(tree_leaves((want, theirs)), tree_leaves((got, ours)), strict=True):
         if isinstance(a, Tensor):
             laws.identical(b, a.to(b.dtype))
@@ -133,7 +133,7 @@ def test_lack_of_memory_is_called_so():
 
 
 def test_references_warn_once(monkeypatch):
-    monkeypatch.setattr(library, "on_references", True)
+    monkeypatch.setattr(library, "references_used", True)
     with pytest.warns(UserWarning, match="pip install --force-reinstall"):
         ops.feddwa_weights(torch.ones(2, 2), 1)
     with warnings.catch_warnings():

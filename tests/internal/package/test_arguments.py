@@ -27,16 +27,16 @@ from pflcore import (
     interop,
     metrics,
 )
-from pflcore.algorithms import ALGORITHMS, FedAvg, narrowed
-from pflcore.check import ANYTHING, of_hint
-from pflcore.simulation.round import Setup, State, begin
+from pflcore.algorithms import ALGORITHMS, FedAvg, fixed_options
+from pflcore.check import EXPECT_ANYTHING, expectation_of
+from pflcore.simulation.round import RunConfig, State, initial_state
 
 WORDS, ROWS, LABELS = ["a", "b"], torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 1, 0])
 TENSOR = ["text", WORDS, 3]
 NAME = ["unknown", WORDS, 3]
 IDS = [[99], [0, 0], [[0]], []]
 DATA, DICTS = images(), [tiny_model()().state_dict() for _ in range(4)]
-SETUP = Setup(FedAvg(), make_setting(Net(tiny_model()), DATA, Training(), workers=1))
+SETUP = RunConfig(FedAvg(), make_setting(Net(tiny_model()), DATA, Training(), workers=1))
 RUN = {"algorithm": "fedavg", "model": tiny_model(), "data": DATA, "rounds": 1}
 VECTOR = ["text", None, WORDS, 3, ROWS]
 EMPTY = State({}, {}, torch.zeros(3, 0), torch.zeros(3, dtype=torch.bool))
@@ -46,7 +46,7 @@ TABLE = {
     **dict.fromkeys((metrics.mean, metrics.std), ({}, {"values": VECTOR})),
     **{
         f: ({"scores": torch.rand(4), "y": LABELS}, {"scores": TENSOR, "y": TENSOR})
-        for f in (*metrics.METRICS.values(), metrics.right)
+        for f in (*metrics.METRICS.values(), metrics.is_correct)
     },
     metrics.weighted_mean: ({"values": [1.0], "weight": [1.0]}, {"weight": [[1.0, 2.0], [-1.0]]}),
     metrics.hurt: ({"after": [1.0], "before": [1.0]}, {"after": VECTOR, "before": VECTOR}),
@@ -73,7 +73,10 @@ TABLE = {
             "robustness": [Robustness(adversary=Adversary("noise", i)) for i in ([99], range(3))],
         },
     ),
-    pflcore.step: ({"setup": SETUP, "state": begin(FedAvg(), SETUP.setting.net, 3)}, {"ids": IDS}),
+    pflcore.step: (
+        {"config": SETUP, "state": initial_state(FedAvg(), SETUP.context.net, 3)},
+        {"ids": IDS},
+    ),
     Federation: ({"x": DATA.x, "y": DATA.y, "index": DATA.index}, {"index": [{"train": 3}]}),
 }
 JUNK = ["?", None, ["a", "b"], (0, -1), 3, -1, 0, 2.5, math.nan, True, object(), ROWS]
@@ -124,13 +127,15 @@ def kinds(f):
         hints = typing.get_type_hints(call, include_extras=True)
     elif is_dataclass(f) and hasattr(f, "__post_init__"):
         hints = typing.get_type_hints(f, include_extras=True)
-        hints = {x.name: hints[x.name] for x in fields(f) if x.init and x.name not in narrowed(f)}
+        hints = {
+            x.name: hints[x.name] for x in fields(f) if x.init and x.name not in fixed_options(f)
+        }
     else:
         return {}
     if f is Federation:  # it checks by itself
         return {}
-    given = {name: of_hint(h) for name, h in hints.items() if name != "return"}
-    return {name: kind for name, kind in given.items() if kind is not ANYTHING}
+    given = {name: expectation_of(h) for name, h in hints.items() if name != "return"}
+    return {name: kind for name, kind in given.items() if kind is not EXPECT_ANYTHING}
 
 
 FOUND = {f: kinds(f) for f in public() if inspect.isclass(f) or inspect.isfunction(f)}
@@ -146,8 +151,9 @@ def test_what_an_annotation_does_not_allow_is_refused(f, given):
 
 
 # made by pflcore, not by its users
-GIVEN = """Backend Basis Clients ClientGroups Cohort Fit Form History Layout Mix Nearest Objective
-Outcome Packed Partition Personalized Pool Rows Run Setup Source State TopK Traits
+GIVEN = """Backend Basis Clients ClientGroups Cohort Fit ModelForm History Layout MixingWeights Nearest Objective
+RoundOutcome PackedModels Partition Personalized SharedRows RowUpdate RowSource Run RunConfig Source
+State TopK Traits
 apply"""
 
 
@@ -161,4 +167,4 @@ def test_every_public_callable_is_checked():
 
 def test_choices_are_named_as_their_annotation_orders_them():  # equal annotations, to Python
     for choices in (Literal["max", "avg"], Literal["avg", "max"]):
-        assert of_hint(choices).words == " or ".join(map(repr, typing.get_args(choices)))
+        assert expectation_of(choices).words == " or ".join(map(repr, typing.get_args(choices)))

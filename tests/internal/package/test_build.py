@@ -120,7 +120,7 @@ def test_a_library_that_does_not_fit_is_refused_in_one_sentence(code, tmp_path, 
         compiler = shutil.which("c++") or pytest.skip("no C++ compiler")
         subprocess.run([compiler, "-shared", "-fPIC", source, "-o", file], check=True)
     kernels, why, fix = library._load()
-    assert kernels is None and fix == library.BUILD
+    assert kernels is None and fix == library.REINSTALL_COMMAND
     lacks = {None: "", "": "pflcore_built"}.get(code, "torch_of_another_time")
     assert why.startswith("the kernels do not load beside this torch (") and "\n" not in why
     assert str(file) in why and lacks in why

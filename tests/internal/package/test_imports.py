@@ -11,7 +11,7 @@ import pytest
 import torch
 from places import ROOT, ran
 
-from pflcore.check import install
+from pflcore.check import install_command
 
 PACKAGE = ROOT / "pflcore"
 # from the ground up: each room, and the rooms below it that it imports
@@ -46,7 +46,7 @@ def imported(path):
     package, names = name_of(path), set()
     if path.name != "__init__.py":
         package = package.rpartition(".")[0]
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text()).function:
         if isinstance(node, ast.Import):
             names |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -119,8 +119,8 @@ def test_no_advice_needs_an_index_that_has_pflcore():
     for package in ("tyro", "mlxtend", "scikit-learn", "matplotlib", "flwr[simulation]>=1.41,<2"):
         assert f'"{package}' in extras
     version = torch.__version__.partition("+")[0]
-    assert install("tyro", "sklearn") == "pip install tyro scikit-learn"
-    assert install("torchvision") == f"pip install torchvision torch=={version}"
+    assert install_command("tyro", "sklearn") == "pip install tyro scikit-learn"
+    assert install_command("torchvision") == f"pip install torchvision torch=={version}"
 
 
 def test_the_map_names_every_file():

@@ -25,7 +25,7 @@ from pflcore.algorithms import FedAvg
 from pflcore.data import federation_of
 from pflcore.results._progress import Progress
 from pflcore.results.record import read
-from pflcore.simulation.round import Setup, begin
+from pflcore.simulation.round import RunConfig, initial_state
 
 SILO, DEVICE, VARIANTS = (
     json.loads(Path(__file__).with_name(f"{name}.json").read_text())
@@ -62,7 +62,10 @@ def majority_setting():
     p = cross_device(Federation.from_clients(parts, classes=2), 2, 2, 4)
     training = Training(lr=1.0, batch_size=8)
     net = Net(lambda: layers("Linear 1 2 false"))
-    setting, state = make_setting(net, p.data, training, engine="vmap"), begin(FedAvg(), net, 8)
+    setting, state = (
+        make_setting(net, p.data, training, engine="vmap"),
+        initial_state(FedAvg(), net, 8),
+    )
     state.server["x"].zero_()
     return p, setting, state
 
@@ -71,31 +74,36 @@ def test_in_and_out_of_distribution_by_hand():
     """Fine-tuned, each client answers with its own label: all right at home, right half of the time
     on everybody's samples."""
     p, setting, state = majority_setting()
-    own = (p.report % 2).double()
-    pool = study.out_of_distribution(p).data.client(int(p.report[0]), "test")[1].double().mean()
+    own = (p.report_clients % 2).double()
+    pool = (
+        study.out_of_distribution(p)
+        .data.client(int(p.report_clients[0]), "test")[1]
+        .double()
+        .mean()
+    )
     assert pool.item() == pytest.approx(own.mean().item())
-    found = study.vary(Setup(FineTune(), setting), state, p, "finetune_epochs", (0, 2))
+    found = study.vary(RunConfig(FineTune(), setting), state, p, "finetune_epochs", (0, 2))
     (before, _), (tuned, others) = found[0], found[2]
     assert tuned.isnan().sum() == 4
-    torch.testing.assert_close(tuned[p.report], torch.ones_like(own))
-    torch.testing.assert_close(others[p.report], torch.where(own == 1, pool, 1 - pool))
+    torch.testing.assert_close(tuned[p.report_clients], torch.ones_like(own))
+    torch.testing.assert_close(others[p.report_clients], torch.where(own == 1, pool, 1 - pool))
     # without tuning: scores tie at 0, and the first class is taken
-    assert torch.equal(before[p.report], 1 - own)
+    assert torch.equal(before[p.report_clients], 1 - own)
     with sentence("option: "):
-        study.vary(Setup(FedAvg(), setting), state, p, "server_lr", (1,))
+        study.vary(RunConfig(FedAvg(), setting), state, p, "server_lr", (1,))
 
 
 def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
     p = cross_device(federation(relabel=True), 6, 3, 3)
     some, whole = (study.out_of_distribution(p, size).data for size in (10, 10**6))
-    report, own, label = p.report.tolist(), p.data.index["test"], {}
+    report, own, label = p.report_clients.tolist(), p.data.index["test"], {}
     for i in report:
         label |= dict(zip(own[i].tolist(), p.data.labels(i, "test").tolist(), strict=True))
     pool, *others = (some.index["test"][i].tolist() for i in report)
     assert others == [pool, pool] and len(pool) == 10 and label.keys() >= {*pool}
     x, y = some.client(report[0], "test")
     assert torch.equal(x, p.data.x[pool]) and y.tolist() == [label[j] for j in pool]
-    for i in (int(p.train[0]), report[0]):
+    for i in (int(p.train_clients[0]), report[0]):
         assert torch.equal(some.client(i, "train")[1], p.data.client(i, "train")[1])
     assert len(whole.index["test"][report[0]]) == len(label)
 
@@ -105,17 +113,17 @@ def test_smaller_test_sets_show_other_changes():
     for that one, and seems to gain where that one alone is looked at."""
     p, setting, state = majority_setting()
     y, test = p.data.y.clone(), p.data.lists("test")
-    for i in p.report.tolist():
+    for i in p.report_clients.tolist():
         y[test[i]] = torch.where(torch.arange(len(test[i])) == 0, i % 2, 1 - i % 2)
     p = replace(p, data=replace(p.data, y=y))
-    setup = Setup(FineTune(finetune_epochs=2), setting._replace(data=p.data))
+    setup = RunConfig(FineTune(finetune_epochs=2), setting._replace(data=p.data))
     found = study.by_evaluation(setup, state, p)
-    count = int(test.size[p.report[0]])
+    count = int(test.size[p.report_clients[0]])
     for f, n in (("100%", count), ("25%", -(-count // 4))):
         # untuned, everybody is given the first class; tuned, its own
-        right = [[1 if i % 2 == 0 else n - 1, 1] for i in p.report.tolist()]
+        right = [[1 if i % 2 == 0 else n - 1, 1] for i in p.report_clients.tolist()]
         want = [(tuned - before) / n for before, tuned in right]
-        assert found[f"{f} of the test samples"][p.report].tolist() == pytest.approx(want)
+        assert found[f"{f} of the test samples"][p.report_clients].tolist() == pytest.approx(want)
 
 
 @pytest.mark.deep("a whole plan, with its pictures")
@@ -137,7 +145,10 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     (task,) = made.tasks["device", "HypCluster", ""]
     simulation, p = made.simulation(task)
     state = made.states(task)[-1][3]
-    ours, others = (picks(simulation.setup, state, who).tolist() for who in (p.report, p.train[:4]))
+    ours, others = (
+        picks(simulation.config, state, who).tolist()
+        for who in (p.report_clients, p.train_clients[:4])
+    )
     assert len(picked) == 4 and picked == ours != others
     pytest.importorskip("matplotlib")
     pictures = {f.stem.removeprefix("device-") for f in tmp_path.glob("device-*.png")}
@@ -152,7 +163,7 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
 def test_studies_take_the_buffers_of_the_run(tmp_path, monkeypatch):
     asked, real = set(), study.evaluate
     monkeypatch.setattr(study, "evaluate", lambda s, *a: asked.add(s.batch_norm) or real(s, *a))
-    local = {**DEVICE["options"], "buffers": "local"}
+    local = {**DEVICE["options"], "batch_norm": "local"}
     played(some(DEVICE, "FedAvg", "FT", options=local), tmp_path, draw=True)
     assert asked == {"local"}
 
@@ -165,7 +176,7 @@ def test_a_run_along_the_way_is_what_a_shorter_run_ends_with(tmp_path):
     for key, (run,) in short.runs.items():
         (other,) = long.runs[key]
         assert run.evaluations[-1]["eval"] == other.evaluations[0]["eval"]
-        assert run.sent()[-1] in other.sent()[:-1]
+        assert run.cumulative_bytes()[-1] in other.cumulative_bytes()[:-1]
 
 
 def told(rows):
@@ -233,7 +244,7 @@ def test_a_digest_counts_all_that_a_run_depends_on(key, change):
 def test_what_must_hold_is_checked(tmp_path):
     made, rows, checks = played(SILO, tmp_path)
     assert [good for good, _ in checks] == [True] * 6
-    after = [r.last() for r in made.runs["silo", "FT", ""]]
+    after = [r.last_values() for r in made.runs["silo", "FT", ""]]
     means, ft = [v.mean().item() for v in after], rows["FT"]
     assert ft["measure"] == "loss" and ft["by_seed"] == pytest.approx(means)
     assert ft["final_std"] == pytest.approx(abs(means[0] - means[1]) / 2)
@@ -275,8 +286,10 @@ def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
     plan = complete({**DEVICE, **VARIANTS["a state after a grid"]})
     made, rows, _ = played(plan, tmp_path)
     ((best,), (same,)) = made.runs.values()
-    assert best.header["training"]["lr"] == 0.3 and best.last("accuracy").nanmean() > 0.5
-    assert torch.equal(best.last("accuracy").nan_to_num(-1), same.last("accuracy").nan_to_num(-1))
+    assert best.header["training"]["lr"] == 0.3 and best.last_values("accuracy").nanmean() > 0.5
+    assert torch.equal(
+        best.last_values("accuracy").nan_to_num(-1), same.last_values("accuracy").nan_to_num(-1)
+    )
     assert played(plan, tmp_path)[1] == rows
 
 
@@ -340,7 +353,7 @@ def test_data_with_a_test_split_of_its_own_is_divided_by_each_runs_seed():
 def test_fewer_rounds_keep_the_warm_parts():
     plan, said = shortened(load("motley-school"), 60)
     methods = plan["methods"]
-    assert methods["HypCluster"]["options"]["warm"] == 12
+    assert methods["HypCluster"]["options"]["warmup_rounds"] == 12
     assert methods["MOCHA, omega"]["rounds"] == 120
     assert said == ["HypCluster: 12 warm rounds of 60, as 100 of 501."]
     assert not plan["expected"] and not plan["checks"]

@@ -103,7 +103,7 @@ def test_views_of_a_dictionary():
     b = {k: rows[:, at] / got.row[:, at] for k, rows in seen.items()}
     elsewhere = torch.ones(got.net.size, dtype=torch.bool).index_fill(0, at, False)
     assert all(torch.equal(rows[:, elsewhere], got.row[:, elsewhere]) for rows in seen.values())
-    prior = alg.newcomer({}, got.net, 1)["q"][0][:10].sigmoid()
+    prior = alg.init_client({}, got.net, 1)["q"][0][:10].sigmoid()
     torch.testing.assert_close(b["all"], torch.ones(2, 10))
     torch.testing.assert_close(b["prior"], prior.expand(2, -1))
     assert set(b["random"].round(decimals=4).unique().tolist()) <= {0.0, 1.0}

@@ -19,7 +19,7 @@ from bench.papers import plan as plans
 from bench.papers import run as reproduce
 from pflcore import Net, Simulation, cli
 from pflcore.algorithms import FedAvg
-from pflcore.cli._experiment import algorithm, model_of, partition_of
+from pflcore.cli._experiment import make_algorithm, model_of, partition_of
 from pflcore.results.record import read
 
 pytest.importorskip("sklearn")
@@ -83,8 +83,8 @@ def test_rows_records_and_table(tmp_path, capsys):
 def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeypatch):
     honest = FedAvg.train
 
-    def train(self, down, own, clients):
-        new, up, fit = honest(self, down, own, clients)
+    def train(self, down, client_state, clients):
+        new, up, fit = honest(self, down, client_state, clients)
         up = {k: v.clone() for k, v in up.items()}
         for v in up.values():
             v[1 if clients.round == 2 else 2] = torch.nan if clients.round == 2 else 1e3
@@ -107,7 +107,7 @@ def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_pa
     assert found["a", "Local"].rounds[0]["cohort"] == [2]
     assert len(found["a", "WE"].rounds[0]["cohort"]) == 4
     for row in rows:
-        accuracy = found[row["setting"], row["method"]].last("accuracy")
+        accuracy = found[row["setting"], row["method"]].last_values("accuracy")
         assert accuracy.isnan().tolist() == [True, True, False, True]
         assert row["final"] == pytest.approx(100 * accuracy[2].item())
         assert row["std"] is row["worst_decile"] is None
@@ -201,9 +201,9 @@ def test_every_plan_is_well_formed(name):
     made = plans.load(name)
     assert any(c.isdigit() for c in made["takes"]) and made["about"]
     for m in made["methods"].values():
-        alg = algorithm(m["algorithm"], m.get("options"))
+        alg = make_algorithm(m["algorithm"], m.get("options"))
         searched = {k for k in m.get("grid", {}) if not k.startswith("training.")}
-        assert searched <= {*vars(alg)} and {*m.get("vary", {})} <= {*alg.traits.late}
+        assert searched <= {*vars(alg)} and {*m.get("vary", {})} <= {*alg.traits.evaluation_only}
     if made["costs"]:
         return
     todo = plans.tasks(made, seeds=1, equal_compute=True)
@@ -289,7 +289,7 @@ def test_a_grid_of_a_target_is_searched_on_it(tmp_path):
     with watched(runs, "tune") as tune:
         played(tmp_path, "grids of a target")
     roles = [call.args[0][0] for call in tune.call_args_list]
-    seen = [(p.choose.tolist(), p.train.tolist()) for p in roles]
+    seen = [(p.tuning_clients.tolist(), p.train_clients.tolist()) for p in roles]
     assert seen == [([2], [2]), ([2], [0, 1, 2, 3])]
 
 
@@ -308,7 +308,7 @@ def test_a_grid_chooses_on_samples_that_no_state_was_trained_on(tmp_path):
 def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path):
     with watched(Simulation, "evaluate") as evaluate:
         made = played(tmp_path, "local statistics")
-    assert {call.args[0].setup.batch_norm for call in evaluate.call_args_list} == {"local"}
+    assert {call.args[0].config.batch_norm for call in evaluate.call_args_list} == {"local"}
     assert "f1" in made.runs["iid", "FT", ""][0].evaluations[-1]["eval"]
 
 

@@ -13,7 +13,7 @@ from places import ROOT
 
 from pflcore.results import _pictures as pictures
 from pflcore.results._export import scalars
-from pflcore.results.record import group, plain, read
+from pflcore.results.record import group_runs, read, to_json
 
 
 def test_plain_turns_everything_into_json(tmp_path):
@@ -26,7 +26,7 @@ def test_plain_turns_everything_into_json(tmp_path):
         ([np.int64(3), np.float32(0.5), np.array(2)], [3, 0.5, 2]),
         ([np.array([1, 2]), np.float64("nan")], [[1, 2], None]),
     ):
-        assert json.loads(json.dumps(plain(value))) == want
+        assert json.loads(json.dumps(to_json(value))) == want
     assert read(write(tmp_path / "record.jsonl", a_run(target=np.int64(1))))[0].target == 1
 
 
@@ -35,13 +35,15 @@ def test_every_picture(tmp_path):
     """Weights and who mixes with whom of at most a thousand clients."""
     pytest.importorskip("matplotlib")
     lines = [*a_run(), *a_run(seed=1, shift=0.1), *a_run("local"), *a_run("feddwa", target=None)]
-    names = {p.name for p in pictures.draw(group(lines), tmp_path)}
+    names = {p.name for p in pictures.draw(group_runs(lines), tmp_path)}
     assert names == {"curves.png", "weights.png", "clients.png"}
     for name in names:
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    many = group(a_long_run())
+    many = group_runs(a_long_run())
     del many[0].rounds[1]["eval"], many[0].rounds[0]["eval"]
-    assert pictures.draw(many, tmp_path) == pictures.draw(group([{"header": {}}]), tmp_path) == []
+    assert (
+        pictures.draw(many, tmp_path) == pictures.draw(group_runs([{"header": {}}]), tmp_path) == []
+    )
 
 
 @pytest.mark.parametrize("partition", ["iid", "a long name of a partition"])
@@ -50,7 +52,7 @@ def test_long_names_take_a_place_of_their_own(partition, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     drawn = []
     monkeypatch.setattr(pictures, "save", lambda figure, _: drawn.append(figure))
-    runs = group([*a_run(partition=partition), *a_run(partition="C")])
+    runs = group_runs([*a_run(partition=partition), *a_run(partition="C")])
     pictures.curves(runs, tmp_path)
     pictures.clients(runs, tmp_path)
     curves, boxes = drawn
@@ -64,15 +66,18 @@ def test_long_names_take_a_place_of_their_own(partition, tmp_path, monkeypatch):
 def test_pictures_of_little(tmp_path):
     pytest.importorskip("matplotlib")
     little = [{"header": {"algorithm": "fedavg", "n": 1}}, line(1, [math.nan]), line(2, [0.5])]
-    assert [p.name for p in pictures.draw(group(little), tmp_path)] == ["curves.png", "clients.png"]
+    assert [p.name for p in pictures.draw(group_runs(little), tmp_path)] == [
+        "curves.png",
+        "clients.png",
+    ]
     for one in little[1:]:
         one["eval"] = {"loss": [math.inf], "size": [5]}
-    assert len(pictures.draw(group(little), tmp_path)) == 2
+    assert len(pictures.draw(group_runs(little), tmp_path)) == 2
 
 
 def test_a_full_disk_leaves_the_pictures_that_were_there(tmp_path, monkeypatch):
     figure = pytest.importorskip("matplotlib.figure")
-    runs, path = group(a_run()), tmp_path / "curves.png"
+    runs, path = group_runs(a_run()), tmp_path / "curves.png"
     pictures.curves(runs, path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert {*before} == {"curves.png", "curves.svg"}
@@ -105,8 +110,8 @@ def test_every_file_is_written_by_one_mechanism():
 
 
 def test_weights_by_round():
-    (one,) = group(a_run())
-    rounds, weights = pictures.by_round(one)
+    (one,) = group_runs(a_run())
+    rounds, weights = pictures.weights_by_round(one)
     assert rounds == list(range(1, 13)) and weights.tolist() == [[1 / N] * N] * 12
 
 

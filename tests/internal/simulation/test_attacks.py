@@ -11,11 +11,11 @@ from small import equals, served, t
 
 from pflcore import ALGORITHMS, FedAvg
 from pflcore.algorithms import Cohort, Traits
-from pflcore.algorithms._fedavg import BLOCK, Defence, defended
-from pflcore.results.record import group
+from pflcore.algorithms._fedavg import SORT_BLOCK_COLUMNS, Defence, robust_mean
+from pflcore.results.record import group_runs
 from pflcore.results.table import table
-from pflcore.simulation._accept import Trained, accept, update_norms
-from pflcore.simulation._settings import STRENGTH, Adversary
+from pflcore.simulation._settings import DEFAULT_STRENGTH, Adversary
+from pflcore.simulation._uploads import CohortResult, accept, update_norms
 
 DEFENCES = Defence.__args__
 
@@ -27,7 +27,7 @@ def accuracy(simulation):
 def mean_of(name, rows, f=2, share=None):
     s = len(rows)
     even = torch.full((1, s), 1 / s, dtype=torch.float64) if share is None else share[None]
-    kept, weight = defended(name, rows, even, f, 0)
+    kept, weight = robust_mean(name, rows, even, f, 0)
     return (weight.to(kept) @ kept)[0]
 
 
@@ -35,12 +35,12 @@ def trained(up, ids=None):
     s = len(next(iter(up.values())))
     ids = torch.arange(s) if ids is None else torch.tensor(ids)
     cohort = Cohort(ids, torch.ones(s, dtype=torch.long), s)
-    return Trained(cohort, {}, up, {}, {}, torch.empty(s, 0), torch.zeros(s))
+    return CohortResult(cohort, {}, up, {}, {}, torch.empty(s, 0), torch.zeros(s))
 
 
 def sent(attack, up, bad, strength=None, traits=None, server=None):
     adversary = Adversary(attack, bad, strength)
-    return adversary.send(trained(up), traits or Traits(), server or {}).up
+    return adversary.attack_uploads(trained(up), traits or Traits(), server or {}).up
 
 
 def test_each_attack_is_its_formula():
@@ -68,25 +68,27 @@ def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_its
     got = sent("sign_flip", {"delta": rows, "control": control}, (4,))["control"]
     equals((got[4], got[:4]), (-control[4], control[:4]))
     held = updates() * 2
-    got = sent("sign_flip", {"w": rows}, [4], None, Traits(models={"w": "server.w"}), {"w": held})
+    got = sent(
+        "sign_flip", {"w": rows}, [4], None, Traits(model_uploads={"w": "server.w"}), {"w": held}
+    )
     torch.testing.assert_close(got["w"][4], held[4] - (rows[4] - held[4]))
     # nobody is honest: they take their own
     every = sent("inner_product", {"delta": rows}, tuple(range(9)))["delta"]
     torch.testing.assert_close(every, (-10 * rows.mean(0)).expand(9, -1))
 
 
-@pytest.mark.parametrize("attack", ["label_flip", *STRENGTH])
+@pytest.mark.parametrize("attack", ["label_flip", *DEFAULT_STRENGTH])
 def test_an_attacked_run_repeats_itself_and_says_what_it_is(attack):
     bad = Adversary(attack, BAD)
     one, two, clean = (run(rounds=2, every=1, adversary=a).run() for a in (bad, bad, None))
     x = one.state.server["x"]
     equals(x, two.state.server["x"])
     assert not torch.equal(x, clean.state.server["x"])
-    said = {"attack": attack, "clients": [*BAD], "strength": STRENGTH.get(attack)}
+    said = {"attack": attack, "clients": [*BAD], "strength": DEFAULT_STRENGTH.get(attack)}
     assert one.header["adversary"] == said and "adversary" not in clean.header
     equals(one.series("size")[1][0] > 0, torch.tensor([i not in BAD for i in range(N)]))
-    assert f"{attack} by clients 8, 9" in table(group(one.lines()))
-    assert " by client" not in table(group(clean.lines()))
+    assert f"{attack} by clients 8, 9" in table(group_runs(one.lines()))
+    assert " by client" not in table(group_runs(clean.lines()))
 
 
 # defences -------------------------------------------------------------------
@@ -176,14 +178,14 @@ def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
     for _ in range(40):
         rows = torch.randn(5, 38)
         rows[2] *= length
-        _, weight = defended("fltrust", rows, torch.full((1, 5), 0.2, dtype=torch.float64), 1, 0)
+        _, weight = robust_mean("fltrust", rows, torch.full((1, 5), 0.2, dtype=torch.float64), 1, 0)
         assert weight[0, 2] == 0 and bool(weight.isfinite().all()) and weight.sum() < 20
 
 
 @pytest.mark.parametrize("s", [1, 2, 3, 8, 33])
 def test_columns_are_sorted_whatever_their_number(s):
-    many = torch.randn(s, 50).repeat(1, BLOCK // 40)
-    found = defended("median", many, torch.full((1, s), 1 / s), 0, 0)[0]
+    many = torch.randn(s, 50).repeat(1, SORT_BLOCK_COLUMNS // 40)
+    found = robust_mean("median", many, torch.full((1, s), 1 / s), 0, 0)[0]
     middle = many.sort(0).values[(s - 1) // 2 : s - (s - 1) // 2]
     equals(found, middle.mean(0, keepdim=True))
 
@@ -192,7 +194,9 @@ def test_columns_are_sorted_whatever_their_number(s):
 def test_an_uploaded_model_is_measured_from_its_own_clients_last_one():
     held = torch.tensor([[0.0, 0.0], [9.0, 9.0], [3.0, 4.0], [50.0, 0.0]])
     up = {"w": torch.tensor([[0.0, 2.0], [3.0, 5.0], [50.0, 7.0]])}
-    norms = update_norms(trained(up, [0, 2, 3]), Traits(models={"w": "server.w"}), {"w": held})
+    norms = update_norms(
+        trained(up, [0, 2, 3]), Traits(model_uploads={"w": "server.w"}), {"w": held}
+    )
     assert norms.tolist() == [2, 1, 7]
 
 
@@ -200,6 +204,6 @@ def test_a_clipped_update_takes_its_control_variate_along():
     """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same
     factor."""
     up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
-    cut = accept(trained(up), Traits(clipped=("control",)), {}, 1.0)[0].up
+    cut = accept(trained(up), Traits(clipped_with_update=("control",)), {}, 1.0)[0].up
     torch.testing.assert_close(cut["delta"], t([[0.6, 0.8], [0.3, 0.4]]))
     torch.testing.assert_close(cut["control"], t([[0.4, 0.4], [1, 1]]))

@@ -15,8 +15,8 @@ from small import equals, layers
 
 from pflcore import cli
 from pflcore.results import _pictures as pictures
-from pflcore.results.record import Record
-from pflcore.simulation._personal import own_way
+from pflcore.results.record import RecordWriter
+from pflcore.simulation._models import has_custom_predict
 
 # the command line -----------------------------------------------------------
 SMALL = "--data synthetic_linear --n 5 --lr 0.01 --quiet"
@@ -104,7 +104,7 @@ def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
 def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkeypatch):
     argv = f"run fedavg {SMALL} --rounds 9 --out {tmp_path} --resume --checkpoint-every 2".split()
     # Ctrl-C when the record gets the line of round 5
-    monkeypatch.setattr(Record, "write", fails(Record.write, 6, KeyboardInterrupt()))
+    monkeypatch.setattr(RecordWriter, "write", fails(RecordWriter.write, 6, KeyboardInterrupt()))
     assert cli.main(argv) == 130
     (path,) = tmp_path.glob("checkpoints/*/checkpoint.safetensors")
     path.write_bytes(path.read_bytes().replace(b"0", b"1"))
@@ -148,7 +148,7 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
         assert {k: list(v.shape) for k, v in tensors.items()} == entry["tensors"]
         x, kept = DATA.client(entry["client"], "test")[0], history.model(entry["client"])
         want = kept(x).detach()
-        if not own_way(kept.algorithm):
+        if not has_custom_predict(kept.algorithm):
             one.load_state_dict(tensors)
             assert torch.allclose(one.eval()(x).detach(), want, atol=1e-6)
             continue

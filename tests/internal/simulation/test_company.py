@@ -8,11 +8,11 @@ from parts.company import EVERYBODY, differing, simulation
 from small import swept
 
 from pflcore import Clients
-from pflcore.algorithms import Pool
+from pflcore.algorithms import SharedRows
 from pflcore.simulation import _evaluate as evaluation
-from pflcore.simulation.round import own_rows, sample, step
+from pflcore.simulation.round import client_rows, sample_cohort, step
 from pflcore.train import _clients
-from pflcore.train._clients import blocks, parted
+from pflcore.train._clients import assign_blocks, split_by_block
 
 CASES = [("chain", "mlp", "Tanh"), ("loop", "mlp", "SiLU"), ("vmap", "conv", "SiLU")]
 DEEP = [("loop", "batch norm", "SiLU"), ("vmap", "batch norm", "Sigmoid"), ("vmap", "mlp", "ELU")]
@@ -34,7 +34,7 @@ def of_round(setup, state, ids, at, block):
     """What the clients at the places `at` of the cohort `ids` make of a round, as a part of it."""
     cohort = setup.cohort(ids, state.round + 1)
     down = {k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()}
-    own = own_rows(setup, state, ids[at], down)
+    own = client_rows(setup, state, ids[at], down)
     part = Clients(setup.setting, ids[at], cohort.round, state.batch_norm[ids[at]], block[at])
     kept, up, fit = setup.algorithm.train(down, own, part)
     each = {f"own.{k}": v for k, v in kept.items()} | {f"up.{k}": v for k, v in up.items()}
@@ -43,7 +43,7 @@ def of_round(setup, state, ids, at, block):
 
 def rows_at(value, at):
     """Some clients' rows of a download; a row that all share stays one."""
-    if isinstance(value, Pool):
+    if isinstance(value, SharedRows):
         return value._replace(index=value.index[at])
     if value.stride(0) == 0:
         return value[:1].expand(len(at), *value.shape[1:])
@@ -60,11 +60,11 @@ def cut_anywhere(engine):
 @pytest.mark.parametrize("name", swept(quick=QUICK))
 def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     run = played(name, case)
-    ids = sample(run.setup, 3)
-    block = blocks(run.setting, ids)
+    ids = sample_cohort(run.setup, 3)
+    block = assign_blocks(run.setting, ids)
     whole = of_round(run.setup, run._state, ids, EVERYBODY, block)
     inside = run.setting.engine.name == "vmap"  # what a chain does not train, vmap does
-    for at in parted(EVERYBODY, block) if inside else cut_anywhere(run.setting.engine.name):
+    for at in split_by_block(EVERYBODY, block) if inside else cut_anywhere(run.setting.engine.name):
         part = of_round(run.setup, run._state, ids, at.sort().values, block)
         assert differing(part, whole, at.sort().values) == []
 
@@ -87,14 +87,14 @@ def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
 @pytest.mark.parametrize("name", swept(quick=QUICK))
 def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatch):
     # so that few samples make several blocks where one model is evaluated for all
-    monkeypatch.setattr(_clients, "SHARED", 20)
+    monkeypatch.setattr(_clients, "SHARED_BATCH_SAMPLES", 20)
     run = played(name, case)
     whole = evaluation.evaluate(run.setup, run._state)
 
     def in_blocks(setup, state, block):
-        return [at.sort().values for at in parted(torch.arange(len(block)), block)][::-1]
+        return [at.sort().values for at in split_by_block(torch.arange(len(block)), block)][::-1]
 
-    monkeypatch.setattr(evaluation, "parts_of", in_blocks)
+    monkeypatch.setattr(evaluation, "evaluation_parts", in_blocks)
     found = evaluation.evaluate(run.setup, run._state)
     assert differing(found, whole, EVERYBODY) == []
 

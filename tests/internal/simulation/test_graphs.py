@@ -94,7 +94,7 @@ def test_graphs_change_no_bit(gpu, algorithm, model):
     got = play(algorithm, model, gpu)
     want = play(algorithm, model, gpu, graphs=False)
 
-    assert got.setting.graphs.replays > 0
+    assert got.context.graphs.replays > 0
     assert path(got)["graphs"] == "captured"
     assert path(want)["graphs"] == "eager: asked for"
     assert_same_state(got, want)
@@ -114,14 +114,14 @@ def test_graphs_of_an_engine_change_no_bit(gpu, engine):
     got = play("fedavg", dropped, gpu, engine=engine)
     want = play("fedavg", dropped, gpu, engine=engine, graphs=False)
 
-    assert got.setting.graphs.replays > 0
+    assert got.context.graphs.replays > 0
     assert_same_state(got, want)
 
 
 def test_dropout_draws_anew_in_every_replay(gpu):
     """Random seeds are inputs: two replays at the same weights and samples differ."""
     run = play("fedavg", dropped, gpu)
-    graph = next(iter(run.setting.graphs._graphs.values()))
+    graph = next(iter(run.context.graphs._graphs.values()))
 
     graph.replay()
     before = graph.outputs["losses"].real_.clone()
@@ -133,18 +133,18 @@ def test_dropout_draws_anew_in_every_replay(gpu):
 
 def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
     """A step whose seed is no input of its graph gives other numbers than the module."""
-    recordable = Chunk._recordable
+    recordable = Chunk._recordable_step
 
     def frozen(self, step, w, which):
         key, body, inputs = recordable(self, step, w, which)
         seeds = inputs.pop("seeds")
         return key, lambda rest: body({**rest, "seeds": seeds}), inputs
 
-    monkeypatch.setattr(Chunk, "_recordable", frozen)
+    monkeypatch.setattr(Chunk, "_recordable_step", frozen)
     run = play("fedavg", dropped, gpu)
 
     assert path(run)["graphs"].startswith("eager: captured, its loss is another")
-    assert run.setting.graphs.replays == 0
+    assert run.context.graphs.replays == 0
 
 
 def test_a_model_that_copies_from_the_host_is_trained_without_graphs(gpu):
@@ -176,7 +176,7 @@ def test_a_capture_that_fails_in_a_round_goes_on_without_graphs(gpu, monkeypatch
 def test_a_cpu_has_no_graphs():
     run = play("fedavg", tiny_model(), "cpu")
 
-    assert run.setting.graphs is None
+    assert run.context.graphs is None
     assert "graphs" not in path(run)
 
 

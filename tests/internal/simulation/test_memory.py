@@ -17,19 +17,19 @@ from pflcore.train._clients import Clients
 def test_other_errors_are_not_it():
     text = "out of memory of a text"
     for error in (RuntimeError("expected 3 rows"), ValueError(text), KeyboardInterrupt()):
-        assert not memory.ran_out(error)
+        assert not memory.is_out_of_memory(error)
 
 
 def test_what_the_card_has_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
-    said = memory.sentence("in round 7", 5 << 30, "20.00 MiB", "cuda:1")
+    said = memory.out_of_memory_text("in round 7", 5 << 30, "20.00 MiB", "cuda:1")
     assert said == (
         "Out of memory in round 7, when 20.00 MiB more were asked for: the run needs about 5.0 GiB "
         "beside its data, and cuda:1 has 80.0 GiB; let fewer clients take part in a round "
         "(participation), or make the batches (batch_size) or the model smaller."
     )
     monkeypatch.setattr(torch.cuda, "mem_get_info", fails(None, 1, RuntimeError("no driver")))
-    assert "beside its data; let" in memory.sentence("in round 7", 5 << 30, "", "cuda:1")
+    assert "beside its data; let" in memory.out_of_memory_text("in round 7", 5 << 30, "", "cuda:1")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_the_card_has_is_said(monkeypatch):
 def test_an_op_that_runs_out_of_memory_says_so(call):
     with pytest.raises(RuntimeError) as e:
         call()
-    assert memory.ran_out(e.value) and "API call failed" not in str(e.value)
+    assert memory.is_out_of_memory(e.value) and "API call failed" not in str(e.value)
 
 
 # what a training step keeps ---------------------------------------------------------------------
@@ -113,7 +113,7 @@ def needed(engine, **options):
 def test_the_estimate_counts_the_batches_of_those_who_train_at_once(engine, options, clients):
     run = needed(engine, **options)
     less = needed(engine, batch=10, **options)
-    each = run.setting.activations
+    each = run.context.sample_activation_bytes
     assert each > 300 * 4
     assert run.peak_bytes() - less.peak_bytes() == clients * 40 * each
 
@@ -151,5 +151,5 @@ def test_captured_steps_count_twice():
     with pretended_gpu() as gpu:
         runs = [needed("vmap", device=str(gpu), graphs=g) for g in (True, False)]
     captured, eager = (run.peak_bytes() for run in runs)
-    kept = 8 * 50 * runs[0].setting.activations
-    assert captured - eager == kept + 2 * 8 * runs[0].setting.net.w0.nbytes
+    kept = 8 * 50 * runs[0].context.sample_activation_bytes
+    assert captured - eager == kept + 2 * 8 * runs[0].context.net.w0.nbytes

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from pflcore import Training
 from pflcore.results._export import rows
-from pflcore.results.record import group, plain
+from pflcore.results.record import group_runs, to_json
 from pflcore.simulation import _evaluate as evaluation
 from pflcore.simulation import checkpoint
-from pflcore.simulation._everyone import whole
+from pflcore.simulation._per_target import dense_report
 from pflcore.train import _memory as memory
-from pflcore.train._random import drawn
+from pflcore.train._random import draw_without_replacement
 
 
 def simulation(name, n=40, **options):
@@ -43,21 +43,23 @@ def test_nothing_in_a_round_or_its_record_is_as_long_as_the_federation(name):
     made = []
     with Making(lambda out: made.extend(getattr(t, "nbytes", 0) for t in tree_leaves(out))):
         record = next(play)
-    assert len(record["cohort"]) == 10 and len(json.dumps(plain(record))) < 5000
+    assert len(record["cohort"]) == 10 and len(json.dumps(to_json(record))) < 5000
     assert 0 < max(made) < n
 
 
 @pytest.mark.parametrize("n, count", [(10, 10), (10, 9), (12, 3), (13, 3), (1000, 7), (10**12, 50)])
 def test_draws_are_distinct_and_their_own(n, count):
-    a, b = drawn(n, count, 1, "x"), drawn(n, count, 2, "x")
+    a, b = draw_without_replacement(n, count, 1, "x"), draw_without_replacement(n, count, 2, "x")
     assert len(a.unique()) == len(a) == count and int(a.min()) >= 0 and int(a.max()) < n
-    equals(a, drawn(n, count, 1, "x"))
+    equals(a, draw_without_replacement(n, count, 1, "x"))
     assert n == count or not torch.equal(a, b)
 
 
 @pytest.mark.parametrize("n, count", [(5, 2), (9, 2)])  # the permutation, and the draws
 def test_every_client_is_drawn_as_often(n, count):
-    times = Counter(i for key in range(4000) for i in drawn(n, count, key).tolist())
+    times = Counter(
+        i for key in range(4000) for i in draw_without_replacement(n, count, key).tolist()
+    )
     expected = 4000 * count / n
     # chi squared, 8 degrees: p < 3e-4
     assert sum((times[i] - expected) ** 2 / (expected * (1 - count / n)) for i in range(n)) < 30
@@ -65,8 +67,8 @@ def test_every_client_is_drawn_as_often(n, count):
 
 def test_a_number_of_clients_is_evaluated_as_a_list_of_them_is():
     some = simulation("ditto", 50, evaluated=6)
-    ids = some.looked_at.tolist()
-    other = simulation("ditto", 50, evaluated=6, seed=1).looked_at.tolist()
+    ids = some.eval_clients.tolist()
+    other = simulation("ditto", 50, evaluated=6, seed=1).eval_clients.tolist()
     assert len(ids) == len(other) == 6 and ids != other
     history = some.run()
     given = simulation("ditto", 50, evaluated=ids).run()
@@ -77,7 +79,7 @@ def test_a_number_of_clients_is_evaluated_as_a_list_of_them_is():
     found = rows(history.header, history.rounds, "client")
     assert [r["client"] for r in found[:6]] == ids
     assert "mean_clients" not in rows(history.header, history.rounds)[0]
-    last = group(history.lines())[0].curve(ids[2])[1][-1]
+    last = group_runs(history.lines())[0].curve(ids[2])[1][-1]
     assert last == history.rounds[-1]["eval"]["accuracy"][2]
 
 
@@ -89,8 +91,8 @@ def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
     assert record["report"].keys() == {"index", "weight"}
     want = torch.zeros(6, dtype=torch.float64)
     want[record["cohort"]] = torch.tensor(record["report"]["weight"], dtype=torch.float64)
-    equals(group(history.lines())[0].weights()[1][-1], want)
-    assert whole(record["report"], 6) == {"weights": want.tolist()}
+    equals(group_runs(history.lines())[0].weights()[1][-1], want)
+    assert dense_report(record["report"], 6) == {"weights": want.tolist()}
     everybody = simulation("waffle", 6, rounds=1, every=0).run()
     assert len(everybody.rounds[0]["report"]["weights"]) == 6
 
@@ -102,7 +104,7 @@ def test_a_void_round_reports_nothing_and_leaves_the_weights_of_earlier_rounds(a
     with pytest.warns(RuntimeWarning, match="the server's x would not be finite"):
         history = huge.run()
     (line,) = history.rounds
-    assert line["void"] and not line["report"] and history.state.void == 1
+    assert line["void"] and not line["report"] and history.state.void_rounds == 1
     equals(history.state.server, before)
     assert not all(map(torch.equal, sound.run().state.server.values(), before.values()))
 
@@ -115,13 +117,13 @@ def full_disk(monkeypatch):
 @pytest.mark.parametrize("name", ["ditto", "scaffold", "feddwa"])
 def test_rows_on_disk_change_nothing(name, tmp_path):
     options = {"participation": 0.2, "every": 2}
-    a, b = (simulation(name, rows=where, **options) for where in ("memory", tmp_path))
+    a, b = (simulation(name, storage=where, **options) for where in ("memory", tmp_path))
     first, second = a.run(), b.run()
     for one, two in zip(first.rounds, second.rounds, strict=True):
         assert one | {"seconds": 0} == two | {"seconds": 0}
     seen = [(h.header["rows"], h.header["stream"]) for h in (first, second)]
     assert seen == [("memory", 3), ("disk", 3)]
-    assert os.listdir(tmp_path) == [] and same(first.state, second.state, first.state.seen)
+    assert os.listdir(tmp_path) == [] and same(first.state, second.state, first.state.participated)
     x, new = a.data.x[:5], (torch.ones(4, 6), torch.tensor([0, 1, 0, 1]))
     for i in (0, 7, 39):
         equals(first.model(i)(x), second.model(i)(x))
@@ -132,17 +134,17 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
 @pytest.mark.parametrize("every", [0, 1])
 def test_only_clients_that_took_part_take_room(tmp_path, every):
     """An evaluation of everybody writes nothing."""
-    run = simulation("ditto", rows=tmp_path, participation=0.1, rounds=2, every=every)
+    run = simulation("ditto", storage=tmp_path, participation=0.1, rounds=2, every=every)
     cohort = next(run.iterate())["cohort"]
-    own, seen = run._state.clients, run._state.seen
+    own, seen = run._state.clients, run._state.participated
     assert seen.nonzero()[:, 0].tolist() == cohort and not own["v"][~seen].any()
 
 
 def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
-    whole_run = simulation("ditto", 12, rows=tmp_path)
+    whole_run = simulation("ditto", 12, storage=tmp_path)
     whole = whole_run.run()
-    monkeypatch.setattr(evaluation, "CHUNK", 5 * whole_run.setting.net.size * 4)
-    parts = simulation("ditto", 12, rows=tmp_path).run()
+    monkeypatch.setattr(evaluation, "EVAL_CHUNK_BYTES", 5 * whole_run.context.net.size * 4)
+    parts = simulation("ditto", 12, storage=tmp_path).run()
     assert parts.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
 
 
@@ -153,21 +155,21 @@ def test_parts_are_cut_between_those_who_are_computed_at_once(engine, tmp_path, 
     how = {"rows": tmp_path, "engine": engine, "model": normed_model, "together": 4, "rounds": 2}
     run = simulation(alg, data=images(range(2, 15)), **how)
     run.run()
-    whole = evaluation.evaluate(run.setup, run.state)
+    whole = evaluation.evaluate(run.config, run.state)
     for clients in (1, 5, 9):
         width = sum(v[0].nbytes for v in run.state.clients.values())
-        monkeypatch.setattr(evaluation, "CHUNK", clients * width)
-        equals(evaluation.evaluate(run.setup, run.state), whole)
+        monkeypatch.setattr(evaluation, "EVAL_CHUNK_BYTES", clients * width)
+        equals(evaluation.evaluate(run.config, run.state), whole)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     full_disk(monkeypatch)
-    words = "rows: the clients' rows may take .* on disk, and .* has 100 B free"
+    words = "storage: the clients' rows may take .* on disk, and .* has 100 B free"
     with sentence(words, memory.RunTooLarge):
-        simulation("ditto", rows=tmp_path)
+        simulation("ditto", storage=tmp_path)
     assert os.listdir(tmp_path) == []
-    with sentence("rows: expected 'auto', 'memory' or a folder, got "):
-        simulation("ditto", rows="nowhere")
+    with sentence("storage: expected 'auto', 'memory' or a folder, got "):
+        simulation("ditto", storage="nowhere")
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -175,14 +177,14 @@ def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_
     held, tmp_path, monkeypatch
 ):
     """And no killed process: a mapped file that cannot grow ends it (SIGBUS)."""
-    run = simulation("ditto", rows=tmp_path, participation=0.2)
+    run = simulation("ditto", storage=tmp_path, participation=0.2)
 
     def becomes_full(round, record):
         assert not held or run.state.round == round  # then the run goes on with a copy
         full_disk(monkeypatch)
 
     rows = "a copy of the state needs" if held else "this round's rows need"
-    with pytest.raises(OSError, match=f"rows: {rows} up to .* 100 B free; make room") as told:
+    with pytest.raises(OSError, match=f"storage: {rows} up to .* 100 B free; make room") as told:
         run.run(becomes_full)
     assert len(told.value.history.rounds) == 1 and run._state.round == 1
     monkeypatch.undo()
@@ -195,11 +197,11 @@ def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
     needs = simulation("ditto").peak_bytes()
     for has, folder in ((needs * 2, False), (needs * 3 // 2, True)):
         monkeypatch.setattr(memory, "capacity", lambda device, has=has: has)
-        assert bool(simulation("ditto").setup.folder) is folder
+        assert bool(simulation("ditto").config.folder) is folder
     monkeypatch.setattr(memory, "capacity", lambda device: 10)
     words = r"memory: the run needs about [\d.]+ KiB beside its data, and cpu has 10 B"
     with sentence(f"{words}; let", memory.RunTooLarge):
-        simulation("ditto", rows="memory")
+        simulation("ditto", storage="memory")
 
 
 def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
@@ -207,12 +209,12 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
     the run goes on."""
     data, options = images((2,) * 12), {"rounds": 6, "participation": 0.2, "every": 0}
     whole = simulation("ditto", data=data, **options).run()
-    half = simulation("ditto", data=data, rows=tmp_path, **options)
+    half = simulation("ditto", data=data, storage=tmp_path, **options)
     half.run(lambda r, _: half.save(tmp_path / "kept") if r == 2 else None)
     held, _ = checkpoint.load(tmp_path / "kept")
     assert int(held["seen"].sum()) == len(held["clients.v"]) < 12
     for place in (tmp_path, "memory"):
-        rest = simulation("ditto", data=data, rows=place, **options).restore(tmp_path / "kept")
-        assert (rest.setup.folder is None) == (place == "memory")
+        rest = simulation("ditto", data=data, storage=place, **options).restore(tmp_path / "kept")
+        assert (rest.config.folder is None) == (place == "memory")
         rest.run()
-        assert same(rest.state, whole.state, rest.state.seen)
+        assert same(rest.state, whole.state, rest.state.participated)

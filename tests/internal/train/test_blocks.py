@@ -6,8 +6,8 @@ import torch
 from parts.company import ACTIVATIONS, BODIES, EVERYBODY, differing, of_hooks, simulation
 
 from pflcore import Clients
-from pflcore.algorithms._protocol import row_by_row
-from pflcore.train._clients import TOGETHER, aligned, blocks, parted
+from pflcore.algorithms._protocol import map_rows
+from pflcore.train._clients import CPU_BLOCK_CLIENTS, align_memory, assign_blocks, split_by_block
 
 QUICK = [
     ("vmap", "mlp", "SiLU"),
@@ -35,13 +35,15 @@ def cases():
 
 def of_parts(setting, block):
     """What hooks make of each block by itself, the last first."""
-    return [(at, of_hooks(setting, EVERYBODY[at], block[at])) for at in parted(EVERYBODY, block)]
+    return [
+        (at, of_hooks(setting, EVERYBODY[at], block[at])) for at in split_by_block(EVERYBODY, block)
+    ]
 
 
 @pytest.mark.parametrize("engine, body, activation", cases())
 def test_a_cohort_in_parts_has_the_bits_of_the_whole(engine, body, activation):
-    setting = simulation(engine, body, activation).setting
-    block = blocks(setting, EVERYBODY)
+    setting = simulation(engine, body, activation).context
+    block = assign_blocks(setting, EVERYBODY)
     whole = of_hooks(setting, EVERYBODY)
     assert len(block.unique()) == (3 if setting.engine.name == "vmap" else len(EVERYBODY))
     for at, part in of_parts(setting, block):
@@ -51,7 +53,7 @@ def test_a_cohort_in_parts_has_the_bits_of_the_whole(engine, body, activation):
 @pytest.mark.parametrize("engine, body, activation", QUICK)
 def test_workers_change_no_bit_of_any_hook(engine, body, activation):
     one, two = (
-        of_hooks(simulation(engine, body, activation, workers=n).setting, EVERYBODY) for n in (1, 2)
+        of_hooks(simulation(engine, body, activation, workers=n).context, EVERYBODY) for n in (1, 2)
     )
     assert differing(two, one, EVERYBODY) == []
 
@@ -64,54 +66,56 @@ def test_workers_change_no_bit_of_any_hook(engine, body, activation):
 def test_odd_widths_in_parts_have_the_bits_of_the_whole(engine, hidden, dtype, optimizer):
     activation = "Tanh" if engine == "chain" else "SiLU"
     how = {"hidden": hidden, "dtype": dtype, "local_optimizer": optimizer}
-    setting = simulation(engine, "mlp", activation, **how).setting
+    setting = simulation(engine, "mlp", activation, **how).context
     whole = of_hooks(setting, EVERYBODY)
-    for at, part in of_parts(setting, blocks(setting, EVERYBODY)):
+    for at, part in of_parts(setting, assign_blocks(setting, EVERYBODY)):
         assert differing(part, whole, at) == []
 
 
 def test_blocks_are_made_of_the_cohort_and_its_sizes_alone():
-    setting = simulation("vmap", "mlp", "SiLU").setting
-    size, block = setting.data.size(), blocks(setting, EVERYBODY)
+    setting = simulation("vmap", "mlp", "SiLU").context
+    size, block = setting.data.size(), assign_blocks(setting, EVERYBODY)
     assert block.bincount().tolist() == [3, 4, 4]
     for larger, smaller in ((0, 1), (1, 2)):
         assert size[block == larger].min() >= size[block == smaller].max()
     for order in (EVERYBODY.flip(0), EVERYBODY.roll(4)):
-        assert torch.equal(blocks(setting, order), block[order])
+        assert torch.equal(assign_blocks(setting, order), block[order])
     some = EVERYBODY[::2]
-    assert blocks(setting, some).bincount().tolist() == [3, 3]
-    assert blocks(setting._replace(together=1), some).sort().values.tolist() == [*range(6)]
-    assert not blocks(setting._replace(together=6), some).any()
+    assert assign_blocks(setting, some).bincount().tolist() == [3, 3]
+    assert assign_blocks(setting._replace(together=1), some).sort().values.tolist() == [*range(6)]
+    assert not assign_blocks(setting._replace(together=6), some).any()
 
 
 def test_two_threads_share_one_blocks_clients_where_that_is_much_work():
     for hidden, count in ((7, 1), (3000, 2)):
-        setting = simulation("vmap", "mlp", "SiLU", hidden=hidden, together=TOGETHER).setting
-        assert len(blocks(setting, EVERYBODY).unique()) == count
+        setting = simulation(
+            "vmap", "mlp", "SiLU", hidden=hidden, together=CPU_BLOCK_CLIENTS
+        ).context
+        assert len(assign_blocks(setting, EVERYBODY).unique()) == count
 
 
 def test_who_leaves_a_cohort_leaves_the_others_in_their_blocks():
-    setting = simulation("vmap", "mlp", "SiLU").setting
+    setting = simulation("vmap", "mlp", "SiLU").context
     buffers = setting.net.b0.repeat(len(EVERYBODY), 1)
     clients, kept = Clients(setting, EVERYBODY, 1, buffers), EVERYBODY % 3 != 0
-    block = blocks(setting, EVERYBODY)
-    assert torch.equal(clients.take(kept).block, block[kept])
+    block = assign_blocks(setting, EVERYBODY)
+    assert torch.equal(clients.take(kept).block_numbers, block[kept])
     again = clients.take(kept).take(EVERYBODY[kept] > 3)
-    assert torch.equal(again.block, block[kept & (EVERYBODY > 3)])
+    assert torch.equal(again.block_numbers, block[kept & (EVERYBODY > 3)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("f", [torch.sigmoid, torch.exp, lambda x: 0.9 ** (x * 50).round()])
 def test_a_row_alone_has_the_bits_that_it_has_among_others(dtype, f):
     x = torch.rand(41, 13, dtype=dtype)
-    whole = row_by_row(f, x)
+    whole = map_rows(f, x)
     torch.testing.assert_close(whole, f(x))
     for at in ([3], [40], [7, 2], list(range(17))):
-        assert torch.equal(row_by_row(f, x[at]), whole[at])
+        assert torch.equal(map_rows(f, x[at]), whole[at])
 
 
 def test_memory_begins_alike_for_every_row():
     rows = torch.randn(5, 7)
     for row in rows:
-        assert torch.equal(aligned(row), row) and aligned(row).data_ptr() % 64 == 0
-    assert aligned(rows).data_ptr() == rows.data_ptr()
+        assert torch.equal(align_memory(row), row) and align_memory(row).data_ptr() % 64 == 0
+    assert align_memory(rows).data_ptr() == rows.data_ptr()

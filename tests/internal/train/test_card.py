@@ -9,10 +9,10 @@ from pretend_gpu import pretended_gpu
 from torch import nn
 
 from pflcore import Federation, Net, Training
-from pflcore.train import _card as card
 from pflcore.train import _engines as engines
-from pflcore.train._choose import prepared, trial, trials
+from pflcore.train import _gpu_flags as card
 from pflcore.train._engines import Engine
+from pflcore.train._select_engine import make_context, make_probe, make_probes
 
 CARD = torch.device("cuda")
 
@@ -62,25 +62,25 @@ def on(gpu, blocks, *more):
 
 def rounded(net, data):
     """In what vmap is not the module in the model's own dtype, as a card rounds by default."""
-    return trial(net, data).difference(Engine("vmap"))
+    return make_probe(net, data).difference(Engine("vmap"))
 
 
 def test_a_residual_net_is_trained_by_vmap_though_convolutions_round():
     with pretended_gpu() as gpu:
         net, data = on(gpu, DEEP)
         differs = rounded(net, data)
-        engine = prepared(net, data, Training()).engine
-    assert differs is not None and differs.numbers, "nothing was rounded"
-    assert engine.form == "vmap", engine.why
+        engine = make_context(net, data, Training()).engine
+    assert differs is not None and differs.is_numeric, "nothing was rounded"
+    assert engine.form == "vmap", engine.reason
 
 
 def test_float64_judges_a_large_model_on_a_card(monkeypatch):
-    monkeypatch.setattr("pflcore.train._choose.LARGE", 1000)
+    monkeypatch.setattr("pflcore.train._select_engine.FLOAT64_MAX_WEIGHTS", 1000)
     with pretended_gpu() as gpu:
         net, data = on(gpu, FLAT)
-        found = trials(net, data)
+        found = make_probes(net, data)
     assert [t.w.dtype for t in found] == [torch.float64, torch.float32]
-    assert [t.judges for t in found] == [True, False]
+    assert [t.is_decisive for t in found] == [True, False]
 
 
 def test_a_model_of_fixed_dtype_is_judged_without_tf32():
@@ -88,9 +88,9 @@ def test_a_model_of_fixed_dtype_is_judged_without_tf32():
     with pretended_gpu() as gpu:
         net, data = on(gpu, DEEP, Fixed())
         differs = rounded(net, data)
-        engine = prepared(net, data, Training()).engine
-    assert differs is not None and differs.numbers, "nothing was rounded"
-    assert engine.form == "vmap", engine.why
+        engine = make_context(net, data, Training()).engine
+    assert differs is not None and differs.is_numeric, "nothing was rounded"
+    assert engine.form == "vmap", engine.reason
     assert flags() == before
 
 
@@ -106,8 +106,8 @@ class Fails(nn.Module):
 def test_an_engine_that_fails_in_the_models_dtype_is_not_taken():
     with pretended_gpu() as gpu:
         net, data = on(gpu, FLAT, Fails())
-        engine = prepared(net, data, Training()).engine
-    assert engine.form == "module" and "no batching rule" in engine.why
+        engine = make_context(net, data, Training()).engine
+    assert engine.form == "module" and "no batching rule" in engine.reason
 
 
 def test_a_wrong_gradient_is_refused_on_a_card_too(monkeypatch):
@@ -121,14 +121,14 @@ def test_a_wrong_gradient_is_refused_on_a_card_too(monkeypatch):
     monkeypatch.setattr(engines, "gradients", wrong)
     with pretended_gpu() as gpu:
         net, data = on(gpu, FLAT)
-        engine = prepared(net, data, Training()).engine
-    assert engine.form == "module" and "off by" in engine.why
+        engine = make_context(net, data, Training()).engine
+    assert engine.form == "module" and "off by" in engine.reason
 
 
 # flags ------------------------------------------------------------------------------------------
 
 
-OWNERS = [flag[:2] for flag in (*card.REPEATING.wanted, *card.WITHOUT_TF32.wanted)]
+OWNERS = [flag[:2] for flag in (*card.REPEATABLE_FLAGS.flags, *card.NO_TF32_FLAGS.flags)]
 
 
 def flags():
@@ -148,7 +148,11 @@ def other(request):
 
 
 def test_flags_are_put_back_after_an_exception(other):
-    with pytest.raises(KeyError), card.REPEATING.set_for(CARD), card.WITHOUT_TF32.set_for(CARD):
+    with (
+        pytest.raises(KeyError),
+        card.REPEATABLE_FLAGS.set_for(CARD),
+        card.NO_TF32_FLAGS.set_for(CARD),
+    ):
         assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
         assert not card.allows_tf32()
         raise KeyError
@@ -156,7 +160,7 @@ def test_flags_are_put_back_after_an_exception(other):
 
 
 def test_flags_stay_as_they_are_on_a_cpu(other):
-    with card.REPEATING.set_for(torch.device("cpu")):
+    with card.REPEATABLE_FLAGS.set_for(torch.device("cpu")):
         assert flags() == other
 
 
@@ -164,12 +168,12 @@ def test_flags_of_two_threads_are_put_back_by_the_last(other):
     inside, leave = threading.Event(), threading.Event()
 
     def work():
-        with card.REPEATING.set_for(CARD):
+        with card.REPEATABLE_FLAGS.set_for(CARD):
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=work)
-    with card.REPEATING.set_for(CARD):
+    with card.REPEATABLE_FLAGS.set_for(CARD):
         thread.start()
         inside.wait(60)
     assert torch.backends.cudnn.deterministic, "the other thread still computes"
@@ -186,7 +190,7 @@ def test_a_precision_that_was_set_by_its_new_name_is_read_and_put_back():
     conv.fp32_precision = "ieee"
     try:
         assert card.allows_tf32(), "recurrent layers still may"
-        with card.WITHOUT_TF32.set_for(CARD):
+        with card.NO_TF32_FLAGS.set_for(CARD):
             assert not card.allows_tf32()
         assert conv.fp32_precision == "ieee"
     finally:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pflcore.metrics import form_of, metrics_of
+from pflcore.metrics import find_argument_form, metrics_of
 
 
 def elementwise(f):
@@ -53,9 +53,9 @@ def test_no_loss_spreads_a_column_of_scores(loss, kind):
     y = KINDS[kind][:8]
     scores = torch.rand(8, 1)
 
-    form = form_of(LOSSES[loss], scores, y, loss=True)
+    form = find_argument_form(LOSSES[loss], scores, y, is_loss=True)
 
-    got = LOSSES[loss](*form.hand(scores, y))
+    got = LOSSES[loss](*form.convert(scores, y))
     want = LOSSES[loss](scores[:, 0], y if y.is_floating_point() else y.float())
     torch.testing.assert_close(got, want, equal_nan=True)
 
@@ -81,9 +81,11 @@ def test_what_takes_the_scores_as_they_are_gets_them():
         lambda s, y: s.mean(),
         lambda s, y: F.binary_cross_entropy(s.squeeze(1), y),
     ):
-        assert form_of(f, scores, y, loss=True).hand(scores, y)[0] is scores
+        assert find_argument_form(f, scores, y, is_loss=True).convert(scores, y)[0] is scores
 
 
 def test_probabilities_are_drawn_between_0_and_1():
     y, scores = (torch.rand(8) > 0.5).float(), torch.rand(8, 1)
-    assert form_of(lambda s, y: F.binary_cross_entropy(s, y), scores, y, True).like_targets
+    assert find_argument_form(
+        lambda s, y: F.binary_cross_entropy(s, y), scores, y, True
+    ).scores_like_targets

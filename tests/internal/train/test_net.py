@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 
 from pflcore import Net
-from pflcore.nn._mode import context, forward_mode
-from pflcore.train._losses import CRITERIA
+from pflcore.nn._context import forward_context, forward_state
+from pflcore.train._losses import LOSSES
 
 
 class Buffered(nn.Module):
@@ -33,33 +33,33 @@ def test_buffers_are_a_row_of_their_own():
     # the integer ones, table and num_batches_tracked, are no model
     assert net.b0.tolist() == [0] + [0] * 4 + [1] * 4
     x = torch.randn(8, 4) + 2
-    with forward_mode(True, net.b0):
+    with forward_context(True, net.b0):
         net(net.w0, x)
-        after = context.buffers
+        after = forward_state.buffers
     module = net.load(Buffered(), net.w0, net.b0).train()
     module(x)
     torch.testing.assert_close(
         after, torch.cat([module.seen, module.norm.running_mean, module.norm.running_var])
     )
-    assert net.b0.tolist() == [0] * 5 + [1] * 4 and context.buffers is None
-    with forward_mode(False, after):
+    assert net.b0.tolist() == [0] * 5 + [1] * 4 and forward_state.buffers is None
+    with forward_context(False, after):
         scores = net(net.w0, x)
-        assert context.buffers is after  # evaluation reads them only
+        assert forward_state.buffers is after  # evaluation reads them only
     torch.testing.assert_close(scores, module.eval()(x))
     assert not torch.equal(net(net.w0, x), scores)  # outside: the model's own
 
 
 def test_modes_nest_and_are_the_threads_own():
-    with forward_mode(True):
-        with forward_mode(False):
-            assert not context.train
-        assert context.train
+    with forward_context(True):
+        with forward_context(False):
+            assert not forward_state.train
+        assert forward_state.train
         with ThreadPoolExecutor() as other:
-            assert not other.submit(lambda: context.train).result()
-    assert not context.train
+            assert not other.submit(lambda: forward_state.train).result()
+    assert not forward_state.train
 
 
 def test_hinge():
     scores, y = torch.tensor([[0.5], [-2.0], [0.25]]), torch.tensor([1, 0, 0])
     for labels in (y, 2 * y - 1):
-        assert CRITERIA["hinge"](scores, labels).item() == pytest.approx((0.5 + 1.25) / 3)
+        assert LOSSES["hinge"](scores, labels).item() == pytest.approx((0.5 + 1.25) / 3)

@@ -14,10 +14,10 @@ import pflcore
 from pflcore import Net, Training
 from pflcore.train import _clients as clients
 from pflcore.train import _engines as engines
-from pflcore.train._chain import NoChain, compiled, find_chain
-from pflcore.train._choose import prepared, trials
+from pflcore.train._chain import NotAChain, compile_chain, find_chain
 from pflcore.train._engines import Engine
-from pflcore.train._losses import CRITERIA, loss_of, squared
+from pflcore.train._losses import LOSSES, resolve_loss, squared
+from pflcore.train._select_engine import make_context, make_probes
 
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
@@ -44,7 +44,7 @@ def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model):
             monkeypatch.setattr(room, "has_kernels", lambda device, kernels=kernels: kernels)
         done = fit(at_work(setting), start, prox=(0.3, start + 1), mean_grad=True)
         found.append(
-            (done.w, done.grad, done.loss, *at_work(setting).measure({"w": start}, "train"))
+            (done.w, done.grad, done.loss, *at_work(setting).evaluate({"w": start}, "train"))
         )
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
@@ -54,28 +54,28 @@ def test_the_trial_sees_small_differences(size):
     net, data = Net(mlp), federation()
     chain = find_chain(net, data)
     engines = Engine("loop"), Engine("vmap"), Engine("loop", chain)
-    exact, own = trials(net, data)
+    exact, own = make_probes(net, data)
     assert exact.w.dtype == torch.float64 and own.w.dtype == torch.float32
     assert all(t.difference(e) is None for t in (exact, own) for e in engines)
-    for mode, right in exact.answers.items():
+    for mode, right in exact.expected.items():
         for place, what in enumerate(("loss", "gradient")):
-            exact.answers[mode] = [v + size * (k == place) for k, v in enumerate(right)]
+            exact.expected[mode] = [v + size * (k == place) for k, v in enumerate(right)]
             assert f"its {what} is another in {mode} mode" in exact.difference(engines[0]).words
-        exact.answers[mode] = right
+        exact.expected[mode] = right
 
 
 def test_a_hook_on_every_module_is_no_part_of_a_chain():
     handle = torch.nn.modules.module.register_module_forward_hook(lambda m, x, y: None)
     try:
-        with pytest.raises(NoChain, match="a hook"):
-            compiled(Net(repeated()), (6,))
+        with pytest.raises(NotAChain, match="a hook"):
+            compile_chain(Net(repeated()), (6,))
     finally:
         handle.remove()
 
 
 def test_the_global_generators_are_left_alone():
     net, before = Net(mlp), torch.get_rng_state()
-    prepared(net, federation(), Training())
+    make_context(net, federation(), Training())
     equals(before, torch.get_rng_state())
 
 
@@ -87,14 +87,14 @@ class Keeps(nn.Sequential):
 
 def test_what_a_forward_keeps_is_no_part_of_the_net():
     net = Net(Keeps(nn.Linear(6, 5), nn.Linear(5, 4)))
-    compiled(net, (6,))
+    compile_chain(net, (6,))
     assert "kept" not in vars(net.module) and net.module.training
 
 
 def test_torchs_losses_with_default_options_take_the_fast_path():
     for default in (nn.CrossEntropyLoss(), F.cross_entropy):
-        assert loss_of(default) is CRITERIA["cross_entropy"]
-    assert loss_of(nn.MSELoss()) is squared is loss_of(F.mse_loss)
+        assert resolve_loss(default) is LOSSES["cross_entropy"]
+    assert resolve_loss(nn.MSELoss()) is squared is resolve_loss(F.mse_loss)
     for options in ({"label_smoothing": 0.1}, {"weight": torch.ones(4)}, {"ignore_index": 1}):
         loss = nn.CrossEntropyLoss(**options)
-        assert loss_of(loss) is loss
+        assert resolve_loss(loss) is loss

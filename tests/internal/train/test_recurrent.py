@@ -9,8 +9,8 @@ import torch.nn as nn
 from small import equals
 from ugly import randn
 
-from pflcore.nn._mode import forward_mode
-from pflcore.train._recurrent import write_out
+from pflcore.nn._context import forward_context
+from pflcore.train._recurrent import unroll_recurrent
 
 KINDS = [(nn.GRU, {}), (nn.LSTM, {}), (nn.RNN, {}), (nn.RNN, {"nonlinearity": "relu"})]
 NAMES = ("bidirectional", "bias", "batch_first")
@@ -22,12 +22,12 @@ def pair(kind, **options):
     torch.manual_seed(0)
     own = kind(3, 5, 2, **options).double()
     other = copy.deepcopy(own)
-    write_out(other)
+    unroll_recurrent(other)
     return own, other
 
 
 def called(module, *given, alone=False):
-    with forward_mode(True, torch.empty(0), torch.tensor(0), alone=alone):
+    with forward_context(True, torch.empty(0), torch.tensor(0), single_client=alone):
         return module(*given)
 
 

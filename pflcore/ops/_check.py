@@ -11,7 +11,7 @@ from torch.nn import Parameter
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def shape(t: Any) -> str:
+def describe(t: Any) -> str:
     """What a tensor is, in a few words."""
     if not isinstance(t, Tensor):
         shown = " ".join(repr(t).split())
@@ -19,17 +19,17 @@ def shape(t: Any) -> str:
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
-def refuse(
+def reject_argument(
     op: str, name: str, wanted: str, came: str, do: str = "", kind: type[Exception] = ValueError
 ) -> NoReturn:
     """Raises `kind` with the one form of sentence."""
     raise kind(f"{op}: {name} must be {wanted}, got {came}{'; ' + do if do else ''}.")
 
 
-def expect(ok: bool, op: str, name: str, wanted: str, came: str, do: str = "") -> None:
+def require_argument(ok: bool, op: str, name: str, wanted: str, came: str, do: str = "") -> None:
     """Refuses unless `ok`; where calls are many ask first, since the words take time."""
     if not ok:
-        refuse(op, name, wanted, came, do)
+        reject_argument(op, name, wanted, came, do)
 
 
 def is_int(value: Any) -> bool:
@@ -37,82 +37,86 @@ def is_int(value: Any) -> bool:
     return isinstance(value, int | torch.SymInt | Integral) and not isinstance(value, bool)
 
 
-def number(op: str, name: str, value: Any) -> None:
+def check_number(op: str, name: str, value: Any) -> None:
     """`value` is a real number."""
     if type(value) is float or type(value) is int:
         return
     if isinstance(value, bool) or not isinstance(value, Real | torch.SymInt | torch.SymFloat):
         do = f"use {name}.item()" if isinstance(value, Tensor) else ""
-        refuse(op, name, "a number", shape(value), do, TypeError)
+        reject_argument(op, name, "a number", describe(value), do, TypeError)
 
 
-def floating(op: str, name: str, t: Any) -> None:
+def check_floating(op: str, name: str, t: Any) -> None:
     """`t` is a floating-point tensor."""
     if not isinstance(t, Tensor):
         remedy = "use torch.as_tensor, or torch.stack of several"
-        refuse(op, name, "a tensor", shape(t), remedy, TypeError)
+        reject_argument(op, name, "a tensor", describe(t), remedy, TypeError)
     if t.layout is not torch.strided:
-        refuse(op, name, "a dense tensor", str(t.layout), f"use {name}.to_dense()", TypeError)
+        reject_argument(
+            op, name, "a dense tensor", str(t.layout), f"use {name}.to_dense()", TypeError
+        )
     if t.dtype not in FLOATS:
         wanted = "float32, float64, float16 or bfloat16"
-        refuse(op, name, wanted, shape(t), f"use {name}.float()", TypeError)
+        reject_argument(op, name, wanted, describe(t), f"use {name}.float()", TypeError)
 
 
-def matrix(op: str, name: str, t: Any, wanted: str) -> None:
+def check_matrix(op: str, name: str, t: Any, wanted: str) -> None:
     """`t` is a floating-point matrix."""
     if type(t) is Tensor and t.dtype in FLOATS and t.dim() == 2 and t.layout is torch.strided:
         return
-    floating(op, name, t)
-    expect(t.dim() == 2, op, name, f"a matrix {wanted}", shape(t))
+    check_floating(op, name, t)
+    require_argument(t.dim() == 2, op, name, f"a matrix {wanted}", describe(t))
 
 
-def check_same(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
+def check_same_kind(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
     """`a` and `b` have one dtype and one device."""
     if a.dtype is not b.dtype:
         wanted, remedy = f"{a.dtype} like {name}", f"use {other}.to({name}.dtype)"
-        refuse(op, other, wanted, shape(b), remedy, TypeError)
-    beside(op, name, a, other, b)
+        reject_argument(op, other, wanted, describe(b), remedy, TypeError)
+    check_same_device(op, name, a, other, b)
 
 
-def beside(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
+def check_same_device(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
     """`b` is on the device of `a`."""
     if a.device != b.device:
         remedy = f"use {other}.to({name}.device)"
-        refuse(op, other, f"on {a.device} like {name}", shape(b), remedy)
+        reject_argument(op, other, f"on {a.device} like {name}", describe(b), remedy)
 
 
-def whole(op: str, name: str, a: Tensor, other: str, b: Any) -> None:
+def check_index(op: str, name: str, a: Tensor, other: str, b: Any) -> None:
     """`b` is an int64 tensor on the device of `a`."""
     if not isinstance(b, Tensor) or b.dtype != torch.int64:
-        refuse(op, other, "an int64 tensor", shape(b), kind=TypeError)
-    beside(op, name, a, other, b)
+        reject_argument(op, other, "an int64 tensor", describe(b), kind=TypeError)
+    check_same_device(op, name, a, other, b)
 
 
-def within(op: str, name: str, index: Tensor, n: int) -> None:
+def check_index_range(op: str, name: str, index: Tensor, n: int) -> None:
     """The numbers of `index` are from 0 to n - 1, where they can be looked at."""
-    if concrete(index) and index.numel():
+    if is_readable(index) and index.numel():
         low, high = (int(v) for v in index.aminmax())
         if low < 0 or high >= n:
-            refuse(op, name, f"from 0 to {n - 1}", f"{low} to {high}")
+            reject_argument(op, name, f"from 0 to {n - 1}", f"{low} to {high}")
 
 
-def apart(op: str, name: str, t: Tensor) -> None:
+def check_writable(op: str, name: str, t: Tensor) -> None:
     """Its rows can be written: contiguous, and none on another's memory."""
     if t.numel() and t.shape[1] > 1 and t.stride(1) != 1:
         came = f"strides {list(t.stride())}"
-        refuse(op, name, "of contiguous rows", came, f"use {name}.contiguous()")
+        reject_argument(op, name, "of contiguous rows", came, f"use {name}.contiguous()")
     if t.numel() and t.shape[0] > 1 and t.stride(0) < t.shape[1]:
         came = f"strides {list(t.stride())}"
-        refuse(op, name, "of rows that do not overlap", came, f"use {name}.clone()")
+        reject_argument(op, name, "of rows that do not overlap", came, f"use {name}.clone()")
 
 
-def concrete(t: Tensor) -> bool:
+def is_readable(t: Tensor) -> bool:
     """The values can be looked at for free: a CPU tensor, nothing traced, no `vmap` or `grad`
     around it."""
-    return not torch.compiler.is_compiling() and t.device.type == "cpu" and span(t) is not None
+    return (
+        not torch.compiler.is_compiling() and t.device.type == "cpu" and memory_span(t) is not None
+    )
 
 
-def span(t: Tensor | None) -> tuple[int, int] | None:
+def memory_span(t: Tensor | None) -> tuple[int, int] | None:
     """The addresses of the memory that a tensor lies in; None where there is none: a fake, meta or
     empty tensor. Not while compiling."""
     if type(t) is not Tensor and type(t) is not Parameter:
@@ -127,7 +131,7 @@ def span(t: Tensor | None) -> tuple[int, int] | None:
     return first, first + elements * t.element_size()
 
 
-def meet(a: tuple[int, int] | None, b: tuple[int, int] | None) -> bool:
+def spans_overlap(a: tuple[int, int] | None, b: tuple[int, int] | None) -> bool:
     """Two spans overlap. They are addresses, since the owner may differ: two wrappings of one numpy
     array have two storages."""
     return a is not None and b is not None and a[0] < b[1] and b[0] < a[1]

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pflcore import ops
 from pflcore.algorithms import ALGORITHMS, algorithm_of, check_options, name_of
-from pflcore.algorithms._clusters import cosines, groups
+from pflcore.algorithms._clusters import agglomerate, cosine_matrix
 from pflcore.algorithms._fedavg import krum
-from pflcore.algorithms._protocol import Algorithm, Mix, shares, squares
+from pflcore.algorithms._protocol import Algorithm, MixingWeights, normalize_rows, squared_norms
 from pflcore.algorithms._relations import FedAMP, FedDWA, HeurFedAMP, LatestModels
-from pflcore.check import Buffers, Count, Names, Whole, checked, need
-from pflcore.interop._packing import Form, Models, Packed, cut, pack, unpack
-from pflcore.simulation._accept import finite_rows
+from pflcore.check import BatchNormPolicy, Names, NonNegativeInt, PositiveInt, checked, require
+from pflcore.interop._packing import ModelForm, Models, PackedModels, pack, split_row, unpack
+from pflcore.simulation._uploads import finite_rows
 
 
 @checked
@@ -31,14 +31,14 @@ class Krum:
     earlier client. Deviation: exact distances.
     """
 
-    f: Whole = 1  # how many clients may be hostile, 2 f + 2 < N
-    m: Count = 1
+    f: NonNegativeInt = 1  # how many clients may be hostile, 2 f + 2 < N
+    m: PositiveInt = 1
 
-    def chosen(self, sqdist: Tensor) -> Tensor:
+    def select(self, sqdist: Tensor) -> Tensor:
         """The chosen clients [m], best first, by squared distances [N, N]."""
         n = len(sqdist)
         wanted = f"0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f"
-        need(2 * self.f + 2 < n and self.m <= n - self.f, "f, m", wanted, self)
+        require(2 * self.f + 2 < n and self.m <= n - self.f, "f, m", wanted, self)
         return krum(sqdist, self.f, self.m)
 
 
@@ -49,12 +49,12 @@ class Clusters:
     between models, or, where the call gives a `base`, by the cosines of the updates from it (with
     k = 2 a split of Clustered FL, Sattler et al. 2021)."""
 
-    k: Count = 2
+    k: PositiveInt = 2
     linkage: Literal["complete", "single"] = "complete"
 
 
 Method = Algorithm | Krum | Clusters
-BY_NAME: dict[str, Callable[..., Method]] = {
+METHODS_BY_NAME: dict[str, Callable[..., Method]] = {
     **{name: ALGORITHMS[name] for name in ("fedamp", "sfl", "feddwa", "feddwa_qp")},
     "heurfedamp": partial(HeurFedAMP, xi_self=0.5),
     "krum": Krum,
@@ -73,7 +73,7 @@ def personalize(  # noqa: PLR0913 (what a mix has)
     base: Any = None,
     include: Names = (),
     exclude: Names = (),
-    buffers: Buffers = "auto",
+    batch_norm: BatchNormPolicy = "auto",
     directions: bool = False,
     **options: Any,
 ) -> Any:
@@ -88,60 +88,62 @@ def personalize(  # noqa: PLR0913 (what a mix has)
     are models of all the clients one look ahead, `previous` those of their last round (where
     uploads and these are dicts, clients without one keep their model). `base`, one model, is what
     clusters' updates are counted from.
-    All in the form of the uploads. `include`, `exclude` as `pack` has them; `buffers`: "auto" is
+    All in the form of the uploads. `include`, `exclude` as `pack` has them; `batch_norm`: "auto" is
     the method's own. `directions` compares the models' directions, as adapters of different ranks
     ask for; what is mixed stays as it is. ValueError in one sentence, also where an upload is not
     finite.
     """
     alg = method_of(method, options)
-    if buffers == "auto":
-        buffers = alg.traits.batch_norm[0] if isinstance(alg, Algorithm) else "average"
+    if batch_norm == "auto":
+        batch_norm = alg.traits.batch_norm[0] if isinstance(alg, Algorithm) else "average"
     packed = partial(pack, include=include, exclude=exclude)
-    rows, form = packed(uploads, buffers=buffers)
+    rows, form = packed(uploads, batch_norm=batch_norm)
     if method == "fedamp" and isinstance(alg, FedAMP) and "alpha" not in options:
         alg = replace(alg, alpha=alg.sigma / (2 * len(rows)))
     _check_rows(rows, form)
     guides = [
-        _like("guidance, previous", packed(given), rows, form)
+        _matching_rows("guidance, previous", packed(given), rows, form)
         for given in (guidance, previous)
         if given is not None
     ]
-    _check_guides(alg, len(guides))
+    _check_guidance(alg, len(guides))
     compared = [rows, *guides]
     if base is not None:
-        need(isinstance(alg, Clusters), "base", "None where the method is not 'clusters'", base)
-        start = _like("base", packed([base]), rows[:1], Form([0], "list"))
+        require(isinstance(alg, Clusters), "base", "None where the method is not 'clusters'", base)
+        start = _matching_rows("base", packed([base]), rows[:1], ModelForm([0], "list"))
         compared = [rows - start]
     elif directions:
         compared = [F.normalize(v.double()) for v in compared]
-    mix = _mix(alg, compared[0], compared[1:], base is not None)
-    return unpack(mix.of(rows), form, mix.weight, mix.index)
+    mix = _mixing_weights(alg, compared[0], compared[1:], base is not None)
+    return unpack(mix.aggregate(rows), form, mix.weight, mix.index)
 
 
 def method_of(method: Any, options: dict[str, Any]) -> Method:
     """The method of this name with these options, or the instance itself."""
     fresh = not options or isinstance(method, str | type)
-    need(fresh, "options", "none beside an instance, which has its own", options)
+    require(fresh, "options", "none beside an instance, which has its own", options)
     alg = method
-    if isinstance(method, str) and method in BY_NAME:
-        make = BY_NAME[method]
+    if isinstance(method, str) and method in METHODS_BY_NAME:
+        make = METHODS_BY_NAME[method]
         cls: Any = make.func if isinstance(make, partial) else make
         check_options(cls, options)
         return make(**options)
     listed = isinstance(method, str) and name_of(method) in ALGORITHMS
     if listed or isinstance(method, Algorithm | type) or ":" in str(method):
         alg = algorithm_of(method, **options)
-    names = ", ".join(BY_NAME)
+    names = ", ".join(METHODS_BY_NAME)
     if isinstance(alg, Algorithm) and not isinstance(alg, LatestModels | FedDWA):
         raise ValueError(
             f"method: {name_of(alg)} needs more of its clients than a model; use pflcore.Server "
             f"and pflcore.Client, or one of {names}."
         )
-    need(isinstance(alg, Method), "method", f"one of {names}, or an instance", alg, BY_NAME)
+    require(
+        isinstance(alg, Method), "method", f"one of {names}, or an instance", alg, METHODS_BY_NAME
+    )
     return alg  # type: ignore[no-any-return]
 
 
-def _check_guides(alg: Method, count: int) -> None:
+def _check_guidance(alg: Method, count: int) -> None:
     """ValueError where FedDWA has not one of `guidance` and `previous`, or another has some."""
     if isinstance(alg, FedDWA) and count == 0:
         raise ValueError(
@@ -150,21 +152,21 @@ def _check_guides(alg: Method, count: int) -> None:
         )
     one = "one of them" if isinstance(alg, FedDWA) else "none, as FedDWA's methods alone have one"
     got = ("none", "one", "both")[count]
-    need(count == isinstance(alg, FedDWA), "guidance, previous", one, got)
+    require(count == isinstance(alg, FedDWA), "guidance, previous", one, got)
 
 
-def least_models(method: Method) -> int:
+def min_models(method: Method) -> int:
     """How many models the method needs at least."""
     if isinstance(method, Krum):
         return max(2 * method.f + 3, method.f + method.m)
     return method.k if isinstance(method, Clusters) else 1
 
 
-def _check_rows(rows: Tensor, form: Form) -> None:
+def _check_rows(rows: Tensor, form: ModelForm) -> None:
     """ValueError for a client whose model is not finite, or whose statistics are impossible."""
     statistics = rows.new_zeros(len(rows), 0) if form.statistics is None else form.statistics
     fine = finite_rows([rows, statistics], len(rows))
-    for name, values in cut(form.averaged, statistics.T).items():
+    for name, values in split_row(form.averaged, statistics.T).items():
         if name.endswith("running_var"):
             fine &= (values >= 0).all(0).cpu()
     if not fine.all():
@@ -174,14 +176,14 @@ def _check_rows(rows: Tensor, form: Form) -> None:
         )
 
 
-def _like(name: str, packed: Packed, rows: Tensor, form: Form) -> Tensor:
+def _matching_rows(name: str, packed: PackedModels, rows: Tensor, form: ModelForm) -> Tensor:
     """Rows [N, P] in the order of the uploads'; where these have names, a client's own where
     nothing is given."""
     more, ids, by_name = packed.rows, form.ids, form.outer == "dict"
     where = {client: j for j, client in enumerate(packed.form.ids)}
     alike = more.dtype == rows.dtype and more.shape[1] == rows.shape[1] and more.isfinite().all()
     fits = where.keys() & set(ids) if by_name else len(more) == len(ids)
-    need(
+    require(
         # ids that the uploads have not are ids of nobody
         alike and fits and (by_name or packed.form.outer != "dict"),
         name,
@@ -194,20 +196,24 @@ def _like(name: str, packed: Packed, rows: Tensor, form: Form) -> Tensor:
     return torch.stack([more[where[i]] if i in where else rows[j] for j, i in enumerate(ids)])
 
 
-def _mix(alg: Method, rows: Tensor, guides: list[Tensor], updates: bool) -> Mix:
+def _mixing_weights(
+    alg: Method, rows: Tensor, guides: list[Tensor], updates: bool
+) -> MixingWeights:
     """What each client's model is made of, by rows that are compared [N, P]."""
     if isinstance(alg, FedDWA):
-        return Mix(*alg.weights(guides[0], rows))
+        return MixingWeights(*alg.mixing_weights(guides[0], rows))
     n, sqdist = len(rows), ops.pairwise_sqdist(rows).cpu()
-    norm2 = squares(rows).cpu()
+    norm2 = squared_norms(rows).cpu()
     if isinstance(alg, Clusters):
-        need(alg.k <= n, "k", f"at most {n} groups, one for each client", alg.k)
-        group = groups(cosines(sqdist, norm2) if updates else -sqdist, alg.k, alg.linkage)
-        weight = shares((group[:, None] == group).double())
+        require(alg.k <= n, "k", f"at most {n} groups, one for each client", alg.k)
+        group = agglomerate(
+            cosine_matrix(sqdist, norm2) if updates else -sqdist, alg.k, alg.linkage
+        )
+        weight = normalize_rows((group[:, None] == group).double())
     elif isinstance(alg, Krum):
         weight = torch.zeros(n, n, dtype=torch.float64)
-        weight.index_fill_(1, alg.chosen(sqdist), 1 / alg.m)
+        weight.index_fill_(1, alg.select(sqdist), 1 / alg.m)
     else:
         assert isinstance(alg, LatestModels)
-        weight = alg.mixing(sqdist, norm2, torch.ones(n, dtype=torch.bool))
-    return Mix(weight)
+        weight = alg.mixing_matrix(sqdist, norm2, torch.ones(n, dtype=torch.bool))
+    return MixingWeights(weight)

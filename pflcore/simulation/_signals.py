@@ -6,13 +6,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-ENDING = [
+ENDING_SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
 
 
 @contextlib.contextmanager
-def unbroken() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """What would end the program comes when all within is done; a second signal comes at once."""
     kept: dict[int, Any] = {}
     came: list[Any] = []  # what handlers are given
@@ -24,7 +24,9 @@ def unbroken() -> Iterator[None]:
 
     if threading.current_thread() is threading.main_thread():  # no other gets signals
         kept = {
-            number: handler for number in ENDING if callable(handler := signal.getsignal(number))
+            number: handler
+            for number in ENDING_SIGNALS
+            if callable(handler := signal.getsignal(number))
         }
     try:
         for number in kept:

@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 Flag = tuple[Any, str, Any]  # its owner, its name, a value
-EXACT = ("none", "ieee")  # of `fp32_precision`: float32 as it is
+EXACT_PRECISIONS = ("none", "ieee")  # of `fp32_precision`: float32 as it is
 
 
-class Flags:
+class ScopedFlags:
     """Flags that have other values inside, for all threads: the first who comes sets them, and the
     last who goes puts them back."""
 
-    def __init__(self, wanted: Sequence[Flag]) -> None:
-        self.wanted = wanted
-        self._before: list[Any] = []
-        self._inside = 0
+    def __init__(self, flags: Sequence[Flag]) -> None:
+        self.flags = flags
+        self._saved_values: list[Any] = []
+        self._num_inside = 0
         self._lock = threading.Lock()
 
     @contextmanager
@@ -40,21 +40,21 @@ class Flags:
 
     def _enter(self) -> None:
         with self._lock:
-            if not self._inside:
-                self._before = [getattr(owner, name) for owner, name, _ in self.wanted]
-                for owner, name, value in self.wanted:
+            if not self._num_inside:
+                self._saved_values = [getattr(owner, name) for owner, name, _ in self.flags]
+                for owner, name, value in self.flags:
                     setattr(owner, name, value)
-            self._inside += 1
+            self._num_inside += 1
 
     def _leave(self) -> None:
         with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                for (owner, name, _), value in zip(self.wanted, self._before, strict=True):
+            self._num_inside -= 1
+            if not self._num_inside:
+                for (owner, name, _), value in zip(self.flags, self._saved_values, strict=True):
                     setattr(owner, name, value)
 
 
-def precisions() -> list[tuple[Any, str]]:
+def tf32_flags() -> list[tuple[Any, str]]:
     """The flags that allow TF32. From torch 2.9 on they have other names, and torch refuses to read
     the old ones where somebody set the new ones."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -65,14 +65,14 @@ def precisions() -> list[tuple[Any, str]]:
 
 def allows_tf32() -> bool:
     """Whether a card may round what goes into float32 products or convolutions to TF32."""
-    values = [getattr(owner, name) for owner, name in precisions()]
-    return any(value not in (False, *EXACT) for value in values)
+    values = [getattr(owner, name) for owner, name in tf32_flags()]
+    return any(value not in (False, *EXACT_PRECISIONS) for value in values)
 
 
 # cuDNN may choose the fastest of several algorithms anew in every process, and each has other bits.
-REPEATING = Flags(
+REPEATABLE_FLAGS = ScopedFlags(
     [(torch.backends.cudnn, "deterministic", True), (torch.backends.cudnn, "benchmark", False)]
 )
-WITHOUT_TF32 = Flags(
-    [(owner, name, "ieee" if "fp32" in name else False) for owner, name in precisions()]
+NO_TF32_FLAGS = ScopedFlags(
+    [(owner, name, "ieee" if "fp32" in name else False) for owner, name in tf32_flags()]
 )

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pflcore.check import need
+from pflcore.check import require
 
 Facts = Mapping[str, Any]
-LARGEST = 2**53  # of whole numbers: those up to here are floats, too
-MOST_CLIENTS = 10**8
-DICTS = ("facts", "options", "training", "model_options", "partition_options", "adversary")
-IDS = ("cohort", "dropped", "clipped")
+MAX_WHOLE_NUMBER = 2**53  # of whole numbers: those up to here are floats, too
+MAX_CLIENTS = 10**8
+DICT_FIELDS = ("facts", "options", "training", "model_options", "partition_options", "adversary")
+ID_FIELDS = ("cohort", "dropped", "clipped")
 
 
 class EarlierFormatError(ValueError):
@@ -17,131 +17,133 @@ class EarlierFormatError(ValueError):
 
 
 def check_line(line: Any) -> None:
-    """Raises ValueError where a line is none that a `Record` writes."""
-    need(isinstance(line, dict), "line", "a JSON object", line)
+    """Raises ValueError where a line is none that a `RecordWriter` writes."""
+    require(isinstance(line, dict), "line", "a JSON object", line)
     if _has_side_file(line):
         raise EarlierFormatError
     stopped = line.get("stopped", "")
-    need(isinstance(stopped, str), "stopped", "a sentence", stopped)
+    require(isinstance(stopped, str), "stopped", "a sentence", stopped)
     if "header" in line:
         _check_header(line["header"])
     if "round" in line:
         _check_round(line)
 
 
-def check_fits(line: Facts, header: Facts, evaluation: Facts | None) -> None:
+def check_line_fits_run(line: Facts, header: Facts, evaluation: Facts | None) -> None:
     """Raises ValueError where a line does not fit the run that it stands in: of this header, with
     this first evaluation."""
     n = header.get("n")
     if n is not None:
-        for name, ids in _named_ids(line):
-            need(all(i < n for i in ids), name, f"clients from 0 to {n - 1}", ids)
+        for name, ids in _ids_by_field(line):
+            require(all(i < n for i in ids), name, f"clients from 0 to {n - 1}", ids)
     values = line.get("eval")
     if not values:
         return
-    count = _length(values)
+    count = _evaluation_length(values)
     who = len(values["clients"]) if "clients" in values else n
-    need(who in (None, count), "eval", f"values of {who} clients", values)
+    require(who in (None, count), "eval", f"values of {who} clients", values)
     if evaluation:
-        form, first = _form(values), _form(evaluation)
-        need(form == first, "eval", f"the run's keys and lengths, {first}", form)
+        form, first = _evaluation_layout(values), _evaluation_layout(evaluation)
+        require(form == first, "eval", f"the run's keys and lengths, {first}", form)
 
 
 def _check_header(header: Any) -> None:
-    need(isinstance(header, dict), "header", "a JSON object", header)
+    require(isinstance(header, dict), "header", "a JSON object", header)
     n, rounds, target = (header.get(k) for k in ("n", "rounds", "target"))
-    words = f"a whole number from 1 to {MOST_CLIENTS:,}"
-    need(n is None or (_is_whole(n) and 1 <= n <= MOST_CLIENTS), "header.n", words, n)
-    need(rounds is None or _is_whole(rounds), "header.rounds", "a whole number", rounds)
+    words = f"a whole number from 1 to {MAX_CLIENTS:,}"
+    require(n is None or (_is_whole_number(n) and 1 <= n <= MAX_CLIENTS), "header.n", words, n)
+    require(rounds is None or _is_whole_number(rounds), "header.rounds", "a whole number", rounds)
     if isinstance(target, int):
-        there = _is_whole(target) and (n is None or target < n)
-        need(there, "header.target", "a client", target)
-    for name in DICTS:
+        there = _is_whole_number(target) and (n is None or target < n)
+        require(there, "header.target", "a client", target)
+    for name in DICT_FIELDS:
         value = header.get(name)
-        need(value is None or isinstance(value, dict), f"header.{name}", "an object", value)
-    for name in ("seed", "eval_split", "made_for"):
+        require(value is None or isinstance(value, dict), f"header.{name}", "an object", value)
+    for name in ("seed", "eval_split", "model_target"):
         value = header.get(name)
-        need(not isinstance(value, list | dict), f"header.{name}", "a single value", value)
+        require(not isinstance(value, list | dict), f"header.{name}", "a single value", value)
     held_out = (header.get("facts") or {}).get("held out for validation")
     fits = held_out is None or _are_numbers([held_out])
-    need(fits, "header.facts", "a share held out for validation", held_out)
+    require(fits, "header.facts", "a share held out for validation", held_out)
     size = header.get("size")
     if size is not None:
         fits = _are_numbers(size) and len(size) == (n or len(size))
-        need(fits, "header.size", f"the samples of {n or 'all'} clients", size)
+        require(fits, "header.size", f"the samples of {n or 'all'} clients", size)
     adversary = header.get("adversary")
     if adversary:
         fits = "attack" in adversary and _are_ids(adversary.get("clients"))
-        need(fits, "header.adversary", "an attack and its clients", adversary)
+        require(fits, "header.adversary", "an attack and its clients", adversary)
 
 
 def _check_round(line: Facts) -> None:
-    need(_is_whole(line["round"]), "round", "a whole number", line["round"])
-    for name in IDS:
+    require(_is_whole_number(line["round"]), "round", "a whole number", line["round"])
+    for name in ID_FIELDS:
         ids = line.get(name)
-        need(ids is None or _are_ids(ids), name, "a list of clients", ids)
-    moved = line.get("moved")
-    need(moved is None or _are_numbers(moved), "moved", "a list of numbers", moved)
+        require(ids is None or _are_ids(ids), name, "a list of clients", ids)
+    moved = line.get("relative_update_norm")
+    require(
+        moved is None or _are_numbers(moved), "relative_update_norm", "a list of numbers", moved
+    )
     for name in ("bytes_down", "bytes_up"):
         value = line.get(name, 0)
         fits = _are_numbers([value]) and value is not None and 0 <= value < 2**63
-        need(fits, name, "a number of bytes", value)
+        require(fits, name, "a number of bytes", value)
     for name in ("seconds", "train_loss"):
-        need(_are_numbers([line.get(name)]), name, "a number", line.get(name))
+        require(_are_numbers([line.get(name)]), name, "a number", line.get(name))
     _check_evaluation(line.get("eval"))
     _check_report(line.get("report"))
 
 
 def _check_evaluation(values: Any) -> None:
-    need(values is None or isinstance(values, dict), "eval", "an object of lists", values)
+    require(values is None or isinstance(values, dict), "eval", "an object of lists", values)
     if not values:
         return
     for name, value in values.items():
         fits = value is None or _are_numbers(value)
-        need(fits, f"eval.{name}", "a list of numbers, one a client", value)
-    need(_are_ids(values.get("clients", [])), "eval.clients", "clients", values.get("clients"))
+        require(fits, f"eval.{name}", "a list of numbers, one a client", value)
+    require(_are_ids(values.get("clients", [])), "eval.clients", "clients", values.get("clients"))
     lengths = {len(value) for value in values.values() if value is not None}
-    need(len(lengths) == 1, "eval", "lists of one length", lengths)
+    require(len(lengths) == 1, "eval", "lists of one length", lengths)
     measured = values.get("accuracy") is not None or values.get("loss") is not None
-    need(measured, "eval", "an accuracy or a loss", [*values])
+    require(measured, "eval", "an accuracy or a loss", [*values])
 
 
 def _check_report(report: Any) -> None:
     """An algorithm reports what it likes; what is drawn as mixing weights must be such."""
-    need(report is None or isinstance(report, dict), "report", "an object", report)
+    require(report is None or isinstance(report, dict), "report", "an object", report)
     given = {k: v for k, v in (report or {}).items() if isinstance(v, list)}
     for name in {"weights", "weight"} & {*given}:
-        fits = _shape(given[name]) is not None
-        need(fits, f"report.{name}", "a list or matrix of numbers", given[name])
+        fits = _numeric_shape(given[name]) is not None
+        require(fits, f"report.{name}", "a list or matrix of numbers", given[name])
     if "index" not in given or "weight" not in given:
         return
-    index, shape = given["index"], _shape(given["weight"])
-    fits = _shape(index) == shape and _are_ids(_flat(index))
-    need(fits, "report.index", "the clients of each weight", index)
+    index, shape = given["index"], _numeric_shape(given["weight"])
+    fits = _numeric_shape(index) == shape and _are_ids(_flatten_entries(index))
+    require(fits, "report.index", "the clients of each weight", index)
     if "rows" in report:
         rows = report["rows"]
         fits = _are_ids(rows) and len(rows) == len(index)
-        need(fits, "report.rows", "a client for each row of weights", rows)
+        require(fits, "report.rows", "a client for each row of weights", rows)
 
 
-def _named_ids(line: Facts) -> list[tuple[str, Sequence[int]]]:
+def _ids_by_field(line: Facts) -> list[tuple[str, Sequence[int]]]:
     """All clients that a round's line names."""
     report, values = line.get("report") or {}, line.get("eval") or {}
-    found = [(name, line.get(name) or []) for name in IDS]
+    found = [(name, line.get(name) or []) for name in ID_FIELDS]
     found.append(("eval.clients", values.get("clients") or []))
     if isinstance(report.get("weight"), list) and isinstance(report.get("index"), list):
-        found += [(f"report.{k}", _flat(report.get(k))) for k in ("index", "rows")]
+        found += [(f"report.{k}", _flatten_entries(report.get(k))) for k in ("index", "rows")]
     return found
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= LARGEST
+def _is_whole_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_WHOLE_NUMBER
 
 
 def _are_ids(values: Any) -> bool:
     if not isinstance(values, list) or {*map(type, values)} - {int}:
         return False
-    return not values or (min(values) >= 0 and max(values) <= LARGEST)
+    return not values or (min(values) >= 0 and max(values) <= MAX_WHOLE_NUMBER)
 
 
 def _are_numbers(values: Any) -> bool:
@@ -151,7 +153,7 @@ def _are_numbers(values: Any) -> bool:
     return all(abs(v) < 2**63 for v in values if type(v) is int)
 
 
-def _shape(values: Any) -> tuple[int, ...] | None:
+def _numeric_shape(values: Any) -> tuple[int, ...] | None:
     """The shape of a list or matrix of numbers; None for anything else."""
     if _are_numbers(values):
         return (len(values),)
@@ -160,18 +162,18 @@ def _shape(values: Any) -> tuple[int, ...] | None:
     return (len(values), *lengths) if len(lengths) == 1 else None
 
 
-def _flat(values: Any) -> list[Any]:
+def _flatten_entries(values: Any) -> list[Any]:
     """The entries of a list or matrix."""
     if not isinstance(values, list):
         return []
     return [v for row in values for v in (row if isinstance(row, list) else [row])]
 
 
-def _length(values: Facts) -> int:
+def _evaluation_length(values: Facts) -> int:
     return len(next(v for v in values.values() if v is not None))
 
 
-def _form(values: Facts) -> dict[str, int | None]:
+def _evaluation_layout(values: Facts) -> dict[str, int | None]:
     """The keys of an evaluation with the lengths of their lists."""
     return {k: None if v is None else len(v) for k, v in sorted(values.items())}
 

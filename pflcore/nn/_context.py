@@ -9,29 +9,31 @@ from typing import Any
 from torch import Tensor
 
 
-class _Context(threading.local):
+class _ForwardState(threading.local):
     train: bool = False
     buffers: Any = None  # [b] or None; a forward pass in training replaces it by the updated row
     seed: Tensor | None = None  # [] int64, the client's and step's own, for pflcore.nn.Dropout
     # counts the random layers of one forward pass, so that each draws its own numbers
-    layer: int = 0
-    alone: bool = False  # one client, no vmap around: kernels that know no vmap may run
+    random_layer: int = 0
+    single_client: bool = False  # one client, no vmap around: kernels that know no vmap may run
 
 
-context = _Context()
+forward_state = _ForwardState()
 
 
 @contextmanager
-def forward_mode(
+def forward_context(
     train: bool,
     buffers: Tensor | None = None,
     seed: Tensor | None = None,
-    alone: bool = False,
+    single_client: bool = False,
 ) -> Iterator[None]:
     """Forward passes inside run in this mode; the caller's comes back afterwards."""
-    mine = vars(context)  # of this thread
+    mine = vars(forward_state)  # of this thread
     before = dict(mine)
-    mine.update(train=train, buffers=buffers, seed=seed, layer=0, alone=alone)
+    mine.update(
+        train=train, buffers=buffers, seed=seed, random_layer=0, single_client=single_client
+    )
     try:
         yield
     finally:

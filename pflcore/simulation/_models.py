@@ -17,51 +17,55 @@ from torch import Tensor, nn
 
 from pflcore.algorithms import name_of
 from pflcore.algorithms._protocol import Algorithm, Tensors
-from pflcore.check import Whole, checked, need
+from pflcore.check import NonNegativeInt, checked, require
 from pflcore.data._federation import Federation
-from pflcore.data._inputs import IGNORED, inputs, tensor
-from pflcore.data._roles import held_out, one_client, void_left_out
+from pflcore.data._inputs import IGNORED_LABEL, to_inputs, to_tensor
+from pflcore.data._protocols import mask_ignored_label, single_client_federation, with_validation
 from pflcore.data._samples import Scaling
-from pflcore.nn._mode import forward_mode
-from pflcore.results._files import replacing
-from pflcore.simulation._accept import accept
-from pflcore.simulation._evaluate import own_way, personalized
-from pflcore.simulation.checkpoint import file_of
+from pflcore.nn._context import forward_context
+from pflcore.results._files import atomic_write
+from pflcore.simulation._evaluate import has_custom_predict, personalized_models
+from pflcore.simulation._uploads import accept
+from pflcore.simulation.checkpoint import safetensors_bytes
 from pflcore.simulation.round import (
-    Setup,
+    RunConfig,
     State,
-    begin,
+    client_changes,
     commit,
-    flat,
-    kept_by_clients,
+    flatten_state,
+    initial_state,
     step,
-    train,
-    unflat,
+    train_cohort,
+    unflatten_state,
 )
 from pflcore.train import Clients, Net
-from pflcore.train._choose import check_single
-from pflcore.train._fits import NoBatchAxis
 from pflcore.train._losses import binary_cross_entropy, hinge
+from pflcore.train._select_engine import check_single
+from pflcore.train._validate import NoBatchAxis
 
 
-def grown(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
+def with_new_client(alg: Algorithm, state: State, net: Net, n: int) -> tuple[State, bool]:
     """A copy of the state with a newcomer, client n, and whether the server keeps a model for each
     client.
 
     What has rows or columns for the clients shows by its shape: a federation with one more client
     has more of them. The newcomer's batch norm starts from the mean of the others' statistics.
     """
-    few, many = (flat(begin(alg, net, m, clients=bool(state.clients))) for m in (n, n + 1))
+    few, many = (
+        flatten_state(initial_state(alg, net, m, clients=bool(state.clients))) for m in (n, n + 1)
+    )
     grow = {k: v for k, v in many.items() if v.shape != few[k].shape}
     models = [k for k, v in grow.items() if k[:7] == "server." and v.shape[-1:] == (net.size,)]
-    old = flat(replace(state, server=alg.grow(state.server, n)))
+    old = flatten_state(replace(state, server=alg.add_client(state.server, n)))
     # a table that begins empty is the algorithm's own to grow
-    new = {k: larger(v, grow[k]) if len(grow.get(k, ())) else v.clone() for k, v in old.items()}
-    new["batch_norm"][n] = state.batch_norm.mean(0)
-    return unflat(new, state.round, state.void), bool(models)
+    new = {
+        k: embed_tensor(v, grow[k]) if len(grow.get(k, ())) else v.clone() for k, v in old.items()
+    }
+    new["batch_norm"][n] = state.buffers.mean(0)
+    return unflatten_state(new, state.round, state.void_rounds), bool(models)
 
 
-def larger(old: Tensor, large: Tensor) -> Tensor:
+def embed_tensor(old: Tensor, large: Tensor) -> Tensor:
     """A copy of `large`, a first tensor of more clients, with `old` in its first rows and
     columns."""
     new = large.to(old, copy=True)
@@ -69,20 +73,20 @@ def larger(old: Tensor, large: Tensor) -> Tensor:
     return new
 
 
-ONE_BY_ONE = hinge, binary_cross_entropy  # losses of each score alone
-BATCH = 125  # samples of one forward pass
-NO_ANSWER = -1  # no class's label, as accuracies have it
-ONE_MODEL = (
+ELEMENTWISE_LOSSES = hinge, binary_cross_entropy  # losses of each score alone
+PREDICT_BATCH_SIZE = 125  # samples of one forward pass
+NO_LABEL = -1  # no class's label, as accuracies have it
+LOAD_HINT = (
     "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the run's class; "
     "model.eval()(x) gives the scores."
 )
-SCALED = (
+SCALING_HINT = (
     "The model takes standardized features: of raw ones x = ((raw.double() - mean) / "
     "deviation).float(), by the client's mean and deviation here. "
 )
 
 
-class Standardize(nn.Module):
+class Standardizer(nn.Module):
     """Raw features [B, ...] to those that a client's model was trained on."""
 
     mean: Tensor  # [...] float64
@@ -113,7 +117,7 @@ class Personalized(nn.Module):
     statistics. Nothing in it is trained further; `module()` gives a module that can be.
     """
 
-    statistics: Tensor
+    buffer_row: Tensor
 
     def __init__(
         self,
@@ -128,10 +132,10 @@ class Personalized(nn.Module):
         super().__init__()
         self.algorithm, self.net, self.classes, self.keys = algorithm, net, classes, tuple(view)
         self.name = name  # the client's own
-        self.scaling = None if scaling is None else Standardize(scaling).to(statistics.device)
+        self.scaling = None if scaling is None else Standardizer(scaling).to(statistics.device)
         for key, value in view.items():
             self.register_buffer(f"view_{key}", value.detach().clone())
-        self.register_buffer("statistics", statistics.detach().clone())
+        self.register_buffer("buffer_row", statistics.detach().clone())
 
     def __getstate__(self) -> dict[str, Any]:
         net = copy.copy(self.net)
@@ -142,7 +146,7 @@ class Personalized(nn.Module):
     def returns(self) -> str:
         """What the scores are: "logits", "probabilities" or "values"."""
         said = str(self.algorithm.traits.returns)
-        if self.net.criterion in ONE_BY_ONE:
+        if self.net.loss_fn in ELEMENTWISE_LOSSES:
             return "logits"
         # with numbers that neighbours have as targets
         mixed = self.classes is None and said == "probabilities"
@@ -160,12 +164,12 @@ class Personalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores of the samples `x` [B, ...], raw features."""
-        device = self.statistics.device
+        device = self.buffer_row.device
         if self.net.w0.device != device:
             self.net = self.net.to(device)
         view = {k: getattr(self, f"view_{k}") for k in self.keys}
         x = x if self.scaling is None else self.scaling(x)
-        with forward_mode(False, self.statistics, alone=True):
+        with forward_context(False, self.buffer_row, single_client=True):
             return self.algorithm.predict(view, self.net, x)
 
     @torch.no_grad()
@@ -181,16 +185,16 @@ class Personalized(nn.Module):
         batch of samples.
         """
         if isinstance(x, Mapping):
-            x, fields = inputs(x, "x", self.net.dtype)
+            x, fields = to_inputs(x, "x", self.net.dtype)
             if fields != self.net.fields:
                 wanted = self.net.fields or "one tensor"
                 raise ValueError(f"x: expected {wanted}, got the fields {fields}.")
-        x, like = tensor(x, "x", None), self.statistics
+        x, like = to_tensor(x, "x", None), self.buffer_row
         numbers = x.is_floating_point() or self.scaling is not None
         x = x.to(like.device, like.dtype if numbers else x.dtype)
         try:
-            parts = [self(part) for part in x.split(BATCH)]
-            if len(x) % BATCH == 1 and parts[-1].shape[:1] != (1,):
+            parts = [self(part) for part in x.split(PREDICT_BATCH_SIZE)]
+            if len(x) % PREDICT_BATCH_SIZE == 1 and parts[-1].shape[:1] != (1,):
                 two = self(torch.cat([x[-1:]] * 2))
                 if two.shape[:1] == (2,):  # so the samples are what they should be
                     raise NoBatchAxis(parts[-1].shape)
@@ -204,14 +208,14 @@ class Personalized(nn.Module):
                 f"x: expected samples [B, ...], got shape {list(x.shape)}; for one sample give "
                 "x[None]."
             ) from e
-        alone = self.net.criterion in ONE_BY_ONE
+        alone = self.net.loss_fn in ELEMENTWISE_LOSSES
         one = scores.dim() > 1 and scores.shape[-1] == 1
         single = scores[..., 0] if one else scores
         if self.classes is None or self.returns == "values":
             return single
         if alone or scores.dim() == 1 or (one and scores.dim() == 2):
-            return (single > 0).long().masked_fill(single.isnan(), NO_ANSWER)
-        return scores.argmax(1).masked_fill(scores.isnan().any(1), NO_ANSWER)
+            return (single > 0).long().masked_fill(single.isnan(), NO_LABEL)
+        return scores.argmax(1).masked_fill(scores.isnan().any(1), NO_LABEL)
 
     def module(self) -> nn.Module:
         """The model as a module of its own class, in evaluation mode, to be saved or trained on.
@@ -219,31 +223,31 @@ class Personalized(nn.Module):
         Where the federation was standardized it is the second part of an `nn.Sequential`, after
         one that scales raw features. ValueError where it is no single one.
         """
-        model = self._bare()
+        model = self._unscaled_module()
         if self.scaling is None:
             return model
         first = copy.deepcopy(self.scaling)
         return nn.Sequential(OrderedDict(scaling=first, model=model)).eval()
 
-    def _bare(self) -> nn.Module:
+    def _unscaled_module(self) -> nn.Module:
         """The model without what scales its features."""
-        if own_way(self.algorithm):
+        if has_custom_predict(self.algorithm):
             raise ValueError(
                 f"module: {type(self.algorithm).__name__} predicts with more than one model; call "
                 "this object itself, which is an nn.Module too."
             )
         row = self.get_buffer("view_w")
-        return self.net.load(self.net.to(row.device).module, row, self.statistics).eval()
+        return self.net.load(self.net.to(row.device).module, row, self.buffer_row).eval()
 
     def tensors(self) -> Tensors:
         """What predictions are made of, by name: the `state_dict` of the run's model where it is
         one, else what the method's `predict` is given, with a row as the parameters that it holds,
         and batch norm's statistics. What scales raw features is in `scaling`."""
-        if not own_way(self.algorithm):
-            return dict(self._bare().state_dict())
-        net, statistics = self.net, self.statistics.split(self.net.buffer_sizes)
+        if not has_custom_predict(self.algorithm):
+            return dict(self._unscaled_module().state_dict())
+        net, statistics = self.net, self.buffer_row.split(self.net.buffer_sizes)
         each = zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
-        out = {f"statistics.{n}": b.view(s) for n, b, s in each}
+        out = {f"buffer_row.{n}": b.view(s) for n, b, s in each}
         head = net.head_slice if net.head_name is not None else slice(0, 0)
         starts = {net.size: 0, head.stop - head.start: head.start}
         for key in self.keys:
@@ -258,9 +262,11 @@ class Personalized(nn.Module):
         return out
 
 
-def known_of(data: Federation, client: int) -> tuple[int | None, Scaling | None, str | int | None]:
+def client_facts(
+    data: Federation, client: int
+) -> tuple[int | None, Scaling | None, str | int | None]:
     """What a client's model has to know of its data: classes, scaling, the client's own name."""
-    scaling = None if data.scaling is None else data.scaling.of(client)
+    scaling = None if data.scaling is None else data.scaling.for_client(client)
     name = None if data.names is None else data.names[client]
     return data.classes, scaling, name
 
@@ -278,9 +284,9 @@ def export_models(
         folder.mkdir(parents=True, exist_ok=True)
         for client, model in enumerate(models):
             tensors, file = model.tensors(), f"client-{client}.safetensors"
-            with replacing(folder / file) as part:
+            with atomic_write(folder / file) as part:
                 # in memory of their own: tied weights share theirs
-                part.write_bytes(file_of({k: v.clone() for k, v in tensors.items()}))
+                part.write_bytes(safetensors_bytes({k: v.clone() for k, v in tensors.items()}))
             known: dict[str, Any] = {"client": client}
             if model.name is not None:
                 known["name"] = model.name
@@ -288,10 +294,10 @@ def export_models(
                 known |= {k: v.tolist() for k, v in model.scaling.state_dict().items()}
             shapes = {k: list(v.shape) for k, v in tensors.items()}
             clients.append({**known, "file": file, "tensors": shapes})
-            own = own_way(model.algorithm) and inspect.getdoc(model.algorithm.predict)
-            first = "" if model.scaling is None else SCALED
-            manifest |= {"returns": model.returns, "predict": first + (own or ONE_MODEL)}
-        with replacing(folder / "manifest.json") as part:  # last: what it names is there
+            own = has_custom_predict(model.algorithm) and inspect.getdoc(model.algorithm.predict)
+            first = "" if model.scaling is None else SCALING_HINT
+            manifest |= {"returns": model.returns, "predict": first + (own or LOAD_HINT)}
+        with atomic_write(folder / "manifest.json") as part:  # last: what it names is there
             part.write_text(json.dumps(manifest, indent=1) + "\n")
     except OSError as e:
         raise OSError(
@@ -301,28 +307,28 @@ def export_models(
 
 
 @dataclass(frozen=True)
-class Models:
+class LazyModels:
     """The personalized models of a state, made when they are asked for."""
 
-    setup: Setup
+    setup: RunConfig
     state: State
 
     def __len__(self) -> int:
-        return self.setup.setting.data.n
+        return self.setup.context.data.n
 
     @functools.cached_property
-    def made(self) -> tuple[Tensors, Clients]:
+    def all_models(self) -> tuple[Tensors, Clients]:
         """All at once, as an evaluation does."""
-        return personalized(self.setup, self.state, torch.arange(len(self)))
+        return personalized_models(self.setup, self.state, torch.arange(len(self)))
 
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client."""
-        setting, i = self.setup.setting, int(client)
-        about = known_of(setting.data, i)
+        setting, i = self.setup.context, int(client)
+        about = client_facts(setting.data, i)
         if self.setup.folder is None:
-            model, clients = self.made
+            model, clients = self.all_models
         else:  # rows of all of them may not fit into memory
-            (model, clients), i = personalized(self.setup, self.state, torch.tensor([i])), 0
+            (model, clients), i = personalized_models(self.setup, self.state, torch.tensor([i])), 0
         own, b = {k: v[i] for k, v in model.items()}, clients.buffers[i]
         return Personalized(self.setup.algorithm, setting.net, own, b, *about)
 
@@ -331,14 +337,18 @@ class Models:
 
 
 @checked
-def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Personalized:
+def adapt(
+    config: RunConfig, state: State, samples: Any, rounds: NonNegativeInt = 5
+) -> Personalized:
     """The model of a client who was not there, made by the algorithm's own rule; `state` stays.
 
     The newcomer does its own work of some rounds, with what the server has. Where the server keeps
     a model for each client, everybody plays these rounds with it, on copies.
     """
-    run, alg, n = setup.setting, setup.algorithm, setup.setting.data.n
-    data = joined(run.data, samples, alg.traits.needs_val, run.seed, run.net.ignored)
+    run, alg, n = config.context, config.algorithm, config.context.data.n
+    data = with_extra_client(
+        run.data, samples, alg.traits.needs_val, run.seed, run.net.ignored_label
+    )
     lr = run.training.lr_at(max(1, state.round), run.rounds)
     training = replace(run.training, lr=lr, schedule=None)
     try:
@@ -347,42 +357,42 @@ def adapt(setup: Setup, state: State, samples: Any, rounds: Whole = 5) -> Person
         raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
     engine = run.engine._replace(chain=None)  # which was found on other data
     run = run._replace(data=data, training=training, engine=engine, rounds=run.rounds + rounds)
-    setup = setup._replace(setting=run, folder=None)
-    state, everybody = grown(alg, state, run.net, n)
+    config = config._replace(context=run, folder=None)
+    state, everybody = with_new_client(alg, state, run.net, n)
     for _ in range(rounds):
         if everybody:  # the server makes the newcomer's model of everybody's uploads
-            state, outcome = step(setup, state, torch.arange(n + 1))
+            state, outcome = step(config, state, torch.arange(n + 1))
         else:  # the client's own work, of which the server learns at most where it belongs
-            trained = train(setup, state, torch.tensor([n]))
+            trained = train_cohort(config, state, torch.tensor([n]))
             trained, outcome = accept(trained, alg.traits, state.server)
-            routed = alg.route(state.server, trained.up, trained.cohort)
-            changes = {f"server.{k}": v for k, v in routed.items()} | kept_by_clients(trained)
+            routed = alg.assign_new_client(state.server, trained.up, trained.cohort)
+            changes = {f"server.{k}": v for k, v in routed.items()} | client_changes(trained)
             state = commit(state, changes)
         finite = n not in outcome.dropped and not outcome.void
         what = "samples on which training stays finite"
-        need(finite, "samples", what, "updates that are not")
-    return Models(setup, state)[n]
+        require(finite, "samples", what, "updates that are not")
+    return LazyModels(config, state)[n]
 
 
-def joined(
-    data: Federation, samples: Any, needs_val: bool, seed: int, ignored: int = IGNORED
+def with_extra_client(
+    data: Federation, samples: Any, needs_val: bool, seed: int, ignored_label: int = IGNORED_LABEL
 ) -> Federation:
-    """The federation with one more client, whose samples must be of the same kind; label `ignored`
+    """The federation with one more client, whose samples must be of the same kind; label `ignored_label`
     counts in nothing."""
     floating = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
     known = data.classes
-    if known is not None and ignored != IGNORED:
-        known = max(known, ignored + 1)
-    one = one_client(samples, classes=known, dtype=next(iter(floating), None))
-    one = void_left_out(one, ignored)
+    if known is not None and ignored_label != IGNORED_LABEL:
+        known = max(known, ignored_label + 1)
+    one = single_client_federation(samples, classes=known, dtype=next(iter(floating), None))
+    one = mask_ignored_label(one, ignored_label)
     got, wanted = ((f.fields or f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
     what = "inputs of shape {} ({}, targets {})"
-    need(got == wanted, "samples", what.format(*wanted), got)
+    require(got == wanted, "samples", what.format(*wanted), got)
     raw = one.scaling is None
-    need(raw or data.scaling, "samples", "raw features, which the run's clients have", one)
+    require(raw or data.scaling, "samples", "raw features, which the run's clients have", one)
     if raw and data.scaling is not None:
         one = one.standardize()
-    one = (held_out(one, seed) if needs_val else one).to(data.device)
+    one = (with_validation(one, seed) if needs_val else one).to(data.device)
     start, none = len(data.x), torch.empty(0, dtype=torch.int64, device=data.device)
     own = {s: rows[0] + start for s, rows in one.index.items()}
     index = {s: [*rows, own.get(s, none)] for s, rows in data.index.items()}

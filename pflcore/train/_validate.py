@@ -12,28 +12,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pflcore.data._federation import Federation
-from pflcore.data._inputs import IGNORED
-from pflcore.metrics import Form, form_of, one_each
+from pflcore.data._inputs import IGNORED_LABEL
+from pflcore.metrics import ArgumentForm, find_argument_form, has_one_score_each
 from pflcore.nn import Dropout
-from pflcore.nn._mode import forward_mode
+from pflcore.nn._context import forward_context
 from pflcore.train import _memory as memory
-from pflcore.train._losses import CRITERIA, loss_name
+from pflcore.train._losses import LOSSES, loss_name
 from pflcore.train._net import Net
-from pflcore.train._random import OwnDraws
+from pflcore.train._random import IsolatedDraws
 
 # layers to which their mode matters
-MODAL = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, Dropout)
-WIDTHS = ("in_features", "in_channels", "num_features", "input_size")
+MODE_LAYERS = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, Dropout)
+WIDTH_ATTRIBUTES = ("in_features", "in_channels", "num_features", "input_size")
 # losses of targets -1 and 1
-SIGNED = nn.SoftMarginLoss, F.soft_margin_loss, nn.HingeEmbeddingLoss, F.hinge_embedding_loss
+SIGNED_LOSSES = nn.SoftMarginLoss, F.soft_margin_loss, nn.HingeEmbeddingLoss, F.hinge_embedding_loss
 
 
-class Unfit(ValueError, TypeError):
+class MismatchError(ValueError, TypeError):
     """Model, data and criterion do not fit together, dtypes often; its text is the whole
     sentence."""
 
 
-class NoBatchAxis(Unfit):
+class NoBatchAxis(MismatchError):
     """A model's scores of a single sample have no axis of the batch."""
 
     def __init__(self, shape: Iterable[int]) -> None:
@@ -43,22 +43,22 @@ class NoBatchAxis(Unfit):
         )
 
 
-def check_modes() -> None:
+def check_torch_modes() -> None:
     """Refuses what would change every tensor that is made from here on."""
     device = torch.get_default_device()
     if device.type != "cpu":
-        raise Unfit(
+        raise MismatchError(
             f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass "
             f"device='{device}' to the run."
         )
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise Unfit(
+        raise MismatchError(
             f"torch: training needs gradients, and torch.{mode}() is on; set up and run the "
             "simulation outside of it."
         )
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
-        raise Unfit(
+        raise MismatchError(
             "torch: autocast is on, and clients train in the model's own dtype; set up and run the "
             "simulation outside of it."
         )
@@ -66,26 +66,26 @@ def check_modes() -> None:
 
 def check_dtypes(net: Net, data: Federation) -> None:
     if net.dtype not in (torch.float32, torch.float64):
-        raise Unfit(
+        raise MismatchError(
             f"model: its parameters are {net.dtype}, in which small steps are lost; train it in "
             "float32, by model.float()."
         )
     for what, t in (("x", data.x), ("y", data.y)):
         if t.is_floating_point() and t.dtype != net.dtype:
-            raise Unfit(
+            raise MismatchError(
                 f"data: {what} is {t.dtype} and the model's parameters are {net.dtype}; give both "
                 f"one dtype, for example by model.to({t.dtype}) or Federation.from_clients(..., "
                 f"dtype={net.dtype})."
             )
-    _check_signs(net, data)
+    _check_signed_targets(net, data)
 
 
-def _check_signs(net: Net, data: Federation) -> None:
+def _check_signed_targets(net: Net, data: Federation) -> None:
     """Losses of targets -1 and 1: to them a label 0 says nothing at all."""
-    signed = any(c in SIGNED for c in (net.criterion, type(net.criterion)))
+    signed = any(c in SIGNED_LOSSES for c in (net.loss_fn, type(net.loss_fn)))
     if signed and not bool((data.y.abs() == 1).all()):
-        raise Unfit(
-            f"criterion: {loss_name(net.criterion)} takes targets of -1 and 1, and these are "
+        raise MismatchError(
+            f"loss: {loss_name(net.loss_fn)} takes targets of -1 and 1, and these are "
             "others; take loss='hinge' or 'binary_cross_entropy' for labels 0 and 1, or give the "
             "federation the targets as floats."
         )
@@ -94,7 +94,7 @@ def _check_signs(net: Net, data: Federation) -> None:
 def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
     """The model's outputs against the labels, as far as the criterion is known."""
     if not isinstance(scores, Tensor):
-        raise Unfit(
+        raise MismatchError(
             "model: expected its forward pass to give one tensor of scores, got a "
             f"{type(scores).__name__}; return the scores alone."
         )
@@ -102,106 +102,111 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
     if shape[:1] != targets[:1] and len(y) == 1:
         raise NoBatchAxis(shape)
     if shape[:1] != targets[:1]:
-        raise Unfit(
+        raise MismatchError(
             f"model: expected one row of scores for each of {len(y)} samples, got shape {shape}; "
             "keep the batch as the first axis."
         )
-    name = loss_name(net.criterion)
-    if net.criterion not in CRITERIA.values():
-        _check_void(net, data, scores, y)
+    name = loss_name(net.loss_fn)
+    if net.loss_fn not in LOSSES.values():
+        _check_void_labels(net, data, scores, y)
     elif name != "cross_entropy":
         _check_numbers(name, data, scores, y)
     elif not y.is_floating_point():
         _check_classes(data, scores, y)
     elif shape != targets:
-        raise Unfit(
-            f"criterion: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape "
+        raise MismatchError(
+            f"loss: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape "
             f"{shape}, and the targets are {y.dtype} of shape {targets}; give labels as integers, "
             "or take loss='squared' for numbers."
         )
 
 
-def form_of_loss(net: Net, scores: Tensor, y: Tensor) -> Form:
+def loss_argument_form(net: Net, scores: Tensor, y: Tensor) -> ArgumentForm:
     """The form in which a loss of one's own takes one score a target."""
     shape, targets = list(scores.shape), list(y.shape)
     same = shape == targets and y.is_floating_point()
-    if net.criterion in CRITERIA.values() or same or not one_each(scores, y):
-        return Form()
-    form = form_of(net.criterion, scores, y, loss=True)
+    if net.loss_fn in LOSSES.values() or same or not has_one_score_each(scores, y):
+        return ArgumentForm()
+    form = find_argument_form(net.loss_fn, scores, y, is_loss=True)
     if form is None:
-        raise Unfit(
-            f"criterion: {loss_name(net.criterion)} gives another value for scores {shape} than "
+        raise MismatchError(
+            f"loss: {loss_name(net.loss_fn)} gives another value for scores {shape} than "
             f"for scores in the shape of the targets, {targets}; give the targets the scores' "
             "shape, or let it begin with scores.reshape(y.shape)."
         )
     return form
 
 
-def _check_void(net: Net, data: Federation, scores: Tensor, y: Tensor) -> None:
+def _check_void_labels(net: Net, data: Federation, scores: Tensor, y: Tensor) -> None:
     """A label of steps that the model has no output for: what leaves it out of the loss is not
     known to the accuracy."""
     outputs = scores.shape[1] if scores.dim() == y.dim() + 1 and y.dim() > 1 else 0
     if outputs < 2 or y.is_floating_point() or not net.scores_classes:
         return
-    labels = data.y[data.y != IGNORED]
+    labels = data.y[data.y != IGNORED_LABEL]
     beyond = labels[(labels < 0) | (labels >= outputs)]
     if beyond.numel():
         void = int(beyond[0])
-        raise Unfit(
+        raise MismatchError(
             f"data: there are labels {void}, and the model has {outputs} outputs; of labels that "
             f"count in nothing take nn.CrossEntropyLoss(ignore_index={void}) as the loss, or make "
-            f"them {IGNORED}."
+            f"them {IGNORED_LABEL}."
         )
 
 
 def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> None:
     outputs, targets = scores[0].numel(), y[0].numel()
-    if outputs == targets and scores.dim() > 2 and y.dim() > 2 and not one_each(scores, y):
-        raise Unfit(
-            f"criterion: {name!r} compares outputs and targets one by one, and the model gives "
+    if (
+        outputs == targets
+        and scores.dim() > 2
+        and y.dim() > 2
+        and not has_one_score_each(scores, y)
+    ):
+        raise MismatchError(
+            f"loss: {name!r} compares outputs and targets one by one, and the model gives "
             f"scores {list(scores.shape)} for targets {list(y.shape)}; transpose one of them."
         )
     if outputs != targets:
-        raise Unfit(
-            f"criterion: {name!r} compares outputs and targets one by one, and the model gives "
+        raise MismatchError(
+            f"loss: {name!r} compares outputs and targets one by one, and the model gives "
             f"{outputs} for {targets} target(s) a sample; change the model's outputs, or take "
             "loss='cross_entropy' for classes."
         )
     low, high = (float(v) for v in torch.aminmax(data.y))
-    if data.classes is not None and low == IGNORED and not data.y.is_floating_point():
-        raise Unfit(
-            f"criterion: {name!r} would count the steps that the mask leaves out; take "
-            f"'cross_entropy', or a function that leaves out labels of {IGNORED}."
+    if data.classes is not None and low == IGNORED_LABEL and not data.y.is_floating_point():
+        raise MismatchError(
+            f"loss: {name!r} would count the steps that the mask leaves out; take "
+            f"'cross_entropy', or a function that leaves out labels of {IGNORED_LABEL}."
         )
     if name == "hinge" and not (low >= -1 and high <= 1):
-        raise Unfit(
-            f"criterion: 'hinge' takes two classes, and these labels go from {low:g} to {high:g}; "
+        raise MismatchError(
+            f"loss: 'hinge' takes two classes, and these labels go from {low:g} to {high:g}; "
             "take 'cross_entropy'."
         )
     if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
-        raise Unfit(
-            "criterion: 'binary_cross_entropy' takes targets from 0 to 1, and these go from "
+        raise MismatchError(
+            "loss: 'binary_cross_entropy' takes targets from 0 to 1, and these go from "
             f"{low:g} to {high:g}."
         )
 
 
 def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
     if scores.dim() != y.dim() + 1 or scores.shape[2:] != y.shape[1:]:
-        raise Unfit(
+        raise MismatchError(
             "model: 'cross_entropy' takes scores [B, C] for labels [B], or [B, C, ...] for [B, "
             f"...], and got scores {list(scores.shape)} for labels {list(y.shape)}; make labels of "
             "one column [n], reshape or transpose what the model returns, or make the targets "
             "floating point."
         )
     labels, outputs = data.y if data.relabel is None else data.relabel, scores.shape[1]
-    if y.dim() < 2 and bool((labels == IGNORED).any()):
-        raise Unfit(
-            f"data: samples with the label {IGNORED} count in nothing, and a batch may hold no "
+    if y.dim() < 2 and bool((labels == IGNORED_LABEL).any()):
+        raise MismatchError(
+            f"data: samples with the label {IGNORED_LABEL} count in nothing, and a batch may hold no "
             "others; leave them out of the federation."
         )
-    labels = labels[labels != IGNORED]
+    labels = labels[labels != IGNORED_LABEL]
     if not labels.numel():
-        raise Unfit(
+        raise MismatchError(
             "data: the mask leaves out every step of every sample; nothing is left to be learnt."
         )
     low, high = int(labels.min()), int(labels.max())
@@ -213,19 +218,19 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
         )
         if data.classes is None:
             remedy = f"{remedy}, or take loss='squared', as classes is None"
-        raise Unfit(
+        raise MismatchError(
             f"model: it has {outputs} output(s), and the labels go from {low} to {high}; give it "
             f"{high + 1}, {remedy}."
         )
 
 
-def of_criterion(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
+def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
     """Why the criterion failed."""
     remedy = ""
-    if "BCE" in loss_name(net.criterion) and scores.numel() != y.numel():
+    if "BCE" in loss_name(net.loss_fn) and scores.numel() != y.numel():
         remedy = "; it compares them one by one: let the model give one output for each target"
     return (
-        f"criterion: it fails on scores of shape {list(scores.shape)} and targets of shape "
+        f"loss: it fails on scores of shape {list(scores.shape)} and targets of shape "
         f"{list(y.shape)} ({y.dtype}): {first_line(e)}{remedy}."
     )
 
@@ -233,12 +238,11 @@ def of_criterion(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
 def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise Unfit(
-            f"criterion: expected one number for a batch, got {got}; take the mean over its "
-            "samples."
+        raise MismatchError(
+            f"loss: expected one number for a batch, got {got}; take the mean over its samples."
         )
     if not loss.requires_grad:
-        raise Unfit(
+        raise MismatchError(
             "model: the loss depends on no trainable parameter; compute it from the scores, "
             "without detach() or no_grad()."
         )
@@ -246,13 +250,13 @@ def check_loss(loss: Any) -> None:
 
 def check_gradients(grads: Iterable[Tensor | None]) -> None:
     if any(g is not None and g.is_sparse for g in grads):
-        raise Unfit(
+        raise MismatchError(
             "model: its gradients are sparse, and a row's is not; set sparse=False in its "
             "embeddings."
         )
 
 
-def of_layer(
+def explain_layer_error(
     name: str, m: nn.Module, inputs: Any, data: Federation, e: BaseException
 ) -> Iterator[str]:
     """Why the forward pass failed in the layer `m`."""
@@ -264,7 +268,7 @@ def of_layer(
             f"{first_line(e)}."
         )
     layer = f"layer {name!r} ({type(m).__name__})" if name else type(m).__name__
-    wants = next((f"{k}={getattr(m, k)}" for k in WIDTHS if hasattr(m, k)), None)
+    wants = next((f"{k}={getattr(m, k)}" for k in WIDTH_ATTRIBUTES if hasattr(m, k)), None)
     if isinstance(m, nn.Embedding) and given.is_floating_point():
         yield (
             f"data: {layer} takes integers (tokens), and its input is {given.dtype}; give x as "
@@ -286,9 +290,9 @@ def of_layer(
     yield f"model: {layer} has {wants}, and got {on}; make the model for samples of that shape."
 
 
-def why_no_function(net: Net, x: Tensor, y: Tensor, differs: str) -> str:
+def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
     """Why a module is no function of its parameters: what can be seen of it, before what cannot."""
-    odd = _in_another_mode(net, MODAL)
+    odd = _explain_mode_mismatch(net, MODE_LAYERS)
     if odd is not None:
         return odd
     module = copy.deepcopy(net.module)
@@ -298,29 +302,29 @@ def why_no_function(net: Net, x: Tensor, y: Tensor, differs: str) -> str:
         found = []
         for _ in range(3):  # a counter may begin with a pass that changes nothing
             net.load(module, net.w0, net.b0)
-            with forward_mode(train, None, seed), torch.no_grad():
+            with forward_context(train, None, seed), torch.no_grad():
                 found.append(module(x))
-        if not all(equal(found[0], other) for other in found):
+        if not all(are_equal(found[0], other) for other in found):
             return (
                 "model: its forward pass gives other scores when it is called again on the same "
                 "samples; it must use nothing that another pass has changed, such as a counter or "
                 "a cache, and no random numbers but those of pflcore.nn.Dropout."
             )
     losses = [net.batch_loss(found[0], y) for _ in range(3)]
-    if not all(equal(losses[0], other) for other in losses):
+    if not all(are_equal(losses[0], other) for other in losses):
         return (
-            "criterion: it gives another value when it is called again on the same scores and "
+            "loss: it gives another value when it is called again on the same scores and "
             "targets; it must use nothing that another call has changed, such as a counter, and no "
             "random numbers."
         )
-    return _in_another_mode(net, (nn.Module,)) or (
-        f"model: as a function of its parameters it is not what the module computes: {differs}; "
+    return _explain_mode_mismatch(net, (nn.Module,)) or (
+        f"model: as a function of its parameters it is not what the module computes: {mismatch}; "
         "its forward must use the parameters where they are registered, and nothing that another "
         "pass has changed."
     )
 
 
-def _in_another_mode(net: Net, kinds: tuple[type[nn.Module], ...]) -> str | None:
+def _explain_mode_mismatch(net: Net, kinds: tuple[type[nn.Module], ...]) -> str | None:
     """A sentence about the first of these submodules whose mode is not the model's, as the model
     is or after `train()`."""
     for model in (net.module, copy.deepcopy(net.module).train()):
@@ -336,28 +340,28 @@ def _in_another_mode(net: Net, kinds: tuple[type[nn.Module], ...]) -> str | None
     return None
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
+def are_equal(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @contextmanager
-def said_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
+def reraise_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
     """What fails inside is raised as `sentence`; what was said already and running out of memory
     come through."""
     try:
         yield
     except Exception as e:
-        if isinstance(e, Unfit) or memory.ran_out(e):
+        if isinstance(e, MismatchError) or memory.is_out_of_memory(e):
             raise
-        raise Unfit(sentence(e)) from e
+        raise MismatchError(sentence(e)) from e
 
 
-def check_draws(f: Callable[[], Tensor]) -> None:
+def check_no_global_draws(f: Callable[[], Tensor]) -> None:
     """Refuses `f` if it draws from torch's global generator, which stays as it was."""
-    with OwnDraws(0) as own:
+    with IsolatedDraws(0) as own:
         f()
     if own.used:
-        raise Unfit(
+        raise MismatchError(
             "model: its forward pass draws from torch's global generator, which threads "
             "share, so results would not repeat; use pflcore.nn.Dropout, which draws from the "
             "client's own."

@@ -11,19 +11,19 @@ import torch
 
 from pflcore.algorithms import algorithm_of
 from pflcore.algorithms._protocol import Algorithm
-from pflcore.check import Model, checked, need
+from pflcore.check import Model, checked, require
 from pflcore.data._federation import Federation
-from pflcore.results.record import dense
+from pflcore.results.record import dense_weights
 from pflcore.simulation._describe import Record
 from pflcore.simulation._history import History
 from pflcore.simulation._loop import Simulation
-from pflcore.simulation._personal import Personalized
+from pflcore.simulation._models import Personalized
 from pflcore.simulation.checkpoint import Checkpoint
 from pflcore.train import Training
 
 
 @checked
-def for_everyone(
+def run_each_target(
     algorithm: Algorithm | type[Algorithm] | str,
     model: Model,
     data: Federation,
@@ -44,10 +44,10 @@ def for_everyone(
     """
     algorithm, n = algorithm_of(algorithm), data.n
     fits = hasattr(algorithm, "target")
-    need(fits, "algorithm", "one with a target (WAFFLE, Weight Erosion)", algorithm)
+    require(fits, "algorithm", "one with a target (WAFFLE, Weight Erosion)", algorithm)
     asked = getattr(options.get("evaluation"), "clients", None)
     words = "every client, each in its own run"
-    need(not isinstance(asked, int), "evaluation.clients", words, asked)
+    require(not isinstance(asked, int), "evaluation.clients", words, asked)
     runs, models = list[History](), list[Personalized]()
     for target in range(n):
         made_for: Algorithm = replace(algorithm, target=target)  # type: ignore[call-arg]
@@ -66,19 +66,19 @@ def for_everyone(
         if run.interrupted:
             break
     options = {**runs[0].header["options"], "target": "each client"}
-    header = {**runs[0].header, "options": options, "target": None, "made_for": "each client"}
+    header = {**runs[0].header, "options": options, "target": None, "model_target": "each client"}
     stopped = " ".join(f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped)
     if not stopped and len(models) < n:
         stopped = f"Interrupted after the run of target {len(models) - 1}, of {n} targets."
     every = zip(*(r.rounds for r in runs), strict=False) if len(models) == n else ()
-    rounds = list(map(merged, every))
+    rounds = list(map(merge_records, every))
     ended = stopped or None, runs[-1].interrupted, runs[-1].failed
     return History(header, rounds, *ended, models=models)
 
 
-def merged(records: Sequence[Record]) -> Record:
+def merge_records(records: Sequence[Record]) -> Record:
     """One round of all targets' runs as one record."""
-    first, reports = records[0], [whole(r["report"], len(records)) for r in records]
+    first, reports = records[0], [dense_report(r["report"], len(records)) for r in records]
     keys = [k for k in reports[0] if all(k in report for report in reports)]
     losses = [r["train_loss"] for r in records if r["train_loss"] is not None]
     line = {
@@ -91,19 +91,19 @@ def merged(records: Sequence[Record]) -> Record:
     }
     farthest: dict[int, float] = {}
     for r in records:
-        for i, ratio in zip(r["cohort"], r["moved"] or [], strict=False):
+        for i, ratio in zip(r["cohort"], r["relative_update_norm"] or [], strict=False):
             farthest[i] = max(ratio or 0.0, farthest.get(i, 0.0))
-    line["moved"] = [farthest.get(i) for i in line["cohort"]] if farthest else None
+    line["relative_update_norm"] = [farthest.get(i) for i in line["cohort"]] if farthest else None
     if first["eval"]:  # each client's numbers are those of its own run
         line["eval"] = {k: [r["eval"][k][i] for i, r in enumerate(records)] for k in first["eval"]}
     return line
 
 
-def whole(report: Record, n: int) -> Record:
+def dense_report(report: Record, n: int) -> Record:
     """A run's report with the weights of all clients, [N], where it has those of the cohort alone;
     NaN for a void round's."""
     if report and "index" not in report:
         return report
     others = {k: v for k, v in report.items() if k not in ("index", "weight")}
-    weights = dense(report, n) if report else torch.full((n,), math.nan)
+    weights = dense_weights(report, n) if report else torch.full((n,), math.nan)
     return {**others, "weights": weights.tolist()}
