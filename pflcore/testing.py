@@ -50,7 +50,7 @@ HOOKS = {  # what each is given that is not its own to change
     "report": ("state",),
 }
 HOOK_NAMES = [k for k, v in vars(Algorithm).items() if isinstance(v, FunctionType) and k[0] != "_"]
-HOOK_NAMES.remove("idle")  # is called by an algorithm
+HOOK_NAMES.remove("require_default")  # is called by an algorithm
 # names of attributes of what hooks are given
 OTHER_ATTRIBUTES = {*Traits._fields}.union(*map(dir, (Clients, Cohort, Fit, Net, SharedRows)))
 BY_CLIENT = ("send", "train", "model")  # give a row for each

@@ -75,7 +75,7 @@ def note(func, args, kwargs, out, from_host):
         return
     if from_host:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-    graph.record_call(func, args, kwargs, out)
+    graph.note(func, args, kwargs, out)
 
 
 def refuse_wait(name):

@@ -117,7 +117,7 @@ class FedAMP(LatestModels):
     start: Literal["own", "u"] = "own"  # where local training starts: the client's own model, or u
 
     # statistics stay with their client: it serves the model that it trained, also from u
-    traits = LatestModels.traits._replace(batch_norm=("local",), reported=("weights", "last"))
+    traits = LatestModels.traits._replace(batch_norm=("local",), reported_state=("weights", "last"))
 
     def report(self, state: Tensors, mix: MixingWeights | None, cohort: Cohort) -> Tensors:
         """ "weights" [N, N], "last" [N] (the round of the model that each client gives, 0: none),

@@ -140,7 +140,7 @@ class History:
         """
         if not isinstance(self.models, LazyModels):  # runs for each client have no model for others
             reject("adapt", "the history that Simulation.run() returns", self.models)
-        return adapt(self.models.setup, self.models.state, samples, rounds)
+        return adapt(self.models.config, self.models.state, samples, rounds)
 
     def to_pandas(self, per: Per = "round") -> Any:
         """A `pandas.DataFrame` with one row per round (means over clients), or per evaluated round

@@ -103,7 +103,7 @@ class Simulation:
     # what it is ---------------------------------------------------------------------------------
     @property
     def context(self) -> Any:
-        """What training needs, see `pflcore.train.Setting`."""
+        """What training needs, see `pflcore.train.TrainContext`."""
         return self.config.context
 
     @property

@@ -310,27 +310,27 @@ def export_models(
 class LazyModels:
     """The personalized models of a state, made when they are asked for."""
 
-    setup: RunConfig
+    config: RunConfig
     state: State
 
     def __len__(self) -> int:
-        return self.setup.context.data.n
+        return self.config.context.data.n
 
     @functools.cached_property
     def all_models(self) -> tuple[Tensors, Clients]:
         """All at once, as an evaluation does."""
-        return personalized_models(self.setup, self.state, torch.arange(len(self)))
+        return personalized_models(self.config, self.state, torch.arange(len(self)))
 
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client."""
-        setting, i = self.setup.context, int(client)
+        setting, i = self.config.context, int(client)
         about = client_facts(setting.data, i)
-        if self.setup.folder is None:
+        if self.config.folder is None:
             model, clients = self.all_models
         else:  # rows of all of them may not fit into memory
-            (model, clients), i = personalized_models(self.setup, self.state, torch.tensor([i])), 0
+            (model, clients), i = personalized_models(self.config, self.state, torch.tensor([i])), 0
         own, b = {k: v[i] for k, v in model.items()}, clients.buffers[i]
-        return Personalized(self.setup.algorithm, setting.net, own, b, *about)
+        return Personalized(self.config.algorithm, setting.net, own, b, *about)
 
 
 # who comes later --------------------------------------------------------------------------------

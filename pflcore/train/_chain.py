@@ -37,7 +37,7 @@ SHAPE_QUERIES = (
 )
 HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Shape = tuple[int, ...]
-Lines = Iterator[tuple[Any, ...]]  # of what `pflcore.ops._chain.layer` takes
+Lines = Iterator[tuple[Any, ...]]  # of what `pflcore.ops._chain.encode_layer` takes
 LOG_SOFTMAX_LINE = ("log_softmax",)  # no line: the criterion takes logarithms as they are
 
 
@@ -57,7 +57,7 @@ class LayerCall(NamedTuple):
 class Chain:
     """A model and its criterion as the kernels know them."""
 
-    program: Tensor  # [L, 9] float64, see pflcore.ops._chain.layer
+    program: Tensor  # [L, 9] float64, see pflcore.ops._chain.encode_layer
     criterion: str
     shape: Shape  # [C, H, W] of one sample
     classes: int  # outputs

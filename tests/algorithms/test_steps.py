@@ -80,7 +80,7 @@ def test_adagrad_needs_no_correction_of_its_sum():
         near(state["x"], x)
 
 
-@pytest.mark.parametrize("lookahead", [1, 2, 3])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_full_gradients_ahead_keep_their_momentum(ahead):
     s = tiny(momentum=0.5, weight_decay=0.1)
     clients, w = at_work(s), away(s)

@@ -275,7 +275,7 @@ def test_a_number_beyond_int64_is_refused():
 def test_whole_numbers_that_are_no_classes_are_predicted_as_numbers():
     data = Federation.from_clients([(X, [3, 26, 9])], classes=None)
     run = Simulation("local", torch.nn.Linear(2, 1), data, evaluation=Evaluation(split="train"))
-    assert run.header()["criterion"] == "squared"
+    assert run.header()["loss"] == "squared"
 
 
 def test_void_labels_are_told_what_they_may_be():

@@ -29,7 +29,7 @@ def test_same_losses_as_on_the_cpu(name, kind):
     model, engine, form = FORMS[kind]
     training = Training(lr=0.1, batch_size=5, epochs=2)
     got, want = (played(name, model, data(kind), training, on, 3, engine) for on in ("cuda", "cpu"))
-    assert got.context.engine.form == form, got.context.engine.why
+    assert got.context.engine.form == form, got.context.engine.reason
     losses = (run.history.series("loss")[1] for run in (got, want))
     torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
 

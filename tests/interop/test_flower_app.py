@@ -30,7 +30,7 @@ from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
 from pfl_app import apps
 from pflcore.interop.flower import client_app
-from pflcore.interop.flower import STATE
+from pflcore.interop.flower import STATE_RECORD
 
 folder, rounds, seed = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 played = eval(sys.argv[4])
@@ -50,11 +50,11 @@ def switch(message, context, call_next):  # each algorithm has its own run, as `
     if name is None:
         return call_next(message, context)
     kept = context.state.config_records.get(name)
-    state = RecordDict({STATE: kept} if kept else {})
+    state = RecordDict({STATE_RECORD: kept} if kept else {})
     own = replace(context, run_id=list(played).index(name), run_config=settings[name], state=state)
     reply = call_next(message, own)
-    if STATE in state:
-        context.state[name] = state[STATE]
+    if STATE_RECORD in state:
+        context.state[name] = state[STATE_RECORD]
     return reply
 
 backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0},

@@ -28,7 +28,7 @@ def rounds(name, model, data, device, training, engine="auto", form="chain"):
     """One round after another of everybody, on that device, by this engine, which has this form."""
     how = {"training": training, "engine": engine, "device": str(device)}
     run = simulation(name, data, model=model, **how)
-    assert run.context.engine.form == form, run.context.engine.why
+    assert run.context.engine.form == form, run.context.engine.reason
     state = run.state
     while True:
         state, _ = step(run.config, state, torch.arange(data.n))
@@ -45,7 +45,7 @@ def played(name, model, data, training, device, rounds, engine="auto"):
 def models(run):
     """All tensors of a run's state, on the CPU."""
     state = run.state
-    return [v.cpu() for v in (*state.server.values(), *state.clients.values(), state.batch_norm)]
+    return [v.cpu() for v in (*state.server.values(), *state.clients.values(), state.buffers)]
 
 
 def assert_resumed(kind, data, device, folder):
@@ -54,7 +54,7 @@ def assert_resumed(kind, data, device, folder):
     how = {"training": Training(0.05, 5), "engine": engine, "device": str(device), "rounds": 4}
     made = [simulation("scaffold", data, model=model, **how) for _ in range(3)]
     whole, half, rest = made
-    assert whole.context.engine.form == form, whole.context.engine.why
+    assert whole.context.engine.form == form, whole.context.engine.reason
     whole.run()
     half.run(lambda round, _: half.save(folder) if round == 2 else None)
     rest.restore(folder).run()

@@ -52,7 +52,7 @@ def test_everything_is_on_the_device(name):
         rows = {k: v.device.type for k, v in tensors.items() if v.dim() and v.shape[-1] == size}
         assert set(rows.values()) <= {"cuda"}, f"rows of parameters that left the device: {rows}"
         assert not unrepeated
-    assert got.context.engine.form == ("vmap" if kind else "chain"), got.context.engine.why
+    assert got.context.engine.form == ("vmap" if kind else "chain"), got.context.engine.reason
     for key in ("loss", "accuracy"):
         values = (x.history.series(key)[1] for x in (got, want))
         torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)

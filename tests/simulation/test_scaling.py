@@ -67,7 +67,7 @@ def test_a_newcomer_is_scaled_by_its_own_training_samples(algorithm):
     again = history.adapt(scaled, rounds=1)  # it says that it was
     test = raw.client(3, "test")[0]
     equals(model(test), without_scaling(model)(scaled.client(0, "test")[0]))
-    if not history.models.setup.algorithm.traits.needs_val:  # else its "val" is another
+    if not history.models.config.algorithm.traits.needs_val:  # else its "val" is another
         equals(again(test), model(test))
 
 

@@ -295,7 +295,7 @@ def test_memory_is_guarded(which, change, words):
 ENDING = """
 import threading
 import torch, torch.nn as nn
-from pflcore.train._chain import compiled
+from pflcore.train._chain import compile_chain
 from pflcore.train._net import Net
 from pflcore.ops import _chain as chain
 
@@ -303,7 +303,7 @@ def work():
     for width in range(50, 1450, 100):  # each model's memory is larger than what the last left
         net = Net(nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 20)))
         x, y, order = torch.randn(40, 8), torch.zeros(40, dtype=torch.int64), torch.arange(40)[None]
-        head, lengths = compiled(net, (8,)).head, torch.tensor([40])
+        head, lengths = compile_chain(net, (8,)).fixed_args, torch.tensor([40])
         chain.chain_grad(net.w0[None], *head, x, y, None, order, lengths, None)
 
 torch.set_num_threads(1)

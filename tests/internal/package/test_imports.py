@@ -46,7 +46,7 @@ def imported(path):
     package, names = name_of(path), set()
     if path.name != "__init__.py":
         package = package.rpartition(".")[0]
-    for node in ast.parse(path.read_text()).function:
+    for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Import):
             names |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom):

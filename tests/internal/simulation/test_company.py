@@ -35,7 +35,7 @@ def of_round(setup, state, ids, at, block):
     cohort = setup.cohort(ids, state.round + 1)
     down = {k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()}
     own = client_rows(setup, state, ids[at], down)
-    part = Clients(setup.setting, ids[at], cohort.round, state.batch_norm[ids[at]], block[at])
+    part = Clients(setup.context, ids[at], cohort.round, state.buffers[ids[at]], block[at])
     kept, up, fit = setup.algorithm.train(down, own, part)
     each = {f"own.{k}": v for k, v in kept.items()} | {f"up.{k}": v for k, v in up.items()}
     return each | {"batch norm": fit.buffers, "loss": fit.loss}
@@ -60,12 +60,12 @@ def cut_anywhere(engine):
 @pytest.mark.parametrize("name", swept(quick=QUICK))
 def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     run = played(name, case)
-    ids = sample_cohort(run.setup, 3)
-    block = assign_blocks(run.setting, ids)
-    whole = of_round(run.setup, run._state, ids, EVERYBODY, block)
-    inside = run.setting.engine.name == "vmap"  # what a chain does not train, vmap does
-    for at in split_by_block(EVERYBODY, block) if inside else cut_anywhere(run.setting.engine.name):
-        part = of_round(run.setup, run._state, ids, at.sort().values, block)
+    ids = sample_cohort(run.config, 3)
+    block = assign_blocks(run.context, ids)
+    whole = of_round(run.config, run._state, ids, EVERYBODY, block)
+    inside = run.context.engine.name == "vmap"  # what a chain does not train, vmap does
+    for at in split_by_block(EVERYBODY, block) if inside else cut_anywhere(run.context.engine.name):
+        part = of_round(run.config, run._state, ids, at.sort().values, block)
         assert differing(part, whole, at.sort().values) == []
 
 
@@ -76,10 +76,10 @@ def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
     run = simulation(*case, name)
     state = run.state
     for ids in (EVERYBODY, EVERYBODY[:4]):
-        state, _ = step(run.setup, state, ids)
-    whole = of_round(run.setup, state, EVERYBODY, EVERYBODY, EVERYBODY)
+        state, _ = step(run.config, state, ids)
+    whole = of_round(run.config, state, EVERYBODY, EVERYBODY, EVERYBODY)
     for ids in map(torch.tensor, ([1], [0, 2, 7], [3, 5])):
-        part = of_round(run.setup, state, ids, torch.arange(len(ids)), ids)
+        part = of_round(run.config, state, ids, torch.arange(len(ids)), ids)
         assert differing(part, whole, ids) == []
 
 
@@ -89,13 +89,13 @@ def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatc
     # so that few samples make several blocks where one model is evaluated for all
     monkeypatch.setattr(_clients, "SHARED_BATCH_SAMPLES", 20)
     run = played(name, case)
-    whole = evaluation.evaluate(run.setup, run._state)
+    whole = evaluation.evaluate(run.config, run._state)
 
     def in_blocks(setup, state, block):
         return [at.sort().values for at in split_by_block(torch.arange(len(block)), block)][::-1]
 
     monkeypatch.setattr(evaluation, "evaluation_parts", in_blocks)
-    found = evaluation.evaluate(run.setup, run._state)
+    found = evaluation.evaluate(run.config, run._state)
     assert differing(found, whole, EVERYBODY) == []
 
 
