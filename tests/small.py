@@ -257,7 +257,10 @@ def swept(names=ALGORITHMS, quick=SIX):
 
 
 GROUPS: dict[str, Any] = {
-    "hardware": (Hardware, ("engine", "workers", "device", "storage", "together", "graphs")),
+    "hardware": (
+        Hardware,
+        ("engine", "workers", "device", "storage", "clients_per_block", "graphs"),
+    ),
     "evaluation": (Evaluation, ("every", "split", "evaluated", "train_loss", "metrics")),
     "robustness": (Robustness, ("clip", "adversary")),
 }

@@ -83,7 +83,7 @@ class Options:
     device: str = "cpu"  # cpu or cuda
     # clients that train at once under vmap, at most; another number changes last digits; 64 on a
     # CPU, 128 on a GPU
-    together: PositiveInt | None = None
+    clients_per_block: PositiveInt | None = None
     graphs: bool = True  # on a GPU: capture local steps as CUDA graphs
     clip: PositiveFloat | None = None  # no client's update is longer than this (Euclidean norm)
     attack: Attack | None = None  # what the bad clients do; the others are evaluated
@@ -98,7 +98,7 @@ class Options:
     def hardware(self) -> Hardware:
         """Where it runs. ValueError for what is none."""
         device = device_of(self.device)
-        more = {"together": self.together, "graphs": self.graphs}
+        more = {"clients_per_block": self.clients_per_block, "graphs": self.graphs}
         return Hardware(self.engine, self.workers, device, **more)  # type: ignore
 
     @property
@@ -313,7 +313,7 @@ def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
     """What some jobs compute, but for where: two descriptions that are equal give the same
     numbers."""
     options = asdict(todo[0].options)
-    for where in ("device", "engine", "workers", "together", "graphs"):
+    for where in ("device", "engine", "workers", "clients_per_block", "graphs"):
         del options[where]
     hyper = {job.name: dict(job.algorithm_options) for job in todo}
     own = {"partition_options": dict(cut), "model_options": dict(shape), "options": hyper}

@@ -59,7 +59,7 @@ def header(run: Any) -> Record:
         "engine": engine.name,
         "path": describe_engine(setting),
         "device": run.hardware.device,
-        "together": setting.together,
+        "clients_per_block": setting.clients_per_block,
         "rows": "disk" if run.config.folder else "memory",
         "batch_norm": run.batch_norm,
         "clip": robustness.clip,
@@ -95,7 +95,7 @@ def identity(run: Any) -> Record:
     """Which run it is, as a checkpoint says it: runs of the same give the same numbers;
     "made_with" may be another when it goes on."""
     said = header(run)
-    made_with = {k: said.pop(k) for k in ("versions", "device", "engine", "together")}
+    made_with = {k: said.pop(k) for k in ("versions", "device", "engine", "clients_per_block")}
     made_with["form"] = said.pop("path")["form"]
     if "tf32" in said:
         made_with["tf32"] = said.pop("tf32")

@@ -39,7 +39,7 @@ from pflcore.simulation._history import History
 from pflcore.simulation._models import LazyModels
 from pflcore.simulation._settings import Evaluation, Hardware, Robustness
 from pflcore.simulation._setup import (
-    block_clients,
+    adjustable_clients_per_block,
     peak_bytes,
     prepare_run,
     select_eval_clients,
@@ -167,7 +167,11 @@ class Simulation:
                 device, where = self.hardware.device, f"in {place} {round}"
                 memory.free_caches(device)
                 said = memory.out_of_memory_text(
-                    where, self.peak_bytes(), error, device, block_clients(self.context)
+                    where,
+                    self.peak_bytes(),
+                    error,
+                    device,
+                    adjustable_clients_per_block(self.context),
                 )
                 yield {"stopped": said, "failed": True}
                 return

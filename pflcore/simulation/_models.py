@@ -247,7 +247,7 @@ class Personalized(nn.Module):
             return dict(self._unscaled_module().state_dict())
         net, statistics = self.net, self.buffer_row.split(self.net.buffer_sizes)
         each = zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
-        out = {f"buffer_row.{n}": b.view(s) for n, b, s in each}
+        out = {f"statistics.{n}": b.view(s) for n, b, s in each}
         head = net.head_slice if net.head_name is not None else slice(0, 0)
         starts = {net.size: 0, head.stop - head.start: head.start}
         for key in self.keys:

@@ -157,9 +157,9 @@ class Robustness:
 class Hardware:
     """Where a run is computed; never changes a result beyond rounding.
 
-    Under engine "vmap" clients train in blocks of at most `together`, neighbours by size. Blocks
+    Under engine "vmap" clients train in blocks of at most `clients_per_block`, neighbours by size. Blocks
     are made of the whole cohort, so a run's bits are the same for any number of workers, and others
-    for another `together`. Larger blocks are faster, smaller ones take less memory: on a CPU, with
+    for another `clients_per_block`. Larger blocks are faster, smaller ones take less memory: on a CPU, with
     100 clients of an MLP, blocks of 64 take about 1.1 times as long as one of all, of 32 1.4 times,
     of 16 twice, of 8 three times. A GPU computes one block after another.
 
@@ -175,5 +175,5 @@ class Hardware:
     device: str = "cpu"
     storage: str | Path = "auto"  # the clients' rows: "memory", a folder, or by what fits
     # clients of a block under vmap: it changes last digits; None: 64 on a CPU, 128 on a GPU
-    together: PositiveInt | None = None
+    clients_per_block: PositiveInt | None = None
     graphs: bool = True  # on a GPU: capture local steps as CUDA graphs

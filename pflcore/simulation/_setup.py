@@ -110,11 +110,13 @@ def _prepare_run(run: Any, net: Net, device: str) -> tuple[RunConfig, State]:
     hardware, alg, data = run.hardware, run.algorithm, run.data
     if device != "cpu":
         net, data = net.to(device), data.to(device)
-    where = (hardware.workers, run.seed, run.rounds, hardware.together, hardware.graphs)
+    where = (hardware.workers, run.seed, run.rounds, hardware.clients_per_block, hardware.graphs)
     setting = make_context(net, data, run.training, hardware.engine, *where)
     config = RunConfig(alg, setting, run.robustness, run.batch_norm)
     config = config._replace(folder=storage_folder(config, hardware.storage, run.participation))
-    memory.check_fits_memory(peak_bytes(config, run.participation), device, block_clients(setting))
+    memory.check_fits_memory(
+        peak_bytes(config, run.participation), device, adjustable_clients_per_block(setting)
+    )
     return config, initial_state(alg, setting.net, data.n, config.folder)
 
 
@@ -145,14 +147,14 @@ def concurrent_clients(context: TrainContext, cohort: int) -> int:
     if context.engine.form == "module":
         return min(threads, cohort)
     if context.engine.form == "vmap":
-        return min(threads * context.together, cohort)
-    return threads if has_kernels(context.data.device) else min(context.together, cohort)
+        return min(threads * context.clients_per_block, cohort)
+    return threads if has_kernels(context.data.device) else min(context.clients_per_block, cohort)
 
 
-def block_clients(context: TrainContext) -> int | None:
-    """How many clients are computed at once at most, where that can be set (`together`)."""
+def adjustable_clients_per_block(context: TrainContext) -> int | None:
+    """How many clients are computed at once at most, where that can be set (`clients_per_block`)."""
     in_blocks = context.engine.form == "vmap" or not has_kernels(context.data.device)
-    return context.together if in_blocks and context.engine.form != "module" else None
+    return context.clients_per_block if in_blocks and context.engine.form != "module" else None
 
 
 def batch_bytes(context: TrainContext, cohort: int) -> int:

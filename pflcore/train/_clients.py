@@ -62,7 +62,7 @@ class TrainContext(NamedTuple):
     workers: Workers
     seed: int = 0
     rounds: int = 1
-    together: int = CPU_BLOCK_CLIENTS  # clients of a block under vmap, at most
+    clients_per_block: int = CPU_BLOCK_CLIENTS  # clients of a block under vmap, at most
     sample_activation_bytes: int = 0  # bytes that a training step keeps of one sample
     graphs: GradientGraphs | None = None  # on a GPU
 
@@ -110,7 +110,7 @@ def assign_blocks(
     whole cohort and of what stays the same over a run. Whoever computes whole blocks, in any order
     and in any number of threads, gets the same bits.
 
-    Under vmap a block has at most `together` clients, neighbours by size. Else everybody trains
+    Under vmap a block has at most `clients_per_block` clients, neighbours by size. Else everybody trains
     alone, and in an evaluation neighbours share the batches of a model that they all have. A GPU
     computes one block after another.
     """
@@ -124,7 +124,7 @@ def assign_blocks(
         )
     two_threads = context.data.device.type == "cpu"
     least = 2 if two_threads and count * context.net.size >= TWO_BLOCKS_MIN_WEIGHTS else 1
-    parts = min(count, max(-(-count // context.together), least))
+    parts = min(count, max(-(-count // context.clients_per_block), least))
     starts = torch.tensor([count * j // parts for j in range(1, parts)], dtype=torch.int64)
     place = torch.arange(count)
     order = order_by_size(context.data.size("train")[ids], ids)

@@ -95,27 +95,29 @@ class RunTooLarge(MemoryError):
     """Refused before it began; its text is the whole sentence."""
 
 
-def memory_remedy(together: int | None) -> str:
-    """What to do about memory; `together`: so many clients take a step at once."""
+def memory_remedy(clients_per_block: int | None) -> str:
+    """What to do about memory; `clients_per_block`: so many clients take a step at once."""
     fewer = "let fewer clients take part in a round (participation)"
-    if together is not None and together > 1:
-        fewer = f"compute fewer clients at once (together, here {together}), {fewer}"
+    if clients_per_block is not None and clients_per_block > 1:
+        fewer = (
+            f"compute fewer clients at once (clients_per_block, here {clients_per_block}), {fewer}"
+        )
     return fewer
 
 
-def check_fits_memory(peak: int, device: str, together: int | None = None) -> None:
+def check_fits_memory(peak: int, device: str, clients_per_block: int | None = None) -> None:
     """A run that cannot fit is not begun."""
     most = capacity(device)
     if most is not None and peak > most:
         raise RunTooLarge(
             f"memory: the run needs about {human_bytes(peak)} beside its data, and {device} has "
-            f"{human_bytes(most)}; {memory_remedy(together)}, or make the batches (batch_size), the federation "
+            f"{human_bytes(most)}; {memory_remedy(clients_per_block)}, or make the batches (batch_size), the federation "
             "or the model smaller."
         )
 
 
 def out_of_memory_text(
-    where: str, peak: int, request: str, device: str, together: int | None = None
+    where: str, peak: int, request: str, device: str, clients_per_block: int | None = None
 ) -> str:
     """One sentence: where memory ran out, what the run needs, what there is, what to do."""
     asked = f", when {request} more were asked for" if request else ""
@@ -123,5 +125,5 @@ def out_of_memory_text(
     has = f", and {device} has {human_bytes(most)}" if most else ""
     return (
         f"Out of memory {where}{asked}: the run needs about {human_bytes(peak)} beside its data{has}; "
-        f"{memory_remedy(together)}, or make the batches (batch_size) or the model smaller."
+        f"{memory_remedy(clients_per_block)}, or make the batches (batch_size) or the model smaller."
     )

@@ -60,7 +60,7 @@ def make_context(  # noqa: PLR0913 (a run's own)
     workers: int | None = None,
     seed: int = 0,
     rounds: int = 1,
-    together: int | None = None,
+    clients_per_block: int | None = None,
     graphs: bool = True,
 ) -> TrainContext:
     """What a run needs, after one trial: model, data and criterion fit together, and what trains
@@ -79,9 +79,11 @@ def make_context(  # noqa: PLR0913 (a run's own)
         more = "it gives the gradients, and AdamW takes its steps in torch"
         chosen = chosen._replace(reason=f"{chosen.reason}; {more}")
     threads = Workers(workers, data.device)
-    together = together or (CPU_BLOCK_CLIENTS if data.device.type == "cpu" else GPU_BLOCK_CLIENTS)
+    clients_per_block = clients_per_block or (
+        CPU_BLOCK_CLIENTS if data.device.type == "cpu" else GPU_BLOCK_CLIENTS
+    )
     return TrainContext(
-        net, data, training, chosen, threads, seed, rounds, together, kept, captured
+        net, data, training, chosen, threads, seed, rounds, clients_per_block, kept, captured
     )
 
 

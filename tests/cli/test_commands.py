@@ -456,7 +456,7 @@ run fedavg DIGITS --data-seed -1 | data_seed:
 run fedavg DIGITS --participation 0 | participation:
 run fedavg DIGITS --workers -1 | workers:
 run fedavg DIGITS --workers 100000 | workers:
-run fedavg DIGITS --together 0 | together: expected
+run fedavg DIGITS --clients-per-block 0 | clients_per_block: expected
 run fedavg DIGITS --last 0 | last:
 run fedavg DIGITS --checkpoint-every -1 | checkpoint_every:
 run fedavg DIGITS --resume | resume:

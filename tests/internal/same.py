@@ -31,6 +31,7 @@ from small import images, layers
 
 from pflcore import ALGORITHMS, Adversary, Client, Net, Server, Training
 
+RENAMED = {"moved": "relative_update_norm"}  # keys of records that other versions wrote
 KEPT = ("cohort", "dropped", "void", "train_loss", "relative_update_norm", "eval")
 SIZES = (24, 17, 40, 9, 33, 24, 12, 50)
 SHAPES = {"Conv2d": (1, 8, 8), "GRU": (7, 6)}  # of samples, by the model's first layer
@@ -127,6 +128,15 @@ RUNS = {
 
 
 # what differs ---------------------------------------------------------------
+def read(file):
+    """The runs of a file, of this version or one whose records have other names."""
+
+    def renamed(pairs):
+        return {RENAMED.get(key, key): value for key, value in pairs}
+
+    return json.loads(file.read_text(), object_pairs_hook=renamed)
+
+
 def losses(run):
     seen = [r["eval"]["loss"] for r in run.get("rounds", []) if r.get("eval")]
     return torch.tensor(seen, dtype=torch.float64)
@@ -150,7 +160,7 @@ def main():
     parser.add_argument("files", nargs="+", type=Path)
     given = parser.parse_args()
     if given.what == "compare":
-        raise SystemExit(compare(*(json.loads(file.read_text()) for file in given.files)))
+        raise SystemExit(compare(*map(read, given.files)))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     out = {}

@@ -41,12 +41,14 @@ def federation(body, dtype=torch.float32, sizes=SIZES):
     return Federation.from_clients(clients, classes=3, dtype=None)
 
 
-def simulation(engine, body, activation, algorithm="fedavg", *, workers=1, together=4, **how):
+def simulation(
+    engine, body, activation, algorithm="fedavg", *, workers=1, clients_per_block=4, **how
+):
     """A run on clients of odd sizes, before its first round."""
     dtype, hidden = how.pop("dtype", torch.float32), how.pop("hidden", 7)
     training = Training(**{"lr": 0.1, "batch_size": 8, "epochs": 2, **how})
     alg = algorithm if not isinstance(algorithm, str) else ALGORITHMS[algorithm]()
-    where = Hardware(engine=engine, workers=workers, together=together)
+    where = Hardware(engine=engine, workers=workers, clients_per_block=clients_per_block)
     net = Net(model(body, activation, hidden, dtype), seed=1)
     return Simulation(alg, net, federation(body, dtype), training, 3, hardware=where)
 

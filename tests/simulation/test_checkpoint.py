@@ -297,8 +297,10 @@ def test_what_differs_is_named(tmp_path):
     loaded(tmp_path, "ditto", hardware=Hardware(workers=1))
     with pytest.warns(UserWarning, match="last digits"):
         loaded(tmp_path, "ditto", hardware=Hardware(engine="loop"))
-    with pytest.warns(UserWarning, match="together is 64 there and 5 here; .* last digits"):
-        loaded(tmp_path, "ditto", hardware=Hardware(together=5))
+    with pytest.warns(
+        UserWarning, match="clients_per_block is 64 there and 5 here; .* last digits"
+    ):
+        loaded(tmp_path, "ditto", hardware=Hardware(clients_per_block=5))
 
 
 class Own(nn.Module):

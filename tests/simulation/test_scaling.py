@@ -147,7 +147,7 @@ def test_a_federation_that_was_not_standardized_is_as_it_was():
     history = simulation("ditto", raw, rounds=2).run()
     model, module = history.model(1), history.model(1).module()
     assert model.scaling is None and type(module[0]) is nn.Linear
-    assert {k.partition(".")[0] for k in model.state_dict()} == {"statistics", "view_w"}
+    assert {k.partition(".")[0] for k in model.state_dict()} == {"buffer_row", "view_w"}
 
 
 @pytest.mark.parametrize("shape", [(5, 1), (5, 7), (6,)])

@@ -170,9 +170,9 @@ def test_under_vmap_the_others_change_last_digits_alone(body):
 def test_the_size_of_blocks_changes_last_digits_alone(body):
     s = company.simulation("vmap", body, "SiLU", dtype=F64).context
     whole = company.of_hooks(s, company.EVERYBODY)
-    for together in (1, 3, 64):
+    for count in (1, 3, 64):
         for name, found in company.of_hooks(
-            s._replace(together=together), company.EVERYBODY
+            s._replace(clients_per_block=count), company.EVERYBODY
         ).items():
             near(found, whole[name], 1e-9, 1e-12)
 

@@ -107,7 +107,7 @@ def needed(engine, **options):
 
 @pytest.mark.parametrize(
     "engine, options, clients",
-    [("vmap", {}, 8), ("vmap", {"together": 3}, 6), ("loop", {}, 2)],
+    [("vmap", {}, 8), ("vmap", {"clients_per_block": 3}, 6), ("loop", {}, 2)],
     ids=["vmap", "blocks", "loop"],
 )
 def test_the_estimate_counts_the_batches_of_those_who_train_at_once(engine, options, clients):
@@ -128,13 +128,13 @@ def test_a_run_whose_batches_do_not_fit_is_refused(monkeypatch):
     with pytest.raises(memory.RunTooLarge, match=r"beside its data, and cpu .* \(batch_size\)"):
         needed("vmap", rows="memory")
     needed("vmap", batch=10, rows="memory")
-    needed("vmap", together=3, rows="memory")
+    needed("vmap", clients_per_block=3, rows="memory")
 
 
 @pytest.mark.parametrize("engine, block", [("vmap", 64), ("loop", None)])
 def test_what_is_computed_at_once_can_be_less(monkeypatch, engine, block):
     """Before a run and in it: where clients are computed in blocks, their size is a remedy."""
-    words = f"compute fewer clients at once (together, here {block}), let fewer"
+    words = f"compute fewer clients at once (clients_per_block, here {block}), let fewer"
     run = needed(engine)
     monkeypatch.setattr(Clients, "fit", fails(Clients.fit, 1, MemoryError()))
     with pytest.warns(RuntimeWarning):

@@ -152,7 +152,13 @@ def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
 def test_parts_are_cut_between_those_who_are_computed_at_once(engine, tmp_path, monkeypatch):
     """Under vmap, where an evaluation trains, a client's last digits depend on its block."""
     alg = FedRep(finetune_epochs=2)
-    how = {"rows": tmp_path, "engine": engine, "model": normed_model, "together": 4, "rounds": 2}
+    how = {
+        "rows": tmp_path,
+        "engine": engine,
+        "model": normed_model,
+        "clients_per_block": 4,
+        "rounds": 2,
+    }
     run = simulation(alg, data=images(range(2, 15)), **how)
     run.run()
     whole = evaluation.evaluate(run.config, run.state)

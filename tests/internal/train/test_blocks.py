@@ -82,14 +82,16 @@ def test_blocks_are_made_of_the_cohort_and_its_sizes_alone():
         assert torch.equal(assign_blocks(setting, order), block[order])
     some = EVERYBODY[::2]
     assert assign_blocks(setting, some).bincount().tolist() == [3, 3]
-    assert assign_blocks(setting._replace(together=1), some).sort().values.tolist() == [*range(6)]
-    assert not assign_blocks(setting._replace(together=6), some).any()
+    assert assign_blocks(setting._replace(clients_per_block=1), some).sort().values.tolist() == [
+        *range(6)
+    ]
+    assert not assign_blocks(setting._replace(clients_per_block=6), some).any()
 
 
 def test_two_threads_share_one_blocks_clients_where_that_is_much_work():
     for hidden, count in ((7, 1), (3000, 2)):
         setting = simulation(
-            "vmap", "mlp", "SiLU", hidden=hidden, together=CPU_BLOCK_CLIENTS
+            "vmap", "mlp", "SiLU", hidden=hidden, clients_per_block=CPU_BLOCK_CLIENTS
         ).context
         assert len(assign_blocks(setting, EVERYBODY).unique()) == count
 
