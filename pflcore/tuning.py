@@ -67,7 +67,7 @@ class Candidate:
 
     @property
     def trained(self) -> Candidate:
-        """What is trained: candidates that differ in `late` options only share a trained state."""
+        """What is trained: candidates that differ in `evaluation_only` options only share a trained state."""
         late = self.algorithm.traits.evaluation_only
         own = [f for f in fields(self.algorithm) if f.name in late and f.default is not MISSING]
         options = {k: v for k, v in self.options.items() if k not in late}
@@ -170,7 +170,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
 
     Several protocols (splits) are averaged; run j has seed `seed + j`, or the j-th of several
     seeds, and starts at the j-th net where several are given. With `rounds=0` the fresh state is
-    the trained one. `states`, one per protocol: trained already, so the grid may hold `late`
+    the trained one. `states`, one per protocol: trained already, so the grid may hold `evaluation_only`
     options only. The best has the highest accuracy, or for targets the least loss; else the best
     `metric`: "accuracy", "loss", a name that `Evaluation.metrics` takes, whose direction is known,
     or a function of one client's (scores, labels), of which you say `higher_is_better`, False for

@@ -93,7 +93,7 @@ class Reproduction:
             return group
         if (options.clip, options.attack, options.batch_norm) != (None, None, "auto"):
             raise ValueError(
-                "grid: it is searched without clip, poison and buffers; leave these options out, "
+                "grid: it is searched without clip, attack and batch_norm; leave these options out, "
                 "or the grid."
             )
         searched, nets = [], []

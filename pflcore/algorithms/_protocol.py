@@ -29,7 +29,7 @@ from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
 
 Tensors = dict[str, Tensor]
-Payload = dict[str, Any]  # Tensor [S, ...] or Pool
+Payload = dict[str, Any]  # Tensor [S, ...] or SharedRows
 # what the clients keep, what they upload, their training
 TrainResult = tuple[Tensors, Tensors, Fit]
 GradientFn = Callable[..., Tensor]  # of one step: see `Clients.each_batch`
@@ -266,7 +266,8 @@ class Algorithm:
 
     def report(self, state: Tensors, mix: MixingWeights | None, cohort: Cohort) -> Tensors:
         """Small tensors worth a line in the round's record, of the state after it; "weights" are
-        the mixing weights, see `MixingWeights.report`. By default those that `traits.reported` names."""
+        the mixing weights, see `MixingWeights.report`. By default those that
+        `traits.reported_state` names."""
         names = self.traits.reported_state
         shown = mix.report(cohort) if mix is not None and "mix" in names else {}
         return shown | {k: state[k] for k in names if k != "mix"}

@@ -1,6 +1,6 @@
 """`pflcore run`, `pflcore compare` and `pflcore report`: records, tables and pictures.
 
-Every option is a field of a dataclass (the algorithm, Training, Options, Output) or an argument of
+Every option is a field of a dataclass (the algorithm, Training, Options, OutputOptions) or an argument of
 the partition or the model.
 """
 

@@ -128,7 +128,7 @@ def with_validation(data: Federation, seed: int = 0, share: float = 0.2) -> Fede
 
 
 def mask_ignored_label(data: Federation, label: int) -> Federation:
-    """The same federation with `IGNORED` for `label`, which the loss leaves out; classes that were
+    """The same federation with `IGNORED_LABEL` for `label`, which the loss leaves out; classes that were
     counted by it are counted without it.
 
     ValueError where clients have labels of their own for it.

@@ -321,7 +321,7 @@ class Server:
 
         Who is not there was absent. Says what happened: `dropped` (clients whose upload is not
         finite, or of no use: they were absent too), `void` (then nothing changed, for the reason
-        `why`), `moved`, `clipped`. ValueError in one sentence, and nothing changed, for an upload
+        `void_reason`), `relative_update_norm`, `clipped`. ValueError in one sentence, and nothing changed, for an upload
         that does not fit, where there is none, and where the algorithm would end a run; without
         `strict` an upload is left out with a RuntimeWarning, and a round of none is void.
         """

@@ -35,7 +35,7 @@ def evaluate(
 
     A client without samples of `split`, or not among `clients` (ids; default: all), is not looked
     at: NaN, and size 0. A loss that is not finite is infinite, never NaN: a mean
-    shows it. There is an accuracy where the criterion scores classes.
+    shows it. There is an accuracy where the loss scores classes.
     """
     n = config.context.data.n
     values = evaluate_clients(

@@ -43,7 +43,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["Checkpoint", "load"]
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 RECORD_FIELD_TYPES = {  # what is read of a record
     "round": (int,),
     "cohort": (list,),

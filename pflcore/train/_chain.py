@@ -38,7 +38,7 @@ SHAPE_QUERIES = (
 HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 Shape = tuple[int, ...]
 Lines = Iterator[tuple[Any, ...]]  # of what `pflcore.ops._chain.encode_layer` takes
-LOG_SOFTMAX_LINE = ("log_softmax",)  # no line: the criterion takes logarithms as they are
+LOG_SOFTMAX_LINE = ("log_softmax",)  # no line: the loss takes logarithms as they are
 
 
 class NotAChain(Exception):
@@ -55,7 +55,7 @@ class LayerCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """A model and its criterion as the kernels know them."""
+    """A model and its loss as the kernels know them."""
 
     program: Tensor  # [L, 9] float64, see pflcore.ops._chain.encode_layer
     criterion: str
@@ -104,9 +104,9 @@ def require(fits: Any, why: str) -> None:
 
 
 def compile_chain(net: Net, shape: Shape) -> Chain:
-    """The chain that `net` is on samples of this shape; NoChain where it is none."""
+    """The chain that `net` is on samples of this shape; NotAChain where it is none."""
     criterion = loss_name(net.loss_fn)
-    require(LOSSES.get(criterion) is net.loss_fn, "a criterion of one's own")
+    require(LOSSES.get(criterion) is net.loss_fn, "a loss of one's own")
     require(not net.buffer_names, "buffers")
     require(len(shape) in (1, 3) and all(shape), f"samples of shape {list(shape)}")
     for name, m in net.module.named_modules():

@@ -348,7 +348,7 @@ class Clients:
         returns: str = "logits",
     ) -> tuple[Tensor, Tensor | None]:
         """Losses and shares [S] as `evaluate` has them, from what `scores` gave, which may be
-        probabilities; the samples of a group of clients go through the criterion at once."""
+        probabilities; the samples of a group of clients go through the loss at once."""
         net, lists = self.net, self.sample_lists(split)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
         right = client_nanmeans(fraction_correct(z, y), lists) if self._labelled else None

@@ -85,7 +85,7 @@ Loss = Annotated[str | LossFunction, at.doc(LOSS_TEXT)]
 
 
 def default_loss(y: Tensor) -> str:
-    """The criterion for targets that nobody named one for: by their dtype."""
+    """The loss for targets that nobody named one for: by their dtype."""
     return "squared" if y.is_floating_point() else "cross_entropy"
 
 
@@ -126,7 +126,7 @@ def resolve_loss(loss: Loss, name: str = "loss") -> LossFunction:
 
 
 def loss_name(criterion: LossFunction) -> str:
-    """What a criterion is called in records."""
+    """What a loss is called in records."""
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 

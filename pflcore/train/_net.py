@@ -331,11 +331,11 @@ class Net:
         return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore
 
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The criterion's value for the model `row` [P] on one batch [B, ...]: a scalar []."""
+        """The loss of the model `row` [P] on one batch [B, ...]: a scalar []."""
         return self.batch_loss(self(row, x), y)
 
     def batch_loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        """The criterion's value for a batch's scores and targets [B, ...], handed to it in the form
+        """The loss of a batch's scores and targets [B, ...], handed to it in the form
         that it takes, and with the label that it leaves out: a scalar []."""
         scores, y = self.argument_form.convert(scores, y)
         if self.ignored_label != IGNORED_LABEL and not y.is_floating_point():

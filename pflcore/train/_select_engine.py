@@ -1,7 +1,7 @@
 """What trains this model? A trial before round 1 answers, by model, data and device alone.
 
 The module itself is run by plain autograd on a few samples: that says whether model, data and
-criterion fit together (`fits`), and what losses and gradients are. Then a few clients with those
+loss fit together (`_validate`), and what losses and gradients are. Then a few clients with those
 samples are trained for a step by each engine, and must give the same: in float64, at the start plus
 noise, in training and in evaluation mode. On a card float64 alone judges, at any size: there
 float32 may be rounded to TF32, which rectifiers and maxima magnify.
@@ -63,8 +63,8 @@ def make_context(  # noqa: PLR0913 (a run's own)
     clients_per_block: int | None = None,
     graphs: bool = True,
 ) -> TrainContext:
-    """What a run needs, after one trial: model, data and criterion fit together, and what trains
-    the model is the model. Unfit, a ValueError, in one sentence where something does not fit."""
+    """What a run needs, after one trial: model, data and loss fit together, and what trains
+    the model is the model. MismatchError, a ValueError, in one sentence where something does not fit."""
     device = net.w0.device
     with single_threaded(), REPEATABLE_FLAGS.set_for(device), NO_TF32_FLAGS.set_for(device):
         net = net.with_fields(data.fields)

@@ -1,4 +1,4 @@
-"""Do model, data and criterion fit together? What does not is refused in one sentence of the user's
+"""Do model, data and loss fit together? What does not is refused in one sentence of the user's
 words: what was given, what was expected, what to do."""
 
 import copy
@@ -29,7 +29,7 @@ SIGNED_LOSSES = nn.SoftMarginLoss, F.soft_margin_loss, nn.HingeEmbeddingLoss, F.
 
 
 class MismatchError(ValueError, TypeError):
-    """Model, data and criterion do not fit together, dtypes often; its text is the whole
+    """Model, data and loss do not fit together, dtypes often; its text is the whole
     sentence."""
 
 
@@ -92,7 +92,7 @@ def _check_signed_targets(net: Net, data: Federation) -> None:
 
 
 def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
-    """The model's outputs against the labels, as far as the criterion is known."""
+    """The model's outputs against the labels, as far as the loss is known."""
     if not isinstance(scores, Tensor):
         raise MismatchError(
             "model: expected its forward pass to give one tensor of scores, got a "
@@ -225,7 +225,7 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
 
 
 def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
-    """Why the criterion failed."""
+    """Why the loss failed."""
     remedy = ""
     if "BCE" in loss_name(net.loss_fn) and scores.numel() != y.numel():
         remedy = "; it compares them one by one: let the model give one output for each target"

@@ -73,7 +73,7 @@ def test_who_never_took_part_is_served_the_global_model():
 
 
 def test_the_first_time_ends():
-    """Where losses never settle, after `most` epochs."""
+    """Where losses never settle, after `max_epochs` epochs."""
     calls: list[int] = []
 
     class Counted(FedALA):
@@ -81,7 +81,7 @@ def test_the_first_time_ends():
             calls.append(1)
             return super().loss(*args)
 
-    after(Counted(threshold=0.0, most=12, sample=1.0), tiny(), 2)
+    after(Counted(threshold=0.0, max_epochs=12, sample=1.0), tiny(), 2)
     assert len(calls) == 12 * sum(-(-n // 8) for n in (7, 20, 31))
 
 

@@ -153,7 +153,7 @@ def test_waffles_target_is_alone_at_the_end(round, alone):
     alg, delta = Waffle(target=1, do=0.0), t([[1.0, 0], [1.0, 1], [0.5, 1]])
     cohort = some(3, round, rounds=60)
 
-    smooth, history = alg.weights(torch.full((3, 2), 1 / 3, dtype=F64), delta, cohort)
+    smooth, history = alg.smoothed_weights(torch.full((3, 2), 1 / 3, dtype=F64), delta, cohort)
 
     assert (history[:, 0] == t([0, 1, 0])).all() == alone[0]
     assert (smooth == t([0, 1, 0])).all() == alone[1]
@@ -163,7 +163,7 @@ def test_waffle_averages_the_last_two_rounds():
     alg, delta = Waffle(target=1, do=0.5), t([[1.0, 0], [1.0, 1], [0.5, 1]])
     before = t([[0.1, 0.7], [0.6, 0.2], [0.3, 0.1]])
 
-    smooth, history = alg.weights(before, delta, some(3, 4, rounds=100))
+    smooth, history = alg.smoothed_weights(before, delta, some(3, 4, rounds=100))
 
     assert torch.equal(history[:, 1], before[:, 0])
     near(smooth, (history[:, 0] + before.sum(1)) / 3)

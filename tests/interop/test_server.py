@@ -405,7 +405,7 @@ def test_a_negative_variance_is_dropped_and_honest_models_stay_finite():
 
 
 def numbers(about):
-    """Numbers that no message has: see `About`, whose order is theirs."""
+    """Numbers that no message has: see `MessageHeader`, whose order is theirs."""
     number, n, _, round, rounds, done, accepted, factor = range(8)
     for place, odd in (
         *((number, odd) for odd in (-1, 4, 2**52, 0.5, torch.nan, torch.inf)),

@@ -347,14 +347,14 @@ def test_an_exchanged_file_is_refused(tmp_path, monkeypatch):
     )
     shutil.copy(b / checkpoint.FILE_NAME, a / checkpoint.FILE_NAME)
     refused(lambda: make("waffle").restore(a), "another run: seed")
-    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 4)
-    refused(lambda: load(b), "expected format 4, got 3")
+    monkeypatch.setattr(checkpoint, "FORMAT_VERSION", 5)
+    refused(lambda: load(b), "expected format 5, got 4")
     refused(lambda: load(tmp_path), r"has no checkpoint\.safetensors")
 
 
 FORGED = """\
-facts | format | null | expected format 3, got None
-facts | format | [3] | expected format 3, got
+facts | format | null | expected format 4, got None
+facts | format | [4] | expected format 4, got
 facts | run | 5 | that of another run
 facts | round | -1 | round: expected at most 4, got -1
 facts | round | 5 | round: expected at most 4, got 5

@@ -157,7 +157,7 @@ def test_a_round_that_fails_puts_the_flags_back(flags, monkeypatch):
     _, model = flags
     with pretended_gpu() as gpu:
         run = simulation(data=images(), model=model, device=str(gpu), engine="vmap")
-        for what in ("fit", "measure"):
+        for what in ("fit", "evaluate"):
             with monkeypatch.context() as patch, pytest.raises(KeyError):
                 patch.setattr(Clients, what, lambda *_, **__: {}["a round"])
                 list(run.iterate())
