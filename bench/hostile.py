@@ -1,4 +1,4 @@
-"""What bad clients do: `python -m bench.num_byzantine [inputs] [attacks] [waffle] [--seeds N]` prints the
+"""What bad clients do: `python -m bench.hostile [inputs] [attacks] [waffle] [--seeds N]` prints the
 figures of docs/trust.md.
 
 inputs    (default) bad uploads, messages and drop-outs tried on every algorithm, by kind, and how

@@ -40,7 +40,7 @@ class Asked(FedDWA):
     # a round: clients with other neighbours, weight and distance off
     seen: list[tuple[int, float, float]] = field(default_factory=list)
 
-    def weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def mixing_weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         exact, near = ops.pairwise_sqdist(guide, w), gram(guide, w).clamp(min=0).double()
         a, b = (ops.feddwa_weights(d, min(self.k, len(w))) for d in (exact, near))
         none = torch.zeros(len(w), len(w), dtype=torch.float64)

@@ -226,7 +226,7 @@ def find_argument_form(
     Scores [B, 1] beside targets [B] are spread to [B, B] by most functions, and then it does not
     matter which sample has which target. The scores are drawn between targets of other samples: so
     a function that pairs each score with its own target gives another value by as much as the
-    targets differ, whatever their scale. A `is_loss` is tried with its slopes, and may take
+    targets differ, whatever their scale. A loss (`is_loss`) is tried with its slopes, and may take
     whole numbers as floats.
     """
     for as_floats in (False, True)[: 2 if is_loss and not y.is_floating_point() else 1]:
@@ -499,7 +499,7 @@ HIGHER_IS_BETTER = {
 def is_higher_better(
     name: str, higher_is_better: bool | None = None, argument: str = "key"
 ) -> bool:
-    """Whether more of a metric is better: as somebody `higher_is_better`, else as its name says.
+    """Whether more of a metric is better: as `higher_is_better` says, else as its name says.
 
     ValueError for a metric of one's own of which nobody said it.
     """

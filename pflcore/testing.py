@@ -252,7 +252,7 @@ def _check_own(own: Tensors, new: Tensors) -> None:
         if old is None or (old.shape, old.dtype) != (value.shape, value.dtype):
             raise Fault(
                 f"train: the clients' state {key!r} was {summarize(old)} and became {summarize(value)}; "
-                "newcomer gives a state, which keeps its shape and dtype."
+                "init_client gives a state, which keeps its shape and dtype."
             )
 
 
@@ -333,7 +333,7 @@ def _added_members(alg: Algorithm) -> dict[str, Any]:
 
 
 def _reachable_members(alg: Algorithm, members: Mapping[str, Any]) -> set[str]:
-    """Those of the members `members` that the hooks' code speaks of, with any options. A value's
+    """Those of `members` that the hooks' code speaks of, with any options. A value's
     name may be that of another object's attribute there, `fit.buffers`, which proves nothing."""
     reached = [
         _code_of_member(v)

@@ -1,7 +1,7 @@
 """Grids: every candidate is trained, scored on validation data, recorded; the best one is reported
 on test data, once.
 
-Selection works on `StudyProtocol.blind`, a federation without a test split, so it cannot see test data
+Selection works on `StudyProtocol.without_test`, a federation without a test split, so it cannot see test data
 even by mistake.
 """
 

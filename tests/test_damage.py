@@ -164,7 +164,7 @@ HEADER = a_run(rounds=0)[0]["header"] | {
 
 def whole_record():
     """Lines with all that is read of a record."""
-    own = {"moved": [1.0, 2.0, None, 30.0], "clipped": [1], "void": False, "seconds": 0.1}
+    own = {"relative_update_norm": [1.0, 2.0, None, 30.0], "clipped": [1], "void": False, "seconds": 0.1}
     rounds = [line(r, [0.5] * N, **own) for r in (1, 2, 3)]
     rounds = json.loads(json.dumps(rounds, default=lambda tensor: tensor.tolist()))
     rounds[1]["report"] = {"weights": [[0.25] * N] * N}
@@ -200,7 +200,7 @@ ODD_LINES = """\
 3 round | true | round: expected a whole number
 3 cohort | [0, 4] | cohort: expected clients from 0 to 3
 3 cohort | 5 | cohort: expected a list of clients
-3 moved | ["x"] | moved: expected a list of numbers
+3 relative_update_norm | ["x"] | relative_update_norm: expected a list of numbers
 3 bytes_up | "x" | bytes_up: expected a number of bytes
 3 bytes_down | -1 | bytes_down: expected a number of bytes
 3 eval loss | [[1], [1, 2], 1, 1] | eval.loss: expected a list of numbers

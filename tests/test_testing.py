@@ -230,17 +230,17 @@ class Misspelt(FedAvg):
         return {"w": client_state["v"]}
 
 
-@found(r"client: no hook has this name, and no run calls it; the hooks are init, send, .*, grow, ")
+@found(r"client: no hook has this name, and no run calls it; the hooks are init, send, .*, add_client, ")
 class FormerHook(FedAvg):
     def client(self, down, own, clients):
         return super().train(down, own, clients)
 
 
-@found(r"newcomr: no hook has this name, and no run calls it; did you mean 'newcomer', and the ")
+@found(r"init_clent: no hook has this name, and no run calls it; did you mean 'init_client', and the ")
 class MisspeltHook(Trains):
     """Fails at once for want of what its hook would give."""
 
-    def newcomr(self, down, net, n):
+    def init_clent(self, down, net, n):
         return {"head": down["x"]}
 
     def gives(self, delta, own, clients):

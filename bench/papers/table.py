@@ -55,7 +55,7 @@ def summary(
 
 def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
     """One row per setting, method and variant: means over seeds; accuracies in percent. `best` is
-    the best round's mean over clients, selected on test data as in the papers, `order_by_size` the same
+    the best round's mean over clients, selected on test data as in the papers, `by_size` the same
     weighted by test samples, `final` the last round's."""
     out = []
     for (setting, method, variant), mine in runs.items():

@@ -123,7 +123,7 @@ class FedAvg(Algorithm):
     · "trimmed_mean": coordinate by coordinate without the f least and f largest (Definition 2) ·
     "krum", "multi_krum": the update, or the mean of the S - f updates, of the least Krum score
     (Blanchard et al. 2017), by exact distances · "fltrust": sum_i t_i (|r| / |d_i|) d_i / sum_i t_i
-    with t_i = max(0, cos(d_i, r)) and r the update of the trusted client `trusted_client`, who joins every
+    with t_i = max(0, cos(d_i, r)) and r the update of `trusted_client`, who joins every
     round (Cao et al. 2021, eqs. 2 to 4, where r is trained by the server on data of its own and is
     not part of the sum). Running statistics of batch norm stay each client's own then: they would
     be a way around the defence.

@@ -24,7 +24,7 @@ def parse(
 
     A group in `prefixed` writes its options `--GROUP.OPTION`; in the others an option whose name an
     earlier group has is `--GROUP-OPTION`. What is no field of these groups is passed over where
-    they are not the `complete`: which groups there are may depend on the values of some.
+    they are not `complete`: which groups there are may depend on the values of some.
     """
     tyro = import_optional("tyro")
     arg, taken, kinds = tyro.conf.arg, set[str](), dict[str, Any]()

@@ -88,7 +88,7 @@ def leaf(path: AnyPath, *, classes: Classes = "infer", name: str | None = None) 
 
     ``path``: one file, a folder of files, or a folder with ``train/`` and ``test/`` (below
     ``data/`` too). Clients in the order of the training users. Where the test users are other
-    people (LEAF's split by user), everybody's samples are "train" and ``truth["with_validation"]`` [N]
+    people (LEAF's split by user), everybody's samples are "train" and ``truth["held_out"]`` [N]
     marks them. What targets and inputs become is decided for all users together (docs/data.md).
 
     Args:

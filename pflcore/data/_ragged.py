@@ -21,7 +21,7 @@ Random = np.random.RandomState
 
 
 class Ragged(Sequence[Tensor]):
-    """N lists of int64: list i is ``flat[initial_state[i] : initial_state[i + 1]]``, a view.
+    """N lists of int64: list i is ``flat[begin[i] : begin[i + 1]]``, a view.
 
     flat   [n]      all lists, one after the other, on the pool's device
     size   [N]      the lengths, on the CPU

@@ -23,7 +23,7 @@ def synthetic_linear(  # noqa: PLR0913 (the recipe's options)
     """Linear regression: y = x . w_i + noise, x normal; clients of a group (i mod groups) share w
     up to ``spread``.
 
-    Each client has ``samples`` to train on and ``with_validation`` to test on. truth: "optimum" [N, dim] =
+    Each client has ``samples`` to train on and ``held_out`` to test on. truth: "optimum" [N, dim] =
     w_i, "group" [N]. A client's best possible mean squared error is noise^2.
     """
     gen = torch.Generator().manual_seed(seed)

@@ -170,7 +170,7 @@ def check_model_layouts(message: Tensors, layout: DownloadLayout, name: str) -> 
 def expand_shared_rows(
     sent_rows: Tensor, sent_mask: Tensor, index: Tensor, max_rows: int | None
 ) -> SharedRows:
-    """The pool whose rows that were `sent_mask`, bool [R], are `sent_rows`; the others take no memory.
+    """The pool whose rows where `sent_mask`, bool [R], is true are `sent_rows`; the others take no memory.
     ValueError where these are no parts of one, or it has more rows than `max_rows`."""
     fits = sent_mask.dtype == torch.bool and len(sent_rows) == int(sent_mask.sum())
     low, high = (int(v) for v in index.aminmax()) if index.numel() else (-1, -1)
@@ -193,7 +193,7 @@ def decode_message(
     """The payload [1, ...] of a message, its numbers and the statistics [b] that came with it, on
     `device`.
 
-    ValueError where it is no message, its fingerprint is not `alike`, or it is not what is `layout`
+    ValueError where it is no message, its fingerprint is not `alike`, or it does not fit `layout`
     (None: whatever an algorithm may send): before anything larger than the message is made.
     """
     try:

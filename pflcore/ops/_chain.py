@@ -64,7 +64,7 @@ def splitmix_hash(z: Tensor) -> Tensor:
 
 
 def hashed_integers(seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Integers from 0 to 2^24 - 1, [..., *shape] for seeds [...], a function of the seed, `encode_layer`
+    """Integers from 0 to 2^24 - 1, [..., *shape] for seeds [...], a function of the seed, `layer`
     and each element's place alone."""
     places = torch.arange(math.prod(shape), device=seed.device) * _STEP
     # wrapped by hand: Python's numbers do not overflow

@@ -29,7 +29,7 @@ Record = dict[str, Any]
 DIGEST_MAX_BYTES = 2**28
 REPORT_TENSOR_MIN_NUMBERS = 1000  # numbers from which a report is kept as a tensor
 # of a header: where a run is computed, and what its identity says better
-NOT_IDENTITY = ("rows", "backend", "peak_bytes", "loss", "size")
+NOT_IDENTITY = ("storage", "backend", "peak_bytes", "loss", "size")
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
 NO_OUTLIER = [0.0, 0, 0]
 # a run's, by the same names
@@ -60,7 +60,7 @@ def header(run: Any) -> Record:
         "path": describe_engine(setting),
         "device": run.hardware.device,
         "clients_per_block": setting.clients_per_block,
-        "rows": "disk" if run.config.folder else "memory",
+        "storage": "disk" if run.config.folder else "memory",
         "batch_norm": run.batch_norm,
         "clip": robustness.clip,
         "stream": STREAM_VERSION,

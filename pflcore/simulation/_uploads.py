@@ -38,7 +38,7 @@ class CohortResult(NamedTuple):
     loss: Tensor  # [S] mean of the minibatches' losses
 
     def take(self, mask: Tensor) -> CohortResult:
-        """The clients who are `mask`, bool [S], alone."""
+        """The clients where `mask`, bool [S], is true, alone."""
 
         def select_rows(rows: Any) -> Any:
             if isinstance(rows, dict):

@@ -170,7 +170,7 @@ class Clients:
     block_numbers: Tensor | None = None
 
     def take(self, mask: Tensor) -> Clients:
-        """Those who are `mask`, bool [S]."""
+        """Those where `mask`, bool [S], is true."""
         buffers, at = self.buffers[to_device(mask, self.buffers.device)], mask.cpu()
         return replace(
             self, ids=self.ids[at], buffers=buffers, block_numbers=self._block_numbers[at]

@@ -153,7 +153,7 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
             assert torch.allclose(one.eval()(x).detach(), want, atol=1e-6)
             continue
         for key, value in kept.state_dict().items():
-            name = key.removeprefix("view_")
+            name = "statistics" if key == "buffer_row" else key.removeprefix("view_")
             own = [tensors[k].flatten() for k in entry["tensors"] if k.partition(".")[0] == name]
             equals(torch.cat(own or [value[:0]]), value.flatten())
         doc = type(kept.algorithm).predict.__doc__

@@ -126,9 +126,9 @@ def test_a_run_whose_batches_do_not_fit_is_refused(monkeypatch):
     peak = needed("vmap").peak_bytes()
     monkeypatch.setattr(memory, "capacity", lambda device: peak - 1)
     with pytest.raises(memory.RunTooLarge, match=r"beside its data, and cpu .* \(batch_size\)"):
-        needed("vmap", rows="memory")
-    needed("vmap", batch=10, rows="memory")
-    needed("vmap", clients_per_block=3, rows="memory")
+        needed("vmap", storage="memory")
+    needed("vmap", batch=10, storage="memory")
+    needed("vmap", clients_per_block=3, storage="memory")
 
 
 @pytest.mark.parametrize("engine, block", [("vmap", 64), ("loop", None)])
@@ -142,7 +142,7 @@ def test_what_is_computed_at_once_can_be_less(monkeypatch, engine, block):
     assert (words in stopped) == (block is not None)
     monkeypatch.setattr(memory, "capacity", lambda device: 1)
     with pytest.raises(memory.RunTooLarge) as refused:
-        needed(engine, rows="memory")
+        needed(engine, storage="memory")
     assert (words in str(refused.value)) == (block is not None)
 
 

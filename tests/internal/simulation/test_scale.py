@@ -121,7 +121,7 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
     first, second = a.run(), b.run()
     for one, two in zip(first.rounds, second.rounds, strict=True):
         assert one | {"seconds": 0} == two | {"seconds": 0}
-    seen = [(h.header["rows"], h.header["stream"]) for h in (first, second)]
+    seen = [(h.header["storage"], h.header["stream"]) for h in (first, second)]
     assert seen == [("memory", 3), ("disk", 3)]
     assert os.listdir(tmp_path) == [] and same(first.state, second.state, first.state.participated)
     x, new = a.data.x[:5], (torch.ones(4, 6), torch.tensor([0, 1, 0, 1]))
@@ -153,7 +153,7 @@ def test_parts_are_cut_between_those_who_are_computed_at_once(engine, tmp_path, 
     """Under vmap, where an evaluation trains, a client's last digits depend on its block."""
     alg = FedRep(finetune_epochs=2)
     how = {
-        "rows": tmp_path,
+        "storage": tmp_path,
         "engine": engine,
         "model": normed_model,
         "clients_per_block": 4,
