@@ -95,7 +95,10 @@ def attacks(seeds: int = 1) -> int:
     """Accuracy by attack and defence; gives how often the defence that must hold did not."""
     data, lost, clean = [federation_of("mnist5k", "A", N, s) for s in range(seeds)], 0, 0.0
     honest = [i for i in range(N) if i not in BAD]
-    beside = {**{d: {"num_byzantine": len(BAD)} for d in BYZANTINE_MARGIN}, "fltrust": {"trusted_client": 0}}
+    beside = {
+        **{d: {"num_byzantine": len(BAD)} for d in BYZANTINE_MARGIN},
+        "fltrust": {"trusted_client": 0},
+    }
     options = [{}, *({"defence": d, **beside.get(d, {})} for d in DEFENCES)]
     table = Table("attack", "none", *DEFENCES)
     for attack in (None, *ATTACKS):

@@ -164,7 +164,12 @@ HEADER = a_run(rounds=0)[0]["header"] | {
 
 def whole_record():
     """Lines with all that is read of a record."""
-    own = {"relative_update_norm": [1.0, 2.0, None, 30.0], "clipped": [1], "void": False, "seconds": 0.1}
+    own = {
+        "relative_update_norm": [1.0, 2.0, None, 30.0],
+        "clipped": [1],
+        "void": False,
+        "seconds": 0.1,
+    }
     rounds = [line(r, [0.5] * N, **own) for r in (1, 2, 3)]
     rounds = json.loads(json.dumps(rounds, default=lambda tensor: tensor.tolist()))
     rounds[1]["report"] = {"weights": [[0.25] * N] * N}

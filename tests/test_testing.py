@@ -67,7 +67,7 @@ class GrowingState(Trains):
         }
 
 
-@found(r"train: the clients' state 'v' was None and became a tensor .*; newcomer gives a state")
+@found(r"train: the clients' state 'v' was None and became a tensor .*; init_client gives a state")
 class UnknownState(Trains):
     def gives(self, delta, own, clients):
         return {"v": delta}, {"delta": delta}
@@ -230,13 +230,17 @@ class Misspelt(FedAvg):
         return {"w": client_state["v"]}
 
 
-@found(r"client: no hook has this name, and no run calls it; the hooks are init, send, .*, add_client, ")
+@found(
+    r"client: no hook has this name, and no run calls it; the hooks are init, send, .*, add_client, "
+)
 class FormerHook(FedAvg):
     def client(self, down, own, clients):
         return super().train(down, own, clients)
 
 
-@found(r"init_clent: no hook has this name, and no run calls it; did you mean 'init_client', and the ")
+@found(
+    r"init_clent: no hook has this name, and no run calls it; did you mean 'init_client', and the "
+)
 class MisspeltHook(Trains):
     """Fails at once for want of what its hook would give."""
 

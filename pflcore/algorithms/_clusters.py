@@ -156,7 +156,7 @@ class HypCluster(Ensemble):
         super().__post_init__()
         if self.shared and (self.warmup_rounds or self.bias_correction != "none"):
             raise ValueError(
-                "shared: k independent runs (warm) have no common layers, nor have clusters of "
+                "shared: k independent runs (warmup_rounds) have no common layers, nor have clusters of "
                 "several ages a common bias correction; take warmup_rounds=0 and bias_correction='none'."
             )
 

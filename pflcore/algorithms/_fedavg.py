@@ -173,7 +173,7 @@ class FedAvg(Algorithm):
                 raise VoidRound(
                     f"defence: {self.defence} against {self.num_byzantine} hostile clients needs "
                     f"{2 * self.num_byzantine + more} in a round, and round {cohort.round} has "
-                    f"{len(delta)}; lower hostile, or raise participation."
+                    f"{len(delta)}; lower num_byzantine, or raise participation."
                 )
         root = (
             0 if self.trusted_client is None else int((cohort.ids == self.trusted_client).nonzero())
