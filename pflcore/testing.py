@@ -125,7 +125,7 @@ class Case:
         """The algorithm with a check of what goes into and comes out of each hook."""
         return _watched(self.given)
 
-    def setup(self, algorithm: Algorithm | None = None, **changed: Any) -> RunConfig:
+    def config(self, algorithm: Algorithm | None = None, **changed: Any) -> RunConfig:
         """What a run on this case, or on a changed one, keeps the same."""
         context = TrainContext(self.net, self.data, TRAINING, Engine("loop"), Workers(1), rounds=6)
         return RunConfig(algorithm or self.watched, context._replace(**changed))
@@ -135,14 +135,14 @@ class Case:
         alg: Any = self.given
         if hasattr(alg, "target"):
             alg = replace(alg, target=numbers.index(target))
-        return self.setup(_watched(alg), data=self.data.subset(numbers), **changed)
+        return self.config(_watched(alg), data=self.data.subset(numbers), **changed)
 
     def breaking(self, clients: Sequence[int]) -> RunConfig:
         """The same where these clients' training overflows."""
         x, index = self.data.x.clone(), self.data.index
         rows = [of[i] for split, of in index.items() if split != "test" for i in clients]
         x[torch.cat(rows)] *= 5e307 / x.abs().max()
-        return self.setup(data=replace(self.data, x=x))
+        return self.config(data=replace(self.data, x=x))
 
     def otherwise_tested(self) -> RunConfig:
         """The same, but every client has another's samples in the split "test", and one less."""
@@ -150,7 +150,7 @@ class Case:
         if "test" in index:
             first, *others = (rows[1:] for rows in index["test"])
             index["test"] = [*others, first]
-        return self.setup(data=replace(self.data, index=index))
+        return self.config(data=replace(self.data, index=index))
 
     def play(self, config: RunConfig, cohorts: Sequence[Sequence[int]] = COHORTS) -> Play:
         """Some rounds, by default those of the recorded play; Fault where one fails."""
@@ -171,7 +171,7 @@ class Case:
     @cached_property
     def recorded(self) -> Play:
         """The play that the checks read."""
-        return self.play(self.setup())
+        return self.play(self.config())
 
     @cached_property
     def found(self) -> Tensors:
@@ -187,7 +187,7 @@ class Case:
 
     def results(self, play: Play) -> Tensors:
         """Everything that a run leaves."""
-        found, done = _state(play.last) | self.evaluate(play.last, self.setup()), play.done[-1]
+        found, done = _state(play.last) | self.evaluate(play.last, self.config()), play.done[-1]
         if done.void or done.cohort is None:
             return found
         return found | self.watched.report(play.last.server, done.mix, done.cohort)
@@ -372,7 +372,7 @@ def _attributes_read(case: Case) -> set[str]:
     object.__setattr__(
         alg, "__class__", type(cls.__name__, (cls,), {"__getattribute__": record_read})
     )
-    config = case.setup(alg)
+    config = case.config(alg)
     with suppress(Exception):  # the other checks tell it
         alg.__post_init__()
         play = case.play(config, [PART])
@@ -437,7 +437,7 @@ def stays_finite(case: Case) -> None:
             )
     for what, round in case.recorded.unfit:
         raise Fault(f"update: {what} {fine}, after round {round}.")
-    for key in _unfit(case.evaluate(case.recorded.last, case.setup())):
+    for key in _unfit(case.evaluate(case.recorded.last, case.config())):
         raise Fault(f"model or predict: {key} {fine}.")
 
 
@@ -450,7 +450,7 @@ def runs_repeat(case: Case) -> None:
         "change.",
     }
     for workers, fault in faults.items():
-        _same(case.found, case.left(case.setup(workers=Workers(workers))), fault)
+        _same(case.found, case.left(case.config(workers=Workers(workers))), fault)
 
 
 def nobody_trains_on_test(case: Case) -> None:
@@ -468,7 +468,7 @@ def engines_agree(case: Case) -> None:
         "{} differs between the engines 'loop' and 'vmap': a loss or an update mixes clients or "
         "branches on values."
     )
-    _same(case.found, case.left(case.setup(engine=Engine("vmap"))), fault, 1e-6, 1e-8)
+    _same(case.found, case.left(case.config(engine=Engine("vmap"))), fault, 1e-6, 1e-8)
 
 
 def numbers_of_clients_play_no_part(case: Case) -> None:
@@ -506,7 +506,7 @@ def numbers_of_clients_play_no_part(case: Case) -> None:
 
 def seeds_differ(case: Case) -> None:
     """Another seed gives another run."""
-    if not _other(case.play(case.setup(seed=1)).states[-1], case.recorded.states[-1]):
+    if not _other(case.play(case.config(seed=1)).states[-1], case.recorded.states[-1]):
         raise Fault(
             "train: another seed gives the same run, so nothing that is trained on shuffled "
             "batches is kept or sent."
@@ -527,7 +527,7 @@ def float32_runs(case: Case) -> None:
     """What runs in float64 runs in float32, too."""
     case = replace(case, dtype=torch.float32)
     try:
-        case.evaluate(case.play(case.setup(), COHORTS[:2]).last, case.setup())
+        case.evaluate(case.play(case.config(), COHORTS[:2]).last, case.config())
     except Fault as fault:
         raise Fault(f"in float32, as runs are by default, {fault}") from fault
 
@@ -553,7 +553,7 @@ def broken_clients_are_absent(case: Case) -> None:
 def bytes_are_counted(case: Case) -> None:
     """No parameter's columns travel, and are counted, that are always zero."""
     uploads, plain = case.recorded.uploads, replace(case, given=FedAvg())
-    moved = plain.play(plain.setup(), [ALL]).uploads[0]["delta"].abs()  # all that moves at all
+    moved = plain.play(plain.config(), [ALL]).uploads[0]["delta"].abs()  # all that moves at all
     whole = [key for key, first in uploads[0].items() if first.shape[1:] == (case.net.size,)]
     for key in whole:
         for name, columns in case.net.slices.items():

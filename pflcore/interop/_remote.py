@@ -574,8 +574,8 @@ class Client:
         self.data = with_validation(one, seed) if self.algorithm.traits.needs_val else one
         self.averages = batch_norm_policy(self.algorithm, net, batch_norm) == "average"
         where = (hardware.engine, hardware.workers, seed)
-        self._setting = make_context(net, self.data, training, *where, graphs=hardware.graphs)
-        net, classes = self._setting.net, self.data.classes
+        self._context = make_context(net, self.data, training, *where, graphs=hardware.graphs)
+        net, classes = self._context.net, self.data.classes
         if classes is not None and self.data.relabel is None and net.head_name is not None:
             # one client may not have samples of all classes
             self.data = replace(self.data, classes=max(classes, net.classes))
@@ -651,13 +651,13 @@ class Client:
     @contextmanager
     def _reproducible(self) -> Iterator[None]:
         """This client's work is one thread's, and repeats its bits on a card."""
-        with single_threaded(), REPEATABLE_FLAGS.set_for(self._setting.net.w0.device):
+        with single_threaded(), REPEATABLE_FLAGS.set_for(self._context.net.w0.device):
             yield
 
     def _open_download(self, download: Any) -> tuple[Payload, Tensors, MessageHeader, Clients]:
         """What was sent, this client's own state [1, ...], the message's numbers, and what a hook
         is given to train with, when the last round is settled."""
-        net = self._setting.net
+        net = self._context.net
         device, key = net.w0.device, self._fingerprint
         payload, about, statistics = decode_message(
             download, device, key, "download", self._download_layout
@@ -672,9 +672,9 @@ class Client:
         own = {k: embed_tensor(kept[k], v) if k in kept else v.clone() for k, v in first.items()}
         mine = self._buffers if statistics is None else statistics[None]
         data = single_client_view(self.data, about.number, about.n)
-        setting = self._setting._replace(data=data, rounds=about.rounds)
+        context = self._context._replace(data=data, rounds=about.rounds)
         number = torch.tensor([about.number])
-        return down, own, about, Clients(setting, number, about.round, mine.clone())
+        return down, own, about, Clients(context, number, about.round, mine.clone())
 
     def _settle(self, about: MessageHeader) -> None:
         """The last round's work counts where the server took its upload, as far as it took it."""

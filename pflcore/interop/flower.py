@@ -522,7 +522,7 @@ class PflStrategy(FilteredFedAvg):
             return []
         if train:
             part = max(fraction, min(1.0, self.min_train_nodes / n))
-            seed: Any = SimpleNamespace(seed=self.server.seed)  # all that is asked of a setting
+            seed: Any = SimpleNamespace(seed=self.server.seed)  # all that is asked of a context
             ids = sample_cohort(RunConfig(alg, seed), self.server.round + 1, part, among)
         else:
             count = max(int(fraction * n), min(self.min_evaluate_nodes, n))

@@ -40,8 +40,8 @@ OUTCOME_FIELDS = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "cl
 def header(run: Any) -> Record:
     """The first line of a run's record. Data without a name of their own, the model and a loss with
     options of its own have a digest in theirs."""
-    setting, alg, robustness = run.context, run.algorithm, run.robustness
-    net, engine, data, split = setting.net, setting.engine, run.data, run.evaluation.split
+    context, alg, robustness = run.context, run.algorithm, run.robustness
+    net, engine, data, split = context.net, context.engine, run.data, run.evaluation.split
     looked_at, criterion = run.evaluation.clients, net.loss_fn
     asked = looked_at is None or isinstance(looked_at, int)
     own = f" {short_digest(vars(criterion))}" if isinstance(criterion, nn.Module) else ""
@@ -57,9 +57,9 @@ def header(run: Any) -> Record:
         "facts": data.facts,
         "parameters": net.size,
         "engine": engine.name,
-        "path": describe_engine(setting),
+        "path": describe_engine(context),
         "device": run.hardware.device,
-        "clients_per_block": setting.clients_per_block,
+        "clients_per_block": context.clients_per_block,
         "storage": "disk" if run.config.folder else "memory",
         "batch_norm": run.batch_norm,
         "clip": robustness.clip,
@@ -79,7 +79,7 @@ def header(run: Any) -> Record:
         said["private"] = [n for n, s in net.slices.items() if columns[s.start]]
     if robustness.adversary is not None:
         said["adversary"] = robustness.adversary
-    return {**to_json(said), "size": setting.data.size("train").tolist()}
+    return {**to_json(said), "size": context.data.size("train").tolist()}
 
 
 def describe_engine(context: Any) -> Record:

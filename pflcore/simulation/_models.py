@@ -323,14 +323,14 @@ class LazyModels:
 
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client."""
-        setting, i = self.config.context, int(client)
-        about = client_facts(setting.data, i)
+        context, i = self.config.context, int(client)
+        about = client_facts(context.data, i)
         if self.config.folder is None:
             model, clients = self.all_models
         else:  # rows of all of them may not fit into memory
             (model, clients), i = personalized_models(self.config, self.state, torch.tensor([i])), 0
         own, b = {k: v[i] for k, v in model.items()}, clients.buffers[i]
-        return Personalized(self.config.algorithm, setting.net, own, b, *about)
+        return Personalized(self.config.algorithm, context.net, own, b, *about)
 
 
 # who comes later --------------------------------------------------------------------------------

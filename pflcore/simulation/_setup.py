@@ -111,13 +111,13 @@ def _prepare_run(run: Any, net: Net, device: str) -> tuple[RunConfig, State]:
     if device != "cpu":
         net, data = net.to(device), data.to(device)
     where = (hardware.workers, run.seed, run.rounds, hardware.clients_per_block, hardware.graphs)
-    setting = make_context(net, data, run.training, hardware.engine, *where)
-    config = RunConfig(alg, setting, run.robustness, run.batch_norm)
+    context = make_context(net, data, run.training, hardware.engine, *where)
+    config = RunConfig(alg, context, run.robustness, run.batch_norm)
     config = config._replace(folder=storage_folder(config, hardware.storage, run.participation))
     memory.check_fits_memory(
-        peak_bytes(config, run.participation), device, adjustable_clients_per_block(setting)
+        peak_bytes(config, run.participation), device, adjustable_clients_per_block(context)
     )
-    return config, initial_state(alg, setting.net, data.n, config.folder)
+    return config, initial_state(alg, context.net, data.n, config.folder)
 
 
 # the memory -------------------------------------------------------------------------------------

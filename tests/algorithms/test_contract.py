@@ -44,7 +44,7 @@ def test_the_contract(name):
 @pytest.mark.parametrize("name", sorted(MODELS_SENT))
 def test_as_many_models_are_sent_as_the_docstring_says(name):
     case = testing.Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
-    (done,) = case.play(case.setup(), [(0, 1, 3)]).done
+    (done,) = case.play(case.config(), [(0, 1, 3)]).done
     one = 3 * case.net.size * 8
     assert (done.bytes_down, done.bytes_up) == tuple(one * m for m in MODELS_SENT[name])
 
@@ -58,7 +58,7 @@ def test_an_option_that_is_offered_plays_a_part(name, option, others):
     case = testing.Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
     for other in others:
         try:
-            setup = case.setup(replace(case.given, **{option: other}))
+            setup = case.config(replace(case.given, **{option: other}))
         except (TypeError, ValueError):  # it has no such option, or one choice
             continue
         last = {k: v for k, v in case.play(setup).states[-1].items() if v.is_floating_point()}
