@@ -29,6 +29,7 @@ class Machine(NamedTuple):
     device: str = "cpu"
     rows: Sequence[int] = (0, 1, 2, 3, 7, 17)  # of matrices whose distances are taken
     tensor_cores: bool = False  # a card whose tensor cores have float64 at speed
+    clients: Sequence[int] = (1, 2, 3, 17, 67, 300, 1100)  # columns of the distances of weights
 
     def place(self, t: Tensor | None, draw: Any, **how: bool) -> Tensor | None:
         """The same for a tensor of any number of axes, or none."""
@@ -104,7 +105,7 @@ def weights(on, dtype, draw):
     """Both rules are their references, of any dtype in any place."""
     rows, n, seed = (
         draw(of(0, 1, 3, 17, 33)),  # of blocks of 16
-        draw(of(1, 2, 3, 17, 67, 300, 1100)),
+        draw(of(*on.clients)),
         draw(st.integers(0, 99)),
     )
     k = draw(of(1, 2, 5, 16, 31, 32, 33, 34, 255, 2000))

@@ -256,6 +256,14 @@ def swept(names=ALGORITHMS, quick=SIX):
     ]
 
 
+def without_twins(*hooks):
+    """One algorithm's name for each way to do these hooks, such as "train"."""
+    first = {}
+    for name, cls in ALGORITHMS.items():
+        first.setdefault(tuple(getattr(cls, hook) for hook in hooks), name)
+    return sorted(first.values())
+
+
 GROUPS: dict[str, Any] = {
     "hardware": (
         Hardware,

@@ -217,8 +217,8 @@ struct Worker {
       room = std::make_unique<Scratch<T>>(plan.rows() * (plan.block + kSkew));
     T* const packed = room ? room->data : nullptr;
     a.block(w.i0, w.mi, w.mi == 1 && !w.diagonal ? 1 : kTile, c, width, copy_a, packed, at_a);
-    if (!w.diagonal)
-      b.block(w.j0, w.nj, kTile, c, width, copy_b, packed + w.mi * (plan.block + kSkew), at_b);
+    T* const packed_b = room ? room->data + w.mi * (plan.block + kSkew) : nullptr;
+    if (!w.diagonal) b.block(w.j0, w.nj, kTile, c, width, copy_b, packed_b, at_b);
     const T* const* right = w.diagonal ? at_a : at_b;
 
     Ahead ahead;

@@ -16,11 +16,10 @@ from parts.devices import (
 )
 from parts.user import simulation
 from pretend_gpu import contexts, pretended_gpu, unrepeated, waits
-from small import images, swept, tiny_model
+from small import images, swept, tiny_model, without_twins
 from torch import nn
 
 from pflcore import Clients, Hardware, Net, Training
-from pflcore.algorithms import ALGORITHMS
 from pflcore.interop import Client, Server
 
 # one of each family, for the slower model
@@ -82,12 +81,16 @@ def test_a_round_of_fedavg_hardly_waits_for_the_device(model):
     assert_few_waits("fedavg", model)
 
 
-@pytest.mark.deep("all algorithms, under a profiler of waits")
+@pytest.mark.deep("all ways of client and server, under a profiler of waits")
 @pytest.mark.parametrize(
     "name, model",
     # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights
     # until the losses stand still
-    [(n, "MLP") for n in ALGORITHMS if n not in ("factorized_waffle", "fedala")]
+    [
+        (n, "MLP")
+        for n in without_twins("train", "send", "update")
+        if n not in ("factorized_waffle", "fedala")
+    ]
     + [(n, m) for n in FEW for m in FORMS if m != "MLP"],
 )
 def test_a_round_hardly_waits_for_the_device(name, model):

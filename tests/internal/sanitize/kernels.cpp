@@ -3,7 +3,7 @@
 // 1 and 3 threads must agree to the last bit on every instruction set this machine has. (Not
 // OpenMP: the thread sanitizer does not see its barriers.)
 //
-// Usage: kernels PROBLEMS [front | numbers FILE | short | race]
+// Usage: kernels PROBLEMS [front | numbers FILE | short | race | overflow]
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -223,8 +223,14 @@ void check(const Problem& problem, FILE* numbers) {
   }
 }
 
-// What a sanitizer must catch: a last row one element short, or two threads that write one result.
+// What a sanitizer must catch: a last row one element short, two threads that write one result, or
+// a sum that overflows.
 int fault(const Problem& problem, const std::string& how) {
+  if (how == "overflow") {
+    int sum = std::numeric_limits<int>::max();
+    sum += static_cast<int>(problem.words.size());
+    return std::printf("%d\n", sum) < 0;
+  }
   const Placed placed(problem, how == "short" ? sizeof(float) : 0);
   const auto work = [&] { solve(problem.kernel, placed.words.data(), Threads{1}); };
   std::thread other([&] {

@@ -51,11 +51,11 @@ def forks():
 
 
 @pytest.mark.deep("another process")
-def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures, forks, capfd):
+def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, no_pictures, forks, capfd):
     assert cli.main([*COMPARE, "--out", str(tmp_path / "whole")]) == 0
     want = lines_of(tmp_path / "whole")
     rng, kills, folders, seen = random.Random(0), 0, 0, set()
-    while kills < 20:
+    while kills < 8:
         folders += 1
         folder = tmp_path / f"broken-{folders}"
         record = folder / "record.jsonl"
@@ -76,8 +76,8 @@ def test_a_run_killed_twenty_times_is_the_run_that_was_not(tmp_path, no_pictures
             kills += 1
             seen.add(count(record))
         assert lines_of(folder) == want
-        assert not (folder / "checkpoints").exists() and folders < 20
-    assert len(seen) > 5, "the kills came at the same places"
+        assert not (folder / "checkpoints").exists() and folders < 8
+    assert len(seen) > 3, "the kills came at the same places"
 
 
 def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
