@@ -1,11 +1,12 @@
-"""Builds the kernels against the torch of the environment that pip was called in, with build
-isolation and without; without torch or a compiler, the package is pure Python.
+"""Builds the kernels against the torch of the environment that pip was called in, with
+build isolation and without; without torch or a compiler, the package is pure Python.
 
-They are one library, `pflcore/lib_pflcore.so`, that knows nothing of Python; beside it stands a
-small module for this Python, `pflcore._C`. PFLCORE_EXT=auto (default) builds what can be built; =0
-builds nothing; =cpu and =cuda fail where they cannot be built. CUDA takes minutes, so auto compiles
-it where a card is seen, or where torch's own FORCE_CUDA=1 or TORCH_CUDA_ARCH_LIST asks for it.
-PFLCORE_MODULE=0 leaves the module away: a wheel is then for every Python.
+They are one library, `pflcore/lib_pflcore.so`, that knows nothing of Python; beside it
+stands a small module for this Python, `pflcore._C`. PFLCORE_EXT=auto (default) builds
+what can be built; =0 builds nothing; =cpu and =cuda fail where they cannot be built.
+CUDA takes minutes, so auto compiles it where a card is seen, or where torch's own
+FORCE_CUDA=1 or TORCH_CUDA_ARCH_LIST asks for it. PFLCORE_MODULE=0 leaves the module
+away: a wheel is then for every Python.
 """
 
 import glob
@@ -24,7 +25,10 @@ from setuptools import setup
 
 WANT = os.environ.get("PFLCORE_EXT", "auto").lower()
 MODULE = os.environ.get("PFLCORE_MODULE", "1") != "0"
-HINT = "for the kernels: `pip install .` again where torch >= 2.10 and a C++ compiler are installed"
+HINT = (
+    "for the kernels: `pip install .` again where torch >= 2.10 and a C++ compiler "
+    "are installed"
+)
 
 
 def say(line):
@@ -46,14 +50,26 @@ def torch_version(torch):
 
 
 def seen_torch():
-    """Lets torch be imported where build isolation hides it: from the environment that pip or uv
-    was called in. pip keeps that one's prefix; uv has its folder on the path, or finds .venv."""
+    """Lets torch be imported where build isolation hides it: from the environment that
+    pip or uv was called in. pip keeps that one's prefix; uv has its folder on the path,
+    or finds .venv."""
     with suppress(ImportError):
         return importlib.import_module("torch")
-    path = [os.path.dirname(folder) for folder in os.environ.get("PATH", "").split(os.pathsep)]
+    path = [
+        os.path.dirname(folder)
+        for folder in os.environ.get("PATH", "").split(os.pathsep)
+    ]
     python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    libs = [os.path.join(home, "lib", python, "site-packages") for home in [*path, ".venv"] if home]
-    for folder in [*map(sysconfig.get_path, ("purelib", "platlib")), getusersitepackages(), *libs]:
+    libs = [
+        os.path.join(home, "lib", python, "site-packages")
+        for home in [*path, ".venv"]
+        if home
+    ]
+    for folder in [
+        *map(sysconfig.get_path, ("purelib", "platlib")),
+        getusersitepackages(),
+        *libs,
+    ]:
         if folder and os.path.exists(os.path.join(folder, "torch", "version.py")):
             sys.path.append(folder)  # behind the build's own packages
             break
@@ -61,12 +77,12 @@ def seen_torch():
 
 
 def cuda_home(cpp_extension, torch):
-    """The home of a CUDA compiler for this torch, whether or not a GPU is visible here; None where
-    there is none.
+    """The home of a CUDA compiler for this torch, whether or not a GPU is visible here;
+    None where there is none.
 
-    CUDA_HOME where it is set; else the compiler that pip can bring (nvidia-cuda-nvcc, nvidia-nvvm
-    and nvidia-cuda-crt of torch's CUDA version), which lies beside the CUDA libraries that torch's
-    own wheel brought; else an installed one.
+    CUDA_HOME where it is set; else the compiler that pip can bring (nvidia-cuda-nvcc,
+    nvidia-nvvm and nvidia-cuda-crt of torch's CUDA version), which lies beside the CUDA
+    libraries that torch's own wheel brought; else an installed one.
     """
     if not torch.version.cuda:
         return None
@@ -75,10 +91,13 @@ def cuda_home(cpp_extension, torch):
         os.path.join(folder, "nvidia", f"cu{torch.version.cuda.split('.')[0]}")
         for folder in sys.path
     ]
-    for home in [asked] if asked else [*brought, cpp_extension.CUDA_HOME, "/usr/local/cuda"]:
+    for home in (
+        [asked] if asked else [*brought, cpp_extension.CUDA_HOME, "/usr/local/cuda"]
+    ):
         if home and os.path.exists(os.path.join(home, "bin", "nvcc")):
             if any(
-                os.path.exists(os.path.join(home, lib, "libcudart.so")) for lib in ("lib64", "lib")
+                os.path.exists(os.path.join(home, lib, "libcudart.so"))
+                for lib in ("lib64", "lib")
             ):
                 return home
             if glob.glob(os.path.join(home, "lib", "libcudart.so.*")):
@@ -87,8 +106,8 @@ def cuda_home(cpp_extension, torch):
 
 
 def linked_home(wheels):
-    """pip's CUDA in the layout of an installed one, by links: the wheels have no lib64 and no
-    libcudart.so without a version."""
+    """pip's CUDA in the layout of an installed one, by links: the wheels have no lib64
+    and no libcudart.so without a version."""
     home = os.path.abspath(os.path.join("build", "cuda_home"))
     shutil.rmtree(home, ignore_errors=True)
     os.makedirs(os.path.join(home, "lib64"))
@@ -103,15 +122,17 @@ def linked_home(wheels):
 
 
 def card_list(home):
-    """TORCH_CUDA_ARCH_LIST for cards that are not here: every generation that this compiler knows,
-    and PTX for those to come."""
+    """TORCH_CUDA_ARCH_LIST for cards that are not here: every generation that this
+    compiler knows, and PTX for those to come."""
     said = subprocess.run(
         [os.path.join(home, "bin", "nvcc"), "--list-gpu-arch"],
         capture_output=True,
         text=True,
         check=False,
     ).stdout
-    known = {f"{int(n) // 10}.{int(n) % 10}" for n in re.findall(r"compute_(\d+)\b", said)}
+    known = {
+        f"{int(n) // 10}.{int(n) % 10}" for n in re.findall(r"compute_(\d+)\b", said)
+    }
     cards = [c for c in ("7.5", "8.0", "8.6", "9.0", "10.0", "12.0") if c in known] or [
         "8.0",
         "9.0",
@@ -121,7 +142,8 @@ def card_list(home):
 
 @contextmanager
 def kept_output(path):
-    """What is printed meanwhile, by the compiler too, goes to a file and is shown at the end."""
+    """What is printed meanwhile, by the compiler too, goes to a file and is shown at
+    the end."""
     sys.stdout.flush(), sys.stderr.flush()
     before = os.dup(1), os.dup(2)
     with open(path, "wb") as file:
@@ -137,14 +159,16 @@ def kept_output(path):
 
 
 def cause(error, path):
-    """Why a build failed: the compiler's or linker's first complaint, or else what the build system
-    says."""
+    """Why a build failed: the compiler's or linker's first complaint, or else what the
+    build system says."""
     with open(path, errors="replace") as said:
         complaints = [
             line.strip()
             for line in said
             if re.search(
-                r"\b(fatal )?error\b ?:|undefined reference|cannot find|command not found", line
+                r"\b(fatal )?error\b ?:|undefined reference|cannot find|command not "
+                r"found",
+                line,
             )
         ]
     return (complaints or str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -152,7 +176,9 @@ def cause(error, path):
 
 def extension():  # noqa: C901, PLR0911 (a plan, read once)
     if WANT not in ("0", "cpu", "cuda", "auto"):
-        raise SystemExit(f"pflcore: PFLCORE_EXT is {WANT!r}, expected 0, cpu, cuda or auto")
+        raise SystemExit(
+            f"pflcore: PFLCORE_EXT is {WANT!r}, expected 0, cpu, cuda or auto"
+        )
     if WANT == "0":
         return pure("PFLCORE_EXT=0")
     try:
@@ -163,7 +189,9 @@ def extension():  # noqa: C901, PLR0911 (a plan, read once)
         return pure(f"torch cannot be imported: {error}")
     if torch_version(torch) < (2, 10):
         return pure(f"the kernels need torch >= 2.10, this is {torch.__version__}")
-    if not any(map(shutil.which, [os.environ.get("CXX", "c++").split()[0], "g++", "clang++"])):
+    if not any(
+        map(shutil.which, [os.environ.get("CXX", "c++").split()[0], "g++", "clang++"])
+    ):
         return pure("no C++ compiler was found")
 
     sources = [
@@ -207,13 +235,16 @@ def extension():  # noqa: C901, PLR0911 (a plan, read once)
             "nvcc": ["-O3", *defines, "-DPFLCORE_CUDA", "-DUSE_CUDA"],
         }
         cuda = cpp_extension.CUDAExtension(
-            "pflcore.lib_pflcore", sources + cuda_sources, extra_compile_args=flags, **common
+            "pflcore.lib_pflcore",
+            sources + cuda_sources,
+            extra_compile_args=flags,
+            **common,
         )
         plans.insert(0, (cuda, "CPU and CUDA kernels"))
 
     class Build(cpp_extension.BuildExtension):
-        """Where a build fails, CUDA is left away, then the kernels, unless PFLCORE_EXT asked for
-        them."""
+        """Where a build fails, CUDA is left away, then the kernels, unless PFLCORE_EXT
+        asked for them."""
 
         def get_ext_filename(self, name):
             library = name.endswith("lib_pflcore")  # of no Python: a name without one
@@ -269,9 +300,12 @@ def extension():  # noqa: C901, PLR0911 (a plan, read once)
             self.extensions = [ext, *modules]
 
         def note(self, why):
-            """Leaves word beside where the kernels would be, for pflcore.backend(): pip shows
-            nobody what a build says."""
-            path = self.get_ext_fullpath("pflcore.lib_pflcore").removesuffix(".so") + ".failed"
+            """Leaves word beside where the kernels would be, for pflcore.backend(): pip
+            shows nobody what a build says."""
+            path = (
+                self.get_ext_fullpath("pflcore.lib_pflcore").removesuffix(".so")
+                + ".failed"
+            )
             if why is not None:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 with open(path, "w") as file:
@@ -288,7 +322,10 @@ def extension():  # noqa: C901, PLR0911 (a plan, read once)
 
     ext = plans[0][0]
     facts = cpp_extension.CppExtension(
-        "pflcore._C", ["csrc/module.cpp"], extra_compile_args={"cxx": plain}, extra_link_args=link
+        "pflcore._C",
+        ["csrc/module.cpp"],
+        extra_compile_args={"cxx": plain},
+        extra_link_args=link,
     )
     for each in (ext, facts):
         each.depends = [

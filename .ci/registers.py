@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Compares registers and spilled bytes of the CUDA kernels with tests/golden/registers.tsv.
+"""Compares registers and spilled bytes of the CUDA kernels with
+tests/golden/registers.tsv.
 
-Usage: .ci/registers.py LOG [--update], LOG being what a build with `nvcc -Xptxas=-v` printed.
-More spilled bytes than in the table are an error, more registers are told. A kernel that is new or
-gone is an error until the table is updated. Another compiler than the table's is told alone.
+Usage: .ci/registers.py LOG [--update], LOG being what a build with `nvcc -Xptxas=-v`
+printed. More spilled bytes than in the table are an error, more registers are told. A
+kernel that is new or gone is an error until the table is updated. Another compiler than
+the table's is told alone.
 """
 
 from __future__ import annotations
@@ -49,20 +51,29 @@ def read_log(text: str) -> Uses:
 def readable_names(mangled: list[str]) -> list[str]:
     """Names of kernels as the source has them, without arguments and namespace."""
     lines = "\n".join(mangled)
-    done = subprocess.run(["c++filt"], input=lines, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["c++filt"], input=lines, capture_output=True, text=True, check=True
+    )
     names = []
     for line in done.stdout.splitlines():
-        name = line.removeprefix("void ").replace("pflcore::cuda::", "").replace("pflcore::", "")
+        name = (
+            line.removeprefix("void ")
+            .replace("pflcore::cuda::", "")
+            .replace("pflcore::", "")
+        )
         names.append(name.partition("(")[0].replace("> >", ">>"))
     return names
 
 
 def compiler_version(text: str) -> str:
-    """The version of the nvcc whose commands stand in a log; "unknown" where none does."""
+    """The version of the nvcc whose commands stand in a log; "unknown" where none
+    does."""
     path = re.search(r"(?:^|\s)(/\S*/nvcc)\s", text, re.M)
     if not path:
         return "unknown"
-    done = subprocess.run([path[1], "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [path[1], "--version"], capture_output=True, text=True, check=True
+    )
     return done.stdout.split(", V")[-1].split()[0]
 
 
@@ -85,7 +96,8 @@ def write_table(version: str, uses: Uses) -> str:
 
 
 def compare(now: Uses, table: Uses) -> tuple[list[str], list[str]]:
-    """Errors, and what is told alone. Only architectures that the build has are compared."""
+    """Errors, and what is told alone. Only architectures that the build has are
+    compared."""
     archs = {arch for _, arch in now}
     known = {arch for _, arch in table}
     errors, told = [], [f"{arch}: not in the table" for arch in sorted(archs - known)]
@@ -98,7 +110,9 @@ def compare(now: Uses, table: Uses) -> tuple[list[str], list[str]]:
             errors += [f"{kernel}, {arch}: {line}" for line in spilled]
             told += [f"{kernel}, {arch}: {line}" for line in more]
     seen = {key for key in {*now, *table} if key[1] in archs & known}
-    errors += changed_names("gone", seen - {*now}) + changed_names("new", seen - {*table})
+    errors += changed_names("gone", seen - {*now}) + changed_names(
+        "new", seen - {*table}
+    )
     return errors, told
 
 
@@ -132,7 +146,9 @@ def main(log: str, *options: str) -> int:
     if not now:
         print(f"registers: {log} names no kernel; it takes `nvcc -Xptxas=-v`")
         return 1
-    old_version, table = read_table(TABLE.read_text()) if TABLE.exists() else (version, Uses())
+    old_version, table = (
+        read_table(TABLE.read_text()) if TABLE.exists() else (version, Uses())
+    )
     if "--update" in options:
         others = without_archs(table, now) if version == old_version else Uses()
         TABLE.write_text(write_table(version, {**others, **now}))
@@ -141,13 +157,20 @@ def main(log: str, *options: str) -> int:
     errors, told = compare(now, table)
     judged = version == old_version
     if not judged:
-        told = [f"nvcc {version}, the table's is {old_version}: told alone", *errors, *told]
+        told = [
+            f"nvcc {version}, the table's is {old_version}: told alone",
+            *errors,
+            *told,
+        ]
     for line in told:
         print("registers:", line)
     for line in errors if judged else ():
         print("registers: ERROR:", line)
     failed = bool(errors) and judged
-    print(f"registers: {len(now)} kernels,", "too much is spilled" if failed else "as expected")
+    print(
+        f"registers: {len(now)} kernels,",
+        "too much is spilled" if failed else "as expected",
+    )
     return int(failed)
 
 

@@ -1,5 +1,5 @@
-"""Prints pflcore's rooms and which imports which, as the picture in CONTRIBUTING.md; what a room
-imports by way of another is left out."""
+"""Prints pflcore's rooms and which imports which, as the picture in CONTRIBUTING.md;
+what a room imports by way of another is left out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def imports() -> dict[str, set[str]]:
 
 
 def picture() -> str:
-    """Mermaid: an arrow from each room to those that it needs and none of the others brings."""
+    """Mermaid: an arrow from each room to those that it needs and none of the others
+    brings."""
     rooms = imports()
 
     def below(room: str) -> set[str]:

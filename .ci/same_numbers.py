@@ -16,7 +16,9 @@ def main(one: str, other: str) -> int:
         for mine, theirs in zip(a, b, strict=True):
             (name, x), (again, y) = mine.split("\t"), theirs.split("\t")
             u, v = (np.array(text.split(), dtype=float) for text in (x, y))
-            assert name == again and np.array_equal(np.isfinite(u), np.isfinite(v)), name
+            assert name == again and np.array_equal(np.isfinite(u), np.isfinite(v)), (
+                name
+            )
             u, v = u[np.isfinite(u)], v[np.isfinite(v)]
             size = max(float(np.abs(u).max(initial=0)), 1e-300)
             off = float(np.abs(u - v).max(initial=0)) / size

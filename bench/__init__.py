@@ -1,10 +1,11 @@
-"""`pflcore bench`: each op at each size beside the best that torch, numpy, scipy and scikit-learn
-offer, and beside the machine's limit.
+"""`pflcore bench`: each op at each size beside the best that torch, numpy, scipy and
+scikit-learn offer, and beside the machine's limit.
 
-The limit is measured in the same run (csrc/cpu/roofline.h): bytes that must be read over the
-bandwidth of reading, plus bytes that must be written over the bandwidth of writing past the caches;
-or the arithmetic over the rate of a loop of the same instructions in registers, where that takes
-longer. Times are medians. Where somebody else is faster, the table says so.
+The limit is measured in the same run (csrc/cpu/roofline.h): bytes that must be read
+over the bandwidth of reading, plus bytes that must be written over the bandwidth of
+writing past the caches; or the arithmetic over the rate of a loop of the same
+instructions in registers, where that takes longer. Times are medians. Where somebody
+else is faster, the table says so.
 """
 
 import importlib
@@ -24,7 +25,15 @@ from pflcore.check import require
 from pflcore.results._files import write_text
 
 Op = Literal[
-    "sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain", "factorized", "rounds"
+    "sqdist",
+    "nearest",
+    "aggregate",
+    "weights",
+    "rank1",
+    "sgd",
+    "chain",
+    "factorized",
+    "rounds",
 ]
 OPS = Op.__args__  # type: ignore[attr-defined]
 Work = Literal["flute-lr", "pfllib-mnist", "blazefl-cnn"]
@@ -57,7 +66,10 @@ def run(options: Options) -> int:
     for name in ("json", "markdown", "plot"):
         path = getattr(options, name)
         require(
-            path is None or path.parent.is_dir(), name, "a file in an existing folder", str(path)
+            path is None or path.parent.is_dir(),
+            name,
+            "a file in an existing folder",
+            str(path),
         )
     measured: Any
     if "scale" in options.op:
@@ -87,8 +99,11 @@ def sizes(names: Iterable[str], quick: bool) -> Iterator[tuple[str, Size]]:
             yield name, size
 
 
-def problems(todo: Iterable[tuple[str, Size]], device: str = "cpu") -> Iterator[Problem]:
-    """These ops at these sizes; without a provider that runs where the memory is too small."""
+def problems(
+    todo: Iterable[tuple[str, Size]], device: str = "cpu"
+) -> Iterator[Problem]:
+    """These ops at these sizes; without a provider that runs where the memory is too
+    small."""
     none: Calls = {"": Absent("not enough free memory")}
     for name, size in todo:
         with torch.device(device):

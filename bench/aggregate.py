@@ -1,5 +1,5 @@
-"""Mixing client models: `aggregate` beside torch and numpy; N results of N models, 5 of N, and
-FedAvg's single one."""
+"""Mixing client models: `aggregate` beside torch and numpy; N results of N models, 5 of
+N, and FedAvg's single one."""
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ def problem(size: Size) -> Problem | None:
     full = torch.softmax(torch.randn(m, n, generator=gen), 1)
     weight, index = full.topk(k, 1) if k < n else (full, None)
     weight = weight / weight.sum(1, keepdim=True)
-    out = torch.ones(m, p)  # touched, so that no provider pays for the page faults of the others
+    # touched, so that no provider pays for the page faults of the others
+    out = torch.ones(m, p)
     look = torch.randint(p, (1000,), generator=gen)  # columns that are checked
     at = torch.arange(n).expand(m, n) if index is None else index
     dense = torch.zeros(m, n, dtype=torch.float64).scatter_(1, at, weight.double())
@@ -56,7 +57,9 @@ def problem(size: Size) -> Problem | None:
     if index is None:
         providers["torch.mm"] = lambda: torch.mm(weight, x, out=out)
         providers["torch.mm, fresh result"] = lambda: weight @ x
-        providers |= on_cpu({"numpy": lambda: weight.numpy().dot(x.numpy(), out=out.numpy())})
+        providers |= on_cpu(
+            {"numpy": lambda: weight.numpy().dot(x.numpy(), out=out.numpy())}
+        )
     else:
         # what a code base without a sparse form does
         single = dense.float()

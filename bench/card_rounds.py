@@ -1,5 +1,6 @@
-"""Rounds of FedAvg on a card: pflcore's, with and without CUDA graphs, beside what one writes in
-plain torch, one client after another, eager and with its step captured as a CUDA graph.
+"""Rounds of FedAvg on a card: pflcore's, with and without CUDA graphs, beside what one
+writes in plain torch, one client after another, eager and with its step captured as a
+CUDA graph.
 """
 
 import functools
@@ -39,12 +40,16 @@ class Residual(nn.Module):
 
 
 def resnet18(width: int) -> nn.Module:
-    """ResNet-18 for images of 32 x 32, with group norm; 11.2 million weights at full width."""
+    """ResNet-18 for images of 32 x 32, with group norm; 11.2 million weights at full
+    width."""
     widths = [width, width, 2 * width, 4 * width, 8 * width]
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False)]
     layers += [nn.GroupNorm(4, width), nn.ReLU()]
     for stage, (before, after) in enumerate(itertools.pairwise(widths)):
-        layers += [Residual(before, after, 1 if stage == 0 else 2), Residual(after, after, 1)]
+        layers += [
+            Residual(before, after, 1 if stage == 0 else 2),
+            Residual(after, after, 1),
+        ]
     head = nn.Linear(8 * width, 10)
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
 
@@ -72,7 +77,11 @@ SIZES: list[tuple[str, int, int]] = [
 
 def sizes(quick: bool) -> list[Size]:
     """Models and numbers of clients; `quick`: the two smallest models, 20 clients."""
-    chosen = SIZES if not quick else [s for s in SIZES if s[0] in ("mlp", "lenet5") and s[1] == 20]
+    chosen = (
+        SIZES
+        if not quick
+        else [s for s in SIZES if s[0] in ("mlp", "lenet5") and s[1] == 20]
+    )
     return [
         {"model": model, "N": n, "images": images, "B": min(BATCH, images)}
         for model, n, images in chosen
@@ -95,7 +104,9 @@ def problem(size: Size, device: str) -> Problem:
         "pflcore": rounds(),
         "pflcore, eager": rounds(graphs=False),
         "plain loop": PlainLoop(make().to(device), data, size["B"], captured=False),
-        "plain loop, captured": PlainLoop(make().to(device), data, size["B"], captured=True),
+        "plain loop, captured": PlainLoop(
+            make().to(device), data, size["B"], captured=True
+        ),
     }
     return Problem("round on a card", {**size, "backward": 1}, calls)
 
@@ -113,7 +124,9 @@ def federation(model: str, n: int, images: int) -> Federation:
 class PlainLoop:
     """One module, SGD, one client after another; a call plays a round."""
 
-    def __init__(self, model: nn.Module, data: Federation, batch: int, captured: bool) -> None:
+    def __init__(
+        self, model: nn.Module, data: Federation, batch: int, captured: bool
+    ) -> None:
         self.model, self.data, self.batch = model, data, batch
         self.parameters: list[Tensor] = list(model.parameters())
         self.state = {k: v.clone() for k, v in model.state_dict().items()}
@@ -143,12 +156,15 @@ class PlainLoop:
                 self.places.copy_(part)
                 self.step()
             for k, v in self.model.state_dict().items():
-                total[k] += v / self.data.n if v.is_floating_point() else v // self.data.n
+                total[k] += (
+                    v / self.data.n if v.is_floating_point() else v // self.data.n
+                )
         self.state = total
 
 
 def captured_call(body: Callable[[], None], device: torch.device) -> Call:
-    """`body` as a CUDA graph, after warm calls on a stream of its own; on a CPU itself."""
+    """`body` as a CUDA graph, after warm calls on a stream of its own; on a CPU
+    itself."""
     if device.type != "cuda":
         return body
     side = torch.cuda.Stream()

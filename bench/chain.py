@@ -1,5 +1,5 @@
-"""Local training of whole models: an epoch of all clients in one call, beside the same in torch,
-client after client."""
+"""Local training of whole models: an epoch of all clients in one call, beside the same
+in torch, client after client."""
 
 from typing import Any
 
@@ -29,7 +29,9 @@ def problem(size: Size) -> Problem:
     n = size["N"]
     w = Workload("", size["model"], size["data"], n, n, n * size["n"], 0)
     data, net = federation(w), Net(w.build, seed=0)
-    setting, general = (make_context(net, data, w.training, e, seed=0) for e in ("auto", "loop"))
+    setting, general = (
+        make_context(net, data, w.training, e, seed=0) for e in ("auto", "loop")
+    )
 
     @torch.enable_grad()
     def call(s: Any = setting) -> torch.Tensor:
@@ -46,6 +48,10 @@ def problem(size: Size) -> Problem:
 
     def error(got: torch.Tensor) -> float | None:
         # the plain loop shuffles otherwise: the same training by the general path
-        return None if setting.engine.chain is None else relative(call(), call(general).double())
+        return (
+            None
+            if setting.engine.chain is None
+            else relative(call(), call(general).double())
+        )
 
     return Problem("chain", size, {"pflcore": call, "plain loop": plain}, error)

@@ -1,5 +1,5 @@
-"""Ten clients of WAFFLe's MLP (784-200-10, 120 factors, batches of 10): its layers beside dense
-ones, and with all that it draws."""
+"""Ten clients of WAFFLe's MLP (784-200-10, 120 factors, batches of 10): its layers
+beside dense ones, and with all that it draws."""
 
 from bench.problem import Problem, Size, Sizes
 from bench.workload import Workload, cohort, federation
@@ -18,13 +18,16 @@ def sizes(quick: bool) -> Sizes:
 
 
 def problem(size: Size) -> Problem:
-    w = Workload("", "mlp", "made up", CLIENTS, CLIENTS, CLIENTS * size["images"], 0, 10, 0.04)
+    w = Workload(
+        "", "mlp", "made up", CLIENTS, CLIENTS, CLIENTS * size["images"], 0, 10, 0.04
+    )
     waffle = FactorizedWaffle(ranks=(120,))
     dense = Net(lambda: model_for("mlp", (1, 28, 28), 10, bias=False))
     factorized = waffle.prepare(dense)
 
     (on_dense, rows), (on_factors, factors) = (
-        cohort(make_context(net, federation(w), w.training)) for net in (dense, factorized)
+        cohort(make_context(net, federation(w), w.training))
+        for net in (dense, factorized)
     )
     first = waffle.init_client({}, factorized, CLIENTS)
     own = {k: v.repeat(CLIENTS, 1) for k, v in first.items()}

@@ -1,10 +1,11 @@
-"""The lines of docs/interop.md inside PFLlib and FL-bench as they are, beside their own FedAvg:
+"""The lines of docs/interop.md inside PFLlib and FL-bench as they are, beside their own
+FedAvg:
 
 python -m bench.frameworks --pfllib FOLDER --fl-bench FOLDER
 
-takes a checkout of either, with its MNIST clients made by its own generator and its packages
-installed, and prints the test accuracy of each round. PFLlib plays twice in one process, as its `-t
-2` does: the second server has to start anew.
+takes a checkout of either, with its MNIST clients made by its own generator and its
+packages installed, and prints the test accuracy of each round. PFLlib plays twice in
+one process, as its `-t 2` does: the second server has to start anew.
 """
 
 import os
@@ -31,7 +32,7 @@ if method == "personal":
 options = "-data MNIST -m DNN -algo FedAvg -gr 4 -t 2 -nc 20 -lbs 50 -lr 0.01 -ls 1 -dev cpu"
 sys.argv = ["main.py", *options.split()]
 runpy.run_path("main.py", run_name="__main__")
-"""
+"""  # noqa: E501
 
 FL_BENCH = """
 import runpy, sys, types, pflcore
@@ -77,7 +78,14 @@ def main() -> None:
             continue
         for method, name in (("fedavg", "FedAvg"), ("personal", "personalize")):
             done = subprocess.run(
-                [sys.executable, "-c", program, lines(framework), Path.cwd() / "runs", method],
+                [
+                    sys.executable,
+                    "-c",
+                    program,
+                    lines(framework),
+                    Path.cwd() / "runs",
+                    method,
+                ],
                 cwd=folder,
                 env={**os.environ, "PYTHONPATH": path},
                 capture_output=True,

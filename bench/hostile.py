@@ -1,5 +1,5 @@
-"""What bad clients do: `python -m bench.hostile [inputs] [attacks] [waffle] [--seeds N]` prints the
-figures of docs/trust.md.
+"""What bad clients do: `python -m bench.hostile [inputs] [attacks] [waffle]
+[--seeds N]` prints the figures of docs/trust.md.
 
 inputs    (default) bad uploads, messages and drop-outs tried on every algorithm, by kind, and how
 many were lost; a minute
@@ -8,8 +8,8 @@ some minutes
 waffle    a target's accuracy with 1 to 4 bad agents of 10, under WAFFLE, FedAvg and SCAFFOLD;
 some minutes
 
-The last two are means over N seeds of the split and the run (default 1); the first of them with its
-deviations.
+The last two are means over N seeds of the split and the run (default 1); the first of
+them with its deviations.
 """
 
 import sys
@@ -68,8 +68,8 @@ def played(
     absent: bool = False,
     clip: float | None = None,
 ) -> torch.Tensor:  # [seeds, 2]
-    """The mean accuracy in percent of the clients `look`, and the share of the server's weights
-    that the bad ones had, mean over rounds."""
+    """The mean accuracy in percent of the clients `look`, and the share of the server's
+    weights that the bad ones had, mean over rounds."""
     out = []
     for seed, federation in enumerate(data):
         run = Simulation(
@@ -85,15 +85,23 @@ def played(
             hardware=Hardware(workers=1),
         )
         (seen,) = group_runs(run.run().lines())
-        weights = torch.stack(seen.weights()[1] or [torch.full((N,), 1 / N)])[:, list(bad)]
-        last = seen.last_values("accuracy").nanmean().nan_to_num()  # NaN: it stopped before
+        weights = torch.stack(seen.weights()[1] or [torch.full((N,), 1 / N)])[
+            :, list(bad)
+        ]
+        # NaN: it stopped before
+        last = seen.last_values("accuracy").nanmean().nan_to_num()
         out.append([float(last), float(weights.sum(1).mean())])
     return 100 * torch.tensor(out, dtype=torch.float64)
 
 
 def attacks(seeds: int = 1) -> int:
-    """Accuracy by attack and defence; gives how often the defence that must hold did not."""
-    data, lost, clean = [federation_of("mnist5k", "A", N, s) for s in range(seeds)], 0, 0.0
+    """Accuracy by attack and defence; gives how often the defence that must hold did
+    not."""
+    data, lost, clean = (
+        [federation_of("mnist5k", "A", N, s) for s in range(seeds)],
+        0,
+        0.0,
+    )
     honest = [i for i in range(N) if i not in BAD]
     beside = {
         **{d: {"num_byzantine": len(BAD)} for d in BYZANTINE_MARGIN},
@@ -114,13 +122,15 @@ def attacks(seeds: int = 1) -> int:
 
 
 def waffle(seeds: int = 1) -> int:
-    """The target's accuracy by attack, algorithm and number of bad agents; and WAFFLE's weights of
-    the bad agents."""
+    """The target's accuracy by attack, algorithm and number of bad agents; and WAFFLE's
+    weights of the bad agents."""
     data = [federation_of("mnist5k", "C", N, seed) for seed in range(seeds)]
     names = ("waffle", "fedavg", "scaffold")
     counts = range(1, len(NEAREST) + 1)
 
-    def mean(name: str, attack: str | None, bad: tuple[int, ...], **more: Any) -> list[float]:
+    def mean(
+        name: str, attack: str | None, bad: tuple[int, ...], **more: Any
+    ) -> list[float]:
         found = played(ALGORITHMS[name](), data, attack, bad, [TARGET], **more)
         return found.mean(0).tolist()  # type: ignore[no-any-return]
 
@@ -130,12 +140,19 @@ def waffle(seeds: int = 1) -> int:
     for attack, clip in ((None, None), *((a, None) for a in ATTACKS), ("scale", CLIP)):
         label, absent = f"{attack}, clip={clip:g}" if clip else attack, attack is None
         found = {
-            name: [mean(name, attack, NEAREST[:b], absent=absent, clip=clip) for b in counts]
+            name: [
+                mean(name, attack, NEAREST[:b], absent=absent, clip=clip)
+                for b in counts
+            ]
             for name in names
         }
         cells = [f"{v:.0f}" for name in names for v, _ in (clean[name], *found[name])]
         table.add(label or "they are absent", *cells)
-        honest = found["waffle"] if attack else [mean("waffle", None, NEAREST[:b]) for b in counts]
+        honest = (
+            found["waffle"]
+            if attack
+            else [mean("waffle", None, NEAREST[:b]) for b in counts]
+        )
         weights = " | ".join(f"{share:.1f}" for _, share in honest)
         shares.append(f"{label or 'they are honest'} | {weights}")
     print("", *markdown(shares), sep="\n")
@@ -143,18 +160,26 @@ def waffle(seeds: int = 1) -> int:
 
 
 def inputs(seeds: int = 1) -> int:
-    """Bad inputs tried by the tests, by kind, and how many tests found that something was lost."""
+    """Bad inputs tried by the tests, by kind, and how many tests found that
+    something was lost."""
 
     class Seen:
         def pytest_sessionfinish(self, session: pytest.Session) -> None:
             self.lost = session.testsfailed
             names: Any = (getattr(item, "originalname", "") for item in session.items)
-            self.tried = Counter(name.removeprefix("test_").replace("_", " ") for name in names)
+            self.tried = Counter(
+                name.removeprefix("test_").replace("_", " ") for name in names
+            )
 
-    seen, words = Seen(), ["-q", "--no-header", "-p", "no:cacheprovider", "--suite", "all"]
+    seen, words = (
+        Seen(),
+        ["-q", "--no-header", "-p", "no:cacheprovider", "--suite", "all"],
+    )
     status = pytest.main([*words, *(str(TESTS / law) for law in LAWS)], plugins=[seen])
     if status not in (0, 1):
-        raise SystemExit(f"{TESTS}: its tests cannot be run, pytest ends with {status}.")
+        raise SystemExit(
+            f"{TESTS}: its tests cannot be run, pytest ends with {status}."
+        )
     kinds = ", ".join(f"{k} {v}" for k, v in seen.tried.items())
     print(f"bad inputs tried: {seen.tried.total()} ({kinds}), lost: {seen.lost}")
     return seen.lost

@@ -1,5 +1,5 @@
-"""The nearest among many clients: `nearest` by groups (pflcore) and by all pairs; clusters with
-isotropic noise within."""
+"""The nearest among many clients: `nearest` by groups (pflcore) and by all pairs;
+clusters with isotropic noise within."""
 
 from typing import Any
 
@@ -43,5 +43,7 @@ def problem(size: Size) -> Problem | None:
         "nearest",
         size,
         providers,
-        lambda got: 1 - float((got[1][:100, :, None] == few[:, None]).any(-1).double().mean()),
+        lambda got: (
+            1 - float((got[1][:100, :, None] == few[:, None]).any(-1).double().mean())
+        ),
     )

@@ -1,8 +1,8 @@
-"""Does FedDWA need exact distances? `python -m bench.neighbours`: in how many rounds a float32 Gram
-matrix chooses other neighbours, and what that costs in accuracy.
+"""Does FedDWA need exact distances? `python -m bench.neighbours`: in how many rounds a
+float32 Gram matrix chooses other neighbours, and what that costs in accuracy.
 
-One run mixes by exact distances and asks a Gram matrix the same question in every round; another
-mixes by what the Gram matrix says.
+One run mixes by exact distances and asks a Gram matrix the same question in every
+round; another mixes by what the Gram matrix says.
 """
 
 import itertools
@@ -26,22 +26,26 @@ CUTS: dict[str, tuple[str, Facts]] = {
     "iid": ("iid", {}),
 }
 HEAD = (
-    "clients hold | rounds with other neighbours | clients with others | weight moved | distance "
+    "clients hold | rounds with other neighbours | clients with others | weight moved "
+    "| distance "
     "off (median) | exact | Gram float32 | difference by seed"
 )
 
 
 @dataclass(frozen=True)
 class Asked(FedDWA):
-    """FedDWA that mixes by exact distances or by a Gram matrix, and notes what the other would have
-    said."""
+    """FedDWA that mixes by exact distances or by a Gram matrix, and notes what the
+    other would have said."""
 
     by_gram: bool = False
     # a round: clients with other neighbours, weight and distance off
     seen: list[tuple[int, float, float]] = field(default_factory=list)
 
     def mixing_weights(self, guide: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        exact, near = ops.pairwise_sqdist(guide, w), gram(guide, w).clamp(min=0).double()
+        exact, near = (
+            ops.pairwise_sqdist(guide, w),
+            gram(guide, w).clamp(min=0).double(),
+        )
         a, b = (ops.feddwa_weights(d, min(self.k, len(w))) for d in (exact, near))
         none = torch.zeros(len(w), len(w), dtype=torch.float64)
         mixes = [none.scatter(1, t.index, t.weight.double()) for t in (a, b)]
@@ -58,13 +62,15 @@ ROUNDS, LR, SEEDS = 30, 0.01, 3
 @dataclass(frozen=True)
 class Options:
     data: str = "mnist5k"
-    samples: int | None = None  # training samples of all clients together; default: all there are
+    # training samples of all clients together; default: all there are
+    samples: int | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     got = parsed(Options, "python -m bench.neighbours", __doc__, argv)
     about = (
-        f"{got.data}, LeNet-5, 20 clients, k = 5, lr {LR}, {ROUNDS} rounds, {SEEDS} seeds; "
+        f"{got.data}, LeNet-5, 20 clients, k = 5, lr {LR}, {ROUNDS} rounds, {SEEDS} "
+        "seeds; "
         "accuracy: the last five rounds"
     )
     table = Table(HEAD, about=[about])

@@ -1,8 +1,8 @@
-"""The same FedAvg round in Flower's simulation and in Apple's pfl: each of their own, between two
-aggregations, without the start.
+"""The same FedAvg round in Flower's simulation and in Apple's pfl: each of their own,
+between two aggregations, without the start.
 
-Both are optional (the extra `bench`). Every client trains as `workload.train` does, on its own
-samples of the workload's federation.
+Both are optional (the extra `bench`). Every client trains as `workload.train` does, on
+its own samples of the workload's federation.
 """
 
 import contextlib
@@ -72,12 +72,17 @@ def flower(w: workload.Workload) -> Measured:
     server.main()(serve)
     backend = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-        "init_args": {"num_cpus": os.cpu_count(), "num_gpus": 0, "include_dashboard": False},
+        "init_args": {
+            "num_cpus": os.cpu_count(),
+            "num_gpus": 0,
+            "include_dashboard": False,
+        },
     }
     try:
         run_simulation(server, client, num_supernodes=w.n, backend_config=backend)
     except RuntimeError as error:
-        # Ray gives up on a machine that is too busy to start it; the others are still measured
+        # Ray gives up on a machine that is too busy to start it; the others are still
+        # measured
         raise Absent(f"its simulation failed ({error.__cause__ or error})") from None
     return Measured(b - a for a, b in itertools.pairwise(marks))
 
@@ -105,7 +110,9 @@ def apple(w: workload.Workload) -> Measured:
             return F.cross_entropy(self.net(x), y)
 
         def metrics(self, x: Tensor, y: Tensor) -> Facts:
-            found = zip(("loss", "accuracy"), workload.scored(self.net, x, y), strict=True)
+            found = zip(
+                ("loss", "accuracy"), workload.scored(self.net, x, y), strict=True
+            )
             return {name: metrics.Weighted(len(x) * v, len(x)) for name, v in found}
 
     class Clock(TrainingProcessCallback):  # type: ignore[misc]
@@ -114,13 +121,16 @@ def apple(w: workload.Workload) -> Measured:
             return False, metrics.Metrics()
 
     module = Module()
-    wrapped = PyTorchModel(module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0))
+    wrapped = PyTorchModel(
+        module, torch.optim.SGD, torch.optim.SGD(module.parameters(), lr=1.0)
+    )
 
     def clients(split: str) -> Any:
         order = torch.randperm(w.n, generator=torch.Generator().manual_seed(0))
         turn, samples = itertools.cycle(order.tolist()), workload.federation(w)
         return FederatedDataset(
-            lambda i: Dataset(samples.client(i, split), user_id=str(i)), lambda: next(turn)
+            lambda i: Dataset(samples.client(i, split), user_id=str(i)),
+            lambda: next(turn),
         )
 
     training = NNTrainHyperParams(
@@ -135,5 +145,7 @@ def apple(w: workload.Workload) -> Measured:
     backend = SimulatedBackend(training_data=clients("train"), val_data=clients("test"))
     evaluation, quiet = NNEvalHyperParams(local_batch_size=500), io.StringIO()
     with single_threaded(), torch.enable_grad(), contextlib.redirect_stdout(quiet):
-        FederatedAveraging().run(plan, backend, wrapped, training, evaluation, callbacks=[Clock()])
+        FederatedAveraging().run(
+            plan, backend, wrapped, training, evaluation, callbacks=[Clock()]
+        )
     return Measured(b - a for a, b in itertools.pairwise(marks))

@@ -1,5 +1,5 @@
-"""What is timed: one op at one size, the same data for every provider, and what the machine could
-do at best."""
+"""What is timed: one op at one size, the same data for every provider, and what the
+machine could do at best."""
 
 import contextlib
 import itertools
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Problem:
-    """One op at one size. `providers` are calls without arguments on the same data; `error` holds a
-    result against float64."""
+    """One op at one size. `providers` are calls without arguments on the same data;
+    `error` holds a result against float64."""
 
     op: str
     size: Size
@@ -37,7 +37,8 @@ class Problem:
     reads: int = 0  # bytes that must be read: every input once
     writes: int = 0  # bytes that must be written: the result once
     operations: float = 0.0  # float32 additions and multiplications that must be done
-    # the instructions they come in: "fma", or "sub_fma" for a subtraction and a multiply-add
+    # the instructions they come in: "fma", or "sub_fma" for a subtraction and a
+    # multiply-add
     mix: str = "fma"
     # providers whose work is a multiple of `operations`
     costs: Mapping[str, float] = field(default_factory=dict)
@@ -45,8 +46,8 @@ class Problem:
     published: Mapping[str, str] = field(default_factory=dict)
 
     def limit(self, machine: Mapping[str, float]) -> float | None:
-        """Seconds that this machine needs at least: for the memory traffic, or for the arithmetic
-        if that takes longer."""
+        """Seconds that this machine needs at least: for the memory traffic, or for the
+        arithmetic if that takes longer."""
         if not machine or not self.operations:
             return None
         memory = self.reads / machine["read"] + self.writes / machine["write"]
@@ -54,19 +55,22 @@ class Problem:
 
 
 class Measured(list[float]):
-    """Seconds that a call has measured itself, such as a framework's rounds without its start."""
+    """Seconds that a call has measured itself, such as a framework's rounds without
+    its start."""
 
 
 class Absent(ImportError):
-    """A provider that does not run here, in one sentence; as a call it raises itself."""
+    """A provider that does not run here, in one sentence; as a call it raises
+    itself."""
 
     def __call__(self) -> NoReturn:
         raise self
 
 
 def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | None) -> T:
-    """A command's options: a dataclass, whose comments are their help. `--help` and a malformed
-    option end the program (SystemExit 0 and 2). ValueError where a value is out of bounds."""
+    """A command's options: a dataclass, whose comments are their help. `--help` and a
+    malformed option end the program (SystemExit 0 and 2). ValueError where a value is
+    out of bounds."""
     cli = import_optional("tyro").cli
     got: T = cli(cls, prog=prog, description=about, args=argv)
     check_fields(got)
@@ -74,8 +78,8 @@ def parsed(cls: type[T], prog: str, about: str | None, argv: Sequence[str] | Non
 
 
 def fits(*elements: int) -> bool:
-    """Whether so many float32 numbers fit into what the system (or the card) calls available,
-    where it says so."""
+    """Whether so many float32 numbers fit into what the system (or the card) calls
+    available, where it says so."""
     if torch.get_default_device().type == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
@@ -93,7 +97,8 @@ def fact(file: str, name: str, unknown: str) -> str:
 
 
 def generator(seed: int = 0) -> torch.Generator:
-    """Draws on the device of a problem: the CPU, or a card inside `torch.device("cuda")`."""
+    """Draws on the device of a problem: the CPU, or a card inside
+    `torch.device("cuda")`."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
@@ -110,13 +115,14 @@ def cohorts(quick: bool) -> Sizes:
 
 
 def gram(a: Tensor, b: Tensor) -> Tensor:
-    """Squared distances [N, M] as |a|^2 + |b|^2 - 2 a b, as most code bases write it."""
+    """Squared distances [N, M] as |a|^2 + |b|^2 - 2 a b, as most code bases write
+    it."""
     return a.square().sum(1)[:, None] + b.square().sum(1) - 2 * (a @ b.T)
 
 
 def models(n: int, p: int, seed: int = 0) -> Tensor:
-    """n client models of p parameters after a round, [n, p]: weights of size 1 that differ by
-    .001."""
+    """n client models of p parameters after a round, [n, p]: weights of size 1 that
+    differ by .001."""
     gen = generator(seed)
     rows = torch.randn(n, p, generator=gen).mul_(1e-3)
     return rows.add_(torch.randn(p, generator=gen))
@@ -124,5 +130,7 @@ def models(n: int, p: int, seed: int = 0) -> Tensor:
 
 def relative(got: Tensor, want: Tensor) -> float:
     """The largest error relative to the size of the numbers; NaN counts as infinite."""
-    error = float((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-300))
+    error = float(
+        (got.double() - want).abs().max() / want.abs().max().clamp(min=1e-300)
+    )
     return math.inf if math.isnan(error) else error

@@ -1,5 +1,5 @@
-"""Rounds of workloads that others have published times of: pflcore, a plain torch loop, Flower and
-pfl in one run on one machine."""
+"""Rounds of workloads that others have published times of: pflcore, a plain torch loop,
+Flower and pfl in one run on one machine."""
 
 import math
 from collections.abc import Callable
@@ -27,14 +27,17 @@ def title(w: Workload) -> str:
     what = w.data if is_real(w.data) else f"made-up data of the shape of {w.data}"
     sizes = w.sizes
     return (
-        f"{w.name}: {w.model} on {what}, {w.n} clients of {min(sizes)} to {max(sizes)} samples, "
-        f"{w.cohort} a round, {w.epochs} epoch(s) in batches of {w.batch}, lr {w.lr:g}; medians of "
+        f"{w.name}: {w.model} on {what}, {w.n} clients of {min(sizes)} to {max(sizes)} "
+        "samples, "
+        f"{w.cohort} a round, {w.epochs} epoch(s) in batches of {w.batch}, lr "
+        f"{w.lr:g}; medians of "
         f"{w.rounds} rounds."
     )
 
 
 def problem(w: Workload) -> Problem:
-    """A round; its least time is the arithmetic of the model over the rate of multiply-adds."""
+    """A round; its least time is the arithmetic of the model over the rate of
+    multiply-adds."""
     calls: Calls = {
         "pflcore": lambda: ours(w),
         "plain loop": lambda: plain(w),
@@ -50,8 +53,8 @@ def problem(w: Workload) -> Problem:
 
 
 def flops(w: Workload) -> tuple[float, float]:
-    """Additions and multiplications of one sample: forward, and in a step of training (the images
-    need no gradient)."""
+    """Additions and multiplications of one sample: forward, and in a step of training
+    (the images need no gradient)."""
     model, (x, y) = w.build(), federation(w).client(0, "train")
     counts = []
     for back in (False, True):
@@ -90,9 +93,15 @@ def clocked(call: Callable[[], object], times: int) -> Measured:
     return Measured(table.clock(call)[0] for _ in range(times))
 
 
-def run(names: tuple[str, ...], rounds: int | None, machine: table.Machine) -> tuple[Facts, str]:
+def run(
+    names: tuple[str, ...], rounds: int | None, machine: table.Machine
+) -> tuple[Facts, str]:
     """Prints the table of the workloads, with and without evaluation."""
     whole = [replace(WORKLOADS[n], rounds=rounds or WORKLOADS[n].rounds) for n in names]
-    todo = (problem(replace(w, evaluate=evaluate)) for w in whole for evaluate in (False, True))
+    todo = (
+        problem(replace(w, evaluate=evaluate))
+        for w in whole
+        for evaluate in (False, True)
+    )
     aside, about = {"gb_per_s", "error"}, [*map(title, whole)]
     return table.play(todo, machine, aside, 0.0, math.inf, about)

@@ -1,5 +1,5 @@
-"""The rank-1 linear layer: `rank1_linear` beside two `F.linear`, forward and with its backward
-pass."""
+"""The rank-1 linear layer: `rank1_linear` beside two `F.linear`, forward and with its
+backward pass."""
 
 import itertools
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from pflcore import ops
 
 
 def sizes(quick: bool) -> Sizes:
-    """The network of the WAFFLe paper; active: how many of the 120 factors have lam != 0; backward:
-    gradients of x and both factors, too."""
+    """The network of the WAFFLe paper; active: how many of the 120 factors have lam !=
+    0; backward: gradients of x and both factors, too."""
     paper = {"I": 784, "F": 120, "O": 200}
     batches = (10, 64) if quick else (10, 20, 32, 64)
     for active, backward, b in itertools.product((36, 120), (0, 1), batches):
@@ -24,7 +24,12 @@ def sizes(quick: bool) -> Sizes:
 def problem(size: Size) -> Problem:
     """With "N" in the size so many clients, each with a lam of its own."""
     b, i, f, o = (size[letter] for letter in "BIFO")
-    n, active, backward, gen = size.get("N"), size["active"], bool(size["backward"]), generator()
+    n, active, backward, gen = (
+        size.get("N"),
+        size["active"],
+        bool(size["backward"]),
+        generator(),
+    )
     many = () if n is None else (n,)
     x, w_a, w_b, grad = (
         torch.randn(*shape, generator=gen)
@@ -35,7 +40,9 @@ def problem(size: Size) -> Problem:
     scale = lam[..., None, :]
     inputs = [t.requires_grad_(backward) for t in (x, w_a, w_b)]
 
-    def call(layer: Callable[[Tensor, Tensor, Tensor], Tensor], t: list[Tensor] = inputs) -> Call:
+    def call(
+        layer: Callable[[Tensor, Tensor, Tensor], Tensor], t: list[Tensor] = inputs
+    ) -> Call:
         if not backward:
             return lambda: [layer(*t)]
         return lambda: torch.autograd.grad(layer(*t), t, grad.to(t[0]))

@@ -1,5 +1,5 @@
-"""One round of training, end to end: an algorithm of every family; for FedAvg a plain torch loop,
-Flower and pfl beside it."""
+"""One round of training, end to end: an algorithm of every family; for FedAvg a plain
+torch loop, Flower and pfl beside it."""
 
 import itertools
 
@@ -31,7 +31,8 @@ def sizes(quick: bool) -> Sizes:
 
 
 def problem(size: Size) -> Problem:
-    """Of a client's images a tenth is for testing; everybody takes part in every round."""
+    """Of a client's images a tenth is for testing; everybody takes part in every
+    round."""
     n, images = size["N"], size["images"]
     w = Workload("rounds", size["model"], "made up", n, n, n * images * 9 // 10, n)
     rounds = simulation(size["algorithm"], w).iterate()

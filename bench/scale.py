@@ -1,7 +1,8 @@
-"""A round's time, the process's own memory and the record's bytes, at 100 to 1,000,000 clients of
-whom 100 take part in a round.
+"""A round's time, the process's own memory and the record's bytes, at 100 to 1,000,000
+clients of whom 100 take part in a round.
 
-Each measurement has a process of its own: memory that one has had says nothing about the next.
+Each measurement has a process of its own: memory that one has had says nothing about
+the next.
 """
 
 import itertools
@@ -26,13 +27,15 @@ ALGORITHMS = ("fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster")
 ROOT = Path(__file__).parents[1]  # of the checkout
 COHORT, INPUTS, SAMPLES, EVALUATED = 100, 28, 15, 200
 HEAD = (
-    "algorithm | clients | ms a round, least | ms a round, median | RssAnon, MB | bytes of record "
+    "algorithm | clients | ms a round, least | ms a round, median | RssAnon, MB | "
+    "bytes of record "
     "a round"
 )
 
 
 def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], str]:
-    """Prints a line for each; with `plot` a picture too. Gives the measurements and the table."""
+    """Prints a line for each; with `plot` a picture too. Gives the measurements and
+    the table."""
     table, rows = Table(HEAD), dict[str, list[Facts]]()
     sizes = [10**k for k in range(2, 5 if quick else 7)]
     for name, n in itertools.product(ALGORITHMS, sizes):
@@ -45,7 +48,8 @@ def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], st
         row = json.loads(done.stdout.splitlines()[-1])
         rows.setdefault(name, []).append(row)
         table.add(
-            f"{name} | {n:,} | {row['least']:.2f} | {row['median']:.2f} | {row['rss']:.0f} | "
+            f"{name} | {n:,} | {row['least']:.2f} | {row['median']:.2f} | "
+            f"{row['rss']:.0f} | "
             f"{row['bytes']:,}"
         )
     for name, mine in rows.items():
@@ -56,11 +60,14 @@ def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], st
 
 
 def growth(rows: list[Facts]) -> str:
-    """How one algorithm's numbers grow with N, as exponents of N: slopes of the least-squares lines
-    through their logarithms."""
+    """How one algorithm's numbers grow with N, as exponents of N: slopes of the
+    least-squares lines through their logarithms."""
     if len(rows) < 2:
         return "too few sizes to say"
-    n, words = np.log([r["n"] for r in rows]), {"least": "time", "rss": "memory", "bytes": "record"}
+    n, words = (
+        np.log([r["n"] for r in rows]),
+        {"least": "time", "rss": "memory", "bytes": "record"},
+    )
     return ", ".join(
         f"{word} as N^{np.polyfit(n, np.log([r[key] for r in rows]), 1)[0]:.2f}"
         for key, word in words.items()
@@ -68,12 +75,19 @@ def growth(rows: list[Facts]) -> str:
 
 
 def draw(rows: dict[str, list[Facts]], path: Path) -> None:
-    """Time, memory and record against the number of clients, a line for each algorithm."""
+    """Time, memory and record against the number of clients, a line for each
+    algorithm."""
     figure, axes = figure_of(13, 4, 3)
-    units = {"least": "ms a round", "rss": "RssAnon, MB", "bytes": "bytes of record a round"}
+    units = {
+        "least": "ms a round",
+        "rss": "RssAnon, MB",
+        "bytes": "bytes of record a round",
+    }
     for axis, (key, unit) in zip(axes, units.items(), strict=True):
         for name, mine in rows.items():
-            axis.loglog([r["n"] for r in mine], [r[key] for r in mine], marker="o", label=name)
+            axis.loglog(
+                [r["n"] for r in mine], [r[key] for r in mine], marker="o", label=name
+            )
         tidy(axis, "", "clients", unit)
     axes[0].legend(fontsize=8, frameon=False)
     save(figure, path)
@@ -86,7 +100,9 @@ def one(name: str, n: int, seconds: float) -> Facts:
     y = torch.randint(0, 2, (n * SAMPLES,), generator=gen)
     places = torch.arange(n * SAMPLES).view(n, SAMPLES)
     index = {"train": places[:, :10], "test": places[:, 10:]}
-    lists = {s: Ragged(p.reshape(-1), torch.full((n,), p.shape[1])) for s, p in index.items()}
+    lists = {
+        s: Ragged(p.reshape(-1), torch.full((n,), p.shape[1])) for s, p in index.items()
+    }
     play = Simulation(
         name,
         lambda: torch.nn.Linear(INPUTS, 2),

@@ -1,5 +1,5 @@
-"""The fused step of local training: `sgd_step_` beside the torch calls that it replaces, with a
-correction and a proximal term."""
+"""The fused step of local training: `sgd_step_` beside the torch calls that it
+replaces, with a correction and a proximal term."""
 
 import itertools
 from typing import Any
@@ -14,8 +14,8 @@ LR, MU = 0.01, 0.1
 
 
 def sizes(quick: bool) -> Sizes:
-    """S clients of Q parameters: a linear model, an MLP, a LeNet, a CNN; plain SGD, and with all
-    corrections."""
+    """S clients of Q parameters: a linear model, an MLP, a LeNet, a CNN; plain SGD, and
+    with all corrections."""
     for full, (s, q) in itertools.product(
         (0, 1), ((139, 30), (10, 159_010), (20, 61_706), (20, 582_026))
     ):
@@ -43,7 +43,9 @@ def problem(size: Size) -> Problem:
     def error(got: Any) -> float:
         """One step from the start: the timed calls took many."""
         w.copy_(start)
-        return relative(ours(), plain(*(v.double() for v in (start, grad, shift, anchor))))
+        return relative(
+            ours(), plain(*(v.double() for v in (start, grad, shift, anchor)))
+        )
 
     return Problem(
         "sgd_step_",

@@ -1,4 +1,5 @@
-"""Squared distances of client models: `pairwise_sqdist` beside torch, scipy and scikit-learn."""
+"""Squared distances of client models: `pairwise_sqdist` beside torch, scipy and
+scikit-learn."""
 
 from typing import Any
 
@@ -10,7 +11,8 @@ from pflcore import ops
 
 sizes = cohorts
 
-# Elements of pairs that torch's direct distances take on a card; more take it seconds a call.
+# Elements of pairs that torch's direct distances take on a card; more take it seconds a
+# call.
 DIRECT_MAX_ELEMENTS = 1e11
 
 
@@ -32,7 +34,9 @@ def problem(size: Size) -> Problem | None:
     def error(got: Any) -> float:
         got = torch.as_tensor(got)
         if got.dim() == 1:  # pdist's order
-            got = got.new_zeros(n, n).index_put_(tuple(torch.triu_indices(n, n, 1)), got)
+            got = got.new_zeros(n, n).index_put_(
+                tuple(torch.triu_indices(n, n, 1)), got
+            )
         return relative(got[i, j].double() / want, torch.ones_like(want))
 
     def scipy() -> Any:

@@ -64,8 +64,8 @@ def markdown(rows: Iterable[str]) -> list[str]:
 
 
 class Table:
-    """Rows, each as "one cell | another", that are printed as soon as they are known; `text()` is
-    all of them as Markdown, under the sentences `about`."""
+    """Rows, each as "one cell | another", that are printed as soon as they are known;
+    `text()` is all of them as Markdown, under the sentences `about`."""
 
     def __init__(self, *head: str, about: Sequence[str] = ()) -> None:
         self.about, self.lines, self.width = [*about, ""], list[str](), [0] * 100
@@ -119,13 +119,16 @@ class Machine:
         if self.limits:
             g = {k: v / 1e9 for k, v in self.limits.items()}
             out.append(
-                f"Limits measured now: reading {g['read']:.1f} GB/s, writing past the caches "
-                f"{g['write']:.1f} GB/s, multiply-add {g['fma']:.0f} GFLOP/s, subtract and "
+                f"Limits measured now: reading {g['read']:.1f} GB/s, writing past the "
+                "caches "
+                f"{g['write']:.1f} GB/s, multiply-add {g['fma']:.0f} GFLOP/s, subtract "
+                "and "
                 f"multiply-add {g['sub_fma']:.0f} GFLOP/s."
             )
         if self.load is not None and self.load > 0.5:
             out.append(
-                f"The machine was busy (load {self.load:.1f}): times and limits are not its best."
+                f"The machine was busy (load {self.load:.1f}): times and limits are "
+                "not its best."
             )
         return out
 
@@ -142,8 +145,8 @@ def clock(call: Call) -> tuple[float, Any]:
 
 
 def timed(call: Call, budget: float) -> tuple[list[float], Any]:
-    """Seconds of each run within about `budget` seconds, after one run that is not counted unless
-    it alone takes that long.
+    """Seconds of each run within about `budget` seconds, after one run that is not
+    counted unless it alone takes that long.
 
     A call that gives back `Measured` seconds has timed itself.
     """
@@ -167,8 +170,8 @@ def measure(
     rates: dict[tuple[str, str], float],
     timer: Timer | None = None,
 ) -> Iterator[Row]:
-    """A row for each provider, pflcore's first. What would take longer than `patience` seconds is
-    left out, with a note."""
+    """A row for each provider, pflcore's first. What would take longer than `patience`
+    seconds is left out, with a note."""
     limit, ours = problem.limit(limits), None
     for provider, call in problem.providers.items():
         row = Row(problem.op, problem.size, provider)
@@ -215,9 +218,11 @@ def play(
     about: Sequence[str] = (),
     timer: Timer | None = None,
 ) -> tuple[Facts, str]:
-    """Prints a table of every problem's rows, each as soon as it is measured (see `measure`),
-    without the columns `aside`. Gives the measurements and the table."""
-    columns = [[cell.strip() for cell in line.split("|")] for line in COLUMNS.splitlines()]
+    """Prints a table of every problem's rows, each as soon as it is measured (see
+    `measure`), without the columns `aside`. Gives the measurements and the table."""
+    columns = [
+        [cell.strip() for cell in line.split("|")] for line in COLUMNS.splitlines()
+    ]
     columns = [c for c in columns if c[0] not in aside]
     table = Table(*(head for _, head, _ in columns), about=[*machine.lines(), *about])
     rates, rows = dict[tuple[str, str], float](), []
@@ -226,10 +231,14 @@ def play(
             rows.append(asdict(row))
             values = vars(row) | {"size": size_of(row.size)}
             cells = ((values[name], form) for name, _, form in columns)
-            table.add(*("" if value is None else format(value, form) for value, form in cells))
+            table.add(
+                *("" if value is None else format(value, form) for value, form in cells)
+            )
         del problem  # before the next one is made
     return {"machine": asdict(machine), "rows": rows}, table.text()
 
 
 def size_of(size: Mapping[str, Any]) -> str:
-    return " ".join(str(v) if isinstance(v, str) else f"{k}={v}" for k, v in size.items())
+    return " ".join(
+        str(v) if isinstance(v, str) else f"{k}={v}" for k, v in size.items()
+    )

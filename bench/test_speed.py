@@ -1,5 +1,6 @@
-"""pflcore's time at every op and size as pytest-benchmark keeps it, and the others' times beside
-it: `pytest bench -k sqdist`; `pflcore bench` prints the same as a table."""
+"""pflcore's time at every op and size as pytest-benchmark keeps it, and the others'
+times beside it: `pytest bench -k sqdist`; `pflcore bench` prints the same as a table.
+"""
 
 from typing import Any
 

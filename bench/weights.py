@@ -1,5 +1,5 @@
-"""Weights from distances: `feddwa_weights` and `waffle_weights` beside torch. Launch cost is what
-counts at N = 10."""
+"""Weights from distances: `feddwa_weights` and `waffle_weights` beside torch. Launch
+cost is what counts at N = 10."""
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +22,18 @@ def problem(size: Size) -> Problem:
         dist, target, omega, psi = sqdist[0].sqrt(), torch.tensor(0), 0.6, 0.7
         providers: Calls = {
             "pflcore": lambda: [ops.waffle_weights(dist, 0, omega, psi)],
-            "reference": lambda: [reference.waffle_weights(dist, target, omega, psi, False)],
+            "reference": lambda: [
+                reference.waffle_weights(dist, target, omega, psi, False)
+            ],
         }
     else:
         k = size["K"]
 
         def plain() -> tuple[torch.Tensor, torch.Tensor]:
             near = sqdist.topk(k, 1, largest=False)
-            return F.normalize(near.values.clamp(min=1e-12).reciprocal(), 1, 1), near.indices
+            return F.normalize(
+                near.values.clamp(min=1e-12).reciprocal(), 1, 1
+            ), near.indices
 
         providers = {
             "pflcore": lambda: ops.feddwa_weights(sqdist, k),

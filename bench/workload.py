@@ -1,5 +1,5 @@
-"""What clients train in the benchmarks of whole rounds, in any runtime; and the workloads
-that others have published times of."""
+"""What clients train in the benchmarks of whole rounds, in any runtime; and the
+workloads that others have published times of."""
 
 import functools
 import importlib.util
@@ -29,7 +29,8 @@ TUTORIAL = {"channels": (6, 16), "hidden": (120, 84)}
 
 @dataclass(frozen=True)
 class Workload:
-    """FedAvg on `n` clients, `cohort` of them a round. Two of the same values are the same work."""
+    """FedAvg on `n` clients, `cohort` of them a round. Two of the same values are
+    the same work."""
 
     name: str
     model: str  # of pflcore.nn.models, or "tutorial"
@@ -62,19 +63,23 @@ class Workload:
     def sizes(self) -> list[int]:
         """Training samples of each client, at least one."""
         weight = torch.arange(1, self.n + 1, dtype=torch.float64) ** -self.power
-        ends = (weight.cumsum(0) / weight.sum() * (self.samples - self.n)).round().long()
+        ends = (
+            (weight.cumsum(0) / weight.sum() * (self.samples - self.n)).round().long()
+        )
         return (ends.diff(prepend=torch.zeros(1, dtype=torch.int64)) + 1).tolist()
 
 
 WORKLOADS = {
     name: Workload(name, **said)
-    for name, said in json.loads(Path(__file__).with_name("workloads.json").read_text()).items()
+    for name, said in json.loads(
+        Path(__file__).with_name("workloads.json").read_text()
+    ).items()
 }
 
 
 def is_real(data: str) -> bool:
-    """Whether the data set itself lies in the folder PFLCORE_DATA, as `load` reads it: nothing is
-    downloaded for a benchmark."""
+    """Whether the data set itself lies in the folder PFLCORE_DATA, as `load` reads it:
+    nothing is downloaded for a benchmark."""
     if data == "cifar10" and importlib.util.find_spec("torchvision") is None:
         return False
     folder = Path(os.environ.get("PFLCORE_DATA", "/nowhere"))
@@ -83,11 +88,14 @@ def is_real(data: str) -> bool:
 
 @functools.lru_cache(2)
 def pool(data: str, samples: int, tests: int) -> tuple[Tensor, Tensor]:
-    """`samples` training and then `tests` test images x [n, ...], and their labels y [n]."""
+    """`samples` training and then `tests` test images x [n, ...], and their labels y
+    [n]."""
     gen = torch.Generator().manual_seed(0)
     if not is_real(data):
         n, shape = samples + tests, SHAPES.get(data, (1, 28, 28))
-        return torch.randn(n, *shape, generator=gen), torch.randint(10, (n,), generator=gen)
+        return torch.randn(n, *shape, generator=gen), torch.randint(
+            10, (n,), generator=gen
+        )
     source = sources.load(data)
     order = torch.randperm(len(source.x_train), generator=gen)[:samples]
     x = torch.cat([source.x_train[order], source.x_test[:tests]])
@@ -110,13 +118,21 @@ def cohort(setting: TrainContext) -> tuple[Clients, Tensor]:
 
 
 def simulation(algorithm: str, w: Workload, **more: Any) -> Simulation:
-    """A run of the workload that does not end, and so has no last round, which is evaluated."""
-    more |= {"participation": w.cohort / w.n, "evaluation": Evaluation(every=int(w.evaluate))}
-    return Simulation(algorithm, w.build, federation(w), w.training, rounds=10**6, **more)
+    """A run of the workload that does not end, and so has no last round, which is
+    evaluated."""
+    more |= {
+        "participation": w.cohort / w.n,
+        "evaluation": Evaluation(every=int(w.evaluate)),
+    }
+    return Simulation(
+        algorithm, w.build, federation(w), w.training, rounds=10**6, **more
+    )
 
 
 @torch.enable_grad()
-def train(model: nn.Module, w: Workload, client: int, data: Federation | None = None) -> int:
+def train(
+    model: nn.Module, w: Workload, client: int, data: Federation | None = None
+) -> int:
     """A client's part of a round; gives its number of samples."""
     x, y = (data or federation(w)).client(client, "train")
     optimizer = torch.optim.SGD(model.parameters(), lr=w.lr)
@@ -129,9 +145,12 @@ def train(model: nn.Module, w: Workload, client: int, data: Federation | None = 
     return len(x)
 
 
-def plain_loop(model: nn.Module, w: Workload) -> Callable[[Sequence[int], Sequence[float]], None]:
-    """What one writes without a framework: one nn.Module, torch.optim.SGD, one client after
-    another, on one thread. A round of these clients with these shares in the mean."""
+def plain_loop(
+    model: nn.Module, w: Workload
+) -> Callable[[Sequence[int], Sequence[float]], None]:
+    """What one writes without a framework: one nn.Module, torch.optim.SGD, one client
+    after another, on one thread. A round of these clients with these shares in the
+    mean."""
     state = {k: v.clone() for k, v in model.state_dict().items()}
 
     @single_threaded()
@@ -152,4 +171,6 @@ def plain_loop(model: nn.Module, w: Workload) -> Callable[[Sequence[int], Sequen
 def scored(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     """Mean loss and accuracy."""
     scores = model(x)
-    return float(F.cross_entropy(scores, y)), float((scores.argmax(1) == y).double().mean())
+    return float(F.cross_entropy(scores, y)), float(
+        (scores.argmax(1) == y).double().mean()
+    )

@@ -1,5 +1,5 @@
-"""What one bad client does to the others, by algorithm: writes the tables of docs/bad_clients.md
-(some minutes).
+"""What one bad client does to the others, by algorithm: writes the tables of
+docs/bad_clients.md (some minutes).
 
 python examples/bad_clients.py [FILE] [ALGORITHM ...]
 """
@@ -16,10 +16,24 @@ from pflcore.data._synthetic import synthetic_clusters
 from pflcore.train import Training
 
 N, BAD, ROUNDS, CLIP = 8, 5, 10, 2.0
-KINDS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0, "inputs of 1e10": None}
+KINDS = {
+    "NaN": torch.nan,
+    "Inf": torch.inf,
+    "1e30": 1e30,
+    "zeros": 0.0,
+    "inputs of 1e10": None,
+}
 TRAINING = Training(lr=0.1, batch_size=10)
 # they treat a model's parts apart
-DEEP = ("fedala", "fedper", "lg_fedavg", "fedrep", "fedbabu", "fedbn", "factorized_waffle")
+DEEP = (
+    "fedala",
+    "fedper",
+    "lg_fedavg",
+    "fedrep",
+    "fedbabu",
+    "fedbn",
+    "factorized_waffle",
+)
 ABOUT = f"""# Bad clients
 
 One of {N} clients, number {BAD}, is bad; all take part in {ROUNDS} rounds of logistic regression on
@@ -33,12 +47,15 @@ it was reported as an outlier (an update of more than 20 times the median); **c*
 clipped; **s**: the run stopped with a sentence. `local` uploads nothing. Clipping bounds updates,
 not what else is uploaded: a loss of 1e30 still rules q-FedAvg's weights, and batch norm's
 statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA keep them at home). MOCHA
-leaves out a client whose step size is larger than the others', where that would be unstable."""
+leaves out a client whose step size is larger than the others', where that would be unstable."""  # noqa: E501
 
 
 def deep():
     return torch.nn.Sequential(
-        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
+        torch.nn.Linear(8, 16),
+        torch.nn.BatchNorm1d(16),
+        torch.nn.ReLU(),
+        torch.nn.Linear(16, 4),
     )
 
 
@@ -85,7 +102,13 @@ def play(name, kind, clip):
     honest = torch.arange(N) != BAD
     fine = bool(seen["loss"][honest].isfinite().all())
     far = any(
-        (dict(zip(r["cohort"], r["relative_update_norm"] or [], strict=False)).get(BAD) or 0) > 20
+        (
+            dict(zip(r["cohort"], r["relative_update_norm"] or [], strict=False)).get(
+                BAD
+            )
+            or 0
+        )
+        > 20
         for r in history.rounds
     )
     done = {
@@ -101,7 +124,11 @@ def play(name, kind, clip):
 def main(path, names):
     lines = [ABOUT]
     for clip in (None, CLIP):
-        lines += ["", f"## {'Without clipping' if clip is None else f'With clip={clip:g}'}", ""]
+        lines += [
+            "",
+            f"## {'Without clipping' if clip is None else f'With clip={clip:g}'}",
+            "",
+        ]
         lines.append(f"| algorithm | nobody bad | {' | '.join(KINDS)} |")
         lines.append("|:---|" + "---:|" * (len(KINDS) + 1))
         for name in names:

@@ -1,8 +1,10 @@
-"""`make demo`: the four systems in minutes, and one page to look at, runs/demo/index.html.
+"""`make demo`: the four systems in minutes, and one page to look at,
+runs/demo/index.html.
 
-Every part is a run on real data, a table and a picture. The page holds the pictures itself, the
-commands to go on with, and a sentence on what to look at. `python examples/demo.py 10` plays at
-most ten rounds of each run, to see the page sooner.
+Every part is a run on real data, a table and a picture. The page holds the pictures
+itself, the commands to go on with, and a sentence on what to look at.
+`python examples/demo.py 10` plays at most ten rounds of each run, to see the page
+sooner.
 """
 
 from __future__ import annotations
@@ -90,14 +92,19 @@ def curves(axes: Axes, series: Series, unit: str) -> None:
 def means(runs: Mapping[str, History], of: Any) -> Series:
     """What `of` makes of the accuracies [T, N], in percent, for each run."""
     series = {name: run.series() for name, run in runs.items()}
-    return {name: (rounds, (100 * of(v)).tolist()) for name, (rounds, v) in series.items()}
+    return {
+        name: (rounds, (100 * of(v)).tolist()) for name, (rounds, v) in series.items()
+    }
 
 
 def rows(
     head: Sequence[str], numbers: Mapping[str, Iterable[float]], form: str = ".1f"
 ) -> list[list[str]]:
     """A table."""
-    return [[*head], *([name, *(format(v, form) for v in line)] for name, line in numbers.items())]
+    return [
+        [*head],
+        *([name, *(format(v, form) for v in line)] for name, line in numbers.items()),
+    ]
 
 
 def waffle() -> Part:
@@ -113,31 +120,46 @@ def waffle() -> Part:
     return Part(
         "waffle",
         "WAFFLE: one client among ten whose data differ",
-        "Client 0 has 400 training images, and neighbours share some of its classes. WAFFLE starts "
+        "Client 0 has 400 training images, and neighbours share some of its classes. "
+        "WAFFLE starts "
         "with the average of all and ends with what helps client 0.",
         rows(
             ("algorithm", "client 0, last five rounds, %", "best five rounds, %"),
             {n: (y[-1], max(y)) for n, (_, y) in target.items()},
         ),
         figure,
-        "pflcore compare --algorithms waffle fedavg local --partition 'A*' --rounds 100",
+        "pflcore compare --algorithms waffle fedavg local --partition 'A*' --rounds "
+        "100",
     )
 
 
 def feddwa() -> Part:
     """Groups of clients that find each other."""
     fashion = here("fashion_mnist")
-    few: dict[str, Any] = {"train_samples": 3000, "test_samples": 3000} if fashion else {}
-    data = federation_of("fashion_mnist" if fashion else "mnist5k", "practical1", 20, **few)
-    methods = {"Local": "local", "FedAvg": "fedavg", "FedDWA": ALGORITHMS["feddwa"](k=5)}
+    few: dict[str, Any] = (
+        {"train_samples": 3000, "test_samples": 3000} if fashion else {}
+    )
+    data = federation_of(
+        "fashion_mnist" if fashion else "mnist5k", "practical1", 20, **few
+    )
+    methods = {
+        "Local": "local",
+        "FedAvg": "fedavg",
+        "FedDWA": ALGORITHMS["feddwa"](k=5),
+    }
     model = partial(model_for, "lenet5", SHAPE, 10)
     runs = played(methods, model, data, Training(lr=0.05, batch_size=20), 30)
     figure, (left, right) = figure_of(8, 3.6, 2)
-    curves(left, means(runs, lambda v: v.mean(1)), "test accuracy, mean of clients, percent")
+    curves(
+        left,
+        means(runs, lambda v: v.mean(1)),
+        "test accuracy, mean of clients, percent",
+    )
     report = runs["FedDWA"].rounds[-1]["report"]
     weight = torch.zeros(data.n, data.n)
     weight.scatter_(1, torch.tensor(report["index"]), torch.tensor(report["weight"]))
-    shown = right.imshow(weight, cmap="Blues", norm=PowerNorm(0.5, 0, 1))  # small weights show
+    # small weights show
+    shown = right.imshow(weight, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     figure.colorbar(shown, ax=right, label="weight in the last round")
     ticks = range(0, data.n, 5)
     right.set(xlabel="whose model", ylabel="for client", xticks=ticks, yticks=ticks)
@@ -145,7 +167,8 @@ def feddwa() -> Part:
     return Part(
         "feddwa",
         "FedDWA: a model for each of 20 clients",
-        "Clients 0 to 4, 5 to 9, ... share their main classes, which nobody told the server: the "
+        "Clients 0 to 4, 5 to 9, ... share their main classes, which nobody told the "
+        "server: the "
         "weights of the last round (right) show the groups that it found.",
         rows(
             ("algorithm", "mean, %", "worst client, %"),
@@ -158,8 +181,8 @@ def feddwa() -> Part:
 
 
 def cars() -> Federation:
-    """Cars of 13 model years, a natural split that comes with mlxtend: miles per gallon / 50 from
-    seven standardized facts."""
+    """Cars of 13 model years, a natural split that comes with mlxtend: miles per
+    gallon / 50 from seven standardized facts."""
     from mlxtend.data import autompg_data
 
     # its last column, the name, is no number
@@ -168,7 +191,9 @@ def cars() -> Federation:
     year = x[:, 5]
     x = (x - x.mean(0)) / x.std(0)
     years = [year == value for value in year.unique()]
-    return Federation.from_clients([(x[mine], y[mine] / 50) for mine in years], name="cars")
+    return Federation.from_clients(
+        [(x[mine], y[mine] / 50) for mine in years], name="cars"
+    )
 
 
 def motley() -> Part:
@@ -195,7 +220,12 @@ def motley() -> Part:
     axes.legend(frameon=False)
     tidy(axes, "", "client, by its error alone", "test error")
     what = "139 schools" if school else "cars of 13 model years"
-    paper = {"method": "paper", "Local": ".0121", "HypCluster": ".0112", "Ditto": ".0114"}
+    paper = {
+        "method": "paper",
+        "Local": ".0121",
+        "HypCluster": ".0112",
+        "Ditto": ".0114",
+    }
     table = [["method", "mean error", "worst tenth", "hurt, % of clients"]]
     for name, loss in losses.items():
         tenth = -metrics.worst_decile(-loss)
@@ -206,7 +236,8 @@ def motley() -> Part:
     return Part(
         "motley",
         f"Motley: linear regression on {what}",
-        "A better mean is not better for all: points above the line are clients that would have "
+        "A better mean is not better for all: points above the line are clients that "
+        "would have "
         "done better alone.",
         table,
         figure,
@@ -235,8 +266,10 @@ def factorized() -> Part:
     return Part(
         "factorized",
         "WAFFLe by weight factorization: the minority",
-        "25 clients share five digits, 5 clients the other five. One model for all forgets the "
-        "few; a dictionary of rank-1 factors, of which each client chooses its own, does not.",
+        "25 clients share five digits, 5 clients the other five. One model for all "
+        "forgets the "
+        "few; a dictionary of rank-1 factors, of which each client chooses its own, "
+        "does not.",
         rows(
             ("method", "majority, %", "minority, %"),
             {n: [series[f"{n}, {g}"][1][-1] for g in groups] for n in runs},
@@ -252,7 +285,9 @@ def distances() -> Part:
     error: dict[str, list[float]] = {"pflcore": [], "torch.cdist": []}
     start = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0))
     for gap in far:
-        models = start + gap * torch.randn(50, 100_000, generator=torch.Generator().manual_seed(1))
+        models = start + gap * torch.randn(
+            50, 100_000, generator=torch.Generator().manual_seed(1)
+        )
         wide = models.double()
         want = torch.stack([(wide - one).square().sum(1) for one in wide])
         off = ~torch.eye(50, dtype=torch.bool)
@@ -266,13 +301,23 @@ def distances() -> Part:
         axes.loglog(far, values, "o-", color=LINE_COLOURS[k], label=name)
     axes.legend(fontsize=8, frameon=False)
     axes.axhline(1, color="#999999", linestyle=":")
-    tidy(axes, "", "how far the clients' models are apart, per weight", "largest relative error")
+    tidy(
+        axes,
+        "",
+        "how far the clients' models are apart, per weight",
+        "largest relative error",
+    )
     return Part(
         "distances",
         "Exact distances",
-        "The closer the models of the clients, the more of their distance the expanded square "
+        "The closer the models of the clients, the more of their distance the expanded "
+        "square "
         "loses; above the dotted line nothing is left of it.",
-        rows(("distances by", *(f"{gap:.0e} apart" for gap in far.tolist())), error, ".0e"),
+        rows(
+            ("distances by", *(f"{gap:.0e} apart" for gap in far.tolist())),
+            error,
+            ".0e",
+        ),
         figure,
         "pflcore bench --op sqdist",
     )

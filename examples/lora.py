@@ -1,10 +1,11 @@
-"""Who is alike among clients that send LoRA adapters: by raw factors, by core rows, by their
-directions.
+"""Who is alike among clients that send LoRA adapters: by raw factors, by core rows, by
+their directions.
 
-Twelve clients in three groups, each group with a language of its own, fine-tune one tiny
-transformer for one round (its config is below; nothing is fetched). With one first A for everybody
-the factors will do; with an A of their own for each client only products compare. Needs the extra
-`lora`: pip install peft transformers. Takes half a minute.
+Twelve clients in three groups, each group with a language of its own, fine-tune one
+tiny transformer for one round (its config is below; nothing is fetched). With one first
+A for everybody the factors will do; with an A of their own for each client only
+products compare. Needs the extra `lora`: pip install peft transformers. Takes half a
+minute.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ CONFIG = LlamaConfig(
 def language(seed: int) -> torch.Tensor:
     """What follows what, [WORDS, WORDS]: rows sum to 1."""
     return (
-        torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(seed)).mul(2).softmax(1)
+        torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(seed))
+        .mul(2)
+        .softmax(1)
     )
 
 
@@ -45,7 +48,11 @@ def sentences(follows: torch.Tensor, count: int, gen: torch.Generator) -> torch.
 
 
 def train(
-    model: torch.nn.Module, languages: list[torch.Tensor], steps: int, lr: float, seed: int
+    model: torch.nn.Module,
+    languages: list[torch.Tensor],
+    steps: int,
+    lr: float,
+    seed: int,
 ) -> float:
     """Adam on fresh sentences; gives the last loss."""
     gen, loss = torch.Generator().manual_seed(seed), torch.zeros(())
@@ -73,7 +80,9 @@ def adapters(
             model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers)
         )
         train(model, [language(1 + client % GROUPS)], STEPS, 1e-2, 200 + client)
-        states.append({k: v.detach().clone() for k, v in get_peft_model_state_dict(model).items()})
+        states.append(
+            {k: v.detach().clone() for k, v in get_peft_model_state_dict(model).items()}
+        )
         scales.append(lowrank.scales(model))
     return states, scales
 
@@ -90,15 +99,22 @@ def main() -> None:
     loss = train(model, [language(1 + g) for g in range(GROUPS)], WARM_UP, 3e-3, 1)
     base = {k: v.clone() for k, v in model.state_dict().items()}
     print(
-        f"pre-trained to a loss of {loss:.2f}; nearest neighbours of the own group, of {CLIENTS} "
+        f"pre-trained to a loss of {loss:.2f}; nearest neighbours of the own group, of "
+        f"{CLIENTS} "
         f"(by chance {CLIENTS * 3 / 11:.1f}):\n"
     )
-    print("| first A | factors | B alone | core rows | their directions | clusters right |")
+    print(
+        "| first A | factors | B alone | core rows | their directions | clusters right "
+        "|"
+    )
     print("|---|---|---|---|---|---|")
     for own_a in (False, True):
         states, scales = adapters(base, own_a)
         rows, layout = lowrank.pack(states, scales)
-        raw, b = pflcore.pack(states).rows, pflcore.pack(states, include="*lora_B*").rows
+        raw, b = (
+            pflcore.pack(states).rows,
+            pflcore.pack(states, include="*lora_B*").rows,
+        )
         means = pflcore.personalize(rows, "clusters", k=GROUPS, directions=True)
         pure = all(torch.equal(means[i], means[i % GROUPS]) for i in range(CLIENTS))
         counts = [right(r) for r in (raw, b, rows, torch.nn.functional.normalize(rows))]

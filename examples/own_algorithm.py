@@ -1,5 +1,5 @@
-"""An algorithm of one's own: FedPer (Arivazhagan et al. 2019), whose clients share the body of the
-model and keep their heads."""
+"""An algorithm of one's own: FedPer (Arivazhagan et al. 2019), whose clients share the
+body of the model and keep their heads."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,8 @@ from pflcore.data import federation_of
 
 @dataclass(frozen=True)
 class FedPer(FedAvg):
-    """server: shared columns x [K] · client: head [P - K] · down: x [S, K] · up: delta [S, K]."""
+    """server: shared columns x [K] · client: head [P - K] · down: x [S, K] · up:
+    delta [S, K]."""
 
     def server_init_args(self, net):  # what the server starts from
         return {"x0": net.split(net.w0)[0]}
@@ -25,7 +26,8 @@ class FedPer(FedAvg):
         x, head = clients.net.split(fit.w)
         return {"head": head}, {"delta": x - down["x"]}, fit
 
-    def model(self, down, client_state, clients):  # what is evaluated: each client's model [S, P]
+    # what is evaluated: each client's model [S, P]
+    def model(self, down, client_state, clients):
         return {"w": clients.net.join(down["x"], client_state["head"])}
 
 
@@ -33,7 +35,9 @@ if __name__ == "__main__":
     testing.check(FedPer)
     data = federation_of("digits", "C", n=10)
     for algorithm in (FedAvg, FedPer):
-        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+        model = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)
+        )
         history = Simulation(algorithm, model, data, Training(lr=0.1), rounds=10).run()
         table = history.to_pandas()[["algorithm", "round", "bytes_up", "mean_accuracy"]]
         print(table.tail(1).to_string(index=False))

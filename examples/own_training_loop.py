@@ -1,8 +1,9 @@
-"""Somebody else's training loop, in plain torch, with the server's rules of WAFFLE and FedDWA.
+"""Somebody else's training loop, in plain torch, with the server's rules of WAFFLE and
+FedDWA.
 
-A server's rule takes rows and gives rows: it knows no model, no data and no training loop. What a
-client receives names the term that its steps add: WAFFLE's corrections are `down["c"]` less its
-own.
+A server's rule takes rows and gives rows: it knows no model, no data and no training
+loop. What a client receives names the term that its steps add: WAFFLE's corrections are
+`down["c"]` less its own.
 """
 
 import torch
@@ -16,7 +17,8 @@ N, ROUNDS, LR = 6, 5, 0.1
 gen, model = torch.Generator().manual_seed(0), nn.Linear(8, 4)
 labels = torch.randint(4, (N, 40), generator=gen)
 inputs = 3 * torch.eye(4, 8)[labels] + torch.randn(N, 40, 8, generator=gen)
-labels = (labels + torch.arange(N)[:, None] % 2) % 4  # odd clients disagree with even ones
+# odd clients disagree with even ones
+labels = (labels + torch.arange(N)[:, None] % 2) % 4
 
 
 def epoch(row, x, y, correction=0.0):
@@ -25,7 +27,9 @@ def epoch(row, x, y, correction=0.0):
     for batch, targets in zip(x.split(10), y.split(10), strict=True):
         vector_to_parameters(row, model.parameters())
         loss = cross_entropy(model(batch), targets)
-        grads.append(parameters_to_vector(torch.autograd.grad(loss, tuple(model.parameters()))))
+        grads.append(
+            parameters_to_vector(torch.autograd.grad(loss, tuple(model.parameters())))
+        )
         row = row - LR * (grads[-1] + correction)
     return row, torch.stack(grads).mean(0)
 
@@ -43,7 +47,8 @@ def feddwa(down, c, x, y):
 
 
 def play(rule, client):
-    """Each client's model [N, P] after the rounds, and the mixing weights of the last one."""
+    """Each client's model [N, P] after the rounds, and the mixing weights of the
+    last one."""
     x0 = parameters_to_vector(model.parameters()).detach()
     state, own = rule.init(x0, N), [torch.zeros_like(x0)] * N
     for round in range(1, ROUNDS + 1):
@@ -60,6 +65,7 @@ def play(rule, client):
 
 if __name__ == "__main__":
     _, target = play(ALGORITHMS["waffle"](target=0), waffle)
-    print("waffle:", target["weights"])  # of the clients' updates in the model of client 0
+    # of the clients' updates in the model of client 0
+    print("waffle:", target["weights"])
     models, mixed = play(ALGORITHMS["feddwa"](k=3), feddwa)
     print("feddwa:", mixed["index"])  # the clients whose models each one's is made of

@@ -1,12 +1,12 @@
-"""A personalized server step over several processes or machines, none of which holds all clients'
-models.
+"""A personalized server step over several processes or machines, none of which holds
+all clients' models.
 
 torchrun --nproc-per-node=2 examples/sharded.py        on two machines: --nnodes=2
 --rdzv-backend=c10d --rdzv-endpoint=FIRST_MACHINE:29500
 
-Each rank has received some clients' whole models. They become columns of all clients, over which
-distances cost one small all-reduce and mixing nothing at all; the mixed models go back as rows. It
-is then held against the same step in one process.
+Each rank has received some clients' whole models. They become columns of all clients,
+over which distances cost one small all-reduce and mixing nothing at all; the mixed
+models go back as rows. It is then held against the same step in one process.
 """
 
 import os
@@ -34,14 +34,17 @@ def mixing(sqdist: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 cuda = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+device = (
+    torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+)
 if cuda:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=2))
 rank, ranks = dist.get_rank(), dist.get_world_size()
 
 everything = models().to(device)  # the example's check alone needs it
-mine = everything.tensor_split(ranks)[rank]  # [n, P], the clients that this rank has received
+# [n, P], the clients that this rank has received
+mine = everything.tensor_split(ranks)[rank]
 
 columns = distributed.to_columns(mine)  # [N, p]
 sqdist = distributed.pairwise_sqdist(columns)  # [N, N], on every rank
@@ -57,11 +60,13 @@ if rank == 0:
     megabytes = len(mine) * (P - columns.shape[1]) * 4 / 1e6
     print(f"{ranks} ranks, {N} clients, {P} parameters, {pflcore.backend()}")
     print(
-        f"rank 0 sent {megabytes:.1f} MB of rows, {4 * N * (N - 1)} bytes of distances, "
+        f"rank 0 sent {megabytes:.1f} MB of rows, {4 * N * (N - 1)} bytes of "
+        "distances, "
         f"{megabytes:.1f} MB of rows back"
     )
     print(
-        f"distances off those of one process by {off:.1e}, models by {equal.item():.1e}, of values "
+        f"distances off those of one process by {off:.1e}, models by "
+        f"{equal.item():.1e}, of values "
         f"up to {everything.abs().max():.0f}"
     )
 dist.destroy_process_group()

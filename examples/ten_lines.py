@@ -1,4 +1,5 @@
-"""A simulation in ten lines: one's own model, one Dataset per client, one's own logger."""
+"""A simulation in ten lines: one's own model, one Dataset per client, one's own
+logger."""
 
 import torch
 from torch import nn
@@ -8,12 +9,13 @@ from pflcore import Federation, Simulation, Training
 
 
 def my_clients() -> list[TensorDataset]:
-    """Eight clients; the last four name the two classes the other way round, so that one model for
-    all must fail."""
+    """Eight clients; the last four name the two classes the other way round, so that
+    one model for all must fail."""
     generator = torch.Generator().manual_seed(0)
     points = [torch.randn(200, 2, generator=generator) for _ in range(8)]
     return [
-        TensorDataset(x, ((x[:, 0] * x[:, 1] > 0) ^ (i >= 4)).long()) for i, x in enumerate(points)
+        TensorDataset(x, ((x[:, 0] * x[:, 1] > 0) ^ (i >= 4)).long())
+        for i, x in enumerate(points)
     ]
 
 
@@ -24,7 +26,8 @@ def my_model() -> nn.Module:
 def my_logger(round: int, record: dict) -> None:
     if record["eval"] and round % 10 == 0:
         print(
-            f"round {round:2}: accuracy of client 0 {record['eval']['accuracy'][0]:.2f}, "
+            f"round {round:2}: accuracy of client 0 "
+            f"{record['eval']['accuracy'][0]:.2f}, "
             f"{record['bytes_up']} bytes sent up"
         )
 

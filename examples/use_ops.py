@@ -1,5 +1,5 @@
-"""The ops in one's own federated-learning code: personalized aggregation of the client models that
-one has anyway."""
+"""The ops in one's own federated-learning code: personalized aggregation of the client
+models that one has anyway."""
 
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters

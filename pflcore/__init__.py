@@ -1,8 +1,8 @@
 """pflcore: a compact algorithm core for personalized federated learning.
 
-A name is loaded when it is first asked for, so that `import pflcore.ops` is the ops alone. Which
-names there are, and where each comes from, is written once, in `__init__.pyi`, which type checkers
-and editors read, too.
+A name is loaded when it is first asked for, so that `import pflcore.ops` is the ops
+alone. Which names there are, and where each comes from, is written once, in
+`__init__.pyi`, which type checkers and editors read, too.
 """
 
 import ast

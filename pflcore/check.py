@@ -27,7 +27,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeVar,
+    get_args,
+    get_origin,
+)
 
 import annotated_types as at
 import numpy as np
@@ -45,8 +54,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Expectation(NamedTuple):
-    """What is expected, after the word "expected", and whether a value is that; in an annotation,
-    too: Annotated[Any, Kind(...)]."""
+    """What is expected, after the word "expected", and whether a value is that; in an
+    annotation, too: Annotated[Any, Kind(...)]."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -66,14 +75,17 @@ def reject(name: str, expected: str, got: Any, names: Iterable[str] = ()) -> NoR
     raise ValueError(f"{name}: expected {expected}, got {summarize(got)}.")
 
 
-def require(fits: Any, name: str, expected: str, got: Any, names: Iterable[str] = ()) -> None:
+def require(
+    fits: Any, name: str, expected: str, got: Any, names: Iterable[str] = ()
+) -> None:
     """Refuses an argument that does not fit."""
     if not fits:
         reject(name, expected, got, names)
 
 
 def closest_name(value: Any, names: Iterable[str]) -> str | None:
-    """The one of `names` that a misspelt word, or the first of several, is nearest to."""
+    """The one of `names` that a misspelt word, or the first of several, is nearest
+    to."""
     word = next(iter(value), None) if isinstance(value, list | tuple) else value
     if not isinstance(word, str):
         return None
@@ -84,11 +96,14 @@ def closest_name(value: Any, names: Iterable[str]) -> str | None:
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line of whoever called pflcore, however far away that is."""
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    level = 2
     while (
-        frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in INTERNAL_PACKAGES
+        frame.f_back
+        and frame.f_globals.get("__name__", "").partition(".")[0] in INTERNAL_PACKAGES
     ):
-        frame, level = frame.f_back, level + 1
+        frame = frame.f_back
+        level = level + 1
     warnings.warn(text, category, stacklevel=level)
 
 
@@ -98,8 +113,8 @@ def with_article(noun: str) -> str:
 
 
 def checked(thing: F) -> F:
-    """A function, or a class's `__init__`, that checks what it is given by its annotations; a
-    default is not checked.
+    """A function, or a class's `__init__`, that checks what it is given by its
+    annotations; a default is not checked.
 
     ValueError in one sentence where an argument is not what its annotation says."""
     call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
@@ -110,7 +125,11 @@ def checked(thing: F) -> F:
         str, Expectation
     ]:  # at the first call, when all names of the module are there
         hints = typing.get_type_hints(call, include_extras=True)
-        return {k: expectation_of(hint) for k, hint in hints.items() if k in signature.parameters}
+        return {
+            k: expectation_of(hint)
+            for k, hint in hints.items()
+            if k in signature.parameters
+        }
 
     @functools.wraps(call)
     def checking(*args: Any, **kwargs: Any) -> Any:
@@ -127,8 +146,8 @@ def checked(thing: F) -> F:
 
 
 def check_fields(thing: Any) -> None:
-    """ValueError in one sentence where a field of a dataclass is not what its annotation says; for
-    its `__post_init__`."""
+    """ValueError in one sentence where a field of a dataclass is not what its
+    annotation says; for its `__post_init__`."""
     for name, kind in _of_fields(type(thing)).items():  # type: ignore[arg-type]
         value = getattr(thing, name)
         plain = validated(name, kind, value)
@@ -137,7 +156,8 @@ def check_fields(thing: Any) -> None:
 
 
 def validated(name: str, kind: Expectation, value: Any) -> Any:
-    """The value, a scalar of numpy's as Python's; ValueError where it is not of the kind."""
+    """The value, a scalar of numpy's as Python's; ValueError where it is not of the
+    kind."""
     value = value.item() if isinstance(value, np.generic) else value
     if not kind.fits(value):
         reject(name, kind.words, value, kind.names)
@@ -154,13 +174,18 @@ def _of_fields(cls: type) -> dict[str, Expectation]:
 
 
 def expectation_of(hint: Any) -> Expectation:  # noqa: PLR0911 (a kind of hint each)
-    """The kind of values that an annotation allows; anything where it says nothing of one value."""
-    origin, args = get_origin(hint), get_args(hint)
+    """The kind of values that an annotation allows; anything where it says nothing
+    of one value."""
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin is Annotated:
         return functools.reduce(_narrow, args[1:], expectation_of(args[0]))
     if origin is Literal:
-        words, names = " or ".join(map(repr, args)), tuple(a for a in args if isinstance(a, str))
-        return Expectation(words, lambda v: any(type(v) is type(a) and v == a for a in args), names)
+        words = " or ".join(map(repr, args))
+        names = tuple(a for a in args if isinstance(a, str))
+        return Expectation(
+            words, lambda v: any(type(v) is type(a) and v == a for a in args), names
+        )
     if origin in (typing.Union, types.UnionType):
         each = [expectation_of(a) for a in args]
         # without None, which is its default
@@ -188,27 +213,37 @@ def _narrow(kind: Expectation, said: Any) -> Expectation:
         return said if isinstance(said, Expectation) else kind
     words, test = BOUNDS[type(said)]
     bound = getattr(said, type(said).__name__.lower())
-    return Expectation(f"{kind.words}, {words} {bound}", lambda v: kind.fits(v) and test(v, bound))
+    return Expectation(
+        f"{kind.words}, {words} {bound}", lambda v: kind.fits(v) and test(v, bound)
+    )
 
 
 def _all(each: Expectation, words: str) -> Expectation:
-    """Several values of a kind: in a list (of another iterable only that it is one), or in a
-    dict."""
+    """Several values of a kind: in a list (of another iterable only that it is one), or
+    in a dict."""
 
     def fits(v: Any) -> bool:
         mapped = isinstance(v, Mapping)
-        if isinstance(v, str) or not hasattr(v, "__iter__") or (words == "a dict") is not mapped:
+        if (
+            isinstance(v, str)
+            or not hasattr(v, "__iter__")
+            or (words == "a dict") is not mapped
+        ):
             return False
         values = v.values() if mapped else v if isinstance(v, list | tuple) else ()
         return all(map(each.fits, values))
 
-    return Expectation(words if each is EXPECT_ANYTHING else f"{words}, each {each.words}", fits)
+    return Expectation(
+        words if each is EXPECT_ANYTHING else f"{words}, each {each.words}", fits
+    )
 
 
 def summarize(value: Any) -> str:
     """A value in a few words on one line; of a tensor the shape and dtype."""
     if isinstance(value, Tensor):
-        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+        return (
+            f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+        )
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -240,7 +275,9 @@ def device_of(name: Any) -> str:
     if kind == "cpu":
         return str(name)
     seen = torch.cuda.is_available()
-    require(seen, "device", f"'cpu', as torch {torch.__version__} sees no GPU here", name)
+    require(
+        seen, "device", f"'cpu', as torch {torch.__version__} sees no GPU here", name
+    )
     count = torch.cuda.device_count()
     named = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
     cards = "1 GPU" if count == 1 else f"{count} GPUs"
@@ -249,10 +286,12 @@ def device_of(name: Any) -> str:
     return str(name)
 
 
-PIP_NAMES = {  # where a package is called otherwise than its module, or needs more words
+# where a package is called otherwise than its module, or needs more words
+PIP_NAMES = {
     "sklearn": "scikit-learn",
     "flwr": "'flwr[simulation]>=1.41,<2'",
-    "torchvision": f"torchvision torch=={torch.__version__.partition('+')[0]}",  # which stays
+    # which stays
+    "torchvision": f"torchvision torch=={torch.__version__.partition('+')[0]}",
 }
 
 
@@ -262,7 +301,8 @@ def install_command(*modules: str) -> str:
 
 
 def import_optional(module: str, what: str = "This", alternative: str = "") -> Any:
-    """A module that only `what` needs. ImportError in one sentence where it is not installed."""
+    """A module that only `what` needs. ImportError in one sentence where it is not
+    installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -274,11 +314,14 @@ def import_optional(module: str, what: str = "This", alternative: str = "") -> A
 
 
 def ids_of(name: str, given: Any, n: int) -> Tensor:
-    """Ids of distinct clients [S], at least one, in the order given, as int64 on the CPU."""
+    """Ids of distinct clients [S], at least one, in the order given, as int64 on the
+    CPU."""
     listed = list(given) if isinstance(given, set) else given
     ids = np.asarray(given.cpu() if isinstance(given, Tensor) else listed)
     whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids)
-    fits = whole and ids.min() >= 0 and ids.max() < n and len(np.unique(ids)) == len(ids)
+    fits = (
+        whole and ids.min() >= 0 and ids.max() < n and len(np.unique(ids)) == len(ids)
+    )
     require(fits, name, f"ids of clients from 0 to {n - 1}, each once", given)
     return torch.from_numpy(ids.astype(np.int64))
 
@@ -296,9 +339,9 @@ def expect_dim(dim: int, words: str) -> Expectation:
 # whose lines are not the caller's own
 INTERNAL_PACKAGES = ("pflcore", "torch", "contextlib", "functools")
 EXPECT_ANYTHING = Expectation("anything", lambda v: True)
-CONTAINER_WORDS = dict.fromkeys((abc.Sequence, abc.Collection, abc.Iterable), "a list") | {
-    abc.Mapping: "a dict"
-}
+CONTAINER_WORDS = dict.fromkeys(
+    (abc.Sequence, abc.Collection, abc.Iterable), "a list"
+) | {abc.Mapping: "a dict"}
 INSTANCE_WORDS: dict[type, str] = {
     bool: "True or False",
     str: "a string",
@@ -310,7 +353,9 @@ INSTANCE_WORDS: dict[type, str] = {
 }
 EXPECT_BY_TYPE: dict[Any, Expectation] = {
     **{cls: _instance(cls, words) for cls, words in INSTANCE_WORDS.items()},
-    float: Expectation("a finite number", lambda v: _is_number(Real, v) and math.isfinite(v)),
+    float: Expectation(
+        "a finite number", lambda v: _is_number(Real, v) and math.isfinite(v)
+    ),
     int: Expectation("a whole number", lambda v: _is_number(Integral, v)),
     Path: _instance(os.PathLike, "a path"),
     abc.Callable: Expectation("a function", callable),
@@ -324,21 +369,31 @@ BOUNDS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
 FINITE = at.Predicate(math.isfinite)  # for other readers: here every number is
 PositiveInt = Annotated[int, at.Ge(1)]
 NonNegativeInt = Annotated[int, at.Ge(0)]
-Seed = Annotated[int, at.Interval(ge=-(2**63), lt=2**63), at.doc("a whole number of 64 bits")]
+Seed = Annotated[
+    int, at.Interval(ge=-(2**63), lt=2**63), at.doc("a whole number of 64 bits")
+]
 # what numpy's RandomState takes
-Seed32 = Annotated[int, at.Interval(ge=0, lt=2**32), at.doc("a whole number from 0 to 2**32 - 1")]
+Seed32 = Annotated[
+    int, at.Interval(ge=0, lt=2**32), at.doc("a whole number from 0 to 2**32 - 1")
+]
 Number = Annotated[float, FINITE]
 NonNegativeFloat = Annotated[float, at.Ge(0), FINITE, at.doc("a finite number >= 0")]
 PositiveFloat = Annotated[float, at.Gt(0), FINITE, at.doc("a finite number above 0")]
 UnitFloat = Annotated[float, at.Interval(ge=0, le=1), at.doc("a number from 0 to 1")]
-Fraction = Annotated[float, at.Interval(gt=0, le=1), at.doc("a number above 0, at most 1")]
+Fraction = Annotated[
+    float, at.Interval(gt=0, le=1), at.doc("a number above 0, at most 1")
+]
 OpenUnitFloat = Annotated[
     float, at.Interval(gt=0, lt=1), FINITE, at.doc("a number above 0 and below 1")
 ]
-Momentum = Annotated[float, at.Interval(ge=0, lt=1), at.doc("a number from 0 to below 1")]
+Momentum = Annotated[
+    float, at.Interval(ge=0, lt=1), at.doc("a number from 0 to below 1")
+]
 Weighting = Literal["samples", "uniform"]
 Ids = Annotated[Sequence[int], Expectation("a list of clients' numbers", _are_ids)]
-Names = Annotated[str | Sequence[str], Expectation("a name or a list of names", are_names)]
+Names = Annotated[
+    str | Sequence[str], Expectation("a name or a list of names", are_names)
+]
 Matrix = Annotated[Tensor, expect_dim(2, "a matrix of floating-point numbers")]
 Row = Annotated[Tensor, expect_dim(1, "a row of floating-point numbers")]
 EXPECT_MODEL = Expectation(

@@ -1,8 +1,8 @@
-"""Grids: every candidate is trained, scored on validation data, recorded; the best one is reported
-on test data, once.
+"""Grids: every candidate is trained, scored on validation data, recorded; the best one
+is reported on test data, once.
 
-Selection works on `StudyProtocol.without_test`, a federation without a test split, so it cannot see test data
-even by mistake.
+Selection works on `StudyProtocol.without_test`, a federation without a test split, so
+it cannot see test data even by mistake.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ __all__ = ["tune"]
 
 Grid = Mapping[str, Sequence[Any]]
 ROLES_TEXT = "cross_silo(data) or cross_device(data), which say what is chosen on what"
-TrainedState = tuple[State, str | None]  # a state after the last round, and why it ended early
+# a state after the last round, and why it ended early
+TrainedState = tuple[State, str | None]
 
 
 def selection_metric(
     metric: Any, classes: bool, higher_is_better: bool | None = None
 ) -> tuple[str, dict[str, Metric], bool]:
-    """What the best is best in: its name, the function where an evaluation does not give it by
-    itself, and whether more is better. ValueError or ImportError in one sentence."""
+    """What the best is best in: its name, the function where an evaluation does not
+    give it by itself, and whether more is better. ValueError or ImportError in one
+    sentence."""
     metric = metric or ("accuracy" if classes else "loss")
     given = metric == "loss" or (classes and metric == "accuracy")
     metrics = {} if given else metrics_of([metric], classes)
@@ -67,9 +69,14 @@ class Candidate:
 
     @property
     def trained(self) -> Candidate:
-        """What is trained: candidates that differ in `evaluation_only` options only share a trained state."""
+        """What is trained: candidates that differ in `evaluation_only` options only
+        share a trained state."""
         late = self.algorithm.traits.evaluation_only
-        own = [f for f in fields(self.algorithm) if f.name in late and f.default is not MISSING]
+        own = [
+            f
+            for f in fields(self.algorithm)
+            if f.name in late and f.default is not MISSING
+        ]
         options = {k: v for k, v in self.options.items() if k not in late}
         algorithm = replace(self.algorithm, **{f.name: f.default for f in own})
         return Candidate(options, algorithm, self.training)
@@ -83,13 +90,14 @@ class Trial:
     """What became of a candidate."""
 
     candidate: Candidate
-    values: list[Tensor] = field(default_factory=list)  # one per protocol: each client's [N]
+    # one per protocol: each client's [N]
+    values: list[Tensor] = field(default_factory=list)
     stopped: str | None = None  # why its training ended early, if it did
 
     @property
     def score(self) -> float:
-        """Mean over protocols of the mean over clients; minus infinity for a candidate that
-        diverged."""
+        """Mean over protocols of the mean over clients; minus infinity for a candidate
+        that diverged."""
         if self.stopped or not self.values:
             return -math.inf
         score = sum(v.nanmean().item() for v in self.values) / len(self.values)
@@ -98,7 +106,8 @@ class Trial:
 
 @dataclass
 class Tuned:
-    """A grid's trials and the choice. `report` is the only thing here that looks at test data."""
+    """A grid's trials and the choice. `report` is the only thing here that looks at
+    test data."""
 
     trials: list[Trial]
     protocols: list[StudyProtocol]
@@ -112,7 +121,8 @@ class Tuned:
     def report(self, protocol: int = 0) -> Tensors:
         """Test results of the best candidate on a protocol's reported clients: see
         `pflcore.evaluate`."""
-        p, (config, state) = self.protocols[protocol], self.states(self.best.candidate, protocol)
+        p = self.protocols[protocol]
+        config, state = self.states(self.best.candidate, protocol)
         data = p.data.to(config.context.data.device)
         config = config._replace(context=config.context._replace(data=data))
         return evaluate(config, state, "test", p.report_clients)
@@ -122,13 +132,15 @@ class Tuned:
         rows = [["candidate", "validation", "note"]]
         for t in sorted(self.trials, key=lambda t: -t.score):
             score = f"{t.score:.5f}" if math.isfinite(t.score) else "-"
-            rows.append([str(t.candidate), score, t.stopped or "chosen" * (t is self.best)])
+            rows.append(
+                [str(t.candidate), score, t.stopped or "chosen" * (t is self.best)]
+            )
         return "\n".join([*markdown_table(rows), ""])
 
 
 def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Candidate]:
-    """Every combination of a grid. A key is an option of the algorithm, or "training." and one of
-    the local training."""
+    """Every combination of a grid. A key is an option of the algorithm, or "training."
+    and one of the local training."""
     own = {f.name for f in fields(algorithm)}
     its = {f"training.{f.name}" for f in fields(training)}
     known = ", ".join([*sorted(own), *sorted(its)])
@@ -137,13 +149,18 @@ def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Can
         require(key in own | its, "grid", words, key, own | its)
         require(len(choices), "grid", f"a list of values for {key!r}", choices)
     late = algorithm.traits.evaluation_only
-    names = sorted(grid, key=lambda k: k in late)  # late ones vary fastest: states in blocks
+    # late ones vary fastest: states in blocks
+    names = sorted(grid, key=lambda k: k in late)
     out = []
     for combination in itertools.product(*(grid[k] for k in names)):
         options = dict(zip(names, combination, strict=True))
         ours = {k: v for k, v in options.items() if k in own}
-        theirs = {k.removeprefix("training."): v for k, v in options.items() if k in its}
-        out.append(Candidate(options, replace(algorithm, **ours), replace(training, **theirs)))
+        theirs = {
+            k.removeprefix("training."): v for k, v in options.items() if k in its
+        }
+        out.append(
+            Candidate(options, replace(algorithm, **ours), replace(training, **theirs))
+        )
     return out
 
 
@@ -165,38 +182,52 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     folder: str | os.PathLike[str] | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
-    """Trains every candidate of the grid and picks the best on validation data, after the last
-    round.
+    """Trains every candidate of the grid and picks the best on validation data, after
+    the last round.
 
-    Several protocols (splits) are averaged; run j has seed `seed + j`, or the j-th of several
-    seeds, and starts at the j-th net where several are given. With `rounds=0` the fresh state is
-    the trained one. `states`, one per protocol: trained already, so the grid may hold `evaluation_only`
-    options only. The best has the highest accuracy, or for targets the least loss; else the best
-    `metric`: "accuracy", "loss", a name that `Evaluation.metrics` takes, whose direction is known,
-    or a function of one client's (scores, labels), of which you say `higher_is_better`, False for
-    an error. With `folder` every
-    result is recorded as it comes, and a second call with the same arguments goes on where
-    the first one stopped (functions go by their names). A candidate whose run stopped early, or
-    that leaves a single client with validation samples without a finite loss or value, is recorded
-    with the reason and never chosen: its mean would be that of the clients who survived it.
+    Several protocols (splits) are averaged; run j has seed `seed + j`, or the j-th of
+    several seeds, and starts at the j-th net where several are given. With `rounds=0`
+    the fresh state is the trained one. `states`, one per protocol: trained already, so
+    the grid may hold `evaluation_only` options only. The best has the highest accuracy,
+    or for targets the least loss; else the best `metric`: "accuracy", "loss", a name
+    that `Evaluation.metrics` takes, whose direction is known, or a function of one
+    client's (scores, labels), of which you say `higher_is_better`, False for an error.
+    With `folder` every result is recorded as it comes, and a second call with the same
+    arguments goes on where the first one stopped (functions go by their names). A
+    candidate whose run stopped early, or that leaves a single client with validation
+    samples without a finite loss or value, is recorded with the reason and never
+    chosen: its mean would be that of the clients who survived it.
     """
     algorithm = algorithm_of(algorithm)
     protocols = [protocol] if isinstance(protocol, StudyProtocol) else [*protocol]
-    trials, count = [Trial(c) for c in candidates(algorithm, training, grid)], len(protocols)
-    if states is not None and len({_key(t.candidate.trained.options) for t in trials}) > 1:
+    trials = [Trial(c) for c in candidates(algorithm, training, grid)]
+    count = len(protocols)
+    if (
+        states is not None
+        and len({_key(t.candidate.trained.options) for t in trials}) > 1
+    ):
         late = ", ".join(algorithm.traits.evaluation_only) or "nothing"
-        raise ValueError(f"grid: with trained states it may hold {late}, got {', '.join(grid)}.")
+        raise ValueError(
+            f"grid: with trained states it may hold {late}, got {', '.join(grid)}."
+        )
     seeds = [seed + j for j in range(count)] if isinstance(seed, int) else list(seed)
-    if isinstance(net, nn.Module) or not isinstance(net, Net | Sequence):  # Sequential is a model
+    # Sequential is a model
+    if isinstance(net, nn.Module) or not isinstance(net, Net | Sequence):
         net = Net(net, default_loss(protocols[0].data.y), seed=[*seeds, 0][0])
     nets = [net] * count if isinstance(net, Net) else list(net)
     each = f"one, or one per protocol ({count})"
     fit = len(seeds) == len(nets) == count
     require(fit, "seed and net", each, f"{len(seeds)} and {len(nets)}")
     where = Path(folder) if folder else None
-    run = {"rounds": max(1, rounds), "participation": participation, "hardware": hardware}
+    run = {
+        "rounds": max(1, rounds),
+        "participation": participation,
+        "hardware": hardware,
+    }
     fresh = None if rounds else "fresh"
-    search = _Search(protocols, nets, seeds, ("loss", {}, False), run, states or fresh, where)
+    search = _Search(
+        protocols, nets, seeds, ("loss", {}, False), run, states or fresh, where
+    )
     base = Candidate({}, algorithm, training)
     # whether one score is a class's, a net knows once it has met the data
     scores_classes = search.simulation(base, 0).context.net.scores_classes
@@ -207,13 +238,15 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     if all(t.score == -math.inf for t in trials):
         why = trials[0].stopped or "values that are not finite"
         raise ValueError(f"grid: every candidate diverged, the first one with: {why}")
-    return Tuned(trials, protocols, lambda candidate, run: search.trained(candidate, run)[:2])
+    return Tuned(
+        trials, protocols, lambda candidate, run: search.trained(candidate, run)[:2]
+    )
 
 
 @dataclass
 class _Search:
-    """Trains candidates, and remembers the states they end in: on disk where there is a folder,
-    else the one that is needed."""
+    """Trains candidates, and remembers the states they end in: on disk where there is a
+    folder, else the one that is needed."""
 
     protocols: list[StudyProtocol]
     nets: list[Net]
@@ -244,15 +277,20 @@ class _Search:
         runs = [identity(self.simulation(base, j)) for j in range(len(self.protocols))]
         states = self.states or []
         return {
-            "runs": [{k: v for k, v in run.items() if k != "made_with"} for run in runs],
+            "runs": [
+                {k: v for k, v in run.items() if k != "made_with"} for run in runs
+            ],
             "start": [content_digest(net.w0) for net in self.nets],
             "states": [
-                s if isinstance(s, str) else content_digest(flatten_state(s)) for s in states
+                s if isinstance(s, str) else content_digest(flatten_state(s))
+                for s in states
             ],
             "metric": [self.selection[0], self.selection[2]],
         }
 
-    def play(self, trials: list[Trial], base: Candidate, say: Callable[[str], None]) -> None:
+    def play(
+        self, trials: list[Trial], base: Candidate, say: Callable[[str], None]
+    ) -> None:
         """Fills the trials, from the record where they are in it."""
         kept = {"header": self.header(base), "lines": dict[str, Any]()}
         self.key, lines = _key(kept["header"]), kept["lines"]
@@ -260,11 +298,14 @@ class _Search:
             found = load(self.folder)[1]
             if found.get("header") != to_json(kept["header"]):
                 raise ValueError(
-                    f"folder: {self.folder} holds the results of another grid or other data; name "
+                    f"folder: {self.folder} holds the results of another grid or other "
+                    "data; name "
                     "another folder."
                 )
             lines |= found["lines"]
-        for j, (n, trial) in itertools.product(range(len(self.protocols)), enumerate(trials, 1)):
+        for j, (n, trial) in itertools.product(
+            range(len(self.protocols)), enumerate(trials, 1)
+        ):
             what = trial.candidate
             key = _key([what.options, j])
             if key not in lines:
@@ -276,11 +317,14 @@ class _Search:
             said = lines[key]["stopped"] or f"{trial.score:.5f}"
             say(f"{n}/{len(trials)} {what}: {said}")
 
-    def trained(self, candidate: Candidate, run: int) -> tuple[RunConfig, State, str | None]:
-        """The state after the last round, from where it is kept or trained now; why it ended
-        early."""
+    def trained(
+        self, candidate: Candidate, run: int
+    ) -> tuple[RunConfig, State, str | None]:
+        """The state after the last round, from where it is kept or trained now; why it
+        ended early."""
         what = candidate.trained
-        simulation, name = self.simulation(what, run), f"{_key(what.options)}-{run}"
+        simulation = self.simulation(what, run)
+        name = f"{_key(what.options)}-{run}"
         config = simulation.config._replace(algorithm=candidate.algorithm)
         if self.states == "fresh":
             return config, simulation.state, None
@@ -293,7 +337,9 @@ class _Search:
     def _run(self, simulation: Simulation, name: str) -> TrainedState:
         keeper = None
         if self.folder is not None:
-            keeper = Checkpoint(self.folder / f"state-{content_digest([name, self.key])}")
+            keeper = Checkpoint(
+                self.folder / f"state-{content_digest([name, self.key])}"
+            )
             if keeper.exists:
                 simulation.restore(keeper.folder)
         with warnings.catch_warnings():  # the trial says it
@@ -304,12 +350,13 @@ class _Search:
         return simulation.state, history.stopped
 
     def score(self, candidate: Candidate, run: int) -> dict[str, Any]:
-        """What is recorded of a candidate: its clients' values, higher is better, and whether it
-        left one without a finite value or loss."""
+        """What is recorded of a candidate: its clients' values, higher is better, and
+        whether it left one without a finite value or loss."""
         config, state, stopped = self.trained(candidate, run)
         if stopped:
             return {"values": [], "stopped": stopped}
-        p, (name, metrics, up) = self.protocols[run], self.selection
+        p = self.protocols[run]
+        name, metrics, up = self.selection
         found = evaluate(config, state, "val", p.tuning_clients, metrics)
         values = found[name] if up else -found[name]
         who = p.tuning_clients[p.without_test.size("val")[p.tuning_clients] > 0]
@@ -317,7 +364,9 @@ class _Search:
         odd = values[who].isinf() if metrics else ~values[who].isfinite()
         lost = int((odd | ~found["loss"][who].isfinite()).sum())
         if lost or not len(who):
-            stopped = f"The validation values of {lost} of {len(who)} clients are not finite."
+            stopped = (
+                f"The validation values of {lost} of {len(who)} clients are not finite."
+            )
         values = values.where(values.isfinite(), math.nan)
         return {"values": values.tolist(), "stopped": stopped}
 

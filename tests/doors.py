@@ -14,7 +14,9 @@ from pflcore.simulation.round import RunConfig
 synthetic_clusters, synthetic_linear, synthetic_quadratic = (
     data.FEDERATIONS[f"synthetic_{n}"] for n in ("clusters", "linear", "quadratic")
 )
-femnist, school, vehicle = (data.FEDERATIONS[n] for n in ("femnist", "school", "vehicle"))
+femnist, school, vehicle = (
+    data.FEDERATIONS[n] for n in ("femnist", "school", "vehicle")
+)
 
 
 Split = FedPer.__mro__[1]  # what FedPer and its fellows are presets of
@@ -30,8 +32,8 @@ def leaf(path, **options):
 
 
 def held_out(data):
-    """The same federation with every fifth of a client's training samples as "val", where it has
-    five."""
+    """The same federation with every fifth of a client's training samples as "val",
+    where it has five."""
     index = {split: list(rows) for split, rows in data.index.items()}
     index["val"] = [rows[4::5] for rows in index["train"]]
     index["train"] = [rows[torch.arange(len(rows)) % 5 != 4] for rows in index["train"]]
@@ -58,14 +60,19 @@ def strengths(net):
 
 
 def views(alg, state, setting, ids=None):
-    """The personalized models [S, ...] of the clients `ids`, or of everybody, as an evaluation has
-    them, and what their hook was given."""
+    """The personalized models [S, ...] of the clients `ids`, or of everybody, as an
+    evaluation has them, and what their hook was given."""
     ids, seen = torch.arange(setting.data.n) if ids is None else ids, []
 
     class Watched(type(alg)):
         def model(self, down, client_state, clients):
             made = dict(super().model(down, client_state, clients))
-            seen.append((made, replace(clients, buffers=made.get("batch_norm", clients.buffers))))
+            seen.append(
+                (
+                    made,
+                    replace(clients, buffers=made.get("batch_norm", clients.buffers)),
+                )
+            )
             return made
 
     options = {f.name: getattr(alg, f.name) for f in fields(alg)}

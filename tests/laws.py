@@ -1,5 +1,6 @@
-"""The ops' laws on drawn inputs, for all that runs them: the CPU's kernels and the references
-(tests/ops), the CUDA kernels on a card (tests/gpu) and on the CPU (tests/internal/cuda_on_cpu)."""
+"""The ops' laws on drawn inputs, for all that runs them: the CPU's kernels and the
+references (tests/ops), the CUDA kernels on a card (tests/gpu) and on the CPU
+(tests/internal/cuda_on_cpu)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,8 +21,9 @@ identical = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
 class Machine(NamedTuple):
-    """`put(t, draw)` gives a matrix's values in memory of its own for `ops`, NaN around them, in a
-    place that hypothesis draws; where they are to be written, in one that may be written."""
+    """`put(t, draw)` gives a matrix's values in memory of its own for `ops`, NaN around
+    them, in a place that hypothesis draws; where they are to be written, in one that
+    may be written."""
 
     ops: Any
     put: Callable[..., Tensor]
@@ -29,7 +31,8 @@ class Machine(NamedTuple):
     device: str = "cpu"
     rows: Sequence[int] = (0, 1, 2, 3, 7, 17)  # of matrices whose distances are taken
     tensor_cores: bool = False  # a card whose tensor cores have float64 at speed
-    clients: Sequence[int] = (1, 2, 3, 17, 67, 300, 1100)  # columns of the distances of weights
+    # columns of the distances of weights
+    clients: Sequence[int] = (1, 2, 3, 17, 67, 300, 1100)
 
     def place(self, t: Tensor | None, draw: Any, **how: bool) -> Tensor | None:
         """The same for a tensor of any number of axes, or none."""
@@ -40,12 +43,17 @@ class Machine(NamedTuple):
 
 
 CPU = Machine(
-    ops, lambda t, draw, write=False: lay(t, draw(st.sampled_from(LAYOUTS[: 3 if write else 5])))
+    ops,
+    lambda t, draw, write=False: lay(
+        t, draw(st.sampled_from(LAYOUTS[: 3 if write else 5]))
+    ),
 )
 
 
 def integers(seed, low, high, *shape):
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        low, high, shape, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def of(*values):
@@ -63,12 +71,14 @@ def exact(a, b=None):
 
 def listed(all_pairs, index):
     """The entries of all pairs; padding (-1) is infinitely far."""
-    return torch.nn.functional.pad(all_pairs, (1, 0), value=torch.inf).gather(1, index + 1)
+    return torch.nn.functional.pad(all_pairs, (1, 0), value=torch.inf).gather(
+        1, index + 1
+    )
 
 
 def sqdist(on, dtype, draw):
-    """The definition; symmetric, 0 with itself; listed pairs have the bits of all pairs, or are
-    close to them where tensor cores may have made the matrix."""
+    """The definition; symmetric, 0 with itself; listed pairs have the bits of all
+    pairs, or are close to them where tensor cores may have made the matrix."""
     m, n, p = draw(of(*on.rows)), draw(of(5, 11, *on.rows)), draw(of(*on.sizes))
     rows = matrix(draw, m + n, p, dtype, draw(scales(dtype)))
     rows[:1, :1] *= draw(of(1.0, 1.0, torch.nan, torch.inf))
@@ -81,7 +91,9 @@ def sqdist(on, dtype, draw):
     identical(own, own.T)
     assert not own.diagonal().any()
     for other, pairs in ((b, both), (None, own)):
-        index = integers(draw(st.integers(0, 99)), -1, pairs.shape[1], draw(of(0, 1, 3, 9)), m).T
+        index = integers(
+            draw(st.integers(0, 99)), -1, pairs.shape[1], draw(of(0, 1, 3, 9)), m
+        ).T
         got, want = call(a, other, index.to(on.device)).cpu(), listed(pairs, index)
         if on.tensor_cores and dtype is F32 and len(a) > 20:
             assert_close(got, want, "sqdist", dtype)
@@ -93,10 +105,16 @@ def sqdist(on, dtype, draw):
 
 
 def distances(rows, n, seed):
-    """Ugly distances: ties, zeros, huge and tiny, absent clients, below 0 by rounding."""
-    kind, size = integers(seed, 0, 9, rows, n), 10.0 ** integers(seed + 1, -3, 4, rows, 1)
+    """Ugly distances: ties, zeros, huge and tiny, absent clients, below 0 by
+    rounding."""
+    kind, size = (
+        integers(seed, 0, 9, rows, n),
+        10.0 ** integers(seed + 1, -3, 4, rows, 1),
+    )
     d = randn(seed, rows, n).abs() * size
-    for turn, value in enumerate((0.0, 2.5, torch.inf, torch.nan, -1e-9)[: 2 + seed % 2 * 3]):
+    for turn, value in enumerate(
+        (0.0, 2.5, torch.inf, torch.nan, -1e-9)[: 2 + seed % 2 * 3]
+    ):
         d[kind == turn] = value
     return torch.full_like(d, 2.5) if seed % 7 == 0 else d
 
@@ -111,7 +129,10 @@ def weights(on, dtype, draw):
     k = draw(of(1, 2, 5, 16, 31, 32, 33, 34, 255, 2000))
     d, target = distances(rows, n, seed).to(dtype), integers(seed, 0, n, rows)
     there = on.put(d, draw)
-    (weight, index), (want, near) = on.ops.feddwa_weights(there, k), reference.feddwa_weights(d, k)
+    (weight, index), (want, near) = (
+        on.ops.feddwa_weights(there, k),
+        reference.feddwa_weights(d, k),
+    )
     assert torch.equal(index.cpu(), near)
     torch.testing.assert_close(weight.cpu(), want, rtol=1e-12, atol=1e-300)
     omega, psi = draw(of(0.0, 0.2, 0.7, 1.0, 1.3)), draw(of(0.0, 0.3, 0.9))
@@ -128,14 +149,19 @@ def scattered(weight, index, n):
     """The dense [M, N] weights in float64; an index named twice adds up."""
     if index is None:
         return weight.double()
-    return torch.zeros(len(weight), n, dtype=F64).scatter_add_(1, index, weight.double())
+    return torch.zeros(len(weight), n, dtype=F64).scatter_add_(
+        1, index, weight.double()
+    )
 
 
 def close_mix(got, updates, weight, index=None, base=None, lr=1.0):
-    """`got` is base + lr * (weight @ updates), its error measured by the sizes of the addends."""
+    """`got` is base + lr * (weight @ updates), its error measured by the sizes of
+    the addends."""
     u, w = updates.double(), scattered(weight, index, len(updates))
     start = torch.zeros((), dtype=F64) if base is None else base.double()
-    size = start.abs() + abs(lr) * (scattered(weight.abs(), index, len(updates)) @ u.abs())
+    size = start.abs() + abs(lr) * (
+        scattered(weight.abs(), index, len(updates)) @ u.abs()
+    )
     assert got.dtype == (updates if base is None else base).dtype
     exactly = got.dtype == F64 and updates.dtype == F64
     # accumulated in float32, or rounded to it in the end
@@ -144,18 +170,28 @@ def close_mix(got, updates, weight, index=None, base=None, lr=1.0):
 
 
 def aggregate(on, dtype, draw):
-    """The formula, dense and by index, onto any base; into `out`, which may be the base itself, the
-    same bits, and none beside. What has no weight by index is not read."""
-    n, m, p = draw(of(0, 1, 2, 7, 20)), draw(of(0, 1, 2, 8, 9, 13, 33, 100)), draw(of(*on.sizes))
+    """The formula, dense and by index, onto any base; into `out`, which may be the base
+    itself, the same bits, and none beside. What has no weight by index is not read."""
+    n, m, p = (
+        draw(of(0, 1, 2, 7, 20)),
+        draw(of(0, 1, 2, 8, 9, 13, 33, 100)),
+        draw(of(*on.sizes)),
+    )
     seed, scale = draw(st.integers(0, 99)), draw(scales(dtype))
     updates = matrix(draw, n, p, dtype, scale)
     sparse = draw(st.booleans())
     k = draw(of(0, 1, 2, 5, 9, 40)) if sparse and n else n
-    weight = randn(seed, m, k, dtype=draw(of(F32, F64))) * (randn(seed + 2, m, k) > -0.8)
+    weight = randn(seed, m, k, dtype=draw(of(F32, F64))) * (
+        randn(seed + 2, m, k) > -0.8
+    )
     index = integers(seed, 0, max(n, 1), m, k) if sparse else None
     shape = draw(of(None, (p,), (m, p)))
     kinds = FLOATS if 1e-12 <= scale <= 1e3 else (dtype, F64)
-    base = None if shape is None else randn(seed + 1, *shape, scale=scale).to(draw(of(*kinds)))
+    base = (
+        None
+        if shape is None
+        else randn(seed + 1, *shape, scale=scale).to(draw(of(*kinds)))
+    )
     lr, precise = draw(of(1.0, 0.5, -0.1, 0.0, 1e-3)), draw(st.booleans())
     seen = updates.clone()
     if sparse:
@@ -165,7 +201,9 @@ def aggregate(on, dtype, draw):
     got = on.ops.aggregate(*there, on.place(base, draw), lr, precise=precise)
     close_mix(got, updates, weight, index, base, lr)
     fits = shape == (m, p) and draw(st.booleans())
-    out = on.put(base if fits else torch.full_like(got.cpu(), torch.nan), draw, write=True)
+    out = on.put(
+        base if fits else torch.full_like(got.cpu(), torch.nan), draw, write=True
+    )
     onto = out if fits else on.place(base, draw)
     assert on.ops.aggregate(*there, onto, lr, out, precise) is out and intact(out)
     identical(out, got)
@@ -177,7 +215,8 @@ def aggregate(on, dtype, draw):
 
 
 def dense(x, w_a, lam, w_b):
-    """x times the dense weight sum_f lam_f w_a[:, f] w_b[f, :], clients' axes broadcast."""
+    """x times the dense weight sum_f lam_f w_a[:, f] w_b[f, :], clients' axes
+    broadcast."""
     return x @ (w_a * lam[..., None, :] @ w_b).mT
 
 
@@ -194,9 +233,11 @@ def factors(b, i, f, o, dtype=F64, leads=((),) * 4, active=1.0, seed=0):
 
 
 def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
-    """Value and gradients against autograd through the dense weight in float64, errors measured by
-    the same of the absolute values."""
-    leaves = [t.detach().requires_grad_(w) for t, w in zip(there or args, need, strict=True)]
+    """Value and gradients against autograd through the dense weight in float64, errors
+    measured by the same of the absolute values."""
+    leaves = [
+        t.detach().requires_grad_(w) for t, w in zip(there or args, need, strict=True)
+    ]
     y = call(*leaves)
     wide, sizes = ([f(t.double()) for t in args] for f in (torch.clone, torch.abs))
     assert y.dtype == args[0].dtype
@@ -204,7 +245,9 @@ def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
     if not any(need):
         return
     grad = randn(9, *y.shape, dtype=y.dtype)
-    got = torch.autograd.grad(y, [t for t in leaves if t.requires_grad], grad.to(y.device))
+    got = torch.autograd.grad(
+        y, [t for t in leaves if t.requires_grad], grad.to(y.device)
+    )
     want, size = (
         torch.autograd.functional.vjp(dense, tuple(given), g)[1]
         for given, g in ((wide, grad.double()), (sizes, grad.double().abs()))
@@ -216,12 +259,15 @@ def close_layer(args, there=None, need=(True,) * 4, call=ops.rank1_linear):
 
 
 def rank1(on, dtype, draw):
-    """The layer and the gradients that are wanted, clients' axes where they may be, factors off."""
+    """The layer and the gradients that are wanted, clients' axes where they may be,
+    factors off."""
     sizes = [draw(of(1, 2, 3, 7, 8, 13, 17, 33, 67, 0)) for _ in range(4)]
     has, need = (draw(st.tuples(*[st.booleans()] * 4)) for _ in range(2))
     clients = draw(of(3, 3, 0))
     leads = [(clients,) if axis else () for axis in has]
-    args = factors(*sizes, dtype, leads, draw(of(0.0, 0.3, 1.0)), draw(st.integers(0, 99)))
+    args = factors(
+        *sizes, dtype, leads, draw(of(0.0, 0.3, 1.0)), draw(st.integers(0, 99))
+    )
     there = [on.place(t, draw) for t in args]
     close_layer(args, there, need, on.ops.rank1_linear)
 
@@ -241,8 +287,8 @@ def stepped(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay
 
 
 def sgd(on, dtype, draw):
-    """The formula, each tensor in a place of its own; what is masked does not move, nor what lies
-    between the rows. A row alone takes the same step, bit for bit."""
+    """The formula, each tensor in a place of its own; what is masked does not move, nor
+    what lies between the rows. A row alone takes the same step, bit for bit."""
     s, q = draw(of(0, 1, 2, 5, 17)), draw(of(*on.sizes))
     seed, kind = draw(st.integers(0, 99)), draw(of(None, "number", "rows"))
     t = [randn(seed + k, s, q, dtype=dtype) for k in range(5)]
@@ -264,21 +310,33 @@ def sgd(on, dtype, draw):
 
     step(*there, held, there_mu)
     wide = [None if x is None else x.double() for x in (*t, mask)]
-    want = stepped(*wide[:2], 0.1, wide[2], wide[5], mu, wide[3], momentum, wide[4], decay)
+    want = stepped(
+        *wide[:2], 0.1, wide[2], wide[5], mu, wide[3], momentum, wide[4], decay
+    )
     for got, value in zip((w, buffer), want, strict=True):
         if got is not None:
             # ten terms of size 2
             assert_close(got.cpu(), value, "sgd", dtype, 20 * torch.ones_like(value))
             assert intact(got)
     one = [on.place(None if x is None else x[:1], draw, write=True) for x in t]
-    step(*one, held[:1] if shape == (s, q) else held, there_mu[:1] if kind == "rows" else there_mu)
+    step(
+        *one,
+        held[:1] if shape == (s, q) else held,
+        there_mu[:1] if kind == "rows" else there_mu,
+    )
     identical((one[0], one[4]), (w[:1], None if buffer is None else buffer[:1]))
     if mask is not None:
         frozen = mask.expand(s, q) == 0
         assert torch.equal(w.cpu()[frozen], t[0][frozen])
 
 
-LAWS = {sqdist: FLOATS, weights: FLOATS, aggregate: FLOATS, rank1: FLOATS, sgd: (F32, F64)}
+LAWS = {
+    sqdist: FLOATS,
+    weights: FLOATS,
+    aggregate: FLOATS,
+    rank1: FLOATS,
+    sgd: (F32, F64),
+}
 
 
 def inputs(p, dtype, device):

@@ -1,10 +1,11 @@
-"""Mutants of the package, drawn by a library, and whether a test notices each: `make mutants`.
+"""Mutants of the package, drawn by a library, and whether a test notices each:
+`make mutants`.
 
-cosmic-ray draws a place and an operator, for example `<` for `<=`. Each mutant is tried in a copy
-of the tree with the tests that reach its line, as the two suites under coverage have it (kept in
-build/mutants/; `--record` makes it again): the quick suite's first and the quickest of them first,
-until one fails. A mutant that survives is a property that no test knows: write the test, or see
-that the mutant computes the same.
+cosmic-ray draws a place and an operator, for example `<` for `<=`. Each mutant is tried
+in a copy of the tree with the tests that reach its line, as the two suites under
+coverage have it (kept in build/mutants/; `--record` makes it again): the quick suite's
+first and the quickest of them first, until one fails. A mutant that survives is a
+property that no test knows: write the test, or see that the mutant computes the same.
 """
 
 import argparse
@@ -40,12 +41,20 @@ def messages(source):
     lines = set()
     for node in ast.walk(ast.parse(source)):
         aside = list(getattr(node, "decorator_list", []))
-        said = isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__"
+        said = (
+            isinstance(node, MESSAGES) or getattr(node, "name", "") == "__post_init__"
+        )
         said |= isinstance(node, ast.Call) and "warn" in ast.unparse(node.func)
         said |= isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         aside += [node] if said else []
-        lines |= {line for n in aside for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)}
-        if isinstance(node, ast.If) and any(isinstance(n, ast.Raise) for n in node.body):
+        lines |= {
+            line
+            for n in aside
+            for line in range(n.lineno, (n.end_lineno or n.lineno) + 1)
+        }
+        if isinstance(node, ast.If) and any(
+            isinstance(n, ast.Raise) for n in node.body
+        ):
             lines |= set(range(node.lineno, node.body[-1].end_lineno + 1))
     return lines
 
@@ -61,12 +70,18 @@ def drawn_mutants(count, seed):
             self.operator, self.lines = operator, []
 
         def visit(self, node):
-            self.lines += [start[0] for start, _ in self.operator.mutation_positions(node)]
+            self.lines += [
+                start[0] for start, _ in self.operator.mutation_positions(node)
+            ]
             return node
 
-    names = [n for n in operator_names() if "Variable" not in n and "Decorator" not in n]
+    names = [
+        n for n in operator_names() if "Variable" not in n and "Decorator" not in n
+    ]
     chance, out = random.Random(seed), []
-    files = [p for name in PACKAGES for p in sorted((ROOT / "pflcore" / name).rglob("*.py"))]
+    files = [
+        p for name in PACKAGES for p in sorted((ROOT / "pflcore" / name).rglob("*.py"))
+    ]
     weight = [p.stat().st_size for p in files]
     while len(out) < count:
         (path,), name = chance.choices(files, weight), chance.choice(names)
@@ -91,14 +106,16 @@ def drawn_mutants(count, seed):
 
 
 def record(suite):
-    """Plays a suite under coverage: which tests reach which lines, and the seconds that they
-    take."""
+    """Plays a suite under coverage: which tests reach which lines, and the seconds that
+    they take."""
     KEPT.mkdir(parents=True, exist_ok=True)
     (KEPT / "rc").write_text(
         f"[run]\nbranch = False\nsource = {ROOT / 'pflcore'}, "
         f"{ROOT / 'bench' / 'papers'}\ndata_file = {KEPT / suite}.coverage\n"
     )
-    words = f"--suite {suite} -n 2 -p no:randomly --cov --cov-context=test --cov-report=".split()
+    words = (
+        f"--suite {suite} -n 2 -p no:randomly --cov --cov-context=test --cov-report="
+    ).split()
     words.append(f"--cov-config={KEPT / 'rc'}")
     done = pytest(ROOT, [*words, f"--junitxml={KEPT / suite}.xml"], {})
     if done.returncode not in (0, 1):
@@ -121,16 +138,21 @@ class Reached:
         self.data.read()
         self.seconds = {}
         for case in xml.parse(KEPT / f"{suite}.xml").iter("testcase"):
-            self.seconds[f"{case.get('classname')}::{case.get('name')}"] = float(case.get("time"))
+            self.seconds[f"{case.get('classname')}::{case.get('name')}"] = float(
+                case.get("time")
+            )
 
     def cost(self, test):
         file, _, name = test.partition("::")
-        return self.seconds.get(f"{file.removesuffix('.py').replace('/', '.')}::{name}", 1.0)
+        return self.seconds.get(
+            f"{file.removesuffix('.py').replace('/', '.')}::{name}", 1.0
+        )
 
     def tests(self, path, first, last):
         lines = self.data.contexts_by_lineno(str(path))
         some = {c for n in range(first, last + 1) for c in lines.get(n, [])} - {""}
-        if not some:  # of a line that runs when the module is imported: whoever uses the module
+        # of a line that runs when the module is imported: whoever uses the module
+        if not some:
             some = {c for contexts in lines.values() for c in contexts} - {""}
         tests = sorted({c.rpartition("|")[0] for c in some}, key=self.cost)
         spent = list(accumulate(map(self.cost, tests)))
@@ -142,7 +164,9 @@ class Reached:
 
 def copied(to):
     for name in ("pflcore", "tests", "bench", "csrc", "docs", "examples", ".ci"):
-        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy2(path, to)
@@ -160,7 +184,11 @@ def tried(mutant, place, reached):
             # in a file: they may be too many for a command
             (place / "tried.txt").write_text("\n".join(tests), encoding="utf-8")
             try:
-                done = pytest(place, [*words, "@tried.txt"], {}, SECONDS) if tests else None
+                done = (
+                    pytest(place, [*words, "@tried.txt"], {}, SECONDS)
+                    if tests
+                    else None
+                )
                 code = done.returncode if done else 0
             except subprocess.TimeoutExpired:
                 return suite  # it runs for ever, or far longer than it should
@@ -177,12 +205,16 @@ def main():
     option("--count", type=int, default=60, help="so many mutants")
     option("--seed", default=time.strftime("%Y-%m-%d"))
     option("--only", default="", help="a regular expression: mutants in these places")
-    option("--minutes", type=float, default=60, help="what is not tried by then is said")
+    option(
+        "--minutes", type=float, default=60, help="what is not tried by then is said"
+    )
     option("--survivors", type=int, default=0, help="so many are no failure")
     option("--record", action="store_true", help="play the suites under coverage again")
     given = parser.parse_args()
     start, mutants = time.monotonic(), drawn_mutants(given.count, given.seed)
-    mutants = [m for m in mutants if re.search(given.only, f"{m['where']} {m['operator']}")]
+    mutants = [
+        m for m in mutants if re.search(given.only, f"{m['where']} {m['operator']}")
+    ]
     for suite in SUITES:
         if given.record or not (KEPT / f"{suite}.coverage").exists():
             record(suite)
@@ -198,13 +230,18 @@ def main():
         verdict = "untried" if late else tried(mutant, place, reached)
         places.put(place)
         count[verdict] += 1
-        print(f"{verdict:8} {mutant['where']}:{mutant['line']} {mutant['operator']}", flush=True)
+        print(
+            f"{verdict:8} {mutant['where']}:{mutant['line']} {mutant['operator']}",
+            flush=True,
+        )
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(one, mutants))
     said = ", ".join(f"{n} {verdict}" for verdict, n in count.items())
     minutes = (time.monotonic() - start) / 60
-    print(f"{len(mutants)} mutants (seed {given.seed}): {said}, in {minutes:.0f} minutes")
+    print(
+        f"{len(mutants)} mutants (seed {given.seed}): {said}, in {minutes:.0f} minutes"
+    )
     return int(count["survived"] > given.survivors)
 
 

@@ -37,4 +37,6 @@ def listed():
 def ran(*words, **options):
     """Another Python with these words, and what it said."""
     options = {"cwd": ROOT, "check": False, **options}
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, **options)
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, **options
+    )

@@ -1,12 +1,13 @@
-"""Pretended cards: tensors that say `cuda:0` or `cuda:1` and compute on the CPU, for testing where
-things live on machines without a GPU.
+"""Pretended cards: tensors that say `cuda:0` or `cuda:1` and compute on the CPU, for
+testing where things live on machines without a GPU.
 
-As on real ones, an operation on tensors of two devices is refused, and so are a card that is not
-there, a generator of another device than the draws', and an op that has neither a kernel for cards
-nor a body. An op without a kernel runs its body. Convolutions round float32 to TF32 where torch's
-flags allow it, as by default. numpy sees nothing, and looking at a value makes
-the host wait; such waits are counted. What it cannot show is anything about kernels
-(tests/internal/cuda_on_cpu does) or about time.
+As on real ones, an operation on tensors of two devices is refused, and so are a card
+that is not there, a generator of another device than the draws', and an op that has
+neither a kernel for cards nor a body. An op without a kernel runs its body.
+Convolutions round float32 to TF32 where torch's flags allow it, as by default. numpy
+sees nothing, and looking at a value makes the host wait; such waits are counted. What
+it cannot show is anything about kernels (tests/internal/cuda_on_cpu does) or about
+time.
 """
 
 import contextlib
@@ -43,7 +44,8 @@ VALUES = {
     "unique_dim",
 }
 BY_INDEX = ("index", "index_put", "index_put_", "_index_put_impl_")
-ROUNDED = {"convolution": 2, "convolution_backward": 3}  # so many first arguments, to TF32
+# so many first arguments, to TF32
+ROUNDED = {"convolution": 2, "convolution_backward": 3}
 SOURCES = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").glob("*.cu"))
 KERNELS = frozenset(re.findall(r'm\.impl\("(\w+)"', SOURCES))  # pflcore's ops on a card
 COMPOSED = {  # those that are torch's ops there
@@ -67,7 +69,8 @@ contexts: set[int] = set()  # the cards on which this process has begun to work
 _cards = [1]  # how many there are
 _current = [0]  # the one that "cuda" means
 _given = [0]  # the one that the test asked for
-_generators: dict[int, torch.device] = {}  # the cards of pretended generators, by their address
+# the cards of pretended generators, by their address
+_generators: dict[int, torch.device] = {}
 
 
 class Pretend(torch.Tensor):
@@ -102,7 +105,8 @@ class Pretend(torch.Tensor):
 
     def __deepcopy__(self, memo):
         copied = Pretend(self.real_.detach().clone(), self.card_)
-        if getattr(self, "_is_param", False):  # by which torch knows a parameter of another class
+        # by which torch knows a parameter of another class
+        if getattr(self, "_is_param", False):
             copied._is_param = True
         if self.requires_grad and torch._C._functorch.maybe_current_level() is None:
             copied.requires_grad_()
@@ -143,7 +147,7 @@ class Draws(Generator):
     device = property(lambda self: self.kept_)
 
 
-# where an op runs --------------------------------------------------------------------------------
+# where an op runs -------------------------------------------------------------
 
 
 def card_of(device):
@@ -155,8 +159,8 @@ def card_of(device):
 
 
 def where(kwargs, cards=()):
-    """The device that is asked for, None: none. C++ takes a pretended tensor for one on `meta` and
-    asks for that, of numbers without saying whose."""
+    """The device that is asked for, None: none. C++ takes a pretended tensor for one on
+    `meta` and asks for that, of numbers without saying whose."""
     if kwargs.get("device") is None:
         return None
     asked = torch.device(kwargs["device"])
@@ -172,12 +176,14 @@ def check_generator(args, kwargs, device):
             continue
         own = _generators.get(value._cdata, torch.device("cpu"))
         if own != device:
-            raise RuntimeError(f"Expected a '{device}' generator device but found '{own}'")
+            raise RuntimeError(
+                f"Expected a '{device}' generator device but found '{own}'"
+            )
 
 
 def check_devices(func, name, args, tensors):
-    """Tensors of one device, but for numbers and for indices of the CPU; what makes the host wait
-    is counted."""
+    """Tensors of one device, but for numbers and for indices of the CPU; what makes the
+    host wait is counted."""
     here = [t for t in tensors if isinstance(t, Pretend)]
     plain = [t for t in tensors if not isinstance(t, Pretend) and t.dim()]
     cards = {str(t.card_) for t in here}
@@ -188,17 +194,20 @@ def check_devices(func, name, args, tensors):
         found = sorted(cards) + ["cpu"] * bool(plain)
         shapes = [list(t.shape) for t in plain]
         raise RuntimeError(
-            f"{func}: expected all tensors on one device, got {' and '.join(found)} ({shapes})"
+            f"{func}: expected all tensors on one device, got {' and '.join(found)} "
+            f"({shapes})"
         )
-    masks = indexed and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
+    masks = indexed and any(
+        isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]
+    )
     overload = f"{name}.{func._overloadname}"
     if here and (name in VALUES or overload in VALUES or masks or (indexed and plain)):
         waits.append(name)
 
 
 def check_order(name, args):
-    """Of a card's sums of several numbers by index or of a row, each time in another order, a note
-    is made."""
+    """Of a card's sums of several numbers by index or of a row, each time in another
+    order, a note is made."""
     if not isinstance(args[0], Pretend) or not args[0].is_floating_point():
         return
     name = name.removesuffix("_")
@@ -256,7 +265,11 @@ def dispatch(func, args, kwargs):
     def real(value):
         return value.real_ if isinstance(value, Pretend) else value
 
-    plainly = {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") else dict(kwargs)
+    plainly = (
+        {**kwargs, "device": torch.device("cpu")}
+        if kwargs.get("device")
+        else dict(kwargs)
+    )
     plainly.pop("pin_memory", None)
     real_args, real_kwargs = tree_map(real, args), tree_map(real, plainly)
     with _disable_current_modes():
@@ -282,7 +295,11 @@ class _Dispatch(TorchDispatchMode):
 
 def body_of(func, args):
     """The body of an op of pflcore's that has no kernel for cards; None: it is none."""
-    name = func.name().split("::")[1] if getattr(func, "namespace", "") == "pflcore" else ""
+    name = (
+        func.name().split("::")[1]
+        if getattr(func, "namespace", "") == "pflcore"
+        else ""
+    )
     if (
         not name
         or name in KERNELS
@@ -294,8 +311,8 @@ def body_of(func, args):
 
 
 class _Function(TorchFunctionMode):
-    """What asks C++ for the device of a tensor, which knows no pretended one, or copies in C++; and
-    ops without a kernel."""
+    """What asks C++ for the device of a tensor, which knows no pretended one, or copies
+    in C++; and ops without a kernel."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -330,10 +347,12 @@ def exchange(index):
 
 @contextlib.contextmanager
 def pretended_gpu(index=0, cards=1):
-    """Within it so many `cards` are there, on this thread, and it gives the one of this number:
-    what would run on worker threads runs here, one after another."""
+    """Within it so many `cards` are there, on this thread, and it gives the one of this
+    number: what would run on worker threads runs here, one after another."""
     changes = {
-        "pflcore.train._workers.Workers.map": lambda self, f, items: [f(i) for i in items],
+        "pflcore.train._workers.Workers.map": lambda self, f, items: [
+            f(i) for i in items
+        ],
         "torch.cuda.is_available": lambda: True,
         "torch.cuda.device_count": lambda: cards,
         "torch.cuda.current_device": lambda: _current[0],
@@ -341,7 +360,8 @@ def pretended_gpu(index=0, cards=1):
         "torch.cuda._exchange_device": exchange,
         "torch.cuda._maybe_exchange_device": exchange,
         "torch.Generator": Draws,
-        # `parameter.data = other` changes the tensor that C++ knows, not the real one behind it
+        # `parameter.data = other` changes the tensor that C++ knows, not the real one
+        # behind it
         "torch.__future__._overwrite_module_params_on_conversion": True,
     }
     for seen in (waits, unrepeated, contexts):

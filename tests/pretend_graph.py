@@ -1,12 +1,14 @@
 """CUDA graphs of the pretended GPU (tests/pretend_gpu.py).
 
-While a graph is captured, every operation on the device is noted, with the numbers that Python
-gave it. A replay does the noted operations again, on the memory where they were. So, as on a GPU,
-whatever Python decided at the capture stays as it was, and what is no result of the graph changes
-without notice: temporaries of all graphs are made invalid before a replay.
+While a graph is captured, every operation on the device is noted, with the numbers that
+Python gave it. A replay does the noted operations again, on the memory where they were.
+So, as on a GPU, whatever Python decided at the capture stays as it was, and what is no
+result of the graph changes without notice: temporaries of all graphs are made invalid
+before a replay.
 
-A capture refuses what a GPU refuses: that the host looks at a value, and that memory of the host is
-copied. Outside a capture, `torch.cuda.set_sync_debug_mode("error")` refuses the waits.
+A capture refuses what a GPU refuses: that the host looks at a value, and that memory of
+the host is copied. Outside a capture, `torch.cuda.set_sync_debug_mode("error")` refuses
+the waits.
 """
 
 import contextlib
@@ -74,14 +76,18 @@ def note(func, args, kwargs, out, from_host):
     if graph is None:
         return
     if from_host:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        raise RuntimeError(
+            "CUDA error: operation not permitted when stream is capturing"
+        )
     graph.note(func, args, kwargs, out)
 
 
 def refuse_wait(name):
     """Raises where the host may not wait for the device now."""
     if _state["graph"] is not None:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+        raise RuntimeError(
+            "CUDA error: operation not permitted when stream is capturing"
+        )
     if _state["debug"] == "error":
         raise RuntimeError(f"called a synchronizing CUDA operation ({name})")
 

@@ -20,7 +20,13 @@ OPS = ("sqdist", "nearest", "aggregate", "weights", "rank1", "sgd", "chain")
 def made(**changes):
     calls = {"pflcore": lambda: torch.ones(1), "torch": lambda: torch.ones(1)}
     return problem.Problem(
-        **{"op": "op", "size": {"N": 1}, "providers": calls, "error": lambda got: 0.0, **changes}
+        **{
+            "op": "op",
+            "size": {"N": 1},
+            "providers": calls,
+            "error": lambda got: 0.0,
+            **changes,
+        }
     )
 
 
@@ -30,7 +36,9 @@ def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
     monkeypatch.setattr(gpu, "CARD", "cpu")
     small = [(op, {**k, "B": 2}) for op, k in gpu.LARGE if op == "rank1"]
     monkeypatch.setattr(gpu, "LARGE", small[:2])
-    monkeypatch.setattr(gpu, "models", lambda n, p, seed: problem.models(n, 500, seed=seed))
+    monkeypatch.setattr(
+        gpu, "models", lambda n, p, seed: problem.models(n, 500, seed=seed)
+    )
     for name in gpu.OPS:  # their own sizes are tried below
         monkeypatch.setattr(bench.suite(name), "sizes", lambda quick: [])
     small_rounds = [("lenet5", 2, 8), ("ResNet-18, quarter width", 2, 8)]
@@ -44,10 +52,12 @@ def test_the_problems_of_a_card_are_right_on_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize("name", OPS)
 def test_every_provider_is_right(name):
-    """At a small size, where all are there; Gram's float32 distances are what the bench shows to be
-    wrong."""
+    """At a small size, where all are there; Gram's float32 distances are what the bench
+    shows to be wrong."""
     module = bench.suite(name)
-    for size in itertools.islice((s for s in module.sizes(True) if s.get("N", 10) <= 10), 6):
+    for size in itertools.islice(
+        (s for s in module.sizes(True) if s.get("N", 10) <= 10), 6
+    ):
         small = module.problem({**size, **({"P": 3001} if "P" in size else {})})
         assert small is not None
         assert next(iter(small.providers)) == "pflcore"
@@ -56,7 +66,9 @@ def test_every_provider_is_right(name):
                 error = small.error(call())
             except ImportError:
                 continue
-            if not (provider == "Gram float32" or ("mm" in provider and name == "sqdist")):
+            if not (
+                provider == "Gram float32" or ("mm" in provider and name == "sqdist")
+            ):
                 others = provider.startswith(("torch", "scikit", "F.", "dense"))
                 assert error < (1e-4 if others else 2e-6), (provider, size)
 
@@ -91,7 +103,9 @@ def test_rows_tell_errors_limits_losses_and_what_is_left_out(monkeypatch):
     monkeypatch.setattr(table, "timed", timed)
     calls = dict.fromkeys(("pflcore", "torch", "numpy", "slow"), lambda: torch.ones(1))
     calls["missing"] = problem.Absent("it is not installed.")
-    case = made(providers=calls, reads=20, operations=4.0, error=lambda got: float(got[0]) * 0.5)
+    case = made(
+        providers=calls, reads=20, operations=4.0, error=lambda got: float(got[0]) * 0.5
+    )
     rows = list(table.measure(case, LIMITS, 1.0, 2.0, {("op", "slow"): 1.0}))
     assert [(r.ms, r.slower, r.note) for r in rows] == [
         (2000, None, ""),
@@ -105,12 +119,17 @@ def test_rows_tell_errors_limits_losses_and_what_is_left_out(monkeypatch):
 
 
 def command(tmp_path, capsys, words):
-    """What the command line prints, and the measurements and the table that it writes."""
+    """What the command line prints, and the measurements and the table that it
+    writes."""
     pytest.importorskip("tyro")
     files = tmp_path / "bench.json", tmp_path / "bench.md"
     named = f"{words} --json {files[0]} --markdown {files[1]}"
     assert bench.main(named.split()) == 0
-    return capsys.readouterr().out, json.loads(files[0].read_text()), files[1].read_text()
+    return (
+        capsys.readouterr().out,
+        json.loads(files[0].read_text()),
+        files[1].read_text(),
+    )
 
 
 def test_command_line_writes_json_and_markdown(tmp_path, capsys):
@@ -144,7 +163,11 @@ def test_workloads_of_published_times(name, evaluate):
         except ImportError:
             assert provider not in ("pflcore", "plain loop")
             continue
-        assert isinstance(seconds, problem.Measured) and len(seconds) == 2 and min(seconds) > 0
+        assert (
+            isinstance(seconds, problem.Measured)
+            and len(seconds) == 2
+            and min(seconds) > 0
+        )
     forward, step = published.flops(w)
     assert 2 * forward <= step <= 3 * forward
     assert case.operations == 30 * w.epochs * step + 13 * forward * evaluate
@@ -161,7 +184,8 @@ def test_arithmetic_of_a_linear_model_and_sizes_by_a_power_law():
 
 
 def test_a_plain_round_is_fedavg(monkeypatch):
-    """With one batch a client the plain loop's round is pflcore's: the same model after two."""
+    """With one batch a client the plain loop's round is pflcore's: the same model
+    after two."""
     changes = SMALL | {"cohort": 6, "batch": 1000, "rounds": 1, "power": 1.0}
     w = replace(workload.WORKLOADS["flute-lr"], **changes)
     model = w.build()
@@ -188,7 +212,10 @@ def test_command_line_plays_workloads(tmp_path, capsys, monkeypatch):
 
 
 def test_how_numbers_grow_with_the_clients():
-    rows = [{"n": n, "least": 3.0, "rss": 2.0 * n, "bytes": n**0.5} for n in (100, 1000, 10_000)]
+    rows = [
+        {"n": n, "least": 3.0, "rss": 2.0 * n, "bytes": n**0.5}
+        for n in (100, 1000, 10_000)
+    ]
     said = "time as N^0.00, memory as N^1.00, record as N^0.50"
     assert scale.growth(rows).replace("-0.00", "0.00") == said
     assert scale.growth(rows[:1]) == "too few sizes to say"
@@ -197,8 +224,8 @@ def test_how_numbers_grow_with_the_clients():
 
 
 def test_a_gram_matrix_loses_what_models_after_a_round_differ_by():
-    """Alike it says what exact distances say; of rows 1e-4 apart on a common offset it chooses
-    other neighbours, and is heard if asked."""
+    """Alike it says what exact distances say; of rows 1e-4 apart on a common offset it
+    chooses other neighbours, and is heard if asked."""
     from bench import neighbours
 
     far = torch.randn(8, 500)

@@ -1,9 +1,9 @@
-"""What was altered, cut off or exchanged on its way: the reader says so in one sentence, or what it
-gives is what was written.
+"""What was altered, cut off or exchanged on its way: the reader says so in one
+sentence, or what it gives is what was written.
 
-Where a digest promises it (checkpoints), nothing else is ever given. Where there is none (records,
-models of other people's), a value may have become another, but no reader ends with somebody else's
-error.
+Where a digest promises it (checkpoints), nothing else is ever given. Where there is
+none (records, models of other people's), a value may have become another, but no reader
+ends with somebody else's error.
 """
 
 import copy
@@ -53,7 +53,10 @@ def damaged(before, damage):
         "insert": before[:i] + bytes([byte]) * (byte % 9 + 1) + before[i:],
         "remove": before[:i] + before[j:],
         # two neighbouring blocks
-        "exchange": before[:i] + before[i + half : j] + before[i : i + half] + before[j:],
+        "exchange": before[:i]
+        + before[i + half : j]
+        + before[i : i + half]
+        + before[j:],
         "double": before[:j] + before[i:],
         "empty": b"",
     }[how]
@@ -65,7 +68,8 @@ def one_sentence(error):
 
 
 def refused_or(read, words):
-    """What `read()` gives; None where it says in one sentence, with these words, that it cannot."""
+    """What `read()` gives; None where it says in one sentence, with these words,
+    that it cannot."""
     try:
         return read()
     except ValueError as e:
@@ -125,7 +129,8 @@ def test_a_damaged_record_is_read_as_far_as_it_goes(record, damage):
     for run in runs:
         assert run.rounds_played >= 0 and len(run.rounds) <= 9
     if damage[0] == "cut":
-        assert len(runs) <= 1 and all(table([r]) for r in runs)  # what a killed run left
+        # what a killed run left
+        assert len(runs) <= 1 and all(table([r]) for r in runs)
         for r in (r for run in runs for r in run.rounds):
             want = a_long_run()[1]["eval"]["loss"]
             assert r["eval"]["loss"] == [None if v != v else v for v in want]
@@ -149,7 +154,10 @@ def test_a_line_that_is_no_line_of_a_record_costs_only_itself(record, tmp_path, 
     with open(tmp_path / "record.jsonl", "a") as file:
         file.write(line + "\n")
     (run,) = read(tmp_path / "record.jsonl")
-    assert [r["round"] for r in run.rounds] == [1, 2] and run.stopped == "It was enough."
+    assert [r["round"] for r in run.rounds] == [
+        1,
+        2,
+    ] and run.stopped == "It was enough."
 
 
 HEADER = a_run(rounds=0)[0]["header"] | {
@@ -233,7 +241,9 @@ def test_an_odd_line_is_named_and_costs_only_itself(row, tmp_path):
     want = re.escape(f"{path}: 1 damaged line(s) are left out ({number});")
     with pytest.warns(UserWarning, match=f"^{want}.* Line {number}: {re.escape(said)}"):
         (run,) = read(path)
-    assert [r["round"] for r in run.rounds] == [r for r in (1, 2, 3) if r + 1 != int(number)]
+    assert [r["round"] for r in run.rounds] == [
+        r for r in (1, 2, 3) if r + 1 != int(number)
+    ]
     assert run.stopped == "It was enough." and table([run])
 
 
@@ -243,17 +253,37 @@ def test_a_number_in_a_line_asks_for_no_memory(tmp_path):
     lines[0]["report"]["index"] = [[0, 10**9]]
     (run,) = read(write(tmp_path / "r.jsonl", lines))
     assert table([run])
-    with sentence("report.index: expected numbers whose matrix has up to 100,000,000 entries"):
+    with sentence(
+        "report.index: expected numbers whose matrix has up to 100,000,000 entries"
+    ):
         run.weights()
 
 
-ODD = [None, True, -1, 0, 2**60, 10**400, 1e300, float("inf"), float("nan"), "", "x", [], {}]
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    2**60,
+    10**400,
+    1e300,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    [],
+    {},
+]
 ODD += [[[1], [1, 2]], [1, 2], [-1], [10**9], ["a"], {"a": 1}, {"array": 5}]
 
 
 def places(value, path=""):
     """The way to every value in a line."""
-    keys = value if isinstance(value, dict) else range(len(value) if isinstance(value, list) else 0)
+    keys = (
+        value
+        if isinstance(value, dict)
+        else range(len(value) if isinstance(value, list) else 0)
+    )
     for key in keys:
         yield f"{path} {key}".strip()
         yield from places(value[key], f"{path} {key}")
@@ -278,7 +308,9 @@ def test_any_value_at_any_place_of_a_record_is_no_error(where, tmp_path):
         runs = read(tmp_path / "r.jsonl")
         assert table(runs)
         for run in runs:
-            assert run.weights() and run.cumulative_bytes() and run.outliers() is not None
+            assert (
+                run.weights() and run.cumulative_bytes() and run.outliers() is not None
+            )
 
 
 def test_a_bad_file_costs_a_folder_only_itself(tmp_path):
@@ -287,7 +319,9 @@ def test_a_bad_file_costs_a_folder_only_itself(tmp_path):
     os.mkfifo(tmp_path / "c.jsonl")
     (tmp_path / "d.jsonl").write_bytes(b"\x00\xff" * 100 + b"\n{}\n")
     write(tmp_path / "e.jsonl", whole_record())
-    with pytest.warns(UserWarning, match=r"d.jsonl: 1 damaged line.* Line 1: expected JSON"):
+    with pytest.warns(
+        UserWarning, match=r"d.jsonl: 1 damaged line.* Line 1: expected JSON"
+    ):
         assert [len(run.rounds) for run in read(tmp_path)] == [3, 3]
 
 
@@ -297,7 +331,10 @@ def test_an_earlier_format_is_no_damage(tmp_path):
     lines[0]["header"]["size"] = {"array": ["record.arrays", 0]}
     lines[1]["eval"]["loss"] = {"array": ["record.arrays", 1234]}
     path = write(tmp_path / "record.jsonl", lines[:2])
-    said = r"2 line\(s\) of an earlier format, .* are left out \(1, 2\); read it with the pflcore"
+    said = (
+        r"2 line\(s\) of an earlier format, .* are left out \(1, 2\); read it with "
+        r"the pflcore"
+    )
     with pytest.warns(UserWarning, match=said) as warned:
         assert read(path) == []
     assert "damaged" not in str(warned[0].message)
@@ -369,7 +406,8 @@ class Trap:
 
 
 def test_a_pickle_is_never_run(tmp_path):
-    """A Flower array, an .npz, a checkpoint's tensors, a trained state: no code of a file runs."""
+    """A Flower array, an .npz, a checkpoint's tensors, a trained state: no code of a
+    file runs."""
     from doors import folder
 
     mark = tmp_path / "ran"

@@ -1,4 +1,5 @@
-"""Metrics against values worked out by hand and against the definitions of the papers."""
+"""Metrics against values worked out by hand and against the definitions of the
+papers."""
 
 import json
 import math
@@ -100,8 +101,8 @@ def test_values_by_hand(name, given, want, tolerance):
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.floats(-3, 3))
 def test_laws_of_any_shares(values, by):
-    """The worst decile is between the worst client and the mean, in any order; a shift moves the
-    mean and keeps the deviation; nobody is hurt by their own baseline."""
+    """The worst decile is between the worst client and the mean, in any order; a shift
+    moves the mean and keeps the deviation; nobody is hurt by their own baseline."""
     mean, worst = metrics.mean(values), metrics.worst_decile(values)
     assert min(values) - 1e-12 <= worst <= mean + 1e-12
     assert worst == pytest.approx(metrics.worst_decile(values[::-1]))
@@ -152,7 +153,9 @@ def test_a_score_that_is_not_a_number_wins_no_class():
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
 def test_a_score_of_zero_says_the_negative_class(shape):
     """Be its label 0 or -1."""
-    assert metrics.is_correct(torch.zeros(shape), torch.tensor([0, 1, -1])).tolist() == [
+    assert metrics.is_correct(
+        torch.zeros(shape), torch.tensor([0, 1, -1])
+    ).tolist() == [
         True,
         False,
         True,
@@ -166,7 +169,9 @@ def test_scores_may_be_a_column_and_of_any_dtype():
         [True] * 2,
         [False, True],
     ]
-    assert metrics.is_correct(torch.tensor([0.5, -0.5]), torch.tensor([1.0, -1.0])).all()
+    assert metrics.is_correct(
+        torch.tensor([0.5, -0.5]), torch.tensor([1.0, -1.0])
+    ).all()
     assert not metrics.is_correct(torch.tensor([NAN, NAN]), torch.tensor([0, 1])).any()
     assert metrics.is_correct(torch.tensor([[1.0], [-1.0]]), torch.tensor([1, 0])).all()
     pytest.importorskip("sklearn")
@@ -182,14 +187,20 @@ def test_metrics_are_those_of_scikit_learn():
     ovr = metrics.roc_auc_score(y, p, multi_class="ovr")
     assert auc(scores, y) == pytest.approx(ovr) == auc(p, y)
     assert f1(scores, y) == metrics.f1_score(y, won, average="macro")
-    assert balanced_accuracy(scores, y) == pytest.approx(metrics.balanced_accuracy_score(y, won))
+    assert balanced_accuracy(scores, y) == pytest.approx(
+        metrics.balanced_accuracy_score(y, won)
+    )
     two, label = scores[:, :2], (y > 0).long()
-    assert auc(two, label) == pytest.approx(metrics.roc_auc_score(label, two.softmax(1)[:, 1]))
+    assert auc(two, label) == pytest.approx(
+        metrics.roc_auc_score(label, two.softmax(1)[:, 1])
+    )
     assert f1(two, label) == metrics.f1_score(label, two.argmax(1))
     # one score, labels -1 and 1
     assert auc(two[:, :1], 2 * label - 1) == metrics.roc_auc_score(label, two[:, 0])
     t = torch.randn(60)
-    assert mae(scores[:, :1], t) == pytest.approx(metrics.mean_absolute_error(t, scores[:, 0]))
+    assert mae(scores[:, :1], t) == pytest.approx(
+        metrics.mean_absolute_error(t, scores[:, 0])
+    )
     assert rmse(scores[:, :1], t) == pytest.approx(
         metrics.mean_squared_error(t, scores[:, 0]) ** 0.5
     )
@@ -200,7 +211,11 @@ def test_a_metric_without_a_value_is_nan():
     pytest.importorskip("sklearn")
     one_class = torch.zeros(4, dtype=torch.long)
     certain = torch.tensor([[1.0, 0.0]] * 4)
-    values = (auc(certain, one_class), f1(certain, one_class), r2(torch.ones(1), torch.ones(1)))
+    values = (
+        auc(certain, one_class),
+        f1(certain, one_class),
+        r2(torch.ones(1), torch.ones(1)),
+    )
     assert all(map(math.isnan, values))
     scores, y = torch.randn(6, 3), torch.tensor([0, 0, 0, 1, 1, 1])
     shares = scores.softmax(1)
@@ -218,7 +233,9 @@ def test_a_run_records_metrics_per_client(algorithm):
 
     history = simulation(algorithm, metrics=["auc", share_right]).run()
     seen = history.rounds[-1]["eval"]
-    assert seen["share_right"] == pytest.approx(seen["accuracy"]) and len(seen["auc"]) == 3
+    assert (
+        seen["share_right"] == pytest.approx(seen["accuracy"]) and len(seen["auc"]) == 3
+    )
     assert history.header["metrics"] == ["auc", "share_right"]
     named = simulation(metrics={"zero": lambda s, y: 0}).run()
     assert named.series("zero")[1].tolist() == [[0, 0, 0]] * 3
@@ -239,14 +256,20 @@ def test_a_metric_that_breaks_says_for_whom():
         return 1 / (len(y) - 20)
 
     run = simulation(metrics=[broken])
-    with sentence("metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero"):
+    with sentence(
+        "metrics: 'broken' failed for client 1 with ZeroDivisionError: division by zero"
+    ):
         run.run()
 
 
 @pytest.mark.parametrize(
     "metrics, said",
     [
-        (["acc"], "for labels there are auc, f1, balanced_accuracy, or a function of .* got 'acc'"),
+        (
+            ["acc"],
+            "for labels there are auc, f1, balanced_accuracy, or a function of .* got "
+            "'acc'",
+        ),
         (["mae"], "'mae' is for targets"),
         ("auc", "expected a list, .* got 'auc'"),
         ([3], r"expected a list, each a string or a function .* got \[3\]"),

@@ -1,5 +1,5 @@
-"""`pflcore.testing.check` names what is wrong with an algorithm, in one sentence, and nothing where
-nothing is."""
+"""`pflcore.testing.check` names what is wrong with an algorithm, in one sentence, and
+nothing where nothing is."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +56,10 @@ class ChangesDown(FedAvg):
         return client_state, {"delta": down["x"] - start}, fit
 
 
-@found(r"train: .* state 'losses' was a tensor \[4, 0\] of float32 and became a tensor \[4, 1\]")
+@found(
+    r"train: .* state 'losses' was a tensor \[4, 0\] of float32 and became a tensor "
+    r"\[4, 1\]"
+)
 class GrowingState(Trains):
     def init_client(self, down, net, n):
         return {"losses": torch.zeros(1, 0)}
@@ -67,19 +70,27 @@ class GrowingState(Trains):
         }
 
 
-@found(r"train: the clients' state 'v' was None and became a tensor .*; init_client gives a state")
+@found(
+    r"train: the clients' state 'v' was None and became a tensor .*; init_client gives "
+    r"a state"
+)
 class UnknownState(Trains):
     def gives(self, delta, own, clients):
         return {"v": delta}, {"delta": delta}
 
 
-@found(r"train: expected a tensor with one row for each of the 4 clients as 'delta', .* \[53\]")
+@found(
+    r"train: expected a tensor with one row for each of the 4 clients as 'delta', .* "
+    r"\[53\]"
+)
 class OneRow(Trains):
     def gives(self, delta, own, clients):
         return own, {"delta": delta.mean(0)}
 
 
-@found(r"train: expected a tensor with one row for each of the 4 clients as 'lr', got 0\.1")
+@found(
+    r"train: expected a tensor with one row for each of the 4 clients as 'lr', got 0\.1"
+)
 class Number(Trains):
     def gives(self, delta, own, clients):
         return own, {"delta": delta, "lr": clients.lr}
@@ -157,7 +168,10 @@ class EvaluationTrains(FedAvg):
         return {"w": client_state["w"]}
 
 
-@found(r"train: the columns of '2\.weight' in the upload 'delta' are always zero, but are counted")
+@found(
+    r"train: the columns of '2\.weight' in the upload 'delta' are always zero, but are "
+    r"counted"
+)
 class SendsZeros(Trains):
     """A naive FedPer: the private columns do not move, but travel."""
 
@@ -188,7 +202,9 @@ class BelievesWhatOverflows(Trains):
         return own, {"delta": torch.where(fine, delta, 1.0), "fine": fine}
 
     def update(self, state, up, cohort):
-        return {"x": state["x"] + torch.where(up["fine"], up["delta"], torch.nan).mean(0)}, None
+        return {
+            "x": state["x"] + torch.where(up["fine"], up["delta"], torch.nan).mean(0)
+        }, None
 
 
 @found(r"train or update: server\.x depends on a client whose update was not finite")
@@ -205,12 +221,17 @@ class TrainsOnTest(Trains):
         return own, {"delta": delta * clients.loss(delta, "test")[:, None]}
 
 
-@found(r"in float32, as runs are by default, (update|train): raised RuntimeError with 2 of 4")
+@found(
+    r"in float32, as runs are by default, (update|train): raised RuntimeError with 2 "
+    r"of 4"
+)
 class Float64(Steps):
     """Shares are float64, and what they are multiplied with becomes so."""
 
     def step(self, delta, cohort):
-        return self.server_lr * (cohort.mean_weights(self.weighting).weight.T * delta).sum(0)
+        return self.server_lr * (
+            cohort.mean_weights(self.weighting).weight.T * delta
+        ).sum(0)
 
 
 @found(r"update: raised Stop with 4 of 4 clients: Three is a crowd\.")
@@ -219,7 +240,10 @@ class GivesUp(FedAvg):
         raise Stop("Three is a crowd.")
 
 
-@found(r"server_lr: it is no option, because NoDecorator has no @dataclass\(frozen=True\) above it")
+@found(
+    r"server_lr: it is no option, because NoDecorator has no @dataclass\(frozen=True\) "
+    r"above it"
+)
 class NoDecorator(FedAvg):
     server_lr: float = 0.1
 
@@ -231,7 +255,8 @@ class Misspelt(FedAvg):
 
 
 @found(
-    r"client: no hook has this name, and no run calls it; the hooks are init, send, .*, add_client, "
+    r"client: no hook has this name, and no run calls it; the hooks are init, send, "
+    r".*, add_client, "
 )
 class FormerHook(FedAvg):
     def client(self, down, own, clients):
@@ -239,7 +264,8 @@ class FormerHook(FedAvg):
 
 
 @found(
-    r"init_clent: no hook has this name, and no run calls it; did you mean 'init_client', and the "
+    r"init_clent: no hook has this name, and no run calls it; did you mean "
+    r"'init_client', and the "
 )
 class MisspeltHook(Trains):
     """Fails at once for want of what its hook would give."""
@@ -262,12 +288,18 @@ class CalledByNoHook(FedAvg):
         return self.statistics()
 
 
-@found(r"needs_val: no run reads this attribute of Flags; .* traits = Traits\(batch_norm, required")
+@found(
+    r"needs_val: no run reads this attribute of Flags; .* traits = Traits\(batch_norm, "
+    r"required"
+)
 class Flags(FedAvg):
     needs_val = True
 
 
-@found(r"buffers: no run reads this attribute of ReadElsewhere; an option has an annotation")
+@found(
+    r"buffers: no run reads this attribute of ReadElsewhere; an option has an "
+    r"annotation"
+)
 class ReadElsewhere(FedAvg):
     """Its code speaks of other objects' attribute of that name."""
 
@@ -275,10 +307,17 @@ class ReadElsewhere(FedAvg):
 
     def train(self, down, client_state, clients):
         fit = clients.fit(down["x"])
-        return client_state, {"delta": fit.w - down["x"]}, fit._replace(buffers=fit.buffers)
+        return (
+            client_state,
+            {"delta": fit.w - down["x"]},
+            fit._replace(buffers=fit.buffers),
+        )
 
 
-@found(r"server_lr: NoAnnotation's default 0\.5 is not taken, .* write server_lr: float = 0\.5\.$")
+@found(
+    r"server_lr: NoAnnotation's default 0\.5 is not taken, .* write server_lr: float = "
+    r"0\.5\.$"
+)
 @dataclass(frozen=True)
 class NoAnnotation(FedAvg):
     server_lr = 0.5
@@ -294,7 +333,8 @@ def test_a_fault_is_named_in_one_sentence(broken):
 
 @dataclass(frozen=True, slots=True)
 class Declared(Algorithm):
-    """Has no option that plays no part, and calls its helper, whose name is nearly a hook's."""
+    """Has no option that plays no part, and calls its helper, whose name is nearly a
+    hook's."""
 
     def update(self, state, up, cohort):
         return {"x": state["x"] + self.updates(up)}, None
@@ -305,8 +345,8 @@ class Declared(Algorithm):
 
 @dataclass(frozen=True)
 class Uses(FedAvg):
-    """What hooks use: by name, on another option, of the class, at the evaluation, and when a
-    client comes."""
+    """What hooks use: by name, on another option, of the class, at the evaluation, and
+    when a client comes."""
 
     server_lr: float = 0.5
     times: int = 1
@@ -358,7 +398,8 @@ def normed():
     [
         (Declared, None),
         (Uses, None),
-        ("fedala", None),  # draws for each client, and is not asked for its clients' numbers
+        # draws for each client, and is not asked for its clients' numbers
+        ("fedala", None),
         (FedAvg, normed),  # averaged statistics are everybody's, absent or not
         (Own, normed),  # what is each client's own stays
     ],
@@ -373,7 +414,12 @@ def test_a_check_can_be_left_out():
 
 def test_ones_own_model_and_data():
     data = federation_of("digits", "A", 5, seed=0, train_samples=120)
-    asked = {"shapes_stay", "bytes_are_counted", "broken_clients_are_absent", "engines_agree"}
+    asked = {
+        "shapes_stay",
+        "bytes_are_counted",
+        "broken_clients_are_absent",
+        "engines_agree",
+    }
     model = partial(layers, "Flatten, Linear 64 10")
     check("fedavg", model=model, data=data, skip=testing.CHECKS.keys() - asked)
     with sentence("clients: expected ids of clients from 0 to 2, each once, got"):
@@ -383,4 +429,7 @@ def test_ones_own_model_and_data():
 def test_a_watched_algorithm_is_the_algorithm():
     watched = testing.Case(FedPer(server_lr=0.5)).watched
     assert isinstance(watched, FedPer) and watched.server_lr == 0.5
-    assert type(watched).predict is FedAvg.predict and type(watched).train is not FedPer.train
+    assert (
+        type(watched).predict is FedAvg.predict
+        and type(watched).train is not FedPer.train
+    )

@@ -1,5 +1,5 @@
-"""Motley's protocol: splits that leak nothing, grids that cannot see test data, records that
-resume."""
+"""Motley's protocol: splits that leak nothing, grids that cannot see test data, records
+that resume."""
 
 import math
 from dataclasses import replace
@@ -41,9 +41,13 @@ def regression():
     return replace(p, data=data), Net(lambda: layers("Linear 4 1"), "squared")
 
 
-def search(alg="fedavg", grid=None, rounds=1, p=None, net=None, training=TRAINING, **options):
+def search(
+    alg="fedavg", grid=None, rounds=1, p=None, net=None, training=TRAINING, **options
+):
     grid = {"training.lr": [1e-4, 0.3]} if grid is None else grid
-    return tune(p or PROTOCOLS["silo"](), net or model(), alg, training, grid, rounds, **options)
+    return tune(
+        p or PROTOCOLS["silo"](), net or model(), alg, training, grid, rounds, **options
+    )
 
 
 def confidence(scores, y):
@@ -63,11 +67,17 @@ def scores(tuned):
 def test_cross_device_roles_and_halves():
     data = federation()
     p = cross_device(data, 6, 3, 3)
-    assert [len(ids) for ids in (p.train_clients, p.tuning_clients, p.report_clients)] == [6, 3, 3]
+    assert [
+        len(ids) for ids in (p.train_clients, p.tuning_clients, p.report_clients)
+    ] == [6, 3, 3]
     for i in range(12):
-        train, val, test = (p.data.index[s][i].tolist() for s in ("train", "val", "test"))
+        train, val, test = (
+            p.data.index[s][i].tolist() for s in ("train", "val", "test")
+        )
         assert sorted(train + val + test) == sorted(data.index["train"][i].tolist())
-        assert bool(val) == (i in p.tuning_clients) and bool(test) == (i in p.report_clients)
+        assert bool(val) == (i in p.tuning_clients) and bool(test) == (
+            i in p.report_clients
+        )
         assert i in p.train_clients or len(train) == data.size()[i] // 2
     few, size = p.keep(0.5).data.size(), p.data.size()
     equals(few[p.train_clients], size[p.train_clients])
@@ -83,14 +93,20 @@ def test_cross_silo_sizes_and_what_blind_hides():
     assert sizes == [[1, 1, 14, 14], [0, 0, 3, 4], [0, 1, 3, 4]]
     assert "clients without val samples: 2" in p.data.summary()
     equals((p.train_clients, p.train_clients), (torch.arange(4), p.report_clients))
-    assert p.without_test.splits == ("train", "val") and cross_silo(p.data).data is p.data
+    assert (
+        p.without_test.splits == ("train", "val") and cross_silo(p.data).data is p.data
+    )
     setup = RunConfig(FedAvg(), make_setting(model(), p.without_test, TRAINING, 1))
     with sentence(".*test"):
         evaluate(setup, initial_state(FedAvg(), model(), 4), "test")
-    equals(by_hand.sample_cohort(setup, 1, 1.0, p.train_clients.flip(0)), p.train_clients)
+    equals(
+        by_hand.sample_cohort(setup, 1, 1.0, p.train_clients.flip(0)), p.train_clients
+    )
 
 
-@pytest.mark.parametrize("make, roles", [(cross_silo, [0.2, 0.2, 3]), (cross_device, [2, 2, 2])])
+@pytest.mark.parametrize(
+    "make, roles", [(cross_silo, [0.2, 0.2, 3]), (cross_device, [2, 2, 2])]
+)
 def test_statistics_of_what_is_held_out_never_shape_the_features(make, roles):
     """They are standardised after the split, by personalization samples alone."""
     fed = federation(n=6, size=24)
@@ -106,7 +122,10 @@ def test_statistics_of_what_is_held_out_never_shape_the_features(make, roles):
 KNN = {"lam": [0.0, 0.4, 0.8], "server_lr": [0.5, 1.0]}
 GRIDS = {
     "training": (FedAvg(), {"training.lr": [0.001, 0.3]}),
-    "finetune": (FineTune(), {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 4]}),
+    "finetune": (
+        FineTune(),
+        {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 4]},
+    ),
     "knn": (KnnPer(k=3), KNN),
 }
 
@@ -120,7 +139,9 @@ def test_poisoned_test_labels_change_no_choice(setting, name):
         y[rows] = (y[rows] + 1) % 3
     poisoned = replace(p, data=replace(p.data, y=y))
     a, b = (search(alg, grid, 4, q) for q in (p, poisoned))
-    assert a.best.candidate.options == b.best.candidate.options and scores(a) == scores(b)
+    assert a.best.candidate.options == b.best.candidate.options and scores(a) == scores(
+        b
+    )
     clean, wrong = (
         a.report()["accuracy"][p.report_clients],
         b.report()["accuracy"][p.report_clients],
@@ -135,23 +156,32 @@ def test_the_choice_is_the_best_on_validation_and_the_report_is_its_test_result(
     tuned = search("fedavg", {"training.lr": lrs}, 4, p)
     found, results = [], []
     for lr in lrs:
-        options = {"rounds": 4, "clients": p.train_clients, "evaluation": Evaluation(every=9)}
+        options = {
+            "rounds": 4,
+            "clients": p.train_clients,
+            "evaluation": Evaluation(every=9),
+        }
         run = Simulation(FedAvg(), model(), p.data, replace(TRAINING, lr=lr), **options)
         run.run()
         found.append(run.evaluate("val")["accuracy"][p.tuning_clients].mean().item())
         results.append(run.evaluate("test")["accuracy"])
     assert scores(tuned) == pytest.approx(found) and found[0] != found[1]
     best = max(range(2), key=found.__getitem__)
-    torch.testing.assert_close(tuned.report()["accuracy"], results[best], equal_nan=True)
+    torch.testing.assert_close(
+        tuned.report()["accuracy"], results[best], equal_nan=True
+    )
     assert tuned.best.candidate.options == {"training.lr": lrs[best]}
     assert "chosen" in tuned.table().splitlines()[2]
 
 
 def test_late_options_share_a_state_and_others_do_not(tmp_path):
-    """Six candidates on two trained states, late options fastest; the value of each is that of an
-    evaluation by itself."""
+    """Six candidates on two trained states, late options fastest; the value of each is
+    that of an evaluation by itself."""
     tuned = search(KnnPer(k=3), KNN, 2, folder=tmp_path)
-    named = [(t.candidate.algorithm.server_lr, t.candidate.algorithm.lam) for t in tuned.trials]
+    named = [
+        (t.candidate.algorithm.server_lr, t.candidate.algorithm.lam)
+        for t in tuned.trials
+    ]
     assert named == [(s, lam) for s in (0.5, 1.0) for lam in (0.0, 0.4, 0.8)]
     assert len(list(tmp_path.glob("state-*"))) == 2
     for t in tuned.trials:
@@ -166,7 +196,11 @@ def test_a_diverged_candidate_is_recorded_and_loses(tmp_path):
     (p, net), lrs = regression(), [1e30, 0.01]
     tuned = search("fedavg", {"training.lr": lrs}, 6, p, net, folder=tmp_path)
     first, second = tuned.trials
-    assert tuned.best is second and first.score == -math.inf and first.stopped in tuned.table()
+    assert (
+        tuned.best is second
+        and first.score == -math.inf
+        and first.stopped in tuned.table()
+    )
     lines = load(tmp_path)[1]["lines"].values()
     assert [line["stopped"] for line in lines] == [first.stopped, None]
     slow = replace(TRAINING, lr=0.01)
@@ -190,11 +224,15 @@ def test_a_candidate_that_loses_clients_cannot_win():
         traits = Traits(evaluation_only=("k", "lam"))
 
     p, net = regression()
-    tuned = search(Selective(), {"lam": [0.0, 1.0]}, 3, p, net, replace(TRAINING, lr=0.01))
+    tuned = search(
+        Selective(), {"lam": [0.0, 1.0]}, 3, p, net, replace(TRAINING, lr=0.01)
+    )
     good, lost = tuned.trials
     survivors = lost.values[0][~lost.values[0].isnan()]
     assert len(survivors) == 7 and survivors.mean() > good.score  # so it looked better
-    assert tuned.best is good and lost.score == -math.inf and lost.stopped in tuned.table()
+    assert (
+        tuned.best is good and lost.score == -math.inf and lost.stopped in tuned.table()
+    )
     assert lost.stopped == "The validation values of 5 of 12 clients are not finite."
 
 
@@ -229,7 +267,9 @@ def test_a_candidate_with_an_infinite_value_is_lost():
     def worst(scores, y):
         return -math.inf if len(y) > 4 else 1.0
 
-    with sentence("grid: every candidate diverged, the first one with: The validation values of"):
+    with sentence(
+        "grid: every candidate diverged, the first one with: The validation values of"
+    ):
         search(metric=worst, higher_is_better=True)
 
 
@@ -250,7 +290,11 @@ def test_results_of_other_searches_are_not_used_again(tmp_path):
     def net(act="ReLU", seed=0):
         return Net(lambda: layers(f"Linear 4 5, {act}, Linear 5 3"), seed=seed)
 
-    data, grid, once = federation(relabel=True), {"server_lr": [0.1]}, {"folder": tmp_path}
+    data, grid, once = (
+        federation(relabel=True),
+        {"server_lr": [0.1]},
+        {"folder": tmp_path},
+    )
     search("fedavg", grid, 1, cross_silo(data), net(), **once)
     for other, *how in (
         (replace(data, x=data.x + 1), net()),
@@ -309,7 +353,12 @@ def test_what_cannot_be_tuned_is_refused(options, words):
 @pytest.mark.parametrize(
     "metric, up, lr",
     [
-        *(("loss", None, 0.3), ("loss", True, 1e-4), ("f1", None, 0.3), ("f1", False, 1e-4)),
+        *(
+            ("loss", None, 0.3),
+            ("loss", True, 1e-4),
+            ("f1", None, 0.3),
+            ("f1", False, 1e-4),
+        ),
         *((confidence, True, 0.3), (confidence, False, 1e-4)),
         *((doubt, True, 1e-4), (doubt, False, 0.3)),
     ],
@@ -327,7 +376,9 @@ def test_a_metric_and_its_direction_choose(metric, up, lr):
 
 
 def test_a_metric_of_ones_own_says_its_direction():
-    with sentence("metric: expected one of accuracy, .*, or a metric of your own with higher_is_b"):
+    with sentence(
+        "metric: expected one of accuracy, .*, or a metric of your own with higher_is_b"
+    ):
         search(metric=doubt)
 
 

@@ -1,5 +1,5 @@
-"""How far an op may be from the same sum done in float64: one table by op and dtype, each line with
-its reason."""
+"""How far an op may be from the same sum done in float64: one table by op and dtype,
+each line with its reason."""
 
 import torch
 
@@ -9,51 +9,59 @@ FLOATS = (F32, F64, F16, BF16)
 # Half the gap between neighbouring numbers near 1: what one rounding of a result costs.
 ROUND = {F64: 2.0**-53, F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
 
-# Half the gap between the smallest numbers a dtype has: what a rounding costs where the result is
-# subnormal.
+# Half the gap between the smallest numbers a dtype has: what a rounding costs where the
+# result is subnormal.
 TINY = {F64: 5e-324, F32: 7.1e-46, F16: 3.0e-8, BF16: 4.6e-41}
 
 TOLERANCE = {
-    # relative to each distance. Rows are used as they are (already rounded) and a square meets at
-    # most 16 roundings of 6e-8 before it is
-    # added to a float64 total, a tenth of that in practice. float64 rows have float64 all the way.
+    # relative to each distance. Rows are used as they are (already rounded) and a
+    # square meets at most 16 roundings of 6e-8 before it is added to a float64 total, a
+    # tenth of that in practice. float64 rows have float64 all the way.
     "sqdist": {F32: 1e-6, F16: 1e-6, BF16: 1e-6, F64: 1e-13},
-    # relative to the largest weight: float64 arithmetic on a handful of distances, whatever their
-    # dtype.
+    # relative to the largest weight: float64 arithmetic on a handful of distances,
+    # whatever their dtype.
     "weights": {F64: 1e-12, F32: 1e-12, F16: 1e-12, BF16: 1e-12},
-    # relative to |base| + |lr| * |weight| @ |updates|: about one float32 rounding for each of up to
-    # 20 addends, then one of the result.
+    # relative to |base| + |lr| * |weight| @ |updates|: about one float32 rounding for
+    # each of up to 20 addends, then one of the result.
     "aggregate": {F64: 4e-15, F32: 1.5e-6, F16: 2 * ROUND[F16], BF16: 2 * ROUND[BF16]},
-    # relative to the same product of absolute values: two products of up to a hundred addends;
-    # 16-bit inputs are computed in float32 and
-    # rounded once, the reference rounds the hidden values too.
+    # relative to the same product of absolute values: two products of up to a hundred
+    # addends; 16-bit inputs are computed in float32 and rounded once, the reference
+    # rounds the hidden values too.
     "rank1": {F64: 4e-14, F32: 1e-5, F16: 8 * ROUND[F16], BF16: 8 * ROUND[BF16]},
-    # relative to the sum of the absolute values of all terms: some ten roundings, in any order,
-    # fused or not.
+    # relative to the sum of the absolute values of all terms: some ten roundings, in
+    # any order, fused or not.
     "sgd": {F64: 2e-15, F32: 1e-6},
-    # relative to 1 and the values' own size: up to three steps through some ten layers, each a sum
-    # of up to a thousand addends.
+    # relative to 1 and the values' own size: up to three steps through some ten layers,
+    # each a sum of up to a thousand addends.
     "chain": {F64: 1e-11, F32: 3e-5},
 }
 
 
 def assert_close(got, want, op, dtype=None, size=None):
-    """`got` differs from the float64 `want` by at most TOLERANCE[op][dtype] * size; where `want` is
-    not finite they are the same.
+    """`got` differs from the float64 `want` by at most TOLERANCE[op][dtype] * size;
+    where `want` is not finite they are the same.
 
-    dtype: that of the inputs (default: got's). size: what the error is measured against (default:
+    dtype: that of the inputs (default: got's). size: what the error is measured against
+    (default:
     |want|).
     """
-    assert got.shape == want.shape, f"shape {list(got.shape)} instead of {list(want.shape)}"
+    assert got.shape == want.shape, (
+        f"shape {list(got.shape)} instead of {list(want.shape)}"
+    )
     dtype = got.dtype if dtype is None else dtype
     a, finite = got.detach().double(), want.isfinite()
     same = (a == want) | (a.isnan() & want.isnan())
-    assert bool((same | finite).all()), f"NaN or Inf in other places: {got} instead of {want}"
-    allowed = TOLERANCE[op][dtype] * (want if size is None else size).abs() + TINY[got.dtype]
+    assert bool((same | finite).all()), (
+        f"NaN or Inf in other places: {got} instead of {want}"
+    )
+    allowed = (
+        TOLERANCE[op][dtype] * (want if size is None else size).abs() + TINY[got.dtype]
+    )
     wrong = finite & ~((a - want).abs() <= allowed)
     if bool(wrong.any()):
         at = wrong.nonzero()[0].tolist()
         raise AssertionError(
-            f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {at}: {a[tuple(at)]:.17g} "
+            f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {at}: "
+            f"{a[tuple(at)]:.17g} "
             f"instead of {want[tuple(at)]:.17g}"
         )

@@ -1,9 +1,10 @@
-"""All that tries to break pflcore on purpose, and its figures: `make trust`, in some 45 minutes on
-two quiet cores.
+"""All that tries to break pflcore on purpose, and its figures: `make trust`, in some 45
+minutes on two quiet cores.
 
-Not collected by pytest. Each line is a run of tests that the suites have anyway, but for the
-mutants (tests/mutants.py), half an hour of it: sixty that a library draws, others every day. Names
-of lines may be given: `python tests/trust.py "altered data" sanitizers`.
+Not collected by pytest. Each line is a run of tests that the suites have anyway, but
+for the mutants (tests/mutants.py), half an hour of it: sixty that a library draws,
+others every day. Names of lines may be given: `python tests/trust.py "altered data"
+sanitizers`.
 """
 
 import os
@@ -22,14 +23,19 @@ def run(*words):
 
 
 def tested(*words):
-    """How many tests passed, failed and were skipped, how many examples hypothesis made, and
-    whether some passed and nothing failed."""
+    """How many tests passed, failed and were skipped, how many examples hypothesis
+    made, and whether some passed and nothing failed."""
     # with -q the last line has no counts
     loud = ["-o", "addopts=--import-mode=importlib", "--hypothesis-show-statistics"]
     loud += ["--suite", "all"] if words[0].startswith("tests") else []
-    done = run("-m", "pytest", "-p", "no:cacheprovider", "--disable-warnings", *loud, *words)
+    done = run(
+        "-m", "pytest", "-p", "no:cacheprovider", "--disable-warnings", *loud, *words
+    )
     last = (done.stdout.splitlines() or [""])[-1]
-    count = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    count = {
+        kind: int(n)
+        for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)
+    }
     # "60 passing, 0 failing" or "60 passing examples, ..."
     examples = sum(int(n) for n in re.findall(r"- (\d+) passing", done.stdout))
     good = done.returncode == 0 and count.get("passed", 0) > 0
@@ -47,18 +53,21 @@ def mutants():
 
 
 def figure(said, *words):
-    """Runs of tests: `said` with how many passed, were skipped, and how many examples were made."""
+    """Runs of tests: `said` with how many passed, were skipped, and how many
+    examples were made."""
     count, examples, good = tested(*words)
     zero = {"passed": 0, "skipped": 0, "examples": examples}
     return said.format(**zero | count), good
 
 
 def hostile_clients():
-    """Bad uploads on every algorithm, and attacks against defences: `python -m bench.hostile inputs
-    attacks`, its lines are the figure."""
+    """Bad uploads on every algorithm, and attacks against defences:
+    `python -m bench.hostile inputs attacks`, its lines are the figure."""
     done = run("-m", "bench.hostile", "inputs", "attacks")
     lines = re.findall(r"^(?:bad inputs tried|attacks x defences).*", done.stdout, re.M)
-    return "; ".join(lines) or done.stderr[-300:], done.returncode == 0 and len(lines) == 2
+    return "; ".join(lines) or done.stderr[-300:], done.returncode == 0 and len(
+        lines
+    ) == 2
 
 
 LOST = "killed or altered or damaged or full or lost or ends or cut"
@@ -71,13 +80,15 @@ RUNS = {  # what is said of them, and the tests
         "tests/package/test_supply.py",
     ),
     "altered data": (
-        "{examples} altered files and random uses of a server and of forms in {passed} tests",
+        "{examples} altered files and random uses of a server and of forms in {passed} "
+        "tests",
         "tests/test_damage.py",
         "tests/interop/test_server_machine.py",
         "tests/interop/test_packing.py",
     ),
     "sanitizers": (
-        "{passed} runs of the kernels under sanitizers and between forbidden pages, {skipped} "
+        "{passed} runs of the kernels under sanitizers and between forbidden pages, "
+        "{skipped} "
         "skipped",
         "tests/internal/sanitize",
         "tests/internal/cuda_on_cpu",

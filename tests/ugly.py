@@ -1,5 +1,5 @@
-"""Ugly inputs for the tests of the ops: prime and zero sizes, every memory layout, all dtypes,
-scales from 1e-30 to 1e30."""
+"""Ugly inputs for the tests of the ops: prime and zero sizes, every memory layout, all
+dtypes, scales from 1e-30 to 1e30."""
 
 import re
 from contextlib import contextmanager
@@ -15,8 +15,8 @@ LAYOUTS = ["contiguous", "wide rows", "off by one", "every second column", "tran
 
 
 def lay(t, layout):
-    """The same values in another place in memory, with NaN in the gaps, so that reading beside a
-    row is seen."""
+    """The same values in another place in memory, with NaN in the gaps, so that reading
+    beside a row is seen."""
     if layout == "contiguous":
         return t.clone(memory_format=torch.contiguous_format)
     rows, cols = t.shape
@@ -44,8 +44,9 @@ def scales(dtype):
 
 
 def matrix(draw, m, p, dtype, scale=1.0):
-    """Normal numbers, sometimes close to the first row, with equal rows, a row that is zero or
-    tiny, constant rows (whose roundings all point one way), or a few far larger numbers."""
+    """Normal numbers, sometimes close to the first row, with equal rows, a row that is
+    zero or tiny, constant rows (whose roundings all point one way), or a few far larger
+    numbers."""
     t = randn(draw(st.integers(0, 1 << 20)), m, p, scale=scale)
     change = {
         "plain": lambda: t,
@@ -60,8 +61,8 @@ def matrix(draw, m, p, dtype, scale=1.0):
 
 
 def intact(inner):
-    """Is everything in the memory of a tensor that `lay` placed, and that was written since, as it
-    was?"""
+    """Is everything in the memory of a tensor that `lay` placed, and that was written
+    since, as it was?"""
     home = inner.new_empty(0).set_(inner.untyped_storage()).clone()
     bad = torch.nan if home.is_floating_point() else BAD
     home.as_strided(inner.shape, inner.stride(), inner.storage_offset()).fill_(bad)
@@ -90,5 +91,8 @@ def same_for_any_threads(call):
 
 
 def refuses(op, name, kind=ValueError):
-    """The call inside raises `kind` with one sentence that names the op and the argument."""
-    return pytest.raises(kind, match=rf"^{re.escape(op)}: [^\n]*\b{re.escape(name)}\b[^\n]*\.$")
+    """The call inside raises `kind` with one sentence that names the op and the
+    argument."""
+    return pytest.raises(
+        kind, match=rf"^{re.escape(op)}: [^\n]*\b{re.escape(name)}\b[^\n]*\.$"
+    )

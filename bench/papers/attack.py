@@ -1,5 +1,5 @@
-"""`pflcore attack`: what an adversary learns from what travels, in a table with intervals, and the
-reconstructions beside the originals."""
+"""`pflcore attack`: what an adversary learns from what travels, in a table with
+intervals, and the reconstructions beside the originals."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -28,15 +28,18 @@ ASIDE = ("algorithms", "workers", "out", "quiet")  # change no result
 
 @dataclass(frozen=True)
 class Options(privacy.Played):
-    """Attacks what travels: membership inference and model inversion against uploads."""
+    """Attacks what travels: membership inference and model inversion against
+    uploads."""
 
-    algorithms: tuple[str, ...] = ("fedavg", "factorized_waffle")  # whose uploads are attacked
+    # whose uploads are attacked
+    algorithms: tuple[str, ...] = ("fedavg", "factorized_waffle")
     data: str = "fashion_mnist"  # images, cut at random among clients
     model: str = "mlp"
     activation: Literal["tanh", "relu"] | None = None  # of lenet5, as pool and bias are
     pool: Literal["max", "avg"] | None = None
     bias: bool = True
-    ranks: tuple[int, ...] = ()  # factors of factorized layers; default: 3 for 5 outputs
+    # factors of factorized layers; default: 3 for 5 outputs
+    ranks: tuple[int, ...] = ()
     epochs: PositiveInt = 5
     batch_size: PositiveInt = 20
     lr: float = 0.1
@@ -49,7 +52,10 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
     got = parsed(Options, "pflcore attack", __doc__, argv)
     require(
-        got.shadows or got.ratios, "shadows, ratios", "at least one federation for one of them", 0
+        got.shadows or got.ratios,
+        "shadows, ratios",
+        "at least one federation for one of them",
+        0,
     )
     ranks = {"factorized_waffle": {"ranks": got.ranks}}
     attacked = {n: make_algorithm(n, ranks.get(n)) for n in got.algorithms}
@@ -59,15 +65,19 @@ def main(argv: Sequence[str]) -> int:
         pass
     own = {"activation": got.activation, "pool": got.pool, "bias": got.bias}
     shape = {k: v for k, v in own.items() if v not in (None, True)}
-    make = partial(model_for, got.model, tuple(source.x_train.shape[1:]), source.classes, **shape)
+    make = partial(
+        model_for, got.model, tuple(source.x_train.shape[1:]), source.classes, **shape
+    )
     asked = {k: str(v) for k, v in vars(got).items() if k not in ASIDE}
     say = (lambda text: None) if got.quiet else partial(print, flush=True)
 
     @cache
     def judge() -> privacy.Scores:
-        """A model of the adversary's own, trained on data of nobody here: it says what a
-        reconstruction looks like to a stranger."""
-        data = Federation.from_clients([(source.x_test, source.y_test)], classes=source.classes)
+        """A model of the adversary's own, trained on data of nobody here: it says what
+        a reconstruction looks like to a stranger."""
+        data = Federation.from_clients(
+            [(source.x_test, source.y_test)], classes=source.classes
+        )
         alg, seed = make_algorithm("fedavg"), got.seed + 99
         upload = privacy.intercept(alg, make, data, training, 1, seed, got.workers)
         return partial(upload.net, upload.row[0])
@@ -81,10 +91,15 @@ def main(argv: Sequence[str]) -> int:
             continue
         pool = source.x_train, source.y_train
         found = privacy.membership(alg, make, pool, source.classes, training, got, say)
-        results[name] = {"asked": asked, "membership": [v._asdict() for v in found.verdicts]}
+        results[name] = {
+            "asked": asked,
+            "membership": [v._asdict() for v in found.verdicts],
+        }
         if got.steps:
             path = got.out / f"{name}.png"
-            results[name]["inversion"] = inversion(alg, found, source, judge(), got, path)
+            results[name]["inversion"] = inversion(
+                alg, found, source, judge(), got, path
+            )
         write_text(done, json.dumps(results[name]) + "\n")
         write_text(got.out / "table.md", table(results))
     print(table(results))
@@ -99,8 +114,8 @@ def inversion(
     asked: Options,
     path: Path,
 ) -> dict[str, dict[str, float]]:
-    """Every class reconstructed from each view of one client's upload, against the mean of its
-    images; draws them into `path`."""
+    """Every class reconstructed from each view of one client's upload, against the mean
+    of its images; draws them into `path`."""
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (source.mean, source.std))
     low, high = -mean / std, (1 - mean) / std
     mine = found.game.candidates[0][found.game.member[0]]
@@ -111,7 +126,9 @@ def inversion(
     seen = privacy.views(attacked, found.upload, found.known, asked.seed, asked.views)
     for view, rows in seen.items():
         model, start = partial(found.upload.net, rows[0]), low.expand_as(real)
-        made, sure = privacy.invert(model, start, targets, asked.steps, low=low, high=high)
+        made, sure = privacy.invert(
+            model, start, targets, asked.steps, low=low, high=high
+        )
         with torch.no_grad():
             said = oracle(made).argmax(1)
         pictures[view] = made * std + mean
@@ -130,18 +147,22 @@ def inversion(
 def table(results: Mapping[str, Any]) -> str:
     """Markdown: membership inference with 95 % intervals, then model inversion."""
     rows = [
-        "upload of | seen as | attack | accuracy | F1 | AUC | TPR at 1 % FPR | right on members | "
+        "upload of | seen as | attack | accuracy | F1 | AUC | TPR at 1 % FPR | right "
+        "on members | "
         "on others"
     ]
     images = [
-        "upload of | seen as | own confidence | a stranger sees the class | correlation | SSIM | "
+        "upload of | seen as | own confidence | a stranger sees the class | "
+        "correlation | SSIM | "
         "MSE"
     ]
     for name, result in results.items():
         for v in result["membership"]:
             cells = [
                 f"{100 * x:.1f} ({100 * low:.1f} to {100 * high:.1f})"
-                for x, (low, high) in zip(v["value"].values(), v["interval"].values(), strict=True)
+                for x, (low, high) in zip(
+                    v["value"].values(), v["interval"].values(), strict=True
+                )
             ]
             rows.append(
                 f"{name} | {v['view']} | {v['attack']} | {' | '.join(cells)} | "
@@ -154,7 +175,8 @@ def table(results: Mapping[str, Any]) -> str:
             )
     lines = [*markdown(rows), "", *([*markdown(images), ""] if len(images) > 1 else [])]
     said = (
-        "In percent, with 95 % intervals over samples; images against the client's mean of each "
+        "In percent, with 95 % intervals over samples; images against the client's "
+        "mean of each "
         "class."
     )
     return "\n".join([*lines, said, ""])

@@ -1,4 +1,5 @@
-"""Plans of reproductions: what a table of a paper takes, as a small JSON file, and its runs.
+"""Plans of reproductions: what a table of a paper takes, as a small JSON file, and its
+runs.
 
 A plan has the keys
 `like`           a plan by name, whose keys it takes over where it has none itself; of `options`
@@ -6,17 +7,16 @@ each by itself
 `options`, `training`, `model_options`   of all runs: those of `pflcore run`, without seeds
 `seeds`          of the runs, [0, 1, 2] for instance
 `settings`       name -> what is its own: options, "training", "model_options", "partition_options",
-"method_options" (method -> options),
-                 and "protocol" where samples or clients are held out as in Motley:
-                 {"kind": "cross-silo", "val", "test"} (a split for each seed), {"kind":
-                 "cross-device", "train", "val", "test", "seed"}. Without one everybody trains and
-                 is tested on its test samples. With the option "target" that client alone is
-                 tested, and Local trains nobody else.
+"method_options" (method -> options), and "protocol" where samples or clients are held
+                 out as in Motley: {"kind": "cross-silo", "val", "test"} (a split for
+                 each seed), {"kind": "cross-device", "train", "val", "test", "seed"}.
+                 Without one everybody trains and is tested on its test samples. With
+                 the option "target" that client alone is tested, and Local trains
+                 nobody else.
 `methods`        name -> "algorithm", "options", "training", and
   "grid"         option -> values ("training.lr" and the like set how clients train): searched by
-  `pflcore.tuning` on validation data, the
-                 protocol's or 20 % of each client's training samples; only the point that is chosen
-                 there is tested
+  `pflcore.tuning` on validation data, the protocol's or 20 % of each client's training
+                 samples; only the point that is chosen there is tested
   "state_of"     another method, whose trained states are evaluated in this method's way: nothing is
   trained
   "before"       the method that clients are hurt against
@@ -50,7 +50,13 @@ from typing import Any
 from bench.problem import Facts
 from pflcore import Training, cross_device, cross_silo
 from pflcore.check import require
-from pflcore.cli._experiment import Job, Options, describe_jobs, load_federation, make_jobs
+from pflcore.cli._experiment import (
+    Job,
+    Options,
+    describe_jobs,
+    load_federation,
+    make_jobs,
+)
 from pflcore.data import SOURCES, TABULAR
 from pflcore.data._protocols import DEFAULT_SHARES, StudyProtocol, without_roles
 from pflcore.results.record import to_json
@@ -59,7 +65,9 @@ from pflcore.tuning import Candidate, Grid
 
 PLANS = Path(__file__).resolve().parent / "plans"
 Plan = Mapping[str, Any]
-KEYS: Facts = json.loads(Path(__file__).with_name("keys.json").read_text(encoding="utf-8"))
+KEYS: Facts = json.loads(
+    Path(__file__).with_name("keys.json").read_text(encoding="utf-8")
+)
 EMPTY: Facts = KEYS["plan"]  # every key of a plan, without anything in it
 
 
@@ -91,19 +99,28 @@ class Task:
     def path(self) -> Path:
         """Where its record stands in the output folder."""
         name = "-".join(slug(w) for w in (self.method, self.variant) if w)
-        return Path("records") / slug(self.setting) / f"{name}-seed{self.options.seed}.jsonl"
+        return (
+            Path("records")
+            / slug(self.setting)
+            / f"{name}-seed{self.options.seed}.jsonl"
+        )
 
     @property
     def digest(self) -> str:
-        """What the run is, short, so that a record of something else is never taken for it."""
+        """What the run is, short, so that a record of something else is never taken
+        for it."""
         what = describe_jobs([self.job], self.cut, self.shape)
         base = self.base and self.base.digest
-        words = json.dumps(to_json([what, self.roles, base, STREAM_VERSION]), sort_keys=True)
+        words = json.dumps(
+            to_json([what, self.roles, base, STREAM_VERSION]), sort_keys=True
+        )
         return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
 
     def at(self, point: Candidate) -> Task:
         """The run at a point of its grid."""
-        hyper = {k: v for k, v in point.options.items() if not k.startswith("training.")}
+        hyper = {
+            k: v for k, v in point.options.items() if not k.startswith("training.")
+        }
         job = replace(
             self.job,
             training=point.training,
@@ -116,10 +133,15 @@ class Task:
         options, how = self.options, dict(self.roles)
         if not how:
             return without_roles(load_federation(options, self.cut))
-        # what comes with its clients is divided by the protocol, with the run's seed, and
-        # standardised only then
-        whole = {} if options.data in SOURCES else {"fractions": {}, "standardize": False}
-        data, scaled = load_federation(options, {**self.cut, **whole}), options.data in TABULAR
+        # what comes with its clients is divided by the protocol, with the run's seed,
+        # and standardised only then
+        whole = (
+            {} if options.data in SOURCES else {"fractions": {}, "standardize": False}
+        )
+        data, scaled = (
+            load_federation(options, {**self.cut, **whole}),
+            options.data in TABULAR,
+        )
         if how.pop("kind") == "cross-silo":
             return cross_silo(
                 data, **(how or DEFAULT_SHARES), seed=options.seed, standardize=scaled
@@ -148,8 +170,8 @@ def load(name: str) -> Facts:
 
 
 def complete(plan: Plan) -> Facts:
-    """The plan with every key. ValueError in one sentence for a key that is unknown or missing, or
-    a name that nothing bears."""
+    """The plan with every key. ValueError in one sentence for a key that is unknown or
+    missing, or a name that nothing bears."""
     _known("plan", plan, EMPTY)
     if like := plan.get("like"):
         # by name alone, so that no plan is like itself
@@ -165,9 +187,15 @@ def complete(plan: Plan) -> Facts:
         [*plan["methods"]],
     )
     for key in (k for k, empty in EMPTY.items() if empty == {}):
-        _known(key, plan[key], {"options": own, "checks": KEYS["checks"]}.get(key, plan[key]))
+        _known(
+            key,
+            plan[key],
+            {"options": own, "checks": KEYS["checks"]}.get(key, plan[key]),
+        )
     seeds, methods = plan["seeds"], plan["methods"]
-    whole = isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)
+    whole = (
+        isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)
+    )
     require(whole, "seeds", "a list of whole numbers, at least one", seeds)
     for what in ("methods", "settings"):
         names = [*plan[what]]
@@ -187,7 +215,10 @@ def complete(plan: Plan) -> Facts:
         _known(f"setting {name!r}", s, own | {*KEYS["setting"]})
         _known(f"method_options of {name!r}", s.get("method_options", {}), methods)
         if (roles := s.get("protocol")) is not None:
-            kinds, kind = KEYS["protocol"], isinstance(roles, Mapping) and roles.get("kind")
+            kinds, kind = (
+                KEYS["protocol"],
+                isinstance(roles, Mapping) and roles.get("kind"),
+            )
             require(kind in kinds, "protocol", f"the kind {' or '.join(kinds)}", roles)
             _known(f"protocol of {name!r}", roles, {"kind", *kinds[kind]})
     return plan
@@ -200,9 +231,9 @@ def _known(what: str, got: Any, keys: Iterable[str]) -> None:
 
 
 def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
-    """The plan with other rounds, and sentences on what they change besides: methods and settings
-    with rounds of their own and warm rounds (HypCluster) keep their part of the whole. What must
-    come out is of the plan as it stands, and left out."""
+    """The plan with other rounds, and sentences on what they change besides: methods
+    and settings with rounds of their own and warm rounds (HypCluster) keep their part
+    of the whole. What must come out is of the plan as it stands, and left out."""
     require(rounds >= 1, "rounds", "at least 1", rounds)
     plan, said = copy.deepcopy({**plan, "expected": {}, "checks": {}}), list[str]()
     planned = plan["options"].get("rounds", Options.rounds)
@@ -215,23 +246,27 @@ def shortened(plan: Facts, rounds: int) -> tuple[Facts, list[str]]:
         if warm := own.get("warmup_rounds"):
             own["warmup_rounds"] = round(warm * rounds / planned)
             said.append(
-                f"{name}: {own['warmup_rounds']} warm rounds of {rounds}, as {warm} of {planned}."
+                f"{name}: {own['warmup_rounds']} warm rounds of {rounds}, as {warm} of "
+                f"{planned}."
             )
     return plan, said
 
 
 def seeds_of(given: Sequence[int], seeds: int | None) -> list[int]:
-    """The first `seeds` of the plan's (all where None), and further ones at the same distance where
-    it has fewer."""
+    """The first `seeds` of the plan's (all where None), and further ones at the same
+    distance where it has fewer."""
     count = len(given) if seeds is None else seeds
     require(count >= 1, "seeds", "at least 1", seeds)
     gap = given[-1] - given[-2] if len(given) > 1 else 1
-    return [*given[:count], *(given[-1] + gap * i for i in range(1, count - len(given) + 1))]
+    return [
+        *given[:count],
+        *(given[-1] + gap * i for i in range(1, count - len(given) + 1)),
+    ]
 
 
 def chosen(what: str, plan: Plan, names: Sequence[str] | None) -> list[str]:
-    """These of the plan's methods or settings (None: all) in its order, with the methods that they
-    build upon."""
+    """These of the plan's methods or settings (None: all) in its order, with the
+    methods that they build upon."""
     wanted, there = set(plan[what] if names is None else names), plan[what]
     unknown = ", ".join(sorted(wanted - {*there}))
     require(not unknown, what, f"some of {', '.join(there)}", unknown)
@@ -250,13 +285,15 @@ def tasks(
     equal_compute: bool = False,
     **options: Any,
 ) -> list[Task]:
-    """The runs of a plan, setting by setting; every name and option checked before the first is
-    played. `options` go before the plan's."""
+    """The runs of a plan, setting by setting; every name and option checked before the
+    first is played. `options` go before the plan's."""
     wanted, out = chosen("methods", plan, methods), []
     bases = {m.get("state_of") for m in plan["methods"].values()}
     for setting in chosen("settings", plan, settings):
         own = dict(plan["settings"][setting])
-        cut, roles, common, shape, theirs = (own.pop(k, None) or {} for k in KEYS["setting"])
+        cut, roles, common, shape, theirs = (
+            own.pop(k, None) or {} for k in KEYS["setting"]
+        )
         asked = Options(**{**plan["options"], **own, **options})
         shape = {**plan["model_options"], **shape}
         trained: dict[tuple[str, str, int], Task] = {}
@@ -264,12 +301,16 @@ def tasks(
             m = plan["methods"][method]
             base = m.get("state_of")
             rounds = plan["methods"][base or method].get("rounds", asked.rounds)
-            of_run = replace(asked, rounds=rounds, eval_every=asked.eval_every or max(1, rounds))
+            of_run = replace(
+                asked, rounds=rounds, eval_every=asked.eval_every or max(1, rounds)
+            )
             variants = {"": m.get("training", {})}
             if equal_compute and plan["equal_compute"] and not m.get("looks_ahead"):
                 variants["equal compute"] = {**variants[""], **plan["equal_compute"]}
             given = {**m.get("options", {}), **theirs.get(method, {})}
-            hyper = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+            hyper = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in given.items()
+            }
             keeps = not base and (method in bases or "vary" in m or "sizes" in m)
             part = (cut, shape, roles, m.get("grid", {}))
             for variant, seed in product(variants, seeds_of(plan["seeds"], seeds)):
@@ -283,8 +324,12 @@ def tasks(
                     raise ValueError(said) from None
                 except ValueError as e:
                     raise ValueError(f"method {method!r}: {e}") from None
-                of_base = trained.get((base, variant, seed), trained.get((base, "", seed)))
-                task = Task(method, setting, variant, job, *part, base=of_base, keeps=keeps)
+                of_base = trained.get(
+                    (base, variant, seed), trained.get((base, "", seed))
+                )
+                task = Task(
+                    method, setting, variant, job, *part, base=of_base, keeps=keeps
+                )
                 trained[method, variant, seed] = task
                 out.append(task)
     return out

@@ -1,11 +1,12 @@
-"""Attacks on what travels: was this sample among the client's training data, and what do its
-classes look like?
+"""Attacks on what travels: was this sample among the client's training data, and what
+do its classes look like?
 
-The adversary sees one round's messages of a federation and knows the protocol, the model and data
-of the same kind, never the client's state. Membership inference by shadow models (Shokri et al.
-2017) and by likelihood ratios (LiRA, Carlini et al. 2022); model inversion by MI-FACE (Fredrikson
-et al. 2015). What a factorized upload lacks, the client's choice of factors, an adversary guesses:
-`views`.
+The adversary sees one round's messages of a federation and knows the protocol, the
+model and data of the same kind, never the client's state. Membership inference by
+shadow models (Shokri et al.
+2017) and by likelihood ratios (LiRA, Carlini et al. 2022); model inversion by MI-FACE
+(Fredrikson et al. 2015). What a factorized upload lacks, the client's choice of
+factors, an adversary guesses: `views`.
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ from pflcore.train._workers import single_threaded
 
 
 class Upload(NamedTuple):
-    """One round's messages as model rows, and, for reference only, what never travelled."""
+    """One round's messages as model rows, and, for reference only, what never
+    travelled."""
 
     net: Net
     down: Tensor | None  # [S, P] the model each client received, where it is one
     row: Tensor  # [S, P] the model each client sent
-    own: Mapping[str, Tensor]  # [S, ...] the clients' state after the round: no adversary has it
+    # [S, ...] the clients' state after the round: no adversary has it
+    own: Mapping[str, Tensor]
 
 
 def intercept(
@@ -53,10 +56,12 @@ def intercept(
     seed: int = 0,
     workers: int | None = None,
 ) -> Upload:
-    """Plays `rounds` rounds with every client and takes the last one's messages off the wire."""
+    """Plays `rounds` rounds with every client and takes the last one's messages off
+    the wire."""
     if type(algorithm) is MRMTL:
         raise ValueError(
-            "algorithm: MR-MTL uploads how far a client's own model moved, which shows none; "
+            "algorithm: MR-MTL uploads how far a client's own model moved, which shows "
+            "none; "
             "choose another."
         )
     net = algorithm.prepare(Net(model, seed=seed))
@@ -78,12 +83,17 @@ def intercept(
         state, done = step(config, state, sample_cohort(config, r))
         if done.dropped:
             raise ValueError(
-                f"training: client(s) {done.dropped} sent updates that are not finite in round "
+                f"training: client(s) {done.dropped} sent updates that are not finite "
+                "in round "
                 f"{r}; lower the learning rate."
             )
     # one model for each client
     down, up = (
-        {k: v for k, v in caught[way].items() if getattr(v, "shape", ())[1:] == (net.size,)}
+        {
+            k: v
+            for k, v in caught[way].items()
+            if getattr(v, "shape", ())[1:] == (net.size,)
+        }
         for way in ("down", "up")
     )
     shown, x = up.get("w"), down.get("x")
@@ -91,7 +101,8 @@ def intercept(
         shown = x + up["delta"]
     if shown is None:
         raise ValueError(
-            f"algorithm: its upload ({', '.join(caught['up']) or 'nothing'}) shows no client's "
+            f"algorithm: its upload ({', '.join(caught['up']) or 'nothing'}) shows no "
+            "client's "
             "model; choose one whose clients send a model."
         )
     return Upload(net, x, shown, caught["own"])
@@ -111,14 +122,15 @@ def views(
     seed: int = 0,
     names: Sequence[str] = VIEWS,
 ) -> dict[str, Tensor]:
-    """The models [S, P] that the adversary makes of an upload, by the way it fills in the factor
-    scores b.
+    """The models [S, P] that the adversary makes of an upload, by the way it fills in
+    the factor scores b.
 
-    "all": b = 1 · "prior": the prior's mean · "random": drawn from it · "adaptive": fitted to
-    `known`, the adversary's own samples of the same task, the dictionary frozen · "trace": from how
-    far each factor moved since the download, for factors that a client does not use do not move ·
-    "own": the client's beliefs, which never travel: what the anonymity hides. Of other algorithms
-    the upload is the model: {"upload": rows}.
+    "all": b = 1 · "prior": the prior's mean · "random": drawn from it · "adaptive":
+    fitted to `known`, the adversary's own samples of the same task, the dictionary
+    frozen · "trace": from how far each factor moved since the download, for factors
+    that a client does not use do not move · "own": the client's beliefs, which never
+    travel: what the anonymity hides. Of other algorithms the upload is the model:
+    {"upload": rows}.
     """
     if not isinstance(algorithm, FactorizedWaffle):
         return {"upload": upload.row}
@@ -136,7 +148,9 @@ def views(
     return {name: row.index_copy(1, at, row[:, at] * ways[name]()) for name in names}
 
 
-def descend(parameters: Sequence[Tensor], loss: Callable[[], Tensor], **options: float) -> None:
+def descend(
+    parameters: Sequence[Tensor], loss: Callable[[], Tensor], **options: float
+) -> None:
     """200 steps of Adam."""
     optimizer = torch.optim.Adam(parameters, **options)  # type: ignore[arg-type]
     for _ in range(200):
@@ -146,25 +160,33 @@ def descend(parameters: Sequence[Tensor], loss: Callable[[], Tensor], **options:
 
 
 def fit_scores(net: Net, row: Tensor, at: Tensor, known: Samples) -> Tensor:
-    """The scores b [F] in (0, 1) with which the dictionary `row` [P] suits these samples best, by
-    Adam."""
+    """The scores b [F] in (0, 1) with which the dictionary `row` [P] suits these
+    samples best, by Adam."""
     logit = torch.zeros(len(at), dtype=row.dtype, requires_grad=True)
 
     descend(
-        [logit], lambda: net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known), lr=0.1
+        [logit],
+        lambda: net.loss(row.index_copy(0, at, row[at] * logit.sigmoid()), *known),
+        lr=0.1,
     )
     return logit.detach().sigmoid()
 
 
 def trace(net: Net, upload: Upload) -> Tensor:
-    """The scores b [S, F] that a client's update betrays: how far a factor's two vectors moved, the
-    upper half's median being 1."""
+    """The scores b [S, F] that a client's update betrays: how far a factor's two
+    vectors moved, the upper half's median being 1."""
     if upload.down is None:
-        raise ValueError("views: 'trace' needs the download, which is not one model; leave it out.")
+        raise ValueError(
+            "views: 'trace' needs the download, which is not one model; leave it out."
+        )
     moved, trace = upload.row - upload.down, []
-    for name in (n.removesuffix("strength") for n in net.names if n.endswith("strength")):
+    for name in (
+        n.removesuffix("strength") for n in net.names if n.endswith("strength")
+    ):
         w_a, w_b = (
-            moved[:, net.slices[name + p]].unflatten(1, net.shapes[net.names.index(name + p)])
+            moved[:, net.slices[name + p]].unflatten(
+                1, net.shapes[net.names.index(name + p)]
+            )
             for p in ("w_a", "w_b")
         )
         size = (w_a.norm(dim=1) * w_b.norm(dim=2)).sqrt()
@@ -178,7 +200,8 @@ def trace(net: Net, upload: Upload) -> Tensor:
 
 
 def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str, float]:
-    """ "accuracy" and "f1" of the decision score > threshold, "auc", and "tpr": true positives
+    """ "accuracy" and "f1" of the decision score > threshold, "auc", and "tpr": true
+    positives
     where false ones are at most 1 %.
 
     `score` [n], higher for members; `member` bool [n].
@@ -187,7 +210,9 @@ def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str,
     hits, said = int((yes & member).sum()), int(yes.sum() + member.sum())
     out, inside = score[~member].sort().values, score[member]
     # ties count half
-    ranks = [torch.searchsorted(out, inside, right=right).double() for right in (False, True)]
+    ranks = [
+        torch.searchsorted(out, inside, right=right).double() for right in (False, True)
+    ]
     limit = out[-1 - int(0.01 * len(out))]
     return {
         "accuracy": float((yes == member).double().mean()),
@@ -197,23 +222,27 @@ def measures(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str,
     }
 
 
-def intervals(score: Tensor, member: Tensor, threshold: float = 0.5) -> dict[str, list[float]]:
-    """95 % intervals of `measures`, by resampling members and others, each among themselves, 200
-    times."""
+def intervals(
+    score: Tensor, member: Tensor, threshold: float = 0.5
+) -> dict[str, list[float]]:
+    """95 % intervals of `measures`, by resampling members and others, each among
+    themselves, 200 times."""
     rng, drawn = np.random.RandomState(0), []
     groups = [side.nonzero()[:, 0].numpy() for side in (member, ~member)]
     for _ in range(200):
         at = torch.from_numpy(np.concatenate([rng.choice(g, len(g)) for g in groups]))
         drawn.append(measures(score[at], member[at], threshold))
-    return {k: np.percentile([d[k] for d in drawn], [2.5, 97.5]).tolist() for k in drawn[0]}
+    return {
+        k: np.percentile([d[k] for d in drawn], [2.5, 97.5]).tolist() for k in drawn[0]
+    }
 
 
 # -- membership inference ----------------------------------------------------
 
 
 class Game(NamedTuple):
-    """N clients, each with `candidates` [N, 2 m] of which `member` [N, 2 m] are its m training
-    samples."""
+    """N clients, each with `candidates` [N, 2 m] of which `member` [N, 2 m] are its m
+    training samples."""
 
     candidates: Tensor
     member: Tensor
@@ -227,18 +256,23 @@ class Game(NamedTuple):
 
 
 @single_threaded()
-def shokri(shadow: Sequence[Tensor], target: Samples, classes: int, seed: int = 0) -> Tensor:
-    """Shokri et al. 2017: the probability [n] of being a member, from one attack model per class.
+def shokri(
+    shadow: Sequence[Tensor], target: Samples, classes: int, seed: int = 0
+) -> Tensor:
+    """Shokri et al. 2017: the probability [n] of being a member, from one attack model
+    per class.
 
-    `shadow`: scores [k, C], labels [k] and membership [k] of the shadow models' records; `target`:
-    scores [n, C] and labels [n]. The attack models (C -> 64 ReLU -> 1) see the logarithms of the
-    sorted posterior and the loss. A class with fewer than 20 records of either kind uses a model
-    trained on all classes.
+    `shadow`: scores [k, C], labels [k] and membership [k] of the shadow models'
+    records; `target`: scores [n, C] and labels [n]. The attack models (C -> 64 ReLU ->
+    1) see the logarithms of the sorted posterior and the loss. A class with fewer than
+    20 records of either kind uses a model trained on all classes.
     """
 
     def features(z: Tensor, y: Tensor) -> Tensor:
         log_p = z.log_softmax(1).clamp(min=-20)
-        return torch.cat([log_p.sort(1, descending=True).values, log_p.gather(1, y[:, None])], 1)
+        return torch.cat(
+            [log_p.sort(1, descending=True).values, log_p.gather(1, y[:, None])], 1
+        )
 
     z, y, member = shadow
     f, g = features(z, y), features(*target)
@@ -257,7 +291,9 @@ def shokri(shadow: Sequence[Tensor], target: Samples, classes: int, seed: int = 
 
 def _attack_model(f: Tensor, member: Tensor, seed: int) -> nn.Module:
     with IsolatedDraws(seed):
-        model = nn.Sequential(nn.Linear(f.shape[1], 64), nn.ReLU(), nn.Linear(64, 1)).to(f.dtype)
+        model = nn.Sequential(
+            nn.Linear(f.shape[1], 64), nn.ReLU(), nn.Linear(64, 1)
+        ).to(f.dtype)
 
     descend(
         [*model.parameters()],
@@ -269,19 +305,20 @@ def _attack_model(f: Tensor, member: Tensor, seed: int) -> nn.Module:
 
 
 def confidence(z: Tensor, y: Tensor) -> Tensor:
-    """log(p_y / (1 - p_y)) of scores `z` [..., C]: what LiRA takes for normally distributed."""
+    """log(p_y / (1 - p_y)) of scores `z` [..., C]: what LiRA takes for normally
+    distributed."""
     true = z.gather(-1, y[..., None])
     rest = z.scatter(-1, y[..., None], -torch.inf).logsumexp(-1)
     return true[..., 0] - rest
 
 
 def lira(shadow: Tensor, inside: Tensor, target: Tensor) -> Tensor:
-    """LiRA, online with common variances (Carlini et al. 2022, section V): log likelihood ratios
-    [n], above 0 for members.
+    """LiRA, online with common variances (Carlini et al. 2022, section V): log
+    likelihood ratios [n], above 0 for members.
 
-    `shadow` [L, n]: `confidence` of each candidate in each shadow model, `inside` [L, n] whether it
-    was trained on; `target` [n]. A candidate that is in (or in no) shadow model alone takes the
-    mean over all candidates for what is missing.
+    `shadow` [L, n]: `confidence` of each candidate in each shadow model, `inside`
+    [L, n] whether it was trained on; `target` [n]. A candidate that is in (or in no)
+    shadow model alone takes the mean over all candidates for what is missing.
     """
 
     def normal(side: Tensor) -> tuple[Tensor, Tensor]:
@@ -289,7 +326,8 @@ def lira(shadow: Tensor, inside: Tensor, target: Tensor) -> Tensor:
         count, those = side.sum(0), shadow * side
         of_all = those.sum() / side.sum().clamp(min=1)
         mean = torch.where(count > 0, those.sum(0) / count.clamp(min=1), of_all)
-        free = (count - 1).clamp(min=0).sum().clamp(min=1)  # each candidate's mean takes one
+        # each candidate's mean takes one
+        free = (count - 1).clamp(min=0).sum().clamp(min=1)
         std = ((((shadow - mean) ** 2) * side).sum() / free).sqrt().clamp(min=1e-6)
         return (target - mean) / std, std
 
@@ -341,30 +379,42 @@ def membership(
     how: Played,
     say: Callable[[str], None] = lambda text: None,
 ) -> Attacked:
-    """Plays a federation and attacks every client's upload of the last round, by shadow federations
-    on other data of the same kind (Shokri) and by federations on random halves of the candidates
-    (LiRA)."""
+    """Plays a federation and attacks every client's upload of the last round, by shadow
+    federations on other data of the same kind (Shokri) and by federations on random
+    halves of the candidates (LiRA)."""
     check_fields(how)
     seed, samples, shadows, ratios = how.seed, how.samples, how.shadows, how.ratios
     (x, y), parts = pool, 2 * how.clients * (1 + shadows) + 1
     most = len(y) // parts
-    require(samples <= most, "samples", f"at most {most} of these data a client", samples)
-    order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))[: parts * samples]
+    require(
+        samples <= most, "samples", f"at most {most} of these data a client", samples
+    )
+    order = torch.from_numpy(np.random.RandomState(seed).permutation(len(y)))[
+        : parts * samples
+    ]
     known = x[order[:samples]], y[order[:samples]]
     blocks = order[samples:].view(1 + shadows, how.clients, 2 * samples)
 
     def played(game: Game, number: int) -> tuple[Upload, dict[str, Tensor]]:
-        """The scores [n, C] of each view of the game's uploads, for all clients' candidates."""
-        say(f"{type(algorithm).__name__}: federation {number + 1} of {1 + shadows + ratios}")
+        """The scores [n, C] of each view of the game's uploads, for all clients'
+        candidates."""
+        say(
+            f"{type(algorithm).__name__}: federation {number + 1} of "
+            f"{1 + shadows + ratios}"
+        )
         sides, own = {"train": game.member, "test": ~game.member}, seed + number
         index = {k: [*map(getitem, game.candidates, side)] for k, side in sides.items()}
         data = Federation(x, y, index, classes)
-        upload = intercept(algorithm, model, data, training, how.rounds, own, how.workers)
+        upload = intercept(
+            algorithm, model, data, training, how.rounds, own, how.workers
+        )
         scores = {}
         for view, rows in views(algorithm, upload, known, own, how.views).items():
             each = zip(rows, game.candidates, strict=True)
             with torch.no_grad():
-                parts = [upload.net(r, x[at]) for r, mine in each for at in mine.split(250)]
+                parts = [
+                    upload.net(r, x[at]) for r, mine in each for at in mine.split(250)
+                ]
             scores[view] = torch.cat(parts)
         return upload, scores
 
@@ -382,12 +432,18 @@ def membership(
         tries: dict[str, tuple[Tensor, float]] = {}
         if shadows:
             records = tuple(v[shadow].flatten(0, 1) for v in (z, labels, inside))
-            tries["shadow models"] = shokri(records, (first, labels[0]), classes, seed), 0.5
+            tries["shadow models"] = (
+                shokri(records, (first, labels[0]), classes, seed),
+                0.5,
+            )
         if ratios:
             phi = confidence(z, labels)
             tries["LiRA"] = lira(phi[ratio], inside[ratio], phi[0]), 0.0
         for attack, (score, threshold) in tries.items():
-            value = measures(score, member, threshold), intervals(score, member, threshold)
+            value = (
+                measures(score, member, threshold),
+                intervals(score, member, threshold),
+            )
             sides = (float(right[side].mean()) for side in (member, ~member))
             out.append(Verdict(view, attack, *value, *sides))
     return Attacked(out, upload, games[0], known)
@@ -406,13 +462,13 @@ def invert(
     low: float | Tensor = -torch.inf,
     high: float | Tensor = torch.inf,
 ) -> tuple[Tensor, Tensor]:
-    """MI-FACE (Fredrikson et al. 2015, Algorithm 1): inputs [K, ...] that the model takes for
-    `targets` [K], and its confidence [K].
+    """MI-FACE (Fredrikson et al. 2015, Algorithm 1): inputs [K, ...] that the model
+    takes for `targets` [K], and its confidence [K].
 
-    x <- process(x - lr grad c(x)), c = 1 - p_target, process clips to [low, high]; until the model
-    is confident, p >= .99, or c has not fallen for 100 steps. The best x of each target is kept.
-    (The paper prints "c <= gamma" with gamma = .99, true from the start; p >= .99 is what it
-    means.)
+    x <- process(x - lr grad c(x)), c = 1 - p_target, process clips to [low, high];
+    until the model is confident, p >= .99, or c has not fallen for 100 steps. The best
+    x of each target is kept. (The paper prints "c <= gamma" with gamma = .99, true from
+    the start; p >= .99 is what it means.)
     """
     x, at = start.clone(), torch.arange(len(targets))
     best, least = x.clone(), torch.full((len(targets),), torch.inf, dtype=start.dtype)
@@ -434,15 +490,19 @@ def invert(
 
 
 def likeness(made: Tensor, real: Tensor, span: float) -> dict[str, float]:
-    """Means over images [K, C, H, W] of "correlation", "mse" and "ssim" (Wang et al. 2004, 7 x 7
-    windows); `span`: white less black."""
+    """Means over images [K, C, H, W] of "correlation", "mse" and "ssim" (Wang et al.
+    2004, 7 x 7 windows); `span`: white less black."""
     a, b = made.flatten(1), real.flatten(1)
     apart = [v - v.mean(1, keepdim=True) for v in (a, b)]
     correlation = F.cosine_similarity(apart[0], apart[1])
 
     local = partial(F.avg_pool2d, kernel_size=7, stride=1)
     u, w = local(made), local(real)
-    uu, ww, uw = local(made * made) - u * u, local(real * real) - w * w, local(made * real) - u * w
+    uu, ww, uw = (
+        local(made * made) - u * u,
+        local(real * real) - w * w,
+        local(made * real) - u * w,
+    )
     c, d = (0.01 * span) ** 2, (0.03 * span) ** 2
     ssim = (2 * u * w + c) * (2 * uw + d) / ((u * u + w * w + c) * (uu + ww + d))
     mse = ((a - b) ** 2).mean(1) / span**2

@@ -1,9 +1,9 @@
 """`pflcore reproduce NAME`: the experiments behind a table of a paper.
 
 A plan is a small JSON file in bench/papers/plans (or a path): see `bench.papers.plan`.
-Every run (setting, method, seed) writes a record of its own; a run whose record is whole is not
-played again, so an interrupted reproduction goes on where it stopped. `result.json` holds one row
-per method and setting, `table.md` shows them.
+Every run (setting, method, seed) writes a record of its own; a run whose record is
+whole is not played again, so an interrupted reproduction goes on where it stopped.
+`result.json` holds one row per method and setting, `table.md` shows them.
 """
 
 import sys
@@ -25,13 +25,15 @@ from pflcore.results._progress import Progress
 
 
 def count(plan: Plan, folder: Path) -> None:
-    """What a round costs a client, for a plan with "costs": {model, shape, classes, n, samples}.
-    Rows in MiB and in operations."""
+    """What a round costs a client, for a plan with "costs": {model, shape, classes, n,
+    samples}. Rows in MiB and in operations."""
     c = dict(plan["costs"])
     name, shape, classes = map(c.pop, ("model", "shape", "classes"))
     net = Net(lambda: model_for(name, shape, classes))
     each = {
-        m: costs.cost(make_algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c)
+        m: costs.cost(
+            make_algorithm(o["algorithm"], o.get("options")), net, shape, classes, **c
+        )
         for m, o in plan["methods"].items()
     }
     measured = {
@@ -50,14 +52,19 @@ def count(plan: Plan, folder: Path) -> None:
         for setting, values in measured.items()
         for m, value in values.items()
     ]
-    write(folder, plan, rows, f"{plan['about']}\n\n{costs.table(each, c.get('samples', 2500))}")
+    write(
+        folder,
+        plan,
+        rows,
+        f"{plan['about']}\n\n{costs.table(each, c.get('samples', 2500))}",
+    )
 
 
 def reproduce(
     plan: Plan, folder: Path, *, quiet: bool = False, draw: bool = True, **choice: Any
 ) -> Reproduction:
-    """Plays a whole plan (see `bench.papers.plan.complete`) into `folder`; `choice`: see
-    `bench.papers.plan.tasks`."""
+    """Plays a whole plan (see `bench.papers.plan.complete`) into `folder`; `choice`:
+    see `bench.papers.plan.tasks`."""
     todo = tasks(plan, **choice)
     with Progress(sum(t.options.rounds for t in todo if not t.base), quiet) as progress:
         progress.say(f"Results: {folder}")
@@ -100,7 +107,10 @@ def main(argv: Sequence[str]) -> int:
         for name in plans():
             plan = load(name)
             asked = (plan["options"] | s for s in plan["settings"].values())
-            data = ", ".join(sorted({options.get("data", "") for options in asked})) or "none"
+            data = (
+                ", ".join(sorted({options.get("data", "") for options in asked}))
+                or "none"
+            )
             print(f"{name}\n  {plan['about']}")
             print(f"  data: {data}; on two free cores: {plan['takes']}")
         return 0
@@ -114,13 +124,16 @@ def main(argv: Sequence[str]) -> int:
     data = got.data or plan["options"].get("data")
     if got.data is not None:
         plan |= {"expected": {}, "checks": {}}  # they are of the plan as it stands
-    folder = got.out or Path("runs") / "reproduce" / "-".join(filter(None, (Path(name).stem, data)))
+    folder = got.out or Path("runs") / "reproduce" / "-".join(
+        filter(None, (Path(name).stem, data))
+    )
     bad = False
     if plan["costs"]:
         names = chosen("methods", plan, got.methods)
         count({**plan, "methods": {m: plan["methods"][m] for m in names}}, folder)
     else:
-        own = ("list", "rounds", "out", "quiet")  # of the command; the others choose tasks
+        # of the command; the others choose tasks
+        own = ("list", "rounds", "out", "quiet")
         given = {k: v for k, v in vars(got).items() if k not in own and v is not None}
         made = reproduce(plan, folder, quiet=got.quiet, **given)
         bad = not all(holds for holds, _ in verdicts(plan, rows_of(plan, made.runs)))

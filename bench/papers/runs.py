@@ -27,12 +27,13 @@ from pflcore.results._progress import Progress
 from pflcore.results.record import OnRound, RecordWriter, Run, read, to_json
 from pflcore.simulation.round import RunConfig, State
 
-Kept = tuple[int, int, int, State]  # round, bytes down and up since the one before, state then
+# round, bytes down and up since the one before, state then
+Kept = tuple[int, int, int, State]
 
 
 class Reproduction:
-    """The runs of a plan and their folder. `runs` has those that are there, by setting, method and
-    variant, one for each seed."""
+    """The runs of a plan and their folder. `runs` has those that are there, by setting,
+    method and variant, one for each seed."""
 
     def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
         self.plan, self.folder, self.progress = plan, folder, progress
@@ -42,8 +43,8 @@ class Reproduction:
         self.protocols: dict[int | None, StudyProtocol] = {}
 
     def play(self, todo: Sequence[Task]) -> list[Facts]:
-        """Plays what is missing and writes result.json and table.md after every method, so that
-        there is a result at any time."""
+        """Plays what is missing and writes result.json and table.md after every method,
+        so that there is a result at any time."""
         rows: list[Facts] = []
         for key, group in groupby(todo, lambda task: task.key):
             # states that are evaluated are those of the point that their grid chose
@@ -59,12 +60,14 @@ class Reproduction:
             else:
                 rows = table.rows_of(self.plan, self.runs)
                 text = table.table(self.plan, rows)
-            write(self.folder, self.plan, rows, text, [*table.verdicts(self.plan, rows)])
+            write(
+                self.folder, self.plan, rows, text, [*table.verdicts(self.plan, rows)]
+            )
         return rows
 
     def protocol(self, task: Task) -> StudyProtocol:
-        """The task's data and roles, made once; with a target, that client alone is reported, and
-        trains where it is alone anyway."""
+        """The task's data and roles, made once; with a target, that client alone is
+        reported, and trains where it is alone anyway."""
         options = task.options
         if task.setting != self.setting:  # that one is over
             self.setting, self.protocols = task.setting, {}
@@ -83,17 +86,20 @@ class Reproduction:
         p, options = self.protocol(task), task.options
         job = replace(task.job, options=replace(options, rounds=max(1, options.rounds)))
         make = make_model(options, p.data, task.shape)
-        return job.simulation(p.data, make, clients=p.train_clients, reported=p.report_clients), p
+        return job.simulation(
+            p.data, make, clients=p.train_clients, reported=p.report_clients
+        ), p
 
     def tuned(self, group: list[Task]) -> list[Task]:
-        """The runs of a method, one for each seed, at the point of its grid that is best on
-        validation data."""
+        """The runs of a method, one for each seed, at the point of its grid that is
+        best on validation data."""
         task, options = group[0], group[0].options
         if not task.grid:
             return group
         if (options.clip, options.attack, options.batch_norm) != (None, None, "auto"):
             raise ValueError(
-                "grid: it is searched without clip, attack and batch_norm; leave these options out, "
+                "grid: it is searched without clip, attack and batch_norm; leave these "
+                "options out, "
                 "or the grid."
             )
         searched, nets = [], []
@@ -102,27 +108,39 @@ class Reproduction:
             if not task.roles:
                 p = replace(p, data=with_validation(p.data, t.options.seed))
             searched.append(p)
-            nets.append(make_net(t.options, p.data, make_model(options, p.data, t.shape)))
+            nets.append(
+                make_net(t.options, p.data, make_model(options, p.data, t.shape))
+            )
         tuned = tune(
             searched,
             nets,
-            make_algorithm(task.job.algorithm, task.job.algorithm_options, options.target),
+            make_algorithm(
+                task.job.algorithm, task.job.algorithm_options, options.target
+            ),
             task.job.training,
             task.grid,
             options.rounds,
-            # without roles a state was trained on what is held out now: another is trained
-            states=[self.states(t.base)[-1][3] for t in group if t.base and t.roles] or None,
+            # without roles a state was trained on what is held out now: another is
+            # trained
+            states=[self.states(t.base)[-1][3] for t in group if t.base and t.roles]
+            or None,
             participation=options.participation,
             seed=[t.options.seed for t in group],
             hardware=options.hardware,
             folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
-            log=lambda text: self.progress.say(f"{task.setting}, {task.method}, candidate {text}"),
+            log=lambda text: self.progress.say(
+                f"{task.setting}, {task.method}, candidate {text}"
+            ),
         )
         return [t.at(tuned.best.candidate) for t in group]
 
     def run(self, task: Task) -> Run:
         """The run's record, played now unless it is there already."""
-        rounds, run, path = task.options.rounds, self.whole(task), self.folder / task.path
+        rounds, run, path = (
+            task.options.rounds,
+            self.whole(task),
+            self.folder / task.path,
+        )
         what = ", ".join(filter(None, task.key))
         self.progress.name(f"{what}, seed {task.options.seed}")
         if run is not None:
@@ -152,8 +170,12 @@ class Reproduction:
             down, up = down + line["bytes_down"], up + line["bytes_up"]
             if line["eval"] and isinstance(simulation.algorithm, HypCluster | Ensemble):
                 of_all = torch.full((p.data.n,), -1)
-                picked = picks(simulation.config, simulation.state, p.report_clients).cpu()
-                line["eval"]["cluster"] = of_all.index_copy(0, p.report_clients, picked).tolist()
+                picked = picks(
+                    simulation.config, simulation.state, p.report_clients
+                ).cpu()
+                line["eval"]["cluster"] = of_all.index_copy(
+                    0, p.report_clients, picked
+                ).tolist()
             if line["eval"] and task.keeps:
                 states.append((round, down, up, simulation.state))
                 down = up = 0
@@ -162,7 +184,9 @@ class Reproduction:
 
         play: Callable[..., History] = simulation.run
         if task.base or not rounds:
-            trained = self.states(task.base) if task.base else [(0, 0, 0, simulation.state)]
+            trained = (
+                self.states(task.base) if task.base else [(0, 0, 0, simulation.state)]
+            )
             play = partial(later, simulation, trained)
         with RecordWriter(path, overwrite=True) as record:
             history = record.run(task.job.header(simulation) | ours, play, on_round)
@@ -181,21 +205,26 @@ class Reproduction:
         return read(path)[0]
 
     def whole(self, task: Task) -> Run | None:
-        """The record of this very run, if it is whole (all rounds, or stopped because it diverged),
-        with the states that it must keep."""
+        """The record of this very run, if it is whole (all rounds, or stopped because
+        it diverged), with the states that it must keep."""
         path = self.folder / task.path
         if not path.is_file():
             return None
         run = next(iter(read(path)), Run())
         if run.header and run.header.get("digest") != task.digest:
             raise ValueError(
-                f"out: {path} holds a run with other options; name another folder, or take that "
+                f"out: {path} holds a run with other options; name another folder, or "
+                "take that "
                 "file away."
             )
-        over = any(r["round"] == task.options.rounds and r["eval"] for r in run.rounds[-1:])
+        over = any(
+            r["round"] == task.options.rounds and r["eval"] for r in run.rounds[-1:]
+        )
         if not over and (run.stopped is None or run.unfinished):
             return None
-        return run if not task.keeps or self.states(task) or not run.evaluations else None
+        return (
+            run if not task.keeps or self.states(task) or not run.evaluations else None
+        )
 
     def states(self, task: Task) -> list[Kept]:
         """A kept run's states when it was evaluated."""
@@ -207,19 +236,27 @@ class Reproduction:
 
 
 def picks(config: RunConfig, state: State, clients: Tensor) -> Tensor:
-    """Which of the state's models each of `clients` (ids) picks on its training data, as for
-    evaluation: [len(clients)]."""
+    """Which of the state's models each of `clients` (ids) picks on its training data,
+    as for evaluation: [len(clients)]."""
     some = Clients(config.context, clients, max(1, state.round), state.buffers[clients])
     return loss_per_model(state.server["x"], state.server["b"], some).argmin(1)
 
 
 def later(simulation: Simulation, states: Sequence[Kept], on_round: OnRound) -> History:
-    """What a run would have been that trained as another did: that one's states, evaluated in this
-    algorithm's way."""
+    """What a run would have been that trained as another did: that one's states,
+    evaluated in this algorithm's way."""
     history = History(simulation.header())
     for round, down, up, simulation.state in states:
-        seconds, values = clock(lambda: simulation.evaluate(simulation.evaluation.split))
-        line = {"round": round, "cohort": [], "void": False, "bytes_down": down, "bytes_up": up}
+        seconds, values = clock(
+            lambda: simulation.evaluate(simulation.evaluation.split)
+        )
+        line = {
+            "round": round,
+            "cohort": [],
+            "void": False,
+            "bytes_down": down,
+            "bytes_up": up,
+        }
         line |= {"seconds": seconds, "eval": {k: v.tolist() for k, v in values.items()}}
         history.rounds.append(line)
         on_round(round, line)
@@ -249,13 +286,14 @@ def write(
 
 
 def load_states(path: Path, device: str = "cpu") -> Facts:
-    """Trained states that `torch.save` wrote, read without running what is in them. ValueError in
-    one sentence where they are damaged."""
+    """Trained states that `torch.save` wrote, read without running what is in them.
+    ValueError in one sentence where they are damaged."""
     try:
         saved: Facts = torch.load(path, weights_only=True, map_location=device)
     except Exception as e:  # torch raises many kinds
         raise ValueError(
-            f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it holds is "
+            f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it "
+            "holds is "
             "trained again."
         ) from None
     return saved

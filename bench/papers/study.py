@@ -1,5 +1,5 @@
-"""What Motley asks of a trained state beside the mean: who is hurt, other distributions, less data,
-one option varied (section 4); and a reproduction's pictures.
+"""What Motley asks of a trained state beside the mean: who is hurt, other
+distributions, less data, one option varied (section 4); and a reproduction's pictures.
 
 Everything here is evaluation: nothing is trained on the server, and nothing is chosen.
 """
@@ -28,19 +28,21 @@ from pflcore.simulation.round import RunConfig, State
 
 
 def results(config: RunConfig, state: State, protocol: StudyProtocol) -> Tensor:
-    """Each reported client's accuracy, or loss where there is none, on its test samples: [N], NaN
-    for the others."""
+    """Each reported client's accuracy, or loss where there is none, on its test
+    samples: [N], NaN for the others."""
     setting = config.context._replace(data=protocol.data.to(config.context.data.device))
-    values = evaluate(config._replace(context=setting), state, "test", protocol.report_clients)
+    values = evaluate(
+        config._replace(context=setting), state, "test", protocol.report_clients
+    )
     return values.get("accuracy", values["loss"])
 
 
 def out_of_distribution(protocol: StudyProtocol, size: int = 1000) -> StudyProtocol:
-    """Everybody reported is evaluated on one sample, drawn without replacement from all their test
-    samples (Motley, section 4.1).
+    """Everybody reported is evaluated on one sample, drawn without replacement from all
+    their test samples (Motley, section 4.1).
 
-    Where clients label differently (`relabel`), each sample keeps the label that its owner gives
-    it.
+    Where clients label differently (`relabel`), each sample keeps the label that its
+    owner gives it.
     """
     data, mine = protocol.data, protocol.report_clients.tolist()
     y = data.y.clone()
@@ -51,20 +53,29 @@ def out_of_distribution(protocol: StudyProtocol, size: int = 1000) -> StudyProto
     pool = pool[random_permutation(len(pool), 13)[:size].to(pool.device)].sort().values
     test = [pool if i in mine else pool[:0] for i in range(data.n)]
     name, index = f"{data.name}, out of distribution", {**data.index, "test": test}
-    return replace(protocol, data=replace(data, y=y, relabel=None, index=index, name=name))
+    return replace(
+        protocol, data=replace(data, y=y, relabel=None, index=index, name=name)
+    )
 
 
 def both(config: RunConfig, state: State, protocol: StudyProtocol) -> list[Tensor]:
     """The results in and out of distribution."""
-    return [results(config, state, p) for p in (protocol, out_of_distribution(protocol))]
+    return [
+        results(config, state, p) for p in (protocol, out_of_distribution(protocol))
+    ]
 
 
 def vary(
-    config: RunConfig, state: State, protocol: StudyProtocol, option: str, choices: Sequence[Any]
+    config: RunConfig,
+    state: State,
+    protocol: StudyProtocol,
+    option: str,
+    choices: Sequence[Any],
 ) -> dict[Any, list[Tensor]]:
-    """One trained state personalized with several values of a `late` option (Motley, Fig. 4, 5 and
-    7): the results in and out of distribution by value; for instance `vary(FineTune(), ...,
-    "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(), ..., "lam", (0, 0.5, 1))`."""
+    """One trained state personalized with several values of a `late` option (Motley,
+    Fig. 4, 5 and 7): the results in and out of distribution by value; for instance
+    `vary(FineTune(), ..., "finetune_epochs", (1, 3, 5, 10, 15))` or `vary(KnnPer(),
+    ..., "lam", (0, 0.5, 1))`."""
     late = config.algorithm.traits.evaluation_only
     if option not in late:
         raise ValueError(
@@ -73,15 +84,19 @@ def vary(
         )
     return {
         c: both(
-            config._replace(algorithm=replace(config.algorithm, **{option: c})), state, protocol
+            config._replace(algorithm=replace(config.algorithm, **{option: c})),
+            state,
+            protocol,
         )
         for c in choices
     }
 
 
-def by_evaluation(config: RunConfig, state: State, protocol: StudyProtocol) -> dict[str, Tensor]:
-    """What personalization changes for each client, measured on the first part of its test samples
-    (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
+def by_evaluation(
+    config: RunConfig, state: State, protocol: StudyProtocol
+) -> dict[str, Tensor]:
+    """What personalization changes for each client, measured on the first part of its
+    test samples (Motley, Fig. 3d): of fewer samples more clients seem hurt."""
     plain, found = config._replace(algorithm=FedAvg()), {}
     for f in (1.0, 0.25):
 
@@ -89,15 +104,17 @@ def by_evaluation(config: RunConfig, state: State, protocol: StudyProtocol) -> d
             return {"test": torch.arange(math.ceil(part * n))}
 
         p = replace(protocol, data=protocol.data.redistribute(first, of=("test",)))
-        found[f"{f:.0%} of the test samples"] = results(config, state, p) - results(plain, state, p)
+        found[f"{f:.0%} of the test samples"] = results(config, state, p) - results(
+            plain, state, p
+        )
     return found
 
 
 def draw(made: Reproduction, rows: Sequence[Row]) -> None:
-    """Pictures of each setting, of the first seed where not of all: curves, mixing weights and
-    neighbours, weights by round where there is one model, clients in boxes, gains by size, cost,
-    and the studies that the plan asks for (studies.json has their numbers); and results against the
-    plan's option."""
+    """Pictures of each setting, of the first seed where not of all: curves, mixing
+    weights and neighbours, weights by round where there is one model, clients in boxes,
+    gains by size, cost, and the studies that the plan asks for (studies.json has their
+    numbers); and results against the plan's option."""
     studies = Facts()
     for setting in dict.fromkeys(s for s, _, _ in made.runs):
         runs = {
@@ -107,7 +124,10 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         }
         if not runs:
             continue
-        stem, first = f"{made.folder / slug(setting)}", {m: r[0] for m, r in runs.items()}
+        stem, first = (
+            f"{made.folder / slug(setting)}",
+            {m: r[0] for m, r in runs.items()},
+        )
         one = next(iter(first.values()))
         unit = one.main_metric
         named = [
@@ -116,7 +136,10 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
             for r in each
         ]
         if any(len(r.evaluations) > 1 for r in first.values()):
-            cost = {m: [(s / 2**20, v) for _, s, v in curve(r, unit)] for m, r in first.items()}
+            cost = {
+                m: [(s / 2**20, v) for _, s, v in curve(r, unit)]
+                for m, r in first.items()
+            }
             what = "sent down and up by all clients, MiB"
             pictures.curves(named, f"{stem}-curves.png")
             pictures.weights(named, f"{stem}-weights-by-round.png")
@@ -125,20 +148,31 @@ def draw(made: Reproduction, rows: Sequence[Row]) -> None:
         figures.heat_maps(first, f"{stem}-neighbours.png", k=5)
         pictures.clients(named, f"{stem}-boxes.png")
         last = {m: r.last_values(unit) for m, r in first.items()}
-        before = {m: b for m in first if (b := made.plan["methods"][m].get("before")) in first}
+        before = {
+            m: b for m in first if (b := made.plan["methods"][m].get("before")) in first
+        }
         if before:
             gains = {m: last[m] - last[b] for m, b in before.items()}
-            figures.deltas(torch.tensor(one.header["size"]), gains, f"{stem}-deltas.png", unit)
+            figures.deltas(
+                torch.tensor(one.header["size"]), gains, f"{stem}-deltas.png", unit
+            )
         base = {m: last[before.get(m, m)] for m in first}
         studies[setting] = _trained(made, setting, base, unit)
     if option := made.plan["against"]:
         with_it = by_setting([r for r in rows if option in r["options"]])
-        by = {s: sorted((r["options"][option], r["best"]) for r in of) for s, of in with_it.items()}
-        figures.curves(by, f"{made.folder}/against-{option}.png", option, "test accuracy, %")
+        by = {
+            s: sorted((r["options"][option], r["best"]) for r in of)
+            for s, of in with_it.items()
+        }
+        figures.curves(
+            by, f"{made.folder}/against-{option}.png", option, "test accuracy, %"
+        )
     write_text(made.folder / "studies.json", json.dumps(to_json(studies)) + "\n")
 
 
-def _trained(made: Reproduction, setting: str, before: Mapping[str, Tensor], unit: str) -> Facts:
+def _trained(
+    made: Reproduction, setting: str, before: Mapping[str, Tensor], unit: str
+) -> Facts:
     """The studies of trained states, and their pictures."""
     stem = f"{made.folder / slug(setting)}"
     spread: dict[str, list[figures.Triple]] = {}
@@ -151,7 +185,8 @@ def _trained(made: Reproduction, setting: str, before: Mapping[str, Tensor], uni
         simulation, p = made.simulation(task)
         config, state, path = simulation.config, states[-1][3], f"{stem}-{slug(method)}"
         if m.get("sizes"):
-            # the first part of each reported client's personalization set (Motley, Fig. 7c)
+            # the first part of each reported client's personalization set (Motley, Fig.
+            # 7c)
             by = {f: results(config, state, p.keep(f)) for f in (1.0, 0.5, 0.25)}
             fewer[method] = {f: metrics.mean(v) for f, v in by.items()}
         if m.get("sizes") and "state_of" in m:
@@ -159,7 +194,10 @@ def _trained(made: Reproduction, setting: str, before: Mapping[str, Tensor], uni
             figures.deltas(p.data.size("test"), gains, f"{path}-tests.png", unit)
         for option, choices in m.get("vary", {}).items():
             found = vary(config, state, p, option, choices)
-            means = [(c, metrics.mean(own), metrics.mean(far)) for c, (own, far) in found.items()]
+            means = [
+                (c, metrics.mean(own), metrics.mean(far))
+                for c, (own, far) in found.items()
+            ]
             hurt = [
                 (c, mean, metrics.hurt(found[c][0], before[method], unit == "accuracy"))
                 for c, mean, _ in means

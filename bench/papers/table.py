@@ -1,4 +1,5 @@
-"""The rows of a reproduction from its records, what of the plan must hold, and both as Markdown."""
+"""The rows of a reproduction from its records, what of the plan must hold, and both
+as Markdown."""
 
 import math
 from collections import Counter
@@ -38,25 +39,30 @@ OF_GROUPS = ("accuracy", "majority", "minority", "gap", "variance")
 def summary(
     after: Tensor, before: Tensor | None = None, higher_is_better: bool = True
 ) -> dict[str, float]:
-    """Mean and deviation over clients, worst decile (NaN for one client), and the percent hurt
-    against `before`."""
+    """Mean and deviation over clients, worst decile (NaN for one client), and the
+    percent hurt against `before`."""
     some = 1.0 if metrics.count(after) > 1 else math.nan
     out = {
         "mean": metrics.mean(after),
         "std": some * metrics.std(after),
-        "worst_decile": some * metrics.worst_decile(after, higher_is_better=higher_is_better),
+        "worst_decile": some
+        * metrics.worst_decile(after, higher_is_better=higher_is_better),
     }
     if before is None:
         return out
     # one may not have been evaluated
-    hurt = metrics.hurt(after, before, higher_is_better) if len(before) == len(after) else math.nan
+    hurt = (
+        metrics.hurt(after, before, higher_is_better)
+        if len(before) == len(after)
+        else math.nan
+    )
     return {**out, "hurt": hurt}
 
 
 def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
-    """One row per setting, method and variant: means over seeds; accuracies in percent. `best` is
-    the best round's mean over clients, selected on test data as in the papers, `by_size` the same
-    weighted by test samples, `final` the last round's."""
+    """One row per setting, method and variant: means over seeds; accuracies in percent.
+    `best` is the best round's mean over clients, selected on test data as in the
+    papers, `by_size` the same weighted by test samples, `final` the last round's."""
     out = []
     for (setting, method, variant), mine in runs.items():
         m = plan["methods"][method]
@@ -64,11 +70,16 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
         up = measure == "accuracy"
         scale = 100.0 if up else 1.0
         before, trained = (
-            runs.get((setting, m.get(k, ""), variant)) or runs.get((setting, m.get(k, ""), ""))
+            runs.get((setting, m.get(k, ""), variant))
+            or runs.get((setting, m.get(k, ""), ""))
             for k in ("before", "state_of")
         )
         each = [
-            summary(r.last_values(measure), before[i].last_values(measure) if before else None, up)
+            summary(
+                r.last_values(measure),
+                before[i].last_values(measure) if before else None,
+                up,
+            )
             for i, r in enumerate(mine)
         ]
         of_all = {k: metrics.mean([e[k] for e in each]) for k in each[0]}
@@ -76,7 +87,9 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
         for r in mine:
             values = r.values(measure)[1]
             means = [metrics.mean(v) for v in values]
-            sized = [metrics.weighted_mean(v, r.last_evaluation["size"]) for v in values]
+            sized = [
+                metrics.weighted_mean(v, r.last_evaluation["size"]) for v in values
+            ]
             best.append(scale * metrics.best(means, up).value)
             final.append(scale * metrics.final(means))
             by_size.append(scale * metrics.best(sized, up).value)
@@ -90,8 +103,14 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
         sent, many = [sum(r.cumulative_bytes()[-1:]) for r in mine], len(mine) > 1
         of_last = None
         for line in played[0].rounds[-1:]:
-            of_last = (line["bytes_down"] + line["bytes_up"]) / max(1, len(line["cohort"])) / size
-        paper, expected = (plan[k].get(setting, {}).get(method) for k in ("reported", "expected"))
+            of_last = (
+                (line["bytes_down"] + line["bytes_up"])
+                / max(1, len(line["cohort"]))
+                / size
+            )
+        paper, expected = (
+            plan[k].get(setting, {}).get(method) for k in ("reported", "expected")
+        )
         paper, paper_std = paper if isinstance(paper, list) else (paper, None)
         row = {
             "method": method,
@@ -119,9 +138,13 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
             "models_a_round": of_last,
             "models": metrics.mean([s / (size * head["takes_part"]) for s in sent]),
             "to_goal": _to_goal(runs, setting, mine, measure),
-            "seconds_a_round": metrics.mean([r["seconds"] for run in played for r in run.rounds]),
+            "seconds_a_round": metrics.mean(
+                [r["seconds"] for run in played for r in run.rounds]
+            ),
             "held_out": mine[0].held_out,
-            "incidents": [*dict.fromkeys(said for r in mine for said in describe_incidents(r))],
+            "incidents": [
+                *dict.fromkeys(said for r in mine for said in describe_incidents(r))
+            ],
             "far": [*filter(None, map(describe_outliers, mine))],
             "stopped": next((r.stopped for r in mine if r.stopped), None),
         }
@@ -132,15 +155,18 @@ def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
 def curve(run: Run, measure: str) -> list[tuple[int, int, float]]:
     """Round, bytes sent until then, and the mean over clients, of each evaluation."""
     at = {
-        line["round"]: sent for line, sent in zip(run.rounds, run.cumulative_bytes(), strict=True)
+        line["round"]: sent
+        for line, sent in zip(run.rounds, run.cumulative_bytes(), strict=True)
     }
     return [(r, at[r], v) for r, v in zip(*run.curve(measure=measure), strict=True)]
 
 
-def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> float | None:
-    """Bytes, down and up by all clients, until the mean over clients reaches what the setting's
-    first method with several evaluations ends at, less 2 % (of a loss: more); the mean over seeds,
-    None where a seed never does or nothing was evaluated twice."""
+def _to_goal(
+    runs: Runs, setting: str, mine: Sequence[Run], measure: str
+) -> float | None:
+    """Bytes, down and up by all clients, until the mean over clients reaches what the
+    setting's first method with several evaluations ends at, less 2 % (of a loss: more);
+    the mean over seeds, None where a seed never does or nothing was evaluated twice."""
     of_setting = (group[0] for key, group in runs.items() if key[0] == setting)
     first = next((run for run in of_setting if len(run.evaluations) > 1), None)
     if first is None:
@@ -155,16 +181,20 @@ def _to_goal(runs: Runs, setting: str, mine: Sequence[Run], measure: str) -> flo
 
 
 def verdicts(plan: Plan, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
-    """What the plan says must hold, and whether it does. Methods that were not played are passed
-    over, numbers where seeds lack too."""
+    """What the plan says must hold, and whether it does. Methods that were not played
+    are passed over, numbers where seeds lack too."""
     checks = {"below": {}, "above": {}, "hurt": {}, "largest": {}, **plan["checks"]}
     pairs = [(low, high) for high, lows in checks["below"].items() for low in lows]
     pairs += [(low, high) for low, highs in checks["above"].items() for high in highs]
     for setting, of_setting in by_setting(rows).items():
         mine = {r["method"]: r for r in of_setting if not r["variant"]}
-        whole = {name: r for name, r in mine.items() if r["seeds"] == len(plan["seeds"])}
+        whole = {
+            name: r for name, r in mine.items() if r["seeds"] == len(plan["seeds"])
+        }
         wanted = plan["expected"].get(setting, {}) if "tolerance" in checks else {}
-        checks["final"] = {name: (want, checks["tolerance"]) for name, want in wanted.items()}
+        checks["final"] = {
+            name: (want, checks["tolerance"]) for name, want in wanted.items()
+        }
         for what in ("final", "hurt", "largest"):
             for name in filter(whole.get, checks[what]):
                 got, (want, within) = whole[name][what], checks[what][name]
@@ -178,17 +208,23 @@ def verdicts(plan: Plan, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:
             if low in mine and high in mine:
                 by_seed = zip(mine[low]["by_seed"], mine[high]["by_seed"], strict=True)
                 good = [a < b for a, b in by_seed]
-                yield all(good), f"{low} below {high} in {sum(good)} of {len(good)} runs"
+                yield (
+                    all(good),
+                    f"{low} below {high} in {sum(good)} of {len(good)} runs",
+                )
 
 
 def table(plan: Plan, rows: Sequence[Row]) -> str:
-    """Markdown: a table per setting, methods in the plan's order, columns that some method has
-    something for."""
+    """Markdown: a table per setting, methods in the plan's order, columns that some
+    method has something for."""
     lines, selects = about(plan), False
     for setting, mine in by_setting(rows).items():
         # a run may have stopped before it was evaluated
         some = next((r for r in mine if r["evaluations"]), mine[0])
-        protocol, up = plan["settings"][setting].get("protocol"), some["measure"] == "accuracy"
+        protocol, up = (
+            plan["settings"][setting].get("protocol"),
+            some["measure"] == "accuracy",
+        )
         select = any(r["evaluations"] > 1 for r in mine) and not protocol
         selects |= select
         variants = dict.fromkeys(r["variant"] for r in mine)
@@ -197,7 +233,9 @@ def table(plan: Plan, rows: Sequence[Row]) -> str:
             for _, of_method in groupby(mine, lambda r: r["method"])
         ]
         # NaN for one client
-        whose = "mean over clients" if some["std"] == some["std"] else "of the target alone"
+        whose = (
+            "mean over clients" if some["std"] == some["std"] else "of the target alone"
+        )
         unit = "accuracy in percent" if up else "loss"
         lines += [f"{heading(mine[0])}; test {unit}, {whose}", "", *of_cells(body), ""]
         lines += [
@@ -219,15 +257,17 @@ def about(plan: Plan) -> list[str]:
 
 
 def largest_share(cluster: Sequence[int]) -> float:
-    """Share of the clients in the largest cluster; `cluster [n]` holds each client's cluster id,
-    negative for none."""
+    """Share of the clients in the largest cluster; `cluster [n]` holds each client's
+    cluster id, negative for none."""
     sizes = Counter(c for c in cluster if c >= 0)
     return max(sizes.values()) / sizes.total() if sizes else math.nan
 
 
 def of_cells(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """Markdown of rows by column, the columns that some row has something for."""
-    kept = [c for c in rows[0] if c in ("method", "") or {r[c] for r in rows} - {"", "-"}]
+    kept = [
+        c for c in rows[0] if c in ("method", "") or {r[c] for r in rows} - {"", "-"}
+    ]
     return markdown_table([kept, *([r[c] for c in kept] for r in rows)])
 
 
@@ -250,10 +290,15 @@ def _cells(
     cells = {"method": r["method"]}
     for v in variants:
         one = of.get(v, r)  # a method that looks ahead has one number for both
-        best, final = (number(one[k], one[f"{k}_std"], digits) for k in ("best", "final"))
+        best, final = (
+            number(one[k], one[f"{k}_std"], digits) for k in ("best", "final")
+        )
         cells[(v or "best") + "\\*"] = best if select else ""
         cells[f"{v}, final" if v else "final"] = final
-    goal, by_size = r["to_goal"] and r["to_goal"] / 2**20, r["by_size"] if select else None
+    goal, by_size = (
+        r["to_goal"] and r["to_goal"] / 2**20,
+        r["by_size"] if select else None,
+    )
     r = {**r, "to_goal": goal, "by_size": by_size}
     for line in NUMBERS.splitlines():
         head, key, places = (word.strip() for word in line.split("|"))
@@ -278,14 +323,17 @@ def number(x: float | None, std: float | None = None, digits: int = 2) -> str:
 
 
 def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
-    """One row per setting and method: means over runs in percent, "std" over runs (ddof = 0) beside
-    them: WAFFLe's Tables 1 and 2 (Hao et al. 2020)."""
+    """One row per setting and method: means over runs in percent, "std" over runs
+    (ddof = 0) beside them: WAFFLe's Tables 1 and 2 (Hao et al. 2020)."""
     out = []
     for (setting, method, variant), mine in runs.items():
         head = mine[0].header
-        seen = [measures(100 * r.last_values("accuracy"), head.get("group")) for r in mine]
+        seen = [
+            measures(100 * r.last_values("accuracy"), head.get("group")) for r in mine
+        ]
         ours, std = (
-            {k: of([s[k] for s in seen]) for k in seen[0]} for of in (metrics.mean, metrics.std)
+            {k: of([s[k] for s in seen]) for k in seen[0]}
+            for of in (metrics.mean, metrics.std)
         )
         row = {
             "method": method,
@@ -303,21 +351,27 @@ def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
 
 
 def measures(values: Tensor, group: Sequence[int] | None) -> dict[str, float]:
-    """ "accuracy", the mean over clients, and "variance" (ddof = 0); with each client's `group` [n]
+    """ "accuracy", the mean over clients, and "variance" (ddof = 0); with each client's
+    `group` [n]
     also "majority" and "minority", the means over groups 0 and 1, and "gap".
 
-    For accuracies in percent the gap is in points and the variance in percent squared (Hao et al.
-    2020, Table 2).
+    For accuracies in percent the gap is in points and the variance in percent squared
+    (Hao et al. 2020, Table 2).
     """
     parts = {}
     if group is not None:
         major, minor = (metrics.mean(values[torch.tensor(group) == g]) for g in (0, 1))
         parts = {"majority": major, "minority": minor, "gap": major - minor}
-    return {"accuracy": metrics.mean(values), **parts, "variance": metrics.std(values) ** 2}
+    return {
+        "accuracy": metrics.mean(values),
+        **parts,
+        "variance": metrics.std(values) ** 2,
+    }
 
 
 def table_of_groups(plan: Plan, rows: Sequence[Row]) -> str:
-    """Markdown, a table per setting: ours, and the paper's number where it gives one."""
+    """Markdown, a table per setting: ours, and the paper's number where it gives
+    one."""
     lines = about(plan)
     for mine in by_setting(rows).values():
         body = []
@@ -330,7 +384,8 @@ def table_of_groups(plan: Plan, rows: Sequence[Row]) -> str:
             body.append(cells | {"": r["stopped"] or ""})
         lines += [heading(mine[0]), "", *of_cells(body), ""]
     lines.append(
-        "Means over clients in percent (variance: percent squared) after the last round, and their "
+        "Means over clients in percent (variance: percent squared) after the last "
+        "round, and their "
         "standard deviation over the seeds."
     )
     return "\n".join(lines) + "\n"

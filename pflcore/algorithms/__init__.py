@@ -1,8 +1,9 @@
-"""The algorithms, by name, and what an author of another one needs: `Algorithm` to derive from,
-`Traits`, and the values that its hooks get and give.
+"""The algorithms, by name, and what an author of another one needs: `Algorithm` to
+derive from, `Traits`, and the values that its hooks get and give.
 
-`ALGORITHMS` drives the command line, the contract tests, the docs' table and the benchmark. Users
-name one by an instance, a class, a name of it, or "package.module:Class" for one of their own.
+`ALGORITHMS` drives the command line, the contract tests, the docs' table and the
+benchmark. Users name one by an instance, a class, a name of it, or
+"package.module:Class" for one of their own.
 """
 
 import importlib
@@ -52,7 +53,14 @@ from pflcore.algorithms._protocol import (
     VoidRound,
     apply,
 )
-from pflcore.algorithms._relations import SFL, FedAMP, FedDWA, FedDWAQP, HeurFedAMP, Mocha
+from pflcore.algorithms._relations import (
+    SFL,
+    FedAMP,
+    FedDWA,
+    FedDWAQP,
+    HeurFedAMP,
+    Mocha,
+)
 from pflcore.algorithms._waffle import Scaffold, Waffle, WeightErosion
 from pflcore.check import require
 
@@ -141,13 +149,16 @@ def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
         return thing
     got = thing.__name__ if inspect.isclass(thing) else type(thing).__name__
     raise TypeError(
-        f"algorithm: expected a name, {BASE_CLASS_TEXT} or an instance of one, got {got}."
+        f"algorithm: expected a name, {BASE_CLASS_TEXT} or an instance of one, got "
+        f"{got}."
     )
 
 
-def algorithm_of(algorithm: Algorithm | type[Algorithm] | str, **options: Any) -> Algorithm:
-    """The algorithm itself: an instance as it is, anything else with `options`. ValueError or
-    TypeError in one sentence."""
+def algorithm_of(
+    algorithm: Algorithm | type[Algorithm] | str, **options: Any
+) -> Algorithm:
+    """The algorithm itself: an instance as it is, anything else with `options`.
+    ValueError or TypeError in one sentence."""
     if isinstance(algorithm, Algorithm):
         if not options:
             return algorithm
@@ -166,10 +177,14 @@ def check_options(cls: type, options: Iterable[str]) -> None:
 
 
 def name_of(algorithm: Algorithm | type[Algorithm] | str) -> str:
-    """What an algorithm is called in records and tables: its name in `ALGORITHMS`, else that of its
-    class."""
+    """What an algorithm is called in records and tables: its name in `ALGORITHMS`, else
+    that of its class."""
     if isinstance(algorithm, str):
-        return algorithm.rpartition(":")[2] if ":" in algorithm else _canonical_name(algorithm)
+        return (
+            algorithm.rpartition(":")[2]
+            if ":" in algorithm
+            else _canonical_name(algorithm)
+        )
     cls = algorithm if inspect.isclass(algorithm) else type(algorithm)
     return next((k for k, v in ALGORITHMS.items() if v is cls), cls.__name__)
 
@@ -181,14 +196,16 @@ def _canonical_name(name: str) -> str:
 
 
 def import_object(place: str, what: str) -> Any:
-    """The thing at "package.module:name". ValueError in one sentence that names the argument
-    `what`."""
+    """The thing at "package.module:name". ValueError in one sentence that names the
+    argument `what`."""
     module, _, name = place.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:
         fault = f"importing {place!r} failed with {type(error).__name__}: {error}"
-        raise ValueError(f"{what}: {fault}; check the name, or change folder.") from error
+        raise ValueError(
+            f"{what}: {fault}; check the name, or change folder."
+        ) from error
 
 
 def fixed_options(cls: type[Algorithm]) -> list[str]:
@@ -196,5 +213,6 @@ def fixed_options(cls: type[Algorithm]) -> list[str]:
     return [
         name
         for name, hint in get_type_hints(cls).items()
-        if hint is NoneType or (get_origin(hint) is Literal and len(get_args(hint)) == 1)
+        if hint is NoneType
+        or (get_origin(hint) is Literal and len(get_args(hint)) == 1)
     ]

@@ -1,8 +1,8 @@
-"""The mean of the clients' updates: FedAvg, with defences in the mean's place; q-FedAvg, whose
-weights grow with a client's loss; server optimizers, for which the mean is the (negative) gradient
-of a step; methods that pull local training towards an anchor, by a step along gradient + mu * (w -
-anchor): FedProx, and personal models pulled towards a common one, MR-MTL, Ditto, pFedMe; and Local,
-where nothing is shared.
+"""The mean of the clients' updates: FedAvg, with defences in the mean's place;
+q-FedAvg, whose weights grow with a client's loss; server optimizers, for which the mean
+is the (negative) gradient of a step; methods that pull local training towards an
+anchor, by a step along gradient + mu * (w - anchor): FedProx, and personal models
+pulled towards a common one, MR-MTL, Ditto, pFedMe; and Local, where nothing is shared.
 """
 
 from collections.abc import Iterator
@@ -43,20 +43,28 @@ from pflcore.train import Clients, Net, Objective
 
 Defence = Literal["clip", "median", "trimmed_mean", "krum", "multi_krum", "fltrust"]
 SORT_BLOCK_COLUMNS = 1 << 14  # columns that are sorted at once
-# those that take how many clients are hostile: a round has more than twice as many, by so many
+# those that take how many clients are hostile: a round has more than twice as many, by
+# so many
 BYZANTINE_MARGIN = {"krum": 3, "multi_krum": 3, "trimmed_mean": 1}
 
 
 def krum(sqdist: Tensor, f: int, m: int) -> Tensor:
-    """The `m` clients, best first, whose squared distances [S, S] to their S - f - 2 nearest others
-    have the least sums (Blanchard et al. 2017, section 4). Of equals the earlier one."""
+    """The `m` clients, best first, whose squared distances [S, S] to their S - f - 2
+    nearest others have the least sums (Blanchard et al. 2017, section 4). Of equals the
+    earlier one."""
     others = sqdist.double().cpu().clone().fill_diagonal_(torch.inf)
-    return others.sort(1).values[:, : len(others) - f - 2].sum(1).sort(stable=True).indices[:m]
+    return (
+        others.sort(1)
+        .values[:, : len(others) - f - 2]
+        .sum(1)
+        .sort(stable=True)
+        .indices[:m]
+    )
 
 
 def sorting_network(s: int) -> Iterator[tuple[int, int]]:
-    """What sorts s numbers: Batcher's odd-even merge sort (1968), pairs of places to be put in
-    order."""
+    """What sorts s numbers: Batcher's odd-even merge sort (1968), pairs of places to be
+    put in order."""
     p = k = 1
     while p < s:
         for j in range(k % p, s - k, 2 * k):
@@ -69,8 +77,8 @@ def sorting_network(s: int) -> Iterator[tuple[int, int]]:
 
 
 def sort_columns(rows: Tensor) -> list[Tensor]:
-    """The rows [S, P], each column sorted: a quarter of `sort`'s time along rows, which is not made
-    for few."""
+    """The rows [S, P], each column sorted: a quarter of `sort`'s time along rows, which
+    is not made for few."""
     r = list(rows)
     for a, b in sorting_network(len(r)):
         r[a], r[b] = torch.minimum(r[a], r[b]), torch.maximum(r[a], r[b])
@@ -80,17 +88,22 @@ def sort_columns(rows: Tensor) -> list[Tensor]:
 def robust_mean(
     defence: str, delta: Tensor, share: Tensor, hostile: int, root: int
 ) -> tuple[Tensor, Tensor]:
-    """Rows and their weights [1, rows], float64, whose sum takes the place of the mean of `delta`
-    [S, P] in the shares `share` [1, S].
+    """Rows and their weights [1, rows], float64, whose sum takes the place of the mean
+    of `delta` [S, P] in the shares `share` [1, S].
 
-    `trusted_client` is the trusted client's place among the S. Distances are exact ones,
-    `ops.pairwise_sqdist`.
+    `trusted_client` is the trusted client's place among the S. Distances are exact
+    ones, `ops.pairwise_sqdist`.
     """
     s = len(delta)
     if defence in ("median", "trimmed_mean"):
         cut = (s - 1) // 2 if defence == "median" else hostile
-        width = SORT_BLOCK_COLUMNS if delta.device.type == "cpu" else max(1, delta.shape[1])
-        parts = [torch.stack(sort_columns(part)[cut : s - cut]) for part in delta.split(width, 1)]
+        width = (
+            SORT_BLOCK_COLUMNS if delta.device.type == "cpu" else max(1, delta.shape[1])
+        )
+        parts = [
+            torch.stack(sort_columns(part)[cut : s - cut])
+            for part in delta.split(width, 1)
+        ]
         return torch.cat([part.mean(0) for part in parts])[None], share.new_ones(1, 1)
     if defence in ("krum", "multi_krum"):
         m = 1 if defence == "krum" else s - hostile
@@ -99,8 +112,10 @@ def robust_mean(
     norm = squared_norms(delta).sqrt().clamp(min=1e-150)
     if defence == "clip":
         return delta, share * (norm.quantile(0.5) / norm).clamp(max=1.0)
-    own, far = norm[root], ops.pairwise_sqdist(delta, delta[root : root + 1])[:, 0]
-    heard = norm > 1e-12 * own  # of shorter updates, of zeros above all, the cosine is rounding
+    own = norm[root]
+    far = ops.pairwise_sqdist(delta, delta[root : root + 1])[:, 0]
+    # of shorter updates, of zeros above all, the cosine is rounding
+    heard = norm > 1e-12 * own
     trust = (heard * (norm**2 + own**2 - far) / (2 * norm * own)).clamp(0, 1)
     trust[root] = 1.0
     return delta, (trust / trust.sum() * own / norm)[None]
@@ -112,21 +127,23 @@ class FedAvg(Algorithm):
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
 
-    `x <- x + server_lr * sum_i share_i delta_i`; `weighting` is "samples" (the paper's n_i / n) or
-    "uniform".
+    `x <- x + server_lr * sum_i share_i delta_i`; `weighting` is "samples" (the paper's
+    n_i / n) or "uniform".
 
-    `defence` takes something else than the mean, with `num_byzantine` = f bad clients in a round of S;
-    d_i are the updates. All but "clip" give every client one voice, since the number of its samples
-    is its own word. "clip": sum_i share_i d_i min(1, M / |d_i|), M the median of the norms (Sun et
-    al. 2019 with M for the fixed bound, which is `clip` of the run) · "median": coordinate by
-    coordinate, of an even number the mean of the two in the middle (Yin et al. 2018, Definition 1)
-    · "trimmed_mean": coordinate by coordinate without the f least and f largest (Definition 2) ·
-    "krum", "multi_krum": the update, or the mean of the S - f updates, of the least Krum score
-    (Blanchard et al. 2017), by exact distances · "fltrust": sum_i t_i (|r| / |d_i|) d_i / sum_i t_i
-    with t_i = max(0, cos(d_i, r)) and r the update of `trusted_client`, who joins every
-    round (Cao et al. 2021, eqs. 2 to 4, where r is trained by the server on data of its own and is
-    not part of the sum). Running statistics of batch norm stay each client's own then: they would
-    be a way around the defence.
+    `defence` takes something else than the mean, with `num_byzantine` = f bad clients
+    in a round of S; d_i are the updates. All but "clip" give every client one voice,
+    since the number of its samples is its own word. "clip": sum_i share_i d_i min(1, M
+    / |d_i|), M the median of the norms (Sun et al. 2019 with M for the fixed bound,
+    which is `clip` of the run) · "median": coordinate by coordinate, of an even number
+    the mean of the two in the middle (Yin et al. 2018, Definition 1)
+    · "trimmed_mean": coordinate by coordinate without the f least and f largest
+    (Definition 2) · "krum", "multi_krum": the update, or the mean of the S - f updates,
+    of the least Krum score (Blanchard et al. 2017), by exact distances · "fltrust":
+    sum_i t_i (|r| / |d_i|) d_i / sum_i t_i with t_i = max(0, cos(d_i, r)) and r the
+    update of `trusted_client`, who joins every round (Cao et al. 2021, eqs. 2 to 4,
+    where r is trained by the server on data of its own and is not part of the sum).
+    Running statistics of batch norm stay each client's own then: they would be a way
+    around the defence.
     """
 
     server_lr: NonNegativeFloat = 1.0  # step size of the server
@@ -152,18 +169,24 @@ class FedAvg(Algorithm):
     def traits(self) -> Traits:
         return Traits(
             batch_norm=("average", "local") if self.defence is None else ("local",),
-            required_clients=() if self.trusted_client is None else (self.trusted_client,),
+            required_clients=()
+            if self.trusted_client is None
+            else (self.trusted_client,),
         )
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         rows, mix = self.robust_weights(up["delta"], cohort)
         return {"x": mix.aggregate(rows, state["x"], self.server_lr)[0]}, mix
 
-    def robust_weights(self, delta: Tensor, cohort: Cohort) -> tuple[Tensor, MixingWeights]:
-        """Rows and their mix: the updates [S, P] in their shares, or what the defence makes of
-        them. `num_byzantine` may be as many as those who are left allow, but never fewer than itself less
-        those whose uploads were not finite: then the round is void."""
-        mean, hostile = cohort.mean_weights(self.weighting), self.num_byzantine
+    def robust_weights(
+        self, delta: Tensor, cohort: Cohort
+    ) -> tuple[Tensor, MixingWeights]:
+        """Rows and their mix: the updates [S, P] in their shares, or what the defence
+        makes of them. `num_byzantine` may be as many as those who are left allow, but
+        never fewer than itself less those whose uploads were not finite: then the round
+        is void."""
+        mean = cohort.mean_weights(self.weighting)
+        hostile = self.num_byzantine
         if self.defence is None:
             return delta, mean
         if self.defence in BYZANTINE_MARGIN:
@@ -171,12 +194,16 @@ class FedAvg(Algorithm):
             hostile = min(hostile, (len(delta) - more) // 2)
             if hostile < max(0, self.num_byzantine - cohort.num_dropped):
                 raise VoidRound(
-                    f"defence: {self.defence} against {self.num_byzantine} hostile clients needs "
-                    f"{2 * self.num_byzantine + more} in a round, and round {cohort.round} has "
+                    f"defence: {self.defence} against {self.num_byzantine} hostile "
+                    "clients needs "
+                    f"{2 * self.num_byzantine + more} in a round, and round "
+                    f"{cohort.round} has "
                     f"{len(delta)}; lower num_byzantine, or raise participation."
                 )
         root = (
-            0 if self.trusted_client is None else int((cohort.ids == self.trusted_client).nonzero())
+            0
+            if self.trusted_client is None
+            else int((cohort.ids == self.trusted_client).nonzero())
         )
         share = to_device(mean.weight, delta.device)
         rows, weight = robust_mean(self.defence, delta, share, hostile, root)
@@ -196,13 +223,15 @@ class WithoutDefence:
 class QFedAvg(WithoutDefence, FedAvg):
     """Li et al. 2020 (q-FFL), Algorithm 2: clients with a high loss weigh more.
 
-    server: x [P] · client: nothing · down: x (1 model) · up: delta (1 model) and two scalars.
+    server: x [P] · client: nothing · down: x (1 model) · up: delta (1 model) and two
+    scalars.
 
-    With F_i the mean loss of the received x on client i's whole training set, L = 1 / (the clients'
-    lr) and p the shares: `x += server_lr * sum p F^q delta / sum p (q F^(q-1) L |delta|^2 + F^q)`:
-    the paper's sums, with one L cancelled. The paper samples clients by their size and sets p = 1:
-    that is `weighting="uniform"`. q = 0 is FedAvg. Deviation: F is clamped to 1e-6 (at q < 1,
-    F^(q-1) of a client with no loss would stop the server).
+    With F_i the mean loss of the received x on client i's whole training set, L = 1 /
+    (the clients' lr) and p the shares: `x += server_lr * sum p F^q delta / sum p (q
+    F^(q-1) L |delta|^2 + F^q)`: the paper's sums, with one L cancelled. The paper
+    samples clients by their size and sets p = 1: that is `weighting="uniform"`. q = 0
+    is FedAvg. Deviation: F is clamped to 1e-6 (at q < 1, F^(q-1) of a client with no
+    loss would stop the server).
     """
 
     q: NonNegativeFloat = 0.001  # 0: FedAvg; larger: fairer
@@ -212,7 +241,9 @@ class QFedAvg(WithoutDefence, FedAvg):
         why = "takes an update over the step size for a gradient" if self.q > 0 else ""
         return super().traits._replace(sgd_only_reason=why)
 
-    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
         f = (clients.loss(down["x"]).double() + 1e-10).clamp(min=1e-6)
         client_state, up, fit = super().train(down, client_state, clients)
         norm = torch.linalg.vector_norm(up["delta"], dim=1, dtype=torch.float64) ** 2
@@ -222,28 +253,34 @@ class QFedAvg(WithoutDefence, FedAvg):
         return client_state, {**up, "weight": weight, "h": h}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        share = to_device(cohort.mean_weights(self.weighting).weight, up["h"].device).to(up["h"])
+        share = to_device(
+            cohort.mean_weights(self.weighting).weight, up["h"].device
+        ).to(up["h"])
         weight = share * up["weight"]
         mix = MixingWeights(weight / (share * up["h"]).sum())
-        return {"x": mix.aggregate(up["delta"], state["x"], self.server_lr)[0]}, MixingWeights(
-            weight.cpu()
-        )
+        return {
+            "x": mix.aggregate(up["delta"], state["x"], self.server_lr)[0]
+        }, MixingWeights(weight.cpu())
 
 
 Optimizer = Literal["sgd", "heavy_ball", "nesterov", "ema", "adam", "yogi", "adagrad"]
 UNUSED_OPTIONS = {  # options that play no part beside an optimizer
     "sgd": ("beta1", "beta2", "tau", "v0", "bias_correction"),
-    **dict.fromkeys(("heavy_ball", "nesterov", "ema"), ("beta2", "tau", "v0", "bias_correction")),
+    **dict.fromkeys(
+        ("heavy_ball", "nesterov", "ema"), ("beta2", "tau", "v0", "bias_correction")
+    ),
     "adagrad": ("beta2",),
 }
 
 
 @algorithm_options
 class FedOpt(FedAvg):
-    """Reddi et al. 2021, Algorithm 2, and Hsu et al. 2019: FedAvg with a server optimizer.
+    """Reddi et al. 2021, Algorithm 2, and Hsu et al. 2019: FedAvg with a server
+    optimizer.
 
-    server: x [P], and of m, v [P] (momentum, second moment) and t [] (updates so far) what the
-    optimizer needs · client: nothing · down: x (1 model) · up: delta (1 model).
+    server: x [P], and of m, v [P] (momentum, second moment) and t [] (updates so far)
+    what the optimizer needs · client: nothing · down: x (1 model) · up: delta (1
+    model).
 
     With D the weighted mean of the deltas:
 
@@ -255,8 +292,8 @@ class FedOpt(FedAvg):
     adam        m as ema, v = beta2 v + (1 - beta2) D^2 ;  x += server_lr m / (sqrt(v) + tau)
     yogi        v -= (1 - beta2) D^2 sign(v - D^2)      adagrad     v += D^2
 
-    `bias_correction`: "none" is the paper; "keras" scales the step by sqrt(1 - beta2^t) / (1 -
-    beta1^t), as the paper's own code does.
+    `bias_correction`: "none" is the paper; "keras" scales the step by sqrt(1 - beta2^t)
+    / (1 - beta1^t), as the paper's own code does.
     """
 
     # the server's: sgd, heavy_ball, nesterov, ema, adagrad, adam or yogi
@@ -274,7 +311,8 @@ class FedOpt(FedAvg):
         self.require_default("optimizer", *UNUSED_OPTIONS.get(self.optimizer, ()))
 
     def optimizer_state(self, x: Tensor) -> Tensors:
-        """The optimizer's own first state for models `x` [..., P]; each model has its own."""
+        """The optimizer's own first state for models `x` [..., P]; each model has
+        its own."""
         if self.optimizer == "sgd":
             return {}
         m = torch.zeros_like(x)
@@ -284,15 +322,25 @@ class FedOpt(FedAvg):
         return {"m": m, "v": v, "t": x.new_zeros(x.shape[:-1], dtype=torch.float64)}
 
     def optimizer_step(self, state: Tensors, d: Tensor) -> Tensors:
-        """What the mean update `d` [..., P] makes of the models state["x"] [..., P] and the
-        slots."""
-        x, lr, b1, b2 = state["x"], self.server_lr, self.beta1, self.beta2
+        """What the mean update `d` [..., P] makes of the models state["x"] [..., P] and
+        the slots."""
+        x = state["x"]
+        lr = self.server_lr
+        b1 = self.beta1
+        b2 = self.beta2
         if self.optimizer == "sgd":
             return {"x": x + lr * d}
-        m = b1 * state["m"] + (d if self.optimizer in ("heavy_ball", "nesterov") else (1 - b1) * d)
+        m = b1 * state["m"] + (
+            d if self.optimizer in ("heavy_ball", "nesterov") else (1 - b1) * d
+        )
         if "v" not in state:
-            return {"x": x + lr * (d + b1 * m if self.optimizer == "nesterov" else m), "m": m}
-        v, square, t = state["v"], d**2, state["t"] + 1
+            return {
+                "x": x + lr * (d + b1 * m if self.optimizer == "nesterov" else m),
+                "m": m,
+            }
+        v = state["v"]
+        square = d**2
+        t = state["t"] + 1
         if self.optimizer == "adagrad":
             v = v + square
         elif self.optimizer == "adam":
@@ -317,8 +365,8 @@ class FedOpt(FedAvg):
 
 @algorithm_options
 class FedAvgM(FedOpt):
-    """Hsu et al. 2019: FedAvg with server momentum; `optimizer` is "heavy_ball", "nesterov" or
-    "ema" (Motley). See `FedOpt`.
+    """Hsu et al. 2019: FedAvg with server momentum; `optimizer` is "heavy_ball",
+    "nesterov" or "ema" (Motley). See `FedOpt`.
     """
 
     optimizer: Optimizer = "heavy_ball"
@@ -326,8 +374,8 @@ class FedAvgM(FedOpt):
 
 @algorithm_options
 class FedAdam(FedOpt):
-    """Reddi et al. 2021. Motley's cross-device preset is `bias_correction="keras"`, `v0=0`. See
-    `FedOpt`.
+    """Reddi et al. 2021. Motley's cross-device preset is `bias_correction="keras"`,
+    `v0=0`. See `FedOpt`.
     """
 
     server_lr: NonNegativeFloat = 0.1
@@ -351,20 +399,22 @@ class FedAdagrad(FedAdam):
 
 @algorithm_options
 class FedProx(FedAvg):
-    """Li et al. 2020, Algorithm 2: clients minimise `F_i(w) + mu / 2 * |w - x|^2`, x being the
-    model they received.
+    """Li et al. 2020, Algorithm 2: clients minimise `F_i(w) + mu / 2 * |w - x|^2`, x
+    being the model they received.
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
 
-    The server is FedAvg's. Deviation: the paper samples clients with probability n_i / n and
-    averages uniformly; here sampling is uniform and the average is weighted by n_i, as in the
-    authors' code. mu = 1 is what the FedDWA and WAFFLe papers found best for it. The explicit step
-    is stable only while `lr_of_training * mu < 2`.
+    The server is FedAvg's. Deviation: the paper samples clients with probability
+    n_i / n and averages uniformly; here sampling is uniform and the average is weighted
+    by n_i, as in the authors' code. mu = 1 is what the FedDWA and WAFFLe papers found
+    best for it. The explicit step is stable only while `lr_of_training * mu < 2`.
     """
 
     mu: NonNegativeFloat = 1.0  # strength of the pull towards x; 0 is FedAvg
 
-    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
         x = down["x"]
         fit = clients.fit(x, Objective(prox=(self.mu, x) if self.mu else None))
         return client_state, {"delta": fit.w.sub_(x)}, fit
@@ -372,15 +422,16 @@ class FedProx(FedAvg):
 
 @algorithm_options
 class MRMTL(FedOpt):
-    """Mean-regularized multi-task learning (Hanzely and Richtarik 2020; Liu et al. 2022): personal
-    models pulled towards their mean.
+    """Mean-regularized multi-task learning (Hanzely and Richtarik 2020; Liu et al.
+    2022): personal models pulled towards their mean.
 
-    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x (1 model) · up:
-    v's change (1 model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x (1
+    model) · up: v's change (1 model).
 
-    `v -= lr (grad(v) + lam (v - x))`, and x follows the mean of the changes: with every client in
-    every round and the plain server step, x is the mean of the v, and lam = 0 is Local. v starts at
-    the x of the client's first round; until then the client is served x.
+    `v -= lr (grad(v) + lam (v - x))`, and x follows the mean of the changes: with every
+    client in every round and the plain server step, x is the mean of the v, and lam = 0
+    is Local. v starts at the x of the client's first round; until then the client is
+    served x.
     """
 
     lam: NonNegativeFloat = 0.1  # pull towards the common model
@@ -392,7 +443,9 @@ class MRMTL(FedOpt):
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"v": down["x"]}
 
-    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
         fit = clients.fit(client_state["v"], Objective(prox=(self.lam, down["x"])))
         return {"v": fit.w}, {"delta": fit.w - client_state["v"]}, fit
 
@@ -402,46 +455,52 @@ class MRMTL(FedOpt):
 
 @algorithm_options
 class Ditto(MRMTL):
-    """Li et al. 2021, Algorithm 1 (the solver with a personal pass): a personal model pulled
-    towards the global one.
+    """Li et al. 2021, Algorithm 1 (the solver with a personal pass): a personal model
+    pulled towards the global one.
 
-    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x (1 model) · up:
-    delta (1 model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x (1
+    model) · up: delta (1 model).
 
-    The client trains x as FedAvg does and v by `v -= personal_lr (grad(v) + lam (v - x))`, x as
-    received. With every client in every round lam = 0 is Local. v starts at the x of the client's
-    first round; until then the client is served x (Motley: a new client's v is x). The two passes
-    shuffle separately (Motley; the original shares the batches). Batch norm's statistics are those
-    of v.
+    The client trains x as FedAvg does and v by
+    `v -= personal_lr (grad(v) + lam (v - x))`, x as received. With every client in
+    every round lam = 0 is Local. v starts at the x of the client's first round; until
+    then the client is served x (Motley: a new client's v is x). The two passes shuffle
+    separately (Motley; the original shares the batches). Batch norm's statistics are
+    those of v.
     """
 
     personal_lr: NonNegativeFloat | None = None  # step size of v; None: the run's
     personal_epochs: PositiveInt | None = None  # epochs of v; None: the run's
 
-    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
         x = down["x"]
         # v keeps Local's shuffle, so that lam = 0 is Local bit for bit
         delta = clients.fit(x, stream="global").w.sub_(x)
         pull = Objective(prox=(self.lam, x))
-        fit = clients.fit(client_state["v"], pull, lr=self.personal_lr, epochs=self.personal_epochs)
+        fit = clients.fit(
+            client_state["v"], pull, lr=self.personal_lr, epochs=self.personal_epochs
+        )
         return {"v": fit.w}, {"delta": delta}, fit
 
 
 @algorithm_options
 class PFedMe(FedAvg):
-    """Dinh et al. 2020, Algorithm 1: each client's theta minimises f_i(theta) + lam / 2 |theta -
-    w|^2; w follows all thetas.
+    """Dinh et al. 2020, Algorithm 1: each client's theta minimises f_i(theta) + lam / 2
+    |theta - w|^2; w follows all thetas.
 
     server: x [P] · client: theta [P] · down: x [S, P] · up: delta [S, P] (1 model).
 
-    For every minibatch of the local epochs: `inner_steps` steps theta <- theta - personal_lr (grad
-    f(theta) + lam (theta - w)), then w <- w - lr_of_training lam (w - theta). The server's x <- (1
-    - beta) x + beta sum_i share_i w_i: `server_lr` is beta. theta goes on from where it was, over
-    the minibatches and over the rounds; in a client's first round it starts at w. Evaluated is
-    theta, w for who has none yet. The run's momentum and weight decay play no part. Deviations:
-    `weighting` is by samples, as in the authors' code (the paper: uniform); absent clients do not
-    train, where their code trains everybody and averages the chosen; no extra decay of theta (their
-    optimizer's mu = 0.001).
+    For every minibatch of the local epochs: `inner_steps` steps theta <- theta -
+    personal_lr (grad f(theta) + lam (theta - w)), then w <- w - lr_of_training lam (w -
+    theta). The server's x <- (1
+    - beta) x + beta sum_i share_i w_i: `server_lr` is beta. theta goes on from where it
+    was, over the minibatches and over the rounds; in a client's first round it starts
+    at w. Evaluated is theta, w for who has none yet. The run's momentum and weight
+    decay play no part. Deviations: `weighting` is by samples, as in the authors' code
+    (the paper: uniform); absent clients do not train, where their code trains everybody
+    and averages the chosen; no extra decay of theta (their optimizer's mu = 0.001).
     """
 
     lam: NonNegativeFloat = 1.0  # strength of the pull between theta and w
@@ -459,11 +518,16 @@ class PFedMe(FedAvg):
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"theta": down["x"]}
 
-    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
         def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
-            w, theta = rows["w"], rows["theta"]
+            w = rows["w"]
+            theta = rows["theta"]
             for _ in range(self.inner_steps):
-                theta = theta - self.personal_lr * (grad(theta) + self.lam * (theta - w))
+                theta = theta - self.personal_lr * (
+                    grad(theta) + self.lam * (theta - w)
+                )
             return {"w": w - clients.lr * self.lam * (w - theta), "theta": theta}
 
         warn_unused_momentum(self, clients)
@@ -477,8 +541,8 @@ class PFedMe(FedAvg):
 
 @algorithm_options
 class LocalOnly(Algorithm):
-    """Each client trains a model of its own, from one common start, and shares nothing: the
-    baseline of every paper.
+    """Each client trains a model of its own, from one common start, and shares nothing:
+    the baseline of every paper.
 
     server: nothing · client: w [P] · down: nothing · up: nothing (0 models).
     """
@@ -497,6 +561,8 @@ class LocalOnly(Algorithm):
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"w": net.w0[None]}
 
-    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
         fit = clients.fit(client_state["w"])
         return {"w": fit.w}, {}, fit

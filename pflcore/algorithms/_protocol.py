@@ -1,13 +1,15 @@
-"""What an algorithm is: a server's rule, and a client's part where it trains in a way of its own.
+"""What an algorithm is: a server's rule, and a client's part where it trains in a way
+of its own.
 
-A server's rule works on rows and knows no model, no data and no training loop. It is used as an
-optimizer of optax is: `init` once, then in every round
+A server's rule works on rows and knows no model, no data and no training loop. It is
+used as an optimizer of optax is: `init` once, then in every round
 
     down = rule.send(state, cohort)                # what each client receives
     changes, mix = rule.update(state, up, cohort)  # what its uploads change
     state = apply(state, changes)
 
-Letters: N clients, S of them in a round's cohort, P parameters, M models that a server makes.
+Letters: N clients, S of them in a round's cohort, P parameters, M models that a server
+makes.
 """
 
 from __future__ import annotations
@@ -47,43 +49,52 @@ class Stop(Exception):
 
 
 class VoidRound(Exception):
-    """Makes the round void, nothing changes: `update` raises it with one sentence where so few
-    uploads say nothing."""
+    """Makes the round void, nothing changes: `update` raises it with one sentence where
+    so few uploads say nothing."""
 
 
 class BadUpload(ValueError):
-    """Leaves clients out of a round: `update` raises it with a reason for each of their numbers."""
+    """Leaves clients out of a round: `update` raises it with a reason for each of
+    their numbers."""
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
         self.reasons = dict(reasons)
-        super().__init__(" ".join(f"client number {i}: {said}" for i, said in self.reasons.items()))
+        super().__init__(
+            " ".join(f"client number {i}: {said}" for i, said in self.reasons.items())
+        )
 
 
 class SharedRows(NamedTuple):
-    """At most M of R shared rows for each client, without the copies; what travels is the rows
-    whose numbers are not -1."""
+    """At most M of R shared rows for each client, without the copies; what travels is
+    the rows whose numbers are not -1."""
 
     rows: Tensor  # [R, P]
     index: Tensor  # type: ignore[assignment]  # [S, M], -1: nothing; hides tuple.index
 
 
 class MixingWeights(NamedTuple):
-    """Whose updates went into which model: for the record, and for batch norm's statistics."""
+    """Whose updates went into which model: for the record, and for batch norm's
+    statistics."""
 
-    weight: Tensor  # [M, S] float64: M models of all the cohort's updates; or [M, K] with index
+    # [M, S] float64: M models of all the cohort's updates; or [M, K] with index
+    weight: Tensor
     index: Tensor | None = None  # type: ignore[assignment]  # [M, K] int64: places in the cohort
     # [M] ids of the clients whose models they are; None: one for all
     receivers: Tensor | None = None
 
-    def aggregate(self, updates: Tensor, base: Tensor | None = None, lr: float = 1.0) -> Tensor:
+    def aggregate(
+        self, updates: Tensor, base: Tensor | None = None, lr: float = 1.0
+    ) -> Tensor:
         """The models [M, P]: base + lr * (weight @ updates), of updates [S, P]."""
         index = None if self.index is None else to_device(self.index, updates.device)
-        return ops.aggregate(updates, to_device(self.weight, updates.device), index, base, lr)
+        return ops.aggregate(
+            updates, to_device(self.weight, updates.device), index, base, lr
+        )
 
     def report(self, cohort: Cohort) -> Tensors:
-        """The weights by clients' numbers: of one model "weights" [N], or where some are absent
-        "weight" and "index" [S]; with an index "weight" and "index" [M, K] of the clients "rows"
-        [M]."""
+        """The weights by clients' numbers: of one model "weights" [N], or where some
+        are absent "weight" and "index" [S]; with an index "weight" and "index" [M, K]
+        of the clients "rows" [M]."""
         if self.index is not None:
             ids = cohort.ids
             return {"rows": ids, "index": ids[self.index.cpu()], "weight": self.weight}
@@ -102,7 +113,8 @@ class Cohort(NamedTuple):
     rounds: int = 1
     seed: int = 0  # of the run, for a rule that draws
     num_dropped: int = 0  # clients beside these whose uploads were not finite
-    purpose: str = "send"  # names the stream of `generator`: "send" to train on, or "evaluation"
+    # names the stream of `generator`: "send" to train on, or "evaluation"
+    purpose: str = "send"
 
     def take(self, kept: Tensor) -> Cohort:
         """The cohort without those who are not `kept`, bool [S]."""
@@ -114,7 +126,11 @@ class Cohort(NamedTuple):
 
     def mean_weights(self, weighting: str = "samples") -> MixingWeights:
         """One mean of the cohort, by samples or uniform."""
-        size = self.num_samples if weighting == "samples" else torch.ones_like(self.num_samples)
+        size = (
+            self.num_samples
+            if weighting == "samples"
+            else torch.ones_like(self.num_samples)
+        )
         return MixingWeights((size.double() / size.sum())[None])
 
     @property
@@ -124,7 +140,8 @@ class Cohort(NamedTuple):
 
 
 class RowUpdate(NamedTuple):
-    """New rows for some clients in a tensor [N, ...]: returned by who must not write."""
+    """New rows for some clients in a tensor [N, ...]: returned by who must not
+    write."""
 
     ids: Tensor  # [S] int64
     rows: Tensor  # [S, ...]
@@ -136,9 +153,10 @@ UpdateResult = tuple[Changes, MixingWeights | None]
 
 
 def apply(state: Tensors, changes: Mapping[str, Tensor | RowUpdate]) -> Tensors:
-    """The state [...] after `changes`. Rows are written in place: the state that went in is used
-    up."""
-    writes = [  # all that takes memory comes first: then everything is written, or nothing
+    """The state [...] after `changes`. Rows are written in place: the state that went
+    in is used up."""
+    # all that takes memory comes first: then everything is written, or nothing
+    writes = [
         (state[k], to_device(new.ids, state[k].device), new.rows.to(state[k]))
         for k, new in changes.items()
         if isinstance(new, RowUpdate)
@@ -172,16 +190,20 @@ VECTOR_NUMBERS = 64  # numbers: whole vectors of any processor
 def map_rows(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The elementwise `f` of rows [S, k], each with the bits that it has alone.
 
-    Numbers behind the last whole vector go through other instructions, whose last digits may
-    differ, so each row is filled up to whole vectors.
+    Numbers behind the last whole vector go through other instructions, whose last
+    digits may differ, so each row is filled up to whole vectors.
     """
-    return f(torch.nn.functional.pad(x, (0, -x.shape[1] % VECTOR_NUMBERS)))[:, : x.shape[1]]
+    return f(torch.nn.functional.pad(x, (0, -x.shape[1] % VECTOR_NUMBERS)))[
+        :, : x.shape[1]
+    ]
 
 
 class Traits(NamedTuple):
-    """What a run has to know of an algorithm beside its hooks; may depend on its options."""
+    """What a run has to know of an algorithm beside its hooks; may depend on its
+    options."""
 
-    batch_norm: tuple[str, ...] = ("average", "local")  # what may become of its running statistics
+    # what may become of its running statistics
+    batch_norm: tuple[str, ...] = ("average", "local")
     # ("rule",): they are a part of what the server's models are
     required_clients: tuple[int, ...] = ()  # clients that join every round
     returns: Literal["logits", "probabilities", "values"] = "logits"  # of `predict`
@@ -189,9 +211,10 @@ class Traits(NamedTuple):
     # why its formula rests on SGD's steps: "takes steps of SGD along ..."
     sgd_only_reason: str = ""
     no_clip_grad_reason: str = ""  # why clipped gradients do not fit it
-    model_uploads: Mapping[str, str] = {}  # uploads that are models, not differences: what each is
-    # measured from, "down.x" (its download) or "server.w" (the server's row of the client)
-    # the server's tensors of a row for each client, at first zero
+    # uploads that are models, not differences: what each is
+    model_uploads: Mapping[str, str] = {}
+    # measured from, "down.x" (its download) or "server.w" (the server's row of the
+    # client) the server's tensors of a row for each client, at first zero
     per_client_state: tuple[str, ...] = ()
     # uploads and client state that a clip shortens with the update
     clipped_with_update: tuple[str, ...] = ()
@@ -205,7 +228,8 @@ class Traits(NamedTuple):
 
 @algorithm_options
 class Algorithm:
-    """What every algorithm derives from: options are fields, checked by their annotations."""
+    """What every algorithm derives from: options are fields, checked by their
+    annotations."""
 
     traits: ClassVar[Any] = Traits()
 
@@ -213,99 +237,117 @@ class Algorithm:
         check_fields(self)
 
     def require_default(self, beside: str, *names: str) -> None:
-        """ValueError where one of the options `names`, which play no part, is not its default."""
+        """ValueError where one of the options `names`, which play no part, is not
+        its default."""
         for name in names:
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 words = f"its default beside {beside}={getattr(self, beside)!r}"
                 reject(name, words, getattr(self, name))
 
-    # the server ---------------------------------------------------------------------------------
+    # the server ---------------------------------------------------------------
     def init(self, x0: Tensor, n: int) -> Tensors:
-        """The server's state before the first round; x0 [P] is the common initial model."""
+        """The server's state before the first round; x0 [P] is the common initial
+        model."""
         return {"x": x0}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        """What each client of the cohort receives: tensors [S, ...] or a `SharedRows`."""
+        """What each client of the cohort receives: tensors [S, ...] or a
+        `SharedRows`."""
         return {"x": state["x"].expand(len(cohort.ids), -1)}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        """What the uploads [S, ...] change of the state, which stays as it is, and which of them
-        went into which model (None: statistics of batch norm are never mixed)."""
+        """What the uploads [S, ...] change of the state, which stays as it is, and
+        which of them went into which model (None: statistics of batch norm are never
+        mixed)."""
         raise NotImplementedError(f"{type(self).__name__} has no update.")
 
-    # a client -----------------------------------------------------------------------------------
+    # a client -----------------------------------------------------------------
     def server_init_args(self, net: Net) -> Tensors:
-        """What `init` is given: the initial model, or its shared part; an algorithm may want
-        more."""
+        """What `init` is given: the initial model, or its shared part; an algorithm may
+        want more."""
         return {"x0": net.w0}
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         """The state [S, ...] of clients that take part for the first time."""
         return {}
 
-    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
-        """A round's work of the cohort: what the clients keep and what they upload, [S, ...] each;
-        and the training whose loss is recorded and whose statistics of batch norm count."""
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
+        """A round's work of the cohort: what the clients keep and what they upload,
+        [S, ...] each; and the training whose loss is recorded and whose statistics of
+        batch norm count."""
         fit = clients.fit(down["x"])
         # in place: no second table of updates
         return client_state, {"delta": fit.w.sub_(down["x"])}, fit
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
-        """The personalized models [S, ...], as `predict` takes them: the clients' own w, where they
-        keep one, else x; "batch_norm" [S, b] are statistics that replace the clients' own."""
+        """The personalized models [S, ...], as `predict` takes them: the clients' own
+        w, where they keep one, else x; "batch_norm" [S, b] are statistics that replace
+        the clients' own."""
         return {"w": client_state["w"] if "w" in client_state else down["x"]}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """One client's scores on `x` [B, ...]."""
         return net(model["w"], x)
 
-    # rarely -------------------------------------------------------------------------------------
+    # rarely -------------------------------------------------------------------
     def prepare(self, net: Net) -> Net:
-        """The model that is trained, made of the one given: asked for once, before `init`."""
+        """The model that is trained, made of the one given: asked for once, before
+        `init`."""
         return net
 
-    def report(self, state: Tensors, mix: MixingWeights | None, cohort: Cohort) -> Tensors:
-        """Small tensors worth a line in the round's record, of the state after it; "weights" are
-        the mixing weights, see `MixingWeights.report`. By default those that
-        `traits.reported_state` names."""
+    def report(
+        self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
+    ) -> Tensors:
+        """Small tensors worth a line in the round's record, of the state after it;
+        "weights" are the mixing weights, see `MixingWeights.report`. By default those
+        that `traits.reported_state` names."""
         names = self.traits.reported_state
         shown = mix.report(cohort) if mix is not None and "mix" in names else {}
         return shown | {k: state[k] for k in names if k != "mix"}
 
     def clients_for_model(self, data: Federation, ids: Tensor) -> Tensor:
-        """The clients [M] that `model` must see to make the models of the clients `ids` [S], these
-        among them: ids, ascending. By default nobody else."""
+        """The clients [M] that `model` must see to make the models of the clients `ids`
+        [S], these among them: ids, ascending. By default nobody else."""
         return ids
 
     def assign_new_client(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
-        """What a newcomer's upload `up` [1, ...] shows of where it belongs: for `History.adapt`."""
+        """What a newcomer's upload `up` [1, ...] shows of where it belongs: for
+        `History.adapt`."""
         return {}
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
-        """The state where a client joins the n that there are, beside the rows that it gets: for
-        what is a mean over all."""
+        """The state where a client joins the n that there are, beside the rows that it
+        gets: for what is a mean over all."""
         return state
 
 
 def check_training(alg: Algorithm, training: Training) -> None:
     """ValueError, one sentence, where the algorithm cannot train so."""
-    traits, name = alg.traits, type(alg).__name__
+    traits = alg.traits
+    name = type(alg).__name__
     if traits.sgd_only_reason and training.local_optimizer != "sgd":
         raise ValueError(
-            f"local_optimizer: {name} {traits.sgd_only_reason}, and AdamW's steps are others; take "
+            f"local_optimizer: {name} {traits.sgd_only_reason}, and AdamW's steps are "
+            "others; take "
             "local_optimizer='sgd'."
         )
     if traits.no_clip_grad_reason and training.clip_grad is not None:
         raise ValueError(
-            f"clip_grad: {name} {traits.no_clip_grad_reason}, which are not clipped; leave clip_grad out."
+            f"clip_grad: {name} {traits.no_clip_grad_reason}, which are not clipped; "
+            "leave clip_grad out."
         )
 
 
 def warn_unused_momentum(alg: Algorithm, clients: Clients) -> None:
-    """Warns where the run's momentum or weight decay plays no part in the steps of `alg`."""
+    """Warns where the run's momentum or weight decay plays no part in the steps of
+    `alg`."""
     t = clients.context.training
     if t.momentum or t.weight_decay:
         warn_caller(
-            f"{type(alg).__name__}: its local steps are its paper's, without momentum and weight "
-            f"decay; momentum={t.momentum:g} and weight_decay={t.weight_decay:g} play no part."
+            f"{type(alg).__name__}: its local steps are its paper's, without momentum "
+            "and weight "
+            f"decay; momentum={t.momentum:g} and weight_decay={t.weight_decay:g} play "
+            "no part."
         )

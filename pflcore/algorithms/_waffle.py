@@ -1,5 +1,6 @@
-"""WAFFLE and what it stands on: SCAFFOLD, whose clients correct each gradient by what they know of
-the others' gradients, and Weight Erosion, whose weights fall with the distance from one target.
+"""WAFFLE and what it stands on: SCAFFOLD, whose clients correct each gradient by what
+they know of the others' gradients, and Weight Erosion, whose weights fall with the
+distance from one target.
 """
 
 import math
@@ -33,25 +34,28 @@ from pflcore.train import Clients, Net, Objective
 class Scaffold(FedAvg):
     """Karimireddy et al. 2020, Algorithm 1: each step takes `gradient - c_i + c`.
 
-    server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control = c_i' -
-    c_i [S, P] (2 models).
+    server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta,
+    control = c_i' - c_i [S, P] (2 models).
 
-    `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S control_i`, so that `c =
-    mean_N c_i` after every round. The new `c_i'` is, by `option`: "mean_grad" the mean minibatch
-    gradient of the round (exact for every local optimizer; equals option II for plain SGD, also at
-    a step size of 0); "II" `c_i - c + (x - y_i) / (sum of step sizes)`; "I" the full-batch gradient
-    at x (with batch norm the mean of its minibatches'). With momentum option II divides by the
-    effective number of steps, sum_k (1 - m^(K-k+1)) / (1 - m). SGD's weight decay counts as part of
-    the gradient, and clipped gradients are what is averaged; option II is refused with AdamW, whose
-    steps do not add up to gradients, and option I with clipping. `weighting="samples"` weighs x and
-    c alike by n_i; then c is the n-weighted mean of the c_i under full participation only. A
-    `defence` takes the place of both means, of the updates and of the control variates, each by
-    itself; c is then no mean of the c_i. The run's `clip` shortens a client's step of c_i with its
-    update, so that c stays their mean.
+    `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S control_i`, so
+    that `c = mean_N c_i` after every round. The new `c_i'` is, by `option`: "mean_grad"
+    the mean minibatch gradient of the round (exact for every local optimizer; equals
+    option II for plain SGD, also at a step size of 0); "II"
+    `c_i - c + (x - y_i) / (sum of step sizes)`; "I" the full-batch gradient at x (with
+    batch norm the mean of its minibatches'). With momentum option II divides by the
+    effective number of steps, sum_k (1 - m^(K-k+1)) / (1 - m). SGD's weight decay
+    counts as part of the gradient, and clipped gradients are what is averaged; option
+    II is refused with AdamW, whose steps do not add up to gradients, and option I with
+    clipping. `weighting="samples"` weighs x and c alike by n_i; then c is the
+    n-weighted mean of the c_i under full participation only. A `defence` takes the
+    place of both means, of the updates and of the control variates, each by itself; c
+    is then no mean of the c_i. The run's `clip` shortens a client's step of c_i with
+    its update, so that c stays their mean.
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
-    option: Literal["mean_grad", "II", "I"] = "mean_grad"  # how a client renews its control variate
+    # how a client renews its control variate
+    option: Literal["mean_grad", "II", "I"] = "mean_grad"
 
     @property
     def traits(self) -> Traits:
@@ -72,8 +76,13 @@ class Scaffold(FedAvg):
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"c": torch.zeros_like(net.w0)[None]}
 
-    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
-        x, c, t, lr = down["x"], down["c"], clients.context.training, clients.lr
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
+        x = down["x"]
+        c = down["c"]
+        t = clients.context.training
+        lr = clients.lr
         mean = self.option == "mean_grad" or lr == 0
         fit = clients.fit(x, Objective(shift=c - client_state["c"]), mean_grad=mean)
         if self.option == "I":
@@ -81,10 +90,16 @@ class Scaffold(FedAvg):
         elif mean:  # of option II the limit at a step size of 0
             new = fit.grad
         else:
-            n, m = fit.steps[:, None], t.momentum
-            n = n / (1 - m) - m * (1 - m**n) / (1 - m) ** 2  # the plain number where m is 0
+            n = fit.steps[:, None]
+            m = t.momentum
+            # the plain number where m is 0
+            n = n / (1 - m) - m * (1 - m**n) / (1 - m) ** 2
             new = client_state["c"] - c + (x - fit.w) / (n * lr).to(x)
-        return {"c": new}, {"delta": fit.w.sub_(x), "control": new - client_state["c"]}, fit
+        return (
+            {"c": new},
+            {"delta": fit.w.sub_(x), "control": new - client_state["c"]},
+            fit,
+        )
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         changes, mix = super().update(state, up, cohort)
@@ -93,49 +108,58 @@ class Scaffold(FedAvg):
         return {**changes, "c": c}, mix
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
-        return {**state, "c": state["c"] * (n / (n + 1))}  # the mean of one more c_i, which is 0
+        # the mean of one more c_i, which is 0
+        return {**state, "c": state["c"] * (n / (n + 1))}
 
 
-Schedule = Callable[[int, int], float]  # (round, rounds) -> how global: 1 global, 0 local
+# (round, rounds) -> how global: 1 global, 0 local
+Schedule = Callable[[int, int], float]
 
 
 @algorithm_options
 class Waffle(WithoutDefence, Scaffold):
-    """Beaussart et al. 2021, Algorithms 1 and 2: SCAFFOLD whose averages drift from global to what
-    helps one client, the `target`.
+    """Beaussart et al. 2021, Algorithms 1 and 2: SCAFFOLD whose averages drift from
+    global to what helps one client, the `target`.
 
-    server: x, c [P], history [N, 2] (each client's unsmoothed weights in the last two rounds that
-    it attended) · client: c [P] · down: x, c [S, P] (2 models) · up: delta and control [S, P] (2
-    models). x is the target's personalized model; the others' numbers only show what it is to them.
+    server: x, c [P], history [N, 2] (each client's unsmoothed weights in the last two
+    rounds that it attended) · client: c [P] · down: x, c [S, P] (2 models) · up: delta
+    and control [S, P] (2 models). x is the target's personalized model; the others'
+    numbers only show what it is to them.
 
     The weights come from the distances between the clients' updates and the target's
-    (`ops.waffle_weights`, eqs. 2 and 3) and are averaged with those of the last two rounds; from
-    round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope `do`, or any function of
-    (round, rounds). Absent clients have weight 0, and those present share the whole: each client's
-    average is over the last two rounds that it attended, in shares of an even one, since absence is
-    no unlikeness (with a quarter of 12 equal clients a round the target's mean weight is .56, what
-    a round alone gives it; averaged as weight 0, absence made it .74). A client without weight
-    still trains against a c that is no longer its own and may run away; the farthest sets the scale
-    of Algorithm 1's distances, so the next one then counts as near (a CNN with ReLU loses its
-    target on plain MNIST): `clip` holds such updates.
+    (`ops.waffle_weights`, eqs. 2 and 3) and are averaged with those of the last two
+    rounds; from round 0.95 R on the target is alone. Omega and Psi are eq. 4 with slope
+    `do`, or any function of (round, rounds). Absent clients have weight 0, and those
+    present share the whole: each client's average is over the last two rounds that it
+    attended, in shares of an even one, since absence is no unlikeness (with a quarter
+    of 12 equal clients a round the target's mean weight is .56, what a round alone
+    gives it; averaged as weight 0, absence made it .74). A client without weight still
+    trains against a c that is no longer its own and may run away; the farthest sets the
+    scale of Algorithm 1's distances, so the next one then counts as near (a CNN with
+    ReLU loses its target on plain MNIST): `clip` holds such updates.
 
-    Deviations, each with the paper's own reading as an option: `control_agg="recompute"` keeps `c =
-    sum_i weight_i c_i` (but where `clip` shortens an upload, since the client keeps its whole c_i);
-    as printed ("literal": `c += sum_i weight_i dc_i`) c forgets what it owes each client when
-    weights change, the gap between c and the target's own c_i freezes once the target is alone, and
-    the target cannot reach its optimum. `option="mean_grad"` is as in SCAFFOLD ("II" is the
-    paper's). Decisions where the paper is silent: c and c_i start at 0, the history at 1/N,
-    server_lr 1, the history holds unsmoothed weights, no weighting by samples, distances are the
-    updates' as they are, whatever a client's steps.
+    Deviations, each with the paper's own reading as an option:
+    `control_agg="recompute"` keeps `c = sum_i weight_i c_i` (but where `clip` shortens
+    an upload, since the client keeps its whole c_i); as printed ("literal":
+    `c += sum_i weight_i dc_i`) c forgets what it owes each client when weights change,
+    the gap between c and the target's own c_i freezes once the target is alone, and the
+    target cannot reach its optimum. `option="mean_grad"` is as in SCAFFOLD ("II" is the
+    paper's). Decisions where the paper is silent: c and c_i start at 0, the history at
+    1/N, server_lr 1, the history holds unsmoothed weights, no weighting by samples,
+    distances are the updates' as they are, whatever a client's steps.
     """
 
     weighting: Literal["uniform"] = "uniform"  # the method has weights of its own
     target: NonNegativeInt = 0  # the client for whom the model is made
-    do: Number = 3.2  # slope of Omega = Psi = 1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))
+    # slope of Omega = Psi = 1 / (1 + exp(do * (2 (round + r0) / rounds - 1)))
+    do: Number = 3.2
     r0: Number = 0.0  # shifts that curve: positive turns local earlier
-    control_agg: Literal["recompute", "literal"] = "recompute"  # "literal": Algorithm 2 as printed
-    tie: Literal["closed", "uniform"] = "closed"  # weights where all others are equally far
-    omega: Schedule | None = None  # a function of (round, rounds) instead of the paper's curve
+    # "literal": Algorithm 2 as printed
+    control_agg: Literal["recompute", "literal"] = "recompute"
+    # weights where all others are equally far
+    tie: Literal["closed", "uniform"] = "closed"
+    # a function of (round, rounds) instead of the paper's curve
+    omega: Schedule | None = None
     psi: Schedule | None = None  # the same for Psi; by default Psi is Omega
 
     @property
@@ -143,13 +167,19 @@ class Waffle(WithoutDefence, Scaffold):
         # recomputed, c is made anew of what is uploaded
         clipped = ("control", "c") if self.control_agg == "literal" else ("control",)
         return super().traits._replace(
-            required_clients=(self.target,), clipped_with_update=clipped, reported_state=("mix",)
+            required_clients=(self.target,),
+            clipped_with_update=clipped,
+            reported_state=("mix",),
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        return super().init(x0, n) | {"history": torch.full((n, 2), 1 / n, dtype=torch.float64)}
+        return super().init(x0, n) | {
+            "history": torch.full((n, 2), 1 / n, dtype=torch.float64)
+        }
 
-    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
         new, up, fit = super().train(down, client_state, clients)
         if self.control_agg == "recompute":
             up["control"] = new["c"]
@@ -157,10 +187,8 @@ class Waffle(WithoutDefence, Scaffold):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         weight, history = self.smoothed_weights(state["history"], up["delta"], cohort)
-        mix, before = (
-            MixingWeights(weight[None]),
-            None if self.control_agg == "recompute" else state["c"],
-        )
+        mix = MixingWeights(weight[None])
+        before = None if self.control_agg == "recompute" else state["c"]
         return {
             "x": mix.aggregate(up["delta"], state["x"], self.server_lr)[0],
             "c": mix.aggregate(up["control"], before)[0],
@@ -170,8 +198,10 @@ class Waffle(WithoutDefence, Scaffold):
     def smoothed_weights(
         self, history: Tensor, delta: Tensor, cohort: Cohort
     ) -> tuple[Tensor, Tensor]:
-        """The smoothed weights of the cohort [S], and its new history [S, 2]; both float64."""
-        alone, terms = cohort.ids == self.target, self.globality(cohort.round, cohort.rounds)
+        """The smoothed weights of the cohort [S], and its new history [S, 2]; both
+        float64."""
+        alone = cohort.ids == self.target
+        terms = self.globality(cohort.round, cohort.rounds)
         dist = ops.pairwise_sqdist(delta[alone], delta)[0].sqrt().cpu()  # [S]
         mine = ops.waffle_weights(dist, int(alone.nonzero()), *terms, self.tie)
         if 20 * cohort.round >= 19 * cohort.rounds:  # 0.95 R, in integers
@@ -179,7 +209,8 @@ class Waffle(WithoutDefence, Scaffold):
         mine = mine * (len(mine) / cohort.n)  # as large as in a round of everybody
         before = history[cohort.ids]  # of the last two rounds that each one attended
         new = torch.stack([mine, before[:, 0]], 1)
-        if 20 * (cohort.round - 2) >= 19 * cohort.rounds:  # the last two rounds were the target's
+        # the last two rounds were the target's
+        if 20 * (cohort.round - 2) >= 19 * cohort.rounds:
             before = mine[:, None].expand(-1, 2)
         smooth = (before.sum(1) + mine) / 3
         return smooth / smooth.sum(), new
@@ -198,22 +229,24 @@ class Waffle(WithoutDefence, Scaffold):
 
 @algorithm_options
 class WeightErosion(Algorithm):
-    """Grimberg et al. 2020, Algorithm 1, with the updates of an epoch of local SGD as gradients
-    (Gengler et al. 2020).
+    """Grimberg et al. 2020, Algorithm 1, with the updates of an epoch of local SGD as
+    gradients (Gengler et al. 2020).
 
-    server: x [P], alpha [N] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model), passes
-    [S].
+    server: x [P], alpha [N] · client: nothing · down: x [S, P] · up: delta [S, P] (1
+    model), passes [S].
 
     `alpha_i <- max(0, alpha_i - (1 + p_s * passes_i) * p_d * |delta_i - delta_target| /
     |delta_target|)`, from 1; then `x <- x + server_lr * sum_i alpha_i delta_i / sum_i alpha_i`. A
-    weight of 0 is lost for good; an absent client keeps its own. `passes` is `floor((round - 1) * b
-    / n_i)`, b the batch size ("samples", as printed), n_i / b instead of n_i ("batches", the
-    authors' code) or the epochs trained so far ("epochs").
+    weight of 0 is lost for good; an absent client keeps its own. `passes` is
+    `floor((round - 1) * b / n_i)`, b the batch size ("samples", as printed), n_i / b
+    instead of n_i ("batches", the authors' code) or the epochs trained so far
+    ("epochs").
 
-    Decision where the papers are silent: without a `p_d` it is `1 / (0.8 * rounds * this round's
-    median relative distance)`, at which the median client's weight runs out after 80 % of the
-    rounds, however the distances grow; a mean over the rounds so far would lag behind. (Published
-    values fit one data set, one model and one number of rounds.)
+    Decision where the papers are silent: without a `p_d` it is `1 / (0.8 * rounds *
+    this round's median relative distance)`, at which the median client's weight runs
+    out after 80 % of the rounds, however the distances grow; a mean over the rounds so
+    far would lag behind. (Published values fit one data set, one model and one number
+    of rounds.)
     """
 
     server_lr: NonNegativeFloat = 1.0  # step size of the server
@@ -221,8 +254,10 @@ class WeightErosion(Algorithm):
     # distance penalty; None: calibrated in every round (the paper:
     # .006 to .0088 on MNIST, 100 rounds)
     p_d: NonNegativeFloat | None = None
-    p_s: NonNegativeFloat = 0.0  # size penalty: extra erosion of clients whose data were seen often
-    size_unit: Literal["samples", "batches", "epochs"] = "samples"  # how passes are counted
+    # size penalty: extra erosion of clients whose data were seen often
+    p_s: NonNegativeFloat = 0.0
+    # how passes are counted
+    size_unit: Literal["samples", "batches", "epochs"] = "samples"
 
     @property
     def traits(self) -> Traits:
@@ -231,9 +266,13 @@ class WeightErosion(Algorithm):
     def init(self, x0: Tensor, n: int) -> Tensors:
         return {"x": x0, "alpha": torch.ones(n, dtype=torch.float64)}
 
-    def train(self, down: Payload, client_state: Tensors, clients: Clients) -> TrainResult:
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
         client_state, up, fit = super().train(down, client_state, clients)
-        t, n, before = clients.context.training, clients.num_samples, clients.round - 1
+        t = clients.context.training
+        n = clients.num_samples
+        before = clients.round - 1
         if self.size_unit == "batches":
             n = -(-n // t.batch_size)
         passes = before * t.batch_size // n
@@ -242,21 +281,34 @@ class WeightErosion(Algorithm):
         return client_state, {**up, "passes": passes}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        ids, delta, p_d = cohort.ids, up["delta"], self.p_d
+        ids = cohort.ids
+        delta = up["delta"]
+        p_d = self.p_d
         at = int((ids == self.target).nonzero())
         mine = delta[at : at + 1]
         distance = ops.pairwise_sqdist(mine, delta)[0].sqrt().cpu()
         # relative to the target's update; infinite where only the target stood still
-        distance = torch.where(distance > 0, distance / squared_norms(mine).sqrt().cpu(), 0.0)
+        distance = torch.where(
+            distance > 0, distance / squared_norms(mine).sqrt().cpu(), 0.0
+        )
         if p_d is None:
-            others = distance[(ids != self.target) & (distance > 0) & distance.isfinite()]
-            p_d = 1 / (0.8 * cohort.rounds * float(others.median())) if len(others) else 0.0
+            others = distance[
+                (ids != self.target) & (distance > 0) & distance.isfinite()
+            ]
+            p_d = (
+                1 / (0.8 * cohort.rounds * float(others.median()))
+                if len(others)
+                else 0.0
+            )
         loss = p_d * (1 + self.p_s * up["passes"].cpu().double()) * distance
-        loss = loss.nan_to_num(0.0, posinf=math.inf)  # 0 * inf is 0: nothing to erode by
+        # 0 * inf is 0: nothing to erode by
+        loss = loss.nan_to_num(0.0, posinf=math.inf)
         alpha = (state["alpha"][ids] - loss).clamp(min=0)
         mix = MixingWeights(normalize_rows(alpha[None]))
         x = mix.aggregate(delta, state["x"], self.server_lr)[0]
         return {"x": x, "alpha": state["alpha"].index_copy(0, ids, alpha)}, mix
 
-    def report(self, state: Tensors, mix: MixingWeights | None, cohort: Cohort) -> Tensors:
+    def report(
+        self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
+    ) -> Tensors:
         return {"weights": normalize_rows(state["alpha"][None])[0]}

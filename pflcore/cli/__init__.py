@@ -1,8 +1,8 @@
-"""The command line: `pflcore run ALGORITHM`, `pflcore compare --algorithms A B C`, `pflcore report
-FOLDER`, `pflcore info`, ...
+"""The command line: `pflcore run ALGORITHM`, `pflcore compare --algorithms A B C`,
+`pflcore report FOLDER`, `pflcore info`, ...
 
-What is wrong with an argument is said in one sentence on stderr with exit code 2, before anything
-is computed or written.
+What is wrong with an argument is said in one sentence on stderr with exit code 2,
+before anything is computed or written.
 """
 
 import contextlib
@@ -44,13 +44,18 @@ def info(argv: Sequence[str]) -> int:
         require(argv[0] in ("-h", "--help"), "info", "no options", argv)
         print(inspect.getdoc(info))
         return 0
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none that torch sees"
+    gpu = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else "none that torch sees"
+    )
     facts = {
         "pflcore": __version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(),
-        "threads": f"{torch.get_num_threads()} (the machine has {os.cpu_count()} cores)",
+        "threads": f"{torch.get_num_threads()} (the machine has {os.cpu_count()} "
+        "cores)",
         "GPU": gpu,
     }
     for extra, modules in EXTRAS.items():
@@ -63,12 +68,13 @@ def info(argv: Sequence[str]) -> int:
 
 
 def _require_checkout(command: str) -> None:
-    """Lets modules be imported from the checkout that pflcore stands in. ImportError, one sentence,
-    where it is an installed package."""
+    """Lets modules be imported from the checkout that pflcore stands in. ImportError,
+    one sentence, where it is an installed package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "bench" / "__main__.py").exists():
         raise ImportError(
-            f"{command}: this is no part of the installed package; run `python -m pflcore "
+            f"{command}: this is no part of the installed package; run `python -m "
+            "pflcore "
             f"{command}` in a checkout of pflcore."
         )
     if str(root) not in sys.path:
@@ -76,8 +82,8 @@ def _require_checkout(command: str) -> None:
 
 
 def attack(argv: Sequence[str]) -> int:
-    """Attacks what travels: membership inference and model inversion against an algorithm's
-    uploads; needs a checkout of pflcore."""
+    """Attacks what travels: membership inference and model inversion against an
+    algorithm's uploads; needs a checkout of pflcore."""
     _require_checkout("attack")
     from bench.papers.attack import main
 
@@ -112,8 +118,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit code is 0, 2 for a wrong argument, 1 for a failure in the middle,
-    130 after Ctrl-C."""
+    """Runs a command; the exit code is 0, 2 for a wrong argument, 1 for a failure in
+    the middle, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -137,7 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as e:
         if os.environ.get("PFLCORE_DEBUG"):
             traceback.print_exc()
-        expected = isinstance(e, ValueError | TypeError | ImportError | OSError | MemoryError)
+        expected = isinstance(
+            e, ValueError | TypeError | ImportError | OSError | MemoryError
+        )
         said = first_line(e)
         if not (expected or isinstance(e, RunFailed)):
             said = f"{type(e).__name__}: {said}"
@@ -149,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a command as Ctrl-C does; nohup's wish, a SIGHUP that is ignored, is
-    respected."""
+    """SIGTERM and SIGHUP end a command as Ctrl-C does; nohup's wish, a SIGHUP that is
+    ignored, is respected."""
 
     def end(*_: object) -> None:
         INTERRUPTED.set()

@@ -1,5 +1,5 @@
-"""An experiment by names: the federation, the model and the runs that `pflcore run` and `pflcore
-compare` play."""
+"""An experiment by names: the federation, the model and the runs that `pflcore run` and
+`pflcore compare` play."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -56,42 +56,50 @@ class Options:
     # data set by name, or leaf:PATH or folder:PATH
     data: str = "mnist5k"
     partition: str | None = None  # how it is cut among the clients; A if not said
-    n: PositiveInt | None = None  # clients; 10 if not said, all where the data brings them
-    # model by name, or package.module:function; auto: lenet5 for images it fits, linear for
-    # vectors, else mlp
+    # clients; 10 if not said, all where the data brings them
+    n: PositiveInt | None = None
+    # model by name, or package.module:function; auto: lenet5 for images it fits, linear
+    # for vectors, else mlp
     model: str = "auto"
-    # cross_entropy, squared, half_squared, hinge or binary_cross_entropy; auto: by the labels
+    # cross_entropy, squared, half_squared, hinge or binary_cross_entropy; auto: by the
+    # labels
     loss: str = "auto"
     rounds: NonNegativeInt = 50  # rounds of each run
     participation: Fraction = 1.0  # fraction of the clients in a round
-    # the client to personalize for, whose accuracy is reported; all: each in a run of its own
+    # the client to personalize for, whose accuracy is reported; all: each in a run of
+    # its own
     target: int | Literal["all"] | None = None
     seed: int = 0  # of the weights, the batches and the cohorts
-    # so many runs, with seed, seed + 1, ...; the cut of the data stays that of --data-seed
+    # so many runs, with seed, seed + 1, ...; the cut of the data stays that of
+    # --data-seed
     seeds: PositiveInt = 1
     data_seed: Seed32 = 0  # of the cut of the data
     train_samples: PositiveInt | None = None  # use so many of the training pool only
     test_samples: PositiveInt | None = None  # use so many of the test pool only
-    # data with clients: features by each client's training statistics; school and vehicle if not
-    # said
+    # data with clients: features by each client's training statistics; school and
+    # vehicle if not said
     standardize: bool | None = None
-    val: Momentum = 0.0  # fraction of each client's training samples kept for validation
-    eval_split: str = "test"  # what is evaluated: test, or val to choose hyper-parameters
+    # fraction of each client's training samples kept for validation
+    val: Momentum = 0.0
+    # what is evaluated: test, or val to choose hyper-parameters
+    eval_split: str = "test"
     eval_every: NonNegativeInt = 1  # rounds between evaluations of all clients
     engine: str = "auto"  # chain, loop, vmap, or auto by the model
     workers: int | None = None  # threads; never changes a result
     device: str = "cpu"  # cpu or cuda
-    # clients that train at once under vmap, at most; another number changes last digits; 64 on a
-    # CPU, 128 on a GPU
+    # clients that train at once under vmap, at most; another number changes last
+    # digits; 64 on a CPU, 128 on a GPU
     clients_per_block: PositiveInt | None = None
     graphs: bool = True  # on a GPU: capture local steps as CUDA graphs
-    clip: PositiveFloat | None = None  # no client's update is longer than this (Euclidean norm)
+    # no client's update is longer than this (Euclidean norm)
+    clip: PositiveFloat | None = None
     attack: Attack | None = None  # what the bad clients do; the others are evaluated
     attack_clients: tuple[int, ...] | None = None  # the clients that do it
     attack_strength: float | None = None  # how far it goes; each attack has a default
     # batch norm's running statistics: average, local, or auto, as the method has it
     batch_norm: str = "auto"
-    # of each client beside loss and accuracy: auc, f1, balanced_accuracy; for targets mae, rmse, r2
+    # of each client beside loss and accuracy: auc, f1, balanced_accuracy; for targets
+    # mae, rmse, r2
     metrics: tuple[str, ...] = ()
 
     @property
@@ -103,8 +111,13 @@ class Options:
 
     @property
     def robustness(self) -> Robustness:
-        """The longest update, and the bad clients. ValueError where they are said by half."""
-        if (self.attack, self.attack_clients, self.attack_strength) == (None, None, None):
+        """The longest update, and the bad clients. ValueError where they are said by
+        half."""
+        if (self.attack, self.attack_clients, self.attack_strength) == (
+            None,
+            None,
+            None,
+        ):
             return Robustness(self.clip)
         if self.attack is None or not self.attack_clients:
             words = "an attack and, with --attack-clients, the clients that do it"
@@ -138,11 +151,14 @@ def reader_of(data: str) -> NamedFunction | None:
         return None
     defaults = {"target": -1, "classes": "infer"}
     own = inspect.signature(READERS[kind]).parameters
-    return NamedFunction(kind, READERS[kind], {k: v for k, v in defaults.items() if k in own})
+    return NamedFunction(
+        kind, READERS[kind], {k: v for k, v in defaults.items() if k in own}
+    )
 
 
 def model_of(name: str) -> NamedFunction | None:
-    """The model and what it takes beside shape and classes; None for "auto" and for one's own."""
+    """The model and what it takes beside shape and classes; None for "auto" and for
+    one's own."""
     if name == "auto" or ":" in name:
         return None
     own = "or 'package.module:function' for one of your own"
@@ -154,9 +170,10 @@ def model_of(name: str) -> NamedFunction | None:
 
 
 def load_federation(options: Options, cut: Facts | None = None) -> Federation:
-    """The data of an experiment; `cut` holds the partition's or the reader's own options.
-    ValueError, ImportError or OSError in one sentence."""
-    o, more = options, dict(cut or {})
+    """The data of an experiment; `cut` holds the partition's or the reader's own
+    options. ValueError, ImportError or OSError in one sentence."""
+    o = options
+    more = dict(cut or {})
     if o.standardize is not None:
         more = {"standardize": o.standardize, **more}
     more |= {"train_samples": o.train_samples, "test_samples": o.test_samples}
@@ -176,8 +193,8 @@ def load_federation(options: Options, cut: Facts | None = None) -> Federation:
 def make_model(
     options: Options, data: Federation, own: Facts | None = None
 ) -> Callable[[], nn.Module]:
-    """A function that makes the experiment's model for this data's shape and classes; `own` holds
-    the model's own options. ValueError where the shape does not fit."""
+    """A function that makes the experiment's model for this data's shape and classes;
+    `own` holds the model's own options. ValueError where the shape does not fit."""
     name = model_name(options, data)
     classes = None if options.loss == "hinge" else data.classes
 
@@ -218,9 +235,10 @@ def has_target(name: str) -> bool:
 def make_algorithm(
     name: str, hyper: Facts | None = None, target: int | Literal["all"] | None = None
 ) -> Algorithm:
-    """An algorithm by name or "package.module:Class". `target` is given to those that personalize
-    for one client ("all": the first)."""
-    cls, given = class_of(name), dict(hyper or {})
+    """An algorithm by name or "package.module:Class". `target` is given to those that
+    personalize for one client ("all": the first)."""
+    cls = class_of(name)
+    given = dict(hyper or {})
     if target is not None and has_target(name):
         given["target"] = 0 if target == "all" else target
     return algorithm_of(cls, **given)
@@ -241,7 +259,8 @@ class Job:
 
     @property
     def for_each(self) -> bool:
-        """Whether it is a run for each client: `target` is "all", and the algorithm has one."""
+        """Whether it is a run for each client: `target` is "all", and the algorithm
+        has one."""
         return self.options.target == "all" and has_target(self.algorithm)
 
     def num_rounds(self, n: int) -> int:
@@ -255,10 +274,13 @@ class Job:
         reported: torch.Tensor | None = None,
         **more: Any,
     ) -> Simulation:
-        """Its simulation, with `for_each` that of the first client; `reported` are evaluated,
-        `more` are options that only Python can set: who may take part."""
-        made = make_algorithm(self.algorithm, self.algorithm_options, self.options.target)
-        start, common = make_net(self.options, data, model), self._common(reported)
+        """Its simulation, with `for_each` that of the first client; `reported` are
+        evaluated, `more` are options that only Python can set: who may take part."""
+        made = make_algorithm(
+            self.algorithm, self.algorithm_options, self.options.target
+        )
+        start = make_net(self.options, data, model)
+        common = self._common(reported)
         return Simulation(made, start, data, self.training, **common, **more)
 
     def play(
@@ -268,8 +290,8 @@ class Job:
         on_round: OnRound,
         checkpoint: Checkpoint | None = None,
     ) -> History:
-        """Runs it, each client's run after the other where it is `for_each`, on `data` as they
-        were given to `simulation`; `on_round` sees every round played."""
+        """Runs it, each client's run after the other where it is `for_each`, on `data`
+        as they were given to `simulation`; `on_round` sees every round played."""
         if not self.for_each:
             return simulation.run(on_round, checkpoint)
         return run_each_target(
@@ -289,34 +311,44 @@ class Job:
             "rounds": o.rounds,
             "participation": o.participation,
             "seed": o.seed,
-            "evaluation": Evaluation(o.eval_every, o.eval_split, reported, metrics=o.metrics),
+            "evaluation": Evaluation(
+                o.eval_every, o.eval_split, reported, metrics=o.metrics
+            ),
             "robustness": o.robustness,
             "hardware": o.hardware,
             "batch_norm": o.batch_norm,
         }
 
     def header(self, simulation: Simulation) -> Line:
-        """The simulation's header, with the names that the experiment was asked for by."""
-        head, o = simulation.header(), self.options
+        """The simulation's header, with the names that the experiment was asked for
+        by."""
+        head = simulation.header()
+        o = self.options
         cut = partition_of(o.data, o.partition)
         asked = {k: getattr(o, k) for k in ("data", "loss", *DATA_FIELDS)}
         names = {"partition": cut and cut.name, "model": model_name(o, simulation.data)}
-        made_for = head["target"]  # whom the algorithm makes its one model for, if it does
+        # whom the algorithm makes its one model for, if it does
+        made_for = head["target"]
         target = o.target if isinstance(o.target, int) else made_for
         if self.for_each:
             head["options"] |= {"target": "each client"}
-            target, made_for = None, "each client"
+            target = None
+            made_for = "each client"
         return {**head, **asked, **names, "target": target, "model_target": made_for}
 
 
 def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
-    """What some jobs compute, but for where: two descriptions that are equal give the same
-    numbers."""
+    """What some jobs compute, but for where: two descriptions that are equal give the
+    same numbers."""
     options = asdict(todo[0].options)
     for where in ("device", "engine", "workers", "clients_per_block", "graphs"):
         del options[where]
     hyper = {job.name: dict(job.algorithm_options) for job in todo}
-    own = {"partition_options": dict(cut), "model_options": dict(shape), "options": hyper}
+    own = {
+        "partition_options": dict(cut),
+        "model_options": dict(shape),
+        "options": hyper,
+    }
     return {"runs": [*hyper], **options, "training": asdict(todo[0].training), **own}
 
 
@@ -326,7 +358,8 @@ def make_jobs(
     training: Training,
     hyper: Mapping[str, Facts],
 ) -> list[Job]:
-    """One job per algorithm and seed, every hyper-parameter checked. ValueError in one sentence."""
+    """One job per algorithm and seed, every hyper-parameter checked. ValueError in
+    one sentence."""
     require(algorithms, "algorithms", f"at least one of {', '.join(ALGORITHMS)}", None)
     options.hardware, options.robustness  # noqa: B018  (what is wrong is said now)
     for name in algorithms:

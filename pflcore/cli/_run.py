@@ -1,7 +1,7 @@
 """`pflcore run`, `pflcore compare` and `pflcore report`: records, tables and pictures.
 
-Every option is a field of a dataclass (the algorithm, Training, Options, OutputOptions) or an argument of
-the partition or the model.
+Every option is a field of a dataclass (the algorithm, Training, Options, OutputOptions)
+or an argument of the partition or the model.
 """
 
 import contextlib
@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from pflcore.algorithms import ALGORITHMS, class_of, name_of
-from pflcore.check import NonNegativeFloat, NonNegativeInt, PositiveInt, checked, require
+from pflcore.check import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    checked,
+    require,
+)
 from pflcore.cli import _experiment as experiment
 from pflcore.cli._experiment import Job, Options
 from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
@@ -26,9 +32,23 @@ from pflcore.metrics import human_bytes
 from pflcore.nn.models import MODELS
 from pflcore.results import _pictures as pictures
 from pflcore.results import table
-from pflcore.results._files import atomic_write, move_aside, remove_part_files, write_text
+from pflcore.results._files import (
+    atomic_write,
+    move_aside,
+    remove_part_files,
+    write_text,
+)
 from pflcore.results._progress import Progress
-from pflcore.results.record import Facts, Line, OnRound, RecordWriter, Run, Runs, read, to_json
+from pflcore.results.record import (
+    Facts,
+    Line,
+    OnRound,
+    RecordWriter,
+    Run,
+    Runs,
+    read,
+    to_json,
+)
 from pflcore.simulation import History, checkpoint
 from pflcore.simulation import _describe as describe
 from pflcore.simulation.checkpoint import Checkpoint
@@ -43,7 +63,8 @@ HELP_NAMES = {
 }
 Model = Callable[[], Any]
 CHECKPOINTS = "checkpoints"  # of the runs that are not over
-RECORD_FILE, TABLE_FILE = "record.jsonl", "table.md"
+RECORD_FILE = "record.jsonl"
+TABLE_FILE = "table.md"
 TABLE_START = "### "  # how each of our tables begins
 OUTPUT_FILES = (
     RECORD_FILE,
@@ -64,27 +85,31 @@ class CompareOptions:
 class ReportOptions:
     """Where a table and pictures go, and what is in them."""
 
-    out: Path | None = None  # folder; default: a new one below runs/, or the first record's
+    # folder; default: a new one below runs/, or the first record's
+    out: Path | None = None
     # an algorithm; adds the percent of clients that are worse off than with it
     baseline: str | None = None
     last: PositiveInt = 10  # rounds in "mean of last"
-    # begin anew in a folder that holds something: its record, its checkpoints and a table.md that
-    # is no record's are moved to names that end in .1, .2, ...
+    # begin anew in a folder that holds something: its record, its checkpoints and a
+    # table.md that is no record's are moved to names that end in .1, .2, ...
     overwrite: bool = False
 
 
 @checked
 @dataclass(frozen=True)
 class OutputOptions(ReportOptions):
-    """Where results go: record.jsonl, table.md, curves.png, weights.png and further pictures."""
+    """Where results go: record.jsonl, table.md, curves.png, weights.png and further
+    pictures."""
 
-    # go on with the record that the folder holds, from its last checkpoint; where it holds none,
-    # begin
+    # go on with the record that the folder holds, from its last checkpoint; where it
+    # holds none, begin
     resume: bool = False
     checkpoint_every: NonNegativeInt = 0  # rounds between checkpoints; 0: by time alone
-    checkpoint_minutes: NonNegativeFloat = 10.0  # minutes between checkpoints; 0: by rounds alone
+    # minutes between checkpoints; 0: by rounds alone
+    checkpoint_minutes: NonNegativeFloat = 10.0
     quiet: bool = False  # no progress bar
-    # say what would run, where the clients' rows would be and what memory it takes; write nothing
+    # say what would run, where the clients' rows would be and what memory it takes;
+    # write nothing
     dry_run: bool = False
 
 
@@ -93,21 +118,27 @@ class RunFailed(Exception):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one algorithm on a federation: one of those below, or package.module:Class for one of
-    your own."""
+    """Runs one algorithm on a federation: one of those below, or package.module:Class
+    for one of your own."""
     names = [word for word in argv[:1] if not word.startswith("-")]
     return _run_command(run, names, argv[len(names) :])
 
 
 def compare(argv: Sequence[str]) -> int:
-    """Runs several algorithms on the same federation, from the same initial weights, with the same
-    cohorts and batches."""
+    """Runs several algorithms on the same federation, from the same initial weights,
+    with the same cohorts and batches."""
     return _run_command(compare, [], argv)
 
 
-def _run_command(command: Callable[..., int], names: Sequence[str], argv: Sequence[str]) -> int:
+def _run_command(
+    command: Callable[..., int], names: Sequence[str], argv: Sequence[str]
+) -> int:
     one = command is run
-    prog = f"pflcore run {names[0] if names else 'ALGORITHM'}" if one else "pflcore compare"
+    prog = (
+        f"pflcore run {names[0] if names else 'ALGORITHM'}"
+        if one
+        else "pflcore compare"
+    )
     known = [f"{k}: {', '.join(v)}." for k, v in HELP_NAMES.items()]
     about = "\n\n".join([inspect.getdoc(command) or "", *known])
     groups: dict[str, type] = {} if one else {"compare": CompareOptions}
@@ -117,7 +148,10 @@ def _run_command(command: Callable[..., int], names: Sequence[str], argv: Sequen
     if not {"-h", "--help"} & {*argv}:
         words = "the name of an algorithm first" if one else "at least one"
         require(
-            names, command.__name__ if one else "algorithms", f"{words} ({ALGORITHM_NAMES})", names
+            names,
+            command.__name__ if one else "algorithms",
+            f"{words} ({ALGORITHM_NAMES})",
+            names,
         )
     asked = first["run"]
     chosen = {
@@ -135,10 +169,16 @@ def _run_command(command: Callable[..., int], names: Sequence[str], argv: Sequen
     about = "\n\n".join(
         [about, *(inspect.getdoc(c) or "" for c in classes if not option_fields(c))]
     )
-    require(len(classes) == len(algorithms), "algorithms", "different names", ", ".join(names))
+    require(
+        len(classes) == len(algorithms),
+        "algorithms",
+        "different names",
+        ", ".join(names),
+    )
     got = parse(prog, about, groups, argv, () if one else algorithms)
     hyper = {name: got[title] for title, name in algorithms.items()}
-    options, training = Options(**got["run"]), Training(**got["training"])
+    options = Options(**got["run"])
+    training = Training(**got["training"])
     todo = experiment.make_jobs([*algorithms.values()], options, training, hyper)
     reader = chosen["data"]
     cut = got.get("partition", {})
@@ -147,13 +187,21 @@ def _run_command(command: Callable[..., int], names: Sequence[str], argv: Sequen
     return _run_jobs(todo, cut, got.get("model", {}), OutputOptions(**got["output"]))
 
 
-def _run_jobs(todo: Sequence[Job], cut: Facts, shape: Facts, output: OutputOptions) -> int:
-    options, names = todo[0].options, [name_of(j.algorithm) for j in todo]
+def _run_jobs(
+    todo: Sequence[Job], cut: Facts, shape: Facts, output: OutputOptions
+) -> int:
+    options = todo[0].options
+    names = [name_of(j.algorithm) for j in todo]
     known = output.baseline in (None, *names)
     require(known, "baseline", "one of the algorithms that run", output.baseline)
     if output.out is not None:
         _check_folder(output.out, output)
-    require(not output.resume or output.out, "resume", "the folder of the run with --out", None)
+    require(
+        not output.resume or output.out,
+        "resume",
+        "the folder of the run with --out",
+        None,
+    )
     data = experiment.load_federation(options, cut)
     model = experiment.make_model(options, data, shape)
     begun = output.resume and Checkpoint(output.out or "").exists
@@ -168,7 +216,8 @@ def _run_jobs(todo: Sequence[Job], cut: Facts, shape: Facts, output: OutputOptio
         )
         folder = output.out or _new_folder(names, options.data, options.partition or "")
         held.enter_context(checkpoint.lock(folder))
-        _check_folder(folder, output)  # another command may have ended there in the meantime
+        # another command may have ended there in the meantime
+        _check_folder(folder, output)
         for name in OUTPUT_FILES:
             remove_part_files(folder / name)
         what = experiment.describe_jobs(todo, cut, shape) | {
@@ -190,7 +239,9 @@ def _run_jobs(todo: Sequence[Job], cut: Facts, shape: Facts, output: OutputOptio
         own = {"partition_options": cut, "model_options": shape}
         runs = _JobRunner(data, model, own, output, folder, record, progress)
         try:
-            status = runs.play(todo, {f"{r.algorithm}, seed {r.header.get('seed')}" for r in whole})
+            status = runs.play(
+                todo, {f"{r.algorithm}, seed {r.header.get('seed')}" for r in whole}
+            )
         except RunFailed:  # a table of what there is, where that can be written
             progress.close()
             with contextlib.suppress(Exception):
@@ -213,22 +264,25 @@ def _try_jobs(todo: Sequence[Job], data: Federation, model: Model) -> list[str]:
 
 
 def _complete_runs(folder: Path, command: Facts) -> list[Run]:
-    """The runs of a command that are over, by the record in its folder. ValueError where it is
-    another command's."""
+    """The runs of a command that are over, by the record in its folder. ValueError
+    where it is another command's."""
     there = checkpoint.load(folder)[1].get("command", {})
     if differs := describe.first_difference(there, command):
         raise ValueError(
-            f"resume: {folder} holds another run: {differs}; give the options it was begun with, "
+            f"resume: {folder} holds another run: {differs}; give the options it was "
+            "begun with, "
             "or another folder."
         )
     for path in (folder / CHECKPOINTS).rglob(checkpoint.FILE_NAME):
-        checkpoint.load(path.parent)  # a damaged one is said before the record is written
+        # a damaged one is said before the record is written
+        checkpoint.load(path.parent)
     return [run for run in read(folder / RECORD_FILE) if run.complete]
 
 
 @dataclass
 class _JobRunner:
-    """What the jobs of a command share, which are played one after the other into one record."""
+    """What the jobs of a command share, which are played one after the other into
+    one record."""
 
     data: Federation
     model: Model
@@ -250,11 +304,13 @@ class _JobRunner:
                 history = self.run_job(job, kept / str(i))
                 if history.interrupted:
                     raise KeyboardInterrupt
-                failed, broken = failed or bool(history.stopped), broken or history.failed
+                failed = failed or bool(history.stopped)
+                broken = broken or history.failed
                 del history  # the next one needs the memory
         except KeyboardInterrupt:
             self.progress.say(
-                "Interrupted; the record is whole up to here, and --resume goes on from the last "
+                "Interrupted; the record is whole up to here, and --resume goes on "
+                "from the last "
                 "checkpoint."
             )
             return 130
@@ -263,9 +319,14 @@ class _JobRunner:
         return 1 if failed else 0
 
     def run_job(self, job: Job, kept: Path) -> History:
-        """Plays a job, from its checkpoint in the folder `kept` where it is there. Whatever ends
-        it, the record holds every round that was played and says why it is not whole."""
-        played, out, simulation = count(), self.output, job.simulation(self.data, self.model)
+        """Plays a job, from its checkpoint in the folder `kept` where it is there.
+        Whatever ends it, the record holds every round that was played and says why it
+        is not whole."""
+        played, out, simulation = (
+            count(),
+            self.output,
+            job.simulation(self.data, self.model),
+        )
         keeper = Checkpoint(kept, out.checkpoint_every, out.checkpoint_minutes)
         if keeper.exists and not job.for_each:
             simulation.restore(kept)
@@ -279,7 +340,9 @@ class _JobRunner:
 
         def play(on_round: OnRound) -> History:
             # a round's record needs all the clients' runs
-            history = job.play(simulation, self.data, step if job.for_each else on_round, keeper)
+            history = job.play(
+                simulation, self.data, step if job.for_each else on_round, keeper
+            )
             for line in history.rounds if job.for_each else ():
                 self.record.write(line)
             return history
@@ -291,7 +354,10 @@ class _JobRunner:
         except Exception as e:
             why, rest = f"{type(e).__name__}: {first_line(e)}", ""
             if isinstance(e, OSError):  # a full disk, most of all
-                why, rest = str(e.strerror or e), ", and --resume goes on from the last checkpoint"
+                why, rest = (
+                    str(e.strerror or e),
+                    ", and --resume goes on from the last checkpoint",
+                )
             there = f"the record up to there is {self.record.path}{rest}."
             raise RunFailed(f"{job.name} failed: {why}; {there}") from e
         if history.stopped:
@@ -303,8 +369,8 @@ class _JobRunner:
 
 
 def _write_report(runs: Runs, folder: Path, output: ReportOptions) -> None:
-    """Table to stdout and table.md; pictures, where matplotlib is there. RunFailed where they
-    cannot be written."""
+    """Table to stdout and table.md; pictures, where matplotlib is there. RunFailed
+    where they cannot be written."""
     text = table.table(runs, output.last, output.baseline)
     made: list[Path] = []
     try:
@@ -316,7 +382,8 @@ def _write_report(runs: Runs, folder: Path, output: ReportOptions) -> None:
     except OSError as e:
         print(text)
         raise RunFailed(
-            f"out: table and pictures cannot be written into {folder} ({e.strerror or e}); make "
+            f"out: table and pictures cannot be written into {folder} "
+            f"({e.strerror or e}); make "
             f"room there, then: pflcore report {folder}."
         ) from e
     print(text)  # when all is written: a reader may have gone
@@ -327,13 +394,21 @@ def _write_report(runs: Runs, folder: Path, output: ReportOptions) -> None:
 def report(argv: Sequence[str]) -> int:
     """Makes the table and the pictures again, from the records in some folders."""
     places = [*takewhile(lambda word: not word.startswith("-"), argv)]
-    about, rest = inspect.getdoc(report) or "", argv[len(places) :]
+    about = inspect.getdoc(report) or ""
+    rest = argv[len(places) :]
     asked = ReportOptions(
-        **parse("pflcore report FOLDER ...", about, {"report": ReportOptions}, rest)["report"]
+        **parse("pflcore report FOLDER ...", about, {"report": ReportOptions}, rest)[
+            "report"
+        ]
     )
     runs = [r for place in places for r in read(place)]
     words = "folders or .jsonl files that hold a record"
-    require(runs, "report", words, f"{', '.join(places)}, which holds none" if places else None)
+    require(
+        runs,
+        "report",
+        words,
+        f"{', '.join(places)}, which holds none" if places else None,
+    )
     first = Path(places[0])
     folder = asked.out or (first if first.is_dir() else first.parent)
     _check_folder(folder, asked)
@@ -347,11 +422,14 @@ def report(argv: Sequence[str]) -> int:
 def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
     """A new folder below runs/, made now, with a name that any file system takes."""
     what = algorithms[0] if len(set(algorithms)) == 1 else "compare"
-    stem = re.sub(r"[^\w.-]", "_", f"{what}-{data}-{partition.replace('*', 'star')}".rstrip("-"))
+    stem = re.sub(
+        r"[^\w.-]", "_", f"{what}-{data}-{partition.replace('*', 'star')}".rstrip("-")
+    )
     for number in count(1):
         folder = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)  # of two runs that start at once, only one makes it
+            # of two runs that start at once, only one makes it
+            folder.mkdir(parents=True)
             break
     return folder
 
@@ -360,7 +438,9 @@ def _check_folder(folder: Path, output: ReportOptions) -> None:
     """ValueError where there is what must not be lost."""
     goes_on = isinstance(output, OutputOptions) and output.resume
     if goes_on and output.overwrite:
-        raise ValueError("resume: expected no --overwrite beside it; leave one of them out.")
+        raise ValueError(
+            "resume: expected no --overwrite beside it; leave one of them out."
+        )
     if output.overwrite:
         return
     begun = Checkpoint(folder).exists
@@ -370,19 +450,24 @@ def _check_folder(folder: Path, output: ReportOptions) -> None:
         ways = "name another folder, or add --overwrite, which moves it aside"
         if goes_on:
             what += " without a checkpoint"
-            ways = "name another folder, or put --overwrite for --resume, which moves it aside"
+            ways = (
+                "name another folder, or put --overwrite for --resume, which moves "
+                "it aside"
+            )
         elif begun:
             ways = f"go on by --resume, {ways}"
         raise ValueError(f"out: {folder} holds {what}; {ways}.")
     if _is_foreign_table(folder / TABLE_FILE) and not goes_on:
         raise ValueError(
-            f"out: {folder} has a table.md that this command did not write (reproduce's, perhaps); "
+            f"out: {folder} has a table.md that this command did not write "
+            "(reproduce's, perhaps); "
             "name another with --out, or add --overwrite, which moves it aside."
         )
 
 
 def _resumable_paths(folder: Path) -> list[Path]:
-    """What a command has left in a folder that it can go on from: its record and checkpoints."""
+    """What a command has left in a folder that it can go on from: its record and
+    checkpoints."""
     record = folder / RECORD_FILE
     written = record.is_file() and record.stat().st_size
     others = [folder / checkpoint.FILE_NAME, folder / CHECKPOINTS]
@@ -390,7 +475,8 @@ def _resumable_paths(folder: Path) -> list[Path]:
 
 
 def _is_foreign_table(path: Path) -> bool:
-    """Whether a table is not one that `_write_report` wrote; one that was cut off is."""
+    """Whether a table is not one that `_write_report` wrote; one that was cut off
+    is."""
     if not path.is_file():
         return False
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -399,7 +485,8 @@ def _is_foreign_table(path: Path) -> bool:
 
 
 def _move_outputs_aside(folder: Path, complete_record: bool) -> str:
-    """Moves what is not to be lost out of a command's way; says what it moved and where to."""
+    """Moves what is not to be lost out of a command's way; says what it moved and
+    where to."""
     paths = _resumable_paths(folder) if complete_record else []
     if _is_foreign_table(folder / TABLE_FILE):
         paths.append(folder / TABLE_FILE)
@@ -412,7 +499,8 @@ def _move_outputs_aside(folder: Path, complete_record: bool) -> str:
 
 def _plan_line(head: Facts) -> str:
     return (
-        f"{head['algorithm']}: {head['parameters']:,} parameters, {head['rounds']} rounds, engine "
+        f"{head['algorithm']}: {head['parameters']:,} parameters, {head['rounds']} "
+        "rounds, engine "
         f"{head['engine']}, "
         f"about {human_bytes(head['peak_bytes'])} of memory at the peak beside its data"
     )

@@ -1,9 +1,11 @@
-"""The meaning of targets and inputs: one table for every reader, applied to all clients at once.
+"""The meaning of targets and inputs: one table for every reader, applied to all clients
+at once.
 
-A client's own samples never decide it: one client may have whole numbers, one class or no -1 by
-chance. Nor are labels that somebody hands over changed: a loss of one's own may count on them.
-"Objects" are what Python hands over with a type of its own (arrays, tensors, lists, data frames);
-"files" are CSV, JSON, npz and .mat, whose numbers often have lost theirs.
+A client's own samples never decide it: one client may have whole numbers, one class or
+no -1 by chance. Nor are labels that somebody hands over changed: a loss of one's own
+may count on them. "Objects" are what Python hands over with a type of its own (arrays,
+tensors, lists, data frames); "files" are CSV, JSON, npz and .mat, whose numbers often
+have lost theirs.
 
 targets                     of objects                      of files
 --------------------------  ------------------------------  ------------------------------
@@ -15,9 +17,9 @@ labels [n, 1]               labels [n], if x has no steps   labels [n], if x has
 -100 in [n, T]              left out of losses              left out of losses
 words, dates, complex       refused                         refused
 
-`classes` says how many classes there are. Left to be inferred, it is the largest label plus one,
-and more classes than labels are refused: they are prices, years or ids. `classes=None` makes all
-targets numbers, which are predicted by regression.
+`classes` says how many classes there are. Left to be inferred, it is the largest label
+plus one, and more classes than labels are refused: they are prices, years or ids.
+`classes=None` makes all targets numbers, which are predicted by regression.
 
 inputs                      become
 --------------------------  ------------------------------------------------------------------
@@ -49,7 +51,8 @@ class ReaderOptions(NamedTuple):
     classes: Classes = "infer"
     dtype: torch.dtype | None = torch.float32  # of floats; None: as they come
     from_files: bool = False
-    single_client: bool = False  # one client of a federation whose other clients are not seen
+    # one client of a federation whose other clients are not seen
+    single_client: bool = False
 
 
 def interpret_targets(
@@ -62,12 +65,14 @@ def interpret_targets(
 ) -> tuple[Tensor, int | None]:
     """The targets [n, ...] of all clients by the table, and how many classes they have.
 
-    Numbers get the reading's dtype; where it has none floats stay, and whole numbers become
-    `float_dtype`. `single_step`: labels [n, 1] are those of one step. ValueError where labels are negative or
-    have more classes than there are labels.
+    Numbers get the reading's dtype; where it has none floats stay, and whole numbers
+    become `float_dtype`. `single_step`: labels [n, 1] are those of one step. ValueError
+    where labels are negative or have more classes than there are labels.
     """
     single = y.dim() == 1 or (y.dim() == 2 and y.shape[1] == 1 and not single_step)
-    labels = reader.classes is not None and (reader.from_files or reader.classes != "infer")
+    labels = reader.classes is not None and (
+        reader.from_files or reader.classes != "infer"
+    )
     if labels and single and _are_whole_numbers(y):
         y = y.clamp(-MAX_LABEL, MAX_LABEL).long()
     if reader.classes is None or y.is_floating_point():
@@ -96,7 +101,8 @@ def _are_signs(y: Tensor) -> bool:
 
 
 def _count_classes(y: Tensor, reader: ReaderOptions, name: str) -> int:
-    """The largest label plus one. ValueError where that is more than the labels themselves."""
+    """The largest label plus one. ValueError where that is more than the labels
+    themselves."""
     labels = y[y != IGNORED_LABEL]
     low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
     numbers = "classes=None (--classes None or --loss squared) for numbers to predict"
@@ -106,20 +112,30 @@ def _count_classes(y: Tensor, reader: ReaderOptions, name: str) -> int:
     if not reader.single_client and high >= max(count, 1):
         many = f" or classes={high + 1} (--classes {high + 1}) for so many classes,"
         many = many if high < MAX_LABEL else ""
-        reject(name, f"labels below {count}, the number of samples,{many} or {numbers}", high)
+        reject(
+            name,
+            f"labels below {count}, the number of samples,{many} or {numbers}",
+            high,
+        )
     return max(high + 1, 1)
 
 
-def merge_inputs(parts: Sequence[Tensor], names: Sequence[str], float_dtype: torch.dtype) -> Tensor:
+def merge_inputs(
+    parts: Sequence[Tensor], names: Sequence[str], float_dtype: torch.dtype
+) -> Tensor:
     """All clients' inputs as one tensor: int64 where all are, else floats.
 
-    ValueError where a whole number of one client would be rounded because another has floats.
+    ValueError where a whole number of one client would be rounded because another has
+    floats.
     """
     if len({p.is_floating_point() for p in parts}) > 1:
         for i, p in enumerate(parts):
-            rounded = not p.is_floating_point() and bool((p.abs() > MAX_EXACT_FLOAT32).any())
+            rounded = not p.is_floating_point() and bool(
+                (p.abs() > MAX_EXACT_FLOAT32).any()
+            )
             right = (
-                f"floats, as other clients have, or whole numbers within +-{MAX_EXACT_FLOAT32:,}"
+                "floats, as other clients have, or whole numbers within "
+                f"+-{MAX_EXACT_FLOAT32:,}"
             )
             require(not rounded, f"x of {names[i]}", right, p)
         parts = [p.to(float_dtype) for p in parts]

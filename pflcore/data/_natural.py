@@ -1,9 +1,9 @@
-"""Data that comes with its clients: School, Vehicle, EMNIST by writer, LEAF JSON, a folder with one
-file per client.
+"""Data that comes with its clients: School, Vehicle, EMNIST by writer, LEAF JSON, a
+folder with one file per client.
 
-A reader makes {client: {split: (x, y)}}, arrays of numbers as the file has them; `_federation` does
-the rest, by the table in `_meaning`. OSError or ValueError, one sentence that names the file, where
-one is missing or holds something else.
+A reader makes {client: {split: (x, y)}}, arrays of numbers as the file has them;
+`_federation` does the rest, by the table in `_meaning`. OSError or ValueError, one
+sentence that names the file, where one is missing or holds something else.
 """
 
 import contextlib
@@ -23,7 +23,12 @@ from pflcore.check import checked, import_optional, reject, require
 from pflcore.data._federation import Federation
 from pflcore.data._meaning import Classes, ReaderOptions
 from pflcore.data._samples import SPLITS
-from pflcore.data._sources import DATA_FOLDER_HINT, check_published, digest_of, explain_read_errors
+from pflcore.data._sources import (
+    DATA_FOLDER_HINT,
+    check_published,
+    digest_of,
+    explain_read_errors,
+)
 
 AnyPath = str | os.PathLike[str]
 EXTRA_FILE_PREFIXES = ("README", "LICENSE")  # of files that may lie beside data
@@ -31,24 +36,25 @@ Pairs = dict[str, dict[str, tuple[Any, Any]]]  # client -> split -> (x, y)
 
 
 def school(root: AnyPath | None = None) -> Federation:
-    """School (Inner London Education Authority): 139 schools, 15,362 students, 28 features (the
-    last is the constant 1), exam scores.
+    """School (Inner London Education Authority): 139 schools, 15,362 students, 28
+    features (the last is the constant 1), exam scores.
 
-    Targets are (score - 1) / (70 - 1), the extremes being those of all scores. Everything is in
-    "train": hold out samples by `split`, then `standardize`. Reads ``school/school.mat`` (MALSAR's
-    cell format) under ``root``.
+    Targets are (score - 1) / (70 - 1), the extremes being those of all scores.
+    Everything is in "train": hold out samples by `split`, then `standardize`. Reads
+    ``school/school.mat`` (MALSAR's cell format) under ``root``.
     """
     x, y = read_cells(_root(root) / "school" / "school.mat")
     check_published("school", digest_of(*x, *y), "44afd5cc166e1c1c")
-    low, high = min(float(v.min()) for v in y), max(float(v.max()) for v in y)
+    low = min(float(v.min()) for v in y)
+    high = max(float(v.max()) for v in y)
     pairs = [(a, (b - low) / (high - low)) for a, b in zip(x, y, strict=True)]
     fed = Federation.from_clients(pairs, classes=None, name="school")
     return fed._copy_with(facts={"lowest score": low, "highest score": high})
 
 
 def vehicle(root: AnyPath | None = None) -> Federation:
-    """Vehicle sensors: 23 sensors, 43,695 samples of 100 features, two kinds of vehicle; labels -1
-    and 1 become 0 and 1.
+    """Vehicle sensors: 23 sensors, 43,695 samples of 100 features, two kinds of
+    vehicle; labels -1 and 1 become 0 and 1.
 
     Reads ``vehicle/vehicle.mat`` (MALSAR's cell format).
     """
@@ -67,7 +73,8 @@ def femnist(root: AnyPath | None = None) -> Federation:
     if not (at / "fed_emnist_train.h5").is_file():
         fed = leaf(at, classes=62, name="femnist")
         return fed._copy_with(x=fed.x.float().reshape(-1, 1, 28, 28))
-    h5py, clients = import_optional("h5py", "data: it"), Pairs()
+    h5py = import_optional("h5py", "data: it")
+    clients = Pairs()
     for split in ("train", "test"):
         path = at / f"fed_emnist_{split}.h5"
         with explain_read_errors(f"{path}: expected TFF's HDF5 file, got none"):
@@ -77,23 +84,28 @@ def femnist(root: AnyPath | None = None) -> Federation:
                     pair = of["pixels"][()][:, None], of["label"][()].astype(np.int64)
                     clients.setdefault(writer, {})[split] = pair
     return _federation(
-        dict(sorted(clients.items())), ReaderOptions(62, None, from_files=True), "femnist"
+        dict(sorted(clients.items())),
+        ReaderOptions(62, None, from_files=True),
+        "femnist",
     )
 
 
 @checked
-def leaf(path: AnyPath, *, classes: Classes = "infer", name: str | None = None) -> Federation:
-    """LEAF-style JSON: ``{"users": [...], "num_samples": [...], "user_data": {user: {"x": [...],
-    "y": [...]}}}``.
+def leaf(
+    path: AnyPath, *, classes: Classes = "infer", name: str | None = None
+) -> Federation:
+    """LEAF-style JSON: ``{"users": [...], "num_samples": [...], "user_data": {user:
+    {"x": [...], "y": [...]}}}``.
 
-    ``path``: one file, a folder of files, or a folder with ``train/`` and ``test/`` (below
-    ``data/`` too). Clients in the order of the training users. Where the test users are other
-    people (LEAF's split by user), everybody's samples are "train" and ``truth["held_out"]`` [N]
-    marks them. What targets and inputs become is decided for all users together (docs/data.md).
+    ``path``: one file, a folder of files, or a folder with
+    ``train/`` and ``test/`` (below ``data/`` too). Clients in the order of the training
+    users. Where the test users are other people (LEAF's split by user), everybody's
+    samples are "train" and ``truth["held_out"]`` [N] marks them. What targets and
+    inputs become is decided for all users together (docs/data.md).
 
     Args:
-        classes: number of classes; infer takes the largest label plus one; None reads targets as
-            numbers to predict
+        classes: number of classes; infer takes the largest label plus one; None reads
+            targets as numbers to predict
     """
     base = Path(path)
     base = base / "data" if (base / "data" / "train").is_dir() else base
@@ -105,28 +117,37 @@ def leaf(path: AnyPath, *, classes: Classes = "infer", name: str | None = None) 
         for user, pair in of.items():
             if split == "train" or len(pair[1]):
                 clients.setdefault(user, {})["train" if apart else split] = pair
-    fed = _federation(clients, ReaderOptions(classes, from_files=True), name or f"leaf {base.name}")
+    fed = _federation(
+        clients, ReaderOptions(classes, from_files=True), name or f"leaf {base.name}"
+    )
     held = torch.tensor([u in strangers for u in clients])
     return fed._copy_with(truth={"held_out": held}) if apart else fed
 
 
 @checked
 def folder(
-    path: AnyPath, *, target: int | str = -1, classes: Classes = "infer", name: str | None = None
+    path: AnyPath,
+    *,
+    target: int | str = -1,
+    classes: Classes = "infer",
+    name: str | None = None,
 ) -> Federation:
-    """One file per client: ``.npz`` (arrays x, y; or x_train, y_train, x_test, y_test, ...) or
-    ``.csv`` (numbers, one row per sample, in the grammar of Python's csv module).
+    """One file per client: ``.npz`` (arrays x, y; or x_train, y_train, x_test, y_test,
+    ...) or ``.csv`` (numbers, one row per sample, in the grammar of Python's csv
+    module).
 
-    Files in ``train/`` and ``test/`` (and ``val/``) with the same names are one client's splits.
-    Clients in the order of the names, numbers in them counted as numbers. What targets and inputs
-    become is decided for all files together (docs/data.md).
+    Files in ``train/`` and ``test/`` (and ``val/``) with the same names are one
+    client's splits. Clients in the order of the names, numbers in them counted as
+    numbers. What targets and inputs become is decided for all files together
+    (docs/data.md).
 
     Args:
         target: the CSV column of the targets, by number or by its name in the header
-        classes: number of classes; infer takes the largest label plus one; None reads targets as
-            numbers to predict
+        classes: number of classes; infer takes the largest label plus one; None reads
+            targets as numbers to predict
     """
-    base, clients = Path(path), Pairs()
+    base = Path(path)
+    clients = Pairs()
     first: tuple[str, ...] = ()
     for split, part in _split_folders(base, ".csv", ".npz").items():
         for file in _list_files(part, ".csv", ".npz"):
@@ -134,14 +155,22 @@ def folder(
                 found = _npz(file, split)
             else:
                 header, pair = _csv(file, target)
-                first, found = first or header, {split: pair}
+                first = first or header
+                found = {split: pair}
                 right = f"the columns of other files, {first}"
                 require(header in ((), first), str(file), right, header)
             mine = clients.setdefault(file.stem, {})
             twice = sorted(mine.keys() & found.keys())
-            require(not twice, str(file), f"samples that {file.stem} has in no other file", twice)
+            require(
+                not twice,
+                str(file),
+                f"samples that {file.stem} has in no other file",
+                twice,
+            )
             mine |= found
-    return _federation(clients, ReaderOptions(classes, from_files=True), name or base.name)
+    return _federation(
+        clients, ReaderOptions(classes, from_files=True), name or base.name
+    )
 
 
 def _federation(clients: Pairs, reader: ReaderOptions, name: str) -> Federation:
@@ -150,45 +179,58 @@ def _federation(clients: Pairs, reader: ReaderOptions, name: str) -> Federation:
     return Federation._from_reader(clients.values(), reader, name, list(clients))
 
 
-# files ------------------------------------------------------------------------------------------
+# files ------------------------------------------------------------------------
 
 
 def _root(root: AnyPath | None) -> Path:
     where = os.environ.get("PFLCORE_DATA") if root is None else root
-    require(where is not None, "root", "the folder of the data (or set PFLCORE_DATA)", where)
+    require(
+        where is not None, "root", "the folder of the data (or set PFLCORE_DATA)", where
+    )
     return Path(str(where))
 
 
 def _split_folders(base: Path, *kinds: str) -> dict[str, Path]:
-    """A folder per split, with no files of these kinds beside them, or all in "train"."""
+    """A folder per split, with no files of these kinds beside them, or all in
+    "train"."""
     parts = {s: base / s for s in SPLITS if (base / s).is_dir()}
     there = " and ".join(f"{s}/" for s in parts)
     if parts and "train" not in parts:
-        raise FileNotFoundError(f"{base}: expected a folder train/ beside {there}, got none.")
-    beside = sorted(f.name for f in base.glob("*") if f.suffix in kinds) if parts else []
+        raise FileNotFoundError(
+            f"{base}: expected a folder train/ beside {there}, got none."
+        )
+    beside = (
+        sorted(f.name for f in base.glob("*") if f.suffix in kinds) if parts else []
+    )
     require(not beside, str(base), f"no samples beside {there}", beside[:5])
     return parts or {"train": base}
 
 
 def _list_files(part: Path, *kinds: str) -> list[Path]:
-    """The files in a folder, client2 before client10; nothing but those of these kinds may be
-    there, a README, hidden files and folders aside.
+    """The files in a folder, client2 before client10; nothing but those of these kinds
+    may be there, a README, hidden files and folders aside.
 
     A pipe or a device would be read without end, so that only regular files are.
     """
-    found = sorted((f for f in part.glob("*") if not f.name.startswith(".")), key=_natural)
+    found = sorted(
+        (f for f in part.glob("*") if not f.name.startswith(".")), key=_natural
+    )
     mine = [f for f in found if f.suffix in kinds and f.is_file()]
     stray = []
     for f in found:
         if f.suffix in kinds and not f.is_file():
             stray.append(f"{f.name} (no regular file)")
         elif (
-            f.suffix not in kinds and not f.is_dir() and not f.name.startswith(EXTRA_FILE_PREFIXES)
+            f.suffix not in kinds
+            and not f.is_dir()
+            and not f.name.startswith(EXTRA_FILE_PREFIXES)
         ):
             stray.append(f.name)
     if stray or not mine:
         wanted = f"{' or '.join(kinds)} files and nothing else; give them a folder"
-        raise FileNotFoundError(f"{part}: expected {wanted}, got {stray or 'none there'}.")
+        raise FileNotFoundError(
+            f"{part}: expected {wanted}, got {stray or 'none there'}."
+        )
     return mine
 
 
@@ -198,10 +240,12 @@ def _natural(path: Path) -> str:
 
 
 def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
-    """MALSAR's cell format: ``X`` a cell of [n_i, d] matrices and ``Y`` one of [n_i, 1], a cell
-    entry per client; as float64 arrays."""
+    """MALSAR's cell format: ``X`` a cell of [n_i, d] matrices and ``Y`` one of
+    [n_i, 1], a cell entry per client; as float64 arrays."""
     io = import_optional("scipy.io", "data: it", DATA_FOLDER_HINT)
-    with explain_read_errors(f"{path}: expected a .mat file with the cells X and Y, got none"):
+    with explain_read_errors(
+        f"{path}: expected a .mat file with the cells X and Y, got none"
+    ):
         require(path.is_file(), "file", "a regular one", path.name)
         mat = {k.upper(): v for k, v in io.loadmat(path).items()}
         x, y = ([np.asarray(c, np.float64) for c in mat[k].reshape(-1)] for k in "XY")
@@ -225,8 +269,8 @@ def _leaf_users(path: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def _to_number_array(values: Any, name: str) -> Any:
-    """An array of real numbers, of the type that they have. ValueError for words, dates, complex
-    numbers and records."""
+    """An array of real numbers, of the type that they have. ValueError for words,
+    dates, complex numbers and records."""
     try:
         a = np.asarray(values)
     except ValueError:
@@ -237,7 +281,9 @@ def _to_number_array(values: Any, name: str) -> Any:
 
 
 def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
-    said = f"{path}: expected arrays of numbers x and y, or x_train and y_train, got none"
+    said = (
+        f"{path}: expected arrays of numbers x and y, or x_train and y_train, got none"
+    )
     with explain_read_errors(said), np.load(path, allow_pickle=False) as z:
         keys = {k if "_" in k else f"{k}_{split}": k for k in z.files}
         pairs = {s: [keys.get(f"{v}_{s}") for v in "xy"] for s in SPLITS}
@@ -258,15 +304,18 @@ def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
 def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any]]:
     """The header, () for none, and x, y.
 
-    Header and rows are read by one grammar, that of Python's csv module. A header has no number, or
-    counts its columns, as pandas writes it for an array.
+    Header and rows are read by one grammar, that of Python's csv module. A header has
+    no number, or counts its columns, as pandas writes it for an array.
     """
     said = f"{path}: expected rows of numbers in UTF-8, all of one length, got others"
     with explain_read_errors(said), path.open(encoding="utf-8-sig", newline="") as file:
         first, named, rows = _read_table(csv.reader(file, strict=True))
     own = named and first[0] in ("", "Unnamed: 0")
     require(
-        not own, str(path), "a name for every column (row numbers of pandas: index=False)", first
+        not own,
+        str(path),
+        "a name for every column (row numbers of pandas: index=False)",
+        first,
     )
     places = [i for i, name in enumerate(first) if name == target]
     if isinstance(target, int):
@@ -282,8 +331,15 @@ def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
     rows = (row for row in reader if any(cell.strip() for cell in row))
     first = tuple(cell.strip() for cell in next(rows, ()))
     alone = first[0] if len(first) == 1 else ""
-    require(not _find_separator(alone), "line 1", f"several values{_number_hint(alone)}", alone)
-    named = not any(map(_is_number, first)) or first == tuple(map(str, range(len(first))))
+    require(
+        not _find_separator(alone),
+        "line 1",
+        f"several values{_number_hint(alone)}",
+        alone,
+    )
+    named = not any(map(_is_number, first)) or first == tuple(
+        map(str, range(len(first)))
+    )
     values = array("d")
     for row in itertools.chain([] if named else [first], rows):
         right = f"{len(first)} values, as the first line has"

@@ -1,9 +1,10 @@
-"""Index lists of many clients as one flat tensor with offsets, and the ways to make them.
+"""Index lists of many clients as one flat tensor with offsets, and the ways to make
+them.
 
-A partition says how many samples of each class every client gets; `deal` hands them out. All else,
-shards and groups of clients, is made of its lists. Random choices come from numpy's RandomState,
-whose streams are frozen: a partition with its seed is the same on every machine and in every
-release.
+A partition says how many samples of each class every client gets; `deal` hands them
+out. All else, shards and groups of clients, is made of its lists. Random choices come
+from numpy's RandomState, whose streams are frozen: a partition with its seed is the
+same on every machine and in every release.
 """
 
 from __future__ import annotations
@@ -29,27 +30,37 @@ class Ragged(Sequence[Tensor]):
     """
 
     def __init__(self, flat: Tensor, size: Tensor) -> None:
-        self.flat, self.size = flat, size
+        self.flat = flat
+        self.size = size
         self.begin = torch.cat([size.new_zeros(1), size.cumsum(0)])
 
     @classmethod
     def from_lists(cls, lists: Sequence[Tensor]) -> Ragged:
         """The same lists, from at least one tensor [n_i]."""
         # numel: len of a tensor is slow
-        return cls(torch.cat(list(lists)), torch.tensor([rows.numel() for rows in lists]))
+        return cls(
+            torch.cat(list(lists)), torch.tensor([rows.numel() for rows in lists])
+        )
 
     @classmethod
     def from_owners(cls, rows: Tensor | Ints, owner: Tensor | Ints, n: int) -> Ragged:
-        """Samples `rows` [m] to their owners [m] in 0..n-1, each client's in the order given."""
+        """Samples `rows` [m] to their owners [m] in 0..n-1, each client's in the
+        order given."""
         order = torch.from_numpy(np.argsort(np.asarray(owner), kind="stable"))
-        return cls(torch.as_tensor(rows)[order], torch.as_tensor(owner).bincount(minlength=n))
+        return cls(
+            torch.as_tensor(rows)[order], torch.as_tensor(owner).bincount(minlength=n)
+        )
 
     @classmethod
     def from_single_list(cls, rows: Tensor, i: int, n: int) -> Ragged:
-        """List i of n, of which the others are empty; the tables take no memory for those."""
+        """List i of n, of which the others are empty; the tables take no memory for
+        those."""
         lists = cls(rows, torch.tensor([len(rows)]))
-        lists.size, lists.begin = (torch.from_numpy(np.zeros(m, np.int64)) for m in (n, n + 1))
-        lists.size[i] = lists.begin[i + 1] = len(rows)  # an empty list may begin anywhere
+        lists.size, lists.begin = (
+            torch.from_numpy(np.zeros(m, np.int64)) for m in (n, n + 1)
+        )
+        # an empty list may begin anywhere
+        lists.size[i] = lists.begin[i + 1] = len(rows)
         return lists
 
     def __len__(self) -> int:
@@ -76,7 +87,9 @@ class Ragged(Sequence[Tensor]):
 
     def owners(self) -> Tensor:
         """Whose each of the flat indices is: int64 [n], on their device."""
-        return to_device(torch.arange(len(self)).repeat_interleave(self.size), self.flat.device)
+        return to_device(
+            torch.arange(len(self)).repeat_interleave(self.size), self.flat.device
+        )
 
     def to(self, device: str | torch.device) -> Ragged:
         """The same lists on ``device``."""
@@ -84,17 +97,20 @@ class Ragged(Sequence[Tensor]):
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """`t`, a small table, on `device`; to a GPU through pinned memory, so that nobody waits."""
+    """`t`, a small table, on `device`; to a GPU through pinned memory, so that
+    nobody waits."""
     if t.device == device:
         return t
     if device.type != "cuda" or t.device.type != "cpu":
         return t.to(device)
-    with torch.cuda.device(device):  # pinning begins to work on the current card, the first one
+    # pinning begins to work on the current card, the first one
+    with torch.cuda.device(device):
         return t.pin_memory().to(device, non_blocking=True)
 
 
 def seeded_stream(seed: int, what: str) -> Random:
-    """A stream of its own for each recipe, so that two with one seed do not share their draws."""
+    """A stream of its own for each recipe, so that two with one seed do not share
+    their draws."""
     return Random([seed, *what.encode()])
 
 
@@ -105,16 +121,18 @@ def class_positions(y: Ints, classes: int, rng: Random | None) -> list[Ints]:
 
 
 def even_parts(total: int, parts: int) -> Ints:
-    """`total` in equal parts [parts]; the first ones get one more where it does not divide."""
+    """`total` in equal parts [parts]; the first ones get one more where it does not
+    divide."""
     size: Ints = total // parts + (np.arange(parts) < total % parts)
     return size
 
 
 def proportional_counts(totals: Ints, weights: NDArray[np.object_]) -> Ints:
-    """Counts [C, N] in exact proportion to weights [C, N], whole or fractions: total * cumsum //
-    sum, then diff.
+    """Counts [C, N] in exact proportion to weights [C, N], whole or fractions: total *
+    cumsum // sum, then diff.
 
-    Every sample is dealt, but for a class whose weights are all 0. Python's integers: no overflow.
+    Every sample is dealt, but for a class whose weights are all 0. Python's integers:
+    no overflow.
     """
     up = np.cumsum(weights, axis=1)
     at = totals.astype(object)[:, None] * up // np.where(up[:, -1:] > 0, up[:, -1:], 1)
@@ -123,9 +141,11 @@ def proportional_counts(totals: Ints, weights: NDArray[np.object_]) -> Ints:
 
 
 def deal(rows: Sequence[Ints], counts: Ints) -> Ragged:
-    """Of the samples `rows` of each class, the first counts[c, 0] to client 0, and so on.
+    """Of the samples `rows` of each class, the first counts[c, 0] to client 0, and so
+    on.
 
-    counts: [C, N]. A client has its classes in order; samples beyond the counts are unused.
+    counts: [C, N]. A client has its classes in order; samples beyond the counts are
+    unused.
     """
     classes, n = counts.shape
     owner = np.repeat(np.tile(np.arange(n), classes), counts.ravel())
@@ -134,20 +154,25 @@ def deal(rows: Sequence[Ints], counts: Ints) -> Ragged:
 
 
 def deal_shards(rows: Ints, sizes: Ints, table: Ints) -> Ragged:
-    """`rows` [m] in shards of these sizes [S]; client i gets the shards table[i]: [N, k]."""
+    """`rows` [m] in shards of these sizes [S]; client i gets the shards table[i]:
+    [N, k]."""
     shards = Ragged(torch.from_numpy(rows), torch.from_numpy(sizes))
     dealt = shards.take(torch.from_numpy(table.ravel()))
     return Ragged(dealt.flat, dealt.size.view(table.shape).sum(1))
 
 
-def split_lists(lists: Ragged, first: Callable[[int], int], rng: Random) -> list[Ragged]:
-    """Each client's samples shuffled and cut: the first `first(n_i)` of them, and the others."""
+def split_lists(
+    lists: Ragged, first: Callable[[int], int], rng: Random
+) -> list[Ragged]:
+    """Each client's samples shuffled and cut: the first `first(n_i)` of them, and
+    the others."""
     parts = [np.split(rng.permutation(r.numpy()), [first(len(r))]) for r in lists]
     return [Ragged.from_lists([torch.from_numpy(p[i]) for p in parts]) for i in (0, 1)]
 
 
 def interleave_classes(rows: Sequence[Ints]) -> Ints:
-    """The samples of all classes in one order of which every prefix is in their proportion."""
+    """The samples of all classes in one order of which every prefix is in their
+    proportion."""
     rank = np.concatenate([(np.arange(len(r)) + 0.5) / max(len(r), 1) for r in rows])
     order: Ints = np.concatenate(rows)[np.argsort(rank, kind="stable")]
     return order

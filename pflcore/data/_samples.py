@@ -11,7 +11,13 @@ from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
 from pflcore.check import PositiveInt, check_fields, reject, require
-from pflcore.data._inputs import DENSE_TEXT, IGNORED_LABEL, Fields, mask_labels, to_inputs
+from pflcore.data._inputs import (
+    DENSE_TEXT,
+    IGNORED_LABEL,
+    Fields,
+    mask_labels,
+    to_inputs,
+)
 from pflcore.data._ragged import Ragged, to_device
 
 SPLITS = ("train", "val", "test")
@@ -20,7 +26,8 @@ SPLITS = ("train", "val", "test")
 class Scaling(NamedTuple):
     """Statistics by which features were standardized: x = (raw - mean) / deviation."""
 
-    mean: Tensor  # [N, ...] float64, of each client's training samples; of one client [...]
+    # [N, ...] float64, of each client's training samples; of one client [...]
+    mean: Tensor
     deviation: Tensor  # the same; 1 where a feature is constant
 
     def for_client(self, client: int) -> "Scaling":
@@ -28,7 +35,8 @@ class Scaling(NamedTuple):
         return Scaling(self.mean[client], self.deviation[client])
 
     def apply(self, raw: Tensor) -> Tensor:
-        """Raw features [B, ...] standardized by one client's statistics, in their own dtype."""
+        """Raw features [B, ...] standardized by one client's statistics, in their
+        own dtype."""
         mean, deviation = (v.to(raw.device).double() for v in self)
         return ((raw.double() - mean) / deviation).to(raw.dtype)
 
@@ -40,7 +48,8 @@ class Scaling(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class ClientSamples:
-    """The data of N clients as index lists into one pool; see `Federation`, which adds the rest."""
+    """The data of N clients as index lists into one pool; see `Federation`, which
+    adds the rest."""
 
     x: Tensor  # or, when it is made, a dict of tensors
     y: Tensor
@@ -55,13 +64,17 @@ class ClientSamples:
     scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
-        x, fields = self.x, self.fields
+        x = self.x
+        fields = self.fields
         if isinstance(x, Mapping):
             dtype = next((v.dtype for v in x.values() if v.is_floating_point()), None)
             x, fields = to_inputs(x, "x", dtype)
             self.__dict__.update(x=x, fields=fields)
         check_fields(self)
-        index = {s: _ragged(f"index[{s!r}]", lists, x.device) for s, lists in self.index.items()}
+        index = {
+            s: _ragged(f"index[{s!r}]", lists, x.device)
+            for s, lists in self.index.items()
+        }
         self.__dict__.update(y=mask_labels(self.y, x, fields), index=index)
         self._check_index()
         self._check_pool()
@@ -73,7 +86,7 @@ class ClientSamples:
         new.__dict__.update(self.__dict__ | changes)
         return new
 
-    # what it holds ------------------------------------------------------------------------------
+    # what it holds ------------------------------------------------------------
 
     @property
     def n(self) -> int:
@@ -106,10 +119,12 @@ class ClientSamples:
         return self.lists(split).size
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
-        """Samples per client (or of these `clients` [S]) and class, as each labels them (after
-        `relabel`): int64 [N, C], on the CPU."""
+        """Samples per client (or of these `clients` [S]) and class, as each labels them
+        (after `relabel`): int64 [N, C], on the CPU."""
         if self.classes is None:
-            reject("counts", "labels (the targets are numbers: classes is None)", self.y)
+            reject(
+                "counts", "labels (the targets are numbers: classes is None)", self.y
+            )
         ids = torch.arange(self.n) if clients is None else clients
         lists = self.lists(split).take(ids)
         y = self.y[lists.flat].reshape(len(lists.flat), -1)
@@ -118,7 +133,8 @@ class ClientSamples:
         y = y.where(known, 0)
         if self.relabel is not None:
             y = self.relabel[to_device(ids, self.device)[owner], y]
-        last = len(lists) * self.classes  # a place for what has no label: a mask would wait
+        # a place for what has no label: a mask would wait
+        last = len(lists) * self.classes
         place = (owner * self.classes + y).where(known, last).flatten()
         counts = torch.bincount(place, minlength=last + 1)[:last]
         return counts.view(-1, self.classes).cpu()
@@ -130,14 +146,18 @@ class ClientSamples:
         return y if self.relabel is None else self.relabel[i][y]
 
     def client(self, i: int, split: str = "train") -> tuple[Tensor, Tensor]:
-        """Client i's samples x [n_i, ...], y [n_i, ...], labelled as the client labels them. Fresh
-        tensors: the pool is never altered."""
+        """Client i's samples x [n_i, ...], y [n_i, ...], labelled as the client labels
+        them. Fresh tensors: the pool is never altered."""
         y = self.labels(i, split)
         return self.x[self.lists(split)[i]], y
 
     def summary(self) -> str:
-        """A few lines of text: clients, samples, shapes, sizes, classes per client, the facts."""
-        none = {f"clients without {s} samples": int((self.size(s) == 0).sum()) for s in self.splits}
+        """A few lines of text: clients, samples, shapes, sizes, classes per client,
+        the facts."""
+        none = {
+            f"clients without {s} samples": int((self.size(s) == 0).sum())
+            for s in self.splits
+        }
         lines = {
             "clients": self.n,
             "samples": {s: len(self.lists(s).flat) for s in self.splits},
@@ -166,17 +186,29 @@ class ClientSamples:
 
         return self._copy_with(**tree_map(moved, self.__dict__))
 
-    # what it refuses ----------------------------------------------------------------------------
+    # what it refuses ----------------------------------------------------------
 
     def _check_index(self) -> None:
-        """A list per client and split; a sample is in one split, and in one list but for test."""
+        """A list per client and split; a sample is in one split, and in one list but
+        for test."""
         known = "train" in self.index and set(self.index) <= set(SPLITS)
-        require(known, "index", "the split 'train', and perhaps 'val' and 'test'", list(self.index))
+        require(
+            known,
+            "index",
+            "the split 'train', and perhaps 'val' and 'test'",
+            list(self.index),
+        )
         pool = len(self.x) if self.x.dim() else 0
         used = torch.zeros(pool, dtype=torch.bool, device=self.device)
         for split, lists in self.index.items():
-            name, flat = f"index[{split!r}]", lists.flat
-            require(len(lists) == self.n, name, f"a list for each of {self.n} clients", len(lists))
+            name = f"index[{split!r}]"
+            flat = lists.flat
+            require(
+                len(lists) == self.n,
+                name,
+                f"a list for each of {self.n} clients",
+                len(lists),
+            )
             for place in ((flat < 0) | (flat >= pool)).nonzero()[:1, 0].tolist():
                 i = int(lists.owners()[place])
                 reject(f"{name}[{i}]", f"samples in 0..{pool - 1}", int(flat[place]))
@@ -191,12 +223,15 @@ class ClientSamples:
             used |= seen
         none = (self.size() == 0).nonzero()[:, 0].tolist()
         each = f"a sample to train on for each; leave out the {len(none)} without"
-        names = self.names if self.names and len(self.names) == self.n else range(self.n)
+        names = (
+            self.names if self.names and len(self.names) == self.n else range(self.n)
+        )
         require(not none, "clients", each, [names[i] for i in none[:5]])
 
     def _check_pool(self) -> None:
         """Dense numbers on one device, finite, and labels within the classes."""
-        x, y = self.x, self.y
+        x = self.x
+        y = self.y
         alike = x.dim() and y.dim() and len(x) == len(y) and x.device == y.device
         require(alike, "y", f"a row per row of x, {list(x.shape)} on {x.device}", y)
         for name, t in (("x", x), ("y", y)):
@@ -212,7 +247,9 @@ class ClientSamples:
                     t[bad],
                 )
         if self.classes is not None:
-            right = f"int64 labels in 0..{self.classes - 1} (classes=None for regression)"
+            right = (
+                f"int64 labels in 0..{self.classes - 1} (classes=None for regression)"
+            )
             require(y.dtype == torch.int64, "y", right, y)
             labels = y[y != IGNORED_LABEL]
             low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
@@ -231,7 +268,10 @@ class ClientSamples:
         for split, lists in self.index.items():
             for place in (lists.flat == sample).nonzero()[:1, 0].tolist():
                 i = int(lists.owners()[place])
-                return f", number {place - int(lists.begin[i])} of client {i}'s {split} samples"
+                return (
+                    f", number {place - int(lists.begin[i])} of client {i}'s "
+                    f"{split} samples"
+                )
         return ""
 
     def _check_clients(self) -> None:
@@ -239,14 +279,25 @@ class ClientSamples:
         for key, value in {**self.truth, "names": self.names}.items():
             row_each = value is None or (np.ndim(value) > 0 and len(value) == self.n)
             require(row_each, key, f"a row for each of {self.n} clients", value)
-        r, classes = self.relabel, self.classes or 0
+        r = self.relabel
+        classes = self.classes or 0
         if r is not None:
             fits = r.dtype == torch.int64 and r.shape == (self.n, classes)
-            fits = fits and r.device == self.device and bool(((r >= 0) & (r < classes)).all())
-            right = f"int64 [{self.n}, {classes}], labels in 0..{classes - 1} on {self.device}"
+            fits = (
+                fits
+                and r.device == self.device
+                and bool(((r >= 0) & (r < classes)).all())
+            )
+            right = (
+                f"int64 [{self.n}, {classes}], labels in 0..{classes - 1} on "
+                f"{self.device}"
+            )
             right += ", and a label at every step of every sample"
             require(
-                fits and classes and not bool((self.y == IGNORED_LABEL).any()), "relabel", right, r
+                fits and classes and not bool((self.y == IGNORED_LABEL).any()),
+                "relabel",
+                right,
+                r,
             )
 
 
@@ -257,7 +308,12 @@ def _ragged(name: str, lists: Any, device: torch.device) -> Ragged:
     require(several, name, "a list of index tensors, at least one", rows)
     for i, r in enumerate(rows):
         whole = isinstance(r, Tensor) and r.dtype == torch.int64 and r.dim() == 1
-        require(whole and r.device == device, f"{name}[{i}]", f"an int64 tensor [n] on {device}", r)
+        require(
+            whole and r.device == device,
+            f"{name}[{i}]",
+            f"an int64 tensor [n] on {device}",
+            r,
+        )
     return lists if isinstance(lists, Ragged) else Ragged.from_lists(rows)
 
 

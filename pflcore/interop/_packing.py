@@ -1,7 +1,9 @@
-"""Clients' models, however other code holds them, as one matrix [N, P]; and back into the form they
-came in: a row, a list of arrays, a state dict, a Flower record, a module, a file.
+"""Clients' models, however other code holds them, as one matrix [N, P]; and back into
+the form they came in: a row, a list of arrays, a state dict, a Flower record, a module,
+a file.
 
-Nothing is imported for a form that is not there: a Flower array is known by what it has.
+Nothing is imported for a form that is not there: a Flower array is known by what it
+has.
 """
 
 import copy
@@ -42,7 +44,8 @@ class ModelTemplate(NamedTuple):
     makes: dict[str, TensorMaker]
 
     def like(self, pieces: Tensors) -> Any:
-        """The same form with new tensors, of pieces of a row; all else is the client's own."""
+        """The same form with new tensors, of pieces of a row; all else is the
+        client's own."""
         new = {name: self.makes[name](t) for name, t in pieces.items()}
         if isinstance(self.given, nn.Module):
             module = copy.deepcopy(self.given)
@@ -52,25 +55,30 @@ class ModelTemplate(NamedTuple):
         if issubclass(self.given, list | tuple):
             return self.given(every.values())
         if issubclass(self.given, Mapping):
-            with suppress(TypeError):  # a class that is not made of a dict comes back as one
+            # a class that is not made of a dict comes back as one
+            with suppress(TypeError):
                 return self.given(every)
         return every.get("", every)
 
 
 @dataclass
 class ModelForm:
-    """What `unpack` needs: whose rows they are, and what of each client's model is not in them."""
+    """What `unpack` needs: whose rows they are, and what of each client's model is
+    not in them."""
 
     ids: list[Any]  # [N]
     outer: str  # "tensor" or "array" [N, P]; "list" or "dict" of models
     columns: Shapes = field(default_factory=dict)  # of a row's tensors, in order
-    averaged: Shapes = field(default_factory=dict)  # of the statistics, with buffers="average"
+    # of the statistics, with buffers="average"
+    averaged: Shapes = field(default_factory=dict)
     statistics: Tensor | None = None  # [N, b]
     models: list[ModelTemplate] = field(default_factory=list, repr=False)
 
     def wrap(self, models: list[Any]) -> Any:
         """The models [N] as they came: in a list or in a dict."""
-        return dict(zip(self.ids, models, strict=True)) if self.outer == "dict" else models
+        return (
+            dict(zip(self.ids, models, strict=True)) if self.outer == "dict" else models
+        )
 
 
 class PackedModels(NamedTuple):
@@ -87,20 +95,23 @@ def pack(
     exclude: Names = (),
     batch_norm: Literal["local", "average"] = "local",
 ) -> PackedModels:
-    """The rows [N, P] of N clients' models, in their own dtype, and the form that `unpack` gives
-    mixed rows back in.
+    """The rows [N, P] of N clients' models, in their own dtype, and the form that
+    `unpack` gives mixed rows back in.
 
-    `uploads` is an [N, P] tensor or array (which is taken as it is), or one model for each client,
-    in a list or in a dict by client id: 1-D tensors, lists of arrays (and of nothing else),
-    state dicts, Flower ArrayRecords, `nn.Module`s, safetensors files. Values with a `materialize()`
-    are asked for it one client at a time. Only tensors that match a shell pattern of `include`
-    (default: all) and none of `exclude` are packed, as in `net.mask("head.*")`; lists of arrays are
-    called "0", "1", ... The others stay each client's own, as integers always do. `batch_norm` says
-    what becomes of batch norm's running statistics, which are never in the rows:
-    "local" leaves each client its own, "average" has `unpack` mix them. ValueError in a sentence
-    that names client and tensor.
+    `uploads` is an [N, P] tensor or array (which is taken as it is), or one model for
+    each client, in a list or in a dict by client id: 1-D tensors, lists of arrays (and
+    of nothing else), state dicts, Flower ArrayRecords, `nn.Module`s, safetensors files.
+    Values with a `materialize()` are asked for it one client at a time. Only tensors
+    that match a shell pattern of `include` (default: all) and none of `exclude` are
+    packed, as in `net.mask("head.*")`; lists of arrays are called "0", "1", ... The
+    others stay each client's own, as integers always do. `batch_norm` says what becomes
+    of batch norm's running statistics, which are never in the rows: "local" leaves each
+    client its own, "average" has `unpack` mix them. ValueError in a sentence that names
+    client and tensor.
     """
-    wanted, not_wanted = ([p] if isinstance(p, str) else list(p) for p in (include, exclude))
+    wanted, not_wanted = (
+        [p] if isinstance(p, str) else list(p) for p in (include, exclude)
+    )
     names: dict[str, None] = {}
     if isinstance(uploads, Tensor | np.ndarray) and uploads.ndim == 2:
         packed = _pack_matrix(uploads)
@@ -108,9 +119,12 @@ def pack(
         form, given = collect_models(uploads)
         parts: list[tuple[Shapes, Tensor]] = []  # the rows and the statistics
         for i, (client, model) in enumerate(zip(form.ids, given, strict=True)):
-            who, every = f"client {client!r}", tensors_by_name(model, f"client {client!r}")
+            who = f"client {client!r}"
+            every = tensors_by_name(model, f"client {client!r}")
             chosen = [
-                n for n in every if _matches(n, wanted or "*") and not _matches(n, not_wanted)
+                n
+                for n in every
+                if _matches(n, wanted or "*") and not _matches(n, not_wanted)
             ]
             mine, *tensors = _read(who, model, every, chosen, batch_norm)
             parts = parts or [_empty(len(given), like) for like in tensors]
@@ -123,34 +137,53 @@ def pack(
         packed = PackedModels(rows, form)
     for pattern in (*wanted, *not_wanted):
         found = any(fnmatchcase(name, pattern) for name in names)
-        require(found, "include, exclude", f"patterns of some of {', '.join(names)}", pattern)
-    require(packed.form.columns, "uploads", "floating-point tensors to be packed", list(names))
+        require(
+            found,
+            "include, exclude",
+            f"patterns of some of {', '.join(names)}",
+            pattern,
+        )
+    require(
+        packed.form.columns,
+        "uploads",
+        "floating-point tensors to be packed",
+        list(names),
+    )
     return packed
 
 
 @checked
 def unpack(
-    rows: Matrix, form: ModelForm, weight: Matrix | None = None, index: Tensor | None = None
+    rows: Matrix,
+    form: ModelForm,
+    weight: Matrix | None = None,
+    index: Tensor | None = None,
 ) -> Any:
-    """One model for each client from rows [N, P], in the form that `pack` was given: containers,
-    dtypes, devices, client ids.
+    """One model for each client from rows [N, P], in the form that `pack` was given:
+    containers, dtypes, devices, client ids.
 
-    What was not packed is the client's own. With `batch_norm="average"` running statistics are mixed
-    by `weight` [N, N] (with `index` [N, K] as `aggregate` has it), by default to their mean. A file
-    comes back as the state dict that it holds, a module as a new one.
+    What was not packed is the client's own. With `batch_norm="average"` running
+    statistics are mixed by `weight` [N, N] (with `index` [N, K] as `aggregate` has it),
+    by default to their mean. A file comes back as the state dict that it holds, a
+    module as a new one.
     """
-    n, width = len(form.ids), sum(s.numel() for s in form.columns.values())
+    n = len(form.ids)
+    width = sum(s.numel() for s in form.columns.values())
     wanted = f"[{n}, {width}], a row for each client that was packed"
     require(rows.shape == (n, width), "rows", wanted, rows)
     if not form.models:
         return rows.detach().cpu().numpy() if form.outer == "array" else rows
     parts = [(form.columns, rows)]
     if form.statistics is not None:
-        weight = torch.full((n, n), 1 / n, dtype=torch.float64) if weight is None else weight
+        weight = (
+            torch.full((n, n), 1 / n, dtype=torch.float64) if weight is None else weight
+        )
         require(len(weight) == n, "weight", f"a row for each of {n} clients", weight)
         device = form.statistics.device
         index = None if index is None else index.to(device)
-        parts.append((form.averaged, ops.aggregate(form.statistics, weight.to(device), index)))
+        parts.append(
+            (form.averaged, ops.aggregate(form.statistics, weight.to(device), index))
+        )
     models = []
     for i, model in enumerate(form.models):
         pieces: Tensors = {}
@@ -181,18 +214,27 @@ def tensors_by_name(given: Any, who: str) -> dict[str, Any]:
             return dict(load_file(given))
         except (SafetensorError, OSError) as error:
             why = str(error).rstrip(".")
-            raise ValueError(f"{who}: {given} is no whole safetensors file ({why}).") from None
+            raise ValueError(
+                f"{who}: {given} is no whole safetensors file ({why})."
+            ) from None
     if isinstance(given, list | tuple):
         for i, value in enumerate(given):
             if not is_array(value):
-                kinds = "a tensor or an array; models by client id come in a dict {id: model}"
+                kinds = (
+                    "a tensor or an array; models by client id come in a dict "
+                    "{id: "
+                    "model}"
+                )
                 reject(f"{who}, element {i}", kinds, value)
         given = {str(i): v for i, v in enumerate(given)}
     if isinstance(given, Mapping) and all(isinstance(k, str) for k in given):
         return dict(given)
     if getattr(given, "ndim", 0) == 1:
         return {"": given}
-    kinds = "a 1-D tensor, a list of arrays, a dict of tensors by name, a Flower ArrayRecord"
+    kinds = (
+        "a 1-D tensor, a list of arrays, a dict of tensors by name, a Flower "
+        "ArrayRecord"
+    )
     reject(who, f"{kinds}, an nn.Module or the path of a safetensors file", given)
 
 
@@ -203,14 +245,22 @@ def is_array(value: Any) -> bool:
 
 
 def read_tensor(value: Any, who: str) -> tuple[Tensor, TensorMaker] | None:
-    """The tensor that `value` is, holds or makes, without a copy where that can be, and how to make
-    its like; None where it is no such thing."""
+    """The tensor that `value` is, holds or makes, without a copy where that can be, and
+    how to make its like; None where it is no such thing."""
     if hasattr(value, "materialize") and not isinstance(value, Tensor):
         value = value.materialize()
     if isinstance(value, Tensor):
-        dense = value.layout == torch.strided and not value.is_meta and not is_lazy(value)
-        require(dense, who, "a dense tensor with values", f"{value.layout} on {value.device}")
-        place, extent = (value.device, value.dtype), value.shape
+        dense = (
+            value.layout == torch.strided and not value.is_meta and not is_lazy(value)
+        )
+        require(
+            dense,
+            who,
+            "a dense tensor with values",
+            f"{value.layout} on {value.device}",
+        )
+        place = (value.device, value.dtype)
+        extent = value.shape
         return value.detach(), lambda t: t.detach().to(*place, copy=True).view(extent)
     of_flower = hasattr(value, "stype")
     if not of_flower and not isinstance(value, np.ndarray | np.generic):
@@ -220,10 +270,13 @@ def read_tensor(value: Any, who: str) -> tuple[Tensor, TensorMaker] | None:
         tensor = tensor_of(array)
     except Exception:  # what is no whole array, or of another dtype, raises many kinds
         raise ValueError(
-            f"{who}: expected a whole array in a dtype that torch has, got {value.dtype} "
+            f"{who}: expected a whole array in a dtype that torch has, got "
+            f"{value.dtype} "
             f"{list(value.shape)}; send bfloat16 as float32 or as a torch tensor."
         ) from None
-    shape, dtype, plain = array.shape, array.dtype, tensor.dtype
+    shape = array.shape
+    dtype = array.dtype
+    plain = tensor.dtype
     kind: Any = np.asarray if isinstance(value, np.ndarray) else type(value)
 
     def make(t: Tensor) -> Any:
@@ -237,7 +290,9 @@ def _pack_matrix(given: Any) -> PackedModels:
     wanted = "floating-point rows [N, P] of at least one client"
     require(rows.is_floating_point() and len(rows), "uploads", wanted, rows)
     outer = "tensor" if isinstance(given, Tensor) else "array"
-    return PackedModels(rows, ModelForm(list(range(len(rows))), outer, {"": rows.shape[1:]}))
+    return PackedModels(
+        rows, ModelForm(list(range(len(rows))), outer, {"": rows.shape[1:]})
+    )
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -247,13 +302,16 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 def _read(
     who: str, given: Any, every: dict[str, Any], chosen: list[str], buffers: str
 ) -> tuple[ModelTemplate, Tensors, Tensors]:
-    """The client's model, its tensors that are packed, and its statistics that are mixed."""
+    """The client's model, its tensors that are packed, and its statistics that are
+    mixed."""
     kind: Any = type(given)
     statistics = {name for name in every if name.rpartition(".")[2] in STATISTICS}
     if isinstance(given, nn.Module):
-        kind, statistics = given, {name for name, _ in given.named_buffers()}
+        kind = given
+        statistics = {name for name, _ in given.named_buffers()}
     model = ModelTemplate(kind, dict(every), {})
-    packed, averaged = Tensors(), Tensors()
+    packed = Tensors()
+    averaged = Tensors()
     for name in chosen:
         found = read_tensor(every[name], f"{who}: {name!r}")
         if found is None or not found[0].is_floating_point():
@@ -273,17 +331,23 @@ def _empty(n: int, like: Tensors) -> tuple[Shapes, Tensor]:
 
 
 def _fill(row: Tensor, columns: Shapes, mine: Tensors, who: str) -> None:
-    """One client's tensors into its row, when they are those that the columns are for."""
+    """One client's tensors into its row, when they are those that the columns are
+    for."""
     for name in columns | mine:
         want = (columns[name], row.dtype, row.device) if name in columns else None
-        got = (mine[name].shape, mine[name].dtype, mine[name].device) if name in mine else None
+        got = (
+            (mine[name].shape, mine[name].dtype, mine[name].device)
+            if name in mine
+            else None
+        )
         if want != got:
             first, other = (
                 "none" if kind is None else f"{list(kind[0])} {kind[1]} on {kind[2]}"
                 for kind in (want, got)
             )
             raise ValueError(
-                f"{who}: {name or 'row'!r}: expected {first}, as of the first client, got {other}; "
+                f"{who}: {name or 'row'!r}: expected {first}, as of the first client, "
+                f"got {other}; "
                 "convert it, or exclude what is private."
             )
     for name, piece in split_row(columns, row).items():

@@ -1,5 +1,5 @@
-"""One call: clients' models in, one personalized model per client out, for the methods that need
-nothing of a client but its model."""
+"""One call: clients' models in, one personalized model per client out, for the methods
+that need nothing of a client but its model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,21 +14,40 @@ from pflcore import ops
 from pflcore.algorithms import ALGORITHMS, algorithm_of, check_options, name_of
 from pflcore.algorithms._clusters import agglomerate, cosine_matrix
 from pflcore.algorithms._fedavg import krum
-from pflcore.algorithms._protocol import Algorithm, MixingWeights, normalize_rows, squared_norms
+from pflcore.algorithms._protocol import (
+    Algorithm,
+    MixingWeights,
+    normalize_rows,
+    squared_norms,
+)
 from pflcore.algorithms._relations import FedAMP, FedDWA, HeurFedAMP, LatestModels
-from pflcore.check import BatchNormPolicy, Names, NonNegativeInt, PositiveInt, checked, require
-from pflcore.interop._packing import ModelForm, Models, PackedModels, pack, split_row, unpack
+from pflcore.check import (
+    BatchNormPolicy,
+    Names,
+    NonNegativeInt,
+    PositiveInt,
+    checked,
+    require,
+)
+from pflcore.interop._packing import (
+    ModelForm,
+    Models,
+    PackedModels,
+    pack,
+    split_row,
+    unpack,
+)
 from pflcore.simulation._uploads import finite_rows
 
 
 @checked
 @dataclass(frozen=True)
 class Krum:
-    """Blanchard et al. 2017: the model whose squared distances to its N - f - 2 nearest others have
-    the least sum; everybody gets it.
+    """Blanchard et al. 2017: the model whose squared distances to its N - f - 2 nearest
+    others have the least sum; everybody gets it.
 
-    With `m` > 1 (MultiKrum) the mean of the `m` such models of the least sums. Of equals the
-    earlier client. Deviation: exact distances.
+    With `m` > 1 (MultiKrum) the mean of the `m` such models of the least sums. Of
+    equals the earlier client. Deviation: exact distances.
     """
 
     f: NonNegativeInt = 1  # how many clients may be hostile, 2 f + 2 < N
@@ -45,9 +64,9 @@ class Krum:
 @checked
 @dataclass(frozen=True)
 class Clusters:
-    """Agglomerative clustering into `k` groups, each client gets its group's mean: by distances
-    between models, or, where the call gives a `base`, by the cosines of the updates from it (with
-    k = 2 a split of Clustered FL, Sattler et al. 2021)."""
+    """Agglomerative clustering into `k` groups, each client gets its group's mean: by
+    distances between models, or, where the call gives a `base`, by the cosines of the
+    updates from it (with k = 2 a split of Clustered FL, Sattler et al. 2021)."""
 
     k: PositiveInt = 2
     linkage: Literal["complete", "single"] = "complete"
@@ -77,25 +96,28 @@ def personalize(  # noqa: PLR0913 (what a mix has)
     directions: bool = False,
     **options: Any,
 ) -> Any:
-    """One personalized model for each client, in the form of `uploads` (see `pack`): what the
-    method's server makes of one round.
+    """One personalized model for each client, in the form of `uploads` (see `pack`):
+    what the method's server makes of one round.
 
-    `method` by name with its `options`, `personalize(x, "krum", f=2)`, or an algorithm: "fedamp"
-    and "heurfedamp" (what each client is drawn to, u), "sfl", "krum", "multikrum", "clusters" (k
-    groups), "feddwa" and "feddwa_qp". By name both AMPs leave a client at least half of its own
-    model (alpha = sigma / 2 N, xi_self = .5): with their own defaults, models that are close become
-    their mean. FedDWA asks how near the others' models are to where a client is going: `guidance`
-    are models of all the clients one look ahead, `previous` those of their last round (where
-    uploads and these are dicts, clients without one keep their model). `base`, one model, is what
-    clusters' updates are counted from.
-    All in the form of the uploads. `include`, `exclude` as `pack` has them; `batch_norm`: "auto" is
-    the method's own. `directions` compares the models' directions, as adapters of different ranks
-    ask for; what is mixed stays as it is. ValueError in one sentence, also where an upload is not
+    `method` by name with its `options`, `personalize(x, "krum", f=2)`, or an algorithm:
+    "fedamp" and "heurfedamp" (what each client is drawn to, u), "sfl", "krum",
+    "multikrum", "clusters" (k groups), "feddwa" and "feddwa_qp". By name both AMPs
+    leave a client at least half of its own model (alpha = sigma / 2 N, xi_self = .5):
+    with their own defaults, models that are close become their mean. FedDWA asks how
+    near the others' models are to where a client is going: `guidance` are models of all
+    the clients one look ahead, `previous` those of their last round (where uploads and
+    these are dicts, clients without one keep their model). `base`, one model, is what
+    clusters' updates are counted from. All in the form of the uploads. `include`,
+    `exclude` as `pack` has them; `batch_norm`: "auto" is the method's own. `directions`
+    compares the models' directions, as adapters of different ranks ask for; what is
+    mixed stays as it is. ValueError in one sentence, also where an upload is not
     finite.
     """
     alg = method_of(method, options)
     if batch_norm == "auto":
-        batch_norm = alg.traits.batch_norm[0] if isinstance(alg, Algorithm) else "average"
+        batch_norm = (
+            alg.traits.batch_norm[0] if isinstance(alg, Algorithm) else "average"
+        )
     packed = partial(pack, include=include, exclude=exclude)
     rows, form = packed(uploads, batch_norm=batch_norm)
     if method == "fedamp" and isinstance(alg, FedAMP) and "alpha" not in options:
@@ -109,7 +131,12 @@ def personalize(  # noqa: PLR0913 (what a mix has)
     _check_guidance(alg, len(guides))
     compared = [rows, *guides]
     if base is not None:
-        require(isinstance(alg, Clusters), "base", "None where the method is not 'clusters'", base)
+        require(
+            isinstance(alg, Clusters),
+            "base",
+            "None where the method is not 'clusters'",
+            base,
+        )
         start = _matching_rows("base", packed([base]), rows[:1], ModelForm([0], "list"))
         compared = [rows - start]
     elif directions:
@@ -134,23 +161,34 @@ def method_of(method: Any, options: dict[str, Any]) -> Method:
     names = ", ".join(METHODS_BY_NAME)
     if isinstance(alg, Algorithm) and not isinstance(alg, LatestModels | FedDWA):
         raise ValueError(
-            f"method: {name_of(alg)} needs more of its clients than a model; use pflcore.Server "
+            f"method: {name_of(alg)} needs more of its clients than a model; use "
+            "pflcore.Server "
             f"and pflcore.Client, or one of {names}."
         )
     require(
-        isinstance(alg, Method), "method", f"one of {names}, or an instance", alg, METHODS_BY_NAME
+        isinstance(alg, Method),
+        "method",
+        f"one of {names}, or an instance",
+        alg,
+        METHODS_BY_NAME,
     )
     return alg  # type: ignore[no-any-return]
 
 
 def _check_guidance(alg: Method, count: int) -> None:
-    """ValueError where FedDWA has not one of `guidance` and `previous`, or another has some."""
+    """ValueError where FedDWA has not one of `guidance` and `previous`, or another
+    has some."""
     if isinstance(alg, FedDWA) and count == 0:
         raise ValueError(
-            f"guidance, previous: personalize by {name_of(alg)} needs guidance= or previous=: "
+            f"guidance, previous: personalize by {name_of(alg)} needs guidance= or "
+            "previous=: "
             "without one each client would get its own model back."
         )
-    one = "one of them" if isinstance(alg, FedDWA) else "none, as FedDWA's methods alone have one"
+    one = (
+        "one of them"
+        if isinstance(alg, FedDWA)
+        else "none, as FedDWA's methods alone have one"
+    )
     got = ("none", "one", "both")[count]
     require(count == isinstance(alg, FedDWA), "guidance, previous", one, got)
 
@@ -163,37 +201,52 @@ def min_models(method: Method) -> int:
 
 
 def _check_rows(rows: Tensor, form: ModelForm) -> None:
-    """ValueError for a client whose model is not finite, or whose statistics are impossible."""
-    statistics = rows.new_zeros(len(rows), 0) if form.statistics is None else form.statistics
+    """ValueError for a client whose model is not finite, or whose statistics are
+    impossible."""
+    statistics = (
+        rows.new_zeros(len(rows), 0) if form.statistics is None else form.statistics
+    )
     fine = finite_rows([rows, statistics], len(rows))
     for name, values in split_row(form.averaged, statistics.T).items():
         if name.endswith("running_var"):
             fine &= (values >= 0).all(0).cpu()
     if not fine.all():
         raise ValueError(
-            f"uploads: client {form.ids[int(fine.int().argmin())]!r}'s model is not finite, or has "
+            f"uploads: client {form.ids[int(fine.int().argmin())]!r}'s model is not "
+            "finite, or has "
             "a negative variance; leave that client out of this round."
         )
 
 
-def _matching_rows(name: str, packed: PackedModels, rows: Tensor, form: ModelForm) -> Tensor:
-    """Rows [N, P] in the order of the uploads'; where these have names, a client's own where
-    nothing is given."""
-    more, ids, by_name = packed.rows, form.ids, form.outer == "dict"
+def _matching_rows(
+    name: str, packed: PackedModels, rows: Tensor, form: ModelForm
+) -> Tensor:
+    """Rows [N, P] in the order of the uploads'; where these have names, a client's own
+    where nothing is given."""
+    more = packed.rows
+    ids = form.ids
+    by_name = form.outer == "dict"
     where = {client: j for j, client in enumerate(packed.form.ids)}
-    alike = more.dtype == rows.dtype and more.shape[1] == rows.shape[1] and more.isfinite().all()
+    alike = (
+        more.dtype == rows.dtype
+        and more.shape[1] == rows.shape[1]
+        and more.isfinite().all()
+    )
     fits = where.keys() & set(ids) if by_name else len(more) == len(ids)
     require(
         # ids that the uploads have not are ids of nobody
         alike and fits and (by_name or packed.form.outer != "dict"),
         name,
-        f"{len(ids)} finite models as the uploads are, {rows.shape[1]} numbers of {rows.dtype}, "
+        f"{len(ids)} finite models as the uploads are, {rows.shape[1]} numbers of "
+        f"{rows.dtype}, "
         "by the same ids",
         more,
     )
     if not by_name:
         return more
-    return torch.stack([more[where[i]] if i in where else rows[j] for j, i in enumerate(ids)])
+    return torch.stack(
+        [more[where[i]] if i in where else rows[j] for j, i in enumerate(ids)]
+    )
 
 
 def _mixing_weights(
@@ -202,7 +255,8 @@ def _mixing_weights(
     """What each client's model is made of, by rows that are compared [N, P]."""
     if isinstance(alg, FedDWA):
         return MixingWeights(*alg.mixing_weights(guides[0], rows))
-    n, sqdist = len(rows), ops.pairwise_sqdist(rows).cpu()
+    n = len(rows)
+    sqdist = ops.pairwise_sqdist(rows).cpu()
     norm2 = squared_norms(rows).cpu()
     if isinstance(alg, Clusters):
         require(alg.k <= n, "k", f"at most {n} groups, one for each client", alg.k)

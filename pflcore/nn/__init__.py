@@ -14,13 +14,14 @@ __all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize"]
 
 @checked
 class Dropout(nn.Module):
-    """`nn.Dropout` whose numbers belong to the client and the step, so that results repeat for any
-    number of workers.
+    """`nn.Dropout` whose numbers belong to the client and the step, so that results
+    repeat for any number of workers.
 
-    While pflcore trains, the mask is a hash of the client's own seed of this step, the number of
-    the random layer within the forward pass, and the element's place: the same in every engine, and
-    usable under `torch.vmap`. Training such a module by hand, outside pflcore, draws from torch's
-    global generator as `nn.Dropout` does. In evaluation it is the identity.
+    While pflcore trains, the mask is a hash of the client's own seed of this step, the
+    number of the random layer within the forward pass, and the element's place: the
+    same in every engine, and usable under `torch.vmap`. Training such a module by hand,
+    outside pflcore, draws from torch's global generator as `nn.Dropout` does. In
+    evaluation it is the identity.
     """
 
     def __init__(self, p: UnitFloat = 0.5) -> None:
@@ -33,11 +34,11 @@ class Dropout(nn.Module):
             return x
         if forward_state.seed is None:
             return F.dropout(x, self.p, training=True)
-        layer, forward_state.random_layer = (
-            forward_state.random_layer,
-            forward_state.random_layer + 1,
+        layer = forward_state.random_layer
+        forward_state.random_layer = forward_state.random_layer + 1
+        return apply_dropout(
+            x, self.p, hashed_integers(forward_state.seed, layer, x.shape)
         )
-        return apply_dropout(x, self.p, hashed_integers(forward_state.seed, layer, x.shape))
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -1,5 +1,5 @@
-"""What a forward pass needs beside row and input. One per thread: workers run different clients at
-the same time."""
+"""What a forward pass needs beside row and input. One per thread: workers run different
+clients at the same time."""
 
 import threading
 from collections.abc import Iterator
@@ -11,11 +11,14 @@ from torch import Tensor
 
 class _ForwardState(threading.local):
     train: bool = False
-    buffers: Any = None  # [b] or None; a forward pass in training replaces it by the updated row
-    seed: Tensor | None = None  # [] int64, the client's and step's own, for pflcore.nn.Dropout
+    # [b] or None; a forward pass in training replaces it by the updated row
+    buffers: Any = None
+    # [] int64, the client's and step's own, for pflcore.nn.Dropout
+    seed: Tensor | None = None
     # counts the random layers of one forward pass, so that each draws its own numbers
     random_layer: int = 0
-    single_client: bool = False  # one client, no vmap around: kernels that know no vmap may run
+    # one client, no vmap around: kernels that know no vmap may run
+    single_client: bool = False
 
 
 forward_state = _ForwardState()
@@ -32,7 +35,11 @@ def forward_context(
     mine = vars(forward_state)  # of this thread
     before = dict(mine)
     mine.update(
-        train=train, buffers=buffers, seed=seed, random_layer=0, single_client=single_client
+        train=train,
+        buffers=buffers,
+        seed=seed,
+        random_layer=0,
+        single_client=single_client,
     )
     try:
         yield

@@ -1,9 +1,9 @@
-"""The five ops, and the SGD step of local training: check once, say what is wrong, dispatch. One
-file per noun, all of an op in it.
+"""The five ops, and the SGD step of local training: check once, say what is wrong,
+dispatch. One file per noun, all of an op in it.
 
-Letters: N clients, M rows of the result, P parameters, K kept neighbours, B batch, I inputs, F
-factors, O outputs, S clients of the cohort, Q a row's length. Every op has a pure-PyTorch
-reference, which runs where no kernel is loaded (`pflcore.backend()`).
+Letters: N clients, M rows of the result, P parameters, K kept neighbours, B batch, I
+inputs, F factors, O outputs, S clients of the cohort, Q a row's length. Every op has a
+pure-PyTorch reference, which runs where no kernel is loaded (`pflcore.backend()`).
 """
 
 from . import _chain as _chain  # the ops that only pflcore's own training calls

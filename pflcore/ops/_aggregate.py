@@ -1,4 +1,5 @@
-"""aggregate: base + lr * (weight @ updates), dense or by index, in one pass over the updates."""
+"""aggregate: base + lr * (weight @ updates), dense or by index, in one pass over the
+updates."""
 
 import math
 from typing import Any
@@ -21,7 +22,14 @@ from ._check import (
     same_view,
     spans_overlap,
 )
-from ._library import define, fake_nothing, in_forward_ad, lib, mark_written, warn_of_references
+from ._library import (
+    define,
+    fake_nothing,
+    in_forward_ad,
+    lib,
+    mark_written,
+    warn_of_references,
+)
 from ._sums import scatter_add
 
 
@@ -34,17 +42,18 @@ def aggregate(
     out: Tensor | None = None,  # [M, P]
     precise: bool = False,
 ) -> Tensor:  # [M, P]
-    """`base + lr * (weight @ updates)` in one pass over the updates; with `index`, row m mixes the
-    rows `index[m]` only.
+    """`base + lr * (weight @ updates)` in one pass over the updates; with `index`, row
+    m mixes the rows `index[m]` only.
 
-    Accumulates in float32, on CPUs in float64 after every 128 rows, so that the error does not grow
-    with N (CUDA kernels and the reference sum all rows in float32: above some thousand clients
-    `precise` is the better choice there); in float64 where an input row is float64 or `precise`
-    asks for it. The result has base's dtype, or else that of updates. With `index`, a row of weight
-    0 is not read, so NaN there does not spread. `out` may be given to reuse memory: a [M, P] tensor
-    with contiguous rows that shares no memory with updates or weight; it may be `base` itself.
-    Without `out`, differentiable in updates, weight and base, but not in lr; in forward mode it is
-    plain torch, where a row of weight 0 is read.
+    Accumulates in float32, on CPUs in float64 after every 128 rows, so that the error
+    does not grow with N (CUDA kernels and the reference sum all rows in float32: above
+    some thousand clients `precise` is the better choice there); in float64 where an
+    input row is float64 or `precise` asks for it. The result has base's dtype, or else
+    that of updates. With `index`, a row of weight 0 is not read, so NaN there does not
+    spread. `out` may be given to reuse memory: a [M, P] tensor with contiguous rows
+    that shares no memory with updates or weight; it may be `base` itself. Without
+    `out`, differentiable in updates, weight and base, but not in lr; in forward mode it
+    is plain torch, where a row of weight 0 is read.
     """
     check_aggregate(updates, weight, index, base, lr, out)
     warn_of_references()
@@ -58,7 +67,9 @@ def aggregate(
     return out
 
 
-def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, out: Any) -> None:
+def check_aggregate(
+    updates: Any, weight: Any, index: Any, base: Any, lr: Any, out: Any
+) -> None:
     """The arguments of aggregate."""
     op = "aggregate"
     check_number(op, "lr", lr)
@@ -70,7 +81,9 @@ def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, o
     if index is not None:
         check_index(op, "updates", updates, "index", index)
         fits = index.shape == weight.shape
-        require_argument(fits, op, "index", f"{list(weight.shape)} like weight", describe(index))
+        require_argument(
+            fits, op, "index", f"{list(weight.shape)} like weight", describe(index)
+        )
         check_index_range(op, "index", index, n)
     elif k != n:
         wanted = f"[M, {n}], a column for each row of updates"
@@ -78,7 +91,9 @@ def check_aggregate(updates: Any, weight: Any, index: Any, base: Any, lr: Any, o
     if base is not None:
         check_floating(op, "base", base)
         if base.shape not in ((p,), (m, p)) or base.device != updates.device:
-            reject_argument(op, "base", f"[{p}] or [{m}, {p}] on {updates.device}", describe(base))
+            reject_argument(
+                op, "base", f"[{p}] or [{m}, {p}] on {updates.device}", describe(base)
+            )
     if out is not None:
         check_out(updates, weight, index, base, out)
 
@@ -87,15 +102,23 @@ def check_out(
     updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
 ) -> None:
     """The `out` of aggregate."""
-    op, wanted = "aggregate", [weight.shape[0], updates.shape[1]]
+    op = "aggregate"
+    wanted = [weight.shape[0], updates.shape[1]]
     dtype = updates.dtype if base is None else base.dtype
-    like = isinstance(out, Tensor) and (out.dtype, out.device) == (dtype, updates.device)
+    like = isinstance(out, Tensor) and (out.dtype, out.device) == (
+        dtype,
+        updates.device,
+    )
     if not like or list(out.shape) != wanted:
         kind = f"{str(dtype).removeprefix('torch.')} on {updates.device}"
         reject_argument(op, "out", f"{wanted} {kind}", describe(out))
     if in_forward_ad():
         reject_argument(
-            op, "out", "None in forward-mode differentiation", "a tensor", "leave out away"
+            op,
+            "out",
+            "None in forward-mode differentiation",
+            "a tensor",
+            "leave out away",
         )
     if not out.numel():
         return
@@ -107,14 +130,21 @@ def check_out(
         reject_argument(op, "out", held, "the negative of other numbers")
     some = any(t is not None and t.requires_grad for t in (updates, weight, base, out))
     if some and torch.is_grad_enabled():
-        came, remedy = "inputs that require grad", "leave out away or use torch.no_grad()"
+        came = "inputs that require grad"
+        remedy = "leave out away or use torch.no_grad()"
         reject_argument(op, "out", "None where a gradient is wanted", came, remedy)
     mine = memory_span(out)
     for name, t in (("updates", updates), ("weight", weight), ("index", index)):
         if spans_overlap(mine, memory_span(t)):
             reject_argument(op, "out", "memory of its own", f"memory of {name}")
-    if base is not None and spans_overlap(mine, memory_span(base)) and not same_view(out, base):
-        reject_argument(op, "out", "memory of its own or base itself", "a part of base's memory")
+    if (
+        base is not None
+        and spans_overlap(mine, memory_span(base))
+        and not same_view(out, base)
+    ):
+        reject_argument(
+            op, "out", "memory of its own or base itself", "a part of base's memory"
+        )
 
 
 def result_dtypes(
@@ -135,8 +165,8 @@ def _formula(
     precise: bool,
     skip: bool = False,
 ) -> Tensor:  # [M, P]
-    """The same in plain torch, which differentiates itself; `skip`: rows of weight 0 are not read,
-    which has no derivative there."""
+    """The same in plain torch, which differentiates itself; `skip`: rows of weight 0
+    are not read, which has no derivative there."""
     dtype, wide = result_dtypes(updates, base, precise)
     w = (lr * weight.double()).to(wide)
     if index is None:
@@ -168,7 +198,11 @@ def reference_out(*how: Any) -> None:
 
 
 def _fake(
-    updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, *how: Any
+    updates: Tensor,
+    weight: Tensor,
+    index: Tensor | None,
+    base: Tensor | None,
+    *how: Any,
 ) -> Tensor:
     dtype = updates.dtype if base is None else base.dtype
     return updates.new_empty(weight.shape[0], updates.shape[1], dtype=dtype)
@@ -181,8 +215,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _weight_gradient(grad: Tensor, updates: Tensor, index: Tensor) -> Tensor:
-    """The gradient [M, K] in float64 of weights by index; NaN of a row that is not there, which
-    only a card lets through."""
+    """The gradient [M, K] in float64 of weights by index; NaN of a row that is not
+    there, which only a card lets through."""
     inside = (index >= 0) & (index < len(updates))
     if not len(updates) or not index.shape[1]:
         return torch.where(inside, torch.zeros_like(index, dtype=grad.dtype), math.nan)
@@ -194,7 +228,8 @@ def _weight_gradient(grad: Tensor, updates: Tensor, index: Tensor) -> Tensor:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     updates, weight, index = ctx.saved_tensors
     need_updates, need_weight, _, need_base = ctx.needs_input_grad[:4]
-    dense, grad64 = weight.double(), grad.double()  # [M, N] or [M, K]
+    dense = weight.double()
+    grad64 = grad.double()  # [M, N] or [M, K]
     grad_updates = grad_weight = None
     if need_weight and index is None:
         grad_weight = grad64 @ updates.double().T
@@ -204,7 +239,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inside = (index >= 0) & (index < len(updates))
         zeros = grad64.new_zeros(len(weight), len(updates))
         dense = torch.where(inside, dense, 0.0)
-        dense = scatter_add(zeros, torch.where(inside, index, 0), dense) if len(updates) else zeros
+        dense = (
+            scatter_add(zeros, torch.where(inside, index, 0), dense)
+            if len(updates)
+            else zeros
+        )
     if need_updates:
         grad_updates = (ctx.lr * (dense.T @ grad64)).to(updates.dtype)
     if grad_weight is not None:
@@ -214,15 +253,19 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _op = define(
-    "aggregate(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool precise) "
+    "aggregate(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, "
+    "bool precise) "
     "-> Tensor",
     reference,
     _fake,
 )
 _op_out = define(
-    "aggregate_out(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, bool "
+    "aggregate_out(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float "
+    "lr, bool "
     "precise, Tensor(a!) out) -> ()",
     reference_out,
     fake_nothing,
 )
-torch.library.register_autograd("pflcore::aggregate", _backward, setup_context=_setup, lib=lib)
+torch.library.register_autograd(
+    "pflcore::aggregate", _backward, setup_context=_setup, lib=lib
+)

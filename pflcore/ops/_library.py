@@ -1,8 +1,9 @@
 """What every op needs of torch, and of the compiled kernels where there are any.
 
-The default body of an op is its reference and the compiled library only adds kernels, so the
-dispatcher is the fallback. This is the only file that knows of that library, which serves every
-Python, and torch from 2.10 on (it asks for that version's stable ABI).
+The default body of an op is its reference and the compiled library only adds kernels,
+so the dispatcher is the fallback. This is the only file that knows of that library,
+which serves every Python, and torch from 2.10 on (it asks for that version's stable
+ABI).
 """
 
 import ctypes
@@ -24,10 +25,12 @@ lib = torch.library.Library("pflcore", "FRAGMENT")
 R = TypeVar("R")
 
 
-def define(schema: str, reference: Callable[..., R] | None, fake: Any = None) -> Callable[..., R]:
-    """A new op `pflcore::NAME` with its reference as default body (None: there are kernels alone)
-    and `fake` for its result's shape, where the reference itself would take long; returns what
-    calls it."""
+def define(
+    schema: str, reference: Callable[..., R] | None, fake: Any = None
+) -> Callable[..., R]:
+    """A new op `pflcore::NAME` with its reference as default body (None: there are
+    kernels alone) and `fake` for its result's shape, where the reference itself would
+    take long; returns what calls it."""
     name = schema[: schema.index("(")]
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     if reference is not None:
@@ -39,8 +42,8 @@ def define(schema: str, reference: Callable[..., R] | None, fake: Any = None) ->
 
 
 def run_on_cpu(op: Any) -> Any:
-    """An op for a device that has no float64: on copies in the CPU's memory and back, float64
-    results as float32."""
+    """An op for a device that has no float64: on copies in the CPU's memory and back,
+    float64 results as float32."""
 
     def run(*args: Any) -> Any:
         device = next(t.device for t in args if isinstance(t, Tensor))
@@ -62,16 +65,18 @@ def float64_to_float32(t: Tensor) -> Tensor:
 @cache
 def warn_of_copies(device: str) -> None:
     warnings.warn(
-        f"pflcore's ops have no kernels for {device}, which has no float64: their tensors go to "
-        "the CPU and back, which takes longer than the op where they are large, and float64 "
+        f"pflcore's ops have no kernels for {device}, which has no float64: their "
+        "tensors go to "
+        "the CPU and back, which takes longer than the op where they are large, and "
+        "float64 "
         "results come back as float32",
         stacklevel=4,
     )
 
 
 def mark_written(*tensors: Tensor | None) -> None:
-    """Tell autograd that an op wrote into these: a tensor that it has saved for a backward pass is
-    not what it was."""
+    """Tell autograd that an op wrote into these: a tensor that it has saved for a
+    backward pass is not what it was."""
     if torch.compiler.is_compiling():
         return
     for t in tensors:
@@ -80,16 +85,18 @@ def mark_written(*tensors: Tensor | None) -> None:
 
 
 def in_forward_ad() -> bool:
-    """Is forward-mode differentiation (`torch.func.jvp`, `forward_ad.dual_level`) on, or
-    `torch.func.grad`? An op knows backward formulas only, which would drop the tangents without a
-    word, and not in functorch's form; plain torch is right there.
+    """Is forward-mode differentiation (`torch.func.jvp`, `forward_ad.dual_level`) on,
+    or `torch.func.grad`? An op knows backward formulas only, which would drop the
+    tangents without a word, and not in functorch's form; plain torch is right there.
     """
     if forward_ad._current_level >= 0:
         return True
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     of = torch._C._functorch
-    return any(i.key() == of.TransformType.Grad for i in of.get_interpreter_stack() or ())
+    return any(
+        i.key() == of.TransformType.Grad for i in of.get_interpreter_stack() or ()
+    )
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -116,7 +123,8 @@ class Backend(NamedTuple):
     torch: str
     why: str  # one sentence: why this and not another
     fix: str | None  # the command that mends it, where the kernels could be had
-    architectures: str = ""  # the cards that the CUDA kernels were built for: "sm_75, sm_90"
+    # the cards that the CUDA kernels were built for: "sm_75, sm_90"
+    architectures: str = ""
 
     def __str__(self) -> str:
         cuda = f"with CUDA for {self.architectures}" if self.cuda else "no CUDA"
@@ -149,16 +157,22 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
             )
         return (
             None,
-            "the kernels are not built (they need torch and a C++ compiler when pflcore is "
+            "the kernels are not built (they need torch and a C++ compiler when "
+            "pflcore is "
             "installed)",
             REINSTALL_COMMAND,
         )
     try:
-        # looks up at once all that it needs of torch: what is missing is an error here, no crash
-        # later
+        # looks up at once all that it needs of torch: what is missing is an error here,
+        # no crash later
         torch.ops.load_library(LIBRARY)
         library = ctypes.CDLL(str(LIBRARY))
-        for name in ("pflcore_built", "pflcore_isa", "pflcore_set_isa", "pflcore_architectures"):
+        for name in (
+            "pflcore_built",
+            "pflcore_isa",
+            "pflcore_set_isa",
+            "pflcore_architectures",
+        ):
             getattr(library, name).restype = ctypes.c_char_p
         return library, library.pflcore_built().decode(), None
     except (OSError, AttributeError) as error:
@@ -171,20 +185,26 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
 
 
 kernels, _why, _fix = _load()  # the library, or None
-references_used = _fix is not None  # although kernels could be had: the first op call says so
+# although kernels could be had: the first op call says so
+references_used = _fix is not None
 
 
 def cpu_isa(wanted: str | None = None) -> str | None:
-    """The path of the CPU kernels, None for references; `wanted` chooses it, for tests, as far as
-    the machine has it."""
+    """The path of the CPU kernels, None for references; `wanted` chooses it, for tests,
+    as far as the machine has it."""
     if kernels is None:
         return None
-    said = kernels.pflcore_isa() if wanted is None else kernels.pflcore_set_isa(wanted.encode())
+    said = (
+        kernels.pflcore_isa()
+        if wanted is None
+        else kernels.pflcore_set_isa(wanted.encode())
+    )
     return str(said, "ascii")
 
 
 def backend() -> Backend:
-    """What runs the ops and why: compiled kernels or references, the CPU path, threads, CUDA."""
+    """What runs the ops and why: compiled kernels or references, the CPU path,
+    threads, CUDA."""
     cards = "" if kernels is None else str(kernels.pflcore_architectures(), "ascii")
     return Backend(
         kernels=kernels is not None,
@@ -199,13 +219,15 @@ def backend() -> Backend:
 
 
 def warn_of_references() -> None:
-    """Say, at the first op, that the references run although the kernels could be had."""
+    """Say, at the first op, that the references run although the kernels could be
+    had."""
     global references_used
     if not references_used:
         return
     references_used = False
     warnings.warn(
-        f"pflcore runs its pure-PyTorch references: {_why}. To mend it, in pflcore's folder: "
+        f"pflcore runs its pure-PyTorch references: {_why}. To mend it, in pflcore's "
+        "folder: "
         f"{REINSTALL_COMMAND}",
         stacklevel=3,
     )

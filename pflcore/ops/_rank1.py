@@ -1,4 +1,5 @@
-"""rank1_linear: a linear layer made of rank-1 factors, forward and backward, under vmap too."""
+"""rank1_linear: a linear layer made of rank-1 factors, forward and backward, under
+vmap too."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +20,14 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
     lam: Tensor,  # [F] or [..., F]
     w_b: Tensor,  # [F, I] or [..., F, I]
 ) -> Tensor:  # [..., B, O]
-    """`((x w_b^T) * lam) w_a^T`: a linear layer made of F rank-1 factors, whose dense weight is
-    never built (WAFFLe, Hao et al.).
+    """`((x w_b^T) * lam) w_a^T`: a linear layer made of F rank-1 factors, whose dense
+    weight is never built (WAFFLe, Hao et al.).
 
-    Leading axes, the clients', broadcast; an input without them is shared, and its gradient summed.
-    Factors with `lam == 0` are skipped. One dtype for all inputs, 16-bit ones computed in float32;
-    under `autocast` all are cast to its dtype, as for `F.linear`. Differentiable in all four; works
-    under `vmap`. In forward mode it is plain torch, which reads every factor.
+    Leading axes, the clients', broadcast; an input without them is shared, and its
+    gradient summed. Factors with `lam == 0` are skipped. One dtype for all inputs,
+    16-bit ones computed in float32; under `autocast` all are cast to its dtype, as for
+    `F.linear`. Differentiable in all four; works under `vmap`. In forward mode it is
+    plain torch, which reads every factor.
     """
     if (
         torch._C._is_any_autocast_enabled()
@@ -34,7 +36,9 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
     ):
         low = torch.get_autocast_dtype(x.device.type)
         x, w_a, lam, w_b = (
-            t.to(low) if isinstance(t, Tensor) and t.dtype in (torch.float32, *NARROW) else t
+            t.to(low)
+            if isinstance(t, Tensor) and t.dtype in (torch.float32, *NARROW)
+            else t
             for t in (x, w_a, lam, w_b)
         )
     lead = check_rank1(x, w_a, lam, w_b)
@@ -42,12 +46,17 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
     if x.dim() == 1:
         return rank1_linear(x[None], w_a, lam, w_b).squeeze(-2)
     if in_forward_ad():
-        z, a, scale, b = (t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b))
+        z, a, scale, b = (
+            t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b)
+        )
         return (z @ b.mT * scale[..., None, :] @ a.mT).to(x.dtype)
     inputs = ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))
-    if len(lead) <= 1 and all(t.dim() == own or t.shape[0] == lead[0] for t, own in inputs):
+    if len(lead) <= 1 and all(
+        t.dim() == own or t.shape[0] == lead[0] for t, own in inputs
+    ):
         return _differentiable(x, w_a, lam, w_b)
-    if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:  # nothing but a larger batch
+    # nothing but a larger batch
+    if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:
         y = _differentiable(x.flatten(0, -2), w_a, lam, w_b)
         return y.reshape(*x.shape[:-1], y.shape[-1])
     y = _differentiable(*[_flat(t, own, lead) for t, own in inputs])
@@ -76,11 +85,17 @@ def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
         if t is not x:
             check_same_kind(op, "x", x, name, t)
     if w_b.shape[-1] != x.shape[-1]:
-        reject_argument(op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", describe(w_b))
+        reject_argument(
+            op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", describe(w_b)
+        )
     if w_a.shape[-1] != w_b.shape[-2]:
-        reject_argument(op, "w_a", f"[O, {w_b.shape[-2]}] for the factors of w_b", describe(w_a))
+        reject_argument(
+            op, "w_a", f"[O, {w_b.shape[-2]}] for the factors of w_b", describe(w_a)
+        )
     if lam.shape[-1] != w_b.shape[-2]:
-        reject_argument(op, "lam", f"[..., {w_b.shape[-2]}] for the factors of w_b", describe(lam))
+        reject_argument(
+            op, "lam", f"[..., {w_b.shape[-2]}] for the factors of w_b", describe(lam)
+        )
     leads = (x.shape[:-2], w_a.shape[:-2], lam.shape[:-1], w_b.shape[:-2])
     if not any(leads):
         return ()
@@ -99,8 +114,8 @@ def reference(
     lam: Tensor,  # [F] or [N, F]
     w_b: Tensor,  # [F, I] or [N, F, I]
 ) -> Tensor:  # [B, O] or [N, B, O]
-    """((x w_b^T) * lam) w_a^T: a linear layer of weight sum_f lam_f w_a[:, f] w_b[f, :], which is
-    never built."""
+    """((x w_b^T) * lam) w_a^T: a linear layer of weight sum_f lam_f w_a[:, f]
+    w_b[f, :], which is never built."""
     scale = lam[..., None, :]
     hidden = torch.where(scale != 0, x @ w_b.mT * scale, 0.0)  # [.., B, F]
     # a factor that is off is off, whatever it holds
@@ -118,16 +133,21 @@ def backward_reference(
     need_lam: bool,
     need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of rank1_linear in its inputs' shapes; an empty tensor where one is not
-    needed."""
+    """The gradients of rank1_linear in its inputs' shapes; an empty tensor where one is
+    not needed."""
     scale = lam[..., None, :]
-    hidden, back = x @ w_b.mT, grad @ w_a  # [.., B, F] both
+    hidden = x @ w_b.mT  # [.., B, F] both
+    back = grad @ w_a
     none = grad.new_empty(0)
 
     def scaled(t: Tensor) -> Tensor:
-        """A factor that is off is skipped; where this is differentiated once more, by lam too, the
-        plain product has the derivative."""
-        return t * scale if torch.is_grad_enabled() else torch.where(scale != 0, t * scale, 0.0)
+        """A factor that is off is skipped; where this is differentiated once more, by
+        lam too, the plain product has the derivative."""
+        return (
+            t * scale
+            if torch.is_grad_enabled()
+            else torch.where(scale != 0, t * scale, 0.0)
+        )
 
     def like(t: Tensor, g: Tensor) -> Tensor:
         """Clients that share an input add up."""
@@ -141,9 +161,12 @@ def backward_reference(
     )
 
 
-_op = define("rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference)
+_op = define(
+    "rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference
+)
 _op_backward = define(
-    "rank1_linear_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, "
+    "rank1_linear_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, "
+    "bool need_x, "
     "bool need_a, bool need_lam, bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
     backward_reference,
 )
@@ -151,13 +174,15 @@ _op_backward = define(
 
 # --- on a card --------------------------------------------------------------
 
-# Batched products of torch are several times faster there than kernels that list the factors that
-# are on. Those kernels serve where torch would round the factors of a product to fewer bits.
+# Batched products of torch are several times faster there than kernels that list the
+# factors that are on. Those kernels serve where torch would round the factors of a
+# product to fewer bits.
 _listed_op = define(
     "rank1_listed(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference
 )
 _listed_backward_op = define(
-    "rank1_listed_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, bool need_x, "
+    "rank1_listed_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, "
+    "bool need_x, "
     "bool need_a, bool need_lam, bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
     backward_reference,
 )
@@ -205,12 +230,14 @@ def rank1_by_products_backward(
     if need_x or need_lam or need_b:
         back = _client_einsum("bo,of->bf", grad, w_a, (2, 2))
     if need_x:
-        gx = _masked_product(w_b, lam, _scale_by_factors(back, lam), sum_clients=x.dim() == 2).to(
-            back_to
-        )
+        gx = _masked_product(
+            w_b, lam, _scale_by_factors(back, lam), sum_clients=x.dim() == 2
+        ).to(back_to)
     if need_a:
         scaled = _scale_by_factors(hidden, lam)
-        ga = _client_einsum("bo,bf->of", grad, scaled, (2, 2), w_a.dim() == 2).to(back_to)
+        ga = _client_einsum("bo,bf->of", grad, scaled, (2, 2), w_a.dim() == 2).to(
+            back_to
+        )
     if need_lam:
         glam = (hidden * back).sum(-2)
         glam = glam.sum_to_size(lam.shape).contiguous().to(back_to)
@@ -221,7 +248,8 @@ def rank1_by_products_backward(
 
 
 def _widen_inputs(*inputs: Tensor) -> tuple[Any, ...]:
-    """The inputs as they are computed, 16-bit ones in float32; and the dtype they came in."""
+    """The inputs as they are computed, 16-bit ones in float32; and the dtype they
+    came in."""
     dtype = inputs[0].dtype
     if dtype in NARROW:
         inputs = tuple(t.float() for t in inputs)
@@ -246,7 +274,8 @@ def _client_einsum(
 
 
 def _scale_by_factors(t: Tensor, lam: Tensor) -> Tensor:
-    """`t * lam` along the last axis [.., B, F], 0 where a factor is off, whatever it holds."""
+    """`t * lam` along the last axis [.., B, F], 0 where a factor is off, whatever it
+    holds."""
     scale = lam[..., None, :]
     return torch.where(scale != 0, t * scale, 0.0)
 
@@ -257,16 +286,23 @@ def _masked_product(
     t: Tensor,  # [B, F] or [N, B, F]; 0 where a factor is off
     sum_clients: bool = False,  # over the clients
 ) -> Tensor:  # [B, C] or [N, B, C]
-    """`t @ w`, in which a factor that is off counts for nothing, also where it is not finite."""
+    """`t @ w`, in which a factor that is off counts for nothing, also where it is
+    not finite."""
     if w.dim() == 3 or lam.dim() == 1:
         return _client_einsum(
-            "bf,fc->bc", t, torch.where(lam[..., None] != 0, w, 0.0), (2, 2), sum_clients
+            "bf,fc->bc",
+            t,
+            torch.where(lam[..., None] != 0, w, 0.0),
+            (2, 2),
+            sum_clients,
         )
-    # Clients share the factors, each has some of them on: no copy of the factors for each client.
-    # What is not finite is taken out, and what it reaches is marked.
+    # Clients share the factors, each has some of them on: no copy of the factors for
+    # each client. What is not finite is taken out, and what it reaches is marked.
     finite = w.nan_to_num(0.0, 0.0, 0.0)
     on = (lam != 0).to(w.dtype)
-    reached = _client_einsum("f,fc->c", on, (w != finite).to(w.dtype), (1, 2), sum_clients)
+    reached = _client_einsum(
+        "f,fc->c", on, (w != finite).to(w.dtype), (1, 2), sum_clients
+    )
     out = _client_einsum("bf,fc->bc", t, finite, (2, 2), sum_clients)
     return out.masked_fill_(reached[..., None, :] > 0, torch.nan)
 
@@ -300,7 +336,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     twice = torch.is_grad_enabled()
     backward = backward_reference if twice else _op_backward
     grads = backward(grad, x, w_a, lam, w_b, *ctx.needs_input_grad)
-    return tuple(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True))
+    return tuple(
+        g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True)
+    )
 
 
 torch.library.register_autograd(
@@ -309,8 +347,8 @@ torch.library.register_autograd(
 
 
 class _Rank1(torch.autograd.Function):
-    """The same formula without the op's registered autograd, which costs as much as a small layer's
-    arithmetic."""
+    """The same formula without the op's registered autograd, which costs as much as a
+    small layer's arithmetic."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -322,8 +360,12 @@ class _Rank1(torch.autograd.Function):
 
 def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
     # these need the op to stand alone
-    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
-    wanted = w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad
+    eager = not (
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    )
+    wanted = (
+        w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad
+    )
     run = _Rank1.apply if eager and wanted and torch.is_grad_enabled() else _op
     return run(x, w_a, lam, w_b)
 
@@ -334,21 +376,29 @@ def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
 def _clients_first(
     size: int, in_dims: Sequence[int | None], args: Sequence[Tensor], own: Sequence[int]
 ) -> tuple[list[Tensor], list[bool]]:
-    """Each argument with the vmapped axis in front, folded into a clients' axis that is there
-    already: [size * n, ...]; and which of them had one."""
-    has = [t.dim() - (d is not None) > o for t, d, o in zip(args, in_dims, own, strict=True)]
-    out = [t if d is None else t.movedim(d, 0) for t, d in zip(args, in_dims, strict=True)]
+    """Each argument with the vmapped axis in front, folded into a clients' axis that is
+    there already: [size * n, ...]; and which of them had one."""
+    has = [
+        t.dim() - (d is not None) > o
+        for t, d, o in zip(args, in_dims, own, strict=True)
+    ]
+    out = [
+        t if d is None else t.movedim(d, 0) for t, d in zip(args, in_dims, strict=True)
+    ]
     if any(has):
         at = has.index(True)
         lead = size, out[at].shape[in_dims[at] is not None]
         wide = [
-            t if d is None or h else t[:, None] for t, d, h in zip(out, in_dims, has, strict=True)
+            t if d is None or h else t[:, None]
+            for t, d, h in zip(out, in_dims, has, strict=True)
         ]
         out = [_flat(t, o, lead) for t, o in zip(wide, own, strict=True)]
     return out, has
 
 
-def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Tensor, int]:
+def _vmap(
+    info: Any, in_dims: tuple[int | None, ...], *args: Tensor
+) -> tuple[Tensor, int]:
     given, has = _clients_first(info.batch_size, in_dims, args, _OWN)
     y = _op(*given)
     return (y.unflatten(0, (info.batch_size, -1)) if any(has) else y), 0
@@ -357,10 +407,15 @@ def _vmap(info: Any, in_dims: tuple[int | None, ...], *args: Tensor) -> tuple[Te
 def _backward_vmap(
     info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    size, dims, needs = info.batch_size, in_dims[:5], args[5:]
-    # a gradient is wanted for each vmapped slice, so a shared input is repeated (without a copy)
-    # rather than summed over the slices
-    wide = [t.expand(size, *t.shape) if d is None else t for t, d in zip(args, dims, strict=False)]
+    size = info.batch_size
+    dims = in_dims[:5]
+    needs = args[5:]
+    # a gradient is wanted for each vmapped slice, so a shared input is repeated
+    # (without a copy) rather than summed over the slices
+    wide = [
+        t.expand(size, *t.shape) if d is None else t
+        for t, d in zip(args, dims, strict=False)
+    ]
     given, has = _clients_first(size, [d or 0 for d in dims], wide, (2, *_OWN))
     out = []
     for g, own, need in zip(_op_backward(*given, *needs), has[1:], needs, strict=True):

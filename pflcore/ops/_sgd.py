@@ -19,7 +19,13 @@ from ._check import (
     same_view,
     spans_overlap,
 )
-from ._library import define, fake_nothing, in_forward_ad, mark_written, warn_of_references
+from ._library import (
+    define,
+    fake_nothing,
+    in_forward_ad,
+    mark_written,
+    warn_of_references,
+)
 
 
 def sgd_step_(
@@ -37,9 +43,10 @@ def sgd_step_(
     """One SGD step on flat rows, in place and in one pass:
 
     `d = grad + shift + mu * (w - anchor) + weight_decay * w;  buffer = momentum * buffer + d;  w -=
-    lr * mask * buffer` (without momentum: `w -= lr * mask * d`). float32 or float64, contiguous
-    rows of any row stride. Not differentiable. The buffer shares no memory with the other tensors;
-    w may be grad, shift, mask or anchor itself, as it was before the step, but not a part of one.
+    lr * mask * buffer` (without momentum: `w -= lr * mask * d`). float32 or float64,
+    contiguous rows of any row stride. Not differentiable. The buffer shares no memory
+    with the other tensors; w may be grad, shift, mask or anchor itself, as it was
+    before the step, but not a part of one.
     """
     check_sgd(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay)
     warn_of_references()
@@ -62,13 +69,22 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
 ) -> None:
     """The arguments of sgd_step_."""
     op = "sgd_step_"
-    for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+    for name, value in (
+        ("lr", lr),
+        ("momentum", momentum),
+        ("weight_decay", weight_decay),
+    ):
         check_number(op, name, value)
     check_matrix(op, "w", w, "[S, Q]")
     if w.dtype not in (torch.float32, torch.float64):
         reject_argument(op, "w", "float32 or float64", describe(w), kind=TypeError)
     _check_rows(op, w, "grad", grad)
-    for name, t in (("shift", shift), ("anchor", anchor), ("buffer", buffer), ("mask", mask)):
+    for name, t in (
+        ("shift", shift),
+        ("anchor", anchor),
+        ("buffer", buffer),
+        ("mask", mask),
+    ):
         if t is not None:
             _check_rows(op, w, name, t)
     check_writable(op, "w", w)
@@ -79,7 +95,11 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
         reject_argument(op, "buffer", wanted, "None", "use torch.zeros_like(w)")
     if isinstance(mu, Tensor):
         require_argument(
-            mu.shape == w.shape[:1], op, "mu", f"a number or [{w.shape[0]}]", describe(mu)
+            mu.shape == w.shape[:1],
+            op,
+            "mu",
+            f"a number or [{w.shape[0]}]",
+            describe(mu),
         )
         check_same_device(op, "w", w, "mu", mu)
     else:
@@ -87,7 +107,8 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
     if anchor is None and (isinstance(mu, Tensor) or mu != 0):
         reject_argument(op, "anchor", f"{list(w.shape)} where mu is given", "None")
     if in_forward_ad():
-        wanted, remedy = "free of forward-mode differentiation", "write the step in plain torch"
+        wanted = "free of forward-mode differentiation"
+        remedy = "write the step in plain torch"
         reject_argument(op, "w", wanted, "a step inside of it", remedy)
     if not torch.compiler.is_compiling():
         _check_memory(op, w, buffer, (grad, shift, mask, anchor, mu))
@@ -96,32 +117,44 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
 def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
     """`t` has w's shape, dtype and device; a mask may be one row for all."""
     if not isinstance(t, Tensor) or t.layout is not torch.strided:
-        reject_argument(op, name, "a tensor of rows, dense", describe(t), kind=TypeError)
+        reject_argument(
+            op, name, "a tensor of rows, dense", describe(t), kind=TypeError
+        )
     if t.shape != w.shape and not (name == "mask" and t.shape == w.shape[1:]):
         reject_argument(op, name, f"{list(w.shape)} like w", describe(t))
     check_same_kind(op, "w", w, name, t)
 
 
-def _check_memory(op: str, w: Tensor, buffer: Tensor | None, others: Sequence[Any]) -> None:
-    """No gradient is wanted; the buffer shares no memory with the other tensors, w none with a part
-    of one."""
+def _check_memory(
+    op: str, w: Tensor, buffer: Tensor | None, others: Sequence[Any]
+) -> None:
+    """No gradient is wanted; the buffer shares no memory with the other tensors, w none
+    with a part of one."""
     if torch.is_grad_enabled() and (w.requires_grad or others[0].requires_grad):
         came = "a tensor that requires grad"
         reject_argument(op, "w", "free of autograd", came, "use torch.no_grad()")
-    row, velocity = memory_span(w), memory_span(buffer)
+    row = memory_span(w)
+    velocity = memory_span(buffer)
     for name, t in zip(("grad", "shift", "mask", "anchor", "mu"), others, strict=True):
         if t is None or type(t) is float:
             continue
         other = memory_span(t)
         if spans_overlap(row, other) and not same_view(w, t):
-            wanted, came = "memory of its own or w itself", "a part of w's memory"
+            wanted = "memory of its own or w itself"
+            came = "a part of w's memory"
             reject_argument(op, name, wanted, came, f"use {name}.clone()")
         if spans_overlap(velocity, other):
             reject_argument(
-                op, "buffer", "memory of its own", f"memory of {name}", "use buffer.clone()"
+                op,
+                "buffer",
+                "memory of its own",
+                f"memory of {name}",
+                "use buffer.clone()",
             )
     if spans_overlap(velocity, row):
-        reject_argument(op, "buffer", "memory of its own", "memory of w", "use buffer.clone()")
+        reject_argument(
+            op, "buffer", "memory of its own", "memory of w", "use buffer.clone()"
+        )
 
 
 def corrected(
@@ -132,7 +165,8 @@ def corrected(
     mu_rows: Tensor | None,
     anchor: Tensor | None,
 ) -> Tensor:
-    """`grad + shift + mu * (w - anchor)` [S, Q], `grad` itself where there is nothing to add."""
+    """`grad + shift + mu * (w - anchor)` [S, Q], `grad` itself where there is
+    nothing to add."""
     d = grad if shift is None else grad + shift
     if anchor is not None:
         d = d + (mu if mu_rows is None else mu_rows[:, None].to(w.dtype)) * (w - anchor)
@@ -140,7 +174,8 @@ def corrected(
 
 
 def clipped(grad: Tensor, norm: float) -> Tensor:
-    """Each row of `grad` [S, Q], no longer than `norm`, as `torch.nn.utils.clip_grad_norm_`."""
+    """Each row of `grad` [S, Q], no longer than `norm`, as
+    `torch.nn.utils.clip_grad_norm_`."""
     length: Tensor = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
     return grad * (norm / (length + 1e-6)).clamp(max=1)
 
@@ -158,8 +193,8 @@ def reference(
     buffer: Tensor | None,  # [S, Q], changed
     weight_decay: float,
 ) -> None:
-    """One SGD step on flat rows with a correction, a proximal term, momentum, weight decay and a
-    mask."""
+    """One SGD step on flat rows with a correction, a proximal term, momentum, weight
+    decay and a mask."""
     d = corrected(w, grad, shift, mu, mu_rows, anchor)
     if weight_decay:
         d = d + weight_decay * w
@@ -170,8 +205,10 @@ def reference(
 
 
 _op = define(
-    "sgd_step_(Tensor(a!) w, Tensor grad, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? "
-    "mu_rows, Tensor? anchor, float momentum, Tensor(b!)? buffer, float weight_decay) -> ()",
+    "sgd_step_(Tensor(a!) w, Tensor grad, float lr, Tensor? shift, Tensor? mask, float "
+    "mu, Tensor? "
+    "mu_rows, Tensor? anchor, float momentum, Tensor(b!)? buffer, float weight_decay) "
+    "-> ()",
     reference,
     fake_nothing,
 )

@@ -1,7 +1,8 @@
 """Sums by index, and running sums, of which a card repeats the bits.
 
-There torch's `index_add`, `scatter_add` and `cumsum` add in the order in which threads happen to
-come. `index_put` sorts by index first. On a CPU all of them add one after another.
+There torch's `index_add`, `scatter_add` and `cumsum` add in the order in which threads
+happen to come. `index_put` sorts by index first. On a CPU all of them add one after
+another.
 """
 
 import torch

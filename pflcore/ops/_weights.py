@@ -1,5 +1,5 @@
-"""waffle_weights and feddwa_weights: the two rules that turn distances into mixing weights, in
-float64."""
+"""waffle_weights and feddwa_weights: the two rules that turn distances into mixing
+weights, in float64."""
 
 import math
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ from ._library import define, warn_of_references
 
 
 class TopK(NamedTuple):
-    """The K kept neighbours of each row, nearest first, ready for `aggregate(updates, *top)`."""
+    """The K kept neighbours of each row, nearest first, ready for
+    `aggregate(updates, *top)`."""
 
     weight: Tensor  # [M, K] float64, rows sum to 1
     index: Tensor  # type: ignore[assignment]  # [M, K] int64
@@ -37,18 +38,21 @@ def waffle_weights(
 ) -> Tensor:  # [..., N] float64
     """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1), each row summing to 1.
 
-    With low and high the least and largest distance of the others, `t = (d - low) / (high - low)`
-    and `s = low / high * (1 - omega)`: raw weight `max(psi - (t + s) / (1 + s), 0)`, the target's
-    is `psi` (omega > 1: `t + s`, line 6 as printed). This closed form equals the paper's and never
-    divides by zero. All others equally far: t = 0 (`tie="closed"`), or everybody gets 1/N
-    (`tie="uniform"`); all at distance 0: 1/N; psi = 0 or N = 1: all weight on the target. The
-    target's own distance is ignored. A distance that is not finite is an absent client, of weight
-    0; a negative one counts as 0. The weights are constants: no gradient flows through them.
+    With low and high the least and largest distance of the others,
+    `t = (d - low) / (high - low)` and `s = low / high * (1 - omega)`: raw weight
+    `max(psi - (t + s) / (1 + s), 0)`, the target's is `psi` (omega > 1: `t + s`, line 6
+    as printed). This closed form equals the paper's and never divides by zero. All
+    others equally far: t = 0 (`tie="closed"`), or everybody gets 1/N (`tie="uniform"`);
+    all at distance 0: 1/N; psi = 0 or N = 1: all weight on the target. The target's own
+    distance is ignored. A distance that is not finite is an absent client, of weight 0;
+    a negative one counts as 0. The weights are constants: no gradient flows through
+    them.
 
-    omega: Omega(r) >= 0; psi: Psi(r) >= 0, None: the same as omega. The 0.95 rule and the smoothing
-    over rounds belong to the algorithm.
+    omega: Omega(r) >= 0; psi: Psi(r) >= 0, None: the same as omega. The 0.95 rule and
+    the smoothing over rounds belong to the algorithm.
     """
-    op, psi = "waffle_weights", omega if psi is None else psi
+    op = "waffle_weights"
+    psi = omega if psi is None else psi
     check_floating(op, "dist", dist)
     n = dist.shape[-1] if dist.dim() else 0
     require_argument(n > 0, op, "dist", "[..., N] with N > 0", describe(dist))
@@ -56,15 +60,23 @@ def waffle_weights(
         check_number(op, name, value)
         fine = 0 <= value <= 1e100  # so that a sum of them is finite
         require_argument(fine, op, name, "a number from 0 to 1e100", repr(value))
-    require_argument(tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie))
+    require_argument(
+        tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie)
+    )
     if is_int(target):
-        require_argument(bool(0 <= target < n), op, "target", f"from 0 to {n - 1}", str(target))
+        require_argument(
+            bool(0 <= target < n), op, "target", f"from 0 to {n - 1}", str(target)
+        )
         target = torch.full((), int(target), dtype=torch.int64, device=dist.device)
     else:
         _check_targets(dist, target)
     warn_of_references()
     return _waffle(
-        dist.detach() if dist.requires_grad else dist, target, omega, psi, tie == "uniform"
+        dist.detach() if dist.requires_grad else dist,
+        target,
+        omega,
+        psi,
+        tie == "uniform",
     )
 
 
@@ -73,12 +85,19 @@ def _check_targets(dist: Tensor, target: Any) -> None:
     op = "waffle_weights"
     if not isinstance(target, Tensor):
         reject_argument(
-            op, "target", "an int or an int64 tensor", f"{target!r}"[:60], kind=TypeError
+            op,
+            "target",
+            "an int or an int64 tensor",
+            f"{target!r}"[:60],
+            kind=TypeError,
         )
     check_index(op, "dist", dist, "target", target)
     if target.dim() and target.shape != dist.shape[:-1]:
         reject_argument(
-            op, "target", f"one for each row of dist, {list(dist.shape[:-1])}", describe(target)
+            op,
+            "target",
+            f"one for each row of dist, {list(dist.shape[:-1])}",
+            describe(target),
         )
     check_index_range(op, "target", target, dist.shape[-1])
 
@@ -87,22 +106,28 @@ def feddwa_weights(
     sqdist: Tensor,  # [M, N] squared distances, row i the receiver's
     k: int,
 ) -> TopK:
-    """FedDWA's weights (Liu et al. 2023, Eq. 15 and 8): the k nearest of each row, weighted by 1 /
-    squared distance, rows summing to 1.
+    """FedDWA's weights (Liu et al. 2023, Eq. 15 and 8): the k nearest of each row,
+    weighted by 1 / squared distance, rows summing to 1.
 
-    Ties go to the lower index; k >= N keeps all. Where distances are 0, only those count, equally.
-    NaN counts as infinitely far, a negative distance as 0; an infinitely far neighbour has weight
-    0, and a row of nothing else is uniform. Never NaN. The weights are constants: no gradient flows
-    through them.
+    Ties go to the lower index; k >= N keeps all. Where distances are 0, only those
+    count, equally. NaN counts as infinitely far, a negative distance as 0; an
+    infinitely far neighbour has weight 0, and a row of nothing else is uniform. Never
+    NaN. The weights are constants: no gradient flows through them.
     """
     if not (type(k) is int and k > 0):
         require_argument(
-            is_int(k) and k > 0, "feddwa_weights", "k", "a whole number above 0", repr(k)
+            is_int(k) and k > 0,
+            "feddwa_weights",
+            "k",
+            "a whole number above 0",
+            repr(k),
         )
         k = k if isinstance(k, int | torch.SymInt) else int(k)  # numpy's
     check_matrix("feddwa_weights", "sqdist", sqdist, "[M, N]")
     if sqdist.shape[1] == 0:
-        reject_argument("feddwa_weights", "sqdist", "at least one column", describe(sqdist))
+        reject_argument(
+            "feddwa_weights", "sqdist", "at least one column", describe(sqdist)
+        )
     warn_of_references()
     return TopK(*_feddwa(sqdist.detach() if sqdist.requires_grad else sqdist, k))
 
@@ -114,10 +139,11 @@ def waffle_reference(
     psi: float,
     uniform_ties: bool,
 ) -> Tensor:  # [..., N] float64
-    """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in a form that never divides by
-    zero."""
+    """WAFFLE's CalcWeights (Beaussart et al. 2021, Algorithm 1) in a form that never
+    divides by zero."""
     d = dist.double().contiguous()
-    is_target = torch.arange(d.shape[-1], device=d.device) == target[..., None]  # [..., N]
+    # [..., N]
+    is_target = torch.arange(d.shape[-1], device=d.device) == target[..., None]
     other = d.isfinite() & ~is_target  # before the clamp: -Inf is no distance
     d = d.clamp(min=0)
     high = torch.where(other, d, 0.0).amax(-1, keepdim=True)  # [..., 1]
@@ -138,12 +164,13 @@ def feddwa_reference(
     sqdist: Tensor,  # [M, N] squared distances
     k: int,
 ) -> tuple[Tensor, Tensor]:  # [M, K] float64, [M, K] int64
-    """The K nearest of each row by (distance, index), weighted by 1 / squared distance (FedDWA, Liu
-    et al. 2023, Eq. 15 and 8)."""
+    """The K nearest of each row by (distance, index), weighted by 1 / squared distance
+    (FedDWA, Liu et al. 2023, Eq. 15 and 8)."""
     d = sqdist.double().contiguous()
     d = torch.where(d.isnan(), math.inf, d.clamp(min=0))
     value, index = d.sort(dim=1, stable=True)
-    value, index = value[:, :k], index[:, :k].contiguous()
+    value = value[:, :k]
+    index = index[:, :k].contiguous()
     nearest = value[:, :1]
     # only equals of the nearest count; else nearest / value is in [0, 1]
     equal = (nearest == 0) | nearest.isinf()
@@ -152,8 +179,11 @@ def feddwa_reference(
 
 
 _waffle = define(
-    "waffle_weights(Tensor dist, Tensor target, float omega, float psi, bool uniform_ties) -> "
+    "waffle_weights(Tensor dist, Tensor target, float omega, float psi, bool "
+    "uniform_ties) -> "
     "Tensor",
     waffle_reference,
 )
-_feddwa = define("feddwa_weights(Tensor sqdist, int k) -> (Tensor, Tensor)", feddwa_reference)
+_feddwa = define(
+    "feddwa_weights(Tensor sqdist, int k) -> (Tensor, Tensor)", feddwa_reference
+)

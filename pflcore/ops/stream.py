@@ -1,8 +1,8 @@
 """Rows that need not fit memory: files and memory maps.
 
-`RowSource` is anything with a `shape` [N, P] and slices of rows, tensors or numpy arrays
-(`numpy.memmap`, `Files`, an HDF5 data set): it can be read again. What comes out is, on CPUs with
-the kernels, bit for bit what the ops give for the same rows in memory.
+`RowSource` is anything with a `shape` [N, P] and slices of rows, tensors or numpy
+arrays (`numpy.memmap`, `Files`, an HDF5 data set): it can be read again. What comes out
+is, on CPUs with the kernels, bit for bit what the ops give for the same rows in memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SUM_ROWS = 128  # rows that `aggregate` sums before it adds them to a float64 to
 
 
 class RowSource(Protocol):
-    """N rows of P numbers that can be read again, as a tensor is: `shape` is [N, P], a slice of
-    rows gives them as a tensor or a numpy array."""
+    """N rows of P numbers that can be read again, as a tensor is: `shape` is [N, P], a
+    slice of rows gives them as a tensor or a numpy array."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -45,35 +45,53 @@ class RowSource(Protocol):
 
 @checked
 class Files:
-    """Rows from safetensors files, one client's model each: the tensors `keys`, flattened and
-    joined in this order.
+    """Rows from safetensors files, one client's model each: the tensors `keys`,
+    flattened and joined in this order.
 
-    `keys` None: all of the first file's floating-point tensors by name. All files must have them in
-    one dtype and of the same sizes. Needs the package safetensors (ImportError).
+    `keys` None: all of the first file's floating-point tensors by name. All files must
+    have them in one dtype and of the same sizes. Needs the package safetensors
+    (ImportError).
     """
 
-    def __init__(self, paths: Sequence[str | Path], keys: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, paths: Sequence[str | Path], keys: Sequence[str] | None = None
+    ) -> None:
         self.paths = list(paths)
-        require_argument(len(self.paths) > 0, "Files", "paths", "at least one file", "none")
+        require_argument(
+            len(self.paths) > 0, "Files", "paths", "at least one file", "none"
+        )
         first = self._tensors(self.paths[0], keys)
-        self.keys, self._kinds = list(first), describe_tensors(first)
+        self.keys = list(first)
+        self._kinds = describe_tensors(first)
         dtypes = {str(t.dtype) for t in first.values()}
         require_argument(
-            len(dtypes) == 1, "Files", "keys", "tensors of one dtype", f"{sorted(dtypes)}"
+            len(dtypes) == 1,
+            "Files",
+            "keys",
+            "tensors of one dtype",
+            f"{sorted(dtypes)}",
         )
         self._none = model_row(first)[:0]
         self.shape = (len(self.paths), sum(t.numel() for t in first.values()))
 
-    def _tensors(self, path: str | Path, keys: Sequence[str] | None) -> dict[str, Tensor]:
+    def _tensors(
+        self, path: str | Path, keys: Sequence[str] | None
+    ) -> dict[str, Tensor]:
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(path, "pt") as file:
-                held = {key: file.get_slice(key).get_dtype() for key in sorted(file.keys())}
+                held = {
+                    key: file.get_slice(key).get_dtype() for key in sorted(file.keys())
+                }
                 wanted = keys or [key for key in held if held[key] in FLOAT_DTYPES]
                 missing = sorted(set(wanted) - set(held))
                 require_argument(
-                    not missing, "Files", "keys", f"names of tensors in {path}", f"{missing}"
+                    not missing,
+                    "Files",
+                    "keys",
+                    f"names of tensors in {path}",
+                    f"{missing}",
                 )
                 return {key: file.get_tensor(key) for key in wanted}
         except (SafetensorError, OSError) as error:
@@ -89,7 +107,11 @@ class Files:
             tensors = self._tensors(path, self.keys)
             wanted = f"files of {self._kinds} like the first"
             require_argument(
-                describe_tensors(tensors) == self._kinds, "Files", "paths", wanted, str(path)
+                describe_tensors(tensors) == self._kinds,
+                "Files",
+                "paths",
+                wanted,
+                str(path),
             )
             picked.append(model_row(tensors))
         return torch.stack(picked) if picked else self._none.new_empty(0, self.shape[1])
@@ -106,7 +128,8 @@ def model_row(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def tensor_of(part: Any) -> Tensor:
-    """A tensor as it is, an array of any memory as a tensor, where that can be without a copy."""
+    """A tensor as it is, an array of any memory as a tensor, where that can be
+    without a copy."""
     if isinstance(part, Tensor):
         return part
     array = np.asarray(part)
@@ -120,8 +143,8 @@ def take_rows(
     rows: RowSource,  # [N, P]
     index: Tensor,  # [n] int64, n > 0
 ) -> Tensor:  # [n, P]
-    """These rows as a tensor: a view or one slice where they are neighbours, else slice by
-    slice."""
+    """These rows as a tensor: a view or one slice where they are neighbours, else slice
+    by slice."""
     cuts = torch.nonzero(index.diff() != 1)[:, 0] + 1
     if len(cuts) and isinstance(rows, Tensor):
         return rows[index]
@@ -131,8 +154,8 @@ def take_rows(
 
 
 def check_rows(op: str, name: str, rows: Any) -> Tensor:
-    """`rows` is a matrix or something with a shape [N, P] and slices; a tensor of its dtype, device
-    and P."""
+    """`rows` is a matrix or something with a shape [N, P] and slices; a tensor of its
+    dtype, device and P."""
     if not isinstance(rows, Tensor):
         if not hasattr(rows, "__getitem__") or len(getattr(rows, "shape", ())) != 2:
             wanted = "a tensor, or rows with a shape [N, P] and slices"
@@ -152,9 +175,10 @@ def read_blocks(
     first: int = 0,
     step: int | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The rows from `first` on in blocks of `step`, by default of BYTES but at least a row: the
-    place of each block, and its rows [n, P]."""
-    n, step = rows.shape[0], step or max(1, rows_per_block(rows))
+    """The rows from `first` on in blocks of `step`, by default of BYTES but at least a
+    row: the place of each block, and its rows [n, P]."""
+    n = rows.shape[0]
+    step = step or max(1, rows_per_block(rows))
     for start in range(first, n, step):
         place = slice(start, min(start + step, n))
         yield place, tensor_of(rows[place])
@@ -191,22 +215,32 @@ def aggregate(
 ) -> Any:  # [M, P]
     """`pflcore.aggregate` over rows that can be read again.
 
-    With `index`, `out` is written while `updates` and `base` are still read: it must not be their
-    memory, which is seen of two tensors and of two arrays, nor their file. Dense, it holds 128 rows
-    and, where there are more, a float64 total [M, P]; with `index`, the rows that so many results
-    need as 256 MB hold. Errors are those of `pflcore.aggregate`.
+    With `index`, `out` is written while `updates` and `base` are still read: it must
+    not be their memory, which is seen of two tensors and of two arrays, nor their file.
+    Dense, it holds 128 rows and, where there are more, a float64 total [M, P]; with
+    `index`, the rows that so many results need as 256 MB hold. Errors are those of
+    `pflcore.aggregate`.
     """
-    first, (n, p) = check_rows("aggregate", "updates", updates), updates.shape
+    first = check_rows("aggregate", "updates", updates)
+    n, p = updates.shape
     check_matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
-    require_argument(n > 0 or index is not None, "aggregate", "updates", "at least one row", "none")
+    require_argument(
+        n > 0 or index is not None, "aggregate", "updates", "at least one row", "none"
+    )
     # what the checks look at takes no room
-    like = updates if isinstance(updates, Tensor) else first.new_empty(1, 1).expand(n, p)
-    check_aggregate(like, weight, index, base, lr, out if isinstance(out, Tensor) else None)
+    like = (
+        updates if isinstance(updates, Tensor) else first.new_empty(1, 1).expand(n, p)
+    )
+    check_aggregate(
+        like, weight, index, base, lr, out if isinstance(out, Tensor) else None
+    )
     wanted = [len(weight), p]
     if out is not None and not isinstance(out, Tensor):
         kind = np.dtype(getattr(out, "dtype", int)).kind
         fits = list(getattr(out, "shape", ())) == wanted and kind == "f"
-        require_argument(fits, "aggregate", "out", f"{wanted} of floating point", describe(out))
+        require_argument(
+            fits, "aggregate", "out", f"{wanted} of floating point", describe(out)
+        )
     if index is None:
         result = _dense(updates, like, weight, base, lr, precise)
         if out is None:
@@ -215,8 +249,14 @@ def aggregate(
         return out
     arrays = isinstance(out, np.ndarray) and isinstance(updates, np.ndarray)
     same = out is updates or (arrays and np.may_share_memory(out, cast(Any, updates)))
-    require_argument(not same, "aggregate", "out", "memory of its own", "memory of updates")
-    out = torch.empty(wanted, dtype=result_dtypes(like, base, precise)[0]) if out is None else out
+    require_argument(
+        not same, "aggregate", "out", "memory of its own", "memory of updates"
+    )
+    out = (
+        torch.empty(wanted, dtype=result_dtypes(like, base, precise)[0])
+        if out is None
+        else out
+    )
     _by_index(updates, like, weight, index, base, lr, precise, out)
     return out
 
@@ -238,18 +278,28 @@ def _by_index(
         # what has no weight is not read
         used = index[some][(lr * weight[some].double()) != 0].unique()
         part = take_rows(rows, used) if len(used) else like.new_zeros(1, like.shape[1])
-        place = torch.searchsorted(used, index[some].contiguous()).clamp(max=len(part) - 1)
+        place = torch.searchsorted(used, index[some].contiguous()).clamp(
+            max=len(part) - 1
+        )
         start = base[some] if base is not None and base.dim() == 2 else base
         out[some] = aggregate_op(part, weight[some], place, start, lr, precise=precise)
 
 
 def _dense(
-    rows: RowSource, like: Tensor, weight: Tensor, base: Tensor | None, lr: float, precise: bool
+    rows: RowSource,
+    like: Tensor,
+    weight: Tensor,
+    base: Tensor | None,
+    lr: float,
+    precise: bool,
 ) -> Tensor:  # [M, P]
-    """The sum of the blocks' sums, in float64 where there are several, as the kernel takes them."""
+    """The sum of the blocks' sums, in float64 where there are several, as the kernel
+    takes them."""
     n, p = like.shape
     if n <= SUM_ROWS:  # few large models: a total would be twice their mixes
-        return aggregate_op(tensor_of(rows[0:n]), weight, None, base, lr, precise=precise)
+        return aggregate_op(
+            tensor_of(rows[0:n]), weight, None, base, lr, precise=precise
+        )
     dtype, wide = result_dtypes(like, base, precise)
     zero = like.new_zeros(p, dtype=wide)
     total = like.new_zeros(len(weight), p, dtype=torch.float64)

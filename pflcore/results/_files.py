@@ -1,4 +1,5 @@
-"""Files that are whole or not there at all: written beside their place, and renamed into it."""
+"""Files that are whole or not there at all: written beside their place, and renamed
+into it."""
 
 import contextlib
 import glob
@@ -11,14 +12,16 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A file beside `path` to be written, which takes its place once it is whole and on the disk;
-    where the block fails it is removed."""
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")  # nobody can have put a link
+    """A file beside `path` to be written, which takes its place once it is whole and on
+    the disk; where the block fails it is removed."""
+    # nobody can have put a link
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         yield part
         _sync_to_disk(part)
         part.replace(path)
-        with contextlib.suppress(OSError):  # not every file system, nor Windows, syncs a folder
+        # not every file system, nor Windows, syncs a folder
+        with contextlib.suppress(OSError):
             _sync_to_disk(path.parent)
     finally:
         with contextlib.suppress(OSError):
@@ -35,8 +38,8 @@ def _sync_to_disk(path: Path) -> None:
 
 @contextlib.contextmanager
 def safe_write(path: str | Path) -> Iterator[Path]:
-    """`atomic_write` for a path that somebody names: a link, a pipe or a device is written as it
-    stands, because a rename would put a file into its place."""
+    """`atomic_write` for a path that somebody names: a link, a pipe or a device is
+    written as it stands, because a rename would put a file into its place."""
     path = Path(path)
     ordinary = not path.is_symlink() and (path.is_file() or not path.exists())
     with atomic_write(path) if ordinary else contextlib.nullcontext(path) as part:
@@ -50,14 +53,15 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def remove_part_files(path: Path) -> None:
-    """Removes what a process that was killed has left of `path`; nobody else may write it now."""
+    """Removes what a process that was killed has left of `path`; nobody else may
+    write it now."""
     for old in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         old.unlink(missing_ok=True)
 
 
 def move_aside(paths: Sequence[Path]) -> list[Path]:
-    """Renames files and folders to PATH.1 each, or PATH.2, ...: the first number that is free for
-    all of them."""
+    """Renames files and folders to PATH.1 each, or PATH.2, ...: the first number that
+    is free for all of them."""
     for number in count(1):
         free = [path.with_name(f"{path.name}.{number}") for path in paths]
         if not any(map(os.path.lexists, free)):

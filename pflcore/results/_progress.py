@@ -1,5 +1,5 @@
-"""A progress bar with the time left for the whole experiment; where stderr is no terminal, only
-lines."""
+"""A progress bar with the time left for the whole experiment; where stderr is no
+terminal, only lines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from pflcore import metrics
 from pflcore.check import import_optional
 
-# set with every interrupt of a command: where a library swallowed it, the round's end brings it
-# back
+# set with every interrupt of a command: where a library swallowed it, the round's end
+# brings it back
 INTERRUPTED = threading.Event()
 
 

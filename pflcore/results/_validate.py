@@ -8,7 +8,14 @@ from pflcore.check import require
 Facts = Mapping[str, Any]
 MAX_WHOLE_NUMBER = 2**53  # of whole numbers: those up to here are floats, too
 MAX_CLIENTS = 10**8
-DICT_FIELDS = ("facts", "options", "training", "model_options", "partition_options", "adversary")
+DICT_FIELDS = (
+    "facts",
+    "options",
+    "training",
+    "model_options",
+    "partition_options",
+    "adversary",
+)
 ID_FIELDS = ("cohort", "dropped", "clipped")
 
 
@@ -30,8 +37,8 @@ def check_line(line: Any) -> None:
 
 
 def check_line_fits_run(line: Facts, header: Facts, evaluation: Facts | None) -> None:
-    """Raises ValueError where a line does not fit the run that it stands in: of this header, with
-    this first evaluation."""
+    """Raises ValueError where a line does not fit the run that it stands in: of this
+    header, with this first evaluation."""
     n = header.get("n")
     if n is not None:
         for name, ids in _ids_by_field(line):
@@ -43,7 +50,8 @@ def check_line_fits_run(line: Facts, header: Facts, evaluation: Facts | None) ->
     who = len(values["clients"]) if "clients" in values else n
     require(who in (None, count), "eval", f"values of {who} clients", values)
     if evaluation:
-        form, first = _evaluation_layout(values), _evaluation_layout(evaluation)
+        form = _evaluation_layout(values)
+        first = _evaluation_layout(evaluation)
         require(form == first, "eval", f"the run's keys and lengths, {first}", form)
 
 
@@ -51,17 +59,37 @@ def _check_header(header: Any) -> None:
     require(isinstance(header, dict), "header", "a JSON object", header)
     n, rounds, target = (header.get(k) for k in ("n", "rounds", "target"))
     words = f"a whole number from 1 to {MAX_CLIENTS:,}"
-    require(n is None or (_is_whole_number(n) and 1 <= n <= MAX_CLIENTS), "header.n", words, n)
-    require(rounds is None or _is_whole_number(rounds), "header.rounds", "a whole number", rounds)
+    require(
+        n is None or (_is_whole_number(n) and 1 <= n <= MAX_CLIENTS),
+        "header.n",
+        words,
+        n,
+    )
+    require(
+        rounds is None or _is_whole_number(rounds),
+        "header.rounds",
+        "a whole number",
+        rounds,
+    )
     if isinstance(target, int):
         there = _is_whole_number(target) and (n is None or target < n)
         require(there, "header.target", "a client", target)
     for name in DICT_FIELDS:
         value = header.get(name)
-        require(value is None or isinstance(value, dict), f"header.{name}", "an object", value)
+        require(
+            value is None or isinstance(value, dict),
+            f"header.{name}",
+            "an object",
+            value,
+        )
     for name in ("seed", "eval_split", "model_target"):
         value = header.get(name)
-        require(not isinstance(value, list | dict), f"header.{name}", "a single value", value)
+        require(
+            not isinstance(value, list | dict),
+            f"header.{name}",
+            "a single value",
+            value,
+        )
     held_out = (header.get("facts") or {}).get("held out for validation")
     fits = held_out is None or _are_numbers([held_out])
     require(fits, "header.facts", "a share held out for validation", held_out)
@@ -82,7 +110,10 @@ def _check_round(line: Facts) -> None:
         require(ids is None or _are_ids(ids), name, "a list of clients", ids)
     moved = line.get("relative_update_norm")
     require(
-        moved is None or _are_numbers(moved), "relative_update_norm", "a list of numbers", moved
+        moved is None or _are_numbers(moved),
+        "relative_update_norm",
+        "a list of numbers",
+        moved,
     )
     for name in ("bytes_down", "bytes_up"):
         value = line.get(name, 0)
@@ -95,13 +126,20 @@ def _check_round(line: Facts) -> None:
 
 
 def _check_evaluation(values: Any) -> None:
-    require(values is None or isinstance(values, dict), "eval", "an object of lists", values)
+    require(
+        values is None or isinstance(values, dict), "eval", "an object of lists", values
+    )
     if not values:
         return
     for name, value in values.items():
         fits = value is None or _are_numbers(value)
         require(fits, f"eval.{name}", "a list of numbers, one a client", value)
-    require(_are_ids(values.get("clients", [])), "eval.clients", "clients", values.get("clients"))
+    require(
+        _are_ids(values.get("clients", [])),
+        "eval.clients",
+        "clients",
+        values.get("clients"),
+    )
     lengths = {len(value) for value in values.values() if value is not None}
     require(len(lengths) == 1, "eval", "lists of one length", lengths)
     measured = values.get("accuracy") is not None or values.get("loss") is not None
@@ -109,7 +147,8 @@ def _check_evaluation(values: Any) -> None:
 
 
 def _check_report(report: Any) -> None:
-    """An algorithm reports what it likes; what is drawn as mixing weights must be such."""
+    """An algorithm reports what it likes; what is drawn as mixing weights must be
+    such."""
     require(report is None or isinstance(report, dict), "report", "an object", report)
     given = {k: v for k, v in (report or {}).items() if isinstance(v, list)}
     for name in {"weights", "weight"} & {*given}:
@@ -117,7 +156,8 @@ def _check_report(report: Any) -> None:
         require(fits, f"report.{name}", "a list or matrix of numbers", given[name])
     if "index" not in given or "weight" not in given:
         return
-    index, shape = given["index"], _numeric_shape(given["weight"])
+    index = given["index"]
+    shape = _numeric_shape(given["weight"])
     fits = _numeric_shape(index) == shape and _are_ids(_flatten_entries(index))
     require(fits, "report.index", "the clients of each weight", index)
     if "rows" in report:
@@ -128,11 +168,14 @@ def _check_report(report: Any) -> None:
 
 def _ids_by_field(line: Facts) -> list[tuple[str, Sequence[int]]]:
     """All clients that a round's line names."""
-    report, values = line.get("report") or {}, line.get("eval") or {}
+    report = line.get("report") or {}
+    values = line.get("eval") or {}
     found = [(name, line.get(name) or []) for name in ID_FIELDS]
     found.append(("eval.clients", values.get("clients") or []))
     if isinstance(report.get("weight"), list) and isinstance(report.get("index"), list):
-        found += [(f"report.{k}", _flatten_entries(report.get(k))) for k in ("index", "rows")]
+        found += [
+            (f"report.{k}", _flatten_entries(report.get(k))) for k in ("index", "rows")
+        ]
     return found
 
 
@@ -147,7 +190,8 @@ def _are_ids(values: Any) -> bool:
 
 
 def _are_numbers(values: Any) -> bool:
-    """Whether it is a list of numbers that a float can hold, or None for one that is not finite."""
+    """Whether it is a list of numbers that a float can hold, or None for one that is
+    not finite."""
     if not isinstance(values, list) or {*map(type, values)} - {int, float, type(None)}:
         return False
     return all(abs(v) < 2**63 for v in values if type(v) is int)
@@ -179,7 +223,8 @@ def _evaluation_layout(values: Facts) -> dict[str, int | None]:
 
 
 def _has_side_file(value: Any) -> bool:
-    """Whether a long list stands in a file beside the record: {"array": [file, offset]}."""
+    """Whether a long list stands in a file beside the record: {"array":
+    [file, offset]}."""
     if isinstance(value, list):  # which held whole lists alone
         return False
     if not isinstance(value, dict):

@@ -1,9 +1,10 @@
-"""Records of runs: JSON lines written as the run goes, and read back whatever happened to it.
+"""Records of runs: JSON lines written as the run goes, and read back whatever happened
+to it.
 
-A record file holds one or more runs. A run is a header line `{"header": {...}}`, one line per
-round, and, if the run ended early, `{"stopped": "one sentence"}`. A number that is not finite is
-stored as null (JSON has no NaN) and read back as NaN where it is one value per client. Files
-can be concatenated.
+A record file holds one or more runs. A run is a header line `{"header": {...}}`, one
+line per round, and, if the run ended early, `{"stopped": "one sentence"}`. A number
+that is not finite is stored as null (JSON has no NaN) and read back as NaN where it is
+one value per client. Files can be concatenated.
 """
 
 from __future__ import annotations
@@ -24,17 +25,23 @@ from torch import Tensor
 
 from pflcore import metrics
 from pflcore.check import checked, require
-from pflcore.results._validate import EarlierFormatError, check_line, check_line_fits_run
+from pflcore.results._validate import (
+    EarlierFormatError,
+    check_line,
+    check_line_fits_run,
+)
 
 __all__ = ["Run", "read"]
 Facts = Mapping[str, Any]
 Line = dict[str, Any]
 OnRound = Callable[[int, Line], None]
 OPTION_GROUPS = ("model_options", "training", "options")
-# times the cohort's median update: honest clients with many times the data of the others stay below
+# times the cohort's median update: honest clients with many times the data of the
+# others stay below
 OUTLIER_RATIO = 20.0
 MAX_MATRIX_NUMBERS = 10**8  # of weights whose clients no header counts
-DATA_FIELDS = ("data_seed", "train_samples", "test_samples", "val")  # which of the data the run saw
+# which of the data the run saw
+DATA_FIELDS = ("data_seed", "train_samples", "test_samples", "val")
 TABLE_FIELDS = ("data", "partition", "model", "n")
 # what all rows of a table must share
 COMPARED_FIELDS = (
@@ -54,8 +61,8 @@ COMPARED_FIELDS = (
 
 
 def to_json(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
-    """`value` as JSON can hold it: dataclasses as dicts, tensors and tuples as lists, numbers that
-    are not finite as None, the rest by its name."""
+    """`value` as JSON can hold it: dataclasses as dicts, tensors and tuples as lists,
+    numbers that are not finite as None, the rest by its name."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -73,16 +80,24 @@ def to_json(value: Any) -> Any:  # noqa: PLR0911 (a kind of value each)
 
 @checked
 class RecordWriter:
-    """Writes one record file, each line at once, so that an interrupted process leaves at most its
-    last line cut off; a line that a full disk cut off is finished before the next one."""
+    """Writes one record file, each line at once, so that an interrupted process leaves
+    at most its last line cut off; a line that a full disk cut off is finished before
+    the next one."""
 
-    def __init__(self, path: str | Path, overwrite: bool = False, goes_on: bool = False) -> None:
-        """Opens `path`, making its folder. A file that holds something is kept unless `overwrite`:
-        ValueError. One that `goes_on` has more lines behind its own."""
+    def __init__(
+        self, path: str | Path, overwrite: bool = False, goes_on: bool = False
+    ) -> None:
+        """Opens `path`, making its folder. A file that holds something is kept unless
+        `overwrite`: ValueError. One that `goes_on` has more lines behind its own."""
         self.path = Path(path)
-        if self.path.is_file() and self.path.stat().st_size and not (overwrite or goes_on):
+        if (
+            self.path.is_file()
+            and self.path.stat().st_size
+            and not (overwrite or goes_on)
+        ):
             raise ValueError(
-                f"path: expected a new file, got {self.path}, which holds something; name another "
+                f"path: expected a new file, got {self.path}, which holds something; "
+                "name another "
                 "or allow overwriting it."
             )
         try:
@@ -90,7 +105,8 @@ class RecordWriter:
             self._file = open(self.path, "ab" if goes_on else "wb")  # noqa: SIM115
         except OSError as e:
             raise ValueError(
-                f"path: expected a file that can be written, got {self.path} ({e.strerror}); name "
+                f"path: expected a file that can be written, got {self.path} "
+                f"({e.strerror}); name "
                 "another."
             ) from None
 
@@ -106,11 +122,11 @@ class RecordWriter:
         play: Callable[[OnRound], Any],
         on_round: OnRound | None = None,
     ) -> Any:
-        """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the header, each
-        round, and why it ended early.
+        """Writes a whole run, as `play(on_round)`, a `Simulation.run`, plays it: the
+        header, each round, and why it ended early.
 
-        `on_round` sees each line first and may add to it. An error is written too, and goes on.
-        Returns what `play` does.
+        `on_round` sees each line first and may add to it. An error is written too, and
+        goes on. Returns what `play` does.
         """
 
         def write(round: int, line: Line) -> None:
@@ -152,7 +168,8 @@ class Run:
     header: Line = field(default_factory=dict)
     rounds: list[Line] = field(default_factory=list)
     stopped: str | None = None
-    # stopped by Ctrl-C, for want of memory or by an error, and not by what the method does
+    # stopped by Ctrl-C, for want of memory or by an error, and not by what the method
+    # does
     unfinished: bool = False
 
     def lines(self) -> Iterator[Line]:
@@ -164,17 +181,23 @@ class Run:
 
     @property
     def complete(self) -> bool:
-        """Whether it is over, and nothing of it is lost: it has a header and all its rounds, or
-        was stopped by what the method does."""
+        """Whether it is over, and nothing of it is lost: it has a header and all its
+        rounds, or was stopped by what the method does."""
         numbers = [r["round"] for r in self.rounds]
-        if not self.header or self.unfinished or numbers != [*range(1, len(numbers) + 1)]:
+        if (
+            not self.header
+            or self.unfinished
+            or numbers != [*range(1, len(numbers) + 1)]
+        ):
             return False
         return self.stopped is not None or len(numbers) == self.header.get("rounds")
 
     @property
     def algorithm(self) -> str:
         """What the algorithm is called."""
-        named = (r["algorithm"] for r in (self.header, *self.rounds) if "algorithm" in r)
+        named = (
+            r["algorithm"] for r in (self.header, *self.rounds) if "algorithm" in r
+        )
         return str(next(named, "?"))
 
     @property
@@ -185,8 +208,8 @@ class Run:
 
     @property
     def held_out(self) -> str:
-        """What the method kept from its own training for validation, in words; "" where it trains
-        on all samples as others do."""
+        """What the method kept from its own training for validation, in words; "" where
+        it trains on all samples as others do."""
         share = (self.header.get("facts") or {}).get("held out for validation")
         return f"{share:.0%} of its training samples held out" if share else ""
 
@@ -204,7 +227,11 @@ class Run:
     def main_metric(self) -> str:
         """ "accuracy", or "loss" where the task has no accuracy (regression)."""
         seen = [r["eval"].get("accuracy") or [] for r in self.evaluations]
-        return "loss" if seen and all(v is None for values in seen for v in values) else "accuracy"
+        return (
+            "loss"
+            if seen and all(v is None for values in seen for v in values)
+            else "accuracy"
+        )
 
     @property
     def extra_metrics(self) -> list[str]:
@@ -212,19 +239,21 @@ class Run:
         return sorted({*self.last_evaluation} - {"size", "clients", "loss", "accuracy"})
 
     def values(self, measure: str | None = None) -> tuple[list[int], Tensor]:
-        """Rounds of the evaluations and their values per client, `[E, N]` float64: NaN for a client
-        without samples; a loss that was not finite, null in the file, is infinite, so that no mean
-        leaves it out."""
+        """Rounds of the evaluations and their values per client, `[E, N]` float64: NaN
+        for a client without samples; a loss that was not finite, null in the file, is
+        infinite, so that no mean leaves it out."""
         measure = measure or self.main_metric
         rows = [_with_lost_clients(r["eval"], measure) for r in self.evaluations]
         rounds = [r["round"] for r in self.evaluations]
-        return rounds, torch.stack(rows) if rows else torch.empty(0, 0, dtype=torch.float64)
+        return rounds, torch.stack(rows) if rows else torch.empty(
+            0, 0, dtype=torch.float64
+        )
 
     def curve(
         self, client: int | None = None, measure: str | None = None
     ) -> tuple[list[int], list[float]]:
-        """Rounds of the evaluations and one value each: the mean over clients, or one client's
-        own."""
+        """Rounds of the evaluations and one value each: the mean over clients, or one
+        client's own."""
         rounds, values = self.values(measure)
         if client is None:
             return rounds, [metrics.mean(v) for v in values]
@@ -244,8 +273,8 @@ class Run:
         return int(self.rounds[-1]["round"]) if self.rounds else 0
 
     def outliers(self) -> dict[int, tuple[float, int]]:
-        """Clients whose update was many times the cohort's median: the largest such number, and in
-        how many rounds."""
+        """Clients whose update was many times the cohort's median: the largest such
+        number, and in how many rounds."""
         out: dict[int, tuple[float, int]] = {}
         for r in self.rounds:
             for client, ratio in zip(
@@ -258,27 +287,40 @@ class Run:
 
     def cumulative_bytes(self) -> list[int]:
         """Bytes sent down and up by all clients up to and including each round."""
-        return list(accumulate(r.get("bytes_down", 0) + r.get("bytes_up", 0) for r in self.rounds))
+        return list(
+            accumulate(
+                r.get("bytes_down", 0) + r.get("bytes_up", 0) for r in self.rounds
+            )
+        )
 
     def rounds_with_weights(self) -> list[int]:
         """Rounds that report mixing weights."""
         return [r["round"] for r in self.rounds if _has_weights(r)]
 
-    def weights(self, rounds: Sequence[int] | None = None) -> tuple[list[int], list[Tensor]]:
-        """Rounds (of these; default: all) that report mixing weights, and the weights: `[N]` for
-        one model, `[M, N]` for several."""
-        wanted = self.rounds if rounds is None else [r for r in self.rounds if r["round"] in rounds]
+    def weights(
+        self, rounds: Sequence[int] | None = None
+    ) -> tuple[list[int], list[Tensor]]:
+        """Rounds (of these; default: all) that report mixing weights, and the weights:
+        `[N]` for one model, `[M, N]` for several."""
+        wanted = (
+            self.rounds
+            if rounds is None
+            else [r for r in self.rounds if r["round"] in rounds]
+        )
         have = [r for r in wanted if _has_weights(r)]
         n = self.header.get("n")
         return [r["round"] for r in have], [dense_weights(r["report"], n) for r in have]
 
 
 def dense_weights(report: Facts, n: int | None) -> Tensor:
-    """The weights of a report, where it says `index` those of some of `n` clients alone."""
+    """The weights of a report, where it says `index` those of some of `n` clients
+    alone."""
     if not _has_sparse_weights(report):
         return _tensor(report["weights"])
-    weight, index = _tensor(report["weight"]), _tensor(report["index"]).long()
-    rows = _tensor(report.get("rows", range(len(weight)))).long()  # none: of each client
+    weight = _tensor(report["weight"])
+    index = _tensor(report["index"]).long()
+    # none: of each client
+    rows = _tensor(report.get("rows", range(len(weight)))).long()
     if n is None:  # the header is lost: a number in a line must not ask for all memory
         n = min_num_clients(report)
         fits = n ** min(2, index.ndim) <= MAX_MATRIX_NUMBERS
@@ -314,8 +356,10 @@ def _has_sparse_weights(report: Facts) -> bool:
 
 
 def _with_lost_clients(seen: Facts, measure: str) -> Tensor:
-    """One value per client [N]; infinite for one that was lost, NaN where nothing was measured."""
-    size, values = seen.get("size") or [], seen.get(measure)
+    """One value per client [N]; infinite for one that was lost, NaN where nothing
+    was measured."""
+    size = seen.get("size") or []
+    values = seen.get(measure)
     if values is None:
         values = [None] * len(next(v for v in seen.values() if v is not None))
     values = metrics.vector(values)
@@ -331,8 +375,9 @@ def _tensor(value: Any) -> Tensor:
 
 @checked
 def group_runs(lines: Iterable[Facts]) -> list[Run]:
-    """Lines (as written, or as dicts that may hold tensors) to runs: each header starts one, and so
-    does a round that is not of the run before it, whose own header is lost."""
+    """Lines (as written, or as dicts that may hold tensors) to runs: each header starts
+    one, and so does a round that is not of the run before it, whose own header is lost.
+    """
     out: list[Run] = []
     for line in map(to_json, lines):
         _add_line(out, line, _run_of_line(out, line))
@@ -369,15 +414,16 @@ def _follows(line: Facts, before: Sequence[Facts]) -> bool:
 
 @checked
 def read(path: str | Path) -> list[Run]:
-    """The runs in a record file, or in all `*.jsonl` files below a folder. A damaged line is left
-    out, with a warning where it is not the last, which a run may be writing; so is a file of a
-    folder that cannot be read."""
+    """The runs in a record file, or in all `*.jsonl` files below a folder. A damaged
+    line is left out, with a warning where it is not the last, which a run may be
+    writing; so is a file of a folder that cannot be read."""
     path = Path(path)
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     files = [file for file in files if file.is_file()]
     if not files:
         raise ValueError(
-            f"path: expected a record (.jsonl) or a folder that holds one, got {path}, which is "
+            f"path: expected a record (.jsonl) or a folder that holds one, got {path}, "
+            "which is "
             "neither; check the name."
         )
     runs: list[Run] = []
@@ -398,7 +444,8 @@ def read(path: str | Path) -> list[Run]:
 
 
 def _parse_runs(texts: Sequence[str]) -> tuple[list[Run], list[str]]:
-    """The runs of a file's lines, and what is to be said of the lines that are left out."""
+    """The runs of a file's lines, and what is to be said of the lines that are left
+    out."""
     runs, flaws, earlier = list[Run](), dict[int, str](), list[int]()
     for number, text in enumerate(texts, 1):
         try:
@@ -411,7 +458,9 @@ def _parse_runs(texts: Sequence[str]) -> tuple[list[Run], list[str]]:
             check_line(line)
             run = _run_of_line(runs, line)
             check_line_fits_run(
-                line, run.header, next((r["eval"] for r in run.rounds if r.get("eval")), None)
+                line,
+                run.header,
+                next((r["eval"] for r in run.rounds if r.get("eval")), None),
             )
         except EarlierFormatError:
             earlier.append(number)
@@ -424,13 +473,16 @@ def _parse_runs(texts: Sequence[str]) -> tuple[list[Run], list[str]]:
     if flaws:
         first, why = next(iter(flaws.items()))
         said.append(
-            f"{len(flaws)} damaged line(s) are left out ({_join_numbers(flaws)}); take a copy of it from "
+            f"{len(flaws)} damaged line(s) are left out ({_join_numbers(flaws)}); take "
+            "a copy of it from "
             f"before. Line {first}: {why}"
         )
     if earlier:
         said.append(
-            f"{len(earlier)} line(s) of an earlier format, whose long lists stand in another file, "
-            f"are left out ({_join_numbers(earlier)}); read it with the pflcore that wrote it."
+            f"{len(earlier)} line(s) of an earlier format, whose long lists stand in "
+            "another file, "
+            f"are left out ({_join_numbers(earlier)}); read it with the pflcore that "
+            "wrote it."
         )
     return runs, said
 
@@ -445,8 +497,8 @@ Runs = Sequence[Run]
 
 
 def label_runs(runs: Runs) -> dict[str, list[Run]]:
-    """Runs that differ in nothing but the seed under one name: the algorithm, with the options in
-    which it differs from a namesake."""
+    """Runs that differ in nothing but the seed under one name: the algorithm, with the
+    options in which it differs from a namesake."""
     by_key: dict[str, list[Run]] = {}
     for run in runs:
         key = json.dumps([run.algorithm, run_options(run)], sort_keys=True)
@@ -458,7 +510,11 @@ def label_runs(runs: Runs) -> dict[str, list[Run]]:
             f"{k}={v}"
             for k, v in mine.items()
             if any(
-                (name == algorithm or k in COMPARED_FIELDS or k.startswith("partition."))
+                (
+                    name == algorithm
+                    or k in COMPARED_FIELDS
+                    or k.startswith("partition.")
+                )
                 and (k not in other or other[k] != v)
                 for name, other in firsts
             )
@@ -470,7 +526,9 @@ def label_runs(runs: Runs) -> dict[str, list[Run]]:
 
 def find_runs(groups: dict[str, list[Run]], name: str) -> list[Run] | None:
     """The group with this label, or the first one of this algorithm."""
-    return groups.get(name) or next((m for m in groups.values() if m[0].algorithm == name), None)
+    return groups.get(name) or next(
+        (m for m in groups.values() if m[0].algorithm == name), None
+    )
 
 
 def run_options(run: Run) -> Line:
@@ -478,7 +536,9 @@ def run_options(run: Run) -> Line:
     hyper-parameters last."""
     head = run.header
     # a method may have an "alpha", too
-    cut = {f"partition.{k}": v for k, v in (head.get("partition_options") or {}).items()}
+    cut = {
+        f"partition.{k}": v for k, v in (head.get("partition_options") or {}).items()
+    }
     shared = {k: head[k] for k in (*COMPARED_FIELDS, "parameters") if k in head}
     parts = [shared, cut, *(head.get(k) or {} for k in OPTION_GROUPS)]
     return {k: v for part in parts for k, v in part.items() if (k, v) != ("clip", None)}

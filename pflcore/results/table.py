@@ -7,17 +7,27 @@ from typing import Any
 from pflcore import metrics
 from pflcore.check import PositiveInt, checked, require
 from pflcore.metrics import human_bytes
-from pflcore.results.record import DATA_FIELDS, TABLE_FIELDS, Run, Runs, find_runs, label_runs
+from pflcore.results.record import (
+    DATA_FIELDS,
+    TABLE_FIELDS,
+    Run,
+    Runs,
+    find_runs,
+    label_runs,
+)
 
 __all__ = ["table"]
 
 
 def experiment_title(run: Run) -> str:
-    """What must agree for runs to stand in one table: data, partition, model, number of clients."""
+    """What must agree for runs to stand in one table: data, partition, model, number
+    of clients."""
     head = run.header
     named = {k: head[k] for k in ("data", "partition", "model") if head.get(k)}
     words = [str(v) if k == "data" else f"{k} {v}" for k, v in named.items()]
-    return ", ".join(words + ([f"{head['n']} clients"] if "n" in head else [])) or "runs"
+    return (
+        ", ".join(words + ([f"{head['n']} clients"] if "n" in head else [])) or "runs"
+    )
 
 
 def split_name(run: Run) -> str:
@@ -28,11 +38,11 @@ def split_name(run: Run) -> str:
 
 @checked
 def table(runs: Runs, last: PositiveInt = 10, baseline: str | None = None) -> str:
-    """Markdown: one row per algorithm, one table per setting; accuracies in percent; several seeds
-    as mean ± std over seeds.
+    """Markdown: one row per algorithm, one table per setting; accuracies in percent;
+    several seeds as mean ± std over seeds.
 
-    `baseline`, the name of an algorithm among the runs, adds the percent of clients that are worse
-    off than with it.
+    `baseline`, the name of an algorithm among the runs, adds the percent of clients
+    that are worse off than with it.
     """
     names = list(label_runs(runs))
     known = baseline in {None, *names, *(r.algorithm for r in runs)}
@@ -40,25 +50,34 @@ def table(runs: Runs, last: PositiveInt = 10, baseline: str | None = None) -> st
     settings: dict[str, list[Run]] = {}
     for run in runs:
         settings.setdefault(experiment_title(run), []).append(run)
-    return "\n".join(_table(name, members, last, baseline) for name, members in settings.items())
+    return "\n".join(
+        _table(name, members, last, baseline) for name, members in settings.items()
+    )
 
 
 def _table(name: str, runs: Runs, last: int, baseline: str | None) -> str:
     measure = next((r.main_metric for r in runs if r.evaluations), "accuracy")
     groups = label_runs(runs)
     kept = {k: _one_of_each_seed(members) for k, members in groups.items()}
-    split, seeds = split_name(runs[0]), max(map(len, kept.values()))
+    split = split_name(runs[0])
+    seeds = max(map(len, kept.values()))
     fewer = ", ".join(f"{k} {len(m)}" for k, m in kept.items() if len(m) < seeds)
-    spread = f"; mean ± std over {seeds} seeds{f' ({fewer})' if fewer else ''}" if seeds > 1 else ""
+    spread = (
+        f"; mean ± std over {seeds} seeds{f' ({fewer})' if fewer else ''}"
+        if seeds > 1
+        else ""
+    )
     said = "accuracy in percent" if measure == "accuracy" else "loss"
     optimistic = " (optimistic, as in the papers)" if split == "test" else ""
     rounds = max(r.rounds_played for r in runs)
     return "\n".join(
         [
             f"### {name}, {rounds} rounds\n",
-            f"{split.capitalize()} {said}, mean over clients unless a client is named{spread}.\n",
+            f"{split.capitalize()} {said}, mean over clients unless a client is "
+            f"named{spread}.\n",
             *markdown_table(_rows(runs, kept, measure, last, baseline)),
-            f"\n\\* the best round, selected on {split} data{optimistic}; std and worst decile: at "
+            f"\n\\* the best round, selected on {split} data{optimistic}; std and "
+            "worst decile: at "
             "the last evaluation.",
             *_footnotes(groups, kept),
             "",
@@ -91,13 +110,26 @@ def _rows(
             r.rounds_played < last for r in members
         ):  # the mean of fewer rounds is another number
             both = zip(columns, row, strict=True)
-            row = ["-" if name.endswith(last_mean_heading(last)) else cell for name, cell in both]
+            row = [
+                "-" if name.endswith(last_mean_heading(last)) else cell
+                for name, cell in both
+            ]
         for k in extras:
             row.append(
-                _cell([metrics.mean(r.last_values(k)) for r in members if k in r.extra_metrics], 4)
+                _cell(
+                    [
+                        metrics.mean(r.last_values(k))
+                        for r in members
+                        if k in r.extra_metrics
+                    ],
+                    4,
+                )
             )
         if base:
-            lost = [_percent_hurt(r, of_seed.get(r.header.get("seed")), measure) for r in members]
+            lost = [
+                _percent_hurt(r, of_seed.get(r.header.get("seed")), measure)
+                for r in members
+            ]
             row.append(_cell(lost, 1))
         sent = human_bytes(
             metrics.mean([float((r.cumulative_bytes() or [0])[-1]) for r in members])
@@ -108,7 +140,9 @@ def _rows(
     return rows
 
 
-def _footnotes(groups: dict[str, list[Run]], kept: dict[str, list[Run]]) -> Iterator[str]:
+def _footnotes(
+    groups: dict[str, list[Run]], kept: dict[str, list[Run]]
+) -> Iterator[str]:
     """What stands below the table."""
     made_for = {name: m[0].header.get("model_target") for name, m in groups.items()}
     for_one = [f"{k} for client {c}" for k, c in made_for.items() if isinstance(c, int)]
@@ -119,10 +153,13 @@ def _footnotes(groups: dict[str, list[Run]], kept: dict[str, list[Run]]) -> Iter
         yield f"\nMade for each client in a run of its own: {', '.join(for_each)}."
     for algorithm, members in kept.items():
         for r in members:
-            run, seed = f"\n{algorithm}, seed {r.header.get('seed', '?')}", r.header.get("seed")
+            run = f"\n{algorithm}, seed {r.header.get('seed', '?')}"
+            seed = r.header.get("seed")
             if far := describe_outliers(r):
                 yield f"{run}, moved far: {far}; look at the data or set clip."
-            times = [other.header.get("seed") for other in groups[algorithm]].count(seed)
+            times = [other.header.get("seed") for other in groups[algorithm]].count(
+                seed
+            )
             if seed is not None and times > 1:
                 yield f"{run}: the same run is here {times} times, and counts once."
             if r.stopped:
@@ -130,8 +167,8 @@ def _footnotes(groups: dict[str, list[Run]], kept: dict[str, list[Run]]) -> Iter
 
 
 def _percent_hurt(run: Run, base: Run | None, measure: str) -> float:
-    """Percent of clients that are worse off than in a run of the same seed; NaN where there is
-    none, or other clients were evaluated."""
+    """Percent of clients that are worse off than in a run of the same seed; NaN where
+    there is none, or other clients were evaluated."""
     if base is None or not (run.last_evaluation and base.last_evaluation):
         return math.nan
     keys = (*TABLE_FIELDS, *DATA_FIELDS, "partition_options", "eval_split")
@@ -142,7 +179,9 @@ def _percent_hurt(run: Run, base: Run | None, measure: str) -> float:
     if not same or cut != other:
         return math.nan
     return metrics.hurt(
-        run.last_values(measure), base.last_values(measure), metrics.is_higher_better(measure)
+        run.last_values(measure),
+        base.last_values(measure),
+        metrics.is_higher_better(measure),
     )
 
 
@@ -158,7 +197,8 @@ def _run_numbers(
     run: Run, clients: Sequence[int | None], measure: str, last: int
 ) -> dict[str, float]:
     """A run's numbers by column; of `clients` None is the mean over all."""
-    up, at_last = metrics.is_higher_better(measure), run.last_values(measure)
+    up = metrics.is_higher_better(measure)
+    at_last = run.last_values(measure)
     out = dict[str, float]()
     for client in clients:
         rounds, values = run.curve(client, measure)
@@ -177,7 +217,8 @@ def last_mean_heading(rounds: int) -> str:
 
 
 def _cell(values: Sequence[float], digits: int) -> str:
-    """One number per seed: the number, or mean ± population standard deviation over the seeds."""
+    """One number per seed: the number, or mean ± population standard deviation over
+    the seeds."""
     if not metrics.count(values) or any(map(math.isinf, values)):
         return "-"
     text = f"{metrics.mean(values):.{digits}f}"
@@ -188,7 +229,10 @@ def describe_incidents(run: Run) -> list[str]:
     """Void rounds, and clients that were dropped, in words."""
     void = sum(bool(r.get("void")) for r in run.rounds)
     dropped = sum(len(r.get("dropped") or []) for r in run.rounds)
-    said = {f"{void} void rounds": void, f"{dropped} times a client was dropped": dropped}
+    said = {
+        f"{void} void rounds": void,
+        f"{dropped} times a client was dropped": dropped,
+    }
     return [words for words, times in said.items() if times]
 
 
@@ -222,18 +266,22 @@ def describe_outliers(run: Run) -> str:
     """Who moved much farther than the others, the farthest first; "" for nobody."""
     far = sorted(run.outliers().items(), key=lambda item: -item[1][0])
     said = [
-        f"client {i} by up to {ratio:.3g} times the median ({times} round{'s' * (times > 1)})"
+        f"client {i} by up to {ratio:.3g} times the median ({times} "
+        f"round{'s' * (times > 1)})"
         for i, (ratio, times) in far[:3]
     ]
     return ", ".join(said) + (f" and {len(far) - 3} more" if len(far) > 3 else "")
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as Markdown, padded so that they read as a table in a terminal too; first and last
-    column left, numbers right."""
+    """Rows as Markdown, padded so that they read as a table in a terminal too; first
+    and last column left, numbers right."""
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pad = [str.ljust, *[str.rjust] * (len(width) - 2), str.ljust][: len(width)]
-    each = (" | ".join(p(c, w) for p, c, w in zip(pad, row, width, strict=True)) for row in rows)
+    each = (
+        " | ".join(p(c, w) for p, c, w in zip(pad, row, width, strict=True))
+        for row in rows
+    )
     head, *lines = (f"| {cells} |" for cells in each)
     dashes = zip(pad, ("-" * (w + 1) for w in width), strict=True)
     rule = [f"{dash}:" if p is str.rjust else f":{dash}" for p, dash in dashes]

@@ -1,4 +1,5 @@
-"""What a run is: the one description that its record, its checkpoint and its header line have."""
+"""What a run is: the one description that its record, its checkpoint and its header
+line have."""
 
 import hashlib
 import re
@@ -38,19 +39,30 @@ OUTCOME_FIELDS = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "cl
 
 
 def header(run: Any) -> Record:
-    """The first line of a run's record. Data without a name of their own, the model and a loss with
-    options of its own have a digest in theirs."""
-    context, alg, robustness = run.context, run.algorithm, run.robustness
-    net, engine, data, split = context.net, context.engine, run.data, run.evaluation.split
-    looked_at, criterion = run.evaluation.clients, net.loss_fn
+    """The first line of a run's record. Data without a name of their own, the model and
+    a loss with options of its own have a digest in theirs."""
+    context = run.context
+    alg = run.algorithm
+    robustness = run.robustness
+    net = context.net
+    engine = context.engine
+    data = run.data
+    split = run.evaluation.split
+    looked_at = run.evaluation.clients
+    criterion = net.loss_fn
     asked = looked_at is None or isinstance(looked_at, int)
-    own = f" {short_digest(vars(criterion))}" if isinstance(criterion, nn.Module) else ""
+    own = (
+        f" {short_digest(vars(criterion))}" if isinstance(criterion, nn.Module) else ""
+    )
     said = {
         "algorithm": run.name,
         "options": alg,
         **{k: getattr(run, k) for k in RUN_FIELDS},
-        "data": data.name if data.name != "data" else f"data {short_digest([data.x, data.y])}",
-        "model": f"{type(net.module).__name__} {short_digest(describe_net(net)['layers'])}",
+        "data": data.name
+        if data.name != "data"
+        else f"data {short_digest([data.x, data.y])}",
+        "model": f"{type(net.module).__name__} "
+        f"{short_digest(describe_net(net)['layers'])}",
         "eval_clients": looked_at if asked else run.eval_clients,
         "n": data.n,
         "classes": data.classes,
@@ -83,7 +95,8 @@ def header(run: Any) -> Record:
 
 
 def describe_engine(context: Any) -> Record:
-    """What trains the model, and why; on a GPU whether its steps are captured as CUDA graphs."""
+    """What trains the model, and why; on a GPU whether its steps are captured as
+    CUDA graphs."""
     engine = context.engine
     path = {"engine": engine.name, "form": engine.form, "why": engine.reason}
     if context.graphs is not None:
@@ -95,7 +108,9 @@ def identity(run: Any) -> Record:
     """Which run it is, as a checkpoint says it: runs of the same give the same numbers;
     "made_with" may be another when it goes on."""
     said = header(run)
-    made_with = {k: said.pop(k) for k in ("versions", "device", "engine", "clients_per_block")}
+    made_with = {
+        k: said.pop(k) for k in ("versions", "device", "engine", "clients_per_block")
+    }
     made_with["form"] = said.pop("path")["form"]
     if "tf32" in said:
         made_with["tf32"] = said.pop("tf32")
@@ -132,12 +147,15 @@ def round_record(run: Any, outcome: RoundOutcome) -> Record:
 
 
 def round_report(run: Any, outcome: RoundOutcome) -> Record:
-    """What the algorithm reports of a round: small tensors as lists, a long one as a copy."""
+    """What the algorithm reports of a round: small tensors as lists, a long one as a
+    copy."""
     if outcome.void:  # it changed nothing
         return {}
     said = run.algorithm.report(run._state.server, outcome.mix, outcome.cohort)
     return {
-        k: v.detach().cpu().clone() if v.numel() > REPORT_TENSOR_MIN_NUMBERS else v.tolist()
+        k: v.detach().cpu().clone()
+        if v.numel() > REPORT_TENSOR_MIN_NUMBERS
+        else v.tolist()
         for k, v in said.items()
     }
 
@@ -150,8 +168,10 @@ def largest_update(record: Record) -> list[Any]:
 
 
 def explain_void(run: Any, outcome: RoundOutcome) -> str:
-    """Why a run ends after void rounds, in one sentence, with the farthest update so far."""
-    last, first = run._state.round, run._state.round - run._state.void_rounds + 1
+    """Why a run ends after void rounds, in one sentence, with the farthest update so
+    far."""
+    last = run._state.round
+    first = run._state.round - run._state.void_rounds + 1
     which = f"round {last} was" if first == last else f"rounds {first} to {last} were"
     if outcome.void_reason is not None:
         return f"{which.capitalize()} void: {outcome.void_reason}"
@@ -161,17 +181,24 @@ def explain_void(run: Any, outcome: RoundOutcome) -> str:
     what = f"lower the learning rate ({run.training.lr})"
     far, client, when = max(map(largest_update, run._records), default=NO_OUTLIER)
     if far > OUTLIER_RATIO:
-        moved = f"client {client}'s update was {far:.3g} times the median in round {when}"
+        moved = (
+            f"client {client}'s update was {far:.3g} times the median in round {when}"
+        )
         what = f"{moved}: look at its data or set clip"
     return f"The run diverged: {which} void, because {why}; {what}."
 
 
 def memory_line(config: RunConfig, peak: int) -> str:
-    """Where the clients' rows are, with bytes, and the memory that the run needs at its peak."""
+    """Where the clients' rows are, with bytes, and the memory that the run needs at
+    its peak."""
     own, server = map(human_bytes, row_bytes(config)[:2])
     on_disk = f"in a file in {config.folder}, blocks only for clients that take part"
-    place, most = on_disk if config.folder else "in memory", human_bytes(peak)
-    kept = f"rows: {own} of the clients' own and {server} of the server's for each, {place}"
+    place = on_disk if config.folder else "in memory"
+    most = human_bytes(peak)
+    kept = (
+        f"rows: {own} of the clients' own and {server} of the server's for each, "
+        f"{place}"
+    )
     return f"{kept}; peak memory beside data about {most}"
 
 
@@ -186,13 +213,18 @@ def describe_data(data: Federation) -> Record:
 
 
 def describe_net(net: Net) -> Record:
-    """Which model it is, its loss with it: names and shapes of what is trained, and the digest of
-    what is not and so stands in no state."""
-    names, forms = net.names + net.buffer_names, net.shapes + net.buffer_shapes
+    """Which model it is, its loss with it: names and shapes of what is trained, and the
+    digest of what is not and so stands in no state."""
+    names = net.names + net.buffer_names
+    forms = net.shapes + net.buffer_shapes
     shapes = dict(zip(names, forms, strict=True))
     every = [*net.module.named_parameters(), *net.module.named_buffers()]
     # but the counts of batches, which nobody reads
-    rest = {k: v for k, v in every if k not in shapes and not k.endswith("num_batches_tracked")}
+    rest = {
+        k: v
+        for k, v in every
+        if k not in shapes and not k.endswith("num_batches_tracked")
+    }
     loss = vars(net.loss_fn) if isinstance(net.loss_fn, nn.Module) else {}
     layers = {  # by its options, a module of layers by its class
         k or "model": type(m).__name__ if list(m.children()) else _stable_repr(m)
@@ -202,7 +234,9 @@ def describe_net(net: Net) -> Record:
         "dtype": str(net.dtype),
         "shapes": shapes,
         "layers": layers,
-        "digest of the loss": content_digest({k: v for k, v in loss.items() if k != "training"}),
+        "digest of the loss": content_digest(
+            {k: v for k, v in loss.items() if k != "training"}
+        ),
         "digest of what is not trained": content_digest(rest),
     }
 
@@ -224,7 +258,11 @@ def content_digest(thing: Any) -> str:
     def add(thing: Any) -> None:
         if isinstance(thing, Tensor):
             digest.update(f"{thing.dtype}{list(thing.shape)}".encode())
-            some = thing[:: max(1, thing.nbytes // DIGEST_MAX_BYTES)] if thing.dim() else thing
+            some = (
+                thing[:: max(1, thing.nbytes // DIGEST_MAX_BYTES)]
+                if thing.dim()
+                else thing
+            )
             flat = some.detach().cpu().contiguous().reshape(-1)
             digest.update(flat.view(torch.uint8).numpy().data)
         elif isinstance(thing, Ragged):
@@ -243,9 +281,17 @@ def content_digest(thing: Any) -> str:
 
 
 def first_difference(there: Any, here: Any, name: str = "") -> str | None:
-    """The first thing in which two descriptions differ, in words; None where they are the same."""
+    """The first thing in which two descriptions differ, in words; None where they
+    are the same."""
     if isinstance(there, dict) and isinstance(here, dict):
-        found = (first_difference(there.get(k), here.get(k), str(k)) for k in {**there, **here})
+        found = (
+            first_difference(there.get(k), here.get(k), str(k))
+            for k in {**there, **here}
+        )
         return next(filter(None, found), None)
     same = there == here
-    return None if same else f"{name} is {summarize(there)} there and {summarize(here)} here"
+    return (
+        None
+        if same
+        else f"{name} is {summarize(there)} there and {summarize(here)} here"
+    )

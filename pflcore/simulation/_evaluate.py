@@ -1,4 +1,5 @@
-"""The personalized models of a state, and what they are worth on their clients' data."""
+"""The personalized models of a state, and what they are worth on their clients'
+data."""
 
 import math
 from collections.abc import Mapping
@@ -30,12 +31,12 @@ def evaluate(
     clients: Tensor | None = None,
     metrics: Metrics = None,
 ) -> Tensors:
-    """Every client's personalized model on its own data: "loss" [N], "size" [N], for classes
-    "accuracy" [N], and each of `metrics` [N].
+    """Every client's personalized model on its own data: "loss" [N], "size" [N], for
+    classes "accuracy" [N], and each of `metrics` [N].
 
-    A client without samples of `split`, or not among `clients` (ids; default: all), is not looked
-    at: NaN, and size 0. A loss that is not finite is infinite, never NaN: a mean
-    shows it. There is an accuracy where the loss scores classes.
+    A client without samples of `split`, or not among `clients` (ids; default: all), is
+    not looked at: NaN, and size 0. A loss that is not finite is infinite, never NaN: a
+    mean shows it. There is an accuracy where the loss scores classes.
     """
     n = config.context.data.n
     values = evaluate_clients(
@@ -50,8 +51,8 @@ def evaluate(
 def evaluate_clients(
     config: RunConfig, state: State, split: str, ids: Tensor, metrics: Metrics
 ) -> Tensors:
-    """The values of `evaluate` of those of `ids` who have samples, and of nobody else: each [S],
-    their ids in "clients"."""
+    """The values of `evaluate` of those of `ids` who have samples, and of nobody else:
+    each [S], their ids in "clients"."""
     size = config.context.data.size(split)
     ids = ids[size[ids] > 0]
     require(len(ids), "split", "a split of which somebody has samples", split)
@@ -60,21 +61,29 @@ def evaluate_clients(
     repeating = REPEATABLE_FLAGS.set_for(config.context.net.w0.device)
     with single_threaded(config.fits_one_thread(len(ids))), repeating:
         parts = [
-            _evaluate_chunk(config, state, split, ids[at], metrics, block[at]) for at in places
+            _evaluate_chunk(config, state, split, ids[at], metrics, block[at])
+            for at in places
         ]
     order = torch.cat(places).argsort()
-    values = {k: torch.cat([p[k] for p in parts]).double().cpu()[order] for k in parts[0]}
+    values = {
+        k: torch.cat([p[k] for p in parts]).double().cpu()[order] for k in parts[0]
+    }
     return {"clients": ids, **values, "size": size[ids]}
 
 
-def evaluation_parts(config: RunConfig, state: State, block_numbers: Tensor) -> list[Tensor]:
-    """Places of the clients who are evaluated in one go, of whole blocks, by the block [S] of each:
-    all, or where rows are in files as many as memory has room for."""
+def evaluation_parts(
+    config: RunConfig, state: State, block_numbers: Tensor
+) -> list[Tensor]:
+    """Places of the clients who are evaluated in one go, of whole blocks, by the block
+    [S] of each: all, or where rows are in files as many as memory has room for."""
     everybody = torch.arange(len(block_numbers))
     if config.folder is None:
         return [everybody]
-    most = max(1, EVAL_CHUNK_BYTES // max([1, *(v[0].nbytes for v in state.clients.values())]))
-    parts, count = list[list[Tensor]](), most
+    most = max(
+        1, EVAL_CHUNK_BYTES // max([1, *(v[0].nbytes for v in state.clients.values())])
+    )
+    parts = list[list[Tensor]]()
+    count = most
     for places in split_by_block(everybody, block_numbers):
         if count + len(places) > most:
             parts.append([])
@@ -96,31 +105,41 @@ def _evaluate_chunk(
     alg = config.algorithm
     model, clients = personalized_models(config, state, ids, block_numbers)
     found = None if has_custom_predict(alg) else clients.evaluate(model, split)
-    scores = clients.scores(model, split, alg.predict) if metrics or found is None else []
-    loss, accuracy = found or clients.loss_and_accuracy(scores, split, returns=alg.traits.returns)
+    scores = (
+        clients.scores(model, split, alg.predict) if metrics or found is None else []
+    )
+    loss, accuracy = found or clients.loss_and_accuracy(
+        scores, split, returns=alg.traits.returns
+    )
     values = {"loss": loss.double().nan_to_num(math.inf, math.inf)}
     values |= {} if accuracy is None else {"accuracy": accuracy}
     if metrics:
         pairs = [without_masked(*pair) for pair in scores]
-        values |= {k: measured_by(k, f, pairs, ids.tolist()) for k, f in metrics.items()}
+        values |= {
+            k: measured_by(k, f, pairs, ids.tolist()) for k, f in metrics.items()
+        }
     return values
 
 
 def personalized_models(
     config: RunConfig, state: State, ids: Tensor, block_numbers: Tensor | None = None
 ) -> tuple[Tensors, Clients]:
-    """The models [S, ...] of the clients `ids` [S] as evaluation has them, and the clients with the
-    statistics of batch norm that go with them; `block_numbers` [S] where they are a part of those who are
-    evaluated.
+    """The models [S, ...] of the clients `ids` [S] as evaluation has them, and the
+    clients with the statistics of batch norm that go with them; `block_numbers` [S]
+    where they are a part of those who are evaluated.
 
-    A client who never took part has the mean of the others' statistics, where they are local.
+    A client who never took part has the mean of the others' statistics, where they are
+    local.
     """
     everybody = config.algorithm.clients_for_model(config.context.data, ids)
     if len(everybody) > len(ids):
         model, clients = _send_and_personalize(config, state, everybody, None)
         at = to_device(torch.searchsorted(everybody, ids), clients.buffers.device)
-        model, buffers = {k: v[at] for k, v in model.items()}, clients.buffers[at]
-        return model, replace(clients, ids=ids, buffers=buffers, block_numbers=block_numbers)
+        model = {k: v[at] for k, v in model.items()}
+        buffers = clients.buffers[at]
+        return model, replace(
+            clients, ids=ids, buffers=buffers, block_numbers=block_numbers
+        )
     return _send_and_personalize(config, state, ids, block_numbers)
 
 
@@ -132,11 +151,14 @@ def _send_and_personalize(
     batch_norm = state.buffers[to_device(ids, state.buffers.device)]
     if batch_norm.numel() and not config.averages and state.participated.any():
         seen, new = (
-            to_device(v, batch_norm.device) for v in (state.participated, ~state.participated[ids])
+            to_device(v, batch_norm.device)
+            for v in (state.participated, ~state.participated[ids])
         )
         batch_norm[new] = state.buffers[seen].mean(0)
     clients = Clients(config.context, ids, cohort.round, batch_norm, block_numbers)
-    model = dict(config.algorithm.model(down, client_rows(config, state, ids, down), clients))
+    model = dict(
+        config.algorithm.model(down, client_rows(config, state, ids, down), clients)
+    )
     return model, replace(clients, buffers=model.pop("batch_norm", batch_norm))
 
 

@@ -63,25 +63,31 @@ MAX_VOID_ROUNDS = 3
 class Simulation:
     """One algorithm on one federation.
 
-    What a function as `model` draws comes from `seed`, whatever `torch.manual_seed` it calls
-    itself; to start from weights that it gives elsewhere, call it and give the module.
+    What a function as `model` draws comes from `seed`, whatever `torch.manual_seed` it
+    calls itself; to start from weights that it gives elsewhere, call it and give the
+    module.
 
     >>> history = Simulation("waffle", model, data, rounds=20).run()   # doctest: +SKIP
     """
 
-    algorithm: Algorithm | type[Algorithm] | str  # an instance, a class, a name, "module:Class"
+    # an instance, a class, a name, "module:Class"
+    algorithm: Algorithm | type[Algorithm] | str
     model: Annotated[ModelSource, EXPECT_MODEL]
     data: Federation
     training: Training = field(default_factory=Training)
     rounds: PositiveInt = 100
-    participation: Fraction = 1.0  # max(1, floor(participation * N + 0.5)) clients a round
-    clients: Tensor | Sequence[int] | None = None  # ids of those who may take part; None: all
+    # max(1, floor(participation * N + 0.5)) clients a round
+    participation: Fraction = 1.0
+    # ids of those who may take part; None: all
+    clients: Tensor | Sequence[int] | None = None
     seed: Seed = 0
     evaluation: Evaluation = field(default_factory=Evaluation)
     robustness: Robustness = field(default_factory=Robustness)
     hardware: Hardware = field(default_factory=Hardware)
-    batch_norm: Literal["auto", "average", "local"] = "auto"  # running statistics: see `policy`
-    loss: Loss | None = None  # a name, a function of (scores, y) or a module; None: by the targets
+    # running statistics: see `policy`
+    batch_norm: Literal["auto", "average", "local"] = "auto"
+    # a name, a function of (scores, y) or a module; None: by the targets
+    loss: Loss | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -89,18 +95,22 @@ class Simulation:
         alg = self.algorithm = algorithm_of(self.algorithm)
         check_training(alg, self.training)
         self.data = training_data(self)
-        asked, n = self.clients, self.data.n
+        asked = self.clients
+        n = self.data.n
         asked = None if asked is None else ids_of("clients", asked, n).sort().values
         self.clients = self.eligible_clients = asked
         self.eval_clients = select_eval_clients(self)
         self.history: History | None = None  # of the last call of `run`
-        self._records: list[Record] = []  # of all rounds up to the state, by `run` or a checkpoint
+        # of all rounds up to the state, by `run` or a checkpoint
+        self._records: list[Record] = []
         self.config, self._state = prepare_run(self, device_of(self.hardware.device))
         # does somebody outside hold the state, so that a copy must go on?
         self._state_shared = False
-        self.metrics = metrics_of(self.evaluation.metrics, self.context.net.scores_classes)
+        self.metrics = metrics_of(
+            self.evaluation.metrics, self.context.net.scores_classes
+        )
 
-    # what it is ---------------------------------------------------------------------------------
+    # what it is ---------------------------------------------------------------
     @property
     def context(self) -> Any:
         """What training needs, see `pflcore.train.TrainContext`."""
@@ -113,10 +123,10 @@ class Simulation:
 
     @property
     def state(self) -> State:
-        """The state as it is now: a snapshot, which never changes. A state that is set, of another
-        run of this algorithm, federation and model, is copied, and the run goes on from there up to
-        its own `rounds`; those that the state has played count. ValueError in one sentence for any
-        other."""
+        """The state as it is now: a snapshot, which never changes. A state that is set,
+        of another run of this algorithm, federation and model, is copied, and the run
+        goes on from there up to its own `rounds`; those that the state has played
+        count. ValueError in one sentence for any other."""
         self._state_shared = True
         return self._state
 
@@ -124,10 +134,14 @@ class Simulation:
     def state(self, state: State) -> None:
         given = isinstance(state, State) and state.round <= self.rounds
         require(
-            given, "state", f"a State, like history.state, of at most {self.rounds} rounds", state
+            given,
+            "state",
+            f"a State, like history.state, of at most {self.rounds} rounds",
+            state,
         )
         check_state(state, self.config.algorithm, self.context.net, self.data.n)
-        self._state, self._state_shared = copy_state(self.config, state), False
+        self._state = copy_state(self.config, state)
+        self._state_shared = False
         self._records = [r for r in self._records if r["round"] <= state.round]
 
     def peak_bytes(self) -> int:
@@ -138,22 +152,28 @@ class Simulation:
         """What the run is, as the first line of its record says it."""
         return describe.header(self)
 
-    # the rounds ---------------------------------------------------------------------------------
+    # the rounds ---------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
-        """Plays the rounds, giving each one's record, whose "eval" is None where its evaluation
-        broke off; ends early, after a record with the key "stopped", where the run diverged or
-        memory ran out ("failed"): the state is then that of the last round given, and can be gone
-        on with."""
+        """Plays the rounds, giving each one's record, whose "eval" is None where its
+        evaluation broke off; ends early, after a record with the key "stopped", where
+        the run diverged or memory ran out ("failed"): the state is then that of the
+        last round given, and can be gone on with."""
         while self._state.round < self.rounds:
-            round, place, began = self._state.round + 1, "round", time.perf_counter()
+            round = self._state.round + 1
+            place = "round"
+            began = time.perf_counter()
             line: Record = {}
             error: BaseException | str | None = None
             try:
                 if self._state_shared:
-                    self._state, self._state_shared = copy_state(self.config, self._state), False
-                ids = sample_cohort(self.config, round, self.participation, self.eligible_clients)
+                    self._state = copy_state(self.config, self._state)
+                    self._state_shared = False
+                ids = sample_cohort(
+                    self.config, round, self.participation, self.eligible_clients
+                )
                 self._state, outcome = step(self.config, self._state, ids)
-                line, place = describe.round_record(self, outcome), "the evaluation after round"
+                line = describe.round_record(self, outcome)
+                place = "the evaluation after round"
                 line["report"] = describe.round_report(self, outcome)
                 line["eval"] = self._evaluate_round(round)
             except BaseException as e:  # the error itself holds the round's frames
@@ -164,7 +184,8 @@ class Simulation:
             if isinstance(error, BaseException):
                 raise error
             if error is not None:
-                device, where = self.hardware.device, f"in {place} {round}"
+                device = self.hardware.device
+                where = f"in {place} {round}"
                 memory.free_caches(device)
                 said = memory.out_of_memory_text(
                     where,
@@ -191,11 +212,15 @@ class Simulation:
 
     def evaluate(self, split: str) -> Tensors:
         """Each client's personalized model as it is now, values [N] float64: see
-        `pflcore.evaluate`. Where `evaluation.clients` was a number, the values of those alone,
-        whose ids are in "clients"."""
+        `pflcore.evaluate`. Where `evaluation.clients` was a number, the values of those
+        alone, whose ids are in "clients"."""
         measures = self.metrics if split == self.evaluation.split else None
-        look: Any = evaluate_clients if isinstance(self.evaluation.clients, int) else evaluate
-        values: Tensors = look(self.config, self._state, split, self.eval_clients, measures)
+        look: Any = (
+            evaluate_clients if isinstance(self.evaluation.clients, int) else evaluate
+        )
+        values: Tensors = look(
+            self.config, self._state, split, self.eval_clients, measures
+        )
         return values
 
     @checked
@@ -204,30 +229,37 @@ class Simulation:
         on_round: Callback | Sequence[Callback] | None = None,
         checkpoint: Checkpoint | str | Path | None = None,
     ) -> History:
-        """Plays all rounds; `on_round(round, record)`, one function or several, sees each record as
-        it is made, and in a run that goes on from a checkpoint first those of the rounds before.
+        """Plays all rounds; `on_round(round, record)`, one function or several, sees
+        each record as it is made, and in a run that goes on from a checkpoint first
+        those of the rounds before.
 
-        With `checkpoint`, a folder or when and where, the run can be gone on with after a crash:
-        the same simulation's `restore(folder).run()` gives what this one would have given. One that
-        cannot be written is a warning.
+        With `checkpoint`, a folder or when and where, the run can be gone on with after
+        a crash: the same simulation's `restore(folder).run()` gives what this one would
+        have given. One that cannot be written is a warning.
 
-        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is. Any other
-        exception ends it too and is passed on; the rounds up to there are in its attribute
-        `history` and in the simulation's, and another `run()` goes on from them.
+        Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is.
+        Any other exception ends it too and is passed on; the rounds up to there are in
+        its attribute `history` and in the simulation's, and another `run()` goes on
+        from them.
         """
         check_torch_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
-        keeper = Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+        keeper = (
+            Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
+        )
         with store.lock(keeper.folder) if keeper else nullcontext():
             if keeper:
                 self._save_checkpoint(keeper)  # what stands there may be of another run
             return self._run_rounds(callbacks, keeper)
 
-    def _run_rounds(self, callbacks: Sequence[Callback], keeper: Checkpoint | None) -> History:
+    def _run_rounds(
+        self, callbacks: Sequence[Callback], keeper: Checkpoint | None
+    ) -> History:
         before = [] if self.history else list(self._records)  # a checkpoint's
         history = self.history = History(self.header(), before)
         try:
-            for record, callback in itertools.product(before, callbacks):  # what came before
+            # what came before
+            for record, callback in itertools.product(before, callbacks):
                 callback(record["round"], record)
             for record in self.iterate():
                 if "stopped" in record:
@@ -247,22 +279,31 @@ class Simulation:
         except KeyboardInterrupt:
             history.interrupted = True
             if not self._is_complete(history.rounds):
-                history.stopped = f"Interrupted after round {self._state.round} of {self.rounds}."
+                history.stopped = (
+                    f"Interrupted after round {self._state.round} of {self.rounds}."
+                )
         except Exception as error:
             words = str(error) or "without a message"
-            history.stopped = f"{type(error).__name__} in round {self._state.round}: {words}"
+            history.stopped = (
+                f"{type(error).__name__} in round {self._state.round}: {words}"
+            )
             history.failed, error.history = True, history  # type: ignore[attr-defined]
             raise
         finally:
             history.state = self.state
             history.models = LazyModels(self.config, history.state)
-        said = [f"stopped early: {history.stopped}"] if history.stopped else history.problems()
+        said = (
+            [f"stopped early: {history.stopped}"]
+            if history.stopped
+            else history.problems()
+        )
         for what in () if history.interrupted else said:
             warn_caller(f"{self.name}, seed {self.seed}, {what}", RuntimeWarning)
         return history
 
     def _is_complete(self, rounds: Sequence[Record]) -> bool:
-        """Whether all rounds were played and evaluated, and nothing is left to be said of them."""
+        """Whether all rounds were played and evaluated, and nothing is left to be
+        said of them."""
         played = bool(rounds) and rounds[-1]["round"] >= self.rounds
         broke_off = played and self._lacks_evaluation(rounds[-1])
         return played and not broke_off and not self._state.void_rounds
@@ -270,26 +311,30 @@ class Simulation:
     def _lacks_evaluation(self, record: Record) -> bool:
         return self.evaluation.due(record["round"], self.rounds) and not record["eval"]
 
-    # checkpoints --------------------------------------------------------------------------------
+    # checkpoints --------------------------------------------------------------
     def save(self, folder: str | Path) -> None:
-        """Leaves a checkpoint in `folder`, instead of one that is there: the state as it is
-        now, the records of `run` so far, and what the run is. OSError where it cannot be written,
-        ValueError where another run is in the folder."""
+        """Leaves a checkpoint in `folder`, instead of one that is there: the state as
+        it is now, the records of `run` so far, and what the run is. OSError where it
+        cannot be written, ValueError where another run is in the folder."""
         with store.lock(folder):
             store.save_run(folder, self)
 
     def restore(self, folder: str | Path) -> Simulation:
-        """Takes up the checkpoint in `folder`, which must be one of this very run, and gives the
-        simulation itself: `run()` plays what is left, to the same numbers, and gives all records.
+        """Takes up the checkpoint in `folder`, which must be one of this very run, and
+        gives the simulation itself: `run()` plays what is left, to the same numbers,
+        and gives all records.
 
-        `hardware` may be another than the one it was made with. ValueError in one sentence for a
-        checkpoint that is absent, damaged, or of another run.
+        `hardware` may be another than the one it was made with. ValueError in one
+        sentence for a checkpoint that is absent, damaged, or of another run.
         """
         self.config, self._state, self._records = store.restore_run(folder, self)
-        self._state_shared, self.history = False, None
+        self._state_shared = False
+        self.history = None
         return self
 
-    def _save_checkpoint_if_due(self, keeper: Checkpoint | None, record: Record) -> None:
+    def _save_checkpoint_if_due(
+        self, keeper: Checkpoint | None, record: Record
+    ) -> None:
         round = record["round"]
         # void: it may be about to end; a run that goes on evaluates what broke off
         if keeper is None or self._state.void_rounds or self._lacks_evaluation(record):

@@ -1,5 +1,5 @@
-"""The options of a run that belong together, each group one value; and the bad clients who mean it:
-what a listed set of them sends instead of its honest update.
+"""The options of a run that belong together, each group one value; and the bad clients
+who mean it: what a listed set of them sends instead of its honest update.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,9 @@ from pflcore.simulation._uploads import CohortResult, update_origins
 from pflcore.train._random import generator_of
 
 # beyond that a number is a slip
-ThreadCount = Annotated[int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")]
+ThreadCount = Annotated[
+    int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")
+]
 Attack = Literal["label_flip", "sign_flip", "scale", "noise", "little", "inner_product"]
 DEFAULT_STRENGTH = {
     "sign_flip": 1.0,
@@ -43,20 +45,21 @@ DEFAULT_STRENGTH = {
 
 @dataclass(frozen=True)
 class Adversary:
-    """The clients `clients` (ids) attack in every round that they take part in; s is the
-    `strength`, d a client's honest update [P].
+    """The clients `clients` (ids) attack in every round that they take part in; s is
+    the `strength`, d a client's honest update [P].
 
-    "label_flip": they train, honestly, on labels C - 1 - y · "sign_flip": they send -s d (s = 1) ·
-    "scale": s d (100) · "noise": d + s r z, z standard normal and r the root mean square of d (10)
+    "label_flip": they train, honestly, on labels C - 1 - y · "sign_flip": they send -s
+    d (s = 1) · "scale": s d (100) · "noise": d + s r z, z standard normal and r the
+    root mean square of d (10)
     · "little": m - s v, "a little is enough" (Baruch et al. 2019, Algorithm 3; 1.5) ·
-    "inner_product": -s m, inner product manipulation (Xie et al. 2020, section 4; 10). m and v [P]
-    are mean and standard deviation, coordinate by coordinate, of the honest clients' updates of the
-    round: these two attackers know them all, and send the same.
+    "inner_product": -s m, inner product manipulation (Xie et al. 2020, section 4; 10).
+    m and v [P] are mean and standard deviation, coordinate by coordinate, of the honest
+    clients' updates of the round: these two attackers know them all, and send the same.
 
-    An update is the upload "delta", or an uploaded model minus the one that the server has of the
-    client; a control variate that is uploaded beside it is treated alike, by itself. What else a
-    method uploads (losses, choices of a cluster) stays honest. ValueError in one sentence for an
-    unknown attack, client or strength.
+    An update is the upload "delta", or an uploaded model minus the one that the server
+    has of the client; a control variate that is uploaded beside it is treated alike, by
+    itself. What else a method uploads (losses, choices of a cluster) stays honest.
+    ValueError in one sentence for an unknown attack, client or strength.
     """
 
     attack: Attack
@@ -68,25 +71,30 @@ class Adversary:
         fits = self.strength is None or self.attack != "label_flip"
         require(fits, "strength", "None, as labels are flipped or not", self.strength)
         object.__setattr__(self, "clients", tuple(map(int, self.clients)))
-        object.__setattr__(self, "strength", self.strength or DEFAULT_STRENGTH.get(self.attack))
+        object.__setattr__(
+            self, "strength", self.strength or DEFAULT_STRENGTH.get(self.attack)
+        )
 
     def honest_clients(self, n: int) -> Tensor:
-        """The other clients' ids [H], ascending, of n. ValueError where a bad one is not there, or
-        nobody else is."""
-        bad, everybody = ids_of("adversary", self.clients, n), torch.arange(n)
+        """The other clients' ids [H], ascending, of n. ValueError where a bad one is
+        not there, or nobody else is."""
+        bad = ids_of("adversary", self.clients, n)
+        everybody = torch.arange(n)
         honest = everybody[~torch.isin(everybody, bad)]
         require(len(honest), "adversary", "at least one honest client", self.clients)
         return honest
 
     def poison_data(self, data: Federation) -> Federation:
-        """The data that the clients train on: with "label_flip" the bad ones' labels are others, in
-        every split of theirs."""
+        """The data that the clients train on: with "label_flip" the bad ones' labels
+        are others, in every split of theirs."""
         if self.attack != "label_flip":
             return data
         if data.classes is None:
             reject("adversary", "an attack on numbers as targets", self.attack)
         labels = torch.arange(data.classes, device=data.device)
-        relabel = (labels.expand(data.n, -1) if data.relabel is None else data.relabel).clone()
+        relabel = (
+            labels.expand(data.n, -1) if data.relabel is None else data.relabel
+        ).clone()
         relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
         return replace(data, relabel=relabel)
 
@@ -99,20 +107,26 @@ class Adversary:
         bad = torch.isin(cohort.ids, torch.tensor(self.clients))
         if self.attack == "label_flip" or not bad.any():
             return trained
-        up, found = dict(trained.up), update_origins(trained, traits, server)
+        up = dict(trained.up)
+        found = update_origins(trained, traits, server)
         for key in [*found, *up.keys() & {"control"}]:
             rows = up[key].flatten(1)
             who = to_device(bad, rows.device)
             base = found.get(key, rows.new_zeros(1)).to(rows).expand_as(rows)
-            mine, others = ((rows - base)[some] for some in (who, who if bad.all() else ~who))
+            mine, others = (
+                (rows - base)[some] for some in (who, who if bad.all() else ~who)
+            )
             sent = base[who] + self._attacked_rows(mine, others, draws)
             up[key] = rows.index_put((who,), sent).view_as(up[key])
         return trained._replace(up=up)
 
-    def _attacked_rows(self, mine: Tensor, others: Tensor, gen: torch.Generator) -> Tensor:
-        """What is sent instead of the updates `mine` [B, P], `others` [H, P] being the honest
-        clients'."""
-        s, m = self.strength or 0.0, others.mean(0)
+    def _attacked_rows(
+        self, mine: Tensor, others: Tensor, gen: torch.Generator
+    ) -> Tensor:
+        """What is sent instead of the updates `mine` [B, P], `others` [H, P] being the
+        honest clients'."""
+        s = self.strength or 0.0
+        m = others.mean(0)
         if self.attack == "little":
             sent = m - s * others.std(0, correction=0)
         elif self.attack == "inner_product":
@@ -130,11 +144,14 @@ class Adversary:
 class Evaluation:
     """When, on what and for whom the personalized models are evaluated."""
 
-    every: NonNegativeInt = 1  # rounds; the last one in any case; 0: never, and of no split
+    # rounds; the last one in any case; 0: never, and of no split
+    every: NonNegativeInt = 1
     split: str = "test"
-    clients: Tensor | Ids | PositiveInt | None = None  # ids, or so many, drawn once; None: all
+    # ids, or so many, drawn once; None: all
+    clients: Tensor | Ids | PositiveInt | None = None
     train_loss: bool = False  # the loss on every client's training data, too
-    metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()  # "auc", "f1", "mae", "r2", ...,
+    # "auc", "f1", "mae", "r2", ...,
+    metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()
     # or functions of one client's (scores, labels)
 
     def due(self, round: int, rounds: int) -> bool:
@@ -157,23 +174,27 @@ class Robustness:
 class Hardware:
     """Where a run is computed; never changes a result beyond rounding.
 
-    Under engine "vmap" clients train in blocks of at most `clients_per_block`, neighbours by size. Blocks
-    are made of the whole cohort, so a run's bits are the same for any number of workers, and others
-    for another `clients_per_block`. Larger blocks are faster, smaller ones take less memory: on a CPU, with
-    100 clients of an MLP, blocks of 64 take about 1.1 times as long as one of all, of 32 1.4 times,
-    of 16 twice, of 8 three times. A GPU computes one block after another.
+    Under engine "vmap" clients train in blocks of at most `clients_per_block`,
+    neighbours by size. Blocks are made of the whole cohort, so a run's bits are the
+    same for any number of workers, and others for another `clients_per_block`. Larger
+    blocks are faster, smaller ones take less memory: on a CPU, with 100 clients of an
+    MLP, blocks of 64 take about 1.1 times as long as one of all, of 32 1.4 times, of 16
+    twice, of 8 three times. A GPU computes one block after another.
 
-    On a GPU the gradients of local steps are captured as CUDA graphs, which changes no bit. A model
-    whose steps cannot be captured is trained without; the record says why.
-    A captured step repeats what Python decided when it was captured: take graphs=False where
-    attributes of the model change between rounds.
+    On a GPU the gradients of local steps are captured as CUDA graphs, which changes no
+    bit. A model whose steps cannot be captured is trained without; the record says why.
+    A captured step repeats what Python decided when it was captured: take graphs=False
+    where attributes of the model change between rounds.
     """
 
-    engine: Literal["auto", "chain", "loop", "vmap"] = "auto"  # auto: the fastest that fits
+    # auto: the fastest that fits
+    engine: Literal["auto", "chain", "loop", "vmap"] = "auto"
     # never changes a result; None: one for each core; a GPU has one
     workers: ThreadCount | None = None
     device: str = "cpu"
-    storage: str | Path = "auto"  # the clients' rows: "memory", a folder, or by what fits
-    # clients of a block under vmap: it changes last digits; None: 64 on a CPU, 128 on a GPU
+    # the clients' rows: "memory", a folder, or by what fits
+    storage: str | Path = "auto"
+    # clients of a block under vmap: it changes last digits; None: 64 on a CPU, 128 on a
+    # GPU
     clients_per_block: PositiveInt | None = None
     graphs: bool = True  # on a GPU: capture local steps as CUDA graphs

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 ENDING_SIGNALS = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP")
+    if hasattr(signal, name)
 ]
 
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """What would end the program comes when all within is done; a second signal comes at once."""
+    """What would end the program comes when all within is done; a second signal
+    comes at once."""
     kept: dict[int, Any] = {}
     came: list[Any] = []  # what handlers are given
 

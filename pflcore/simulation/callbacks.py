@@ -1,10 +1,11 @@
-"""What can be given to `Simulation.run(on_round=...)`: a function of (round, record), or several in
-a list.
+"""What can be given to `Simulation.run(on_round=...)`: a function of (round, record),
+or several in a list.
 
-A run that goes on from a checkpoint first gives them the records of the rounds up to there. One
-that raises `Stop` ends the run with its sentence. One that raises
-anything else ends it too, and nothing is lost: the rounds up to there are in `simulation.history`
-(and in the exception's attribute `history`), and `simulation.run()` goes on from them.
+A run that goes on from a checkpoint first gives them the records of the rounds up to
+there. One that raises `Stop` ends the run with its sentence. One that raises anything
+else ends it too, and nothing is lost: the rounds up to there are in
+`simulation.history` (and in the exception's attribute `history`), and
+`simulation.run()` goes on from them.
 """
 
 import math
@@ -35,12 +36,13 @@ def check_record(record: Record, names: list[str], callback: Callback) -> None:
 class EarlyStopping:
     """Ends a run whose mean over clients has not improved for `patience` evaluations.
 
-    `key` is "accuracy", "loss" or one of the run's metrics. Of those that pflcore names more is
-    better but for "loss", "train_loss", "mae" and "rmse"; of a metric of your own say
-    `higher_is_better`, False for an error. An improvement is one by more than `min_delta`; a mean
-    that is NaN is none. It looks at what the run evaluates, and "test" data select on test data, so
-    give the simulation `evaluation=Evaluation(split="val")`. What was best is in `best` (the mean)
-    and `round` (where).
+    `key` is "accuracy", "loss" or one of the run's metrics. Of those that pflcore names
+    more is better but for "loss", "train_loss", "mae" and "rmse"; of a metric of your
+    own say `higher_is_better`, False for an error. An improvement is one by more than
+    `min_delta`; a mean that is NaN is none. It looks at what the run evaluates, and
+    "test" data select on test data, so give the simulation
+    `evaluation=Evaluation(split="val")`. What was best is in `best` (the mean) and
+    `round` (where).
     """
 
     def __init__(
@@ -50,15 +52,22 @@ class EarlyStopping:
         min_delta: NonNegativeFloat = 0.0,
         higher_is_better: bool | None = None,  # None: by the key
     ) -> None:
-        self.patience, self.key, self.min_delta = patience, key, min_delta
+        self.patience = patience
+        self.key = key
+        self.min_delta = min_delta
         self.sign = 1.0 if metrics.is_higher_better(key, higher_is_better) else -1.0
-        self.best, self.round, self._misses, self._last = math.nan, 0, 0, 0
+        self.best = math.nan
+        self.round = 0
+        self._misses = 0
+        self._last = 0
 
     def __call__(self, round: int, record: Record) -> None:
         """Looks at one round's record. Raises Stop after `patience` evaluations without
         improvement, ValueError for an unknown key."""
         if round <= self._last:  # another run
-            self.best, self.round, self._misses = math.nan, 0, 0
+            self.best = math.nan
+            self.round = 0
+            self._misses = 0
         self._last = round
         seen = record["eval"]
         if not seen:
@@ -68,7 +77,9 @@ class EarlyStopping:
         value = metrics.mean(seen[self.key])
         least = self.sign * self.best + self.min_delta  # NaN: anything is better
         if not (math.isnan(value) or self.sign * value <= least):
-            self.best, self.round, self._misses = value, round, 0
+            self.best = value
+            self.round = round
+            self._misses = 0
             return
         self._misses += 1
         if self._misses >= self.patience:
@@ -76,20 +87,22 @@ class EarlyStopping:
             if math.isnan(self.best):
                 best = f"no mean {self.key} was finite"
             raise Stop(
-                f"Stopped early after round {round}: {best} for {self.patience} evaluations."
+                f"Stopped early after round {round}: {best} for {self.patience} "
+                "evaluations."
             )
 
 
 @checked
 class TensorBoard:
-    """Writes each round's numbers to `folder` as they come, for `tensorboard --logdir`; needs the
-    package tensorboard.
+    """Writes each round's numbers to `folder` as they come, for `tensorboard --logdir`;
+    needs the package tensorboard.
 
     `clients`: one curve per client too, beside the means over clients.
     """
 
     def __init__(self, folder: str | Path, clients: bool = False) -> None:
-        self.clients, self._writer = clients, summary_writer(folder)
+        self.clients = clients
+        self._writer = summary_writer(folder)
 
     def __call__(self, round: int, record: Record) -> None:
         """Writes one round's record."""

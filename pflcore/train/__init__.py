@@ -1,5 +1,5 @@
-"""Local training of a cohort: models as rows, the clients' steps, and what an algorithm's hook may
-do with its clients' data."""
+"""Local training of a cohort: models as rows, the clients' steps, and what an
+algorithm's hook may do with its clients' data."""
 
 from pflcore.train._clients import Clients, Fit
 from pflcore.train._engines import Objective

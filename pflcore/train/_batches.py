@@ -1,7 +1,7 @@
 """Which samples every client takes in which step.
 
-A client's minibatches are a function of (seed, round, client, stream, epoch), so nothing depends on
-who else trains, on the engine, or on the number of workers.
+A client's minibatches are a function of (seed, round, client, stream, epoch), so
+nothing depends on who else trains, on the engine, or on the number of workers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ class BatchPlan(NamedTuple):
     steps: int | None = None  # so many steps instead
     batches: int = 1  # minibatches of a step, each from a shuffle of its own
     stream: str = "fit"  # names the shuffle: two fits of one hook take two streams
-    together: bool = True  # do clients of all sizes take their k-th minibatches at once?
+    # do clients of all sizes take their k-th minibatches at once?
+    together: bool = True
 
 
 class BatchStep(NamedTuple):
-    """The next minibatch of some clients of a chunk: samples [first, last) of an epoch."""
+    """The next minibatch of some clients of a chunk: samples [first, last) of an
+    epoch."""
 
     clients: slice  # of the chunk's rows
     epoch: int
@@ -43,14 +45,18 @@ class BatchStep(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def plan_steps(
-    sizes: tuple[int, ...], training: Training, plan: BatchPlan, ragged: bool, join: bool
+    sizes: tuple[int, ...],
+    training: Training,
+    plan: BatchPlan,
+    ragged: bool,
+    join: bool,
 ) -> tuple[list[BatchStep], Tensor, Tensor]:
-    """The steps of clients of these sizes [s], largest first; minibatches of an epoch [s]; steps
-    each takes [s].
+    """The steps of clients of these sizes [s], largest first; minibatches of an epoch
+    [s]; steps each takes [s].
 
-    As `DataLoader(batch_size, drop_last)` cuts them, but a client of less than a batch has one;
-    `join`: a last one of a single sample joins the one before. The clients of a step have
-    minibatches of one size, so one vmap serves them; of any if `ragged`.
+    As `DataLoader(batch_size, drop_last)` cuts them, but a client of less than a batch
+    has one; `join`: a last one of a single sample joins the one before. The clients of
+    a step have minibatches of one size, so one vmap serves them; of any if `ragged`.
     """
     size = training.batch_size
     cuts = [max(1, n // size if training.drop_last else -(-n // size)) for n in sizes]
@@ -94,13 +100,20 @@ class Batches:
         lists = data.lists("train")
         self.size = lists.size[ids]
         sizes = tuple(self.size.tolist())
-        self.steps, self.cuts, self.taken = plan_steps(sizes, training, plan, ragged, join)
-        passes = range(plan.batches * self.steps[-1].epochs)  # the smallest client's, the most
+        self.steps, self.cuts, self.taken = plan_steps(
+            sizes, training, plan, ragged, join
+        )
+        # the smallest client's, the most
+        passes = range(plan.batches * self.steps[-1].epochs)
         fixed = (key[0], 0, plan.stream, 0)  # one order for the whole run
         keys = [(*key, plan.stream, p) if training.reshuffle else fixed for p in passes]
-        orders = [torch.from_numpy(client_shuffles(client_seeds(ids, *k), sizes)) for k in keys]
+        orders = [
+            torch.from_numpy(client_shuffles(client_seeds(ids, *k), sizes))
+            for k in keys
+        ]
         order = torch.stack(orders, 1).add_(lists.begin[ids][:, None, None])
-        self.order = lists.flat.take(to_device(order, lists.flat.device))  # [s, passes, longest]
+        # [s, passes, longest]
+        self.order = lists.flat.take(to_device(order, lists.flat.device))
         self._key = ids, (*key, plan.stream, "noise"), data.y.device
 
     @cached_property
@@ -116,13 +129,16 @@ class Batches:
         return to_device(self.size, self.order.device)
 
     def sample_counts(self, step: BatchStep) -> Tensor:
-        """How many samples of a step's minibatch each client has [s], beside the samples."""
+        """How many samples of a step's minibatch each client has [s], beside the
+        samples."""
         rest = self._sizes_on_device[step.clients] - step.first
         return rest.clamp(max=step.last - step.first)
 
     def places(self, step: BatchStep, which: int = 0) -> Tensor:
         """Where in the pool a step's samples are, [s, B]."""
-        return self.order[step.clients, step.epoch + which * step.epochs, step.first : step.last]
+        return self.order[
+            step.clients, step.epoch + which * step.epochs, step.first : step.last
+        ]
 
     def seeds_of(self, step: BatchStep, which: int = 0) -> Tensor:
         """Seeds [s] for a step's dropout."""

@@ -1,9 +1,11 @@
-"""Which models are a chain of layers that the kernels train whole, and the program that one is.
+"""Which models are a chain of layers that the kernels train whole, and the program that
+one is.
 
-The functions that a private copy's own `forward` calls are recorded, in this thread alone, with the
-shapes that go in and come out. Anything that is not known (another function, a hook, a tied or a
-frozen weight, a pass that differs between training and evaluation or between sizes of the batch)
-leaves the model to the engines. Whether the chain is the model, the trial says (`choose`).
+The functions that a private copy's own `forward` calls are recorded, in this thread
+alone, with the shapes that go in and come out. Anything that is not known (another
+function, a hook, a tied or a frozen weight, a pass that differs between training and
+evaluation or between sizes of the batch) leaves the model to the engines. Whether the
+chain is the model, the trial says (`choose`).
 """
 
 import copy
@@ -35,7 +37,12 @@ SHAPE_QUERIES = (
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__),
     *(getattr(Tensor, a).__get__ for a in ("shape", "ndim")),
 )
-HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_DICTS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 Shape = tuple[int, ...]
 Lines = Iterator[tuple[Any, ...]]  # of what `pflcore.ops._chain.encode_layer` takes
 LOG_SOFTMAX_LINE = ("log_softmax",)  # no line: the loss takes logarithms as they are
@@ -66,8 +73,8 @@ class Chain:
     numbers_per_sample: int  # of one sample, between all layers
 
     def activation_bytes(self, batch: int, itemsize: int) -> int:
-        """About what a thread keeps for activations and slopes: of so many samples as it takes at
-        once, bounded as in csrc/cpu."""
+        """About what a thread keeps for activations and slopes: of so many samples as
+        it takes at once, bounded as in csrc/cpu."""
         at_once = min(batch, 32 if self.has_conv else 128)
         return min(1 << 26, 3 * self.numbers_per_sample * at_once * itemsize)
 
@@ -76,14 +83,24 @@ class Chain:
         """The kernels' arguments that stay the same."""
         return (self.program, self.criterion, *self.shape)
 
-    def kernel_args(self, data: Federation, relabel: Tensor | None, some: slice) -> tuple[Any, ...]:
-        """The kernels' first arguments, for some of the clients who know their labels so."""
-        return (*self.fixed_args, data.x, data.y, None if relabel is None else relabel[some])
+    def kernel_args(
+        self, data: Federation, relabel: Tensor | None, some: slice
+    ) -> tuple[Any, ...]:
+        """The kernels' first arguments, for some of the clients who know their
+        labels so."""
+        return (
+            *self.fixed_args,
+            data.x,
+            data.y,
+            None if relabel is None else relabel[some],
+        )
 
 
 def find_chain(net: Net, data: Federation) -> Chain | str:
-    """The chain that `net` is on the samples of `data`, or in a few words why it is none."""
-    x, y = data.x, data.y
+    """The chain that `net` is on the samples of `data`, or in a few words why it is
+    none."""
+    x = data.x
+    y = data.y
     try:
         chain = compile_chain(net, tuple(data.shape))
         fits = x.dtype == net.dtype and x.is_contiguous()
@@ -111,16 +128,20 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
     require(len(shape) in (1, 3) and all(shape), f"samples of shape {list(shape)}")
     for name, m in net.module.named_modules():
         own = (
-            "forward" in vars(m) or any(getattr(m, h) for h in HOOK_DICTS) or _has_any_global_hook()
+            "forward" in vars(m)
+            or any(getattr(m, h) for h in HOOK_DICTS)
+            or _has_any_global_hook()
         )
         require(not own, f"a hook on {name or 'the model'}, or a forward of its own")
     one, other = (record_forward(net, shape, *how) for how in ((True, 2), (False, 3)))
     require(
         one.lines == other.lines,
-        "a forward that differs between training and evaluation, or between batches of two and "
+        "a forward that differs between training and evaluation, or between batches of "
+        "two and "
         "three samples",
     )
-    lines, scores = one.lines, tuple(one.last.shape[1:])
+    lines = one.lines
+    scores = tuple(one.last.shape[1:])
     require(set(one.used) == {*net.names}, "weights that the chain does not use")
     require(len(scores) == 1, f"scores of shape {list(scores)}")
     classes = criterion == "cross_entropy"
@@ -135,23 +156,29 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
     return Chain(table, criterion, (*shape, 1, 1)[:3], *rest)
 
 
-# which layers does a forward pass call? -----------------------------------------------------------
+# which layers does a forward pass call? ---------------------------------------
 
 
 class _Recorder(TorchFunctionMode):
-    """The lines of what a private copy of a model calls, one after another; `last` is what came out
-    of it so far."""
+    """The lines of what a private copy of a model calls, one after another; `last` is
+    what came out of it so far."""
 
     def __init__(self, net: Net, x: Tensor) -> None:
         super().__init__()
-        self.net, self.last, self.numbers = net, x, x[0].numel()
+        self.net = net
+        self.last = x
+        self.numbers = x[0].numel()
         self.lines: list[tuple[Any, ...]] = []
         self.used: list[str] = []
         self.copy = copy.deepcopy(net.module)
-        self.names = {id(p): n for n, p in self.copy.named_parameters() if n in net.slices}
+        self.names = {
+            id(p): n for n, p in self.copy.named_parameters() if n in net.slices
+        }
         for m in self.copy.modules():
             if type(m) in OWN_LAYERS:  # pflcore's layers are taken whole
-                m.forward = partial(self.record_call, partial(OWN_LAYERS[type(m)], m), m.forward)
+                m.forward = partial(
+                    self.record_call, partial(OWN_LAYERS[type(m)], m), m.forward
+                )
 
     def record_call(
         self, known: Any, f: Callable[..., Tensor], *args: Any, **options: Any
@@ -160,9 +187,12 @@ class _Recorder(TorchFunctionMode):
         follows = bool(args) and args[0] is self.last
         require(follows, f"layers that do not follow one another, at {name}")
         require(known, name)
-        with torch._C.DisableTorchFunction():  # what is done here is no part of the model
+        # what is done here is no part of the model
+        with torch._C.DisableTorchFunction():
             out = f(*args, **options)
-            call = LayerCall(tuple(self.last.shape[1:]), tuple(out.shape[1:]), self.weight_offset)
+            call = LayerCall(
+                tuple(self.last.shape[1:]), tuple(out.shape[1:]), self.weight_offset
+            )
             self.lines += known(call, *args[1:], **options)
             self.numbers += out[0].numel()
         self.last = out
@@ -182,7 +212,9 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         if function in SHAPE_QUERIES:
             return function(*args)
-        return self.record_call(KNOWN_FUNCTIONS.get(function), function, *args, **(kwargs or {}))
+        return self.record_call(
+            KNOWN_FUNCTIONS.get(function), function, *args, **(kwargs or {})
+        )
 
 
 def record_forward(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder:
@@ -195,12 +227,14 @@ def record_forward(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder
     except NotAChain:
         raise
     except Exception as error:
-        raise NotAChain(f"a forward that cannot be followed ({type(error).__name__})") from error
+        raise NotAChain(
+            f"a forward that cannot be followed ({type(error).__name__})"
+        ) from error
     require(out is recorder.last, "an output that is not the last layer's")
     return recorder
 
 
-# layers: a call, and the function's arguments behind its input ------------------------------------
+# layers: a call, and the function's arguments behind its input ----------------
 
 
 def _linear(c: LayerCall, weight: Tensor, bias: Tensor | None = None) -> Lines:
@@ -226,11 +260,26 @@ def _conv(
     outputs, inputs, *kernel = weight.shape
     same = [k // 2 for k in kernel if k % 2]  # an even kernel's borders differ
     above, left = {"same": same, "valid": (0, 0)}.get(str(padding)) or _pair(padding)
-    fits = groups == 1 and _pair(dilation) == (1, 1) and _pair(stride) in ((1, 1), (2, 2))
-    require(fits, "a convolution with steps, gaps or groups that the kernels do not have")
+    fits = (
+        groups == 1 and _pair(dilation) == (1, 1) and _pair(stride) in ((1, 1), (2, 2))
+    )
+    require(
+        fits, "a convolution with steps, gaps or groups that the kernels do not have"
+    )
     few = inputs * outputs < CONV_MAX_CHANNEL_PRODUCTS
-    require(few, f"a convolution of {inputs} x {outputs} channels, where torch is faster")
-    yield "conv", outputs, *kernel, _pair(stride)[0], above, left, c.at(weight), c.at(bias)
+    require(
+        few, f"a convolution of {inputs} x {outputs} channels, where torch is faster"
+    )
+    yield (
+        "conv",
+        outputs,
+        *kernel,
+        _pair(stride)[0],
+        above,
+        left,
+        c.at(weight),
+        c.at(bias),
+    )
 
 
 def _pool(  # noqa: PLR0913 (torch's of both kinds)
@@ -245,7 +294,9 @@ def _pool(  # noqa: PLR0913 (torch's of both kinds)
     dilation: Any = 1,
     return_indices: bool = False,
 ) -> Lines:
-    plain = not (ceil_mode or divisor_override or return_indices) and _pair(dilation) == (1, 1)
+    plain = not (ceil_mode or divisor_override or return_indices) and _pair(
+        dilation
+    ) == (1, 1)
     plain = plain and _pair(padding) == (0, 0)
     require(plain, "pooling with padding, gaps, indices, a divisor or ceil_mode")
     yield "pool", kind, *_pair(kernel_size), *_pair(stride or kernel_size)
@@ -262,7 +313,9 @@ def _view(c: LayerCall, *_: Any, **__: Any) -> Lines:
         yield ("flatten",)
 
 
-def _act(kind: int, c: LayerCall, inplace: bool = False, approximate: str = "none") -> Lines:
+def _act(
+    kind: int, c: LayerCall, inplace: bool = False, approximate: str = "none"
+) -> Lines:
     require(approximate == "none", "an approximate GELU")
     yield "act", kind
 
@@ -273,16 +326,26 @@ def _dropout(m: Dropout, c: LayerCall) -> Lines:
 
 
 def _group_norm(
-    c: LayerCall, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    c: LayerCall,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
 ) -> Lines:
     yield "norm", num_groups, prod(c.into[1:]), eps, c.at(weight), c.at(bias)
 
 
 def _layer_norm(
-    c: LayerCall, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    c: LayerCall,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
 ) -> Lines:
     whole = tuple(normalized_shape) == c.into and (weight is None) == (bias is None)
-    require(whole, f"a layer norm over {list(normalized_shape)} on shape {list(c.into)}")
+    require(
+        whole, f"a layer norm over {list(normalized_shape)} on shape {list(c.into)}"
+    )
     yield "norm", 1, 1, eps, c.at(weight), c.at(bias)
 
 
@@ -298,7 +361,14 @@ OWN_LAYERS: dict[type[nn.Module], Callable[..., Lines]] = {
     FactorizedLinear: _factorized,
 }
 VIEW_FUNCTIONS = (
-    *(Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten, Tensor.contiguous),
+    *(
+        Tensor.view,
+        Tensor.reshape,
+        torch.reshape,
+        Tensor.flatten,
+        torch.flatten,
+        Tensor.contiguous,
+    ),
 )
 KNOWN_FUNCTIONS: dict[Any, Callable[..., Lines]] = {
     F.linear: _linear,
@@ -310,8 +380,12 @@ KNOWN_FUNCTIONS: dict[Any, Callable[..., Lines]] = {
     F.gelu: partial(_act, 4),
     **dict.fromkeys(VIEW_FUNCTIONS, _view),
     **dict.fromkeys((torch.max_pool2d, F.max_pool2d), partial(_pool, 1)),
-    **dict.fromkeys((torch.log_softmax, F.log_softmax, Tensor.log_softmax), _log_softmax),
-    **dict.fromkeys((torch.relu, F.relu, F.relu_, Tensor.relu_, Tensor.relu), partial(_act, 1)),
+    **dict.fromkeys(
+        (torch.log_softmax, F.log_softmax, Tensor.log_softmax), _log_softmax
+    ),
+    **dict.fromkeys(
+        (torch.relu, F.relu, F.relu_, Tensor.relu_, Tensor.relu), partial(_act, 1)
+    ),
     **dict.fromkeys((torch.tanh, Tensor.tanh), partial(_act, 2)),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), partial(_act, 3)),
 }

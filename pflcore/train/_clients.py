@@ -1,7 +1,8 @@
 """The clients of a cohort in training: what an algorithm's hook is given.
 
-Nothing here changes anything: `fit` returns what it did, and `after(fit)` are the clients with the
-statistics of batch norm that it left. S clients, rows [S, Q], in the order of `ids`.
+Nothing here changes anything: `fit` returns what it did, and `after(fit)` are the
+clients with the statistics of batch norm that it left. S clients, rows [S, Q], in the
+order of `ids`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ CPU_BLOCK_CLIENTS = 64  # on a CPU
 GPU_BLOCK_CLIENTS = 128
 ALIGNMENT_BYTES = 64  # bytes at which torch begins a tensor's memory
 TWO_BLOCKS_MIN_WEIGHTS = 1 << 18  # of a cohort: two threads then share it
-Update = Callable[[Tensors, Callable[..., Tensor], Tensor], Tensors]  # rows, grad, taken
-Predict = Callable[[Tensors, Net, Tensor], Tensor]  # one client's model, net, x -> scores
+# rows, grad, taken
+Update = Callable[[Tensors, Callable[..., Tensor], Tensor], Tensors]
+# one client's model, net, x -> scores
+Predict = Callable[[Tensors, Net, Tensor], Tensor]
 
 
 class TrainContext(NamedTuple):
@@ -87,7 +90,8 @@ class Fit(NamedTuple):
 
     @property
     def grad(self) -> Tensor:
-        """Mean minibatch gradient [S, Q], clipped, SGD's weight decay included; no other term."""
+        """Mean minibatch gradient [S, Q], clipped, SGD's weight decay included; no
+        other term."""
         return self.rows["grad"]
 
 
@@ -105,14 +109,15 @@ def assign_blocks(
 ) -> Tensor:
     """Number [S] of each client's block: clients of one block are computed at once.
 
-    What torch computes over several clients has other last digits beside others: the elements at
-    the end of a tensor go through other instructions than those before. So blocks are made of the
-    whole cohort and of what stays the same over a run. Whoever computes whole blocks, in any order
-    and in any number of threads, gets the same bits.
+    What torch computes over several clients has other last digits beside others: the
+    elements at the end of a tensor go through other instructions than those before. So
+    blocks are made of the whole cohort and of what stays the same over a run. Whoever
+    computes whole blocks, in any order and in any number of threads, gets the same
+    bits.
 
-    Under vmap a block has at most `clients_per_block` clients, neighbours by size. Else everybody trains
-    alone, and in an evaluation neighbours share the batches of a model that they all have. A GPU
-    computes one block after another.
+    Under vmap a block has at most `clients_per_block` clients, neighbours by size. Else
+    everybody trains alone, and in an evaluation neighbours share the batches of a model
+    that they all have. A GPU computes one block after another.
     """
     count = len(ids)
     if context.engine.name != "vmap":
@@ -123,12 +128,18 @@ def assign_blocks(
             else (eval_samples.cumsum(0) - eval_samples) // SHARED_BATCH_SAMPLES
         )
     two_threads = context.data.device.type == "cpu"
-    least = 2 if two_threads and count * context.net.size >= TWO_BLOCKS_MIN_WEIGHTS else 1
+    least = (
+        2 if two_threads and count * context.net.size >= TWO_BLOCKS_MIN_WEIGHTS else 1
+    )
     parts = min(count, max(-(-count // context.clients_per_block), least))
-    starts = torch.tensor([count * j // parts for j in range(1, parts)], dtype=torch.int64)
+    starts = torch.tensor(
+        [count * j // parts for j in range(1, parts)], dtype=torch.int64
+    )
     place = torch.arange(count)
     order = order_by_size(context.data.size("train")[ids], ids)
-    return torch.empty_like(place).scatter_(0, order, torch.searchsorted(starts, place, right=True))
+    return torch.empty_like(place).scatter_(
+        0, order, torch.searchsorted(starts, place, right=True)
+    )
 
 
 def order_by_size(size: Tensor, ids: Tensor) -> Tensor:
@@ -139,8 +150,8 @@ def order_by_size(size: Tensor, ids: Tensor) -> Tensor:
 def align_memory(v: Tensor) -> Tensor:
     """The same values in memory that begins as that of a tensor of its own does.
 
-    The last digits of a product with a row depend on where the row begins, so on its place among
-    the others'.
+    The last digits of a product with a row depend on where the row begins, so on its
+    place among the others'.
     """
     return v if v.data_ptr() % ALIGNMENT_BYTES == 0 else v.clone()
 
@@ -171,9 +182,13 @@ class Clients:
 
     def take(self, mask: Tensor) -> Clients:
         """Those where `mask`, bool [S], is true."""
-        buffers, at = self.buffers[to_device(mask, self.buffers.device)], mask.cpu()
+        buffers = self.buffers[to_device(mask, self.buffers.device)]
+        at = mask.cpu()
         return replace(
-            self, ids=self.ids[at], buffers=buffers, block_numbers=self._block_numbers[at]
+            self,
+            ids=self.ids[at],
+            buffers=buffers,
+            block_numbers=self._block_numbers[at],
         )
 
     @property
@@ -209,7 +224,7 @@ class Clients:
         """Whether the federation has this split."""
         return split in self.context.data.index
 
-    # training -----------------------------------------------------------------------------------
+    # training -----------------------------------------------------------------
     def fit(
         self,
         w: Tensor,  # [S, Q]
@@ -221,11 +236,15 @@ class Clients:
         stream: str = "fit",  # names the shuffle: two fits of one hook take two streams
         mean_grad: bool = False,
     ) -> Fit:
-        """Minibatch training from `w` on each client's training data, by the run's optimizer."""
-        t, rate = self.context.training, self.lr if lr is None else lr
+        """Minibatch training from `w` on each client's training data, by the run's
+        optimizer."""
+        t = self.context.training
+        rate = self.lr if lr is None else lr
         rows = {"w": w} | ({"grad": w.new_zeros(()).expand_as(w)} if mean_grad else {})
         plan = BatchPlan(epochs, steps, 1, stream, together=steps is None)
-        fit = self._train(rows, partial(train_chunk, t, rate), objective, plan, objective.terms(w))
+        fit = self._train(
+            rows, partial(train_chunk, t, rate), objective, plan, objective.terms(w)
+        )
         if mean_grad:
             fit.grad.div_(fit.steps[:, None].to(w.dtype))
         return fit
@@ -240,14 +259,16 @@ class Clients:
         epochs: int | None = None,
         steps: int | None = None,
         stream: str = "fit",
-        together: bool = False,  # clients of all sizes take their k-th minibatches at once
+        # clients of all sizes take their k-th minibatches at once
+        together: bool = False,
     ) -> Fit:
         """The general, slower form: `update(rows, grad, taken) -> rows` takes a step.
 
-        It sees s clients at once, [s, ...], and treats each alone; rows that it changes in place it
-        need not return. `taken` [s] is how many steps each took before. `grad(w, which=0)` is the
-        gradient [s, Q] of the objective's loss at any `w` on the step's `which`-th minibatch;
-        the `batches` of a step come from as many shuffles.
+        It sees s clients at once, [s, ...], and treats each alone; rows that it changes
+        in place it need not return. `taken` [s] is how many steps each took before.
+        `grad(w, which=0)` is the gradient [s, Q] of the objective's loss at any `w` on
+        the step's `which`-th minibatch; the `batches` of a step come from as many
+        shuffles.
         """
 
         def work(chunk: Chunk, mine: Tensors, _: Tensors) -> None:
@@ -255,25 +276,29 @@ class Clients:
             for step in batches.steps:
                 seen = {k: v[step.clients] for k, v in mine.items()}
                 taken = step.epoch * batches.cuts[step.clients] + step.place
-                for k, v in update(seen, partial(chunk.gradient_copy, step), taken).items():
+                for k, v in update(
+                    seen, partial(chunk.gradient_copy, step), taken
+                ).items():
                     mine[k][step.clients] = v
 
         plan = BatchPlan(epochs, steps, batches, stream, together)
         return self._train(rows, work, objective, plan)
 
-    # looking ------------------------------------------------------------------------------------
+    # looking ------------------------------------------------------------------
     def sample_lists(self, split: str) -> Ragged:
         """Where each client's samples of a split are in the pool."""
         data = self.context.data
         if not self.has_split(split):
             raise MismatchError(
-                f"split: this federation has {', '.join(data.index)}, not {split!r}; split the "
+                f"split: this federation has {', '.join(data.index)}, not {split!r}; "
+                "split the "
                 "clients' samples first."
             )
         return data.lists(split).take(self.ids)
 
     def labels(self, split: str) -> Tensor:
-        """The labels [n, ...] of a split as the clients know them, client after client."""
+        """The labels [n, ...] of a split as the clients know them, client after
+        client."""
         lists = self.sample_lists(split)
         y = self.context.data.y.index_select(0, lists.flat)
         if self._relabel is None:
@@ -284,10 +309,13 @@ class Clients:
     def scores(
         self, model: Tensors, split: str, predict: Predict = predict_row
     ) -> list[tuple[Tensor, Tensor]]:
-        """Each client's scores [n, ...] in evaluation mode and labels [n, ...]. Clients of a block
-        who all have one model share batches."""
-        lists, net, x = list(self.sample_lists(split)), self.net, self.context.data.x
-        groups, parts = self._evaluation_groups(model), list[tuple[int, Tensor]]()
+        """Each client's scores [n, ...] in evaluation mode and labels [n, ...]. Clients
+        of a block who all have one model share batches."""
+        lists = list(self.sample_lists(split))
+        net = self.net
+        x = self.context.data.x
+        groups = self._evaluation_groups(model)
+        parts = list[tuple[int, Tensor]]()
         for group in groups:
             places = torch.cat([lists[i] for i in group])
             parts += [(group[0], part) for part in places.split(EVAL_BATCH)]
@@ -295,7 +323,10 @@ class Clients:
         def look(part: tuple[int, Tensor]) -> Tensor:
             i, places = part
             own = {k: align_memory(v[i]) for k, v in model.items()}
-            with torch.no_grad(), forward_context(False, self.buffers[i], single_client=True):
+            with (
+                torch.no_grad(),
+                forward_context(False, self.buffers[i], single_client=True),
+            ):
                 found = predict(own, net, x.index_select(0, places))
             if found.shape[:1] != places.shape:
                 raise NoBatchAxis(found.shape)
@@ -308,14 +339,19 @@ class Clients:
         return [(scores[i], y) for i, y in enumerate(labels)]
 
     def features(self, w: Tensor, split: str = "train") -> tuple[Tensor, Tensor]:
-        """What each client's head sees, [S, n, H], and the labels [S, n]; short clients are padded
-        with zeros and labels -1."""
-        pairs = self.scores({"w": w}, split, lambda model, net, x: net.features(model["w"], x))
+        """What each client's head sees, [S, n, H], and the labels [S, n]; short clients
+        are padded with zeros and labels -1."""
+        pairs = self.scores(
+            {"w": w}, split, lambda model, net, x: net.features(model["w"], x)
+        )
         z, y = zip(*pairs, strict=True)
-        return pad_sequence(list(z), True), pad_sequence(list(y), True, padding_value=-1)
+        return pad_sequence(list(z), True), pad_sequence(
+            list(y), True, padding_value=-1
+        )
 
     def loss(self, w: Tensor, split: str = "train") -> Tensor:
-        """Each client's mean loss [S] at `w` [S, P] over all samples, in evaluation mode."""
+        """Each client's mean loss [S] at `w` [S, P] over all samples, in evaluation
+        mode."""
         return self.evaluate({"w": w}, split)[0].to(w)
 
     def evaluate(
@@ -324,11 +360,16 @@ class Clients:
         split: str,
         predict: Predict = predict_row,
     ) -> tuple[Tensor, Tensor | None]:
-        """Each client's mean loss and, for classes, its share of right answers: [S] float64."""
-        by_kernels = self.context.engine.chain is not None and has_kernels(model["w"].device)
+        """Each client's mean loss and, for classes, its share of right answers: [S]
+        float64."""
+        by_kernels = self.context.engine.chain is not None and has_kernels(
+            model["w"].device
+        )
         if not by_kernels or predict is not predict_row:
             return self.loss_and_accuracy(
-                self.scores(model, split, predict), split, self._evaluation_groups(model)
+                self.scores(model, split, predict),
+                split,
+                self._evaluation_groups(model),
             )
 
         def look(w: Tensor, pool: Any, own: Ragged) -> Tensor:
@@ -347,18 +388,29 @@ class Clients:
         groups: Iterable[list[int]] = (),
         returns: str = "logits",
     ) -> tuple[Tensor, Tensor | None]:
-        """Losses and shares [S] as `evaluate` has them, from what `scores` gave, which may be
-        probabilities; the samples of a group of clients go through the loss at once."""
-        net, lists = self.net, self.sample_lists(split)
+        """Losses and shares [S] as `evaluate` has them, from what `scores` gave, which
+        may be probabilities; the samples of a group of clients go through the loss at
+        once."""
+        net = self.net
+        lists = self.sample_lists(split)
         z, y = (torch.cat(each) for each in zip(*pairs, strict=True))
-        right = client_nanmeans(fraction_correct(z, y), lists) if self._labelled else None
-        if self._labelled and returns == "probabilities" and z.dim() > y.dim() and z.shape[1] > 1:
+        right = (
+            client_nanmeans(fraction_correct(z, y), lists) if self._labelled else None
+        )
+        if (
+            self._labelled
+            and returns == "probabilities"
+            and z.dim() > y.dim()
+            and z.shape[1] > 1
+        ):
             pairs = [(z.clamp(min=1e-12).log(), y) for z, y in pairs]
         several = [g for g in groups if len(g) > 1 and net.loss_fn in LOSSES.values()]
         losses = dict[int, Tensor]()
         for group in several:
             z, y = (torch.cat([pairs[i][k] for i in group])[:, None] for k in (0, 1))
-            of_each = client_means(torch.vmap(net.loss_fn)(z, y), lists.take(torch.tensor(group)))
+            of_each = client_means(
+                torch.vmap(net.loss_fn)(z, y), lists.take(torch.tensor(group))
+            )
             losses |= zip(group, of_each.unbind(), strict=True)
         for i in set(range(len(pairs))) - losses.keys():
             losses[i] = net.batch_loss(*pairs[i]).double()
@@ -367,10 +419,12 @@ class Clients:
     def grad(self, w: Tensor, split: str = "train") -> Tensor:
         """Each client's gradient [S, P] of `loss`.
 
-        With batch norm, and on "train", it is the mean over minibatches in training mode, as they
-        lie, no last one of a single sample: training normalizes by the batch.
+        With batch norm, and on "train", it is the mean over minibatches in training
+        mode, as they lie, no last one of a single sample: training normalizes by the
+        batch.
         """
-        lists, context = self.sample_lists(split), self.context
+        lists = self.sample_lists(split)
+        context = self.context
         train = split == "train" and bool(self.net.buffer_names)
         batch = context.training.batch_size if train else EVAL_BATCH
         seeds = client_seeds(self.ids, context.seed, self.round, "grad").view(np.int64)
@@ -379,14 +433,26 @@ class Clients:
 
         def by_kernels(w: Tensor, pool: Any, own: Ragged) -> Tensor:
             index = pad_sequence(list(own), batch_first=True)
-            return chain_grad(w, *pool, index, to_device(own.size, index.device), None)[0]
+            return chain_grad(w, *pool, index, to_device(own.size, index.device), None)[
+                0
+            ]
 
         def by_engine(i: int) -> Tensor:
-            one, at, n, row = slice(i, i + 1), lists[i], len(labels[i]), align_memory(w[i])[None]
-            total, cuts = torch.zeros_like(w[i]), [*range(batch, n - (train and n > 1), batch), n]
+            one = slice(i, i + 1)
+            at = lists[i]
+            n = len(labels[i])
+            row = align_memory(w[i])[None]
+            total = torch.zeros_like(w[i])
+            cuts = [*range(batch, n - (train and n > 1), batch), n]
             for k, (a, b) in enumerate(pairwise([0, *cuts] if n else [])):
                 x = context.data.x.index_select(0, at[a:b])
-                given = (row, x[None], labels[i][None, a:b], self.buffers[one], seed[one] + k)
+                given = (
+                    row,
+                    x[None],
+                    labels[i][None, a:b],
+                    self.buffers[one],
+                    seed[one] + k,
+                )
                 total += gradients(self.net, *given, False, train)[1][0] * ((b - a) / n)
             return total
 
@@ -394,7 +460,7 @@ class Clients:
             return torch.cat(self._map_chain(w, lists, by_kernels))
         return torch.stack(context.workers.map(by_engine, range(len(lists))))
 
-    # inside ---------------------------------------------------------------------------------------
+    # inside -------------------------------------------------------------------
     def _train(
         self,
         rows: Tensors,
@@ -403,19 +469,41 @@ class Clients:
         plan: BatchPlan,
         terms: Tensors | None = None,  # None: its steps are Python's
     ) -> Fit:
-        """`work(chunk, its clients' rows, their terms)` on every chunk of the cohort."""
+        """`work(chunk, its clients' rows, their terms)` on every chunk of the
+        cohort."""
         context, device, count = self.context, self.buffers.device, len(self.ids)
-        engine, relabel = objective.engine_for(context.engine), self._relabel
+        engine = objective.engine_for(context.engine)
+        relabel = self._relabel
         sums = self.buffers.new_zeros(2, count, dtype=torch.float64)
-        done = Fit({k: v.new_empty(v.shape) for k, v in rows.items()}, self.buffers.clone(), *sums)
+        done = Fit(
+            {k: v.new_empty(v.shape) for k, v in rows.items()},
+            self.buffers.clone(),
+            *sums,
+        )
 
         def run(pos: Tensor) -> None:
-            at, key = to_device(pos, device), (context.seed, self.round)
-            mine, extra = ({k: v[at] for k, v in d.items()} for d in (rows, objective.extra))
-            which = (key, self.ids[pos], plan, engine.chain is not None, self.net.merge_last_sample)
+            at = to_device(pos, device)
+            key = (context.seed, self.round)
+            mine, extra = (
+                {k: v[at] for k, v in d.items()} for d in (rows, objective.extra)
+            )
+            which = (
+                key,
+                self.ids[pos],
+                plan,
+                engine.chain is not None,
+                self.net.merge_last_sample,
+            )
             batches = Batches(context.data, context.training, *which)
-            own = (batches, None if relabel is None else relabel[at], self.buffers[at], engine)
-            chunk = Chunk(self.net, context.data, *own, objective.loss, extra, context.graphs)
+            own = (
+                batches,
+                None if relabel is None else relabel[at],
+                self.buffers[at],
+                engine,
+            )
+            chunk = Chunk(
+                self.net, context.data, *own, objective.loss, extra, context.graphs
+            )
             work(chunk, mine, slice_terms(terms or {}, at))
             for k, v in mine.items():
                 done.rows[k][at] = v
@@ -426,13 +514,18 @@ class Clients:
             done.loss[at] = chunk.losses / done.steps[at]
 
         width = max(v[0].numel() for v in rows.values())
-        context.workers.map(run, self._training_chunks(engine, width, terms is not None))
+        context.workers.map(
+            run, self._training_chunks(engine, width, terms is not None)
+        )
         return done
 
-    def _training_chunks(self, engine: Engine, width: int, kernels: bool) -> Sequence[Tensor]:
-        """Places of the clients who train in one go, however many workers there are, on rows of
-        this width; `kernels`: all their steps may be a kernel's."""
-        order, count = order_by_size(self.num_samples, self.ids), len(self.ids)
+    def _training_chunks(
+        self, engine: Engine, width: int, kernels: bool
+    ) -> Sequence[Tensor]:
+        """Places of the clients who train in one go, however many workers there are, on
+        rows of this width; `kernels`: all their steps may be a kernel's."""
+        order = order_by_size(self.num_samples, self.ids)
+        count = len(self.ids)
         device = self.buffers.device
         if engine.chain is None or not has_kernels(device):
             return (
@@ -443,9 +536,19 @@ class Clients:
         # No client's bits depend on the others': only arithmetic counts.
         samples = int(self.num_samples.sum()) if device.type == "cpu" else 0
         small = 2 if count * width >= 1 << 18 else 1
-        parts = 16 if samples * width >= 1 << 28 else 4 if samples * width >= 1 << 22 else small
+        parts = (
+            16
+            if samples * width >= 1 << 28
+            else 4
+            if samples * width >= 1 << 22
+            else small
+        )
         # so many that their arithmetic outweighs their steps' Python
-        most = 16 if kernels else max(2, count * self.context.training.batch_size * width >> 23)
+        most = (
+            16
+            if kernels
+            else max(2, count * self.context.training.batch_size * width >> 23)
+        )
         parts = min(count, parts, most)
         cuts = [count * j // parts for j in range(parts + 1)]
         return [order[a:b] for a, b in pairwise(cuts)]
@@ -460,12 +563,15 @@ class Clients:
         )
 
     def _evaluation_groups(self, model: Tensors) -> list[list[int]]:
-        """Places of the clients who are looked at at once: those of a block, where all of the
-        cohort have one model, rows that are one row expanded, and the block one statistics."""
+        """Places of the clients who are looked at at once: those of a block, where all
+        of the cohort have one model, rows that are one row expanded, and the block one
+        statistics."""
         one = all(len(v) > 1 and v.stride(0) == 0 for v in model.values())
         groups = list[list[int]]()
         for block in (
-            split_by_block(torch.arange(len(self.ids)), self._block_numbers) if one else ()
+            split_by_block(torch.arange(len(self.ids)), self._block_numbers)
+            if one
+            else ()
         ):
             if len(block) > 1 and self.buffers.shape[1]:
                 buffers = self.buffers[to_device(block, self.buffers.device)]
@@ -479,14 +585,23 @@ class Clients:
     def _relabel(self) -> Tensor | None:
         """Labels [S, C] as each client knows them, where they differ."""
         data = self.context.data
-        return None if data.relabel is None else data.relabel[to_device(self.ids, data.device)]
+        return (
+            None
+            if data.relabel is None
+            else data.relabel[to_device(self.ids, data.device)]
+        )
 
-    def _map_chain(self, w: Tensor, lists: Ragged, f: Callable[..., Tensor]) -> list[Tensor]:
-        """`f(rows, the kernels' first arguments, places)` of some of the clients at a time, with
-        about as many samples each."""
-        chain, data, relabel = self.context.engine.chain, self.context.data, self._relabel
+    def _map_chain(
+        self, w: Tensor, lists: Ragged, f: Callable[..., Tensor]
+    ) -> list[Tensor]:
+        """`f(rows, the kernels' first arguments, places)` of some of the clients at a
+        time, with about as many samples each."""
+        chain = self.context.engine.chain
+        data = self.context.data
+        relabel = self._relabel
         assert chain is not None
-        count, n = len(self.ids), len(lists.flat)
+        count = len(self.ids)
+        n = len(lists.flat)
         parts = min(count, CHAIN_EVAL_PARTS if n * self.net.size >= 1 << 24 else 1)
         inner = torch.searchsorted(lists.begin, torch.arange(1, parts) * n // parts)
 

@@ -1,8 +1,10 @@
-"""Gradients of many clients' models: the two engines, and the chain behind the same question.
+"""Gradients of many clients' models: the two engines, and the chain behind the same
+question.
 
-"loop" trains one client after another on each thread (convolutions and large models on a CPU),
-"vmap" a chunk of clients at once (linear models, MLPs, GPUs). A model that is a chain of layers is
-trained whole by a kernel. All take the same minibatches and agree up to rounding.
+"loop" trains one client after another on each thread (convolutions and large models on
+a CPU), "vmap" a chunk of clients at once (linear models, MLPs, GPUs). A model that is a
+chain of layers is trained whole by a kernel. All take the same minibatches and agree up
+to rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ EPOCH_BYTES = 1 << 26  # an epoch's minibatches are gathered at once up to this 
 # begins the names of a loss's own tensors among the inputs of a recorded step
 EXTRA_PREFIX = "extra "
 Tensors = dict[str, Tensor]
-ObjectiveLoss = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]  # net, row, x, y, extra
+# net, row, x, y, extra
+ObjectiveLoss = Callable[[Net, Tensor, Tensor, Tensor, Tensors], Tensor]
 
 
 class Engine(NamedTuple):
@@ -44,14 +47,21 @@ class Engine(NamedTuple):
     @property
     def form(self) -> str:
         """What trains: "chain" (kernels), "vmap" or "module"."""
-        return "chain" if self.chain is not None else "vmap" if self.name == "vmap" else "module"
+        return (
+            "chain"
+            if self.chain is not None
+            else "vmap"
+            if self.name == "vmap"
+            else "module"
+        )
 
 
 class Objective(NamedTuple):
-    """What is minimized, if not the run's loss: each step is along `mask * (gradient + shift + mu *
-    (w - anchor))`. Tensors are of the cohort's clients."""
+    """What is minimized, if not the run's loss: each step is along `mask * (gradient +
+    shift + mu * (w - anchor))`. Tensors are of the cohort's clients."""
 
-    prox: tuple[Tensor | float, Tensor] | None = None  # mu: a number, [S]; anchor [S, Q]
+    # mu: a number, [S]; anchor [S, Q]
+    prox: tuple[Tensor | float, Tensor] | None = None
     shift: Tensor | None = None  # [S, Q] added to every gradient
     mask: Tensor | None = None  # [Q] or [S, Q]; where it is 0 nothing moves
     loss: ObjectiveLoss | None = None
@@ -65,11 +75,15 @@ class Objective(NamedTuple):
         return Engine("loop" if self.never_vmap else usual.name)
 
     def terms(self, w: Tensor) -> Tensors:
-        """What is added to the gradients at `w` [S, Q], [S, ...], as `ops.sgd_step_` names it."""
+        """What is added to the gradients at `w` [S, Q], [S, ...], as `ops.sgd_step_`
+        names it."""
         terms: Tensors = {}
         if self.prox is not None:
-            mu, anchor = self.prox  # a number stays on the host: a card is not waited for
-            mu = mu.to(w).reshape(-1) if isinstance(mu, Tensor) else w.new_full((1,), mu)
+            # a number stays on the host: a card is not waited for
+            mu, anchor = self.prox
+            mu = (
+                mu.to(w).reshape(-1) if isinstance(mu, Tensor) else w.new_full((1,), mu)
+            )
             terms = {"mu": mu.expand(len(w)), "anchor": anchor}
         if self.shift is not None:
             terms["shift"] = self.shift
@@ -80,7 +94,9 @@ class Objective(NamedTuple):
 
 def slice_terms(terms: Tensors, clients: Any) -> Tensors:
     """Some clients' terms; a mask [Q] is everybody's."""
-    return {k: v if (k, v.dim()) == ("mask", 1) else v[clients] for k, v in terms.items()}
+    return {
+        k: v if (k, v.dim()) == ("mask", 1) else v[clients] for k, v in terms.items()
+    }
 
 
 RUN_LOSS = Objective()  # the run's own loss alone
@@ -98,9 +114,12 @@ def gradients(  # noqa: PLR0913 (one call for two engines)
     own: ObjectiveLoss | None = None,
     extra: Tensors = {},  # noqa: B006
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses [s], gradients [s, Q], buffers [s, b] by autograd: of all under vmap, or of one."""
+    """Losses [s], gradients [s, Q], buffers [s, b] by autograd: of all under vmap,
+    or of one."""
 
-    def loss(extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor) -> Any:
+    def loss(
+        extra: Tensors, w: Tensor, x: Tensor, y: Tensor, buffers: Tensor, seed: Tensor
+    ) -> Any:
         with forward_context(train, buffers, seed, single_client=not vmap):
             value = net.loss(w, x, y) if own is None else own(net, w, x, y, extra)
             return value, forward_state.buffers
@@ -137,17 +156,22 @@ def autograd_graph_function(
     def graph_function(inputs: Tensors) -> Tensors:
         x, y = gather_samples(data, inputs["places"], inputs.get("relabel"))
         extra = {
-            name.removeprefix(EXTRA_PREFIX): t for name, t in inputs.items() if EXTRA_PREFIX in name
+            name.removeprefix(EXTRA_PREFIX): t
+            for name, t in inputs.items()
+            if EXTRA_PREFIX in name
         }
         state = (inputs["buffers"], inputs["seeds"])
-        losses, g, after = gradients(net, inputs["w"], x, y, *state, vmap, True, own, extra)
+        losses, g, after = gradients(
+            net, inputs["w"], x, y, *state, vmap, True, own, extra
+        )
         return {"losses": losses, "g": g, "buffers": after}
 
     return graph_function
 
 
 def chain_graph_function(chain: Chain, data: Federation) -> GraphFunction:
-    """Gradients of a minibatch by the chain's op, as a function that can be recorded."""
+    """Gradients of a minibatch by the chain's op, as a function that can be
+    recorded."""
 
     def graph_function(inputs: Tensors) -> Tensors:
         pool = (*chain.fixed_args, data.x, data.y, inputs.get("relabel"))
@@ -160,7 +184,8 @@ def chain_graph_function(chain: Chain, data: Federation) -> GraphFunction:
 
 @dataclass
 class Chunk:
-    """Some clients of a cohort, largest first, on their way through their minibatches."""
+    """Some clients of a cohort, largest first, on their way through their
+    minibatches."""
 
     net: Net
     data: Federation
@@ -180,10 +205,14 @@ class Chunk:
 
     def samples(self, step: BatchStep, which: int = 0) -> tuple[Tensor, Tensor]:
         """x [s, B, ...] and the clients' own labels y [s, B, ...] of a minibatch."""
-        s, epoch, b = step.clients, step.epoch + which * step.epochs, self.batches
+        s = step.clients
+        epoch = step.epoch + which * step.epochs
+        b = self.batches
         whole = b.order[:, epoch]
         if whole.numel() * self.data.x[0].nbytes > EPOCH_BYTES:
-            return gather_samples(self.data, b.places(step, which), self._relabel_rows(s))
+            return gather_samples(
+                self.data, b.places(step, which), self._relabel_rows(s)
+            )
         if self._epoch != epoch:
             labels = self._relabel_rows(slice(None))
             self._epoch, self._samples = epoch, gather_samples(self.data, whole, labels)
@@ -194,22 +223,32 @@ class Chunk:
         return None if self.relabel is None else self.relabel[clients]
 
     def gradient(self, step: BatchStep, w: Tensor, which: int = 0) -> Tensor:
-        """The gradients [s, Q] at `w` [s, Q] on a step's `which`-th minibatch; its first look at
-        the first one is the step's loss. The next call may overwrite them."""
-        s, chain, b = step.clients, self.engine.chain, self.batches
+        """The gradients [s, Q] at `w` [s, Q] on a step's `which`-th minibatch; its
+        first look at the first one is the step's loss. The next call may overwrite
+        them."""
+        s = step.clients
+        chain = self.engine.chain
+        b = self.batches
         if self.graphs is not None:
             found = self.graphs.run(*self._recordable_step(step, w, which))
-            losses, g = found["losses"], found["g"]
+            losses = found["losses"]
+            g = found["g"]
             if "buffers" in found:
                 self.buffers[s] = found["buffers"]
         elif chain is not None:
             seeds = b.seeds_of(step, which) if chain.dropout else None
             pool = chain.kernel_args(self.data, self.relabel, s)
-            places, counts = b.places(step, which), b.sample_counts(step)
+            places = b.places(step, which)
+            counts = b.sample_counts(step)
             g, losses = chain_grad(w.detach(), *pool, places, counts, seeds)
         else:
-            extra, vmap = {k: v[s] for k, v in self.extra.items()}, self.engine.name == "vmap"
-            batch = (*self.samples(step, which), self.buffers[s], b.seeds_of(step, which))
+            extra = {k: v[s] for k, v in self.extra.items()}
+            vmap = self.engine.name == "vmap"
+            batch = (
+                *self.samples(step, which),
+                self.buffers[s],
+                b.seeds_of(step, which),
+            )
             losses, g, self.buffers[s] = gradients(
                 self.net, w, *batch, vmap, True, self.loss, extra
             )
@@ -226,8 +265,12 @@ class Chunk:
     def _recordable_step(
         self, step: BatchStep, w: Tensor, which: int
     ) -> tuple[Hashable, GraphFunction, Tensors]:
-        """A step's gradient as a function of tensors, these, and what else it depends on."""
-        s, chain, b, data = step.clients, self.engine.chain, self.batches, self.data
+        """A step's gradient as a function of tensors, these, and what else it
+        depends on."""
+        s = step.clients
+        chain = self.engine.chain
+        b = self.batches
+        data = self.data
         inputs = {"w": w.detach(), "places": b.places(step, which)}
         if self.relabel is not None:
             inputs["relabel"] = self.relabel[s]
@@ -244,30 +287,52 @@ class Chunk:
         return key, autograd_graph_function(self.net, data, vmap, self.loss), inputs
 
     def leaf_gradients(self, step: BatchStep) -> tuple[Tensor, ...]:
-        """The gradient by parameters, at the row whose views `leaves` are: one client's."""
-        (x, y), seeds = self.samples(step), self.batches.seeds_of(step)
+        """The gradient by parameters, at the row whose views `leaves` are: one
+        client's."""
+        x, y = self.samples(step)
+        seeds = self.batches.seeds_of(step)
         with forward_context(True, self.buffers[0], seeds[0], single_client=True):
             loss = self.net.batch_loss(self.net.forward_bound(x[0]), y[0])
             self.buffers[0] = forward_state.buffers
         self.losses += loss.detach()
-        return torch.autograd.grad(loss, self.leaves, allow_unused=True, materialize_grads=True)
+        return torch.autograd.grad(
+            loss, self.leaves, allow_unused=True, materialize_grads=True
+        )
 
 
-# optimizers -------------------------------------------------------------------------------------
+# optimizers -------------------------------------------------------------------
 
 
-def train_chunk(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors) -> None:
-    """Takes all steps of the clients' rows "w" [s, Q], in place; adds the minibatches' gradients,
-    clipped and with SGD's weight decay, to "grad" [s, Q], where that is."""
-    w, grads = mine["w"], mine.get("grad")
-    sgd, chain = t.local_optimizer == "sgd", chunk.engine.chain
+def train_chunk(
+    t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tensors
+) -> None:
+    """Takes all steps of the clients' rows "w" [s, Q], in place; adds the minibatches'
+    gradients, clipped and with SGD's weight decay, to "grad" [s, Q], where that is."""
+    w = mine["w"]
+    grads = mine.get("grad")
+    sgd = t.local_optimizer == "sgd"
+    chain = chunk.engine.chain
     shift, mask, mu, anchor = (terms.get(k) for k in ("shift", "mask", "mu", "anchor"))
-    check_sgd(w, w, lr, shift, mask, 0.0 if mu is None else mu, anchor, 0.0, None, t.weight_decay)
+    check_sgd(
+        w,
+        w,
+        lr,
+        shift,
+        mask,
+        0.0 if mu is None else mu,
+        anchor,
+        0.0,
+        None,
+        t.weight_decay,
+    )
     if sgd and chain is not None and has_kernels(w.device):
         chunk.losses += sgd_by_kernels(chunk, chain, w, terms, t, lr, grads)
         return
-    alone = chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size)
-    # On a GPU a row, whose gradient can be captured: with and without graphs, bits are the same.
+    alone = (
+        chain is None and chunk.engine.name == "loop" and w.shape == (1, chunk.net.size)
+    )
+    # On a GPU a row, whose gradient can be captured: with and without graphs, bits are
+    # the same.
     if alone and chunk.loss is None and w.device.type == "cpu":
         chunk.leaves = chunk.net.leaves(w[0])
     more = (not sgd, terms, t.momentum, t.weight_decay, t.clip_grad, grads is not None)
@@ -297,7 +362,13 @@ def train_chunk(t: Training, lr: float, chunk: Chunk, mine: Tensors, terms: Tens
         else:
             buffer = None if velocity is None else velocity[s]
             ops.sgd_step_(
-                w[s], g, lr, **own, momentum=t.momentum, buffer=buffer, weight_decay=t.weight_decay
+                w[s],
+                g,
+                lr,
+                **own,
+                momentum=t.momentum,
+                buffer=buffer,
+                weight_decay=t.weight_decay,
             )
 
 
@@ -310,7 +381,8 @@ def sgd_by_kernels(
     lr: float,
     grads: Tensor | None,
 ) -> Tensor:
-    """All steps of SGD by the kernels of the chain, `w` [s, Q] in place: sums of losses [s]."""
+    """All steps of SGD by the kernels of the chain, `w` [s, Q] in place: sums of
+    losses [s]."""
     b = chunk.batches
     seeds = b.seeds if chain.dropout else None
     cut = (b.order, b.size, b.taken, t.batch_size, t.drop_last, seeds)
@@ -324,21 +396,31 @@ class AdamW:
     """Loshchilov and Hutter 2019, Algorithm 2, as `torch.optim.AdamW`."""
 
     def __init__(self, w: Tensor, lr: float, t: Training, max_steps: int) -> None:
-        self.w, self.lr, self.decay = w, lr, t.weight_decay
-        self.betas, self.eps = t.betas or DEFAULT_BETAS, t.eps or DEFAULT_EPS
-        self.mean, self.square = torch.zeros_like(w), torch.zeros_like(w)
+        self.w = w
+        self.lr = lr
+        self.decay = t.weight_decay
+        self.betas = t.betas or DEFAULT_BETAS
+        self.eps = t.eps or DEFAULT_EPS
+        self.mean = torch.zeros_like(w)
+        self.square = torch.zeros_like(w)
         self.steps = w.new_zeros(
             len(w), 1, dtype=torch.int64
         )  # that each took, at most `max_steps`
-        # By Python, one by one: torch's powers of several numbers have other last digits.
+        # By Python, one by one: torch's powers of several numbers have other last
+        # digits.
         tables = ([1 - beta**k for k in range(max_steps + 1)] for beta in self.betas)
         self.bias_corrections = [
-            to_device(torch.tensor(t, dtype=torch.float64), w.device).to(w) for t in tables
+            to_device(torch.tensor(t, dtype=torch.float64), w.device).to(w)
+            for t in tables
         ]
 
     def step(self, s: slice, grad: Tensor, terms: Tensors) -> None:
-        w, mean, square, steps = (v[s] for v in (self.w, self.mean, self.square, self.steps))
-        d = corrected(w, grad, terms.get("shift"), 0.0, terms.get("mu"), terms.get("anchor"))
+        w, mean, square, steps = (
+            v[s] for v in (self.w, self.mean, self.square, self.steps)
+        )
+        d = corrected(
+            w, grad, terms.get("shift"), 0.0, terms.get("mu"), terms.get("anchor")
+        )
         steps += 1
         first, second = self.betas
         by_mean, by_square = (bias[steps] for bias in self.bias_corrections)

@@ -1,17 +1,17 @@
 """CUDA graphs of the clients' gradients.
 
-A gradient of many small models is some hundred small kernels, and on a GPU to launch them takes
-longer than to run them. A CUDA graph is recorded from one step; every later step of the same shapes
-replays it by one launch.
+A gradient of many small models is some hundred small kernels, and on a GPU to launch
+them takes longer than to run them. A CUDA graph is recorded from one step; every later
+step of the same shapes replays it by one launch.
 
-A graph holds the gradients of a block of clients with the gathering of their minibatches. What
-follows in a step is one fused kernel, which differs by algorithm and step size. So it stays
-outside, and one graph serves all algorithms and all rounds.
+A graph holds the gradients of a block of clients with the gathering of their
+minibatches. What follows in a step is one fused kernel, which differs by algorithm and
+step size. So it stays outside, and one graph serves all algorithms and all rounds.
 
-A replay repeats the recorded kernels at the recorded addresses, and Python has no part in it. So a
-recorded function depends on its inputs and on what its key names, and on nothing else. Inputs are
-copied into an arena before each replay, random seeds among them. Results are copied into it by the
-graph itself.
+A replay repeats the recorded kernels at the recorded addresses, and Python has no part
+in it. So a recorded function depends on its inputs and on what its key names, and on
+nothing else. Inputs are copied into an arena before each replay, random seeds among
+them. Results are copied into it by the graph itself.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ from pflcore.check import warn_caller
 Tensors = dict[str, Tensor]
 GraphFunction = Callable[[Tensors], Tensors]
 
-# A capture takes as long as some ten steps that are launched one kernel after another. Shapes that
-# never come so often, such as a last batch of a cohort that is drawn anew, are not worth one.
+# A capture takes as long as some ten steps that are launched one kernel after another.
+# Shapes that never come so often, such as a last batch of a cohort that is drawn anew,
+# are not worth one.
 CAPTURE_AFTER_STEPS = 8
-MAX_GRAPHS = 32  # graphs that are kept; beyond, the one that was longest not replayed goes
+# graphs that are kept; beyond, the one that was longest not replayed goes
+MAX_GRAPHS = 32
 MAX_COUNTED_SHAPES = 4096  # shapes whose steps are counted
 
 
@@ -42,13 +44,15 @@ class _Graph:
     """A recorded gradient and where its inputs and results stand."""
 
     replay: Callable[[], None]
-    function: GraphFunction  # what was recorded: it keeps alive the memory that the graph reads
+    # what was recorded: it keeps alive the memory that the graph reads
+    function: GraphFunction
     inputs: Tensors
     outputs: Tensors
 
 
 class _FixedMemory:
-    """Memory at fixed addresses, one piece for each name, which all graphs of a run share."""
+    """Memory at fixed addresses, one piece for each name, which all graphs of a run
+    share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -80,7 +84,9 @@ class _FixedMemory:
 class GradientGraphs:
     """The graphs of one run on one GPU."""
 
-    def __init__(self, device: torch.device, capture_after_steps: int | None = None) -> None:
+    def __init__(
+        self, device: torch.device, capture_after_steps: int | None = None
+    ) -> None:
         self.refusal_reason: str | None = None  # why nothing is captured any more
         self.replays = 0
         self._device = device
@@ -96,10 +102,15 @@ class GradientGraphs:
     @property
     def summary(self) -> str:
         """Whether gradients are captured, for the record."""
-        return "captured" if self.refusal_reason is None else f"eager: {self.refusal_reason}"
+        return (
+            "captured"
+            if self.refusal_reason is None
+            else f"eager: {self.refusal_reason}"
+        )
 
     def run(self, key: Hashable, function: GraphFunction, inputs: Tensors) -> Tensors:
-        """`function(inputs)`, replayed where it has been recorded under this key for these shapes.
+        """`function(inputs)`, replayed where it has been recorded under this key for
+        these shapes.
 
         The results of a replay are overwritten by the next one.
         """
@@ -116,8 +127,11 @@ class GradientGraphs:
         self.replays += 1
         return graph.outputs
 
-    def _run_eagerly(self, key: Hashable, function: GraphFunction, inputs: Tensors) -> Tensors:
-        """`function(inputs)`; the step in which its shapes have come often enough is recorded, too."""
+    def _run_eagerly(
+        self, key: Hashable, function: GraphFunction, inputs: Tensors
+    ) -> Tensors:
+        """`function(inputs)`; the step in which its shapes have come often enough is
+        recorded, too."""
         if len(self._step_counts) >= MAX_COUNTED_SHAPES:
             self._step_counts.clear()
         self._step_counts[key] += 1
@@ -135,7 +149,8 @@ class GradientGraphs:
         except RuntimeError as error:
             self.refusal_reason = _first_error_line(error)
             warn_caller(
-                f"a local step could not be captured as a CUDA graph ({self.refusal_reason}); the run "
+                "a local step could not be captured as a CUDA graph "
+                f"({self.refusal_reason}); the run "
                 "goes on without graphs",
                 RuntimeWarning,
             )
@@ -143,8 +158,11 @@ class GradientGraphs:
             self._graphs.popitem(last=False)
         return outputs
 
-    def _capture_graph(self, function: GraphFunction, inputs: Tensors, outputs: Tensors) -> _Graph:
-        """A graph of `function` on places in the arena; `outputs` show the shapes of its results."""
+    def _capture_graph(
+        self, function: GraphFunction, inputs: Tensors, outputs: Tensors
+    ) -> _Graph:
+        """A graph of `function` on places in the arena; `outputs` show the shapes of
+        its results."""
         results = {f"result {name}": t for name, t in outputs.items()}
         if not self._arena.has_room({**inputs, **results}):
             self._graphs.clear()  # they know the addresses that are given up
@@ -159,7 +177,8 @@ class GradientGraphs:
                 self._pool = torch.cuda.graph_pool_handle()
                 self._stream = torch.cuda.Stream()
             graph = torch.cuda.CUDAGraph()
-            # What other threads do on the GPU meanwhile is no part of the graph, and allowed.
+            # What other threads do on the GPU meanwhile is no part of the graph, and
+            # allowed.
             where = {"pool": self._pool, "stream": self._stream}
             with torch.cuda.graph(graph, capture_error_mode="thread_local", **where):
                 for name, t in function(places).items():
@@ -171,7 +190,8 @@ class GradientGraphs:
 def _run_without_waiting(function: GraphFunction, inputs: Tensors) -> Tensors:
     """`function(inputs)`; raises RuntimeError where it makes the host wait for the GPU.
 
-    A wait inside a capture would spoil it, and torch does not recover from that completely.
+    A wait inside a capture would spoil it, and torch does not recover from that
+    completely.
     """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

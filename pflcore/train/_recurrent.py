@@ -1,9 +1,10 @@
-"""GRU, LSTM and RNN written out in elementary operations, which vmap can carry: a step of many
-clients at once.
+"""GRU, LSTM and RNN written out in elementary operations, which vmap can carry: a step
+of many clients at once.
 
-torch's own are one operation that has no rule for vmap, and client after client they spend most of
-a small model's time around the arithmetic. One client's call goes to torch's own still, and so do
-packed sequences, given first states, projections and dropout.
+torch's own are one operation that has no rule for vmap, and client after client they
+spend most of a small model's time around the arithmetic. One client's call goes to
+torch's own still, and so do packed sequences, given first states, projections and
+dropout.
 """
 
 from typing import Any
@@ -19,8 +20,8 @@ State = tuple[Tensor, ...]  # h [B, H], and an LSTM's c [B, H]
 
 
 class _Unrolled(nn.RNNBase):
-    # (x, h, state) -> the next state, from what the gates have of the input and of the last state,
-    # each with its bias
+    # (x, h, state) -> the next state, from what the gates have of the input and of the
+    # last state, each with its bias
     cell: Any
 
     def forward(self, x: Any, hx: Any = None) -> Any:
@@ -41,12 +42,14 @@ class _Unrolled(nn.RNNBase):
         return x, states if len(states) > 1 else states[0]
 
     def _pass(self, x: Tensor, suffix: str) -> tuple[Tensor, State]:
-        """One way through the sequence: h after each step [T, B, H], and the state after the
-        last."""
+        """One way through the sequence: h after each step [T, B, H], and the state
+        after the last."""
         names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         wi, wh, bi, bh = (getattr(self, name + suffix, None) for name in names)
         way = -1 if suffix.endswith("reverse") else 1
-        state: State = (x.new_zeros(x.shape[1], self.hidden_size),) * (1 + (self.mode == "LSTM"))
+        state: State = (x.new_zeros(x.shape[1], self.hidden_size),) * (
+            1 + (self.mode == "LSTM")
+        )
         found = []
         for given in F.linear(x, wi, bi).unbind(0)[::way]:  # type: ignore[arg-type]
             state = self.cell(given, F.linear(state[0], wh, bh), state)  # type: ignore[arg-type]
@@ -74,11 +77,15 @@ class _LSTM(_Unrolled, nn.LSTM):
         return give.sigmoid() * c.tanh(), c
 
 
-UNROLLED: dict[type[nn.Module], type[nn.Module]] = {nn.RNN: _RNN, nn.GRU: _GRU, nn.LSTM: _LSTM}
+UNROLLED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.RNN: _RNN,
+    nn.GRU: _GRU,
+    nn.LSTM: _LSTM,
+}
 
 
 def unroll_recurrent(module: nn.Module) -> None:
-    """Let recurrent layers inside `module`, which nobody else may hold, change their class; their
-    parameters stay."""
+    """Let recurrent layers inside `module`, which nobody else may hold, change their
+    class; their parameters stay."""
     for m in module.modules():
         m.__class__ = UNROLLED.get(type(m), type(m))

@@ -1,5 +1,5 @@
-"""How every client trains, and step sizes over the rounds, from a function or from a scheduler of
-torch's: all of them at once, before the first round.
+"""How every client trains, and step sizes over the rounds, from a function or from a
+scheduler of torch's: all of them at once, before the first round.
 """
 
 import inspect
@@ -26,25 +26,32 @@ from pflcore.check import (
 
 Schedule = Callable[[int, int], float] | Callable[[Optimizer], LRScheduler]
 SCHEDULE_TEXT = (
-    "a function of (round, rounds) that multiplies lr, or one of an optimizer that makes a "
-    "scheduler of torch's, such as lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)"
+    "a function of (round, rounds) that multiplies lr, or one of an optimizer that "
+    "makes a "
+    "scheduler of torch's, such as lambda optimizer: CosineAnnealingLR(optimizer, "
+    "T_max=20)"
 )
-DEFAULT_BETAS, DEFAULT_EPS = (0.9, 0.999), 1e-8  # AdamW's, as torch has them by default
+DEFAULT_BETAS = (0.9, 0.999)
+DEFAULT_EPS = 1e-8  # AdamW's, as torch has them by default
 
 
 def _are_betas(value: Any) -> bool:
     pair = isinstance(value, tuple | list) and len(value) == 2
-    numbers = pair and all(isinstance(b, Real) and not isinstance(b, bool) for b in value)
+    numbers = pair and all(
+        isinstance(b, Real) and not isinstance(b, bool) for b in value
+    )
     return bool(numbers) and all(0 <= b < 1 for b in value)
 
 
-Betas = Annotated[tuple[float, float], Expectation("two numbers from 0 to below 1", _are_betas)]
+Betas = Annotated[
+    tuple[float, float], Expectation("two numbers from 0 to below 1", _are_betas)
+]
 
 
 @lru_cache(maxsize=64)
 def learning_rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
-    """The step size of each round, 1 to `rounds`. ValueError in one sentence where `schedule` gives
-    none."""
+    """The step size of each round, 1 to `rounds`. ValueError in one sentence where
+    `schedule` gives none."""
     found: list[float] = []
     try:
         for rate in _learning_rates(schedule, lr, rounds):
@@ -55,17 +62,21 @@ def learning_rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, .
         hint = ""
         if _takes_one(schedule) and not inspect.isclass(schedule):
             hint = (
-                "; a function of one argument is given an optimizer, so of the round alone write "
+                "; a function of one argument is given an optimizer, so of the round "
+                "alone write "
                 "lambda round, rounds: ..."
             )
         raise ValueError(
-            f"schedule: expected {SCHEDULE_TEXT}; after round {len(found)} of {rounds} it raised "
+            f"schedule: expected {SCHEDULE_TEXT}; after round {len(found)} of {rounds} "
+            "it raised "
             f"{type(error).__name__}: {str(error).rstrip('.')}{hint}."
         ) from error
     return tuple(found)
 
 
-def _learning_rates(function: Callable[..., Any], lr: float, rounds: int) -> Iterator[Any]:
+def _learning_rates(
+    function: Callable[..., Any], lr: float, rounds: int
+) -> Iterator[Any]:
     if not _takes_one(function):
         for round in range(1, rounds + 1):
             yield float(function(round, rounds)) * lr
@@ -76,11 +87,13 @@ def _learning_rates(function: Callable[..., Any], lr: float, rounds: int) -> Ite
         raise TypeError(f"it made {type(scheduler).__name__}")
     if optimizer.param_groups[0]["momentum"]:
         raise ValueError(
-            "this scheduler of torch's moves the momentum too, which is the run's; give it "
+            "this scheduler of torch's moves the momentum too, which is the run's; "
+            "give it "
             "cycle_momentum=False"
         )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that lr_scheduler.step() came before optimizer.step()
+        # that lr_scheduler.step() came before optimizer.step()
+        warnings.simplefilter("ignore")
         for round in range(rounds):
             yield optimizer.param_groups[0]["lr"]
             if round + 1 < rounds:
@@ -100,13 +113,14 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 class Training:
     """How every client trains; the run's, not an algorithm's.
 
-    `lr` is the step size of round 1 (default schedule: of all rounds). `schedule` is a function of
-    (round, rounds), which multiplies it, or one of an optimizer that makes a scheduler of torch's:
-    `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`, one step a round. Its optimizer is
-    SGD or AdamW (`torch.optim.AdamW`'s formula with its `betas` and `eps`; weight decay is then
-    decoupled from the gradient, and lr wants to be some hundred times smaller); its moments start
-    at zero in every round. What a method adds to the gradient is added before the optimizer sees
-    it, and after clipping; columns that it masks never move. A method whose formula rests on SGD's
+    `lr` is the step size of round 1 (default schedule: of all rounds). `schedule` is a
+    function of (round, rounds), which multiplies it, or one of an optimizer that makes
+    a scheduler of torch's: `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`,
+    one step a round. Its optimizer is SGD or AdamW (`torch.optim.AdamW`'s formula with
+    its `betas` and `eps`; weight decay is then decoupled from the gradient, and lr
+    wants to be some hundred times smaller); its moments start at zero in every round.
+    What a method adds to the gradient is added before the optimizer sees it, and after
+    clipping; columns that it masks never move. A method whose formula rests on SGD's
     steps refuses AdamW in one sentence.
     """
 
@@ -119,8 +133,8 @@ class Training:
     momentum: Momentum = 0.0  # its buffer starts at zero in every round
     # added to the gradient as weight_decay * w; AdamW: decoupled
     weight_decay: NonNegativeFloat = 0.0
-    # leave out the last minibatch where it is smaller than the others; one of a single sample, on
-    # which a model (batch norm) cannot train, joins the one before it
+    # leave out the last minibatch where it is smaller than the others; one of a single
+    # sample, on which a model (batch norm) cannot train, joins the one before it
     drop_last: bool = False
     reshuffle: bool = True  # False: one order of the samples for the whole run
     schedule: Annotated[Schedule, Expectation(SCHEDULE_TEXT, callable)] | None = None
@@ -134,7 +148,8 @@ class Training:
         check_fields(self)
         if self.local_optimizer == "adamw" and self.momentum:
             raise ValueError(
-                f"momentum: AdamW has betas in its place, got {self.momentum}; leave momentum out, "
+                f"momentum: AdamW has betas in its place, got {self.momentum}; leave "
+                "momentum out, "
                 "or take SGD."
             )
         if self.betas is not None:

@@ -1,5 +1,5 @@
-"""Do model, data and loss fit together? What does not is refused in one sentence of the user's
-words: what was given, what was expected, what to do."""
+"""Do model, data and loss fit together? What does not is refused in one sentence of the
+user's words: what was given, what was expected, what to do."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,12 @@ from pflcore.train._random import IsolatedDraws
 MODE_LAYERS = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, Dropout)
 WIDTH_ATTRIBUTES = ("in_features", "in_channels", "num_features", "input_size")
 # losses of targets -1 and 1
-SIGNED_LOSSES = nn.SoftMarginLoss, F.soft_margin_loss, nn.HingeEmbeddingLoss, F.hinge_embedding_loss
+SIGNED_LOSSES = (
+    nn.SoftMarginLoss,
+    F.soft_margin_loss,
+    nn.HingeEmbeddingLoss,
+    F.hinge_embedding_loss,
+)
 
 
 class MismatchError(ValueError, TypeError):
@@ -38,8 +43,10 @@ class NoBatchAxis(MismatchError):
 
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__(
-            f"model: of one sample it gives scores of shape {list(shape)}, without the axis of the "
-            "batch, as squeeze() leaves it; name the axis, as in squeeze(-1) or flatten(1)."
+            f"model: of one sample it gives scores of shape {list(shape)}, without the "
+            "axis of the "
+            "batch, as squeeze() leaves it; name the axis, as in squeeze(-1) or "
+            "flatten(1)."
         )
 
 
@@ -48,18 +55,21 @@ def check_torch_modes() -> None:
     device = torch.get_default_device()
     if device.type != "cpu":
         raise MismatchError(
-            f"torch: the default device is {device}; call torch.set_default_device('cpu') and pass "
+            f"torch: the default device is {device}; call "
+            "torch.set_default_device('cpu') and pass "
             f"device='{device}' to the run."
         )
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise MismatchError(
-            f"torch: training needs gradients, and torch.{mode}() is on; set up and run the "
+            f"torch: training needs gradients, and torch.{mode}() is on; set up and "
+            "run the "
             "simulation outside of it."
         )
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise MismatchError(
-            "torch: autocast is on, and clients train in the model's own dtype; set up and run the "
+            "torch: autocast is on, and clients train in the model's own dtype; set up "
+            "and run the "
             "simulation outside of it."
         )
 
@@ -67,14 +77,17 @@ def check_torch_modes() -> None:
 def check_dtypes(net: Net, data: Federation) -> None:
     if net.dtype not in (torch.float32, torch.float64):
         raise MismatchError(
-            f"model: its parameters are {net.dtype}, in which small steps are lost; train it in "
+            f"model: its parameters are {net.dtype}, in which small steps are lost; "
+            "train it in "
             "float32, by model.float()."
         )
     for what, t in (("x", data.x), ("y", data.y)):
         if t.is_floating_point() and t.dtype != net.dtype:
             raise MismatchError(
-                f"data: {what} is {t.dtype} and the model's parameters are {net.dtype}; give both "
-                f"one dtype, for example by model.to({t.dtype}) or Federation.from_clients(..., "
+                f"data: {what} is {t.dtype} and the model's parameters are "
+                f"{net.dtype}; give both "
+                f"one dtype, for example by model.to({t.dtype}) or "
+                "Federation.from_clients(..., "
                 f"dtype={net.dtype})."
             )
     _check_signed_targets(net, data)
@@ -86,7 +99,8 @@ def _check_signed_targets(net: Net, data: Federation) -> None:
     if signed and not bool((data.y.abs() == 1).all()):
         raise MismatchError(
             f"loss: {loss_name(net.loss_fn)} takes targets of -1 and 1, and these are "
-            "others; take loss='hinge' or 'binary_cross_entropy' for labels 0 and 1, or give the "
+            "others; take loss='hinge' or 'binary_cross_entropy' for labels 0 and 1, "
+            "or give the "
             "federation the targets as floats."
         )
 
@@ -98,12 +112,14 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
             "model: expected its forward pass to give one tensor of scores, got a "
             f"{type(scores).__name__}; return the scores alone."
         )
-    shape, targets = list(scores.shape), list(y.shape)
+    shape = list(scores.shape)
+    targets = list(y.shape)
     if shape[:1] != targets[:1] and len(y) == 1:
         raise NoBatchAxis(shape)
     if shape[:1] != targets[:1]:
         raise MismatchError(
-            f"model: expected one row of scores for each of {len(y)} samples, got shape {shape}; "
+            f"model: expected one row of scores for each of {len(y)} samples, got "
+            f"shape {shape}; "
             "keep the batch as the first axis."
         )
     name = loss_name(net.loss_fn)
@@ -115,31 +131,36 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
         _check_classes(data, scores, y)
     elif shape != targets:
         raise MismatchError(
-            f"loss: 'cross_entropy' takes int64 labels, or probabilities of the scores' shape "
-            f"{shape}, and the targets are {y.dtype} of shape {targets}; give labels as integers, "
+            "loss: 'cross_entropy' takes int64 labels, or probabilities of the "
+            "scores' shape "
+            f"{shape}, and the targets are {y.dtype} of shape {targets}; give labels "
+            "as integers, "
             "or take loss='squared' for numbers."
         )
 
 
 def loss_argument_form(net: Net, scores: Tensor, y: Tensor) -> ArgumentForm:
     """The form in which a loss of one's own takes one score a target."""
-    shape, targets = list(scores.shape), list(y.shape)
+    shape = list(scores.shape)
+    targets = list(y.shape)
     same = shape == targets and y.is_floating_point()
     if net.loss_fn in LOSSES.values() or same or not has_one_score_each(scores, y):
         return ArgumentForm()
     form = find_argument_form(net.loss_fn, scores, y, is_loss=True)
     if form is None:
         raise MismatchError(
-            f"loss: {loss_name(net.loss_fn)} gives another value for scores {shape} than "
-            f"for scores in the shape of the targets, {targets}; give the targets the scores' "
+            f"loss: {loss_name(net.loss_fn)} gives another value for scores {shape} "
+            "than "
+            f"for scores in the shape of the targets, {targets}; give the targets the "
+            "scores' "
             "shape, or let it begin with scores.reshape(y.shape)."
         )
     return form
 
 
 def _check_void_labels(net: Net, data: Federation, scores: Tensor, y: Tensor) -> None:
-    """A label of steps that the model has no output for: what leaves it out of the loss is not
-    known to the accuracy."""
+    """A label of steps that the model has no output for: what leaves it out of the loss
+    is not known to the accuracy."""
     outputs = scores.shape[1] if scores.dim() == y.dim() + 1 and y.dim() > 1 else 0
     if outputs < 2 or y.is_floating_point() or not net.scores_classes:
         return
@@ -148,14 +169,17 @@ def _check_void_labels(net: Net, data: Federation, scores: Tensor, y: Tensor) ->
     if beyond.numel():
         void = int(beyond[0])
         raise MismatchError(
-            f"data: there are labels {void}, and the model has {outputs} outputs; of labels that "
-            f"count in nothing take nn.CrossEntropyLoss(ignore_index={void}) as the loss, or make "
+            f"data: there are labels {void}, and the model has {outputs} outputs; of "
+            "labels that "
+            f"count in nothing take nn.CrossEntropyLoss(ignore_index={void}) as the "
+            "loss, or make "
             f"them {IGNORED_LABEL}."
         )
 
 
 def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> None:
-    outputs, targets = scores[0].numel(), y[0].numel()
+    outputs = scores[0].numel()
+    targets = y[0].numel()
     if (
         outputs == targets
         and scores.dim() > 2
@@ -163,24 +187,33 @@ def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> No
         and not has_one_score_each(scores, y)
     ):
         raise MismatchError(
-            f"loss: {name!r} compares outputs and targets one by one, and the model gives "
-            f"scores {list(scores.shape)} for targets {list(y.shape)}; transpose one of them."
+            f"loss: {name!r} compares outputs and targets one by one, and the model "
+            "gives "
+            f"scores {list(scores.shape)} for targets {list(y.shape)}; transpose one "
+            "of them."
         )
     if outputs != targets:
         raise MismatchError(
-            f"loss: {name!r} compares outputs and targets one by one, and the model gives "
-            f"{outputs} for {targets} target(s) a sample; change the model's outputs, or take "
+            f"loss: {name!r} compares outputs and targets one by one, and the model "
+            "gives "
+            f"{outputs} for {targets} target(s) a sample; change the model's outputs, "
+            "or take "
             "loss='cross_entropy' for classes."
         )
     low, high = (float(v) for v in torch.aminmax(data.y))
-    if data.classes is not None and low == IGNORED_LABEL and not data.y.is_floating_point():
+    if (
+        data.classes is not None
+        and low == IGNORED_LABEL
+        and not data.y.is_floating_point()
+    ):
         raise MismatchError(
             f"loss: {name!r} would count the steps that the mask leaves out; take "
             f"'cross_entropy', or a function that leaves out labels of {IGNORED_LABEL}."
         )
     if name == "hinge" and not (low >= -1 and high <= 1):
         raise MismatchError(
-            f"loss: 'hinge' takes two classes, and these labels go from {low:g} to {high:g}; "
+            f"loss: 'hinge' takes two classes, and these labels go from {low:g} to "
+            f"{high:g}; "
             "take 'cross_entropy'."
         )
     if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
@@ -193,23 +226,30 @@ def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> No
 def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
     if scores.dim() != y.dim() + 1 or scores.shape[2:] != y.shape[1:]:
         raise MismatchError(
-            "model: 'cross_entropy' takes scores [B, C] for labels [B], or [B, C, ...] for [B, "
-            f"...], and got scores {list(scores.shape)} for labels {list(y.shape)}; make labels of "
-            "one column [n], reshape or transpose what the model returns, or make the targets "
+            "model: 'cross_entropy' takes scores [B, C] for labels [B], or [B, C, ...] "
+            "for [B, "
+            f"...], and got scores {list(scores.shape)} for labels {list(y.shape)}; "
+            "make labels of "
+            "one column [n], reshape or transpose what the model returns, or make the "
+            "targets "
             "floating point."
         )
-    labels, outputs = data.y if data.relabel is None else data.relabel, scores.shape[1]
+    labels = data.y if data.relabel is None else data.relabel
+    outputs = scores.shape[1]
     if y.dim() < 2 and bool((labels == IGNORED_LABEL).any()):
         raise MismatchError(
-            f"data: samples with the label {IGNORED_LABEL} count in nothing, and a batch may hold no "
+            f"data: samples with the label {IGNORED_LABEL} count in nothing, and a "
+            "batch may hold no "
             "others; leave them out of the federation."
         )
     labels = labels[labels != IGNORED_LABEL]
     if not labels.numel():
         raise MismatchError(
-            "data: the mask leaves out every step of every sample; nothing is left to be learnt."
+            "data: the mask leaves out every step of every sample; nothing is left to "
+            "be learnt."
         )
-    low, high = int(labels.min()), int(labels.max())
+    low = int(labels.min())
+    high = int(labels.max())
     if low < 0 or high >= outputs:
         remedy = (
             "or one and loss='binary_cross_entropy' or 'hinge'"
@@ -219,7 +259,8 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
         if data.classes is None:
             remedy = f"{remedy}, or take loss='squared', as classes is None"
         raise MismatchError(
-            f"model: it has {outputs} output(s), and the labels go from {low} to {high}; give it "
+            f"model: it has {outputs} output(s), and the labels go from {low} to "
+            f"{high}; give it "
             f"{high + 1}, {remedy}."
         )
 
@@ -228,7 +269,10 @@ def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) ->
     """Why the loss failed."""
     remedy = ""
     if "BCE" in loss_name(net.loss_fn) and scores.numel() != y.numel():
-        remedy = "; it compares them one by one: let the model give one output for each target"
+        remedy = (
+            "; it compares them one by one: let the model give one output for "
+            "each target"
+        )
     return (
         f"loss: it fails on scores of shape {list(scores.shape)} and targets of shape "
         f"{list(y.shape)} ({y.dtype}): {first_line(e)}{remedy}."
@@ -237,13 +281,19 @@ def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) ->
 
 def check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        got = (
+            f"shape {list(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else type(loss).__name__
+        )
         raise MismatchError(
-            f"loss: expected one number for a batch, got {got}; take the mean over its samples."
+            f"loss: expected one number for a batch, got {got}; take the mean over its "
+            "samples."
         )
     if not loss.requires_grad:
         raise MismatchError(
-            "model: the loss depends on no trainable parameter; compute it from the scores, "
+            "model: the loss depends on no trainable parameter; compute it from the "
+            "scores, "
             "without detach() or no_grad()."
         )
 
@@ -251,7 +301,8 @@ def check_loss(loss: Any) -> None:
 def check_gradients(grads: Iterable[Tensor | None]) -> None:
     if any(g is not None and g.is_sparse for g in grads):
         raise MismatchError(
-            "model: its gradients are sparse, and a row's is not; set sparse=False in its "
+            "model: its gradients are sparse, and a row's is not; set sparse=False in "
+            "its "
             "embeddings."
         )
 
@@ -264,34 +315,45 @@ def explain_layer_error(
     shape = list(data.shape)
     if not isinstance(given, Tensor):
         yield (
-            f"model: its forward pass fails on samples of shape {shape} ({data.x.dtype}): "
+            f"model: its forward pass fails on samples of shape {shape} "
+            f"({data.x.dtype}): "
             f"{first_line(e)}."
         )
     layer = f"layer {name!r} ({type(m).__name__})" if name else type(m).__name__
-    wants = next((f"{k}={getattr(m, k)}" for k in WIDTH_ATTRIBUTES if hasattr(m, k)), None)
+    wants = next(
+        (f"{k}={getattr(m, k)}" for k in WIDTH_ATTRIBUTES if hasattr(m, k)), None
+    )
     if isinstance(m, nn.Embedding) and given.is_floating_point():
         yield (
-            f"data: {layer} takes integers (tokens), and its input is {given.dtype}; give x as "
+            f"data: {layer} takes integers (tokens), and its input is {given.dtype}; "
+            "give x as "
             "int64."
         )
     elif isinstance(m, nn.Embedding):
         yield (
-            f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, and {layer} "
+            f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, "
+            f"and {layer} "
             f"knows 0 to {m.num_embeddings - 1}; make it larger."
         )
     elif not given.is_floating_point():
         yield (
-            f"data: x holds integers ({data.x.dtype}), and {layer} takes numbers; convert x to "
+            f"data: x holds integers ({data.x.dtype}), and {layer} takes numbers; "
+            "convert x to "
             "float, or begin the model with nn.Embedding."
         )
     on = f"an input of shape {list(given.shape)}, from samples of shape {shape}"
-    if wants is None or int(wants.partition("=")[2]) in given.shape[1:]:  # the width may be right
+    # the width may be right
+    if wants is None or int(wants.partition("=")[2]) in given.shape[1:]:
         yield f"model: {layer} fails on {on}: {first_line(e)}."
-    yield f"model: {layer} has {wants}, and got {on}; make the model for samples of that shape."
+    yield (
+        f"model: {layer} has {wants}, and got {on}; make the model for samples of "
+        "that shape."
+    )
 
 
 def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
-    """Why a module is no function of its parameters: what can be seen of it, before what cannot."""
+    """Why a module is no function of its parameters: what can be seen of it, before
+    what cannot."""
     odd = _explain_mode_mismatch(net, MODE_LAYERS)
     if odd is not None:
         return odd
@@ -306,35 +368,44 @@ def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
                 found.append(module(x))
         if not all(are_equal(found[0], other) for other in found):
             return (
-                "model: its forward pass gives other scores when it is called again on the same "
-                "samples; it must use nothing that another pass has changed, such as a counter or "
+                "model: its forward pass gives other scores when it is called again on "
+                "the same "
+                "samples; it must use nothing that another pass has changed, such as a "
+                "counter or "
                 "a cache, and no random numbers but those of pflcore.nn.Dropout."
             )
     losses = [net.batch_loss(found[0], y) for _ in range(3)]
     if not all(are_equal(losses[0], other) for other in losses):
         return (
-            "loss: it gives another value when it is called again on the same scores and "
-            "targets; it must use nothing that another call has changed, such as a counter, and no "
+            "loss: it gives another value when it is called again on the same scores "
+            "and "
+            "targets; it must use nothing that another call has changed, such as a "
+            "counter, and no "
             "random numbers."
         )
     return _explain_mode_mismatch(net, (nn.Module,)) or (
-        f"model: as a function of its parameters it is not what the module computes: {mismatch}; "
-        "its forward must use the parameters where they are registered, and nothing that another "
+        "model: as a function of its parameters it is not what the module computes: "
+        f"{mismatch}; "
+        "its forward must use the parameters where they are registered, and nothing "
+        "that another "
         "pass has changed."
     )
 
 
 def _explain_mode_mismatch(net: Net, kinds: tuple[type[nn.Module], ...]) -> str | None:
-    """A sentence about the first of these submodules whose mode is not the model's, as the model
-    is or after `train()`."""
+    """A sentence about the first of these submodules whose mode is not the model's, as
+    the model is or after `train()`."""
     for model in (net.module, copy.deepcopy(net.module).train()):
         for name, m in model.named_modules():
             if isinstance(m, kinds) and m.training != model.training:
                 mode, other = ("training", "evaluation")[:: 1 if m.training else -1]
                 return (
-                    f"model: its submodule {name!r} ({type(m).__name__}) is in {mode} mode while "
-                    f"the model is in {other} mode; call model.train() before the run and let "
-                    "train() reach every submodule, or for fixed statistics put a layer of a fixed "
+                    f"model: its submodule {name!r} ({type(m).__name__}) is in {mode} "
+                    "mode while "
+                    f"the model is in {other} mode; call model.train() before the run "
+                    "and let "
+                    "train() reach every submodule, or for fixed statistics put a "
+                    "layer of a fixed "
                     "shift and scale in its place."
                 )
     return None
@@ -346,8 +417,8 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def reraise_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
-    """What fails inside is raised as `sentence`; what was said already and running out of memory
-    come through."""
+    """What fails inside is raised as `sentence`; what was said already and running out
+    of memory come through."""
     try:
         yield
     except Exception as e:
@@ -362,8 +433,10 @@ def check_no_global_draws(f: Callable[[], Tensor]) -> None:
         f()
     if own.used:
         raise MismatchError(
-            "model: its forward pass draws from torch's global generator, which threads "
-            "share, so results would not repeat; use pflcore.nn.Dropout, which draws from the "
+            "model: its forward pass draws from torch's global generator, which "
+            "threads "
+            "share, so results would not repeat; use pflcore.nn.Dropout, which draws "
+            "from the "
             "client's own."
         )
 
@@ -371,5 +444,7 @@ def check_no_global_draws(f: Callable[[], Tensor]) -> None:
 def first_line(e: BaseException) -> str:
     """The first line of what a library says."""
     return (
-        f"{type(e).__name__}, {str(e).splitlines()[0]}".rstrip(".") if str(e) else type(e).__name__
+        f"{type(e).__name__}, {str(e).splitlines()[0]}".rstrip(".")
+        if str(e)
+        else type(e).__name__
     )

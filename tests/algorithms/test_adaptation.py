@@ -30,7 +30,15 @@ from small import (
     validated,
 )
 
-from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training, evaluate
+from pflcore import (
+    Evaluation,
+    Federation,
+    Hardware,
+    Net,
+    Simulation,
+    Training,
+    evaluate,
+)
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import RunConfig
 
@@ -50,11 +58,13 @@ def with_index(s, **index):
     return s._replace(data=replace(s.data, index={**s.data.index, **index}))
 
 
-# Per-FedAvg ----------------------------------------------------------------------------------
+# Per-FedAvg -------------------------------------------------------------------
 
 
 @ENGINES
-@pytest.mark.parametrize(("variant", "name"), [("fo", "FO"), ("hf", "HF"), ("exact", "exact")])
+@pytest.mark.parametrize(
+    ("variant", "name"), [("fo", "FO"), ("hf", "HF"), ("exact", "exact")]
+)
 def test_golden_per_fedavg(variant, name, engine):
     h1 = GOLDEN["H1_perfedavg_quadratic"]
     h2 = GOLDEN["H2_perfedavg_quartic"]
@@ -63,15 +73,17 @@ def test_golden_per_fedavg(variant, name, engine):
         (h2, lambda w, y: (w**4 / 4 - w).mean(), h2["delta"]),
     ):
         s = points([0.0], h["beta"], h["w"], engine, loss)
-        alg = PerFedAvg(variant=variant, alpha=h["alpha"], delta=delta, scale_delta=False)
+        alg = PerFedAvg(
+            variant=variant, alpha=h["alpha"], delta=delta, scale_delta=False
+        )
         down = {"x": s.net.w0[None]}
         close(alg.train(down, {}, at_work(s))[1]["delta"], [[h[name] - h["w"]]])
         close(adapted(alg, down, s), [[h["inner_steps"]]])
 
 
 def test_scaled_differences_are_right_in_float32():
-    """With the paper's delta the two points differ by less than float32 holds, where the gradient
-    is small and the step sizes large."""
+    """With the paper's delta the two points differ by less than float32 holds, where
+    the gradient is small and the step sizes large."""
 
     def flat(scores, y):
         return 1e-5 * nn.functional.cross_entropy(scores, y)
@@ -84,7 +96,8 @@ def test_scaled_differences_are_right_in_float32():
     want = played(double(s), variant="exact")
     close(played(double(s), variant="hf"), want, 1e-3, 1e-4)
     right, wrong = (
-        (played(s, variant="hf", scale_delta=scaled) - want).norm() for scaled in (True, False)
+        (played(s, variant="hf", scale_delta=scaled) - want).norm()
+        for scaled in (True, False)
     )
     assert right < 0.05 * wrong
 
@@ -98,8 +111,8 @@ def test_exact_products_with_batch_norm(engine):
 
 
 def test_the_minibatches_of_per_fedavg_are_independent():
-    """Two samples with optima of their own, one a minibatch: two orders for D and two for D' make
-    four ways to go, D' = D only two."""
+    """Two samples with optima of their own, one a minibatch: two orders for D and two
+    for D' make four ways to go, D' = D only two."""
     s = quadratics([[1.0]], [[0.0]], lr=0.3, start=[3.0], rows=2, noise=1.0)
     ways = set()
     for r in range(1, 60):
@@ -123,7 +136,7 @@ def test_momentum_that_plays_no_part_is_said(alg):
     assert torch.equal(*views)
 
 
-# fine-tuning ---------------------------------------------------------------------------------
+# fine-tuning ------------------------------------------------------------------
 
 
 GRID = FineTune(choose="client", lr_grid=(0.05, 0.5), finetune_epochs=4)
@@ -151,25 +164,35 @@ LOSSES = (
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("alg", [FineTune(finetune_epochs=0), PerFedAvg(steps=0), KnnPer(lam=0.0)])
+@pytest.mark.parametrize(
+    "alg", [FineTune(finetune_epochs=0), PerFedAvg(steps=0), KnnPer(lam=0.0)]
+)
 def test_not_adapted_it_is_fedavg_by_any_loss(alg, loss):
     s = tiny()._replace(net=Net(tiny_model(), loss))
     state, _ = served(s)
     ours, plain = (evaluate(RunConfig(a, s), state) for a in (alg, FedAvg()))
-    torch.testing.assert_close(ours, plain, rtol=1e-5 if isinstance(alg, KnnPer) else 0, atol=0)
+    torch.testing.assert_close(
+        ours, plain, rtol=1e-5 if isinstance(alg, KnnPer) else 0, atol=0
+    )
 
 
 def test_the_last_layer_alone_is_trained():
     s = tiny()
     _, down = served(s, 1)
     moved = (adapted(FineTune(layers="last"), down, s) != down["x"]).any(0)
-    assert torch.equal(moved.nonzero()[:, 0], torch.arange(s.net.size)[s.net.head_slice])
+    assert torch.equal(
+        moved.nonzero()[:, 0], torch.arange(s.net.size)[s.net.head_slice]
+    )
 
 
 def candidates(s, state, down):
-    """Each candidate's accuracy on validation [C, N] and its models [C, N, P]: no fine-tuning
-    first, then every length of each step size."""
-    tried = [FineTune(finetune_lr=lr, finetune_epochs=e) for lr in (0.05, 0.5) for e in range(1, 5)]
+    """Each candidate's accuracy on validation [C, N] and its models [C, N, P]: no
+    fine-tuning first, then every length of each step size."""
+    tried = [
+        FineTune(finetune_lr=lr, finetune_epochs=e)
+        for lr in (0.05, 0.5)
+        for e in range(1, 5)
+    ]
     tried = [FineTune(finetune_epochs=0), *tried]
     rows = [adapted(alg, down, s) for alg in tried]
     values = [evaluate(RunConfig(alg, s), state, "val")["accuracy"] for alg in tried]
@@ -202,7 +225,9 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
     best = first_best(values[:, [0, 2, 3]].mean(1))
     alike(GRID.model(down, {}, lacking)["w"][1], rows[best, 1])
     # it cannot show that it is better
-    assert torch.equal(FineTune(margin=-2.0).model(down, {}, lacking)["w"][1], down["x"][1])
+    assert torch.equal(
+        FineTune(margin=-2.0).model(down, {}, lacking)["w"][1], down["x"][1]
+    )
     nobody = at_work(with_index(s, val=[rows[:0] for rows in val]))
     for none, what in ((nobody, "these clients lack"), (at_work(tiny()), "'val'")):
         x = {"x": down["x"][: len(none.ids)]}
@@ -211,7 +236,8 @@ def test_a_client_without_validation_samples_takes_what_is_best_for_the_others()
 
 
 def one_lacks(engine, model, **how):
-    """A run of five clients, the second of which has no validation samples, after two rounds."""
+    """A run of five clients, the second of which has no validation samples, after
+    two rounds."""
     gen = torch.Generator().manual_seed(0)
 
     def samples(n, turn):
@@ -219,13 +245,16 @@ def one_lacks(engine, model, **how):
         return torch.randn(n, 4, generator=gen), (y + turn) % 2
 
     clients = [
-        {"train": samples(30, i), "test": samples(20, i), "val": samples(20, i)} for i in range(5)
+        {"train": samples(30, i), "test": samples(20, i), "val": samples(20, i)}
+        for i in range(5)
     ]
     del clients[1]["val"]
     data, where = Federation.from_clients(clients), Hardware(engine=engine)
     alg = FineTune(choose="client", finetune_epochs=4, lr_grid=(0.01, 0.5))
     net = Net(lambda: layers(model), seed=0)
-    run = Simulation(alg, net, data, Training(lr=0.1, batch_size=8), 2, hardware=where, **how)
+    run = Simulation(
+        alg, net, data, Training(lr=0.1, batch_size=8), 2, hardware=where, **how
+    )
     run.run()
     return run
 
@@ -242,7 +271,9 @@ PARTS = ([1], [1, 3], [0, 1], [0, 1, 2, 4], [2, 3])
         ("loop", "Linear 4 5, BatchNorm1d 5, SiLU, Linear 5 2"),
     ],
 )
-def test_what_is_best_for_the_others_does_not_depend_on_who_is_evaluated(engine, model, statistics):
+def test_what_is_best_for_the_others_does_not_depend_on_who_is_evaluated(
+    engine, model, statistics
+):
     run = one_lacks(engine, model, batch_norm=statistics)
     whole = evaluate(run.config, run.state)
     for ids in map(torch.tensor, PARTS):
@@ -261,7 +292,7 @@ def test_a_run_that_evaluates_some_gives_them_the_numbers_that_all_would_give():
             assert seen == [whole[key][i] for i in sorted(ids)]
 
 
-# kNN-Per -------------------------------------------------------------------------------------
+# kNN-Per ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", ["exp", "inverse", "gauss_dim"])
@@ -296,8 +327,8 @@ def test_the_mixture_with_the_shared_model(scores, loss, y, options, expected):
 
 @pytest.mark.parametrize("margin", [None, 0.0, 0.2])
 def test_knnper_is_accepted_where_it_beats_the_shared_model(margin):
-    """Small clients, and those whose validation samples do not speak for it, stay with x: what
-    each gets is what kNN-Per gives, or FedAvg."""
+    """Small clients, and those whose validation samples do not speak for it, stay with
+    x: what each gets is what kNN-Per gives, or FedAvg."""
     s = validated(6)
     state, _ = served(s, 1)
     knn = KnnPer(k=3, lam=0.8)
@@ -320,5 +351,7 @@ def test_knnper_takes_few_samples_and_no_probabilities():
         return Simulation(KnnPer(k=10, lam=1.0), model, data, rounds=1, **options).run()
 
     assert math.isfinite(ran(torch.tensor([0, 1])).rounds[0]["eval"]["loss"][0])
-    with pytest.raises(ValueError, match=r"^data: kNN-Per's neighbours vote with a label"):
+    with pytest.raises(
+        ValueError, match=r"^data: kNN-Per's neighbours vote with a label"
+    ):
         ran(torch.randn(9, 2).softmax(-1), loss="cross_entropy")

@@ -1,4 +1,5 @@
-"""Batch norm's running statistics: averaged as the models are mixed, local, or a cluster's own."""
+"""Batch norm's running statistics: averaged as the models are mixed, local, or a
+cluster's own."""
 
 import pytest
 import torch
@@ -37,8 +38,8 @@ def trained(s, ids):
     ],
 )
 def test_statistics_are_mixed_as_the_model_is(alg):
-    """Every client, present or not, has the mean with the model's own weights; the bytes are
-    counted."""
+    """Every client, present or not, has the mean with the model's own weights; the
+    bytes are counted."""
     s = normal()
     ids = [0, 2, 3]
     state, done = after(alg, s, [ids])
@@ -73,7 +74,8 @@ def test_statistics_follow_a_mixing_matrix(alg):
 
 
 class Chosen(FedAvg):
-    """Everybody's model is client 0's, but for the others of the cohort, who keep their own."""
+    """Everybody's model is client 0's, but for the others of the cohort, who keep
+    their own."""
 
     dtype = torch.float64
 
@@ -99,15 +101,21 @@ def test_a_round_of_nobodys_statistics_is_void():
     s = normal()
     begun = initial_state(FedAvg(), s.net, 4)
     begun.server["x"].fill_(torch.nan)
-    state, done = step(RunConfig(FedAvg(), s, batch_norm="average"), begun, torch.arange(4))
+    state, done = step(
+        RunConfig(FedAvg(), s, batch_norm="average"), begun, torch.arange(4)
+    )
     assert done.void and done.dropped == [0, 1, 2, 3]
     assert torch.equal(state.buffers, s.net.b0.expand(4, -1))
-    assert done.bytes_up >= 4 * 8 * s.net.b0.numel()  # what is not accepted has travelled too
+    # what is not accepted has travelled too
+    assert done.bytes_up >= 4 * 8 * s.net.b0.numel()
 
 
-@pytest.mark.parametrize("alg", [HypCluster(k=3), Ensemble(k=3), HypCluster(k=3, warmup_rounds=1)])
+@pytest.mark.parametrize(
+    "alg", [HypCluster(k=3), Ensemble(k=3), HypCluster(k=3, warmup_rounds=1)]
+)
 def test_each_cluster_has_statistics_of_its_own(alg):
-    """They are the mean of those who trained that model, and every model is judged with its own."""
+    """They are the mean of those who trained that model, and every model is judged
+    with its own."""
     s = normal()
     state, _ = after(alg, s, 3)
     x = state.server["x"]
@@ -125,7 +133,8 @@ def test_each_cluster_has_statistics_of_its_own(alg):
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [(n, p) for n in ("fedavg", "feddwa") for p in ("average", "local")] + [("fedrep", "local")],
+    [(n, p) for n in ("fedavg", "feddwa") for p in ("average", "local")]
+    + [("fedrep", "local")],
 )
 def test_a_runs_models_have_the_statistics_that_it_was_evaluated_with(name, policy):
     """Also those of clients who never took part."""

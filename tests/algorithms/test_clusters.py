@@ -19,7 +19,9 @@ def test_warm_start_trains_every_model_and_forgets_their_momentum():
             after(a, s, rounds)
             for a in (HypCluster(warmup_rounds=2, **options), Ensemble(**options))
         )
-        assert torch.equal(warm.server["x"], both.server["x"]) and both.server["m"].any()
+        assert (
+            torch.equal(warm.server["x"], both.server["x"]) and both.server["m"].any()
+        )
         assert torch.equal(warm.server["m"], both.server["m"] * (rounds == 1))
         assert done.bytes_up == 3 * (2 * 4 * s.net.size + 1)
     assert len(warm.server["x"].unique(dim=0)) == 2
@@ -36,11 +38,15 @@ def test_one_cluster_is_fedavg(optimizer):
 
 
 def test_shared_layers_need_one_age():
-    for options in ({"warmup_rounds": 2}, {"optimizer": "adam", "bias_correction": "keras"}):
+    for options in (
+        {"warmup_rounds": 2},
+        {"optimizer": "adam", "bias_correction": "keras"},
+    ):
         with pytest.raises(ValueError, match=r"^shared: .*; take warmup_rounds=0 and"):
             HypCluster(shared="w", **options)
     with pytest.raises(ValueError, match=r"^k: this model starts equal 2 times"):
-        HypCluster(shared="*").server_init_args(tiny().net)  # nothing is left to differ in
+        # nothing is left to differ in
+        HypCluster(shared="*").server_init_args(tiny().net)
 
 
 def test_centres_never_start_equal_and_seeds_follow_the_run():
@@ -66,11 +72,12 @@ def test_models_of_an_ensemble_shuffle_apart():
     assert not torch.equal(one, two)
 
 
-# clustered FL --------------------------------------------------------------------------------
+# clustered FL -----------------------------------------------------------------
 
 
 def test_clustered_fl_finds_nested_groups_with_absent_clients():
-    """Four groups on a line: two levels of splits, then rounds with a client missing."""
+    """Four groups on a line: two levels of splits, then rounds with a client
+    missing."""
     target = [0.0, 100.0, 10.0, 110.0] * 3
     cohorts = [[i for i in range(12) if r <= 8 or i != r % 12] for r in range(1, 16)]
     alg = ClusteredFL(relative=True, first=2, eps1=0.3)
@@ -83,8 +90,8 @@ def test_clustered_fl_finds_nested_groups_with_absent_clients():
 
 
 def test_a_newcomer_finds_its_cluster():
-    """Two kinds of clients, whose labels differ by one: who comes later is served the model of its
-    kind, not the one before they parted."""
+    """Two kinds of clients, whose labels differ by one: who comes later is served the
+    model of its kind, not the one before they parted."""
     data = images((30,) * 6)
     alg = ClusteredFL(eps1=0.9, relative=True, first=1)
     run = Simulation(alg, tiny_model(), data, Training(lr=0.3, batch_size=10), rounds=6)
@@ -94,4 +101,6 @@ def test_a_newcomer_finds_its_cluster():
     for kind in (0, 1):
         fresh = history.adapt(data.client(kind, "test"), rounds=4).get_buffer("view_w")
         home = [torch.equal(fresh, row) for row in run.state.server["x"]].index(True)
-        assert run.state.server["child"][home] == -1 and home in cluster[kind::2].tolist()
+        assert (
+            run.state.server["child"][home] == -1 and home in cluster[kind::2].tolist()
+        )

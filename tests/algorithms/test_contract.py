@@ -1,5 +1,5 @@
-"""What every algorithm of the registry owes its users: the checks of `pflcore.testing`, options
-that are what their annotations say, and what only we promise."""
+"""What every algorithm of the registry owes its users: the checks of `pflcore.testing`,
+options that are what their annotations say, and what only we promise."""
 
 import json
 import sys
@@ -21,7 +21,8 @@ from pflcore.testing import check
 # where the defaults do not fit a federation of four small clients
 OPTIONS: dict[str, dict[str, Any]] = {
     "knnper": {"k": 3},
-    "fedala": {"sample": 1.0},  # else it draws, and nothing is asked of its clients' numbers
+    # else it draws, and nothing is asked of its clients' numbers
+    "fedala": {"sample": 1.0},
 }
 WEIGHTINGS = ("samples", "uniform")
 MODELS_SENT = {  # down, up
@@ -49,11 +50,13 @@ def test_as_many_models_are_sent_as_the_docstring_says(name):
     assert (done.bytes_down, done.bytes_up) == tuple(one * m for m in MODELS_SENT[name])
 
 
-# options -------------------------------------------------------------------------------------
+# options ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", swept())
-@pytest.mark.parametrize("option, others", [("server_lr", (0.5,)), ("weighting", WEIGHTINGS)])
+@pytest.mark.parametrize(
+    "option, others", [("server_lr", (0.5,)), ("weighting", WEIGHTINGS)]
+)
 def test_an_option_that_is_offered_plays_a_part(name, option, others):
     case = testing.Case(ALGORITHMS[name](**OPTIONS.get(name, {})))
     for other in others:
@@ -61,7 +64,11 @@ def test_an_option_that_is_offered_plays_a_part(name, option, others):
             setup = case.config(replace(case.given, **{option: other}))
         except (TypeError, ValueError):  # it has no such option, or one choice
             continue
-        last = {k: v for k, v in case.play(setup).states[-1].items() if v.is_floating_point()}
+        last = {
+            k: v
+            for k, v in case.play(setup).states[-1].items()
+            if v.is_floating_point()
+        }
         same = all(torch.equal(v, case.recorded.states[-1][k]) for k, v in last.items())
         assert same is (getattr(case.given, option) == other)
 
@@ -101,9 +108,13 @@ def test_options_of_ones_own_class_are_checked_where_they_can_be_read():
         thing: "Nowhere | None" = None  # type: ignore[name-defined]  # noqa: F821
 
     for cls in (Own, Unreadable):
-        with pytest.raises(ValueError, match=r"^lam: expected a finite number >= 0, got -1\.$"):
+        with pytest.raises(
+            ValueError, match=r"^lam: expected a finite number >= 0, got -1\.$"
+        ):
             cls(lam=-1)
-    with pytest.raises(ValueError, match=r"^much: expected a whole number, at least 1, got 0\.$"):
+    with pytest.raises(
+        ValueError, match=r"^much: expected a whole number, at least 1, got 0\.$"
+    ):
         Own(much=0)
 
 
@@ -136,6 +147,8 @@ def test_an_algorithm_of_ones_own_has_its_classs_name(given):
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("given", NO_ALGORITHMS)
 def test_what_is_no_algorithm_is_one_sentence(given):
-    with pytest.raises((ValueError, TypeError), match=f"^algorithm: {NO_ALGORITHMS[given]}") as e:
+    with pytest.raises(
+        (ValueError, TypeError), match=f"^algorithm: {NO_ALGORITHMS[given]}"
+    ) as e:
         simulation(given)
     assert str(e.value).count(". ") == 0

@@ -14,7 +14,8 @@ from pflcore import Net
 from pflcore.algorithms import ALGORITHMS, Cohort
 
 BATCH_NORM = "Linear 6 5, BatchNorm1d 5, ReLU, Linear 5 3"
-TURNED = ("optimizer", "guidance", "order")  # options by which the state has other tensors
+# options by which the state has other tensors
+TURNED = ("optimizer", "guidance", "order")
 # a list of names before a shape, such as "m, v [P]" or "w and old [P]"
 NAMED = re.compile(r"((?:\w+(?:, | and ))*\w+) \[")
 
@@ -69,7 +70,9 @@ def test_the_state_is_what_the_docstring_says(name):
         text = clause(cls, of)
         missing = [k for k in there if not re.search(rf"\b{k}\b", text)]
         assert not missing, f"{of}: {text} names no {missing}"
-        said = {*itertools.chain(*(re.split(", | and ", m) for m in NAMED.findall(text)))}
+        said = {
+            *itertools.chain(*(re.split(", | and ", m) for m in NAMED.findall(text)))
+        }
         if said - there:  # a preset's text is that of its fellows too
             fellows = [c for c in ALGORITHMS.values() if docstring(c) == docstring(cls)]
             there = there.union(*(tensors(c)[of] for c in fellows))

@@ -16,7 +16,8 @@ from pflcore.simulation.round import RunConfig, initial_state
 
 @pytest.mark.parametrize("preset", ["recommended", "paper_literal"])
 def test_beliefs_never_leave_the_client(preset):
-    """What travels is the dictionary; the server keeps it, the uniform mean of the factors."""
+    """What travels is the dictionary; the server keeps it, the uniform mean of the
+    factors."""
     seen = {}
 
     class Spy(FactorizedWaffle):
@@ -28,17 +29,21 @@ def test_beliefs_never_leave_the_client(preset):
     s = setting()
     alg = Spy(preset=preset, lr_var=0.5)
     state, done = after(alg, s)
-    assert set(seen["up"]) == {"delta"} and set(seen["down"]) == set(state.server) == {"x"}
+    assert set(seen["up"]) == {"delta"} and set(seen["down"]) == set(state.server) == {
+        "x"
+    }
     assert not alg.report(state.server, done.mix, done.cohort)
     near(state.server["x"], (seen["down"]["x"] + seen["up"]["delta"]).mean(0))
-    # the dictionary stands still, the beliefs do not: nothing of their way is in what travels
+    # the dictionary stands still, the beliefs do not: nothing of their way is in what
+    # travels
     after(alg, setting(lr=1e-300, epochs=4))
     assert (seen["new"]["q"] - seen["own"]["q"]).abs().max() > 0.1
     assert seen["up"]["delta"].abs().max() < 1e-290
 
 
 def test_a_cached_dictionary_is_the_clients_last_download():
-    """Section 2.3, without a connection: evaluated as if the server had stood still since."""
+    """Section 2.3, without a connection: evaluated as if the server had stood still
+    since."""
     s = setting()
     alg = FactorizedWaffle(dictionary="cached")
     state = initial_state(alg, s.net, 3)
@@ -57,7 +62,9 @@ def test_a_cached_dictionary_is_the_clients_last_download():
 
 def run_of(alg, rounds, **training):
     training, hardware = Training(**training), Hardware(workers=1)
-    return Simulation(alg, model, federation(), training, rounds=rounds, hardware=hardware)
+    return Simulation(
+        alg, model, federation(), training, rounds=rounds, hardware=hardware
+    )
 
 
 def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
@@ -69,7 +76,9 @@ def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
     few.run()
     before = few.evaluate("test")["loss"]
     was = few.state.server["x"].clone()
-    many.state = many.algorithm.widen_state(few.state, few.context.net, many.context.net)
+    many.state = many.algorithm.widen_state(
+        few.state, few.context.net, many.context.net
+    )
     near(many.evaluate("test")["loss"], before, 1e-12, 1e-14)
     history = many.run()
     assert len(history.rounds) == 2 and torch.equal(few.state.server["x"], was)
@@ -79,19 +88,27 @@ def test_a_server_with_more_factors_serves_what_it_served_and_goes_on():
 def test_a_simulation_factorizes_the_model():
     run = run_of("factorized_waffle", 2, lr=0.1, batch_size=8)
     names = run.context.net.names
-    assert [*names[:3], *names[-2:]] == ["0.w_a", "0.strength", "0.w_b", "4.weight", "4.bias"]
+    assert [*names[:3], *names[-2:]] == [
+        "0.w_a",
+        "0.strength",
+        "0.w_b",
+        "4.weight",
+        "4.bias",
+    ]
     history = run.run()
     assert history.rounds[-1]["bytes_up"] == 3 * 8 * run.context.net.size
     own = Net(factorize(model(), 6))
     kept = FactorizedWaffle(ranks=(2, 3)).prepare(own)
     assert strengths(kept).numel() == 12  # a model that has factors keeps them
-    with pytest.raises(ValueError, match=r"^model: expected one with factorized layers"):
+    with pytest.raises(
+        ValueError, match=r"^model: expected one with factorized layers"
+    ):
         initial_state(FactorizedWaffle(), Net(model()), 2)
 
 
 def test_it_learns_what_one_model_cannot():
-    """Half the clients with their labels turned: one model for all cannot be right, private factors
-    can."""
+    """Half the clients with their labels turned: one model for all cannot be right,
+    private factors can."""
     data = federation((60,) * 6)
     training = Training(lr=0.1, batch_size=10, epochs=5)
 
@@ -120,11 +137,15 @@ def test_sampled_models_are_averaged_as_their_loss_has_it(loss, width):
     b = torch.rand(3, 4)
     x = torch.randn(7, 5)
     at = strengths(net)
-    each = torch.stack([net(net.w0.index_copy(0, at, net.w0[at] * row), x) for row in b])
+    each = torch.stack(
+        [net(net.w0.index_copy(0, at, net.w0[at] * row), x) for row in b]
+    )
     want = {
         "squared": each.mean(0),
         "binary_cross_entropy": each.sigmoid().mean(0).logit(),
         "cross_entropy": each.softmax(2).mean(0).log(),
     }[loss]
     got = alg.predict({"w": net.w0, "b": b}, net, x)
-    torch.testing.assert_close(got.log_softmax(1) if loss == "cross_entropy" else got, want)
+    torch.testing.assert_close(
+        got.log_softmax(1) if loss == "cross_entropy" else got, want
+    )

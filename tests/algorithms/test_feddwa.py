@@ -27,12 +27,15 @@ from pflcore import Federation, Net, Training, ops
 
 
 def mixed(alg, w, g):
-    """The server's models and its weights [N, N] after models `w` and guidance `g` came in."""
+    """The server's models and its weights [N, N] after models `w` and guidance `g`
+    came in."""
     changes, mix = alg.update(alg.init(w[0], len(w)), {"w": w, "g": g}, some(len(w)))
     return changes["x"].rows, spread(mix.weight, mix.index, len(w))
 
 
-@pytest.mark.parametrize(("guidance", "name"), [("epoch", "epoch"), ("full_grad", "fullgrad")])
+@pytest.mark.parametrize(
+    ("guidance", "name"), [("epoch", "epoch"), ("full_grad", "fullgrad")]
+)
 def test_golden_guidance_epoch_against_full_gradient(guidance, name):
     """One epoch ahead and one gradient step ahead can choose opposite neighbours."""
     a9 = GOLDEN["A9_guidance_epoch_vs_fullgrad"]
@@ -69,7 +72,8 @@ def test_qp_satisfies_kkt(seed):
     models = 1 + scale * torch.randn(m, dim, dtype=F64)
     g = 1 + scale * torch.randn(1, dim, dtype=F64) * (0.1 if seed % 2 else 2)
     if seed % 5 == 0 and m > 3:
-        models[1], models[2] = models[0], (models[0] + models[3]) / 2  # affinely dependent
+        # affinely dependent
+        models[1], models[2] = models[0], (models[0] + models[3]) / 2
     if seed % 7 == 0:
         g = models[-1:].clone()
     p = spread(*FedDWAQP(k=m).mixing_weights(g, models), m)[0]
@@ -90,36 +94,38 @@ def test_qp_bridge_runs_from_eq15_to_eq12():
     assert eq15 > between > eq12
 
 
-# what the weights must obey ------------------------------------------------------------------
+# what the weights must obey ---------------------------------------------------
 
 
 @pytest.mark.parametrize("long", [1, 1000], ids=["groups", "blocks"])
 @pytest.mark.parametrize("k", [1, 5, 99])
 def test_a_search_by_groups_changes_no_bit(k, long, monkeypatch):
-    """Clusters, copies of models, a guidance that is another's model; and a cohort of many takes it
-    by itself."""
+    """Clusters, copies of models, a guidance that is another's model; and a cohort of
+    many takes it by itself."""
     w = torch.randn(5, 67).repeat(8, 1) + 1e-3 * torch.randn(40, 67)
     w[30:35] = w[5:10]
     guide = w + 1e-3 * torch.randn(40, 67)
     guide[:20] = w[torch.randint(0, 40, (20,))]
     guide[20:34] = w[20:34]
     want = FedDWA(k=k, search="exact").mixing_weights(guide, w)
-    assert all(map(torch.equal, FedDWA(k=k, search="groups").mixing_weights(guide, w), want))
+    assert all(
+        map(torch.equal, FedDWA(k=k, search="groups").mixing_weights(guide, w), want)
+    )
     monkeypatch.setattr("pflcore.algorithms._relations.GROUP_SEARCH_MIN_CLIENTS", 40)
     monkeypatch.setattr("pflcore.algorithms._relations.GROUP_SEARCH_MIN_COLUMNS", long)
     monkeypatch.setattr(ops, "pairwise_sqdist", None)  # not all pairs
     assert all(map(torch.equal, FedDWA(k=k).mixing_weights(guide, w), want))
 
 
-# rounds --------------------------------------------------------------------------------------
+# rounds -----------------------------------------------------------------------
 
 SIZES = (8, 11, 14, 17, 20, 23)
 
 
 @ENGINES
 def test_look_ahead_leaves_no_trace(engine):
-    """Whatever the guidance is, training, statistics and later shuffles are those of a run that
-    never looked ahead."""
+    """Whatever the guidance is, training, statistics and later shuffles are those of a
+    run that never looked ahead."""
     s = normal(SIZES, engine, momentum=0.5, batch_size=6)
     found = []
     for guidance in ("previous", "epoch", "steps", "full_grad"):
@@ -130,13 +136,15 @@ def test_look_ahead_leaves_no_trace(engine):
         found.append([up["w"], done.buffers, later.w])
         # an order of its own: not the training's once more
         twice = local.after(done).fit(up["w"], epochs=2).w
-        assert "g" not in up or not any(map(torch.equal, (up["g"],) * 2, (up["w"], twice)))
+        assert "g" not in up or not any(
+            map(torch.equal, (up["g"],) * 2, (up["w"], twice))
+        )
     assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
 
 
 def test_the_full_gradient_guidance_decays_as_training_does():
-    """With one batch a client the guidance is one more epoch of training, momentum from zero and
-    weight decay included."""
+    """With one batch a client the guidance is one more epoch of training, momentum from
+    zero and weight decay included."""
     s = double(tiny((6, 7), batch_size=32, momentum=0.5, weight_decay=0.3))
     w = s.net.w0.expand(2, -1)
     ahead = FedDWA(guidance="full_grad", lookahead=3).look_ahead(w, at_work(s))
@@ -144,8 +152,8 @@ def test_the_full_gradient_guidance_decays_as_training_does():
 
 
 def test_a_last_model_kept_by_the_client_is_the_servers_copy_and_is_uploaded():
-    """App. C.6: case i gives what case ii gives, for one more model of traffic, as a guidance that
-    is trained ahead."""
+    """App. C.6: case i gives what case ii gives, for one more model of traffic, as a
+    guidance that is trained ahead."""
     s = tiny(SIZES)
     cohorts = ([0, 1, 2, 3], [1, 2, 5], [0, 1, 2, 3, 4, 5])
     guides = "kept", "epoch", "previous", "current"

@@ -1,4 +1,5 @@
-"""Methods at the options where each is a simpler one: FedAvg, FedProx or local training."""
+"""Methods at the options where each is a simpler one: FedAvg, FedProx or local
+training."""
 
 import json
 
@@ -8,8 +9,8 @@ from small import after, double, near, tiny
 
 from pflcore.algorithms import ALGORITHMS
 
-# a method, what it keeps that is the other's model, the other, and where that is not all: whether
-# the steps are the very same, or batches are whole, without shuffles
+# a method, what it keeps that is the other's model, the other, and where that is not
+# all: whether the steps are the very same, or batches are whole, without shuffles
 LIMITS = """\
 fedprox {"mu": 0} | x | fedavg {}
 qfedavg {"q": 0} | x | fedavg {}
@@ -36,7 +37,7 @@ ditto {"lam": 0.3} | x | fedavg {} | whole
 per_fedavg {"variant": "fo", "alpha": 0} | x | fedavg {} | whole
 per_fedavg {"variant": "hf", "alpha": 0} | x | fedavg {} | whole
 per_fedavg {"variant": "exact", "alpha": 0} | x | fedavg {} | whole
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("line", LIMITS.splitlines())

@@ -1,4 +1,5 @@
-"""APFL, FedALA, FedFomo and L2C: golden values, and for each the law that its known bug breaks."""
+"""APFL, FedALA, FedFomo and L2C: golden values, and for each the law that its known
+bug breaks."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from pflcore.simulation.round import RunConfig
 
 MIXES = pytest.mark.parametrize("mix", ["weights", "logits"])
 
-# APFL ----------------------------------------------------------------------------------------
+# APFL -------------------------------------------------------------------------
 
 
 @MIXES
@@ -56,19 +57,24 @@ def test_what_is_evaluated(mix):
 def test_the_statistics_of_batch_norm_are_the_mixtures(engine):
     s = normal((8, 8, 8), engine)  # one batch each
     w0 = s.net.w0.expand(3, -1)
-    own = {"v": w0 + torch.randn(3, s.net.size), "alpha": torch.full((3, 1), 0.5, dtype=F64)}
+    own = {
+        "v": w0 + torch.randn(3, s.net.size),
+        "alpha": torch.full((3, 1), 0.5, dtype=F64),
+    }
     fit = APFL().train({"x": w0}, own, at_work(s))[2]
     mixed = at_work(s).fit((own["v"] + w0) / 2)
     near(fit.buffers, mixed.buffers)
 
 
-# FedALA --------------------------------------------------------------------------------------
+# FedALA -----------------------------------------------------------------------
 
 
 def test_who_never_took_part_is_served_the_global_model():
     s = tiny()
     state, _ = after(FedALA(), s, [[0, 2], [0, 2]])
-    assert torch.equal(views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0], state.server["x"])
+    assert torch.equal(
+        views(FedALA(), state, s, torch.tensor([1]))[0]["w"][0], state.server["x"]
+    )
     assert state.clients["begun"][:, 0].tolist() == [1, 0, 1]
 
 
@@ -85,12 +91,15 @@ def test_the_first_time_ends():
     assert len(calls) == 12 * sum(-(-n // 8) for n in (7, 20, 31))
 
 
-# FedFomo -------------------------------------------------------------------------------------
+# FedFomo ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("previous, candidates, before, after, want, raw", GOLDEN["fedfomo"])
+@pytest.mark.parametrize(
+    "previous, candidates, before, after, want, raw", GOLDEN["fedfomo"]
+)
 def test_golden_fedfomo(previous, candidates, before, after, want, raw):
-    """Where nothing is better, at no distance, or has no loss: its own trained model."""
+    """Where nothing is better, at no distance, or has no loss: its own trained
+    model."""
     new, up = fomo(FedFomo(), previous, candidates, before, after)
     for key in ("w", "old"):
         close(new[key], [want])
@@ -99,7 +108,11 @@ def test_golden_fedfomo(previous, candidates, before, after, want, raw):
 
 def test_fedfomo_downloads_the_best_models_and_explores():
     seen = torch.tensor([1, 1, 1, 1, 1, 0]).bool()
-    g = {"w": torch.zeros(6, 3), "seen": seen, "p": torch.zeros(6, 6, dtype=torch.float64)}
+    g = {
+        "w": torch.zeros(6, 3),
+        "seen": seen,
+        "p": torch.zeros(6, 6, dtype=torch.float64),
+    }
     g["p"][0] = t([9.0, 1.0, 3.0, 2.0, -1.0, 99.0])
 
     def sent(alg, ids, seed=0, round=1):
@@ -107,14 +120,23 @@ def test_fedfomo_downloads_the_best_models_and_explores():
 
     rows, index = sent(FedFomo(m=2, epsilon=0.0), [0])
     assert index.tolist() == [[2, 3]] and rows is g["w"]
-    picks = [sent(FedFomo(m=2, epsilon=0.0), [1], i).index[0].tolist() for i in range(60)]
+    picks = [
+        sent(FedFomo(m=2, epsilon=0.0), [1], i).index[0].tolist() for i in range(60)
+    ]
     # equals are drawn; never itself, never a client that has not come yet
-    assert {i for pair in picks for i in pair} == {0, 2, 3, 4} and all(a != b for a, b in picks)
+    assert {i for pair in picks for i in pair} == {0, 2, 3, 4} and all(
+        a != b for a, b in picks
+    )
     bold = [sent(FedFomo(m=2, epsilon=1.0, decay=1.0), [0], i).index for i in range(60)]
     assert set(torch.cat(bold).flatten().tolist()) == {1, 2, 3, 4}
-    assert sent(FedFomo(m=2, epsilon=1.0, decay=1.0), [0], round=2).index.tolist() == [[2, 3]]
-    one, *others = (sent(FedFomo(m=2), ids).index[-1] for ids in ([3], [0, 3], [1, 2, 3]))
-    assert all(torch.equal(one, other) for other in others)  # a client's draw is its own
+    assert sent(FedFomo(m=2, epsilon=1.0, decay=1.0), [0], round=2).index.tolist() == [
+        [2, 3]
+    ]
+    one, *others = (
+        sent(FedFomo(m=2), ids).index[-1] for ids in ([3], [0, 3], [1, 2, 3])
+    )
+    # a client's draw is its own
+    assert all(torch.equal(one, other) for other in others)
     # more than there are: each gets all that there are for it
     index = sent(FedFomo(m=50), [0, 5]).index
     assert index.sort().values.tolist() == [[-1, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
@@ -131,7 +153,7 @@ def test_fedfomo_does_not_take_a_model_that_was_not_sent():
     assert own["w"][:, 0].tolist() == [2, 4] and up["a"][1].tolist() == [0, 0]
 
 
-# L2C -----------------------------------------------------------------------------------------
+# L2C --------------------------------------------------------------------------
 
 
 def test_golden_l2c():
@@ -154,8 +176,8 @@ def test_golden_l2c():
 
 
 def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
-    """However long it is absent: neither its own update nor its neighbours' are lost, and its model
-    rests meanwhile. At first everybody is alike, and that is FedAvg."""
+    """However long it is absent: neither its own update nor its neighbours' are lost,
+    and its model rests meanwhile. At first everybody is alike, and that is FedAvg."""
     s = validated()
     alg = L2C()
     state = joined(alg, s)
@@ -167,7 +189,10 @@ def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
         alike(before, torch.stack(mixed))
         who = alg.send(state.server, some(4, round, ids))["who"]
         state, done = after(alg, s, [ids], state)
-        assert done.bytes_down == 4 * s.net.size * sum(len(met[i]) for i in ids) + who.nbytes
+        assert (
+            done.bytes_down
+            == 4 * s.net.size * sum(len(met[i]) for i in ids) + who.nbytes
+        )
         assert torch.equal(state.clients["w"][ids], before[ids])  # a round starts there
         newest = state.server["delta"][-len(ids) :]
         for i in ids:
@@ -180,7 +205,10 @@ def test_l2c_mixes_the_updates_of_a_clients_own_last_round():
             plain, _ = after(FedAvg(weighting="uniform"), s)
             alike(mixed[0], plain.server["x"])
     # nothing is kept that nobody needs
-    assert set(state.server["round"].tolist()) == {4, 5} and len(state.server["delta"]) == 4
+    assert (
+        set(state.server["round"].tolist()) == {4, 5}
+        and len(state.server["delta"]) == 4
+    )
     assert state.clients["t"][:, 0].tolist() == [3, 2, 2, 1]
 
 
@@ -197,8 +225,8 @@ def test_a_simulation_holds_validation_data_out_by_itself(alg):
 
 @pytest.mark.parametrize("alg", [FedFomo(m=2), L2C()])
 def test_without_validation_data_nobody_is_drawn_anywhere(alg):
-    """A client with an empty validation split keeps its trained model (FedFomo) or its logits
-    (L2C)."""
+    """A client with an empty validation split keeps its trained model (FedFomo) or its
+    logits (L2C)."""
     s = validated(3)
     val = [rows[:0] if i == 1 else rows for i, rows in enumerate(s.data.index["val"])]
     s = s._replace(data=replace(s.data, index={**s.data.index, "val": val}))

@@ -21,13 +21,17 @@ def test_golden_fedamp_with_too_large_a_step():
     close(safe["weights"], others / others.sum(1, keepdim=True))
 
 
-@pytest.mark.parametrize("count, alpha, warns", [(2, 1.0, False), (3, 1.0, True), (5, 0.25, False)])
+@pytest.mark.parametrize(
+    "count, alpha, warns", [(2, 1.0, False), (3, 1.0, True), (5, 0.25, False)]
+)
 def test_fedamp_warns_where_equal_models_would_weigh_more_than_all(count, alpha, warns):
     """As they all are at first: alpha <= sigma / (N - 1) never does."""
     w = torch.ones(count, 6, dtype=torch.float64)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ((state, _),) = lead(FedAMP(alpha=alpha), w[0], count, [({"w": w}, some(count))])
+        ((state, _),) = lead(
+            FedAMP(alpha=alpha), w[0], count, [({"w": w}, some(count))]
+        )
     assert bool(caught) is warns
     assert (state["weights"].diagonal() >= 0).all()
 
@@ -38,7 +42,9 @@ def test_fedamp_reports_the_rounds_of_its_models_and_who_was_scaled_down():
         ((state, _),) = lead(FedAMP(), w[0], 4, [({"w": w[:3]}, some(4, 7, [0, 1, 3]))])
     report = FedAMP().report(state, None, some(4))
     assert report["last"].tolist() == [7, 7, 0, 7] and int(report["rescaled"]) == 3
-    ((calm, _),) = lead(FedAMP(alpha=0.1), w[0], 4, [({"w": w[:3]}, some(4, 7, [0, 1, 3]))])
+    ((calm, _),) = lead(
+        FedAMP(alpha=0.1), w[0], 4, [({"w": w[:3]}, some(4, 7, [0, 1, 3]))]
+    )
     assert int(FedAMP(alpha=0.1).report(calm, None, some(4))["rescaled"]) == 0
 
 
@@ -51,14 +57,19 @@ def test_sfl_of_another_graph_is_another():
 
 
 @pytest.mark.parametrize("ridge, share", [(0.0, 0.75), (1e-10, None)])
-def test_feddwa_qp_tells_models_apart_that_are_a_millionth_of_the_way_to_the_guide(ridge, share):
-    """The nearest point of two models' segment to the guide; the ridge makes an even mix."""
+def test_feddwa_qp_tells_models_apart_that_are_a_millionth_of_the_way_to_the_guide(
+    ridge, share
+):
+    """The nearest point of two models' segment to the guide; the ridge makes an even
+    mix."""
     a = 1e-6
     w = t([[-a, 0.0], [3 * a, 0.0]])
     guide = t([[0.0, 1.0]] * 2)
     weight, index = FedDWAQP(k=2, ridge=ridge).mixing_weights(guide, w)
     first = weight.gather(1, index.argsort(1))[:, 0]
-    assert first.tolist() == pytest.approx([share or 0.5] * 2, abs=1e-3 if share else 0.05)
+    assert first.tolist() == pytest.approx(
+        [share or 0.5] * 2, abs=1e-3 if share else 0.05
+    )
 
 
 @pytest.mark.parametrize("wrong", [torch.ones(2, 3), -torch.eye(3)])
@@ -73,9 +84,15 @@ def test_a_run_goes_on_without_the_client_whose_step_size_is_not_the_others():
     class Odd(Mocha):
         def train(self, down, client_state, clients):
             new, up, fit = super().train(down, client_state, clients)
-            return new, up | {"lr": up["lr"].clone().index_fill_(0, torch.tensor([2]), 1e3)}, fit
+            return (
+                new,
+                up | {"lr": up["lr"].clone().index_fill_(0, torch.tensor([2]), 1e3)},
+                fit,
+            )
 
-    with pytest.warns(RuntimeWarning, match="client number 2: its step size is 1000, the others'"):
+    with pytest.warns(
+        RuntimeWarning, match="client number 2: its step size is 1000, the others'"
+    ):
         history = Simulation(Odd(), tiny_model(), images((12,) * 4), rounds=4).run()
     assert [r["dropped"] for r in history.rounds] == [[], [2], [], [2]]
     assert history.stopped is None and not any(r["void"] for r in history.rounds)
@@ -88,7 +105,9 @@ def test_a_run_goes_on_without_the_client_whose_step_size_is_not_the_others():
 
 
 def test_an_unstable_mocha_stops_with_a_sentence():
-    with pytest.raises(Stop, match=r"lr 0\.1, lam 6 and delta 0\.01 .* must be below 2.*\.$"):
+    with pytest.raises(
+        Stop, match=r"lr 0\.1, lam 6 and delta 0\.01 .* must be below 2.*\.$"
+    ):
         after(Mocha(lam=6.0), tiny(), 20)
     # the first relation is checked, too
     with pytest.raises(Stop, match=r"^MOCHA is unstable from round 1 on"):

@@ -1,6 +1,6 @@
-"""Golden rounds of all families, by programs of the papers' formulas that share no code:
-of clients with small quadratic losses (tests/golden/rounds.json), and of uploads alone
-(tests/golden/uploads.json)."""
+"""Golden rounds of all families, by programs of the papers' formulas that share no
+code: of clients with small quadratic losses (tests/golden/rounds.json), and of uploads
+alone (tests/golden/uploads.json)."""
 
 from dataclasses import replace
 
@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 import torch
 from places import golden
-from small import ENGINES, after, joined, near, normed, points, quadratics, regression, some, t
+from small import (
+    ENGINES,
+    after,
+    joined,
+    near,
+    normed,
+    points,
+    quadratics,
+    regression,
+    some,
+    t,
+)
 
 from pflcore import evaluate
 from pflcore.algorithms import ALGORITHMS, apply
@@ -28,11 +39,14 @@ def compare(found, wanted, case):
 @ENGINES
 @pytest.mark.parametrize("name", ROUNDS)
 def test_golden_rounds(name, engine):
-    """The schedule gives a quarter of the learning rate, by which it is the one that is said."""
+    """The schedule gives a quarter of the learning rate, by which it is the one that
+    is said."""
     case = ROUNDS[name]
     kind, given = case["clients"]
     s = CLIENTS[kind](**given, engine=engine)
-    quarter = replace(s.training, lr=4 * s.training.lr, schedule=lambda round, rounds: 0.25)
+    quarter = replace(
+        s.training, lr=4 * s.training.lr, schedule=lambda round, rounds: 0.25
+    )
     s = s._replace(training=quarter)
     for options in case["options"]:
         alg = ALGORITHMS[case["method"]](**options)
@@ -56,7 +70,9 @@ def test_golden_uploads(name):
         return {k: torch.from_numpy(np.array(v)) for k, v in lists.items()}
 
     case = UPLOADS[name]
-    options = {k: t(v) if isinstance(v, list) else v for k, v in case["options"].items()}
+    options = {
+        k: t(v) if isinstance(v, list) else v for k, v in case["options"].items()
+    }
     alg = ALGORITHMS[case["method"]](**options)
     state = alg.init(t(case["x0"]), case["n"]) | tensors(case.get("start", {}))
     for want in case["rounds"]:

@@ -44,7 +44,7 @@ def test_the_documents_fedper_is_ours():
     assert torch.equal(one.clients["h"], other.clients["head"])
 
 
-# laws ----------------------------------------------------------------------------------------
+# laws -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,9 @@ def test_the_documents_fedper_is_ours():
     ],
 )
 def test_private_columns_never_travel(alg, width):
-    """Counted are the shared columns, and batch norm's statistics where they are averaged. Who
-    never took part has the initial private part and the others' statistics."""
+    """Counted are the shared columns, and batch norm's statistics where they are
+    averaged. Who never took part has the initial private part and the others'
+    statistics."""
     s = normal()
     state, done = after(alg, s, [[0, 2]])
     statistics = s.net.b0.numel() if alg.traits.batch_norm[0] == "average" else 0
@@ -75,10 +76,14 @@ def test_private_columns_never_travel(alg, width):
 
 def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
     s = tiny()
-    with pytest.warns(UserWarning, match=r"^private: the whole model is private, so .* shared\.$"):
+    with pytest.warns(
+        UserWarning, match=r"^private: the whole model is private, so .* shared\.$"
+    ):
         alone, _ = after(Split(private=("0.*", "2.*")), s, 3)
     assert torch.equal(alone.clients["h"], after(LocalOnly(), s, 3)[0].clients["w"])
-    with pytest.warns(UserWarning, match=r"^private: the model has no batch_norm parameter, so"):
+    with pytest.warns(
+        UserWarning, match=r"^private: the model has no batch_norm parameter, so"
+    ):
         shared, _ = after(FedBN(), s, 3)
     even, _ = after(FedAvg(weighting="uniform"), s, 3)
     assert torch.equal(shared.server["x"], even.server["x"])
@@ -96,7 +101,8 @@ def test_a_frozen_part_never_moves_not_even_by_adamw():
 
 
 def test_the_contract_with_batch_norm():
-    check(FedBN(), model=normed, data=images((10, 20, 31, 20)))  # no batch of a single sample
+    # no batch of a single sample
+    check(FedBN(), model=normed, data=images((10, 20, 31, 20)))
 
 
 class Odd(nn.Module):
@@ -110,7 +116,10 @@ class Odd(nn.Module):
 
 def test_names_with_brackets_are_no_patterns_and_models_without_such_parts_one_sentence():
     net = Net(Odd, head="parts.b")
-    assert LGFedAvg().private_mask(net).sum() == 35 and FedPer().private_mask(net).sum() == 24
+    assert (
+        LGFedAvg().private_mask(net).sum() == 35
+        and FedPer().private_mask(net).sum() == 24
+    )
     unknown = r"^patterns: 'fc\*' matches no parameter; the names are 0.weight.*\.$"
     with pytest.raises(ValueError, match=unknown):
         Split(private="fc*").server_init_args(tiny().net)
@@ -118,7 +127,7 @@ def test_names_with_brackets_are_no_patterns_and_models_without_such_parts_one_s
         FedPer().server_init_args(Net(nn.Conv2d(1, 1, 1)))
 
 
-# FedRoD --------------------------------------------------------------------------------------
+# FedRoD -----------------------------------------------------------------------
 
 
 def test_golden_fedrod_losses():
@@ -158,7 +167,9 @@ def test_a_newcomer_to_fedrod_predicts_as_the_generic_model():
 
 def rod(data, model=None, **options):
     training = Training(lr=0.1)
-    return Simulation("fedrod", model or tiny_model(), data, training, rounds=2, **options).run()
+    return Simulation(
+        "fedrod", model or tiny_model(), data, training, rounds=2, **options
+    ).run()
 
 
 def test_fedrod_goes_by_the_runs_loss_and_takes_a_model_that_knows_more_classes():
@@ -170,9 +181,15 @@ def test_fedrod_goes_by_the_runs_loss_and_takes_a_model_that_knows_more_classes(
     assert not any(torch.equal(plain, x) for x in others)
     more = rod(images(), tiny_model(classes=6)).state
     assert more.server["x"].isfinite().all() and more.clients["h"].isfinite().all()
-    binary = Federation.from_clients([{"train": (torch.randn(9, 6), torch.arange(9) % 2)}] * 2)
-    with pytest.raises(ValueError, match=r"^loss: FedRoD balances the scores of classes"):
-        rod(binary.split(test=0.3), lambda: nn.Linear(6, 1), loss="binary_cross_entropy")
+    binary = Federation.from_clients(
+        [{"train": (torch.randn(9, 6), torch.arange(9) % 2)}] * 2
+    )
+    with pytest.raises(
+        ValueError, match=r"^loss: FedRoD balances the scores of classes"
+    ):
+        rod(
+            binary.split(test=0.3), lambda: nn.Linear(6, 1), loss="binary_cross_entropy"
+        )
 
 
 class Ends(nn.Module):

@@ -1,5 +1,5 @@
-"""What happens at a second minibatch, epoch, pass or round, where a formula says so; and at the
-very bound where a rule says "at least" or "only"."""
+"""What happens at a second minibatch, epoch, pass or round, where a formula says so;
+and at the very bound where a rule says "at least" or "only"."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def away(s, by=0.1):
     return w0 + by * torch.randn(w0.shape, generator=gen)
 
 
-# steps ---------------------------------------------------------------------------------------
+# steps ------------------------------------------------------------------------
 
 
 @ENGINES
@@ -55,7 +55,8 @@ def test_apfl_learns_alpha_at_a_rounds_first_step(mix, engine):
 
 @pytest.mark.parametrize("epochs, same", [(1, True), (2, False)])
 def test_dittos_two_passes_shuffle_separately(epochs, same):
-    """From one start with no pull they part where minibatches matter, and only there."""
+    """From one start with no pull they part where minibatches matter, and only
+    there."""
     s = tiny((8, 8, 8), batch_size=8 // epochs)
     x = s.net.w0.expand(3, -1)
 
@@ -67,7 +68,9 @@ def test_dittos_two_passes_shuffle_separately(epochs, same):
 
 def test_adagrad_needs_no_correction_of_its_sum():
     """With bias_correction="keras" its momentum alone is corrected."""
-    alg = FedAdagrad(server_lr=0.1, beta1=0.9, tau=1e-3, v0=0.0, bias_correction="keras")
+    alg = FedAdagrad(
+        server_lr=0.1, beta1=0.9, tau=1e-3, v0=0.0, bias_correction="keras"
+    )
     deltas, state = t([[1.0, -2], [3.0, 4], [-5.0, 0.5]]), alg.init(t([0.0, 0]), 1)
     x, m, v = t([0.0, 0]), 0, 0
     for round, d in enumerate(deltas, 1):
@@ -100,8 +103,16 @@ def test_l2cs_logits_take_steps_of_adam():
     everybody, zero = torch.arange(3)[None], torch.zeros(1, 3, dtype=F64)
     delta = t([[1.0, 0.5], [-0.3, 2.0], [0.7, -1.0]])
     down = {"delta": SharedRows(delta, everybody), "who": everybody}
-    local = SimpleNamespace(grad=lambda w, split: w - 1, fit=lambda w: SimpleNamespace(w=w.clone()))
-    own = {"w": t([[0.0, 0]]), "a": t([[0.1, 0, -0.2]]), "m": zero, "v": zero, "t": zero[:, :1]}
+    local = SimpleNamespace(
+        grad=lambda w, split: w - 1, fit=lambda w: SimpleNamespace(w=w.clone())
+    )
+    own = {
+        "w": t([[0.0, 0]]),
+        "a": t([[0.1, 0, -0.2]]),
+        "m": zero,
+        "v": zero,
+        "t": zero[:, :1],
+    }
     a, m, v = own["a"], 0, 0
     for round in (1, 2, 3):
         share = a.softmax(1)
@@ -117,7 +128,8 @@ def test_l2cs_logits_take_steps_of_adam():
 
 
 def test_fedala_learns_one_epoch_after_the_first_time():
-    """Losses that settle at once end the first time as soon as there are more than `window`."""
+    """Losses that settle at once end the first time as soon as there are more than
+    `window`."""
     epochs = []
 
     class Counted(FedALA):
@@ -135,7 +147,8 @@ def test_fedala_learns_one_epoch_after_the_first_time():
 
 
 @pytest.mark.parametrize(
-    "unit, passes", [("samples", [3, 1, 0]), ("batches", [24, 8, 6]), ("epochs", [6, 6, 6])]
+    "unit, passes",
+    [("samples", [3, 1, 0]), ("batches", [24, 8, 6]), ("epochs", [6, 6, 6])],
 )
 def test_passes_count_the_rounds_before(unit, passes):
     """Of clients of 7, 20 and 31 samples after three rounds of batches of 8."""
@@ -147,13 +160,18 @@ def test_passes_count_the_rounds_before(unit, passes):
     assert up["passes"].tolist() == passes
 
 
-@pytest.mark.parametrize("round, alone", [(56, (0, 0)), (57, (1, 0)), (58, (1, 0)), (59, (1, 1))])
+@pytest.mark.parametrize(
+    "round, alone", [(56, (0, 0)), (57, (1, 0)), (58, (1, 0)), (59, (1, 1))]
+)
 def test_waffles_target_is_alone_at_the_end(round, alone):
-    """From round .95 R on, 57 of 60, it is the only one; two rounds later in the means as well."""
+    """From round .95 R on, 57 of 60, it is the only one; two rounds later in the
+    means as well."""
     alg, delta = Waffle(target=1, do=0.0), t([[1.0, 0], [1.0, 1], [0.5, 1]])
     cohort = some(3, round, rounds=60)
 
-    smooth, history = alg.smoothed_weights(torch.full((3, 2), 1 / 3, dtype=F64), delta, cohort)
+    smooth, history = alg.smoothed_weights(
+        torch.full((3, 2), 1 / 3, dtype=F64), delta, cohort
+    )
 
     assert (history[:, 0] == t([0, 1, 0])).all() == alone[0]
     assert (smooth == t([0, 1, 0])).all() == alone[1]
@@ -194,7 +212,7 @@ def test_fine_tuning_goes_on_epoch_by_epoch():
     assert torch.equal(view["batch_norm"], now.buffers)
 
 
-# batch norm ----------------------------------------------------------------------------------
+# batch norm -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -215,7 +233,9 @@ def test_an_unmixed_client_keeps_its_statistics():
 
         def update(self, state, up, cohort):
             weight = torch.tensor([[0.0, 0, 0.5, 0.5], [0.0, 0, 0, 0]], dtype=F64)
-            return {"x": state["x"]}, MixingWeights(weight, receivers=torch.tensor([0, 1]))
+            return {"x": state["x"]}, MixingWeights(
+                weight, receivers=torch.tensor([0, 1])
+            )
 
     s = normal()
     state, _ = after(FedAvg(), s)
@@ -228,12 +248,13 @@ def test_an_unmixed_client_keeps_its_statistics():
     assert torch.equal(state.buffers[1:], before[1:])
 
 
-# bounds --------------------------------------------------------------------------------------
+# bounds -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hostile, chosen", [(1, 3), (2, 2)])
 def test_krum_looks_at_so_many_of_the_nearest(hostile, chosen):
-    """S - f - 2 of seven: by one more or one less another update has the least score."""
+    """S - f - 2 of seven: by one more or one less another update has the least
+    score."""
     rows = t([[0.0], [1], [2], [4], [9], [10], [12]])
 
     mix = FedAvg(defence="krum", num_byzantine=hostile).robust_weights(rows, some(7))[1]

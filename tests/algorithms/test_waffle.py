@@ -10,7 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from methods import LocalOnly, Scaffold, Waffle, WeightErosion
 from places import golden
-from small import F64, after, alike, at_work, lead, near, play, quadratics, some, t, tiny
+from small import (
+    F64,
+    after,
+    alike,
+    at_work,
+    lead,
+    near,
+    play,
+    quadratics,
+    some,
+    t,
+    tiny,
+)
 
 from pflcore import Evaluation, Robustness, Simulation
 from pflcore.algorithms import FedAvg
@@ -25,7 +37,7 @@ def close(got, want, atol=1e-9):
     near(got, want, 0, atol)
 
 
-# WAFFLE's weights ----------------------------------------------------------------------------
+# WAFFLE's weights -------------------------------------------------------------
 
 
 def test_omega_is_the_papers_sigmoid():
@@ -39,18 +51,26 @@ def test_globalities_and_targets_that_cannot_be():
     for value in (-0.1, math.nan):
         with pytest.raises(ValueError, match="omega"):
             Waffle(omega=lambda r, n, value=value: value).globality(1, 2)
-    assert Waffle(omega=lambda r, n: 1.5, psi=lambda r, n: 0.5).globality(1, 2) == (1.5, 0.5)
+    assert Waffle(omega=lambda r, n: 1.5, psi=lambda r, n: 0.5).globality(1, 2) == (
+        1.5,
+        0.5,
+    )
     with pytest.raises(ValueError, match="target"):  # who is not asked
         after(Waffle(target=2), tiny(), [[0, 1]])
 
 
 def sequence(d, rounds, upto=None, **options):
-    """The unsmoothed and the smoothed weights of each round of clients whose updates lie at given
-    distances from the target's."""
+    """The unsmoothed and the smoothed weights of each round of clients whose updates
+    lie at given distances from the target's."""
     up = dict.fromkeys(("delta", "control"), t(d)[:, None])
     cohorts = [some(len(d), r, rounds=rounds) for r in range(1, (upto or rounds) + 1)]
-    found = lead(Waffle(**options), t([0.0]), len(d), [(up, cohort) for cohort in cohorts])
-    return [(state["history"][:, 0].tolist(), mix.weight[0].tolist()) for state, mix in found]
+    found = lead(
+        Waffle(**options), t([0.0]), len(d), [(up, cohort) for cohort in cohorts]
+    )
+    return [
+        (state["history"][:, 0].tolist(), mix.weight[0].tolist())
+        for state, mix in found
+    ]
 
 
 @pytest.mark.parametrize(("do", "golden"), GOLDEN["sequences"])
@@ -69,8 +89,8 @@ def test_ties_and_no_power_left():
 
 
 def test_absence_is_no_unlikeness_for_waffle():
-    """Equal clients, a quarter of 12 a round: attended rounds alone count, so the target's weight
-    is what one round gives it."""
+    """Equal clients, a quarter of 12 a round: attended rounds alone count, so the
+    target's weight is what one round gives it."""
     rounds = []
     for round in range(1, 61):
         ids = [0, *sorted((1 + torch.randperm(11)[:2]).tolist())]
@@ -83,7 +103,7 @@ def test_absence_is_no_unlikeness_for_waffle():
     near(weights[:, 0].mean(), alone.mean(), 0, 0.03)
 
 
-# what a control variate is -------------------------------------------------------------------
+# what a control variate is ----------------------------------------------------
 
 
 @OPTIONS
@@ -91,7 +111,9 @@ def test_absence_is_no_unlikeness_for_waffle():
 def test_c_is_the_mean_of_the_clients_c_and_the_first_round_fedavgs(option, weighting):
     s = tiny((7, 20, 31, 12))
     alg = Scaffold(option=option, weighting=weighting)
-    first, plain = (after(a, s)[0].server["x"] for a in (alg, FedAvg(weighting=weighting)))
+    first, plain = (
+        after(a, s)[0].server["x"] for a in (alg, FedAvg(weighting=weighting))
+    )
     assert torch.equal(first, plain)
     everybody = [0, 1, 2, 3]
     cohorts, share = [everybody, [1], [0, 3], [1, 2, 3], [2], everybody], torch.ones(4)
@@ -104,7 +126,9 @@ def test_c_is_the_mean_of_the_clients_c_and_the_first_round_fedavgs(option, weig
 def test_alone_or_without_the_others_it_is_local_training():
     eroded = WeightErosion(target=1, p_d=1e9)
     for alg, s, i in ((Scaffold(), tiny((20,)), 0), (eroded, tiny(), 1)):
-        alike(after(alg, s, 4)[0].server["x"], after(LocalOnly(), s, 4)[0].clients["w"][i])
+        alike(
+            after(alg, s, 4)[0].server["x"], after(LocalOnly(), s, 4)[0].clients["w"][i]
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,8 +140,8 @@ def test_alone_or_without_the_others_it_is_local_training():
     ],
 )
 def test_a_clipped_round_leaves_scaffold_its_optimum(alg):
-    """What the server did not take of a control variate the client does not keep, so c is their
-    mean, and x goes where it would."""
+    """What the server did not take of a control variate the client does not keep, so c
+    is their mean, and x goes where it would."""
     s = quadratics([[1], [2], [4]], [[9], [-2], [3]], lr=0.05, epochs=3)
     how = {"robustness": Robustness(clip=0.5), "evaluation": Evaluation(every=0)}
     run = Simulation(alg, s.net, s.data, s.training, rounds=200, **how)
@@ -128,13 +152,13 @@ def test_a_clipped_round_leaves_scaffold_its_optimum(alg):
         near(run.state.server["x"], [(9 - 4 + 12) / 7], 1e-7, 1e-7)
 
 
-# WAFFLE between SCAFFOLD and local training --------------------------------------------------
+# WAFFLE between SCAFFOLD and local training -----------------------------------
 
 
 @dataclass(frozen=True)
 class Forced(Waffle):
-    """WAFFLE with all weights 1/N for the first `even` rounds, and all weight on the target from
-    then on."""
+    """WAFFLE with all weights 1/N for the first `even` rounds, and all weight on the
+    target from then on."""
 
     even: int = 0
 
@@ -146,7 +170,9 @@ class Forced(Waffle):
 
 
 @MODES
-def test_even_weights_are_scaffold_and_all_weight_on_the_target_its_local_training(mode):
+def test_even_weights_are_scaffold_and_all_weight_on_the_target_its_local_training(
+    mode,
+):
     forced = Forced(even=5, control_agg=mode), Forced(target=1, control_agg=mode)
     algs = *forced, Scaffold(), LocalOnly()
     even, ours, scaffold, alone = (after(a, tiny(), 5)[0] for a in algs)
@@ -157,15 +183,22 @@ def test_even_weights_are_scaffold_and_all_weight_on_the_target_its_local_traini
 
 
 def test_only_recompute_reaches_the_targets_optimum():
-    """A change of weights leaves its mark on literal c: the gap to the target's own c freezes."""
+    """A change of weights leaves its mark on literal c: the gap to the target's own
+    c freezes."""
     b = torch.randn(6, 3)
-    s = quadratics((0.5 + torch.rand(6, 3)).tolist(), b.tolist(), engine="vmap", epochs=5)
+    s = quadratics(
+        (0.5 + torch.rand(6, 3)).tolist(), b.tolist(), engine="vmap", epochs=5
+    )
     error = {}
     gap = {}
     for mode in ("recompute", "literal"):
         found = [state for state, _ in play(Forced(even=20, control_agg=mode), s, 200)]
-        error[mode] = [float((found[r - 1].server["x"] - b[0]).norm()) for r in (40, 100, 200)]
-        gap[mode] = [float((f.server["c"] - f.clients["c"][0]).norm()) for f in found[19:30]]
+        error[mode] = [
+            float((found[r - 1].server["x"] - b[0]).norm()) for r in (40, 100, 200)
+        ]
+        gap[mode] = [
+            float((f.server["c"] - f.clients["c"][0]).norm()) for f in found[19:30]
+        ]
     assert error["recompute"][2] < 1e-12 and gap["recompute"][1:] == [0.0] * 10
     assert error["literal"][2] > 0.1 and gap["literal"][0] > 0.01
     for frozen in (error["literal"], gap["literal"]):
@@ -176,11 +209,12 @@ def test_the_contract_with_c_as_printed():
     check(Waffle(control_agg="literal"))
 
 
-# Weight Erosion ------------------------------------------------------------------------------
+# Weight Erosion ---------------------------------------------------------------
 
 
 def eroded(updates, **options):
-    """The weights after each round of given updates [rounds, clients, P], and the last model."""
+    """The weights after each round of given updates [rounds, clients, P], and the
+    last model."""
     n, rounds, passes = len(updates[0]), len(updates), torch.zeros(len(updates[0]))
     ups = [{"delta": delta, "passes": passes} for delta in updates]
     cohorts = [some(n, r, rounds=rounds) for r in range(1, rounds + 1)]
@@ -210,7 +244,8 @@ def test_any_updates_give_weights(updates, p_d, p_s):
 
 @pytest.mark.parametrize("growth", [0.0, 1.0, 4.0])
 def test_calibrated_erosion_ends_at_80_percent_however_distances_grow(growth):
-    """The median's weight runs out after 0.8 R rounds, the farthest's before, the nearest's not."""
+    """The median's weight runs out after 0.8 R rounds, the farthest's before, the
+    nearest's not."""
     rounds = torch.arange(1, 51)[:, None, None]
     updates = 1 + t([[0], [1], [2], [3]]) * (1 + growth * rounds / 50)
     gone = eroded(updates)[0] < 1e-9

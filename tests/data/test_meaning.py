@@ -34,7 +34,8 @@ def of_frame(path, x, y, **options):
 
 def of_leaf(path, x, y, **options):
     users = {
-        f"u{i}": {"x": listed(a), "y": listed(b)} for i, (a, b) in enumerate(zip(x, y, strict=True))
+        f"u{i}": {"x": listed(a), "y": listed(b)}
+        for i, (a, b) in enumerate(zip(x, y, strict=True))
     }
     text = json.dumps({"users": list(users), "num_samples": [], "user_data": users})
     (path / "all.json").write_text(text)
@@ -47,7 +48,9 @@ def listed(values):
 
 def of_csv(path, x, y, **options):
     for i, (a, b) in enumerate(zip(x, y, strict=True)):
-        rows = [[*row, *np.ravel(t)] for row, t in zip(listed(a), listed(b), strict=True)]
+        rows = [
+            [*row, *np.ravel(t)] for row, t in zip(listed(a), listed(b), strict=True)
+        ]
         text = "\n".join(",".join(map(str, row)) for row in rows).replace("True", "1")
         (path / f"c{i}.csv").write_text(text.replace("False", "0"))
     return folder(path, **options)
@@ -68,10 +71,30 @@ KINDS = {
     "whole numbers": ([[0, 2, 1], [1, 1, 2]], {}, [0, 2, 1, 1, 1, 2], 3),
     "one client has one class": ([[0, 2, 1], [1, 1, 1]], {}, [0, 2, 1, 1, 1, 1], 3),
     "true and false": ([[True, False, True], [False] * 3], {}, [1, 0, 1, 0, 0, 0], 2),
-    "signs as numbers": ([[-1, 1, 1], [1, 1, 1]], {"classes": None}, [-1.0, 1, 1, 1, 1, 1], None),
-    "numbers": ([[0.5, 1.0, 2.0], [1.0, 2.0, 3.0]], {}, [0.5, 1.0, 2.0, 1.0, 2.0, 3.0], None),
-    "whole floats": ([[0.0, 2.0, 1.0], [1.0] * 3], {"classes": 4}, [0, 2, 1, 1, 1, 1], 4),
-    "numbers on demand": ([[0, 2, 1], [3, 4, 9]], {"classes": None}, [0.0, 2, 1, 3, 4, 9], None),
+    "signs as numbers": (
+        [[-1, 1, 1], [1, 1, 1]],
+        {"classes": None},
+        [-1.0, 1, 1, 1, 1, 1],
+        None,
+    ),
+    "numbers": (
+        [[0.5, 1.0, 2.0], [1.0, 2.0, 3.0]],
+        {},
+        [0.5, 1.0, 2.0, 1.0, 2.0, 3.0],
+        None,
+    ),
+    "whole floats": (
+        [[0.0, 2.0, 1.0], [1.0] * 3],
+        {"classes": 4},
+        [0, 2, 1, 1, 1, 1],
+        4,
+    ),
+    "numbers on demand": (
+        [[0, 2, 1], [3, 4, 9]],
+        {"classes": None},
+        [0.0, 2, 1, 3, 4, 9],
+        None,
+    ),
     "more classes than samples on demand": (
         [[0, 9, 1], [1, 1, 1]],
         {"classes": 10},
@@ -111,20 +134,28 @@ def test_whole_floats_are_labels_of_files_and_numbers_of_objects(reader, tmp_pat
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("classes", ["infer", 2])
 @pytest.mark.parametrize("y", SIGNS)
-def test_signs_are_labels_of_files_and_no_objects_are_changed(y, classes, reader, tmp_path):
+def test_signs_are_labels_of_files_and_no_objects_are_changed(
+    y, classes, reader, tmp_path
+):
     told = (np.array(y) > 0).tolist()
     want = [int(v) for some in told for v in some]
     if reader in FILES:
         same(reader(tmp_path, [X, X], y, classes=classes), want, 2)
         return
-    with sentence("y: expected int64 labels in 0..1 .*; of -1 and 1 give .y > 0., got .-1, 1."):
+    with sentence(
+        "y: expected int64 labels in 0..1 .*; of -1 and 1 give .y > 0., got .-1, 1."
+    ):
         reader(tmp_path, [X, X], y, classes=classes)
     same(reader(tmp_path, [X, X], told, classes=classes), want, 2)
 
 
 @pytest.mark.parametrize("reader", [of_clients, of_table, of_leaf, of_npz])
 def test_a_column_of_labels_is_labels(reader, tmp_path):
-    same(reader(tmp_path, [X, X], [[[0], [1], [1]], [[1], [1], [0]]]), [0, 1, 1, 1, 1, 0], 2)
+    same(
+        reader(tmp_path, [X, X], [[[0], [1], [1]], [[1], [1], [0]]]),
+        [0, 1, 1, 1, 1, 0],
+        2,
+    )
     numbers = reader(tmp_path, [X, X], [[[0.5], [1], [1]], [[1.5], [1], [0]]])
     assert numbers.y.shape == (6, 1) and numbers.classes is None
 
@@ -147,7 +178,9 @@ def test_other_negative_labels_are_refused(low, reader, tmp_path):
 def test_more_classes_than_samples_are_refused(top, reader, tmp_path):
     y = [[top, 0, 1], [1, 2, 0]]
 
-    with pytest.raises(ValueError, match=r"^y: expected labels below 6, the number of") as e:
+    with pytest.raises(
+        ValueError, match=r"^y: expected labels below 6, the number of"
+    ) as e:
         reader(tmp_path, [X, X], y)
 
     # what it says to do, done
@@ -179,7 +212,7 @@ def test_what_is_no_real_number_is_refused(kind, which, reader, tmp_path):
         reader(tmp_path, [x, x], [y, y])
 
 
-# inputs -----------------------------------------------------------------------------------------
+# inputs -----------------------------------------------------------------------
 
 LARGE = 2**24 + 1  # which float32 does not have
 TOKENS = [[1, LARGE], [3, 4], [5, 6]]
@@ -202,7 +235,9 @@ def test_inputs_are_floats_where_one_client_has_some(reader, tmp_path):
     whole = [[1, 2], [3, 4], [5, 6]]
     fed = reader(tmp_path, [whole, X], [[0, 1, 1], [1, 0, 0]])
     assert fed.x.dtype == torch.float32 and fed.x.tolist() == whole + X
-    with sentence("x of client .*: expected floats, as other clients have, or whole numbers wi"):
+    with sentence(
+        "x of client .*: expected floats, as other clients have, or whole numbers wi"
+    ):
         reader(tmp_path, [TOKENS, X], [[0, 1, 1], [1, 0, 0]])
 
 
@@ -217,7 +252,9 @@ def test_bytes_may_be_images_and_are_refused(reader, tmp_path):
     images = np.full((3, 4, 4), 255, np.uint8)
     y = [[0, 1, 1], [1, 0, 0]]
 
-    with sentence("x[^:]*: expected dense floats or int64 .tokens to int64, images to float"):
+    with sentence(
+        "x[^:]*: expected dense floats or int64 .tokens to int64, images to float"
+    ):
         reader(tmp_path, [images, images], y)
     if reader is not of_table:  # of one client, too
         with sentence("x[^:]*: expected dense floats or int64"):
@@ -227,7 +264,7 @@ def test_bytes_may_be_images_and_are_refused(reader, tmp_path):
     assert reader(tmp_path, as_told, y).x.max() == 1
 
 
-# more --------------------------------------------------------------------------------------------
+# more -------------------------------------------------------------------------
 
 
 def test_vehicles_signs_are_the_tables(tmp_path):
@@ -242,7 +279,8 @@ def test_vehicles_signs_are_the_tables(tmp_path):
 
 
 def test_one_of_many_clients_does_not_decide():
-    """Who comes later, or trains elsewhere, has labels as the federation counts them."""
+    """Who comes later, or trains elsewhere, has labels as the federation counts
+    them."""
     model = torch.nn.Linear(2, 62)
     Client("fedavg", model, (X, [61, 3, 60]), Training(lr=0.1))
     with sentence("y: expected int64 labels"):
@@ -274,13 +312,17 @@ def test_a_number_beyond_int64_is_refused():
 
 def test_whole_numbers_that_are_no_classes_are_predicted_as_numbers():
     data = Federation.from_clients([(X, [3, 26, 9])], classes=None)
-    run = Simulation("local", torch.nn.Linear(2, 1), data, evaluation=Evaluation(split="train"))
+    run = Simulation(
+        "local", torch.nn.Linear(2, 1), data, evaluation=Evaluation(split="train")
+    )
     assert run.header()["loss"] == "squared"
 
 
 def test_void_labels_are_told_what_they_may_be():
     x, y = torch.zeros(2, 3), np.array([[0, 255, 1], [1, 0, 255]])
-    with sentence("y: expected int64 labels in 0..1 .*; labels that count in nothing are -100"):
+    with sentence(
+        "y: expected int64 labels in 0..1 .*; labels that count in nothing are -100"
+    ):
         Federation.from_clients([(x, y)], classes=2)
     void = Federation.from_clients([(x, np.where(y == 255, -100, y))])
     assert void.classes == 2 and void.counts().tolist() == [[2, 2]]

@@ -1,5 +1,5 @@
-"""Who gets which sample: the papers' counts, the laws every partition obeys, and what is
-refused."""
+"""Who gets which sample: the papers' counts, the laws every partition obeys, and what
+is refused."""
 
 import hashlib
 
@@ -22,7 +22,9 @@ MNIST, BASES, PUBLISHED = (GOLDEN[name] for name in ("mnist", "bases", "publishe
 
 def labels_with(counts, seed=0):
     """Labels with these class counts, in random order."""
-    return np.random.RandomState(seed).permutation(np.repeat(np.arange(len(counts)), counts))
+    return np.random.RandomState(seed).permutation(
+        np.repeat(np.arange(len(counts)), counts)
+    )
 
 
 def counts(part, y, split="train"):
@@ -66,11 +68,15 @@ def test_waffle_is_exhaustive_and_in_proportion(have, n, base, seed):
         assert str(e).startswith("n: expected ")
         return
     got = counts(part, y)
-    weight = np.array([[BASES[base][(t + i) % 10] for t in range(10)] for i in range(n)])
+    weight = np.array(
+        [[BASES[base][(t + i) % 10] for t in range(10)] for i in range(n)]
+    )
     column = weight.sum(0)
     # every class that somebody asks for is dealt whole
     assert (got.sum(0) == np.where(column > 0, have, 0)).all()
-    assert (np.abs(got - weight * np.array(have) / np.maximum(column, 1)) < 1 + 1e-9).all()
+    assert (
+        np.abs(got - weight * np.array(have) / np.maximum(column, 1)) < 1 + 1e-9
+    ).all()
     unused = np.flatnonzero(column == 0).tolist()
     assert part.facts == ({"unused classes": unused} if unused else {})
     # the test set is cut by the same fractions, in pool order
@@ -96,7 +102,9 @@ def test_seeds_and_sizes_of_the_waffle_paper():
 @given(st.integers(1, 30), st.integers(2, 20), st.integers(0, 1000))
 def test_concept_shift_laws(n, classes, seed):
     y = np.tile(np.arange(classes), n)
-    relabel, more = (partition("A*", y, m, shift_seed=seed).relabel for m in (n, max(1, n // 2)))
+    relabel, more = (
+        partition("A*", y, m, shift_seed=seed).relabel for m in (n, max(1, n // 2))
+    )
     assert relabel.shape == (n, classes)
     equals(relabel[0], torch.arange(classes))  # Alice
     assert (relabel.sort(1).values == torch.arange(classes)).all()  # bijections
@@ -119,17 +127,30 @@ def test_concept_shift_is_independent_per_client_and_of_the_seed():
 # -- every partition ---------------------------------------------------------
 
 
-@given(st.sampled_from([*sources.PARTITIONS]), st.integers(2, 12), tens(12, 60), st.integers(0, 3))
+@given(
+    st.sampled_from([*sources.PARTITIONS]),
+    st.integers(2, 12),
+    tens(12, 60),
+    st.integers(0, 3),
+)
 def test_every_partition_is_disjoint_repeatable_and_in_range(name, n, have, seed):
     y, yt = labels_with(have, seed), labels_with([h // 2 + 6 for h in have], seed + 1)
-    groups = {"practical1": {"groups": min(n, 4)}, "multimodal": {"minority_clients": n // 3 or 1}}
+    groups = {
+        "practical1": {"groups": min(n, 4)},
+        "multimodal": {"minority_clients": n // 3 or 1},
+    }
     options = {"seed": seed, **groups.get(name, {})}
     part = partition(name, y, n, test_labels=yt, **options)
     train, test = torch.cat(part.index["train"]), torch.cat(part.index["test"])
     both, pool = torch.cat([train, test]).tolist(), range(len(y) + len(yt))
-    assert len(part.index["train"]) == len(part.index["test"]) == n and min(sizes(part)) > 0
+    assert (
+        len(part.index["train"]) == len(part.index["test"]) == n
+        and min(sizes(part)) > 0
+    )
     assert len({*both}) == len(both) and {*both} <= {*pool}
-    again = partition(name, torch.as_tensor(y), n, test_labels=torch.as_tensor(yt), **options)
+    again = partition(
+        name, torch.as_tensor(y), n, test_labels=torch.as_tensor(yt), **options
+    )
     assert same(part, again) and same(part, again, "test")
     # of both pools, or of the one for training
     own_cut = name in ("practical2", "unimodal", "multimodal")
@@ -146,7 +167,8 @@ def test_dirichlet_cuts_both_pools_alike_and_pools_them_four_to_one():
     assert np.abs(a / 2 - b).max() <= 1.5 and not part.facts["moved samples"]
     even = counts(partition("dirichlet", y, 10, alpha=1000.0), y)
     assert np.abs(even / 100 - 1).max() < 0.2
-    # so small that all draws underflow: whole classes, but for a sample moved to an empty client
+    # so small that all draws underflow: whole classes, but for a sample moved to an
+    # empty client
     tiny = counts(partition("dirichlet", y, 2, alpha=1e-8, min_size=1), y)
     assert set(tiny.ravel().tolist()) <= {0, 1, 999, 1000}
     part = partition("practical2", y, 10)
@@ -164,15 +186,20 @@ def test_dirichlet_falls_back_and_says_so():
     alike = partition("dirichlet", y, 100, test_labels=labels_with([30] * 10), **kwargs)
     assert min(sizes(alike)) == 40 and min(sizes(alike, "test")) >= 1
     assert sizes(partition("dirichlet", y, 10, alpha=0.1, min_size=600)) == [600] * 10
-    few = labels_with([1] * 10)  # moved one by one, never from a client that has only one
+    # moved one by one, never from a client that has only one
+    few = labels_with([1] * 10)
     part = partition("dirichlet", y, 10, alpha=0.1, test_labels=few, min_size=1)
     # a draw that leaves a client untested is not accepted
     assert sizes(part, "test") == [1] * 10 and part.facts["draws"] == 100
 
 
-@pytest.mark.parametrize("size, n, floor", [(1000, 5, 20), (200, 5, 20), (190, 5, 19), (11, 5, 1)])
+@pytest.mark.parametrize(
+    "size, n, floor", [(1000, 5, 20), (200, 5, 20), (190, 5, 19), (11, 5, 1)]
+)
 @pytest.mark.parametrize("name", ["dirichlet", "practical2"])
-def test_dirichlets_floor_is_half_of_the_mean_share_in_a_small_pool(name, size, n, floor):
+def test_dirichlets_floor_is_half_of_the_mean_share_in_a_small_pool(
+    name, size, n, floor
+):
     part = partition(name, np.arange(size) % 2, n)
     lists = part.index["train"] if name == "dirichlet" else whole(part)
     least = 2 if name == "practical2" else 1  # one to train on, and one to be tested on
@@ -192,7 +219,8 @@ def test_other_numbers_of_classes_have_equal_shares_alone(classes):
     y = np.arange(60 * classes) % classes
     part = partition("A", y, 4)
     assert all(
-        (np.bincount(y[rows], minlength=classes) == 15).all() for rows in part.index["train"]
+        (np.bincount(y[rows], minlength=classes) == 15).all()
+        for rows in part.index["train"]
     )
     with sentence("partition: expected 10 classes for B"):
         partition("B", y, 4)
@@ -203,7 +231,9 @@ def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
     y, yt = labels_with([120 * n] * 10), labels_with([12 * n] * 10, 1)
     part = partition("pathological", y, n, test_labels=yt, k=k, seed=seed)
     a, b = (counts(part, np.concatenate([y, yt]), s) > 0 for s in ("train", "test"))
-    assert a.sum(1).max() <= k * (-(-10 // (n * k)) + (n * k % 10 > 0 and 10 % (n * k) > 0))
+    assert a.sum(1).max() <= k * (
+        -(-10 // (n * k)) + (n * k % 10 > 0 and 10 % (n * k) > 0)
+    )
     assert (a == b).all()  # balanced pools whose boundaries are in proportion
 
 
@@ -211,14 +241,21 @@ def test_shards_bound_the_classes_and_test_classes_match(n, k, seed):
 def test_exact_k_laws(n, k, have, seed):
     supply = {"train": np.array(have), "test": np.full(10, 40)}
     y, yt = labels_with(have, seed), labels_with([40] * 10, 1)
-    part = partition("pathological", y, n, test_labels=yt, mode="exact_k", k=k, seed=seed)
+    part = partition(
+        "pathological", y, n, test_labels=yt, mode="exact_k", k=k, seed=seed
+    )
     held = {s: counts(part, np.concatenate([y, yt]), s) for s in supply}
     for split, got in held.items():
         owners = (got > 0).sum(0)
         assert ((got > 0).sum(1) == k).all() and owners.max() - owners.min() <= 1
         # the same amount of every class, for everybody
-        assert set(got[got > 0]) == {(supply[split] // np.maximum(owners, 1))[owners > 0].min()}
-        assert part.facts.get(f"unused {split} samples", 0) == supply[split].sum() - got.sum()
+        assert set(got[got > 0]) == {
+            (supply[split] // np.maximum(owners, 1))[owners > 0].min()
+        }
+        assert (
+            part.facts.get(f"unused {split} samples", 0)
+            == supply[split].sum() - got.sum()
+        )
     assert ((held["train"] > 0) == (held["test"] > 0)).all()
 
 
@@ -230,7 +267,10 @@ def test_dominant_classes_of_a_group_are_four_fifths_of_its_data():
         # 80 % and their part of the common 20 %
         assert row.sum() == 1000 and row[GOLDEN["dominant"][i // 5]].sum() > 800
     mnist = partition("practical1", labels_with(MNIST), 20)  # runs dry, and says so
-    assert sizes(mnist) == [3000] * 20 and mnist.facts["train samples of other classes"] > 0
+    assert (
+        sizes(mnist) == [3000] * 20
+        and mnist.facts["train samples of other classes"] > 0
+    )
 
 
 # -- WAFFLe's subpopulations -------------------------------------------------
@@ -261,8 +301,11 @@ def test_multimodal_is_two_populations_with_equal_shards():
     part = partition("multimodal", SORTED, 120, seed=3)
     rows = whole(part)
     assert part.group.tolist() == [0] * 100 + [1] * 20
-    assert {len(r) for r in rows} == {270} and len(torch.cat(rows).unique()) == 120 * 270
-    assert all((SORTED[r] % 2 == (i < 100)).all() for i, r in enumerate(rows))  # 5421 // 40 a shard
+    assert {len(r) for r in rows} == {270} and len(
+        torch.cat(rows).unique()
+    ) == 120 * 270
+    # 5421 // 40 a shard
+    assert all((SORTED[r] % 2 == (i < 100)).all() for i, r in enumerate(rows))
     assert part.facts == {"unused train samples": 27600}
     y = np.repeat(np.arange(10), 6000)
     for name, few in GOLDEN["minority"].items():

@@ -1,5 +1,6 @@
-"""What is taken for a client's samples: a pair, samples in a list, Datasets; and tables of other
-packages. Where something else is refused, what the sentence says to do is done and works."""
+"""What is taken for a client's samples: a pair, samples in a list, Datasets; and tables
+of other packages. Where something else is refused, what the sentence says to do is done
+and works."""
 
 import types
 
@@ -24,7 +25,7 @@ def read(samples):
 
 WANT = X.tolist(), Y.tolist()
 
-# a pair, or two samples ---------------------------------------------------------------------------
+# a pair, or two samples -------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -65,9 +66,14 @@ def test_two_lists_of_two_in_a_tuple_are_a_pair():
 
 @pytest.mark.parametrize("two", [[[1.0, 2.0], [0, 1]], ((1.0, 0), (2.0, 1))])
 def test_what_may_be_a_pair_or_two_samples_is_refused(two):
-    with sentence(r"client 0 \(train\): expected \(x, y\) as a tuple of two arrays, or samples as"):
+    with sentence(
+        r"client 0 \(train\): expected \(x, y\) as a tuple of two arrays, or samples as"
+    ):
         read(two)
-    assert read(tuple(map(list, two))) == ([float(two[0][0]), float(two[0][1])], [*two[1]])
+    assert read(tuple(map(list, two))) == (
+        [float(two[0][0]), float(two[0][1])],
+        [*two[1]],
+    )
     assert read([*map(tuple, two)])[0] == [two[0][0], two[1][0]]
 
 
@@ -79,7 +85,7 @@ def test_two_samples_are_two_everywhere():
     assert Client("fedavg", torch.nn.Linear(2, 2), two, Training()) is not None
 
 
-# Datasets -----------------------------------------------------------------------------------------
+# Datasets ---------------------------------------------------------------------
 
 
 class Items(Dataset):
@@ -104,17 +110,23 @@ class Stream(IterableDataset):
     [
         (lambda x, y, i: {"image": x, "label": y}, "(d['image'], d['label'])"),
         (lambda x, y, i: {"label": y, "image": x}, "(d['image'], d['label'])"),
-        (lambda x, y, i: {"id": i, "pixels": x, "target": y}, "(d['pixels'], d['target'])"),
+        (
+            lambda x, y, i: {"id": i, "pixels": x, "target": y},
+            "(d['pixels'], d['target'])",
+        ),
         (lambda x, y, i: (x, y, i), "(d[0], d[1])"),
     ],
 )
 def test_items_that_are_no_pairs_are_made_pairs(make, words):
     dataset = Items(make)
-    with pytest.raises(ValueError, match=r"^client 0 \(train\): expected a pair .*make \[") as e:
+    with pytest.raises(
+        ValueError, match=r"^client 0 \(train\): expected a pair .*make \["
+    ) as e:
         read(dataset)
     assert f"make [{words} for d in dataset]" in str(e.value)
     assert read(eval(f"[{words} for d in dataset]")) == WANT
-    two = [make(X[i], int(Y[i]), i) for i in range(2)]  # in a list of two they are no pair either
+    # in a list of two they are no pair either
+    two = [make(X[i], int(Y[i]), i) for i in range(2)]
     with sentence(r"client 0 \(train\): expected a pair"):
         read(two)
 
@@ -150,21 +162,29 @@ def test_three_tensors_are_no_pairs():
     assert read([(d[0], d[1]) for d in dataset]) == WANT
 
 
-@pytest.mark.parametrize("none", [TensorDataset(X[:0], Y[:0]), [], (X[:0], Y[:0]), ([], [])])
+@pytest.mark.parametrize(
+    "none", [TensorDataset(X[:0], Y[:0]), [], (X[:0], Y[:0]), ([], [])]
+)
 def test_a_client_without_samples_can_be_left_out(none):
     with sentence(r"clients: .*leave out the 1 without, got \[1\]"):
         Federation.from_clients([(X, Y), none])
     assert Federation.from_clients([(X, Y)]).n == 1
-    tested = Federation.from_clients([{"train": (X, Y), "test": (X, Y)}, {"train": (X, Y)}])
+    tested = Federation.from_clients(
+        [{"train": (X, Y), "test": (X, Y)}, {"train": (X, Y)}]
+    )
     same = [{"train": (X, Y), "test": (X, Y)}, {"train": (X, Y), "test": none}]
-    assert Federation.from_clients(same).size("test").tolist() == tested.size("test").tolist()
+    assert (
+        Federation.from_clients(same).size("test").tolist()
+        == tested.size("test").tolist()
+    )
 
 
-# tables -------------------------------------------------------------------------------------------
+# tables -----------------------------------------------------------------------
 
 
 class Column:
-    """What Arrow's and polars' columns have: a way to numpy, and no order of their own."""
+    """What Arrow's and polars' columns have: a way to numpy, and no order of their
+    own."""
 
     __hash__ = None
 
@@ -205,7 +225,12 @@ class HuggingFace(Arrow):
         return list(self.of[name])
 
 
-TABLE = {"u": [0.0, 2.0, 4.0], "label": [0, 1, 1], "v": [1.0, 3.0, 5.0], "who": ["b", "a", "b"]}
+TABLE = {
+    "u": [0.0, 2.0, 4.0],
+    "label": [0, 1, 1],
+    "v": [1.0, 3.0, 5.0],
+    "who": ["b", "a", "b"],
+}
 
 
 @pytest.mark.parametrize("kind", [Arrow, Polars, HuggingFace])
@@ -213,7 +238,9 @@ def test_tables_of_other_packages_are_read_by_their_columns(kind):
     got = Federation.from_table(kind(TABLE), "label", "who")
     assert got.names == ("a", "b")
     assert got.x.tolist() == WANT[0] and got.y.tolist() == WANT[1]
-    with sentence("y and client: expected two of the columns .'u', 'label', 'v', 'who'"):
+    with sentence(
+        "y and client: expected two of the columns .'u', 'label', 'v', 'who'"
+    ):
         Federation.from_table(kind(TABLE))
     with sentence("x: expected columns of numbers beside label and u, got .*'who'"):
         Federation.from_table(kind(TABLE), "label", "u")
@@ -226,7 +253,9 @@ def test_one_column_of_arrays_is_the_inputs(kind):
     assert torch.equal(
         Federation.from_table(kind(table), "label", "who").x, torch.from_numpy(images)
     )
-    with sentence("x: expected one number a row in each column, or a single column of arrays"):
+    with sentence(
+        "x: expected one number a row in each column, or a single column of arrays"
+    ):
         Federation.from_table(kind({**table, "u": [1.0, 2.0, 3.0]}), "label", "who")
 
 
@@ -252,7 +281,9 @@ def test_a_table_that_numpy_cannot_read_says_what_can_be_given():
         def __getitem__(self, name):
             raise TypeError("not so")
 
-    with sentence(r"x: expected a table whose columns numpy reads; give arrays, from_table\(x, y,"):
+    with sentence(
+        r"x: expected a table whose columns numpy reads; give arrays, from_table\(x, y,"
+    ):
         Federation.from_table(Lazy(TABLE), "label", "who")
     of = {k: np.asarray(v) for k, v in TABLE.items()}
     inputs = np.stack([of["u"], of["v"]], 1)
@@ -272,7 +303,9 @@ def test_a_row_whose_client_is_missing_is_refused(missing):
 
 
 def test_tables_by_split_are_one_each():
-    splits = types.SimpleNamespace(column_names={"train": list(TABLE), "test": list(TABLE)})
+    splits = types.SimpleNamespace(
+        column_names={"train": list(TABLE), "test": list(TABLE)}
+    )
     with sentence("x: expected one table, as x"):
         Federation.from_table(splits, "label", "who")
 
@@ -282,17 +315,23 @@ def test_a_frame_is_no_client():
         read(Polars(TABLE))
 
 
-# pools --------------------------------------------------------------------------------------------
+# pools ------------------------------------------------------------------------
 
 
 def test_a_test_pool_needs_a_partition_that_knows_it():
     x, y = torch.rand(40, 3), torch.arange(40) % 4
     pool = {"x": x[:30], "y": y[:30], "x_test": x[30:], "y_test": y[30:]}
-    with sentence(r"partition: expected one of .*test_labels=y_test\)\), got \{'train': 30\}"):
+    with sentence(
+        r"partition: expected one of .*test_labels=y_test\)\), got \{'train': 30\}"
+    ):
         Federation.from_partition(partition=partition("iid", y[:30], 3), **pool)
     whole = partition("iid", y[:30], 3, test_labels=y[30:])
-    assert Federation.from_partition(partition=whole, **pool).splits == ("train", "test")
-    with sentence("partition: expected one of {'train': 40} samples"):  # it would use a part
+    assert Federation.from_partition(partition=whole, **pool).splits == (
+        "train",
+        "test",
+    )
+    # it would use a part
+    with sentence("partition: expected one of {'train': 40} samples"):
         Federation.from_partition(x, y, partition("iid", y[:30], 3))
     # which cuts the training pool alone, and says so
     own = partition("unimodal", y[:30], 3, test_labels=y[30:])

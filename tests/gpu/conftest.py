@@ -1,5 +1,5 @@
-"""Tests that need a GPU: all of this folder are skipped, with the reason, where torch sees none or
-the CUDA kernels are not built."""
+"""Tests that need a GPU: all of this folder are skipped, with the reason, where torch
+sees none or the CUDA kernels are not built."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Runs every kernel at the smallest shapes that reach it, for tools that watch each access of a
-program; `python tests/gpu/small_runs.py` runs it on the card.
+"""Runs every kernel at the smallest shapes that reach it, for tools that watch each
+access of a program; `python tests/gpu/small_runs.py` runs it on the card.
 
 The results are not looked at: the tests do that.
 """
@@ -19,8 +19,8 @@ Place = Callable[[Tensor, bool], Tensor]  # puts a matrix on the device, aligned
 
 
 def distances(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
-    """One lane and several, one window and two, several pieces of the columns, two operands, listed
-    pairs, and what is done again in float64."""
+    """One lane and several, one window and two, several pieces of the columns, two
+    operands, listed pairs, and what is done again in float64."""
     for n, p in ((3, 40), (6, 67), (20, 136), (70, 21), (4, 5000)):
         rows = randn(n, n, p, dtype=dtype)
         rows[-1] = rows[0]  # a distance of 0 is done again
@@ -32,7 +32,8 @@ def distances(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None
 
 
 def distances_by_tensor_cores(ops: Any, place: Place, worth: int) -> None:
-    """One triangle of each size, and windows; rows so long that their pairs are `worth` it."""
+    """One triangle of each size, and windows; rows so long that their pairs are
+    `worth` it."""
     for n in (26, 40, 60, 75, 100, 120, 140):
         p = max(70, 2 * worth // (n * (n - 1)) + 1)
         ops.pairwise_sqdist(place(randn(n, n, p, dtype=F32), True))
@@ -41,7 +42,8 @@ def distances_by_tensor_cores(ops: Any, place: Place, worth: int) -> None:
 
 
 def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
-    """Few results and many, dense and by index, onto a base, into another dtype, precise."""
+    """Few results and many, dense and by index, onto a base, into another dtype,
+    precise."""
     for n, p in ((6, 136), (20, 67), (21, 300)):
         rows = place(randn(n, n, p, dtype=dtype), aligned)
         for m in (1, 3, 7, 9, 20):
@@ -58,7 +60,9 @@ def aggregates(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> Non
                 ops.aggregate(rows, few, index, wide, precise=precise)
 
 
-def aggregates_of_many(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
+def aggregates_of_many(
+    ops: Any, place: Place, dtype: torch.dtype, aligned: bool
+) -> None:
     """By index, of more rows than a tile in shared memory has room for."""
     rows = place(randn(0, 3600, 40, dtype=dtype), aligned)
     weight = place(randn(1, 720, 5), True)
@@ -77,10 +81,13 @@ def steps(ops: Any, place: Place, dtype: torch.dtype, aligned: bool) -> None:
 
 
 def layers(ops: Any, place: Place, dtype: torch.dtype) -> None:
-    """Factors that clients share and factors of their own; with lam's gradient and without."""
+    """Factors that clients share and factors of their own; with lam's gradient and
+    without."""
     for leads in ((((3,), (), (3,), ())), ((3,),) * 4, ((),) * 4):
         inputs = factors(17, 21, 19, 35, dtype, leads, 0.5)
-        given = [place(t.reshape(-1, t.shape[-1]), True).reshape(t.shape) for t in inputs]
+        given = [
+            place(t.reshape(-1, t.shape[-1]), True).reshape(t.shape) for t in inputs
+        ]
         y = ops.rank1_linear(*given)
         grad = torch.ones_like(y)
         for lam_too in (True, False):
@@ -112,8 +119,8 @@ def run_all(ops: Any, place: Place, worth: int = WORTH) -> None:
 
 
 class OnCard:
-    """The public ops, and of the rank-1 layer the kernels, which it calls only where torch's
-    products would be rounded."""
+    """The public ops, and of the rank-1 layer the kernels, which it calls only where
+    torch's products would be rounded."""
 
     def __init__(self, ops: Any) -> None:
         self.ops = ops
@@ -128,7 +135,10 @@ def main() -> None:
     from pflcore import ops
 
     if not (torch.cuda.is_available() and ops.backend().cuda):
-        sys.exit(f"small_runs: no card, or no CUDA kernels: {ops.backend()}; nothing was run.")
+        sys.exit(
+            f"small_runs: no card, or no CUDA kernels: {ops.backend()}; nothing was "
+            "run."
+        )
 
     def place(t: Tensor, aligned: bool) -> Tensor:
         return lay(t.cuda(), "contiguous" if aligned else "off by one")

@@ -1,5 +1,5 @@
-"""Every op on a GPU against its reference in float64 on the CPU, and what only a GPU can show:
-streams, graphs, devices, sizes."""
+"""Every op on a GPU against its reference in float64 on the CPU, and what only a GPU
+can show: streams, graphs, devices, sizes."""
 
 import hypothesis.strategies as st
 import laws
@@ -31,7 +31,9 @@ def put(t, draw, write=False):
 
 def has_tensor_float64():
     generations = ((8, 0), (9, 0), (10, 0))
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() in generations
+    return (
+        torch.cuda.is_available() and torch.cuda.get_device_capability() in generations
+    )
 
 
 GPU = laws.Machine(
@@ -45,7 +47,8 @@ GPU = laws.Machine(
 
 
 def calls(p=40_001, device="cuda"):
-    """Each op; of the rank-1 layer also the kernels, which serve where products are rounded."""
+    """Each op; of the rank-1 layer also the kernels, which serve where products are
+    rounded."""
     found = laws.calls(ops, OPS.rank1_linear_backward.default, p, device=device)
     for name in ("rank1_listed", "rank1_listed_backward"):
         _, inputs = found[name.replace("listed", "linear")]
@@ -59,7 +62,8 @@ MATRICES = {"triangle": (67,), "windows": (140,), "two operands": (40, 70)}
 
 @pytest.fixture(params=[*calls(1, "cpu"), *MATRICES])
 def case(request):
-    """Each op as a function of its inputs, which gives its outputs as a list; and inputs."""
+    """Each op as a function of its inputs, which gives its outputs as a list; and
+    inputs."""
     if request.param in MATRICES:
         call = ops.pairwise_sqdist
         inputs = [randn(m, m, 20_011).float().cuda() for m in MATRICES[request.param]]
@@ -89,7 +93,8 @@ def test_definition(law, dtype, data):
 @pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-19, 1.0, 1e19, 1e30])
 @pytest.mark.parametrize("m", [9, 20, 64, 65, 100, 130])
 def test_sqdist_scales_and_bad_rows(scale, m):
-    """Whatever the alignment and the order of the rows, the same bits; by each kind of kernel."""
+    """Whatever the alignment and the order of the rows, the same bits; by each kind
+    of kernel."""
     a = randn(0, m, 20_011).float() * scale
     a[3] = a[1]
     got, moved = ops.pairwise_sqdist(a.cuda()), randn(3, m).argsort().cuda()
@@ -102,14 +107,17 @@ def test_sqdist_scales_and_bad_rows(scale, m):
 
 @pytest.mark.parametrize("m, n", [(100, None), (130, None), (40, 70)])
 def test_sqdist_by_tensor_cores_and_by_windows_agree(m, n):
-    """Clusters of close models, copies and an outlier, beside the listed pairs of the same rows."""
+    """Clusters of close models, copies and an outlier, beside the listed pairs of
+    the same rows."""
     base = randn(0, 2, 60_007)[torch.arange(m + (n or 0)) % 2]
     rows = (base * (1 + 1e-5 * randn(1, *base.shape))).float()
     rows[4], rows[7] = rows[2], 1e3 * rows[7]
     a, b = rows[:m].cuda(), None if n is None else rows[m:].cuda()
     everybody = torch.arange(n or m, device="cuda").expand(m, -1)
     got = ops.pairwise_sqdist(a, b)
-    torch.testing.assert_close(got, ops.pairwise_sqdist(a, b, everybody), rtol=2e-6, atol=0)
+    torch.testing.assert_close(
+        got, ops.pairwise_sqdist(a, b, everybody), rtol=2e-6, atol=0
+    )
     assert got[2, 4] == 0 if n is None else got.all()
 
 
@@ -185,13 +193,14 @@ def test_nothing_waits_for_the_device(case):
 
 
 def test_follows_the_current_stream(case):
-    """On a side stream behind a long wait: the op has been queued, has not run, and the default
-    stream is free."""
+    """On a side stream behind a long wait: the op has been queued, has not run, and the
+    default stream is free."""
     call, inputs = case
     want, held = call(copies(inputs)), copies(inputs)
     torch.cuda.synchronize()
     side, done, free = torch.cuda.Stream(), torch.cuda.Event(), torch.cuda.Event()
-    with torch.cuda.stream(side):  # once before: memory for a new stream may wait for the device
+    # once before: memory for a new stream may wait for the device
+    with torch.cuda.stream(side):
         call(copies(inputs))
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
@@ -200,14 +209,19 @@ def test_follows_the_current_stream(case):
         done.record()
     free.record()
     free.synchronize()
-    assert not done.query(), "the op ran on another stream than the current one, or the call waited"
+    assert not done.query(), (
+        "the op ran on another stream than the current one, or the call waited"
+    )
     side.synchronize()
     laws.identical(result, want)
 
 
 def test_captured_in_a_graph(case):
     call, inputs = case
-    fresh = [t * 1.5 if isinstance(t, Tensor) and t.is_floating_point() else t for t in inputs]
+    fresh = [
+        t * 1.5 if isinstance(t, Tensor) and t.is_floating_point() else t
+        for t in inputs
+    ]
     want, held = call(copies(fresh)), copies(inputs)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # warm up, as graphs want it
@@ -241,7 +255,10 @@ def test_mixed_devices_are_refused_with_a_sentence():
 
 
 def test_an_index_out_of_range_is_nan_not_a_crash():
-    a, weight = torch.ones(3, 1000, device="cuda"), torch.full((2, 1), 1.0, device="cuda")
+    a, weight = (
+        torch.ones(3, 1000, device="cuda"),
+        torch.full((2, 1), 1.0, device="cuda"),
+    )
     got = ops.aggregate(a, weight, torch.tensor([[7], [1]], device="cuda"))
     assert got[0].isnan().all() and (got[1] == 1).all()
 
@@ -279,7 +296,8 @@ def test_more_than_two_to_the_31_elements():
         a[i].fill_(0.5 * i)
     a[2, -1] = 3.0
     half = torch.tensor(
-        [[0, 0.25 * p, p - 1 + 9.0], [0, 0, 0.25 * (p - 1) + 6.25], [0, 0, 0]], dtype=F64
+        [[0, 0.25 * p, p - 1 + 9.0], [0, 0, 0.25 * (p - 1) + 6.25], [0, 0, 0]],
+        dtype=F64,
     )
     want = half + half.T
     laws.assert_close(ops.pairwise_sqdist(a).cpu(), want, "sqdist", a.dtype)

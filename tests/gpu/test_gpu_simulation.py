@@ -1,4 +1,5 @@
-"""Whole simulations on a GPU against the same on the CPU, and the waits inside a round."""
+"""Whole simulations on a GPU against the same on the CPU, and the waits inside a
+round."""
 
 import warnings
 
@@ -17,18 +18,27 @@ from pflcore.nn import Dropout
 CAPTURE_AFTER_STEPS = "pflcore.train._graphs.CAPTURE_AFTER_STEPS"
 # of each family one, for the other models
 DIFFERENT = ("fedavg", "scaffold", "feddwa", "apfl", "fedrod")
-EACH = [(n, "MLP") for n in ALGORITHMS] + [(n, k) for n in DIFFERENT for k in FORMS if k != "MLP"]
+EACH = [(n, "MLP") for n in ALGORITHMS] + [
+    (n, k) for n in DIFFERENT for k in FORMS if k != "MLP"
+]
 
 
 def data(kind):
-    return held_out(images((6, 9, 7), (1, 4, 4))) if kind == "convolutions" else held_out(images())
+    return (
+        held_out(images((6, 9, 7), (1, 4, 4)))
+        if kind == "convolutions"
+        else held_out(images())
+    )
 
 
 @pytest.mark.parametrize("name, kind", EACH)
 def test_same_losses_as_on_the_cpu(name, kind):
     model, engine, form = FORMS[kind]
     training = Training(lr=0.1, batch_size=5, epochs=2)
-    got, want = (played(name, model, data(kind), training, on, 3, engine) for on in ("cuda", "cpu"))
+    got, want = (
+        played(name, model, data(kind), training, on, 3, engine)
+        for on in ("cuda", "cpu")
+    )
     assert got.context.engine.form == form, got.context.engine.reason
     losses = (run.history.series("loss")[1] for run in (got, want))
     torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
@@ -37,7 +47,9 @@ def test_same_losses_as_on_the_cpu(name, kind):
 def waits(name, kind, epochs):
     """How often the host waits for the device in the third round."""
     model, engine, form = FORMS[kind]
-    play = rounds(name, model, data(kind), "cuda", Training(0.05, 3, epochs), engine, form)
+    play = rounds(
+        name, model, data(kind), "cuda", Training(0.05, 3, epochs), engine, form
+    )
     next(play), next(play)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
@@ -50,14 +62,14 @@ def waits(name, kind, epochs):
     return sum("synchroniz" in str(w.message) for w in seen)
 
 
-# FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights
-# until the losses stand still
+# FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its
+# weights until the losses stand still
 @pytest.mark.parametrize(
     "name, kind", [(n, k) for n, k in EACH if n not in ("factorized_waffle", "fedala")]
 )
 def test_local_steps_do_not_wait(name, kind):
-    """A round may look at a few numbers (who sent something that is not finite), but not more often
-    when there are more local steps."""
+    """A round may look at a few numbers (who sent something that is not finite), but
+    not more often when there are more local steps."""
     assert waits(name, kind, 1) == waits(name, kind, 4)
 
 
@@ -74,15 +86,20 @@ def test_flags_are_put_back_between_rounds():
     try:
         for _, _ in zip(
             range(2),
-            rounds("fedavg", model, data("convolutions"), "cuda", Training(), engine, form),
+            rounds(
+                "fedavg", model, data("convolutions"), "cuda", Training(), engine, form
+            ),
             strict=False,
         ):
-            assert torch.backends.cudnn.benchmark and not torch.backends.cudnn.deterministic
+            assert (
+                torch.backends.cudnn.benchmark
+                and not torch.backends.cudnn.deterministic
+            )
     finally:
         torch.backends.cudnn.benchmark = False
 
 
-# CUDA graphs -------------------------------------------------------------------------------------
+# CUDA graphs ------------------------------------------------------------------
 
 
 def dropped():
@@ -90,7 +107,12 @@ def dropped():
 
 
 def trained(name, model, kind, engine, graphs):
-    how = {"training": Training(0.05, 5, 2), "engine": engine, "device": "cuda", "rounds": 3}
+    how = {
+        "training": Training(0.05, 5, 2),
+        "engine": engine,
+        "device": "cuda",
+        "rounds": 3,
+    }
     run = simulation(name, data(kind), model=model, graphs=graphs, **how)
     assert run.run().stopped is None
     return run

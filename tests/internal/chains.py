@@ -1,4 +1,5 @@
-"""Chains of layers of every kind, and problems of training, gradients and evaluation with them."""
+"""Chains of layers of every kind, and problems of training, gradients and evaluation
+with them."""
 
 import json
 from copy import copy
@@ -60,10 +61,18 @@ def by_steps(w, *args):
 
 
 class Problem:
-    """Clients of these sizes in one pool, each with its own order, and a model that is a chain."""
+    """Clients of these sizes in one pool, each with its own order, and a model that
+    is a chain."""
 
     def __init__(
-        self, model, sizes, dtype=F32, passes=1, seed=0, relabel=False, criterion="cross_entropy"
+        self,
+        model,
+        sizes,
+        dtype=F32,
+        passes=1,
+        seed=0,
+        relabel=False,
+        criterion="cross_entropy",
     ):
         shape, layers = MODELS[model]
         with torch.random.fork_rng(devices=[]):
@@ -74,7 +83,11 @@ class Problem:
         self.w = self.net.w0 + randn(seed, n, self.net.size, dtype=dtype, scale=0.05)
         self.chain = compile_chain(self.net, tuple(shape))
         self.sizes, self.passes, self.dtype = torch.tensor(sizes), passes, dtype
-        self.x, self.y, self.names = randn(seed + 1, pool, *shape, dtype=dtype), None, None
+        self.x, self.y, self.names = (
+            randn(seed + 1, pool, *shape, dtype=dtype),
+            None,
+            None,
+        )
         if criterion in ("squared", "half_squared"):
             self.y = randn(seed + 2, pool, dtype=dtype)
         else:
@@ -82,7 +95,9 @@ class Problem:
             self.y = integers(seed, 0, classes, pool)
             self.names = randn(seed + 3, n, classes).argsort(1) if relabel else None
         self.order = randn(seed + 4, n, passes, pool).argsort(2)[..., :longest]
-        self.seeds = integers(seed, -(2**62), 2**62, n, passes) if self.chain.dropout else None
+        self.seeds = (
+            integers(seed, -(2**62), 2**62, n, passes) if self.chain.dropout else None
+        )
         self.begin = torch.tensor([0, *sizes]).cumsum(0)
         self.places = torch.cat([self.order[i, 0, :k] for i, k in enumerate(sizes)])
 
@@ -96,23 +111,46 @@ class Problem:
         one = copy(self)
         some = slice(i, i + 1)
         one.w, one.order, one.sizes = self.w[some], self.order[some], self.sizes[some]
-        one.names, one.seeds = (None if t is None else t[some] for t in (self.names, self.seeds))
+        one.names, one.seeds = (
+            None if t is None else t[some] for t in (self.names, self.seeds)
+        )
         return one
 
     def most(self, batch, drop_last=False):
         whole = self.sizes.clamp(max=batch)
-        return self.passes * (self.sizes // whole if drop_last else -(self.sizes // -whole))
+        return self.passes * (
+            self.sizes // whole if drop_last else -(self.sizes // -whole)
+        )
 
-    def train(self, op=chain.chain_sgd_, dtype=None, batch=16, drop_last=False, steps=None, **o):
+    def train(
+        self,
+        op=chain.chain_sgd_,
+        dtype=None,
+        batch=16,
+        drop_last=False,
+        steps=None,
+        **o,
+    ):
         """Rows and losses after training."""
         w = self.w.clone() if dtype is None else self.w.to(dtype)
         steps = self.most(batch, drop_last) if steps is None else steps
         shift, mask, anchor = (
-            None if o.get(k) is None else o[k].to(w.dtype) for k in ("shift", "mask", "anchor")
+            None if o.get(k) is None else o[k].to(w.dtype)
+            for k in ("shift", "mask", "anchor")
         )
         plan = (self.order, self.sizes, steps, batch, drop_last, self.seeds, 0.1)
-        how = (shift, mask, 0.0, o.get("mu"), anchor, o.get("momentum", 0.0), o.get("decay", 0.0))
-        loss = op(w, *self.head(w.dtype), *plan, *how, o.get("clip", INF), o.get("sums"))
+        how = (
+            shift,
+            mask,
+            0.0,
+            o.get("mu"),
+            anchor,
+            o.get("momentum", 0.0),
+            o.get("decay", 0.0),
+        )
+        loss = op(
+            w, *self.head(w.dtype), *plan, *how, o.get("clip", INF), o.get("sums")
+        )
         return w, loss
 
     def grad(self, op=chain.chain_grad, dtype=None, seeds=None):

@@ -1,11 +1,13 @@
-"""Plays runs of every kind and keeps what came out: `python tests/internal/same.py play FILE`,
-before and after a change of the house; `python tests/internal/same.py compare BEFORE AFTER` says
-which of them are equal bit by bit, the engine included.
+"""Plays runs of every kind and keeps what came out:
+`python tests/internal/same.py play FILE`, before and after a change of the house;
+`python tests/internal/same.py compare BEFORE AFTER` says which of them are equal bit by
+bit, the engine included.
 
-`door` is the one place where names of pflcore stand, so that other names change that function and
-no run. Kept of a run: its engine; of each round the cohort, who was dropped, the training loss and
-what was evaluated; digests of all clients' personalized models. That a run which broke off, or
-whose rows are on disk, is the run that was not is for the tests.
+`door` is the one place where names of pflcore stand, so that other names change that
+function and no run. Kept of a run: its engine; of each round the cohort, who was
+dropped, the training loss and what was evaluated; digests of all clients' personalized
+models. That a run which broke off, or whose rows are on disk, is the run that was not
+is for the tests.
 """
 
 import argparse
@@ -41,7 +43,8 @@ MLP = "Linear 6 10, ReLU, Linear 10 4"
 
 # runs -----------------------------------------------------------------------
 def door(algorithm, model=MLP, sizes=SIZES, data=None, dtype="float32", **options):
-    """The simulation of a run: options are the method's own, the training's and the run's."""
+    """The simulation of a run: options are the method's own, the training's and the
+    run's."""
     dtype, first = getattr(torch, dtype), model.partition(" ")[0]
     data = data or images(sizes, SHAPES.get(first, (6,)))
     data = replace(data, x=data.x.to(dtype))
@@ -90,18 +93,31 @@ def with_a_nan():
 
 def adapted():
     history = door("ditto").run()
-    return {"models": [digest(history.adapt(images((20,), seed=5).client(0), rounds=2))]}
+    return {
+        "models": [digest(history.adapt(images((20,), seed=5).client(0), rounds=2))]
+    }
 
 
 def by_messages(algorithm):
     """Server and Client, without a simulation."""
-    method, net, data = ALGORITHMS[algorithm], Net(lambda: layers(MLP), seed=3), images()
-    server, how = Server(method(), net, 3, rounds=2, seed=3), Training(lr=0.1, batch_size=8)
+    method, net, data = (
+        ALGORITHMS[algorithm],
+        Net(lambda: layers(MLP), seed=3),
+        images(),
+    )
+    server, how = (
+        Server(method(), net, 3, rounds=2, seed=3),
+        Training(lr=0.1, batch_size=8),
+    )
     clients = [Client(method(), net, data.client(i), how, seed=3) for i in range(3)]
     for _ in range(2):
-        server.aggregate({i: c.train(server.download(i)) for i, c in enumerate(clients)})
+        server.aggregate(
+            {i: c.train(server.download(i)) for i, c in enumerate(clients)}
+        )
     served = [server.download(i, "evaluation") for i in range(3)]
-    return {"models": [digest(c.model(s)) for c, s in zip(clients, served, strict=True)]}
+    return {
+        "models": [digest(c.model(s)) for c, s in zip(clients, served, strict=True)]
+    }
 
 
 def plan():
@@ -113,13 +129,18 @@ def plan():
         words = f"-W ignore -m pflcore reproduce {plan} --out {folder}"
         ran(*words.split(), check=True)
         files = sorted(Path(folder).rglob("*.jsonl"))
-        lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        lines = [
+            json.loads(line) for file in files for line in file.read_text().splitlines()
+        ]
     return {"rounds": kept(r for r in lines if "round" in r)}
 
 
 RUNS = {
     **{name: partial(play, name) for name in ALGORITHMS},
-    **{name: partial(play, one, **options) for name, (one, options) in golden("same").items()},
+    **{
+        name: partial(play, one, **options)
+        for name, (one, options) in golden("same").items()
+    },
     "a NaN client": with_a_nan,
     "adapt": adapted,
     **{f"messages of {name}": partial(by_messages, name) for name in APART},
@@ -143,13 +164,24 @@ def losses(run):
 
 
 def compare(before, after):
-    """How many runs are equal; of the others, what differs and how far the losses are apart."""
+    """How many runs are equal; of the others, what differs and how far the losses
+    are apart."""
     differ = [name for name in before if before[name] != after.get(name)]
     for name in differ:
         a, b = before[name], after.get(name, {})
-        keys, (one, two) = [k for k in a if a[k] != b.get(k)], (losses(run) for run in (a, b))
-        gap = float((one - two).abs().max()) if one.shape == two.shape and len(one) else "unknown"
-        print(f"{name}: other {', '.join(keys)} ({b.get('engine')}); losses differ by up to {gap}")
+        keys, (one, two) = (
+            [k for k in a if a[k] != b.get(k)],
+            (losses(run) for run in (a, b)),
+        )
+        gap = (
+            float((one - two).abs().max())
+            if one.shape == two.shape and len(one)
+            else "unknown"
+        )
+        print(
+            f"{name}: other {', '.join(keys)} ({b.get('engine')}); losses differ by up "
+            f"to {gap}"
+        )
     print(f"{len(before) - len(differ)} of {len(before)} runs are equal bit by bit")
     return bool(differ)
 

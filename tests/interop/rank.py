@@ -1,5 +1,5 @@
-"""One rank of test_distributed.py, by `rank.py STORE RANK`: it ends with 0 where all laws hold, and
-the last one dies."""
+"""One rank of test_distributed.py, by `rank.py STORE RANK`: it ends with 0 where all
+laws hold, and the last one dies."""
 
 import os
 import re
@@ -42,7 +42,10 @@ def same(got, want, rtol=0.0):
     assert_close(got, want, rtol=rtol, atol=0, equal_nan=True)
     everywhere = [torch.empty_like(got) for _ in COUNTS]
     dist.all_gather(everywhere, got.contiguous())
-    assert all(torch.equal(other.nan_to_num(-1.0), got.nan_to_num(-1.0)) for other in everywhere)
+    assert all(
+        torch.equal(other.nan_to_num(-1.0), got.nan_to_num(-1.0))
+        for other in everywhere
+    )
 
 
 def rows_become_columns_and_come_back(dtype):
@@ -56,8 +59,8 @@ def rows_become_columns_and_come_back(dtype):
 
 
 def distances_are_those_of_one_process(dtype):
-    """Rounding of float64 where a float32 sum meets the same columns; 1e-6, the op's own, where
-    shards cut through them."""
+    """Rounding of float64 where a float32 sum meets the same columns; 1e-6, the op's
+    own, where shards cut through them."""
     x, y = matrix(dtype), matrix(dtype, 1)[:5]
     off = 1e-14 if dtype == torch.float64 else 2e-6
     for columns, rtol in ((x.split(800, 1)[RANK], 1e-14), (mine(x), off)):
@@ -77,13 +80,16 @@ def mixes_are_bit_for_bit_those_of_one_process(dtype):
 
 
 def distances_of_the_ugly():
-    """NaN in one rank's columns, equal clients, none at all, a tensor that requires grad."""
+    """NaN in one rank's columns, equal clients, none at all, a tensor that requires
+    grad."""
     x = matrix()
     x[2, 1950], x[4] = torch.nan, x[5]
     got, nan = pairwise_sqdist(mine(x)), torch.zeros(N, N, dtype=torch.bool)
     nan[2], nan[:, 2], nan[2, 2] = True, True, False
     same(got, got)
-    assert torch.equal(got.isnan(), nan) and got[4, 5] == 0 == got[5, 4] and got[2, 2] == 0
+    assert (
+        torch.equal(got.isnan(), nan) and got[4, 5] == 0 == got[5, 4] and got[2, 2] == 0
+    )
     assert pairwise_sqdist(mine(x[:0])).shape == (0, 0)
     learnt = mine(x).clone().requires_grad_()
     for made in (pairwise_sqdist(learnt), aggregate(learnt, WEIGHT)):
@@ -114,28 +120,44 @@ def a_mistake_is_one_sentence_on_every_rank():
     """A mistake on one rank, or between them; afterwards nothing is out of step."""
     x, last = matrix(), RANK == WORLD - 1
     own, sqdist = mine(x), pairwise_sqdist
-    replicated = DTensor.from_local(x, init_device_mesh("cpu", (WORLD,)), run_check=False)
+    replicated = DTensor.from_local(
+        x, init_device_mesh("cpu", (WORLD,)), run_check=False
+    )
     for words, call, *args in (
         (
-            "pairwise_sqdist: the call must be .*a with 7 rows of .*a with 6 rows .*on rank 2",
+            "pairwise_sqdist: the call must be .*a with 7 rows of .*a with 6 rows .*on "
+            "rank 2",
             sqdist,
             own[: N - last],
         ),
         (".*torch.float64 on rank 2", sqdist, own.double() if last else own),
-        (".*a must be a tensor, got 'text' of type str", sqdist, "text" if last else own),
+        (
+            ".*a must be a tensor, got 'text' of type str",
+            sqdist,
+            "text" if last else own,
+        ),
         (
             ".*b must be of (1|1900|102) columns like a, got",
             sqdist,
             own,
             own[:, :-1] if last else own,
         ),
-        (".*b with 7 rows of torch.float32 on rank 2", sqdist, own, own if last else None),
+        (
+            ".*b with 7 rows of torch.float32 on rank 2",
+            sqdist,
+            own,
+            own if last else None,
+        ),
         (
             ".*to_rows, columns with 7 rows of torch.float32 on rank 2",
             to_rows if last else sqdist,
             own,
         ),
-        (".*rows with 2002 columns of torch.float32 on rank 2", to_columns, x[:, : P - last]),
+        (
+            ".*rows with 2002 columns of torch.float32 on rank 2",
+            to_columns,
+            x[:, : P - last],
+        ),
         (
             r"to_columns: width must be 2003 in all over the ranks, got 3 \+ 3 \+ 3",
             to_columns,

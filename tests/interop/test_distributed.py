@@ -1,5 +1,5 @@
-"""Matrices over three processes (rank.py) against the ops in one: the same numbers, no rank that
-waits for another for ever."""
+"""Matrices over three processes (rank.py) against the ops in one: the same numbers, no
+rank that waits for another for ever."""
 
 import os
 import re
@@ -27,13 +27,18 @@ def test_every_law_of_a_rank_holds_on_every_one(tmp_path):
     """See rank.py."""
     words = [sys.executable, Path(__file__).with_name("rank.py"), tmp_path / "store"]
     options = {"env": ENVIRONMENT, "stderr": subprocess.PIPE, "text": True}
-    said, running = [], [subprocess.Popen([*words, str(rank)], **options) for rank in range(3)]
+    said, running = (
+        [],
+        [subprocess.Popen([*words, str(rank)], **options) for rank in range(3)],
+    )
     try:
         said = [process.communicate(timeout=400)[1] for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0, 0, 9], "\n".join(said)[-9000:]
+    assert [process.returncode for process in running] == [0, 0, 9], "\n".join(said)[
+        -9000:
+    ]
 
 
 def test_without_a_group():

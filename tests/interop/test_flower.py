@@ -1,6 +1,6 @@
-"""Flower: `PflStrategy` and `client_app` give what a simulation gives; one line keeps tensors with
-their client, one sends each client its own model, in apps that know nothing of it; Multi-Krum by
-exact distances."""
+"""Flower: `PflStrategy` and `client_app` give what a simulation gives; one line keeps
+tensors with their client, one sends each client its own model, in apps that know
+nothing of it; Multi-Krum by exact distances."""
 
 import io
 import logging
@@ -56,8 +56,9 @@ def context(node, config=None):
 
 
 class Nodes(Grid):
-    """Nodes 100, 101, ... of partitions `partitions` in this process, all with one ClientApp:
-    messages go through Flower's classes, but through no network and no Ray."""
+    """Nodes 100, 101, ... of partitions `partitions` in this process, all with one
+    ClientApp: messages go through Flower's classes, but through no network and no Ray.
+    """
 
     def __init__(self, app, partitions):
         self.app, self.answered, self.asked = app, [], []
@@ -121,7 +122,17 @@ def maker(alg, net=model):
 
 
 @pytest.mark.parametrize(
-    "name", ["fedavg", "scaffold", "waffle", "ditto", "feddwa", "fedfomo", "clustered_fl", "knnper"]
+    "name",
+    [
+        "fedavg",
+        "scaffold",
+        "waffle",
+        "ditto",
+        "feddwa",
+        "fedfomo",
+        "clustered_fl",
+        "knnper",
+    ],
 )
 def test_every_algorithm_in_flower_is_the_simulation(name):
     alg, models = algorithm(name), {}
@@ -132,7 +143,9 @@ def test_every_algorithm_in_flower_is_the_simulation(name):
         return {"loss": 0.0}
 
     history = whole(alg, model, part).run()
-    strategy = PflStrategy(Server(alg, model, N, rounds=ROUNDS, seed=SEED), fraction_train=part)
+    strategy = PflStrategy(
+        Server(alg, model, N, rounds=ROUNDS, seed=SEED), fraction_train=part
+    )
     strategy.start(Nodes(client_app(maker(alg), evaluate=keep), range(N)))
     assert strategy.server.round == ROUNDS and sorted(models) == list(range(N))
     for i, other in models.items():
@@ -143,7 +156,9 @@ def test_every_algorithm_in_flower_is_the_simulation(name):
 
 def test_who_is_absent_or_comes_again_under_another_node():
     grid = Nodes(client_app(maker("ditto")), range(N))
-    strategy = PflStrategy(Server("ditto", model, N, rounds=4, seed=SEED), min_available_nodes=1)
+    strategy = PflStrategy(
+        Server("ditto", model, N, rounds=4, seed=SEED), min_available_nodes=1
+    )
     grid.mute = {101}
     found = strategy.start(grid, num_rounds=1).evaluate_metrics_clientapp[1]
     assert set(found) == {"loss", "accuracy"}
@@ -157,12 +172,14 @@ def test_who_is_absent_or_comes_again_under_another_node():
     strategy.start(grid, num_rounds=1)
     assert strategy.server.round == 2
     two = PflStrategy(Server("ditto", model, 3, rounds=1))
-    two.start(Nodes(client_app(maker("ditto")), [0, 1, 1]))  # two nodes claim one client
+    # two nodes claim one client
+    two.start(Nodes(client_app(maker("ditto")), [0, 1, 1]))
     assert two.server.round == 1
 
 
 def trainer(*mods, seen=None, moved=None, drop=""):
-    """Any app of Flower's, whose training is a function of the state and the client's number."""
+    """Any app of Flower's, whose training is a function of the state and the
+    client's number."""
     app = ClientApp(mods=list(mods))
 
     @app.train()
@@ -193,7 +210,10 @@ def apart(state, i):
 
 def pulled(state, i):
     """Each client pulls everything towards a number of its own."""
-    return {k: v if k.endswith("tracked") else v + 0.5 * (i + 1 - v) for k, v in state.items()}
+    return {
+        k: v if k.endswith("tracked") else v + 0.5 * (i + 1 - v)
+        for k, v in state.items()
+    }
 
 
 @pytest.mark.parametrize("method", ["fedamp", "clusters", SFL(k=1), "feddwa"])
@@ -209,11 +229,14 @@ def test_any_app_gets_its_own_models(method):
         for k, v in expected[i].to_torch_state_dict().items():
             near(seen[i][k], v)
     mean = result.arrays.to_torch_state_dict()["0.weight"]
-    assert (seen[0]["0.weight"] - mean).abs().min() > 1e-6  # not what FedAvg would have sent
+    # not what FedAvg would have sent
+    assert (seen[0]["0.weight"] - mean).abs().min() > 1e-6
 
 
 @pytest.mark.parametrize(
-    "pattern", ["3.*", "[01].*", "1.*", None], ids=["FedPer", "LG-FedAvg", "FedBN", "FedAvg"]
+    "pattern",
+    ["3.*", "[01].*", "1.*", None],
+    ids=["FedPer", "LG-FedAvg", "FedBN", "FedAvg"],
 )
 def test_any_app_is_fedper_lg_fedavg_or_fedbn_and_private_values_do_not_travel(pattern):
     seen = {}
@@ -271,14 +294,16 @@ def test_what_cannot_be_kept_is_one_sentence():
 
 
 def test_a_tensor_of_bytes_that_numpy_has_no_numbers_for_is_kept_as_it_is():
-    """bfloat16 as other code puts it into a record: two bytes a number, of which nothing is
-    computed here."""
+    """bfloat16 as other code puts it into a record: two bytes a number, of which
+    nothing is computed here."""
     ctx, raw = context(7), Array(np.frombuffer(b"\x80\x3f\x00\x40", dtype="V2"))
     app = ClientApp(mods=[keep_private("head")])
 
     @app.train()
     def train(message, context):
-        return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
+        return Message(
+            RecordDict({"arrays": message.content["arrays"]}), reply_to=message
+        )
 
     given = Message(RecordDict({"arrays": ArrayRecord({"head": raw})}), 7, "train")
     kept = app(given, ctx).content["arrays"]["head"], ctx.state[KEPT]["head"]
@@ -301,12 +326,17 @@ def test_what_does_not_fit_is_one_sentence():
     said = error_of(ClientApp(), [0])
     assert "no node says which client it is" in said and "must be a client_app" in said
     said = error_of(client_app(maker("waffle")), [1, 2], "waffle")
-    assert said.startswith("3 rounds in a row came to nothing: Waffle needs a node for client numb")
+    assert said.startswith(
+        "3 rounds in a row came to nothing: Waffle needs a node for client numb"
+    )
     halves = lambda: model().bfloat16()  # noqa: E731
     said = error_of(client_app(maker("fedavg", halves)), [0], "fedavg", halves)
     assert "expected float32 or float16, which Flower carries, got a tensor" in said
     own = PflStrategy(Server("fedavg", model, 1))
-    arrays, nodes = ArrayRecord(model().state_dict()), Nodes(client_app(maker("fedavg")), [0])
+    arrays, nodes = (
+        ArrayRecord(model().state_dict()),
+        Nodes(client_app(maker("fedavg")), [0]),
+    )
     three = client_app(lambda context: 3)
     with sentence("make: expected a function that"):
         three(message(arrays={"a": [1.0]}), context(7))
@@ -329,7 +359,9 @@ def test_one_malformed_reply_ends_no_run(strategy, how, caplog, monkeypatch):
         odd = {"shape": value[:-1], "nan": value * torch.nan}
         arrays = ArrayRecord(tensors | {first: odd.get(how, value)})
         metrics = MetricRecord({"num-examples": 0 if how == "samples" else 12})
-        return RecordDict({} if how == "none" else {"arrays": arrays, "metrics": metrics})
+        return RecordDict(
+            {} if how == "none" else {"arrays": arrays, "metrics": metrics}
+        )
 
     if strategy == "all":
         app, start = client_app(maker("fedavg")), ()
@@ -343,10 +375,14 @@ def test_one_malformed_reply_ends_no_run(strategy, how, caplog, monkeypatch):
     warned = strategy == "all" and how != "nan"
     with pytest.warns(RuntimeWarning) if warned else caplog.at_level(logging.WARNING):
         plan.start(grid, *start, num_rounds=2)
-    assert plan.server.round == 2 if strategy == "all" else set(plan.models) == {100, 101, 103}
+    assert (
+        plan.server.round == 2
+        if strategy == "all"
+        else set(plan.models) == {100, 101, 103}
+    )
 
 
-# -- one node that answers otherwise than the others is absent, and ends no run -------------------
+# -- one node that answers otherwise than the others is absent, and ends no run
 
 
 def npy(array, **header):
@@ -405,8 +441,15 @@ RECORDS = {  # and in that of its records
     "config": lambda arrays, metrics: {"config": ConfigRecord({"x": 1})},
     "arrays alone": lambda arrays, metrics: {"arrays": arrays},
     "metrics alone": lambda arrays, metrics: {"metrics": metrics},
-    "two models": lambda arrays, metrics: {"arrays": arrays, "more": arrays, "metrics": metrics},
-    "no tensor": lambda arrays, metrics: {"arrays": ArrayRecord({}), "metrics": metrics},
+    "two models": lambda arrays, metrics: {
+        "arrays": arrays,
+        "more": arrays,
+        "metrics": metrics,
+    },
+    "no tensor": lambda arrays, metrics: {
+        "arrays": ArrayRecord({}),
+        "metrics": metrics,
+    },
     "a tensor more": lambda arrays, metrics: {
         "arrays": ArrayRecord({**arrays, "z": Array(np.zeros(2))}),
         "metrics": metrics,
@@ -414,7 +457,11 @@ RECORDS = {  # and in that of its records
 }
 # what only the means of Flower's own do not bear
 NAMES = {
-    "two metrics": lambda arrays, metrics: {"arrays": arrays, "metrics": metrics, "m": metrics},
+    "two metrics": lambda arrays, metrics: {
+        "arrays": arrays,
+        "metrics": metrics,
+        "m": metrics,
+    },
     "another name": lambda arrays, metrics: {"other": arrays, "metrics": metrics},
     "another metric": lambda arrays, metrics: {
         "arrays": arrays,
@@ -439,7 +486,9 @@ def spoilt(content, part, how):
 @cache
 def honest(strategy):
     """What four nodes answer in a first round of this strategy."""
-    grid = Nodes(client_app(maker("ditto")) if strategy == "server" else trainer(), range(4))
+    grid = Nodes(
+        client_app(maker("ditto")) if strategy == "server" else trainer(), range(4)
+    )
     start = () if strategy == "server" else (ArrayRecord(model().state_dict()),)
     STRATEGIES[strategy]().start(grid, *start, num_rounds=1)
     replies = [m for m in grid.answered if m.metadata.message_type == "train"]
@@ -450,7 +499,9 @@ STRATEGIES = {
     "server": lambda: PflStrategy(Server("ditto", model, 4, rounds=2, seed=SEED)),
     "clusters": lambda: PersonalStrategy("clusters", **LEAST),
     "feddwa": lambda: PersonalStrategy("feddwa", **LEAST),
-    "multikrum": lambda: ExactMultiKrum(num_malicious_nodes=0, num_nodes_to_select=4, **LEAST),
+    "multikrum": lambda: ExactMultiKrum(
+        num_malicious_nodes=0, num_nodes_to_select=4, **LEAST
+    ),
 }
 
 
@@ -477,7 +528,9 @@ def aggregated(strategy, contents):
 
 
 def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[k], other[k]) for k in one
+    )
 
 
 ODD = [
@@ -490,7 +543,9 @@ ODD = [
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("part, how", ODD, ids=[" ".join(odd) for odd in ODD])
-def test_a_reply_that_cannot_be_used_is_absent(strategy, part, how, tmp_path, monkeypatch):
+def test_a_reply_that_cannot_be_used_is_absent(
+    strategy, part, how, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     contents = honest(strategy)
     others = {node: contents[node] for node in (100, 101, 103)}
@@ -508,14 +563,19 @@ def test_records_and_metrics_of_other_names_end_no_round(strategy, how):
     contents = honest(strategy)
     others = {node: contents[node] for node in (100, 101, 103)}
 
-    got, metrics = aggregated(strategy, {**contents, 102: spoilt(contents[102], "records", how)})
+    got, metrics = aggregated(
+        strategy, {**contents, 102: spoilt(contents[102], "records", how)}
+    )
 
     want, _ = aggregated(strategy, contents if strategy == "server" else others)
     assert equal(got, want) and metrics is not None
 
 
 EVALUATIONS = [
-    *(({"metrics": MetricRecord({"loss": 9.0, **weight})}) for weight in WEIGHTS.values()),
+    *(
+        ({"metrics": MetricRecord({"loss": 9.0, **weight})})
+        for weight in WEIGHTS.values()
+    ),
     {},
     {"other": MetricRecord({"loss": 9.0, "num-examples": 2})},
     {"metrics": MetricRecord({"loss": [9.0, 9.0], "num-examples": 2})},
@@ -540,14 +600,19 @@ def test_an_evaluation_that_cannot_be_used_is_absent(strategy, odd):
 def test_an_evaluation_of_nobody_gives_nothing():
     none = RecordDict({"metrics": MetricRecord({"loss": 1.0, "num-examples": 0})})
     for make in STRATEGIES.values():
-        assert make().aggregate_evaluate(1, answers({100: none, 101: none}, "evaluate")) is None
+        assert (
+            make().aggregate_evaluate(1, answers({100: none, 101: none}, "evaluate"))
+            is None
+        )
 
 
 def test_a_negative_variance_reaches_nobody():
     contents = dict(honest("clusters"))
     arrays = contents[102]["arrays"]
     odd = {**arrays, "1.running_var": Array(-arrays["1.running_var"].numpy() - 1)}
-    contents[102] = RecordDict({"arrays": ArrayRecord(odd), "metrics": contents[102]["metrics"]})
+    contents[102] = RecordDict(
+        {"arrays": ArrayRecord(odd), "metrics": contents[102]["metrics"]}
+    )
     plan = PersonalStrategy("krum", **LEAST)
     plan.aggregate_train(1, answers(contents))
     for mean, _ in (plan.aggregate_train(2, answers(contents)),):
@@ -598,7 +663,7 @@ def test_models_of_another_form_do_not_become_the_usual_ones():
     assert sorted(plan.models) == [100, 101]
 
 
-# -- and which client a node is --------------------------------------------------------------------
+# -- and which client a node is ------------------------------------------------
 
 
 def asked(answer):
@@ -634,7 +699,9 @@ def test_a_node_that_does_not_say_which_client_it_is_is_asked_again(answer):
 def test_who_was_known_first_is_the_client_while_it_is_connected(monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("flwr"), "propagate", True)
     grid = Nodes(client_app(maker("feddwa")), range(N))
-    strategy = PflStrategy(Server("feddwa", model, N, rounds=9, seed=SEED), min_available_nodes=1)
+    strategy = PflStrategy(
+        Server("feddwa", model, N, rounds=9, seed=SEED), min_available_nodes=1
+    )
 
     def play():
         strategy.start(grid, num_rounds=1)
@@ -644,9 +711,12 @@ def test_who_was_known_first_is_the_client_while_it_is_connected(monkeypatch, ca
     for impostor in (5, 999):  # before and behind it in the order of the nodes
         grid.contexts[impostor] = context(impostor, {"partition-id": 1})
         assert play() == [100, 101, 102, 103]
-    assert "node 5 says it is client 1, as node 101 does, which was first" in caplog.text
+    assert (
+        "node 5 says it is client 1, as node 101 does, which was first" in caplog.text
+    )
     caplog.clear()
-    assert play() == [100, 101, 102, 103] and "node 5" not in caplog.text  # it is said once
+    # it is said once
+    assert play() == [100, 101, 102, 103] and "node 5" not in caplog.text
     assert strategy.server.clients == {i: i for i in range(N)}
     # the connection ends, and the client comes back, as the same node or as another
     del grid.contexts[5], grid.contexts[999]
@@ -693,7 +763,9 @@ def test_a_question_waits_no_longer_than_a_round():
 
 def test_a_required_client_may_be_away_for_a_round():
     grid = Nodes(client_app(maker("waffle")), range(N))
-    strategy = PflStrategy(Server("waffle", model, N, rounds=9, seed=SEED), min_available_nodes=1)
+    strategy = PflStrategy(
+        Server("waffle", model, N, rounds=9, seed=SEED), min_available_nodes=1
+    )
     strategy.start(grid, num_rounds=1)
     target = grid.contexts.pop(100)
     strategy.start(grid, num_rounds=2)
@@ -702,7 +774,9 @@ def test_a_required_client_may_be_away_for_a_round():
     strategy.start(grid, num_rounds=1)
     assert strategy.server.round == 2
     del grid.contexts[100]
-    with sentence("3 rounds in a row came to nothing: Waffle needs a node for client number 0 in"):
+    with sentence(
+        "3 rounds in a row came to nothing: Waffle needs a node for client number 0 in"
+    ):
         strategy.start(grid, num_rounds=3)
 
 
@@ -711,12 +785,16 @@ def test_a_round_in_which_everybody_fails_is_skipped_twice():
         raise ValueError("it is night")
 
     night, day = (Nodes(client_app(make), range(N)) for make in (fails, maker("ditto")))
-    strategy = PflStrategy(Server("ditto", model, N, rounds=9, seed=SEED), fraction_evaluate=0.0)
+    strategy = PflStrategy(
+        Server("ditto", model, N, rounds=9, seed=SEED), fraction_evaluate=0.0
+    )
     for _ in range(2):
         strategy.start(night, num_rounds=2)
         strategy.start(day, num_rounds=1)
     assert strategy.server.round == 2
-    with sentence("3 rounds in a row came to nothing: all 4 clients failed, .*it is night"):
+    with sentence(
+        "3 rounds in a row came to nothing: all 4 clients failed, .*it is night"
+    ):
         strategy.start(night, num_rounds=3)
 
 
@@ -724,14 +802,18 @@ K, F, P = 10, 2, 100_000  # replies, hostile ones of them, numbers of each
 
 
 def contents(spread, seed=0, far=1.5, p=P):
-    """Models that differ by `spread`, relatively; the first F of them are `far` times as far from
-    the middle as the others."""
+    """Models that differ by `spread`, relatively; the first F of them are `far` times
+    as far from the middle as the others."""
     draw = np.random.default_rng(seed)
     base, made = draw.normal(size=p), []
     for i in range(K):
         w = 0.05 * (base + spread * (far if i < F else 1.0) * draw.normal(size=p))
-        arrays = ArrayRecord({"w": Array(w.astype(np.float32)), "steps": Array(np.asarray(i))})
-        made.append(RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})}))
+        arrays = ArrayRecord(
+            {"w": Array(w.astype(np.float32)), "steps": Array(np.asarray(i))}
+        )
+        made.append(
+            RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 1})})
+        )
     return made
 
 
@@ -742,12 +824,15 @@ def messages(given):
 
 def chosen(select, given):
     """The numbers of those whom it selects."""
-    return [next(i for i, c in enumerate(given) if c is one) for one in select(given, F, K - F)]
+    return [
+        next(i for i, c in enumerate(given) if c is one)
+        for one in select(given, F, K - F)
+    ]
 
 
 def test_exact_distances_are_those_of_float64():
-    """Flower's own picks a wrong client at a thousandth; where models differ much both pick the
-    same."""
+    """Flower's own picks a wrong client at a thousandth; where models differ much both
+    pick the same."""
     close, apart = [contents(1e-3, seed) for seed in range(5)], contents(0.5)
     for given in (*close, apart, contents(1e-5, far=1.0)):
         rows = np.stack([c["arrays"]["w"].numpy().astype(np.float64) for c in given])
@@ -755,19 +840,28 @@ def test_exact_distances_are_those_of_float64():
         score = np.sort(square, 1)[:, 1 : K - F - 1].sum(1)
         assert chosen(select_multikrum, given) == score.argsort()[: K - F].tolist()
     assert any(min(chosen(flowers, given)) < F for given in close)
-    assert {*chosen(flowers, apart)} == {*chosen(select_multikrum, apart)} == {*range(F, K)}
+    assert (
+        {*chosen(flowers, apart)}
+        == {*chosen(select_multikrum, apart)}
+        == {*range(F, K)}
+    )
 
 
 def test_the_strategy_is_flowers_own_but_for_the_distances():
     words = {"num_malicious_nodes": F, "num_nodes_to_select": K - F}
     for given in (contents(1e-3), contents(0.5)):
         arrays, metrics = ExactMultiKrum(**words).aggregate_train(1, messages(given))
-        mean = np.mean([c["arrays"]["w"].numpy() for c in select_multikrum(given, F, K - F)], 0)
+        mean = np.mean(
+            [c["arrays"]["w"].numpy() for c in select_multikrum(given, F, K - F)], 0
+        )
         np.testing.assert_allclose(arrays["w"].numpy(), mean, rtol=1e-5, atol=1e-8)
         assert metrics is not None
     other, _ = MultiKrum(**words).aggregate_train(1, messages(given))
-    np.testing.assert_allclose(arrays["w"].numpy(), other["w"].numpy(), rtol=1e-5, atol=1e-7)
-    few = messages(contents(1e-3, p=1000))  # it takes a second for each 20,000 parameters
+    np.testing.assert_allclose(
+        arrays["w"].numpy(), other["w"].numpy(), rtol=1e-5, atol=1e-7
+    )
+    # it takes a second for each 20,000 parameters
+    few = messages(contents(1e-3, p=1000))
     bulyan = Bulyan(num_malicious_nodes=1, selection_rule=select_multikrum)
     assert bulyan.aggregate_train(1, few)[0] is not None
 
@@ -783,12 +877,15 @@ def test_too_few_replies_skip_a_round_and_a_model_that_is_not_finite_is_not_chos
 
 
 def test_krum_goes_on_without_who_does_not_fit():
-    """Of ten that may have two hostile ones, and of seven, of whom each that does not fit was
-    one."""
+    """Of ten that may have two hostile ones, and of seven, of whom each that does not
+    fit was one."""
     given = contents(0.5, p=100)
     odd = RecordDict({"arrays": ArrayRecord({"w": Array(np.zeros(3, np.float32))})})
     for count in (10, 7):
-        some, words = given[:count], {"num_malicious_nodes": 2, "num_nodes_to_select": count - 2}
+        some, words = (
+            given[:count],
+            {"num_malicious_nodes": 2, "num_nodes_to_select": count - 2},
+        )
         for node in (0, 1, count - 1):
             mixed = [odd if i == node else c for i, c in enumerate(some)]
             left = [c for i, c in enumerate(some) if i != node]
@@ -813,7 +910,9 @@ def test_fewer_replies_are_chosen_where_fewer_came():
     given = contents(0.5, p=100)
     strategy = ExactMultiKrum(num_malicious_nodes=2, num_nodes_to_select=8)
     got, _ = strategy.aggregate_train(1, messages(given[:9]))
-    mean = np.mean([c["arrays"]["w"].numpy() for c in select_multikrum(given[:9], 2, 7)], 0)
+    mean = np.mean(
+        [c["arrays"]["w"].numpy() for c in select_multikrum(given[:9], 2, 7)], 0
+    )
     np.testing.assert_allclose(got["w"].numpy(), mean, rtol=1e-5)
 
 

@@ -1,5 +1,5 @@
-"""The example is a Flower app: Flower finds its components, Ray runs them on two cores, and a
-simulation gives the same models."""
+"""The example is a Flower app: Flower finds its components, Ray runs them on two cores,
+and a simulation gives the same models."""
 
 import importlib
 import os
@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from pflcore import Evaluation, Simulation
 
 APP, ROUNDS, SEED = ROOT / "examples" / "flower", 3, 3
-PLAYED = {"feddwa": 1.0, "waffle": 0.5, "ditto": 0.5, "scaffold": 1.0}  # and the participation
+# and the participation
+PLAYED = {"feddwa": 1.0, "waffle": 0.5, "ditto": 0.5, "scaffold": 1.0}
 PROGRAM = """
 import pathlib, sys
 from dataclasses import replace
@@ -62,7 +63,7 @@ backend = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0},
                          "_node_ip_address": "127.0.0.1"}}
 client = client_app(apps.one, evaluate=apps.evaluate, mods=[switch])
 run_simulation(server, client, num_supernodes=8, backend_config=backend)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -77,7 +78,15 @@ def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
     quiet |= {"FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_worker_niceness": "0"}
     path = os.pathsep.join([str(APP), *filter(None, sys.path)])
     run = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), str(ROUNDS), str(SEED), repr(PLAYED)],
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            str(tmp_path),
+            str(ROUNDS),
+            str(SEED),
+            repr(PLAYED),
+        ],
         env={**os.environ, **quiet, "FLWR_HOME": str(tmp_path), "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -85,7 +94,9 @@ def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
         check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("mean accuracy of the clients' own models") == ROUNDS * len(PLAYED)
+    assert run.stdout.count("mean accuracy of the clients' own models") == ROUNDS * len(
+        PLAYED
+    )
     task = importlib.import_module("pfl_app.task")
     for name, part in PLAYED.items():
         alg = task.algorithm(name)
@@ -93,7 +104,9 @@ def test_the_app_gives_the_models_of_a_simulation(app, tmp_path):
         history = Simulation(
             alg, task.model, task.data(8), task.TRAINING, ROUNDS, part, **never
         ).run()
-        models = [load_file(tmp_path / name / f"client-{i}.safetensors") for i in range(8)]
+        models = [
+            load_file(tmp_path / name / f"client-{i}.safetensors") for i in range(8)
+        ]
         for i, model in enumerate(models):
             for key, value in history.model(i).tensors().items():
                 torch.testing.assert_close(model[key], value, rtol=1e-4, atol=1e-6)

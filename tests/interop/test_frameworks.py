@@ -1,5 +1,5 @@
-"""The snippets of docs/interop.md, run as they stand there inside the frameworks that they are for,
-where these are installed."""
+"""The snippets of docs/interop.md, run as they stand there inside the frameworks that
+they are for, where these are installed."""
 
 import re
 import subprocess
@@ -16,7 +16,8 @@ import pflcore
 
 TEXT = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")
 SNIPPETS = {
-    name: text for text, name in re.findall(r"```python\n((?:# (\S+): .*\n)[\s\S]*?)```", TEXT)
+    name: text
+    for text, name in re.findall(r"```python\n((?:# (\S+): .*\n)[\s\S]*?)```", TEXT)
 }
 NAMES = ("NVFlare", "APPFL", "fluke", "PFLlib", "FL-bench")
 
@@ -41,7 +42,9 @@ def close(got, want):
 def test_the_table_counts_the_lines_that_call_pflcore():
     for name in NAMES:
         calls = [line for line in SNIPPETS[name].splitlines() if "pflcore" in line]
-        row = next(line for line in TEXT.splitlines() if line.startswith(f"| {name} |")).split("|")
+        row = next(
+            line for line in TEXT.splitlines() if line.startswith(f"| {name} |")
+        ).split("|")
         assert len(calls) == int(row[4]) <= 5
         compile(SNIPPETS[name], name, "exec")
 
@@ -64,15 +67,22 @@ def test_appfl():
 
 
 def test_fluke():
-    """Models travel by its own channel; who was absent gets the server's model, later its own last
-    one."""
+    """Models travel by its own channel; who was absent gets the server's model, later
+    its own last one."""
     server = pytest.importorskip("fluke.server")
     comm = pytest.importorskip("fluke.comm")
-    clients, start = [SimpleNamespace(index=i, n_examples=4) for i in range(3)], nn.Linear(3, 2)
-    one = personal("fluke", Server=server.Server, Message=comm.Message)(start, None, clients)
+    clients, start = (
+        [SimpleNamespace(index=i, n_examples=4) for i in range(3)],
+        nn.Linear(3, 2),
+    )
+    one = personal("fluke", Server=server.Server, Message=comm.Message)(
+        start, None, clients
+    )
     sent = models()
     for c in clients[:2]:
-        one.channel.send(comm.Message(sent[c.index], "model", c.index, inmemory=True), "server")
+        one.channel.send(
+            comm.Message(sent[c.index], "model", c.index, inmemory=True), "server"
+        )
     one.aggregate(clients[:2], one.receive_client_models(clients[:2], state_dict=False))
     one.broadcast_model(clients)
     got = [one.channel.receive(c.index, "server", "model").payload for c in clients]
@@ -117,7 +127,9 @@ def test_nvflare(tmp_path):
     pytest.importorskip("nvflare.recipe.sim_env")
     out = tmp_path / "models.pt"
     (tmp_path / "personal_job.py").write_text(
-        JOB.format(snippet=SNIPPETS["NVFlare"], out=str(out), root=str(tmp_path / "work"))
+        JOB.format(
+            snippet=SNIPPETS["NVFlare"], out=str(out), root=str(tmp_path / "work")
+        )
     )
     path = f"{tmp_path}:{ROOT}"
     done = subprocess.run(
@@ -136,8 +148,9 @@ def test_nvflare(tmp_path):
 
 
 def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
-    """Not the frameworks: stand-ins with the attributes that the snippets use, so that at least the
-    snippets' own lines have run; a second run of the same process starts fresh."""
+    """Not the frameworks: stand-ins with the attributes that the snippets use, so that
+    at least the snippets' own lines have run; a second run of the same process starts
+    fresh."""
     sent, start = models(), nn.Linear(3, 2)
     want = pflcore.personalize(dict(enumerate(sent[:2])), "fedamp")
     cls = personal("PFLlib", Server=type("Server", (), {}))
@@ -152,7 +165,9 @@ def test_pfllib_and_fl_bench_by_the_attributes_that_their_sources_name():
     close(received[0], want[0])
     assert received[2] is start and not cls().personal
     rest = {"regular_model_params": dict(start.state_dict()), "rest": 1}
-    base = type("FedAvgServer", (), {"get_client_model_params": lambda self, client: rest})
+    base = type(
+        "FedAvgServer", (), {"get_client_model_params": lambda self, client: rest}
+    )
     cls = personal("FL-bench", FedAvgServer=base)
     two = cls()
     packages = [{"regular_model_params": dict(m.state_dict())} for m in sent[:2]]

@@ -1,5 +1,5 @@
-"""Laws of lowrank: rows are an isometric image of the products, whatever the factors; mixes of rows
-are mixes of products."""
+"""Laws of lowrank: rows are an isometric image of the products, whatever the factors;
+mixes of rows are mixes of products."""
 
 import functools
 
@@ -26,8 +26,12 @@ def factors(o, i, ranks, shared=False, zero=(), dependent=False, gauge=False):
     a0, b0 = draw(least, i), draw(o, least)
     for j in range(20):
         more = ranks[j % len(ranks)] - least
-        x = torch.cat([a0 + (not shared) * spread * draw(least, i), spread * draw(more, i)])
-        y = torch.cat([b0 + spread * draw(o, least), draw(o, more)], 1) * (j not in zero)
+        x = torch.cat(
+            [a0 + (not shared) * spread * draw(least, i), spread * draw(more, i)]
+        )
+        y = torch.cat([b0 + spread * draw(o, least), draw(o, more)], 1) * (
+            j not in zero
+        )
         if dependent:
             x[-1], y[:, -1] = x[0], y[:, 0]
         m = torch.eye(len(x), dtype=F64)
@@ -53,7 +57,9 @@ KINDS = [
 def test_rows_are_the_products(o, i, ranks, kind):
     a, b, scale = factors(o, i, ranks[:1] if kind.get("shared") else ranks, **kind)
     rows, basis = lowrank.project(a, b, scale)
-    product = torch.stack([(s * y @ x).flatten() for x, y, s in zip(a, b, scale, strict=True)])
+    product = torch.stack(
+        [(s * y @ x).flatten() for x, y, s in zip(a, b, scale, strict=True)]
+    )
     assert rows.shape[1] <= product.shape[1]
     assert basis.size == pytest.approx(torch.cat(a).norm(dim=1).mean().item())
     exact, size = pairwise_sqdist(product), float(product.square().sum(1).max())
@@ -68,7 +74,9 @@ def test_rows_are_the_products(o, i, ranks, kind):
         y, x, lost = lowrank.lift(rows.mean(0), basis, rank, scale=0.5)
         off, least = (0.5 * y @ x - mean).norm(), 1e-12 * max(1.0, float(mean.norm()))
         near(off, singular[rank:].norm(), rtol=0, atol=least)
-        share = singular[rank:].square().sum() / singular.square().sum().clamp(min=1e-300)
+        share = singular[rank:].square().sum() / singular.square().sum().clamp(
+            min=1e-300
+        )
         assert lost == pytest.approx(float(share), abs=1e-12)
         # of the clients' length, no dead direction
         torch.testing.assert_close(x @ x.T, torch.eye(rank, dtype=F64) * basis.size**2)
@@ -87,7 +95,11 @@ def adapter(seed, rank, **more):
         "m.lora_embedding_B": draw(8, rank),
         "m.classifier.weight": draw(3, 10),
     }
-    return {k: v.double() for k, v in tensors.items()} | {"m.step": torch.tensor(seed)} | more
+    return (
+        {k: v.double() for k, v in tensors.items()}
+        | {"m.step": torch.tensor(seed)}
+        | more
+    )
 
 
 NAMES = ("m.q.lora_A.weight", "m.conv.lora_A.weight", "m.lora_embedding_A")
@@ -95,7 +107,9 @@ PLAIN = ("m.q.lora_B.bias", "m.q.lora_magnitude_vector", "m.classifier.weight")
 
 
 def scale_of(rank, alpha=16.0):
-    return dict.fromkeys(NAMES, alpha / rank) | {"m.conv.lora_A.weight": alpha / rank**0.5}
+    return dict.fromkeys(NAMES, alpha / rank) | {
+        "m.conv.lora_A.weight": alpha / rank**0.5
+    }
 
 
 def some(*ranks):
@@ -104,15 +118,24 @@ def some(*ranks):
 
 def dense(state, scale):
     """All that a row means, in one."""
-    pairs = [(state[k].flatten(1), state[k.replace("A", "B", 1)].flatten(1)) for k in NAMES]
-    found = [scale[k] * b.double() @ a.double() for k, (a, b) in zip(NAMES, pairs, strict=True)]
-    return torch.cat([v.double().flatten() for v in (*found, *(state[k] for k in PLAIN))])
+    pairs = [
+        (state[k].flatten(1), state[k.replace("A", "B", 1)].flatten(1)) for k in NAMES
+    ]
+    found = [
+        scale[k] * b.double() @ a.double()
+        for k, (a, b) in zip(NAMES, pairs, strict=True)
+    ]
+    return torch.cat(
+        [v.double().flatten() for v in (*found, *(state[k] for k in PLAIN))]
+    )
 
 
 def alike(got, want, scale):
     """The same products in the same form."""
     for one, other, c in zip(want, got, scale, strict=True):
-        forms = [[(k, v.shape, v.dtype) for k, v in state.items()] for state in (one, other)]
+        forms = [
+            [(k, v.shape, v.dtype) for k, v in state.items()] for state in (one, other)
+        ]
         assert forms[0] == forms[1]
         assert torch.equal(one["m.step"], other["m.step"])
         near(dense(other, c), dense(one, c))
@@ -127,14 +150,19 @@ def halved(state):
 def test_adapters_of_different_ranks_are_packed_and_come_back(ranks):
     states, scale = some(*ranks)
     rows, layout = lowrank.pack(states, scale)
-    exact = pairwise_sqdist(torch.stack([dense(*pair) for pair in zip(states, scale, strict=True)]))
+    exact = pairwise_sqdist(
+        torch.stack([dense(*pair) for pair in zip(states, scale, strict=True)])
+    )
     near(pairwise_sqdist(rows), exact)
     near(lowrank.sqdist(states, scale), exact)
     back, lost = lowrank.unpack(rows, layout)
     assert max(lost) < 1e-24
     alike(back, states, scale)
     # by id and in half precision
-    named, its = {"b": halved(states[0]), "a": halved(states[1])}, {"b": scale[0], "a": scale[1]}
+    named, its = (
+        {"b": halved(states[0]), "a": halved(states[1])},
+        {"b": scale[0], "a": scale[1]},
+    )
     back, _ = lowrank.unpack(*lowrank.pack(named, its))
     assert list(back) == ["b", "a"]
     for c, state in named.items():
@@ -161,7 +189,11 @@ GOOD = adapter(0, 2)
 NONE = "states: expected LoRA's lora_A and lora_B"
 BAD = [
     ([GOOD], [], "scale: expected one for all clients, or one for each of .0."),
-    ([GOOD], [{}], f"scale: expected one for {NAMES[0]} of every client, got 'none of .0.'"),
+    (
+        [GOOD],
+        [{}],
+        f"scale: expected one for {NAMES[0]} of every client, got 'none of .0.'",
+    ),
     ([GOOD | {"m.q.lora_E": torch.ones(2)}], scale_of(2), NONE),  # AdaLoRA
     ([{"m.q.hada_w1_a": torch.ones(2, 2)}], scale_of(2), NONE),  # LoHa
     ([{"m.q.lora_A.weight": torch.ones(2, 2)}], scale_of(2), NONE),
@@ -181,13 +213,15 @@ m.q.lora_B.weight | [9, 2] | 1 | m.q.lora_A.weight: .*, got .client 1's
 m.q.lora_B.weight | [10, 2] | Infinity | m.q.lora_A.weight: expected finite
 m.classifier.weight | [4, 10] | 1 | client 1: m.classifier.weight: expected finite .* .3, 10.
 m.classifier.weight | [3, 10] | Infinity | client 1: m.classifier.weight: expected finite
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("name, shape, value, words", tabled(OTHER))
 def test_an_adapter_unlike_the_first_is_named(name, shape, value, words):
     with sentence(words):
-        lowrank.pack([GOOD, adapter(1, 2, **{name: torch.full(shape, value)})], scale_of(2))
+        lowrank.pack(
+            [GOOD, adapter(1, 2, **{name: torch.full(shape, value)})], scale_of(2)
+        )
 
 
 def test_what_cannot_be_lifted_mixed_or_unpacked():
@@ -216,12 +250,18 @@ def test_the_scales_and_states_of_peft():
 
     def deltas(model):
         layers = [m for m in model.modules() if hasattr(m, "get_delta_weight")]
-        found = [m.get_delta_weight("default").detach().double().flatten() for m in layers]
+        found = [
+            m.get_delta_weight("default").detach().double().flatten() for m in layers
+        ]
         return torch.cat(found)
 
     for j, rslora in enumerate((False, True)):
         torch.manual_seed(j)
-        layers = {"q": nn.Linear(12, 10), "v": nn.Linear(12, 8), "e": nn.Embedding(20, 6)}
+        layers = {
+            "q": nn.Linear(12, 10),
+            "v": nn.Linear(12, 8),
+            "e": nn.Embedding(20, 6),
+        }
         options = {"lora_alpha": 5, "rank_pattern": {"v": 4}, "use_rslora": rslora}
         config = peft.LoraConfig(r=2 + j, target_modules=list(layers), **options)
         model = peft.get_peft_model(nn.ModuleDict(layers), config)
@@ -232,7 +272,12 @@ def test_the_scales_and_states_of_peft():
         scales.append(lowrank.scales(model))
         products.append(deltas(model))
     rows, layout = lowrank.pack(states, scales)
-    near(pairwise_sqdist(rows), pairwise_sqdist(torch.stack(products)), rtol=1e-5, atol=1e-5)
+    near(
+        pairwise_sqdist(rows),
+        pairwise_sqdist(torch.stack(products)),
+        rtol=1e-5,
+        atol=1e-5,
+    )
     back, _ = lowrank.unpack(rows, layout)
     peft.set_peft_model_state_dict(model, back[1])
     near(deltas(model), products[1], rtol=1e-4, atol=1e-4)

@@ -1,4 +1,5 @@
-"""Every form of clients' models becomes rows and comes back; what does not fit is one sentence."""
+"""Every form of clients' models becomes rows and comes back; what does not fit is
+one sentence."""
 
 import warnings
 from collections import OrderedDict
@@ -17,7 +18,9 @@ from torch.utils._pytree import tree_map
 
 from pflcore import pack, unpack
 
-SHAPES = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=4)
+SHAPES = st.lists(
+    st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=4
+)
 DTYPES = st.sampled_from(["float16", "float32", "float64"])
 
 
@@ -27,7 +30,11 @@ class Array:
     stype = "numpy.ndarray"
 
     def __init__(self, array):
-        self.array, self.dtype, self.shape = np.array(array), str(array.dtype), array.shape
+        self.array, self.dtype, self.shape = (
+            np.array(array),
+            str(array.dtype),
+            array.shape,
+        )
 
     def numpy(self):
         return self.array.copy()
@@ -39,13 +46,17 @@ class Record(dict):
 
 def state(arrays, make, seed):
     """A state dict, whose last tensor is no part of the rows."""
-    named = OrderedDict((f"layer{i}.weight", make(a.copy())) for i, a in enumerate(arrays))
+    named = OrderedDict(
+        (f"layer{i}.weight", make(a.copy())) for i, a in enumerate(arrays)
+    )
     named["steps"] = make(np.asarray(seed))
     return named
 
 
 def flat(arrays):
-    return np.concatenate([x.reshape(-1) for x in arrays] + [np.ones(1, arrays[0].dtype)])
+    return np.concatenate(
+        [x.reshape(-1) for x in arrays] + [np.ones(1, arrays[0].dtype)]
+    )
 
 
 FORMS = {
@@ -85,7 +96,10 @@ def same(a, b):
 def test_what_is_packed_comes_back(form, outer, shapes, dtype):
     def made():
         draw = np.random.default_rng(0)
-        arrays = [[np.asarray(draw.normal(size=s)).astype(dtype) for s in shapes] for _ in range(3)]
+        arrays = [
+            [np.asarray(draw.normal(size=s)).astype(dtype) for s in shapes]
+            for _ in range(3)
+        ]
         return OUTER[outer]([FORMS[form](a, i) for i, a in enumerate(arrays)])
 
     given, twin = made(), made()
@@ -123,7 +137,9 @@ def test_modules_come_back_as_modules_of_their_own():
     given = [net(0), net(1)]
     given[0][0].weight.requires_grad_(False)
     rows, form = pack(given)
-    assert list(form.columns) == [f"{i}.{kind}" for i in range(3) for kind in ("weight", "bias")]
+    assert list(form.columns) == [
+        f"{i}.{kind}" for i in range(3) for kind in ("weight", "bias")
+    ]
     back = unpack(rows.flip(0), form)
     for i in (0, 1):
         mine, others = given[i].state_dict(), given[1 - i].state_dict()
@@ -153,7 +169,9 @@ def test_running_statistics_are_mixed_like_the_models_or_left_alone(form):
     assert_close(mixed, weight.float() @ statistics(given))
     with sentence("weight: expected a row for each of 3 clients, got"):
         unpack(rows, packed, weight[:2])
-    with sentence(rf"rows: expected \[3, {rows.shape[1]}\], a row for each client that was packed"):
+    with sentence(
+        rf"rows: expected \[3, {rows.shape[1]}\], a row for each client that was packed"
+    ):
         unpack(rows[:1], packed)
 
 
@@ -163,10 +181,17 @@ def test_patterns_choose_and_private_tensors_may_differ():
     rows, form = pack(given, exclude=["2.*", "extra"])
     assert list(form.columns) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     back = unpack(torch.zeros_like(rows), form)
-    assert torch.equal(back[1]["2.weight"], torch.ones(7, 3)) and not back[1]["0.weight"].any()
+    assert (
+        torch.equal(back[1]["2.weight"], torch.ones(7, 3))
+        and not back[1]["0.weight"].any()
+    )
     assert list(pack(given, include="0.*").form.columns) == ["0.weight", "0.bias"]
-    assert list(pack(given, include="0.*", exclude="*.bias").form.columns) == ["0.weight"]
-    with sentence("include, exclude: expected patterns of some of 0.weight, .*, got 'v'"):
+    assert list(pack(given, include="0.*", exclude="*.bias").form.columns) == [
+        "0.weight"
+    ]
+    with sentence(
+        "include, exclude: expected patterns of some of 0.weight, .*, got 'v'"
+    ):
         pack(given, include="v")
 
 
@@ -182,9 +207,15 @@ def test_lazy_values_are_asked_for_one_client_at_a_time():
             return np.full(3, self.at[0], np.float32)
 
     rows, form = pack([{k: Logged(i, k) for k in "ab"} for i in range(3)], include="a")
-    assert log == [(0, "a"), (1, "a"), (2, "a")] and rows.tolist() == [[i] * 3 for i in range(3)]
+    assert log == [(0, "a"), (1, "a"), (2, "a")] and rows.tolist() == [
+        [i] * 3 for i in range(3)
+    ]
     back = unpack(rows, form)[1]
-    assert isinstance(back["a"], np.ndarray) and isinstance(back["b"], Logged) and len(log) == 3
+    assert (
+        isinstance(back["a"], np.ndarray)
+        and isinstance(back["b"], Logged)
+        and len(log) == 3
+    )
 
 
 def test_bfloat16_and_foreign_memory():
@@ -192,7 +223,10 @@ def test_bfloat16_and_foreign_memory():
     rows, form = pack(given)
     assert rows.dtype == torch.bfloat16
     same(unpack(rows, form), given)
-    fortran, order = np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.arange(2.0).astype(">f8")
+    fortran, order = (
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(2.0).astype(">f8"),
+    )
     odd = [[fortran, np.arange(4.0)[::-1], order]] * 2
     rows, form = pack(odd)
     assert rows[0].tolist() == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0, 0, 1]
@@ -223,8 +257,8 @@ def test_flowers_own_records():
         pack([app.ArrayRecord({"w": app.Array(np.zeros(4, "V2"))})])
 
 
-# tensors of ones by dtype and shape, and what is said of them; LIKE stands for what is said to the
-# others of the first client
+# tensors of ones by dtype and shape, and what is said of them; LIKE stands for what is
+# said to the others of the first client
 BAD = """\
 [["float 2", "float 2"], ["float 2"]] | client 1: '1': expected .2. torch.float32.* LIKE none
 [{"w": "float 2"}, {"w": "float 2", "c": "float 2"}] | client 1: 'c': expected none, LIKE .2.
@@ -237,7 +271,7 @@ BAD = """\
 {"w": "float 2", "b": "float 3 2"} | client 'b': expected a 1-D tensor
 "long 1 2" | uploads: expected floating-point rows
 ["float 2 2"] | client 0: expected a 1-D tensor, .* got a tensor .2, 2.
-"""
+"""  # noqa: E501
 
 
 def ones(words):
@@ -252,13 +286,25 @@ def test_bad_uploads_are_one_sentence(uploads, words):
 
 
 OTHERS = [
-    ([net(0), net(0, 5)], "client 1: '0.weight': expected .3, 4. .* client, got .5, 4."),
-    ([{"w": torch.ones(2).to_sparse()}], "client 0: 'w': expected a dense tensor with values"),
+    (
+        [net(0), net(0, 5)],
+        "client 1: '0.weight': expected .3, 4. .* client, got .5, 4.",
+    ),
+    (
+        [{"w": torch.ones(2).to_sparse()}],
+        "client 0: 'w': expected a dense tensor with values",
+    ),
     ([nn.LazyLinear(3)], "client 0: 'weight': expected a dense tensor with values"),
-    ([[np.array(["a"])]], "client 0: '0': expected a whole array in a dtype .* got <U1"),
+    (
+        [[np.array(["a"])]],
+        "client 0: '0': expected a whole array in a dtype .* got <U1",
+    ),
     (layers("Linear 2 2"), "uploads: expected rows"),
     *(
-        ([(client, model)] * 2, "client 0, element 0: expected a tensor or an array; models by cl")
+        (
+            [(client, model)] * 2,
+            "client 0, element 0: expected a tensor or an array; models by cl",
+        )
         for client in ("a", 0)
         for model in (torch.ones(3), np.ones(3), [np.ones(3)], {"w": torch.ones(3)})
     ),

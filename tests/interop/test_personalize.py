@@ -1,4 +1,5 @@
-"""One call is one step of the algorithm's server; Krum and clusters by their definitions."""
+"""One call is one step of the algorithm's server; Krum and clusters by their
+definitions."""
 
 import itertools
 import warnings
@@ -85,7 +86,9 @@ def test_guidance_belongs_to_a_client_by_its_name_and_one_without_keeps_its_mode
     assert torch.equal(torch.stack([mixed[name] for name in uploads]), by_place)
     del turned["c4"]
     mixed = personalize(uploads, "feddwa", previous=turned)
-    assert torch.equal(mixed["c4"], uploads["c4"]) and not torch.equal(mixed["c3"], uploads["c3"])
+    assert torch.equal(mixed["c4"], uploads["c4"]) and not torch.equal(
+        mixed["c3"], uploads["c3"]
+    )
 
 
 def test_clusters_of_updates_are_clustered_fls_split():
@@ -119,7 +122,8 @@ def test_directions_are_blind_to_lengths():
 def test_krum_is_its_definition(f):
     models = rows(3, 1.0)
     d = pairwise_sqdist(models)
-    order = d.sort(1).values[:, 1 : N - f - 1].sum(1).argsort().tolist()  # 0 is that to itself
+    # 0 is that to itself
+    order = d.sort(1).values[:, 1 : N - f - 1].sum(1).argsort().tolist()
     assert torch.equal(personalize(models, "krum", f=f), models[order[0]].expand(N, -1))
     for m, more in ((2, {}), (3, {"m": 3})):
         mean = models[order[:m]].mean(0).expand(N, -1)
@@ -137,7 +141,9 @@ def test_every_method_returns_the_form_it_was_given_and_is_blind_to_the_order():
         assert list(one) == list(models) and list(other) == list(models)[::-1]
         for k in models:
             assert isinstance(one[k], nn.Sequential) and one[k] is not models[k]
-            torch.testing.assert_close(dict(one[k].state_dict()), dict(other[k].state_dict()))
+            torch.testing.assert_close(
+                dict(one[k].state_dict()), dict(other[k].state_dict())
+            )
             assert not extra or torch.equal(one[k][1].weight, models[k][1].weight)
 
 
@@ -165,13 +171,17 @@ def test_by_name_a_client_keeps_at_least_half_of_its_own(method):
     assert float(change.mean()) >= 0.5 * 0.01
 
 
-@pytest.mark.parametrize("name, value", tabled("var | NaN\nmean | Infinity\nvar | -1e30"))
+@pytest.mark.parametrize(
+    "name, value", tabled("var | NaN\nmean | Infinity\nvar | -1e30")
+)
 def test_statistics_that_are_none_are_refused(name, value):
     models = [layers("Linear 4 5, BatchNorm1d 5").state_dict() for _ in range(6)]
     mixed = personalize(models, "krum", batch_norm="average")
     assert all(v.isfinite().all() for m in mixed for v in m.values())
     models[5][f"1.running_{name}"] = torch.full((5,), value)
-    with sentence("uploads: client 5's model is not finite, or has a negative variance"):
+    with sentence(
+        "uploads: client 5's model is not finite, or has a negative variance"
+    ):
         personalize(models, "krum", batch_norm="average")
 
 
@@ -194,7 +204,7 @@ BAD = """\
 {"method": "multikrum", "m": 7} | f, m: expected
 {"method": "clusters", "k": 8} | k: expected at most 7
 {"uploads": "infinite"} | .*client 3's
-"""
+"""  # noqa: E501
 ONE = "guidance, previous: expected one"
 LIKE = "guidance, previous: expected 7 finite models as the uploads are, 15 numbers"
 
@@ -206,17 +216,24 @@ def test_mistakes_are_one_sentence(given, words):
 
 
 def test_pairs_are_refused_and_the_dict_that_is_named_is_right():
-    """A list of pairs was taken for models of two tensors, and guidance by its place."""
+    """A list of pairs was taken for models of two tensors, and guidance by its
+    place."""
     models = {name: row for name, row in zip("abcdefg", rows(), strict=True)}
     looks = {name: row + 0.01 * i for i, (name, row) in enumerate(models.items())}
     pairs, others = list(models.items()), list(looks.items())[::-1]
-    for uploads, guidance in ((pairs, others), (models.items(), looks), (models, others)):
+    for uploads, guidance in (
+        (pairs, others),
+        (models.items(), looks),
+        (models, others),
+    ):
         with sentence(
-            "client 0, element 0: expected a tensor or an array; models by client id com"
+            "client 0, element 0: expected a tensor or an array; models by client id "
+            "com"
         ):
             personalize(uploads, "feddwa", guidance=guidance)
     with sentence(
-        "guidance, previous: expected 7 finite models as the uploads are, .* by the same"
+        "guidance, previous: expected 7 finite models as the uploads are, .* by the "
+        "same"
     ):
         personalize(list(models.values()), "feddwa", guidance=looks)
     want = personalize(models, "feddwa", guidance=looks)

@@ -1,5 +1,5 @@
-"""A server and clients apart give what a simulation gives, for every algorithm; clients come and
-go; one bad client reaches nobody and ends nothing."""
+"""A server and clients apart give what a simulation gives, for every algorithm; clients
+come and go; one bad client reaches nobody and ends nothing."""
 
 import json
 import warnings
@@ -41,7 +41,9 @@ def apart(alg, make=model, clip=None, **options):
     alg = algorithm(alg) if isinstance(alg, str) else alg
     server = Server(alg, make, DATA.n, rounds=ROUNDS, seed=SEED, clip=clip, **options)
     parts = [DATA.subset([i]) for i in ALL]
-    return server, [Client(alg, make, part, TRAINING, **SETTING, **options) for part in parts]
+    return server, [
+        Client(alg, make, part, TRAINING, **SETTING, **options) for part in parts
+    ]
 
 
 def uploads(server, clients, ids=ALL):
@@ -74,15 +76,21 @@ def test_server_and_clients_are_the_simulation(name, participation):
     run = whole(algorithm(name), make, participation)
     history, both = run.run(), apart(name, make)
     rounds = range(1, ROUNDS + 1)
-    play(*both, *(by_hand.sample_cohort(run.config, r, participation).tolist() for r in rounds))
+    play(
+        *both,
+        *(by_hand.sample_cohort(run.config, r, participation).tolist() for r in rounds),
+    )
     for i in ALL:
         x, y = DATA.client(i, "test")
         one, other = history.model(i), personal(*both, i)
         agree(one, other, x)
         told = both[1][i].evaluate(both[0].download(i, "evaluation"))
-        scores = one(x).log() if name == "knnper" else one(x)  # whose model gives probabilities
+        # whose model gives probabilities
+        scores = one(x).log() if name == "knnper" else one(x)
         found = {"size": len(y), "loss": nn.functional.cross_entropy(scores, y).item()}
-        assert told == pytest.approx(found | {"accuracy": (one.predict(x) == y).double().mean()})
+        assert told == pytest.approx(
+            found | {"accuracy": (one.predict(x) == y).double().mean()}
+        )
     assert ("@statistics" in both[0].download(0)) is run.config.averages
 
 
@@ -91,12 +99,18 @@ def test_what_travels_is_plain_tensors_of_the_algorithms_size():
     play(server, clients, ALL)
     down = server.download(0)
     up, n = clients[0].train(again(down))
-    assert n == 10 and all(type(v) is torch.Tensor for v in (*down.values(), *up.values()))
-    sent = sum(v.numel() for k, v in down.items() if v.is_floating_point() and k != "@about")
+    assert n == 10 and all(
+        type(v) is torch.Tensor for v in (*down.values(), *up.values())
+    )
+    sent = sum(
+        v.numel() for k, v in down.items() if v.is_floating_point() and k != "@about"
+    )
     assert sent == 3 * server.net.size  # the three others, each once
 
 
-@pytest.mark.parametrize("name", ["fedavg", "feddwa", "l2c", "waffle", "clustered_fl", "ditto"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "feddwa", "l2c", "waffle", "clustered_fl", "ditto"]
+)
 def test_a_server_and_clients_that_were_saved_go_on_as_if_they_had_not_stopped(name):
     """In new objects, and in those that have gone on since."""
     server, clients = apart(name)
@@ -123,7 +137,8 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes():
         theirs = [(s if one is server else c[0]).state_dict() for s, c in others]
         for state in (odd, None, *theirs):
             with sentence(
-                rf"state: expected what state_dict\(\) of a {kind} of this algorithm and"
+                rf"state: expected what state_dict\(\) of a {kind} of this algorithm "
+                rf"and"
             ):
                 one.load_state_dict(state)
     assert unchanged(server, before) and torch.equal(view(server, clients, 0), started)
@@ -188,7 +203,10 @@ def test_clients_come_by_any_name_beyond_the_number_that_was_expected(name):
 
 def test_scaffolds_control_variate_is_the_mean_of_all_after_a_client_joined():
     """Algorithm 1 of SCAFFOLD, of more clients than the server expected, too."""
-    server, clients = Server("scaffold", model, 3, rounds=ROUNDS, seed=SEED), apart("scaffold")[1]
+    server, clients = (
+        Server("scaffold", model, 3, rounds=ROUNDS, seed=SEED),
+        apart("scaffold")[1],
+    )
     for there in ([0, 1, 2], ALL, ALL):
         for client in there:
             server.join(client)
@@ -215,16 +233,24 @@ def test_mistakes_are_one_sentence_and_cost_nothing():
     cases = [
         ({}, "uploads: expected"),
         ([up], "uploads: expected"),
-        (late, "client 0: its upload is number 0's of round 1, expected 0's of round 2"),
+        (
+            late,
+            "client 0: its upload is number 0's of round 1, expected 0's of round 2",
+        ),
         ({0: other}, "client 0: its upload is number 1's of round 2, expected 0's"),
         ({1: other}, "uploads: the target, client number 0, must take part"),
-        ({0: up, 9: other}, "client 9: expected one of those who have downloaded, got .0, 1."),
+        (
+            {0: up, 9: other},
+            "client 9: expected one of those who have downloaded, got .0, 1.",
+        ),
     ]
     for given, words in cases:
         with sentence(words):
             server.aggregate(given)
     with pytest.warns(RuntimeWarning):
-        assert all(server.aggregate(ups, strict=False).void for ups in ({}, {0: ({}, 1)}))
+        assert all(
+            server.aggregate(ups, strict=False).void for ups in ({}, {0: ({}, 1)})
+        )
     assert unchanged(server, before)
     both = uploads(server, clients, [0, 1])
     assert not server.aggregate(both).void
@@ -234,10 +260,22 @@ def test_mistakes_at_the_door():
     server, clients = apart("fedavg")
     play(server, clients, [0])
     calls = [
-        (lambda: server.download(1.5), "client_id: expected a string or a whole number"),
-        (lambda: server.download(1, "test"), "purpose: expected 'train' or 'evaluation'"),
-        (lambda: clients[0].train(server.download(0, "evaluation")), "download: .* an evaluation"),
-        (lambda: Client("fedavg", model, DATA), "samples: expected those of one client"),
+        (
+            lambda: server.download(1.5),
+            "client_id: expected a string or a whole number",
+        ),
+        (
+            lambda: server.download(1, "test"),
+            "purpose: expected 'train' or 'evaluation'",
+        ),
+        (
+            lambda: clients[0].train(server.download(0, "evaluation")),
+            "download: .* an evaluation",
+        ),
+        (
+            lambda: Client("fedavg", model, DATA),
+            "samples: expected those of one client",
+        ),
         (
             lambda: clients[0].evaluate(server.download(0, "evaluation"), "night"),
             "split: this client has no sample of 'night'",
@@ -250,7 +288,9 @@ def test_mistakes_at_the_door():
 
 def test_a_client_takes_arrays_and_knows_classes_that_it_has_not():
     x, y = DATA.client(0)
-    client = Client("fedrod", model, (x.float().numpy(), (y * 0).numpy()), TRAINING, **SETTING)
+    client = Client(
+        "fedrod", model, (x.float().numpy(), (y * 0).numpy()), TRAINING, **SETTING
+    )
     assert client.data.classes == 3 and client.data.x.dtype == torch.float64
     server = Server("fedrod", model, 1, seed=SEED)
     assert not server.aggregate({0: client.train(server.download(0))}).void
@@ -258,7 +298,12 @@ def test_a_client_takes_arrays_and_knows_classes_that_it_has_not():
 
 @pytest.mark.parametrize(
     "name, options",
-    [("scaffold", {}), ("waffle", {"control_agg": "literal"}), ("waffle", {}), ("ditto", {})],
+    [
+        ("scaffold", {}),
+        ("waffle", {"control_agg": "literal"}),
+        ("waffle", {}),
+        ("ditto", {}),
+    ],
 )
 def test_a_client_keeps_what_the_server_took_of_a_long_update(name, options):
     alg = ALGORITHMS[name](**options)
@@ -306,7 +351,11 @@ def test_a_pick_of_no_model_is_named(name):
     assert unchanged(server, twin.state_dict())
 
 
-LRS = [(lr, lr_sum) for lr in (10.0, 1e30, 3.0, 1e-30, 0.0, -1.0) for lr_sum in (1.0, 1e30, -1e30)]
+LRS = [
+    (lr, lr_sum)
+    for lr in (10.0, 1e30, 3.0, 1e-30, 0.0, -1.0)
+    for lr_sum in (1.0, 1e30, -1e30)
+]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -317,9 +366,14 @@ def test_one_clients_word_about_its_step_size_ends_no_run(lr, lr_sum, lam):
     for _ in range(3):
         ups = uploads(server, clients)
         up, n = ups[3]
-        word = {"lr": torch.full_like(up["lr"], lr), "lr_sum": torch.full_like(up["lr"], lr_sum)}
+        word = {
+            "lr": torch.full_like(up["lr"], lr),
+            "lr_sum": torch.full_like(up["lr"], lr_sum),
+        }
         done = server.aggregate(ups | {3: (up | word, n)}, strict=False)
-        assert done.dropped in ([], [3]) and (done.void_reason is None) is (not done.void)
+        assert done.dropped in ([], [3]) and (done.void_reason is None) is (
+            not done.void
+        )
     assert server.round == 3
     assert personal(server, clients, 0)(DATA.client(0)[0]).isfinite().all()
 
@@ -330,7 +384,10 @@ def test_a_step_size_that_others_do_not_have_is_left_out_by_name():
     names = ["a", "b", "c", "d"]
 
     def ups():
-        each = {name: clients[i].train(server.download(name)) for i, name in enumerate(names)}
+        each = {
+            name: clients[i].train(server.download(name))
+            for i, name in enumerate(names)
+        }
         if server.round:
             up, n = each["d"]
             each["d"] = (up | {"lr": torch.full_like(up["lr"], 1000.0)}, n)
@@ -338,7 +395,10 @@ def test_a_step_size_that_others_do_not_have_is_left_out_by_name():
 
     server.aggregate(ups())
     before, given = server.state_dict(), ups()
-    words = "client 'd': its step size is 1000, the others' is 0.025, and MOCHA is unstable with it"
+    words = (
+        "client 'd': its step size is 1000, the others' is 0.025, and MOCHA is "
+        "unstable with it"
+    )
     with sentence(words):
         server.aggregate(given)
     assert unchanged(server, before)
@@ -365,7 +425,9 @@ def test_step_sizes_that_are_all_too_large_void_a_round_and_say_so():
     with pytest.warns(RuntimeWarning, match="uploads: MOCHA is unstable"):
         done = server.aggregate(ups, strict=False)
     assert (
-        done.void and done.void_reason.startswith("MOCHA is unstable") and unchanged(server, before)
+        done.void
+        and done.void_reason.startswith("MOCHA is unstable")
+        and unchanged(server, before)
     )
 
 
@@ -381,7 +443,9 @@ def test_what_an_own_algorithm_says_in_a_later_round_ends_no_run():
     ups = uploads(server, clients)
     with pytest.raises(ZeroDivisionError):
         server.aggregate(ups)
-    with pytest.warns(RuntimeWarning, match=r"Own cannot use what each holds.*division by zero"):
+    with pytest.warns(
+        RuntimeWarning, match=r"Own cannot use what each holds.*division by zero"
+    ):
         assert server.aggregate(ups, strict=False).void
 
 
@@ -434,23 +498,42 @@ class Largest(TorchDispatchMode):
 
 
 def spoilt(up, n):
-    """All that a client may send instead of `up`, of `n` samples; at first what no algorithm can
-    use."""
+    """All that a client may send instead of `up`, of `n` samples; at first what no
+    algorithm can use."""
     about, own = up["@about"], next(k for k in up if k[0] != "@")
     value = up[own]
     yield {k: v for k, v in up.items() if k != own}, n
     nested = torch.nested.as_nested_tensor([value])
-    for odd in (value[None], torch.empty(0), value.half(), value.to_sparse(), nested, "none"):
+    for odd in (
+        value[None],
+        torch.empty(0),
+        value.half(),
+        value.to_sparse(),
+        nested,
+        "none",
+    ):
         yield up | {own: odd}, n
     for lost in up.keys() - {own}:
         yield {k: v for k, v in up.items() if k != lost}, n
     for odd in (about + 1, about * torch.nan, torch.zeros(2), torch.tensor(3)):
         yield up | {"@about": odd}, n
     pool = {"delta@rows": torch.zeros(2, 3)}
-    sent = {"delta@sent": torch.ones(5, dtype=torch.bool), "delta@index": torch.zeros(1)}
-    for more in ({"more": torch.ones(1)}, {5: torch.ones(1)}, {"more": 5}, pool, pool | sent):
+    sent = {
+        "delta@sent": torch.ones(5, dtype=torch.bool),
+        "delta@index": torch.zeros(1),
+    }
+    for more in (
+        {"more": torch.ones(1)},
+        {5: torch.ones(1)},
+        {"more": 5},
+        pool,
+        pool | sent,
+    ):
         yield up | more, n
-    bomb = {"more@rows": torch.zeros(0, 600_000), "more@sent": torch.zeros(10**6, dtype=bool)}
+    bomb = {
+        "more@rows": torch.zeros(0, 600_000),
+        "more@sent": torch.zeros(10**6, dtype=bool),
+    }
     yield up | bomb | {"more@index": torch.zeros(1, dtype=torch.long)}, n
     yield up | {own: value.reshape(-1)[:1].expand(10**12)}, n
     yield from ((up | {"@about": odd}, n) for odd in numbers(about))
@@ -534,7 +617,10 @@ def test_what_an_own_algorithm_says_of_a_first_round_is_heard_and_ends_no_run():
 
     server, clients = apart(Own())
     ups = uploads(server, clients)
-    words = r"uploads: Own cannot use what each holds, .* \(bank: expected to be open\); give both"
+    words = (
+        r"uploads: Own cannot use what each holds, .* \(bank: expected to be "
+        r"open\); give both"
+    )
     with sentence(words):
         server.aggregate(ups)
     with pytest.warns(RuntimeWarning, match=words):
@@ -555,21 +641,26 @@ def resident():
         return int(file.read().split()[1]) * 4096
 
 
-# -- defences where uploads are lost: who is not finite lowers the number of hostile clients that
-# are left, who is merely absent does not
+# -- defences where uploads are lost: who is not finite lowers the number of hostile
+# clients that are left, who is merely absent does not
 
 
-@pytest.mark.parametrize("defence, least", [("krum", 5), ("multi_krum", 5), ("trimmed_mean", 3)])
+@pytest.mark.parametrize(
+    "defence, least", [("krum", 5), ("multi_krum", 5), ("trimmed_mean", 3)]
+)
 def test_a_client_that_is_not_finite_ends_no_defended_run(defence, least):
     bad = Robustness(adversary=Adversary("scale", [least - 1], strength=1e39))
     algorithm = FedAvg(defence=defence, num_byzantine=1)
     data, linear = images((12,) * least), nn.Linear(6, 4)
     history = Simulation(algorithm, linear, data, TRAINING, 5, robustness=bad).run()
     assert history.stopped is None
-    assert [(r["dropped"], r["void"]) for r in history.rounds] == [([least - 1], False)] * 5
+    assert [(r["dropped"], r["void"]) for r in history.rounds] == [
+        ([least - 1], False)
+    ] * 5
 
 
-# how many are there, how many were lost, and how many of those who are left may be hostile
+# how many are there, how many were lost, and how many of those who are left may be
+# hostile
 LEFT = """\
 [11, 0, 4]
 [10, 1, 3]
@@ -582,19 +673,27 @@ LEFT = """\
 """
 
 
-@pytest.mark.parametrize("count, lost, f", [json.loads(line) for line in LEFT.splitlines()])
+@pytest.mark.parametrize(
+    "count, lost, f", [json.loads(line) for line in LEFT.splitlines()]
+)
 def test_as_many_may_be_hostile_as_those_who_are_left_allow(count, lost, f):
     """Krum against f = 4 is then Krum against fewer."""
 
     def weights(hostile, **more):
         cohort = Cohort(torch.arange(count), size, 20, 1, 1, **more)
-        return FedAvg(defence="krum", num_byzantine=hostile).robust_weights(delta, cohort)[1].weight
+        return (
+            FedAvg(defence="krum", num_byzantine=hostile)
+            .robust_weights(delta, cohort)[1]
+            .weight
+        )
 
     delta = torch.randn(count, 3)
     size = torch.ones(count, dtype=torch.long)
     if f is not None:
         assert torch.equal(weights(4, num_dropped=lost), weights(f))
         return
-    words = "defence: krum against 4 hostile clients needs 11 in a round, and round 1 has"
+    words = (
+        "defence: krum against 4 hostile clients needs 11 in a round, and round 1 has"
+    )
     with pytest.raises(Exception, match=words):
         weights(4, num_dropped=lost)

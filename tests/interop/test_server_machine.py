@@ -1,5 +1,5 @@
-"""Clients join, leave, train, fall silent and come back, servers are saved and loaded, in any
-order: what must hold, holds."""
+"""Clients join, leave, train, fall silent and come back, servers are saved and loaded,
+in any order: what must hold, holds."""
 
 import torch
 from hypothesis import settings
@@ -46,7 +46,12 @@ class Comings(sf.RuleBasedStateMachine):
     @sf.precondition(lambda self: self.begun)
     @sf.rule()
     def close(self):
-        before, uploads, self.uploads, self.begun = self.state(), self.uploads, {}, False
+        before, uploads, self.uploads, self.begun = (
+            self.state(),
+            self.uploads,
+            {},
+            False,
+        )
         sent = {k: v for k, (v, _) in uploads.items()}
         # who trained may have left since: a round of nobody
         done = self.server.aggregate(sent, strict=bool(sent))
@@ -57,7 +62,9 @@ class Comings(sf.RuleBasedStateMachine):
         if done.void:
             assert all(map(torch.equal, before.values(), self.state().values()))
         elif self.name == "fedavg":
-            fine = [(up["delta"], n) for (up, n), breaks in uploads.values() if not breaks]
+            fine = [
+                (up["delta"], n) for (up, n), breaks in uploads.values() if not breaks
+            ]
             self.x = self.x + sum(d * n for d, n in fine) / sum(n for _, n in fine)
             torch.testing.assert_close(self.state()["server.x"], self.x)
 
@@ -83,9 +90,15 @@ class Comings(sf.RuleBasedStateMachine):
         assert self.server.round == self.rounds
         # each has the number that it got
         assert self.server.clients == {k: int(k.split()[1]) for k in self.clients}
-        assert all(v.isfinite().all() for v in self.state().values() if v.is_floating_point())
+        assert all(
+            v.isfinite().all() for v in self.state().values() if v.is_floating_point()
+        )
         for name, client in self.clients.items():
-            assert client.model(self.server.download(name, "evaluation"))(x).isfinite().all()
+            assert (
+                client.model(self.server.download(name, "evaluation"))(x)
+                .isfinite()
+                .all()
+            )
 
 
 TestComings = Comings.TestCase

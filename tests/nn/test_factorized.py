@@ -14,7 +14,9 @@ D = torch.float64
 
 
 def model():
-    return layers("Flatten, Linear 9 8, ReLU, Linear 8 7 false, Tanh, Linear 7 4").double()
+    return layers(
+        "Flatten, Linear 9 8, ReLU, Linear 8 7 false, Tanh, Linear 7 4"
+    ).double()
 
 
 def randomised(module):
@@ -28,7 +30,9 @@ def randomised(module):
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (2, 3, 7), (0, 7)])
 def test_linear_is_its_dense_twin(bias, factors, shape):
     layer = randomised(FactorizedLinear(7, 5, factors, bias, dtype=D))
-    is_its_twin(layer, randn(1, *shape), lambda x: F.linear(x, layer.weight, layer.bias))
+    is_its_twin(
+        layer, randn(1, *shape), lambda x: F.linear(x, layer.weight, layer.bias)
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -77,7 +81,14 @@ def test_what_is_replaced():
     plain = model()
     before = [p.clone() for p in plain.parameters()]
     made = factorize(plain)
-    made_of = (nn.Flatten, FactorizedLinear, nn.ReLU, FactorizedLinear, nn.Tanh, nn.Linear)
+    made_of = (
+        nn.Flatten,
+        FactorizedLinear,
+        nn.ReLU,
+        FactorizedLinear,
+        nn.Tanh,
+        nn.Linear,
+    )
     assert tuple(map(type, made)) == made_of
     # 3 for 5 outputs, rounded up
     assert made[1].factors == made[3].factors == 5
@@ -97,9 +108,13 @@ def test_a_layer_that_is_called_twice_stays_one():
     layer = nn.Linear(6, 6, bias=False)
     made = factorize(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 2)), 4)
     assert (
-        made[0] is made[2] and isinstance(made[0], FactorizedLinear) and type(made[3]) is nn.Linear
+        made[0] is made[2]
+        and isinstance(made[0], FactorizedLinear)
+        and type(made[3]) is nn.Linear
     )
     tied = layers("Linear 6 6, Linear 6 6, Linear 6 2")
     tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match="module: 0 shares its weight with another layer"):
+    with pytest.raises(
+        ValueError, match="module: 0 shares its weight with another layer"
+    ):
         factorize(tied, 4)

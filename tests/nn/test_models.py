@@ -15,11 +15,14 @@ from pflcore.nn.models import model_for
     "name, shape, classes, options, parameters, factors", golden("model_sizes")
 )
 def test_parameter_counts(name, shape, classes, options, parameters, factors):
-    """And features and head make the model. Of whole layers, and of the papers' factorized ones:
-    WAFFLe's 18,155 for fmnist_cnn takes the second layer's inputs for 25, and its 42,780 for lenet5
-    are 10 fewer."""
+    """And features and head make the model. Of whole layers, and of the papers'
+    factorized ones: WAFFLe's 18,155 for fmnist_cnn takes the second layer's inputs for
+    25, and its 42,780 for lenet5 are 10 fewer."""
     model = model_for(name, shape, classes, **options)
-    net, x = Net(factorize(model, factors) if factors else model), torch.randn(2, *shape)
+    net, x = (
+        Net(factorize(model, factors) if factors else model),
+        torch.randn(2, *shape),
+    )
     assert net.size == parameters and net.classes == (classes or 1)
     scores = net(net.w0, x)
     assert scores.shape == (2, classes or 1)
@@ -82,7 +85,7 @@ mlp | {"shape": [1, 28, 28], "activation": "gelu"} | activation: got 'gelu', did
 cnn | {"shape": [1, 28, 28], "pool": "min"} | pool: expected 'max' or 'avg'
 cnn | {"shape": [1, 28, 28], "padding": [1, 2, 3]} | padding: expected a number
 linear | {"shape": [1, 28, 28], "width": 3} | model: linear does not take these options
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("name, options, words", tabled(BAD))
@@ -92,8 +95,8 @@ def test_bad_requests_get_a_sentence(name, options, words):
 
 
 def test_deep_layer_aggregation_joins_each_half_with_the_one_after_it():
-    """Trees of depth 1, 2, 2 and 1 have 1, 3, 3 and 1 roots, each over two halves of its own width;
-    the last three halve the image."""
+    """Trees of depth 1, 2, 2 and 1 have 1, 3, 3 and 1 roots, each over two halves of
+    its own width; the last three halve the image."""
     model = model_for("dla", (3, 32, 32), 10).eval()
     roots = [m for name, m in model.named_modules() if name.endswith("root")]
     assert [r[0].in_channels // r[0].out_channels for r in roots] == [2] * 8

@@ -30,6 +30,8 @@ def test_masks_differ_between_steps_clients_rounds_and_runs(engine):
         return rows
 
     for seed, round in product((0, 1), (1, 2)):
-        s = make_setting(net, data, Training(batch_size=4, epochs=2), engine=engine, seed=seed)
+        s = make_setting(
+            net, data, Training(batch_size=4, epochs=2), engine=engine, seed=seed
+        )
         at_work(s, round=round).each_batch({"w": net.w0.repeat(2, 1)}, update)
     assert len({tuple(mask) for mask in masks}) == len(masks) == 2 * 2 * 2 * 4

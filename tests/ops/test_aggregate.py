@@ -1,4 +1,5 @@
-"""aggregate: what is exact, not read and not overwritten; which memory a result may have."""
+"""aggregate: what is exact, not read and not overwritten; which memory a result may
+have."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -36,7 +37,9 @@ def test_precise_survives_cancellation(dtype):
 @kernels
 @every_dtype
 @pytest.mark.parametrize("n", [129, 1000, 20_000])
-@pytest.mark.parametrize("form", ["dense", "few results", "sparse", "sparse of many rows"])
+@pytest.mark.parametrize(
+    "form", ["dense", "few results", "sparse", "sparse of many rows"]
+)
 def test_the_error_does_not_grow_with_the_clients(n, form, dtype):
     """Constant rows, whose roundings all point one way."""
     updates = torch.full((1, 67), 0.7, dtype=dtype).expand(n, -1)
@@ -62,20 +65,28 @@ def test_results_are_right_in_every_block(m, n, dtype):
 
 def bits(narrow):
     """Every number of a 16-bit type."""
-    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(narrow)[None]
+    return (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32)
+        .to(torch.int16)
+        .view(narrow)[None]
+    )
 
 
 @kernels
-@pytest.mark.parametrize("narrow, flush", [(F16, False), (torch.bfloat16, False), (F16, True)])
+@pytest.mark.parametrize(
+    "narrow, flush", [(F16, False), (torch.bfloat16, False), (F16, True)]
+)
 def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow, flush):
-    """Also where float32 subnormals count as zero, as a user may ask torch for: float16's are
-    normal numbers there, and the size of ordinary updates."""
+    """Also where float32 subnormals count as zero, as a user may ask torch for:
+    float16's are normal numbers there, and the size of ordinary updates."""
     if flush and not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormals")
     try:
         every, one = bits(narrow), torch.ones(1, 1)
         identical(aggregate(every, one), every)
-        ties = torch.tensor([[0x1000], [0x8000], [0x0800], [-1], [1]], dtype=torch.int32)
+        ties = torch.tensor(
+            [[0x1000], [0x8000], [0x0800], [-1], [1]], dtype=torch.int32
+        )
         ties = every.float().view(torch.int32)[:, None] + ties
         some = integers(0, -(2**31), 2**31, 1, 200_000).to(torch.int32)
         wide = torch.cat([some, ties.reshape(1, -1)], 1).view(F32)
@@ -83,9 +94,12 @@ def test_16_bit_floats_are_widened_and_rounded_as_torch_does(narrow, flush):
         base = wide.to(narrow)
         identical(aggregate(torch.zeros_like(wide), one, base=base), base)
         identical(aggregate(wide, one, base=torch.zeros_like(base)), base)
-        small = bits(F16)[:, 2**15 + 1 : 2**15 + 0x400].contiguous()  # positive subnormals
+        # positive subnormals
+        small = bits(F16)[:, 2**15 + 1 : 2**15 + 0x400].contiguous()
         want = float(small.double().square().sum())
-        assert float(ops.pairwise_sqdist(small, 0 * small)) == pytest.approx(want, rel=1e-6)
+        assert float(ops.pairwise_sqdist(small, 0 * small)) == pytest.approx(
+            want, rel=1e-6
+        )
     finally:
         torch.set_flush_denormal(False)
 
@@ -117,7 +131,9 @@ def test_a_row_that_is_not_finite_shows_where_it_counts_alone(dtype, bad):
 
 
 @kernels
-@pytest.mark.parametrize("m, n, p", [(1, 7, 400_003), (13, 101, 70_001), (3, 2, 1_000_003)])
+@pytest.mark.parametrize(
+    "m, n, p", [(1, 7, 400_003), (13, 101, 70_001), (3, 2, 1_000_003)]
+)
 @both_forms
 def test_a_column_has_the_same_bits_wherever_it_stands(m, n, p, sparse):
     updates, base = randn(0, n, p, dtype=F32), randn(2, m, p, dtype=F32)
@@ -125,7 +141,9 @@ def test_a_column_has_the_same_bits_wherever_it_stands(m, n, p, sparse):
     index = integers(2, 0, n, m, 5) if sparse else None
     want, out = aggregate(updates, weight, index, base), torch.empty(m, p)
     assert torch.equal(aggregate(updates, weight, index, base, out=out), want)
-    assert torch.equal(aggregate(updates[:, 77:], weight, index, base[:, 77:]), want[:, 77:])
+    assert torch.equal(
+        aggregate(updates[:, 77:], weight, index, base[:, 77:]), want[:, 77:]
+    )
 
 
 def test_gradients_of_float32_are_those_of_float64():
@@ -133,9 +151,14 @@ def test_gradients_of_float32_are_those_of_float64():
 
     def gradients(dtype):
         shapes = (20, 67), (5, 20), (5, 67), (5, 67)
-        *leaves, grad = (randn(k, *s, dtype=F32).to(dtype) for k, s in enumerate(shapes))
+        *leaves, grad = (
+            randn(k, *s, dtype=F32).to(dtype) for k, s in enumerate(shapes)
+        )
         u, w, b = (t.requires_grad_() for t in leaves)
-        return [g.double() for g in torch.autograd.grad(aggregate(u, w, base=b), (u, w, b), grad)]
+        return [
+            g.double()
+            for g in torch.autograd.grad(aggregate(u, w, base=b), (u, w, b), grad)
+        ]
 
     torch.testing.assert_close(gradients(F32), gradients(F64), rtol=1e-7, atol=0)
 
@@ -148,8 +171,9 @@ def test_gradients_of_float32_are_those_of_float64():
 @pytest.mark.parametrize("p, gap", [(65, 0), (71, 40), (80, 5), (300_007, 5)])
 @pytest.mark.parametrize("shift", [0, 1, 15])
 def test_large_results_leave_what_lies_between_their_rows(p, gap, shift, sparse):
-    """Results of megabytes are written in whole cache lines past the caches: the line that a row
-    ends in belongs to others, too. So where the base is the result itself."""
+    """Results of megabytes are written in whole cache lines past the caches: the line
+    that a row ends in belongs to others, too. So where the base is the result itself.
+    """
     m = (8 << 20) // (4 * p) + 100 if p < 100 else 7
     home = torch.full((16 + m * (p + gap),), 7.0)
     out = home[shift : shift + m * (p + gap)].view(m, p + gap)[:, :p]
@@ -177,7 +201,10 @@ PAIR = torch.ones(2, 2)
         {"updates": HOME[:2], "out": HOME[1:3]},
         {"updates": HOME[1:3, :3], "out": HOME[:2, 2:5]},
         {"updates": PAIR, "weight": HOME[:2, :2], "out": HOME[:2, :2]},
-        *({"base": base, "out": HOME[:2]} for base in (HOME[0], HOME[1:3], HOME[::2][:2])),
+        *(
+            {"base": base, "out": HOME[:2]}
+            for base in (HOME[0], HOME[1:3], HOME[::2][:2])
+        ),
         {"updates": torch.from_numpy(ARRAY)[:2], "out": torch.from_numpy(ARRAY)[1:3]},
         {"base": torch.from_numpy(ARRAY)[:2], "out": torch.from_numpy(ARRAY)[1:3]},
         {"updates": torch.ones(2, 6, requires_grad=True), "out": torch.zeros(2, 6)},
@@ -195,7 +222,9 @@ def test_out_may_be_other_rows_of_the_same_memory():
     aggregate(home[2:4], PAIR, base=home[4], out=home[:2])
     assert torch.equal(home[:2], torch.full((2, 6), 3.0))
     tail = torch.from_numpy(array[2:])
-    aggregate(torch.ones(2, 7, dtype=F64), PAIR, base=tail, out=torch.from_numpy(array[2:]))
+    aggregate(
+        torch.ones(2, 7, dtype=F64), PAIR, base=tail, out=torch.from_numpy(array[2:])
+    )
     assert torch.equal(tail, torch.full((2, 7), 3.0, dtype=F64))
     grad, meta = torch.ones(2, 6, requires_grad=True), torch.empty(2, 6, device="meta")
     with torch.no_grad():

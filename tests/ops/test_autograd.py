@@ -1,5 +1,5 @@
-"""What autograd and torch's transforms see of the ops: gradients to any order, version counters,
-forward mode, vmap, autocast, numbers that carry a gradient."""
+"""What autograd and torch's transforms see of the ops: gradients to any order, version
+counters, forward mode, vmap, autocast, numbers that carry a gradient."""
 
 import pytest
 import torch
@@ -50,17 +50,21 @@ def drawn(name):
 def test_gradcheck(name):
     call, x = drawn(name)
     if name.startswith("rank1"):
-        x[2][..., 2] = 0  # a factor that is off, which its lambda's gradient may turn on
+        # a factor that is off, which its lambda's gradient may turn on
+        x[2][..., 2] = 0
     x = [t.requires_grad_() for t in x]
     assert torch.autograd.gradcheck(call, x) and torch.autograd.gradgradcheck(call, x)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_mode(name):
-    """A tangent is the derivative along it, as finite differences have it; under vmap, too."""
+    """A tangent is the derivative along it, as finite differences have it; under
+    vmap, too."""
     call, x = drawn(name)
     inputs = [t.clone().requires_grad_() for t in x]
-    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True, check_backward_ad=False)
+    assert torch.autograd.gradcheck(
+        call, inputs, check_forward_ad=True, check_backward_ad=False
+    )
     every = tuple(range(len(x)))
     columns, rows = (jacobian(call, every)(*x) for jacobian in (jacfwd, jacrev))
     assert_close(columns, rows)
@@ -68,7 +72,8 @@ def test_forward_mode(name):
 
 
 def test_writing_in_place_is_seen_by_autograd():
-    """A product that has saved a tensor notices that an op changes it; forward mode refuses."""
+    """A product that has saved a tensor notices that an op changes it; forward mode
+    refuses."""
     w, buffer, grads, out = (randn(k, 2, 15) for k in range(4))
     for changed, call in (
         (w, lambda: ops.sgd_step_(w, grads, 0.1)),
@@ -113,12 +118,18 @@ def test_vmap_over_index_and_target():
 
 
 def test_autocast():
-    x, w_a, lam, w_b = (randn(k, *s).float() for k, s in enumerate([(5, 4), (3, 6), (6,), (6, 4)]))
+    x, w_a, lam, w_b = (
+        randn(k, *s).float() for k, s in enumerate([(5, 4), (3, 6), (6,), (6, 4)])
+    )
     with torch.autocast("cpu", torch.bfloat16):
         # bfloat16 meets float32
-        got = ops.rank1_linear(torch.nn.functional.linear(x, torch.eye(4)), w_a, lam, w_b)
+        got = ops.rank1_linear(
+            torch.nn.functional.linear(x, torch.eye(4)), w_a, lam, w_b
+        )
     assert got.dtype == torch.bfloat16
-    assert torch.equal(got, ops.rank1_linear(*(t.bfloat16() for t in (x, w_a, lam, w_b))))
+    assert torch.equal(
+        got, ops.rank1_linear(*(t.bfloat16() for t in (x, w_a, lam, w_b)))
+    )
 
 
 def test_references_are_called_as_their_ops():

@@ -1,5 +1,5 @@
-"""Every op on drawn inputs, on every path of the kernels and by the references; the same bits for
-any number of threads; what it refuses."""
+"""Every op on drawn inputs, on every path of the kernels and by the references; the
+same bits for any number of threads; what it refuses."""
 
 import inspect
 
@@ -31,9 +31,12 @@ def test_definition(law, dtype, data):
     lambda isa, name: isa == "references" and name.startswith(("aggregate", "rank1"))
 )
 def test_threads_change_no_bit(isa, name, dtype):
-    """Large enough that all of them work, and a result that is written past the caches."""
+    """Large enough that all of them work, and a result that is written past the
+    caches."""
     columns = 10_007 if isa == "references" else 120_011
-    call, inputs = laws.calls(ops, torch.ops.pflcore.rank1_linear_backward, columns, dtype)[name]
+    call, inputs = laws.calls(
+        ops, torch.ops.pflcore.rank1_linear_backward, columns, dtype
+    )[name]
     same_for_any_threads(
         lambda: call(*(t.clone() if isinstance(t, torch.Tensor) else t for t in inputs))
     )
@@ -67,8 +70,12 @@ MATRIX = [*FLOATS, ROWS[0], ROWS[None]]
 NUMBER = ["text", ["a"], ROWS]
 # what is wrong for every op that has such an argument
 JUNK = {
-    **dict.fromkeys(("a", "columns", "rows", "sqdist", "updates", "w", "w_a", "w_b"), MATRIX),
-    **dict.fromkeys(("b", "base", "buffer", "dist", "grad", "lam", "shift", "x"), FLOATS),
+    **dict.fromkeys(
+        ("a", "columns", "rows", "sqdist", "updates", "w", "w_a", "w_b"), MATRIX
+    ),
+    **dict.fromkeys(
+        ("b", "base", "buffer", "dist", "grad", "lam", "shift", "x"), FLOATS
+    ),
     **dict.fromkeys(("lr", "momentum", "weight_decay"), NUMBER),
     **dict.fromkeys(("omega", "psi"), (*NUMBER, -1.0, torch.nan)),
     **dict.fromkeys(("count", "width"), ("3", ["a"], -1)),
@@ -80,7 +87,11 @@ JUNK = {
 # and for one, by the argument that the sentence names
 TYPES = {
     ops.pairwise_sqdist: {"b": [z(2, 3, dtype=F16)], "index": [z(2, 1)]},
-    ops.aggregate: {"weight": [z(2, 3, dtype=INT)], "index": [z(2, 3)], "base": [z(5, dtype=INT)]},
+    ops.aggregate: {
+        "weight": [z(2, 3, dtype=INT)],
+        "index": [z(2, 3)],
+        "base": [z(5, dtype=INT)],
+    },
     ops.waffle_weights: {"target": [1.0, True, "text", None, z(1, dtype=torch.int32)]},
     ops.feddwa_weights: {"sqdist": [[[1.0]]]},
     ops.rank1_linear: {"w_a": [z(3, 6, dtype=F64)], "lam": [z(6, dtype=F16)]},
@@ -95,7 +106,11 @@ TYPES = {
 VALUES = {
     ops.pairwise_sqdist: {
         "b": [z(2, 3, **META), z(4, 2)],
-        "index": [z(3, 1, dtype=INT), torch.tensor([[0], [4]]), z(2, 1, dtype=INT, **META)],
+        "index": [
+            z(3, 1, dtype=INT),
+            torch.tensor([[0], [4]]),
+            z(2, 1, dtype=INT, **META),
+        ],
     },
     ops.aggregate: {
         "weight": [z(2, 3, **META)],
@@ -110,7 +125,12 @@ VALUES = {
         "psi": [torch.inf, 1e101],
     },
     ops.feddwa_weights: {"sqdist": [z(3, 0)]},
-    ops.rank1_linear: {"x": [z()], "w_a": [z(3, 5)], "lam": [z(6, **META), z(4)], "w_b": [z(7)]},
+    ops.rank1_linear: {
+        "x": [z()],
+        "w_a": [z(3, 5)],
+        "lam": [z(6, **META), z(4)],
+        "w_b": [z(7)],
+    },
     ops.sgd_step_: {
         "w": [z(3, 2).T, z(1, 3).expand(2, -1), W.clone().requires_grad_()],
         "grad": [z(2, 4)],
@@ -136,7 +156,8 @@ SEVERAL = [  # wrong beside one another
 
 @pytest.mark.parametrize("op", GOOD)
 def test_bad_input(op):
-    """One sentence that names the op and the argument, of the kind that Python knows for it."""
+    """One sentence that names the op and the argument, of the kind that Python knows
+    for it."""
     tried = [
         (kind, name, {name: value})
         for kind, table in ((TypeError, TYPES), (ValueError, VALUES))
@@ -146,7 +167,9 @@ def test_bad_input(op):
     if op is not ops.nearest:  # which is checked by its annotations
         names = JUNK.keys() & inspect.signature(op).parameters
         either = (TypeError, ValueError)
-        tried += [(either, name, {name: value}) for name in names for value in JUNK[name]]
+        tried += [
+            (either, name, {name: value}) for name in names for value in JUNK[name]
+        ]
     tried += [(ValueError, name, change) for of, name, change in SEVERAL if of is op]
     for kind, name, change in tried:
         with refuses(op.__name__, name, kind):

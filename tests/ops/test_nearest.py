@@ -17,7 +17,8 @@ METHODS = ("exact", "groups")
 
 
 def check(guide, rows, k, method, **how):
-    """The k nearest by all distances: NaN is infinitely far, of equals the lower index."""
+    """The k nearest by all distances: NaN is infinitely far, of equals the lower
+    index."""
     d = pairwise_sqdist(guide, rows)
     index = feddwa_weights(d, k).index
     got = nearest(guide, rows, k, method, **how)
@@ -25,7 +26,8 @@ def check(guide, rows, k, method, **how):
 
 
 def clustered(groups, each, p, noise=1e-3):
-    """Guides and rows [groups * each, P], shuffled, of clusters with isotropic noise within."""
+    """Guides and rows [groups * each, P], shuffled, of clusters with isotropic noise
+    within."""
     rows = torch.randn(groups, p)[torch.randperm(groups * each) % groups]
     rows = rows + noise * torch.randn(len(rows), p)
     return rows + noise * torch.randn(len(rows), p), rows
@@ -33,8 +35,8 @@ def clustered(groups, each, p, noise=1e-3):
 
 @st.composite
 def data(draw):
-    """Clusters with noise of any size, duplicates, zeros, constant rows, rows that are not finite;
-    few columns and many."""
+    """Clusters with noise of any size, duplicates, zeros, constant rows, rows that are
+    not finite; few columns and many."""
     p, n, m = draw(of(1, 2, 7, 67)), draw(st.integers(1, 40)), draw(st.integers(0, 9))
     seed, groups = draw(st.integers(0, 999)), draw(st.integers(1, 9))
     own, some = integers(seed, 0, groups, n + m), integers(seed + 2, 0, 10, 2, n + m)
@@ -50,7 +52,9 @@ def data(draw):
     return lay(every[n:], place), lay(every[:n], place)
 
 
-@given(data(), st.sampled_from(METHODS), st.integers(1, 45), st.sampled_from([None, 1, 5]))
+@given(
+    data(), st.sampled_from(METHODS), st.integers(1, 45), st.sampled_from([None, 1, 5])
+)
 def test_it_is_what_all_pairs_give(both, method, k, pivots):
     guide, rows = both
     check(guide, rows, k, method, pivots=pivots)
@@ -60,7 +64,8 @@ def test_it_is_what_all_pairs_give(both, method, k, pivots):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "how", [(20, 20, 521), (1, 300, 521), (300, 1, 521), (5, 50, 521, 1e3), (7, 30, 521, 0.0)]
+    "how",
+    [(20, 20, 521), (1, 300, 521), (300, 1, 521), (5, 50, 521, 1e3), (7, 30, 521, 0.0)],
 )
 def test_clusters_one_cluster_none_and_duplicates(how, method):
     check(*clustered(*how), 10, method)
@@ -68,8 +73,8 @@ def test_clusters_one_cluster_none_and_duplicates(how, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into(method):
-    """On a line the bound by pivots (here 0 and 10) is the distance: 5.78 is nearer to 4.9 than the
-    4 of its own group."""
+    """On a line the bound by pivots (here 0 and 10) is the distance: 5.78 is nearer to
+    4.9 than the 4 of its own group."""
     rows = torch.tensor([0, 1, 2, 3, 4, 10, 5.78], dtype=F64)[:, None]
     got = nearest(torch.tensor([[4.9]], dtype=F64), rows, 1, method, pivots=2)
     assert got.index.item() == 6
@@ -82,7 +87,8 @@ def pairs_taken(monkeypatch, *arguments):
 
     def count(a, b, index=None):
         out = op(a, b, index)
-        taken.append(out.numel() if a.shape[1] == 521 else 0)  # not those of the pivots' sketches
+        # not those of the pivots' sketches
+        taken.append(out.numel() if a.shape[1] == 521 else 0)
         return out
 
     with monkeypatch.context() as patch:
@@ -115,7 +121,8 @@ def test_tiles_of_few_rows(method, monkeypatch):
 
 @pytest.mark.parametrize("scale", [1e-170, 1e160])
 def test_underflow_and_overflow_prove_nothing(scale):
-    """Squares that float64 cannot hold: distances of 0 and infinity that are neither."""
+    """Squares that float64 cannot hold: distances of 0 and infinity that are
+    neither."""
     rows = scale * (randn(1, 30, 3) + 1)
     check(rows, rows - scale, 4, "groups")
 

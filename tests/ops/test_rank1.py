@@ -1,4 +1,5 @@
-"""rank1_linear: factors that are off, leading axes that broadcast, vmap, second derivatives."""
+"""rank1_linear: factors that are off, leading axes that broadcast, vmap, second
+derivatives."""
 
 import itertools
 
@@ -40,13 +41,16 @@ def test_one_sample_no_samples_and_no_clients():
     for _ in range(3):
         stale = [torch.full_like(t, torch.nan) for t in args]
         del stale
-        assert not any(g.any() for g in gradients(args, rank1_linear, torch.ones(0, 5, 200)))
+        assert not any(
+            g.any() for g in gradients(args, rank1_linear, torch.ones(0, 5, 200))
+        )
 
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_a_factor_that_is_off_may_hold_anything(isa, dtype):
-    """Its values do not count: not in the result, nor does one side of it in the other side's
-    gradient or the input's; where lam needs no gradient, a kernel does not touch it."""
+    """Its values do not count: not in the result, nor does one side of it in the other
+    side's gradient or the input's; where lam needs no gradient, a kernel does not touch
+    it."""
     args = factors(5, 9, 6, 7, dtype)
     args[2][2] = args[2][5] = 0
     grad = randn(8, 5, 7, dtype=dtype)
@@ -57,7 +61,10 @@ def test_a_factor_that_is_off_may_hold_anything(isa, dtype):
         return [call(*t), *backward(grad, *t, True, True, lam_too, True)]
 
     want = all_of(rank1_linear, args, True)
-    for side, holds, others in ((1, torch.nan, (0, 1, 2, 4)), (3, torch.inf, (0, 2, 4))):
+    for side, holds, others in (
+        (1, torch.nan, (0, 1, 2, 4)),
+        (3, torch.inf, (0, 2, 4)),
+    ):
         broken = [t.clone() for t in args]
         broken[side].select(int(side == 1), 2).fill_(holds)  # w_a [O, F], w_b [F, I]
         got = all_of(rank1_linear, broken, True)
@@ -65,7 +72,10 @@ def test_a_factor_that_is_off_may_hold_anything(isa, dtype):
         on = args[2] != 0
         assert torch.equal(got[3][on], want[3][on]) and not bool(got[3][2].isfinite())
         assert_close(reference.rank1_linear(*broken), want[0])
-        got, fewer = all_of(rank1_linear, broken, False), all_of(rank1_linear, args, False)
+        got, fewer = (
+            all_of(rank1_linear, broken, False),
+            all_of(rank1_linear, args, False),
+        )
         equal = [torch.equal(g, w) for g, w in zip(got, fewer, strict=True)]
         assert all(equal) or isa == "references"
 
@@ -74,7 +84,9 @@ def test_a_factor_that_is_off_may_hold_anything(isa, dtype):
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("axes", [*list(itertools.product([None, 0], repeat=4))[1:], (1, 2, 1, 0)])
+@pytest.mark.parametrize(
+    "axes", [*list(itertools.product([None, 0], repeat=4))[1:], (1, 2, 1, 0)]
+)
 def test_vmap_forward_and_backward(axes):
     leads = [() if a is None else (4,) for a in axes]
     args = factors(5, 7, 6, 3, F64, leads, 0.6)
@@ -91,6 +103,9 @@ def test_vmap_forward_and_backward(axes):
 
 
 def test_vmap_in_vmap():
-    args, axes = factors(5, 7, 6, 3, F64, ((2, 4), (), (2, 4), ()), 0.6), (0, None, 0, None)
+    args, axes = (
+        factors(5, 7, 6, 3, F64, ((2, 4), (), (2, 4), ()), 0.6),
+        (0, None, 0, None),
+    )
     twice = torch.vmap(torch.vmap(rank1_linear, in_dims=axes), in_dims=axes)
     assert_close(twice(*args), dense(*args), rtol=1e-12, atol=1e-12)

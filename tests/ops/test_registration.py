@@ -16,13 +16,19 @@ def server_step(guide, model, out):
     top = ops.feddwa_weights(ops.pairwise_sqdist(guide, model), 3)
     ops.aggregate(model, top.weight, top.index, base=model, lr=0.5, out=out)
     weight = ops.waffle_weights(ops.pairwise_sqdist(guide).sqrt(), 1, 0.7)
-    return ops.aggregate(model, weight), out, ops.pairwise_sqdist(guide, model, top.index)
+    return (
+        ops.aggregate(model, weight),
+        out,
+        ops.pairwise_sqdist(guide, model, top.index),
+    )
 
 
 def local_step(w, grad, mu):
     """In place, with a pull of each client's own."""
     buffer = torch.ones_like(w)
-    ops.sgd_step_(w, grad, 0.1, momentum=0.9, buffer=buffer, mu=mu, anchor=torch.zeros_like(w))
+    ops.sgd_step_(
+        w, grad, 0.1, momentum=0.9, buffer=buffer, mu=mu, anchor=torch.zeros_like(w)
+    )
     return w, buffer
 
 
@@ -36,14 +42,21 @@ def test_compile(dynamic):
             (server_step, server, torch.empty_like(model)),
             (local_step, local, torch.full((n,), 0.5)),
         ):
-            got, want = (f(guide.clone(), model, last.clone()) for f in (compiled, step))
+            got, want = (
+                f(guide.clone(), model, last.clone()) for f in (compiled, step)
+            )
             torch.testing.assert_close(got, want)
 
 
 def test_compile_with_gradient():
-    inputs = [t.float().requires_grad_() for t in factors(5, 6, 3, 7, leads=((4,), (), (4,), ()))]
+    inputs = [
+        t.float().requires_grad_()
+        for t in factors(5, 6, 3, 7, leads=((4,), (), (4,), ()))
+    ]
     compiled = torch.compile(
-        lambda *t: ops.rank1_linear(*t).square().mean(), fullgraph=True, backend="aot_eager"
+        lambda *t: ops.rank1_linear(*t).square().mean(),
+        fullgraph=True,
+        backend="aot_eager",
     )
     want = torch.autograd.grad(ops.rank1_linear(*inputs).square().mean(), inputs)
     torch.testing.assert_close(torch.autograd.grad(compiled(*inputs), inputs), want)

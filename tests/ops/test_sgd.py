@@ -19,14 +19,18 @@ def test_shared_rows_are_read():
 @pytest.mark.parametrize("columns", [16_384, 16_385, 40_001])
 def test_long_rows_take_the_step_of_each_part(columns, gap):
     """Rows are walked in strips; with gaps between them each by itself."""
-    w, grad, shift, anchor, buffer = (randn(k, 3, columns + gap)[:, :columns] for k in range(5))
+    w, grad, shift, anchor, buffer = (
+        randn(k, 3, columns + gap)[:, :columns] for k in range(5)
+    )
     mu = torch.tensor([0.1, 0.5, 2.0], dtype=torch.float64)
     parts = [slice(0, 7), slice(7, 16_390), slice(16_390, None)]
     want, after = w.clone(), buffer.clone()
     for i in range(3):
         for part in parts:
             rows = [one[i : i + 1, part] for one in (want, grad, shift, anchor, after)]
-            ops.sgd_step_(*rows[:2], 0.1, rows[2], None, float(mu[i]), rows[3], 0.9, rows[4], 0.01)
+            ops.sgd_step_(
+                *rows[:2], 0.1, rows[2], None, float(mu[i]), rows[3], 0.9, rows[4], 0.01
+            )
 
     ops.sgd_step_(w, grad, 0.1, shift, None, mu, anchor, 0.9, buffer, 0.01)
 
@@ -44,7 +48,11 @@ def test_memory_that_meets_is_refused(name):
 
     def step(first, buffer, refused):
         part = home[first, 1:4] if name == "mu" else home[first - 1 : first + 2]
-        others = {"grad": home.new_zeros(3, 9), "anchor": home.new_zeros(3, 9), "buffer": buffer}
+        others = {
+            "grad": home.new_zeros(3, 9),
+            "anchor": home.new_zeros(3, 9),
+            "buffer": buffer,
+        }
         with refuses("sgd_step_", refused):
             ops.sgd_step_(home[:3], lr=0.1, momentum=0.9, **{**others, name: part})
 

@@ -22,11 +22,15 @@ def mapped(t, folder, name="rows", mode="r"):
 
 
 def same(got, want):
-    """To the last bit; the references sum all rows in one product, whose order torch chooses: to
-    the rounding of so long a sum."""
+    """To the last bit; the references sum all rows in one product, whose order torch
+    chooses: to the rounding of so long a sum."""
     assert got.dtype == want.dtype and got.shape == want.shape
     atol = 32 * torch.finfo(want.dtype).eps * float(want.abs().max())
-    assert torch.equal(got, want) if KERNELS else torch.allclose(got, want, rtol=0, atol=atol)
+    assert (
+        torch.equal(got, want)
+        if KERNELS
+        else torch.allclose(got, want, rtol=0, atol=atol)
+    )
 
 
 @pytest.fixture
@@ -52,7 +56,9 @@ def test_distances(tmp_path, recwarn, dtype):
 
 @pytest.mark.usefixtures("few_bytes")
 @pytest.mark.parametrize("n", [3, 128, 129, 300])
-@pytest.mark.parametrize("dtype, precise", [(F32, False), (F32, True), (F16, False), (F64, False)])
+@pytest.mark.parametrize(
+    "dtype, precise", [(F32, False), (F32, True), (F16, False), (F64, False)]
+)
 def test_dense_mixtures(tmp_path, n, dtype, precise):
     rows, weight = randn(1, n, 67, dtype=dtype), randn(4, 3, n).abs()
     for base in (None, randn(2, 67, dtype=F32), randn(3, 3, 67, dtype=dtype)):
@@ -63,7 +69,8 @@ def test_dense_mixtures(tmp_path, n, dtype, precise):
 
 @pytest.mark.usefixtures("few_bytes")
 def test_mixtures_by_index(tmp_path):
-    """What has no weight is not read; a weight that is small in its own dtype counts."""
+    """What has no weight is not read; a weight that is small in its own dtype
+    counts."""
     rows, index = randn(1, 40, 67, dtype=F32), integers(0, 0, 40, 9, 4)
     weight = randn(4, 9, 4).abs()
     weight[2], weight[4, 2], weight[:, 1] = 0, -0.7, 0
@@ -139,8 +146,12 @@ def test_rows_of_any_memory():
     for rows in (*turned, np.asfortranarray(x)):
         weight = randn(2, 2, len(rows))
         plain = torch.from_numpy(rows.astype("f4").copy(order="C"))
-        torch.testing.assert_close(stream.aggregate(rows, weight), stream.aggregate(plain, weight))
-        torch.testing.assert_close(stream.pairwise_sqdist(rows), stream.pairwise_sqdist(plain))
+        torch.testing.assert_close(
+            stream.aggregate(rows, weight), stream.aggregate(plain, weight)
+        )
+        torch.testing.assert_close(
+            stream.pairwise_sqdist(rows), stream.pairwise_sqdist(plain)
+        )
 
 
 # --- the memory of a result -------------------------------------------------
@@ -149,7 +160,12 @@ def test_rows_of_any_memory():
 def test_a_result_that_does_not_fit_is_refused_and_nothing_is_written():
     rows, index = randn(1, 200, 7, dtype=F32), integers(0, 0, 200, 200, 3)
     before, whole = rows.clone(), torch.ones(200, 200)
-    for out in (np.zeros((3, 7), np.float32), np.zeros((200, 7), np.int64), [1.0], rows):
+    for out in (
+        np.zeros((3, 7), np.float32),
+        np.zeros((200, 7), np.int64),
+        [1.0],
+        rows,
+    ):
         with refuses("aggregate", "out"):
             stream.aggregate(rows, whole[:, :3], index, out=out)
         if out is not rows:
@@ -180,7 +196,9 @@ SAME = {
 @pytest.mark.unless(lambda updates, out: (updates == "a tensor") != (out == "a tensor"))
 def test_a_result_in_the_memory_of_the_updates_is_refused(models, updates, out):
     rows, target = SAME[updates](models), SAME[out](models)
-    with pytest.raises(ValueError, match=r"^aggregate: out must be memory of its own, .* updates"):
+    with pytest.raises(
+        ValueError, match=r"^aggregate: out must be memory of its own, .* updates"
+    ):
         stream.aggregate(rows, HALF, INDEX, out=target)
 
 

@@ -1,4 +1,5 @@
-"""waffle_weights and feddwa_weights: golden values, the printed formulas, laws and edge cases."""
+"""waffle_weights and feddwa_weights: golden values, the printed formulas, laws and
+edge cases."""
 
 import math
 
@@ -37,8 +38,8 @@ distances = st.one_of(  # spread over magnitudes, or close together
 
 
 def printed(d, target, omega, psi, line6=True):
-    """Algorithm 1 as printed (line 6), or the paper's equation (3), which differs above omega =
-    1."""
+    """Algorithm 1 as printed (line 6), or the paper's equation (3), which differs above
+    omega = 1."""
     others = torch.cat([d[:target], d[target + 1 :]])
     high, low = others.max(), others.min()
     star = low * (1 - (high - low) / high * (1 - omega))
@@ -48,12 +49,19 @@ def printed(d, target, omega, psi, line6=True):
     return raw / raw.sum()
 
 
-@pytest.mark.parametrize("d, target, omega, psi, want", golden("waffle_family")["weights"])
+@pytest.mark.parametrize(
+    "d, target, omega, psi, want", golden("waffle_family")["weights"]
+)
 def test_waffle_golden(d, target, omega, psi, want):
     near(waffle_weights(f64(d), target, omega, psi), want)
 
 
-@given(distances, st.floats(0.01, 4.0), st.one_of(st.none(), st.floats(0.01, 3.0)), st.data())
+@given(
+    distances,
+    st.floats(0.01, 4.0),
+    st.one_of(st.none(), st.floats(0.01, 3.0)),
+    st.data(),
+)
 def test_waffle_is_the_printed_formula(d, omega, psi, data):
     d = f64(d)
     target = data.draw(st.integers(0, len(d) - 1))
@@ -69,7 +77,9 @@ def test_waffle_is_the_printed_formula(d, omega, psi, data):
 
 @given(
     st.lists(
-        st.one_of(st.floats(0, 1e3), st.sampled_from([torch.nan, torch.inf, -torch.inf])),
+        st.one_of(
+            st.floats(0, 1e3), st.sampled_from([torch.nan, torch.inf, -torch.inf])
+        ),
         min_size=1,
         max_size=12,
     ),
@@ -78,8 +88,8 @@ def test_waffle_is_the_printed_formula(d, omega, psi, data):
     st.data(),
 )
 def test_waffle_laws(d, omega, power, data):
-    """The absent have nothing and change nothing, nor do scale and order, nor the target's own
-    distance."""
+    """The absent have nothing and change nothing, nor do scale and order, nor the
+    target's own distance."""
     d, n = f64(d), len(d)
     target = data.draw(st.integers(0, n - 1))
     a = waffle_weights(d, target, omega)
@@ -111,7 +121,8 @@ def test_waffle_ties(omega):
 @pytest.mark.parametrize("gap", [1e-9, 1e-10, 1e-11])
 @pytest.mark.parametrize("tie", ["closed", "uniform"])
 def test_what_differs_beyond_rounding_is_no_tie(gap, tie):
-    """The nearest has the target's weight, the farthest none (Algorithm 1 at Omega = Psi = 1)."""
+    """The nearest has the target's weight, the farthest none (Algorithm 1 at
+    Omega = Psi = 1)."""
     d = 3 * (1 + gap * f64([0, 0, 1, 2]))
     torch.testing.assert_close(
         waffle_weights(d, 0, 1.0, tie=tie), f64([1, 1, 0.5, 0]) / 2.5, rtol=0, atol=1e-4
@@ -121,11 +132,16 @@ def test_what_differs_beyond_rounding_is_no_tie(gap, tie):
 def test_waffle_alone_and_psi_zero():
     for n, target in ((1, 0), (4, 2)):
         want = torch.eye(n, dtype=F64)[target]
-        assert torch.equal(waffle_weights(torch.arange(n) + 0.5, target, 0.5, 0.0), want)
+        assert torch.equal(
+            waffle_weights(torch.arange(n) + 0.5, target, 0.5, 0.0), want
+        )
         # all others absent
-        assert torch.equal(waffle_weights(torch.full((n,), torch.nan), target, 0.5), want)
+        assert torch.equal(
+            waffle_weights(torch.full((n,), torch.nan), target, 0.5), want
+        )
     assert torch.equal(waffle_weights(f64([0.0, 0.0]), 1, 0.0), f64([0.0, 1.0]))
-    assert waffle_weights(torch.arange(5.0), 0, 0.5, 1e100).sum() == 1  # the largest psi
+    # the largest psi
+    assert waffle_weights(torch.arange(5.0), 0, 0.5, 1e100).sum() == 1
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 7), (0, 4), (101, 3), (17, 1)])
@@ -136,7 +152,11 @@ def test_waffle_rows_at_once(shape):
     assert got.shape == shape
     for at, goal in np.ndenumerate(target.numpy()):
         assert torch.equal(got[at], waffle_weights(d[at].contiguous(), goal, 0.6, 0.7))
-    for one in (torch.zeros_like(target), torch.zeros((), dtype=torch.int64), np.int64(0)):
+    for one in (
+        torch.zeros_like(target),
+        torch.zeros((), dtype=torch.int64),
+        np.int64(0),
+    ):
         assert torch.equal(waffle_weights(d, one, 0.6), waffle_weights(d, 0, 0.6))
 
 
@@ -148,11 +168,15 @@ def dense(top, n):
 
 
 def naive(row, k):
-    """Sorted by (distance, index), weighted by the inverse distance: whose, and how much."""
+    """Sorted by (distance, index), weighted by the inverse distance: whose, and how
+    much."""
     clean = [math.inf if math.isnan(d) else max(d, 0.0) for d in row]
     kept = sorted(range(len(row)), key=lambda j: (clean[j], j))[:k]
     low = clean[kept[0]]
-    raw = [float(clean[j] == low) if low in (0.0, math.inf) else low / clean[j] for j in kept]
+    raw = [
+        float(clean[j] == low) if low in (0.0, math.inf) else low / clean[j]
+        for j in kept
+    ]
     return kept, [r / sum(raw) for r in raw]
 
 
@@ -175,14 +199,18 @@ def test_feddwa_is_the_optimum_of_equation_14():
 
 
 cell = st.one_of(
-    st.sampled_from([0.0, 1.0, 1.0, 2.0, 4.0, torch.inf, torch.nan, -1.0, 1e-300, 1e300, 5e-324]),
+    st.sampled_from(
+        [0.0, 1.0, 1.0, 2.0, 4.0, torch.inf, torch.nan, -1.0, 1e-300, 1e300, 5e-324]
+    ),
     st.floats(0, 1e6, allow_subnormal=False),
 )
 
 
 @given(
     st.integers(1, 40).flatmap(
-        lambda n: st.lists(st.lists(cell, min_size=n, max_size=n), min_size=1, max_size=4)
+        lambda n: st.lists(
+            st.lists(cell, min_size=n, max_size=n), min_size=1, max_size=4
+        )
     ),
     st.integers(1, 45),
 )

@@ -1,5 +1,5 @@
-"""docs/api.md is the border: what it lists is what the public modules give, and all of it says what
-it takes and gives."""
+"""docs/api.md is the border: what it lists is what the public modules give, and all of
+it says what it takes and gives."""
 
 import importlib
 import importlib.util
@@ -14,7 +14,8 @@ import pflcore
 from pflcore import Algorithm
 from pflcore.algorithms import ALGORITHMS
 
-EXTRAS = {"pflcore.interop.flower": "flwr"}  # what is looked at only where its framework is
+# what is looked at only where its framework is
+EXTRAS = {"pflcore.interop.flower": "flwr"}
 LISTED = {}
 for module, name in listed():
     if module not in EXTRAS or importlib.util.find_spec(EXTRAS[module]):
@@ -26,8 +27,8 @@ def is_ours(thing):
 
 
 def functions(name, thing):
-    """A function, or a class's public methods and properties, wherever in pflcore they were
-    written."""
+    """A function, or a class's public methods and properties, wherever in pflcore they
+    were written."""
     if inspect.isfunction(thing):
         yield name, thing
         return
@@ -60,15 +61,20 @@ def test_what_has_no_underscore_is_listed():
 
 
 def silent(thing, full, function):
-    """Without a docstring; of an algorithm's hooks the protocol says it once, of what is inherited
-    its own class."""
+    """Without a docstring; of an algorithm's hooks the protocol says it once, of what
+    is inherited its own class."""
     inherited = getattr(inspect.getmodule(function), "__name__", "") != thing.__module__
-    hook = inspect.isclass(thing) and issubclass(thing, Algorithm) and thing is not Algorithm
+    hook = (
+        inspect.isclass(thing)
+        and issubclass(thing, Algorithm)
+        and thing is not Algorithm
+    )
     return not (inherited or hook or inspect.getdoc(function))
 
 
 def shapeless(function):
-    """A tensor without its shape, "[N, P]", in the docstring or in a comment beside it."""
+    """A tensor without its shape, "[N, P]", in the docstring or in a comment beside
+    it."""
     head = inspect.getsource(inspect.unwrap(function)).split('"""')[0]
     if not re.search(r"\bTensor\b", head):
         return False
@@ -83,7 +89,9 @@ def test_what_is_public_is_annotated(module):
     for (where, name), thing in PUBLIC.items():
         if where != module or not (inspect.isclass(thing) or inspect.isfunction(thing)):
             continue
-        generated = inspect.isclass(thing) and (thing.__doc__ or "").startswith(f"{name}(")
+        generated = inspect.isclass(thing) and (thing.__doc__ or "").startswith(
+            f"{name}("
+        )
         lacks += [f"{name}: docstring"] if generated or not thing.__doc__ else []
         for full, function in functions(name, thing):
             signature = inspect.signature(function)

@@ -1,5 +1,5 @@
-"""What is given away: the source archive holds every kernel file, the wheel holds the plans and no
-benchmark, and it runs by itself."""
+"""What is given away: the source archive holds every kernel file, the wheel holds the
+plans and no benchmark, and it runs by itself."""
 
 import os
 import re
@@ -19,15 +19,18 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The folder of an archive and a wheel, made from a copy of the sources without torch's part of
-    the build."""
+    """The folder of an archive and a wheel, made from a copy of the sources without
+    torch's part of the build."""
     folder = tmp_path_factory.mktemp("package")
     for name in ("csrc", "pflcore", "bench"):
         built = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=built)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
-    code = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+    code = (
+        "from setuptools import build_meta as b; b.build_sdist('dist'); "
+        "b.build_wheel('dist')"
+    )
     env = {**os.environ, "PFLCORE_EXT": "0"}
     run = ran("-c", code, cwd=folder, env=env)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -50,10 +53,23 @@ def test_the_wheel_holds_no_benchmark_needs_four_packages_and_runs(built, tmp_pa
         wheel.extractall(tmp_path)
     assert not [n for n in names if n.startswith(("bench", "tests", "csrc"))]
     (metadata,) = tmp_path.glob("*.dist-info/METADATA")
-    needs = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", metadata.read_text(), re.M)
-    assert {*needs} == {"torch", "numpy", "safetensors", "annotated-types"}  # without extras
+    needs = re.findall(
+        r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", metadata.read_text(), re.M
+    )
+    # without extras
+    assert {*needs} == {"torch", "numpy", "safetensors", "annotated-types"}
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "PFLCORE_KERNELS": "0"}
-    plays = ["run", "fedavg", "--data", "digits", "--rounds", "1", "--quiet", "--out", "out"]
+    plays = [
+        "run",
+        "fedavg",
+        "--data",
+        "digits",
+        "--rounds",
+        "1",
+        "--quiet",
+        "--out",
+        "out",
+    ]
     for command, code in ((["reproduce", "--list"], 2), (plays, 0)):
         run = ran("-m", "pflcore", *command, cwd=tmp_path, env=env)
         assert run.returncode == code, run.stderr[-2000:]

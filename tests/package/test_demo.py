@@ -1,5 +1,5 @@
-"""The page of `make demo`: whole in one file, with four systems and the distances, and no complaint
-of a browser."""
+"""The page of `make demo`: whole in one file, with four systems and the distances, and
+no complaint of a browser."""
 
 import os
 import re
@@ -29,8 +29,12 @@ def page(tmp_path_factory):
 
 def test_the_page_holds_all_that_it_shows(page):
     text = page.read_text()
-    loads = re.findall(r"""\s(?:src|data)=["']?([^"'>]*)|<link[^>]*href=["']?([^"'>]*)""", text)
-    assert not [load for pair in loads for load in pair if load and not load.startswith("data:")]
+    loads = re.findall(
+        r"""\s(?:src|data)=["']?([^"'>]*)|<link[^>]*href=["']?([^"'>]*)""", text
+    )
+    assert not [
+        load for pair in loads for load in pair if load and not load.startswith("data:")
+    ]
     assert len(re.findall("<h2", text)) == text.count("<svg") == 5
     assert "nan" not in re.findall(r"<td>(.*?)</td>", text)
 
@@ -39,9 +43,17 @@ def test_the_page_holds_all_that_it_shows(page):
 def test_a_browser_has_no_complaint(page, tmp_path):
     bad = tmp_path / "bad.html"
     bad.write_text("<script>nothing()</script>")
-    look = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    look = [
+        BROWSER,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+    ]
     look += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
     how = {"capture_output": True, "text": True, "timeout": 120, "check": True}
-    told, said = (subprocess.run([*look, f.as_uri()], **how).stderr for f in (bad, page))
+    told, said = (
+        subprocess.run([*look, f.as_uri()], **how).stderr for f in (bad, page)
+    )
     assert ":CONSOLE" in told  # the browser would say so
     assert ":CONSOLE" not in said, said

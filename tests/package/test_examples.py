@@ -1,4 +1,5 @@
-"""The examples are programs that people copy: they run, and they show what they say they show."""
+"""The examples are programs that people copy: they run, and they show what they say
+they show."""
 
 import ast
 import runpy
@@ -15,8 +16,14 @@ EXAMPLES = ROOT / "examples"
 def test_the_ops_in_ones_own_code(capsys):
     left = runpy.run_path(str(EXAMPLES / "use_ops.py"))
     assert str(pflcore.backend()) in capsys.readouterr().out
-    sent, before, weight = left["sent"].double(), left["before"].double(), left["weight"]
-    assert torch.allclose(left["personal"].double(), before + weight @ (sent - before), atol=1e-6)
+    sent, before, weight = (
+        left["sent"].double(),
+        left["before"].double(),
+        left["weight"],
+    )
+    assert torch.allclose(
+        left["personal"].double(), before + weight @ (sent - before), atol=1e-6
+    )
     group = torch.arange(8) // 4
     assert (group[left["nearest"].index] == group[:, None]).all()
     assert (left["for_client_0"][4:] == 0).all()
@@ -42,7 +49,10 @@ def test_choosing_on_some_clients_and_reporting_others(capsys):
     left = runpy.run_path(str(EXAMPLES / "held_out.py"))
     after, before, protocol = left["after"], left["before"], left["protocol"]
     assert "| chosen |" in capsys.readouterr().out
-    assert after[protocol.report_clients].mean() > before[protocol.report_clients].mean() + 0.05
+    assert (
+        after[protocol.report_clients].mean()
+        > before[protocol.report_clients].mean() + 0.05
+    )
     assert int(after.isnan().sum()) == 50
 
 
@@ -52,7 +62,9 @@ def test_an_algorithm_of_ones_own(capsys):
     lines = capsys.readouterr().out.split()
     assert "FedPer" in lines and float(lines[-1]) > float(lines[7]) + 0.03
     assert int(lines[-2]) < int(lines[6])
-    cls = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef))
+    cls = next(
+        n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)
+    )
     assert cls.end_lineno - cls.lineno + 2 <= 25  # with its decorator
     assert issubclass(left["FedPer"], pflcore.FedAvg)
     text = (EXAMPLES.parent / "docs" / "own_algorithm.md").read_text()
@@ -68,7 +80,9 @@ def test_server_rules_in_ones_own_training_loop(capsys):
     # client 0 is helped by those who label as it does
     assert weights[::2].sum() > weights[1::2].sum()
     assert (index % 2 == torch.arange(6)[:, None] % 2).all()
-    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.stmt)]
+    nodes = [
+        n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.stmt)
+    ]
     assert len({n.lineno for n in nodes if not isinstance(n, ast.Expr)}) <= 45
 
 
@@ -79,7 +93,9 @@ def test_adapters_by_their_products(capsys, monkeypatch):
     runpy.run_path(str(EXAMPLES / "lora.py"), run_name="__main__")
     out = capsys.readouterr().out
     common, own = (
-        x.split(" | ") for x in out.splitlines() if x.startswith(("| common", "| their"))
+        x.split(" | ")
+        for x in out.splitlines()
+        if x.startswith(("| common", "| their"))
     )
     assert [int(n) for n in common[1:5]] == [12] * 4
     assert int(own[1]) <= 8 and int(own[2]) <= 8 and int(own[4]) >= 11

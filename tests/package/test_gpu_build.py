@@ -1,4 +1,5 @@
-"""`make gpu` where no package registry is: with the torch and the CUDA compiler that are there."""
+"""`make gpu` where no package registry is: with the torch and the CUDA compiler that
+are there."""
 
 import os
 import subprocess
@@ -10,7 +11,9 @@ from places import ROOT
 
 pytestmark = [
     pytest.mark.deep("subprocesses"),
-    pytest.mark.skipif(not (ROOT / ".ci" / "cuda_build").exists(), reason="no checkout"),
+    pytest.mark.skipif(
+        not (ROOT / ".ci" / "cuda_build").exists(), reason="no checkout"
+    ),
 ]
 HOW = {"cwd": ROOT, "capture_output": True, "text": True}
 
@@ -20,7 +23,9 @@ def test_another_python_is_taken_as_it_is(step):
     target = f"gpu-{step}".strip("-")
     words = ["make", "-n", target, "GPU_PYTHON=/usr/bin/mine", "LOGS=there"]
     # Inside another make, make prints the folders it enters as well.
-    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    alone = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE")
+    }
 
     said = subprocess.run(words, check=True, env=alone, **HOW).stdout
 
@@ -54,7 +59,9 @@ def test_missing_module_is_named_before_anything_is_built(tmp_path):
 
 def test_steps_go_on_after_one_that_fails(tmp_path):
     """And each leaves its output."""
-    python = stand_in(tmp_path, 'case "$*" in *test_gpu_ops*) echo broken; exit 1 ;; esac')
+    python = stand_in(
+        tmp_path, 'case "$*" in *test_gpu_ops*) echo broken; exit 1 ;; esac'
+    )
 
     run = run_gpu(python, tmp_path, "tests", "bench")
 
@@ -92,6 +99,7 @@ esac"""
     run = subprocess.run([".ci/cuda_build", python], env=offline, **HOW)
     assert run.returncode == 1 and not (tmp_path / "asked").exists()
     assert run.stdout.endswith(
-        f"has a torch of CUDA {cuda}, and no CUDA {cuda[:2]} compiler was found: install that "
+        f"has a torch of CUDA {cuda}, and no CUDA {cuda[:2]} compiler was found: "
+        "install that "
         "toolkit and set CUDA_HOME to it.\n"
     )

@@ -33,18 +33,44 @@ def grid(choices):
 MISSPELT = [
     (lambda: simulation("fedavgg"), "algorithm: got 'fedavgg', did you mean 'fedavg'"),
     (lambda: simulation("FedDAW"), "algorithm: got 'FedDAW', did you mean 'feddwa'"),
-    (lambda: personalize(ROWS, "fedamp", sigmma=1), "FedAMP: got .'sigmma'., did you mean 'sigma'"),
-    (lambda: federation_of("fashion-mnist"), "data: got .*, did you mean 'fashion_mnist'"),
+    (
+        lambda: personalize(ROWS, "fedamp", sigmma=1),
+        "FedAMP: got .'sigmma'., did you mean 'sigma'",
+    ),
+    (
+        lambda: federation_of("fashion-mnist"),
+        "data: got .*, did you mean 'fashion_mnist'",
+    ),
     (lambda: federation_of("vehicles"), "data: got 'vehicles', did you mean 'vehicle'"),
-    (lambda: partition("dirichlett", LABELS, 3), "partition: got .*, did you mean 'dirichlet'"),
-    (lambda: partition("dirichlet", LABELS, 3, alfa=1), "partition dirichlet: got .*'alpha'"),
-    (lambda: model_for("linaer", (6,), 3), "model: got 'linaer', did you mean 'linear'"),
+    (
+        lambda: partition("dirichlett", LABELS, 3),
+        "partition: got .*, did you mean 'dirichlet'",
+    ),
+    (
+        lambda: partition("dirichlet", LABELS, 3, alfa=1),
+        "partition dirichlet: got .*'alpha'",
+    ),
+    (
+        lambda: model_for("linaer", (6,), 3),
+        "model: got 'linaer', did you mean 'linear'",
+    ),
     (lambda: Hardware(engine="vmapp"), "engine: got 'vmapp', did you mean 'vmap'"),
-    (lambda: Training(local_optimizer="Adam"), "local_optimizer: got .*, did you mean 'adamw'"),
-    (lambda: Adversary("signflip", [0]), "attack: got 'signflip', did you mean 'sign_flip'"),
+    (
+        lambda: Training(local_optimizer="Adam"),
+        "local_optimizer: got .*, did you mean 'adamw'",
+    ),
+    (
+        lambda: Adversary("signflip", [0]),
+        "attack: got 'signflip', did you mean 'sign_flip'",
+    ),
     (
         lambda: tune(
-            cross_silo(images((20, 20))), nn.Linear(6, 4), "ditto", Training(), {"la": [1]}, 1
+            cross_silo(images((20, 20))),
+            nn.Linear(6, 4),
+            "ditto",
+            Training(),
+            {"la": [1]},
+            1,
         ),
         "grid: got 'la', did you mean 'lam'",
     ),

@@ -1,5 +1,5 @@
-"""The tests stand on what docs/api.md lists and so outlive what is behind it; what must look inside
-is in tests/internal."""
+"""The tests stand on what docs/api.md lists and so outlive what is behind it; what must
+look inside is in tests/internal."""
 
 import ast
 

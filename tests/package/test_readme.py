@@ -1,5 +1,5 @@
-"""What the README shows is run, and the tables of algorithms are the code's; where the full one is
-not, the test prints the right one."""
+"""What the README shows is run, and the tables of algorithms are the code's; where the
+full one is not, the test prints the right one."""
 
 import inspect
 import re
@@ -17,11 +17,18 @@ README = (ROOT / "README.md").read_text()
 def algorithms_table():
     """Name and first docstring line of every algorithm, as Markdown."""
     rows = [
-        (name, inspect.getdoc(cls).split("\n\n")[0].replace("\n", " ").replace("|", "\\|"))
+        (
+            name,
+            inspect.getdoc(cls).split("\n\n")[0].replace("\n", " ").replace("|", "\\|"),
+        )
         for name, cls in ALGORITHMS.items()
     ]
     return "\n".join(
-        ["| name | what it is |", "|---|---|", *(f"| `{name}` | {first} |" for name, first in rows)]
+        [
+            "| name | what it is |",
+            "|---|---|",
+            *(f"| `{name}` | {first} |" for name, first in rows),
+        ]
     )
 
 

@@ -1,5 +1,5 @@
-"""Nothing is run that came as data, nothing is fetched that was not asked for, and what goes by a
-name is what was published by it."""
+"""Nothing is run that came as data, nothing is fetched that was not asked for, and what
+goes by a name is what was published by it."""
 
 import ast
 import os
@@ -11,11 +11,13 @@ from pflcore import data as room
 from pflcore.data import load
 
 FILES = [
-    p for room in ("pflcore", "bench", "examples") for p in sorted((ROOT / room).rglob("*.py"))
+    p
+    for room in ("pflcore", "bench", "examples")
+    for p in sorted((ROOT / room).rglob("*.py"))
 ]
 # what runs code that came as data, and what opens connections
 MODULES = """pickle cPickle _pickle marshal shelve dill cloudpickle joblib yaml socket urllib http
-requests httpx aiohttp ftplib smtplib ssl xmlrpc websockets huggingface_hub"""
+requests httpx aiohttp ftplib smtplib ssl xmlrpc websockets huggingface_hub"""  # noqa: E501
 RUNS = "eval exec compile __import__ torch.hub.load torch.jit.load pd.read_pickle"
 
 
@@ -40,7 +42,9 @@ def test_files_are_read_without_running_what_is_in_them():
         options = {k.arg: getattr(k.value, "value", True) for k in node.keywords}
         assert name not in RUNS.split(), where
         if name in ("torch.load", "np.load", "numpy.load"):
-            option, safe = ("weights_only", True) if "torch" in name else ("allow_pickle", False)
+            option, safe = (
+                ("weights_only", True) if "torch" in name else ("allow_pickle", False)
+            )
             assert options.get(option) is safe, where
             loads += 1
         # the one place where something is fetched, through torchvision
@@ -63,7 +67,7 @@ def hook(event, args):
     if event in network and "AF_UNIX" not in str(args):
         refuse()
 sys.addaudithook(hook)
-"""
+"""  # noqa: E501
 
 
 EVERYTHING = """
@@ -75,7 +79,7 @@ for name in names:
         importlib.import_module(name)
 from pflcore.cli import main
 main("run feddwa --data digits --n 4 --rounds 1 --out made".split())
-"""
+"""  # noqa: E501
 
 
 def offline(code, tmp_path):
@@ -89,7 +93,9 @@ def test_importing_everything_and_a_run_need_no_network(tmp_path):
     pytest.importorskip("tyro")
     done = offline(EVERYTHING, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert (tmp_path / "made").is_dir() and not (tmp_path / ".cache" / "pflcore").exists()
+    assert (tmp_path / "made").is_dir() and not (
+        tmp_path / ".cache" / "pflcore"
+    ).exists()
 
 
 @pytest.mark.parametrize("name", ["digits", "mnist5k"])
@@ -102,11 +108,21 @@ def test_what_a_package_brings_is_what_was_published(name, monkeypatch):
 
 
 def test_every_data_set_that_is_read_by_a_name_has_a_digest_or_a_reason():
-    """torchvision compares what it downloads with md5 sums of its own; Vehicle and FEMNIST are made
-    by each user's own scripts."""
-    torchvisions = {"cifar10", "cifar100", "emnist", "emnist_balanced", "emnist_letters"}
+    """torchvision compares what it downloads with md5 sums of its own; Vehicle and
+    FEMNIST are made by each user's own scripts."""
+    torchvisions = {
+        "cifar10",
+        "cifar100",
+        "emnist",
+        "emnist_balanced",
+        "emnist_letters",
+    }
     for name, images in room.SOURCES.items():
         digest = images.digest
-        assert digest is None if name in torchvisions else len(digest) == 16 and int(digest, 16)
+        assert (
+            digest is None
+            if name in torchvisions
+            else len(digest) == 16 and int(digest, 16)
+        )
     made_up = {name for name in room.FEDERATIONS if name.startswith("synthetic")}
     assert room.FEDERATIONS.keys() - made_up == {"school", "vehicle", "femnist"}

@@ -28,7 +28,9 @@ def missing(text):
     return out
 
 
-@pytest.mark.parametrize("doc", ["docs/determinism.md", "docs/capabilities.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "doc", ["docs/determinism.md", "docs/capabilities.md", "CONTRIBUTING.md"]
+)
 def test_every_test_that_is_named_exists(doc):
     assert not missing((ROOT / doc).read_text(encoding="utf-8"))
 
@@ -42,8 +44,11 @@ def test_every_line_names_its_proof(doc):
 
 
 def test_other_numbers_are_other_draws():
-    """The same clients in another order: each draws by its number, so the run is another one."""
-    s = make_setting(Net(tiny_model()), images((20, 20)), Training(lr=0.1, batch_size=4))
+    """The same clients in another order: each draws by its number, so the run is
+    another one."""
+    s = make_setting(
+        Net(tiny_model()), images((20, 20)), Training(lr=0.1, batch_size=4)
+    )
     turned = s._replace(data=s.data.subset([1, 0]))
     one, two = (after(FedAvg(), setting)[0].server["x"] for setting in (s, turned))
     assert not torch.equal(one, two)

@@ -22,7 +22,9 @@ CALLS = {
     "private: the whole model is private": lambda: simulation(
         "fedper", model=nn.Linear(6, 4), rounds=1
     ),
-    "FedAMP: the others' weights exceed 1": lambda: simulation("fedamp", rounds=1).run(),
+    "FedAMP: the others' weights exceed 1": lambda: simulation(
+        "fedamp", rounds=1
+    ).run(),
     "fedavg, seed 0, stopped early": lambda: simulation(rounds=5, training=WILD).run(),
     "PFedMe: its local steps": momentum,
 }

@@ -14,7 +14,9 @@ OPTIONS: dict[str, Any] = {"rounds": 4, "participation": 0.6}
 
 
 def make(algorithm="fedavg", **options):
-    return simulation(algorithm, **{"data": DATA, "training": TRAINING, **OPTIONS, **options})
+    return simulation(
+        algorithm, **{"data": DATA, "training": TRAINING, **OPTIONS, **options}
+    )
 
 
 def broken_off(run, after):

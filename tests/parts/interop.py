@@ -9,7 +9,9 @@ from pflcore import Evaluation, Hardware, Simulation, Training, testing
 from pflcore.algorithms import ALGORITHMS, FedAvg
 
 ROUNDS, SEED = 3, 5
-TRAINING = Training(lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round)
+TRAINING = Training(
+    lr=0.05, batch_size=7, epochs=1, schedule=lambda round, rounds: 1 / round
+)
 SETTING = {"hardware": Hardware("loop", 1), "seed": SEED}
 DATA = testing.Case(FedAvg()).data
 OPTIONS = {"knnper": {"k": 3}, "clustered_fl": {"first": 0, "eps1": 10.0, "eps2": 0.0}}

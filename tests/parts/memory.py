@@ -8,19 +8,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = (
-    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of "
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of "
+    "79.11 GiB of "
     "which 12.00 MiB is free."
 )
 KINDS = {
     "on a GPU": (torch.OutOfMemoryError(CUDA), "20.00 MiB"),
     "of cuBLAS": (
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+        ),
         "",
     ),
     "of a kernel": (RuntimeError("CUDA error: out of memory"), ""),
     "on a CPU": (
         RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 3072 "
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 3072 "
             "bytes."
         ),
         "3072 bytes",
@@ -51,8 +55,8 @@ def resident(key="VmRSS"):
 
 
 def in_a_process(function, *args):
-    """What it gives in a fresh process, since a fork grows into what its parent's allocator
-    keeps."""
+    """What it gives in a fresh process, since a fork grows into what its parent's
+    allocator keeps."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, args)
 

@@ -64,15 +64,19 @@ def federation(shape=(6,), y=None, tokens=False):
     return Federation.from_clients(clients)
 
 
-def played(model, data=None, engine="auto", rounds=1, training=None, algorithm="fedavg"):
+def played(
+    model, data=None, engine="auto", rounds=1, training=None, algorithm="fedavg"
+):
     """A simulation on one worker, before its first round."""
     how = {"training": training or Training(lr=0.1, batch_size=20), "rounds": rounds}
-    return simulation(algorithm, data or federation(), model=model, workers=1, engine=engine, **how)
+    return simulation(
+        algorithm, data or federation(), model=model, workers=1, engine=engine, **how
+    )
 
 
 def same_as_by_hand(build, data=None, engine="auto"):
-    """What trained in one FedAvg round of one step of each client, and why: engine, form, why. The
-    model is that of the module trained by hand."""
+    """What trained in one FedAvg round of one step of each client, and why: engine,
+    form, why. The model is that of the module trained by hand."""
     torch.manual_seed(1)
     model, data = build(), data or federation()
     run = played(model, data, engine)

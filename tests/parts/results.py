@@ -19,19 +19,33 @@ def line(r, accuracy, **more):
         "bytes_down": 600,
         "bytes_up": 424,
         "report": {},
-        "eval": {"accuracy": accuracy, "loss": [1.0] * N, "size": torch.tensor([10, 20, 30, 40])},
+        "eval": {
+            "accuracy": accuracy,
+            "loss": [1.0] * N,
+            "size": torch.tensor([10, 20, 30, 40]),
+        },
         **more,
     }
 
 
 def a_run(algorithm="waffle", seed=0, rounds=12, shift=0.0, target=1, **header):
     """Client c's accuracy in round r is shift + r/100 + c/10."""
-    head = {"algorithm": algorithm, "data": "digits", "n": N, "target": target, "seed": seed}
+    head = {
+        "algorithm": algorithm,
+        "data": "digits",
+        "n": N,
+        "target": target,
+        "seed": seed,
+    }
     lines = [{"header": {**head, **header}}]
     for r in range(1, rounds + 1):
         weights = torch.full((N,), 1 / N) if target is not None else torch.eye(N)
         accuracy = shift + r / 100 + torch.arange(N) / 10
-        lines.append(line(r, accuracy, algorithm=algorithm, seed=seed, report={"weights": weights}))
+        lines.append(
+            line(
+                r, accuracy, algorithm=algorithm, seed=seed, report={"weights": weights}
+            )
+        )
     return lines
 
 
@@ -62,6 +76,8 @@ def write(path, lines):
 
 
 def cells(text, algorithm):
-    rows = [row.strip("|").split("|") for row in text.splitlines() if row.startswith("| ")]
+    rows = [
+        row.strip("|").split("|") for row in text.splitlines() if row.startswith("| ")
+    ]
     rows = [[c.strip() for c in row] for row in rows]
     return dict(zip(rows[0], next(r for r in rows if r[0] == algorithm), strict=True))

@@ -21,7 +21,8 @@ def close(got, want, rtol=1e-8, atol=1e-10):
 
 
 class Losses:
-    """A cohort of one whose validation loss is told for each model; training changes nothing."""
+    """A cohort of one whose validation loss is told for each model; training changes
+    nothing."""
 
     def __init__(self, losses, n):
         self.losses, self.context = losses, SimpleNamespace(data=SimpleNamespace(n=n))
@@ -44,6 +45,6 @@ def fomo(alg, previous, candidates, before, after):
         len(candidates),
     )
     index = torch.arange(len(candidates) - 1)[None]
-    return alg.train({"w": SharedRows(rows, index)}, {"w": rows[-1:], "old": t([previous])}, local)[
-        :2
-    ]
+    return alg.train(
+        {"w": SharedRows(rows, index)}, {"w": rows[-1:], "old": t([previous])}, local
+    )[:2]

@@ -1,5 +1,5 @@
-"""What the tests of partitions and of federations share: how large their splits are, and whether
-they are the same."""
+"""What the tests of partitions and of federations share: how large their splits are,
+and whether they are the same."""
 
 import torch
 

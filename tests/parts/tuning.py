@@ -17,7 +17,10 @@ def federation(n=12, seed=0, size=20, relabel=False):
         parts.append((x, x[:, :3].argmax(1) if i % 2 else x[:, 1:].argmax(1)))
     fed = Federation.from_clients(parts, classes=3)
     return (
-        replace(fed, relabel=torch.stack([torch.randperm(3, generator=gen) for _ in range(n)]))
+        replace(
+            fed,
+            relabel=torch.stack([torch.randperm(3, generator=gen) for _ in range(n)]),
+        )
         if relabel
         else fed
     )

@@ -12,5 +12,9 @@ class Mine(FedAvg):
 
 
 def simulation(algorithm="fedavg", data=None, **options):
-    given = {"model": tiny_model(), "data": images() if data is None else data, "rounds": 3}
+    given = {
+        "model": tiny_model(),
+        "data": images() if data is None else data,
+        "rounds": 3,
+    }
     return Simulation(algorithm, **grouped({**given, "training": TRAINING, **options}))

@@ -1,5 +1,6 @@
-"""The numbers of reports, records and exports, worked out by hand: at the bounds of "most", "many"
-and "last", with more than one round, and where other clients are evaluated than the first."""
+"""The numbers of reports, records and exports, worked out by hand: at the bounds of
+"most", "many" and "last", with more than one round, and where other clients are
+evaluated than the first."""
 
 import csv
 import math
@@ -18,14 +19,16 @@ from pflcore.simulation.callbacks import EarlyStopping, Stop
 def rounds(*changes, n=4):
     """Rounds 1, 2, ... of everybody in which nothing happened but these changes."""
     quiet = {"cohort": list(range(n)), "relative_update_norm": [1.0] * n}
-    return [line(r, [0.5] * n, **{**quiet, **change}) for r, change in enumerate(changes, 1)]
+    return [
+        line(r, [0.5] * n, **{**quiet, **change}) for r, change in enumerate(changes, 1)
+    ]
 
 
 def concerns(*changes):
     return list(History({}, rounds(*changes)).problems())
 
 
-# what somebody should look at ----------------------------------------------------------------
+# what somebody should look at -------------------------------------------------
 
 
 def test_nothing_is_said_of_a_quiet_run():
@@ -35,7 +38,9 @@ def test_nothing_is_said_of_a_quiet_run():
 @pytest.mark.parametrize("lost, named", [(1, False), (2, False), (3, True)])
 def test_half_of_the_rounds_are_not_most(lost, named):
     """Of four that the client took part in; it was absent from a fifth."""
-    found = concerns(*[{"dropped": [2]}] * lost, *[{}] * (4 - lost), {"cohort": [0, 1, 3]})
+    found = concerns(
+        *[{"dropped": [2]}] * lost, *[{}] * (4 - lost), {"cohort": [0, 1, 3]}
+    )
 
     assert [words[:13] for words in found] == ["client(s) [2]"] * named
 
@@ -65,7 +70,7 @@ def test_a_runaway_is_named_with_its_round(ratio, named):
     assert all("of round 2;" in words for words in found)
 
 
-# records -------------------------------------------------------------------------------------
+# records ----------------------------------------------------------------------
 
 
 def run_of(*changes, **header):
@@ -111,7 +116,9 @@ def test_notes_count_void_rounds_and_dropped_clients():
 def test_clipped_clients_are_counted_once():
     run = run_of({"clipped": [0, 1]}, {"clipped": [1]})
 
-    assert cells(table([run]), "fedavg")["note"] == "the updates of 2 clients were clipped"
+    assert (
+        cells(table([run]), "fedavg")["note"] == "the updates of 2 clients were clipped"
+    )
 
 
 @pytest.mark.parametrize("planned, note", [(2, ""), (3, "2 of 3 rounds")])
@@ -134,10 +141,12 @@ def test_a_curve_is_the_clients_own():
     assert all(map(math.isnan, run.curve(2)[1]))
 
 
-@pytest.mark.parametrize("every, last, want", [(1, 2, 35.0), (1, 3, 30.0), (2, 2, 40.0)])
+@pytest.mark.parametrize(
+    "every, last, want", [(1, 2, 35.0), (1, 3, 30.0), (2, 2, 40.0)]
+)
 def test_the_mean_of_the_last_rounds(every, last, want):
-    """Accuracy 10, 20, 30, 40 %: with evaluations in every second round only the last one counts
-    among the last two."""
+    """Accuracy 10, 20, 30, 40 %: with evaluations in every second round only the last
+    one counts among the last two."""
     each = [{"eval": {"accuracy": [r / 10] * 4, "size": [5] * 4}} for r in range(1, 5)]
     for one in each[: 4 * (every - 1) : every]:
         one["eval"] = None
@@ -148,7 +157,7 @@ def test_the_mean_of_the_last_rounds(every, last, want):
     assert row["final"] == row["best\\*"] == "40.00"
 
 
-# exports -------------------------------------------------------------------------------------
+# exports ----------------------------------------------------------------------
 
 
 def exported(tmp_path, evaluated, **options):
@@ -168,7 +177,9 @@ def test_a_table_names_the_evaluated_clients(tmp_path):
     assert [int(row["client"]) for row in rows] == drawn * 2
     assert [
         (int(row["client"]) in r["cohort"])
-        for r, row in zip([history.rounds[0]] * 2 + [history.rounds[1]] * 2, rows, strict=True)
+        for r, row in zip(
+            [history.rounds[0]] * 2 + [history.rounds[1]] * 2, rows, strict=True
+        )
     ] == [row["took_part"] == "True" for row in rows]
 
 
@@ -189,14 +200,16 @@ def test_events_name_the_evaluated_clients(tmp_path):
 
     seen = history.rounds[-1]["eval"]
     events = EventAccumulator(str(tmp_path / "events")).Reload()
-    names = [name for name in events.Tags()["scalars"] if name.startswith("eval/loss/client")]
+    names = [
+        name for name in events.Tags()["scalars"] if name.startswith("eval/loss/client")
+    ]
     assert sorted(names) == sorted(f"eval/loss/client {i}" for i in seen["clients"])
     for i, loss in zip(seen["clients"], seen["loss"], strict=True):
         (_, last) = events.Scalars(f"eval/loss/client {i}")
         assert (last.step, last.value) == (2, pytest.approx(loss, rel=1e-6))
 
 
-# early stopping ------------------------------------------------------------------------------
+# early stopping ---------------------------------------------------------------
 
 
 def stopped_at(losses, **options):
@@ -215,8 +228,10 @@ def stopped_at(losses, **options):
     [
         ([3, 2, 2, 2, 1], {"patience": 2}, (4, 2)),  # as good is no better
         ([3, 2, 2, 1, 1], {"patience": 2}, (None, 4)),  # what is better starts anew
-        ([3, 2, None, 2, None, 2], {"patience": 2}, (6, 2)),  # evaluations count, not rounds
-        ([3, 2.5, 2], {"patience": 1, "min_delta": 0.5}, (2, 1)),  # by more than min_delta
+        # evaluations count, not rounds
+        ([3, 2, None, 2, None, 2], {"patience": 2}, (6, 2)),
+        # by more than min_delta
+        ([3, 2.5, 2], {"patience": 1, "min_delta": 0.5}, (2, 1)),
         ([3, 2.4, 1.9, 1.8], {"patience": 1, "min_delta": 0.5}, (3, 2)),
         ([math.nan, 3, math.nan, math.nan], {"patience": 2}, (4, 2)),
         ([3, 4], {"patience": 1, "key": "loss"}, (2, 1)),

@@ -28,7 +28,10 @@ def test_numbers_that_are_not_finite_are_strict_json(tmp_path):
         json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     (run,) = read(path)
     assert run.rounds[0]["train_loss"] is None and run.header["f"] == "sqrt"
-    assert run.last_values("accuracy")[0] == 0.5 and run.last_values("accuracy")[1:].isnan().all()
+    assert (
+        run.last_values("accuracy")[0] == 0.5
+        and run.last_values("accuracy")[1:].isnan().all()
+    )
     assert math.isinf(run.last_values("rmse")[1])  # no mean leaves it out
 
 
@@ -39,7 +42,8 @@ def test_a_file_cut_off_anywhere_is_readable(tmp_path):
     for cut in range(ends[0] + 1, len(whole), 97):
         path.write_bytes(whole[:cut])
         assert len(read(path)[0].rounds) == sum(e <= cut for e in ends) - 1
-    path.write_bytes(whole[: ends[1] + 20] + b"\n" + whole)  # a second run after a torn one
+    # a second run after a torn one
+    path.write_bytes(whole[: ends[1] + 20] + b"\n" + whole)
     with pytest.warns(UserWarning, match=r"1 damaged line\(s\)"):
         assert [len(r.rounds) for r in read(path)] == [1, 3]
 
@@ -82,16 +86,22 @@ def test_a_line_that_a_full_disk_cut_off_is_finished_before_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("second", [{"algorithm": "ditto"}, {"seed": 1}, {}])
-def test_rounds_whose_header_is_lost_are_no_more_rounds_of_the_run_before(tmp_path, second):
+def test_rounds_whose_header_is_lost_are_no_more_rounds_of_the_run_before(
+    tmp_path, second
+):
     path = write(tmp_path / "r.jsonl", [*a_run(), *a_run(**second, shift=0.1)])
     whole = read(path)
     lines = path.read_text().splitlines()
     lines[13] = lines[13][:40]  # the second header
     lines[20] = lines[20][:40]
     path.write_text("\n".join(lines) + "\n")
-    with pytest.warns(UserWarning, match=r"2 damaged line\(s\) are left out \(14, 21\)"):
+    with pytest.warns(
+        UserWarning, match=r"2 damaged line\(s\) are left out \(14, 21\)"
+    ):
         first, lost = read(path)
-    assert first.rounds == whole[0].rounds and len(lost.rounds) == 11 and not lost.header
+    assert (
+        first.rounds == whole[0].rounds and len(lost.rounds) == 11 and not lost.header
+    )
     assert lost.algorithm == second.get("algorithm", "waffle")
 
 
@@ -100,7 +110,9 @@ def test_long_lists_come_back_as_they_were(tmp_path):
     head, first, _ = a_long_run()
     got = run.rounds[1]
     assert run.header == head["header"]
-    assert all(got[k] == first[k] for k in ("cohort", "relative_update_norm", "dropped"))
+    assert all(
+        got[k] == first[k] for k in ("cohort", "relative_update_norm", "dropped")
+    )
     assert got["eval"]["loss"] == [None if v != v else v for v in first["eval"]["loss"]]
     report = first["report"]
     want = spread(report["weight"], report["index"], 1500)
@@ -159,7 +171,9 @@ def test_the_mean_of_the_last_rounds_names_how_many_they_are(rounds, last, named
 
 def test_a_run_of_fewer_rounds_has_no_mean_of_more():
     """Nor have several seeds of which one has fewer."""
-    text = tell(a_run(), a_run("ditto", rounds=4), a_run("local"), a_run("local", 1, rounds=3))
+    text = tell(
+        a_run(), a_run("ditto", rounds=4), a_run("local"), a_run("local", 1, rounds=3)
+    )
     for algorithm, value in (("waffle", "22.50"), ("ditto", "-"), ("local", "-")):
         assert cells(text, algorithm)["mean of last 10"] == value
     assert cells(text, "ditto")["final"] == "19.00"
@@ -168,7 +182,9 @@ def test_a_run_of_fewer_rounds_has_no_mean_of_more():
 def test_seeds_become_mean_and_std():
     text = tell(a_run(), a_run(seed=1, shift=0.1), a_run("fedavg"))
     assert cells(text, "waffle")["final"] == "32.00 ± 5.00"
-    assert cells(text, "fedavg")["final"] == "27.00" and "over 2 seeds (fedavg 1)" in text
+    assert (
+        cells(text, "fedavg")["final"] == "27.00" and "over 2 seeds (fedavg 1)" in text
+    )
 
 
 # the headers of runs, and what tells their rows apart
@@ -184,14 +200,18 @@ NAMESAKES = """\
 [{"partition": "A", "seed": 1}, {"partition": "C", "seed": 1}] | a table | a table
 [{"parameters": 7}, {"algorithm": "local", "parameters": 8}] | another name | another name
 [{"data_seed": 0}, {"algorithm": "local", "data_seed": 7}] | data_seed=0 | data_seed=7
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("runs, one, other", tabled(NAMESAKES))
 def test_namesakes_are_told_apart_by_what_differs(runs, one, other):
     """Other conditions are no other seeds."""
     text = tell(*(a_run(**run) for run in runs)).splitlines()
-    named = [row.split(" | ")[0] for row in text if row[:2] == "| " and "algorithm" not in row]
+    named = [
+        row.split(" | ")[0]
+        for row in text
+        if row[:2] == "| " and "algorithm" not in row
+    ]
     told = [name.partition("(")[2].rstrip(") ") for name in named]
     assert told == [words if "=" in words else "" for words in (one, other)]
 
@@ -222,7 +242,9 @@ def test_clients_that_are_worse_off_than_with_a_baseline():
 
     worse = a_run("fedavg")
     for one in worse[1:]:
-        one["eval"]["accuracy"] = one["eval"]["accuracy"] - torch.tensor([0.01, 0, -0.01, 0])
+        one["eval"]["accuracy"] = one["eval"]["accuracy"] - torch.tensor(
+            [0.01, 0, -0.01, 0]
+        )
     assert hurt(a_run("local"), worse) == "25.0"
     # against the other seed's everybody would be hurt in the second run
     two = [a_run(n, s, shift=(1 - s) / 10) for s in (0, 1) for n in ("local", "fedavg")]
@@ -241,7 +263,9 @@ def test_clients_that_are_worse_off_than_with_a_baseline():
 def test_notes_stand_in_the_row():
     lines = [*a_run(rounds=3), {"stopped": "Everybody diverged three rounds in a row."}]
     lines[2]["void"], lines[2]["dropped"], lines[3]["dropped"] = True, [0], [2]
-    text = tell(lines, a_run("fedfomo", facts={"held out for validation": 0.2}), a_run("local"))
+    text = tell(
+        lines, a_run("fedfomo", facts={"held out for validation": 0.2}), a_run("local")
+    )
     want = "stopped after round 3, 1 void rounds, 2 times a client was dropped"
     assert cells(text, "waffle")["note"] == want and cells(text, "local")["note"] == ""
     assert "Everybody diverged three rounds in a row." in text
@@ -252,18 +276,28 @@ def test_a_regression_is_told_by_its_loss():
     """Though the first run has no evaluation."""
     lines = a_run("mocha", target=None)
     for one in lines[1:]:
-        one["eval"] = {"accuracy": None, "loss": [0.01 / one["round"]] * N, "size": [1] * N}
-    text = tell(a_run("a")[:1], [{"stopped": "Interrupted.", "unfinished": True}], lines)
+        one["eval"] = {
+            "accuracy": None,
+            "loss": [0.01 / one["round"]] * N,
+            "size": [1] * N,
+        }
+    text = tell(
+        a_run("a")[:1], [{"stopped": "Interrupted.", "unfinished": True}], lines
+    )
     assert cells(text, "mocha")["best\\*"] == "0.00083" and "Test loss" in text
     assert cells(text, "a")["final"] == "-"
 
 
 def test_a_diverged_client_never_improves_a_table(tmp_path):
     rounds = [[1.0, 3.0, math.nan], [1.0, math.inf, math.nan]]
-    seen = [{"round": i, "eval": {"loss": v, "size": [5, 5, 0]}} for i, v in enumerate(rounds, 1)]
+    seen = [
+        {"round": i, "eval": {"loss": v, "size": [5, 5, 0]}}
+        for i, v in enumerate(rounds, 1)
+    ]
     header = {"header": {"algorithm": "fedavg", "n": 3, "rounds": 2, "seed": 0}}
     (got,) = read(write(tmp_path / "r.jsonl", [header, *seen]))
-    assert got.curve() == ([1, 2], [2.0, math.inf])  # the client without samples is left out
+    # the client without samples is left out
+    assert got.curve() == ([1, 2], [2.0, math.inf])
     row = cells(table([got]), "fedavg")
     assert list(row.values())[1:6] == ["2.00000", "-", "-", "-", "-"]
     assert row["note"] == "1 client has no finite loss"
@@ -300,8 +334,13 @@ def test_a_history_as_a_table(tmp_path):
         with open(tmp_path / per) as file:
             tables.append(list(csv.DictReader(file)))
     (rounds, clients), seen = tables, history.series()[1]
-    assert [(r["round"], r["clients"]) for r in rounds] == [("1", "2"), ("2", "2"), ("3", "2")]
-    assert rounds[0]["mean_accuracy"] == ""  # every second round is evaluated, and the last
+    assert [(r["round"], r["clients"]) for r in rounds] == [
+        ("1", "2"),
+        ("2", "2"),
+        ("3", "2"),
+    ]
+    # every second round is evaluated, and the last
+    assert rounds[0]["mean_accuracy"] == ""
     assert [int(rounds[0][k]) for k in ("bytes_down", "bytes_up")] == [2 * 59 * 4] * 2
     assert float(rounds[1]["mean_accuracy"]) == pytest.approx(seen[0].mean().item())
     where = [(int(c["round"]), int(c["client"])) for c in clients]
@@ -314,7 +353,9 @@ def test_a_history_as_a_table(tmp_path):
         history.to_csv(tmp_path / "nowhere" / "x.csv")
     pytest.importorskip("pandas")
     frame = history.to_pandas("client")
-    assert frame.groupby("round")["accuracy"].mean()[3] == pytest.approx(seen[1].mean().item())
+    assert frame.groupby("round")["accuracy"].mean()[3] == pytest.approx(
+        seen[1].mean().item()
+    )
 
 
 def test_a_full_disk_leaves_the_csv_that_was_there(tmp_path):
@@ -333,7 +374,11 @@ def test_a_full_disk_leaves_the_csv_that_was_there(tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="no links, no pipes: not POSIX")
 def test_a_link_or_a_pipe_gets_the_csv(tmp_path):
-    history, here, link = simulation().run(), tmp_path / "here.csv", tmp_path / "link.csv"
+    history, here, link = (
+        simulation().run(),
+        tmp_path / "here.csv",
+        tmp_path / "link.csv",
+    )
     link.symlink_to(here)
     history.to_csv(link)
     assert link.is_symlink() and here.read_text().startswith("algorithm,seed,round")

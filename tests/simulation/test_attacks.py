@@ -1,5 +1,5 @@
-"""Attacks do what their papers say, defences give what their formulas and other libraries give, and
-whoever cannot take one says so."""
+"""Attacks do what their papers say, defences give what their formulas and other
+libraries give, and whoever cannot take one says so."""
 
 import pytest
 import torch
@@ -18,15 +18,21 @@ from pflcore.results.record import read
 # attacks --------------------------------------------------------------------
 def test_flipped_labels_are_the_bad_ones_alone():
     turned = images()  # whose clients permute their labels already
-    for fed, model, bad in ((DATA, lambda: nn.Linear(8, 4), BAD), (turned, tiny_model(), [1])):
-        poisoned = run(data=fed, model=model, adversary=Adversary("label_flip", bad)).data
+    for fed, model, bad in (
+        (DATA, lambda: nn.Linear(8, 4), BAD),
+        (turned, tiny_model(), [1]),
+    ):
+        poisoned = run(
+            data=fed, model=model, adversary=Adversary("label_flip", bad)
+        ).data
         for i in range(fed.n):
             want = 3 - fed.labels(i) if i in bad else fed.labels(i)
             equals(poisoned.labels(i), want)
 
 
 @pytest.mark.parametrize(
-    "name", swept(set(ALGORITHMS) - {"local"}, ("fedavg", "scaffold", "factorized_waffle"))
+    "name",
+    swept(set(ALGORITHMS) - {"local"}, ("fedavg", "scaffold", "factorized_waffle")),
 )
 def test_every_algorithm_can_be_attacked(name):
     adversary = Adversary("scale", BAD, 1e4)
@@ -45,7 +51,7 @@ NOT = """\
 {} | {"defence": "fltrust"} | trusted_client: expected a client's number
 {} | {"defence": "median", "trusted_client": 1} | trusted_client: expected a client's number
 {} | {"defence": "fltrust", "trusted_client": 10} | trusted_client: expected a client from 0 to 9
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("adversary, method, words", tabled(NOT))
@@ -57,7 +63,9 @@ def test_what_cannot_be_is_one_sentence(adversary, method, words):
 
 def test_numbers_have_no_labels_to_flip():
     numbers, model = synthetic_linear(n=3, dim=2), lambda: nn.Linear(2, 1)
-    with sentence("adversary: expected an attack on numbers as targets, got 'label_flip'"):
+    with sentence(
+        "adversary: expected an attack on numbers as targets, got 'label_flip'"
+    ):
         run(data=numbers, model=model, adversary=Adversary("label_flip", [1]))
 
 
@@ -65,10 +73,15 @@ def test_a_trusted_client_joins_every_round_beside_those_who_may_take_part():
     assert not FedAvg().traits.required_clients
     method = FedAvg(**defence("fltrust"))
     whole = run(method, participation=0.3, rounds=3)
-    assert all(0 in r["cohort"] for r in whole.run().rounds) and whole.header()["target"] is None
+    assert (
+        all(0 in r["cohort"] for r in whole.run().rounds)
+        and whole.header()["target"] is None
+    )
     some = run(method, clients=[1, 2, 3, 4], participation=0.5, rounds=8).run()
     cohorts = [r["cohort"] for r in some.rounds]
-    assert all(len(c) == 3 for c in cohorts) and set.intersection(*map(set, cohorts)) == {0}
+    assert all(len(c) == 3 for c in cohorts) and set.intersection(
+        *map(set, cohorts)
+    ) == {0}
     assert set().union(*cohorts) == {0, 1, 2, 3, 4}
 
 
@@ -77,8 +90,18 @@ def test_who_does():
     for name in some.split():
         ALGORITHMS[name](defence="median")
     # it has the option without a choice, or no such option
-    none = "defence: expected None, got 'median'|.*unexpected keyword argument 'defence'"
-    others = ["waffle", "feddwa", "fedamp", "hypcluster", "ensemble", "local", "qfedavg"]
+    none = (
+        "defence: expected None, got 'median'|.*unexpected keyword argument 'defence'"
+    )
+    others = [
+        "waffle",
+        "feddwa",
+        "fedamp",
+        "hypcluster",
+        "ensemble",
+        "local",
+        "qfedavg",
+    ]
     own = [type("Own", (base,), {}) for base in (Algorithm, Waffle)]
     for kind in (*map(ALGORITHMS.get, others), *own):
         with pytest.raises((ValueError, TypeError), match=none):
@@ -90,7 +113,11 @@ def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence():
     for name, f in (("krum", 2), ("multi_krum", 2), ("trimmed_mean", 3)):
         with pytest.warns(RuntimeWarning, match="stopped early"):
             history = run(FedAvg(**defence(name, f)), participation=0.5).run()
-        words = f"Rounds 1 to 3 were void: defence: {name} against {f} hostile clients needs 7 in"
+        words = (
+            f"Rounds 1 to 3 were void: defence: {name} against {f} hostile "
+            "clients "
+            "needs 7 in"
+        )
         assert history.stopped.startswith(words) and history.stopped.count(". ") == 0
 
 
@@ -108,10 +135,23 @@ def test_the_command_line_poisons_and_defends(tmp_path, capsys):
     pytest.importorskip("tyro")
     from pflcore.cli import main
 
-    how = "--attack inner_product --attack-clients 1 2 --attack-strength 5 --defence trimmed_mean --num-byzantine 2"
-    words = f"run fedavg --data synthetic_clusters --rounds 2 --quiet {how} --out {tmp_path}"
+    how = (
+        "--attack inner_product --attack-clients 1 2 --attack-strength 5 --defence "
+        "trimmed_mean --num-byzantine 2"
+    )
+    words = (
+        f"run fedavg --data synthetic_clusters --rounds 2 --quiet {how} --out "
+        f"{tmp_path}"
+    )
     assert main(words.split()) == 0
     head = read(tmp_path)[0].header
-    assert head["adversary"] == {"attack": "inner_product", "clients": [1, 2], "strength": 5.0}
-    assert head["options"]["defence"] == "trimmed_mean" and head["options"]["num_byzantine"] == 2
+    assert head["adversary"] == {
+        "attack": "inner_product",
+        "clients": [1, 2],
+        "strength": 5.0,
+    }
+    assert (
+        head["options"]["defence"] == "trimmed_mean"
+        and head["options"]["num_byzantine"] == 2
+    )
     assert "inner_product by clients 1, 2" in capsys.readouterr().out

@@ -1,8 +1,8 @@
-"""A bad client does not take the others with it: every algorithm, by every kind of bad upload.
-`docs/trust.md` says what is promised.
+"""A bad client does not take the others with it: every algorithm, by every kind of bad
+upload. `docs/trust.md` says what is promised.
 
-The round goes on or stops with one sentence, what the server and the honest clients hold stays
-finite, and a round changes all or nothing.
+The round goes on or stops with one sentence, what the server and the honest clients
+hold stays finite, and a round changes all or nothing.
 """
 
 import copy
@@ -43,11 +43,18 @@ def spoilt(alg, value, bad):
 @pytest.mark.parametrize("value", [1e30, 0.0, torch.inf])
 def test_a_bad_upload(name, value):
     """What is not finite, of an honest client's training: see the contract."""
-    alg = DEFENDED.get(name) or ALGORITHMS[name](**({"k": 3} if name == "knnper" else {}))
+    alg = DEFENDED.get(name) or ALGORITHMS[name](
+        **({"k": 3} if name == "knnper" else {})
+    )
     data = held_out(images((9, 20, 31, 20)))
-    s = make_setting(alg.prepare(Net(tiny_model())), data, Training(0.1, 10), 6, workers=1)
+    s = make_setting(
+        alg.prepare(Net(tiny_model())), data, Training(0.1, 10), 6, workers=1
+    )
     for bad in {BAD, *alg.traits.required_clients}:
-        state, play = initial_state(alg, s.net, N), RunConfig(spoilt(alg, value, bad), s)
+        state, play = (
+            initial_state(alg, s.net, N),
+            RunConfig(spoilt(alg, value, bad), s),
+        )
         for _ in range(3):
             before = copy.deepcopy(state)
             try:
@@ -59,7 +66,9 @@ def test_a_bad_upload(name, value):
             lost = value == torch.inf and name != "local"  # which uploads nothing
             assert value == 1e30 or done.dropped == [bad] * lost
             if done.void:
-                assert same(state, before) and (value == 1e30 or bad in alg.traits.required_clients)
+                assert same(state, before) and (
+                    value == 1e30 or bad in alg.traits.required_clients
+                )
             held = [*state.server.values(), *state.clients.values(), state.buffers]
             assert all(v.isfinite().all() for v in held if v.is_floating_point())
         loss = evaluate(RunConfig(alg, s), state)["loss"][torch.arange(N) != bad]

@@ -1,5 +1,5 @@
-"""What a round counts at the very bounds of its rules: who is clipped, the median of an even
-number, how many take part, how many void rounds in a row end a run."""
+"""What a round counts at the very bounds of its rules: who is clipped, the median of an
+even number, how many take part, how many void rounds in a row end a run."""
 
 import pytest
 import torch
@@ -26,7 +26,9 @@ def played(n, clip=None):
     return state.server["x"], done
 
 
-@pytest.mark.parametrize("clip, clipped", [(8.0, []), (7.99, [3]), (4.0, [3]), (0.5, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    "clip, clipped", [(8.0, []), (7.99, [3]), (4.0, [3]), (0.5, [0, 1, 2, 3])]
+)
 def test_an_update_of_exactly_the_clip_is_not_clipped(clip, clipped):
     x, done = played(4, clip)
 
@@ -46,16 +48,28 @@ def test_nobody_is_far_from_the_median_of_two():
 
 @pytest.mark.parametrize(
     "n, participation, count",
-    [(5, 0.5, 3), (3, 0.5, 2), (10, 0.25, 3), (10, 0.24, 2), (5, 0.1, 1), (4, 0.1, 1), (4, 1.0, 4)],
+    [
+        (5, 0.5, 3),
+        (3, 0.5, 2),
+        (10, 0.25, 3),
+        (10, 0.24, 2),
+        (5, 0.1, 1),
+        (4, 0.1, 1),
+        (4, 1.0, 4),
+    ],
 )
 def test_half_a_client_takes_part(n, participation, count):
     """floor(participation n + 0.5), at least one."""
-    run = simulation(data=images((6,) * n), rounds=1, participation=participation, every=0)
+    run = simulation(
+        data=images((6,) * n), rounds=1, participation=participation, every=0
+    )
 
     assert len(run.run().rounds[0]["cohort"]) == count
 
 
-@pytest.mark.parametrize("every, seen", [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (6, [5])])
+@pytest.mark.parametrize(
+    "every, seen", [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (6, [5])]
+)
 def test_the_last_round_is_always_evaluated(every, seen):
     run = simulation(rounds=5, evaluation=Evaluation(every=every))
 
@@ -89,5 +103,7 @@ def test_three_void_rounds_in_a_row_end_a_run(bad, rounds):
     history = simulation(algorithm, rounds=9, every=0).run()
 
     assert len(history.rounds) == rounds
-    assert [r["round"] for r in history.rounds if r["void"]] == [r for r in bad if r <= rounds]
+    assert [r["round"] for r in history.rounds if r["void"]] == [
+        r for r in bad if r <= rounds
+    ]
     assert (history.stopped is None) is (rounds == 9)

@@ -1,5 +1,5 @@
-"""Checkpoints: a run that went on is the run that was never broken; whatever happens to a file is
-one sentence and costs nothing whole."""
+"""Checkpoints: a run that went on is the run that was never broken; whatever happens to
+a file is one sentence and costs nothing whole."""
 
 import json
 import math
@@ -52,7 +52,9 @@ def text_of(history):
 
 def unbroken(simulation, folder, after=2):
     """Plays all rounds, and leaves the checkpoint of one on the way."""
-    return simulation.run(lambda round, _: simulation.save(folder) if round == after else None)
+    return simulation.run(
+        lambda round, _: simulation.save(folder) if round == after else None
+    )
 
 
 def loaded(folder, algorithm="fedavg", **options):
@@ -69,10 +71,12 @@ def refused(call, words, kind=ValueError):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", swept(quick=(*SIX, "clustered_fl")))
 def test_two_rounds_and_two_more_are_four(name, tmp_path):
-    """From a checkpoint, or from the state itself. A newcomer's fresh state comes from the initial
-    weights, which a module drawn anew does not have."""
+    """From a checkpoint, or from the state itself. A newcomer's fresh state comes from
+    the initial weights, which a module drawn anew does not have."""
     # it splits on both sides of the break
-    options = {"first": 1, "relative": True, "eps1": 10.0} if name == "clustered_fl" else {}
+    options = (
+        {"first": 1, "relative": True, "eps1": 10.0} if name == "clustered_fl" else {}
+    )
     alg, after = ALGORITHMS[name](**options), 1 if options else 2
     first, anew = tiny_model()(), tiny_model()()
     whole = make(alg, model=first)
@@ -93,9 +97,21 @@ def test_two_rounds_and_two_more_are_four(name, tmp_path):
 
 
 def test_every_dtype_and_shape_comes_back(tmp_path):
-    names = ["bool", "uint8", "int8", "int16", "int32", "float16", "bfloat16", "complex64"]
+    names = [
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "float16",
+        "bfloat16",
+        "complex64",
+    ]
     tensors = {d: torch.arange(6).view(2, 3).to(getattr(torch, d)).T for d in names}
-    tensors |= {"none": torch.empty(0, 3), "cube": torch.ones(2, 3, 4, dtype=torch.float64)}
+    tensors |= {
+        "none": torch.empty(0, 3),
+        "cube": torch.ones(2, 3, 4, dtype=torch.float64),
+    }
     tensors |= {"a.b/c": torch.tensor(math.nan), "one": torch.tensor(7)}
     checkpoint.save(tmp_path, tensors, {})
     odd = {"z": torch.zeros(1, dtype=torch.complex128)}
@@ -106,8 +122,9 @@ def test_every_dtype_and_shape_comes_back(tmp_path):
 
 @dataclass(frozen=True)
 class Spoils(FedAvg):
-    """Client 1 moves far in round 1; in round 2, and from round 4 on, the server's model is none.
-    Keys of its state are there only from the first round on, and of one memory."""
+    """Client 1 moves far in round 1; in round 2, and from round 4 on, the server's
+    model is none. Keys of its state are there only from the first round on, and of one
+    memory."""
 
     def train(self, down, client_state, clients):
         client_state, up, fit = super().train(down, client_state, clients)
@@ -124,7 +141,13 @@ class Spoils(FedAvg):
 BAD = Robustness(adversary=Adversary("noise", [1]))
 LARGE = {"data": images((4,) * 40), "rounds": 3, "participation": 1.0}
 LOOKED = {"every": 3, "train_loss": True, "evaluated": [0, 1, 2, 3], "metrics": ("f1",)}
-LOOKED |= {"clip": 0.3, "clients": [0, 1, 2], "seed": 5, "rounds": 5, "model": normed_model}
+LOOKED |= {
+    "clip": 0.3,
+    "clients": [0, 1, 2],
+    "seed": 5,
+    "rounds": 5,
+    "model": normed_model,
+}
 GIVEN = {  # functions, which no file holds
     "algorithm": ALGORITHMS["waffle"](omega=lambda round, rounds: 0.5),
     "training": Training(lr=0.1, schedule=lambda round, rounds: 1 / round),
@@ -136,7 +159,10 @@ LONG = {"rounds": 9, "participation": 1.0}
 RUNS = [  # its options, after how many rounds it is broken off, and what ends it
     *(({"batch_norm": policy, **LOOKED}, 2, "None") for policy in ("local", "average")),
     ({"evaluated": 2, "robustness": BAD}, 2, "None"),
-    *(({"algorithm": a, **LARGE}, 2, "None") for a in ("fedamp", ALGORITHMS["feddwa"](k=30))),
+    *(
+        ({"algorithm": a, **LARGE}, 2, "None")
+        for a in ("fedamp", ALGORITHMS["feddwa"](k=30))
+    ),
     (GIVEN, 2, "None"),
     *(({"rounds": 9}, after, "Stopped early after round 4") for after in (3, 4)),
     # at the third in a row; a round that was played ends the count
@@ -147,26 +173,36 @@ RUNS = [  # its options, after how many rounds it is broken off, and what ends i
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options, after, words", RUNS)
 def test_a_run_of_any_options_goes_on(options, after, words, tmp_path):
-    """A report of more than a thousand numbers is a tensor in the record, and in the checkpoint;
-    early stopping remembers, and void rounds are counted over the break."""
+    """A report of more than a thousand numbers is a tensor in the record, and in the
+    checkpoint; early stopping remembers, and void rounds are counted over the break."""
 
     def callbacks():
-        return [EarlyStopping(patience=3, min_delta=10.0)] if options == {"rounds": 9} else []
+        return (
+            [EarlyStopping(patience=3, min_delta=10.0)]
+            if options == {"rounds": 9}
+            else []
+        )
 
     run = make(**options)
-    whole = run.run([lambda round, _: run.save(tmp_path) if round == after else None, *callbacks()])
+    whole = run.run(
+        [lambda round, _: run.save(tmp_path) if round == after else None, *callbacks()]
+    )
     rest = loaded(tmp_path, **options).run(callbacks())
     assert text_of(rest) == text_of(whole) and rest.stopped == whole.stopped
     assert re.match(words, str(whole.stopped))
     for a, b in zip(whole.rounds, rest.rounds, strict=True):
         kinds, others = ({k: type(v) for k, v in r["report"].items()} for r in (a, b))
-        assert kinds == others and (torch.Tensor in kinds.values()) == ("data" in options)
+        assert kinds == others and (torch.Tensor in kinds.values()) == (
+            "data" in options
+        )
         assert options.get("evaluated") != 2 or len(b["eval"]["accuracy"]) == 2
 
 
 def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
     at = []
-    monkeypatch.setattr(checkpoint, "save_run", lambda folder, run: at.append(run.state.round))
+    monkeypatch.setattr(
+        checkpoint, "save_run", lambda folder, run: at.append(run.state.round)
+    )
     make(rounds=7).run(checkpoint=Checkpoint(tmp_path, every=3, minutes=0))
     assert at == [0, 3, 6, 7]  # the beginning and the end in any case
     at.clear()
@@ -180,14 +216,21 @@ def test_a_run_leaves_checkpoints_as_it_was_told(tmp_path, monkeypatch):
 
 
 def noted(round, record):
-    record["gap"], record["many"], record["row"] = np.float32(0.5), np.arange(2), torch.ones(2)
+    record["gap"], record["many"], record["row"] = (
+        np.float32(0.5),
+        np.arange(2),
+        torch.ones(2),
+    )
 
 
 PRESSED, KEY = KeyboardInterrupt(), KeyError("my own mistake")
 PLACES = {"evaluate": evaluate, "callback": noted, "update": Scaffold.update}
 MEMORY = "Out of memory in round 4.* needs about .*participation"
-EVALUATION = "Out of memory in the evaluation after round 3, when 20.00 MiB more were asked for"
-ENDS = [  # a function and the call of it that fails, after which round, and what is said
+EVALUATION = (
+    "Out of memory in the evaluation after round 3, when 20.00 MiB more were asked for"
+)
+# a function and the call of it that fails, after which round, and what is said
+ENDS = [
     ("callback", 3, Stop("That will do."), 3, "That will do[.]$"),
     ("callback", 3, PRESSED, 3, "Interrupted after round 3 of 5[.]$"),
     ("callback", 3, KEY, 3, "KeyError in round 3: 'my own mistake'"),
@@ -196,7 +239,10 @@ ENDS = [  # a function and the call of it that fails, after which round, and wha
     ("evaluate", 3, KEY, 3, "KeyError in round 3: 'my own mistake'"),
     ("evaluate", 3, KINDS["on a GPU"][0], 3, EVALUATION),
     ("update", 4, KEY, 3, "KeyError in round 3: 'my own mistake'"),
-    *(("update", 4, e, 3, MEMORY.replace(".*", f".*{asked}.*", 1)) for e, asked in KINDS.values()),
+    *(
+        ("update", 4, e, 3, MEMORY.replace(".*", f".*{asked}.*", 1))
+        for e, asked in KINDS.values()
+    ),
 ]
 
 
@@ -205,8 +251,9 @@ ENDS = [  # a function and the call of it that fails, after which round, and wha
 def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
     place, at, error, last, words, tmp_path, monkeypatch
 ):
-    """By itself, and from its checkpoint, which has the evaluation of each of its rounds. What is
-    saved then has each round once, of a run that went on, was put back or restored."""
+    """By itself, and from its checkpoint, which has the evaluation of each of its
+    rounds. What is saved then has each round once, of a run that went on, was put back
+    or restored."""
     whole = make("scaffold", rounds=5).run(noted)
     called = {**PLACES, place: fails(PLACES[place], at, error)}
     monkeypatch.setattr(Scaffold, "update", called["update"])
@@ -217,7 +264,9 @@ def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
         run.run(called["callback"], Checkpoint(tmp_path, every=1))
     history, state = run.history, run.state
     assert re.match(words, history.stopped) and "device='cpu'" not in history.stopped
-    assert len(history.rounds) == run.state.round == last and history.model(0) is not None
+    assert (
+        len(history.rounds) == run.state.round == last and history.model(0) is not None
+    )
     assert history.interrupted is (error is PRESSED)
     assert list(history.lines())[-1] == {"stopped": history.stopped}
     broke_off = history.rounds[-1]
@@ -227,7 +276,11 @@ def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
     history.rounds += rest.rounds
     assert text_of(history) == text_of(whole) and rest.stopped is None
     assert same(run.state, whole.state)
-    for back in (list, lambda: setattr(run, "state", state), lambda: run.restore(tmp_path)):
+    for back in (
+        list,
+        lambda: setattr(run, "state", state),
+        lambda: run.restore(tmp_path),
+    ):
         back()
         run.save(tmp_path / "again")
         again = loaded(tmp_path / "again", "scaffold", rounds=5)
@@ -240,7 +293,9 @@ def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
 
 def test_runs_for_everyone_go_on_and_are_exported(tmp_path, monkeypatch):
     def play(**options):
-        return run_each_target("waffle", tiny_model(), DATA, TRAINING, **options, **OPTIONS)
+        return run_each_target(
+            "waffle", tiny_model(), DATA, TRAINING, **options, **OPTIONS
+        )
 
     def die(target, round, _):
         if (target, round) == (2, 3):
@@ -256,12 +311,17 @@ def test_runs_for_everyone_go_on_and_are_exported(tmp_path, monkeypatch):
     again = play(on_round=lambda t, r, _: played.append((t, r)), checkpoint=keeper)
     assert text_of(again) == text_of(history)
     # what was played is seen again, and not played again
-    assert played == [(t, r) for t in range(5) for r in range(1, 5)] and len(steps) == 10
+    assert (
+        played == [(t, r) for t in range(5) for r in range(1, 5)] and len(steps) == 10
+    )
     tmp_path.chmod(0o755)
     history.export(tmp_path)  # as readable as the folder
     modes = [p.stat().st_mode & 0o777 for p in tmp_path.glob("client-*.safetensors")]
     assert modes == [0o644] * 5
-    refused(lambda: History(history.header).export(tmp_path), "model: expected a history with")
+    refused(
+        lambda: History(history.header).export(tmp_path),
+        "model: expected a history with",
+    )
     (tmp_path / "file").write_text("x")
     beside = tmp_path / "file" / "x"
     refused(lambda: history.export(beside), r"export: .* cannot be written", OSError)
@@ -270,7 +330,9 @@ def test_runs_for_everyone_go_on_and_are_exported(tmp_path, monkeypatch):
 # another run ----------------------------------------------------------------
 def frozen():
     model = tiny_model()()
-    model.register_parameter("constant", nn.Parameter(torch.ones(3), requires_grad=False))
+    model.register_parameter(
+        "constant", nn.Parameter(torch.ones(3), requires_grad=False)
+    )
     return model
 
 
@@ -324,7 +386,11 @@ def weighted(factor):
 
 OWN = {"loss": Own()}, {"loss": Own()}  # both at once, so that they lie at two places
 ALIKE = [  # and what tells the second from the first
-    ({"model": layers("Linear 6 4, ReLU")}, {"model": layers("Linear 6 4, Tanh")}, r"1 is 'ReLU"),
+    (
+        {"model": layers("Linear 6 4, ReLU")},
+        {"model": layers("Linear 6 4, Tanh")},
+        r"1 is 'ReLU",
+    ),
     ({"loss": weighted(1)}, {"loss": weighted(2)}, "digest of the loss"),
     ({"loss": smooth(0.1)}, {"loss": smooth(0.5)}, "digest of"),
 ]
@@ -391,7 +457,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("row", FORGED.splitlines())
 def test_a_checkpoint_that_no_run_wrote_is_one_sentence(row, tmp_path, monkeypatch):
-    """Its digest fits: somebody else's program, or somebody with a right to write, made it."""
+    """Its digest fits: somebody else's program, or somebody with a right to write,
+    made it."""
     part, key, value, words = row.split(" | ")
     options = {"algorithm": "ditto", "model": normed_model}
     tensors, facts = load(saved(tmp_path, **options))
@@ -413,7 +480,8 @@ def test_a_checkpoint_that_no_run_wrote_is_one_sentence(row, tmp_path, monkeypat
 
 
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
-    """By a limit on the size of files: the kernel refuses to write as it does on a full disk."""
+    """By a limit on the size of files: the kernel refuses to write as it does on a
+    full disk."""
     saved(tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     _, hard = kept = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -421,7 +489,9 @@ def test_a_disk_that_is_full_leaves_the_checkpoint_before(tmp_path):
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
             with sentence("checkpoint: it cannot be written into .* stands", OSError):
-                checkpoint.save(tmp_path, {"x": torch.zeros(1000)}, {"long": "x" * 9000})
+                checkpoint.save(
+                    tmp_path, {"x": torch.zeros(1000)}, {"long": "x" * 9000}
+                )
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, kept)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
@@ -441,7 +511,9 @@ def test_a_run_outlives_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     keeper = Checkpoint(tmp_path, every=1)
     with pytest.warns(RuntimeWarning, match=r"No space left.*The run goes on\.$"):
-        again = make().run(lambda round, _: wanted.clear() if round == 2 else None, keeper)
+        again = make().run(
+            lambda round, _: wanted.clear() if round == 2 else None, keeper
+        )
     assert text_of(again) == text_of(history)
     assert loaded(tmp_path).state.round == 1 and not list(tmp_path.glob("*.part"))
 
@@ -452,7 +524,9 @@ def test_a_run_outlives_a_record_that_no_file_holds(what, tmp_path):
         if round == 2:
             record.update({(1, 2): 3} if what == "a key" else {"again": record})
 
-    with pytest.warns(RuntimeWarning, match=r"a record holds what JSON does not.* The run goes on"):
+    with pytest.warns(
+        RuntimeWarning, match=r"a record holds what JSON does not.* The run goes on"
+    ):
         history = make().run(spoil, Checkpoint(tmp_path, every=1))
     assert len(history.rounds) == 4 and history.stopped is None
     assert loaded(tmp_path).state.round == 1
@@ -462,26 +536,37 @@ def test_a_run_outlives_a_record_that_no_file_holds(what, tmp_path):
 def test_only_the_last_checkpoint_and_no_leavings_stay(tmp_path):
     """Nor is what a link points to written over."""
     (tmp_path / "checkpoint-notes.safetensors").write_text("the user's own")
-    (tmp_path / "checkpoint.safetensors.0123abcd.part").write_text("of a killed process")
+    (tmp_path / "checkpoint.safetensors.0123abcd.part").write_text(
+        "of a killed process"
+    )
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / "checkpoint.safetensors.4567abcd.part").symlink_to(victim)
     make().run(checkpoint=Checkpoint(tmp_path, every=1))
     names = {p.name for p in tmp_path.iterdir()}
-    assert names == {".lock", "checkpoint-notes.safetensors", checkpoint.FILE_NAME, "victim"}
+    assert names == {
+        ".lock",
+        "checkpoint-notes.safetensors",
+        checkpoint.FILE_NAME,
+        "victim",
+    }
     assert victim.read_text() == "mine"
 
 
 # one run a folder -----------------------------------------------------------
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_died(tmp_path):
     code = (
-        "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, "
+        "fcntl.LOCK_EX); "
         "print('in', flush=True); time.sleep(60)"
     )
     words = [sys.executable, "-c", code, str(tmp_path / ".lock")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None and owner.stdout.readline() == "in\n"
-        for attempt in (lambda: make().save(tmp_path), lambda: make().run(checkpoint=tmp_path)):
+        for attempt in (
+            lambda: make().save(tmp_path),
+            lambda: make().run(checkpoint=tmp_path),
+        ):
             refused(attempt, "another run is writing into")
         owner.kill()
     saved(tmp_path)

@@ -1,5 +1,5 @@
-"""`device="cuda"` without a GPU: every algorithm on a pretended one (tests/pretend_gpu.py) that
-refuses to mix devices and counts waits."""
+"""`device="cuda"` without a GPU: every algorithm on a pretended one
+(tests/pretend_gpu.py) that refuses to mix devices and counts waits."""
 
 from collections import Counter
 
@@ -33,8 +33,13 @@ def data(convolutions):
 
 def play(name, kind, device):
     model = convolved if kind == "convolutions" else tiny_model()
-    training, engine = Training(0.05, batch_size=5), "vmap" if kind == "vmap" else "auto"
-    return played(name, model, data(kind == "convolutions"), training, device, 2, engine)
+    training, engine = (
+        Training(0.05, batch_size=5),
+        "vmap" if kind == "vmap" else "auto",
+    )
+    return played(
+        name, model, data(kind == "convolutions"), training, device, 2, engine
+    )
 
 
 OTHERS = [f"{n}, convolutions" for n in DIFFERENT] + [f"{n}, vmap" for n in FEW]
@@ -48,10 +53,18 @@ def test_everything_is_on_the_device(name):
         got = play(name, kind, gpu)
         size, state = got.context.net.size, got.state
         tensors = {f"g.{k}": v for k, v in state.server.items()} | state.clients
-        rows = {k: v.device.type for k, v in tensors.items() if v.dim() and v.shape[-1] == size}
-        assert set(rows.values()) <= {"cuda"}, f"rows of parameters that left the device: {rows}"
+        rows = {
+            k: v.device.type
+            for k, v in tensors.items()
+            if v.dim() and v.shape[-1] == size
+        }
+        assert set(rows.values()) <= {"cuda"}, (
+            f"rows of parameters that left the device: {rows}"
+        )
         assert not unrepeated
-    assert got.context.engine.form == ("vmap" if kind else "chain"), got.context.engine.reason
+    assert got.context.engine.form == ("vmap" if kind else "chain"), (
+        got.context.engine.reason
+    )
     for key in ("loss", "accuracy"):
         values = (x.history.series(key)[1] for x in (got, want))
         torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
@@ -59,7 +72,8 @@ def test_everything_is_on_the_device(name):
 
 @pytest.mark.parametrize("name", FEW)
 def test_the_second_card_is_the_only_one_that_works(name):
-    """What asks for "cuda" without a number, or pins memory, would begin to work on the first."""
+    """What asks for "cuda" without a number, or pins memory, would begin to work on
+    the first."""
     with pretended_gpu(1, cards=2) as gpu:
         run = play(name, "", gpu)
         assert contexts == {1}
@@ -84,8 +98,8 @@ def test_a_round_of_fedavg_hardly_waits_for_the_device(model):
 @pytest.mark.deep("all ways of client and server, under a profiler of waits")
 @pytest.mark.parametrize(
     "name, model",
-    # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns its weights
-    # until the losses stand still
+    # FactorizedWaffle draws its factors anew in every step, on the host; FedALA learns
+    # its weights until the losses stand still
     [
         (n, "MLP")
         for n in without_twins("train", "send", "update")
@@ -102,13 +116,16 @@ def test_adamw_hardly_waits_for_the_device():
 
 
 def assert_few_waits(name, model, optimizer="sgd"):
-    """The host looks at a few numbers (who sent something that is not finite, how far each update
-    goes, the losses, whether the server's state is finite, small tables of the server's): once
-    each, however many the local steps. On its way to the device nothing waits."""
+    """The host looks at a few numbers (who sent something that is not finite, how far
+    each update goes, the losses, whether the server's state is finite, small tables of
+    the server's): once each, however many the local steps. On its way to the device
+    nothing waits."""
     with pretended_gpu() as gpu:
         one, three = (waits_of_a_round(name, model, n, gpu, optimizer) for n in (1, 3))
     assert one == three, "local steps wait"
-    most = {"fedavg": 4, "scaffold": 4, "feddwa_qp": 8, "mocha": 7, "l2c": 7}.get(name, 6)
+    most = {"fedavg": 4, "scaffold": 4, "feddwa_qp": 8, "mocha": 7, "l2c": 7}.get(
+        name, 6
+    )
     assert sum(one.values()) <= most and "to the GPU" not in one, one
 
 
@@ -119,7 +136,7 @@ def test_a_resumed_run_has_the_bits_of_the_unbroken_one(kind, tmp_path):
         assert not unrepeated
 
 
-# what a run asks of cuDNN -----------------------------------------------------------------------
+# what a run asks of cuDNN -----------------------------------------------------
 
 
 def asked():
@@ -219,7 +236,11 @@ def test_no_gpu_is_said_in_a_sentence(monkeypatch):
     "name, cards, words",
     [
         ("cuda:7", 1, "'cuda' or 'cuda:0', as torch sees 1 GPU here, got 'cuda:7'"),
-        ("cuda:2", 2, "'cuda' or 'cuda:0' to 'cuda:1', as torch sees 2 GPUs here, got 'cuda:2'"),
+        (
+            "cuda:2",
+            2,
+            "'cuda' or 'cuda:0' to 'cuda:1', as torch sees 2 GPUs here, got 'cuda:2'",
+        ),
         ("cuda:one", 1, "'cuda' or 'cuda:0', as torch sees 1 GPU here, got 'cuda:one'"),
     ],
 )

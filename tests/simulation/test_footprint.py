@@ -15,7 +15,11 @@ N, WIDTH = 8, 6000
 
 def model(conv=False, width=WIDTH):
     width = width // 2 if conv else width
-    first = f"Conv2d 1 2 3 1 1, Flatten, Linear 800 {width}" if conv else f"Linear 400 {width}"
+    first = (
+        f"Conv2d 1 2 3 1 1, Flatten, Linear 800 {width}"
+        if conv
+        else f"Linear 400 {width}"
+    )
     return layers(f"{first}, ReLU, Linear {width} 4")
 
 
@@ -41,10 +45,16 @@ def played(name, participation, engine, workers):
 
 @pytest.mark.deep("another process")
 @pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="the system does not tell a process's peak"
+    not Path("/proc/self/clear_refs").exists(),
+    reason="the system does not tell a process's peak",
 )
 @pytest.mark.parametrize(
-    "case", [("fedavg", 1.0, "auto", 1), ("ditto", 0.5, "auto", 1), ("scaffold", 1.0, "loop", 2)]
+    "case",
+    [
+        ("fedavg", 1.0, "auto", 1),
+        ("ditto", 0.5, "auto", 1),
+        ("scaffold", 1.0, "loop", 2),
+    ],
 )
 def test_the_estimate_is_near_the_peak(case):
     """An allocator's mood has its share in it."""

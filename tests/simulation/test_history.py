@@ -1,4 +1,5 @@
-"""What a history says of itself: its series, its table, its concerns, a line in a notebook."""
+"""What a history says of itself: its series, its table, its concerns, a line in a
+notebook."""
 
 import pytest
 import torch
@@ -74,21 +75,29 @@ def test_a_run_that_is_never_evaluated_needs_no_split_for_it(clients):
     run = simulation(data=unheld(), rounds=2, evaluation=never)
     history = run.run()
     assert [r["eval"] for r in history.rounds] == [None, None]
-    assert run.evaluate("train")["accuracy"].isfinite().sum() == (2 if clients is None else 1)
+    assert run.evaluate("train")["accuracy"].isfinite().sum() == (
+        2 if clients is None else 1
+    )
     with sentence("split: expected one of train, got 'test'"):
         run.evaluate("test")
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_the_split_that_lacks_is_the_one_that_is_advised(split):
-    with sentence(f"evaluation.split: .*[(]hold samples out with split[(]{split}=0.2[)][)]"):
+    with sentence(
+        f"evaluation.split: .*[(]hold samples out with split[(]{split}=0.2[)][)]"
+    ):
         simulation(data=unheld(), evaluation=Evaluation(split=split))
     held = eval(f"data.split({split}=0.2)", {"data": unheld()})
     simulation(data=held, rounds=1, evaluation=Evaluation(split=split)).run()
 
 
 def test_a_misspelt_split_is_no_reason_to_hold_samples_out():
-    with sentence("evaluation.split: got 'tets', did you mean 'test'[?] Expected one of"):
+    with sentence(
+        "evaluation.split: got 'tets', did you mean 'test'[?] Expected one of"
+    ):
         simulation(evaluation=Evaluation(split="tets"))
     with sentence("evaluation.split: expected one of train, test, got 'dev'"):
-        Simulation("fedavg", nn.Linear(6, 4), images(), evaluation=Evaluation(split="dev"))
+        Simulation(
+            "fedavg", nn.Linear(6, 4), images(), evaluation=Evaluation(split="dev")
+        )

@@ -30,15 +30,21 @@ def test_every_callback_sees_the_round_in_which_ctrl_c_came():
     history = simulation(rounds=ROUNDS).run(
         [first, lambda round, _: seen.append(("second", round))]
     )
-    assert history.interrupted and history.stopped == f"Interrupted after round 3 of {ROUNDS}."
+    assert (
+        history.interrupted
+        and history.stopped == f"Interrupted after round 3 of {ROUNDS}."
+    )
     assert seen == [(who, round) for round in (1, 2, 3) for who in ("first", "second")]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_run_that_is_interrupted_after_its_last_round_is_whole():
-    """The run is over, the program is not: who plays several runs ends with this one."""
+    """The run is over, the program is not: who plays several runs ends with this
+    one."""
     whole = simulation(rounds=ROUNDS).run()
-    history = simulation(rounds=ROUNDS).run(lambda round, _: press() if round == ROUNDS else None)
+    history = simulation(rounds=ROUNDS).run(
+        lambda round, _: press() if round == ROUNDS else None
+    )
     assert history.interrupted and history.stopped is None
     assert len(history.rounds) == ROUNDS == history.state.round
     assert list(history.lines())[-1]["eval"] == whole.rounds[-1]["eval"]
@@ -52,7 +58,9 @@ def test_runs_for_everyone_that_are_interrupted_say_so_where_one_lacks(target, r
 
     history = run_each_target("waffle", tiny_model(), images(), rounds=2, on_round=last)
     assert history.interrupted and len(history.rounds) == rounds
-    said = None if target == 2 else "Interrupted after the run of target 0, of 3 targets."
+    said = (
+        None if target == 2 else "Interrupted after the run of target 0, of 3 targets."
+    )
     assert history.stopped == said
 
 
@@ -62,7 +70,9 @@ def mape(scores, y):
 
 def test_an_error_of_ones_own_stops_a_run_when_it_no_longer_falls():
     """And the run looks at the split that the help says."""
-    with sentence("key: expected one of .*, or a metric of your own with higher_is_better=True"):
+    with sentence(
+        "key: expected one of .*, or a metric of your own with higher_is_better=True"
+    ):
         EarlyStopping(key="mape")
 
     def play(stop, values):
@@ -73,7 +83,10 @@ def test_an_error_of_ones_own_stops_a_run_when_it_no_longer_falls():
     play(falls, [5.0, 4.0, 3.0, 2.0])
     assert (falls.best, falls.round) == (2.0, 4)
     with sentence("Stopped early after round 3: mape 5 of round 1", Stop):
-        play(EarlyStopping(patience=2, key="mape", higher_is_better=True), [5.0, 4.0, 3.0])
+        play(
+            EarlyStopping(patience=2, key="mape", higher_is_better=True),
+            [5.0, 4.0, 3.0],
+        )
     data = images((20, 20, 20)).split(val=0.2)
     advised = re.search("`evaluation=(.*?)`", EarlyStopping.__doc__)[1]
     look = replace(eval(advised, vars(pflcore)), metrics=(mape,))
@@ -83,7 +96,9 @@ def test_an_error_of_ones_own_stops_a_run_when_it_no_longer_falls():
     assert stop.best == min(history.series("mape")[1].mean(1)).item()
 
 
-@pytest.mark.parametrize("key, up", [("rmse", False), ("train_loss", False), ("r2", True)])
+@pytest.mark.parametrize(
+    "key, up", [("rmse", False), ("train_loss", False), ("r2", True)]
+)
 def test_names_that_are_known_know_their_direction(key, up):
     stop = EarlyStopping(patience=1, key=key)
     for round, value in enumerate((1.0, 2.0 if up else 0.5), 1):
@@ -100,7 +115,9 @@ def test_early_stopping():
     for round, value in ((1, 0.2), (2, 0.5), (4, 0.55)):
         stop(round, record(value))
     stop(5, {"eval": None})
-    words = r"Stopped early after round 6: accuracy 0\.5 of round 2 stood for 2 evaluations"
+    words = (
+        r"Stopped early after round 6: accuracy 0\.5 of round 2 stood for 2 evaluations"
+    )
     with sentence(words, Stop):
         stop(6, record(float("nan")))
     stop(1, record(0.1))  # the next run
@@ -118,5 +135,7 @@ def test_a_callback_that_empties_a_record_is_named():
         record.clear()
 
     run = Simulation("fedavg", tiny_model()(), images((8, 8)), rounds=3)
-    with sentence("on_round, forgetful: expected a function that leaves 'round' in a round's rec"):
+    with sentence(
+        "on_round, forgetful: expected a function that leaves 'round' in a round's rec"
+    ):
         run.run([lambda round, record: None, forgetful])

@@ -1,5 +1,5 @@
-"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the state that of
-the last round."""
+"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the
+state that of the last round."""
 
 import copy
 
@@ -20,16 +20,23 @@ from pflcore.simulation.round import RunConfig
 def test_a_federation_that_does_not_fit_is_said_before_the_first_round(monkeypatch):
     failing = fails(None, 1, torch.OutOfMemoryError(CUDA))
     monkeypatch.setattr("pflcore.simulation._setup.initial_state", failing)
-    words = r"Out of memory before the first round, with [\d.]+ KiB of data, when 20.00 MiB more"
+    words = (
+        r"Out of memory before the first round, with [\d.]+ KiB of data, when "
+        r"20.00 MiB more"
+    )
     with sentence(f"{words} .* needs about", MemoryError):
         simulation()
 
 
-@pytest.mark.parametrize("algorithm", [*swept(), FedDWA(guidance="previous"), "averaged"], ids=str)
+@pytest.mark.parametrize(
+    "algorithm", [*swept(), FedDWA(guidance="previous"), "averaged"], ids=str
+)
 def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeypatch):
     """Every single request of memory by the server and the commit is refused once."""
     averaged = {"algorithm": "feddwa", "model": normed_model, "batch_norm": "average"}
-    run = simulation(**averaged if algorithm == "averaged" else {"algorithm": algorithm})
+    run = simulation(
+        **averaged if algorithm == "averaged" else {"algorithm": algorithm}
+    )
     rounds = run.iterate()
     next(rounds), next(rounds)
     alg, before = type(run.algorithm), copy.deepcopy(run.state)
@@ -56,7 +63,10 @@ def test_wherever_the_servers_memory_ends_the_round_never_was(algorithm, monkeyp
         finally:
             mode.__exit__(None, None, None)
         assert same(before, run.state), at
-        assert (before.round, before.void_rounds) == (run.state.round, run.state.void_rounds), at
+        assert (before.round, before.void_rounds) == (
+            run.state.round,
+            run.state.void_rounds,
+        ), at
     assert at > 1 or algorithm == "local"
     assert after.round == 3
 
@@ -69,5 +79,8 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("pflcore.simulation._setup.initial_state", failing)
     assert command(f"run fedavg {DIGITS} --out p") == 2
     err = capsys.readouterr().err
-    assert err.startswith("pflcore: Out of memory before the first round") and err.count("\n") == 1
+    assert (
+        err.startswith("pflcore: Out of memory before the first round")
+        and err.count("\n") == 1
+    )
     assert not (tmp_path / "p").exists()

@@ -1,4 +1,5 @@
-"""The models that a run leaves: of its clients, of a newcomer, as modules and as files."""
+"""The models that a run leaves: of its clients, of a newcomer, as modules and as
+files."""
 
 import copy
 import pickle
@@ -26,7 +27,9 @@ def as_evaluated(history, data):
         assert right == pytest.approx(history.rounds[-1]["eval"]["accuracy"][i])
 
 
-@pytest.mark.parametrize("algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster")))
+@pytest.mark.parametrize(
+    "algorithm", swept(quick=(*SIX, "fedrod", "knnper", "hypcluster"))
+)
 def test_a_clients_model_is_what_was_evaluated(algorithm):
     """And a newcomer leaves the run as it was."""
     everybody = images((7, 20, 31, 24))
@@ -70,10 +73,16 @@ def test_a_newcomer_is_personalized_by_the_algorithms_rule():
     def right(algorithm, rounds=5):
         training = Training(lr=0.3, batch_size=8)
         history = simulation(algorithm, few, training=training, rounds=8).run()
-        return (history.adapt((x, y), rounds).predict(test[0]) == test[1]).double().mean().item()
+        return (
+            (history.adapt((x, y), rounds).predict(test[0]) == test[1])
+            .double()
+            .mean()
+            .item()
+        )
 
     shared = right("fedavg")
-    assert right("fedavg", 0) == shared < 0.6  # it has no rule: the newcomer gets the shared model
+    # it has no rule: the newcomer gets the shared model
+    assert right("fedavg", 0) == shared < 0.6
     for algorithm in ("ditto", "local", "finetune", "feddwa", "fedrod"):
         assert right(algorithm) > shared + 0.15, algorithm
 
@@ -88,16 +97,21 @@ def test_a_newcomer_trains_at_the_last_step_size(rounds):
     def adapted(lr, schedule=None):
         training = Training(lr=lr, batch_size=8, schedule=schedule)
         history = Simulation("local", tiny_model(), few, training, rounds=rounds).run()
-        return history.adapt(everybody.client(3, "train"), rounds=2).get_buffer("view_w")
+        return history.adapt(everybody.client(3, "train"), rounds=2).get_buffer(
+            "view_w"
+        )
 
     everybody = images((7, 20, 31, 24))
     few = everybody.subset([0, 1, 2])
     assert torch.equal(adapted(0.3, halved), adapted(0.3 * 0.5 ** (rounds - 1)))
 
 
-@pytest.mark.parametrize("algorithm", ["finetune", "fedbabu", "per_fedavg", "fedala", "ditto"])
+@pytest.mark.parametrize(
+    "algorithm", ["finetune", "fedbabu", "per_fedavg", "fedala", "ditto"]
+)
 def test_a_newcomers_streams_are_those_of_the_rounds_after_the_run(algorithm):
-    """As of client 3 of four who takes part in round 3 alone, and is evaluated after it."""
+    """As of client 3 of four who takes part in round 3 alone, and is evaluated after
+    it."""
     everybody = images((20, 20, 20, 20))
     how = {"hardware": Hardware(engine="loop"), "model": nn.Linear(6, 4)}
     few = simulation(algorithm, everybody.subset([0, 1, 2]), rounds=2, **how).run()
@@ -106,7 +120,10 @@ def test_a_newcomers_streams_are_those_of_the_rounds_after_the_run(algorithm):
     alone.state = first.state
     after = alone.run().state
     x, y = everybody.client(3, "train")
-    for batch, round in ((few.adapt((x, y), rounds=1), 3), (few.adapt((x, y), rounds=0), 2)):
+    for batch, round in (
+        (few.adapt((x, y), rounds=1), 3),
+        (few.adapt((x, y), rounds=0), 2),
+    ):
         state = replace(after if round == 3 else first.state, server=first.state.server)
         again = simulation(algorithm, everybody, rounds=round, clients=[3], **how)
         again.state = state
@@ -135,7 +152,9 @@ def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
     history = run_each_target(algorithm, model, data, training, on_round=saw, **options)
     assert seen == [(t, r) for t in range(3) for r in (1, 2, 3)]
     each = [replace(algorithm, target=t) for t in range(3)]
-    alone = [Simulation(alg, model, data, training, **options).run().rounds for alg in each]
+    alone = [
+        Simulation(alg, model, data, training, **options).run().rounds for alg in each
+    ]
     assert [r["eval"] is None for r in history.rounds] == [True, False, False]
     for record, *own in zip(history.rounds, *alone, strict=True):
         assert record["report"]["weights"] == [o["report"]["weights"] for o in own]
@@ -143,7 +162,9 @@ def test_each_clients_numbers_are_those_of_its_own_run(algorithm):
         assert record["cohort"] == [0, 1, 2]
         if record["eval"]:
             for key in ("accuracy", "loss"):
-                assert record["eval"][key] == [o["eval"][key][t] for t, o in enumerate(own)]
+                assert record["eval"][key] == [
+                    o["eval"][key][t] for t, o in enumerate(own)
+                ]
     assert history.header["target"] is history.stopped is None
     as_evaluated(history, data)
     with sentence("client: expected a number from 0 to 2"):
@@ -180,18 +201,22 @@ def test_what_it_does_not_take_is_refused():
     with sentence("algorithm: expected one with a target"):
         run_each_target(FedAvg(), tiny_model(), images())
     with sentence(r"evaluation\.clients: expected every client"):
-        run_each_target(Waffle(), tiny_model(), images(), evaluation=Evaluation(clients=2))
+        run_each_target(
+            Waffle(), tiny_model(), images(), evaluation=Evaluation(clients=2)
+        )
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"participation": 0.5}, {}])
 def test_weights_have_a_row_for_each_target_whoever_took_part(options):
-    """Cohorts are the targets' own, and client 1 drops out: without it the run made for it has no
-    weights."""
+    """Cohorts are the targets' own, and client 1 drops out: without it the run made for
+    it has no weights."""
     data, training = images((6, 7, 8, 9)), Training(lr=0.1, batch_size=8)
     if not options:
         data.x[data.index["train"][1]] = 3e38  # its scores overflow
-    history = run_each_target(Waffle(), nn.Linear(6, 4), data, training, rounds=2, **options)
+    history = run_each_target(
+        Waffle(), nn.Linear(6, 4), data, training, rounds=2, **options
+    )
     _, dense = records.group_runs(history.lines())[0].weights()
     for record, weights in zip(history.rounds, dense, strict=True):
         assert list(record["report"]) == ["weights"] and weights.shape == (4, 4)
@@ -211,7 +236,8 @@ def test_who_ran_away_is_named_whoever_took_part():
     record = history.rounds[0]
     assert (
         record["cohort"] == list(range(8))
-        and record["relative_update_norm"].index(max(record["relative_update_norm"])) == 5
+        and record["relative_update_norm"].index(max(record["relative_update_norm"]))
+        == 5
     )
     (run,) = records.group_runs(history.lines())
     assert list(run.outliers()) == [5]

@@ -16,11 +16,21 @@ from torch import nn
 
 from pflcore import Client, Evaluation, Server, Simulation, Training, run_each_target
 
-OFTEN = (*SIX, "finetune", "fedbn", "fedrod", "knnper", "feddwa", "fedala", "hypcluster")
+OFTEN = (
+    *SIX,
+    "finetune",
+    "fedbn",
+    "fedrod",
+    "knnper",
+    "feddwa",
+    "fedala",
+    "hypcluster",
+)
 
 
 def raw_images(sizes=(12, 20, 31, 24), **options):
-    """Clients whose features are far from 0, each by another shift and scale; one is constant."""
+    """Clients whose features are far from 0, each by another shift and scale; one is
+    constant."""
     data = images(sizes, **options)
     x = data.x.clone()
     for split in data.splits:
@@ -48,7 +58,9 @@ def test_a_model_of_raw_features_is_what_was_evaluated(algorithm):
             model, (x, y) = history.model(i), raw.client(i, split)
             equals(model(x), without_scaling(model)(few.client(i, split)[0]))
             for predicted in (model.predict(x), history.predict(i, x.numpy())):
-                assert (predicted == y).double().mean().item() == pytest.approx(accuracy[i].item())
+                assert (predicted == y).double().mean().item() == pytest.approx(
+                    accuracy[i].item()
+                )
 
 
 @pytest.mark.parametrize("algorithm", swept(quick=OFTEN))
@@ -67,7 +79,8 @@ def test_a_newcomer_is_scaled_by_its_own_training_samples(algorithm):
     again = history.adapt(scaled, rounds=1)  # it says that it was
     test = raw.client(3, "test")[0]
     equals(model(test), without_scaling(model)(scaled.client(0, "test")[0]))
-    if not history.models.config.algorithm.traits.needs_val:  # else its "val" is another
+    # else its "val" is another
+    if not history.models.config.algorithm.traits.needs_val:
         equals(again(test), model(test))
 
 
@@ -85,9 +98,12 @@ def test_a_newcomer_of_wide_numbers_is_scaled_before_they_are_rounded():
     pairs = [(torch.randn(9, 2, generator=gen).double() + 1e6, torch.arange(9) % 2)] * 2
     from_clients = type(images()).from_clients
     wide = from_clients(pairs, dtype=torch.float64).standardize()
-    history = simulation(data=wide, model=nn.Linear(2, 2).double(), rounds=1, **TRAIN_ONLY).run()
+    history = simulation(
+        data=wide, model=nn.Linear(2, 2).double(), rounds=1, **TRAIN_ONLY
+    ).run()
     x = pairs[0][0]
-    equals(history.adapt(pairs[0], 1)(x), history.model(0)(x))  # FedAvg's model is the shared one
+    # FedAvg's model is the shared one
+    equals(history.adapt(pairs[0], 1)(x), history.model(0)(x))
 
 
 TRAIN_ONLY = {"evaluation": Evaluation(split="train")}
@@ -96,7 +112,9 @@ TRAIN_ONLY = {"evaluation": Evaluation(split="train")}
 def test_a_scaled_newcomer_of_raw_clients_is_refused():
     raw = raw_images()
     history = simulation(data=raw, rounds=1).run()
-    with sentence("samples: expected raw features, which the run's clients have, got Federation"):
+    with sentence(
+        "samples: expected raw features, which the run's clients have, got Federation"
+    ):
         history.adapt(raw.subset([0]).standardize())
     x, y = raw.client(0)
     assert history.adapt((x, y)).scaling is None
@@ -105,7 +123,9 @@ def test_a_scaled_newcomer_of_raw_clients_is_refused():
 def test_labels_that_a_newcomer_turns_are_its_own():
     """A federation of one brings its relabelling with it."""
     data = images((20, 20, 20))
-    history = simulation("local", data, rounds=1, training=Training(lr=0.3, batch_size=8)).run()
+    history = simulation(
+        "local", data, rounds=1, training=Training(lr=0.3, batch_size=8)
+    ).run()
     x, y = data.client(1)  # turned
     other, same = history.adapt(data.subset([1]), 5), history.adapt((x, y), 5)
     equals(other(x), same(x))
@@ -175,15 +195,19 @@ def test_standardizing_twice_keeps_what_raw_features_are():
     for i in range(raw.n):
         x = raw.client(i, "test")[0]
         got = history.model(i).scaling(x)
-        torch.testing.assert_close(got, twice.client(i, "test")[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            got, twice.client(i, "test")[0], rtol=1e-4, atol=1e-4
+        )
 
 
-# files -----------------------------------------------------------------------------------------
+# files ------------------------------------------------------------------------
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedbn"])
 def test_an_export_is_loaded_by_the_words_of_its_manifest(tmp_path, algorithm):
     safetensors = pytest.importorskip("safetensors.torch")
     raw = replace(raw_images(), names=tuple("abcd"))
-    history = simulation(algorithm, raw.standardize(), model=normed_model, rounds=2).run()
+    history = simulation(
+        algorithm, raw.standardize(), model=normed_model, rounds=2
+    ).run()
     history.export(tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     said, _, code = manifest["predict"].partition("of raw ones x = ")
@@ -192,7 +216,10 @@ def test_an_export_is_loaded_by_the_words_of_its_manifest(tmp_path, algorithm):
     for i, client in enumerate(manifest["clients"]):
         assert client["name"] == "abcd"[i]
         x = raw.client(i, "test")[0]
-        known = {k: torch.tensor(client[k], dtype=torch.float64) for k in ("mean", "deviation")}
+        known = {
+            k: torch.tensor(client[k], dtype=torch.float64)
+            for k in ("mean", "deviation")
+        }
         model = normed_model()
         model.load_state_dict(safetensors.load_file(tmp_path / client["file"]))
         equals(model.eval()(eval(formula, {"raw": x, **known})), history.model(i)(x))
@@ -217,20 +244,26 @@ def test_runs_for_each_client_leave_models_of_raw_features(tmp_path):
     accuracy = history.rounds[-1]["eval"]["accuracy"]
     for i in range(raw.n):
         x, y = raw.client(i, "test")
-        assert (history.predict(i, x) == y).double().mean().item() == pytest.approx(accuracy[i])
+        assert (history.predict(i, x) == y).double().mean().item() == pytest.approx(
+            accuracy[i]
+        )
     history.export(tmp_path)
     clients = json.loads((tmp_path / "manifest.json").read_text())["clients"]
     assert [c["name"] for c in clients] == list("abcd")
     assert [c["mean"] for c in clients] == data.scaling.mean.tolist()
 
 
-# apart -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("algorithm", swept(quick=("fedavg", "ditto", "apfl", "knnper")))
+# apart ------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "algorithm", swept(quick=("fedavg", "ditto", "apfl", "knnper"))
+)
 def test_a_client_apart_serves_raw_features(algorithm):
     raw = raw_images((12, 20, 31))
     data = raw.standardize()
     server = Server(algorithm, normed_model, 3, rounds=2)
-    parts = [Client(algorithm, normed_model, data.subset([i]), TRAINING) for i in range(3)]
+    parts = [
+        Client(algorithm, normed_model, data.subset([i]), TRAINING) for i in range(3)
+    ]
     for _ in range(2):
         server.aggregate({i: parts[i].train(server.download(i)) for i in range(3)})
     for i in range(3):
@@ -252,7 +285,11 @@ def test_images_and_numbers_as_targets_are_scaled_alike():
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(3, 20, 2, 3, generator=gen) * 5 + 100
     y = x.mean((2, 3), keepdim=False)[..., None] / 10
-    raw = type(images()).from_clients(list(zip(x, y, strict=True)), classes=None).split(test=0.3)
+    raw = (
+        type(images())
+        .from_clients(list(zip(x, y, strict=True)), classes=None)
+        .split(test=0.3)
+    )
     model = layers("Flatten, Linear 6 1")
     run = Simulation("ditto", model, raw.standardize(), TRAINING, rounds=2)
     history = run.run()

@@ -1,5 +1,5 @@
-"""The loop: records, what is said at the end, cohorts; and what a run bears of bad numbers and
-arguments."""
+"""The loop: records, what is said at the end, cohorts; and what a run bears of bad
+numbers and arguments."""
 
 import copy
 import warnings
@@ -45,23 +45,30 @@ def test_a_run_of_many_rounds_ends_with_the_last():
 
 # what is said at the end ----------------------------------------------------
 def said(scale=1.0, labels=1.0, **options):
-    """The warnings of a run whose last client has features, and test targets, times so much."""
+    """The warnings of a run whose last client has features, and test targets, times
+    so much."""
     train = [(torch.randn(12, 4) * s, torch.randn(12)) for s in (1.0, 1.0, 1.0, scale)]
     x, y = train[-1]
     data = Federation.from_clients(with_test(train, [*train[:3], (x, y * labels)]))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        run(data=data, model=nn.Linear(4, 1), training=Training(lr=0.01), **options).run()
+        run(
+            data=data, model=nn.Linear(4, 1), training=Training(lr=0.01), **options
+        ).run()
     return [str(w.message) for w in found if w.category is RuntimeWarning]
 
 
 def test_a_runaway_update_is_named_once_with_clip():
-    """As are those who were dropped, and losses of infinity; a quiet run says nothing."""
+    """As are those who were dropped, and losses of infinity; a quiet run says
+    nothing."""
     assert said() == said(adversary=Adversary("scale", [1], 1e3)) == []
     (far,) = said(adversary=Adversary("scale", [1], 1e8))
     assert "client 1's update was" in far and "clip" in far
     dropped, *_ = said(1e25)
-    assert "client(s) [3] were dropped in most of their rounds" in dropped and "lower lr" in dropped
+    assert (
+        "client(s) [3] were dropped in most of their rounds" in dropped
+        and "lower lr" in dropped
+    )
     (loss,) = said(labels=1e30)
     assert "the last loss of client(s) [3] is inf" in loss
 
@@ -74,12 +81,18 @@ def test_who_never_joined_is_served_what_the_server_has_and_starts_there(alg):
     s = lines()
     ids = [0, 1, 2, 3]
     state = play(alg, s, 12, lambda r: ids)[-1][0]
-    shared = state.server["x"] if "x" in state.server else state.server["w"][ids].mean(0)
+    shared = (
+        state.server["x"] if "x" in state.server else state.server["w"][ids].mean(0)
+    )
     assert shared.abs().min() > 0.5
     near(views(alg, state, s, torch.arange(6))[0]["w"][4:], shared.expand(2, -1))
     after = step(RunConfig(alg, s), state, torch.tensor([4]))[0]
     key = next(k for k in ("v", "theta", "w") if k in after.clients)
-    assert 0 < (after.clients[key][4] - shared).abs() < (after.clients[key][4] - s.net.w0).abs()
+    assert (
+        0
+        < (after.clients[key][4] - shared).abs()
+        < (after.clients[key][4] - s.net.w0).abs()
+    )
 
 
 @pytest.mark.parametrize("name", ["fedfomo", "l2c", "feddwa", "scaffold", "hypcluster"])
@@ -88,7 +101,10 @@ def test_the_order_of_a_cohorts_ids_changes_nothing(name):
     s = make_setting(Net(tiny_model()), data, Training(lr=0.1, batch_size=8), rounds=9)
     alg = ALGORITHMS[name](**({"m": 2} if name == "fedfomo" else {}))
     found = []
-    for orders in ([range(5), [0, 2, 4], [1, 2, 3]], [[3, 1, 0, 4, 2], [4, 0, 2], [2, 3, 1]]):
+    for orders in (
+        [range(5), [0, 2, 4], [1, 2, 3]],
+        [[3, 1, 0, 4, 2], [4, 0, 2], [2, 3, 1]],
+    ):
         state = initial_state(alg, s.net, 5)
         for ids in orders:
             state, done = step(RunConfig(alg, s), state, torch.tensor(ids))
@@ -152,15 +168,24 @@ def test_a_loss_that_is_not_finite_spoils_the_mean_and_is_counted(engine):
 WILD = {"model": lambda: nn.Linear(6, 4), "training": Training(lr=1e38, batch_size=8)}
 FAR = ("the server's", " v", "client 2's update", "clip")
 ENDS = [  # how a run diverges, its rounds, and what is said
-    (WILD, 9, ("fedavg", "The run diverged", "rounds 2 to 4 were void", "learning rate")),
+    (
+        WILD,
+        9,
+        ("fedavg", "The run diverged", "rounds 2 to 4 were void", "learning rate"),
+    ),
     (WILD, 2, ("fedavg", "The run diverged", "round 2 was void", "learning rate")),
     # huge but finite: a second moment never becomes infinite
-    *(({"algorithm": far(n, 1e25)}, 9, FAR) for n in ("fedadam", "fedyogi", "fedadagrad")),
+    *(
+        ({"algorithm": far(n, 1e25)}, 9, FAR)
+        for n in ("fedadam", "fedyogi", "fedadagrad")
+    ),
 ]
 
 
 @pytest.mark.parametrize("options, rounds, words", ENDS)
-def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(options, rounds, words):
+def test_divergence_ends_a_run_with_a_sentence_and_the_record_intact(
+    options, rounds, words
+):
     with pytest.warns(RuntimeWarning, match=", seed 0, stopped early: ") as said:
         history = run(**options, rounds=rounds).run()
     assert [r["void"] for r in history.rounds] == [False, True, True, True][:rounds]
@@ -174,13 +199,23 @@ def test_who_moved_far_is_in_the_record_and_in_the_table_and_may_be_clipped():
     wild, plain = far("fedavg", 1e10), run().run()
     free, held = (run(wild, clip=c).run() for c in (None, 0.5))
     moved = free.rounds[1]["relative_update_norm"]
-    assert max(free.rounds[0]["relative_update_norm"]) < 5 < 1e8 < moved[2] and sorted(moved)[1] < 5
+    assert (
+        max(free.rounds[0]["relative_update_norm"]) < 5 < 1e8 < moved[2]
+        and sorted(moved)[1] < 5
+    )
     assert "moved far: client 2 by up to" in table(records.group_runs(free.lines()))
     assert "moved far" not in table(records.group_runs(plain.lines()))
     assert held.rounds[1]["clipped"] == [2] and free.rounds[1]["clipped"] == []
-    assert float(free.state.server["x"].norm()) > 1e8 > 10 > float(held.state.server["x"].norm())
+    assert (
+        float(free.state.server["x"].norm())
+        > 1e8
+        > 10
+        > float(held.state.server["x"].norm())
+    )
     assert held.header["clip"] == 0.5
-    assert "the updates of 1 client were clipped" in table(records.group_runs(held.lines()))
+    assert "the updates of 1 client were clipped" in table(
+        records.group_runs(held.lines())
+    )
 
 
 @pytest.mark.parametrize("name", swept())
@@ -191,7 +226,11 @@ def test_every_method_takes_a_clip(name):
     equals(loose.state.server, wide.state.server)
     assert held.stopped is None
     for record in held.rounds:
-        assert bool(record["clipped"]) == bool(record["relative_update_norm"]) == (name != "local")
+        assert (
+            bool(record["clipped"])
+            == bool(record["relative_update_norm"])
+            == (name != "local")
+        )
 
 
 # states ---------------------------------------------------------------------

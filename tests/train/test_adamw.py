@@ -37,7 +37,9 @@ SAID = {
 
 
 @pytest.mark.parametrize("what, name, options", tabled(REFUSED))
-def test_a_method_whose_formula_rests_on_plain_sgd_refuses_the_rest(what, name, options):
+def test_a_method_whose_formula_rests_on_plain_sgd_refuses_the_rest(
+    what, name, options
+):
     (training, said), alg = SAID[what], ALGORITHMS[name](**options)
     words = said.format(type(alg).__name__)
     with sentence(words):
@@ -57,7 +59,14 @@ def test_option_ii_with_clipping_is_the_mean_of_the_clipped_gradients():
     assert not torch.allclose(c("mean_grad", clip_grad=0.3), c("mean_grad"))
 
 
-OTHERS = {*ALGORITHMS} - {"mocha", "apfl", "pfedme", "per_fedavg", "qfedavg", "factorized_waffle"}
+OTHERS = {*ALGORITHMS} - {
+    "mocha",
+    "apfl",
+    "pfedme",
+    "per_fedavg",
+    "qfedavg",
+    "factorized_waffle",
+}
 
 
 @pytest.mark.parametrize("name", swept(OTHERS))
@@ -71,11 +80,20 @@ def test_what_is_refused():
         Training(local_optimizer="adamw", momentum=0.9)
     for name, value in (("betas", (0.9, 0.95)), ("eps", 1e-6)):
         with sentence(
-            f"{name}: SGD has none, got .*; leave it out, or take local_optimizer='adamw"
+            f"{name}: SGD has none, got .*; leave it out, or take "
+            "local_optimizer='adamw"
         ):
             Training(**{name: value})
         Training(**{name: value}, local_optimizer="adamw")
-    for betas in ((0.9,), (0.9, 1.0), (0.9, -0.1), 0.9, "ab", (True, 0.5), (0.9, 0.9, 0.9)):
+    for betas in (
+        (0.9,),
+        (0.9, 1.0),
+        (0.9, -0.1),
+        0.9,
+        "ab",
+        (True, 0.5),
+        (0.9, 0.9, 0.9),
+    ):
         with sentence("betas: expected two numbers from 0 to below 1, got"):
             Training(local_optimizer="adamw", betas=betas)
     with sentence("eps: expected a finite number above 0, got 0"):
@@ -90,6 +108,8 @@ def test_torchs_own_betas_are_the_default():
     other = Training(**ADAMW, betas=(0.5, 0.6))
     x = plain.state.server["x"]
     assert torch.equal(x, said.state.server["x"])
-    assert not torch.equal(x, simulation("ditto", training=other, rounds=2).run().state.server["x"])
+    assert not torch.equal(
+        x, simulation("ditto", training=other, rounds=2).run().state.server["x"]
+    )
     assert plain.header["training"]["betas"] is None
     assert said.header["training"]["betas"] == [0.9, 0.999]

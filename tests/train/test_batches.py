@@ -22,7 +22,11 @@ def linear():
 
 def losses(model=normed_model, data=None, engine="auto", **training):
     given = {"model": model, "training": Training(**training), "engine": engine}
-    return simulation("local", data or FIVES, rounds=2, **given).run().series("loss")[1][-1]
+    return (
+        simulation("local", data or FIVES, rounds=2, **given)
+        .run()
+        .series("loss")[1][-1]
+    )
 
 
 # batch norm -----------------------------------------------------------------
@@ -36,7 +40,9 @@ def test_a_last_batch_of_one_joins_the_one_before_for_batch_norm(engine):
 
 
 def test_other_models_take_a_last_batch_of_one():
-    with sentence(r"data: client 1 \(1 samples, batch_size 4\) has a batch of one sample"):
+    with sentence(
+        r"data: client 1 \(1 samples, batch_size 4\) has a batch of one sample"
+    ):
         losses(data=images((5, 1, 5)), batch_size=4)
     assert not torch.equal(losses(linear, batch_size=4), losses(linear, batch_size=5))
     left_out = losses(data=images((8, 9, 7)), batch_size=4, drop_last=True)
@@ -48,7 +54,9 @@ def test_a_newcomers_last_sample_joins_too():
     run = simulation("ditto", images((8, 8)), rounds=1, **given).run()
     x, y = torch.randn(5, 6), torch.arange(5) % 4
     assert run.adapt((x, y))(x).isfinite().all()
-    with sentence(r"samples: client 2 \(1 samples, batch_size 4\) has a batch of one sample"):
+    with sentence(
+        r"samples: client 2 \(1 samples, batch_size 4\) has a batch of one sample"
+    ):
         run.adapt((x[:1], y[:1]))
 
 
@@ -56,12 +64,21 @@ def test_a_newcomers_last_sample_joins_too():
 def test_numpys_numbers_are_numbers(tmp_path):
     half, one = np.float32(0.5), np.int64(1)
     how = Training(half, np.int64(4), one, schedule=lambda r, n: np.float32(1))
-    options = {"clip": half, "evaluated": np.int64(2), "seed": np.int64(3), "participation": half}
+    options = {
+        "clip": half,
+        "evaluated": np.int64(2),
+        "seed": np.int64(3),
+        "participation": half,
+    }
     alg = pflcore.FedAvg(server_lr=half)
-    run = simulation(alg, FIVES, model=normed_model, training=how, rounds=one, **options)
+    run = simulation(
+        alg, FIVES, model=normed_model, training=how, rounds=one, **options
+    )
     json.dumps(run.run().header)
     run.save(tmp_path)
-    again = simulation(alg, FIVES, model=normed_model, training=how, rounds=one, **options)
+    again = simulation(
+        alg, FIVES, model=normed_model, training=how, rounds=one, **options
+    )
     assert again.restore(tmp_path).state.round == 1
     assert pflcore.Server(pflcore.FedAvg(), nn.Linear(2, 2), 2).join(one) == 1
 

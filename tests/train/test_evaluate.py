@@ -1,4 +1,5 @@
-"""Evaluation of all clients side by side says what evaluating them one after another says."""
+"""Evaluation of all clients side by side says what evaluating them one after another
+says."""
 
 from dataclasses import replace
 
@@ -23,9 +24,15 @@ def weighted(scores, y):
 
 
 def at_work(
-    engine, model="mlp", criterion="cross_entropy", relabel=False, ids=range(5), empty=None
+    engine,
+    model="mlp",
+    criterion="cross_entropy",
+    relabel=False,
+    ids=range(5),
+    empty=None,
 ):
-    """Clients with statistics that are not the model's own; `empty` has no test samples."""
+    """Clients with statistics that are not the model's own; `empty` has no test
+    samples."""
     n = 2 * sum(SIZES)
     torch.manual_seed(0)
     several, labels = criterion in ("cross_entropy", weighted), criterion not in NUMBERS
@@ -37,14 +44,17 @@ def at_work(
     test = [rows[: 0 if k == empty else None] for k, rows in enumerate(test)]
     split = {"train": list(train), "test": test}
     words, shape = MODELS[model]
-    data = Federation(torch.randn(n, *shape), y if labels else torch.rand(n), split, *known)
+    data = Federation(
+        torch.randn(n, *shape), y if labels else torch.rand(n), split, *known
+    )
     net = Net(body(words, classes if several else 1), criterion)
     s = make_setting(net, data, Training(batch_size=5), 3, engine, workers=2)
     return Clients(s, torch.tensor(ids), 1, s.net.b0.repeat(len(ids), 1) + 0.5)
 
 
 def check(clients, rows):
-    """Loss and share of right answers are those of each client's module on its samples."""
+    """Loss and share of right answers are those of each client's module on its
+    samples."""
     loss, hits = clients.evaluate({"w": rows}, "train")
     net, data = clients.net, clients.context.data
     for k, i in enumerate(clients.ids.tolist()):
@@ -54,7 +64,12 @@ def check(clients, rows):
         near(loss[k], net.loss_fn(scores, y), 1e-5, 1e-6)
         assert (hits is None) == (data.classes is None)
         if hits is not None:  # exactly: a share of whole samples
-            near(hits[k], metrics.is_correct(scores.movedim(1, -1), y).double().mean(), 0, 1e-9)
+            near(
+                hits[k],
+                metrics.is_correct(scores.movedim(1, -1), y).double().mean(),
+                0,
+                1e-9,
+            )
     return loss
 
 
@@ -73,7 +88,9 @@ def test_side_by_side_is_one_by_one(engine, criterion, relabel):
 @ENGINES
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("relabel", [False, True])
-def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, monkeypatch):
+def test_one_model_for_all_is_one_pass_over_all_samples(
+    engine, model, relabel, monkeypatch
+):
     # somebody is not looked at
     clients = at_work(engine, model, relabel=relabel, ids=[4, 0, 1, 3])
     clients = replace(clients, block_numbers=torch.zeros(4, dtype=torch.int64))
@@ -93,7 +110,9 @@ def test_one_model_for_all_is_one_pass_over_all_samples(engine, model, relabel, 
 
 @pytest.mark.parametrize("what", ["statistics", "loss"])
 def test_what_may_differ_is_looked_at_one_by_one(what):
-    clients = at_work("loop", "batch norm", weighted if what == "loss" else "cross_entropy")
+    clients = at_work(
+        "loop", "batch norm", weighted if what == "loss" else "cross_entropy"
+    )
     if what == "statistics":
         clients = replace(clients, buffers=clients.buffers + torch.arange(5)[:, None])
     check(clients, clients.net.w0.expand(5, -1))
@@ -119,8 +138,8 @@ def test_engines_evaluate_alike_and_without_samples_nobody_is_looked_at():
 
 @pytest.mark.parametrize("engine", ["chain", "loop"])
 def test_a_nan_is_no_right_answer_and_spoils_nobody_else(engine):
-    """A NaN for one class alone, the largest number for an argmax, is not the answer of the samples
-    of that class."""
+    """A NaN for one class alone, the largest number for an argmax, is not the answer of
+    the samples of that class."""
     clients = at_work(engine)
     rows = clients.net.w0.repeat(5, 1)
     rows[3, -1] = torch.nan  # the last layer's bias for the last class
@@ -130,7 +149,8 @@ def test_a_nan_is_no_right_answer_and_spoils_nobody_else(engine):
 
 
 class Given(torch.nn.Module):
-    """A chain of layers whose scores are what the samples say: infinite where they overflow."""
+    """A chain of layers whose scores are what the samples say: infinite where they
+    overflow."""
 
     def __init__(self, outputs):
         super().__init__()
@@ -145,7 +165,8 @@ class Given(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "criterion, outputs", [("cross_entropy", 2), ("hinge", 1), ("binary_cross_entropy", 1)]
+    "criterion, outputs",
+    [("cross_entropy", 2), ("hinge", 1), ("binary_cross_entropy", 1)],
 )
 def test_every_engine_and_metric_counts_infinite_scores_alike(criterion, outputs):
     # the last is infinite in the first layer, and 0 times that is NaN
@@ -166,8 +187,12 @@ def test_every_engine_and_metric_counts_infinite_scores_alike(criterion, outputs
         )
         found.append(run.run().rounds[-1]["eval"])
         predicted = run.history.predict(0, x) == y
-        assert found[-1]["accuracy"][0] == pytest.approx(float(predicted.float().mean()))
-        assert found[-1]["balanced_accuracy"][0] == pytest.approx(found[-1]["accuracy"][0])
+        assert found[-1]["accuracy"][0] == pytest.approx(
+            float(predicted.float().mean())
+        )
+        assert found[-1]["balanced_accuracy"][0] == pytest.approx(
+            found[-1]["accuracy"][0]
+        )
     assert found[0]["accuracy"] == found[1]["accuracy"] == found[2]["accuracy"]
     assert found[0]["f1"] == found[1]["f1"] == found[2]["f1"]
     assert found[0]["accuracy"][0] > 0

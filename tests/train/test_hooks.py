@@ -1,4 +1,5 @@
-"""Local training: what a step is, which batches it takes, and that all engines do the same."""
+"""Local training: what a step is, which batches it takes, and that all engines do
+the same."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,9 +19,12 @@ from pflcore import Federation, Net, Objective, Training, evaluate, step
 from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import RunConfig, initial_state
 
-SIZES = (7, 20, 31)  # with batches of 20: one short batch, one whole, a whole and a short one
+# with batches of 20: one short batch, one whole, a whole and a short one
+SIZES = (7, 20, 31)
 ENGINES = pytest.mark.parametrize("engine", ["loop", "vmap", "chain"])
-NO_CHAIN = pytest.mark.unless(lambda engine, model: (engine, model) == ("chain", "batch norm"))
+NO_CHAIN = pytest.mark.unless(
+    lambda engine, model: (engine, model) == ("chain", "batch norm")
+)
 
 
 def build(model, dtype=F64):
@@ -34,15 +38,20 @@ def federation(model="mlp", dtype=F64, sizes=SIZES):
 
 def made(model="mlp", engine="loop", data=None, workers=2, dtype=F64, **training):
     factor = training.pop("schedule", 1.0)
-    given = {"lr": 0.1, "batch_size": 20, "schedule": lambda r, n: factor**r, **training}
+    given = {
+        "lr": 0.1,
+        "batch_size": 20,
+        "schedule": lambda r, n: factor**r,
+        **training,
+    }
     how = Training(**given)
     net, data = Net(lambda: build(model, dtype)), data or federation(model, dtype)
     return make_setting(net, data, how, 5, engine, workers)
 
 
 def custom_loss(net, w, x, y, extra):
-    """A row with two columns more than the model has; the columns and the client's own numbers
-    enter the loss."""
+    """A row with two columns more than the model has; the columns and the client's own
+    numbers enter the loss."""
     z = net(w[: net.size], x) * (1 + w[net.size :].square().sum())
     return F.cross_entropy(z + extra["shift"], y) + 0.01 * w[-1]
 
@@ -58,7 +67,9 @@ def options(given, net, n=3):
         return torch.randn(*shape, generator=gen, dtype=F64).to(net.dtype)
 
     o, width = dict(given), net.size + (2 if "loss" in given else 0)
-    start = torch.cat([net.w0, torch.full((width - net.size,), 0.1, dtype=net.dtype)]).repeat(n, 1)
+    start = torch.cat(
+        [net.w0, torch.full((width - net.size,), 0.1, dtype=net.dtype)]
+    ).repeat(n, 1)
     start += 0.01 * noise(n, width)
     if o.get("mask") == "head":
         o["mask"] = ~net.mask(f"{net.head_name}.bias")
@@ -86,7 +97,9 @@ def fitted(engine, model, case, workers=2, dtype=F64):
 
 def same(a, b, rtol=0.0, atol=0.0):
     """Two fits, or tuples of tensors."""
-    one, two = ([*x.rows.values(), *x[1:]] if hasattr(x, "rows") else [*x] for x in (a, b))
+    one, two = (
+        [*x.rows.values(), *x[1:]] if hasattr(x, "rows") else [*x] for x in (a, b)
+    )
     torch.testing.assert_close(one, two, rtol=rtol, atol=atol)
 
 
@@ -101,7 +114,9 @@ def test_engines_agree(model, case):
     single = case == "float32"
     how = ("momentum", 2, torch.float32) if single else (case,)
     loop = fitted("loop", model, *how)
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if single else {"rtol": 1e-9, "atol": 1e-11}
+    tolerance = (
+        {"rtol": 1e-4, "atol": 1e-5} if single else {"rtol": 1e-9, "atol": 1e-11}
+    )
     for engine in ("vmap",) if model == "batch norm" else ("vmap", "chain"):
         same(loop, fitted(engine, model, *how), **tolerance)
 
@@ -110,7 +125,9 @@ def test_engines_agree(model, case):
 @pytest.mark.parametrize("model", ["conv", "dropout", "mlp", "linear"])
 def test_the_number_of_workers_changes_no_bit(engine, model):
     case = "momentum" if engine == "chain" else "loss"
-    first, *others = [fitted(engine, model, case, workers, torch.float32) for workers in (1, 2, 3)]
+    first, *others = [
+        fitted(engine, model, case, workers, torch.float32) for workers in (1, 2, 3)
+    ]
     for other in others:
         same(other, first)
 
@@ -125,7 +142,8 @@ COMPANY = [
 
 
 def company_cases():
-    """Every body with every activation that the engine trains, most of them in the deep suite."""
+    """Every body with every activation that the engine trains, most of them in the
+    deep suite."""
     cases = list(COMPANY)
     for kind, activation in product(company.BODIES, company.ACTIVATIONS):
         cases.append(("loop", kind, activation))
@@ -133,7 +151,8 @@ def company_cases():
             cases.append(("chain", kind, activation))
     deep = pytest.mark.deep("every activation and body")
     return [
-        pytest.param(*case, marks=() if case in COMPANY else deep) for case in dict.fromkeys(cases)
+        pytest.param(*case, marks=() if case in COMPANY else deep)
+        for case in dict.fromkeys(cases)
     ]
 
 
@@ -148,7 +167,8 @@ def test_the_others_change_no_bit(engine, body, activation, optimizer):
 
 
 def test_the_others_change_no_bit_of_many_steps_of_adamw():
-    """Its powers of .9 and .999, too, have other last digits where torch takes several at once."""
+    """Its powers of .9 and .999, too, have other last digits where torch takes
+    several at once."""
     how = {"dtype": F64, "local_optimizer": "adamw", "epochs": 24}
     s = company.simulation("chain", "mlp", "Tanh", **how).context
     whole, one = (
@@ -194,7 +214,8 @@ def test_neighbours_share_the_batches_of_a_common_model(monkeypatch):
 
 
 def recording(n):
-    """The run's loss, and a list for each client of the batches (x, y) that it saw, in order."""
+    """The run's loss, and a list for each client of the batches (x, y) that it saw,
+    in order."""
     seen = [[] for _ in range(n)]
 
     def loss(net, w, x, y, extra):
@@ -215,8 +236,12 @@ def recorded(s, ids=(0, 1, 2), round=1, **o):
 def optimizer_of(t, module):
     if t.local_optimizer == "adamw":
         more = {k: getattr(t, k) for k in ("betas", "eps") if getattr(t, k) is not None}
-        return torch.optim.AdamW(module.parameters(), t.lr, weight_decay=t.weight_decay, **more)
-    return torch.optim.SGD(module.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay)
+        return torch.optim.AdamW(
+            module.parameters(), t.lr, weight_decay=t.weight_decay, **more
+        )
+    return torch.optim.SGD(
+        module.parameters(), t.lr, t.momentum, weight_decay=t.weight_decay
+    )
 
 
 @ENGINES
@@ -281,13 +306,19 @@ def test_each_batch_with_an_sgd_step_is_fit(engine, model):
 
 
 def three_at_once(rows, grad, k):
-    return {"w": rows["w"] - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))}
+    return {
+        "w": rows["w"]
+        - 0.1 * (grad(rows["w"]) + grad(rows["w"], 1) + grad(rows["w"], 2))
+    }
 
 
 @pytest.mark.parametrize("engine", ["vmap", "chain"])
 def test_every_engine_takes_the_same_minibatches_in_one_step(engine):
     each = [made(engine=e, epochs=2) for e in ("loop", engine)]
-    one, other = (at_work(s).each_batch({"w": starts(s)}, three_at_once, batches=3).w for s in each)
+    one, other = (
+        at_work(s).each_batch({"w": starts(s)}, three_at_once, batches=3).w
+        for s in each
+    )
     near(one, other, 1e-9, 1e-11)
 
 
@@ -319,7 +350,9 @@ def test_batches_are_cut_as_a_data_loader_cuts_them(drop_last):
     s = numbered(drop_last=drop_last)
     for i, batches in enumerate(recorded(s)):
         own = s.data.index["train"][i].double()
-        loader = torch.utils.data.DataLoader(own, 20, True, drop_last=drop_last and len(own) >= 20)
+        loader = torch.utils.data.DataLoader(
+            own, 20, True, drop_last=drop_last and len(own) >= 20
+        )
         cuts = [len(x) for x in loader]  # a client of less than a batch has one
         assert [len(y) for _, y in batches] == 3 * cuts
         x = [x[:, 0] for x, _ in batches]
@@ -335,9 +368,16 @@ def test_shuffles_belong_to_seed_round_client_and_stream():
     s = numbered((40, 40))
 
     def first(at=s, i=0, round=1, batch=0, **o):
-        return tuple((recorded(at, [i], round, **o)[0][batch][0][:, 0] - 40 * i).tolist())
+        return tuple(
+            (recorded(at, [i], round, **o)[0][batch][0][:, 0] - 40 * i).tolist()
+        )
 
-    others = [first(round=2), first(i=1), first(stream="other"), first(s._replace(seed=1))]
+    others = [
+        first(round=2),
+        first(i=1),
+        first(stream="other"),
+        first(s._replace(seed=1)),
+    ]
     assert len({first(), *others}) == 5 and first() == first()
     still = numbered((40, 40), reshuffle=False)
     assert len({first(still), first(still, round=2), first(still, batch=2)}) == 1
@@ -346,9 +386,16 @@ def test_shuffles_belong_to_seed_round_client_and_stream():
 def test_every_order_is_as_likely():
     s, orders = numbered((3,)), []
     for r in range(1, 7):
-        orders += [tuple(x[:, 0].tolist()) for x, _ in recorded(s, [0], r, epochs=100)[0]]
+        orders += [
+            tuple(x[:, 0].tolist()) for x, _ in recorded(s, [0], r, epochs=100)[0]
+        ]
     counts = [orders.count(o) for o in set(orders)]
-    assert len(orders) == 600 and len(counts) == 6 and min(counts) > 70 and max(counts) < 130
+    assert (
+        len(orders) == 600
+        and len(counts) == 6
+        and min(counts) > 70
+        and max(counts) < 130
+    )
 
 
 # threads --------------------------------------------------------------------
@@ -394,12 +441,17 @@ def test_training_writes_nothing_and_statistics_are_the_clients_own(engine):
     s = made("batch norm", engine)
     clients, start = at_work(s), starts(s)
     done = clients.fit(start)
-    clients.each_batch({"w": start}, lambda r, grad, taken: {"w": r["w"].sub_(0.1 * grad(r["w"]))})
+    clients.each_batch(
+        {"w": start}, lambda r, grad, taken: {"w": r["w"].sub_(0.1 * grad(r["w"]))}
+    )
     same((clients.buffers, start), (s.net.b0.repeat(3, 1), starts(s)))
     assert clients.after(done).buffers is done.buffers
     assert (done.buffers != s.net.b0).any(1).all()
     same(clients.fit(start), done)
-    setup, state = RunConfig(FedAvg(), s, batch_norm="local"), initial_state(FedAvg(), s.net, 3)
+    setup, state = (
+        RunConfig(FedAvg(), s, batch_norm="local"),
+        initial_state(FedAvg(), s.net, 3),
+    )
     want = torch.stack([done.buffers[0], s.net.b0, done.buffers[2]])
     near(step(setup, state, torch.tensor([0, 2]))[0].buffers, want)
 
@@ -429,7 +481,12 @@ def test_loss_grad_features_and_scores_are_the_whole_splits(engine):
                 near(grads[i], torch.cat([g.reshape(-1) for g in want]), 1e-7, 1e-7)
             with torch.no_grad():
                 seen, scores = module[:-1](x), module(x)
-            same((losses[i], found[i][0]), (value.detach(), scores + i), rtol=1e-7, atol=1e-7)
+            same(
+                (losses[i], found[i][0]),
+                (value.detach(), scores + i),
+                rtol=1e-7,
+                atol=1e-7,
+            )
             rest = len(labels[i]) - len(y)
             near(z[i], F.pad(seen, (0, 0, 0, rest)), 1e-7, 1e-7)
             same((labels[i], found[i][1]), (F.pad(y, (0, rest), value=-1), y))

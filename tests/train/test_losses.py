@@ -1,5 +1,5 @@
-"""Losses and what scores stand for: one a label, one for each class, a number; in training, in what
-is measured, and in what a model predicts."""
+"""Losses and what scores stand for: one a label, one for each class, a number; in
+training, in what is measured, and in what a model predicts."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -33,7 +33,9 @@ COUNTS = (2 * X[:, :, 0].exp()).floor()
 def trained(model, data, rounds=20, loss=None, algorithm="fedavg", **options):
     """What was evaluated last, and the first client's model."""
     given = {"model": model, "training": Training(lr=0.5, batch_size=10), "every": 1000}
-    run = simulation(algorithm, data, rounds=rounds, loss=loss, **given, **options).run()
+    run = simulation(
+        algorithm, data, rounds=rounds, loss=loss, **given, **options
+    ).run()
     return run.rounds[-1]["eval"], run.model(0)
 
 
@@ -88,7 +90,8 @@ def test_a_client_elsewhere_has_its_column_of_scores_in_the_targets_shape():
 
 
 def pairs(s, other, y):
-    """Each pair of samples in the right order: a loss of scores [B, 1] and their transpose."""
+    """Each pair of samples in the right order: a loss of scores [B, 1] and their
+    transpose."""
     y = y.reshape(-1, 1)
     return (1 - (s - other) * (y - y.mT).sign()).relu().mean()
 
@@ -98,7 +101,9 @@ def ranks(s, y):
 
 
 def test_a_loss_of_all_pairs_is_as_it_is_or_refused():
-    with sentence(r"loss: ranks gives another value for scores \[\d+, 1\] than .* \[\d+\]; "):
+    with sentence(
+        r"loss: ranks gives another value for scores \[\d+, 1\] than .* \[\d+\]; "
+    ):
         evaluated(ranks, column, COUNTS)
     torch.manual_seed(0)
     want = evaluated(ranks, column, COUNTS[:, :, None])["loss"]
@@ -144,7 +149,9 @@ def test_weights_of_yes_or_no_labels_stay(scores, labels):
     by_hand = F.binary_cross_entropy_with_logits(
         got(X[0]).reshape(y[0].shape), y[0].float(), pos_weight=weight
     )
-    plain = F.binary_cross_entropy_with_logits(got(X[0]).reshape(y[0].shape), y[0].float())
+    plain = F.binary_cross_entropy_with_logits(
+        got(X[0]).reshape(y[0].shape), y[0].float()
+    )
     assert by_hand < 5 * plain and got(X[0]).mean() > model(X[0]).mean()
 
 
@@ -156,8 +163,13 @@ def test_a_loss_of_one_output_for_several_targets_is_one_sentence():
 @pytest.mark.parametrize("loss", ["squared", "binary_cross_entropy"])
 def test_axes_in_another_order_are_no_targets(loss):
     y = torch.rand(3, 24, 3, 2)
-    wrong, fits = (lambda: layers("Linear 3 6, Unflatten 1 [2,3]")), layers("Linear 3 6")
-    with sentence(r"loss: .* scores \[\d+, 2, 3\] for targets \[\d+, 3, 2\]; transpose one"):
+    wrong, fits = (
+        (lambda: layers("Linear 3 6, Unflatten 1 [2,3]")),
+        layers("Linear 3 6"),
+    )
+    with sentence(
+        r"loss: .* scores \[\d+, 2, 3\] for targets \[\d+, 3, 2\]; transpose one"
+    ):
         evaluated(loss, wrong, y)
     assert evaluated(loss, fits, y)["loss"][0] > 0
 
@@ -186,7 +198,9 @@ def test_a_loss_that_brings_them_together_itself_is_taken(loss):
     assert evaluated(loss, column, COUNTS)["loss"] == pytest.approx(want)
 
 
-@pytest.mark.parametrize("loss", [nn.PoissonNLLLoss(), F.l1_loss, F.smooth_l1_loss, nn.L1Loss()])
+@pytest.mark.parametrize(
+    "loss", [nn.PoissonNLLLoss(), F.l1_loss, F.smooth_l1_loss, nn.L1Loss()]
+)
 def test_whole_numbers_have_no_accuracy_and_may_have_an_error(loss):
     got = evaluated(loss, flat, COUNTS.long(), metrics=["mae"])
     assert "accuracy" not in got and min(got["mae"]) > 0
@@ -211,7 +225,8 @@ def test_scores_of_classes_have_an_accuracy(loss, model, classes):
 
 
 class Steps(nn.Module):
-    """Scores of every step: [B, T] or [B, T, 1] of one score, [B, C, T] of C classes."""
+    """Scores of every step: [B, T] or [B, T, 1] of one score, [B, C, T] of C
+    classes."""
 
     def __init__(self, scores=1, last=False):
         super().__init__()
@@ -219,11 +234,18 @@ class Steps(nn.Module):
 
     def forward(self, d):
         out = self.l(d["x"] if isinstance(d, dict) else d)
-        return out if self.last else out[..., 0] if out.shape[-1] == 1 else out.transpose(1, 2)
+        return (
+            out
+            if self.last
+            else out[..., 0]
+            if out.shape[-1] == 1
+            else out.transpose(1, 2)
+        )
 
 
 def steps(classes=2, length=5, left_out=""):
-    """Sequences; by a "mask", or by "labels" of -100, some of their steps are left out."""
+    """Sequences; by a "mask", or by "labels" of -100, some of their steps are left
+    out."""
     torch.manual_seed(1)
     clients = []
     for _ in range(3):
@@ -238,7 +260,9 @@ def steps(classes=2, length=5, left_out=""):
 @pytest.mark.parametrize("loss", ["binary_cross_entropy", "hinge"])
 @pytest.mark.parametrize("shape", [False, True])
 def test_one_score_a_step_is_measured_and_predicted_by_its_sign(loss, shape):
-    found, model = trained(lambda: Steps(last=shape), steps(), loss=loss, metrics=["f1"])
+    found, model = trained(
+        lambda: Steps(last=shape), steps(), loss=loss, metrics=["f1"]
+    )
     assert min(found["accuracy"]) > 0.9 and min(found["f1"]) > 0.9
     x = torch.randn(7, 5, 4)
     equals(model.predict(x), (model(x).reshape(7, 5) > 0).long())
@@ -269,14 +293,17 @@ def test_labels_that_are_left_out_need_no_mask():
 
 
 def void(number, length=5, seed=1):
-    """Clients of whose labels, of steps or of samples (`length` 0), about half are `number`."""
+    """Clients of whose labels, of steps or of samples (`length` 0), about half are
+    `number`."""
     gen = torch.Generator().manual_seed(seed)
     clients = []
     for _ in range(3):
         shape = (40, length) if length else (40,)
         x = torch.randn(*shape, 4, generator=gen)
         y = (x[..., 0] > 0).long()
-        clients.append((x, y.masked_fill(torch.rand(shape, generator=gen) < 0.5, number)))
+        clients.append(
+            (x, y.masked_fill(torch.rand(shape, generator=gen) < 0.5, number))
+        )
     return clients
 
 
@@ -295,7 +322,8 @@ def scorer(length, normal=False):
 
 
 def by_hand(model, x, y, number):
-    """The share of right labels, and the mean over both classes, of those that count."""
+    """The share of right labels, and the mean over both classes, of those that
+    count."""
     right, counts = (model(x).argmax(1) == y).float(), y != number
     each = [right[i][counts[i]].mean() for i in range(len(y)) if bool(counts[i].any())]
     balanced = torch.stack([right[y == c].mean() for c in (0, 1)]).nanmean()
@@ -311,9 +339,14 @@ def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
     torch.manual_seed(0)
     model = scorer(length, loss == "likelihood")
     data = Federation.from_clients(clients, classes=max(2, number + 1)).split(test=0.25)
-    options = {"training": Training(lr=2.0, batch_size=10), "metrics": ["f1", "balanced_accuracy"]}
+    options = {
+        "training": Training(lr=2.0, batch_size=10),
+        "metrics": ["f1", "balanced_accuracy"],
+    }
 
-    run = simulation(data=data, model=model, loss=IGNORING[loss](number), rounds=8, **options)
+    run = simulation(
+        data=data, model=model, loss=IGNORING[loss](number), rounds=8, **options
+    )
     found = run.run().rounds[-1]["eval"]
 
     for i in range(3):
@@ -328,7 +361,9 @@ def test_labels_that_the_loss_leaves_out_count_in_nothing(loss, length, number):
 @pytest.mark.parametrize("length", [5, 0])
 @pytest.mark.parametrize("algorithm", ["fedavg", "knnper", "fedrod"])
 @pytest.mark.unless(lambda length, algorithm: length and algorithm != "fedavg")
-def test_a_newcomer_and_a_client_elsewhere_know_what_the_loss_leaves_out(algorithm, length):
+def test_a_newcomer_and_a_client_elsewhere_know_what_the_loss_leaves_out(
+    algorithm, length
+):
     loss, model = nn.CrossEntropyLoss(ignore_index=255), scorer(length)
     data = Federation.from_clients(void(255, length), classes=256).split(test=0.25)
     options = {"training": Training(lr=0.5, batch_size=10), "rounds": 5, "loss": loss}
@@ -346,11 +381,17 @@ def test_a_newcomer_and_a_client_elsewhere_know_what_the_loss_leaves_out(algorit
 
 def test_what_to_do_about_labels_of_no_class_is_said():
     clients = void(255)
-    with sentence(r"y: expected .* are -100, or leave classes to be inferred .*ignore_index=255\)"):
+    with sentence(
+        r"y: expected .* are -100, or leave classes to be inferred .*ignore_index=255\)"
+    ):
         Federation.from_clients(clients, classes=2)
     data = Federation.from_clients(clients).split(test=0.25)
-    with sentence(r"data: there are labels 255, and the model has 2 outputs; .*ignore_index=255"):
-        trained(Steps(2), data, loss=lambda s, y: F.cross_entropy(s, y, ignore_index=255))
+    with sentence(
+        r"data: there are labels 255, and the model has 2 outputs; .*ignore_index=255"
+    ):
+        trained(
+            Steps(2), data, loss=lambda s, y: F.cross_entropy(s, y, ignore_index=255)
+        )
     found = trained(Steps(2), data, 20, nn.CrossEntropyLoss(ignore_index=255))[0]
     assert min(found["accuracy"]) > 0.8
     with sentence(r"y: expected .*; labels that count in nothing are -100, got"):
@@ -379,7 +420,8 @@ def test_what_a_model_predicts_is_what_its_targets_were():
     assert model.predict(x.numpy()[::-1]).shape == (80,)
     assert model.double().predict(x.double()).dtype == torch.float64
     with sentence(
-        r"x: expected samples \[B, ...\], got shape \[3\]; for one sample give x\[None\]"
+        r"x: expected samples \[B, ...\], got shape \[3\]; for one sample give "
+        r"x\[None\]"
     ):
         model.predict(x[0])
     with sentence("x: expected numbers in one array .*, got 'a'"):
@@ -415,8 +457,12 @@ def test_a_loss_is_a_name_a_function_or_a_module():
         lambda scores, y: F.cross_entropy(scores, y),
     ):
         assert torch.allclose(played(loss)[0], want, rtol=1e-5)
-    weighted, name = played(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 1.0, 1.0])))
-    assert not torch.allclose(weighted, want, rtol=1e-2) and name.startswith("CrossEntropyLoss ")
+    weighted, name = played(
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 1.0, 1.0]))
+    )
+    assert not torch.allclose(weighted, want, rtol=1e-2) and name.startswith(
+        "CrossEntropyLoss "
+    )
 
 
 @pytest.mark.parametrize(
@@ -425,7 +471,8 @@ def test_a_loss_is_a_name_a_function_or_a_module():
         ("entropy", "expected one of cross_entropy, .* got 'entropy'"),
         (
             nn.CrossEntropyLoss,
-            r"expected a loss, got the class CrossEntropyLoss; write CrossEntropyLoss\(\)",
+            r"expected a loss, got the class CrossEntropyLoss; write "
+            r"CrossEntropyLoss\(\)",
         ),
         (
             nn.CrossEntropyLoss(reduction="none"),

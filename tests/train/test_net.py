@@ -18,11 +18,15 @@ def small():
 
 
 class Tied(nn.Module):
-    """One matrix encodes and decodes; the head has a name of its own; batch norm has buffers."""
+    """One matrix encodes and decodes; the head has a name of its own; batch norm has
+    buffers."""
 
     def __init__(self):
         super().__init__()
-        self.code, self.decode = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.code, self.decode = (
+            nn.Linear(4, 4, bias=False),
+            nn.Linear(4, 4, bias=False),
+        )
         self.decode.weight = self.code.weight
         self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 2)
 
@@ -44,7 +48,8 @@ def test_rows_and_modules_round_trip(build):
     equals(nn.utils.parameters_to_vector(module.parameters()), row)
     equals(torch.cat([row[s] for s in net.slices.values()]), row)
     copy, want = net.load(build(), row, net.b0).eval(), module(x)
-    nn.init.zeros_(next(module.parameters()))  # of which neither the row nor the copy is a view
+    # of which neither the row nor the copy is a view
+    nn.init.zeros_(next(module.parameters()))
     equals(net.row(copy), row)
     assert not torch.equal(net.row(module), row)
     equals((copy(x), net(row, x)), (want, want))
@@ -152,7 +157,10 @@ class Silent(nn.Module):
 def test_a_parent_has_the_last_word_on_its_childrens_start():
     net = Net(Silent())
     drawn = net.init(3)
-    assert not drawn[net.slices["last.weight"]].any() and drawn[net.slices["body.1.weight"]].any()
+    assert (
+        not drawn[net.slices["last.weight"]].any()
+        and drawn[net.slices["body.1.weight"]].any()
+    )
 
 
 class HeadFirst(nn.Module):
@@ -244,6 +252,9 @@ def test_split_and_join_are_inverse(patterns):
 
 def test_join_refuses_what_does_not_fit():
     net = Net(tiny_model())
-    said = "shared and private: expected 35 and 24 columns, got 24 and 35; give join the patterns"
+    said = (
+        "shared and private: expected 35 and 24 columns, got 24 and 35; give join "
+        "the patterns"
+    )
     with sentence(said):
         net.join(*reversed(net.split(net.w0)))

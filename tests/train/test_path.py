@@ -1,5 +1,5 @@
-"""The path that trains a model is the model: what may be written out, what must not, and what is
-said where it may not."""
+"""The path that trains a model is the model: what may be written out, what must not,
+and what is said where it may not."""
 
 import copy
 import dataclasses
@@ -9,7 +9,17 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from parts.path import BODIES, Own, Rnn, body, federation, mlp, played, repeated, same_as_by_hand
+from parts.path import (
+    BODIES,
+    Own,
+    Rnn,
+    body,
+    federation,
+    mlp,
+    played,
+    repeated,
+    same_as_by_hand,
+)
 from parts.user import simulation
 from small import images, layers
 from torch.nn.utils import parametrizations, spectral_norm
@@ -34,7 +44,9 @@ def tied():
 
 
 def doubled():
-    return hooked(nn.Linear(6, 4), "register_forward_pre_hook", lambda m, x: (2 * x[0],))
+    return hooked(
+        nn.Linear(6, 4), "register_forward_pre_hook", lambda m, x: (2 * x[0],)
+    )
 
 
 def pools():
@@ -68,11 +80,21 @@ def projected():
     [
         (projected, federation((7, 6)), "with an LSTM"),
         # a padding row is not trained
-        (tokens, federation((7,), tokens=True), "its gradient is another in training mode"),
-        (token, federation((), tokens=True), "its gradient is another in training mode"),
+        (
+            tokens,
+            federation((7,), tokens=True),
+            "its gradient is another in training mode",
+        ),
+        (
+            token,
+            federation((), tokens=True),
+            "its gradient is another in training mode",
+        ),
     ],
 )
-def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(build, data, why):
+def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(
+    build, data, why
+):
     engine, _, said = same_as_by_hand(build, data)
     assert engine == "loop" and why in said
     no = r"^engine: 'vmap' cannot train this model: .*; take 'auto' or 'loop'\.$"
@@ -83,7 +105,10 @@ def test_what_vmap_cannot_carry_trains_on_threads_and_the_record_says_why(build,
 class Bag(nn.Module):
     def __init__(self, words, width=32):
         super().__init__()
-        self.embed, self.head = nn.Embedding(words, width, padding_idx=0), nn.Linear(width, 4)
+        self.embed, self.head = (
+            nn.Embedding(words, width, padding_idx=0),
+            nn.Linear(width, 4),
+        )
 
     def forward(self, x):
         return self.head(self.embed(x).mean(1))
@@ -97,9 +122,15 @@ def test_an_embedding_of_any_size_may_have_padding(words):
 
 
 def test_a_loss_in_small_units_is_tried_no_less():
-    data, loss = federation((7,), tokens=True), lambda s, y: 1e-9 * F.cross_entropy(s, y)
+    data, loss = (
+        federation((7,), tokens=True),
+        lambda s, y: 1e-9 * F.cross_entropy(s, y),
+    )
     path = simulation(model=tokens, data=data, loss=loss).header()["path"]
-    assert path["engine"] == "loop" and "its gradient is another in training mode" in path["why"]
+    assert (
+        path["engine"] == "loop"
+        and "its gradient is another in training mode" in path["why"]
+    )
 
 
 class Silent(Exception):
@@ -114,7 +145,10 @@ def test_an_error_without_words_is_an_error():
         return m.layer(x) + x[:, :4]
 
     path = played(Own(grads_only)).header()["path"]
-    assert path["engine"] == "loop" and "vmap cannot train this model: Silent" in path["why"]
+    assert (
+        path["engine"] == "loop"
+        and "vmap cannot train this model: Silent" in path["why"]
+    )
 
 
 CHAIN, VMAP, LOOP = ("vmap", "chain"), ("vmap", "vmap"), ("loop", "module")
@@ -130,9 +164,15 @@ VECTORS = {  # model, engine and form, the samples' shape
         lambda: Own(lambda m, x: m.relu(m.layer(x)) if m.training else m.layer(x)),
         VMAP,
     ),
-    "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))), VMAP),
+    "weight norm": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4))),
+        VMAP,
+    ),
     "spectral norm": (lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4))), LOOP),
-    "if": (lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)), LOOP),
+    "if": (
+        lambda: Own(lambda m, x: m.layer(x) if x.mean() > 0 else 2 * m.layer(x)),
+        LOOP,
+    ),
     "a batch's size": (
         lambda: Own(lambda m, x: torch.tanh(m.layer(x)) if len(x) > 2 else m.layer(x)),
         VMAP,
@@ -170,7 +210,11 @@ TARGETS = {
     "[n, 1]": (1, "squared", real(1)),
     "[n, 3]": (3, "squared", real(3)),
     "[n, 3], half": (3, "half_squared", real(3)),
-    "several labels": (4, "binary_cross_entropy", lambda gen, n: labels(4)(gen, n).float()),
+    "several labels": (
+        4,
+        "binary_cross_entropy",
+        lambda gen, n: labels(4)(gen, n).float(),
+    ),
     "several integer labels": (4, "binary_cross_entropy", labels(4)),
     "yes or no": (1, "binary_cross_entropy", labels()),
     "soft labels": (4, "cross_entropy", lambda gen, n: real(4)(gen, n).softmax(1)),
@@ -261,7 +305,11 @@ class LeNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv1, self.conv2 = nn.Conv2d(1, 3, 5), nn.Conv2d(3, 4, 3)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(16, 12), nn.Linear(12, 8), nn.Linear(8, 4)
+        self.fc1, self.fc2, self.fc3 = (
+            nn.Linear(16, 12),
+            nn.Linear(12, 8),
+            nn.Linear(8, 4),
+        )
         self.pool, self.drop = nn.MaxPool2d(2, 2), nn.Dropout(0.25)
 
     def top(self, x):
@@ -278,8 +326,14 @@ class Functions(LeNet):  # torch's tutorials and MNIST example
 class Features(LeNet):  # FL-bench's base and classifier
     def __init__(self):
         super().__init__()
-        first, second = (self.conv1, nn.ReLU(), self.pool), (self.conv2, nn.ReLU(True), self.pool)
-        self.base, self.dropout = nn.Sequential(*first, *second, nn.Flatten()), nn.Dropout(0.0)
+        first, second = (
+            (self.conv1, nn.ReLU(), self.pool),
+            (self.conv2, nn.ReLU(True), self.pool),
+        )
+        self.base, self.dropout = (
+            nn.Sequential(*first, *second, nn.Flatten()),
+            nn.Dropout(0.0),
+        )
 
     def forward(self, x):
         return self.top(self.dropout(F.relu_(self.base(x))))
@@ -322,7 +376,8 @@ PICTURES = images((12,) * 3, (1, 16, 16))
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_a_chain(name):
     chain, plain = (
-        played(MODELS[name], PICTURES, engine, 2, Training(0.1, 4)) for engine in ("auto", "loop")
+        played(MODELS[name], PICTURES, engine, 2, Training(0.1, 4))
+        for engine in ("auto", "loop")
     )
     assert chain.header()["path"]["form"] == "chain", chain.header()["path"]["why"]
     for got, want in zip(chain.run().rounds, plain.run().rounds, strict=True):

@@ -103,18 +103,24 @@ BROKEN = [  # model, sentence, loss
         r"loss: it fails on scores of shape \[8, 4\] and targets of shape \[8\]",
         lambda s, y: s @ y,
     ),
-    (Own(lambda m, x: m.layer(x).detach()), r"model: the loss depends on no trainable parameter"),
+    (
+        Own(lambda m, x: m.layer(x).detach()),
+        r"model: the loss depends on no trainable parameter",
+    ),
     (
         Own(lambda m, x: F.dropout(m.layer(x), 0.5, m.training)),
-        r"model: its forward pass draws from torch's global generator.*pflcore.nn.Dropout",
+        r"model: its forward pass draws from torch's global "
+        r"generator.*pflcore.nn.Dropout",
     ),
     (
         Own(lambda m, x: m.layer(x) * np.random.rand()),
-        r"model: its forward pass gives other scores when it is called again.*no random numbers",
+        r"model: its forward pass gives other scores when it is called again.*no "
+        r"random numbers",
     ),
     (
         Own(lambda m, x: m.layer(x) * random.random()),
-        r"model: its forward pass gives other scores when it is called again.*no random numbers",
+        r"model: its forward pass gives other scores when it is called again.*no "
+        r"random numbers",
     ),
     (
         Hidden(),
@@ -168,17 +174,19 @@ def test_modes_of_torch():
 def test_data():
     with sentence("x: expected dense floats or int64"):
         Federation(
-            torch.zeros(2, 2).to_sparse(), torch.zeros(2).long(), {"train": [torch.arange(2)]}
+            torch.zeros(2, 2).to_sparse(),
+            torch.zeros(2).long(),
+            {"train": [torch.arange(2)]},
         )
     assert federation(WORDS.int()).x.dtype == torch.int64
 
 
-# a refusal names the cause that is there, and what it says to do can be done ---------------------
+# a refusal names the cause that is there, and what it says to do can be done --
 
 
 class Frozen(nn.Module):
-    """Batch norm that stays in evaluation mode by an overridden `train`, or a layer of fixed
-    numbers in its place."""
+    """Batch norm that stays in evaluation mode by an overridden `train`, or a layer of
+    fixed numbers in its place."""
 
     def __init__(self, norm, override):
         super().__init__()
@@ -206,7 +214,8 @@ class Fixed(nn.Module):
 
 
 MODE = (
-    r"model: its submodule '{}' \({}\) is in evaluation mode while the model is in training mode; "
+    r"model: its submodule '{}' \({}\) is in evaluation mode while the model is in "
+    r"training mode; "
 )
 
 
@@ -219,9 +228,14 @@ def test_a_submodule_in_another_mode_is_named(engine):
     data = shifted()
     for model, said in (
         (Frozen(nn.BatchNorm1d(6), True), MODE.format("norm", "BatchNorm1d")),
-        (nn.Sequential(nn.BatchNorm1d(6).eval(), nn.Linear(6, 4)), MODE.format("0", "BatchNorm1d")),
         (
-            nn.Sequential(nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.9)).eval(), nn.Linear(9, 4)),
+            nn.Sequential(nn.BatchNorm1d(6).eval(), nn.Linear(6, 4)),
+            MODE.format("0", "BatchNorm1d"),
+        ),
+        (
+            nn.Sequential(
+                nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.9)).eval(), nn.Linear(9, 4)
+            ),
             MODE.format("0.1", "Dropout"),
         ),
     ):
@@ -238,7 +252,9 @@ def test_autocast_is_named():
     data, model = federation(), nn.Linear(6, 4)
     run = simulation(model=model, data=data)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with sentence("torch: autocast is on, .*; set up and run the simulation outside of it"):
+        with sentence(
+            "torch: autocast is on, .*; set up and run the simulation outside of it"
+        ):
             simulation(model=model, data=data)
         with sentence("torch: autocast is on"):
             run.run()
@@ -246,7 +262,8 @@ def test_autocast_is_named():
 
 
 class Annealed(nn.Module):
-    """A loss that counts its calls, or as it should not: takes its factor from outside."""
+    """A loss that counts its calls, or as it should not: takes its factor from
+    outside."""
 
     def __init__(self, counts):
         super().__init__()
@@ -267,7 +284,9 @@ def test_a_loss_that_counts_its_calls_is_named():
 def test_batch_norm_over_processes_is_named():
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
     other = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
-    with sentence("model: 1 is nn.SyncBatchNorm, .*; give the model before convert_sync_batchnorm"):
+    with sentence(
+        "model: 1 is nn.SyncBatchNorm, .*; give the model before convert_sync_batchnorm"
+    ):
         simulation(model=other, data=federation())
     assert simulation(model=model, data=federation()).run().rounds
 
@@ -277,7 +296,8 @@ def test_a_model_without_numbers_is_named():
         model = nn.Linear(6, 4)
     with sentence("build: the model is on the device 'meta', .*; make it on the CPU"):
         simulation(model=model, data=federation())
-    assert simulation(model=nn.Linear(6, 4), data=federation()).run().rounds  # made on the CPU
+    # made on the CPU
+    assert simulation(model=nn.Linear(6, 4), data=federation()).run().rounds
 
 
 class Squeezed(nn.Module):
@@ -291,7 +311,9 @@ class Squeezed(nn.Module):
 
 
 NO_AXIS = (
-    r"model: of one sample it gives scores of shape \[4\], .*; name the axis, as in squeeze\(-1\)"
+    r"model: of one sample it gives scores of shape \[4\], .*; name the axis, "
+    r"as "
+    r"in squeeze\(-1\)"
 )
 
 
@@ -330,9 +352,13 @@ def test_what_fails_on_one_sample_is_named():
             raise ValueError("two samples at least")
         return F.cross_entropy(scores, y)
 
-    with sentence(r"data: client 0 \(1 samples, .* cannot train \(loss: .*two samples at least"):
+    with sentence(
+        r"data: client 0 \(1 samples, .* cannot train \(loss: .*two samples at least"
+    ):
         simulation(model=nn.Linear(6, 4), data=clients(1, 4), loss=apart)
-    assert simulation(model=nn.Linear(6, 4), data=clients(5, 4), loss=apart).run().rounds
+    assert (
+        simulation(model=nn.Linear(6, 4), data=clients(5, 4), loss=apart).run().rounds
+    )
 
 
 def test_a_width_that_is_right_is_not_blamed():
@@ -347,7 +373,9 @@ def test_a_width_that_is_right_is_not_blamed():
 def test_whole_numbers_as_targets_are_named_where_classes_are_none():
     y = torch.arange(24) + 3
     data = replace(federation(y=y), classes=None)
-    with sentence("model: it has 1 output.*, or take loss='squared', as classes is None"):
+    with sentence(
+        "model: it has 1 output.*, or take loss='squared', as classes is None"
+    ):
         simulation(model=nn.Linear(6, 1), data=data)
     assert simulation(model=nn.Linear(6, 1), data=data, loss="squared").run().rounds
 
@@ -361,13 +389,19 @@ def test_a_function_of_the_round_alone_is_named():
         simulation(training=Training(schedule=one))
     with sentence(said):
         simulation(training=Training(schedule=lambda round: 0.5))
-    assert simulation(training=Training(schedule=lambda round, rounds: one(round))).run().rounds
+    assert (
+        simulation(training=Training(schedule=lambda round, rounds: one(round)))
+        .run()
+        .rounds
+    )
 
 
 def test_metrics_of_labels_need_a_loss_that_says_what_one_score_means():
     data, names = federation(y=torch.arange(24) % 2), ["f1", "auc"]
     weight = torch.tensor(3.0)
-    with sentence("metrics: for targets .* and 'f1' is for labels, .*nn.BCEWithLogitsLoss"):
+    with sentence(
+        "metrics: for targets .* and 'f1' is for labels, .*nn.BCEWithLogitsLoss"
+    ):
         simulation(
             model=nn.Linear(6, 1),
             data=data,
@@ -379,5 +413,7 @@ def test_metrics_of_labels_need_a_loss_that_says_what_one_score_means():
         nn.BCEWithLogitsLoss(pos_weight=weight),
         partial(F.binary_cross_entropy_with_logits, pos_weight=weight),
     ):
-        found = simulation(model=nn.Linear(6, 1), data=data, metrics=names, loss=loss).run()
+        found = simulation(
+            model=nn.Linear(6, 1), data=data, metrics=names, loss=loss
+        ).run()
         assert {"accuracy", "f1", "auc"} <= set(found.rounds[-1]["eval"])

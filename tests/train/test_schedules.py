@@ -59,10 +59,16 @@ OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         (ExponentialLR(OPTIMIZER, 0.5), "got <torch"),
         (lambda o: None, "it made NoneType"),
         (lambda r, n: None, "after round 0 of 3 it raised TypeError: .*NoneType"),
-        (lambda r, n: -1.0, "after round 0 of 3 .*: it gave -0.1, which is no step size"),
+        (
+            lambda r, n: -1.0,
+            "after round 0 of 3 .*: it gave -0.1, which is no step size",
+        ),
         (lambda r, n: 1 / (2 - r), "after round 1 of 3 it raised ZeroDivisionError"),
         (lambda o: OneCycleLR(o, 0.1, total_steps=9), "moves the momentum too"),
-        (lambda o: OneCycleLR(o, 0.1, total_steps=-9), "after round 0 of 3 it raised ValueError"),
+        (
+            lambda o: OneCycleLR(o, 0.1, total_steps=-9),
+            "after round 0 of 3 it raised ValueError",
+        ),
         (
             lambda o: LambdaLR(o, lambda step: FACTORS[:2][step]),
             "after round 2 of 3 it raised IndexError: list index out of range",

@@ -1,5 +1,5 @@
-"""Threads, cores and memory: several threads use pflcore at once, each as if alone, and training
-takes what it may."""
+"""Threads, cores and memory: several threads use pflcore at once, each as if alone, and
+training takes what it may."""
 
 import os
 import random
@@ -51,7 +51,9 @@ def test_weights_are_those_of_manual_seed_whatever_others_draw():
         m = tiny_model()()
         nn.init.orthogonal_(m[0].weight)
         nn.init.trunc_normal_(m[2].weight)
-        drawn = torch.randn(4) + torch.rand(4) + torch.randperm(4) + torch.randint(9, (4,))
+        drawn = (
+            torch.randn(4) + torch.rand(4) + torch.randperm(4) + torch.randint(9, (4,))
+        )
         m[2].bias.data = drawn
         return m
 
@@ -63,7 +65,8 @@ def test_weights_are_those_of_manual_seed_whatever_others_draw():
 
 
 @pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity"), reason="the system does not bind processes to cores"
+    not hasattr(os, "sched_setaffinity"),
+    reason="the system does not bind processes to cores",
 )
 def test_there_are_as_many_workers_as_cores_that_may_be_used():
     allowed, before = os.sched_getaffinity(0), set(threading.enumerate())
@@ -77,10 +80,13 @@ def test_there_are_as_many_workers_as_cores_that_may_be_used():
 
 @pytest.mark.parametrize("width, engine", [(64, "vmap"), (100, "loop")])
 def test_models_of_more_than_65536_weights_train_one_by_one(width, engine):
-    """Steps of many such models at once fall out of the caches: up to twice a plain loop's time."""
+    """Steps of many such models at once fall out of the caches: up to twice a plain
+    loop's time."""
     model = layers(f"Linear 784 {width}, LeakyReLU, Linear {width} 4")
     data = images((12,) * 4, (784,))
-    found, asked = (prepared(model, data, engine=e).header()["path"] for e in ("auto", "vmap"))
+    found, asked = (
+        prepared(model, data, engine=e).header()["path"] for e in ("auto", "vmap")
+    )
     assert (found["engine"], asked["engine"]) == (engine, "vmap")
     assert (" weights, on a CPU" in found["why"]) is (engine == "loop")
 
@@ -97,7 +103,9 @@ def trained():
 
 
 @pytest.mark.deep("a process of its own")
-@pytest.mark.skipif(not STATUS.exists(), reason="the system does not tell a process's memory")
+@pytest.mark.skipif(
+    not STATUS.exists(), reason="the system does not tell a process's memory"
+)
 def test_what_a_worker_keeps_of_large_images_is_bounded_and_said():
     form, kept, said = in_a_process(trained)
     # in MiB; 150 where batches of 32 are taken whole

@@ -17,7 +17,10 @@ server = ServerApp()
 @server.main()
 def play(grid: Grid, context: Context) -> None:
     c = context.run_config
-    alg, options = task.algorithm(c["algorithm"]), {"rounds": c["rounds"], "seed": c["seed"]}
+    alg, options = (
+        task.algorithm(c["algorithm"]),
+        {"rounds": c["rounds"], "seed": c["seed"]},
+    )
     rule = Server(alg, task.model, c["clients"], **options)
     strategy = PflStrategy(rule, fraction_train=c["participation"])
     told = {"algorithm": c["algorithm"]}
@@ -26,7 +29,8 @@ def play(grid: Grid, context: Context) -> None:
     )
     for round, scores in result.evaluate_metrics_clientapp.items():
         print(
-            f"{c['algorithm']}, round {round:2}: mean accuracy of the clients' own models "
+            f"{c['algorithm']}, round {round:2}: mean accuracy of the clients' own "
+            "models "
             f"{scores['accuracy']:.2f}"
         )
 

@@ -1,5 +1,5 @@
-"""What is trained on what: eight clients, of whom the last four name two classes the other way
-round."""
+"""What is trained on what: eight clients, of whom the last four name two classes the
+other way round."""
 
 from functools import lru_cache
 
@@ -18,10 +18,14 @@ def model() -> nn.Module:
 
 @lru_cache
 def data(clients: int) -> Federation:
-    """One model for all must fail: what is class 1 for the first half is class 0 for the second."""
+    """One model for all must fail: what is class 1 for the first half is class 0 for
+    the second."""
     generator = torch.Generator().manual_seed(0)
     points = [torch.randn(200, 2, generator=generator) for _ in range(clients)]
-    labels = [((x[:, 0] * x[:, 1] > 0) ^ (i >= clients // 2)).long() for i, x in enumerate(points)]
+    labels = [
+        ((x[:, 0] * x[:, 1] > 0) ^ (i >= clients // 2)).long()
+        for i, x in enumerate(points)
+    ]
     return Federation.from_clients(zip(points, labels, strict=True)).split(test=0.25)
 
 

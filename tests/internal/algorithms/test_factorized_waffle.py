@@ -1,5 +1,5 @@
-"""FactorizedWaffle: golden numbers of the Indian buffet process (float64, ten digits); one round
-by hand on both engines; bounds, ways to evaluate, newcomers."""
+"""FactorizedWaffle: golden numbers of the Indian buffet process (float64, ten digits);
+one round by hand on both engines; bounds, ways to evaluate, newcomers."""
 
 from dataclasses import replace
 
@@ -30,7 +30,8 @@ def near(got, want, atol=5e-10):
 
 
 def log_v(u, c, d):
-    """log v of a Kumaraswamy(c, d) sample v = (1 - (1 - u)^(1/d))^(1/c), u uniform on (0, 1)."""
+    """log v of a Kumaraswamy(c, d) sample v = (1 - (1 - u)^(1/d))^(1/c), u uniform
+    on (0, 1)."""
     return ibp.log1mexp(torch.log1p(-u) / d) / c
 
 
@@ -51,7 +52,8 @@ def kl_b(logit, log_p):
 
 
 def divergence(q, u, sizes, alpha):
-    """Both divergences of beliefs q [s, 3, F] and draws u [s, F]; of layers of `sizes`."""
+    """Both divergences of beliefs q [s, 3, F] and draws u [s, F]; of layers of
+    `sizes`."""
     c, d = q[:, 1].exp(), q[:, 2].exp()
     return kl_b(q[:, 0], ibp.cumsum_by_layer(log_v(u, c, d), sizes)) + kl_v(c, d, alpha)
 
@@ -95,14 +97,21 @@ def test_the_priors_means():
 
 
 def by_hand(alg, s, client):
-    """One client's first round, whole batches, written with autograd on the objective: its row and
-    beliefs afterwards."""
-    at, (x, y), w = strengths(s.net), s.data.client(client), s.net.w0.clone().requires_grad_()
+    """One client's first round, whole batches, written with autograd on the objective:
+    its row and beliefs afterwards."""
+    at, (x, y), w = (
+        strengths(s.net),
+        s.data.client(client),
+        s.net.w0.clone().requires_grad_(),
+    )
     q = alg.init_client({}, s.net, 1)["q"][0].clone().requires_grad_()
     lr, weight = s.training.lr, 1.0
     optimizers = [torch.optim.SGD([w, q], lr)]
     if alg.preset == "recommended":
-        optimizers, weight = [torch.optim.SGD([w], lr), torch.optim.Adam([q], 0.5)], 0.01
+        optimizers, weight = (
+            [torch.optim.SGD([w], lr), torch.optim.Adam([q], 0.5)],
+            0.01,
+        )
     seeds, steps = client_seeds([client], s.seed, 1, "beliefs"), s.training.epochs
     u = client_uniforms(seeds, steps * 14) * (1 - 2e-4) + 1e-4
     for one, other in u.double().view(steps, 2, 1, 7):
@@ -121,7 +130,9 @@ def by_hand(alg, s, client):
 @pytest.mark.parametrize("preset", ["recommended", "paper_literal"])
 def test_a_round_is_what_the_paper_says(engine, preset):
     s = setting(engine=engine, batch_size=100, epochs=3)
-    alg = FactorizedWaffle(preset=preset, lr_var=0.5 if preset == "recommended" else None)
+    alg = FactorizedWaffle(
+        preset=preset, lr_var=0.5 if preset == "recommended" else None
+    )
     for client in range(3):
         want_w, want_q = by_hand(alg, s, client)
         state = after(alg, s, [[client]])[0]
@@ -138,7 +149,12 @@ def test_beliefs_stay_within_bounds_and_weak_kl_moves_them_more():
     def moved(alg):
         return float((after(alg, s, 3)[0].clients["q"] - fresh)[:, :7].abs().mean())
 
-    assert moved(FactorizedWaffle(preset="paper_literal")) < 0.05 < 0.2 < moved(FactorizedWaffle())
+    assert (
+        moved(FactorizedWaffle(preset="paper_literal"))
+        < 0.05
+        < 0.2
+        < moved(FactorizedWaffle())
+    )
 
 
 # evaluation -----------------------------------------------------------------
@@ -177,11 +193,14 @@ def test_clients_that_never_trained():
     before = copied(state)
 
     def b(never, **more):
-        return views(replace(alg, untrained_factors=never, **more), state, s)[0]["b"][:, 0]
+        return views(replace(alg, untrained_factors=never, **more), state, s)[0]["b"][
+            :, 0
+        ]
 
     prior = torch.cat([ibp.prior_mean(4, 4), ibp.prior_mean(3, 3)])
     assert bool((b("all")[2] == 1).all())
     close(b("prior", eval_mode="mean")[2], prior)
-    assert torch.equal(b("prior")[:2], b("all")[:2])  # those who trained keep their beliefs
+    # those who trained keep their beliefs
+    assert torch.equal(b("prior")[:2], b("all")[:2])
     assert all(torch.equal(v, before.clients[k]) for k, v in state.clients.items())
     assert torch.equal(state.server["x"], before.server["x"])

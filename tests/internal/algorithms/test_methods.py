@@ -1,4 +1,5 @@
-"""What a method is called, which statistics of batch norm it knows, and who joins a split model."""
+"""What a method is called, which statistics of batch norm it knows, and who joins a
+split model."""
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from pflcore.algorithms import ALGORITHMS
 from pflcore.algorithms._relations import simplex_qp
 from pflcore.simulation.round import batch_norm_policy
 
-SERVED = "fedavg scaffold waffle weight_erosion clustered_fl finetune fedrod sfl per_fedavg"
+SERVED = (
+    "fedavg scaffold waffle weight_erosion clustered_fl finetune fedrod sfl per_fedavg"
+)
 LOCAL = "apfl ditto local pfedme mocha l2c"
 
 
@@ -19,7 +22,10 @@ def test_each_method_has_its_policy_and_only_what_it_knows():
     net = normal().net
     first = {name: batch_norm_policy(cls(), net) for name, cls in ALGORITHMS.items()}
     assert all(first[name] == "average" for name in SERVED.split())
-    assert {n for n, known in first.items() if known == "rule"} == {"hypcluster", "ensemble"}
+    assert {n for n, known in first.items() if known == "rule"} == {
+        "hypcluster",
+        "ensemble",
+    }
     assert (
         batch_norm_policy(FedDWA(), net) == "local"
         and batch_norm_policy(FedDWA(), net, "average") == "average"
@@ -28,10 +34,12 @@ def test_each_method_has_its_policy_and_only_what_it_knows():
         alg = ALGORITHMS[name]()
         assert first[name] == "local"
         with pytest.raises(
-            ValueError, match=r"^batch_norm: this \w+ knows 'local' statistics, got 'average'\.$"
+            ValueError,
+            match=r"^batch_norm: this \w+ knows 'local' statistics, got 'average'\.$",
         ):
             batch_norm_policy(alg, net, "average")
-        assert batch_norm_policy(alg, Net(tiny_model()), "average")  # nothing to average
+        # nothing to average
+        assert batch_norm_policy(alg, Net(tiny_model()), "average")
     with pytest.raises(ValueError, match=r"^batch_norm: this HypCluster knows 'rule'"):
         Simulation(HypCluster(), normed, images(), batch_norm="local")
 
@@ -52,7 +60,8 @@ def test_a_newcomer_learns_its_own_part_and_gets_the_others(alg):
 
 @pytest.mark.parametrize("by", [1.0, 1e-6, 1e6])
 def test_the_ridge_is_a_share_of_the_mean_of_the_diagonal(by):
-    """p_1 / p_2 = (3 + ridge 2) / (1 + ridge 2) for the diagonal (1, 3), at any scale."""
+    """p_1 / p_2 = (3 + ridge 2) / (1 + ridge 2) for the diagonal (1, 3), at any
+    scale."""
     p = simplex_qp(by * torch.diag(torch.tensor([1.0, 3.0])), ridge=0.5)
 
     torch.testing.assert_close(p, torch.tensor([4 / 6, 2 / 6], dtype=torch.float64))

@@ -1,5 +1,5 @@
-"""What Motley's methods are made of: task relations, neighbours, centres; worked examples first,
-then laws."""
+"""What Motley's methods are made of: task relations, neighbours, centres; worked
+examples first, then laws."""
 
 from contextlib import nullcontext
 
@@ -47,8 +47,8 @@ def test_far_points_few_points_and_equal_points():
 
 
 def test_the_stability_criterion_is_the_spectral_radius():
-    """W -> (I - diag(e) Omega) W is what an exchange does to the regulariser; criterion below 2 iff
-    its radius is below 1."""
+    """W -> (I - diag(e) Omega) W is what an exchange does to the regulariser; criterion
+    below 2 iff its radius is below 1."""
     gen = torch.Generator().manual_seed(0)
     seen = set()
     for lr in (0.001, 0.01, 0.1, 0.3):

@@ -1,5 +1,5 @@
-"""FedDWA's rivals, of which no other test sees the inside: golden values, and for each the law that
-its known bug breaks."""
+"""FedDWA's rivals, of which no other test sees the inside: golden values, and for each
+the law that its known bug breaks."""
 
 import pytest
 import torch
@@ -21,14 +21,16 @@ def similarity(rows):
 
 
 def halves(similar, linkage):
-    """Two groups, by the number of their first client, and the largest similarity across."""
+    """Two groups, by the number of their first client, and the largest similarity
+    across."""
     group = agglomerate(similar, 2, linkage)
     second = group != group[0]
     both = [half.nonzero()[:, 0].tolist() for half in (~second, second)]
     return both, similar[second][:, ~second].max()
 
 
-# the golden norms of the mean, .03535, and of the longest, 1.01980; gamma is ((1 - alpha) / 2)^1/2
+# the golden norms of the mean, .03535, and of the longest, 1.01980; gamma is ((1 -
+# alpha) / 2)^1/2
 SPLITS = """\
 true | {"eps1": 0.0354, "eps2": 1.0198}
 false | {"eps1": 0.0353, "eps2": 1.0198}
@@ -53,7 +55,9 @@ def test_golden_clustered_fl():
             assert both == g[f"bip_{linkage}"]
             close(across, g[f"alpha_cross_{name}"])
     for splits, options in tabled(SPLITS):
-        assert (ClusteredFL(**options).bipartition(delta) is not None) is splits, options
+        assert (ClusteredFL(**options).bipartition(delta) is not None) is splits, (
+            options
+        )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -74,7 +78,12 @@ def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
     s = make_setting(Net(tiny_model()), images((1, 20, 31)), Training(batch_size=64), 3)
     one, two, few, whole = (
         [set(lists[i].tolist()) for i in range(3)]
-        for lists in (of(s, [0, 1, 2]), of(s, [0, 1, 2], 2), of(s, [2, 1]), s.data.lists("train"))
+        for lists in (
+            of(s, [0, 1, 2]),
+            of(s, [0, 1, 2], 2),
+            of(s, [2, 1]),
+            s.data.lists("train"),
+        )
     )
     assert [len(d) for d in one] == [1, 16, 24]
     assert all(d <= w for d, w in zip(one, whole, strict=True))
@@ -82,7 +91,8 @@ def test_w_is_learned_on_a_part_of_the_samples_drawn_anew_each_round():
 
 
 @pytest.mark.parametrize(
-    ("size", "batch", "drop_last"), [(7, 4, False), (2, 4, False), (12, 8, False), (12, 8, True)]
+    ("size", "batch", "drop_last"),
+    [(7, 4, False), (2, 4, False), (12, 8, False), (12, 8, True)],
 )
 def test_no_batch_of_one_for_batch_norm(size, batch, drop_last):
     """4/5 of 7 samples are 5, which in fours leave one alone: then 4 are taken."""

@@ -33,7 +33,9 @@ def test_ctrl_c_between_two_runs(monkeypatch):
         return honest(self, *args)
 
     monkeypatch.setattr(experiment.Job, "simulation", interrupted)
-    assert command(f"compare --algorithms fedavg local scaffold {DIGITS} --out o") == 130
+    assert (
+        command(f"compare --algorithms fedavg local scaffold {DIGITS} --out o") == 130
+    )
     assert [(r.algorithm, len(r.rounds)) for r in read("o")] == [("fedavg", 3)]
 
 
@@ -46,7 +48,9 @@ def test_two_runs_that_start_at_once_take_two_folders():
 def test_poisoned_labels_of_runs_for_each_client_are_flipped_once(monkeypatch):
     """By the simulation, which is given the honest ones."""
     given = []
-    monkeypatch.setattr(experiment, "run_each_target", lambda *a, **_: given.append(a[2]))
+    monkeypatch.setattr(
+        experiment, "run_each_target", lambda *a, **_: given.append(a[2])
+    )
     options = experiment.Options(
         "synthetic_clusters", target="all", attack="label_flip", attack_clients=(1,)
     )
@@ -58,15 +62,26 @@ def test_poisoned_labels_of_runs_for_each_client_are_flipped_once(monkeypatch):
 
 
 @pytest.mark.parametrize("name", swept())
-def test_every_algorithm_explains_its_options_and_keeps_its_defaults(name, capsys, monkeypatch):
+def test_every_algorithm_explains_its_options_and_keeps_its_defaults(
+    name, capsys, monkeypatch
+):
     with pytest.raises(SystemExit) as e:
         cli.main(["run", name, "--help"])
     out, kinds = capsys.readouterr().out, get_type_hints(ALGORITHMS[name])
     kept = [f.name for f in fields(ALGORITHMS[name]) if kinds[f.name] is not NoneType]
     # of one choice alone there is none
-    own = {k for k in kept if get_origin(kinds[k]) is not Literal or len(get_args(kinds[k])) > 1}
-    assert e.value.code == 0 and (f"{name.replace('_', '-')} options" in out) == bool(own)
-    for option, flag in {"server_lr": "--server-lr", "weighting": "--weighting"}.items():
+    own = {
+        k
+        for k in kept
+        if get_origin(kinds[k]) is not Literal or len(get_args(kinds[k])) > 1
+    }
+    assert e.value.code == 0 and (f"{name.replace('_', '-')} options" in out) == bool(
+        own
+    )
+    for option, flag in {
+        "server_lr": "--server-lr",
+        "weighting": "--weighting",
+    }.items():
         assert (flag in out) == (option in own)
     assert ALGORITHMS[name].__doc__.split()[0] in out
     seen = []
@@ -74,5 +89,8 @@ def test_every_algorithm_explains_its_options_and_keeps_its_defaults(name, capsy
     for words in (f"run {name}", f"compare --algorithms {name}"):
         command(words)
         job = seen.pop()
-        assert experiment.make_algorithm(job.algorithm, job.algorithm_options) == ALGORITHMS[name]()
+        assert (
+            experiment.make_algorithm(job.algorithm, job.algorithm_options)
+            == ALGORITHMS[name]()
+        )
         assert job.training == Training() and job.options == experiment.Options()

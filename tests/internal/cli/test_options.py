@@ -11,7 +11,12 @@ import pytest
 from pflcore.algorithms import ALGORITHMS
 from pflcore.check import PositiveFloat
 from pflcore.cli._experiment import Options, partition_of, reader_of
-from pflcore.cli._options import dataclass_of_arguments, field_comments, option_fields, parse
+from pflcore.cli._options import (
+    dataclass_of_arguments,
+    field_comments,
+    option_fields,
+    parse,
+)
 from pflcore.cli._run import CompareOptions, OutputOptions
 from pflcore.data import PARTITIONS
 from pflcore.train import Training
@@ -60,7 +65,8 @@ def parsed(groups, words, **how):
 def test_every_option_has_help(cls):
     """The comment beside the field, or above it, as tyro finds it."""
     missing = {f.name for f in option_fields(cls)} - {*field_comments(cls)}
-    assert missing == ({"schedule"} if cls is Training else set())  # which no word can say
+    # which no word can say
+    assert missing == ({"schedule"} if cls is Training else set())
 
 
 @pytest.mark.parametrize("name", PARTITIONS)
@@ -79,9 +85,9 @@ def test_every_option_of_a_partition_has_help(name, capsys):
 @pytest.mark.parametrize("data", ["folder:x", "leaf:x"])
 def test_every_option_of_a_reader_has_help(data):
     choice = reader_of(data)
-    assert {*field_comments(dataclass_of_arguments(choice.function, choice.defaults))} == {
-        *choice.defaults
-    }
+    assert {
+        *field_comments(dataclass_of_arguments(choice.function, choice.defaults))
+    } == {*choice.defaults}
 
 
 def test_help_is_the_comments_of_all_bases(capsys):
@@ -89,7 +95,11 @@ def test_help_is_the_comments_of_all_bases(capsys):
         parsed({"some": Derived}, "--help")
     said = " ".join(capsys.readouterr().out.split())
     assert e.value.code == 0 and "Something." in said
-    lines = "--lr FLOAT step size (default: 1.0)", "which # of them", "what takes more than a line"
+    lines = (
+        "--lr FLOAT step size (default: 1.0)",
+        "which # of them",
+        "what takes more than a line",
+    )
     assert all(words in said.replace("│ ", "") for words in (*lines, "--rates"))
     assert "--curve" not in said and "--table" not in said
 
@@ -98,7 +108,8 @@ def test_values_come_by_group_and_names_are_taken_once():
     groups = {"run": Base, "weight_erosion": Derived, "other": Base}
     words = "--lr 4 --weight-erosion-lr 0.25 --no-fast --other.lr -1"
     got = parsed(groups, words, prefixed=["other"])
-    assert got["run"] == {"lr": 4.0} and got["other"] == {"lr": -1.0}  # which is not checked here
+    # which is not checked here
+    assert got["run"] == {"lr": 4.0} and got["other"] == {"lr": -1.0}
     assert got["weight_erosion"] == vars(Derived(lr=0.25, fast=False))
     assert "target" not in {f.name for f in option_fields(ALGORITHMS["waffle"])}
 

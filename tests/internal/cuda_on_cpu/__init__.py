@@ -1,7 +1,8 @@
-"""The CUDA kernels on the CPU: builds driver.cpp with the C++ compiler and calls it with tensors.
+"""The CUDA kernels on the CPU: builds driver.cpp with the C++ compiler and calls it
+with tensors.
 
-Every buffer handed over has NaN before it, so that a stray read poisons the result and a stray
-write is seen, and behind it a page that may not be touched at all.
+Every buffer handed over has NaN before it, so that a stray read poisons the result and
+a stray write is seen, and behind it a page that may not be touched at all.
 """
 
 import ctypes
@@ -30,7 +31,9 @@ FLAGS = "-std=c++20 -O1 -g0 -Wall -Wextra -Werror -Wno-unknown-pragmas -shared -
 
 
 def compiler():
-    return shutil.which(os.environ.get("CXX", "").split(" ")[0] or "g++") or shutil.which("g++")
+    return shutil.which(
+        os.environ.get("CXX", "").split(" ")[0] or "g++"
+    ) or shutil.which("g++")
 
 
 @cache
@@ -51,7 +54,8 @@ def launched_kernels():
 
 
 def call(name, *values):
-    """A function of the driver, with each value as C takes it: None is a null pointer."""
+    """A function of the driver, with each value as C takes it: None is a null
+    pointer."""
 
     def c(value):
         if value is None or isinstance(value, Tensor):
@@ -65,15 +69,20 @@ def call(name, *values):
 
 
 def bits(value):
-    """A field of a problem of csrc/inputs.h, which are 8 bytes each: a number or an address."""
+    """A field of a problem of csrc/inputs.h, which are 8 bytes each: a number or an
+    address."""
     if isinstance(value, Tensor):
         return value.data_ptr()
-    return c_int64.from_buffer(c_double(value)).value if isinstance(value, float) else value or 0
+    return (
+        c_int64.from_buffer(c_double(value)).value
+        if isinstance(value, float)
+        else value or 0
+    )
 
 
 def fenced(count, dtype):
-    """Memory for at least so many elements, up to a forbidden page; given back when the last tensor
-    in it is gone."""
+    """Memory for at least so many elements, up to a forbidden page; given back when the
+    last tensor in it is gone."""
     size = c_int64()
     address = library().fenced(c_int64(count * dtype.itemsize), ctypes.byref(size))
     assert address, "no memory for a fence"
@@ -83,11 +92,11 @@ def fenced(count, dtype):
 
 
 def guarded(t, shift=None, gap=0):
-    """A copy of t [R, C] with NaN before it and between its rows, `gap` elements, and a fence that
-    no access can pass behind it.
+    """A copy of t [R, C] with NaN before it and between its rows, `gap` elements, and a
+    fence that no access can pass behind it.
 
-    With `shift` the first row starts so many elements off a 16-byte boundary, which may leave less
-    than 16 bytes of NaN before the fence.
+    With `shift` the first row starts so many elements off a 16-byte boundary, which may
+    leave less than 16 bytes of NaN before the fence.
     """
     bad = torch.nan if t.is_floating_point() else BAD
     rows, cols = t.shape
@@ -95,13 +104,18 @@ def guarded(t, shift=None, gap=0):
     memory = fenced(span + 80, t.dtype).fill_(bad)
     start = memory.numel() - span
     if shift is not None:
-        start -= (start - shift) % (16 // t.itemsize)  # pages begin on 16-byte boundaries
-    return memory.as_strided((rows, cols), (cols + gap, 1), start if span else 0).copy_(t)
+        # pages begin on 16-byte boundaries
+        start -= (start - shift) % (16 // t.itemsize)
+    return memory.as_strided((rows, cols), (cols + gap, 1), start if span else 0).copy_(
+        t
+    )
 
 
 def fresh(*shape, dtype=F64):
     """Memory for a result."""
-    return guarded(torch.full(shape, -1 if dtype == torch.int64 else torch.nan, dtype=dtype))
+    return guarded(
+        torch.full(shape, -1 if dtype == torch.int64 else torch.nan, dtype=dtype)
+    )
 
 
 def done(*results):
@@ -135,7 +149,21 @@ PATHS = ("windows", "few", "gram")
 
 def plan(m, n, p, symmetric, dtype, listed=-1):
     here, out = torch.zeros(1), torch.zeros(len(Plan._fields), dtype=torch.int64)
-    fields = [DTYPES[dtype], here, p, m, symmetric, here, p, n, p, None, None, None, listed]
+    fields = [
+        DTYPES[dtype],
+        here,
+        p,
+        m,
+        symmetric,
+        here,
+        p,
+        n,
+        p,
+        None,
+        None,
+        None,
+        listed,
+    ]
     call("sqdist_plan", fields, out)
     return Plan(*out.tolist())
 
@@ -173,7 +201,16 @@ def aggregate(updates, weight, index=None, base=None, lr=1.0, out=None, precise=
     to = fresh(m, p, dtype=dtype) if out is None else out
     weight, index = (t if t is None else guarded(t) for t in (weight.double(), index))
     wide = precise or F64 in (updates.dtype, dtype)
-    given = (DTYPES[updates.dtype] | DTYPES[dtype] << 32, wide, n, p, m, k, *rows(updates), weight)
+    given = (
+        DTYPES[updates.dtype] | DTYPES[dtype] << 32,
+        wide,
+        n,
+        p,
+        m,
+        k,
+        *rows(updates),
+        weight,
+    )
     call("aggregate", [*given, index is not None, index, *rows(base), lr, *rows(to)])
     return done(to) if out is None else out
 
@@ -224,8 +261,8 @@ OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
 
 
 def layer(inputs):
-    """What the rank-1 kernels take, with the inputs without gaps in memory of their own; and the
-    result's shape."""
+    """What the rank-1 kernels take, with the inputs without gaps in memory of their
+    own; and the result's shape."""
     has = [t.dim() > own for t, own in zip(inputs, OWN, strict=True)]
     clients = [len(t) for t, axis in zip(inputs, has, strict=True) if axis][:1]
     (b, i), (o, f) = (t.shape[-2:] for t in inputs[:2])
@@ -261,7 +298,9 @@ def rank1_linear_backward(grad, *inputs_and_needs):
     grad = guarded(grad.reshape(1, grad.numel()))
     call("rank1", fields, wide, None, grad, *grads)
     found = ((None if g is None else done(g)) for g in grads)
-    return tuple(g if g is None else g.view(t.shape) for g, t in zip(found, inputs, strict=True))
+    return tuple(
+        g if g is None else g.view(t.shape) for g, t in zip(found, inputs, strict=True)
+    )
 
 
 def sgd_problem(
@@ -271,7 +310,15 @@ def sgd_problem(
     each = isinstance(mu, Tensor)
     held = buffer if momentum else None
     numbers = (0.0, mu.double()) if each else (mu, None)
-    given = (*rows(w), *rows(grad), lr, *rows(shift), *rows(mask), *numbers, *rows(anchor))
+    given = (
+        *rows(w),
+        *rows(grad),
+        lr,
+        *rows(shift),
+        *rows(mask),
+        *numbers,
+        *rows(anchor),
+    )
     return [*w.shape, *given, momentum, *rows(held), weight_decay]
 
 

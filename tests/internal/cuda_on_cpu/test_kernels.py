@@ -1,5 +1,5 @@
-"""The CUDA kernels, run block by block on the CPU (tests/internal/cuda_on_cpu), against the
-references."""
+"""The CUDA kernels, run block by block on the CPU (tests/internal/cuda_on_cpu), against
+the references."""
 
 import importlib.util
 
@@ -34,14 +34,19 @@ from pflcore.ops import reference
 
 pytestmark = [
     pytest.mark.deep("a compiler"),
-    pytest.mark.skipif(compiler() is None, reason="no C++ compiler to run the CUDA kernels with"),
+    pytest.mark.skipif(
+        compiler() is None, reason="no C++ compiler to run the CUDA kernels with"
+    ),
 ]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def put(t, draw, write=False):
-    # elements off a 16-byte boundary; None: the last element is the last that may be touched
-    return guarded(t, draw(st.sampled_from((None, 0, 1, 3))), draw(st.sampled_from((0, 1, 8))))
+    # elements off a 16-byte boundary; None: the last element is the last that may be
+    # touched
+    return guarded(
+        t, draw(st.sampled_from((None, 0, 1, 3))), draw(st.sampled_from((0, 1, 8)))
+    )
 
 
 # more clients: test_feddwa_weights_of_few_and_of_many
@@ -49,7 +54,12 @@ CUDA = laws.Machine(
     kernels, put, (0, 1, 2, 17, 31, 33, 257, 1023, 3000), clients=(1, 2, 3, 17, 67, 257)
 )
 TENSOR_CORES = laws.Machine(
-    kernels, put, (0, 1, 2, 33, 63, 257, 300), "cpu", (2, 17, 21, 24, 26, 33, 50, 66, 90), True
+    kernels,
+    put,
+    (0, 1, 2, 33, 63, 257, 300),
+    "cpu",
+    (2, 17, 21, 24, 26, 33, 50, 66, 90),
+    True,
 )
 NO_TENSOR_CORES = 86  # a generation whose float64 is slow
 EACH = [
@@ -60,8 +70,9 @@ EACH = [
 
 
 def order(seed):
-    """The order in which threads and blocks run: 0 forwards, 1 backwards, else shuffled. Beyond 2,
-    copies to shared memory arrive at once, not when they are waited for."""
+    """The order in which threads and blocks run: 0 forwards, 1 backwards, else
+    shuffled. Beyond 2, copies to shared memory arrive at once, not when they are waited
+    for."""
     library().set_order(seed)
 
 
@@ -71,7 +82,8 @@ def shared(most=99 * 1024):
 
 
 def card(generation, worth=0):
-    """The card's compute capability, and the pairs * columns that a Gram matrix is worth."""
+    """The card's compute capability, and the pairs * columns that a Gram matrix is
+    worth."""
     library().set_card(generation, worth)
     shared(99 * 1024 if generation == NO_TENSOR_CORES else 163 * 1024)
 
@@ -134,13 +146,27 @@ def test_harness_catches_what_a_gpu_would_not_forgive():
         pytest.param(4, "misaligned", id="alignment"),
         pytest.param(5, "past the end of shared memory", id="shared memory's end"),
         pytest.param(6, "outside of its buffers", id="the input's end"),
-        pytest.param(7, "store to global memory went elsewhere", id="global store, dynamic shared"),
-        pytest.param(8, "store to global memory went elsewhere", id="global store, static shared"),
-        pytest.param(9, "store to global memory went elsewhere", id="global store, own stack"),
-        pytest.param(10, "store to shared memory went elsewhere", id="shared store, global"),
+        pytest.param(
+            7,
+            "store to global memory went elsewhere",
+            id="global store, dynamic shared",
+        ),
+        pytest.param(
+            8, "store to global memory went elsewhere", id="global store, static shared"
+        ),
+        pytest.param(
+            9, "store to global memory went elsewhere", id="global store, own stack"
+        ),
+        pytest.param(
+            10, "store to shared memory went elsewhere", id="shared store, global"
+        ),
         pytest.param(11, "to memory that is not shared", id="copy to global"),
-        pytest.param(12, "from memory that is not global", id="copy from dynamic shared"),
-        pytest.param(13, "from memory that is not global", id="copy from static shared"),
+        pytest.param(
+            12, "from memory that is not global", id="copy from dynamic shared"
+        ),
+        pytest.param(
+            13, "from memory that is not global", id="copy from static shared"
+        ),
         pytest.param(14, "from memory that is not global", id="copy from own stack"),
     ],
 )
@@ -156,12 +182,16 @@ def test_harness_lets_right_stores_and_copies_pass():
 
 
 def test_the_order_of_the_threads_changes_no_bit():
-    """Backwards, shuffled, each warp running ahead as far as the barriers allow: the same bits, or
-    a barrier is missing; so too where rows stand elsewhere, or in another order."""
+    """Backwards, shuffled, each warp running ahead as far as the barriers allow: the
+    same bits, or a barrier is missing; so too where rows stand elsewhere, or in another
+    order."""
 
     def everything(place=Tensor.clone):
         ways = laws.calls(kernels, kernels.rank1_linear_backward, 1023).values()
-        return [f(*(place(t) if isinstance(t, Tensor) else t for t in given)) for f, given in ways]
+        return [
+            f(*(place(t) if isinstance(t, Tensor) else t for t in given))
+            for f, given in ways
+        ]
 
     first = everything()
     for seed in (1, 2, 7):
@@ -182,14 +212,17 @@ def test_the_order_of_the_threads_changes_no_bit():
 @pytest.mark.parametrize(
     "m, n, p",
     [
-        *((m, n, 263) for m, n in [(64, 0), (65, 0), (130, 0), (1, 100), (100, 1), (67, 129)]),
+        *(
+            (m, n, 263)
+            for m, n in [(64, 0), (65, 0), (130, 0), (1, 100), (100, 1), (67, 129)]
+        ),
         *((m, n, 263) for m, n in [(16, 16), (9, 40), (130, 67)]),
         *[(70, 0, 1500), (300, 1, 9), (257, 3, 100), (129, 70, 5)],
     ],
 )
 def test_sqdist_windows(m, n, p, dtype, most):
-    """More rows than a window, or a grid, holds; listed pairs too, with the bits of all pairs; NaN
-    beyond the rows."""
+    """More rows than a window, or a grid, holds; listed pairs too, with the bits of all
+    pairs; NaN beyond the rows."""
     a = guarded(normal(m, p, dtype=dtype), 1, 3)
     b, rows = normal(n, p, seed=1, dtype=dtype) if n else None, n or m
     want = kernels.pairwise_sqdist(a, b, most=most)
@@ -201,7 +234,8 @@ def test_sqdist_windows(m, n, p, dtype, most):
 
 
 def cases(rows, p):
-    """Rows by name: far apart and near, copies, one far out, some not finite; scales."""
+    """Rows by name: far apart and near, copies, one far out, some not finite;
+    scales."""
     x, base = normal(rows, p), normal(2, p, seed=1)
     clusters = base[torch.arange(rows) % 2]
     copies, outlier, broken = x.clone(), x.clone(), x.clone()
@@ -227,8 +261,23 @@ def cases(rows, p):
 
 # Around the sizes of tiles, one operand: few rows, triangles, windows; two: windows.
 SIZES = [
-    *((16, 0, 700), (17, 0, 3), (20, 0, 385), (21, 0, 67), (32, 0, 129), (33, 0, 1), (48, 0, 65)),
-    *((49, 0, 300), (65, 0, 130), (81, 0, 64), (104, 0, 131), (105, 0, 66), (128, 0, 63)),
+    *(
+        (16, 0, 700),
+        (17, 0, 3),
+        (20, 0, 385),
+        (21, 0, 67),
+        (32, 0, 129),
+        (33, 0, 1),
+        (48, 0, 65),
+    ),
+    *(
+        (49, 0, 300),
+        (65, 0, 130),
+        (81, 0, 64),
+        (104, 0, 131),
+        (105, 0, 66),
+        (128, 0, 63),
+    ),
     *((129, 0, 130), (24, 24, 130), (24, 90, 67), (65, 33, 129), (130, 25, 70)),
 ]
 
@@ -237,15 +286,21 @@ SIZES = [
     "m, n, p, generation",
     # the two generations with tensor cores differ in how much one block holds
     [(*size, generation) for size in SIZES for generation in (NO_TENSOR_CORES, 90)]
-    + [(*size, 80) for size in [(33, 0, 1), (104, 0, 131), (129, 0, 130), (65, 33, 129)]],
+    + [
+        (*size, 80)
+        for size in [(33, 0, 1), (104, 0, 131), (129, 0, 130), (65, 33, 129)]
+    ],
 )
 def test_sqdist_of_every_path(m, n, p, generation):
-    """The definition for close, equal, broken and ugly rows; a result that is symmetric, and 0 on
-    the diagonal; listed pairs that are close to the matrix, or have its bits."""
+    """The definition for close, equal, broken and ugly rows; a result that is
+    symmetric, and 0 on the diagonal; listed pairs that are close to the matrix, or have
+    its bits."""
     card(generation)
     path = kernels.PATHS[plan(m, n or m, p, not n, F32).path]
     expected = "few" if not n and m <= 20 else "gram"
-    assert path == (expected if generation != NO_TENSOR_CORES or expected == "few" else "windows")
+    assert path == (
+        expected if generation != NO_TENSOR_CORES or expected == "few" else "windows"
+    )
     for name, rows in cases(m + n, p).items():
         a, b = guarded(rows[:m], 1, 3), guarded(rows[m:], None, 1) if n else None
         got = kernels.pairwise_sqdist(a, b)
@@ -262,8 +317,8 @@ def test_sqdist_of_every_path(m, n, p, generation):
 
 
 def done_again(rows):
-    """The share of pairs that the certificate gives to windows: those with the bits of listed
-    pairs."""
+    """The share of pairs that the certificate gives to windows: those with the bits of
+    listed pairs."""
     n = len(rows)
     by_windows = kernels.pairwise_sqdist(rows, None, torch.arange(n).repeat(n, 1))
     return float((kernels.pairwise_sqdist(rows) == by_windows).double().mean()) - 1 / n
@@ -297,7 +352,10 @@ def test_sqdist_bits_depend_on_neither_order_nor_place(m, n, generation):
         moved = guarded(a, shift, gap), guarded(b, gap % 3, shift) if n else None
         identical(kernels.pairwise_sqdist(*moved), want)
     pa, pb = randn(3, m).argsort(), randn(4, n or m).argsort()
-    identical(kernels.pairwise_sqdist(a[pa], b[pb] if n else None), want[pa][:, pb if n else pa])
+    identical(
+        kernels.pairwise_sqdist(a[pa], b[pb] if n else None),
+        want[pa][:, pb if n else pa],
+    )
 
 
 @pytest.mark.parametrize("generation", [NO_TENSOR_CORES, 80, 90])
@@ -314,7 +372,11 @@ def test_sqdist_of_equal_rows_is_zero(m, generation):
     got = kernels.pairwise_sqdist(rows)
 
     assert got[0, 1] == 0
-    assert float(got[0, 2]) == float(got[2, 1]) == pytest.approx(float(rows[2, -1]) ** 2, rel=1e-6)
+    assert (
+        float(got[0, 2])
+        == float(got[2, 1])
+        == pytest.approx(float(rows[2, -1]) ** 2, rel=1e-6)
+    )
     assert got[5, 6].isnan()  # infinity is not equal to itself
     assert got[5, 0].isinf()
 
@@ -329,14 +391,19 @@ def test_sqdist_of_equal_rows_is_zero(m, generation):
     st.sampled_from([0, 1 << 25]),
 )
 def test_sqdist_plan(m, n, p, symmetric, dtype, generation, worth):
-    """What a launch may ask for, at every size: whole warps, a number of blocks that the grid
-    holds, all columns covered once; few rows and tensor cores where there are such."""
+    """What a launch may ask for, at every size: whole warps, a number of blocks that
+    the grid holds, all columns covered once; few rows and tensor cores where there are
+    such."""
     n = m if symmetric else n
     card(generation, worth)
     got = plan(m, n, p, symmetric, dtype)
     windows = -(-m // 64) * -(-n // 64)
     assert got.threads % 32 == 0 and 32 <= got.threads <= 256
-    assert got.lanes in (1, 2, 4, 8, 16, 32) and got.stages in (2, 4) and 1 <= got.splits <= 2048
+    assert (
+        got.lanes in (1, 2, 4, 8, 16, 32)
+        and got.stages in (2, 4)
+        and 1 <= got.splits <= 2048
+    )
     if p >= 1 << 24:  # huge P: a card must be filled however few rows there are
         assert got.splits * windows >= 1024
     elif got.splits * windows > 2 * 528:  # and no block be all beginning
@@ -347,7 +414,13 @@ def test_sqdist_plan(m, n, p, symmetric, dtype, generation, worth):
     pairs = m * n // 2 if symmetric else m * n
     gram = many and generation in (80, 90, 100) and pairs * p >= worth
     assert kernels.PATHS[got.path] == (
-        "windows" if dtype is not F32 else "few" if few else "gram" if gram else "windows"
+        "windows"
+        if dtype is not F32
+        else "few"
+        if few
+        else "gram"
+        if gram
+        else "windows"
     )
     if kernels.PATHS[got.path] != "windows":
         assert 1 <= got.first_splits <= 528 and got.first_columns % 64 == 0
@@ -363,7 +436,8 @@ def test_sqdist_plan(m, n, p, symmetric, dtype, generation, worth):
 def test_waffle_weights_one_target_and_a_wrong_one():
     dist = distances(3, 5, 2)
     one, same, wrong = (
-        kernels.waffle_weights(dist, torch.tensor(t), 0.5) for t in ([2], [2, 2, 2], [2, 5, -1])
+        kernels.waffle_weights(dist, torch.tensor(t), 0.5)
+        for t in ([2], [2, 2, 2], [2, 5, -1])
     )
     assert torch.equal(one, same)
     assert torch.equal(wrong[0], one[0]) and wrong[1:].isnan().all()
@@ -372,13 +446,16 @@ def test_waffle_weights_one_target_and_a_wrong_one():
 @pytest.mark.parametrize("seed", [0, 1, 2, 7])
 @pytest.mark.parametrize("n, k", [(257, 5), (300, 37), (300, 38), (1100, 3)])
 def test_feddwa_weights_of_few_and_of_many(n, k, seed):
-    """On either side of where the kernel changes; ties, NaN and -0 as in the reference, whatever
-    the order of the threads."""
+    """On either side of where the kernel changes; ties, NaN and -0 as in the reference,
+    whatever the order of the threads."""
     sqdist = distances(2, n, n + k)
     sqdist[1, 7], sqdist[1, 3] = -0.0, 0.0
     order(seed)
 
-    got, (weight, index) = kernels.feddwa_weights(sqdist, k), reference.feddwa_weights(sqdist, k)
+    got, (weight, index) = (
+        kernels.feddwa_weights(sqdist, k),
+        reference.feddwa_weights(sqdist, k),
+    )
 
     assert torch.equal(got.index, index)
     torch.testing.assert_close(got.weight, weight, rtol=1e-12, atol=1e-300)
@@ -391,8 +468,8 @@ def test_feddwa_weights_of_few_and_of_many(n, k, seed):
 @pytest.mark.parametrize("most", [48 * 1024, 64 * 1024, 227 * 1024])
 @pytest.mark.parametrize("m", [1, 6, 10, 70, 128, 130, 259])
 def test_aggregate_more_rows_than_shared_memory_holds(m, most, dtype):
-    """On cards that give 48 KiB of it (every one), 64 (compute capability 7.5) or more than is
-    wanted."""
+    """On cards that give 48 KiB of it (every one), 64 (compute capability 7.5) or more
+    than is wanted."""
     shared(most)
     n = 1500 if m < 100 else 300
     updates, weight = normal(n, 45, dtype=dtype), randn(1, m, n)
@@ -408,8 +485,9 @@ def test_aggregate_more_rows_than_shared_memory_holds(m, most, dtype):
 @every_dtype
 @pytest.mark.parametrize("m", [9, 100, 130])
 def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
-    """The updates are copied 16, 8, 4 or 2 bytes at a time, the result written in packs or one by
-    one: the same bits. And a row is the same whoever else is made beside it."""
+    """The updates are copied 16, 8, 4 or 2 bytes at a time, the result written in packs
+    or one by one: the same bits. And a row is the same whoever else is made beside it.
+    """
     updates, weight = normal(37, 1290, dtype=dtype), randn(1, m, 37)
     want = kernels.aggregate(updates, weight)
     for shift, gap in ((0, 6), (2, 4), (4, 0), (1, 1), (0, 14), (2, 6), (None, 0)):
@@ -417,7 +495,9 @@ def test_aggregate_of_many_rows_whatever_their_alignment(m, dtype):
         kernels.aggregate(guarded(updates, shift, gap), weight, out=out)
         assert torch.equal(out, want) and intact(out), (shift, gap)
     for row in (0, m - 1):
-        assert torch.equal(kernels.aggregate(updates, weight[row : row + 1])[0], want[row])
+        assert torch.equal(
+            kernels.aggregate(updates, weight[row : row + 1])[0], want[row]
+        )
 
 
 @given(
@@ -456,7 +536,9 @@ def test_aggregate_plan_fits_the_card(n, m, p, k, dtype, precise, card):
         pytest.param(H200, 100, 100, None, "streamed", 128, id="many of many"),
         pytest.param(T4, 100, 1, None, "held", 256, id="in turns"),
         pytest.param(T4, 5000, 4, None, "streamed", 128, id="weights beyond 48 KiB"),
-        pytest.param(H200, 20, 20, 5, "tiled", 128, id="several blocks hold a tile each"),
+        pytest.param(
+            H200, 20, 20, 5, "tiled", 128, id="several blocks hold a tile each"
+        ),
         pytest.param(H200, 100, 100, 5, "tiled", 256, id="one block holds a tile"),
         pytest.param(A100, 100, 100, 5, "tiled", 64, id="A100"),
         pytest.param(RTX4090, 100, 100, 5, "tiled", 32, id="RTX 4090"),
@@ -472,16 +554,22 @@ def test_aggregate_plan(card, n, m, k, way, tile_cols):
 
 
 @pytest.mark.parametrize("n", [1, 19, 20, 21, 41, 130])
-@pytest.mark.parametrize("p, dtype", [(1, F32), (257, F32), (257, F64), (257, F16), (131, BF16)])
+@pytest.mark.parametrize(
+    "p, dtype", [(1, F32), (257, F32), (257, F64), (257, F16), (131, BF16)]
+)
 def test_aggregate_has_the_same_bits_in_every_kernel(n, p, dtype):
-    """Dense, however many results; by index; on a card without copies beside the arithmetic."""
+    """Dense, however many results; by index; on a card without copies beside the
+    arithmetic."""
     updates, weight = guarded(normal(n, p, dtype=dtype), 1, 3), randn(1, 101, n)
     every, want = torch.arange(n).expand(101, n), kernels.aggregate(updates, weight)
 
     for beside in (True, False):
         copies(beside)
         for m in (1, 4, 5, 20, 21, 100):
-            assert torch.equal(kernels.aggregate(updates, weight[:m]), want[:m]), (beside, m)
+            assert torch.equal(kernels.aggregate(updates, weight[:m]), want[:m]), (
+                beside,
+                m,
+            )
         for m in (1, 9):
             got = kernels.aggregate(updates, weight[:m], every[:m])
             assert torch.equal(got, want[:m]), (beside, m)
@@ -499,10 +587,12 @@ def test_aggregate_has_the_same_bits_in_every_kernel(n, p, dtype):
     ],
 )
 def test_aggregate_tiles_of_every_width(n, most, way, tile_cols, dtype):
-    """As many columns as shared memory holds. Rows that no result uses are NaN; tiles follow each
-    other in a buffer; any order of the threads."""
+    """As many columns as shared memory holds. Rows that no result uses are NaN; tiles
+    follow each other in a buffer; any order of the threads."""
     index, weight = integers(1, 0, n // 4, 40, 5) * 4 + 1, randn(2, 40, 5)
-    plan = aggregate_plan(n, 40, 1, Card(2, most << 10, (most + 1) << 10, copies=True), 5)
+    plan = aggregate_plan(
+        n, 40, 1, Card(2, most << 10, (most + 1) << 10, copies=True), 5
+    )
     assert (plan.way, plan.tile_cols) == (way, tile_cols)
 
     for p in (1, 31, tile_cols - 1, tile_cols + 2, 1501):
@@ -520,8 +610,8 @@ def test_aggregate_tiles_of_every_width(n, most, way, tile_cols, dtype):
 
 
 def test_aggregate_unread_rows():
-    """A row is read where lr * weight, as it is summed, is not 0: NaN in it must not decide on a
-    rounding. An index out of range is NaN."""
+    """A row is read where lr * weight, as it is summed, is not 0: NaN in it must not
+    decide on a rounding. An index out of range is NaN."""
     updates, wrong = normal(7, 33), torch.tensor([[1, 9], [7, 1], [-1, 1], [1, -1]])
     weight = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 2.0], [0.25, 0.75]], dtype=F64)
     got = kernels.aggregate(updates, weight, wrong)
@@ -531,22 +621,27 @@ def test_aggregate_unread_rows():
     updates[1], index = torch.nan, torch.tensor([[1, 2], [3, 1]])
     got = kernels.aggregate(updates, tiny, index, lr=1e-20, precise=True)
     assert got.isnan().all(1).tolist() == [True, True]  # in float64 they count
-    assert torch.equal(kernels.aggregate(updates, tiny, index, lr=1e-20), 1e-20 * updates[[2, 3]])
+    assert torch.equal(
+        kernels.aggregate(updates, tiny, index, lr=1e-20), 1e-20 * updates[[2, 3]]
+    )
 
 
 # --- rank1_linear -----------------------------------------------------------
 
 
 def test_rank1_linear_skips_inactive_factors():
-    """Where lam is 0 and needs no gradient, a factor is not touched: what it holds cannot
-    matter."""
+    """Where lam is 0 and needs no gradient, a factor is not touched: what it holds
+    cannot matter."""
     x, w_a, lam, w_b = laws.factors(4, 9, 40, 7, F32, ((2,), (), (2,), ()))
     lam[:, ::3] = 0
     need, grad = (True, True, False, True), normal(2, 4, 7, seed=4)
 
     def found():
         grads = kernels.rank1_linear_backward(grad, x, w_a, lam, w_b, *need)
-        return [kernels.rank1_linear(x, w_a, lam, w_b), *(g for g in grads if g is not None)]
+        return [
+            kernels.rank1_linear(x, w_a, lam, w_b),
+            *(g for g in grads if g is not None),
+        ]
 
     clean = found()
     w_a[:, ::3], w_b[::3] = torch.nan, torch.nan
@@ -558,7 +653,12 @@ def test_rank1_linear_skips_inactive_factors():
 
 @pytest.mark.parametrize(
     "listed, names",
-    [("", ""), ("900", "sm_90"), ("750,900", "sm_75, sm_90"), ("1000,1200", "sm_100, sm_120")],
+    [
+        ("", ""),
+        ("900", "sm_90"),
+        ("750,900", "sm_75, sm_90"),
+        ("1000,1200", "sm_100, sm_120"),
+    ],
 )
 def test_architectures_are_named(listed, names):
     assert library().architecture_names(listed.encode()).decode() == names
@@ -568,7 +668,8 @@ def test_architectures_are_named(listed, names):
 
 
 def test_small_runs_reach_every_kernel():
-    """Whatever the table of registers names is launched, so that a tool on a card watches it."""
+    """Whatever the table of registers names is launched, so that a tool on a card
+    watches it."""
     small_runs = module_at(ROOT / "tests" / "gpu" / "small_runs.py")
     registers = module_at(ROOT / ".ci" / "registers.py")
     _, table = registers.read_table(registers.TABLE.read_text())

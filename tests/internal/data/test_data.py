@@ -15,14 +15,17 @@ from pflcore.data._ragged import Ragged
 
 
 def test_practical2_draws_like_the_released_code():
-    """Classes per client and the share of draws that give everybody 20 samples, measured on that
-    code: 60,000 balanced samples."""
-    assert sample_counts(np.array([[0.105, 0.2, 0.695]]), np.array([10])).tolist() == [[1, 2, 7]]
+    """Classes per client and the share of draws that give everybody 20 samples,
+    measured on that code: 60,000 balanced samples."""
+    assert sample_counts(np.array([[0.105, 0.2, 0.695]]), np.array([10])).tolist() == [
+        [1, 2, 7]
+    ]
     totals = np.full(10, 6000)
     for n, alpha, held, accepted in golden("partitions")["draws"]:
         rng = np.random.RandomState(0)
         draws = [
-            sample_counts(_proportions(totals, n, alpha, True, rng), totals) for _ in range(150)
+            sample_counts(_proportions(totals, n, alpha, True, rng), totals)
+            for _ in range(150)
         ]
         assert all((d.sum(1) == totals).all() for d in draws)
         assert abs(np.mean([(d > 0).sum(0).mean() for d in draws]) - held) < 0.15
@@ -45,7 +48,11 @@ def test_one_large_client_costs_nothing_for_the_others():
     size = torch.ones(100_000, dtype=torch.int64)
     size[0] = 300_000  # padded, these lists would take 240 GB
     n = int(size.sum())
-    began, x, y = time.process_time(), torch.zeros(n, 1), torch.zeros(n, dtype=torch.int64)
+    began, x, y = (
+        time.process_time(),
+        torch.zeros(n, 1),
+        torch.zeros(n, dtype=torch.int64),
+    )
     data = Federation(x, y, {"train": Ragged(torch.arange(n), size)}, 1)
     assert data.size()[0] == 300_000 and data.counts().sum() == n
     assert data.split(test=0.5, seed=100, of=None).n == 100_000

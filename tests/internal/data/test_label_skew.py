@@ -1,4 +1,5 @@
-"""WAFFLe's measures and tables: its Table 2, the parameters that travel, the attacks."""
+"""WAFFLe's measures and tables: its Table 2, the parameters that travel, the
+attacks."""
 
 import json
 from pathlib import Path
@@ -13,7 +14,9 @@ from pflcore.results.record import Run
 
 
 def test_subpopulations():
-    values = torch.tensor([96.0, 97.0, 95.0, 98.0, 94.0, 70.0, 60.0], dtype=torch.float64)
+    values = torch.tensor(
+        [96.0, 97.0, 95.0, 98.0, 94.0, 70.0, 60.0], dtype=torch.float64
+    )
     got = table.measures(values, [0, 0, 0, 0, 0, 1, 1])
     assert (got["majority"], got["minority"], got["gap"]) == (96, 65, 31)
     assert got["variance"] == pytest.approx(204.6938775510, rel=1e-9)
@@ -45,7 +48,8 @@ loss | [[0.511], [0.509]] | 20
 
 @pytest.mark.parametrize("measure, values, want", tabled(ENOUGH))
 def test_near_enough_is_two_percent_worse(measure, values, want):
-    """Than the first method ends: what a method had sent when it came so far, if it did."""
+    """Than the first method ends: what a method had sent when it came so far, if it
+    did."""
     first, other = run([0.1], [0.5], measure=measure), run(*values, measure=measure)
     plan = {"methods": {"A": {}, "B": {}}, "reported": {}, "expected": {}}
     rows = table.rows_of(plan, {("", "A", ""): [first], ("", "B", ""): [other]})
@@ -53,20 +57,29 @@ def test_near_enough_is_two_percent_worse(measure, values, want):
 
 
 def test_the_table_has_every_way_to_evaluate():
-    plan = {"about": "", "reported": {"multimodal": {"A": {"accuracy": 95.41, "gap": 2.07}}}}
+    plan = {
+        "about": "",
+        "reported": {"multimodal": {"A": {"accuracy": 95.41, "gap": 2.07}}},
+    }
     runs = {
         ("multimodal", "A", ""): [run([0.9, 0.8, 0.4]), run([0.9, 0.8, 0.6])],
         ("multimodal", "A, mean", ""): [run([0.5, 0.5, 0.5])] * 2,
     }
     rows = table.rows_of_groups(plan, runs)
     text = " ".join(table.table_of_groups(plan, rows).split())  # without padding
-    assert "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |" in text
+    assert (
+        "| A | 7 | 73.33 ± 3.33 | 85.00 ± 0.00 | 50.00 ± 10.00 | 35.00 ± 10.00 |"
+        in text
+    )
     assert "| 95.41 | 2.07 |" in text and "| A, mean | 7 | 50.00 ± 0.00 |" in text
 
 
 def test_reproduce_plays_a_plan_of_groups(tmp_path):
     path, out = Path(__file__).with_name("groups.json"), tmp_path / "out"
-    assert main(["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"]) == 0
+    assert (
+        main(["reproduce", str(path), "--out", str(out), "--workers", "1", "--quiet"])
+        == 0
+    )
     text = (out / "table.md").read_text()
     assert "| WAFFLe, mean |" in text and "| minority |" in text
     rows = json.loads((out / "result.json").read_text())["rows"]
@@ -75,8 +88,13 @@ def test_reproduce_plays_a_plan_of_groups(tmp_path):
 
 
 def test_attack_prints_its_table(tmp_path, capsys):
-    small = "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 --steps 5"
-    asked = f"attack --data digits --out {tmp_path} {small} --views random adaptive own".split()
+    small = (
+        "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 "
+        "--steps 5"
+    )
+    asked = (
+        f"attack --data digits --out {tmp_path} {small} --views random adaptive own"
+    ).split()
     asked += ["--workers", "1", "--quiet"]
     assert main(asked) == 0
     said = capsys.readouterr().out
@@ -84,4 +102,5 @@ def test_attack_prints_its_table(tmp_path, capsys):
     assert cells.count("| fedavg | upload |") == 3
     for view in ("random", "adaptive", "own"):
         assert cells.count(f"| factorized_waffle | {view} |") == 3
-    assert main(asked) == 0 and capsys.readouterr().out == said  # what was done is not done again
+    # what was done is not done again
+    assert main(asked) == 0 and capsys.readouterr().out == said

@@ -57,7 +57,8 @@ def test_the_hash_is_splitmix64():
         start = (state + 0x9E3779B97F4A7C15) % 2**64
         signed = start - 2**64 if start >= 2**63 else start
         assert int(splitmix_hash(torch.tensor(signed))) % 2**64 == reference(state)
-    assert reference(1234567) == 6457827717110365317  # the published first output for this seed
+    # the published first output for this seed
+    assert reference(1234567) == 6457827717110365317
     draws = hashed_integers(torch.tensor(1), 0, (10_000,))
     assert int(draws.min()) >= 0 and int(draws.max()) < 2**24
     assert abs(float(draws.double().mean()) / 2**24 - 0.5) < 0.02

@@ -1,5 +1,5 @@
-"""Chains: whole local training, gradients and evaluation of a chain of layers, against autograd in
-float64 and against themselves."""
+"""Chains: whole local training, gradients and evaluation of a chain of layers, against
+autograd in float64 and against themselves."""
 
 import json
 
@@ -26,7 +26,9 @@ isa = pytest.mark.usefixtures("isa")
 
 
 def close(got, want, dtype, size):
-    assert_close(got, want, "chain", dtype, torch.as_tensor(size, dtype=F64).expand_as(want))
+    assert_close(
+        got, want, "chain", dtype, torch.as_tensor(size, dtype=F64).expand_as(want)
+    )
 
 
 # values -----------------------------------------------------------------
@@ -42,7 +44,9 @@ def close(got, want, dtype, size):
     st.sampled_from([1, 2]),
     st.integers(0, 99),
 )
-def test_every_combination_of_options_is_autograd(kind, sizes, batch, dtype, switch, passes, seed):
+def test_every_combination_of_options_is_autograd(
+    kind, sizes, batch, dtype, switch, passes, seed
+):
     shifted, masked, pulled, momentum, decay, clipped, summed, drop_last = switch
     p = Problem(kind[0], sizes, dtype, passes, seed, bool(seed % 2), kind[1])
     if seed % 5 == 0:
@@ -88,7 +92,9 @@ def test_gradients_and_evaluation_are_the_modules(model, criterion, dtype):
         at = p.order[i, 0, :n]
         y = p.y[at] if p.names is None else p.names[i][p.y[at]]
         loss = LOSSES[criterion](module(p.x[at].double()), y)
-        want = torch.cat([g.flatten() for g in torch.autograd.grad(loss, [*module.parameters()])])
+        want = torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, [*module.parameters()])]
+        )
         close(grads[i], want, dtype, 1 + want.abs().max())
         close(losses[i], loss.detach().double(), dtype, 5)
         if dtype == F64:
@@ -112,7 +118,8 @@ def evaluated(p, wide, module, dtype):
             y = p.y[places] if p.names is None else p.names[i][p.y[places]]
             z = module(p.x[places].double()).detach()
             each = [
-                LOSSES[p.chain.criterion](s, t) for s, t in zip(z[:, None], y[:, None], strict=True)
+                LOSSES[p.chain.criterion](s, t)
+                for s, t in zip(z[:, None], y[:, None], strict=True)
             ]
             hits = z.argmax(1) == y if z.shape[1] > 1 else (z[:, 0] > 0) == (y > 0)
             found.append((torch.stack(each), hits, z))
@@ -128,7 +135,8 @@ def evaluated(p, wide, module, dtype):
 @isa
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_a_hinge_is_flat_on_its_very_edge(dtype):
-    """As relu is. Half the scores of 1 have labels of 1, so margin 0, the others margin 2."""
+    """As relu is. Half the scores of 1 have labels of 1, so margin 0, the others
+    margin 2."""
     p = Problem("mlp, one output", [20], dtype, criterion="hinge")
     p.w[:, -1], p.w[:, -7:-1] = 1, 0
     at = p.order[0, 0]
@@ -172,7 +180,9 @@ def test_an_evaluations_company_changes_no_bit(model):
 
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @isa
-@pytest.mark.parametrize("o", [{}, {"clip": 1.0}, {"clip": 1.0, "momentum": 0.9, "decay": 0.01}])
+@pytest.mark.parametrize(
+    "o", [{}, {"clip": 1.0}, {"clip": 1.0, "momentum": 0.9, "decay": 0.01}]
+)
 @pytest.mark.parametrize(
     "model, criterion",
     [k for k in KINDS if k[0] != "dropout" and k[1] in ("cross_entropy", "squared")],
@@ -196,7 +206,8 @@ def test_nan_stays_with_its_client(model, criterion, o):
 def test_nan_and_ties_go_where_torch_sends_them(pool, act):
     last = nn.Linear(48 if pool.stride == 2 else 147, 4)
     net = Net(nn.Sequential(nn.Conv2d(1, 3, 1), act, pool, nn.Flatten(), last).double())
-    x, y = integers(0, -1, 2, 9, 1, 8, 8).double(), torch.arange(9) % 4  # many equal numbers
+    # many equal numbers
+    x, y = integers(0, -1, 2, 9, 1, 8, 8).double(), torch.arange(9) % 4
     head, whole = (
         compile_chain(net, (1, 8, 8)).fixed_args,
         (torch.arange(9)[None], torch.tensor([9])),
@@ -214,16 +225,28 @@ def test_nan_and_ties_go_where_torch_sends_them(pool, act):
 @pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 @isa
 @pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("criterion, outputs", [("cross_entropy", 3), ("hinge", 1), ("squared", 1)])
+@pytest.mark.parametrize(
+    "criterion, outputs", [("cross_entropy", 3), ("hinge", 1), ("squared", 1)]
+)
 def test_hits_are_those_of_the_scores_infinite_and_nan(criterion, outputs, dtype):
     odd = torch.tensor([-torch.inf, -1.0, 0.0, 2.0, torch.inf, torch.nan], dtype=dtype)
     scores = torch.cartesian_prod(*[odd] * outputs).view(-1, outputs)
     y = torch.arange(len(scores)) * 7 % max(2, outputs)
-    # a linear layer of one input, which is 1: its weights are the scores, a client's each
+    # a linear layer of one input, which is 1: its weights are the scores, a client's
+    # each
     program = torch.tensor([chain.encode_layer("linear", outputs, 0, -1)], dtype=F64)
     n = torch.arange(len(scores))
     numbers = y if criterion == "cross_entropy" else y.to(dtype)
-    head = (program, criterion, 1, 1, 1, torch.ones(len(n), 1, dtype=dtype), numbers, None)
+    head = (
+        program,
+        criterion,
+        1,
+        1,
+        1,
+        torch.ones(len(n), 1, dtype=dtype),
+        numbers,
+        None,
+    )
     _, right, _ = chain.chain_eval(scores, *head, n, torch.arange(len(n) + 1), 0)
     assert torch.equal(right, metrics.is_correct(scores, y))
 
@@ -232,7 +255,11 @@ def test_hits_are_those_of_the_scores_infinite_and_nan(criterion, outputs, dtype
 @isa
 def test_no_samples_and_large_scores():
     p = Problem("lenet", [10, 4])
-    p.sizes, p.begin, p.places = torch.tensor([0, 4]), torch.tensor([0, 0, 3]), p.order[1, 0, :3]
+    p.sizes, p.begin, p.places = (
+        torch.tensor([0, 4]),
+        torch.tensor([0, 0, 3]),
+        p.order[1, 0, :3],
+    )
     loss, right, _ = p.evaluate(p.w, classes=0)
     assert len(loss) == len(right) == 3
     grad, loss = p.grad()
@@ -311,11 +338,12 @@ for _ in range(5):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.deep("another process")
 def test_a_thread_that_ends_leaves_the_heap_whole():
-    """What it kept for its next chain goes back before the place that it goes back to is gone."""
+    """What it kept for its next chain goes back before the place that it goes back
+    to is gone."""
     done = ran("-c", ENDING, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,5 +1,5 @@
-"""rank1_linear as a card computes it, by torch's products; here on the CPU, and on a pretended
-card."""
+"""rank1_linear as a card computes it, by torch's products; here on the CPU, and on a
+pretended card."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,14 @@ class Products(torch.autograd.Function):
 CARD = laws.Machine(SimpleNamespace(rank1_linear=Products.apply), laws.CPU.put)
 # a clients' axis of x, w_a, lam, w_b: factors that clients share, factors of their own
 SHARED, OWN = ((3,), (), (3,), ()), ((3,),) * 4
-LEADS = [SHARED, OWN, ((),) * 4, ((), (), (3,), ()), ((3,), (), (), ()), ((3,), (3,), (), (3,))]
+LEADS = [
+    SHARED,
+    OWN,
+    ((),) * 4,
+    ((), (), (3,), ()),
+    ((3,), (), (), ()),
+    ((3,), (3,), (), (3,)),
+]
 every_lead = pytest.mark.parametrize("leads", LEADS)
 
 
@@ -48,7 +55,10 @@ def everything(inputs, lam_too=False):
     """The layer, and its gradients."""
     y = _rank1.rank1_by_products(*inputs)
     grad = randn(9, *y.shape, dtype=y.dtype)
-    return [y, *_rank1.rank1_by_products_backward(grad, *inputs, True, True, lam_too, True)]
+    return [
+        y,
+        *_rank1.rank1_by_products_backward(grad, *inputs, True, True, lam_too, True),
+    ]
 
 
 @every_lead
@@ -67,10 +77,12 @@ def test_inactive_factors_may_hold_anything(leads, dtype, value):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("side, at, found", [(1, (1, 2), 0), (3, (2, 1), 1)], ids=["y", "gx"])
+@pytest.mark.parametrize(
+    "side, at, found", [(1, (1, 2), 0), (3, (2, 1), 1)], ids=["y", "gx"]
+)
 def test_factor_off_for_one_client_counts_for_others(side, at, found, value):
-    """w_a[1, 2] reaches output 1, w_b[2, 1] the gradient of input 1, of clients that have factor 2
-    on, and nothing else."""
+    """w_a[1, 2] reaches output 1, w_b[2, 1] the gradient of input 1, of clients that
+    have factor 2 on, and nothing else."""
     inputs = factors(4, 9, 6, 7, F64, SHARED)
     inputs[2][0, 2] = 0
     want = everything(inputs)[found]
@@ -97,18 +109,26 @@ def test_nothing_waits():
 
 def _backward(inputs):
     x, w_a, *_ = inputs
-    clients = [3] if any(t.dim() > own for t, own in zip(inputs, (2, 2, 1, 2), strict=True)) else []
+    clients = (
+        [3]
+        if any(t.dim() > own for t, own in zip(inputs, (2, 2, 1, 2), strict=True))
+        else []
+    )
     grad = torch.ones(*clients, x.shape[-2], w_a.shape[-2], device=x.device)
     return _rank1.rank1_on_gpu_backward(grad, *inputs, True, True, True, True)
 
 
-@pytest.mark.parametrize("name, value", [("fp32_precision", "tf32"), ("allow_tf32", True)])
+@pytest.mark.parametrize(
+    "name, value", [("fp32_precision", "tf32"), ("allow_tf32", True)]
+)
 def test_rounded_products_are_not_taken(monkeypatch, name, value):
-    """A user's own setting leaves the op as precise as it is: its kernels are taken. float64 is
-    never rounded."""
+    """A user's own setting leaves the op as precise as it is: its kernels are taken.
+    float64 is never rounded."""
     taken = []
     monkeypatch.setattr(_rank1, "_listed_op", lambda *inputs: taken.append("kernels"))
-    monkeypatch.setattr(_rank1, "rank1_by_products", lambda *inputs: taken.append("products"))
+    monkeypatch.setattr(
+        _rank1, "rank1_by_products", lambda *inputs: taken.append("products")
+    )
     single, double = factors(2, 3, 4, 5, F32), factors(2, 3, 4, 5, F64)
 
     _rank1.rank1_on_gpu(*single)
@@ -133,4 +153,6 @@ def test_autocast_rounds_nothing_inside():
 
 def test_a_card_takes_this_path():
     for name in ("rank1_linear", "rank1_linear_backward"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"pflcore::{name}", "CUDA")
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"pflcore::{name}", "CUDA"
+        )

@@ -1,5 +1,5 @@
-"""What torch knows about every registered op: opcheck, fake and meta tensors; and the one warning
-where the references run."""
+"""What torch knows about every registered op: opcheck, fake and meta tensors; and the
+one warning where the references run."""
 
 import warnings
 
@@ -37,7 +37,10 @@ class Kept(TorchDispatchMode):
 
 def ugly():
     """Layouts, lists and dtypes that the laws' calls have not."""
-    rows, near = randn(1, 9, 4), torch.tensor([[0, 2, -1], [1, 1, 0], [-1, -1, -1], [2, 0, 3]])
+    rows, near = (
+        randn(1, 9, 4),
+        torch.tensor([[0, 2, -1], [1, 1, 0], [-1, -1, -1], [2, 0, 3]]),
+    )
     ops.pairwise_sqdist(rows.half().T, torch.zeros(0, 9).half())
     ops.pairwise_sqdist(rows.T, None, near)
     ops.pairwise_sqdist(rows.T, rows.T, near.T.contiguous().T[:, :2])
@@ -54,8 +57,15 @@ def ugly():
 
 def chains():
     p = Problem("linear", [3, 2])
-    rows = dict(zip(("shift", "anchor", "sums"), randn(2, 3, *p.w.shape).float(), strict=True))
-    rich = {"mask": rows["shift"][0], "mu": randn(3, 2).float(), "momentum": 0.9, "decay": 0.1}
+    rows = dict(
+        zip(("shift", "anchor", "sums"), randn(2, 3, *p.w.shape).float(), strict=True)
+    )
+    rich = {
+        "mask": rows["shift"][0],
+        "mu": randn(3, 2).float(),
+        "momentum": 0.9,
+        "decay": 0.1,
+    }
     for how in ({}, {**rows, **rich, "clip": 0.5}):
         p.train(batch=2, **how)
     p.grad()
@@ -66,7 +76,9 @@ def chains():
 def samples():
     """A call of each op, by name, with gradients where it has some."""
     with Kept() as kept:
-        for call, given in laws.calls(ops, torch.ops.pflcore.rank1_linear_backward, 9).values():
+        for call, given in laws.calls(
+            ops, torch.ops.pflcore.rank1_linear_backward, 9
+        ).values():
             call(*given)
         ugly()
         chains()
@@ -98,37 +110,49 @@ def test_opcheck(name, arguments):
 
 @every_op
 def test_a_device_without_float64_goes_by_the_cpu(name, arguments):
-    """What such a device runs gives the op's results, as float32 where they are float64, and
-    writes where the op writes; here the CPU takes that device's part."""
-    ours, theirs = (tree_map_only(Tensor, lambda t: t.detach().clone(), arguments) for _ in "ab")
+    """What such a device runs gives the op's results, as float32 where they are
+    float64, and writes where the op writes; here the CPU takes that device's part."""
+    ours, theirs = (
+        tree_map_only(Tensor, lambda t: t.detach().clone(), arguments) for _ in "ab"
+    )
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         want, got = called(name)(*theirs), library.run_on_cpu(called(name))(*ours)
     for a, b in zip(tree_leaves((want, theirs)), tree_leaves((got, ours)), strict=True):
         if isinstance(a, Tensor):
             laws.identical(b, a.to(b.dtype))
-    assert all(t.dtype != torch.float64 for t in tree_leaves(got) if isinstance(t, Tensor))
+    assert all(
+        t.dtype != torch.float64 for t in tree_leaves(got) if isinstance(t, Tensor)
+    )
 
 
 def test_every_op_has_a_sample():
     """A new op of the library needs one, or a test of its own."""
-    names = {name for name in torch._C._dispatch_get_all_op_names() if "pflcore::" in name}
+    names = {
+        name for name in torch._C._dispatch_get_all_op_names() if "pflcore::" in name
+    }
     assert names == {f"pflcore::{name}" for name, _ in samples()}
 
 
 def test_backend_names_its_cards():
     facts = {"kernels": True, "isa": "avx2", "threads": 2, "torch": "2.14", "fix": None}
-    with_cards = library.Backend(**facts, why="built", cuda=True, architectures="sm_75, sm_90")
+    with_cards = library.Backend(
+        **facts, why="built", cuda=True, architectures="sm_75, sm_90"
+    )
     without = library.Backend(**facts, why="built", cuda=False)
 
-    assert str(with_cards).startswith("kernels (avx2, 2 threads, with CUDA for sm_75, sm_90), ")
+    assert str(with_cards).startswith(
+        "kernels (avx2, 2 threads, with CUDA for sm_75, sm_90), "
+    )
     assert str(without).startswith("kernels (avx2, 2 threads, no CUDA), ")
 
 
 @pytest.mark.skipif(library.kernels is None, reason="the kernels are not loaded")
 def test_lack_of_memory_is_called_so():
     rows = torch.zeros(1 << 24, 0)  # whose pairs no machine holds
-    with pytest.raises(RuntimeError, match=f"out of memory: there is no room for {1 << 48} more"):
+    with pytest.raises(
+        RuntimeError, match=f"out of memory: there is no room for {1 << 48} more"
+    ):
         ops.pairwise_sqdist(rows)
 
 
@@ -143,7 +167,8 @@ def test_references_warn_once(monkeypatch):
 
 @pytest.mark.skipif(library.kernels is None, reason="the kernels are not loaded")
 def test_a_chains_steps_are_seen_by_autograd():
-    """A product that has saved the weights, or the sum of gradients, notices that they change."""
+    """A product that has saved the weights, or the sum of gradients, notices that
+    they change."""
     *_, (_, (w, *others)) = (s for s in samples() if s[0] == "chain_sgd_")
     for t in (w, others[-1]):
         product = (torch.ones_like(t, requires_grad=True) * t).sum()

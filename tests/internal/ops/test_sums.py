@@ -1,4 +1,5 @@
-"""Sums whose bits a card repeats, and backward passes of indices that only a card lets through."""
+"""Sums whose bits a card repeats, and backward passes of indices that only a card
+lets through."""
 
 from types import SimpleNamespace
 
@@ -29,7 +30,10 @@ def test_both_ways_of_index_add_have_the_same_bits():
     index, values = as_lists(*SHARED)
     zeros = torch.zeros(SHARED[1], dtype=torch.float64)
 
-    got, want = by_card(index_add, zeros, index, values), index_add(zeros, index, values)
+    got, want = (
+        by_card(index_add, zeros, index, values),
+        index_add(zeros, index, values),
+    )
 
     assert torch.equal(got, want)
     assert torch.equal(want, zeros.clone().index_add_(0, index, values))
@@ -39,7 +43,10 @@ def test_both_ways_of_scatter_add_have_the_same_bits():
     index, values = integers(0, 0, 9, 30, 5000), randn(1, 30, 5000).double()
     zeros = torch.zeros(30, 9, dtype=torch.float64)
 
-    got, want = by_card(scatter_add, zeros, index, values), scatter_add(zeros, index, values)
+    got, want = (
+        by_card(scatter_add, zeros, index, values),
+        scatter_add(zeros, index, values),
+    )
 
     assert torch.equal(got, want)
     assert torch.equal(want, zeros.scatter_add(1, index, values))
@@ -63,21 +70,25 @@ CARDS_SUMS = ("index_add", "scatter_add", "cumsum")
 def test_no_sum_that_differs_from_run_to_run_is_called_on_a_card(call, monkeypatch):
     called = []
     for name in [*CARDS_SUMS, *(f"{n}_" for n in CARDS_SUMS)]:
-        monkeypatch.setattr(torch.Tensor, name, lambda *given, name=name: called.append(name))
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda *given, name=name: called.append(name)
+        )
     shape = (4,) if call is index_add else (4, 4)
     index, values = torch.zeros(shape, dtype=torch.int64), torch.ones(shape)
     by_card(call, *((values,) if call is running_sums else (values, index, values)))
     assert not called
 
 
-# indices past the end ---------------------------------------------------------------------------
+# indices past the end ---------------------------------------------------------
 
 ROWS = torch.arange(15.0, dtype=torch.float64).view(3, 5)
 
 
 def distances_gradient(index, symmetric=True):
     other = None if symmetric else ROWS + 1
-    context = SimpleNamespace(saved_tensors=(ROWS, other, index), needs_input_grad=(True, True))
+    context = SimpleNamespace(
+        saved_tensors=(ROWS, other, index), needs_input_grad=(True, True)
+    )
     return _sqdist._backward(context, torch.ones(index.shape, dtype=torch.float64))
 
 
@@ -86,7 +97,9 @@ def test_distances_to_a_row_that_is_not_there_have_gradient_nan(symmetric):
     index = torch.tensor([[1], [2], [7]])
     good = torch.tensor([[1], [2], [-1]])  # padding in its place
 
-    (got, got_b, _), (want, want_b, _) = (distances_gradient(i, symmetric) for i in (index, good))
+    (got, got_b, _), (want, want_b, _) = (
+        distances_gradient(i, symmetric) for i in (index, good)
+    )
 
     assert got[2].isnan().all()
     assert torch.equal(got[:2], want[:2])
@@ -97,9 +110,14 @@ def aggregate_gradients(index, updates=ROWS):
     weight = torch.ones(index.shape, dtype=torch.float64)
     needed = (True, True, False, False)
     context = SimpleNamespace(
-        saved_tensors=(updates, weight, index), lr=1.0, one=False, needs_input_grad=needed
+        saved_tensors=(updates, weight, index),
+        lr=1.0,
+        one=False,
+        needs_input_grad=needed,
     )
-    return _aggregate._backward(context, torch.ones(len(index), 5, dtype=torch.float64))[:2]
+    return _aggregate._backward(
+        context, torch.ones(len(index), 5, dtype=torch.float64)
+    )[:2]
 
 
 @pytest.mark.parametrize("past", [7, 3, -1])

@@ -1,5 +1,5 @@
-"""A wrong argument is answered with one sentence of pflcore's own, which names it: by its
-annotation, and where that says nothing or too little, by `TABLE`."""
+"""A wrong argument is answered with one sentence of pflcore's own, which names it: by
+its annotation, and where that says nothing or too little, by `TABLE`."""
 
 import importlib
 import inspect
@@ -31,12 +31,18 @@ from pflcore.algorithms import ALGORITHMS, FedAvg, fixed_options
 from pflcore.check import EXPECT_ANYTHING, expectation_of
 from pflcore.simulation.round import RunConfig, State, initial_state
 
-WORDS, ROWS, LABELS = ["a", "b"], torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 1, 0])
+WORDS, ROWS, LABELS = (
+    ["a", "b"],
+    torch.arange(12.0).reshape(4, 3),
+    torch.tensor([0, 1, 1, 0]),
+)
 TENSOR = ["text", WORDS, 3]
 NAME = ["unknown", WORDS, 3]
 IDS = [[99], [0, 0], [[0]], []]
 DATA, DICTS = images(), [tiny_model()().state_dict() for _ in range(4)]
-SETUP = RunConfig(FedAvg(), make_setting(Net(tiny_model()), DATA, Training(), workers=1))
+SETUP = RunConfig(
+    FedAvg(), make_setting(Net(tiny_model()), DATA, Training(), workers=1)
+)
 RUN = {"algorithm": "fedavg", "model": tiny_model(), "data": DATA, "rounds": 1}
 VECTOR = ["text", None, WORDS, 3, ROWS]
 EMPTY = State({}, {}, torch.zeros(3, 0), torch.zeros(3, dtype=torch.bool))
@@ -48,8 +54,14 @@ TABLE = {
         f: ({"scores": torch.rand(4), "y": LABELS}, {"scores": TENSOR, "y": TENSOR})
         for f in (*metrics.METRICS.values(), metrics.is_correct)
     },
-    metrics.weighted_mean: ({"values": [1.0], "weight": [1.0]}, {"weight": [[1.0, 2.0], [-1.0]]}),
-    metrics.hurt: ({"after": [1.0], "before": [1.0]}, {"after": VECTOR, "before": VECTOR}),
+    metrics.weighted_mean: (
+        {"values": [1.0], "weight": [1.0]},
+        {"weight": [[1.0, 2.0], [-1.0]]},
+    ),
+    metrics.hurt: (
+        {"after": [1.0], "before": [1.0]},
+        {"after": VECTOR, "before": VECTOR},
+    ),
     interop.pack: (
         {"uploads": DICTS},
         {"uploads": [[], [{}], [None], [{"a": "text"}]], "include": ["unknown"]},
@@ -70,14 +82,19 @@ TABLE = {
                 *(Evaluation(clients=ids) for ids in ([99], [0, 0], [])),
                 Evaluation(metrics=["unknown"]),
             ],
-            "robustness": [Robustness(adversary=Adversary("noise", i)) for i in ([99], range(3))],
+            "robustness": [
+                Robustness(adversary=Adversary("noise", i)) for i in ([99], range(3))
+            ],
         },
     ),
     pflcore.step: (
         {"config": SETUP, "state": initial_state(FedAvg(), SETUP.context.net, 3)},
         {"ids": IDS},
     ),
-    Federation: ({"x": DATA.x, "y": DATA.y, "index": DATA.index}, {"index": [{"train": 3}]}),
+    Federation: (
+        {"x": DATA.x, "y": DATA.y, "index": DATA.index},
+        {"index": [{"train": 3}]},
+    ),
 }
 JUNK = ["?", None, ["a", "b"], (0, -1), 3, -1, 0, 2.5, math.nan, True, object(), ROWS]
 JUNK += [10**9, [-1], [0.5], [True, False, True]]
@@ -108,14 +125,18 @@ def test_a_wrong_argument_is_named_in_one_sentence(f, tmp_path, monkeypatch):
     good, wrong = TABLE[f]
     for name, values in wrong.items():
         for value in values:
-            with sentence(rf".*\b({name}|{ALIAS.get(name, name)})\b", (ValueError, TypeError)):
+            with sentence(
+                rf".*\b({name}|{ALIAS.get(name, name)})\b", (ValueError, TypeError)
+            ):
                 f(**{**good, name: value})
 
 
 def public():
     """Callables of docs/api.md, and the algorithms."""
     for module, name in listed():
-        if name and not module.endswith(("flower", "distributed", "check", "reference", "cli")):
+        if name and not module.endswith(
+            ("flower", "distributed", "check", "reference", "cli")
+        ):
             yield getattr(importlib.import_module(module), name)
     yield from ALGORITHMS.values()
 
@@ -128,7 +149,9 @@ def kinds(f):
     elif is_dataclass(f) and hasattr(f, "__post_init__"):
         hints = typing.get_type_hints(f, include_extras=True)
         hints = {
-            x.name: hints[x.name] for x in fields(f) if x.init and x.name not in fixed_options(f)
+            x.name: hints[x.name]
+            for x in fields(f)
+            if x.init and x.name not in fixed_options(f)
         }
     else:
         return {}
@@ -139,7 +162,11 @@ def kinds(f):
 
 
 FOUND = {f: kinds(f) for f in public() if inspect.isclass(f) or inspect.isfunction(f)}
-CASES = [pytest.param(f, k, id=f"{f.__module__}.{f.__qualname__}") for f, k in FOUND.items() if k]
+CASES = [
+    pytest.param(f, k, id=f"{f.__module__}.{f.__qualname__}")
+    for f, k in FOUND.items()
+    if k
+]
 
 
 @pytest.mark.parametrize("f, given", CASES)
@@ -154,7 +181,7 @@ def test_what_an_annotation_does_not_allow_is_refused(f, given):
 GIVEN = """Backend Basis Clients ClientGroups Cohort Fit ModelForm History Layout MixingWeights Nearest Objective
 RoundOutcome PackedModels Partition Personalized SharedRows RowUpdate RowSource Run RunConfig Source
 State TopK Traits
-apply"""
+apply"""  # noqa: E501
 
 
 def test_every_public_callable_is_checked():
@@ -162,9 +189,14 @@ def test_every_public_callable_is_checked():
     unchecked = [f for f, found in FOUND.items() if not found and f not in TABLE]
     for f in [f for f in unchecked if not f.__module__.startswith("pflcore.ops")]:
         simple = inspect.isclass(f) and issubclass(f, (Exception, FedAvg.__base__))
-        assert f.__name__ in GIVEN.split() or simple or not inspect.signature(f).parameters, f
+        assert (
+            f.__name__ in GIVEN.split() or simple or not inspect.signature(f).parameters
+        ), f
 
 
-def test_choices_are_named_as_their_annotation_orders_them():  # equal annotations, to Python
+# equal annotations, to Python
+def test_choices_are_named_as_their_annotation_orders_them():
     for choices in (Literal["max", "avg"], Literal["avg", "max"]):
-        assert expectation_of(choices).words == " or ".join(map(repr, typing.get_args(choices)))
+        assert expectation_of(choices).words == " or ".join(
+            map(repr, typing.get_args(choices))
+        )

@@ -1,5 +1,5 @@
-"""How the kernels are built: what a failed build says, and for which cards CUDA kernels are made
-where no card is seen."""
+"""How the kernels are built: what a failed build says, and for which cards CUDA kernels
+are made where no card is seen."""
 
 import importlib.util
 import os
@@ -37,8 +37,21 @@ def built(tmp_path, compiler, **environment):
     for module in ("setuptools", "ninja"):
         pytest.importorskip(module)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, "CXX": compiler, "CC": compiler, "PATH": path, **environment}
-    words = ["-q", "build", "--build-base", tmp_path / "b", "--build-lib", tmp_path / "lib"]
+    environment = {
+        **os.environ,
+        "CXX": compiler,
+        "CC": compiler,
+        "PATH": path,
+        **environment,
+    }
+    words = [
+        "-q",
+        "build",
+        "--build-base",
+        tmp_path / "b",
+        "--build-lib",
+        tmp_path / "lib",
+    ]
     return ran("setup.py", *words, env=environment, timeout=300), environment
 
 
@@ -46,8 +59,8 @@ def built(tmp_path, compiler, **environment):
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler to fail")
 @pytest.mark.parametrize("want", ["auto", "cpu"])
 def test_a_failed_build_names_its_cause(tmp_path, want):
-    """Not "error compiling objects", nor a compiler that is missing: what the compiler itself says,
-    to whoever asks later, too."""
+    """Not "error compiling objects", nor a compiler that is missing: what the compiler
+    itself says, to whoever asks later, too."""
     broken = script(
         tmp_path / "c++",
         'case "$*" in *--version*|*-dumpfullversion*) exec c++ "$@";; esac',
@@ -67,8 +80,8 @@ def test_a_failed_build_names_its_cause(tmp_path, want):
 @pytest.mark.deep("a compiler")
 @pytest.mark.skipif(not shutil.which("c++"), reason="no C++ compiler")
 def test_kernels_without_the_module(tmp_path):
-    """Where Python's headers are missing, say; the compiler here has no other sources than empty
-    ones."""
+    """Where Python's headers are missing, say; the compiler here has no other sources
+    than empty ones."""
     (tmp_path / "empty.cpp").touch()
     headless = script(
         tmp_path / "c++",
@@ -80,10 +93,16 @@ def test_kernels_without_the_module(tmp_path):
         f'exec {shutil.which("c++")} "$@"',
     )
     done, _ = built(tmp_path, headless, PFLCORE_EXT="cpu")
-    assert done.returncode == 0 and "pflcore: built CPU kernels" in done.stderr, done.stderr[-2000:]
-    assert "module of facts cannot be built here: <>: fatal error: Python.h" in done.stderr
+    assert done.returncode == 0 and "pflcore: built CPU kernels" in done.stderr, (
+        done.stderr[-2000:]
+    )
+    assert (
+        "module of facts cannot be built here: <>: fatal error: Python.h" in done.stderr
+    )
     made = (tmp_path / "lib" / "pflcore").iterdir()
-    assert {p.name for p in made if p.suffix in (".so", ".failed")} == {"lib_pflcore.so"}
+    assert {p.name for p in made if p.suffix in (".so", ".failed")} == {
+        "lib_pflcore.so"
+    }
 
 
 def test_a_wheel_without_the_module_is_for_every_python(setup, monkeypatch):
@@ -103,12 +122,18 @@ def test_a_wheel_without_the_module_is_for_every_python(setup, monkeypatch):
         assert python.startswith("cp") if module else (python, abi) == ("py3", "none")
 
 
-OTHER = "void torch_of_another_time(); void* pflcore_built() { torch_of_another_time(); return 0; }"
+OTHER = (
+    "void torch_of_another_time(); void* pflcore_built() { "
+    "torch_of_another_time(); return 0; }"
+)
 
 
 @pytest.mark.parametrize("code", [None, OTHER, ""])
-def test_a_library_that_does_not_fit_is_refused_in_one_sentence(code, tmp_path, monkeypatch):
-    """No library at all, one that needs what this torch has not, one of something else."""
+def test_a_library_that_does_not_fit_is_refused_in_one_sentence(
+    code, tmp_path, monkeypatch
+):
+    """No library at all, one that needs what this torch has not, one of something
+    else."""
     file = tmp_path / "lib_pflcore.so"
     monkeypatch.setattr(library, "LIBRARY", file)
     monkeypatch.setenv("PFLCORE_KERNELS", "1")
@@ -122,7 +147,10 @@ def test_a_library_that_does_not_fit_is_refused_in_one_sentence(code, tmp_path, 
     kernels, why, fix = library._load()
     assert kernels is None and fix == library.REINSTALL_COMMAND
     lacks = {None: "", "": "pflcore_built"}.get(code, "torch_of_another_time")
-    assert why.startswith("the kernels do not load beside this torch (") and "\n" not in why
+    assert (
+        why.startswith("the kernels do not load beside this torch (")
+        and "\n" not in why
+    )
     assert str(file) in why and lacks in why
 
 
@@ -136,7 +164,8 @@ def test_a_torch_outside_of_the_range_gets_references(version, monkeypatch):
 def test_cards_that_the_compiler_knows(setup, tmp_path):
     script(
         tmp_path / "bin" / "nvcc",
-        "echo compute_50; echo compute_75; echo compute_80; echo compute_90; echo compute_120",
+        "echo compute_50; echo compute_75; echo compute_80; echo compute_90; echo "
+        "compute_120",
     )
     assert setup.card_list(str(tmp_path)) == "7.5;8.0;9.0;12.0+PTX"
     script(tmp_path / "bin" / "nvcc", "exit 1")
@@ -145,7 +174,9 @@ def test_cards_that_the_compiler_knows(setup, tmp_path):
 
 @pytest.mark.parametrize("want", ["auto", "cpu", "cuda"])
 @pytest.mark.parametrize("asks", [None, "card", "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST"])
-def test_cuda_is_compiled_where_a_card_is_seen_or_it_is_asked_for(setup, monkeypatch, want, asks):
+def test_cuda_is_compiled_where_a_card_is_seen_or_it_is_asked_for(
+    setup, monkeypatch, want, asks
+):
     monkeypatch.setattr(setup, "WANT", want)
     monkeypatch.setattr(setup, "cuda_home", lambda *_: "/home/of/nvcc")
     monkeypatch.setattr(setup, "card_list", lambda home: "9.0")

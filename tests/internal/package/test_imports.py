@@ -1,5 +1,5 @@
-"""The rooms of the house: which may import which, that no two files need each other, and what
-importing pflcore pulls in."""
+"""The rooms of the house: which may import which, that no two files need each other,
+and what importing pflcore pulls in."""
 
 import ast
 import re
@@ -62,7 +62,9 @@ DRAWN = runpy.run_path(str(ROOT / ".ci" / "rooms.py"))
 def test_a_room_imports_what_it_may_and_nothing_else():
     assert DRAWN["imports"]() == ROOMS
     order = list(ROOMS)  # no room imports one above it
-    assert all(order.index(b) < order.index(a) for a, below in ROOMS.items() for b in below)
+    assert all(
+        order.index(b) < order.index(a) for a, below in ROOMS.items() for b in below
+    )
 
 
 def test_the_picture_of_the_rooms_is_current():
@@ -71,7 +73,8 @@ def test_the_picture_of_the_rooms_is_current():
 
 def test_no_two_files_need_each_other():
     graph = {m: imported(p) for m, p in MODULES.items()}
-    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the files
+    # raises CycleError, which names the files
+    list(TopologicalSorter(graph).static_order())
 
 
 NO_EXTRA = """
@@ -82,7 +85,7 @@ import pflcore.simulation.callbacks, pflcore.testing
 heavy = "matplotlib peft transformers torchvision tyro tqdm mlxtend scipy sklearn flwr pandas"
 heavy += " safetensors tensorboard"
 print(*{*heavy.split()} & sys.modules.keys() - before)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.deep("a subprocess")
@@ -93,7 +96,10 @@ def test_importing_pflcore_pulls_in_no_extra():
 
 @pytest.mark.deep("a subprocess")
 def test_importing_the_ops_loads_the_ops_alone():
-    code = "import sys, torch, pflcore.ops; print(*[m for m in sys.modules if 'pflcore' in m])"
+    code = (
+        "import sys, torch, pflcore.ops; print(*[m for m in sys.modules if "
+        "'pflcore' in m])"
+    )
     loaded = set(ran("-c", code).stdout.split())
     rooms = {m.split(".")[1] for m in loaded - {"pflcore"}}
     assert rooms <= {"ops", "check"} and len(loaded) <= 15
@@ -105,18 +111,32 @@ def test_flowers_room_says_what_it_needs():
         "import sys; sys.modules['flwr'] = None\nimport pflcore.interop\nimport "
         "pflcore.interop.flower"
     )
-    said = "pflcore.interop.flower needs Flower; pip install 'flwr[simulation]>=1.41,<2'."
+    said = (
+        "pflcore.interop.flower needs Flower; pip install 'flwr[simulation]>=1.41,<2'."
+    )
     assert ran("-c", code).stderr.splitlines()[-1] == f"ImportError: {said}"
 
 
 def test_no_advice_needs_an_index_that_has_pflcore():
     """And what is named is what the extras are of; torch stays as it is."""
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    texts += [p for room in ("pflcore", "bench", "examples") for p in (ROOT / room).rglob("*.*")]
+    texts += [
+        p
+        for room in ("pflcore", "bench", "examples")
+        for p in (ROOT / room).rglob("*.*")
+    ]
     texts = [p for p in texts if p.suffix in (".py", ".md")]
-    assert [p for p in texts if "install 'pflcore[" in p.read_text(encoding="utf-8")] == []
+    assert [
+        p for p in texts if "install 'pflcore[" in p.read_text(encoding="utf-8")
+    ] == []
     extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    for package in ("tyro", "mlxtend", "scikit-learn", "matplotlib", "flwr[simulation]>=1.41,<2"):
+    for package in (
+        "tyro",
+        "mlxtend",
+        "scikit-learn",
+        "matplotlib",
+        "flwr[simulation]>=1.41,<2",
+    ):
         assert f'"{package}' in extras
     version = torch.__version__.partition("+")[0]
     assert install_command("tyro", "sklearn") == "pip install tyro scikit-learn"
@@ -128,4 +148,6 @@ def test_the_map_names_every_file():
     for name in [p.parent.name for p in PACKAGE.glob("*/__init__.py")]:
         (row,) = re.findall(rf"^\| `pflcore/{name}/` \| (.*) \|$", text, re.M)
         files = {p.stem.lstrip("_") for p in (PACKAGE / name).glob("*.py")} - {"init__"}
-        assert {w for w in re.findall(r"`([a-z0-9_]+)`", row) if w != name} == files, name
+        assert {w for w in re.findall(r"`([a-z0-9_]+)`", row) if w != name} == files, (
+            name
+        )

@@ -38,7 +38,10 @@ def test_log_is_read(registers):
 def test_table_is_read_as_it_was_written(registers):
     uses = {A: registers.Use(32, 0, 0), B: registers.Use(128, 8, 16)}
 
-    assert registers.read_table(registers.write_table("13.0.88", uses)) == ("13.0.88", uses)
+    assert registers.read_table(registers.write_table("13.0.88", uses)) == (
+        "13.0.88",
+        uses,
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,10 @@ def test_table_is_read_as_it_was_written(registers):
         pytest.param({A: (32, 0, 0)}, [], ["fewer spilled bytes"], id="fewer spills"),
         pytest.param({B: (32, 8, 8)}, ["gone", "new"], [], id="other kernels"),
         pytest.param(
-            {("a_kernel", "sm_80"): (32, 8, 8)}, [], ["not in the table"], id="other cards"
+            {("a_kernel", "sm_80"): (32, 8, 8)},
+            [],
+            ["not in the table"],
+            id="other cards",
         ),
     ],
 )
@@ -65,7 +71,9 @@ def test_builds_are_compared(registers, now, errors, told):
         assert all(word in line for word, line in zip(words, lines, strict=True))
 
 
-def run(registers, monkeypatch, tmp_path, *options, version="13.0.88", registers_used=32):
+def run(
+    registers, monkeypatch, tmp_path, *options, version="13.0.88", registers_used=32
+):
     """The script on a build of one kernel; the table is the test's own."""
     table, log = tmp_path / "registers.tsv", tmp_path / "log"
     log.write_text("...")

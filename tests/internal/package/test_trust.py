@@ -13,8 +13,8 @@ from pflcore.train._random import (
 
 
 def test_random_numbers_are_these_on_every_machine():
-    """Written down once: a function of the key alone, whatever the machine, the process and
-    Python's hash seed."""
+    """Written down once: a function of the key alone, whatever the machine, the process
+    and Python's hash seed."""
     seeds = client_seeds(np.array([0, 1, 7]), 0, 3, "fit", 0)
     assert golden("random_numbers") == {
         "seed": seed_of("a", 1, 2.5),

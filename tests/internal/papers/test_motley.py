@@ -1,5 +1,5 @@
-"""Motley's metrics against hand values, and whole small plans: what is chosen, what is kept, what
-is said."""
+"""Motley's metrics against hand values, and whole small plans: what is chosen, what is
+kept, what is said."""
 
 import json
 import math
@@ -56,8 +56,8 @@ def test_a_summary_by_hand():
 
 
 def majority_setting():
-    """Clients 0 .. 7 hold constant inputs; all but the even ones' labels are 1. The model has one
-    weight a class, 0 at first."""
+    """Clients 0 .. 7 hold constant inputs; all but the even ones' labels are 1. The
+    model has one weight a class, 0 at first."""
     parts = [(torch.ones(8, 1), torch.full((8,), i % 2)) for i in range(8)]
     p = cross_device(Federation.from_clients(parts, classes=2), 2, 2, 4)
     training = Training(lr=1.0, batch_size=8)
@@ -71,8 +71,8 @@ def majority_setting():
 
 
 def test_in_and_out_of_distribution_by_hand():
-    """Fine-tuned, each client answers with its own label: all right at home, right half of the time
-    on everybody's samples."""
+    """Fine-tuned, each client answers with its own label: all right at home, right half
+    of the time on everybody's samples."""
     p, setting, state = majority_setting()
     own = (p.report_clients % 2).double()
     pool = (
@@ -82,11 +82,15 @@ def test_in_and_out_of_distribution_by_hand():
         .mean()
     )
     assert pool.item() == pytest.approx(own.mean().item())
-    found = study.vary(RunConfig(FineTune(), setting), state, p, "finetune_epochs", (0, 2))
+    found = study.vary(
+        RunConfig(FineTune(), setting), state, p, "finetune_epochs", (0, 2)
+    )
     (before, _), (tuned, others) = found[0], found[2]
     assert tuned.isnan().sum() == 4
     torch.testing.assert_close(tuned[p.report_clients], torch.ones_like(own))
-    torch.testing.assert_close(others[p.report_clients], torch.where(own == 1, pool, 1 - pool))
+    torch.testing.assert_close(
+        others[p.report_clients], torch.where(own == 1, pool, 1 - pool)
+    )
     # without tuning: scores tie at 0, and the first class is taken
     assert torch.equal(before[p.report_clients], 1 - own)
     with sentence("option: "):
@@ -98,7 +102,9 @@ def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
     some, whole = (study.out_of_distribution(p, size).data for size in (10, 10**6))
     report, own, label = p.report_clients.tolist(), p.data.index["test"], {}
     for i in report:
-        label |= dict(zip(own[i].tolist(), p.data.labels(i, "test").tolist(), strict=True))
+        label |= dict(
+            zip(own[i].tolist(), p.data.labels(i, "test").tolist(), strict=True)
+        )
     pool, *others = (some.index["test"][i].tolist() for i in report)
     assert others == [pool, pool] and len(pool) == 10 and label.keys() >= {*pool}
     x, y = some.client(report[0], "test")
@@ -109,8 +115,8 @@ def test_the_out_of_distribution_pool_comes_from_evaluation_halves_alone():
 
 
 def test_smaller_test_sets_show_other_changes():
-    """A client whose first test sample alone is of its own label loses by an answer that is right
-    for that one, and seems to gain where that one alone is looked at."""
+    """A client whose first test sample alone is of its own label loses by an answer
+    that is right for that one, and seems to gain where that one alone is looked at."""
     p, setting, state = majority_setting()
     y, test = p.data.y.clone(), p.data.lists("test")
     for i in p.report_clients.tolist():
@@ -123,7 +129,9 @@ def test_smaller_test_sets_show_other_changes():
         # untuned, everybody is given the first class; tuned, its own
         right = [[1 if i % 2 == 0 else n - 1, 1] for i in p.report_clients.tolist()]
         want = [(tuned - before) / n for before, tuned in right]
-        assert found[f"{f} of the test samples"][p.report_clients].tolist() == pytest.approx(want)
+        assert found[f"{f} of the test samples"][
+            p.report_clients
+        ].tolist() == pytest.approx(want)
 
 
 @pytest.mark.deep("a whole plan, with its pictures")
@@ -141,7 +149,9 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     assert "MiB to 98 %" in text and "finetune_epochs" in text and "best" not in text
     seen = made.runs["device", "HypCluster", ""][0].evaluations[-1]["eval"]
     picked = [c for c in seen["cluster"] if c >= 0]
-    assert rows["HypCluster"]["largest"] == 100 * max(map(picked.count, picked)) / len(picked)
+    assert rows["HypCluster"]["largest"] == 100 * max(map(picked.count, picked)) / len(
+        picked
+    )
     (task,) = made.tasks["device", "HypCluster", ""]
     simulation, p = made.simulation(task)
     state = made.states(task)[-1][3]
@@ -162,17 +172,22 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
 
 def test_studies_take_the_buffers_of_the_run(tmp_path, monkeypatch):
     asked, real = set(), study.evaluate
-    monkeypatch.setattr(study, "evaluate", lambda s, *a: asked.add(s.batch_norm) or real(s, *a))
+    monkeypatch.setattr(
+        study, "evaluate", lambda s, *a: asked.add(s.batch_norm) or real(s, *a)
+    )
     local = {**DEVICE["options"], "batch_norm": "local"}
     played(some(DEVICE, "FedAvg", "FT", options=local), tmp_path, draw=True)
     assert asked == {"local"}
 
 
 def test_a_run_along_the_way_is_what_a_shorter_run_ends_with(tmp_path):
-    """Evaluations between are of the states of then, for those who build upon them too."""
+    """Evaluations between are of the states of then, for those who build upon them
+    too."""
     plan = some(DEVICE, "FedAvg", "FT")
     long = played(plan, tmp_path / "a")[0]
-    short = played({**plan, "options": plan["options"] | {"rounds": 2}}, tmp_path / "b")[0]
+    short = played(
+        {**plan, "options": plan["options"] | {"rounds": 2}}, tmp_path / "b"
+    )[0]
     for key, (run,) in short.runs.items():
         (other,) = long.runs[key]
         assert run.evaluations[-1]["eval"] == other.evaluations[0]["eval"]
@@ -180,14 +195,18 @@ def test_a_run_along_the_way_is_what_a_shorter_run_ends_with(tmp_path):
 
 
 def told(rows):
-    return [{k: v for k, v in r.items() if k != "seconds_a_round"} for r in rows.values()]
+    return [
+        {k: v for k, v in r.items() if k != "seconds_a_round"} for r in rows.values()
+    ]
 
 
 def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     _, whole, _ = played(SILO, tmp_path / "a")
     with monkeypatch.context() as m:
         # in FedAvg's second run
-        m.setattr(Progress, "step", fails(Progress.step, 8 * 3 + 5, KeyboardInterrupt()))
+        m.setattr(
+            Progress, "step", fails(Progress.step, 8 * 3 + 5, KeyboardInterrupt())
+        )
         with pytest.raises(KeyboardInterrupt):
             played(SILO, tmp_path / "b")
     cut = tmp_path / "b" / "records" / "silo" / "FedAvg-seed2.jsonl"
@@ -195,7 +214,9 @@ def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     before = {f: f.stat().st_mtime_ns for f in cut.parent.iterdir() if f != cut}
     assert len(before) == 4  # two of Local, and FedAvg's first with its states
     _, again, _ = played(SILO, tmp_path / "b")
-    assert {f: f.stat().st_mtime_ns for f in before} == before and told(again) == told(whole)
+    assert {f: f.stat().st_mtime_ns for f in before} == before and told(again) == told(
+        whole
+    )
     # without its states a run that others build upon is not whole
     (cut.parent / "FedAvg-seed1.pt").unlink()
     _, again, _ = played(SILO, tmp_path / "b")
@@ -203,7 +224,9 @@ def test_a_plan_goes_on_where_it_stopped(tmp_path, monkeypatch):
     # nor is one without its last evaluation, in which Ctrl-C came
     cut = cut.with_name("Local-seed2.jsonl")
     *lines, last = cut.read_text().splitlines()
-    cut.write_text("\n".join([*lines, json.dumps(json.loads(last) | {"eval": None})]) + "\n")
+    cut.write_text(
+        "\n".join([*lines, json.dumps(json.loads(last) | {"eval": None})]) + "\n"
+    )
     _, again, _ = played(SILO, tmp_path / "b")
     assert told(again) == told(whole) and read(cut)[0].rounds[-1]["eval"]
 
@@ -230,7 +253,8 @@ settings | {"silo": {"protocol": {"kind": "cross-silo"}}}
 
 @pytest.mark.parametrize("key, change", tabled(CHANGES))
 def test_a_digest_counts_all_that_a_run_depends_on(key, change):
-    """What a method builds upon with it: another server_lr of FedAvg is another fine-tuning."""
+    """What a method builds upon with it: another server_lr of FedAvg is another
+    fine-tuning."""
 
     def digests(plan, **more):
         return {(t.method, t.options.seed): t.digest for t in tasks(plan, **more)}
@@ -248,7 +272,9 @@ def test_what_must_hold_is_checked(tmp_path):
     means, ft = [v.mean().item() for v in after], rows["FT"]
     assert ft["measure"] == "loss" and ft["by_seed"] == pytest.approx(means)
     assert ft["final_std"] == pytest.approx(abs(means[0] - means[1]) / 2)
-    assert ft["std"] == pytest.approx(sum(v.std(correction=0).item() for v in after) / 2)
+    assert ft["std"] == pytest.approx(
+        sum(v.std(correction=0).item() for v in after) / 2
+    )
     worse = {**SILO, "checks": {"tolerance": 1e-9, "below": {"Local": ["FedAvg"]}}}
     _, _, checks = played(worse, tmp_path, methods=["Local", "FedAvg"])
     assert [good for good, _ in checks] == [False, False]
@@ -258,8 +284,8 @@ def test_what_must_hold_is_checked(tmp_path):
 
 
 def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
-    """Every client keeps its loss, small in one run and large in the other: nobody is hurt, but
-    against the other run all would be."""
+    """Every client keeps its loss, small in one run and large in the other: nobody is
+    hurt, but against the other run all would be."""
     made, _, _ = played(SILO, tmp_path, methods=["FT"], draw=True)
     assert [m for _, m, _ in made.runs] == ["FedAvg", "FT"]  # with what it builds upon
     for runs in made.runs.values():
@@ -268,13 +294,16 @@ def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
     ft = rows_of(SILO, made.runs)[1]
     assert (ft["hurt"], ft["std"], ft["final_std"]) == pytest.approx((0, 0, 0.4))
     pytest.importorskip("matplotlib")
-    assert {p.name for p in tmp_path.glob("*.png")} == {"silo-boxes.png", "silo-deltas.png"}
+    assert {p.name for p in tmp_path.glob("*.png")} == {
+        "silo-boxes.png",
+        "silo-deltas.png",
+    }
 
 
 def test_pictures_of_one_model_for_a_target(tmp_path):
-    """WAFFLE's Fig. 3 and 4: its weights by round, and the target's curves with a band over the
-    seeds; FedDWA's Fig. 1, 2 and 4: its weights, the nearest, and results against an option; from
-    the records alone."""
+    """WAFFLE's Fig. 3 and 4: its weights by round, and the target's curves with a band
+    over the seeds; FedDWA's Fig. 1, 2 and 4: its weights, the nearest, and results
+    against an option; from the records alone."""
     pytest.importorskip("matplotlib")
     reproduce(complete(VARIANTS["one model for a target"]), tmp_path, quiet=True)
     made = {p.stem.removeprefix("a-") for p in tmp_path.glob("a*-*.png")}
@@ -286,9 +315,13 @@ def test_states_of_a_method_with_a_grid_are_those_of_the_chosen_point(tmp_path):
     plan = complete({**DEVICE, **VARIANTS["a state after a grid"]})
     made, rows, _ = played(plan, tmp_path)
     ((best,), (same,)) = made.runs.values()
-    assert best.header["training"]["lr"] == 0.3 and best.last_values("accuracy").nanmean() > 0.5
+    assert (
+        best.header["training"]["lr"] == 0.3
+        and best.last_values("accuracy").nanmean() > 0.5
+    )
     assert torch.equal(
-        best.last_values("accuracy").nan_to_num(-1), same.last_values("accuracy").nan_to_num(-1)
+        best.last_values("accuracy").nan_to_num(-1),
+        same.last_values("accuracy").nan_to_num(-1),
     )
     assert played(plan, tmp_path)[1] == rows
 
@@ -312,7 +345,7 @@ BAD = """\
 {"checks": {"below": {"FedAvgg": ["Local"]}}} | below of checks: expected no keys beside
 {"checks": {"belwo": {}}} | checks: expected no keys beside
 {"methods": {"A, b": {"algorithm": "local"}, "A b": {"algorithm": "local"}}} | methods: .* as files
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("change, words", tabled(BAD))
@@ -337,8 +370,8 @@ def test_school_splits_are_those_of_the_paper(whole_school):
 
 
 def test_data_with_a_test_split_of_its_own_is_divided_by_each_runs_seed():
-    """By the protocol alone: all of a client's samples in cross-silo, those in "train" in
-    cross-device."""
+    """By the protocol alone: all of a client's samples in cross-silo, those in "train"
+    in cross-device."""
 
     def sizes(data):
         return sum(data.size(s) for s in data.splits).tolist()
@@ -359,7 +392,9 @@ def test_fewer_rounds_keep_the_warm_parts():
     assert not plan["expected"] and not plan["checks"]
     # settings with rounds of their own, too
     own = {"silo": {**SILO["settings"]["silo"], "rounds": 40}}
-    short, _ = shortened({**SILO, "options": {**SILO["options"], "rounds": 20}, "settings": own}, 5)
+    short, _ = shortened(
+        {**SILO, "options": {**SILO["options"], "rounds": 20}, "settings": own}, 5
+    )
     assert {t.options.rounds for t in tasks(short, methods=["Local"])} == {10}
 
 
@@ -370,10 +405,11 @@ def test_further_seeds_go_on_as_the_plans_do():
 
 @pytest.mark.deep("a whole table of a paper")
 def test_school_of_the_first_split(whole_school, tmp_path):
-    """Local .0124 and MOCHA .01205 are what an independent program gives for seed 100; the whole
-    table takes `pflcore reproduce`."""
+    """Local .0124 and MOCHA .01205 are what an independent program gives for seed 100;
+    the whole table takes `pflcore reproduce`."""
     methods = ["Local", "FedAvg + FT", "MOCHA, omega"]
     _, rows, checks = played(load("motley-school"), tmp_path, seeds=1, methods=methods)
     assert rows["Local"]["final"] == pytest.approx(0.0124, abs=1e-4)
     assert rows["MOCHA, omega"]["final"] == pytest.approx(0.01205, abs=5e-5)
-    assert [good for good, _ in checks] == [True] * 3  # FT and MOCHA below Local, FedAvg above
+    # FT and MOCHA below Local, FedAvg above
+    assert [good for good, _ in checks] == [True] * 3

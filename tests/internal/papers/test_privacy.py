@@ -1,4 +1,5 @@
-"""Attacks on uploads: golden numbers, and whether they find what is there and nothing else."""
+"""Attacks on uploads: golden numbers, and whether they find what is there and
+nothing else."""
 
 import re
 
@@ -18,7 +19,8 @@ D = torch.float64
 
 
 def noise(n):
-    """Inputs whose labels mean nothing: what a model knows of them it has learned by heart."""
+    """Inputs whose labels mean nothing: what a model knows of them it has learned by
+    heart."""
     gen = torch.Generator().manual_seed(0)
     return torch.randn(n, 12, generator=gen), torch.randint(0, 3, (n,), generator=gen)
 
@@ -63,16 +65,21 @@ def caught(algorithm, data, lr=0.3, epochs=20):
     return privacy.intercept(algorithm, model, data, training, 3, workers=1)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "feddwa", "scaffold", "fedfomo", "factorized_waffle"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "feddwa", "scaffold", "fedfomo", "factorized_waffle"]
+)
 def test_the_upload_is_the_clients_model(name):
     alg, data = ALGORITHMS[name](), federation()
     if alg.traits.needs_val:
         data = data.split(val=0.2, seed=100, of=("train",))
     got = caught(alg, data)
-    assert got.row.shape == (2, got.net.size) and not torch.equal(got.row[0], got.row[1])
+    assert got.row.shape == (2, got.net.size) and not torch.equal(
+        got.row[0], got.row[1]
+    )
     for i, row in enumerate(got.row):
         x, y = data.client(i)
-        assert (got.net(row, x).argmax(1) == y).float().mean() > 0.8  # it knows its own noise
+        # it knows its own noise
+        assert (got.net(row, x).argmax(1) == y).float().mean() > 0.8
 
 
 # an algorithm, the learning rate, the size of the attack, and what is said
@@ -83,7 +90,7 @@ fedavg | 1e30 | {"samples": 5, "shadows": 1} | training: client(s) [0, 1] sent u
 fedavg | 0.3 | {"samples": 400} | samples: expected at most 12 of these data a client, got 400
 fedavg | 0.3 | {"clients": 0} | clients: expected a whole number
 fedavg | 0.3 | {"shadows": -1} | shadows: expected a whole number
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("name, lr, size, words", tabled(REFUSED))
@@ -102,7 +109,9 @@ def test_views_of_a_dictionary():
     seen = privacy.views(alg, got, known)
     b = {k: rows[:, at] / got.row[:, at] for k, rows in seen.items()}
     elsewhere = torch.ones(got.net.size, dtype=torch.bool).index_fill(0, at, False)
-    assert all(torch.equal(rows[:, elsewhere], got.row[:, elsewhere]) for rows in seen.values())
+    assert all(
+        torch.equal(rows[:, elsewhere], got.row[:, elsewhere]) for rows in seen.values()
+    )
     prior = alg.init_client({}, got.net, 1)["q"][0][:10].sigmoid()
     torch.testing.assert_close(b["all"], torch.ones(2, 10))
     torch.testing.assert_close(b["prior"], prior.expand(2, -1))
@@ -114,8 +123,8 @@ def test_views_of_a_dictionary():
 
 
 def test_an_update_betrays_the_factors_that_were_used():
-    """A factor with b = 0 gets no gradient: whoever has the download and the upload reads b off
-    their difference."""
+    """A factor with b = 0 gets no gradient: whoever has the download and the upload
+    reads b off their difference."""
     net = Net(lambda: factorize(model(), 10))
     used = torch.tensor([1.0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
     at, x, y = strengths(net), *noise(40)
@@ -134,7 +143,9 @@ def test_an_update_betrays_the_factors_that_were_used():
 def attack(rounds, lr):
     t = Training(lr=lr, batch_size=10, epochs=10)
     how = privacy.Played(2, 40, rounds, shadows=2, ratios=6, workers=1)
-    found = privacy.membership(ALGORITHMS["fedavg"](), model, noise(2000), 3, t, how).verdicts
+    found = privacy.membership(
+        ALGORITHMS["fedavg"](), model, noise(2000), 3, t, how
+    ).verdicts
     return {(v.view, v.attack): v for v in found}
 
 
@@ -150,7 +161,10 @@ def test_members_of_an_overfitted_model_are_found():
 def test_a_model_that_learned_nothing_gives_nothing_away():
     for verdict in attack(1, 1e-6).values():
         low, high = verdict.interval["auc"]
-        assert low - 0.02 < 0.5 < high + 0.02 and abs(verdict.value["accuracy"] - 0.5) < 0.15
+        assert (
+            low - 0.02 < 0.5 < high + 0.02
+            and abs(verdict.value["accuracy"] - 0.5) < 0.15
+        )
 
 
 def test_lira_is_the_likelihood_ratio():
@@ -160,7 +174,9 @@ def test_lira_is_the_likelihood_ratio():
     shadow = centre + inside.float() + noisy
     target = centre + 0.3
     normal = torch.distributions.Normal
-    want = normal(centre + 1, 0.5).log_prob(target) - normal(centre, 0.8).log_prob(target)
+    want = normal(centre + 1, 0.5).log_prob(target) - normal(centre, 0.8).log_prob(
+        target
+    )
     got = privacy.lira(shadow, inside, target)
     assert (got - want).abs().mean() < 0.15
     z, y = torch.randn(5, 4, dtype=D), torch.tensor([0, 1, 2, 3, 0])
@@ -198,7 +214,9 @@ def test_model_inversion_step_by_step():
         got = privacy.invert(scores, *begin, steps=steps)
         for value, one in zip(got, want, strict=False):
             near(value[0], one, rtol=1e-7, atol=5e-10)
-    got, sure = privacy.invert(scores, torch.zeros(2, 3, dtype=D), torch.tensor([0, 1]), lr=2.0)
+    got, sure = privacy.invert(
+        scores, torch.zeros(2, 3, dtype=D), torch.tensor([0, 1]), lr=2.0
+    )
     # it stops where the model is confident
     assert bool((sure >= 0.99).all()) and bool((sure < 0.995).all())
     for low, high in ((-0.01, 0.02), (torch.full((3,), -0.01, dtype=D), 0.02)):

@@ -1,5 +1,5 @@
-"""The runner of reproductions: it resumes, refuses what does not fit, selects on validation data,
-and counts costs."""
+"""The runner of reproductions: it resumes, refuses what does not fit, selects on
+validation data, and counts costs."""
 
 import json
 import re
@@ -41,19 +41,25 @@ def plan(tmp_path, variant):
 
 def played(tmp_path, variant):
     """By Python: what was made."""
-    return reproduce.reproduce(plans.load(plan(tmp_path, variant)), tmp_path / "out", quiet=True)
+    return reproduce.reproduce(
+        plans.load(plan(tmp_path, variant)), tmp_path / "out", quiet=True
+    )
 
 
 def command(tmp_path, *words, variant="small"):
     """By the command line: the exit code, and the rows."""
     out = tmp_path / "out"
-    code = cli.main(["reproduce", plan(tmp_path, variant), "--out", str(out), "--quiet", *words])
+    code = cli.main(
+        ["reproduce", plan(tmp_path, variant), "--out", str(out), "--quiet", *words]
+    )
     return code, json.loads((out / "result.json").read_text())["rows"]
 
 
 def watched(where, name):
     """Notes what a function of a module or class is called with."""
-    return mock.patch.object(where, name, autospec=True, side_effect=getattr(where, name))
+    return mock.patch.object(
+        where, name, autospec=True, side_effect=getattr(where, name)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +74,12 @@ def test_rows_records_and_table(tmp_path, capsys):
     played = product(("two classes", "iid"), SMALL["methods"])
     assert code == 0 and [(r["setting"], r["method"]) for r in rows] == list(played)
     first, second = rows[:2]
-    assert {"data": "digits", "paper": 92.97, "seeds": 2, "rounds": 2}.items() <= first.items()
+    assert {
+        "data": "digits",
+        "paper": 92.97,
+        "seeds": 2,
+        "rounds": 2,
+    }.items() <= first.items()
     assert second["paper"] is None
     assert (first["models_a_round"], second["models_a_round"]) == pytest.approx((3, 2))
     records = read(tmp_path / "out")
@@ -77,7 +88,9 @@ def test_rows_records_and_table(tmp_path, capsys):
     best = [max(r.curve()[1]) for r in classes if r.algorithm == "feddwa"]
     assert first["best"] == pytest.approx(50 * sum(best))
     said = capsys.readouterr().out
-    assert all(words in said for words in ("| FedDWA ", "92.97", "selected on test data"))
+    assert all(
+        words in said for words in ("| FedDWA ", "92.97", "selected on test data")
+    )
 
 
 def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeypatch):
@@ -98,12 +111,17 @@ def test_a_table_says_who_was_dropped_and_who_ran_away(tmp_path, capsys, monkeyp
 
 
 def test_a_target_alone_is_tested_and_each_setting_has_options_of_its_own(tmp_path):
-    """As WAFFLE's Table 1: one client's accuracy, the paper's number with its deviation; Local's
-    target needs nobody else."""
+    """As WAFFLE's Table 1: one client's accuracy, the paper's number with its
+    deviation; Local's target needs nobody else."""
     code, rows = command(tmp_path, variant="a target")
-    found = {(r.header["setting"], r.header["method"]): r for r in read(tmp_path / "out")}
+    found = {
+        (r.header["setting"], r.header["method"]): r for r in read(tmp_path / "out")
+    }
     options = [found[s, "WE"].header["options"] for s in "ab"]
-    assert code == 0 and [(o["p_d"], o["p_s"]) for o in options] == [(0.5, 1), (None, 1)]
+    assert code == 0 and [(o["p_d"], o["p_s"]) for o in options] == [
+        (0.5, 1),
+        (None, 1),
+    ]
     assert found["a", "Local"].rounds[0]["cohort"] == [2]
     assert len(found["a", "WE"].rounds[0]["cohort"]) == 4
     for row in rows:
@@ -141,14 +159,21 @@ def test_a_grid_is_chosen_on_validation_data(tmp_path):
     with watched(Simulation, "run") as run:
         code, (row,) = command(tmp_path, "--seeds", "2", variant="a grid")
     played = [call.args[0] for call in run.call_args_list]
-    splits = [(p.evaluation.split, p.training.lr, int(p.data.size().sum())) for p in played]
+    splits = [
+        (p.evaluation.split, p.training.lr, int(p.data.size().sum())) for p in played
+    ]
     part, whole = splits[0][2], splits[-1][2]
     tried = [("val", lr, part) for lr in (1e-6, 0.2)] * 2
-    assert code == 0 and splits == [*tried, *[("test", 0.2, whole)] * 2] and part < whole
+    assert (
+        code == 0 and splits == [*tried, *[("test", 0.2, whole)] * 2] and part < whole
+    )
     assert row["seeds"] == 2 and len(read(tmp_path / "out")) == 2
     assert "training.lr 0.2" in (tmp_path / "out" / "table.md").read_text()
     with watched(Simulation, "run") as run:
-        assert command(tmp_path, "--seeds", "2", variant="a grid")[0] == 0 and not run.called
+        assert (
+            command(tmp_path, "--seeds", "2", variant="a grid")[0] == 0
+            and not run.called
+        )
 
 
 WRONG = """\
@@ -190,10 +215,17 @@ def test_what_is_no_plan_is_one_sentence(line, tmp_path, monkeypatch):
 def test_the_table_of_tables_names_every_plan_and_no_other():
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     rows = text.split("## Papers, table by table")[1].split("## ")[0]
-    third = [line.split("|")[3] for line in rows.splitlines() if line.startswith("| ")][1:]
-    named = {word.split()[0] for cell in third for word in re.findall(r"`([a-z][^`]*)`", cell)}
+    third = [line.split("|")[3] for line in rows.splitlines() if line.startswith("| ")][
+        1:
+    ]
+    named = {
+        word.split()[0]
+        for cell in third
+        for word in re.findall(r"`([a-z][^`]*)`", cell)
+    }
     aside = {"pflcore", "python", 'guidance="kept"'}
-    assert named - aside == set(plans.plans()) - {"waffle-relu"}  # a variant, told of below
+    # a variant, told of below
+    assert named - aside == set(plans.plans()) - {"waffle-relu"}
 
 
 @pytest.mark.parametrize("name", plans.plans())
@@ -203,7 +235,9 @@ def test_every_plan_is_well_formed(name):
     for m in made["methods"].values():
         alg = make_algorithm(m["algorithm"], m.get("options"))
         searched = {k for k in m.get("grid", {}) if not k.startswith("training.")}
-        assert searched <= {*vars(alg)} and {*m.get("vary", {})} <= {*alg.traits.evaluation_only}
+        assert searched <= {*vars(alg)} and {*m.get("vary", {})} <= {
+            *alg.traits.evaluation_only
+        }
     if made["costs"]:
         return
     todo = plans.tasks(made, seeds=1, equal_compute=True)
@@ -223,7 +257,10 @@ def test_the_list_names_every_plan_and_its_data(capsys):
     said = capsys.readouterr().out
     for name in plans.plans():
         made = plans.load(name)
-        assert f"{name}\n  {made['about']}\n" in said and f"cores: {made['takes']}\n" in said
+        assert (
+            f"{name}\n  {made['about']}\n" in said
+            and f"cores: {made['takes']}\n" in said
+        )
     assert all(f"data: {data}" in said for data in ("school", "fashion_mnist", "none"))
 
 
@@ -234,7 +271,10 @@ def test_costs_are_those_of_the_papers_table():
     """2, 3 and 1 + M, 1 + N models; looking ahead doubles the work."""
     net = Net(layers("Conv2d 1 4 3, ReLU, Flatten, Linear 144 300, ReLU, Linear 300 5"))
     algorithms = (FedAvg(), FedDWA(), FedFomo(m=3), L2C(), Mocha(outer=1))
-    found = [costs.cost(a, net, (1, 8, 8), 5, n=7, samples=100, batch_size=8) for a in algorithms]
+    found = [
+        costs.cost(a, net, (1, 8, 8), 5, n=7, samples=100, batch_size=8)
+        for a in algorithms
+    ]
     avg, dwa, fomo, l2c, mocha = found
     models = [(round(c.models_down, 1), round(c.models_up, 1)) for c in found[:4]]
     assert models == [(1, 1), (1, 2), (3, 1), (7, 1)]
@@ -244,7 +284,9 @@ def test_costs_are_those_of_the_papers_table():
     assert avg.client == pytest.approx(2 * 100 * (2 * macs + inner), rel=1e-9)
     assert (dwa.client, mocha.client) == pytest.approx((2 * avg.client, avg.client))
     assert (avg.bytes, dwa.bytes) == (2 * 4 * net.size, 3 * 4 * net.size)
-    assert avg.server == 2 * 7 * net.size and dwa.server == (3 * 49 + 2 * 7 * 5) * net.size
+    assert (
+        avg.server == 2 * 7 * net.size and dwa.server == (3 * 49 + 2 * 7 * 5) * net.size
+    )
     assert fomo.client > 0.96 * avg.client and l2c.client > 0.8 * avg.client
     assert mocha.server > 2 * 7 * 7 * net.size  # W W^T is the server's
 
@@ -253,7 +295,9 @@ def test_a_plan_that_counts_costs(tmp_path, capsys):
     code, rows = command(tmp_path, variant="costs")
     assert code == 0 and len(rows) == 4 and rows[0]["paper"] == 9.54
     assert rows[1]["final"] == pytest.approx(1.5 * rows[0]["final"])
-    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("| FedDWA"))
+    (line,) = (
+        x for x in capsys.readouterr().out.splitlines() if x.startswith("| FedDWA")
+    )
     assert [float(c) for c in line.split("|")[2:4]] == [1, 2]
 
 
@@ -308,7 +352,9 @@ def test_a_grid_chooses_on_samples_that_no_state_was_trained_on(tmp_path):
 def test_kept_states_are_evaluated_as_the_run_evaluates(tmp_path):
     with watched(Simulation, "evaluate") as evaluate:
         made = played(tmp_path, "local statistics")
-    assert {call.args[0].config.batch_norm for call in evaluate.call_args_list} == {"local"}
+    assert {call.args[0].config.batch_norm for call in evaluate.call_args_list} == {
+        "local"
+    }
     assert "f1" in made.runs["iid", "FT", ""][0].evaluations[-1]["eval"]
 
 
@@ -324,6 +370,9 @@ def test_a_full_disk_leaves_the_result_that_was_there(tmp_path):
         path.write_bytes(text.encode()[:5])
         raise OSError(28, "No space left on device")
 
-    with mock.patch.object(Path, "write_text", half), pytest.raises(OSError, match="No space"):
+    with (
+        mock.patch.object(Path, "write_text", half),
+        pytest.raises(OSError, match="No space"),
+    ):
         runs.write(tmp_path, some, [], "Another table.\n")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

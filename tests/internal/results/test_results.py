@@ -27,14 +27,21 @@ def test_plain_turns_everything_into_json(tmp_path):
         ([np.array([1, 2]), np.float64("nan")], [[1, 2], None]),
     ):
         assert json.loads(json.dumps(to_json(value))) == want
-    assert read(write(tmp_path / "record.jsonl", a_run(target=np.int64(1))))[0].target == 1
+    assert (
+        read(write(tmp_path / "record.jsonl", a_run(target=np.int64(1))))[0].target == 1
+    )
 
 
 # pictures -------------------------------------------------------------------
 def test_every_picture(tmp_path):
     """Weights and who mixes with whom of at most a thousand clients."""
     pytest.importorskip("matplotlib")
-    lines = [*a_run(), *a_run(seed=1, shift=0.1), *a_run("local"), *a_run("feddwa", target=None)]
+    lines = [
+        *a_run(),
+        *a_run(seed=1, shift=0.1),
+        *a_run("local"),
+        *a_run("feddwa", target=None),
+    ]
     names = {p.name for p in pictures.draw(group_runs(lines), tmp_path)}
     assert names == {"curves.png", "weights.png", "clients.png"}
     for name in names:
@@ -42,7 +49,9 @@ def test_every_picture(tmp_path):
     many = group_runs(a_long_run())
     del many[0].rounds[1]["eval"], many[0].rounds[0]["eval"]
     assert (
-        pictures.draw(many, tmp_path) == pictures.draw(group_runs([{"header": {}}]), tmp_path) == []
+        pictures.draw(many, tmp_path)
+        == pictures.draw(group_runs([{"header": {}}]), tmp_path)
+        == []
     )
 
 
@@ -65,7 +74,11 @@ def test_long_names_take_a_place_of_their_own(partition, tmp_path, monkeypatch):
 
 def test_pictures_of_little(tmp_path):
     pytest.importorskip("matplotlib")
-    little = [{"header": {"algorithm": "fedavg", "n": 1}}, line(1, [math.nan]), line(2, [0.5])]
+    little = [
+        {"header": {"algorithm": "fedavg", "n": 1}},
+        line(1, [math.nan]),
+        line(2, [0.5]),
+    ]
     assert [p.name for p in pictures.draw(group_runs(little), tmp_path)] == [
         "curves.png",
         "clients.png",
@@ -99,10 +112,16 @@ GROWS = 'file = open(path, "ab")', 'self._file = open(self.path, "ab" if goes_on
 
 
 def test_every_file_is_written_by_one_mechanism():
-    """Beside its place, and renamed; but for a record, which grows by lines, and a lock."""
+    """Beside its place, and renamed; but for a record, which grows by lines, and a
+    lock."""
     rooms = "pflcore/cli", "pflcore/results", "pflcore/simulation", "bench"
     texts = [p.read_text() for room in rooms for p in (ROOT / room).rglob("*.py")]
-    found = [line.strip() for text in texts for line in text.splitlines() if WRITES.search(line)]
+    found = [
+        line.strip()
+        for text in texts
+        for line in text.splitlines()
+        if WRITES.search(line)
+    ]
     whole = [line for line in found if "part" in line]
     assert len(whole) >= 5
     others = [line for line in found if line not in whole]
@@ -120,7 +139,10 @@ def test_a_history_as_events(tmp_path):
     first = history.rounds[0]
     got = scalars(first, clients=True)
     assert got["eval/accuracy/client 1"] == first["eval"]["accuracy"][1]
-    assert got["traffic/bytes_up"] == first["bytes_up"] and got["train/loss"] == first["train_loss"]
+    assert (
+        got["traffic/bytes_up"] == first["bytes_up"]
+        and got["train/loss"] == first["train_loss"]
+    )
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -129,6 +151,8 @@ def test_a_history_as_events(tmp_path):
     history.to_tensorboard(tmp_path / "after")
     simulation().run(TensorBoard(tmp_path / "during"))
     for name in ("after", "during"):
-        events = EventAccumulator(str(tmp_path / name)).Reload().Scalars("eval/accuracy")
+        events = (
+            EventAccumulator(str(tmp_path / name)).Reload().Scalars("eval/accuracy")
+        )
         assert [e.step for e in events] == [1, 2, 3]
         assert events[-1].value == pytest.approx(history.series()[1][-1].mean().item())

@@ -1,4 +1,5 @@
-"""Writes problems of every CPU kernel for kernels.cpp, as the CUDA kernels are given theirs:
+"""Writes problems of every CPU kernel for kernels.cpp, as the CUDA kernels are given
+theirs:
 
 PYTHONPATH=.:tests python tests/internal/sanitize/problems.py FILE
 """
@@ -27,12 +28,20 @@ LOSSES = ("cross_entropy", "squared", "half_squared", "hinge", "binary_cross_ent
 
 
 def packed(word, results):
-    """A number, or a tensor with all that lies between its first and its last element; of a result
-    only how many bytes it has."""
+    """A number, or a tensor with all that lies between its first and its last element;
+    of a result only how many bytes it has."""
     if not isinstance(word, Tensor):
         return pack("qq", 0, kernels.bits(word))
-    span = sum((n - 1) * stride for n, stride in zip(word.shape, word.stride(), strict=True)) + 1
-    content = word.detach().as_strided((span if word.numel() else 0,), (1,)).view(torch.uint8)
+    span = (
+        sum(
+            (n - 1) * stride
+            for n, stride in zip(word.shape, word.stride(), strict=True)
+        )
+        + 1
+    )
+    content = (
+        word.detach().as_strided((span if word.numel() else 0,), (1,)).view(torch.uint8)
+    )
     kind = {F32: 4, F64: 8}.get(word.dtype, 1)
     sign = -1 if any(word is t for t in results) else 1
     return pack("qq", sign * kind, content.numel()) + content.numpy().tobytes()
@@ -108,11 +117,26 @@ def chains():
         program, _, *shape, x, y, names = p.head()
         (s, q), classes = p.w.shape, p.chain.classes
         labels = (None, y) if y.is_floating_point() else (y, None)
-        data = [x, x[0].numel(), len(x), *labels, names, 0 if names is None else classes]
+        data = [
+            x,
+            x[0].numel(),
+            len(x),
+            *labels,
+            names,
+            0 if names is None else classes,
+        ]
         head = [program, len(program), *shape, q, LOSSES.index(criterion), *data]
         for batch, options in ((5, False), (40, True)):
             shift, anchor, sums = (randn(k, s, q, dtype=F32) for k in range(3))
-            rich = (shift, shift[0], shift[:, 0].double().abs(), anchor, 0.9, shift, 0.1)
+            rich = (
+                shift,
+                shift[0],
+                shift[:, 0].double().abs(),
+                anchor,
+                0.9,
+                shift,
+                0.1,
+            )
             step = kernels.sgd_problem(p.w, None, 0.1, *(rich if options else ()))
             step[-3:-1] = None, 0  # the buffer is made there
             drop = bool(options and turn % 2)
@@ -121,13 +145,16 @@ def chains():
             kernels.call("chain", [*head, *step, *plan, *end])
         one_pass = [p.order[:, 0].contiguous(), 45, p.sizes, None]
         kernels.call(
-            "chain grad", [*head, p.w, s, q, *one_pass, fresh(s, q, dtype=F32), fresh(1, s)]
+            "chain grad",
+            [*head, p.w, s, q, *one_pass, fresh(s, q, dtype=F32), fresh(1, s)],
         )
         n = len(p.places)
         for row in (q, 0):
             right = torch.full((n,), 255, dtype=torch.uint8)
             results = [fresh(1, n), right, fresh(n, classes, dtype=F32), classes]
-            kernels.call("chain eval", [*head, p.w, s, row, p.places, p.begin, *results])
+            kernels.call(
+                "chain eval", [*head, p.w, s, row, p.places, p.begin, *results]
+            )
 
 
 def write(path):

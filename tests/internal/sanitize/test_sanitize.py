@@ -1,6 +1,6 @@
-"""The CPU kernels under the address and thread sanitizers, driven by a plain C++ program
-(tests/internal/sanitize). `.ci/clang` drives the same program under clang's sanitizer of undefined
-behaviour."""
+"""The CPU kernels under the address and thread sanitizers, driven by a plain C++
+program (tests/internal/sanitize). `.ci/clang` drives the same program under clang's
+sanitizer of undefined behaviour."""
 
 import os
 import shutil
@@ -29,12 +29,22 @@ def ran(*words, **options):
 
 def build(kind, to):
     """The program built with a sanitizer, or why it cannot be."""
-    build = [COMPILER, *FLAGS.split(), f"-fsanitize={kind}", "-I", ROOT / "csrc", "-o", to]
+    build = [
+        COMPILER,
+        *FLAGS.split(),
+        f"-fsanitize={kind}",
+        "-I",
+        ROOT / "csrc",
+        "-o",
+        to,
+    ]
     empty = to.with_suffix(".cpp")
     empty.write_text("int main() {}\n")
     if ran(*build, empty).returncode or ran(to).returncode:
         return f"the compiler has no runtime for -fsanitize={kind}"
-    isas = sorted(p for p in (ROOT / "csrc" / "chain").glob("*.cpp") if p.stem != "chain")
+    isas = sorted(
+        p for p in (ROOT / "csrc" / "chain").glob("*.cpp") if p.stem != "chain"
+    )
     done = ran(*build, Path(__file__).with_name("kernels.cpp"), *isas)
     assert done.returncode == 0, done.stderr[-4000:]
     return to
@@ -69,11 +79,11 @@ def test_kernels_are_clean(run, kind):
     [("address", "short", "AddressSanitizer"), ("thread", "race", "data race")],
 )
 def test_the_sanitizer_sees_a_fault(run, kind, fault, said):
-    """A row one element short, and a result written by two threads: or the test above could not
-    fail.
+    """A row one element short, and a result written by two threads: or the test above
+    could not fail.
 
-    Without AVX: gcc's thread sanitizer does not see stores of 32 bytes. How work is cut into pieces
-    is the same on every instruction set.
+    Without AVX: gcc's thread sanitizer does not see stores of 32 bytes. How work is cut
+    into pieces is the same on every instruction set.
     """
     done = run(kind, fault, env={**os.environ, "PFLCORE_ISA": "plain"})
     assert done.returncode != 0

@@ -1,4 +1,5 @@
-"""Attacks do what their papers say, and defences give what their formulas and Flower give."""
+"""Attacks do what their papers say, and defences give what their formulas and Flower
+give."""
 
 from itertools import product
 
@@ -26,7 +27,9 @@ def accuracy(simulation):
 
 def mean_of(name, rows, f=2, share=None):
     s = len(rows)
-    even = torch.full((1, s), 1 / s, dtype=torch.float64) if share is None else share[None]
+    even = (
+        torch.full((1, s), 1 / s, dtype=torch.float64) if share is None else share[None]
+    )
     kept, weight = robust_mean(name, rows, even, f, 0)
     return (weight.to(kept) @ kept)[0]
 
@@ -69,7 +72,12 @@ def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_its
     equals((got[4], got[:4]), (-control[4], control[:4]))
     held = updates() * 2
     got = sent(
-        "sign_flip", {"w": rows}, [4], None, Traits(model_uploads={"w": "server.w"}), {"w": held}
+        "sign_flip",
+        {"w": rows},
+        [4],
+        None,
+        Traits(model_uploads={"w": "server.w"}),
+        {"w": held},
     )
     torch.testing.assert_close(got["w"][4], held[4] - (rows[4] - held[4]))
     # nobody is honest: they take their own
@@ -80,11 +88,17 @@ def test_an_uploaded_model_is_attacked_as_an_update_and_a_control_variate_by_its
 @pytest.mark.parametrize("attack", ["label_flip", *DEFAULT_STRENGTH])
 def test_an_attacked_run_repeats_itself_and_says_what_it_is(attack):
     bad = Adversary(attack, BAD)
-    one, two, clean = (run(rounds=2, every=1, adversary=a).run() for a in (bad, bad, None))
+    one, two, clean = (
+        run(rounds=2, every=1, adversary=a).run() for a in (bad, bad, None)
+    )
     x = one.state.server["x"]
     equals(x, two.state.server["x"])
     assert not torch.equal(x, clean.state.server["x"])
-    said = {"attack": attack, "clients": [*BAD], "strength": DEFAULT_STRENGTH.get(attack)}
+    said = {
+        "attack": attack,
+        "clients": [*BAD],
+        "strength": DEFAULT_STRENGTH.get(attack),
+    }
     assert one.header["adversary"] == said and "adversary" not in clean.header
     equals(one.series("size")[1][0] > 0, torch.tensor([i not in BAD for i in range(N)]))
     assert f"{attack} by clients 8, 9" in table(group_runs(one.lines()))
@@ -109,7 +123,9 @@ def test_each_defence_is_its_formula(s):
     }
     for name, want in formulas.items():
         np.testing.assert_allclose(mean_of(name, rows), want)
-    np.testing.assert_allclose(mean_of("clip", rows, share=share), share.numpy() @ short)
+    np.testing.assert_allclose(
+        mean_of("clip", rows, share=share), share.numpy() @ short
+    )
     rows[3] *= -1
     n = rows.numpy()
     trust = np.maximum(0, n @ n[0] / norm / norm[0])
@@ -130,7 +146,9 @@ def test_each_defence_is_its_formula(s):
 @pytest.mark.parametrize("name", DEFENCES)
 def test_a_defence_is_a_mean_of_equals_and_bounded_whatever_one_sends(name):
     rows = updates(9, 50, torch.float32)
-    torch.testing.assert_close(mean_of(name, rows[:1].expand(9, -1).contiguous()), rows[0])
+    torch.testing.assert_close(
+        mean_of(name, rows[:1].expand(9, -1).contiguous()), rows[0]
+    )
     for value in (1e30, -1e30, 0.0):
         one = rows.clone()
         one[5] = value
@@ -160,8 +178,8 @@ def test_defences_hold_where_the_mean_does_not(attack):
 
 @pytest.mark.parametrize("name", ["median", "multi_krum"])
 def test_scaffold_defends_both_of_its_means(name):
-    """A client is good in what it says of its update, and bad in its control variate, or the other
-    way round."""
+    """A client is good in what it says of its update, and bad in its control variate,
+    or the other way round."""
     alg, rows = Scaffold(server_lr=0.5, **defence(name)), updates()
     ids = torch.arange(len(rows))
     up = {"delta": rows, "control": rows.flip(0) + 1}
@@ -178,7 +196,9 @@ def test_an_upload_of_next_to_nothing_is_trusted_by_nobody(length):
     for _ in range(40):
         rows = torch.randn(5, 38)
         rows[2] *= length
-        _, weight = robust_mean("fltrust", rows, torch.full((1, 5), 0.2, dtype=torch.float64), 1, 0)
+        _, weight = robust_mean(
+            "fltrust", rows, torch.full((1, 5), 0.2, dtype=torch.float64), 1, 0
+        )
         assert weight[0, 2] == 0 and bool(weight.isfinite().all()) and weight.sum() < 20
 
 
@@ -201,8 +221,8 @@ def test_an_uploaded_model_is_measured_from_its_own_clients_last_one():
 
 
 def test_a_clipped_update_takes_its_control_variate_along():
-    """An update of length 5 is cut to 1, one of .5 stays; so do their control variates, by the same
-    factor."""
+    """An update of length 5 is cut to 1, one of .5 stays; so do their control variates,
+    by the same factor."""
     up = {"delta": t([[3.0, 4], [0.3, 0.4]]), "control": t([[2.0, 2], [1, 1]])}
     cut = accept(trained(up), Traits(clipped_with_update=("control",)), {}, 1.0)[0].up
     torch.testing.assert_close(cut["delta"], t([[0.6, 0.8], [0.3, 0.4]]))

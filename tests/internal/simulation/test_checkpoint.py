@@ -1,5 +1,5 @@
-"""Checkpoints: a run that went on is the run that was never broken; whatever happens to a file is
-one sentence and costs nothing whole."""
+"""Checkpoints: a run that went on is the run that was never broken; whatever happens to
+a file is one sentence and costs nothing whole."""
 
 import json
 import multiprocessing
@@ -20,7 +20,9 @@ from pflcore.simulation._models import has_custom_predict
 
 # the command line -----------------------------------------------------------
 SMALL = "--data synthetic_linear --n 5 --lr 0.01 --quiet"
-COMPARE = f"compare --algorithms fedavg ditto {SMALL} --participation 0.5 --rounds 15".split()
+COMPARE = (
+    f"compare --algorithms fedavg ditto {SMALL} --participation 0.5 --rounds 15".split()
+)
 
 
 @pytest.fixture
@@ -30,7 +32,9 @@ def no_pictures(monkeypatch):
 
 
 def lines_of(folder):
-    lines = [json.loads(line) for line in (folder / "record.jsonl").read_bytes().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "record.jsonl").read_bytes().splitlines()
+    ]
     return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
 
 
@@ -40,13 +44,15 @@ def count(record):
 
 @pytest.fixture
 def forks():
-    """Processes that start in milliseconds, because theirs is a parent that has imported everything
-    and computed nothing."""
+    """Processes that start in milliseconds, because theirs is a parent that has
+    imported everything and computed nothing."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         pytest.skip("no fork here")
     context = multiprocessing.get_context("forkserver")
     ours = ["pflcore.cli", "pflcore.cli._experiment", "pflcore.results.table"]
-    context.set_forkserver_preload(["pytest", "tyro", "tqdm", "matplotlib.pyplot", *ours])
+    context.set_forkserver_preload(
+        ["pytest", "tyro", "tqdm", "matplotlib.pyplot", *ours]
+    )
     yield context
 
 
@@ -61,7 +67,14 @@ def test_a_killed_run_ends_as_the_unbroken_one(tmp_path, no_pictures, forks, cap
         record = folder / "record.jsonl"
         while True:
             every = str(rng.choice((1, 2, 5)))
-            words = [*COMPARE, "--out", str(folder), "--resume", "--checkpoint-every", every]
+            words = [
+                *COMPARE,
+                "--out",
+                str(folder),
+                "--resume",
+                "--checkpoint-every",
+                every,
+            ]
             child = forks.Process(target=cli.main, args=(words,))
             child.start()
             until = count(record) + rng.randrange(1, 8)
@@ -102,9 +115,13 @@ def test_resume_begins_where_there_is_nothing_and_is_done_where_all_is(
 
 
 def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkeypatch):
-    argv = f"run fedavg {SMALL} --rounds 9 --out {tmp_path} --resume --checkpoint-every 2".split()
+    argv = (
+        f"run fedavg {SMALL} --rounds 9 --out {tmp_path} --resume --checkpoint-every 2"
+    ).split()
     # Ctrl-C when the record gets the line of round 5
-    monkeypatch.setattr(RecordWriter, "write", fails(RecordWriter.write, 6, KeyboardInterrupt()))
+    monkeypatch.setattr(
+        RecordWriter, "write", fails(RecordWriter.write, 6, KeyboardInterrupt())
+    )
     assert cli.main(argv) == 130
     (path,) = tmp_path.glob("checkpoints/*/checkpoint.safetensors")
     path.write_bytes(path.read_bytes().replace(b"0", b"1"))
@@ -117,11 +134,15 @@ def test_a_damaged_folder_is_left_as_it_is(tmp_path, no_pictures, capsys, monkey
 
 
 def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypatch):
-    argv = f"run waffle {SMALL} --target all --rounds 4 --resume --checkpoint-every 1".split()
+    argv = (
+        f"run waffle {SMALL} --target all --rounds 4 --resume --checkpoint-every 1"
+    ).split()
     assert cli.main([*argv, "--out", str(tmp_path / "whole")]) == 0
     from pflcore import step as real
 
-    monkeypatch.setattr("pflcore.simulation._loop.step", fails(real, 11, KeyboardInterrupt()))
+    monkeypatch.setattr(
+        "pflcore.simulation._loop.step", fails(real, 11, KeyboardInterrupt())
+    )
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 130
     assert cli.main([*argv, "--out", str(tmp_path / "broken")]) == 0
     assert lines_of(tmp_path / "broken") == lines_of(tmp_path / "whole")
@@ -132,7 +153,16 @@ def test_ctrl_c_and_a_run_for_each_client_go_on(tmp_path, no_pictures, monkeypat
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
-    ["fedavg", "feddwa", "finetune", "hypcluster", "apfl", "fedrod", "knnper", "factorized_waffle"],
+    [
+        "fedavg",
+        "feddwa",
+        "finetune",
+        "hypcluster",
+        "apfl",
+        "fedrod",
+        "knnper",
+        "factorized_waffle",
+    ],
 )
 def test_exported_models_predict_what_the_history_does(name, tmp_path):
     from safetensors.torch import load_file
@@ -146,7 +176,10 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
     for entry in manifest["clients"]:
         tensors = load_file(tmp_path / entry["file"])
         assert {k: list(v.shape) for k, v in tensors.items()} == entry["tensors"]
-        x, kept = DATA.client(entry["client"], "test")[0], history.model(entry["client"])
+        x, kept = (
+            DATA.client(entry["client"], "test")[0],
+            history.model(entry["client"]),
+        )
         want = kept(x).detach()
         if not has_custom_predict(kept.algorithm):
             one.load_state_dict(tensors)
@@ -154,7 +187,11 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
             continue
         for key, value in kept.state_dict().items():
             name = "statistics" if key == "buffer_row" else key.removeprefix("view_")
-            own = [tensors[k].flatten() for k in entry["tensors"] if k.partition(".")[0] == name]
+            own = [
+                tensors[k].flatten()
+                for k in entry["tensors"]
+                if k.partition(".")[0] == name
+            ]
             equals(torch.cat(own or [value[:0]]), value.flatten())
         doc = type(kept.algorithm).predict.__doc__
         assert manifest["predict"] == doc.replace("        ", "")

@@ -1,4 +1,5 @@
-"""A round and an evaluation in parts: the bits are those of the whole, for every algorithm."""
+"""A round and an evaluation in parts: the bits are those of the whole, for every
+algorithm."""
 
 from functools import lru_cache
 
@@ -15,7 +16,11 @@ from pflcore.train import _clients
 from pflcore.train._clients import assign_blocks, split_by_block
 
 CASES = [("chain", "mlp", "Tanh"), ("loop", "mlp", "SiLU"), ("vmap", "conv", "SiLU")]
-DEEP = [("loop", "batch norm", "SiLU"), ("vmap", "batch norm", "Sigmoid"), ("vmap", "mlp", "ELU")]
+DEEP = [
+    ("loop", "batch norm", "SiLU"),
+    ("vmap", "batch norm", "Sigmoid"),
+    ("vmap", "mlp", "ELU"),
+]
 EVERY = CASES + [pytest.param(c, marks=pytest.mark.deep("all engines")) for c in DEEP]
 QUICK = ("l2c", "factorized_waffle", "qfedavg", "apfl", "fedfomo", "knnper", "finetune")
 
@@ -31,13 +36,20 @@ def played(name, case):
 
 
 def of_round(setup, state, ids, at, block):
-    """What the clients at the places `at` of the cohort `ids` make of a round, as a part of it."""
+    """What the clients at the places `at` of the cohort `ids` make of a round, as a
+    part of it."""
     cohort = setup.cohort(ids, state.round + 1)
-    down = {k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()}
+    down = {
+        k: rows_at(v, at) for k, v in setup.algorithm.send(state.server, cohort).items()
+    }
     own = client_rows(setup, state, ids[at], down)
-    part = Clients(setup.context, ids[at], cohort.round, state.buffers[ids[at]], block[at])
+    part = Clients(
+        setup.context, ids[at], cohort.round, state.buffers[ids[at]], block[at]
+    )
     kept, up, fit = setup.algorithm.train(down, own, part)
-    each = {f"own.{k}": v for k, v in kept.items()} | {f"up.{k}": v for k, v in up.items()}
+    each = {f"own.{k}": v for k, v in kept.items()} | {
+        f"up.{k}": v for k, v in up.items()
+    }
     return each | {"batch norm": fit.buffers, "loss": fit.loss}
 
 
@@ -53,7 +65,11 @@ def rows_at(value, at):
 def cut_anywhere(engine):
     """Places of parts, for engines on which no client's bits depend on another's."""
     assert engine != "vmap"
-    return [torch.tensor([0]), torch.tensor([1, 2, 5, 9]), torch.tensor([3, 4, 6, 7, 8, 10])]
+    return [
+        torch.tensor([0]),
+        torch.tensor([1, 2, 5, 9]),
+        torch.tensor([3, 4, 6, 7, 8, 10]),
+    ]
 
 
 @pytest.mark.parametrize("case", EVERY)
@@ -64,15 +80,22 @@ def test_a_round_in_parts_has_the_bits_of_the_whole(name, case):
     block = assign_blocks(run.context, ids)
     whole = of_round(run.config, run._state, ids, EVERYBODY, block)
     inside = run.context.engine.name == "vmap"  # what a chain does not train, vmap does
-    for at in split_by_block(EVERYBODY, block) if inside else cut_anywhere(run.context.engine.name):
+    for at in (
+        split_by_block(EVERYBODY, block)
+        if inside
+        else cut_anywhere(run.context.engine.name)
+    ):
         part = of_round(run.config, run._state, ids, at.sort().values, block)
         assert differing(part, whole, at.sort().values) == []
 
 
 @pytest.mark.parametrize("case", [("loop", "mlp", "SiLU"), ("auto", "conv", "ReLU")])
-@pytest.mark.parametrize("name", swept(quick=("l2c", "fedfomo", "factorized_waffle", "qfedavg")))
+@pytest.mark.parametrize(
+    "name", swept(quick=("l2c", "fedfomo", "factorized_waffle", "qfedavg"))
+)
 def test_another_cohort_changes_no_bit_of_a_clients_work(name, case):
-    """Where no engine is vmap; some were there in the last round, the others in the one before."""
+    """Where no engine is vmap; some were there in the last round, the others in the
+    one before."""
     run = simulation(*case, name)
     state = run.state
     for ids in (EVERYBODY, EVERYBODY[:4]):
@@ -92,7 +115,9 @@ def test_an_evaluation_in_parts_has_the_bits_of_the_whole(name, case, monkeypatc
     whole = evaluation.evaluate(run.config, run._state)
 
     def in_blocks(setup, state, block):
-        return [at.sort().values for at in split_by_block(torch.arange(len(block)), block)][::-1]
+        return [
+            at.sort().values for at in split_by_block(torch.arange(len(block)), block)
+        ][::-1]
 
     monkeypatch.setattr(evaluation, "evaluation_parts", in_blocks)
     found = evaluation.evaluate(run.config, run._state)

@@ -1,4 +1,5 @@
-"""CUDA graphs of local steps, on the pretended GPU: the same bits as without; refusals."""
+"""CUDA graphs of local steps, on the pretended GPU: the same bits as without;
+refusals."""
 
 import contextlib
 
@@ -16,11 +17,14 @@ from pflcore.nn import Dropout
 from pflcore.train import _graphs
 from pflcore.train._engines import Chunk
 
-DIFFERENT = ("fedavg", "scaffold", "apfl", "fedrod", "perfedavg")  # one of each kind of step
+# one of each kind of step
+DIFFERENT = ("fedavg", "scaffold", "apfl", "fedrod", "perfedavg")
 
 
 def convolved():
-    return layers("Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, MaxPool2d 2, Flatten, Linear 12 4")
+    return layers(
+        "Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, MaxPool2d 2, Flatten, Linear 12 4"
+    )
 
 
 def dropped():
@@ -58,7 +62,13 @@ def play(algorithm, model, device, sizes=(6, 9, 7), **options):
     training = Training(0.05, batch_size=5, epochs=2)
     data = held_out(images(sizes, shape))
     run = simulation(
-        algorithm, data, model=model, training=training, rounds=2, device=device, **options
+        algorithm,
+        data,
+        model=model,
+        training=training,
+        rounds=2,
+        device=device,
+        **options,
     )
     run.run()
     assert run.history.stopped is None
@@ -132,7 +142,8 @@ def test_dropout_draws_anew_in_every_replay(gpu):
 
 
 def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
-    """A step whose seed is no input of its graph gives other numbers than the module."""
+    """A step whose seed is no input of its graph gives other numbers than the
+    module."""
     recordable = Chunk._recordable_step
 
     def frozen(self, step, w, which):
@@ -152,7 +163,9 @@ def test_a_model_that_copies_from_the_host_is_trained_without_graphs(gpu):
     want = play("fedavg", scaled(lambda x: 2.0), gpu, graphs=False)
 
     assert path(run)["form"] == "vmap"
-    assert path(run)["graphs"].startswith("eager: a step makes the host wait for the GPU")
+    assert path(run)["graphs"].startswith(
+        "eager: a step makes the host wait for the GPU"
+    )
     assert_same_state(run, want)
 
 
@@ -180,7 +193,7 @@ def test_a_cpu_has_no_graphs():
     assert "graphs" not in path(run)
 
 
-# the graphs themselves --------------------------------------------------------------------------
+# the graphs themselves --------------------------------------------------------
 
 
 def double(inputs):
@@ -198,13 +211,19 @@ def on_gpu(*values):
 
 def test_larger_inputs_move_the_arena(graphs):
     assert graphs.run("double", double, on_gpu(1.0))["twice"].tolist() == [2.0]
-    assert graphs.run("double", double, on_gpu(1.0, 2.0))["twice"].tolist() == [2.0, 4.0]
+    assert graphs.run("double", double, on_gpu(1.0, 2.0))["twice"].tolist() == [
+        2.0,
+        4.0,
+    ]
 
     # What was captured before the move is captured again.
     assert graphs.run("double", double, on_gpu(3.0))["twice"].tolist() == [6.0]
     assert graphs.replays == 0
     assert graphs.run("double", double, on_gpu(4.0))["twice"].tolist() == [8.0]
-    assert graphs.run("double", double, on_gpu(5.0, 6.0))["twice"].tolist() == [10.0, 12.0]
+    assert graphs.run("double", double, on_gpu(5.0, 6.0))["twice"].tolist() == [
+        10.0,
+        12.0,
+    ]
     assert graphs.replays == 2
 
 
@@ -229,7 +248,7 @@ def test_a_rare_shape_is_not_captured(gpu):
     assert len(pretend_graph.captured) == 1
 
 
-# the pretended GPU's graphs ---------------------------------------------------------------------
+# the pretended GPU's graphs ---------------------------------------------------
 
 
 def test_pretended_graphs_freeze_what_python_decides(gpu):
@@ -262,7 +281,9 @@ def test_a_pretended_capture_refuses_what_a_gpu_refuses(gpu):
     x = torch.ones(3).to(gpu)
     asks = [lambda: x.sum().item(), lambda: torch.ones(3).to(gpu), lambda: x[x > 0]]
     for ask in asks:
-        refused = pytest.raises(RuntimeError, match="not permitted when stream is capturing")
+        refused = pytest.raises(
+            RuntimeError, match="not permitted when stream is capturing"
+        )
         with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
             ask()
     torch.cuda.set_sync_debug_mode("error")

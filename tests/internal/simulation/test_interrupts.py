@@ -1,4 +1,5 @@
-"""Ctrl-C at any time: what was played has its record everywhere, and the run goes on from there."""
+"""Ctrl-C at any time: what was played has its record everywhere, and the run goes on
+from there."""
 
 import signal
 

@@ -1,5 +1,5 @@
-"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the state that of
-the last round."""
+"""Memory that runs out, on a GPU or beside it: one sentence, the record whole, the
+state that of the last round."""
 
 import pytest
 import torch
@@ -16,7 +16,11 @@ from pflcore.train._clients import Clients
 
 def test_other_errors_are_not_it():
     text = "out of memory of a text"
-    for error in (RuntimeError("expected 3 rows"), ValueError(text), KeyboardInterrupt()):
+    for error in (
+        RuntimeError("expected 3 rows"),
+        ValueError(text),
+        KeyboardInterrupt(),
+    ):
         assert not memory.is_out_of_memory(error)
 
 
@@ -24,12 +28,18 @@ def test_what_the_card_has_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
     said = memory.out_of_memory_text("in round 7", 5 << 30, "20.00 MiB", "cuda:1")
     assert said == (
-        "Out of memory in round 7, when 20.00 MiB more were asked for: the run needs about 5.0 GiB "
-        "beside its data, and cuda:1 has 80.0 GiB; let fewer clients take part in a round "
+        "Out of memory in round 7, when 20.00 MiB more were asked for: the run needs "
+        "about 5.0 GiB "
+        "beside its data, and cuda:1 has 80.0 GiB; let fewer clients take part in a "
+        "round "
         "(participation), or make the batches (batch_size) or the model smaller."
     )
-    monkeypatch.setattr(torch.cuda, "mem_get_info", fails(None, 1, RuntimeError("no driver")))
-    assert "beside its data; let" in memory.out_of_memory_text("in round 7", 5 << 30, "", "cuda:1")
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", fails(None, 1, RuntimeError("no driver"))
+    )
+    assert "beside its data; let" in memory.out_of_memory_text(
+        "in round 7", 5 << 30, "", "cuda:1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +47,9 @@ def test_what_the_card_has_is_said(monkeypatch):
     [
         lambda: ops.pairwise_sqdist(torch.zeros(1, 1).expand(1 << 24, 1)),
         lambda: ops.aggregate(torch.zeros(1, 1), torch.zeros(1, 1).expand(1 << 46, 1)),
-        lambda: ops.aggregate(torch.zeros(16, 1).expand(16, 1 << 50), torch.ones(1, 16)),
+        lambda: ops.aggregate(
+            torch.zeros(16, 1).expand(16, 1 << 50), torch.ones(1, 16)
+        ),
     ],
 )
 def test_an_op_that_runs_out_of_memory_says_so(call):
@@ -46,7 +58,7 @@ def test_an_op_that_runs_out_of_memory_says_so(call):
     assert memory.is_out_of_memory(e.value) and "API call failed" not in str(e.value)
 
 
-# what a training step keeps ---------------------------------------------------------------------
+# what a training step keeps ---------------------------------------------------
 
 
 def batch_of(count, features=6):
@@ -62,7 +74,8 @@ def kept_by(model, count, place=None):
     return memory.activation_bytes(net, *given)
 
 
-# of a sample the hidden layer's 5 numbers and the 4 scores; of a batch the sum of weights
+# of a sample the hidden layer's 5 numbers and the 4 scores; of a batch the sum of
+# weights
 @pytest.mark.parametrize("count", [1, 2, 50])
 def test_a_step_keeps_what_lies_between_its_layers(count):
     assert kept_by(tiny_model(), count) == 4 * (9 * count + 1)
@@ -100,9 +113,14 @@ CONVOLUTIONS = "Conv2d 1 3 3 1 1, BatchNorm2d 3, ReLU, Flatten, Linear 300 4"
 
 
 def needed(engine, **options):
-    data, training = images((60,) * 8, (1, 10, 10)), Training(batch_size=options.pop("batch", 50))
+    data, training = (
+        images((60,) * 8, (1, 10, 10)),
+        Training(batch_size=options.pop("batch", 50)),
+    )
     hardware = {"engine": engine, "workers": 2, **options}
-    return simulation(data=data, model=layers(CONVOLUTIONS), training=training, **hardware)
+    return simulation(
+        data=data, model=layers(CONVOLUTIONS), training=training, **hardware
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +128,9 @@ def needed(engine, **options):
     [("vmap", {}, 8), ("vmap", {"clients_per_block": 3}, 6), ("loop", {}, 2)],
     ids=["vmap", "blocks", "loop"],
 )
-def test_the_estimate_counts_the_batches_of_those_who_train_at_once(engine, options, clients):
+def test_the_estimate_counts_the_batches_of_those_who_train_at_once(
+    engine, options, clients
+):
     run = needed(engine, **options)
     less = needed(engine, batch=10, **options)
     each = run.context.sample_activation_bytes
@@ -119,13 +139,17 @@ def test_the_estimate_counts_the_batches_of_those_who_train_at_once(engine, opti
 
 
 def test_a_batch_is_at_most_the_largest_client():
-    assert needed("vmap", batch=500).peak_bytes() == needed("vmap", batch=60).peak_bytes()
+    assert (
+        needed("vmap", batch=500).peak_bytes() == needed("vmap", batch=60).peak_bytes()
+    )
 
 
 def test_a_run_whose_batches_do_not_fit_is_refused(monkeypatch):
     peak = needed("vmap").peak_bytes()
     monkeypatch.setattr(memory, "capacity", lambda device: peak - 1)
-    with pytest.raises(memory.RunTooLarge, match=r"beside its data, and cpu .* \(batch_size\)"):
+    with pytest.raises(
+        memory.RunTooLarge, match=r"beside its data, and cpu .* \(batch_size\)"
+    ):
         needed("vmap", storage="memory")
     needed("vmap", batch=10, storage="memory")
     needed("vmap", clients_per_block=3, storage="memory")
@@ -133,8 +157,11 @@ def test_a_run_whose_batches_do_not_fit_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("engine, block", [("vmap", 64), ("loop", None)])
 def test_what_is_computed_at_once_can_be_less(monkeypatch, engine, block):
-    """Before a run and in it: where clients are computed in blocks, their size is a remedy."""
-    words = f"compute fewer clients at once (clients_per_block, here {block}), let fewer"
+    """Before a run and in it: where clients are computed in blocks, their size is a
+    remedy."""
+    words = (
+        f"compute fewer clients at once (clients_per_block, here {block}), let fewer"
+    )
     run = needed(engine)
     monkeypatch.setattr(Clients, "fit", fails(Clients.fit, 1, MemoryError()))
     with pytest.warns(RuntimeWarning):

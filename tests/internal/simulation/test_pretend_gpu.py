@@ -1,4 +1,5 @@
-"""The pretended card refuses what a card refuses, and counts what makes the host wait."""
+"""The pretended card refuses what a card refuses, and counts what makes the host
+wait."""
 
 import pretend_gpu
 import pytest
@@ -17,7 +18,10 @@ def numbers(*shape, device="cpu"):
 
 
 def test_tensors_of_cpu_and_card_are_refused():
-    with pretended_gpu() as gpu, pytest.raises(RuntimeError, match=r"one device.*cuda:0 and cpu"):
+    with (
+        pretended_gpu() as gpu,
+        pytest.raises(RuntimeError, match=r"one device.*cuda:0 and cpu"),
+    ):
         numbers(device=gpu) + numbers()
 
 
@@ -58,7 +62,9 @@ def test_a_generator_of_another_device_is_refused(device, generator):
             lambda g: torch.randperm(3, device=device, generator=g),
         ):
             call(own)
-            with pytest.raises(RuntimeError, match=f"'{device}' generator.*'{generator}'"):
+            with pytest.raises(
+                RuntimeError, match=f"'{device}' generator.*'{generator}'"
+            ):
                 call(draws)
 
 
@@ -112,7 +118,10 @@ TWICE = [[0, 0, 1]]
     "call, name",
     [
         (lambda t, twice: t[0].index_add(0, twice[0], t[0, :3]), "index_add"),
-        (lambda t, twice: t.clone().scatter_add_(1, twice.expand(3, -1), t), "scatter_add"),
+        (
+            lambda t, twice: t.clone().scatter_add_(1, twice.expand(3, -1), t),
+            "scatter_add",
+        ),
         (lambda t, twice: t.cumsum(1), "cumsum"),
     ],
 )
@@ -141,8 +150,11 @@ def test_sums_in_one_order_are_not_noted(call):
 def test_every_op_has_a_kernel_or_a_body_or_neither():
     """A kernel that is added to csrc/cuda, or an op that has none, is known here."""
     ops = {name for name, value in vars(reference).items() if callable(value)}
-    listed = {"rank1_listed", "rank1_listed_backward"}  # where products would be rounded
-    assert ops - {"chain_grad"} - {*pretend_gpu.COMPOSED} | listed == pretend_gpu.KERNELS
+    # where products would be rounded
+    listed = {"rank1_listed", "rank1_listed_backward"}
+    assert (
+        ops - {"chain_grad"} - {*pretend_gpu.COMPOSED} | listed == pretend_gpu.KERNELS
+    )
 
 
 def on_card(op, gpu):
@@ -168,7 +180,10 @@ def test_an_op_without_a_kernel_runs_its_body():
 @pytest.mark.parametrize("name", ["train", "evaluate"])
 def test_an_op_without_kernel_and_body_is_refused(name):
     problem = Problem("linear", [3, 2])
-    with pretended_gpu() as gpu, pytest.raises(NotImplementedError, match="no kernel for CUDA"):
+    with (
+        pretended_gpu() as gpu,
+        pytest.raises(NotImplementedError, match="no kernel for CUDA"),
+    ):
         if name == "train":
             problem.train(on_card(chain_sgd_, gpu))
         else:

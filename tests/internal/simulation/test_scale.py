@@ -1,5 +1,5 @@
-"""Very many clients: a round costs its cohort, rows may be on disk, and neither changes a
-result."""
+"""Very many clients: a round costs its cohort, rows may be on disk, and neither changes
+a result."""
 
 import json
 import os
@@ -35,21 +35,30 @@ def simulation(name, n=40, **options):
 # a round costs its cohort
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "scaffold", "ditto", "feddwa", "waffle", "hypcluster"]
+)
 def test_nothing_in_a_round_or_its_record_is_as_long_as_the_federation(name):
     n = 20_000
     play = simulation(name, n, participation=10 / n, evaluated=20).iterate()
     next(play)
     made = []
-    with Making(lambda out: made.extend(getattr(t, "nbytes", 0) for t in tree_leaves(out))):
+    with Making(
+        lambda out: made.extend(getattr(t, "nbytes", 0) for t in tree_leaves(out))
+    ):
         record = next(play)
     assert len(record["cohort"]) == 10 and len(json.dumps(to_json(record))) < 5000
     assert 0 < max(made) < n
 
 
-@pytest.mark.parametrize("n, count", [(10, 10), (10, 9), (12, 3), (13, 3), (1000, 7), (10**12, 50)])
+@pytest.mark.parametrize(
+    "n, count", [(10, 10), (10, 9), (12, 3), (13, 3), (1000, 7), (10**12, 50)]
+)
 def test_draws_are_distinct_and_their_own(n, count):
-    a, b = draw_without_replacement(n, count, 1, "x"), draw_without_replacement(n, count, 2, "x")
+    a, b = (
+        draw_without_replacement(n, count, 1, "x"),
+        draw_without_replacement(n, count, 2, "x"),
+    )
     assert len(a.unique()) == len(a) == count and int(a.min()) >= 0 and int(a.max()) < n
     equals(a, draw_without_replacement(n, count, 1, "x"))
     assert n == count or not torch.equal(a, b)
@@ -58,11 +67,16 @@ def test_draws_are_distinct_and_their_own(n, count):
 @pytest.mark.parametrize("n, count", [(5, 2), (9, 2)])  # the permutation, and the draws
 def test_every_client_is_drawn_as_often(n, count):
     times = Counter(
-        i for key in range(4000) for i in draw_without_replacement(n, count, key).tolist()
+        i
+        for key in range(4000)
+        for i in draw_without_replacement(n, count, key).tolist()
     )
     expected = 4000 * count / n
     # chi squared, 8 degrees: p < 3e-4
-    assert sum((times[i] - expected) ** 2 / (expected * (1 - count / n)) for i in range(n)) < 30
+    assert (
+        sum((times[i] - expected) ** 2 / (expected * (1 - count / n)) for i in range(n))
+        < 30
+    )
 
 
 def test_a_number_of_clients_is_evaluated_as_a_list_of_them_is():
@@ -90,7 +104,9 @@ def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
     record = history.rounds[-1]
     assert record["report"].keys() == {"index", "weight"}
     want = torch.zeros(6, dtype=torch.float64)
-    want[record["cohort"]] = torch.tensor(record["report"]["weight"], dtype=torch.float64)
+    want[record["cohort"]] = torch.tensor(
+        record["report"]["weight"], dtype=torch.float64
+    )
     equals(group_runs(history.lines())[0].weights()[1][-1], want)
     assert dense_report(record["report"], 6) == {"weights": want.tolist()}
     everybody = simulation("waffle", 6, rounds=1, every=0).run()
@@ -99,7 +115,9 @@ def test_weights_of_those_who_took_part_alone_are_read_as_everybodys():
 
 @pytest.mark.parametrize("alg", [Waffle, HypCluster])
 def test_a_void_round_reports_nothing_and_leaves_the_weights_of_earlier_rounds(alg):
-    huge, sound = (simulation(alg(server_lr=lr), 6, rounds=1, every=0) for lr in (1e42, 1.0))
+    huge, sound = (
+        simulation(alg(server_lr=lr), 6, rounds=1, every=0) for lr in (1e42, 1.0)
+    )
     before = copied(huge.state.server)
     with pytest.warns(RuntimeWarning, match="the server's x would not be finite"):
         history = huge.run()
@@ -111,19 +129,25 @@ def test_a_void_round_reports_nothing_and_leaves_the_weights_of_earlier_rounds(a
 
 # rows on disk ---------------------------------------------------------------
 def full_disk(monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Full", (), {"free": 100}))
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda folder: type("Full", (), {"free": 100})
+    )
 
 
 @pytest.mark.parametrize("name", ["ditto", "scaffold", "feddwa"])
 def test_rows_on_disk_change_nothing(name, tmp_path):
     options = {"participation": 0.2, "every": 2}
-    a, b = (simulation(name, storage=where, **options) for where in ("memory", tmp_path))
+    a, b = (
+        simulation(name, storage=where, **options) for where in ("memory", tmp_path)
+    )
     first, second = a.run(), b.run()
     for one, two in zip(first.rounds, second.rounds, strict=True):
         assert one | {"seconds": 0} == two | {"seconds": 0}
     seen = [(h.header["storage"], h.header["stream"]) for h in (first, second)]
     assert seen == [("memory", 3), ("disk", 3)]
-    assert os.listdir(tmp_path) == [] and same(first.state, second.state, first.state.participated)
+    assert os.listdir(tmp_path) == [] and same(
+        first.state, second.state, first.state.participated
+    )
     x, new = a.data.x[:5], (torch.ones(4, 6), torch.tensor([0, 1, 0, 1]))
     for i in (0, 7, 39):
         equals(first.model(i)(x), second.model(i)(x))
@@ -134,7 +158,9 @@ def test_rows_on_disk_change_nothing(name, tmp_path):
 @pytest.mark.parametrize("every", [0, 1])
 def test_only_clients_that_took_part_take_room(tmp_path, every):
     """An evaluation of everybody writes nothing."""
-    run = simulation("ditto", storage=tmp_path, participation=0.1, rounds=2, every=every)
+    run = simulation(
+        "ditto", storage=tmp_path, participation=0.1, rounds=2, every=every
+    )
     cohort = next(run.iterate())["cohort"]
     own, seen = run._state.clients, run._state.participated
     assert seen.nonzero()[:, 0].tolist() == cohort and not own["v"][~seen].any()
@@ -143,14 +169,19 @@ def test_only_clients_that_took_part_take_room(tmp_path, every):
 def test_many_clients_are_evaluated_in_parts(tmp_path, monkeypatch):
     whole_run = simulation("ditto", 12, storage=tmp_path)
     whole = whole_run.run()
-    monkeypatch.setattr(evaluation, "EVAL_CHUNK_BYTES", 5 * whole_run.context.net.size * 4)
+    monkeypatch.setattr(
+        evaluation, "EVAL_CHUNK_BYTES", 5 * whole_run.context.net.size * 4
+    )
     parts = simulation("ditto", 12, storage=tmp_path).run()
     assert parts.rounds[-1]["eval"] == whole.rounds[-1]["eval"]
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
-def test_parts_are_cut_between_those_who_are_computed_at_once(engine, tmp_path, monkeypatch):
-    """Under vmap, where an evaluation trains, a client's last digits depend on its block."""
+def test_parts_are_cut_between_those_who_are_computed_at_once(
+    engine, tmp_path, monkeypatch
+):
+    """Under vmap, where an evaluation trains, a client's last digits depend on its
+    block."""
     alg = FedRep(finetune_epochs=2)
     how = {
         "storage": tmp_path,
@@ -190,7 +221,9 @@ def test_a_disk_that_becomes_full_ends_the_run_with_a_sentence_and_the_state_of_
         full_disk(monkeypatch)
 
     rows = "a copy of the state needs" if held else "this round's rows need"
-    with pytest.raises(OSError, match=f"storage: {rows} up to .* 100 B free; make room") as told:
+    with pytest.raises(
+        OSError, match=f"storage: {rows} up to .* 100 B free; make room"
+    ) as told:
         run.run(becomes_full)
     assert len(told.value.history.rounds) == 1 and run._state.round == 1
     monkeypatch.undo()
@@ -211,8 +244,8 @@ def test_what_does_not_fit_goes_to_disk_by_itself(monkeypatch):
 
 
 def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
-    """Only the rows of clients that were seen are in it; the others' are a fresh client's wherever
-    the run goes on."""
+    """Only the rows of clients that were seen are in it; the others' are a fresh
+    client's wherever the run goes on."""
     data, options = images((2,) * 12), {"rounds": 6, "participation": 0.2, "every": 0}
     whole = simulation("ditto", data=data, **options).run()
     half = simulation("ditto", data=data, storage=tmp_path, **options)
@@ -220,7 +253,9 @@ def test_a_checkpoint_of_rows_on_disk_goes_on_there_and_in_memory(tmp_path):
     held, _ = checkpoint.load(tmp_path / "kept")
     assert int(held["seen"].sum()) == len(held["clients.v"]) < 12
     for place in (tmp_path, "memory"):
-        rest = simulation("ditto", data=data, storage=place, **options).restore(tmp_path / "kept")
+        rest = simulation("ditto", data=data, storage=place, **options).restore(
+            tmp_path / "kept"
+        )
         assert (rest.config.folder is None) == (place == "memory")
         rest.run()
         assert same(rest.state, whole.state, rest.state.participated)

@@ -1,13 +1,25 @@
-"""A cohort is computed in blocks that are made of all of it: cut at their borders in any way, its
-bits are the same."""
+"""A cohort is computed in blocks that are made of all of it: cut at their borders in
+any way, its bits are the same."""
 
 import pytest
 import torch
-from parts.company import ACTIVATIONS, BODIES, EVERYBODY, differing, of_hooks, simulation
+from parts.company import (
+    ACTIVATIONS,
+    BODIES,
+    EVERYBODY,
+    differing,
+    of_hooks,
+    simulation,
+)
 
 from pflcore import Clients
 from pflcore.algorithms._protocol import map_rows
-from pflcore.train._clients import CPU_BLOCK_CLIENTS, align_memory, assign_blocks, split_by_block
+from pflcore.train._clients import (
+    CPU_BLOCK_CLIENTS,
+    align_memory,
+    assign_blocks,
+    split_by_block,
+)
 
 QUICK = [
     ("vmap", "mlp", "SiLU"),
@@ -28,7 +40,11 @@ def cases():
                 case = (engine, body, activation)
                 if engine == "chain" and {body, activation} & {*NO_CHAIN, "Sigmoid"}:
                     continue
-                deep = () if case in QUICK else pytest.mark.deep("every activation and body")
+                deep = (
+                    ()
+                    if case in QUICK
+                    else pytest.mark.deep("every activation and body")
+                )
                 made.append(pytest.param(*case, marks=deep))
     return made
 
@@ -36,7 +52,8 @@ def cases():
 def of_parts(setting, block):
     """What hooks make of each block by itself, the last first."""
     return [
-        (at, of_hooks(setting, EVERYBODY[at], block[at])) for at in split_by_block(EVERYBODY, block)
+        (at, of_hooks(setting, EVERYBODY[at], block[at]))
+        for at in split_by_block(EVERYBODY, block)
     ]
 
 
@@ -45,7 +62,9 @@ def test_a_cohort_in_parts_has_the_bits_of_the_whole(engine, body, activation):
     setting = simulation(engine, body, activation).context
     block = assign_blocks(setting, EVERYBODY)
     whole = of_hooks(setting, EVERYBODY)
-    assert len(block.unique()) == (3 if setting.engine.name == "vmap" else len(EVERYBODY))
+    assert len(block.unique()) == (
+        3 if setting.engine.name == "vmap" else len(EVERYBODY)
+    )
     for at, part in of_parts(setting, block):
         assert differing(part, whole, at) == []
 
@@ -53,7 +72,8 @@ def test_a_cohort_in_parts_has_the_bits_of_the_whole(engine, body, activation):
 @pytest.mark.parametrize("engine, body, activation", QUICK)
 def test_workers_change_no_bit_of_any_hook(engine, body, activation):
     one, two = (
-        of_hooks(simulation(engine, body, activation, workers=n).context, EVERYBODY) for n in (1, 2)
+        of_hooks(simulation(engine, body, activation, workers=n).context, EVERYBODY)
+        for n in (1, 2)
     )
     assert differing(two, one, EVERYBODY) == []
 
@@ -63,7 +83,9 @@ def test_workers_change_no_bit_of_any_hook(engine, body, activation):
 @pytest.mark.parametrize("hidden", [1, 3, 5, 8, 13])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_odd_widths_in_parts_have_the_bits_of_the_whole(engine, hidden, dtype, optimizer):
+def test_odd_widths_in_parts_have_the_bits_of_the_whole(
+    engine, hidden, dtype, optimizer
+):
     activation = "Tanh" if engine == "chain" else "SiLU"
     how = {"hidden": hidden, "dtype": dtype, "local_optimizer": optimizer}
     setting = simulation(engine, "mlp", activation, **how).context
@@ -82,9 +104,9 @@ def test_blocks_are_made_of_the_cohort_and_its_sizes_alone():
         assert torch.equal(assign_blocks(setting, order), block[order])
     some = EVERYBODY[::2]
     assert assign_blocks(setting, some).bincount().tolist() == [3, 3]
-    assert assign_blocks(setting._replace(clients_per_block=1), some).sort().values.tolist() == [
-        *range(6)
-    ]
+    assert assign_blocks(
+        setting._replace(clients_per_block=1), some
+    ).sort().values.tolist() == [*range(6)]
     assert not assign_blocks(setting._replace(clients_per_block=6), some).any()
 
 
@@ -107,7 +129,9 @@ def test_who_leaves_a_cohort_leaves_the_others_in_their_blocks():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("f", [torch.sigmoid, torch.exp, lambda x: 0.9 ** (x * 50).round()])
+@pytest.mark.parametrize(
+    "f", [torch.sigmoid, torch.exp, lambda x: 0.9 ** (x * 50).round()]
+)
 def test_a_row_alone_has_the_bits_that_it_has_among_others(dtype, f):
     x = torch.rand(41, 13, dtype=dtype)
     whole = map_rows(f, x)
@@ -119,5 +143,8 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others(dtype, f):
 def test_memory_begins_alike_for_every_row():
     rows = torch.randn(5, 7)
     for row in rows:
-        assert torch.equal(align_memory(row), row) and align_memory(row).data_ptr() % 64 == 0
+        assert (
+            torch.equal(align_memory(row), row)
+            and align_memory(row).data_ptr() % 64 == 0
+        )
     assert align_memory(rows).data_ptr() == rows.data_ptr()

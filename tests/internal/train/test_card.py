@@ -1,5 +1,5 @@
-"""The trial before round 1 on a card, whose float32 convolutions round to TF32, and the flags of
-torch's that a run sets there: all on a pretended card."""
+"""The trial before round 1 on a card, whose float32 convolutions round to TF32, and the
+flags of torch's that a run sets there: all on a pretended card."""
 
 import threading
 
@@ -39,7 +39,8 @@ class Fixed(nn.Module):
         return x.float()
 
 
-DEEP = ((4, 4, 1), (4, 8, 2), (8, 8, 1), (8, 16, 2))  # so many that rounding is magnified
+# so many that rounding is magnified
+DEEP = ((4, 4, 1), (4, 8, 2), (8, 8, 1), (8, 16, 2))
 FLAT = ((4, 4, 2),)
 
 
@@ -61,7 +62,8 @@ def on(gpu, blocks, *more):
 
 
 def rounded(net, data):
-    """In what vmap is not the module in the model's own dtype, as a card rounds by default."""
+    """In what vmap is not the module in the model's own dtype, as a card rounds by
+    default."""
     return make_probe(net, data).difference(Engine("vmap"))
 
 
@@ -98,7 +100,10 @@ class Fails(nn.Module):
     """A layer that vmap does not carry in float32."""
 
     def forward(self, x):
-        if x.dtype == torch.float32 and torch._C._functorch.maybe_current_level() is not None:
+        if (
+            x.dtype == torch.float32
+            and torch._C._functorch.maybe_current_level() is not None
+        ):
             raise RuntimeError("no batching rule")
         return x * 1
 
@@ -125,10 +130,12 @@ def test_a_wrong_gradient_is_refused_on_a_card_too(monkeypatch):
     assert engine.form == "module" and "off by" in engine.reason
 
 
-# flags ------------------------------------------------------------------------------------------
+# flags ------------------------------------------------------------------------
 
 
-OWNERS = [flag[:2] for flag in (*card.REPEATABLE_FLAGS.flags, *card.NO_TF32_FLAGS.flags)]
+OWNERS = [
+    flag[:2] for flag in (*card.REPEATABLE_FLAGS.flags, *card.NO_TF32_FLAGS.flags)
+]
 
 
 def flags():

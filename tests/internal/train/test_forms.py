@@ -1,4 +1,5 @@
-"""One score a target is handed to losses and metrics in the form that they take, at any scale."""
+"""One score a target is handed to losses and metrics in the form that they take, at
+any scale."""
 
 import pytest
 import torch
@@ -62,7 +63,9 @@ def test_no_loss_spreads_a_column_of_scores(loss, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("metric", LOSSES)
-@pytest.mark.unless(lambda metric, kind: (metric, kind) == ("divergence", "whole numbers"))
+@pytest.mark.unless(
+    lambda metric, kind: (metric, kind) == ("divergence", "whole numbers")
+)
 def test_no_metric_spreads_a_column_of_scores(metric, kind):
     y = KINDS[kind]
     scores = torch.rand(60, 1)
@@ -81,7 +84,10 @@ def test_what_takes_the_scores_as_they_are_gets_them():
         lambda s, y: s.mean(),
         lambda s, y: F.binary_cross_entropy(s.squeeze(1), y),
     ):
-        assert find_argument_form(f, scores, y, is_loss=True).convert(scores, y)[0] is scores
+        assert (
+            find_argument_form(f, scores, y, is_loss=True).convert(scores, y)[0]
+            is scores
+        )
 
 
 def test_probabilities_are_drawn_between_0_and_1():

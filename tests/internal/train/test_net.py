@@ -39,7 +39,8 @@ def test_buffers_are_a_row_of_their_own():
     module = net.load(Buffered(), net.w0, net.b0).train()
     module(x)
     torch.testing.assert_close(
-        after, torch.cat([module.seen, module.norm.running_mean, module.norm.running_var])
+        after,
+        torch.cat([module.seen, module.norm.running_mean, module.norm.running_var]),
     )
     assert net.b0.tolist() == [0] * 5 + [1] * 4 and forward_state.buffers is None
     with forward_context(False, after):

@@ -1,5 +1,5 @@
-"""The path that trains a model is the model: the trial that proves it, and what takes the fast
-path."""
+"""The path that trains a model is the model: the trial that proves it, and what takes
+the fast path."""
 
 from dataclasses import replace
 
@@ -22,7 +22,9 @@ from pflcore.train._select_engine import make_context, make_probes
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
     right = clients.chain_grad
-    monkeypatch.setattr(clients, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1]))
+    monkeypatch.setattr(
+        clients, "chain_grad", lambda *a: (1.001 * right(*a)[0], right(*a)[1])
+    )
     said = "the chain found for this model is not the model: its gradient is another"
     with pytest.warns(UserWarning, match=f"^pflcore: {said}"):
         _, form, why = same_as_by_hand(mlp)
@@ -36,15 +38,26 @@ def test_where_no_kernel_trains_a_chain_its_gradients_do(monkeypatch, model):
     how = {"epochs": 2, "momentum": 0.5, "weight_decay": 0.1, "clip_grad": 0.4}
     data = images((7, 20, 31), shape)
     data = replace(data, x=data.x.double())
-    setting = make_setting(Net(lambda: body(words).double()), data, Training(**how), engine="chain")
-    start = setting.net.w0 + 0.01 * torch.randn(3, setting.net.size, dtype=torch.float64)
+    setting = make_setting(
+        Net(lambda: body(words).double()), data, Training(**how), engine="chain"
+    )
+    start = setting.net.w0 + 0.01 * torch.randn(
+        3, setting.net.size, dtype=torch.float64
+    )
     found = []
     for kernels in (True, False):
         for room in (engines, clients):
-            monkeypatch.setattr(room, "has_kernels", lambda device, kernels=kernels: kernels)
+            monkeypatch.setattr(
+                room, "has_kernels", lambda device, kernels=kernels: kernels
+            )
         done = fit(at_work(setting), start, prox=(0.3, start + 1), mean_grad=True)
         found.append(
-            (done.w, done.grad, done.loss, *at_work(setting).evaluate({"w": start}, "train"))
+            (
+                done.w,
+                done.grad,
+                done.loss,
+                *at_work(setting).evaluate({"w": start}, "train"),
+            )
         )
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-11)
 
@@ -59,8 +72,13 @@ def test_the_trial_sees_small_differences(size):
     assert all(t.difference(e) is None for t in (exact, own) for e in engines)
     for mode, right in exact.expected.items():
         for place, what in enumerate(("loss", "gradient")):
-            exact.expected[mode] = [v + size * (k == place) for k, v in enumerate(right)]
-            assert f"its {what} is another in {mode} mode" in exact.difference(engines[0]).words
+            exact.expected[mode] = [
+                v + size * (k == place) for k, v in enumerate(right)
+            ]
+            assert (
+                f"its {what} is another in {mode} mode"
+                in exact.difference(engines[0]).words
+            )
         exact.expected[mode] = right
 
 
@@ -95,6 +113,10 @@ def test_torchs_losses_with_default_options_take_the_fast_path():
     for default in (nn.CrossEntropyLoss(), F.cross_entropy):
         assert resolve_loss(default) is LOSSES["cross_entropy"]
     assert resolve_loss(nn.MSELoss()) is squared is resolve_loss(F.mse_loss)
-    for options in ({"label_smoothing": 0.1}, {"weight": torch.ones(4)}, {"ignore_index": 1}):
+    for options in (
+        {"label_smoothing": 0.1},
+        {"weight": torch.ones(4)},
+        {"ignore_index": 1},
+    ):
         loss = nn.CrossEntropyLoss(**options)
         assert resolve_loss(loss) is loss

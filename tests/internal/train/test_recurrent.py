@@ -1,4 +1,5 @@
-"""Recurrent layers written out: torch's own, value and gradient, in everything they take."""
+"""Recurrent layers written out: torch's own, value and gradient, in everything they
+take."""
 
 import copy
 import itertools
@@ -14,7 +15,9 @@ from pflcore.train._recurrent import unroll_recurrent
 
 KINDS = [(nn.GRU, {}), (nn.LSTM, {}), (nn.RNN, {}), (nn.RNN, {"nonlinearity": "relu"})]
 NAMES = ("bidirectional", "bias", "batch_first")
-SHAPES = [dict(zip(NAMES, c, strict=True)) for c in itertools.product((False, True), repeat=3)]
+SHAPES = [
+    dict(zip(NAMES, c, strict=True)) for c in itertools.product((False, True), repeat=3)
+]
 X = randn(1, 4, 6, 3)
 
 
