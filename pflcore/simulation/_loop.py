@@ -113,7 +113,7 @@ class Simulation:
     # what it is ---------------------------------------------------------------
     @property
     def context(self) -> Any:
-        """What training needs, see `pflcore.train.TrainContext`."""
+        """What training needs, see `TrainContext`."""
         return self.config.context
 
     @property
