@@ -59,8 +59,8 @@ from pflcore.train._losses import (
 class FineTune(FedProx, FedOpt):
     """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
 
-    server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x (1
-    model) · up: delta (1 model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x
+    [S, P] (1 model) · up: delta [S, P] (1 model).
 
     Trains as `FedOpt`; every evaluation fine-tunes x on each client's training data by
     the run's optimizer, all layers or the last one, and throws the result away.
@@ -249,8 +249,8 @@ class KnnPer(FedOpt):
     """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
     on probabilities.
 
-    server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x (1
-    model) · up: delta (1 model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x
+    [S, P] (1 model) · up: delta [S, P] (1 model).
 
     Trains as `FedOpt`; for evaluation each client stores what the head sees of its
     training samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by

@@ -55,8 +55,9 @@ class Ensemble(WithoutDefence, FedOpt):
     cohort a round serves all k (k runs would draw k).
 
     server: x [k, P], b [k, b] (each model's batch norm statistics), pick [N] (the model
-    that each client used last) and each model's optimizer state, see `FedOpt` · client:
-    nothing · down: k models · up: delta [S, k, P] (k models).
+    that each client used last), and of m, v [k, P] and t [k] what the optimizer needs,
+    as in `FedOpt` · client: nothing · down: x [k, P], b [k, b] (k models, shared rows)
+    · up: delta [S, k, P], b [S, k, b] (k models), pick [S].
     """
 
     k: PositiveInt = 2  # models
@@ -162,8 +163,11 @@ class HypCluster(Ensemble):
     each client trains the model that fits it best.
 
     server: x [k, P], b [k, b] (each model's batch norm statistics), pick [N] (the model
-    that each client picked last) and each model's optimizer state, see `FedOpt` ·
-    client: nothing · down: k models · up: delta (1 model) and the pick.
+    that each client picked last), of m, v [k, P] and t [k] what the optimizer needs, as
+    in `FedOpt`, and with `shared` common [P] (which parameters all models share) ·
+    client: nothing · down: x [k, P], b [k, b] (k models, shared rows; with `shared` x
+    [k, Q], the other Q parameters, and common [S, P - Q]) · up: delta [S, P], b [S, b]
+    (1 model), pick [S]; in a warm-up round delta [S, k, P], b [S, k, b].
 
     `warmup_rounds` rounds of k independent FedAvg runs may come first (up: k models);
     their optimizer state is dropped at the end (Motley). A model that nobody picked is
@@ -292,8 +296,8 @@ class ClusteredFL(WithoutDefence, FedAvg):
     """Sattler et al. 2021, Algorithm 2 (CFL), with the conditions of the authors' code.
 
     server: x, way [nodes, P], child [nodes], cluster [N] (the node each client is in;
-    one that has split since, for who has not been there) · client: nothing · down: the
-    cluster's x [S, P] · up: delta [S, P] (1 model).
+    one that has split since, for who has not been there) · client: nothing · down: x
+    [S, P] (1 model, the cluster's) · up: delta [S, P] (1 model).
 
     A cluster splits where |mean delta| < eps1 and max |delta| > eps2, more than two of
     its clients took part and `first` rounds are over; the two halves are those of

@@ -116,8 +116,8 @@ class FactorizedWaffle(FedAvg):
 
     server: x [P], the dictionary (W_a, r, W_b of each factorized layer, the other
     layers plain) · client: q [3 F] (logit pi, log c, log d of each factor), Adam's
-    moments m, v [3 F], steps taken t [1] · down: x [S, P] · up: delta [S, P] (1 model;
-    q stays).
+    moments m, v [3 F], steps taken t [1], and with dictionary="cached" x [P] (the last
+    download) · down: x [S, P] (1 model) · up: delta [S, P] (1 model; q stays).
 
     A step draws b (binary concrete) and v (Kumaraswamy), and moves x and q by the
     gradient of NLL(minibatch) + kl_weight (KL_b + KL_v) / n_i (Eqs. 12 and 13).

@@ -223,8 +223,8 @@ class WithoutDefence:
 class QFedAvg(WithoutDefence, FedAvg):
     """Li et al. 2020 (q-FFL), Algorithm 2: clients with a high loss weigh more.
 
-    server: x [P] · client: nothing · down: x (1 model) · up: delta (1 model) and two
-    scalars.
+    server: x [P] · client: nothing · down: x [S, P] (1 model) · up: delta [S, P] (1
+    model), and weight and h [S] (F^q, and the client's term of the sum below).
 
     With F_i the mean loss of the received x on client i's whole training set, L = 1 /
     (the clients' lr) and p the shares: `x += server_lr * sum p F^q delta / sum p (q
@@ -279,8 +279,8 @@ class FedOpt(FedAvg):
     optimizer.
 
     server: x [P], and of m, v [P] (momentum, second moment) and t [] (updates so far)
-    what the optimizer needs · client: nothing · down: x (1 model) · up: delta (1
-    model).
+    what the optimizer needs · client: nothing · down: x [S, P] (1 model) · up: delta
+    [S, P] (1 model).
 
     With D the weighted mean of the deltas:
 
@@ -425,8 +425,8 @@ class MRMTL(FedOpt):
     """Mean-regularized multi-task learning (Hanzely and Richtarik 2020; Liu et al.
     2022): personal models pulled towards their mean.
 
-    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x (1
-    model) · up: v's change (1 model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x [S,
+    P] (1 model) · up: delta [S, P] (1 model: v's change).
 
     `v -= lr (grad(v) + lam (v - x))`, and x follows the mean of the changes: with every
     client in every round and the plain server step, x is the mean of the v, and lam = 0
@@ -458,8 +458,8 @@ class Ditto(MRMTL):
     """Li et al. 2021, Algorithm 1 (the solver with a personal pass): a personal model
     pulled towards the global one.
 
-    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x (1
-    model) · up: delta (1 model).
+    server: x [P] and the optimizer's state, see `FedOpt` · client: v [P] · down: x [S,
+    P] (1 model) · up: delta [S, P] (1 model).
 
     The client trains x as FedAvg does and v by
     `v -= personal_lr (grad(v) + lam (v - x))`, x as received. With every client in

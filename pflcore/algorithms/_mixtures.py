@@ -165,8 +165,8 @@ class FedALA(FedAvg):
     """Zhang et al. 2023, FedALA (Algorithm 1): a round starts at theta_i + (x -
     theta_i) * W_i, with W_i in [0, 1] learned on own data.
 
-    server: x [P] · client: theta [P], W [Q], begun [1] · down: x (1 model) · up:
-    delta = theta - x (1 model).
+    server: x [P] · client: theta [P], W [Q], begun [1] · down: x [S, P] (1 model) · up:
+    delta [S, P] (1 model: theta - x).
 
     W is of the last `layers` parameter tensors (Q columns); the lower layers are x's
     (Eq. 4). On a random part `sample` of a client's samples, drawn once a round, W <-
@@ -287,10 +287,10 @@ class FedFomo(Algorithm):
     server: the latest models w [N, P], affinities p [N, N], weights [N, N] (what each
     client of this round found for the others' models, before its own model's share) and
     seen [N] (who has taken part) · client: w, old [P] (its trained model, and the model
-    before that training) · down: m other models, or all there are (m models) · up: w (1
-    model) and a [N], what was found for each. a_j = (L(old) - L(w_j)) / |w_j
-    - old|, L on the split "val"; w <- old + sum_j w_j (w_j - old), w_j = max(a_j, 0) /
-    sum max(a, 0), then local training.
+    before that training) · down: w [N, P] (shared rows: m other models, or all there
+    are; m models) · up: w [S, P] (1 model) and a [S, N] (what was found for each). a_j
+    = (L(old) - L(w_j)) / |w_j - old|, L on the split "val"; w <- old + sum_j w_j (w_j -
+    old), w_j = max(a_j, 0) / sum max(a, 0), then local training.
 
     The client's own trained model is always a candidate and costs nothing. 20 % of each
     client's training samples are held out for that where there is no split "val" (a
@@ -400,8 +400,9 @@ class L2C(Algorithm):
     round, 0: none), and weights [N, N] (what the clients of this round made of the
     updates of their last one; zeros for the absent and at first) · client: w [P] (its
     model before the round that is under way), logits a [N] and Adam's m, v [N], t [1] ·
-    down: the updates of the client's last round (N models at full participation) · up:
-    delta (1 model), and its weights [N] for the record.
+    down: delta [U, P] (shared rows: the updates of the client's last round, N models at
+    full participation) and who [S, M] (the senders; -1: none) · up: delta [S, P] (1
+    model) and weights [S, N] (for the record).
 
     A client mixes when it takes part again, or is evaluated; then its logits take one
     step of Adam along their exact gradient w_j (g . delta_j - sum_m w_m g . delta_m), g

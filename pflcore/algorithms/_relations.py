@@ -205,8 +205,8 @@ class SFL(LatestModels):
     + (1 - s) X, and their mean, the readout.
 
     server: the latest models w [N, P] and weights [N, N] (s A^L + (1 - s) I), see
-    `LatestModels` · client: nothing · down: the readout x and the client's own row u of
-    X' [S, P] (2 models; the paper's tables count 1) · up: w [S, P] (1 model).
+    `LatestModels` · client: nothing · down: x, u [S, P] (2 models: the readout and the
+    client's own row of X'; the paper's tables count 1) · up: w [S, P] (1 model).
 
     A client trains from the readout and minimises F_i(w) + lam1 / 2 |w - u_i|^2 +
     lam2 / 2 |w - x|^2; tested is u_i. A has self loops and rows that sum to 1: of
@@ -299,9 +299,11 @@ class Mocha(Algorithm):
     """MOCHA (Smith et al. 2017) in primal form: min over W, Omega of `sum_t
     mean_loss_t(w_t) + (lam / 2) tr(W^T Omega W)`.
 
-    server: w [N, P], omega [N, N], seen [N] · client: w [P] (its row) · down:
-    `sum_{j != t} Omega_tj w_j` (1 model) and a scalar · up: w (1 model) and two
-    scalars.
+    server: w [N, P], omega [N, N], seen [N] (who has taken part) · client: w [P] (its
+    row) · down: pull [S, P] (`sum_{j != t} Omega_tj w_j`, 1 model), o [S, 1]
+    (Omega_tt), and in a round with a client that joins late start [S, P] (the mean of
+    the models so far) · up: w [S, P] (1 model), and lr_sum and lr [S, 1] (the sum of
+    the step sizes, and one of them).
 
     One round is one inner iteration: a local epoch of `w_t -= lr (grad + lam (Omega_tt
     w_t + pull_t))`, the others frozen. Every `outer` rounds `Sigma = (W W^T)^(1/2) /

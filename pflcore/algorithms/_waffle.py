@@ -34,8 +34,8 @@ from pflcore.train import Clients, Net, Objective
 class Scaffold(FedAvg):
     """Karimireddy et al. 2020, Algorithm 1: each step takes `gradient - c_i + c`.
 
-    server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta,
-    control = c_i' - c_i [S, P] (2 models).
+    server: x, c [P] · client: c [P] · down: x, c [S, P] (2 models) · up: delta, control
+    [S, P] (2 models; control is c_i' - c_i).
 
     `x <- x + server_lr * mean_S delta_i`, `c <- c + |S| / N * mean_S control_i`, so
     that `c = mean_N c_i` after every round. The new `c_i'` is, by `option`: "mean_grad"

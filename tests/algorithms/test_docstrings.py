@@ -1,23 +1,31 @@
-"""What a docstring says of an algorithm's state is what the state is."""
+"""What a docstring says of an algorithm's tensors is what they are: the server's and
+the client's state, what goes down and what comes up, by name and shape."""
 
-import itertools
 import re
 import warnings
+from collections import defaultdict
 from dataclasses import fields
+from functools import cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from small import layers
+from small import held_out, images, layers, make_setting
 
-from pflcore import Net
-from pflcore.algorithms import ALGORITHMS, Cohort
+from pflcore import Net, Training, step
+from pflcore.algorithms import ALGORITHMS, SharedRows
+from pflcore.simulation.round import RunConfig, initial_state
 
+PARTS = ("server", "client", "down", "up")
 BATCH_NORM = "Linear 6 5, BatchNorm1d 5, ReLU, Linear 5 3"
-# options by which the state has other tensors
-TURNED = ("optimizer", "guidance", "order")
-# a list of names before a shape, such as "m, v [P]" or "w and old [P]"
-NAMED = re.compile(r"((?:\w+(?:, | and ))*\w+) \[")
+# the clients of two rounds: in the second some are new, one has been absent
+COHORTS = ([0, 1, 2, 3], [0, 1, 4, 5])
+SIZES = {"N": 7, "S": 4}
+# options that change the tensors: choices among names, and others
+TURNED = ("optimizer", "guidance", "order", "dictionary")
+OPTIONS = {"warmup_rounds": 1, "shared": "0.*"}
+# names before a shape: "m, v [P]", "w and old [P]"; a shape: "[S, P - K]", "[]"
+NAMED = re.compile(r"((?:\w+(?:, | and ))*\w+) \[([^\]]*)\]")
 
 
 def docstring(cls):
@@ -26,58 +34,157 @@ def docstring(cls):
     return next(text for text in texts if "server:" in text)
 
 
-def clause(cls, of):
-    """What it says of "server" or "client", and what it says to look up."""
-    after = {"server": r"( · client: |\. |$)", "client": " · down: "}[of]
-    text = re.search(rf"\b{of}: (.*?)(?:{after}|$)", docstring(cls))[1]
-    others = {c.__name__: c for one in ALGORITHMS.values() for c in one.__mro__}
+def clause(cls, part):
+    """What the docstring says of one of the `PARTS`, with what it says to look up."""
+    text = re.search(rf"\b{part}: (.*?)(?: · |\. |\.$)", docstring(cls))[1]
+    classes = {c.__name__: c for one in ALGORITHMS.values() for c in one.__mro__}
     for name in re.findall(r"see `(\w+)`", text):
-        text = f"{text}; {clause(others[name], of)}"
+        text = f"{text}; {clause(classes[name], part)}"
     return text
 
 
+def stated(cls, part):
+    """Name -> the shapes that the docstring gives it, each a list of words."""
+    shapes = defaultdict(list)
+    for names, shape in NAMED.findall(clause(cls, part)):
+        for name in re.split(", | and ", names):
+            shapes[name].append([word for word in shape.split(", ") if word])
+    return dict(shapes)
+
+
 def variants(cls):
-    """Instances with each choice of what turns the state."""
-    hints, kinds = get_type_hints(cls), {f.name for f in fields(cls)} & {*TURNED}
-    choices = {k: get_args(hints[k]) for k in kinds if get_origin(hints[k]) is Literal}
+    """Instances with each choice of each option that changes the tensors."""
     yield cls()
+    own = {f.name for f in fields(cls)}
+    hints = get_type_hints(cls)
+    turned = own & {*TURNED}
+    choices = {k: get_args(hints[k]) for k in turned if get_origin(hints[k]) is Literal}
+    choices |= {k: (v,) for k, v in OPTIONS.items() if k in own}
     for name, options in choices.items():
         for option in options:
             try:
                 yield cls(**{name: option})
-            except ValueError:  # it wants others beside it
+            except ValueError:  # it wants other options, too
                 continue
 
 
-def tensors(cls):
-    """The names of the tensors of the server, and of a client, of all variants."""
-    server, client = set(), set()
-    for alg in variants(cls):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            net = alg.prepare(Net(layers(BATCH_NORM)))
-            state = alg.init(**alg.server_init_args(net), n=4)
-        two = Cohort(torch.arange(2), torch.ones(2, dtype=torch.int64), 4, 1, 5)
-        server |= {*state}
-        client |= {*alg.init_client(alg.send(state, two), net, 4)}
-    return {"server": server, "client": client}
+def shape_of(value):
+    """The shape of a tensor, or of shared rows."""
+    return tuple((value.rows if isinstance(value, SharedRows) else value).shape)
+
+
+@cache
+def context():
+    """What all of them train on."""
+    data = held_out(images([10, 15, 20, 10, 15, 20, 10], classes=3))
+    training = Training(lr=0.1, batch_size=4)
+    return make_setting(Net(layers(BATCH_NORM)), data, training, rounds=4, workers=1)
+
+
+def two_rounds(alg):
+    """What the hooks gave in two rounds: pairs of a part and its names' shapes."""
+    seen = []
+
+    def note(part, tensors, skip=0):
+        seen.append((part, {k: shape_of(v)[skip:] for k, v in tensors.items()}))
+        return tensors
+
+    class Watched(type(alg)):
+        def init(self, *args, **kwargs):
+            return note("server", super().init(*args, **kwargs))
+
+        def init_client(self, *args):
+            return note("client", super().init_client(*args), skip=1)
+
+        def send(self, *args):
+            return note("down", super().send(*args))
+
+        def train(self, *args):
+            own, up, fit = super().train(*args)
+            note("client", own, skip=1)
+            note("up", up)
+            return own, up, fit
+
+    watched = Watched(**{f.name: getattr(alg, f.name) for f in fields(alg)})
+    net = alg.prepare(Net(layers(BATCH_NORM)))
+    config = RunConfig(watched, context()._replace(net=net))
+    state = initial_state(watched, net, SIZES["N"])
+    seen = [(part, tensors) for part, tensors in seen if part == "server"]
+    for ids in COHORTS:
+        state, _ = step(config, state, torch.tensor(ids))
+        note("server", state.server)
+    return seen, net
+
+
+@cache
+def played(cls):
+    """The rounds of every variant: what was seen, and the sizes that letters stand
+    for."""
+    rounds = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for alg in variants(cls):
+            seen, net = two_rounds(alg)
+            sizes = {**SIZES, "P": net.size, "b": len(net.b0)}
+            if hasattr(alg, "k"):
+                sizes["k"] = alg.k
+            rounds.append((alg, seen, sizes))
+    return rounds
+
+
+def names(cls, part):
+    """The names of a part's tensors over all variants."""
+    found = set()
+    for _, seen, _ in played(cls):
+        found.update(*(shapes for where, shapes in seen if where == part))
+    return found
+
+
+def fits(words, shape, sizes):
+    """Whether a shape is what the words say; a letter met alone for the first time
+    takes its size, which it keeps."""
+    if len(words) != len(shape):
+        return False
+    sizes_of_shape = dict(sizes)
+    for word, size in zip(words, shape, strict=True):
+        factor, letter = re.fullmatch(r"(?:(\d+) )?(.*)", word).groups()
+        if letter.isidentifier() and letter not in sizes_of_shape:
+            sizes_of_shape[letter] = size / int(factor or 1)
+        expected = eval(letter, {}, sizes_of_shape) * int(factor or 1)
+        if expected != size:
+            return False
+    sizes |= {k: v for k, v in sizes_of_shape.items() if k not in VARYING}
+    return True
+
+
+# letters for sizes that are other ones from round to round
+VARYING = {"M", "R", "U", "nodes"}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_state_is_what_the_docstring_says(name):
+def test_the_names_are_those_that_the_docstring_says(name):
     cls = ALGORITHMS[name]
-    for of, there in tensors(cls).items():
-        text = clause(cls, of)
-        missing = [k for k in there if not re.search(rf"\b{k}\b", text)]
-        assert not missing, f"{of}: {text} names no {missing}"
-        said = {
-            *itertools.chain(*(re.split(", | and ", m) for m in NAMED.findall(text)))
-        }
+    for part in PARTS:
+        there, said = names(cls, part), {*stated(cls, part)}
+        text = clause(cls, part)
+        assert there <= said, f"{part}: {text!r} gives no {there - said}"
         if said - there:  # a preset's text is that of its fellows too
             fellows = [c for c in ALGORITHMS.values() if docstring(c) == docstring(cls)]
-            there = there.union(*(tensors(c)[of] for c in fellows))
-        assert said <= there, f"{of}: {text} names more than {there}"
-        assert text.startswith("nothing") or there, f"{of}: {text} for no tensors"
+            there = there.union(*(names(c, part) for c in fellows))
+        assert said <= there, f"{part}: {text!r} gives {said - there} too many"
+        assert text.startswith("nothing") or there, f"{part}: {text} for no tensors"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_shapes_are_those_that_the_docstring_says(name):
+    cls = ALGORITHMS[name]
+    for alg, seen, sizes in played(cls):
+        sizes = dict(sizes)
+        for part, shapes in sorted(seen, key=lambda pair: PARTS.index(pair[0])):
+            said = stated(cls, part)
+            for key, shape in shapes.items():
+                told = any(fits(words, shape, sizes) for words in said.get(key, []))
+                assert told, f"{part} of {alg}: {key} is {shape}, not {said.get(key)}"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
