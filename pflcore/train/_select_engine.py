@@ -1,22 +1,36 @@
-"""What trains this model? A trial before round 1 answers, by model, data and device
-alone.
+"""Selects what computes the gradients of a model, by a trial before round 1.
 
-The module itself is run by plain autograd on a few samples: that says whether model,
-data and loss fit together (`_validate`), and what losses and gradients are. Then a few
-clients with those samples are trained for a step by each engine, and must give the
-same: in float64, at the start plus noise, in training and in evaluation mode. On a card
-float64 alone judges, at any size: there float32 may be rounded to TF32, which
-rectifiers and maxima magnify.
+Three words of this module:
 
-On a CPU, "auto" takes the chain where a model is one; "loop" for convolutions and from
-`VMAP_MAX_WEIGHTS` weights on; else "vmap" where that carries the model. On a GPU: the
-chain, vmap, loop.
+- An engine computes the gradients of the clients' models. "loop" takes one client after
+  another on each thread, "vmap" takes a block of clients at once.
+- A chain is a model of layers that the project's own kernels know. It is no third
+  engine, but a field of one: the kernels train the run's loss, and the engine computes
+  everything else, such as the gradient of another loss. `engine="chain"` demands one.
+- A probe is a federation of a few small clients, together with the losses and gradients
+  that the module itself has on them under plain autograd: the reference.
+
+The trial has two parts. First one batch runs through a copy of the module, which shows
+whether model, data and loss fit together. Then each candidate computes the losses and
+gradients of the probes. A candidate is used only if they match the reference: at the
+initial weights plus noise, in training mode and, for "loop" and a chain, in evaluation
+mode.
+
+A model in float32 has two probes, one in float64 and one in float32. On a GPU only the
+one in float64 decides, whatever the size of the model: a GPU may round float32 products
+to TF32, and rectifiers and maxima magnify that rounding.
+
+"auto" takes the first candidate of a fixed order that matches; nothing is timed. On a
+CPU the order is: the chain; "loop" for convolutions, LSTMs and models of more than
+`VMAP_MAX_WEIGHTS` weights; "vmap"; "loop". On a GPU it is: the chain, "vmap", "loop".
+
+Symbols: s clients of a probe; P weights of the model; B samples of a batch; w [s, P]
+the clients' weights; x, y samples and labels.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,11 +41,12 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pflcore.check import warn_caller
 from pflcore.data._federation import Federation
 from pflcore.metrics import ArgumentForm
 from pflcore.nn._context import forward_context
 from pflcore.train import _memory as memory
-from pflcore.train import _validate as fits
+from pflcore.train import _validate as validate
 from pflcore.train._batches import Batches, BatchPlan
 from pflcore.train._chain import Chain, find_chain
 from pflcore.train._clients import (
@@ -48,21 +63,23 @@ from pflcore.train._training import Training
 from pflcore.train._validate import MismatchError
 from pflcore.train._workers import Workers, single_threaded
 
-# weights from which, on a CPU, clients are trained faster one by one
+# A CPU trains clients of larger models faster one by one than a block at once.
 VMAP_MAX_WEIGHTS = 1 << 16
-FLOAT64_MAX_WEIGHTS = (
-    1 << 19
-)  # weights beyond which float64 copies would cost a CPU too much: the model's dtype
-# samples of the trial's clients; batch norm takes no batch of one
+# On a CPU, a larger model has no probe in float64: the copies would cost too much.
+FLOAT64_MAX_WEIGHTS = 1 << 19
+# Samples of the probe's clients. Batch norm cannot train on fewer than two.
 PROBE_SIZES = (5, 5, 2, 2)
-FIRST_BATCH_SIZE = 8  # of the first pass
-SLOW_UNDER_VMAP = {
-    "convolutions": nn.modules.conv._ConvNd,
-    "an LSTM": nn.LSTM,
-}  # under vmap, on a CPU
+FIRST_BATCH_SIZE = 8  # samples of the batch that shows whether everything fits
+# Layers that a CPU trains faster in a loop than under vmap.
+SLOW_UNDER_VMAP = {"convolutions": nn.modules.conv._ConvNd, "an LSTM": nn.LSTM}
+# A difference may be as large as this share of the largest value of the reference.
+FLOAT64_TOLERANCE = 1e-10
+FLOAT32_TOLERANCE = 1e-3
+# Rounding errors of one pass, in units of the dtype's epsilon.
+MAX_ROUNDING_ERRORS = 64
 
 
-def make_context(  # noqa: PLR0913 (a run's own)
+def make_context(  # noqa: PLR0913 (the options of a run)
     net: Net,
     data: Federation,
     training: Training,
@@ -73,9 +90,11 @@ def make_context(  # noqa: PLR0913 (a run's own)
     clients_per_block: int | None = None,
     graphs: bool = True,
 ) -> TrainContext:
-    """What a run needs, after one trial: model, data and loss fit together, and what
-    trains the model is the model. MismatchError, a ValueError, in one sentence where
-    something does not fit."""
+    """Everything that training needs, with the engine that the trial selects.
+
+    Raises MismatchError where model, data and loss do not fit together, or where the
+    engine that is asked for does not match the module.
+    """
     device = net.w0.device
     with (
         single_threaded(),
@@ -83,269 +102,405 @@ def make_context(  # noqa: PLR0913 (a run's own)
         NO_TF32_FLAGS.set_for(device),
     ):
         net = net.with_fields(data.fields)
-        check_fit(net, data, training)
-        tried = make_probes(net, data)
-        chosen = select_engine(net, data, tried, engine)
-        captured = (
-            verified_graphs(tried, chosen, graphs)
-            if data.device.type == "cuda"
-            else None
-        )
-        kept = (
-            memory.activation_bytes(net, *probe_samples(data, FIRST_BATCH_SIZE))
-            // FIRST_BATCH_SIZE
-        )
-    if chosen.chain is not None and training.local_optimizer != "sgd":
-        more = "it gives the gradients, and AdamW takes its steps in torch"
-        chosen = chosen._replace(reason=f"{chosen.reason}; {more}")
-    threads = Workers(workers, data.device)
-    clients_per_block = clients_per_block or (
-        CPU_BLOCK_CLIENTS if data.device.type == "cpu" else GPU_BLOCK_CLIENTS
-    )
+        prepare_net(net, data, training)
+        probes = make_probes(net, data)
+        selected = select_engine(net, data, probes, engine)
+        gradient_graphs = None
+        if data.device.type == "cuda":
+            gradient_graphs = verified_graphs(probes, selected, graphs)
+        x, y = probe_samples(data, FIRST_BATCH_SIZE)
+        batch_bytes = memory.activation_bytes(net, x, y)
+    if selected.chain is not None and training.local_optimizer != "sgd":
+        note = "it gives the gradients, and AdamW takes its steps in torch"
+        selected = selected._replace(reason=f"{selected.reason}; {note}")
+    default_clients = GPU_BLOCK_CLIENTS
+    if data.device.type == "cpu":
+        default_clients = CPU_BLOCK_CLIENTS
     return TrainContext(
         net,
         data,
         training,
-        chosen,
-        threads,
+        selected,
+        Workers(workers, data.device),
         seed,
         rounds,
-        clients_per_block,
-        kept,
-        captured,
+        clients_per_block=clients_per_block or default_clients,
+        sample_activation_bytes=batch_bytes // FIRST_BATCH_SIZE,
+        graphs=gradient_graphs,
     )
 
 
-# do they fit? -----------------------------------------------------------------
+# do model, data and loss fit together? ----------------------------------------
 
 
-def check_fit(net: Net, data: Federation, training: Training) -> None:
-    """One batch through the module, forward and backward; `net` learns from it where
-    its head is, whether it gives one score for each label, and in which form its loss
-    takes that."""
-    fits.check_torch_modes()
-    fits.check_dtypes(net, data)
-    x, y = probe_samples(data, max(2, min(training.batch_size, FIRST_BATCH_SIZE)))
+def prepare_net(net: Net, data: Federation, training: Training) -> None:
+    """Runs one batch through a copy of the module, and sets what `net` learns from it.
+
+    The net learns where its head is, whether it gives one score for each label, in
+    which form its loss takes that score (`argument_form`), and whether it can train on
+    a single sample (`merge_last_sample`). Raises MismatchError where model, data and
+    loss do not fit together.
+    """
+    validate.check_torch_modes()
+    validate.check_dtypes(net, data)
+    count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
+    x, y = probe_samples(data, count)
     net.argument_form = ArgumentForm()
+    # The first pass learns the form of the arguments, which the second one needs.
     for train in (False, True):
-        fits.check_no_global_draws(
-            partial(probe_forward, net, data, x, y, train, learn=not train)
-        )
+        run = partial(probe_forward, net, data, x, y, train, learn_form=not train)
+        validate.check_no_global_draws(run)
     check_single(net, data, training)
 
 
 def check_single(net: Net, data: Federation, training: Training) -> None:
-    """Batch norm cannot train on one sample: where it is a client's last batch, it
-    joins the one before; is there a client who has no other?"""
-    size, batch = data.size("train"), training.batch_size
-    lone = (size == 1) | (batch == 1)
-    if not (lone | (size % batch == 1)).any():
+    """Checks that no client trains on a single sample, where the model cannot.
+
+    Batch norm, for example, cannot. Where a client's last batch would be one sample,
+    `net.merge_last_sample` is set, and the sample joins the batch before it. Raises
+    MismatchError for a client that has no batch before it.
+    """
+    size = data.size("train")
+    batch_size = training.batch_size
+    has_only_singles = (size == 1) | (batch_size == 1)
+    ends_with_single = size % batch_size == 1
+    if not (has_only_singles | ends_with_single).any():
         return
+    x, y = probe_samples(data, 1)
     try:
-        probe_forward(net, data, *probe_samples(data, 1), True)
-    except MismatchError as e:
+        probe_forward(net, data, x, y, train=True)
+    except MismatchError as error:
         net.merge_last_sample = True
-        if lone.any() and isinstance(e, fits.NoBatchAxis):
-            raise
-        if lone.any():
-            i = int(lone.nonzero()[0])
-            normed = any(isinstance(m, _BatchNorm) for m in net.module.modules())
-            why = ", as batch norm cannot" if normed else f" ({str(e).rstrip('.')})"
-            raise MismatchError(
-                f"data: client {i} ({int(size[i])} samples, batch_size {batch}) has a "
-                "batch of one "
-                f"sample, on which this model cannot train{why}; take another "
-                "batch_size, or leave "
-                "clients of one sample out."
-            ) from e
+        if not has_only_singles.any():
+            return
+        if isinstance(error, validate.NoBatchAxis):
+            raise  # its text names the remedy
+        client = int(has_only_singles.nonzero()[0])
+        reason = _single_sample_reason(net, error)
+        raise MismatchError(
+            f"data: client {client} ({int(size[client])} samples, batch_size "
+            f"{batch_size}) has a batch of one sample, on which this model cannot "
+            f"train{reason}; take another batch_size, or leave clients of one sample "
+            "out."
+        ) from error
+
+
+def _single_sample_reason(net: Net, error: MismatchError) -> str:
+    """End of a clause: why the model cannot train on one sample."""
+    if any(isinstance(layer, _BatchNorm) for layer in net.module.modules()):
+        return ", as batch norm cannot"
+    return f" ({str(error).rstrip('.')})"
 
 
 def probe_forward(
-    net: Net, data: Federation, x: Tensor, y: Tensor, train: bool, learn: bool = False
+    net: Net,
+    data: Federation,
+    x: Tensor,  # [B, ...]
+    y: Tensor,  # [B, ...]
+    train: bool,
+    learn_form: bool = False,
 ) -> Tensor:
-    """The loss of one batch by a copy of the module, its backward pass tried; to
-    `learn` is in which form the loss takes scores and targets."""
+    """Loss of one batch by a copy of the module.
+
+    In training mode the backward pass runs too, and the net's head is located. With
+    `learn_form` the net learns in which form its loss takes scores and targets. Raises
+    MismatchError where a pass fails.
+    """
     module = copy.deepcopy(net.module).train(train)
-    # name, layer, input
-    called: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]
-    for name, m in module.named_modules():
-        if not m._modules or isinstance(m, nn.Linear):
-            m.register_forward_pre_hook(
-                lambda *given, name=name: called.append((name, *given))
-            )
+    calls = _record_calls(module)
+
+    def explain_forward_error(error: Exception) -> str:
+        return next(validate.explain_layer_error(*calls[-1], data, error))
+
     seed = x.new_zeros((), dtype=torch.int64)
     with forward_context(train, None, seed), torch.enable_grad():
-        with fits.reraise_as(
-            lambda e: next(fits.explain_layer_error(*called[-1], data, e))
-        ):
+        with validate.reraise_as(explain_forward_error):
             scores = module(x)
-        fits.check_scores(net, data, scores, y)
+        validate.check_scores(net, data, scores, y)
         net.single_score = scores.numel() == y.numel()
-        if learn:
-            net.argument_form = fits.loss_argument_form(net, scores, y)
-        with fits.reraise_as(partial(fits.explain_loss_error, net, scores, y)):
+        if learn_form:
+            net.argument_form = validate.loss_argument_form(net, scores, y)
+        with validate.reraise_as(partial(validate.explain_loss_error, net, scores, y)):
             loss = net.batch_loss(scores, y)
-        fits.check_loss(loss)
+        validate.check_loss(loss)
     if train:
-        own = dict(module.named_parameters())
-        with fits.reraise_as(
-            lambda e: f"model: its backward pass fails: {fits.first_line(e)}."
-        ):
-            grads = torch.autograd.grad(
-                loss.sum(), [own[n] for n in net.names], allow_unused=True
-            )
-        fits.check_gradients(grads)
-        used = [n for n, g in zip(net.names, grads, strict=True) if g is not None]
-        net.locate_head(used, [name for name, _, _ in called[1:]])
+        layers = [name for name, _, _ in calls[1:]]
+        _probe_backward(net, module, loss, layers)
     return loss.detach()
 
 
+def _record_calls(module: nn.Module) -> list[tuple[str, nn.Module, Any]]:
+    """List that grows by (name, layer, inputs) whenever a layer is called.
+
+    The layers are those without submodules, and every `nn.Linear`. The list begins with
+    the module itself, so that an error before the first layer has a last call, too; its
+    inputs are set to None because the samples are known.
+    """
+    calls: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]
+
+    def record(name: str, layer: nn.Module, inputs: Any) -> None:
+        calls.append((name, layer, inputs))
+
+    for name, layer in module.named_modules():
+        is_leaf = not layer._modules
+        # A parametrized `nn.Linear` has submodules and is still the head of a model.
+        if is_leaf or isinstance(layer, nn.Linear):
+            layer.register_forward_pre_hook(partial(record, name))
+    return calls
+
+
+def _probe_backward(
+    net: Net,
+    module: nn.Module,
+    loss: Tensor,
+    layers: list[str],  # names in the order of the calls
+) -> None:
+    """Runs the backward pass and tells the net which parameters the loss depends on.
+
+    `Net.locate_head` takes the last of the called layers that has such a parameter.
+    """
+
+    def explain_backward_error(error: Exception) -> str:
+        return f"model: its backward pass fails: {validate.first_line(error)}."
+
+    parameters = dict(module.named_parameters())
+    trained = [parameters[name] for name in net.names]
+    with validate.reraise_as(explain_backward_error):
+        # `allow_unused`: the gradient of a parameter that is not used is None.
+        grads = torch.autograd.grad(loss.sum(), trained, allow_unused=True)
+    validate.check_gradients(grads)
+    named_grads = zip(net.names, grads, strict=True)
+    used = [name for name, grad in named_grads if grad is not None]
+    net.locate_head(used, layers)
+
+
 def probe_samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
-    """Training samples and labels, evenly spread over the clients, some twice where
-    too few."""
-    every = data.lists("train").flat
-    index = every[torch.linspace(0, len(every) - 1, count).long().to(every.device)]
+    """Training samples and labels, spread evenly over the clients.
+
+    Samples repeat where the federation has fewer than `count`.
+    """
+    samples = data.lists("train").flat
+    positions = torch.linspace(0, len(samples) - 1, count).long()
+    index = samples[positions.to(samples.device)]
     return data.x[index], data.y[index]
 
 
-# is the engine the model? -----------------------------------------------------
+# does an engine compute what the module computes? -----------------------------
 
 
 class Mismatch(NamedTuple):
-    """In what an engine is not the module."""
+    """A difference between an engine and the module."""
 
     words: str
-    is_numeric: bool = False  # it gives other numbers, rather than none
+    is_numeric: bool = False  # the engine gives other numbers; else it gives none
 
 
 @dataclass
 class EngineProbe:
-    """A few clients, and what the module says of them."""
+    """A few small clients with the losses and gradients of the module itself."""
 
-    clients: Clients  # of one engine or another
+    clients: Clients  # `difference` gives them the engine that is tried
     w: Tensor  # [s, P]
-    # losses [s], gradients [s, P] in "training", "evaluation"
+    # "training" and "evaluation": losses [s], gradients [s, P]
     expected: dict[str, list[Tensor]]
-    # else its numbers say nothing: an engine must only not fail
+    # If false, other numbers are no mismatch: an engine only must not fail.
     is_decisive: bool = True
 
     def difference(
         self, engine: Engine, graphs: GradientGraphs | None = None
     ) -> Mismatch | None:
-        """Where an engine's losses and gradients are not the module's.
+        """First difference of an engine's losses and gradients, or None.
 
-        They may differ by a share of the largest, and by what rounding makes of weights
-        and inputs: a loss in other units is tried no less. With `graphs` a step is
-        captured before, at other weights and with other random numbers, and what is
-        compared is its replay.
+        With `graphs` the gradients of a replayed step are compared. The step is
+        captured before, at other weights and with other random numbers: a replay that
+        still used those would differ.
         """
         context = self.clients.context._replace(engine=engine, graphs=graphs)
         clients = replace(self.clients, context=context)
         if graphs is not None:
             replace(clients, round=1).fit(self.w.flip(0), epochs=1, lr=1.0)
-        fit = clients.fit(self.w, epochs=1, lr=1.0)
-        # a step of SGD at lr 1 is the gradient
-        found = {"training": (fit.loss, self.w - fit.w)}
-        if engine.name == "loop" or engine.chain:  # vmap does not evaluate
-            found["evaluation"] = (
-                clients.loss(self.w, "test"),
-                clients.grad(self.w, "test"),
-            )
-        share = 1e-10 if self.w.dtype == torch.float64 else 1e-3
-        large = max(
-            1.0, *(float(v.abs().max()) for v in (self.w, clients.context.data.x))
-        )
-        rounding = min(share, 64 * torch.finfo(self.w.dtype).eps * large)
-        for mode, both in found.items():
-            for what, got, want in zip(
-                ("loss", "gradient"), both, self.expected[mode], strict=True
-            ):
-                size, gap = (
-                    float(v.abs().nan_to_num(0.0).max()) for v in (want, got - want)
-                )
-                if (
-                    not torch.equal(got.isnan(), want.isnan())
-                    or gap > share * size + rounding
-                ):
-                    return Mismatch(
-                        f"its {what} is another in {mode} mode (off by {gap:.1e}, the "
-                        "largest is "
-                        f"{size:.1e})",
-                        is_numeric=True,
-                    )
+        relative, absolute = self._tolerances()
+        for mode, values in self._computed(clients).items():
+            names = ("loss", "gradient")
+            for name, got, want in zip(names, values, self.expected[mode], strict=True):
+                gap = _describe_gap(got, want, relative, absolute)
+                if gap is not None:
+                    words = f"its {name} is another in {mode} mode ({gap})"
+                    return Mismatch(words, is_numeric=True)
         return None
+
+    def _computed(self, clients: Clients) -> dict[str, tuple[Tensor, Tensor]]:
+        """Losses [s] and gradients [s, P] of each mode, by the clients' engine."""
+        engine = clients.context.engine
+        fit = clients.fit(self.w, epochs=1, lr=1.0)
+        # Each client has one batch, and so takes one step of plain SGD. With lr=1 that
+        # step subtracts the gradient: w - fit.w is the gradient, up to rounding.
+        computed = {"training": (fit.loss, self.w - fit.w)}
+        # vmap is for training alone; evaluation then runs as it does with "loop".
+        if engine.name == "loop" or engine.chain:
+            loss = clients.loss(self.w, "test")
+            grad = clients.grad(self.w, "test")
+            computed["evaluation"] = (loss, grad)
+        return computed
+
+    def _tolerances(self) -> tuple[float, float]:
+        """Largest difference: relative to the largest expected value, plus absolute.
+
+        The absolute part is what rounding makes of weights and inputs. It does not
+        depend on the loss, so a loss in other units, whose values are all far below 1,
+        is tried no less.
+        """
+        relative = FLOAT32_TOLERANCE
+        if self.w.dtype == torch.float64:
+            relative = FLOAT64_TOLERANCE
+        x = self.clients.context.data.x
+        largest = max(1.0, float(self.w.abs().max()), float(x.abs().max()))
+        epsilon = torch.finfo(self.w.dtype).eps
+        return relative, min(relative, MAX_ROUNDING_ERRORS * epsilon * largest)
+
+
+def _describe_gap(
+    got: Tensor, want: Tensor, relative: float, absolute: float
+) -> str | None:
+    """Phrase on the largest difference, or None where it is within the tolerances.
+
+    NaN matches NaN, and nothing else.
+    """
+    largest = float(want.abs().nan_to_num(0.0).max())
+    gap = float((got - want).abs().nan_to_num(0.0).max())
+    same_nan = torch.equal(got.isnan(), want.isnan())
+    if same_nan and gap <= relative * largest + absolute:
+        return None
+    return f"off by {gap:.1e}, the largest is {largest:.1e}"
 
 
 def make_probes(net: Net, data: Federation) -> list[EngineProbe]:
-    """One in float64, and one in the model's own dtype; or that alone, of a model that
-    fixes a dtype somewhere, and on a CPU of a large one. On a card that in float64
-    judges."""
-    found = []
+    """Probes: one in float64 and one in the model's dtype.
+
+    On a GPU the one in float64 decides. There is none where some part of the model
+    fixes its dtype, and none for a large model on a CPU; then the other one decides.
+    """
+    probes = []
     device = net.w0.device
-    on_card = device.type == "cuda"
-    if net.dtype != torch.float64 and (on_card or net.size <= FLOAT64_MAX_WEIGHTS):
+    on_gpu = device.type == "cuda"
+    is_small = net.size <= FLOAT64_MAX_WEIGHTS
+    if net.dtype != torch.float64 and (on_gpu or is_small):
+        # A part that fixes its dtype raises one of these; so does a lack of memory.
         with suppress(RuntimeError, TypeError, ValueError):
-            found.append(make_probe(net.to(device, torch.float64), data))
-    own = make_probe(net, data)
-    own.is_decisive = not (on_card and found)
-    return [*found, own]
+            wide_net = net.to(device, torch.float64)
+            probes.append(make_probe(wide_net, data))
+    # An error in the model's own dtype is not suppressed.
+    probe = make_probe(net, data)
+    probe.is_decisive = not (on_gpu and probes)
+    return [*probes, probe]
 
 
 def make_probe(net: Net, data: Federation) -> EngineProbe:
-    """Clients at the start plus noise of half of each weight's size."""
+    """Small clients, at the initial weights plus noise of half of each weight's size.
+
+    The noise lets clients differ, and lets a weight that starts at 0 take part.
+    """
     sizes = PROBE_SIZES if net.size <= FLOAT64_MAX_WEIGHTS else PROBE_SIZES[:1]
-    x, y = (
-        v.to(net.dtype) if v.is_floating_point() else v
-        for v in probe_samples(data, sum(sizes))
-    )
-    x = add_padding(x, net.module)
-    # no sample may be in two splits, so both hold copies of the same ones
-    x, y = (torch.cat([v, v]) for v in (x, y))
-    lists = torch.arange(len(x), device=x.device).split(sizes * 2)
-    index = {"train": lists[: len(sizes)], "test": lists[len(sizes) :]}
-    made = Federation(x, y, index, data.classes, fields=data.fields)
-    how = Training(batch_size=max(sizes))
-    context = TrainContext(net, made, how, Engine("loop"), Workers(1, x.device))
-    clients = Clients(
-        context, torch.arange(len(sizes)), 0, net.b0.repeat(len(sizes), 1)
-    )
-    batches = Batches(made, how, (0, 0), clients.ids, BatchPlan(1), False)
-    order = batches.order[:, 0]
+    federation = _probe_federation(net, data, sizes)
+    training = Training(batch_size=max(sizes))  # so each client has one batch
+    workers = Workers(1, federation.x.device)
+    context = TrainContext(net, federation, training, Engine("loop"), workers)
+    ids = torch.arange(len(sizes))
+    buffers = net.b0.repeat(len(sizes), 1)
+    clients = Clients(context, ids, round=0, buffers=buffers)
+    w = _noisy_weights(net, len(sizes))
+    # `Clients.fit` draws its minibatches by the same arguments; sizes are in
+    # descending order, as `Batches` requires.
+    key = (context.seed, clients.round)
+    batches = Batches(federation, training, key, ids, BatchPlan(epochs=1), ragged=False)
     seeds = batches.seeds[:, 0]
-    draws = torch.Generator().manual_seed(0)
+    order = batches.order[:, 0]
+    train_index = [order[i, :size] for i, size in enumerate(sizes)]
+    test_index = list(federation.lists("test"))
+    expected = {
+        "training": _reference(net, federation, w, train_index, seeds, train=True),
+        "evaluation": _reference(net, federation, w, test_index, seeds, train=False),
+    }
+    return EngineProbe(clients, w, expected)
+
+
+def _noisy_weights(net: Net, clients: int) -> Tensor:
+    """Weights [s, P] of the clients, from a random stream of the probe's own."""
+    generator = torch.Generator().manual_seed(0)
+    # Drawn in float64: probes of both dtypes have the same noise.
+    noise = torch.randn(clients, net.size, generator=generator, dtype=torch.float64)
+    return net.w0 + noise.to(net.w0) * (0.5 * net.w0.abs() + 0.01)
+
+
+def _probe_federation(net: Net, data: Federation, sizes: tuple[int, ...]) -> Federation:
+    """Federation of clients of these sizes, who test on copies of what they train on.
+
+    The test samples are copies because no sample may be in two splits.
+    """
+    x, y = probe_samples(data, sum(sizes))
+    if x.is_floating_point():
+        x = x.to(net.dtype)
+    if y.is_floating_point():
+        y = y.to(net.dtype)
+    x = add_padding(x, net.module)
+    x = torch.cat([x, x])
+    y = torch.cat([y, y])
+    index = torch.arange(len(x), device=x.device)
+    lists = index.split([*sizes, *sizes])  # every client's "train", then every "test"
+    splits = {"train": lists[: len(sizes)], "test": lists[len(sizes) :]}
+    return Federation(x, y, splits, data.classes, fields=data.fields)
+
+
+def _reference(
+    net: Net,
+    data: Federation,
+    w: Tensor,  # [s, P]
+    index: list[Tensor],  # each client's samples in the pool
+    seeds: Tensor,  # [s]
+    *,
+    train: bool,
+) -> list[Tensor]:  # losses [s], gradients [s, P]
+    """Losses and gradients by the module itself, client after client."""
     module = copy.deepcopy(net.module)
-    noise = torch.randn(len(sizes), net.size, generator=draws, dtype=torch.float64).to(
-        net.w0
-    )
-    found = EngineProbe(clients, net.w0 + noise * (0.5 * net.w0.abs() + 0.01), {})
-    for train, mode in ((True, "training"), (False, "evaluation")):
-        answers = []
-        for i, n in enumerate(sizes):
-            at = order[i, :n] if train else index["test"][i]
-            net.load(module, found.w[i], net.b0).train(train)
-            answers.append(reference_gradient(net, module, x[at], y[at], seeds[i]))
-        found.expected[mode] = [torch.stack(v) for v in zip(*answers, strict=True)]
-    return found
+    losses = []
+    grads = []
+    for row, samples, seed in zip(w, index, seeds, strict=True):
+        net.load(module, row, net.b0).train(train)
+        x = data.x[samples]
+        y = data.y[samples]
+        loss, grad = reference_gradient(net, module, x, y, seed)
+        losses.append(loss)
+        grads.append(grad)
+    return [torch.stack(losses), torch.stack(grads)]
 
 
 def reference_gradient(
-    net: Net, module: nn.Module, x: Tensor, y: Tensor, seed: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Loss and gradient [P] of the module itself, as a user would take them."""
+    net: Net,
+    module: nn.Module,
+    x: Tensor,  # [B, ...]
+    y: Tensor,  # [B, ...]
+    seed: Tensor,  # []
+) -> tuple[Tensor, Tensor]:  # [], [P]
+    """Loss and gradient of the module by plain autograd, as a user would take them."""
     with forward_context(module.training, None, seed), torch.enable_grad():
         loss = net.batch_loss(module(x), y)
-    own = dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
+    trained = [parameters[name] for name in net.names]
+    # The gradient of a parameter that the loss does not depend on is 0.
     grads = torch.autograd.grad(
-        loss, [own[n] for n in net.names], allow_unused=True, materialize_grads=True
+        loss, trained, allow_unused=True, materialize_grads=True
     )
-    return loss.detach(), torch.cat([g.reshape(-1) for g in grads])
+    return loss.detach(), torch.cat([grad.reshape(-1) for grad in grads])
 
 
 def add_padding(x: Tensor, module: nn.Module) -> Tensor:
-    """Every other sample ends in what an embedding takes for padding, whose row gets no
-    gradient: samples that were drawn may have none."""
-    for m in module.modules():
-        padding = m.padding_idx if isinstance(m, nn.Embedding) else None
+    """`x` with a padding token at the end of every other sample.
+
+    An embedding gives the row of its padding token no gradient. The samples of a probe
+    may contain no such token, and an engine that trains its row would not be noticed.
+    """
+    for layer in module.modules():
+        padding = layer.padding_idx if isinstance(layer, nn.Embedding) else None
         if padding is not None and not x.is_floating_point():
             x = x.clone()
             x.view(len(x), -1)[::2, -1] = padding
@@ -353,108 +508,145 @@ def add_padding(x: Tensor, module: nn.Module) -> Tensor:
 
 
 def first_mismatch(
-    tried: list[EngineProbe], engine: Engine, graphs: GradientGraphs | None = None
+    probes: list[EngineProbe], engine: Engine, graphs: GradientGraphs | None = None
 ) -> Mismatch | None:
-    """Where an engine differs from the module, or what it raises; None: nowhere."""
+    """An engine's first mismatch, or its error as one; None where there is none.
+
+    An error in any of the probes is a mismatch, with or without a message. Running out
+    of memory is not the engine's fault and is raised.
+    """
     try:
-        for t in tried:
-            differs = t.difference(engine, graphs)
-            if differs is not None and t.is_decisive:
-                return differs
-    except Exception as e:
-        if memory.is_out_of_memory(e):
+        for probe in probes:
+            mismatch = probe.difference(engine, graphs)
+            if mismatch is not None and probe.is_decisive:
+                return mismatch
+    except Exception as error:
+        if memory.is_out_of_memory(error):
             raise
-        return Mismatch(fits.first_line(e))
+        return Mismatch(validate.first_line(error))
     return None
 
 
 def verified_graphs(
     probes: list[EngineProbe], engine: Engine, enabled: bool
 ) -> GradientGraphs:
-    """The graphs of a run on a GPU, after captured steps of the trial's clients were
-    replayed.
+    """The CUDA graphs of a run, after captured steps of the probes were replayed.
 
-    Where that fails, or gives other numbers than the module, the run goes without.
+    Where a capture fails, or a replay does not match the module, the graphs refuse to
+    capture, and the run goes without them.
     """
     device = probes[0].w.device
     graphs = GradientGraphs(device)
     if not enabled:
         graphs.refusal_reason = "asked for"
         return graphs
-    probe = GradientGraphs(device, capture_after_steps=0)
-    differs = first_mismatch(probes, engine, probe)
-    graphs.refusal_reason = probe.refusal_reason
-    if graphs.refusal_reason is None and differs is not None:
-        graphs.refusal_reason = f"captured, {differs.words}"
+    tried_graphs = GradientGraphs(device, capture_after_steps=0)
+    mismatch = first_mismatch(probes, engine, tried_graphs)
+    graphs.refusal_reason = tried_graphs.refusal_reason
+    if graphs.refusal_reason is None and mismatch is not None:
+        graphs.refusal_reason = f"captured, {mismatch.words}"
     return graphs
 
 
+# which engine is it? ----------------------------------------------------------
+
+
 def select_engine(
-    net: Net, data: Federation, tried: list[EngineProbe], asked: str
+    net: Net, data: Federation, probes: list[EngineProbe], name: str
 ) -> Engine:
-    """The engine that is asked for, or the fastest of those that are the module."""
-    loop = Engine("loop")
-    vmap = Engine("vmap")
-    # a module that counts its calls can match once by chance, never twice
-    for _ in range(2):
-        differs = first_mismatch(tried, loop)
-        if differs is not None:
-            raise MismatchError(
-                fits.explain_impure_model(
-                    net, *probe_samples(data, FIRST_BATCH_SIZE), differs.words
-                )
-            )
-    if asked == "loop":
-        return loop
-    if asked == "vmap":
-        differs = first_mismatch(tried, vmap)
-        if differs is not None:
-            words = f"{differs.words}; take 'auto' or 'loop'"
-            raise MismatchError(f"engine: 'vmap' cannot train this model: {words}.")
-        return vmap
-    chain = verified_chain(net, data, tried)
-    if isinstance(chain, str) and asked == "chain":
+    """The engine called `name`; for "auto" the first one that matches.
+
+    The order is that of the module's docstring. Raises MismatchError where the engine
+    that is asked for does not match, and where "loop" does not: then the module is no
+    function of its parameters, and nothing can train it.
+    """
+    _check_loop(net, data, probes)
+    if name == "loop":
+        return Engine("loop")
+    if name == "vmap":
+        return _required_vmap(probes)
+    trial = try_chain(net, data, probes)
+    if trial.chain is None and name == "chain":
         raise MismatchError(
-            f"engine: 'chain' cannot train this model: {chain}; take 'auto'."
+            f"engine: 'chain' cannot train this model: {trial.reason}; take 'auto'."
         )
-    slow = slow_under_vmap(net)
-    differs = None if slow else first_mismatch(tried, vmap)
-    if differs is not None:
-        slow = f"vmap cannot train this model: {differs.words}"
-    usual = loop if slow else vmap
-    if isinstance(chain, Chain):
-        return usual._replace(
-            chain=chain, reason="a chain of layers that the kernels know"
-        )
-    return usual._replace(
-        reason=f"{slow or 'all clients take a step at once'}; {chain}"
-    )
+    engine = _vmap_or_loop(net, probes)
+    if trial.chain is None:
+        return engine._replace(reason=f"{engine.reason}; {trial.reason}")
+    return engine._replace(chain=trial.chain, reason=trial.reason)
 
 
-def slow_under_vmap(net: Net) -> str:
-    """Why one client after another is trained faster, or nothing."""
+def _check_loop(net: Net, data: Federation, probes: list[EngineProbe]) -> None:
+    """Raises MismatchError where the module is no function of its parameters."""
+    # A module that counts its calls can match once by chance, but never twice.
+    for _ in range(2):
+        mismatch = first_mismatch(probes, Engine("loop"))
+        if mismatch is not None:
+            x, y = probe_samples(data, FIRST_BATCH_SIZE)
+            text = validate.explain_impure_model(net, x, y, mismatch.words)
+            raise MismatchError(text)
+
+
+def _required_vmap(probes: list[EngineProbe]) -> Engine:
+    """The engine "vmap"; raises MismatchError where it does not match the module."""
+    engine = Engine("vmap")
+    mismatch = first_mismatch(probes, engine)
+    if mismatch is not None:
+        raise MismatchError(
+            f"engine: 'vmap' cannot train this model: {mismatch.words}; take 'auto' or "
+            "'loop'."
+        )
+    return engine
+
+
+def _vmap_or_loop(net: Net, probes: list[EngineProbe]) -> Engine:
+    """Engine "vmap" where it is faster and matches the module, else "loop"."""
+    reason = slow_under_vmap(net)
+    if reason is not None:
+        return Engine("loop", reason=reason)
+    mismatch = first_mismatch(probes, Engine("vmap"))
+    if mismatch is not None:
+        reason = f"vmap cannot train this model: {mismatch.words}"
+        return Engine("loop", reason=reason)
+    return Engine("vmap", reason="all clients take a step at once")
+
+
+def slow_under_vmap(net: Net) -> str | None:
+    """The reason why vmap would be slower than a loop, or None."""
     if net.w0.device.type != "cpu":
-        return ""
-    for what, kind in SLOW_UNDER_VMAP.items():
-        if any(isinstance(m, kind) for m in net.module.modules()):
-            return f"a model with {what}, on a CPU"
-    return (
-        f"a model of {net.size} weights, on a CPU"
-        if net.size > VMAP_MAX_WEIGHTS
-        else ""
-    )
+        return None
+    for noun, layer_type in SLOW_UNDER_VMAP.items():
+        if any(isinstance(layer, layer_type) for layer in net.module.modules()):
+            return f"a model with {noun}, on a CPU"
+    if net.size > VMAP_MAX_WEIGHTS:
+        return f"a model of {net.size} weights, on a CPU"
+    return None
 
 
-def verified_chain(net: Net, data: Federation, tried: list[EngineProbe]) -> Chain | str:
-    """The model's chain, or in a few words why it has none that is the model."""
+class ChainTrial(NamedTuple):
+    """The chain of a model, or None, and the reason for either."""
+
+    chain: Chain | None
+    reason: str
+
+
+def try_chain(net: Net, data: Federation, probes: list[EngineProbe]) -> ChainTrial:
+    """Looks for a chain in the model, and tries it on the probes.
+
+    Warns where a chain was found whose numbers differ: that is an error of this
+    library, while a model without a chain is not.
+    """
     chain = find_chain(net, data)
     if isinstance(chain, str):
-        return f"no chain of layers that the kernels know: {chain}"
-    differs = first_mismatch(tried, Engine("loop", chain))
-    if differs is None:
-        return chain
-    words = f"{differs.words}; the general path trains it"
-    said = f"the chain found for this model is not the model: {words}"
-    if differs.is_numeric:
-        warnings.warn(f"pflcore: {said}.", UserWarning, stacklevel=5)
-    return said
+        return ChainTrial(None, f"no chain of layers that the kernels know: {chain}")
+    # Which engine the chain is a field of makes no difference to these gradients.
+    mismatch = first_mismatch(probes, Engine("loop", chain))
+    if mismatch is None:
+        return ChainTrial(chain, "a chain of layers that the kernels know")
+    reason = (
+        "the chain found for this model is not the model: "
+        f"{mismatch.words}; the general path trains it"
+    )
+    if mismatch.is_numeric:
+        warn_caller(f"pflcore: {reason}.", UserWarning)
+    return ChainTrial(None, reason)

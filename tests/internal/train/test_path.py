@@ -14,10 +14,17 @@ import pflcore
 from pflcore import Net, Training
 from pflcore.train import _clients as clients
 from pflcore.train import _engines as engines
+from pflcore.train import _select_engine
 from pflcore.train._chain import NotAChain, compile_chain, find_chain
 from pflcore.train._engines import Engine
 from pflcore.train._losses import LOSSES, resolve_loss, squared
-from pflcore.train._select_engine import make_context, make_probes
+from pflcore.train._select_engine import (
+    Mismatch,
+    first_mismatch,
+    make_context,
+    make_probe,
+    make_probes,
+)
 
 
 def test_a_wrong_form_is_found_told_and_not_used(monkeypatch):
@@ -80,6 +87,36 @@ def test_the_trial_sees_small_differences(size):
                 in exact.difference(engines[0]).words
             )
         exact.expected[mode] = right
+
+
+def test_an_error_in_the_models_own_dtype_is_raised(monkeypatch):
+    def fail_in_float32(net, data):
+        if net.dtype == torch.float32:
+            raise ValueError("no probe")
+        return make_probe(net, data)
+
+    monkeypatch.setattr(_select_engine, "make_probe", fail_in_float32)
+
+    with pytest.raises(ValueError, match="no probe"):
+        make_probes(Net(mlp), federation())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_without_message_is_a_mismatch_in_every_probe(monkeypatch, failing):
+    class Silent(Exception):
+        def __str__(self):
+            return ""
+
+    probes = make_probes(Net(mlp), federation())
+
+    def fail(self, engine, graphs=None):
+        if self is probes[failing]:
+            raise Silent
+        return None
+
+    monkeypatch.setattr(_select_engine.EngineProbe, "difference", fail)
+
+    assert first_mismatch(probes, Engine("vmap")) == Mismatch("Silent")
 
 
 def test_a_hook_on_every_module_is_no_part_of_a_chain():
