@@ -48,6 +48,15 @@ def test_fedamp_reports_the_rounds_of_its_models_and_who_was_scaled_down():
     assert int(FedAMP(alpha=0.1).report(calm, None, some(4))["rescaled"]) == 0
 
 
+def test_fedamp_evaluates_the_trained_model_also_from_a_mixed_start():
+    """So running statistics stay with their client for either start."""
+    alg = FedAMP(start="u")
+    own, mixed = torch.zeros(2, 3), torch.ones(2, 3)
+
+    assert alg.model({"u": mixed}, {"w": own}, None)["w"] is own
+    assert alg.traits.batch_norm == ("local",)
+
+
 def test_sfl_of_another_graph_is_another():
     ring, line = torch.eye(3).roll(1, 0), torch.eye(3)
     assert SFL(ring) == SFL(ring.clone()) and hash(SFL(ring)) == hash(SFL(ring.clone()))
