@@ -189,7 +189,7 @@ def _check_cohort(alg: Algorithm, ids: Tensor) -> Tensor:
 
     Raises ValueError for a repeated client, or where a required client is missing.
     """
-    ascending = ids.unique()
+    ascending: Tensor = ids.unique()
     require(len(ascending) == len(ids), "ids", "each client once", ids.tolist())
     required = alg.traits.required_clients
     absent = set(required) - set(ascending.tolist())
