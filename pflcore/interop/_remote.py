@@ -212,8 +212,8 @@ def is_complete_tensor(value: Tensor) -> bool:
 def check_model_layouts(message: Tensors, layout: DownloadLayout, name: str) -> None:
     """Raises ValueError where a model of a message is no model of this client."""
     for key, (size, dtype) in layout.model_layouts.items():
-        is_shared = key in layout.shared_row_counts
-        rows = message.get(f"{key}@rows" if is_shared else key)
+        message_key = f"{key}@rows" if key in layout.shared_row_counts else key
+        rows = message.get(message_key)
         if rows is None:
             continue
         fits = rows.dim() and rows.shape[-1] == size and rows.dtype == dtype
@@ -236,7 +236,8 @@ def expand_shared_rows(
     low = -1
     high = -1
     if index.numel():
-        low, high = (int(bound) for bound in index.aminmax())
+        low = int(index.min())
+        high = int(index.max())
     has_rows = -1 <= low <= high < count
     is_too_long = max_rows is not None and count > max_rows
     if not fits or not has_rows or is_too_long:
@@ -642,7 +643,9 @@ class Server:
         num_samples = [upload.num_samples for upload in uploads]
         cohort = self._cohort(ids, num_samples, state.round + 1)
         first = uploads[0].tensors
-        up = {key: torch.stack([u.tensors[key] for u in uploads]) for key in first}
+        up = {}
+        for key in first:
+            up[key] = torch.stack([upload.tensors[key] for upload in uploads])
         buffers = up.pop(BUFFERS_KEY, state.buffers[cohort.ids])
         # A negative variance is none. Its root would be NaN in every client's model, so
         # the upload counts as not finite.

@@ -251,7 +251,8 @@ def serve(  # noqa: PLR0911 (one return for each end that a round may have)
     if outcome.void:
         return {}
     outcome.mix = mixing
-    return round_changes(result, server_changes, mixing if averages else None)
+    buffer_mixing = mixing if averages else None
+    return round_changes(result, server_changes, buffer_mixing)
 
 
 def _new_tensors(server: Tensors, changes: Changes) -> Tensors:
