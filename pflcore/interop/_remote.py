@@ -1,10 +1,18 @@
-"""Both halves of a round on machines of their own, for every algorithm: the `Server`,
-whose clients are wherever they are, come and go; the `Client`, what it keeps, its work
-of a round, its personalized model; and what travels between them, dicts of plain
-tensors, which any framework carries.
+"""Both halves of a round on machines of their own, for every algorithm.
+
+- The `Server` sends downloads and aggregates uploads; its clients come and go.
+- The `Client` keeps its state, works for a round, and has a personalized model.
+- Messages travel between them: dicts of plain tensors, which any framework carries.
+
+A message holds the tensors of an algorithm's payload by their keys, and beside them
+the header ("@about") and, where they are averaged, batch norm's statistics
+("@statistics"). Of `SharedRows` with the key "w" it holds three parts: the rows that
+are sent ("w@rows"), a mask of these among all ("w@sent"), and the client's own "w@index".
+
+Shapes: N clients of the federation, P numbers of a model, R shared rows, b numbers of
+batch norm.
 """
 
-import warnings
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +47,7 @@ from pflcore.check import (
     device_of,
     require,
     summarize,
+    warn_caller,
 )
 from pflcore.data._federation import Federation
 from pflcore.data._protocols import (
@@ -78,7 +87,7 @@ from pflcore.train._select_engine import make_context
 from pflcore.train._workers import single_threaded
 
 HEADER_KEY = "@about"
-BUFFERS_KEY = "@statistics"  # beside the algorithm's own keys
+BUFFERS_KEY = "@statistics"
 
 
 class MessageHeader(NamedTuple):
@@ -87,197 +96,226 @@ class MessageHeader(NamedTuple):
     number: int  # the client's, from 0
     n: int  # N
     fingerprint: int
-    round: int  # from 1, the one that the message is for
+    round: int  # the round that the message is for, from 1
     rounds: int  # R
     done: int  # rounds that the server has finished
-    accepted: int  # the last of them that the client's upload was part of; 0: none
+    accepted: int  # the last of them that used the client's upload; 0: none
     # how much of that upload the server took: below 1 where its `clip` shortened it
     factor: float
 
 
 def fingerprint(algorithm: Algorithm, net: Net, averages: bool) -> int:
-    """What both sides must have alike, as a number: the algorithm's name, the model's
-    shapes and what becomes of batch norm's statistics."""
+    """A number for what server and client must have in common.
+
+    That is the algorithm's name, the model's dtype and shapes, and whether batch norm's
+    statistics are averaged.
+    """
     parts = name_of(algorithm), str(net.dtype), net.shapes, net.buffer_shapes, averages
     return zlib.crc32(repr(parts).encode())
 
 
 def prepare_net(algorithm: Algorithm, model: Model, loss: Loss, seed: int) -> Net:
     """The model as the algorithm trains it."""
-    return algorithm.prepare(
-        model if isinstance(model, Net) else Net(model, loss, seed=seed)
-    )
+    net = model if isinstance(model, Net) else Net(model, loss, seed=seed)
+    return algorithm.prepare(net)
 
 
 def encode_message(
-    payload: Payload, about: MessageHeader, statistics: Tensor | None
+    payload: Payload, header: MessageHeader, buffers: Tensor | None
 ) -> Tensors:
-    """The message of one client, of the slices [1, ...] of a payload; of pools the rows
-    that are sent."""
-    message: Tensors = {HEADER_KEY: torch.tensor(about, dtype=torch.float64)}
-    if statistics is not None:
-        message[BUFFERS_KEY] = statistics.clone()
+    """The message of one client, from its slices [1, ...] of a payload.
+
+    Of shared rows it holds only those that the client receives.
+    """
+    message: Tensors = {HEADER_KEY: torch.tensor(header, dtype=torch.float64)}
+    if buffers is not None:
+        message[BUFFERS_KEY] = buffers.clone()
     for key, value in payload.items():
         if isinstance(value, SharedRows):
-            sent = torch.zeros(
-                len(value.rows), dtype=torch.bool, device=value.rows.device
-            )
-            sent[value.index[value.index >= 0]] = True
-            message |= {f"{key}@rows": value.rows[sent], f"{key}@sent": sent}
-            value = value.index
-            key = f"{key}@index"
-        message[key] = value[0].clone()
+            message |= _encode_shared_rows(key, value)
+        else:
+            message[key] = value[0].clone()
     return message
 
 
-MAX_CLIENTS = 2**24  # of one federation: both sides hold some numbers of each
+def _encode_shared_rows(key: str, shared: SharedRows) -> Tensors:
+    """The parts of a message that hold the shared rows of one client."""
+    count = len(shared.rows)
+    sent = torch.zeros(count, dtype=torch.bool, device=shared.rows.device)
+    sent[shared.index[shared.index >= 0]] = True
+    return {
+        f"{key}@rows": shared.rows[sent],
+        f"{key}@sent": sent,
+        f"{key}@index": shared.index[0].clone(),
+    }
+
+
+# Clients of one federation: both sides hold some numbers of each.
+MAX_CLIENTS = 2**24
 NOT_A_MESSAGE_TEXT = "{}: expected a dict of dense tensors as the other side made it."
 
 
 class DownloadLayout(NamedTuple):
-    """What an algorithm sends, as its first message shows it."""
+    """What an algorithm sends, as its first message shows it, by the payload's keys."""
 
-    model_layouts: Mapping[str, tuple[int, torch.dtype]]  # of each model its numbers
-    # of each pool its models, that are sent or not
+    model_layouts: Mapping[str, tuple[int, torch.dtype]]  # numbers of each model
+    # of each payload of shared rows their number, sent or not
     shared_row_counts: Mapping[str, int]
 
 
 def download_layout(algorithm: Algorithm, net: Net) -> DownloadLayout | None:
-    """What the server sends; None where an algorithm of one's own does not show it
-    here."""
+    """What the server sends; None where a user's algorithm does not show it here."""
     n = max(algorithm.traits.required_clients, default=0) + 2
-    sizes = {net.size}
+    model_sizes = {net.size}
     try:
-        sizes |= {
-            v.shape[-1] for v in algorithm.server_init_args(net).values() if v.dim()
-        }
+        for value in algorithm.server_init_args(net).values():
+            if value.dim():
+                model_sizes.add(value.shape[-1])
         server = initial_state(algorithm, net, n, clients=False).server
-        down = algorithm.send(server, Cohort(torch.tensor([0]), torch.tensor([1]), n))
+        cohort = Cohort(ids=torch.tensor([0]), num_samples=torch.tensor([1]), n=n)
+        down = algorithm.send(server, cohort)
     except Exception:
-        # it may need another number of clients, or what a server alone has
+        # It may need another number of clients, or what only a server has.
         return None
-    rows = {k: v.rows if isinstance(v, SharedRows) else v for k, v in down.items()}
-    models = {
-        k: (v.shape[-1], v.dtype) for k, v in rows.items() if v.shape[-1] in sizes
-    }
-    pools = {k: len(v.rows) for k, v in down.items() if isinstance(v, SharedRows)}
-    return DownloadLayout(models, pools)
+    model_layouts: dict[str, tuple[int, torch.dtype]] = {}
+    shared_row_counts: dict[str, int] = {}
+    for key, value in down.items():
+        rows = value
+        if isinstance(value, SharedRows):
+            rows = value.rows
+            shared_row_counts[key] = len(rows)
+        if rows.shape[-1] in model_sizes:
+            model_layouts[key] = (rows.shape[-1], rows.dtype)
+    return DownloadLayout(model_layouts, shared_row_counts)
 
 
 def parse_header(numbers: Tensor) -> MessageHeader:
-    """The numbers of a message. ValueError where no message has them."""
-    *whole, factor = numbers.tolist()
-    about = MessageHeader._make([*map(int, whole), factor])
-    known = (
-        0 <= about.number < about.n <= MAX_CLIENTS
-        and min(about.round, about.rounds) >= 1
-    )
-    told = 0 <= about.accepted <= about.done and 0 <= factor <= 1
-    if not known or not told or list(about[:-1]) != whole:
+    """The numbers of a message. Raises ValueError for numbers that no message has."""
+    *whole_numbers, factor = numbers.tolist()
+    header = MessageHeader._make([*map(int, whole_numbers), factor])
+    are_whole = list(header[:-1]) == whole_numbers
+    has_client = 0 <= header.number < header.n <= MAX_CLIENTS
+    has_round = header.round >= 1 and header.rounds >= 1
+    has_past = 0 <= header.accepted <= header.done and 0 <= factor <= 1
+    if not (are_whole and has_client and has_round and has_past):
         raise ValueError
-    return about
+    return header
 
 
 def is_complete_tensor(value: Tensor) -> bool:
-    """Whether a tensor is dense, and holds all the numbers that its shape tells of."""
+    """True for a dense tensor that holds all the numbers that its shape promises."""
     if value.layout is not torch.strided or value.is_nested:
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def check_model_layouts(message: Tensors, layout: DownloadLayout, name: str) -> None:
-    """ValueError where a model of a message is not as long as the models here."""
+    """Raises ValueError where a model of a message is no model of this client."""
     for key, (size, dtype) in layout.model_layouts.items():
-        row = message.get(f"{key}@rows" if key in layout.shared_row_counts else key)
-        fits = row is None or (
-            row.dim() and row.shape[-1] == size and row.dtype == dtype
-        )
-        require(
-            fits,
-            f"{name}, {key!r}",
-            f"{size} numbers of {dtype}, as the model here has",
-            row,
-        )
+        message_key = f"{key}@rows" if key in layout.shared_row_counts else key
+        rows = message.get(message_key)
+        if rows is None:
+            continue
+        fits = rows.dim() and rows.shape[-1] == size and rows.dtype == dtype
+        wanted = f"{size} numbers of {dtype}, as the model here has"
+        require(fits, f"{name}, {key!r}", wanted, rows)
 
 
 def expand_shared_rows(
-    sent_rows: Tensor, sent_mask: Tensor, index: Tensor, max_rows: int | None
+    sent_rows: Tensor,  # [R', P]
+    sent: Tensor,  # bool [R]: the rows that travelled
+    index: Tensor,  # [M]
+    max_rows: int | None,
 ) -> SharedRows:
-    """The pool whose rows where `sent_mask`, bool [R], is true are `sent_rows`; the
-    others take no memory. ValueError where these are no parts of one, or it has more
-    rows than `max_rows`."""
-    fits = sent_mask.dtype == torch.bool and len(sent_rows) == int(sent_mask.sum())
-    low, high = (int(v) for v in index.aminmax()) if index.numel() else (-1, -1)
-    if (
-        not fits
-        or not -1 <= low <= high < len(sent_mask)
-        or (max_rows is not None and len(sent_mask) > max_rows)
-    ):
+    """All R shared rows of a payload; rows that did not travel take no memory.
+
+    Raises ValueError where the parts do not fit each other, or R exceeds `max_rows`.
+    """
+    count = len(sent)
+    fits = sent.dtype == torch.bool and len(sent_rows) == int(sent.sum())
+    low = -1
+    high = -1
+    if index.numel():
+        low = int(index.min())
+        high = int(index.max())
+    has_rows = -1 <= low <= high < count
+    is_too_long = max_rows is not None and count > max_rows
+    if not fits or not has_rows or is_too_long:
         raise ValueError
-    rows = lazy_zeros(
-        len(sent_mask),
-        sent_rows[0] if len(sent_rows) else sent_rows.new_empty(sent_rows.shape[1:]),
-    )
-    rows[sent_mask] = sent_rows  # a row's number may be a client's
+    like = sent_rows[0] if len(sent_rows) else sent_rows.new_empty(sent_rows.shape[1:])
+    rows = lazy_zeros(count, like)
+    rows[sent] = sent_rows  # at the same places: a row's number may be a client's
     return SharedRows(rows, index[None])
 
 
 def decode_message(
     message: Any,
     device: torch.device,
-    alike: int,
-    what: str,
+    own_fingerprint: int,
+    name: str,
     layout: DownloadLayout | None = None,
 ) -> tuple[Payload, MessageHeader, Tensor | None]:
-    """The payload [1, ...] of a message, its numbers and the statistics [b] that came
-    with it, on `device`.
+    """The payload [1, ...] of a message, its header and batch norm's statistics [b].
 
-    ValueError where it is no message, its fingerprint is not `alike`, or it does not
-    fit `layout` (None: whatever an algorithm may send): before anything larger than the
-    message is made.
+    The tensors are on `device`. Raises ValueError for what is no message, for one of
+    another fingerprint, and for one that does not fit `layout` (None: whatever an
+    algorithm may send). It raises before it makes anything larger than the message.
     """
     try:
-        tensors = {k: v.detach() for k, v in message.items()}
-        whole = all(map(is_complete_tensor, tensors.values()))
-        about = parse_header(tensors.pop(HEADER_KEY))
-        pools = {k.removesuffix("@rows") for k in tensors if k.endswith("@rows")}
-    except Exception:  # of what somebody else made
-        whole = False
-    if not whole:
-        raise ValueError(NOT_A_MESSAGE_TEXT.format(what))
-    if about.fingerprint != alike:
+        tensors, header = _read_tensors(message)
+    except Exception:  # somebody else made the message: it may be anything
+        raise ValueError(NOT_A_MESSAGE_TEXT.format(name)) from None
+    if header.fingerprint != own_fingerprint:
         raise ValueError(
-            f"{what}: it is of another algorithm, model or `batch_norm` than those "
-            "that are played "
-            "here; give both sides the same."
+            f"{name}: it is of another algorithm, model or `batch_norm` than those "
+            "that are played here; give both sides the same."
         )
     if layout is not None:
-        check_model_layouts(tensors, layout, what)
+        check_model_layouts(tensors, layout, name)
     try:
-        tensors = {k: v.to(device) for k, v in tensors.items()}
-        statistics = tensors.pop(BUFFERS_KEY, None)
-        payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
-        for key in pools if layout is None else pools & {*layout.shared_row_counts}:
-            few, mask, index = (
-                tensors.pop(f"{key}@{part}") for part in ("rows", "sent", "index")
-            )
-            # every client may have an own list of everybody's
-            most = (
-                None
-                if layout is None
-                else max(about.n, layout.shared_row_counts[key]) * about.n
-            )
-            payload[key] = expand_shared_rows(few, mask, index, most)
-        foreign = [k for k in tensors if "@" in k]
+        tensors = {key: value.to(device) for key, value in tensors.items()}
+        buffers = tensors.pop(BUFFERS_KEY, None)
+        payload = _read_payload(tensors, header.n, layout)
     except Exception:
-        foreign = [what]
-    if foreign:
-        raise ValueError(NOT_A_MESSAGE_TEXT.format(what))
-    return payload, about, statistics
+        raise ValueError(NOT_A_MESSAGE_TEXT.format(name)) from None
+    return payload, header, buffers
+
+
+def _read_tensors(message: Any) -> tuple[Tensors, MessageHeader]:
+    """The tensors of a message without its header, and the header."""
+    tensors = {key: value.detach() for key, value in message.items()}
+    if not all(map(is_complete_tensor, tensors.values())):
+        raise ValueError
+    header = parse_header(tensors.pop(HEADER_KEY))
+    return tensors, header
+
+
+def _read_payload(tensors: Tensors, n: int, layout: DownloadLayout | None) -> Payload:
+    """The payload [1, ...] of the tensors of a message of n clients.
+
+    Raises an error of some kind where they are no parts of one.
+    """
+    payload: Payload = {k: v[None] for k, v in tensors.items() if "@" not in k}
+    parts = {k: v for k, v in tensors.items() if "@" in k}
+    shared_keys = {k.removesuffix("@rows") for k in parts if k.endswith("@rows")}
+    if layout is not None:
+        shared_keys.intersection_update(layout.shared_row_counts)
+    for key in shared_keys:
+        sent_rows = parts.pop(f"{key}@rows")
+        sent = parts.pop(f"{key}@sent")
+        index = parts.pop(f"{key}@index")
+        max_rows = None
+        if layout is not None:
+            # Each client may have a list of its own of all clients' rows.
+            max_rows = max(n, layout.shared_row_counts[key]) * n
+        payload[key] = expand_shared_rows(sent_rows, sent, index, max_rows)
+    if parts:
+        raise ValueError
+    return payload
 
 
 class Download(dict[str, Any]):
-    """What was sent [1, ...], by its keys; ValueError for one that was not."""
+    """What was sent [1, ...], by its keys. Raises ValueError for a key that is absent."""
 
     def __missing__(self, key: str) -> Any:
         names = ", ".join(self) or "nothing"
@@ -287,23 +325,46 @@ class Download(dict[str, Any]):
 
 
 ClientCount = Annotated[int, at.Interval(ge=1, le=MAX_CLIENTS)]
-MAX_SAMPLES = 2**40  # of one client; the sum over clients is a whole number of 64 bits
-SAVED_FIELDS = "accepted", "numbers", "retired", "report"  # beside the state
+# Samples of one client: the sum over clients is a whole number of 64 bits.
+MAX_SAMPLES = 2**40
+# Attributes of a server, without "_", that `state_dict` holds beside the state.
+SAVED_FIELDS = "accepted", "numbers", "retired", "report"
+# Errors by which an algorithm may answer to uploads that are not its own.
+UNUSABLE_UPLOAD_ERRORS = (
+    ArithmeticError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 UploadLayout = dict[str, tuple[torch.Size, torch.dtype]]
-Upload = tuple[int, Tensors, int]  # whose, what, of how many samples
+
+
+class Upload(NamedTuple):
+    """One client's upload of a round."""
+
+    number: int  # the client's
+    tensors: Tensors
+    num_samples: int  # of the client's training split
 
 
 class Server:
-    """The server's half of a round, for every algorithm: `download` for each client,
-    `aggregate` for those who answered.
+    """The server's half of a round, for every algorithm.
 
-    `template` is the model (an `nn.Module`, a function that makes one, or a `Net`),
-    `rounds` how many there will be (for schedules). A client is called by any string or
-    whole number; it is numbered when it is first seen: 0 to num_clients - 1 are
-    themselves (so is an algorithm's `target`), others take the first free one, and
-    beyond `num_clients` the state grows by a client, between rounds. With `Client`s of
-    the same model, seed and training it gives what `Simulation` gives. `batch_norm`: as
-    there; `clip`: as in `Robustness`.
+    `download` makes what each client needs; `aggregate` ends the round with the uploads
+    of the clients that answered. With `Client`s of the same model, seed and training
+    options the results are those of `Simulation`.
+
+    A client is called by any string or whole number, and receives a number when it is
+    first seen. Whole numbers from 0 to num_clients - 1 keep theirs (so does an
+    algorithm's `target`); other clients receive the first free number. Where none is
+    free, the state grows by a client, between two rounds.
+
+    Args:
+        template: the model: an `nn.Module`, a function that makes one, or a `Net`.
+        rounds: the number of rounds that there will be, for schedules.
+        batch_norm: see `Simulation`.
+        clip: see `Robustness`.
     """
 
     @checked
@@ -323,9 +384,8 @@ class Server:
         self.rounds = rounds
         self.seed = seed
         self.clip = clip
-        self.averages = (
-            batch_norm_policy(self.algorithm, self.net, batch_norm) == "average"
-        )
+        policy = batch_norm_policy(self.algorithm, self.net, batch_norm)
+        self.averages = policy == "average"
         self._state = initial_state(
             self.algorithm, self.net, num_clients, clients=False
         )
@@ -335,10 +395,9 @@ class Server:
         self._numbers: dict[Hashable, int] = {}
         self._retired: list[int] = []  # numbers that nobody gets again
         self._report: Tensors = {}
-        # of the last round's uploads, of as many clients
-        self._form: UploadLayout | None = None
-        # has somebody been given what this round trains on?
-        self._round_started = False
+        # The layout of the last round's uploads, of a federation of this size.
+        self._upload_layout: UploadLayout | None = None
+        self._round_started = False  # True once a client may train for the next round
 
     @property
     def round(self) -> int:
@@ -359,99 +418,121 @@ class Server:
     def download(
         self, client_id: Hashable, purpose: Literal["train", "evaluation"] = "train"
     ) -> Tensors:
-        """What a client needs for the round that comes ("train"), or for its model as
-        it is now ("evaluation"): a dict of tensors."""
+        """What one client needs, as a dict of tensors.
+
+        That is for the coming round ("train"), or for its model as it is now
+        ("evaluation").
+        """
         number = self.join(client_id)
         done = self.round
-        train = purpose == "train"
-        self._round_started |= train
-        round, draws = (done + 1, "send") if train else (max(1, done), purpose)
-        cohort = self._cohort([number], [1], round, draws)
-        taken = self._accepted.get(number, (0, 1.0))
-        both = self.num_clients, self._fingerprint
-        about = MessageHeader(number, *both, round, self.rounds, done, *taken)
-        statistics = self._state.buffers[number] if self.averages else None
-        return encode_message(
-            self.algorithm.send(self._state.server, cohort), about, statistics
+        if purpose == "train":
+            self._round_started = True
+            cohort = self._cohort([number], [1], done + 1)
+        else:
+            cohort = self._cohort([number], [1], max(1, done), purpose)
+        accepted, factor = self._accepted.get(number, (0, 1.0))
+        header = MessageHeader(
+            number=number,
+            n=self.num_clients,
+            fingerprint=self._fingerprint,
+            round=cohort.round,
+            rounds=self.rounds,
+            done=done,
+            accepted=accepted,
+            factor=factor,
         )
+        buffers = self._state.buffers[number] if self.averages else None
+        payload = self.algorithm.send(self._state.server, cohort)
+        return encode_message(payload, header, buffers)
 
     def aggregate(
         self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool = True
     ) -> RoundOutcome:
-        """Ends a round with what `Client.train` gave: {client id: (upload, number of
-        training samples)}.
+        """Ends a round with the results of `Client.train`, by client.
 
-        Who is not there was absent. Says what happened: `dropped` (clients whose upload
-        is not finite, or of no use: they were absent too), `void` (then nothing
-        changed, for the reason `void_reason`), `relative_update_norm`, `clipped`.
-        ValueError in one sentence, and nothing changed, for an upload that does not
-        fit, where there is none, and where the algorithm would end a run; without
-        `strict` an upload is left out with a RuntimeWarning, and a round of none is
-        void.
+        Clients that are not in `uploads` were absent. The outcome says what happened:
+
+        - `dropped`: clients whose upload is not finite, or of no use to the algorithm.
+          They count as absent.
+        - `void`: nothing changed, for the reason `void_reason`.
+        - `relative_update_norm` and `clipped`: how long the updates were.
+
+        Raises ValueError, and changes nothing, for an upload that does not fit, where
+        there is none, and where the algorithm would end a run. Without `strict` such an
+        upload is left out with a RuntimeWarning, and a round without uploads is void.
+
+        Args:
+            uploads: {client id: (upload, number of training samples)}.
         """
         wanted = "{client id: (upload, number of samples)} of at least one client"
-        some = isinstance(uploads, Mapping) and (uploads or not strict)
-        require(some, "uploads", wanted, uploads)
+        is_given = isinstance(uploads, Mapping) and (uploads or not strict)
+        require(is_given, "uploads", wanted, uploads)
         read = self._read_uploads(uploads, strict)
-        names = {number: client for client, (number, _, _) in read.items()}
+        names = {upload.number: client for client, upload in read.items()}
         absent = set(self.algorithm.traits.required_clients) - set(names)
         if absent:
-            said = (
-                f"the target, client number {min(absent)}, must take part in every "
-                "round."
+            _raise_or_warn(
+                f"uploads: the target, client number {min(absent)}, must take part in "
+                "every round.",
+                strict,
             )
-            _raise_or_warn(f"uploads: {said}", strict)
         outcome = RoundOutcome(list(names), void=True)
         if read and not absent:
             outcome = self._try_round(read, names, strict)
         if outcome.void:
             self._state = commit(self._state, {})
         self._round_started = False
-        lists = {
-            k: [names[i] for i in getattr(outcome, k)]
-            for k in ("ids", "dropped", "clipped")
-        }
-        return replace(outcome, **lists)  # type: ignore[arg-type]
+        return replace(
+            outcome,
+            ids=[names[i] for i in outcome.ids],
+            dropped=[names[i] for i in outcome.dropped],
+            clipped=[names[i] for i in outcome.clipped],
+        )
 
     def join(self, client_id: Hashable) -> int:
-        """A client's number; a new one's first `download` does the same. ValueError
-        where a round that has begun would have to grow."""
-        named = isinstance(client_id, str | Integral) and not isinstance(
-            client_id, bool
-        )
-        require(named, "client_id", "a string or a whole number", client_id)
+        """The number of a client, which a new client receives here.
+
+        A new client's first `download` does the same. Raises ValueError where a round
+        that has begun would have to grow.
+        """
+        is_word = isinstance(client_id, str)
+        is_number = isinstance(client_id, Integral) and not isinstance(client_id, bool)
+        wanted = "a string or a whole number"
+        require(is_word or is_number, "client_id", wanted, client_id)
         if client_id in self._numbers:
             return self._numbers[client_id]
         n = self.num_clients
-        taken = {*self._numbers.values(), *self._retired}
-        number = next((i for i in range(n) if i not in taken), n)
-        if (
-            isinstance(client_id, Integral)
-            and 0 <= client_id < n
-            and client_id not in taken
-        ):
-            number = int(client_id)
+        number = self._free_number(client_id)
         if number == n:
-            who = f"client {client_id!r}"
-            require(
-                not self._round_started,
-                who,
-                f"no newcomer in a round begun with {n} clients",
-                "one",
-            )
+            wanted = f"no newcomer in a round begun with {n} clients"
+            require(not self._round_started, f"client {client_id!r}", wanted, "one")
             self._state, _ = with_new_client(self.algorithm, self._state, self.net, n)
-            self._form = None
+            self._upload_layout = None  # the uploads may be longer from now on
         self._numbers[client_id] = number
         return number
 
+    def _free_number(self, client_id: Hashable) -> int:
+        """A new client's number: its id, else the first one that is free, else N."""
+        n = self.num_clients
+        taken = {*self._numbers.values(), *self._retired}
+        if isinstance(client_id, Integral) and 0 <= client_id < n:
+            number = int(client_id)
+            if number not in taken:
+                return number
+        return next((i for i in range(n) if i not in taken), n)
+
     def leave(self, client_id: Hashable) -> None:
-        """Forgets who has a number, for good: a later client of this id is a newcomer.
-        What the method holds of it, stays."""
+        """Forgets a client for good: a later client of this id is a newcomer.
+
+        What the algorithm holds of the client stays.
+        """
         self._retired.append(self._numbers.pop(client_id))
 
     def report(self) -> Tensors:
-        """The algorithm's own report of the last round: mixing weights, clusters, ...,
-        by the clients' numbers."""
+        """The algorithm's own report of the last round, by the clients' numbers.
+
+        It holds mixing weights, clusters, or what else the algorithm tells.
+        """
         return self._report
 
     def state_dict(self) -> dict[str, Any]:
@@ -466,12 +547,13 @@ class Server:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. ValueError, and nothing changed, where
-        it is another algorithm's or another model's."""
-        if (
-            not isinstance(state, Mapping)
-            or state.get("fingerprint") != self._fingerprint
-        ):
+        """Continues from what `state_dict` returned.
+
+        Raises ValueError, and changes nothing, where that is another algorithm's or
+        another model's.
+        """
+        is_mapping = isinstance(state, Mapping)
+        if not is_mapping or state.get("fingerprint") != self._fingerprint:
             raise ValueError(
                 "state: expected what state_dict() of a Server of this algorithm and "
                 "model gives."
@@ -480,203 +562,232 @@ class Server:
         new = unflatten_state(tensors, state["round"], state["void"])
         check_state(new, self.algorithm, self.net, len(new.participated))
         self._state = new
-        self._form = None
+        self._upload_layout = None
         self._round_started = False
         for key in SAVED_FIELDS:
             setattr(self, f"_{key}", copy(state[key]))
 
     # inside -------------------------------------------------------------------
     def _cohort(
-        self, ids: Sequence[int], size: Sequence[int], round: int, purpose: str = "send"
+        self,
+        ids: Sequence[int],
+        num_samples: Sequence[int],
+        round: int,
+        purpose: str = "send",
     ) -> Cohort:
-        who = torch.tensor(ids)
-        sizes = torch.tensor(size)
+        """The cohort of these clients, as the algorithm's hooks receive it."""
         return Cohort(
-            who, sizes, self.num_clients, round, self.rounds, self.seed, 0, purpose
+            torch.tensor(ids),
+            torch.tensor(num_samples),
+            n=self.num_clients,
+            round=round,
+            rounds=self.rounds,
+            seed=self.seed,
+            purpose=purpose,
         )
 
     def _try_round(
         self, uploads: Mapping[Any, Upload], names: Mapping[int, Any], strict: bool
     ) -> RoundOutcome:
-        """The round with what was read; where it cannot be played, ValueError, or not
-        `strict` a void one."""
+        """Plays the round with these uploads.
+
+        Where it cannot be played, raises ValueError, or returns a void outcome if not
+        `strict`.
+        """
 
         def report_refused(bad: BadUpload) -> None:
-            said = [
-                f"client {names[number]!r}: {why}"
-                for number, why in bad.reasons.items()
+            sentences = [
+                f"client {names[number]!r}: {reason}"
+                for number, reason in bad.reasons.items()
             ]
             if strict:
-                raise RefusedUpload(said[0])
-            for words in said:
-                _raise_or_warn(words, strict)
+                raise RefusedUpload(sentences[0])
+            for sentence in sentences:
+                _raise_or_warn(sentence, strict)
 
         void = RoundOutcome(list(names), void=True)
         try:
-            ids, each, sizes = zip(*uploads.values(), strict=True)
-            return self._run_round(ids, each, sizes, report_refused)
+            return self._run_round([*uploads.values()], report_refused)
         except RefusedUpload:
             raise
         except Stop as stop:  # a server goes on where a run would end
             void.void_reason = str(stop)
             _raise_or_warn(f"uploads: {stop}", strict)
-        except (
-            ArithmeticError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
-            if is_out_of_memory(error) or (strict and self._form is not None):
+        except UNUSABLE_UPLOAD_ERRORS as error:
+            # The layout of later rounds' uploads is known to be usable: then the error
+            # is no fault of the uploads.
+            is_usable_layout = self._upload_layout is not None
+            if is_out_of_memory(error) or (strict and is_usable_layout):
                 raise
-            form = _describe_layout(layout_of(next(iter(uploads.values()))[1]))
+            first = next(iter(uploads.values()))
+            layout = _describe_layout(layout_of(first.tensors))
             void.void_reason = str(error).partition("\n")[0].rstrip(".")
-            said = (
-                f"uploads: {type(self.algorithm).__name__} cannot use what each "
-                f"holds, {form}"
-            )
             _raise_or_warn(
-                f"{said} ({void.void_reason}); give both sides one algorithm and "
+                f"uploads: {type(self.algorithm).__name__} cannot use what each holds, "
+                f"{layout} ({void.void_reason}); give both sides one algorithm and "
                 "model.",
                 strict,
             )
         return void
 
     def _run_round(
-        self,
-        ids: Sequence[int],
-        uploads: Sequence[Tensors],
-        sizes: Sequence[int],
-        on_refused: Callable[[BadUpload], None],
+        self, uploads: Sequence[Upload], on_refused: Callable[[BadUpload], None]
     ) -> RoundOutcome:
-        """The round with these uploads, which have one form; `on_refused` hears of
-        those that the algorithm cannot use."""
+        """Plays the round with these uploads, which have one layout.
+
+        Calls `on_refused` with the uploads that the algorithm cannot use.
+        """
         state = self._state
         alg = self.algorithm
-        up = {k: torch.stack([one[k] for one in uploads]) for k in uploads[0]}
-        cohort = self._cohort(ids, sizes, state.round + 1)
-        statistics = up.pop(BUFFERS_KEY, state.buffers[cohort.ids])
-        negative = (statistics[:, self.net.variances] < 0).any(1)
-        # no variance, and everybody's square root of it is NaN
-        statistics[negative] = torch.nan
-        none = torch.zeros(len(ids))
-        trained = CohortResult(
-            cohort, alg.send(state.server, cohort), up, {}, {}, statistics, none
+        ids = [upload.number for upload in uploads]
+        num_samples = [upload.num_samples for upload in uploads]
+        cohort = self._cohort(ids, num_samples, state.round + 1)
+        first = uploads[0].tensors
+        up = {}
+        for key in first:
+            up[key] = torch.stack([upload.tensors[key] for upload in uploads])
+        buffers = up.pop(BUFFERS_KEY, state.buffers[cohort.ids])
+        # A negative variance is none. Its root would be NaN in every client's model, so
+        # the upload counts as not finite.
+        negative = (buffers[:, self.net.variances] < 0).any(1)
+        buffers[negative] = torch.nan
+        down = alg.send(state.server, cohort)
+        no_loss = torch.zeros(len(ids))  # clients do not upload theirs
+        result = CohortResult(
+            cohort,
+            down,
+            up,
+            states_before={},
+            client_states={},
+            buffers=buffers,
+            loss=no_loss,
         )
-        trained, outcome = accept(trained, alg.traits, state.server, self.clip)
-        changes = serve(alg, state, trained, outcome, self.averages, on_refused)
+        result, outcome = accept(result, alg.traits, state.server, self.clip)
+        changes = serve(alg, state, result, outcome, self.averages, on_refused)
         if not outcome.void:
-            self._state, self._form = commit(state, changes), layout_of(uploads[0])
-            taken = outcome.cohort or cohort
-            factor = (
-                torch.ones(len(taken.ids))
-                if outcome.clip_factor is None
-                else outcome.clip_factor
-            )
-            pairs = zip(taken.ids.tolist(), factor.tolist(), strict=True)
-            self._accepted |= {number: (self.round, mine) for number, mine in pairs}
-            self._report = alg.report(self._state.server, outcome.mix, taken)
+            self._state = commit(state, changes)
+            self._upload_layout = layout_of(first)
+            self._record_accepted(outcome, outcome.cohort or cohort)
         return replace(outcome, train_loss=None)
+
+    def _record_accepted(self, outcome: RoundOutcome, cohort: Cohort) -> None:
+        """Keeps what later downloads and `report` tell of the round that was played."""
+        factor = outcome.clip_factor
+        if factor is None:
+            factor = torch.ones(len(cohort.ids))
+        for number, share in zip(cohort.ids.tolist(), factor.tolist(), strict=True):
+            self._accepted[number] = (self.round, share)
+        self._report = self.algorithm.report(self._state.server, outcome.mix, cohort)
 
     def _read_uploads(
         self, uploads: Mapping[Any, tuple[Tensors, int]], strict: bool
     ) -> dict[Any, Upload]:
-        """The round's uploads that have one form, by clients, ascending by number."""
+        """The round's uploads of one layout, by client, ascending by number."""
         read: dict[Any, Upload] = {}
-        for client, given in uploads.items():
+        for client, upload in uploads.items():
             try:
-                read[client] = self._upload(client, given)
+                read[client] = self._read_upload(client, upload)
             except ValueError as error:
                 _raise_or_warn(str(error), strict)
-        forms = {client: layout_of(up) for client, (_, up, _) in read.items()}
-        each = list(forms.values())
-        # at first, what most sent
-        form = self._form or max(each, key=each.count, default={})
-        form = form | layout_of({BUFFERS_KEY: self.net.b0} if self.averages else {})
-        for client, mine in forms.items():
-            if mine != form:
-                said = (
-                    f"its upload holds {_describe_layout(mine)}, expected "
-                    f"{_describe_layout(form)}."
+        layouts = {client: layout_of(upload.tensors) for client, upload in read.items()}
+        expected = self._expected_layout([*layouts.values()])
+        for client, layout in layouts.items():
+            if layout != expected:
+                _raise_or_warn(
+                    f"client {client!r}: its upload holds {_describe_layout(layout)}, "
+                    f"expected {_describe_layout(expected)}.",
+                    strict,
                 )
-                _raise_or_warn(f"client {client!r}: {said}", strict)
                 del read[client]
-        return dict(sorted(read.items(), key=lambda item: item[1][0]))
+        return dict(sorted(read.items(), key=lambda item: item[1].number))
 
-    def _upload(self, client: Any, given: Any) -> Upload:
-        """One client's upload, checked."""
-        who = f"client {client!r}"
-        require(
-            client in self._numbers,
-            who,
-            "one of those who have downloaded",
-            list(self._numbers),
-        )
-        whole = isinstance(given, tuple) and len(given) == 2
-        require(whole, who, "(upload, number of samples)", given)
-        # of whole rows there is one a client
+    def _expected_layout(self, layouts: list[UploadLayout]) -> UploadLayout:
+        """The layout of the last round's uploads; at first that of most of these."""
+        layout = self._upload_layout or max(layouts, key=layouts.count, default={})
+        if self.averages:
+            layout = layout | layout_of({BUFFERS_KEY: self.net.b0})
+        return layout
+
+    def _read_upload(self, client: Any, upload: Any) -> Upload:
+        """One client's upload. Raises ValueError where it does not fit."""
+        name = f"client {client!r}"
+        known = list(self._numbers)
+        is_known = client in self._numbers
+        require(is_known, name, "one of those who have downloaded", known)
+        is_pair = isinstance(upload, tuple) and len(upload) == 2
+        require(is_pair, name, "(upload, number of samples)", upload)
+        message, num_samples = upload
+        # An upload has one row a client, and no shared rows.
         device = self.net.w0.device
-        nothing = DownloadLayout({}, {})
-        payload, about, statistics = decode_message(
-            given[0], device, self._fingerprint, who, nothing
+        layout = DownloadLayout({}, {})
+        payload, header, buffers = decode_message(
+            message, device, self._fingerprint, name, layout
         )
         number = self._numbers[client]
-        size = given[1]
-        mine = number, self.round + 1
-        if (about.number, about.round) != mine:
+        round = self.round + 1
+        if header.number != number or header.round != round:
             raise ValueError(
-                f"{who}: its upload is number {about.number}'s of round {about.round}, "
-                "expected "
-                f"{mine[0]}'s of round {mine[1]}; leave it out."
+                f"{name}: its upload is number {header.number}'s of round "
+                f"{header.round}, expected {number}'s of round {round}; leave it out."
             )
-        counted = isinstance(size, Integral) and not isinstance(size, bool)
-        some = counted and 1 <= int(size) <= MAX_SAMPLES
-        require(
-            some,
-            f"{who}, number of samples",
-            f"a whole number from 1 to {MAX_SAMPLES}",
-            size,
-        )
-        up = {k: v[0] for k, v in payload.items()}
-        return (
-            number,
-            up | ({} if statistics is None else {BUFFERS_KEY: statistics}),
-            int(size),
-        )
+        is_whole = isinstance(num_samples, Integral)
+        is_whole = is_whole and not isinstance(num_samples, bool)
+        fits = is_whole and 1 <= int(num_samples) <= MAX_SAMPLES
+        wanted = f"a whole number from 1 to {MAX_SAMPLES}"
+        require(fits, f"{name}, number of samples", wanted, num_samples)
+        tensors = {key: value[0] for key, value in payload.items()}
+        if buffers is not None:
+            tensors[BUFFERS_KEY] = buffers
+        return Upload(number, tensors, int(num_samples))
 
 
 class RefusedUpload(ValueError):
-    """Ends a strict round: an algorithm cannot use an upload."""
+    """Ends a strict round in which the algorithm cannot use an upload."""
 
 
-def _raise_or_warn(said: str, strict: bool) -> None:
+def _raise_or_warn(sentence: str, strict: bool) -> None:
+    """Raises ValueError, or warns if not `strict`."""
     if strict:
-        raise ValueError(said)
-    warnings.warn(said, RuntimeWarning, stacklevel=4)
+        raise ValueError(sentence)
+    warn_caller(sentence, RuntimeWarning)
 
 
 def layout_of(up: Tensors) -> UploadLayout:
-    return {k: (v.shape, v.dtype) for k, v in up.items()}
+    """Shape and dtype of each tensor of an upload."""
+    return {key: (value.shape, value.dtype) for key, value in up.items()}
 
 
-def _describe_layout(form: UploadLayout) -> str:
-    each = [
-        f"{k} {list(shape)} {str(t).removeprefix('torch.')}"
-        for k, (shape, t) in form.items()
+def _describe_layout(layout: UploadLayout) -> str:
+    """A layout in words, such as "delta [10] float32"."""
+    parts = [
+        f"{key} {list(shape)} {str(dtype).removeprefix('torch.')}"
+        for key, (shape, dtype) in layout.items()
     ]
-    return ", ".join(each) or "nothing"
+    return ", ".join(parts) or "nothing"
+
+
+def _spoil_upload(up: Tensors) -> Tensors:
+    """The upload with NaN for every number, so that the server drops it."""
+    return {
+        key: value * torch.nan if value.is_floating_point() else value
+        for key, value in up.items()
+    }
 
 
 class Client:
-    """One client's half of a round, for every algorithm: `train` on what
-    `Server.download` gave, `model` for its personalized model.
+    """One client's half of a round, for every algorithm.
 
-    `model` must start as the server's template does (the same weights, or the same
-    function and `seed`). `data`: (x, y), {"train": (x, y), "val": ...}, a Dataset or a
-    Federation of one client (one that was standardized gives a personalized model that
-    takes raw features all the same). What the algorithm keeps at a client stays here,
-    batch norm's statistics too unless they are averaged; a round that the server did
-    not take this client's upload in, leaves no trace.
+    `train` works on what `Server.download` made, and `model` makes the personalized
+    model. What the algorithm keeps at a client stays here; so do batch norm's
+    statistics, unless they are averaged. A round leaves no trace where the server did
+    not take this client's upload.
+
+    Args:
+        model: starts as the server's template does: with the same weights, or from the
+            same function and `seed`.
+        data: (x, y), {"train": (x, y), "val": ...}, a Dataset, or a Federation of one
+            client. From one that was standardized, the personalized model takes raw
+            features all the same.
     """
 
     @checked
@@ -694,89 +805,90 @@ class Client:
     ) -> None:
         self.algorithm = algorithm_of(algorithm)
         check_training(self.algorithm, training)
-        one = single_client_federation(data, dtype=None)
-        device = device_of(hardware.device)
-        net = prepare_net(self.algorithm, model, loss or default_loss(one.y), seed).to(
-            device
-        )
-        x, y = (t.to(net.dtype) if t.is_floating_point() else t for t in (one.x, one.y))
-        one = mask_ignored_label(replace(one, x=x, y=y).to(device), net.ignored_label)
-        self.data = (
-            with_validation(one, seed) if self.algorithm.traits.needs_val else one
-        )
+        data = single_client_federation(data, dtype=None)
+        net = prepare_net(self.algorithm, model, loss or default_loss(data.y), seed)
+        net = net.to(device_of(hardware.device))
+        self.data = _prepare_client_data(data, net, self.algorithm, seed)
         self.averages = batch_norm_policy(self.algorithm, net, batch_norm) == "average"
-        where = (hardware.engine, hardware.workers, seed)
         self._context = make_context(
-            net, self.data, training, *where, graphs=hardware.graphs
+            net,
+            self.data,
+            training,
+            hardware.engine,
+            hardware.workers,
+            seed,
+            graphs=hardware.graphs,
         )
         net = self._context.net
         classes = self.data.classes
-        if (
-            classes is not None
-            and self.data.relabel is None
-            and net.head_name is not None
-        ):
-            # one client may not have samples of all classes
+        is_relabeled = self.data.relabel is not None
+        if classes is not None and not is_relabeled and net.head_name is not None:
+            # One client may lack samples of some classes that the head scores.
             self.data = replace(self.data, classes=max(classes, net.classes))
         self._fingerprint = fingerprint(self.algorithm, net, self.averages)
         self._download_layout = download_layout(self.algorithm, net)
         self._buffers = net.b0[None]  # [1, b]
         self._client_state: Tensors = {}  # [1, ...]
-        # a round, and what became of state and statistics in it, until the server says
-        # whether it took the upload
+        # A round with the state and the statistics after it, until the server tells
+        # whether it took the upload.
         self._pending: tuple[int, Tensors, Tensor] | None = None
 
     def train(self, download: Mapping[str, Tensor]) -> tuple[Tensors, int]:
-        """This client's work of a round: its upload, a dict of tensors [1, ...], and
-        its number of training samples, for `Server.aggregate`."""
+        """This client's work of a round, for `Server.aggregate`.
+
+        Returns the upload, a dict of tensors [1, ...], and the number of training
+        samples.
+        """
         with self._reproducible():
-            down, own, about, clients = self._open_download(download)
-            if about.round != about.done + 1:
+            down, state_before, header, clients = self._open_download(download)
+            if header.round != header.done + 1:
                 raise ValueError(
                     "download: expected one to train on, got one for an evaluation; "
-                    "ask for "
-                    "download(client_id)."
+                    "ask for download(client_id)."
                 )
-            new, up, fit = self.algorithm.train(down, own, clients)
-        self._client_state, self._pending = own, (about.round, own | new, fit.buffers)
-        # so that the server drops it
+            new, up, fit = self.algorithm.train(down, state_before, clients)
+        self._client_state = state_before
+        self._pending = (header.round, state_before | new, fit.buffers)
         if not finite_rows([*new.values(), fit.buffers], 1).all():
-            up = {
-                k: v * torch.nan if v.is_floating_point() else v for k, v in up.items()
-            }
-        statistics = fit.buffers[0] if self.averages else None
-        return encode_message(up, about, statistics), int(clients.num_samples[0])
+            up = _spoil_upload(up)
+        buffers = fit.buffers[0] if self.averages else None
+        return encode_message(up, header, buffers), int(clients.num_samples[0])
 
     def model(self, download: Mapping[str, Tensor]) -> Personalized:
-        """The personalized model, from `Server.download(client_id, "evaluation")`, a
-        dict of tensors [1, ...]. It takes raw features, also where this client's were
-        standardized."""
+        """The personalized model, from `Server.download(client_id, "evaluation")`.
+
+        The download is a dict of tensors [1, ...]. The model takes raw features, also
+        where this client's features were standardized.
+        """
         model, clients = self._personalized(download)
-        row = {k: v[0] for k, v in model.items()}
-        about = client_facts(self.data, 0)
+        tensors = {key: rows[0] for key, rows in model.items()}
+        facts = client_facts(self.data, 0)
         return Personalized(
-            self.algorithm, clients.net, row, clients.buffers[0], *about
+            self.algorithm, clients.net, tensors, clients.buffers[0], *facts
         )
 
     def evaluate(
         self, download: Mapping[str, Tensor], split: str = "test"
     ) -> dict[str, float]:
-        """The personalized model of a download [1, ...] on this client's own samples:
-        "loss", for classes "accuracy", and "size", how many they are."""
+        """Evaluates the model of a download [1, ...] on this client's own samples.
+
+        Returns "loss", for classes "accuracy", and "size", the number of samples.
+        """
         size = int(self.data.size(split)[0]) if split in self.data.index else 0
         if not size:
             raise ValueError(
                 f"split: this client has no sample of {split!r} to be evaluated on; "
-                "give it some "
-                f"as data={{..., {split!r}: (x, y)}}."
+                f"give it some as data={{..., {split!r}: (x, y)}}."
             )
         model, clients = self._personalized(download)
         with self._reproducible():
             scores = clients.scores(model, split, self.algorithm.predict)
             returns = self.algorithm.traits.returns
             loss, accuracy = clients.loss_and_accuracy(scores, split, returns=returns)
-        found = {"loss": float(loss), "size": size}
-        return found if accuracy is None else {**found, "accuracy": float(accuracy)}
+        values = {"loss": float(loss), "size": size}
+        if accuracy is not None:
+            values["accuracy"] = float(accuracy)
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         """What this client keeps between rounds, for `torch.save`."""
@@ -788,87 +900,127 @@ class Client:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` gave. ValueError, and nothing changed, where
-        it is something else: another algorithm's, or of a model of other shapes."""
-        if (
-            not isinstance(state, Mapping)
-            or state.get("fingerprint") != self._fingerprint
-        ):
+        """Continues from what `state_dict` returned.
+
+        Raises ValueError, and changes nothing, where that is another algorithm's, or of
+        a model of other shapes.
+        """
+        is_mapping = isinstance(state, Mapping)
+        if not is_mapping or state.get("fingerprint") != self._fingerprint:
             raise ValueError(
                 "state: expected what state_dict() of a Client of this algorithm and "
                 "model gives."
             )
-        self._client_state, self._buffers = dict(state["own"]), state["statistics"]
+        self._client_state = dict(state["own"])
+        self._buffers = state["statistics"]
         self._pending = state["pending"]
 
     # inside -------------------------------------------------------------------
     @contextmanager
     def _reproducible(self) -> Iterator[None]:
-        """This client's work is one thread's, and repeats its bits on a card."""
+        """Runs this client's work in one thread, with the same bits again on a GPU."""
         with single_threaded(), REPEATABLE_FLAGS.set_for(self._context.net.w0.device):
             yield
 
     def _open_download(
         self, download: Any
     ) -> tuple[Payload, Tensors, MessageHeader, Clients]:
-        """What was sent, this client's own state [1, ...], the message's numbers, and
-        what a hook is given to train with, when the last round is settled."""
+        """Reads a download, after the last round is settled.
+
+        Returns the payload [1, ...], this client's state [1, ...], the header, and what
+        a hook trains with.
+        """
         net = self._context.net
         device = net.w0.device
-        key = self._fingerprint
-        payload, about, statistics = decode_message(
-            download, device, key, "download", self._download_layout
+        payload, header, sent_buffers = decode_message(
+            download, device, self._fingerprint, "download", self._download_layout
         )
-        came = None if statistics is None else (statistics.shape, statistics.dtype)
-        wanted = (net.b0.shape, net.b0.dtype) if self.averages else None
-        require(came == wanted, f"download, {BUFFERS_KEY!r}", summarize(wanted), came)
+        self._check_sent_buffers(sent_buffers)
         down = Download(payload)
-        self._settle(about)
-        kept = self._client_state if about.accepted else {}
-        first = {
-            k: v[:1] for k, v in self.algorithm.init_client(down, net, about.n).items()
-        }
-        own = {
-            k: embed_tensor(kept[k], v) if k in kept else v.clone()
-            for k, v in first.items()
-        }
-        mine = self._buffers if statistics is None else statistics[None]
-        data = single_client_view(self.data, about.number, about.n)
-        context = self._context._replace(data=data, rounds=about.rounds)
-        number = torch.tensor([about.number])
-        return down, own, about, Clients(context, number, about.round, mine.clone())
+        self._settle(header)
+        client_state = self._state_for_round(down, header)
+        buffers = self._buffers if sent_buffers is None else sent_buffers[None]
+        data = single_client_view(self.data, header.number, header.n)
+        context = self._context._replace(data=data, rounds=header.rounds)
+        number = torch.tensor([header.number])
+        clients = Clients(context, number, header.round, buffers.clone())
+        return down, client_state, header, clients
 
-    def _settle(self, about: MessageHeader) -> None:
-        """The last round's work counts where the server took its upload, as far as
-        it took it."""
-        if self._pending is None or about.done < self._pending[0]:
+    def _check_sent_buffers(self, buffers: Tensor | None) -> None:
+        """Raises ValueError where batch norm's statistics [b] of a download do not fit.
+
+        They are sent where they are averaged, and only there.
+        """
+        b0 = self._context.net.b0
+        layout = None if buffers is None else (buffers.shape, buffers.dtype)
+        expected = (b0.shape, b0.dtype) if self.averages else None
+        name = f"download, {BUFFERS_KEY!r}"
+        require(layout == expected, name, summarize(expected), layout)
+
+    def _state_for_round(self, down: Download, header: MessageHeader) -> Tensors:
+        """This client's state [1, ...] before the round: a copy.
+
+        Until the server has taken an upload, it is a new client's. The federation may
+        have grown since, and rows of the state with it.
+        """
+        first = self.algorithm.init_client(down, self._context.net, header.n)
+        stored = self._client_state if header.accepted else {}
+        client_state = {}
+        for key, rows in first.items():
+            row = rows[:1]
+            if key in stored:
+                client_state[key] = embed_tensor(stored[key], row)
+            else:
+                client_state[key] = row.clone()
+        return client_state
+
+    def _settle(self, header: MessageHeader) -> None:
+        """Keeps or forgets the work of the last round.
+
+        It counts where the server took the upload, as far as the server took it.
+        """
+        if self._pending is None or header.done < self._pending[0]:
             return
-        round, own, statistics = self._pending
-        if about.accepted == round:
-            clipped = own.keys() & set(self.algorithm.traits.clipped_with_update)
-            factor = torch.tensor([about.factor], dtype=torch.float64)
-            own |= {
-                k: shrink_towards(own[k], self._client_state[k], factor)
-                for k in clipped
-            }
-            self._client_state = own
-            self._buffers = statistics
+        round, client_state, buffers = self._pending
+        if header.accepted == round:
+            factor = torch.tensor([header.factor], dtype=torch.float64)
+            follows = set(self.algorithm.traits.clipped_with_update)
+            for key in client_state.keys() & follows:
+                before = self._client_state[key]
+                client_state[key] = shrink_towards(client_state[key], before, factor)
+            self._client_state = client_state
+            self._buffers = buffers
         self._pending = None
 
     def _personalized(self, download: Any) -> tuple[Tensors, Clients]:
-        """The model [1, ...] and the clients with the statistics of batch norm that
-        go with it."""
+        """The model [1, ...], and the clients with batch norm's statistics for it."""
         with self._reproducible():
-            down, own, _, clients = self._open_download(download)
-            model = dict(self.algorithm.model(down, own, clients))
-        return model, replace(clients, buffers=model.pop("batch_norm", clients.buffers))
+            down, client_state, _, clients = self._open_download(download)
+            model = dict(self.algorithm.model(down, client_state, clients))
+        buffers = model.pop("batch_norm", clients.buffers)
+        return model, replace(clients, buffers=buffers)
 
 
-def single_client_view(one: Federation, number: int, n: int) -> Federation:
-    """The federation of n clients as the client `number` sees it, who has data of its
-    own only; its draws are those of its number."""
+def _prepare_client_data(
+    data: Federation, net: Net, algorithm: Algorithm, seed: int
+) -> Federation:
+    """One client's data as it trains on them: of the net's dtype, on its device."""
+    x = data.x.to(net.dtype) if data.x.is_floating_point() else data.x
+    y = data.y.to(net.dtype) if data.y.is_floating_point() else data.y
+    data = replace(data, x=x, y=y).to(net.w0.device)
+    data = mask_ignored_label(data, net.ignored_label)
+    return with_validation(data, seed) if algorithm.traits.needs_val else data
+
+
+def single_client_view(data: Federation, number: int, n: int) -> Federation:
+    """The federation of n clients as the client `number` sees it.
+
+    Only this client has data, those of the one client of `data`. What is drawn for it
+    depends on its number.
+    """
     index = {
-        k: Ragged.from_single_list(rows[0], number, n) for k, rows in one.index.items()
+        split: Ragged.from_single_list(rows[0], number, n)
+        for split, rows in data.index.items()
     }
-    relabel = None if one.relabel is None else one.relabel.expand(n, -1)
-    return one._copy_with(index=index, relabel=relabel)
+    relabel = None if data.relabel is None else data.relabel.expand(n, -1)
+    return data._copy_with(index=index, relabel=relabel)

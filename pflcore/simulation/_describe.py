@@ -1,5 +1,4 @@
-"""What a run is: the one description that its record, its checkpoint and its header
-line have."""
+"""Descriptions of a run: for its record, its checkpoint and its printed lines."""
 
 import hashlib
 import re
@@ -26,77 +25,105 @@ from pflcore.train._losses import loss_name
 from pflcore.train._random import STREAM_VERSION
 
 Record = dict[str, Any]
-# bytes of a tensor beyond which its digest looks at rows in even distances
+# A digest takes rows in even distances of a tensor that has more bytes.
 DIGEST_MAX_BYTES = 2**28
-REPORT_TENSOR_MIN_NUMBERS = 1000  # numbers from which a report is kept as a tensor
-# of a header: where a run is computed, and what its identity says better
+# A report keeps a tensor of more numbers as a tensor, not as a list.
+REPORT_TENSOR_MIN_NUMBERS = 1000
+# Keys of a header that are no part of a run's identity: they tell where the run is
+# computed, or its identity has them in more detail.
 NOT_IDENTITY = ("storage", "backend", "peak_bytes", "loss", "size")
 VERSIONS = {"pflcore": __version__, "torch": torch.__version__}
-NO_OUTLIER = [0.0, 0, 0]
-# a run's, by the same names
+NO_OUTLIER = [0.0, 0, 0]  # as `largest_update` returns it without updates
+# Keys of records that have the name of an attribute, of a run and of an outcome.
 RUN_FIELDS = ("training", "clients", "rounds", "participation", "seed")
 OUTCOME_FIELDS = ("dropped", "void", "bytes_down", "bytes_up", "train_loss", "clipped")
 
 
 def header(run: Any) -> Record:
-    """The first line of a run's record. Data without a name of their own, the model and
-    a loss with options of its own have a digest in theirs."""
+    """The first line of a run's record.
+
+    A short digest tells data without a name, models, and losses with options apart.
+    """
     context = run.context
     alg = run.algorithm
-    robustness = run.robustness
     net = context.net
-    engine = context.engine
     data = run.data
-    split = run.evaluation.split
-    looked_at = run.evaluation.clients
-    criterion = net.loss_fn
-    asked = looked_at is None or isinstance(looked_at, int)
-    own = (
-        f" {short_digest(vars(criterion))}" if isinstance(criterion, nn.Module) else ""
-    )
-    said = {
+    record = {
         "algorithm": run.name,
         "options": alg,
-        **{k: getattr(run, k) for k in RUN_FIELDS},
-        "data": data.name
-        if data.name != "data"
-        else f"data {short_digest([data.x, data.y])}",
-        "model": f"{type(net.module).__name__} "
-        f"{short_digest(describe_net(net)['layers'])}",
-        "eval_clients": looked_at if asked else run.eval_clients,
+        **{name: getattr(run, name) for name in RUN_FIELDS},
+        "data": _data_name(data),
+        "model": _model_name(net),
+        "eval_clients": _eval_clients(run),
         "n": data.n,
         "classes": data.classes,
         "facts": data.facts,
         "parameters": net.size,
-        "engine": engine.name,
+        "engine": context.engine.name,
         "path": describe_engine(context),
         "device": run.hardware.device,
         "clients_per_block": context.clients_per_block,
         "storage": "disk" if run.config.folder else "memory",
         "batch_norm": run.batch_norm,
-        "clip": robustness.clip,
+        "clip": run.robustness.clip,
         "stream": STREAM_VERSION,
-        "loss": loss_name(criterion) + own,
+        "loss": _loss_name_with_digest(net.loss_fn),
         "metrics": list(run.metrics),
-        "eval_split": split,
+        "eval_split": run.evaluation.split,
         "target": getattr(alg, "target", None),
         "backend": backend(),
         "versions": VERSIONS,
         "peak_bytes": run.peak_bytes(),
     }
     if net.w0.device.type == "cuda":
-        said["tf32"] = allows_tf32()
-    if isinstance(alg, SplitModel):  # the parameters that stay with their client
-        columns = alg.private_mask(net)
-        said["private"] = [n for n, s in net.slices.items() if columns[s.start]]
-    if robustness.adversary is not None:
-        said["adversary"] = robustness.adversary
-    return {**to_json(said), "size": context.data.size("train").tolist()}
+        record["tf32"] = allows_tf32()
+    if isinstance(alg, SplitModel):
+        record["private"] = _private_parameters(alg, net)
+    if run.robustness.adversary is not None:
+        record["adversary"] = run.robustness.adversary
+    return {**to_json(record), "size": context.data.size("train").tolist()}
+
+
+def _data_name(data: Federation) -> str:
+    """The name of a federation, with a digest where it is only "data"."""
+    if data.name != "data":
+        return data.name
+    return f"data {short_digest([data.x, data.y])}"
+
+
+def _model_name(net: Net) -> str:
+    """The class of a model, with a digest of its layers."""
+    layers = describe_net(net)["layers"]
+    return f"{type(net.module).__name__} {short_digest(layers)}"
+
+
+def _eval_clients(run: Any) -> Any:
+    """The clients to evaluate: None or a number as in the options, else their ids."""
+    clients = run.evaluation.clients
+    if clients is None or isinstance(clients, int):
+        return clients
+    return run.eval_clients
+
+
+def _loss_name_with_digest(loss_fn: Any) -> str:
+    """The name of a loss, with a digest of its options where it is a module."""
+    name = loss_name(loss_fn)
+    if isinstance(loss_fn, nn.Module):
+        name += f" {short_digest(vars(loss_fn))}"
+    return name
+
+
+def _private_parameters(alg: SplitModel, net: Net) -> list[str]:
+    """The names of the parameters that stay with their client."""
+    mask = alg.private_mask(net)
+    return [name for name, columns in net.slices.items() if mask[columns.start]]
 
 
 def describe_engine(context: Any) -> Record:
-    """What trains the model, and why; on a GPU whether its steps are captured as
-    CUDA graphs."""
+    """The engine that trains the model, with the reason for it.
+
+    On a GPU it also tells whether local steps are captured as CUDA graphs.
+    """
     engine = context.engine
     path = {"engine": engine.name, "form": engine.form, "why": engine.reason}
     if context.graphs is not None:
@@ -105,33 +132,39 @@ def describe_engine(context: Any) -> Record:
 
 
 def identity(run: Any) -> Record:
-    """Which run it is, as a checkpoint says it: runs of the same give the same numbers;
-    "made_with" may be another when it goes on."""
-    said = header(run)
+    """The description by which a checkpoint tells runs apart.
+
+    Runs with the same identity have the same results. What they were "made_with" may
+    differ, as when a run continues on another machine.
+    """
+    net = run.context.net
+    rest = header(run)
     made_with = {
-        k: said.pop(k) for k in ("versions", "device", "engine", "clients_per_block")
+        name: rest.pop(name)
+        for name in ("versions", "device", "engine", "clients_per_block")
     }
-    made_with["form"] = said.pop("path")["form"]
-    if "tf32" in said:
-        made_with["tf32"] = said.pop("tf32")
-    what: Record = to_json(
-        {
-            "federation": describe_data(run.data),
-            "loss": loss_name(run.context.net.loss_fn),
-            "net": describe_net(run.context.net),
-            **{k: v for k, v in said.items() if k not in NOT_IDENTITY},
-            "evaluation": run.evaluation,
-            "made_with": made_with,
-        }
-    )
-    return what
+    made_with["form"] = rest.pop("path")["form"]
+    if "tf32" in rest:
+        made_with["tf32"] = rest.pop("tf32")
+    description = {
+        "federation": describe_data(run.data),
+        "loss": loss_name(net.loss_fn),
+        "net": describe_net(net),
+    }
+    for name, value in rest.items():
+        if name not in NOT_IDENTITY:
+            description[name] = value
+    description["evaluation"] = run.evaluation
+    description["made_with"] = made_with
+    record: Record = to_json(description)
+    return record
 
 
 def round_record(run: Any, outcome: RoundOutcome) -> Record:
-    """A round's record, without what the algorithm reports of it and its evaluation."""
-    moved = outcome.relative_update_norm and [
-        None if v is None else float(f"{v:.3g}") for v in outcome.relative_update_norm
-    ]
+    """A round's record, without the algorithm's report and without evaluation."""
+    norms = outcome.relative_update_norm
+    if norms is not None:
+        norms = [None if norm is None else float(f"{norm:.3g}") for norm in norms]
     return {
         "round": run._state.round,
         "algorithm": run.name,
@@ -139,159 +172,185 @@ def round_record(run: Any, outcome: RoundOutcome) -> Record:
         "seed": run.seed,
         "seconds": 0.0,
         "cohort": outcome.ids,
-        **{k: getattr(outcome, k) for k in OUTCOME_FIELDS},
-        "relative_update_norm": moved,
+        **{name: getattr(outcome, name) for name in OUTCOME_FIELDS},
+        "relative_update_norm": norms,
         "report": {},
         "eval": None,
     }
 
 
 def round_report(run: Any, outcome: RoundOutcome) -> Record:
-    """What the algorithm reports of a round: small tensors as lists, a long one as a
-    copy."""
+    """The algorithm's report of a round: small tensors as lists, others as copies."""
     if outcome.void:  # it changed nothing
         return {}
-    said = run.algorithm.report(run._state.server, outcome.mix, outcome.cohort)
-    return {
-        k: v.detach().cpu().clone()
-        if v.numel() > REPORT_TENSOR_MIN_NUMBERS
-        else v.tolist()
-        for k, v in said.items()
-    }
+    report = run.algorithm.report(run._state.server, outcome.mix, outcome.cohort)
+    record: Record = {}
+    for name, tensor in report.items():
+        if tensor.numel() > REPORT_TENSOR_MIN_NUMBERS:
+            record[name] = tensor.detach().cpu().clone()
+        else:
+            record[name] = tensor.tolist()
+    return record
 
 
 def largest_update(record: Record) -> list[Any]:
-    """The longest update of a round: how many times the median, whose, when."""
-    pairs = zip(record["cohort"], record["relative_update_norm"] or [], strict=False)
-    moved = [[ratio, i, record["round"]] for i, ratio in pairs if ratio is not None]
-    return max(moved, default=NO_OUTLIER)
+    """The longest update of a round: its ratio to the median, its client, the round."""
+    norms = record["relative_update_norm"] or []
+    updates = [
+        [norm, client, record["round"]]
+        for client, norm in zip(record["cohort"], norms, strict=False)
+        if norm is not None
+    ]
+    return max(updates, default=NO_OUTLIER)
 
 
 def explain_void(run: Any, outcome: RoundOutcome) -> str:
-    """Why a run ends after void rounds, in one sentence, with the farthest update so
-    far."""
+    """One sentence that tells why a run ends after void rounds.
+
+    It names the longest update so far, where that is an outlier.
+    """
     last = run._state.round
-    first = run._state.round - run._state.void_rounds + 1
-    which = f"round {last} was" if first == last else f"rounds {first} to {last} were"
+    first = last - run._state.void_rounds + 1
+    rounds = f"round {last} was" if first == last else f"rounds {first} to {last} were"
     if outcome.void_reason is not None:
-        return f"{which.capitalize()} void: {outcome.void_reason}"
-    why = f"client(s) {outcome.dropped} sent updates that are not finite"
+        return f"{rounds.capitalize()} void: {outcome.void_reason}"
+    reason = f"client(s) {outcome.dropped} sent updates that are not finite"
     if outcome.non_finite_state:
-        why = f"the server's {', '.join(outcome.non_finite_state)} would not be finite"
-    what = f"lower the learning rate ({run.training.lr})"
-    far, client, when = max(map(largest_update, run._records), default=NO_OUTLIER)
-    if far > OUTLIER_RATIO:
-        moved = (
-            f"client {client}'s update was {far:.3g} times the median in round {when}"
+        names = ", ".join(outcome.non_finite_state)
+        reason = f"the server's {names} would not be finite"
+    remedy = f"lower the learning rate ({run.training.lr})"
+    ratio, client, round = max(map(largest_update, run._records), default=NO_OUTLIER)
+    if ratio > OUTLIER_RATIO:
+        remedy = (
+            f"client {client}'s update was {ratio:.3g} times the median in round "
+            f"{round}: look at its data or set clip"
         )
-        what = f"{moved}: look at its data or set clip"
-    return f"The run diverged: {which} void, because {why}; {what}."
+    return f"The run diverged: {rounds} void, because {reason}; {remedy}."
 
 
 def memory_line(config: RunConfig, peak: int) -> str:
-    """Where the clients' rows are, with bytes, and the memory that the run needs at
-    its peak."""
-    own, server = map(human_bytes, row_bytes(config)[:2])
-    on_disk = f"in a file in {config.folder}, blocks only for clients that take part"
-    place = on_disk if config.folder else "in memory"
-    most = human_bytes(peak)
-    kept = (
-        f"rows: {own} of the clients' own and {server} of the server's for each, "
-        f"{place}"
+    """Where client rows are stored, their bytes, and the run's peak memory."""
+    client_bytes, server_bytes = row_bytes(config)[:2]
+    place = "in memory"
+    if config.folder:
+        place = f"in a file in {config.folder}, blocks only for clients that take part"
+    return (
+        f"rows: {human_bytes(client_bytes)} of the clients' own and "
+        f"{human_bytes(server_bytes)} of the server's for each, {place}; peak memory "
+        f"beside data about {human_bytes(peak)}"
     )
-    return f"{kept}; peak memory beside data about {most}"
 
 
 def describe_data(data: Federation) -> Record:
-    """Which federation it is."""
+    """The description that tells federations apart, whatever their names."""
     names = [f.name for f in fields(data) if f.name not in ("name", "facts")]
+    contents = {name: getattr(data, name) for name in names}
     return {
         "clients": data.n,
         "training samples": data.size("train").tolist(),
-        "digest of the samples": content_digest({k: getattr(data, k) for k in names}),
+        "digest of the samples": content_digest(contents),
     }
 
 
 def describe_net(net: Net) -> Record:
-    """Which model it is, its loss with it: names and shapes of what is trained, and the
-    digest of what is not and so stands in no state."""
+    """The description that tells models and their losses apart.
+
+    It has the names and shapes of trained parameters and of batch norm's statistics.
+    Tensors that are not trained are in no state, so a digest stands for them.
+    """
     names = net.names + net.buffer_names
-    forms = net.shapes + net.buffer_shapes
-    shapes = dict(zip(names, forms, strict=True))
-    every = [*net.module.named_parameters(), *net.module.named_buffers()]
-    # but the counts of batches, which nobody reads
-    rest = {
-        k: v
-        for k, v in every
-        if k not in shapes and not k.endswith("num_batches_tracked")
-    }
+    shapes = dict(zip(names, net.shapes + net.buffer_shapes, strict=True))
     loss = vars(net.loss_fn) if isinstance(net.loss_fn, nn.Module) else {}
-    layers = {  # by its options, a module of layers by its class
-        k or "model": type(m).__name__ if list(m.children()) else _stable_repr(m)
-        for k, m in net.module.named_modules()
-    }
+    loss = {name: value for name, value in loss.items() if name != "training"}
     return {
         "dtype": str(net.dtype),
         "shapes": shapes,
-        "layers": layers,
-        "digest of the loss": content_digest(
-            {k: v for k, v in loss.items() if k != "training"}
-        ),
-        "digest of what is not trained": content_digest(rest),
+        "layers": _describe_layers(net.module),
+        "digest of the loss": content_digest(loss),
+        "digest of what is not trained": content_digest(_untrained_tensors(net)),
     }
 
 
-def _stable_repr(thing: Any) -> str:
-    """Its repr without the addresses of memory, which are others in every process."""
-    return re.sub(" at 0x[0-9a-f]+", "", repr(thing))
+def _describe_layers(module: nn.Module) -> dict[str, str]:
+    """Each layer by its options; a module of layers by its class."""
+    layers = {}
+    for name, layer in module.named_modules():
+        has_layers = bool(list(layer.children()))  # an empty `Sequential` is falsy
+        description = type(layer).__name__ if has_layers else _stable_repr(layer)
+        layers[name or "model"] = description
+    return layers
 
 
-def short_digest(thing: Any) -> str:
-    """A digest to tell things apart by in words."""
-    return content_digest(thing)[:6]
+def _untrained_tensors(net: Net) -> dict[str, Tensor]:
+    """Parameters and buffers that are not trained and are no batch-norm statistics.
+
+    Batch norm's counts of batches are left out: nothing reads them.
+    """
+    state_names = {*net.names, *net.buffer_names}
+    tensors = [*net.module.named_parameters(), *net.module.named_buffers()]
+    return {
+        name: tensor
+        for name, tensor in tensors
+        if name not in state_names and not name.endswith("num_batches_tracked")
+    }
 
 
-def content_digest(thing: Any) -> str:
-    """A digest of tensors, and whatever else has a repr, in dicts and lists."""
+def _stable_repr(value: Any) -> str:
+    """The repr without addresses in memory, which differ between processes."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
+
+
+def short_digest(value: Any) -> str:
+    """The first digits of a digest, for names that people read."""
+    return content_digest(value)[:6]
+
+
+def content_digest(value: Any) -> str:
+    """A digest of tensors, and of whatever else has a repr, in dicts and lists.
+
+    Of a tensor of more than `DIGEST_MAX_BYTES` it takes rows in even distances.
+    """
     digest = hashlib.sha256()
 
-    def add(thing: Any) -> None:
-        if isinstance(thing, Tensor):
-            digest.update(f"{thing.dtype}{list(thing.shape)}".encode())
-            some = (
-                thing[:: max(1, thing.nbytes // DIGEST_MAX_BYTES)]
-                if thing.dim()
-                else thing
-            )
-            flat = some.detach().cpu().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8).numpy().data)
-        elif isinstance(thing, Ragged):
-            add([thing.flat, thing.begin])
-        elif isinstance(thing, Mapping):
-            add([part for key in sorted(thing) for part in (key, thing[key])])
-        elif isinstance(thing, list | tuple):
-            digest.update(f"{len(thing)}:".encode())
-            for one in thing:
-                add(one)
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            digest.update(f"{value.dtype}{list(value.shape)}".encode())
+            digest.update(_digest_bytes(value))
+        elif isinstance(value, Ragged):
+            add([value.flat, value.begin])
+        elif isinstance(value, Mapping):
+            items = []
+            for key in sorted(value):
+                items += [key, value[key]]
+            add(items)
+        elif isinstance(value, list | tuple):
+            digest.update(f"{len(value)}:".encode())
+            for item in value:
+                add(item)
         else:
-            digest.update(_stable_repr(thing).encode())
+            digest.update(_stable_repr(value).encode())
 
-    add(thing)
+    add(value)
     return digest.hexdigest()[:16]
 
 
+def _digest_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor that its digest takes."""
+    if tensor.dim():
+        stride = max(1, tensor.nbytes // DIGEST_MAX_BYTES)
+        tensor = tensor[::stride]
+    numbers = tensor.detach().cpu().contiguous().reshape(-1)
+    return numbers.view(torch.uint8).numpy().data
+
+
 def first_difference(there: Any, here: Any, name: str = "") -> str | None:
-    """The first thing in which two descriptions differ, in words; None where they
-    are the same."""
+    """The first difference of two descriptions in words; None where they are equal."""
     if isinstance(there, dict) and isinstance(here, dict):
-        found = (
-            first_difference(there.get(k), here.get(k), str(k))
-            for k in {**there, **here}
-        )
-        return next(filter(None, found), None)
-    same = there == here
-    return (
-        None
-        if same
-        else f"{name} is {summarize(there)} there and {summarize(here)} here"
-    )
+        for key in {**there, **here}:
+            difference = first_difference(there.get(key), here.get(key), str(key))
+            if difference is not None:
+                return difference
+        return None
+    if there == here:
+        return None
+    return f"{name} is {summarize(there)} there and {summarize(here)} here"

@@ -33,101 +33,146 @@ def run_each_target(
     checkpoint: Checkpoint | None = None,
     **options: Any,
 ) -> History:
-    """Runs `algorithm`, which has a `target`, N times from one start, each time for
-    another client; N times the work and the traffic.
+    """Runs an algorithm that has a `target` N times, for each client as the target.
 
-    `options` are those of `Simulation`; `on_round(target, round, record)` sees each
-    run's records. In the history that comes back a client's numbers are those of the
-    run made for it, "weights" has a row per target [N, N], bytes and seconds are sums,
-    and a client counts as dropped, and a round as void, where that happened in any run.
-    It ends with the shortest run. With `checkpoint` every run has one in a folder of
-    its own, and goes on from it where it is there.
+    Every run begins from the same start. Together they take N times the work and the
+    traffic of one run. In the history that is returned
+
+    - a client's numbers are those of the run whose target it is;
+    - "weights" has a row for each target, [N, N];
+    - bytes and seconds are sums over the runs;
+    - a client counts as dropped, and a round as void, where that happened in any run;
+    - the rounds end with the shortest run.
+
+    Args:
+        on_round: is called as `on_round(target, round, record)` in each run.
+        checkpoint: every run has a checkpoint in a folder of its own inside of this
+            one, and continues from it where there is one.
+        options: options of `Simulation`.
     """
     algorithm = algorithm_of(algorithm)
-    n = data.n
-    fits = hasattr(algorithm, "target")
-    require(fits, "algorithm", "one with a target (WAFFLE, Weight Erosion)", algorithm)
-    asked = getattr(options.get("evaluation"), "clients", None)
-    words = "every client, each in its own run"
-    require(not isinstance(asked, int), "evaluation.clients", words, asked)
+    has_target = hasattr(algorithm, "target")
+    wanted = "one with a target (WAFFLE, Weight Erosion)"
+    require(has_target, "algorithm", wanted, algorithm)
+    eval_clients = getattr(options.get("evaluation"), "clients", None)
+    is_listed = not isinstance(eval_clients, int)
+    wanted = "every client, each in its own run"
+    require(is_listed, "evaluation.clients", wanted, eval_clients)
     runs = list[History]()
     models = list[Personalized]()
-    for target in range(n):
-        made_for: Algorithm = replace(algorithm, target=target)  # type: ignore[call-arg]
+    for target in range(data.n):
+        target_algorithm: Algorithm = replace(algorithm, target=target)  # type: ignore[call-arg]
         simulation = Simulation(
-            made_for, model, data, training or Training(), **options
+            target_algorithm, model, data, training or Training(), **options
         )
-        keeper = checkpoint
-        if checkpoint is not None:
-            keeper = replace(
-                checkpoint, folder=Path(checkpoint.folder, f"target-{target}")
-            )
-            if keeper.exists:
-                simulation.restore(keeper.folder)
-        run = simulation.run(on_round and functools.partial(on_round, target), keeper)
+        target_checkpoint = _target_checkpoint(checkpoint, target)
+        if target_checkpoint is not None and target_checkpoint.exists:
+            simulation.restore(target_checkpoint.folder)
+        on_target_round = on_round and functools.partial(on_round, target)
+        run = simulation.run(on_target_round, target_checkpoint)
         runs.append(run)
         if run.failed or (run.interrupted and run.stopped):
             break
         models.append(run.model(target))
-        run.state = run.models = None  # N of them are not kept
+        # Memory has no room for the states of N runs.
+        run.state = None
+        run.models = None
         if run.interrupted:
             break
-    options = {**runs[0].header["options"], "target": "each client"}
-    header = {
-        **runs[0].header,
-        "options": options,
-        "target": None,
-        "model_target": "each client",
-    }
+    return _merge_runs(runs, models, data.n)
+
+
+def _target_checkpoint(checkpoint: Checkpoint | None, target: int) -> Checkpoint | None:
+    """The checkpoint of one target's run."""
+    if checkpoint is None:
+        return None
+    return replace(checkpoint, folder=Path(checkpoint.folder, f"target-{target}"))
+
+
+def _merge_runs(
+    runs: Sequence[History], models: Sequence[Personalized], n: int
+) -> History:
+    """One history of the runs of targets 0, 1, ...; without rounds if one is missing.
+
+    `models` are those of the targets whose runs came to their end.
+    """
+    header = dict(runs[0].header)
+    header["options"] = {**header["options"], "target": "each client"}
+    header["target"] = None
+    header["model_target"] = "each client"
+    is_complete = len(models) == n
     stopped = " ".join(
-        f"target {i}: {r.stopped}" for i, r in enumerate(runs) if r.stopped
+        f"target {i}: {run.stopped}" for i, run in enumerate(runs) if run.stopped
     )
-    if not stopped and len(models) < n:
-        stopped = (
-            f"Interrupted after the run of target {len(models) - 1}, of {n} targets."
-        )
-    every = zip(*(r.rounds for r in runs), strict=False) if len(models) == n else ()
-    rounds = list(map(merge_records, every))
-    ended = stopped or None, runs[-1].interrupted, runs[-1].failed
-    return History(header, rounds, *ended, models=models)
+    if not stopped and not is_complete:
+        last = len(models) - 1
+        stopped = f"Interrupted after the run of target {last}, of {n} targets."
+    rounds = []
+    if is_complete:
+        by_round = zip(*(run.rounds for run in runs), strict=False)
+        rounds = [merge_records(records) for records in by_round]
+    return History(
+        header,
+        rounds,
+        stopped=stopped or None,
+        interrupted=runs[-1].interrupted,
+        failed=runs[-1].failed,
+        models=models,
+    )
 
 
 def merge_records(records: Sequence[Record]) -> Record:
-    """One round of all targets' runs as one record."""
-    first = records[0]
-    reports = [dense_report(r["report"], len(records)) for r in records]
-    keys = [k for k in reports[0] if all(k in report for report in reports)]
-    losses = [r["train_loss"] for r in records if r["train_loss"] is not None]
-    line = {
-        **first,
-        **{
-            k: sum(r[k] for r in records) for k in ("seconds", "bytes_down", "bytes_up")
-        },
-        **{
-            k: sorted({i for r in records for i in r[k]})
-            for k in ("cohort", "clipped", "dropped")
-        },
-        "void": any(r["void"] for r in records),
-        "train_loss": sum(losses) / len(losses) if losses else None,
-        "report": {k: [report[k] for report in reports] for k in keys},
-    }
-    farthest: dict[int, float] = {}
-    for r in records:
-        for i, ratio in zip(r["cohort"], r["relative_update_norm"] or [], strict=False):
-            farthest[i] = max(ratio or 0.0, farthest.get(i, 0.0))
-    line["relative_update_norm"] = (
-        [farthest.get(i) for i in line["cohort"]] if farthest else None
-    )
-    if first["eval"]:  # each client's numbers are those of its own run
-        line["eval"] = {
-            k: [r["eval"][k][i] for i, r in enumerate(records)] for k in first["eval"]
+    """The records of one round in the runs of targets 0, 1, ... as one record."""
+    merged = dict(records[0])
+    for key in ("seconds", "bytes_down", "bytes_up"):
+        merged[key] = sum(record[key] for record in records)
+    for key in ("cohort", "clipped", "dropped"):
+        merged[key] = sorted(set().union(*(record[key] for record in records)))
+    merged["void"] = any(record["void"] for record in records)
+    merged["train_loss"] = _mean_train_loss(records)
+    merged["report"] = _merge_reports(records)
+    largest = _largest_norms(records)
+    merged["relative_update_norm"] = None
+    if largest:
+        merged["relative_update_norm"] = [largest.get(i) for i in merged["cohort"]]
+    if merged["eval"]:  # each client's numbers are those of the run for it
+        merged["eval"] = {
+            key: [record["eval"][key][i] for i, record in enumerate(records)]
+            for key in merged["eval"]
         }
-    return line
+    return merged
+
+
+def _mean_train_loss(records: Sequence[Record]) -> float | None:
+    """The mean of the runs' training losses; None where no run has one."""
+    losses = [record["train_loss"] for record in records]
+    losses = [loss for loss in losses if loss is not None]
+    return sum(losses) / len(losses) if losses else None
+
+
+def _merge_reports(records: Sequence[Record]) -> Record:
+    """What all runs report, as lists with an entry for each run."""
+    reports = [dense_report(record["report"], len(records)) for record in records]
+    keys = [key for key in reports[0] if all(key in report for report in reports)]
+    return {key: [report[key] for report in reports] for key in keys}
+
+
+def _largest_norms(records: Sequence[Record]) -> dict[int, float]:
+    """Each client's largest relative update norm in any run; 0 for dropped clients."""
+    largest: dict[int, float] = {}
+    for record in records:
+        norms = record["relative_update_norm"] or []
+        for client, norm in zip(record["cohort"], norms, strict=False):
+            largest[client] = max(norm or 0.0, largest.get(client, 0.0))
+    return largest
 
 
 def dense_report(report: Record, n: int) -> Record:
-    """A run's report with the weights of all clients, [N], where it has those of the
-    cohort alone; NaN for a void round's."""
+    """A run's report with the weights of all N clients.
+
+    It has those of the cohort alone where some clients were absent, and none in a void
+    round: then they are NaN.
+    """
     if report and "index" not in report:
         return report
     others = {k: v for k, v in report.items() if k not in ("index", "weight")}

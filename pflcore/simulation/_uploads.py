@@ -1,8 +1,9 @@
-"""What a server accepts of a cohort's uploads: finite rows, and updates that are not
-too long.
+"""What a server accepts of a cohort's uploads: finite rows and updates of a length.
 
-An update is the upload "delta", or an uploaded model minus what it is measured from:
-see `Traits`.
+An update is the upload "delta", or an uploaded model minus the model that it is
+measured from: see `Traits.model_uploads`.
+
+Shapes: S clients of the cohort, P numbers of a model, b numbers of batch norm.
 """
 
 from __future__ import annotations
@@ -29,222 +30,277 @@ from pflcore.data._ragged import to_device
 
 
 class CohortResult(NamedTuple):
-    """What a cohort's training leaves; rows in the order of `cohort.ids`."""
+    """What the training of a cohort leaves; rows are in the order of `cohort.ids`."""
 
     cohort: Cohort
     down: Payload  # [S, ...] what the clients received
     up: Tensors  # [S, ...] what they upload
-    states_before: Tensors  # [S, ...] their own state before the round
+    states_before: Tensors  # [S, ...] the clients' state before the round
     client_states: Tensors  # [S, ...] and after it
-    buffers: Tensor  # [S, b]
+    buffers: Tensor  # [S, b] running statistics of batch norm
     loss: Tensor  # [S] mean of the minibatches' losses
 
     def take(self, mask: Tensor) -> CohortResult:
-        """The clients where `mask`, bool [S], is true, alone."""
+        """The results of the clients where `mask`, bool [S], is true."""
 
-        def select_rows(rows: Any) -> Any:
-            if isinstance(rows, dict):
-                return {k: select_rows(v) for k, v in rows.items()}
-            return (
-                rows[to_device(mask, rows.device)] if isinstance(rows, Tensor) else rows
-            )
+        def select_rows(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: select_rows(part) for name, part in value.items()}
+            if isinstance(value, Tensor):
+                return value[to_device(mask, value.device)]
+            return value  # `SharedRows` stay whole: no step after training reads them
 
         return CohortResult(self.cohort.take(mask), *map(select_rows, self[1:]))
 
 
 @dataclass
 class RoundOutcome:
-    """What one round did."""
+    """What happened in one round."""
 
     ids: list[int]
-    # something of them was not finite, or the algorithm could not use it
+    # clients whose results were not finite, or of no use to the algorithm
     dropped: list[int] = field(default_factory=list)
     void: bool = False  # nothing changed
     bytes_down: int = 0
     bytes_up: int = 0
     # mean of the minibatches' losses over clients, by samples
     train_loss: float | None = None
-    relative_update_norm: list[float | None] | None = (
-        None  # each update's norm over the median; None: dropped
-    )
+    # each update's norm over the median norm; None for a dropped client
+    relative_update_norm: list[float | None] | None = None
     # clients whose update was shortened
     clipped: list[int] = field(default_factory=list)
     # [S'] how much of each accepted update `clip` left, float64
     clip_factor: Tensor | None = None
-    # the round is void for this reason of the algorithm's
+    # the algorithm's reason why the round is void
     void_reason: str | None = None
-    non_finite_state: list[str] = field(
-        default_factory=list
-    )  # what the server would hold, not finite
-    mix: MixingWeights | None = None  # whose updates went into which model
-    cohort: Cohort | None = None  # those who were accepted
+    # the server's tensors that would not be finite
+    non_finite_state: list[str] = field(default_factory=list)
+    mix: MixingWeights | None = None  # which updates went into which model
+    cohort: Cohort | None = None  # the accepted clients
 
 
 def accept(
-    trained: CohortResult, traits: Traits, server: Tensors, clip: float | None = None
+    result: CohortResult, traits: Traits, server: Tensors, clip: float | None = None
 ) -> tuple[CohortResult, RoundOutcome]:
-    """The clients whose rows are finite, with updates of at most `clip`; and what
-    was done."""
-    ids = trained.cohort.ids
-    tensors = (*trained.up.values(), *trained.client_states.values())
+    """The results of the accepted clients, and the outcome of the round so far.
+
+    Clients whose results are not finite are left out, and longer updates are shortened
+    to `clip`. Where no client is left, the result has all clients as before and the
+    outcome is void.
+    """
+    ids = result.cohort.ids
     outcome = RoundOutcome(
         ids.tolist(),
-        bytes_down=payload_bytes(trained.down),
-        bytes_up=payload_bytes(trained.up),
+        bytes_down=payload_bytes(result.down),
+        bytes_up=payload_bytes(result.up),
     )
-    finite = finite_rows([*tensors, trained.buffers], len(ids))
+    tensors = [*result.up.values(), *result.client_states.values(), result.buffers]
+    finite = finite_rows(tensors, len(ids))
     outcome.dropped = ids[~finite].tolist()
-    outcome.void = not finite.any() or bool(
-        set(traits.required_clients) & set(outcome.dropped)
-    )
+    lacks_required = _lacks_required_client(outcome, traits)
+    outcome.void = lacks_required or not finite.any()
     if finite.any():
-        trained = trained.take(finite) if outcome.dropped else trained
-        share = trained.cohort.mean_weights().weight[0]
-        outcome.train_loss = float(share @ trained.loss.double().cpu())
-    outcome.cohort = trained.cohort
-    norm = None if outcome.void else update_norms(trained, traits, server)
-    if norm is None:
-        return trained, outcome
-    middle = norm.quantile(0.5)
-    if len(norm) > 2 and middle > 0:
-        each = iter((norm / middle).tolist())
-        outcome.relative_update_norm = [
-            next(each) if one else None for one in finite.tolist()
-        ]
+        if outcome.dropped:
+            result = result.take(finite)
+        outcome.train_loss = mean_train_loss(result)
+    outcome.cohort = result.cohort
+    if outcome.void:
+        return result, outcome
+    norms = update_norms(result, traits, server)
+    if norms is None:
+        return result, outcome
+    outcome.relative_update_norm = _relative_norms(norms, finite)
     if clip is not None:
-        outcome.clip_factor = (clip / norm.clamp(min=1e-300)).clamp(max=1.0)
-        outcome.clipped = trained.cohort.ids[norm > clip].tolist()
+        outcome.clip_factor = (clip / norms.clamp(min=1e-300)).clamp(max=1.0)
+        outcome.clipped = result.cohort.ids[norms > clip].tolist()
         if outcome.clipped:
-            trained = clip_updates(trained, traits, server, outcome.clip_factor)
-    return trained, outcome
+            result = clip_updates(result, traits, server, outcome.clip_factor)
+    return result, outcome
+
+
+def _lacks_required_client(outcome: RoundOutcome, traits: Traits) -> bool:
+    """True where a client without which there is no round is dropped."""
+    return not set(traits.required_clients).isdisjoint(outcome.dropped)
+
+
+def mean_train_loss(result: CohortResult) -> float:
+    """The mean of the clients' training losses, weighted by samples."""
+    weight = result.cohort.mean_weights().weight[0]
+    return float(weight @ result.loss.double().cpu())
+
+
+def _relative_norms(
+    norms: Tensor,  # [S'] of the accepted clients
+    finite: Tensor,  # bool [S]: the accepted clients of the cohort
+) -> list[float | None] | None:
+    """Each client's update norm over the median norm; None for a dropped client.
+
+    None as a whole for fewer than three updates, or where the median is zero.
+    """
+    median = norms.quantile(0.5)
+    if len(norms) <= 2 or not median > 0:
+        return None
+    ratios = iter((norms / median).tolist())
+    return [next(ratios) if is_finite else None for is_finite in finite.tolist()]
 
 
 def drop_clients(
-    trained: CohortResult, outcome: RoundOutcome, traits: Traits, bad: BadUpload
+    result: CohortResult, outcome: RoundOutcome, traits: Traits, bad: BadUpload
 ) -> CohortResult:
-    """The clients but those whose uploads are `bad`: they are dropped, as if not
-    finite."""
-    ids = trained.cohort.ids
-    kept = torch.tensor([i not in bad.reasons for i in ids.tolist()])
+    """The results without the clients whose uploads are `bad`.
+
+    `outcome` is written to: the clients count as dropped, as if their uploads were not
+    finite. Where a required client is among them, or no client is left, it is void.
+    """
+    ids = result.cohort.ids
+    usable = torch.tensor([i not in bad.reasons for i in ids.tolist()])
     if outcome.relative_update_norm is not None:
-        each = zip(outcome.ids, outcome.relative_update_norm, strict=True)
+        ratios = zip(outcome.ids, outcome.relative_update_norm, strict=True)
         outcome.relative_update_norm = [
-            None if i in bad.reasons else ratio for i, ratio in each
+            None if i in bad.reasons else ratio for i, ratio in ratios
         ]
     if outcome.clip_factor is not None:
-        outcome.clip_factor = outcome.clip_factor[kept]
+        outcome.clip_factor = outcome.clip_factor[usable]
     outcome.clipped = [i for i in outcome.clipped if i not in bad.reasons]
-    outcome.dropped = sorted([*outcome.dropped, *ids[~kept].tolist()])
-    if not kept.any() or set(traits.required_clients) & set(outcome.dropped):
-        outcome.void, outcome.void_reason = True, str(bad)
-        return trained
-    trained = trained.take(kept)
-    outcome.cohort = trained.cohort
-    outcome.train_loss = float(
-        trained.cohort.mean_weights().weight[0] @ trained.loss.double().cpu()
-    )
-    return trained
+    outcome.dropped = sorted([*outcome.dropped, *ids[~usable].tolist()])
+    if not usable.any() or _lacks_required_client(outcome, traits):
+        outcome.void = True
+        outcome.void_reason = str(bad)
+        return result
+    result = result.take(usable)
+    outcome.cohort = result.cohort
+    outcome.train_loss = mean_train_loss(result)
+    return result
 
 
 def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
-    """Bool [count]: whose rows are finite in every tensor [count, ...]. A float64 sum
-    tells: of float32 of the squares, by the kernel for distances."""
+    """Mask [count]: true for clients with finite rows in every tensor [count, ...].
+
+    One sum in float64 shows whether all numbers of a row are finite: of float64 rows the
+    plain sum, else that of the squares, by the fast kernel for distances. A row of
+    float64 whose sum overflows counts as not finite.
+    """
     sums = [torch.zeros(count)]
-    for v in tensors:
-        if v.is_floating_point() and v.numel():
-            rows = v.reshape(count, -1)
-            sums.append(
-                rows.sum(1) if v.dtype == torch.float64 else squared_norms(rows)
-            )
+    for tensor in tensors:
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        rows = tensor.reshape(count, -1)
+        if tensor.dtype == torch.float64:
+            sums.append(rows.sum(1))
+        else:
+            sums.append(squared_norms(rows))
     return are_finite(sums).all(0)
 
 
 def are_finite(values: Sequence[Tensor]) -> Tensor:
-    """Which of the values [...] are finite, bool [K, ...] on the CPU, with one look at
-    each device."""
-    found = torch.ones(len(values), *values[0].shape, dtype=torch.bool)
-    for device in {v.device for v in values}:
-        at = [i for i, v in enumerate(values) if v.device == device]
-        found[at] = torch.stack([values[i].double() for i in at]).isfinite().cpu()
-    return found
+    """Mask [K, ...] on the CPU: where the K values [...] are finite.
+
+    The values of one device come to the CPU together: one wait for each device.
+    """
+    finite = torch.ones(len(values), *values[0].shape, dtype=torch.bool)
+    for device in {value.device for value in values}:
+        index = [i for i, value in enumerate(values) if value.device == device]
+        stacked = torch.stack([values[i].double() for i in index])
+        finite[index] = stacked.isfinite().cpu()
+    return finite
 
 
-def update_origins(trained: CohortResult, traits: Traits, server: Tensors) -> Tensors:
-    """The uploads that are updates, each with what it is measured from: [S, ...], or
-    zero []."""
-    up = trained.up
-    found = {"delta": up["delta"].new_zeros(())} if "delta" in up else {}
+def update_origins(result: CohortResult, traits: Traits, server: Tensors) -> Tensors:
+    """What each uploaded update is measured from, [S, ...], by the name of the upload.
+
+    For the upload "delta" it is zero, of shape [].
+    """
+    up = result.up
+    origins = {}
+    if "delta" in up:
+        origins["delta"] = up["delta"].new_zeros(())
     for key, place in traits.model_uploads.items():
-        part, _, name = place.partition(".")
-        if key in up and part == "down":
-            found[key] = trained.down[name]
-        elif key in up:
-            found[key] = server[name][
-                to_device(trained.cohort.ids, server[name].device)
-            ]
-    return found
+        if key not in up:
+            continue
+        side, _, name = place.partition(".")
+        if side == "down":
+            origins[key] = result.down[name]
+        else:
+            models = server[name]
+            origins[key] = models[to_device(result.cohort.ids, models.device)]
+    return origins
 
 
 def update_norms(
-    trained: CohortResult, traits: Traits, server: Tensors
+    result: CohortResult, traits: Traits, server: Tensors
 ) -> Tensor | None:
-    """The length of each client's longest update, float64 [S]; None where nobody
-    uploads one."""
-    lengths = []
-    each = torch.arange(len(trained.cohort.ids))[:, None]
-    for key, origin in update_origins(trained, traits, server).items():
-        rows = trained.up[key].flatten(1)
+    """The norm of each client's longest update, float64 [S]; None without updates."""
+    norms = []
+    own_row = torch.arange(len(result.cohort.ids))[:, None]
+    for key, origin in update_origins(result, traits, server).items():
+        rows = result.up[key].flatten(1)
         if origin.dim():
-            square = ops.pairwise_sqdist(
-                rows, origin.to(rows), to_device(each, rows.device)
-            )[:, 0]
+            index = to_device(own_row, rows.device)
+            sqdist = ops.pairwise_sqdist(rows, origin.to(rows), index)[:, 0]
         else:
-            square = squared_norms(rows)
-        lengths.append(square.sqrt().cpu())
-    return torch.stack(lengths).amax(0) if lengths else None
+            sqdist = squared_norms(rows)
+        norms.append(sqdist.sqrt().cpu())
+    return torch.stack(norms).amax(0) if norms else None
 
 
 def clip_updates(
-    trained: CohortResult, traits: Traits, server: Tensors, factor: Tensor
+    result: CohortResult, traits: Traits, server: Tensors, factor: Tensor
 ) -> CohortResult:
-    """Every update by its client's `factor` [S], and what follows it, such as
-    control variates."""
-    up = dict(trained.up)
-    own = dict(trained.client_states)
-    origin = update_origins(trained, traits, server)
-    for key in up.keys() & {*origin, *traits.clipped_with_update}:
-        up[key] = shrink_towards(
-            up[key], origin.get(key, up[key].new_zeros(())), factor
-        )
-    for key in own.keys() & set(traits.clipped_with_update):
-        own[key] = shrink_towards(own[key], trained.states_before[key], factor)
-    return trained._replace(up=up, client_states=own)
+    """The results with every update times its client's `factor` [S].
+
+    Uploads and client state that go with an update, such as control variates, are
+    shortened alike: see `Traits.clipped_with_update`.
+    """
+    up = dict(result.up)
+    client_states = dict(result.client_states)
+    origins = update_origins(result, traits, server)
+    follows = set(traits.clipped_with_update)
+    for key in up.keys() & {*origins, *follows}:
+        zero = up[key].new_zeros(())
+        up[key] = shrink_towards(up[key], origins.get(key, zero), factor)
+    for key in client_states.keys() & follows:
+        before = result.states_before[key]
+        client_states[key] = shrink_towards(client_states[key], before, factor)
+    return result._replace(up=up, client_states=client_states)
 
 
 def shrink_towards(rows: Tensor, origin: Tensor, factor: Tensor) -> Tensor:
-    """`rows` [S, ...] at `factor` [S] of their distance from `origin`; where that is 1
-    as they are."""
-    rows, some = rows.clone(), to_device(factor < 1, rows.device)
-    start = origin.expand_as(rows)[some].double()
-    scale = to_device(factor, rows.device)[some].view(-1, *[1] * (rows.dim() - 1))
-    rows[some] = (start + scale * (rows[some].double() - start)).to(rows)
-    return rows
+    """A copy of `rows` [S, ...] at `factor` [S] of their distance from `origin`.
+
+    Rows whose factor is 1 keep their bits.
+    """
+    shrunk = rows.clone()
+    shrinks = to_device(factor < 1, rows.device)
+    start = origin.expand_as(rows)[shrinks].double()
+    scale = to_device(factor, rows.device)[shrinks]
+    scale = scale.view(-1, *[1] * (rows.dim() - 1))
+    shrunk[shrinks] = (start + scale * (rows[shrinks].double() - start)).to(rows)
+    return shrunk
 
 
-def non_finite_names(made: Tensors) -> list[str]:
-    """The names of those that are not finite throughout."""
+def non_finite_names(tensors: Tensors) -> list[str]:
+    """The names of the tensors that have a number that is not finite."""
     sums = {
-        k: v.sum(dtype=torch.float64) for k, v in made.items() if v.is_floating_point()
+        name: tensor.sum(dtype=torch.float64)
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point()
     }
-    found = are_finite([*sums.values()]).tolist() if sums else []
-    return [k for k, fine in zip(sums, found, strict=True) if not fine]
+    if not sums:
+        return []
+    finite = are_finite([*sums.values()]).tolist()
+    return [name for name, is_finite in zip(sums, finite, strict=True) if not is_finite]
 
 
 def payload_bytes(payload: Payload) -> int:
-    """Bytes that travel: every client's slice, a pooled row as often as it is sent."""
-    return sum(
-        int((v.index >= 0).sum()) * v.rows[:1].nbytes
-        if isinstance(v, SharedRows)
-        else getattr(v, "nbytes", 0)
-        for v in payload.values()
-    )
+    """Bytes that travel to or from the clients of a cohort.
+
+    A shared row counts as often as it is sent.
+    """
+    total = 0
+    for value in payload.values():
+        if isinstance(value, SharedRows):
+            sent = int((value.index >= 0).sum())
+            total += sent * value.rows[:1].nbytes
+        else:
+            total += getattr(value, "nbytes", 0)
+    return total

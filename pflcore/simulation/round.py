@@ -1,13 +1,22 @@
-"""One round as arrows in one direction: train -> (attack) -> accept -> serve -> commit.
+"""One round of federated learning: train, accept, serve, commit.
 
-Each takes values and returns values. `commit` alone writes, when everything it writes
-is there. Rows of clients that do not fit into memory are in files, with blocks on disk
-only for those that were ever written.
+- `train_cohort` trains the clients of the cohort on their own data.
+- An adversary, where a run has one, replaces the uploads of its clients.
+- `accept` leaves out clients whose results are not finite, and clips long updates.
+- `serve` computes what the round changes, the server's new state above all.
+- `commit` writes the changes.
+
+Only `commit` writes to the run's state, once everything that it writes is computed. The
+steps before it read the state, and note in a `RoundOutcome` what happened.
+
+Client rows that do not fit into memory lie in files. These take disk space only for
+clients that took part.
+
+Shapes: N clients of the federation, S of them in the cohort, b numbers of batch norm.
 """
 
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +40,15 @@ from pflcore.algorithms._protocol import (
     check_training,
     lazy_zeros,
 )
-from pflcore.check import Fraction, PositiveInt, checked, reject, require, summarize
+from pflcore.check import (
+    Fraction,
+    PositiveInt,
+    checked,
+    reject,
+    require,
+    summarize,
+    warn_caller,
+)
 from pflcore.data._ragged import to_device
 from pflcore.metrics import human_bytes
 from pflcore.simulation._settings import Robustness
@@ -50,80 +67,83 @@ from pflcore.train._random import draw_without_replacement
 from pflcore.train._workers import single_threaded
 
 __all__ = ["RunConfig", "initial_state", "step"]
-ONE_THREAD_MAX_WEIGHTS = (
-    1 << 22
-)  # weights of all clients that are looked at together: one thread passes through
-# them in a few milliseconds, and waking others takes longer on a busy machine
-FILE_BLOCK_BYTES = 1 << 12  # bytes of a file's blocks: a row may take so many more
+
+# Weights of all clients that are handled together. One thread passes through fewer in
+# a few milliseconds; on a busy machine, waking other threads takes longer.
+ONE_THREAD_MAX_WEIGHTS = 1 << 22
+# A file system allocates whole blocks, so a row may take one block more than its bytes.
+FILE_BLOCK_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything that changes over a run."""
+    """Everything that changes during a run.
+
+    Its fields cannot be set anew, yet the tensors are no constants: `commit` writes a
+    round's new rows into them and returns a new `State` that shares their memory.
+    """
 
     server: Tensors
-    # [N, ...]; rows of a client who has not taken part yet are never read
-    clients: Tensors
-    buffers: Tensor  # [N, b] running statistics
-    participated: Tensor  # bool [N], who has taken part
+    clients: Tensors  # [N, ...]; the row of a client that never took part is not read
+    buffers: Tensor  # [N, b] running statistics of batch norm
+    participated: Tensor  # bool [N]
     round: int = 0  # rounds played
     void_rounds: int = 0  # void rounds in a row
 
 
 class RunConfig(NamedTuple):
-    """What stays the same over a run."""
+    """Everything that stays the same during a run."""
 
     algorithm: Algorithm
-    # what training needs: model, data, options, engine, workers, seed, rounds
+    # model, data, training options, engine, workers, seed and number of rounds
     context: TrainContext
     robustness: Robustness = Robustness()
-    batch_norm: str = "auto"
-    folder: Path | None = None  # of the files that hold the clients' rows
+    batch_norm: str = "auto"  # see `batch_norm_policy`
+    folder: Path | None = None  # holds the files of client rows; None: rows in memory
 
     @property
     def averages(self) -> bool:
-        """Whether batch norm's statistics are averaged, rather than each client's
-        own."""
-        return (
-            batch_norm_policy(self.algorithm, self.context.net, self.batch_norm)
-            == "average"
-        )
+        """True where batch norm's statistics are averaged over clients."""
+        net = self.context.net
+        return batch_norm_policy(self.algorithm, net, self.batch_norm) == "average"
 
     def cohort(self, ids: Tensor, round: int, purpose: str = "send") -> Cohort:
-        """The clients `ids` [S] as a server's rule sees them."""
-        s = self.context
+        """The cohort of the clients `ids` [S]."""
+        context = self.context
         return Cohort(
             ids,
-            s.data.size("train")[ids],
-            s.data.n,
-            round,
-            s.rounds,
-            s.seed,
-            0,
-            purpose,
+            num_samples=context.data.size("train")[ids],
+            n=context.data.n,
+            round=round,
+            rounds=context.rounds,
+            seed=context.seed,
+            purpose=purpose,
         )
 
     def fits_one_thread(self, count: int) -> bool:
-        """Whether so many clients' models are little work for all cores."""
+        """True where `count` models are too little work for several threads."""
         return count * self.context.net.size < ONE_THREAD_MAX_WEIGHTS
 
 
 def batch_norm_policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str:
-    """What becomes of batch norm's running statistics: "average", by the weights by
-    which the models themselves are mixed, for every client, also one that did not take
-    part; or "local", each client's own. "auto" is what the method's paper says, else
-    "average" where clients are served a mix of models, and "local" where they are
-    served what they trained themselves.
+    """The policy for batch norm's running statistics: "average", "local" or "rule".
 
-    Under "local" a client that never trained is evaluated with the mean of those who
-    did.
+    - "average" mixes the statistics with the weights that mix the models. Every client
+      receives the mix, also one that did not take part.
+    - "local" leaves each client its own statistics. A client that never trained is
+      evaluated with the mean of those that did.
+    - "rule" means that the algorithm treats the statistics as a part of its models.
+
+    "auto" is the policy that the algorithm names first in its traits. Raises ValueError
+    for a policy that the algorithm does not know.
     """
     known = alg.traits.batch_norm
     if batch_norm == "auto":
         return str(known[0])
-    kinds = known if net.buffer_names else ("average", "local", "rule")
-    if batch_norm not in kinds:
-        words = " and ".join(map(repr, kinds))
+    # Without batch norm every policy comes to the same.
+    allowed = known if net.buffer_names else ("average", "local", "rule")
+    if batch_norm not in allowed:
+        words = " and ".join(map(repr, allowed))
         raise ValueError(
             f"batch_norm: this {type(alg).__name__} knows {words} statistics, got "
             f"{batch_norm!r}."
@@ -136,145 +156,185 @@ def batch_norm_policy(alg: Algorithm, net: Net, batch_norm: str = "auto") -> str
 
 @checked
 def step(config: RunConfig, state: State, ids: Tensor) -> tuple[State, RoundOutcome]:
-    """One round with the clients `ids` [S], in any order; gives the state after it, or
-    where the round is void the old one, the round counted. `state` is used up: rows are
-    written in place.
+    """Plays one round with the clients `ids` [S], in any order.
 
-    A client with anything not finite in its upload or its new state is absent from the
-    round: it keeps its old state. Without a required client, without anybody, or where
-    the server's own new state is not finite, the round is void.
+    A client whose upload or new state is not finite is left out of the round and keeps
+    its old state. The round is void where a required client is left out, where no
+    client is left, or where the server's new state is not finite. A void round changes
+    nothing but the counters of rounds.
+
+    Do not use `state` afterwards: its rows are updated in place.
     """
     alg = config.algorithm
     adversary = config.robustness.adversary
-    given = ids
-    ids = ids.unique()  # ascending
     check_training(alg, config.context.training)
-    require(len(ids) == len(given), "ids", "each client once", given.tolist())
-    absent = set(alg.traits.required_clients) - set(ids.tolist())
-    require(
-        not absent,
-        "ids",
-        f"the target {alg.traits.required_clients} in every round",
-        ids.tolist(),
-    )
+    ids = _check_cohort(alg, ids)
     with single_threaded(config.fits_one_thread(len(ids))):
-        trained = train_cohort(config, state, ids)
-        if adversary is not None:  # some clients send something else than they trained
-            trained = adversary.attack_uploads(trained, alg.traits, state.server)
-        trained, outcome = accept(
-            trained, alg.traits, state.server, config.robustness.clip
+        result = train_cohort(config, state, ids)
+        if adversary is not None:
+            result = adversary.attack_uploads(result, alg.traits, state.server)
+        # Statistics travel from every client that answers, accepted or not.
+        buffer_bytes = result.buffers.nbytes if config.averages else 0
+        result, outcome = accept(
+            result, alg.traits, state.server, config.robustness.clip
         )
-        if config.averages:
-            # of all who were sent to and answered, also of those whose upload was not
-            # accepted
-            traffic = trained.buffers[0].nbytes * len(ids)
-            outcome.bytes_down += traffic
-            outcome.bytes_up += traffic
-        changes = serve(alg, state, trained, outcome, config.averages)
+        outcome.bytes_down += buffer_bytes
+        outcome.bytes_up += buffer_bytes
+        changes = serve(alg, state, result, outcome, config.averages)
         return commit(state, changes, config.folder), outcome
 
 
+def _check_cohort(alg: Algorithm, ids: Tensor) -> Tensor:
+    """The ids [S] in ascending order.
+
+    Raises ValueError for a repeated client, or where a required client is missing.
+    """
+    ascending: Tensor = ids.unique()
+    require(len(ascending) == len(ids), "ids", "each client once", ids.tolist())
+    required = alg.traits.required_clients
+    absent = set(required) - set(ascending.tolist())
+    wanted = f"the target {required} in every round"
+    require(not absent, "ids", wanted, ascending.tolist())
+    return ascending
+
+
 def train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
-    """Every client of the cohort trains on its own data."""
+    """Trains the clients `ids` [S] on their own data."""
     with REPEATABLE_FLAGS.set_for(config.context.net.w0.device):
-        return _train_cohort(config, state, ids)
-
-
-def _train_cohort(config: RunConfig, state: State, ids: Tensor) -> CohortResult:
-    cohort = config.cohort(ids, state.round + 1)
-    down = config.algorithm.send(state.server, cohort)
-    before = client_rows(config, state, ids, down)
-    statistics = state.buffers[to_device(ids, state.buffers.device)]
-    clients = Clients(config.context, ids, cohort.round, statistics)
-    own, up, fit = config.algorithm.train(down, before, clients)
-    return CohortResult(cohort, down, up, before, own, fit.buffers, fit.loss)
+        cohort = config.cohort(ids, state.round + 1)
+        down = config.algorithm.send(state.server, cohort)
+        states_before = client_rows(config, state, ids, down)
+        buffers = state.buffers[to_device(ids, state.buffers.device)]
+        clients = Clients(config.context, ids, cohort.round, buffers)
+        client_states, up, fit = config.algorithm.train(down, states_before, clients)
+        return CohortResult(
+            cohort, down, up, states_before, client_states, fit.buffers, fit.loss
+        )
 
 
 def warn_bad_upload(bad: BadUpload) -> None:
     """Warns of clients that are left out of a round."""
-    warnings.warn(f"left out of the round: {bad}", RuntimeWarning, stacklevel=4)
+    warn_caller(f"left out of the round: {bad}", RuntimeWarning)
 
 
-def serve(  # noqa: PLR0911 (a way that a round may go each)
+def serve(  # noqa: PLR0911 (one return for each end that a round may have)
     alg: Algorithm,
     state: State,
-    trained: CohortResult,
+    result: CohortResult,
     outcome: RoundOutcome,
     averages: bool,
     on_refused: Callable[[BadUpload], None] = warn_bad_upload,
 ) -> Changes:
-    """What the round changes, by the names of `flatten_state`; nothing where it is
-    void, which `outcome` says then. `on_refused` hears of uploads that the algorithm
-    cannot use, before the others play."""
+    """What the round changes, keyed as in `flatten_state`: nothing where it is void.
+
+    The server computes its new state from the uploads. `outcome` is written to: it
+    receives the mixing weights, or the reason why the round is void. Where the
+    algorithm cannot use some uploads, `on_refused` is called with them, and the round
+    is served again without their clients.
+    """
     if outcome.void:
         return {}
     try:
-        server, mix = alg.update(state.server, trained.up, trained.cohort)
-    except VoidRound as void:
-        outcome.void, outcome.void_reason = True, str(void)
-        return {}
-    except BadUpload as bad:  # the others play the round
-        on_refused(bad)
-        trained = drop_clients(trained, outcome, alg.traits, bad)
-        return serve(alg, state, trained, outcome, averages, on_refused)
-    made = {k: v.rows if isinstance(v, RowUpdate) else v for k, v in server.items()}
-    outcome.non_finite_state = non_finite_names(
-        {k: v for k, v in made.items() if v is not state.server.get(k)}
-    )
-    if outcome.non_finite_state:
+        server_changes, mixing = alg.update(state.server, result.up, result.cohort)
+    except VoidRound as reason:
         outcome.void = True
+        outcome.void_reason = str(reason)
         return {}
-    outcome.mix = mix
-    changes: Changes = {f"server.{k}": v for k, v in server.items()} | client_changes(
-        trained
+    except BadUpload as bad:
+        on_refused(bad)
+        result = drop_clients(result, outcome, alg.traits, bad)
+        return serve(alg, state, result, outcome, averages, on_refused)
+    outcome.non_finite_state = non_finite_names(
+        _new_tensors(state.server, server_changes)
     )
-    if averages and mix is not None and trained.buffers.numel():
-        changes["batch_norm"] = mixed_buffers(trained.buffers, mix, trained.cohort.n)
+    outcome.void = bool(outcome.non_finite_state)
+    if outcome.void:
+        return {}
+    outcome.mix = mixing
+    buffer_mixing = mixing if averages else None
+    return round_changes(result, server_changes, buffer_mixing)
+
+
+def _new_tensors(server: Tensors, changes: Changes) -> Tensors:
+    """The tensors that an update computed, without those that it passed through.
+
+    A tensor that was passed through was finite before the round.
+    """
+    computed = {}
+    for name, change in changes.items():
+        tensor = change.rows if isinstance(change, RowUpdate) else change
+        if tensor is not server.get(name):
+            computed[name] = tensor
+    return computed
+
+
+def round_changes(
+    result: CohortResult,
+    server_changes: Changes,
+    buffer_mixing: MixingWeights | None,  # None: no statistics are mixed
+) -> Changes:
+    """What a round changes of server and clients, keyed as in `flatten_state`."""
+    changes: Changes = {f"server.{name}": new for name, new in server_changes.items()}
+    changes |= client_changes(result)
+    if buffer_mixing is not None and result.buffers.numel():
+        n = result.cohort.n
+        changes["batch_norm"] = mixed_buffers(result.buffers, buffer_mixing, n)
     return changes
 
 
-def client_changes(trained: CohortResult) -> Changes:
-    """What a cohort's training changes of its clients' state."""
-    ids = trained.cohort.ids
+def client_changes(result: CohortResult) -> Changes:
+    """What training changes of the state of the cohort's clients."""
+    ids = result.cohort.ids
     changes: Changes = {
-        f"clients.{k}": RowUpdate(ids, v) for k, v in trained.client_states.items()
+        f"clients.{name}": RowUpdate(ids, rows)
+        for name, rows in result.client_states.items()
     }
-    return changes | {
-        "batch_norm": RowUpdate(ids, trained.buffers),
-        "seen": RowUpdate(ids, ids >= 0),
-    }
+    changes["batch_norm"] = RowUpdate(ids, result.buffers)
+    changes["seen"] = RowUpdate(ids, torch.ones_like(ids, dtype=torch.bool))
+    return changes
 
 
-def mixed_buffers(statistics: Tensor, mix: MixingWeights, n: int) -> RowUpdate:
-    """Batch norm's statistics after the round, of the cohort's [S, b], mixed as the
-    models are.
+def mixed_buffers(
+    buffers: Tensor,  # [S, b] of the cohort
+    mixing: MixingWeights,
+    n: int,
+) -> RowUpdate:
+    """Batch norm's statistics after the round, mixed as the models are.
 
     A client whose model took nothing of the cohort keeps the statistics from before the
-    round, as it keeps the model: those that it trained go only where its update goes.
+    round, as it keeps its model: the statistics that it trained go only where its
+    update goes.
     """
-    weight = mix.weight.double()  # in float32 the least divisor would be 0
+    weight = mixing.weight.double()  # in float32 the least divisor would be 0
     total = weight.sum(1, keepdim=True)
-    mixed = mix._replace(weight=weight / total.clamp(min=1e-300)).aggregate(statistics)
-    if mix.receivers is None:
+    normalized = mixing._replace(weight=weight / total.clamp(min=1e-300))
+    mixed = normalized.aggregate(buffers)
+    if mixing.receivers is None:  # one model for all clients
         return RowUpdate(torch.arange(n), mixed.expand(n, -1))
-    took = total[:, 0].cpu() > 0
-    return RowUpdate(mix.receivers[took], mixed[to_device(took, mixed.device)])
+    has_weights = total[:, 0].cpu() > 0
+    rows = mixed[to_device(has_weights, mixed.device)]
+    return RowUpdate(mixing.receivers[has_weights], rows)
 
 
 def commit(state: State, changes: Changes, folder: Path | None = None) -> State:
-    """The state after the round. Rows are written in place: the state that went in
-    is used up."""
+    """The state after the round. Without changes only the counters of rounds move on.
+
+    Do not use `state` afterwards: its rows are updated in place. Raises OSError, before
+    anything is written, where the disk of `folder` has no room for the new rows.
+    """
     if not changes:
-        return replace(state, round=state.round + 1, void_rounds=state.void_rounds + 1)
+        round = state.round + 1
+        return replace(state, round=round, void_rounds=state.void_rounds + 1)
     if folder is not None:
-        new = [
-            v.rows
-            for k, v in changes.items()
-            if isinstance(v, RowUpdate) and k != "batch_norm"
-        ]
-        check_disk_space("this round's rows need", sum(map(disk_bytes, new)), folder)
-    with defer_signals():  # no signal comes while rows are written
-        return unflatten_state(apply(flatten_state(state), changes), state.round + 1)
+        needed = sum(
+            disk_bytes(change.rows)
+            for name, change in changes.items()
+            if isinstance(change, RowUpdate) and name != "batch_norm"
+        )
+        check_disk_space("this round's rows need", needed, folder)
+    with defer_signals():  # a signal between two rows would leave half a round
+        tensors = apply(flatten_state(state), changes)
+        return unflatten_state(tensors, state.round + 1)
 
 
 # states -----------------------------------------------------------------------
@@ -288,137 +348,165 @@ def initial_state(
     folder: Path | None = None,
     clients: bool = True,
 ) -> State:
-    """The state before the first round; with `folder` each client's rows, its own and
-    the server's, are in files there. Without `clients` there are none of the clients'
-    own."""
-    for target in alg.traits.required_clients:
-        name = (
-            "trusted_client"
-            if getattr(alg, "trusted_client", None) is not None
-            else "target"
-        )
-        require(0 <= target < n, name, f"a client from 0 to {n - 1}", target)
+    """The state before the first round.
+
+    Args:
+        folder: holds files with the rows of clients, their own and the server's; None:
+            the rows are in memory.
+        clients: False leaves client state out, as on a server of its own.
+    """
+    for client in alg.traits.required_clients:
+        has_trusted_client = getattr(alg, "trusted_client", None) is not None
+        name = "trusted_client" if has_trusted_client else "target"
+        require(0 <= client < n, name, f"a client from 0 to {n - 1}", client)
     server = alg.init(**alg.server_init_args(net), n=n)
     if folder is not None:
-        server |= {
-            k: stored_zeros(n, server[k][0], folder)
-            for k in alg.traits.per_client_state
-        }
-    own = new_client_state(alg, net, server, n) if clients else {}
-    own = {k: stored_zeros(n, v[0], folder) for k, v in own.items()}
-    return State(server, own, net.b0.repeat(n, 1), torch.zeros(n, dtype=torch.bool))
+        for name in alg.traits.per_client_state:
+            server[name] = stored_zeros(n, server[name][0], folder)
+    client_states = {}
+    if clients:
+        for name, row in new_client_state(alg, net, server, n).items():
+            client_states[name] = stored_zeros(n, row[0], folder)
+    participated = torch.zeros(n, dtype=torch.bool)
+    return State(server, client_states, net.b0.repeat(n, 1), participated)
 
 
 def new_client_state(alg: Algorithm, net: Net, server: Tensors, n: int) -> Tensors:
-    """One client's first state, [1, ...] each."""
-    first = Cohort(torch.tensor([0]), torch.tensor([1]), n)
-    return {
-        k: v[:1] for k, v in alg.init_client(alg.send(server, first), net, n).items()
-    }
+    """The state [1, ...] that a client has in its first round."""
+    cohort = Cohort(ids=torch.tensor([0]), num_samples=torch.tensor([1]), n=n)
+    rows = alg.init_client(alg.send(server, cohort), net, n)
+    return {name: row[:1] for name, row in rows.items()}
 
 
 def client_rows(config: RunConfig, state: State, ids: Tensor, down: Payload) -> Tensors:
-    """The clients' own state [S, ...], copies; one who has not taken part yet has a
-    newcomer's."""
-    own = {k: v[to_device(ids, v.device)] for k, v in state.clients.items()}
-    new = ~state.participated[ids]
-    if own and new.any():
-        n = config.context.data.n
-        for key, first in config.algorithm.init_client(
-            down, config.context.net, n
-        ).items():
-            at = to_device(new, own[key].device)
-            own[key][at] = first.expand_as(own[key])[at]
-    return own
+    """Copies [S, ...] of the state of the clients `ids`.
+
+    A client that never took part has no state yet and receives the first one.
+    """
+    rows = {
+        name: tensor[to_device(ids, tensor.device)]
+        for name, tensor in state.clients.items()
+    }
+    is_new = ~state.participated[ids]
+    if not rows or not is_new.any():
+        return rows
+    n = config.context.data.n
+    first_states = config.algorithm.init_client(down, config.context.net, n)
+    for name, first in first_states.items():
+        new = to_device(is_new, rows[name].device)
+        rows[name][new] = first.expand_as(rows[name])[new]
+    return rows
 
 
 def flatten_state(state: State) -> Tensors:
-    """The state's tensors by one name each: "server.x", "clients.v", "batch_norm",
-    "seen"."""
-    server = {f"server.{k}": v for k, v in state.server.items()}
-    clients = {f"clients.{k}": v for k, v in state.clients.items()}
+    """All tensors of a state by name: "server.x", "clients.v", "batch_norm", "seen"."""
+    server = {f"server.{name}": tensor for name, tensor in state.server.items()}
+    clients = {f"clients.{name}": tensor for name, tensor in state.clients.items()}
     return server | clients | {"batch_norm": state.buffers, "seen": state.participated}
 
 
-def unflatten_state(tensors: Tensors, round: int, void: int = 0) -> State:
-    """The state that `flatten_state` was made of."""
-    server, clients = (
-        {k.removeprefix(part): v for k, v in tensors.items() if k.startswith(part)}
-        for part in ("server.", "clients.")
+def unflatten_state(tensors: Tensors, round: int, void_rounds: int = 0) -> State:
+    """The state with the tensors that `flatten_state` named."""
+    server = _without_prefix(tensors, "server.")
+    clients = _without_prefix(tensors, "clients.")
+    return State(
+        server, clients, tensors["batch_norm"], tensors["seen"], round, void_rounds
     )
-    return State(server, clients, tensors["batch_norm"], tensors["seen"], round, void)
+
+
+def _without_prefix(tensors: Tensors, prefix: str) -> Tensors:
+    """The tensors whose name begins with `prefix`, by the rest of the name."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def copy_state(config: RunConfig, state: State) -> State:
-    """The state with tensors of its own, in files where they were in files."""
+    """A copy that shares no memory and no file with `state`."""
     alg = config.algorithm
     n = len(state.participated)
-    begun = initial_state(
-        alg, config.context.net, n, config.folder, bool(state.clients)
-    )
+    has_clients = bool(state.clients)
+    new = initial_state(alg, config.context.net, n, config.folder, has_clients)
     if config.folder is not None:
-        seen = int(state.participated.sum())
-        wanted = sum(disk_bytes(v[:seen]) for v in state.clients.values())
-        check_disk_space("a copy of the state needs", wanted, config.folder)
-    return load_state_dict(
-        alg, begun, state_dict(alg, state), state.round, state.void_rounds
-    )
+        count = int(state.participated.sum())
+        needed = sum(disk_bytes(rows[:count]) for rows in state.clients.values())
+        check_disk_space("a copy of the state needs", needed, config.folder)
+    tensors = state_dict(alg, state)
+    return load_state_dict(alg, new, tensors, state.round, state.void_rounds)
 
 
 def client_row_names(alg: Algorithm, state: State) -> set[str]:
-    """The tensors with a row for each client that is read only once it has taken
-    part."""
-    return {f"server.{k}" for k in alg.traits.per_client_state} | {
-        f"clients.{k}" for k in state.clients
-    }
+    """The names of tensors [N, ...] whose rows are read only for participants."""
+    server = {f"server.{name}" for name in alg.traits.per_client_state}
+    return server | {f"clients.{name}" for name in state.clients}
 
 
 def state_dict(alg: Algorithm, state: State) -> Tensors:
-    """A copy of all that a run needs to go on; of the clients' rows those of who has
-    taken part."""
-    seen = state.participated.nonzero()[:, 0]
-    own = client_row_names(alg, state)
-    return {
-        k: v[to_device(seen, v.device)] if k in own else v.clone()
-        for k, v in flatten_state(state).items()
-    }
+    """Copies of all tensors that a run needs to continue.
+
+    Tensors that are read only for participants keep only the participants' rows.
+    """
+    ids = state.participated.nonzero()[:, 0]
+    sparse_names = client_row_names(alg, state)
+    copies = {}
+    for name, tensor in flatten_state(state).items():
+        if name in sparse_names:
+            copies[name] = tensor[to_device(ids, tensor.device)]
+        else:
+            copies[name] = tensor.clone()
+    return copies
 
 
 def load_state_dict(
-    alg: Algorithm, begun: State, tensors: Tensors, round: int, void: int
+    alg: Algorithm, state: State, tensors: Tensors, round: int, void_rounds: int
 ) -> State:
-    """The state that `state_dict` was made of; `begun` is one of the same run, and
-    is used up."""
-    seen = tensors["seen"].nonzero()[:, 0]
-    state = flatten_state(begun)
-    own = client_row_names(alg, begun)
-    changes: Changes = {
-        k: RowUpdate(seen, v) if k in own else v.to(state.get(k, begun.buffers).device)
-        for k, v in tensors.items()
-    }
-    return unflatten_state(apply(state, changes), round, void)
+    """The state whose tensors `state_dict` copied.
+
+    `state` is an initial state of the same run. Do not use it afterwards: its rows are
+    updated in place.
+    """
+    ids = tensors["seen"].nonzero()[:, 0]
+    old = flatten_state(state)
+    sparse_names = client_row_names(alg, state)
+    changes: Changes = {}
+    for name, tensor in tensors.items():
+        if name in sparse_names:
+            changes[name] = RowUpdate(ids, tensor)
+        else:
+            # A tensor that the server added during the run has no device before it.
+            device = old.get(name, state.buffers).device
+            changes[name] = tensor.to(device)
+    return unflatten_state(apply(old, changes), round, void_rounds)
 
 
-def check_state(start: State, alg: Algorithm, net: Net, n: int) -> None:
-    """ValueError where a state is not one of this algorithm, federation and model."""
-    want = flatten_state(initial_state(alg, net, n, clients=bool(start.clients)))
-    have = flatten_state(start)
-    kept = f"a state of {type(alg).__name__} with"
-    more = [k for k in have if k.startswith("clients.") and k not in want]
-    require(not more, "state", f"{kept} no {' and '.join(more)}", list(have))
-    for key, like in want.items():
-        old = have.get(key)
+def check_state(state: State, alg: Algorithm, net: Net, n: int) -> None:
+    """Raises ValueError for a state of another algorithm, federation or model."""
+    expected = flatten_state(initial_state(alg, net, n, clients=bool(state.clients)))
+    tensors = flatten_state(state)
+    needs = f"a state of {type(alg).__name__} with"
+    extra = [
+        name for name in tensors if name.startswith("clients.") and name not in expected
+    ]
+    require(not extra, "state", f"{needs} no {' and '.join(extra)}", list(tensors))
+    for name, like in expected.items():
         rows = like.shape[:1]
-        # a server's list of models or groups may have grown
-        grown = bool(key.startswith("server") and rows and rows[0] not in (n, net.size))
-        same = old is not None and (
-            (old.dtype, old.dim(), old.shape[grown:])
-            == (like.dtype, like.dim(), like.shape[grown:])
+        # The server's lists of models or groups may have grown during the run. A list
+        # as long as the federation or the model cannot.
+        may_grow = (
+            name.startswith("server") and bool(rows) and rows[0] not in (n, net.size)
         )
-        fits = (
-            f"{kept} the {key} like {summarize(like)}, for {n} clients and this model"
-        )
-        require(same, "state", fits, old)
+        fits = _is_alike(tensors.get(name), like, ignored_axes=int(may_grow))
+        wanted = f"the {name} like {summarize(like)}, for {n} clients and this model"
+        require(fits, "state", f"{needs} {wanted}", tensors.get(name))
+
+
+def _is_alike(tensor: Tensor | None, like: Tensor, ignored_axes: int) -> bool:
+    """True where dtypes and shapes are equal, the first `ignored_axes` axes aside."""
+    if tensor is None or tensor.dtype != like.dtype or tensor.dim() != like.dim():
+        return False
+    return tensor.shape[ignored_axes:] == like.shape[ignored_axes:]
 
 
 @checked
@@ -428,35 +516,41 @@ def sample_cohort(
     participation: Fraction = 1.0,
     clients: Tensor | None = None,
 ) -> Tensor:
-    """The ids [S] of this round's cohort, int64, ascending: max(1, floor(participation
-    * n + 0.5)) of the n clients `clients` (ids, ascending; default: all), the required
-    ones in any case."""
-    s = config.context
-    required = config.algorithm.traits.required_clients
-    n = s.data.n if clients is None else len(clients)
-    m = max(1, int(participation * n + 0.5))
-    order = (
-        draw_without_replacement(n, m, s.seed, round, "cohort")
-        if m < n
-        else torch.arange(n)
-    )
+    """Draws the cohort of a round: client ids [S], int64, ascending.
+
+    S is max(1, floor(participation * n + 0.5)), where n counts `clients` (ids,
+    ascending; default: all). Required clients always take part.
+    """
+    context = config.context
+    n = context.data.n if clients is None else len(clients)
+    count = max(1, int(participation * n + 0.5))
+    if count < n:
+        # Makes no tensor as long as the federation, which may have millions of clients.
+        drawn = draw_without_replacement(n, count, context.seed, round, "cohort")
+    else:
+        drawn = torch.arange(n)
     if clients is not None:
-        order = clients[order]
+        drawn = clients[drawn]
+    required = config.algorithm.traits.required_clients
     if not required:
-        return order.sort().values
-    first = [*required, *(i for i in order.tolist() if i not in required)]
-    # who join beside them
-    extra = 0 if clients is None else sum(i not in clients for i in required)
-    return torch.tensor(sorted(first[: max(m + extra, len(required))]))
+        return drawn.sort().values
+    others = [i for i in drawn.tolist() if i not in required]
+    if clients is not None:  # required clients outside of `clients` come on top
+        count += sum(i not in clients for i in required)
+    # The required clients come first, so that a cut takes away others.
+    cohort = [*required, *others][: max(count, len(required))]
+    return torch.tensor(sorted(cohort))
 
 
 # files ------------------------------------------------------------------------
 
 
 def stored_zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
-    """Zeros [n, *like.shape] that take no memory, or no room in a file in `folder`,
-    before they are written. The file has no name, so that nothing is left behind
-    however the process ends. ValueError where it cannot be written."""
+    """Zeros [n, *like.shape] that take no space before they are written.
+
+    With `folder` they are a memory-mapped file without a name, so nothing is left on
+    disk however the process ends. Raises ValueError where the folder cannot be written.
+    """
     if folder is None or like.device.type != "cpu" or not like.numel():
         return lazy_zeros(n, like)
     try:
@@ -468,20 +562,20 @@ def stored_zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
 
 
 def disk_bytes(rows: Tensor) -> int:
-    """The bytes that rows [S, ...] may take on disk: each its own, and a block that it
-    only begins."""
+    """The most disk space that rows [S, ...] take, with blocks that are partly filled."""
     return rows.nbytes + len(rows) * FILE_BLOCK_BYTES
 
 
 def check_disk_space(
-    what: str, wanted: int, folder: Path, error: type[OSError | MemoryError] = OSError
+    what: str, needed: int, folder: Path, error: type[OSError | MemoryError] = OSError
 ) -> None:
-    """An error, one sentence, where the disk has less than `wanted` bytes free: a
-    mapped file that cannot grow would end the process."""
-    free = shutil.disk_usage(folder).free if wanted else 0
-    if wanted > free:
+    """Raises `error` where the disk has less than `needed` bytes free.
+
+    A memory-mapped file that cannot grow would end the process without a message.
+    """
+    free = shutil.disk_usage(folder).free if needed else 0
+    if needed > free:
         raise error(
-            f"storage: {what} up to {human_bytes(wanted)} on disk, and {folder} has "
-            f"{human_bytes(free)} free; "
-            "make room, or name another folder (storage)."
+            f"storage: {what} up to {human_bytes(needed)} on disk, and {folder} has "
+            f"{human_bytes(free)} free; make room, or name another folder (storage)."
         )
