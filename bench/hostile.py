@@ -1,15 +1,16 @@
-"""What bad clients do: `python -m bench.hostile [inputs] [attacks] [waffle]
-[--seeds N]` prints the figures of docs/trust.md.
+"""Measures what bad clients do: the figures of docs/trust.md.
 
-inputs    (default) bad uploads, messages and drop-outs tried on every algorithm, by kind, and how
-many were lost; a minute
-attacks   accuracy under attack by defence: 10 clients of MNIST's 5,000-image subset, 2 of them bad;
-some minutes
-waffle    a target's accuracy with 1 to 4 bad agents of 10, under WAFFLE, FedAvg and SCAFFOLD;
-some minutes
+`python -m bench.hostile [inputs] [attacks] [waffle] [--seeds N]` prints them:
 
-The last two are means over N seeds of the split and the run (default 1); the first of
-them with its deviations.
+- inputs (the default): bad uploads, messages and drop-outs are tried on every
+  algorithm. It shows, by kind, how many of them harmed a run, and takes a minute.
+- attacks: the accuracy under attack by defence, for 10 clients of MNIST's 5,000-image
+  subset, 2 of which are bad. It takes some minutes.
+- waffle: a target's accuracy with 1 to 4 bad agents of 10, under WAFFLE, FedAvg and
+  SCAFFOLD. It takes some minutes.
+
+The figures of `attacks` and `waffle` are means over N seeds of the split and the run
+(by default one). Those of `attacks` have their deviations.
 """
 
 import sys

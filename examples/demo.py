@@ -42,9 +42,12 @@ from pflcore.results._pictures import LINE_COLOURS, figure_of, lines, save, tidy
 
 PAGE = Path("runs/demo/index.html")
 SHAPE = (1, 28, 28)
-STYLE = """body { font: 16px/1.5 sans-serif; max-width: 50em; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse } td, th { padding: .2em .8em; border-bottom: 1px solid #ccc }
-td + td, th + th { text-align: right } svg { max-width: 100%; height: auto }
+STYLE = """body { font: 16px/1.5 sans-serif; max-width: 50em }
+body { margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse }
+td, th { padding: .2em .8em; border-bottom: 1px solid #ccc }
+td + td, th + th { text-align: right }
+svg { max-width: 100%; height: auto }
 code { background: #f3f3f3; padding: .1em .3em }"""
 
 

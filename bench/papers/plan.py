@@ -1,38 +1,46 @@
-"""Plans of reproductions: what a table of a paper takes, as a small JSON file, and its
-runs.
+"""Plans of reproductions: small JSON files that say how a table of a paper is made.
 
-A plan has the keys
-`like`           a plan by name, whose keys it takes over where it has none itself; of `options`
-each by itself
-`options`, `training`, `model_options`   of all runs: those of `pflcore run`, without seeds
-`seeds`          of the runs, [0, 1, 2] for instance
-`settings`       name -> what is its own: options, "training", "model_options", "partition_options",
-"method_options" (method -> options), and "protocol" where samples or clients are held
-                 out as in Motley: {"kind": "cross-silo", "val", "test"} (a split for
-                 each seed), {"kind": "cross-device", "train", "val", "test", "seed"}.
-                 Without one everybody trains and is tested on its test samples. With
-                 the option "target" that client alone is tested, and Local trains
-                 nobody else.
-`methods`        name -> "algorithm", "options", "training", and
-  "grid"         option -> values ("training.lr" and the like set how clients train): searched by
-  `pflcore.tuning` on validation data, the protocol's or 20 % of each client's training
-                 samples; only the point that is chosen there is tested
-  "state_of"     another method, whose trained states are evaluated in this method's way: nothing is
-  trained
-  "before"       the method that clients are hurt against
-  "rounds"       where they are not the options'; 0: the fresh state is evaluated
-  "looks_ahead"  no row of its own under `--equal-compute`, where the others train with
-  "equal_compute"
-  "vary" (a late option -> values), "sizes"  studies of the trained state: see `bench.papers.study`
-`reported`, `expected`   setting -> method -> the paper's number, or [number, standard deviation];
-what must come out, by
-`checks`         {"tolerance", "hurt" and "largest": {method: [percent, within]}, "below" and
-"above": {method: [others, in every run]}}
-`against`        an option that results are drawn against; `about`, `paper`: more words; `takes`:
-how long on two free cores, in words
-`groups`         true: the table of the last round and its subpopulations;
-"reported" then names measures
-`costs`          instead of settings: a plan that counts what a round costs, and trains nothing
+A plan has the following keys.
+
+- `like`: The name of another plan. Its keys are taken over where the plan has none
+  itself; of `options` each option is taken over by itself.
+- `options`, `training`, `model_options`: The options of all runs, as `pflcore run` has
+  them, without seeds.
+- `seeds`: The seeds of the runs, [0, 1, 2] for instance.
+- `settings`: For each name of a setting, what the setting has of its own:
+  - options, "training", "model_options" and "partition_options".
+  - "method_options": For each method, options that it has in this setting.
+  - "protocol": How samples or clients are held out, as in Motley. It is
+    {"kind": "cross-silo", "val", "test"}, with a split for each seed, or
+    {"kind": "cross-device", "train", "val", "test", "seed"}. Without a protocol every
+    client trains, and is tested on its test samples. With the option "target" that
+    client alone is tested, and Local trains no other.
+- `methods`: For each name of a method, "algorithm", "options", "training", and
+  - "grid": For each option its values ("training.lr" and the like set how clients
+    train). `pflcore.tuning` searches the grid on validation data: the protocol's, or
+    20 % of each client's training samples. Only the point that is chosen there is
+    tested.
+  - "state_of": Another method, whose trained states are evaluated in this method's
+    way. Nothing is trained.
+  - "before": The method against which the share of hurt clients is counted.
+  - "rounds": The rounds, where they are not the options'. With 0 the fresh state is
+    evaluated.
+  - "looks_ahead": True for a method that gets no row of its own under
+    `--equal-compute`, where the others train with the plan's "equal_compute".
+  - "vary", with the values of an option that acts in evaluation only, and "sizes":
+    Studies of the trained state, see `bench.papers.study`.
+- `reported`: For each setting and method the paper's number, or [number, standard
+  deviation].
+- `expected`: The same for the numbers that must come out.
+- `checks`: What else must come out: {"tolerance", "hurt" and "largest": {method:
+  [percent, within]}, "below" and "above": {method: [others, in every run]}}.
+- `against`: An option against which results are drawn.
+- `about`, `paper`: More words on the plan.
+- `takes`: How long it takes on two free cores, in words.
+- `groups`: True for the table of the last round and its subpopulations. Then
+  "reported" names measures.
+- `costs`: Is there instead of settings in a plan that counts what a round costs, and
+  trains nothing.
 """
 
 from __future__ import annotations

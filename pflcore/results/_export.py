@@ -1,5 +1,4 @@
-"""A run's records as rows of a table, a CSV file, a pandas frame, or TensorBoard's
-events."""
+"""A run's records as rows, a CSV file, a pandas frame or TensorBoard events."""
 
 import csv
 import math
@@ -13,7 +12,7 @@ from pflcore.results._files import safe_write
 
 Per = Literal["round", "client"]
 Line = Mapping[str, Any]
-# of a record, as they are
+# Fields of a record that a row per round has unchanged.
 ROUND_FIELDS = ("seconds", "void", "bytes_down", "bytes_up", "train_loss")
 
 
@@ -21,65 +20,96 @@ ROUND_FIELDS = ("seconds", "void", "bytes_down", "bytes_up", "train_loss")
 def rows(
     header: Line, rounds: Sequence[Line], per: Per = "round"
 ) -> list[dict[str, Any]]:
-    """One row per round, with means over clients (each counted once), or one per
-    evaluated round and client. ValueError for another `per`.
+    """One row per round, or one row per evaluated round and client.
 
-    A value that is not there is NaN: a round without evaluation, a client without
-    samples.
+    A row per round has the means over clients, of which each counts once. A missing
+    value is NaN, as in a round without evaluation or for a client without samples.
+    Raises ValueError where `per` is neither "round" nor "client".
     """
     run = {"algorithm": header.get("algorithm"), "seed": header.get("seed")}
-    keys = dict.fromkeys(k for r in rounds for k in evaluated_values(r))
-    out: list[dict[str, Any]] = []
-    for r in rounds:
-        seen = evaluated_values(r)
-        row = {**run, "round": r["round"]}
+    metrics: dict[str, None] = {}  # in the order in which the records have them
+    for record in rounds:
+        metrics |= dict.fromkeys(evaluated_values(record))
+    table: list[dict[str, Any]] = []
+    for record in rounds:
         if per == "round":
-            counts = {"clients": len(r["cohort"]), "dropped": len(r["dropped"])}
-            means = {f"mean_{k}": mean(seen.get(k, ())) for k in keys}
-            out.append(
-                {**row, **counts, **{k: r.get(k) for k in ROUND_FIELDS}, **means}
-            )
-            continue
-        for at, i in enumerate(evaluated_clients(r)):
-            took_part = {"took_part": i in r["cohort"], "dropped": i in r["dropped"]}
-            values = {k: v[at] for k, v in r["eval"].items() if k != "clients"}
-            out.append({**row, "client": i, **took_part, **values})
-    return out
+            table.append({**run, **_round_row(record, list(metrics))})
+        else:
+            table += [{**run, **row} for row in _client_rows(record)]
+    return table
+
+
+def _round_row(record: Line, metrics: Sequence[str]) -> dict[str, Any]:
+    """A round's number, counts and other fields, and the mean of each metric."""
+    row = {
+        "round": record["round"],
+        "clients": len(record["cohort"]),
+        "dropped": len(record["dropped"]),
+    }
+    for field in ROUND_FIELDS:
+        row[field] = record.get(field)
+    values = evaluated_values(record)
+    for metric in metrics:
+        row[f"mean_{metric}"] = mean(values.get(metric, ()))
+    return row
+
+
+def _client_rows(record: Line) -> list[dict[str, Any]]:
+    """For each evaluated client of a round, whether it took part, and its values."""
+    rows = []
+    for index, client in enumerate(evaluated_clients(record)):
+        row = {
+            "round": record["round"],
+            "client": client,
+            "took_part": client in record["cohort"],
+            "dropped": client in record["dropped"],
+        }
+        for metric, values in record["eval"].items():
+            if metric != "clients":
+                row[metric] = values[index]
+        rows.append(row)
+    return rows
 
 
 def evaluated_values(record: Line) -> dict[str, Sequence[float]]:
-    """What a round's evaluation measured of each client."""
-    seen = record["eval"] or {}
-    return {k: values for k, values in seen.items() if k not in ("size", "clients")}
+    """The values of each client in a round's evaluation, by metric."""
+    evaluation = record["eval"] or {}
+    return {k: v for k, v in evaluation.items() if k not in ("size", "clients")}
 
 
 def evaluated_clients(record: Line) -> Sequence[int]:
-    """Who was evaluated in a round."""
-    seen = record["eval"] or {}
-    return seen.get("clients") or range(len(next(iter(seen.values()), ())))
+    """The ids of the clients that were evaluated in a round."""
+    evaluation = record["eval"] or {}
+    count = len(next(iter(evaluation.values()), ()))
+    return evaluation.get("clients") or range(count)
 
 
 def frame(header: Line, rounds: Sequence[Line], per: Per = "round") -> Any:
-    """`rows` as a `pandas.DataFrame`; ImportError in one sentence without pandas."""
+    """`rows` as a `pandas.DataFrame`; raises ImportError without pandas."""
     return import_optional("pandas").DataFrame(rows(header, rounds, per))
 
 
 def to_csv(
     header: Line, rounds: Sequence[Line], path: str | Path, per: Per = "round"
 ) -> None:
-    """`rows` as a CSV file with a line of names; numbers that are not there are empty.
-    ValueError where it cannot be written."""
+    """Writes `rows` as a CSV file with a line of names, where NaN is an empty field.
+
+    Raises ValueError where the file cannot be written.
+    """
     table = rows(header, rounds, per)
+    names = list(table[0]) if table else ["round"]
     try:
         with (
             safe_write(path) as part,
             open(part, "w", newline="", encoding="utf-8") as file,
         ):
-            writer = csv.DictWriter(file, list(table[0]) if table else ["round"])
+            writer = csv.DictWriter(file, names)
             writer.writeheader()
-            writer.writerows(
-                {k: "" if v != v else v for k, v in row.items()} for row in table
-            )
+            for row in table:
+                for name, value in row.items():
+                    if value != value:  # NaN alone differs from itself
+                        row[name] = ""
+                writer.writerow(row)
     except OSError as e:
         raise ValueError(
             f"path: expected a file that can be written, got {path} ({e.strerror}); "
@@ -88,25 +118,34 @@ def to_csv(
 
 
 def scalars(record: Line, clients: bool = False) -> dict[str, float]:
-    """A round's numbers by name: "train/...", "traffic/...", "eval/..." (means over
-    clients) and, with `clients`, "eval/KEY/client I"."""
-    out = {
+    """A round's numbers by name: "train/...", "traffic/..." and "eval/...".
+
+    Those of the evaluation are means over clients. With `clients` each client's number
+    is there, too, as "eval/METRIC/client ID". Numbers that are missing are left out.
+    """
+    numbers = {
         "train/seconds": record["seconds"],
         "train/dropped": len(record["dropped"]),
         "traffic/bytes_down": record["bytes_down"],
         "traffic/bytes_up": record["bytes_up"],
         "train/loss": record["train_loss"],
     }
-    for key, values in evaluated_values(record).items():
-        out[f"eval/{key}"] = mean(values)
+    for metric, values in evaluated_values(record).items():
+        numbers[f"eval/{metric}"] = mean(values)
         if clients:
-            each = zip(evaluated_clients(record), values, strict=True)
-            out |= {f"eval/{key}/client {i}": v for i, v in each}
-    return {k: float(v) for k, v in out.items() if v is not None and not math.isnan(v)}
+            for client, value in zip(evaluated_clients(record), values, strict=True):
+                numbers[f"eval/{metric}/client {client}"] = value
+    present = {}
+    for name, number in numbers.items():
+        if number is not None and not math.isnan(number):
+            present[name] = float(number)
+    return present
 
 
 def summary_writer(folder: str | Path) -> Any:
-    """torch's writer of TensorBoard events; ImportError in one sentence where the
-    package tensorboard is missing."""
+    """torch's writer of TensorBoard events.
+
+    Raises ImportError where the package tensorboard is missing.
+    """
     import_optional("tensorboard")
     return import_optional("torch.utils.tensorboard").SummaryWriter(str(folder))

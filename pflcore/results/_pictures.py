@@ -1,6 +1,11 @@
-"""Pictures of runs, and what every picture is drawn with. matplotlib is imported here,
-when a picture is asked for, and never touches a caller's own figures (no pyplot)."""
+"""Pictures of runs, and the functions that draw every picture.
 
+matplotlib is imported when the first picture is drawn. Its pyplot is not used, so a
+caller's own figures are left alone. In shapes, N is the number of clients, M of models
+and T of rounds.
+"""
+
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +21,7 @@ from pflcore.results._files import atomic_write
 from pflcore.results.record import Run, Runs, label_runs, min_num_clients
 from pflcore.results.table import split_name
 
-# Okabe and Ito's, distinct for the colour-blind too
+# Okabe and Ito's colours, which the colour-blind can tell apart, too.
 LINE_COLOURS = (
     "#0072B2",
     "#D55E00",
@@ -27,28 +32,36 @@ LINE_COLOURS = (
     "#000000",
     "#8C6D31",
 )
-PICTURE_NAMES = ("weights", "curves", "clients")  # of the files that `draw` makes
+PICTURE_NAMES = ("weights", "curves", "clients")  # names of the files that `draw` makes
+# More names than these, or longer ones, would hide the lines of a picture.
 MAX_NAMES = 8
-LONG_NAME_LETTERS = 32  # in a picture: beyond them names take a place of their own
+LONG_NAME_LETTERS = 32
 LEGEND_BELOW_OPTIONS = {"loc": "outside lower left", "fontsize": 8, "frameon": False}
-MAX_WEIGHT_CLIENTS = 1000  # clients of a picture of mixing weights
+MAX_WEIGHT_CLIENTS = 1000  # clients in a picture of mixing weights
 
 
 def figure_of(
     width: float, height: float, panels: int = 1, rows: int = 1
 ) -> tuple[Any, list[Any]]:
-    """A figure with so many panels beside each other, in so many rows."""
+    """A figure of this size in inches, and the axes of its panels, row by row.
+
+    Args:
+        panels: The number of panels in a row.
+    """
     figures = import_optional("matplotlib.figure")
     figure = figures.Figure(figsize=(width, height), layout="constrained")
     axes = [*figure.subplots(rows, panels, squeeze=False).flat]
+    # All colours with solid lines, then all with dashed and all with dotted ones.
+    styles = []
+    for style in ("-", "--", ":"):
+        styles += [style] * len(LINE_COLOURS)
     for axis in axes:
-        styles = [style for style in ("-", "--", ":") for _ in LINE_COLOURS]
         axis.set_prop_cycle(color=LINE_COLOURS * 3, linestyle=styles)
     return figure, axes
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """The picture as PNG, and beside it as SVG."""
+    """Saves the picture as PNG, and beside it as SVG; the path of the PNG."""
     path = Path(path)
     for file in (path, path.with_suffix(".svg")):
         with atomic_write(file) as part:
@@ -57,6 +70,7 @@ def save(figure: Any, path: str | Path) -> Path:
 
 
 def tidy(axis: Any, title: str, x: str, y: str) -> None:
+    """Gives a panel its title, its labels and a light grid without a frame."""
     axis.set_title(title, fontsize=10)
     axis.set(xlabel=x, ylabel=y)
     axis.spines[["top", "right"]].set_visible(False)
@@ -64,68 +78,90 @@ def tidy(axis: Any, title: str, x: str, y: str) -> None:
 
 
 def lines(
-    axis: Any, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], **how: Any
+    axis: Any,
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    **options: Any,
 ) -> None:
-    """Lines (x, y) by their names."""
+    """Draws lines (x, y), each with its name in the legend.
+
+    Args:
+        options: Those of matplotlib's `plot`, for all lines.
+    """
     for name, (x, y) in series.items():
-        marker = "o" if len(x) == 1 else None
-        axis.plot(x, y, **{"label": name, "marker": marker, **how})
+        marker = "o" if len(x) == 1 else None  # a single point makes no line
+        style = {"label": name, "marker": marker, **options}
+        axis.plot(x, y, **style)
     axis.legend(fontsize=8, frameon=False)
 
 
 def _scale(run: Run) -> tuple[float, str]:
-    """Factor and name of what the axes show."""
+    """The factor of the values on the axes, and the name of their quantity."""
     if run.main_metric == "accuracy":
         return 100.0, f"{split_name(run)} accuracy, %"
     return 1.0, f"{split_name(run)} loss"
 
 
 def curves(runs: Runs, path: str | Path) -> Path:
-    """Accuracy by round, a line per algorithm: mean over clients, and the target's own
-    where there is one; a band is ± std over seeds."""
+    """Draws the accuracy or loss by round, with one line per algorithm.
+
+    One panel shows the mean over clients, and one each the clients that runs have as
+    their target. The band around a line is ± the standard deviation over seeds.
+    """
     groups = label_runs(runs)
     scale, unit = _scale(runs[0])
-    targets: list[int | None] = [
-        None,
-        *sorted({r.target for r in runs if r.target is not None}),
-    ]
-    below = len(groups) > MAX_NAMES or max(map(len, groups)) > LONG_NAME_LETTERS
-    tall = 4.2 + 0.2 * len(groups) * below
-    figure, axes = figure_of(5.6 * len(targets), tall, len(targets))
-    for axis, client in zip(axes, targets, strict=True):
+    targets = sorted({run.target for run in runs if run.target is not None})
+    panels = [None, *targets]  # None stands for the mean over clients
+    legend_below = len(groups) > MAX_NAMES or max(map(len, groups)) > LONG_NAME_LETTERS
+    height = 4.2
+    if legend_below:
+        height += 0.2 * len(groups)
+    figure, axes = figure_of(5.6 * len(panels), height, len(panels))
+    for axis, client in zip(axes, panels, strict=True):
         series = {}
         for name, members in groups.items():
-            seeds = [
-                dict(zip(*r.curve(client, runs[0].main_metric), strict=True))
-                for r in members
-            ]
-            rounds = sorted({r for s in seeds for r in s})
-            at = [[scale * s[r] for s in seeds if r in s] for r in rounds]
-            mean, std = (
-                np.array([f(v) for v in at]) for f in (metrics.mean, metrics.std)
-            )
+            # The scale of the first run is that of all, and so is its metric.
+            rounds, mean, std = _seed_curve(members, client, runs[0].main_metric, scale)
             series[name] = rounds, mean.tolist()
             with np.errstate(invalid="ignore"):  # an infinite loss has no band
-                axis.fill_between(
-                    rounds, mean - std, mean + std, alpha=0.18, linewidth=0
-                )
+                low = mean - std
+                high = mean + std
+            axis.fill_between(rounds, low, high, alpha=0.18, linewidth=0)
         lines(axis, series)
-        who = "mean over clients" if client is None else f"client {client}, the target"
-        tidy(axis, who, "round", unit)
-    if below:  # names in a picture's middle would hide its lines
+        title = "mean over clients"
+        if client is not None:
+            title = f"client {client}, the target"
+        tidy(axis, title, "round", unit)
+    if legend_below:
         for axis in axes:
             axis.get_legend().remove()
         figure.legend(*axes[0].get_legend_handles_labels(), **LEGEND_BELOW_OPTIONS)
     return save(figure, path)
 
 
+def _seed_curve(
+    runs: Runs, client: int | None, metric: str, scale: float
+) -> tuple[list[int], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Rounds of the evaluations, with the mean and the deviation over seeds in each.
+
+    A round counts the runs that were evaluated in it.
+    """
+    values: dict[int, list[float]] = {}
+    for run in runs:
+        rounds, curve = run.curve(client, metric)
+        for round, value in zip(rounds, curve, strict=True):
+            values.setdefault(round, []).append(scale * value)
+    rounds = sorted(values)
+    mean = np.array([metrics.mean(values[round]) for round in rounds])
+    std = np.array([metrics.std(values[round]) for round in rounds])
+    return rounds, mean, std
+
+
 class HeatMap(NamedTuple):
-    """A heat map: its title, values [M, N], the numbers of its columns, and what the
-    axes are."""
+    """One heat map of a picture."""
 
     title: str
-    values: Tensor
-    columns: Sequence[int]
+    values: Tensor  # [M, N]
+    columns: Sequence[int]  # the numbers at the x axis, [N]
     x: str = "gives (client)"
     y: str = "receives (model)"
 
@@ -133,11 +169,11 @@ class HeatMap(NamedTuple):
 def heat_maps(
     panels: Sequence[HeatMap], path: str | Path, wide: int = 100
 ) -> Path | None:
-    """Heat maps, so many beside each other; None where there is none."""
+    """Draws heat maps, at most `wide` of them in a row; None where there is none."""
     if not panels:
         return None
     wide = min(wide, len(panels))
-    tall = -(-len(panels) // wide)
+    tall = math.ceil(len(panels) / wide)
     figure, axes = figure_of(5.2 * wide, 4.0 * tall, wide, tall)
     for axis in axes[len(panels) :]:
         axis.remove()
@@ -153,53 +189,66 @@ def heat_maps(
 
 
 def weights_by_round(run: Run) -> tuple[list[int], Tensor]:
-    """Weights of the run's only model by round, `[T, N]`."""
+    """Rounds, and the weights of the run's only model in each, `[T, N]`.
+
+    Rounds with another number of clients than the last one are left out.
+    """
     rounds, rows = run.weights()
-    mine = [
-        (r, w) for r, w in zip(rounds, rows, strict=True) if len(w) == len(rows[-1])
-    ]
-    return [r for r, _ in mine], torch.stack([w for _, w in mine])
+    kept_rounds = []
+    kept_rows = []
+    for round, row in zip(rounds, rows, strict=True):
+        if len(row) == len(rows[-1]):
+            kept_rounds.append(round)
+            kept_rows.append(row)
+    return kept_rounds, torch.stack(kept_rows)
 
 
 def weights(runs: Runs, path: str | Path) -> Path | None:
-    """Mixing weights, a heat map for each algorithm that reports them: of one model by
-    clients and rounds (WAFFLE, Fig. 3), of several who mixes with whom in the last
-    round."""
+    """Draws mixing weights, with a heat map for each algorithm that reports them.
+
+    For one model the map has clients and rounds as its axes (WAFFLE, Fig. 3). For
+    several it shows how much of which client is in which model in the last round.
+    """
     panels = []
-    for name, (run, *_) in label_runs(runs).items():
-        # a matrix for each round may not fit into memory
-        for r, last in zip(*run.weights(run.rounds_with_weights()[-1:]), strict=True):
-            if last.ndim == 2:
-                panels.append(HeatMap(f"{name}, round {r}", last, range(last.shape[1])))
+    for name, members in label_runs(runs).items():
+        run = members[0]
+        # Only the last round is read: a matrix for each may not fit into memory.
+        last_rounds, matrices = run.weights(run.rounds_with_weights()[-1:])
+        for round, weight in zip(last_rounds, matrices, strict=True):
+            if weight.ndim == 2:
+                columns = range(weight.shape[1])
+                panels.append(HeatMap(f"{name}, round {round}", weight, columns))
                 continue
-            rounds, w = weights_by_round(run)
-            of = "" if run.target is None else f", target {run.target}"
-            panels.append(HeatMap(name + of, w.T, rounds, "round", "client"))
+            rounds, by_round = weights_by_round(run)
+            target = "" if run.target is None else f", target {run.target}"
+            panels.append(HeatMap(name + target, by_round.T, rounds, "round", "client"))
     return heat_maps(panels, path)
 
 
 def clients(runs: Runs, path: str | Path) -> Path:
-    """The clients' values at the last evaluation, a box per algorithm (seeds
-    together)."""
+    """Draws the clients' values at the last evaluation, with one box per algorithm.
+
+    A box holds the clients of all seeds together, without values that are not finite.
+    """
     groups = label_runs(runs)
     scale, unit = _scale(runs[0])
-    values = [
-        torch.cat([scale * r.last_values(runs[0].main_metric) for r in m])
-        for m in groups.values()
-    ]
-    boxes = [v[v.isfinite()].tolist() for v in values]
-    long = max(map(len, groups)) > LONG_NAME_LETTERS
-    names = [
-        textwrap.fill(name, 24, break_long_words=False) if long else name
-        for name in groups
-    ]
-    how = {"fontsize": 7} if long else {"rotation": 20}
-    lines_of_names = max(name.count("\n") for name in names)
-    figure, (axis,) = figure_of(
-        1.6 + (1.6 if long else 1.1) * len(groups), 4 + lines_of_names / 8
-    )
+    boxes = []
+    for members in groups.values():
+        by_run = [scale * run.last_values(runs[0].main_metric) for run in members]
+        values = torch.cat(by_run)
+        boxes.append(values[values.isfinite()].tolist())
+    names = list(groups)
+    inches_per_box = 1.1
+    style: dict[str, int] = {"rotation": 20}
+    if max(map(len, names)) > LONG_NAME_LETTERS:
+        names = [textwrap.fill(name, 24, break_long_words=False) for name in names]
+        inches_per_box = 1.6
+        style = {"fontsize": 7}
+    line_breaks = max(name.count("\n") for name in names)
+    width = 1.6 + inches_per_box * len(names)
+    figure, (axis,) = figure_of(width, 4 + line_breaks / 8)
     axis.boxplot(boxes, widths=0.5)
-    axis.set_xticks(range(1, len(groups) + 1), names, **how)
+    axis.set_xticks(range(1, len(names) + 1), names, **style)
     tidy(axis, "clients at the last evaluation", "", unit)
     return save(figure, path)
 
@@ -207,25 +256,25 @@ def clients(runs: Runs, path: str | Path) -> Path:
 def _count_clients(run: Run) -> int:
     """The number of clients, by the header or, where that is lost, by the weights."""
     n = run.header.get("n")
-    return (
-        max(min_num_clients(r.get("report") or {}) for r in run.rounds)
-        if n is None
-        else n
-    )
+    if n is not None:
+        return int(n)
+    return max(min_num_clients(record.get("report") or {}) for record in run.rounds)
 
 
 def draw(runs: Runs, folder: str | Path) -> list[Path]:
-    """Every picture that the runs have something for, into `folder`; returns the files.
-    Mixing weights are drawn of at most 1,000 clients."""
+    """Draws every picture that the runs have values for, into `folder`.
+
+    Mixing weights are drawn for at most 1,000 clients. Returns the paths of the PNG
+    files.
+    """
     folder = Path(folder)
-    few = [
-        r
-        for r in runs
-        if r.rounds_with_weights() and _count_clients(r) <= MAX_WEIGHT_CLIENTS
-    ]
-    evaluated = [r for r in runs if r.evaluations]
-    made = [weights(few, folder / "weights.png")]
+    small = []
+    for run in runs:
+        if run.rounds_with_weights() and _count_clients(run) <= MAX_WEIGHT_CLIENTS:
+            small.append(run)
+    evaluated = [run for run in runs if run.evaluations]
+    paths = [weights(small, folder / "weights.png")]
     if evaluated:
-        made.append(curves(evaluated, folder / "curves.png"))
-        made.append(clients(evaluated, folder / "clients.png"))
-    return [p for p in made if p]
+        paths.append(curves(evaluated, folder / "curves.png"))
+        paths.append(clients(evaluated, folder / "clients.png"))
+    return [path for path in paths if path]

@@ -1,5 +1,7 @@
-"""A progress bar with the time left for the whole experiment; where stderr is no
-terminal, only lines."""
+"""A progress bar with the time left for the whole experiment.
+
+Where stderr is no terminal, there are only lines of text.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +13,37 @@ from typing import Any
 from pflcore import metrics
 from pflcore.check import import_optional
 
-# set with every interrupt of a command: where a library swallowed it, the round's end
-# brings it back
+# Every interrupt of a command sets it. Where a library swallowed the exception, the end
+# of the round raises it again.
 INTERRUPTED = threading.Event()
 
 
 class Progress:
-    """Counts rounds, by tqdm. `say` prints a line beside the bar."""
+    """A bar that counts the rounds of all runs of a command."""
 
     def __init__(self, total: int, quiet: bool = False) -> None:
-        """`total` rounds over all runs."""
+        """Shows a bar for `total` rounds, or none if it is to be quiet."""
         bar = import_optional("tqdm").tqdm
-        off = True if quiet else None  # None: where there is no terminal
-        self._bar = bar(total=total, unit="round", disable=off, dynamic_ncols=True)
-        self.name = self._bar.set_description_str  # what runs now
+        hidden = True if quiet else None  # None hides it where there is no terminal
+        self._bar = bar(total=total, unit="round", disable=hidden, dynamic_ncols=True)
+        self.name = self._bar.set_description_str  # writes the run's name before it
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """One round is done; its record shows the accuracy, where it was evaluated."""
+        """Counts a round, and shows the accuracy of its record if it was evaluated."""
         if INTERRUPTED.is_set():
             raise KeyboardInterrupt
         if "accuracy" in (line.get("eval") or {}):
-            said = f"accuracy {100 * metrics.mean(line['eval']['accuracy']):.1f} %"
-            self._bar.set_postfix_str(said, refresh=False)
+            percent = 100 * metrics.mean(line["eval"]["accuracy"])
+            self._bar.set_postfix_str(f"accuracy {percent:.1f} %", refresh=False)
         self._bar.update()
 
     def skip(self, rounds: int) -> None:
-        """So many rounds will not be played."""
+        """Takes rounds that will not be played from the total."""
         self._bar.total -= rounds
         self._bar.refresh()
 
     def say(self, text: str) -> None:
+        """Prints a line of text on stderr, above the bar."""
         self._bar.write(text, file=sys.stderr)
 
     def __enter__(self) -> Progress:
@@ -50,5 +53,5 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Ends the bar: what is printed now stands below it."""
+        """Ends the bar, below which everything is printed from now on."""
         self._bar.close()

@@ -1,4 +1,7 @@
-"""What a line of a record must be, so that nobody who reads a run has to ask again."""
+"""Checks of a record's lines, after which no reader of a run has to check them again.
+
+N is the number of clients of a run.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 from pflcore.check import require
 
 Facts = Mapping[str, Any]
-MAX_WHOLE_NUMBER = 2**53  # of whole numbers: those up to here are floats, too
+MAX_WHOLE_NUMBER = 2**53  # up to here every whole number is a float, too
 MAX_CLIENTS = 10**8
 DICT_FIELDS = (
     "facts",
@@ -24,7 +27,7 @@ class EarlierFormatError(ValueError):
 
 
 def check_line(line: Any) -> None:
-    """Raises ValueError where a line is none that a `RecordWriter` writes."""
+    """Raises ValueError where a `RecordWriter` writes no such line."""
     require(isinstance(line, dict), "line", "a JSON object", line)
     if _has_side_file(line):
         raise EarlierFormatError
@@ -37,8 +40,12 @@ def check_line(line: Any) -> None:
 
 
 def check_line_fits_run(line: Facts, header: Facts, evaluation: Facts | None) -> None:
-    """Raises ValueError where a line does not fit the run that it stands in: of this
-    header, with this first evaluation."""
+    """Raises ValueError where a line does not fit the other lines of its run.
+
+    Args:
+        header: The run's header.
+        evaluation: The first evaluation of the run; None where there is none yet.
+    """
     n = header.get("n")
     if n is not None:
         for name, ids in _ids_by_field(line):
@@ -47,49 +54,36 @@ def check_line_fits_run(line: Facts, header: Facts, evaluation: Facts | None) ->
     if not values:
         return
     count = _evaluation_length(values)
-    who = len(values["clients"]) if "clients" in values else n
-    require(who in (None, count), "eval", f"values of {who} clients", values)
+    expected = len(values["clients"]) if "clients" in values else n
+    fits = expected in (None, count)
+    require(fits, "eval", f"values of {expected} clients", values)
     if evaluation:
-        form = _evaluation_layout(values)
+        layout = _evaluation_layout(values)
         first = _evaluation_layout(evaluation)
-        require(form == first, "eval", f"the run's keys and lengths, {first}", form)
+        words = f"the run's keys and lengths, {first}"
+        require(layout == first, "eval", words, layout)
 
 
 def _check_header(header: Any) -> None:
     require(isinstance(header, dict), "header", "a JSON object", header)
-    n, rounds, target = (header.get(k) for k in ("n", "rounds", "target"))
-    words = f"a whole number from 1 to {MAX_CLIENTS:,}"
-    require(
-        n is None or (_is_whole_number(n) and 1 <= n <= MAX_CLIENTS),
-        "header.n",
-        words,
-        n,
-    )
-    require(
-        rounds is None or _is_whole_number(rounds),
-        "header.rounds",
-        "a whole number",
-        rounds,
-    )
+    n = header.get("n")
+    fits = n is None or (_is_whole_number(n) and 1 <= n <= MAX_CLIENTS)
+    require(fits, "header.n", f"a whole number from 1 to {MAX_CLIENTS:,}", n)
+    rounds = header.get("rounds")
+    fits = rounds is None or _is_whole_number(rounds)
+    require(fits, "header.rounds", "a whole number", rounds)
+    target = header.get("target")
     if isinstance(target, int):
-        there = _is_whole_number(target) and (n is None or target < n)
-        require(there, "header.target", "a client", target)
+        fits = _is_whole_number(target) and (n is None or target < n)
+        require(fits, "header.target", "a client", target)
     for name in DICT_FIELDS:
         value = header.get(name)
-        require(
-            value is None or isinstance(value, dict),
-            f"header.{name}",
-            "an object",
-            value,
-        )
+        fits = value is None or isinstance(value, dict)
+        require(fits, f"header.{name}", "an object", value)
     for name in ("seed", "eval_split", "model_target"):
         value = header.get(name)
-        require(
-            not isinstance(value, list | dict),
-            f"header.{name}",
-            "a single value",
-            value,
-        )
+        fits = not isinstance(value, list | dict)
+        require(fits, f"header.{name}", "a single value", value)
     held_out = (header.get("facts") or {}).get("held out for validation")
     fits = held_out is None or _are_numbers([held_out])
     require(fits, "header.facts", "a share held out for validation", held_out)
@@ -108,13 +102,9 @@ def _check_round(line: Facts) -> None:
     for name in ID_FIELDS:
         ids = line.get(name)
         require(ids is None or _are_ids(ids), name, "a list of clients", ids)
-    moved = line.get("relative_update_norm")
-    require(
-        moved is None or _are_numbers(moved),
-        "relative_update_norm",
-        "a list of numbers",
-        moved,
-    )
+    norms = line.get("relative_update_norm")
+    fits = norms is None or _are_numbers(norms)
+    require(fits, "relative_update_norm", "a list of numbers", norms)
     for name in ("bytes_down", "bytes_up"):
         value = line.get(name, 0)
         fits = _are_numbers([value]) and value is not None and 0 <= value < 2**63
@@ -126,20 +116,15 @@ def _check_round(line: Facts) -> None:
 
 
 def _check_evaluation(values: Any) -> None:
-    require(
-        values is None or isinstance(values, dict), "eval", "an object of lists", values
-    )
+    fits = values is None or isinstance(values, dict)
+    require(fits, "eval", "an object of lists", values)
     if not values:
         return
     for name, value in values.items():
         fits = value is None or _are_numbers(value)
         require(fits, f"eval.{name}", "a list of numbers, one a client", value)
-    require(
-        _are_ids(values.get("clients", [])),
-        "eval.clients",
-        "clients",
-        values.get("clients"),
-    )
+    fits = _are_ids(values.get("clients", []))
+    require(fits, "eval.clients", "clients", values.get("clients"))
     lengths = {len(value) for value in values.values() if value is not None}
     require(len(lengths) == 1, "eval", "lists of one length", lengths)
     measured = values.get("accuracy") is not None or values.get("loss") is not None
@@ -147,17 +132,19 @@ def _check_evaluation(values: Any) -> None:
 
 
 def _check_report(report: Any) -> None:
-    """An algorithm reports what it likes; what is drawn as mixing weights must be
-    such."""
+    """Checks the parts of a report that are drawn as mixing weights.
+
+    All others may be what the algorithm likes.
+    """
     require(report is None or isinstance(report, dict), "report", "an object", report)
-    given = {k: v for k, v in (report or {}).items() if isinstance(v, list)}
-    for name in {"weights", "weight"} & {*given}:
-        fits = _numeric_shape(given[name]) is not None
-        require(fits, f"report.{name}", "a list or matrix of numbers", given[name])
-    if "index" not in given or "weight" not in given:
+    lists = {k: v for k, v in (report or {}).items() if isinstance(v, list)}
+    for name in {"weights", "weight"} & {*lists}:
+        fits = _numeric_shape(lists[name]) is not None
+        require(fits, f"report.{name}", "a list or matrix of numbers", lists[name])
+    if "index" not in lists or "weight" not in lists:
         return
-    index = given["index"]
-    shape = _numeric_shape(given["weight"])
+    index = lists["index"]
+    shape = _numeric_shape(lists["weight"])
     fits = _numeric_shape(index) == shape and _are_ids(_flatten_entries(index))
     require(fits, "report.index", "the clients of each weight", index)
     if "rows" in report:
@@ -167,16 +154,15 @@ def _check_report(report: Any) -> None:
 
 
 def _ids_by_field(line: Facts) -> list[tuple[str, Sequence[int]]]:
-    """All clients that a round's line names."""
+    """All ids of clients in a round's line, with the names of their fields."""
     report = line.get("report") or {}
     values = line.get("eval") or {}
-    found = [(name, line.get(name) or []) for name in ID_FIELDS]
-    found.append(("eval.clients", values.get("clients") or []))
+    fields = [(name, line.get(name) or []) for name in ID_FIELDS]
+    fields.append(("eval.clients", values.get("clients") or []))
     if isinstance(report.get("weight"), list) and isinstance(report.get("index"), list):
-        found += [
-            (f"report.{k}", _flatten_entries(report.get(k))) for k in ("index", "rows")
-        ]
-    return found
+        for name in ("index", "rows"):
+            fields.append((f"report.{name}", _flatten_entries(report.get(name))))
+    return fields
 
 
 def _is_whole_number(value: Any) -> bool:
@@ -190,8 +176,10 @@ def _are_ids(values: Any) -> bool:
 
 
 def _are_numbers(values: Any) -> bool:
-    """Whether it is a list of numbers that a float can hold, or None for one that is
-    not finite."""
+    """Whether the value is a list of numbers that a float can hold.
+
+    None is allowed, as a number that is not finite.
+    """
     if not isinstance(values, list) or {*map(type, values)} - {int, float, type(None)}:
         return False
     return all(abs(v) < 2**63 for v in values if type(v) is int)
@@ -201,8 +189,9 @@ def _numeric_shape(values: Any) -> tuple[int, ...] | None:
     """The shape of a list or matrix of numbers; None for anything else."""
     if _are_numbers(values):
         return (len(values),)
-    rows = isinstance(values, list) and all(map(_are_numbers, values))
-    lengths = {*map(len, values)} if rows else set()
+    if not isinstance(values, list) or not all(map(_are_numbers, values)):
+        return None
+    lengths = {*map(len, values)}
     return (len(values), *lengths) if len(lengths) == 1 else None
 
 
@@ -210,7 +199,13 @@ def _flatten_entries(values: Any) -> list[Any]:
     """The entries of a list or matrix."""
     if not isinstance(values, list):
         return []
-    return [v for row in values for v in (row if isinstance(row, list) else [row])]
+    entries = []
+    for row in values:
+        if isinstance(row, list):
+            entries += row
+        else:
+            entries.append(row)
+    return entries
 
 
 def _evaluation_length(values: Facts) -> int:
@@ -223,13 +218,14 @@ def _evaluation_layout(values: Facts) -> dict[str, int | None]:
 
 
 def _has_side_file(value: Any) -> bool:
-    """Whether a long list stands in a file beside the record: {"array":
-    [file, offset]}."""
-    if isinstance(value, list):  # which held whole lists alone
-        return False
+    """Whether a long list stands in a file beside the record, as it once did.
+
+    In its place the line has {"array": [file, offset]}.
+    """
+    # A list is not searched, because only whole lists were moved.
     if not isinstance(value, dict):
         return False
-    where = value.get("array")
-    if isinstance(where, list) and [type(v) for v in where] == [str, int]:
+    place = value.get("array")
+    if isinstance(place, list) and [type(v) for v in place] == [str, int]:
         return len(value) == 1
     return any(map(_has_side_file, value.values()))

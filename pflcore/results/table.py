@@ -1,8 +1,14 @@
-"""Runs told as a Markdown table."""
+"""Markdown tables that compare runs.
+
+A group is the runs of one algorithm with one set of options, which differ in the seed
+alone. A table has one row per group and one column per number.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from pflcore import metrics
 from pflcore.check import PositiveInt, checked, require
@@ -17,272 +23,384 @@ from pflcore.results.record import (
 )
 
 __all__ = ["table"]
-
-
-def experiment_title(run: Run) -> str:
-    """What must agree for runs to stand in one table: data, partition, model, number
-    of clients."""
-    head = run.header
-    named = {k: head[k] for k in ("data", "partition", "model") if head.get(k)}
-    words = [str(v) if k == "data" else f"{k} {v}" for k, v in named.items()]
-    return (
-        ", ".join(words + ([f"{head['n']} clients"] if "n" in head else [])) or "runs"
-    )
-
-
-def split_name(run: Run) -> str:
-    """On which of the clients' data the run was evaluated, in words."""
-    names = {"test": "test", "val": "validation"}
-    return names.get(run.header.get("eval_split", "test"), "training")
+Groups = Mapping[str, list[Run]]  # by the label of `label_runs`
+SHOWN_OUTLIERS = 3  # clients that a footnote names
 
 
 @checked
 def table(runs: Runs, last: PositiveInt = 10, baseline: str | None = None) -> str:
-    """Markdown: one row per algorithm, one table per setting; accuracies in percent;
-    several seeds as mean ± std over seeds.
+    """Markdown with one table per experiment and one row per algorithm.
 
-    `baseline`, the name of an algorithm among the runs, adds the percent of clients
-    that are worse off than with it.
+    Accuracies are in percent. Several seeds are shown as mean ± standard deviation over
+    the seeds.
+
+    Args:
+        last: The number of rounds in the column "mean of last".
+        baseline: The name of an algorithm among the runs. It adds a column with the
+            percentage of clients that do worse than under that algorithm.
+
+    Raises ValueError where no run has the baseline's name.
     """
     names = list(label_runs(runs))
-    known = baseline in {None, *names, *(r.algorithm for r in runs)}
-    require(known, "baseline", f"one of {', '.join(names)}", baseline, names)
-    settings: dict[str, list[Run]] = {}
+    known = {None, *names, *(run.algorithm for run in runs)}
+    require(
+        baseline in known, "baseline", f"one of {', '.join(names)}", baseline, names
+    )
+    experiments: dict[str, list[Run]] = {}
     for run in runs:
-        settings.setdefault(experiment_title(run), []).append(run)
-    return "\n".join(
-        _table(name, members, last, baseline) for name, members in settings.items()
-    )
+        experiments.setdefault(experiment_title(run), []).append(run)
+    tables = []
+    for title, members in experiments.items():
+        tables.append(_table(title, members, last, baseline))
+    return "\n".join(tables)
 
 
-def _table(name: str, runs: Runs, last: int, baseline: str | None) -> str:
-    measure = next((r.main_metric for r in runs if r.evaluations), "accuracy")
+def experiment_title(run: Run) -> str:
+    """Title that the runs of one table share: data, partition, model and clients."""
+    header = run.header
+    words = []
+    if header.get("data"):
+        words.append(str(header["data"]))
+    for key in ("partition", "model"):
+        if header.get(key):
+            words.append(f"{key} {header[key]}")
+    if "n" in header:
+        words.append(f"{header['n']} clients")
+    return ", ".join(words) or "runs"
+
+
+def split_name(run: Run) -> str:
+    """The split that a run was evaluated on, as a word."""
+    names = {"test": "test", "val": "validation"}
+    return names.get(run.header.get("eval_split", "test"), "training")
+
+
+def _table(title: str, runs: Runs, last: int, baseline: str | None) -> str:
+    metric = next((run.main_metric for run in runs if run.evaluations), "accuracy")
     groups = label_runs(runs)
-    kept = {k: _one_of_each_seed(members) for k, members in groups.items()}
+    distinct_groups = {
+        label: _one_run_per_seed(members) for label, members in groups.items()
+    }
     split = split_name(runs[0])
-    seeds = max(map(len, kept.values()))
-    fewer = ", ".join(f"{k} {len(m)}" for k, m in kept.items() if len(m) < seeds)
-    spread = (
-        f"; mean ± std over {seeds} seeds{f' ({fewer})' if fewer else ''}"
-        if seeds > 1
-        else ""
-    )
-    said = "accuracy in percent" if measure == "accuracy" else "loss"
+    quantity = "accuracy in percent" if metric == "accuracy" else "loss"
     optimistic = " (optimistic, as in the papers)" if split == "test" else ""
-    rounds = max(r.rounds_played for r in runs)
-    return "\n".join(
-        [
-            f"### {name}, {rounds} rounds\n",
-            f"{split.capitalize()} {said}, mean over clients unless a client is "
-            f"named{spread}.\n",
-            *markdown_table(_rows(runs, kept, measure, last, baseline)),
-            f"\n\\* the best round, selected on {split} data{optimistic}; std and "
-            "worst decile: at "
-            "the last evaluation.",
-            *_footnotes(groups, kept),
-            "",
-        ]
-    )
+    rounds = max(run.rounds_played for run in runs)
+    lines = [
+        f"### {title}, {rounds} rounds\n",
+        f"{split.capitalize()} {quantity}, mean over clients unless a client is "
+        f"named{_seeds_note(distinct_groups)}.\n",
+        *markdown_table(_rows(runs, distinct_groups, metric, last, baseline)),
+        f"\n\\* the best round, selected on {split} data{optimistic}; std and worst "
+        "decile: at the last evaluation.",
+        *_footnotes(groups, distinct_groups),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _seeds_note(groups: Groups) -> str:
+    """Note on the number of seeds, which is empty for a single seed."""
+    seeds = max(map(len, groups.values()))
+    if seeds == 1:
+        return ""
+    fewer = [
+        f"{label} {len(runs)}" for label, runs in groups.items() if len(runs) < seeds
+    ]
+    exceptions = f" ({', '.join(fewer)})" if fewer else ""
+    return f"; mean ± std over {seeds} seeds{exceptions}"
+
+
+def _one_run_per_seed(runs: Runs) -> list[Run]:
+    """The first finished run of each seed, or its first run if none is finished."""
+    by_seed: dict[Any, Run] = {}
+    for run in sorted(runs, key=lambda run: run.unfinished):
+        seed = run.header.get("seed", id(run))  # every run without a seed counts
+        by_seed.setdefault(seed, run)
+    return list(by_seed.values())
+
+
+# rows -------------------------------------------------------------------------
 
 
 def _rows(
-    runs: Runs,
-    groups: dict[str, list[Run]],
-    measure: str,
-    last: int,
-    baseline: str | None,
+    runs: Runs, groups: Groups, metric: str, last: int, baseline: str | None
 ) -> list[list[str]]:
-    """The table's heading and a row for each algorithm."""
-    clients = [None, *sorted({r.target for r in runs if r.target is not None})]
-    # no mean of more rounds than the longest run has
-    last = max(1, min(last, max(r.rounds_played for r in runs)))
-    columns = list(_run_numbers(runs[0], clients, measure, last))
-    extras = sorted({k for r in runs for k in r.extra_metrics} - {measure})
-    base = find_runs(groups, baseline) if baseline else None
-    of_seed = {b.header.get("seed"): b for b in reversed(base or [])}
-    hurt = [f"% hurt vs {baseline}"] if base else []
-    rows = [["algorithm", *columns, *extras, *hurt, "bytes sent", "note"]]
-    scale, digits = (100.0, 2) if measure == "accuracy" else (1.0, 5)
-    for algorithm, members in groups.items():
-        numbers = [_run_numbers(r, clients, measure, last) for r in members]
-        row = [_cell([scale * each[k] for each in numbers], digits) for k in columns]
-        if any(
-            r.rounds_played < last for r in members
-        ):  # the mean of fewer rounds is another number
-            both = zip(columns, row, strict=True)
-            row = [
-                "-" if name.endswith(last_mean_heading(last)) else cell
-                for name, cell in both
-            ]
-        for k in extras:
-            row.append(
-                _cell(
-                    [
-                        metrics.mean(r.last_values(k))
-                        for r in members
-                        if k in r.extra_metrics
-                    ],
-                    4,
-                )
-            )
-        if base:
-            lost = [
-                _percent_hurt(r, of_seed.get(r.header.get("seed")), measure)
-                for r in members
-            ]
-            row.append(_cell(lost, 1))
-        sent = human_bytes(
-            metrics.mean([float((r.cumulative_bytes() or [0])[-1]) for r in members])
-        )
-        each = [", ".join(_notes(r)) for r in members]
-        notes = "; ".join(dict.fromkeys(filter(None, each)))
-        rows.append([algorithm, *row, sent, notes])
+    """The heading and one row per algorithm."""
+    targets = sorted({run.target for run in runs if run.target is not None})
+    clients = [None, *targets]  # None stands for the mean over clients
+    # A mean of more rounds than the longest run has would be of no run.
+    last = max(1, min(last, max(run.rounds_played for run in runs)))
+    columns = list(_run_numbers(runs[0], clients, metric, last))
+    extra_metrics = sorted(set().union(*(run.extra_metrics for run in runs)) - {metric})
+    baseline_runs = find_runs(groups, baseline) if baseline else None
+    hurt_column = [f"% hurt vs {baseline}"] if baseline_runs else []
+    heading = ["algorithm", *columns, *extra_metrics, *hurt_column]
+    rows = [[*heading, "bytes sent", "note"]]
+    for label, members in groups.items():
+        row = [label, *_main_cells(members, clients, metric, last)]
+        row += [_extra_cell(members, name) for name in extra_metrics]
+        if baseline_runs:
+            row.append(_hurt_cell(members, baseline_runs, metric))
+        rows.append([*row, _bytes_cell(members), _notes_cell(members)])
     return rows
 
 
-def _footnotes(
-    groups: dict[str, list[Run]], kept: dict[str, list[Run]]
-) -> Iterator[str]:
-    """What stands below the table."""
-    made_for = {name: m[0].header.get("model_target") for name, m in groups.items()}
-    for_one = [f"{k} for client {c}" for k, c in made_for.items() if isinstance(c, int)]
-    for_each = [name for name, client in made_for.items() if client == "each client"]
-    if for_one:
-        yield f"\nMade for one client, whose columns count: {', '.join(for_one)}."
-    if for_each:
-        yield f"\nMade for each client in a run of its own: {', '.join(for_each)}."
-    for algorithm, members in kept.items():
-        for r in members:
-            run = f"\n{algorithm}, seed {r.header.get('seed', '?')}"
-            seed = r.header.get("seed")
-            if far := describe_outliers(r):
-                yield f"{run}, moved far: {far}; look at the data or set clip."
-            times = [other.header.get("seed") for other in groups[algorithm]].count(
-                seed
-            )
-            if seed is not None and times > 1:
-                yield f"{run}: the same run is here {times} times, and counts once."
-            if r.stopped:
-                yield f"{run}, stopped: {r.stopped}"
-
-
-def _percent_hurt(run: Run, base: Run | None, measure: str) -> float:
-    """Percent of clients that are worse off than in a run of the same seed; NaN where
-    there is none, or other clients were evaluated."""
-    if base is None or not (run.last_evaluation and base.last_evaluation):
-        return math.nan
-    keys = (*TABLE_FIELDS, *DATA_FIELDS, "partition_options", "eval_split")
-    (cut, a), (other, b) = (
-        ([r.header.get(k) for k in keys], r.last_evaluation) for r in (run, base)
-    )
-    same = a.get("clients") == b.get("clients") and len(a[measure]) == len(b[measure])
-    if not same or cut != other:
-        return math.nan
-    return metrics.hurt(
-        run.last_values(measure),
-        base.last_values(measure),
-        metrics.is_higher_better(measure),
-    )
-
-
-def _one_of_each_seed(runs: Runs) -> list[Run]:
-    """One run of each seed, the first whole one."""
-    kept: dict[Any, Run] = {}
-    for run in sorted(runs, key=lambda r: r.unfinished):
-        kept.setdefault(run.header.get("seed", id(run)), run)
-    return list(kept.values())
-
-
 def _run_numbers(
-    run: Run, clients: Sequence[int | None], measure: str, last: int
+    run: Run, clients: Sequence[int | None], metric: str, last: int
 ) -> dict[str, float]:
-    """A run's numbers by column; of `clients` None is the mean over all."""
-    up = metrics.is_higher_better(measure)
-    at_last = run.last_values(measure)
-    out = dict[str, float]()
+    """A run's numbers by column; client None is the mean over clients."""
+    higher_is_better = metrics.is_higher_better(metric)
+    numbers = {}
     for client in clients:
-        rounds, values = run.curve(client, measure)
-        who = "" if client is None else f"client {client}: "
-        out[f"{who}best\\*"] = metrics.best(values, up).value
-        out[f"{who}final"] = metrics.final(values)
-        out[f"{who}{last_mean_heading(last)}"] = metrics.last_mean(values, rounds, last)
-    out["std over clients"] = metrics.std(at_last)
-    out["worst decile"] = metrics.worst_decile(at_last, higher_is_better=up)
-    return out
+        rounds, values = run.curve(client, metric)
+        prefix = "" if client is None else f"client {client}: "
+        numbers[f"{prefix}best\\*"] = metrics.best(values, higher_is_better).value
+        numbers[f"{prefix}final"] = metrics.final(values)
+        last_mean = metrics.last_mean(values, rounds, last)
+        numbers[f"{prefix}{last_mean_heading(last)}"] = last_mean
+    final_values = run.last_values(metric)
+    numbers["std over clients"] = metrics.std(final_values)
+    numbers["worst decile"] = metrics.worst_decile(
+        final_values, higher_is_better=higher_is_better
+    )
+    return numbers
 
 
 def last_mean_heading(rounds: int) -> str:
-    """The heading of the mean over so many rounds."""
+    """Heading of the column with the mean over the last rounds."""
     return f"mean of last {rounds}"
 
 
+def _main_cells(
+    runs: Runs, clients: Sequence[int | None], metric: str, last: int
+) -> list[str]:
+    """The cells that show `_run_numbers`, one per column."""
+    numbers = [_run_numbers(run, clients, metric, last) for run in runs]
+    # A run with fewer rounds has a mean too, but of fewer rounds than the heading says.
+    is_short = any(run.rounds_played < last for run in runs)
+    cells = []
+    for column in numbers[0]:
+        if is_short and column.endswith(last_mean_heading(last)):
+            cells.append("-")
+            continue
+        cells.append(_main_cell([values[column] for values in numbers], metric))
+    return cells
+
+
+def _main_cell(values: Sequence[float], metric: str) -> str:
+    if metric == "accuracy":
+        return _cell([100 * value for value in values], digits=2)
+    return _cell(values, digits=5)
+
+
+def _extra_cell(runs: Runs, metric: str) -> str:
+    values = []
+    for run in runs:
+        if metric in run.extra_metrics:
+            values.append(metrics.mean(run.last_values(metric)))
+    return _cell(values, digits=4)
+
+
+def _hurt_cell(runs: Runs, baseline_runs: Runs, metric: str) -> str:
+    by_seed: dict[Any, Run] = {}
+    for run in baseline_runs:
+        by_seed.setdefault(run.header.get("seed"), run)
+    percents = []
+    for run in runs:
+        baseline = by_seed.get(run.header.get("seed"))
+        percents.append(_percent_hurt(run, baseline, metric))
+    return _cell(percents, digits=1)
+
+
+def _percent_hurt(run: Run, baseline: Run | None, metric: str) -> float:
+    """Percentage of clients that do worse than in the baseline run.
+
+    NaN where no baseline run has the same seed, and where the two runs differ in their
+    data or in the clients that were evaluated.
+    """
+    if baseline is None or not run.last_evaluation or not baseline.last_evaluation:
+        return math.nan
+    for key in (*TABLE_FIELDS, *DATA_FIELDS, "partition_options", "eval_split"):
+        if run.header.get(key) != baseline.header.get(key):
+            return math.nan
+    ours = run.last_evaluation
+    theirs = baseline.last_evaluation
+    same_clients = ours.get("clients") == theirs.get("clients")
+    if not same_clients or len(ours[metric]) != len(theirs[metric]):
+        return math.nan
+    return metrics.hurt(
+        run.last_values(metric),
+        baseline.last_values(metric),
+        metrics.is_higher_better(metric),
+    )
+
+
+def _bytes_cell(runs: Runs) -> str:
+    totals = []
+    for run in runs:
+        by_round = run.cumulative_bytes() or [0]
+        totals.append(float(by_round[-1]))
+    return human_bytes(metrics.mean(totals))
+
+
+def _notes_cell(runs: Runs) -> str:
+    notes = [", ".join(_notes(run)) for run in runs]
+    unique = dict.fromkeys(filter(None, notes))
+    return "; ".join(unique)
+
+
 def _cell(values: Sequence[float], digits: int) -> str:
-    """One number per seed: the number, or mean ± population standard deviation over
-    the seeds."""
+    """One number per seed as text: the number, or mean ± standard deviation.
+
+    The deviation is the population's, over the seeds. The cell is "-" where no seed has
+    a value, and where one is infinite.
+    """
     if not metrics.count(values) or any(map(math.isinf, values)):
         return "-"
     text = f"{metrics.mean(values):.{digits}f}"
-    return f"{text} ± {metrics.std(values):.{digits}f}" if len(values) > 1 else text
+    if len(values) > 1:
+        text += f" ± {metrics.std(values):.{digits}f}"
+    return text
 
 
-def describe_incidents(run: Run) -> list[str]:
-    """Void rounds, and clients that were dropped, in words."""
-    void = sum(bool(r.get("void")) for r in run.rounds)
-    dropped = sum(len(r.get("dropped") or []) for r in run.rounds)
-    said = {
-        f"{void} void rounds": void,
-        f"{dropped} times a client was dropped": dropped,
-    }
-    return [words for words, times in said.items() if times]
+# notes and footnotes ----------------------------------------------------------
 
 
 def _notes(run: Run) -> Iterator[str]:
-    """What stands beside the run's numbers."""
+    """Remarks for the last column of a run's row."""
     planned = run.header.get("rounds")
     if isinstance(planned, int) and run.rounds_played < planned:
         yield f"{run.rounds_played} of {planned} rounds"
     elif run.stopped:
         yield f"stopped after round {run.rounds_played}"
     yield from describe_incidents(run)
-    lacking = {
-        f"no {k}": run.last_values(k).isnan() & (run.last_values("size") > 0)
-        for k in run.extra_metrics
-    }
-    if "loss" in run.last_evaluation:
-        lacking = {"no finite loss": run.last_values("loss").isinf(), **lacking}
-    for what, who in lacking.items():
-        if count := int(who.sum()):
-            yield f"{count} client{'s have' if count > 1 else ' has'} {what}"
+    yield from _missing_values(run)
     if run.held_out:
         yield run.held_out
-    if cut := len({i for r in run.rounds for i in r.get("clipped") or []}):
-        yield f"the updates of {cut} client{'s' * (cut > 1)} were clipped"
-    if bad := run.header.get("adversary"):
-        ids = ", ".join(map(str, bad["clients"]))
-        yield f"{bad['attack']} by client{'s' * (len(bad['clients']) > 1)} {ids}"
+    clipped: set[int] = set()
+    for record in run.rounds:
+        clipped.update(record.get("clipped") or [])
+    if clipped:
+        yield f"the updates of {_plural(len(clipped), 'client')} were clipped"
+    adversary = run.header.get("adversary")
+    if adversary:
+        ids = adversary["clients"]
+        clients = "clients" if len(ids) > 1 else "client"
+        yield f"{adversary['attack']} by {clients} {', '.join(map(str, ids))}"
+
+
+def _missing_values(run: Run) -> Iterator[str]:
+    """Counts of clients that lack a finite loss or a metric."""
+    missing: dict[str, Tensor] = {}  # a mask of clients [N] for each lack
+    if "loss" in run.last_evaluation:
+        missing["no finite loss"] = run.last_values("loss").isinf()
+    for name in run.extra_metrics:
+        has_samples = run.last_values("size") > 0
+        missing[f"no {name}"] = run.last_values(name).isnan() & has_samples
+    for lack, clients in missing.items():
+        count = int(clients.sum())
+        if count:
+            verb = "have" if count > 1 else "has"
+            yield f"{_plural(count, 'client')} {verb} {lack}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"
+
+
+def describe_incidents(run: Run) -> list[str]:
+    """Counts of void rounds and of dropped clients, in words."""
+    void = sum(bool(record.get("void")) for record in run.rounds)
+    dropped = sum(len(record.get("dropped") or []) for record in run.rounds)
+    incidents = []
+    if void:
+        incidents.append(f"{void} void rounds")
+    if dropped:
+        incidents.append(f"{dropped} times a client was dropped")
+    return incidents
 
 
 def describe_outliers(run: Run) -> str:
-    """Who moved much farther than the others, the farthest first; "" for nobody."""
-    far = sorted(run.outliers().items(), key=lambda item: -item[1][0])
-    said = [
-        f"client {i} by up to {ratio:.3g} times the median ({times} "
-        f"round{'s' * (times > 1)})"
-        for i, (ratio, times) in far[:3]
-    ]
-    return ", ".join(said) + (f" and {len(far) - 3} more" if len(far) > 3 else "")
+    """Clients whose updates were far longer than others, longest first.
+
+    The text is empty where there is no such client.
+    """
+    outliers = sorted(run.outliers().items(), key=lambda item: -item[1][0])
+    descriptions = []
+    for client, (ratio, rounds) in outliers[:SHOWN_OUTLIERS]:
+        times = _plural(rounds, "round")
+        descriptions.append(
+            f"client {client} by up to {ratio:.3g} times the median ({times})"
+        )
+    text = ", ".join(descriptions)
+    if len(outliers) > SHOWN_OUTLIERS:
+        text += f" and {len(outliers) - SHOWN_OUTLIERS} more"
+    return text
+
+
+def _footnotes(groups: Groups, distinct_groups: Groups) -> Iterator[str]:
+    """Lines below the table."""
+    yield from _target_footnotes(groups)
+    for algorithm, runs in distinct_groups.items():
+        seeds = [run.header.get("seed") for run in groups[algorithm]]
+        for run in runs:
+            yield from _run_footnotes(algorithm, run, seeds)
+
+
+def _target_footnotes(groups: Groups) -> Iterator[str]:
+    """Lines that say which algorithms made models for one client, or for each."""
+    one_target = []
+    each_target = []
+    for label, runs in groups.items():
+        target = runs[0].header.get("model_target")
+        if isinstance(target, int):
+            one_target.append(f"{label} for client {target}")
+        elif target == "each client":
+            each_target.append(label)
+    if one_target:
+        yield f"\nMade for one client, whose columns count: {', '.join(one_target)}."
+    if each_target:
+        yield f"\nMade for each client in a run of its own: {', '.join(each_target)}."
+
+
+def _run_footnotes(algorithm: str, run: Run, seeds: list[Any]) -> Iterator[str]:
+    """Footnotes of one run.
+
+    Args:
+        seeds: The seeds of all runs of its algorithm, among which a seed that is there
+            twice means that a run was recorded twice.
+    """
+    seed = run.header.get("seed")
+    name = f"\n{algorithm}, seed {run.header.get('seed', '?')}"
+    outliers = describe_outliers(run)
+    if outliers:
+        yield f"{name}, moved far: {outliers}; look at the data or set clip."
+    times = seeds.count(seed)
+    if seed is not None and times > 1:
+        yield f"{name}: the same run is here {times} times, and counts once."
+    if run.stopped:
+        yield f"{name}, stopped: {run.stopped}"
+
+
+# Markdown ---------------------------------------------------------------------
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as Markdown, padded so that they read as a table in a terminal too; first
-    and last column left, numbers right."""
-    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = [str.ljust, *[str.rjust] * (len(width) - 2), str.ljust][: len(width)]
-    each = (
-        " | ".join(p(c, w) for p, c, w in zip(pad, row, width, strict=True))
-        for row in rows
-    )
-    head, *lines = (f"| {cells} |" for cells in each)
-    dashes = zip(pad, ("-" * (w + 1) for w in width), strict=True)
-    rule = [f"{dash}:" if p is str.rjust else f":{dash}" for p, dash in dashes]
-    return [head, f"|{'|'.join(rule)}|", *lines]
+    """Lines of a padded Markdown table, which can be read in a terminal too.
+
+    The first and the last column are aligned left, the others right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    last = len(widths) - 1
+    is_left = [column in (0, last) for column in range(len(widths))]
+    lines = []
+    for row in rows:
+        cells = []
+        for cell, width, left in zip(row, widths, is_left, strict=True):
+            cells.append(cell.ljust(width) if left else cell.rjust(width))
+        lines.append(f"| {' | '.join(cells)} |")
+    rule = []
+    for width, left in zip(widths, is_left, strict=True):
+        dashes = "-" * (width + 1)
+        rule.append(f":{dashes}" if left else f"{dashes}:")
+    return [lines[0], f"|{'|'.join(rule)}|", *lines[1:]]

@@ -97,7 +97,7 @@ def pairs_taken(monkeypatch, *arguments):
     return sum(taken)
 
 
-def test_groups_take_few_pairs_where_there_are_clusters_and_about_all_where_there_are_none(
+def test_groups_save_pairs_only_where_there_are_clusters(
     monkeypatch,
 ):
     many, one = clustered(20, 20, 521), clustered(1, 400, 521)
