@@ -639,10 +639,10 @@ def _descend_to_optimum(
         free = q > 0
 
 
-# With `search="auto"`, a cohort of this size looks for its neighbours in blocks,
+# With `search="auto"`, a cohort of at least this many clients looks for its neighbours
+# by `ops.nearest`: by groups where models are at least as long as the second constant,
+# so that the distance of a pair costs more than the bookkeeping; else block by block.
 GROUP_SEARCH_MIN_CLIENTS = 1000
-# and by groups where models are so long that the distance of a pair costs more than
-# the bookkeeping.
 GROUP_SEARCH_MIN_COLUMNS = 1 << 10
 
 
@@ -650,59 +650,64 @@ GROUP_SEARCH_MIN_COLUMNS = 1 << 10
 class FedDWA(Algorithm):
     """FedDWA (Liu et al. 2023): mixes the models nearest to where a client is heading.
 
-    server: x [N, P] (the personalized models), x0 [P] (the model of who has not taken
-    part), seen [N] (who has), and with guidance="previous" last [N, P] (each client's
-    upload) · client: nothing (with guidance="kept" last [P], has [1]) · down: x [S, P]
-    (1 model, client i's x_i) · up: w, g [S, P] (2 models: the trained one and the
-    guidance; 1 with "previous" and "current").
+    server: x [N, P] (the personalized models), x0 [P] (the model of clients that have
+    not taken part), seen [N] (the clients that have), and with guidance="previous" last
+    [N, P] (each client's upload) · client: nothing (with guidance="kept" last [P], has
+    [1]) · down: x [S, P] (1 model, client i's x_i) · up: w, g [S, P] (2 models: the
+    trained one and the guidance; 1 with "previous" and "current").
 
     A round goes like this (Algorithm 1):
 
     1. The server sends client i its personalized model x_i. At first it is x0.
     2. The client trains x_i on its own data. The trained model is w_i.
-    3. The client looks ahead: it goes on from w_i to see where its next step would lead
-       it. That place is its guidance g_i. The client uploads w_i and g_i.
+    3. The client looks ahead: it goes on training from w_i, to see where that would
+       lead it. The model that it gets is its guidance g_i. The client uploads w_i and
+       g_i. (Some kinds of `guidance` do not look ahead, see below.)
     4. The server computes the squared distances `|g_i - w_j|^2` from each guidance to
        the models of only this cohort. Models of absent clients are not mixed.
     5. The server mixes the k models nearest to g_i into the new x_i: `x_i = sum_j p_ij
        w_j`, with weights p_ij that are proportional to `1 / |g_i - w_j|^2` (Eqs. 8 and
        15) and sum to 1.
 
-    So a client's next model lies near the place where it was heading, and is made of
-    models that were trained on more data than its own. The client's own w_i competes
-    like any other model, and may not be among the k. An absent client keeps its x_i,
-    bit for bit. A client is evaluated with x_i, or by `serve="guidance"` with the
-    guidance that it would compute from it.
+    So a client's next model lies near the model that it was heading to. The client's
+    own w_i competes like any other model, and is perhaps not among the k; where g_i is
+    very near w_i, it takes almost all the weight. An absent client keeps its x_i, bit
+    for bit. A client is evaluated with x_i, or by `serve="guidance"` with the guidance
+    that it would compute after training x_i.
 
-    `guidance` decides how a client looks ahead; it keeps nothing of its look ahead:
+    `guidance` decides which model is g_i. The first three kinds train ahead from w_i,
+    and leave no trace: the client's state stays as it was after its training.
 
-    - "epoch" trains for `lookahead` more epochs; the authors' code for as many as a
-      round has.
+    - "epoch" trains for `lookahead` more epochs. (The authors' code trains for as many
+      as a round has.)
     - "steps" trains on `lookahead` more minibatches.
-    - "full_grad" takes `lookahead` gradient steps on all its samples (Eq. 16).
+    - "full_grad" takes `lookahead` steps of SGD on the gradient of all its samples
+      (Eq. 16), with the run's momentum and weight decay.
     - "previous" takes the w_i of the client's last round, which the server has cached
       (App. C.6, case ii). In its first round a client takes its present w_i.
     - "kept" takes the same model, but the client has cached it and uploads both (case
       i).
     - "current" takes the trained model itself (section 4.1). Its distance to itself is
-      0, so Eq. 15 gives it, and exact copies, all the weight: FedDWA becomes Local. One
-      step of "full_grad" at the paper's step size of .01 comes close: the own weight is
+      0, so Eq. 15 gives it, and exact copies, all the weight: FedDWA becomes Local, as
+      it does in a client's first round with "previous" and "kept". One step of
+      "full_grad" at the paper's step size of .01 comes close: the weight of w_i is
       above .999.
 
     `search` decides how the nearest models are found, not which they are. "exact"
-    computes all S * S distances. "groups" (`ops.nearest`) gives the same bits from few
-    of them where clients form clusters; where they do not, it computes some 2 / sqrt(S)
-    more than all. "auto" is "groups" for cohorts of 1000 clients or more, unless their
-    models are tiny.
+    computes all S * S distances at once. "groups" (`ops.nearest`) gives the same bits
+    from few distances where clients form clusters; where they do not, it computes more
+    than all of them, by a share of about 2 / sqrt(S). "auto" is "exact" for cohorts of
+    fewer than 1000 clients, and "groups" for larger ones; large cohorts of models of
+    fewer than 1024 numbers are searched for all pairs, block by block.
 
     Deviation: with `lookahead` > 1 each epoch, minibatch or step goes on from the one
     before it; the authors' code starts each of them again from w_i.
 
     Not in the paper: `power` makes the weights proportional to `1 / |g_i - w_j|^(2
-    power)`. `stride` moves the guidance along its direction from w_i, until its
-    distance to w_i is so many times that of the nearest other model. Without it the
-    look ahead, and with it the distance to the own model, shrinks with the gradient,
-    until the own model has all the weight.
+    power)`. `stride` rescales g_i - w_i, so that its length is `stride` times the
+    distance from w_i to the nearest other model, which takes all S * S distances.
+    Without `stride` the look ahead becomes shorter as gradients become smaller, and w_i
+    takes more and more of the weight.
     """
 
     k: PositiveInt = 5  # how many models are mixed, at most the cohort
@@ -714,11 +719,11 @@ class FedDWA(Algorithm):
     lookahead: PositiveInt = 1  # epochs, minibatches or gradient steps of the guidance
     # how the nearest models are found
     search: Literal["auto", "exact", "groups"] = "auto"
-    # of the inverse squared distances: 1 is Eq. 15, 0 an even mix
+    # of the inverse squared distances: 1 is Eq. 15, 0 an even mix of the k nearest
     power: NonNegativeFloat = 1.0
     # the guidance's step, in distances to the nearest other model
     stride: PositiveFloat | None = None
-    # evaluated: the mix, or what it is trained to next
+    # evaluated: the mix x_i, or the guidance after training it and looking ahead
     serve: Literal["mix", "guidance"] = "mix"
 
     def __post_init__(self) -> None:
@@ -767,7 +772,8 @@ class FedDWA(Algorithm):
         if self.guidance != "kept":
             return {}
         x = down["x"]
-        # "has" is 0 until "last" holds a trained model.
+        # "has" is 0 until "last" holds a trained model, then 1: clients keep numbers of
+        # the model's dtype.
         return {"last": x, "has": torch.zeros_like(x[:, :1])}
 
     def train(
@@ -841,11 +847,11 @@ class FedDWA(Algorithm):
         if self.search == "exact" or (self.search == "auto" and not is_large):
             return ops.feddwa_weights(ops.pairwise_sqdist(guide, w), self.k)
         is_long = w.shape[1] >= GROUP_SEARCH_MIN_COLUMNS
-        method: Literal["exact", "groups"] = "exact"
+        method: Literal["exact", "groups"] = "exact"  # all pairs, block by block
         if self.search == "groups" or is_long:
             method = "groups"
         sqdist, neighbours = ops.nearest(guide, w, self.k, method)
-        # They are sorted by distance, so the weights are in their order.
+        # The neighbours are sorted by distance, and so are the weights.
         weight = ops.feddwa_weights(sqdist, self.k).weight
         return weight, neighbours
 
@@ -890,8 +896,9 @@ def scale_guidance(
 ) -> Tensor:  # [S, P]
     """Guidance models at `stride` times the distance of the nearest other model.
 
-    The direction from `w` stays. A client whose guidance is its own model, or that has
-    no other model, keeps its guidance.
+    The direction from `w` stays. A client whose guidance is its own model, or that is
+    alone, keeps its guidance. Where an exact copy of its model is in the cohort, the
+    guidance becomes the model itself.
     """
     to_others = ops.pairwise_sqdist(w).fill_diagonal_(math.inf)
     to_nearest = to_others.min(1).values.sqrt()

@@ -44,7 +44,7 @@ from pflcore.simulation.round import (
 )
 from pflcore.train import Clients, Net
 from pflcore.train._losses import binary_cross_entropy, hinge
-from pflcore.train._select_engine import check_single
+from pflcore.train._select_engine import plan_single_samples
 from pflcore.train._validate import NoBatchAxis
 
 
@@ -406,7 +406,7 @@ def adapt(
     lr = run.training.lr_at(max(1, state.round), run.rounds)
     training = replace(run.training, lr=lr, schedule=None)
     try:
-        check_single(run.net, data, training)
+        plan_single_samples(run.net, data, training)
     except ValueError as e:
         raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
     engine = run.engine._replace(chain=None)  # which was found on other data

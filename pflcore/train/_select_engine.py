@@ -2,13 +2,15 @@
 
 Three words of this module:
 
-- An engine computes the gradients of the clients' models. "loop" takes one client after
-  another on each thread, "vmap" takes a block of clients at once.
-- A chain is a model of layers that the project's own kernels know. It is no third
-  engine, but a field of one: the kernels train the run's loss, and the engine computes
-  everything else, such as the gradient of another loss. `engine="chain"` demands one.
-- A probe is a federation of a few small clients, together with the losses and gradients
-  that the module itself has on them under plain autograd: the reference.
+- An engine computes the gradients of the clients' models. There are two: "loop" takes
+  one client after another on each thread, "vmap" takes a block of clients at once.
+- A chain is something extra that an engine may carry, for models whose layers the
+  project's own kernels know. The kernels compute the gradients of the run's loss, and
+  the engine computes those of any other loss. `engine="chain"` asks for either engine,
+  and insists that it carries a chain.
+- A probe is a federation of a few small clients (of one client, for a large model),
+  together with the losses and gradients that the module itself has on them under plain
+  autograd: the reference.
 
 The trial has two parts. First one batch runs through a copy of the module, which shows
 whether model, data and loss fit together. Then each candidate computes the losses and
@@ -16,13 +18,19 @@ gradients of the probes. A candidate is used only if they match the reference: a
 initial weights plus noise, in training mode and, for "loop" and a chain, in evaluation
 mode.
 
-A model in float32 has two probes, one in float64 and one in float32. On a GPU only the
-one in float64 decides, whatever the size of the model: a GPU may round float32 products
-to TF32, and rectifiers and maxima magnify that rounding.
+There is a probe in the model's own dtype, and one in float64. The one in float64 is
+missing where the model is in float64 already, where a part of the model fixes its
+dtype, where memory is short, and for a large model on a CPU. On a CPU all numbers
+count. On a GPU only those in float64 count, where there are any; in the other dtype the
+candidate must only run without an error. For a GPU sums float32 products in another
+order for each shape (and rounds them to TF32 where a library does not heed the flag
+that forbids it), and rectifiers and maxima magnify that rounding.
 
-"auto" takes the first candidate of a fixed order that matches; nothing is timed. On a
-CPU the order is: the chain; "loop" for convolutions, LSTMs and models of more than
-`VMAP_MAX_WEIGHTS` weights; "vmap"; "loop". On a GPU it is: the chain, "vmap", "loop".
+"loop" is always tried first and must match: else the module is refused, whatever was
+asked for. "auto" then makes two choices, and times neither. It takes a chain if one is
+found and matches. Beside it, and for all other models, it takes "loop" on a CPU for
+convolutions, LSTMs and models of more than `VMAP_MAX_WEIGHTS` weights; else "vmap" if
+it matches; else "loop".
 
 Symbols: s clients of a probe; P weights of the model; B samples of a batch; w [s, P]
 the clients' weights; x, y samples and labels.
@@ -65,9 +73,12 @@ from pflcore.train._workers import Workers, single_threaded
 
 # A CPU trains clients of larger models faster one by one than a block at once.
 VMAP_MAX_WEIGHTS = 1 << 16
-# On a CPU, a larger model has no probe in float64: the copies would cost too much.
-FLOAT64_MAX_WEIGHTS = 1 << 19
-# Samples of the probe's clients. Batch norm cannot train on fewer than two.
+# A larger model has probes of one client, and on a CPU none in float64: the copies
+# would cost too much.
+FULL_PROBE_MAX_WEIGHTS = 1 << 19
+# Samples of the probe's clients, in descending order, as `Batches` requires. There are
+# two clients of each size, so that a block has clients of equal and of other size.
+# Batch norm cannot train on fewer than two samples.
 PROBE_SIZES = (5, 5, 2, 2)
 FIRST_BATCH_SIZE = 8  # samples of the batch that shows whether everything fits
 # Layers that a CPU trains faster in a loop than under vmap.
@@ -108,7 +119,7 @@ def make_context(  # noqa: PLR0913 (the options of a run)
         gradient_graphs = None
         if data.device.type == "cuda":
             gradient_graphs = verified_graphs(probes, selected, graphs)
-        x, y = probe_samples(data, FIRST_BATCH_SIZE)
+        x, y = spread_samples(data, FIRST_BATCH_SIZE)
         batch_bytes = memory.activation_bytes(net, x, y)
     if selected.chain is not None and training.local_optimizer != "sgd":
         note = "it gives the gradients, and AdamW takes its steps in torch"
@@ -134,31 +145,31 @@ def make_context(  # noqa: PLR0913 (the options of a run)
 
 
 def prepare_net(net: Net, data: Federation, training: Training) -> None:
-    """Runs one batch through a copy of the module, and sets what `net` learns from it.
+    """Runs one batch through a copy of the module, and sets facts of `net`.
 
-    The net learns where its head is, whether it gives one score for each label, in
-    which form its loss takes that score (`argument_form`), and whether it can train on
-    a single sample (`merge_last_sample`). Raises MismatchError where model, data and
-    loss do not fit together.
+    The facts are: which part is the head, whether there is one score for each label, in
+    which form the loss takes that score (`argument_form`), and whether the module can
+    train on a single sample (`merge_last_sample`). Raises MismatchError where model,
+    data and loss do not fit together.
     """
     validate.check_torch_modes()
     validate.check_dtypes(net, data)
     count = max(2, min(training.batch_size, FIRST_BATCH_SIZE))
-    x, y = probe_samples(data, count)
+    x, y = spread_samples(data, count)
     net.argument_form = ArgumentForm()
-    # The first pass learns the form of the arguments, which the second one needs.
+    # The form of the arguments is found once, in the first pass; the second uses it.
     for train in (False, True):
-        run = partial(probe_forward, net, data, x, y, train, learn_form=not train)
-        validate.check_no_global_draws(run)
-    check_single(net, data, training)
+        run = partial(first_batch_loss, net, data, x, y, train, find_form=not train)
+        validate.run_without_global_draws(run)
+    plan_single_samples(net, data, training)
 
 
-def check_single(net: Net, data: Federation, training: Training) -> None:
-    """Checks that no client trains on a single sample, where the model cannot.
+def plan_single_samples(net: Net, data: Federation, training: Training) -> None:
+    """Decides what becomes of batches of a single sample, for models that need more.
 
-    Batch norm, for example, cannot. Where a client's last batch would be one sample,
-    `net.merge_last_sample` is set, and the sample joins the batch before it. Raises
-    MismatchError for a client that has no batch before it.
+    Batch norm, for example, cannot train on one sample. Where a client's last batch
+    would be one sample, `net.merge_last_sample` is set, and the sample joins the batch
+    before it. Raises MismatchError for a client all of whose batches are of one sample.
     """
     size = data.size("train")
     batch_size = training.batch_size
@@ -166,9 +177,9 @@ def check_single(net: Net, data: Federation, training: Training) -> None:
     ends_with_single = size % batch_size == 1
     if not (has_only_singles | ends_with_single).any():
         return
-    x, y = probe_samples(data, 1)
+    x, y = spread_samples(data, 1)
     try:
-        probe_forward(net, data, x, y, train=True)
+        first_batch_loss(net, data, x, y, train=True)
     except MismatchError as error:
         net.merge_last_sample = True
         if not has_only_singles.any():
@@ -192,19 +203,19 @@ def _single_sample_reason(net: Net, error: MismatchError) -> str:
     return f" ({str(error).rstrip('.')})"
 
 
-def probe_forward(
+def first_batch_loss(
     net: Net,
     data: Federation,
     x: Tensor,  # [B, ...]
     y: Tensor,  # [B, ...]
     train: bool,
-    learn_form: bool = False,
+    find_form: bool = False,
 ) -> Tensor:
     """Loss of one batch by a copy of the module.
 
     In training mode the backward pass runs too, and the net's head is located. With
-    `learn_form` the net learns in which form its loss takes scores and targets. Raises
-    MismatchError where a pass fails.
+    `find_form` the form in which the loss takes scores and targets is set in `net`.
+    Raises MismatchError where a pass fails.
     """
     module = copy.deepcopy(net.module).train(train)
     calls = _record_calls(module)
@@ -218,14 +229,14 @@ def probe_forward(
             scores = module(x)
         validate.check_scores(net, data, scores, y)
         net.single_score = scores.numel() == y.numel()
-        if learn_form:
+        if find_form:
             net.argument_form = validate.loss_argument_form(net, scores, y)
         with validate.reraise_as(partial(validate.explain_loss_error, net, scores, y)):
             loss = net.batch_loss(scores, y)
         validate.check_loss(loss)
     if train:
         layers = [name for name, _, _ in calls[1:]]
-        _probe_backward(net, module, loss, layers)
+        _first_batch_backward(net, module, loss, layers)
     return loss.detach()
 
 
@@ -233,8 +244,8 @@ def _record_calls(module: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     """List that grows by (name, layer, inputs) whenever a layer is called.
 
     The layers are those without submodules, and every `nn.Linear`. The list begins with
-    the module itself, so that an error before the first layer has a last call, too; its
-    inputs are set to None because the samples are known.
+    the module itself, so that an error before the first layer has a last call, too.
+    That call names no inputs (None): the error's text knows the samples from elsewhere.
     """
     calls: list[tuple[str, nn.Module, Any]] = [("", module, (None,))]
 
@@ -249,7 +260,7 @@ def _record_calls(module: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     return calls
 
 
-def _probe_backward(
+def _first_batch_backward(
     net: Net,
     module: nn.Module,
     loss: Tensor,
@@ -266,7 +277,8 @@ def _probe_backward(
     parameters = dict(module.named_parameters())
     trained = [parameters[name] for name in net.names]
     with validate.reraise_as(explain_backward_error):
-        # `allow_unused`: the gradient of a parameter that is not used is None.
+        # The loss is a scalar, or has one element. `allow_unused`: the gradient of a
+        # parameter that is not used is None.
         grads = torch.autograd.grad(loss.sum(), trained, allow_unused=True)
     validate.check_gradients(grads)
     named_grads = zip(net.names, grads, strict=True)
@@ -274,8 +286,9 @@ def _probe_backward(
     net.locate_head(used, layers)
 
 
-def probe_samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
-    """Training samples and labels, spread evenly over the clients.
+def spread_samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
+    """Training samples and labels at even distances in the list of all clients'
+    samples.
 
     Samples repeat where the federation has fewer than `count`.
     """
@@ -289,7 +302,10 @@ def probe_samples(data: Federation, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Mismatch(NamedTuple):
-    """A difference between an engine and the module."""
+    """A difference between an engine and the module.
+
+    (A `MismatchError` is for users: model, data and loss do not fit together.)
+    """
 
     words: str
     is_numeric: bool = False  # the engine gives other numbers; else it gives none
@@ -303,7 +319,7 @@ class EngineProbe:
     w: Tensor  # [s, P]
     # "training" and "evaluation": losses [s], gradients [s, P]
     expected: dict[str, list[Tensor]]
-    # If false, other numbers are no mismatch: an engine only must not fail.
+    # If false, `first_mismatch` ignores other numbers; only an error counts.
     is_decisive: bool = True
 
     def difference(
@@ -312,13 +328,13 @@ class EngineProbe:
         """First difference of an engine's losses and gradients, or None.
 
         With `graphs` the gradients of a replayed step are compared. The step is
-        captured before, at other weights and with other random numbers: a replay that
-        still used those would differ.
+        captured before, at weights of half the size and with other random numbers: a
+        replay that still used those would differ.
         """
         context = self.clients.context._replace(engine=engine, graphs=graphs)
         clients = replace(self.clients, context=context)
         if graphs is not None:
-            replace(clients, round=1).fit(self.w.flip(0), epochs=1, lr=1.0)
+            replace(clients, round=1).fit(0.5 * self.w, epochs=1, lr=1.0)
         relative, absolute = self._tolerances()
         for mode, values in self._computed(clients).items():
             names = ("loss", "gradient")
@@ -333,11 +349,13 @@ class EngineProbe:
         """Losses [s] and gradients [s, P] of each mode, by the clients' engine."""
         engine = clients.context.engine
         fit = clients.fit(self.w, epochs=1, lr=1.0)
-        # Each client has one batch, and so takes one step of plain SGD. With lr=1 that
-        # step subtracts the gradient: w - fit.w is the gradient, up to rounding.
+        # Each client has one batch, and so takes one step of plain SGD, without
+        # momentum and weight decay. With lr=1 that step subtracts the gradient:
+        # w - fit.w is the gradient, up to rounding.
         computed = {"training": (fit.loss, self.w - fit.w)}
         # vmap is for training alone; evaluation then runs as it does with "loop".
         if engine.name == "loop" or engine.chain:
+            # The split "test" is computed in evaluation mode.
             loss = clients.loss(self.w, "test")
             grad = clients.grad(self.w, "test")
             computed["evaluation"] = (loss, grad)
@@ -346,9 +364,10 @@ class EngineProbe:
     def _tolerances(self) -> tuple[float, float]:
         """Largest difference: relative to the largest expected value, plus absolute.
 
-        The absolute part is what rounding makes of weights and inputs. It does not
-        depend on the loss, so a loss in other units, whose values are all far below 1,
-        is tried no less.
+        The gradient of the training mode is `w - fit.w`, so it carries the rounding of
+        the weights: that is the absolute part. Values below it are not tested in this
+        dtype, such as a gradient of 1e-6 in float32; those of a loss in small units are
+        tested by the probe in float64.
         """
         relative = FLOAT32_TOLERANCE
         if self.w.dtype == torch.float64:
@@ -356,6 +375,7 @@ class EngineProbe:
         x = self.clients.context.data.x
         largest = max(1.0, float(self.w.abs().max()), float(x.abs().max()))
         epsilon = torch.finfo(self.w.dtype).eps
+        # The minimum is for tokens, whose numbers say nothing of sizes.
         return relative, min(relative, MAX_ROUNDING_ERRORS * epsilon * largest)
 
 
@@ -375,15 +395,15 @@ def _describe_gap(
 
 
 def make_probes(net: Net, data: Federation) -> list[EngineProbe]:
-    """Probes: one in float64 and one in the model's dtype.
+    """Probes: one in float64, where it can be had, and one in the model's dtype.
 
-    On a GPU the one in float64 decides. There is none where some part of the model
-    fixes its dtype, and none for a large model on a CPU; then the other one decides.
+    On a CPU the numbers of both decide. On a GPU only those in float64 do, where that
+    probe can be had.
     """
     probes = []
     device = net.w0.device
     on_gpu = device.type == "cuda"
-    is_small = net.size <= FLOAT64_MAX_WEIGHTS
+    is_small = net.size <= FULL_PROBE_MAX_WEIGHTS
     if net.dtype != torch.float64 and (on_gpu or is_small):
         # A part that fixes its dtype raises one of these; so does a lack of memory.
         with suppress(RuntimeError, TypeError, ValueError):
@@ -400,7 +420,7 @@ def make_probe(net: Net, data: Federation) -> EngineProbe:
 
     The noise lets clients differ, and lets a weight that starts at 0 take part.
     """
-    sizes = PROBE_SIZES if net.size <= FLOAT64_MAX_WEIGHTS else PROBE_SIZES[:1]
+    sizes = PROBE_SIZES if net.size <= FULL_PROBE_MAX_WEIGHTS else PROBE_SIZES[:1]
     federation = _probe_federation(net, data, sizes)
     training = Training(batch_size=max(sizes))  # so each client has one batch
     workers = Workers(1, federation.x.device)
@@ -437,7 +457,7 @@ def _probe_federation(net: Net, data: Federation, sizes: tuple[int, ...]) -> Fed
 
     The test samples are copies because no sample may be in two splits.
     """
-    x, y = probe_samples(data, sum(sizes))
+    x, y = spread_samples(data, sum(sizes))
     if x.is_floating_point():
         x = x.to(net.dtype)
     if y.is_floating_point():
@@ -497,7 +517,7 @@ def add_padding(x: Tensor, module: nn.Module) -> Tensor:
     """`x` with a padding token at the end of every other sample.
 
     An embedding gives the row of its padding token no gradient. The samples of a probe
-    may contain no such token, and an engine that trains its row would not be noticed.
+    perhaps have no such token, and an engine that trains its row would go unnoticed.
     """
     for layer in module.modules():
         padding = layer.padding_idx if isinstance(layer, nn.Embedding) else None
@@ -538,7 +558,7 @@ def verified_graphs(
     device = probes[0].w.device
     graphs = GradientGraphs(device)
     if not enabled:
-        graphs.refusal_reason = "asked for"
+        graphs.refusal_reason = "asked for"  # the words after "eager: " in the record
         return graphs
     tried_graphs = GradientGraphs(device, capture_after_steps=0)
     mismatch = first_mismatch(probes, engine, tried_graphs)
@@ -556,8 +576,9 @@ def select_engine(
 ) -> Engine:
     """The engine called `name`; for "auto" the first one that matches.
 
-    The order is that of the module's docstring. Raises MismatchError where the engine
-    that is asked for does not match, and where "loop" does not: then the module is no
+    The order is that of the module's docstring; `name` is one of its words. Raises
+    MismatchError where the engine that is asked for does not match, and where "loop"
+    does not. "loop" calls the module as plain torch does, so the module is then no
     function of its parameters, and nothing can train it.
     """
     _check_loop(net, data, probes)
@@ -578,11 +599,11 @@ def select_engine(
 
 def _check_loop(net: Net, data: Federation, probes: list[EngineProbe]) -> None:
     """Raises MismatchError where the module is no function of its parameters."""
-    # A module that counts its calls can match once by chance, but never twice.
+    # A module that counts its calls can match once by chance, and hardly twice.
     for _ in range(2):
         mismatch = first_mismatch(probes, Engine("loop"))
         if mismatch is not None:
-            x, y = probe_samples(data, FIRST_BATCH_SIZE)
+            x, y = spread_samples(data, FIRST_BATCH_SIZE)
             text = validate.explain_impure_model(net, x, y, mismatch.words)
             raise MismatchError(text)
 
@@ -643,10 +664,7 @@ def try_chain(net: Net, data: Federation, probes: list[EngineProbe]) -> ChainTri
     mismatch = first_mismatch(probes, Engine("loop", chain))
     if mismatch is None:
         return ChainTrial(chain, "a chain of layers that the kernels know")
-    reason = (
-        "the chain found for this model is not the model: "
-        f"{mismatch.words}; the general path trains it"
-    )
+    reason = f"the chain found for this model is not the model: {mismatch.words}"
     if mismatch.is_numeric:
-        warn_caller(f"pflcore: {reason}.", UserWarning)
+        warn_caller(f"pflcore: {reason}; it is trained without.", UserWarning)
     return ChainTrial(None, reason)

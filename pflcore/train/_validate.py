@@ -427,7 +427,7 @@ def reraise_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
         raise MismatchError(sentence(e)) from e
 
 
-def check_no_global_draws(f: Callable[[], Tensor]) -> None:
+def run_without_global_draws(f: Callable[[], Tensor]) -> None:
     """Refuses `f` if it draws from torch's global generator, which stays as it was."""
     with IsolatedDraws(0) as own:
         f()

@@ -14,7 +14,7 @@ from torch import nn
 
 from pflcore import Training
 from pflcore.nn import Dropout
-from pflcore.train import _graphs
+from pflcore.train import _graphs, _select_engine
 from pflcore.train._engines import Chunk
 
 # one of each kind of step
@@ -156,6 +156,22 @@ def test_a_frozen_random_number_is_found_before_round_1(gpu, monkeypatch):
 
     assert path(run)["graphs"].startswith("eager: captured, its loss is another")
     assert run.context.graphs.replays == 0
+
+
+def test_frozen_weights_of_one_probe_client_are_found(gpu, monkeypatch):
+    """A large model's probe has one client: its first replay has other weights, too."""
+    recordable = Chunk._recordable_step
+
+    def frozen(self, step, w, which):
+        key, body, inputs = recordable(self, step, w, which)
+        weights = inputs.pop("w").clone()
+        return key, lambda rest: body({**rest, "w": weights}), inputs
+
+    monkeypatch.setattr(_select_engine, "FULL_PROBE_MAX_WEIGHTS", 0)
+    monkeypatch.setattr(Chunk, "_recordable_step", frozen)
+    run = play("fedavg", tiny_model(), gpu, engine="vmap")
+
+    assert path(run)["graphs"].startswith("eager: captured, its ")
 
 
 def test_a_model_that_copies_from_the_host_is_trained_without_graphs(gpu):

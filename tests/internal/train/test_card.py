@@ -77,7 +77,7 @@ def test_a_residual_net_is_trained_by_vmap_though_convolutions_round():
 
 
 def test_float64_judges_a_large_model_on_a_card(monkeypatch):
-    monkeypatch.setattr("pflcore.train._select_engine.FLOAT64_MAX_WEIGHTS", 1000)
+    monkeypatch.setattr("pflcore.train._select_engine.FULL_PROBE_MAX_WEIGHTS", 1000)
     with pretended_gpu() as gpu:
         net, data = on(gpu, FLAT)
         found = make_probes(net, data)
