@@ -41,7 +41,7 @@ from pflcore.train._engines import Engine
 from pflcore.train._losses import default_loss
 from pflcore.train._workers import Workers
 
-__all__ = ["CHECKS", "Fault", "check"]
+__all__ = ["CHECKS", "Case", "Fault", "check"]
 
 ALL = (0, 1, 2, 3)
 PART = (1, 2)

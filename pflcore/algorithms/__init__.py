@@ -242,7 +242,7 @@ def algorithm_of(
     Raises:
         ValueError: for a name or an option that is not known, a value that does not
             fit, or options beside an instance; the sentence says what is expected.
-        TypeError: for something else than an algorithm, or a value of a wrong type.
+        TypeError: for something else than an algorithm.
     """
     if isinstance(algorithm, Algorithm):
         words = "none beside an instance, which has its own"
