@@ -6,23 +6,28 @@ python examples/bad_clients.py [FILE] [ALGORITHM ...]
 
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from pflcore import ALGORITHMS, Evaluation, Hardware, Robustness, Simulation
-from pflcore.data._synthetic import synthetic_clusters
-from pflcore.train import Training
+from pflcore import (
+    ALGORITHMS,
+    Algorithm,
+    Clients,
+    Evaluation,
+    Hardware,
+    Robustness,
+    Simulation,
+    Training,
+)
+from pflcore.algorithms import Payload, Tensors, TrainResult
+from pflcore.data import federation_of
 
 N, BAD, ROUNDS, CLIP = 8, 5, 10, 2.0
-KINDS = {
-    "NaN": torch.nan,
-    "Inf": torch.inf,
-    "1e30": 1e30,
-    "zeros": 0.0,
-    "inputs of 1e10": None,
-}
+UPLOADS = {"NaN": torch.nan, "Inf": torch.inf, "1e30": 1e30, "zeros": 0.0}
+KINDS = (*UPLOADS, "inputs of 1e10")
 TRAINING = Training(lr=0.1, batch_size=10)
 # they treat a model's parts apart
 DEEP = (
@@ -50,7 +55,7 @@ statistics of inputs of 1e10 are averaged (LG-FedAvg, FedBN and FedALA keep them
 leaves out a client whose step size is larger than the others', where that would be unstable."""  # noqa: E501
 
 
-def deep():
+def deep() -> torch.nn.Module:
     return torch.nn.Sequential(
         torch.nn.Linear(8, 16),
         torch.nn.BatchNorm1d(16),
@@ -59,34 +64,43 @@ def deep():
     )
 
 
-def spoil(algorithm, value):
+def spoil(algorithm: Algorithm, value: float) -> Algorithm:
     """The algorithm, with a client whose uploads hold nothing but `value`."""
 
-    def train(self, down, client_state, clients):
+    def train(
+        self: Algorithm, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
         new, up, fit = kind.train(self, down, client_state, clients)
-        bad = (clients.ids == BAD).to(next(iter(up.values())).device) if up else None
-        up = {
-            k: v.clone().masked_fill_(bad.view(-1, *[1] * (v.dim() - 1)), value)
-            if v.is_floating_point()
-            else v
-            for k, v in up.items()
-        }
+        bad = clients.ids == BAD
+        for key, sent in up.items():
+            if sent.is_floating_point():
+                up[key] = sent.clone()
+                up[key][bad.to(sent.device)] = value
         return new, up, fit
 
     kind = type(algorithm)
-    return type(kind.__name__, (kind,), {"train": train})(**vars(algorithm))
+    spoilt: type[Algorithm] = type(kind.__name__, (kind,), {"train": train})
+    return spoilt(**vars(algorithm))
 
 
-def play(name, kind, clip):
+def play(name: str, kind: str | None, clip: float | None) -> str:
     """The honest clients' mean accuracy, with the marks of what was done."""
-    data = synthetic_clusters(n=N, groups=1, samples=40, classes=4, dim=8, held_out=50)
+    data = federation_of(
+        "synthetic_clusters",
+        n=N,
+        groups=1,
+        samples=40,
+        classes=4,
+        dim=8,
+        held_out=50,
+    )
     algorithm = ALGORITHMS[name]()
     if kind == "inputs of 1e10":
         x, rows = data.x.clone(), data.index["train"][BAD]
         x[rows] = x[rows] * 1e10
         data = replace(data, x=x)
     elif kind is not None:
-        algorithm = spoil(algorithm, KINDS[kind])
+        algorithm = spoil(algorithm, UPLOADS[kind])
     run = Simulation(
         algorithm,
         deep if name in DEEP else lambda: torch.nn.Linear(8, 4),
@@ -121,7 +135,7 @@ def play(name, kind, clip):
     return f"{accuracy} {''.join(mark for mark, on in done.items() if on)}".strip()
 
 
-def main(path, names):
+def main(path: str, names: Sequence[str]) -> None:
     lines = [ABOUT]
     for clip in (None, CLIP):
         lines += [

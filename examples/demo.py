@@ -24,7 +24,6 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from pflcore import (
-    ALGORITHMS,
     Evaluation,
     Federation,
     History,
@@ -35,10 +34,9 @@ from pflcore import (
     metrics,
     pairwise_sqdist,
 )
+from pflcore.algorithms import Ditto, FactorizedWaffle, FedAvg, FedDWA, HypCluster
 from pflcore.data import federation_of
 from pflcore.nn.models import model_for
-from pflcore.results._files import write_text
-from pflcore.results._pictures import LINE_COLOURS, figure_of, lines, save, tidy
 
 PAGE = Path("runs/demo/index.html")
 SHAPE = (1, 28, 28)
@@ -51,6 +49,8 @@ svg { max-width: 100%; height: auto }
 code { background: #f3f3f3; padding: .1em .3em }"""
 
 
+# Okabe and Ito's, distinct for the colour-blind too
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 
 
@@ -86,10 +86,28 @@ def here(name: str) -> bool:
     return (Path(os.environ.get("PFLCORE_DATA", "data")) / name).exists()
 
 
+def figure_of(panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure with so many panels beside each other."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = [*figure.subplots(1, panels, squeeze=False).flat]
+    for panel in axes:
+        panel.set_prop_cycle(color=COLOURS)
+    return figure, axes
+
+
+def label_axes(axes: Axes, x: str, y: str) -> None:
+    """What the axes are, and a grid."""
+    axes.set(xlabel=x, ylabel=y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+
+
 def curves(axes: Axes, series: Series, unit: str) -> None:
     """Lines over the rounds, by their names."""
-    lines(axes, series)
-    tidy(axes, "", "round", unit)
+    for name, (x, y) in series.items():
+        axes.plot(x, y, label=name, marker="o" if len(x) == 1 else None)
+    axes.legend(fontsize=8, frameon=False)
+    label_axes(axes, "round", unit)
 
 
 def means(runs: Mapping[str, History], of: Any) -> Series:
@@ -118,7 +136,7 @@ def waffle() -> Part:
     runs = played({n: n for n in names}, model, data, Training(), 50)
     target = means(runs, lambda v: v[:, 0].unfold(0, 5, 1).mean(1))
     target = {name: (rounds[4:], values) for name, (rounds, values) in target.items()}
-    figure, (axes,) = figure_of(8, 3.6)
+    figure, (axes,) = figure_of()
     curves(axes, target, "client 0, percent, mean of five rounds")
     return Part(
         "waffle",
@@ -148,11 +166,11 @@ def feddwa() -> Part:
     methods = {
         "Local": "local",
         "FedAvg": "fedavg",
-        "FedDWA": ALGORITHMS["feddwa"](k=5),
+        "FedDWA": FedDWA(k=5),
     }
     model = partial(model_for, "lenet5", SHAPE, 10)
     runs = played(methods, model, data, Training(lr=0.05, batch_size=20), 30)
-    figure, (left, right) = figure_of(8, 3.6, 2)
+    figure, (left, right) = figure_of(2)
     curves(
         left,
         means(runs, lambda v: v.mean(1)),
@@ -175,7 +193,7 @@ def feddwa() -> Part:
         "weights of the last round (right) show the groups that it found.",
         rows(
             ("algorithm", "mean, %", "worst client, %"),
-            {n: (100 * v.mean(), 100 * v.min()) for n, v in last.items()},
+            {n: (100 * float(v.mean()), 100 * float(v.min())) for n, v in last.items()},
         ),
         figure,
         "pflcore compare --algorithms local fedavg feddwa --data fashion_mnist "
@@ -193,7 +211,7 @@ def cars() -> Federation:
     x = facts[:, :7]
     year = x[:, 5]
     x = (x - x.mean(0)) / x.std(0)
-    years = [year == value for value in year.unique()]
+    years = [year == value for value in sorted({*year.tolist()})]
     return Federation.from_clients(
         [(x[mine], y[mine] / 50) for mine in years], name="cars"
     )
@@ -203,25 +221,29 @@ def motley() -> Part:
     """What personalization gives each client, and whom it hurts."""
     school = here("school")
     data = cross_silo(federation_of("school") if school else cars(), seed=100).data
-    ema = {"optimizer": "ema", "server_lr": 10}
-    clusters = ALGORITHMS["hypcluster"](k=3, warmup_rounds=100, **ema)
-    methods = {  # with their rates
+    clusters = HypCluster(k=3, warmup_rounds=100, optimizer="ema", server_lr=10)
+    ditto = Ditto(lam=1, personal_lr=0.01, optimizer="ema", server_lr=10)
+    methods: dict[float, dict[str, Any]] = {  # with their rates
         0.01: {"Local": "local", "HypCluster": clusters},
-        0.001: {"Ditto": ALGORITHMS["ditto"](lam=1, personal_lr=0.01, **ema)},
+        0.001: {"Ditto": ditto},
     }
-    model, losses = partial(model_for, "linear", data.shape, None, zero=True), {}
-    more = {"evaluation": Evaluation(every=501), "loss": "half_squared"}
+    model = partial(model_for, "linear", data.shape, None, zero=True)
+    losses: dict[str, torch.Tensor] = {}
+    more: dict[str, Any] = {
+        "evaluation": Evaluation(every=501),
+        "loss": "half_squared",
+    }
     for lr, some in methods.items():
         training = Training(lr, batch_size=32, drop_last=True)
         runs = played(some, model, data, training, 501, **more)
         losses |= {name: run.series("loss")[1][-1] for name, run in runs.items()}
-    figure, (axes,) = figure_of(8, 3.6)
+    figure, (axes,) = figure_of()
     order = losses["Local"].argsort()
     for k, (name, loss) in enumerate(losses.items()):
-        axes.plot(loss[order], "." if k else "-", color=LINE_COLOURS[k], label=name)
+        axes.plot(loss[order], "." if k else "-", color=COLOURS[k], label=name)
     axes.set_yscale("log")
     axes.legend(frameon=False)
-    tidy(axes, "", "client, by its error alone", "test error")
+    label_axes(axes, "client, by its error alone", "test error")
     what = "139 schools" if school else "cars of 13 model years"
     paper = {
         "method": "paper",
@@ -252,8 +274,8 @@ def factorized() -> Part:
     """A majority, and a minority with classes of its own."""
     data = federation_of("mnist5k", "multimodal", 30, minority_clients=5)
     methods = {
-        "FedAvg": ALGORITHMS["fedavg"](weighting="uniform"),
-        "WAFFLe": ALGORITHMS["factorized_waffle"](ranks=(80,)),
+        "FedAvg": FedAvg(weighting="uniform"),
+        "WAFFLe": FactorizedWaffle(ranks=(80,)),
     }
     model = partial(model_for, "mlp", SHAPE, 10, bias=False)
     training = Training(lr=0.04, batch_size=10, epochs=5)
@@ -264,7 +286,7 @@ def factorized() -> Part:
         for g, own in groups.items()
         for n, line in means(runs, lambda v, own=own: v[:, own].mean(1)).items()
     }
-    figure, (axes,) = figure_of(8, 3.6)
+    figure, (axes,) = figure_of()
     curves(axes, series, "test accuracy, percent")
     return Part(
         "factorized",
@@ -299,14 +321,13 @@ def distances() -> Part:
             "torch.cdist": torch.cdist(models, models).double().square(),
         }.items():
             error[name].append(float(((got - want).abs() / want)[off].max()))
-    figure, (axes,) = figure_of(8, 3.6)
+    figure, (axes,) = figure_of()
     for k, (name, values) in enumerate(error.items()):
-        axes.loglog(far, values, "o-", color=LINE_COLOURS[k], label=name)
+        axes.loglog(far, values, "o-", color=COLOURS[k], label=name)
     axes.legend(fontsize=8, frameon=False)
     axes.axhline(1, color="#999999", linestyle=":")
-    tidy(
+    label_axes(
         axes,
-        "",
         "how far the clients' models are apart, per weight",
         "largest relative error",
     )
@@ -329,7 +350,8 @@ def distances() -> Part:
 def fragment(part: Part) -> str:
     """The part in HTML."""
     path = PAGE.with_name(f"{part.name}.svg")
-    save(part.figure, path.with_suffix(".png"))
+    part.figure.savefig(path)
+    part.figure.savefig(path.with_suffix(".png"), dpi=200)
     svg = path.read_text(encoding="utf-8")
     head, *body = part.table
     table = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
@@ -350,11 +372,11 @@ def main() -> None:
         print(f"{part.__name__}: {part.__doc__}", flush=True)
         parts.append(fragment(part()))
     took = f"{time.monotonic() - began:.0f} s, {backend()}"
-    write_text(
-        PAGE,
+    PAGE.write_text(
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>pflcore</title>'
         f"<style>{STYLE}</style><h1>pflcore: what its four systems do</h1>"
         f"{''.join(parts)}<p>{html.escape(took)}</p></html>\n",
+        encoding="utf-8",
     )
     print(f"{took}\nOpen {PAGE.resolve().as_uri()} in a browser.")
 

@@ -4,11 +4,9 @@ reported on others, and who is hurt."""
 import torch
 from torch import nn
 
-from pflcore import Federation, Net, Training, cross_device, tune
-from pflcore.algorithms import FedAvg
-from pflcore.algorithms._adaptation import FineTune
-from pflcore.metrics import hurt, mean
-from pflcore.simulation._evaluate import evaluate
+from pflcore import Federation, Net, Training, cross_device, evaluate, tune
+from pflcore.algorithms import FedAvg, FineTune
+from pflcore.metrics import hurt
 
 
 def my_clients() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -22,13 +20,12 @@ protocol = cross_device(
     Federation.from_clients(my_clients()), train=40, val=10, test=10
 )
 net = Net(lambda: nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 2)))
-grid = {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 5, 20]}
 tuned = tune(
     protocol,
     net,
     FineTune(),
     Training(lr=0.5, batch_size=10),
-    grid,
+    {"finetune_lr": [0.05, 0.5], "finetune_epochs": [0, 1, 5, 20]},
     rounds=20,
     participation=0.25,
 )
@@ -36,13 +33,12 @@ print(tuned.table())
 
 # [N]: the test clients' own evaluation halves, NaN for everybody else
 after = tuned.report()["accuracy"]
-setup, state = tuned.states(tuned.best.candidate, 0)
-setup = setup._replace(
-    algorithm=FedAvg(), context=setup.context._replace(data=protocol.data)
+config, state = tuned.states(tuned.best.candidate, 0)
+config = config._replace(
+    algorithm=FedAvg(), context=config.context._replace(data=protocol.data)
 )
-before = evaluate(setup, state, "test", protocol.report_clients)["accuracy"]
+before = evaluate(config, state, "test", protocol.report_clients)["accuracy"]
 print(
-    f"10 clients never seen: {mean(before):.3f} before fine-tuning, {mean(after):.3f} "
-    "after; "
-    f"{hurt(after, before):.0f} % are worse off"
+    f"10 clients never seen: {before.nanmean():.3f} before fine-tuning, "
+    f"{after.nanmean():.3f} after; {hurt(after, before):.0f} % are worse off"
 )

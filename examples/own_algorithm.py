@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from pflcore import FedAvg, Simulation, Training, testing
+from pflcore import Clients, FedAvg, Net, Simulation, Training, testing
+from pflcore.algorithms import Payload, Tensors, TrainResult
 from pflcore.data import federation_of
 
 
@@ -14,20 +15,24 @@ class FedPer(FedAvg):
     """server: shared columns x [K] · client: head [P - K] · down: x [S, K] · up:
     delta [S, K]."""
 
-    def server_init_args(self, net):  # what the server starts from
+    # what the server starts from
+    def server_init_args(self, net: Net) -> Tensors:
         return {"x0": net.split(net.w0)[0]}
 
-    def init_client(self, down, net, n):  # the state of a client at its first round
+    # the state of a client at its first round
+    def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         return {"head": net.split(net.w0[None])[1]}
 
     # what the cohort keeps, what it uploads, and how it trained
-    def train(self, down, client_state, clients):
+    def train(
+        self, down: Payload, client_state: Tensors, clients: Clients
+    ) -> TrainResult:
         fit = clients.fit(clients.net.join(down["x"], client_state["head"]))
         x, head = clients.net.split(fit.w)
         return {"head": head}, {"delta": x - down["x"]}, fit
 
     # what is evaluated: each client's model [S, P]
-    def model(self, down, client_state, clients):
+    def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         return {"w": clients.net.join(down["x"], client_state["head"])}
 
 

@@ -1,6 +1,8 @@
 """A simulation in ten lines: one's own model, one Dataset per client, one's own
 logger."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -23,7 +25,7 @@ def my_model() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 2))
 
 
-def my_logger(round: int, record: dict) -> None:
+def my_logger(round: int, record: dict[str, Any]) -> None:
     if record["eval"] and round % 10 == 0:
         print(
             f"round {round:2}: accuracy of client 0 "

@@ -1,4 +1,4 @@
-from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, Stop
+from pflcore.algorithms import ALGORITHMS, Algorithm, FedAvg, Stop, algorithm_of
 from pflcore.data import Federation
 from pflcore.data._protocols import cross_device, cross_silo
 from pflcore.interop import Client, Server, pack, personalize, unpack
@@ -52,6 +52,7 @@ __all__ = [
     "TensorBoard",
     "Training",
     "aggregate",
+    "algorithm_of",
     "backend",
     "cross_device",
     "cross_silo",

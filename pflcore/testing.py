@@ -41,7 +41,7 @@ from pflcore.train._engines import Engine
 from pflcore.train._losses import default_loss
 from pflcore.train._workers import Workers
 
-__all__ = ["check"]
+__all__ = ["CHECKS", "Case", "Fault", "check"]
 
 ALL = (0, 1, 2, 3)
 PART = (1, 2)
@@ -70,7 +70,7 @@ MISSING = torch.empty(0, 0, 0)
 
 
 class Fault(AssertionError):
-    """What an algorithm does wrong, in one sentence."""
+    """A fault of an algorithm, named in one sentence."""
 
 
 class Play(NamedTuple):
@@ -648,7 +648,8 @@ def bytes_are_counted(case: Case) -> None:
                 )
 
 
-CHECKS = {
+# The checks by name, in their order; each raises a Fault where its case has one.
+CHECKS: dict[str, Callable[[Case], None]] = {
     f.__name__: f
     for f in (
         names_are_known,

@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from methods import FedPer
 
 from pflcore import Federation, Net, data, evaluate
 from pflcore.data import federation_of
@@ -17,9 +16,6 @@ synthetic_clusters, synthetic_linear, synthetic_quadratic = (
 femnist, school, vehicle = (
     data.FEDERATIONS[n] for n in ("femnist", "school", "vehicle")
 )
-
-
-Split = FedPer.__mro__[1]  # what FedPer and its fellows are presets of
 
 
 def folder(path, **options):

@@ -8,11 +8,10 @@ from typing import ClassVar
 import pytest
 import torch
 from doors import sentence
-from methods import FedPer
 from small import layers
 
 from pflcore import FedAvg, Stop, testing
-from pflcore.algorithms import Algorithm, Traits
+from pflcore.algorithms import Algorithm, FedPer, Traits
 from pflcore.data import federation_of
 from pflcore.testing import check
 

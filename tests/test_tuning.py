@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from doors import sentence
-from methods import FineTune, KnnPer
 from parts.memory import fails
 from parts.tuning import PROTOCOLS, TRAINING, federation, model
 from parts.user import simulation
@@ -28,7 +27,7 @@ from pflcore import (
     metrics,
     tune,
 )
-from pflcore.algorithms import Traits
+from pflcore.algorithms import FineTune, KnnPer, Traits
 from pflcore.simulation import round as by_hand
 from pflcore.simulation.checkpoint import load
 from pflcore.simulation.round import RunConfig, initial_state

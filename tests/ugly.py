@@ -96,3 +96,11 @@ def refuses(op, name, kind=ValueError):
     return pytest.raises(
         kind, match=rf"^{re.escape(op)}: [^\n]*\b{re.escape(name)}\b[^\n]*\.$"
     )
+
+
+def clustered(groups, each, p, noise=1e-3):
+    """Guides and rows [groups * each, P], shuffled, of clusters with isotropic noise
+    within."""
+    rows = torch.randn(groups, p)[torch.randperm(groups * each) % groups]
+    rows = rows + noise * torch.randn(len(rows), p)
+    return rows + noise * torch.randn(len(rows), p), rows

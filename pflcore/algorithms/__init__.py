@@ -23,6 +23,7 @@ from pflcore.algorithms._adaptation import (
     KnnPer,
     LGFedAvg,
     PerFedAvg,
+    SplitModel,
 )
 from pflcore.algorithms._clusters import ClusteredFL, Ensemble, HypCluster
 from pflcore.algorithms._factorized_waffle import FactorizedWaffle
@@ -39,19 +40,31 @@ from pflcore.algorithms._fedavg import (
     LocalOnly,
     PFedMe,
     QFedAvg,
+    WithoutDefence,
 )
 from pflcore.algorithms._mixtures import APFL, L2C, FedALA, FedFomo
 from pflcore.algorithms._protocol import (
     Algorithm,
     BadUpload,
+    Changes,
     Cohort,
+    GradientFn,
     MixingWeights,
+    Payload,
     RowUpdate,
     SharedRows,
     Stop,
+    Tensors,
+    TrainResult,
     Traits,
+    UpdateResult,
     VoidRound,
+    algorithm_options,
     apply,
+    lazy_zeros,
+    map_rows,
+    normalize_rows,
+    squared_norms,
 )
 from pflcore.algorithms._relations import (
     SFL,
@@ -63,6 +76,7 @@ from pflcore.algorithms._relations import (
 )
 from pflcore.algorithms._waffle import Scaffold, Waffle, WeightErosion
 from pflcore.check import require
+from pflcore.data._ragged import to_device
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -116,17 +130,69 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 __all__ = [
     "ALGORITHMS",
+    "APFL",
+    "L2C",
+    "MRMTL",
+    "SFL",
     "Algorithm",
     "BadUpload",
+    "Changes",
+    "ClusteredFL",
     "Cohort",
+    "Ditto",
+    "Ensemble",
+    "FactorizedWaffle",
+    "FedALA",
+    "FedAMP",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
+    "FedAvgM",
+    "FedBABU",
+    "FedBN",
+    "FedDWA",
+    "FedDWAQP",
+    "FedFomo",
+    "FedOpt",
+    "FedPer",
+    "FedProx",
+    "FedRep",
+    "FedRoD",
+    "FedYogi",
+    "FineTune",
+    "GradientFn",
+    "HeurFedAMP",
+    "HypCluster",
+    "KnnPer",
+    "LGFedAvg",
+    "LocalOnly",
     "MixingWeights",
+    "Mocha",
+    "PFedMe",
+    "Payload",
+    "PerFedAvg",
+    "QFedAvg",
     "RowUpdate",
+    "Scaffold",
     "SharedRows",
+    "SplitModel",
     "Stop",
+    "Tensors",
+    "TrainResult",
     "Traits",
+    "UpdateResult",
     "VoidRound",
+    "Waffle",
+    "WeightErosion",
+    "WithoutDefence",
+    "algorithm_of",
+    "algorithm_options",
     "apply",
+    "lazy_zeros",
+    "map_rows",
+    "normalize_rows",
+    "squared_norms",
+    "to_device",
 ]
 BASE_CLASS_TEXT = "a class derived from pflcore.Algorithm"
 
@@ -157,12 +223,31 @@ def class_of(algorithm: str | type[Algorithm]) -> type[Algorithm]:
 def algorithm_of(
     algorithm: Algorithm | type[Algorithm] | str, **options: Any
 ) -> Algorithm:
-    """The algorithm itself: an instance as it is, anything else with `options`.
-    ValueError or TypeError in one sentence."""
+    """The algorithm of a name, with these options.
+
+    >>> algorithm_of("feddwa", k=3).k
+    3
+
+    A type checker knows no options of a class that is looked up by its name, as in
+    `ALGORITHMS["feddwa"](k=3)`; here they are checked when the program runs.
+
+    Args:
+        algorithm: a name in `ALGORITHMS`, in any case; a class; "package.module:Class"
+            for one of your own; or an instance, which is given back as it is.
+        options: of the class; `pflcore run NAME --help` says what each is.
+
+    Returns:
+        An instance of the class: its server's rule and its clients' hooks.
+
+    Raises:
+        ValueError: for a name or an option that is not known, a value that does not
+            fit, or options beside an instance; the sentence says what is expected.
+        TypeError: for something else than an algorithm.
+    """
     if isinstance(algorithm, Algorithm):
-        if not options:
-            return algorithm
-        algorithm = type(algorithm)
+        words = "none beside an instance, which has its own"
+        require(not options, "options", words, options)
+        return algorithm
     cls = class_of(algorithm)
     check_options(cls, options)
     return cls(**options)

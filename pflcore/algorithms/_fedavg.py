@@ -212,7 +212,12 @@ class FedAvg(Algorithm):
 
 @algorithm_options
 class WithoutDefence:
-    """Narrows FedAvg's options for who takes no step along the mean of the updates."""
+    """A base class that takes FedAvg's `defence` away, and the options that go with it:
+    `class X(WithoutDefence, FedAvg)`.
+
+    It is for an algorithm whose step is not along the mean of the updates: what
+    replaces that mean would do nothing, so no command line or grid should offer it.
+    """
 
     defence: None = field(default=None, kw_only=True)
     num_byzantine: Literal[1] = field(default=1, kw_only=True)

@@ -30,17 +30,22 @@ from pflcore.data._ragged import to_device
 from pflcore.train import Clients, Fit, Net, Training
 from pflcore.train._random import generator_of
 
-Tensors = dict[str, Tensor]
-Payload = dict[str, Any]  # Tensor [S, ...] or SharedRows
-# what the clients keep, what they upload, their training
+Tensors = dict[str, Tensor]  # a state, or uploads [S, ...], by name
+Payload = dict[str, Any]  # what clients receive: Tensor [S, ...] or SharedRows, by name
+# what `train` gives: what the clients keep, what they upload, their training
 TrainResult = tuple[Tensors, Tensors, Fit]
-GradientFn = Callable[..., Tensor]  # of one step: see `Clients.each_batch`
+# rows [S, P] -> their gradients [S, P] on one step's minibatch: `Clients.each_batch`
+GradientFn = Callable[..., Tensor]
 T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def algorithm_options(cls: type[T]) -> type[T]:
-    """A frozen dataclass: the fields of an algorithm are its options."""
+    """Makes a class a frozen dataclass, whose fields are the algorithm's options.
+
+    It is `dataclasses.dataclass(frozen=True)`, and type checkers know it as that. A
+    comment beside a field is the option's help on the command line.
+    """
     return dataclass(frozen=True)(cls)
 
 
@@ -147,8 +152,9 @@ class RowUpdate(NamedTuple):
     rows: Tensor  # [S, ...]
 
 
+# what a round changes of the server's state: new tensors, or new rows, by name
 Changes = dict[str, Tensor | RowUpdate]
-# what a round changes, and which uploads went where
+# what `update` gives: the changes, and which uploads went into which model
 UpdateResult = tuple[Changes, MixingWeights | None]
 
 
@@ -167,19 +173,25 @@ def apply(state: Tensors, changes: Mapping[str, Tensor | RowUpdate]) -> Tensors:
 
 
 def lazy_zeros(n: int, like: Tensor) -> Tensor:
-    """Zeros [n, *like.shape] that take no memory before they are written."""
+    """Zeros [n, *like.shape] of `like`'s dtype and device.
+
+    On a CPU they take no memory before they are written, row by row: for a table of
+    clients few of whom may ever take part.
+    """
     if like.device.type != "cpu":
         return like.new_zeros(n, *like.shape)
     return torch.from_numpy(np.zeros((n, *like.shape), like.numpy().dtype))
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """The rows' squared norms [S] float64, exact as `ops.pairwise_sqdist` is."""
+    """The squared norms [S] of `rows` [S, P], float64, as exact as
+    `ops.pairwise_sqdist`."""
     return ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0]
 
 
 def normalize_rows(a: Tensor) -> Tensor:
-    """The numbers `a` >= 0 [M, S] by the sums of their rows; a row of zeros stays."""
+    """Divides the numbers `a` >= 0 [M, S] by the sums of their rows, which then sum to
+    1; a row of zeros stays a row of zeros."""
     total = a.sum(1, keepdim=True)
     return torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), 0.0)
 
@@ -188,10 +200,11 @@ VECTOR_NUMBERS = 64  # numbers: whole vectors of any processor
 
 
 def map_rows(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The elementwise `f` of rows [S, k], each with the bits that it has alone.
+    """Applies the elementwise function `f` to the rows `x` [S, k]: f(x) [S, k], each row
+    with the bits that it has alone.
 
-    Numbers behind the last whole vector go through other instructions, whose last
-    digits may differ, so each row is filled up to whole vectors.
+    Numbers after the last whole vector go through other instructions, whose last digits
+    may differ; so each row is padded to whole vectors.
     """
     return f(torch.nn.functional.pad(x, (0, -x.shape[1] % VECTOR_NUMBERS)))[
         :, : x.shape[1]

@@ -31,6 +31,7 @@ _cut = partition  # where an argument has this name
 
 __all__ = [
     "Federation",
+    "Source",
     "federation_of",
     "load",
     "pad_sequences",

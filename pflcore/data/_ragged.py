@@ -97,8 +97,11 @@ class Ragged(Sequence[Tensor]):
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """`t`, a small table, on `device`; to a GPU through pinned memory, so that
-    nobody waits."""
+    """The tensor `t` [...] on `device`: itself where it is there, else a copy.
+
+    For small tensors, such as a cohort's ids: to a GPU they go through pinned memory,
+    so that the caller does not wait for the copy.
+    """
     if t.device == device:
         return t
     if device.type != "cuda" or t.device.type != "cpu":

@@ -43,8 +43,12 @@ PoolReader = Callable[[Path | None], Iterable[Any]]
 
 @dataclass(frozen=True, repr=False)
 class Source:
-    """Images [n, channels, height, width] float32, already (pixel - mean) / std with
-    pixels in 0..1; labels [n] int64 in 0..classes-1."""
+    """A pool of images to train on and one to test on, with their labels.
+
+    `load` gives one by its name; `federation_of` cuts it among clients, also one that
+    you make yourself. Images [n, channels, height, width] are float32, already (pixel -
+    mean) / std with pixels in 0..1; labels [n] are int64 in 0..classes-1.
+    """
 
     name: str
     x_train: Tensor

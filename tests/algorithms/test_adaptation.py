@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
-from methods import FineTune, KnnPer, PerFedAvg, PFedMe
 from parts.edges import normal
 from parts.rivals import GOLDEN, QUERY, Z, close
 from places import golden
@@ -39,7 +38,7 @@ from pflcore import (
     Training,
     evaluate,
 )
-from pflcore.algorithms import FedAvg
+from pflcore.algorithms import FedAvg, FineTune, KnnPer, PerFedAvg, PFedMe
 from pflcore.simulation.round import RunConfig
 
 

@@ -5,20 +5,20 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import spread
-from methods import (
+from parts.edges import normal
+from small import after, at_work, near, some
+
+from pflcore import Simulation, step
+from pflcore.algorithms import (
     SFL,
     Ensemble,
+    FedAvg,
     FedDWA,
     HypCluster,
     QFedAvg,
     Waffle,
     WeightErosion,
 )
-from parts.edges import normal
-from small import after, at_work, near, some
-
-from pflcore import Simulation, step
-from pflcore.algorithms import FedAvg
 from pflcore.simulation.round import RunConfig, initial_state
 
 

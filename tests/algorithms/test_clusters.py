@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
-from methods import ClusteredFL, Ensemble, FedOpt, HypCluster
 from parts.edges import normal
 from small import Line, Scale, after, images, near, points, tiny, tiny_model
 
 from pflcore import Net, Simulation, Training
+from pflcore.algorithms import ClusteredFL, Ensemble, FedOpt, HypCluster
 from pflcore.simulation.round import initial_state
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from doors import sentence
 from parts.user import Mine, simulation
 from small import swept
 from torch import nn
 
 from pflcore import testing
-from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms import ALGORITHMS, FedDWA, algorithm_of
 from pflcore.check import PositiveInt
 from pflcore.testing import check
 
@@ -142,6 +143,25 @@ def mine(monkeypatch):
 @pytest.mark.parametrize("given", [Mine, Mine(), "mine:Mine"], ids=str)
 def test_an_algorithm_of_ones_own_has_its_classs_name(given):
     assert simulation(given, rounds=1).run().header["algorithm"] == "Mine"
+
+
+def test_algorithm_of_a_name_has_the_options():
+    assert algorithm_of("FedDWA", k=3) == FedDWA(k=3) == algorithm_of(FedDWA, k=3)
+    one = FedDWA(k=3)
+    assert algorithm_of(one) is one
+
+
+@pytest.mark.parametrize(
+    "given, options, words",
+    [
+        ("feddwa", {"near": 3}, r"FedDWA: .*\['near'\]"),
+        ("feddwa", {"k": 0}, "k: expected a whole number, at least 1"),
+        (FedDWA(), {"k": 3}, "options: expected none beside an instance"),
+    ],
+)
+def test_an_option_that_algorithm_of_cannot_use_is_one_sentence(given, options, words):
+    with sentence(words):
+        algorithm_of(given, **options)
 
 
 @pytest.mark.usefixtures("mine")

@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn as nn
 from doors import strengths
-from methods import FactorizedWaffle
 from parts.factorized_waffle import federation, model, setting
 from small import after, near
 
 from pflcore import Evaluation, Hardware, Net, Simulation, Training, evaluate
-from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms import ALGORITHMS, FactorizedWaffle
 from pflcore.nn import factorize
 from pflcore.simulation.round import RunConfig, initial_state
 

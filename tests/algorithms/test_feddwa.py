@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from doors import spread
-from methods import FedDWA, FedDWAQP
 from parts.edges import normal
 from parts.rivals import GOLDEN
 from small import (
@@ -24,6 +23,7 @@ from small import near as close
 from torch import nn
 
 from pflcore import Federation, Net, Training, ops
+from pflcore.algorithms import FedDWA, FedDWAQP
 
 
 def mixed(alg, w, g):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from doors import views
-from methods import APFL, L2C, FedALA, FedFomo
 from parts.edges import normal
 from parts.rivals import GOLDEN, close, fomo
 from small import (
@@ -30,7 +29,7 @@ from small import (
 )
 
 from pflcore import Simulation, Training, evaluate
-from pflcore.algorithms import FedAvg, SharedRows
+from pflcore.algorithms import APFL, L2C, FedALA, FedAvg, FedFomo, SharedRows
 from pflcore.simulation.round import RunConfig
 
 MIXES = pytest.mark.parametrize("mix", ["weights", "logits"])

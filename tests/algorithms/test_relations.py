@@ -4,12 +4,11 @@ import warnings
 
 import pytest
 import torch
-from methods import SFL, FedAMP, FedDWAQP, Mocha
 from parts.rivals import GOLDEN, close
 from small import after, images, lead, points, some, t, tiny, tiny_model
 
 from pflcore import Simulation
-from pflcore.algorithms import Stop
+from pflcore.algorithms import SFL, FedAMP, FedDWAQP, Mocha, Stop
 
 
 def test_golden_fedamp_with_too_large_a_step():

@@ -5,8 +5,7 @@ import runpy
 import pytest
 import torch
 import torch.nn as nn
-from doors import Split, views
-from methods import FedBABU, FedBN, FedPer, FedRep, FedRoD, LGFedAvg, LocalOnly
+from doors import views
 from parts.edges import normal, normed
 from parts.rivals import GOLDEN, close
 from places import ROOT
@@ -29,7 +28,17 @@ from pflcore import (
     Training,
     evaluate,
 )
-from pflcore.algorithms import FedAvg
+from pflcore.algorithms import (
+    FedAvg,
+    FedBABU,
+    FedBN,
+    FedPer,
+    FedRep,
+    FedRoD,
+    LGFedAvg,
+    LocalOnly,
+    SplitModel,
+)
 from pflcore.simulation.round import RunConfig
 from pflcore.testing import check
 
@@ -55,7 +64,7 @@ def test_the_documents_fedper_is_ours():
         (FedBABU(), 45),
         (LGFedAvg(), 24),
         (FedBN(), 59),
-        (Split(private="?.bias"), 55),
+        (SplitModel(private="?.bias"), 55),
     ],
 )
 def test_private_columns_never_travel(alg, width):
@@ -79,7 +88,7 @@ def test_with_everything_private_it_is_local_and_with_nothing_private_fedavg():
     with pytest.warns(
         UserWarning, match=r"^private: the whole model is private, so .* shared\.$"
     ):
-        alone, _ = after(Split(private=("0.*", "2.*")), s, 3)
+        alone, _ = after(SplitModel(private=("0.*", "2.*")), s, 3)
     assert torch.equal(alone.clients["h"], after(LocalOnly(), s, 3)[0].clients["w"])
     with pytest.warns(
         UserWarning, match=r"^private: the model has no batch_norm parameter, so"
@@ -122,7 +131,7 @@ def test_heads_with_brackets_in_their_names_are_found_or_rejected():
     )
     unknown = r"^patterns: 'fc\*' matches no parameter; the names are 0.weight.*\.$"
     with pytest.raises(ValueError, match=unknown):
-        Split(private="fc*").server_init_args(tiny().net)
+        SplitModel(private="fc*").server_init_args(tiny().net)
     with pytest.raises(ValueError, match=r"^model: found no trainable head.*\.$"):
         FedPer().server_init_args(Net(nn.Conv2d(1, 1, 1)))
 

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from methods import (
+from parts.edges import normal
+from parts.rivals import QUERY, Z
+from small import ENGINES, F64, after, at_work, near, some, t, tiny, validated
+
+from pflcore import FedAvg, Net, step
+from pflcore.algorithms import (
     APFL,
     L2C,
     Ditto,
@@ -15,16 +20,12 @@ from methods import (
     FedDWA,
     FineTune,
     KnnPer,
+    MixingWeights,
     Scaffold,
+    SharedRows,
     Waffle,
     WeightErosion,
 )
-from parts.edges import normal
-from parts.rivals import QUERY, Z
-from small import ENGINES, F64, after, at_work, near, some, t, tiny, validated
-
-from pflcore import FedAvg, Net, step
-from pflcore.algorithms import MixingWeights, SharedRows
 from pflcore.simulation.round import RunConfig
 
 

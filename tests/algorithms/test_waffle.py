@@ -8,7 +8,6 @@ import torch
 import torch.nn as nn
 from hypothesis import given
 from hypothesis import strategies as st
-from methods import LocalOnly, Scaffold, Waffle, WeightErosion
 from places import golden
 from small import (
     F64,
@@ -25,7 +24,7 @@ from small import (
 )
 
 from pflcore import Evaluation, Robustness, Simulation
-from pflcore.algorithms import FedAvg
+from pflcore.algorithms import FedAvg, LocalOnly, Scaffold, Waffle, WeightErosion
 from pflcore.testing import check
 
 GOLDEN = golden("waffle_family")

@@ -31,13 +31,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Bulyan, FedAvg, MultiKrum
 from flwr.serverapp.strategy.multikrum import select_multikrum as flowers
 from flwr.supercore.task_identity import TaskIdentity
-from methods import SFL
 from parts.interop import DATA, ROUNDS, SEED, SETTING, TRAINING, agree, algorithm, whole
 from parts.interop import bn_model as model
 from small import near
 from torch import nn
 
 from pflcore import Client, Server, personalize
+from pflcore.algorithms import SFL
 from pflcore.interop.flower import (
     ExactMultiKrum,
     PersonalStrategy,

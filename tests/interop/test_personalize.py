@@ -7,14 +7,13 @@ import warnings
 import pytest
 import torch
 from doors import sentence
-from methods import Ensemble
 from places import tabled
 from small import Line, layers, near, some
 from torch import nn
 from ugly import randn
 
 from pflcore import Net, pairwise_sqdist, personalize
-from pflcore.algorithms import ALGORITHMS, apply
+from pflcore.algorithms import ALGORITHMS, Ensemble, apply
 
 N, P = 7, 15
 

@@ -1,17 +1,14 @@
 """nearest: it is what all pairs give, bit for bit, whatever the data."""
 
-import sys
-
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 from laws import identical, integers, of
-from pretend_gpu import pretended_gpu, waits
 from tolerance import BF16, F16, F32, F64
-from ugly import lay, randn
+from ugly import clustered, lay, randn
 
-from pflcore.ops import feddwa_weights, nearest, pairwise_sqdist, stream
+from pflcore.ops import feddwa_weights, nearest, pairwise_sqdist
 
 METHODS = ("exact", "groups")
 
@@ -23,14 +20,6 @@ def check(guide, rows, k, method, **how):
     index = feddwa_weights(d, k).index
     got = nearest(guide, rows, k, method, **how)
     identical(tuple(got), (d.gather(1, index).nan_to_num(torch.inf, torch.inf), index))
-
-
-def clustered(groups, each, p, noise=1e-3):
-    """Guides and rows [groups * each, P], shuffled, of clusters with isotropic noise
-    within."""
-    rows = torch.randn(groups, p)[torch.randperm(groups * each) % groups]
-    rows = rows + noise * torch.randn(len(rows), p)
-    return rows + noise * torch.randn(len(rows), p), rows
 
 
 @st.composite
@@ -80,64 +69,9 @@ def test_a_group_that_only_just_holds_a_nearer_row_is_looked_into(method):
     assert got.index.item() == 6
 
 
-def pairs_taken(monkeypatch, *arguments):
-    """How many distances a call takes."""
-    taken, file = [], sys.modules["pflcore.ops._sqdist"]
-    op = file._op
-
-    def count(a, b, index=None):
-        out = op(a, b, index)
-        # not those of the pivots' sketches
-        taken.append(out.numel() if a.shape[1] == 521 else 0)
-        return out
-
-    with monkeypatch.context() as patch:
-        patch.setattr(file, "_op", count)
-        nearest(*arguments)
-    return sum(taken)
-
-
-def test_groups_save_pairs_only_where_there_are_clusters(
-    monkeypatch,
-):
-    many, one = clustered(20, 20, 521), clustered(1, 400, 521)
-    assert pairs_taken(monkeypatch, *many, 10) == 400 * 400
-    assert pairs_taken(monkeypatch, *many, 10, "groups") == 2 * 400 * 20 + 400 * 20
-    assert pairs_taken(monkeypatch, *one, 10, "groups") <= 7 * 400 * 20 + 400 * 400
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_tiles_of_few_rows(method, monkeypatch):
-    """Where rows are read in parts, the result is the same."""
-    guide, rows = clustered(4, 9, 67)
-    rows[7] = torch.nan
-    want = nearest(guide, rows, 5, method)
-    monkeypatch.setattr(stream, "BLOCK_BYTES", 5 * 67 * 4)
-    monkeypatch.setattr(sys.modules["pflcore.ops._nearest"], "MAX_PAIRS", 36)
-    for both in ((guide, rows), (guide.numpy(), rows.numpy())):
-        got = nearest(*both, 5, method)
-        identical(tuple(got), tuple(want))
-
-
 @pytest.mark.parametrize("scale", [1e-170, 1e160])
 def test_underflow_and_overflow_prove_nothing(scale):
     """Squares that float64 cannot hold: distances of 0 and infinity that are
     neither."""
     rows = scale * (randn(1, 30, 3) + 1)
     check(rows, rows - scale, 4, "groups")
-
-
-def test_groups_on_a_gpu_take_all_pairs_at_once(monkeypatch):
-    guide, rows = clustered(20, 20, 521)
-    want = nearest(guide, rows, 10)
-
-    with pretended_gpu() as gpu:
-        there = guide.to(gpu), rows.to(gpu)
-        waits.clear()
-        taken = pairs_taken(monkeypatch, *there, 10, "groups")
-        got = nearest(*there, 10, "groups")
-        waited = list(waits)
-        identical(tuple(t.cpu() for t in got), tuple(want))
-
-    assert taken == 400 * 400
-    assert not waited

@@ -4,14 +4,13 @@ libraries give, and whoever cannot take one says so."""
 import pytest
 import torch
 from doors import sentence, synthetic_linear
-from methods import Waffle
 from parts.attacks import BAD, DATA, defence, run
 from places import tabled
 from small import equals, images, layers, swept, tiny_model
 from torch import nn
 
 from pflcore import ALGORITHMS, Adversary, FedAvg
-from pflcore.algorithms import Algorithm
+from pflcore.algorithms import Algorithm, Waffle
 from pflcore.results.record import read
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from doors import sentence
-from methods import Scaffold
 from parts.checkpoint import DATA, OPTIONS, TRAINING, make, saved
 from parts.memory import KINDS, fails
 from parts.states import same
@@ -39,7 +38,7 @@ from pflcore import (
     run_each_target,
     step,
 )
-from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms import ALGORITHMS, Scaffold
 from pflcore.simulation import checkpoint
 from pflcore.simulation.checkpoint import load
 

@@ -6,7 +6,6 @@ import copy
 import pytest
 import torch
 from doors import sentence
-from methods import FedDWA
 from parts.commands import DIGITS, command
 from parts.memory import CUDA, Making, fails
 from parts.states import same
@@ -14,6 +13,7 @@ from parts.user import simulation
 from small import normed_model, swept
 
 from pflcore import step
+from pflcore.algorithms import FedDWA
 from pflcore.simulation.round import RunConfig
 
 

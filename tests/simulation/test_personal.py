@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from doors import sentence
-from methods import APFL, Ditto, Waffle, WeightErosion
 from parts.states import same
 from parts.user import simulation
 from small import SIX, equals, images, swept, tiny_model
 from torch import nn
 
 from pflcore import Evaluation, FedAvg, Hardware, Simulation, Training, run_each_target
-from pflcore.algorithms import VoidRound
+from pflcore.algorithms import APFL, Ditto, VoidRound, Waffle, WeightErosion
 from pflcore.results import record as records
 
 

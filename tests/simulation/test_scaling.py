@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from doors import sentence
-from methods import Waffle
 from parts.user import TRAINING, simulation
 from small import SIX, equals, images, layers, normed_model, swept, tiny_model
 from torch import nn
 
 from pflcore import Client, Evaluation, Server, Simulation, Training, run_each_target
+from pflcore.algorithms import Waffle
 
 OFTEN = (
     *SIX,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from doors import held_out, sentence, views
-from methods import MRMTL, Ditto, Mocha, PFedMe, QFedAvg, Scaffold
 from parts.states import same
 from parts.user import simulation as run
 from small import (
@@ -33,6 +32,7 @@ from pflcore import (
     Training,
     step,
 )
+from pflcore.algorithms import MRMTL, Ditto, Mocha, PFedMe, QFedAvg, Scaffold
 from pflcore.results import record as records
 from pflcore.results.table import table
 from pflcore.simulation.round import RunConfig, initial_state

@@ -3,13 +3,12 @@
 import pytest
 import torch
 from doors import sentence
-from methods import Scaffold
 from parts.user import simulation
 from places import tabled
 from small import double, near, play, swept, tiny
 
 from pflcore import Training, step
-from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms import ALGORITHMS, Scaffold
 from pflcore.simulation.round import RunConfig, initial_state
 
 ADAMW = {"lr": 0.01, "local_optimizer": "adamw", "weight_decay": 0.1}

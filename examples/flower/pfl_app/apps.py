@@ -7,52 +7,54 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
 from pfl_app import task
-from pflcore import Client, Server
+from pflcore import Client, Personalized, Server
 from pflcore.interop.flower import PflStrategy, client_app
-from pflcore.simulation._models import Personalized
 
 server = ServerApp()
 
 
 @server.main()
 def play(grid: Grid, context: Context) -> None:
-    c = context.run_config
-    alg, options = (
-        task.algorithm(c["algorithm"]),
-        {"rounds": c["rounds"], "seed": c["seed"]},
+    options = task.options_of(context)
+    rule = Server(
+        task.algorithm(options.algorithm),
+        task.model,
+        options.clients,
+        rounds=options.rounds,
+        seed=options.seed,
     )
-    rule = Server(alg, task.model, c["clients"], **options)
-    strategy = PflStrategy(rule, fraction_train=c["participation"])
-    told = {"algorithm": c["algorithm"]}
+    strategy = PflStrategy(rule, fraction_train=options.participation)
     result = strategy.start(
-        grid, train_config=ConfigRecord(told), evaluate_config=ConfigRecord(told)
+        grid,
+        train_config=ConfigRecord({"algorithm": options.algorithm}),
+        evaluate_config=ConfigRecord({"algorithm": options.algorithm}),
     )
     for round, scores in result.evaluate_metrics_clientapp.items():
         print(
-            f"{c['algorithm']}, round {round:2}: mean accuracy of the clients' own "
-            "models "
-            f"{scores['accuracy']:.2f}"
+            f"{options.algorithm}, round {round:2}: mean accuracy of the clients' own "
+            f"models {scores['accuracy']:.2f}"
         )
 
 
 def one(context: Context) -> Client:
-    c, number = context.run_config, context.node_config["partition-id"]
+    options = task.options_of(context)
     return Client(
-        task.algorithm(c["algorithm"]),
+        task.algorithm(options.algorithm),
         task.model,
-        task.data(c["clients"]).subset([number]),
+        task.data(options.clients).subset([task.number_of(context)]),
         task.TRAINING,
-        seed=c["seed"],
+        seed=options.seed,
     )
 
 
 def evaluate(model: Personalized, context: Context) -> dict[str, float]:
     """The client's own scores, on data that nobody else sees."""
-    c, number = context.run_config, context.node_config["partition-id"]
-    x, y = task.data(c["clients"]).client(number, "test")
-    if c["export"]:
+    options = task.options_of(context)
+    number = task.number_of(context)
+    x, y = task.data(options.clients).client(number, "test")
+    if options.export:
         safetensors.torch.save_file(
-            model.tensors(), Path(c["export"]) / f"client-{number}.safetensors"
+            model.tensors(), Path(options.export) / f"client-{number}.safetensors"
         )
     return {"size": len(y), "accuracy": (model.predict(x) == y).double().mean().item()}
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from doors import strengths, views
-from methods import FactorizedWaffle
 from parts.factorized_waffle import setting
 from places import golden
 from small import after, copied
 from small import near as close
 
 from pflcore import evaluate
+from pflcore.algorithms import FactorizedWaffle
 from pflcore.algorithms import _factorized_waffle as ibp
 from pflcore.simulation.round import RunConfig
 from pflcore.train._random import client_seeds, client_uniforms

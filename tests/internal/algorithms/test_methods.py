@@ -3,12 +3,20 @@ split model."""
 
 import pytest
 import torch
-from methods import FedBABU, FedBN, FedDWA, FedPer, FedRep, HypCluster, LGFedAvg
 from parts.edges import normal, normed
 from small import images, tiny_model
 
 from pflcore import Hardware, Net, Simulation
-from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms import (
+    ALGORITHMS,
+    FedBABU,
+    FedBN,
+    FedDWA,
+    FedPer,
+    FedRep,
+    HypCluster,
+    LGFedAvg,
+)
 from pflcore.algorithms._relations import simplex_qp
 from pflcore.simulation.round import batch_norm_policy
 

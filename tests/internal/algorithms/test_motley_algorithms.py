@@ -5,12 +5,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from methods import Mocha
 from parts.rivals import QUERY, Z
 from places import golden
 from small import F64, near, some
 
-from pflcore.algorithms import Stop
+from pflcore.algorithms import Mocha, Stop
 from pflcore.algorithms._adaptation import nearest_neighbours
 from pflcore.algorithms._relations import local_steps, task_relation
 

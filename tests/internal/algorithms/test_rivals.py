@@ -3,12 +3,12 @@ the law that its known bug breaks."""
 
 import pytest
 import torch
-from methods import ClusteredFL, FedALA
 from parts.rivals import GOLDEN, close
 from places import tabled
 from small import images, make_setting, normed_model, t, tiny_model
 
 from pflcore import Clients, Net, Simulation, Training, ops
+from pflcore.algorithms import ClusteredFL, FedALA
 from pflcore.algorithms._clusters import agglomerate, cosine_matrix
 from pflcore.algorithms._mixtures import subsample_training
 from pflcore.algorithms._protocol import squared_norms

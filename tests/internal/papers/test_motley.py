@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from doors import sentence
-from methods import FineTune
 from parts.memory import fails
 from parts.tuning import federation
 from places import tabled
@@ -21,7 +20,7 @@ from bench.papers.run import reproduce
 from bench.papers.runs import picks
 from bench.papers.table import rows_of, verdicts
 from pflcore import Federation, Net, Simulation, Training, cross_device, cross_silo
-from pflcore.algorithms import FedAvg
+from pflcore.algorithms import FedAvg, FineTune
 from pflcore.data import federation_of
 from pflcore.results._progress import Progress
 from pflcore.results.record import read

@@ -6,13 +6,12 @@ import re
 import pytest
 import torch
 from doors import sentence, strengths
-from methods import FactorizedWaffle
 from places import golden, tabled
 from small import layers, near
 
 from bench.papers import privacy
 from pflcore import Federation, Net, Training
-from pflcore.algorithms import ALGORITHMS
+from pflcore.algorithms import ALGORITHMS, FactorizedWaffle
 from pflcore.nn import factorize
 
 D = torch.float64

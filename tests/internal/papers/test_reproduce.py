@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 from doors import sentence
-from methods import L2C, FedDWA, FedFomo, Mocha
 from places import ROOT, tabled
 from small import layers
 
@@ -18,7 +17,7 @@ from bench.papers import costs, figures, runs
 from bench.papers import plan as plans
 from bench.papers import run as reproduce
 from pflcore import Net, Simulation, cli
-from pflcore.algorithms import FedAvg
+from pflcore.algorithms import L2C, FedAvg, FedDWA, FedFomo, Mocha
 from pflcore.cli._experiment import make_algorithm, model_of, partition_of
 from pflcore.results.record import read
 

@@ -6,12 +6,11 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from methods import Scaffold
 from parts.attacks import BAD, N, defence, run, updates
 from small import equals, served, t
 
 from pflcore import ALGORITHMS, FedAvg
-from pflcore.algorithms import Cohort, Traits
+from pflcore.algorithms import Cohort, Scaffold, Traits
 from pflcore.algorithms._fedavg import SORT_BLOCK_COLUMNS, Defence, robust_mean
 from pflcore.results.record import group_runs
 from pflcore.results.table import table

@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 import torch
 from doors import sentence
-from methods import FedRep, HypCluster, Waffle
 from parts.memory import Making
 from parts.states import same
 from parts.user import simulation as small
@@ -16,6 +15,7 @@ from small import copied, equals, images, normed_model
 from torch.utils._pytree import tree_leaves
 
 from pflcore import Training
+from pflcore.algorithms import FedRep, HypCluster, Waffle
 from pflcore.results._export import rows
 from pflcore.results.record import group_runs, to_json
 from pflcore.simulation import _evaluate as evaluation

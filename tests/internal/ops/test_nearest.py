@@ -1,0 +1,64 @@
+"""nearest: how many distances it takes, and what it reads in parts."""
+
+import pytest
+import torch
+from laws import identical
+from pretend_gpu import pretended_gpu, waits
+from ugly import clustered
+
+from pflcore.ops import _nearest, _sqdist, nearest, stream
+
+
+def pairs_taken(monkeypatch, *arguments):
+    """How many distances a call takes."""
+    taken = []
+    op = _sqdist._op
+
+    def count(a, b, index=None):
+        out = op(a, b, index)
+        # not those of the pivots' sketches
+        taken.append(out.numel() if a.shape[1] == 521 else 0)
+        return out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_sqdist, "_op", count)
+        nearest(*arguments)
+    return sum(taken)
+
+
+def test_groups_take_few_pairs_where_there_are_clusters(
+    monkeypatch,
+):
+    many, one = clustered(20, 20, 521), clustered(1, 400, 521)
+    assert pairs_taken(monkeypatch, *many, 10) == 400 * 400
+    assert pairs_taken(monkeypatch, *many, 10, "groups") == 2 * 400 * 20 + 400 * 20
+    assert pairs_taken(monkeypatch, *one, 10, "groups") <= 7 * 400 * 20 + 400 * 400
+
+
+@pytest.mark.parametrize("method", ["exact", "groups"])
+def test_tiles_of_few_rows(method, monkeypatch):
+    """Where rows are read in parts, the result is the same."""
+    guide, rows = clustered(4, 9, 67)
+    rows[7] = torch.nan
+    want = nearest(guide, rows, 5, method)
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 5 * 67 * 4)
+    monkeypatch.setattr(_nearest, "MAX_PAIRS", 36)
+    for both in ((guide, rows), (guide.numpy(), rows.numpy())):
+        got = nearest(*both, 5, method)
+        identical(tuple(got), tuple(want))
+
+
+def test_groups_on_a_gpu_take_all_pairs_at_once(monkeypatch):
+    guide, rows = clustered(20, 20, 521)
+    want = nearest(guide, rows, 10)
+
+    with pretended_gpu() as gpu:
+        there = guide.to(gpu), rows.to(gpu)
+        waits.clear()
+        taken = pairs_taken(monkeypatch, *there, 10, "groups")
+        got = nearest(*there, 10, "groups")
+        waited = list(waits)
+        identical(tuple(t.cpu() for t in got), tuple(want))
+
+    assert taken == 400 * 400
+    assert not waited
