@@ -157,8 +157,8 @@ class FactorizedConv2d(_Factorized):
     def extra_repr(self) -> str:
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
-            f"factors={self.factors}, stride={self.stride}, "
-            f"padding={self.padding}, bias={self.bias is not None}"
+            f"factors={self.factors}, stride={self.stride}, padding={self.padding}, "
+            f"bias={self.bias is not None}"
         )
 
 
@@ -209,8 +209,7 @@ def factorize(
         ):
             raise ValueError(
                 f"module: {name} shares its weight with another layer, which factors "
-                "cannot; untie "
-                "them first."
+                "cannot; untie them first."
             )
         factors = given[i % len(given)] if given else -(-3 * len(m.weight) // 5)
         new = _like(name, m, factors, init, alpha).to(m.weight.device)
@@ -232,8 +231,7 @@ def _like(
     if m.groups != 1 or m.padding_mode != "zeros":
         raise ValueError(
             f"module: the convolution {name} has groups or pads with other things than "
-            "zeros, "
-            "which cannot be factorized."
+            "zeros, which cannot be factorized."
         )
     size = (m.in_channels, m.out_channels, m.kernel_size)
     return FactorizedConv2d(*size, factors, m.stride, m.padding, m.dilation, *rest)

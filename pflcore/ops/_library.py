@@ -66,10 +66,8 @@ def float64_to_float32(t: Tensor) -> Tensor:
 def warn_of_copies(device: str) -> None:
     warnings.warn(
         f"pflcore's ops have no kernels for {device}, which has no float64: their "
-        "tensors go to "
-        "the CPU and back, which takes longer than the op where they are large, and "
-        "float64 "
-        "results come back as float32",
+        "tensors go to the CPU and back, which takes longer than the op where they "
+        "are large, and float64 results come back as float32",
         stacklevel=4,
     )
 
@@ -158,8 +156,7 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
         return (
             None,
             "the kernels are not built (they need torch and a C++ compiler when "
-            "pflcore is "
-            "installed)",
+            "pflcore is installed)",
             REINSTALL_COMMAND,
         )
     try:
@@ -227,7 +224,6 @@ def warn_of_references() -> None:
     references_used = False
     warnings.warn(
         f"pflcore runs its pure-PyTorch references: {_why}. To mend it, in pflcore's "
-        "folder: "
-        f"{REINSTALL_COMMAND}",
+        f"folder: {REINSTALL_COMMAND}",
         stacklevel=3,
     )

@@ -644,8 +644,8 @@ def try_chain(net: Net, data: Federation, probes: list[EngineProbe]) -> ChainTri
     if mismatch is None:
         return ChainTrial(chain, "a chain of layers that the kernels know")
     reason = (
-        "the chain found for this model is not the model: "
-        f"{mismatch.words}; the general path trains it"
+        f"the chain found for this model is not the model: {mismatch.words}; the "
+        "general path trains it"
     )
     if mismatch.is_numeric:
         warn_caller(f"pflcore: {reason}.", UserWarning)

@@ -97,13 +97,17 @@ def pairs_taken(monkeypatch, *arguments):
     return sum(taken)
 
 
-def test_groups_take_few_pairs_where_there_are_clusters_and_about_all_where_there_are_none(
-    monkeypatch,
-):
-    many, one = clustered(20, 20, 521), clustered(1, 400, 521)
-    assert pairs_taken(monkeypatch, *many, 10) == 400 * 400
-    assert pairs_taken(monkeypatch, *many, 10, "groups") == 2 * 400 * 20 + 400 * 20
-    assert pairs_taken(monkeypatch, *one, 10, "groups") <= 7 * 400 * 20 + 400 * 400
+def test_groups_take_few_pairs_of_clusters(monkeypatch):
+    guide, rows = clustered(20, 20, 521)
+    assert pairs_taken(monkeypatch, guide, rows, 10) == 400 * 400
+    taken = pairs_taken(monkeypatch, guide, rows, 10, "groups")
+    assert taken == 2 * 400 * 20 + 400 * 20
+
+
+def test_groups_take_about_all_pairs_without_clusters(monkeypatch):
+    guide, rows = clustered(1, 400, 521)
+    taken = pairs_taken(monkeypatch, guide, rows, 10, "groups")
+    assert taken <= 7 * 400 * 20 + 400 * 400
 
 
 @pytest.mark.parametrize("method", METHODS)
