@@ -14,14 +14,13 @@ __all__ = ["Dropout", "FactorizedConv2d", "FactorizedLinear", "factorize"]
 
 @checked
 class Dropout(nn.Module):
-    """`nn.Dropout` whose numbers belong to the client and the step, so that results
-    repeat for any number of workers.
+    """`nn.Dropout` whose numbers belong to the client and the step.
 
-    While pflcore trains, the mask is a hash of the client's own seed of this step, the
-    number of the random layer within the forward pass, and the element's place: the
-    same in every engine, and usable under `torch.vmap`. Training such a module by hand,
-    outside pflcore, draws from torch's global generator as `nn.Dropout` does. In
-    evaluation it is the identity.
+    So results repeat for any number of workers. While pflcore trains, the mask is a
+    hash of the client's seed of this step, of the number of the random layer within the
+    forward pass, and of the element's place. It is the same in every engine, and works
+    under `torch.vmap`. Training such a module by hand, outside pflcore, draws from
+    torch's global generator as `nn.Dropout` does. In evaluation it is the identity.
     """
 
     def __init__(self, p: UnitFloat = 0.5) -> None:
@@ -36,9 +35,8 @@ class Dropout(nn.Module):
             return F.dropout(x, self.p, training=True)
         layer = forward_state.random_layer
         forward_state.random_layer = forward_state.random_layer + 1
-        return apply_dropout(
-            x, self.p, hashed_integers(forward_state.seed, layer, x.shape)
-        )
+        numbers = hashed_integers(forward_state.seed, layer, x.shape)
+        return apply_dropout(x, self.p, numbers)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

@@ -1,5 +1,7 @@
-"""What a forward pass needs beside row and input. One per thread: workers run different
-clients at the same time."""
+"""What a forward pass needs beside row and input.
+
+Each thread has its own: workers run different clients at the same time.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -11,13 +13,13 @@ from torch import Tensor
 
 class _ForwardState(threading.local):
     train: bool = False
-    # [b] or None; a forward pass in training replaces it by the updated row
+    # [b] or None; a forward pass in training replaces it by the updated row.
     buffers: Any = None
-    # [] int64, the client's and step's own, for pflcore.nn.Dropout
+    # [] int64, for `pflcore.nn.Dropout`; each client has another one in each step.
     seed: Tensor | None = None
-    # counts the random layers of one forward pass, so that each draws its own numbers
+    # Counts the random layers of one forward pass, so that each draws its own numbers.
     random_layer: int = 0
-    # one client, no vmap around: kernels that know no vmap may run
+    # One client without vmap: kernels that do not support vmap may run.
     single_client: bool = False
 
 
@@ -31,10 +33,10 @@ def forward_context(
     seed: Tensor | None = None,
     single_client: bool = False,
 ) -> Iterator[None]:
-    """Forward passes inside run in this mode; the caller's comes back afterwards."""
-    mine = vars(forward_state)  # of this thread
-    before = dict(mine)
-    mine.update(
+    """Sets the state of forward passes inside, and restores the caller's afterwards."""
+    thread_state = vars(forward_state)  # a thread sees its own attributes
+    saved_state = dict(thread_state)
+    thread_state.update(
         train=train,
         buffers=buffers,
         seed=seed,
@@ -44,5 +46,5 @@ def forward_context(
     try:
         yield
     finally:
-        mine.clear()
-        mine.update(before)
+        thread_state.clear()
+        thread_state.update(saved_state)

@@ -1,12 +1,15 @@
-"""Layers whose weight is a sum of F rank-1 factors with strengths: W = W_a
-diag(strength) W_b (Hao et al. 2020, Eqs. 2 to 4).
+"""Layers whose weight is a sum of rank-1 factors, W = W_a diag(strength) W_b.
 
-A client's own choice of factors b enters as strength * b: a model row in which the
-strengths were multiplied by b is that client's model, and the layer needs to know
-nothing of it.
+They are those of Hao et al. 2020, Eqs. 2 to 4. A client uses a subset b of the factors:
+its model is the row whose strengths are multiplied by b. So the layer itself knows
+nothing of clients.
+
+Symbols: O outputs and M inputs of the weight; F factors; I input features or channels;
+B samples.
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -30,8 +33,10 @@ Init = Literal["match", "ibpwf"]
 
 
 class _Factorized(nn.Module):
-    """The factors of an [O, M] weight: w_a [O, F], strength [F], w_b [F, M], and a
-    plain bias [O]."""
+    """The factors of a weight [O, M]: w_a [O, F], strength [F], w_b [F, M].
+
+    There may be a plain bias [O].
+    """
 
     def __init__(
         self,
@@ -54,27 +59,40 @@ class _Factorized(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot-uniform factors. "ibpwf": strengths from N(0, .1^2), as the authors'
-        earlier code. "match": strengths 1, and the factors scaled so that the weight of
-        a client that uses each factor k with the prior's probability has Glorot's
-        variance 2 / (O + M)."""
+        """Draws Glorot-uniform factors, and sets strengths and bias.
+
+        - "ibpwf": strengths are drawn from N(0, 0.1^2), as in the authors' earlier
+          code.
+        - "match": strengths are 1, and the factors are scaled. A client uses factor k
+          with the prior's probability; the weight of its model then has Glorot's
+          variance 2 / (O + M).
+        """
         nn.init.xavier_uniform_(self.w_a)
         nn.init.xavier_uniform_(self.w_b)
         if self.init == "ibpwf":
             nn.init.normal_(self.strength, std=0.1)
         else:
             nn.init.ones_(self.strength)
-            o, f = self.w_a.shape
-            m = self.w_b.shape[1]
-            k = torch.arange(1, f + 1, dtype=torch.float64)
-            # factors that the prior expects a client to use
-            used = ((self.alpha / (self.alpha + 1)) ** k).sum().item()
-            have = used * (2 / (o + f)) * (2 / (f + m))
-            with torch.no_grad():
-                for w in (self.w_a, self.w_b):
-                    w.mul_((2 / (o + m) / have) ** 0.25)
+            self._match_variance()
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def _match_variance(self) -> None:
+        """Scales the factors to Glorot's variance of the weight."""
+        outputs, factors = self.w_a.shape
+        inputs = self.w_b.shape[1]
+        k = torch.arange(1, factors + 1, dtype=torch.float64)
+        probability = (self.alpha / (self.alpha + 1)) ** k
+        expected_factors = probability.sum().item()
+        variance_a = 2 / (outputs + factors)
+        variance_b = 2 / (factors + inputs)
+        variance = expected_factors * variance_a * variance_b
+        wanted_variance = 2 / (outputs + inputs)
+        # The weight's variance grows with the fourth power of a scale of both factors.
+        scale = (wanted_variance / variance) ** 0.25
+        with torch.no_grad():
+            self.w_a.mul_(scale)
+            self.w_b.mul_(scale)
 
     @property
     def weight(self) -> Tensor:
@@ -86,7 +104,8 @@ class _Factorized(nn.Module):
 class FactorizedLinear(_Factorized):
     """`nn.Linear` with a factorized weight: y = ((x W_b^T) * strength) W_a^T + bias.
 
-    `alpha` is the prior's, for the initial scale (default: the number of factors).
+    `alpha` is that of the prior, for the initial scale. By default it is the number of
+    factors.
 
     >>> FactorizedLinear(784, 200, 120)(torch.zeros(2, 784)).shape
     torch.Size([2, 200])
@@ -121,8 +140,10 @@ class FactorizedLinear(_Factorized):
 
 @checked
 class FactorizedConv2d(_Factorized):
-    """`nn.Conv2d` (groups 1, zeros around) whose kernel, as a matrix [O, I kh kw], is
-    factorized (appendix A)."""
+    """`nn.Conv2d` whose kernel, as a matrix [O, I kh kw], is factorized.
+
+    See appendix A of the paper. There are no groups, and padding is zeros.
+    """
 
     def __init__(  # noqa: PLR0913 (as nn.Conv2d)
         self,
@@ -148,17 +169,16 @@ class FactorizedConv2d(_Factorized):
         super().__init__(out_channels, size, factors, bias, init, alpha, dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, I, H, W] -> [B, O, H', W']
-        kernel = self.weight.view(
-            self.out_channels, self.in_channels, *self.kernel_size
-        )
-        how: Any = (self.stride, self.padding, self.dilation)
-        return F.conv2d(x, kernel, self.bias, *how)
+        shape = (self.out_channels, self.in_channels, *self.kernel_size)
+        kernel = self.weight.view(shape)
+        options: Any = (self.stride, self.padding, self.dilation)
+        return F.conv2d(x, kernel, self.bias, *options)
 
     def extra_repr(self) -> str:
         return (
             f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
-            f"factors={self.factors}, stride={self.stride}, "
-            f"padding={self.padding}, bias={self.bias is not None}"
+            f"factors={self.factors}, stride={self.stride}, padding={self.padding}, "
+            f"bias={self.bias is not None}"
         )
 
 
@@ -172,73 +192,103 @@ def factorize(
     alpha: PositiveFloat | None = None,
     head: str | None = None,
 ) -> nn.Module:
-    """A copy of `module` with freshly drawn factors instead of every linear layer and
-    convolution but the head.
+    """A copy of `module` with factors instead of linear layers and convolutions.
 
-    `ranks`: the number of factors of each layer in the order of `named_modules`, or one
-    for all; () is three factors for five outputs, the paper's proportion on MNIST.
-    `head` names the layer that stays (default: the last `nn.Linear`). Layers that are
-    factorized already stay as they are. Grouped convolutions and such with other
-    padding than zeros cannot be factorized: ValueError.
+    The head stays, and so do layers that are factorized already. The factors are
+    freshly drawn. Raises ValueError for a convolution with groups or with other padding
+    than zeros, and for tied weights.
+
+    Args:
+        module: The model.
+        ranks: The number of factors of each layer in the order of `named_modules`, or
+            one number for all layers. By default there are three factors for five
+            outputs, the paper's proportion on MNIST.
+        init: See `reset_parameters` of the layers.
+        alpha: The prior's, for the initial scale; by default the number of factors.
+        head: The name of the layer that stays; by default the last `nn.Linear`.
     """
     module = copy.deepcopy(module)
     if head is not None and head not in dict(module.named_modules()):
-        children = ", ".join(n for n, _ in module.named_children())
+        children = ", ".join(name for name, _ in module.named_children())
         reject("head", f"one of the model's modules {children}", head)
-    layers = {
-        n: m for n, m in module.named_modules() if type(m) in (nn.Linear, nn.Conv2d)
-    }
-    if head is None:
-        head = next(
-            (n for n in reversed(layers) if isinstance(layers[n], nn.Linear)), None
-        )
-    layers = {
-        n: m for n, m in layers.items() if n != head and not n.startswith(f"{head}.")
-    }
-    given = [ranks] if isinstance(ranks, int) else list(ranks)
-    each = f"one number of factors, or one for each of the layers {', '.join(layers)}"
-    require(len(given) in (0, 1, len(layers)), "ranks", each, ranks)
-    for i, (name, m) in enumerate(layers.items()):
-        if (
-            sum(
-                p is m.weight
-                for other in module.modules()
-                for p in other._parameters.values()
-            )
-            > 1
-        ):
-            raise ValueError(
-                f"module: {name} shares its weight with another layer, which factors "
-                "cannot; untie "
-                "them first."
-            )
-        factors = given[i % len(given)] if given else -(-3 * len(m.weight) // 5)
-        new = _like(name, m, factors, init, alpha).to(m.weight.device)
-        # a layer may be called in several
-        for place in [
-            n for n, other in module.named_modules(remove_duplicate=False) if other is m
-        ]:
-            parent, _, leaf = place.rpartition(".")
-            setattr(module.get_submodule(parent), leaf, new)
+    layers = _layers_without_head(module, head)
+    numbers = [ranks] if isinstance(ranks, int) else list(ranks)
+    names = ", ".join(layers)
+    expected = f"one number of factors, or one for each of the layers {names}"
+    require(len(numbers) in (0, 1, len(layers)), "ranks", expected, ranks)
+    for i, (name, layer) in enumerate(layers.items()):
+        _check_untied(module, name, layer)
+        if numbers:
+            factors = numbers[i % len(numbers)]
+        else:
+            factors = math.ceil(3 * len(layer.weight) / 5)
+        factorized = _factorized_layer(name, layer, factors, init, alpha)
+        _replace_layer(module, layer, factorized.to(layer.weight.device))
     return module
 
 
-def _like(
-    name: str, m: Any, factors: int, init: Init, alpha: float | None
+def _layers_without_head(module: nn.Module, head: str | None) -> dict[str, Any]:
+    """The linear layers and convolutions by name, without those of the head."""
+    layers: dict[str, Any] = {}
+    for name, layer in module.named_modules():
+        if type(layer) in (nn.Linear, nn.Conv2d):
+            layers[name] = layer
+    if head is None:
+        linear = [name for name in layers if isinstance(layers[name], nn.Linear)]
+        head = linear[-1] if linear else None
+    if head is None:
+        return layers
+    in_head = [name for name in layers if name == head or name.startswith(f"{head}.")]
+    return {name: layer for name, layer in layers.items() if name not in in_head}
+
+
+def _check_untied(module: nn.Module, name: str, layer: Any) -> None:
+    """Raises ValueError where a layer shares its weight with another one."""
+    users = 0
+    for other in module.modules():
+        users += sum(p is layer.weight for p in other._parameters.values())
+    if users > 1:
+        raise ValueError(
+            f"module: {name} shares its weight with another layer, which factors "
+            "cannot; untie them first."
+        )
+
+
+def _replace_layer(module: nn.Module, layer: nn.Module, new: nn.Module) -> None:
+    """Puts `new` wherever `layer` is: one layer may have several names."""
+    named = list(module.named_modules(remove_duplicate=False))
+    for name, other in named:
+        if other is layer:
+            parent, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(parent), attribute, new)
+
+
+def _factorized_layer(
+    name: str, layer: Any, factors: int, init: Init, alpha: float | None
 ) -> nn.Module:
-    rest: Any = (m.bias is not None, init, alpha, m.weight.dtype)
-    if isinstance(m, nn.Linear):
-        return FactorizedLinear(m.in_features, m.out_features, factors, *rest)
-    if m.groups != 1 or m.padding_mode != "zeros":
+    """A factorized layer of the shapes and options of `layer`."""
+    options: Any = (layer.bias is not None, init, alpha, layer.weight.dtype)
+    if isinstance(layer, nn.Linear):
+        sizes = (layer.in_features, layer.out_features, factors)
+        return FactorizedLinear(*sizes, *options)
+    if layer.groups != 1 or layer.padding_mode != "zeros":
         raise ValueError(
             f"module: the convolution {name} has groups or pads with other things than "
-            "zeros, "
-            "which cannot be factorized."
+            "zeros, which cannot be factorized."
         )
-    size = (m.in_channels, m.out_channels, m.kernel_size)
-    return FactorizedConv2d(*size, factors, m.stride, m.padding, m.dilation, *rest)
+    return FactorizedConv2d(
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel_size,
+        factors,
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        *options,
+    )
 
 
 def factorized_layers(module: nn.Module) -> dict[str, _Factorized]:
     """The factorized layers of a model by name, in the order of `named_modules`."""
-    return {n: m for n, m in module.named_modules() if isinstance(m, _Factorized)}
+    named = module.named_modules()
+    return {name: layer for name, layer in named if isinstance(layer, _Factorized)}

@@ -1,5 +1,7 @@
-"""aggregate: base + lr * (weight @ updates), dense or by index, in one pass over the
-updates."""
+"""Weighted sums of updates, `base + lr * (weight @ updates)`, in one pass over them.
+
+Symbols: N updates; M results; K rows that a result mixes; P columns.
+"""
 
 import math
 from typing import Any
@@ -18,7 +20,6 @@ from ._check import (
     describe,
     memory_span,
     reject_argument,
-    require_argument,
     same_view,
     spans_overlap,
 )
@@ -42,27 +43,31 @@ def aggregate(
     out: Tensor | None = None,  # [M, P]
     precise: bool = False,
 ) -> Tensor:  # [M, P]
-    """`base + lr * (weight @ updates)` in one pass over the updates; with `index`, row
-    m mixes the rows `index[m]` only.
+    """`base + lr * (weight @ updates)`, in one pass over the updates.
 
-    Accumulates in float32, on CPUs in float64 after every 128 rows, so that the error
-    does not grow with N (CUDA kernels and the reference sum all rows in float32: above
-    some thousand clients `precise` is the better choice there); in float64 where an
-    input row is float64 or `precise` asks for it. The result has base's dtype, or else
-    that of updates. With `index`, a row of weight 0 is not read, so NaN there does not
-    spread. `out` may be given to reuse memory: a [M, P] tensor with contiguous rows
-    that shares no memory with updates or weight; it may be `base` itself. Without
-    `out`, differentiable in updates, weight and base, but not in lr; in forward mode it
-    is plain torch, where a row of weight 0 is read.
+    With `index`, result m mixes the rows `index[m]` only. A row of weight 0 is not read
+    then, so NaN there does not spread. The result has the dtype of `base`, or that of
+    `updates` without a base.
+
+    Sums are float64 where an input row is float64 or `precise` is set, and float32
+    otherwise. A CPU adds every 128 rows to a float64 sum, so its error does not grow
+    with N. CUDA kernels and the reference sum all rows in float32: above some thousand
+    clients, set `precise` there.
+
+    `out` is memory for the result: a tensor [M, P] with contiguous rows, which shares
+    none with `updates` or `weight`. It may be `base` itself.
+
+    Without `out` the op is differentiable in `updates`, `weight` and `base`, but not in
+    `lr`. Forward mode runs plain torch operations, which read a row of weight 0.
     """
     check_aggregate(updates, weight, index, base, lr, out)
     warn_of_references()
-    how = updates, weight, index, base, lr, bool(precise)
+    arguments = (updates, weight, index, base, lr, bool(precise))
     if in_forward_ad():
-        return _formula(*how)
+        return _formula(*arguments)
     if out is None:
-        return _op(*how)
-    _op_out(*how, out)
+        return _op(*arguments)
+    _op_out(*arguments, out)
     mark_written(out)
     return out
 
@@ -70,7 +75,7 @@ def aggregate(
 def check_aggregate(
     updates: Any, weight: Any, index: Any, base: Any, lr: Any, out: Any
 ) -> None:
-    """The arguments of aggregate."""
+    """Raises ValueError or TypeError for arguments that the op does not accept."""
     op = "aggregate"
     check_number(op, "lr", lr)
     check_matrix(op, "updates", updates, "[N, P]")
@@ -80,20 +85,18 @@ def check_aggregate(
     check_same_device(op, "updates", updates, "weight", weight)
     if index is not None:
         check_index(op, "updates", updates, "index", index)
-        fits = index.shape == weight.shape
-        require_argument(
-            fits, op, "index", f"{list(weight.shape)} like weight", describe(index)
-        )
+        if index.shape != weight.shape:
+            expected = f"{list(weight.shape)} like weight"
+            reject_argument(op, "index", expected, describe(index))
         check_index_range(op, "index", index, n)
     elif k != n:
-        wanted = f"[M, {n}], a column for each row of updates"
-        reject_argument(op, "weight", wanted, describe(weight), "or give index")
+        expected = f"[M, {n}], a column for each row of updates"
+        reject_argument(op, "weight", expected, describe(weight), "or give index")
     if base is not None:
         check_floating(op, "base", base)
         if base.shape not in ((p,), (m, p)) or base.device != updates.device:
-            reject_argument(
-                op, "base", f"[{p}] or [{m}, {p}] on {updates.device}", describe(base)
-            )
+            expected = f"[{p}] or [{m}, {p}] on {updates.device}"
+            reject_argument(op, "base", expected, describe(base))
     if out is not None:
         check_out(updates, weight, index, base, out)
 
@@ -101,56 +104,53 @@ def check_aggregate(
 def check_out(
     updates: Tensor, weight: Tensor, index: Tensor | None, base: Tensor | None, out: Any
 ) -> None:
-    """The `out` of aggregate."""
+    """Raises ValueError or TypeError for an `out` that the op cannot write."""
     op = "aggregate"
-    wanted = [weight.shape[0], updates.shape[1]]
+    shape = [weight.shape[0], updates.shape[1]]
     dtype = updates.dtype if base is None else base.dtype
-    like = isinstance(out, Tensor) and (out.dtype, out.device) == (
-        dtype,
-        updates.device,
+    fits = (
+        isinstance(out, Tensor)
+        and out.dtype == dtype
+        and out.device == updates.device
+        and list(out.shape) == shape
     )
-    if not like or list(out.shape) != wanted:
+    if not fits:
         kind = f"{str(dtype).removeprefix('torch.')} on {updates.device}"
-        reject_argument(op, "out", f"{wanted} {kind}", describe(out))
+        reject_argument(op, "out", f"{shape} {kind}", describe(out))
     if in_forward_ad():
-        reject_argument(
-            op,
-            "out",
-            "None in forward-mode differentiation",
-            "a tensor",
-            "leave out away",
-        )
+        expected = "None in forward-mode differentiation"
+        reject_argument(op, "out", expected, "a tensor", "leave out away")
     if not out.numel():
         return
     check_writable(op, "out", out)
     if torch.compiler.is_compiling():
         return
     if out.is_neg() or out.is_conj():
-        held = "memory that holds its numbers as they are"
-        reject_argument(op, "out", held, "the negative of other numbers")
-    some = any(t is not None and t.requires_grad for t in (updates, weight, base, out))
-    if some and torch.is_grad_enabled():
-        came = "inputs that require grad"
+        expected = "memory that holds its numbers as they are"
+        reject_argument(op, "out", expected, "the negative of other numbers")
+    tensors = (updates, weight, base, out)
+    if torch.is_grad_enabled() and any(_requires_grad(t) for t in tensors):
+        expected = "None where a gradient is wanted"
         remedy = "leave out away or use torch.no_grad()"
-        reject_argument(op, "out", "None where a gradient is wanted", came, remedy)
-    mine = memory_span(out)
+        reject_argument(op, "out", expected, "inputs that require grad", remedy)
+    span = memory_span(out)
     for name, t in (("updates", updates), ("weight", weight), ("index", index)):
-        if spans_overlap(mine, memory_span(t)):
+        if spans_overlap(span, memory_span(t)):
             reject_argument(op, "out", "memory of its own", f"memory of {name}")
-    if (
-        base is not None
-        and spans_overlap(mine, memory_span(base))
-        and not same_view(out, base)
-    ):
-        reject_argument(
-            op, "out", "memory of its own or base itself", "a part of base's memory"
-        )
+    overlaps_base = base is not None and spans_overlap(span, memory_span(base))
+    if base is not None and overlaps_base and not same_view(out, base):
+        expected = "memory of its own or base itself"
+        reject_argument(op, "out", expected, "a part of base's memory")
+
+
+def _requires_grad(t: Tensor | None) -> bool:
+    return t is not None and t.requires_grad
 
 
 def result_dtypes(
     updates: Tensor, base: Tensor | None, precise: bool
 ) -> tuple[torch.dtype, torch.dtype]:
-    """That of the result, and that of its sum."""
+    """The dtype of the result, and that of the sum."""
     dtype = updates.dtype if base is None else base.dtype
     wide = precise or torch.float64 in (updates.dtype, dtype)
     return dtype, torch.float64 if wide else torch.float32
@@ -163,10 +163,13 @@ def _formula(
     base: Tensor | None,  # [P] or [M, P]
     lr: float,
     precise: bool,
-    skip: bool = False,
+    skip_zeros: bool = False,
 ) -> Tensor:  # [M, P]
-    """The same in plain torch, which differentiates itself; `skip`: rows of weight 0
-    are not read, which has no derivative there."""
+    """The result by plain torch operations, which differentiate themselves.
+
+    With `skip_zeros` and `index`, rows of weight 0 add nothing even if they are NaN.
+    Then the result has no derivative by such a weight.
+    """
     dtype, wide = result_dtypes(updates, base, precise)
     w = (lr * weight.double()).to(wide)
     if index is None:
@@ -176,8 +179,12 @@ def _formula(
         for k in range(w.shape[1]):
             weight_k = w[:, k, None]
             part = weight_k * updates[index[:, k]].to(wide)
-            total = total + (torch.where(weight_k != 0, part, 0.0) if skip else part)
-    return (total if base is None else base.to(wide) + total).to(dtype)
+            if skip_zeros:
+                part = torch.where(weight_k != 0, part, 0.0)
+            total = total + part
+    if base is not None:
+        total = base.to(wide) + total
+    return total.to(dtype)
 
 
 def reference(
@@ -188,13 +195,14 @@ def reference(
     lr: float = 1.0,
     precise: bool = False,
 ) -> Tensor:  # [M, P]
-    """base + lr * (weight @ updates), in base's dtype, or else in that of updates."""
-    return _formula(updates, weight, index, base, lr, precise, True)
+    """`base + lr * (weight @ updates)`: the specification of the op."""
+    return _formula(updates, weight, index, base, lr, precise, skip_zeros=True)
 
 
-def reference_out(*how: Any) -> None:
-    """`reference` into the last argument, [M, P]."""
-    how[-1].copy_(reference(*how[:-1]))
+def reference_out(*arguments: Any) -> None:
+    """Writes the result of `reference` into the last argument, [M, P]."""
+    *inputs, out = arguments
+    out.copy_(reference(*inputs))
 
 
 def _fake(
@@ -202,7 +210,7 @@ def _fake(
     weight: Tensor,
     index: Tensor | None,
     base: Tensor | None,
-    *how: Any,
+    *_: Any,
 ) -> Tensor:
     dtype = updates.dtype if base is None else base.dtype
     return updates.new_empty(weight.shape[0], updates.shape[1], dtype=dtype)
@@ -210,59 +218,68 @@ def _fake(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     updates, weight, index, base, ctx.lr, _ = inputs
-    ctx.run_job = base is not None and base.dim() == 1
+    ctx.has_shared_base = base is not None and base.dim() == 1
     ctx.save_for_backward(updates, weight, index)
 
 
 def _weight_gradient(grad: Tensor, updates: Tensor, index: Tensor) -> Tensor:
-    """The gradient [M, K] in float64 of weights by index; NaN of a row that is not
-    there, which only a card lets through."""
-    inside = (index >= 0) & (index < len(updates))
+    """Gradient [M, K] float64 of weights by index.
+
+    It is NaN for an index out of range, which only a GPU does not reject.
+    """
+    is_row = (index >= 0) & (index < len(updates))
     if not len(updates) or not index.shape[1]:
-        return torch.where(inside, torch.zeros_like(index, dtype=grad.dtype), math.nan)
-    rows = torch.where(inside, index, 0)
+        zeros = torch.zeros_like(index, dtype=grad.dtype)
+        return torch.where(is_row, zeros, math.nan)
+    rows = torch.where(is_row, index, 0)
     columns = [(grad * updates[column].double()).sum(1) for column in rows.T]
-    return torch.where(inside, torch.stack(columns, 1), math.nan)
+    return torch.where(is_row, torch.stack(columns, 1), math.nan)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     updates, weight, index = ctx.saved_tensors
     need_updates, need_weight, _, need_base = ctx.needs_input_grad[:4]
-    dense = weight.double()
-    grad64 = grad.double()  # [M, N] or [M, K]
-    grad_updates = grad_weight = None
-    if need_weight and index is None:
-        grad_weight = grad64 @ updates.double().T
-    elif need_weight:
-        grad_weight = _weight_gradient(grad64, updates, index)
-    if index is not None:
-        inside = (index >= 0) & (index < len(updates))
-        zeros = grad64.new_zeros(len(weight), len(updates))
-        dense = torch.where(inside, dense, 0.0)
-        dense = (
-            scatter_add(zeros, torch.where(inside, index, 0), dense)
-            if len(updates)
-            else zeros
-        )
-    if need_updates:
-        grad_updates = (ctx.lr * (dense.T @ grad64)).to(updates.dtype)
-    if grad_weight is not None:
+    grad64 = grad.double()  # [M, P]
+    grad_updates = grad_weight = grad_base = None
+    if need_weight:
+        if index is None:
+            grad_weight = grad64 @ updates.double().T
+        else:
+            grad_weight = _weight_gradient(grad64, updates, index)
         grad_weight = (ctx.lr * grad_weight).to(weight.dtype)
-    grad_base = (grad.sum(0) if ctx.run_job else grad) if need_base else None
+    if need_updates:
+        dense = _dense_weights(weight, index, len(updates))
+        grad_updates = (ctx.lr * (dense.T @ grad64)).to(updates.dtype)
+    if need_base:
+        grad_base = grad.sum(0) if ctx.has_shared_base else grad
     return grad_updates, grad_weight, None, grad_base, None, None
+
+
+def _dense_weights(
+    weight: Tensor,  # [M, N], or [M, K] with index
+    index: Tensor | None,  # [M, K]
+    n: int,
+) -> Tensor:  # [M, N] float64
+    """The weights as a matrix; an index out of range adds nothing."""
+    if index is None:
+        return weight.double()
+    zeros = weight.new_zeros(len(weight), n, dtype=torch.float64)
+    if n == 0:
+        return zeros
+    is_row = (index >= 0) & (index < n)
+    valid_weight = torch.where(is_row, weight.double(), 0.0)
+    return scatter_add(zeros, torch.where(is_row, index, 0), valid_weight)
 
 
 _op = define(
     "aggregate(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float lr, "
-    "bool precise) "
-    "-> Tensor",
+    "bool precise) -> Tensor",
     reference,
     _fake,
 )
 _op_out = define(
     "aggregate_out(Tensor updates, Tensor weight, Tensor? index, Tensor? base, float "
-    "lr, bool "
-    "precise, Tensor(a!) out) -> ()",
+    "lr, bool precise, Tensor(a!) out) -> ()",
     reference_out,
     fake_nothing,
 )

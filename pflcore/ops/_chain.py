@@ -1,11 +1,14 @@
-"""Whole local training, gradients and evaluation of models that are a chain of layers,
-many clients in one call.
+"""Local training, gradients and evaluation of models that are a chain of layers.
 
-A model is a *program*: a table of layers with their shapes and the places of their
-weights in a flat row (see `encode_layer`). The kernels keep a client's row, activations
-and gradients in the caches of one core; results depend neither on the threads nor on
-who else takes part. Gradients have a reference in differentiable torch, which takes all
-clients at once: that is what runs on a GPU.
+One call computes many clients. A model is a *program*: a table of its layers, with
+their shapes and the columns of their weights in a flat row (see `encode_layer`). The
+kernels keep a client's row, activations and gradients in the caches of one core.
+Results depend neither on the threads nor on which other clients take part. Gradients
+have a reference in differentiable torch, which takes all clients at once; it is what
+runs on a GPU.
+
+Symbols: S or s clients; Q columns of a row; L layers; B samples of a client; C scores
+of a sample; w rows of weights; x, y samples and labels.
 """
 
 from __future__ import annotations
@@ -30,43 +33,45 @@ ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
 FIELDS_PER_LAYER = 8
 REFERENCE_CHUNK_SAMPLES = 256  # samples of a client that the references take at once
 
-# 2^64 / golden ratio, as int64: successive counters land far apart
+# 2^64 / golden ratio, as int64: successive counters become numbers far apart.
 _STEP = -7046029254386353131
-# the multipliers of the 64-bit finaliser of SplitMix (Steele et al. 2014)
+# The multipliers of SplitMix's 64-bit finaliser (Steele et al. 2014).
 _MIX = (-4658895280553007687, -7723592293110705685)
+RANDOM_BITS = 24  # of a random integer
 
 
 def encode_layer(kind: str, *fields: float) -> list[float]:
-    """One line of a program: the number of its kind, and
+    """One line of a program: the number of its kind, then its fields, then zeros.
 
-    - linear: outputs, place of the weight [O, I], of the bias (-1: none)
-    - conv: outputs, kernel height, width, stride, padding above, left, place of the
-      weight [O, C, KH, KW], of the bias
+    A weight is given by its first column in the row; -1 is no bias.
+
+    - linear: outputs, weight [O, I], bias
+    - conv: outputs, kernel height, width, stride, padding above, left, weight
+      [O, C, KH, KW], bias
     - pool: 1 maximum or 2 mean, window height, width, stride down, across
-    - act: 1 ReLU, 2 tanh, 3 sigmoid, 4 GELU · flatten · dropout: the probability, above
-      0
-    - norm: groups, features that share a weight, eps, place of the weight, of the bias
-      (-1: none)
-    - scale: place of a factor for each feature; 0 gives 0 whatever it meets
+    - act: 1 ReLU, 2 tanh, 3 sigmoid, 4 GELU
+    - flatten: no field
+    - dropout: the probability, above 0
+    - norm: groups, features that share a weight, eps, weight, bias
+    - scale: factors, one for each feature; a factor of 0 gives 0, also for NaN
     """
-    return [
-        float(KINDS.index(kind)),
-        *fields,
-        *[0.0] * (FIELDS_PER_LAYER - len(fields)),
-    ]
+    padding = [0.0] * (FIELDS_PER_LAYER - len(fields))
+    return [float(KINDS.index(kind)), *fields, *padding]
 
 
-# --- references -------------------------------------------------------------
+# references -------------------------------------------------------------------
 
 
-def logical_shift(z: Tensor, by: int) -> Tensor:
-    # >> repeats the sign bit; a hash needs zeros
-    return (z >> by) & ((1 << (64 - by)) - 1)
+def logical_shift(z: Tensor, bits: int) -> Tensor:
+    """`z >> bits` with zeros in front, where torch repeats the sign bit."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def splitmix_hash(z: Tensor) -> Tensor:
-    """A bijective hash of int64 numbers, elementwise: bits of the result look
-    independent even for successive numbers."""
+    """A bijective hash of int64 numbers, elementwise.
+
+    The bits of the result look independent, even for successive numbers.
+    """
     z = (z ^ logical_shift(z, 30)) * _MIX[0]
     z = (z ^ logical_shift(z, 27)) * _MIX[1]
     return z ^ logical_shift(z, 31)
@@ -75,26 +80,31 @@ def splitmix_hash(z: Tensor) -> Tensor:
 def hashed_integers(
     seed: Tensor, layer: int, shape: torch.Size | tuple[int, ...]
 ) -> Tensor:
-    """Integers from 0 to 2^24 - 1, [..., *shape] for seeds [...], a function of the
-    seed, `layer` and each element's place alone."""
+    """Integers from 0 to 2^24 - 1, [..., *shape] for seeds [...].
+
+    They depend on the seed, on `layer` and on each element's place alone.
+    """
     places = torch.arange(math.prod(shape), device=seed.device) * _STEP
-    # wrapped by hand: Python's numbers do not overflow
-    jump = (layer * _STEP + (1 << 63)) % (1 << 64) - (1 << 63)
-    return logical_shift(
-        splitmix_hash(splitmix_hash(seed + jump)[..., None] + places), 40
-    ).view(*seed.shape, *shape)
+    # Python's numbers do not overflow, so the product is wrapped to int64 here.
+    layer_step = (layer * _STEP + (1 << 63)) % (1 << 64) - (1 << 63)
+    layer_seed = splitmix_hash(seed + layer_step)
+    words = splitmix_hash(layer_seed[..., None] + places)
+    return logical_shift(words, 64 - RANDOM_BITS).view(*seed.shape, *shape)
 
 
 def forward_program(  # noqa: C901 (a kind of layer each)
     program: Tensor, w: Tensor, x: Tensor, seeds: Tensor | None
 ) -> Tensor:
-    """Scores [s, B, C] of the models `w` [s, Q] on `x` [s, B, ...]; with `seeds` [s] in
-    training mode."""
-    s = len(w)
-    random = 0
+    """Scores [s, B, C] of the models `w` [s, Q] on `x` [s, B, ...].
 
-    def part(at: int, *sizes: int) -> Tensor:
-        return w[:, at : at + math.prod(sizes)].view(s, *sizes)
+    With `seeds` [s] the models are in training mode.
+    """
+    s = len(w)
+    dropout_layers = 0
+
+    def part(first: int, *sizes: int) -> Tensor:  # [s, *sizes]
+        """The weights of this shape whose columns begin at `first`."""
+        return w[:, first : first + math.prod(sizes)].view(s, *sizes)
 
     for kind, *field in program.tolist():
         match KINDS[int(kind)], [int(f) for f in field]:
@@ -118,21 +128,17 @@ def forward_program(  # noqa: C901 (a kind of layer each)
                 x = x.flatten(2)
             case "dropout", _:
                 if seeds is not None:
-                    x = apply_dropout(
-                        x, field[0], hashed_integers(seeds, random, x.shape[1:])
-                    )
-                random += 1
+                    numbers = hashed_integers(seeds, dropout_layers, x.shape[1:])
+                    x = apply_dropout(x, field[0], numbers)
+                dropout_layers += 1
             case "norm", [groups, share, _, weight, bias, *_]:
                 y = x.reshape(*x.shape[:2], groups, -1)
                 y = F.layer_norm(y, y.shape[-1:], eps=field[2]).flatten(2)
                 if weight >= 0:
-                    scale, offset = (
-                        part(at, y.shape[2] // share).repeat_interleave(share, 1)[
-                            :, None
-                        ]
-                        for at in (weight, bias)
-                    )
-                    y = y * scale + offset
+                    count = y.shape[2] // share
+                    scale = part(weight, count).repeat_interleave(share, 1)
+                    offset = part(bias, count).repeat_interleave(share, 1)
+                    y = y * scale[:, None] + offset[:, None]
                 x = y.view(x.shape)
             case _, [factors, *_]:
                 lam = part(factors, 1, x.shape[2])
@@ -140,24 +146,31 @@ def forward_program(  # noqa: C901 (a kind of layer each)
     return x.flatten(2)
 
 
-def apply_dropout(x: Tensor, p: float, drawn: Tensor) -> Tensor:
-    """`x` without the elements whose number from 0 to 2^24 - 1 is below `p` times 2^24,
-    the others scaled up."""
-    return x * (drawn >= round(p * (1 << 24))).to(x.dtype) / (1 - p) if p < 1 else x * 0
+def apply_dropout(x: Tensor, p: float, numbers: Tensor) -> Tensor:
+    """`x` with zeros where a random number is below `p`; the rest is scaled up.
+
+    The numbers are the integers of `hashed_integers`, in units of 2^-24.
+    """
+    if p >= 1:
+        return x * 0
+    is_kept = numbers >= round(p * (1 << RANDOM_BITS))
+    return x * is_kept.to(x.dtype) / (1 - p)
 
 
 def sample_losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
     """Each sample's loss [s, B] of scores [s, B, C] and labels or numbers [s, B]."""
     if criterion == "cross_entropy":
-        return F.cross_entropy(
-            scores.flatten(0, 1), y.flatten(), reduction="none"
-        ).view(y.shape)
+        flat_scores = scores.flatten(0, 1)
+        losses = F.cross_entropy(flat_scores, y.flatten(), reduction="none")
+        return losses.view(y.shape)
     z = scores.reshape(y.shape)
     if criterion == "hinge":
-        return (1 - torch.where(y > 0, 1.0, -1.0).to(z.dtype) * z).relu()
+        sign = torch.where(y > 0, 1.0, -1.0).to(z.dtype)
+        return (1 - sign * z).relu()
     if criterion == "binary_cross_entropy":
         return F.binary_cross_entropy_with_logits(z, y.to(z.dtype), reduction="none")
-    return (z - y.to(z.dtype)).square() * (1.0 if criterion == "squared" else 0.5)
+    factor = 1.0 if criterion == "squared" else 0.5
+    return (z - y.to(z.dtype)).square() * factor
 
 
 def grad_reference(
@@ -174,39 +187,40 @@ def grad_reference(
     size: Tensor,  # [S] how many of them each client takes
     seeds: Tensor | None,  # [S] in training mode
 ) -> tuple[Tensor, Tensor]:  # [S, Q], [S] float64
-    """Gradients of the clients' mean losses, and these."""
+    """Gradients of the clients' mean losses, and these losses."""
     grad = torch.zeros_like(w)
     loss = torch.zeros(len(w), dtype=torch.float64, device=w.device)
-    of = size.to(w.device)[:, None]
-    # a mask's numbers go through the whole batch
-    step = max(1, order.shape[1]) if seeds is not None else REFERENCE_CHUNK_SAMPLES
-    for a in range(0, order.shape[1], step):
-        index = order[:, a : a + step]
-        inside = torch.arange(a, a + index.shape[1], device=w.device) < of
-        weight = (inside.double() / of.clamp(min=1)).to(w)
-        index = torch.where(inside, index, order[:, :1])
+    counts = size.to(w.device)[:, None]
+    step = REFERENCE_CHUNK_SAMPLES
+    if seeds is not None:
+        # The random numbers of dropout are those of the whole batch.
+        step = max(1, order.shape[1])
+    for first in range(0, order.shape[1], step):
+        index = order[:, first : first + step]
+        positions = torch.arange(first, first + index.shape[1], device=w.device)
+        is_sample = positions < counts
+        weight = (is_sample.double() / counts.clamp(min=1)).to(w)
+        index = torch.where(is_sample, index, order[:, :1])
         labels = y[index] if relabel is None else relabel.gather(1, y[index])
         samples = x[index].reshape(*index.shape, c, h, wide)
         with torch.enable_grad():
             rows = w.detach().requires_grad_()
-            each = sample_losses(
-                criterion, forward_program(program, rows, samples, seeds), labels
-            )
-            # a sample of weight 0 does not count, whatever its loss
-            total = torch.where(weight != 0, each * weight, 0.0).sum(1)
-            (g,) = torch.autograd.grad(total.sum(), rows)
-        grad += g
+            scores = forward_program(program, rows, samples, seeds)
+            losses = sample_losses(criterion, scores, labels)
+            # A position without a sample does not count, whatever its loss.
+            total = torch.where(weight != 0, losses * weight, 0.0).sum(1)
+            (chunk_grad,) = torch.autograd.grad(total.sum(), rows)
+        grad += chunk_grad
         loss += total.detach().double()
     return grad, loss
 
 
-# --- as torch sees them -----------------------------------------------------
+# registration -----------------------------------------------------------------
 
-# what every call begins with, as `grad_reference` has it
+# The first arguments of every op after `w`, in the order of `grad_reference`.
 _HEAD = (
     "Tensor program, str criterion, int c, int h, int w_, Tensor x, Tensor y, Tensor? "
-    "relabel, "
-    "Tensor order"
+    "relabel, Tensor order"
 )
 
 
@@ -221,17 +235,16 @@ def _fake_grad(w: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 def _fake_eval(w: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     order = args[8]
     classes = args[-1]
-    scores = w.new_empty(len(order) if classes else 0, classes)
+    num_scores = len(order) if classes else 0
+    scores = w.new_empty(num_scores, classes)
     return _fake_sgd(order), order.new_empty(len(order), dtype=torch.bool), scores
 
 
 _chain_sgd_: Callable[..., Tensor] = define(
     f"chain_sgd_(Tensor(a!) w, {_HEAD}, Tensor size, Tensor steps, int batch_size, "
-    "bool drop_last, "
-    "Tensor? seeds, float lr, Tensor? shift, Tensor? mask, float mu, Tensor? mu_rows, "
-    "Tensor? "
-    "anchor, float momentum, float weight_decay, float clip, Tensor(b!)? grad_sum) -> "
-    "Tensor",
+    "bool drop_last, Tensor? seeds, float lr, Tensor? shift, Tensor? mask, float mu, "
+    "Tensor? mu_rows, Tensor? anchor, float momentum, float weight_decay, float clip, "
+    "Tensor(b!)? grad_sum) -> Tensor",
     None,
     _fake_sgd,
 )
@@ -244,14 +257,19 @@ def has_kernels(device: torch.device) -> bool:
 
 # [S] float64, the sum of batches' mean losses
 def chain_sgd_(w: Tensor, *args: Any) -> Tensor:
-    """All steps of local SGD on the rows `w` [S, Q], in place; autograd learns that
-    these and the sums of gradients are not what they were.
+    """Takes all steps of local SGD on the rows `w` [S, Q], in place.
 
-    After the head: places in the pool [S, passes, longest]; on the CPU each client's
-    samples and steps [S]; the size of a batch, and whether a short one is left out;
-    seeds of dropout [S, passes], to which the place within the pass is added (None: no
-    dropout); then as `sgd_step_`, the largest norm of a minibatch's gradient (inf:
-    any), and what gradients are added to [S, Q].
+    The result are the sums [S] of the minibatches' losses. Autograd learns that `w` and
+    the sums of gradients were changed. After the first arguments of every op follow:
+
+    - places of the samples in the pool [S, passes, longest]
+    - samples and steps of each client [S], on the CPU
+    - the size of a batch, and whether a short one is left out
+    - seeds of dropout [S, passes], to which the place within the pass is added; None
+      without dropout
+    - the terms of `sgd_step_`
+    - the largest norm of a minibatch's gradient, or infinity
+    - the tensor [S, Q] to which gradients are added, or None
     """
     loss = _chain_sgd_(w, *args)
     mark_written(w, args[-1])
@@ -263,10 +281,10 @@ chain_grad = define(
     grad_reference,
     _fake_grad,
 )
-# Losses [n] float64, right answers [n], scores [n, classes] of the rows `w` [S, Q], one
-# expanded where all have one model. After the head: places in the pool [n], client
-# after client; where each one's begin [S + 1], on the CPU; 0 classes: no scores are
-# wanted.
+# Losses [n] float64, right answers [n] and scores [n, classes] of the rows `w` [S, Q].
+# One row may be expanded to all clients. After the first arguments of every op follow:
+# the places of the samples in the pool [n], client after client; where each client's
+# begin [S + 1], on the CPU; the number of classes, or 0 where no scores are needed.
 chain_eval: Callable[..., tuple[Tensor, Tensor, Tensor]] = define(
     f"chain_eval(Tensor w, {_HEAD}, Tensor begin, int classes) -> (Tensor, Tensor, "
     "Tensor)",

@@ -1,5 +1,7 @@
-"""The words of the ops' argument checks: one sentence that names the argument, what was
-expected, and what came."""
+"""Argument checks of the ops.
+
+An error is one sentence that names the argument, what was expected, and what came.
+"""
 
 from numbers import Integral, Real
 from typing import Any, NoReturn
@@ -8,138 +10,142 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+MAX_REPR_LENGTH = 40  # characters of a wrong value that an error shows
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def describe(t: Any) -> str:
-    """What a tensor is, in a few words."""
+    """A phrase on a tensor's shape, dtype and device, or on another value's type."""
     if not isinstance(t, Tensor):
-        shown = " ".join(repr(t).split())
-        return (
-            f"{shown[:40]}{'...' if len(shown) > 40 else ''} of type {type(t).__name__}"
-        )
+        text = " ".join(repr(t).split())
+        if len(text) > MAX_REPR_LENGTH:
+            text = f"{text[:MAX_REPR_LENGTH]}..."
+        return f"{text} of type {type(t).__name__}"
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
 def reject_argument(
     op: str,
     name: str,
-    wanted: str,
-    came: str,
-    do: str = "",
+    expected: str,
+    actual: str,
+    remedy: str = "",
     kind: type[Exception] = ValueError,
 ) -> NoReturn:
     """Raises `kind` with the one form of sentence."""
-    raise kind(f"{op}: {name} must be {wanted}, got {came}{'; ' + do if do else ''}.")
+    text = f"{op}: {name} must be {expected}, got {actual}"
+    if remedy:
+        text = f"{text}; {remedy}"
+    raise kind(f"{text}.")
 
 
 def require_argument(
-    ok: bool, op: str, name: str, wanted: str, came: str, do: str = ""
+    ok: bool, op: str, name: str, expected: str, actual: str, remedy: str = ""
 ) -> None:
-    """Refuses unless `ok`; where calls are many ask first, since the words take
-    time."""
+    """Raises ValueError unless `ok`.
+
+    Making the phrases takes time: in an op that is called often, test first and then
+    call `reject_argument`.
+    """
     if not ok:
-        reject_argument(op, name, wanted, came, do)
+        reject_argument(op, name, expected, actual, remedy)
 
 
 def is_int(value: Any) -> bool:
-    """A whole number, and not a truth value."""
-    return isinstance(value, int | torch.SymInt | Integral) and not isinstance(
-        value, bool
-    )
+    """Whether a value is a whole number, and not a truth value."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int | torch.SymInt | Integral)
 
 
 def check_number(op: str, name: str, value: Any) -> None:
-    """`value` is a real number."""
+    """Checks that `value` is a real number."""
     if type(value) is float or type(value) is int:
-        return
-    if isinstance(value, bool) or not isinstance(
-        value, Real | torch.SymInt | torch.SymFloat
-    ):
-        do = f"use {name}.item()" if isinstance(value, Tensor) else ""
-        reject_argument(op, name, "a number", describe(value), do, TypeError)
+        return  # the common case takes the least time
+    is_real = isinstance(value, Real | torch.SymInt | torch.SymFloat)
+    if isinstance(value, bool) or not is_real:
+        remedy = f"use {name}.item()" if isinstance(value, Tensor) else ""
+        reject_argument(op, name, "a number", describe(value), remedy, TypeError)
 
 
 def check_floating(op: str, name: str, t: Any) -> None:
-    """`t` is a floating-point tensor."""
+    """Checks that `t` is a dense floating-point tensor."""
     if not isinstance(t, Tensor):
         remedy = "use torch.as_tensor, or torch.stack of several"
         reject_argument(op, name, "a tensor", describe(t), remedy, TypeError)
     if t.layout is not torch.strided:
-        reject_argument(
-            op,
-            name,
-            "a dense tensor",
-            str(t.layout),
-            f"use {name}.to_dense()",
-            TypeError,
-        )
+        remedy = f"use {name}.to_dense()"
+        reject_argument(op, name, "a dense tensor", str(t.layout), remedy, TypeError)
     if t.dtype not in FLOATS:
-        wanted = "float32, float64, float16 or bfloat16"
-        reject_argument(op, name, wanted, describe(t), f"use {name}.float()", TypeError)
+        expected = "float32, float64, float16 or bfloat16"
+        remedy = f"use {name}.float()"
+        reject_argument(op, name, expected, describe(t), remedy, TypeError)
 
 
-def check_matrix(op: str, name: str, t: Any, wanted: str) -> None:
-    """`t` is a floating-point matrix."""
+def check_matrix(op: str, name: str, t: Any, shape: str) -> None:
+    """Checks that `t` is a floating-point matrix; `shape` describes it."""
     if (
         type(t) is Tensor
         and t.dtype in FLOATS
         and t.dim() == 2
         and t.layout is torch.strided
     ):
-        return
+        return  # the common case takes the least time
     check_floating(op, name, t)
-    require_argument(t.dim() == 2, op, name, f"a matrix {wanted}", describe(t))
+    require_argument(t.dim() == 2, op, name, f"a matrix {shape}", describe(t))
 
 
 def check_same_kind(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
-    """`a` and `b` have one dtype and one device."""
+    """Checks that `a` and `b` have one dtype and one device."""
     if a.dtype is not b.dtype:
-        wanted = f"{a.dtype} like {name}"
+        expected = f"{a.dtype} like {name}"
         remedy = f"use {other}.to({name}.dtype)"
-        reject_argument(op, other, wanted, describe(b), remedy, TypeError)
+        reject_argument(op, other, expected, describe(b), remedy, TypeError)
     check_same_device(op, name, a, other, b)
 
 
 def check_same_device(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:
-    """`b` is on the device of `a`."""
+    """Checks that `b` is on the device of `a`."""
     if a.device != b.device:
         remedy = f"use {other}.to({name}.device)"
         reject_argument(op, other, f"on {a.device} like {name}", describe(b), remedy)
 
 
 def check_index(op: str, name: str, a: Tensor, other: str, b: Any) -> None:
-    """`b` is an int64 tensor on the device of `a`."""
+    """Checks that `b` is an int64 tensor on the device of `a`."""
     if not isinstance(b, Tensor) or b.dtype != torch.int64:
         reject_argument(op, other, "an int64 tensor", describe(b), kind=TypeError)
     check_same_device(op, name, a, other, b)
 
 
 def check_index_range(op: str, name: str, index: Tensor, n: int) -> None:
-    """The numbers of `index` are from 0 to n - 1, where they can be looked at."""
-    if is_readable(index) and index.numel():
-        low, high = (int(v) for v in index.aminmax())
-        if low < 0 or high >= n:
-            reject_argument(op, name, f"from 0 to {n - 1}", f"{low} to {high}")
+    """Checks that an index is from 0 to n - 1, where its values can be read."""
+    if not is_readable(index) or index.numel() == 0:
+        return
+    smallest, largest = index.aminmax()
+    low = int(smallest)
+    high = int(largest)
+    if low < 0 or high >= n:
+        reject_argument(op, name, f"from 0 to {n - 1}", f"{low} to {high}")
 
 
 def check_writable(op: str, name: str, t: Tensor) -> None:
-    """Its rows can be written: contiguous, and none on another's memory."""
+    """Checks that rows can be written: contiguous, and none in another's memory."""
     if t.numel() and t.shape[1] > 1 and t.stride(1) != 1:
-        came = f"strides {list(t.stride())}"
-        reject_argument(
-            op, name, "of contiguous rows", came, f"use {name}.contiguous()"
-        )
+        actual = f"strides {list(t.stride())}"
+        remedy = f"use {name}.contiguous()"
+        reject_argument(op, name, "of contiguous rows", actual, remedy)
     if t.numel() and t.shape[0] > 1 and t.stride(0) < t.shape[1]:
-        came = f"strides {list(t.stride())}"
-        reject_argument(
-            op, name, "of rows that do not overlap", came, f"use {name}.clone()"
-        )
+        actual = f"strides {list(t.stride())}"
+        remedy = f"use {name}.clone()"
+        reject_argument(op, name, "of rows that do not overlap", actual, remedy)
 
 
 def is_readable(t: Tensor) -> bool:
-    """The values can be looked at for free: a CPU tensor, nothing traced, no `vmap` or
-    `grad` around it."""
+    """Whether the values can be read without waiting for them.
+
+    They can in a CPU tensor that nothing traces, without `vmap` or `grad` around it.
+    """
     return (
         not torch.compiler.is_compiling()
         and t.device.type == "cpu"
@@ -148,8 +154,11 @@ def is_readable(t: Tensor) -> bool:
 
 
 def memory_span(t: Tensor | None) -> tuple[int, int] | None:
-    """The addresses of the memory that a tensor lies in; None where there is none: a
-    fake, meta or empty tensor. Not while compiling."""
+    """The first address of a tensor's memory, and the one behind its last.
+
+    None where there is no memory: for a fake, meta or empty tensor, and inside of
+    `vmap` or `grad`. Do not call it while compiling.
+    """
     if type(t) is not Tensor and type(t) is not Parameter:
         return None
     try:
@@ -158,18 +167,23 @@ def memory_span(t: Tensor | None) -> tuple[int, int] | None:
         return None
     if first == 0 or t.is_contiguous():
         return (first, first + t.nbytes) if first else None
-    elements = sum((s - 1) * d for s, d in zip(t.shape, t.stride(), strict=True)) + 1
+    axes = zip(t.shape, t.stride(), strict=True)
+    elements = sum((size - 1) * stride for size, stride in axes) + 1
     return first, first + elements * t.element_size()
 
 
 def spans_overlap(a: tuple[int, int] | None, b: tuple[int, int] | None) -> bool:
-    """Two spans overlap. They are addresses, since the owner may differ: two wrappings
-    of one numpy array have two storages."""
-    return a is not None and b is not None and a[0] < b[1] and b[0] < a[1]
+    """Whether two spans of addresses overlap.
+
+    Storages cannot tell: two tensors of one numpy array have two of them.
+    """
+    if a is None or b is None:
+        return False
+    return a[0] < b[1] and b[0] < a[1]
 
 
 def same_view(a: Tensor, b: Tensor) -> bool:
-    """The very same elements in the same places."""
+    """Whether two tensors are the same elements in the same memory."""
     return (
         a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
     )

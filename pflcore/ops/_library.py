@@ -28,9 +28,13 @@ R = TypeVar("R")
 def define(
     schema: str, reference: Callable[..., R] | None, fake: Any = None
 ) -> Callable[..., R]:
-    """A new op `pflcore::NAME` with its reference as default body (None: there are
-    kernels alone) and `fake` for its result's shape, where the reference itself would
-    take long; returns what calls it."""
+    """Defines the op `pflcore::NAME`, and returns the function that calls it.
+
+    Args:
+        schema: The op's name, arguments and results, as torch writes them.
+        reference: The default body; None where there are kernels alone.
+        fake: Gives the shape of the result, where the reference would take long.
+    """
     name = schema[: schema.index("(")]
     lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     if reference is not None:
@@ -42,18 +46,28 @@ def define(
 
 
 def run_on_cpu(op: Any) -> Any:
-    """An op for a device that has no float64: on copies in the CPU's memory and back,
-    float64 results as float32."""
+    """The body of an op for a device without float64.
+
+    It runs the op on copies in the CPU's memory; float64 results come back as float32.
+    """
+
+    def copy_to_cpu(t: Tensor) -> Tensor:
+        return t.to("cpu", copy=True)
 
     def run(*args: Any) -> Any:
         device = next(t.device for t in args if isinstance(t, Tensor))
         warn_of_copies(str(device))
-        copies = tree_map_only(Tensor, lambda t: t.to("cpu", copy=True), args)
+        copies = tree_map_only(Tensor, copy_to_cpu, args)
         out = op(*copies)
-        for argument, to, copy in zip(op._schema.arguments, args, copies, strict=False):
-            if argument.is_write and isinstance(to, Tensor):
-                to.copy_(copy)
-        return tree_map_only(Tensor, lambda t: float64_to_float32(t).to(device), out)
+        # `strict=False`: arguments with a default may be missing.
+        for argument, t, copy in zip(op._schema.arguments, args, copies, strict=False):
+            if argument.is_write and isinstance(t, Tensor):
+                t.copy_(copy)
+
+        def copy_back(t: Tensor) -> Tensor:
+            return float64_to_float32(t).to(device)
+
+        return tree_map_only(Tensor, copy_back, out)
 
     return run
 
@@ -66,17 +80,17 @@ def float64_to_float32(t: Tensor) -> Tensor:
 def warn_of_copies(device: str) -> None:
     warnings.warn(
         f"pflcore's ops have no kernels for {device}, which has no float64: their "
-        "tensors go to "
-        "the CPU and back, which takes longer than the op where they are large, and "
-        "float64 "
-        "results come back as float32",
+        "tensors go to the CPU and back, which takes longer than the op where they "
+        "are large, and float64 results come back as float32",
         stacklevel=4,
     )
 
 
 def mark_written(*tensors: Tensor | None) -> None:
-    """Tell autograd that an op wrote into these: a tensor that it has saved for a
-    backward pass is not what it was."""
+    """Tells autograd that an op wrote into these tensors.
+
+    A backward pass then refuses a tensor that was saved before.
+    """
     if torch.compiler.is_compiling():
         return
     for t in tensors:
@@ -85,22 +99,23 @@ def mark_written(*tensors: Tensor | None) -> None:
 
 
 def in_forward_ad() -> bool:
-    """Is forward-mode differentiation (`torch.func.jvp`, `forward_ad.dual_level`) on,
-    or `torch.func.grad`? An op knows backward formulas only, which would drop the
-    tangents without a word, and not in functorch's form; plain torch is right there.
+    """Whether forward-mode differentiation or `torch.func.grad` is on.
+
+    Forward mode is `torch.func.jvp` or `forward_ad.dual_level`. The ops have backward
+    formulas only: they would silently drop tangents, and they do not have functorch's
+    form. Plain torch operations are right there.
     """
     if forward_ad._current_level >= 0:
         return True
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
-    of = torch._C._functorch
-    return any(
-        i.key() == of.TransformType.Grad for i in of.get_interpreter_stack() or ()
-    )
+    functorch = torch._C._functorch
+    interpreters = functorch.get_interpreter_stack() or ()
+    return any(i.key() == functorch.TransformType.Grad for i in interpreters)
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Before a backward pass that needs the inputs and nothing else."""
+    """Saves the inputs for a backward pass that needs nothing else."""
     ctx.save_for_backward(*inputs)
 
 
@@ -108,7 +123,7 @@ def fake_nothing(*args: Any) -> None:
     """The fake of an op that returns nothing."""
 
 
-# --- the compiled kernels ---------------------------------------------------
+# the compiled kernels ---------------------------------------------------------
 
 REINSTALL_COMMAND = "pip install --force-reinstall --no-deps ."
 
@@ -128,14 +143,11 @@ class Backend(NamedTuple):
 
     def __str__(self) -> str:
         cuda = f"with CUDA for {self.architectures}" if self.cuda else "no CUDA"
-        what = (
-            f"kernels ({self.isa}, {self.threads} threads, {cuda})"
-            if self.kernels
-            else "references"
-        )
-        return f"{what}, torch {self.torch}: {self.why}" + (
-            f"; to mend it: {self.fix}" if self.fix else ""
-        )
+        body = "references"
+        if self.kernels:
+            body = f"kernels ({self.isa}, {self.threads} threads, {cuda})"
+        text = f"{body}, torch {self.torch}: {self.why}"
+        return f"{text}; to mend it: {self.fix}" if self.fix else text
 
 
 LIBRARY = Path(__file__).parent.parent / "lib_pflcore.so"
@@ -158,8 +170,7 @@ def _load() -> tuple[Any, str, str | None]:  # noqa: PLR0911 (a reason each)
         return (
             None,
             "the kernels are not built (they need torch and a C++ compiler when "
-            "pflcore is "
-            "installed)",
+            "pflcore is installed)",
             REINSTALL_COMMAND,
         )
     try:
@@ -190,44 +201,42 @@ references_used = _fix is not None
 
 
 def cpu_isa(wanted: str | None = None) -> str | None:
-    """The path of the CPU kernels, None for references; `wanted` chooses it, for tests,
-    as far as the machine has it."""
+    """The instruction set of the CPU kernels, or None for references.
+
+    `wanted` chooses it for tests, as far as the machine has it.
+    """
     if kernels is None:
         return None
-    said = (
-        kernels.pflcore_isa()
-        if wanted is None
-        else kernels.pflcore_set_isa(wanted.encode())
-    )
-    return str(said, "ascii")
+    if wanted is None:
+        return str(kernels.pflcore_isa(), "ascii")
+    return str(kernels.pflcore_set_isa(wanted.encode()), "ascii")
 
 
 def backend() -> Backend:
-    """What runs the ops and why: compiled kernels or references, the CPU path,
-    threads, CUDA."""
-    cards = "" if kernels is None else str(kernels.pflcore_architectures(), "ascii")
+    """What runs the ops and why: kernels or references, instruction set, CUDA."""
+    architectures = ""
+    if kernels is not None:
+        architectures = str(kernels.pflcore_architectures(), "ascii")
     return Backend(
         kernels=kernels is not None,
         isa=cpu_isa(),
-        cuda=bool(cards),
+        cuda=bool(architectures),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         why=_why,
         fix=_fix,
-        architectures=cards,
+        architectures=architectures,
     )
 
 
 def warn_of_references() -> None:
-    """Say, at the first op, that the references run although the kernels could be
-    had."""
+    """Warns at the first op, where references run although kernels could be built."""
     global references_used
     if not references_used:
         return
     references_used = False
     warnings.warn(
         f"pflcore runs its pure-PyTorch references: {_why}. To mend it, in pflcore's "
-        "folder: "
-        f"{REINSTALL_COMMAND}",
+        f"folder: {REINSTALL_COMMAND}",
         stacklevel=3,
     )

@@ -1,5 +1,9 @@
-"""nearest: the k nearest rows of each row, without all distances where the triangle
-inequality spares them."""
+"""The k nearest rows of each row, without the distances that the triangle inequality
+spares.
+
+Symbols: M guides, whose neighbours are searched; N rows; P columns of both; K
+neighbours of a guide; G groups of rows, each around a pivot.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,12 @@ from ._sqdist import pairwise_sqdist
 from ._weights import feddwa_weights
 from .stream import RowSource, check_rows, read_blocks, take_rows, tensor_of
 
-# twice what a distance may be off: the squared one has a relative error of 1e-6
+# Twice the relative error of a distance; that of its square is at most 1e-6.
 DISTANCE_MARGIN = 1e-6
+UNDERFLOW_MARGIN = 1e-150  # what float64 squares lose below their range
 MAX_PAIRS = 1 << 24  # distances that are held at a time
 SKETCH_COLUMNS = 256  # columns of the sketch that chooses pivots
-# elements up to which torch asks no other thread for help
+# On more elements torch asks other threads for help.
 SERIAL_MAX_ELEMENTS = 1 << 15
 
 
@@ -41,114 +46,141 @@ def nearest(
     *,
     pivots: NonNegativeInt | None = None,
 ) -> Nearest:
-    """The k nearest rows of each guide by `(pairwise_sqdist, index)`, as
-    `feddwa_weights` ranks: NaN is infinitely far, k >= N gives all.
+    """The k nearest rows of each guide, by `(pairwise_sqdist, index)`.
 
-    Tensors, or rows that can be read again (see `ops.stream`), then on the CPU.
-    Constants: no gradient flows through them. "exact" takes all pairs. "groups" gives
-    the same, bit for bit: exact distances to `pivots` rows (None: the root of N), then,
-    as |d(i, p) - d(j, p)| <= d(i, j), with a margin for rounding, only those to the
-    groups that may hold a neighbour. It pays where clients are clustered; where less
-    than half can be spared it takes all pairs, after some 7 / sqrt(N). On a GPU
-    "groups" is "exact" too: there the choice of groups would make the host wait in
-    every turn, and listed pairs share no reads.
+    The ranks are those of `feddwa_weights`: NaN is infinitely far, and k >= N gives all
+    rows. `guide` and `rows` are tensors, or rows that can be read again (see
+    `ops.stream`), which are computed on the CPU. No gradient flows through the result.
+
+    - "exact" computes all pairs.
+    - "groups" gives the same bits. It computes the exact distances to `pivots` rows
+      (None: the root of N). Since |d(i, p) - d(j, p)| <= d(i, j), only a few groups of
+      rows may hold a neighbour, with a margin for rounding, and it computes the
+      distances to those. This pays where rows are clustered. Where less than half of
+      the pairs can be spared it computes all of them, after some 7 / sqrt(N).
+
+    On a GPU "groups" is "exact" too: there the choice of groups would make the host
+    wait in every turn, and listed pairs share no reads.
     """
     op = "nearest"
-    none = check_rows(op, "guide", guide)
-    few = check_rows(op, "rows", rows)
-    check_same_kind(op, "guide", none, "rows", few)
+    no_guides = check_rows(op, "guide", guide)
+    no_rows = check_rows(op, "rows", rows)
+    check_same_kind(op, "guide", no_guides, "rows", no_rows)
     n, p = rows.shape
-    wanted = f"P = {guide.shape[1]} columns like guide"
-    require_argument(guide.shape[1] == p, op, "rows", wanted, f"{n} rows of {p}")
+    expected = f"P = {guide.shape[1]} columns like guide"
+    require_argument(guide.shape[1] == p, op, "rows", expected, f"{n} rows of {p}")
     require_argument(n > 0, op, "rows", "at least one row", "none")
     with torch.no_grad():
         search = _Search(guide, rows, min(k, n))
         if method == "exact" or search.device.type != "cpu":
             return search.exact()
-        many = math.isqrt(n - 1) + 1 if pivots is None else pivots
-        return search.groups(*_groups(guide, rows, many))
+        num_pivots = math.isqrt(n - 1) + 1 if pivots is None else pivots
+        members, order, bound = _groups(guide, rows, num_pivots)
+        return search.groups(members, order, bound)
 
 
 def _sketch(
     rows: RowSource,  # [N, P]
-) -> (
-    Tensor
-):  # [N, WIDTH] float32 (float64 for float64 rows); a row that is not finite is 0
-    """In one pass: the strips of WIDTH columns with signs drawn for each column,
-    added."""
-    none = tensor_of(rows[:0])
+) -> Tensor:  # [N, SKETCH_COLUMNS]
+    """Short rows whose distances are about those of the rows, in one pass.
+
+    Each column gets a random sign, and strips of `SKETCH_COLUMNS` columns are added.
+    The result is float32, and float64 for float64 rows. A row that is not finite is 0.
+    """
+    empty = tensor_of(rows[:0])
     p = rows.shape[1]
-    wide = torch.float64 if none.dtype is torch.float64 else torch.float32
+    dtype = torch.float64 if empty.dtype is torch.float64 else torch.float32
     draws = torch.randint(0, 2, (p,), generator=torch.Generator().manual_seed(0))
-    signs = (draws * 2 - 1).to(none.device, wide).split(SKETCH_COLUMNS)
+    signs = (draws * 2 - 1).to(empty.device, dtype).split(SKETCH_COLUMNS)
     parts = []
     for _, block in read_blocks(rows):
         for part in block.split(max(1, SERIAL_MAX_ELEMENTS // SKETCH_COLUMNS)):
-            out = part.new_zeros(len(part), SKETCH_COLUMNS, dtype=wide)
+            out = part.new_zeros(len(part), SKETCH_COLUMNS, dtype=dtype)
             for sign, x in zip(signs, part.split(SKETCH_COLUMNS, 1), strict=True):
-                out[:, : len(sign)].addcmul_(x.to(wide), sign)
+                out[:, : len(sign)].addcmul_(x.to(dtype), sign)
             parts.append(torch.where(out.isfinite().all(1, keepdim=True), out, 0.0))
     return torch.cat(parts)
 
 
+def _choose_pivots(rows: RowSource, num_pivots: int) -> list[int]:
+    """Numbers of rows that are far from one another, by their sketches.
+
+    Each pivot is the row farthest from those before it: so every cluster has one before
+    any cluster has two.
+    """
+    sketch = _sketch(rows)
+    pivots = [0]
+    gap = (sketch - sketch[0]).square().sum(1)  # [N] to the nearest pivot
+    while len(pivots) < num_pivots and float(gap.max()) > 0:
+        pivots.append(int(gap.argmax()))
+        gap = torch.minimum(gap, (sketch - sketch[pivots[-1]]).square().sum(1))
+    return pivots
+
+
 def _groups(
-    guide: RowSource, rows: RowSource, many: int
+    guide: RowSource, rows: RowSource, num_pivots: int
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """The rows in G groups around pivots that are far from one another, by exact
-    distances: the members of each group [n]; the groups of each guide [M, G], that of
-    its nearest pivot first; and bounds [M, G]: no squared distance of a guide to a
-    group's rows is less."""
-    near = _sketch(rows)
-    chosen = [0]
-    gap = (near - near[0]).square().sum(1)
-    # farthest first: one in each cluster before there are two in any
-    while len(chosen) < many and float(gap.max()) > 0:
-        chosen.append(int(gap.argmax()))
-        gap = torch.minimum(gap, (near - near[chosen[-1]]).square().sum(1))
-    pivots = torch.cat([tensor_of(rows[c : c + 1]) for c in chosen])
+    """The rows in groups around pivots, by exact distances.
 
-    def distances(rows: RowSource) -> Tensor:  # [N, G] float64
-        parts = [pairwise_sqdist(block, pivots) for _, block in read_blocks(rows)]
-        squares = torch.cat(parts or [near.new_empty(0, len(pivots)).double()])
-        return squares.sqrt().nan_to_num(math.inf, math.inf)
-
-    to_rows = distances(rows)
-    to_guides = to_rows if guide is rows else distances(guide)
+    - The members [n] of each group.
+    - The groups of each guide [M, G], that of its nearest pivot first.
+    - Bounds [M, G]: no squared distance of a guide to a row of the group is less.
+    """
+    numbers = _choose_pivots(rows, num_pivots)
+    pivots = torch.cat([tensor_of(rows[number : number + 1]) for number in numbers])
+    to_rows = _distances(rows, pivots)
+    to_guides = to_rows if guide is rows else _distances(guide, pivots)
     group = to_rows.argmin(1)
-    members = [torch.nonzero(group == g)[:, 0] for g in range(len(chosen))]
-    empty = to_rows.new_full((len(chosen), len(chosen)), math.inf)
-    at = group[:, None].expand_as(to_rows)
-    low = empty.scatter_reduce(0, at, to_rows, "amin")
-    high = (-empty).scatter_reduce(0, at, to_rows, "amax")
+    num_groups = len(numbers)
+    members = [torch.nonzero(group == g)[:, 0] for g in range(num_groups)]
+    infinite = to_rows.new_full((num_groups, num_groups), math.inf)
+    group_index = group[:, None].expand_as(to_rows)
+    low = infinite.scatter_reduce(0, group_index, to_rows, "amin")
+    high = (-infinite).scatter_reduce(0, group_index, to_rows, "amax")
     return members, to_guides.argsort(1), _lower_bounds(to_guides, low, high)
+
+
+def _distances(
+    rows: RowSource,  # [N, P]
+    pivots: Tensor,  # [G, P]
+) -> Tensor:  # [N, G] float64
+    """Exact distances; those that are not finite are infinite."""
+    parts = [pairwise_sqdist(block, pivots) for _, block in read_blocks(rows)]
+    if not parts:
+        parts = [pivots.new_empty(0, len(pivots), dtype=torch.float64)]
+    return torch.cat(parts).sqrt().nan_to_num(math.inf, math.inf)
 
 
 def _lower_bounds(
     d: Tensor,  # [M, G] distances of guides to pivots
-    low: Tensor,  # [n, G] the least and the largest distance to a pivot
-    high: Tensor,
-) -> Tensor:  # [M, n]
-    """What `pairwise_sqdist` gives is not less, its rounding and that of the distances
-    here counted; 0 where nothing is known.
+    low: Tensor,  # [G, G] the least distance of a group's rows to a pivot
+    high: Tensor,  # [G, G] the largest one
+) -> Tensor:  # [M, G]
+    """Bounds: `pairwise_sqdist` of a guide and a group's row gives no less.
 
-    Infinities say nothing, nor does a group without rows (low > high). 1e-150 is what
-    float64 squares lose below their range.
+    The rounding of `pairwise_sqdist` counts, and that of the distances here. An
+    infinite distance gives no bound, nor does a group without rows (low > high); then
+    the bound is 0.
     """
-    none = -math.inf
-    least = torch.where(low.isinf(), none, low * (1 - DISTANCE_MARGIN))
+    no_bound = -math.inf
+    least = torch.where(low.isinf(), no_bound, low * (1 - DISTANCE_MARGIN))
     most = torch.where(low > high, math.inf, high * (1 + DISTANCE_MARGIN))
-    near = torch.where(d.isinf(), none, d * (1 - DISTANCE_MARGIN))
+    near = torch.where(d.isinf(), no_bound, d * (1 - DISTANCE_MARGIN))
     far = d * (1 + DISTANCE_MARGIN)
     bound = d.new_zeros(len(d), len(low))
-    for p in range(d.shape[1]):
-        torch.maximum(bound, least[:, p] - far[:, p : p + 1], out=bound)
-        torch.maximum(bound, near[:, p : p + 1] - most[:, p], out=bound)
-    return (bound - 1e-150).clamp(min=0).square() * (1 - 4 * DISTANCE_MARGIN)
+    for pivot in range(d.shape[1]):
+        column = slice(pivot, pivot + 1)
+        torch.maximum(bound, least[:, pivot] - far[:, column], out=bound)
+        torch.maximum(bound, near[:, column] - most[:, pivot], out=bound)
+    bound = (bound - UNDERFLOW_MARGIN).clamp(min=0)
+    return bound.square() * (1 - 4 * DISTANCE_MARGIN)
 
 
 class _Search:
-    """The nearest rows so far: sqdist and index [M, K]; a place that nothing has taken
-    yet is infinitely far, with index N."""
+    """The nearest rows so far: sqdist and index [M, K].
+
+    A neighbour that was not found yet is infinitely far, with index N.
+    """
 
     def __init__(self, guide: RowSource, rows: RowSource, k: int) -> None:
         self.guide = guide
@@ -163,78 +195,101 @@ class _Search:
         self.index = torch.full((self.m, k), self.n, device=self.device)
 
     def merge(self, guides: Tensor, sqdist: Tensor, index: Tensor) -> None:
-        """Merge distances [m, n] of guides [m] to rows `index` [n] or [m, n], in
-        ascending order."""
+        """Merges distances [m, n] of guides [m] to rows `index` [n] or [m, n].
+
+        The index is in ascending order.
+        """
         index = index.expand_as(sqdist)
         best = feddwa_weights(sqdist, self.k).index
-        found = sqdist.gather(1, best).nan_to_num(math.inf, math.inf)
-        d = torch.cat([self.sqdist[guides], found], 1)
+        best_sqdist = sqdist.gather(1, best).nan_to_num(math.inf, math.inf)
+        sqdist = torch.cat([self.sqdist[guides], best_sqdist], 1)
         index = torch.cat([self.index[guides], index.gather(1, best)], 1)
+        # `feddwa_weights` gives a tie to the lower place, so the places are sorted by
+        # row before.
         order = index.argsort(1)
-        order = order.gather(1, feddwa_weights(d.gather(1, order), self.k).index)
-        self.sqdist[guides], self.index[guides] = (
-            d.gather(1, order),
-            index.gather(1, order),
-        )
+        nearest = feddwa_weights(sqdist.gather(1, order), self.k).index
+        order = order.gather(1, nearest)
+        self.sqdist[guides] = sqdist.gather(1, order)
+        self.index[guides] = index.gather(1, order)
 
     def compare(self, guides: Tensor, rows: Tensor) -> None:
-        """Take the exact distances of these guides and rows, both ascending, tile by
-        tile."""
+        """Merges the exact distances of these guides and rows, tile by tile.
+
+        Both are numbers in ascending order.
+        """
         if len(guides) == 0 or len(rows) == 0:
             return
-        for some in self.chunks(self.guide, guides):
-            x = take_rows(self.guide, some)
-            for others in self.chunks(self.rows, rows):
-                self.merge(
-                    some, pairwise_sqdist(x, take_rows(self.rows, others)), others
-                )
+        for tile_guides in self.chunks(self.guide, guides):
+            x = take_rows(self.guide, tile_guides)
+            for tile_rows in self.chunks(self.rows, rows):
+                y = take_rows(self.rows, tile_rows)
+                self.merge(tile_guides, pairwise_sqdist(x, y), tile_rows)
 
     @staticmethod
     def chunks(rows: RowSource, index: Tensor) -> tuple[Tensor, ...]:
-        """The numbers of rows, as many at a time as may be held."""
-        whole = isinstance(rows, Tensor) and len(index) == len(rows)  # a view
-        limit = len(index) if whole else stream.rows_per_block(rows)
+        """The numbers of rows, as many at a time as memory may hold."""
+        # All rows of a tensor are a view, which takes no memory.
+        is_view = isinstance(rows, Tensor) and len(index) == len(rows)
+        limit = len(index) if is_view else stream.rows_per_block(rows)
         return tuple(index.split(max(1, min(limit, math.isqrt(MAX_PAIRS)))))
 
     def exact(self) -> Nearest:
-        """All pairs."""
-        guides, everybody = (
-            torch.arange(n, device=self.device) for n in (self.m, self.n)
-        )
-        # there a pair's bits are those of its place in the matrix
+        """The nearest rows by all pairs."""
+        guides = torch.arange(self.m, device=self.device)
+        all_rows = torch.arange(self.n, device=self.device)
         if self.device.type != "cpu":
+            # One matrix: on a GPU a pair's bits depend on its place in the matrix.
             guide, rows = cast(tuple[Tensor, Tensor], (self.guide, self.rows))
-            self.merge(guides, pairwise_sqdist(guide, rows), everybody)
+            self.merge(guides, pairwise_sqdist(guide, rows), all_rows)
             return Nearest(self.sqdist, self.index)
-        # rows in the cache: then distances that need no new memory are quicker
-        few = self.n * self.rows.shape[1] <= MAX_PAIRS >> 3
-        step = max(1, (MAX_PAIRS >> 3) // self.n) if few else math.isqrt(MAX_PAIRS)
+        # Where the rows fit the cache, small tiles are quicker: their distances need no
+        # new memory.
+        fits_cache = self.n * self.rows.shape[1] <= MAX_PAIRS // 8
+        step = math.isqrt(MAX_PAIRS)
+        if fits_cache:
+            step = max(1, MAX_PAIRS // 8 // self.n)
         for first in range(0, self.m, step):
             last = min(first + step, self.m)
-            self.compare(guides[first:last], everybody)
+            self.compare(guides[first:last], all_rows)
         return Nearest(self.sqdist, self.index)
 
-    def groups(self, members: list[Tensor], home: Tensor, bound: Tensor) -> Nearest:
-        """The groups nearest to each guide until k rows were seen, then all that may
-        hold a nearer one."""
+    def groups(
+        self,
+        members: list[Tensor],  # [n] of each group
+        order: Tensor,  # [M, G] groups of a guide, the nearest first
+        bound: Tensor,  # [M, G] no squared distance to the group is less
+    ) -> Nearest:
+        """The nearest rows by the groups that may hold them."""
         size = torch.tensor([len(group) for group in members], device=self.device)
-        seen = torch.zeros_like(home, dtype=torch.bool)
-        for turn in range(len(size)):
-            todo = torch.nonzero((seen * size).sum(1) < self.k)[:, 0]
-            if len(todo) == 0:
-                break
-            for g in home[todo, turn].unique().tolist():
-                guides = todo[home[todo, turn] == g]
-                self.compare(guides, members[g])
-                seen[guides, g] = True
-        spared = (seen | (bound > self.sqdist[:, -1:])) * size
-        # there are no clusters to speak of, and all at once is quicker than most in
-        # parts
-        if 2 * int(spared.sum()) < self.m * self.n:
+        is_done = self._compare_nearest_groups(members, size, order)
+        is_spared = is_done | (bound > self.sqdist[:, -1:])
+        if 2 * int((is_spared * size).sum()) < self.m * self.n:
+            # There are no clusters to speak of. All pairs at once are quicker than most
+            # of them in parts.
             self.sqdist.fill_(math.inf)
             self.index.fill_(self.n)
             return self.exact()
         for g, group in enumerate(members):
-            near = ~seen[:, g] & (bound[:, g] <= self.sqdist[:, -1])
-            self.compare(torch.nonzero(near)[:, 0], group)
+            may_be_nearer = ~is_done[:, g] & (bound[:, g] <= self.sqdist[:, -1])
+            self.compare(torch.nonzero(may_be_nearer)[:, 0], group)
         return Nearest(self.sqdist, self.index)
+
+    def _compare_nearest_groups(
+        self, members: list[Tensor], size: Tensor, order: Tensor
+    ) -> Tensor:  # [M, G]
+        """Compares each guide with its nearest groups, until it has k neighbours.
+
+        Returns the mask of the groups that it was compared with.
+        """
+        is_done = torch.zeros_like(order, dtype=torch.bool)
+        for turn in range(len(size)):
+            num_neighbours = (is_done * size).sum(1)
+            guides = torch.nonzero(num_neighbours < self.k)[:, 0]
+            if len(guides) == 0:
+                break
+            next_group = order[guides, turn]
+            for g in next_group.unique().tolist():
+                group_guides = guides[next_group == g]
+                self.compare(group_guides, members[g])
+                is_done[group_guides, g] = True
+        return is_done

@@ -1,7 +1,13 @@
-"""rank1_linear: a linear layer made of rank-1 factors, forward and backward, under
-vmap too."""
+"""A linear layer made of rank-1 factors, forward and backward, under vmap too.
+
+Symbols: N clients; B samples of a batch; I inputs and O outputs of the layer; F
+factors; x the input, w_a and w_b the factors' vectors, lam their strengths. A factor
+whose strength is 0 is off: it counts for nothing, whatever its vectors hold. A tensor
+either has an axis of clients in front, or is shared by all clients.
+"""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +16,9 @@ from torch import Tensor
 from ._check import check_floating, check_same_kind, describe, reject_argument
 from ._library import define, in_forward_ad, lib, save_inputs, warn_of_references
 
+OP = "rank1_linear"
 NARROW = (torch.float16, torch.bfloat16)  # computed in float32
-_OWN = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without the clients' axis
+CLIENT_DIMS = (2, 2, 1, 2)  # dimensions of x, w_a, lam, w_b without a clients' axis
 
 
 def rank1_linear(  # noqa: PLR0911 (a path each)
@@ -20,91 +27,125 @@ def rank1_linear(  # noqa: PLR0911 (a path each)
     lam: Tensor,  # [F] or [..., F]
     w_b: Tensor,  # [F, I] or [..., F, I]
 ) -> Tensor:  # [..., B, O]
-    """`((x w_b^T) * lam) w_a^T`: a linear layer made of F rank-1 factors, whose dense
-    weight is never built (WAFFLe, Hao et al.).
+    """Linear layer `((x w_b^T) * lam) w_a^T` of F rank-1 factors.
 
-    Leading axes, the clients', broadcast; an input without them is shared, and its
-    gradient summed. Factors with `lam == 0` are skipped. One dtype for all inputs,
-    16-bit ones computed in float32; under `autocast` all are cast to its dtype, as for
-    `F.linear`. Differentiable in all four; works under `vmap`. In forward mode it is
-    plain torch, which reads every factor.
+    It is that of WAFFLe (Hao et al.). Its dense weight is never built. Factors with
+    `lam == 0` are skipped.
+
+    Leading axes, those of clients, broadcast. An input without them is shared, and its
+    gradient is summed over the clients.
+
+    All inputs have one dtype; 16-bit ones are computed in float32. Under `autocast` all
+    are cast to its dtype, as for `F.linear`. The op is differentiable in all four
+    inputs and works under `vmap`. Forward mode runs plain torch operations, which read
+    every factor.
     """
-    if (
-        torch._C._is_any_autocast_enabled()
-        and isinstance(x, Tensor)
-        and torch.is_autocast_enabled(x.device.type)
-    ):
-        low = torch.get_autocast_dtype(x.device.type)
-        x, w_a, lam, w_b = (
-            t.to(low)
-            if isinstance(t, Tensor) and t.dtype in (torch.float32, *NARROW)
-            else t
-            for t in (x, w_a, lam, w_b)
-        )
+    if _casts_inputs(x):
+        x, w_a, lam, w_b = [_cast_input(t, x.device.type) for t in (x, w_a, lam, w_b)]
     lead = check_rank1(x, w_a, lam, w_b)
     warn_of_references()
     if x.dim() == 1:
         return rank1_linear(x[None], w_a, lam, w_b).squeeze(-2)
     if in_forward_ad():
-        z, a, scale, b = (
-            t.float() if t.dtype in NARROW else t for t in (x, w_a, lam, w_b)
-        )
-        return (z @ b.mT * scale[..., None, :] @ a.mT).to(x.dtype)
-    inputs = ((x, 2), (w_a, 2), (lam, 1), (w_b, 2))
-    if len(lead) <= 1 and all(
-        t.dim() == own or t.shape[0] == lead[0] for t, own in inputs
-    ):
+        return _plain_rank1(x, w_a, lam, w_b)
+    if _has_one_clients_axis(x, w_a, lam, w_b, lead):
         return _differentiable(x, w_a, lam, w_b)
-    # nothing but a larger batch
     if w_a.dim() == 2 and lam.dim() == 1 and w_b.dim() == 2:
+        # All clients share the layer: their samples are one larger batch.
         y = _differentiable(x.flatten(0, -2), w_a, lam, w_b)
         return y.reshape(*x.shape[:-1], y.shape[-1])
-    y = _differentiable(*[_flat(t, own, lead) for t, own in inputs])
+    pairs = zip((x, w_a, lam, w_b), CLIENT_DIMS, strict=True)
+    y = _differentiable(*[_flatten_clients(t, dims, lead) for t, dims in pairs])
     return y.reshape(*lead, *y.shape[1:])
 
 
-def _flat(t: Tensor, own: int, lead: tuple[int, ...]) -> Tensor:
-    """`t` with one axis of clients for the axes `lead`; as it is where it has none."""
-    if t.dim() == own:
+def _casts_inputs(x: Any) -> bool:
+    """Whether `autocast` is on where x is."""
+    return (
+        torch._C._is_any_autocast_enabled()  # first, since it takes the least time
+        and isinstance(x, Tensor)
+        and torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _cast_input(t: Any, device_type: str) -> Any:
+    """`t` in the dtype of `autocast`, if it is of a dtype that `autocast` casts."""
+    if isinstance(t, Tensor) and t.dtype in (torch.float32, *NARROW):
+        return t.to(torch.get_autocast_dtype(device_type))
+    return t
+
+
+def _plain_rank1(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
+    """The layer by plain torch operations, which support forward mode."""
+    dtype = x.dtype
+    if dtype in NARROW:
+        x, w_a, lam, w_b = [t.float() for t in (x, w_a, lam, w_b)]
+    hidden = x @ w_b.mT * lam[..., None, :]
+    return (hidden @ w_a.mT).to(dtype)
+
+
+def _has_one_clients_axis(
+    x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor, lead: tuple[int, ...]
+) -> bool:
+    """Whether the op takes the inputs as they are.
+
+    There is at most one leading axis, and no input broadcasts along it.
+    """
+    if len(lead) > 1:
+        return False
+    for t, dims in zip((x, w_a, lam, w_b), CLIENT_DIMS, strict=True):
+        if t.dim() != dims and t.shape[0] != lead[0]:
+            return False
+    return True
+
+
+def _flatten_clients(t: Tensor, dims: int, lead: tuple[int, ...]) -> Tensor:
+    """`t` with one axis of clients in place of the axes `lead`.
+
+    `dims` are its dimensions without clients; a shared tensor stays as it is.
+    """
+    if t.dim() == dims:
         return t
-    return t.expand(*lead, *t.shape[t.dim() - own :]).flatten(0, len(lead) - 1)
+    client_shape = t.shape[t.dim() - dims :]
+    return t.expand(*lead, *client_shape).flatten(0, len(lead) - 1)
 
 
 def check_rank1(x: Any, w_a: Any, lam: Any, w_b: Any) -> tuple[int, ...]:
-    """The arguments of rank1_linear; returns the broadcast leading axes."""
-    op = "rank1_linear"
-    for name, t, own, wanted in (
+    """Leading axes of the inputs after broadcasting.
+
+    Raises ValueError or TypeError for arguments that the op does not accept.
+    """
+    for name, t, min_dims, shape in (
         ("x", x, 1, "[..., B, I]"),
         ("w_a", w_a, 2, "[O, F]"),
         ("lam", lam, 1, "[..., F]"),
         ("w_b", w_b, 2, "[F, I]"),
     ):
-        check_floating(op, name, t)
-        if t.dim() < own:
-            reject_argument(op, name, wanted, describe(t))
+        check_floating(OP, name, t)
+        if t.dim() < min_dims:
+            reject_argument(OP, name, shape, describe(t))
         if t is not x:
-            check_same_kind(op, "x", x, name, t)
-    if w_b.shape[-1] != x.shape[-1]:
-        reject_argument(
-            op, "w_b", f"[F, {x.shape[-1]}] for the inputs of x", describe(w_b)
-        )
-    if w_a.shape[-1] != w_b.shape[-2]:
-        reject_argument(
-            op, "w_a", f"[O, {w_b.shape[-2]}] for the factors of w_b", describe(w_a)
-        )
-    if lam.shape[-1] != w_b.shape[-2]:
-        reject_argument(
-            op, "lam", f"[..., {w_b.shape[-2]}] for the factors of w_b", describe(lam)
-        )
+            check_same_kind(OP, "x", x, name, t)
+    inputs = x.shape[-1]
+    factors = w_b.shape[-2]
+    if w_b.shape[-1] != inputs:
+        reject_argument(OP, "w_b", f"[F, {inputs}] for the inputs of x", describe(w_b))
+    if w_a.shape[-1] != factors:
+        expected = f"[O, {factors}] for the factors of w_b"
+        reject_argument(OP, "w_a", expected, describe(w_a))
+    if lam.shape[-1] != factors:
+        expected = f"[..., {factors}] for the factors of w_b"
+        reject_argument(OP, "lam", expected, describe(lam))
     leads = (x.shape[:-2], w_a.shape[:-2], lam.shape[:-1], w_b.shape[:-2])
     if not any(leads):
         return ()
     try:
         return tuple(torch.broadcast_shapes(*leads))
     except RuntimeError:
-        came = ", ".join(str(list(lead)) for lead in leads)
+        actual = ", ".join(str(list(lead)) for lead in leads)
         raise ValueError(
-            f"{op}: the leading axes of x, w_a, lam and w_b must broadcast, got {came}."
+            f"{OP}: the leading axes of x, w_a, lam and w_b must broadcast, got "
+            f"{actual}."
         ) from None
 
 
@@ -114,12 +155,15 @@ def reference(
     lam: Tensor,  # [F] or [N, F]
     w_b: Tensor,  # [F, I] or [N, F, I]
 ) -> Tensor:  # [B, O] or [N, B, O]
-    """((x w_b^T) * lam) w_a^T: a linear layer of weight sum_f lam_f w_a[:, f]
-    w_b[f, :], which is never built."""
+    """The layer `((x w_b^T) * lam) w_a^T`: the specification of the op.
+
+    Its weight would be `sum_f lam_f w_a[:, f] w_b[f, :]`.
+    """
     scale = lam[..., None, :]
-    hidden = torch.where(scale != 0, x @ w_b.mT * scale, 0.0)  # [.., B, F]
-    # a factor that is off is off, whatever it holds
-    return hidden @ torch.where(scale != 0, w_a, 0.0).mT
+    is_on = scale != 0
+    # `where` lets NaN and infinity of a factor that is off count for nothing.
+    hidden = torch.where(is_on, x @ w_b.mT * scale, 0.0)  # [.., B, F]
+    return hidden @ torch.where(is_on, w_a, 0.0).mT
 
 
 def backward_reference(
@@ -133,63 +177,65 @@ def backward_reference(
     need_lam: bool,
     need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of rank1_linear in its inputs' shapes; an empty tensor where one is
-    not needed."""
-    scale = lam[..., None, :]
-    hidden = x @ w_b.mT  # [.., B, F] both
-    back = grad @ w_a
-    none = grad.new_empty(0)
-
-    def scaled(t: Tensor) -> Tensor:
-        """A factor that is off is skipped; where this is differentiated once more, by
-        lam too, the plain product has the derivative."""
-        return (
-            t * scale
-            if torch.is_grad_enabled()
-            else torch.where(scale != 0, t * scale, 0.0)
-        )
-
-    def like(t: Tensor, g: Tensor) -> Tensor:
-        """Clients that share an input add up."""
-        return g.sum_to_size(t.shape).contiguous()
-
-    return (
-        like(x, scaled(back) @ w_b) if need_x else none,
-        like(w_a, grad.mT @ scaled(hidden)) if need_a else none,
-        like(lam, (hidden * back).sum(-2)) if need_lam else none,
-        like(w_b, scaled(back).mT @ x) if need_b else none,
-    )
+    """The gradients in the inputs' shapes; an empty tensor where one is not needed."""
+    hidden = x @ w_b.mT  # [.., B, F]
+    hidden_grad = grad @ w_a  # [.., B, F]; lam is not in it yet
+    scale = partial(_scale_differentiably, lam=lam)
+    grad_x = grad_a = grad_lam = grad_b = grad.new_empty(0)
+    if need_x:
+        grad_x = _sum_shared(scale(hidden_grad) @ w_b, x)
+    if need_a:
+        grad_a = _sum_shared(grad.mT @ scale(hidden), w_a)
+    if need_lam:
+        grad_lam = _sum_shared((hidden * hidden_grad).sum(-2), lam)
+    if need_b:
+        grad_b = _sum_shared(scale(hidden_grad).mT @ x, w_b)
+    return grad_x, grad_a, grad_lam, grad_b
 
 
-_op = define(
-    "rank1_linear(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference
-)
+def _scale_differentiably(t: Tensor, lam: Tensor) -> Tensor:
+    """`_scale_by_factors`, or the plain product where it is differentiated again.
+
+    The plain product has the second derivative with respect to `lam`, which `where`
+    cuts off.
+    """
+    if torch.is_grad_enabled():
+        return t * lam[..., None, :]
+    return _scale_by_factors(t, lam)
+
+
+def _sum_shared(grad: Tensor, t: Tensor) -> Tensor:
+    """A gradient in the shape of `t`: clients that share `t` add up."""
+    return grad.sum_to_size(t.shape).contiguous()
+
+
+_op = define(f"{OP}(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference)
 _op_backward = define(
     "rank1_linear_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, "
-    "bool need_x, "
-    "bool need_a, bool need_lam, bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool need_x, bool need_a, bool need_lam, bool need_b) -> (Tensor, Tensor, "
+    "Tensor, Tensor)",
     backward_reference,
 )
 
 
-# --- on a card --------------------------------------------------------------
+# on a GPU ---------------------------------------------------------------------
 
-# Batched products of torch are several times faster there than kernels that list the
-# factors that are on. Those kernels serve where torch would round the factors of a
+# There, torch's batched products are several times faster than kernels that list the
+# factors that are on. These kernels serve where torch would round the numbers of a
 # product to fewer bits.
 _listed_op = define(
     "rank1_listed(Tensor x, Tensor w_a, Tensor lam, Tensor w_b) -> Tensor", reference
 )
 _listed_backward_op = define(
     "rank1_listed_backward(Tensor grad, Tensor x, Tensor w_a, Tensor lam, Tensor w_b, "
-    "bool need_x, "
-    "bool need_a, bool need_lam, bool need_b) -> (Tensor, Tensor, Tensor, Tensor)",
+    "bool need_x, bool need_a, bool need_lam, bool need_b) -> (Tensor, Tensor, "
+    "Tensor, Tensor)",
     backward_reference,
 )
 
 
 def rounds_factors(dtype: torch.dtype) -> bool:
-    """Whether torch's products on a card round factors of this dtype, as TF32 does."""
+    """Whether torch's products on a GPU round numbers of this dtype, as TF32 does."""
     precision = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
     return dtype != torch.float64 and precision not in ("none", "ieee")
 
@@ -200,13 +246,16 @@ def rank1_by_products(
     lam: Tensor,  # [F] or [N, F]
     w_b: Tensor,  # [F, I] or [N, F, I]
 ) -> Tensor:  # [B, O] or [N, B, O]
-    """The layer as two products. It asks nothing of the host.
+    """The layer as two products, for which the host never waits for the GPU.
 
-    A factor that is on and not finite makes every sample's outputs that it reaches NaN.
+    A factor that is on and not finite makes the outputs that it reaches NaN, for every
+    sample.
     """
-    x, w_a, lam, w_b, back_to = _widen_inputs(x, w_a, lam, w_b)
-    hidden = _scale_by_factors(_client_einsum("bi,fi->bf", x, w_b, (2, 2)), lam)
-    return _masked_product(w_a.mT, lam, hidden).to(back_to)
+    dtype = x.dtype
+    x, w_a, lam, w_b = _widen_inputs(x, w_a, lam, w_b)
+    hidden = _client_einsum("bi,fi->bf", x, w_b, (2, 2))
+    hidden = _scale_by_factors(hidden, lam)
+    return _masked_product(w_a.mT, lam, hidden).to(dtype)
 
 
 def rank1_by_products_backward(
@@ -221,39 +270,35 @@ def rank1_by_products_backward(
     need_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients as products; an empty tensor where one is not needed."""
-    x, w_a, lam, w_b, back_to = _widen_inputs(x, w_a, lam, w_b)
+    dtype = x.dtype
+    x, w_a, lam, w_b = _widen_inputs(x, w_a, lam, w_b)
     grad = grad.to(x.dtype)
-    none = grad.new_empty(0, dtype=back_to)
-    gx = ga = glam = gb = none
+    grad_x = grad_a = grad_lam = grad_b = grad.new_empty(0, dtype=dtype)
     if need_a or need_lam:
         hidden = _client_einsum("bi,fi->bf", x, w_b, (2, 2))
     if need_x or need_lam or need_b:
-        back = _client_einsum("bo,of->bf", grad, w_a, (2, 2))
+        hidden_grad = _client_einsum("bo,of->bf", grad, w_a, (2, 2))
     if need_x:
-        gx = _masked_product(
-            w_b, lam, _scale_by_factors(back, lam), sum_clients=x.dim() == 2
-        ).to(back_to)
+        scaled = _scale_by_factors(hidden_grad, lam)
+        grad_x = _masked_product(w_b, lam, scaled, sum_clients=x.dim() == 2)
     if need_a:
         scaled = _scale_by_factors(hidden, lam)
-        ga = _client_einsum("bo,bf->of", grad, scaled, (2, 2), w_a.dim() == 2).to(
-            back_to
-        )
+        is_shared = w_a.dim() == 2
+        grad_a = _client_einsum("bo,bf->of", grad, scaled, (2, 2), is_shared)
     if need_lam:
-        glam = (hidden * back).sum(-2)
-        glam = glam.sum_to_size(lam.shape).contiguous().to(back_to)
+        grad_lam = _sum_shared((hidden * hidden_grad).sum(-2), lam)
     if need_b:
-        scaled = _scale_by_factors(back, lam)
-        gb = _client_einsum("bf,bi->fi", scaled, x, (2, 2), w_b.dim() == 2).to(back_to)
-    return gx, ga, glam, gb
+        scaled = _scale_by_factors(hidden_grad, lam)
+        is_shared = w_b.dim() == 2
+        grad_b = _client_einsum("bf,bi->fi", scaled, x, (2, 2), is_shared)
+    return grad_x.to(dtype), grad_a.to(dtype), grad_lam.to(dtype), grad_b.to(dtype)
 
 
-def _widen_inputs(*inputs: Tensor) -> tuple[Any, ...]:
-    """The inputs as they are computed, 16-bit ones in float32; and the dtype they
-    came in."""
-    dtype = inputs[0].dtype
-    if dtype in NARROW:
-        inputs = tuple(t.float() for t in inputs)
-    return *inputs, dtype
+def _widen_inputs(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """The inputs in the dtype that they are computed in: float32 for 16-bit ones."""
+    if inputs[0].dtype in NARROW:
+        return tuple(t.float() for t in inputs)
+    return inputs
 
 
 def _client_einsum(
@@ -263,19 +308,22 @@ def _client_einsum(
     client_dims: tuple[int, int],  # dimensions of a and b without it
     sum_clients: bool = False,  # over the clients
 ) -> Tensor:
-    """`einsum` with a clients' axis wherever a tensor has one."""
-    operands, out = formula.split("->")
+    """`einsum` with a clients' axis "n" wherever a tensor has one."""
+    operands, result = formula.split("->")
     first, second = operands.split(",")
-    has = [t.dim() > dims for t, dims in zip((a, b), client_dims, strict=True)]
-    first = "n" * has[0] + first
-    second = "n" * has[1] + second
-    out = "n" * (any(has) and not sum_clients) + out
-    return torch.einsum(f"{first},{second}->{out}", a, b).contiguous()
+    first_has_clients = a.dim() > client_dims[0]
+    second_has_clients = b.dim() > client_dims[1]
+    if first_has_clients:
+        first = f"n{first}"
+    if second_has_clients:
+        second = f"n{second}"
+    if (first_has_clients or second_has_clients) and not sum_clients:
+        result = f"n{result}"
+    return torch.einsum(f"{first},{second}->{result}", a, b).contiguous()
 
 
 def _scale_by_factors(t: Tensor, lam: Tensor) -> Tensor:
-    """`t * lam` along the last axis [.., B, F], 0 where a factor is off, whatever it
-    holds."""
+    """`t * lam` along the last axis [.., B, F], and 0 where a factor is off."""
     scale = lam[..., None, :]
     return torch.where(scale != 0, t * scale, 0.0)
 
@@ -286,29 +334,23 @@ def _masked_product(
     t: Tensor,  # [B, F] or [N, B, F]; 0 where a factor is off
     sum_clients: bool = False,  # over the clients
 ) -> Tensor:  # [B, C] or [N, B, C]
-    """`t @ w`, in which a factor that is off counts for nothing, also where it is
-    not finite."""
+    """`t @ w`, where a factor that is off counts for nothing, even if not finite."""
     if w.dim() == 3 or lam.dim() == 1:
-        return _client_einsum(
-            "bf,fc->bc",
-            t,
-            torch.where(lam[..., None] != 0, w, 0.0),
-            (2, 2),
-            sum_clients,
-        )
-    # Clients share the factors, each has some of them on: no copy of the factors for
-    # each client. What is not finite is taken out, and what it reaches is marked.
+        masked = torch.where(lam[..., None] != 0, w, 0.0)
+        return _client_einsum("bf,fc->bc", t, masked, (2, 2), sum_clients)
+    # The clients share the factors, and each client has others of them on. A masked
+    # copy for each client would take much memory. Instead the numbers that are not
+    # finite are replaced by 0, and the outputs that they reach are set to NaN.
     finite = w.nan_to_num(0.0, 0.0, 0.0)
-    on = (lam != 0).to(w.dtype)
-    reached = _client_einsum(
-        "f,fc->c", on, (w != finite).to(w.dtype), (1, 2), sum_clients
-    )
+    is_on = (lam != 0).to(w.dtype)
+    is_bad = (w != finite).to(w.dtype)
+    num_bad = _client_einsum("f,fc->c", is_on, is_bad, (1, 2), sum_clients)
     out = _client_einsum("bf,fc->bc", t, finite, (2, 2), sum_clients)
-    return out.masked_fill_(reached[..., None, :] > 0, torch.nan)
+    return out.masked_fill_(num_bad[..., None, :] > 0, torch.nan)
 
 
 def rank1_on_gpu(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
-    """The op where tensors are on a card. Autocast has cast the inputs already."""
+    """The op where tensors are on a GPU; `autocast` has cast the inputs already."""
     if rounds_factors(x.dtype):
         return _listed_op(x, w_a, lam, w_b)
     with torch.autocast(x.device.type, enabled=False):
@@ -316,39 +358,41 @@ def rank1_on_gpu(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
 
 
 def rank1_on_gpu_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    """Its gradients there."""
+    """The gradients of `rank1_on_gpu`."""
     if rounds_factors(x.dtype):
         return _listed_backward_op(grad, x, *others)
     with torch.autocast(x.device.type, enabled=False):
         return rank1_by_products_backward(grad, x, *others)
 
 
-lib.impl("rank1_linear", rank1_on_gpu, "CUDA")
-lib.impl("rank1_linear_backward", rank1_on_gpu_backward, "CUDA")
+lib.impl(OP, rank1_on_gpu, "CUDA")
+lib.impl(f"{OP}_backward", rank1_on_gpu_backward, "CUDA")
 
 
-# --- autograd ---------------------------------------------------------------
+# autograd ---------------------------------------------------------------------
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, w_a, lam, w_b = ctx.saved_tensors
-    # a second derivative is wanted: the same formula in differentiable torch
-    twice = torch.is_grad_enabled()
-    backward = backward_reference if twice else _op_backward
-    grads = backward(grad, x, w_a, lam, w_b, *ctx.needs_input_grad)
-    return tuple(
-        g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=True)
-    )
+    needs = ctx.needs_input_grad
+    # Where a second derivative follows, the formula runs in differentiable torch.
+    is_differentiated_again = torch.is_grad_enabled()
+    backward = backward_reference if is_differentiated_again else _op_backward
+    grads = backward(grad, x, w_a, lam, w_b, *needs)
+    pairs = zip(grads, needs, strict=True)
+    return tuple(g if is_needed else None for g, is_needed in pairs)
 
 
 torch.library.register_autograd(
-    "pflcore::rank1_linear", _backward, setup_context=save_inputs, lib=lib
+    f"pflcore::{OP}", _backward, setup_context=save_inputs, lib=lib
 )
 
 
 class _Rank1(torch.autograd.Function):
-    """The same formula without the op's registered autograd, which costs as much as a
-    small layer's arithmetic."""
+    """The op with a lighter autograd than the registered one.
+
+    That one takes as long as the arithmetic of a small layer.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -359,74 +403,90 @@ class _Rank1(torch.autograd.Function):
 
 
 def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
-    # these need the op to stand alone
-    eager = not (
-        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    )
-    wanted = (
+    """The op; its gradient by `_Rank1` where nothing stands in the way."""
+    requires_grad = (
         w_a.requires_grad or w_b.requires_grad or x.requires_grad or lam.requires_grad
     )
-    run = _Rank1.apply if eager and wanted and torch.is_grad_enabled() else _op
-    return run(x, w_a, lam, w_b)
+    if not requires_grad or not torch.is_grad_enabled():
+        return _op(x, w_a, lam, w_b)
+    # A compiler and the transforms of functorch need the registered op itself.
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return _op(x, w_a, lam, w_b)
+    return _Rank1.apply(x, w_a, lam, w_b)
 
 
-# --- vmap -------------------------------------------------------------------
+# vmap -------------------------------------------------------------------------
 
 
-def _clients_first(
-    size: int, in_dims: Sequence[int | None], args: Sequence[Tensor], own: Sequence[int]
+def _fold_slices(
+    slices: int,
+    in_dims: Sequence[int | None],  # the vmapped axis of each argument, or None
+    args: Sequence[Tensor],
+    client_dims: Sequence[int],  # dimensions of each argument without clients and vmap
 ) -> tuple[list[Tensor], list[bool]]:
-    """Each argument with the vmapped axis in front, folded into a clients' axis that is
-    there already: [size * n, ...]; and which of them had one."""
-    has = [
-        t.dim() - (d is not None) > o
-        for t, d, o in zip(args, in_dims, own, strict=True)
-    ]
-    out = [
-        t if d is None else t.movedim(d, 0) for t, d in zip(args, in_dims, strict=True)
-    ]
-    if any(has):
-        at = has.index(True)
-        lead = size, out[at].shape[in_dims[at] is not None]
-        wide = [
-            t if d is None or h else t[:, None]
-            for t, d, h in zip(out, in_dims, has, strict=True)
-        ]
-        out = [_flat(t, o, lead) for t, o in zip(wide, own, strict=True)]
-    return out, has
+    """The arguments of one call of the op for all slices of a vmap.
+
+    An op has one axis of clients. The vmapped axis takes that place where no argument
+    has clients. Otherwise it is folded into the clients' axis: [slices * clients, ...].
+    Also returned: which arguments have clients.
+    """
+    has_clients = []
+    moved = []
+    for t, in_dim, dims in zip(args, in_dims, client_dims, strict=True):
+        is_vmapped = in_dim is not None
+        has_clients.append(t.dim() - is_vmapped > dims)
+        moved.append(t if in_dim is None else t.movedim(in_dim, 0))
+    if not any(has_clients):
+        return moved, has_clients
+    first = has_clients.index(True)
+    clients_axis = 0 if in_dims[first] is None else 1
+    lead = (slices, moved[first].shape[clients_axis])
+    folded = []
+    for i, t in enumerate(moved):
+        if in_dims[i] is not None and not has_clients[i]:
+            t = t[:, None]  # one slice's tensor is shared by its clients
+        folded.append(_flatten_clients(t, client_dims[i], lead))
+    return folded, has_clients
 
 
 def _vmap(
     info: Any, in_dims: tuple[int | None, ...], *args: Tensor
 ) -> tuple[Tensor, int]:
-    given, has = _clients_first(info.batch_size, in_dims, args, _OWN)
-    y = _op(*given)
-    return (y.unflatten(0, (info.batch_size, -1)) if any(has) else y), 0
+    slices = info.batch_size
+    inputs, has_clients = _fold_slices(slices, in_dims, args, CLIENT_DIMS)
+    y = _op(*inputs)
+    if any(has_clients):
+        y = y.unflatten(0, (slices, -1))
+    return y, 0
 
 
 def _backward_vmap(
     info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    size = info.batch_size
-    dims = in_dims[:5]
+    slices = info.batch_size
+    tensors = args[:5]  # grad, x, w_a, lam, w_b
     needs = args[5:]
-    # a gradient is wanted for each vmapped slice, so a shared input is repeated
-    # (without a copy) rather than summed over the slices
-    wide = [
-        t.expand(size, *t.shape) if d is None else t
-        for t, d in zip(args, dims, strict=False)
-    ]
-    given, has = _clients_first(size, [d or 0 for d in dims], wide, (2, *_OWN))
-    out = []
-    for g, own, need in zip(_op_backward(*given, *needs), has[1:], needs, strict=True):
-        if not need:
-            g = g.new_empty(size, 0)
-        elif any(has):
-            g = g.unflatten(0, (size, -1))
-            g = g if own else g.sum(1)  # shared by the inner clients
-        out.append(g)
-    return tuple(out), (0, 0, 0, 0)
+    # Each slice needs a gradient of its own, so a shared input is repeated (without a
+    # copy): otherwise its gradient would be summed over the slices.
+    repeated = []
+    repeated_dims = []
+    for t, in_dim in zip(tensors, in_dims[:5], strict=True):
+        repeated.append(t.expand(slices, *t.shape) if in_dim is None else t)
+        repeated_dims.append(0 if in_dim is None else in_dim)
+    client_dims = (2, *CLIENT_DIMS)
+    inputs, has_clients = _fold_slices(slices, repeated_dims, repeated, client_dims)
+    grads = []
+    results = zip(_op_backward(*inputs, *needs), has_clients[1:], needs, strict=True)
+    for grad, input_has_clients, is_needed in results:
+        if not is_needed:
+            grad = grad.new_empty(slices, 0)
+        elif any(has_clients):
+            grad = grad.unflatten(0, (slices, -1))
+            if not input_has_clients:
+                grad = grad.sum(1)  # the slice's clients share the input
+        grads.append(grad)
+    return tuple(grads), (0, 0, 0, 0)
 
 
-torch.library.register_vmap("pflcore::rank1_linear", _vmap, lib=lib)
-torch.library.register_vmap("pflcore::rank1_linear_backward", _backward_vmap, lib=lib)
+torch.library.register_vmap(f"pflcore::{OP}", _vmap, lib=lib)
+torch.library.register_vmap(f"pflcore::{OP}_backward", _backward_vmap, lib=lib)

@@ -1,7 +1,10 @@
-"""sgd_step_: one SGD step on flat rows, in place and in one pass."""
+"""One SGD step on flat rows, in place and in one pass.
+
+Symbols: S clients; Q columns of a row; w, grad rows of weights and of gradients.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,7 +18,6 @@ from ._check import (
     describe,
     memory_span,
     reject_argument,
-    require_argument,
     same_view,
     spans_overlap,
 )
@@ -40,18 +42,24 @@ def sgd_step_(
     buffer: Tensor | None = None,  # [S, Q], changed
     weight_decay: float = 0.0,
 ) -> None:
-    """One SGD step on flat rows, in place and in one pass:
+    """One SGD step on flat rows, in place and in one pass.
 
-    `d = grad + shift + mu * (w - anchor) + weight_decay * w;  buffer = momentum * buffer + d;  w -=
-    lr * mask * buffer` (without momentum: `w -= lr * mask * d`). float32 or float64,
-    contiguous rows of any row stride. Not differentiable. The buffer shares no memory
-    with the other tensors; w may be grad, shift, mask or anchor itself, as it was
-    before the step, but not a part of one.
+    - `d = grad + shift + mu * (w - anchor) + weight_decay * w`
+    - `buffer = momentum * buffer + d`
+    - `w -= lr * mask * buffer`, or `w -= lr * mask * d` without momentum
+
+    Rows are float32 or float64 and contiguous, with any row stride. The op is not
+    differentiable. The buffer shares no memory with the other tensors. `w` may be
+    `grad`, `shift`, `mask` or `anchor` itself, which then counts as it was before the
+    step, but not a part of one.
     """
     check_sgd(w, grad, lr, shift, mask, mu, anchor, momentum, buffer, weight_decay)
     warn_of_references()
-    one, each = (0.0, mu) if isinstance(mu, Tensor) else (mu, None)
-    _op(w, grad, lr, shift, mask, one, each, anchor, momentum, buffer, weight_decay)
+    mu_rows = None  # [S], in place of the number
+    if isinstance(mu, Tensor):
+        mu_rows = mu
+        mu = 0.0
+    _op(w, grad, lr, shift, mask, mu, mu_rows, anchor, momentum, buffer, weight_decay)
     mark_written(w, buffer if momentum else None)
 
 
@@ -67,59 +75,50 @@ def check_sgd(  # noqa: C901 (it asks before it calls: calls take time)
     buffer: Any,
     weight_decay: Any,
 ) -> None:
-    """The arguments of sgd_step_."""
+    """Raises ValueError or TypeError for arguments that the op does not accept."""
     op = "sgd_step_"
-    for name, value in (
-        ("lr", lr),
-        ("momentum", momentum),
-        ("weight_decay", weight_decay),
-    ):
-        check_number(op, name, value)
+    check_number(op, "lr", lr)
+    check_number(op, "momentum", momentum)
+    check_number(op, "weight_decay", weight_decay)
     check_matrix(op, "w", w, "[S, Q]")
     if w.dtype not in (torch.float32, torch.float64):
         reject_argument(op, "w", "float32 or float64", describe(w), kind=TypeError)
     _check_rows(op, w, "grad", grad)
-    for name, t in (
-        ("shift", shift),
-        ("anchor", anchor),
-        ("buffer", buffer),
-        ("mask", mask),
-    ):
-        if t is not None:
-            _check_rows(op, w, name, t)
+    if shift is not None:
+        _check_rows(op, w, "shift", shift)
+    if anchor is not None:
+        _check_rows(op, w, "anchor", anchor)
+    if buffer is not None:
+        _check_rows(op, w, "buffer", buffer)
+    if mask is not None:
+        _check_rows(op, w, "mask", mask)
     check_writable(op, "w", w)
     if buffer is not None:
         check_writable(op, "buffer", buffer)
     elif momentum:
-        wanted = f"{list(w.shape)} where momentum is {momentum}"
-        reject_argument(op, "buffer", wanted, "None", "use torch.zeros_like(w)")
+        expected = f"{list(w.shape)} where momentum is {momentum}"
+        reject_argument(op, "buffer", expected, "None", "use torch.zeros_like(w)")
     if isinstance(mu, Tensor):
-        require_argument(
-            mu.shape == w.shape[:1],
-            op,
-            "mu",
-            f"a number or [{w.shape[0]}]",
-            describe(mu),
-        )
+        if mu.shape != w.shape[:1]:
+            reject_argument(op, "mu", f"a number or [{w.shape[0]}]", describe(mu))
         check_same_device(op, "w", w, "mu", mu)
     else:
         check_number(op, "mu", mu)
     if anchor is None and (isinstance(mu, Tensor) or mu != 0):
         reject_argument(op, "anchor", f"{list(w.shape)} where mu is given", "None")
     if in_forward_ad():
-        wanted = "free of forward-mode differentiation"
+        expected = "free of forward-mode differentiation"
         remedy = "write the step in plain torch"
-        reject_argument(op, "w", wanted, "a step inside of it", remedy)
+        reject_argument(op, "w", expected, "a step inside of it", remedy)
     if not torch.compiler.is_compiling():
         _check_memory(op, w, buffer, (grad, shift, mask, anchor, mu))
 
 
 def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
-    """`t` has w's shape, dtype and device; a mask may be one row for all."""
+    """Checks that `t` has w's shape, dtype and device; a mask may be one row."""
     if not isinstance(t, Tensor) or t.layout is not torch.strided:
-        reject_argument(
-            op, name, "a tensor of rows, dense", describe(t), kind=TypeError
-        )
+        expected = "a tensor of rows, dense"
+        reject_argument(op, name, expected, describe(t), kind=TypeError)
     if t.shape != w.shape and not (name == "mask" and t.shape == w.shape[1:]):
         reject_argument(op, name, f"{list(w.shape)} like w", describe(t))
     check_same_kind(op, "w", w, name, t)
@@ -128,33 +127,35 @@ def _check_rows(op: str, w: Tensor, name: str, t: Any) -> None:
 def _check_memory(
     op: str, w: Tensor, buffer: Tensor | None, others: Sequence[Any]
 ) -> None:
-    """No gradient is wanted; the buffer shares no memory with the other tensors, w none
-    with a part of one."""
+    """Checks that the op may write into `w` and `buffer`.
+
+    Autograd does not record them. The buffer shares no memory with the other tensors,
+    and w none with a part of one. `others` are grad, shift, mask, anchor and mu.
+    """
     if torch.is_grad_enabled() and (w.requires_grad or others[0].requires_grad):
-        came = "a tensor that requires grad"
-        reject_argument(op, "w", "free of autograd", came, "use torch.no_grad()")
-    row = memory_span(w)
-    velocity = memory_span(buffer)
+        actual = "a tensor that requires grad"
+        reject_argument(op, "w", "free of autograd", actual, "use torch.no_grad()")
+    w_span = memory_span(w)
+    buffer_span = memory_span(buffer)
     for name, t in zip(("grad", "shift", "mask", "anchor", "mu"), others, strict=True):
         if t is None or type(t) is float:
             continue
-        other = memory_span(t)
-        if spans_overlap(row, other) and not same_view(w, t):
-            wanted = "memory of its own or w itself"
-            came = "a part of w's memory"
-            reject_argument(op, name, wanted, came, f"use {name}.clone()")
-        if spans_overlap(velocity, other):
-            reject_argument(
-                op,
-                "buffer",
-                "memory of its own",
-                f"memory of {name}",
-                "use buffer.clone()",
-            )
-    if spans_overlap(velocity, row):
-        reject_argument(
-            op, "buffer", "memory of its own", "memory of w", "use buffer.clone()"
-        )
+        span = memory_span(t)
+        if spans_overlap(w_span, span) and not same_view(w, t):
+            expected = "memory of its own or w itself"
+            actual = "a part of w's memory"
+            reject_argument(op, name, expected, actual, f"use {name}.clone()")
+        if spans_overlap(buffer_span, span):
+            _reject_buffer(op, name)
+    if spans_overlap(buffer_span, w_span):
+        _reject_buffer(op, "w")
+
+
+def _reject_buffer(op: str, name: str) -> NoReturn:
+    """Raises ValueError: the buffer shares memory with the argument `name`."""
+    actual = f"memory of {name}"
+    remedy = "use buffer.clone()"
+    reject_argument(op, "buffer", "memory of its own", actual, remedy)
 
 
 def corrected(
@@ -165,17 +166,22 @@ def corrected(
     mu_rows: Tensor | None,
     anchor: Tensor | None,
 ) -> Tensor:
-    """`grad + shift + mu * (w - anchor)` [S, Q], `grad` itself where there is
-    nothing to add."""
+    """`grad + shift + mu * (w - anchor)` [S, Q].
+
+    It is `grad` itself where there is nothing to add.
+    """
     d = grad if shift is None else grad + shift
-    if anchor is not None:
-        d = d + (mu if mu_rows is None else mu_rows[:, None].to(w.dtype)) * (w - anchor)
-    return d
+    if anchor is None:
+        return d
+    factor = mu if mu_rows is None else mu_rows[:, None].to(w.dtype)
+    return d + factor * (w - anchor)
 
 
 def clipped(grad: Tensor, norm: float) -> Tensor:
-    """Each row of `grad` [S, Q], no longer than `norm`, as
-    `torch.nn.utils.clip_grad_norm_`."""
+    """The rows of `grad` [S, Q], scaled down where they are longer than `norm`.
+
+    The formula is that of `torch.nn.utils.clip_grad_norm_`.
+    """
     length: Tensor = torch.linalg.vector_norm(grad, dim=1, keepdim=True)
     return grad * (norm / (length + 1e-6)).clamp(max=1)
 
@@ -201,14 +207,14 @@ def reference(
     if buffer is not None and momentum:
         buffer.mul_(momentum).add_(d)
         d = buffer
-    w.sub_(lr * d if mask is None else lr * mask * d)
+    step = lr * d if mask is None else lr * mask * d
+    w.sub_(step)
 
 
 _op = define(
-    "sgd_step_(Tensor(a!) w, Tensor grad, float lr, Tensor? shift, Tensor? mask, float "
-    "mu, Tensor? "
-    "mu_rows, Tensor? anchor, float momentum, Tensor(b!)? buffer, float weight_decay) "
-    "-> ()",
+    "sgd_step_(Tensor(a!) w, Tensor grad, float lr, Tensor? shift, Tensor? mask, "
+    "float mu, Tensor? mu_rows, Tensor? anchor, float momentum, Tensor(b!)? buffer, "
+    "float weight_decay) -> ()",
     reference,
     fake_nothing,
 )

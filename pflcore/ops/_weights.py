@@ -1,5 +1,7 @@
-"""waffle_weights and feddwa_weights: the two rules that turn distances into mixing
-weights, in float64."""
+"""Two rules that turn distances into mixing weights, in float64: WAFFLE's and FedDWA's.
+
+Symbols: N clients; M receivers; K neighbours of a receiver; d distances.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -22,8 +24,10 @@ from ._library import define, warn_of_references
 
 
 class TopK(NamedTuple):
-    """The K kept neighbours of each row, nearest first, ready for
-    `aggregate(updates, *top)`."""
+    """The K nearest neighbours of each row, nearest first.
+
+    They are arguments of `aggregate(updates, *top)`.
+    """
 
     weight: Tensor  # [M, K] float64, rows sum to 1
     index: Tensor  # type: ignore[assignment]  # [M, K] int64
@@ -51,85 +55,69 @@ def waffle_weights(
     omega: Omega(r) >= 0; psi: Psi(r) >= 0, None: the same as omega. The 0.95 rule and
     the smoothing over rounds belong to the algorithm.
     """
-    op = "waffle_weights"
     psi = omega if psi is None else psi
+    _check_waffle(dist, target, omega, psi, tie)
+    if not isinstance(target, Tensor):
+        target = torch.full((), int(target), dtype=torch.int64, device=dist.device)
+    warn_of_references()
+    if dist.requires_grad:
+        dist = dist.detach()
+    return _waffle(dist, target, omega, psi, tie == "uniform")
+
+
+def _check_waffle(dist: Any, target: Any, omega: Any, psi: Any, tie: Any) -> None:
+    """Raises ValueError or TypeError for arguments that the op does not accept."""
+    op = "waffle_weights"
     check_floating(op, "dist", dist)
     n = dist.shape[-1] if dist.dim() else 0
     require_argument(n > 0, op, "dist", "[..., N] with N > 0", describe(dist))
     for name, value in (("omega", omega), ("psi", psi)):
         check_number(op, name, value)
-        fine = 0 <= value <= 1e100  # so that a sum of them is finite
-        require_argument(fine, op, name, "a number from 0 to 1e100", repr(value))
-    require_argument(
-        tie in ("closed", "uniform"), op, "tie", "'closed' or 'uniform'", repr(tie)
-    )
+        fits = 0 <= value <= 1e100  # so that a sum of them is finite
+        require_argument(fits, op, name, "a number from 0 to 1e100", repr(value))
+    is_tie = tie in ("closed", "uniform")
+    require_argument(is_tie, op, "tie", "'closed' or 'uniform'", repr(tie))
     if is_int(target):
-        require_argument(
-            bool(0 <= target < n), op, "target", f"from 0 to {n - 1}", str(target)
-        )
-        target = torch.full((), int(target), dtype=torch.int64, device=dist.device)
-    else:
-        _check_targets(dist, target)
-    warn_of_references()
-    return _waffle(
-        dist.detach() if dist.requires_grad else dist,
-        target,
-        omega,
-        psi,
-        tie == "uniform",
-    )
-
-
-def _check_targets(dist: Tensor, target: Any) -> None:
-    """A target for each row; looked at, where an int need not be."""
-    op = "waffle_weights"
+        fits = bool(0 <= target < n)
+        require_argument(fits, op, "target", f"from 0 to {n - 1}", str(target))
+        return
     if not isinstance(target, Tensor):
-        reject_argument(
-            op,
-            "target",
-            "an int or an int64 tensor",
-            f"{target!r}"[:60],
-            kind=TypeError,
-        )
+        expected = "an int or an int64 tensor"
+        reject_argument(op, "target", expected, f"{target!r}"[:60], kind=TypeError)
     check_index(op, "dist", dist, "target", target)
     if target.dim() and target.shape != dist.shape[:-1]:
-        reject_argument(
-            op,
-            "target",
-            f"one for each row of dist, {list(dist.shape[:-1])}",
-            describe(target),
-        )
-    check_index_range(op, "target", target, dist.shape[-1])
+        expected = f"one for each row of dist, {list(dist.shape[:-1])}"
+        reject_argument(op, "target", expected, describe(target))
+    check_index_range(op, "target", target, n)
 
 
 def feddwa_weights(
     sqdist: Tensor,  # [M, N] squared distances, row i the receiver's
     k: int,
 ) -> TopK:
-    """FedDWA's weights (Liu et al. 2023, Eq. 15 and 8): the k nearest of each row,
-    weighted by 1 / squared distance, rows summing to 1.
+    """FedDWA's weights (Liu et al. 2023, Eq. 15 and 8) of the k nearest of each row.
 
-    Ties go to the lower index; k >= N keeps all. Where distances are 0, only those
-    count, equally. NaN counts as infinitely far, a negative distance as 0; an
-    infinitely far neighbour has weight 0, and a row of nothing else is uniform. Never
-    NaN. The weights are constants: no gradient flows through them.
+    They are in proportion to 1 / squared distance, and rows sum to 1. Ties go to the
+    lower index; k >= N takes all.
+
+    - Where distances are 0, only those count, equally.
+    - NaN counts as infinitely far, a negative distance as 0.
+    - An infinitely far neighbour has weight 0, and a row of nothing else is uniform.
+
+    No weight is NaN. The weights are constants: no gradient flows through them.
     """
+    op = "feddwa_weights"
     if not (type(k) is int and k > 0):
-        require_argument(
-            is_int(k) and k > 0,
-            "feddwa_weights",
-            "k",
-            "a whole number above 0",
-            repr(k),
-        )
-        k = k if isinstance(k, int | torch.SymInt) else int(k)  # numpy's
-    check_matrix("feddwa_weights", "sqdist", sqdist, "[M, N]")
+        is_valid = is_int(k) and k > 0
+        require_argument(is_valid, op, "k", "a whole number above 0", repr(k))
+        k = k if isinstance(k, int | torch.SymInt) else int(k)  # a number of numpy's
+    check_matrix(op, "sqdist", sqdist, "[M, N]")
     if sqdist.shape[1] == 0:
-        reject_argument(
-            "feddwa_weights", "sqdist", "at least one column", describe(sqdist)
-        )
+        reject_argument(op, "sqdist", "at least one column", describe(sqdist))
     warn_of_references()
-    return TopK(*_feddwa(sqdist.detach() if sqdist.requires_grad else sqdist, k))
+    if sqdist.requires_grad:
+        sqdist = sqdist.detach()
+    return TopK(*_feddwa(sqdist, k))
 
 
 def waffle_reference(
@@ -180,8 +168,7 @@ def feddwa_reference(
 
 _waffle = define(
     "waffle_weights(Tensor dist, Tensor target, float omega, float psi, bool "
-    "uniform_ties) -> "
-    "Tensor",
+    "uniform_ties) -> Tensor",
     waffle_reference,
 )
 _feddwa = define(

@@ -24,14 +24,16 @@ from ._sqdist import pairwise_sqdist as sqdist_op
 
 __all__ = ["Files", "aggregate", "pairwise_sqdist"]
 
-BLOCK_BYTES = 1 << 28  # of rows that are held at a time
+BLOCK_BYTES = 1 << 28  # bytes of the rows that are in memory at a time
 FLOAT_DTYPES = ("F16", "BF16", "F32", "F64")  # as files call them
 SUM_ROWS = 128  # rows that `aggregate` sums before it adds them to a float64 total
 
 
 class RowSource(Protocol):
-    """N rows of P numbers that can be read again, as a tensor is: `shape` is [N, P], a
-    slice of rows gives them as a tensor or a numpy array."""
+    """N rows of P numbers that can be read again, as those of a tensor can.
+
+    A slice of rows gives them as a tensor or a numpy array.
+    """
 
     @property
     def shape(self) -> Sequence[int]:
@@ -45,11 +47,11 @@ class RowSource(Protocol):
 
 @checked
 class Files:
-    """Rows from safetensors files, one client's model each: the tensors `keys`,
-    flattened and joined in this order.
+    """Rows from safetensors files, each of which holds one client's model.
 
-    `keys` None: all of the first file's floating-point tensors by name. All files must
-    have them in one dtype and of the same sizes. Needs the package safetensors
+    A row is the tensors `keys`, flattened and joined in this order. Without `keys` it
+    is all floating-point tensors of the first file, sorted by name. The tensors have
+    one dtype, and the same shapes in all files. The package safetensors is needed
     (ImportError).
     """
 
@@ -63,15 +65,11 @@ class Files:
         first = self._tensors(self.paths[0], keys)
         self.keys = list(first)
         self._kinds = describe_tensors(first)
-        dtypes = {str(t.dtype) for t in first.values()}
-        require_argument(
-            len(dtypes) == 1,
-            "Files",
-            "keys",
-            "tensors of one dtype",
-            f"{sorted(dtypes)}",
-        )
-        self._none = model_row(first)[:0]
+        dtypes = sorted({str(t.dtype) for t in first.values()})
+        has_one_dtype = len(dtypes) == 1
+        expected = "tensors of one dtype"
+        require_argument(has_one_dtype, "Files", "keys", expected, f"{dtypes}")
+        self._empty = model_row(first)[:0]  # of the rows' dtype
         self.shape = (len(self.paths), sum(t.numel() for t in first.values()))
 
     def _tensors(
@@ -81,44 +79,36 @@ class Files:
 
         try:
             with safe_open(path, "pt") as file:
-                held = {
-                    key: file.get_slice(key).get_dtype() for key in sorted(file.keys())
-                }
-                wanted = keys or [key for key in held if held[key] in FLOAT_DTYPES]
-                missing = sorted(set(wanted) - set(held))
-                require_argument(
-                    not missing,
-                    "Files",
-                    "keys",
-                    f"names of tensors in {path}",
-                    f"{missing}",
-                )
-                return {key: file.get_tensor(key) for key in wanted}
+                names = sorted(file.keys())
+                if not keys:
+                    dtypes = {name: file.get_slice(name).get_dtype() for name in names}
+                    keys = [name for name in names if dtypes[name] in FLOAT_DTYPES]
+                missing = sorted(set(keys) - set(names))
+                expected = f"names of tensors in {path}"
+                require_argument(not missing, "Files", "keys", expected, f"{missing}")
+                return {key: file.get_tensor(key) for key in keys}
         except (SafetensorError, OSError) as error:
-            why = str(error).rstrip(".")
+            reason = str(error).rstrip(".")
             raise ValueError(
-                f"Files: paths: {path} is no whole safetensors file ({why})."
+                f"Files: paths: {path} is no whole safetensors file ({reason})."
             ) from None
 
     def __getitem__(self, rows: slice, /) -> Tensor:
         """The models of the files first:last as rows, [last - first, P]."""
-        picked = []
+        models = []
         for path in self.paths[rows]:
             tensors = self._tensors(path, self.keys)
-            wanted = f"files of {self._kinds} like the first"
-            require_argument(
-                describe_tensors(tensors) == self._kinds,
-                "Files",
-                "paths",
-                wanted,
-                str(path),
-            )
-            picked.append(model_row(tensors))
-        return torch.stack(picked) if picked else self._none.new_empty(0, self.shape[1])
+            fits = describe_tensors(tensors) == self._kinds
+            expected = f"files of {self._kinds} like the first"
+            require_argument(fits, "Files", "paths", expected, str(path))
+            models.append(model_row(tensors))
+        if not models:
+            return self._empty.new_empty(0, self.shape[1])
+        return torch.stack(models)
 
 
 def describe_tensors(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Shapes and dtypes in words."""
+    """A phrase on the shape and dtype of each tensor."""
     return {key: describe(t) for key, t in tensors.items()}
 
 
@@ -128,23 +118,26 @@ def model_row(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def tensor_of(part: Any) -> Tensor:
-    """A tensor as it is, an array of any memory as a tensor, where that can be
-    without a copy."""
+    """A tensor as it is, or an array as a tensor, without a copy where possible."""
     if isinstance(part, Tensor):
         return part
     array = np.asarray(part)
-    # torch takes neither, and warns of memory that it must not write
+    # torch takes neither negative strides nor the other byte order.
     if min(array.strides, default=0) < 0 or not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="), order="C")
-    return torch.from_numpy(array) if array.flags.writeable else torch.tensor(array)
+    if array.flags.writeable:
+        return torch.from_numpy(array)
+    return torch.tensor(array)  # `from_numpy` warns of memory that is not writeable
 
 
 def take_rows(
     rows: RowSource,  # [N, P]
     index: Tensor,  # [n] int64, n > 0
 ) -> Tensor:  # [n, P]
-    """These rows as a tensor: a view or one slice where they are neighbours, else slice
-    by slice."""
+    """The rows of these numbers as a tensor.
+
+    Neighbours are read in one slice, of which a tensor gives a view.
+    """
     cuts = torch.nonzero(index.diff() != 1)[:, 0] + 1
     if len(cuts) and isinstance(rows, Tensor):
         return rows[index]
@@ -154,19 +147,21 @@ def take_rows(
 
 
 def check_rows(op: str, name: str, rows: Any) -> Tensor:
-    """`rows` is a matrix or something with a shape [N, P] and slices; a tensor of its
-    dtype, device and P."""
+    """Checks that rows are a matrix, or have a shape [N, P] and slices.
+
+    The result is a tensor of their dtype, device and P.
+    """
     if not isinstance(rows, Tensor):
         if not hasattr(rows, "__getitem__") or len(getattr(rows, "shape", ())) != 2:
-            wanted = "a tensor, or rows with a shape [N, P] and slices"
-            reject_argument(op, name, wanted, describe(rows), kind=TypeError)
+            expected = "a tensor, or rows with a shape [N, P] and slices"
+            reject_argument(op, name, expected, describe(rows), kind=TypeError)
         rows = tensor_of(rows[:0])
     check_matrix(op, name, rows, "[N, P]")
     return cast(Tensor, rows)
 
 
 def rows_per_block(rows: RowSource) -> int:
-    """How many rows are BYTES."""
+    """Number of rows that `BLOCK_BYTES` hold."""
     return BLOCK_BYTES // max(1, rows.shape[1] * tensor_of(rows[:0]).element_size())
 
 
@@ -175,13 +170,17 @@ def read_blocks(
     first: int = 0,
     step: int | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The rows from `first` on in blocks of `step`, by default of BYTES but at least a
-    row: the place of each block, and its rows [n, P]."""
+    """The rows from `first` on in blocks: the slice of each, and its rows [n, P].
+
+    A block has `step` rows. By default it is as many as `BLOCK_BYTES` hold, but at
+    least one.
+    """
     n = rows.shape[0]
-    step = step or max(1, rows_per_block(rows))
+    if step is None:
+        step = max(1, rows_per_block(rows))
     for start in range(first, n, step):
-        place = slice(start, min(start + step, n))
-        yield place, tensor_of(rows[place])
+        block = slice(start, min(start + step, n))
+        yield block, tensor_of(rows[block])
 
 
 def pairwise_sqdist(
@@ -190,16 +189,18 @@ def pairwise_sqdist(
 ) -> Tensor:  # [M, N] float64
     """`pflcore.pairwise_sqdist` over rows that can be read again, tile by tile."""
     other = a if b is None else b
-    for name, rows in (("a", a), ("b", other)):
-        check_rows("pairwise_sqdist", name, rows)
+    check_rows("pairwise_sqdist", "a", a)
+    check_rows("pairwise_sqdist", "b", other)
     out = torch.zeros(a.shape[0], other.shape[0], dtype=torch.float64)
-    for some, x in read_blocks(a):
+    for rows, x in read_blocks(a):
+        first = 0
         if b is None:
-            out[some, some] = sqdist_op(x)
-        for others, y in read_blocks(other, some.stop if b is None else 0):
-            out[some, others] = sqdist_op(x, y)
+            out[rows, rows] = sqdist_op(x)
+            first = rows.stop  # the tiles above the diagonal; the others are copied
+        for columns, y in read_blocks(other, first):
+            out[rows, columns] = sqdist_op(x, y)
             if b is None:
-                out[others, some] = out[some, others].T
+                out[columns, rows] = out[rows, columns].T
     return out
 
 
@@ -215,95 +216,118 @@ def aggregate(
 ) -> Any:  # [M, P]
     """`pflcore.aggregate` over rows that can be read again.
 
-    With `index`, `out` is written while `updates` and `base` are still read: it must
-    not be their memory, which is seen of two tensors and of two arrays, nor their file.
-    Dense, it holds 128 rows and, where there are more, a float64 total [M, P]; with
-    `index`, the rows that so many results need as 256 MB hold. Errors are those of
-    `pflcore.aggregate`.
+    - Without `index`, 128 rows are in memory at a time and, where there are more rows,
+      a float64 total [M, P].
+    - With `index`, 256 MB of rows are in memory at a time. `out` is written while
+      `updates` and `base` are still read. It must be neither their memory, which is
+      checked for two tensors and for two arrays, nor their file.
+
+    Errors are those of `pflcore.aggregate`.
     """
-    first = check_rows("aggregate", "updates", updates)
-    n, p = updates.shape
-    check_matrix("aggregate", "weight", weight, "[M, N]" if index is None else "[M, K]")
-    require_argument(
-        n > 0 or index is not None, "aggregate", "updates", "at least one row", "none"
-    )
-    # what the checks look at takes no room
-    like = (
-        updates if isinstance(updates, Tensor) else first.new_empty(1, 1).expand(n, p)
-    )
-    check_aggregate(
-        like, weight, index, base, lr, out if isinstance(out, Tensor) else None
-    )
-    wanted = [len(weight), p]
-    if out is not None and not isinstance(out, Tensor):
-        kind = np.dtype(getattr(out, "dtype", int)).kind
-        fits = list(getattr(out, "shape", ())) == wanted and kind == "f"
-        require_argument(
-            fits, "aggregate", "out", f"{wanted} of floating point", describe(out)
-        )
+    like = _check_arguments(updates, weight, index, base, lr, out)
     if index is None:
         result = _dense(updates, like, weight, base, lr, precise)
         if out is None:
             return result
         out[:] = result
         return out
-    arrays = isinstance(out, np.ndarray) and isinstance(updates, np.ndarray)
-    same = out is updates or (arrays and np.may_share_memory(out, cast(Any, updates)))
-    require_argument(
-        not same, "aggregate", "out", "memory of its own", "memory of updates"
-    )
-    out = (
-        torch.empty(wanted, dtype=result_dtypes(like, base, precise)[0])
-        if out is None
-        else out
-    )
+    if out is None:
+        dtype, _ = result_dtypes(like, base, precise)
+        out = torch.empty(len(weight), like.shape[1], dtype=dtype)
     _by_index(updates, like, weight, index, base, lr, precise, out)
     return out
 
 
+def _check_arguments(
+    updates: Any, weight: Any, index: Any, base: Any, lr: Any, out: Any
+) -> Tensor:
+    """Checks the arguments of `aggregate`.
+
+    The result is a tensor [N, P] like the updates, which takes no memory.
+    """
+    op = "aggregate"
+    no_rows = check_rows(op, "updates", updates)
+    n, p = updates.shape
+    check_matrix(op, "weight", weight, "[M, N]" if index is None else "[M, K]")
+    has_rows = n > 0 or index is not None
+    require_argument(has_rows, op, "updates", "at least one row", "none")
+    like = no_rows.new_empty(1, 1).expand(n, p)
+    if isinstance(updates, Tensor):
+        like = updates
+    tensor_out = out if isinstance(out, Tensor) else None
+    check_aggregate(like, weight, index, base, lr, tensor_out)
+    if out is not None and tensor_out is None:
+        shape = [len(weight), p]
+        kind = np.dtype(getattr(out, "dtype", int)).kind
+        fits = list(getattr(out, "shape", ())) == shape and kind == "f"
+        expected = f"{shape} of floating point"
+        require_argument(fits, op, "out", expected, describe(out))
+    if index is not None:
+        is_shared = out is not None and out is updates
+        if isinstance(out, np.ndarray) and isinstance(updates, np.ndarray):
+            is_shared = is_shared or np.may_share_memory(out, updates)
+        expected = "memory of its own"
+        require_argument(not is_shared, op, "out", expected, "memory of updates")
+    return like
+
+
 def _by_index(
     rows: RowSource,
-    like: Tensor,
-    weight: Tensor,
-    index: Tensor,
-    base: Tensor | None,
+    like: Tensor,  # [N, P], takes no memory
+    weight: Tensor,  # [M, K]
+    index: Tensor,  # [M, K]
+    base: Tensor | None,  # [P] or [M, P]
     lr: float,
     precise: bool,
     out: Any,  # [M, P]
 ) -> None:
-    """As many results at a time as BYTES hold the rows of."""
+    """Writes as many results at a time as `BLOCK_BYTES` hold the rows of."""
     step = max(1, rows_per_block(rows) // max(1, index.shape[1]))
     for first in range(0, len(weight), step):
-        some = slice(first, first + step)
-        # what has no weight is not read
-        used = index[some][(lr * weight[some].double()) != 0].unique()
-        part = take_rows(rows, used) if len(used) else like.new_zeros(1, like.shape[1])
-        place = torch.searchsorted(used, index[some].contiguous()).clamp(
-            max=len(part) - 1
+        block = slice(first, first + step)
+        block_index = index[block].contiguous()
+        block_weight = weight[block]
+        # A row without weight is not read.
+        has_weight = (lr * block_weight.double()) != 0
+        used = block_index[has_weight].unique()
+        if len(used):
+            block_rows = take_rows(rows, used)
+        else:
+            block_rows = like.new_zeros(1, like.shape[1])
+        # Where a row without weight would be, any row serves.
+        place = torch.searchsorted(used, block_index).clamp(max=len(block_rows) - 1)
+        block_base = base
+        if base is not None and base.dim() == 2:
+            block_base = base[block]
+        out[block] = aggregate_op(
+            block_rows, block_weight, place, block_base, lr, precise=precise
         )
-        start = base[some] if base is not None and base.dim() == 2 else base
-        out[some] = aggregate_op(part, weight[some], place, start, lr, precise=precise)
 
 
 def _dense(
     rows: RowSource,
-    like: Tensor,
-    weight: Tensor,
-    base: Tensor | None,
+    like: Tensor,  # [N, P], takes no memory
+    weight: Tensor,  # [M, N]
+    base: Tensor | None,  # [P] or [M, P]
     lr: float,
     precise: bool,
 ) -> Tensor:  # [M, P]
-    """The sum of the blocks' sums, in float64 where there are several, as the kernel
-    takes them."""
+    """The sum of the blocks' sums.
+
+    It is float64 where there are several blocks, as in the kernel.
+    """
     n, p = like.shape
-    if n <= SUM_ROWS:  # few large models: a total would be twice their mixes
-        return aggregate_op(
-            tensor_of(rows[0:n]), weight, None, base, lr, precise=precise
-        )
+    if n <= SUM_ROWS:
+        # One block needs no float64 total, which is twice as large as the result.
+        all_rows = tensor_of(rows[0:n])
+        return aggregate_op(all_rows, weight, None, base, lr, precise=precise)
     dtype, wide = result_dtypes(like, base, precise)
-    zero = like.new_zeros(p, dtype=wide)
+    zero_base = like.new_zeros(p, dtype=wide)  # so that a block's sum is of this dtype
     total = like.new_zeros(len(weight), p, dtype=torch.float64)
-    for some, block in read_blocks(rows, step=SUM_ROWS):
-        total += aggregate_op(block, weight[:, some], None, zero, lr, precise=precise)
+    for columns, block in read_blocks(rows, step=SUM_ROWS):
+        block_weight = weight[:, columns]
+        total += aggregate_op(block, block_weight, None, zero_base, lr, precise=precise)
     total = total.to(wide)
-    return (total if base is None else base.to(wide) + total).to(dtype)
+    if base is not None:
+        total = base.to(wide) + total
+    return total.to(dtype)

@@ -1,7 +1,10 @@
-"""Which samples every client takes in which step.
+"""The samples of every client's minibatches.
 
-A client's minibatches are a function of (seed, round, client, stream, epoch), so
-nothing depends on who else trains, on the engine, or on the number of workers.
+They are a function of (seed, round, client, stream, epoch). So they depend neither on
+which other clients train, nor on the engine, nor on the number of workers.
+
+Symbols: s clients of a chunk, those of most samples first. An epoch is one pass over a
+client's samples; a place is the number of a minibatch in its epoch.
 """
 
 from __future__ import annotations
@@ -27,13 +30,12 @@ class BatchPlan(NamedTuple):
     steps: int | None = None  # so many steps instead
     batches: int = 1  # minibatches of a step, each from a shuffle of its own
     stream: str = "fit"  # names the shuffle: two fits of one hook take two streams
-    # do clients of all sizes take their k-th minibatches at once?
+    # Whether clients of all sizes take their k-th minibatches at once.
     together: bool = True
 
 
 class BatchStep(NamedTuple):
-    """The next minibatch of some clients of a chunk: samples [first, last) of an
-    epoch."""
+    """A minibatch of some clients of a chunk: samples [first, last) of an epoch."""
 
     clients: slice  # of the chunk's rows
     epoch: int
@@ -43,49 +45,79 @@ class BatchStep(NamedTuple):
     last: int
 
 
+def batches_of_epoch(n: int, training: Training, merge_single: bool) -> int:
+    """Number of minibatches of a client with `n` samples in an epoch.
+
+    `DataLoader(batch_size, drop_last)` cuts them, except that a client of less than a
+    batch has one. With `merge_single`, a last one of a single sample joins the one
+    before it.
+    """
+    size = training.batch_size
+    if training.drop_last:
+        return max(1, n // size)
+    batches = max(1, -(-n // size))
+    if merge_single and batches > 1 and n % size == 1:
+        return batches - 1
+    return batches
+
+
 @lru_cache(maxsize=4096)
 def plan_steps(
     sizes: tuple[int, ...],
     training: Training,
     plan: BatchPlan,
     ragged: bool,
-    join: bool,
+    merge_single: bool,
 ) -> tuple[list[BatchStep], Tensor, Tensor]:
-    """The steps of clients of these sizes [s], largest first; minibatches of an epoch
-    [s]; steps each takes [s].
+    """The steps of clients of these sizes [s], largest first.
 
-    As `DataLoader(batch_size, drop_last)` cuts them, but a client of less than a batch
-    has one; `join`: a last one of a single sample joins the one before. The clients of
-    a step have minibatches of one size, so one vmap serves them; of any if `ragged`.
+    Also the minibatches of an epoch of each client [s], and the steps that each client
+    takes [s]. The clients of a step have minibatches of one size, so that one vmap
+    serves them; with `ragged` they may have any sizes.
     """
-    size = training.batch_size
-    cuts = [max(1, n // size if training.drop_last else -(-n // size)) for n in sizes]
-    if join and not training.drop_last:
-        cuts = [c - (c > 1 and n % size == 1) for n, c in zip(sizes, cuts, strict=True)]
-    whole = plan.epochs or training.epochs
-    takes = [c * whole if plan.steps is None else plan.steps for c in cuts]
-    epochs = [-(-t // c) for t, c in zip(takes, cuts, strict=True)]
+    cuts = [batches_of_epoch(n, training, merge_single) for n in sizes]
+    if plan.steps is None:
+        num_epochs = plan.epochs or training.epochs
+        taken = [batches * num_epochs for batches in cuts]
+    else:
+        taken = [plan.steps] * len(cuts)
+    epochs = [-(-steps // batches) for steps, batches in zip(taken, cuts, strict=True)]
+    batch_size = training.batch_size
 
-    def kind(place: int, i: int) -> tuple[int, int, int]:
+    def shape(place: int, i: int) -> tuple[int, int, int]:
+        """What the clients of one step have in common: epochs, last sample, size."""
+        full_last = (place + 1) * batch_size
         if ragged:
-            return epochs[i], (place + 1) * size, 0
-        rest = place + 1 == cuts[i] and not (training.drop_last and sizes[i] >= size)
-        last = sizes[i] if rest else (place + 1) * size
+            return epochs[i], full_last, 0
+        drops_rest = training.drop_last and sizes[i] >= batch_size
+        takes_rest = place + 1 == cuts[i] and not drops_rest
+        last = sizes[i] if takes_rest else full_last
         return epochs[i], last, 0 if plan.together else sizes[i]
 
     steps = []
     for epoch, place in product(range(max(epochs)), range(cuts[0])):
-        done = [epoch * c + place for c in cuts]
-        on = [i for i, c in enumerate(cuts) if place < c and done[i] < takes[i]]
-        for (own, last, _), group in groupby(on, partial(kind, place)):
-            some = list(group)  # neighbours, since they are sorted by size
-            clients = slice(some[0], some[-1] + 1)
-            steps.append(BatchStep(clients, epoch, own, place, place * size, last))
-    return steps, torch.tensor(cuts), torch.tensor(takes)
+        training_clients = []
+        for i, batches in enumerate(cuts):
+            if place < batches and epoch * batches + place < taken[i]:
+                training_clients.append(i)
+        first = place * batch_size
+        for key, group in groupby(training_clients, partial(shape, place)):
+            client_epochs, last, _ = key
+            neighbours = list(group)  # since clients are sorted by size
+            clients = slice(neighbours[0], neighbours[-1] + 1)
+            step = BatchStep(clients, epoch, client_epochs, place, first, last)
+            steps.append(step)
+    return steps, torch.tensor(cuts), torch.tensor(taken)
 
 
 class Batches:
-    """The minibatches of some clients, as tables of places in the pool."""
+    """The minibatches of some clients, as tables of the samples' places in the pool.
+
+    - `steps`: the steps that they take.
+    - `cuts` [s]: the minibatches of an epoch.
+    - `taken` [s]: the steps that each client takes.
+    - `order` [s, passes, longest]: the places, pass by pass in shuffled order.
+    """
 
     def __init__(
         self,
@@ -95,51 +127,57 @@ class Batches:
         ids: Tensor,  # [s], the clients of most samples first
         plan: BatchPlan,
         ragged: bool,
-        join: bool = False,
+        merge_single: bool = False,
     ) -> None:
         lists = data.lists("train")
         self.size = lists.size[ids]
         sizes = tuple(self.size.tolist())
-        self.steps, self.cuts, self.taken = plan_steps(
-            sizes, training, plan, ragged, join
-        )
-        # the smallest client's, the most
-        passes = range(plan.batches * self.steps[-1].epochs)
-        fixed = (key[0], 0, plan.stream, 0)  # one order for the whole run
-        keys = [(*key, plan.stream, p) if training.reshuffle else fixed for p in passes]
-        orders = [
-            torch.from_numpy(client_shuffles(client_seeds(ids, *k), sizes))
-            for k in keys
-        ]
+        steps = plan_steps(sizes, training, plan, ragged, merge_single)
+        self.steps, self.cuts, self.taken = steps
+        # The last step is one of the smallest clients, which train the most epochs.
+        passes = plan.batches * self.steps[-1].epochs
+        orders = []
+        for number in range(passes):
+            shuffle_key: tuple[object, ...] = (*key, plan.stream, number)
+            if not training.reshuffle:
+                shuffle_key = (key[0], 0, plan.stream, 0)  # one order for the whole run
+            seeds = client_seeds(ids, *shuffle_key)
+            orders.append(torch.from_numpy(client_shuffles(seeds, sizes)))
         order = torch.stack(orders, 1).add_(lists.begin[ids][:, None, None])
         # [s, passes, longest]
         self.order = lists.flat.take(to_device(order, lists.flat.device))
-        self._key = ids, (*key, plan.stream, "noise"), data.y.device
+        self._ids = ids
+        self._noise_key = (*key, plan.stream, "noise")
+        self._device = data.y.device
 
     @cached_property
     def seeds(self) -> Tensor:
-        """Dropout's, [s, passes]."""
-        ids, key, device = self._key
-        each = [client_seeds(ids, *key, p) for p in range(self.order.shape[1])]
-        return to_device(torch.from_numpy(np.stack(each, 1).view(np.int64)), device)
+        """Seeds of dropout [s, passes]."""
+        passes = range(self.order.shape[1])
+        seeds = [client_seeds(self._ids, *self._noise_key, p) for p in passes]
+        table = torch.from_numpy(np.stack(seeds, 1).view(np.int64))
+        return to_device(table, self._device)
 
     @cached_property
     def _sizes_on_device(self) -> Tensor:
-        """`size` beside the samples: it goes to a card once, not in every step."""
+        """`size` on the samples' device: it goes there once, not in every step."""
         return to_device(self.size, self.order.device)
 
     def sample_counts(self, step: BatchStep) -> Tensor:
-        """How many samples of a step's minibatch each client has [s], beside the
-        samples."""
-        rest = self._sizes_on_device[step.clients] - step.first
-        return rest.clamp(max=step.last - step.first)
+        """Samples [s] that each client has in a step, on the samples' device."""
+        remaining = self._sizes_on_device[step.clients] - step.first
+        return remaining.clamp(max=step.last - step.first)
 
     def places(self, step: BatchStep, which: int = 0) -> Tensor:
-        """Where in the pool a step's samples are, [s, B]."""
-        return self.order[
-            step.clients, step.epoch + which * step.epochs, step.first : step.last
-        ]
+        """Places in the pool of the samples of a step's `which`-th minibatch, [s, B].
+
+        The minibatches of a step come from as many shuffles: the passes of the second
+        one follow those of the first one.
+        """
+        number = step.epoch + which * step.epochs
+        return self.order[step.clients, number, step.first : step.last]
 
     def seeds_of(self, step: BatchStep, which: int = 0) -> Tensor:
-        """Seeds [s] for a step's dropout."""
-        return self.seeds[step.clients, step.epoch + which * step.epochs] + step.place
+        """Seeds [s] of the dropout of a step's `which`-th minibatch."""
+        number = step.epoch + which * step.epochs
+        return self.seeds[step.clients, number] + step.place

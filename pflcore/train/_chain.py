@@ -136,9 +136,8 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
     one, other = (record_forward(net, shape, *how) for how in ((True, 2), (False, 3)))
     require(
         one.lines == other.lines,
-        "a forward that differs between training and evaluation, or between batches of "
-        "two and "
-        "three samples",
+        "a forward that differs between training and evaluation, or between batches "
+        "of two and three samples",
     )
     lines = one.lines
     scores = tuple(one.last.shape[1:])

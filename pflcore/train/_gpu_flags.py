@@ -1,8 +1,8 @@
-"""Flags of torch's that decide what a card computes: whether cuDNN repeats its bits,
-and whether float32 products are rounded to TF32.
+"""Flags of torch that decide what a GPU computes.
 
-They are the process's. So a run sets what it needs for as long as it computes, and puts
-back what was there.
+They say whether cuDNN repeats its bits, and whether float32 products are rounded to
+TF32. They belong to the process. So a run sets what it needs while it computes, and
+restores the former values.
 """
 
 import threading
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 Flag = tuple[Any, str, Any]  # its owner, its name, a value
-EXACT_PRECISIONS = ("none", "ieee")  # of `fp32_precision`: float32 as it is
+EXACT_PRECISIONS = ("none", "ieee")  # values of `fp32_precision` that do not round
 
 
 class ScopedFlags:
-    """Flags that have other values inside, for all threads: the first who comes sets
-    them, and the last who goes puts them back."""
+    """Flags that have other values inside, for all threads.
+
+    The first thread that enters sets them, and the last one that leaves restores them.
+    """
 
     def __init__(self, flags: Sequence[Flag]) -> None:
         self.flags = flags
@@ -28,7 +30,7 @@ class ScopedFlags:
 
     @contextmanager
     def set_for(self, device: torch.device) -> Iterator[None]:
-        """They are set inside, if `device` is a card."""
+        """Sets the flags inside, if `device` is a GPU."""
         if device.type != "cuda":
             yield
             return
@@ -51,16 +53,19 @@ class ScopedFlags:
     def _leave(self) -> None:
         with self._lock:
             self._num_inside -= 1
-            if not self._num_inside:
-                for (owner, name, _), value in zip(
-                    self.flags, self._saved_values, strict=True
-                ):
-                    setattr(owner, name, value)
+            if self._num_inside:
+                return
+            saved = zip(self.flags, self._saved_values, strict=True)
+            for (owner, name, _), value in saved:
+                setattr(owner, name, value)
 
 
 def tf32_flags() -> list[tuple[Any, str]]:
-    """The flags that allow TF32. From torch 2.9 on they have other names, and torch
-    refuses to read the old ones where somebody set the new ones."""
+    """The flags that allow TF32: (owner, name).
+
+    From torch 2.9 on they have other names, and torch refuses to read the old ones
+    after the new ones were set.
+    """
     matmul = torch.backends.cuda.matmul
     cudnn = torch.backends.cudnn
     if hasattr(cudnn, "conv"):
@@ -69,20 +74,26 @@ def tf32_flags() -> list[tuple[Any, str]]:
 
 
 def allows_tf32() -> bool:
-    """Whether a card may round what goes into float32 products or convolutions to
-    TF32."""
+    """Whether a GPU may round the inputs of products or convolutions to TF32."""
     values = [getattr(owner, name) for owner, name in tf32_flags()]
     return any(value not in (False, *EXACT_PRECISIONS) for value in values)
 
 
-# cuDNN may choose the fastest of several algorithms anew in every process, and each has
-# other bits.
+# Otherwise cuDNN may choose the fastest of several algorithms in every process, and
+# each of them has other bits.
 REPEATABLE_FLAGS = ScopedFlags(
     [
         (torch.backends.cudnn, "deterministic", True),
         (torch.backends.cudnn, "benchmark", False),
     ]
 )
+
+
+def _exact_value(name: str) -> Any:
+    """The value of a flag that forbids TF32."""
+    return "ieee" if name == "fp32_precision" else False
+
+
 NO_TF32_FLAGS = ScopedFlags(
-    [(owner, name, "ieee" if "fp32" in name else False) for owner, name in tf32_flags()]
+    [(owner, name, _exact_value(name)) for owner, name in tf32_flags()]
 )

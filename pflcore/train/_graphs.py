@@ -150,8 +150,7 @@ class GradientGraphs:
             self.refusal_reason = _first_error_line(error)
             warn_caller(
                 "a local step could not be captured as a CUDA graph "
-                f"({self.refusal_reason}); the run "
-                "goes on without graphs",
+                f"({self.refusal_reason}); the run goes on without graphs",
                 RuntimeWarning,
             )
         while len(self._graphs) > MAX_GRAPHS:

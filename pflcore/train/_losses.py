@@ -124,8 +124,7 @@ def resolve_loss(loss: Loss, name: str = "loss") -> LossFunction:
     if any(p.requires_grad for p in loss.parameters()):
         raise ValueError(
             f"{name}: {type(loss).__name__} has parameters, which nothing would train; "
-            "make them a "
-            "part of the model."
+            "make them a part of the model."
         )
     if getattr(loss, "reduction", "mean") not in MEAN_REDUCTIONS:
         raise ValueError(

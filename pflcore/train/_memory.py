@@ -126,10 +126,8 @@ def check_fits_memory(
     if most is not None and peak > most:
         raise RunTooLarge(
             f"memory: the run needs about {human_bytes(peak)} beside its data, and "
-            f"{device} has "
-            f"{human_bytes(most)}; {memory_remedy(clients_per_block)}, or make the "
-            "batches (batch_size), the federation "
-            "or the model smaller."
+            f"{device} has {human_bytes(most)}; {memory_remedy(clients_per_block)}, or "
+            "make the batches (batch_size), the federation or the model smaller."
         )
 
 
@@ -147,7 +145,6 @@ def out_of_memory_text(
     has = f", and {device} has {human_bytes(most)}" if most else ""
     return (
         f"Out of memory {where}{asked}: the run needs about {human_bytes(peak)} beside "
-        f"its data{has}; "
-        f"{memory_remedy(clients_per_block)}, or make the batches (batch_size) or the "
-        "model smaller."
+        f"its data{has}; {memory_remedy(clients_per_block)}, or make the batches "
+        "(batch_size) or the model smaller."
     )

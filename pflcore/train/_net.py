@@ -1,9 +1,12 @@
-"""A model as one row: any `nn.Module` becomes a function of a flat row of its trainable
-parameters.
+"""A model as one row: an `nn.Module` as a function of its parameters in a flat row.
 
-A federation's models are rows of one [N, P] matrix, so that the ops see matrices and
-algorithms see vectors. Float buffers (batch norm's running statistics) live in a row of
-their own, [b]; integer buffers are no model and are never averaged.
+A federation's models are the rows of one matrix [N, P], so the ops see matrices and
+algorithms see vectors. Float buffers (batch norm's running statistics) are a row of
+their own, [b]. Integer buffers and frozen weights are constants of the function: they
+are never averaged.
+
+Symbols: N clients; P trainable parameters; b numbers in float buffers; B samples of a
+batch; H features that the head sees; K private columns; x, y samples and labels.
 """
 
 from __future__ import annotations
@@ -43,31 +46,27 @@ RANDOM_MODULES = (
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
 )
-# where a tensor stands: tied ones in several
+# The entries of modules' dicts that hold one tensor: a tied tensor has several.
 TensorSlots = list[tuple[dict[str, Any], str]]
 
 
 class _BoundModule:
-    """One thread's private copy of a module, whose tensors are replaced before each
-    call."""
+    """One thread's copy of a module, whose tensors are replaced before each call."""
 
     def __init__(
         self, module: nn.Module, names: Iterable[str], buffers: Iterable[str]
     ) -> None:
         self.module = copy.deepcopy(module)
-        found: dict[int, TensorSlots] = {}
-        for m in self.module.modules():
-            if isinstance(m, _BatchNorm):
-                # nothing reads the count, and adding to it in place is no function of
-                # the row
-                m.num_batches_tracked = None
-            for owner in (m._parameters, m._buffers):
-                for name, t in owner.items():
-                    found.setdefault(id(t), []).append((owner, name))
-        own = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        self.params = [found[id(own[n])] for n in names]
-        self.buffers = [found[id(own[n])] for n in buffers]
-        self.shapes = [own[n].shape for n in names]
+        for layer in self.module.modules():
+            if isinstance(layer, _BatchNorm):
+                # Nothing reads the count, and a model that adds to it in place is no
+                # function of its row.
+                layer.num_batches_tracked = None
+        tensors = _named_tensors(self.module)
+        slots = _tensor_slots(self.module)
+        self.params = [slots[id(tensors[name])] for name in names]
+        self.buffers = [slots[id(tensors[name])] for name in buffers]
+        self.shapes = [tensors[name].shape for name in names]
         self.sizes = [shape.numel() for shape in self.shapes]
         unroll_recurrent(self.module)
 
@@ -77,9 +76,25 @@ class _BoundModule:
         return [piece.view(shape) for piece, shape in pieces]
 
 
-def _bind(places: list[TensorSlots], tensors: Iterable[Tensor]) -> None:
-    for spots, tensor in zip(places, tensors, strict=True):
-        for owner, name in spots:
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module by name."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _tensor_slots(module: nn.Module) -> dict[int, TensorSlots]:
+    """The slots of every parameter and buffer, by the tensor's `id`."""
+    slots: dict[int, TensorSlots] = {}
+    for layer in module.modules():
+        for owner in (layer._parameters, layer._buffers):
+            for name, tensor in owner.items():
+                slots.setdefault(id(tensor), []).append((owner, name))
+    return slots
+
+
+def _bind(slots: list[TensorSlots], tensors: Iterable[Tensor]) -> None:
+    """Puts each tensor into its slots."""
+    for tensor_slots, tensor in zip(slots, tensors, strict=True):
+        for owner, name in tensor_slots:
             owner[name] = tensor
 
 
@@ -87,14 +102,20 @@ def _bind(places: list[TensorSlots], tensors: Iterable[Tensor]) -> None:
 class Net:
     """An `nn.Module` as a function of a flat row.
 
-    `build` is a module (its weights become `w0`) or a function without arguments that
-    makes one (then `w0 = init(seed)`: what it draws from torch's global generator comes
-    from one of the net's own, whatever `torch.manual_seed` it calls). `loss` is
-    `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"`, or a function or
-    `nn.Module` of (scores, y); `head` names the submodule that counts as the head.
-    Default: what gives the scores, found when the model first meets data; before that
-    an attribute `head` of the model, its only `nn.Linear`, or the last one of plain
-    `nn.Sequential`s. `nn.Dropout` layers become `pflcore.nn.Dropout`.
+    `nn.Dropout` layers become `pflcore.nn.Dropout`.
+
+    Args:
+        build: A module, whose weights become `w0`, or a function without arguments that
+            makes one; then `w0 = init(seed)`. What that function draws from torch's
+            global generator comes from a generator of the net's own, whatever
+            `torch.manual_seed` the function calls.
+        loss: `"cross_entropy"`, `"squared"`, `"half_squared"`, `"hinge"`,
+            `"binary_cross_entropy"`, or a function or `nn.Module` of (scores, y).
+        head: The name of the submodule that counts as the head. By default it is the
+            layer that gives the scores, which is found when the model first meets data.
+            Before that it is an attribute `head` of the model, its only `nn.Linear`, or
+            the last `nn.Linear` of plain `nn.Sequential`s.
+        seed: The seed of the initial weights, where a function makes the module.
 
     >>> net = Net(nn.Linear(4, 3))
     >>> net(net.w0, torch.zeros(2, 4)).shape
@@ -112,55 +133,69 @@ class Net:
         self.build = build
         self.seed = seed
         self.fields: Fields | None = None  # what `with_fields` gave its module
-        made = build if isinstance(build, nn.Module) else self._build_module(seed)
-        module = _copy_module(made)
-        _check_weights(module)
-        _check_layers(module)
-        _check_hooks(made)
-        for m in module.modules():
-            if type(m) is nn.Dropout:
-                m.__class__ = Dropout  # type: ignore[assignment]
-        self.module = module
-        trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        built_module = build
+        if not isinstance(built_module, nn.Module):
+            built_module = self._build_module(seed)
+        self.module = _copy_module(built_module)
+        _check_weights(self.module)
+        _check_layers(self.module)
+        _check_hooks(built_module)
+        for layer in self.module.modules():
+            if type(layer) is nn.Dropout:
+                layer.__class__ = Dropout  # type: ignore[assignment]
+        self._set_parameters()
+        self._set_buffers()
+        self.head_name = self._find_head(head)
+        self._head_given = head is not None
+        # The trial before round 1 sets the next three (`prepare_net`).
+        # Whether a last batch of one sample joins the one before it.
+        self.merge_last_sample = False
+        # Whether there is one score for each label.
+        self.single_score = False
+        # How the loss takes that score.
+        self.argument_form = ArgumentForm()
+        self._threads = threading.local()  # one `_BoundModule` a thread and part
+
+    def _set_parameters(self) -> None:
+        """Sets what describes a row: names, shapes, slices and the initial row `w0`."""
+        named = self.module.named_parameters()
+        trainable = {name: p for name, p in named if p.requires_grad}
         self.names = list(trainable)
         self.shapes = [p.shape for p in trainable.values()]
         self.sizes = [shape.numel() for shape in self.shapes]
-        self.w0 = self.row(module)  # [P]
-        self.size, self.dtype = len(self.w0), self.w0.dtype  # P
-        cuts = [slice(*ends) for ends in pairwise([0, *accumulate(self.sizes)])]
-        self.slices = dict(zip(self.names, cuts, strict=True))
-        floats = {n: b for n, b in module.named_buffers() if b.is_floating_point()}
+        self.w0 = self.row(self.module)  # [P]
+        self.size = len(self.w0)  # P
+        self.dtype = self.w0.dtype
+        cuts = pairwise([0, *accumulate(self.sizes)])
+        slices = [slice(first, last) for first, last in cuts]
+        self.slices = dict(zip(self.names, slices, strict=True))
+
+    def _set_buffers(self) -> None:
+        """Sets what describes the float buffers, and their initial row `b0`."""
+        named = self.module.named_buffers()
+        floats = {name: b for name, b in named if b.is_floating_point()}
         self.buffer_names = list(floats)
         self.buffer_shapes = [b.shape for b in floats.values()]
         self.buffer_sizes = [shape.numel() for shape in self.buffer_shapes]
-        rows = (b.detach().reshape(-1).to(self.w0) for b in floats.values())
-        self.b0 = torch.cat([self.w0[:0], *rows])  # [b]
-        self.variances = torch.tensor(  # [b]
-            [
-                n.endswith("running_var")
-                for n, b in floats.items()
-                for _ in range(b.numel())
-            ],
-            dtype=torch.bool,
-        )
-        self.head_name = self._find_head(head)
-        self._head_given = head is not None
-        # does a last batch of one sample, where it cannot train, join another?
-        self.merge_last_sample = False
-        # is there one score for each label? known once a batch was seen
-        self.single_score = False
-        # how its loss takes one score a label, known then too
-        self.argument_form = ArgumentForm()
-        self._threads = threading.local()
+        pieces = [b.detach().reshape(-1).to(self.w0) for b in floats.values()]
+        # `w0[:0]` gives the row its dtype where there is no float buffer.
+        self.b0 = torch.cat([self.w0[:0], *pieces])  # [b]
+        is_variance: list[bool] = []
+        for name, size in zip(self.buffer_names, self.buffer_sizes, strict=True):
+            is_variance += [name.endswith("running_var")] * size
+        self.variances = torch.tensor(is_variance, dtype=torch.bool)  # [b]
 
     @property
     def scores_classes(self) -> bool:
-        """Whether integer targets are labels, so that there is an accuracy: of one
-        score a label only a loss of logits says so."""
+        """Whether integer targets are labels, so that there is an accuracy.
+
+        Where there is one score for each label, only a loss of logits tells that.
+        """
         loss = self.loss_fn.func if isinstance(self.loss_fn, partial) else self.loss_fn
-        return loss not in REGRESSION_LOSSES and (
-            not self.single_score or any(c in LOGIT_LOSSES for c in (loss, type(loss)))
-        )
+        if loss in REGRESSION_LOSSES:
+            return False
+        takes_logits = loss in LOGIT_LOSSES or type(loss) in LOGIT_LOSSES
+        return takes_logits or not self.single_score
 
     @property
     def ignored_label(self) -> int:
@@ -169,122 +204,135 @@ class Net:
 
     # rows and modules -------------------------------------------------------
     def row(self, module: nn.Module) -> Tensor:
-        """The trainable parameters of `module` (of this architecture) as a new row
-        [P]."""
+        """The trainable parameters of `module` as a new row [P].
+
+        Raises ValueError where the module is not of this net's architecture.
+        """
         params = dict(module.named_parameters())
-        for n, shape in zip(self.names, self.shapes, strict=True):
-            if n not in params or params[n].shape != shape:
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if name not in params or params[name].shape != shape:
                 raise ValueError(
-                    f"module: parameter {n!r} is absent or of another shape; give a "
-                    "module of the "
-                    "same architecture."
+                    f"module: parameter {name!r} is absent or of another shape; give a "
+                    "module of the same architecture."
                 )
-        return torch.cat([params[n].detach().reshape(-1) for n in self.names])
+        return torch.cat([params[name].detach().reshape(-1) for name in self.names])
 
     def load(
         self, module: nn.Module, row: Tensor, buffers: Tensor | None = None
     ) -> nn.Module:
-        """Write `row` [P] (and float `buffers` [b]) into `module` and return it."""
+        """Writes `row` [P] (and float `buffers` [b]) into `module` and returns it."""
         self._check(row)
-        own = dict(module.named_parameters()) | dict(module.named_buffers())
+        tensors = _named_tensors(module)
         pieces = dict(zip(self.names, row.split(self.sizes), strict=True))
         if buffers is not None:
-            pieces |= zip(
-                self.buffer_names, buffers.split(self.buffer_sizes), strict=True
-            )
+            buffer_pieces = buffers.split(self.buffer_sizes)
+            pieces |= zip(self.buffer_names, buffer_pieces, strict=True)
         with torch.no_grad():
             for name, piece in pieces.items():
-                own[name].copy_(piece.view_as(own[name]))
+                tensors[name].copy_(piece.view_as(tensors[name]))
         return module
 
     def init(self, seed: int) -> Tensor:
-        """A freshly drawn row [P]; torch's global random state is neither read nor
-        changed."""
+        """A freshly drawn row [P].
+
+        torch's global random state is neither read nor changed.
+        """
         return self.row(self._build_module(seed))
 
     def mask(self, *patterns: str) -> Tensor:
-        """Bool [P] on the CPU, true where the parameter's name matches one of the shell
-        patterns: `mask("head.*")`."""
-        m = torch.zeros(self.size, dtype=torch.bool)
+        """Bool [P] on the CPU: True for parameters that match a pattern.
+
+        Patterns are those of a shell, on the parameters' names: `mask("head.*")`.
+        """
+        mask = torch.zeros(self.size, dtype=torch.bool)
         for pattern in patterns:
-            hits = [s for n, s in self.slices.items() if fnmatchcase(n, pattern)]
-            if not hits:
+            names = [name for name in self.names if fnmatchcase(name, pattern)]
+            if not names:
                 raise ValueError(
                     f"patterns: {pattern!r} matches no parameter; the names are "
                     f"{', '.join(self.names)}."
                 )
-            for s in hits:
-                m[s] = True
-        return m
+            for name in names:
+                mask[self.slices[name]] = True
+        return mask
 
     def split(self, row: Tensor, *patterns: str) -> tuple[Tensor, Tensor]:
-        """A model's columns in two: (shared, private). Private are the parameters whose
-        names match, without patterns the head.
+        """A model's columns in two parts: shared [..., P - K] and private [..., K].
 
-        `row` [..., P] -> [..., P - K], [..., K]; `join` puts them together again. What
-        only the shared part of travels is counted so.
+        Private are the parameters whose names match; without patterns, the head. `join`
+        puts the parts of `row` [..., P] together again. An upload or download of the
+        shared part alone counts as so many numbers.
         """
         self._check(row)
-        shared, private = (row[..., columns] for columns in self._columns(patterns))
-        return shared, private
+        shared, private = self._columns(patterns)
+        return row[..., shared], row[..., private]
 
     def join(self, shared: Tensor, private: Tensor, *patterns: str) -> Tensor:
-        """The model [..., P] of which `split` with the same patterns gives `shared` and
-        `private`; leading axes are broadcast."""
-        parts = (shared, private)
+        """The model [..., P] whose parts `split` gives with the same patterns.
+
+        Leading axes are broadcast.
+        """
         columns = self._columns(patterns)
-        sizes = [len(c) for c in columns]
-        if [t.shape[-1] for t in parts] != sizes:
+        sizes = [len(part) for part in columns]
+        if [shared.shape[-1], private.shape[-1]] != sizes:
             raise ValueError(
                 f"shared and private: expected {sizes[0]} and {sizes[1]} columns, got "
                 f"{shared.shape[-1]} and {private.shape[-1]}; give join the patterns "
-                "that split "
-                "was given."
+                "that split was given."
             )
         axes = torch.broadcast_shapes(shared.shape[:-1], private.shape[:-1])
+        parts = [shared.expand(*axes, -1), private.expand(*axes, -1)]
         order = torch.cat(columns).argsort()
-        return torch.cat([t.expand(*axes, -1) for t in parts], -1)[..., order]
+        return torch.cat(parts, -1)[..., order]
 
-    def _columns(self, patterns: tuple[str, ...]) -> list[Tensor]:
+    def _columns(self, patterns: tuple[str, ...]) -> tuple[Tensor, Tensor]:
         """The shared columns [P - K] and the private ones [K]."""
         if not patterns:
-            self.head_slice  # noqa: B018  (says in a sentence that there is none)
-        private = self.mask(*(patterns or [f"{self._prefix}*"]))
-        return [m.nonzero()[:, 0].to(self.w0.device) for m in (~private, private)]
+            self._require_head()
+            patterns = (f"{self._prefix}*",)
+        is_private = self.mask(*patterns)
+        shared = (~is_private).nonzero()[:, 0]
+        private = is_private.nonzero()[:, 0]
+        device = self.w0.device
+        return shared.to(device), private.to(device)
 
     def fixed_tensors(self) -> list[Tensor]:
-        """The tensors [...] that this thread's copy of the module holds beside the row:
-        frozen weights and integer buffers."""
-        module = self._bound().module
-        bound = {*self.names, *self.buffer_names}
-        own = dict(module.named_parameters()) | dict(module.named_buffers())
-        return [tensor for name, tensor in own.items() if name not in bound]
+        """The constants [...] of the function: frozen weights and integer buffers.
+
+        They are those of this thread's copy of the module.
+        """
+        bound_names = {*self.names, *self.buffer_names}
+        tensors = _named_tensors(self._bound().module)
+        return [tensor for name, tensor in tensors.items() if name not in bound_names]
 
     def __getstate__(self) -> dict[str, Any]:
-        # bound modules are made anew in each thread
+        # Bound modules are made anew in each thread.
         return {k: v for k, v in vars(self).items() if k != "_threads"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _threads=threading.local())
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Net:
-        """The same net with its rows and constants on `device`, and in `dtype` if
-        that is given."""
+        """The same net on `device`, and in `dtype` unless that is None."""
         other = copy.copy(self)
         other.module = copy.deepcopy(self.module).to(device, dtype)
-        other.w0, other.b0 = self.w0.to(device, dtype), self.b0.to(device, dtype)
+        other.w0 = self.w0.to(device, dtype)
+        other.b0 = self.b0.to(device, dtype)
         other.dtype = other.w0.dtype
-        if isinstance(self.loss_fn, nn.Module):  # class weights, for instance
+        if isinstance(self.loss_fn, nn.Module):  # it may hold class weights
             other.loss_fn = copy.deepcopy(self.loss_fn).to(device, dtype)
         return other
 
     def with_fields(self, fields: Fields | None) -> Net:
-        """The same net for a pool of several fields: its module takes the dict of them
-        that a batch of rows holds."""
+        """The same net for samples of several fields.
+
+        A hook turns a batch of rows into the dict of fields that its module takes.
+        """
         if fields is None or fields == self.fields:
             return self
         other = copy.copy(self)
-        other.fields, other.module = fields, copy.deepcopy(self.module)
+        other.fields = fields
+        other.module = copy.deepcopy(self.module)
         other.module.register_forward_pre_hook(fields)
         return other
 
@@ -297,11 +345,11 @@ class Net:
         return self.forward_bound(x)
 
     def leaves(self, row: Tensor) -> list[Tensor]:
-        """The parameters as leaf views of `row` [P]: bound in this thread until its
-        next call, for `forward_bound`.
+        """The parameters as leaf views of `row` [P].
 
-        A training loop that moves the row in place saves the cutting of the row, and
-        the joining of its gradient, in every step.
+        They stay bound in this thread until its next call of the net, for
+        `forward_bound`. A training loop that moves the row in place need not cut the
+        row in every step, nor join the pieces of its gradient.
         """
         bound = self._bound()
         leaves = [piece.requires_grad_() for piece in bound.cut(row.detach())]
@@ -309,62 +357,72 @@ class Net:
         return leaves
 
     def forward_bound(self, x: Tensor) -> Tensor:
-        """Scores of the model with the parameters that are bound on a batch `x`
-        [B, ...]."""
+        """Scores of the model with the bound parameters on a batch `x` [B, ...]."""
         bound = self._bound()
         if bound.module.training != forward_state.train:
             bound.module.train(forward_state.train)
         if bound.buffers:
-            buffers = (
-                self.b0 if forward_state.buffers is None else forward_state.buffers
-            )
-            pieces = zip(
-                buffers.split(self.buffer_sizes), self.buffer_shapes, strict=True
-            )
-            # copies: under vmap batch norm writes into contiguous tensors only, and
-            # silently not into views
-            _bind(bound.buffers, [piece.clone().view(shape) for piece, shape in pieces])
+            _bind(bound.buffers, self._buffer_pieces())
         forward_state.random_layer = 0
         scores = bound.module(x)
         if bound.buffers and forward_state.train:
-            # a forward may have put another tensor there
-            after = [
-                owner[name].detach().reshape(-1) for (owner, name), *_ in bound.buffers
-            ]
-            forward_state.buffers = torch.cat(after)
+            # Read from the slots: a forward may have put another tensor there.
+            pieces = []
+            for (owner, name), *_ in bound.buffers:
+                pieces.append(owner[name].detach().reshape(-1))
+            forward_state.buffers = torch.cat(pieces)
         return scores  # type: ignore[no-any-return]
 
+    def _buffer_pieces(self) -> list[Tensor]:
+        """The float buffers of a forward pass in their shapes, as copies.
+
+        Under vmap, batch norm writes into contiguous tensors alone, and silently not
+        into views.
+        """
+        row = self.b0 if forward_state.buffers is None else forward_state.buffers
+        pieces = zip(row.split(self.buffer_sizes), self.buffer_shapes, strict=True)
+        return [piece.clone().view(shape) for piece, shape in pieces]
+
     def features(self, row: Tensor, x: Tensor) -> Tensor:
-        """What the head sees, [B, H]."""
-        self.head_slice  # noqa: B018  (says in a sentence that there is none)
+        """The input of the head, [B, H], of the model `row` [P] on a batch `x`."""
+        self._require_head()
         head = self._bound().module.get_submodule(self.head_name or "")
-        seen: list[Tensor] = []
-        with head.register_forward_pre_hook(lambda _, given: seen.extend(given)):
+        head_inputs: list[Tensor] = []
+
+        def record(_: nn.Module, inputs: Any) -> None:
+            head_inputs.extend(inputs)
+
+        with head.register_forward_pre_hook(record):
             self(row, x)
-        return seen[0]
+        return head_inputs[0]
 
     def head(self, row: Tensor, z: Tensor) -> Tensor:
-        """The head's scores on features `z` [B, H]; `row` is a whole row [P] or the
-        head's part alone."""
-        s = self.head_slice
+        """The head's scores on features `z` [B, H].
+
+        `row` is a whole row [P] or the head's part of it.
+        """
+        columns = self.head_slice
+        is_head_row = row.shape[-1] == columns.stop - columns.start
         bound = self._bound("head")
-        alone = row.shape[-1] == s.stop - s.start
-        _bind(bound.params, bound.cut(row if alone else row[s]))
+        _bind(bound.params, bound.cut(row if is_head_row else row[columns]))
         bound.module.train(forward_state.train)
         return bound.module(z)  # type: ignore[no-any-return]
 
     @property
     def head_slice(self) -> slice:
-        """Where the head's parameters stand in a row."""
-        mine = [s for n, s in self.slices.items() if self._in_head(n)]
-        if not mine:
+        """The columns of the head's parameters in a row."""
+        slices = [self.slices[name] for name in self.names if self._in_head(name)]
+        if not slices:
             raise ValueError(
                 "model: found no trainable head: no attribute `head`, and no nn.Linear "
-                "that is "
-                "known to give the scores before the model "
-                "has met data; name it with Net(..., head='name')."
+                "that is known to give the scores before the model has met data; name "
+                "it with Net(..., head='name')."
             )
-        return slice(mine[0].start, mine[-1].stop)
+        return slice(slices[0].start, slices[-1].stop)
+
+    def _require_head(self) -> None:
+        """Raises ValueError where the model has no head."""
+        self.head_slice  # noqa: B018
 
     @property
     def classes(self) -> int:
@@ -372,12 +430,15 @@ class Net:
         return int(self.module.get_submodule(self.head_name or "").out_features)  # type: ignore
 
     def loss(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of the model `row` [P] on one batch [B, ...]: a scalar []."""
+        """The loss [] of the model `row` [P] on one batch [B, ...]."""
         return self.batch_loss(self(row, x), y)
 
     def batch_loss(self, scores: Tensor, y: Tensor) -> Tensor:
-        """The loss of a batch's scores and targets [B, ...], handed to it in the form
-        that it takes, and with the label that it leaves out: a scalar []."""
+        """The loss [] of a batch's scores and targets [B, ...].
+
+        They reach `loss_fn` in the form that it takes, and with the label that it
+        leaves out.
+        """
         scores, y = self.argument_form.convert(scores, y)
         if self.ignored_label != IGNORED_LABEL and not y.is_floating_point():
             y = y.masked_fill(y == IGNORED_LABEL, self.ignored_label)
@@ -385,18 +446,17 @@ class Net:
 
     # inside -----------------------------------------------------------------
     def _bound(self, part: str = "whole") -> _BoundModule:
+        """This thread's copy of the whole module, or of its "head"."""
         bound: _BoundModule | None = self._threads.__dict__.get(part)
         if bound is None:
-            module = self.module
-            names = self.names
-            buffers = self.buffer_names
             if part == "head":
-                module = module.get_submodule(self.head_name or "")
-                buffers = []
-                names = [
-                    n.removeprefix(self._prefix) for n in names if self._in_head(n)
-                ]
-            bound = self._threads.__dict__[part] = _BoundModule(module, names, buffers)
+                module = self.module.get_submodule(self.head_name or "")
+                head_names = [name for name in self.names if self._in_head(name)]
+                names = [name.removeprefix(self._prefix) for name in head_names]
+                bound = _BoundModule(module, names, [])
+            else:
+                bound = _BoundModule(self.module, self.names, self.buffer_names)
+            self._threads.__dict__[part] = bound
         return bound
 
     @property
@@ -409,56 +469,76 @@ class Net:
     def _build_module(self, seed: int) -> nn.Module:
         with IsolatedDraws(seed):
             if isinstance(self.build, nn.Module):
-                # a parent has the last word
+                # `apply` resets the children first: a parent has the last word.
                 return copy.deepcopy(self.build).apply(_reset)
-            made = self.build() if callable(self.build) else self.build
-        if not isinstance(made, nn.Module):
+            module = self.build() if callable(self.build) else self.build
+        if not isinstance(module, nn.Module):
             raise TypeError(
                 "build: expected an nn.Module or a function that makes one, got "
-                f"{type(made).__name__}."
+                f"{type(module).__name__}."
             )
-        return made
+        return module
 
-    def _find_head(self, asked: str | None) -> str | None:
-        """The head's name, as far as it is known without data."""
+    def _find_head(self, name: str | None) -> str | None:
+        """The head's name, as far as it is known without data.
+
+        `name` is the one that the caller chose, or None.
+        """
         modules = dict(self.module.named_modules())
-        if asked is None and isinstance(getattr(self.module, "head", None), nn.Module):
-            return "head"
-        if asked is not None:
-            children = [n for n, _ in self.module.named_children()]
-            if asked not in modules:
+        if name is not None:
+            if name not in modules:
+                children = [child for child, _ in self.module.named_children()]
                 raise ValueError(
-                    f"head: the model has no submodule {asked!r}; its children are "
+                    f"head: the model has no submodule {name!r}; its children are "
                     f"{children}."
                 )
-            return asked
-        linear = [n for n, m in modules.items() if isinstance(m, nn.Linear)]
-        if len(linear) < 2:
-            return linear[0] if linear else None
-        last = linear[-1]  # is it what plain nn.Sequentials call last?
-        around = [m for n, m in modules.items() if last.startswith(f"{n}." if n else n)]
-        return last if all(type(m) is nn.Sequential for m in around) else None
+            return name
+        if isinstance(getattr(self.module, "head", None), nn.Module):
+            return "head"
+        linear = [name for name, m in modules.items() if isinstance(m, nn.Linear)]
+        if len(linear) > 1 and not self._is_called_last(linear[-1]):
+            return None
+        return linear[-1] if linear else None
+
+    def _is_called_last(self, name: str) -> bool:
+        """Whether the last `nn.Linear` is in plain `nn.Sequential`s alone.
+
+        Their order of registration is the order of the calls.
+        """
+        for parent, module in self.module.named_modules():
+            is_around = name.startswith(f"{parent}." if parent else "")
+            if is_around and type(module) is not nn.Sequential:
+                return False
+        return True
 
     def locate_head(self, used: list[str], called: list[str]) -> None:
-        """The head, where nobody named one: of the layers in the order of their calls
-        the last `nn.Linear`, or the part `head` around it, that holds some of the
-        parameters `used`, those on which the loss depends."""
-        for name in reversed([] if self._head_given else called):
-            if any(n.startswith(f"{name}." if name else "") for n in used):
-                named = name.split(".")[0] == "head"
-                if named or isinstance(self.module.get_submodule(name), nn.Linear):
-                    self.head_name, self._threads = (
-                        "head" if named else name,
-                        threading.local(),
-                    )
-                    return
+        """Sets the head, where the caller named none, from a pass through the model.
+
+        It is the last called `nn.Linear` that holds a parameter on which the loss
+        depends, or the submodule `head` around such a layer.
+
+        Args:
+            used: The parameters on which the loss depends.
+            called: The layers, in the order of their calls.
+        """
+        if self._head_given:
+            return
+        for name in reversed(called):
+            prefix = f"{name}." if name else ""
+            if not any(parameter.startswith(prefix) for parameter in used):
+                continue
+            is_named_head = name.split(".")[0] == "head"
+            is_linear = isinstance(self.module.get_submodule(name), nn.Linear)
+            if is_named_head or is_linear:
+                self.head_name = "head" if is_named_head else name
+                self._threads = threading.local()  # bound heads are outdated
+                return
 
     def _check(self, row: Tensor) -> None:
         if row.shape[-1] != self.size:
             raise ValueError(
                 f"row: expected {self.size} parameters for this model, got "
-                f"{tuple(row.shape)}; cut "
-                "extra columns off first."
+                f"{tuple(row.shape)}; cut extra columns off first."
             )
 
 
@@ -469,8 +549,7 @@ def _reset(m: nn.Module) -> None:
     elif any(p.requires_grad for p in m.parameters(recurse=False)):
         raise ValueError(
             f"model: {type(m).__name__} holds parameters but has no "
-            "reset_parameters(); give Net a "
-            "function that makes the model."
+            "reset_parameters(); give Net a function that makes the model."
         )
 
 
@@ -481,11 +560,9 @@ def _copy_module(module: nn.Module) -> nn.Module:
         # torch.nn.utils.weight_norm keeps a tensor that is no leaf
         raise ValueError(
             "build: the model cannot be copied, and every thread trains a copy; "
-            "instead of "
-            "torch.nn.utils.weight_norm take "
+            "instead of torch.nn.utils.weight_norm take "
             "torch.nn.utils.parametrizations.weight_norm, and keep no computed tensors "
-            "in the "
-            "model."
+            "in the model."
         ) from e
 
 
@@ -497,27 +574,23 @@ def _check_weights(module: nn.Module) -> None:
     if any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
         raise ValueError(
             "build: the model has lazy layers, whose sizes are not known yet; give it "
-            "a batch "
-            "first, or name the sizes."
+            "a batch first, or name the sizes."
         )
     if any(p.is_meta for p in (*module.parameters(), *module.buffers())):
         raise ValueError(
             "build: the model is on the device 'meta', which holds no numbers; make it "
-            "on the CPU, "
-            "outside of torch.device('meta')."
+            "on the CPU, outside of torch.device('meta')."
         )
     dtypes = {str(p.dtype) for p in module.parameters() if p.requires_grad}
     if not dtypes:
         raise ValueError(
             "build: the model has no trainable parameter; set requires_grad on what "
-            "should be "
-            "trained."
+            "should be trained."
         )
     if len(dtypes) > 1:
         raise ValueError(
             f"build: parameters have dtypes {sorted(dtypes)}; convert the model to "
-            "one, for "
-            "example model.float()."
+            "one, for example model.float()."
         )
 
 
@@ -530,8 +603,7 @@ def _check_layers(module: nn.Module) -> None:
         if random and getattr(m, "p", 1) != 0:
             raise ValueError(
                 f"{who} is nn.{type(m).__name__}, which draws from the global "
-                "generator; use "
-                "pflcore.nn.Dropout, which draws from the client's own."
+                "generator; use pflcore.nn.Dropout, which draws from the client's own."
             )
         if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:
             raise ValueError(
@@ -540,16 +612,13 @@ def _check_layers(module: nn.Module) -> None:
         if isinstance(m, nn.SyncBatchNorm):
             raise ValueError(
                 f"{who} is nn.SyncBatchNorm, which makes one batch of several "
-                "processes', and "
-                "clients share none; give the model before convert_sync_batchnorm, "
-                "with "
-                "nn.BatchNorm1d, 2d or 3d."
+                "processes', and clients share none; give the model before "
+                "convert_sync_batchnorm, with nn.BatchNorm1d, 2d or 3d."
             )
         if isinstance(m, _BatchNorm) and m.track_running_stats and m.momentum is None:
             raise ValueError(
                 f"{who} averages its statistics by an integer count, which no policy "
-                "can share; "
-                "give it a momentum."
+                "can share; give it a momentum."
             )
 
 
@@ -559,24 +628,19 @@ def _check_hooks(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             "model: a scripted or traced module takes no parameters of a client; give "
-            "the module "
-            "that it was made of."
+            "the module that it was made of."
         )
     for name, p in module.named_parameters():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"model: parameter {name!r} has a gradient hook, which clients' copies "
-                "would not "
-                "run; put what it does into the forward pass."
+                "would not run; put what it does into the forward pass."
             )
     for name, m in module.named_modules():
         own = vars(m).get("forward")
         if own is not None and getattr(own, "__self__", None) is not m:
             raise ValueError(
                 f"model: {name or type(m).__name__} was given a forward of its own, "
-                "which may hold "
-                "the original's parameters and not a "
-                "client's; write it as a method of a class, and of a compiled module "
-                "give its "
-                "_orig_mod."
+                "which may hold the original's parameters and not a client's; write it "
+                "as a method of a class, and of a compiled module give its _orig_mod."
             )

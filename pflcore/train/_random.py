@@ -1,9 +1,8 @@
-"""Random numbers that depend on a key alone: every (seed, round, client, stream) has
-its own.
+"""Random numbers that depend on a key alone, such as (seed, round, client, stream).
 
-They come from a counter (splitmix64), not from a generator's state, so those of all
-clients are drawn at once, in any order, on any number of workers, and nobody's draws
-depend on who else takes part.
+They come from a counter (splitmix64), not from the state of a generator. So the numbers
+of all clients are drawn at once, in any order and on any number of workers, and a
+client's numbers do not depend on which other clients take part.
 """
 
 import hashlib
@@ -17,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pflcore.check import require
 
-# the version of the random streams: runs of one version, seed and setting are the same
-# run
+# The version of the random streams. Runs of one version, seed and configuration are the
+# same run.
 STREAM_VERSION = 3
 U64 = npt.NDArray[np.uint64]
 GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
-# clients of up to 16.7 million samples; 40 random bits decide their order
+# Low bits of a shuffle's sort keys: a client has up to 16.7 million samples. The other
+# 40 bits are random and decide the order.
 POSITION_BITS = 24
 
 
@@ -33,11 +33,10 @@ def seed_of(*key: object) -> int:
 
 
 class IsolatedDraws(TorchDispatchMode):
-    """What this thread draws inside without a generator comes from one of its own, as
-    after `torch.manual_seed(seed)`.
+    """Draws without a generator come from one of this thread's own inside.
 
-    The generators that threads share are left alone: nobody's draws depend on what
-    another thread does meanwhile.
+    They are those after `torch.manual_seed(seed)`. The generators that threads share
+    are left alone, so draws do not depend on what another thread does meanwhile.
     """
 
     def __init__(self, seed: int) -> None:
@@ -49,33 +48,46 @@ class IsolatedDraws(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if (
-            torch.Tag.nondeterministic_seeded in func.tags
-            and kwargs.get("generator") is None
-        ):
-            # a fresh tensor's have it in an overload
-            if all(a.name != "generator" for a in func._schema.arguments):
-                name = f"{func._overloadname}_generator".removeprefix("default_")
-                func = getattr(func.overloadpacket, name, func)
-            if any(a.name == "generator" for a in func._schema.arguments[len(args) :]):
-                like = [a.device for a in args if isinstance(a, Tensor)]
-                device = torch.device(
-                    like[0] if like else kwargs.get("device") or "cpu"
-                )
-                if device.type != "meta":
-                    own = torch.Generator(device).manual_seed(self.seed)
-                    kwargs["generator"] = self.used.setdefault(str(own.device), own)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if not is_random or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        func = _with_generator_argument(func)
+        free_arguments = func._schema.arguments[len(args) :]
+        if any(argument.name == "generator" for argument in free_arguments):
+            devices = [value.device for value in args if isinstance(value, Tensor)]
+            device = devices[0] if devices else kwargs.get("device") or "cpu"
+            if torch.device(device).type != "meta":
+                kwargs["generator"] = self._generator(torch.device(device))
         return func(*args, **kwargs)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """The generator of this device, which the first draw keeps."""
+        # Its device has an index, which "cuda" lacks: the two are one key.
+        new = torch.Generator(device).manual_seed(self.seed)
+        return self.used.setdefault(str(new.device), new)
+
+
+def _with_generator_argument(func: Any) -> Any:
+    """The overload of a random op that takes a generator, or `func` if it has none.
+
+    Ops that make a tensor, such as `torch.randn`, take it in an overload alone.
+    """
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return func
+    name = f"{func._overloadname}_generator".removeprefix("default_")
+    return getattr(func.overloadpacket, name, func)
 
 
 def generator_of(*key: object) -> torch.Generator:
-    """torch's own generator for a key: for draws that happen once a round."""
+    """A torch generator for a key, for draws that happen once a round."""
     return torch.Generator().manual_seed(seed_of(*key))
 
 
 def mix64(z: U64) -> U64:
-    """splitmix64's finalizer (Steele, Lea, Flood 2014): a bijection of 64-bit words
-    whose output bits look independent."""
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014).
+
+    It is a bijection of 64-bit words whose output bits look independent.
+    """
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
@@ -83,60 +95,62 @@ def mix64(z: U64) -> U64:
 
 def client_seeds(ids: npt.ArrayLike, *key: object) -> U64:
     """One word per client [S] for this key (the run's seed, the round, the stream)."""
-    return mix64(
-        np.uint64(seed_of(*key))
-        + GOLDEN_GAMMA * (np.asarray(ids, np.uint64) + np.uint64(1))
-    )
+    counters = np.asarray(ids, np.uint64) + np.uint64(1)
+    return mix64(np.uint64(seed_of(*key)) + GOLDEN_GAMMA * counters)
 
 
 def random_words(seeds: U64, count: int) -> U64:
     """`count` random words for each seed, [S, count]."""
-    return mix64(
-        seeds[:, None] + GOLDEN_GAMMA * np.arange(1, count + 1, dtype=np.uint64)
-    )
+    counters = np.arange(1, count + 1, dtype=np.uint64)
+    return mix64(seeds[:, None] + GOLDEN_GAMMA * counters)
 
 
 def client_shuffles(seeds: U64, sizes: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """For each client a permutation of its `sizes[i]` positions, [S, max size]; 0
-    beyond a client's size.
+    """For each client a permutation of its `sizes[i]` positions, [S, max size].
 
-    Random keys are sorted with their positions in the low bits.
+    It is 0 beyond a client's size. Random keys are sorted, with their positions in the
+    low bits.
     """
     size = np.asarray(sizes, np.int64)
-    most = (1 << POSITION_BITS) - 1
     longest = int(size.max())
-    require(longest <= most, "sizes", f"at most {most} samples of a client", longest)
-    low = np.uint64(most)
-    outside = np.arange(longest) >= size[:, None]
+    max_size = (1 << POSITION_BITS) - 1
+    expected = f"at most {max_size} samples of a client"
+    require(longest <= max_size, "sizes", expected, longest)
+    position_mask = np.uint64(max_size)
+    is_outside = np.arange(longest) >= size[:, None]
     keys = random_words(seeds, longest)
-    keys &= ~low
+    keys &= ~position_mask
     keys |= np.arange(longest, dtype=np.uint64)
-    np.putmask(keys, outside, ~np.uint64(0))  # sorts behind everybody's own
+    np.putmask(keys, is_outside, ~np.uint64(0))  # the largest key is sorted to the end
     keys.sort(axis=1)
-    keys &= low
-    np.putmask(keys, outside, np.uint64(0))
+    keys &= position_mask
+    np.putmask(keys, is_outside, np.uint64(0))
     return keys.view(np.int64)
 
 
 def draw_without_replacement(n: int, count: int, *key: object) -> Tensor:
-    """`count` of the numbers 0..n-1 without replacement, in the order of their draw,
-    int64 [count]: work of `count`, not of `n`."""
+    """`count` of the numbers 0..n-1 without replacement, int64 [count].
+
+    They are in the order of their draw. The work grows with `count`, not with `n`.
+    """
     seeds = np.asarray([seed_of(*key)], np.uint64)
     if 4 * count >= n:
-        return torch.from_numpy(
-            random_words(seeds, n)[0].argsort(kind="stable")[:count]
-        )
-    tries = 2 * count + 8
+        order = random_words(seeds, n)[0].argsort(kind="stable")
+        return torch.from_numpy(order[:count])
+    draws = 2 * count + 8
     while True:
-        numbers = (random_words(seeds, tries)[0] % np.uint64(n)).view(np.int64)
-        first = np.unique(numbers, return_index=True)[1]
-        if len(first) >= count:
-            return torch.from_numpy(numbers[np.sort(first)[:count]])
-        tries *= 2
+        # A longer draw begins with the numbers of the shorter one.
+        numbers = (random_words(seeds, draws)[0] % np.uint64(n)).view(np.int64)
+        _, first_index = np.unique(numbers, return_index=True)
+        if len(first_index) >= count:
+            return torch.from_numpy(numbers[np.sort(first_index)[:count]])
+        draws *= 2
 
 
 def client_uniforms(seeds: U64, count: int) -> Tensor:
-    """`count` numbers per seed, uniform on the open interval (0, 1), float32
-    [S, count]."""
-    high = (random_words(seeds, count) >> np.uint64(40)).astype(np.float32)
-    return torch.from_numpy((high + np.float32(0.5)) * np.float32(2.0**-24))
+    """`count` numbers per seed, float32 [S, count], uniform on the interval (0, 1).
+
+    The interval is open.
+    """
+    high_bits = (random_words(seeds, count) >> np.uint64(40)).astype(np.float32)
+    return torch.from_numpy((high_bits + np.float32(0.5)) * np.float32(2.0**-24))

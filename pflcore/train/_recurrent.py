@@ -1,10 +1,12 @@
-"""GRU, LSTM and RNN written out in elementary operations, which vmap can carry: a step
-of many clients at once.
+"""GRU, LSTM and RNN in elementary operations, which vmap supports.
 
-torch's own are one operation that has no rule for vmap, and client after client they
-spend most of a small model's time around the arithmetic. One client's call goes to
-torch's own still, and so do packed sequences, given first states, projections and
-dropout.
+torch's own layers are one operation without a rule for vmap. Client after client, a
+small model spends most of its time around their arithmetic. A call for one client still
+goes to torch's layer, and so does one with packed sequences, with first states, with
+projections or with dropout.
+
+Symbols: T steps of a sequence; B samples; I inputs; H hidden features; x the input, h
+the hidden state, c the cell state of an LSTM.
 """
 
 from typing import Any
@@ -20,41 +22,51 @@ State = tuple[Tensor, ...]  # h [B, H], and an LSTM's c [B, H]
 
 
 class _Unrolled(nn.RNNBase):
-    # (x, h, state) -> the next state, from what the gates have of the input and of the
-    # last state, each with its bias
+    # (x, h, state) -> the next state. x and h are the gates' products with the input
+    # and with the last hidden state, each with its bias.
     cell: Any
 
     def forward(self, x: Any, hx: Any = None) -> Any:
-        plain = isinstance(x, Tensor) and x.dim() == 3 and hx is None
-        if forward_state.single_client or not plain or self.dropout or self.proj_size:
+        is_plain = isinstance(x, Tensor) and x.dim() == 3 and hx is None
+        has_options = self.dropout or self.proj_size
+        if forward_state.single_client or not is_plain or has_options:
             return super().forward(x, hx)
-        last = []
-        x = x.transpose(0, 1) if self.batch_first else x  # [T, B, I]
-        for layer in range(self.num_layers):
-            both = [self._pass(x, f"_l{layer}")]
+        if self.batch_first:
+            x = x.transpose(0, 1)
+        last_states: list[State] = []  # layer by layer, forwards before backwards
+        for layer in range(self.num_layers):  # x is [T, B, I]
+            output, state = self._run_direction(x, f"_l{layer}", step=1)
+            outputs = [output]
+            last_states.append(state)
             if self.bidirectional:
-                both.append(self._pass(x, f"_l{layer}_reverse"))
-            x = torch.cat([y for y, _ in both], 2)
-            last += [state for _, state in both]
-        # [layers x ways, B, H]
-        states = tuple(torch.stack(each) for each in zip(*last, strict=True))
-        x = x.transpose(0, 1) if self.batch_first else x
-        return x, states if len(states) > 1 else states[0]
+                output, state = self._run_direction(x, f"_l{layer}_reverse", step=-1)
+                outputs.append(output)
+                last_states.append(state)
+            x = torch.cat(outputs, 2)
+        # h and, for an LSTM, c: [layers x directions, B, H]
+        states = [torch.stack(parts) for parts in zip(*last_states, strict=True)]
+        if self.batch_first:
+            x = x.transpose(0, 1)
+        return x, tuple(states) if len(states) > 1 else states[0]
 
-    def _pass(self, x: Tensor, suffix: str) -> tuple[Tensor, State]:
-        """One way through the sequence: h after each step [T, B, H], and the state
-        after the last."""
-        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-        wi, wh, bi, bh = (getattr(self, name + suffix, None) for name in names)
-        way = -1 if suffix.endswith("reverse") else 1
-        state: State = (x.new_zeros(x.shape[1], self.hidden_size),) * (
-            1 + (self.mode == "LSTM")
-        )
-        found = []
-        for given in F.linear(x, wi, bi).unbind(0)[::way]:  # type: ignore[arg-type]
-            state = self.cell(given, F.linear(state[0], wh, bh), state)  # type: ignore[arg-type]
-            found.append(state[0])
-        return torch.stack(found[::way]), state
+    def _run_direction(
+        self, x: Tensor, suffix: str, step: int
+    ) -> tuple[Tensor, State]:  # [T, B, H]
+        """h after each step of a sequence, and the state after the last step.
+
+        A `step` of -1 goes backwards.
+        """
+        weight_x: Any = getattr(self, f"weight_ih{suffix}")
+        weight_h: Any = getattr(self, f"weight_hh{suffix}")
+        bias_x: Any = getattr(self, f"bias_ih{suffix}", None)
+        bias_h: Any = getattr(self, f"bias_hh{suffix}", None)
+        zeros = x.new_zeros(x.shape[1], self.hidden_size)
+        state: State = (zeros, zeros) if self.mode == "LSTM" else (zeros,)
+        outputs = []
+        for x_step in F.linear(x, weight_x, bias_x).unbind(0)[::step]:
+            state = self.cell(x_step, F.linear(state[0], weight_h, bias_h), state)
+            outputs.append(state[0])
+        return torch.stack(outputs[::step]), state
 
 
 class _RNN(_Unrolled, nn.RNN):
@@ -64,17 +76,20 @@ class _RNN(_Unrolled, nn.RNN):
 
 class _GRU(_Unrolled, nn.GRU):
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
-        two = 2 * self.hidden_size
-        reset, keep = (x[..., :two] + h[..., :two]).sigmoid().chunk(2, -1)
-        new = torch.addcmul(x[..., two:], reset, h[..., two:]).tanh()
-        return (torch.lerp(new, state[0], keep),)
+        # The columns are those of the gates reset and update, then of the new state.
+        gates = 2 * self.hidden_size
+        sums = x[..., :gates] + h[..., :gates]
+        reset, update = sums.sigmoid().chunk(2, -1)
+        new = torch.addcmul(x[..., gates:], reset, h[..., gates:]).tanh()
+        return (torch.lerp(new, state[0], update),)
 
 
 class _LSTM(_Unrolled, nn.LSTM):
     def cell(self, x: Tensor, h: Tensor, state: State) -> State:
-        take, keep, new, give = (x + h).chunk(4, -1)
-        c = torch.addcmul(keep.sigmoid() * state[1], take.sigmoid(), new.tanh())
-        return give.sigmoid() * c.tanh(), c
+        input_gate, forget_gate, new, output_gate = (x + h).chunk(4, -1)
+        kept = forget_gate.sigmoid() * state[1]
+        c = torch.addcmul(kept, input_gate.sigmoid(), new.tanh())
+        return output_gate.sigmoid() * c.tanh(), c
 
 
 UNROLLED: dict[type[nn.Module], type[nn.Module]] = {
@@ -85,7 +100,9 @@ UNROLLED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def unroll_recurrent(module: nn.Module) -> None:
-    """Let recurrent layers inside `module`, which nobody else may hold, change their
-    class; their parameters stay."""
-    for m in module.modules():
-        m.__class__ = UNROLLED.get(type(m), type(m))
+    """Changes the class of recurrent layers inside `module`; their parameters stay.
+
+    The module must be a copy that belongs to the caller alone.
+    """
+    for layer in module.modules():
+        layer.__class__ = UNROLLED.get(type(layer), type(layer))

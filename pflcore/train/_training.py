@@ -27,9 +27,8 @@ from pflcore.check import (
 Schedule = Callable[[int, int], float] | Callable[[Optimizer], LRScheduler]
 SCHEDULE_TEXT = (
     "a function of (round, rounds) that multiplies lr, or one of an optimizer that "
-    "makes a "
-    "scheduler of torch's, such as lambda optimizer: CosineAnnealingLR(optimizer, "
-    "T_max=20)"
+    "makes a scheduler of torch's, such as lambda optimizer: "
+    "CosineAnnealingLR(optimizer, T_max=20)"
 )
 DEFAULT_BETAS = (0.9, 0.999)
 DEFAULT_EPS = 1e-8  # AdamW's, as torch has them by default
@@ -63,13 +62,11 @@ def learning_rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, .
         if _takes_one(schedule) and not inspect.isclass(schedule):
             hint = (
                 "; a function of one argument is given an optimizer, so of the round "
-                "alone write "
-                "lambda round, rounds: ..."
+                "alone write lambda round, rounds: ..."
             )
         raise ValueError(
             f"schedule: expected {SCHEDULE_TEXT}; after round {len(found)} of {rounds} "
-            "it raised "
-            f"{type(error).__name__}: {str(error).rstrip('.')}{hint}."
+            f"it raised {type(error).__name__}: {str(error).rstrip('.')}{hint}."
         ) from error
     return tuple(found)
 
@@ -88,8 +85,7 @@ def _learning_rates(
     if optimizer.param_groups[0]["momentum"]:
         raise ValueError(
             "this scheduler of torch's moves the momentum too, which is the run's; "
-            "give it "
-            "cycle_momentum=False"
+            "give it cycle_momentum=False"
         )
     with warnings.catch_warnings():
         # that lr_scheduler.step() came before optimizer.step()
@@ -149,8 +145,7 @@ class Training:
         if self.local_optimizer == "adamw" and self.momentum:
             raise ValueError(
                 f"momentum: AdamW has betas in its place, got {self.momentum}; leave "
-                "momentum out, "
-                "or take SGD."
+                "momentum out, or take SGD."
             )
         if self.betas is not None:
             object.__setattr__(self, "betas", tuple(map(float, self.betas)))

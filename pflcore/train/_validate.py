@@ -44,9 +44,8 @@ class NoBatchAxis(MismatchError):
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__(
             f"model: of one sample it gives scores of shape {list(shape)}, without the "
-            "axis of the "
-            "batch, as squeeze() leaves it; name the axis, as in squeeze(-1) or "
-            "flatten(1)."
+            "axis of the batch, as squeeze() leaves it; name the axis, as in "
+            "squeeze(-1) or flatten(1)."
         )
 
 
@@ -56,21 +55,18 @@ def check_torch_modes() -> None:
     if device.type != "cpu":
         raise MismatchError(
             f"torch: the default device is {device}; call "
-            "torch.set_default_device('cpu') and pass "
-            f"device='{device}' to the run."
+            f"torch.set_default_device('cpu') and pass device='{device}' to the run."
         )
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise MismatchError(
             f"torch: training needs gradients, and torch.{mode}() is on; set up and "
-            "run the "
-            "simulation outside of it."
+            "run the simulation outside of it."
         )
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise MismatchError(
             "torch: autocast is on, and clients train in the model's own dtype; set up "
-            "and run the "
-            "simulation outside of it."
+            "and run the simulation outside of it."
         )
 
 
@@ -78,17 +74,14 @@ def check_dtypes(net: Net, data: Federation) -> None:
     if net.dtype not in (torch.float32, torch.float64):
         raise MismatchError(
             f"model: its parameters are {net.dtype}, in which small steps are lost; "
-            "train it in "
-            "float32, by model.float()."
+            "train it in float32, by model.float()."
         )
     for what, t in (("x", data.x), ("y", data.y)):
         if t.is_floating_point() and t.dtype != net.dtype:
             raise MismatchError(
                 f"data: {what} is {t.dtype} and the model's parameters are "
-                f"{net.dtype}; give both "
-                f"one dtype, for example by model.to({t.dtype}) or "
-                "Federation.from_clients(..., "
-                f"dtype={net.dtype})."
+                f"{net.dtype}; give both one dtype, for example by model.to({t.dtype}) "
+                f"or Federation.from_clients(..., dtype={net.dtype})."
             )
     _check_signed_targets(net, data)
 
@@ -100,8 +93,7 @@ def _check_signed_targets(net: Net, data: Federation) -> None:
         raise MismatchError(
             f"loss: {loss_name(net.loss_fn)} takes targets of -1 and 1, and these are "
             "others; take loss='hinge' or 'binary_cross_entropy' for labels 0 and 1, "
-            "or give the "
-            "federation the targets as floats."
+            "or give the federation the targets as floats."
         )
 
 
@@ -119,8 +111,7 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
     if shape[:1] != targets[:1]:
         raise MismatchError(
             f"model: expected one row of scores for each of {len(y)} samples, got "
-            f"shape {shape}; "
-            "keep the batch as the first axis."
+            f"shape {shape}; keep the batch as the first axis."
         )
     name = loss_name(net.loss_fn)
     if net.loss_fn not in LOSSES.values():
@@ -131,11 +122,9 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
         _check_classes(data, scores, y)
     elif shape != targets:
         raise MismatchError(
-            "loss: 'cross_entropy' takes int64 labels, or probabilities of the "
-            "scores' shape "
-            f"{shape}, and the targets are {y.dtype} of shape {targets}; give labels "
-            "as integers, "
-            "or take loss='squared' for numbers."
+            "loss: 'cross_entropy' takes int64 labels, or probabilities of the scores' "
+            f"shape {shape}, and the targets are {y.dtype} of shape {targets}; give "
+            "labels as integers, or take loss='squared' for numbers."
         )
 
 
@@ -150,10 +139,8 @@ def loss_argument_form(net: Net, scores: Tensor, y: Tensor) -> ArgumentForm:
     if form is None:
         raise MismatchError(
             f"loss: {loss_name(net.loss_fn)} gives another value for scores {shape} "
-            "than "
-            f"for scores in the shape of the targets, {targets}; give the targets the "
-            "scores' "
-            "shape, or let it begin with scores.reshape(y.shape)."
+            f"than for scores in the shape of the targets, {targets}; give the targets "
+            "the scores' shape, or let it begin with scores.reshape(y.shape)."
         )
     return form
 
@@ -170,10 +157,9 @@ def _check_void_labels(net: Net, data: Federation, scores: Tensor, y: Tensor) ->
         void = int(beyond[0])
         raise MismatchError(
             f"data: there are labels {void}, and the model has {outputs} outputs; of "
-            "labels that "
-            f"count in nothing take nn.CrossEntropyLoss(ignore_index={void}) as the "
-            "loss, or make "
-            f"them {IGNORED_LABEL}."
+            "labels that count in nothing take "
+            f"nn.CrossEntropyLoss(ignore_index={void}) as the loss, or make them "
+            f"{IGNORED_LABEL}."
         )
 
 
@@ -188,17 +174,14 @@ def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> No
     ):
         raise MismatchError(
             f"loss: {name!r} compares outputs and targets one by one, and the model "
-            "gives "
-            f"scores {list(scores.shape)} for targets {list(y.shape)}; transpose one "
-            "of them."
+            f"gives scores {list(scores.shape)} for targets {list(y.shape)}; transpose "
+            "one of them."
         )
     if outputs != targets:
         raise MismatchError(
             f"loss: {name!r} compares outputs and targets one by one, and the model "
-            "gives "
-            f"{outputs} for {targets} target(s) a sample; change the model's outputs, "
-            "or take "
-            "loss='cross_entropy' for classes."
+            f"gives {outputs} for {targets} target(s) a sample; change the model's "
+            "outputs, or take loss='cross_entropy' for classes."
         )
     low, high = (float(v) for v in torch.aminmax(data.y))
     if (
@@ -213,8 +196,7 @@ def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> No
     if name == "hinge" and not (low >= -1 and high <= 1):
         raise MismatchError(
             f"loss: 'hinge' takes two classes, and these labels go from {low:g} to "
-            f"{high:g}; "
-            "take 'cross_entropy'."
+            f"{high:g}; take 'cross_entropy'."
         )
     if name == "binary_cross_entropy" and not (low >= 0 and high <= 1):
         raise MismatchError(
@@ -227,20 +209,16 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
     if scores.dim() != y.dim() + 1 or scores.shape[2:] != y.shape[1:]:
         raise MismatchError(
             "model: 'cross_entropy' takes scores [B, C] for labels [B], or [B, C, ...] "
-            "for [B, "
-            f"...], and got scores {list(scores.shape)} for labels {list(y.shape)}; "
-            "make labels of "
-            "one column [n], reshape or transpose what the model returns, or make the "
-            "targets "
-            "floating point."
+            f"for [B, ...], and got scores {list(scores.shape)} for labels "
+            f"{list(y.shape)}; make labels of one column [n], reshape or transpose "
+            "what the model returns, or make the targets floating point."
         )
     labels = data.y if data.relabel is None else data.relabel
     outputs = scores.shape[1]
     if y.dim() < 2 and bool((labels == IGNORED_LABEL).any()):
         raise MismatchError(
             f"data: samples with the label {IGNORED_LABEL} count in nothing, and a "
-            "batch may hold no "
-            "others; leave them out of the federation."
+            "batch may hold no others; leave them out of the federation."
         )
     labels = labels[labels != IGNORED_LABEL]
     if not labels.numel():
@@ -260,8 +238,7 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
             remedy = f"{remedy}, or take loss='squared', as classes is None"
         raise MismatchError(
             f"model: it has {outputs} output(s), and the labels go from {low} to "
-            f"{high}; give it "
-            f"{high + 1}, {remedy}."
+            f"{high}; give it {high + 1}, {remedy}."
         )
 
 
@@ -270,8 +247,8 @@ def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) ->
     remedy = ""
     if "BCE" in loss_name(net.loss_fn) and scores.numel() != y.numel():
         remedy = (
-            "; it compares them one by one: let the model give one output for "
-            "each target"
+            "; it compares them one by one: let the model give one output for each "
+            "target"
         )
     return (
         f"loss: it fails on scores of shape {list(scores.shape)} and targets of shape "
@@ -293,8 +270,7 @@ def check_loss(loss: Any) -> None:
     if not loss.requires_grad:
         raise MismatchError(
             "model: the loss depends on no trainable parameter; compute it from the "
-            "scores, "
-            "without detach() or no_grad()."
+            "scores, without detach() or no_grad()."
         )
 
 
@@ -302,8 +278,7 @@ def check_gradients(grads: Iterable[Tensor | None]) -> None:
     if any(g is not None and g.is_sparse for g in grads):
         raise MismatchError(
             "model: its gradients are sparse, and a row's is not; set sparse=False in "
-            "its "
-            "embeddings."
+            "its embeddings."
         )
 
 
@@ -316,8 +291,7 @@ def explain_layer_error(
     if not isinstance(given, Tensor):
         yield (
             f"model: its forward pass fails on samples of shape {shape} "
-            f"({data.x.dtype}): "
-            f"{first_line(e)}."
+            f"({data.x.dtype}): {first_line(e)}."
         )
     layer = f"layer {name!r} ({type(m).__name__})" if name else type(m).__name__
     wants = next(
@@ -326,28 +300,25 @@ def explain_layer_error(
     if isinstance(m, nn.Embedding) and given.is_floating_point():
         yield (
             f"data: {layer} takes integers (tokens), and its input is {given.dtype}; "
-            "give x as "
-            "int64."
+            "give x as int64."
         )
     elif isinstance(m, nn.Embedding):
         yield (
             f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, "
-            f"and {layer} "
-            f"knows 0 to {m.num_embeddings - 1}; make it larger."
+            f"and {layer} knows 0 to {m.num_embeddings - 1}; make it larger."
         )
     elif not given.is_floating_point():
         yield (
             f"data: x holds integers ({data.x.dtype}), and {layer} takes numbers; "
-            "convert x to "
-            "float, or begin the model with nn.Embedding."
+            "convert x to float, or begin the model with nn.Embedding."
         )
     on = f"an input of shape {list(given.shape)}, from samples of shape {shape}"
     # the width may be right
     if wants is None or int(wants.partition("=")[2]) in given.shape[1:]:
         yield f"model: {layer} fails on {on}: {first_line(e)}."
     yield (
-        f"model: {layer} has {wants}, and got {on}; make the model for samples of "
-        "that shape."
+        f"model: {layer} has {wants}, and got {on}; make the model for samples of that "
+        "shape."
     )
 
 
@@ -369,26 +340,21 @@ def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
         if not all(are_equal(found[0], other) for other in found):
             return (
                 "model: its forward pass gives other scores when it is called again on "
-                "the same "
-                "samples; it must use nothing that another pass has changed, such as a "
-                "counter or "
-                "a cache, and no random numbers but those of pflcore.nn.Dropout."
+                "the same samples; it must use nothing that another pass has changed, "
+                "such as a counter or a cache, and no random numbers but those of "
+                "pflcore.nn.Dropout."
             )
     losses = [net.batch_loss(found[0], y) for _ in range(3)]
     if not all(are_equal(losses[0], other) for other in losses):
         return (
             "loss: it gives another value when it is called again on the same scores "
-            "and "
-            "targets; it must use nothing that another call has changed, such as a "
-            "counter, and no "
-            "random numbers."
+            "and targets; it must use nothing that another call has changed, such as a "
+            "counter, and no random numbers."
         )
     return _explain_mode_mismatch(net, (nn.Module,)) or (
         "model: as a function of its parameters it is not what the module computes: "
-        f"{mismatch}; "
-        "its forward must use the parameters where they are registered, and nothing "
-        "that another "
-        "pass has changed."
+        f"{mismatch}; its forward must use the parameters where they are registered, "
+        "and nothing that another pass has changed."
     )
 
 
@@ -401,12 +367,10 @@ def _explain_mode_mismatch(net: Net, kinds: tuple[type[nn.Module], ...]) -> str 
                 mode, other = ("training", "evaluation")[:: 1 if m.training else -1]
                 return (
                     f"model: its submodule {name!r} ({type(m).__name__}) is in {mode} "
-                    "mode while "
-                    f"the model is in {other} mode; call model.train() before the run "
-                    "and let "
-                    "train() reach every submodule, or for fixed statistics put a "
-                    "layer of a fixed "
-                    "shift and scale in its place."
+                    f"mode while the model is in {other} mode; call model.train() "
+                    "before the run and let train() reach every submodule, or for "
+                    "fixed statistics put a layer of a fixed shift and scale in its "
+                    "place."
                 )
     return None
 
@@ -434,10 +398,8 @@ def run_without_global_draws(f: Callable[[], Tensor]) -> None:
     if own.used:
         raise MismatchError(
             "model: its forward pass draws from torch's global generator, which "
-            "threads "
-            "share, so results would not repeat; use pflcore.nn.Dropout, which draws "
-            "from the "
-            "client's own."
+            "threads share, so results would not repeat; use pflcore.nn.Dropout, which "
+            "draws from the client's own."
         )
 
 
