@@ -1,11 +1,20 @@
-"""WAFFLe: weights anonymized by factorization. The server knows a dictionary of weight
-factors, each client alone which of them it uses.
+"""WAFFLe (Hao et al. 2020): weights anonymized by factorization.
 
-The prior is the Indian buffet process over a layer's F factors: v_k ~ Beta(alpha, 1),
-b_k ~ Bernoulli(v_1 ... v_k), so later factors are rarer. Beliefs, mean field: b_k ~
-Bernoulli(sigmoid(l_k)), v_k ~ Kumaraswamy(c_k, d_k), whose distribution function is 1 -
-(1 - v^c)^d. Functions of it are elementwise or run along the last axis, [..., F], in
-the inputs' dtype, and are differentiable.
+The server knows a dictionary of weight factors. Only the client knows which of them it
+uses.
+
+The prior is the Indian buffet process over a layer's F factors: `v_k ~ Beta(alpha, 1)`
+and `b_k ~ Bernoulli(v_1 ... v_k)`, so later factors are rarer. The beliefs are mean
+field: `b_k ~ Bernoulli(sigmoid(l_k))` and `v_k ~ Kumaraswamy(c_k, d_k)`, whose
+distribution function is `1 - (1 - v^c)^d`.
+
+Symbols:
+
+- F factors: of one layer in `prior_mean`, of all layers side by side elsewhere.
+- s clients take a step together; S clients are in the cohort; a model has P parameters.
+- W_a, r and W_b are a layer's dictionary; r are the factors' strengths.
+- b are a client's choices of factors, v the draws of the stick-breaking process.
+- l (`logit`), c and d are a client's beliefs; q [3 F] are l, log c and log d.
 """
 
 import math
@@ -39,40 +48,47 @@ from pflcore.train._losses import REGRESSION_LOSSES, binary_cross_entropy, hinge
 from pflcore.train._random import client_seeds, client_uniforms
 
 EULER_GAMMA = 0.5772156649015329
-# a product of v's stays this far below 1 (in its logarithm), where the divergence would
-# be infinite
+# The logarithm of a product of v's stays below this: at 0 the divergence is infinite.
 MAX_LOG_PRODUCT = -1e-6
 
 
 def prior_mean(alpha: float, factors: int) -> Tensor:
-    """The prior's probability of each factor, (alpha / (alpha + 1))^k, within
-    [.001, .999]: float64 [F]."""
+    """The prior's probability of each factor, float64 [F].
+
+    It is `(alpha / (alpha + 1))^k`, within [.001, .999].
+    """
     k = torch.arange(1, factors + 1, dtype=torch.float64)
     return ((alpha / (alpha + 1)) ** k).clamp(0.001, 0.999)
 
 
 def log1mexp(x: Tensor) -> Tensor:
-    """log(1 - exp(x)) for x < 0, exact to rounding at both ends, and its gradient
-    too."""
-    far = torch.log1p(-torch.exp(x.clamp(max=-math.log(2))))
-    return torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), far)
+    """log(1 - exp(x)) [...] for x < 0, exact to rounding at both ends.
+
+    Its gradient is exact, too: the clamp keeps the branch that is not taken finite.
+    """
+    middle = -math.log(2)
+    far_from_zero = torch.log1p(-torch.exp(x.clamp(max=middle)))
+    near_zero = torch.log(-torch.expm1(x))
+    return torch.where(x > middle, near_zero, far_from_zero)
 
 
 def kl_slope(
-    logit: Tensor,
-    log_c: Tensor,
-    log_d: Tensor,
-    log_rest: Tensor,
-    alpha: Tensor,
+    logit: Tensor,  # [s, F]
+    log_c: Tensor,  # [s, F]
+    log_d: Tensor,  # [s, F]
+    log_rest: Tensor,  # [s, F]
+    alpha: Tensor,  # [F]
     sizes: list[int],
-) -> Tensor:
-    """The gradient of both divergences in (logit, log c, log d), [s, 3 F], written out:
-    autograd takes three times as long. They are KL(Bernoulli(sigmoid(logit)) ||
-    Bernoulli(v_1 ... v_k)) and KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and
-    Smyth 2017).
+) -> Tensor:  # [s, 3 F]
+    """Gradient of both divergences in (logit, log c, log d), [s, 3 F].
 
-    Arguments are [s, F], layers of `sizes` factors side by side; `log_rest` is log(1 -
-    u) of the draws of v = (1 - (1 - u)^(1/d))^(1/c).
+    They are KL(Bernoulli(sigmoid(logit)) || Bernoulli(v_1 ... v_k)) and
+    KL(Kumaraswamy(c, d) || Beta(alpha, 1)) (Nalisnick and Smyth 2017). The gradient is
+    written out because autograd takes three times as long.
+
+    Args:
+        log_rest: log(1 - u) of the draws v = (1 - (1 - u)^(1/d))^(1/c)
+        sizes: numbers of factors of the layers, which are side by side
     """
     pi = logit.sigmoid()
     c = log_c.exp()
@@ -81,9 +97,9 @@ def kl_slope(
     log_v = log1mexp(s) / c
     log_p = cumsum_by_layer(log_v, sizes).clamp_(max=MAX_LOG_PRODUCT)
     logit_p = log_p - log1mexp(log_p)
-    # at the bound nothing moves
+    # A product that was clamped has no gradient.
     by_p = ((1 - pi) * logit_p.exp() - pi) * (log_p < MAX_LOG_PRODUCT)
-    # v_k is part of every later p
+    # v_k is a factor of p_k and of every later p of its layer.
     by_v = cumsum_by_layer(by_p.flip(1), sizes[::-1]).flip(1)
     rest = 1 - alpha / c
     harmonic = torch.digamma(d + 1) + EULER_GAMMA  # H_d; E[log v] = -H_d / c
@@ -94,45 +110,54 @@ def kl_slope(
 
 
 def cumsum_by_layer(values: Tensor, sizes: list[int]) -> Tensor:
-    """Sums over the factors up to each, layer by layer: [s, F]."""
+    """Running sums over the factors of each layer: [s, F]."""
     return torch.cat([running_sums(part) for part in values.split(sizes, 1)], 1)
 
 
 def sample_concrete(logit: Tensor, noise: Tensor, tau: float) -> Tensor:
-    """A binary concrete sample, the soft b, for `noise` = logit u with u uniform on (0,
-    1) (Maddison et al. 2017)."""
+    """A binary concrete sample, the soft b [...] (Maddison et al. 2017).
+
+    `noise` is logit u, with u uniform on (0, 1).
+    """
     return torch.sigmoid((logit + noise) / tau)
 
 
 BELIEF_BOUNDS = (7.0, 9.0, 9.0)  # of |logit|, |log c| and |log d|
-# optimizer, kl_weight
+# optimizer of the beliefs, and kl_weight
 BELIEF_PRESETS = {"recommended": ("adam", 0.01), "paper_literal": ("sgd", 1.0)}
 
 
 @algorithm_options
 class FactorizedWaffle(FedAvg):
-    """Hao et al. 2020 (WAFFLe, weight factorization), Algorithm 1: W_i = W_a diag(r *
-    b_i) W_b, b_i the client's private choice of factors.
+    """WAFFLe (Hao et al. 2020): layers are made of factors that a client chooses.
 
     server: x [P], the dictionary (W_a, r, W_b of each factorized layer, the other
     layers plain) · client: q [3 F] (logit pi, log c, log d of each factor), Adam's
     moments m, v [3 F], steps taken t [1], and with dictionary="cached" x [P] (the last
     download) · down: x [S, P] (1 model) · up: delta [S, P] (1 model; q stays).
 
-    A step draws b (binary concrete) and v (Kumaraswamy), and moves x and q by the
-    gradient of NLL(minibatch) + kl_weight (KL_b + KL_v) / n_i (Eqs. 12 and 13).
-    Evaluated is the server's dictionary with the client's own scores;
-    `dictionary="cached"` takes the one that the client downloaded in its last round
-    (section 2.3, for clients without a connection; client: x [P], too). A model without
-    factorized layers gets them, instead of all layers but the head: see
-    `pflcore.nn.factorize`. Presets: "paper_literal" is the text's one SGD for
-    everything and the full KL: scores then hardly move from the prior, and the method
-    stays near FedAvg. "recommended" gives the beliefs an Adam of their own and a weak
-    KL; both are measured in docs/factorized.md. Decisions where the paper is silent:
-    alpha is F, tau 2/3, biases and the output layer are plain and shared, averaging is
-    uniform, r starts at 1, evaluation is `thr_soft`, logits of beliefs stay within 7
-    (pi) and 9 (c, d), noise within [1e-4, 1 - 1e-4], and a run's momentum is the
-    dictionary's alone.
+    Algorithm 1: a layer of client i has the weights `W_i = W_a diag(r * b_i) W_b`; b_i
+    is the client's private choice of factors. A local step draws b (binary concrete)
+    and v (Kumaraswamy), and moves x and q by the gradient of `NLL(minibatch) +
+    kl_weight (KL_b + KL_v) / n_i` (Eqs. 12 and 13).
+
+    A client is evaluated with the server's dictionary and its own beliefs.
+    `dictionary="cached"` takes the dictionary that the client downloaded in its last
+    round (section 2.3, for clients without a connection; client: x [P], too).
+
+    A model without factorized layers gets them in place of all layers but the head, see
+    `pflcore.nn.factorize`.
+
+    Two presets are measured in docs/factorized.md:
+
+    - "paper_literal" is the text's: one SGD for everything, and the full KL. Beliefs
+      then hardly move from the prior, and the method stays near FedAvg.
+    - "recommended" gives the beliefs an Adam of their own and a weak KL.
+
+    Decisions where the paper is silent: alpha is F, tau is 2/3, biases and the output
+    layer are plain and shared, averaging is uniform, r starts at 1, evaluation is
+    `thr_soft`, logits of beliefs stay within 7 (pi) and 9 (c, d), noise stays within
+    [1e-4, 1 - 1e-4], and a run's momentum is only the dictionary's.
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
@@ -161,20 +186,20 @@ class FactorizedWaffle(FedAvg):
 
     @property
     def traits(self) -> Traits:
-        late = ("eval_mode", "samples", "untrained_factors")
-        why = (
+        reason = (
             "moves its dictionary by steps of SGD along one gradient with the beliefs'"
         )
         return super().traits._replace(
-            evaluation_only=late, sgd_only_reason=why, no_clip_grad_reason=why
+            evaluation_only=("eval_mode", "samples", "untrained_factors"),
+            sgd_only_reason=reason,
+            no_clip_grad_reason=reason,
         )
 
     def prepare(self, net: Net) -> Net:
         if factorized_layers(net.module):
             return net
-        return Net(
-            partial(factorized_module, self, net), net.loss_fn, net.head_name, net.seed
-        )
+        build = partial(factorized_module, self, net)
+        return Net(build, net.loss_fn, net.head_name, net.seed)
 
     def server_init_args(self, net: Net) -> Tensors:
         if not factorized_layers(net.module):
@@ -186,84 +211,92 @@ class FactorizedWaffle(FedAvg):
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
         alphas = self.alphas(net)
-        pi = torch.cat([prior_mean(float(a[0]), len(a)) for a in alphas])
+        pi = torch.cat([prior_mean(float(alpha[0]), len(alpha)) for alpha in alphas])
         c = torch.cat(alphas)
-        q = torch.cat([pi.logit(), c.log(), torch.zeros_like(c)])[None].to(net.w0)
+        log_d = torch.zeros_like(c)
+        q = torch.cat([pi.logit(), c.log(), log_d])[None].to(net.w0)
         zero = torch.zeros_like(q)
-        cached = {"x": down["x"]} if self.dictionary == "cached" else {}
-        return {"q": q, "m": zero, "v": zero, "t": zero[:, :1], **cached}
+        client_state = {"q": q, "m": zero, "v": zero, "t": zero[:, :1]}
+        if self.dictionary == "cached":
+            client_state["x"] = down["x"]
+        return client_state
 
     def alphas(self, net: Net) -> list[Tensor]:
-        """The prior's alpha for each layer's factors, float64 [F] each."""
-        sizes = [m.factors for m in factorized_layers(net.module).values()]
-        return [
-            torch.full((f,), self.alpha or float(f), dtype=torch.float64) for f in sizes
-        ]
+        """The prior's alpha of each layer's factors, float64 [F of the layer] each."""
+        alphas = []
+        for factors in factor_counts(net):
+            alpha = self.alpha or float(factors)
+            alphas.append(torch.full((factors,), alpha, dtype=torch.float64))
+        return alphas
 
     def widen_state(self, state: Any, old: Net, new: Net) -> Any:
-        """A run's state with as many factors as the net `new` has, in no layer fewer
-        than `old`: "increasing server-side capacity" (section 2.2). The columns of W_a
-        for new factors start at 0, so that everybody's model stays what it is; W_b, r
-        and the clients' beliefs in them are a newcomer's."""
-        few, many = (
-            [m.factors for m in factorized_layers(n.module).values()]
-            for n in (old, new)
-        )
+        """A run's state with as many factors as the net `new` has.
+
+        No layer may have fewer than in `old`: "increasing server-side capacity"
+        (section 2.2). The columns of W_a for new factors start at 0, so that every
+        client's model stays as it is. W_b, r and the clients' beliefs in new factors
+        are those of a new client.
+        """
         x = new.w0.clone()
-        for name, size, shape in zip(old.names, old.shapes, new.shapes, strict=True):
-            whole = x[new.slices[name]].view(shape)
+        for name, shape, new_shape in zip(
+            old.names, old.shapes, new.shapes, strict=True
+        ):
+            tensor = x[new.slices[name]].view(new_shape)
             if name.endswith("w_a"):
-                whole.zero_()
-            whole[tuple(map(slice, size))] = state.server["x"][old.slices[name]].view(
-                size
-            )
-        had = torch.cat([torch.arange(b) < a for a, b in zip(few, many, strict=True)])
+                tensor.zero_()
+            corner = tuple(slice(length) for length in shape)
+            tensor[corner] = state.server["x"][old.slices[name]].view(shape)
+        is_old = is_old_factor(old, new)
         clients = {"t": state.clients["t"].clone()}
         for key, row in self.init_client({"x": x[None]}, new, 1).items():
             clients.setdefault(key, row.repeat(len(state.participated), 1))
             if key in ("q", "m", "v"):
-                mine = state.clients[key].unflatten(1, (3, -1))
-                clients[key].unflatten(1, (3, -1))[:, :, had] = mine
+                # [N, 3 F] by its three parts, each with the old factors' columns
+                before = state.clients[key].unflatten(1, (3, -1))
+                clients[key].unflatten(1, (3, -1))[:, :, is_old] = before
         return replace(state, server={"x": x}, clients=clients)
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
         fit = self.train_rows(down["x"], client_state, clients)
-        kept = {k: fit.rows[k] if k != "x" else down["x"] for k in client_state}
-        return kept, {"delta": fit.rows["x"] - down["x"]}, fit
+        new_state = {key: fit.rows[key] for key in client_state}
+        if "x" in client_state:  # the cached dictionary is the downloaded one
+            new_state["x"] = down["x"]
+        return new_state, {"delta": fit.rows["x"] - down["x"]}, fit
 
     def train_rows(self, x: Tensor, client_state: Tensors, clients: Clients) -> Fit:
         """The rows x [S, P] and beliefs after local training."""
-        t, at = clients.context.training, strength_columns(clients.net)
-        rows = {
-            **client_state,
-            "x": x,
-            "noise": self.draw_noise(clients, len(at)).to(x),
-        }
-        rows["n"] = clients.num_samples.to(x)[:, None]
-        if t.momentum:
+        training = clients.context.training
+        columns = strength_columns(clients.net)
+        factors = len(columns)
+        noise = self.draw_noise(clients, factors).to(x)
+        n = clients.num_samples.to(x)[:, None]
+        rows = {**client_state, "x": x, "noise": noise, "n": n}
+        if training.momentum:
             rows["momentum"] = torch.zeros_like(x)
 
+        # It writes into the rows: nothing is copied.
         def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             x = rows["x"]
-            taken = to_device(taken, rows["x"].device)  # in place: nothing is copied
+            taken = to_device(taken, x.device)  # steps that each client has taken
             noise = rows["noise"][torch.arange(len(x)), taken]
             rows["t"] += 1
-            b, by_b, slope = self.sample_beliefs(rows, noise, clients.net)
-            r = x[:, at]
-            x[:, at] = r * b  # for the moment the row is the client's own model
+            b, by_logit, slope = self.sample_beliefs(rows, noise, clients.net)
+            r = x[:, columns]
+            x[:, columns] = r * b  # for the moment the row is the client's own model
             g = grad(x)
-            x[:, at], by_strength = r, g[:, at]
-            g[:, at] = by_strength * b
-            slope[:, : len(at)] += by_strength * r * by_b
+            x[:, columns] = r
+            by_strength = g[:, columns]
+            g[:, columns] = by_strength * b
+            slope[:, :factors] += by_strength * r * by_logit
             ops.sgd_step_(
                 x,
                 g,
                 clients.lr,
-                momentum=t.momentum,
+                momentum=training.momentum,
                 buffer=rows.get("momentum"),
-                weight_decay=t.weight_decay,
+                weight_decay=training.weight_decay,
             )
             self.step_beliefs(rows, slope, clients.lr)
             return {}
@@ -272,106 +305,123 @@ class FactorizedWaffle(FedAvg):
 
     def draw_noise(self, clients: Clients, factors: int) -> Tensor:
         """A draw for b (a logit) and one for v of each step: [S, steps, 2, F]."""
-        t = clients.context.training
-        steps = t.epochs * -(-int(clients.num_samples.max()) // t.batch_size)
-        u = (
-            client_uniforms_of(clients, "beliefs", steps * 2 * factors)
-            .mul_(1 - 2e-4)
-            .add_(1e-4)
-        )
+        training = clients.context.training
+        largest = int(clients.num_samples.max())
+        steps = training.epochs * math.ceil(largest / training.batch_size)
+        u = client_uniforms_of(clients, "beliefs", steps * 2 * factors)
+        u = u.mul_(1 - 2e-4).add_(1e-4)  # within [1e-4, 1 - 1e-4]
         u = u.to(clients.net.w0).view(len(u), steps, 2, factors)
-        # client by client, as in `sample_choices`: beside others a client's last digits
-        # would be others
-        u[:, :, 0] = torch.stack([own.logit() for own in u[:, :, 0]])
+        # A client's last digits may depend on the clients beside it in a tensor, so
+        # each client's are computed alone, as in `sample_choices`.
+        u[:, :, 0] = torch.stack([of_client.logit() for of_client in u[:, :, 0]])
         return u
 
     def sample_beliefs(
         self, rows: Tensors, noise: Tensor, net: Net
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples b [s, F], their derivative by the logits [s, F], and kl_weight / n
-        times the divergence's gradient [s, 3 F]."""
+        """Samples of b, their derivatives, and the slope of the divergence.
+
+        They are b [s, F], its derivative by the logit [s, F], and the divergence's
+        gradient by q, times kl_weight / n: [s, 3 F].
+        """
         alphas = self.alphas(net)
-        sizes = [len(a) for a in alphas]
+        sizes = [len(alpha) for alpha in alphas]
         alpha = torch.cat(alphas).to(noise)
-        # A layer of nobody's factors fills each row up to whole vectors: see
+        factors = len(alpha)
+        # A layer of factors that no client has fills each row up to whole vectors, see
         # `map_rows`.
-        F = len(alpha)
-        more = -len(alpha) % VECTOR_NUMBERS
-        q, noise = (pad(v, (0, more)) for v in (rows["q"].unflatten(1, (3, F)), noise))
+        padding = -factors % VECTOR_NUMBERS
+        sizes.append(padding)
+        q = pad(rows["q"].unflatten(1, (3, factors)), (0, padding))
+        noise = pad(noise, (0, padding))
+        alpha = pad(alpha, (0, padding), value=1.0)
         logit, log_c, log_d = q.unbind(1)
         noise_b, u_v = noise.unbind(1)
-        b = sample_concrete(logit, noise_b, self.tau)[:, :F]
-        alpha = pad(alpha, (0, more), value=1.0)
-        slope = kl_slope(logit, log_c, log_d, torch.log1p(-u_v), alpha, [*sizes, more])
-        slope = slope.unflatten(1, (3, -1))[:, :, :F].flatten(1)
-        weight = (
-            BELIEF_PRESETS[self.preset][1] if self.kl_weight is None else self.kl_weight
-        )
-        return b, b * (1 - b) / self.tau, slope.mul_(weight / rows["n"])
+        b = sample_concrete(logit, noise_b, self.tau)[:, :factors]
+        slope = kl_slope(logit, log_c, log_d, torch.log1p(-u_v), alpha, sizes)
+        slope = slope.unflatten(1, (3, -1))[:, :, :factors].flatten(1)
+        kl_weight = self.kl_weight
+        if kl_weight is None:
+            kl_weight = BELIEF_PRESETS[self.preset][1]
+        return b, b * (1 - b) / self.tau, slope.mul_(kl_weight / rows["n"])
 
     def step_beliefs(self, rows: Tensors, slope: Tensor, lr: float) -> None:
-        """The beliefs one step on along `slope` [s, 3 F], within their bounds, in
-        place."""
-        q, m, v, t = (rows[k] for k in "qmvt")
-        if (self.optimizer or BELIEF_PRESETS[self.preset][0]) == "adam":
-            rate = 0.05 if self.lr_var is None else self.lr_var
-            m.mul_(0.9).add_(slope, alpha=0.1)
-            v.mul_(0.999).addcmul_(slope, slope, value=0.001)
-            first, second = (map_rows(partial(torch.pow, b), t) for b in (0.9, 0.999))
-            q -= rate / (1 - first) * m / ((v / (1 - second)).sqrt_() + 1e-8)
+        """Moves the beliefs along `slope` [s, 3 F], within their bounds, in place."""
+        q = rows["q"]
+        optimizer = self.optimizer or BELIEF_PRESETS[self.preset][0]
+        if optimizer == "adam":
+            self._adam_step(rows, slope)
         else:
             q.sub_(slope, alpha=lr if self.lr_var is None else self.lr_var)
         for part, bound in zip(q.chunk(3, 1), BELIEF_BOUNDS, strict=True):
             part.clamp_(-bound, bound)
 
+    def _adam_step(self, rows: Tensors, slope: Tensor) -> None:
+        lr = 0.05 if self.lr_var is None else self.lr_var
+        m = rows["m"].mul_(0.9).add_(slope, alpha=0.1)
+        v = rows["v"].mul_(0.999).addcmul_(slope, slope, value=0.001)
+        # of the bias corrections: the steps t differ from client to client
+        decay_m = map_rows(partial(torch.pow, 0.9), rows["t"])
+        decay_v = map_rows(partial(torch.pow, 0.999), rows["t"])
+        rows["q"] -= lr / (1 - decay_m) * m / ((v / (1 - decay_v)).sqrt_() + 1e-8)
+
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
-        q = client_state["q"]
         x = down["x"]
-        new = client_state["t"][:, 0] == 0
-        x = (
-            torch.where(new[:, None], x, client_state["x"])
-            if "x" in client_state
-            else x
-        )
-        b = self.sample_choices(q.chunk(3, 1)[0], clients)
+        never_trained = client_state["t"][:, 0] == 0
+        if "x" in client_state:
+            x = torch.where(never_trained[:, None], x, client_state["x"])
+        logit = client_state["q"].chunk(3, 1)[0]
+        b = self.sample_choices(logit, clients)
         if self.untrained_factors == "all":
-            b = b.masked_fill(new[:, None, None], 1)
+            b = b.masked_fill(never_trained[:, None, None], 1)
         return {"w": x, "b": b}
 
     def sample_choices(self, logit: Tensor, clients: Clients) -> Tensor:
-        """b [S, samples, F] of clients with beliefs `logit` [S, F], as `eval_mode`
-        has it."""
-        pi = torch.stack([own.sigmoid() for own in logit])[:, None]
+        """Choices b [S, samples, F] of clients with beliefs `logit` [S, F].
+
+        `eval_mode` decides how they are made.
+        """
+        pi = torch.stack([of_client.sigmoid() for of_client in logit])[:, None]
         above = (pi >= 0.5).to(pi)
         simple = {"mean": pi, "thr_soft": pi * above, "hard": above}
         if self.eval_mode in simple:
             return simple[self.eval_mode]
         if self.eval_mode == "relaxed_mean":
-            u = (torch.arange(256, dtype=pi.dtype, device=pi.device) + 0.5) / 256
-            each = [sample_concrete(own[:, None], u.logit(), self.tau) for own in logit]
-            return torch.stack(each)[:, None].mean(3)
+            return self._relaxed_mean(logit)
         u = client_uniforms_of(clients, "scores", self.samples * logit.shape[1]).to(pi)
-        noise = u.unflatten(1, (self.samples, -1))
-        each = [
-            sample_concrete(own, v.logit(), self.tau)
-            for own, v in zip(logit, noise, strict=True)
-        ]
-        return torch.stack(each)
+        u = u.unflatten(1, (self.samples, -1))
+        choices = []
+        for of_client, draws in zip(logit, u, strict=True):
+            choices.append(sample_concrete(of_client, draws.logit(), self.tau))
+        return torch.stack(choices)
+
+    def _relaxed_mean(self, logit: Tensor) -> Tensor:
+        """Mean of b [S, 1, F] over 256 quantiles of its noise."""
+        u = (torch.arange(256, dtype=logit.dtype, device=logit.device) + 0.5) / 256
+        choices = []
+        for of_client in logit:
+            choices.append(sample_concrete(of_client[:, None], u.logit(), self.tau))
+        return torch.stack(choices)[:, None].mean(3)
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """The factorized model w [P], its layers' `strength` times a row of b
-        [samples, F]: the logarithm of the probabilities' mean over the rows; of numbers
-        their mean, of single labels its logit."""
-        at = strength_columns(net)
+        """Scores: the mean of the model's predictions over the choices b [samples, F].
+
+        With each row of b, the strengths of the layers of w [P] are multiplied by it.
+        Probabilities are averaged as such, and the scores are their logarithms, but for
+        a constant; for single labels the logit of their mean. Numbers are averaged.
+        """
+        columns = strength_columns(net)
         w = model["w"]
-        each = [net(w.index_copy(0, at, w[at] * b), x) for b in model["b"]]
-        scores = torch.stack(each)
-        numbers = net.loss_fn in (*REGRESSION_LOSSES, hinge)
+        scores = torch.stack(
+            [net(w.index_copy(0, columns, w[columns] * b), x) for b in model["b"]]
+        )
         if net.loss_fn is binary_cross_entropy:
             return scores.sigmoid().mean(0).logit()
-        if numbers or len(scores) == 1 or scores.dim() < 3 or scores.shape[2] == 1:
+        are_numbers = net.loss_fn in (*REGRESSION_LOSSES, hinge)
+        has_classes = scores.dim() >= 3 and scores.shape[2] > 1
+        if are_numbers or len(scores) == 1 or not has_classes:
             return scores.mean(0)
-        return scores.log_softmax(2).logsumexp(0)  # but for a constant
+        return scores.log_softmax(2).logsumexp(0)
 
 
 def client_uniforms_of(clients: Clients, stream: str, count: int) -> Tensor:
@@ -381,14 +431,32 @@ def client_uniforms_of(clients: Clients, stream: str, count: int) -> Tensor:
 
 
 def factorized_module(alg: FactorizedWaffle, net: Net) -> nn.Module:
-    """The net's model with its layers factorized; a function of the module, so that
-    models can be pickled."""
+    """The net's model with its layers factorized.
+
+    It is a function of this module, no lambda, so that models can be pickled.
+    """
     plain = net.module if isinstance(net.build, nn.Module) else net.build()
     return factorize(plain, alg.ranks, alg.start, alg.alpha, net.head_name)
 
 
 def strength_columns(net: Net) -> Tensor:
-    """Where the factors' strengths stand in a row: int64 [F], layer after layer."""
-    names = (f"{k}.strength".removeprefix(".") for k in factorized_layers(net.module))
-    places = torch.arange(net.size, device=net.w0.device)
-    return torch.cat([places[net.slices[name]] for name in names])
+    """Columns of the factors' strengths in a row: int64 [F], layer after layer."""
+    columns = torch.arange(net.size, device=net.w0.device)
+    of_layers = []
+    for layer in factorized_layers(net.module):
+        name = f"{layer}.strength".removeprefix(".")  # "" is the module itself
+        of_layers.append(columns[net.slices[name]])
+    return torch.cat(of_layers)
+
+
+def factor_counts(net: Net) -> list[int]:
+    """Numbers of factors of the net's factorized layers."""
+    return [layer.factors for layer in factorized_layers(net.module).values()]
+
+
+def is_old_factor(old: Net, new: Net) -> Tensor:
+    """Mask [F of `new`]: True for the factors that the layers of `old` have, too."""
+    masks = []
+    for count, new_count in zip(factor_counts(old), factor_counts(new), strict=True):
+        masks.append(torch.arange(new_count) < count)
+    return torch.cat(masks)

@@ -273,6 +273,20 @@ def test_dominant_classes_of_a_group_are_four_fifths_of_its_data():
     )
 
 
+def test_examples_of_the_docstrings_are_true():
+    b = counts(partition("B", Y, 10), Y)
+    assert b[0].tolist() == [5] * 4 + [0] * 6
+    assert b[1].tolist() == [5] * 3 + [0] * 6 + [5]
+    assert sizes(partition("iid", np.arange(10), 4)) == [2, 3, 2, 3]
+
+    y = np.array([0] * 5 + [1] * 3)
+    shards = counts(partition("pathological", y, 2, k=1), y)
+    assert sorted(shards[:, :2].tolist()) == [[1, 3], [4, 0]]
+    exact = partition("pathological", y, 2, k=1, mode="exact_k")
+    assert sorted(counts(exact, y)[:, :2].tolist()) == [[0, 3], [3, 0]]
+    assert exact.facts == {"unused train samples": 2}
+
+
 # -- WAFFLe's subpopulations -------------------------------------------------
 
 SORTED = np.repeat(np.arange(10), MNIST)
