@@ -1,5 +1,7 @@
-"""One call: clients' models in, one personalized model per client out, for the methods
-that need nothing of a client but its model."""
+"""One call: the models of clients in, one personalized model for each client out.
+
+It serves the methods that need nothing of a client but its model.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -96,163 +98,162 @@ def personalize(  # noqa: PLR0913 (what a mix has)
     directions: bool = False,
     **options: Any,
 ) -> Any:
-    """One personalized model for each client, in the form of `uploads` (see `pack`):
-    what the method's server makes of one round.
+    """One personalized model for each client, in the form of `uploads`.
 
-    `method` by name with its `options`, `personalize(x, "krum", f=2)`, or an algorithm:
-    "fedamp" and "heurfedamp" (what each client is drawn to, u), "sfl", "krum",
-    "multikrum", "clusters" (k groups), "feddwa" and "feddwa_qp". By name both AMPs
-    leave a client at least half of its own model (alpha = sigma / 2 N, xi_self = .5):
-    with their own defaults, models that are close become their mean. FedDWA asks how
-    near the others' models are to where a client is going: `guidance` are models of all
-    the clients one look ahead, `previous` those of their last round (where uploads and
-    these are dicts, clients without one keep their model). `base`, one model, is what
-    clusters' updates are counted from. All in the form of the uploads. `include`,
-    `exclude` as `pack` has them; `batch_norm`: "auto" is the method's own. `directions`
-    compares the models' directions, as adapters of different ranks ask for; what is
-    mixed stays as it is. ValueError in one sentence, also where an upload is not
-    finite.
+    It is what the method's server makes of one round. By name both AMPs leave a client
+    at least half of its own model (alpha = sigma / 2 N, xi_self = .5): with their own
+    defaults, models that are close become their mean. Raises ValueError for arguments
+    that do not fit, and for an upload that is not finite.
+
+    Args:
+        uploads: the clients' models; for their forms see `pack`.
+        method: a name with its `options`, as in `personalize(x, "krum", f=2)`, or an
+            instance: "fedamp" and "heurfedamp" (what each client is drawn to, u),
+            "sfl", "krum", "multikrum", "clusters" (k groups), "feddwa", "feddwa_qp".
+        guidance: models of all clients one look ahead. FedDWA asks how near the others'
+            models are to where a client is going, so it needs these or `previous`.
+        previous: models of the clients' last round. Where these and the uploads are
+            dicts, clients without one keep their model.
+        base: one model, from which the updates of "clusters" are counted.
+        include: see `pack`.
+        exclude: see `pack`.
+        batch_norm: "auto" is the method's own policy.
+        directions: compares the directions of the models, as adapters of different
+            ranks need it; the models themselves are mixed.
     """
     alg = method_of(method, options)
+    policy: Any = batch_norm
     if batch_norm == "auto":
-        batch_norm = (
-            alg.traits.batch_norm[0] if isinstance(alg, Algorithm) else "average"
-        )
-    packed = partial(pack, include=include, exclude=exclude)
-    rows, form = packed(uploads, batch_norm=batch_norm)
+        policy = "average"
+        if isinstance(alg, Algorithm):
+            policy = alg.traits.batch_norm[0]
+    pack_rows = partial(pack, include=include, exclude=exclude)
+    rows, form = pack_rows(uploads, batch_norm=policy)
     if method == "fedamp" and isinstance(alg, FedAMP) and "alpha" not in options:
         alg = replace(alg, alpha=alg.sigma / (2 * len(rows)))
     _check_rows(rows, form)
-    guides = [
-        _matching_rows("guidance, previous", packed(given), rows, form)
-        for given in (guidance, previous)
-        if given is not None
-    ]
+    guides = []
+    for models in (guidance, previous):
+        if models is not None:
+            packed = pack_rows(models)
+            guides.append(_matching_rows("guidance, previous", packed, rows, form))
     _check_guidance(alg, len(guides))
-    compared = [rows, *guides]
+    compared = rows
     if base is not None:
-        require(
-            isinstance(alg, Clusters),
-            "base",
-            "None where the method is not 'clusters'",
-            base,
-        )
-        start = _matching_rows("base", packed([base]), rows[:1], ModelForm([0], "list"))
-        compared = [rows - start]
+        wanted = "None where the method is not 'clusters'"
+        require(isinstance(alg, Clusters), "base", wanted, base)
+        one = ModelForm([0], "list")
+        compared = rows - _matching_rows("base", pack_rows([base]), rows[:1], one)
     elif directions:
-        compared = [F.normalize(v.double()) for v in compared]
-    mix = _mixing_weights(alg, compared[0], compared[1:], base is not None)
-    return unpack(mix.aggregate(rows), form, mix.weight, mix.index)
+        compared = F.normalize(rows.double())
+        guides = [F.normalize(guide.double()) for guide in guides]
+    mixing = _mixing_weights(alg, compared, guides, base is not None)
+    return unpack(mixing.aggregate(rows), form, mixing.weight, mixing.index)
 
 
 def method_of(method: Any, options: dict[str, Any]) -> Method:
     """The method of this name with these options, or the instance itself."""
-    fresh = not options or isinstance(method, str | type)
-    require(fresh, "options", "none beside an instance, which has its own", options)
-    alg = method
+    is_instance = not isinstance(method, str | type)
+    fits = not options or not is_instance
+    require(fits, "options", "none beside an instance, which has its own", options)
     if isinstance(method, str) and method in METHODS_BY_NAME:
         make = METHODS_BY_NAME[method]
         cls: Any = make.func if isinstance(make, partial) else make
         check_options(cls, options)
         return make(**options)
-    listed = isinstance(method, str) and name_of(method) in ALGORITHMS
-    if listed or isinstance(method, Algorithm | type) or ":" in str(method):
+    alg = method
+    is_known = isinstance(method, str) and name_of(method) in ALGORITHMS
+    is_class_path = ":" in str(method)
+    if is_known or isinstance(method, Algorithm | type) or is_class_path:
         alg = algorithm_of(method, **options)
     names = ", ".join(METHODS_BY_NAME)
     if isinstance(alg, Algorithm) and not isinstance(alg, LatestModels | FedDWA):
         raise ValueError(
             f"method: {name_of(alg)} needs more of its clients than a model; use "
-            "pflcore.Server "
-            f"and pflcore.Client, or one of {names}."
+            f"pflcore.Server and pflcore.Client, or one of {names}."
         )
-    require(
-        isinstance(alg, Method),
-        "method",
-        f"one of {names}, or an instance",
-        alg,
-        METHODS_BY_NAME,
-    )
+    wanted = f"one of {names}, or an instance"
+    require(isinstance(alg, Method), "method", wanted, alg, METHODS_BY_NAME)
     return alg  # type: ignore[no-any-return]
 
 
 def _check_guidance(alg: Method, count: int) -> None:
-    """ValueError where FedDWA has not one of `guidance` and `previous`, or another
-    has some."""
+    """Raises ValueError for a wrong number of `guidance` and `previous`.
+
+    FedDWA needs one of them; other methods take none.
+    """
     if isinstance(alg, FedDWA) and count == 0:
         raise ValueError(
             f"guidance, previous: personalize by {name_of(alg)} needs guidance= or "
-            "previous=: "
-            "without one each client would get its own model back."
+            "previous=: without one each client would get its own model back."
         )
-    one = (
-        "one of them"
-        if isinstance(alg, FedDWA)
-        else "none, as FedDWA's methods alone have one"
-    )
+    expected = 1 if isinstance(alg, FedDWA) else 0
+    wanted = ("none, as FedDWA's methods alone have one", "one of them")[expected]
     got = ("none", "one", "both")[count]
-    require(count == isinstance(alg, FedDWA), "guidance, previous", one, got)
+    require(count == expected, "guidance, previous", wanted, got)
 
 
 def min_models(method: Method) -> int:
-    """How many models the method needs at least."""
+    """The smallest number of models with which the method works."""
     if isinstance(method, Krum):
         return max(2 * method.f + 3, method.f + method.m)
     return method.k if isinstance(method, Clusters) else 1
 
 
 def _check_rows(rows: Tensor, form: ModelForm) -> None:
-    """ValueError for a client whose model is not finite, or whose statistics are
-    impossible."""
-    statistics = (
-        rows.new_zeros(len(rows), 0) if form.statistics is None else form.statistics
-    )
-    fine = finite_rows([rows, statistics], len(rows))
-    for name, values in split_row(form.averaged, statistics.T).items():
+    """Raises ValueError for a model that is not finite, or has a negative variance."""
+    buffers = form.statistics
+    if buffers is None:
+        buffers = rows.new_zeros(len(rows), 0)
+    fits = finite_rows([rows, buffers], len(rows))
+    for name, values in split_row(form.averaged, buffers.T).items():
         if name.endswith("running_var"):
-            fine &= (values >= 0).all(0).cpu()
-    if not fine.all():
+            fits &= (values >= 0).all(0).cpu()
+    if not fits.all():
+        first_bad = form.ids[int(fits.int().argmin())]
         raise ValueError(
-            f"uploads: client {form.ids[int(fine.int().argmin())]!r}'s model is not "
-            "finite, or has "
-            "a negative variance; leave that client out of this round."
+            f"uploads: client {first_bad!r}'s model is not finite, or has a negative "
+            "variance; leave that client out of this round."
         )
 
 
 def _matching_rows(
     name: str, packed: PackedModels, rows: Tensor, form: ModelForm
 ) -> Tensor:
-    """Rows [N, P] in the order of the uploads'; where these have names, a client's own
-    where nothing is given."""
-    more = packed.rows
+    """Other models [N, P] of the uploads' clients, in the order of the uploads.
+
+    Where clients have names, one without another model has its upload in its place.
+    """
+    others = packed.rows
     ids = form.ids
     by_name = form.outer == "dict"
-    where = {client: j for j, client in enumerate(packed.form.ids)}
-    alike = (
-        more.dtype == rows.dtype
-        and more.shape[1] == rows.shape[1]
-        and more.isfinite().all()
-    )
-    fits = where.keys() & set(ids) if by_name else len(more) == len(ids)
-    require(
-        # ids that the uploads have not are ids of nobody
-        alike and fits and (by_name or packed.form.outer != "dict"),
-        name,
+    place_of = {client: place for place, client in enumerate(packed.form.ids)}
+    if by_name:
+        fits = bool(place_of.keys() & set(ids))
+    else:
+        # Names say nothing where the uploads have none.
+        fits = len(others) == len(ids) and packed.form.outer != "dict"
+    is_alike = others.dtype == rows.dtype and others.shape[1] == rows.shape[1]
+    wanted = (
         f"{len(ids)} finite models as the uploads are, {rows.shape[1]} numbers of "
-        f"{rows.dtype}, "
-        "by the same ids",
-        more,
+        f"{rows.dtype}, by the same ids"
     )
+    require(is_alike and others.isfinite().all() and fits, name, wanted, others)
     if not by_name:
-        return more
-    return torch.stack(
-        [more[where[i]] if i in where else rows[j] for j, i in enumerate(ids)]
-    )
+        return others
+    matching = []
+    for client, row in zip(ids, rows, strict=True):
+        matching.append(others[place_of[client]] if client in place_of else row)
+    return torch.stack(matching)
 
 
 def _mixing_weights(
-    alg: Method, rows: Tensor, guides: list[Tensor], updates: bool
+    alg: Method,
+    rows: Tensor,  # [N, P], the rows that are compared
+    guides: list[Tensor],  # of [N, P]
+    are_updates: bool,
 ) -> MixingWeights:
-    """What each client's model is made of, by rows that are compared [N, P]."""
+    """The weights that make each client's model of the uploads."""
     if isinstance(alg, FedDWA):
         return MixingWeights(*alg.mixing_weights(guides[0], rows))
     n = len(rows)
@@ -260,9 +261,8 @@ def _mixing_weights(
     norm2 = squared_norms(rows).cpu()
     if isinstance(alg, Clusters):
         require(alg.k <= n, "k", f"at most {n} groups, one for each client", alg.k)
-        group = agglomerate(
-            cosine_matrix(sqdist, norm2) if updates else -sqdist, alg.k, alg.linkage
-        )
+        similarity = cosine_matrix(sqdist, norm2) if are_updates else -sqdist
+        group = agglomerate(similarity, alg.k, alg.linkage)
         weight = normalize_rows((group[:, None] == group).double())
     elif isinstance(alg, Krum):
         weight = torch.zeros(n, n, dtype=torch.float64)

@@ -1,14 +1,19 @@
-"""Low-rank adapters (LoRA) as rows in which distances are those of the products scale *
-B A, and mixes are mixes of products.
+"""Low-rank adapters (LoRA) as rows that stand for the products scale * B A.
 
-Averaging factors is not averaging products, and clients whose factors have bases of
-their own are no neighbours by factors. One stacked QR in float64 makes each product a
-small core matrix in bases that all clients share: an isometric image, on which the ops
-run unchanged. Plain rows are right for FedDWA and for means; for clusters, Krum and
-ranks that differ compare directions: `pflcore.personalize(rows, "clusters",
-directions=True)`. Where only one factor is shared, it is packed by name: of FedSA-LoRA
-(Guo et al. 2025) `pflcore.pack(states, include="*lora_*A*")`, of FFA-LoRA (Sun et al.
-2024), whose A is frozen and the same for all, `include="*lora_*B*"`.
+Distances between rows are those between products, and mixes of rows are mixes of
+products. Averaging factors is not averaging products, and clients whose factors have
+bases of their own are no neighbours by factors. One stacked QR in float64 makes each
+product a small core matrix in bases that all clients share: an isometric image, on
+which the ops run unchanged.
+
+Plain rows are right for FedDWA and for means. For clusters, Krum and ranks that differ
+compare directions: `pflcore.personalize(rows, "clusters", directions=True)`. Where only
+one factor is shared, pack it by name: of FedSA-LoRA (Guo et al. 2025)
+`pflcore.pack(states, include="*lora_*A*")`, of FFA-LoRA (Sun et al. 2024), whose A is
+frozen and the same for all, `include="*lora_*B*"`.
+
+Letters: N clients; a layer's A is [r, i] and its B [o, r], r being its rank, i and o its
+inputs and outputs; m and n are the sides of a core matrix.
 """
 
 import re
@@ -34,13 +39,15 @@ FACTOR = re.compile(r"(.*lora_(?:embedding_)?)A((?:\.\w+)*)")
 
 
 class Basis(NamedTuple):
-    """Where the core rows of a layer live: product = left @ core @ right.T; both have
-    orthonormal columns, float64."""
+    """The space of a layer's core rows: product = left @ core @ right.T.
+
+    Both matrices have orthonormal columns, in float64.
+    """
 
     left: Tensor  # [o, m], m = min(o, sum of ranks)
     right: Tensor  # [i, n], n = min(i, sum of ranks)
-    # the clients' mean norm of a row of A: `lift` gives it to its own, so that a
-    # learning rate keeps its meaning
+    # The clients' mean norm of a row of A. `lift` gives it to the rows that it makes,
+    # so that a learning rate keeps its meaning.
     size: float
 
 
@@ -48,7 +55,7 @@ class Part(NamedTuple):
     """Columns of a row: a layer's core row, or another tensor."""
 
     name: str  # of A, or of the tensor
-    other: str  # of B, or ""
+    other: str  # of B; "" for a tensor that is no factor
     basis: Basis | None
     width: int
 
@@ -59,7 +66,7 @@ class Layout(NamedTuple):
     parts: list[Part]  # in order
     states: list[State]  # [N] as they came
     scale: list[Scale]  # [N]
-    form: ModelForm  # in what they came
+    form: ModelForm  # of the container in which they came
 
 
 @checked
@@ -81,19 +88,27 @@ def project(
 
 
 def _project(factors: Factors) -> tuple[Tensor, Basis]:
-    stacked = torch.cat([x for x, _, _ in factors])
-    first = factors[0][0]
-    # one frozen A spans itself
-    shared = all(
-        x.shape == first.shape and torch.equal(x, first) for x, _, _ in factors
+    """As `project`, of factors that are checked."""
+    matrices_a = [a for a, _, _ in factors]
+    matrices_b = [b for _, b, _ in factors]
+    ranks = [len(a) for a in matrices_a]
+    stacked = torch.cat(matrices_a)
+    first = matrices_a[0]
+    # A frozen A that all clients share spans its own space.
+    is_shared = all(
+        a.shape == first.shape and torch.equal(a, first) for a in matrices_a
     )
-    left, cores_b = _span(torch.cat([y for _, y, _ in factors], 1))
-    right, cores_a = _span((first if shared else stacked).T)
-    ranks = [len(x) for x, _, _ in factors]
-    each = [cores_a] * len(ranks) if shared else cores_a.split(ranks, 1)
-    pairs = zip(factors, cores_b.split(ranks, 1), each, strict=True)
-    rows = torch.stack([(s * y @ x.T).flatten() for (_, _, s), y, x in pairs])
-    return rows, Basis(left, right, float(stacked.norm(dim=1).mean()) or 1.0)
+    left, cores_b = _span(torch.cat(matrices_b, 1))
+    right, cores_a = _span((first if is_shared else stacked).T)
+    core_b_of = cores_b.split(ranks, 1)
+    core_a_of = [cores_a] * len(ranks) if is_shared else cores_a.split(ranks, 1)
+    rows = []
+    for (_, _, scale), core_b, core_a in zip(
+        factors, core_b_of, core_a_of, strict=True
+    ):
+        rows.append((scale * core_b @ core_a.T).flatten())
+    size = float(stacked.norm(dim=1).mean()) or 1.0
+    return torch.stack(rows), Basis(left, right, size)
 
 
 @checked
@@ -103,99 +118,116 @@ def lift(
     rank: NonNegativeInt,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, float]:
-    """(b [o, rank], a [rank, i], lost): scale * b a is the row's product cut to `rank`,
-    the best there is, `lost` the share of its square that the cut takes.
+    """The factors of a core row: (b [o, rank], a [rank, i], lost).
 
-    The rows of `a` are orthogonal and have the clients' mean norm; `b` has the rest, so
-    where there is no product (a fresh adapter) b is 0 and a is not, and can learn.
+    scale * b a is the row's product cut to `rank`, the best approximation that there
+    is; `lost` is the share of its square that the cut takes. The rows of `a` are
+    orthogonal and have the clients' mean norm; `b` has the rest. So where the product
+    is zero, as of a new adapter, b is 0 and a is not, and it can learn. Raises
     ValueError for a rank beyond what the clients' factors span, or a scale of 0.
     """
     m = basis.left.shape[1]
     n = basis.right.shape[1]
     require(row.numel() == m * n, "row", f"{m * n} numbers for this basis", row)
+    fits = scale and 0 < rank <= min(m, n)
     wanted = f"1 to {min(m, n)}, as many as the factors span, and not 0"
-    require(scale and 0 < rank <= min(m, n), "rank, scale", wanted, (rank, scale))
+    require(fits, "rank, scale", wanted, (rank, scale))
     u, s, vt = torch.linalg.svd(row.double().view(m, n), full_matrices=False)
     a = vt[:rank] @ basis.right.T
     b = basis.left @ (u[:, :rank] * s[:rank])
     total = float(s.square().sum())
     cut = float(s[rank:].square().sum())
-    return b / (scale * basis.size), a * basis.size, cut / total if total > 0 else 0.0
+    lost = cut / total if total > 0 else 0.0
+    return b / (scale * basis.size), a * basis.size, lost
 
 
 @checked
 def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
-    """Rows [N, P] float64 of N PEFT adapters (`get_peft_model_state_dict`), in a list
-    or by client id, and the layout that `unpack` needs.
+    """Rows [N, P] float64 of N PEFT adapters, and the layout that `unpack` needs.
 
-    `scale`: the name of each A -> alpha / r, once for all clients or for each of them
-    (as the states come); it is not in a state, `scales(peft_model)` reads it, rsLoRA
-    and rank and alpha patterns included. Factors become core rows (`project`). Every
-    other tensor, `modules_to_save`, `lora_B.bias`, DoRA's magnitudes, follows as plain
-    columns; integers stay each client's own. DoRA's effective weight is not linear in B
-    A: what is compared and mixed is the product and the magnitude, each by itself.
-    ValueError names client and tensor: key sets or shapes that differ, a scale that is
-    missing, adapters that are no product of two factors (LoHa, LoKr, AdaLoRA).
+    Factors become core rows (`project`). Other tensors, such as `modules_to_save`,
+    `lora_B.bias` and DoRA's magnitudes, follow as plain columns; integers stay each
+    client's own. DoRA's effective weight is not linear in B A: the product and the
+    magnitude are compared and mixed each by itself. Raises ValueError, with the client
+    and the tensor, for names or shapes that differ, for a scale that is missing, and
+    for adapters that are no product of two factors (LoHa, LoKr, AdaLoRA).
+
+    Args:
+        states: adapters as `get_peft_model_state_dict` returns them, in a list or by
+            client id.
+        scale: the name of each A -> alpha / r, once for all clients or for each of them
+            (as the states come). A state does not hold it: `scales(peft_model)` reads
+            it, patterns of ranks and alphas and rsLoRA included.
     """
-    form, models, each = _clients(states, scale)
+    form, models, client_scales = _clients(states, scale)
     rows = []
     parts = []
-    for name, other, given in _layers(models, each):
-        row, basis = _project(given) if other else (given, None)
+    for name, other, layer in _layers(models, client_scales):
+        row, basis = _project(layer) if other else (layer, None)
         parts.append(Part(name, other, basis, row.shape[1]))
         rows.append(row)
-    return torch.cat(rows, 1), Layout(parts, models, each, form)
+    return torch.cat(rows, 1), Layout(parts, models, client_scales, form)
 
 
 @checked
 def unpack(rows: Matrix, layout: Layout) -> tuple[Any, list[float]]:
-    """N adapters from rows [N, P], as they came, each with its client's ranks, scales,
-    dtypes and integers; and for each the largest share of a layer's square that the cut
-    to the rank lost."""
+    """N adapters from rows [N, P], as they came, and what the cut to the rank lost.
+
+    Each adapter has its client's ranks, scales, dtypes and integers. The list has for
+    each the largest share of a layer's square that was lost.
+    """
     n = len(layout.states)
-    width = sum(p.width for p in layout.parts)
-    require(
-        rows.shape == (n, width),
-        "rows",
-        f"[{n}, {width}], a row for each adapter",
-        rows,
-    )
-    each = zip(rows, layout.states, layout.scale, strict=True)
-    adapters = [_adapter(row, layout.parts, state, scale) for row, state, scale in each]
-    made, lost = zip(*adapters, strict=True)
-    return layout.form.wrap(list(made)), list(lost)
+    width = sum(part.width for part in layout.parts)
+    wanted = f"[{n}, {width}], a row for each adapter"
+    require(rows.shape == (n, width), "rows", wanted, rows)
+    adapters = []
+    losses = []
+    for row, state, scale in zip(rows, layout.states, layout.scale, strict=True):
+        adapter, lost = _adapter(row, layout.parts, state, scale)
+        adapters.append(adapter)
+        losses.append(lost)
+    return layout.form.wrap(adapters), losses
 
 
 @checked
 def sqdist(states: Models, scale: Scales) -> Tensor:
-    """Squared distances [N, N] float64 between adapters, by inner products of factors
-    in float64, for more clients than `pack` is made for (ranks that add up to more than
-    the layers are wide). Arguments and errors are those of `pack`.
+    """Squared distances [N, N] float64 between adapters, by inner products of factors.
 
-    Memory is N ranks squared, whatever the layers. Its error is that of float64
-    relative to the products' squares: at a relative spread of 1e-3 some 1e-9 of a
-    distance, where `pairwise_sqdist(pack(...)[0])` subtracts first and has 1e-13.
+    It serves more clients than `pack` is made for: ranks that add up to more than the
+    layers are wide. Arguments and errors are those of `pack`. Memory is N ranks
+    squared, whatever the layers. Its error is that of float64 relative to the products'
+    squares: at a relative spread of 1e-3 some 1e-9 of a distance, where
+    `pairwise_sqdist(pack(...)[0])` subtracts first and has 1e-13.
     """
-    _, models, each = _clients(states, scale)
+    _, models, client_scales = _clients(states, scale)
     total = torch.zeros(len(models), len(models), dtype=torch.float64)
-    for _, other, given in _layers(models, each):
-        if not other:
-            total += ops.pairwise_sqdist(given).cpu()
-            continue
-        a = torch.cat([a for a, _, _ in given])
-        b = torch.cat([s * b for _, b, s in given], 1)
-        inner = (a @ a.T) * (b.T @ b)
-        ranks = [len(a) for a, _, _ in given]
-        for _ in ("rows", "columns"):  # summed by clients: [N, N]
-            inner = torch.stack([part.sum(0) for part in inner.split(ranks)]).T
-        square = inner.diagonal()
-        total += (
-            (square[:, None] + square - inner - inner.T)
-            .clamp(min=0)
-            .fill_diagonal_(0)
-            .cpu()
-        )
+    for _, other, layer in _layers(models, client_scales):
+        if other:
+            total += _sqdist_of_products(layer).cpu()
+        else:
+            total += ops.pairwise_sqdist(layer).cpu()
     return total
+
+
+def _sqdist_of_products(factors: Factors) -> Tensor:
+    """Squared distances [N, N] between one layer's products.
+
+    The inner product of two products b a and b' a' is the sum of (a a'.T) * (b.T b').
+    """
+    ranks = [len(a) for a, _, _ in factors]
+    a = torch.cat([a for a, _, _ in factors])
+    b = torch.cat([scale * b for _, b, scale in factors], 1)
+    inner = (a @ a.T) * (b.T @ b)  # [sum of ranks, sum of ranks]
+    inner = _sum_by_client(inner, ranks)
+    inner = _sum_by_client(inner, ranks)  # [N, N]
+    square = inner.diagonal()
+    sqdist = square[:, None] + square - inner - inner.T
+    return sqdist.clamp(min=0).fill_diagonal_(0)
+
+
+def _sum_by_client(matrix: Tensor, ranks: list[int]) -> Tensor:
+    """The sums of each client's rows, transposed: the next call sums the columns."""
+    return torch.stack([part.sum(0) for part in matrix.split(ranks)]).T
 
 
 @checked
@@ -205,72 +237,79 @@ def mix(
     weight: Matrix,  # [N, K]
     index: Tensor,  # [N, K] int64
 ) -> tuple[Any, list[float]]:
-    """What `unpack` gives, for mixes of K adapters each (`feddwa_weights` gives weight
-    and index), from K adapters at a time."""
-    form, models, each = _clients(states, scale)
+    """The results of `unpack` for mixes of K adapters each.
+
+    `feddwa_weights` returns such weights and index. Rows are made of K adapters at a
+    time.
+    """
+    form, models, client_scales = _clients(states, scale)
     n = len(models)
-    known = bool(((index >= 0) & (index < n)).all())
-    fits = known and weight.shape == index.shape and len(index) == n
-    require(
-        fits,
-        "weight, index",
-        f"[{n}, K] each, of adapters 0 to {n - 1}",
-        (weight, index),
-    )
-    made = []
-    lost = []
-    for w, near, like, own in zip(weight, index.tolist(), models, each, strict=True):
-        rows, layout = pack([models[j] for j in near], [each[j] for j in near])
-        new, most = _adapter(w.to(rows) @ rows, layout.parts, like, own)
-        made.append(new)
-        lost.append(most)
-    return form.wrap(made), lost
+    are_adapters = bool(((index >= 0) & (index < n)).all())
+    fits = are_adapters and weight.shape == index.shape and len(index) == n
+    wanted = f"[{n}, K] each, of adapters 0 to {n - 1}"
+    require(fits, "weight, index", wanted, (weight, index))
+    adapters = []
+    losses = []
+    for client, mixed in enumerate(index.tolist()):
+        rows, layout = pack(
+            [models[j] for j in mixed], [client_scales[j] for j in mixed]
+        )
+        row = weight[client].to(rows) @ rows
+        adapter, lost = _adapter(
+            row, layout.parts, models[client], client_scales[client]
+        )
+        adapters.append(adapter)
+        losses.append(lost)
+    return form.wrap(adapters), losses
 
 
 @checked
 def scales(model: nn.Module, adapter: str = "default") -> dict[str, float]:
-    """The name of each A, as `get_peft_model_state_dict` has it, -> its scale in this
-    PEFT model. ValueError where it has none."""
+    """The name of each A -> its scale in this PEFT model.
+
+    Names are those of `get_peft_model_state_dict`. Raises ValueError where the model
+    has no such adapter.
+    """
     found: dict[str, float] = {}
     for name, module in model.named_modules():
-        for held, tail in (("lora_A", ".weight"), ("lora_embedding_A", "")):
-            if adapter in getattr(module, held, {}):
+        for attribute, tail in (("lora_A", ".weight"), ("lora_embedding_A", "")):
+            if adapter in getattr(module, attribute, {}):
                 scaling: Any = module.scaling
-                found[f"{name}.{held}{tail}"] = float(scaling[adapter])
-    require(
-        found,
-        "model",
-        f"one with a LoRA adapter {adapter!r} (peft.get_peft_model)",
-        model,
-    )
+                found[f"{name}.{attribute}{tail}"] = float(scaling[adapter])
+    wanted = f"one with a LoRA adapter {adapter!r} (peft.get_peft_model)"
+    require(found, "model", wanted, model)
     return found
 
 
 def _factors(
     name: str, a: Sequence[Tensor], b: Sequence[Tensor], scale: Sequence[float] | None
 ) -> Factors:
-    """A layer's factors in float64. ValueError where they do not fit or are not
-    finite."""
+    """A layer's factors in float64.
+
+    Raises ValueError where they do not fit each other or are not finite.
+    """
     scale = [1.0] * len(a) if scale is None else scale
     counts = [len(a), len(b), len(scale)]
-    require(
-        len(a) and len(set(counts)) == 1, name, "one of each for every client", counts
-    )
-    o = len(b[0])
-    i = a[0].shape[1]
-    for j, (x, y) in enumerate(zip(a, b, strict=True)):
-        fits = x.shape[1] == i and len(y) == o and len(x) == y.shape[1]
-        got = f"client {j}'s {list(x.shape)} and {list(y.shape)}"
-        finite = bool(x.isfinite().all() and y.isfinite().all())
-        require(fits and finite, name, f"finite factors [r, {i}] and [{o}, r]", got)
-    return [
-        (x.double(), y.double(), float(s)) for x, y, s in zip(a, b, scale, strict=True)
-    ]
+    fits = len(a) and len(set(counts)) == 1
+    require(fits, name, "one of each for every client", counts)
+    rows_b = len(b[0])
+    columns_a = a[0].shape[1]
+    wanted = f"finite factors [r, {columns_a}] and [{rows_b}, r]"
+    factors = []
+    for client, (x, y, s) in enumerate(zip(a, b, scale, strict=True)):
+        fits = x.shape[1] == columns_a and len(y) == rows_b and len(x) == y.shape[1]
+        is_finite = bool(x.isfinite().all() and y.isfinite().all())
+        got = f"client {client}'s {list(x.shape)} and {list(y.shape)}"
+        require(fits and is_finite, name, wanted, got)
+        factors.append((x.double(), y.double(), float(s)))
+    return factors
 
 
 def _span(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x = q r with orthonormal columns of q; q is the identity where that is no
-    larger."""
+    """(q, r) with x = q r and orthonormal columns of q.
+
+    q is the identity where that is no larger.
+    """
     if x.shape[1] >= len(x):
         return torch.eye(len(x), dtype=x.dtype, device=x.device), x
     q, r = torch.linalg.qr(x)
@@ -278,85 +317,105 @@ def _span(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _clients(states: Any, scale: Any) -> tuple[ModelForm, list[State], list[Scale]]:
-    """Whose adapters they are, the adapters, and the scale of each."""
+    """The form in which adapters came, the adapters, and the scales of each."""
     form, models = collect_models(states)
     by_name = isinstance(scale, Mapping)
-    one = by_name and not any(isinstance(v, Mapping) for v in scale.values())
-    fits = one or {*(scale if by_name else range(len(scale)))} == {*form.ids}
-    require(fits, "scale", f"one for all clients, or one for each of {form.ids}", scale)
-    return form, models, [scale if one else scale[i] for i in form.ids]
+    is_common = by_name and not any(isinstance(v, Mapping) for v in scale.values())
+    clients = scale if by_name else range(len(scale))
+    fits = is_common or {*clients} == {*form.ids}
+    wanted = f"one for all clients, or one for each of {form.ids}"
+    require(fits, "scale", wanted, scale)
+    if is_common:
+        return form, models, [scale] * len(models)
+    return form, models, [scale[client] for client in form.ids]
 
 
 def _layers(models: list[State], scale: list[Scale]) -> Iterator[tuple[str, str, Any]]:
-    """Each layer: the names of A and B, and the factors; or a name, "" and plain
-    rows [N, p]."""
+    """Each layer: the names of A and B, and the factors.
+
+    A tensor that is no factor comes as its name, "" and plain rows [N, p].
+    """
+    name_of_b = _check_adapters(models)
+    names_b = set(name_of_b.values())
+    for name, tensor in models[0].items():
+        if name in name_of_b:
+            lacking = [j for j, scales in enumerate(scale) if name not in scales]
+            wanted = f"one for {name} of every client"
+            require(not lacking, "scale", wanted, f"none of {lacking}")
+            other = name_of_b[name]
+            a = [model[name].flatten(1) for model in models]
+            b = [model[other].flatten(1) for model in models]
+            yield name, other, _factors(name, a, b, [scales[name] for scales in scale])
+        elif name not in names_b and tensor.is_floating_point():
+            yield name, "", _plain_rows(models, name)
+
+
+def _check_adapters(models: list[State]) -> dict[str, str]:
+    """The name of each A -> that of its B.
+
+    Raises ValueError where adapters differ in their tensors, or are no LoRA.
+    """
     first = models[0]
-    for j, state in enumerate(models):
-        differ = sorted({*state} ^ {*first})
-        require(
-            not differ,
-            f"client {j}",
-            "an adapter of the first client's tensors",
-            differ,
-        )
-    pairs = {m[0]: f"{m[1]}B{m[2]}" for m in filter(None, map(FACTOR.fullmatch, first))}
-    products = pairs and all(b in first for b in pairs.values())
-    products = products and not any("lora_E" in name for name in first)
-    require(
-        products,
-        "states",
-        "LoRA's lora_A and lora_B by get_peft_model_state_dict",
-        list(first),
-    )
-    for name, tensor in first.items():
-        if name in pairs:
-            lacking = [j for j, mine in enumerate(scale) if name not in mine]
-            require(
-                not lacking,
-                "scale",
-                f"one for {name} of every client",
-                f"none of {lacking}",
-            )
-            a, b = ([m[key].flatten(1) for m in models] for key in (name, pairs[name]))
-            yield (
-                name,
-                pairs[name],
-                _factors(name, a, b, [mine[name] for mine in scale]),
-            )
-        elif name not in pairs.values() and tensor.is_floating_point():
-            for j, state in enumerate(models):
-                fits = state[name].shape == tensor.shape and bool(
-                    state[name].isfinite().all()
-                )
-                wanted = f"finite numbers {list(tensor.shape)}"
-                require(fits, f"client {j}: {name}", wanted, state[name])
-            yield (
-                name,
-                "",
-                torch.stack([state[name].double().flatten() for state in models]),
-            )
+    for client, state in enumerate(models):
+        differing = sorted({*state} ^ {*first})
+        wanted = "an adapter of the first client's tensors"
+        require(not differing, f"client {client}", wanted, differing)
+    name_of_b = {}
+    for match in map(FACTOR.fullmatch, first):
+        if match:
+            name_of_b[match[0]] = f"{match[1]}B{match[2]}"
+    has_pairs = bool(name_of_b) and all(other in first for other in name_of_b.values())
+    is_adalora = any("lora_E" in name for name in first)
+    wanted = "LoRA's lora_A and lora_B by get_peft_model_state_dict"
+    require(has_pairs and not is_adalora, "states", wanted, list(first))
+    return name_of_b
+
+
+def _plain_rows(models: list[State], name: str) -> Tensor:
+    """One tensor of all adapters as rows [N, p] float64."""
+    shape = models[0][name].shape
+    for client, state in enumerate(models):
+        tensor = state[name]
+        fits = tensor.shape == shape and bool(tensor.isfinite().all())
+        wanted = f"finite numbers {list(shape)}"
+        require(fits, f"client {client}: {name}", wanted, tensor)
+    return torch.stack([state[name].double().flatten() for state in models])
 
 
 def _adapter(
     row: Tensor, parts: list[Part], like: State, scale: Scale
 ) -> tuple[dict[str, Tensor], float]:
-    """One row as an adapter of the ranks, shapes and dtypes of `like`, and the largest
-    share lost."""
-    new = dict(like)
-    most = 0.0
-    pieces = row.split([p.width for p in parts])
-    for piece, (name, other, basis, _) in zip(pieces, parts, strict=True):
-        factors = {name: piece}
-        if basis is not None:
-            rank = len(like[name])
-            span = min(basis.left.shape[1], basis.right.shape[1])
-            b, a, lost = lift(piece, basis, min(rank, span), scale[name])
-            # beyond what the factors span it has nothing
-            a = torch.cat([a, like[name].flatten(1)[span:].to(a)])
-            factors = {name: a, other: pad(b, (0, max(0, rank - span)))}
-            most = max(most, lost)
-        new |= {
-            k: v.reshape(like[k].shape).to(like[k], copy=True)
-            for k, v in factors.items()
-        }
-    return new, most
+    """One row as an adapter, and the largest share of a layer that was lost.
+
+    The adapter has the ranks, shapes and dtypes of `like`.
+    """
+    adapter = dict(like)
+    most_lost = 0.0
+    pieces = row.split([part.width for part in parts])
+    for piece, part in zip(pieces, parts, strict=True):
+        tensors = {part.name: piece}
+        if part.basis is not None:
+            a, b, lost = _lift_to_rank(piece, part, like, scale)
+            tensors = {part.name: a, part.other: b}
+            most_lost = max(most_lost, lost)
+        for name, tensor in tensors.items():
+            shaped = tensor.reshape(like[name].shape)
+            adapter[name] = shaped.to(like[name], copy=True)
+    return adapter, most_lost
+
+
+def _lift_to_rank(
+    piece: Tensor, part: Part, like: State, scale: Scale
+) -> tuple[Tensor, Tensor, float]:
+    """(a, b, lost) as from `lift`, of the rank that the adapter `like` has.
+
+    Where that exceeds what the clients' factors span, the further rows of a are those
+    of `like`, and the further columns of b are zero.
+    """
+    assert part.basis is not None
+    rank = len(like[part.name])
+    span = min(part.basis.left.shape[1], part.basis.right.shape[1])
+    b, a, lost = lift(piece, part.basis, min(rank, span), scale[part.name])
+    further_a = like[part.name].flatten(1)[span:]
+    a = torch.cat([a, further_a.to(a)])
+    return a, pad(b, (0, max(0, rank - span))), lost

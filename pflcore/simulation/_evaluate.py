@@ -1,5 +1,4 @@
-"""The personalized models of a state, and what they are worth on their clients'
-data."""
+"""Evaluation: the personalized models of a state on the data of their clients."""
 
 import math
 from collections.abc import Mapping
@@ -31,66 +30,78 @@ def evaluate(
     clients: Tensor | None = None,
     metrics: Metrics = None,
 ) -> Tensors:
-    """Every client's personalized model on its own data: "loss" [N], "size" [N], for
-    classes "accuracy" [N], and each of `metrics` [N].
+    """Evaluates every client's personalized model on its own data.
 
-    A client without samples of `split`, or not among `clients` (ids; default: all), is
-    not looked at: NaN, and size 0. A loss that is not finite is infinite, never NaN: a
-    mean shows it. There is an accuracy where the loss scores classes.
+    Returns "loss" [N], "size" [N], for classes "accuracy" [N], and each of `metrics`
+    [N]. A client without samples of `split`, or not among `clients` (ids; default:
+    all), is not evaluated: NaN, and size 0. A loss that is not finite is infinite,
+    never NaN, so that a mean shows it. There is an accuracy where the loss scores
+    classes.
     """
     n = config.context.data.n
-    values = evaluate_clients(
-        config, state, split, torch.arange(n) if clients is None else clients, metrics
-    )
-    ids = values.pop("clients")
-    unseen = dict.fromkeys(values, torch.full((n,), torch.nan, dtype=torch.float64))
-    unseen["size"] = torch.zeros(n, dtype=torch.int64)
-    return {k: unseen[k].index_copy(0, ids, v) for k, v in values.items()}
+    ids = torch.arange(n) if clients is None else clients
+    values = evaluate_clients(config, state, split, ids, metrics)
+    evaluated = values.pop("clients")
+    empty = torch.full((n,), torch.nan, dtype=torch.float64)
+    table = dict.fromkeys(values, empty)
+    table["size"] = torch.zeros(n, dtype=torch.int64)
+    return {
+        name: table[name].index_copy(0, evaluated, value)
+        for name, value in values.items()
+    }
 
 
 def evaluate_clients(
     config: RunConfig, state: State, split: str, ids: Tensor, metrics: Metrics
 ) -> Tensors:
-    """The values of `evaluate` of those of `ids` who have samples, and of nobody else:
-    each [S], their ids in "clients"."""
+    """The values [S] of `evaluate` for the clients of `ids` that have samples.
+
+    Their ids are in "clients".
+    """
     size = config.context.data.size(split)
     ids = ids[size[ids] > 0]
     require(len(ids), "split", "a split of which somebody has samples", split)
-    block = assign_blocks(config.context, ids, size[ids])
-    places = evaluation_parts(config, state, block)
+    block_numbers = assign_blocks(config.context, ids, size[ids])
+    chunks = evaluation_parts(config, state, block_numbers)
     repeating = REPEATABLE_FLAGS.set_for(config.context.net.w0.device)
     with single_threaded(config.fits_one_thread(len(ids))), repeating:
         parts = [
-            _evaluate_chunk(config, state, split, ids[at], metrics, block[at])
-            for at in places
+            _evaluate_chunk(
+                config, state, split, ids[chunk], metrics, block_numbers[chunk]
+            )
+            for chunk in chunks
         ]
-    order = torch.cat(places).argsort()
-    values = {
-        k: torch.cat([p[k] for p in parts]).double().cpu()[order] for k in parts[0]
-    }
-    return {"clients": ids, **values, "size": size[ids]}
+    order = torch.cat(chunks).argsort()
+    values = {"clients": ids}
+    for name in parts[0]:
+        column = torch.cat([part[name] for part in parts])
+        values[name] = column.double().cpu()[order]
+    values["size"] = size[ids]
+    return values
 
 
 def evaluation_parts(
     config: RunConfig, state: State, block_numbers: Tensor
 ) -> list[Tensor]:
-    """Places of the clients who are evaluated in one go, of whole blocks, by the block
-    [S] of each: all, or where rows are in files as many as memory has room for."""
-    everybody = torch.arange(len(block_numbers))
+    """Places of clients that are evaluated together, as whole blocks.
+
+    `block_numbers` [S] has each client's block. There is one chunk with all clients,
+    unless their rows are in files: then each chunk has as many as fit into memory.
+    """
+    places = torch.arange(len(block_numbers))
     if config.folder is None:
-        return [everybody]
-    most = max(
-        1, EVAL_CHUNK_BYTES // max([1, *(v[0].nbytes for v in state.clients.values())])
-    )
-    parts = list[list[Tensor]]()
-    count = most
-    for places in split_by_block(everybody, block_numbers):
-        if count + len(places) > most:
-            parts.append([])
+        return [places]
+    row_bytes = max([1, *(rows[0].nbytes for rows in state.clients.values())])
+    max_clients = max(1, EVAL_CHUNK_BYTES // row_bytes)
+    chunks = list[list[Tensor]]()
+    count = max_clients  # the first block begins a chunk
+    for block in split_by_block(places, block_numbers):
+        if count + len(block) > max_clients:
+            chunks.append([])
             count = 0
-        parts[-1].append(places)
-        count += len(places)
-    return [torch.cat(part).sort().values for part in parts]
+        chunks[-1].append(block)
+        count += len(block)
+    return [torch.cat(chunk).sort().values for chunk in chunks]
 
 
 def _evaluate_chunk(
@@ -101,67 +112,78 @@ def _evaluate_chunk(
     metrics: Metrics,
     block_numbers: Tensor,
 ) -> Tensors:
-    """The values [S] of some clients, in one go."""
+    """The values [S] of the clients `ids`, computed together."""
     alg = config.algorithm
     model, clients = personalized_models(config, state, ids, block_numbers)
-    found = None if has_custom_predict(alg) else clients.evaluate(model, split)
-    scores = (
-        clients.scores(model, split, alg.predict) if metrics or found is None else []
-    )
-    loss, accuracy = found or clients.loss_and_accuracy(
-        scores, split, returns=alg.traits.returns
-    )
+    # The fast way makes no scores; None where it does not fit the model.
+    result = None if has_custom_predict(alg) else clients.evaluate(model, split)
+    scores: list[tuple[Tensor, Tensor]] = []
+    if metrics or result is None:
+        scores = clients.scores(model, split, alg.predict)
+    if result is None:
+        returns = alg.traits.returns
+        result = clients.loss_and_accuracy(scores, split, returns=returns)
+    loss, accuracy = result
     values = {"loss": loss.double().nan_to_num(math.inf, math.inf)}
-    values |= {} if accuracy is None else {"accuracy": accuracy}
+    if accuracy is not None:
+        values["accuracy"] = accuracy
     if metrics:
         pairs = [without_masked(*pair) for pair in scores]
-        values |= {
-            k: measured_by(k, f, pairs, ids.tolist()) for k, f in metrics.items()
-        }
+        for name, metric in metrics.items():
+            values[name] = measured_by(name, metric, pairs, ids.tolist())
     return values
 
 
 def personalized_models(
     config: RunConfig, state: State, ids: Tensor, block_numbers: Tensor | None = None
 ) -> tuple[Tensors, Clients]:
-    """The models [S, ...] of the clients `ids` [S] as evaluation has them, and the
-    clients with the statistics of batch norm that go with them; `block_numbers` [S]
-    where they are a part of those who are evaluated.
+    """The models [S, ...] with which the clients `ids` [S] are evaluated.
 
-    A client who never took part has the mean of the others' statistics, where they are
-    local.
+    Returns them with the clients, whose batch-norm statistics are those that go with
+    the models. A client that never took part has the mean of the others' statistics,
+    where they are local.
+
+    Args:
+        block_numbers: [S], where `ids` are a part of the clients that are evaluated.
     """
-    everybody = config.algorithm.clients_for_model(config.context.data, ids)
-    if len(everybody) > len(ids):
-        model, clients = _send_and_personalize(config, state, everybody, None)
-        at = to_device(torch.searchsorted(everybody, ids), clients.buffers.device)
-        model = {k: v[at] for k, v in model.items()}
-        buffers = clients.buffers[at]
-        return model, replace(
-            clients, ids=ids, buffers=buffers, block_numbers=block_numbers
-        )
-    return _send_and_personalize(config, state, ids, block_numbers)
+    required = config.algorithm.clients_for_model(config.context.data, ids)
+    if len(required) <= len(ids):
+        return _send_and_personalize(config, state, ids, block_numbers)
+    models, clients = _send_and_personalize(config, state, required, None)
+    index = to_device(torch.searchsorted(required, ids), clients.buffers.device)
+    models = {key: rows[index] for key, rows in models.items()}
+    buffers = clients.buffers[index]
+    clients = replace(clients, ids=ids, buffers=buffers, block_numbers=block_numbers)
+    return models, clients
 
 
 def _send_and_personalize(
     config: RunConfig, state: State, ids: Tensor, block_numbers: Tensor | None
 ) -> tuple[Tensors, Clients]:
+    """The models [S, ...] that the clients make of what the server sends them."""
     cohort = config.cohort(ids, max(1, state.round), "evaluation")
     down = config.algorithm.send(state.server, cohort)
-    batch_norm = state.buffers[to_device(ids, state.buffers.device)]
-    if batch_norm.numel() and not config.averages and state.participated.any():
-        seen, new = (
-            to_device(v, batch_norm.device)
-            for v in (state.participated, ~state.participated[ids])
-        )
-        batch_norm[new] = state.buffers[seen].mean(0)
-    clients = Clients(config.context, ids, cohort.round, batch_norm, block_numbers)
-    model = dict(
-        config.algorithm.model(down, client_rows(config, state, ids, down), clients)
-    )
-    return model, replace(clients, buffers=model.pop("batch_norm", batch_norm))
+    buffers = _evaluation_buffers(config, state, ids)
+    clients = Clients(config.context, ids, cohort.round, buffers, block_numbers)
+    client_states = client_rows(config, state, ids, down)
+    models = dict(config.algorithm.model(down, client_states, clients))
+    return models, replace(clients, buffers=models.pop("batch_norm", buffers))
+
+
+def _evaluation_buffers(config: RunConfig, state: State, ids: Tensor) -> Tensor:
+    """Batch norm's statistics [S, b] of the clients `ids`.
+
+    Where they are local, a client that never took part has the mean of the others'.
+    """
+    device = state.buffers.device
+    buffers = state.buffers[to_device(ids, device)]
+    if buffers.numel() and not config.averages and state.participated.any():
+        participated = to_device(state.participated, device)
+        is_new = to_device(~state.participated[ids], device)
+        buffers[is_new] = state.buffers[participated].mean(0)
+    return buffers
 
 
 def has_custom_predict(alg: Algorithm) -> bool:
-    """Whether the algorithm predicts otherwise than by one model's logits."""
+    """True where an algorithm predicts otherwise than by one model's logits."""
     return type(alg).predict is not Algorithm.predict or alg.traits.returns != "logits"

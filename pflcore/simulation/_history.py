@@ -41,34 +41,45 @@ class History:
     models: LazyModels | Sequence[Personalized] | None = None
 
     def __repr__(self) -> str:
-        known = [
-            str(self.header[k]) for k in ("algorithm", "data") if self.header.get(k)
+        words = [
+            str(self.header[key])
+            for key in ("algorithm", "data")
+            if self.header.get(key)
         ]
-        clients = [f"{self.header['n']} clients"] if "n" in self.header else []
-        what = [*known, *clients, f"{len(self.rounds)} rounds"]
-        evaluated: Record = next(
-            (r["eval"] for r in reversed(self.rounds) if r["eval"]), {}
-        )
-        means = [
-            f"{k} {mean(evaluated[k]):.4g}"
-            for k in ("accuracy", "loss")
-            if k in evaluated
-        ]
-        ended = [f"stopped: {self.stopped!r}"] if self.stopped else []
-        return f"History({', '.join([*what, *means, *ended])})"
+        if "n" in self.header:
+            words.append(f"{self.header['n']} clients")
+        words.append(f"{len(self.rounds)} rounds")
+        values = self._last_evaluation()
+        for key in ("accuracy", "loss"):
+            if key in values:
+                words.append(f"{key} {mean(values[key]):.4g}")
+        if self.stopped:
+            words.append(f"stopped: {self.stopped!r}")
+        return f"History({', '.join(words)})"
+
+    def _last_evaluation(self) -> Record:
+        """The values of the last round that was evaluated; {} without one."""
+        for record in reversed(self.rounds):
+            if record["eval"]:
+                values: Record = record["eval"]
+                return values
+        return {}
 
     def series(self, key: str = "accuracy") -> tuple[list[int], torch.Tensor]:
-        """The evaluated rounds and each client's value in them, [T, N] float64;
-        ValueError where no evaluation has the key."""
-        evaluated = [r for r in self.rounds if r["eval"]]
-        keys = list(dict.fromkeys(k for r in evaluated for k in r["eval"]))
-        require(
-            key in keys or not evaluated, "key", f"one of {', '.join(keys)}", key, keys
-        )
-        seen = [r for r in evaluated if key in r["eval"]]
-        return [r["round"] for r in seen], torch.tensor(
-            [r["eval"][key] for r in seen], dtype=torch.float64
-        )
+        """The evaluated rounds, and each client's value in them, [T, N] float64.
+
+        Raises ValueError where no evaluation has the key.
+        """
+        evaluated = [record for record in self.rounds if record["eval"]]
+        keys: dict[str, None] = {}  # in the order of their appearance
+        for record in evaluated:
+            keys |= dict.fromkeys(record["eval"])
+        is_known = key in keys or not evaluated
+        require(is_known, "key", f"one of {', '.join(keys)}", key, list(keys))
+        records = [record for record in evaluated if key in record["eval"]]
+        values = [record["eval"][key] for record in records]
+        rounds = [record["round"] for record in records]
+        return rounds, torch.tensor(values, dtype=torch.float64)
 
     def lines(self) -> Iterator[Record]:
         """The lines of the record file."""
@@ -78,95 +89,99 @@ class History:
             yield {"stopped": self.stopped}
 
     def problems(self) -> list[str]:
-        """What somebody should look at, in sentences: clients that were dropped in most
-        of their rounds, losses that are not finite, and updates a million times as long
-        as others."""
-        found = list[str]()
-        names = ("cohort", "dropped")
-        played, lost = (
-            Counter(i for r in self.rounds for i in r[name]) for name in names
-        )
-        often = sorted(i for i, count in lost.items() if 2 * count > played[i])
+        """Sentences about what needs attention.
+
+        These are clients that were dropped in most of their rounds, losses that are not
+        finite, and updates a million times as long as others.
+        """
+        problems = list[str]()
+        played = Counter[int]()
+        dropped = Counter[int]()
+        for record in self.rounds:
+            played.update(record["cohort"])
+            dropped.update(record["dropped"])
+        often = sorted(i for i, count in dropped.items() if 2 * count > played[i])
         if often:
-            found.append(
+            problems.append(
                 f"client(s) {often} were dropped in most of their rounds: their "
-                "updates were not "
-                "finite, or of no use; look at their data, or lower lr."
+                "updates were not finite, or of no use; look at their data, or lower "
+                "lr."
             )
-        last: Record = next((r["eval"] for r in reversed(self.rounds) if r["eval"]), {})
-        losses = last.get("loss", [])
-        ids = last.get("clients") or range(len(losses))
+        values = self._last_evaluation()
+        losses = values.get("loss", [])
+        ids = values.get("clients") or range(len(losses))
         bad = [i for i, loss in zip(ids, losses, strict=True) if loss == math.inf]
         if bad:
-            found.append(
+            problems.append(
                 f"the last loss of client(s) {bad} is inf; look at their data, or "
                 "lower lr."
             )
         ratio, client, round = max(map(largest_update, self.rounds), default=NO_OUTLIER)
         if ratio > RUNAWAY_RATIO:
-            found.append(
+            problems.append(
                 f"client {client}'s update was {ratio:.3g} times the median of round "
-                f"{round}; "
-                "hold such updates by the run's clip."
+                f"{round}; hold such updates by the run's clip."
             )
-        return found
+        return problems
 
     # what comes out ---------------------------------------------------------
     def export(self, folder: str | Path) -> None:
-        """Writes every client's personalized model into `folder`, which is made: a
-        safetensors file each, and `manifest.json`, which says whose is which, what the
-        tensors are called and how to predict with them.
+        """Writes every client's personalized model into `folder`, which is made.
 
-        Where a method serves one model the file is its `state_dict`; else the tensors
-        that its prediction takes, a model's parameters as `w.NAME`. Of a standardized
-        federation the manifest has each client's mean and deviation, and says how raw
-        features are scaled by them. ValueError where the run kept no model, OSError
-        where the folder cannot be written.
+        Each client has a safetensors file. `manifest.json` tells which file is whose,
+        what the tensors are called and how to predict with them. Where an algorithm
+        predicts with one model, the file is its `state_dict`. Else it has the tensors
+        that its prediction takes, a model's parameters as `w.NAME`. For a standardized
+        federation the manifest has each client's mean and deviation, and says how they
+        scale raw features. Raises ValueError where the run kept no model, OSError where
+        the folder cannot be written.
         """
         export_models(map(self.model, range(self.header["n"])), self.header, folder)
 
     def model(self, client: int) -> Personalized:
-        """One client's personalized model after the last round, an `nn.Module` from
-        samples [B,
-        ...] to scores, for every algorithm.
+        """One client's personalized model after the last round.
 
-        It takes raw features, also where the federation was standardized. ValueError
-        where there is no such client, or where the run kept no model.
+        For every algorithm it is an `nn.Module` from samples [B, ...] to scores. It
+        takes raw features, also where the federation was standardized. Raises
+        ValueError where there is no such client, or where the run kept no model.
         """
-        n = -1 if self.models is None else len(self.models)
-        require(
-            n >= 0, "model", "a history with models, as run() returns it", self.models
-        )
-        fits = (
-            isinstance(client, Integral)
-            and not isinstance(client, bool)
-            and 0 <= client < n
-        )
+        models = self.models
+        n = -1 if models is None else len(models)
+        wanted = "a history with models, as run() returns it"
+        require(n >= 0, "model", wanted, models)
+        is_number = isinstance(client, Integral) and not isinstance(client, bool)
+        fits = is_number and 0 <= client < n
         require(fits, "client", f"a number from 0 to {n - 1}", client)
-        return self.models[client]  # type: ignore[index]
+        return models[client]  # type: ignore[index]
 
     def predict(self, client: int, x: Any) -> torch.Tensor:
-        """What the client's model says of the samples `x` [B, ...], raw features:
-        labels int64 [B], or values for continuous targets."""
+        """The answers of a client's model to the samples `x` [B, ...], raw features.
+
+        They are labels int64 [B], or values for continuous targets.
+        """
         return self.model(client).predict(x)
 
     def adapt(self, samples: Any, rounds: int = 5) -> Personalized:
-        """The model of a client who was not there, personalized by the algorithm's own
-        rule; the run's state stays as it is.
+        """The model of a client that was not there, by the algorithm's own rule.
 
-        `samples` are a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}, with raw
-        features: where the federation was standardized they are too, by the newcomer's
-        own training samples (a Federation of one that was standardized already, is
-        taken as it is). The newcomer starts from a fresh client's state and does its
-        own work of `rounds` rounds (so FedAvg's model is the shared one, Ditto's a
-        personal one), then what an evaluation does (fine-tuning, kNN-Per's neighbours):
-        as a client does that takes part in the `rounds` rounds after the run's last one
-        and is evaluated after them, so what FineTune, FedBABU, Per-FedAvg and FedALA
-        draw for it is of round `state.round + rounds`. Where the server makes a model
-        for each client (FedDWA, FedAMP, MOCHA, ...) everybody plays these rounds with
-        it, on copies. ValueError in one sentence for samples that do not fit.
+        The newcomer starts from the state of a new client and does its own work of
+        `rounds` rounds, then what an evaluation does (fine-tuning, kNN-Per's
+        neighbours). So FedAvg's model is the shared one, Ditto's a personal one. It is
+        as if the client took part in the `rounds` rounds after the run's last one, and
+        was evaluated after them: what FineTune, FedBABU, Per-FedAvg and FedALA draw for
+        it belongs to round `state.round + rounds`. Where the server makes a model for
+        each client (FedDWA, FedAMP, MOCHA, ...), all clients play these rounds with the
+        newcomer, on copies. The run's state stays as it is.
+
+        Raises ValueError for samples that do not fit.
+
+        Args:
+            samples: a Dataset, (x, y), or {"train": (x, y), "val": (x, y)}, with raw
+                features. Where the federation was standardized, these are too, by the
+                newcomer's own training samples. A Federation of one client that was
+                standardized already is taken as it is.
         """
-        # runs for each client have no model for others
+        # The runs of `run_each_target` have no model for other clients.
         if not isinstance(self.models, LazyModels):
             reject("adapt", "the history that Simulation.run() returns", self.models)
         return adapt(self.models.config, self.models.state, samples, rounds)

@@ -1,5 +1,8 @@
-"""The models that a run leaves: one client's as an `nn.Module`, whatever its method
-calls a model; and that of a client who comes later, for whom the state grows by one.
+"""The personalized models of clients, and those of clients that come later.
+
+- `Personalized` is one client's model as an `nn.Module`, for every algorithm.
+- `export_models` writes such models into files.
+- `adapt` makes the model of a newcomer, for which the state grows by one client.
 """
 
 import copy
@@ -29,7 +32,7 @@ from pflcore.data._samples import Scaling
 from pflcore.nn._context import forward_context
 from pflcore.results._files import atomic_write
 from pflcore.simulation._evaluate import has_custom_predict, personalized_models
-from pflcore.simulation._uploads import accept
+from pflcore.simulation._uploads import RoundOutcome, accept
 from pflcore.simulation.checkpoint import safetensors_bytes
 from pflcore.simulation.round import (
     RunConfig,
@@ -51,46 +54,51 @@ from pflcore.train._validate import NoBatchAxis
 def with_new_client(
     alg: Algorithm, state: State, net: Net, n: int
 ) -> tuple[State, bool]:
-    """A copy of the state with a newcomer, client n, and whether the server keeps a
-    model for each client.
+    """A copy of the state with a newcomer, client n.
 
-    What has rows or columns for the clients shows by its shape: a federation with one
-    more client has more of them. The newcomer's batch norm starts from the mean of the
-    others' statistics.
+    The second value is true where the server keeps a model for each client. Tensors
+    with rows or columns for clients show by their shape: that of a federation with one
+    more client is larger. The newcomer's batch norm starts from the mean of the others'
+    statistics.
     """
-    few, many = (
-        flatten_state(initial_state(alg, net, m, clients=bool(state.clients)))
-        for m in (n, n + 1)
-    )
-    grow = {k: v for k, v in many.items() if v.shape != few[k].shape}
-    models = [
-        k for k, v in grow.items() if k[:7] == "server." and v.shape[-1:] == (net.size,)
-    ]
-    old = flatten_state(replace(state, server=alg.add_client(state.server, n)))
-    # a table that begins empty is the algorithm's own to grow
-    new = {
-        k: embed_tensor(v, grow[k]) if len(grow.get(k, ())) else v.clone()
-        for k, v in old.items()
+    has_clients = bool(state.clients)
+    before = flatten_state(initial_state(alg, net, n, clients=has_clients))
+    after = flatten_state(initial_state(alg, net, n + 1, clients=has_clients))
+    larger = {
+        name: tensor
+        for name, tensor in after.items()
+        if tensor.shape != before[name].shape
     }
+    keeps_models = any(
+        name.startswith("server.") and tensor.shape[-1:] == (net.size,)
+        for name, tensor in larger.items()
+    )
+    new = {}
+    server = alg.add_client(state.server, n)
+    for name, tensor in flatten_state(replace(state, server=server)).items():
+        # Only the algorithm knows how a table grows that is empty before round 1.
+        if len(larger.get(name, ())):
+            new[name] = embed_tensor(tensor, larger[name])
+        else:
+            new[name] = tensor.clone()
     new["batch_norm"][n] = state.buffers.mean(0)
-    return unflatten_state(new, state.round, state.void_rounds), bool(models)
+    return unflatten_state(new, state.round, state.void_rounds), keeps_models
 
 
 def embed_tensor(old: Tensor, large: Tensor) -> Tensor:
-    """A copy of `large`, a first tensor of more clients, with `old` in its first rows
-    and columns."""
+    """A copy of `large` with `old` in its first rows and columns."""
     new = large.to(old, copy=True)
-    new[tuple(slice(length) for length in old.shape)] = old
+    corner = tuple(slice(length) for length in old.shape)
+    new[corner] = old
     return new
 
 
 ELEMENTWISE_LOSSES = hinge, binary_cross_entropy  # losses of each score alone
 PREDICT_BATCH_SIZE = 125  # samples of one forward pass
-NO_LABEL = -1  # no class's label, as accuracies have it
+NO_LABEL = -1  # no class's label; accuracies use the same
 LOAD_HINT = (
     "model.load_state_dict(safetensors.torch.load_file(file)) into a model of the "
-    "run's class; "
-    "model.eval()(x) gives the scores."
+    "run's class; model.eval()(x) gives the scores."
 )
 SCALING_HINT = (
     "The model takes standardized features: of raw ones x = ((raw.double() - mean) / "
@@ -99,7 +107,7 @@ SCALING_HINT = (
 
 
 class Standardizer(nn.Module):
-    """Raw features [B, ...] to those that a client's model was trained on."""
+    """Scales raw features [B, ...] to those that a client's model was trained on."""
 
     mean: Tensor  # [...] float64
     deviation: Tensor
@@ -111,7 +119,8 @@ class Standardizer(nn.Module):
 
     def forward(self, raw: Tensor) -> Tensor:
         """Standardized features [B, ...], in float64 on the way."""
-        if raw.shape[1:] != self.mean.shape:  # which would be spread
+        # Features of another shape would broadcast.
+        if raw.shape[1:] != self.mean.shape:
             shape = ", ".join(map(str, ("B", *self.mean.shape)))
             raise ValueError(
                 f"x: expected raw features [{shape}], got {list(raw.shape)}."
@@ -121,15 +130,16 @@ class Standardizer(nn.Module):
 
 
 class Personalized(nn.Module):
-    """One client's personalized model: `model(x)` gives scores, `model.predict(x)` the
-    labels or values that they mean.
+    """One client's personalized model.
 
-    It is what the algorithm evaluates: of APFL the mixture, of kNN-Per the shared model
-    with the client's neighbours, of FedRoD both heads. Batch norm uses the client's
-    statistics, dropout is off. `returns` says what the scores are: "logits",
-    "probabilities" or "values". It takes raw features, always: where the federation was
-    standardized it scales them itself, by its client's statistics. Nothing in it is
-    trained further; `module()` gives a module that can be.
+    `model(x)` gives scores; `model.predict(x)` gives the labels or values that they
+    mean. `returns` tells what the scores are: "logits", "probabilities" or "values".
+
+    It is what the algorithm evaluates: the mixture of APFL, the shared model with the
+    client's neighbours of kNN-Per, both heads of FedRoD. Batch norm uses the client's
+    statistics, and dropout is off. It always takes raw features: where the federation
+    was standardized it scales them itself, by the client's statistics. It cannot be
+    trained further; `module()` gives a module that can.
     """
 
     buffer_row: Tensor
@@ -138,8 +148,8 @@ class Personalized(nn.Module):
         self,
         algorithm: Algorithm,
         net: Net,
-        view: Tensors,
-        statistics: Tensor,
+        model: Tensors,
+        buffers: Tensor,
         classes: int | None,
         scaling: Scaling | None = None,
         name: str | int | None = None,
@@ -148,38 +158,44 @@ class Personalized(nn.Module):
         self.algorithm = algorithm
         self.net = net
         self.classes = classes
-        self.keys = tuple(view)
+        self.keys = tuple(model)  # of what the algorithm's `predict` receives
         self.name = name  # the client's own
-        self.scaling = (
-            None if scaling is None else Standardizer(scaling).to(statistics.device)
-        )
-        for key, value in view.items():
+        self.scaling = None
+        if scaling is not None:
+            self.scaling = Standardizer(scaling).to(buffers.device)
+        for key, value in model.items():
             self.register_buffer(f"view_{key}", value.detach().clone())
-        self.register_buffer("buffer_row", statistics.detach().clone())
+        self.register_buffer("buffer_row", buffers.detach().clone())
 
     def __getstate__(self) -> dict[str, Any]:
         net = copy.copy(self.net)
-        # a function that made it may be a lambda, which no pickle holds
+        # The function that made the model may be a lambda, which pickle cannot store.
         net.build = net.module
         return {**vars(self), "net": net}
 
     @property
     def returns(self) -> str:
         """What the scores are: "logits", "probabilities" or "values"."""
-        said = str(self.algorithm.traits.returns)
+        returns = str(self.algorithm.traits.returns)
         if self.net.loss_fn in ELEMENTWISE_LOSSES:
             return "logits"
-        # with numbers that neighbours have as targets
-        mixed = self.classes is None and said == "probabilities"
-        return "values" if mixed or not self.net.scores_classes else said
+        if not self.net.scores_classes:
+            return "values"
+        # A method that mixes its neighbours' targets gives numbers where these are
+        # numbers.
+        if self.classes is None and returns == "probabilities":
+            return "values"
+        return returns
 
     def extra_repr(self) -> str:
-        """The model in a few words: whose it is, of which method, its size, what it
-        gives."""
-        whose = [] if self.name is None else [f"of client {self.name!r}"]
-        raw = [] if self.scaling is None else ["of raw features"]
-        size = f"{self.net.size:,} weights"
-        return ", ".join([name_of(self.algorithm), *whose, size, self.returns, *raw])
+        """The model in a few words: its algorithm, client, size, input and scores."""
+        words = [name_of(self.algorithm)]
+        if self.name is not None:
+            words.append(f"of client {self.name!r}")
+        words += [f"{self.net.size:,} weights", self.returns]
+        if self.scaling is not None:
+            words.append("of raw features")
+        return ", ".join(words)
 
     def __repr__(self) -> str:
         return f"Personalized({self.extra_repr()})"
@@ -189,118 +205,150 @@ class Personalized(nn.Module):
         device = self.buffer_row.device
         if self.net.w0.device != device:
             self.net = self.net.to(device)
-        view = {k: getattr(self, f"view_{k}") for k in self.keys}
+        model = {key: getattr(self, f"view_{key}") for key in self.keys}
         x = x if self.scaling is None else self.scaling(x)
         with forward_context(False, self.buffer_row, single_client=True):
-            return self.algorithm.predict(view, self.net, x)
+            return self.algorithm.predict(model, self.net, x)
 
     @torch.no_grad()
     def predict(self, x: Any) -> Tensor:
-        """Labels int64 [B], [B, T] of every step, or [B, K] of K yes-or-no labels, of
-        the samples `x` [B, ...], a tensor, an array, or a dict of them where the pool
-        has several fields; for numbers as targets the values [B] or [B, K].
+        """The labels or values of samples.
 
-        `x` are raw features, also where the federation was standardized.
+        Labels are int64 [B], [B, T] of every step, or [B, K] of K yes-or-no labels. For
+        numbers as targets the values are [B] or [B, K]. A score that stands alone
+        (hinge, binary cross entropy, a single output) means class 1 where it is
+        positive. Where a score is NaN there is no answer: -1. Raises ValueError where
+        `x` is no batch of samples.
 
-        A score that stands alone (hinge, binary cross entropy, a single output) says
-        class 1 where it is positive; where a score is NaN there is no answer: -1.
-        ValueError where `x` is no batch of samples.
+        Args:
+            x: samples [B, ...] with raw features, also where the federation was
+                standardized: a tensor, an array, or a dict of them where the pool has
+                several fields.
         """
-        if isinstance(x, Mapping):
-            x, fields = to_inputs(x, "x", self.net.dtype)
-            if fields != self.net.fields:
-                wanted = self.net.fields or "one tensor"
-                raise ValueError(f"x: expected {wanted}, got the fields {fields}.")
-        x, like = to_tensor(x, "x", None), self.buffer_row
-        numbers = x.is_floating_point() or self.scaling is not None
-        x = x.to(like.device, like.dtype if numbers else x.dtype)
+        x = self._to_samples(x)
         try:
-            parts = [self(part) for part in x.split(PREDICT_BATCH_SIZE)]
-            if len(x) % PREDICT_BATCH_SIZE == 1 and parts[-1].shape[:1] != (1,):
-                two = self(torch.cat([x[-1:]] * 2))
-                if two.shape[:1] == (2,):  # so the samples are what they should be
-                    raise NoBatchAxis(parts[-1].shape)
-            scores = torch.cat(parts)
-            if len(scores) != len(x):
-                raise IndexError
+            scores = self._scores(x)
         except NoBatchAxis:
             raise
         except (RuntimeError, ValueError, IndexError) as e:
             raise ValueError(
                 f"x: expected samples [B, ...], got shape {list(x.shape)}; for one "
-                "sample give "
-                "x[None]."
+                "sample give x[None]."
             ) from e
-        alone = self.net.loss_fn in ELEMENTWISE_LOSSES
-        one = scores.dim() > 1 and scores.shape[-1] == 1
-        single = scores[..., 0] if one else scores
+        return self._answers(scores)
+
+    def _to_samples(self, x: Any) -> Tensor:
+        """The samples as a tensor, on the model's device, of its dtype."""
+        if isinstance(x, Mapping):
+            x, fields = to_inputs(x, "x", self.net.dtype)
+            if fields != self.net.fields:
+                wanted = self.net.fields or "one tensor"
+                raise ValueError(f"x: expected {wanted}, got the fields {fields}.")
+        samples: Tensor = to_tensor(x, "x", None)
+        device = self.buffer_row.device
+        if samples.is_floating_point() or self.scaling is not None:
+            return samples.to(device, self.buffer_row.dtype)
+        return samples.to(device)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """The scores of samples, a few at a time.
+
+        Raises IndexError where there is not one score for each sample.
+        """
+        parts = [self(part) for part in x.split(PREDICT_BATCH_SIZE)]
+        last = parts[-1]
+        if len(x) % PREDICT_BATCH_SIZE == 1 and last.shape[:1] != (1,):
+            # One sample alone: a model may have dropped the axis of the batch. If two
+            # samples give two scores, the samples are as they should be.
+            two = self(torch.cat([x[-1:]] * 2))
+            if two.shape[:1] == (2,):
+                raise NoBatchAxis(last.shape)
+        scores = torch.cat(parts)
+        if len(scores) != len(x):
+            raise IndexError
+        return scores
+
+    def _answers(self, scores: Tensor) -> Tensor:
+        """The labels or values that scores mean."""
+        has_one_column = scores.dim() > 1 and scores.shape[-1] == 1
+        single = scores[..., 0] if has_one_column else scores
         if self.classes is None or self.returns == "values":
             return single
-        if alone or scores.dim() == 1 or (one and scores.dim() == 2):
+        stands_alone = (
+            self.net.loss_fn in ELEMENTWISE_LOSSES
+            or scores.dim() == 1
+            or (has_one_column and scores.dim() == 2)
+        )
+        if stands_alone:
             return (single > 0).long().masked_fill(single.isnan(), NO_LABEL)
         return scores.argmax(1).masked_fill(scores.isnan().any(1), NO_LABEL)
 
     def module(self) -> nn.Module:
-        """The model as a module of its own class, in evaluation mode, to be saved or
-        trained on.
+        """The model as a module of its own class, to be saved or trained on.
 
-        Where the federation was standardized it is the second part of an
-        `nn.Sequential`, after one that scales raw features. ValueError where it is no
-        single one.
+        It is in evaluation mode. Where the federation was standardized it is the second
+        part of an `nn.Sequential`, after one that scales raw features. Raises
+        ValueError where the algorithm predicts with more than one model.
         """
         model = self._unscaled_module()
         if self.scaling is None:
             return model
-        first = copy.deepcopy(self.scaling)
-        return nn.Sequential(OrderedDict(scaling=first, model=model)).eval()
+        scaling = copy.deepcopy(self.scaling)
+        return nn.Sequential(OrderedDict(scaling=scaling, model=model)).eval()
 
     def _unscaled_module(self) -> nn.Module:
-        """The model without what scales its features."""
+        """The model without the part that scales its features."""
         if has_custom_predict(self.algorithm):
             raise ValueError(
                 f"module: {type(self.algorithm).__name__} predicts with more than one "
-                "model; call "
-                "this object itself, which is an nn.Module too."
+                "model; call this object itself, which is an nn.Module too."
             )
         row = self.get_buffer("view_w")
-        return self.net.load(
-            self.net.to(row.device).module, row, self.buffer_row
-        ).eval()
+        template = self.net.to(row.device).module
+        return self.net.load(template, row, self.buffer_row).eval()
 
     def tensors(self) -> Tensors:
-        """What predictions are made of, by name: the `state_dict` of the run's model
-        where it is one, else what the method's `predict` is given, with a row as the
-        parameters that it holds, and batch norm's statistics. What scales raw features
-        is in `scaling`."""
+        """The tensors [...] that predictions are made of, by name.
+
+        Where the algorithm predicts with one model, they are its `state_dict`. Else
+        they are what the algorithm's `predict` receives, with each row split into the
+        parameters that it holds, and batch norm's statistics. The part that scales raw
+        features is not among them: see `scaling`.
+        """
         if not has_custom_predict(self.algorithm):
             return dict(self._unscaled_module().state_dict())
         net = self.net
-        statistics = self.buffer_row.split(self.net.buffer_sizes)
-        each = zip(net.buffer_names, statistics, net.buffer_shapes, strict=True)
-        out = {f"statistics.{n}": b.view(s) for n, b, s in each}
-        head = net.head_slice if net.head_name is not None else slice(0, 0)
-        starts = {net.size: 0, head.stop - head.start: head.start}
+        tensors = {}
+        buffers = self.buffer_row.split(net.buffer_sizes)
+        for name, buffer, shape in zip(
+            net.buffer_names, buffers, net.buffer_shapes, strict=True
+        ):
+            tensors[f"statistics.{name}"] = buffer.view(shape)
         for key in self.keys:
-            value = self.get_buffer(f"view_{key}")
-            start = starts.get(len(value)) if value.dim() == 1 else None
-            if start is None:
-                out[key] = value
-                continue
-            for name, at, shape in zip(
-                net.names, net.slices.values(), net.shapes, strict=True
-            ):
-                if start <= at.start < start + len(value):
-                    out[f"{key}.{name}"] = value[
-                        at.start - start : at.stop - start
-                    ].view(shape)
-        return out
+            tensors |= self._named_parts(key, self.get_buffer(f"view_{key}"))
+        return tensors
+
+    def _named_parts(self, key: str, value: Tensor) -> Tensors:
+        """The parameters in a row of a model, or of its head; else the value itself."""
+        net = self.net
+        head = net.head_slice if net.head_name is not None else slice(0, 0)
+        first_column = {net.size: 0, head.stop - head.start: head.start}
+        start = first_column.get(len(value)) if value.dim() == 1 else None
+        if start is None:
+            return {key: value}
+        parts = {}
+        columns_of = net.slices.values()
+        for name, columns, shape in zip(net.names, columns_of, net.shapes, strict=True):
+            if start <= columns.start < start + len(value):
+                part = value[columns.start - start : columns.stop - start]
+                parts[f"{key}.{name}"] = part.view(shape)
+        return parts
 
 
 def client_facts(
     data: Federation, client: int
 ) -> tuple[int | None, Scaling | None, str | int | None]:
-    """What a client's model has to know of its data: classes, scaling, the client's
-    own name."""
+    """What a client's model needs to know of its data: classes, scaling, name."""
     scaling = None if data.scaling is None else data.scaling.for_client(client)
     name = None if data.names is None else data.names[client]
     return data.classes, scaling, name
@@ -311,44 +359,54 @@ def export_models(
     header: Mapping[str, Any],
     folder: str | Path,
 ) -> None:
-    """Clients' models 0, 1, ... as files; see `History.export`."""
-    folder, clients = Path(folder), list[dict[str, Any]]()
-    said = {k: header[k] for k in ("options", "training", "data")}
-    manifest = {"method": header["algorithm"], **said, "clients": clients}
+    """Writes the models of clients 0, 1, ... into files; see `History.export`."""
+    folder = Path(folder)
+    clients = list[dict[str, Any]]()
+    manifest = {"method": header["algorithm"]}
+    for key in ("options", "training", "data"):
+        manifest[key] = header[key]
+    manifest["clients"] = clients
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for client, model in enumerate(models):
-            tensors = model.tensors()
-            file = f"client-{client}.safetensors"
-            with atomic_write(folder / file) as part:
-                # in memory of their own: tied weights share theirs
-                part.write_bytes(
-                    safetensors_bytes({k: v.clone() for k, v in tensors.items()})
-                )
-            known: dict[str, Any] = {"client": client}
-            if model.name is not None:
-                known["name"] = model.name
-            if model.scaling is not None:
-                known |= {k: v.tolist() for k, v in model.scaling.state_dict().items()}
-            shapes = {k: list(v.shape) for k, v in tensors.items()}
-            clients.append({**known, "file": file, "tensors": shapes})
-            own = has_custom_predict(model.algorithm) and inspect.getdoc(
-                model.algorithm.predict
-            )
-            first = "" if model.scaling is None else SCALING_HINT
-            manifest |= {
-                "returns": model.returns,
-                "predict": first + (own or LOAD_HINT),
-            }
-        # last: what it names is there
+            clients.append(_export_model(model, client, folder))
+            manifest["returns"] = model.returns
+            manifest["predict"] = _prediction_hint(model)
+        # The manifest comes last, so that all files that it names are there.
         with atomic_write(folder / "manifest.json") as part:
             part.write_text(json.dumps(manifest, indent=1) + "\n")
     except OSError as e:
         raise OSError(
             f"export: {folder} cannot be written ({e.strerror or e}); make room there, "
-            "or name "
-            "another folder."
+            "or name another folder."
         ) from None
+
+
+def _export_model(model: Personalized, client: int, folder: Path) -> dict[str, Any]:
+    """Writes one client's model; returns its entry of the manifest."""
+    # Clones: tied weights share memory, which the format does not allow.
+    tensors = {name: tensor.clone() for name, tensor in model.tensors().items()}
+    file = f"client-{client}.safetensors"
+    with atomic_write(folder / file) as part:
+        part.write_bytes(safetensors_bytes(tensors))
+    entry: dict[str, Any] = {"client": client}
+    if model.name is not None:
+        entry["name"] = model.name
+    if model.scaling is not None:
+        for name, tensor in model.scaling.state_dict().items():
+            entry[name] = tensor.tolist()
+    entry["file"] = file
+    entry["tensors"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    return entry
+
+
+def _prediction_hint(model: Personalized) -> str:
+    """How to predict with a model's exported tensors, in words."""
+    hint = None
+    if has_custom_predict(model.algorithm):
+        hint = inspect.getdoc(model.algorithm.predict)
+    hint = hint or LOAD_HINT
+    return hint if model.scaling is None else SCALING_HINT + hint
 
 
 @dataclass(frozen=True)
@@ -363,24 +421,23 @@ class LazyModels:
 
     @functools.cached_property
     def all_models(self) -> tuple[Tensors, Clients]:
-        """All at once, as an evaluation does."""
+        """The models of all clients at once, as an evaluation makes them."""
         return personalized_models(self.config, self.state, torch.arange(len(self)))
 
     def __getitem__(self, client: int) -> Personalized:
         """The model of one client."""
         context = self.config.context
-        i = int(client)
-        about = client_facts(context.data, i)
+        facts = client_facts(context.data, int(client))
         if self.config.folder is None:
-            model, clients = self.all_models
-        else:  # rows of all of them may not fit into memory
-            model, clients = personalized_models(
-                self.config, self.state, torch.tensor([i])
-            )
-            i = 0
-        own = {k: v[i] for k, v in model.items()}
-        b = clients.buffers[i]
-        return Personalized(self.config.algorithm, context.net, own, b, *about)
+            models, clients = self.all_models
+            place = int(client)
+        else:  # the rows of all clients may not fit into memory
+            ids = torch.tensor([int(client)])
+            models, clients = personalized_models(self.config, self.state, ids)
+            place = 0
+        model = {key: rows[place] for key, rows in models.items()}
+        buffers = clients.buffers[place]
+        return Personalized(self.config.algorithm, context.net, model, buffers, *facts)
 
 
 # who comes later --------------------------------------------------------------
@@ -390,47 +447,68 @@ class LazyModels:
 def adapt(
     config: RunConfig, state: State, samples: Any, rounds: NonNegativeInt = 5
 ) -> Personalized:
-    """The model of a client who was not there, made by the algorithm's own rule;
-    `state` stays.
+    """The model of a client that was not there, made by the algorithm's own rule.
 
     The newcomer does its own work of some rounds, with what the server has. Where the
-    server keeps a model for each client, everybody plays these rounds with it, on
-    copies.
+    server keeps a model for each client, all clients play these rounds with it, on
+    copies. `state` stays as it is.
     """
-    run = config.context
-    alg = config.algorithm
     n = config.context.data.n
-    data = with_extra_client(
-        run.data, samples, alg.traits.needs_val, run.seed, run.net.ignored_label
-    )
-    lr = run.training.lr_at(max(1, state.round), run.rounds)
-    training = replace(run.training, lr=lr, schedule=None)
-    try:
-        plan_single_samples(run.net, data, training)
-    except ValueError as e:
-        raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
-    engine = run.engine._replace(chain=None)  # which was found on other data
-    run = run._replace(
-        data=data, training=training, engine=engine, rounds=run.rounds + rounds
-    )
-    config = config._replace(context=run, folder=None)
-    state, everybody = with_new_client(alg, state, run.net, n)
+    alg = config.algorithm
+    config = _config_with_newcomer(config, state, samples, rounds)
+    state, keeps_models = with_new_client(alg, state, config.context.net, n)
     for _ in range(rounds):
-        if everybody:  # the server makes the newcomer's model of everybody's uploads
+        if keeps_models:  # the newcomer's model is made of all clients' uploads
             state, outcome = step(config, state, torch.arange(n + 1))
         else:
-            # the client's own work, of which the server learns at most where it belongs
-            trained = train_cohort(config, state, torch.tensor([n]))
-            trained, outcome = accept(trained, alg.traits, state.server)
-            routed = alg.assign_new_client(state.server, trained.up, trained.cohort)
-            changes = {f"server.{k}": v for k, v in routed.items()} | client_changes(
-                trained
-            )
-            state = commit(state, changes)
-        finite = n not in outcome.dropped and not outcome.void
-        what = "samples on which training stays finite"
-        require(finite, "samples", what, "updates that are not")
+            state, outcome = _newcomer_round(config, state)
+        is_finite = n not in outcome.dropped and not outcome.void
+        wanted = "samples on which training stays finite"
+        require(is_finite, "samples", wanted, "updates that are not")
     return LazyModels(config, state)[n]
+
+
+def _config_with_newcomer(
+    config: RunConfig, state: State, samples: Any, rounds: int
+) -> RunConfig:
+    """The options of `rounds` more rounds with one more client.
+
+    They are played with the learning rate of the last round, in memory.
+    """
+    context = config.context
+    net = context.net
+    needs_val = config.algorithm.traits.needs_val
+    data = with_extra_client(
+        context.data, samples, needs_val, context.seed, net.ignored_label
+    )
+    lr = context.training.lr_at(max(1, state.round), context.rounds)
+    training = replace(context.training, lr=lr, schedule=None)
+    try:
+        plan_single_samples(net, data, training)
+    except ValueError as e:
+        raise ValueError(f"samples: {str(e).removeprefix('data: ')}") from None
+    context = context._replace(
+        data=data,
+        training=training,
+        engine=context.engine._replace(chain=None),  # it was verified on other data
+        rounds=context.rounds + rounds,
+    )
+    return config._replace(context=context, folder=None)
+
+
+def _newcomer_round(config: RunConfig, state: State) -> tuple[State, RoundOutcome]:
+    """A round of the last client's own work.
+
+    The server learns from it at most to which models the client belongs.
+    """
+    alg = config.algorithm
+    newcomer = torch.tensor([config.context.data.n - 1])
+    result = train_cohort(config, state, newcomer)
+    result, outcome = accept(result, alg.traits, state.server)
+    server_changes = alg.assign_new_client(state.server, result.up, result.cohort)
+    changes = {f"server.{name}": new for name, new in server_changes.items()}
+    changes |= client_changes(result)
+    return commit(state, changes), outcome
 
 
 def with_extra_client(
@@ -440,46 +518,75 @@ def with_extra_client(
     seed: int,
     ignored_label: int = IGNORED_LABEL,
 ) -> Federation:
-    """The federation with one more client, whose samples must be of the same kind;
-    label `ignored_label` counts in nothing."""
-    floating = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
-    known = data.classes
-    if known is not None and ignored_label != IGNORED_LABEL:
-        known = max(known, ignored_label + 1)
-    one = single_client_federation(
-        samples, classes=known, dtype=next(iter(floating), None)
-    )
-    one = mask_ignored_label(one, ignored_label)
-    got, wanted = ((f.fields or f.shape, f.x.dtype, f.y.dtype) for f in (one, data))
-    what = "inputs of shape {} ({}, targets {})"
-    require(got == wanted, "samples", what.format(*wanted), got)
-    raw = one.scaling is None
-    require(
-        raw or data.scaling,
-        "samples",
-        "raw features, which the run's clients have",
-        one,
-    )
-    if raw and data.scaling is not None:
-        one = one.standardize()
-    one = (with_validation(one, seed) if needs_val else one).to(data.device)
+    """The federation with one more client, whose samples must be of the same kind.
+
+    Samples with the label `ignored_label` count in nothing.
+    """
+    newcomer = _newcomer_data(data, samples, ignored_label)
+    if needs_val:
+        newcomer = with_validation(newcomer, seed)
+    newcomer = newcomer.to(data.device)
     start = len(data.x)
-    none = torch.empty(0, dtype=torch.int64, device=data.device)
-    own = {s: rows[0] + start for s, rows in one.index.items()}
-    index = {s: [*rows, own.get(s, none)] for s, rows in data.index.items()}
+    no_samples = torch.empty(0, dtype=torch.int64, device=data.device)
+    index = {}
+    for split, rows in data.index.items():
+        has_split = split in newcomer.index
+        new_row = newcomer.index[split][0] + start if has_split else no_samples
+        index[split] = [*rows, new_row]
+    y = newcomer.y
+    if newcomer.relabel is not None:
+        y = newcomer.relabel[0][y]
     relabel = data.relabel
-    scaling = data.scaling
-    own_y = one.y if one.relabel is None else one.relabel[0][one.y]
-    if relabel is not None:  # its labels are its own already
-        relabel = torch.cat(
-            [relabel, torch.arange(relabel.shape[1], device=relabel.device)[None]]
-        )
-    if scaling is not None and one.scaling is not None:
-        both = zip(scaling, one.scaling, strict=True)
-        scaling = Scaling(
-            *(torch.cat([all_of, last.to(all_of)]) for all_of, last in both)
-        )
-    x = torch.cat([data.x, one.x])
-    y = torch.cat([data.y, own_y])
-    about: dict[str, Any] = {"fields": data.fields, "scaling": scaling}
-    return Federation(x, y, index, data.classes, relabel, data.name, **about)
+    if relabel is not None:
+        # The newcomer's labels are what they should be: each maps to itself.
+        identity = torch.arange(relabel.shape[1], device=relabel.device)
+        relabel = torch.cat([relabel, identity[None]])
+    return Federation(
+        torch.cat([data.x, newcomer.x]),
+        torch.cat([data.y, y]),
+        index,
+        data.classes,
+        relabel,
+        data.name,
+        fields=data.fields,
+        scaling=_joined_scaling(data.scaling, newcomer.scaling),
+    )
+
+
+def _newcomer_data(data: Federation, samples: Any, ignored_label: int) -> Federation:
+    """One client's samples as a federation that fits `data`.
+
+    They are standardized where `data` is. Raises ValueError where they do not fit.
+    """
+    float_dtypes = [t.dtype for t in (data.x, data.y) if t.is_floating_point()]
+    dtype = float_dtypes[0] if float_dtypes else None
+    classes = data.classes
+    if classes is not None and ignored_label != IGNORED_LABEL:
+        classes = max(classes, ignored_label + 1)  # the label may be one more class
+    newcomer = single_client_federation(samples, classes=classes, dtype=dtype)
+    newcomer = mask_ignored_label(newcomer, ignored_label)
+    kind = _sample_kind(newcomer)
+    wanted = _sample_kind(data)
+    words = "inputs of shape {} ({}, targets {})".format(*wanted)
+    require(kind == wanted, "samples", words, kind)
+    is_raw = newcomer.scaling is None
+    words = "raw features, which the run's clients have"
+    require(is_raw or data.scaling, "samples", words, newcomer)
+    if is_raw and data.scaling is not None:
+        newcomer = newcomer.standardize()
+    return newcomer
+
+
+def _sample_kind(data: Federation) -> tuple[Any, torch.dtype, torch.dtype]:
+    """The fields or shape of a federation's samples, and the dtypes of x and y."""
+    return data.fields or data.shape, data.x.dtype, data.y.dtype
+
+
+def _joined_scaling(
+    all_clients: Scaling | None, last: Scaling | None
+) -> Scaling | None:
+    """The scaling of a federation with that of one more client behind it."""
+    if all_clients is None or last is None:
+        return all_clients
+    pairs = zip(all_clients, last, strict=True)
+    return Scaling(*(torch.cat([rows, row.to(rows)]) for rows, row in pairs))

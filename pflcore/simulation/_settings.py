@@ -1,5 +1,7 @@
-"""The options of a run that belong together, each group one value; and the bad clients
-who mean it: what a listed set of them sends instead of its honest update.
+"""Groups of a run's options, among them the clients that attack it.
+
+Each group is one frozen value. An `Adversary` also tells what its clients send instead
+of their honest updates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +31,7 @@ from pflcore.metrics import Metric
 from pflcore.simulation._uploads import CohortResult, update_origins
 from pflcore.train._random import generator_of
 
-# beyond that a number is a slip
+# A larger number of threads is a slip.
 ThreadCount = Annotated[
     int, at.Interval(ge=1, le=1024), at.doc("a whole number, from 1 to 1024")
 ]
@@ -76,67 +78,81 @@ class Adversary:
         )
 
     def honest_clients(self, n: int) -> Tensor:
-        """The other clients' ids [H], ascending, of n. ValueError where a bad one is
-        not there, or nobody else is."""
+        """The ids [H] of the other clients of n, ascending.
+
+        Raises ValueError where an attacking client does not exist, or no other does.
+        """
         bad = ids_of("adversary", self.clients, n)
-        everybody = torch.arange(n)
-        honest = everybody[~torch.isin(everybody, bad)]
+        ids = torch.arange(n)
+        honest = ids[~torch.isin(ids, bad)]
         require(len(honest), "adversary", "at least one honest client", self.clients)
         return honest
 
     def poison_data(self, data: Federation) -> Federation:
-        """The data that the clients train on: with "label_flip" the bad ones' labels
-        are others, in every split of theirs."""
+        """The data that the clients train on.
+
+        With "label_flip" the attacking clients have other labels, in every split.
+        """
         if self.attack != "label_flip":
             return data
         if data.classes is None:
             reject("adversary", "an attack on numbers as targets", self.attack)
-        labels = torch.arange(data.classes, device=data.device)
-        relabel = (
-            labels.expand(data.n, -1) if data.relabel is None else data.relabel
-        ).clone()
-        relabel[list(self.clients)] = data.classes - 1 - relabel[list(self.clients)]
-        return replace(data, relabel=relabel)
+        relabel = data.relabel
+        if relabel is None:
+            labels = torch.arange(data.classes, device=data.device)
+            relabel = labels.expand(data.n, -1)
+        flipped = relabel.clone()
+        bad = list(self.clients)
+        flipped[bad] = data.classes - 1 - flipped[bad]
+        return replace(data, relabel=flipped)
 
     def attack_uploads(
-        self, trained: CohortResult, traits: Traits, server: Tensors
+        self, result: CohortResult, traits: Traits, server: Tensors
     ) -> CohortResult:
-        """What reaches the server of the cohort's honest uploads."""
-        cohort = trained.cohort
-        draws = generator_of(cohort.seed, cohort.round, "transport")
+        """The results of a cohort with the uploads that reach the server."""
+        cohort = result.cohort
+        generator = generator_of(cohort.seed, cohort.round, "transport")
         bad = torch.isin(cohort.ids, torch.tensor(self.clients))
         if self.attack == "label_flip" or not bad.any():
-            return trained
-        up = dict(trained.up)
-        found = update_origins(trained, traits, server)
-        for key in [*found, *up.keys() & {"control"}]:
+            return result
+        up = dict(result.up)
+        origins = update_origins(result, traits, server)
+        for key in [*origins, *up.keys() & {"control"}]:
             rows = up[key].flatten(1)
-            who = to_device(bad, rows.device)
-            base = found.get(key, rows.new_zeros(1)).to(rows).expand_as(rows)
-            mine, others = (
-                (rows - base)[some] for some in (who, who if bad.all() else ~who)
-            )
-            sent = base[who] + self._attacked_rows(mine, others, draws)
-            up[key] = rows.index_put((who,), sent).view_as(up[key])
-        return trained._replace(up=up)
+            is_bad = to_device(bad, rows.device)
+            origin = origins.get(key, rows.new_zeros(1)).to(rows).expand_as(rows)
+            # Without honest clients the attackers take their own updates for honest.
+            is_honest = is_bad if bad.all() else ~is_bad
+            updates = rows - origin
+            attack = self._attacked_rows(updates[is_bad], updates[is_honest], generator)
+            sent = origin[is_bad] + attack
+            up[key] = rows.index_put((is_bad,), sent).view_as(up[key])
+        return result._replace(up=up)
 
     def _attacked_rows(
-        self, mine: Tensor, others: Tensor, gen: torch.Generator
+        self,
+        bad_updates: Tensor,  # [B, P]: honest work of the attacking clients
+        honest_updates: Tensor,  # [H, P]
+        generator: torch.Generator,
     ) -> Tensor:
-        """What is sent instead of the updates `mine` [B, P], `others` [H, P] being the
-        honest clients'."""
+        """The updates [B, P] that the attacking clients send; letters as above."""
         s = self.strength or 0.0
-        m = others.mean(0)
+        m = honest_updates.mean(0)
         if self.attack == "little":
-            sent = m - s * others.std(0, correction=0)
+            sent = m - s * honest_updates.std(0, correction=0)
         elif self.attack == "inner_product":
             sent = -s * m
         elif self.attack == "noise":
-            z = torch.randn(mine.shape, generator=gen, dtype=mine.dtype).to(mine.device)
-            sent = mine + s * mine.square().mean(1, keepdim=True).sqrt() * z
+            z = torch.randn(
+                bad_updates.shape, generator=generator, dtype=bad_updates.dtype
+            )
+            r = bad_updates.square().mean(1, keepdim=True).sqrt()
+            sent = bad_updates + s * r * z.to(bad_updates.device)
+        elif self.attack == "sign_flip":
+            sent = -s * bad_updates
         else:
-            sent = (-s if self.attack == "sign_flip" else s) * mine
-        return sent.expand_as(mine)
+            sent = s * bad_updates
+        return sent.expand_as(bad_updates)
 
 
 @checked
@@ -150,12 +166,11 @@ class Evaluation:
     # ids, or so many, drawn once; None: all
     clients: Tensor | Ids | PositiveInt | None = None
     train_loss: bool = False  # the loss on every client's training data, too
-    # "auc", "f1", "mae", "r2", ...,
+    # "auc", "f1", "mae", "r2", ..., or functions of one client's (scores, labels)
     metrics: Sequence[str | Metric] | Mapping[str, Metric] = ()
-    # or functions of one client's (scores, labels)
 
     def due(self, round: int, rounds: int) -> bool:
-        """Whether `round`, from 1, of so many is evaluated."""
+        """True where `round`, from 1, is evaluated in a run of `rounds` rounds."""
         return self.every > 0 and (round % self.every == 0 or round == rounds)
 
 

@@ -1,5 +1,6 @@
-"""What a run begins from: everything checked and on its device, and the state before
-round 1; and the memory that it needs at its peak, beside its data.
+"""The beginning of a run: its checked options on their device, and its first state.
+
+It also estimates the memory that a run needs at its peak, beside its data.
 """
 
 import tempfile
@@ -32,218 +33,230 @@ from pflcore.train._random import draw_without_replacement
 from pflcore.train._select_engine import make_context
 from pflcore.train._workers import Workers
 
-# rows: the model as given, as started from, as bound in a thread, a kernel's own, what
-# an allocator keeps of freed ones
+# Rows of the size of a model that a run holds beside the state: the model as it was
+# given, as it starts, and as each thread binds it, those of a kernel, and those that an
+# allocator keeps after they are freed.
 ROW_COPIES = 20
-VMAP_ROW_COPIES = (
-    # rows of a client that trains in vmap: its model, gradients and their temporaries
-    6
-)
-# times a client's own state: before the round, after it, and on its way
+# Rows of a client that trains in vmap: its model, gradients and their temporaries.
+VMAP_ROW_COPIES = 6
+# Copies of a client's state: before the round, after it, and on the way to the server.
 STATE_COPIES = 3
 
 
 def training_data(run: Any) -> Federation:
-    """The federation that a run (a `Simulation`) trains on: without the labels that its
-    loss leaves out, poisoned by its adversary, and with a split "val" where its
-    algorithm needs one."""
+    """The federation that a run (a `Simulation`) trains on.
+
+    It lacks the samples that the loss ignores, is poisoned by the adversary, and has a
+    split "val" where the algorithm needs one.
+    """
     loss = run.model.loss_fn if isinstance(run.model, Net) else run.loss
     data: Federation = mask_ignored_label(run.data, ignored_label(loss))
     adversary = run.robustness.adversary
-    split = run.evaluation.split
     if adversary is not None:
         data = adversary.poison_data(data)
     if run.algorithm.traits.needs_val:
         data = with_validation(data, run.seed)
-    words = f"one of {', '.join(data.index)}"
+    split = run.evaluation.split
+    wanted = f"one of {', '.join(data.index)}"
     if split in SPLITS:
-        words += f" (hold samples out with split({split}=0.2))"
-    never = run.evaluation.every == 0
-    require(never or split in data.index, "evaluation.split", words, split, data.index)
+        wanted += f" (hold samples out with split({split}=0.2))"
+    is_evaluated = run.evaluation.every != 0
+    fits = split in data.index or not is_evaluated
+    require(fits, "evaluation.split", wanted, split, data.index)
     return data
 
 
 def select_eval_clients(run: Any) -> Tensor | None:
-    """The ids [S] of those who are evaluated, ascending; None: everybody. A number of
-    clients are drawn of those with samples."""
-    asked = run.evaluation.clients
+    """The ids [S] of the clients that are evaluated, ascending; None: all.
+
+    Where the options have a number, so many of the honest clients with samples are
+    drawn.
+    """
+    choice = run.evaluation.clients
     data = run.data
     adversary = run.robustness.adversary
-    honest = (
-        torch.arange(data.n) if adversary is None else adversary.honest_clients(data.n)
-    )
-    if asked is None:
+    if adversary is None:
+        honest = torch.arange(data.n)
+    else:
+        honest = adversary.honest_clients(data.n)
+    if choice is None:
         return None if adversary is None else honest
-    if not isinstance(asked, int):
-        return ids_of("evaluation.clients", asked, data.n).sort().values
+    if not isinstance(choice, int):
+        return ids_of("evaluation.clients", choice, data.n).sort().values
     split = run.evaluation.split if run.evaluation.split in data.index else "train"
-    have = honest[data.size(split)[honest] > 0]
-    return (
-        have[
-            draw_without_replacement(
-                len(have), min(asked, len(have)), run.seed, "eval_clients"
-            )
-        ]
-        .sort()
-        .values
-    )
+    candidates = honest[data.size(split)[honest] > 0]
+    count = min(choice, len(candidates))
+    drawn = draw_without_replacement(len(candidates), count, run.seed, "eval_clients")
+    return candidates[drawn].sort().values
 
 
 def prepare_run(run: Any, device: str) -> tuple[RunConfig, State]:
-    """What stays the same over a run, on its device, and its first state. MemoryError
-    in one sentence where they do not fit, ValueError where its model or its schedule
-    does not."""
+    """What stays the same during a run, on its device, and the first state.
+
+    Raises MemoryError where they do not fit into memory, ValueError where the model or
+    the schedule of learning rates does not fit the run.
+    """
     model = run.model
     if not isinstance(model, Net):
         model = Net(model, run.loss or default_loss(run.data.y), seed=run.seed)
     elif run.loss is not None:
         raise ValueError(
             "loss: this Net has a loss of its own; give it to the Net, Net(model, "
-            "loss), or give "
-            "the bare model."
+            "loss), or give the bare model."
         )
     net = run.algorithm.prepare(model)
     batch_norm_policy(run.algorithm, net, run.batch_norm)
-    run.training.lr_at(1, run.rounds)  # so that a schedule that fails does so now
+    run.training.lr_at(1, run.rounds)  # a schedule that fails fails now
     try:
         return _prepare_run(run, net, device)
     except Exception as error:
         if not memory.is_out_of_memory(error) or isinstance(error, memory.RunTooLarge):
             raise
-        request = memory.failed_request(error)  # the error itself holds what it made
+        request = memory.failed_request(error)
+    # Only here, after the `except`: the error holds the tensors of its frames.
     memory.free_caches(device)
-    plain = TrainContext(net, run.data, run.training, Engine("loop"), Workers(1))
-    peak = peak_bytes(RunConfig(run.algorithm, plain), run.participation)
-    data = human_bytes(run.data.x.nbytes + run.data.y.nbytes)
-    where = f"before the first round, with {data} of data"
+    context = TrainContext(net, run.data, run.training, Engine("loop"), Workers(1))
+    peak = peak_bytes(RunConfig(run.algorithm, context), run.participation)
+    data_bytes = run.data.x.nbytes + run.data.y.nbytes
+    where = f"before the first round, with {human_bytes(data_bytes)} of data"
     raise MemoryError(memory.out_of_memory_text(where, peak, request, device))
 
 
 def _prepare_run(run: Any, net: Net, device: str) -> tuple[RunConfig, State]:
+    """As `prepare_run`, with whatever error a lack of memory raises."""
     hardware = run.hardware
     alg = run.algorithm
     data = run.data
     if device != "cpu":
         net = net.to(device)
         data = data.to(device)
-    where = (
+    context = make_context(
+        net,
+        data,
+        run.training,
+        hardware.engine,
         hardware.workers,
         run.seed,
         run.rounds,
         hardware.clients_per_block,
         hardware.graphs,
     )
-    context = make_context(net, data, run.training, hardware.engine, *where)
     config = RunConfig(alg, context, run.robustness, run.batch_norm)
-    config = config._replace(
-        folder=storage_folder(config, hardware.storage, run.participation)
-    )
-    memory.check_fits_memory(
-        peak_bytes(config, run.participation),
-        device,
-        adjustable_clients_per_block(context),
-    )
-    return config, initial_state(alg, context.net, data.n, config.folder)
+    folder = storage_folder(config, hardware.storage, run.participation)
+    config = config._replace(folder=folder)
+    peak = peak_bytes(config, run.participation)
+    memory.check_fits_memory(peak, device, adjustable_clients_per_block(context))
+    return config, initial_state(alg, context.net, data.n, folder)
 
 
 # the memory -------------------------------------------------------------------
 
 
 def peak_bytes(config: RunConfig, participation: float) -> int:
-    """An estimate of a run's peak memory beside its data: the state, and beside it the
-    rows of a round's cohort and what its clients keep of their batches, or the rows of
-    all clients in an evaluation."""
-    run = config.context
-    alg = config.algorithm
-    net = run.net
-    engine = run.engine
-    n = run.data.n
+    """An estimate of a run's peak memory beside its data.
+
+    It is the state, and beside it the larger of two: the rows of a round's cohort with
+    what its clients keep of their batches, or the rows of all clients in an evaluation.
+    """
+    context = config.context
+    net = context.net
+    engine = context.engine
+    n = context.data.n
     cohort = max(1, int(participation * n + 0.5))
     row = net.w0.nbytes
-    own, server, shared = row_bytes(config)
-    state = shared + n * net.b0.nbytes + (0 if config.folder else own + server)
+    client_bytes, server_bytes, shared_bytes = row_bytes(config)
+    stored = 0 if config.folder else client_bytes + server_bytes
+    state = shared_bytes + n * net.b0.nbytes + stored
     training = (VMAP_ROW_COPIES if engine.form == "vmap" else 2) * row
-    # who keeps no rows and has options for later trains at the evaluation
-    evaluation = (own + server) // n or (training if alg.traits.evaluation_only else 0)
-    at_once = min(run.workers.count, cohort) if engine.name == "loop" else 0
-    beside = max(cohort * (training + STATE_COPIES * own // n), n * evaluation)
-    return state + batch_bytes(run, cohort) + beside + (ROW_COPIES + 3 * at_once) * row
+    evaluation = (client_bytes + server_bytes) // n
+    if not evaluation and config.algorithm.traits.evaluation_only:
+        # Such an algorithm trains at the evaluation: it has options for it, and clients
+        # keep no rows.
+        evaluation = training
+    trained = cohort * (training + STATE_COPIES * client_bytes // n)
+    in_threads = min(context.workers.count, cohort) if engine.name == "loop" else 0
+    copies = (ROW_COPIES + 3 * in_threads) * row
+    batches = batch_bytes(context, cohort)
+    return state + batches + max(trained, n * evaluation) + copies
 
 
 def concurrent_clients(context: TrainContext, cohort: int) -> int:
-    """How many clients of a cohort take a step at the same time."""
+    """The number of clients of a cohort that take a step at the same time."""
     threads = context.workers.count
     if context.engine.form == "module":
         return min(threads, cohort)
     if context.engine.form == "vmap":
         return min(threads * context.clients_per_block, cohort)
-    return (
-        threads
-        if has_kernels(context.data.device)
-        else min(context.clients_per_block, cohort)
-    )
+    if has_kernels(context.data.device):
+        return threads
+    return min(context.clients_per_block, cohort)
 
 
 def adjustable_clients_per_block(context: TrainContext) -> int | None:
-    """How many clients are computed at once at most, where that can be set
-    (`clients_per_block`)."""
-    in_blocks = context.engine.form == "vmap" or not has_kernels(context.data.device)
-    return (
-        context.clients_per_block
-        if in_blocks and context.engine.form != "module"
-        else None
-    )
+    """The run's `clients_per_block` where it has an effect, else None."""
+    form = context.engine.form
+    if form == "module":
+        return None
+    if form != "vmap" and has_kernels(context.data.device):
+        return None
+    return context.clients_per_block
 
 
 def batch_bytes(context: TrainContext, cohort: int) -> int:
-    """What the clients who take a step at the same time keep of their minibatches."""
+    """Bytes that clients keep of their minibatches while they take a step."""
     chain = context.engine.chain
-    at_once = concurrent_clients(context, cohort)
-    batch = min(context.training.batch_size, int(context.data.size("train").max()))
+    clients = concurrent_clients(context, cohort)
+    batch_size = context.training.batch_size
+    row = context.net.w0
     if chain is not None and has_kernels(context.data.device):
-        return at_once * chain.activation_bytes(
-            context.training.batch_size, context.net.w0.element_size()
-        )
-    kept = at_once * batch * context.sample_activation_bytes
+        return clients * chain.activation_bytes(batch_size, row.element_size())
+    largest_batch = min(batch_size, int(context.data.size("train").max()))
+    total = clients * largest_batch * context.sample_activation_bytes
     if context.graphs is not None and context.graphs.refusal_reason is None:
         # A captured step has memory of its own, beside that of the steps that are not
         # captured: activations, the clients' rows, and their gradients.
-        kept = 2 * (kept + at_once * context.net.w0.nbytes)
-    return kept
+        total = 2 * (total + clients * row.nbytes)
+    return total
 
 
 def row_bytes(config: RunConfig) -> tuple[int, int, int]:
-    """Bytes of all clients' own rows, of the server's rows for each, and of what
-    else it holds."""
+    """Bytes of all clients' state, of the server's rows for clients, and of the rest.
+
+    The rest is what the server holds for all clients together.
+    """
     alg = config.algorithm
     net = config.context.net
     n = config.context.data.n
     server = alg.init(**alg.server_init_args(net), n=n)
-    own = sum(v.nbytes for v in new_client_state(alg, net, server, n).values())
-    each = sum(
-        server[k].nbytes for k in alg.traits.per_client_state if server[k].dim() > 1
-    )
-    return n * own, each, sum(v.nbytes for v in server.values()) - each
+    client_state = new_client_state(alg, net, server, n)
+    one_client = sum(tensor.nbytes for tensor in client_state.values())
+    tables = [server[name] for name in alg.traits.per_client_state]
+    per_client = sum(table.nbytes for table in tables if table.dim() > 1)
+    total = sum(tensor.nbytes for tensor in server.values())
+    return n * one_client, per_client, total - per_client
 
 
 def storage_folder(
     config: RunConfig, choice: str | Path, participation: float
 ) -> Path | None:
-    """The folder for the clients' rows, or None: they stay in memory. RunTooLarge, one
-    sentence, where the disk has less than may be written."""
-    run = config.context
-    own, server, _ = row_bytes(config)
-    device = run.data.device.type
-    if choice == "memory" or not own + server or device != "cpu":
+    """The folder for client rows; None: they stay in memory.
+
+    Raises RunTooLarge where the disk has less space than may be written.
+    """
+    context = config.context
+    n = context.data.n
+    client_bytes, server_bytes, _ = row_bytes(config)
+    device = context.data.device.type
+    if choice == "memory" or not client_bytes + server_bytes or device != "cpu":
         return None
-    most = memory.capacity(device)
-    if choice == "auto" and (
-        most is None or peak_bytes(config, participation) <= most // 2
-    ):
-        return None
+    if choice == "auto":
+        capacity = memory.capacity(device)
+        peak = peak_bytes(config, participation)
+        if capacity is None or peak <= capacity // 2:
+            return None
     folder = Path(tempfile.gettempdir() if choice == "auto" else choice)
     require(folder.is_dir(), "storage", "'auto', 'memory' or a folder", str(choice))
-    ever = min(run.data.n, int(participation * run.data.n + 1) * run.rounds)
-    wanted = own * ever // run.data.n + server
-    check_disk_space("the clients' rows may take", wanted, folder, memory.RunTooLarge)
+    participants = min(n, int(participation * n + 1) * context.rounds)
+    needed = client_bytes * participants // n + server_bytes
+    check_disk_space("the clients' rows may take", needed, folder, memory.RunTooLarge)
     return folder

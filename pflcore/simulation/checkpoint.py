@@ -1,16 +1,15 @@
-"""Checkpoints: what a run needs to go on, in a folder, whole or not there at all.
+"""Checkpoints: what a run needs to continue, in a folder, whole or not at all.
 
-`checkpoint.safetensors` holds the tensors, and in its metadata what the run is, where
-it stands and the digest of it all. It is written beside its place, synced and renamed
-into it: until then the earlier checkpoint is the one that counts. Nothing is pickled:
-to read a checkpoint runs nobody's code.
+`checkpoint.safetensors` holds the tensors. Its metadata holds the identity of the run,
+its round, its records, and a digest of the whole file. The file is written under
+another name, synced and renamed into its place: until then the earlier checkpoint
+stands. Nothing is pickled, so reading a checkpoint runs nobody's code.
 """
 
 import contextlib
 import hashlib
 import json
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from pflcore.check import (
     reject,
     require,
     summarize,
+    warn_caller,
 )
 from pflcore.results._files import atomic_write, remove_part_files
 from pflcore.results.record import to_json
@@ -51,7 +51,8 @@ except ImportError:  # Windows
 
 __all__ = ["Checkpoint", "load"]
 FORMAT_VERSION = 4
-RECORD_FIELD_TYPES = {  # what is read of a record
+# Fields that are read of a record, with the types that they may have.
+RECORD_FIELD_TYPES = {
     "round": (int,),
     "cohort": (list,),
     "dropped": (list,),
@@ -63,8 +64,7 @@ FILE_NAME = "checkpoint.safetensors"
 DIGEST_PLACEHOLDER = f"{'sha256':*^64}"  # stands where the digest of the file will be
 DAMAGED_TEXT = (
     "checkpoint: {} holds one that is damaged (it was altered, cut off or exchanged); "
-    "take a copy "
-    "of it from before, or begin the run anew."
+    "take a copy of it from before, or begin the run anew."
 )
 
 
@@ -84,25 +84,31 @@ class Checkpoint:
 
     @property
     def exists(self) -> bool:
-        """Whether the folder holds a checkpoint."""
+        """True where the folder holds a checkpoint."""
         return (Path(self.folder) / FILE_NAME).exists()
 
     def due(self, round: int) -> bool:
-        """Whether it is time for a checkpoint after `round`; the minutes count from
-        when it last was."""
-        by_time = 0 < self.minutes <= (time.monotonic() - self._since) / 60
-        if not (by_time or (self.every and round % self.every == 0)):
-            return False
-        self._since = time.monotonic()
-        return True
+        """True where it is time for a checkpoint after `round`.
+
+        The minutes count from the last time that it was.
+        """
+        minutes = (time.monotonic() - self._since) / 60
+        is_due = 0 < self.minutes <= minutes
+        if self.every and round % self.every == 0:
+            is_due = True
+        if is_due:
+            self._since = time.monotonic()
+        return is_due
 
 
 @checked
 @contextlib.contextmanager
 def lock(folder: str | Path) -> Iterator[None]:
-    """Keeps other runs out of `folder`, which is made, until the block or the process
-    ends, however that ends. ValueError where another run is in it, or where nothing can
-    be written there."""
+    """Keeps other runs out of `folder` until the block or the process ends.
+
+    Makes the folder. Raises ValueError where another run is in it, or where nothing can
+    be written there.
+    """
     path = Path(folder) / ".lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,8 +122,7 @@ def lock(folder: str | Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(
                 f"out: another run is writing into {folder}; wait until it has ended, "
-                "or name "
-                "another folder."
+                "or name another folder."
             ) from None
         except OSError:
             pass  # a file system without locks
@@ -128,31 +133,34 @@ def lock(folder: str | Path) -> Iterator[None]:
 def save(
     folder: str | Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
 ) -> None:
-    """Writes `tensors` ([...], on any device, in memory of their own) and `facts` (what
-    JSON can hold, and NaN) into `folder`, instead of the checkpoint that is there.
-    OSError in one sentence where it cannot be written: then the earlier one stands."""
+    """Writes a checkpoint into `folder`, in place of the one that is there.
+
+    Raises OSError where it cannot be written: then the earlier checkpoint stands.
+
+    Args:
+        tensors: tensors [...] on any device, each in memory of its own.
+        facts: what JSON can hold, and NaN.
+    """
     path = Path(folder, FILE_NAME)
     try:
         text = json.dumps({**facts, "format": FORMAT_VERSION}, default=to_json)
     except (TypeError, ValueError, RecursionError) as e:
-        # what a callback put into a record
+        # A callback may put anything into a record.
         raise OSError(
             f"checkpoint: it cannot be written into {folder}, because a record holds "
-            "what JSON "
-            f"does not ({e}); the one before it, if any, stands."
+            f"what JSON does not ({e}); the one before it, if any, stands."
         ) from None
     data = safetensors_bytes(tensors, {"facts": text, "sha256": DIGEST_PLACEHOLDER})
+    digest = _digest(data).encode()
+    data = data.replace(DIGEST_PLACEHOLDER.encode(), digest, 1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as part:
-            part.write_bytes(
-                data.replace(DIGEST_PLACEHOLDER.encode(), _digest(data).encode(), 1)
-            )
+            part.write_bytes(data)
     except OSError as e:
         raise OSError(
             f"checkpoint: it cannot be written into {folder} ({e.strerror or e}); the "
-            "one before "
-            "it, if any, stands."
+            "one before it, if any, stands."
         ) from None
     remove_part_files(path)
 
@@ -164,54 +172,60 @@ def _digest(data: bytes) -> str:
 @checked
 def load(folder: str | Path) -> tuple[dict[str, Tensor], Record]:
     """The tensors [...], on the CPU, and the facts of the checkpoint in `folder`.
-    ValueError in one sentence where there is none, or where one byte of it is not what
-    was written."""
-    import safetensors.torch
 
+    Raises ValueError where there is none, or where a byte differs from what was
+    written.
+    """
     try:
         data = Path(folder, FILE_NAME).read_bytes()
     except OSError as e:
         raise ValueError(
             f"checkpoint: expected a folder that holds one, got {folder}, which has no "
-            f"{FILE_NAME} that "
-            f"can be read ({e.strerror}); check the name."
+            f"{FILE_NAME} that can be read ({e.strerror}); check the name."
         ) from None
     try:
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])[
-            "__metadata__"
-        ]
-        if (
-            _digest(
-                data.replace(header["sha256"].encode(), DIGEST_PLACEHOLDER.encode(), 1)
-            )
-            != header["sha256"]
-        ):
-            raise ValueError
-        facts: Record = json.loads(header["facts"])
-        written_in = facts["format"]
-        tensors = safetensors.torch.load(data)
+        tensors, facts = _parse_checkpoint(data)
+        version = facts["format"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(DAMAGED_TEXT.format(folder)) from None
-    if written_in != FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise ValueError(
             f"checkpoint: expected format {FORMAT_VERSION}, got "
-            f"{summarize(written_in)} in {folder}; take the "
-            "pflcore that wrote it."
+            f"{summarize(version)} in {folder}; take the pflcore that wrote it."
         )
-    # clones: aligned as torch aligns
-    return {k: v.clone() for k, v in tensors.items()}, facts
+    # The parser's tensors lie wherever the file has them; clones are aligned.
+    return {name: tensor.clone() for name, tensor in tensors.items()}, facts
+
+
+def _parse_checkpoint(data: bytes) -> tuple[dict[str, Tensor], Record]:
+    """The tensors and facts of a checkpoint's bytes.
+
+    Raises some error where they are no checkpoint, or not as they were written.
+    """
+    import safetensors.torch
+
+    # A safetensors file: 8 bytes for the length of the header, the header, the numbers.
+    header_end = 8 + int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8:header_end])["__metadata__"]
+    digest = metadata["sha256"]
+    unsigned = data.replace(digest.encode(), DIGEST_PLACEHOLDER.encode(), 1)
+    if _digest(unsigned) != digest:
+        raise ValueError
+    facts: Record = json.loads(metadata["facts"])
+    return safetensors.torch.load(data), facts
 
 
 def safetensors_bytes(
-    tensors: Mapping[str, Tensor], about: dict[str, str] | None = None
+    tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> bytes:
-    """A safetensors file. TypeError for a dtype that the format does not have."""
+    """The bytes of a safetensors file. Raises TypeError for a dtype that it lacks."""
     import safetensors.torch
 
+    plain = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
+    }
     try:
-        return safetensors.torch.save(
-            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, about
-        )
+        return safetensors.torch.save(plain, metadata)
     except KeyError as e:
         raise TypeError(
             f"checkpoint: safetensors holds no {e.args[0]}; keep the state in another "
@@ -223,142 +237,175 @@ def safetensors_bytes(
 
 
 def save_run(folder: str | Path, run: Any) -> None:
-    """Writes the checkpoint of a run, a `Simulation`. OSError where that cannot be."""
+    """Writes the checkpoint of a run, a `Simulation`. Raises OSError as `save` does."""
     net = run.context.net
     state = run._state
+    tensors = state_dict(run.algorithm, state)
+    tensors["net.w0"] = net.w0
+    tensors["net.b0"] = net.b0
     rounds = []
-    tensors = state_dict(run.algorithm, state) | {"net.w0": net.w0, "net.b0": net.b0}
     for record in run._records:
-        long = {k: v for k, v in record["report"].items() if isinstance(v, Tensor)}
-        tensors |= {f"report.{record['round']}.{k}": v for k, v in long.items()}
-        rounds.append({**record, "report": record["report"] | dict.fromkeys(long)})
-    where = {"round": state.round, "void": state.void_rounds, "rounds": rounds}
-    save(folder, tensors, {"run": identity(run), **where})
+        report = dict(record["report"])
+        for name, value in report.items():
+            if isinstance(value, Tensor):
+                tensors[f"report.{record['round']}.{name}"] = value
+                report[name] = None  # keeps the name's place among the others
+        rounds.append({**record, "report": report})
+    facts = {
+        "run": identity(run),
+        "round": state.round,
+        "void": state.void_rounds,
+        "rounds": rounds,
+    }
+    save(folder, tensors, facts)
 
 
 def restore_run(folder: str | Path, run: Any) -> tuple[RunConfig, State, list[Record]]:
-    """What a run, a `Simulation`, takes up from its checkpoint: where it started, its
-    state and the records. ValueError where it is another run's, a warning where it was
-    made elsewhere."""
+    """What a run, a `Simulation`, takes up from its checkpoint.
+
+    Returns the options of the run with the model that it started from, the state, and
+    the records. Raises ValueError for the checkpoint of another run; warns where it was
+    made on another machine or by another version.
+    """
     tensors, facts = load(folder)
-    there = facts.get("run")
-    here = identity(run)
-    there = there if isinstance(there, dict) else {}
-    made_with, made_here = (what.pop("made_with", {}) for what in (there, here))
-    if differs := first_difference(there, here):
-        raise ValueError(
-            f"checkpoint: {folder} holds that of another run: {differs}; give what it "
-            "was made "
-            "with, or another folder."
-        )
-    if other := first_difference(made_with, made_here):
-        last = "numbers may differ in their last digits from an unbroken run's."
-        warnings.warn(f"checkpoint: {other}; {last}", stacklevel=3)
+    _check_identity(folder, facts.get("run"), identity(run))
     try:
-        reports = {k: tensors.pop(k) for k in [*tensors] if k.startswith("report.")}
+        reports = {
+            name: tensors.pop(name) for name in [*tensors] if name.startswith("report.")
+        }
         records = _restore_records(facts, reports, run.rounds)
         net = _restore_net(tensors, run.context.net)
-        begun = initial_state(run.algorithm, net, run.data.n, run.config.folder)
-        _check_state(tensors, begun, run.algorithm, net)
+        initial = initial_state(run.algorithm, net, run.data.n, run.config.folder)
+        _check_state(tensors, initial, run.algorithm, net)
     except ValueError as e:
         raise ValueError(
             f"checkpoint: {folder} holds one that this run did not write "
-            f"({str(e).rstrip('.')}); "
-            "take a copy of it from before, or begin the run anew."
+            f"({str(e).rstrip('.')}); take a copy of it from before, or begin the run "
+            "anew."
         ) from None
     config = run.config._replace(context=run.context._replace(net=net))
     state = load_state_dict(
-        run.algorithm, begun, tensors, facts["round"], facts["void"]
+        run.algorithm, initial, tensors, facts["round"], facts["void"]
     )
     return config, state, records
+
+
+def _check_identity(folder: str | Path, there: Any, here: Record) -> None:
+    """Raises ValueError where a checkpoint's identity `there` is another run's.
+
+    Warns where the run was made with something else.
+    """
+    there = there if isinstance(there, dict) else {}
+    made_with_there = there.pop("made_with", {})
+    made_with_here = here.pop("made_with", {})
+    difference = first_difference(there, here)
+    if difference:
+        raise ValueError(
+            f"checkpoint: {folder} holds that of another run: {difference}; give what "
+            "it was made with, or another folder."
+        )
+    difference = first_difference(made_with_there, made_with_here)
+    if difference:
+        warn_caller(
+            f"checkpoint: {difference}; numbers may differ in their last digits from "
+            "an unbroken run's."
+        )
 
 
 def _restore_records(
     facts: Record, reports: Mapping[str, Tensor], rounds: int
 ) -> list[Record]:
-    """The rounds' records, with what stands in tensors of their own. ValueError where
-    facts are none of a run of so many rounds."""
+    """The records of the rounds, with the tensors of their reports.
+
+    Raises ValueError where the facts are not those of a run of `rounds` rounds.
+    """
     played: Any = facts.get("round")
     void: Any = facts.get("void")
     records: Any = facts.get("rounds")
-    require(
-        type(played) is int and 0 <= played <= rounds,
-        "round",
-        f"at most {rounds}",
-        played,
-    )
-    require(
-        type(void) is int and 0 <= void <= played, "void", f"at most {played}", void
-    )
+    _require_count("round", played, rounds)
+    _require_count("void", void, played)
     require(isinstance(records, list), "rounds", "a list of records", records)
+    wanted = f"records with {', '.join(RECORD_FIELD_TYPES)}"
     for record in records:
-        fits = isinstance(record, dict) and all(
-            type(record.get(name)) in kinds
-            for name, kinds in RECORD_FIELD_TYPES.items()
-        )
-        require(fits, "rounds", f"records with {', '.join(RECORD_FIELD_TYPES)}", record)
-    by_round = {record["round"]: record["report"] for record in records}
-    known = len(by_round) == len(records) and all(
-        0 < round <= played for round in by_round
-    )
-    require(known, "rounds", f"each round up to {played} once", [*by_round])
+        require(_is_record(record), "rounds", wanted, record)
+    report_of = {record["round"]: record["report"] for record in records}
+    has_each_once = len(report_of) == len(records)
+    fits = has_each_once and all(0 < round <= played for round in report_of)
+    require(fits, "rounds", f"each round up to {played} once", [*report_of])
     for name, tensor in reports.items():
-        _, round, key = [*name.split(".", 2), ""][:3]
-        require(
-            round.isdecimal() and int(round) in by_round,
-            name,
-            "a round's report",
-            tensor,
-        )
-        by_round[int(round)][key] = tensor
+        _, round, key = [*name.split(".", 2), ""][:3]  # of "report.ROUND.KEY"
+        is_known = round.isdecimal() and int(round) in report_of
+        require(is_known, name, "a round's report", tensor)
+        report_of[int(round)][key] = tensor
     return list(records)
 
 
+def _require_count(name: str, value: Any, most: int) -> None:
+    """Raises ValueError for a value that is no count of at most `most`."""
+    fits = type(value) is int and 0 <= value <= most
+    require(fits, name, f"at most {most}", value)
+
+
+def _is_record(record: Any) -> bool:
+    """True for a dict with the fields of a round's record that are read later."""
+    return isinstance(record, dict) and all(
+        type(record.get(name)) in types for name, types in RECORD_FIELD_TYPES.items()
+    )
+
+
 def _restore_net(tensors: dict[str, Tensor], template: Net) -> Net:
-    """A model of its own that starts where the run did, taken out of the tensors."""
-    net = template.to(template.w0.device)
+    """A copy of the model that starts where the run did.
+
+    Takes its tensors out of `tensors`.
+    """
+    device = template.w0.device
+    net = template.to(device)
     for name in ("w0", "b0"):
-        want = getattr(template, name)
-        found = tensors.pop(f"net.{name}", None)
-        fits = found is not None and (found.dtype, found.shape) == (
-            want.dtype,
-            want.shape,
-        )
-        require(fits, f"net.{name}", summarize(want), found)
-        setattr(net, name, found.to(template.w0.device))  # type: ignore[union-attr]
+        like = getattr(template, name)
+        tensor = tensors.pop(f"net.{name}", None)
+        _require_like(f"net.{name}", tensor, like)
+        setattr(net, name, tensor.to(device))  # type: ignore[union-attr]
     return net
+
+
+def _require_like(name: str, tensor: Tensor | None, like: Tensor) -> None:
+    """Raises ValueError where a tensor is missing, or of another dtype or shape."""
+    fits = tensor is not None
+    if tensor is not None:
+        fits = tensor.dtype == like.dtype and tensor.shape == like.shape
+    require(fits, name, summarize(like), tensor)
 
 
 def _check_state(
     tensors: Mapping[str, Tensor], initial: State, alg: Algorithm, net: Net
 ) -> None:
-    """ValueError where tensors are none of a `state_dict` of a run that began so: forms
-    as for a state that is set, and finite numbers as every round leaves them."""
+    """Raises ValueError for tensors that are no `state_dict` of such a run.
+
+    `initial` is the state before the run. Dtypes and shapes must be those of a state
+    that is set, and numbers must be finite, as every round leaves them.
+    """
     n = len(initial.participated)
-    own = client_row_names(alg, initial)
+    sparse_names = client_row_names(alg, initial)
     seen = tensors.get("seen")
-    fits = seen is not None and (seen.dtype, seen.shape) == (
-        initial.participated.dtype,
-        initial.participated.shape,
-    )
-    require(fits, "seen", summarize(initial.participated), seen)
+    _require_like("seen", seen, initial.participated)
     count = int(seen.sum())  # type: ignore[union-attr]
-    whole = dict(tensors)
-    for name in own & {*tensors}:
+    dense = dict(tensors)
+    for name in sparse_names & {*tensors}:
         rows = tensors[name]
-        require(
-            rows.dim() and len(rows) == count, name, f"rows of {count} clients", rows
-        )
-        whole[name] = rows.new_zeros(()).expand(n, *rows.shape[1:])
-    for name in ("batch_norm", *(f"clients.{k}" for k in initial.clients)):
+        fits = rows.dim() and len(rows) == count
+        require(fits, name, f"rows of {count} clients", rows)
+        # Stands for the rows of all clients without their memory.
+        dense[name] = rows.new_zeros(()).expand(n, *rows.shape[1:])
+    for name in ("batch_norm", *(f"clients.{key}" for key in initial.clients)):
         require(name in tensors, name, "a tensor of clients' rows", None)
-    check_state(unflatten_state(whole, 0), alg, net, n)
-    fresh = flatten_state(initial)
-    names = {
-        k
-        for k in tensors
-        if k in own or not non_finite_names({k: fresh.get(k, net.w0)})
-    }
-    broken = non_finite_names({k: v for k, v in tensors.items() if k in names})
-    for name in broken:
+    check_state(unflatten_state(dense, 0), alg, net, n)
+    before = flatten_state(initial)
+    to_check = {}
+    for name, tensor in tensors.items():
+        # Other tensors that are not finite from the start may stay so. What is new in
+        # the run is made of the initial model.
+        is_finite_at_start = not non_finite_names({name: before.get(name, net.w0)})
+        if name in sparse_names or is_finite_at_start:
+            to_check[name] = tensor
+    for name in non_finite_names(to_check):
         reject(name, "finite numbers", tensors[name])
