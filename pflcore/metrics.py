@@ -1,12 +1,16 @@
-"""What the papers report, as pure functions on one number per client (or per round).
+"""The numbers that the papers report, as pure functions of one number per client.
 
-A vector holds one value per client, unweighted: each client counts once however many
-samples it has (Motley, section 4). A NaN is a client without a value, a client without
-test samples for instance: it is left out, and a vector with nothing left gives NaN,
-never an error. An infinite value, a loss that diverged, stays in: means and deviations
-are infinite with it. Standard deviations are the population's (ddof = 0), as in both
-papers, so N = 1 gives 0. Means are taken in float64. Shares and accuracies are in
-[0, 1]; only functions that say "percent" return percents.
+A vector holds one value per client, or per round for a curve. It is unweighted: each
+client counts once however many samples it has (Motley, section 4). NaN stands for a
+client without a value, for instance without test samples. It is left out, and the
+result is NaN where nothing is left; it is never an error. An infinite value, such as a
+loss that diverged, stays in, and makes means and deviations infinite. Standard
+deviations are the population's (ddof = 0), as in both papers, so a single client gives
+0. Means are taken in float64. Fractions and accuracies are in [0, 1]; only functions
+that say "percent" return percents.
+
+In shapes, N is the number of clients, S of those in a cohort, n of one client's
+samples, B of a batch's samples and C of classes.
 """
 
 import math
@@ -32,22 +36,29 @@ __all__ = [
     "hurt",
     "worst_decile",
 ]
-# `vector` says what is none
+# `vector` itself says what is wrong with a value that is no vector.
 Vector = Annotated[Tensor | Sequence[float | None], EXPECT_ANYTHING]
 Percent = Annotated[float, at.Interval(ge=0, le=100), at.doc("a number in [0, 100]")]
-# (scores [n, ...], labels [n, ...]) of one client -> a number
+# A number of one client, from its scores [n, ...] and its labels or targets [n, ...].
 Metric = Callable[[Tensor, Tensor], Any]
 
 
 class Point(NamedTuple):
-    """One value of a curve and the place it was found."""
+    """A value of a curve, and its place in the curve."""
 
     value: float
     at: int  # index into the curve, from 0; -1 when the curve has no value
 
 
 def vector(values: Vector, name: str = "values", n: int | None = None) -> Tensor:
-    """`values` as a float64 vector on the CPU, `[n]`; None becomes NaN."""
+    """`values` as a float64 vector `[N]` on the CPU, where None becomes NaN.
+
+    Args:
+        name: The argument's name in the text of an error.
+        n: The length that the vector must have.
+
+    Raises ValueError where the values are no vector of numbers, or of another length.
+    """
     try:
         numbers = values
         if not isinstance(values, Tensor):
@@ -57,102 +68,116 @@ def vector(values: Vector, name: str = "values", n: int | None = None) -> Tensor
         out = torch.empty(())
     if out.ndim != 1:
         reject(name, "a vector of numbers, one per client", values)
-    require(
-        n in (None, len(out)), name, f"{n} entries, as the other vector has", values
-    )
+    fits = n in (None, len(out))
+    require(fits, name, f"{n} entries, as the other vector has", values)
     return out
 
 
-def _present(values: Vector) -> Tensor:
+def _present_values(values: Vector) -> Tensor:
+    """The values that are not NaN."""
     out = vector(values)
     return out[~out.isnan()]
 
 
 def count(values: Vector) -> int:
-    """How many clients have a value (are not NaN)."""
-    return len(_present(values))
+    """The number of clients that have a value, which is not NaN."""
+    return len(_present_values(values))
 
 
 def mean(values: Vector) -> float:
-    """Mean over clients, each counted once."""
-    return _present(values).mean().item()
+    """Mean over clients, of which each counts once."""
+    return _present_values(values).mean().item()
 
 
 def std(values: Vector) -> float:
-    """Population standard deviation over clients (ddof = 0): the papers' measure of
-    fairness."""
-    kept = _present(values)
-    if kept.isinf().any():
-        return math.inf  # not NaN, which would read as "no clients"
-    return kept.std(correction=0).item() if len(kept) else math.nan
+    """Population standard deviation over clients (ddof = 0).
+
+    The papers measure fairness by it.
+    """
+    present = _present_values(values)
+    if present.isinf().any():
+        return math.inf  # torch gives NaN, which stands for "no client has a value"
+    return present.std(correction=0).item() if len(present) else math.nan
 
 
 def weighted_mean(values: Vector, weight: Vector) -> float:
-    """Mean weighted by `weight` (samples per client), over the clients that have both a
-    value and a positive weight."""
+    """Mean over clients, weighted by `weight`, such as their numbers of samples.
+
+    Clients without a value or without a positive weight are left out. Raises ValueError
+    for a negative weight.
+    """
     v = vector(values)
     w = vector(weight, "weight", len(v))
     require(not (w < 0).any(), "weight", "numbers of samples, at least 0", weight)
-    keep = ~v.isnan() & (w > 0)
-    return ((v[keep] * w[keep]).sum() / w[keep].sum()).item()
+    counts = ~v.isnan() & (w > 0)
+    return ((v[counts] * w[counts]).sum() / w[counts].sum()).item()
 
 
 @checked
 def worst_decile(
     values: Vector, share: Fraction = 0.1, higher_is_better: bool = True
 ) -> float:
-    """Mean of the worst `ceil(share * n)` clients, at least one (n counts the clients
-    that have a value)."""
-    kept = _present(values)
-    # 0.28 * 25 is 7.000000000000001 in floating point
-    k = max(1, math.ceil(share * len(kept) - 1e-9))
-    return kept.sort(descending=not higher_is_better).values[:k].mean().item()
+    """Mean of the clients with the worst values: a tenth of them, or `share`.
+
+    Of the clients that have a value, `share` is rounded up to whole clients, and at
+    least one of them counts.
+    """
+    present = _present_values(values)
+    # In floating point 0.28 * 25 is 7.000000000000001, which must count 7 clients.
+    k = max(1, math.ceil(share * len(present) - 1e-9))
+    worst_first = present.sort(descending=not higher_is_better).values
+    return worst_first[:k].mean().item()
 
 
 @checked
 def percentile(values: Vector, q: Percent = 10.0) -> float:
-    """The q-th percentile over clients, linearly interpolated; q in [0, 100]. Beside an
-    infinite value nothing is interpolated."""
-    kept = _present(values)
-    if not len(kept):
+    """The q-th percentile over clients, linearly interpolated; q is in [0, 100].
+
+    It is infinite where one of the two values between which it lies is infinite.
+    """
+    present = _present_values(values)
+    if not len(present):
         return math.nan
-    # NaN between two infinite values
-    return kept.quantile(q / 100).nan_to_num(math.inf).item()
+    # Between two infinite values torch interpolates to NaN.
+    return present.quantile(q / 100).nan_to_num(math.inf).item()
 
 
 def hurt(after: Vector, before: Vector, higher_is_better: bool = True) -> float:
-    """Percent of clients that are strictly worse `after` than `before` (Motley, section
-    4).
+    """Percent of clients that are strictly worse `after` than `before`.
 
-    The denominator is the clients with a `before`; one whose `after` is NaN has lost
-    its model, so it is hurt.
+    See Motley, section 4. Clients without a value `before` are left out. A client whose
+    value `after` is NaN has lost its model, so it is hurt.
     """
-    b = vector(before, "before")
-    a = vector(after, "after", len(b))
-    keep = ~b.isnan()
-    a = a[keep]
-    b = b[keep]
-    worse = (a < b if higher_is_better else a > b) | a.isnan()
-    return 100 * worse.double().mean().item()
+    old = vector(before, "before")
+    new = vector(after, "after", len(old))
+    had_value = ~old.isnan()
+    new = new[had_value]
+    old = old[had_value]
+    worse = new < old if higher_is_better else new > old
+    return 100 * (worse | new.isnan()).double().mean().item()
 
 
 def best(curve: Vector, higher_is_better: bool = True) -> Point:
-    """Best value over rounds, at the first round that has it. On test data this selects
-    on test data: label it so."""
+    """The best value over rounds, and the first round that has it.
+
+    Where the values are test results, the choice is made on test data. Say so where you
+    report it.
+    """
     v = vector(curve, "curve")
     if v.isnan().all():
         return Point(math.nan, -1)
-    i = int(
-        (v if higher_is_better else -v)
-        .nan_to_num(-math.inf, math.inf, -math.inf)
-        .argmax()
-    )
+    ranked = v if higher_is_better else -v
+    # A NaN must not win, and infinite values must stay the largest and the smallest.
+    ranked = ranked.nan_to_num(-math.inf, math.inf, -math.inf)
+    i = int(ranked.argmax())
     return Point(v[i].item(), i)
 
 
 def final(curve: Vector) -> float:
-    """The last round's value; NaN when that round has none (a diverged run has no final
-    accuracy)."""
+    """The last round's value; NaN where that round has none.
+
+    A run that diverged has no final accuracy, for instance.
+    """
     v = vector(curve, "curve")
     return v[-1].item() if len(v) else math.nan
 
@@ -161,124 +186,163 @@ def final(curve: Vector) -> float:
 def last_mean(
     curve: Vector, rounds: Vector | None = None, k: PositiveInt = 10
 ) -> float:
-    """Mean over the last k rounds. With evaluations every few rounds pass their
-    `rounds`: those later than `last - k` count."""
+    """Mean over the last k rounds.
+
+    Args:
+        rounds: The round of each value, for evaluations that are not made in every
+            round. Values of a round later than `last - k` count.
+    """
     v = vector(curve, "curve")
     if not len(v):
         return math.nan
-    at = vector(range(len(v)) if rounds is None else rounds, "rounds", len(v))
-    return mean(v[at > at[-1] - k])
+    numbers = range(len(v)) if rounds is None else rounds
+    round_of_value = vector(numbers, "rounds", len(v))
+    is_late = round_of_value > round_of_value[-1] - k
+    return mean(v[is_late])
 
 
-def _check_pair(scores: Tensor, y: Tensor, classes: bool = False) -> None:
-    each = scores.shape[:-1] == y.shape
-    if not (each and classes):
-        fits = scores.numel() == y.numel() and (each or scores.shape[:1] == y.shape[:1])
-        shapes = f"shapes {list(scores.shape)} and {list(y.shape)}"
-        require(fits, "scores and y", "scores for each of y", shapes)
+def _check_pair(scores: Tensor, y: Tensor, *, classes: bool = False) -> None:
+    """Raises ValueError where the scores are not scores for each of `y` [B, ...].
+
+    Args:
+        classes: Whether the scores may have one more axis, of classes.
+    """
+    has_more_axis = scores.shape[:-1] == y.shape
+    if classes and has_more_axis:
+        return
+    same_samples = scores.shape[:1] == y.shape[:1]
+    fits = scores.numel() == y.numel() and (has_more_axis or same_samples)
+    shapes = f"shapes {list(scores.shape)} and {list(y.shape)}"
+    require(fits, "scores and y", "scores for each of y", shapes)
 
 
 @checked
 def _predicted_classes(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The class [...] that the scores say, below 0 where one is NaN, and the labels
-    [...] from 0; by the largest of `scores` [..., C], or of one score by its sign."""
-    _check_pair(scores, y, True)
-    lost = -(1 << 60)
+    """The predicted class of each sample, and its label, from 0, both like `y` [...].
+
+    The class is the one with the largest of the scores [..., C]. A single score, [...]
+    or [..., 1], gives class 1 where it is positive, else class 0, and the labels become
+    0 and 1, too. A score that is NaN gives a class below 0, which is no label.
+    """
+    _check_pair(scores, y, classes=True)
+    no_class = -(1 << 60)
     if scores.dim() > y.dim() and scores.shape[-1] > 1:
-        # of scores with a NaN, argmax takes the NaN's place
-        return scores.argmax(-1).masked_fill(scores.isnan().any(-1), lost), y
-    one = scores.reshape(y.shape)
-    return (one > 0).long().masked_fill(one.isnan(), lost), (y > 0).long()
+        # `argmax` takes the place of a NaN for that of the largest score.
+        has_nan = scores.isnan().any(-1)
+        return scores.argmax(-1).masked_fill(has_nan, no_class), y
+    single = scores.reshape(y.shape)
+    predicted = (single > 0).long().masked_fill(single.isnan(), no_class)
+    return predicted, (y > 0).long()
 
 
 def is_correct(scores: Tensor, y: Tensor) -> Tensor:
-    """Bool like `y` [...]: which samples `scores` [..., C], or one score [..., 1] or
-    [...] by its sign, get right; NaN never is.
+    """Mask of the samples that the scores classify correctly, bool like `y` [...].
 
-    A score of 0 says the negative class, be its label 0 or -1.
+    The class is that of the largest of `scores` [..., C], or the sign of a single score
+    [...] or [..., 1]. A score of 0 means the negative class, whose label is 0 or -1. A
+    sample with a score that is NaN is never correct.
     """
-    won, labels = _predicted_classes(scores, y)
-    return won == labels
+    predicted, labels = _predicted_classes(scores, y)
+    return predicted == labels
 
 
 def human_bytes(size: float) -> str:
-    """Bytes in binary units: 1536 -> "1.5 KiB"."""
+    """Bytes in binary units: 1536 becomes "1.5 KiB"."""
     unit = 0
     while size >= 1024 and unit < 4:
         size = size / 1024
         unit = unit + 1
-    return (
-        f"{size:.0f} B"
-        if unit == 0
-        else f"{size:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[unit - 1]}"
-    )
+    if unit == 0:
+        return f"{size:.0f} B"
+    name = ("KiB", "MiB", "GiB", "TiB")[unit - 1]
+    return f"{size:.1f} {name}"
 
 
-# what a function of one's own is handed ---------------------------------------
+# arguments of losses and metrics that a user wrote ----------------------------
 
 
 class ArgumentForm(NamedTuple):
-    """The form in which a function of (scores, targets) takes one score a target."""
+    """The form in which a user's function of (scores, targets) takes its arguments.
 
-    scores_like_targets: bool = False  # scores in the targets' shape
+    It matters where there is one score for each target.
+    """
+
+    scores_like_targets: bool = False  # the scores have the targets' shape
     targets_as_floats: bool = False  # whole numbers as targets become floats
 
     def convert(self, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores and targets [B, ...] in this form; others than one score a target
-        as they are."""
-        if (self.scores_like_targets or self.targets_as_floats) and has_one_score_each(
-            scores, y
-        ):
-            scores = scores.reshape(y.shape) if self.scores_like_targets else scores
-            y = (
-                y.to(scores.dtype)
-                if self.targets_as_floats and not y.is_floating_point()
-                else y
-            )
+        """The scores and targets [B, ...] in this form.
+
+        Both stay as they are where there is not one score for each target.
+        """
+        changes_something = self.scores_like_targets or self.targets_as_floats
+        if not changes_something or not has_one_score_each(scores, y):
+            return scores, y
+        if self.scores_like_targets:
+            scores = scores.reshape(y.shape)
+        if self.targets_as_floats and not y.is_floating_point():
+            y = y.to(scores.dtype)
         return scores, y
 
 
 def has_one_score_each(scores: Tensor, y: Tensor) -> bool:
-    """Whether the shapes of scores and targets [B, ...] are the same, but for axes
-    of length 1."""
-    own, others = ([n for n in t.shape[1:] if n != 1] for t in (scores, y))
-    return scores.shape[:1] == y.shape[:1] and own == others
+    """Whether there is one score for each target: both [B, ...] have the same shape.
+
+    Axes of length 1 do not count.
+    """
+    score_axes = [length for length in scores.shape[1:] if length != 1]
+    target_axes = [length for length in y.shape[1:] if length != 1]
+    return scores.shape[:1] == y.shape[:1] and score_axes == target_axes
 
 
 def find_argument_form(
     f: Metric, scores: Tensor, y: Tensor, is_loss: bool = False
 ) -> ArgumentForm | None:
-    """The form that `f` takes, tried on drawn scores; None where two forms give two
-    values, and neither shows that it is the wrong one.
+    """The form of its arguments that `f` takes, found by calls with drawn scores.
 
-    Scores [B, 1] beside targets [B] are spread to [B, B] by most functions, and then it
-    does not matter which sample has which target. The scores are drawn between targets
-    of other samples: so a function that pairs each score with its own target gives
-    another value by as much as the targets differ, whatever their scale. A loss
-    (`is_loss`) is tried with its slopes, and may take whole numbers as floats.
+    Most functions spread scores [B, 1] beside targets [B] to [B, B]. Their value is
+    wrong, and does not depend on which sample has which target. A function that pairs
+    each score with its own target shows that it does: the drawn scores lie between
+    targets of other samples, so its value changes when the targets are exchanged, by as
+    much as the targets differ and whatever their scale.
+
+    Returns None where the two forms give two values and neither shows that it is wrong.
+
+    Args:
+        scores: Scores [B, ...] of a batch, of which the shape and the dtype are used.
+        y: Their targets [B, ...], whose values give the scale.
+        is_loss: Whether `f` is a loss, which must have a gradient and may take whole
+            numbers as floats.
     """
-    for as_floats in (False, True)[: 2 if is_loss and not y.is_floating_point() else 1]:
-        for dtype in dict.fromkeys((torch.float64, scores.dtype)):
-            tried = _FormProbe(f, scores.shape[1:], y, dtype, as_floats, is_loss)
-            if tried.original_values or tried.reshaped_values:
-                form = tried.find_form()
+    target_forms = [False]  # whether targets become floats
+    if is_loss and not y.is_floating_point():
+        target_forms.append(True)
+    dtypes = dict.fromkeys((torch.float64, scores.dtype))
+    for as_floats in target_forms:
+        for dtype in dtypes:
+            probe = _FormProbe(f, scores.shape[1:], y, dtype, as_floats, is_loss)
+            if probe.original_values or probe.reshaped_values:
+                form = probe.find_form()
                 return form and form._replace(targets_as_floats=as_floats)
-    return ArgumentForm()  # it fails on its own
+    return ArgumentForm()  # the function fails in any form, and shall say why itself
 
 
 PROBE_DRAWS = 2
-PROBE_SAMPLES = 7  # an odd number, so that of two labels one is more frequent
-DrawValues = dict[int, float]  # by the number of the draw, where the function gives one
+PROBE_SAMPLES = 7  # an odd number, so that one of two labels is more frequent
+DrawValues = dict[int, float]  # the function's value, by the number of the draw
 
 
 class _FormProbe:
-    """The values of a function for drawn scores in both shapes, where it gives any."""
+    """The values of a function for drawn scores, in their own shape and the targets'.
+
+    A draw for which the function fails has no value.
+    """
 
     def __init__(
         self,
         f: Metric,
         shape: tuple[int, ...],  # of one sample's scores
-        y: Tensor,
+        y: Tensor,  # [B, ...]
         dtype: torch.dtype,
         as_floats: bool,
         with_gradient: bool,
@@ -286,102 +350,138 @@ class _FormProbe:
         self.f = f
         self.with_gradient = with_gradient
         self.shape = (PROBE_SAMPLES, *shape)
-        pairs = list(_draw_pairs(y))
         floats = as_floats or y.is_floating_point()
-        # torch makes float32 of whole numbers
-        self.relative_tolerance = 1e-9 if floats and dtype == torch.float64 else 1e-5
-        self.pairs = [
-            (s.to(dtype), t.to(dtype) if floats else t.to(y.dtype)) for s, t in pairs
-        ]
-        each = enumerate(self.pairs)
-        self.original_values = self.evaluate_draws(
-            (k, s.view(self.shape), t) for k, (s, t) in each
-        )
-        self.reshaped_values = self.evaluate_draws(
-            (k, *pair) for k, pair in enumerate(self.pairs)
-        )
+        # A loss of whole numbers is float32 in torch, whatever the scores' dtype.
+        is_exact = floats and dtype == torch.float64
+        self.relative_tolerance = 1e-9 if is_exact else 1e-5
+        target_dtype = dtype if floats else y.dtype
+        self.pairs = []
+        for scores, targets in _draw_pairs(y):
+            self.pairs.append((scores.to(dtype), targets.to(target_dtype)))
+        draws = range(len(self.pairs))
+        self.original_values = self.evaluate_draws(draws)
+        self.reshaped_values = self.evaluate_draws(draws, like_targets=True)
 
-    def evaluate_draws(self, draws: Iterable[tuple[int, Tensor, Tensor]]) -> DrawValues:
-        found = {}
-        for k, scores, y in draws:
+    def evaluate_draws(
+        self,
+        draws: Iterable[int],
+        *,
+        like_targets: bool = False,
+        exchange_targets: bool = False,
+    ) -> DrawValues:
+        """The function's values for these draws.
+
+        Args:
+            like_targets: Whether the scores have the targets' shape.
+            exchange_targets: Whether each sample gets another one's target.
+        """
+        values = {}
+        for draw in draws:
+            scores, targets = self.pairs[draw]
+            if not like_targets:
+                scores = scores.view(self.shape)
+            if exchange_targets:
+                targets = targets.roll(1, 0)
             try:
-                with torch.enable_grad():
-                    given = scores.clone().requires_grad_(self.with_gradient)
-                    value: Any = self.f(given, y)
-                    if self.with_gradient:
-                        torch.autograd.grad(value.sum(), given, allow_unused=True)
-                found[k] = float(value)
+                values[draw] = self._evaluate(scores, targets)
             except Exception:  # outside of its domain, or not in this shape
                 continue
-        return found
+        return values
+
+    def _evaluate(self, scores: Tensor, targets: Tensor) -> float:
+        with torch.enable_grad():
+            scores = scores.clone().requires_grad_(self.with_gradient)
+            value: Any = self.f(scores, targets)
+            if self.with_gradient:
+                torch.autograd.grad(value.sum(), scores, allow_unused=True)
+        return float(value)
 
     def find_form(self) -> ArgumentForm | None:
+        """The form that the values show; None where they leave it open.
+
+        Where no draw has a finite value in both shapes, but some have one in the
+        targets' shape, that is the form.
+        """
         if not self.reshaped_values:
             return ArgumentForm()
-        both = self.original_values.keys() & self.reshaped_values.keys()
-        known = [
-            k
-            for k in both
-            if self.are_finite(self.original_values[k], self.reshaped_values[k])
-        ]
-        other = [
-            k
-            for k in known
-            if not self.is_close(self.original_values[k], self.reshaped_values[k])
-        ]
-        if known and not other:
+        comparable = []  # draws with a finite value in both shapes
+        for draw in self.original_values.keys() & self.reshaped_values.keys():
+            original = self.original_values[draw]
+            reshaped = self.reshaped_values[draw]
+            if math.isfinite(original) and math.isfinite(reshaped):
+                comparable.append(draw)
+        different = []
+        for draw in comparable:
+            original = self.original_values[draw]
+            if not self.is_close(original, self.reshaped_values[draw]):
+                different.append(draw)
+        shape_plays_no_part = comparable and not different
+        # A value that differs from call to call shows nothing.
+        if shape_plays_no_part or not self._repeats(different):
             return ArgumentForm()
-        # the same once more, and with targets of other samples
-        again = self.evaluate_draws(
-            (k, self.pairs[k][0].view(self.shape), self.pairs[k][1]) for k in other
-        )
-        if again != {k: self.original_values[k] for k in other}:
-            return ArgumentForm()  # it changes from call to call
-        moved = self.evaluate_draws(
-            (k, self.pairs[k][0].view(self.shape), self.pairs[k][1].roll(1, 0))
-            for k in other
-        )
-        spread = all(
-            self.is_close(moved.get(k, math.nan), self.original_values[k])
-            for k in other
-        )
-        return ArgumentForm(scores_like_targets=True) if spread else None
+        if self._ignores_pairs(different):
+            return ArgumentForm(scores_like_targets=True)
+        return None
 
-    def is_close(self, one: float, other: float) -> bool:
-        return math.isclose(one, other, rel_tol=self.relative_tolerance)
+    def _repeats(self, draws: Sequence[int]) -> bool:
+        """Whether another call gives the same values, bit for bit."""
+        expected = {draw: self.original_values[draw] for draw in draws}
+        return self.evaluate_draws(draws) == expected
 
-    @staticmethod
-    def are_finite(*values: float) -> bool:
-        return all(map(math.isfinite, values))
+    def _ignores_pairs(self, draws: Sequence[int]) -> bool:
+        """Whether the values stay the same when the samples exchange their targets.
+
+        Then the function has spread the scores over all targets.
+        """
+        exchanged = self.evaluate_draws(draws, exchange_targets=True)
+        for draw in draws:
+            value = exchanged.get(draw, math.nan)
+            if not self.is_close(value, self.original_values[draw]):
+                return False
+        return True
+
+    def is_close(self, value: float, other: float) -> bool:
+        return math.isclose(value, other, rel_tol=self.relative_tolerance)
 
 
 def _draw_pairs(y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Scores and targets [ROWS, ...] float64 at the scale of the targets `y` [B, ...]:
-    between the smallest and the largest, between 0 and 1, and on both sides of 0."""
+    """Scores and targets [PROBE_SAMPLES, ...], float64, at the scale of `y` [B, ...].
+
+    Each draw of targets has three kinds of scores: between the smallest and the largest
+    target, between 0 and 1, and on both sides of 0.
+    """
     known = y.detach().reshape(-1)[:4096].double().unique()
     if len(known) < 2:  # targets that are all the same show nothing
-        c = float(known[0]) if len(known) else 0.0
-        half = c / 2 if y.is_floating_point() else c // 2
-        known = torch.tensor(
-            [c, half if c else 1.0], device=y.device, dtype=torch.float64
-        )
+        known = _two_targets(y, known)
     draws = torch.Generator().manual_seed(0)
     count = PROBE_SAMPLES * y[:1].numel()
     for _ in range(PROBE_DRAWS):
         order = torch.randperm(count, generator=draws)
-        place = torch.linspace(0, len(known) - 1, count).long()[order]
-        targets = known[place.to(known.device)].view(PROBE_SAMPLES, *y.shape[1:])
-        share = (0.05 + 0.4 * torch.rand(targets.shape, generator=draws)).to(targets)
-        scores = targets.roll(2, 0).lerp(targets.roll(3, 0), share)
+        index = torch.linspace(0, len(known) - 1, count).long()[order]
+        targets = known[index.to(known.device)].view(PROBE_SAMPLES, *y.shape[1:])
+        # From 0.05 to 0.45: each score is nearer to one target, but equals none.
+        position = 0.05 + 0.4 * torch.rand(targets.shape, generator=draws)
+        between = targets.roll(2, 0), targets.roll(3, 0)  # two other samples' targets
+        scores = between[0].lerp(between[1], position.to(targets))
         low, high = scores.aminmax()
         yield scores, targets
-        yield 0.1 + 0.8 * (scores - low) / (high - low).clamp(min=1e-300), targets
-        # a mean of 0 would hide what is multiplied by it
+        width = (high - low).clamp(min=1e-300)  # no division by 0
+        yield 0.1 + 0.8 * (scores - low) / width, targets
+        # Scores with a mean of 0 would hide what is multiplied by it.
         yield scores - scores.median(), targets
 
 
+def _two_targets(y: Tensor, known: Tensor) -> Tensor:
+    """Two different targets, one of which is the only known one, if there is one."""
+    value = float(known[0]) if len(known) else 0.0
+    other = value / 2 if y.is_floating_point() else value // 2
+    if value == 0:
+        other = 1.0
+    return torch.tensor([value, other], device=y.device, dtype=torch.float64)
+
+
 class CustomMetric:
-    """A metric of one's own, handed one score a target in the form that it takes."""
+    """A user's metric, which is called with its arguments in the form that it takes."""
 
     def __init__(self, name: str, metric: Metric) -> None:
         self.name = name
@@ -389,24 +489,27 @@ class CustomMetric:
         self._argument_form: ArgumentForm | None = None
 
     def __call__(self, scores: Tensor, y: Tensor) -> Any:
+        """The metric's value for one client's scores and targets [n, ...].
+
+        Raises ValueError where the form of its arguments cannot be found out.
+        """
         if scores.shape != y.shape and has_one_score_each(scores, y) and len(y):
             if self._argument_form is None:
                 self._argument_form = find_argument_form(self.metric, scores, y)
             if self._argument_form is None:
                 raise ValueError(
                     f"it gives another value for scores {list(scores.shape)} than in "
-                    "the shape of "
-                    f"the targets, {list(y.shape)}; let it begin with "
+                    f"the shape of the targets, {list(y.shape)}; let it begin with "
                     "scores.reshape(y.shape)"
                 )
             scores, y = self._argument_form.convert(scores, y)
         return self.metric(scores, y)
 
 
-# one client's scores and labels -> a number, by name ------------------------
+# metrics by name: one client's scores and labels -> a number -------------------
 
 
-# columns of a record
+# Columns of a record, which no metric may have as its name.
 RECORD_COLUMNS = (
     "loss",
     "accuracy",
@@ -422,33 +525,42 @@ RECORD_COLUMNS = (
 def metrics_of(
     metrics: Sequence[str | Metric] | Mapping[str, Metric], classes: bool
 ) -> dict[str, Metric]:
-    """Functions of one client's (scores, labels) by name: those of `METRICS` for labels
-    (`classes`) or for targets, or one's own, which goes by its `__name__` or by its
-    key. ValueError or ImportError in one sentence."""
-    out: dict[str, Metric] = {}
-    pairs = (
-        metrics.items()
-        if isinstance(metrics, Mapping)
-        else zip(metrics, metrics, strict=True)
-    )
+    """Functions of one client's (scores, labels), by name.
+
+    A name is one of `METRICS`. A function of the user's own is recorded under its
+    `__name__`, or under its key in a dict.
+
+    Args:
+        classes: Whether the metrics are for labels, else for targets.
+
+    Raises ValueError for an unknown name or for one that cannot be recorded, and
+    ImportError where a metric needs a package that is not installed.
+    """
+    functions: dict[str, Metric] = {}
+    pairs: Iterable[tuple[str | Metric, str | Metric]]
+    if isinstance(metrics, Mapping):
+        pairs = metrics.items()
+    else:
+        pairs = [(metric, metric) for metric in metrics]
     for key, metric in pairs:
-        name = (
-            key
-            if isinstance(key, str)
-            else getattr(key, "__name__", type(key).__name__)
-        )
-        if name in RECORD_COLUMNS or name in out:
+        name = _metric_name(key)
+        if name in RECORD_COLUMNS or name in functions:
+            fault = "there twice" if name in functions else "recorded anyway"
             raise ValueError(
-                f"metrics: {name!r} is "
-                f"{'there twice' if name in out else 'recorded anyway'}; "
-                "leave it out or rename it."
+                f"metrics: {name!r} is {fault}; leave it out or rename it."
             )
-        out[name] = (
-            _by_name(metric, classes)
-            if isinstance(metric, str)
-            else CustomMetric(name, metric)
-        )
-    return out
+        if isinstance(metric, str):
+            functions[name] = _metric_by_name(metric, classes)
+        else:
+            functions[name] = CustomMetric(name, metric)
+    return functions
+
+
+def _metric_name(key: str | Metric) -> str:
+    """The name under which a metric is recorded: a key itself, or a function's name."""
+    if isinstance(key, str):
+        return key
+    return str(getattr(key, "__name__", type(key).__name__))
 
 
 def measured_by(
@@ -457,39 +569,47 @@ def measured_by(
     pairs: Sequence[tuple[Tensor, Tensor]],
     clients: Sequence[int],
 ) -> Tensor:
-    """`metric` of each of the `clients`' (scores, labels): float64 [S], NaN where it
-    has no value. ValueError where it breaks."""
+    """A metric of each client, float64 [S], with NaN for a client without a value.
+
+    Args:
+        pairs: The scores and the labels of each client.
+        clients: The ids of these clients, for the text of an error.
+
+    Raises ValueError where the metric raises an error.
+    """
     values = []
-    for (scores, y), i in zip(pairs, clients, strict=True):
+    for (scores, y), client in zip(pairs, clients, strict=True):
         try:
             values.append(float(metric(scores.detach(), y)))
         except Exception as error:
             raise ValueError(
-                f"metrics: {name!r} failed for client {i} with {type(error).__name__}: "
-                f"{error}."
+                f"metrics: {name!r} failed for client {client} with "
+                f"{type(error).__name__}: {error}."
             ) from error
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _by_name(name: str, classes: bool) -> Metric:
+def _metric_by_name(name: str, classes: bool) -> Metric:
+    """The function of `METRICS`; ValueError where it is not for such samples."""
     known = [k for k in METRICS if (k in FOR_LABELS) is classes]
     if name not in known:
-        kinds = ("labels", "targets") if classes else ("targets", "labels")
-        why = f"and {name!r} is for {kinds[1]}" if name in METRICS else f"got {name!r}"
-        near = None if name in METRICS else closest_name(name, known)
-        why += f"; did you mean {near!r}" if near is not None else ""
+        kind, other_kind = ("labels", "targets") if classes else ("targets", "labels")
+        reason = f"got {name!r}"
+        nearest = closest_name(name, known)
+        if name in METRICS:
+            reason = f"and {name!r} is for {other_kind}"
+        elif nearest is not None:
+            reason += f"; did you mean {nearest!r}"
         if name in FOR_LABELS:
-            why += (
+            reason += (
                 ", of which one score each is known to be a logit by the loss alone, "
-                "such as "
-                "'binary_cross_entropy' or nn.BCEWithLogitsLoss(pos_weight=...)"
+                "such as 'binary_cross_entropy' or nn.BCEWithLogitsLoss(pos_weight=...)"
             )
         raise ValueError(
-            f"metrics: for {kinds[0]} there are {', '.join(known)}, or a function of "
-            "(scores, "
-            f"labels), {why}."
+            f"metrics: for {kind} there are {', '.join(known)}, or a function of "
+            f"(scores, labels), {reason}."
         )
-    _sklearn()
+    _sklearn()  # a missing package is reported before the run, not after a round
     return METRICS[name]
 
 
@@ -498,105 +618,147 @@ def _sklearn() -> Any:
 
 
 def auc(scores: Tensor, y: Tensor) -> float:
-    """Area under the ROC curve of scores [n] or [n, C] and labels [n]; of several
-    classes the mean of one against the rest, over those that some samples have and some
-    lack."""
+    """Area under the ROC curve of scores [n] or [n, C] and labels [n].
+
+    Of three classes or more it is the mean over the areas of one class against the
+    rest. Classes that no sample has, or that all have, are left out. NaN where none is
+    left, or where a score is not finite.
+    """
     labels = _predicted_classes(scores, y)[1].reshape(-1).cpu()
     scores = scores.detach().reshape(len(labels), -1).double().cpu()
-    several = scores.shape[1]
-    if several == 2:
+    num_scores = scores.shape[1]
+    if num_scores == 2:
         scores = scores[:, 1:] - scores[:, :1]
-    elif several > 2 and not (
-        (scores >= 0).all() and torch.allclose(scores.sum(1), scores.new_ones(()))
-    ):
-        # logits of different samples are comparable between samples only as
-        # probabilities
+    elif num_scores > 2 and not _are_probabilities(scores):
+        # Logits can be compared between samples only as probabilities.
         scores = scores.softmax(1)
     if not scores.isfinite().all():
         return math.nan
-    columns = {1: scores} if several < 3 else dict(enumerate(scores.T))
-    areas = [
-        _sklearn().roc_auc_score(labels == c, s)
-        for c, s in columns.items()
-        if 0 < int((labels == c).sum()) < len(labels)
-    ]
+    scores_by_class = {1: scores}
+    if num_scores > 2:
+        scores_by_class = dict(enumerate(scores.T))
+    areas = []
+    for label, class_scores in scores_by_class.items():
+        is_class = labels == label
+        if 0 < int(is_class.sum()) < len(labels):
+            areas.append(_sklearn().roc_auc_score(is_class, class_scores))
     return mean(areas)
 
 
+def _are_probabilities(scores: Tensor) -> bool:
+    """Whether each row of scores [n, C] sums to 1, without a negative entry."""
+    if not (scores >= 0).all():
+        return False
+    return torch.allclose(scores.sum(1), scores.new_ones(()))
+
+
 def f1(scores: Tensor, y: Tensor) -> float:
-    """F1 of scores [n] or [n, C] and labels [n]: of class 1 where there are two, else
-    the unweighted mean over the classes that samples have or were given."""
-    won, labels = (v.reshape(-1).cpu() for v in _predicted_classes(scores, y))
-    single = scores.numel() <= 2 * y.numel()
-    classes = (
-        [1]
-        if single
-        else [c for c in torch.cat([labels, won]).unique().tolist() if c >= 0]
+    """F1 score of scores [n] or [n, C] and labels [n]; NaN without samples.
+
+    Of two classes it is that of class 1. Of more it is the unweighted mean over the
+    classes that are some sample's label or prediction.
+    """
+    predicted, labels = _predicted_classes(scores, y)
+    predicted = predicted.reshape(-1).cpu()
+    labels = labels.reshape(-1).cpu()
+    if not len(labels):
+        return math.nan
+    classes = [1]
+    if scores.numel() > 2 * y.numel():
+        present = torch.cat([labels, predicted]).unique().tolist()
+        classes = [label for label in present if label >= 0]
+    score = _sklearn().f1_score(
+        labels, predicted, labels=classes, average="macro", zero_division=math.nan
     )
-    how: Any = {"labels": classes, "average": "macro", "zero_division": math.nan}
-    return float(_sklearn().f1_score(labels, won, **how)) if len(labels) else math.nan
+    return float(score)
 
 
 def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
-    """The mean over the classes that samples have of the share of them that is right,
-    by scores [n] or [n, C] and labels [n]."""
-    won, labels = (v.reshape(-1) for v in _predicted_classes(scores, y))
-    return mean(
-        [(won[labels == c] == c).double().mean().item() for c in labels.unique()]
-    )
+    """Mean over classes of the fraction of their samples that is classified correctly.
+
+    It takes scores [n] or [n, C] and labels [n], and leaves out classes that no sample
+    has.
+    """
+    predicted, labels = _predicted_classes(scores, y)
+    predicted = predicted.reshape(-1)
+    labels = labels.reshape(-1)
+    fractions = []
+    for label in labels.unique():
+        is_right = predicted[labels == label] == label
+        fractions.append(is_right.double().mean().item())
+    return mean(fractions)
 
 
 @checked
 def _errors(scores: Tensor, y: Tensor) -> Tensor:
+    """Differences between scores and targets, float64 like `y` [n, ...]."""
     _check_pair(scores, y)
     return scores.detach().reshape(y.shape).double() - y.double()
 
 
 def mae(scores: Tensor, y: Tensor) -> float:
-    """Mean absolute error of scores [n, ...] against targets of as many elements."""
+    """Mean absolute error of scores [n, ...] for targets of as many elements."""
     return _errors(scores, y).abs().mean().item()
 
 
 def rmse(scores: Tensor, y: Tensor) -> float:
-    """Root of the mean squared error of scores [n, ...] against targets of as many
-    elements."""
+    """Root mean squared error of scores [n, ...] for targets of as many elements."""
     return _errors(scores, y).square().mean().sqrt().item()
 
 
 def r2(scores: Tensor, y: Tensor) -> float:
-    """Coefficient of determination of scores [n, ...] for targets of as many elements;
-    NaN for fewer than two samples; of several outputs the unweighted mean."""
-    finite = bool(_errors(scores, y).isfinite().all())
-    if len(y) < 2 or not finite:
+    """Coefficient of determination of scores [n, ...] for targets of as many elements.
+
+    NaN for fewer than two samples, and where an error is not finite. Of several outputs
+    it is the unweighted mean.
+    """
+    is_finite = bool(_errors(scores, y).isfinite().all())
+    if len(y) < 2 or not is_finite:
         return math.nan
-    found, targets = (v.detach().reshape(y.shape).double().cpu() for v in (scores, y))
-    return float(_sklearn().r2_score(targets, found))
+    predictions = scores.detach().reshape(y.shape).double().cpu()
+    targets = y.detach().double().cpu()
+    return float(_sklearn().r2_score(targets, predictions))
 
 
 METRICS: dict[str, Metric] = {
-    f.__name__: f for f in (auc, f1, balanced_accuracy, mae, rmse, r2)
+    "auc": auc,
+    "f1": f1,
+    "balanced_accuracy": balanced_accuracy,
+    "mae": mae,
+    "rmse": rmse,
+    "r2": r2,
 }
 FOR_LABELS = ("auc", "f1", "balanced_accuracy")  # the others are for targets
-# what is recorded by name, and whether more of it is better
+# The metrics whose direction is known.
 HIGHER_IS_BETTER = {
-    **dict.fromkeys(("accuracy", "auc", "f1", "balanced_accuracy", "r2"), True),
-    **dict.fromkeys(("loss", "train_loss", "mae", "rmse"), False),
+    "accuracy": True,
+    "auc": True,
+    "f1": True,
+    "balanced_accuracy": True,
+    "r2": True,
+    "loss": False,
+    "train_loss": False,
+    "mae": False,
+    "rmse": False,
 }
 
 
 def is_higher_better(
     name: str, higher_is_better: bool | None = None, argument: str = "key"
 ) -> bool:
-    """Whether more of a metric is better: as `higher_is_better` says, else as its name
-    says.
+    """Whether a higher value of a metric is better.
 
-    ValueError for a metric of one's own of which nobody said it.
+    It is as `higher_is_better` says, or else as is known of the metric of this name.
+    Raises ValueError for another metric without `higher_is_better`.
+
+    Args:
+        argument: The name of the argument that holds the metric, in the error's text.
     """
+    if higher_is_better is not None:
+        return higher_is_better
     words = (
         f"one of {', '.join(HIGHER_IS_BETTER)}, or a metric of your own with "
         "higher_is_better=True or False"
     )
-    require(
-        higher_is_better is not None or name in HIGHER_IS_BETTER, argument, words, name
-    )
-    return HIGHER_IS_BETTER[name] if higher_is_better is None else higher_is_better
+    require(name in HIGHER_IS_BETTER, argument, words, name)
+    return HIGHER_IS_BETTER[name]

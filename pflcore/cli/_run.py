@@ -25,7 +25,7 @@ from pflcore.check import (
     require,
 )
 from pflcore.cli import _experiment as experiment
-from pflcore.cli._experiment import Job, Options
+from pflcore.cli._experiment import Job, NamedFunction, Options
 from pflcore.cli._options import dataclass_of_arguments, option_fields, parse
 from pflcore.data import FEDERATIONS, PARTITIONS, SOURCES, Federation
 from pflcore.metrics import human_bytes
@@ -62,14 +62,15 @@ HELP_NAMES = {
     "Models": MODELS,
 }
 Model = Callable[[], Any]
-CHECKPOINTS = "checkpoints"  # of the runs that are not over
+CHECKPOINTS = "checkpoints"  # the folder with those of the runs that are not over
 RECORD_FILE = "record.jsonl"
 TABLE_FILE = "table.md"
-TABLE_START = "### "  # how each of our tables begins
+TABLE_START = "### "  # the start of each table that `_write_report` writes
 OUTPUT_FILES = (
     RECORD_FILE,
     TABLE_FILE,
-    *(f"{name}.{kind}" for name in pictures.PICTURE_NAMES for kind in ("png", "svg")),
+    *(f"{name}.png" for name in pictures.PICTURE_NAMES),
+    *(f"{name}.svg" for name in pictures.PICTURE_NAMES),
 )
 
 
@@ -133,261 +134,317 @@ def compare(argv: Sequence[str]) -> int:
 def _run_command(
     command: Callable[..., int], names: Sequence[str], argv: Sequence[str]
 ) -> int:
-    one = command is run
-    prog = (
-        f"pflcore run {names[0] if names else 'ALGORITHM'}"
-        if one
-        else "pflcore compare"
-    )
-    known = [f"{k}: {', '.join(v)}." for k, v in HELP_NAMES.items()]
+    """Plays the runs that `run` or `compare` was called for; the exit code.
+
+    Args:
+        names: The algorithm that `run` is called for, if there is one.
+        argv: The other words of the command line.
+    """
+    is_run = command is run
+    prog = "pflcore compare"
+    if is_run:
+        prog = f"pflcore run {names[0] if names else 'ALGORITHM'}"
+    known = [f"{kind}: {', '.join(choices)}." for kind, choices in HELP_NAMES.items()]
     about = "\n\n".join([inspect.getdoc(command) or "", *known])
-    groups: dict[str, type] = {} if one else {"compare": CompareOptions}
+    groups: dict[str, type] = {} if is_run else {"compare": CompareOptions}
     groups |= {"run": Options, "training": Training, "output": OutputOptions}
+    # What other options there are depends on the values of these, so these are parsed
+    # by themselves first, and all together afterwards.
     first = parse(prog, about, groups, argv, complete=False)
-    names = names if one else first["compare"]["algorithms"]
-    if not {"-h", "--help"} & {*argv}:
-        words = "the name of an algorithm first" if one else "at least one"
-        require(
-            names,
-            command.__name__ if one else "algorithms",
-            f"{words} ({ALGORITHM_NAMES})",
-            names,
-        )
-    asked = first["run"]
-    chosen = {
-        "partition": experiment.partition_of(asked["data"], asked["partition"]),
-        "data": experiment.reader_of(asked["data"]),
-        "model": experiment.model_of(asked["model"]),
-    }
-    for what, choice in chosen.items():
+    if not is_run:
+        names = first["compare"]["algorithms"]
+    is_help = bool({"-h", "--help"} & {*argv})
+    if not is_help:
+        _require_names(command, names)
+    functions = _chosen_functions(first["run"])
+    for title, choice in functions.items():
         if choice and choice.defaults:
-            groups[what] = dataclass_of_arguments(choice.function, choice.defaults)
-    algorithms = {name_of(name): name for name in names}
+            groups[title] = dataclass_of_arguments(choice.function, choice.defaults)
+    algorithms = {name_of(name): name for name in names}  # by the group of its options
     groups |= {title: class_of(name) for title, name in algorithms.items()}
-    classes = {class_of(name) for name in names}
-    # who has no options has no group that would say what it is
-    about = "\n\n".join(
-        [about, *(inspect.getdoc(c) or "" for c in classes if not option_fields(c))]
+    classes = dict.fromkeys(class_of(name) for name in names)
+    # Where a class has options, the group of these options has its docstring.
+    plain = [cls for cls in classes if not option_fields(cls)]
+    about = "\n\n".join([about, *(inspect.getdoc(cls) or "" for cls in plain)])
+    differ = len(classes) == len(algorithms)
+    require(differ, "algorithms", "different names", ", ".join(names))
+    prefixed = () if is_run else algorithms
+    values = parse(prog, about, groups, argv, prefixed)
+    jobs = experiment.make_jobs(
+        [*algorithms.values()],
+        Options(**values["run"]),
+        Training(**values["training"]),
+        {name: values[title] for title, name in algorithms.items()},
     )
-    require(
-        len(classes) == len(algorithms),
-        "algorithms",
-        "different names",
-        ", ".join(names),
-    )
-    got = parse(prog, about, groups, argv, () if one else algorithms)
-    hyper = {name: got[title] for title, name in algorithms.items()}
-    options = Options(**got["run"])
-    training = Training(**got["training"])
-    todo = experiment.make_jobs([*algorithms.values()], options, training, hyper)
-    reader = chosen["data"]
-    cut = got.get("partition", {})
-    if reader:  # what is as it would be anyhow is not said in the record
-        cut = {k: v for k, v in got["data"].items() if v != reader.defaults[k]}
-    return _run_jobs(todo, cut, got.get("model", {}), OutputOptions(**got["output"]))
+    cut = values.get("partition", {})
+    reader = functions["data"]
+    if reader:  # the record names a reader's options only where they are chosen
+        cut = {k: v for k, v in values["data"].items() if v != reader.defaults[k]}
+    output = OutputOptions(**values["output"])
+    return _run_jobs(jobs, cut, values.get("model", {}), output)
+
+
+def _require_names(command: Callable[..., int], names: Sequence[str]) -> None:
+    """Raises ValueError where the command line names no algorithm."""
+    if command is run:
+        words = f"the name of an algorithm first ({ALGORITHM_NAMES})"
+        require(names, command.__name__, words, names)
+    else:
+        require(names, "algorithms", f"at least one ({ALGORITHM_NAMES})", names)
+
+
+def _chosen_functions(values: Facts) -> dict[str, NamedFunction | None]:
+    """The functions that options choose by name, by the group of their own options."""
+    return {
+        "partition": experiment.partition_of(values["data"], values["partition"]),
+        "data": experiment.reader_of(values["data"]),
+        "model": experiment.model_of(values["model"]),
+    }
 
 
 def _run_jobs(
-    todo: Sequence[Job], cut: Facts, shape: Facts, output: OutputOptions
+    jobs: Sequence[Job], cut: Facts, shape: Facts, output: OutputOptions
 ) -> int:
-    options = todo[0].options
-    names = [name_of(j.algorithm) for j in todo]
+    """Plays all jobs into one record, and makes the table and the pictures.
+
+    It checks all options before it writes anything. Returns the exit code.
+
+    Args:
+        cut: The options of the partition or of the reader.
+        shape: The options of the model.
+    """
+    options = jobs[0].options
+    names = [name_of(job.algorithm) for job in jobs]
     known = output.baseline in (None, *names)
     require(known, "baseline", "one of the algorithms that run", output.baseline)
     if output.out is not None:
         _check_folder(output.out, output)
-    require(
-        not output.resume or output.out,
-        "resume",
-        "the folder of the run with --out",
-        None,
-    )
+    has_folder = not output.resume or output.out is not None
+    require(has_folder, "resume", "the folder of the run with --out", None)
     data = experiment.load_federation(options, cut)
     model = experiment.make_model(options, data, shape)
     begun = output.resume and Checkpoint(output.out or "").exists
-    # what is wrong is said before a record is opened
-    plans = [] if begun else _try_jobs(todo, data, model)
+    plans = [] if begun else _try_jobs(jobs, data, model)
     if output.dry_run:
         print("\n".join([data.summary(), *plans]))
         return 0
-    with contextlib.ExitStack() as held:
-        progress = held.enter_context(
-            Progress(sum(j.num_rounds(data.n) for j in todo), output.quiet)
-        )
-        folder = output.out or _new_folder(names, options.data, options.partition or "")
-        held.enter_context(checkpoint.lock(folder))
-        # another command may have ended there in the meantime
-        _check_folder(folder, output)
-        for name in OUTPUT_FILES:
-            remove_part_files(folder / name)
-        what = experiment.describe_jobs(todo, cut, shape) | {
-            "federation": describe.describe_data(data)
-        }
-        path, whole = folder / RECORD_FILE, list[Run]()
-        if begun:
-            whole = _complete_runs(folder, to_json(what))
-            with atomic_write(path) as part, RecordWriter(part) as record:
-                for line in (line for run in whole for line in run.lines()):
+    command = experiment.describe_jobs(jobs, cut, shape)
+    command["federation"] = describe.describe_data(data)
+    own_fields = {"partition_options": cut, "model_options": shape}
+    num_rounds = sum(job.num_rounds(data.n) for job in jobs)
+    with Progress(num_rounds, output.quiet) as progress:
+        folder = output.out
+        if folder is None:
+            folder = _new_folder(names, options.data, options.partition or "")
+        with checkpoint.lock(folder):
+            done = _prepare_folder(folder, output, to_json(command), begun, progress)
+            path = folder / RECORD_FILE
+            with RecordWriter(path, goes_on=begun) as record:
+                if not begun:
+                    checkpoint.save(folder, {}, {"command": to_json(command)})
+                progress.say(f"{data.summary()}\nRecord: {path}")
+                runner = _JobRunner(
+                    data, model, own_fields, output, folder, record, progress
+                )
+                return _play_and_report(runner, jobs, done)
+
+
+def _prepare_folder(
+    folder: Path, output: OutputOptions, command: Facts, begun: bool, progress: Progress
+) -> set[str]:
+    """Makes the folder ready for the record; the names of the jobs that are done.
+
+    Args:
+        command: What the command runs, by which a folder of another one is known.
+        begun: Whether the command goes on with the record that is in the folder.
+    """
+    # Another command may have ended there since the first check.
+    _check_folder(folder, output)
+    for name in OUTPUT_FILES:
+        remove_part_files(folder / name)
+    done = set()
+    if begun:
+        complete_runs = _complete_runs(folder, command)
+        with (
+            atomic_write(folder / RECORD_FILE) as part,
+            RecordWriter(part) as record,
+        ):
+            for recorded in complete_runs:
+                done.add(f"{recorded.algorithm}, seed {recorded.header.get('seed')}")
+                for line in recorded.lines():
                     record.write(line)
-        moved = _move_outputs_aside(folder, complete_record=not begun)
-        if moved:
-            progress.say(moved)
-        record = held.enter_context(RecordWriter(path, goes_on=begun))
-        if not begun:
-            checkpoint.save(folder, {}, {"command": to_json(what)})
-        progress.say(f"{data.summary()}\nRecord: {path}")
-        own = {"partition_options": cut, "model_options": shape}
-        runs = _JobRunner(data, model, own, output, folder, record, progress)
-        try:
-            status = runs.play(
-                todo, {f"{r.algorithm}, seed {r.header.get('seed')}" for r in whole}
-            )
-        except RunFailed:  # a table of what there is, where that can be written
-            progress.close()
-            with contextlib.suppress(Exception):
-                _write_report(read(path), folder, output)
-            raise
-        progress.close()
-        _write_report(read(path), folder, output)
+    moved = _move_outputs_aside(folder, complete_record=not begun)
+    if moved:
+        progress.say(moved)
+    return done
+
+
+def _play_and_report(
+    runner: "_JobRunner", jobs: Sequence[Job], done: Collection[str]
+) -> int:
+    """Plays the jobs, and makes the table and the pictures; the exit code."""
+    path = runner.record.path
+    try:
+        status = runner.play(jobs, done)
+    except RunFailed:
+        # There may still be rounds for a table, and room to write it.
+        runner.progress.close()
+        with contextlib.suppress(Exception):
+            _write_report(read(path), runner.folder, runner.output)
+        raise
+    runner.progress.close()
+    _write_report(read(path), runner.folder, runner.output)
     return status
 
 
-def _try_jobs(todo: Sequence[Job], data: Federation, model: Model) -> list[str]:
-    """Each algorithm's plan in words."""
+def _try_jobs(jobs: Sequence[Job], data: Federation, model: Model) -> list[str]:
+    """Lines on what each algorithm would run, and where.
+
+    It makes every simulation, so that an error is reported before a record is opened.
+    """
     plans = []
-    for job in [j for j in todo if j.options.seed == todo[0].options.seed]:
-        made = job.simulation(data, model)
-        where = describe.memory_line(made.config, made.peak_bytes())
-        plans.append(f"{_plan_line(job.header(made))}\n{where}")
-        del made  # the next one needs the memory
+    for job in jobs:
+        if job.options.seed != jobs[0].options.seed:
+            continue  # another seed changes nothing in the plan
+        simulation = job.simulation(data, model)
+        memory = describe.memory_line(simulation.config, simulation.peak_bytes())
+        plans.append(f"{_plan_line(job.header(simulation))}\n{memory}")
+        del simulation  # the next one needs the memory
     return plans
 
 
 def _complete_runs(folder: Path, command: Facts) -> list[Run]:
-    """The runs of a command that are over, by the record in its folder. ValueError
-    where it is another command's."""
-    there = checkpoint.load(folder)[1].get("command", {})
-    if differs := describe.first_difference(there, command):
+    """The runs in a folder's record that are over.
+
+    Raises ValueError where the folder is another command's, or a checkpoint is damaged.
+    """
+    recorded = checkpoint.load(folder)[1].get("command", {})
+    difference = describe.first_difference(recorded, command)
+    if difference:
         raise ValueError(
-            f"resume: {folder} holds another run: {differs}; give the options it was "
-            "begun with, "
-            "or another folder."
+            f"resume: {folder} holds another run: {difference}; give the options it "
+            "was begun with, or another folder."
         )
     for path in (folder / CHECKPOINTS).rglob(checkpoint.FILE_NAME):
-        # a damaged one is said before the record is written
+        # It is loaded here, too, because the record is rewritten next.
         checkpoint.load(path.parent)
     return [run for run in read(folder / RECORD_FILE) if run.complete]
 
 
 @dataclass
 class _JobRunner:
-    """What the jobs of a command share, which are played one after the other into
-    one record."""
+    """Plays the jobs of a command, one after the other, into one record."""
 
     data: Federation
     model: Model
-    header_fields: Line  # of the header, beside what a job says
+    header_fields: Line  # fields of each header, beside those that a job has
     output: OutputOptions
     folder: Path
     record: RecordWriter
     progress: Progress
 
-    def play(self, todo: Sequence[Job], done: Collection[str]) -> int:
-        """All jobs but those that are `done`. Gives the command's exit code."""
-        failed = broken = False
-        kept = self.folder / CHECKPOINTS
+    def play(self, jobs: Sequence[Job], done: Collection[str]) -> int:
+        """Plays all jobs except those whose names are in `done`; the exit code."""
+        has_stopped = has_failed = False
+        checkpoints = self.folder / CHECKPOINTS
         try:
-            for i, job in enumerate(todo):
+            for i, job in enumerate(jobs):
                 if job.name in done:
                     self.progress.skip(job.num_rounds(self.data.n))
                     continue
-                history = self.run_job(job, kept / str(i))
+                history = self.run_job(job, checkpoints / str(i))
                 if history.interrupted:
                     raise KeyboardInterrupt
-                failed = failed or bool(history.stopped)
-                broken = broken or history.failed
+                has_stopped = has_stopped or bool(history.stopped)
+                has_failed = has_failed or history.failed
                 del history  # the next one needs the memory
         except KeyboardInterrupt:
             self.progress.say(
                 "Interrupted; the record is whole up to here, and --resume goes on "
-                "from the last "
-                "checkpoint."
+                "from the last checkpoint."
             )
             return 130
-        if not broken:
-            shutil.rmtree(kept, ignore_errors=True)
-        return 1 if failed else 0
+        if not has_failed:
+            shutil.rmtree(checkpoints, ignore_errors=True)
+        return 1 if has_stopped else 0
 
-    def run_job(self, job: Job, kept: Path) -> History:
-        """Plays a job, from its checkpoint in the folder `kept` where it is there.
-        Whatever ends it, the record holds every round that was played and says why it
-        is not whole."""
-        played, out, simulation = (
-            count(),
-            self.output,
-            job.simulation(self.data, self.model),
-        )
-        keeper = Checkpoint(kept, out.checkpoint_every, out.checkpoint_minutes)
+    def run_job(self, job: Job, folder: Path) -> History:
+        """Plays a job, from its checkpoint in `folder` if there is one.
+
+        Whatever ends it, the record holds every round that was played, and says why it
+        lacks others. Raises RunFailed for an error in the middle.
+        """
+        simulation = job.simulation(self.data, self.model)
+        every = self.output.checkpoint_every
+        keeper = Checkpoint(folder, every, self.output.checkpoint_minutes)
         if keeper.exists and not job.for_each:
-            simulation.restore(kept)
-        head = job.header(simulation) | self.header_fields
-        self.progress.say(_plan_line(head))
+            simulation.restore(folder)
+        header = job.header(simulation) | self.header_fields
+        self.progress.say(_plan_line(header))
         self.progress.name(job.name)
+        played = 0
 
-        def step(_: int, line: Line) -> None:
-            next(played)
+        def count_round(_: int, line: Line) -> None:
+            nonlocal played
+            played += 1
             self.progress.step(line)
 
         def play(on_round: OnRound) -> History:
-            # a round's record needs all the clients' runs
-            history = job.play(
-                simulation, self.data, step if job.for_each else on_round, keeper
-            )
-            for line in history.rounds if job.for_each else ():
+            if not job.for_each:
+                return job.play(simulation, self.data, on_round, keeper)
+            # A round's record needs all the clients' runs, so it is written at the end.
+            history = job.play(simulation, self.data, count_round, keeper)
+            for line in history.rounds:
                 self.record.write(line)
             return history
 
         try:
-            with warnings.catch_warnings():  # it is said below
+            with warnings.catch_warnings():
+                # The text of this warning is printed below.
                 warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
-                history: History = self.record.run(head, play, step)
+                history: History = self.record.run(header, play, count_round)
         except Exception as e:
-            why, rest = f"{type(e).__name__}: {first_line(e)}", ""
-            if isinstance(e, OSError):  # a full disk, most of all
-                why, rest = (
-                    str(e.strerror or e),
-                    ", and --resume goes on from the last checkpoint",
-                )
-            there = f"the record up to there is {self.record.path}{rest}."
-            raise RunFailed(f"{job.name} failed: {why}; {there}") from e
+            raise RunFailed(self._failure(job, e)) from e
         if history.stopped:
             self.progress.say(f"{job.name}: {history.stopped}")
-        self.progress.skip(job.num_rounds(self.data.n) - next(played))
+        self.progress.skip(job.num_rounds(self.data.n) - played)
         if not (history.interrupted or history.failed):
-            shutil.rmtree(kept, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         return history
+
+    def _failure(self, job: Job, error: Exception) -> str:
+        """The sentence on a job that an error has ended."""
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        remedy = ""
+        if isinstance(error, OSError):  # in most cases the disk is full
+            reason = str(error.strerror or error)
+            remedy = ", and --resume goes on from the last checkpoint"
+        path = self.record.path
+        return f"{job.name} failed: {reason}; the record up to there is {path}{remedy}."
 
 
 def _write_report(runs: Runs, folder: Path, output: ReportOptions) -> None:
-    """Table to stdout and table.md; pictures, where matplotlib is there. RunFailed
-    where they cannot be written."""
+    """Prints the table, and writes table.md and, with matplotlib, the pictures.
+
+    Raises RunFailed where they cannot be written.
+    """
     text = table.table(runs, output.last, output.baseline)
-    made: list[Path] = []
+    paths = [folder / TABLE_FILE]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / TABLE_FILE, text)
-        made = pictures.draw(runs, folder)
+        paths += pictures.draw(runs, folder)
     except ImportError as e:
         print(f"{e} Then: pflcore report {folder}", file=sys.stderr)
     except OSError as e:
         print(text)
         raise RunFailed(
             f"out: table and pictures cannot be written into {folder} "
-            f"({e.strerror or e}); make "
-            f"room there, then: pflcore report {folder}."
+            f"({e.strerror or e}); make room there, then: pflcore report {folder}."
         ) from e
-    print(text)  # when all is written: a reader may have gone
-    names = ", ".join(p.name for p in [folder / TABLE_FILE, *made])
+    # It is printed last, because the reader of a pipe may have gone.
+    print(text)
+    names = ", ".join(path.name for path in paths)
     print(f"In {folder}: {names}", file=sys.stderr)
 
 
@@ -395,47 +452,46 @@ def report(argv: Sequence[str]) -> int:
     """Makes the table and the pictures again, from the records in some folders."""
     places = [*takewhile(lambda word: not word.startswith("-"), argv)]
     about = inspect.getdoc(report) or ""
+    groups = {"report": ReportOptions}
     rest = argv[len(places) :]
-    asked = ReportOptions(
-        **parse("pflcore report FOLDER ...", about, {"report": ReportOptions}, rest)[
-            "report"
-        ]
-    )
-    runs = [r for place in places for r in read(place)]
+    values = parse("pflcore report FOLDER ...", about, groups, rest)
+    options = ReportOptions(**values["report"])
+    runs: list[Run] = []
+    for place in places:
+        runs += read(place)
     words = "folders or .jsonl files that hold a record"
-    require(
-        runs,
-        "report",
-        words,
-        f"{', '.join(places)}, which holds none" if places else None,
-    )
-    first = Path(places[0])
-    folder = asked.out or (first if first.is_dir() else first.parent)
-    _check_folder(folder, asked)
+    got = f"{', '.join(places)}, which holds none" if places else None
+    require(runs, "report", words, got)
+    folder = options.out
+    if folder is None:
+        first = Path(places[0])
+        folder = first if first.is_dir() else first.parent
+    _check_folder(folder, options)
     moved = _move_outputs_aside(folder, complete_record=False)
     if moved:
         print(moved, file=sys.stderr)
-    _write_report(runs, folder, asked)
+    _write_report(runs, folder, options)
     return 0
 
 
 def _new_folder(algorithms: Sequence[str], data: str, partition: str) -> Path:
     """A new folder below runs/, made now, with a name that any file system takes."""
-    what = algorithms[0] if len(set(algorithms)) == 1 else "compare"
-    stem = re.sub(
-        r"[^\w.-]", "_", f"{what}-{data}-{partition.replace('*', 'star')}".rstrip("-")
-    )
+    command = algorithms[0] if len(set(algorithms)) == 1 else "compare"
+    partition = partition.replace("*", "star")
+    words = f"{command}-{data}-{partition}".rstrip("-")
+    stem = re.sub(r"[^\w.-]", "_", words)
     for number in count(1):
-        folder = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        name = stem if number == 1 else f"{stem}-{number}"
+        folder = Path("runs") / name
+        # Of two runs that start at the same time, only one can make the folder.
         with contextlib.suppress(FileExistsError):
-            # of two runs that start at once, only one makes it
             folder.mkdir(parents=True)
             break
     return folder
 
 
 def _check_folder(folder: Path, output: ReportOptions) -> None:
-    """ValueError where there is what must not be lost."""
+    """Raises ValueError where the folder holds files that must not be lost."""
     goes_on = isinstance(output, OutputOptions) and output.resume
     if goes_on and output.overwrite:
         raise ValueError(
@@ -444,39 +500,45 @@ def _check_folder(folder: Path, output: ReportOptions) -> None:
     if output.overwrite:
         return
     begun = Checkpoint(folder).exists
-    there = _resumable_paths(folder) if isinstance(output, OutputOptions) else []
-    if there and not (goes_on and begun):
-        what = " and ".join(path.name for path in there)
-        ways = "name another folder, or add --overwrite, which moves it aside"
+    # `pflcore report` leaves a record as it is.
+    paths = _resumable_paths(folder) if isinstance(output, OutputOptions) else []
+    if paths and not (goes_on and begun):
+        names = " and ".join(path.name for path in paths)
+        remedy = "name another folder, or add --overwrite, which moves it aside"
         if goes_on:
-            what += " without a checkpoint"
-            ways = (
+            names += " without a checkpoint"
+            remedy = (
                 "name another folder, or put --overwrite for --resume, which moves "
                 "it aside"
             )
         elif begun:
-            ways = f"go on by --resume, {ways}"
-        raise ValueError(f"out: {folder} holds {what}; {ways}.")
+            remedy = f"go on by --resume, {remedy}"
+        raise ValueError(f"out: {folder} holds {names}; {remedy}.")
     if _is_foreign_table(folder / TABLE_FILE) and not goes_on:
         raise ValueError(
             f"out: {folder} has a table.md that this command did not write "
-            "(reproduce's, perhaps); "
-            "name another with --out, or add --overwrite, which moves it aside."
+            "(reproduce's, perhaps); name another with --out, or add --overwrite, "
+            "which moves it aside."
         )
 
 
 def _resumable_paths(folder: Path) -> list[Path]:
-    """What a command has left in a folder that it can go on from: its record and
-    checkpoints."""
+    """The record and checkpoints in a folder, from which a command can go on."""
+    paths = []
     record = folder / RECORD_FILE
-    written = record.is_file() and record.stat().st_size
-    others = [folder / checkpoint.FILE_NAME, folder / CHECKPOINTS]
-    return [record] * bool(written) + [path for path in others if path.exists()]
+    if record.is_file() and record.stat().st_size:
+        paths.append(record)
+    for path in (folder / checkpoint.FILE_NAME, folder / CHECKPOINTS):
+        if path.exists():
+            paths.append(path)
+    return paths
 
 
 def _is_foreign_table(path: Path) -> bool:
-    """Whether a table is not one that `_write_report` wrote; one that was cut off
-    is."""
+    """Whether a table is one that `_write_report` did not write.
+
+    One that was cut off after its first letters counts as its own.
+    """
     if not path.is_file():
         return False
     with open(path, encoding="utf-8", errors="replace") as file:
@@ -485,26 +547,32 @@ def _is_foreign_table(path: Path) -> bool:
 
 
 def _move_outputs_aside(folder: Path, complete_record: bool) -> str:
-    """Moves what is not to be lost out of a command's way; says what it moved and
-    where to."""
+    """Gives files that must not be lost other names; the sentence that says which.
+
+    Args:
+        complete_record: Whether a record and its checkpoints are moved, too.
+    """
     paths = _resumable_paths(folder) if complete_record else []
     if _is_foreign_table(folder / TABLE_FILE):
         paths.append(folder / TABLE_FILE)
     if not paths:
         return ""
-    moved = zip(paths, move_aside(paths), strict=True)
-    said = ", ".join(f"{path.name} to {name.name}" for path, name in moved)
-    return f"Moved aside in {folder}: {said}."
+    moves = []
+    for path, new_path in zip(paths, move_aside(paths), strict=True):
+        moves.append(f"{path.name} to {new_path.name}")
+    return f"Moved aside in {folder}: {', '.join(moves)}."
 
 
-def _plan_line(head: Facts) -> str:
+def _plan_line(header: Facts) -> str:
+    """A run's model, rounds, engine and memory, in words."""
+    size = human_bytes(header["peak_bytes"])
     return (
-        f"{head['algorithm']}: {head['parameters']:,} parameters, {head['rounds']} "
-        "rounds, engine "
-        f"{head['engine']}, "
-        f"about {human_bytes(head['peak_bytes'])} of memory at the peak beside its data"
+        f"{header['algorithm']}: {header['parameters']:,} parameters, "
+        f"{header['rounds']} rounds, engine {header['engine']}, about {size} of memory "
+        "at the peak beside its data"
     )
 
 
-def first_line(e: BaseException) -> str:
-    return next(iter(str(e).strip().splitlines()), type(e).__name__)
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or the name of its class."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
