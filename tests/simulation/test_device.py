@@ -20,6 +20,7 @@ from small import images, swept, tiny_model, without_twins
 from torch import nn
 
 from pflcore import Clients, Hardware, Net, Training
+from pflcore.algorithms import ALGORITHMS
 from pflcore.interop import Client, Server
 
 # one of each family, for the slower model
@@ -43,9 +44,16 @@ def play(name, kind, device):
 
 
 OTHERS = [f"{n}, convolutions" for n in DIFFERENT] + [f"{n}, vmap" for n in FEW]
+QUICK = ("fedavg", "scaffold", "fedavg, convolutions")
 
 
-@pytest.mark.parametrize("name", [*swept(), *OTHERS])
+def quick_and_deep(cases, reason="a pretended GPU is slow"):
+    """These cases as parameters; all but the first are for the deep suite."""
+    deep = pytest.mark.deep(reason)
+    return [cases[0], *(pytest.param(case, marks=deep) for case in cases[1:])]
+
+
+@pytest.mark.parametrize("name", swept([*ALGORITHMS, *OTHERS], QUICK))
 def test_everything_is_on_the_device(name):
     name, _, kind = name.partition(", ")
     want = play(name, kind, "cpu")
@@ -70,7 +78,7 @@ def test_everything_is_on_the_device(name):
         torch.testing.assert_close(*values, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", quick_and_deep(FEW))
 def test_the_second_card_is_the_only_one_that_works(name):
     """What asks for "cuda" without a number, or pins memory, would begin to work on
     the first."""
@@ -90,7 +98,7 @@ def waits_of_a_round(name, kind, epochs, gpu, optimizer="sgd"):
     return Counter(waits)
 
 
-@pytest.mark.parametrize("model", FORMS)
+@pytest.mark.parametrize("model", quick_and_deep([*FORMS]))
 def test_a_round_of_fedavg_hardly_waits_for_the_device(model):
     assert_few_waits("fedavg", model)
 
@@ -111,6 +119,7 @@ def test_a_round_hardly_waits_for_the_device(name, model):
     assert_few_waits(name, model)
 
 
+@pytest.mark.deep("a pretended GPU is slow")
 def test_adamw_hardly_waits_for_the_device():
     assert_few_waits("fedavg", "MLP", "adamw")
 
@@ -129,7 +138,7 @@ def assert_few_waits(name, model, optimizer="sgd"):
     assert sum(one.values()) <= most and "to the GPU" not in one, one
 
 
-@pytest.mark.parametrize("kind", ["MLP", "convolutions"])
+@pytest.mark.parametrize("kind", quick_and_deep(["MLP", "convolutions"]))
 def test_a_resumed_run_has_the_bits_of_the_unbroken_one(kind, tmp_path):
     with pretended_gpu() as gpu:
         assert_resumed(kind, data(kind == "convolutions"), gpu, tmp_path)
