@@ -18,7 +18,7 @@ cpu::chain::Loss loss_of(const char* op, const std::string& name) {
   if (name == "half_squared") return Loss::half_squared;
   if (name == "binary_cross_entropy") return Loss::binary_cross_entropy;
   PFL_CHECK(name == "hinge", op,
-            ": expected criterion cross_entropy, squared, half_squared, hinge or "
+            ": expected loss cross_entropy, squared, half_squared, hinge or "
             "binary_cross_entropy, got ",
             name);
   return Loss::hinge;
@@ -41,11 +41,11 @@ struct ChainArgs {
   cpu::ChainProblem<T> problem{};
   double work = 0;  // about so many operations for a sample and a pass
 
-  ChainArgs(const char* op, const Tensor& w, const Tensor& program_in, const std::string& criterion,
+  ChainArgs(const char* op, const Tensor& w, const Tensor& program_in, const std::string& loss_name,
             int64_t c, int64_t h, int64_t width, const Tensor& x_in, const Tensor& y_in,
             const OptionalTensor& relabel_in)
       : x(dense(x_in)), y(dense(y_in)), relabel(whole_numbers(relabel_in)) {
-    const cpu::chain::Loss loss = problem.loss_kind = loss_of(op, criterion);
+    const cpu::chain::Loss loss = problem.loss_kind = loss_of(op, loss_name);
     cpu::ChainProgram& program = problem.program;
     PFL_CHECK(w.dim() == 2 && (w.size(1) <= 1 || w.stride(1) == 1), op,
               ": expected w [S, Q] with contiguous rows");
@@ -103,7 +103,7 @@ constexpr const char* kRange =
     ": a label or a place in the pool is out of range, or a client takes more steps than it has "
     "batches";
 
-Tensor chain_sgd_cpu(const Tensor& w, const Tensor& program, const std::string& criterion,
+Tensor chain_sgd_cpu(const Tensor& w, const Tensor& program, const std::string& loss_name,
                      int64_t c, int64_t h, int64_t width, const Tensor& x, const Tensor& y,
                      const OptionalTensor& relabel, const Tensor& order_in, const Tensor& size_in,
                      const Tensor& steps_in, int64_t batch, bool drop_last,
@@ -144,11 +144,11 @@ Tensor chain_sgd_cpu(const Tensor& w, const Tensor& program, const std::string& 
               op, kRange);
     return loss;
   };
-  return typed(op, w, run, program, criterion, c, h, width, x, y, relabel);
+  return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel);
 }
 
 std::tuple<Tensor, Tensor> chain_grad_cpu(const Tensor& w, const Tensor& program,
-                                          const std::string& criterion, int64_t c, int64_t h,
+                                          const std::string& loss_name, int64_t c, int64_t h,
                                           int64_t width, const Tensor& x, const Tensor& y,
                                           const OptionalTensor& relabel, const Tensor& order_in,
                                           const Tensor& size_in, const OptionalTensor& seeds_in) {
@@ -171,11 +171,11 @@ std::tuple<Tensor, Tensor> chain_grad_cpu(const Tensor& w, const Tensor& program
               op, kRange);
     return {grad, loss};
   };
-  return typed(op, w, run, program, criterion, c, h, width, x, y, relabel);
+  return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel);
 }
 
 std::tuple<Tensor, Tensor, Tensor> chain_eval_cpu(const Tensor& w, const Tensor& program,
-                                                  const std::string& criterion, int64_t c,
+                                                  const std::string& loss_name, int64_t c,
                                                   int64_t h, int64_t width, const Tensor& x,
                                                   const Tensor& y, const OptionalTensor& relabel,
                                                   const Tensor& order_in, const Tensor& begin_in,
@@ -205,7 +205,7 @@ std::tuple<Tensor, Tensor, Tensor> chain_eval_cpu(const Tensor& w, const Tensor&
     PFL_CHECK(cpu::chain_eval(a, TorchParallel{args.work * static_cast<double>(n)}), op, kRange);
     return {loss, right, scores};
   };
-  return typed(op, w, run, program, criterion, c, h, width, x, y, relabel);
+  return typed(op, w, run, program, loss_name, c, h, width, x, y, relabel);
 }
 
 }  // namespace

@@ -285,7 +285,7 @@ NUMBERS = """\
 [9, -1, "out of range"]
 [10, 50, "out of range"]
 [11, 9, "more steps"]
-[2, "cosine", "criterion"]
+[2, "cosine", "expected loss"]
 [2, "hinge", "one output"]
 [3, 2, "w's dtype"]
 """
