@@ -8,7 +8,7 @@ import re
 import pytest
 from places import ROOT, listed, ran
 
-EXAMPLES = [*sorted(ROOT.glob("examples/**/*.py"))]
+EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 # classes for frameworks that have no types: "# NVFlare: from nvflare.collab import ..."
 OF_FRAMEWORKS = re.compile(r"# \S+: ")
@@ -87,6 +87,9 @@ def programs():
 
 
 PROGRAMS = dict(programs())
+# what mypy must find, so that it does look at pflcore's types
+WRONG = "from pflcore.algorithms import FedDWA\n\nrule = FedDWA(near=3)\n"
+WRONG_ARGUMENT = "Unexpected keyword argument"
 
 
 def imported(code):
@@ -96,13 +99,11 @@ def imported(code):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-            names = [
-                (a.asname or a.name, f"{node.module}.{a.name}") for a in node.names
-            ]
-            modules |= dict(names)
+            for alias in node.names:
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-            modules |= {a.asname or a.name.split(".")[0]: a.name for a in node.names}
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module = modules.get(node.value.id)
@@ -123,15 +124,16 @@ def test_what_users_copy_imports_public_names(name):
 def test_what_users_copy_passes_mypy_strict(tmp_path):
     pytest.importorskip("mypy")
     pytest.importorskip("flwr")
-    for name, code in PROGRAMS.items():
+    for name, code in {**PROGRAMS, "wrong.py": WRONG}.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(code)
     words = ["--strict", "--ignore-missing-imports", "--no-error-summary"]
     words += ["--cache-dir", str(ROOT / ".mypy_cache" / "users")]
-
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
 
     run = ran("-m", "mypy", *words, ".", cwd=tmp_path, env=environment)
 
-    assert run.returncode == 0, run.stdout + run.stderr
+    found = [line for line in run.stdout.splitlines() if "error:" in line]
+    only = f'wrong.py:3: error: {WRONG_ARGUMENT} "near" for "FedDWA"  [call-arg]'
+    assert found == [only], run.stdout + run.stderr
