@@ -88,7 +88,7 @@ class Chain:
         """About the bytes that a thread keeps for activations and their gradients."""
         max_samples = KERNEL_CONV_SAMPLES if self.has_conv else KERNEL_SAMPLES
         samples = min(batch, max_samples)
-        # Of each number: the activation, its slope and its gradient.
+        # A thread keeps about three numbers for each one between the layers.
         return min(KERNEL_MAX_BYTES, 3 * self.numbers_per_sample * samples * itemsize)
 
     @property

@@ -433,7 +433,7 @@ def _noisy_weights(net: Net, clients: int) -> Tensor:
 
 
 def _probe_federation(net: Net, data: Federation, sizes: tuple[int, ...]) -> Federation:
-    """Federation of clients of these sizes, who test on copies of what they train on.
+    """Federation of clients of these sizes, which test on copies of their samples.
 
     The test samples are copies because no sample may be in two splits.
     """

@@ -114,17 +114,22 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Training:
-    """How every client trains; the run's, not an algorithm's.
+    """How every client trains. These options belong to the run, not to an algorithm.
 
-    `lr` is the step size of round 1 (default schedule: of all rounds). `schedule` is a
-    function of (round, rounds), which multiplies it, or one of an optimizer that makes
-    a scheduler of torch's: `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`,
-    one step a round. Its optimizer is SGD or AdamW (`torch.optim.AdamW`'s formula with
-    its `betas` and `eps`; weight decay is then decoupled from the gradient, and lr
-    wants to be some hundred times smaller); its moments start at zero in every round.
-    What a method adds to the gradient is added before the optimizer sees it, and after
-    clipping; columns that it masks never move. A method whose formula rests on SGD's
-    steps refuses AdamW in one sentence.
+    `lr` is the step size of round 1, and without a `schedule` of all rounds. A
+    `schedule` is one of these:
+
+    - a function of (round, rounds), whose result multiplies `lr`
+    - a function of an optimizer that makes a scheduler of torch, which takes one step a
+      round: `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`
+
+    `local_optimizer` is SGD or AdamW; its moments start at zero in every round. AdamW
+    has the formula of `torch.optim.AdamW` with its `betas` and `eps`. Its weight decay
+    is decoupled from the gradient, and it needs an lr some hundred times smaller.
+
+    A method adds its terms to the gradient after clipping, and before the optimizer
+    sees it. Columns that it masks never move. A method whose formula holds for SGD's
+    steps alone rejects AdamW in one sentence.
     """
 
     # step size of round 1
