@@ -1,13 +1,16 @@
-"""The five ops, and the SGD step of local training: check once, say what is wrong,
-dispatch. One file per noun, all of an op in it.
+"""The ops, and the SGD step of local training.
 
-Letters: N clients, M rows of the result, P parameters, K kept neighbours, B batch, I
-inputs, F factors, O outputs, S clients of the cohort, Q a row's length. Every op has a
-pure-PyTorch reference, which runs where no kernel is loaded (`pflcore.backend()`).
+Each function checks its arguments once and calls an op of the torch library `pflcore`.
+One file holds all of an op. Every op has a reference in plain PyTorch, which runs where
+no kernel is loaded (see `pflcore.backend()`).
+
+Symbols: N clients; M rows of the result; P parameters; K nearest neighbours; B samples
+of a batch; I inputs, F factors and O outputs of a layer; S clients of a cohort; Q
+columns of a row.
 """
 
-from . import _chain as _chain  # the ops that only pflcore's own training calls
-from . import reference as reference  # the specification of the five
+from . import _chain as _chain  # defines the ops that only local training calls
+from . import reference as reference  # the specification of the ops
 from . import stream as stream
 from ._aggregate import aggregate
 from ._library import backend

@@ -412,7 +412,8 @@ def _differentiable(x: Tensor, w_a: Tensor, lam: Tensor, w_b: Tensor) -> Tensor:
     # A compiler and the transforms of functorch need the registered op itself.
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return _op(x, w_a, lam, w_b)
-    return _Rank1.apply(x, w_a, lam, w_b)
+    y: Tensor = _Rank1.apply(x, w_a, lam, w_b)
+    return y
 
 
 # vmap -------------------------------------------------------------------------

@@ -1,8 +1,10 @@
-"""Sums by index, and running sums, of which a card repeats the bits.
+"""Sums by index, and running sums, whose bits a GPU repeats.
 
-There torch's `index_add`, `scatter_add` and `cumsum` add in the order in which threads
-happen to come. `index_put` sorts by index first. On a CPU all of them add one after
-another.
+On a GPU, torch's `index_add`, `scatter_add` and `cumsum` add in the order in which
+threads happen to come, while `index_put` sorts by index first. On a CPU all of them add
+one after another.
+
+Symbols: S or M, N sizes of the result; n or L values to add; s, F rows and columns.
 """
 
 import torch
@@ -25,7 +27,7 @@ def scatter_add(
     index: Tensor,  # [M, L] int64
     values: Tensor,  # [M, L]
 ) -> Tensor:  # [M, N]
-    """`base` with each value added in its row, at its index."""
+    """`base` with each value added to its row, at its index."""
     if base.device.type != "cuda":
         return base.scatter_add(1, index, values)
     rows = torch.arange(len(base), device=base.device)[:, None]
@@ -36,9 +38,9 @@ def running_sums(values: Tensor) -> Tensor:  # [s, F]
     """The sum of each row up to each column."""
     if values.device.type != "cuda":
         return values.cumsum(1)
-    reach = 1  # columns that each sum spans
-    while reach < values.shape[1]:
-        further = values[:, reach:] + values[:, :-reach]
-        values = torch.cat([values[:, :reach], further], 1)
-        reach *= 2
+    width = 1  # columns that each sum spans so far, at most
+    while width < values.shape[1]:
+        wider_sums = values[:, width:] + values[:, :-width]
+        values = torch.cat([values[:, :width], wider_sums], 1)
+        width *= 2
     return values

@@ -1,10 +1,9 @@
 # ruff: noqa: F401 (the others are for our own comparisons)
-"""The specification of the ops: one pure PyTorch function each, right before it is
-fast.
+"""The specification of the ops: one function of plain PyTorch for each.
 
-Each stands in its op's file and is the op's default body, so it runs wherever no kernel
-is registered, and the tests hold the kernels against it. Its arguments have been
-checked. Here they are together, under their ops' names, for comparisons.
+Each function stands in its op's file and is the op's default body. So it runs wherever
+no kernel is registered, and the tests compare the kernels with it. Its arguments were
+checked before. Here all of them have their ops' names, for comparisons.
 """
 
 from ._aggregate import reference as aggregate

@@ -1,11 +1,14 @@
-"""Which models are a chain of layers that the kernels train whole, and the program that
-one is.
+"""Finds models that are a chain of layers, and compiles them for the kernels.
 
-The functions that a private copy's own `forward` calls are recorded, in this thread
-alone, with the shapes that go in and come out. Anything that is not known (another
-function, a hook, a tied or a frozen weight, a pass that differs between training and
-evaluation or between sizes of the batch) leaves the model to the engines. Whether the
-chain is the model, the trial says (`choose`).
+A copy of the model runs forward, and the functions that it calls are recorded with the
+shapes of their inputs and outputs. A known function becomes a line of the program.
+Anything else leaves the model to the engines: another function, a hook, a tied or
+frozen weight, a pass that differs between training and evaluation or between sizes of
+the batch. The trial before round 1 (`_select_engine`) tells whether the program
+computes what the model computes.
+
+Symbols: L lines of a program; C, H, W channels, height and width of a sample; P weights
+of the model.
 """
 
 import copy
@@ -31,12 +34,20 @@ from pflcore.ops._chain import encode_layer, has_kernels
 from pflcore.train._losses import LOSSES, loss_name
 from pflcore.train._net import Net
 
-# products of input and output channels from which torch's convolutions are faster
+# With more products of input and output channels, torch's convolutions are faster.
 CONV_MAX_CHANNEL_PRODUCTS = 8000
 SHAPE_QUERIES = (
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__),
-    *(getattr(Tensor, a).__get__ for a in ("shape", "ndim")),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.__len__,
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
 )
+# The kernels take so many samples of a client at a time (csrc/cpu).
+KERNEL_SAMPLES = 128
+KERNEL_CONV_SAMPLES = 32
+KERNEL_MAX_BYTES = 1 << 26  # of activations in one thread
 HOOK_DICTS = (
     "_forward_hooks",
     "_forward_pre_hooks",
@@ -44,25 +55,26 @@ HOOK_DICTS = (
     "_backward_pre_hooks",
 )
 Shape = tuple[int, ...]
-Lines = Iterator[tuple[Any, ...]]  # of what `pflcore.ops._chain.encode_layer` takes
-LOG_SOFTMAX_LINE = ("log_softmax",)  # no line: the loss takes logarithms as they are
+Lines = Iterator[tuple[Any, ...]]  # arguments of `pflcore.ops._chain.encode_layer`
+# Stands for no layer: a log softmax before the cross entropy changes nothing.
+LOG_SOFTMAX_LINE = ("log_softmax",)
 
 
 class NotAChain(Exception):
-    """Why a model is none, in a few words."""
+    """A model is no chain; the text is a phrase on the reason."""
 
 
 class LayerCall(NamedTuple):
-    """A layer at work: the shapes that go in and come out for one sample."""
+    """A call of a layer: the shapes of its input and output for one sample."""
 
     into: Shape
     out: Shape
-    at: Callable[[Tensor | None], int]  # the place of a weight in the row
+    at: Callable[[Tensor | None], int]  # the first column of a weight; None: -1
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A model and its loss as the kernels know them."""
+    """A model and its loss in the form that the kernels take."""
 
     program: Tensor  # [L, 9] float64, see pflcore.ops._chain.encode_layer
     criterion: str
@@ -73,136 +85,160 @@ class Chain:
     numbers_per_sample: int  # of one sample, between all layers
 
     def activation_bytes(self, batch: int, itemsize: int) -> int:
-        """About what a thread keeps for activations and slopes: of so many samples as
-        it takes at once, bounded as in csrc/cpu."""
-        at_once = min(batch, 32 if self.has_conv else 128)
-        return min(1 << 26, 3 * self.numbers_per_sample * at_once * itemsize)
+        """About the bytes that a thread keeps for activations and their gradients."""
+        max_samples = KERNEL_CONV_SAMPLES if self.has_conv else KERNEL_SAMPLES
+        samples = min(batch, max_samples)
+        # A thread keeps about three numbers for each one between the layers.
+        return min(KERNEL_MAX_BYTES, 3 * self.numbers_per_sample * samples * itemsize)
 
     @property
     def fixed_args(self) -> tuple[Any, ...]:
-        """The kernels' arguments that stay the same."""
+        """The kernels' first arguments, which stay the same over a run."""
         return (self.program, self.criterion, *self.shape)
 
     def kernel_args(
-        self, data: Federation, relabel: Tensor | None, some: slice
+        self, data: Federation, relabel: Tensor | None, clients: slice
     ) -> tuple[Any, ...]:
-        """The kernels' first arguments, for some of the clients who know their
-        labels so."""
-        return (
-            *self.fixed_args,
-            data.x,
-            data.y,
-            None if relabel is None else relabel[some],
-        )
+        """The kernels' arguments that all their calls have, for these clients.
+
+        `relabel` [S, classes] are labels as each client of the cohort knows them.
+        """
+        client_labels = None if relabel is None else relabel[clients]
+        return (*self.fixed_args, data.x, data.y, client_labels)
 
 
-def find_chain(net: Net, data: Federation) -> Chain | str:
-    """The chain that `net` is on the samples of `data`, or in a few words why it is
-    none."""
+def find_chain(net: Net, data: Federation) -> Chain:
+    """The chain that `net` is on the samples of `data`.
+
+    Raises NotAChain where it is none.
+    """
     x = data.x
     y = data.y
-    try:
-        chain = compile_chain(net, tuple(data.shape))
-        fits = x.dtype == net.dtype and x.is_contiguous()
-        require(fits, "samples that do not lie as the kernels read them")
-        numbers = y.dtype == net.dtype and chain.criterion != "cross_entropy"
-        known = y.dim() == 1 and (y.dtype == torch.int64 or numbers)
-        require(known, f"targets of {y.dtype} and shape {list(y.shape)}")
-        kernels = has_kernels(data.device) or not chain.has_conv
-        require(kernels, "convolutions without the CPU's kernels")
-        return chain
-    except NotAChain as why:
-        return str(why)
+    chain = compile_chain(net, tuple(data.shape))
+    fits = x.dtype == net.dtype and x.is_contiguous()
+    require(fits, "samples that do not lie as the kernels read them")
+    are_labels = y.dtype == torch.int64
+    are_numbers = y.dtype == net.dtype and chain.criterion != "cross_entropy"
+    fits = y.dim() == 1 and (are_labels or are_numbers)
+    require(fits, f"targets of {y.dtype} and shape {list(y.shape)}")
+    fits = has_kernels(data.device) or not chain.has_conv
+    require(fits, "convolutions without the CPU's kernels")
+    return chain
 
 
-def require(fits: Any, why: str) -> None:
+def require(fits: Any, reason: str) -> None:
+    """Raises NotAChain unless `fits`."""
     if not fits:
-        raise NotAChain(why)
+        raise NotAChain(reason)
 
 
 def compile_chain(net: Net, shape: Shape) -> Chain:
-    """The chain that `net` is on samples of this shape; NotAChain where it is none."""
+    """The chain that `net` is on samples of this shape.
+
+    Raises NotAChain where it is none.
+    """
     criterion = loss_name(net.loss_fn)
     require(LOSSES.get(criterion) is net.loss_fn, "a loss of one's own")
     require(not net.buffer_names, "buffers")
     require(len(shape) in (1, 3) and all(shape), f"samples of shape {list(shape)}")
-    for name, m in net.module.named_modules():
-        own = (
-            "forward" in vars(m)
-            or any(getattr(m, h) for h in HOOK_DICTS)
-            or _has_any_global_hook()
-        )
-        require(not own, f"a hook on {name or 'the model'}, or a forward of its own")
-    one, other = (record_forward(net, shape, *how) for how in ((True, 2), (False, 3)))
+    _check_no_hooks(net.module)
+    recorder = record_forward(net, shape, train=True, batch=2)
+    other_recorder = record_forward(net, shape, train=False, batch=3)
     require(
-        one.lines == other.lines,
+        recorder.lines == other_recorder.lines,
         "a forward that differs between training and evaluation, or between batches "
         "of two and three samples",
     )
-    lines = one.lines
-    scores = tuple(one.last.shape[1:])
-    require(set(one.used) == {*net.names}, "weights that the chain does not use")
+    lines = recorder.lines
+    scores = tuple(recorder.last.shape[1:])
+    require(set(recorder.used) == {*net.names}, "weights that the chain does not use")
     require(len(scores) == 1, f"scores of shape {list(scores)}")
-    classes = criterion == "cross_entropy"
-    require(classes != (scores == (1,)), f"{scores[0]} output(s) for {criterion}")
-    normal = lines[-1] == LOG_SOFTMAX_LINE
-    lines = lines[:-1] if normal else lines
-    require(classes or not normal, f"LogSoftmax under {criterion}")
+    takes_labels = criterion == "cross_entropy"
+    has_one_score = scores == (1,)
+    require(takes_labels != has_one_score, f"{scores[0]} output(s) for {criterion}")
+    if lines[-1] == LOG_SOFTMAX_LINE:
+        require(takes_labels, f"LogSoftmax under {criterion}")
+        lines = lines[:-1]
     require(LOG_SOFTMAX_LINE not in lines, "a layer behind LogSoftmax")
     kinds = {line[0] for line in lines}
-    table = torch.tensor([encode_layer(*line) for line in lines], dtype=torch.float64)
-    rest = (scores[0], "dropout" in kinds, "conv" in kinds, one.numbers)
-    return Chain(table, criterion, (*shape, 1, 1)[:3], *rest)
+    program = [encode_layer(*line) for line in lines]
+    return Chain(
+        torch.tensor(program, dtype=torch.float64),
+        criterion,
+        shape=(*shape, 1, 1)[:3],  # a vector is C channels of one number
+        classes=scores[0],
+        dropout="dropout" in kinds,
+        has_conv="conv" in kinds,
+        numbers_per_sample=recorder.numbers,
+    )
 
 
-# which layers does a forward pass call? ---------------------------------------
+def _check_no_hooks(module: nn.Module) -> None:
+    """Raises NotAChain where a hook, or a forward of its own, would be left out."""
+    for name, layer in module.named_modules():
+        has_hook = any(getattr(layer, hooks) for hooks in HOOK_DICTS)
+        has_forward = "forward" in vars(layer)
+        changes_layer = has_hook or has_forward or _has_any_global_hook()
+        reason = f"a hook on {name or 'the model'}, or a forward of its own"
+        require(not changes_layer, reason)
+
+
+# recording a forward pass -----------------------------------------------------
 
 
 class _Recorder(TorchFunctionMode):
-    """The lines of what a private copy of a model calls, one after another; `last` is
-    what came out of it so far."""
+    """Records the calls of a copy of a model, each as lines of the program.
+
+    `last` is the output of the last call, which the next one must take.
+    """
 
     def __init__(self, net: Net, x: Tensor) -> None:
         super().__init__()
         self.net = net
         self.last = x
-        self.numbers = x[0].numel()
+        self.numbers = x[0].numel()  # of a sample, between all layers
         self.lines: list[tuple[Any, ...]] = []
-        self.used: list[str] = []
+        self.used: list[str] = []  # names of weights
         self.copy = copy.deepcopy(net.module)
-        self.names = {
-            id(p): n for n, p in self.copy.named_parameters() if n in net.slices
-        }
-        for m in self.copy.modules():
-            if type(m) in OWN_LAYERS:  # pflcore's layers are taken whole
-                m.forward = partial(
-                    self.record_call, partial(OWN_LAYERS[type(m)], m), m.forward
-                )
+        self.names: dict[int, str] = {}  # of trained parameters, by `id`
+        for name, parameter in self.copy.named_parameters():
+            if name in net.slices:
+                self.names[id(parameter)] = name
+        for layer in self.copy.modules():
+            if type(layer) in OWN_LAYERS:
+                # pflcore's layers are one call each, not those inside of them.
+                layer_lines = partial(OWN_LAYERS[type(layer)], layer)
+                layer.forward = partial(self.record_call, layer_lines, layer.forward)
 
     def record_call(
-        self, known: Any, f: Callable[..., Tensor], *args: Any, **options: Any
+        self,
+        layer_lines: Any,  # the function that makes the lines; None: an unknown call
+        function: Callable[..., Tensor],
+        *args: Any,
+        **options: Any,
     ) -> Tensor:
-        name = getattr(f, "__name__", str(f))
+        """Calls `function` and records it."""
+        name = getattr(function, "__name__", str(function))
         follows = bool(args) and args[0] is self.last
         require(follows, f"layers that do not follow one another, at {name}")
-        require(known, name)
-        # what is done here is no part of the model
+        require(layer_lines, name)
+        # The calls inside are no part of the model.
         with torch._C.DisableTorchFunction():
-            out = f(*args, **options)
-            call = LayerCall(
-                tuple(self.last.shape[1:]), tuple(out.shape[1:]), self.weight_offset
-            )
-            self.lines += known(call, *args[1:], **options)
+            out = function(*args, **options)
+            into = tuple(self.last.shape[1:])
+            call = LayerCall(into, tuple(out.shape[1:]), self.weight_offset)
+            self.lines += layer_lines(call, *args[1:], **options)
             self.numbers += out[0].numel()
         self.last = out
         return out
 
     def weight_offset(self, weight: Tensor | None) -> int:
+        """The first column of a weight in the row, or -1 for None."""
         if weight is None:
             return -1
         name = self.names.get(id(weight), "")
-        one = name and name not in self.used
-        require(one, "a frozen weight, or one that stands in two places")
+        is_new = name and name not in self.used
+        require(is_new, "a frozen weight, or one that stands in two places")
         self.used.append(name)
         return int(self.net.slices[name].start)
 
@@ -211,13 +247,12 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         if function in SHAPE_QUERIES:
             return function(*args)
-        return self.record_call(
-            KNOWN_FUNCTIONS.get(function), function, *args, **(kwargs or {})
-        )
+        layer_lines = KNOWN_FUNCTIONS.get(function)
+        return self.record_call(layer_lines, function, *args, **(kwargs or {}))
 
 
 def record_forward(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder:
-    """A forward pass of `batch` samples."""
+    """The record of a forward pass of `batch` samples."""
     recorder = _Recorder(net, net.w0.new_zeros(batch, *shape))
     seed = net.w0.new_zeros((), dtype=torch.int64)
     try:
@@ -233,7 +268,9 @@ def record_forward(net: Net, shape: Shape, train: bool, batch: int) -> _Recorder
     return recorder
 
 
-# layers: a call, and the function's arguments behind its input ----------------
+# lines of known layers --------------------------------------------------------
+#
+# Each function takes the call and torch's arguments after the layer's input.
 
 
 def _linear(c: LayerCall, weight: Tensor, bias: Tensor | None = None) -> Lines:
@@ -257,28 +294,29 @@ def _conv(
     groups: int = 1,
 ) -> Lines:
     outputs, inputs, *kernel = weight.shape
-    same = [k // 2 for k in kernel if k % 2]  # an even kernel's borders differ
-    above, left = {"same": same, "valid": (0, 0)}.get(str(padding)) or _pair(padding)
-    fits = (
-        groups == 1 and _pair(dilation) == (1, 1) and _pair(stride) in ((1, 1), (2, 2))
-    )
-    require(
-        fits, "a convolution with steps, gaps or groups that the kernels do not have"
-    )
-    few = inputs * outputs < CONV_MAX_CHANNEL_PRODUCTS
-    require(
-        few, f"a convolution of {inputs} x {outputs} channels, where torch is faster"
-    )
-    yield (
-        "conv",
-        outputs,
-        *kernel,
-        _pair(stride)[0],
-        above,
-        left,
-        c.at(weight),
-        c.at(bias),
-    )
+    above, left = _conv_padding(kernel, padding)
+    has_known_steps = _pair(stride) in ((1, 1), (2, 2)) and _pair(dilation) == (1, 1)
+    reason = "a convolution with steps, gaps or groups that the kernels do not have"
+    require(groups == 1 and has_known_steps, reason)
+    is_small = inputs * outputs < CONV_MAX_CHANNEL_PRODUCTS
+    reason = f"a convolution of {inputs} x {outputs} channels, where torch is faster"
+    require(is_small, reason)
+    step = _pair(stride)[0]
+    yield "conv", outputs, *kernel, step, above, left, c.at(weight), c.at(bias)
+
+
+def _conv_padding(kernel: list[int], padding: Any) -> tuple[int, int]:
+    """The rows above and the columns left of an image."""
+    if padding == "valid":
+        return 0, 0
+    if padding == "same":
+        # torch pads an even kernel differently on two sides.
+        is_odd = all(size % 2 for size in kernel)
+        require(is_odd, "a convolution of an even kernel with padding='same'")
+        height, width = kernel
+        return height // 2, width // 2
+    above, left = _pair(padding)
+    return above, left
 
 
 def _pool(  # noqa: PLR0913 (torch's of both kinds)
@@ -293,11 +331,11 @@ def _pool(  # noqa: PLR0913 (torch's of both kinds)
     dilation: Any = 1,
     return_indices: bool = False,
 ) -> Lines:
-    plain = not (ceil_mode or divisor_override or return_indices) and _pair(
-        dilation
-    ) == (1, 1)
-    plain = plain and _pair(padding) == (0, 0)
-    require(plain, "pooling with padding, gaps, indices, a divisor or ceil_mode")
+    has_options = ceil_mode or divisor_override or return_indices
+    has_gaps = _pair(dilation) != (1, 1)
+    has_padding = _pair(padding) != (0, 0)
+    is_plain = not (has_options or has_gaps or has_padding)
+    require(is_plain, "pooling with padding, gaps, indices, a divisor or ceil_mode")
     yield "pool", kind, *_pair(kernel_size), *_pair(stride or kernel_size)
 
 
@@ -341,10 +379,10 @@ def _layer_norm(
     bias: Any = None,
     eps: float = 1e-5,
 ) -> Lines:
-    whole = tuple(normalized_shape) == c.into and (weight is None) == (bias is None)
-    require(
-        whole, f"a layer norm over {list(normalized_shape)} on shape {list(c.into)}"
-    )
+    is_whole = tuple(normalized_shape) == c.into
+    has_both = (weight is None) == (bias is None)
+    reason = f"a layer norm over {list(normalized_shape)} on shape {list(c.into)}"
+    require(is_whole and has_both, reason)
     yield "norm", 1, 1, eps, c.at(weight), c.at(bias)
 
 
@@ -360,15 +398,15 @@ OWN_LAYERS: dict[type[nn.Module], Callable[..., Lines]] = {
     FactorizedLinear: _factorized,
 }
 VIEW_FUNCTIONS = (
-    *(
-        Tensor.view,
-        Tensor.reshape,
-        torch.reshape,
-        Tensor.flatten,
-        torch.flatten,
-        Tensor.contiguous,
-    ),
+    Tensor.view,
+    Tensor.reshape,
+    torch.reshape,
+    Tensor.flatten,
+    torch.flatten,
+    Tensor.contiguous,
 )
+LOG_SOFTMAX_FUNCTIONS = (torch.log_softmax, F.log_softmax, Tensor.log_softmax)
+RELU_FUNCTIONS = (torch.relu, F.relu, F.relu_, Tensor.relu_, Tensor.relu)
 KNOWN_FUNCTIONS: dict[Any, Callable[..., Lines]] = {
     F.linear: _linear,
     F.conv2d: _conv,
@@ -379,12 +417,8 @@ KNOWN_FUNCTIONS: dict[Any, Callable[..., Lines]] = {
     F.gelu: partial(_act, 4),
     **dict.fromkeys(VIEW_FUNCTIONS, _view),
     **dict.fromkeys((torch.max_pool2d, F.max_pool2d), partial(_pool, 1)),
-    **dict.fromkeys(
-        (torch.log_softmax, F.log_softmax, Tensor.log_softmax), _log_softmax
-    ),
-    **dict.fromkeys(
-        (torch.relu, F.relu, F.relu_, Tensor.relu_, Tensor.relu), partial(_act, 1)
-    ),
+    **dict.fromkeys(LOG_SOFTMAX_FUNCTIONS, _log_softmax),
+    **dict.fromkeys(RELU_FUNCTIONS, partial(_act, 1)),
     **dict.fromkeys((torch.tanh, Tensor.tanh), partial(_act, 2)),
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid), partial(_act, 3)),
 }

@@ -551,11 +551,13 @@ class Clients:
             index = to_device(positions, device)
             chunk_rows = {name: v[index] for name, v in rows.items()}
             extra = {name: v[index] for name, v in objective.extra.items()}
+            batches = self._batches(positions, plan, ragged=engine.chain is not None)
+            chunk_relabel = None if relabel is None else relabel[index]
             chunk = Chunk(
                 self.net,
                 self.context.data,
-                self._batches(positions, plan, ragged=engine.chain is not None),
-                relabel=None if relabel is None else relabel[index],
+                batches,
+                relabel=chunk_relabel,
                 buffers=self.buffers[index],
                 engine=engine,
                 loss=objective.loss,
@@ -601,7 +603,8 @@ class Clients:
         if engine.chain is None or not has_kernels(self.buffers.device):
             if engine.name == "vmap":
                 return split_by_block(order, self._block_numbers[order])
-            return order.split(1)
+            single_clients: Sequence[Tensor] = order.split(1)
+            return single_clients
         # With a chain no client's bits depend on the others, so only work counts.
         parts = min(count, self._chain_parts(width))
         if not by_kernels:
@@ -674,7 +677,8 @@ class Clients:
         count = len(self.ids)
         samples = len(lists.flat)
         has_much_work = samples * self.net.size >= CHAIN_EVAL_PARTS_MIN_WORK
-        parts = min(count, CHAIN_EVAL_PARTS if has_much_work else 1)
+        max_parts = CHAIN_EVAL_PARTS if has_much_work else 1
+        parts = min(count, max_parts)
         shares = torch.arange(1, parts) * samples // parts
         cuts = torch.searchsorted(lists.begin, shares).tolist()
         bounds = pairwise([0, *cuts, count])

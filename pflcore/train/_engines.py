@@ -81,7 +81,8 @@ class Objective(NamedTuple):
         """The engine of its gradients; a chain knows the run's loss alone."""
         if self.loss is None and not self.never_vmap:
             return engine
-        return Engine("loop" if self.never_vmap else engine.name)
+        name = "loop" if self.never_vmap else engine.name
+        return Engine(name)
 
     def terms(self, w: Tensor) -> Tensors:
         """What is added to the gradients at `w` [S, Q].

@@ -1,4 +1,9 @@
-"""The criteria that go by a name: mean losses of a batch."""
+"""Losses by name: each is the mean over a batch.
+
+Symbols: B samples; C classes; T steps of a sample; K targets of a sample; scores are
+the outputs of the model, y labels or numbers. A sample or step whose label is
+`IGNORED_LABEL` does not count.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +21,11 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]  # scores, y -> the batch's me
 
 
 def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean cross entropy of `scores` [B, C] or [B, C, T] with labels `y` [B] or [B, T],
-    or probabilities.
+    """Mean cross entropy of `scores` [B, C] or [B, C, T] and labels `y` [B] or [B, T].
 
-    Steps of the label `IGNORED` are left out, and a sample's loss is the mean over its
-    others, so that a batch's is the mean over its samples however long they are.
+    Instead of labels, `y` may be probabilities in the shape of the scores. A sample's
+    loss is the mean over its steps that count, and the batch's loss is the mean over
+    its samples, whatever their lengths.
     """
     if y.dim() < 2 or y.is_floating_point():
         return F.cross_entropy(scores, y)
@@ -32,32 +37,33 @@ def cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
 
 
 def mean_over_steps(values: Tensor, y: Tensor) -> Tensor:
-    """The mean of each sample's `values` [B, ...] over the labels of that shape that
-    count: [B]."""
+    """Mean [B] of each sample's `values` [B, ...] over the labels `y` that count."""
     counts = (y != IGNORED_LABEL).flatten(1)
     return (values.flatten(1) * counts).sum(1) / counts.sum(1).clamp(min=1)
 
 
 def hinge(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean hinge loss of `scores` [B] or [B, 1] with labels `y` in {0, 1} or {-1,
-    1}."""
+    """Mean hinge loss of `scores` [B] or [B, 1] and labels in {0, 1} or {-1, 1}."""
     sign = torch.where(y > 0, 1.0, -1.0).to(scores.dtype)
-    # not clamp, whose slope on the very edge depends on torch's release
+    # The slope of `clamp` on the edge itself depends on torch's release; relu's is 0.
     return (1 - sign * scores.reshape(y.shape)).relu().mean()
 
 
 def squared(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean squared error of `scores` against `y`, element by element: [B], [B, 1], or
-    [B, K] for K targets."""
+    """Mean squared error of `scores` and numbers `y`, element by element.
+
+    Both are [B] or [B, 1], or [B, K] for K targets.
+    """
     return F.mse_loss(scores.reshape(y.shape), y.to(scores.dtype))
 
 
 def binary_cross_entropy(scores: Tensor, y: Tensor) -> Tensor:
-    """Mean logistic loss of `scores` (logits) against `y` in [0, 1], element by
-    element: [B], [B, 1], or [B, K] for K labels at once."""
-    return F.binary_cross_entropy_with_logits(
-        scores.reshape(y.shape), y.to(scores.dtype)
-    )
+    """Mean logistic loss of `scores` (logits) and `y` in [0, 1], element by element.
+
+    Both are [B] or [B, 1], or [B, K] for K labels at once.
+    """
+    logits = scores.reshape(y.shape)
+    return F.binary_cross_entropy_with_logits(logits, y.to(scores.dtype))
 
 
 def half_squared(scores: Tensor, y: Tensor) -> Tensor:
@@ -65,7 +71,7 @@ def half_squared(scores: Tensor, y: Tensor) -> Tensor:
     return 0.5 * squared(scores, y)
 
 
-REGRESSION_LOSSES = (squared, half_squared)  # integers are numbers to these, not labels
+REGRESSION_LOSSES = (squared, half_squared)  # for these an integer is no label
 LOGIT_LOSSES = (
     hinge,
     binary_cross_entropy,
@@ -79,27 +85,29 @@ LOGIT_LOSSES = (
 NAMED_LOSSES = (cross_entropy, squared, half_squared, hinge, binary_cross_entropy)
 LOSSES = {f.__name__: f for f in NAMED_LOSSES}
 
-# torch's, as it makes them by default
+# torch's losses with default options, and ours that compute the same.
 TORCH_EQUIVALENTS = {
     **dict.fromkeys((nn.CrossEntropyLoss, F.cross_entropy), cross_entropy),
     **dict.fromkeys((nn.MSELoss, F.mse_loss), squared),
 }
-# of a divergence "batchmean" is the mean over the samples, and "mean" that over all
-# numbers
+# "batchmean" of a divergence is the mean over samples; "mean" is that over all numbers.
 MEAN_REDUCTIONS = ("mean", "batchmean")
 LOSS_TEXT = f"one of {', '.join(LOSSES)}, a function of (scores, y) or an nn.Module"
 Loss = Annotated[str | LossFunction, at.doc(LOSS_TEXT)]
 
 
 def default_loss(y: Tensor) -> str:
-    """The loss for targets that nobody named one for: by their dtype."""
+    """Name of the loss for targets of this dtype, where the user named none."""
     return "squared" if y.is_floating_point() else "cross_entropy"
 
 
 def resolve_loss(loss: Loss, name: str = "loss") -> LossFunction:
-    """A function of (scores, y) [B, ...] -> the batch's mean loss, from a name of
-    `LOSSES`, a function or an `nn.Module` such as `nn.CrossEntropyLoss(weight=w)`.
-    ValueError or TypeError in one sentence that begins with `name`."""
+    """The function (scores, y) -> the batch's mean loss that a user's `loss` means.
+
+    `loss` is a name of `LOSSES`, a function or an `nn.Module` such as
+    `nn.CrossEntropyLoss(weight=w)`. Raises ValueError or TypeError in one sentence that
+    begins with `name`.
+    """
     if isinstance(loss, str) and loss in LOSSES:
         return LOSSES[loss]
     if isinstance(loss, type):
@@ -109,18 +117,22 @@ def resolve_loss(loss: Loss, name: str = "loss") -> LossFunction:
         )
     if not callable(loss):
         raise TypeError(f"{name}: expected {LOSS_TEXT}, got {loss!r}.")
-    if (
-        isinstance(loss, partial)
-        and loss.keywords.get("reduction", "mean") not in MEAN_REDUCTIONS
-    ):
-        raise ValueError(
-            f"{name}: expected the mean over a batch, got a function with "
-            f"reduction={loss.keywords['reduction']!r}."
-        )
-    if not isinstance(loss, nn.Module):
-        # [B, 1] against [B] would be spread to [B, B]; a batch's mean over steps is no
-        # mean over samples
-        return TORCH_EQUIVALENTS.get(loss, loss)
+    if isinstance(loss, partial):
+        reduction = loss.keywords.get("reduction", "mean")
+        if reduction not in MEAN_REDUCTIONS:
+            raise ValueError(
+                f"{name}: expected the mean over a batch, got a function with "
+                f"reduction={reduction!r}."
+            )
+    if isinstance(loss, nn.Module):
+        return _resolve_module(loss, name)
+    # Ours are safer than torch's: these would spread [B, 1] and [B] to [B, B], and
+    # their mean over the steps of a batch is no mean over samples.
+    return TORCH_EQUIVALENTS.get(loss, loss)
+
+
+def _resolve_module(loss: nn.Module, name: str) -> LossFunction:
+    """A module as a loss; ours where it is torch's with default options."""
     if any(p.requires_grad for p in loss.parameters()):
         raise ValueError(
             f"{name}: {type(loss).__name__} has parameters, which nothing would train; "
@@ -132,18 +144,19 @@ def resolve_loss(loss: Loss, name: str = "loss") -> LossFunction:
             f"{type(loss).__name__}(reduction={loss.reduction!r})."
         )
     ours = TORCH_EQUIVALENTS.get(type(loss))
-    default = ours and {**vars(type(loss)()), "training": loss.training}
-    return ours if ours and default == vars(loss) else loss
+    if ours is None:
+        return loss
+    default_options = {**vars(type(loss)()), "training": loss.training}
+    return ours if default_options == vars(loss) else loss
 
 
 def loss_name(criterion: LossFunction) -> str:
-    """What a loss is called in records."""
+    """The name of a loss in records."""
     return str(getattr(criterion, "__name__", type(criterion).__name__))
 
 
 def ignored_label(loss: Any) -> int:
-    """The label that a loss leaves out: torch's `ignore_index` where it has one, else
-    `IGNORED`."""
+    """The label that a loss leaves out: its `ignore_index`, or `IGNORED_LABEL`."""
     if isinstance(loss, partial):
         label: Any = loss.keywords.get("ignore_index")
     else:
@@ -152,31 +165,37 @@ def ignored_label(loss: Any) -> int:
 
 
 def classes_last(scores: Tensor, y: Tensor) -> Tensor:
-    """Scores [B, C, T] of labels [B, T] with the classes last; where there is one score
-    a label, as the labels are."""
+    """Scores [B, C, T] of labels [B, T] as [B, T, C].
+
+    Where there is one score for each label, they get the shape of the labels.
+    """
     if scores.numel() == y.numel():
         return scores.reshape(y.shape)
     return scores.movedim(1, -1) if scores.dim() > y.dim() else scores
 
 
 def fraction_correct(scores: Tensor, y: Tensor) -> Tensor:
-    """Which share of its labels [B, ...] each sample's `scores` [B, C, ...] get right,
-    of those that count: [B] float64, NaN where none counts."""
-    hits, labels = (
-        v.view(len(y), -1) for v in (is_correct(classes_last(scores, y), y).double(), y)
-    )
-    return mean_over_steps(hits, labels).masked_fill(
-        (labels == IGNORED_LABEL).all(1), torch.nan
-    )
+    """Fraction [B] float64 of each sample's labels that its scores get right.
+
+    Of labels [B, ...] and scores [B, C, ...] those steps count that have a label. The
+    fraction is NaN where none has.
+    """
+    labels = y.view(len(y), -1)
+    hits = is_correct(classes_last(scores, y), y).double().view(len(y), -1)
+    has_no_label = (labels == IGNORED_LABEL).all(1)
+    return mean_over_steps(hits, labels).masked_fill(has_no_label, torch.nan)
 
 
 def without_masked(scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """The scores [n, C] and labels [n] of the samples or steps that count, of scores
-    [B, C, ...] and labels [B, ...]; where all count, in their shapes, the classes last.
+    """The scores [n, C] and labels [n] of the samples or steps that count.
+
+    Where all count, labels [B, ...] stay as they are, and scores have the classes last.
     """
     if y.is_floating_point():
         return scores, y
     counts = y != IGNORED_LABEL
-    if bool(counts.all()):
-        return (scores if y.dim() < 2 else classes_last(scores, y)), y
-    return classes_last(scores, y)[counts], y[counts]
+    if not bool(counts.all()):
+        return classes_last(scores, y)[counts], y[counts]
+    if y.dim() < 2:
+        return scores, y
+    return classes_last(scores, y), y

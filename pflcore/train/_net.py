@@ -71,7 +71,7 @@ class _BoundModule:
         unroll_recurrent(self.module)
 
     def cut(self, row: Tensor) -> list[Tensor]:
-        """The parameters that a row holds."""
+        """The pieces of a row in the shapes of the parameters."""
         pieces = zip(row.split(self.sizes), self.shapes, strict=True)
         return [piece.view(shape) for piece, shape in pieces]
 
@@ -404,7 +404,8 @@ class Net:
         columns = self.head_slice
         is_head_row = row.shape[-1] == columns.stop - columns.start
         bound = self._bound("head")
-        _bind(bound.params, bound.cut(row if is_head_row else row[columns]))
+        head_row = row if is_head_row else row[columns]
+        _bind(bound.params, bound.cut(head_row))
         bound.module.train(forward_state.train)
         return bound.module(z)  # type: ignore[no-any-return]
 
@@ -543,9 +544,10 @@ class Net:
 
 
 def _reset(m: nn.Module) -> None:
-    own: Any = getattr(m, "reset_parameters", None)
-    if own is not None:
-        own()
+    """Draws the parameters of one layer anew."""
+    reset: Any = getattr(m, "reset_parameters", None)
+    if reset is not None:
+        reset()
     elif any(p.requires_grad for p in m.parameters(recurse=False)):
         raise ValueError(
             f"model: {type(m).__name__} holds parameters but has no "
@@ -557,7 +559,7 @@ def _copy_module(module: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(module)
     except RuntimeError as e:
-        # torch.nn.utils.weight_norm keeps a tensor that is no leaf
+        # `torch.nn.utils.weight_norm`, for example, keeps a tensor that is no leaf.
         raise ValueError(
             "build: the model cannot be copied, and every thread trains a copy; "
             "instead of torch.nn.utils.weight_norm take "
@@ -570,7 +572,7 @@ def _copy_module(module: nn.Module) -> nn.Module:
 
 
 def _check_weights(module: nn.Module) -> None:
-    """At least one parameter is trained, and all have one dtype."""
+    """Raises ValueError unless parameters are trained, all of one dtype."""
     if any(is_lazy(p) for p in (*module.parameters(), *module.buffers())):
         raise ValueError(
             "build: the model has lazy layers, whose sizes are not known yet; give it "
@@ -595,36 +597,41 @@ def _check_weights(module: nn.Module) -> None:
 
 
 def _check_layers(module: nn.Module) -> None:
-    """Two threads share torch's global generator, so results of what draws from it
-    would not repeat."""
+    """Raises ValueError for layers that clients cannot train.
+
+    Threads share torch's global generator, so the results of layers that draw from it
+    would not repeat.
+    """
     for name, m in module.named_modules():
-        who = f"model: {name or 'the module'}"
-        random = isinstance(m, RANDOM_MODULES) and type(m) is not nn.Dropout
-        if random and getattr(m, "p", 1) != 0:
+        layer = f"model: {name or 'the module'}"
+        is_random = isinstance(m, RANDOM_MODULES) and type(m) is not nn.Dropout
+        if is_random and getattr(m, "p", 1) != 0:
             raise ValueError(
-                f"{who} is nn.{type(m).__name__}, which draws from the global "
+                f"{layer} is nn.{type(m).__name__}, which draws from the global "
                 "generator; use pflcore.nn.Dropout, which draws from the client's own."
             )
         if isinstance(m, nn.RNNBase | nn.MultiheadAttention) and m.dropout > 0:
             raise ValueError(
-                f"{who} drops out with the global generator; set its dropout to 0."
+                f"{layer} drops out with the global generator; set its dropout to 0."
             )
         if isinstance(m, nn.SyncBatchNorm):
             raise ValueError(
-                f"{who} is nn.SyncBatchNorm, which makes one batch of several "
+                f"{layer} is nn.SyncBatchNorm, which makes one batch of several "
                 "processes', and clients share none; give the model before "
                 "convert_sync_batchnorm, with nn.BatchNorm1d, 2d or 3d."
             )
         if isinstance(m, _BatchNorm) and m.track_running_stats and m.momentum is None:
             raise ValueError(
-                f"{who} averages its statistics by an integer count, which no policy "
+                f"{layer} averages its statistics by an integer count, which no policy "
                 "can share; give it a momentum."
             )
 
 
 def _check_hooks(module: nn.Module) -> None:
-    """Clients' copies of a model would leave behind hooks of parameters, and a forward
-    that holds the original."""
+    """Raises ValueError for what the clients' copies of a model would not have.
+
+    These are hooks of parameters, and a `forward` that holds the original.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             "model: a scripted or traced module takes no parameters of a client; give "
@@ -637,8 +644,8 @@ def _check_hooks(module: nn.Module) -> None:
                 "would not run; put what it does into the forward pass."
             )
     for name, m in module.named_modules():
-        own = vars(m).get("forward")
-        if own is not None and getattr(own, "__self__", None) is not m:
+        forward = vars(m).get("forward")
+        if forward is not None and getattr(forward, "__self__", None) is not m:
             raise ValueError(
                 f"model: {name or type(m).__name__} was given a forward of its own, "
                 "which may hold the original's parameters and not a client's; write it "

@@ -56,7 +56,7 @@ from pflcore.nn._context import forward_context
 from pflcore.train import _memory as memory
 from pflcore.train import _validate as validate
 from pflcore.train._batches import Batches, BatchPlan
-from pflcore.train._chain import Chain, find_chain
+from pflcore.train._chain import Chain, NotAChain, find_chain
 from pflcore.train._clients import (
     CPU_BLOCK_CLIENTS,
     GPU_BLOCK_CLIENTS,
@@ -221,7 +221,7 @@ def first_batch_loss(
     calls = _record_calls(module)
 
     def explain_forward_error(error: Exception) -> str:
-        return next(validate.explain_layer_error(*calls[-1], data, error))
+        return validate.explain_layer_error(*calls[-1], data, error)
 
     seed = x.new_zeros((), dtype=torch.int64)
     with forward_context(train, None, seed), torch.enable_grad():
@@ -453,7 +453,7 @@ def _noisy_weights(net: Net, clients: int) -> Tensor:
 
 
 def _probe_federation(net: Net, data: Federation, sizes: tuple[int, ...]) -> Federation:
-    """Federation of clients of these sizes, who test on copies of what they train on.
+    """Federation of clients of these sizes, which test on copies of their samples.
 
     The test samples are copies because no sample may be in two splits.
     """
@@ -657,9 +657,10 @@ def try_chain(net: Net, data: Federation, probes: list[EngineProbe]) -> ChainTri
     Warns where a chain was found whose numbers differ: that is an error of this
     library, while a model without a chain is not.
     """
-    chain = find_chain(net, data)
-    if isinstance(chain, str):
-        return ChainTrial(None, f"no chain of layers that the kernels know: {chain}")
+    try:
+        chain = find_chain(net, data)
+    except NotAChain as error:
+        return ChainTrial(None, f"no chain of layers that the kernels know: {error}")
     # Which engine the chain is a field of makes no difference to these gradients.
     mismatch = first_mismatch(probes, Engine("loop", chain))
     if mismatch is None:

@@ -1,5 +1,7 @@
-"""How every client trains, and step sizes over the rounds, from a function or from a
-scheduler of torch's: all of them at once, before the first round.
+"""The options of local training, and the step size of every round.
+
+All step sizes are computed before the first round, from a function or from a scheduler
+of torch.
 """
 
 import inspect
@@ -49,15 +51,19 @@ Betas = Annotated[
 
 @lru_cache(maxsize=64)
 def learning_rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, ...]:
-    """The step size of each round, 1 to `rounds`. ValueError in one sentence where
-    `schedule` gives none."""
-    found: list[float] = []
+    """The step size of each round, 1 to `rounds`.
+
+    Raises ValueError in one sentence where `schedule` gives none.
+    """
+    rates: list[float] = []
     try:
         for rate in _learning_rates(schedule, lr, rounds):
-            found.append(float(rate))
-            if not 0 <= found[-1] < math.inf:
-                raise ValueError(f"it gave {found.pop()}, which is no step size")
-    except Exception as error:  # OneCycleLR ends, and a user's list of factors
+            if not 0 <= float(rate) < math.inf:
+                raise ValueError(f"it gave {float(rate)}, which is no step size")
+            rates.append(float(rate))
+    except Exception as error:
+        # A user's code may raise anything. OneCycleLR, for example, ends after some
+        # rounds, and so does a list of factors.
         hint = ""
         if _takes_one(schedule) and not inspect.isclass(schedule):
             hint = (
@@ -65,15 +71,16 @@ def learning_rates(schedule: Schedule, lr: float, rounds: int) -> tuple[float, .
                 "alone write lambda round, rounds: ..."
             )
         raise ValueError(
-            f"schedule: expected {SCHEDULE_TEXT}; after round {len(found)} of {rounds} "
+            f"schedule: expected {SCHEDULE_TEXT}; after round {len(rates)} of {rounds} "
             f"it raised {type(error).__name__}: {str(error).rstrip('.')}{hint}."
         ) from error
-    return tuple(found)
+    return tuple(rates)
 
 
 def _learning_rates(
     function: Callable[..., Any], lr: float, rounds: int
 ) -> Iterator[Any]:
+    """The step sizes, round by round, as the user's function gives them."""
     if not _takes_one(function):
         for round in range(1, rounds + 1):
             yield float(function(round, rounds)) * lr
@@ -88,7 +95,7 @@ def _learning_rates(
             "give it cycle_momentum=False"
         )
     with warnings.catch_warnings():
-        # that lr_scheduler.step() came before optimizer.step()
+        # torch warns that lr_scheduler.step() came before optimizer.step().
         warnings.simplefilter("ignore")
         for round in range(rounds):
             yield optimizer.param_groups[0]["lr"]
@@ -97,7 +104,7 @@ def _learning_rates(
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether it takes an optimizer, and not (round, rounds)."""
+    """Whether a schedule takes one argument, an optimizer, and not (round, rounds)."""
     try:
         inspect.signature(function).bind(1, 1)
     except TypeError:
@@ -107,17 +114,22 @@ def _takes_one(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Training:
-    """How every client trains; the run's, not an algorithm's.
+    """How every client trains. These options belong to the run, not to an algorithm.
 
-    `lr` is the step size of round 1 (default schedule: of all rounds). `schedule` is a
-    function of (round, rounds), which multiplies it, or one of an optimizer that makes
-    a scheduler of torch's: `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`,
-    one step a round. Its optimizer is SGD or AdamW (`torch.optim.AdamW`'s formula with
-    its `betas` and `eps`; weight decay is then decoupled from the gradient, and lr
-    wants to be some hundred times smaller); its moments start at zero in every round.
-    What a method adds to the gradient is added before the optimizer sees it, and after
-    clipping; columns that it masks never move. A method whose formula rests on SGD's
-    steps refuses AdamW in one sentence.
+    `lr` is the step size of round 1, and without a `schedule` of all rounds. A
+    `schedule` is one of these:
+
+    - a function of (round, rounds), whose result multiplies `lr`
+    - a function of an optimizer that makes a scheduler of torch, which takes one step a
+      round: `lambda optimizer: CosineAnnealingLR(optimizer, T_max=20)`
+
+    `local_optimizer` is SGD or AdamW; its moments start at zero in every round. AdamW
+    has the formula of `torch.optim.AdamW` with its `betas` and `eps`. Its weight decay
+    is decoupled from the gradient, and it needs an lr some hundred times smaller.
+
+    A method adds its terms to the gradient after clipping, and before the optimizer
+    sees it. Columns that it masks never move. A method whose formula holds for SGD's
+    steps alone rejects AdamW in one sentence.
     """
 
     # step size of round 1
@@ -159,13 +171,12 @@ class Training:
 
     @property
     def gradient_decay(self) -> float:
-        """The weight decay that is a part of the gradient: AdamW's is none."""
+        """The weight decay that is a part of the gradient, which AdamW's is not."""
         return self.weight_decay if self.local_optimizer == "sgd" else 0.0
 
     def lr_at(self, round: int, rounds: int) -> float:
         """The step size of `round` (from 1) of `rounds`."""
-        return (
-            self.lr
-            if self.schedule is None
-            else learning_rates(self.schedule, self.lr, max(round, rounds))[round - 1]
-        )
+        if self.schedule is None:
+            return self.lr
+        rates = learning_rates(self.schedule, self.lr, max(round, rounds))
+        return rates[round - 1]

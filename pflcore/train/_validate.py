@@ -1,5 +1,10 @@
-"""Do model, data and loss fit together? What does not is refused in one sentence of the
-user's words: what was given, what was expected, what to do."""
+"""Checks whether model, data and loss fit together.
+
+What does not fit raises MismatchError, whose text is one sentence in the user's words:
+what was given, what was expected, and what to do.
+
+Symbols: B samples of a batch; C classes; x, y samples and labels or targets.
+"""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +26,10 @@ from pflcore.train._losses import LOSSES, loss_name
 from pflcore.train._net import Net
 from pflcore.train._random import IsolatedDraws
 
-# layers to which their mode matters
+# Layers that compute something else in training mode than in evaluation mode.
 MODE_LAYERS = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, Dropout)
 WIDTH_ATTRIBUTES = ("in_features", "in_channels", "num_features", "input_size")
-# losses of targets -1 and 1
+# Losses of targets -1 and 1.
 SIGNED_LOSSES = (
     nn.SoftMarginLoss,
     F.soft_margin_loss,
@@ -34,12 +39,14 @@ SIGNED_LOSSES = (
 
 
 class MismatchError(ValueError, TypeError):
-    """Model, data and loss do not fit together, dtypes often; its text is the whole
-    sentence."""
+    """Model, data and loss do not fit together.
+
+    The text is the whole sentence. It is a TypeError too, since dtypes are a reason.
+    """
 
 
 class NoBatchAxis(MismatchError):
-    """A model's scores of a single sample have no axis of the batch."""
+    """A model's scores of a single sample have no batch axis."""
 
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__(
@@ -50,7 +57,7 @@ class NoBatchAxis(MismatchError):
 
 
 def check_torch_modes() -> None:
-    """Refuses what would change every tensor that is made from here on."""
+    """Raises MismatchError for modes of torch that change every new tensor."""
     device = torch.get_default_device()
     if device.type != "cpu":
         raise MismatchError(
@@ -71,15 +78,16 @@ def check_torch_modes() -> None:
 
 
 def check_dtypes(net: Net, data: Federation) -> None:
+    """Raises MismatchError where dtypes, or targets of -1 and 1, do not fit."""
     if net.dtype not in (torch.float32, torch.float64):
         raise MismatchError(
             f"model: its parameters are {net.dtype}, in which small steps are lost; "
             "train it in float32, by model.float()."
         )
-    for what, t in (("x", data.x), ("y", data.y)):
+    for name, t in (("x", data.x), ("y", data.y)):
         if t.is_floating_point() and t.dtype != net.dtype:
             raise MismatchError(
-                f"data: {what} is {t.dtype} and the model's parameters are "
+                f"data: {name} is {t.dtype} and the model's parameters are "
                 f"{net.dtype}; give both one dtype, for example by model.to({t.dtype}) "
                 f"or Federation.from_clients(..., dtype={net.dtype})."
             )
@@ -87,9 +95,12 @@ def check_dtypes(net: Net, data: Federation) -> None:
 
 
 def _check_signed_targets(net: Net, data: Federation) -> None:
-    """Losses of targets -1 and 1: to them a label 0 says nothing at all."""
-    signed = any(c in SIGNED_LOSSES for c in (net.loss_fn, type(net.loss_fn)))
-    if signed and not bool((data.y.abs() == 1).all()):
+    """Raises MismatchError where a loss of targets -1 and 1 gets others.
+
+    A label 0 would add nothing to such a loss.
+    """
+    is_signed = net.loss_fn in SIGNED_LOSSES or type(net.loss_fn) in SIGNED_LOSSES
+    if is_signed and not bool((data.y.abs() == 1).all()):
         raise MismatchError(
             f"loss: {loss_name(net.loss_fn)} takes targets of -1 and 1, and these are "
             "others; take loss='hinge' or 'binary_cross_entropy' for labels 0 and 1, "
@@ -98,7 +109,7 @@ def _check_signed_targets(net: Net, data: Federation) -> None:
 
 
 def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
-    """The model's outputs against the labels, as far as the loss is known."""
+    """Checks the model's outputs against the labels, as far as the loss is known."""
     if not isinstance(scores, Tensor):
         raise MismatchError(
             "model: expected its forward pass to give one tensor of scores, got a "
@@ -129,11 +140,12 @@ def check_scores(net: Net, data: Federation, scores: Any, y: Tensor) -> None:
 
 
 def loss_argument_form(net: Net, scores: Tensor, y: Tensor) -> ArgumentForm:
-    """The form in which a loss of one's own takes one score a target."""
+    """The form in which a user's loss takes one score for each target."""
     shape = list(scores.shape)
     targets = list(y.shape)
-    same = shape == targets and y.is_floating_point()
-    if net.loss_fn in LOSSES.values() or same or not has_one_score_each(scores, y):
+    is_ours = net.loss_fn in LOSSES.values()
+    is_same_form = shape == targets and y.is_floating_point()
+    if is_ours or is_same_form or not has_one_score_each(scores, y):
         return ArgumentForm()
     form = find_argument_form(net.loss_fn, scores, y, is_loss=True)
     if form is None:
@@ -146,15 +158,18 @@ def loss_argument_form(net: Net, scores: Tensor, y: Tensor) -> ArgumentForm:
 
 
 def _check_void_labels(net: Net, data: Federation, scores: Tensor, y: Tensor) -> None:
-    """A label of steps that the model has no output for: what leaves it out of the loss
-    is not known to the accuracy."""
-    outputs = scores.shape[1] if scores.dim() == y.dim() + 1 and y.dim() > 1 else 0
+    """Raises MismatchError for labels of steps without an output of the model.
+
+    A user's loss may leave such a label out, but the accuracy does not know that.
+    """
+    has_steps = y.dim() > 1 and scores.dim() == y.dim() + 1
+    outputs = scores.shape[1] if has_steps else 0
     if outputs < 2 or y.is_floating_point() or not net.scores_classes:
         return
     labels = data.y[data.y != IGNORED_LABEL]
-    beyond = labels[(labels < 0) | (labels >= outputs)]
-    if beyond.numel():
-        void = int(beyond[0])
+    void_labels = labels[(labels < 0) | (labels >= outputs)]
+    if void_labels.numel():
+        void = int(void_labels[0])
         raise MismatchError(
             f"data: there are labels {void}, and the model has {outputs} outputs; of "
             "labels that count in nothing take "
@@ -164,14 +179,11 @@ def _check_void_labels(net: Net, data: Federation, scores: Tensor, y: Tensor) ->
 
 
 def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> None:
+    """Checks the targets of a named loss that compares numbers one by one."""
     outputs = scores[0].numel()
     targets = y[0].numel()
-    if (
-        outputs == targets
-        and scores.dim() > 2
-        and y.dim() > 2
-        and not has_one_score_each(scores, y)
-    ):
+    has_steps = scores.dim() > 2 and y.dim() > 2
+    if outputs == targets and has_steps and not has_one_score_each(scores, y):
         raise MismatchError(
             f"loss: {name!r} compares outputs and targets one by one, and the model "
             f"gives scores {list(scores.shape)} for targets {list(y.shape)}; transpose "
@@ -183,12 +195,11 @@ def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> No
             f"gives {outputs} for {targets} target(s) a sample; change the model's "
             "outputs, or take loss='cross_entropy' for classes."
         )
-    low, high = (float(v) for v in torch.aminmax(data.y))
-    if (
-        data.classes is not None
-        and low == IGNORED_LABEL
-        and not data.y.is_floating_point()
-    ):
+    smallest, largest = torch.aminmax(data.y)
+    low = float(smallest)
+    high = float(largest)
+    are_labels = data.classes is not None and not data.y.is_floating_point()
+    if are_labels and low == IGNORED_LABEL:
         raise MismatchError(
             f"loss: {name!r} would count the steps that the mask leaves out; take "
             f"'cross_entropy', or a function that leaves out labels of {IGNORED_LABEL}."
@@ -206,6 +217,7 @@ def _check_numbers(name: str, data: Federation, scores: Tensor, y: Tensor) -> No
 
 
 def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
+    """Checks the labels of the cross entropy against the model's outputs."""
     if scores.dim() != y.dim() + 1 or scores.shape[2:] != y.shape[1:]:
         raise MismatchError(
             "model: 'cross_entropy' takes scores [B, C] for labels [B], or [B, C, ...] "
@@ -229,11 +241,9 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
     low = int(labels.min())
     high = int(labels.max())
     if low < 0 or high >= outputs:
-        remedy = (
-            "or one and loss='binary_cross_entropy' or 'hinge'"
-            if outputs == 1
-            else "one for each class, and count them from 0"
-        )
+        remedy = "one for each class, and count them from 0"
+        if outputs == 1:
+            remedy = "or one and loss='binary_cross_entropy' or 'hinge'"
         if data.classes is None:
             remedy = f"{remedy}, or take loss='squared', as classes is None"
         raise MismatchError(
@@ -243,7 +253,7 @@ def _check_classes(data: Federation, scores: Tensor, y: Tensor) -> None:
 
 
 def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) -> str:
-    """Why the loss failed."""
+    """Text of the error where the loss fails."""
     remedy = ""
     if "BCE" in loss_name(net.loss_fn) and scores.numel() != y.numel():
         remedy = (
@@ -257,12 +267,11 @@ def explain_loss_error(net: Net, scores: Tensor, y: Tensor, e: BaseException) ->
 
 
 def check_loss(loss: Any) -> None:
+    """Checks that a loss is one number with a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = (
-            f"shape {list(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else type(loss).__name__
-        )
+        got = type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"shape {list(loss.shape)}"
         raise MismatchError(
             f"loss: expected one number for a batch, got {got}; take the mean over its "
             "samples."
@@ -275,6 +284,7 @@ def check_loss(loss: Any) -> None:
 
 
 def check_gradients(grads: Iterable[Tensor | None]) -> None:
+    """Raises MismatchError for sparse gradients."""
     if any(g is not None and g.is_sparse for g in grads):
         raise MismatchError(
             "model: its gradients are sparse, and a row's is not; set sparse=False in "
@@ -284,67 +294,81 @@ def check_gradients(grads: Iterable[Tensor | None]) -> None:
 
 def explain_layer_error(
     name: str, m: nn.Module, inputs: Any, data: Federation, e: BaseException
-) -> Iterator[str]:
-    """Why the forward pass failed in the layer `m`."""
-    given: Any = next(iter(inputs), None)
-    shape = list(data.shape)
-    if not isinstance(given, Tensor):
-        yield (
-            f"model: its forward pass fails on samples of shape {shape} "
+) -> str:
+    """Text of the error where the forward pass fails in the layer `m`."""
+    x: Any = next(iter(inputs), None)
+    if not isinstance(x, Tensor):
+        return (
+            f"model: its forward pass fails on samples of shape {list(data.shape)} "
             f"({data.x.dtype}): {first_line(e)}."
         )
     layer = f"layer {name!r} ({type(m).__name__})" if name else type(m).__name__
-    wants = next(
-        (f"{k}={getattr(m, k)}" for k in WIDTH_ATTRIBUTES if hasattr(m, k)), None
-    )
-    if isinstance(m, nn.Embedding) and given.is_floating_point():
-        yield (
-            f"data: {layer} takes integers (tokens), and its input is {given.dtype}; "
-            "give x as int64."
-        )
-    elif isinstance(m, nn.Embedding):
-        yield (
-            f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, "
-            f"and {layer} knows 0 to {m.num_embeddings - 1}; make it larger."
-        )
-    elif not given.is_floating_point():
-        yield (
+    if isinstance(m, nn.Embedding):
+        return _explain_embedding_error(layer, m, x, data)
+    if not x.is_floating_point():
+        return (
             f"data: x holds integers ({data.x.dtype}), and {layer} takes numbers; "
             "convert x to float, or begin the model with nn.Embedding."
         )
-    on = f"an input of shape {list(given.shape)}, from samples of shape {shape}"
-    # the width may be right
-    if wants is None or int(wants.partition("=")[2]) in given.shape[1:]:
-        yield f"model: {layer} fails on {on}: {first_line(e)}."
-    yield (
-        f"model: {layer} has {wants}, and got {on}; make the model for samples of that "
-        "shape."
+    return _explain_width_error(layer, m, x, data, e)
+
+
+def _explain_embedding_error(
+    layer: str, m: nn.Embedding, x: Tensor, data: Federation
+) -> str:
+    if x.is_floating_point():
+        return (
+            f"data: {layer} takes integers (tokens), and its input is {x.dtype}; give "
+            "x as int64."
+        )
+    return (
+        f"data: x holds tokens from {int(data.x.min())} to {int(data.x.max())}, and "
+        f"{layer} knows 0 to {m.num_embeddings - 1}; make it larger."
     )
 
 
+def _explain_width_error(
+    layer: str, m: nn.Module, x: Tensor, data: Federation, e: BaseException
+) -> str:
+    """Text that names the layer's width, where the input has another one."""
+    sample_shape = list(data.shape)
+    shapes = f"an input of shape {list(x.shape)}, from samples of shape {sample_shape}"
+    attributes = [name for name in WIDTH_ATTRIBUTES if hasattr(m, name)]
+    if attributes:
+        width = getattr(m, attributes[0])
+        if width not in x.shape[1:]:
+            return (
+                f"model: {layer} has {attributes[0]}={width}, and got {shapes}; make "
+                "the model for samples of that shape."
+            )
+    return f"model: {layer} fails on {shapes}: {first_line(e)}."
+
+
 def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
-    """Why a module is no function of its parameters: what can be seen of it, before
-    what cannot."""
-    odd = _explain_mode_mismatch(net, MODE_LAYERS)
-    if odd is not None:
-        return odd
+    """Text of the error where a module is no function of its parameters.
+
+    Causes that can be found are named first; the last text is for all others.
+    """
+    mode_mismatch = _explain_mode_mismatch(net, MODE_LAYERS)
+    if mode_mismatch is not None:
+        return mode_mismatch
     module = copy.deepcopy(net.module)
     seed = torch.zeros((), dtype=torch.int64, device=x.device)
     for train in (True, False):
         module.train(train)
-        found = []
+        scores = []
         for _ in range(3):  # a counter may begin with a pass that changes nothing
             net.load(module, net.w0, net.b0)
             with forward_context(train, None, seed), torch.no_grad():
-                found.append(module(x))
-        if not all(are_equal(found[0], other) for other in found):
+                scores.append(module(x))
+        if not all(are_equal(scores[0], other) for other in scores):
             return (
                 "model: its forward pass gives other scores when it is called again on "
                 "the same samples; it must use nothing that another pass has changed, "
                 "such as a counter or a cache, and no random numbers but those of "
                 "pflcore.nn.Dropout."
             )
-    losses = [net.batch_loss(found[0], y) for _ in range(3)]
+    losses = [net.batch_loss(scores[0], y) for _ in range(3)]
     if not all(are_equal(losses[0], other) for other in losses):
         return (
             "loss: it gives another value when it is called again on the same scores "
@@ -359,12 +383,15 @@ def explain_impure_model(net: Net, x: Tensor, y: Tensor, mismatch: str) -> str:
 
 
 def _explain_mode_mismatch(net: Net, kinds: tuple[type[nn.Module], ...]) -> str | None:
-    """A sentence about the first of these submodules whose mode is not the model's, as
-    the model is or after `train()`."""
+    """Text on the first submodule of these types whose mode is not the model's.
+
+    The model is examined as it is, and after `train()`.
+    """
     for model in (net.module, copy.deepcopy(net.module).train()):
         for name, m in model.named_modules():
             if isinstance(m, kinds) and m.training != model.training:
-                mode, other = ("training", "evaluation")[:: 1 if m.training else -1]
+                mode = "training" if m.training else "evaluation"
+                other = "evaluation" if m.training else "training"
                 return (
                     f"model: its submodule {name!r} ({type(m).__name__}) is in {mode} "
                     f"mode while the model is in {other} mode; call model.train() "
@@ -376,26 +403,32 @@ def _explain_mode_mismatch(net: Net, kinds: tuple[type[nn.Module], ...]) -> str 
 
 
 def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values; NaN equals NaN."""
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @contextmanager
 def reraise_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
-    """What fails inside is raised as `sentence`; what was said already and running out
-    of memory come through."""
+    """Raises an error inside as a MismatchError with the text `sentence(error)`.
+
+    A MismatchError, and running out of memory, are raised as they are.
+    """
     try:
         yield
-    except Exception as e:
-        if isinstance(e, MismatchError) or memory.is_out_of_memory(e):
+    except Exception as error:
+        if isinstance(error, MismatchError) or memory.is_out_of_memory(error):
             raise
-        raise MismatchError(sentence(e)) from e
+        raise MismatchError(sentence(error)) from error
 
 
 def run_without_global_draws(f: Callable[[], Tensor]) -> None:
-    """Refuses `f` if it draws from torch's global generator, which stays as it was."""
-    with IsolatedDraws(0) as own:
+    """Raises MismatchError if `f` draws from torch's global generator.
+
+    That generator stays as it was.
+    """
+    with IsolatedDraws(0) as draws:
         f()
-    if own.used:
+    if draws.used:
         raise MismatchError(
             "model: its forward pass draws from torch's global generator, which "
             "threads share, so results would not repeat; use pflcore.nn.Dropout, which "
@@ -404,9 +437,7 @@ def run_without_global_draws(f: Callable[[], Tensor]) -> None:
 
 
 def first_line(e: BaseException) -> str:
-    """The first line of what a library says."""
-    return (
-        f"{type(e).__name__}, {str(e).splitlines()[0]}".rstrip(".")
-        if str(e)
-        else type(e).__name__
-    )
+    """An error's type and the first line of its text, which may be empty."""
+    if not str(e):
+        return type(e).__name__
+    return f"{type(e).__name__}, {str(e).splitlines()[0]}".rstrip(".")

@@ -128,6 +128,14 @@ def test_a_hook_on_every_module_is_no_part_of_a_chain():
         handle.remove()
 
 
+def test_an_even_kernel_with_same_padding_is_no_part_of_a_chain():
+    conv = nn.Conv2d(1, 2, 2, padding="same")
+    net = Net(nn.Sequential(conv, nn.Flatten(), nn.Linear(32, 4)))
+
+    with pytest.raises(NotAChain, match="an even kernel with padding='same'"):
+        compile_chain(net, (1, 4, 4))
+
+
 def test_the_global_generators_are_left_alone():
     net, before = Net(mlp), torch.get_rng_state()
     make_context(net, federation(), Training())
