@@ -69,9 +69,9 @@ class FineTune(FedProx, FedOpt):
     server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x (1
     model) · up: delta (1 model).
 
-    Training is that of `FedOpt`. Every evaluation fine-tunes x on each client's training
-    data by the run's optimizer, all layers or the last one, and throws the result away.
-    Momentum and AdamW's moments start at zero in every epoch.
+    Training is that of `FedOpt`. Every evaluation fine-tunes x on each client's
+    training data by the run's optimizer, all layers or the last one, and throws the
+    result away. Momentum and AdamW's moments start at zero in every epoch.
 
     - `choose="fixed"` takes `finetune_epochs` epochs.
     - `choose="client"` tries each step size of `lr_grid` with 1 .. `finetune_epochs`
@@ -108,9 +108,16 @@ class FineTune(FedProx, FedOpt):
     @property
     def traits(self) -> Traits:
         tuning = (
-            "finetune_lr finetune_epochs layers choose lr_grid zero min_size margin"
+            "finetune_lr",
+            "finetune_epochs",
+            "layers",
+            "choose",
+            "lr_grid",
+            "zero",
+            "min_size",
+            "margin",
         )
-        return super().traits._replace(evaluation_only=tuple(tuning.split()))
+        return super().traits._replace(evaluation_only=tuning)
 
     def clients_for_model(self, data: Federation, ids: Tensor) -> Tensor:
         chooses = self.choose == "client" and self.finetune_epochs > 0
@@ -135,7 +142,7 @@ class FineTune(FedProx, FedOpt):
     def finetune(self, x: Tensor, clients: Clients) -> tuple[Tensor, Tensor]:
         """The fine-tuned models [S, P], and their batch norm's statistics.
 
-        With `choose="client"` it is each client's best candidate on its validation split.
+        With `choose="client"` they are each client's best ones on its validation split.
         """
         if self.choose == "fixed":
             last_fit = deque(self.candidate_fits(x, clients), maxlen=1)[0]
@@ -254,8 +261,8 @@ class KnnPer(FedOpt):
     server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x (1
     model) · up: delta (1 model).
 
-    Training is that of `FedOpt`. For evaluation each client stores what the head sees of
-    its training samples, and mixes probabilities: `p = lam p_knn + (1 - lam) p_x`
+    Training is that of `FedOpt`. For evaluation each client stores what the head sees
+    of its training samples, and mixes probabilities: `p = lam p_knn + (1 - lam) p_x`
     (equations 6 and 7). lam = 0 is FedAvg. p_knn weighs the labels of the k nearest
     samples, at the Euclidean distance d, by `kernel`:
 
@@ -305,7 +312,7 @@ class KnnPer(FedOpt):
         return model
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """`(1 - lam) p + lam q` [B, ...] of the model's and the neighbours' predictions.
+        """`(1 - lam) p + lam q` [B, ...] of the model's and neighbours' predictions.
 
         p are w's probabilities (for numbers its scores). q is the mean of the labels y
         of the k nearest of the first n rows of z [n_max, H] to the features of x (what
@@ -373,8 +380,8 @@ class PerFedAvg(FedAvg):
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
 
     Algorithm 1: w minimises `sum_i share_i f_i(w - alpha grad f_i(w))`. The server is
-    FedAvg's. A local step takes minibatches D, D', D'' of independent shuffles, `u = w -
-    alpha grad f(w; D)` and `v = grad f(u; D')`. Then, by `variant`:
+    FedAvg's. A local step takes minibatches D, D', D'' of independent shuffles, `u = w
+    - alpha grad f(w; D)` and `v = grad f(u; D')`. Then, by `variant`:
 
     - "fo": `w <- w - beta v`
     - "hf": `w <- w - beta (v - alpha (grad f(w + delta v; D'') - grad f(w - delta v;
@@ -531,8 +538,10 @@ class SplitModel(FedAvg):
             return head_mask(net)
         if self.private == "body":
             return ~head_mask(net)
-        is_one = isinstance(self.private, str)
-        return net.mask(self.private) if is_one else net.mask(*self.private)
+        patterns = self.private
+        if isinstance(patterns, str):
+            patterns = (patterns,)
+        return net.mask(*patterns)
 
     def merge_columns(self, net: Net, x: Tensor, client_state: Tensors) -> Tensor:
         """The clients' models [S, P], of shared and private columns."""
@@ -658,8 +667,8 @@ class FedRoD(FedAvg):
 
     With the features z = f(x), scores are g(z) + h(z). The generic model minimises
     balanced softmax, CE(g(z) + gamma log n_c), n_c the client's samples of class c. The
-    head minimises CE(g(z) + h(z)) with g(z) and z detached, so that it moves nothing but
-    h. Both are trained at once, by the run's SGD. A client without class c gives it no
+    head minimises CE(g(z) + h(z)) with g(z) and z detached, so that it moves only h.
+    Both are trained at once, by the run's SGD. A client without class c gives it no
     generic score while it trains. CE is the run's loss; another loss of class scores
     serves as well.
 
