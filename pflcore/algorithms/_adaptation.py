@@ -1,7 +1,14 @@
-"""One shared model, made each client's own: by fine-tuning; by a vote of the client's
-own nearest samples, kNN-Per; from a start one step from everybody, Per-FedAvg; or by
-columns that stay with the client: FedPer, LG-FedAvg, FedRep, FedBABU, FedBN, and
-FedRoD, whose personal head adds its scores.
+"""One shared model that is adapted to each client.
+
+- FineTune trains it further on the client's data.
+- KnnPer adds a vote of the client's own nearest samples.
+- PerFedAvg trains a start that is one step away from every client.
+- SplitModel keeps some columns with the client: FedPer, LG-FedAvg, FedRep, FedBABU and
+  FedBN are its presets.
+- FedRoD has a personal head that adds its scores.
+
+Symbols: S clients are in the cohort; s of them take a step together; a model has P
+parameters, K of them shared; x is the shared model; z are features [.., H].
 """
 
 from __future__ import annotations
@@ -57,23 +64,26 @@ from pflcore.train._losses import (
 
 @algorithm_options
 class FineTune(FedProx, FedOpt):
-    """FedAvg + fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley, section 4.1).
+    """FedAvg, then fine-tuning (Wang et al. 2019; Yu et al. 2020; Motley 4.1).
 
     server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x
     [S, P] (1 model) · up: delta [S, P] (1 model).
 
-    Trains as `FedOpt`; every evaluation fine-tunes x on each client's training data by
-    the run's optimizer, all layers or the last one, and throws the result away.
-    `choose="fixed"` takes `finetune_epochs` epochs. "client" tries each step size of
-    `lr_grid` with 1 .. `finetune_epochs` epochs and keeps what is best on the client's
-    own validation split (for one choice for all clients see `pflcore.tune`); ties go to
-    the earlier candidate, 0 epochs first. A client without validation samples takes
-    what is best for all the others of the federation together (mean over clients),
-    whoever is evaluated beside it: to evaluate it alone fine-tunes all of them.
-    Momentum and AdamW's moments start at zero in every epoch. Acceptance (the remark of
-    section 4.1): a client with less than `min_size` samples, or whose validation value
-    does not beat x's by more than `margin` (without validation samples it cannot),
-    keeps x.
+    Training is that of `FedOpt`. Every evaluation fine-tunes x on each client's
+    training data by the run's optimizer, all layers or the last one, and throws the
+    result away. Momentum and AdamW's moments start at zero in every epoch.
+
+    - `choose="fixed"` takes `finetune_epochs` epochs.
+    - `choose="client"` tries each step size of `lr_grid` with 1 .. `finetune_epochs`
+      epochs, and takes what is best on the client's own validation split; for one
+      choice for all clients see `pflcore.tune`. Ties go to the earlier candidate, 0
+      epochs first. A client without validation samples takes what is best for all the
+      others of the federation together (mean over clients), whichever clients are
+      evaluated beside it: evaluating it alone fine-tunes all of them.
+
+    Acceptance (the remark of section 4.1): a client keeps x if it has less than
+    `min_size` samples, or if its tuned model does not beat x by more than `margin` on
+    its validation split. Without validation samples it cannot.
     """
 
     # FedProx's pull towards x while x is trained: FedProx + fine-tuning
@@ -104,85 +114,83 @@ class FineTune(FedProx, FedOpt):
             "choose",
             "lr_grid",
             "zero",
+            "min_size",
+            "margin",
         )
-        return super().traits._replace(evaluation_only=(*tuning, "min_size", "margin"))
+        return super().traits._replace(evaluation_only=tuning)
 
     def clients_for_model(self, data: Federation, ids: Tensor) -> Tensor:
-        if (
-            self.choose == "fixed"
-            or not self.finetune_epochs
-            or "val" not in data.index
-        ):
+        chooses = self.choose == "client" and self.finetune_epochs > 0
+        if not chooses or "val" not in data.index:
             return ids
-        judges = data.size("val") > 0
-        if judges[ids].all():
+        has_val = data.size("val") > 0
+        if has_val[ids].all():
             return ids
-        everybody: Tensor = torch.cat([ids, judges.nonzero()[:, 0]]).unique()
-        return everybody
+        clients: Tensor = torch.cat([ids, has_val.nonzero()[:, 0]]).unique()
+        return clients
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         x = down["x"]
         if not self.finetune_epochs:
             return {"w": x}
         w, batch_norm = self.finetune(x, clients)
-        takes = accept_tuned(self, x, w, clients, replace(clients, buffers=batch_norm))[
-            :, None
-        ]
+        after = replace(clients, buffers=batch_norm)
+        takes = accept_tuned(self, x, w, clients, after)[:, None]
         batch_norm = torch.where(takes, batch_norm, clients.buffers)
         return {"w": torch.where(takes, w, x), "batch_norm": batch_norm}
 
     def finetune(self, x: Tensor, clients: Clients) -> tuple[Tensor, Tensor]:
-        """The fine-tuned models [S, P], or the best candidate of each client on its
-        validation split; and their batch norm's statistics."""
+        """The fine-tuned models [S, P], and their batch norm's statistics.
+
+        With `choose="client"` they are each client's best ones on its validation split.
+        """
         if self.choose == "fixed":
-            last = deque(self.candidate_fits(x, clients), 1)[0]
-            return last.w, last.buffers
+            last_fit = deque(self.candidate_fits(x, clients), maxlen=1)[0]
+            return last_fit.w, last_fit.buffers
         w = x
         batch_norm = clients.buffers
-        best = (
-            fill_missing(validation_score(clients, x))
-            if self.zero
-            else x.new_full((len(x), 1), -torch.inf)
-        )
+        best = x.new_full((len(x), 1), -torch.inf)
+        if self.zero:
+            best = fill_missing(validation_score(clients, x))
         for fit in self.candidate_fits(x, clients):
-            now = fill_missing(validation_score(clients.after(fit), fit.w))
-            better = now > best
-            best = torch.where(better, now, best)
-            w = torch.where(better, fit.w, w)
-            batch_norm = torch.where(better, fit.buffers, batch_norm)
+            score = fill_missing(validation_score(clients.after(fit), fit.w))
+            is_better = score > best
+            best = torch.where(is_better, score, best)
+            w = torch.where(is_better, fit.w, w)
+            batch_norm = torch.where(is_better, fit.buffers, batch_norm)
         return w, batch_norm
 
     def candidate_fits(self, x: Tensor, clients: Clients) -> Iterator[Fit]:
-        """What every epoch of fine-tuning with every step size makes of x [S, P]. With
-        frozen layers batch norm's statistics stay frozen as well."""
+        """The fits of x [S, P] after every epoch, one step size after the other.
+
+        With frozen layers batch norm's statistics stay frozen as well.
+        """
         net = clients.net
+        reshuffles = clients.context.training.reshuffle
         mask = None
-        shuffles = clients.context.training.reshuffle
         if self.layers != "all":
             mask = head_mask(net) if self.layers == "last" else net.mask(self.layers)
+        objective = Objective(mask=mask)
         for lr in self.lr_grid or (self.finetune_lr,):
-            now = clients
+            tuned = clients
             rows = x
             for epoch in range(1, self.finetune_epochs + 1):
-                stream = f"finetune {epoch}" if shuffles else "finetune"
-                fit = now.fit(
-                    rows, Objective(mask=mask), epochs=1, lr=lr, stream=stream
-                )
+                stream = f"finetune {epoch}" if reshuffles else "finetune"
+                fit = tuned.fit(rows, objective, epochs=1, lr=lr, stream=stream)
                 if mask is not None:
                     fit = fit._replace(buffers=clients.buffers)
-                now = clients.after(fit)
+                tuned = clients.after(fit)
                 rows = fit.w
                 yield fit
 
 
 def fill_missing(values: Tensor) -> Tensor:
-    """Each client's value [S, 1], the others' mean where it has none, by values [S]
-    or NaN."""
+    """Values [S, 1] of `values` [S]; the mean of the others in place of NaN."""
     return torch.where(values.isnan(), values.nanmean(), values)[:, None]
 
 
 def head_mask(net: Net) -> Tensor:
-    """Which parameters are the head's: bool [P] on the CPU."""
+    """Mask [P] on the CPU: True for the head's parameters."""
     mask = torch.zeros(net.size, dtype=torch.bool)
     mask[net.head_slice] = True
     return mask
@@ -191,35 +199,37 @@ def head_mask(net: Net) -> Tensor:
 def validation_score(
     clients: Clients, rows: Tensor | Tensors, predict: Predict = predict_row
 ) -> Tensor:
-    """How good each client's model, a row of `rows` [S, P] or of several tensors, is on
-    the split "val": accuracy, or minus the loss where there is none. float64 [S].
+    """Score of each client's model on the split "val", float64 [S].
 
-    A model whose outputs hold a NaN counts as worst, minus infinity; a client without
-    samples of the split has NaN.
+    It is the accuracy, or minus the loss where there is none. A model whose outputs
+    hold a NaN has minus infinity; a client without samples of the split has NaN.
+
+    Args:
+        rows: the models [S, P], or several tensors [S, ...] that `predict` takes
     """
     model = rows if isinstance(rows, dict) else {"w": rows}
     size = torch.zeros(len(clients.ids))
     if clients.has_split("val"):
         size = clients.context.data.size("val")[clients.ids]
-    # a choice depends on it, so nobody shares a batch
-    some = size > 0
-    seen = replace(clients, block_numbers=torch.arange(len(size)))
-    if not some.any():
+    has_val = size > 0
+    if not has_val.any():
         raise ValueError(
             "choose: fine-tuning is tuned on the clients' 'val' split, which these "
             "clients lack; "
             "make one with Federation.split, or choose on validation clients with "
             "pflcore.tuning."
         )
-    if not some.all():
-        seen = seen.take(some)
-        model = {k: v[some] for k, v in model.items()}
-    loss, right = seen.evaluate(model, "val", predict)
-    values = -loss.double() if right is None else right
-    values = values.masked_fill(loss.isnan(), -torch.inf)
-    return values.new_full(some.shape, torch.nan).masked_scatter(
-        to_device(some, values.device), values
-    )
+    # Each client has a block of its own: a choice must not depend on the others, and
+    # last digits may depend on what is computed together.
+    judges = replace(clients, block_numbers=torch.arange(len(size)))
+    if not has_val.all():
+        judges = judges.take(has_val)
+        model = {key: tensor[has_val] for key, tensor in model.items()}
+    loss, accuracy = judges.evaluate(model, "val", predict)
+    scores = -loss.double() if accuracy is None else accuracy
+    scores = scores.masked_fill(loss.isnan(), -torch.inf)
+    no_scores = scores.new_full(has_val.shape, torch.nan)
+    return no_scores.masked_scatter(to_device(has_val, scores.device), scores)
 
 
 def accept_tuned(
@@ -230,15 +240,15 @@ def accept_tuned(
     after: Clients,
     predict: Predict = predict_row,
 ) -> Tensor:
-    """Which clients, with the statistics of `after`, take `model` and not x: bool
-    [S]."""
-    takes = to_device(clients.num_samples, x.device) >= alg.min_size
+    """Mask [S]: True where a client takes `model`, False where it keeps x [S, P].
+
+    `after` are the clients with the statistics that belong to `model`.
+    """
+    is_large = to_device(clients.num_samples, x.device) >= alg.min_size
     if alg.margin is None:
-        return takes
-    return takes & (
-        validation_score(after, model, predict)
-        > validation_score(clients, x) + alg.margin
-    )
+        return is_large
+    score = validation_score(after, model, predict)
+    return is_large & (score > validation_score(clients, x) + alg.margin)
 
 
 VoteKernel = Literal["exp", "inverse", "gauss_dim"]
@@ -246,24 +256,30 @@ VoteKernel = Literal["exp", "inverse", "gauss_dim"]
 
 @algorithm_options
 class KnnPer(FedOpt):
-    """kNN-Per (Marfoq et al. 2022, equations 6 and 7): `p = lam p_knn + (1 - lam) p_x`
-    on probabilities.
+    """kNN-Per (Marfoq et al. 2022): a client's nearest samples vote beside the model.
 
     server: x [P] and the optimizer's state, see `FedOpt` · client: nothing · down: x
     [S, P] (1 model) · up: delta [S, P] (1 model).
 
-    Trains as `FedOpt`; for evaluation each client stores what the head sees of its
-    training samples. p_knn weighs the labels of the k nearest (Euclidean distance d) by
-    `kernel`: "exp" exp(-d) (the paper), "inverse" 1 / d (an exact match takes all;
-    Motley's silo code), "gauss_dim" exp(-d^2 / D) (the authors' code). Targets instead
-    of classes: the weighted mean of the neighbours' targets; hinge loss: of their
-    signs, mixed with the score; binary cross entropy: of their labels, mixed with the
-    score's probability, and given as a logit. Of equally near samples the earlier ones
-    vote. A client with fewer than k samples uses all of them. lam = 0 is FedAvg.
+    Training is that of `FedOpt`. For evaluation each client stores what the head sees
+    of its training samples, and mixes probabilities: `p = lam p_knn + (1 - lam) p_x`
+    (equations 6 and 7). lam = 0 is FedAvg. p_knn weighs the labels of the k nearest
+    samples, at the Euclidean distance d, by `kernel`:
+
+    - "exp": exp(-d), the paper's
+    - "inverse": 1 / d, where an exact match takes all (Motley's silo code)
+    - "gauss_dim": exp(-d^2 / D), D features (the authors' code)
+
+    Targets that are no classes have the weighted mean of the neighbours' targets. With
+    the hinge loss it is the mean of their signs, mixed with the score; with binary
+    cross entropy the mean of their labels, mixed with the score's probability and given
+    as a logit. Of equally near samples the earlier ones vote. A client with fewer than
+    k samples uses all of them.
+
     Acceptance (Motley, section 4.3, observation 1, and the remark of 4.1): a client
-    with less than `min_size` samples, or whose accuracy (or minus its loss) on its
-    validation split does not beat x's by more than `margin`, stays with p_x; without
-    validation samples none beats it.
+    stays with p_x if it has less than `min_size` samples, or if p does not beat p_x by
+    more than `margin` on its validation split, in accuracy or minus its loss. Without
+    validation samples it cannot.
     """
 
     k: PositiveInt = 10  # neighbours
@@ -280,46 +296,40 @@ class KnnPer(FedOpt):
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         x = down["x"]
-        criterion = clients.net.loss_fn
         z, y = clients.features(x)  # [S, n, H], [S, n]: short clients are padded
-        if y.dim() > 2 and (
-            criterion is cross_entropy or isinstance(criterion, CrossEntropyLoss)
-        ):
+        if y.dim() > 2 and is_cross_entropy(clients.net):
             raise ValueError(
                 "data: kNN-Per's neighbours vote with a label a sample, and these "
                 "targets are "
                 "probabilities, or one for each step; give int64 labels [n]."
             )
-        model = {
-            "w": x,
-            "z": z.flatten(2),
-            "y": y,
-            "n": to_device(clients.num_samples, y.device),
-        }
+        n = to_device(clients.num_samples, y.device)
+        model = {"w": x, "z": z.flatten(2), "y": y, "n": n}
         if self.min_size or self.margin is not None:
             model["lam"] = z.new_full((len(z),), self.lam)
-            model["lam"] = model["lam"] * accept_tuned(
-                self, x, model, clients, clients, self.predict
-            )
+            takes = accept_tuned(self, x, model, clients, clients, self.predict)
+            model["lam"] = model["lam"] * takes
         return model
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """`(1 - lam) p + lam q`: p are w's probabilities (for numbers its scores), q is
-        the mean of the labels y of the k nearest of the first n rows of z [n_max, H] to
-        the features of x (what w's head sees), weighted as the option kernel says."""
+        """`(1 - lam) p + lam q` [B, ...] of the model's and neighbours' predictions.
+
+        p are w's probabilities (for numbers its scores). q is the mean of the labels y
+        of the k nearest of the first n rows of z [n_max, H] to the features of x (what
+        w's head sees), weighted as the option kernel says.
+        """
         features = net.features(model["w"], x).flatten(1)
-        # [B, k]
         weight, near = nearest_neighbours(
             features, model["z"], model["n"], self.k, self.kernel
         )
         lam = model.get("lam", self.lam)
         scores = net(model["w"], x)
         labels = model["y"][near]
-        votes = net.scores_classes and net.loss_fn not in (hinge, binary_cross_entropy)
-        if votes and not labels.is_floating_point():
-            # who has no label has no vote
-            counts = (labels != IGNORED_LABEL)[..., None]
-            labels = F.one_hot(labels.clamp(min=0), scores.shape[1]) * counts
+        has_classes = net.scores_classes
+        has_classes &= net.loss_fn not in (hinge, binary_cross_entropy)
+        if has_classes and not labels.is_floating_point():
+            has_label = (labels != IGNORED_LABEL)[..., None]  # no label, no vote
+            labels = F.one_hot(labels.clamp(min=0), scores.shape[1]) * has_label
             scores = scores.softmax(1)
         elif net.loss_fn is hinge:
             labels = torch.where(labels > 0, 1.0, -1.0)
@@ -331,46 +341,62 @@ class KnnPer(FedOpt):
         return p.logit(eps=1e-12).to(scores)
 
 
-def nearest_neighbours(
-    queries: Tensor, store: Tensor, n: Tensor | int, k: int, kernel: VoteKernel = "exp"
-) -> tuple[Tensor, Tensor]:
-    """Weights [B, k'] float64, summing to 1, and places [B, k'] of the k' = min(k, n)
-    nearest of the first `n` rows of `store` [n_max, H].
+def is_cross_entropy(net: Net) -> bool:
+    """Whether the net's loss is cross entropy, pflcore's or torch's."""
+    loss_fn = net.loss_fn
+    return loss_fn is cross_entropy or isinstance(loss_fn, CrossEntropyLoss)
 
-    Weights are a softmax of -d: exp(-d) itself is 0 / 0 for far points.
+
+def nearest_neighbours(
+    queries: Tensor,  # [B, H]
+    store: Tensor,  # [n_max, H]
+    n: Tensor | int,
+    k: int,
+    kernel: VoteKernel = "exp",
+) -> tuple[Tensor, Tensor]:  # [B, k'] float64, [B, k']
+    """Weights and rows of the nearest of the first `n` rows of `store`.
+
+    There are k' = min(k, n) of them, and their weights sum to 1. Weights are a softmax
+    of -d, since exp(-d) itself is 0 / 0 for far points.
     """
-    store = store[: int(n)]  # the others are there for clients of more samples
+    store = store[: int(n)]  # the other rows fill up to clients of more samples
     # [B, n] float64, exact where points coincide
     square = ops.pairwise_sqdist(queries, store)
     near = ops.feddwa_weights(square, k).index
     square = square.nan_to_num(torch.inf, torch.inf).gather(1, near)
     if kernel == "inverse":
-        same = square == 0
-        weight = torch.where(same.any(1, keepdim=True), same.double(), square.rsqrt())
+        is_same = square == 0
+        has_same = is_same.any(1, keepdim=True)
+        weight = torch.where(has_same, is_same.double(), square.rsqrt())
         return weight / weight.sum(1, keepdim=True), near
-    far = square.sqrt() if kernel == "exp" else square / store.shape[1]
-    return torch.softmax(-far, 1), near
+    distance = square.sqrt() if kernel == "exp" else square / store.shape[1]
+    return torch.softmax(-distance, 1), near
 
 
 @algorithm_options
 class PerFedAvg(FedAvg):
-    """Fallah et al. 2020, Algorithm 1: w minimises sum_i share_i f_i(w - alpha grad
-    f_i(w)).
+    """Per-FedAvg (Fallah et al. 2020): a start that is one step from every client.
 
     server: x [P] · client: nothing · down: x [S, P] · up: delta [S, P] (1 model).
 
-    The server is FedAvg's. A local step takes minibatches D, D', D'' of independent
-    shuffles: u = w
-    - alpha grad f(w; D), v = grad f(u; D'), then w <- w - beta v ("fo"), w - beta (v -
-    alpha (grad f(w + delta v; D'') - grad f(w - delta v; D'')) / (2 delta)) ("hf"), or
-    w - beta (v - alpha H(w; D'') v) ("exact", by automatic differentiation; on every
-    engine alike). Evaluated is x after `steps` such inner steps on the client's
-    training data, never on test data. Deviations: `scale_delta` divides delta by |v|,
-    because w + delta v and w - delta v are equal in float32 where v is small (False is
-    the paper's); clients weigh by their samples (the paper: alike;
-    `weighting="uniform"`). alpha and beta are the run's learning rate unless given; its
-    momentum and weight decay play no part. With batch norm each of the gradients
+    Algorithm 1: w minimises `sum_i share_i f_i(w - alpha grad f_i(w))`. The server is
+    FedAvg's. A local step takes minibatches D, D', D'' of independent shuffles, `u = w
+    - alpha grad f(w; D)` and `v = grad f(u; D')`. Then, by `variant`:
+
+    - "fo": `w <- w - beta v`
+    - "hf": `w <- w - beta (v - alpha (grad f(w + delta v; D'') - grad f(w - delta v;
+      D'')) / (2 delta))`
+    - "exact": `w <- w - beta (v - alpha H(w; D'') v)`, by automatic differentiation; on
+      every engine alike
+
+    A client is evaluated with x after `steps` such inner steps on its training data,
+    never on test data. alpha and beta are the run's learning rate unless given; its
+    momentum and weight decay have no effect. With batch norm each of the gradients
     updates the statistics, but for the exact variant's H v.
+
+    Deviations: `scale_delta` divides delta by |v|, because w + delta v and w - delta v
+    are equal in float32 where v is small (False is the paper's); clients weigh by their
+    samples (the paper: alike; `weighting="uniform"`).
     """
 
     # first-order, Hessian-free (finite differences) or exact
@@ -383,25 +409,29 @@ class PerFedAvg(FedAvg):
 
     @property
     def traits(self) -> Traits:
-        why = "takes its paper's own steps of SGD"
-        return super().traits._replace(sgd_only_reason=why, no_clip_grad_reason=why)
+        reason = "takes its paper's own steps of SGD"
+        return super().traits._replace(
+            sgd_only_reason=reason, no_clip_grad_reason=reason
+        )
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
         warn_unused_momentum(self, clients)
-        alpha, beta = (clients.lr if v is None else v for v in (self.alpha, self.beta))
+        alpha = clients.lr if self.alpha is None else self.alpha
+        beta = clients.lr if self.beta is None else self.beta
 
         def update(rows: Tensors, grad: GradientFn, taken: Tensor) -> Tensors:
             w = rows["w"]
             v = grad(w - alpha * grad(w), 1)
-            return {"w": w - beta * (v - alpha * self.hessian_vector(w, v, grad))}
+            curvature = self.hessian_vector(w, v, grad)
+            return {"w": w - beta * (v - alpha * curvature)}
 
-        # torch 2.15 refuses gradients of gradients through batch norm under vmap
-        exact = Objective(
-            loss=curvature_loss, never_vmap=bool(clients.net.buffer_names)
-        )
-        objective = exact if self.variant == "exact" else Objective()
+        objective = Objective()
+        if self.variant == "exact":
+            # torch 2.15 refuses gradients of gradients through batch norm under vmap.
+            has_batch_norm = bool(clients.net.buffer_names)
+            objective = Objective(loss=curvature_loss, never_vmap=has_batch_norm)
         batches = 2 if self.variant == "fo" else 3
         fit = clients.each_batch({"w": down["x"]}, update, objective, batches=batches)
         return client_state, {"delta": fit.w - down["x"]}, fit
@@ -432,8 +462,7 @@ class PerFedAvg(FedAvg):
 
 
 def curvature_loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
-    """The loss at w [P]; for a row [w | v] of twice the length a number whose gradient
-    in w is H(w) v.
+    """The loss at w [P]; for a row w | v [2 P] a number with the gradient H(w) v in w.
 
     H v is made inside, gradient of gradient: differentiating a gradient from outside
     `vmap` is wrong for batch norm (torch 2.13).
@@ -441,7 +470,7 @@ def curvature_loss(net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) ->
     if len(w) == net.size:
         return net.loss(w, x, y)
     row, v = w.detach().split(net.size)
-    # what these passes do to the statistics stays inside
+    # These passes leave the statistics as they are.
     with forward_context(
         forward_state.train, forward_state.buffers, forward_state.seed
     ):
@@ -459,20 +488,24 @@ PrivateColumns = Annotated[
 
 @algorithm_options
 class SplitModel(FedAvg):
-    """Shared columns x are averaged, private columns h stay: client i's model is (x,
-    h_i). The classes below are its presets.
+    """Shared columns x are averaged, private columns h stay with their client.
+
+    Client i's model is (x, h_i). The classes below are its presets.
 
     server: x [K] · client: h [P - K] (with order="body" nothing) · down: x [S, K] · up:
     delta [S, K] (the shared columns alone).
-    joint      (x_i, h_i) <- SGD on f_i at (x, h_i), both at once
-    alternate  h_i <- SGD on f_i(x, .) for `private_epochs`, x_i <- SGD on f_i(., h_i) for the run's
-               epochs
-    body       x_i <- SGD on f_i(., h), h the initial columns of all clients
-    and x <- x + server_lr sum_i share_i (x_i - x). Evaluated is (x, h_i), trained on by
-    `finetune_epochs` epochs that are thrown away. A client that never took part has the
-    initial h; `adapt` gives a newcomer one. While h alone is trained batch norm's
-    running statistics stay. `clip_grad` measures the whole gradient, frozen columns
-    too.
+
+    A round trains by `order`, and then `x <- x + server_lr sum_i share_i (x_i - x)`:
+
+    - "joint": (x_i, h_i) by SGD on f_i from (x, h_i), both at once
+    - "alternate": first h_i by SGD on f_i(x, .) for `private_epochs`, then x_i by SGD
+      on f_i(., h_i) for the run's epochs
+    - "body": x_i by SGD on f_i(., h), with h the initial columns of all clients
+
+    A client is evaluated with (x, h_i), trained on by `finetune_epochs` epochs that are
+    thrown away. A client that never took part has the initial h; `adapt` gives a
+    newcomer one. While only h is trained, batch norm's running statistics stay.
+    `clip_grad` measures the whole gradient, frozen columns too.
     """
 
     private: PrivateColumns = "head"  # or "body", "batch_norm", or patterns of names
@@ -495,23 +528,23 @@ class SplitModel(FedAvg):
         )
 
     def private_mask(self, net: Net) -> Tensor:
-        """Which columns are private, bool [P] on the CPU; none where a model has no
-        batch norm."""
+        """Mask [P] on the CPU: True for private columns.
+
+        With "batch_norm" it has none where the model has no batch norm.
+        """
         if self.private == "batch_norm":
-            layers = {
-                k for k, m in net.module.named_modules() if isinstance(m, _BatchNorm)
-            }
-            names = [k for k in net.names if k.rpartition(".")[0] in layers]
-            return net.mask(*map(glob.escape, names))
-        if self.private in ("head", "body"):
-            head = head_mask(net)
-            return head if self.private == "head" else ~head
-        return net.mask(
-            *([self.private] if isinstance(self.private, str) else self.private)
-        )
+            return _batch_norm_mask(net)
+        if self.private == "head":
+            return head_mask(net)
+        if self.private == "body":
+            return ~head_mask(net)
+        patterns = self.private
+        if isinstance(patterns, str):
+            patterns = (patterns,)
+        return net.mask(*patterns)
 
     def merge_columns(self, net: Net, x: Tensor, client_state: Tensors) -> Tensor:
-        """The clients' models [S, P]."""
+        """The clients' models [S, P], of shared and private columns."""
         private = to_device(self.private_mask(net), x.device)
         w = net.w0.repeat(len(x), 1).masked_scatter_(~private, x)
         return w.masked_scatter_(private, client_state["h"]) if client_state else w
@@ -519,15 +552,16 @@ class SplitModel(FedAvg):
     def server_init_args(self, net: Net) -> Tensors:
         private = self.private_mask(net)
         if private.all() or not private.any():
-            lacks = f"the model has no {self.private} parameter, so all of it"
-            what = "the whole model is private, so nothing" if private.any() else lacks
-            warn_caller(f"private: {what} is shared.")
+            text = f"the model has no {self.private} parameter, so all of it"
+            if private.any():
+                text = "the whole model is private, so nothing"
+            warn_caller(f"private: {text} is shared.")
         return {"x0": net.w0[~private]}
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
-        return (
-            {} if self.order == "body" else {"h": net.w0[None, self.private_mask(net)]}
-        )
+        if self.order == "body":
+            return {}
+        return {"h": net.w0[None, self.private_mask(net)]}
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
@@ -535,31 +569,39 @@ class SplitModel(FedAvg):
         private = self.private_mask(clients.net)
         w = self.merge_columns(clients.net, down["x"], client_state)
         if self.order == "alternate":
-            alone = Objective(mask=private)
-            w = clients.fit(w, alone, epochs=self.private_epochs, stream="private").w
-        fit = clients.fit(
-            w, Objective(mask=None if self.order == "joint" else ~private)
-        )
-        new = {"h": fit.w[:, private]} if client_state else {}
-        return new, {"delta": fit.w[:, ~private] - down["x"]}, fit
+            private_only = Objective(mask=private)
+            w = clients.fit(
+                w, private_only, epochs=self.private_epochs, stream="private"
+            ).w
+        mask = None if self.order == "joint" else ~private
+        fit = clients.fit(w, Objective(mask=mask))
+        new_state = {"h": fit.w[:, private]} if client_state else {}
+        return new_state, {"delta": fit.w[:, ~private] - down["x"]}, fit
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
-        tuned = FineTune(
+        finetune = FineTune(
             finetune_epochs=self.finetune_epochs, finetune_lr=self.finetune_lr
         )
-        return tuned.model(
-            {"x": self.merge_columns(clients.net, down["x"], client_state)},
-            client_state,
-            clients,
-        )
+        w = self.merge_columns(clients.net, down["x"], client_state)
+        return finetune.model({"x": w}, client_state, clients)
+
+
+def _batch_norm_mask(net: Net) -> Tensor:
+    """Mask [P] on the CPU: True for the parameters of batch norm's layers."""
+    layers = set()
+    for layer, module in net.module.named_modules():
+        if isinstance(module, _BatchNorm):
+            layers.add(layer)
+    names = [name for name in net.names if name.rpartition(".")[0] in layers]
+    return net.mask(*map(glob.escape, names))
 
 
 @algorithm_options
 class FedPer(SplitModel):
-    """Arivazhagan et al. 2019, FedPer (Algorithms 1 and 2): the head W_P stays,
-    W_B <- sum_i n_i / n W_B,i, both trained together.
+    """FedPer (Arivazhagan et al. 2019): the head stays with its client.
 
-    See `SplitModel`.
+    Algorithms 1 and 2: the head W_P stays, `W_B <- sum_i n_i / n W_B,i`, and both are
+    trained together. See `SplitModel`.
     """
 
     order: Literal["joint"] = "joint"
@@ -568,11 +610,10 @@ class FedPer(SplitModel):
 
 @algorithm_options
 class LGFedAvg(FedPer):
-    """Liang et al. 2020, LG-FedAvg (Algorithm 1): the lower layers stay, the head
-    theta_g <- sum_i n_i / n theta_g,i is shared.
+    """LG-FedAvg (Liang et al. 2020): the lower layers stay with their client.
 
-    Both are trained together; how many layers are shared is `private`'s to say. See
-    `SplitModel`.
+    Algorithm 1: the head `theta_g <- sum_i n_i / n theta_g,i` is shared, and both are
+    trained together. `private` says how many layers stay. See `SplitModel`.
     """
 
     # all but the head; or "head", "batch_norm", or names
@@ -581,10 +622,10 @@ class LGFedAvg(FedPer):
 
 @algorithm_options
 class FedRep(SplitModel):
-    """Collins et al. 2021, FedRep (Algorithm 1): first the private head on the frozen
-    body, then the body; phi <- 1 / (r n) sum_i phi_i.
+    """FedRep (Collins et al. 2021): trains a private head, then the shared body.
 
-    See `SplitModel`.
+    Algorithm 1: the head on the frozen body, then the body on the frozen head; `phi <-
+    1 / (r n) sum_i phi_i`. See `SplitModel`.
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
@@ -593,11 +634,10 @@ class FedRep(SplitModel):
 
 @algorithm_options
 class FedBABU(SplitModel):
-    """Oh et al. 2022, FedBABU (Algorithm 1): the body alone is trained, on the initial
-    head; every evaluation fine-tunes all layers.
+    """FedBABU (Oh et al. 2022, Algorithm 1): trains only the body, on the initial head.
 
-    See `SplitModel`. A client keeps nothing between rounds, and a newcomer is
-    fine-tuned like everybody.
+    Every evaluation fine-tunes all layers. A client keeps nothing between rounds, and a
+    newcomer is fine-tuned like every client. See `SplitModel`.
     """
 
     order: Literal["body"] = "body"
@@ -607,10 +647,11 @@ class FedBABU(SplitModel):
 
 @algorithm_options
 class FedBN(FedPer):
-    """Li et al. 2021, FedBN (Algorithm 1): batch norm's parameters and statistics stay,
-    other layers w <- 1 / K sum_i w_i.
+    """FedBN (Li et al. 2021): batch norm stays with its client.
 
-    See `SplitModel`. On a model without batch norm it is FedAvg, and says so.
+    Algorithm 1: batch norm's parameters and statistics stay, other layers `w <- 1 / K
+    sum_i w_i`. On a model without batch norm it is FedAvg, and says so. See
+    `SplitModel`.
     """
 
     weighting: Weighting = "uniform"  # "uniform" as in the paper, or "samples"
@@ -619,17 +660,18 @@ class FedBN(FedPer):
 
 @algorithm_options
 class FedRoD(FedAvg):
-    """Chen and Chao 2022, FedRoD (linear): a generic model, and a personal head h that
-    adds its scores to the generic ones.
+    """FedRoD (Chen and Chao 2022, linear): a personal head adds to generic scores.
 
     server: x [P] (body f and generic head g) · client: h [H], its head · down: x [S, P]
     · up: delta [S, P] (1 model; h stays).
 
-    The generic model minimises balanced softmax, CE(g(z) + gamma log n_c), z = f(x) and
-    n_c the client's samples of class c; the head minimises CE(g(z) + h(z)) with g(z)
-    and z detached, so that it moves nothing but h. Both are trained at once, by the
-    run's SGD. Predicted is g(z) + h(z). A client without class c gives it no generic
-    score while it trains. CE is the run's loss, another one of class scores as well.
+    With the features z = f(x), scores are g(z) + h(z). The generic model minimises
+    balanced softmax, CE(g(z) + gamma log n_c), n_c the client's samples of class c. The
+    head minimises CE(g(z) + h(z)) with g(z) and z detached, so that it moves only h.
+    Both are trained at once, by the run's SGD. A client without class c gives it no
+    generic score while it trains. CE is the run's loss; another loss of class scores
+    serves as well.
+
     Decision where the paper is silent: h starts at zero, so that a new client's model
     is the generic one.
     """
@@ -654,12 +696,10 @@ class FedRoD(FedAvg):
         check_additive_head(clients)
         x = down["x"]
         n = to_device(clients.class_counts, x.device).to(x.dtype)
-        fit = clients.fit(
-            torch.cat([x, client_state["h"]], 1),
-            Objective(loss=self.loss, extra={"n": n}),
-        )
-        P = x.shape[1]
-        return {"h": fit.w[:, P:]}, {"delta": fit.w[:, :P] - x}, fit
+        rows = torch.cat([x, client_state["h"]], 1)
+        fit = clients.fit(rows, Objective(loss=self.loss, extra={"n": n}))
+        size = x.shape[1]
+        return {"h": fit.w[:, size:]}, {"delta": fit.w[:, :size] - x}, fit
 
     def loss(self, net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
         """The sum of both losses at a row x | h [P + H]."""
@@ -667,48 +707,47 @@ class FedRoD(FedAvg):
         z = net.features(w, x)
         generic = net.head(w, z)
         personal = net.head(h, z.detach())
-        # the model may know more classes than the data
-        more = generic.shape[1] - len(extra["n"])
-        prior = (F.pad(extra["n"], (0, more)) ** self.gamma).log()
+        # The model may know more classes than the data.
+        padding = generic.shape[1] - len(extra["n"])
+        prior = (F.pad(extra["n"], (0, padding)) ** self.gamma).log()
         if net.loss_fn is not cross_entropy:
-            # as good as none, and finite for a loss of every class, as with label
-            # smoothing
+            # A loss that looks at every class, as with label smoothing, stays finite;
+            # a probability of exp(-100) is as good as none.
             prior = prior.clamp(min=-100)
-        # [B, C, T] are scores of T steps
+        # Scores may be those of T steps, [B, C, T].
         prior = prior.view(-1, *[1] * (generic.dim() - 2))
-        both = net.batch_loss(generic.detach() + personal, y)
-        return net.batch_loss(generic + prior, y) + both
+        personal_loss = net.batch_loss(generic.detach() + personal, y)
+        return net.batch_loss(generic + prior, y) + personal_loss
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
         return {"w": down["x"], "h": client_state["h"]}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
-        """The scores of w [P] plus those that its head gives, with the parameters h
-        [H], on the same features."""
+        """Scores of w [P] plus those of its head with the parameters h [H]."""
         z = net.features(model["w"], x)
         return net.head(model["w"], z) + net.head(model["h"], z)
 
 
 def check_additive_head(clients: Clients) -> None:
-    """ValueError where the model is not its head on its features."""
+    """Raises ValueError where the model is not its head on its features.
+
+    It is tried on two samples at two points: a ReLU behind the head may not show at
+    scores of one sign.
+    """
     net = clients.net
     x = clients.context.data.x[:2]
     fits = not any(name.startswith(f"{net.head_name}.") for name in net.buffer_names)
-    row = net.w0 + torch.linspace(
-        -0.1, 0.1, net.size, dtype=net.dtype, device=net.w0.device
-    )
-    turned = row.clone()
-    turned[net.head_slice] *= -1
+    noise = torch.linspace(-0.1, 0.1, net.size, dtype=net.dtype, device=net.w0.device)
+    point = net.w0 + noise
+    negative_head = point.clone()
+    negative_head[net.head_slice] *= -1
     try:
         with torch.no_grad(), forward_context(False, net.b0):
-            # a ReLU behind the head may not show at scores of one sign
-            for w in (row, turned):
-                fits &= torch.allclose(
-                    net.head(w, net.features(w, x)), net(w, x), 1e-3, 1e-4
-                )
+            for w in (point, negative_head):
+                by_head = net.head(w, net.features(w, x))
+                fits &= torch.allclose(by_head, net(w, x), rtol=1e-3, atol=1e-4)
     except (RuntimeError, TypeError, IndexError, ValueError):
-        # whatever such a model says
-        fits = False
+        fits = False  # such a model may fail in any of these ways
     if not fits:
         raise ValueError(
             "model: FedRoD adds a second head's scores, so a head must be the last "

@@ -1,6 +1,14 @@
-"""k models for N clients: HypCluster and Ensemble, where each client uses the one that
-fits its data best; and Clustered FL, where a cluster splits in two whose updates point
-apart.
+"""Several models for N clients.
+
+In HypCluster and Ensemble each client uses that of k models which fits its data best.
+In Clustered FL a cluster of clients splits in two where their updates point apart.
+
+Symbols:
+
+- S clients are in the cohort, N in the federation; a model has P parameters.
+- There are k models x [k, P]; b [k, b] are their batch norm statistics.
+- `pick` [S] is the model that each client uses, `cluster` [N] the node that it is in.
+- m clients are in a cluster that may split; `delta` are updates.
 """
 
 from dataclasses import replace
@@ -35,24 +43,30 @@ from pflcore.train import Clients, Net
 from pflcore.train._random import generator_of
 
 
-def loss_per_model(rows: Tensor, b: Tensor, clients: Clients) -> Tensor:
-    """Each client's mean training loss under each of the models `rows` [k, P], each
-    with its statistics `b` [k, b]: [S, k]."""
+def loss_per_model(
+    rows: Tensor,  # [k, P]
+    b: Tensor,  # [k, b]
+    clients: Clients,
+) -> Tensor:  # [S, k]
+    """Each client's mean training loss under each of the models `rows`, [S, k].
+
+    A loss of NaN counts as infinite.
+    """
     count = len(clients.ids)
-    each = [
-        replace(clients, buffers=own.expand(count, -1)).loss(row.expand(count, -1))
-        for row, own in zip(rows, b, strict=True)
-    ]
-    return torch.stack(each, 1).nan_to_num(nan=torch.inf)
+    losses = []
+    for row, statistics in zip(rows, b, strict=True):
+        with_statistics = replace(clients, buffers=statistics.expand(count, -1))
+        losses.append(with_statistics.loss(row.expand(count, -1)))
+    return torch.stack(losses, 1).nan_to_num(nan=torch.inf)
 
 
 @algorithm_options
 class Ensemble(WithoutDefence, FedOpt):
-    """k FedAvg runs; a client uses the model with the lowest loss on its training data
-    (Motley, section 4.2).
+    """Ensemble (Motley, section 4.2): k FedAvg runs, of which a client uses the best.
 
-    They differ in shuffles and, where the model draws any, in initial weights; one
-    cohort a round serves all k (k runs would draw k).
+    A client uses the model with the lowest loss on its training data. The k runs differ
+    in shuffles and, where the model draws them, in initial weights. One cohort a round
+    serves all k; k separate runs would draw k cohorts.
 
     server: x [k, P], b [k, b] (each model's batch norm statistics), pick [N] (the model
     that each client used last), and of m, v [k, P] and t [k] what the optimizer needs,
@@ -62,11 +76,11 @@ class Ensemble(WithoutDefence, FedOpt):
 
     k: PositiveInt = 2  # models
 
-    # each model's go with it, and are mixed as it is
+    # Each model has statistics of its own, which are mixed as it is.
     traits = Traits(batch_norm=("rule",))
 
     def initial_models(self, net: Net) -> Tensor:
-        """The models [k, P] before the first round; the net's own `w0` for k = 1."""
+        """The models [k, P] before the first round; the net's `w0` for k = 1."""
         if self.k == 1:
             return net.w0[None].clone()
         draws = [net.init(net.seed * self.k + j + 1) for j in range(self.k)]
@@ -78,23 +92,21 @@ class Ensemble(WithoutDefence, FedOpt):
     def init(
         self, x0: Tensor, n: int, b0: Tensor | None = None, **more: Tensor
     ) -> Tensors:
-        return {
-            "x": x0,
-            "b": x0[:, :0] if b0 is None else b0,
-            **self.optimizer_state(x0),
-            "pick": torch.zeros(n, dtype=torch.long),
-            **more,
-        }
+        b = x0[:, :0] if b0 is None else b0
+        pick = torch.zeros(n, dtype=torch.long)
+        return {"x": x0, "b": b, **self.optimizer_state(x0), "pick": pick, **more}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        every = torch.arange(self.k).expand(len(cohort.ids), -1)
-        return {key: SharedRows(state[key], every) for key in ("x", "b")}
+        all_models = torch.arange(self.k).expand(len(cohort.ids), -1)
+        return {key: SharedRows(state[key], all_models) for key in ("x", "b")}
 
     def choose_models(
         self, down: Payload, clients: Clients
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The models [k, P] that were sent with their statistics [k, b], and which of
-        them is best for each client [S]."""
+        """The models that were sent, their statistics, and each client's best model.
+
+        [k, P], [k, b] and [S].
+        """
         rows = down["x"].rows
         b = down["b"].rows
         return rows, b, loss_per_model(rows, b, clients).argmin(1)
@@ -104,21 +116,20 @@ class Ensemble(WithoutDefence, FedOpt):
     ) -> TrainResult:
         rows, b, pick = self.choose_models(down, clients)
         count = len(pick)
-        fits = []
-        for j, row in enumerate(rows):  # each with a shuffle of its own
-            one = replace(clients, buffers=b[j].repeat(count, 1))
-            fits.append(
-                one.fit(row.expand(count, -1), stream=f"fit {j}" if j else "fit")
-            )
-        delta = torch.stack(
-            [fit.w.sub_(row) for fit, row in zip(fits, rows, strict=True)], 1
-        )
-        b = torch.stack([fit.buffers for fit in fits], 1)
-        return (
-            client_state,
-            {"pick": self.encode_choice(pick), "delta": delta, "b": b},
-            fits[-1],
-        )
+        deltas = []
+        buffers = []
+        for j, row in enumerate(rows):
+            with_statistics = replace(clients, buffers=b[j].repeat(count, 1))
+            stream = f"fit {j}" if j else "fit"  # each model has its own shuffle
+            fit = with_statistics.fit(row.expand(count, -1), stream=stream)
+            deltas.append(fit.w.sub_(row))
+            buffers.append(fit.buffers)
+        upload = {
+            "pick": self.encode_choice(pick),
+            "delta": torch.stack(deltas, 1),
+            "b": torch.stack(buffers, 1),
+        }
+        return client_state, upload, fit
 
     def encode_choice(self, pick: Tensor) -> Tensor:
         """The picks [S] as they travel: one byte for up to 256 models."""
@@ -130,37 +141,42 @@ class Ensemble(WithoutDefence, FedOpt):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         mean = cohort.mean_weights(self.weighting)
-        delta, b = (
-            mean.aggregate(up[k].flatten(1)).view(up[k].shape[1:])
-            for k in ("delta", "b")
-        )
+        delta = mean.aggregate(up["delta"].flatten(1)).view(up["delta"].shape[1:])
+        b = mean.aggregate(up["b"].flatten(1)).view(up["b"].shape[1:])
         pick = RowUpdate(cohort.ids, self.decode_choice(up, cohort))
         return {**self.optimizer_step(state, delta), "b": b, "pick": pick}, None
 
     def decode_choice(self, up: Tensors, cohort: Cohort) -> Tensor:
-        """The models [S] that the clients say they picked. BadUpload where there is
-        none of that number."""
+        """The models [S] that the clients say they picked.
+
+        Raises BadUpload for clients whose model does not exist.
+        """
         pick = up["pick"].cpu().long()
         last = self.k - 1
-        picked = zip(cohort.ids.tolist(), pick.tolist(), strict=True)
-        none = {i: j for i, j in picked if not 0 <= j <= last}
-        if none:
-            said = "it says it picked model {}, expected 0 to {}; leave it out."
-            raise BadUpload({i: said.format(j, last) for i, j in none.items()})
+        reasons = {}
+        for i, model in zip(cohort.ids.tolist(), pick.tolist(), strict=True):
+            if not 0 <= model <= last:
+                reasons[i] = (
+                    f"it says it picked model {model}, expected 0 to {last}; leave it "
+                    "out."
+                )
+        if reasons:
+            raise BadUpload(reasons)
         return pick
 
     def report(
         self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
     ) -> Tensors:
-        """ "cluster" [S]: which model each of the clients "rows" [S], the last
-        round's, picked."""
+        """Tensors for the record: "rows" [S], the round's clients, and "cluster" [S].
+
+        "cluster" is the model that each of them picked.
+        """
         return {"rows": cohort.ids, "cluster": state["pick"][cohort.ids]}
 
 
 @algorithm_options
 class HypCluster(Ensemble):
-    """HypCluster (Mansour et al. 2020), which is IFCA (Ghosh et al. 2020, Algorithm 1):
-    each client trains the model that fits it best.
+    """HypCluster (Mansour et al. 2020): each client trains the model that fits it best.
 
     server: x [k, P], b [k, b] (each model's batch norm statistics), pick [N] (the model
     that each client picked last), of m, v [k, P] and t [k] what the optimizer needs, as
@@ -169,14 +185,17 @@ class HypCluster(Ensemble):
     [k, Q], the other Q parameters, and common [S, P - Q]) · up: delta [S, P], b [S, b]
     (1 model), pick [S]; in a warm-up round delta [S, k, P], b [S, k, b].
 
-    `warmup_rounds` rounds of k independent FedAvg runs may come first (up: k models);
-    their optimizer state is dropped at the end (Motley). A model that nobody picked is
-    left as it was, optimizer state included. Ties go to the lower number.
-    HypCluster(k=1) is FedAvg. `shared` layers are common to all models, the mean of
-    everybody's (weight sharing: IFCA, section 5; Motley, section 4.2, observation 2):
-    they travel once, and the k models differ in the others. Deviation: for evaluation
-    clients pick anew, on their training data (Motley's silo code uses the last round's
-    pick).
+    It is IFCA (Ghosh et al. 2020, Algorithm 1). `warmup_rounds` rounds of k independent
+    FedAvg runs may come first (up: k models); their optimizer state is dropped at the
+    end (Motley). A model that nobody picked is left as it was, optimizer state
+    included. Ties go to the lower number. HypCluster(k=1) is FedAvg.
+
+    `shared` layers are common to all models, the mean of every client's (weight
+    sharing: IFCA, section 5; Motley, section 4.2, observation 2). They travel once, and
+    the k models differ in the other layers.
+
+    Deviation: for evaluation clients pick anew, on their training data; Motley's silo
+    code uses the last round's pick.
     """
 
     # rounds of independent FedAvg before the clustering
@@ -195,27 +214,23 @@ class HypCluster(Ensemble):
             )
 
     def initial_models(self, net: Net) -> Tensor:
-        """k *different* models [k, P]: equal ones would tie for every client and stay
-        equal for ever. ValueError where they cannot differ.
+        """k *different* models [k, P].
 
-        Where the net draws its weights they are k draws; where it always starts at the
-        same point (a linear model at zero), the matrices of all k are drawn with
-        standard deviation 1 / sqrt(fan in), the rest stays: a model at zero beside
-        drawn ones would be the best for everybody.
+        Equal ones would tie for every client and stay equal for ever. Where the net
+        draws its weights, the models are k draws. Where it always starts at the same
+        point (a linear model at zero), the matrices of all k models are drawn with
+        standard deviation 1 / sqrt(fan in), and the rest stays. All k, since a model at
+        zero would be better for every client than drawn ones.
+
+        Raises ValueError where the models cannot differ.
         """
         rows = super().initial_models(net)
-        if len(rows.unique(dim=0)) < self.k:
+        if _are_equal(rows):
             for j, row in enumerate(rows):
-                gen = generator_of("centre", net.seed, j)
-                for name, shape in zip(net.names, net.shapes, strict=True):
-                    if len(shape) > 1:
-                        std = shape[1:].numel() ** -0.5
-                        draw = torch.empty(shape, dtype=net.dtype)
-                        nn.init.trunc_normal_(draw, 0.0, std, -2 * std, 2 * std, gen)
-                        row[net.slices[name]] = draw.flatten()
+                _draw_matrices(row, net, generator_of("centre", net.seed, j))
         if self.shared:
             rows = torch.where(self.shared_mask(net), rows[0], rows)
-        if len(rows.unique(dim=0)) < self.k:
+        if _are_equal(rows):
             raise ValueError(
                 f"k: this model starts equal {self.k} times, and equal centres never "
                 "part; give it "
@@ -224,12 +239,14 @@ class HypCluster(Ensemble):
         return rows
 
     def shared_mask(self, net: Net) -> Tensor:
-        """Which parameters all models share: bool [P]."""
+        """Mask [P]: True for the parameters that all models share."""
         return net.mask(self.shared).to(net.w0.device)
 
     def server_init_args(self, net: Net) -> Tensors:
         start = super().server_init_args(net)
-        return start | ({"common": self.shared_mask(net)} if self.shared else {})
+        if self.shared:
+            start["common"] = self.shared_mask(net)
+        return start
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
         down = super().send(state, cohort)
@@ -265,56 +282,76 @@ class HypCluster(Ensemble):
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         if cohort.round <= self.warmup_rounds:
-            changes, _ = super().update(state, up, cohort)
-            fresh = (
-                self.optimizer_state(state["x"])
-                if cohort.round == self.warmup_rounds
-                else {}
-            )
-            return {**changes, **fresh}, None
+            of_ensemble, _ = super().update(state, up, cohort)
+            if cohort.round == self.warmup_rounds:  # it starts anew
+                of_ensemble |= self.optimizer_state(state["x"])
+            return of_ensemble, None
         pick = self.decode_choice(up, cohort)
         mean = cohort.mean_weights(self.weighting)
-        mix = F.one_hot(pick, self.k).T * mean.weight  # [k, S]
-        each = MixingWeights(normalize_rows(mix))
-        live = to_device(mix.any(1), state["x"].device)
-        delta = each.aggregate(up["delta"])
-        moves = live[:, None]
+        weight = F.one_hot(pick, self.k).T * mean.weight  # [k, S]
+        of_model = MixingWeights(normalize_rows(weight))
+        x = state["x"]
+        is_picked = to_device(weight.any(1), x.device)
+        delta = of_model.aggregate(up["delta"])
+        moves = is_picked[:, None]
         if "common" in state:
             delta = torch.where(state["common"], mean.aggregate(up["delta"]), delta)
             moves = moves | state["common"]
-        # a model that nobody picked is left as it was
-        moved = {"t": live, "b": live[:, None]}
-        new = self.optimizer_step(state, delta) | {"b": each.aggregate(up["b"])}
-        changes = {
-            k: torch.where(moved.get(k, moves), v, state[k]) for k, v in new.items()
-        }
-        return {**changes, "pick": RowUpdate(cohort.ids, pick)}, None
+        stepped = self.optimizer_step(state, delta)
+        stepped["b"] = of_model.aggregate(up["b"])
+        # A model that nobody picked is left as it was.
+        changes: Changes = {"pick": RowUpdate(cohort.ids, pick)}
+        for key, new in stepped.items():
+            takes = {"t": is_picked, "b": is_picked[:, None]}.get(key, moves)
+            changes[key] = torch.where(takes, new, state[key])
+        return changes, None
+
+
+def _are_equal(rows: Tensor) -> bool:
+    """Whether some of the rows [k, P] are the same."""
+    return len(rows.unique(dim=0)) < len(rows)
+
+
+def _draw_matrices(row: Tensor, net: Net, generator: torch.Generator) -> None:
+    """Draws the matrices of a model [P], in place."""
+    for name, shape in zip(net.names, net.shapes, strict=True):
+        if len(shape) > 1:
+            std = shape[1:].numel() ** -0.5
+            draw = torch.empty(shape, dtype=net.dtype)
+            nn.init.trunc_normal_(draw, 0.0, std, -2 * std, 2 * std, generator)
+            row[net.slices[name]] = draw.flatten()
 
 
 @algorithm_options
 class ClusteredFL(WithoutDefence, FedAvg):
-    """Sattler et al. 2021, Algorithm 2 (CFL), with the conditions of the authors' code.
+    """Clustered FL (Sattler et al. 2021, CFL): a cluster splits where updates part.
 
     server: x, way [nodes, P], child [nodes], cluster [N] (the node each client is in;
     one that has split since, for who has not been there) · client: nothing · down: x
     [S, P] (1 model, the cluster's) · up: delta [S, P] (1 model).
 
-    A cluster splits where |mean delta| < eps1 and max |delta| > eps2, more than two of
-    its clients took part and `first` rounds are over; the two halves are those of
-    agglomerative clustering by the updates' cosines, and already this round's means are
-    theirs. With `relative` the one condition on norms is |mean delta| < eps1 max
-    |delta|, which depends on neither model nor learning rate, but goes on to split
-    clusters of one kind when they have converged and noise is all that is left (18
-    clients of 2 kinds: 9 pairs): `gamma` is what ends it. eps1 = .4 and eps2 = 1.6 are
-    the authors' values for one model and learning rate; where updates are smaller they
-    never split and this is FedAvg. `linkage="complete"` is the authors' code, "single"
-    the paper's optimal bipartition (least largest cosine across); `gamma` > 0 adds the
-    paper's sqrt((1 - largest cosine across) / 2) > gamma. Only clients of the round
-    decide. Clusters are the leaves of a tree, as in the paper: its inner nodes keep the
-    model at which they split, and `way`, the mean updates of the two halves. Who was
-    absent then is served that model, and its next update from it, which counts for this
-    only, takes the client to the half of the larger cosine. Deviation: `weighting` is
-    uniform, as in the code. A client's number is its own at every level.
+    Algorithm 2, with the conditions of the authors' code. A cluster splits where |mean
+    delta| < eps1 and max |delta| > eps2, more than two of its clients took part, and
+    `first` rounds are over. The two halves are those of agglomerative clustering by the
+    updates' cosines, and already this round's means are theirs. Only clients of the
+    round decide. eps1 = .4 and eps2 = 1.6 are the authors' values for one model and
+    learning rate; where updates are smaller, clusters never split and this is FedAvg.
+
+    - `relative` has one condition on norms, |mean delta| < eps1 max |delta|. It depends
+      on neither model nor learning rate. But it goes on to split clusters of one kind
+      when they have converged and only noise is left (18 clients of 2 kinds: 9 pairs);
+      `gamma` ends that.
+    - `linkage="complete"` is the authors' code, "single" the paper's optimal
+      bipartition (least largest cosine across).
+    - `gamma` > 0 adds the paper's `sqrt((1 - largest cosine across) / 2) > gamma`.
+
+    Clusters are the leaves of a tree, as in the paper. Its inner nodes keep the model
+    at which they split, and `way`, the mean updates of the two halves. A client that
+    was absent then is sent that model. Its next update from it counts only for this: it
+    takes the client to the half of the larger cosine.
+
+    Deviation: `weighting` is uniform, as in the code. A client's number is its own at
+    every level.
     """
 
     weighting: Weighting = "uniform"
@@ -346,75 +383,81 @@ class ClusteredFL(WithoutDefence, FedAvg):
         x = state["x"]
         ids = cohort.ids
         delta = up["delta"]
-        nodes = len(state["x"])
-        child = state["child"].clone()
+        nodes = len(x)
+        child = state["child"]
         cluster = state["cluster"].clone()
-        at = cluster[ids]  # the node whose model each was sent
-        lost = child[at] >= 0
-        for i in lost.nonzero()[:, 0].tolist():
-            half = int(child[at[i]])
-            ways = state["way"][half : half + 2]
-            cluster[ids[i]] = half + int(F.cosine_similarity(delta[i], ways).argmax())
-        leaves = (
-            (child < 0).nonzero()[:, 0].tolist() if cohort.round > self.first else []
-        )
-        for c in leaves:
-            members = (at == c).nonzero()[:, 0]  # places in the cohort
-            second = self.bipartition(delta[members]) if len(members) > 2 else None
-            if second is not None:
-                cluster[ids[members]] = len(x) + second.long()
-                child[c] = len(x)
-                child = torch.cat([child, torch.tensor([-1, -1])])
-                x = torch.cat([x, x[[c, c]]])
+        node = cluster[ids]  # whose model each client was sent
+        has_split = child[node] >= 0  # since the client took part
+        for i in has_split.nonzero()[:, 0].tolist():
+            first_half = int(child[node[i]])
+            ways = state["way"][first_half : first_half + 2]
+            half = int(F.cosine_similarity(delta[i], ways).argmax())
+            cluster[ids[i]] = first_half + half
+        if cohort.round > self.first:
+            for leaf in (child < 0).nonzero()[:, 0].tolist():
+                members = (node == leaf).nonzero()[:, 0]  # rows of the cohort
+                second = None
+                if len(members) > 2:
+                    second = self.bipartition(delta[members])
+                if second is not None:
+                    cluster[ids[members]] = len(x) + second.long()
+                    child = child.clone()
+                    child[leaf] = len(x)
+                    child = torch.cat([child, torch.tensor([-1, -1])])
+                    x = torch.cat([x, x[[leaf, leaf]]])
         share = cohort.mean_weights(self.weighting).weight
-        mean = MixingWeights(
-            normalize_rows(F.one_hot(cluster[ids], len(x)).T * share * ~lost)
-        )
-        way = torch.cat(
-            [state["way"], MixingWeights(mean.weight[nodes:]).aggregate(delta)]
-        )
+        weight = F.one_hot(cluster[ids], len(x)).T * share
+        # The update of a client whose node has split is from another model.
+        mean = MixingWeights(normalize_rows(weight * ~has_split))
+        new_ways = MixingWeights(mean.weight[nodes:]).aggregate(delta)
+        way = torch.cat([state["way"], new_ways])
         x = mean.aggregate(delta, x, self.server_lr)
-        same = (cluster[:, None] == cluster[ids]) * share
-        mix = MixingWeights(same, receivers=torch.arange(cohort.n))
-        return {"x": x, "way": way, "child": child, "cluster": cluster}, mix
+        same_cluster = (cluster[:, None] == cluster[ids]) * share
+        mixing = MixingWeights(same_cluster, receivers=torch.arange(cohort.n))
+        return {"x": x, "way": way, "child": child, "cluster": cluster}, mixing
 
     def assign_new_client(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
-        # a level a round
+        # The client goes down one level of the tree in a round.
         return {"cluster": self.update(state, up, cohort)[0]["cluster"]}
 
     def bipartition(self, delta: Tensor) -> Tensor | None:
-        """Who of a cluster's clients, by their updates [m, P], leaves for a new one:
-        bool [m], or None where it stays whole."""
+        """Mask [m] of a cluster's clients that leave for a new one, by updates [m, P].
+
+        None where the cluster stays whole.
+        """
         m = len(delta)
-        mean = MixingWeights(torch.full((1, m), 1 / m, dtype=torch.float64)).aggregate(
-            delta
-        )
+        even = torch.full((1, m), 1 / m, dtype=torch.float64)
+        mean = MixingWeights(even).aggregate(delta)
         norm2 = squared_norms(torch.cat([delta, mean])).cpu()
-        *each, middle = norm2.sqrt().tolist()
-        if middle >= self.eps1 * (max(each) if self.relative else 1):
+        *norms, norm_of_mean = norm2.sqrt().tolist()
+        longest = max(norms)
+        if norm_of_mean >= self.eps1 * (longest if self.relative else 1):
             return None
-        if not (self.relative or max(each) > self.eps2):
+        if not self.relative and longest <= self.eps2:
             return None
         cosine = cosine_matrix(ops.pairwise_sqdist(delta).cpu(), norm2[:-1])
         group = agglomerate(cosine, 2, self.linkage)
         second = group != group[0]
-        across = cosine[second][:, ~second].max()
-        return (
-            None if self.gamma and ((1 - across) / 2) ** 0.5 <= self.gamma else second
-        )
+        largest_across = cosine[second][:, ~second].max()
+        if self.gamma and ((1 - largest_across) / 2) ** 0.5 <= self.gamma:
+            return None
+        return second
 
 
 def cosine_matrix(sqdist: Tensor, norm2: Tensor) -> Tensor:
-    """Cosines [m, m] from squared distances and squared norms [m]; 0 where a norm is 0.
-    Exact distances make cosines near 1 exact too."""
+    """Cosines [m, m] from squared distances [m, m] and squared norms [m].
+
+    They are 0 where a norm is 0. Exact distances make cosines near 1 exact, too.
+    """
     length = (norm2[:, None] * norm2).sqrt()
     cosine = (norm2[:, None] + norm2 - sqdist) / 2 / length
     return torch.where(length > 0, cosine, 0.0).clamp(-1, 1)
 
 
 def agglomerate(similarity: Tensor, k: int, linkage: str = "complete") -> Tensor:
-    """At most k groups of m clients by agglomerative clustering of `similarity` [m, m]:
-    each one's group [m], called by its first client.
+    """Groups [m] of m clients by agglomerative clustering of `similarity` [m, m].
+
+    There are k groups at most, and each is called by its first client.
 
     The two most similar groups merge until k are left; groups are as similar as their
     least similar pair ("complete") or their most similar one ("single", which makes the

@@ -1,6 +1,11 @@
-"""WAFFLE and what it stands on: SCAFFOLD, whose clients correct each gradient by what
-they know of the others' gradients, and Weight Erosion, whose weights fall with the
-distance from one target.
+"""WAFFLE (Beaussart et al. 2021) and the two methods that it builds on.
+
+SCAFFOLD's clients correct each gradient by what they know of the others' gradients.
+Weight Erosion's weights fall with a client's distance from one target.
+
+Symbols: S clients are in the cohort, N in the federation; a model has P parameters; R
+is the number of rounds. x is the server's model, c the server's control variate and c_i
+a client's; `delta` are the updates.
 """
 
 import math
@@ -81,25 +86,24 @@ class Scaffold(FedAvg):
     ) -> TrainResult:
         x = down["x"]
         c = down["c"]
-        t = clients.context.training
+        training = clients.context.training
         lr = clients.lr
+        old = client_state["c"]
+        # At a step size of 0, the mean gradient is the limit of option II.
         mean = self.option == "mean_grad" or lr == 0
-        fit = clients.fit(x, Objective(shift=c - client_state["c"]), mean_grad=mean)
+        fit = clients.fit(x, Objective(shift=c - old), mean_grad=mean)
         if self.option == "I":
-            new = clients.grad(x) + t.gradient_decay * x
-        elif mean:  # of option II the limit at a step size of 0
+            new = clients.grad(x) + training.gradient_decay * x
+        elif mean:
             new = fit.grad
         else:
-            n = fit.steps[:, None]
-            m = t.momentum
-            # the plain number where m is 0
-            n = n / (1 - m) - m * (1 - m**n) / (1 - m) ** 2
-            new = client_state["c"] - c + (x - fit.w) / (n * lr).to(x)
-        return (
-            {"c": new},
-            {"delta": fit.w.sub_(x), "control": new - client_state["c"]},
-            fit,
-        )
+            steps = fit.steps[:, None]
+            m = training.momentum
+            # Momentum makes a step count as so many; without it as one.
+            steps = steps / (1 - m) - m * (1 - m**steps) / (1 - m) ** 2
+            new = old - c + (x - fit.w) / (steps * lr).to(x)
+        upload = {"delta": fit.w.sub_(x), "control": new - old}
+        return {"c": new}, upload, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         changes, mix = super().update(state, up, cohort)
@@ -108,7 +112,7 @@ class Scaffold(FedAvg):
         return {**changes, "c": c}, mix
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
-        # the mean of one more c_i, which is 0
+        # c becomes the mean of one more c_i, which is 0.
         return {**state, "c": state["c"] * (n / (n + 1))}
 
 
@@ -164,7 +168,7 @@ class Waffle(WithoutDefence, Scaffold):
 
     @property
     def traits(self) -> Traits:
-        # recomputed, c is made anew of what is uploaded
+        # With "recompute", the upload is c_i itself, and the client keeps it whole.
         clipped = ("control", "c") if self.control_agg == "literal" else ("control",)
         return super().traits._replace(
             required_clients=(self.target,),
@@ -173,9 +177,8 @@ class Waffle(WithoutDefence, Scaffold):
         )
 
     def init(self, x0: Tensor, n: int) -> Tensors:
-        return super().init(x0, n) | {
-            "history": torch.full((n, 2), 1 / n, dtype=torch.float64)
-        }
+        history = torch.full((n, 2), 1 / n, dtype=torch.float64)
+        return {**super().init(x0, n), "history": history}
 
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
@@ -198,49 +201,54 @@ class Waffle(WithoutDefence, Scaffold):
     def smoothed_weights(
         self, history: Tensor, delta: Tensor, cohort: Cohort
     ) -> tuple[Tensor, Tensor]:
-        """The smoothed weights of the cohort [S], and its new history [S, 2]; both
-        float64."""
-        alone = cohort.ids == self.target
-        terms = self.globality(cohort.round, cohort.rounds)
-        dist = ops.pairwise_sqdist(delta[alone], delta)[0].sqrt().cpu()  # [S]
-        mine = ops.waffle_weights(dist, int(alone.nonzero()), *terms, self.tie)
-        if 20 * cohort.round >= 19 * cohort.rounds:  # 0.95 R, in integers
-            mine = alone.double()
-        mine = mine * (len(mine) / cohort.n)  # as large as in a round of everybody
-        before = history[cohort.ids]  # of the last two rounds that each one attended
-        new = torch.stack([mine, before[:, 0]], 1)
-        # the last two rounds were the target's
-        if 20 * (cohort.round - 2) >= 19 * cohort.rounds:
-            before = mine[:, None].expand(-1, 2)
-        smooth = (before.sum(1) + mine) / 3
-        return smooth / smooth.sum(), new
+        """Smoothed weights [S] and new history [S, 2] of the cohort, float64."""
+        is_target = cohort.ids == self.target
+        omega, psi = self.globality(cohort.round, cohort.rounds)
+        distance = ops.pairwise_sqdist(delta[is_target], delta)[0].sqrt().cpu()  # [S]
+        row = int(is_target.nonzero())
+        weight = ops.waffle_weights(distance, row, omega, psi, self.tie)
+        if _is_late(cohort.round, cohort.rounds):
+            weight = is_target.double()
+        weight = weight * (len(weight) / cohort.n)  # as large as in a round of all
+        before = history[cohort.ids]
+        new_history = torch.stack([weight, before[:, 0]], 1)
+        if _is_late(cohort.round - 2, cohort.rounds):
+            # In the last two rounds, also those that it missed, the target was alone.
+            before = weight[:, None].expand(-1, 2)
+        smooth = (before.sum(1) + weight) / 3
+        return smooth / smooth.sum(), new_history
 
-    def globality(self, round: int, rounds: int) -> tuple[float, float]:
-        """Omega and Psi of this round (1-based)."""
-        z = self.do * ((round + self.r0) / (rounds / 2) - 1)
-        e = math.exp(-abs(z))  # never overflows
+    def globality(self, round_number: int, rounds: int) -> tuple[float, float]:
+        """Omega and Psi of a round; rounds are counted from 1."""
+        z = self.do * ((round_number + self.r0) / (rounds / 2) - 1)
+        e = math.exp(-abs(z))  # it never overflows
         curve = (e if z > 0 else 1.0) / (1 + e)
-        omega = curve if self.omega is None else float(self.omega(round, rounds))
-        psi = omega if self.psi is None else float(self.psi(round, rounds))
+        omega = curve if self.omega is None else float(self.omega(round_number, rounds))
+        psi = omega if self.psi is None else float(self.psi(round_number, rounds))
         if not (omega >= 0 and psi >= 0):
             reject("omega and psi", "numbers >= 0", (omega, psi))
         return omega, psi
 
 
+def _is_late(round_number: int, rounds: int) -> bool:
+    """Whether a round is in the last twentieth: from 0.95 R on, in whole numbers."""
+    return 20 * round_number >= 19 * rounds
+
+
 @algorithm_options
 class WeightErosion(Algorithm):
-    """Grimberg et al. 2020, Algorithm 1, with the updates of an epoch of local SGD as
-    gradients (Gengler et al. 2020).
+    """Weight Erosion (Grimberg et al. 2020): weights fall with distance to a target.
 
     server: x [P], alpha [N] · client: nothing · down: x [S, P] · up: delta [S, P] (1
     model), passes [S].
 
-    `alpha_i <- max(0, alpha_i - (1 + p_s * passes_i) * p_d * |delta_i - delta_target| /
-    |delta_target|)`, from 1; then `x <- x + server_lr * sum_i alpha_i delta_i / sum_i alpha_i`. A
-    weight of 0 is lost for good; an absent client keeps its own. `passes` is
-    `floor((round - 1) * b / n_i)`, b the batch size ("samples", as printed), n_i / b
-    instead of n_i ("batches", the authors' code) or the epochs trained so far
-    ("epochs").
+    Algorithm 1, with the updates of an epoch of local SGD as gradients (Gengler et al.
+    2020): `alpha_i <- max(0, alpha_i - (1 + p_s * passes_i) * p_d * |delta_i -
+    delta_target| / |delta_target|)`, from 1; then `x <- x + server_lr * sum_i alpha_i
+    delta_i / sum_i alpha_i`. A weight of 0 is lost for good; an absent client keeps its
+    own. `passes` is `floor((round - 1) * b / n_i)`, b the batch size ("samples", as
+    printed), n_i / b instead of n_i ("batches", the authors' code) or the epochs
+    trained so far ("epochs").
 
     Decision where the papers are silent: without a `p_d` it is `1 / (0.8 * rounds *
     this round's median relative distance)`, at which the median client's weight runs
@@ -270,45 +278,46 @@ class WeightErosion(Algorithm):
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
         client_state, up, fit = super().train(down, client_state, clients)
-        t = clients.context.training
+        training = clients.context.training
         n = clients.num_samples
-        before = clients.round - 1
+        past_rounds = clients.round - 1
         if self.size_unit == "batches":
-            n = -(-n // t.batch_size)
-        passes = before * t.batch_size // n
+            n = -(-n // training.batch_size)  # rounded up
+        passes = past_rounds * training.batch_size // n
         if self.size_unit == "epochs":
-            passes = torch.full_like(n, before * t.epochs)
+            passes = torch.full_like(n, past_rounds * training.epochs)
         return client_state, {**up, "passes": passes}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
         ids = cohort.ids
         delta = up["delta"]
+        is_target = ids == self.target
+        row = int(is_target.nonzero())
+        of_target = delta[row : row + 1]
+        distance = ops.pairwise_sqdist(of_target, delta)[0].sqrt().cpu()
+        # Relative to the length of the target's update; infinite where only the target
+        # stood still.
+        length = squared_norms(of_target).sqrt().cpu()
+        distance = torch.where(distance > 0, distance / length, 0.0)
         p_d = self.p_d
-        at = int((ids == self.target).nonzero())
-        mine = delta[at : at + 1]
-        distance = ops.pairwise_sqdist(mine, delta)[0].sqrt().cpu()
-        # relative to the target's update; infinite where only the target stood still
-        distance = torch.where(
-            distance > 0, distance / squared_norms(mine).sqrt().cpu(), 0.0
-        )
         if p_d is None:
-            others = distance[
-                (ids != self.target) & (distance > 0) & distance.isfinite()
-            ]
-            p_d = (
-                1 / (0.8 * cohort.rounds * float(others.median()))
-                if len(others)
-                else 0.0
-            )
+            is_usable = ~is_target & (distance > 0) & distance.isfinite()
+            p_d = _calibrated_penalty(distance[is_usable], cohort.rounds)
         loss = p_d * (1 + self.p_s * up["passes"].cpu().double()) * distance
-        # 0 * inf is 0: nothing to erode by
-        loss = loss.nan_to_num(0.0, posinf=math.inf)
+        loss = loss.nan_to_num(0.0, posinf=math.inf)  # 0 * inf: nothing to erode by
         alpha = (state["alpha"][ids] - loss).clamp(min=0)
-        mix = MixingWeights(normalize_rows(alpha[None]))
-        x = mix.aggregate(delta, state["x"], self.server_lr)[0]
-        return {"x": x, "alpha": state["alpha"].index_copy(0, ids, alpha)}, mix
+        mixing = MixingWeights(normalize_rows(alpha[None]))
+        x = mixing.aggregate(delta, state["x"], self.server_lr)[0]
+        return {"x": x, "alpha": state["alpha"].index_copy(0, ids, alpha)}, mixing
 
     def report(
         self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
     ) -> Tensors:
         return {"weights": normalize_rows(state["alpha"][None])[0]}
+
+
+def _calibrated_penalty(distance: Tensor, rounds: int) -> float:
+    """The p_d at which the median client's weight runs out after 80 % of the rounds."""
+    if not len(distance):
+        return 0.0
+    return 1 / (0.8 * rounds * float(distance.median()))
