@@ -1,4 +1,4 @@
-"""The models of clients as one matrix [N, P], and back into the form they came in.
+"""The models of clients as one matrix [N, P], and back into their own form.
 
 A model may be a row, a list of arrays, a state dict, a Flower record, a module or a
 file. Nothing is imported for a form that is not there: a Flower array is known by the
@@ -72,7 +72,7 @@ class ModelTemplate(NamedTuple):
 
 @dataclass
 class ModelForm:
-    """What `unpack` needs: the clients, and what is not in the rows of their models."""
+    """The clients, and what the rows of their models do not hold: for `unpack`."""
 
     ids: list[Any]  # [N]
     outer: str  # "tensor" or "array" [N, P]; "list" or "dict" of models
@@ -103,7 +103,7 @@ def pack(
     exclude: Names = (),
     batch_norm: Literal["local", "average"] = "local",
 ) -> PackedModels:
-    """The rows [N, P] of N clients' models, in their own dtype, and their form.
+    """The rows [N, P] of N clients' models, of their dtype, and their form.
 
     `unpack` returns mixed rows in that form. Only floating-point tensors are packed;
     others stay each client's own. Batch norm's running statistics are never in the
@@ -160,7 +160,7 @@ def unpack(
     weight: Matrix | None = None,
     index: Tensor | None = None,
 ) -> Any:
-    """One model for each client from rows [N, P], in the form that `pack` was given.
+    """One model for each client from rows [N, P], in the form of `pack`'s input.
 
     That form has containers, dtypes, devices and client ids. What was not packed is the
     client's own. With `batch_norm="average"` running statistics are mixed by `weight`
@@ -276,7 +276,10 @@ def read_tensor(value: Any, where: str) -> tuple[Tensor, TensorMaker] | None:
 
 
 def _read_torch_tensor(value: Tensor, where: str) -> tuple[Tensor, TensorMaker]:
-    """As `read_tensor`. Raises ValueError for a tensor without values of its own."""
+    """The result of `read_tensor` for a tensor of torch.
+
+    Raises ValueError for a tensor that is not dense, or has no values.
+    """
     has_values = not value.is_meta and not is_lazy(value)
     fits = value.layout == torch.strided and has_values
     got = f"{value.layout} on {value.device}"

@@ -2,8 +2,8 @@
 
 It needs the extra `flower`.
 
-- `client_app` and `PflStrategy` play any algorithm, the one at the clients, the other at
-  the server.
+- `client_app` and `PflStrategy` play any algorithm, the one at the clients, the other
+  at the server.
 - `PersonalStrategy` sends each client its own model, by a method that needs nothing of
   a client but its model. ClientApps stay as they are.
 - `keep_private` is a mod that keeps some tensors with their client.
