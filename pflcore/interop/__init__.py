@@ -1,5 +1,7 @@
-"""pflcore in other people's code: their models as rows, one call, and a server and a
-client without a simulation."""
+"""pflcore in other code: models as rows, one call, and a server and a client.
+
+None of it needs a simulation.
+"""
 
 from pflcore.interop._packing import pack, unpack
 from pflcore.interop._personalize import personalize

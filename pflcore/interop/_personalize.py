@@ -45,30 +45,34 @@ from pflcore.simulation._uploads import finite_rows
 @checked
 @dataclass(frozen=True)
 class Krum:
-    """Blanchard et al. 2017: the model whose squared distances to its N - f - 2 nearest
-    others have the least sum; everybody gets it.
+    """Krum (Blanchard et al. 2017): one model of N for all clients.
 
-    With `m` > 1 (MultiKrum) the mean of the `m` such models of the least sums. Of
-    equals the earlier client. Deviation: exact distances.
+    It is the model whose squared distances to its N - f - 2 nearest others have the
+    least sum; of equals the earlier client's. With `m` > 1 (MultiKrum) it is the mean
+    of the `m` models of the least sums. Deviation: exact distances.
     """
 
-    f: NonNegativeInt = 1  # how many clients may be hostile, 2 f + 2 < N
+    f: NonNegativeInt = 1  # hostile clients that it stands, 2 f + 2 < N
     m: PositiveInt = 1
 
     def select(self, sqdist: Tensor) -> Tensor:
         """The chosen clients [m], best first, by squared distances [N, N]."""
         n = len(sqdist)
+        fits = 2 * self.f + 2 < n and self.m <= n - self.f
         wanted = f"0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f"
-        require(2 * self.f + 2 < n and self.m <= n - self.f, "f, m", wanted, self)
+        require(fits, "f, m", wanted, self)
         return krum(sqdist, self.f, self.m)
 
 
 @checked
 @dataclass(frozen=True)
 class Clusters:
-    """Agglomerative clustering into `k` groups, each client gets its group's mean: by
-    distances between models, or, where the call gives a `base`, by the cosines of the
-    updates from it (with k = 2 a split of Clustered FL, Sattler et al. 2021)."""
+    """Agglomerative clustering into `k` groups; each client gets its group's mean.
+
+    It goes by distances between models, or, where the call gives a `base`, by the
+    cosines of the updates from it. With these and k = 2 it is a split of Clustered FL
+    (Sattler et al. 2021).
+    """
 
     k: PositiveInt = 2
     linkage: Literal["complete", "single"] = "complete"

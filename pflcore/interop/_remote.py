@@ -7,7 +7,8 @@
 A message holds the tensors of an algorithm's payload by their keys, and beside them
 the header ("@about") and, where they are averaged, batch norm's statistics
 ("@statistics"). Of `SharedRows` with the key "w" it holds three parts: the rows that
-are sent ("w@rows"), a mask of these among all ("w@sent"), and the client's own "w@index".
+are sent ("w@rows"), a mask of these among all ("w@sent"), and the client's own index
+("w@index").
 
 Shapes: N clients of the federation, P numbers of a model, R shared rows, b numbers of
 batch norm.
@@ -156,7 +157,7 @@ NOT_A_MESSAGE_TEXT = "{}: expected a dict of dense tensors as the other side mad
 
 
 class DownloadLayout(NamedTuple):
-    """What an algorithm sends, as its first message shows it, by the payload's keys."""
+    """The layout of an algorithm's downloads, by the keys of the payload."""
 
     model_layouts: Mapping[str, tuple[int, torch.dtype]]  # numbers of each model
     # of each payload of shared rows their number, sent or not
@@ -164,7 +165,10 @@ class DownloadLayout(NamedTuple):
 
 
 def download_layout(algorithm: Algorithm, net: Net) -> DownloadLayout | None:
-    """What the server sends; None where a user's algorithm does not show it here."""
+    """The layout of the server's downloads.
+
+    None where an algorithm of a user does not show it on this machine.
+    """
     n = max(algorithm.traits.required_clients, default=0) + 2
     model_sizes = {net.size}
     try:
@@ -315,7 +319,7 @@ def _read_payload(tensors: Tensors, n: int, layout: DownloadLayout | None) -> Pa
 
 
 class Download(dict[str, Any]):
-    """What was sent [1, ...], by its keys. Raises ValueError for a key that is absent."""
+    """The payload [1, ...] that was sent. Raises ValueError for an absent key."""
 
     def __missing__(self, key: str) -> Any:
         names = ", ".join(self) or "nothing"
@@ -401,7 +405,7 @@ class Server:
 
     @property
     def round(self) -> int:
-        """How many rounds have been played."""
+        """The number of rounds that have been played."""
         return self._state.round
 
     @property
@@ -411,16 +415,16 @@ class Server:
 
     @property
     def num_clients(self) -> int:
-        """How many clients the state is of."""
+        """The number of clients that the state has room for."""
         return len(self._state.participated)
 
     @checked
     def download(
         self, client_id: Hashable, purpose: Literal["train", "evaluation"] = "train"
     ) -> Tensors:
-        """What one client needs, as a dict of tensors.
+        """The tensors that one client needs, by name.
 
-        That is for the coming round ("train"), or for its model as it is now
+        They are for the coming round ("train"), or for its model as it is now
         ("evaluation").
         """
         number = self.join(client_id)
@@ -536,8 +540,11 @@ class Server:
         return self._report
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that changes, in tensors of its own, numbers, strings and dicts,
-        as `torch.save` and `torch.load` take it."""
+        """Everything that changes, for `torch.save`.
+
+        It holds copies of tensors, numbers, strings and dicts, so `torch.load` needs no
+        pickled classes.
+        """
         return {
             "fingerprint": self._fingerprint,
             "state": {k: v.clone() for k, v in flatten_state(self._state).items()},
@@ -891,7 +898,7 @@ class Client:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """What this client keeps between rounds, for `torch.save`."""
+        """The state of this client between rounds, for `torch.save`."""
         return {
             "fingerprint": self._fingerprint,
             "own": dict(self._client_state),

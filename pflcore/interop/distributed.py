@@ -227,7 +227,7 @@ def _agree(
 def _call_signature(
     op: str, common_axis: int, choice: tuple[str, Any], matrices: dict[str, Any]
 ) -> str:
-    """What all ranks must have in common, in words.
+    """The text that all ranks must have in common.
 
     Raises ValueError or TypeError for a wrong argument of this rank.
     """

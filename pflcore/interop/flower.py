@@ -1,11 +1,13 @@
-"""Personalized federated learning in Flower (Message API, flwr 1.41 and later); needs
-the extra `flower`.
+"""Personalized federated learning in Flower (Message API, flwr 1.41 and later).
 
-`client_app` and `PflStrategy` play any algorithm, the one at the clients, the other at
-the server. For ClientApps as they are: `PersonalStrategy` sends each client its own
-model, by a method that needs nothing of a client but its model; `keep_private` is a mod
-that keeps some tensors with their client; `ExactMultiKrum` is Flower's MultiKrum by
-exact distances.
+It needs the extra `flower`.
+
+- `client_app` and `PflStrategy` play any algorithm, the one at the clients, the other
+  at the server.
+- `PersonalStrategy` sends each client its own model, by a method that needs nothing of
+  a client but its model. ClientApps stay as they are.
+- `keep_private` is a mod that keeps some tensors with their client.
+- `ExactMultiKrum` is Flower's MultiKrum by exact distances.
 """
 
 import io
@@ -52,6 +54,7 @@ from pflcore.interop._personalize import Krum, method_of, min_models, personaliz
 from pflcore.interop._remote import MAX_SAMPLES, Client, Server, layout_of
 from pflcore.simulation._loop import MAX_VOID_ROUNDS
 from pflcore.simulation._models import Personalized
+from pflcore.simulation._uploads import RoundOutcome
 from pflcore.simulation.round import RunConfig, sample_cohort
 from pflcore.train._random import draw_without_replacement
 
@@ -68,69 +71,77 @@ Aggregated = tuple[ArrayRecord | None, MetricRecord | None]
 
 
 def record_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Tensors as Flower's arrays, which are numpy's. ValueError for what numpy has no
-    numbers for."""
-    for name, t in tensors.items():
-        require(
-            t.dtype != torch.bfloat16,
-            name,
-            "float32 or float16, which Flower carries",
-            t,
-        )
-    return ArrayRecord({k: t.detach().cpu() for k, t in tensors.items()})
+    """Tensors as Flower's arrays, which are numpy's.
+
+    Raises ValueError for a dtype that numpy does not have.
+    """
+    for name, tensor in tensors.items():
+        fits = tensor.dtype != torch.bfloat16
+        require(fits, name, "float32 or float16, which Flower carries", tensor)
+    return ArrayRecord({name: t.detach().cpu() for name, t in tensors.items()})
 
 
 def decode_tensors(content: RecordDict) -> Tensors | None:
-    """The tensors of the one ArrayRecord in a message; None where they cannot be
-    decoded."""
+    """The tensors of the one ArrayRecord in a message; None where there are none."""
     records = [*content.array_records.values()]
     if len(records) != 1:
         return None
     try:
         return dict(records[0].to_torch_state_dict())
-    except Exception:  # somebody else's bytes raise many kinds
+    except Exception:  # bytes that somebody else made raise errors of many kinds
         return None
 
 
 def model_layout(content: RecordDict) -> tuple[Any, bool]:
-    """The name, shapes and dtypes of the one model in a message, None where it has
-    none; and whether its numbers are finite, and no variance is below 0."""
+    """The layout of the one model in a message, and whether its numbers are possible.
+
+    The layout has the names, shapes and dtypes; it is None where there is no model.
+    Numbers are possible that are finite, and no negative variance.
+    """
     tensors = decode_tensors(content)
     if not tensors:
         return None, False
-    variances = [v for k, v in tensors.items() if k.rpartition(".")[2] == "running_var"]
-    finite = all(bool(v.isfinite().all()) for v in tensors.values())
-    fine = finite and not any(bool((v < 0).any()) for v in variances)
-    return ([*content.array_records], layout_of(tensors)), fine
+    is_possible = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[2] == "running_var" and bool((tensor < 0).any()):
+            is_possible = False
+    return ([*content.array_records], layout_of(tensors)), is_possible
 
 
 def metrics_layout(content: RecordDict, weight: str) -> Any:
-    """The names of the metrics in a reply, and of lists their lengths; None where their
-    `weight` is no number of samples."""
+    """The names of the metrics in a reply, and of lists their lengths.
+
+    None where the metric `weight` is no number of samples.
+    """
     records = [*content.metric_records.items()]
     if len(records) != 1:
         return None
-    (name, metrics), *_ = records
-    number = metrics.get(weight)
-    if not isinstance(number, int | float) or not 0 < number <= MAX_SAMPLES:
+    name, metrics = records[0]
+    num_samples = metrics.get(weight)
+    is_number = isinstance(num_samples, int | float)
+    if not is_number or not 0 < num_samples <= MAX_SAMPLES:
         return None
-    return name, {
-        k: len(v) if isinstance(v, list) else None for k, v in metrics.items()
+    lengths = {
+        key: len(value) if isinstance(value, list) else None
+        for key, value in metrics.items()
     }
+    return name, lengths
 
 
 def matching_positions(
     layouts: Sequence[Any], expected_layout: Any = None
 ) -> list[int]:
-    """The places of those with the form that most have, or `expected_layout` where
-    anybody has it."""
-    known = [form for form in layouts if form]
-    form = (
-        expected_layout
-        if expected_layout in known
-        else max(known, key=known.count, default=None)
-    )
-    return [i for i, other in enumerate(layouts) if other and other == form]
+    """The places of `expected_layout`; where nobody has it, of the most frequent one.
+
+    None stands for no layout.
+    """
+    known = [layout for layout in layouts if layout]
+    expected = expected_layout
+    if expected not in known:
+        expected = max(known, key=known.count, default=None)
+    return [
+        place for place, layout in enumerate(layouts) if layout and layout == expected
+    ]
 
 
 def usable_replies(
@@ -141,58 +152,64 @@ def usable_replies(
     models: bool = True,
     finite: bool = True,
 ) -> list[Message]:
-    """The replies without those that do not hold what most hold: these are logged, and
-    were absent.
+    """The replies that hold what most replies hold; others are logged and left out.
 
-    Each holds one model of the tensors that most have (of the form `expected_layout`,
-    where anybody has it), `finite` where that is asked, and metrics of the names that
-    most have, with its `weight`; without `models` metrics alone. What comes is in the
-    order of the nodes, so that no bit depends on who answered first.
+    A reply holds one model of the tensors that most have, and metrics of the names that
+    most have. Replies come in the order of the nodes, so that no bit depends on which
+    node answered first. Those without content, which report an error, stay.
+
+    Args:
+        weight: the name of the metric with the number of samples.
+        expected_layout: the layout of the models, where any reply has it.
+        models: False asks for metrics alone.
+        finite: False also takes models that are not finite.
     """
-    replies = sorted(replies, key=lambda m: m.metadata.src_node_id)
-    kept = heard = [m for m in replies if m.has_content()]
+    replies = sorted(replies, key=_node_of)
+    answers = [reply for reply in replies if reply.has_content()]
+    usable = answers
     if models:
-        looks = [model_layout(m.content) for m in heard]
-        forms = [form if fine or not finite else None for form, fine in looks]
-        kept = [heard[i] for i in matching_positions(forms, expected_layout)]
-    kept = [
-        kept[i]
-        for i in matching_positions([metrics_layout(m.content, weight) for m in kept])
-    ]
-    nodes = {m.metadata.src_node_id for m in kept}
-    odd = [m.metadata.src_node_id for m in heard if m.metadata.src_node_id not in nodes]
+        layouts = []
+        for answer in answers:
+            layout, is_possible = model_layout(answer.content)
+            layouts.append(layout if is_possible or not finite else None)
+        places = matching_positions(layouts, expected_layout)
+        usable = [answers[place] for place in places]
+    layouts = [metrics_layout(answer.content, weight) for answer in usable]
+    usable_nodes = {_node_of(usable[place]) for place in matching_positions(layouts)}
+    odd = [_node_of(a) for a in answers if _node_of(a) not in usable_nodes]
     if odd:
-        what = (
-            "finite models of the others' tensors"
-            if models
-            else "metrics of the others' names"
-        )
-        log(
-            WARNING,
-            "nodes %s: no %s with %r in their replies; absent",
-            odd,
-            what,
-            weight,
-        )
-    return [m for m in replies if m.metadata.src_node_id not in odd]
+        wanted = "metrics of the others' names"
+        if models:
+            wanted = "finite models of the others' tensors"
+        text = "nodes %s: no %s with %r in their replies; absent"
+        log(WARNING, text, odd, wanted, weight)
+    return [reply for reply in replies if _node_of(reply) not in odd]
 
 
-def only_record(message: Message, whose: str) -> tuple[str, ArrayRecord]:
-    """The key and the record of the one model in a message. ValueError where there are
-    several, or none."""
+def _node_of(reply: Message) -> int:
+    """The node that sent a reply."""
+    node: int = reply.metadata.src_node_id
+    return node
+
+
+def only_record(message: Message, name: str) -> tuple[str, ArrayRecord]:
+    """The key and the record of the one model in a message.
+
+    Raises ValueError, with the message's `name`, where there are several, or none.
+    """
     records = dict(message.content.array_records)
-    require(len(records) == 1, whose, "one ArrayRecord, the model", list(records))
+    require(len(records) == 1, name, "one ArrayRecord, the model", list(records))
     return next(iter(records.items()))
 
 
 STATE_RECORD = "pflcore.client"  # the record of Context.state
-# clients at hand, that are not made again; what they know is in their contexts
+# Clients that are kept rather than made again; their state is in their contexts.
 MAX_CACHED_CLIENTS = 32
 Evaluate = Callable[[Personalized, Context], dict[str, float]]
 
 
 def number_of(context: Context) -> Hashable:
-    """Which client a node is: its partition, where the node has one."""
+    """The client that a node is: its partition, where the node has one."""
     number: Hashable = context.node_config.get("partition-id", str(context.node_id))
     return number
 
@@ -205,76 +222,83 @@ def client_app(
     client_id: Callable[[Context], Hashable] = number_of,
     mods: list[Any] | None = None,
 ) -> ClientApp:
-    """The ClientApp of `PflStrategy`: `client_app(lambda context:
-    pflcore.Client("ditto", model, data_of(context), training))`.
+    """The ClientApp of `PflStrategy`.
 
-    `make` gives the `pflcore.Client` of a node, by its `context.node_config` and
-    `context.run_config`; it may be called more than once for one.
-    `evaluate(model, context)` gives numbers by name ("size": the samples that they are
-    of) and may save the model; without one they are the loss, and for classes the
-    accuracy, on the client's test samples. `client_id`: which client a node is, a
-    string or a whole number; by default its "partition-id". What the algorithm keeps at
-    a client is in `Context.state`, which a simulation carries to the worker and back
-    for each message.
+    `client_app(lambda context: pflcore.Client("ditto", model, data_of(context),
+    training))` is one. What the algorithm keeps at a client is in `Context.state`,
+    which a simulation carries to the worker and back for each message.
+
+    Args:
+        make: returns the `pflcore.Client` of a node, by its `context.node_config` and
+            `context.run_config`. It may be called more than once for a node.
+        evaluate: `evaluate(model, context)` returns numbers by name ("size": the number
+            of samples that they are of), and may save the model. The default is the
+            loss, and for classes the accuracy, on the client's test samples.
+        client_id: tells which client a node is, by a string or a whole number; the
+            default is its "partition-id".
+        mods: Flower's own.
     """
-    app, opened = ClientApp(mods=mods or []), client_cache(make)
+    app = ClientApp(mods=mods or [])
+    client_of = client_cache(make)
 
     @app.query("pflcore")  # type: ignore[untyped-decorator]
-    def who(message: Message, context: Context) -> Message:
+    def identify(message: Message, context: Context) -> Message:
         config = ConfigRecord({"client": client_id(context)})
         return Message(RecordDict({"config": config}), reply_to=message)
 
     @app.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
         key, record = only_record(message, "the server's message")
-        client = opened(context)
-        upload, samples = client.train(record.to_torch_state_dict())
+        client = client_of(context)
+        upload, num_samples = client.train(record.to_torch_state_dict())
         context.state[STATE_RECORD] = ConfigRecord({"bytes": client_bytes(client)})
-        metrics = MetricRecord({"num-examples": samples})
-        return Message(
-            RecordDict({key: record_of(upload), "metrics": metrics}), reply_to=message
-        )
+        metrics = MetricRecord({"num-examples": num_samples})
+        content = RecordDict({key: record_of(upload), "metrics": metrics})
+        return Message(content, reply_to=message)
 
     @app.evaluate()  # type: ignore[untyped-decorator]
     def test(message: Message, context: Context) -> Message:
-        download = only_record(message, "the server's message")[1].to_torch_state_dict()
-        client = opened(context)
+        _, record = only_record(message, "the server's message")
+        download = record.to_torch_state_dict()
+        client = client_of(context)
         if evaluate is None:
-            found = client.evaluate(download)
+            values = client.evaluate(download)
         else:
-            found = evaluate(client.model(download), context)
-        metrics = MetricRecord({"num-examples": found.pop("size", 1), **found})
+            values = evaluate(client.model(download), context)
+        metrics = MetricRecord({"num-examples": values.pop("size", 1), **values})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
     return app
 
 
 def client_cache(make: Callable[[Context], Client]) -> Callable[[Context], Client]:
-    """What gives the client of a node, with the state that its context holds."""
-    made: dict[tuple[int, int], Client] = {}
+    """A function from a context to its client, with the state that the context holds.
 
-    def opened(context: Context) -> Client:
-        key = context.run_id, context.node_id
-        if key not in made:
-            made[key] = make(context)
-            require(
-                isinstance(made[key], Client),
-                "make",
-                "a function that gives a Client",
-                made[key],
-            )
-            if len(made) > MAX_CACHED_CLIENTS:
-                del made[next(iter(made))]
+    It keeps the clients that it makes, and forgets the oldest where they are many.
+    """
+    clients: dict[tuple[int, int], Client] = {}
+
+    def client_of(context: Context) -> Client:
+        key = (context.run_id, context.node_id)
+        if key not in clients:
+            clients[key] = make(context)
+            is_client = isinstance(clients[key], Client)
+            wanted = "a function that gives a Client"
+            require(is_client, "make", wanted, clients[key])
+            if len(clients) > MAX_CACHED_CLIENTS:
+                oldest = next(iter(clients))
+                del clients[oldest]
+        client = clients[key]
         if STATE_RECORD in context.state:
-            kept = io.BytesIO(context.state[STATE_RECORD]["bytes"])
-            made[key].load_state_dict(torch.load(kept, weights_only=True))
-        return made[key]
+            data = io.BytesIO(context.state[STATE_RECORD]["bytes"])
+            client.load_state_dict(torch.load(data, weights_only=True))
+        return client
 
-    return opened
+    return client_of
 
 
 def client_bytes(client: Client) -> bytes:
-    """What a client keeps, as bytes."""
+    """The state of a client as bytes."""
     data = io.BytesIO()
     torch.save(client.state_dict(), data)
     return data.getvalue()
@@ -284,25 +308,22 @@ PRIVATE_RECORD = "pflcore.private"  # the record of Context.state
 
 
 def keep_private(*patterns: str) -> Mod:
-    """`ClientApp(mods=[keep_private("head.*")])`: the tensors that match stay with
-    their client; nothing else changes, on neither side.
+    """A mod with which the tensors that match stay with their client.
 
-    The classifier's names make FedPer (Arivazhagan et al. 2019), the features'
+    `ClientApp(mods=[keep_private("head.*")])` uses it; nothing else changes, on neither
+    side. The classifier's names make FedPer (Arivazhagan et al. 2019), the features'
     LG-FedAvg (Liang et al. 2020), the batch norms' FedBN (Li et al. 2021), of any app
-    whose replies are models. A client's values are in `Context.state`; they take the
-    place of the incoming ones in training and evaluation. In their place the reply
-    carries the values that came: private ones do not travel, every reply has the
-    tensors that the server expects, and its mean leaves them where they started. Who
-    has not trained yet uses those. ValueError in one sentence where a pattern matches
-    nothing.
+    whose replies are models.
+
+    A client's values are in `Context.state`. In training and evaluation they take the
+    place of the incoming ones. In a reply the values that came take theirs: private
+    values do not travel, every reply has the tensors that the server expects, and the
+    server's mean leaves them where they started. A client that has not trained yet uses
+    the incoming values. Raises ValueError where a pattern matches nothing.
     """
-    named = bool(patterns) and are_names(patterns)
-    require(
-        named,
-        "patterns",
-        "names of private tensors, as in keep_private('head.*')",
-        patterns,
-    )
+    fits = bool(patterns) and are_names(patterns)
+    wanted = "names of private tensors, as in keep_private('head.*')"
+    require(fits, "patterns", wanted, patterns)
 
     def mod(
         message: Message, context: Context, call_next: ClientAppCallable
@@ -310,41 +331,43 @@ def keep_private(*patterns: str) -> Mod:
         kind = message.metadata.message_type.partition(".")[0]
         if kind == MessageType.QUERY:
             return call_next(message, context)
-        key, came = only_record(message, "the server's message")
-        kept = context.state.array_records.get(PRIVATE_RECORD, {})
-        names = _private(came, patterns)
-        message.content = RecordDict(
-            {**message.content, key: ArrayRecord({**came, **kept})}
-        )
+        key, incoming = only_record(message, "the server's message")
+        names = _private_names(incoming, patterns)
+        stored = context.state.array_records.get(PRIVATE_RECORD, {})
+        used = ArrayRecord({**incoming, **stored})
+        message.content = RecordDict({**message.content, key: used})
         reply = call_next(message, context)
-        if kind == MessageType.TRAIN and reply.has_content():
-            key, made = only_record(reply, "the app's reply")
-            require(
-                made.keys() >= set(names),
-                "the app's reply",
-                f"a model with {names}",
-                list(made),
-            )
-            context.state[PRIVATE_RECORD] = ArrayRecord({n: made[n] for n in names})
-            sent = ArrayRecord({**made, **{n: came[n] for n in names}})
-            reply.content = RecordDict({**reply.content, key: sent})
+        if kind != MessageType.TRAIN or not reply.has_content():
+            return reply
+        key, trained = only_record(reply, "the app's reply")
+        has_names = trained.keys() >= set(names)
+        require(has_names, "the app's reply", f"a model with {names}", list(trained))
+        private = {name: trained[name] for name in names}
+        context.state[PRIVATE_RECORD] = ArrayRecord(private)
+        unchanged = {name: incoming[name] for name in names}
+        sent = ArrayRecord({**trained, **unchanged})
+        reply.content = RecordDict({**reply.content, key: sent})
         return reply
 
     return mod
 
 
-def _private(came: ArrayRecord, patterns: Sequence[str]) -> list[str]:
-    """The names in `came` that match; ValueError where a pattern matches none."""
+def _private_names(record: ArrayRecord, patterns: Sequence[str]) -> list[str]:
+    """The names in `record` that match.
+
+    Raises ValueError where a pattern matches none.
+    """
+    names = dict.fromkeys(record, False)
     for pattern in patterns:
-        found = any(fnmatchcase(n, pattern) for n in came)
-        require(
-            found, "keep_private", f"patterns of some of {', '.join(came)}", pattern
-        )
-    return [n for n in came if any(fnmatchcase(n, p) for p in patterns)]
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        wanted = f"patterns of some of {', '.join(names)}"
+        require(matches, "keep_private", wanted, pattern)
+        names |= dict.fromkeys(matches, True)
+    return [name for name, is_private in names.items() if is_private]
 
 
 class FilteredFedAvg(FedAvg):  # type: ignore[misc]
-    """Flower's FedAvg, whose evaluation leaves out who answers otherwise than most."""
+    """Flower's FedAvg, whose evaluation leaves out replies that differ from most."""
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
@@ -355,14 +378,19 @@ class FilteredFedAvg(FedAvg):  # type: ignore[misc]
 
 
 class PersonalStrategy(FilteredFedAvg):
-    """Flower's `FedAvg` that sends each client its own model, made by
-    `pflcore.personalize`; any ClientApp that FedAvg drives will do.
+    """Flower's `FedAvg` that sends each client its own model.
 
-    `method`: "fedamp", "heurfedamp", "sfl", "clusters", "feddwa" (its guidance are the
-    models of the round before) or an instance; `include`, `exclude`: the tensors that
-    are mixed, as `pflcore.pack` has them, the others stay each client's own. `flower`:
-    FedAvg's own arguments. Who has not trained yet, gets the mean of the round.
-    ValueError in one sentence for models that differ in their tensors.
+    `pflcore.personalize` makes the models; any ClientApp that FedAvg drives will do. A
+    client that has not trained yet receives the mean of the round. Raises ValueError
+    for models that differ in their tensors.
+
+    Args:
+        method: "fedamp", "heurfedamp", "sfl", "clusters", "feddwa" (its guidance are
+            the models of the round before), or an instance.
+        include: the tensors that are mixed, as in `pflcore.pack`; the others stay each
+            client's own.
+        exclude: those that are not, as in `pflcore.pack`.
+        flower: FedAvg's own arguments.
     """
 
     def __init__(
@@ -379,85 +407,96 @@ class PersonalStrategy(FilteredFedAvg):
         self.chosen: dict[str, Any] = {"include": include, "exclude": exclude}
         self.models: dict[int, ArrayRecord] = {}  # by node id
         self._last: dict[int, ArrayRecord] = {}  # the uploads that they were made of
-        # the form of the models: as they were sent, or as most came
+        # The layout of the models: as they were sent, or as most came.
         self._expected_layout: Any = None
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> Aggregated:
-        """Makes everybody's next model; gives the mean, as FedAvg does."""
+        """Makes all clients' next models; returns the mean, as FedAvg does."""
         replies = usable_replies(replies, self.weighted_by_key, self._expected_layout)
         contents = {
-            m.metadata.src_node_id: m.content for m in replies if m.has_content()
+            _node_of(reply): reply.content for reply in replies if reply.has_content()
         }
-        came: dict[int, Any] = {
+        if contents:
+            self._personalize(contents)
+        return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
+
+    def _personalize(self, contents: Mapping[int, RecordDict]) -> None:
+        """Makes the nodes' next models of the uploads in their replies."""
+        uploads: dict[int, Any] = {
             node: next(iter(content.array_records.values()))
             for node, content in contents.items()
         }
         least = min_models(method_of(self.method, {}))
-        if came and len(came) < least:
-            said = "%s needs %d models, got %d; everybody keeps the one that it has."
-            log(WARNING, said, self.method, least, len(came))
-        elif came:
-            form, _ = model_layout(next(iter(contents.values())))
-            # what came before cannot be compared with it
-            if form != self._expected_layout:
-                self._expected_layout = form
-                self._last = {}
-            last = {node: self._last.get(node, own) for node, own in came.items()}
-            previous = last if self._looks_back else None
-            self.models.update(
-                personalize(came, self.method, previous=previous, **self.chosen)
-            )
-            self._last.update(came)
-        return super().aggregate_train(server_round, replies)  # type: ignore[no-any-return]
+        if len(uploads) < least:
+            text = "%s needs %d models, got %d; everybody keeps the one that it has."
+            log(WARNING, text, self.method, least, len(uploads))
+            return
+        layout, _ = model_layout(next(iter(contents.values())))
+        if layout != self._expected_layout:
+            self._expected_layout = layout
+            self._last = {}  # uploads of another layout cannot be compared
+        previous = None
+        if self._looks_back:
+            previous = {node: self._last.get(node, uploads[node]) for node in uploads}
+        models = personalize(uploads, self.method, previous=previous, **self.chosen)
+        self.models.update(models)
+        self._last.update(uploads)
 
     def _construct_messages(
         self, record: RecordDict, node_ids: list[int], message_type: str
     ) -> Iterable[Message]:
-        """FedAvg's messages, each with its node's own model."""
+        """FedAvg's messages, each with the node's own model."""
         key = self.arrayrecord_key
         self._expected_layout = self._expected_layout or model_layout(record)[0]
-        each = [(node, self.models.get(node, record[key])) for node in node_ids]
-        return [
-            Message(RecordDict({**record, key: own}), n, message_type)
-            for n, own in each
-        ]
+        messages = []
+        for node in node_ids:
+            model = self.models.get(node, record[key])
+            content = RecordDict({**record, key: model})
+            messages.append(Message(content, node, message_type))
+        return messages
 
 
 def select_multikrum(
     contents: list[RecordDict], num_malicious_nodes: int, num_nodes_to_select: int
 ) -> list[RecordDict]:
-    """Flower's `select_multikrum` with exact distances, best first; also for
-    `Bulyan(selection_rule=select_multikrum)`.
+    """Flower's `select_multikrum` with exact distances, best first.
 
-    Flower's own expands |a|^2 + |b|^2 - 2 a b in float32, whose error exceeds the
-    distances of models that differ by a thousandth. Here floating-point tensors are
-    compared, without running statistics. Who sends no model of the tensors that most
-    send is left out and logged, and who sends one that is not finite is never chosen.
-    ValueError in one sentence where 2 f + 2 < N does not hold for f malicious nodes
-    among the N that are left: Krum promises nothing there.
+    It also serves `Bulyan(selection_rule=select_multikrum)`. Flower's own expands
+    |a|^2 + |b|^2 - 2 a b in float32, whose error exceeds the distances of models that
+    differ by a thousandth. Here floating-point tensors are compared, without running
+    statistics. A content without a model of the tensors that most have is left out and
+    logged; a model that is not finite is never chosen. Raises ValueError where 2 f + 2
+    < N does not hold for f malicious nodes among the N that are left: Krum promises
+    nothing there.
     """
-    looks = [model_layout(c) for c in contents]
-    fit = matching_positions([form for form, _ in looks])
-    if len(fit) < len(contents):
-        odd = [i for i in range(len(contents)) if i not in fit]
+    layouts = []
+    are_possible = []
+    for content in contents:
+        layout, is_possible = model_layout(content)
+        layouts.append(layout)
+        are_possible.append(is_possible)
+    places = matching_positions(layouts)
+    if len(places) < len(contents):
+        odd = [place for place in range(len(contents)) if place not in places]
         log(WARNING, "contents %s: no models of the others' tensors; left out", odd)
-    rows, _ = pack([next(iter(contents[i].array_records.values())) for i in fit])
-    fine = torch.tensor([looks[i][1] for i in fit])
-    rows[~fine] = torch.nan  # infinitely far
-    chosen = Krum(num_malicious_nodes, num_nodes_to_select).select(
-        ops.pairwise_sqdist(rows)
-    )
-    return [contents[fit[i]] for i in chosen.tolist() if fine[i]]
+    models = [next(iter(contents[place].array_records.values())) for place in places]
+    rows, _ = pack(models)
+    possible_rows = torch.tensor([are_possible[place] for place in places])
+    rows[~possible_rows] = torch.nan  # infinitely far
+    krum = Krum(num_malicious_nodes, num_nodes_to_select)
+    chosen = krum.select(ops.pairwise_sqdist(rows)).tolist()
+    return [contents[places[i]] for i in chosen if possible_rows[i]]
 
 
 class ExactMultiKrum(FilteredFedAvg, MultiKrum):  # type: ignore[misc]
-    """Flower's `MultiKrum`, word for word its arguments, with exact distances.
+    """Flower's `MultiKrum`, with the same arguments, by exact distances.
 
-    Who sends no model as most do, or no number of samples, was absent. Where so few are
-    left that Krum would not do, those who sent something else count as malicious, and
-    fewer are selected. A round of too few replies for Krum is skipped, and said.
+    A node that sends no model as most do, or no number of samples, was absent. Where
+    too few replies are left for Krum, the nodes that sent something else count as
+    malicious, and fewer are selected. A round of too few replies even so is skipped,
+    with a line in the log.
     """
 
     def aggregate_train(
@@ -465,26 +504,23 @@ class ExactMultiKrum(FilteredFedAvg, MultiKrum):  # type: ignore[misc]
     ) -> Aggregated:
         """The mean of the chosen replies, and of their metrics."""
         replies = list(replies)
-        kept = usable_replies(replies, self.weighted_by_key, finite=False)
-        valid, _ = self._check_and_log_replies(kept, is_train=True)
+        usable = usable_replies(replies, self.weighted_by_key, finite=False)
+        valid, _ = self._check_and_log_replies(usable, is_train=True)
         malicious = self.num_malicious_nodes
-        lost = len(replies) - len(kept)
+        num_odd = len(replies) - len(usable)
         f = min(malicious, (len(valid) - 3) // 2)
-        if f < max(0, malicious - lost):
-            said = (
-                "Krum needs %d replies for %d malicious nodes, got %d; the round "
-                "is "
+        if f < max(0, malicious - num_odd):
+            text = (
+                "Krum needs %d replies for %d malicious nodes, got %d; the round is "
                 "skipped."
             )
-            log(WARNING, said, 2 * malicious + 3, malicious, len(valid))
+            log(WARNING, text, 2 * malicious + 3, malicious, len(valid))
             return None, None
         m = min(self.num_nodes_to_select, len(valid) - f)
-        contents = [message.content for message in valid]
-        whose = {
-            id(content): message
-            for content, message in zip(contents, valid, strict=True)
-        }
-        chosen = [whose[id(content)] for content in select_multikrum(contents, f, m)]
+        contents = [reply.content for reply in valid]
+        reply_of = {id(reply.content): reply for reply in valid}
+        selected = select_multikrum(contents, f, m)
+        chosen = [reply_of[id(content)] for content in selected]
         mean = FedAvg.aggregate_train(self, server_round, chosen)
         return mean  # type: ignore[no-any-return]
 
@@ -498,23 +534,24 @@ def client_of_reply(reply: Message) -> Hashable | None:
         client = reply.content["config"]["client"]
     except (LookupError, TypeError, ValueError):  # an error has no content
         return None
-    named = isinstance(client, str | int) and not isinstance(client, bool)
-    return client if named else None
+    is_name = isinstance(client, str | int) and not isinstance(client, bool)
+    return client if is_name else None
 
 
 class PflStrategy(FilteredFedAvg):
-    """`pflcore.Server` as Flower's strategy: any algorithm, each client its own
-    download, with `client_app` on the other side.
+    """`pflcore.Server` as Flower's strategy, with `client_app` on the other side.
 
-    `server`: the `pflcore.Server`; its model and start are those of the clients'
-    `pflcore.Client`. `flower`: FedAvg's own arguments; it waits for as many nodes as
-    the server has clients where `min_available_nodes` says nothing else. Who trains is
-    drawn by the server's seed, as a simulation draws it, so a run gives the models of
-    `pflcore.Simulation`. A node that does not answer, or whose answer cannot be used,
-    was absent from the round. Of nodes that say they are one client, the one that was
-    known first is heard while it is connected. ValueError in one sentence where three
-    rounds in a row come to nothing: all nodes fail, or a client that must take part is
-    not there.
+    Any algorithm may be played; each client has its own download. The clients that
+    train are drawn by the server's seed, as a simulation draws them, so a run gives the
+    models of `pflcore.Simulation`. A node that does not answer, or whose answer cannot
+    be used, was absent from the round. Of nodes that say they are one client, the one
+    that was known first takes part while it is connected. Raises ValueError where three
+    rounds in a row come to nothing: all nodes fail, or a required client is not there.
+
+    Args:
+        server: its model and start are those of the clients' `pflcore.Client`.
+        flower: FedAvg's own arguments. Unless `min_available_nodes` says otherwise, the
+            strategy waits for as many nodes as the server has clients.
     """
 
     def __init__(self, server: Server, **flower: Any) -> None:
@@ -525,11 +562,11 @@ class PflStrategy(FilteredFedAvg):
         }
         super().__init__(**least | flower)
         self.server = server
-        # who each node says it is, in the order heard
+        # The client that each node says it is, in the order of the answers.
         self.clients: dict[int, Hashable] = {}
         self._duplicate_nodes: set[int] = set()  # nodes whose client another node is
         self._skipped_rounds = 0  # rounds in a row that came to nothing
-        # how long for an answer, where `start` says it
+        # The seconds to wait for an answer, once `start` says it.
         self._timeout_options: dict[str, float] = {}
 
     def start(
@@ -539,60 +576,57 @@ class PflStrategy(FilteredFedAvg):
         num_rounds: int | None = None,
         **options: Any,
     ) -> Result:
-        """Flower's, for the rounds of the server that are left, or `num_rounds` of
-        them; the start is the model's own."""
-        require(
-            not initial_arrays,
-            "initial_arrays",
-            "None, as the start is the model's own",
-            "some",
-        )
-        left = self.server.rounds - self.server.round
-        # Flower's own
-        self._timeout_options = {"timeout": options.get("timeout", 3600)}
-        return super().start(
-            grid, ArrayRecord(), left if num_rounds is None else num_rounds, **options
-        )
+        """Flower's `start`, from the server's own model.
+
+        It plays the rounds that the server has left, or `num_rounds` of them.
+        """
+        wanted = "None, as the start is the model's own"
+        require(not initial_arrays, "initial_arrays", wanted, "some")
+        if num_rounds is None:
+            num_rounds = self.server.rounds - self.server.round
+        default_timeout = 3600  # Flower's own
+        self._timeout_options = {"timeout": options.get("timeout", default_timeout)}
+        return super().start(grid, ArrayRecord(), num_rounds, **options)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> Aggregated:
-        """The server's round; there is no one model to be given."""
+        """Plays the server's round; there is no one model to be returned."""
         valid, failed = self._check_and_log_replies(
             replies, is_train=True, validate=False
         )
         if not valid and failed:
-            reason = failed[0].error.reason
+            reason = failed[0].error.reason.rstrip(".")
             self._skip_round(
-                f"all {len(failed)} clients failed, the first one by "
-                f"{reason.rstrip('.')}."
+                f"all {len(failed)} clients failed, the first one by {reason}."
             )
         uploads: dict[Any, Any] = {}
-        for message in valid:
-            client = self.clients[message.metadata.src_node_id]
-            metrics: Any = next(iter(message.content.metric_records.values()), {})
-            upload = decode_tensors(message.content), metrics.get(self.weighted_by_key)
-            uploads.setdefault(client, upload)
+        for reply in valid:
+            client = self.clients[_node_of(reply)]
+            metrics: Any = next(iter(reply.content.metric_records.values()), {})
+            num_samples = metrics.get(self.weighted_by_key)
+            uploads.setdefault(client, (decode_tensors(reply.content), num_samples))
         if not uploads:
             return None, None
         self._skipped_rounds = 0
         outcome = self.server.aggregate(uploads, strict=False)
-        if outcome.void or outcome.dropped:
-            said = "round %d: not finite or of no use, so absent: clients %s%s"
-            void = (
-                f"; void: {outcome.void_reason or 'nobody is left'}"
-                if outcome.void
-                else ""
-            )
-            log(WARNING, said, server_round, outcome.dropped, void)
-        taken = [
-            m for m in valid if self.clients[m.metadata.src_node_id] in outcome.ids
-        ]
-        taken = usable_replies(taken, self.weighted_by_key, models=False)
-        contents = [m.content for m in taken]
-        return None, self.train_metrics_aggr_fn(
-            contents, self.weighted_by_key
-        ) if taken else None
+        self._log_outcome(server_round, outcome)
+        accepted = [r for r in valid if self.clients[_node_of(r)] in outcome.ids]
+        accepted = usable_replies(accepted, self.weighted_by_key, models=False)
+        if not accepted:
+            return None, None
+        contents = [reply.content for reply in accepted]
+        return None, self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+
+    def _log_outcome(self, server_round: int, outcome: RoundOutcome) -> None:
+        """Logs the clients that were dropped, and why a round is void."""
+        if not outcome.void and not outcome.dropped:
+            return
+        void = ""
+        if outcome.void:
+            void = f"; void: {outcome.void_reason or 'nobody is left'}"
+        text = "round %d: not finite or of no use, so absent: clients %s%s"
+        log(WARNING, text, server_round, outcome.dropped, void)
 
     # inside -----------------------------------------------------------------
     def _messages(
@@ -603,47 +637,26 @@ class PflStrategy(FilteredFedAvg):
         config: ConfigRecord,
         grid: Grid,
     ) -> list[Message]:
-        """A message for each client of this round's cohort, or for each that is
-        evaluated."""
-        train = kind == "train"
-        alg = self.server.algorithm
-        fraction = self.fraction_train if train else self.fraction_evaluate
+        """A message for each client that trains, or that is evaluated."""
+        is_training = kind == "train"
+        fraction = self.fraction_train if is_training else self.fraction_evaluate
         if not fraction:
             return []
-        here = self._connected_nodes(grid)
-        among = torch.tensor(sorted(here), dtype=torch.long)
-        n = len(here)
-        absent = set(alg.traits.required_clients) - set(here)
-        if train and not here:
-            self._skip_round(
-                "no node says which client it is; their ClientApp must be a client_app."
-            )
-        elif train and absent:
-            name = type(alg).__name__
-            self._skip_round(
-                f"{name} needs a node for client number {min(absent)} in every round."
-            )
-        if not here or (train and absent):
+        node_of = self._connected_nodes(grid)
+        if is_training and not self._can_train(node_of):
             return []
-        if train:
-            part = max(fraction, min(1.0, self.min_train_nodes / n))
-            # all that is asked of a context
-            seed: Any = SimpleNamespace(seed=self.server.seed)
-            ids = sample_cohort(
-                RunConfig(alg, seed), self.server.round + 1, part, among
-            )
+        if not node_of:
+            return []
+        available = torch.tensor(sorted(node_of), dtype=torch.long)
+        if is_training:
+            ids = self._train_cohort(available)
         else:
-            count = max(int(fraction * n), min(self.min_evaluate_nodes, n))
-            ids = among[
-                draw_without_replacement(
-                    n, count, self.server.seed, server_round, "evaluated"
-                )
-                .sort()
-                .values
-            ]
-        config["server-round"], messages = server_round, []
-        purpose: Any = "train" if train else "evaluation"
-        for node in [here[i] for i in ids.tolist()]:
+            ids = self._evaluation_cohort(available, server_round)
+        config["server-round"] = server_round
+        purpose: Any = "train" if is_training else "evaluation"
+        messages = []
+        for number in ids.tolist():
+            node = node_of[number]
             record = record_of(self.server.download(self.clients[node], purpose))
             content = RecordDict(
                 {self.arrayrecord_key: record, self.configrecord_key: config}
@@ -651,12 +664,51 @@ class PflStrategy(FilteredFedAvg):
             messages.append(Message(content, node, kind))
         return messages
 
+    def _can_train(self, node_of: Mapping[int, int]) -> bool:
+        """True where the nodes that are connected suffice; else skips the round.
+
+        `node_of` has the node of each client's number.
+        """
+        algorithm = self.server.algorithm
+        absent = set(algorithm.traits.required_clients) - set(node_of)
+        if not node_of:
+            self._skip_round(
+                "no node says which client it is; their ClientApp must be a client_app."
+            )
+        elif absent:
+            name = type(algorithm).__name__
+            self._skip_round(
+                f"{name} needs a node for client number {min(absent)} in every round."
+            )
+        return bool(node_of) and not absent
+
+    def _train_cohort(self, available: Tensor) -> Tensor:
+        """The numbers of the clients that train, drawn as a simulation draws them."""
+        least = min(1.0, self.min_train_nodes / len(available))
+        participation = max(self.fraction_train, least)
+        # `sample_cohort` reads only the seed of a run's context.
+        context: Any = SimpleNamespace(seed=self.server.seed)
+        config = RunConfig(self.server.algorithm, context)
+        return sample_cohort(config, self.server.round + 1, participation, available)
+
+    def _evaluation_cohort(self, available: Tensor, server_round: int) -> Tensor:
+        """The numbers of the clients that are evaluated, ascending."""
+        n = len(available)
+        least = min(self.min_evaluate_nodes, n)
+        count = max(int(self.fraction_evaluate * n), least)
+        drawn = draw_without_replacement(
+            n, count, self.server.seed, server_round, "evaluated"
+        )
+        return available[drawn.sort().values]
+
     configure_train = partialmethod(_messages, "train")
     configure_evaluate = partialmethod(_messages, "evaluate")
 
     def _skip_round(self, reason: str) -> None:
-        """Logs why a round comes to nothing; ValueError where it is the third in a
-        row."""
+        """Logs why a round comes to nothing.
+
+        Raises ValueError where it is the third in a row.
+        """
         self._skipped_rounds += 1
         if self._skipped_rounds >= MAX_VOID_ROUNDS:
             raise ValueError(
@@ -665,55 +717,59 @@ class PflStrategy(FilteredFedAvg):
         log(WARNING, "the round is skipped: %s", reason)
 
     def _connected_nodes(self, grid: Grid) -> dict[int, int]:
-        """The nodes that are connected, by their clients' numbers; new ones are asked
-        which client they are."""
+        """The connected node of each client's number.
+
+        New nodes are asked which client they are.
+        """
         nodes = sample_nodes(grid, self.min_available_nodes, 0)[1]
-        asked = [
+        queries = [
             Message(RecordDict(), node, WHO_QUERY)
             for node in nodes
             if node not in self.clients
         ]
-        replies = grid.send_and_receive(asked, **self._timeout_options) if asked else ()
-        mute = dict[int, str]()
-        # of equals whom the grid names first
-        order = {node: i for i, node in enumerate(nodes)}
-        for reply in sorted(
-            replies, key=lambda m: order.get(m.metadata.src_node_id, 0)
-        ):
-            node = reply.metadata.src_node_id
+        replies: Iterable[Message] = ()
+        if queries:
+            replies = grid.send_and_receive(queries, **self._timeout_options)
+        # Of nodes that say they are one client, the first in the grid's order counts.
+        place_of = {node: place for place, node in enumerate(nodes)}
+        reason_of = dict[int, str]()  # of nodes that name no client
+        for reply in sorted(replies, key=lambda r: place_of.get(_node_of(r), 0)):
+            node = _node_of(reply)
             client = client_of_reply(reply)
-            if client is None:
-                mute[node] = (
-                    reply.error.reason if reply.has_error() else "another answer"
-                )
-            else:
+            if client is not None:
                 self.clients[node] = client
-        if mute:
-            said = (
+            elif reply.has_error():
+                reason_of[node] = reply.error.reason
+            else:
+                reason_of[node] = "another answer"
+        if reason_of:
+            text = (
                 "nodes %s do not say which client they are, as a client_app does; "
                 "absent (%s)"
             )
-            log(WARNING, said, [*mute], next(iter(mute.values())))
+            log(WARNING, text, [*reason_of], next(iter(reason_of.values())))
         return self._nodes_by_client(nodes)
 
     def _nodes_by_client(self, nodes: Iterable[int]) -> dict[int, int]:
-        """The nodes by their clients' numbers: of each client the first node that is
-        there."""
-        holders: dict[Hashable, int] = {}
-        for node in (n for n in self.clients if n in {*nodes}):
-            client = self.clients[node]
-            holder = holders.setdefault(client, node)
-            if holder != node and node not in self._duplicate_nodes:
-                said = (
-                    "node %s says it is client %r, as node %s does, which was "
-                    "first; left out"
+        """The node of each client's number: of several the one that was known first."""
+        connected = {*nodes}
+        node_of: dict[Hashable, int] = {}
+        for node, client in self.clients.items():
+            if node not in connected:
+                continue
+            first = node_of.setdefault(client, node)
+            if first != node and node not in self._duplicate_nodes:
+                text = (
+                    "node %s says it is client %r, as node %s does, which was first; "
+                    "left out"
                 )
-                log(WARNING, said, node, client, holder)
+                log(WARNING, text, node, client, first)
                 self._duplicate_nodes.add(node)
-        here = {}
-        for client in sorted(holders, key=lambda client: str(client).zfill(20)):
+        by_number = {}
+        # In a fixed order, as new clients are numbered here: 2 before 10.
+        for client in sorted(node_of, key=lambda client: str(client).zfill(20)):
             try:
-                here[self.server.join(client)] = holders[client]
+                by_number[self.server.join(client)] = node_of[client]
             except ValueError as error:  # no newcomer in a round that has begun
                 log(WARNING, "%s", error)
-        return here
+        return by_number

@@ -12,8 +12,8 @@ one factor is shared, pack it by name: of FedSA-LoRA (Guo et al. 2025)
 `pflcore.pack(states, include="*lora_*A*")`, of FFA-LoRA (Sun et al. 2024), whose A is
 frozen and the same for all, `include="*lora_*B*"`.
 
-Letters: N clients; a layer's A is [r, i] and its B [o, r], r being its rank, i and o its
-inputs and outputs; m and n are the sides of a core matrix.
+Letters: N clients; a layer's A is [r, i] and its B [o, r], where r is its rank, and i
+and o are its inputs and outputs; m and n are the sides of a core matrix.
 """
 
 import re
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How `pack` put rows together, for `unpack`."""
+    """The order in which `pack` put rows together, for `unpack`."""
 
     parts: list[Part]  # in order
     states: list[State]  # [N] as they came
@@ -75,8 +75,9 @@ def project(
     b: Sequence[Matrix],  # [N] of [o, r_j]
     scale: Sequence[PositiveFloat] | None = None,  # [N], default 1
 ) -> tuple[Tensor, Basis]:
-    """Core rows [N, m * n] float64 of one layer's products scale_j b_j a_j, and their
-    basis; ranks may differ, b may be zero.
+    """Core rows [N, m * n] float64 of one layer's products, and their basis.
+
+    The products are scale_j b_j a_j; ranks may differ, and b may be zero.
 
     Squared distances, inner products and mixes of rows are those of the products. Where
     the ranks add up to more than a side of the layer, that side is not reduced, so rows
@@ -88,7 +89,7 @@ def project(
 
 
 def _project(factors: Factors) -> tuple[Tensor, Basis]:
-    """As `project`, of factors that are checked."""
+    """Core rows and basis as from `project`, of factors that are checked."""
     matrices_a = [a for a, _, _ in factors]
     matrices_b = [b for _, b, _ in factors]
     ranks = [len(a) for a in matrices_a]
@@ -171,10 +172,11 @@ def pack(states: Models, scale: Scales) -> tuple[Tensor, Layout]:
 
 @checked
 def unpack(rows: Matrix, layout: Layout) -> tuple[Any, list[float]]:
-    """N adapters from rows [N, P], as they came, and what the cut to the rank lost.
+    """N adapters from rows [N, P], and what the cut to the rank lost.
 
-    Each adapter has its client's ranks, scales, dtypes and integers. The list has for
-    each the largest share of a layer's square that was lost.
+    The adapters come as they were given to `pack`, each with its client's ranks,
+    scales, dtypes and integers. The list has for each the largest share of a layer's
+    square that was lost.
     """
     n = len(layout.states)
     width = sum(part.width for part in layout.parts)

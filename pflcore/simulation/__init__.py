@@ -1,4 +1,4 @@
-"""Whole runs: the loop over rounds, what it keeps, and what comes out."""
+"""Whole runs: the loop over rounds, its options, and its results."""
 
 from pflcore.simulation._history import History
 from pflcore.simulation._loop import Simulation

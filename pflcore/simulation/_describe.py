@@ -229,7 +229,7 @@ def explain_void(run: Any, outcome: RoundOutcome) -> str:
 
 
 def memory_line(config: RunConfig, peak: int) -> str:
-    """Where client rows are stored, their bytes, and the run's peak memory."""
+    """The place of client rows, their bytes, and the run's peak memory, in words."""
     client_bytes, server_bytes = row_bytes(config)[:2]
     place = "in memory"
     if config.folder:

@@ -1,4 +1,4 @@
-"""What a run leaves."""
+"""The results of a run: its records, its models, and what needs attention."""
 
 import math
 from collections import Counter
@@ -24,19 +24,17 @@ RUNAWAY_RATIO = 1e6  # times the median update of a round
 
 @dataclass(repr=False)
 class History:
-    """What a run leaves: its header, one record per round, and why it stopped early
-    if it did."""
+    """The results of a run: its header, one record per round, and an early end."""
 
     header: Record
     rounds: list[Record] = field(default_factory=list)
-    stopped: str | None = None
-    # by Ctrl-C; where that came after the last round the run is whole, and `stopped` is
-    # None
+    stopped: str | None = None  # the reason, where the run ended early
+    # True after Ctrl-C. Where that came after the last round, the run is whole and
+    # `stopped` is None.
     interrupted: bool = False
-    # for want of memory, or by an error; the state is that of the last round in
-    # `rounds`
+    # True where the run ended for want of memory, or by an error.
     failed: bool = False
-    state: State | None = None
+    state: State | None = None  # after the last round of `rounds`
     # of the last state, see `model`
     models: LazyModels | Sequence[Personalized] | None = None
 
@@ -187,17 +185,23 @@ class History:
         return adapt(self.models.config, self.models.state, samples, rounds)
 
     def to_pandas(self, per: Per = "round") -> Any:
-        """A `pandas.DataFrame` with one row per round (means over clients), or per
-        evaluated round and client."""
+        """A `pandas.DataFrame` with one row per round, or per round and client.
+
+        A row of a round has means over clients; rows of clients are of the evaluated
+        rounds.
+        """
         return export.frame(self.header, self.rounds, per)
 
     def to_csv(self, path: str | Path, per: Per = "round") -> None:
-        """The rows of `to_pandas` as a CSV file; needs no pandas."""
+        """Writes the rows of `to_pandas` into a CSV file; needs no pandas."""
         export.to_csv(self.header, self.rounds, path, per)
 
     def to_tensorboard(self, folder: str | Path, clients: bool = False) -> None:
-        """The rounds as TensorBoard's events in `folder`, with `clients` a curve for
-        each client; needs the package tensorboard."""
+        """Writes the rounds as TensorBoard's events into `folder`.
+
+        With `clients` there is a curve for each client. It needs the package
+        tensorboard.
+        """
         board = TensorBoard(folder, clients)
         for record in self.rounds:
             board(record["round"], record)

@@ -55,7 +55,7 @@ from pflcore.train._losses import Loss
 from pflcore.train._validate import check_torch_modes
 
 ModelSource = Net | nn.Module | Callable[[], nn.Module]  # a model
-# so many void rounds in a row end a run: same data, same lr, it will not recover
+# So many void rounds in a row end a run: with the same data and lr it cannot recover.
 MAX_VOID_ROUNDS = 3
 
 
@@ -63,9 +63,9 @@ MAX_VOID_ROUNDS = 3
 class Simulation:
     """One algorithm on one federation.
 
-    What a function as `model` draws comes from `seed`, whatever `torch.manual_seed` it
-    calls itself; to start from weights that it gives elsewhere, call it and give the
-    module.
+    Where `model` is a function, what it draws comes from `seed`, whatever
+    `torch.manual_seed` it calls itself. To start from the weights that it makes
+    elsewhere, call it and give the module.
 
     >>> history = Simulation("waffle", model, data, rounds=20).run()   # doctest: +SKIP
     """
@@ -84,7 +84,7 @@ class Simulation:
     evaluation: Evaluation = field(default_factory=Evaluation)
     robustness: Robustness = field(default_factory=Robustness)
     hardware: Hardware = field(default_factory=Hardware)
-    # running statistics: see `policy`
+    # running statistics: see `batch_norm_policy`
     batch_norm: Literal["auto", "average", "local"] = "auto"
     # a name, a function of (scores, y) or a module; None: by the targets
     loss: Loss | None = None
@@ -92,23 +92,22 @@ class Simulation:
     def __post_init__(self) -> None:
         check_fields(self)
         check_torch_modes()
-        alg = self.algorithm = algorithm_of(self.algorithm)
-        check_training(alg, self.training)
+        self.algorithm = algorithm_of(self.algorithm)
+        check_training(self.algorithm, self.training)
         self.data = training_data(self)
-        asked = self.clients
-        n = self.data.n
-        asked = None if asked is None else ids_of("clients", asked, n).sort().values
-        self.clients = self.eligible_clients = asked
+        clients = self.clients
+        if clients is not None:
+            clients = ids_of("clients", clients, self.data.n).sort().values
+        self.clients = self.eligible_clients = clients
         self.eval_clients = select_eval_clients(self)
         self.history: History | None = None  # of the last call of `run`
-        # of all rounds up to the state, by `run` or a checkpoint
+        # Of all rounds up to the state, by `run` or a checkpoint.
         self._records: list[Record] = []
         self.config, self._state = prepare_run(self, device_of(self.hardware.device))
-        # does somebody outside hold the state, so that a copy must go on?
+        # True where the caller may hold the state, so that the run needs a copy.
         self._state_shared = False
-        self.metrics = metrics_of(
-            self.evaluation.metrics, self.context.net.scores_classes
-        )
+        scores_classes = self.context.net.scores_classes
+        self.metrics = metrics_of(self.evaluation.metrics, scores_classes)
 
     # what it is ---------------------------------------------------------------
     @property
@@ -118,108 +117,120 @@ class Simulation:
 
     @property
     def name(self) -> str:
-        """What the algorithm is called in records."""
+        """The algorithm's name in records."""
         return name_of(self.config.algorithm)
 
     @property
     def state(self) -> State:
-        """The state as it is now: a snapshot, which never changes. A state that is set,
-        of another run of this algorithm, federation and model, is copied, and the run
-        goes on from there up to its own `rounds`; those that the state has played
-        count. ValueError in one sentence for any other."""
+        """The state as it is now: a snapshot, which never changes.
+
+        A state of another run of this algorithm, federation and model may be set. It is
+        copied, and the run continues from it up to its own `rounds`; the rounds that
+        the state has played count. Raises ValueError for any other state.
+        """
         self._state_shared = True
         return self._state
 
     @state.setter
     def state(self, state: State) -> None:
-        given = isinstance(state, State) and state.round <= self.rounds
-        require(
-            given,
-            "state",
-            f"a State, like history.state, of at most {self.rounds} rounds",
-            state,
-        )
+        fits = isinstance(state, State) and state.round <= self.rounds
+        wanted = f"a State, like history.state, of at most {self.rounds} rounds"
+        require(fits, "state", wanted, state)
         check_state(state, self.config.algorithm, self.context.net, self.data.n)
         self._state = copy_state(self.config, state)
         self._state_shared = False
-        self._records = [r for r in self._records if r["round"] <= state.round]
+        self._records = [
+            record for record in self._records if record["round"] <= state.round
+        ]
 
     def peak_bytes(self) -> int:
         """An estimate of the run's peak memory beside its data."""
         return peak_bytes(self.config, self.participation)
 
     def header(self) -> Record:
-        """What the run is, as the first line of its record says it."""
+        """The description of the run that is the first line of its record."""
         return describe.header(self)
 
     # the rounds ---------------------------------------------------------------
     def iterate(self) -> Iterator[Record]:
-        """Plays the rounds, giving each one's record, whose "eval" is None where its
-        evaluation broke off; ends early, after a record with the key "stopped", where
-        the run diverged or memory ran out ("failed"): the state is then that of the
-        last round given, and can be gone on with."""
+        """Plays the rounds, and yields the record of each.
+
+        The record's "eval" is None where the evaluation broke off. Where the run
+        diverges, or memory runs out ("failed"), the iteration ends early, after a
+        record with the key "stopped". The state is then that of the last round that was
+        yielded, and the run can continue from it.
+        """
         while self._state.round < self.rounds:
             round = self._state.round + 1
-            place = "round"
-            began = time.perf_counter()
-            line: Record = {}
+            phase = "round"
+            start = time.perf_counter()
+            record: Record = {}
             error: BaseException | str | None = None
             try:
-                if self._state_shared:
-                    self._state = copy_state(self.config, self._state)
-                    self._state_shared = False
-                ids = sample_cohort(
-                    self.config, round, self.participation, self.eligible_clients
-                )
+                ids = self._start_round(round)
                 self._state, outcome = step(self.config, self._state, ids)
-                line = describe.round_record(self, outcome)
-                place = "the evaluation after round"
-                line["report"] = describe.round_report(self, outcome)
-                line["eval"] = self._evaluate_round(round)
-            except BaseException as e:  # the error itself holds the round's frames
+                record = describe.round_record(self, outcome)
+                phase = "the evaluation after round"
+                record["report"] = describe.round_report(self, outcome)
+                record["eval"] = self._evaluate_round(round)
+            except BaseException as e:
+                # An error of memory holds the round's frames with their tensors, so
+                # only its request is kept.
                 error = memory.failed_request(e) if memory.is_out_of_memory(e) else e
-            if line:  # a round that was played but not evaluated is a round
-                line["seconds"] = float(f"{time.perf_counter() - began:.4g}")
-                yield line
+            if record:  # a round that was played but not evaluated is a round
+                record["seconds"] = float(f"{time.perf_counter() - start:.4g}")
+                yield record
             if isinstance(error, BaseException):
                 raise error
             if error is not None:
-                device = self.hardware.device
-                where = f"in {place} {round}"
-                memory.free_caches(device)
-                said = memory.out_of_memory_text(
-                    where,
-                    self.peak_bytes(),
-                    error,
-                    device,
-                    adjustable_clients_per_block(self.context),
-                )
-                yield {"stopped": said, "failed": True}
+                yield self._out_of_memory_record(f"in {phase} {round}", error)
                 return
-            void = self._state.void_rounds
-            if void and (void >= MAX_VOID_ROUNDS or round >= self.rounds):
+            void_rounds = self._state.void_rounds
+            is_last = round >= self.rounds
+            if void_rounds and (void_rounds >= MAX_VOID_ROUNDS or is_last):
                 yield {"stopped": describe.explain_void(self, outcome)}
                 return
+
+    def _start_round(self, round: int) -> Tensor:
+        """The ids of the round's cohort, after the state is made the run's own."""
+        if self._state_shared:
+            self._state = copy_state(self.config, self._state)
+            self._state_shared = False
+        return sample_cohort(
+            self.config, round, self.participation, self.eligible_clients
+        )
+
+    def _out_of_memory_record(self, where: str, request: str) -> Record:
+        """The last record of a run for which memory has no room."""
+        device = self.hardware.device
+        memory.free_caches(device)
+        adjustable = adjustable_clients_per_block(self.context)
+        text = memory.out_of_memory_text(
+            where, self.peak_bytes(), request, device, adjustable
+        )
+        return {"stopped": text, "failed": True}
 
     def _evaluate_round(self, round: int) -> Record | None:
         """The evaluation of a round in which one is due."""
         if not self.evaluation.due(round, self.rounds):
             return None
-        seen = {k: v.tolist() for k, v in self.evaluate(self.evaluation.split).items()}
+        values = self.evaluate(self.evaluation.split)
+        record = {name: tensor.tolist() for name, tensor in values.items()}
         if self.evaluation.train_loss:
-            seen["train_loss"] = self.evaluate("train")["loss"].tolist()
-        return seen
+            record["train_loss"] = self.evaluate("train")["loss"].tolist()
+        return record
 
     def evaluate(self, split: str) -> Tensors:
-        """Each client's personalized model as it is now, values [N] float64: see
-        `pflcore.evaluate`. Where `evaluation.clients` was a number, the values of those
-        alone, whose ids are in "clients"."""
-        measures = self.metrics if split == self.evaluation.split else None
-        look: Any = (
-            evaluate_clients if isinstance(self.evaluation.clients, int) else evaluate
-        )
-        values: Tensors = look(
-            self.config, self._state, split, self.eval_clients, measures
+        """Evaluates each client's personalized model as it is now, values [N] float64.
+
+        See `pflcore.evaluate`. Where `evaluation.clients` was a number, the values are
+        of those clients alone, whose ids are in "clients".
+        """
+        metrics = self.metrics if split == self.evaluation.split else None
+        are_drawn = isinstance(self.evaluation.clients, int)
+        function: Any = evaluate_clients if are_drawn else evaluate
+        values: Tensors = function(
+            self.config, self._state, split, self.eval_clients, metrics
         )
         return values
 
@@ -229,51 +240,42 @@ class Simulation:
         on_round: Callback | Sequence[Callback] | None = None,
         checkpoint: Checkpoint | str | Path | None = None,
     ) -> History:
-        """Plays all rounds; `on_round(round, record)`, one function or several, sees
-        each record as it is made, and in a run that goes on from a checkpoint first
-        those of the rounds before.
-
-        With `checkpoint`, a folder or when and where, the run can be gone on with after
-        a crash: the same simulation's `restore(folder).run()` gives what this one would
-        have given. One that cannot be written is a warning.
+        """Plays all rounds.
 
         Ctrl-C, or a callback that raises `Stop`, ends the run and keeps what there is.
         Any other exception ends it too and is passed on; the rounds up to there are in
-        its attribute `history` and in the simulation's, and another `run()` goes on
+        its attribute `history` and in the simulation's, and another `run()` continues
         from them.
+
+        Args:
+            on_round: a function of (round, record), or several, that are called with
+                each record as it is made. In a run that continues from a checkpoint
+                they are called first with those of the rounds before.
+            checkpoint: a folder, or when and where. After a crash the same simulation's
+                `restore(folder).run()` returns what this one would have returned. A
+                checkpoint that cannot be written is a warning.
         """
         check_torch_modes()
         callbacks = [on_round] if callable(on_round) else on_round or []
-        keeper = (
-            Checkpoint(checkpoint) if isinstance(checkpoint, str | Path) else checkpoint
-        )
-        with store.lock(keeper.folder) if keeper else nullcontext():
-            if keeper:
-                self._save_checkpoint(keeper)  # what stands there may be of another run
-            return self._run_rounds(callbacks, keeper)
+        if isinstance(checkpoint, str | Path):
+            checkpoint = Checkpoint(checkpoint)
+        with store.lock(checkpoint.folder) if checkpoint else nullcontext():
+            if checkpoint:
+                # The folder may hold the checkpoint of another run.
+                self._save_checkpoint(checkpoint)
+            return self._run_rounds(callbacks, checkpoint)
 
     def _run_rounds(
-        self, callbacks: Sequence[Callback], keeper: Checkpoint | None
+        self, callbacks: Sequence[Callback], checkpoint: Checkpoint | None
     ) -> History:
-        before = [] if self.history else list(self._records)  # a checkpoint's
+        """Plays all rounds, in a folder that is locked."""
+        # Without a history the records are those of a checkpoint.
+        before = [] if self.history else list(self._records)
         history = self.history = History(self.header(), before)
         try:
-            # what came before
             for record, callback in itertools.product(before, callbacks):
                 callback(record["round"], record)
-            for record in self.iterate():
-                if "stopped" in record:
-                    history.stopped = record["stopped"]
-                    history.failed = record.get("failed", False)
-                    break
-                with defer_signals():  # so that what is written is what was played
-                    history.rounds.append(record)
-                    self._records.append(record)
-                    names = [*record]
-                    for callback in callbacks:
-                        callback(self._state.round, record)
-                        check_record(record, names, callback)
-                self._save_checkpoint_if_due(keeper, record)
+            self._play_rounds(history, callbacks, checkpoint)
         except Stop as stop:
             history.stopped = str(stop)
         except KeyboardInterrupt:
@@ -287,45 +289,74 @@ class Simulation:
             history.stopped = (
                 f"{type(error).__name__} in round {self._state.round}: {words}"
             )
-            history.failed, error.history = True, history  # type: ignore[attr-defined]
+            history.failed = True
+            error.history = history  # type: ignore[attr-defined]
             raise
         finally:
             history.state = self.state
             history.models = LazyModels(self.config, history.state)
-        said = (
-            [f"stopped early: {history.stopped}"]
-            if history.stopped
-            else history.problems()
-        )
-        for what in () if history.interrupted else said:
-            warn_caller(f"{self.name}, seed {self.seed}, {what}", RuntimeWarning)
+        if not history.interrupted:
+            self._warn_of_problems(history)
         return history
 
+    def _play_rounds(
+        self,
+        history: History,
+        callbacks: Sequence[Callback],
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Plays the rounds that are left, and keeps their records."""
+        for record in self.iterate():
+            if "stopped" in record:
+                history.stopped = record["stopped"]
+                history.failed = record.get("failed", False)
+                return
+            with defer_signals():  # what is written is what was played
+                history.rounds.append(record)
+                self._records.append(record)
+                names = [*record]
+                for callback in callbacks:
+                    callback(self._state.round, record)
+                    check_record(record, names, callback)
+            self._save_checkpoint_if_due(checkpoint, record)
+
+    def _warn_of_problems(self, history: History) -> None:
+        """Warns of what ended a run early; of a whole run of what needs attention."""
+        if history.stopped:
+            problems = [f"stopped early: {history.stopped}"]
+        else:
+            problems = history.problems()
+        for problem in problems:
+            warn_caller(f"{self.name}, seed {self.seed}, {problem}", RuntimeWarning)
+
     def _is_complete(self, rounds: Sequence[Record]) -> bool:
-        """Whether all rounds were played and evaluated, and nothing is left to be
-        said of them."""
-        played = bool(rounds) and rounds[-1]["round"] >= self.rounds
-        broke_off = played and self._lacks_evaluation(rounds[-1])
-        return played and not broke_off and not self._state.void_rounds
+        """True where all rounds were played and evaluated, and the last is not void."""
+        if not rounds or rounds[-1]["round"] < self.rounds:
+            return False
+        return not self._lacks_evaluation(rounds[-1]) and not self._state.void_rounds
 
     def _lacks_evaluation(self, record: Record) -> bool:
+        """True where the evaluation of a round broke off."""
         return self.evaluation.due(record["round"], self.rounds) and not record["eval"]
 
     # checkpoints --------------------------------------------------------------
     def save(self, folder: str | Path) -> None:
-        """Leaves a checkpoint in `folder`, instead of one that is there: the state as
-        it is now, the records of `run` so far, and what the run is. OSError where it
-        cannot be written, ValueError where another run is in the folder."""
+        """Writes a checkpoint into `folder`, in place of one that is there.
+
+        It holds the state as it is now, the records of `run` so far, and the identity
+        of the run. Raises OSError where it cannot be written, ValueError where another
+        run is in the folder.
+        """
         with store.lock(folder):
             store.save_run(folder, self)
 
     def restore(self, folder: str | Path) -> Simulation:
-        """Takes up the checkpoint in `folder`, which must be one of this very run, and
-        gives the simulation itself: `run()` plays what is left, to the same numbers,
-        and gives all records.
+        """Takes up the checkpoint in `folder`, and returns the simulation itself.
 
-        `hardware` may be another than the one it was made with. ValueError in one
-        sentence for a checkpoint that is absent, damaged, or of another run.
+        The checkpoint must be one of this very run; `hardware` alone may be another.
+        Then `run()` plays the rounds that are left, to the same numbers, and returns
+        all records. Raises ValueError for a checkpoint that is absent, damaged, or of
+        another run.
         """
         self.config, self._state, self._records = store.restore_run(folder, self)
         self._state_shared = False
@@ -333,17 +364,22 @@ class Simulation:
         return self
 
     def _save_checkpoint_if_due(
-        self, keeper: Checkpoint | None, record: Record
+        self, checkpoint: Checkpoint | None, record: Record
     ) -> None:
-        round = record["round"]
-        # void: it may be about to end; a run that goes on evaluates what broke off
-        if keeper is None or self._state.void_rounds or self._lacks_evaluation(record):
+        """Writes a checkpoint after a round where it is time for one."""
+        if checkpoint is None:
             return
-        if keeper.due(round) or round >= self.rounds:
-            self._save_checkpoint(keeper)
+        # A run with void rounds may be about to end. One that continues makes up for an
+        # evaluation that broke off, so the round before must stand.
+        if self._state.void_rounds or self._lacks_evaluation(record):
+            return
+        round = record["round"]
+        if checkpoint.due(round) or round >= self.rounds:
+            self._save_checkpoint(checkpoint)
 
-    def _save_checkpoint(self, keeper: Checkpoint) -> None:
+    def _save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Writes a checkpoint; warns where it cannot be written."""
         try:
-            store.save_run(keeper.folder, self)
+            store.save_run(checkpoint.folder, self)
         except OSError as e:
             warn_caller(f"{e} The run goes on.", RuntimeWarning)

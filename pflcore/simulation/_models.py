@@ -175,7 +175,7 @@ class Personalized(nn.Module):
 
     @property
     def returns(self) -> str:
-        """What the scores are: "logits", "probabilities" or "values"."""
+        """The meaning of the scores: "logits", "probabilities" or "values"."""
         returns = str(self.algorithm.traits.returns)
         if self.net.loss_fn in ELEMENTWISE_LOSSES:
             return "logits"
@@ -348,7 +348,7 @@ class Personalized(nn.Module):
 def client_facts(
     data: Federation, client: int
 ) -> tuple[int | None, Scaling | None, str | int | None]:
-    """What a client's model needs to know of its data: classes, scaling, name."""
+    """The facts of a client's data for its model: classes, scaling, name."""
     scaling = None if data.scaling is None else data.scaling.for_client(client)
     name = None if data.names is None else data.names[client]
     return data.classes, scaling, name
@@ -401,7 +401,7 @@ def _export_model(model: Personalized, client: int, folder: Path) -> dict[str, A
 
 
 def _prediction_hint(model: Personalized) -> str:
-    """How to predict with a model's exported tensors, in words."""
+    """The way to predict with a model's exported tensors, in words."""
     hint = None
     if has_custom_predict(model.algorithm):
         hint = inspect.getdoc(model.algorithm.predict)

@@ -33,7 +33,7 @@ def run_each_target(
     checkpoint: Checkpoint | None = None,
     **options: Any,
 ) -> History:
-    """Runs an algorithm that has a `target` N times, for each client as the target.
+    """Runs an algorithm that has a `target` once for each of N clients.
 
     Every run begins from the same start. Together they take N times the work and the
     traffic of one run. In the history that is returned
@@ -92,7 +92,7 @@ def _target_checkpoint(checkpoint: Checkpoint | None, target: int) -> Checkpoint
 def _merge_runs(
     runs: Sequence[History], models: Sequence[Personalized], n: int
 ) -> History:
-    """One history of the runs of targets 0, 1, ...; without rounds if one is missing.
+    """One history of the runs of targets 0, 1, ...; without rounds if some lack.
 
     `models` are those of the targets whose runs came to their end.
     """
@@ -151,7 +151,7 @@ def _mean_train_loss(records: Sequence[Record]) -> float | None:
 
 
 def _merge_reports(records: Sequence[Record]) -> Record:
-    """What all runs report, as lists with an entry for each run."""
+    """The reports of all runs, as lists with an entry for each run."""
     reports = [dense_report(record["report"], len(records)) for record in records]
     keys = [key for key in reports[0] if all(key in report for report in reports)]
     return {key: [report[key] for report in reports] for key in keys}

@@ -47,21 +47,25 @@ DEFAULT_STRENGTH = {
 
 @dataclass(frozen=True)
 class Adversary:
-    """The clients `clients` (ids) attack in every round that they take part in; s is
-    the `strength`, d a client's honest update [P].
+    """Clients that attack in every round in which they take part.
 
-    "label_flip": they train, honestly, on labels C - 1 - y · "sign_flip": they send -s
-    d (s = 1) · "scale": s d (100) · "noise": d + s r z, z standard normal and r the
-    root mean square of d (10)
-    · "little": m - s v, "a little is enough" (Baruch et al. 2019, Algorithm 3; 1.5) ·
-    "inner_product": -s m, inner product manipulation (Xie et al. 2020, section 4; 10).
-    m and v [P] are mean and standard deviation, coordinate by coordinate, of the honest
-    clients' updates of the round: these two attackers know them all, and send the same.
+    s is the `strength`, d [P] a client's honest update, m and v [P] the mean and the
+    standard deviation of the honest clients' updates, coordinate by coordinate.
+
+    - "label_flip": the clients train honestly, on labels C - 1 - y.
+    - "sign_flip": they send -s d (default: s = 1).
+    - "scale": they send s d (100).
+    - "noise": d + s r z, z standard normal and r the root mean square of d (10).
+    - "little": m - s v, "a little is enough" (Baruch et al. 2019, Algorithm 3; 1.5).
+    - "inner_product": -s m, inner product manipulation (Xie et al. 2020, section 4;
+      10).
+
+    The last two attackers know all honest updates of the round, and send the same.
 
     An update is the upload "delta", or an uploaded model minus the one that the server
-    has of the client; a control variate that is uploaded beside it is treated alike, by
-    itself. What else a method uploads (losses, choices of a cluster) stays honest.
-    ValueError in one sentence for an unknown attack, client or strength.
+    has of the client. A control variate that is uploaded beside it is treated alike, by
+    itself. What else an algorithm uploads (losses, choices of a cluster) stays honest.
+    Raises ValueError for an unknown attack, client or strength.
     """
 
     attack: Attack
@@ -73,9 +77,8 @@ class Adversary:
         fits = self.strength is None or self.attack != "label_flip"
         require(fits, "strength", "None, as labels are flipped or not", self.strength)
         object.__setattr__(self, "clients", tuple(map(int, self.clients)))
-        object.__setattr__(
-            self, "strength", self.strength or DEFAULT_STRENGTH.get(self.attack)
-        )
+        strength = self.strength or DEFAULT_STRENGTH.get(self.attack)
+        object.__setattr__(self, "strength", strength)
 
     def honest_clients(self, n: int) -> Tensor:
         """The ids [H] of the other clients of n, ascending.
@@ -177,7 +180,7 @@ class Evaluation:
 @checked
 @dataclass(frozen=True)
 class Robustness:
-    """What a run does about updates that are too long, and who attacks it."""
+    """What a run does about long updates, and the clients that attack it."""
 
     # no update is longer (Euclidean norm), before the server sees it
     clip: PositiveFloat | None = None

@@ -1,4 +1,4 @@
-"""The beginning of a run: its checked options on their device, and its first state.
+"""The beginning of a run: its options on their device, and its first state.
 
 It also estimates the memory that a run needs at its peak, beside its data.
 """
@@ -91,7 +91,7 @@ def select_eval_clients(run: Any) -> Tensor | None:
 
 
 def prepare_run(run: Any, device: str) -> tuple[RunConfig, State]:
-    """What stays the same during a run, on its device, and the first state.
+    """The constants of a run, on its device, and its first state.
 
     Raises MemoryError where they do not fit into memory, ValueError where the model or
     the schedule of learning rates does not fit the run.
@@ -123,7 +123,7 @@ def prepare_run(run: Any, device: str) -> tuple[RunConfig, State]:
 
 
 def _prepare_run(run: Any, net: Net, device: str) -> tuple[RunConfig, State]:
-    """As `prepare_run`, with whatever error a lack of memory raises."""
+    """The result of `prepare_run`; a lack of memory raises errors of any kind."""
     hardware = run.hardware
     alg = run.algorithm
     data = run.data

@@ -1,4 +1,4 @@
-"""Ctrl-C, and the signals that a command answers as it does: when they may come."""
+"""The moments at which Ctrl-C and other signals may end a program."""
 
 import contextlib
 import signal
@@ -15,28 +15,30 @@ ENDING_SIGNALS = [
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """What would end the program comes when all within is done; a second signal
-    comes at once."""
-    kept: dict[int, Any] = {}
-    came: list[Any] = []  # what handlers are given
+    """Holds back a signal that would end the program until the block is done.
 
-    def wait(*given: Any) -> None:
-        came.append(given)
-        if len(came) > 1:
-            kept[given[0]](*given)
+    A second signal comes at once.
+    """
+    handlers: dict[int, Any] = {}
+    received: list[Any] = []  # the arguments of a handler for each signal
+
+    def receive(*arguments: Any) -> None:
+        received.append(arguments)
+        if len(received) > 1:
+            handlers[arguments[0]](*arguments)
 
     if threading.current_thread() is threading.main_thread():  # no other gets signals
-        kept = {
-            number: handler
-            for number in ENDING_SIGNALS
-            if callable(handler := signal.getsignal(number))
-        }
+        for number in ENDING_SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
     try:
-        for number in kept:
-            signal.signal(number, wait)
+        for number in handlers:
+            signal.signal(number, receive)
         yield
     finally:
-        for number, handler in kept.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        if len(came) == 1:
-            kept[came[0][0]](*came[0])
+        if len(received) == 1:
+            arguments = received[0]
+            handlers[arguments[0]](*arguments)

@@ -1,4 +1,4 @@
-"""What a server accepts of a cohort's uploads: finite rows and updates of a length.
+"""The server's choice among uploads: finite ones, and updates cut to a length.
 
 An update is the upload "delta", or an uploaded model minus the model that it is
 measured from: see `Traits.model_uploads`.
@@ -30,7 +30,7 @@ from pflcore.data._ragged import to_device
 
 
 class CohortResult(NamedTuple):
-    """What the training of a cohort leaves; rows are in the order of `cohort.ids`."""
+    """The results of a cohort's training; rows are in the order of `cohort.ids`."""
 
     cohort: Cohort
     down: Payload  # [S, ...] what the clients received
@@ -55,7 +55,7 @@ class CohortResult(NamedTuple):
 
 @dataclass
 class RoundOutcome:
-    """What happened in one round."""
+    """The course of one round, for its record."""
 
     ids: list[int]
     # clients whose results were not finite, or of no use to the algorithm
@@ -176,8 +176,8 @@ def drop_clients(
 def finite_rows(tensors: Iterable[Tensor], count: int) -> Tensor:
     """Mask [count]: true for clients with finite rows in every tensor [count, ...].
 
-    One sum in float64 shows whether all numbers of a row are finite: of float64 rows the
-    plain sum, else that of the squares, by the fast kernel for distances. A row of
+    One sum in float64 shows whether all numbers of a row are finite: of float64 rows
+    the plain sum, else that of the squares, by the fast kernel for distances. A row of
     float64 whose sum overflows counts as not finite.
     """
     sums = [torch.zeros(count)]
@@ -206,9 +206,9 @@ def are_finite(values: Sequence[Tensor]) -> Tensor:
 
 
 def update_origins(result: CohortResult, traits: Traits, server: Tensors) -> Tensors:
-    """What each uploaded update is measured from, [S, ...], by the name of the upload.
+    """The origins [S, ...] of uploaded updates, by the names of the uploads.
 
-    For the upload "delta" it is zero, of shape [].
+    The origin of "delta" is zero, of shape [].
     """
     up = result.up
     origins = {}

@@ -1,11 +1,10 @@
-"""What can be given to `Simulation.run(on_round=...)`: a function of (round, record),
-or several in a list.
+"""Callbacks for `Simulation.run(on_round=...)`: functions of (round, record).
 
-A run that goes on from a checkpoint first gives them the records of the rounds up to
-there. One that raises `Stop` ends the run with its sentence. One that raises anything
-else ends it too, and nothing is lost: the rounds up to there are in
+A run that continues from a checkpoint first calls them with the records of the rounds
+up to there. One that raises `Stop` ends the run with its sentence. One that raises
+anything else ends it too, and nothing is lost: the rounds up to there are in
 `simulation.history` (and in the exception's attribute `history`), and
-`simulation.run()` goes on from them.
+`simulation.run()` continues from them.
 """
 
 import math
@@ -24,25 +23,29 @@ Callback = Callable[[int, Record], None]
 
 
 def check_record(record: Record, names: list[str], callback: Callback) -> None:
-    """ValueError where a callback took something out of a round's record."""
+    """Raises ValueError where a callback took a field out of a round's record."""
     lost = [name for name in names if name not in record]
-    who = getattr(callback, "__name__", type(callback).__name__)
     if lost:
-        what = f"a function that leaves {lost[0]!r} in a round's record"
-        reject(f"on_round, {who}", what, [*record])
+        callback_name = getattr(callback, "__name__", type(callback).__name__)
+        wanted = f"a function that leaves {lost[0]!r} in a round's record"
+        reject(f"on_round, {callback_name}", wanted, [*record])
 
 
 @checked
 class EarlyStopping:
     """Ends a run whose mean over clients has not improved for `patience` evaluations.
 
-    `key` is "accuracy", "loss" or one of the run's metrics. Of those that pflcore names
-    more is better but for "loss", "train_loss", "mae" and "rmse"; of a metric of your
-    own say `higher_is_better`, False for an error. An improvement is one by more than
-    `min_delta`; a mean that is NaN is none. It looks at what the run evaluates, and
-    "test" data select on test data, so give the simulation
-    `evaluation=Evaluation(split="val")`. What was best is in `best` (the mean) and
-    `round` (where).
+    It looks at what the run evaluates, and "test" data select on test data, so give the
+    simulation `evaluation=Evaluation(split="val")`. The best mean is in `best`, its
+    round in `round`.
+
+    Args:
+        patience: evaluations without improvement after which the run ends.
+        key: "accuracy", "loss" or one of the run's metrics.
+        min_delta: an improvement is one by more; a mean that is NaN is none.
+        higher_is_better: None goes by the key: of pflcore's own names more is better,
+            but for "loss", "train_loss", "mae" and "rmse". Say it for a metric of your
+            own, False for an error.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class EarlyStopping:
         patience: PositiveInt = 5,
         key: str = "loss",
         min_delta: NonNegativeFloat = 0.0,
-        higher_is_better: bool | None = None,  # None: by the key
+        higher_is_better: bool | None = None,
     ) -> None:
         self.patience = patience
         self.key = key
@@ -62,21 +65,27 @@ class EarlyStopping:
         self._last = 0
 
     def __call__(self, round: int, record: Record) -> None:
-        """Looks at one round's record. Raises Stop after `patience` evaluations without
-        improvement, ValueError for an unknown key."""
+        """Looks at one round's record.
+
+        Raises Stop after `patience` evaluations without improvement, ValueError for an
+        unknown key.
+        """
         if round <= self._last:  # another run
             self.best = math.nan
             self.round = 0
             self._misses = 0
         self._last = round
-        seen = record["eval"]
-        if not seen:
+        values = record["eval"]
+        if not values:
             return
-        known = [k for k in seen if k not in ("size", "clients")]
+        known = [name for name in values if name not in ("size", "clients")]
         require(self.key in known, "key", f"one of {', '.join(known)}", self.key, known)
-        value = metrics.mean(seen[self.key])
-        least = self.sign * self.best + self.min_delta  # NaN: anything is better
-        if not (math.isnan(value) or self.sign * value <= least):
+        value = metrics.mean(values[self.key])
+        # Signed means: more is better. Before the first finite mean `least` is NaN, and
+        # anything is better.
+        least = self.sign * self.best + self.min_delta
+        is_worse = self.sign * value <= least
+        if not math.isnan(value) and not is_worse:
             self.best = value
             self.round = round
             self._misses = 0
@@ -94,10 +103,13 @@ class EarlyStopping:
 
 @checked
 class TensorBoard:
-    """Writes each round's numbers to `folder` as they come, for `tensorboard --logdir`;
-    needs the package tensorboard.
+    """Writes each round's numbers into a folder for `tensorboard --logdir`.
 
-    `clients`: one curve per client too, beside the means over clients.
+    It needs the package tensorboard.
+
+    Args:
+        folder: holds the events.
+        clients: adds a curve for each client to the means over clients.
     """
 
     def __init__(self, folder: str | Path, clients: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: what a run needs to continue, in a folder, whole or not at all.
+"""Checkpoints: what a run needs to continue, whole or not at all.
 
 `checkpoint.safetensors` holds the tensors. Its metadata holds the identity of the run,
 its round, its records, and a digest of the whole file. The file is written under
@@ -71,8 +71,10 @@ DAMAGED_TEXT = (
 @checked
 @dataclass
 class Checkpoint:
-    """Where and when a run leaves what it needs to go on: after every `every` rounds or
-    `minutes`, whichever comes first; 0 is never.
+    """The folder and the times of a run's checkpoints.
+
+    One is written after every `every` rounds or `minutes`, whichever comes first; 0 is
+    never.
 
     >>> simulation.run(checkpoint=Checkpoint("runs/mine", every=10))   # doctest: +SKIP
     """
@@ -166,6 +168,7 @@ def save(
 
 
 def _digest(data: bytes) -> str:
+    """The SHA-256 of a file, which itself has a placeholder for it."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -261,7 +264,7 @@ def save_run(folder: str | Path, run: Any) -> None:
 
 
 def restore_run(folder: str | Path, run: Any) -> tuple[RunConfig, State, list[Record]]:
-    """What a run, a `Simulation`, takes up from its checkpoint.
+    """The parts of a run, a `Simulation`, that its checkpoint holds.
 
     Returns the options of the run with the model that it started from, the state, and
     the records. Raises ValueError for the checkpoint of another run; warns where it was

@@ -225,7 +225,7 @@ def serve(  # noqa: PLR0911 (one return for each end that a round may have)
     averages: bool,
     on_refused: Callable[[BadUpload], None] = warn_bad_upload,
 ) -> Changes:
-    """What the round changes, keyed as in `flatten_state`: nothing where it is void.
+    """The changes of a round, keyed as in `flatten_state`: none where it is void.
 
     The server computes its new state from the uploads. `outcome` is written to: it
     receives the mixing weights, or the reason why the round is void. Where the
@@ -273,7 +273,7 @@ def round_changes(
     server_changes: Changes,
     buffer_mixing: MixingWeights | None,  # None: no statistics are mixed
 ) -> Changes:
-    """What a round changes of server and clients, keyed as in `flatten_state`."""
+    """The changes of server and clients, keyed as in `flatten_state`."""
     changes: Changes = {f"server.{name}": new for name, new in server_changes.items()}
     changes |= client_changes(result)
     if buffer_mixing is not None and result.buffers.numel():
@@ -283,7 +283,7 @@ def round_changes(
 
 
 def client_changes(result: CohortResult) -> Changes:
-    """What training changes of the state of the cohort's clients."""
+    """The changes of the state of the cohort's clients by training."""
     ids = result.cohort.ids
     changes: Changes = {
         f"clients.{name}": RowUpdate(ids, rows)
@@ -562,7 +562,7 @@ def stored_zeros(n: int, like: Tensor, folder: Path | None = None) -> Tensor:
 
 
 def disk_bytes(rows: Tensor) -> int:
-    """The most disk space that rows [S, ...] take, with blocks that are partly filled."""
+    """The most disk space of rows [S, ...], with blocks that are partly filled."""
     return rows.nbytes + len(rows) * FILE_BLOCK_BYTES
 
 

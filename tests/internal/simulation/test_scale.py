@@ -210,7 +210,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_full_disk_ends_the_run_after_its_last_round(held, tmp_path, monkeypatch):
+def test_full_disk_ends_the_run_with_its_last_state(held, tmp_path, monkeypatch):
     """And no killed process: a mapped file that cannot grow ends it (SIGBUS)."""
     run = simulation("ditto", storage=tmp_path, participation=0.2)
 
