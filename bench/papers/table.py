@@ -39,24 +39,24 @@ OF_GROUPS = ("accuracy", "majority", "minority", "gap", "variance")
 def summary(
     after: Tensor, before: Tensor | None = None, higher_is_better: bool = True
 ) -> dict[str, float]:
-    """Mean and deviation over clients, worst decile (NaN for one client), and the
-    percent hurt against `before`."""
-    some = 1.0 if metrics.count(after) > 1 else math.nan
-    out = {
+    """Mean and deviation over clients, and the mean of the worst decile.
+
+    The deviation and the worst decile are NaN for a single client. With `before` there
+    is the percentage of clients that are hurt, too.
+    """
+    numbers = {
         "mean": metrics.mean(after),
-        "std": some * metrics.std(after),
-        "worst_decile": some
-        * metrics.worst_decile(after, higher_is_better=higher_is_better),
+        "std": metrics.std(after),
+        "worst_decile": metrics.worst_decile(after, higher_is_better=higher_is_better),
     }
-    if before is None:
-        return out
-    # one may not have been evaluated
-    hurt = (
-        metrics.hurt(after, before, higher_is_better)
-        if len(before) == len(after)
-        else math.nan
-    )
-    return {**out, "hurt": hurt}
+    if metrics.count(after) < 2:
+        numbers["std"] = math.nan
+        numbers["worst_decile"] = math.nan
+    if before is not None:
+        numbers["hurt"] = math.nan  # where other clients were evaluated before
+        if len(before) == len(after):
+            numbers["hurt"] = metrics.hurt(after, before, higher_is_better)
+    return numbers
 
 
 def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
@@ -374,45 +374,47 @@ def number(x: float | None, std: float | None = None, digits: int = 2) -> str:
 
 
 def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
-    """One row per setting and method: means over runs in percent, "std" over runs
-    (ddof = 0) beside them: WAFFLe's Tables 1 and 2 (Hao et al. 2020)."""
-    out = []
-    for (setting, method, variant), mine in runs.items():
-        head = mine[0].header
-        seen = [
-            measures(100 * r.last_values("accuracy"), head.get("group")) for r in mine
-        ]
-        ours, std = (
-            {k: of([s[k] for s in seen]) for k in seen[0]}
-            for of in (metrics.mean, metrics.std)
-        )
+    """One row per setting and method, as in WAFFLe's Tables 1 and 2 (Hao et al. 2020).
+
+    "ours" has means over runs in percent, and "std" their deviations (ddof = 0).
+    """
+    rows = []
+    for (setting, method, variant), group in runs.items():
+        header = group[0].header
+        values: dict[str, list[float]] = {}  # of each run, by measure
+        for run in group:
+            accuracies = 100 * run.last_values("accuracy")
+            for name, value in measures(accuracies, header.get("group")).items():
+                values.setdefault(name, []).append(value)
         row = {
             "method": method,
             "setting": setting,
             "variant": variant,
-            "seeds": len(mine),
-            **{k: head[k] for k in ("data", "rounds", "options", "parameters")},
-            "ours": ours,
-            "std": std,
+            "seeds": len(group),
+            **{k: header[k] for k in ("data", "rounds", "options", "parameters")},
+            "ours": {name: metrics.mean(numbers) for name, numbers in values.items()},
+            "std": {name: metrics.std(numbers) for name, numbers in values.items()},
             "paper": plan["reported"].get(setting, {}).get(method),
-            "stopped": next((r.stopped for r in mine if r.stopped), None),
+            "stopped": next((run.stopped for run in group if run.stopped), None),
         }
-        out.append(row)
-    return out
+        rows.append(row)
+    return rows
 
 
 def measures(values: Tensor, group: Sequence[int] | None) -> dict[str, float]:
-    """ "accuracy", the mean over clients, and "variance" (ddof = 0); with each client's
-    `group` [n]
-    also "majority" and "minority", the means over groups 0 and 1, and "gap".
+    """The mean over clients, "accuracy", and the "variance" over them (ddof = 0).
 
-    For accuracies in percent the gap is in points and the variance in percent squared
-    (Hao et al. 2020, Table 2).
+    With each client's `group` [N] there are "majority" and "minority", the means over
+    groups 0 and 1, and "gap". For accuracies in percent the gap is in points and the
+    variance in percent squared (Hao et al. 2020, Table 2).
     """
     parts = {}
     if group is not None:
-        major, minor = (metrics.mean(values[torch.tensor(group) == g]) for g in (0, 1))
-        parts = {"majority": major, "minority": minor, "gap": major - minor}
+        groups = torch.tensor(group)
+        majority = metrics.mean(values[groups == 0])
+        minority = metrics.mean(values[groups == 1])
+        gap = majority - minority
+        parts = {"majority": majority, "minority": minority, "gap": gap}
     return {
         "accuracy": metrics.mean(values),
         **parts,
