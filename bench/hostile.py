@@ -69,62 +69,88 @@ def played(
     absent: bool = False,
     clip: float | None = None,
 ) -> torch.Tensor:  # [seeds, 2]
-    """The mean accuracy in percent of the clients `look`, and the share of the server's
-    weights that the bad ones had, mean over rounds."""
-    out = []
+    """The accuracy of some clients and the bad clients' weights, both in percent.
+
+    The accuracy is the mean over the clients `look`. The weights are the part of the
+    server's weights that the bad clients had, as a mean over rounds.
+
+    Args:
+        absent: Whether the bad clients do not take part.
+    """
+    robustness = Robustness(clip)
+    if attack:
+        robustness = Robustness(clip, Adversary(attack, bad))  # type: ignore[arg-type]
+    eligible = None
+    if absent:
+        eligible = [client for client in range(N) if client not in bad]
+    results = []
     for seed, federation in enumerate(data):
-        run = Simulation(
+        simulation = Simulation(
             algorithm,
             partial(model_for, "mlp", (1, 28, 28), 10, hidden=(64,)),
             federation,
             TRAINING,
             ROUNDS,
-            clients=[i for i in range(N) if i not in bad] if absent else None,
+            clients=eligible,
             seed=seed,
             evaluation=Evaluation(every=ROUNDS, clients=look),
-            robustness=Robustness(clip, Adversary(attack, bad) if attack else None),  # type: ignore
+            robustness=robustness,
             hardware=Hardware(workers=1),
         )
-        (seen,) = group_runs(run.run().lines())
-        weights = torch.stack(seen.weights()[1] or [torch.full((N,), 1 / N)])[
-            :, list(bad)
-        ]
-        # NaN: it stopped before
-        last = seen.last_values("accuracy").nanmean().nan_to_num()
-        out.append([float(last), float(weights.sum(1).mean())])
-    return 100 * torch.tensor(out, dtype=torch.float64)
+        (recorded,) = group_runs(simulation.run().lines())
+        # An algorithm that reports no weights gives all clients the same.
+        weights = recorded.weights()[1] or [torch.full((N,), 1 / N)]
+        bad_weight = torch.stack(weights)[:, list(bad)].sum(1).mean()
+        # A run that stopped before its evaluation has no value, and counts as 0.
+        accuracy = recorded.last_values("accuracy").nanmean().nan_to_num()
+        results.append([float(accuracy), float(bad_weight)])
+    return 100 * torch.tensor(results, dtype=torch.float64)
 
 
 def attacks(seeds: int = 1) -> int:
-    """Accuracy by attack and defence; gives how often the defence that must hold did
-    not."""
-    data, lost, clean = (
-        [federation_of("mnist5k", "A", N, s) for s in range(seeds)],
-        0,
-        0.0,
-    )
-    honest = [i for i in range(N) if i not in BAD]
-    beside = {
-        **{d: {"num_byzantine": len(BAD)} for d in BYZANTINE_MARGIN},
-        "fltrust": {"trusted_client": 0},
-    }
-    options = [{}, *({"defence": d, **beside.get(d, {})} for d in DEFENCES)]
+    """Prints the accuracy by attack and defence.
+
+    Returns how often the defence that must hold did not.
+    """
+    data = [federation_of("mnist5k", "A", N, seed) for seed in range(seeds)]
+    honest = [client for client in range(N) if client not in BAD]
+    columns = [FedAvg(), *map(_defended, DEFENCES)]
+    held_column = 1 + DEFENCES.index(HOLDS)
     table = Table("attack", "none", *DEFENCES)
+    lost = 0
+    clean = 0.0
     for attack in (None, *ATTACKS):
-        row = [played(FedAvg(**o), data, attack, BAD, honest)[:, 0] for o in options]
-        clean = clean or float(row[0].mean())
-        lost += float(row[1 + DEFENCES.index(HOLDS)].mean()) < clean - POINTS
-        cells = [f"{v.mean():.1f} ± {v.std(correction=0):.1f}" for v in row]
-        cells = cells if seeds > 1 else [f"{v.mean():.1f}" for v in row]
+        row = []
+        for algorithm in columns:
+            row.append(played(algorithm, data, attack, BAD, honest)[:, 0])
+        clean = clean or float(row[0].mean())  # without attack and without defence
+        lost += float(row[held_column].mean()) < clean - POINTS
+        cells = [f"{accuracies.mean():.1f}" for accuracies in row]
+        if seeds > 1:
+            deviations = [accuracies.std(correction=0) for accuracies in row]
+            pairs = zip(cells, deviations, strict=True)
+            cells = [f"{cell} ± {deviation:.1f}" for cell, deviation in pairs]
         table.add(attack or "nobody attacks", *cells)
-    tried = f"{len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}"
-    print(f"\nattacks x defences: {tried}", flush=True)
+    summary = f"{len(ATTACKS)} x {len(DEFENCES)}, lost with {HOLDS}: {lost}"
+    print(f"\nattacks x defences: {summary}", flush=True)
     return lost
 
 
+def _defended(defence: str) -> FedAvg:
+    """FedAvg with a defence, and the facts that this defence needs."""
+    options: dict[str, Any] = {"defence": defence}
+    if defence in BYZANTINE_MARGIN:
+        options["num_byzantine"] = len(BAD)
+    elif defence == "fltrust":
+        options["trusted_client"] = 0
+    return FedAvg(**options)
+
+
 def waffle(seeds: int = 1) -> int:
-    """The target's accuracy by attack, algorithm and number of bad agents; and WAFFLE's
-    weights of the bad agents."""
+    """Prints the target's accuracy by attack, algorithm and number of bad agents.
+
+    It prints WAFFLE's weights of the bad agents, too.
+    """
     data = [federation_of("mnist5k", "C", N, seed) for seed in range(seeds)]
     names = ("waffle", "fedavg", "scaffold")
     counts = range(1, len(NEAREST) + 1)
@@ -132,29 +158,29 @@ def waffle(seeds: int = 1) -> int:
     def mean(
         name: str, attack: str | None, bad: tuple[int, ...], **more: Any
     ) -> list[float]:
-        found = played(ALGORITHMS[name](), data, attack, bad, [TARGET], **more)
-        return found.mean(0).tolist()  # type: ignore[no-any-return]
+        results = played(ALGORITHMS[name](), data, attack, bad, [TARGET], **more)
+        return results.mean(0).tolist()  # type: ignore[no-any-return]
 
     clean = {name: mean(name, None, ()) for name in names}
-    table = Table("attack", *(f"{name}, {b}" for name in names for b in (0, *counts)))
-    shares = [" | ".join(["attack", *(f"{b} bad" for b in counts)])]
-    for attack, clip in ((None, None), *((a, None) for a in ATTACKS), ("scale", CLIP)):
-        label, absent = f"{attack}, clip={clip:g}" if clip else attack, attack is None
-        found = {
-            name: [
-                mean(name, attack, NEAREST[:b], absent=absent, clip=clip)
-                for b in counts
-            ]
-            for name in names
-        }
-        cells = [f"{v:.0f}" for name in names for v, _ in (clean[name], *found[name])]
+    headings = []
+    for name in names:
+        headings += [f"{name}, {count}" for count in (0, *counts)]
+    table = Table("attack", *headings)
+    shares = [" | ".join(["attack", *(f"{count} bad" for count in counts)])]
+    cases = [(None, None), *((attack, None) for attack in ATTACKS), ("scale", CLIP)]
+    for attack, clip in cases:
+        label = f"{attack}, clip={clip:g}" if clip else attack
+        more = {"absent": attack is None, "clip": clip}
+        cells = []
+        for name in names:
+            results = [mean(name, attack, NEAREST[:count], **more) for count in counts]
+            cells += [f"{accuracy:.0f}" for accuracy, _ in (clean[name], *results)]
+            if name == "waffle":
+                waffle_results = results
         table.add(label or "they are absent", *cells)
-        honest = (
-            found["waffle"]
-            if attack
-            else [mean("waffle", None, NEAREST[:b]) for b in counts]
-        )
-        weights = " | ".join(f"{share:.1f}" for _, share in honest)
+        if attack is None:  # absent agents have no weights, so honest ones are shown
+            waffle_results = [mean("waffle", None, NEAREST[:c]) for c in counts]
+        weights = " | ".join(f"{weight:.1f}" for _, weight in waffle_results)
         shares.append(f"{label or 'they are honest'} | {weights}")
     print("", *markdown(shares), sep="\n")
     return 0

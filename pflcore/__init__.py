@@ -1,8 +1,8 @@
 """pflcore: a compact algorithm core for personalized federated learning.
 
-A name is loaded when it is first asked for, so that `import pflcore.ops` is the ops
-alone. Which names there are, and where each comes from, is written once, in
-`__init__.pyi`, which type checkers and editors read, too.
+A name is imported when it is first used, so that `import pflcore.ops` imports nothing
+but the ops. The names, and the module of each, are listed once, in `__init__.pyi`,
+which type checkers and editors read, too.
 """
 
 import ast
@@ -10,32 +10,38 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-_stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-_homes = {
-    alias.name: str(node.module)
-    for node in _stub.body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-}
-__all__ = sorted(_homes.keys() - {"__version__"})
+
+def _read_stub() -> dict[str, str]:
+    """The module of each name that `__init__.pyi` imports."""
+    stub = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    modules = {}
+    for node in ast.parse(stub).body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                modules[alias.name] = str(node.module)
+    return modules
+
+
+_modules = _read_stub()
+__all__ = sorted(_modules.keys() - {"__version__"})
 
 
 def __getattr__(name: str) -> Any:
-    room = f"{__name__}.{name}"
+    submodule = f"{__name__}.{name}"
     try:
-        if name in _homes:
-            value = getattr(importlib.import_module(_homes[name]), name)
+        if name in _modules:
+            value = getattr(importlib.import_module(_modules[name]), name)
         elif name.startswith("_"):
-            raise ModuleNotFoundError(name=room)
+            raise ModuleNotFoundError(name=submodule)
         else:
-            value = importlib.import_module(room)
+            value = importlib.import_module(submodule)
     except ModuleNotFoundError as error:
-        if error.name != room:
-            raise
+        if error.name != submodule:
+            raise  # the submodule is there, but imports one that is not
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    globals()[name] = value
+    globals()[name] = value  # it is found without this function from now on
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_homes})
+    return sorted({*globals(), *_modules})

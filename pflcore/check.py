@@ -1,6 +1,6 @@
 """Checks arguments by their annotations: one mechanism, one form of sentence.
 
-An annotation says the type, the bounds and the choices; a type checker,
+An annotation says the type, the bounds and the choices. A type checker,
 `hypothesis.strategies.from_type` and the command line read the same line:
 
     @checked
@@ -8,7 +8,8 @@ An annotation says the type, the bounds and the choices; a type checker,
 
     keep(2)      # ValueError: fraction: expected a number above 0, at most 1, got 2.
 
-Numbers are finite, numpy's scalars become Python's own, and a truth value is no number.
+Numbers are finite, numpy's scalars become Python's own, and True and False are no
+numbers.
 """
 
 import collections.abc as abc
@@ -54,18 +55,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Expectation(NamedTuple):
-    """What is expected, after the word "expected", and whether a value is that; in an
-    annotation, too: Annotated[Any, Kind(...)]."""
+    """A kind of values, with the words for it.
 
-    words: str
-    fits: Callable[[Any], bool]
-    names: tuple[str, ...] = ()  # what it may be called
+    It can stand in an annotation: Annotated[Any, Expectation(...)].
+    """
+
+    words: str  # as they follow the word "expected"
+    fits: Callable[[Any], bool]  # whether a value is of the kind
+    names: tuple[str, ...] = ()  # its values, where they are names that can be misspelt
 
 
 def reject(name: str, expected: str, got: Any, names: Iterable[str] = ()) -> NoReturn:
-    """Raises the one form of sentence; also for what no annotation can say.
+    """Raises ValueError in the one form of sentence.
 
-    Where one of `names` is nearly what was given, the sentence begins with it.
+    Args:
+        name: The argument's name.
+        names: The values that the argument may have. Where one of them is nearly what
+            was given, the sentence suggests it.
     """
     near = closest_name(got, names)
     if near is not None:
@@ -78,66 +84,73 @@ def reject(name: str, expected: str, got: Any, names: Iterable[str] = ()) -> NoR
 def require(
     fits: Any, name: str, expected: str, got: Any, names: Iterable[str] = ()
 ) -> None:
-    """Refuses an argument that does not fit."""
+    """Raises ValueError, as `reject` does, unless the argument fits."""
     if not fits:
         reject(name, expected, got, names)
 
 
 def closest_name(value: Any, names: Iterable[str]) -> str | None:
-    """The one of `names` that a misspelt word, or the first of several, is nearest
-    to."""
+    """The one of `names` that a misspelt word is nearest to, if one is near.
+
+    Of several words, in a list or tuple, the first counts.
+    """
     word = next(iter(value), None) if isinstance(value, list | tuple) else value
     if not isinstance(word, str):
         return None
-    plain = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(word.lower(), plain, 1)
-    return plain[near[0]] if near else None
+    by_lower_case = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(word.lower(), by_lower_case, 1)
+    return by_lower_case[near[0]] if near else None
 
 
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line of whoever called pflcore, however far away that is."""
+    """Warns at the line that called pflcore, through however many calls."""
     frame = sys._getframe(1)
-    level = 2
-    while (
-        frame.f_back
-        and frame.f_globals.get("__name__", "").partition(".")[0] in INTERNAL_PACKAGES
-    ):
+    level = 2  # 1 is this function, 2 the function that calls it
+    while frame.f_back and _is_internal(frame):
         frame = frame.f_back
         level = level + 1
     warnings.warn(text, category, stacklevel=level)
 
 
+def _is_internal(frame: types.FrameType) -> bool:
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package in INTERNAL_PACKAGES
+
+
 def with_article(noun: str) -> str:
     """The noun with "a" or "an" before it."""
-    return f"{'an' if noun[:1].lower() in set('aeiou') else 'a'} {noun}"
+    article = "an" if noun[:1].lower() in set("aeiou") else "a"
+    return f"{article} {noun}"
 
 
 def checked(thing: F) -> F:
-    """A function, or a class's `__init__`, that checks what it is given by its
-    annotations; a default is not checked.
+    """The function, or the class, with checks of its arguments by their annotations.
 
-    ValueError in one sentence where an argument is not what its annotation says."""
+    Of a class the arguments of `__init__` are checked. A default is not. The call
+    raises ValueError where an argument is not what its annotation says.
+    """
     call: Any = thing.__init__ if inspect.isclass(thing) else thing  # type: ignore[misc]
     signature = inspect.signature(call)
 
     @functools.cache
-    def kinds() -> dict[
-        str, Expectation
-    ]:  # at the first call, when all names of the module are there
+    def expectations() -> dict[str, Expectation]:
+        # It is called with the first call, when the module has all names of its hints.
         hints = typing.get_type_hints(call, include_extras=True)
         return {
-            k: expectation_of(hint)
-            for k, hint in hints.items()
-            if k in signature.parameters
+            name: expectation_of(hint)
+            for name, hint in hints.items()
+            if name in signature.parameters
         }
 
     @functools.wraps(call)
     def checking(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(*args, **kwargs)
-        for name, value in given.arguments.items():
-            if name in kinds() and value is not signature.parameters[name].default:
-                given.arguments[name] = validated(name, kinds()[name], value)
-        return call(*given.args, **given.kwargs)
+        bound = signature.bind_partial(*args, **kwargs)
+        expected = expectations()
+        for name, value in bound.arguments.items():
+            is_default = value is signature.parameters[name].default
+            if name in expected and not is_default:
+                bound.arguments[name] = validated(name, expected[name], value)
+        return call(*bound.args, **bound.kwargs)
 
     if not inspect.isclass(thing):
         return checking  # type: ignore[return-value]
@@ -146,104 +159,147 @@ def checked(thing: F) -> F:
 
 
 def check_fields(thing: Any) -> None:
-    """ValueError in one sentence where a field of a dataclass is not what its
-    annotation says; for its `__post_init__`."""
-    for name, kind in _of_fields(type(thing)).items():  # type: ignore[arg-type]
+    """Raises ValueError where a field of a dataclass is not what its annotation says.
+
+    A dataclass calls it in its `__post_init__`. Scalars of numpy's in its fields become
+    Python's own.
+    """
+    for name, expectation in _field_expectations(type(thing)).items():  # type: ignore[arg-type]
         value = getattr(thing, name)
-        plain = validated(name, kind, value)
+        plain = validated(name, expectation, value)
         if plain is not value:
             object.__setattr__(thing, name, plain)
 
 
-def validated(name: str, kind: Expectation, value: Any) -> Any:
-    """The value, a scalar of numpy's as Python's; ValueError where it is not of the
-    kind."""
-    value = value.item() if isinstance(value, np.generic) else value
-    if not kind.fits(value):
-        reject(name, kind.words, value, kind.names)
+def validated(name: str, expectation: Expectation, value: Any) -> Any:
+    """The value of the argument `name`, where a scalar of numpy's is Python's own.
+
+    Raises ValueError where the value is not as expected.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if not expectation.fits(value):
+        reject(name, expectation.words, value, expectation.names)
     return value
 
 
 @functools.cache
-def _of_fields(cls: type) -> dict[str, Expectation]:
+def _field_expectations(cls: type) -> dict[str, Expectation]:
+    """What each field of a dataclass is expected to be."""
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
-    except (NameError, TypeError):  # a class in a function: what it inherits is checked
-        return _of_fields(cls.__base__) if is_dataclass(cls.__base__) else {}  # type: ignore
+    except (NameError, TypeError):
+        # The hints of a class that stands in a function can have names that are not to
+        # be found. Then only the fields that it inherits are checked.
+        base = cls.__base__
+        return _field_expectations(base) if is_dataclass(base) else {}  # type: ignore
     return {f.name: expectation_of(hints[f.name]) for f in fields(cls)}  # type: ignore[arg-type]
 
 
 def expectation_of(hint: Any) -> Expectation:  # noqa: PLR0911 (a kind of hint each)
-    """The kind of values that an annotation allows; anything where it says nothing
-    of one value."""
+    """The kind of values that an annotation allows.
+
+    It is `EXPECT_ANYTHING` where the annotation does not tell one value from another.
+    """
     origin = get_origin(hint)
     args = get_args(hint)
     if origin is Annotated:
         return functools.reduce(_narrow, args[1:], expectation_of(args[0]))
     if origin is Literal:
-        words = " or ".join(map(repr, args))
-        names = tuple(a for a in args if isinstance(a, str))
-        return Expectation(
-            words, lambda v: any(type(v) is type(a) and v == a for a in args), names
-        )
+        return _expect_literal(args)
     if origin in (typing.Union, types.UnionType):
-        each = [expectation_of(a) for a in args]
-        # without None, which is its default
-        words = " or ".join(dict.fromkeys(k.words for k in each if k.words != "None"))
-        names = sum((k.names for k in each), ())
-        some = Expectation(words, lambda v: any(k.fits(v) for k in each), names)
-        return EXPECT_ANYTHING if EXPECT_ANYTHING in each else some
+        return _expect_one_of([expectation_of(arg) for arg in args])
     if origin in CONTAINER_WORDS and args:
-        return _all(expectation_of(args[-1]), CONTAINER_WORDS[origin])
-    cls = origin or hint
-    ours = isinstance(cls, type) and cls.__module__.startswith("pflcore.")
-    if ours and not getattr(cls, "_is_protocol", False):
+        return _expect_each(expectation_of(args[-1]), CONTAINER_WORDS[origin])
+    return _expect_class(origin or hint)
+
+
+def _expect_literal(values: Sequence[Any]) -> Expectation:
+    """One of these values, of the same type: True is not 1."""
+    words = " or ".join(map(repr, values))
+    names = tuple(value for value in values if isinstance(value, str))
+
+    def fits(v: Any) -> bool:
+        return any(type(v) is type(value) and v == value for value in values)
+
+    return Expectation(words, fits, names)
+
+
+def _expect_one_of(expectations: Sequence[Expectation]) -> Expectation:
+    """A value of one of several kinds."""
+    if EXPECT_ANYTHING in expectations:
+        return EXPECT_ANYTHING
+    # None is not named, because an argument that may be None has it as its default.
+    kinds = dict.fromkeys(e.words for e in expectations if e.words != "None")
+    names: tuple[str, ...] = ()
+    for expectation in expectations:
+        names += expectation.names
+
+    def fits(v: Any) -> bool:
+        return any(expectation.fits(v) for expectation in expectations)
+
+    return Expectation(" or ".join(kinds), fits, names)
+
+
+def _expect_class(cls: Any) -> Expectation:
+    """An instance of one of pflcore's classes, or what `EXPECT_BY_TYPE` says."""
+    is_ours = isinstance(cls, type) and cls.__module__.startswith("pflcore.")
+    if is_ours and not getattr(cls, "_is_protocol", False):
         return _instance(cls, with_article(cls.__name__))
-    # of other classes the one who uses them says more
+    # An argument of another class is checked by the function that takes it.
     return EXPECT_BY_TYPE.get(cls, EXPECT_ANYTHING)
 
 
-def _narrow(kind: Expectation, said: Any) -> Expectation:
-    """`kind` with what one more piece of its annotation says."""
-    if isinstance(said, at.GroupedMetadata):
-        return functools.reduce(_narrow, said, kind)
-    if isinstance(said, at.DocInfo):
-        return kind._replace(words=said.documentation)
-    if type(said) not in BOUNDS:
-        return said if isinstance(said, Expectation) else kind
-    words, test = BOUNDS[type(said)]
-    bound = getattr(said, type(said).__name__.lower())
-    return Expectation(
-        f"{kind.words}, {words} {bound}", lambda v: kind.fits(v) and test(v, bound)
-    )
+def _narrow(expectation: Expectation, metadata: Any) -> Expectation:
+    """`expectation` with what one more part of an Annotated type says."""
+    if isinstance(metadata, at.GroupedMetadata):
+        return functools.reduce(_narrow, metadata, expectation)
+    if isinstance(metadata, at.DocInfo):
+        return expectation._replace(words=metadata.documentation)
+    if type(metadata) in BOUNDS:
+        return _bounded(expectation, metadata)
+    return metadata if isinstance(metadata, Expectation) else expectation
 
 
-def _all(each: Expectation, words: str) -> Expectation:
-    """Several values of a kind: in a list (of another iterable only that it is one), or
-    in a dict."""
+def _bounded(expectation: Expectation, metadata: Any) -> Expectation:
+    """`expectation` with one of `BOUNDS`, such as `annotated_types.Ge(ge=1)`."""
+    words, compare = BOUNDS[type(metadata)]
+    bound = getattr(metadata, type(metadata).__name__.lower())
 
     def fits(v: Any) -> bool:
-        mapped = isinstance(v, Mapping)
-        if (
-            isinstance(v, str)
-            or not hasattr(v, "__iter__")
-            or (words == "a dict") is not mapped
-        ):
-            return False
-        values = v.values() if mapped else v if isinstance(v, list | tuple) else ()
-        return all(map(each.fits, values))
+        return expectation.fits(v) and compare(v, bound)
 
-    return Expectation(
-        words if each is EXPECT_ANYTHING else f"{words}, each {each.words}", fits
-    )
+    return Expectation(f"{expectation.words}, {words} {bound}", fits)
+
+
+def _expect_each(expectation: Expectation, words: str) -> Expectation:
+    """A list or a dict whose values are each as expected.
+
+    Of an iterable that is no list and no tuple, the values are not looked at.
+
+    Args:
+        words: "a list" or "a dict".
+    """
+
+    def fits(v: Any) -> bool:
+        if isinstance(v, str) or not hasattr(v, "__iter__"):
+            return False
+        if isinstance(v, Mapping):
+            return words == "a dict" and all(map(expectation.fits, v.values()))
+        if words == "a dict":
+            return False
+        return not isinstance(v, list | tuple) or all(map(expectation.fits, v))
+
+    if expectation is EXPECT_ANYTHING:
+        return Expectation(words, fits)
+    return Expectation(f"{words}, each {expectation.words}", fits)
 
 
 def summarize(value: Any) -> str:
     """A value in a few words on one line; of a tensor the shape and dtype."""
     if isinstance(value, Tensor):
-        return (
-            f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-        )
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"a tensor {list(value.shape)} of {dtype}"
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -258,90 +314,110 @@ def _is_number(kind: type, value: Any) -> bool:
 
 def _are_ids(value: Any) -> bool:
     values = value.tolist() if hasattr(value, "tolist") else value
-    listed = isinstance(values, Iterable) and not isinstance(values, str | Mapping)
-    return listed and all(_is_number(Integral, i) and i >= 0 for i in values)
+    if not isinstance(values, Iterable) or isinstance(values, str | Mapping):
+        return False
+    return all(_is_number(Integral, i) and i >= 0 for i in values)
 
 
 def are_names(value: Any) -> bool:
-    """A name, or several."""
-    several = isinstance(value, Sequence) and all(isinstance(v, str) for v in value)
-    return isinstance(value, str) or several
+    """Whether the value is a name or a sequence of names."""
+    if isinstance(value, str):
+        return True
+    return isinstance(value, Sequence) and all(isinstance(v, str) for v in value)
 
 
 def device_of(name: Any) -> str:
-    """The name of a device that is there."""
+    """The name of a device; raises ValueError where torch sees no such device."""
     kind, _, number = str(name).partition(":")
     require(kind in ("cpu", "cuda"), "device", "'cpu' or 'cuda'", name)
     if kind == "cpu":
         return str(name)
-    seen = torch.cuda.is_available()
-    require(
-        seen, "device", f"'cpu', as torch {torch.__version__} sees no GPU here", name
-    )
+    words = f"'cpu', as torch {torch.__version__} sees no GPU here"
+    require(torch.cuda.is_available(), "device", words, name)
     count = torch.cuda.device_count()
-    named = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
+    names = "'cuda:0'" if count == 1 else f"'cuda:0' to 'cuda:{count - 1}'"
     cards = "1 GPU" if count == 1 else f"{count} GPUs"
-    there = not number or (number.isdecimal() and int(number) < count)
-    require(there, "device", f"'cuda' or {named}, as torch sees {cards} here", name)
+    is_there = not number or (number.isdecimal() and int(number) < count)
+    require(is_there, "device", f"'cuda' or {names}, as torch sees {cards} here", name)
     return str(name)
 
 
-# where a package is called otherwise than its module, or needs more words
+# What pip installs for a module, where it is not the module's name.
 PIP_NAMES = {
     "sklearn": "scikit-learn",
     "flwr": "'flwr[simulation]>=1.41,<2'",
-    # which stays
+    # By itself it would bring another torch.
     "torchvision": f"torchvision torch=={torch.__version__.partition('+')[0]}",
 }
 
 
 def install_command(*modules: str) -> str:
-    """The command that installs what these modules are in."""
+    """The command that installs the packages of these modules."""
     return f"pip install {' '.join(PIP_NAMES.get(name, name) for name in modules)}"
 
 
 def import_optional(module: str, what: str = "This", alternative: str = "") -> Any:
-    """A module that only `what` needs. ImportError in one sentence where it is not
-    installed."""
+    """A module of a package that not every user has.
+
+    Raises ImportError, with the command that installs it, where it is missing.
+
+    Args:
+        what: The words for what needs the module.
+        alternative: More words behind the command.
+    """
     try:
         return importlib.import_module(module)
     except ImportError:
         name = module.partition(".")[0]
-        way = install_command(name) + alternative
+        remedy = install_command(name) + alternative
         raise ImportError(
-            f"{what} needs {name}, which is not installed; get it with: {way}."
+            f"{what} needs {name}, which is not installed; get it with: {remedy}."
         ) from None
 
 
-def ids_of(name: str, given: Any, n: int) -> Tensor:
-    """Ids of distinct clients [S], at least one, in the order given, as int64 on the
-    CPU."""
-    listed = list(given) if isinstance(given, set) else given
-    ids = np.asarray(given.cpu() if isinstance(given, Tensor) else listed)
-    whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids)
-    fits = (
-        whole and ids.min() >= 0 and ids.max() < n and len(np.unique(ids)) == len(ids)
-    )
-    require(fits, name, f"ids of clients from 0 to {n - 1}, each once", given)
+def ids_of(name: str, value: Any, n: int) -> Tensor:
+    """Ids of clients [S] as int64 on the CPU, in the order of `value`.
+
+    Raises ValueError unless there is at least one, all are from 0 to n - 1, and each is
+    there once.
+
+    Args:
+        name: The argument's name.
+    """
+    if isinstance(value, Tensor):
+        ids = np.asarray(value.cpu())
+    elif isinstance(value, set):
+        ids = np.asarray(list(value))
+    else:
+        ids = np.asarray(value)
+    fits = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) > 0
+    if fits:
+        in_range = ids.min() >= 0 and ids.max() < n
+        fits = in_range and len(np.unique(ids)) == len(ids)
+    require(fits, name, f"ids of clients from 0 to {n - 1}, each once", value)
     return torch.from_numpy(ids.astype(np.int64))
 
 
 def expect_dim(dim: int, words: str) -> Expectation:
-    """A dense floating-point tensor of so many dimensions."""
+    """A dense floating-point tensor with this number of dimensions."""
 
     def fits(v: Any) -> bool:
-        dense = isinstance(v, Tensor) and v.is_floating_point() and not v.is_sparse
-        return dense and v.dim() == dim
+        if not isinstance(v, Tensor) or not v.is_floating_point() or v.is_sparse:
+            return False
+        return v.dim() == dim
 
     return Expectation(words, fits)
 
 
-# whose lines are not the caller's own
+# Packages whose lines are not the caller's own.
 INTERNAL_PACKAGES = ("pflcore", "torch", "contextlib", "functools")
 EXPECT_ANYTHING = Expectation("anything", lambda v: True)
-CONTAINER_WORDS = dict.fromkeys(
-    (abc.Sequence, abc.Collection, abc.Iterable), "a list"
-) | {abc.Mapping: "a dict"}
+CONTAINER_WORDS = {
+    abc.Sequence: "a list",
+    abc.Collection: "a list",
+    abc.Iterable: "a list",
+    abc.Mapping: "a dict",
+}
 INSTANCE_WORDS: dict[type, str] = {
     bool: "True or False",
     str: "a string",
@@ -366,13 +442,14 @@ BOUNDS: dict[type, tuple[str, Callable[[Any, Any], bool]]] = {
     at.Le: ("at most", operator.le),
     at.Lt: ("below", operator.lt),
 }
-FINITE = at.Predicate(math.isfinite)  # for other readers: here every number is
+# Here every number is finite; it is there for other readers of the annotations.
+FINITE = at.Predicate(math.isfinite)
 PositiveInt = Annotated[int, at.Ge(1)]
 NonNegativeInt = Annotated[int, at.Ge(0)]
 Seed = Annotated[
     int, at.Interval(ge=-(2**63), lt=2**63), at.doc("a whole number of 64 bits")
 ]
-# what numpy's RandomState takes
+# The seeds that numpy's RandomState takes.
 Seed32 = Annotated[
     int, at.Interval(ge=0, lt=2**32), at.doc("a whole number from 0 to 2**32 - 1")
 ]

@@ -1,8 +1,8 @@
-"""Grids: every candidate is trained, scored on validation data, recorded; the best one
-is reported on test data, once.
+"""Grid search: every candidate is trained, and scored on validation data.
 
-Selection works on `StudyProtocol.without_test`, a federation without a test split, so
-it cannot see test data even by mistake.
+The best candidate is evaluated on test data, once. The search itself works on
+`StudyProtocol.without_test`, a federation without a test split, so that it cannot see
+test data even by mistake.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import annotated_types as at
 import torch
@@ -42,43 +42,60 @@ __all__ = ["tune"]
 
 Grid = Mapping[str, Sequence[Any]]
 ROLES_TEXT = "cross_silo(data) or cross_device(data), which say what is chosen on what"
-# a state after the last round, and why it ended early
+# The state after the last round, and why the run ended early, if it did.
 TrainedState = tuple[State, str | None]
+
+
+class Selection(NamedTuple):
+    """The metric by which the best candidate is selected."""
+
+    name: str
+    # The function of this name; empty for a metric that every evaluation has.
+    metrics: dict[str, Metric]
+    higher_is_better: bool
 
 
 def selection_metric(
     metric: Any, classes: bool, higher_is_better: bool | None = None
-) -> tuple[str, dict[str, Metric], bool]:
-    """What the best is best in: its name, the function where an evaluation does not
-    give it by itself, and whether more is better. ValueError or ImportError in one
-    sentence."""
+) -> Selection:
+    """The metric that an argument names: by default accuracy, or the loss for targets.
+
+    Raises ValueError for an unknown metric or one whose direction is not known, and
+    ImportError where it needs a package that is not installed.
+    """
     metric = metric or ("accuracy" if classes else "loss")
-    given = metric == "loss" or (classes and metric == "accuracy")
-    metrics = {} if given else metrics_of([metric], classes)
+    is_always_there = metric == "loss" or (classes and metric == "accuracy")
+    metrics = {} if is_always_there else metrics_of([metric], classes)
     name = next(iter(metrics), metric)
-    return name, metrics, is_higher_better(name, higher_is_better, "metric")
+    direction = is_higher_better(name, higher_is_better, "metric")
+    return Selection(name, metrics, direction)
+
+
+BY_LOSS = Selection("loss", {}, higher_is_better=False)
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One point of a grid."""
 
-    options: dict[str, Any]  # what the grid sets, by its names
+    options: dict[str, Any]  # the values of the grid, by its keys
     algorithm: Algorithm
     training: Training
 
     @property
     def trained(self) -> Candidate:
-        """What is trained: candidates that differ in `evaluation_only` options only
-        share a trained state."""
-        late = self.algorithm.traits.evaluation_only
-        own = [
-            f
-            for f in fields(self.algorithm)
-            if f.name in late and f.default is not MISSING
-        ]
-        options = {k: v for k, v in self.options.items() if k not in late}
-        algorithm = replace(self.algorithm, **{f.name: f.default for f in own})
+        """The candidate with the defaults of its `evaluation_only` options.
+
+        These play no part in training, so candidates that differ in nothing else share
+        one trained state.
+        """
+        evaluation_only = self.algorithm.traits.evaluation_only
+        defaults = {}
+        for f in fields(self.algorithm):
+            if f.name in evaluation_only and f.default is not MISSING:
+                defaults[f.name] = f.default
+        options = {k: v for k, v in self.options.items() if k not in evaluation_only}
+        algorithm = replace(self.algorithm, **defaults)
         return Candidate(options, algorithm, self.training)
 
     def __str__(self) -> str:
@@ -87,17 +104,19 @@ class Candidate:
 
 @dataclass
 class Trial:
-    """What became of a candidate."""
+    """The validation values of a candidate."""
 
     candidate: Candidate
-    # one per protocol: each client's [N]
+    # Each client's value [N], one tensor per protocol; a higher value is better.
     values: list[Tensor] = field(default_factory=list)
     stopped: str | None = None  # why its training ended early, if it did
 
     @property
     def score(self) -> float:
-        """Mean over protocols of the mean over clients; minus infinity for a candidate
-        that diverged."""
+        """Mean over protocols of the mean over clients.
+
+        It is minus infinity for a candidate that diverged.
+        """
         if self.stopped or not self.values:
             return -math.inf
         score = sum(v.nanmean().item() for v in self.values) / len(self.values)
@@ -106,62 +125,84 @@ class Trial:
 
 @dataclass
 class Tuned:
-    """A grid's trials and the choice. `report` is the only thing here that looks at
-    test data."""
+    """The trials of a grid, of which one is the best.
+
+    Only `report` looks at test data.
+    """
 
     trials: list[Trial]
     protocols: list[StudyProtocol]
+    # The trained state of a candidate under a protocol, by the protocol's index.
     states: Callable[[Candidate, int], tuple[RunConfig, State]]
 
     @property
     def best(self) -> Trial:
         """The trial with the best mean validation value; the first of equals."""
-        return max(self.trials, key=lambda t: t.score)
+        return max(self.trials, key=lambda trial: trial.score)
 
     def report(self, protocol: int = 0) -> Tensors:
-        """Test results of the best candidate on a protocol's reported clients: see
-        `pflcore.evaluate`."""
-        p = self.protocols[protocol]
+        """Test results of the best candidate on a protocol's reported clients.
+
+        They are as `pflcore.evaluate` gives them: tensors [N], by name.
+
+        Args:
+            protocol: The index of the protocol.
+        """
+        chosen = self.protocols[protocol]
         config, state = self.states(self.best.candidate, protocol)
-        data = p.data.to(config.context.data.device)
+        data = chosen.data.to(config.context.data.device)
         config = config._replace(context=config.context._replace(data=data))
-        return evaluate(config, state, "test", p.report_clients)
+        return evaluate(config, state, "test", chosen.report_clients)
 
     def table(self) -> str:
-        """Markdown: the candidates, best first."""
+        """A Markdown table of the candidates, the best first."""
+        best = self.best
         rows = [["candidate", "validation", "note"]]
-        for t in sorted(self.trials, key=lambda t: -t.score):
-            score = f"{t.score:.5f}" if math.isfinite(t.score) else "-"
-            rows.append(
-                [str(t.candidate), score, t.stopped or "chosen" * (t is self.best)]
-            )
+        for trial in sorted(self.trials, key=lambda trial: -trial.score):
+            score = f"{trial.score:.5f}" if math.isfinite(trial.score) else "-"
+            note = trial.stopped
+            if not note:
+                note = "chosen" if trial is best else ""
+            rows.append([str(trial.candidate), score, note])
         return "\n".join([*markdown_table(rows), ""])
 
 
 def candidates(algorithm: Algorithm, training: Training, grid: Grid) -> list[Candidate]:
-    """Every combination of a grid. A key is an option of the algorithm, or "training."
-    and one of the local training."""
-    own = {f.name for f in fields(algorithm)}
-    its = {f"training.{f.name}" for f in fields(training)}
-    known = ", ".join([*sorted(own), *sorted(its)])
-    for key, choices in grid.items():
-        words = f"options of {type(algorithm).__name__} or its training ({known})"
-        require(key in own | its, "grid", words, key, own | its)
-        require(len(choices), "grid", f"a list of values for {key!r}", choices)
-    late = algorithm.traits.evaluation_only
-    # late ones vary fastest: states in blocks
-    names = sorted(grid, key=lambda k: k in late)
-    out = []
-    for combination in itertools.product(*(grid[k] for k in names)):
-        options = dict(zip(names, combination, strict=True))
-        ours = {k: v for k, v in options.items() if k in own}
-        theirs = {
-            k.removeprefix("training."): v for k, v in options.items() if k in its
-        }
-        out.append(
-            Candidate(options, replace(algorithm, **ours), replace(training, **theirs))
+    """Every combination of a grid's values.
+
+    A key of the grid is an option of the algorithm, or "training." and an option of the
+    local training. Raises ValueError for another key, and for a key without values.
+    """
+    algorithm_keys = {f.name for f in fields(algorithm)}
+    training_keys = {f"training.{f.name}" for f in fields(training)}
+    known = algorithm_keys | training_keys
+    names = ", ".join([*sorted(algorithm_keys), *sorted(training_keys)])
+    words = f"options of {type(algorithm).__name__} or its training ({names})"
+    for key, values in grid.items():
+        require(key in known, "grid", words, key, known)
+        require(len(values), "grid", f"a list of values for {key!r}", values)
+    # Options that act in evaluation only vary fastest, so that candidates which share a
+    # trained state follow one another.
+    evaluation_only = algorithm.traits.evaluation_only
+    keys = sorted(grid, key=lambda key: key in evaluation_only)
+    combinations = []
+    for values in itertools.product(*(grid[key] for key in keys)):
+        options = dict(zip(keys, values, strict=True))
+        for_algorithm = {}
+        for_training = {}
+        for key, value in options.items():
+            if key in algorithm_keys:
+                for_algorithm[key] = value
+            else:
+                for_training[key.removeprefix("training.")] = value
+        combinations.append(
+            Candidate(
+                options,
+                replace(algorithm, **for_algorithm),
+                replace(training, **for_training),
+            )
         )
-    return out
+    return combinations
 
 
 @checked
@@ -182,190 +223,241 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     folder: str | os.PathLike[str] | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> Tuned:
-    """Trains every candidate of the grid and picks the best on validation data, after
-    the last round.
+    """Trains every candidate of the grid and picks the best on validation data.
 
-    Several protocols (splits) are averaged; run j has seed `seed + j`, or the j-th of
-    several seeds, and starts at the j-th net where several are given. With `rounds=0`
-    the fresh state is the trained one. `states`, one per protocol: trained already, so
-    the grid may hold `evaluation_only` options only. The best has the highest accuracy,
-    or for targets the least loss; else the best `metric`: "accuracy", "loss", a name
-    that `Evaluation.metrics` takes, whose direction is known, or a function of one
-    client's (scores, labels), of which you say `higher_is_better`, False for an error.
-    With `folder` every result is recorded as it comes, and a second call with the same
-    arguments goes on where the first one stopped (functions go by their names). A
-    candidate whose run stopped early, or that leaves a single client with validation
-    samples without a finite loss or value, is recorded with the reason and never
-    chosen: its mean would be that of the clients who survived it.
+    Candidates are compared after the last round. A candidate whose run stopped early is
+    recorded with the reason and never chosen. So is one that leaves any client with
+    validation samples without a finite loss or value: its mean would be that of the
+    clients that survived it.
+
+    Args:
+        protocol: One or several protocols (splits), over which scores are averaged.
+        net: The model, or one net per protocol to start from.
+        grid: The values of each option. A key is an option of the algorithm, or
+            "training." and an option of the local training.
+        rounds: With 0 the initial state counts as the trained one.
+        states: States that are trained already, one per protocol. Then the grid may
+            have options that act in evaluation only.
+        seed: The run under protocol j has seed `seed + j`, or the j-th of several
+            seeds.
+        metric: By default the highest accuracy is the best, or for targets the least
+            loss. It is "accuracy", "loss", a name that `Evaluation.metrics` takes, or a
+            function of one client's (scores, labels).
+        higher_is_better: Must be given with a function as the metric; False for an
+            error.
+        folder: Every result is recorded there as it comes, and a second call with the
+            same arguments goes on where the first one stopped. Functions are the same
+            where their names are.
+        log: Is called with a line of text for each result.
+
+    Raises ValueError where the grid or another argument is not as described, and where
+    every candidate diverged.
     """
     algorithm = algorithm_of(algorithm)
     protocols = [protocol] if isinstance(protocol, StudyProtocol) else [*protocol]
     trials = [Trial(c) for c in candidates(algorithm, training, grid)]
+    if states is not None:
+        _require_evaluation_only(algorithm, trials, grid)
     count = len(protocols)
-    if (
-        states is not None
-        and len({_key(t.candidate.trained.options) for t in trials}) > 1
-    ):
-        late = ", ".join(algorithm.traits.evaluation_only) or "nothing"
-        raise ValueError(
-            f"grid: with trained states it may hold {late}, got {', '.join(grid)}."
-        )
     seeds = [seed + j for j in range(count)] if isinstance(seed, int) else list(seed)
-    # Sequential is a model
-    if isinstance(net, nn.Module) or not isinstance(net, Net | Sequence):
-        net = Net(net, default_loss(protocols[0].data.y), seed=[*seeds, 0][0])
-    nets = [net] * count if isinstance(net, Net) else list(net)
-    each = f"one, or one per protocol ({count})"
-    fit = len(seeds) == len(nets) == count
-    require(fit, "seed and net", each, f"{len(seeds)} and {len(nets)}")
-    where = Path(folder) if folder else None
+    nets = _nets(net, protocols, seeds)
+    words = f"one, or one per protocol ({count})"
+    fits = len(seeds) == len(nets) == count
+    require(fits, "seed and net", words, f"{len(seeds)} and {len(nets)}")
+    path = Path(folder) if folder else None
     run = {
         "rounds": max(1, rounds),
         "participation": participation,
         "hardware": hardware,
     }
-    fresh = None if rounds else "fresh"
-    search = _Search(
-        protocols, nets, seeds, ("loss", {}, False), run, states or fresh, where
-    )
+    start: Sequence[State] | str | None = states or (None if rounds else "fresh")
+    search = _Search(protocols, nets, seeds, BY_LOSS, run, start, path)
     base = Candidate({}, algorithm, training)
-    # whether one score is a class's, a net knows once it has met the data
+    # A net knows whether a single score is a class's only once it has met the data.
     scores_classes = search.simulation(base, 0).context.net.scores_classes
     classes = scores_classes and not protocols[0].data.y.is_floating_point()
     search.selection = selection_metric(metric, classes, higher_is_better)
-    with lock(where) if where else contextlib.nullcontext():
+    with lock(path) if path else contextlib.nullcontext():
         search.play(trials, base, log)
-    if all(t.score == -math.inf for t in trials):
-        why = trials[0].stopped or "values that are not finite"
-        raise ValueError(f"grid: every candidate diverged, the first one with: {why}")
-    return Tuned(
-        trials, protocols, lambda candidate, run: search.trained(candidate, run)[:2]
-    )
+    if all(trial.score == -math.inf for trial in trials):
+        reason = trials[0].stopped or "values that are not finite"
+        raise ValueError(
+            f"grid: every candidate diverged, the first one with: {reason}"
+        )
+
+    def trained_state(candidate: Candidate, run: int) -> tuple[RunConfig, State]:
+        config, state, _ = search.trained(candidate, run)
+        return config, state
+
+    return Tuned(trials, protocols, trained_state)
+
+
+def _require_evaluation_only(
+    algorithm: Algorithm, trials: Sequence[Trial], grid: Grid
+) -> None:
+    """Raises ValueError where candidates differ in options that training depends on."""
+    trained = {_key(trial.candidate.trained.options) for trial in trials}
+    if len(trained) > 1:
+        names = ", ".join(algorithm.traits.evaluation_only) or "nothing"
+        raise ValueError(
+            f"grid: with trained states it may hold {names}, got {', '.join(grid)}."
+        )
+
+
+def _nets(
+    net: Any, protocols: Sequence[StudyProtocol], seeds: Sequence[int]
+) -> list[Net]:
+    """One net per protocol, where a single model or net is that of all."""
+    # A torch.nn.Sequential has items, but it is a model.
+    is_model = isinstance(net, nn.Module) or not isinstance(net, Net | Sequence)
+    if is_model:
+        first_seed = seeds[0] if seeds else 0
+        net = Net(net, default_loss(protocols[0].data.y), seed=first_seed)
+    return [net] * len(protocols) if isinstance(net, Net) else list(net)
 
 
 @dataclass
 class _Search:
-    """Trains candidates, and remembers the states they end in: on disk where there is a
-    folder, else the one that is needed."""
+    """Trains candidates, and keeps the states that they end in.
+
+    All states are kept on disk where there is a folder, else the last one in memory.
+    """
 
     protocols: list[StudyProtocol]
     nets: list[Net]
     seeds: list[int]
-    selection: tuple[str, dict[str, Metric], bool]
-    run: dict[str, Any]
-    states: Sequence[State] | str | None  # trained already, or "fresh" ones
+    selection: Selection
+    run: dict[str, Any]  # options of every simulation
+    # States that are trained already, or "fresh" for the initial ones.
+    states: Sequence[State] | str | None
     folder: Path | None
     memory: dict[str, TrainedState] = field(default_factory=dict)
-    key: str = ""  # what the search is, in the names of what it keeps
+    key: str = ""  # the header as text, which is hashed into the names of states
 
-    def simulation(self, what: Candidate, run: int) -> Simulation:
-        """What trains a candidate."""
-        p = self.protocols[run]
+    def simulation(self, candidate: Candidate, run: int) -> Simulation:
+        """The simulation that trains a candidate under protocol number `run`."""
+        protocol = self.protocols[run]
+        clients = protocol.tuning_clients
         return Simulation(
-            what.algorithm,
+            candidate.algorithm,
             self.nets[run],
-            p.without_test,
-            what.training,
-            clients=p.train_clients,
+            protocol.without_test,
+            candidate.training,
+            clients=protocol.train_clients,
             seed=self.seeds[run],
-            evaluation=Evaluation(every=0, split="val", clients=p.tuning_clients),
+            evaluation=Evaluation(every=0, split="val", clients=clients),
             **self.run,
         )
 
     def header(self, base: Candidate) -> dict[str, Any]:
-        """What must agree for results to be used again."""
-        runs = [identity(self.simulation(base, j)) for j in range(len(self.protocols))]
-        states = self.states or []
+        """The facts that must be equal for recorded results to be used again."""
+        runs = []
+        for run in range(len(self.protocols)):
+            facts = identity(self.simulation(base, run))
+            runs.append({k: v for k, v in facts.items() if k != "made_with"})
+        if isinstance(self.states, str):
+            states = list(self.states)  # a record has the letters of the word
+        else:
+            states = [content_digest(flatten_state(s)) for s in self.states or []]
         return {
-            "runs": [
-                {k: v for k, v in run.items() if k != "made_with"} for run in runs
-            ],
+            "runs": runs,
             "start": [content_digest(net.w0) for net in self.nets],
-            "states": [
-                s if isinstance(s, str) else content_digest(flatten_state(s))
-                for s in states
-            ],
-            "metric": [self.selection[0], self.selection[2]],
+            "states": states,
+            "metric": [self.selection.name, self.selection.higher_is_better],
         }
 
     def play(
         self, trials: list[Trial], base: Candidate, say: Callable[[str], None]
     ) -> None:
-        """Fills the trials, from the record where they are in it."""
-        kept = {"header": self.header(base), "lines": dict[str, Any]()}
-        self.key, lines = _key(kept["header"]), kept["lines"]
+        """Fills the trials, from the record in the folder where it has them."""
+        header = self.header(base)
+        self.key = _key(header)
+        lines: dict[str, Any] = {}  # the results, by candidate and protocol
+        record = {"header": header, "lines": lines}
         if self.folder and Checkpoint(self.folder).exists:
-            found = load(self.folder)[1]
-            if found.get("header") != to_json(kept["header"]):
+            earlier = load(self.folder)[1]
+            if earlier.get("header") != to_json(header):
                 raise ValueError(
                     f"folder: {self.folder} holds the results of another grid or other "
-                    "data; name "
-                    "another folder."
+                    "data; name another folder."
                 )
-            lines |= found["lines"]
-        for j, (n, trial) in itertools.product(
-            range(len(self.protocols)), enumerate(trials, 1)
-        ):
-            what = trial.candidate
-            key = _key([what.options, j])
-            if key not in lines:
-                lines[key] = self.score(what, j)
-                if self.folder:
-                    save(self.folder, {}, kept)
-            trial.stopped = trial.stopped or lines[key]["stopped"]
-            trial.values.append(torch.tensor(lines[key]["values"], dtype=torch.float64))
-            said = lines[key]["stopped"] or f"{trial.score:.5f}"
-            say(f"{n}/{len(trials)} {what}: {said}")
+            lines |= earlier["lines"]
+        for run in range(len(self.protocols)):
+            for number, trial in enumerate(trials, 1):
+                candidate = trial.candidate
+                key = _key([candidate.options, run])
+                if key not in lines:
+                    lines[key] = self.score(candidate, run)
+                    if self.folder:
+                        save(self.folder, {}, record)
+                stopped = lines[key]["stopped"]
+                values = torch.tensor(lines[key]["values"], dtype=torch.float64)
+                trial.stopped = trial.stopped or stopped
+                trial.values.append(values)
+                result = stopped or f"{trial.score:.5f}"
+                say(f"{number}/{len(trials)} {candidate}: {result}")
 
     def trained(
         self, candidate: Candidate, run: int
     ) -> tuple[RunConfig, State, str | None]:
-        """The state after the last round, from where it is kept or trained now; why it
-        ended early."""
-        what = candidate.trained
-        simulation = self.simulation(what, run)
-        name = f"{_key(what.options)}-{run}"
+        """The configuration and state of a candidate after the last round.
+
+        The state is trained now unless it is kept somewhere. The last value says why
+        the training ended early, if it did.
+        """
+        trained = candidate.trained
+        simulation = self.simulation(trained, run)
         config = simulation.config._replace(algorithm=candidate.algorithm)
         if self.states == "fresh":
             return config, simulation.state, None
         if self.states is not None:
             return config, self.states[run], None  # type: ignore[return-value]
+        name = f"{_key(trained.options)}-{run}"
         if name not in self.memory:
             self.memory = {name: self._run(simulation, name)}
         return config, *self.memory[name]
 
     def _run(self, simulation: Simulation, name: str) -> TrainedState:
+        """Runs a simulation, from its checkpoint if there is one."""
         keeper = None
         if self.folder is not None:
-            keeper = Checkpoint(
-                self.folder / f"state-{content_digest([name, self.key])}"
-            )
+            digest = content_digest([name, self.key])
+            keeper = Checkpoint(self.folder / f"state-{digest}")
             if keeper.exists:
                 simulation.restore(keeper.folder)
-        with warnings.catch_warnings():  # the trial says it
+        with warnings.catch_warnings():  # the trial has the text of this warning
             warnings.filterwarnings("ignore", ".*stopped early: ", RuntimeWarning)
             history = simulation.run(checkpoint=keeper)
-        if history.failed:  # not the candidate's doing
+        if history.failed:  # the machine failed, and not the candidate
             raise MemoryError(history.stopped)
         return simulation.state, history.stopped
 
     def score(self, candidate: Candidate, run: int) -> dict[str, Any]:
-        """What is recorded of a candidate: its clients' values, higher is better, and
-        whether it left one without a finite value or loss."""
+        """The record of a candidate: its clients' values, and why it cannot be chosen.
+
+        A higher value is better. A candidate cannot be chosen where a client with
+        validation samples has no finite value or loss.
+        """
         config, state, stopped = self.trained(candidate, run)
         if stopped:
             return {"values": [], "stopped": stopped}
-        p = self.protocols[run]
-        name, metrics, up = self.selection
-        found = evaluate(config, state, "val", p.tuning_clients, metrics)
-        values = found[name] if up else -found[name]
-        who = p.tuning_clients[p.without_test.size("val")[p.tuning_clients] > 0]
-        # it may have no value for a client: AUC where there is one class
-        odd = values[who].isinf() if metrics else ~values[who].isfinite()
-        lost = int((odd | ~found["loss"][who].isfinite()).sum())
-        if lost or not len(who):
+        protocol = self.protocols[run]
+        clients = protocol.tuning_clients
+        name, metrics, higher_is_better = self.selection
+        results = evaluate(config, state, "val", clients, metrics)
+        values = results[name] if higher_is_better else -results[name]
+        has_samples = protocol.without_test.size("val")[clients] > 0
+        counted = clients[has_samples]
+        diverged = ~values[counted].isfinite()
+        if metrics:
+            # NaN is no fault: AUC, for instance, has no value where there is one class.
+            diverged = values[counted].isinf()
+        diverged |= ~results["loss"][counted].isfinite()
+        count = int(diverged.sum())
+        if count or not len(counted):
             stopped = (
-                f"The validation values of {lost} of {len(who)} clients are not finite."
+                f"The validation values of {count} of {len(counted)} clients are not "
+                "finite."
             )
         values = values.where(values.isfinite(), math.nan)
         return {"values": values.tolist(), "stopped": stopped}

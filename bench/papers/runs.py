@@ -83,71 +83,107 @@ class Reproduction:
 
     def simulation(self, task: Task) -> tuple[Simulation, StudyProtocol]:
         """The task's simulation, not begun, and its protocol."""
-        p, options = self.protocol(task), task.options
+        p = self.protocol(task)
+        options = task.options
         job = replace(task.job, options=replace(options, rounds=max(1, options.rounds)))
         make = make_model(options, p.data, task.shape)
-        return job.simulation(
+        simulation = job.simulation(
             p.data, make, clients=p.train_clients, reported=p.report_clients
-        ), p
+        )
+        return simulation, p
 
     def tuned(self, group: list[Task]) -> list[Task]:
-        """The runs of a method, one for each seed, at the point of its grid that is
-        best on validation data."""
-        task, options = group[0], group[0].options
+        """The runs of a method at the best point of its grid, by validation data.
+
+        There is one run for each seed.
+        """
+        task = group[0]
+        options = task.options
         if not task.grid:
             return group
         if (options.clip, options.attack, options.batch_norm) != (None, None, "auto"):
             raise ValueError(
                 "grid: it is searched without clip, attack and batch_norm; leave these "
-                "options out, "
-                "or the grid."
+                "options out, or the grid."
             )
-        searched, nets = [], []
+        protocols = []
+        nets = []
+        states = []  # of the method that this one evaluates, if it does
         for t in group:
             p = self.protocol(t)
             if not task.roles:
                 p = replace(p, data=with_validation(p.data, t.options.seed))
-            searched.append(p)
-            nets.append(
-                make_net(t.options, p.data, make_model(options, p.data, t.shape))
-            )
+            protocols.append(p)
+            model = make_model(t.options, p.data, t.shape)
+            nets.append(make_net(t.options, p.data, model))
+            # Without roles, a state was trained on samples that are validation samples
+            # now, so another one is trained.
+            if t.base and t.roles:
+                states.append(self.states(t.base)[-1][3])
+
+        def log(text: str) -> None:
+            self.progress.say(f"{task.setting}, {task.method}, candidate {text}")
+
+        job = task.job
         tuned = tune(
-            searched,
+            protocols,
             nets,
-            make_algorithm(
-                task.job.algorithm, task.job.algorithm_options, options.target
-            ),
-            task.job.training,
+            make_algorithm(job.algorithm, job.algorithm_options, options.target),
+            job.training,
             task.grid,
             options.rounds,
-            # without roles a state was trained on what is held out now: another is
-            # trained
-            states=[self.states(t.base)[-1][3] for t in group if t.base and t.roles]
-            or None,
+            states=states or None,
             participation=options.participation,
             seed=[t.options.seed for t in group],
             hardware=options.hardware,
             folder=self.folder / "tuning" / Path(*map(slug, filter(None, task.key))),
-            log=lambda text: self.progress.say(
-                f"{task.setting}, {task.method}, candidate {text}"
-            ),
+            log=log,
         )
         return [t.at(tuned.best.candidate) for t in group]
 
     def run(self, task: Task) -> Run:
-        """The run's record, played now unless it is there already."""
-        rounds, run, path = (
-            task.options.rounds,
-            self.whole(task),
-            self.folder / task.path,
-        )
-        what = ", ".join(filter(None, task.key))
-        self.progress.name(f"{what}, seed {task.options.seed}")
+        """The record of a task, which is played now unless the record is there."""
+        rounds = task.options.rounds
+        name = ", ".join(filter(None, task.key))
+        self.progress.name(f"{name}, seed {task.options.seed}")
+        run = self.whole(task)
         if run is not None:
             self.progress.skip(0 if task.base else rounds)
             return run
         simulation, p = self.simulation(task)
-        ours = {
+        keeper = _RoundKeeper(simulation, p, task.keeps)
+
+        def on_round(round: int, line: Facts) -> None:
+            keeper.add(round, line)
+            if not task.base:
+                self.progress.step(line)
+
+        play: Callable[..., History] = simulation.run
+        if task.base:
+            play = partial(later, simulation, self.states(task.base))
+        elif not rounds:
+            play = partial(later, simulation, [(0, 0, 0, simulation.state)])
+        path = self.folder / task.path
+        header = task.job.header(simulation) | self._own_fields(task, p)
+        with RecordWriter(path, overwrite=True) as record:
+            history = record.run(header, play, on_round)
+        if history.stopped:
+            self.progress.skip(rounds - len(history.rounds))
+            self.progress.say(f"{name}: {history.stopped}")
+        if history.interrupted:
+            raise KeyboardInterrupt
+        if history.failed:  # the machine failed, and not the method
+            raise MemoryError(history.stopped)
+        if task.keeps:
+            states = [(*sent, dict(vars(state))) for *sent, state in keeper.states]
+            remove_part_files(path.with_suffix(".pt"))
+            with atomic_write(path.with_suffix(".pt")) as part:
+                torch.save({"digest": task.digest, "states": states}, part)
+        return read(path)[0]
+
+    def _own_fields(self, task: Task, protocol: StudyProtocol) -> Facts:
+        """The fields of a record's header that only a reproduction has."""
+        own_fields = {
             "digest": task.digest,
             "method": task.method,
             "setting": task.setting,
@@ -155,54 +191,15 @@ class Reproduction:
             "protocol": task.roles,
             "partition_options": task.cut,
             "model_options": task.shape,
-            "takes_part": len(p.train_clients),
-            "rounds": rounds,
+            "takes_part": len(protocol.train_clients),
+            "rounds": task.options.rounds,
         }
-        if self.plan["groups"] and "group" in p.data.truth:
-            ours["group"] = p.data.truth["group"].tolist()
+        truth = protocol.data.truth
+        if self.plan["groups"] and "group" in truth:
+            own_fields["group"] = truth["group"].tolist()
         if task.roles.get("kind") == "cross-silo":
-            ours["data_seed"] = "each run's seed"
-        states: list[Kept] = []
-        down = up = 0  # bytes since the last kept state
-
-        def on_round(round: int, line: Facts) -> None:
-            nonlocal down, up
-            down, up = down + line["bytes_down"], up + line["bytes_up"]
-            if line["eval"] and isinstance(simulation.algorithm, HypCluster | Ensemble):
-                of_all = torch.full((p.data.n,), -1)
-                picked = picks(
-                    simulation.config, simulation.state, p.report_clients
-                ).cpu()
-                line["eval"]["cluster"] = of_all.index_copy(
-                    0, p.report_clients, picked
-                ).tolist()
-            if line["eval"] and task.keeps:
-                states.append((round, down, up, simulation.state))
-                down = up = 0
-            if not task.base:
-                self.progress.step(line)
-
-        play: Callable[..., History] = simulation.run
-        if task.base or not rounds:
-            trained = (
-                self.states(task.base) if task.base else [(0, 0, 0, simulation.state)]
-            )
-            play = partial(later, simulation, trained)
-        with RecordWriter(path, overwrite=True) as record:
-            history = record.run(task.job.header(simulation) | ours, play, on_round)
-        if history.stopped:
-            self.progress.skip(rounds - len(history.rounds))
-            self.progress.say(f"{what}: {history.stopped}")
-        if history.interrupted:
-            raise KeyboardInterrupt
-        if history.failed:  # not the method's doing
-            raise MemoryError(history.stopped)
-        if task.keeps:
-            saved = [(*at, dict(vars(state))) for *at, state in states]
-            remove_part_files(path.with_suffix(".pt"))
-            with atomic_write(path.with_suffix(".pt")) as part:
-                torch.save({"digest": task.digest, "states": saved}, part)
-        return read(path)[0]
+            own_fields["data_seed"] = "each run's seed"
+        return own_fields
 
     def whole(self, task: Task) -> Run | None:
         """The record of this very run, if it is whole (all rounds, or stopped because
@@ -235,9 +232,46 @@ class Reproduction:
         return [(*at, State(**state)) for *at, state in saved["states"]]
 
 
+class _RoundKeeper:
+    """Adds clusters to the evaluations of a run, and keeps its states.
+
+    The cluster of a client is the model that it picks, where the algorithm has several.
+    """
+
+    def __init__(
+        self, simulation: Simulation, protocol: StudyProtocol, keeps: bool
+    ) -> None:
+        self.simulation = simulation
+        self.protocol = protocol
+        self.keeps = keeps  # whether the states are needed again
+        self.states: list[Kept] = []
+        self.down = 0  # bytes since the last state that was kept
+        self.up = 0
+
+    def add(self, round: int, line: Facts) -> None:
+        """Looks at a round, before its line is written."""
+        self.down += line["bytes_down"]
+        self.up += line["bytes_up"]
+        if not line["eval"]:
+            return
+        simulation = self.simulation
+        if isinstance(simulation.algorithm, HypCluster | Ensemble):
+            clients = self.protocol.report_clients
+            picked = picks(simulation.config, simulation.state, clients).cpu()
+            clusters = torch.full((self.protocol.data.n,), -1)
+            clusters = clusters.index_copy(0, clients, picked)
+            line["eval"]["cluster"] = clusters.tolist()
+        if self.keeps:
+            self.states.append((round, self.down, self.up, simulation.state))
+            self.down = 0
+            self.up = 0
+
+
 def picks(config: RunConfig, state: State, clients: Tensor) -> Tensor:
-    """Which of the state's models each of `clients` (ids) picks on its training data,
-    as for evaluation: [len(clients)]."""
+    """The index of the model that each client picks on its training data.
+
+    They are [len(clients)], for the clients of these ids, as for an evaluation.
+    """
     some = Clients(config.context, clients, max(1, state.round), state.buffers[clients])
     return loss_per_model(state.server["x"], state.server["b"], some).argmin(1)
 

@@ -39,117 +39,168 @@ OF_GROUPS = ("accuracy", "majority", "minority", "gap", "variance")
 def summary(
     after: Tensor, before: Tensor | None = None, higher_is_better: bool = True
 ) -> dict[str, float]:
-    """Mean and deviation over clients, worst decile (NaN for one client), and the
-    percent hurt against `before`."""
-    some = 1.0 if metrics.count(after) > 1 else math.nan
-    out = {
+    """Mean and deviation over clients, and the mean of the worst decile.
+
+    The deviation and the worst decile are NaN for a single client. With `before` there
+    is the percentage of clients that are hurt, too.
+    """
+    numbers = {
         "mean": metrics.mean(after),
-        "std": some * metrics.std(after),
-        "worst_decile": some
-        * metrics.worst_decile(after, higher_is_better=higher_is_better),
+        "std": metrics.std(after),
+        "worst_decile": metrics.worst_decile(after, higher_is_better=higher_is_better),
     }
-    if before is None:
-        return out
-    # one may not have been evaluated
-    hurt = (
-        metrics.hurt(after, before, higher_is_better)
-        if len(before) == len(after)
-        else math.nan
-    )
-    return {**out, "hurt": hurt}
+    if metrics.count(after) < 2:
+        numbers["std"] = math.nan
+        numbers["worst_decile"] = math.nan
+    if before is not None:
+        numbers["hurt"] = math.nan  # where other clients were evaluated before
+        if len(before) == len(after):
+            numbers["hurt"] = metrics.hurt(after, before, higher_is_better)
+    return numbers
 
 
 def rows_of(plan: Plan, runs: Runs) -> list[Facts]:
-    """One row per setting, method and variant: means over seeds; accuracies in percent.
-    `best` is the best round's mean over clients, selected on test data as in the
-    papers, `by_size` the same weighted by test samples, `final` the last round's."""
-    out = []
-    for (setting, method, variant), mine in runs.items():
-        m = plan["methods"][method]
-        measure = next((r.main_metric for r in mine if r.evaluations), "accuracy")
-        up = measure == "accuracy"
-        scale = 100.0 if up else 1.0
-        before, trained = (
-            runs.get((setting, m.get(k, ""), variant))
-            or runs.get((setting, m.get(k, ""), ""))
-            for k in ("before", "state_of")
-        )
-        each = [
-            summary(
-                r.last_values(measure),
-                before[i].last_values(measure) if before else None,
-                up,
-            )
-            for i, r in enumerate(mine)
-        ]
-        of_all = {k: metrics.mean([e[k] for e in each]) for k in each[0]}
-        best, final, by_size = [], [], []
-        for r in mine:
-            values = r.values(measure)[1]
-            means = [metrics.mean(v) for v in values]
-            sized = [
-                metrics.weighted_mean(v, r.last_evaluation["size"]) for v in values
-            ]
-            best.append(scale * metrics.best(means, up).value)
-            final.append(scale * metrics.final(means))
-            by_size.append(scale * metrics.best(sized, up).value)
-        shares = [
-            largest_share(r.last_evaluation["cluster"])
-            for r in mine
-            if "cluster" in r.last_evaluation
-        ]
-        head, played = mine[0].header, trained or mine
-        size = 4 * head["parameters"]
-        sent, many = [sum(r.cumulative_bytes()[-1:]) for r in mine], len(mine) > 1
-        of_last = None
-        for line in played[0].rounds[-1:]:
-            of_last = (
-                (line["bytes_down"] + line["bytes_up"])
-                / max(1, len(line["cohort"]))
-                / size
-            )
-        paper, expected = (
-            plan[k].get(setting, {}).get(method) for k in ("reported", "expected")
-        )
-        paper, paper_std = paper if isinstance(paper, list) else (paper, None)
+    """One row per setting, method and variant, with means over seeds.
+
+    Accuracies are in percent. `best` is the best round's mean over clients, selected on
+    test data as in the papers, `by_size` is the same weighted by test samples, and
+    `final` is the last round's mean.
+    """
+    rows = []
+    for key, group in runs.items():
+        setting, method, variant = key
+        header = group[0].header
+        metric = next((r.main_metric for r in group if r.evaluations), "accuracy")
+        played = _related(plan, runs, key, "state_of") or group
+        paper, paper_std = _paper_number(plan, "reported", setting, method)
         row = {
             "method": method,
             "variant": variant,
             "setting": setting,
-            **{k: head[k] for k in ("data", "rounds", "options", "training")},
-            "measure": measure,
-            "best": metrics.mean(best),
-            "best_std": metrics.std(best) if many else None,
-            "final": of_all["mean"] * scale,
-            "final_std": metrics.std(final) if many else None,
-            "by_seed": final,
-            **{k: of_all[k] * scale for k in ("std", "worst_decile")},
-            "hurt": of_all.get("hurt"),
-            "largest": 100 * metrics.mean(shares) if shares else None,
-            "by_size": metrics.mean(by_size),
+            **{k: header[k] for k in ("data", "rounds", "options", "training")},
+            "measure": metric,
+            **_scores(group, _related(plan, runs, key, "before"), metric),
+            "largest": _largest_cluster(group),
             "paper": paper,
             "paper_std": paper_std,
-            "expected": expected,
-            "seeds": len(mine),
-            "played": [r.rounds_played for r in mine],
-            "evaluations": len(mine[0].evaluations),
-            "epochs": head["training"]["epochs"],
-            "tuned": [*m.get("grid", ())],
-            "models_a_round": of_last,
-            "models": metrics.mean([s / (size * head["takes_part"]) for s in sent]),
-            "to_goal": _to_goal(runs, setting, mine, measure),
-            "seconds_a_round": metrics.mean(
-                [r["seconds"] for run in played for r in run.rounds]
-            ),
-            "held_out": mine[0].held_out,
-            "incidents": [
-                *dict.fromkeys(said for r in mine for said in describe_incidents(r))
-            ],
-            "far": [*filter(None, map(describe_outliers, mine))],
-            "stopped": next((r.stopped for r in mine if r.stopped), None),
+            "expected": plan["expected"].get(setting, {}).get(method),
+            "seeds": len(group),
+            "played": [run.rounds_played for run in group],
+            "evaluations": len(group[0].evaluations),
+            "epochs": header["training"]["epochs"],
+            "tuned": [*plan["methods"][method].get("grid", ())],
+            **_costs(group, played),
+            "to_goal": _to_goal(runs, setting, group, metric),
+            "held_out": group[0].held_out,
+            "incidents": _incidents(group),
+            "far": [*filter(None, map(describe_outliers, group))],
+            "stopped": next((run.stopped for run in group if run.stopped), None),
         }
-        out.append(row)
-    return out
+        rows.append(row)
+    return rows
+
+
+def _related(
+    plan: Plan, runs: Runs, key: tuple[str, str, str], relation: str
+) -> Sequence[Run] | None:
+    """The runs of the method that a method names as its "before" or "state_of"."""
+    setting, method, variant = key
+    other = plan["methods"][method].get(relation, "")
+    return runs.get((setting, other, variant)) or runs.get((setting, other, ""))
+
+
+def _paper_number(
+    plan: Plan, kind: str, setting: str, method: str
+) -> tuple[float | None, float | None]:
+    """The number that a paper reports, and its standard deviation where it has one."""
+    number = plan[kind].get(setting, {}).get(method)
+    if isinstance(number, list):
+        mean, std = number
+        return mean, std
+    return number, None
+
+
+def _scores(
+    group: Sequence[Run], before: Sequence[Run] | None, metric: str
+) -> dict[str, Any]:
+    """The numbers of a row that depend on the clients' values.
+
+    Args:
+        before: The runs against which clients are hurt, with the same seeds.
+    """
+    higher_is_better = metric == "accuracy"
+    scale = 100.0 if higher_is_better else 1.0
+    summaries = []
+    best = []
+    final = []
+    by_size = []
+    for i, run in enumerate(group):
+        old = before[i].last_values(metric) if before else None
+        summaries.append(summary(run.last_values(metric), old, higher_is_better))
+        rows = run.values(metric)[1]
+        size = run.last_evaluation.get("size", [])
+        means = [metrics.mean(values) for values in rows]
+        weighted = [metrics.weighted_mean(values, size) for values in rows]
+        best.append(scale * metrics.best(means, higher_is_better).value)
+        final.append(scale * metrics.final(means))
+        by_size.append(scale * metrics.best(weighted, higher_is_better).value)
+    mean = {k: metrics.mean([s[k] for s in summaries]) for k in summaries[0]}
+    has_seeds = len(group) > 1
+    return {
+        "best": metrics.mean(best),
+        "best_std": metrics.std(best) if has_seeds else None,
+        "final": mean["mean"] * scale,
+        "final_std": metrics.std(final) if has_seeds else None,
+        "by_seed": final,
+        "std": mean["std"] * scale,
+        "worst_decile": mean["worst_decile"] * scale,
+        "hurt": mean.get("hurt"),
+        "by_size": metrics.mean(by_size),
+    }
+
+
+def _largest_cluster(group: Sequence[Run]) -> float | None:
+    """The percentage of clients in the largest cluster; None without clusters."""
+    shares = []
+    for run in group:
+        if "cluster" in run.last_evaluation:
+            shares.append(largest_share(run.last_evaluation["cluster"]))
+    return 100 * metrics.mean(shares) if shares else None
+
+
+def _costs(group: Sequence[Run], played: Sequence[Run]) -> dict[str, Any]:
+    """The numbers of a row on what was sent, in models, and on the time of a round.
+
+    Args:
+        played: The runs that were trained: the group's own, or those whose states the
+            group evaluates.
+    """
+    header = group[0].header
+    model_bytes = 4 * header["parameters"]
+    models_a_round = None
+    for line in played[0].rounds[-1:]:
+        sent = line["bytes_down"] + line["bytes_up"]
+        models_a_round = sent / max(1, len(line["cohort"])) / model_bytes
+    models = []
+    for run in group:
+        sent = sum(run.cumulative_bytes()[-1:])
+        models.append(sent / (model_bytes * header["takes_part"]))
+    seconds = []
+    for run in played:
+        seconds += [line["seconds"] for line in run.rounds]
+    return {
+        "models_a_round": models_a_round,
+        "models": metrics.mean(models),
+        "seconds_a_round": metrics.mean(seconds),
+    }
+
+
+def _incidents(group: Sequence[Run]) -> list[str]:
+    """The incidents of all runs, each text once."""
+    texts: dict[str, None] = {}
+    for run in group:
+        texts |= dict.fromkeys(describe_incidents(run))
+    return list(texts)
 
 
 def curve(run: Run, measure: str) -> list[tuple[int, int, float]]:
@@ -323,45 +374,47 @@ def number(x: float | None, std: float | None = None, digits: int = 2) -> str:
 
 
 def rows_of_groups(plan: Plan, runs: Runs) -> list[Facts]:
-    """One row per setting and method: means over runs in percent, "std" over runs
-    (ddof = 0) beside them: WAFFLe's Tables 1 and 2 (Hao et al. 2020)."""
-    out = []
-    for (setting, method, variant), mine in runs.items():
-        head = mine[0].header
-        seen = [
-            measures(100 * r.last_values("accuracy"), head.get("group")) for r in mine
-        ]
-        ours, std = (
-            {k: of([s[k] for s in seen]) for k in seen[0]}
-            for of in (metrics.mean, metrics.std)
-        )
+    """One row per setting and method, as in WAFFLe's Tables 1 and 2 (Hao et al. 2020).
+
+    "ours" has means over runs in percent, and "std" their deviations (ddof = 0).
+    """
+    rows = []
+    for (setting, method, variant), group in runs.items():
+        header = group[0].header
+        values: dict[str, list[float]] = {}  # of each run, by measure
+        for run in group:
+            accuracies = 100 * run.last_values("accuracy")
+            for name, value in measures(accuracies, header.get("group")).items():
+                values.setdefault(name, []).append(value)
         row = {
             "method": method,
             "setting": setting,
             "variant": variant,
-            "seeds": len(mine),
-            **{k: head[k] for k in ("data", "rounds", "options", "parameters")},
-            "ours": ours,
-            "std": std,
+            "seeds": len(group),
+            **{k: header[k] for k in ("data", "rounds", "options", "parameters")},
+            "ours": {name: metrics.mean(numbers) for name, numbers in values.items()},
+            "std": {name: metrics.std(numbers) for name, numbers in values.items()},
             "paper": plan["reported"].get(setting, {}).get(method),
-            "stopped": next((r.stopped for r in mine if r.stopped), None),
+            "stopped": next((run.stopped for run in group if run.stopped), None),
         }
-        out.append(row)
-    return out
+        rows.append(row)
+    return rows
 
 
 def measures(values: Tensor, group: Sequence[int] | None) -> dict[str, float]:
-    """ "accuracy", the mean over clients, and "variance" (ddof = 0); with each client's
-    `group` [n]
-    also "majority" and "minority", the means over groups 0 and 1, and "gap".
+    """The mean over clients, "accuracy", and the "variance" over them (ddof = 0).
 
-    For accuracies in percent the gap is in points and the variance in percent squared
-    (Hao et al. 2020, Table 2).
+    With each client's `group` [N] there are "majority" and "minority", the means over
+    groups 0 and 1, and "gap". For accuracies in percent the gap is in points and the
+    variance in percent squared (Hao et al. 2020, Table 2).
     """
     parts = {}
     if group is not None:
-        major, minor = (metrics.mean(values[torch.tensor(group) == g]) for g in (0, 1))
-        parts = {"majority": major, "minority": minor, "gap": major - minor}
+        groups = torch.tensor(group)
+        majority = metrics.mean(values[groups == 0])
+        minority = metrics.mean(values[groups == 1])
+        gap = majority - minority
+        parts = {"majority": majority, "minority": minority, "gap": gap}
     return {
         "accuracy": metrics.mean(values),
         **parts,

@@ -1,7 +1,6 @@
-"""The command line: `pflcore run ALGORITHM`, `pflcore compare --algorithms A B C`,
-`pflcore report FOLDER`, `pflcore info`, ...
+"""The command line of pflcore; `pflcore --help` lists its commands.
 
-What is wrong with an argument is said in one sentence on stderr with exit code 2,
+An argument that is wrong is reported in one sentence on stderr, with exit code 2,
 before anything is computed or written.
 """
 
@@ -44,38 +43,40 @@ def info(argv: Sequence[str]) -> int:
         require(argv[0] in ("-h", "--help"), "info", "no options", argv)
         print(inspect.getdoc(info))
         return 0
-    gpu = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else "none that torch sees"
-    )
-    facts = {
+    gpu = "none that torch sees"
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+    threads = f"{torch.get_num_threads()} (the machine has {os.cpu_count()} cores)"
+    facts: dict[str, Any] = {
         "pflcore": __version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(),
-        "threads": f"{torch.get_num_threads()} (the machine has {os.cpu_count()} "
-        "cores)",
+        "threads": threads,
         "GPU": gpu,
     }
     for extra, modules in EXTRAS.items():
-        missing = [m for m in modules if importlib.util.find_spec(m) is None]
-        lacking = f"without {', '.join(missing)}: {install_command(*missing)}"
-        facts[f"[{extra}]"] = lacking if missing else "complete"
-    for name, fact in {**facts, "kernels": backend()}.items():
+        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        facts[f"[{extra}]"] = "complete"
+        if missing:
+            command = install_command(*missing)
+            facts[f"[{extra}]"] = f"without {', '.join(missing)}: {command}"
+    facts["kernels"] = backend()
+    for name, fact in facts.items():
         print(f"{name:<10}  {fact}")
     return 0
 
 
 def _require_checkout(command: str) -> None:
-    """Lets modules be imported from the checkout that pflcore stands in. ImportError,
-    one sentence, where it is an installed package."""
+    """Lets modules be imported from the checkout of pflcore's sources.
+
+    Raises ImportError where pflcore is an installed package instead.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / "bench" / "__main__.py").exists():
         raise ImportError(
             f"{command}: this is no part of the installed package; run `python -m "
-            "pflcore "
-            f"{command}` in a checkout of pflcore."
+            f"pflcore {command}` in a checkout of pflcore."
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
@@ -118,15 +119,20 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit code is 0, 2 for a wrong argument, 1 for a failure in
-    the middle, 130 after Ctrl-C."""
+    """Runs a command; the exit code.
+
+    It is 0, or 2 for a wrong argument, 1 for a failure in the middle and 130 after
+    Ctrl-C.
+    """
     argv = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # a terminal that has no sign for ± gets a question mark
+            # A terminal that has no sign for ± gets a question mark.
             stream.reconfigure(errors="replace")
-    if any(":" in word for word in argv) and os.getcwd() not in sys.path:
-        # for package.module:Class, behind everything that is installed
+    has_object_name = any(":" in word for word in argv)
+    if has_object_name and os.getcwd() not in sys.path:
+        # The module of package.module:Class may be in the working folder. Everything
+        # that is installed goes before it.
         sys.path.append(os.getcwd())
     try:
         with _signals(), _plain_warnings():
@@ -136,68 +142,86 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has gone; what was to be written is written
+    except BrokenPipeError:
+        # The reader of the output has gone, and all files are written by then. What
+        # Python still flushes at its end goes nowhere.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as e:
-        if os.environ.get("PFLCORE_DEBUG"):
-            traceback.print_exc()
-        expected = isinstance(
-            e, ValueError | TypeError | ImportError | OSError | MemoryError
-        )
-        said = first_line(e)
-        if not (expected or isinstance(e, RunFailed)):
-            said = f"{type(e).__name__}: {said}"
-        if not (expected or isinstance(e.__cause__, OSError)):
-            said += " PFLCORE_DEBUG=1 shows where."
-        print(f"pflcore: {said}", file=sys.stderr)
-        return 2 if expected else 1
+        return _report_error(e)
+
+
+def _report_error(error: Exception) -> int:
+    """Prints an error as one sentence on stderr; the exit code."""
+    if os.environ.get("PFLCORE_DEBUG"):
+        traceback.print_exc()
+    is_expected = isinstance(
+        error, ValueError | TypeError | ImportError | OSError | MemoryError
+    )
+    text = first_line(error)
+    if not (is_expected or isinstance(error, RunFailed)):
+        text = f"{type(error).__name__}: {text}"
+    if not (is_expected or isinstance(error.__cause__, OSError)):
+        text += " PFLCORE_DEBUG=1 shows where."
+    print(f"pflcore: {text}", file=sys.stderr)
+    return 2 if is_expected else 1
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a command as Ctrl-C does; nohup's wish, a SIGHUP that is
-    ignored, is respected."""
+    """Lets SIGTERM and SIGHUP end a command as Ctrl-C does.
 
-    def end(*_: object) -> None:
+    A SIGHUP that nohup has set to be ignored stays ignored.
+    """
+
+    def interrupt(*_: object) -> None:
         INTERRUPTED.set()
         raise KeyboardInterrupt
 
     INTERRUPTED.clear()
-    kept: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
+    earlier: dict[int, Any] = {}  # the handlers that were there before
+    if threading.current_thread() is threading.main_thread():  # as Python demands
         for number in ENDING_SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-                kept[number] = signal.signal(number, end)
+                earlier[number] = signal.signal(number, interrupt)
     try:
         yield
     finally:
-        INTERRUPTED.clear()  # a caller from Python goes on
-        for number, handler in kept.items():
+        INTERRUPTED.clear()  # the process goes on where Python code called `main`
+        for number, handler in earlier.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """A warning is its sentence, without the place in the source that it comes from."""
-    kept = warnings.formatwarning
+    """Prints warnings without the place in the source that they come from."""
+    earlier = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"pflcore: {message}\n"
     try:
         yield
     finally:
-        warnings.formatwarning = kept
+        warnings.formatwarning = earlier
 
 
 def _command(argv: Sequence[str]) -> int:
+    """Runs the command that the first word names, or prints the help; the exit code."""
     if not argv or argv[0] in ("-h", "--help"):
-        width = max(len(usage) for usage, _ in COMMANDS.values())
-        print("usage: pflcore COMMAND ...\n")
-        for usage, command in COMMANDS.values():
-            print(f"  {usage:<{width}}  {' '.join((command.__doc__ or '').split())}")
-        print(f"\nAlgorithms: {', '.join(ALGORITHMS)}.")
-        print("pflcore COMMAND --help shows a command's options.")
+        _print_help()
         return 0 if argv else 2
-    known = argv[0] in COMMANDS
-    require(known, "command", f"one of {', '.join(COMMANDS)}", argv[0], COMMANDS)
-    return COMMANDS[argv[0]][1](argv[1:])
+    name = argv[0]
+    words = f"one of {', '.join(COMMANDS)}"
+    require(name in COMMANDS, "command", words, name, COMMANDS)
+    _, run_command = COMMANDS[name]
+    return run_command(argv[1:])
+
+
+def _print_help() -> None:
+    """Prints each command with its docstring on one line."""
+    width = max(len(usage) for usage, _ in COMMANDS.values())
+    print("usage: pflcore COMMAND ...\n")
+    for usage, command in COMMANDS.values():
+        about = " ".join((command.__doc__ or "").split())
+        print(f"  {usage:<{width}}  {about}")
+    print(f"\nAlgorithms: {', '.join(ALGORITHMS)}.")
+    print("pflcore COMMAND --help shows a command's options.")

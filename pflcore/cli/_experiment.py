@@ -1,5 +1,9 @@
-"""An experiment by names: the federation, the model and the runs that `pflcore run` and
-`pflcore compare` play."""
+"""The parts of an experiment, made from the names that the command line has for them.
+
+They are the federation, the model and the jobs: the runs of `pflcore run` and
+`pflcore compare`. "Cut" is the options of the partition, or of the reader of files, and
+"shape" those of the model.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -104,31 +108,33 @@ class Options:
 
     @property
     def hardware(self) -> Hardware:
-        """Where it runs. ValueError for what is none."""
-        device = device_of(self.device)
-        more = {"clients_per_block": self.clients_per_block, "graphs": self.graphs}
-        return Hardware(self.engine, self.workers, device, **more)  # type: ignore
+        """The hardware that a run uses; raises ValueError where it is not there."""
+        return Hardware(
+            self.engine,  # type: ignore[arg-type]
+            self.workers,
+            device_of(self.device),
+            clients_per_block=self.clients_per_block,
+            graphs=self.graphs,
+        )
 
     @property
     def robustness(self) -> Robustness:
-        """The longest update, and the bad clients. ValueError where they are said by
-        half."""
-        if (self.attack, self.attack_clients, self.attack_strength) == (
-            None,
-            None,
-            None,
-        ):
+        """The longest update, and the bad clients.
+
+        Raises ValueError where only a part of the attack's options is given.
+        """
+        options = (self.attack, self.attack_clients, self.attack_strength)
+        if options == (None, None, None):
             return Robustness(self.clip)
         if self.attack is None or not self.attack_clients:
             words = "an attack and, with --attack-clients, the clients that do it"
             reject("attack", words, (self.attack, self.attack_clients))
-        return Robustness(
-            self.clip, Adversary(self.attack, self.attack_clients, self.attack_strength)
-        )
+        adversary = Adversary(self.attack, self.attack_clients, self.attack_strength)
+        return Robustness(self.clip, adversary)
 
 
 class NamedFunction(NamedTuple):
-    """A function chosen by name, with the defaults of its own options."""
+    """A function that an option names, with the defaults of its own options."""
 
     name: str
     function: Callable[..., Any]
@@ -136,7 +142,7 @@ class NamedFunction(NamedTuple):
 
 
 def partition_of(data: str, partition: str | None) -> NamedFunction | None:
-    """The partition and what it takes; None for data that come with their clients."""
+    """The partition of this name; None for data that come with their clients."""
     if data not in SOURCES:
         return None
     name = partition or "A"
@@ -145,73 +151,89 @@ def partition_of(data: str, partition: str | None) -> NamedFunction | None:
 
 
 def reader_of(data: str) -> NamedFunction | None:
-    """The reader of somebody's own files and what it takes; None for data by name."""
+    """The reader of a user's files, as in "leaf:PATH"; None for data by name."""
     kind, _, path = data.partition(":")
     if kind not in READERS or not path:
         return None
+    parameters = inspect.signature(READERS[kind]).parameters
     defaults = {"target": -1, "classes": "infer"}
-    own = inspect.signature(READERS[kind]).parameters
-    return NamedFunction(
-        kind, READERS[kind], {k: v for k, v in defaults.items() if k in own}
-    )
+    defaults = {k: v for k, v in defaults.items() if k in parameters}
+    return NamedFunction(kind, READERS[kind], defaults)
 
 
 def model_of(name: str) -> NamedFunction | None:
-    """The model and what it takes beside shape and classes; None for "auto" and for
-    one's own."""
+    """The model of this name; None for "auto" and for a user's own model.
+
+    Its options are those beside the data's shape and classes.
+    """
     if name == "auto" or ":" in name:
         return None
-    own = "or 'package.module:function' for one of your own"
-    words = f"one of auto, {', '.join(MODELS)}, {own}"
+    own_model = "or 'package.module:function' for one of your own"
+    words = f"one of auto, {', '.join(MODELS)}, {own_model}"
     require(name in MODELS, "model", words, name, ["auto", *MODELS])
-    keywords = inspect.signature(MODELS[name]).parameters.values()
-    defaults = {p.name: p.default for p in keywords if p.kind is p.KEYWORD_ONLY}
+    parameters = inspect.signature(MODELS[name]).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     return NamedFunction(name, MODELS[name], defaults)
 
 
 def load_federation(options: Options, cut: Facts | None = None) -> Federation:
-    """The data of an experiment; `cut` holds the partition's or the reader's own
-    options. ValueError, ImportError or OSError in one sentence."""
+    """The data of an experiment.
+
+    Raises ValueError, ImportError or OSError where they cannot be made.
+
+    Args:
+        cut: The options of the partition, or of the reader of files.
+    """
     o = options
     more = dict(cut or {})
     if o.standardize is not None:
-        more = {"standardize": o.standardize, **more}
-    more |= {"train_samples": o.train_samples, "test_samples": o.test_samples}
+        more.setdefault("standardize", o.standardize)
+    more["train_samples"] = o.train_samples
+    more["test_samples"] = o.test_samples
     if reader_of(o.data) and o.loss in ("squared", "half_squared"):
-        more.setdefault("classes", None)  # whole numbers may be targets
+        # These losses take targets, which may be whole numbers, and not labels.
+        more.setdefault("classes", None)
     data = federation_of(o.data, o.partition, o.n, o.data_seed, **more)
     if ":" not in o.model and not data.x.is_floating_point():
-        # models by name have no embedding: to them whole numbers are features
+        # No model by name has an embedding, so whole numbers are features.
         data = replace(data, x=data.x.float())
     if o.val:
         data = data.split(val=o.val, seed=o.data_seed)
-    there = not isinstance(o.target, int) or 0 <= o.target < data.n
-    require(there, "target", f"a client from 0 to {data.n - 1}", o.target)
+    is_there = not isinstance(o.target, int) or 0 <= o.target < data.n
+    require(is_there, "target", f"a client from 0 to {data.n - 1}", o.target)
     return data
 
 
 def make_model(
     options: Options, data: Federation, own: Facts | None = None
 ) -> Callable[[], nn.Module]:
-    """A function that makes the experiment's model for this data's shape and classes;
-    `own` holds the model's own options. ValueError where the shape does not fit."""
+    """A function that makes the model for the shape and classes of these data.
+
+    Raises ValueError where no such model fits the shape.
+
+    Args:
+        own: The options of the model itself.
+    """
     name = model_name(options, data)
     classes = None if options.loss == "hinge" else data.classes
 
     def make() -> nn.Module:
         if ":" in name:
-            made: nn.Module = import_object(name, "model")()
+            model: nn.Module = import_object(name, "model")()
         else:
-            made = model_for(name, data.shape, classes, **(own or {}))
-        return made.to(data.x.dtype) if data.x.dtype == torch.float64 else made
+            model = model_for(name, data.shape, classes, **(own or {}))
+        return model.to(data.x.dtype) if data.x.dtype == torch.float64 else model
 
-    make()
+    make()  # raises the error of a shape that does not fit
     return make
 
 
 def model_name(options: Options, data: Federation) -> str:
-    """The model of "auto": lenet5 for 28 x 28 and 32 x 32 images, linear for vectors,
-    else mlp."""
+    """The name of the model that `options` choose, which "auto" chooses by the data.
+
+    It is lenet5 for images of 28 x 28 and 32 x 32, linear for vectors, and mlp for
+    all others.
+    """
     if options.model != "auto":
         return options.model
     if tuple(data.shape[1:]) in ((28, 28), (32, 32)):
@@ -220,28 +242,32 @@ def model_name(options: Options, data: Federation) -> str:
 
 
 def make_net(options: Options, data: Federation, make: Callable[[], nn.Module]) -> Net:
-    """The model as rows, with its loss, drawn by the run's seed."""
-    criterion = options.loss
-    if criterion == "auto":
-        criterion = "squared" if data.y.is_floating_point() else "cross_entropy"
-    return Net(make, criterion, seed=options.seed)
+    """The net of the model and its loss, whose weights the run's seed draws."""
+    loss = options.loss
+    if loss == "auto":
+        loss = "squared" if data.y.is_floating_point() else "cross_entropy"
+    return Net(make, loss, seed=options.seed)
 
 
 def has_target(name: str) -> bool:
-    """Whether the algorithm makes its model for one client."""
+    """Whether the algorithm makes its model for a single client."""
     return any(f.name == "target" for f in fields(class_of(name)))
 
 
 def make_algorithm(
     name: str, hyper: Facts | None = None, target: int | Literal["all"] | None = None
 ) -> Algorithm:
-    """An algorithm by name or "package.module:Class". `target` is given to those that
-    personalize for one client ("all": the first)."""
-    cls = class_of(name)
-    given = dict(hyper or {})
+    """An algorithm by its name or "package.module:Class".
+
+    Args:
+        hyper: The algorithm's options.
+        target: The client to personalize for, where the algorithm does so for a single
+            one. With "all" it is the first, as `Job` plays the others itself.
+    """
+    options = dict(hyper or {})
     if target is not None and has_target(name):
-        given["target"] = 0 if target == "all" else target
-    return algorithm_of(cls, **given)
+        options["target"] = 0 if target == "all" else target
+    return algorithm_of(class_of(name), **options)
 
 
 @dataclass(frozen=True)
@@ -259,13 +285,16 @@ class Job:
 
     @property
     def for_each(self) -> bool:
-        """Whether it is a run for each client: `target` is "all", and the algorithm
-        has one."""
+        """Whether the job is one run for each client as the target.
+
+        It is so where `target` is "all" and the algorithm has a target.
+        """
         return self.options.target == "all" and has_target(self.algorithm)
 
     def num_rounds(self, n: int) -> int:
-        """The rounds that it plays on n clients, those of all runs."""
-        return self.options.rounds * (n if self.for_each else 1)
+        """The rounds of all runs of the job, on a federation of n clients."""
+        num_runs = n if self.for_each else 1
+        return self.options.rounds * num_runs
 
     def simulation(
         self,
@@ -274,14 +303,17 @@ class Job:
         reported: torch.Tensor | None = None,
         **more: Any,
     ) -> Simulation:
-        """Its simulation, with `for_each` that of the first client; `reported` are
-        evaluated, `more` are options that only Python can set: who may take part."""
-        made = make_algorithm(
-            self.algorithm, self.algorithm_options, self.options.target
-        )
-        start = make_net(self.options, data, model)
+        """The job's simulation; with `for_each` that of the first client.
+
+        Args:
+            reported: The ids of the clients that are evaluated; None for all.
+            more: Options that only Python can set, such as who may take part.
+        """
+        target = self.options.target
+        algorithm = make_algorithm(self.algorithm, self.algorithm_options, target)
+        net = make_net(self.options, data, model)
         common = self._common(reported)
-        return Simulation(made, start, data, self.training, **common, **more)
+        return Simulation(algorithm, net, data, self.training, **common, **more)
 
     def play(
         self,
@@ -290,8 +322,12 @@ class Job:
         on_round: OnRound,
         checkpoint: Checkpoint | None = None,
     ) -> History:
-        """Runs it, each client's run after the other where it is `for_each`, on `data`
-        as they were given to `simulation`; `on_round` sees every round played."""
+        """Runs the simulation; with `for_each` one run for each client.
+
+        Args:
+            simulation: What `Job.simulation` made for these data.
+            on_round: Is called after every round of every run.
+        """
         if not self.for_each:
             return simulation.run(on_round, checkpoint)
         return run_each_target(
@@ -305,51 +341,57 @@ class Job:
         )
 
     def _common(self, reported: torch.Tensor | None = None) -> Line:
-        """The options that are the simulation's own."""
+        """The options that a simulation and `run_each_target` have in common."""
         o = self.options
+        evaluation = Evaluation(o.eval_every, o.eval_split, reported, metrics=o.metrics)
         return {
             "rounds": o.rounds,
             "participation": o.participation,
             "seed": o.seed,
-            "evaluation": Evaluation(
-                o.eval_every, o.eval_split, reported, metrics=o.metrics
-            ),
+            "evaluation": evaluation,
             "robustness": o.robustness,
             "hardware": o.hardware,
             "batch_norm": o.batch_norm,
         }
 
     def header(self, simulation: Simulation) -> Line:
-        """The simulation's header, with the names that the experiment was asked for
-        by."""
-        head = simulation.header()
+        """The simulation's header, with the names that options have for its parts."""
+        header = simulation.header()
         o = self.options
-        cut = partition_of(o.data, o.partition)
-        asked = {k: getattr(o, k) for k in ("data", "loss", *DATA_FIELDS)}
-        names = {"partition": cut and cut.name, "model": model_name(o, simulation.data)}
-        # whom the algorithm makes its one model for, if it does
-        made_for = head["target"]
-        target = o.target if isinstance(o.target, int) else made_for
+        for key in ("data", "loss", *DATA_FIELDS):
+            header[key] = getattr(o, key)
+        partition = partition_of(o.data, o.partition)
+        header["partition"] = partition and partition.name
+        header["model"] = model_name(o, simulation.data)
+        # The client that an algorithm makes its single model for, if it makes one.
+        model_target = header["target"]
+        target = o.target if isinstance(o.target, int) else model_target
         if self.for_each:
-            head["options"] |= {"target": "each client"}
+            header["options"] |= {"target": "each client"}
             target = None
-            made_for = "each client"
-        return {**head, **asked, **names, "target": target, "model_target": made_for}
+            model_target = "each client"
+        header["target"] = target
+        header["model_target"] = model_target
+        return header
 
 
 def describe_jobs(todo: Sequence[Job], cut: Facts, shape: Facts) -> Line:
-    """What some jobs compute, but for where: two descriptions that are equal give the
-    same numbers."""
+    """The facts on which the results of jobs depend.
+
+    Jobs with equal facts give the same numbers, wherever they run.
+    """
     options = asdict(todo[0].options)
-    for where in ("device", "engine", "workers", "clients_per_block", "graphs"):
-        del options[where]
+    for key in ("device", "engine", "workers", "clients_per_block", "graphs"):
+        del options[key]
     hyper = {job.name: dict(job.algorithm_options) for job in todo}
-    own = {
+    return {
+        "runs": [*hyper],
+        **options,
+        "training": asdict(todo[0].training),
         "partition_options": dict(cut),
         "model_options": dict(shape),
         "options": hyper,
     }
-    return {"runs": [*hyper], **options, "training": asdict(todo[0].training), **own}
 
 
 def make_jobs(
@@ -358,15 +400,20 @@ def make_jobs(
     training: Training,
     hyper: Mapping[str, Facts],
 ) -> list[Job]:
-    """One job per algorithm and seed, every hyper-parameter checked. ValueError in
-    one sentence."""
+    """One job per algorithm and seed.
+
+    It checks all options, and raises ValueError for the first that is wrong.
+
+    Args:
+        hyper: The options of each algorithm, by its name.
+    """
     require(algorithms, "algorithms", f"at least one of {', '.join(ALGORITHMS)}", None)
-    options.hardware, options.robustness  # noqa: B018  (what is wrong is said now)
+    options.hardware, options.robustness  # noqa: B018  (both raise what is wrong)
     for name in algorithms:
         make_algorithm(name, hyper.get(name), options.target)
-    seeds = range(options.seed, options.seed + options.seeds)
-    return [
-        Job(name, replace(options, seed=s), training, hyper.get(name, {}))
-        for name in dict.fromkeys(algorithms)
-        for s in seeds
-    ]
+    jobs = []
+    for name in dict.fromkeys(algorithms):
+        for seed in range(options.seed, options.seed + options.seeds):
+            of_seed = replace(options, seed=seed)
+            jobs.append(Job(name, of_seed, training, hyper.get(name, {})))
+    return jobs

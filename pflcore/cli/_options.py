@@ -1,5 +1,7 @@
-"""The options of a command, from dataclasses and functions, by tyro: a field's comment
-is its help."""
+"""The options of a command, which tyro makes from dataclasses and functions.
+
+The help of an option is the comment at its field, or its entry in "Args:".
+"""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,39 +21,31 @@ def parse(
     prefixed: Collection[str] = (),
     complete: bool = True,
 ) -> dict[str, dict[str, Any]]:
-    """The values of all options, by group, unchecked. `--help` and a malformed option
-    end the program (SystemExit 0 and 2).
+    """The values of all options, by group, which are not checked yet.
 
-    A group in `prefixed` writes its options `--GROUP.OPTION`; in the others an option
-    whose name an earlier group has is `--GROUP-OPTION`. What is no field of these
-    groups is passed over where they are not `complete`: which groups there are may
-    depend on the values of some.
+    `--help` and a malformed option end the program, by SystemExit 0 and 2.
+
+    Args:
+        prog: The command, as the help shows it.
+        about: The text at the head of the help.
+        groups: The dataclass of each group's options.
+        prefixed: The groups whose options are written `--GROUP.OPTION`. In the others
+            an option is written `--GROUP-OPTION` where an earlier group has its name.
+        complete: Whether there are all groups. If not, options that no group has are
+            passed over, as more groups may depend on the values of these.
     """
     tyro = import_optional("tyro")
-    arg = tyro.conf.arg
-    taken = set[str]()
-    kinds = dict[str, Any]()
+    taken = set[str]()  # names of options without the name of a group before them
+    types = dict[str, Any]()
     for title, cls in groups.items():
-        hints = get_type_hints(cls)
-        helps = field_comments(cls)
-        own = list[tuple[str, Any, Any]]()
-        for f in option_fields(cls):
-            name = (
-                f"{title}-{f.name}"
-                if f.name in taken and title not in prefixed
-                else None
-            )
-            how = arg(name=name, help=helps.get(f.name))
-            own.append((f.name, Annotated[hints[f.name], how], copy(f)))
-        about_group = (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
-        kinds[title] = Annotated[
-            make_dataclass(title, own), arg(name=title, help=about_group)
-        ]
-        if title not in prefixed:
+        is_prefixed = title in prefixed
+        group = _group_type(title, cls, set() if is_prefixed else taken)
+        if not is_prefixed:
             taken |= {f.name for f in option_fields(cls)}
-            kinds[title] = tyro.conf.OmitArgPrefixes[kinds[title]]
-    got = tyro.cli(
-        make_dataclass("Options", kinds.items()),
+            group = tyro.conf.OmitArgPrefixes[group]
+        types[title] = group
+    parsed = tyro.cli(
+        make_dataclass("Options", types.items()),
         prog=prog,
         description=about,
         args=list(argv),
@@ -59,43 +53,68 @@ def parse(
         add_help=complete,
         return_unknown_args=not complete,
     )
-    return {
-        title: vars(values)
-        for title, values in vars(got if complete else got[0]).items()
-    }
+    options = parsed if complete else parsed[0]  # beside them the unknown words
+    return {title: vars(values) for title, values in vars(options).items()}
+
+
+def _group_type(title: str, cls: type, taken: Collection[str]) -> Any:
+    """The annotated dataclass from which tyro makes a group of options.
+
+    Args:
+        taken: The names that earlier groups have.
+    """
+    arg = import_optional("tyro").conf.arg
+    hints = get_type_hints(cls)
+    comments = field_comments(cls)
+    options: list[tuple[str, Any, Any]] = []
+    for f in option_fields(cls):
+        name = f"{title}-{f.name}" if f.name in taken else None
+        details = arg(name=name, help=comments.get(f.name))
+        options.append((f.name, Annotated[hints[f.name], details], copy(f)))
+    about = (inspect.getdoc(cls) or "").partition("\n\nArgs:")[0]
+    return Annotated[make_dataclass(title, options), arg(name=title, help=about)]
 
 
 def option_fields(cls: type) -> list[Field[Any]]:
-    """The fields of a dataclass that are options. An algorithm's target is the run's,
-    and a choice of one is none."""
-    aside = (
-        {"target", *fixed_options(cls)} if issubclass(cls, Algorithm) else set[str]()
-    )
-    return [f for f in fields(cls) if f.init and f.name not in aside]
+    """The fields of a dataclass that are options of the command line.
+
+    An algorithm's target is an option of the run, and a field with a single choice is
+    no option.
+    """
+    excluded = set[str]()
+    if issubclass(cls, Algorithm):
+        excluded = {"target", *fixed_options(cls)}
+    return [f for f in fields(cls) if f.init and f.name not in excluded]
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """The comment at each field of a dataclass, or at its base's field, or what its
-    docstring says below "Args:", as tyro finds it."""
+    """The help of each field of a dataclass, as tyro finds it.
+
+    It is the comment at the field, or at the field of a base class, or the entry in
+    "Args:" of the docstring.
+    """
     tyro = import_optional("tyro")
-    found = dict[str, str]()
-    of = tyro.constructors
+    constructors = tyro.constructors
+    comments = dict[str, str]()
     for base in filter(is_dataclass, reversed(cls.__mro__)):
-        info = of.StructTypeInfo.make(base, tyro.MISSING_NONPROP, False)
-        each = {
-            f.name: f.helptext()
-            for f in of.ConstructorRegistry.get_struct_spec(info).fields
-        }
-        found |= {name: text for name, text in each.items() if text}
-    return found
+        info = constructors.StructTypeInfo.make(base, tyro.MISSING_NONPROP, False)
+        spec = constructors.ConstructorRegistry.get_struct_spec(info)
+        for f in spec.fields:
+            text = f.helptext()
+            if text:
+                comments[f.name] = text
+    return comments
 
 
 def dataclass_of_arguments(
     function: Callable[..., Any], defaults: Mapping[str, Any]
 ) -> type:
-    """These arguments of a function as the fields of a dataclass."""
-    function = getattr(function, "func", function)  # a partial's own
+    """A dataclass with these arguments of a function as its fields."""
+    function = getattr(function, "func", function)  # the function of a partial
     hints = get_type_hints(function)
-    about = {"__doc__": function.__doc__}
-    own = [(k, hints.get(k, type(v)), field(default=v)) for k, v in defaults.items()]
-    return make_dataclass(function.__name__, own, namespace=about)
+    arguments = []
+    for name, default in defaults.items():
+        hint = hints.get(name, type(default))
+        arguments.append((name, hint, field(default=default)))
+    namespace = {"__doc__": function.__doc__}
+    return make_dataclass(function.__name__, arguments, namespace=namespace)

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
@@ -144,8 +144,7 @@ def _run_command(
     prog = "pflcore compare"
     if is_run:
         prog = f"pflcore run {names[0] if names else 'ALGORITHM'}"
-    known = [f"{kind}: {', '.join(choices)}." for kind, choices in HELP_NAMES.items()]
-    about = "\n\n".join([inspect.getdoc(command) or "", *known])
+    about = _about(command)
     groups: dict[str, type] = {} if is_run else {"compare": CompareOptions}
     groups |= {"run": Options, "training": Training, "output": OutputOptions}
     # What other options there are depends on the values of these, so these are parsed
@@ -162,14 +161,41 @@ def _run_command(
             groups[title] = dataclass_of_arguments(choice.function, choice.defaults)
     algorithms = {name_of(name): name for name in names}  # by the group of its options
     groups |= {title: class_of(name) for title, name in algorithms.items()}
-    classes = dict.fromkeys(class_of(name) for name in names)
-    # Where a class has options, the group of these options has its docstring.
-    plain = [cls for cls in classes if not option_fields(cls)]
-    about = "\n\n".join([about, *(inspect.getdoc(cls) or "" for cls in plain)])
+    classes = {class_of(name) for name in names}
     differ = len(classes) == len(algorithms)
     require(differ, "algorithms", "different names", ", ".join(names))
-    prefixed = () if is_run else algorithms
-    values = parse(prog, about, groups, argv, prefixed)
+    about = _about(command, [class_of(name) for name in names])
+    values = parse(prog, about, groups, argv, () if is_run else algorithms)
+    return _run_values(values, algorithms, functions["data"])
+
+
+def _about(command: Callable[..., int], classes: Sequence[type] = ()) -> str:
+    """The text at the head of a command's help.
+
+    Args:
+        classes: The classes of the algorithms that are named. A class with options is
+            described at the group of its options instead.
+    """
+    paragraphs = [inspect.getdoc(command) or ""]
+    for kind, names in HELP_NAMES.items():
+        paragraphs.append(f"{kind}: {', '.join(names)}.")
+    for cls in classes:
+        if not option_fields(cls):
+            paragraphs.append(inspect.getdoc(cls) or "")
+    return "\n\n".join(paragraphs)
+
+
+def _run_values(
+    values: Mapping[str, Line],
+    algorithms: Mapping[str, str],
+    reader: NamedFunction | None,
+) -> int:
+    """Plays the runs that the values of all options describe; the exit code.
+
+    Args:
+        values: The values of each group of options.
+        algorithms: The name of each algorithm, by the group of its options.
+    """
     jobs = experiment.make_jobs(
         [*algorithms.values()],
         Options(**values["run"]),
@@ -177,7 +203,6 @@ def _run_command(
         {name: values[title] for title, name in algorithms.items()},
     )
     cut = values.get("partition", {})
-    reader = functions["data"]
     if reader:  # the record names a reader's options only where they are chosen
         cut = {k: v for k, v in values["data"].items() if v != reader.defaults[k]}
     output = OutputOptions(**values["output"])
