@@ -27,7 +27,7 @@ FEDERATIONS: dict[str, Callable[..., Federation]] = {
     "synthetic_clusters": synthetic.synthetic_clusters,
 }
 TABULAR = ("school", "vehicle")  # each client's features have scales of their own
-_cut = partition  # where an argument has this name
+_partition = partition  # in `federation_of`, an argument has its name
 
 __all__ = [
     "Federation",
@@ -56,79 +56,78 @@ def federation_of(  # noqa: PLR0913 (the command line's)
 ) -> Federation:
     """A federation from the names of a data set and of a partition.
 
-    data          a pool that a partition cuts (``SOURCES``, or a :class:`Source`), or data that
-                  comes with its clients
-                  (``FEDERATIONS``, ``"leaf:PATH"``, ``"folder:PATH"``); the files and
-                  what their numbers become stand in docs/data.md
-    partition     one of ``PARTITIONS`` (None: "A"), with ``options`` from
-                  ``options_of(partition)``; data with clients takes none. ``leaf:`` has the option ``classes``, ``folder:`` has it and ``target``
-    n             clients: 10 where a partition makes them; the first n where the data brings them
-                  (None: all)
-    seed          of the partition or of the split; shift_seed: of the label permutations of A*, B*
-    root          the data folder (None: the one PFLCORE_DATA names)
-    train_samples, test_samples   use a stratified part of the pools only
-    fractions     data with clients: "val" and "test" of each client's samples (None: .15 each where
-                  the data has no test split; {}: as it comes)
-    standardize   data with clients: features by each client's training statistics (None: for school
-                  and vehicle)
+    Raises ValueError (a name, an option), ImportError (a package) or OSError (a file),
+    one sentence each.
 
-    ValueError (a name, an option), ImportError (a package), OSError (a file): one
-    sentence each.
+    Args:
+        data: samples that a partition cuts (``SOURCES``, or a :class:`Source`), or data
+            that comes with its clients (``FEDERATIONS``, ``"leaf:PATH"``,
+            ``"folder:PATH"``); docs/data.md describes the files, and what their numbers
+            become
+        partition: one of ``PARTITIONS`` (None: "A"), with ``options`` from
+            ``options_of(partition)``. Data with clients takes none; ``leaf:`` has the
+            option ``classes``, ``folder:`` has ``classes`` and ``target``
+        n: clients; 10 where a partition makes them; the first n where the data brings
+            them (None: all)
+        seed: of the partition or of the split
+        shift_seed: of the label permutations of A* and B*
+        root: the data folder (None: the one that PFLCORE_DATA names)
+        train_samples: use only so many training samples, stratified
+        test_samples: use only so many test samples, stratified
+        fractions: for data with clients, the shares "val" and "test" of each client's
+            samples (None: .15 each where the data has no test split; {}: as it comes)
+        standardize: for data with clients, standardize features by each client's
+            training statistics (None: for school and vehicle)
     """
     if isinstance(data, str) and data not in SOURCES:
-        samples = partition or train_samples or test_samples
-        fed = _with_clients(data, n, seed, root, options)
-        require(
-            not samples,
-            "partition and samples",
-            f"none, as {data} has clients",
-            samples,
-        )
-        fed = _divided(fed, fractions, seed)
-        scaled = data in TABULAR if standardize is None else standardize
-        if scaled and fed.x.dtype == torch.int64:  # whole numbers that are features
-            fed = replace(fed, x=fed.x.float())
-        return fed.standardize() if scaled else fed
-    none = fractions is None and standardize is None
-    require(
-        none,
-        "fractions and standardize",
-        f"none, as a partition cuts {data!r}",
-        fractions,
-    )
+        unusable = partition or train_samples or test_samples
+        federation = _with_clients(data, n, seed, root, options)
+        expected = f"none, as {data} has clients"
+        require(not unusable, "partition and samples", expected, unusable)
+        federation = _hold_out(federation, fractions, seed)
+        scales = data in TABULAR if standardize is None else standardize
+        return _standardized(federation) if scales else federation
+    fits = fractions is None and standardize is None
+    expected = f"none, as a partition cuts {data!r}"
+    require(fits, "fractions and standardize", expected, fractions)
     name = partition or "A"
     defaults = options_of(name)
-    require(
-        "classes" not in options, name, f"the options {', '.join(defaults)}", "classes"
-    )
-    cut = [
-        f"{k}={summarize(v)}"
-        for k, v in sorted(options.items())
-        if v != defaults.get(k)
-    ]
+    expected = f"the options {', '.join(defaults)}"
+    require("classes" not in options, name, expected, "classes")
+    # Runs on other cuts are no seeds of one run, so the name tells them apart.
+    changed = []
+    for option, value in sorted(options.items()):
+        if value != defaults.get(option):
+            changed.append(f"{option}={summarize(value)}")
     if "shift_seed" in defaults:
         options = {**options, "shift_seed": shift_seed}
     source = load(data, root) if isinstance(data, str) else data
-    s = source.sample(train_samples, test_samples, seed)
-    part = _cut(
+    source = source.sample(train_samples, test_samples, seed)
+    made = _partition(
         name,
-        s.y_train,
+        source.y_train,
         n or 10,
-        test_labels=s.y_test,
+        test_labels=source.y_test,
         seed=seed,
-        classes=s.classes,
+        classes=source.classes,
         **options,
     )
-    title = " ".join([s.name, name, *cut])  # runs on other cuts are no seeds of one
     return Federation.from_partition(
-        s.x_train,
-        s.y_train,
-        part,
-        x_test=s.x_test,
-        y_test=s.y_test,
-        classes=s.classes,
-        name=title,
+        source.x_train,
+        source.y_train,
+        made,
+        x_test=source.x_test,
+        y_test=source.y_test,
+        classes=source.classes,
+        name=" ".join([source.name, name, *changed]),
     )
+
+
+def _standardized(federation: Federation) -> Federation:
+    """The federation with standardized features; whole numbers are features, too."""
+    if federation.x.dtype == torch.int64:
+        federation = replace(federation, x=federation.x.float())
+    return federation.standardize()
 
 
 def _with_clients(
@@ -138,33 +137,39 @@ def _with_clients(
     root: str | os.PathLike[str] | None,
     options: Mapping[str, Any],
 ) -> Federation:
-    """Data that has clients, by what it takes; the first n of them."""
+    """The first n clients of data that has clients, with the options it has."""
     kind, _, path = data.partition(":")
-    readers = {k: partial(read, path) for k, read in natural.READERS.items()}
-    names = f"{', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH, folder:PATH"
-    known = data in FEDERATIONS or kind in readers
-    require(known, "data", f"one of {names}", data, [*SOURCES, *FEDERATIONS])
-    make = FEDERATIONS.get(data) or readers[kind]
-    own = inspect.signature(make).parameters
-    unknown = sorted(set(options) - set(own))
-    require(not unknown, data, f"the options {', '.join(own)}", ", ".join(unknown), own)
-    given = {"n": n, "seed": seed, "root": root}
-    fed = make(
-        **{k: v for k, v in given.items() if k in own and v is not None}, **options
-    )
-    require(n is None or n <= fed.n, "n", f"at most the {fed.n} clients of {data}", n)
-    return fed if n in (None, fed.n) else fed.subset(range(n))
+    expected = f"one of {', '.join([*SOURCES, *FEDERATIONS])}, leaf:PATH, folder:PATH"
+    known = data in FEDERATIONS or kind in natural.READERS
+    require(known, "data", expected, data, [*SOURCES, *FEDERATIONS])
+    make = FEDERATIONS.get(data)
+    if make is None:
+        make = partial(natural.READERS[kind], path)
+    takes = inspect.signature(make).parameters
+    unknown = sorted(set(options) - set(takes))
+    expected = f"the options {', '.join(takes)}"
+    require(not unknown, data, expected, ", ".join(unknown), takes)
+    arguments = {}
+    for argument, value in (("n", n), ("seed", seed), ("root", root)):
+        if argument in takes and value is not None:
+            arguments[argument] = value
+    federation = make(**arguments, **options)
+    count = federation.n
+    require(n is None or n <= count, "n", f"at most the {count} clients of {data}", n)
+    return federation if n in (None, count) else federation.subset(range(n))
 
 
-def _divided(
-    fed: Federation, fractions: Mapping[str, HeldOut] | None, seed: int
+def _hold_out(
+    federation: Federation, fractions: Mapping[str, HeldOut] | None, seed: int
 ) -> Federation:
-    """Each client's samples in these shares; None: Motley's where there is no test
-    split."""
-    whole = fractions is None and "test" not in fed.index
-    shares: dict[str, Any] = dict(DEFAULT_SHARES if whole else fractions or {})
-    fit = set(shares) <= {"val", "test"}
-    require(
-        fit, "fractions", "shares of 'val' and 'test' of each client's samples", shares
-    )
-    return fed.split(**shares, seed=seed, of=None) if shares else fed
+    """The federation with these shares of each client's samples held out.
+
+    None: Motley's shares, where there is no test split.
+    """
+    shares: dict[str, Any] = dict(fractions or {})
+    if fractions is None and "test" not in federation.index:
+        shares = dict(DEFAULT_SHARES)
+    fits = set(shares) <= {"val", "test"}
+    expected = "shares of 'val' and 'test' of each client's samples"
+    require(fits, "fractions", expected, shares)
+    return federation.split(**shares, seed=seed, of=None) if shares else federation

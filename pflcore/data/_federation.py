@@ -1,7 +1,10 @@
 """A federation: its three constructors, and the federations that it makes of itself.
 
-A rule says for n samples which of their positions go to which split. Clients with as
-many samples are dealt at once, by one permutation.
+A split rule says for n samples which of their positions go to which split. Clients with
+equally many samples are dealt at once, by one permutation.
+
+Symbols: N clients; client i has n_i samples in a split; C classes; n samples are in a
+table or a pool; S clients are chosen of N.
 """
 
 import math
@@ -51,15 +54,17 @@ PerClientData = Annotated[
         lambda v: hasattr(v, "__iter__") and not isinstance(v, str | Mapping),
     ),
 ]
-# of n samples: the positions of each split
+# From a number of samples n to the positions in 0..n-1 of each split.
 SplitRule = Callable[[int], dict[str, Tensor]]
 Split = Literal["train", "val", "test"]
 HeldOut = Momentum  # a share of samples, below 1
 
 
 class ClientGroups(NamedTuple):
-    """Who trains, who chooses hyper-parameters, who is reported: disjoint client ids,
-    each int64 and sorted."""
+    """Clients that train, that choose hyper-parameters, and that are reported.
+
+    The ids are disjoint, int64 and sorted.
+    """
 
     train: Tensor
     val: Tensor
@@ -67,26 +72,27 @@ class ClientGroups(NamedTuple):
 
 
 class Federation(ClientSamples):
-    """The data of N clients, without copies: every client is a list of indices into one
-    pool.
+    """The data of N clients, without copies: lists of indices into one pool.
 
-    x         [n_pool, ...]    inputs: floats, or int64 (tokens); or a dict of such tensors
-    y         [n_pool] or [n_pool, ...]   int64 labels in 0..classes-1, or floating targets (then
-              ``classes`` is None)
-    index     split -> N index lists (int64, [n_i]); "train" is required, "val" and "test" are not
-    classes   C, or None for regression
-    relabel   [N, C] int64 or None: client i sees ``relabel[i][y]`` (concept shift); the pool keeps
-              its own labels
-    facts     what a partition or a reader counted, by name: for the summary and the record
-    truth     what is known of the clients beside their samples, each value [N, ...]: "group",
-              "optimum", ...
-    names     [N], the clients' own names or ids, or None
-    scaling   what `standardize` shifted and scaled each client's raw features by: (mean,
-              deviation), each [N, ...], or None
+    - x [n_pool, ...]: inputs, floats or int64 (tokens); or a dict of such tensors
+    - y [n_pool] or [n_pool, ...]: int64 labels in 0..classes-1, or floating targets
+      (then ``classes`` is None)
+    - index: split -> N index lists (int64, [n_i]); "train" is required, "val" and
+      "test" are not
+    - classes: C, or None for regression
+    - relabel: [N, C] int64 or None; client i sees ``relabel[i][y]`` (concept shift),
+      the pool keeps its own labels
+    - facts: what a partition or a reader counted, by name, for the summary and the
+      record
+    - truth: what is known of the clients beside their samples, each value [N, ...]:
+      "group", "optimum", ...
+    - names: [N], the clients' own names or ids, or None
+    - scaling: what `standardize` shifted and scaled each client's raw features by,
+      (mean, deviation), each [N, ...]; or None
 
     A training sample belongs to one client, and no sample to two splits; two clients
-    may share test samples (a common test set). ValueError or TypeError, one sentence:
-    what does not fit, NaN or Inf, a client without training samples.
+    may share test samples (a common test set). Raises ValueError or TypeError, one
+    sentence, for what does not fit, NaN or Inf, and a client without training samples.
     """
 
     @classmethod
@@ -108,11 +114,12 @@ class Federation(ClientSamples):
         What targets and inputs become is decided for all clients together
         (docs/data.md):
 
-        integers, bool   labels from 0; ``classes="infer"`` takes the largest plus one, at most as
-                         many as there are samples. Labels [n, 1] become [n]
-        floats           numbers to predict; labels where ``classes`` is given and all are whole
-        ``classes=None`` all targets are numbers to predict
-        words, complex   refused
+        - Integers and bool are labels from 0. ``classes="infer"`` takes the largest
+          plus one, at most as many as there are samples. Labels [n, 1] become [n].
+        - Floats are numbers to predict; they are labels where ``classes`` is given and
+          all are whole.
+        - With ``classes=None`` all targets are numbers to predict.
+        - Words and complex numbers are refused.
 
         Inputs are floats or int64 (tokens), and never bytes. ``dtype``: floats are
         converted to it; None keeps what came. To hold out samples for testing:
@@ -128,41 +135,45 @@ class Federation(ClientSamples):
         name: str = "data",
         names: Sequence[str | int] | None = None,
     ) -> Self:
-        """Clients' samples as a reader has them; `names` are the clients' own."""
+        """A federation of clients' samples as a reader has them.
+
+        Args:
+            names: the clients' own names
+        """
         count = 0
         parts = []
         for i, entry in enumerate(clients):
             count = i + 1
-            who = f"client {i if names is None else names[i]}"
-            for split, given in _by_split(who, entry).items():
-                x, y, of_x = to_pair(given, f"{who} ({split})", reader.dtype)
+            holder = f"client {i if names is None else names[i]}"
+            for split, pair in _by_split(holder, entry).items():
+                x, y, of_x = to_pair(pair, f"{holder} ({split})", reader.dtype)
                 if len(y):
-                    parts.append((i, who, split, x, y, of_x))
+                    parts.append((i, holder, split, x, y, of_x))
         require(count, "clients", "the data of at least one client", [])
-        none = f"a sample to train on for each; leave out the {count} without"
-        require(parts, "clients", none, "no samples at all")
-        owner, whose, splits, xs, ys, fields = zip(*parts, strict=True)
-        _check_same_form(
-            whose,
-            xs,
-            ys,
-            fields,
-            typed=not reader.from_files and reader.classes == "infer",
+        expected = f"a sample to train on for each; leave out the {count} without"
+        require(parts, "clients", expected, "no samples at all")
+        owners, holders, splits, xs, ys, fields = zip(*parts, strict=True)
+        typed = not reader.from_files and reader.classes == "infer"
+        _check_same_form(holders, xs, ys, fields, typed=typed)
+        sizes = [len(y) for y in ys]
+        owner_of_sample = np.repeat(owners, sizes)
+        split_of_sample = np.repeat(splits, sizes)
+        index = {}
+        for split in SPLITS:
+            if split in splits or split == "train":
+                is_in = split_of_sample == split
+                index[split] = Ragged.from_owners(
+                    np.flatnonzero(is_in), owner_of_sample[is_in], count
+                )
+        float_dtypes = (x.dtype for x in xs if x.is_floating_point())
+        float_dtype = next(float_dtypes, torch.float32)
+        single_step = has_single_step(xs[0], fields[0])
+        y, classes = interpret_targets(
+            torch.cat(ys), reader, float_dtype, single_step=single_step
         )
-        floats = next((x.dtype for x in xs if x.is_floating_point()), torch.float32)
-        size = [len(y) for y in ys]
-        rows = np.repeat(owner, size)
-        where = np.repeat(splits, size)
-        index = {
-            s: Ragged.from_owners(np.flatnonzero(where == s), rows[where == s], count)
-            for s in SPLITS
-            if s in splits or s == "train"
-        }
-        steps = has_single_step(xs[0], fields[0])
-        y, classes = interpret_targets(torch.cat(ys), reader, floats, single_step=steps)
-        x = merge_inputs(xs, whose, floats)
-        made = None if names is None else tuple(names)
-        return cls(x, y, index, classes, name=name, fields=fields[0], names=made)
+        x = merge_inputs(xs, holders, float_dtype)
+        names = None if names is None else tuple(names)
+        return cls(x, y, index, classes, name=name, fields=fields[0], names=names)
 
     @classmethod
     @checked
@@ -176,7 +187,7 @@ class Federation(ClientSamples):
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
     ) -> Self:
-        """One table of samples: x [n, ...], y [n, ...] and whose each is, client [n].
+        """One table of samples: x [n, ...], y [n, ...], and client [n], their owners.
 
         Memory-mapped arrays of that ``dtype`` (or None) stay where they are. Or x is a
         data frame (pandas, polars), an Arrow table or a Hugging Face Dataset, and
@@ -200,15 +211,15 @@ class Federation(ClientSamples):
             x, fields = to_inputs(x, "x", dtype)
             y = to_targets(y, "y")
         lists, names = _by_client(client, len(x))
-        how = ReaderOptions(classes, dtype)
-        floats = x.dtype if x.is_floating_point() else torch.float32
-        y, known = interpret_targets(
-            y, how, floats, single_step=has_single_step(x, fields)
+        x = x.contiguous()
+        y, classes = interpret_targets(
+            y,
+            ReaderOptions(classes, dtype),
+            x.dtype if x.is_floating_point() else torch.float32,
+            single_step=has_single_step(x, fields),
         )
         index = {"train": lists}
-        return cls(
-            x.contiguous(), y, index, known, name=name, fields=fields, names=names
-        )
+        return cls(x, y, index, classes, name=name, fields=fields, names=names)
 
     @classmethod
     @checked
@@ -223,40 +234,49 @@ class Federation(ClientSamples):
         classes: Classes = "infer",
         name: str = "data",
     ) -> Self:
-        """A training pool x [n, ...], y [n], an optional test pool, and a partition of
-        ``cat(y, y_test)`` as :func:`pflcore.data.partition` makes them: with ``test_labels=y_test``
-        where there is a test pool. ValueError where it was made of other numbers of
-        samples."""
+        """Samples x [n, ...], y [n], perhaps test samples, dealt by a partition.
+
+        The partition is one of ``cat(y, y_test)``, as
+        :func:`pflcore.data.partition` makes them: with ``test_labels=y_test`` where
+        there are test samples. Raises ValueError where it was made of other numbers of
+        samples.
+        """
         x = to_tensor(x, "x")
         y = to_targets(y, "y")
-        pools = {"train": len(y)}
+        pool_sizes = {"train": len(y)}
         if x_test is not None:
-            xt = to_tensor(x_test, "x_test")
-            yt = to_targets(y_test, "y_test")
-            require(
-                xt.shape[1:] == x.shape[1:],
-                "x_test",
-                f"inputs {list(x.shape[1:])}, as x has",
-                xt,
-            )
-            x, y, pools["test"] = torch.cat([x, xt]), torch.cat([y, yt]), len(yt)
-        p = partition
-        fits = (
-            p.pool_sizes == pools
-            if p.pool_sizes
-            else "test" in p.index or "test" not in pools
-        )
-        wanted = (
-            f"one of {pools} samples (a test pool by partition(..., "
+            more_x = to_tensor(x_test, "x_test")
+            more_y = to_targets(y_test, "y_test")
+            expected = f"inputs {list(x.shape[1:])}, as x has"
+            require(more_x.shape[1:] == x.shape[1:], "x_test", expected, more_x)
+            x = torch.cat([x, more_x])
+            y = torch.cat([y, more_y])
+            pool_sizes["test"] = len(more_y)
+        fits = partition.pool_sizes == pool_sizes
+        if not partition.pool_sizes:  # not made by `partition`
+            fits = "test" in partition.index or "test" not in pool_sizes
+        expected = (
+            f"one of {pool_sizes} samples (a test pool by partition(..., "
             "test_labels=y_test))"
         )
-        require(fits, "partition", wanted, dict(p.pool_sizes) or list(p.index))
-        truth = {} if p.group is None else {"group": p.group}
-        floats = x.dtype if x.is_floating_point() else torch.float32
-        y, c = interpret_targets(
-            y, ReaderOptions(classes, None), floats, single_step=has_single_step(x)
+        made_of = dict(partition.pool_sizes) or list(partition.index)
+        require(fits, "partition", expected, made_of)
+        y, classes = interpret_targets(
+            y,
+            ReaderOptions(classes, None),
+            x.dtype if x.is_floating_point() else torch.float32,
+            single_step=has_single_step(x),
         )
-        return cls(x, y, p.index, c, p.relabel, name, p.facts, truth)
+        return cls(
+            x,
+            y,
+            partition.index,
+            classes,
+            partition.relabel,
+            name,
+            partition.facts,
+            truth={} if partition.group is None else {"group": partition.group},
+        )
 
     # other federations of the same pool ---------------------------------------
 
@@ -269,44 +289,41 @@ class Federation(ClientSamples):
         seed: Seed32 = 0,
         of: Sequence[Split] | None = ("train",),
     ) -> Self:
-        """Holds out these shares of each client's samples of the splits `of` (None:
-        all): Motley's cross-silo setting.
+        """Holds out shares of each client's samples (Motley's cross-silo setting).
 
-        Test samples go first, ceil(test * n); then validation, ceil(val / (1 - test) *
-        rest); each by a fresh permutation from `seed`. That is
-        `train_test_split(random_state=seed)` of scikit-learn called twice, as the
-        Motley code does, index for index. A client who would have none left to train on
-        keeps them all. ValueError where no client has enough, or where a split that is
-        to be made exists outside `of`.
+        They are taken from the splits `of` (None: all). Test samples go first,
+        ceil(test * n); then validation, ceil(val / (1 - test) * rest); each by a fresh
+        permutation from `seed`. That is `train_test_split(random_state=seed)` of
+        scikit-learn called twice, as the Motley code does, index for index. A client
+        that would have none left to train on keeps them all.
+
+        Raises ValueError where no client has enough, or where a split that is to be
+        made exists outside `of`.
         """
         require(test + val < 1, "val and test", "shares below 1 together", [val, test])
-        wanted = {"test": test, "val": val / (1 - test)}
-        wanted = {s: share for s, share in wanted.items() if share > 0}
-        outside = [
-            s for s in wanted if s in self.index and of is not None and s not in of
-        ]
-        require(
-            not outside, "of", f"{outside} too, which exist, or None for all splits", of
-        )
+        shares = {"test": test, "val": val / (1 - test)}
+        shares = {split: share for split, share in shares.items() if share > 0}
+        existing = [split for split in shares if split in self.index]
+        outside = [split for split in existing if of is not None and split not in of]
+        expected = f"{outside} too, which exist, or None for all splits"
+        require(not outside, "of", expected, of)
 
         def rule(n: int) -> dict[str, Tensor]:
             rest = torch.arange(n)
             dealt = {}
-            for split, share in wanted.items():
+            for split, share in shares.items():
                 order = random_permutation(len(rest), seed)
-                cut = math.ceil(share * len(rest))
-                cut = cut if cut < len(rest) else 0
-                dealt[split], rest = rest[order[:cut]], rest[order[cut:]]
+                count = math.ceil(share * len(rest))
+                if count >= len(rest):  # none would be left to train on
+                    count = 0
+                dealt[split] = rest[order[:count]]
+                rest = rest[order[count:]]
             return {**dealt, "train": rest}
 
         new = self.redistribute(rule, of=of)
-        missing = [s for s in wanted if s not in new.index]
-        require(
-            not missing,
-            "val and test",
-            f"a client with enough samples for {missing}",
-            wanted,
-        )
+        missing = [split for split in shares if split not in new.index]
+        expected = f"a client with enough samples for {missing}"
+        require(not missing, "val and test", expected, shares)
         return new
 
     @checked
@@ -317,32 +334,34 @@ class Federation(ClientSamples):
         of: Sequence[Split] | None = None,
         scored: Literal["val", "test"] = "test",
     ) -> Self:
-        """Personalization halves ("train", floor(n / 2)) and evaluation halves
-        (`scored`) of these clients' [S] (None: all clients') samples of the splits `of`
-        (None: all).
+        """Halves of these clients' [S] samples: to personalize on, and to evaluate on.
 
-        By one permutation from `seed`; they have nothing else then, and the other
-        clients stay. Nothing but scoring may look at an evaluation half. ValueError for
-        a client with fewer than two samples.
+        The samples of the splits `of` (None: all) of `clients` (None: all) are dealt by
+        one permutation from `seed`: the first floor(n / 2) to "train", the others to
+        `scored`. These clients have no other samples then; the other clients stay. Only
+        scoring may look at an evaluation half. Raises ValueError for a client with
+        fewer than two samples.
         """
         ids = self._ids(clients)
         size = self._all_lists(of).size
-        few = ids[size[ids] < 2][:5].tolist()
-        require(
-            not few, "clients", "at least 2 samples each, to be halved; leave out", few
-        )
+        too_small = ids[size[ids] < 2][:5].tolist()
+        expected = "at least 2 samples each, to be halved; leave out"
+        require(not too_small, "clients", expected, too_small)
 
         def rule(n: int) -> dict[str, Tensor]:
             order = random_permutation(n, seed)
-            none = dict.fromkeys(("val", "test"), order[:0])
-            return {**none, "train": order[: n // 2], scored: order[n // 2 :]}
+            empty = {"val": order[:0], "test": order[:0]}
+            return {**empty, "train": order[: n // 2], scored: order[n // 2 :]}
 
         return self.redistribute(rule, clients, of)
 
     @checked
     def keep_fraction(self, fraction: Fraction, clients: Any = None) -> Self:
-        """The first `fraction` of each training list, rounded up: keep(.25) is part of
-        keep(.5). Other splits, and those of clients other than `clients` [S], stay."""
+        """The first `fraction` of each training list of `clients` [S], rounded up.
+
+        So a smaller fraction is part of a larger one. Other splits, and other clients,
+        stay.
+        """
 
         def rule(n: int) -> dict[str, Tensor]:
             return {"train": torch.arange(max(1, math.ceil(fraction * n - 1e-9)))}
@@ -352,54 +371,66 @@ class Federation(ClientSamples):
     def redistribute(
         self, rule: SplitRule, clients: Any = None, of: Sequence[str] | None = None
     ) -> Self:
-        """These clients' [S] samples of the splits `of` (None: all) dealt anew by a
-        rule, a function of their number n -> {split: positions [k] in 0..n-1}.
+        """The samples of these clients [S] in the splits `of` (None: all), dealt anew.
 
         What the rule names or deals from is replaced; other splits and other clients
-        stay. A split that is left with no sample at all is none.
+        stay. A split that is left without any sample is removed, but for "train".
         """
         ids = self._ids(clients)
-        lists = self._all_lists(of).take(self._ids(clients))
-        parts: dict[str, list[tuple[Tensor, Tensor]]] = {s: [] for s in SPLITS}
-        for n in lists.size.unique().tolist():
-            same = (lists.size == n).nonzero()[:, 0]
-            for split, positions in rule(n).items():
-                rows = lists.flat[lists.begin[same, None] + positions]  # [m, k]
-                parts[split].append(
-                    (rows.flatten(), ids[same].repeat_interleave(len(positions)))
-                )
-        chosen = torch.zeros(self.n, dtype=torch.bool).index_fill(0, ids, True)
-        for s in self.splits:
-            rows = self.index[s].flat.cpu()
-            owner = self.index[s].owners().cpu()
-            if parts[s] or of is None or s in of:  # what is not dealt anew stays
-                stay = ~chosen[owner]
-                rows = rows[stay]
-                owner = owner[stay]
-            parts[s].append((rows, owner))
-        index = {s: _group_by_owner(parts[s], self.n) for s in SPLITS if parts[s]}
-        index = {
-            s: v.to(self.device)
-            for s, v in index.items()
-            if len(v.flat) or s == "train"
-        }
+        parts = self._deal_by_rule(rule, ids, of)
+        is_chosen = torch.zeros(self.n, dtype=torch.bool).index_fill(0, ids, True)
+        for split in self.splits:
+            rows = self.index[split].flat.cpu()
+            owner = self.index[split].owners().cpu()
+            if parts[split] or of is None or split in of:  # else all of it stays
+                stays = ~is_chosen[owner]
+                rows = rows[stays]
+                owner = owner[stays]
+            parts[split].append((rows, owner))
+        index = {}
+        for split in SPLITS:
+            if not parts[split]:
+                continue
+            lists = _group_by_owner(parts[split], self.n)
+            if len(lists.flat) or split == "train":
+                index[split] = lists.to(self.device)
         new = self._copy_with(index=index)
-        # clients who shared test samples may share training samples now
+        # Clients that shared test samples may share training samples now.
         new._check_index()
         return new
+
+    def _deal_by_rule(
+        self, rule: SplitRule, ids: Tensor, of: Sequence[str] | None
+    ) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """Samples and their owners, in pieces, for each split."""
+        lists = self._all_lists(of).take(ids)
+        parts: dict[str, list[tuple[Tensor, Tensor]]] = {s: [] for s in SPLITS}
+        for n in lists.size.unique().tolist():
+            same_size = (lists.size == n).nonzero()[:, 0]
+            begin = lists.begin[same_size, None]
+            for split, positions in rule(n).items():
+                rows = lists.flat[begin + positions]  # [clients, positions]
+                owners = ids[same_size].repeat_interleave(len(positions))
+                parts[split].append((rows.flatten(), owners))
+        return parts
 
     def subset(self, clients: Any) -> Self:
         """Only these clients [S], renumbered 0.. in the given order; the pool is
         shared."""
         ids = self._ids(clients)
 
-        def mine(v: Any) -> Any:
-            return v.take(ids) if isinstance(v, Ragged) else v[to_device(ids, v.device)]
+        def take(value: Any) -> Any:
+            if isinstance(value, Ragged):
+                return value.take(ids)
+            return value[to_device(ids, value.device)]
 
         names = self.names and tuple(self.names[i] for i in ids.tolist())
-        rows = {k: getattr(self, k) for k in ("index", "relabel", "truth", "scaling")}
-        rows = {k: v for k, v in rows.items() if v is not None}
-        return self._copy_with(names=names, **tree_map(mine, rows))
+        per_client = {}
+        for attribute in ("index", "relabel", "truth", "scaling"):
+            value = getattr(self, attribute)
+            if value is not None:
+                per_client[attribute] = tree_map(take, value)
+        return self._copy_with(names=names, **per_client)
 
     @checked
     def split_clients(
@@ -409,26 +440,27 @@ class Federation(ClientSamples):
         test: NonNegativeFloat = 0.1,
         seed: Seed32 = 13,
     ) -> ClientGroups:
-        """Split the clients at random (Motley's cross-device setting): numbers of them
-        (int) or fractions (float).
+        """Groups of clients, drawn at random (Motley's cross-device setting).
 
-        One permutation by `seed`: its first ids are validation clients, the next test
-        clients, then training clients. Fractions that add up to 1 use every client: the
-        training group takes what rounding leaves.
+        Arguments are numbers of clients (int) or fractions (float). One permutation by
+        `seed`: its first ids are validation clients, the next test clients, then
+        training clients. Fractions that add up to 1 use every client: the training
+        group takes what rounding leaves.
         """
-        given = (val, test, train)
-        k = [math.floor(v * self.n + 0.5) if isinstance(v, float) else v for v in given]
-        if isinstance(train, float) and abs(sum(given) - 1) < 1e-9:
-            k[2] = self.n - k[0] - k[1]
-        left = self.n - sum(k)
-        right = f"{self.n} clients in all, one to train at least"
-        require(
-            left >= 0 and k[2] >= 1, "train, val and test", right, [train, val, test]
-        )
-        groups = [
-            g.sort().values for g in random_permutation(self.n, seed).split([*k, left])
-        ]
-        return ClientGroups(groups[2], groups[0], groups[1])
+        shares = (val, test, train)
+        counts = []
+        for share in shares:
+            is_fraction = isinstance(share, float)
+            counts.append(math.floor(share * self.n + 0.5) if is_fraction else share)
+        if isinstance(train, float) and abs(sum(shares) - 1) < 1e-9:
+            counts[2] = self.n - counts[0] - counts[1]
+        left = self.n - sum(counts)
+        expected = f"{self.n} clients in all, one to train at least"
+        fits = left >= 0 and counts[2] >= 1
+        require(fits, "train, val and test", expected, [train, val, test])
+        order = random_permutation(self.n, seed)
+        groups = [group.sort().values for group in order.split([*counts, left])]
+        return ClientGroups(val=groups[0], test=groups[1], train=groups[2])
 
     def standardize(self) -> Self:
         """Each client's features by the mean and deviation (ddof 0) of its own
@@ -439,50 +471,47 @@ class Federation(ClientSamples):
         take raw features: each scales what it is given by its client's statistics, and
         `History.adapt` a newcomer by its own training samples.
         """
-        plain = self.x.is_floating_point() and self.fields is None
-        require(
-            plain,
-            "x",
-            "floats in one tensor, to be standardized",
-            self.fields or self.x,
-        )
+        is_plain = self.x.is_floating_point() and self.fields is None
+        expected = "floats in one tensor, to be standardized"
+        require(is_plain, "x", expected, self.fields or self.x)
         lists = self._all_lists(None)
+        is_shared = int(torch.bincount(lists.flat).max()) > 1
+        expected = "samples of one client each, to be standardized"
+        require(not is_shared, "index", expected, "shared ones")
         x = self.x.clone()
-        shared = int(torch.bincount(lists.flat).max()) > 1
-        require(
-            not shared,
-            "index",
-            "samples of one client each, to be standardized",
-            "shared ones",
-        )
-        mean, scale = (
-            torch.empty(self.n, *self.shape, dtype=torch.float64) for _ in range(2)
-        )
+        mean = torch.empty(self.n, *self.shape, dtype=torch.float64)
+        deviation = torch.empty_like(mean)
         for i, (train, rows) in enumerate(zip(self.index["train"], lists, strict=True)):
-            known = self.x[train].double()
-            m = known.mean(0)
-            std = known.std(0, correction=0)
-            s = torch.where((known == known[0]).all(0), 1.0, std)
-            x[rows] = Scaling(m, s).apply(self.x[rows])
-            mean[i], scale[i] = m, s
-        scaling = Scaling(mean, scale)
+            scaling = _scaling_of(self.x[train].double())
+            x[rows] = scaling.apply(self.x[rows])
+            mean[i] = scaling.mean
+            deviation[i] = scaling.deviation
+        scaling = Scaling(mean, deviation)
         if self.scaling is not None:  # of the features as they were once
             scaling = scaling.combine_after(self.scaling)
         return self._copy_with(x=x, scaling=scaling)
 
     def _ids(self, clients: Any) -> Tensor:
         """Distinct clients [S], in the given order, on the CPU; None: all."""
-        return (
-            torch.arange(self.n)
-            if clients is None
-            else ids_of("clients", clients, self.n)
-        )
+        if clients is None:
+            return torch.arange(self.n)
+        return ids_of("clients", clients, self.n)
 
     def _all_lists(self, of: Sequence[str] | None) -> Ragged:
-        """Each client's samples of these splits (None: all) one after the other, on
-        the CPU."""
-        lists = [self.lists(s).to("cpu") for s in (self.splits if of is None else of)]
+        """Each client's samples of these splits (None: all), on the CPU.
+
+        A client's samples of one split come after those of the split before.
+        """
+        splits = self.splits if of is None else of
+        lists = [self.lists(split).to("cpu") for split in splits]
         return _group_by_owner([(v.flat, v.owners()) for v in lists], self.n)
+
+
+def _scaling_of(samples: Tensor) -> Scaling:
+    """Mean and deviation of samples [n, ...]; 1 where all are equal."""
+    is_constant = (samples == samples[0]).all(0)
+    deviation = samples.std(0, correction=0)
+    return Scaling(samples.mean(0), torch.where(is_constant, 1.0, deviation))
 
 
 def _group_by_owner(parts: list[tuple[Tensor, Tensor]], n: int) -> Ragged:
@@ -512,17 +541,19 @@ def _check_same_form(
     *,
     typed: bool,
 ) -> None:
-    """ValueError where clients' samples differ in form; `typed`: or one has labels and
-    another numbers."""
+    """Raises ValueError where clients' samples differ in form.
+
+    Args:
+        typed: also where one client has labels and another numbers
+    """
     first = ""
-    for who, x, y, parts in zip(holders, xs, ys, fields, strict=True):
-        kind = f"{parts or list(x.shape[1:])} and {list(y.shape[1:])}"
+    for holder, x, y, parts in zip(holders, xs, ys, fields, strict=True):
+        form = f"{parts or list(x.shape[1:])} and {list(y.shape[1:])}"
         if typed:
-            kind += " (floats)" if y.is_floating_point() else " (int64)"
-        first = first or kind
-        require(
-            kind == first, who, f"inputs and targets {first}, as {holders[0]} has", kind
-        )
+            form += " (floats)" if y.is_floating_point() else " (int64)"
+        first = first or form
+        expected = f"inputs and targets {first}, as {holders[0]} has"
+        require(form == first, holder, expected, form)
 
 
 def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
@@ -530,16 +561,12 @@ def _by_client(client: Any, count: int) -> tuple[Ragged, tuple[str | int, ...]]:
     ids: Any = np.asarray(client.cpu() if isinstance(client, Tensor) else client)
     if ids.dtype == object and all(isinstance(i, str) for i in ids):
         ids = ids.astype(str)
-    # of what a list mixes with words numpy makes words, also of what is missing
-    mixed = (
-        isinstance(client, list | tuple)
-        and len({isinstance(i, str) for i in client}) > 1
-    )
+    # In a list with strings numpy turns everything into strings, also None.
+    is_list = isinstance(client, list | tuple)
+    mixed = is_list and len({isinstance(i, str) for i in client}) > 1
     fits = ids.shape == (count,) and ids.dtype.kind in "iuU" and not mixed
-    require(
-        fits, "client", f"a whole number or a string for each of {count:,} samples", ids
-    )
+    expected = f"a whole number or a string for each of {count:,} samples"
+    require(fits, "client", expected, ids)
     names, owner = np.unique(ids, return_inverse=True)
-    return Ragged.from_owners(np.arange(count), owner, len(names)), tuple(
-        names.tolist()
-    )
+    lists = Ragged.from_owners(np.arange(count), owner, len(names))
+    return lists, tuple(names.tolist())

@@ -1,34 +1,36 @@
-"""The meaning of targets and inputs: one table for every reader, applied to all clients
-at once.
+"""The meaning of targets and inputs: one table for every reader.
 
-A client's own samples never decide it: one client may have whole numbers, one class or
-no -1 by chance. Nor are labels that somebody hands over changed: a loss of one's own
-may count on them. "Objects" are what Python hands over with a type of its own (arrays,
-tensors, lists, data frames); "files" are CSV, JSON, npz and .mat, whose numbers often
-have lost theirs.
+It is applied to all clients at once. A client's own samples never decide it: one client
+may have whole numbers, one class or no -1 by chance. Nor are labels changed that a
+caller hands over: a loss of the caller's own may count on them.
 
-targets                     of objects                      of files
---------------------------  ------------------------------  ------------------------------
-int, bool                   labels                          labels
-floats, all of them whole   numbers (labels if `classes`)   labels, where one a sample
-floats                      numbers                         numbers
--1 and 1, nothing else      refused                         labels 0 and 1
-labels [n, 1]               labels [n], if x has no steps   labels [n], if x has no steps
--100 in [n, T]              left out of losses              left out of losses
-words, dates, complex       refused                         refused
+"Objects" are what Python hands over with a type of its own (arrays, tensors, lists,
+data frames); "files" are CSV, JSON, npz and .mat, whose numbers often have lost theirs.
+n samples have T steps each, where they have steps.
 
-`classes` says how many classes there are. Left to be inferred, it is the largest label
-plus one, and more classes than labels are refused: they are prices, years or ids.
+targets                    of objects                     of files
+-------------------------  -----------------------------  -----------------------------
+int, bool                  labels                         labels
+floats, all of them whole  numbers; labels if `classes`   labels, where one a sample
+floats                     numbers                        numbers
+-1 and 1, nothing else     refused                        labels 0 and 1
+labels [n, 1]              labels [n] if x has no steps   labels [n] if x has no steps
+-100 in [n, T]             left out of losses             left out of losses
+words, dates, complex      refused                        refused
+
+`classes` is the number of classes. Left to be inferred, it is the largest label plus
+one, and more classes than labels are refused: they are prices, years or ids.
 `classes=None` makes all targets numbers, which are predicted by regression.
 
-inputs                      become
---------------------------  ------------------------------------------------------------------
-floats, bool                floats of one dtype
-int16, int32, int64         int64, exactly (tokens); in JSON where all are written as integers
-whole numbers in a CSV      floats, as its columns have no type
-both, by client             floats, where no whole number is rounded
-uint8 and other bytes       refused: images are to be floats, and normalized
-words, dates, complex       refused
+Inputs become:
+
+- floats, bool: floats of one dtype
+- int16, int32, int64: int64, exactly (tokens); in JSON where all are written as
+  integers
+- whole numbers in a CSV: floats, as its columns have no type
+- floats of one client and integers of another: floats, where no whole number is rounded
+- uint8 and other bytes: refused; images are to be floats, and normalized
+- words, dates, complex: refused
 """
 
 from collections.abc import Sequence
@@ -46,7 +48,7 @@ MAX_LABEL = 2**62  # of a label that int64 holds; none is as large
 
 
 class ReaderOptions(NamedTuple):
-    """A reader's side of the table."""
+    """Options that say which column of the table a reader uses."""
 
     classes: Classes = "infer"
     dtype: torch.dtype | None = torch.float32  # of floats; None: as they come
@@ -63,24 +65,29 @@ def interpret_targets(
     single_step: bool = False,
     name: str = "y",
 ) -> tuple[Tensor, int | None]:
-    """The targets [n, ...] of all clients by the table, and how many classes they have.
+    """The targets [n, ...] of all clients by the table, and their number of classes.
 
-    Numbers get the reading's dtype; where it has none floats stay, and whole numbers
-    become `float_dtype`. `single_step`: labels [n, 1] are those of one step. ValueError
-    where labels are negative or have more classes than there are labels.
+    Numbers get the reader's dtype; where it has none, floats stay, and whole numbers
+    become `float_dtype`. Raises ValueError where labels are negative or have more
+    classes than there are labels.
+
+    Args:
+        single_step: labels [n, 1] are those of one step
     """
-    single = y.dim() == 1 or (y.dim() == 2 and y.shape[1] == 1 and not single_step)
-    labels = reader.classes is not None and (
+    is_column = y.dim() == 2 and y.shape[1] == 1 and not single_step
+    one_per_sample = y.dim() == 1 or is_column
+    may_be_labels = reader.classes is not None and (
         reader.from_files or reader.classes != "infer"
     )
-    if labels and single and _are_whole_numbers(y):
+    if may_be_labels and one_per_sample and _are_whole_numbers(y):
         y = y.clamp(-MAX_LABEL, MAX_LABEL).long()
     if reader.classes is None or y.is_floating_point():
-        kept = y.is_floating_point() and reader.dtype is None
-        numbers = y if kept else y.to(reader.dtype or float_dtype)
-        # floats beside a number of classes are refused with the pool
+        stays = y.is_floating_point() and reader.dtype is None
+        numbers = y if stays else y.to(reader.dtype or float_dtype)
+        # Floats beside a number of classes are refused with the pool.
         return numbers, None if reader.classes == "infer" else reader.classes
-    y = y[:, 0] if single and y.dim() == 2 else y
+    if is_column:
+        y = y[:, 0]
     if reader.from_files and reader.classes in ("infer", 2) and _are_signs(y):
         return (y > 0).long(), 2
     if reader.classes != "infer":
@@ -96,47 +103,50 @@ def _are_signs(y: Tensor) -> bool:
     """Whether these are -1 and 1, both of them and nothing else."""
     if y.dim() != 1 or not y.numel():
         return False
-    low, high = (int(v) for v in y.aminmax())
-    return (low, high) == (-1, 1) and not bool((y == 0).any())
+    lowest, highest = y.aminmax()
+    has_zero = bool((y == 0).any())
+    return int(lowest) == -1 and int(highest) == 1 and not has_zero
 
 
 def _count_classes(y: Tensor, reader: ReaderOptions, name: str) -> int:
-    """The largest label plus one. ValueError where that is more than the labels
-    themselves."""
+    """The largest label plus one.
+
+    Raises ValueError where that is more than the number of labels.
+    """
     labels = y[y != IGNORED_LABEL]
-    low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
+    count = labels.numel()
+    low = int(labels.min()) if count else 0
+    high = int(labels.max()) if count else 0
     numbers = "classes=None (--classes None or --loss squared) for numbers to predict"
     if reader.from_files:
         require(low >= 0, name, f"labels that count from 0, or {numbers}", [low, high])
-    count = labels.numel()
     if not reader.single_client and high >= max(count, 1):
-        many = f" or classes={high + 1} (--classes {high + 1}) for so many classes,"
-        many = many if high < MAX_LABEL else ""
-        reject(
-            name,
-            f"labels below {count}, the number of samples,{many} or {numbers}",
-            high,
-        )
+        remedy = ""
+        if high < MAX_LABEL:
+            remedy = (
+                f" or classes={high + 1} (--classes {high + 1}) for so many classes,"
+            )
+        expected = f"labels below {count}, the number of samples,{remedy} or {numbers}"
+        reject(name, expected, high)
     return max(high + 1, 1)
 
 
 def merge_inputs(
     parts: Sequence[Tensor], names: Sequence[str], float_dtype: torch.dtype
 ) -> Tensor:
-    """All clients' inputs as one tensor: int64 where all are, else floats.
+    """All clients' inputs [n, ...] as one tensor: int64 where all are, else floats.
 
-    ValueError where a whole number of one client would be rounded because another has
-    floats.
+    Raises ValueError where a whole number of one client would be rounded because
+    another client has floats.
     """
-    if len({p.is_floating_point() for p in parts}) > 1:
-        for i, p in enumerate(parts):
-            rounded = not p.is_floating_point() and bool(
-                (p.abs() > MAX_EXACT_FLOAT32).any()
-            )
-            right = (
-                "floats, as other clients have, or whole numbers within "
-                f"+-{MAX_EXACT_FLOAT32:,}"
-            )
-            require(not rounded, f"x of {names[i]}", right, p)
-        parts = [p.to(float_dtype) for p in parts]
+    if len({part.is_floating_point() for part in parts}) > 1:
+        expected = (
+            "floats, as other clients have, or whole numbers within "
+            f"+-{MAX_EXACT_FLOAT32:,}"
+        )
+        for part, name in zip(parts, names, strict=True):
+            if not part.is_floating_point():
+                fits = bool((part.abs() <= MAX_EXACT_FLOAT32).all())
+                require(fits, f"x of {name}", expected, part)
+        parts = [part.to(float_dtype) for part in parts]
     return torch.cat(list(parts))
