@@ -178,58 +178,66 @@ def load(name: str) -> Facts:
 
 
 def complete(plan: Plan) -> Facts:
-    """The plan with every key. ValueError in one sentence for a key that is unknown or
-    missing, or a name that nothing bears."""
+    """The plan with every key.
+
+    Raises ValueError for a key that is unknown or missing, and for a name that nothing
+    in the plan has.
+    """
     _known("plan", plan, EMPTY)
-    if like := plan.get("like"):
-        # by name alone, so that no plan is like itself
+    like = plan.get("like")
+    if like:
+        # It is a name, and no path, so that no plan is like itself.
         require(like in plans(), "like", f"one of {', '.join(plans())}", like)
         base = load(like)
         options = {**base["options"], **plan.get("options", {})}
         plan = {**base, "takes": "", **plan, "options": options}
-    plan, own = {**EMPTY, **plan}, {f.name for f in fields(Options)} - {"seed", "seeds"}
-    require(
-        plan["methods"] and (plan["settings"] or plan["costs"]),
-        "plan",
-        "methods and settings (or costs), see bench.papers.plan",
-        [*plan["methods"]],
-    )
-    for key in (k for k, empty in EMPTY.items() if empty == {}):
-        _known(
-            key,
-            plan[key],
-            {"options": own, "checks": KEYS["checks"]}.get(key, plan[key]),
-        )
-    seeds, methods = plan["seeds"], plan["methods"]
-    whole = (
-        isinstance(seeds, list | tuple) and seeds and all(type(s) is int for s in seeds)
-    )
-    require(whole, "seeds", "a list of whole numbers, at least one", seeds)
-    for what in ("methods", "settings"):
-        names = [*plan[what]]
+    plan = {**EMPTY, **plan}
+    has_runs = plan["methods"] and (plan["settings"] or plan["costs"])
+    words = "methods and settings (or costs), see bench.papers.plan"
+    require(has_runs, "plan", words, [*plan["methods"]])
+    option_names = {f.name for f in fields(Options)} - {"seed", "seeds"}
+    known = {"options": option_names, "checks": KEYS["checks"]}
+    for key, empty in EMPTY.items():
+        if empty == {}:
+            _known(key, plan[key], known.get(key, plan[key]))
+    seeds = plan["seeds"]
+    fits = isinstance(seeds, list | tuple) and all(type(seed) is int for seed in seeds)
+    require(fits and seeds, "seeds", "a list of whole numbers, at least one", seeds)
+    for key in ("methods", "settings"):
+        names = [*plan[key]]
         words = "names that differ as files' names"
-        require(len({*map(slug, names)}) == len(names), what, words, names)
-    trained = set[str]()  # of the methods above
-    for name, m in methods.items():
-        _known(f"method {name!r}", m, KEYS["method"])
-        for key in {"state_of", "before"} & {*m}:
-            words = f"{key} to be a method above it that is trained itself"
-            require(m[key] in trained, f"method {name!r}", words, m[key])
-        if "state_of" not in m:
-            trained.add(name)
-    for what in {*KEYS["checks"]} - {"tolerance"}:
-        _known(f"{what} of checks", plan["checks"].get(what, {}), methods)
-    for name, s in plan["settings"].items():
-        _known(f"setting {name!r}", s, own | {*KEYS["setting"]})
-        _known(f"method_options of {name!r}", s.get("method_options", {}), methods)
-        if (roles := s.get("protocol")) is not None:
-            kinds, kind = (
-                KEYS["protocol"],
-                isinstance(roles, Mapping) and roles.get("kind"),
-            )
-            require(kind in kinds, "protocol", f"the kind {' or '.join(kinds)}", roles)
-            _known(f"protocol of {name!r}", roles, {"kind", *kinds[kind]})
+        require(len({*map(slug, names)}) == len(names), key, words, names)
+    _check_methods(plan["methods"])
+    for key in {*KEYS["checks"]} - {"tolerance"}:
+        _known(f"{key} of checks", plan["checks"].get(key, {}), plan["methods"])
+    for name, setting in plan["settings"].items():
+        _known(f"setting {name!r}", setting, option_names | {*KEYS["setting"]})
+        _check_setting(name, setting, plan["methods"])
     return plan
+
+
+def _check_methods(methods: Mapping[str, Facts]) -> None:
+    """Raises ValueError where a method is not as described at the head of the file."""
+    trained = set[str]()  # of the methods above
+    for name, method in methods.items():
+        _known(f"method {name!r}", method, KEYS["method"])
+        for key in {"state_of", "before"} & {*method}:
+            words = f"{key} to be a method above it that is trained itself"
+            require(method[key] in trained, f"method {name!r}", words, method[key])
+        if "state_of" not in method:
+            trained.add(name)
+
+
+def _check_setting(name: str, setting: Facts, methods: Iterable[str]) -> None:
+    """Raises ValueError where a setting names other methods, or no known protocol."""
+    _known(f"method_options of {name!r}", setting.get("method_options", {}), methods)
+    roles = setting.get("protocol")
+    if roles is None:
+        return
+    kinds = KEYS["protocol"]
+    kind = isinstance(roles, Mapping) and roles.get("kind")
+    require(kind in kinds, "protocol", f"the kind {' or '.join(kinds)}", roles)
+    _known(f"protocol of {name!r}", roles, {"kind", *kinds[kind]})
 
 
 def _known(what: str, got: Any, keys: Iterable[str]) -> None:
@@ -309,29 +317,19 @@ def tasks(
             m = plan["methods"][method]
             base = m.get("state_of")
             rounds = plan["methods"][base or method].get("rounds", asked.rounds)
-            of_run = replace(
-                asked, rounds=rounds, eval_every=asked.eval_every or max(1, rounds)
-            )
+            eval_every = asked.eval_every or max(1, rounds)
+            of_run = replace(asked, rounds=rounds, eval_every=eval_every)
             variants = {"": m.get("training", {})}
             if equal_compute and plan["equal_compute"] and not m.get("looks_ahead"):
                 variants["equal compute"] = {**variants[""], **plan["equal_compute"]}
-            given = {**m.get("options", {}), **theirs.get(method, {})}
-            hyper = {
-                k: tuple(v) if isinstance(v, list) else v for k, v in given.items()
-            }
+            hyper = _method_options(m, theirs.get(method, {}))
             keeps = not base and (method in bases or "vary" in m or "sizes" in m)
             part = (cut, shape, roles, m.get("grid", {}))
             for variant, seed in product(variants, seeds_of(plan["seeds"], seeds)):
                 training = {**plan["training"], **common, **variants[variant]}
                 of_seed = replace(of_run, seed=seed)
-                try:
-                    name, how = m["algorithm"], Training(**training)
-                    (job,) = make_jobs([name], of_seed, how, {name: hyper})
-                except TypeError as e:
-                    said = f"options: {method!r} does not take these ({e})."
-                    raise ValueError(said) from None
-                except ValueError as e:
-                    raise ValueError(f"method {method!r}: {e}") from None
+                job = _make_job(method, m["algorithm"], of_seed, training, hyper)
+                # A base without this variant is trained as it is.
                 of_base = trained.get(
                     (base, variant, seed), trained.get((base, "", seed))
                 )
@@ -341,3 +339,28 @@ def tasks(
                 trained[method, variant, seed] = task
                 out.append(task)
     return out
+
+
+def _method_options(method: Facts, of_setting: Facts) -> dict[str, Any]:
+    """A method's options, with those that it has in a setting only; lists as tuples."""
+    options = {**method.get("options", {}), **of_setting}
+    for name, value in options.items():
+        if isinstance(value, list):
+            options[name] = tuple(value)
+    return options
+
+
+def _make_job(
+    method: str, algorithm: str, options: Options, training: Facts, hyper: Facts
+) -> Job:
+    """The job of a method; raises ValueError, with its name, for a wrong option."""
+    try:
+        (job,) = make_jobs(
+            [algorithm], options, Training(**training), {algorithm: hyper}
+        )
+    except TypeError as e:
+        text = f"options: {method!r} does not take these ({e})."
+        raise ValueError(text) from None
+    except ValueError as e:
+        raise ValueError(f"method {method!r}: {e}") from None
+    return job
