@@ -225,10 +225,10 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
 ) -> Tuned:
     """Trains every candidate of the grid and picks the best on validation data.
 
-    Candidates are compared after the last round. A candidate whose run stopped early is
-    recorded with the reason and never chosen. So is one that leaves any client with
-    validation samples without a finite loss or value: its mean would be that of the
-    clients that survived it.
+    Candidates are compared after the last round. A candidate whose run was aborted,
+    because it diverged for example, is recorded with the reason and never chosen. So is
+    one that leaves any client with validation samples without a finite loss or value:
+    else its mean would leave out the clients on which it failed.
 
     Args:
         protocol: One or several protocols (splits), over which scores are averaged.
@@ -240,14 +240,14 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
             have options that act in evaluation only.
         seed: The run under protocol j has seed `seed + j`, or the j-th of several
             seeds.
-        metric: By default the highest accuracy is the best, or for targets the least
+        metric: By default the highest accuracy is the best, or for regression the least
             loss. It is "accuracy", "loss", a name that `Evaluation.metrics` takes, or a
             function of one client's (scores, labels).
         higher_is_better: Must be given with a function as the metric; False for an
             error.
         folder: Every result is recorded there as it comes, and a second call with the
-            same arguments goes on where the first one stopped. Functions are the same
-            where their names are.
+            same arguments goes on where the first one stopped. Two functions count
+            as the same if they have the same name.
         log: Is called with a line of text for each result.
 
     Raises ValueError where the grid or another argument is not as described, and where
@@ -273,7 +273,7 @@ def tune(  # noqa: PLR0913 (a run's, and a grid's)
     start: Sequence[State] | str | None = states or (None if rounds else "fresh")
     search = _Search(protocols, nets, seeds, BY_LOSS, run, start, path)
     base = Candidate({}, algorithm, training)
-    # A net knows whether a single score is a class's only once it has met the data.
+    # Only after it has seen data does a net know whether its single score is a class's.
     scores_classes = search.simulation(base, 0).context.net.scores_classes
     classes = scores_classes and not protocols[0].data.y.is_floating_point()
     search.selection = selection_metric(metric, classes, higher_is_better)

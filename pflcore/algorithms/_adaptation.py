@@ -695,24 +695,38 @@ class FedRoD(FedAvg):
     ) -> TrainResult:
         check_additive_head(clients)
         x = down["x"]
-        n = to_device(clients.class_counts, x.device).to(x.dtype)
+        class_counts = to_device(clients.class_counts, x.device).to(x.dtype)
         rows = torch.cat([x, client_state["h"]], 1)
-        fit = clients.fit(rows, Objective(loss=self.loss, extra={"n": n}))
+        fit = clients.fit(
+            rows, Objective(loss=self.loss, extra={"class_counts": class_counts})
+        )
         size = x.shape[1]
         return {"h": fit.w[:, size:]}, {"delta": fit.w[:, :size] - x}, fit
 
-    def loss(self, net: Net, w: Tensor, x: Tensor, y: Tensor, extra: Tensors) -> Tensor:
-        """The sum of both losses at a row x | h [P + H]."""
-        w, h = w.tensor_split([net.size])
+    def loss(
+        self,
+        net: Net,
+        row: Tensor,  # [P + H], the shared model and the personal head
+        x: Tensor,  # [B, ...], samples
+        y: Tensor,  # [B, ...]
+        extra: Tensors,
+    ) -> Tensor:
+        """The generic model's balanced softmax plus the personal head's loss.
+
+        Each moves its own part: the generic model does not see the personal scores, and
+        the head sees generic scores and features as constants.
+        """
+        w, h = row.tensor_split([net.size])
         z = net.features(w, x)
         generic = net.head(w, z)
-        personal = net.head(h, z.detach())
+        personal = net.head(h, z.detach())  # `Net.head` takes a head alone, too
+        counts = extra["class_counts"]  # [C], this client's
         # The model may know more classes than the data.
-        padding = generic.shape[1] - len(extra["n"])
-        prior = (F.pad(extra["n"], (0, padding)) ** self.gamma).log()
+        padding = generic.shape[1] - len(counts)
+        prior = (F.pad(counts, (0, padding)) ** self.gamma).log()
         if net.loss_fn is not cross_entropy:
-            # A loss that looks at every class, as with label smoothing, stays finite;
-            # a probability of exp(-100) is as good as none.
+            # Clamped, so that a loss that looks at every class, as with label
+            # smoothing, is finite; a probability of exp(-100) is as good as none.
             prior = prior.clamp(min=-100)
         # Scores may be those of T steps, [B, C, T].
         prior = prior.view(-1, *[1] * (generic.dim() - 2))

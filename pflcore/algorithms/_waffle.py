@@ -277,15 +277,23 @@ class WeightErosion(Algorithm):
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
+        """FedAvg's training; uploads also how often the client's data were seen before.
+
+        The server turns these `passes` into extra erosion, by `p_s`. The paper's
+        formula counts one minibatch a round, whatever the clients train.
+        """
         client_state, up, fit = super().train(down, client_state, clients)
         training = clients.context.training
-        n = clients.num_samples
         past_rounds = clients.round - 1
-        if self.size_unit == "batches":
-            n = -(-n // training.batch_size)  # rounded up
-        passes = past_rounds * training.batch_size // n
+        num_samples = clients.num_samples
         if self.size_unit == "epochs":
-            passes = torch.full_like(n, past_rounds * training.epochs)
+            passes = torch.full_like(num_samples, past_rounds * training.epochs)
+        elif self.size_unit == "samples":
+            passes = past_rounds * training.batch_size // num_samples
+        else:
+            # The authors' code divides samples by batches, as it is here.
+            num_batches = -(-num_samples // training.batch_size)
+            passes = past_rounds * training.batch_size // num_batches
         return client_state, {**up, "passes": passes}, fit
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:

@@ -119,20 +119,20 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit code.
+    """Runs a command and returns its exit code.
 
-    It is 0, or 2 for a wrong argument, 1 for a failure in the middle and 130 after
-    Ctrl-C.
+    It is 0 on success, 2 for a wrong argument, 1 for a failure while the command runs,
+    and 130 after Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else argv
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal that has no sign for ± gets a question mark.
+            # A terminal that cannot display ± gets a question mark.
             stream.reconfigure(errors="replace")
     has_object_name = any(":" in word for word in argv)
     if has_object_name and os.getcwd() not in sys.path:
-        # The module of package.module:Class may be in the working folder. Everything
-        # that is installed goes before it.
+        # The module of package.module:Class may be in the working folder. Installed
+        # packages take precedence.
         sys.path.append(os.getcwd())
     try:
         with _signals(), _plain_warnings():

@@ -82,17 +82,20 @@ def check_floating(op: str, name: str, t: Any) -> None:
         reject_argument(op, name, expected, describe(t), remedy, TypeError)
 
 
-def check_matrix(op: str, name: str, t: Any, shape: str) -> None:
-    """Checks that `t` is a floating-point matrix; `shape` describes it."""
+def check_matrix(op: str, name: str, t: Any, shape_text: str) -> None:
+    """Raises TypeError or ValueError unless `t` is a floating-point matrix.
+
+    `shape_text`, such as "[N, P]", stands in the error.
+    """
     if (
         type(t) is Tensor
         and t.dtype in FLOATS
         and t.dim() == 2
         and t.layout is torch.strided
     ):
-        return  # the common case takes the least time
+        return  # a fast path for the common case
     check_floating(op, name, t)
-    require_argument(t.dim() == 2, op, name, f"a matrix {shape}", describe(t))
+    require_argument(t.dim() == 2, op, name, f"a matrix {shape_text}", describe(t))
 
 
 def check_same_kind(op: str, name: str, a: Tensor, other: str, b: Tensor) -> None:

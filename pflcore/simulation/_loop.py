@@ -1,4 +1,4 @@
-"""The thin loop: sample -> step -> evaluate -> record.
+"""The loop over rounds: sample -> step -> evaluate -> record.
 
 history = Simulation("ditto", model, data, Training(lr=0.05), rounds=20).run()
 """
@@ -124,11 +124,12 @@ class Simulation:
     def state(self) -> State:
         """The state as it is now: a snapshot, which never changes.
 
-        A state of another run of this algorithm, federation and model may be set. It is
-        copied, and the run continues from it up to its own `rounds`; the rounds that
-        the state has played count. Raises ValueError for any other state.
+        Assigning a state of another run of this algorithm, federation and model
+        continues from a copy of it, up to the `rounds` of this simulation; rounds that
+        the state has played already are included in that number. Assigning any other
+        state raises ValueError.
         """
-        self._state_shared = True
+        self._state_shared = True  # the next round copies before it writes
         return self._state
 
     @state.setter

@@ -12,7 +12,7 @@ steps before it read the state, and note in a `RoundOutcome` what happened.
 Client rows that do not fit into memory lie in files. These take disk space only for
 clients that took part.
 
-Shapes: N clients of the federation, S of them in the cohort, b numbers of batch norm.
+Shapes: N clients of the federation, S of them in the cohort, b running statistics.
 """
 
 import shutil
@@ -427,11 +427,14 @@ def copy_state(config: RunConfig, state: State) -> State:
     """A copy that shares no memory and no file with `state`."""
     alg = config.algorithm
     n = len(state.participated)
-    has_clients = bool(state.clients)
-    new = initial_state(alg, config.context.net, n, config.folder, has_clients)
+    has_client_rows = bool(state.clients)
+    new = initial_state(alg, config.context.net, n, config.folder, has_client_rows)
     if config.folder is not None:
-        count = int(state.participated.sum())
-        needed = sum(disk_bytes(rows[:count]) for rows in state.clients.values())
+        num_participated = int(state.participated.sum())
+        # Only rows of clients that took part take space, whichever rows they are.
+        needed = sum(
+            disk_bytes(rows[:num_participated]) for rows in state.clients.values()
+        )
         check_disk_space("a copy of the state needs", needed, config.folder)
     tensors = state_dict(alg, state)
     return load_state_dict(alg, new, tensors, state.round, state.void_rounds)

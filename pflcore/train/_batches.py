@@ -4,7 +4,7 @@ They are a function of (seed, round, client, stream, epoch). So they depend neit
 which other clients train, nor on the engine, nor on the number of workers.
 
 Symbols: s clients of a chunk, those of most samples first. An epoch is one pass over a
-client's samples; a place is the number of a minibatch in its epoch.
+client's samples; a place is the index of a minibatch in its epoch.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ class BatchStep(NamedTuple):
     last: int
 
 
-def batches_of_epoch(n: int, training: Training, merge_single: bool) -> int:
+def num_batches_of_epoch(n: int, training: Training, merge_single: bool) -> int:
     """Number of minibatches of a client with `n` samples in an epoch.
 
-    `DataLoader(batch_size, drop_last)` cuts them, except that a client of less than a
-    batch has one. With `merge_single`, a last one of a single sample joins the one
-    before it.
+    There are as many as `DataLoader(batch_size, drop_last)` makes, but never none: with
+    `drop_last`, a client with fewer samples than a batch still has one. With
+    `merge_single`, a last one of a single sample joins the one before it, since batch
+    norm, for example, cannot train on one sample.
     """
     size = training.batch_size
     if training.drop_last:
@@ -75,7 +76,7 @@ def plan_steps(
     takes [s]. The clients of a step have minibatches of one size, so that one vmap
     serves them; with `ragged` they may have any sizes.
     """
-    cuts = [batches_of_epoch(n, training, merge_single) for n in sizes]
+    cuts = [num_batches_of_epoch(n, training, merge_single) for n in sizes]
     if plan.steps is None:
         num_epochs = plan.epochs or training.epochs
         taken = [batches * num_epochs for batches in cuts]
