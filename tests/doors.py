@@ -81,7 +81,7 @@ def views(alg, state, setting, ids=None):
     return seen[0]
 
 
-def criterion(name):
+def loss_called(name):
     """The loss of that name, as a function of (scores, y)."""
     return Net(lambda: torch.nn.Linear(1, 1), name).loss_fn
 

@@ -348,7 +348,7 @@ def test_what_cannot_be_tuned_is_refused(options, words):
         search("local", **options)
 
 
-# the criterion --------------------------------------------------------------
+# what selects ---------------------------------------------------------------
 @pytest.mark.parametrize(
     "metric, up, lr",
     [

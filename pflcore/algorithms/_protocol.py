@@ -200,8 +200,8 @@ VECTOR_NUMBERS = 64  # numbers: whole vectors of any processor
 
 
 def map_rows(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Applies the elementwise function `f` to the rows `x` [S, k]: f(x) [S, k], each row
-    with the bits that it has alone.
+    """Applies the elementwise function `f` to the rows `x` [S, k]: f(x) [S, k], each
+    row with the bits that it has alone.
 
     Numbers after the last whole vector go through other instructions, whose last digits
     may differ; so each row is padded to whole vectors.

@@ -157,26 +157,26 @@ def apply_dropout(x: Tensor, p: float, numbers: Tensor) -> Tensor:
     return x * is_kept.to(x.dtype) / (1 - p)
 
 
-def sample_losses(criterion: str, scores: Tensor, y: Tensor) -> Tensor:
+def sample_losses(loss_name: str, scores: Tensor, y: Tensor) -> Tensor:
     """Each sample's loss [s, B] of scores [s, B, C] and labels or numbers [s, B]."""
-    if criterion == "cross_entropy":
+    if loss_name == "cross_entropy":
         flat_scores = scores.flatten(0, 1)
         losses = F.cross_entropy(flat_scores, y.flatten(), reduction="none")
         return losses.view(y.shape)
     z = scores.reshape(y.shape)
-    if criterion == "hinge":
+    if loss_name == "hinge":
         sign = torch.where(y > 0, 1.0, -1.0).to(z.dtype)
         return (1 - sign * z).relu()
-    if criterion == "binary_cross_entropy":
+    if loss_name == "binary_cross_entropy":
         return F.binary_cross_entropy_with_logits(z, y.to(z.dtype), reduction="none")
-    factor = 1.0 if criterion == "squared" else 0.5
+    factor = 1.0 if loss_name == "squared" else 0.5
     return (z - y.to(z.dtype)).square() * factor
 
 
 def grad_reference(
     w: Tensor,  # [S, Q]
     program: Tensor,  # [L, 9] float64, see `encode_layer`
-    criterion: str,
+    loss_name: str,
     c: int,
     h: int,
     wide: int,  # of one sample
@@ -206,7 +206,7 @@ def grad_reference(
         with torch.enable_grad():
             rows = w.detach().requires_grad_()
             scores = forward_program(program, rows, samples, seeds)
-            losses = sample_losses(criterion, scores, labels)
+            losses = sample_losses(loss_name, scores, labels)
             # A position without a sample does not count, whatever its loss.
             total = torch.where(weight != 0, losses * weight, 0.0).sum(1)
             (chunk_grad,) = torch.autograd.grad(total.sum(), rows)
@@ -219,7 +219,7 @@ def grad_reference(
 
 # The first arguments of every op after `w`, in the order of `grad_reference`.
 _HEAD = (
-    "Tensor program, str criterion, int c, int h, int w_, Tensor x, Tensor y, Tensor? "
+    "Tensor program, str loss, int c, int h, int w_, Tensor x, Tensor y, Tensor? "
     "relabel, Tensor order"
 )
 

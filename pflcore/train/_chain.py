@@ -77,7 +77,7 @@ class Chain:
     """A model and its loss in the form that the kernels take."""
 
     program: Tensor  # [L, 9] float64, see pflcore.ops._chain.encode_layer
-    criterion: str
+    loss_name: str
     shape: Shape  # [C, H, W] of one sample
     classes: int  # outputs
     dropout: bool  # whether training needs seeds
@@ -94,7 +94,7 @@ class Chain:
     @property
     def fixed_args(self) -> tuple[Any, ...]:
         """The kernels' first arguments, which stay the same over a run."""
-        return (self.program, self.criterion, *self.shape)
+        return (self.program, self.loss_name, *self.shape)
 
     def kernel_args(
         self, data: Federation, relabel: Tensor | None, clients: slice
@@ -118,7 +118,7 @@ def find_chain(net: Net, data: Federation) -> Chain:
     fits = x.dtype == net.dtype and x.is_contiguous()
     require(fits, "samples that do not lie as the kernels read them")
     are_labels = y.dtype == torch.int64
-    are_numbers = y.dtype == net.dtype and chain.criterion != "cross_entropy"
+    are_numbers = y.dtype == net.dtype and chain.loss_name != "cross_entropy"
     fits = y.dim() == 1 and (are_labels or are_numbers)
     require(fits, f"targets of {y.dtype} and shape {list(y.shape)}")
     fits = has_kernels(data.device) or not chain.has_conv
@@ -137,8 +137,8 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
 
     Raises NotAChain where it is none.
     """
-    criterion = loss_name(net.loss_fn)
-    require(LOSSES.get(criterion) is net.loss_fn, "a loss of one's own")
+    loss = loss_name(net.loss_fn)
+    require(LOSSES.get(loss) is net.loss_fn, "a loss of one's own")
     require(not net.buffer_names, "buffers")
     require(len(shape) in (1, 3) and all(shape), f"samples of shape {list(shape)}")
     _check_no_hooks(net.module)
@@ -153,18 +153,18 @@ def compile_chain(net: Net, shape: Shape) -> Chain:
     scores = tuple(recorder.last.shape[1:])
     require(set(recorder.used) == {*net.names}, "weights that the chain does not use")
     require(len(scores) == 1, f"scores of shape {list(scores)}")
-    takes_labels = criterion == "cross_entropy"
+    takes_labels = loss == "cross_entropy"
     has_one_score = scores == (1,)
-    require(takes_labels != has_one_score, f"{scores[0]} output(s) for {criterion}")
+    require(takes_labels != has_one_score, f"{scores[0]} output(s) for {loss}")
     if lines[-1] == LOG_SOFTMAX_LINE:
-        require(takes_labels, f"LogSoftmax under {criterion}")
+        require(takes_labels, f"LogSoftmax under {loss}")
         lines = lines[:-1]
     require(LOG_SOFTMAX_LINE not in lines, "a layer behind LogSoftmax")
     kinds = {line[0] for line in lines}
     program = [encode_layer(*line) for line in lines]
     return Chain(
         torch.tensor(program, dtype=torch.float64),
-        criterion,
+        loss,
         shape=(*shape, 1, 1)[:3],  # a vector is C channels of one number
         classes=scores[0],
         dropout="dropout" in kinds,

@@ -150,9 +150,9 @@ def _resolve_module(loss: nn.Module, name: str) -> LossFunction:
     return ours if default_options == vars(loss) else loss
 
 
-def loss_name(criterion: LossFunction) -> str:
+def loss_name(loss_fn: LossFunction) -> str:
     """The name of a loss in records."""
-    return str(getattr(criterion, "__name__", type(criterion).__name__))
+    return str(getattr(loss_fn, "__name__", type(loss_fn).__name__))
 
 
 def ignored_label(loss: Any) -> int:

@@ -72,13 +72,13 @@ class Problem:
         passes=1,
         seed=0,
         relabel=False,
-        criterion="cross_entropy",
+        loss_name="cross_entropy",
     ):
         shape, layers = MODELS[model]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             made = nn.Sequential(*(layer(*words) for words in layers))
-            self.net = Net(made.to(dtype), loss=criterion)
+            self.net = Net(made.to(dtype), loss=loss_name)
         n, pool, longest = len(sizes), sum(sizes) + 3, max(sizes)
         self.w = self.net.w0 + randn(seed, n, self.net.size, dtype=dtype, scale=0.05)
         self.chain = compile_chain(self.net, tuple(shape))
@@ -88,10 +88,10 @@ class Problem:
             None,
             None,
         )
-        if criterion in ("squared", "half_squared"):
+        if loss_name in ("squared", "half_squared"):
             self.y = randn(seed + 2, pool, dtype=dtype)
         else:
-            classes = self.chain.classes if criterion == "cross_entropy" else 2
+            classes = self.chain.classes if loss_name == "cross_entropy" else 2
             self.y = integers(seed, 0, classes, pool)
             self.names = randn(seed + 3, n, classes).argsort(1) if relabel else None
         self.order = randn(seed + 4, n, passes, pool).argsort(2)[..., :longest]

@@ -26,7 +26,7 @@ def weighted(scores, y):
 def at_work(
     engine,
     model="mlp",
-    criterion="cross_entropy",
+    loss="cross_entropy",
     relabel=False,
     ids=range(5),
     empty=None,
@@ -35,7 +35,7 @@ def at_work(
     samples."""
     n = 2 * sum(SIZES)
     torch.manual_seed(0)
-    several, labels = criterion in ("cross_entropy", weighted), criterion not in NUMBERS
+    several, labels = loss in ("cross_entropy", weighted), loss not in NUMBERS
     classes = 4 if several else 2
     y = torch.randint(classes, (n, 3) if model == "scores per place" else (n,))
     own = torch.rand(5, classes).argsort(1) if relabel else None
@@ -47,7 +47,7 @@ def at_work(
     data = Federation(
         torch.randn(n, *shape), y if labels else torch.rand(n), split, *known
     )
-    net = Net(body(words, classes if several else 1), criterion)
+    net = Net(body(words, classes if several else 1), loss)
     s = make_setting(net, data, Training(batch_size=5), 3, engine, workers=2)
     return Clients(s, torch.tensor(ids), 1, s.net.b0.repeat(len(ids), 1) + 0.5)
 
@@ -78,10 +78,10 @@ KINDS = [("chain", c) for c in ("cross_entropy", "hinge", *NUMBERS)]
 
 
 @pytest.mark.parametrize("relabel", [False, True])
-@pytest.mark.parametrize("engine, criterion", [*KINDS, ("loop", "cross_entropy")])
-def test_side_by_side_is_one_by_one(engine, criterion, relabel):
+@pytest.mark.parametrize("engine, loss", [*KINDS, ("loop", "cross_entropy")])
+def test_side_by_side_is_one_by_one(engine, loss, relabel):
     for ids in (range(5), [3, 1]):
-        clients = at_work(engine, "mlp", criterion, relabel, ids)
+        clients = at_work(engine, "mlp", loss, relabel, ids)
         check(clients, clients.net.w0 + torch.randn(len(ids), clients.net.size))
 
 
@@ -165,10 +165,10 @@ class Given(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "criterion, outputs",
+    "loss, outputs",
     [("cross_entropy", 2), ("hinge", 1), ("binary_cross_entropy", 1)],
 )
-def test_every_engine_and_metric_counts_infinite_scores_alike(criterion, outputs):
+def test_every_engine_and_metric_counts_infinite_scores_alike(loss, outputs):
     # the last is infinite in the first layer, and 0 times that is NaN
     x = torch.tensor([[a, b] for a in (-1.0, 1e-30, 1.0) for b in (-1.0, 1e-30, 1e10)])
     x = torch.cat([x, x])
@@ -179,7 +179,7 @@ def test_every_engine_and_metric_counts_infinite_scores_alike(criterion, outputs
         run = simulation(
             data=data,
             model=Given(outputs),
-            loss=criterion,
+            loss=loss,
             engine=engine,
             rounds=1,
             training=Training(lr=0.0),

@@ -224,11 +224,11 @@ TARGETS = {
 @pytest.mark.parametrize("model", ["mlp", "conv"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_targets_of_every_kind_on_every_path(target, model):
-    outputs, criterion, y = TARGETS[target]
+    outputs, loss, y = TARGETS[target]
     words, shape = BODIES[model]
     data, ends = federation(shape, y), []
     for engine in ("auto", "loop", "vmap"):
-        net = Net(lambda: body(words, outputs), criterion, seed=3)
+        net = Net(lambda: body(words, outputs), loss, seed=3)
         run = played(net, data, engine, 2, Training(lr=0.1, batch_size=4))
         loss = torch.tensor(run.run().rounds[-1]["eval"]["loss"])
         assert loss.isfinite().all()

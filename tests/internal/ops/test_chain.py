@@ -21,7 +21,7 @@ from pflcore.ops import reference
 from pflcore.train._chain import compile_chain
 from pflcore.train._losses import LOSSES
 
-every_model = pytest.mark.parametrize("model, criterion", KINDS)
+every_model = pytest.mark.parametrize("model, loss_name", KINDS)
 isa = pytest.mark.usefixtures("isa")
 
 
@@ -83,15 +83,15 @@ def test_every_combination_of_options_is_autograd(
 @isa
 @pytest.mark.parametrize("dtype", [F32, F64])
 @every_model
-def test_gradients_and_evaluation_are_the_modules(model, criterion, dtype):
-    p = Problem(model, [5, 1, 150], dtype, relabel=True, criterion=criterion)
-    wide = Problem(model, [5, 1, 150], F64, relabel=True, criterion=criterion)
+def test_gradients_and_evaluation_are_the_modules(model, loss_name, dtype):
+    p = Problem(model, [5, 1, 150], dtype, relabel=True, loss_name=loss_name)
+    wide = Problem(model, [5, 1, 150], F64, relabel=True, loss_name=loss_name)
     module, (grads, losses) = wide.net.module.eval(), p.grad()
     for i, n in enumerate(p.sizes):
         wide.net.load(module, p.w[i].double())
         at = p.order[i, 0, :n]
         y = p.y[at] if p.names is None else p.names[i][p.y[at]]
-        loss = LOSSES[criterion](module(p.x[at].double()), y)
+        loss = LOSSES[loss_name](module(p.x[at].double()), y)
         want = torch.cat(
             [g.flatten() for g in torch.autograd.grad(loss, [*module.parameters()])]
         )
@@ -118,7 +118,7 @@ def evaluated(p, wide, module, dtype):
             y = p.y[places] if p.names is None else p.names[i][p.y[places]]
             z = module(p.x[places].double()).detach()
             each = [
-                LOSSES[p.chain.criterion](s, t)
+                LOSSES[p.chain.loss_name](s, t)
                 for s, t in zip(z[:, None], y[:, None], strict=True)
             ]
             hits = z.argmax(1) == y if z.shape[1] > 1 else (z[:, 0] > 0) == (y > 0)
@@ -137,7 +137,7 @@ def evaluated(p, wide, module, dtype):
 def test_a_hinge_is_flat_on_its_very_edge(dtype):
     """As relu is. Half the scores of 1 have labels of 1, so margin 0, the others
     margin 2."""
-    p = Problem("mlp, one output", [20], dtype, criterion="hinge")
+    p = Problem("mlp, one output", [20], dtype, loss_name="hinge")
     p.w[:, -1], p.w[:, -7:-1] = 1, 0
     at = p.order[0, 0]
     p.y[at] = torch.arange(20) % 2
@@ -184,11 +184,11 @@ def test_an_evaluations_company_changes_no_bit(model):
     "o", [{}, {"clip": 1.0}, {"clip": 1.0, "momentum": 0.9, "decay": 0.01}]
 )
 @pytest.mark.parametrize(
-    "model, criterion",
+    "model, loss_name",
     [k for k in KINDS if k[0] != "dropout" and k[1] in ("cross_entropy", "squared")],
 )
-def test_nan_stays_with_its_client(model, criterion, o):
-    p = Problem(model, [40, 30, 40, 7], criterion=criterion)
+def test_nan_stays_with_its_client(model, loss_name, o):
+    p = Problem(model, [40, 30, 40, 7], loss_name=loss_name)
     others = torch.cat([p.order[i, 0, : p.sizes[i]] for i in (0, 2, 3)])
     mine, clean = p.order[1, 0, :30], p.x.clone()
     p.x[mine[~torch.isin(mine, others)][0], 0] = torch.nan
@@ -226,9 +226,9 @@ def test_nan_and_ties_go_where_torch_sends_them(pool, act):
 @isa
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize(
-    "criterion, outputs", [("cross_entropy", 3), ("hinge", 1), ("squared", 1)]
+    "loss_name, outputs", [("cross_entropy", 3), ("hinge", 1), ("squared", 1)]
 )
-def test_hits_are_those_of_the_scores_infinite_and_nan(criterion, outputs, dtype):
+def test_hits_are_those_of_the_scores_infinite_and_nan(loss_name, outputs, dtype):
     odd = torch.tensor([-torch.inf, -1.0, 0.0, 2.0, torch.inf, torch.nan], dtype=dtype)
     scores = torch.cartesian_prod(*[odd] * outputs).view(-1, outputs)
     y = torch.arange(len(scores)) * 7 % max(2, outputs)
@@ -236,10 +236,10 @@ def test_hits_are_those_of_the_scores_infinite_and_nan(criterion, outputs, dtype
     # each
     program = torch.tensor([chain.encode_layer("linear", outputs, 0, -1)], dtype=F64)
     n = torch.arange(len(scores))
-    numbers = y if criterion == "cross_entropy" else y.to(dtype)
+    numbers = y if loss_name == "cross_entropy" else y.to(dtype)
     head = (
         program,
-        criterion,
+        loss_name,
         1,
         1,
         1,

@@ -112,8 +112,8 @@ def ops():
 def chains():
     """Every model, whole and in batches, with options and without."""
     fresh = kernels.fresh
-    for turn, (model, criterion) in enumerate(KINDS):
-        p = Problem(model, [45, 13, 1], passes=2, relabel=turn % 2, criterion=criterion)
+    for turn, (model, loss_name) in enumerate(KINDS):
+        p = Problem(model, [45, 13, 1], passes=2, relabel=turn % 2, loss_name=loss_name)
         program, _, *shape, x, y, names = p.head()
         (s, q), classes = p.w.shape, p.chain.classes
         labels = (None, y) if y.is_floating_point() else (y, None)
@@ -125,7 +125,7 @@ def chains():
             names,
             0 if names is None else classes,
         ]
-        head = [program, len(program), *shape, q, LOSSES.index(criterion), *data]
+        head = [program, len(program), *shape, q, LOSSES.index(loss_name), *data]
         for batch, options in ((5, False), (40, True)):
             shift, anchor, sums = (randn(k, s, q, dtype=F32) for k in range(3))
             rich = (
