@@ -83,7 +83,7 @@ def _require_checkout(command: str) -> None:
 
 
 def attack(argv: Sequence[str]) -> int:
-    """Tries membership inference and model inversion on uploads; needs pflcore's sources."""
+    """Tries membership inference and model inversion; needs pflcore's sources."""
     _require_checkout("attack")
     from bench.papers.attack import main
 
