@@ -38,7 +38,7 @@ EXTRAS = {
 
 
 def info(argv: Sequence[str]) -> int:
-    """Says what runs here: versions, kernels, devices, optional packages."""
+    """Prints the versions, kernels, devices and optional packages of this machine."""
     if argv:
         require(argv[0] in ("-h", "--help"), "info", "no options", argv)
         print(inspect.getdoc(info))
@@ -83,8 +83,7 @@ def _require_checkout(command: str) -> None:
 
 
 def attack(argv: Sequence[str]) -> int:
-    """Attacks what travels: membership inference and model inversion against an
-    algorithm's uploads; needs a checkout of pflcore."""
+    """Tries membership inference and model inversion; needs pflcore's sources."""
     _require_checkout("attack")
     from bench.papers.attack import main
 
@@ -92,7 +91,7 @@ def attack(argv: Sequence[str]) -> int:
 
 
 def reproduce(argv: Sequence[str]) -> int:
-    """Runs the experiments behind a table of a paper; needs a checkout of pflcore."""
+    """Runs the experiments behind a table of a paper; needs pflcore's sources."""
     _require_checkout("reproduce")
     from bench.papers.run import main
 
@@ -100,7 +99,7 @@ def reproduce(argv: Sequence[str]) -> int:
 
 
 def bench(argv: Sequence[str]) -> int:
-    """Times the kernels against the best torch call; needs a checkout of pflcore."""
+    """Times the kernels against the best torch call; needs pflcore's sources."""
     _require_checkout("bench")
     from bench import main
 

@@ -55,7 +55,7 @@ from pflcore.train._net import Net
 @checked
 @dataclass(frozen=True)
 class Options:
-    """What is run, on what and how long."""
+    """The data, the model and the length of the runs, and how they are computed."""
 
     # data set by name, or leaf:PATH or folder:PATH
     data: str = "mnist5k"

@@ -76,7 +76,7 @@ OUTPUT_FILES = (
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """Who is compared; an algorithm's own options are --ALGORITHM.OPTION."""
+    """The algorithms to compare; an algorithm's own options are --ALGORITHM.OPTION."""
 
     algorithms: tuple[str, ...] = ()  # names, or package.module:Class
 
@@ -84,7 +84,7 @@ class CompareOptions:
 @checked
 @dataclass(frozen=True)
 class ReportOptions:
-    """Where a table and pictures go, and what is in them."""
+    """The folder of the table and the pictures, and what they show."""
 
     # folder; default: a new one below runs/, or the first record's
     out: Path | None = None
@@ -99,8 +99,7 @@ class ReportOptions:
 @checked
 @dataclass(frozen=True)
 class OutputOptions(ReportOptions):
-    """Where results go: record.jsonl, table.md, curves.png, weights.png and further
-    pictures."""
+    """The folder of record.jsonl, table.md and the pictures, and how it is written."""
 
     # go on with the record that the folder holds, from its last checkpoint; where it
     # holds none, begin
@@ -115,19 +114,17 @@ class OutputOptions(ReportOptions):
 
 
 class RunFailed(Exception):
-    """Something broke in the middle of a run."""
+    """An error in the middle of a run."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one algorithm on a federation: one of those below, or package.module:Class
-    for one of your own."""
+    """Runs one of the algorithms below, or your own as package.module:Class."""
     names = [word for word in argv[:1] if not word.startswith("-")]
     return _run_command(run, names, argv[len(names) :])
 
 
 def compare(argv: Sequence[str]) -> int:
-    """Runs several algorithms on the same federation, from the same initial weights,
-    with the same cohorts and batches."""
+    """Runs several algorithms with equal data, initial weights, cohorts and batches."""
     return _run_command(compare, [], argv)
 
 
