@@ -47,21 +47,23 @@ from pflcore.simulation._uploads import finite_rows
 class Krum:
     """Krum (Blanchard et al. 2017): one model of N for all clients.
 
-    It is the model whose squared distances to its N - f - 2 nearest others have the
-    least sum; of equals the earlier client's. With `m` > 1 (MultiKrum) it is the mean
-    of the `m` models of the least sums. Deviation: exact distances.
+    With f = `num_byzantine`, it is the model whose squared distances to its N - f - 2
+    nearest others have the least sum; of equals the earlier client's. With
+    `num_selected` > 1 (MultiKrum) it is the mean of so many models of the least sums.
+    Deviation: exact distances.
     """
 
-    f: NonNegativeInt = 1  # hostile clients that it stands, 2 f + 2 < N
-    m: PositiveInt = 1
+    num_byzantine: NonNegativeInt = 1  # bad clients that it stands: f, 2 f + 2 < N
+    num_selected: PositiveInt = 1  # models whose mean is taken
 
     def select(self, sqdist: Tensor) -> Tensor:
-        """The chosen clients [m], best first, by squared distances [N, N]."""
+        """The selected clients, best first, by squared distances [N, N]."""
         n = len(sqdist)
-        fits = 2 * self.f + 2 < n and self.m <= n - self.f
-        wanted = f"0 <= f with 2 f + 2 < {n} clients and 1 <= m <= N - f"
-        require(fits, "f, m", wanted, self)
-        return krum(sqdist, self.f, self.m)
+        f = self.num_byzantine
+        fits = 2 * f + 2 < n and self.num_selected <= n - f
+        wanted = f"0 <= f with 2 f + 2 < {n} clients, and 1 to N - f selected"
+        require(fits, "num_byzantine, num_selected", wanted, self)
+        return krum(sqdist, f, self.num_selected)
 
 
 @checked
@@ -83,7 +85,7 @@ METHODS_BY_NAME: dict[str, Callable[..., Method]] = {
     **{name: ALGORITHMS[name] for name in ("fedamp", "sfl", "feddwa", "feddwa_qp")},
     "heurfedamp": partial(HeurFedAMP, xi_self=0.5),
     "krum": Krum,
-    "multikrum": partial(Krum, m=2),
+    "multikrum": partial(Krum, num_selected=2),
     "clusters": Clusters,
 }
 
@@ -200,7 +202,8 @@ def _check_guidance(alg: Method, count: int) -> None:
 def min_models(method: Method) -> int:
     """The smallest number of models with which the method works."""
     if isinstance(method, Krum):
-        return max(2 * method.f + 3, method.f + method.m)
+        f = method.num_byzantine
+        return max(2 * f + 3, f + method.num_selected)
     return method.k if isinstance(method, Clusters) else 1
 
 
@@ -270,7 +273,7 @@ def _mixing_weights(
         weight = normalize_rows((group[:, None] == group).double())
     elif isinstance(alg, Krum):
         weight = torch.zeros(n, n, dtype=torch.float64)
-        weight.index_fill_(1, alg.select(sqdist), 1 / alg.m)
+        weight.index_fill_(1, alg.select(sqdist), 1 / alg.num_selected)
     else:
         assert isinstance(alg, LatestModels)
         weight = alg.mixing_matrix(sqdist, norm2, torch.ones(n, dtype=torch.bool))

@@ -123,10 +123,12 @@ def test_krum_is_its_definition(f):
     d = pairwise_sqdist(models)
     # 0 is that to itself
     order = d.sort(1).values[:, 1 : N - f - 1].sum(1).argsort().tolist()
-    assert torch.equal(personalize(models, "krum", f=f), models[order[0]].expand(N, -1))
-    for m, more in ((2, {}), (3, {"m": 3})):
+    assert torch.equal(
+        personalize(models, "krum", num_byzantine=f), models[order[0]].expand(N, -1)
+    )
+    for m, more in ((2, {}), (3, {"num_selected": 3})):
         mean = models[order[:m]].mean(0).expand(N, -1)
-        near(personalize(models, "multikrum", f=f, **more), mean)
+        near(personalize(models, "multikrum", num_byzantine=f, **more), mean)
 
 
 def test_every_method_returns_the_form_it_was_given_and_is_blind_to_the_order():
@@ -199,8 +201,8 @@ BAD = """\
 {"method": "ditto", "lam": 1.0} | method: ditto needs more of its clients than a model; use pfl
 {"method": "Krumm"} | method: got 'Krumm', did you mean 'krum'.* Expected one of fedamp, sfl, f
 {"method": "nobody"} | method: expected one of fedamp, sfl, f.* got 'nobody'
-{"method": "krum", "f": 3} | f, m: expected 0 <= f with 2 f \\+ 2 < 7
-{"method": "multikrum", "m": 7} | f, m: expected
+{"method": "krum", "num_byzantine": 3} | num_byzantine, num_selected: expected 0 <= f with 2
+{"method": "multikrum", "num_selected": 7} | num_byzantine, num_selected: expected
 {"method": "clusters", "k": 8} | k: expected at most 7
 {"uploads": "infinite"} | .*client 3's
 """  # noqa: E501
