@@ -114,7 +114,7 @@ class Odd(nn.Module):
         return self.parts["b"](self.parts["a[0]"](x).tanh())
 
 
-def test_names_with_brackets_are_no_patterns_and_models_without_such_parts_one_sentence():
+def test_names_with_brackets_are_no_patterns():
     net = Net(Odd, head="parts.b")
     assert (
         LGFedAvg().private_mask(net).sum() == 35
