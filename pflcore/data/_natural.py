@@ -1,9 +1,10 @@
-"""Data that comes with its clients: School, Vehicle, EMNIST by writer, LEAF JSON, a
-folder with one file per client.
+"""Data that comes with its clients.
 
-A reader makes {client: {split: (x, y)}}, arrays of numbers as the file has them;
-`_federation` does the rest, by the table in `_meaning`. OSError or ValueError, one
-sentence that names the file, where one is missing or holds something else.
+They are School, Vehicle, EMNIST by writer, LEAF's JSON files, and a folder with one
+file per client. A reader makes {client: {split: (x, y)}}, arrays of numbers as the file
+has them; `_federation` does the rest, by the table in `_meaning`. Readers raise OSError
+or ValueError, one sentence that names the file, where one is missing or holds something
+else.
 """
 
 import contextlib
@@ -36,92 +37,97 @@ Pairs = dict[str, dict[str, tuple[Any, Any]]]  # client -> split -> (x, y)
 
 
 def school(root: AnyPath | None = None) -> Federation:
-    """School (Inner London Education Authority): 139 schools, 15,362 students, 28
-    features (the last is the constant 1), exam scores.
+    """School (Inner London Education Authority): exam scores of 139 schools.
 
-    Targets are (score - 1) / (70 - 1), the extremes being those of all scores.
-    Everything is in "train": hold out samples by `split`, then `standardize`. Reads
+    There are 15,362 students, with 28 features (the last is the constant 1). Targets
+    are (score - 1) / (70 - 1), the extremes being those of all scores. Everything is in
+    "train": hold out samples by `split`, then `standardize`. Reads
     ``school/school.mat`` (MALSAR's cell format) under ``root``.
     """
     x, y = read_cells(_root(root) / "school" / "school.mat")
     check_published("school", digest_of(*x, *y), "44afd5cc166e1c1c")
-    low = min(float(v.min()) for v in y)
-    high = max(float(v.max()) for v in y)
-    pairs = [(a, (b - low) / (high - low)) for a, b in zip(x, y, strict=True)]
-    fed = Federation.from_clients(pairs, classes=None, name="school")
-    return fed._copy_with(facts={"lowest score": low, "highest score": high})
+    low = min(float(scores.min()) for scores in y)
+    high = max(float(scores.max()) for scores in y)
+    targets = [(scores - low) / (high - low) for scores in y]
+    pairs = list(zip(x, targets, strict=True))
+    federation = Federation.from_clients(pairs, classes=None, name="school")
+    return federation._copy_with(facts={"lowest score": low, "highest score": high})
 
 
 def vehicle(root: AnyPath | None = None) -> Federation:
-    """Vehicle sensors: 23 sensors, 43,695 samples of 100 features, two kinds of
-    vehicle; labels -1 and 1 become 0 and 1.
+    """Vehicle sensors: 23 sensors that tell two kinds of vehicle apart.
 
-    Reads ``vehicle/vehicle.mat`` (MALSAR's cell format).
+    There are 43,695 samples of 100 features. Labels -1 and 1 become 0 and 1. Reads
+    ``vehicle/vehicle.mat`` (MALSAR's cell format).
     """
     x, y = read_cells(_root(root) / "vehicle" / "vehicle.mat")
-    how = ReaderOptions(2, from_files=True)
-    return Federation._from_reader(zip(x, y, strict=True), how, "vehicle")
+    reader = ReaderOptions(2, from_files=True)
+    return Federation._from_reader(zip(x, y, strict=True), reader, "vehicle")
 
 
 def femnist(root: AnyPath | None = None) -> Federation:
-    """EMNIST by writer, 62 classes, images [n, 1, 28, 28]: LEAF's JSON files or TFF's
-    ``fed_emnist_train.h5`` and ``fed_emnist_test.h5``, under ``femnist/``.
+    """EMNIST by writer: 62 classes, images [n, 1, 28, 28].
 
-    Pixels stay as the files have them (white paper is 1 in both).
+    Reads LEAF's JSON files, or TFF's ``fed_emnist_train.h5`` and
+    ``fed_emnist_test.h5``, under ``femnist/``. Pixels stay as the files
+    have them (white paper is 1 in both).
     """
-    at = _root(root) / "femnist"
-    if not (at / "fed_emnist_train.h5").is_file():
-        fed = leaf(at, classes=62, name="femnist")
-        return fed._copy_with(x=fed.x.float().reshape(-1, 1, 28, 28))
+    base = _root(root) / "femnist"
+    if not (base / "fed_emnist_train.h5").is_file():
+        federation = leaf(base, classes=62, name="femnist")
+        images = federation.x.float().reshape(-1, 1, 28, 28)
+        return federation._copy_with(x=images)
     h5py = import_optional("h5py", "data: it")
     clients = Pairs()
     for split in ("train", "test"):
-        path = at / f"fed_emnist_{split}.h5"
+        path = base / f"fed_emnist_{split}.h5"
         with explain_read_errors(f"{path}: expected TFF's HDF5 file, got none"):
             require(path.is_file(), "file", "a regular one", path.name)
             with h5py.File(path) as file:
-                for writer, of in file["examples"].items():
-                    pair = of["pixels"][()][:, None], of["label"][()].astype(np.int64)
-                    clients.setdefault(writer, {})[split] = pair
-    return _federation(
-        dict(sorted(clients.items())),
-        ReaderOptions(62, None, from_files=True),
-        "femnist",
-    )
+                for writer, examples in file["examples"].items():
+                    x = examples["pixels"][()][:, None]
+                    y = examples["label"][()].astype(np.int64)
+                    clients.setdefault(writer, {})[split] = (x, y)
+    reader = ReaderOptions(62, None, from_files=True)
+    return _federation(dict(sorted(clients.items())), reader, "femnist")
 
 
 @checked
 def leaf(
     path: AnyPath, *, classes: Classes = "infer", name: str | None = None
 ) -> Federation:
-    """LEAF-style JSON: ``{"users": [...], "num_samples": [...], "user_data": {user:
-    {"x": [...], "y": [...]}}}``.
+    """A federation from LEAF-style JSON files.
 
-    ``path``: one file, a folder of files, or a folder with
-    ``train/`` and ``test/`` (below ``data/`` too). Clients in the order of the training
-    users. Where the test users are other people (LEAF's split by user), everybody's
-    samples are "train" and ``truth["held_out"]`` [N] marks them. What targets and
-    inputs become is decided for all users together (docs/data.md).
+    A file holds ``{"users": [...], "num_samples": [...], "user_data": {user: {"x":
+    [...], "y": [...]}}}``. ``path`` is one file, a folder of files, or a folder with
+    ``train/`` and ``test/`` (below ``data/`` too). Clients are in the order of the
+    training users. Where the test users are other people (LEAF's split by user), all
+    users' samples are "train", and ``truth["held_out"]`` [N] marks the test users.
+    Targets and inputs are interpreted for all users together (docs/data.md).
 
     Args:
         classes: number of classes; infer takes the largest label plus one; None reads
             targets as numbers to predict
     """
     base = Path(path)
-    base = base / "data" if (base / "data" / "train").is_dir() else base
-    clients = Pairs()
+    if (base / "data" / "train").is_dir():
+        base = base / "data"
     users = {split: _leaf_users(part) for split, part in _split_folders(base).items()}
-    strangers = users.get("test", {}).keys() - users["train"].keys()
-    apart = bool(strangers) and len(strangers) == len(users["test"])
-    for split, of in users.items():
-        for user, pair in of.items():
+    test_users = users.get("test", {}).keys()
+    strangers = test_users - users["train"].keys()
+    split_by_user = bool(strangers) and len(strangers) == len(test_users)
+    clients = Pairs()
+    for split, pairs in users.items():
+        for user, pair in pairs.items():
             if split == "train" or len(pair[1]):
-                clients.setdefault(user, {})["train" if apart else split] = pair
-    fed = _federation(
-        clients, ReaderOptions(classes, from_files=True), name or f"leaf {base.name}"
-    )
-    held = torch.tensor([u in strangers for u in clients])
-    return fed._copy_with(truth={"held_out": held}) if apart else fed
+                target = "train" if split_by_user else split
+                clients.setdefault(user, {})[target] = pair
+    reader = ReaderOptions(classes, from_files=True)
+    federation = _federation(clients, reader, name or f"leaf {base.name}")
+    if not split_by_user:
+        return federation
+    held_out = torch.tensor([user in strangers for user in clients])
+    return federation._copy_with(truth={"held_out": held_out})
 
 
 @checked
@@ -132,14 +138,13 @@ def folder(
     classes: Classes = "infer",
     name: str | None = None,
 ) -> Federation:
-    """One file per client: ``.npz`` (arrays x, y; or x_train, y_train, x_test, y_test,
-    ...) or ``.csv`` (numbers, one row per sample, in the grammar of Python's csv
-    module).
+    """A federation from a folder with one file per client.
 
-    Files in ``train/`` and ``test/`` (and ``val/``) with the same names are one
-    client's splits. Clients in the order of the names, numbers in them counted as
-    numbers. What targets and inputs become is decided for all files together
-    (docs/data.md).
+    A file is ``.npz`` (arrays x, y; or x_train, y_train, x_test, y_test, ...) or
+    ``.csv`` (numbers, one row per sample, in the grammar of Python's csv module). Files
+    in ``train/`` and ``test/`` (and ``val/``) with the same names are one client's
+    splits. Clients are in the order of the names, numbers in them counted as numbers.
+    Targets and inputs are interpreted for all files together (docs/data.md).
 
     Args:
         target: the CSV column of the targets, by number or by its name in the header
@@ -148,33 +153,29 @@ def folder(
     """
     base = Path(path)
     clients = Pairs()
-    first: tuple[str, ...] = ()
+    first_header: tuple[str, ...] = ()
     for split, part in _split_folders(base, ".csv", ".npz").items():
         for file in _list_files(part, ".csv", ".npz"):
             if file.suffix == ".npz":
-                found = _npz(file, split)
+                pairs = _npz(file, split)
             else:
                 header, pair = _csv(file, target)
-                first = first or header
-                found = {split: pair}
-                right = f"the columns of other files, {first}"
-                require(header in ((), first), str(file), right, header)
-            mine = clients.setdefault(file.stem, {})
-            twice = sorted(mine.keys() & found.keys())
-            require(
-                not twice,
-                str(file),
-                f"samples that {file.stem} has in no other file",
-                twice,
-            )
-            mine |= found
-    return _federation(
-        clients, ReaderOptions(classes, from_files=True), name or base.name
-    )
+                first_header = first_header or header
+                expected = f"the columns of other files, {first_header}"
+                require(header in ((), first_header), str(file), expected, header)
+                pairs = {split: pair}
+            client = clients.setdefault(file.stem, {})
+            twice = sorted(client.keys() & pairs.keys())
+            expected = f"samples that {file.stem} has in no other file"
+            require(not twice, str(file), expected, twice)
+            client |= pairs
+    reader = ReaderOptions(classes, from_files=True)
+    return _federation(clients, reader, name or base.name)
 
 
 def _federation(clients: Pairs, reader: ReaderOptions, name: str) -> Federation:
-    without = [c for c, of in clients.items() if "train" not in of]
+    """A federation of clients that all have training samples."""
+    without = [client for client, pairs in clients.items() if "train" not in pairs]
     require(not without, "path", "training samples of every client", without[:5])
     return Federation._from_reader(clients.values(), reader, name, list(clients))
 
@@ -183,121 +184,133 @@ def _federation(clients: Pairs, reader: ReaderOptions, name: str) -> Federation:
 
 
 def _root(root: AnyPath | None) -> Path:
-    where = os.environ.get("PFLCORE_DATA") if root is None else root
-    require(
-        where is not None, "root", "the folder of the data (or set PFLCORE_DATA)", where
-    )
-    return Path(str(where))
+    """The data folder: `root`, or PFLCORE_DATA."""
+    path = os.environ.get("PFLCORE_DATA") if root is None else root
+    expected = "the folder of the data (or set PFLCORE_DATA)"
+    require(path is not None, "root", expected, path)
+    return Path(str(path))
 
 
 def _split_folders(base: Path, *kinds: str) -> dict[str, Path]:
-    """A folder per split, with no files of these kinds beside them, or all in
-    "train"."""
-    parts = {s: base / s for s in SPLITS if (base / s).is_dir()}
-    there = " and ".join(f"{s}/" for s in parts)
-    if parts and "train" not in parts:
+    """A folder for each split; without such folders `base` is that of "train".
+
+    Raises ValueError for files of these kinds beside the folders.
+    """
+    parts = {split: base / split for split in SPLITS if (base / split).is_dir()}
+    if not parts:
+        return {"train": base}
+    names = " and ".join(f"{split}/" for split in parts)
+    if "train" not in parts:
         raise FileNotFoundError(
-            f"{base}: expected a folder train/ beside {there}, got none."
+            f"{base}: expected a folder train/ beside {names}, got none."
         )
-    beside = (
-        sorted(f.name for f in base.glob("*") if f.suffix in kinds) if parts else []
-    )
-    require(not beside, str(base), f"no samples beside {there}", beside[:5])
-    return parts or {"train": base}
+    beside = sorted(file.name for file in base.glob("*") if file.suffix in kinds)
+    require(not beside, str(base), f"no samples beside {names}", beside[:5])
+    return parts
 
 
 def _list_files(part: Path, *kinds: str) -> list[Path]:
-    """The files in a folder, client2 before client10; nothing but those of these kinds
-    may be there, a README, hidden files and folders aside.
+    """The files in a folder, client2 before client10.
 
-    A pipe or a device would be read without end, so that only regular files are.
+    Only files of these kinds may be there, apart from a README, hidden files and
+    folders. They are regular files: a pipe or a device would be read without end.
     """
-    found = sorted(
-        (f for f in part.glob("*") if not f.name.startswith(".")), key=_natural
-    )
-    mine = [f for f in found if f.suffix in kinds and f.is_file()]
+    visible = [path for path in part.glob("*") if not path.name.startswith(".")]
+    files = []
     stray = []
-    for f in found:
-        if f.suffix in kinds and not f.is_file():
-            stray.append(f"{f.name} (no regular file)")
-        elif (
-            f.suffix not in kinds
-            and not f.is_dir()
-            and not f.name.startswith(EXTRA_FILE_PREFIXES)
-        ):
-            stray.append(f.name)
-    if stray or not mine:
-        wanted = f"{' or '.join(kinds)} files and nothing else; give them a folder"
+    for path in sorted(visible, key=_natural):
+        if path.suffix in kinds:
+            if path.is_file():
+                files.append(path)
+            else:
+                stray.append(f"{path.name} (no regular file)")
+        elif not path.is_dir() and not path.name.startswith(EXTRA_FILE_PREFIXES):
+            stray.append(path.name)
+    if stray or not files:
+        expected = f"{' or '.join(kinds)} files and nothing else; give them a folder"
         raise FileNotFoundError(
-            f"{part}: expected {wanted}, got {stray or 'none there'}."
+            f"{part}: expected {expected}, got {stray or 'none there'}."
         )
-    return mine
+    return files
 
 
 def _natural(path: Path) -> str:
-    """client2 before client10."""
+    """A sort key that puts client2 before client10."""
     return re.sub(r"\d+", lambda number: number[0].zfill(20), path.name)
 
 
 def read_cells(path: Path) -> tuple[list[Any], list[Any]]:
-    """MALSAR's cell format: ``X`` a cell of [n_i, d] matrices and ``Y`` one of
-    [n_i, 1], a cell entry per client; as float64 arrays."""
+    """The clients' x [n_i, d] and y [n_i], float64, from MALSAR's cell format.
+
+    ``X`` is a cell of [n_i, d] matrices and ``Y`` one of [n_i, 1], with an entry per
+    client.
+    """
     io = import_optional("scipy.io", "data: it", DATA_FOLDER_HINT)
-    with explain_read_errors(
-        f"{path}: expected a .mat file with the cells X and Y, got none"
-    ):
+    text = f"{path}: expected a .mat file with the cells X and Y, got none"
+    with explain_read_errors(text):
         require(path.is_file(), "file", "a regular one", path.name)
-        mat = {k.upper(): v for k, v in io.loadmat(path).items()}
-        x, y = ([np.asarray(c, np.float64) for c in mat[k].reshape(-1)] for k in "XY")
-    return x, [v.reshape(-1) for v in y]
+        cells = {name.upper(): cell for name, cell in io.loadmat(path).items()}
+        x = [np.asarray(entry, np.float64) for entry in cells["X"].reshape(-1)]
+        y = [np.asarray(entry, np.float64) for entry in cells["Y"].reshape(-1)]
+    return x, [targets.reshape(-1) for targets in y]
 
 
 def _leaf_users(path: Path) -> dict[str, tuple[Any, Any]]:
+    """The users' x and y from a file, or from all files of a folder."""
     users: dict[str, tuple[Any, Any]] = {}
+    expected = "LEAF's users and user_data, each user once, numbers as x and y"
     for file in [path] if path.is_file() else _list_files(path, ".json"):
-        right = "LEAF's users and user_data, each user once, numbers as x and y"
-        with explain_read_errors(f"{file}: expected {right}, got none"):
+        with explain_read_errors(f"{file}: expected {expected}, got none"):
             content = json.loads(file.read_text())
             for user in content["users"]:
                 require(user not in users, "users", "each once", user)
-                of = content["user_data"][user]
-                users[user] = (
-                    _to_number_array(of["x"], f"x of {user}"),
-                    _to_number_array(of["y"], f"y of {user}"),
-                )
+                samples = content["user_data"][user]
+                x = _to_number_array(samples["x"], f"x of {user}")
+                y = _to_number_array(samples["y"], f"y of {user}")
+                users[user] = (x, y)
     return users
 
 
 def _to_number_array(values: Any, name: str) -> Any:
-    """An array of real numbers, of the type that they have. ValueError for words,
-    dates, complex numbers and records."""
+    """An array of real numbers, of the type that they have.
+
+    Raises ValueError for words, dates, complex numbers and records.
+    """
     try:
-        a = np.asarray(values)
+        numbers = np.asarray(values)
     except ValueError:
         reject(name, "as many numbers in each row", values)
-    words = "numbers (for words their numbers)" if a.dtype.kind in "US" else "numbers"
-    require(a.dtype.kind in "fiub", name, words, values)
-    return a.astype(np.float64) if a.dtype.itemsize > 8 else a
+    is_text = numbers.dtype.kind in "US"
+    expected = "numbers (for words their numbers)" if is_text else "numbers"
+    require(numbers.dtype.kind in "fiub", name, expected, values)
+    return numbers.astype(np.float64) if numbers.dtype.itemsize > 8 else numbers
 
 
 def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
-    said = (
+    """The client's x and y by split; arrays x and y are of this split."""
+    text = (
         f"{path}: expected arrays of numbers x and y, or x_train and y_train, got none"
     )
-    with explain_read_errors(said), np.load(path, allow_pickle=False) as z:
-        keys = {k if "_" in k else f"{k}_{split}": k for k in z.files}
-        pairs = {s: [keys.get(f"{v}_{s}") for v in "xy"] for s in SPLITS}
-        pairs = {s: names for s, names in pairs.items() if any(names)}
-        pickled = z.files == ["data"]  # PFLlib's: a dict, which only a pickle holds
+    with explain_read_errors(text), np.load(path, allow_pickle=False) as file:
+        names = file.files
         rewrite = "; load it where you trust it and write np.savez(path, x=..., y=...)"
         pflib = f"x and y (data is PFLlib's pickled dict, which is never read{rewrite})"
-        require(not pickled, "arrays", pflib, z.files)
-        whole = pairs and all(all(names) for names in pairs.values())
-        odd = [k for k in z.files if k[:2] in ("x_", "y_") and k[2:] not in SPLITS]
-        require(whole and not odd, "arrays", "x and y of train, val or test", z.files)
+        require(names != ["data"], "arrays", pflib, names)  # only a pickle holds a dict
+        name_of = {k if "_" in k else f"{k}_{split}": k for k in names}
+        pairs = {}
+        is_complete = True
+        for part in SPLITS:
+            x = name_of.get(f"x_{part}")
+            y = name_of.get(f"y_{part}")
+            if x and y:
+                pairs[part] = (x, y)
+            is_complete = is_complete and bool(x) == bool(y)
+        odd = [k for k in names if k[:2] in ("x_", "y_") and k[2:] not in SPLITS]
+        fits = pairs and is_complete and not odd
+        require(fits, "arrays", "x and y of train, val or test", names)
         return {
-            s: (_to_number_array(z[x], str(x)), _to_number_array(z[y], str(y)))
-            for s, (x, y) in pairs.items()
+            part: (_to_number_array(file[x], x), _to_number_array(file[y], y))
+            for part, (x, y) in pairs.items()
         }
 
 
@@ -307,23 +320,20 @@ def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any
     Header and rows are read by one grammar, that of Python's csv module. A header has
     no number, or counts its columns, as pandas writes it for an array.
     """
-    said = f"{path}: expected rows of numbers in UTF-8, all of one length, got others"
-    with explain_read_errors(said), path.open(encoding="utf-8-sig", newline="") as file:
-        first, named, rows = _read_table(csv.reader(file, strict=True))
-    own = named and first[0] in ("", "Unnamed: 0")
-    require(
-        not own,
-        str(path),
-        "a name for every column (row numbers of pandas: index=False)",
-        first,
-    )
-    places = [i for i, name in enumerate(first) if name == target]
+    text = f"{path}: expected rows of numbers in UTF-8, all of one length, got others"
+    with explain_read_errors(text), path.open(encoding="utf-8-sig", newline="") as file:
+        first, has_header, rows = _read_table(csv.reader(file, strict=True))
+    has_row_numbers = has_header and first[0] in ("", "Unnamed: 0")
+    expected = "a name for every column (row numbers of pandas: index=False)"
+    require(not has_row_numbers, str(path), expected, first)
+    columns = [i for i, name in enumerate(first) if name == target]
     if isinstance(target, int):
-        places = [target] if -len(first) <= target < len(first) else []
-    once = f"one of the columns {first} of {path}, by a name that it has alone"
-    require(len(first) > 1 and len(places) == 1, "target", once, target)
-    x = np.delete(rows, places[0], 1)
-    return first if named else (), (x, rows[:, places[0]])
+        columns = [target] if -len(first) <= target < len(first) else []
+    expected = f"one of the columns {first} of {path}, by a name that it has alone"
+    require(len(first) > 1 and len(columns) == 1, "target", expected, target)
+    x = np.delete(rows, columns[0], 1)
+    y = rows[:, columns[0]]
+    return first if has_header else (), (x, y)
 
 
 def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
