@@ -27,8 +27,7 @@ CUTS: dict[str, tuple[str, Facts]] = {
 }
 HEAD = (
     "clients hold | rounds with other neighbours | clients with others | weight moved "
-    "| distance "
-    "off (median) | exact | Gram float32 | difference by seed"
+    "| distance off (median) | exact | Gram float32 | difference by seed"
 )
 
 
@@ -70,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     got = parsed(Options, "python -m bench.neighbours", __doc__, argv)
     about = (
         f"{got.data}, LeNet-5, 20 clients, k = 5, lr {LR}, {ROUNDS} rounds, {SEEDS} "
-        "seeds; "
-        "accuracy: the last five rounds"
+        "seeds; accuracy: the last five rounds"
     )
     table = Table(HEAD, about=[about])
     for name, (cut, options) in CUTS.items():

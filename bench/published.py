@@ -28,10 +28,8 @@ def title(w: Workload) -> str:
     sizes = w.sizes
     return (
         f"{w.name}: {w.model} on {what}, {w.n} clients of {min(sizes)} to {max(sizes)} "
-        "samples, "
-        f"{w.cohort} a round, {w.epochs} epoch(s) in batches of {w.batch}, lr "
-        f"{w.lr:g}; medians of "
-        f"{w.rounds} rounds."
+        f"samples, {w.cohort} a round, {w.epochs} epoch(s) in batches of {w.batch}, lr "
+        f"{w.lr:g}; medians of {w.rounds} rounds."
     )
 
 

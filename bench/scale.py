@@ -28,8 +28,7 @@ ROOT = Path(__file__).parents[1]  # of the checkout
 COHORT, INPUTS, SAMPLES, EVALUATED = 100, 28, 15, 200
 HEAD = (
     "algorithm | clients | ms a round, least | ms a round, median | RssAnon, MB | "
-    "bytes of record "
-    "a round"
+    "bytes of record a round"
 )
 
 
@@ -49,8 +48,7 @@ def run(quick: bool, seconds: float, plot: Path | None) -> tuple[list[Facts], st
         rows.setdefault(name, []).append(row)
         table.add(
             f"{name} | {n:,} | {row['least']:.2f} | {row['median']:.2f} | "
-            f"{row['rss']:.0f} | "
-            f"{row['bytes']:,}"
+            f"{row['rss']:.0f} | {row['bytes']:,}"
         )
     for name, mine in rows.items():
         print(f"{name}: {growth(mine)}", flush=True)

@@ -120,10 +120,8 @@ class Machine:
             g = {k: v / 1e9 for k, v in self.limits.items()}
             out.append(
                 f"Limits measured now: reading {g['read']:.1f} GB/s, writing past the "
-                "caches "
-                f"{g['write']:.1f} GB/s, multiply-add {g['fma']:.0f} GFLOP/s, subtract "
-                "and "
-                f"multiply-add {g['sub_fma']:.0f} GFLOP/s."
+                f"caches {g['write']:.1f} GB/s, multiply-add {g['fma']:.0f} GFLOP/s, "
+                f"subtract and multiply-add {g['sub_fma']:.0f} GFLOP/s."
             )
         if self.load is not None and self.load > 0.5:
             out.append(

@@ -61,12 +61,10 @@ if rank == 0:
     print(f"{ranks} ranks, {N} clients, {P} parameters, {pflcore.backend()}")
     print(
         f"rank 0 sent {megabytes:.1f} MB of rows, {4 * N * (N - 1)} bytes of "
-        "distances, "
-        f"{megabytes:.1f} MB of rows back"
+        f"distances, {megabytes:.1f} MB of rows back"
     )
     print(
         f"distances off those of one process by {off:.1e}, models by "
-        f"{equal.item():.1e}, of values "
-        f"up to {everything.abs().max():.0f}"
+        f"{equal.item():.1e}, of values up to {everything.abs().max():.0f}"
     )
 dist.destroy_process_group()

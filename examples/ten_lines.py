@@ -29,8 +29,7 @@ def my_logger(round: int, record: dict[str, Any]) -> None:
     if record["eval"] and round % 10 == 0:
         print(
             f"round {round:2}: accuracy of client 0 "
-            f"{record['eval']['accuracy'][0]:.2f}, "
-            f"{record['bytes_up']} bytes sent up"
+            f"{record['eval']['accuracy'][0]:.2f}, {record['bytes_up']} bytes sent up"
         )
 
 

@@ -552,8 +552,8 @@ def _require_annotated_options(alg: Algorithm) -> None:
             if not is_slot:
                 raise Fault(
                     f"{name}: {foreign.__name__}'s default {value!r} is not taken, "
-                    "because it has no annotation; write "
-                    f"{name}: {type(value).__name__} = {value!r}."
+                    f"because it has no annotation; write {name}: "
+                    f"{type(value).__name__} = {value!r}."
                 )
 
 

@@ -62,6 +62,5 @@ def assert_close(got, want, op, dtype=None, size=None):
         at = wrong.nonzero()[0].tolist()
         raise AssertionError(
             f"{int(wrong.sum())} of {wrong.numel()} wrong, first at {at}: "
-            f"{a[tuple(at)]:.17g} "
-            f"instead of {want[tuple(at)]:.17g}"
+            f"{a[tuple(at)]:.17g} instead of {want[tuple(at)]:.17g}"
         )

@@ -88,8 +88,7 @@ RUNS = {  # what is said of them, and the tests
     ),
     "sanitizers": (
         "{passed} runs of the kernels under sanitizers and between forbidden pages, "
-        "{skipped} "
-        "skipped",
+        "{skipped} skipped",
         "tests/internal/sanitize",
         "tests/internal/cuda_on_cpu",
     ),

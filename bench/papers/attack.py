@@ -148,13 +148,11 @@ def table(results: Mapping[str, Any]) -> str:
     """Markdown: membership inference with 95 % intervals, then model inversion."""
     rows = [
         "upload of | seen as | attack | accuracy | F1 | AUC | TPR at 1 % FPR | right "
-        "on members | "
-        "on others"
+        "on members | on others"
     ]
     images = [
         "upload of | seen as | own confidence | a stranger sees the class | "
-        "correlation | SSIM | "
-        "MSE"
+        "correlation | SSIM | MSE"
     ]
     for name, result in results.items():
         for v in result["membership"]:
@@ -176,7 +174,6 @@ def table(results: Mapping[str, Any]) -> str:
     lines = [*markdown(rows), "", *([*markdown(images), ""] if len(images) > 1 else [])]
     said = (
         "In percent, with 95 % intervals over samples; images against the client's "
-        "mean of each "
-        "class."
+        "mean of each class."
     )
     return "\n".join([*lines, said, ""])

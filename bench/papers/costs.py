@@ -116,8 +116,7 @@ def table(costs: dict[str, Cost], samples: int) -> str:
     first = next(iter(costs.values()))
     head = (
         f"method | models down | models up | MiB | FLOPs for {samples:,} samples | of "
-        "the first | "
-        "server FLOPs"
+        "the first | server FLOPs"
     )
     rows = (
         f"{name} | {c.models_down:.2f} | {c.models_up:.2f} | {c.bytes / MIB:.2f} | "

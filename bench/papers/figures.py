@@ -83,8 +83,7 @@ def deltas(size: Tensor, groups: Mapping[str, Tensor], path: str, unit: str) -> 
             axis.plot(size[at], delta[at], "o", markersize=4, alpha=0.7, color=colour)
         axis.axhline(0, color="0.4", linewidth=0.8)
         hurt = (
-            f"{name}: {100 * int(worse.sum()) / max(1, metrics.count(delta)):.0f} "
-            "% "
+            f"{name}: {100 * int(worse.sum()) / max(1, metrics.count(delta)):.0f} % "
             "hurt"
         )
         tidy(axis, hurt, "samples of the client", f"change of {unit}")

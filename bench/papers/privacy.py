@@ -61,8 +61,7 @@ def intercept(
     if type(algorithm) is MRMTL:
         raise ValueError(
             "algorithm: MR-MTL uploads how far a client's own model moved, which shows "
-            "none; "
-            "choose another."
+            "none; choose another."
         )
     net = algorithm.prepare(Net(model, seed=seed))
     words = "one without running statistics (batch norm), which never travel"
@@ -84,8 +83,7 @@ def intercept(
         if done.dropped:
             raise ValueError(
                 f"training: client(s) {done.dropped} sent updates that are not finite "
-                "in round "
-                f"{r}; lower the learning rate."
+                f"in round {r}; lower the learning rate."
             )
     # one model for each client
     down, up = (
@@ -102,8 +100,7 @@ def intercept(
     if shown is None:
         raise ValueError(
             f"algorithm: its upload ({', '.join(caught['up']) or 'nothing'}) shows no "
-            "client's "
-            "model; choose one whose clients send a model."
+            "client's model; choose one whose clients send a model."
         )
     return Upload(net, x, shown, caught["own"])
 

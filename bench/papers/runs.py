@@ -211,8 +211,7 @@ class Reproduction:
         if run.header and run.header.get("digest") != task.digest:
             raise ValueError(
                 f"out: {path} holds a run with other options; name another folder, or "
-                "take that "
-                "file away."
+                "take that file away."
             )
         over = any(
             r["round"] == task.options.rounds and r["eval"] for r in run.rounds[-1:]
@@ -327,7 +326,6 @@ def load_states(path: Path, device: str = "cpu") -> Facts:
     except Exception as e:  # torch raises many kinds
         raise ValueError(
             f"folder: {path} is damaged ({type(e).__name__}); remove it, and what it "
-            "holds is "
-            "trained again."
+            "holds is trained again."
         ) from None
     return saved

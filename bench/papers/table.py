@@ -438,7 +438,6 @@ def table_of_groups(plan: Plan, rows: Sequence[Row]) -> str:
         lines += [heading(mine[0]), "", *of_cells(body), ""]
     lines.append(
         "Means over clients in percent (variance: percent squared) after the last "
-        "round, and their "
-        "standard deviation over the seeds."
+        "round, and their standard deviation over the seeds."
     )
     return "\n".join(lines) + "\n"

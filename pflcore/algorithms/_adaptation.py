@@ -215,9 +215,8 @@ def validation_score(
     if not has_val.any():
         raise ValueError(
             "choose: fine-tuning is tuned on the clients' 'val' split, which these "
-            "clients lack; "
-            "make one with Federation.split, or choose on validation clients with "
-            "pflcore.tuning."
+            "clients lack; make one with Federation.split, or choose on validation "
+            "clients with pflcore.tuning."
         )
     # Each client has a block of its own: a choice must not depend on the others, and
     # last digits may depend on what is computed together.
@@ -300,8 +299,8 @@ class KnnPer(FedOpt):
         if y.dim() > 2 and is_cross_entropy(clients.net):
             raise ValueError(
                 "data: kNN-Per's neighbours vote with a label a sample, and these "
-                "targets are "
-                "probabilities, or one for each step; give int64 labels [n]."
+                "targets are probabilities, or one for each step; give int64 labels "
+                "[n]."
             )
         n = to_device(clients.num_samples, y.device)
         model = {"w": x, "z": z.flatten(2), "y": y, "n": n}
@@ -682,8 +681,7 @@ class FedRoD(FedAvg):
         if net.loss_fn in (*REGRESSION_LOSSES, hinge, binary_cross_entropy):
             raise ValueError(
                 "loss: FedRoD balances the scores of classes; expected a loss of "
-                "those, got "
-                f"{loss_name(net.loss_fn)}."
+                f"those, got {loss_name(net.loss_fn)}."
             )
         return super().server_init_args(net)
 
@@ -765,8 +763,6 @@ def check_additive_head(clients: Clients) -> None:
     if not fits:
         raise ValueError(
             "model: FedRoD adds a second head's scores, so a head must be the last "
-            "that the model "
-            f"does, with weights of its own and no statistics, and {net.head_name!r} "
-            "is not so; "
-            "name it with Net(..., head=...)."
+            "that the model does, with weights of its own and no statistics, and "
+            f"{net.head_name!r} is not so; name it with Net(..., head=...)."
         )

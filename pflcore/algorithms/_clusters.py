@@ -208,9 +208,8 @@ class HypCluster(Ensemble):
         if self.shared and (self.warmup_rounds or self.bias_correction != "none"):
             raise ValueError(
                 "shared: k independent runs (warmup_rounds) have no common layers, nor "
-                "have clusters of "
-                "several ages a common bias correction; take warmup_rounds=0 and "
-                "bias_correction='none'."
+                "have clusters of several ages a common bias correction; take "
+                "warmup_rounds=0 and bias_correction='none'."
             )
 
     def initial_models(self, net: Net) -> Tensor:
@@ -233,8 +232,7 @@ class HypCluster(Ensemble):
         if _are_equal(rows):
             raise ValueError(
                 f"k: this model starts equal {self.k} times, and equal centres never "
-                "part; give it "
-                "a random initialisation."
+                "part; give it a random initialisation."
             )
         return rows
 

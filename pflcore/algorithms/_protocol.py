@@ -343,8 +343,7 @@ def check_training(alg: Algorithm, training: Training) -> None:
     if traits.sgd_only_reason and training.local_optimizer != "sgd":
         raise ValueError(
             f"local_optimizer: {name} {traits.sgd_only_reason}, and AdamW's steps are "
-            "others; take "
-            "local_optimizer='sgd'."
+            "others; take local_optimizer='sgd'."
         )
     if traits.no_clip_grad_reason and training.clip_grad is not None:
         raise ValueError(
@@ -360,7 +359,6 @@ def warn_unused_momentum(alg: Algorithm, clients: Clients) -> None:
     if t.momentum or t.weight_decay:
         warn_caller(
             f"{type(alg).__name__}: its local steps are its paper's, without momentum "
-            "and weight "
-            f"decay; momentum={t.momentum:g} and weight_decay={t.weight_decay:g} play "
-            "no part."
+            f"and weight decay; momentum={t.momentum:g} and "
+            f"weight_decay={t.weight_decay:g} play no part."
         )

@@ -105,25 +105,27 @@ class Federation(ClientSamples):
         dtype: torch.dtype | None = torch.float32,
         name: str = "data",
     ) -> Self:
-        """One pair ``(x, y)`` or Dataset of pairs per client, or a dict of them by
-        split, ``{"train": (x, y), "test": (x, y), "val": ...}``.
+        """Makes a federation from one entry for each client.
 
-        Arrays, tensors, lists; x may be a dict of them. A list of tuples is samples,
-        one pair each. Datasets are read once (so a random transform is drawn once).
+        An entry is a pair ``(x, y)``, a Dataset of pairs, or a dict of these by split,
+        ``{"train": (x, y), "test": (x, y), "val": ...}``. x and y are arrays, tensors
+        or lists; x may be a dict of them. A list of tuples is read as a list of samples
+        (x_j, y_j). Datasets are read once, so a random transform is drawn once.
 
         What targets and inputs become is decided for all clients together
         (docs/data.md):
 
         - Integers and bool are labels from 0. ``classes="infer"`` takes the largest
-          plus one, at most as many as there are samples. Labels [n, 1] become [n].
-        - Floats are numbers to predict; they are labels where ``classes`` is given and
-          all are whole.
-        - With ``classes=None`` all targets are numbers to predict.
-        - Words and complex numbers are refused.
+          label plus one; more classes than labels are refused. Labels [n, 1] become
+          [n].
+        - Floats are regression targets; they are labels where ``classes`` is a number
+          and all of them are whole.
+        - With ``classes=None`` all targets are regression targets.
+        - Strings and complex numbers are refused.
 
-        Inputs are floats or int64 (tokens), and never bytes. ``dtype``: floats are
-        converted to it; None keeps what came. To hold out samples for testing:
-        ``.split(test=0.2)``.
+        Inputs are floats, or integers that become int64 (tokens); uint8 is refused.
+        Floats are converted to ``dtype``; None keeps theirs. ``name`` stands in records
+        and summaries. To hold out samples for testing: ``.split(test=0.2)``.
         """
         return cls._from_reader(clients, ReaderOptions(classes, dtype), name)
 

@@ -20,8 +20,7 @@ from pflcore.check import Number, PositiveInt, checked, reject, require
 IGNORED_LABEL = -100  # the label of a masked step, as in torch's cross entropy
 INPUT_HINT = (
     "numbers in one array (pad sequences to one length, turn images and words into "
-    "numbers, give "
-    "fields as one dict of arrays)"
+    "numbers, give fields as one dict of arrays)"
 )
 DENSE_TEXT = "dense floats or int64 (tokens to int64, images to float, then normalized)"
 PAIR_TEXT = "a pair (x, y), or a Dataset of pairs (or a list of them)"

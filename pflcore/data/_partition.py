@@ -588,25 +588,25 @@ def _deal_dominant(
 
 
 def _take_in_turns(
-    supply: list[list[int]],  # the samples of each class; what is taken is removed
+    supply: list[list[int]],  # indices of each class, shuffled; those taken are removed
     owned: list[list[int]],  # the classes of each client
     count: int,
 ) -> list[list[int]]:
     """Up to `count` samples of its classes for each client.
 
     Each client takes one sample in its turn, so that clients share a scarce class
-    fairly. It takes the class of which it has the fewest samples; of several such
-    classes, the one with the largest supply.
+    fairly. It takes the class of which it has taken the fewest samples so far; of
+    several such classes, the one with the largest supply.
     """
     lists: list[list[int]] = [[] for _ in owned]
-    taken = [[0] * len(supply) for _ in owned]
+    counts_taken = [[0] * len(supply) for _ in owned]
     for _ in range(count):
-        for samples, numbers, classes in zip(lists, taken, owned, strict=True):
+        for samples, counts, classes in zip(lists, counts_taken, owned, strict=True):
             available = [label for label in classes if supply[label]]
             if available:
-                label = min(available, key=lambda c: (numbers[c], -len(supply[c])))
+                label = min(available, key=lambda c: (counts[c], -len(supply[c])))
                 samples.append(supply[label].pop())
-                numbers[label] += 1
+                counts[label] += 1
     return lists
 
 

@@ -124,9 +124,8 @@ def _require_unstandardized(data: Federation) -> Federation:
     """The data, or ValueError where statistics of what is about to be held out have
     gone into the features."""
     wanted = (
-        "features that were not standardized before the samples are divided "
-        "(make "
-        "it with "
+        "features that were not standardized before the samples are divided (make it "
+        "with "
     )
     require(
         data.scaling is None,

@@ -173,8 +173,7 @@ def test_an_algorithm_from_outside(mine, tmp_path, capsys):
     assert run.algorithm == "Half" and run.header["options"]["strength"] == 0.25
     assert len(run.rounds[-1]["eval"]["auc"]) == 3
     words = (
-        f"compare --algorithms local {mine}:Half --Half.strength 1 --baseline "
-        "Half "
+        f"compare --algorithms local {mine}:Half --Half.strength 1 --baseline Half "
         f"{SHORT}"
     )
     assert command(words, "--overwrite") == 0
@@ -682,8 +681,7 @@ def test_a_signal_leaves_a_readable_record_and_its_table(number):
     path = Path("o/record.jsonl")
     code = (  # the signals as they are where nobody ignores them
         "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); from "
-        "pflcore.cli "
-        "import main; sys.exit(main())"
+        "pflcore.cli import main; sys.exit(main())"
     )
     words = [
         sys.executable,

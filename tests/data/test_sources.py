@@ -532,9 +532,8 @@ def test_broken_files(tmp_path):
     )
     path = tmp_path / "leaf.json"
     said = (
-        "leaf.json: expected LEAF's users and user_data, each user once, numbers "
-        "as "
-        "x and y"
+        "leaf.json: expected LEAF's users and user_data, each user once, numbers as x "
+        "and y"
     )
     for text in LEAF.splitlines():
         path.write_text(text)

@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of "
-    "79.11 GiB of "
-    "which 12.00 MiB is free."
+    "79.11 GiB of which 12.00 MiB is free."
 )
 KINDS = {
     "on a GPU": (torch.OutOfMemoryError(CUDA), "20.00 MiB"),
@@ -24,8 +23,7 @@ KINDS = {
     "on a CPU": (
         RuntimeError(
             "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to "
-            "allocate 3072 "
-            "bytes."
+            "allocate 3072 bytes."
         ),
         "3072 bytes",
     ),

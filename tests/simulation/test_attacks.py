@@ -113,8 +113,7 @@ def test_too_few_clients_for_a_defence_end_the_run_with_a_sentence():
         with pytest.warns(RuntimeWarning, match="stopped early"):
             history = run(FedAvg(**defence(name, f)), participation=0.5).run()
         words = (
-            f"Rounds 1 to 3 were void: defence: {name} against {f} hostile "
-            "clients "
+            f"Rounds 1 to 3 were void: defence: {name} against {f} hostile clients "
             "needs 7 in"
         )
         assert history.stopped.startswith(words) and history.stopped.count(". ") == 0

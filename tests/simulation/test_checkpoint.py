@@ -556,8 +556,7 @@ def test_only_the_last_checkpoint_and_no_leavings_stay(tmp_path):
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_died(tmp_path):
     code = (
         "import fcntl, sys, time; f = open(sys.argv[1], 'ab'); fcntl.flock(f, "
-        "fcntl.LOCK_EX); "
-        "print('in', flush=True); time.sleep(60)"
+        "fcntl.LOCK_EX); print('in', flush=True); time.sleep(60)"
     )
     words = [sys.executable, "-c", code, str(tmp_path / ".lock")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as owner:

@@ -85,8 +85,8 @@ def test_kernels_without_the_module(tmp_path):
     (tmp_path / "empty.cpp").touch()
     headless = script(
         tmp_path / "c++",
-        'case "$*" in *module.cpp*) '
-        'echo "<>: fatal error: Python.h: no such file" >&2; exit 1;; esac',
+        'case "$*" in *module.cpp*) echo "<>: fatal error: Python.h: no such file" '
+        ">&2; exit 1;; esac",
         'for word in "$@"; do shift; case "$word" in *.cpp) word='
         + str(tmp_path / "empty.cpp")
         + ';; esac; set -- "$@" "$word"; done',

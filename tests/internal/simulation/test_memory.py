@@ -29,10 +29,9 @@ def test_what_the_card_has_is_said(monkeypatch):
     said = memory.out_of_memory_text("in round 7", 5 << 30, "20.00 MiB", "cuda:1")
     assert said == (
         "Out of memory in round 7, when 20.00 MiB more were asked for: the run needs "
-        "about 5.0 GiB "
-        "beside its data, and cuda:1 has 80.0 GiB; let fewer clients take part in a "
-        "round "
-        "(participation), or make the batches (batch_size) or the model smaller."
+        "about 5.0 GiB beside its data, and cuda:1 has 80.0 GiB; let fewer clients "
+        "take part in a round (participation), or make the batches (batch_size) or the "
+        "model smaller."
     )
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", fails(None, 1, RuntimeError("no driver"))
