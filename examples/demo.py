@@ -142,7 +142,8 @@ def waffle() -> Part:
         "waffle",
         "WAFFLE: one client among ten whose data differ",
         "Client 0 has 400 training images, and neighbours share some of its classes. "
-        "WAFFLE starts with the average of all and ends with what helps client 0.",
+        "WAFFLE starts "
+        "with the average of all and ends with what helps client 0.",
         rows(
             ("algorithm", "client 0, last five rounds, %", "best five rounds, %"),
             {n: (y[-1], max(y)) for n, (_, y) in target.items()},
@@ -188,7 +189,8 @@ def feddwa() -> Part:
         "feddwa",
         "FedDWA: a model for each of 20 clients",
         "Clients 0 to 4, 5 to 9, ... share their main classes, which nobody told the "
-        "server: the weights of the last round (right) show the groups that it found.",
+        "server: the "
+        "weights of the last round (right) show the groups that it found.",
         rows(
             ("algorithm", "mean, %", "worst client, %"),
             {n: (100 * float(v.mean()), 100 * float(v.min())) for n, v in last.items()},
@@ -260,7 +262,8 @@ def motley() -> Part:
         "motley",
         f"Motley: linear regression on {what}",
         "A better mean is not better for all: points above the line are clients that "
-        "would have done better alone.",
+        "would have "
+        "done better alone.",
         table,
         figure,
         "pflcore reproduce motley-school",
@@ -289,8 +292,9 @@ def factorized() -> Part:
         "factorized",
         "WAFFLe by weight factorization: the minority",
         "25 clients share five digits, 5 clients the other five. One model for all "
-        "forgets the few; a dictionary of rank-1 factors, of which each client chooses "
-        "its own, does not.",
+        "forgets the "
+        "few; a dictionary of rank-1 factors, of which each client chooses its own, "
+        "does not.",
         rows(
             ("method", "majority, %", "minority, %"),
             {n: [series[f"{n}, {g}"][1][-1] for g in groups] for n in runs},
@@ -331,7 +335,8 @@ def distances() -> Part:
         "distances",
         "Exact distances",
         "The closer the models of the clients, the more of their distance the expanded "
-        "square loses; above the dotted line nothing is left of it.",
+        "square "
+        "loses; above the dotted line nothing is left of it.",
         rows(
             ("distances by", *(f"{gap:.0e} apart" for gap in far.tolist())),
             error,
@@ -353,8 +358,9 @@ def fragment(part: Part) -> str:
     for line in body:
         table += "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line)
     return (
-        f"<h2>{html.escape(part.title)}</h2><p>{html.escape(part.look)}</p>{svg[svg.index('<svg') :]}<table><tr>{table}</table><p>Go "
-        f"on with <code>{html.escape(part.command)}</code></p>"
+        f"<h2>{html.escape(part.title)}</h2><p>{html.escape(part.look)}</p>"
+        f"{svg[svg.index('<svg') :]}<table><tr>{table}</table>"
+        f"<p>Go on with <code>{html.escape(part.command)}</code></p>"
     )
 
 
