@@ -144,14 +144,14 @@ def test_golden_fedrod_losses():
     j1, j2 = GOLDEN["J1_fedrod_bsm"], GOLDEN["J2_fedrod_personal"]
     net = Net(nn.Linear(3, 3, bias=False).double())
     x, w = t([j1["logits"]]), torch.eye(3, dtype=F64).view(-1)
-    n = {"n": t(j1["counts"])}
+    extra = {"class_counts": t(j1["counts"])}
 
     def head(logits):
         return nn.functional.pad(t(logits)[:, None], (0, 2)).view(-1)
 
     def loss(y, gamma=1.0, logits=None):
         row = torch.cat([w, head(logits or [0.0] * 3)])
-        return FedRoD(gamma=gamma).loss(net, row, x, torch.tensor([y]), n)
+        return FedRoD(gamma=gamma).loss(net, row, x, torch.tensor([y]), extra)
 
     for *given, want in GOLDEN["fedrod_losses"]:
         close(loss(*given), want)

@@ -1,6 +1,7 @@
 """Checkpoints: a run that went on is the run that was never broken; whatever happens to
 a file is one sentence and costs nothing whole."""
 
+import inspect
 import json
 import multiprocessing
 import random
@@ -193,6 +194,5 @@ def test_exported_models_predict_what_the_history_does(name, tmp_path):
                 if k.partition(".")[0] == name
             ]
             equals(torch.cat(own or [value[:0]]), value.flatten())
-        doc = type(kept.algorithm).predict.__doc__
-        assert manifest["predict"] == doc.replace("        ", "")
+        assert manifest["predict"] == inspect.getdoc(kept.algorithm.predict)
         assert manifest["returns"] == kept.returns
