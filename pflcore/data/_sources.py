@@ -243,7 +243,6 @@ def _idx_pools(folder: Path) -> Iterable[Any] | None:
     paths = []
     has_any = False
     for name in IDX_FILES:
-        # A pipe would be read without end.
         found = [path for path in folder.glob(f"{name}*") if path.is_file()]
         has_any = has_any or bool(found)
         paths.append(found[0] if found else folder / name)
@@ -265,6 +264,8 @@ def _pool(data: Any, cls: str, split: str | None) -> tuple[Any, Any]:
 
 def read_idx(path: Path) -> Any:
     """An IDX file of unsigned bytes, gzipped or not, as uint8 [n, ...]."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path}: expected a regular file")  # a pipe is read without end
     raw = path.read_bytes()
     if path.suffix == ".gz":
         raw = gzip.decompress(raw)
