@@ -121,6 +121,7 @@ def test_what_users_copy_imports_public_names(name):
     assert ours <= PUBLIC_NAMES, f"{name}: {ours - PUBLIC_NAMES}"
 
 
+@pytest.mark.deep("a type checker")
 def test_what_users_copy_passes_mypy_strict(tmp_path):
     pytest.importorskip("mypy")
     pytest.importorskip("flwr")

@@ -92,12 +92,17 @@ def path(run):
     return run.header()["path"]
 
 
+ANOTHER_STEP = pytest.mark.deep("another kind of step")
+QUICK_STEPS = [("fedavg", tiny_model()), ("fedavg", convolved), ("apfl", dropped)]
+MORE_STEPS = [(name, tiny_model()) for name in DIFFERENT if name != "fedavg"]
+MORE_STEPS += [("fedrod", convolved), ("fedavg", dropped)]
+
+
 @pytest.mark.parametrize(
     "algorithm, model",
     [
-        *((name, tiny_model()) for name in DIFFERENT),
-        *((name, convolved) for name in ("fedavg", "fedrod")),
-        *((name, dropped) for name in ("fedavg", "apfl")),
+        *QUICK_STEPS,
+        *(pytest.param(*step, marks=ANOTHER_STEP) for step in MORE_STEPS),
     ],
 )
 def test_graphs_change_no_bit(gpu, algorithm, model):
