@@ -1,7 +1,7 @@
 """Tables with named columns: data frames, Arrow tables, Hugging Face Datasets.
 
-No package of these is imported. A table must have the names of its columns, and give a
-column by its name that numpy reads.
+Their packages are not imported. A table must have names for its columns, and must give
+a column by its name, which numpy then reads.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def read_columns(
     """
     has_both = {y, client} < set(names)
     require(has_both, "y and client", f"two of the columns {names}", [y, client])
-    inputs = {n: _read_column(table, n) for n in names if n not in (y, client)}
+    inputs = {k: _read_column(table, k) for k in names if k not in (y, client)}
     columns = list(inputs.values())
     are_numbers = all(column.dtype.kind in "fiub" for column in columns)
     expected = f"columns of numbers beside {y} and {client}"

@@ -57,9 +57,9 @@ def synthetic_quadratic(
     """Linear regression without bias in which a client's loss is a given quadratic.
 
     The loss of client i is exactly sum_j a_ij (w_j - b_ij)^2, of the curvature a and
-    the optimum b, both [N, D]. The client has D samples, x = sqrt(D a_ij) e_j and
-    y = sqrt(D a_ij) b_ij: the mean of (x . w - y)^2 over them is that sum. Half of it is
-    the usual quadratic. One full batch gives the exact gradient. All numbers are
+    the optimum b, both [N, D]. (Half of it is the usual quadratic.) The client has D
+    samples, x = sqrt(D a_ij) e_j and y = sqrt(D a_ij) b_ij: the mean of (x . w - y)^2
+    over them is that sum. One full batch gives the exact gradient. All numbers are
     float64. A client is tested on its training samples.
 
     truth: "curvature", "optimum" [N, D]. The optimum of the clients' mean loss is
