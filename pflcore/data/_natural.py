@@ -309,10 +309,11 @@ def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
         odd = [k for k in names if k[:2] in ("x_", "y_") and k[2:] not in SPLITS]
         fits = pairs and is_complete and not odd
         require(fits, "arrays", "x and y of train, val or test", names)
-        return {
-            part: (_to_number_array(file[x], x), _to_number_array(file[y], y))
-            for part, (x, y) in pairs.items()
-        }
+        arrays = {}
+        for part, (x, y) in pairs.items():
+            inputs = _to_number_array(file[x], x)
+            arrays[part] = (inputs, _to_number_array(file[y], y))
+        return arrays
 
 
 def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any]]:
@@ -340,10 +341,10 @@ def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any
 def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
     """The first row, whether it is a header, and all other rows as float64 [n, D].
 
-    Empty rows are skipped. Raises ValueError, with the number of the line, where a row
+    Blank rows are skipped. Raises ValueError, with the number of the line, where a row
     has another length than the first, or a value that is no number.
     """
-    rows = (row for row in reader if any(cell.strip() for cell in row))
+    rows = (row for row in reader if not _is_blank(row))
     first = tuple(cell.strip() for cell in next(rows, ()))
     only_cell = first[0] if len(first) == 1 else ""
     expected = f"several values{_number_hint(only_cell)}"
@@ -353,13 +354,18 @@ def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
     data_rows = rows if has_header else itertools.chain([first], rows)
     # One growing buffer of doubles: lists of Python's floats take four times as much.
     values = array("d")
+    expected = f"{len(first)} values, as the first line has"
     for row in data_rows:
         line = f"line {reader.line_num}"
-        expected = f"{len(first)} values, as the first line has"
         require(len(row) == len(first), line, expected, len(row))
         values.extend(_row_numbers(row, line))
     require(values, "rows", "at least one", 0)
     return first, has_header, np.frombuffer(values).reshape(-1, len(first))
+
+
+def _is_blank(row: Sequence[str]) -> bool:
+    """Whether a row has nothing but spaces between its commas."""
+    return not any(cell.strip() for cell in row)
 
 
 def _row_numbers(row: Sequence[str], line: str) -> list[float]:
@@ -367,15 +373,12 @@ def _row_numbers(row: Sequence[str], line: str) -> list[float]:
 
     Raises ValueError for the first cell that is no number.
     """
-    try:
-        numbers = list(map(float, row))
-    except ValueError:
-        numbers = []
-    # Python allows "_" in a number, and this format does not.
-    if not numbers or "_" in "".join(row):
-        wrong = next(cell for cell in row if not _is_number(cell))
-        reject(line, f"numbers{_number_hint(wrong)}", wrong)
-    return numbers
+    # Python allows "_" in a number, and a CSV file here does not.
+    if "_" not in "".join(row):
+        with contextlib.suppress(ValueError):
+            return list(map(float, row))
+    wrong = next(cell for cell in row if not _is_number(cell))
+    reject(line, f"numbers{_number_hint(wrong)}", wrong)
 
 
 def _is_number(text: str) -> bool:

@@ -72,8 +72,8 @@ def cross_silo(
 
     Without `val` and `test`, samples that the federation holds out already stay held
     out. What it lacks of 70 / 15 / 15 % is taken from "train". With one of them, all of
-    a client's samples are divided anew. Raises ValueError where the features of samples
-    that are divided were standardized before: by samples that are held out now.
+    a client's samples are divided anew. Raises ValueError where samples are divided and
+    their features were standardized before: by samples that are held out now.
 
     Args:
         val: share of a client's samples for choosing hyper-parameters

@@ -269,7 +269,8 @@ class ClientSamples:
         """Raises ValueError unless x and y are dense and finite, and labels known."""
         x = self.x
         y = self.y
-        fits = x.dim() and y.dim() and len(x) == len(y) and x.device == y.device
+        same_rows = x.dim() and y.dim() and len(x) == len(y)
+        fits = same_rows and x.device == y.device
         require(fits, "y", f"a row per row of x, {list(x.shape)} on {x.device}", y)
         self._check_numbers("x", x)
         self._check_numbers("y", y)
@@ -302,7 +303,9 @@ class ClientSamples:
         low = 0
         high = 0
         if labels.numel():
-            low, high = (int(value) for value in labels.aminmax())
+            smallest, largest = labels.aminmax()
+            low = int(smallest)
+            high = int(largest)
         if low == -1 and not bool((labels == 0).any()):
             expected += "; of -1 and 1 give (y > 0)"
         elif y.dim() > 1:

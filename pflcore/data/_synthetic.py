@@ -41,14 +41,10 @@ def synthetic_linear(  # noqa: PLR0913 (the recipe's options)
         x[i] = torch.randn(samples_of_client, dim, generator=generator)
         errors = torch.randn(samples_of_client, generator=generator)
         y[i] = x[i] @ w[i] + noise * errors
-    return _equal_clients(
-        x.flatten(0, 1),
-        y.flatten(),
-        n,
-        samples,
-        name="synthetic_linear",
-        truth={"optimum": w, "group": group},
-    )
+    x = x.flatten(0, 1)
+    y = y.flatten()
+    truth = {"optimum": w, "group": group}
+    return _equal_clients(x, y, n, samples, name="synthetic_linear", truth=truth)
 
 
 def synthetic_quadratic(
@@ -75,14 +71,10 @@ def synthetic_quadratic(
     x = torch.diag_embed(root)[:, None]  # [N, 1, D, D]
     y = (root * b)[:, None]  # [N, 1, D]
     # Every client has its samples twice: to train on, and to be tested on.
-    return _equal_clients(
-        torch.cat([x, x], 1).flatten(0, 2),
-        torch.cat([y, y], 1).flatten(0, 2),
-        n,
-        dim,
-        name="synthetic_quadratic",
-        truth={"curvature": a, "optimum": b},
-    )
+    x = torch.cat([x, x], 1).flatten(0, 2)
+    y = torch.cat([y, y], 1).flatten(0, 2)
+    truth = {"curvature": a, "optimum": b}
+    return _equal_clients(x, y, n, dim, name="synthetic_quadratic", truth=truth)
 
 
 @checked
