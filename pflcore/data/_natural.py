@@ -358,7 +358,7 @@ def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
     for row in data_rows:
         line = f"line {reader.line_num}"
         require(len(row) == len(first), line, expected, len(row))
-        values.extend(_row_numbers(row, line))
+        _append_numbers(values, row, line)
     require(values, "rows", "at least one", 0)
     return first, has_header, np.frombuffer(values).reshape(-1, len(first))
 
@@ -368,15 +368,18 @@ def _is_blank(row: Sequence[str]) -> bool:
     return not any(cell.strip() for cell in row)
 
 
-def _row_numbers(row: Sequence[str], line: str) -> list[float]:
-    """The numbers of a row's cells.
+def _append_numbers(values: "array[float]", row: Sequence[str], line: str) -> None:
+    """Appends the numbers of a row's cells to `values`.
 
     Raises ValueError for the first cell that is no number.
     """
-    # Python allows "_" in a number, and a CSV file here does not.
-    if "_" not in "".join(row):
-        with contextlib.suppress(ValueError):
-            return list(map(float, row))
+    try:
+        # Python allows "_" in a number, and a CSV file here does not.
+        if "_" not in "".join(row):
+            values.extend(map(float, row))
+            return
+    except ValueError:
+        pass  # The sentence below names the cell.
     wrong = next(cell for cell in row if not _is_number(cell))
     reject(line, f"numbers{_number_hint(wrong)}", wrong)
 
