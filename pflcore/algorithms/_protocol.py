@@ -175,7 +175,7 @@ UpdateResult = tuple[Changes, MixingWeights | None]
 
 
 def apply(state: Tensors, changes: Mapping[str, Tensor | RowUpdate]) -> Tensors:
-    """The state after `changes`.
+    """The state [...] after `changes`.
 
     Do not use `state` afterwards: its rows are updated in place.
     """

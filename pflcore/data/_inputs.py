@@ -182,7 +182,7 @@ def to_pair(
 
 
 def _is_pair(value: Any, name: str) -> bool:
-    """Whether a value is the pair (x, y) and not samples.
+    """True for the pair (x, y), False for samples.
 
     A list of two samples has the length of a pair, so its members decide. Raises
     ValueError where the value may be either.
@@ -283,7 +283,7 @@ def _likely_keys(item: Mapping[Any, Any]) -> tuple[str, str]:
 
 
 def has_single_step(x: Tensor, fields: Fields | None = None) -> bool:
-    """Whether inputs are sequences of one step, whose labels are [n, 1].
+    """True for sequences of one step, whose labels are [n, 1].
 
     They are [n, 1, F], tokens [n, 1], or fields with a mask of one step.
     """

@@ -364,7 +364,7 @@ def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
 
 
 def _is_blank(row: Sequence[str]) -> bool:
-    """Whether a row has nothing but spaces between its commas."""
+    """True where a row has nothing but spaces between its commas."""
     return not any(cell.strip() for cell in row)
 
 
@@ -385,7 +385,7 @@ def _append_numbers(values: "array[float]", row: Sequence[str], line: str) -> No
 
 
 def _is_number(text: str) -> bool:
-    """Whether Python reads the text as a number, and it has no "_"."""
+    """True where Python reads the text as a number, and it has no "_"."""
     with contextlib.suppress(ValueError):
         float(text)
         return "_" not in text

@@ -111,7 +111,7 @@ class ClientSamples:
 
     @property
     def device(self) -> torch.device:
-        """Where the pool is."""
+        """The device of the pool and the index lists."""
         return self.x.device
 
     @property
