@@ -1,15 +1,17 @@
-"""What an algorithm is: a server's rule, and a client's part where it trains in a way
-of its own.
+"""The protocol of an algorithm: its server's part and its clients' part.
 
-A server's rule works on rows and knows no model, no data and no training loop. It is
-used as an optimizer of optax is: `init` once, then in every round
+The server's part works on rows. It knows no model, no data and no training loop. It is
+used like an optimizer of optax: `init` once, then in every round
 
-    down = rule.send(state, cohort)                # what each client receives
-    changes, mix = rule.update(state, up, cohort)  # what its uploads change
+    down = alg.send(state, cohort)                # what each client receives
+    changes, mix = alg.update(state, up, cohort)  # what the uploads change
     state = apply(state, changes)
 
-Letters: N clients, S of them in a round's cohort, P parameters, M models that a server
-makes.
+By default a client trains from its download, and uploads the difference. An algorithm
+with other clients defines their part, too.
+
+Symbols: N clients (`n` in code), S of them in a round's cohort, P parameters of a
+model, M models that a server makes.
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ from pflcore.train._random import generator_of
 
 Tensors = dict[str, Tensor]  # a state, or uploads [S, ...], by name
 Payload = dict[str, Any]  # what clients receive: Tensor [S, ...] or SharedRows, by name
-# what `train` gives: what the clients keep, what they upload, their training
+# What `train` returns: the clients' state, their uploads, and their training.
 TrainResult = tuple[Tensors, Tensors, Fit]
-# rows [S, P] -> their gradients [S, P] on one step's minibatch: `Clients.each_batch`
+# From rows [S, P] to their gradients [S, P] on one step's minibatch, as
+# `Clients.each_batch` makes it.
 GradientFn = Callable[..., Tensor]
 T = TypeVar("T")
 
@@ -50,56 +53,69 @@ def algorithm_options(cls: type[T]) -> type[T]:
 
 
 class Stop(Exception):
-    """Ends the run: raised with one sentence where going on makes no sense."""
+    """Ends the run; its text is one sentence that says why."""
 
 
 class VoidRound(Exception):
-    """Makes the round void, nothing changes: `update` raises it with one sentence where
-    so few uploads say nothing."""
+    """Makes the round void: nothing changes.
+
+    `update` raises it, with one sentence, where the uploads are too few for it.
+    """
 
 
 class BadUpload(ValueError):
-    """Leaves clients out of a round: `update` raises it with a reason for each of
-    their numbers."""
+    """Leaves clients out of a round; `update` raises it.
+
+    Args:
+        reasons: from a client's number to the reason
+    """
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
         self.reasons = dict(reasons)
-        super().__init__(
-            " ".join(f"client number {i}: {said}" for i, said in self.reasons.items())
-        )
+        sentences = [f"client number {i}: {text}" for i, text in self.reasons.items()]
+        super().__init__(" ".join(sentences))
 
 
 class SharedRows(NamedTuple):
-    """At most M of R shared rows for each client, without the copies; what travels is
-    the rows whose numbers are not -1."""
+    """At most M of R shared rows for each client, without copies.
+
+    A client receives the rows whose numbers are in its row of `index`, except -1.
+    """
 
     rows: Tensor  # [R, P]
-    index: Tensor  # type: ignore[assignment]  # [S, M], -1: nothing; hides tuple.index
+    # [S, M] numbers of rows, -1 for none. It hides the method `tuple.index`.
+    index: Tensor  # type: ignore[assignment]
 
 
 class MixingWeights(NamedTuple):
-    """Whose updates went into which model: for the record, and for batch norm's
-    statistics."""
+    """The weights of the cohort's updates in each model that the server made.
 
-    # [M, S] float64: M models of all the cohort's updates; or [M, K] with index
+    The record shows them, and batch norm's statistics are mixed with them.
+    """
+
+    # [M, S] float64, of all updates of the cohort; [M, K] with `index`.
     weight: Tensor
-    index: Tensor | None = None  # type: ignore[assignment]  # [M, K] int64: places in the cohort
-    # [M] ids of the clients whose models they are; None: one for all
+    # [M, K] int64, positions in the cohort of the K updates that a model mixes.
+    index: Tensor | None = None  # type: ignore[assignment]
+    # [M] ids of the clients whose models they are. None: one model for all clients.
     receivers: Tensor | None = None
 
     def aggregate(
         self, updates: Tensor, base: Tensor | None = None, lr: float = 1.0
     ) -> Tensor:
         """The models [M, P]: base + lr * (weight @ updates), of updates [S, P]."""
-        index = None if self.index is None else to_device(self.index, updates.device)
-        return ops.aggregate(
-            updates, to_device(self.weight, updates.device), index, base, lr
-        )
+        device = updates.device
+        index = None if self.index is None else to_device(self.index, device)
+        weight = to_device(self.weight, device)
+        return ops.aggregate(updates, weight, index, base, lr)
 
     def report(self, cohort: Cohort) -> Tensors:
-        """The weights by clients' numbers: of one model "weights" [N], or where some
-        are absent "weight" and "index" [S]; with an index "weight" and "index" [M, K]
-        of the clients "rows" [M]."""
+        """The weights by clients' numbers, for the record.
+
+        - one model, and all clients in the cohort: "weights" [N]
+        - one model, and some clients absent: "weight" and "index" [S], the ids
+        - with `index`: "weight" and "index" [M, K] of the clients "rows" [M]
+        """
         if self.index is not None:
             ids = cohort.ids
             return {"rows": ids, "index": ids[self.index.cpu()], "weight": self.weight}
@@ -114,15 +130,15 @@ class Cohort(NamedTuple):
     ids: Tensor  # [S] int64, ascending
     num_samples: Tensor  # [S] int64, training samples
     n: int  # N, clients of the federation
-    round: int = 1  # from 1
-    rounds: int = 1
-    seed: int = 0  # of the run, for a rule that draws
+    round: int = 1  # the number of this round, from 1
+    rounds: int = 1  # of the run
+    seed: int = 0  # of the run, for an algorithm that draws
     num_dropped: int = 0  # clients beside these whose uploads were not finite
-    # names the stream of `generator`: "send" to train on, or "evaluation"
+    # Names the stream of `generator`: "send" for training, or "evaluation".
     purpose: str = "send"
 
     def take(self, kept: Tensor) -> Cohort:
-        """The cohort without those who are not `kept`, bool [S]."""
+        """The cohort of the clients that the mask `kept`, bool [S], selects."""
         return self._replace(
             ids=self.ids[kept],
             num_samples=self.num_samples[kept],
@@ -130,53 +146,58 @@ class Cohort(NamedTuple):
         )
 
     def mean_weights(self, weighting: str = "samples") -> MixingWeights:
-        """One mean of the cohort, by samples or uniform."""
-        size = (
-            self.num_samples
-            if weighting == "samples"
-            else torch.ones_like(self.num_samples)
-        )
+        """The weights of one mean of the cohort: by samples, or uniform."""
+        size = self.num_samples
+        if weighting != "samples":
+            size = torch.ones_like(self.num_samples)
         return MixingWeights((size.double() / size.sum())[None])
 
     @property
     def generator(self) -> torch.Generator:
-        """A generator of this round's own."""
+        """A new generator, seeded by the run's seed, the round and the purpose."""
         return generator_of(self.seed, self.round, self.purpose)
 
 
 class RowUpdate(NamedTuple):
-    """New rows for some clients in a tensor [N, ...]: returned by who must not
-    write."""
+    """New rows of some clients for a tensor [N, ...].
+
+    `update` returns it, as it must not write to the state itself.
+    """
 
     ids: Tensor  # [S] int64
     rows: Tensor  # [S, ...]
 
 
-# what a round changes of the server's state: new tensors, or new rows, by name
+# What a round changes of the server's state: new tensors, or new rows, by name.
 Changes = dict[str, Tensor | RowUpdate]
-# what `update` gives: the changes, and which uploads went into which model
+# What `update` returns: the changes, and which uploads went into which model.
 UpdateResult = tuple[Changes, MixingWeights | None]
 
 
 def apply(state: Tensors, changes: Mapping[str, Tensor | RowUpdate]) -> Tensors:
-    """The state [...] after `changes`. Rows are written in place: the state that went
-    in is used up."""
-    # all that takes memory comes first: then everything is written, or nothing
-    writes = [
-        (state[k], to_device(new.ids, state[k].device), new.rows.to(state[k]))
-        for k, new in changes.items()
-        if isinstance(new, RowUpdate)
-    ]
+    """The state [...] after `changes`.
+
+    Do not use `state` afterwards: its rows are updated in place.
+    """
+    # Everything that needs memory comes before the first write. So a failure leaves the
+    # state as it was.
+    writes = []
+    for name, change in changes.items():
+        if isinstance(change, RowUpdate):
+            tensor = state[name]
+            ids = to_device(change.ids, tensor.device)
+            writes.append((tensor, ids, change.rows.to(tensor)))
+    new_tensors = {k: v for k, v in changes.items() if isinstance(v, Tensor)}
     for tensor, ids, rows in writes:
         tensor[ids] = rows
-    return state | {k: v for k, v in changes.items() if isinstance(v, Tensor)}
+    return state | new_tensors
 
 
 def lazy_zeros(n: int, like: Tensor) -> Tensor:
     """Zeros [n, *like.shape] of `like`'s dtype and device.
 
-    On a CPU they take no memory before they are written, row by row: for a table of
-    clients few of whom may ever take part.
+    On a CPU a row takes no memory before it is written: few clients of a table may ever
+    take part.
     """
     if like.device.type != "cpu":
         return like.new_zeros(n, *like.shape)
@@ -184,65 +205,77 @@ def lazy_zeros(n: int, like: Tensor) -> Tensor:
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """The squared norms [S] of `rows` [S, P], float64, as exact as
-    `ops.pairwise_sqdist`."""
-    return ops.pairwise_sqdist(rows, torch.zeros_like(rows[:1]))[:, 0]
+    """The squared norms [S] of `rows` [S, P], float64.
+
+    They are as exact as `ops.pairwise_sqdist`, which computes them.
+    """
+    origin = torch.zeros_like(rows[:1])
+    return ops.pairwise_sqdist(rows, origin)[:, 0]
 
 
 def normalize_rows(a: Tensor) -> Tensor:
-    """Divides the numbers `a` >= 0 [M, S] by the sums of their rows, which then sum to
-    1; a row of zeros stays a row of zeros."""
+    """The rows of `a` [M, S], which is not negative, each divided by its sum.
+
+    A row of zeros stays a row of zeros.
+    """
     total = a.sum(1, keepdim=True)
-    return torch.where(total > 0, a / total.clamp(min=torch.finfo(a.dtype).tiny), 0.0)
+    divisor = total.clamp(min=torch.finfo(a.dtype).tiny)
+    return torch.where(total > 0, a / divisor, 0.0)
 
 
-VECTOR_NUMBERS = 64  # numbers: whole vectors of any processor
+# As many numbers are whole vectors on any processor.
+VECTOR_NUMBERS = 64
 
 
 def map_rows(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Applies the elementwise function `f` to the rows `x` [S, k]: f(x) [S, k], each
-    row with the bits that it has alone.
+    """f(x) [S, k] of an elementwise function, with bits that other rows do not change.
 
-    Numbers after the last whole vector go through other instructions, whose last digits
-    may differ; so each row is padded to whole vectors.
+    Numbers after the last whole vector of a tensor go through other instructions, whose
+    last digits may differ. So each row of `x` [S, k] is padded to whole vectors.
     """
-    return f(torch.nn.functional.pad(x, (0, -x.shape[1] % VECTOR_NUMBERS)))[
-        :, : x.shape[1]
-    ]
+    columns = x.shape[1]
+    padding = -columns % VECTOR_NUMBERS
+    padded = torch.nn.functional.pad(x, (0, padding))
+    return f(padded)[:, :columns]
 
 
 class Traits(NamedTuple):
-    """What a run has to know of an algorithm beside its hooks; may depend on its
-    options."""
+    """Facts of an algorithm that a run needs beside its hooks.
 
-    # what may become of its running statistics
+    They may depend on the algorithm's options.
+    """
+
+    # Policies for batch norm's running statistics that fit the algorithm. ("rule",):
+    # the statistics are a part of the server's models.
     batch_norm: tuple[str, ...] = ("average", "local")
-    # ("rule",): they are a part of what the server's models are
-    required_clients: tuple[int, ...] = ()  # clients that join every round
+    required_clients: tuple[int, ...] = ()  # clients that take part in every round
     returns: Literal["logits", "probabilities", "values"] = "logits"  # of `predict`
     needs_val: bool = False  # trains on a split "val"
-    # why its formula rests on SGD's steps: "takes steps of SGD along ..."
+    # Why its formula rests on SGD's steps: "takes steps of SGD along ...".
     sgd_only_reason: str = ""
     no_clip_grad_reason: str = ""  # why clipped gradients do not fit it
-    # uploads that are models, not differences: what each is
+    # Uploads that are models, not differences. Each has the model from which its update
+    # is measured: "down.x" (x of the client's download) or "server.w" (the client's row
+    # of the server's tensor w).
     model_uploads: Mapping[str, str] = {}
-    # measured from, "down.x" (its download) or "server.w" (the server's row of the
-    # client) the server's tensors of a row for each client, at first zero
+    # Tensors of the server with a row for each client, at first zero. Rows of clients
+    # that never took part are not read.
     per_client_state: tuple[str, ...] = ()
-    # uploads and client state that a clip shortens with the update
+    # Uploads and client state that are shortened with the update, where it is clipped.
     clipped_with_update: tuple[str, ...] = ()
-    # options of no part in training: to be tuned on one trained state
+    # Options without effect on training. They are tuned on one trained state.
     evaluation_only: tuple[str, ...] = ()
-    reported_state: tuple[
-        str, ...
-    ] = ()  # tensors of the server's state that go into the round's record,
-    # and "mix": whose updates went into which model
+    # Tensors of the server's state that go into the round's record; "mix" stands for
+    # the weights of the uploads in each model.
+    reported_state: tuple[str, ...] = ()
 
 
 @algorithm_options
 class Algorithm:
-    """What every algorithm derives from: options are fields, checked by their
-    annotations."""
+    """Base class of every algorithm.
+
+    Its options are fields. Their annotations check them.
+    """
 
     traits: ClassVar[Any] = Traits()
 
@@ -250,34 +283,48 @@ class Algorithm:
         check_fields(self)
 
     def require_default(self, beside: str, *names: str) -> None:
-        """ValueError where one of the options `names`, which play no part, is not
-        its default."""
+        """Raises ValueError where an option without effect is not its default.
+
+        Args:
+            beside: the option whose value leaves the others without effect
+            names: these other options
+        """
         for name in names:
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                words = f"its default beside {beside}={getattr(self, beside)!r}"
-                reject(name, words, getattr(self, name))
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                expected = f"its default beside {beside}={getattr(self, beside)!r}"
+                reject(name, expected, value)
 
     # the server ---------------------------------------------------------------
     def init(self, x0: Tensor, n: int) -> Tensors:
-        """The server's state before the first round; x0 [P] is the common initial
-        model."""
+        """The server's state before the first round.
+
+        Args:
+            x0: [P] the common initial model
+        """
         return {"x": x0}
 
     def send(self, state: Tensors, cohort: Cohort) -> Payload:
-        """What each client of the cohort receives: tensors [S, ...] or a
-        `SharedRows`."""
+        """The clients' downloads: tensors [S, ...] or `SharedRows`, by name."""
         return {"x": state["x"].expand(len(cohort.ids), -1)}
 
     def update(self, state: Tensors, up: Tensors, cohort: Cohort) -> UpdateResult:
-        """What the uploads [S, ...] change of the state, which stays as it is, and
-        which of them went into which model (None: statistics of batch norm are never
-        mixed)."""
+        """The changes of the state, and the weights of the uploads in each model.
+
+        The state itself stays as it is. Instead of weights, None says that batch norm's
+        statistics are never mixed.
+
+        Args:
+            up: the uploads [S, ...] by name
+        """
         raise NotImplementedError(f"{type(self).__name__} has no update.")
 
     # a client -----------------------------------------------------------------
     def server_init_args(self, net: Net) -> Tensors:
-        """What `init` is given: the initial model, or its shared part; an algorithm may
-        want more."""
+        """The arguments of `init` beside n: x0, the initial model or its shared part.
+
+        An algorithm may add others.
+        """
         return {"x0": net.w0}
 
     def init_client(self, down: Payload, net: Net, n: int) -> Tensors:
@@ -287,18 +334,24 @@ class Algorithm:
     def train(
         self, down: Payload, client_state: Tensors, clients: Clients
     ) -> TrainResult:
-        """A round's work of the cohort: what the clients keep and what they upload,
-        [S, ...] each; and the training whose loss is recorded and whose statistics of
-        batch norm count."""
+        """The new client state [S, ...], the uploads [S, ...], and the training.
+
+        The round's record shows the loss of this training, and its statistics of batch
+        norm count.
+        """
         fit = clients.fit(down["x"])
-        # in place: no second table of updates
-        return client_state, {"delta": fit.w.sub_(down["x"])}, fit
+        delta = fit.w.sub_(down["x"])  # in place: no second table of models
+        return client_state, {"delta": delta}, fit
 
     def model(self, down: Payload, client_state: Tensors, clients: Clients) -> Tensors:
-        """The personalized models [S, ...], as `predict` takes them: the clients' own
-        w, where they keep one, else x; "batch_norm" [S, b] are statistics that replace
-        the clients' own."""
-        return {"w": client_state["w"] if "w" in client_state else down["x"]}
+        """The personalized models [S, ...], as `predict` receives them.
+
+        By default they are the clients' own models "w", where they keep them, else the
+        downloads "x". The name "batch_norm" [S, b] is for statistics that replace the
+        clients' own.
+        """
+        w = client_state["w"] if "w" in client_state else down["x"]
+        return {"w": w}
 
     def predict(self, model: Tensors, net: Net, x: Tensor) -> Tensor:
         """One client's scores on `x` [B, ...]."""
@@ -306,38 +359,52 @@ class Algorithm:
 
     # rarely -------------------------------------------------------------------
     def prepare(self, net: Net) -> Net:
-        """The model that is trained, made of the one given: asked for once, before
-        `init`."""
+        """The model that is trained, made of the user's.
+
+        A run calls it once, before `init`.
+        """
         return net
 
     def report(
         self, state: Tensors, mix: MixingWeights | None, cohort: Cohort
     ) -> Tensors:
-        """Small tensors worth a line in the round's record, of the state after it;
-        "weights" are the mixing weights, see `MixingWeights.report`. By default those
-        that `traits.reported_state` names."""
+        """Small tensors for the round's record, of the state after the round.
+
+        By default these are the tensors that `traits.reported_state` names. For the
+        mixing weights see `MixingWeights.report`.
+        """
         names = self.traits.reported_state
-        shown = mix.report(cohort) if mix is not None and "mix" in names else {}
-        return shown | {k: state[k] for k in names if k != "mix"}
+        tensors = {name: state[name] for name in names if name != "mix"}
+        if mix is None or "mix" not in names:
+            return tensors
+        return mix.report(cohort) | tensors
 
     def clients_for_model(self, data: Federation, ids: Tensor) -> Tensor:
-        """The clients [M] that `model` must see to make the models of the clients `ids`
-        [S], these among them: ids, ascending. By default nobody else."""
+        """The ids of the clients that `model` needs for the models of `ids` [S].
+
+        They are ascending, and `ids` are among them. By default there are no others.
+        """
         return ids
 
     def assign_new_client(self, state: Tensors, up: Tensors, cohort: Cohort) -> Changes:
-        """What a newcomer's upload `up` [1, ...] shows of where it belongs: for
-        `History.adapt`."""
+        """The changes of the state by a new client's upload `up` [1, ...].
+
+        `History.adapt` calls it after the client's first training. It is for what the
+        upload shows of the client, such as its cluster.
+        """
         return {}
 
     def add_client(self, state: Tensors, n: int) -> Tensors:
-        """The state where a client joins the n that there are, beside the rows that it
-        gets: for what is a mean over all."""
+        """The state after a client has joined the n clients.
+
+        The run itself adds the client's rows to tables. This hook is for what is a mean
+        over all clients.
+        """
         return state
 
 
 def check_training(alg: Algorithm, training: Training) -> None:
-    """ValueError, one sentence, where the algorithm cannot train so."""
+    """Raises ValueError where the algorithm cannot train with these options."""
     traits = alg.traits
     name = type(alg).__name__
     if traits.sgd_only_reason and training.local_optimizer != "sgd":
@@ -353,12 +420,11 @@ def check_training(alg: Algorithm, training: Training) -> None:
 
 
 def warn_unused_momentum(alg: Algorithm, clients: Clients) -> None:
-    """Warns where the run's momentum or weight decay plays no part in the steps of
-    `alg`."""
-    t = clients.context.training
-    if t.momentum or t.weight_decay:
+    """Warns where momentum or weight decay has no effect on the steps of `alg`."""
+    training = clients.context.training
+    if training.momentum or training.weight_decay:
         warn_caller(
             f"{type(alg).__name__}: its local steps are its paper's, without momentum "
-            f"and weight decay; momentum={t.momentum:g} and "
-            f"weight_decay={t.weight_decay:g} play no part."
+            f"and weight decay; momentum={training.momentum:g} and "
+            f"weight_decay={training.weight_decay:g} play no part."
         )

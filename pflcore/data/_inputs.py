@@ -1,8 +1,10 @@
-"""What people bring as samples: arrays, Datasets, dicts of tensors, sequences of
-several lengths.
+"""Samples as users bring them: arrays, Datasets, dicts of tensors, and sequences.
 
-A pool is one tensor [n, ...]. Samples with several fields lie in it side by side, one
-row each, and `Fields` takes them apart before the model.
+A pool is one tensor [n, ...]. The fields of a sample lie side by side in its row [D] of
+the pool. `Fields` takes them apart before the model.
+
+Symbols: n samples, B of them in a batch; D numbers in a row of fields; F features; a
+sequence has T steps, or t_i before it is padded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +26,7 @@ INPUT_HINT = (
 )
 DENSE_TEXT = "dense floats or int64 (tokens to int64, images to float, then normalized)"
 PAIR_TEXT = "a pair (x, y), or a Dataset of pairs (or a list of them)"
-# what people call them
+# Usual names of a target in a dict.
 TARGET_KEYS = ("y", "label", "labels", "target", "targets", "class")
 
 
@@ -36,139 +38,168 @@ class Field(NamedTuple):
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} {list(self.shape)} ({str(self.dtype).removeprefix('torch.')})"
-        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name} {list(self.shape)} ({dtype})"
 
 
 class Fields(tuple[Field, ...]):
-    """The fields of every sample, in the order of the pool's columns; also a
-    module's pre-hook."""
+    """The fields of every sample, in the order of the pool's columns.
+
+    It is also a module's pre-hook: the module receives a dict of fields in place of
+    rows.
+    """
 
     def __str__(self) -> str:
         return ", ".join(map(str, self))
 
     def split_fields(self, x: Tensor) -> dict[str, Tensor]:
-        """The fields [B, *shape] by name of rows [B, D]."""
-        parts = zip(self, x.split([prod(f.shape) for f in self], -1), strict=True)
-        return {
-            f.name: p.reshape(*x.shape[:-1], *f.shape).to(f.dtype) for f, p in parts
-        }
+        """The fields [B, *shape], by name, of the rows x [B, D]."""
+        widths = [prod(field.shape) for field in self]
+        columns = x.split(widths, -1)
+        values = {}
+        for field, column in zip(self, columns, strict=True):
+            value = column.reshape(*x.shape[:-1], *field.shape)
+            values[field.name] = value.to(field.dtype)
+        return values
 
-    def __call__(self, module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (
-            self.split_fields(given[0]) if isinstance(given[0], Tensor) else given[0],
-        )
+    def __call__(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x = args[0]
+        if isinstance(x, Tensor):
+            x = self.split_fields(x)
+        return (x,)
 
 
 def to_inputs(
     value: Any, name: str, dtype: torch.dtype | None
 ) -> tuple[Tensor, Fields | None]:
-    """An array as a tensor [n, ...]; a dict of arrays as rows [n, D] of `dtype` (None:
-    float32), in which whole numbers must be exact, and their fields."""
+    """The tensor [n, ...] of an array, or the rows [n, D] and the fields of a dict.
+
+    Rows have the dtype `dtype`, or float32 where it is None. Raises ValueError where a
+    whole number of a dict is not exact in it.
+    """
     if not isinstance(value, Mapping):
         x = to_tensor(value, name, dtype)
-        require(x.is_floating_point() or x.dtype == torch.int64, name, DENSE_TEXT, x)
+        is_number = x.is_floating_point() or x.dtype == torch.int64
+        require(is_number, name, DENSE_TEXT, x)
         return x, None
     parts = {k: to_tensor_or_bool(v, f"{name}[{k!r}]", dtype) for k, v in value.items()}
     dtype = dtype or torch.float32
-    rows = {len(v) if v.dim() else None for v in parts.values()}
-    require(
-        len(rows - {None}) == len(rows) == 1,
-        name,
-        "tensors by name, a row per sample",
-        parts,
-    )
-    most = 2 ** (24 if dtype == torch.float32 else 53)
-    right = f"a tensor of floats, int64 or bool, within +-{most:,}, exact in {dtype}"
-    for key, v in parts.items():
-        exact = v.dtype == torch.int64 and not bool((v.abs() > most).any())
-        known = exact or v.is_floating_point() or v.dtype == torch.bool
-        require(known, f"{name}[{key!r}]", right, v)
-    kinds = {k: dtype if v.is_floating_point() else v.dtype for k, v in parts.items()}
-    fields = Fields(Field(k, tuple(v.shape[1:]), kinds[k]) for k, v in parts.items())
-    return torch.cat(
-        [v.reshape(len(v), -1).to(dtype) for v in parts.values()], 1
-    ), fields
+    _check_rows(parts, name)
+    _check_exact(parts, name, dtype)
+    fields = []
+    columns = []
+    for key, part in parts.items():
+        field_dtype = dtype if part.is_floating_point() else part.dtype
+        fields.append(Field(key, tuple(part.shape[1:]), field_dtype))
+        columns.append(part.reshape(len(part), -1).to(dtype))
+    return torch.cat(columns, 1), Fields(fields)
+
+
+def _check_rows(parts: dict[str, Tensor], name: str) -> None:
+    """Raises ValueError unless all fields have rows, and equally many."""
+    have_rows = all(part.dim() for part in parts.values())
+    lengths = {len(part) for part in parts.values() if part.dim()}
+    fits = have_rows and len(lengths) == 1
+    require(fits, name, "tensors by name, a row per sample", parts)
+
+
+def _check_exact(parts: dict[str, Tensor], name: str, dtype: torch.dtype) -> None:
+    """Raises ValueError where a field has other numbers than `dtype` represents."""
+    largest = 2 ** (24 if dtype == torch.float32 else 53)
+    expected = f"a tensor of floats, int64 or bool, within +-{largest:,}, exact in "
+    for key, part in parts.items():
+        fits = part.is_floating_point() or part.dtype == torch.bool
+        if part.dtype == torch.int64:
+            fits = not bool((part.abs() > largest).any())
+        require(fits, f"{name}[{key!r}]", f"{expected}{dtype}", part)
 
 
 def to_tensor(value: Any, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """An array without a copy where torch can read it; floats become `dtype`, tokens
-    int64, and true and false 1 and 0 of it."""
-    t = to_tensor_or_bool(value, name, dtype)
-    return t.to(dtype or torch.float32) if t.dtype == torch.bool else t
+    """An array as a tensor, without a copy where torch can read it.
+
+    Floats become `dtype`, where it is given. Bool becomes 1 and 0 of `dtype`, or of
+    float32. Integers of 16 and 32 bits become int64 (tokens).
+    """
+    tensor = to_tensor_or_bool(value, name, dtype)
+    if tensor.dtype == torch.bool:
+        return tensor.to(dtype or torch.float32)
+    return tensor
 
 
 def to_tensor_or_bool(
     value: Any, name: str, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The same, true and false as they are."""
+    """An array as `to_tensor` returns it, but bool stays bool."""
     try:
-        t = value.detach() if isinstance(value, Tensor) else _read(value)
+        tensor = value.detach() if isinstance(value, Tensor) else _read_array(value)
     except (TypeError, ValueError, RuntimeError):
         reject(name, INPUT_HINT, value)
-    # tokens; bytes are left to be refused, they may be images
-    if t.dtype in (torch.int16, torch.int32):
-        return t.long()
-    return t.to(dtype) if dtype is not None and t.is_floating_point() else t
+    # Bytes are not tokens: they may be images, which a caller refuses.
+    if tensor.dtype in (torch.int16, torch.int32):
+        return tensor.long()
+    if dtype is not None and tensor.is_floating_point():
+        return tensor.to(dtype)
+    return tensor
 
 
-def _read(value: Any) -> Tensor:
-    """What numpy reads; torch knows the machine's byte order alone, and no steps
-    back."""
-    a = np.asarray(value, order="C")
-    return torch.as_tensor(a.astype(a.dtype.newbyteorder("="), copy=False))
+def _read_array(value: Any) -> Tensor:
+    """The tensor of whatever numpy reads.
+
+    torch accepts no negative strides, and only the byte order of the machine.
+    """
+    array = np.asarray(value, order="C")
+    native_dtype = array.dtype.newbyteorder("=")
+    return torch.as_tensor(array.astype(native_dtype, copy=False))
 
 
 def to_targets(value: Any, name: str) -> Tensor:
-    """Targets [n, ...] as they come: floats, or int64 for whole numbers and for true
-    and false."""
-    t = to_tensor_or_bool(value, name)
-    require(not t.is_complex(), name, "real numbers", t)
-    if t.is_floating_point():
-        return t
-    whole = t.long()
-    wraps = t.dtype == torch.uint64 and bool((whole < 0).any())
-    require(not wraps, name, "whole numbers below 2**63", t)
+    """Targets [n, ...]: floats as they are, int64 for whole numbers and for bool."""
+    targets = to_tensor_or_bool(value, name)
+    require(not targets.is_complex(), name, "real numbers", targets)
+    if targets.is_floating_point():
+        return targets
+    whole = targets.long()
+    wraps = targets.dtype == torch.uint64 and bool((whole < 0).any())
+    require(not wraps, name, "whole numbers below 2**63", targets)
     return whole
 
 
 def to_pair(
     value: Any, name: str, dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Fields | None]:
-    """The tuple (x, y), or a list or Dataset of such, read once, as tensors [n, ...],
-    [n, ...] and x's fields. No samples at all are tensors [0]."""
-    x, y = value if _is_pair(value, name) else _samples(value, name)
+    """The tensors x [n, ...] and y [n, ...], and the fields of x.
+
+    The value is the tuple (x, y), or a list or Dataset of such tuples, which is read
+    once. Both tensors are [0] where it has no samples.
+    """
+    x, y = value if _is_pair(value, name) else _read_samples(value, name)
     x, fields = to_inputs(x, f"x of {name}", dtype)
     y = to_targets(y, f"y of {name}")
-    one_each = x.dim() and y.dim() and len(x) == len(y)
-    require(one_each, name, "one target for each input", [list(x.shape), list(y.shape)])
+    fits = x.dim() and y.dim() and len(x) == len(y)
+    shapes = [list(x.shape), list(y.shape)]
+    require(fits, name, "one target for each input", shapes)
     return x, y, fields
 
 
 def _is_pair(value: Any, name: str) -> bool:
-    """Whether a value is the pair (x, y) and not samples.
+    """True for the pair (x, y), False for samples.
 
-    A list of two samples has the length of a pair, so its members decide. ValueError
-    where both may be meant.
+    A list of two samples has the length of a pair, so its members decide. Raises
+    ValueError where the value may be either.
     """
     if not isinstance(value, tuple | list) or len(value) != 2:
         return False
     if isinstance(value, list) and all(isinstance(m, tuple | Mapping) for m in value):
         return False
-    tuples = all(isinstance(m, tuple) and len(m) == 2 for m in value)
-    lists = all(isinstance(m, list) and len(m) == 2 for m in value)
-    both = tuples or (lists and isinstance(value, list))
-    require(
-        not both,
-        name,
-        "(x, y) as a tuple of two arrays, or samples as a list of tuples",
-        value,
-    )
+    are_tuples = all(isinstance(m, tuple) and len(m) == 2 for m in value)
+    are_lists = all(isinstance(m, list) and len(m) == 2 for m in value)
+    is_ambiguous = are_tuples or (are_lists and isinstance(value, list))
+    expected = "(x, y) as a tuple of two arrays, or samples as a list of tuples"
+    require(not is_ambiguous, name, expected, value)
     return True
 
 
-def _samples(dataset: Any, name: str) -> Any:
+def _read_samples(dataset: Any, name: str) -> Any:
     """All samples of a Dataset: x [n, ...], perhaps a dict, and y [n, ...]."""
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         return dataset.tensors
@@ -178,89 +209,100 @@ def _samples(dataset: Any, name: str) -> Any:
         return torch.empty(0), torch.empty(0)
     _check_item(items[0], name)
     try:
-        return tuple(_stack_values([item[i] for item in items]) for i in (0, 1))
+        x = _stack_values([item[0] for item in items])
+        y = _stack_values([item[1] for item in items])
     except (RuntimeError, TypeError, ValueError, KeyError):
         reject(name, INPUT_HINT, items[0])
+    return x, y
 
 
 def _stack_values(values: list[Any]) -> Any:
-    """Samples' values as one tensor [n, ...], or as a dict of such. A list of numbers
-    is a row: torch's `default_collate` would make it a column."""
+    """The samples' values as one tensor [n, ...], or as a dict of such tensors.
+
+    A list of numbers becomes a row. torch's `default_collate` would make it a column.
+    """
     if isinstance(values[0], Mapping):
-        return {k: _stack_values([v[k] for v in values]) for k in values[0]}
-    if all(isinstance(v, Tensor) for v in values):
+        stacked = {}
+        for key in values[0]:
+            stacked[key] = _stack_values([value[key] for value in values])
+        return stacked
+    if all(isinstance(value, Tensor) for value in values):
         return torch.stack(values)
-    return _read(values)
+    return _read_array(values)
 
 
 def _check_dataset(dataset: Any, name: str) -> None:
-    """ValueError where a value has no samples by number; it says how they are got."""
-    numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    """Raises ValueError for a value without numbered samples; it says how to get them.
+
+    A data frame, a loader and an iterator each have a remedy of their own.
+    """
+    kind = type(dataset).__name__
     if isinstance(dataset, str | Mapping):
         reject(name, PAIR_TEXT, dataset)
-    if isinstance(dataset, tuple) and not all(
-        isinstance(m, tuple | list) for m in dataset
-    ):
-        reject(name, f"{PAIR_TEXT}; this is a tuple of {len(dataset)}", dataset)
+    if isinstance(dataset, tuple):
+        has_samples = all(isinstance(member, tuple | list) for member in dataset)
+        expected = f"{PAIR_TEXT}; this is a tuple of {len(dataset)}"
+        require(has_samples, name, expected, dataset)
     if hasattr(dataset, "columns"):
-        frame = (
-            "of a data frame give (frame[inputs].to_numpy(), frame[target].to_numpy())"
-        )
-        reject(
-            name,
-            f"{PAIR_TEXT}; {frame}, or all clients' rows to from_table",
-            type(dataset),
-        )
-    if numbered and not isinstance(dataset, IterableDataset):
+        arrays = "(frame[inputs].to_numpy(), frame[target].to_numpy())"
+        remedy = f"of a data frame give {arrays}, or all clients' rows to from_table"
+        reject(name, f"{PAIR_TEXT}; {remedy}", type(dataset))
+    is_numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if is_numbered and not isinstance(dataset, IterableDataset):
         return
     if hasattr(dataset, "dataset"):
-        reject(
-            name,
-            f"{PAIR_TEXT}; of a {type(dataset).__name__} give its .dataset",
-            dataset,
-        )
+        reject(name, f"{PAIR_TEXT}; of a {kind} give its .dataset", dataset)
     if hasattr(dataset, "__iter__"):
-        reject(
-            name, f"{PAIR_TEXT}; of a {type(dataset).__name__} give list(it)", dataset
-        )
+        reject(name, f"{PAIR_TEXT}; of a {kind} give list(it)", dataset)
     reject(name, PAIR_TEXT, dataset)
 
 
 def _check_item(item: Any, name: str) -> None:
-    """ValueError where a Dataset's item is no pair; it says how pairs are made of
-    them."""
+    """Raises ValueError unless a Dataset's item is a pair; it says how to make one."""
     if isinstance(item, tuple | list) and len(item) == 2:
         return
     if isinstance(item, Mapping):
-        # the one that is named as a target last
-        keys = sorted(map(str, item), key=lambda k: k.lower() in TARGET_KEYS)[-2:]
-        x, y = keys if len(keys) == 2 else ("x", "y")
-        pairs = f"of dicts make [(d[{x!r}], d[{y!r}]) for d in dataset]"
+        x, y = _likely_keys(item)
+        remedy = f"of dicts make [(d[{x!r}], d[{y!r}]) for d in dataset]"
     elif isinstance(item, tuple | list):
-        pairs = f"of samples of {len(item)} make [(d[0], d[1]) for d in dataset]"
+        remedy = f"of samples of {len(item)} make [(d[0], d[1]) for d in dataset]"
     else:
-        pairs = f"these samples are of type {type(item).__name__}"
-    reject(name, f"{PAIR_TEXT}; {pairs}", item)
+        remedy = f"these samples are of type {type(item).__name__}"
+    reject(name, f"{PAIR_TEXT}; {remedy}", item)
+
+
+def _likely_keys(item: Mapping[Any, Any]) -> tuple[str, str]:
+    """The keys of an input and of a target; "x" and "y" where there are fewer than two.
+
+    Keys that are usual names of a target are sorted to the end.
+    """
+    keys = sorted(map(str, item), key=lambda key: key.lower() in TARGET_KEYS)
+    if len(keys) < 2:
+        return "x", "y"
+    return keys[-2], keys[-1]
 
 
 def has_single_step(x: Tensor, fields: Fields | None = None) -> bool:
-    """Whether inputs are sequences of one step, whose labels are [n, 1]: [n, 1, F],
-    tokens [n, 1], or with a mask of one step."""
+    """True for sequences of one step, whose labels are [n, 1].
+
+    They are [n, 1, F], tokens [n, 1], or fields with a mask of one step.
+    """
     if fields:
-        return any(f.name == "mask" and f.shape == (1,) for f in fields)
-    tokens = x.dtype == torch.int64 and x.dim() == 2
-    return x.shape[1:2] == (1,) and (tokens or x.dim() == 3)
+        return any(field.name == "mask" and field.shape == (1,) for field in fields)
+    are_tokens = x.dtype == torch.int64 and x.dim() == 2
+    return x.shape[1:2] == (1,) and (are_tokens or x.dim() == 3)
 
 
 def mask_labels(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
-    """Labels [n, T] with `IGNORED_LABEL` where the field "mask" [T] is false; other
-    targets unchanged."""
+    """Labels [n, T], `IGNORED_LABEL` where the field "mask" [T] is false.
+
+    Targets without such a mask stay as they are.
+    """
     mask = fields.split_fields(x).get("mask") if fields else None
     if mask is None or mask.dtype != torch.bool or mask.shape != y.shape or y.dim() < 2:
         return y
-    require(
-        not y.is_floating_point(), "y", "labels of the steps of which x has a mask", y
-    )
+    expected = "labels of the steps of which x has a mask"
+    require(not y.is_floating_point(), "y", expected, y)
     return y.masked_fill(~mask, IGNORED_LABEL)
 
 
@@ -268,34 +310,32 @@ def mask_labels(y: Tensor, x: Tensor, fields: Fields | None) -> Tensor:
 def pad_sequences(
     sequences: Sequence[Any], value: Number = 0, length: PositiveInt | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sequences [t_i, ...] padded with `value` to [n, T, ...], and their mask, bool
-    [n, T].
+    """Sequences [t_i, ...] padded with `value` to [n, T, ...], and their mask.
 
-    T is the longest's length, or `length`, which cuts longer ones off. Give both to a
-    federation as fields of one input, `{"tokens": tokens, "mask": mask}`: the model
-    gets them as such a dict, and labels [n, T] of masked steps are left out of losses
-    and accuracies. ValueError where a sequence has other features or another dtype than
-    the first, or there is none.
+    The mask is bool [n, T]. T is the length of the longest sequence, or `length`, which
+    cuts longer ones off. Give both to a federation as fields of one input,
+    `{"tokens": tokens, "mask": mask}`. The model then receives such a dict, and losses
+    and accuracies leave out the labels [n, T] of masked steps.
 
-    >>> padded([[5, 6, 7], [8]])[0].tolist()
+    Raises ValueError where there is no sequence, or where one has other features or
+    another dtype than the first.
+
+    >>> pad_sequences([[5, 6, 7], [8]])[0].tolist()
     [[5, 6, 7], [8, 0, 0]]
     """
-    # lists have none
-    own = [None if hasattr(s, "dtype") else torch.float32 for s in sequences]
-    rows = [
-        to_tensor_or_bool(s, f"sequences[{i}]", own[i]) for i, s in enumerate(sequences)
-    ]
-    alike = (
-        len({(r.dtype, r.shape[1:], r.dim() > 0) for r in rows}) == 1 and rows[0].dim()
-    )
-    require(
-        alike,
-        "sequences",
-        "at least one, of one dtype and the same features",
-        sequences,
-    )
-    size = torch.tensor([len(r) for r in rows])
-    length = length or int(size.max())
-    wide = rows[0].new_empty(length, *rows[0].shape[1:])  # so that all are as long
-    out = pad_sequence([*(r[:length] for r in rows), wide], True, value)[:-1]
-    return out, torch.arange(length) < size[:, None]
+    rows = []
+    for i, sequence in enumerate(sequences):
+        # A list has no dtype to keep.
+        float_dtype = None if hasattr(sequence, "dtype") else torch.float32
+        rows.append(to_tensor_or_bool(sequence, f"sequences[{i}]", float_dtype))
+    forms = {(row.dtype, row.shape[1:], row.dim() > 0) for row in rows}
+    fits = len(forms) == 1 and rows[0].dim()
+    expected = "at least one, of one dtype and the same features"
+    require(fits, "sequences", expected, sequences)
+    sizes = torch.tensor([len(row) for row in rows])
+    length = length or int(sizes.max())
+    # torch pads to the longest sequence: one of T steps is appended, and then removed.
+    longest = rows[0].new_empty(length, *rows[0].shape[1:])
+    cut_rows = [row[:length] for row in rows]
+    padded = pad_sequence([*cut_rows, longest], True, value)[:-1]
+    return padded, torch.arange(length) < sizes[:, None]

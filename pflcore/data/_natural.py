@@ -14,6 +14,7 @@ import json
 import os
 import re
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -308,10 +309,11 @@ def _npz(path: Path, split: str) -> dict[str, tuple[Any, Any]]:
         odd = [k for k in names if k[:2] in ("x_", "y_") and k[2:] not in SPLITS]
         fits = pairs and is_complete and not odd
         require(fits, "arrays", "x and y of train, val or test", names)
-        return {
-            part: (_to_number_array(file[x], x), _to_number_array(file[y], y))
-            for part, (x, y) in pairs.items()
-        }
+        arrays = {}
+        for part, (x, y) in pairs.items():
+            inputs = _to_number_array(file[x], x)
+            arrays[part] = (inputs, _to_number_array(file[y], y))
+        return arrays
 
 
 def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any]]:
@@ -337,35 +339,53 @@ def _csv(path: Path, target: int | str) -> tuple[tuple[str, ...], tuple[Any, Any
 
 
 def _read_table(reader: Any) -> tuple[tuple[str, ...], bool, Any]:
-    """The first row, whether it is a header, and all other rows as float64 [n, D]."""
-    rows = (row for row in reader if any(cell.strip() for cell in row))
+    """The first row, whether it is a header, and all other rows as float64 [n, D].
+
+    Blank rows are skipped. Raises ValueError, with the number of the line, where a row
+    has another length than the first, or a value that is no number.
+    """
+    rows = (row for row in reader if not _is_blank(row))
     first = tuple(cell.strip() for cell in next(rows, ()))
-    alone = first[0] if len(first) == 1 else ""
-    require(
-        not _find_separator(alone),
-        "line 1",
-        f"several values{_number_hint(alone)}",
-        alone,
-    )
-    named = not any(map(_is_number, first)) or first == tuple(
-        map(str, range(len(first)))
-    )
+    only_cell = first[0] if len(first) == 1 else ""
+    expected = f"several values{_number_hint(only_cell)}"
+    require(not _find_separator(only_cell), "line 1", expected, only_cell)
+    column_numbers = tuple(map(str, range(len(first))))
+    has_header = not any(map(_is_number, first)) or first == column_numbers
+    data_rows = rows if has_header else itertools.chain([first], rows)
+    # One growing buffer of doubles: lists of Python's floats take four times as much.
     values = array("d")
-    for row in itertools.chain([] if named else [first], rows):
-        right = f"{len(first)} values, as the first line has"
-        require(len(row) == len(first), f"line {reader.line_num}", right, len(row))
-        try:
-            if "_" in "".join(row):  # which Python allows in a number
-                raise ValueError
-            values.extend(map(float, row))
-        except ValueError:
-            wrong = next(cell for cell in row if not _is_number(cell))
-            reject(f"line {reader.line_num}", f"numbers{_number_hint(wrong)}", wrong)
+    expected = f"{len(first)} values, as the first line has"
+    for row in data_rows:
+        line = f"line {reader.line_num}"
+        require(len(row) == len(first), line, expected, len(row))
+        _append_numbers(values, row, line)
     require(values, "rows", "at least one", 0)
-    return first, named, np.frombuffer(values).reshape(-1, len(first))
+    return first, has_header, np.frombuffer(values).reshape(-1, len(first))
+
+
+def _is_blank(row: Sequence[str]) -> bool:
+    """True where a row has nothing but spaces between its commas."""
+    return not any(cell.strip() for cell in row)
+
+
+def _append_numbers(values: "array[float]", row: Sequence[str], line: str) -> None:
+    """Appends the numbers of a row's cells to `values`.
+
+    Raises ValueError for the first cell that is no number.
+    """
+    try:
+        # Python allows "_" in a number, and a CSV file here does not.
+        if "_" not in "".join(row):
+            values.extend(map(float, row))
+            return
+    except ValueError:
+        pass  # The sentence below names the cell.
+    wrong = next(cell for cell in row if not _is_number(cell))
+    reject(line, f"numbers{_number_hint(wrong)}", wrong)
 
 
 def _is_number(text: str) -> bool:
+    """True where Python reads the text as a number, and it has no "_"."""
     with contextlib.suppress(ValueError):
         float(text)
         return "_" not in text
@@ -373,15 +393,21 @@ def _is_number(text: str) -> bool:
 
 
 def _find_separator(text: str) -> str:
-    """What stands between values instead of a comma, "" for nothing known."""
-    return next((repr(s) for s in (";", "\t", "|", " ") if s in text.strip()), "")
+    """The separator between values where it is no comma, quoted; "" for none."""
+    for separator in (";", "\t", "|", " "):
+        if separator in text.strip():
+            return repr(separator)
+    return ""
 
 
 def _number_hint(text: str) -> str:
-    """What to change in a value that is no number."""
-    if separator := _find_separator(text):
+    """A remedy for a value that is no number; "" where none is known."""
+    separator = _find_separator(text)
+    if separator:
         return f" (',' between values, where this has {separator})"
-    return " (0.5, where this has a decimal comma)" if "," in text else ""
+    if "," in text:
+        return " (0.5, where this has a decimal comma)"
+    return ""
 
 
 FEDERATIONS: dict[str, Any] = {"school": school, "vehicle": vehicle, "femnist": femnist}

@@ -1,5 +1,8 @@
-"""Motley's two settings (section 3.2): who trains, on what hyper-parameters are chosen,
-on what results are reported."""
+"""Motley's two settings (section 3.2), cross-silo and cross-device.
+
+A setting says which clients train, and on which samples hyper-parameters are chosen and
+results are reported.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +22,39 @@ DEFAULT_SHARES = {"val": 0.15, "test": 0.15}  # Motley's split of a client's own
 
 @dataclass(frozen=True)
 class StudyProtocol:
-    """A federation with roles. Choices are made with `without_test`, which has no test
-    split, so no choice can look at test data."""
+    """A federation with roles.
 
-    data: Federation  # everybody, with every split
+    Hyper-parameters are chosen with `without_test`. It has no test split, so no choice
+    can depend on test data.
+    """
+
+    data: Federation  # all clients, with every split
     train_clients: Tensor  # ids of the clients that take part in training
-    # ids of the clients whose "val" samples decide on hyper-parameters
+    # Ids of the clients whose "val" samples decide on hyper-parameters.
     tuning_clients: Tensor
-    # ids of the clients whose "test" samples give the reported numbers
+    # Ids of the clients whose "test" samples give the reported numbers.
     report_clients: Tensor
     study: str  # "cross-silo", "cross-device", or "" for neither
 
     @property
     def without_test(self) -> Federation:
-        """The federation without its test split: all that tuning gets to see."""
-        kept = {s: lists for s, lists in self.data.index.items() if s != "test"}
-        return self.data._copy_with(index=kept)
+        """The federation without its test split, for tuning."""
+        index = dict(self.data.index)
+        index.pop("test", None)
+        return self.data._copy_with(index=index)
 
     def keep(self, fraction: float) -> StudyProtocol:
-        """With the first part of each reported client's training samples (its
-        personalization set): 1, 0.5 and 0.25 are nested."""
-        return replace(
-            self, data=self.data.keep_fraction(fraction, self.report_clients)
-        )
+        """The protocol with a part of the reported clients' training samples.
+
+        These are a client's personalization set. The part is the first one, so a
+        smaller fraction's samples are among a larger one's.
+        """
+        data = self.data.keep_fraction(fraction, self.report_clients)
+        return replace(self, data=data)
 
 
 def without_roles(data: Federation, setting: str = "") -> StudyProtocol:
-    """The data as they are: everybody trains, chooses on its "val" samples and is
-    reported."""
+    """The data as they are, with every client in every role."""
     ids = torch.arange(data.n)
     return StudyProtocol(data, ids, ids, ids, setting)
 
@@ -60,25 +68,32 @@ def cross_silo(
     *,
     standardize: bool = False,
 ) -> StudyProtocol:
-    """Every client's samples are split; everybody trains, chooses and is reported.
+    """Splits every client's samples; every client has every role.
 
-    What a federation holds out already, as "val" or "test", stays held out, and what it
-    lacks of 70 / 15 / 15 % is taken from "train"; with `val` and `test`, shares, all of
-    a client's samples are divided anew. `standardize`: each client's features by its
-    own training samples, after the split. ValueError where the features were
-    standardized before it: by samples that are held out now.
+    Without `val` and `test`, samples that the federation holds out already stay held
+    out. What it lacks of 70 / 15 / 15 % is taken from "train". With one of them, all of
+    a client's samples are divided anew. Raises ValueError where samples are divided and
+    their features were standardized before: by samples that are held out now.
+
+    Args:
+        val: share of a client's samples for choosing hyper-parameters
+        test: share of a client's samples for reported results
+        standardize: each client's features by its own training samples, after the split
     """
-    lacks = {s: share for s, share in DEFAULT_SHARES.items() if s not in data.splits}
     if val is not None or test is not None:
-        data = _require_unstandardized(data).split(
-            val=val or 0.0, test=test or 0.0, seed=seed, of=None
-        )
-    elif lacks:
-        # of a client's samples by Motley's shares, where some are held out
-        rest = 1 - 0.15 * (2 - len(lacks))
-        shares: dict[str, Any] = {s: share / rest for s, share in lacks.items()}
-        data = _require_unstandardized(data).split(**shares, seed=seed)
-    return without_roles(data.standardize() if standardize else data, "cross-silo")
+        _check_unstandardized(data)
+        data = data.split(val=val or 0.0, test=test or 0.0, seed=seed, of=None)
+    else:
+        missing = {s: v for s, v in DEFAULT_SHARES.items() if s not in data.splits}
+        if missing:
+            _check_unstandardized(data)
+            # Motley's shares are of all samples, and "train" holds only this part.
+            train_share = 1 - 0.15 * (2 - len(missing))
+            shares: dict[str, Any] = {s: v / train_share for s, v in missing.items()}
+            data = data.split(**shares, seed=seed)
+    if standardize:
+        data = data.standardize()
+    return without_roles(data, "cross-silo")
 
 
 @checked
@@ -91,56 +106,51 @@ def cross_device(
     *,
     standardize: bool = False,
 ) -> StudyProtocol:
-    """The clients are split (numbers or fractions of them); a validation or test
-    client's samples are halved into a personalization set, its "train", and an
-    evaluation set, its "val" or "test". Uses the samples in "train" only, as Motley
-    does for EMNIST.
+    """Splits the clients into those that train, that choose, and that are reported.
 
-    Validation and test clients never take part in training: a method with client state
-    serves them from their fresh state. `standardize`: features by each client's own
-    training samples, of a validation or test client by its personalization set alone.
-    ValueError where the features were standardized before.
+    The samples of a validation or test client are halved into a personalization set,
+    its "train", and an evaluation set, its "val" or "test". Only the samples in "train"
+    are used, as in Motley's EMNIST. Validation and test clients never take part in
+    training: a method with client state evaluates them from a new client's state.
+    Raises ValueError where the features were standardized before.
+
+    Args:
+        train: number or fraction of the clients that train
+        val: number or fraction of the clients that choose hyper-parameters
+        test: number or fraction of the clients that are reported
+        standardize: each client's features by its own training samples, of a validation
+            or test client by its personalization set alone
     """
     groups = data.split_clients(train, val, test, seed)
-    some = len(groups.val) and len(groups.test)
-    require(
-        some,
-        "val and test",
-        f"at least one of {data.n} clients each",
-        [len(g) for g in groups],
-    )
-    data = _require_unstandardized(data)._copy_with(
-        index={"train": data.lists("train")}
-    )
-    data = data.split_in_half(groups.val, seed, scored="val").split_in_half(
-        groups.test, seed, ("train",)
-    )
-    return StudyProtocol(
-        data.standardize() if standardize else data, *groups, "cross-device"
-    )
+    sizes = [len(ids) for ids in groups]
+    fits = len(groups.val) and len(groups.test)
+    require(fits, "val and test", f"at least one of {data.n} clients each", sizes)
+    _check_unstandardized(data)
+    data = data._copy_with(index={"train": data.lists("train")})
+    data = data.split_in_half(groups.val, seed, scored="val")
+    data = data.split_in_half(groups.test, seed, ("train",))
+    if standardize:
+        data = data.standardize()
+    return StudyProtocol(data, *groups, "cross-device")
 
 
-def _require_unstandardized(data: Federation) -> Federation:
-    """The data, or ValueError where statistics of what is about to be held out have
-    gone into the features."""
-    wanted = (
+def _check_unstandardized(data: Federation) -> None:
+    """Raises ValueError where the features were standardized.
+
+    Statistics of samples that are about to be held out would be in the features.
+    """
+    expected = (
         "features that were not standardized before the samples are divided (make it "
-        "with "
+        "with standardize=False, and give it here)"
     )
-    require(
-        data.scaling is None,
-        "data",
-        f"{wanted}standardize=False, and give it here)",
-        data,
-    )
-    return data
+    require(data.scaling is None, "data", expected, data)
 
 
 def with_validation(data: Federation, seed: int = 0, share: float = 0.2) -> Federation:
-    """The same federation with a split "val": that share of each client's training
-    samples, at random. As it is where it has one.
+    """The federation with a split "val"; unchanged where it has one.
 
-    A client with a single training sample keeps it and has none for validation.
+    The split is a random `share` of each client's training samples. A client with a
+    single training sample keeps it, and has none for validation.
     """
     if "val" in data.index:
         return data
@@ -149,21 +159,17 @@ def with_validation(data: Federation, seed: int = 0, share: float = 0.2) -> Fede
 
 
 def mask_ignored_label(data: Federation, label: int) -> Federation:
-    """The same federation with `IGNORED_LABEL` for `label`, which the loss leaves out;
-    classes that were counted by it are counted without it.
+    """The federation with `IGNORED_LABEL`, which the loss leaves out, for `label`.
 
-    ValueError where clients have labels of their own for it.
+    Where `label` is the last class, the classes are counted without it. Raises
+    ValueError where clients have labels of their own (`relabel`).
     """
     y = data.y
     classes = data.classes
     if label == IGNORED_LABEL or y.is_floating_point() or not bool((y == label).any()):
         return data
-    require(
-        data.relabel is None,
-        "relabel",
-        f"None, as label {label} counts in nothing",
-        data.relabel,
-    )
+    expected = f"None, as label {label} counts in nothing"
+    require(data.relabel is None, "relabel", expected, data.relabel)
     y = y.masked_fill(y == label, IGNORED_LABEL)
     if classes == label + 1:
         known = y[y != IGNORED_LABEL]
@@ -172,11 +178,12 @@ def mask_ignored_label(data: Federation, label: int) -> Federation:
 
 
 def single_client_federation(samples: Any, **options: Any) -> Federation:
-    """One client's samples, however they come, as a federation of one."""
-    one = samples if isinstance(samples, Federation) else None
-    # what labels mean is a fact of the whole federation, which one client does not show
-    one = one or Federation._from_reader(
-        [samples], ReaderOptions(**options, single_client=True)
-    )
-    require(one.n == 1, "samples", "those of one client", one)
-    return one
+    """One client's samples, in any form that a federation reads, as a federation."""
+    if isinstance(samples, Federation):
+        data = samples
+    else:
+        # One client does not show the meaning of labels, a fact of all clients.
+        reader = ReaderOptions(**options, single_client=True)
+        data = Federation._from_reader([samples], reader)
+    require(data.n == 1, "samples", "those of one client", data)
+    return data

@@ -1,4 +1,8 @@
-"""What a federation holds, what it refuses, and what it can be asked."""
+"""The samples of a federation: the data, their checks, and questions about them.
+
+Symbols: N clients, S of them in a selection, C classes; client i has n_i samples in a
+split; B samples are in a batch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,23 +39,29 @@ class Scaling(NamedTuple):
         return Scaling(self.mean[client], self.deviation[client])
 
     def apply(self, raw: Tensor) -> Tensor:
-        """Raw features [B, ...] standardized by one client's statistics, in their
-        own dtype."""
-        mean, deviation = (v.to(raw.device).double() for v in self)
+        """Raw features [B, ...] of one client, standardized, in their own dtype.
+
+        The statistics are those of one client, [...].
+        """
+        mean = self.mean.to(raw.device).double()
+        deviation = self.deviation.to(raw.device).double()
         return ((raw.double() - mean) / deviation).to(raw.dtype)
 
     def combine_after(self, first: "Scaling") -> "Scaling":
-        """Both as one: features that were standardized by `first` and then by these."""
-        mean, deviation = (v.to(first.mean.device) for v in self)
+        """Statistics of features that were standardized by `first`, then by these."""
+        mean = self.mean.to(first.mean.device)
+        deviation = self.deviation.to(first.mean.device)
         return Scaling(first.mean + first.deviation * mean, first.deviation * deviation)
 
 
 @dataclass(frozen=True, repr=False)
 class ClientSamples:
-    """The data of N clients as index lists into one pool; see `Federation`, which
-    adds the rest."""
+    """The data of N clients as index lists into one pool.
 
-    x: Tensor  # or, when it is made, a dict of tensors
+    `Federation` describes the fields, and adds constructors and what is derived.
+    """
+
+    x: Tensor  # `__init__` also accepts a dict of tensors
     y: Tensor
     index: Mapping[str, Any]
     classes: PositiveInt | None = None
@@ -67,13 +77,14 @@ class ClientSamples:
         x = self.x
         fields = self.fields
         if isinstance(x, Mapping):
-            dtype = next((v.dtype for v in x.values() if v.is_floating_point()), None)
-            x, fields = to_inputs(x, "x", dtype)
+            float_dtypes = (v.dtype for v in x.values() if v.is_floating_point())
+            x, fields = to_inputs(x, "x", next(float_dtypes, None))
+            # A frozen dataclass refuses assignments, but not through its `__dict__`.
             self.__dict__.update(x=x, fields=fields)
         check_fields(self)
         index = {
-            s: _ragged(f"index[{s!r}]", lists, x.device)
-            for s, lists in self.index.items()
+            split: _to_ragged(f"index[{split!r}]", lists, x.device)
+            for split, lists in self.index.items()
         }
         self.__dict__.update(y=mask_labels(self.y, x, fields), index=index)
         self._check_index()
@@ -81,12 +92,12 @@ class ClientSamples:
         self._check_clients()
 
     def _copy_with(self, **changes: Any) -> Self:
-        """With other fields, unchecked: for what is right by construction."""
+        """A copy with other fields, unchecked: for those right by construction."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__ | changes)
         return new
 
-    # what it holds ------------------------------------------------------------
+    # contents -----------------------------------------------------------------
 
     @property
     def n(self) -> int:
@@ -96,11 +107,11 @@ class ClientSamples:
     @property
     def splits(self) -> tuple[str, ...]:
         """The splits that exist, in the order train, val, test."""
-        return tuple(s for s in SPLITS if s in self.index)
+        return tuple(split for split in SPLITS if split in self.index)
 
     @property
     def device(self) -> torch.device:
-        """Where the pool is."""
+        """The device of the pool and the index lists."""
         return self.x.device
 
     @property
@@ -119,12 +130,14 @@ class ClientSamples:
         return self.lists(split).size
 
     def counts(self, split: str = "train", clients: Tensor | None = None) -> Tensor:
-        """Samples per client (or of these `clients` [S]) and class, as each labels them
-        (after `relabel`): int64 [N, C], on the CPU."""
+        """Samples per client and class: int64 [N, C], on the CPU.
+
+        Labels are the client's own (after `relabel`). With `clients` [S] the counts are
+        theirs, [S, C].
+        """
         if self.classes is None:
-            reject(
-                "counts", "labels (the targets are numbers: classes is None)", self.y
-            )
+            expected = "labels (the targets are numbers: classes is None)"
+            reject("counts", expected, self.y)
         ids = torch.arange(self.n) if clients is None else clients
         lists = self.lists(split).take(ids)
         y = self.y[lists.flat].reshape(len(lists.flat), -1)
@@ -133,10 +146,11 @@ class ClientSamples:
         y = y.where(known, 0)
         if self.relabel is not None:
             y = self.relabel[to_device(ids, self.device)[owner], y]
-        # a place for what has no label: a mask would wait
-        last = len(lists) * self.classes
-        place = (owner * self.classes + y).where(known, last).flatten()
-        counts = torch.bincount(place, minlength=last + 1)[:last]
+        # Steps without a label are counted in one more cell, which is cut off. To
+        # select the others by a mask, the CPU would wait for the device.
+        num_cells = len(lists) * self.classes
+        cell = (owner * self.classes + y).where(known, num_cells).flatten()
+        counts = torch.bincount(cell, minlength=num_cells + 1)[:num_cells]
         return counts.view(-1, self.classes).cpu()
 
     def labels(self, i: int, split: str = "train") -> Tensor:
@@ -146,31 +160,34 @@ class ClientSamples:
         return y if self.relabel is None else self.relabel[i][y]
 
     def client(self, i: int, split: str = "train") -> tuple[Tensor, Tensor]:
-        """Client i's samples x [n_i, ...], y [n_i, ...], labelled as the client labels
-        them. Fresh tensors: the pool is never altered."""
+        """Client i's samples x [n_i, ...] and y [n_i, ...], with its own labels.
+
+        The tensors are copies, so writing to them does not change the pool.
+        """
         y = self.labels(i, split)
         return self.x[self.lists(split)[i]], y
 
     def summary(self) -> str:
-        """A few lines of text: clients, samples, shapes, sizes, classes per client,
-        the facts."""
-        none = {
-            f"clients without {s} samples": int((self.size(s) == 0).sum())
-            for s in self.splits
-        }
-        lines = {
+        """A few lines of text: numbers of clients and samples, shapes, and facts."""
+        classes_per_client = None
+        if self.classes:
+            classes_per_client = _describe_range((self.counts() > 0).sum(1))
+        facts: dict[str, Any] = {
             "clients": self.n,
-            "samples": {s: len(self.lists(s).flat) for s in self.splits},
-            "training samples per client": _range(self.size()),
+            "samples": {split: len(self.lists(split).flat) for split in self.splits},
+            "training samples per client": _describe_range(self.size()),
             "inputs": self.fields or list(self.shape),
             "classes": self.classes,
-            "classes per client": self.classes and _range((self.counts() > 0).sum(1)),
+            "classes per client": classes_per_client,
             "labels permuted by client (concept shift)": self.relabel is not None,
             "standardized by client": self.scaling is not None,
-            **none,
-            **self.facts,
         }
-        return "\n".join([self.name, *(f"{k}: {v}" for k, v in lines.items() if v)])
+        for split in self.splits:
+            num_empty = int((self.size(split) == 0).sum())
+            facts[f"clients without {split} samples"] = num_empty
+        facts |= self.facts
+        lines = [f"{key}: {value}" for key, value in facts.items() if value]
+        return "\n".join([self.name, *lines])
 
     def __repr__(self) -> str:
         size = f"n={self.n}, splits={list(self.splits)}, shape={list(self.shape)}"
@@ -181,142 +198,177 @@ class ClientSamples:
         if torch.device(device) == self.device:
             return self
 
-        def moved(v: Any) -> Any:
-            return v.to(device) if isinstance(v, Tensor | Ragged) else v
+        def move_value(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor | Ragged) else value
 
-        return self._copy_with(**tree_map(moved, self.__dict__))
+        return self._copy_with(**tree_map(move_value, self.__dict__))
 
-    # what it refuses ----------------------------------------------------------
+    # checks -------------------------------------------------------------------
 
     def _check_index(self) -> None:
-        """A list per client and split; a sample is in one split, and in one list but
-        for test."""
+        """Raises ValueError for index lists that do not fit the pool or each other."""
         known = "train" in self.index and set(self.index) <= set(SPLITS)
-        require(
-            known,
-            "index",
-            "the split 'train', and perhaps 'val' and 'test'",
-            list(self.index),
-        )
-        pool = len(self.x) if self.x.dim() else 0
-        used = torch.zeros(pool, dtype=torch.bool, device=self.device)
-        for split, lists in self.index.items():
-            name = f"index[{split!r}]"
-            flat = lists.flat
-            require(
-                len(lists) == self.n,
-                name,
-                f"a list for each of {self.n} clients",
-                len(lists),
-            )
-            for place in ((flat < 0) | (flat >= pool)).nonzero()[:1, 0].tolist():
-                i = int(lists.owners()[place])
-                reject(f"{name}[{i}]", f"samples in 0..{pool - 1}", int(flat[place]))
-            seen = torch.zeros_like(used)
-            seen[flat] = True
-            if int(seen.sum()) != len(flat):  # clients may share test samples
-                key = lists.owners() * pool + flat if split == "test" else flat
-                once = len(key.unique()) == len(key)
-                require(once, name, "a sample once, in one client's list", flat)
-            both = (seen & used).nonzero()[:1, 0].tolist()
-            require(not both, name, "samples of no other split", both)
-            used |= seen
-        none = (self.size() == 0).nonzero()[:, 0].tolist()
-        each = f"a sample to train on for each; leave out the {len(none)} without"
-        names = (
-            self.names if self.names and len(self.names) == self.n else range(self.n)
-        )
-        require(not none, "clients", each, [names[i] for i in none[:5]])
+        expected = "the split 'train', and perhaps 'val' and 'test'"
+        require(known, "index", expected, list(self.index))
+        pool_size = len(self.x) if self.x.dim() else 0
+        used = torch.zeros(pool_size, dtype=torch.bool, device=self.device)
+        for split in self.index:
+            self._check_positions(split, pool_size)
+            in_split = torch.zeros_like(used)
+            in_split[self.index[split].flat] = True
+            self._check_repeats(split, in_split)
+            used_twice = (in_split & used).nonzero()[:1, 0].tolist()
+            expected = "samples of no other split"
+            require(not used_twice, f"index[{split!r}]", expected, used_twice)
+            used |= in_split
+        self._check_training_samples()
+
+    def _check_positions(self, split: str, pool_size: int) -> None:
+        """Raises ValueError unless each client has a list of positions in the pool."""
+        lists = self.index[split]
+        name = f"index[{split!r}]"
+        expected = f"a list for each of {self.n} clients"
+        require(len(lists) == self.n, name, expected, len(lists))
+        flat = lists.flat
+        outside = ((flat < 0) | (flat >= pool_size)).nonzero()[:1, 0].tolist()
+        if outside:
+            position = outside[0]
+            client = int(lists.owners()[position])
+            expected = f"samples in 0..{pool_size - 1}"
+            reject(f"{name}[{client}]", expected, int(flat[position]))
+
+    def _check_repeats(self, split: str, in_split: Tensor) -> None:
+        """Raises ValueError where a sample is twice in a split.
+
+        Clients may share test samples, each of them once.
+
+        Args:
+            in_split: bool, as long as the pool: samples that a list of the split has
+        """
+        lists = self.index[split]
+        flat = lists.flat
+        if int(in_split.sum()) == len(flat):
+            return
+        key = flat
+        if split == "test":
+            key = lists.owners() * len(in_split) + flat
+        is_unique = len(key.unique()) == len(key)
+        expected = "a sample once, in one client's list"
+        require(is_unique, f"index[{split!r}]", expected, flat)
+
+    def _check_training_samples(self) -> None:
+        """Raises ValueError where a client has no training sample."""
+        empty = (self.size() == 0).nonzero()[:, 0].tolist()
+        expected = f"a sample to train on for each; leave out the {len(empty)} without"
+        names: Sequence[str | int] = range(self.n)
+        if self.names and len(self.names) == self.n:
+            names = self.names
+        require(not empty, "clients", expected, [names[i] for i in empty[:5]])
 
     def _check_pool(self) -> None:
-        """Dense numbers on one device, finite, and labels within the classes."""
+        """Raises ValueError unless x and y are dense and finite, and labels known."""
         x = self.x
         y = self.y
-        alike = x.dim() and y.dim() and len(x) == len(y) and x.device == y.device
-        require(alike, "y", f"a row per row of x, {list(x.shape)} on {x.device}", y)
-        for name, t in (("x", x), ("y", y)):
-            number = t.is_floating_point() or t.dtype == torch.int64
-            require(number and t.layout == torch.strided, name, DENSE_TEXT, t)
-            # min and max keep NaN and Inf and need no mask as large as the pool
-            floats = t.is_floating_point() and t.numel()
-            if floats and not bool(torch.stack(t.aminmax()).isfinite().all()):
-                bad = int((~t.isfinite()).reshape(len(t), -1).any(1).nonzero()[0])
-                reject(
-                    name,
-                    f"finite numbers, also in sample {bad}{self._describe_holder(bad)}",
-                    t[bad],
-                )
+        same_rows = x.dim() and y.dim() and len(x) == len(y)
+        fits = same_rows and x.device == y.device
+        require(fits, "y", f"a row per row of x, {list(x.shape)} on {x.device}", y)
+        self._check_numbers("x", x)
+        self._check_numbers("y", y)
         if self.classes is not None:
-            right = (
-                f"int64 labels in 0..{self.classes - 1} (classes=None for regression)"
-            )
-            require(y.dtype == torch.int64, "y", right, y)
-            labels = y[y != IGNORED_LABEL]
-            low, high = (int(v) for v in labels.aminmax()) if labels.numel() else (0, 0)
-            if low == -1 and not bool((labels == 0).any()):
-                right += "; of -1 and 1 give (y > 0)"
-            elif y.dim() > 1:
-                right += f"; labels that count in nothing are {IGNORED_LABEL}"
-                if low >= 0:
-                    right += (
-                        ", or leave classes to be inferred and give the loss "
-                        f"nn.CrossEntropyLoss(ignore_index={high})"
-                    )
-            require(low >= 0 and high < self.classes, "y", right, [low, high])
+            self._check_labels(self.classes)
+
+    def _check_numbers(self, name: str, values: Tensor) -> None:
+        """Raises ValueError unless values are dense, and finite floats or int64."""
+        is_float = values.is_floating_point()
+        is_number = is_float or values.dtype == torch.int64
+        fits = is_number and values.layout == torch.strided
+        require(fits, name, DENSE_TEXT, values)
+        if not is_float or not values.numel():
+            return
+        # A NaN or Inf shows in the smallest or the largest value. To find these two
+        # takes no mask as large as the pool.
+        if bool(torch.stack(values.aminmax()).isfinite().all()):
+            return
+        in_sample = (~values.isfinite()).reshape(len(values), -1).any(1)
+        sample = int(in_sample.nonzero()[0])
+        holder = self._describe_holder(sample)
+        reject(name, f"finite numbers, also in sample {sample}{holder}", values[sample])
+
+    def _check_labels(self, classes: int) -> None:
+        """Raises ValueError unless labels are int64 in 0..classes-1, or ignored."""
+        y = self.y
+        expected = f"int64 labels in 0..{classes - 1} (classes=None for regression)"
+        require(y.dtype == torch.int64, "y", expected, y)
+        labels = y[y != IGNORED_LABEL]
+        low = 0
+        high = 0
+        if labels.numel():
+            smallest, largest = labels.aminmax()
+            low = int(smallest)
+            high = int(largest)
+        if low == -1 and not bool((labels == 0).any()):
+            expected += "; of -1 and 1 give (y > 0)"
+        elif y.dim() > 1:
+            expected += f"; labels that count in nothing are {IGNORED_LABEL}"
+            if low >= 0:
+                expected += (
+                    ", or leave classes to be inferred and give the loss "
+                    f"nn.CrossEntropyLoss(ignore_index={high})"
+                )
+        require(low >= 0 and high < classes, "y", expected, [low, high])
 
     def _describe_holder(self, sample: int) -> str:
+        """Text that says which client has a sample; "" where none has it."""
         for split, lists in self.index.items():
-            for place in (lists.flat == sample).nonzero()[:1, 0].tolist():
-                i = int(lists.owners()[place])
-                return (
-                    f", number {place - int(lists.begin[i])} of client {i}'s "
-                    f"{split} samples"
-                )
+            positions = (lists.flat == sample).nonzero()[:1, 0].tolist()
+            if positions:
+                client = int(lists.owners()[positions[0]])
+                number = positions[0] - int(lists.begin[client])
+                return f", number {number} of client {client}'s {split} samples"
         return ""
 
     def _check_clients(self) -> None:
-        """`truth`, `names` and `relabel` have a row per client."""
+        """Raises ValueError unless `truth`, `names` and `relabel` fit the clients."""
         for key, value in {**self.truth, "names": self.names}.items():
-            row_each = value is None or (np.ndim(value) > 0 and len(value) == self.n)
-            require(row_each, key, f"a row for each of {self.n} clients", value)
-        r = self.relabel
+            fits = value is None or (np.ndim(value) > 0 and len(value) == self.n)
+            require(fits, key, f"a row for each of {self.n} clients", value)
+        if self.relabel is not None:
+            self._check_relabel(self.relabel)
+
+    def _check_relabel(self, relabel: Tensor) -> None:
+        """Raises ValueError unless each client has a label for every class.
+
+        Samples with ignored labels cannot be relabelled.
+        """
         classes = self.classes or 0
-        if r is not None:
-            fits = r.dtype == torch.int64 and r.shape == (self.n, classes)
-            fits = (
-                fits
-                and r.device == self.device
-                and bool(((r >= 0) & (r < classes)).all())
-            )
-            right = (
-                f"int64 [{self.n}, {classes}], labels in 0..{classes - 1} on "
-                f"{self.device}"
-            )
-            right += ", and a label at every step of every sample"
-            require(
-                fits and classes and not bool((self.y == IGNORED_LABEL).any()),
-                "relabel",
-                right,
-                r,
-            )
+        shape = (self.n, classes)
+        has_form = relabel.dtype == torch.int64 and relabel.shape == shape
+        fits = has_form and classes and relabel.device == self.device
+        fits = fits and bool(((relabel >= 0) & (relabel < classes)).all())
+        fits = fits and not bool((self.y == IGNORED_LABEL).any())
+        expected = f"int64 {list(shape)}, labels in 0..{classes - 1} on {self.device}"
+        expected += ", and a label at every step of every sample"
+        require(fits, "relabel", expected, relabel)
 
 
-def _ragged(name: str, lists: Any, device: torch.device) -> Ragged:
-    """The lists of a split as `Ragged`, each int64 [n_i] on the pool's device."""
+def _to_ragged(name: str, lists: Any, device: torch.device) -> Ragged:
+    """The lists of a split as `Ragged`.
+
+    Raises ValueError where one is not int64 [n_i] on the pool's device.
+    """
     rows = [lists.flat] if isinstance(lists, Ragged) else lists
-    several = isinstance(rows, Sequence) and len(rows) > 0
-    require(several, name, "a list of index tensors, at least one", rows)
-    for i, r in enumerate(rows):
-        whole = isinstance(r, Tensor) and r.dtype == torch.int64 and r.dim() == 1
-        require(
-            whole and r.device == device,
-            f"{name}[{i}]",
-            f"an int64 tensor [n] on {device}",
-            r,
+    has_lists = isinstance(rows, Sequence) and len(rows) > 0
+    require(has_lists, name, "a list of index tensors, at least one", rows)
+    expected = f"an int64 tensor [n] on {device}"
+    for i, row in enumerate(rows):
+        has_form = (
+            isinstance(row, Tensor) and row.dtype == torch.int64 and row.dim() == 1
         )
+        fits = has_form and row.device == device
+        require(fits, f"{name}[{i}]", expected, row)
     return lists if isinstance(lists, Ragged) else Ragged.from_lists(rows)
 
 
-def _range(sizes: Tensor) -> str:
+def _describe_range(sizes: Tensor) -> str:
     low, high = sizes.aminmax()
     return f"{low} to {high}, median {sizes.median()}"

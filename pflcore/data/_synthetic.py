@@ -1,4 +1,7 @@
-"""Made-up federations whose answers are known: ``truth`` holds them."""
+"""Synthetic federations with known answers, which ``truth`` holds.
+
+Symbols: N clients (`n` in code), C classes, D features (`dim`).
+"""
 
 from typing import Any
 
@@ -20,52 +23,58 @@ def synthetic_linear(  # noqa: PLR0913 (the recipe's options)
     held_out: PositiveInt = 200,
     seed: Seed = 0,
 ) -> Federation:
-    """Linear regression: y = x . w_i + noise, x normal; clients of a group (i mod
-    groups) share w up to ``spread``.
+    """Linear regression: y = x . w_i + noise, with normal x.
 
-    Each client has ``samples`` to train on and ``held_out`` to test on. truth:
-    "optimum" [N, dim] = w_i, "group" [N]. A client's best possible mean squared error
-    is noise^2.
+    Client i belongs to group i mod groups. Clients of a group have the same w_i up to
+    ``spread``. Each client has ``samples`` to train on and ``held_out`` to test on.
+    truth: "optimum" [N, dim] = w_i, "group" [N]. A client's best possible mean squared
+    error is noise^2.
     """
-    gen = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     group = torch.arange(n) % groups
-    each = samples + held_out
-    w = torch.randn(groups, dim, generator=gen)[group]
-    w = w + spread * torch.randn(n, dim, generator=gen)  # [N, D]
-    x = torch.empty(n, each, dim)
-    y = torch.empty(n, each)
+    samples_of_client = samples + held_out
+    group_w = torch.randn(groups, dim, generator=generator)
+    w = group_w[group] + spread * torch.randn(n, dim, generator=generator)  # [N, D]
+    x = torch.empty(n, samples_of_client, dim)
+    y = torch.empty(n, samples_of_client)
     for i in range(n):
-        x[i] = torch.randn(each, dim, generator=gen)
-        y[i] = x[i] @ w[i] + noise * torch.randn(each, generator=gen)
+        x[i] = torch.randn(samples_of_client, dim, generator=generator)
+        errors = torch.randn(samples_of_client, generator=generator)
+        y[i] = x[i] @ w[i] + noise * errors
+    x = x.flatten(0, 1)
+    y = y.flatten()
     truth = {"optimum": w, "group": group}
-    return _equal(
-        x.flatten(0, 1), y.flatten(), n, samples, name="synthetic_linear", truth=truth
-    )
+    return _equal_clients(x, y, n, samples, name="synthetic_linear", truth=truth)
 
 
 def synthetic_quadratic(
     curvature: Any = ((1.0,), (2.0,), (0.5,)), optimum: Any = ((1.0,), (-2.0,), (0.5,))
 ) -> Federation:
-    """Client i's loss is exactly sum_j a_ij (w_j - b_ij)^2, as a squared-error
-    regression without bias.
+    """Linear regression without bias in which a client's loss is a given quadratic.
 
-    curvature a and optimum b: [N, D]. Client i holds D samples x = sqrt(D a_ij) e_j,
-    y = sqrt(D a_ij) b_ij, so that the mean of (x . w - y)^2 over them is that sum (half
-    of it is the usual quadratic) and one full batch gives its exact gradient. float64.
-    truth: "curvature", "optimum" [N, D]; the uniform average's optimum is sum_i a_i
-    b_i / sum_i a_i. Tested on its own samples.
+    The loss of client i is exactly sum_j a_ij (w_j - b_ij)^2, of the curvature a and
+    the optimum b, both [N, D]. (Half of it is the usual quadratic.) The client has D
+    samples, x = sqrt(D a_ij) e_j and y = sqrt(D a_ij) b_ij: the mean of (x . w - y)^2
+    over them is that sum. One full batch gives the exact gradient. All numbers are
+    float64. A client is tested on its training samples.
+
+    truth: "curvature", "optimum" [N, D]. The optimum of the clients' mean loss is
+    sum_i a_i b_i / sum_i a_i.
     """
-    a, b = (torch.as_tensor(v, dtype=torch.float64) for v in (curvature, optimum))
+    a = torch.as_tensor(curvature, dtype=torch.float64)
+    b = torch.as_tensor(optimum, dtype=torch.float64)
     fits = a.dim() == 2 and a.shape == b.shape and bool((a > 0).all())
-    require(
-        fits, "curvature", f"numbers above 0 [N, D] as the optimum, {list(b.shape)}", a
-    )
-    root = (a * a.shape[1]).sqrt()
-    x = torch.diag_embed(root)[:, None]
-    y = (root * b)[:, None]  # [N, 1, D, D], [N, 1, D]
-    x, y = (torch.cat([v, v], 1).flatten(0, 2) for v in (x, y))
+    expected = f"numbers above 0 [N, D] as the optimum, {list(b.shape)}"
+    require(fits, "curvature", expected, a)
+    n, dim = a.shape
+    root = (a * dim).sqrt()
+    x = torch.diag_embed(root)[:, None]  # [N, 1, D, D]
+    y = (root * b)[:, None]  # [N, 1, D]
+    # Every client has its samples twice: to train on, and to be tested on.
+    x = torch.cat([x, x], 1).flatten(0, 2)
+    y = torch.cat([y, y], 1).flatten(0, 2)
     truth = {"curvature": a, "optimum": b}
-    return _equal(x, y, len(a), a.shape[1], name="synthetic_quadratic", truth=truth)
+    return _equal_clients(x, y, n, dim, name="synthetic_quadratic", truth=truth)
 
 
 @checked
@@ -79,31 +88,43 @@ def synthetic_clusters(  # noqa: PLR0913 (the recipe's options)
     held_out: PositiveInt = 100,
     seed: Seed = 0,
 ) -> Federation:
-    """Gaussian clouds, one per class, the same for all; the groups disagree on the
-    clouds' names, so one model cannot serve two groups.
+    """Gaussian clouds, one per class, to which groups of clients give other labels.
 
-    Centres are drawn on a sphere of radius ``separation``, clouds have unit variance.
-    Client i belongs to group i mod groups; group g calls cloud c
-    ``(c + g) mod classes`` (``relabel``), hence groups <= classes. truth: "group" [N],
-    "centre" [N, C, dim] (the same for all). A model that ignores the groups scores
-    about 1/groups at best.
+    All clients have the same clouds, but one model cannot serve two groups. Centres are
+    drawn on a sphere of radius ``separation``, and clouds have unit variance. Client i
+    belongs to group i mod groups. Group g labels cloud c with ``(c + g) mod classes``
+    (``relabel``), hence groups <= classes. A model that ignores the groups has an
+    accuracy of about 1/groups at best.
+
+    truth: "group" [N], "centre" [N, C, dim] (the same for all clients).
     """
     require(groups <= classes, "groups", f"at most the {classes} classes", groups)
-    gen = torch.Generator().manual_seed(seed)
-    centre = torch.randn(classes, dim, generator=gen)
-    centre = torch.nn.functional.normalize(centre, dim=1) * separation
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(classes, dim, generator=generator)
+    centre = torch.nn.functional.normalize(directions, dim=1) * separation
     y = torch.arange(n * (samples + held_out)) % classes
-    x = centre[y] + torch.randn(len(y), dim, generator=gen)
+    x = centre[y] + torch.randn(len(y), dim, generator=generator)
     group = torch.arange(n) % groups
     relabel = (torch.arange(classes)[None] + group[:, None]) % classes
-    truth = {"group": group, "centre": centre.expand(n, -1, -1)}
-    more: dict[str, Any] = {"classes": classes, "relabel": relabel, "truth": truth}
-    return _equal(x, y, n, samples, name="synthetic_clusters", **more)
+    return _equal_clients(
+        x,
+        y,
+        n,
+        samples,
+        name="synthetic_clusters",
+        classes=classes,
+        relabel=relabel,
+        truth={"group": group, "centre": centre.expand(n, -1, -1)},
+    )
 
 
-def _equal(x: Tensor, y: Tensor, n: int, train: int, **options: Any) -> Federation:
-    """The same number of samples of each client in turn, the first `train` of them
-    to train on."""
+def _equal_clients(
+    x: Tensor, y: Tensor, n: int, num_train: int, **options: Any
+) -> Federation:
+    """A federation of clients with equally many samples, one client after the other.
+
+    The first `num_train` samples of a client are for training, the others for testing.
+    """
     rows = torch.arange(len(x)).view(n, -1)
-    index = {"train": list(rows[:, :train]), "test": list(rows[:, train:])}
+    index = {"train": list(rows[:, :num_train]), "test": list(rows[:, num_train:])}
     return Federation(x, y, index, **options)
