@@ -847,6 +847,7 @@ def test_exact_distances_are_those_of_float64():
     )
 
 
+@pytest.mark.deep("two whole runs of Flower's")
 def test_the_strategy_is_flowers_own_but_for_the_distances():
     words = {"num_malicious_nodes": F, "num_nodes_to_select": K - F}
     for given in (contents(1e-3), contents(0.5)):

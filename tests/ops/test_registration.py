@@ -33,6 +33,7 @@ def local_step(w, grad, mu):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.deep("torch.compile")
 def test_compile(dynamic):
     how = {"fullgraph": True, "dynamic": dynamic, "backend": "aot_eager"}
     server, local = (torch.compile(step, **how) for step in (server_step, local_step))

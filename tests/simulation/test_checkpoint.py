@@ -246,7 +246,13 @@ ENDS = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("place, at, error, last, words", ENDS)
+@pytest.mark.parametrize(
+    "place, at, error, last, words",
+    [
+        *ENDS[:4],
+        *(pytest.param(*end, marks=pytest.mark.deep("other ends")) for end in ENDS[4:]),
+    ],
+)
 def test_a_run_that_ends_early_keeps_its_rounds_and_goes_on(
     place, at, error, last, words, tmp_path, monkeypatch
 ):

@@ -187,6 +187,7 @@ def test_under_vmap_the_others_change_last_digits_alone(body):
 
 
 @pytest.mark.parametrize("body", company.BODIES)
+@pytest.mark.deep("several whole runs")
 def test_the_size_of_blocks_changes_last_digits_alone(body):
     s = company.simulation("vmap", body, "SiLU", dtype=F64).context
     whole = company.of_hooks(s, company.EVERYBODY)

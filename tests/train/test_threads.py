@@ -29,6 +29,7 @@ def detour():
     return Own(lambda m, x: x[:, :4] + torch.relu(m.layer(x)))
 
 
+@pytest.mark.deep("four threads at once")
 def test_what_is_made_in_four_threads_is_what_is_made_alone():
     """Whatever the others make, run and draw meanwhile."""
 

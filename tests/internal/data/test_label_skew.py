@@ -87,6 +87,7 @@ def test_reproduce_plays_a_plan_of_groups(tmp_path):
     assert rows[1]["parameters"] < rows[0]["parameters"]
 
 
+@pytest.mark.deep("a whole attack")
 def test_attack_prints_its_table(tmp_path, capsys):
     small = (
         "--clients 2 --samples 20 --rounds 1 --epochs 1 --shadows 1 --ratios 2 "

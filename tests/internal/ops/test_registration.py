@@ -97,6 +97,7 @@ def called(name):
 
 
 @every_op
+@pytest.mark.deep("torch's own checks are slow")
 def test_opcheck(name, arguments):
     """Schema, autograd, and shapes, dtypes and strides without values."""
     few = {}

@@ -169,6 +169,7 @@ def test_a_cross_device_plan_from_grid_to_pictures(tmp_path):
     assert set(numbers["sizes"]["FT"]) == {"1.0", "0.5", "0.25"}
 
 
+@pytest.mark.deep("a plan and its studies")
 def test_studies_take_the_buffers_of_the_run(tmp_path, monkeypatch):
     asked, real = set(), study.evaluate
     monkeypatch.setattr(
@@ -299,6 +300,7 @@ def test_hurt_is_against_the_same_run_of_the_baseline(tmp_path):
     }
 
 
+@pytest.mark.deep("a plan with pictures")
 def test_pictures_of_one_model_for_a_target(tmp_path):
     """WAFFLE's Fig. 3 and 4: its weights by round, and the target's curves with a band
     over the seeds; FedDWA's Fig. 1, 2 and 4: its weights, the nearest, and results

@@ -164,6 +164,7 @@ def test_krum_finds_the_outlier_among_models_that_differ_little():
 
 
 @pytest.mark.parametrize("attack", ["inner_product", "noise"])
+@pytest.mark.deep("whole runs under attack")
 def test_defences_hold_where_the_mean_does_not(attack):
     adversary = Adversary(attack, BAD, 30.0)
     clean, broken = accuracy(run()), accuracy(run(adversary=adversary))

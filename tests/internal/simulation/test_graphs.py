@@ -125,6 +125,7 @@ def test_graphs_of_every_way_to_train_change_no_bit(gpu, algorithm):
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.deep("a pretended GPU is slow")
 def test_graphs_of_an_engine_change_no_bit(gpu, engine):
     got = play("fedavg", dropped, gpu, engine=engine)
     want = play("fedavg", dropped, gpu, engine=engine, graphs=False)

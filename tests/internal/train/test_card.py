@@ -67,6 +67,7 @@ def rounded(net, data):
     return make_probe(net, data).difference(Engine("vmap"))
 
 
+@pytest.mark.deep("a residual net on a pretended GPU")
 def test_a_residual_net_is_trained_by_vmap_though_convolutions_round():
     with pretended_gpu() as gpu:
         net, data = on(gpu, DEEP)
