@@ -81,7 +81,8 @@ def samples():
         ).values():
             call(*given)
         ugly()
-        chains()
+        if ops.backend().kernels:  # without them a chain is trained by no op
+            chains()
     for name, args in kept.calls:
         for t in args if name in DIFFERENTIABLE else ():
             if isinstance(t, Tensor) and t.dtype == torch.float32:
@@ -127,6 +128,7 @@ def test_a_device_without_float64_goes_by_the_cpu(name, arguments):
     )
 
 
+@pytest.mark.skipif(not ops.backend().kernels, reason="the kernels are not loaded")
 def test_every_op_has_a_sample():
     """A new op of the library needs one, or a test of its own."""
     names = {
